@@ -59,6 +59,7 @@ test-all: test ## the slow ones too, and every example of a property
 
 lint: $(STAMP)-dev ## check style, import floors, words, budgets and types
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --quiet --check . || { echo 'run: ruff format .'; exit 1; }
 	@$(PY) scripts/lint_imports.py
 	@$(PY) scripts/lint_words.py
 	@$(PY) scripts/budgets.py

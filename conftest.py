@@ -25,16 +25,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
   _FLAGS = (
-      "--xla_cpu_use_fusion_emitters=false"
-      " --xla_cpu_parallel_codegen_split_count=1"
+    "--xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_parallel_codegen_split_count=1"
   )
   _CHOSEN = os.environ.get("XLA_FLAGS", "")
   if _FLAGS not in _CHOSEN:  # As it is in workers, and of two the last counts.
     os.environ["XLA_FLAGS"] = f"{_FLAGS} {_CHOSEN}".strip()
 # Tests and the processes they start compile many equal programs.
 os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR",
-    str(_HERE / ".pytest_cache" / "jax"),
+  "JAX_COMPILATION_CACHE_DIR", str(_HERE / ".pytest_cache" / "jax")
 )
 # Also what compiles fast: it is compiled by every run and engine of the tests.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -64,9 +63,9 @@ def pytest_configure() -> None:
   stays as it is; tests with settings of their own start from these.
   """
   hypothesis.settings.register_profile(
-      "any_machine",
-      deadline=None,
-      suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    "any_machine",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
   )
   hypothesis.settings.load_profile("any_machine")
 
@@ -81,7 +80,7 @@ def _scale_examples(test) -> None:
   chosen = getattr(test, "_hypothesis_internal_use_settings", None)
   chosen = chosen or hypothesis.settings.default
   test._hypothesis_internal_use_settings = hypothesis.settings(
-      chosen, max_examples=trials.count(chosen.max_examples)
+    chosen, max_examples=trials.count(chosen.max_examples)
   )
   test.examples_scaled = True
 
@@ -117,7 +116,7 @@ def pytest_collection_modifyitems(items) -> None:
   limits: dict[pathlib.Path, float] = {}
   for item in items:
     if item.get_closest_marker("slow") and not item.get_closest_marker(
-        "timeout"
+      "timeout"
     ):
       item.add_marker(pytest.mark.timeout(SLOW_S))
     if item.get_closest_marker("slow"):

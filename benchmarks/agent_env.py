@@ -42,19 +42,19 @@ class NullGym:
 async def episode(turns: int) -> tuple[float, float]:
   """(agent, environment) CPU seconds a turn."""
   env = cua_env.CUAEnv(
-      NullGym(),
-      tools.ScreenshotTool(images.ImageStore()),
-      base.Task("t", "null", "press the button"),
-      action_parser="computer_use_compact",
-      max_steps=turns + 1,
+    NullGym(),
+    tools.ScreenshotTool(images.ImageStore()),
+    base.Task("t", "null", "press the button"),
+    action_parser="computer_use_compact",
+    max_steps=turns + 1,
   )
   agent = agents.ToolAgent(
-      prompts.get_prompt("desktop_compact"), env.action_parser
+    prompts.get_prompt("desktop_compact"), env.action_parser
   )
   observation, info = await env.reset()
   agent.update_from_env(observation, 0.0, False, info)
   text = env.action_parser.format_gui_action(
-      gui_action.GuiAction("click", x=100, y=50), 224, 160
+    gui_action.GuiAction("click", x=100, y=50), 224, 160
   )
   of_agent = of_env = 0.0
   for _ in range(turns):
@@ -81,8 +81,8 @@ def main():
   while turns <= longest:
     agent, env = asyncio.run(episode(turns))
     print(
-        f"{turns:6d} turns: agent {agent * 1e6:.0f} us a turn, environment"
-        f" {env * 1e6:.0f} us a turn"
+      f"{turns:6d} turns: agent {agent * 1e6:.0f} us a turn, environment"
+      f" {env * 1e6:.0f} us a turn"
     )
     turns *= 10
 

@@ -69,9 +69,7 @@ class _Env:
     return f"{self._seconds:.9f}", {}
 
   async def step(self, action):
-    await asyncio.sleep(
-        self._seconds * self._share / self._turns * self._unit
-    )
+    await asyncio.sleep(self._seconds * self._share / self._turns * self._unit)
     self._left -= 1
     return f"{self._seconds:.9f}", 1.0, not self._left, {}
 
@@ -119,10 +117,10 @@ class _Policy:
     at = np.linspace(began, time.perf_counter(), count, endpoint=False)
     versions = [bisect.bisect_right(self._since, t) - 1 for t in at]
     return policy_client.Completion(
-        np.array([9] * (count - 1) + [_EOT]),
-        np.full(count, -1.0),
-        np.array(versions),
-        policy_client.FinishReason.STOP,
+      np.array([9] * (count - 1) + [_EOT]),
+      np.full(count, -1.0),
+      np.array(versions),
+      policy_client.FinishReason.STOP,
     )
 
   async def release(self, session):
@@ -205,13 +203,13 @@ class _Watch:
 
 
 def play(
-    costs: simulate_async.Costs,
-    rules: simulate_async.Rules,
-    steps: int,
-    warm: int,
-    seed: int = 0,
-    *,
-    unit: float,
+  costs: simulate_async.Costs,
+  rules: simulate_async.Rules,
+  steps: int,
+  warm: int,
+  seed: int = 0,
+  *,
+  unit: float,
 ) -> tuple[dict[str, Any], dict[str, float]]:
   """Runs the real loops; returns a report as `simulate_async.simulate` does.
 
@@ -228,8 +226,8 @@ def play(
   """
   if costs.empty_speed != 1 or costs.slots < costs.concurrency:
     raise ValueError(
-        "the real loops sleep, so that a batch costs nothing: give"
-        " empty_speed=1 and slots >= concurrency"
+      "the real loops sleep, so that a batch costs nothing: give"
+      " empty_speed=1 and slots >= concurrency"
     )
   draws = simulate_async.draw_groups(costs, rules, seed)
   policy = _Policy(costs, unit)
@@ -243,26 +241,23 @@ def play(
 
   long = 1e6
   collector = tc.GroupCollector(
-      pair,
-      tc.PolicyModel(policy, _Renderer()),
-      tc.CollectConfig(
-          group_size=rules.group_size,
-          min_valid=rules.part_size or 2,
-          part_size=rules.part_size,
-          concurrency=costs.concurrency,
-          deadlines=tc.Deadlines(
-              model=long, step=long, turn=long, episode=long
-          ),
-      ),
-      max_turns=costs.turns,
-      observers=watch,
+    pair,
+    tc.PolicyModel(policy, _Renderer()),
+    tc.CollectConfig(
+      group_size=rules.group_size,
+      min_valid=rules.part_size or 2,
+      part_size=rules.part_size,
+      concurrency=costs.concurrency,
+      deadlines=tc.Deadlines(model=long, step=long, turn=long, episode=long),
+    ),
+    max_turns=costs.turns,
+    observers=watch,
   )
   per_step = rules.groups_per_step * rules.parts
   queue = group_queue.GroupQueue(per_step, rules.queue)
   # A member takes the last of what is left.
   tasks = (
-      {"task_id": f"t{d.task}", "seconds": list(d.seconds[::-1])}
-      for d in draws
+    {"task_id": f"t{d.task}", "seconds": list(d.seconds[::-1])} for d in draws
   )
   collecting = tc.CollectLoop(collector, tasks, queue)
 
@@ -274,19 +269,18 @@ def play(
   spent: list[float] = []  # By the learner, without its waiting.
 
   class Steps:
-
     def on_event(self, event: Any) -> None:
       if type(event).__name__ == "StepFinished":
         metrics = event.metrics
         spent.append(metrics["time/step"] - metrics["time/wait"])
 
   loop = loop_lib.LearnerLoop(
-      learner,
-      queue,
-      publish,
-      observers=Steps(),
-      parts=rules.parts,
-      wait_timeout_s=600.0,
+    learner,
+    queue,
+    publish,
+    observers=Steps(),
+    parts=rules.parts,
+    wait_timeout_s=600.0,
   )
   loop.publish()
   collecting.start()
@@ -309,12 +303,12 @@ def play(
     queue.close()
     collecting.join(30.0)
   measured = {
-      "learn_s": float(np.mean(spent)) / unit,
-      "turn_s": float(np.mean(watch.extra)) / costs.turns,
+    "learn_s": float(np.mean(spent)) / unit,
+    "turn_s": float(np.mean(watch.extra)) / costs.turns,
   }
   report = account.report(
-      steps * costs.learn_s * unit / seconds,
-      1 - learner.busy / seconds,
-      1 - watch.taken / seconds / costs.concurrency,
+    steps * costs.learn_s * unit / seconds,
+    1 - learner.busy / seconds,
+    1 - watch.taken / seconds / costs.concurrency,
   )
   return report, measured

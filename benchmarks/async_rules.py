@@ -65,7 +65,7 @@ class Lengths:
 
   def __init__(self):
     self._of_task = collections.defaultdict(
-        lambda: collections.deque[float](maxlen=32)
+      lambda: collections.deque[float](maxlen=32)
     )
     self._of_all: collections.deque[float] = collections.deque(maxlen=_KEPT)
     self._sum = 0.0
@@ -168,7 +168,7 @@ class OtherSimulation(simulate_async.Simulation):
     if episode.turns_left == 1:
       draw = episode.group.draw
       self._lengths.add(
-          draw.task, self._now - episode.began, self._typical(draw)
+        draw.task, self._now - episode.began, self._typical(draw)
       )
     super()._acted(episode)
 
@@ -190,17 +190,17 @@ class OtherSimulation(simulate_async.Simulation):
     within = self._to_last()
     for group in self._running:
       if rules.count == "overdue" and group.ticket.start_version == (
-          self._version
+        self._version
       ):
         count += group.parts
         continue
       chances = [
-          self._lengths.chance(
-              self._typical(group.draw),
-              0.0 if math.isnan(e.began) else self._now - e.began,
-              within,
-          )
-          for e in group.running
+        self._lengths.chance(
+          self._typical(group.draw),
+          0.0 if math.isnan(e.began) else self._now - e.began,
+          within,
+        )
+        for e in group.running
       ]
       count += self._parts_of(len(group.ended), chances, group.parts)
     if rules.count == "expected":  # The new group counts by its own chance.
@@ -297,19 +297,17 @@ def named_rules(max_staleness: int) -> dict[str, OtherRules]:
     return OtherRules(queue, part_size=2, **changes)
 
   return {
-      "started, in the order of ends": rules(trim, delivery="ended"),
-      "finished, in the order of ends": rules(finished, delivery="ended"),
-      "finished, expiring": rules(finished, delivery="expiring"),
-      "by part": rules(trim, by_part=True),
-      "a quarter ahead": rules(trim, extra_updates=0.25),
-      "half ahead": rules(trim, extra_updates=0.5),
-      "expected": rules(finished, count="expected"),
-      "expected, known": rules(
-          finished, count="expected", true_medians=True
-      ),
-      "overdue": rules(finished, count="overdue"),
-      "recent, longest": rules(recent, order="longest"),
-      "recent, gain": rules(recent, order="gain"),
-      "recent, gain, known": rules(recent, order="gain", true_medians=True),
-      "finished, gain": rules(finished, order="gain"),
+    "started, in the order of ends": rules(trim, delivery="ended"),
+    "finished, in the order of ends": rules(finished, delivery="ended"),
+    "finished, expiring": rules(finished, delivery="expiring"),
+    "by part": rules(trim, by_part=True),
+    "a quarter ahead": rules(trim, extra_updates=0.25),
+    "half ahead": rules(trim, extra_updates=0.5),
+    "expected": rules(finished, count="expected"),
+    "expected, known": rules(finished, count="expected", true_medians=True),
+    "overdue": rules(finished, count="overdue"),
+    "recent, longest": rules(recent, order="longest"),
+    "recent, gain": rules(recent, order="gain"),
+    "recent, gain, known": rules(recent, order="gain", true_medians=True),
+    "finished, gain": rules(finished, order="gain"),
   }

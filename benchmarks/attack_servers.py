@@ -71,7 +71,7 @@ class Target:
 
   def head(self, *lines: str) -> bytes:
     return "\r\n".join(
-        [f"POST {self.path} HTTP/1.1", "Host: localhost", *lines, "", ""]
+      [f"POST {self.path} HTTP/1.1", "Host: localhost", *lines, "", ""]
     ).encode()
 
   @contextlib.asynccontextmanager
@@ -79,7 +79,7 @@ class Target:
     """A connection, or None; what the server says to it is counted."""
     try:
       reader, writer = await asyncio.wait_for(
-          asyncio.open_connection("127.0.0.1", self.port), 5
+        asyncio.open_connection("127.0.0.1", self.port), 5
       )
     except (OSError, TimeoutError):
       reader = writer = None
@@ -232,16 +232,16 @@ async def pipelined(target: Target) -> None:
 
 
 ATTACKS: dict[str, tuple[int, Attack]] = {
-    "half heads": (1000, half_heads),
-    "dripped heads": (500, dripped_heads),
-    "idle": (1000, idle),
-    "flood": (200, flood),
-    "dripped bodies": (400, dripped_bodies),
-    "large bodies": (60, large_bodies),
-    "full bodies": (60, full_bodies),
-    "chunked bodies": (60, chunked_bodies),
-    "fine chunks": (60, fine_chunks),
-    "pipelined": (60, pipelined),
+  "half heads": (1000, half_heads),
+  "dripped heads": (500, dripped_heads),
+  "idle": (1000, idle),
+  "flood": (200, flood),
+  "dripped bodies": (400, dripped_bodies),
+  "large bodies": (60, large_bodies),
+  "full bodies": (60, full_bodies),
+  "chunked bodies": (60, chunked_bodies),
+  "fine chunks": (60, fine_chunks),
+  "pipelined": (60, pipelined),
 }
 
 
@@ -252,53 +252,67 @@ def _command(name: str, folder: pathlib.Path, upstream: str) -> list[str]:
   base = [sys.executable, "-m"]
   if name == "gym":
     return [
-        *base, "tunix_multi_turn", "environments.gym_server", "desktop",
-        "--port", "0",
-    ]  # pyformat: disable
+      *base,
+      "tunix_multi_turn",
+      "environments.gym_server",
+      "desktop",
+      "--port",
+      "0",
+    ]
   if name == "policy":
     return [
         *base, "agent_services.serving", "tiny_vl", "--port", "0",
         "--max-model-len", "256", "--slots", "2", "--screen", "128x96",
-    ]  # pyformat: disable
+    ]  # fmt: skip
   if name == "runs":
     return [*base, "tunix_multi_turn", "agents.run_service", "--port", "0"]
   if name == "buffer":
     return [
-        *base, "tunix_multi_turn", "trajectory_collector.buffer_service",
-        "--port", "0", "--dir", str(folder / "buffer"),
-    ]  # pyformat: disable
+      *base,
+      "tunix_multi_turn",
+      "trajectory_collector.buffer_service",
+      "--port",
+      "0",
+      "--dir",
+      str(folder / "buffer"),
+    ]
   if name == "proxy":
     return [
-        *base, "tunix_multi_turn", "serving.image_proxy", "--port", "0",
-        "--upstream", upstream,
-    ]  # pyformat: disable
+      *base,
+      "tunix_multi_turn",
+      "serving.image_proxy",
+      "--port",
+      "0",
+      "--upstream",
+      upstream,
+    ]
   return [
       *base, "tunix_multi_turn", "monitor", "serve", "--port", "0",
       "--database", str(folder / "m.db"),
-  ]  # pyformat: disable
+  ]  # fmt: skip
 
 
 SERVERS = {
-    # Where a body is sent, and how large it may be.
-    "gym": ("/api/v1/desktop/tasks/001", 4 << 20, "TUNIX_GYM_TOKEN"),
-    "policy": ("/v1/chat/completions", 64 << 20, "TUNIX_ROLLOUT_TOKEN"),
-    "monitor": ("/api/ingest/batch", 16 << 20, "TUNIX_MONITOR_TOKEN"),
-    "runs": ("/runs", 4 << 20, "TUNIX_RUN_SERVICE_TOKEN"),
-    "buffer": ("/buffer/write", 64 << 20, "TUNIX_BUFFER_TOKEN"),
-    "proxy": ("/v1/chat/completions", 256 << 20, "TUNIX_IMAGE_PROXY_TOKEN"),
+  # Where a body is sent, and how large it may be.
+  "gym": ("/api/v1/desktop/tasks/001", 4 << 20, "TUNIX_GYM_TOKEN"),
+  "policy": ("/v1/chat/completions", 64 << 20, "TUNIX_ROLLOUT_TOKEN"),
+  "monitor": ("/api/ingest/batch", 16 << 20, "TUNIX_MONITOR_TOKEN"),
+  "runs": ("/runs", 4 << 20, "TUNIX_RUN_SERVICE_TOKEN"),
+  "buffer": ("/buffer/write", 64 << 20, "TUNIX_BUFFER_TOKEN"),
+  "proxy": ("/v1/chat/completions", 256 << 20, "TUNIX_IMAGE_PROXY_TOKEN"),
 }
 UPSTREAM_VARIABLE = "TUNIX_IMAGE_PROXY_UPSTREAM_TOKEN"
 
 
 @contextlib.contextmanager
 def running(
-    name: str,
-    folder: pathlib.Path,
-    token: str = "",
-    upstream: str = "",
-    options: Sequence[str] = (),
-    files: int = FILES,
-    memory: int = resource.RLIM_INFINITY,
+  name: str,
+  folder: pathlib.Path,
+  token: str = "",
+  upstream: str = "",
+  options: Sequence[str] = (),
+  files: int = FILES,
+  memory: int = resource.RLIM_INFINITY,
 ):
   """Yields (port, process) of a service.
 
@@ -321,13 +335,13 @@ def running(
   if token:
     environment |= {SERVERS[name][2]: token, UPSTREAM_VARIABLE: token}
   process = subprocess.Popen(
-      [*_command(name, folder, upstream), *options],
-      stdout=subprocess.PIPE,
-      stderr=(folder / f"{name}.log").open("a"),
-      text=True,
-      env=environment,
-      cwd=pathlib.Path(__file__).parents[1],
-      preexec_fn=limit,
+    [*_command(name, folder, upstream), *options],
+    stdout=subprocess.PIPE,
+    stderr=(folder / f"{name}.log").open("a"),
+    text=True,
+    env=environment,
+    cwd=pathlib.Path(__file__).parents[1],
+    preexec_fn=limit,
   )
   try:
     assert process.stdout is not None
@@ -363,8 +377,7 @@ async def _ask(port: int) -> tuple[str, float]:
     async with asyncio.timeout(5):
       reader, writer = await asyncio.open_connection("127.0.0.1", port)
       writer.write(
-          b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-          b"Connection: close\r\n\r\n"
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
       )
       status_line = await reader.readline()
       writer.transport.abort()
@@ -385,13 +398,13 @@ def watch(port: int, seconds: float) -> list[tuple[str, float]]:
 
 
 def _attack_in_child(
-    port: int, path: str, most: int, seconds: float, which: str
+  port: int, path: str, most: int, seconds: float, which: str
 ) -> subprocess.Popen[str]:
   return subprocess.Popen(
       [sys.executable, __file__, "--attack", which, "--port", str(port),
        "--path", path, "--most", str(most), "--seconds", str(seconds)],
       stdout=subprocess.PIPE, text=True,
-  )  # pyformat: disable
+  )  # fmt: skip
 
 
 def _run_attack(args: argparse.Namespace) -> None:
@@ -410,7 +423,7 @@ def attack_server(name: str, seconds: float, token: str = "") -> bool:
   path, most, _ = SERVERS[name]
   good = True
   only = ("half heads", "dripped bodies", "large bodies", "full bodies",
-          "chunked bodies") if token else ATTACKS  # pyformat: disable
+          "chunked bodies") if token else ATTACKS  # fmt: skip
   with tempfile.TemporaryDirectory() as text, contextlib.ExitStack() as stack:
     folder = pathlib.Path(text)
     upstream = ""
@@ -421,8 +434,10 @@ def attack_server(name: str, seconds: float, token: str = "") -> bool:
       label = f"{name}, {'no token given' if token else 'no token asked for'}"
       start = _peak_mib(process)
       print(f"\n{label}: {start} MiB at the start")
-      print(f"{'attack':15} {'worst s':>8} {'p50 ms':>7} {'asked':>6}"
-            f" {'peak MiB':>9}  attackers heard")  # pyformat: disable
+      print(
+        f"{'attack':15} {'worst s':>8} {'p50 ms':>7} {'asked':>6}"
+        f" {'peak MiB':>9}  attackers heard"
+      )
       for which in only:
         child = _attack_in_child(port, path, most, seconds, which)
         answers = watch(port, seconds + 1.5)
@@ -433,10 +448,10 @@ def attack_server(name: str, seconds: float, token: str = "") -> bool:
         healthy = not bad and max(times) < 1.0 and process.poll() is None
         good = good and healthy and peak - start < _MOST_GROWTH_MIB
         print(
-            f"{which:15} {max(times):8.3f}"
-            f" {1e3 * statistics.median(times):7.1f} {len(times):6d} {peak:9d}"
-            f"  {report}{'' if healthy else f'  FAILED {bad[:5]}'}",
-            flush=True,
+          f"{which:15} {max(times):8.3f}"
+          f" {1e3 * statistics.median(times):7.1f} {len(times):6d} {peak:9d}"
+          f"  {report}{'' if healthy else f'  FAILED {bad[:5]}'}",
+          flush=True,
         )
   return good
 

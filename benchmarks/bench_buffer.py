@@ -33,9 +33,9 @@ _BYTES = 45_000
 def body_of(uid: str, instance: str, text: str, reward: float) -> bytes:
   """An item; nothing is computed a token."""
   return (
-      '{"uid":"%s","instance_id":"%s","messages":[{"role":"user","content":'
-      '"%s"},{"role":"assistant","content":"4"}],"reward":%s,"extra_info":'
-      '{"timestamp":"1"}}' % (uid, instance, text, reward)
+    '{"uid":"%s","instance_id":"%s","messages":[{"role":"user","content":'
+    '"%s"},{"role":"assistant","content":"4"}],"reward":%s,"extra_info":'
+    '{"timestamp":"1"}}' % (uid, instance, text, reward)
   ).encode()
 
 
@@ -56,11 +56,13 @@ class Load:
       n = self.number
       self.number += 1
       lines.append(
-          body_of(
-              f"{self.prefix}{n}", f"{self.prefix}{n // GROUP}", self.text,
-              float(n % 2),
-          )
-      )  # pyformat: disable
+        body_of(
+          f"{self.prefix}{n}",
+          f"{self.prefix}{n // GROUP}",
+          self.text,
+          float(n % 2),
+        )
+      )
     return b"\n".join(lines)
 
   async def connection(self, until: float, most: int) -> None:
@@ -68,8 +70,8 @@ class Load:
     while time.monotonic() < until and self.number < most:
       body = self.next_body()
       writer.write(
-          b"POST /buffer/write HTTP/1.1\r\nHost: 127.0.0.1\r\nPrefer:"
-          b" return=minimal\r\nContent-Length: %d\r\n\r\n" % len(body)
+        b"POST /buffer/write HTTP/1.1\r\nHost: 127.0.0.1\r\nPrefer:"
+        b" return=minimal\r\nContent-Length: %d\r\n\r\n" % len(body)
       )
       writer.write(body)
       head = await reader.readuntil(b"\r\n\r\n")
@@ -84,9 +86,9 @@ class Load:
   async def run(self, connections: int, seconds: float, most: int) -> float:
     """Seconds that it took."""
     began = time.monotonic()
-    await asyncio.gather(*(
-        self.connection(began + seconds, most) for _ in range(connections)
-    ))
+    await asyncio.gather(
+      *(self.connection(began + seconds, most) for _ in range(connections))
+    )
     return time.monotonic() - began
 
 
@@ -112,7 +114,7 @@ def started(folder: str, port: int) -> tuple[subprocess.Popen, float]:
           "--port", str(port), "--group-size", str(GROUP),
       ],
       cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-  )  # pyformat: disable
+  )  # fmt: skip
   while True:
     try:
       call(port, "GET", "/health")
@@ -152,26 +154,24 @@ def main() -> None:
       for batch in (1, 8):
         one = Load(port, batch, f"b{batch}-", args.bytes)
         cpu = cpu_of(process.pid)
-        took = asyncio.run(
-            one.run(args.connections, args.seconds, args.items)
-        )
+        took = asyncio.run(one.run(args.connections, args.seconds, args.items))
         cpu = cpu_of(process.pid) - cpu
         print(
-            f"{batch} an answer: {one.done / took:.0f} items/s,"
-            f" {one.done / cpu:.0f} a CPU second of the service;"
-            f" {one.refused} refused"
+          f"{batch} an answer: {one.done / took:.0f} items/s,"
+          f" {one.done / cpu:.0f} a CPU second of the service;"
+          f" {one.refused} refused"
         )
         buffered += one.done
       filler = Load(port, 8, "rest-", args.bytes)
       asyncio.run(
-          filler.run(args.connections, 600.0, max(0, args.items - buffered))
+        filler.run(args.connections, 600.0, max(0, args.items - buffered))
       )
       print(f"buffered: {resident_mib(process.pid):.0f} MiB resident")
       began = time.monotonic()
       stats = json.loads(call(port, "GET", "/buffer/stats"))["data"]["data"][0]
       print(
-          f"{stats['items']} items, {stats['bytes'] / 2**30:.1f} GiB;"
-          f" /buffer/stats {1000 * (time.monotonic() - began):.0f} ms"
+        f"{stats['items']} items, {stats['bytes'] / 2**30:.1f} GiB;"
+        f" /buffer/stats {1000 * (time.monotonic() - began):.0f} ms"
       )
       took = []
       for _ in range(10):

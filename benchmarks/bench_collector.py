@@ -138,10 +138,10 @@ class NullClient:
 
   def __init__(self, tokens=16):
     self._completion = policy_client.Completion(
-        np.array([9] * (tokens - 1) + [EOT]),
-        np.full(tokens, -1.0),
-        np.zeros(tokens),
-        policy_client.FinishReason.STOP,
+      np.array([9] * (tokens - 1) + [EOT]),
+      np.full(tokens, -1.0),
+      np.zeros(tokens),
+      policy_client.FinishReason.STOP,
     )
 
   async def generate(self, prompt, sampling, *, session):
@@ -169,12 +169,12 @@ async def bare(turns):
 
 async def ours(turns, env_type, model, seed=0):
   result = await tc.TrajectoryCollectEngine(
-      NullAgent(),
-      env_type(turns),
-      model,
-      max_steps=turns,
-      timeout=3600.0,
-      seed=seed,
+    NullAgent(),
+    env_type(turns),
+    model,
+    max_steps=turns,
+    timeout=3600.0,
+    seed=seed,
   ).collect()
   if result.error or len(result.steps) != turns:
     raise RuntimeError(f"the benchmark's episode failed: {result.error}")
@@ -191,7 +191,6 @@ def upstream_episode():
     return None
 
   class Agent(base_agent.ConversationAgentBase):
-
     def update_from_model(self, response, **kwargs):
       self._messages.append({"role": "assistant", "content": response})
       step = agent_types.Step(model_response=response)
@@ -199,7 +198,6 @@ def upstream_episode():
       return agent_types.Action(action=response)
 
   class Env(base_environment.BaseTaskEnv):
-
     def _initial_observation(self):
       return "o"
 
@@ -217,7 +215,7 @@ def upstream_episode():
 
   async def episode(turns):
     engine = trajectory_collect_engine.TrajectoryCollectEngine(
-        Agent("s"), Env({}, max_steps=turns), model_call=model, timeout=3600.0
+      Agent("s"), Env({}, max_steps=turns), model_call=model, timeout=3600.0
     )
     result = await engine.collect(mode="Trajectory")
     if len(result.steps) != turns:
@@ -251,10 +249,10 @@ def conversion(turns, bridge, sampled):
   """Tokens a second through SequenceBuilder, prompts and final arrays."""
   renderer = NullRenderer(bridge)
   completion = policy_client.Completion(
-      np.array([9] * (sampled - 1) + [EOT]),
-      np.full(sampled, -1.0),
-      np.zeros(sampled),
-      policy_client.FinishReason.STOP,
+    np.array([9] * (sampled - 1) + [EOT]),
+    np.full(sampled, -1.0),
+    np.zeros(sampled),
+    policy_client.FinishReason.STOP,
   )
   cpu = time.process_time()
   builder = tc.SequenceBuilder(renderer)
@@ -282,33 +280,33 @@ def group_of(images, number, episodes=8, turns=4, tokens_a_turn=90):
     screens = rng.integers(0, 255, (turns, 12, 16, 3), np.uint8)
     refs = [images.put(s.repeat(8, 0).repeat(8, 1)) for s in screens]
     sequence = trajectory_lib.TokenSequence(
-        tokens=tokens,
-        loss_mask=mask,
-        logprobs=np.where(mask, -rng.random(n), 0),
-        versions=np.where(mask, 0, -1),
-        turn_ids=turn_ids,
-        images=[
-            trajectory_lib.ImageSpan(ref, turn * tokens_a_turn, vision)
-            for turn, ref in enumerate(refs)
-        ],
+      tokens=tokens,
+      loss_mask=mask,
+      logprobs=np.where(mask, -rng.random(n), 0),
+      versions=np.where(mask, 0, -1),
+      turn_ids=turn_ids,
+      images=[
+        trajectory_lib.ImageSpan(ref, turn * tokens_a_turn, vision)
+        for turn, ref in enumerate(refs)
+      ],
     )
     messages, steps = [], []
     for ref in refs:
       part = {"type": "image", "image": ref}
       messages.append({"role": "user", "content": [part]})
       steps.append(
-          trajectory_lib.Step(
-              chat_completions=list(messages), model_response="x" * 80
-          )
+        trajectory_lib.Step(
+          chat_completions=list(messages), model_response="x" * 80
+        )
       )
       messages.append({"role": "assistant", "content": "x" * 80})
     members.append(
-        trajectory_lib.Trajectory(
-            steps=steps,
-            status=trajectory_lib.TrajectoryStatus.FAILED,
-            sequences=[sequence],
-            trajectory_id=f"{number}.{sample}",
-        )
+      trajectory_lib.Trajectory(
+        steps=steps,
+        status=trajectory_lib.TrajectoryStatus.FAILED,
+        sequences=[sequence],
+        trajectory_id=f"{number}.{sample}",
+      )
     )
   return trajectory_lib.TrajectoryGroup(f"g{number}", "t", tuple(members))
 
@@ -318,7 +316,7 @@ def stored(folder, groups=64, at_once=16):
   with tempfile.TemporaryDirectory(dir=folder) as path:
     images = images_lib.ImageStore(os.path.join(path, "images"))
     store = group_store.SqliteGroupStore(
-        os.path.join(path, "queue.db"), images=images
+      os.path.join(path, "queue.db"), images=images
     )
     batch = [group_of(images, number) for number in range(groups)]
     wall, cpu, remove_s = [], [], 0.0
@@ -333,9 +331,9 @@ def stored(folder, groups=64, at_once=16):
         remove_s += time.perf_counter() - w
     store.close()
   return {
-      "append_ms": 1e3 * float(np.median(wall)),
-      "append_cpu_ms": 1e3 * float(np.median(cpu)),
-      "remove_ms": 1e3 * remove_s / groups,
+    "append_ms": 1e3 * float(np.median(wall)),
+    "append_cpu_ms": 1e3 * float(np.median(cpu)),
+    "remove_ms": 1e3 * remove_s / groups,
   }
 
 
@@ -350,20 +348,16 @@ def main():
   turns = args.turns
   tokens = tc.PolicyModel(NullClient(), NullRenderer(), runs_inline=True)
   variants = {
-      "loop": lambda i: bare(turns),
-      "inline": lambda i: ours(turns, NullEnv, inline_model),
-      "tasks": lambda i: ours(turns, TaskEnv, null_model),
-      "threads": lambda i: ours(turns, ThreadEnv, inline_model),
-      "tokens": lambda i: ours(turns, NullEnv, tokens, i),
+    "loop": lambda i: bare(turns),
+    "inline": lambda i: ours(turns, NullEnv, inline_model),
+    "tasks": lambda i: ours(turns, TaskEnv, null_model),
+    "threads": lambda i: ours(turns, ThreadEnv, inline_model),
+    "tokens": lambda i: ours(turns, NullEnv, tokens, i),
   }
   upstream = upstream_episode()
   if upstream is not None:
     variants["upstream"] = lambda i: upstream(turns)
-  results = {
-      "episodes": args.episodes,
-      "turns": turns,
-      "us_per_turn": {},
-  }
+  results = {"episodes": args.episodes, "turns": turns, "us_per_turn": {}}
   for name, make in variants.items():
     cpu, wall = measure(make, args.episodes, turns, args.repeats)
     results["us_per_turn"][name] = {"cpu": cpu, "wall": wall}
@@ -377,12 +371,13 @@ def main():
   if args.json:
     args.json.write_text(json.dumps(results, indent=2) + "\n")
   print(f"{args.episodes} concurrent episodes of {turns} turns")
-  print(f"{'':10} {'CPU us/turn':>12} {'wall':>8} {'over floor':>11}"
-        f" {'x floor':>8}")
+  print(
+    f"{'':10} {'CPU us/turn':>12} {'wall':>8} {'over floor':>11} {'x floor':>8}"
+  )
   for name, row in results["us_per_turn"].items():
     print(
-        f"{name:10} {row['cpu']:12.1f} {row['wall']:8.1f}"
-        f" {row['overhead']:11.1f} {row['cpu'] / floor:8.1f}"
+      f"{name:10} {row['cpu']:12.1f} {row['wall']:8.1f}"
+      f" {row['overhead']:11.1f} {row['cpu'] / floor:8.1f}"
     )
   for key, value in results.items():
     if key.startswith("conversion"):

@@ -41,7 +41,7 @@ class TextProcessor:
   position_axes = 3
 
   def positions(
-      self, tokens: np.ndarray, images: Any, start: int = 0
+    self, tokens: np.ndarray, images: Any, start: int = 0
   ) -> np.ndarray:
     del images
     here = np.arange(start, len(tokens), dtype=np.int32)
@@ -49,7 +49,7 @@ class TextProcessor:
 
 
 def trajectory(
-    name: str, tokens: int, turns: int, rng: np.random.Generator
+  name: str, tokens: int, turns: int, rng: np.random.Generator
 ) -> trajectory_lib.Trajectory:
   """An episode of one sequence; each turn a prompt and as many samples."""
   each = tokens // turns
@@ -57,37 +57,34 @@ def trajectory(
   mask = np.tile(np.arange(each) >= each // 2, turns)
   length = len(mask)
   steps = [
-      trajectory_lib.Step(reward=0.0, done=k + 1 == turns)
-      for k in range(turns)
+    trajectory_lib.Step(reward=0.0, done=k + 1 == turns) for k in range(turns)
   ]
   return trajectory_lib.Trajectory(
-      steps=steps,
-      reward=float(rng.integers(0, 2)),
-      status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
-      trajectory_id=name,
-      sequences=[
-          trajectory_lib.TokenSequence(
-              rng.integers(5, 30_000, length),
-              mask,
-              np.where(mask, -1.0, 0.0),
-              np.where(mask, 3, -1),
-              turn_ids,
-          )
-      ],
+    steps=steps,
+    reward=float(rng.integers(0, 2)),
+    status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
+    trajectory_id=name,
+    sequences=[
+      trajectory_lib.TokenSequence(
+        rng.integers(5, 30_000, length),
+        mask,
+        np.where(mask, -1.0, 0.0),
+        np.where(mask, 3, -1),
+        turn_ids,
+      )
+    ],
   )
 
 
 def packed(
-    groups: list[trajectory_lib.TrajectoryGroup], row_length: int
+  groups: list[trajectory_lib.TrajectoryGroup], row_length: int
 ) -> list[batching.Batch]:
   per_group, _ = example_lib.from_groups(
-      groups, advantages.ESTIMATORS.get("grpo"), advantages.AdvantageOptions()
+    groups, advantages.ESTIMATORS.get("grpo"), advantages.AdvantageOptions()
   )
   examples = [e for group in per_group for e in group]
   packer = batching.Packer(TextProcessor(), images_lib.ImageStore())
-  shape = packing.BatchShape(
-      MEMBERS, row_length, 1, 0, MEMBERS * row_length
-  )
+  shape = packing.BatchShape(MEMBERS, row_length, 1, 0, MEMBERS * row_length)
   plan = packer.plan(examples, shape)
   return list(packer.fill(plan, examples, np.ones(len(examples))))
 
@@ -106,9 +103,10 @@ def measure(tokens: int, turns: int) -> dict[str, float]:
   """Tokens per second of each stage."""
   rng = np.random.default_rng(0)
   group = trajectory_lib.TrajectoryGroup(
-      "g", "t",
-      tuple(trajectory(f"m{i}", tokens, turns, rng) for i in range(MEMBERS)),
-  )  # pyformat: disable
+    "g",
+    "t",
+    tuple(trajectory(f"m{i}", tokens, turns, rng) for i in range(MEMBERS)),
+  )
   total = sum(len(t.sequences[0]) for t in group)
   row = packing.used_length(group.trajectories[0].sequences[0]) + 8
   items = records.write_group(group)
@@ -123,16 +121,16 @@ def measure(tokens: int, turns: int) -> dict[str, float]:
     return packed([records.read_group([json.loads(t) for t in text])], row)
 
   return {
-      "pack": total / best(lambda: packed([group], row)),
-      "items": total / best(from_items),
-      "text": total / best(from_text),
+    "pack": total / best(lambda: packed([group], row)),
+    "items": total / best(from_items),
+    "text": total / best(from_text),
   }
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument(
-      "--tokens", type=int, nargs="+", default=[4000, 16_000, 48_000, 64_000]
+    "--tokens", type=int, nargs="+", default=[4000, 16_000, 48_000, 64_000]
   )
   parser.add_argument("--turns", type=int, default=1000)
   parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
@@ -142,11 +140,9 @@ def main() -> None:
   for tokens in args.tokens:
     speeds = report[str(tokens)] = measure(tokens, args.turns)
     print(
-        f"{tokens:6d} {args.turns:6d}"
-        + "".join(
-            f" {speeds[k] / 1e6:9.2f}" for k in ("pack", "items", "text")
-        ),
-        flush=True,
+      f"{tokens:6d} {args.turns:6d}"
+      + "".join(f" {speeds[k] / 1e6:9.2f}" for k in ("pack", "items", "text")),
+      flush=True,
     )
   if args.json:
     args.json.write_text(json.dumps(report, indent=2) + "\n")

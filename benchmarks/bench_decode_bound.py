@@ -50,12 +50,14 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument("--dtype", default="float32")
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument(
-      "--brief", action="store_true", help="one setting, without its parts"
+    "--brief", action="store_true", help="one setting, without its parts"
   )
   parser.add_argument(
-      "--profile", type=pathlib.Path, metavar="FOLDER",
-      help="trace one more round; gpu/kernels.py reads it",
-  )  # pyformat: disable
+    "--profile",
+    type=pathlib.Path,
+    metavar="FOLDER",
+    help="trace one more round; gpu/kernels.py reads it",
+  )
   parser.add_argument("--json", type=pathlib.Path, default=None)
   return parser.parse_args()
 
@@ -89,8 +91,8 @@ def machine(dtype: str) -> dict[str, float]:
 
   total = jax.jit(lambda x: jnp.sum(x, axis=1))
   return {
-      "matmul_flops": times * 2 * n**3 / best(lambda: products(a)),
-      "bytes_read": big.nbytes / best(lambda: total(big)),
+    "matmul_flops": times * 2 * n**3 / best(lambda: products(a)),
+    "bytes_read": big.nbytes / best(lambda: total(big)),
   }
 
 
@@ -107,7 +109,7 @@ def bound(args, model, rates) -> dict[str, float]:
   length = args.prompt + args.sampled / 2
   itemsize = jnp.dtype(args.dtype).itemsize
   cache_token = (
-      2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+    2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
   )
   weight_bytes = multiplied * itemsize  # The engine's copy.
   cache_bytes = args.batch * length * cache_token * itemsize
@@ -117,12 +119,12 @@ def bound(args, model, rates) -> dict[str, float]:
   memory = (weight_bytes + cache_bytes) / rates["bytes_read"]
   compute = (products + attention) / rates["matmul_flops"]
   return {
-      "weight_megabytes": weight_bytes / 1e6,
-      "cache_megabytes": cache_bytes / 1e6,
-      "megaflops": (products + attention) / 1e6,
-      "memory_ms": 1e3 * memory,
-      "compute_ms": 1e3 * compute,
-      "bound_ms": 1e3 * max(memory, compute),
+    "weight_megabytes": weight_bytes / 1e6,
+    "cache_megabytes": cache_bytes / 1e6,
+    "megaflops": (products + attention) / 1e6,
+    "memory_ms": 1e3 * memory,
+    "compute_ms": 1e3 * compute,
+    "bound_ms": 1e3 * max(memory, compute),
   }
 
 
@@ -132,16 +134,16 @@ def bound(args, model, rates) -> dict[str, float]:
 def run_engine(args, model, processor, options) -> dict[str, float]:
   """Milliseconds of a step of the whole batch, by the engine's clocks."""
   engine = engine_lib.RolloutEngine(
-      model,
-      processor,
-      images_lib.ImageStore(),
-      engine_config.EngineConfig(
-          slots=args.batch,
-          context_length=args.context,
-          patch_buckets=(64,),
-          **options,
-      ),
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    images_lib.ImageStore(),
+    engine_config.EngineConfig(
+      slots=args.batch,
+      context_length=args.context,
+      patch_buckets=(64,),
+      **options,
+    ),
+    banned_token_ids=model.config.banned_token_ids,
   )
   rounds = []
   with engine:
@@ -161,12 +163,10 @@ async def _round(args, engine, round_: int) -> dict[str, float]:
   names = [f"{round_}.{i}" for i in range(args.batch)]
   one = policy_client.SamplingParams(max_new_tokens=1)
   generate = lambda sampling: asyncio.gather(
-      *(
-          engine.generate(
-              policy_client.TokenPrompt(prompt), sampling, session=name
-          )
-          for prompt, name in zip(prompts, names)
-      )
+    *(
+      engine.generate(policy_client.TokenPrompt(prompt), sampling, session=name)
+      for prompt, name in zip(prompts, names)
+    )
   )
   await generate(one)  # All prompts are cached now: what follows is decoding.
   before = engine.stats()
@@ -180,12 +180,12 @@ async def _round(args, engine, round_: int) -> dict[str, float]:
   assert counts["decode_tokens"] == args.batch * args.sampled
   steps = args.sampled
   return {
-      "step_ms": 1e3 * seconds / steps,
-      "decode_ms": 1e3 * counts["seconds_decode"] / steps,
-      "host_ms": 1e3 * counts["seconds_host"] / steps,
-      "tokens_per_second": counts["decode_tokens"] / seconds,
-      "calls": counts["decode_calls"],
-      "call_rows": counts["decode_places"] / max(1, counts["decode_steps"]),
+    "step_ms": 1e3 * seconds / steps,
+    "decode_ms": 1e3 * counts["seconds_decode"] / steps,
+    "host_ms": 1e3 * counts["seconds_host"] / steps,
+    "tokens_per_second": counts["decode_tokens"] / seconds,
+    "calls": counts["decode_calls"],
+    "call_rows": counts["decode_places"] / max(1, counts["decode_steps"]),
   }
 
 
@@ -199,13 +199,15 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
   calls = args.batch / rows
   starts = jnp.full((rows,), args.prompt, jnp.int32)
   ones = jnp.ones((rows,), jnp.int32)
-  banned = jnp.zeros((text.vocab_size,), bool).at[
-      jnp.array(config.banned_token_ids)
-  ].set(True)
+  banned = (
+    jnp.zeros((text.vocab_size,), bool)
+    .at[jnp.array(config.banned_token_ids)]
+    .set(True)
+  )
   keys = jnp.arange(2 * rows, dtype=jnp.uint32).reshape(rows, 2)
 
   def loop(
-      length: int, logits: bool = True, sample: bool = True
+    length: int, logits: bool = True, sample: bool = True
   ) -> Callable[[], Any]:
     """K steps as the engine's, with parts left out."""
     cache = model.init_cache(rows, length)
@@ -219,7 +221,7 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
         token, cache, total = carry
         place = jnp.broadcast_to((first + i)[:, None, None], (rows, 1, 3))
         hidden, cache = policy.extend(
-            token[:, None], place, first + i, ones, cache
+          token[:, None], place, first + i, ones, cache
         )
         if not logits:
           return token, cache, total + hidden.sum()
@@ -230,7 +232,7 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
             scores, banned, keys, starts + i,
             jnp.ones(rows), jnp.zeros(rows, jnp.int32), jnp.ones(rows),
             jnp.zeros(rows), jnp.bool_(False),
-        )[:2]  # pyformat: disable
+        )[:2]  # fmt: skip
         return token, cache, total + logprob.sum()
 
       return lax.fori_loop(0, steps, body, (token, cache, jnp.float32(0)))
@@ -247,7 +249,7 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
   def attention(length: int) -> Callable[[], Any]:
     """The cache's reads of all layers, nothing else of them."""
     cache = jax.tree.map(
-        lambda x: x + jnp.asarray(0.01, x.dtype), model.init_cache(rows, length)
+      lambda x: x + jnp.asarray(0.01, x.dtype), model.init_cache(rows, length)
     )
     mask = jnp.arange(length) <= starts[:, None, None]
     shape = (rows, 1, text.num_attention_heads, text.head_dim)
@@ -279,13 +281,13 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
     return cache_box[0]
 
   return {
-      "whole loop": full,
-      "sampling": full - unsampled,
-      "head": unsampled - headless,
-      "attention and cache writes": headless - short,
-      "  of which attention": milli(attention(window)),
-      "projections, norms, MLP": short,
-      "dispatch": milli(nothing),
+    "whole loop": full,
+    "sampling": full - unsampled,
+    "head": unsampled - headless,
+    "attention and cache writes": headless - short,
+    "  of which attention": milli(attention(window)),
+    "projections, norms, MLP": short,
+    "dispatch": milli(nothing),
   }
 
 
@@ -296,30 +298,30 @@ def main() -> None:
   parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model)))
   rates = machine(args.dtype)
   print(
-      f"{parameters / 1e6:.1f}M parameters, {args.dtype}:"
-      f" {rates['matmul_flops'] / 1e9:.0f} GFLOP/s,"
-      f" {rates['bytes_read'] / 1e9:.1f} GB/s"
+    f"{parameters / 1e6:.1f}M parameters, {args.dtype}:"
+    f" {rates['matmul_flops'] / 1e9:.0f} GFLOP/s,"
+    f" {rates['bytes_read'] / 1e9:.1f} GB/s"
   )
   least = bound(args, model, rates)
   print(
-      f"a step of {args.batch}: {least['weight_megabytes']:.1f} MB of weights,"
-      f" {least['cache_megabytes']:.1f} MB of cache,"
-      f" {least['megaflops']:.0f} MFLOP; at least {least['memory_ms']:.2f} ms"
-      f" by memory, {least['compute_ms']:.2f} ms by products"
+    f"a step of {args.batch}: {least['weight_megabytes']:.1f} MB of weights,"
+    f" {least['cache_megabytes']:.1f} MB of cache,"
+    f" {least['megaflops']:.0f} MFLOP; at least {least['memory_ms']:.2f} ms"
+    f" by memory, {least['compute_ms']:.2f} ms by products"
   )
   window = args.prompt + args.sampled + 32
   tried = [
-      {},
-      {"decode_rows": (args.batch,)},
-      {"decode_rows": (8,)},
-      {"decode_steps_per_call": 16},
-      {"decode_rows": (args.batch,), "decode_steps_per_call": 32},
-      {"decode_steps_per_call": 32, "window_buckets": (window,)},
-      {
-          "decode_rows": (args.batch,),
-          "decode_steps_per_call": 32,
-          "window_buckets": (window,),
-      },
+    {},
+    {"decode_rows": (args.batch,)},
+    {"decode_rows": (8,)},
+    {"decode_steps_per_call": 16},
+    {"decode_rows": (args.batch,), "decode_steps_per_call": 32},
+    {"decode_steps_per_call": 32, "window_buckets": (window,)},
+    {
+      "decode_rows": (args.batch,),
+      "decode_steps_per_call": 32,
+      "window_buckets": (window,),
+    },
   ]
   if args.brief:
     tried = tried[-1:]
@@ -330,15 +332,17 @@ def main() -> None:
     results.append({"options": options, "fraction": share, **got})
     label = ", ".join(f"{k}={v}" for k, v in options.items()) or "as it comes"
     print(
-        f"{got['step_ms']:7.2f} ms a step {got['tokens_per_second']:7.0f}"
-        f" tokens/s {share:5.0%} of the bound: {label}",
-        flush=True,
+      f"{got['step_ms']:7.2f} ms a step {got['tokens_per_second']:7.0f}"
+      f" tokens/s {share:5.0%} of the bound: {label}",
+      flush=True,
     )
   top = max(results, key=lambda r: r["fraction"])
   report = {
-      "parameters": parameters, "machine": rates, "bound": least,
-      "tried": results,
-  }  # pyformat: disable
+    "parameters": parameters,
+    "machine": rates,
+    "bound": least,
+    "tried": results,
+  }
   if args.brief:
     _write(args, report)
     return
@@ -346,22 +350,19 @@ def main() -> None:
   rows = round(top["call_rows"])
   steps = options.get("decode_steps_per_call", 8)
   end = args.prompt + args.sampled + steps
-  fits = [w for w in options.get("window_buckets", (args.context // 2,))
-          if w >= end]  # pyformat: disable
+  fits = [
+    w for w in options.get("window_buckets", (args.context // 2,)) if w >= end
+  ]
   parts_ms = parts(args, model, rows, steps, min(fits, default=args.context))
   parts_ms["pages of the cache, calls"] = (
-      top["decode_ms"] - parts_ms["whole loop"]
+    top["decode_ms"] - parts_ms["whole loop"]
   )
   parts_ms["host"] = top["host_ms"]
-  parts_ms["engine's loop"] = (
-      top["step_ms"] - top["decode_ms"] - top["host_ms"]
-  )
+  parts_ms["engine's loop"] = top["step_ms"] - top["decode_ms"] - top["host_ms"]
   print(f"\nthe best one, {rows} rows a call, a step of all in ms:")
   for name, value in parts_ms.items():
     print(f"  {name:28}{value:8.3f} {value / top['step_ms']:6.0%}")
-  print(
-      f"fraction of the bound {top['fraction']:.0%}, target >= {TARGET:.0%}"
-  )
+  print(f"fraction of the bound {top['fraction']:.0%}, target >= {TARGET:.0%}")
   _write(args, report | {"parts_ms": parts_ms})
 
 

@@ -36,10 +36,10 @@ def measure(width: int, height: int, steps: int) -> dict[str, float]:
     start_time += time.process_time() - begin
     starts += 1
     actions = [
-        gui_action.GuiAction(
-            "click", x=rng.randrange(width), y=rng.randrange(height)
-        )
-        for _ in range(5)
+      gui_action.GuiAction(
+        "click", x=rng.randrange(width), y=rng.randrange(height)
+      )
+      for _ in range(5)
     ]
     begin = time.process_time()
     for action in actions:
@@ -59,9 +59,13 @@ def measure(width: int, height: int, steps: int) -> dict[str, float]:
   per_family = {n: count / max(t, 1e-9) for n, (t, count) in slowest.items()}
   worst = min(per_family, key=per_family.get)
   return {
-      "width": width, "height": height, "steps_per_s": step_count / act_time,
-      "starts_per_s": starts / start_time, "scenes_per_s": 1 / scene_time,
-      "slowest_family": worst, "slowest_steps_per_s": per_family[worst],
+    "width": width,
+    "height": height,
+    "steps_per_s": step_count / act_time,
+    "starts_per_s": starts / start_time,
+    "scenes_per_s": 1 / scene_time,
+    "slowest_family": worst,
+    "slowest_steps_per_s": per_family[worst],
   }
 
 
@@ -77,15 +81,19 @@ def main() -> None:
       print(json.dumps(row))
       continue
     need = REQUIRED.get(size)
-    verdict = "" if need is None else (
+    verdict = (
+      ""
+      if need is None
+      else (
         f"  (at least {need}:"
         f" {'met' if row['steps_per_s'] >= need else 'MISSED'})"
+      )
     )
     print(
-        f"{size[0]}x{size[1]}: {row['steps_per_s']:.0f} steps/s,"
-        f" slowest {row['slowest_family']}"
-        f" {row['slowest_steps_per_s']:.0f}; {row['starts_per_s']:.0f}"
-        f" starts/s; {row['scenes_per_s']:.0f} scenes/s{verdict}"
+      f"{size[0]}x{size[1]}: {row['steps_per_s']:.0f} steps/s,"
+      f" slowest {row['slowest_family']}"
+      f" {row['slowest_steps_per_s']:.0f}; {row['starts_per_s']:.0f}"
+      f" starts/s; {row['scenes_per_s']:.0f} scenes/s{verdict}"
     )
 
 

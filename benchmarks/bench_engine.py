@@ -79,7 +79,7 @@ async def episode(engine, store, args, index: int, lot: int) -> None:
   tokens = np.zeros(0, np.int32)
   spans: tuple[trajectory.ImageSpan, ...] = ()
   sampling = policy_client.SamplingParams(
-      max_new_tokens=args.sampled, top_p=args.top_p
+    max_new_tokens=args.sampled, top_p=args.top_p
   )
   for turn in range(args.turns):
     session = f"e{index}"
@@ -91,18 +91,16 @@ async def episode(engine, store, args, index: int, lot: int) -> None:
       text = args.text // 8
     # The members of a group of 8 start from one screenshot.
     picture = np.random.default_rng(
-        (lot, index // 8, 0) if turn == 0 else (lot, index, turn)
+      (lot, index // 8, 0) if turn == 0 else (lot, index, turn)
     )
     pixels = picture.integers(0, 255, (height, width, 3), dtype=np.uint8)
     image = store.put(pixels)
     spans += (trajectory.ImageSpan(image, len(tokens), count),)
-    tokens = np.concatenate([
-        tokens,
-        np.full(count, IMAGE_TOKEN),
-        rng.integers(6, 1000, text),
-    ])
+    tokens = np.concatenate(
+      [tokens, np.full(count, IMAGE_TOKEN), rng.integers(6, 1000, text)]
+    )
     completion = await engine.generate(
-        policy_client.TokenPrompt(tokens, spans), sampling, session=session
+      policy_client.TokenPrompt(tokens, spans), sampling, session=session
     )
     tokens = np.concatenate([tokens, completion.tokens])
     if args.fresh and turn + 1 < args.turns:
@@ -115,37 +113,37 @@ def main() -> None:
   args = parse_args()
   flops, bandwidth = machine_bounds()
   config = tiny_vl.TinyVLConfig(
-      vocab_size=args.vocab,
-      number_start=1000,
-      image_token_id=IMAGE_TOKEN,
-      pad_token_id=0,
-      banned_token_ids=(0, IMAGE_TOKEN),
-      **tiny_vl.SIZES[args.size],
+    vocab_size=args.vocab,
+    number_start=1000,
+    image_token_id=IMAGE_TOKEN,
+    pad_token_id=0,
+    banned_token_ids=(0, IMAGE_TOKEN),
+    **tiny_vl.SIZES[args.size],
   )
   model = tiny_vl.TinyVL(config, nnx.Rngs(0))
   parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model)))
   store = images_lib.ImageStore()
   options = {
-      "decode_rows": args.rows,
-      "prefill_rows": args.prefill_rows,
-      "prefill_buckets": args.tokens,
-      "window_buckets": args.windows,
-      "image_buckets": args.images,
+    "decode_rows": args.rows,
+    "prefill_rows": args.prefill_rows,
+    "prefill_buckets": args.tokens,
+    "window_buckets": args.windows,
+    "image_buckets": args.images,
   }
   engine = engine_lib.RolloutEngine(
-      model,
-      vision_inputs.TinyVLProcessor(),
-      store,
-      engine_config.EngineConfig(
-          slots=args.slots,
-          context_length=args.context,
-          decode_steps_per_call=args.steps,
-          lockstep="true" if args.lockstep else "false",
-          share_prefixes="true",
-          **{k: v for k, v in options.items() if v is not None},
-      ),
-      image_sizes=[tuple(args.screen)],
-      banned_token_ids=config.banned_token_ids,
+    model,
+    vision_inputs.TinyVLProcessor(),
+    store,
+    engine_config.EngineConfig(
+      slots=args.slots,
+      context_length=args.context,
+      decode_steps_per_call=args.steps,
+      lockstep="true" if args.lockstep else "false",
+      share_prefixes="true",
+      **{k: v for k, v in options.items() if v is not None},
+    ),
+    image_sizes=[tuple(args.screen)],
+    banned_token_ids=config.banned_token_ids,
   )
   with engine:
     warm_up = engine.warm_up()
@@ -154,7 +152,7 @@ def main() -> None:
       for i in range(args.episodes):
         engine.open_session(f"e{i}.0" if args.fresh else f"e{i}")
       await asyncio.gather(
-          *(episode(engine, store, args, i, lot) for i in range(args.episodes))
+        *(episode(engine, store, args, i, lot) for i in range(args.episodes))
       )
 
     turns, args.turns = args.turns, 1
@@ -169,49 +167,47 @@ def main() -> None:
   counts = {k: after[k] - before[k] for k in after}
   turns = args.episodes * args.turns
   cache = (
-      2 * 4 * config.layers * config.kv_heads * config.head_dim
+    2 * 4 * config.layers * config.kv_heads * config.head_dim
   )  # Bytes a token.
   least = {
-      "prefill": 2 * parameters * counts["prefilled_tokens"] / flops,
-      "decode_matmul": 2 * parameters * counts["decode_tokens"] / flops,
-      "decode_cache_read": (
-          counts["decode_places"] * args.context / 2 * cache / bandwidth
-      ),
+    "prefill": 2 * parameters * counts["prefilled_tokens"] / flops,
+    "decode_matmul": 2 * parameters * counts["decode_tokens"] / flops,
+    "decode_cache_read": (
+      counts["decode_places"] * args.context / 2 * cache / bandwidth
+    ),
   }
   report = {
-      "parameters": parameters,
-      "warm_up_seconds": round(warm_up, 1),
-      "variants": after["compile_count"],
-      "turns_per_second": round(turns / seconds, 1),
-      "sampled_tokens_per_second": round(counts["decode_tokens"] / seconds),
-      "prefilled_tokens_per_second": round(
-          counts["prefilled_tokens"] / seconds
-      ),
-      "seconds": round(seconds, 3),
-      "cpu_seconds": round(worked, 3),
-      "prefilled_tokens": counts["prefilled_tokens"],
-      "prefilled_per_unique_token": round(
-          counts["prefilled_tokens"] / max(1, counts["unique_prompt_tokens"]), 3
-      ),
-      "share": {
-          name: round(counts[f"seconds_{name}"] / seconds, 3)
-          for name in ("vision", "prefill", "decode", "host", "idle")
-      },
-      "decode_step_ms": round(
-          1e3 * counts["seconds_decode"] / max(1, counts["decode_steps"]), 2
-      ),
-      "useful_prefill": round(
-          counts["prefilled_tokens"] / max(1, counts["prefill_places"]), 3
-      ),
-      "useful_decode": round(
-          counts["decode_tokens"] / max(1, counts["decode_places"]), 3
-      ),
-      "images_encoded": counts["images_encoded"],
-      "vision_cache_hits": counts["vision_cache_hits"],
-      "compiles_after_warm_up": after["compiles_after_warm_up"],
-      "machine_gflops": round(flops / 1e9),
-      "machine_gbytes": round(bandwidth / 1e9, 1),
-      "least_seconds": {k: round(v, 3) for k, v in least.items()},
+    "parameters": parameters,
+    "warm_up_seconds": round(warm_up, 1),
+    "variants": after["compile_count"],
+    "turns_per_second": round(turns / seconds, 1),
+    "sampled_tokens_per_second": round(counts["decode_tokens"] / seconds),
+    "prefilled_tokens_per_second": round(counts["prefilled_tokens"] / seconds),
+    "seconds": round(seconds, 3),
+    "cpu_seconds": round(worked, 3),
+    "prefilled_tokens": counts["prefilled_tokens"],
+    "prefilled_per_unique_token": round(
+      counts["prefilled_tokens"] / max(1, counts["unique_prompt_tokens"]), 3
+    ),
+    "share": {
+      name: round(counts[f"seconds_{name}"] / seconds, 3)
+      for name in ("vision", "prefill", "decode", "host", "idle")
+    },
+    "decode_step_ms": round(
+      1e3 * counts["seconds_decode"] / max(1, counts["decode_steps"]), 2
+    ),
+    "useful_prefill": round(
+      counts["prefilled_tokens"] / max(1, counts["prefill_places"]), 3
+    ),
+    "useful_decode": round(
+      counts["decode_tokens"] / max(1, counts["decode_places"]), 3
+    ),
+    "images_encoded": counts["images_encoded"],
+    "vision_cache_hits": counts["vision_cache_hits"],
+    "compiles_after_warm_up": after["compiles_after_warm_up"],
+    "machine_gflops": round(flops / 1e9),
+    "machine_gbytes": round(bandwidth / 1e9, 1),
+    "least_seconds": {k: round(v, 3) for k, v in least.items()},
   }
   print(json.dumps(report, indent=2))
 

@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.policy import host_memory
 def parse_args() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument(
-      "--policy", default="tiny_vl", help="directory or shipped name"
+    "--policy", default="tiny_vl", help="directory or shipped name"
   )
   parser.add_argument("--rows", type=int, default=16)
   parser.add_argument("--prompt", type=int, default=128)
@@ -37,23 +37,23 @@ def parse_args() -> argparse.Namespace:
 
 
 def make_engine(
-    loaded, args: argparse.Namespace, entropies: bool
+  loaded, args: argparse.Namespace, entropies: bool
 ) -> engine_lib.RolloutEngine:
   model, processor, _ = loaded
   engine = engine_lib.RolloutEngine(
-      model,
-      processor,
-      images_lib.ImageStore(),
-      engine_config.EngineConfig(
-          slots=args.rows,
-          context_length=args.prompt + args.sampled,
-          decode_rows=(args.rows,),
-          window_buckets=(args.prompt + args.sampled,),
-          admission_wait_s=0.05,  # All rows begin together.
-          entropies=entropies,
-      ),
-      image_sizes=((64, 64),),
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    images_lib.ImageStore(),
+    engine_config.EngineConfig(
+      slots=args.rows,
+      context_length=args.prompt + args.sampled,
+      decode_rows=(args.rows,),
+      window_buckets=(args.prompt + args.sampled,),
+      admission_wait_s=0.05,  # All rows begin together.
+      entropies=entropies,
+    ),
+    image_sizes=((64, 64),),
+    banned_token_ids=model.config.banned_token_ids,
   )
   engine.warm_up()
   return engine
@@ -65,11 +65,11 @@ async def play(engine: engine_lib.RolloutEngine, args, number: int) -> None:
   async def one(row: int) -> None:
     name = f"{number}/{row}"
     completion = await engine.generate(
-        policy_client.TokenPrompt(
-            rng.integers(1100, 1400, args.prompt).astype(np.int32)
-        ),
-        policy_client.SamplingParams(max_new_tokens=args.sampled, seed=row),
-        session=name,
+      policy_client.TokenPrompt(
+        rng.integers(1100, 1400, args.prompt).astype(np.int32)
+      ),
+      policy_client.SamplingParams(max_new_tokens=args.sampled, seed=row),
+      session=name,
     )
     assert len(completion.tokens) == args.sampled
     await engine.release(name)
@@ -84,7 +84,7 @@ def step_seconds(engine: engine_lib.RolloutEngine, args, number: int) -> float:
   after = engine.stats()
   assert after["compiles_after_warm_up"] == 0
   return (after["seconds_decode"] - before["seconds_decode"]) / (
-      after["decode_steps"] - before["decode_steps"]
+    after["decode_steps"] - before["decode_steps"]
   )
 
 
@@ -93,8 +93,8 @@ def main() -> None:
   host_memory.tune()
   loaded = checkpoint.load_policy(args.policy)
   engines = {
-      entropies: make_engine(loaded, args, entropies)
-      for entropies in (False, True)
+    entropies: make_engine(loaded, args, entropies)
+    for entropies in (False, True)
   }
   seconds: dict[bool, list[float]] = {False: [], True: []}
   for engine in engines.values():
@@ -102,25 +102,26 @@ def main() -> None:
   for number in range(1, args.rounds + 1):
     # The order alternates, so that neither engine always runs second.
     for entropies in (False, True) if number % 2 else (True, False):
-      seconds[entropies].append(
-          step_seconds(engines[entropies], args, number)
-      )
+      seconds[entropies].append(step_seconds(engines[entropies], args, number))
   for engine in engines.values():
     engine.close()
-  without_s, with_s = (
-      statistics.median(seconds[k]) for k in (False, True)
-  )
+  without_s, with_s = (statistics.median(seconds[k]) for k in (False, True))
   pairs = sorted(b / a for a, b in zip(seconds[False], seconds[True]))
-  print(json.dumps({
-      "policy": args.policy, "rows": args.rows,
-      "step_ms_without": round(1e3 * without_s, 4),
-      "step_ms_with": round(1e3 * with_s, 4),
-      "ratio": round(with_s / without_s, 4),
-      "ratio_of_pairs_quartiles": [
+  print(
+    json.dumps(
+      {
+        "policy": args.policy,
+        "rows": args.rows,
+        "step_ms_without": round(1e3 * without_s, 4),
+        "step_ms_with": round(1e3 * with_s, 4),
+        "ratio": round(with_s / without_s, 4),
+        "ratio_of_pairs_quartiles": [
           round(pairs[len(pairs) * q // 4], 4) for q in (1, 2, 3)
-      ],
-      "least_ms": [round(1e3 * min(seconds[k]), 4) for k in (False, True)],
-  }))  # pyformat: disable
+        ],
+        "least_ms": [round(1e3 * min(seconds[k]), 4) for k in (False, True)],
+      }
+    )
+  )
 
 
 if __name__ == "__main__":

@@ -78,9 +78,12 @@ async def measure(args: argparse.Namespace, url: str) -> dict[str, Any]:
     await asyncio.gather(*(make(i) for i in range(first, last)))
   total = time.perf_counter() - began
   out["creates"] = {
-      "asked": args.creates, "answered": len(ids), "burst": args.burst,
-      "per_s": round(args.creates / total, 1), **quantiles(seconds),
-  }  # pyformat: disable
+    "asked": args.creates,
+    "answered": len(ids),
+    "burst": args.burst,
+    "per_s": round(args.creates / total, 1),
+    **quantiles(seconds),
+  }
 
   # Many at once.
   gyms = [genv.GenvGym(url, "desktop") for _ in range(args.open)]
@@ -101,17 +104,21 @@ async def measure(args: argparse.Namespace, url: str) -> dict[str, Any]:
   await asyncio.gather(*map(walk, gyms))
   total = time.perf_counter() - began
   out["open"] = {
-      "asked": args.open, "held": executions, "opened_in_s": round(opened, 2),
-      "steps": len(steps), "steps_per_s": round(len(steps) / total, 1),
-      **quantiles(steps),
-  }  # pyformat: disable
+    "asked": args.open,
+    "held": executions,
+    "opened_in_s": round(opened, 2),
+    "steps": len(steps),
+    "steps_per_s": round(len(steps) / total, 1),
+    **quantiles(steps),
+  }
   one = []
   for i in range(200):
     at = time.perf_counter()
     await gyms[0].act(MOVE[i % len(MOVE)])
     one.append(time.perf_counter() - at)
   out["one_at_a_time"] = {
-      "steps_per_s": round(len(one) / sum(one), 1), **quantiles(one)
+    "steps_per_s": round(len(one) / sum(one), 1),
+    **quantiles(one),
   }
   await asyncio.gather(*(g.close() for g in gyms))
   return out
@@ -131,9 +138,9 @@ def in_process(args: argparse.Namespace) -> dict[str, float]:
 
 def facts(process: psutil.Process) -> dict[str, float]:
   return {
-      "threads": process.num_threads(),
-      "files": process.num_fds(),
-      "rss_mib": round(process.memory_info().rss / (1 << 20), 1),
+    "threads": process.num_threads(),
+    "files": process.num_fds(),
+    "rss_mib": round(process.memory_info().rss / (1 << 20), 1),
   }
 
 
@@ -149,26 +156,29 @@ def main() -> None:
       ],
       stdout=subprocess.PIPE,
       text=True,
-  )  # pyformat: disable
+  )  # fmt: skip
   try:
     url = server.stdout.readline().split()[-1]
     process = psutil.Process(server.pid)
     asyncio.run(  # Warm: code, connections, workers.
-        measure(argparse.Namespace(**{
-            **vars(args), "creates": 64, "open": 8, "steps": 2,
-        }), url)
-    )  # pyformat: disable
+      measure(
+        argparse.Namespace(
+          **{**vars(args), "creates": 64, "open": 8, "steps": 2}
+        ),
+        url,
+      )
+    )
     time.sleep(1.0)
     before = facts(process)
     out = asyncio.run(measure(args, url))
     time.sleep(1.0)
     executions = httpx.get(url + "/health").json()["executions"]
     out |= {
-        "screen": args.screen,
-        "workers": args.workers,
-        "in_process": in_process(args),
-        "server_before": before,
-        "server_after": {"executions": executions, **facts(process)},
+      "screen": args.screen,
+      "workers": args.workers,
+      "in_process": in_process(args),
+      "server_before": before,
+      "server_after": {"executions": executions, **facts(process)},
     }
   finally:
     server.terminate()

@@ -83,20 +83,24 @@ def parse_args() -> argparse.Namespace:
   torch_options.add_argument("--only", choices=SIDES, help="a side by itself")
   torch_options.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
   torch_options.add_argument(
-      "--handover", type=pathlib.Path, metavar="FOLDER",
-      help="--only ours leaves its policy and batch there for --only torch",
+    "--handover",
+    type=pathlib.Path,
+    metavar="FOLDER",
+    help="--only ours leaves its policy and batch there for --only torch",
   )
   torch_options.add_argument(
-      "--profile", type=pathlib.Path, metavar="FOLDER",
-      help="trace one more update of ours; gpu/kernels.py reads it",
+    "--profile",
+    type=pathlib.Path,
+    metavar="FOLDER",
+    help="trace one more update of ours; gpu/kernels.py reads it",
   )
   args = parser.parse_args()
   if args.beside and not args.size:
     parser.error("--beside torch needs --size")
   if args.beside and (args.rows < 1 or args.rows % learner_workload.GROUP):
     parser.error(
-        f"--rows {args.rows}: episodes are rows in groups of"
-        f" {learner_workload.GROUP}; give a multiple of it"
+      f"--rows {args.rows}: episodes are rows in groups of"
+      f" {learner_workload.GROUP}; give a multiple of it"
     )
   if args.row_length is None:
     args.row_length = 784 if args.beside else 512
@@ -112,7 +116,7 @@ class Episodes:
     self._placeholder = model.config.image_token_id
     banned = set(model.config.banned_token_ids)
     self._ids = np.array(
-        [i for i in range(model.config.vocab_size) if i not in banned]
+      [i for i in range(model.config.vocab_size) if i not in banned]
     )
     self._note = self._text(NOTE)
 
@@ -139,12 +143,12 @@ class Episodes:
       mask += [sampled] * len(part)
     mask = np.array(mask)
     return trajectory.TokenSequence(
-        tokens,
-        mask,
-        np.where(mask, -7.0, 0),
-        np.where(mask, version, -1),
-        np.full(len(tokens), turn),
-        tuple(spans),
+      tokens,
+      mask,
+      np.where(mask, -7.0, 0),
+      np.where(mask, version, -1),
+      np.full(len(tokens), turn),
+      tuple(spans),
     )
 
   def _member(self, before, after, image, version):
@@ -153,16 +157,16 @@ class Episodes:
     action = lambda: self._text(args.sampled)
     if args.history == "none":
       prompts = [[before, image, after]] + [
-          [before, self._image(), self._text(len(after))]
-          for _ in range(1, args.turns)
+        [before, self._image(), self._text(len(after))]
+        for _ in range(1, args.turns)
       ]
       return [
-          self._sequence([*prompt, (action(),)], turn, version)
-          for turn, prompt in enumerate(prompts)
+        self._sequence([*prompt, (action(),)], turn, version)
+        for turn, prompt in enumerate(prompts)
       ]
     turns = [(image, after, action())] + [
-        (self._image(), self._text(args.bridge), action())
-        for _ in range(1, args.turns)
+      (self._image(), self._text(args.bridge), action())
+      for _ in range(1, args.turns)
     ]
     # 1. Each sequence samples the actions of some turns, and its prompt shows
     #    the screenshots from a turn on.
@@ -172,8 +176,8 @@ class Episodes:
     elif args.history == "window":
       first = min(args.window, args.turns)
       spans = [(0, first, 0)] + [
-          (turn, turn + 1, turn + 1 - args.window)
-          for turn in range(first, args.turns)
+        (turn, turn + 1, turn + 1 - args.window)
+        for turn in range(first, args.turns)
       ]
     sequences = []
     for start, end, shown in spans:
@@ -191,17 +195,15 @@ class Episodes:
       before, after = self._text(half), self._text(self._args.text - half)
       image = self._image()
       members = [
-          trajectory.Trajectory(
-              steps=[trajectory.Step() for _ in range(self._args.turns)],
-              reward=float(member % 2),
-              status=trajectory.TrajectoryStatus.SUCCEEDED,
-              sequences=self._member(before, after, image, version),
-          )
-          for member in range(self._args.members)
+        trajectory.Trajectory(
+          steps=[trajectory.Step() for _ in range(self._args.turns)],
+          reward=float(member % 2),
+          status=trajectory.TrajectoryStatus.SUCCEEDED,
+          sequences=self._member(before, after, image, version),
+        )
+        for member in range(self._args.members)
       ]
-      out.append(
-          trajectory.TrajectoryGroup(f"g{number}", "t", tuple(members))
-      )
+      out.append(trajectory.TrajectoryGroup(f"g{number}", "t", tuple(members)))
     return out
 
 
@@ -210,7 +212,7 @@ def matmul_peak(dtype: str) -> float:
   n = 1024
   a = jax.random.normal(jax.random.key(0), (n, n), jnp.dtype(dtype))
   product = jax.jit(
-      lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32)
+    lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32)
   )
   product(a).block_until_ready()
   best = float("inf")
@@ -233,11 +235,11 @@ class Side:
   def __init__(self, name: str):
     self.name = name
     self._process = subprocess.Popen(
-        [sys.executable, *sys.argv, "--side", name],
-        env=os.environ | ({"JAX_PLATFORMS": "cpu"} if name == "torch" else {}),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+      [sys.executable, *sys.argv, "--side", name],
+      env=os.environ | ({"JAX_PLATFORMS": "cpu"} if name == "torch" else {}),
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
     )
     assert self._process.stdin and self._process.stdout
     self._in, self._out = self._process.stdin, self._process.stdout
@@ -283,34 +285,32 @@ def beside_torch(args: argparse.Namespace) -> None:
     if not args.only:  # With --only, gpu/page.py compares the two files.
       del about["scores"]
     report[side.name] = about | {
-        "wall_s": round(side.median("wall"), 3),
-        "cpu_s": round(side.median("cpu"), 3),
-        "tokens_per_s": round(tokens / side.median("wall")),
-        "tokens_per_cpu_s": round(tokens / side.median("cpu")),
-        "memory_before_mb": round(side.median("before")),
-        "peak_mb": round(max(r["peak"] for r in side.rounds)),
-        "model_gflop": round(side.median("model_gflop"), 1),
-        "device_peak_mb": round(max(r["device_peak_mb"] for r in side.rounds)),
+      "wall_s": round(side.median("wall"), 3),
+      "cpu_s": round(side.median("cpu"), 3),
+      "tokens_per_s": round(tokens / side.median("wall")),
+      "tokens_per_cpu_s": round(tokens / side.median("cpu")),
+      "memory_before_mb": round(side.median("before")),
+      "peak_mb": round(max(r["peak"] for r in side.rounds)),
+      "model_gflop": round(side.median("model_gflop"), 1),
+      "device_peak_mb": round(max(r["device_peak_mb"] for r in side.rounds)),
     }
     if side.name == "ours":
       peak = matmul_peak(args.dtype)
       flops = side.median("gflop") * 1e9
       report["ours"] |= {
-          "gflop": round(flops / 1e9, 1),
-          "temporary_mb": round(side.median("temporary_mb")),
-          "matmul_gflops": round(peak / 1e9, 1),
-          "share_of_matmul_peak": round(
-              flops / side.median("wall") / peak, 3
-          ),
+        "gflop": round(flops / 1e9, 1),
+        "temporary_mb": round(side.median("temporary_mb")),
+        "matmul_gflops": round(peak / 1e9, 1),
+        "share_of_matmul_peak": round(flops / side.median("wall") / peak, 3),
       }
   if len(sides) == 2:
     jax_side, torch = sides
     for key in ("wall", "cpu"):
       report[f"{key}_ratio"] = round(
-          statistics.median(
-              t[key] / o[key] for o, t in zip(jax_side.rounds, torch.rounds)
-          ),
-          2,
+        statistics.median(
+          t[key] / o[key] for o, t in zip(jax_side.rounds, torch.rounds)
+        ),
+        2,
       )
   if args.json:
     args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -328,18 +328,16 @@ def main() -> None:
     beside_torch(args)
     return
   model, processor, _ = checkpoint.create_policy(
-      args.policy, compute_dtype=args.dtype
+    args.policy, compute_dtype=args.dtype
   )
   store = image_lib.ImageStore()
   learner = learner_lib.Learner(
-      model,
-      processor,
-      store,
-      learner_lib.LearnerConfig(
-          rows=args.rows,
-          row_length=args.row_length,
-          tree=args.tree,
-      ),
+    model,
+    processor,
+    store,
+    learner_lib.LearnerConfig(
+      rows=args.rows, row_length=args.row_length, tree=args.tree
+    ),
   )
   episodes = Episodes(args, model, processor, store)
   walls, cpus, metrics = [], [], {}
@@ -357,37 +355,37 @@ def main() -> None:
   flops = compiled.cost_analysis()["flops"] * metrics["micro_batches"]
   peak = matmul_peak("float32")
   wall, cpu = statistics.median(walls), statistics.median(cpus)
-  print(json.dumps(
+  print(
+    json.dumps(
       {
-          "cores": os.cpu_count(),
-          "parameters": sum(x.size for x in learner.parameters().values()),
-          "episodes": args.groups * args.members,
-          "tokens": metrics["tokens"],
-          "row_tokens": metrics["tokens"] - metrics["shared_tokens"],
-          "trained_over_computed": round(
-              metrics["tokens"]
-              / (metrics["tokens"] - metrics["shared_tokens"]),
-              2,
-          ),
-          "temporary_mb": round(
-              compiled.memory_analysis().temp_size_in_bytes / 1e6
-          ),
-          "micro_batches": metrics["micro_batches"],
-          "packing_efficiency": round(metrics["packing_efficiency"], 3),
-          "patch_efficiency": round(metrics["patch_efficiency"], 3),
-          "update_wall_s": round(wall, 3),
-          "update_cpu_s": round(cpu, 3),
-          "pack_wall_s": round(metrics["seconds_pack"], 3),
-          "tokens_per_wall_s": round(metrics["tokens"] / wall),
-          "tokens_per_cpu_s": round(metrics["tokens"] / cpu),
-          "update_gflop": round(flops / 1e9, 1),
-          "gflops": round(flops / wall / 1e9, 1),
-          "matmul_gflops_f32": round(peak / 1e9, 1),
-          "share_of_matmul_peak": round(flops / wall / peak, 3),
-          "compiles": learner.compiles,
+        "cores": os.cpu_count(),
+        "parameters": sum(x.size for x in learner.parameters().values()),
+        "episodes": args.groups * args.members,
+        "tokens": metrics["tokens"],
+        "row_tokens": metrics["tokens"] - metrics["shared_tokens"],
+        "trained_over_computed": round(
+          metrics["tokens"] / (metrics["tokens"] - metrics["shared_tokens"]), 2
+        ),
+        "temporary_mb": round(
+          compiled.memory_analysis().temp_size_in_bytes / 1e6
+        ),
+        "micro_batches": metrics["micro_batches"],
+        "packing_efficiency": round(metrics["packing_efficiency"], 3),
+        "patch_efficiency": round(metrics["patch_efficiency"], 3),
+        "update_wall_s": round(wall, 3),
+        "update_cpu_s": round(cpu, 3),
+        "pack_wall_s": round(metrics["seconds_pack"], 3),
+        "tokens_per_wall_s": round(metrics["tokens"] / wall),
+        "tokens_per_cpu_s": round(metrics["tokens"] / cpu),
+        "update_gflop": round(flops / 1e9, 1),
+        "gflops": round(flops / wall / 1e9, 1),
+        "matmul_gflops_f32": round(peak / 1e9, 1),
+        "share_of_matmul_peak": round(flops / wall / peak, 3),
+        "compiles": learner.compiles,
       },
       indent=2,
-  ))
+    )
+  )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ from tunix.rl.multi_turn.core import gui_action
 FAMILIES = (
     "click-test-2", "click-button", "click-dialog", "enter-text",
     "click-checkboxes", "click-color", "click-shape", "use-slider",
-)  # pyformat: disable
+)  # fmt: skip
 _WORKER = pathlib.Path(__file__).with_name("peers") / "miniwob_peer.py"
 _READY_S = 180.0
 _GROUP = 8
@@ -135,26 +135,26 @@ class Times:
   def of_rounds(cls, rounds: list[Times]) -> Times:
     """All of them, with their mean rates."""
     return cls(
-        [s for one in rounds for s in one.steps],
-        [s for one in rounds for s in one.starts],
-        sum(one.steps_per_s for one in rounds) / len(rounds),
-        sum(one.starts_per_s for one in rounds) / len(rounds),
-        max(one.memory_mb for one in rounds),
-        sum(one.cpu_s for one in rounds),
+      [s for one in rounds for s in one.steps],
+      [s for one in rounds for s in one.starts],
+      sum(one.steps_per_s for one in rounds) / len(rounds),
+      sum(one.starts_per_s for one in rounds) / len(rounds),
+      max(one.memory_mb for one in rounds),
+      sum(one.cpu_s for one in rounds),
     )
 
   def row(self, name: str, pages: int) -> dict[str, Any]:
     """One row of the table; times in milliseconds."""
     return {
-        "environment": name,
-        "episodes": pages,
-        "steps_per_s": round(self.steps_per_s, 2),
-        "resets_per_s": round(self.starts_per_s, 2),
-        "step_p50_ms": round(1e3 * percentile(self.steps, 0.5), 1),
-        "step_p99_ms": round(1e3 * percentile(self.steps, 0.99), 1),
-        "reset_p50_ms": round(1e3 * percentile(self.starts, 0.5), 1),
-        "mb_per_episode": round(self.memory_mb / pages, 1),
-        "cpu_ms_per_step": round(1e3 * self.cpu_s / len(self.steps), 1),
+      "environment": name,
+      "episodes": pages,
+      "steps_per_s": round(self.steps_per_s, 2),
+      "resets_per_s": round(self.starts_per_s, 2),
+      "step_p50_ms": round(1e3 * percentile(self.steps, 0.5), 1),
+      "step_p99_ms": round(1e3 * percentile(self.steps, 0.99), 1),
+      "reset_p50_ms": round(1e3 * percentile(self.starts, 0.5), 1),
+      "mb_per_episode": round(self.memory_mb / pages, 1),
+      "cpu_ms_per_step": round(1e3 * self.cpu_s / len(self.steps), 1),
     }
 
 
@@ -164,13 +164,13 @@ class Ours:
   name = "tunix miniwob"
 
   def __init__(
-      self,
-      pages: int,
-      families: tuple[str, ...],
-      settings,
-      *,
-      in_turn: bool = False,
-      spare: int = 0,
+    self,
+    pages: int,
+    families: tuple[str, ...],
+    settings,
+    *,
+    in_turn: bool = False,
+    spare: int = 0,
   ):
     self._pages = pages
     self._families = families
@@ -184,11 +184,11 @@ class Ours:
   async def open(self) -> None:
     """Opening the tabs is not what is measured."""
     self._browser = miniwob.Browser(
-        max_pages=self._pages, spare=self._spare, idle_s=3600
+      max_pages=self._pages, spare=self._spare, idle_s=3600
     )
     self._gyms = [
-        miniwob.MiniWobGym(browser=self._browser, **self._settings)
-        for _ in range(self._pages)
+      miniwob.MiniWobGym(browser=self._browser, **self._settings)
+      for _ in range(self._pages)
     ]
     for number, gym in enumerate(self._gyms):
       await gym.start(self._tasks.task(self._family(number), 0))
@@ -212,10 +212,9 @@ class Ours:
 
     cpu = cpu_s(ours)
     end = time.perf_counter() + seconds
-    await asyncio.gather(*(
-        self._play(number, times, end)
-        for number in range(self._pages)
-    ))
+    await asyncio.gather(
+      *(self._play(number, times, end) for number in range(self._pages))
+    )
     times.cpu_s = cpu_s(ours) - cpu
     times.memory_mb = memory_mb(lambda pid: os.getpgid(pid) == leader)
     return times
@@ -233,9 +232,9 @@ class Ours:
       self._episode[number] += 1
       for _ in range(4):
         action = gui_action.GuiAction(
-            gui_action.GuiActionKind.CLICK,
-            x=rng.randrange(160),
-            y=rng.randrange(50, 210),
+          gui_action.GuiActionKind.CLICK,
+          x=rng.randrange(160),
+          y=rng.randrange(50, 210),
         )
         at = time.perf_counter()
         observation = await gym.act(action)
@@ -260,7 +259,7 @@ class Peer:
   """
 
   def __init__(
-      self, name: str, python: str, pages: int, families: tuple[str, ...]
+    self, name: str, python: str, pages: int, families: tuple[str, ...]
   ):
     self.name = name
     self.goals: dict[str, dict[str, str]] = {}
@@ -272,20 +271,25 @@ class Peer:
     """Raises RuntimeError: it does not start; with its last words."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome") or ""
     environment = os.environ | {
-        "PEER_CHROMIUM": chromium,
-        "MINIWOB_URL": tasks_lib.pages_directory().as_uri() + "/",
+      "PEER_CHROMIUM": chromium,
+      "MINIWOB_URL": tasks_lib.pages_directory().as_uri() + "/",
     }
     driver = shutil.which("chromedriver")
     if chromium and driver:
       environment["MINIWOB_CHROME_BINARY"] = chromium
       environment["MINIWOB_CHROMEDRIVER"] = driver
     for number, family in enumerate(self._families):
-      self._workers.append(subprocess.Popen(
+      self._workers.append(
+        subprocess.Popen(
           [*self._command, family, str(number)],
-          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-          stderr=subprocess.PIPE, text=True, env=environment,
+          stdin=subprocess.PIPE,
+          stdout=subprocess.PIPE,
+          stderr=subprocess.PIPE,
+          text=True,
+          env=environment,
           start_new_session=True,
-      ))  # pyformat: disable
+        )
+      )
     for worker in self._workers:
       if await asyncio.to_thread(_line, worker) != "ready":
         raise RuntimeError(_last_words(worker))
@@ -357,7 +361,7 @@ async def agreement(goals: dict[str, dict[str, str]]) -> str:
 
 
 async def compare(
-    pages: int, args: argparse.Namespace, families: tuple[str, ...]
+  pages: int, args: argparse.Namespace, families: tuple[str, ...]
 ) -> list[dict[str, Any]]:
   """Rows of all, and how many times a peer's steps a second ours are.
 
@@ -365,13 +369,11 @@ async def compare(
   else the machine does meets all of them.
   """
   settings = {
-      "quick_restart": not args.always_load,
-      "final_screenshot": not args.no_final_screenshot,
+    "quick_restart": not args.always_load,
+    "final_screenshot": not args.no_final_screenshot,
   }
   playing: list[Any] = [
-      Ours(
-          pages, families, settings, in_turn=args.in_turn, spare=args.spare
-      )
+    Ours(pages, families, settings, in_turn=args.in_turn, spare=args.spare)
   ]
   for name in args.peers:
     own = {"browsergym": args.browsergym_python}
@@ -393,24 +395,28 @@ async def compare(
     for one in playing:
       await one.close()
   rows = [
-      Times.of_rounds(rounds[one.name]).row(one.name, pages) for one in playing
+    Times.of_rounds(rounds[one.name]).row(one.name, pages) for one in playing
   ]
   for row in rows:
     print(json.dumps(row), flush=True)
   cpu = {
-      name: sum(one.cpu_s for one in of) / sum(len(one.steps) for one in of)
-      for name, of in rounds.items()
+    name: sum(one.cpu_s for one in of) / sum(len(one.steps) for one in of)
+    for name, of in rounds.items()
   }
   for one in playing[1:]:
     ratios = sorted(
-        own_times.steps_per_s / peer_times.steps_per_s
-        for own_times, peer_times in zip(rounds[Ours.name], rounds[one.name])
+      own_times.steps_per_s / peer_times.steps_per_s
+      for own_times, peer_times in zip(rounds[Ours.name], rounds[one.name])
     )
     text = ", ".join(f"{ratio:.1f}" for ratio in ratios)
-    print(f"  times the steps a second of {one.name}, by round: {text};"
-          f" median {ratios[len(ratios) // 2]:.1f}")  # pyformat: disable
-    print(f"  {cpu[one.name] / cpu[Ours.name]:.1f} times less processor time a"
-          f" step than {one.name}")  # pyformat: disable
+    print(
+      f"  times the steps a second of {one.name}, by round: {text};"
+      f" median {ratios[len(ratios) // 2]:.1f}"
+    )
+    print(
+      f"  {cpu[one.name] / cpu[Ours.name]:.1f} times less processor time a"
+      f" step than {one.name}"
+    )
     print(f"  {one.name}: {await agreement(one.goals)}", flush=True)
   return rows
 
@@ -426,11 +432,14 @@ def main() -> None:
   parser.add_argument("--in-turn", action="store_true")
   parser.add_argument("--spare", type=int, default=2)
   parser.add_argument(
-      "--peers", nargs="*", default=[], choices=("selenium", "browsergym"),
-      help="to compare with",
+    "--peers",
+    nargs="*",
+    default=[],
+    choices=("selenium", "browsergym"),
+    help="to compare with",
   )
   parser.add_argument(
-      "--browsergym-python", default=".venv-browsergym/bin/python"
+    "--browsergym-python", default=".venv-browsergym/bin/python"
   )
   parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   args = parser.parse_args()

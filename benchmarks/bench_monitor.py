@@ -49,7 +49,7 @@ from tunix.rl.multi_turn.core import monitor_settings as settings_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 sys.path.insert(
-    0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
+  0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
 )
 import monitor_databases  # noqa: E402
 
@@ -69,7 +69,7 @@ class Server:
             str(folder / "files"), "--port", "0", "--until-eof",
         ],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # pyformat: disable
+    )  # fmt: skip
     line = self._process.stdout.readline()
     self.url = line[line.index("http") :].strip()
 
@@ -95,37 +95,37 @@ def episode(number: int) -> trajectory_lib.Trajectory:
     image = trajectory_lib.ImageRef(f"{number:032x}{turn:032x}", 1280, 720)
     text = "I click the button that says so. " * 20
     messages = [
-        *messages,
-        {"role": "user", "content": [{"type": "image", "image": image}]},
-        {"role": "assistant", "content": text},
+      *messages,
+      {"role": "user", "content": [{"type": "image", "image": image}]},
+      {"role": "assistant", "content": text},
     ]
     steps.append(
-        trajectory_lib.Step(
-            chat_completions=messages,
-            thought=text,
-            model_response=text,
-            observation={"screenshot": image, "text": "y" * 500},
-            reward=float(turn == TURNS - 1),
-            done=turn == TURNS - 1,
-            info={"gui_actions": [{"kind": "click", "x": 4.0, "y": 5.0}]},
-        )
+      trajectory_lib.Step(
+        chat_completions=messages,
+        thought=text,
+        model_response=text,
+        observation={"screenshot": image, "text": "y" * 500},
+        reward=float(turn == TURNS - 1),
+        done=turn == TURNS - 1,
+        info={"gui_actions": [{"kind": "click", "x": 4.0, "y": 5.0}]},
+      )
     )
   count = TURNS * 150
   mask = np.tile(np.arange(150) >= 50, TURNS)
   sequence = trajectory_lib.TokenSequence(
-      tokens=rng.integers(0, 150_000, count),
-      loss_mask=mask,
-      logprobs=np.where(mask, -rng.random(count), 0.0),
-      versions=np.where(mask, 3, -1),
-      turn_ids=np.repeat(np.arange(TURNS), 150),
+    tokens=rng.integers(0, 150_000, count),
+    loss_mask=mask,
+    logprobs=np.where(mask, -rng.random(count), 0.0),
+    versions=np.where(mask, 3, -1),
+    turn_ids=np.repeat(np.arange(TURNS), 150),
   )
   return trajectory_lib.Trajectory(
-      task={"task_id": "t", "instruction": "Do it", "family": "f"},
-      steps=steps,
-      reward=1.0,
-      status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
-      sequences=[sequence],
-      trajectory_id=f"train-{number:06d}.0",
+    task={"task_id": "t", "instruction": "Do it", "family": "f"},
+    steps=steps,
+    reward=1.0,
+    status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
+    sequences=[sequence],
+    trajectory_id=f"train-{number:06d}.0",
   )
 
 
@@ -133,16 +133,21 @@ def enqueue(url: str, folder: pathlib.Path, seconds: float, rate: float):
   """Microseconds of each `on_event`, at `rate` episodes a second."""
   episodes = [episode(n) for n in range(int(seconds * rate))]
   observer = event_log.EventLog(
-      event_log.RunSpec(
-          url=url, spool_dir=str(folder), name="bench", training_id="T",
-          training={
-              "model_name": "m", "group_size": 8, "groups_per_batch": 8,
-              "total_steps": 100,
-          },
-      ),
-      settings_lib.MonitorConfig(close_timeout_s=5.0),
-      images=images_lib.ImageStore(),
-  )  # pyformat: disable
+    event_log.RunSpec(
+      url=url,
+      spool_dir=str(folder),
+      name="bench",
+      training_id="T",
+      training={
+        "model_name": "m",
+        "group_size": 8,
+        "groups_per_batch": 8,
+        "total_steps": 100,
+      },
+    ),
+    settings_lib.MonitorConfig(close_timeout_s=5.0),
+    images=images_lib.ImageStore(),
+  )
   durations = []
 
   def tell(event):
@@ -167,13 +172,11 @@ def enqueue(url: str, folder: pathlib.Path, seconds: float, rate: float):
 
 
 def show_enqueue(name: str, durations: np.ndarray, dropped: int) -> bool:
-  p50, p99, worst = (
-      float(np.percentile(durations, q)) for q in (50, 99, 100)
-  )
+  p50, p99, worst = (float(np.percentile(durations, q)) for q in (50, 99, 100))
   print(
-      f"enqueue, {name}: p50 {p50:.1f} us, p99 {p99:.1f} us, worst"
-      f" {worst:.0f} us of {len(durations)} events, {dropped} dropped",
-      flush=True,
+    f"enqueue, {name}: p50 {p50:.1f} us, p99 {p99:.1f} us, worst"
+    f" {worst:.0f} us of {len(durations)} events, {dropped} dropped",
+    flush=True,
   )
   return p50 <= 100 and p99 <= 1000
 
@@ -181,10 +184,13 @@ def show_enqueue(name: str, durations: np.ndarray, dropped: int) -> bool:
 # --- server -----------------------------------------------------------------
 
 
-START = orjson.dumps({
+START = orjson.dumps(
+  {
     "training": {"client_id": "T", "run_name": "run"},
-    "steps": [{"client_id": "S", "step": 1}], "tasks": [{"task_id": "t"}],
-})  # pyformat: disable
+    "steps": [{"client_id": "S", "step": 1}],
+    "tasks": [{"task_id": "t"}],
+  }
+)
 
 
 def body(first: int, count: int, turns: int = TURNS) -> bytes:
@@ -194,7 +200,7 @@ def body(first: int, count: int, turns: int = TURNS) -> bytes:
   batch: dict[str, list] = {k: [] for k in (
       "rollouts", "environments", "turns", "actions", "observations",
       "validations",
-  )}  # pyformat: disable
+  )}  # fmt: skip
   logprobs = [-0.123456] * 100
   for number in range(first, first + count):
     name = f"rollout-{number}"
@@ -204,33 +210,46 @@ def body(first: int, count: int, turns: int = TURNS) -> bytes:
         "status": "completed", "max_turns": 20, "current_turn": turns,
         "num_turns": turns, "reward": 1.0, "task_success": True,
         "model_path": "m", "start_time": now, "end_time": now,
-    })  # pyformat: disable
-    batch["environments"].append({
-        "client_id": f"{name}:env", "rollout_id": name, "env_type": "linux",
+    })  # fmt: skip
+    batch["environments"].append(
+      {
+        "client_id": f"{name}:env",
+        "rollout_id": name,
+        "env_type": "linux",
         "status": "terminated",
-    })  # pyformat: disable
+      }
+    )
     for turn in range(turns):
       key = f"{name}:turn:{turn}"
       batch["turns"].append({
           "client_id": key, "rollout_id": name, "turn": turn,
           "start_time": now, "turn_time": 0.5, "reward": 0.0,
           "metrics_json": {"thought": text, "seconds": {"model": 0.5}},
-      })  # pyformat: disable
-      batch["actions"].append({
-          "client_id": f"{key}:action", "turn_id": key,
-          "action_type": "click", "tool_name": "computer_use",
+      })  # fmt: skip
+      batch["actions"].append(
+        {
+          "client_id": f"{key}:action",
+          "turn_id": key,
+          "action_type": "click",
+          "tool_name": "computer_use",
           "tool_args": {"x": 1, "y": 2},
-          "tokens": list(range(1000, 1100)), "logprobs": logprobs,
-      })  # pyformat: disable
+          "tokens": list(range(1000, 1100)),
+          "logprobs": logprobs,
+        }
+      )
       for when in ("before", "after"):
-        batch["observations"].append({
-            "client_id": f"{key}:{when}", "turn_id": key,
-            "obs_type": "screenshot", "screenshot_uri": "sha256:" + "0" * 64,
+        batch["observations"].append(
+          {
+            "client_id": f"{key}:{when}",
+            "turn_id": key,
+            "obs_type": "screenshot",
+            "screenshot_uri": "sha256:" + "0" * 64,
             "text_content": text,
-        })  # pyformat: disable
-    batch["validations"].append({
-        "client_id": f"{name}:v", "rollout_id": name, "success": True,
-    })  # pyformat: disable
+          }
+        )
+    batch["validations"].append(
+      {"client_id": f"{name}:v", "rollout_id": name, "success": True}
+    )
   return orjson.dumps(batch)
 
 
@@ -249,8 +268,8 @@ def load(server: Server, bodies: list[bytes], connections: int):
 
   post([START])
   threads = [
-      threading.Thread(target=post, args=(bodies[n::connections],))
-      for n in range(connections)
+    threading.Thread(target=post, args=(bodies[n::connections],))
+    for n in range(connections)
   ]
   began, cpu = time.perf_counter(), server.cpu_seconds()
   for thread in threads:
@@ -336,27 +355,27 @@ def main() -> int:
       databases["PostgreSQL"] = lambda: monitor_databases.empty_database(url)
     for per_batch in (1, args.per_batch):
       rates = {
-          name: measure_server(name, make(), per_batch, args)
-          for name, make in databases.items()
+        name: measure_server(name, make(), per_batch, args)
+        for name, make in databases.items()
       }
       good &= rates["SQLite"][1] >= TARGET
       report += [
-          {
-              "database": name,
-              "per_batch": per_batch,
-              "episodes_per_s": wall,
-              "episodes_per_cpu_s": cpu,
-          }
-          for name, (wall, cpu) in rates.items()
+        {
+          "database": name,
+          "per_batch": per_batch,
+          "episodes_per_s": wall,
+          "episodes_per_cpu_s": cpu,
+        }
+        for name, (wall, cpu) in rates.items()
       ]
       if args.postgres:
         wall, cpu = (
-            rates["PostgreSQL"][i] / rates["SQLite"][i] for i in (0, 1)
+          rates["PostgreSQL"][i] / rates["SQLite"][i] for i in (0, 1)
         )
         print(
-            f"PostgreSQL / SQLite, {per_batch} episodes a batch: {wall:.2f} of"
-            f" the episodes/s, {cpu:.2f} of those a CPU second of the server",
-            flush=True,
+          f"PostgreSQL / SQLite, {per_batch} episodes a batch: {wall:.2f} of"
+          f" the episodes/s, {cpu:.2f} of those a CPU second of the server",
+          flush=True,
         )
   if args.json:
     args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -370,22 +389,21 @@ def measure_enqueue(args: argparse.Namespace) -> bool:
     server = Server(folder)
     for what, url in (("server alive", server.url), ("server dead", DEAD)):
       durations, dropped = enqueue(
-          url, folder / "spool", args.seconds, args.rate
+        url, folder / "spool", args.seconds, args.rate
       )
       good &= show_enqueue(
-          f"{args.rate:g} episodes/s, {what}", durations, dropped
+        f"{args.rate:g} episodes/s, {what}", durations, dropped
       )
     server.close()
   return good
 
 
 def measure_server(
-    name: str, database: str, per_batch: int, args: argparse.Namespace
+  name: str, database: str, per_batch: int, args: argparse.Namespace
 ) -> tuple[float, float]:
   """Episodes a second of wall time, and of the server's CPU time."""
   bodies = [
-      body(n, per_batch, args.turns)
-      for n in range(0, args.episodes, per_batch)
+    body(n, per_batch, args.turns) for n in range(0, args.episodes, per_batch)
   ]
   episodes = len(bodies) * per_batch
   with tempfile.TemporaryDirectory() as folder:
@@ -394,18 +412,18 @@ def measure_server(
     server.close()
   rate = episodes / cpu
   print(
-      f"server, {name}, {per_batch} episodes a batch of"
-      f" {len(bodies[0]) / 1000:.0f} kB: {episodes / wall:.0f} durable"
-      f" episodes/s, {rate:.0f} a CPU second ({1e3 * cpu / episodes:.2f} ms"
-      " each)",
-      flush=True,
+    f"server, {name}, {per_batch} episodes a batch of"
+    f" {len(bodies[0]) / 1000:.0f} kB: {episodes / wall:.0f} durable"
+    f" episodes/s, {rate:.0f} a CPU second ({1e3 * cpu / episodes:.2f} ms"
+    " each)",
+    flush=True,
   )
   if not database:
     alone = sqlite_alone(bodies)
     print(
-        f"  SQLite alone: {episodes / alone:.0f} a CPU second"
-        f" ({1e3 * alone / episodes:.2f} ms each)",
-        flush=True,
+      f"  SQLite alone: {episodes / alone:.0f} a CPU second"
+      f" ({1e3 * alone / episodes:.2f} ms each)",
+      flush=True,
     )
   return episodes / wall, rate
 

@@ -81,29 +81,43 @@ BLOCK = 4
 WARM = 4
 """Steps that are not compared: they compile."""
 QUICKSTART = (
-    "report.progress=none", "eval.every=0", "eval.episodes_per_task=1",
-    "seed=7", "monitor.close_timeout_s=2",
-)  # pyformat: disable
+  "report.progress=none",
+  "eval.every=0",
+  "eval.episodes_per_task=1",
+  "seed=7",
+  "monitor.close_timeout_s=2",
+)
 SMALL = (
-    *QUICKSTART,
-    "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
-    " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}",
-    "tasks=[click-color, enter-text]", "warm_start.source=none",
-    "collect.group_size=4", "collect.min_valid=2",
-    "learner.groups_per_step=2", "engine.slots=8", "collect.concurrency=8",
-    "engine.context_length=384", "learner.row_length=384",
-)  # pyformat: disable
+  *QUICKSTART,
+  "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
+  " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}",
+  "tasks=[click-color, enter-text]",
+  "warm_start.source=none",
+  "collect.group_size=4",
+  "collect.min_valid=2",
+  "learner.groups_per_step=2",
+  "engine.slots=8",
+  "collect.concurrency=8",
+  "engine.context_length=384",
+  "learner.row_length=384",
+)
 BROWSER = (
-    *QUICKSTART, "gym=miniwob", "tasks=[click-test-2,click-dialog,focus-text]",
-)  # pyformat: disable
+  *QUICKSTART,
+  "gym=miniwob",
+  "tasks=[click-test-2,click-dialog,focus-text]",
+)
 LARGER = (
-    *QUICKSTART, "policy.config={width: 512, layers: 8, heads: 8, mlp: 1536}",
-    "warm_start.source=none", "learner.groups_per_step=4",
-)  # pyformat: disable
+  *QUICKSTART,
+  "policy.config={width: 512, layers: 8, heads: 8, mlp: 1536}",
+  "warm_start.source=none",
+  "learner.groups_per_step=4",
+)
 SIZES = {
-    "small": SMALL, "quickstart": QUICKSTART, "larger": LARGER,
-    "browser": BROWSER,
-}  # pyformat: disable
+  "small": SMALL,
+  "quickstart": QUICKSTART,
+  "larger": LARGER,
+  "browser": BROWSER,
+}
 SERVER = """
 import logging, os
 logging.disable()  # It is all trouble, and meant.
@@ -181,7 +195,7 @@ class Training:
     self._counter: subprocess.Popen[bytes] | None = None
     if arm == "busy":
       self._counter = subprocess.Popen(
-          [sys.executable, "-c", COUNTER, str(self.busy)]
+        [sys.executable, "-c", COUNTER, str(self.busy)]
       )
       self._counter.send_signal(signal.SIGSTOP)
     monitor_port = self._front.port if self._front else port
@@ -195,7 +209,7 @@ class Training:
            "--block", str(BLOCK), str(folder), f"steps={steps}", *SIZES[size]],
           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
           text=True,
-      )  # pyformat: disable
+      )  # fmt: skip
     if self.apart:
       os.sched_setaffinity(self._trainer.pid, {0})
     self._stopped = False
@@ -276,10 +290,12 @@ class Training:
 
   def _others_cpu(self) -> np.ndarray:
     """CPU seconds of (its uploaders, its server) so far."""
-    return np.array([
+    return np.array(
+      [
         sum(map(_cpu, self._uploaders())),
         _cpu(self._nursery.pid) if self._serving else 0.0,
-    ])
+      ]
+    )
 
   def _write(self, line: str) -> None:
     self._trainer.stdin.write(f"{line}\n")
@@ -317,7 +333,7 @@ class Training:
 
 
 def side_by_side(
-    runs: dict[str, tuple[str, int]], steps: int, size: str, turn: int = 0
+  runs: dict[str, tuple[str, int]], steps: int, size: str, turn: int = 0
 ) -> dict[str, Training]:
   """Runs trainings, a step of each at a time.
 
@@ -334,10 +350,10 @@ def side_by_side(
   trainings: dict[str, Training] = {}
   with contextlib.ExitStack() as stack:
     with rich_progress.Progress(
-        "[progress.description]{task.description}",
-        rich_progress.MofNCompleteColumn(),
-        rich_progress.TimeRemainingColumn(),
-        console=rich_console.Console(stderr=True),
+      "[progress.description]{task.description}",
+      rich_progress.MofNCompleteColumn(),
+      rich_progress.TimeRemainingColumn(),
+      console=rich_console.Console(stderr=True),
     ) as bar:
       for step in bar.track(range(steps), description="steps"):
         for place in range(len(names)):
@@ -360,13 +376,13 @@ def interval(ratios_RS: np.ndarray) -> tuple[float, float, float]:
   rng = np.random.default_rng(0)
   rounds, steps = ratios_RS.shape
   medians = [
-      np.median(
-          ratios_RS[
-              rng.integers(rounds, size=(rounds, 1)),
-              rng.integers(steps, size=(rounds, steps)),
-          ]
-      )
-      for _ in range(4000)
+    np.median(
+      ratios_RS[
+        rng.integers(rounds, size=(rounds, 1)),
+        rng.integers(steps, size=(rounds, steps)),
+      ]
+    )
+    for _ in range(4000)
   ]
   low, high = np.percentile(medians, (2.5, 97.5))
   return float(np.median(ratios_RS)), float(low), float(high)
@@ -377,11 +393,11 @@ def show(results: dict[str, list[Training]]) -> bool:
   late, equal = [], True
   print(f"\nrounds: {len(results['off'])}")
   of = lambda arm, key: np.array(
-      [[report[key] for report in t.reports[WARM:]] for t in results[arm]]
+    [[report[key] for report in t.reports[WARM:]] for t in results[arm]]
   )
   print(
-      f"{'arm':6} {'step ms':>7}     {'wall / off':20}     {'CPU / off':20}"
-      "  CPU of an episode: threads, uploader, server"
+    f"{'arm':6} {'step ms':>7}     {'wall / off':20}     {'CPU / off':20}"
+    "  CPU of an episode: threads, uploader, server"
   )
   for arm, trainings in results.items():
     line = f"{arm:6} {1e3 * np.median(of(arm, 'wall')):7.1f}"
@@ -403,17 +419,16 @@ def show(results: dict[str, list[Training]]) -> bool:
         print(f"{arm}, round {number}: {one.wrong}")
       first = results["off"][0].reports
       if any(
-          report[k] != reference[k]
-          for report, reference in zip(one.reports, first, strict=True)
-          for k in ("loss", "reward")
+        report[k] != reference[k]
+        for report, reference in zip(one.reports, first, strict=True)
+        for k in ("loss", "reward")
       ):
         equal = False
         print(f"{arm}, round {number}: other losses or rewards than the first")
   databases = sum(len(runs) for a, runs in results.items() if a not in SILENT)
   if equal:
     print(
-        f"{databases} databases equal their event logs; all runs learned the"
-        " same"
+      f"{databases} databases equal their event logs; all runs learned the same"
     )
   if late:
     print(f"later than 1.01 by the whole interval: {', '.join(late)}")
@@ -433,31 +448,31 @@ def crossover(arm: str, steps: int, size: str) -> int:
   late = False
   for key in ("wall", "cpu"):
     ratio = [
-        np.log(a[key] / b[key])
-        for a, b in zip(odd.reports, even.reports, strict=True)
+      np.log(a[key] / b[key])
+      for a, b in zip(odd.reports, even.reports, strict=True)
     ]
     # [pair of blocks, which of them, step]; the odd one comes first.
     ratio_PBS = np.reshape(
-        ratio[BLOCK : BLOCK * (1 + len(blocks))], (-1, 2, BLOCK)
+      ratio[BLOCK : BLOCK * (1 + len(blocks))], (-1, 2, BLOCK)
     )
     cost = lambda r: np.exp((np.median(r[:, 0]) - np.median(r[:, 1])) / 2)
     rng = np.random.default_rng(0)
     pairs = len(ratio_PBS)
     low, high = np.percentile(
-        [cost(ratio_PBS[rng.integers(pairs, size=pairs)]) for _ in range(4000)],
-        (2.5, 97.5),
+      [cost(ratio_PBS[rng.integers(pairs, size=pairs)]) for _ in range(4000)],
+      (2.5, 97.5),
     )
     late |= key == "wall" and low > 1.01
     print(
-        f"{arm} / off, {key}: {cost(ratio_PBS):.4f} [{low:.4f}, {high:.4f}],"
-        f" {pairs} pairs of blocks of {BLOCK} steps"
+      f"{arm} / off, {key}: {cost(ratio_PBS):.4f} [{low:.4f}, {high:.4f}],"
+      f" {pairs} pairs of blocks of {BLOCK} steps"
     )
   wall = np.median([report["wall"] for report in odd.reports[WARM:]])
   print(f"a step: {1e3 * wall:.0f} ms")
   same = all(
-      a[k] == b[k]
-      for a, b in zip(odd.reports, even.reports, strict=True)
-      for k in ("loss", "reward")
+    a[k] == b[k]
+    for a, b in zip(odd.reports, even.reports, strict=True)
+    for k in ("loss", "reward")
   )
   if not same:
     print("the two runs have other losses or rewards")
@@ -471,17 +486,21 @@ def main() -> int:
   parser.add_argument("--size", choices=tuple(SIZES), default="quickstart")
   parser.add_argument("--arms", default=",".join(ARMS), help="(%(default)s)")
   parser.add_argument(
-      "--crossover", choices=("on", "slow", "dead", "busy"),
-      help="this arm alone, in every other block of steps",
-  )  # pyformat: disable
+    "--crossover",
+    choices=("on", "slow", "dead", "busy"),
+    help="this arm alone, in every other block of steps",
+  )
   parser.add_argument(
-      "--apart", action="store_true",
-      help="trainers and monitors have a core each",
-  )  # pyformat: disable
+    "--apart",
+    action="store_true",
+    help="trainers and monitors have a core each",
+  )
   parser.add_argument(
-      "--busy", type=float, default=0.2,
-      help="share of a core that is counted away (%(default)s)",
-  )  # pyformat: disable
+    "--busy",
+    type=float,
+    default=0.2,
+    help="share of a core that is counted away (%(default)s)",
+  )
   args = parser.parse_args()
   if not 0 < args.busy <= 1:
     parser.error(f"--busy={args.busy:g}: give a share above 0, at most 1")

@@ -34,7 +34,7 @@ from websockets.asyncio import client
 
 HERE = pathlib.Path(__file__).resolve().parent
 PYTHON = pathlib.Path(
-    os.environ.get("OPENENV_PYTHON", HERE.parent / ".venv-openenv/bin/python")
+  os.environ.get("OPENENV_PYTHON", HERE.parent / ".venv-openenv/bin/python")
 )
 STEP = json.dumps({"type": "step", "data": {"kind": "wait", "duration": 0.1}})
 RESET = json.dumps({"type": "reset", "data": {"seed": 1}})
@@ -59,7 +59,7 @@ def ours(sessions: int) -> Iterator[tuple[str, psutil.Process]]:
       ],
       stdout=subprocess.PIPE, text=True,
       env={**os.environ, "PYTHONPATH": str(HERE / "peers")},
-  )  # pyformat: disable
+  )  # fmt: skip
   try:
     url = server.stdout.readline().split()[-1]
     yield f"ws{url[4:]}/openenv/blank/ws", psutil.Process(server.pid)
@@ -85,7 +85,7 @@ def theirs(sessions: int) -> Iterator[tuple[str, psutil.Process]]:
       [PYTHON, HERE / "peers/openenv_blank.py", str(port), str(sessions),
        json.dumps(shot)],
       stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-  )  # pyformat: disable
+  )  # fmt: skip
   try:
     if server.stdout.readline().strip() != "ready":
       raise RuntimeError("the server of openenv did not start")
@@ -102,7 +102,7 @@ def theirs(sessions: int) -> Iterator[tuple[str, psutil.Process]]:
 
 
 async def play(
-    url: str, process: psutil.Process, sessions: int, steps: int
+  url: str, process: psutil.Process, sessions: int, steps: int
 ) -> dict[str, float]:
   """One round: sessions are opened together, then all of them step."""
   took: list[float] = []
@@ -116,7 +116,7 @@ async def play(
 
   async def open_one() -> client.ClientConnection:
     one = await client.connect(
-        url, compression=None, ping_interval=None, open_timeout=60
+      url, compression=None, ping_interval=None, open_timeout=60
     )
     await ask(one, RESET)
     return one
@@ -138,11 +138,11 @@ async def play(
   await asyncio.gather(*(one.close() for one in all_of_them))
   p50, p99 = np.quantile(took, [0.5, 0.99]) * 1000
   return {
-      "opened_per_s": sessions / opened,
-      "steps_per_s": len(took) / total,
-      "p50_ms": float(p50),
-      "p99_ms": float(p99),
-      "server_cpu_us_per_step": cpu / len(took) * 1e6,
+    "opened_per_s": sessions / opened,
+    "steps_per_s": len(took) / total,
+    "p50_ms": float(p50),
+    "p99_ms": float(p99),
+    "server_cpu_us_per_step": cpu / len(took) * 1e6,
   }
 
 
@@ -154,25 +154,22 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
       await play(url, process, 2, 5)
     for _ in range(args.rounds):
       for name, (url, process) in servers.items():
-        rounds[name].append(
-            await play(url, process, args.sessions, args.steps)
-        )
+        rounds[name].append(await play(url, process, args.sessions, args.steps))
   out: dict[str, Any] = {
-      name: {
-          key: round(statistics.median(r[key] for r in measurements), 2)
-          for key in measurements[0]
-      }
-      for name, measurements in rounds.items()
+    name: {
+      key: round(statistics.median(r[key] for r in measurements), 2)
+      for key in measurements[0]
+    }
+    for name, measurements in rounds.items()
   }
   out["ratios"] = {  # Of each pair of rounds, and their median.
-      key: round(
-          statistics.median(
-              a[key] / b[key]
-              for a, b in zip(rounds["ours"], rounds["openenv"])
-          ),
-          2,
-      )
-      for key in rounds["ours"][0]
+    key: round(
+      statistics.median(
+        a[key] / b[key] for a, b in zip(rounds["ours"], rounds["openenv"])
+      ),
+      2,
+    )
+    for key in rounds["ours"][0]
   }
   return {"sessions": args.sessions, "rounds": args.rounds, **out}
 

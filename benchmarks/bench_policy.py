@@ -51,18 +51,18 @@ def make_inputs(processor, config, rows, length, images, width, height, rng):
       tokens[row, at] = config.image_token_id
       index[row, at] = (row * images + i) * count + np.arange(count)
   positions = np.broadcast_to(
-      np.arange(length, dtype=np.int32)[None, :, None], (rows, length, 3)
+    np.arange(length, dtype=np.int32)[None, :, None], (rows, length, 3)
   )
   return base.PolicyInputs(
-      tokens=tokens,
-      positions=np.ascontiguousarray(positions),
-      segment_ids=np.ones((rows, length), np.int32),
-      vision_index=index,
-      patches=np.tile(image.patches, (total, 1))[None],
-      patch_segments=np.repeat(np.arange(1, total + 1, dtype=np.int32), count)[
-          None
-      ],
-      patch_positions=np.tile(image.positions, (total, 1))[None],
+    tokens=tokens,
+    positions=np.ascontiguousarray(positions),
+    segment_ids=np.ones((rows, length), np.int32),
+    vision_index=index,
+    patches=np.tile(image.patches, (total, 1))[None],
+    patch_segments=np.repeat(np.arange(1, total + 1, dtype=np.int32), count)[
+      None
+    ],
+    patch_positions=np.tile(image.positions, (total, 1))[None],
   )
 
 
@@ -83,27 +83,27 @@ def main():
   if not args.untuned:
     host_memory.tune()
   model, processor, _ = checkpoint.create_policy(
-      args.size, compute_dtype=args.dtype
+    args.size, compute_dtype=args.dtype
   )
   config = model.config
   graph, state = nnx.split(model)
   rng = np.random.default_rng(0)
   inputs = make_inputs(
-      processor,
-      config,
-      args.rows,
-      args.length,
-      args.images,
-      args.width,
-      args.height,
-      rng,
+    processor,
+    config,
+    args.rows,
+    args.length,
+    args.images,
+    args.width,
+    args.height,
+    rng,
   )
   inputs = jax.device_put(inputs)
   count = sum(x.size for x in jax.tree.leaves(state))
   print(f"{args.size}: {count / 1e6:.2f}M parameters, {args.dtype}")
   print(
-      f"{args.rows} rows x {args.length} tokens, {inputs.patches.shape[1]}"
-      " vision tokens"
+    f"{args.rows} rows x {args.length} tokens, {inputs.patches.shape[1]}"
+    " vision tokens"
   )
 
   def report(name, seconds, items=None, unit="tokens"):
@@ -128,7 +128,7 @@ def main():
 
   def vision_only(state, inputs):
     return nnx.merge(graph, state).encode_images(
-        inputs.patches, inputs.patch_segments, inputs.patch_positions
+      inputs.patches, inputs.patch_segments, inputs.patch_positions
     )
 
   tokens = args.rows * args.length
@@ -136,20 +136,16 @@ def main():
   report("forward", best_seconds(lambda: forward(state, inputs)), tokens)
   step = jax.jit(jax.value_and_grad(loss))
   report(
-      "forward + backward", best_seconds(lambda: step(state, inputs)), tokens
+    "forward + backward", best_seconds(lambda: step(state, inputs)), tokens
   )
   encode = jax.jit(vision_only)
   cells = inputs.patches.shape[1]
+  report("  vision forward", best_seconds(lambda: encode(state, inputs)), cells)
+  vision_grad = jax.jit(jax.grad(lambda s, i: jnp.sum(vision_only(s, i) ** 2)))
   report(
-      "  vision forward", best_seconds(lambda: encode(state, inputs)), cells
-  )
-  vision_grad = jax.jit(
-      jax.grad(lambda s, i: jnp.sum(vision_only(s, i) ** 2))
-  )
-  report(
-      "  vision forward + backward",
-      best_seconds(lambda: vision_grad(state, inputs)),
-      cells,
+    "  vision forward + backward",
+    best_seconds(lambda: vision_grad(state, inputs)),
+    cells,
   )
   if args.parts:
 
@@ -159,11 +155,10 @@ def main():
     grad = jax.jit(jax.grad(body))
     report("  without logits", best_seconds(lambda: grad(state, inputs)))
     stem = jax.jit(
-        jax.grad(lambda s, i: jnp.sum(nnx.merge(graph, s).stem(i.patches) ** 2))
+      jax.grad(lambda s, i: jnp.sum(nnx.merge(graph, s).stem(i.patches) ** 2))
     )
     report(
-        "  stem forward + backward",
-        best_seconds(lambda: stem(state, inputs)),
+      "  stem forward + backward", best_seconds(lambda: stem(state, inputs))
     )
 
   slots, length = args.slots, args.cache
@@ -180,17 +175,15 @@ def main():
       def body(carry, _):
         cache, starts = carry
         positions = jnp.broadcast_to(
-            (starts[:, None] + jnp.arange(new))[..., None], (slots, new, 3)
+          (starts[:, None] + jnp.arange(new))[..., None], (slots, new, 3)
         )
         hidden, cache = model.extend(
-            tokens, positions, starts, ones * new, cache
+          tokens, positions, starts, ones * new, cache
         )
         logits = model.logits(hidden[:, -1])
         return (cache, starts + (new == 1)), jnp.argmax(logits, -1)
 
-      (cache, _), out = jax.lax.scan(
-          body, (cache, starts), None, length=steps
-      )
+      (cache, _), out = jax.lax.scan(body, (cache, starts), None, length=steps)
       return cache, out
 
     fn = jax.jit(fn, donate_argnums=1)
@@ -205,13 +198,11 @@ def main():
   report(f"decode step B={slots} C={length}", run_extend(1, 16), slots)
   new = 160
   report(
-      f"prefill B={slots} T={new} C={length}",
-      run_extend(new, 1),
-      slots * new,
+    f"prefill B={slots} T={new} C={length}", run_extend(new, 1), slots * new
   )
   pixels = rng.integers(0, 256, (args.height, args.width, 3), dtype=np.uint8)
   seconds = best_seconds(
-      lambda: [processor.patchify(pixels) for _ in range(100)]
+    lambda: [processor.patchify(pixels) for _ in range(100)]
   )
   report("patchify one screenshot", seconds / 100)
 

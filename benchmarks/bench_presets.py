@@ -31,15 +31,15 @@ from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.learner.algorithms import presets
 
 COMMON = (
-    "tasks=[click-color,enter-text]",
-    "learner.groups_per_step=8",
-    "learner.learning_rate=3e-4",
-    "collect.group_size=8",
-    "eval.every=0",
-    "eval.episodes_per_task=40",
-    "eval.modes=[sampled]",
-    "checkpoint.every=10",
-    "report.progress=none",
+  "tasks=[click-color,enter-text]",
+  "learner.groups_per_step=8",
+  "learner.learning_rate=3e-4",
+  "collect.group_size=8",
+  "eval.every=0",
+  "eval.episodes_per_task=40",
+  "eval.modes=[sampled]",
+  "checkpoint.every=10",
+  "report.progress=none",
 )
 MEAN_OF = 3  # Updates.
 STOP_S = 60.0
@@ -51,9 +51,7 @@ def results_of(path: pathlib.Path) -> list[dict[str, Any]]:
   return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
-def samples_to(
-    metrics: Sequence[dict[str, Any]], goal: float
-) -> int | None:
+def samples_to(metrics: Sequence[dict[str, Any]], goal: float) -> int | None:
   """Training episodes until the mean of `MEAN_OF` updates reached the goal."""
   episodes = 0
   for i, m in enumerate(metrics):
@@ -76,27 +74,35 @@ def samples_of(preset: str, m: dict[str, Any]) -> int:
 
 
 def command(
-    directory: pathlib.Path, name: str, seed: int, steps: int,
-    settings: Sequence[str],
-) -> list[str]:  # pyformat: disable
+  directory: pathlib.Path,
+  name: str,
+  seed: int,
+  steps: int,
+  settings: Sequence[str],
+) -> list[str]:
   """The command that starts or resumes a run."""
   train = [sys.executable, "-m", "tunix.rl.multi_turn.train"]
   if (directory / "config.yaml").exists():
     return [*train, f"resume={directory}"]
   return [
-      *train, f"algorithm={name}", f"run.dir={directory.parent}",
-      f"name={directory.name}", f"seed={seed}", f"steps={steps}", *COMMON,
-      *settings,
-  ]  # pyformat: disable
+    *train,
+    f"algorithm={name}",
+    f"run.dir={directory.parent}",
+    f"name={directory.name}",
+    f"seed={seed}",
+    f"steps={steps}",
+    *COMMON,
+    *settings,
+  ]
 
 
 def run_once(
-    directory: pathlib.Path,
-    name: str,
-    seed: int,
-    steps: int,
-    limit_s: float,
-    settings: Sequence[str],
+  directory: pathlib.Path,
+  name: str,
+  seed: int,
+  steps: int,
+  limit_s: float,
+  settings: Sequence[str],
 ) -> dict[str, Any]:
   """Trains one preset with one seed; its result."""
   directory.parent.mkdir(parents=True, exist_ok=True)
@@ -105,9 +111,10 @@ def run_once(
   log = directory.parent / f"{directory.name}.log"
   with log.open("ab") as file:
     process = subprocess.Popen(
-        command(directory, name, seed, steps, settings),
-        stdout=file, stderr=subprocess.STDOUT,
-    )  # pyformat: disable
+      command(directory, name, seed, steps, settings),
+      stdout=file,
+      stderr=subprocess.STDOUT,
+    )
     try:
       if process.wait(limit_s):
         ended = f"status {process.returncode}, see {log}"
@@ -124,16 +131,19 @@ def run_once(
       process.wait(STOP_S)
       raise
   result: dict[str, Any] = {
-      "preset": name, "seed": seed, "steps": steps, "ended": ended,
-      "settings": [*COMMON, *settings],
-      "seconds": round(time.monotonic() - started, 1),
-  }  # pyformat: disable
+    "preset": name,
+    "seed": seed,
+    "steps": steps,
+    "ended": ended,
+    "settings": [*COMMON, *settings],
+    "seconds": round(time.monotonic() - started, 1),
+  }
   curve = directory / "metrics.jsonl"
   if curve.exists():
     metrics = [json.loads(line) for line in curve.read_text().splitlines()]
     result["updates"] = len(metrics)
     result["curve"] = [
-        [samples_of(name, m), m["success_rate"]] for m in metrics
+      [samples_of(name, m), m["success_rate"]] for m in metrics
     ]
     result["episodes"] = sum(samples for samples, _ in result["curve"])
   summary = directory / "summary.json"
@@ -146,13 +156,11 @@ def run_once(
   return result
 
 
-def table(
-    results: Sequence[dict[str, Any]], goal: float
-) -> Iterator[str]:
+def table(results: Sequence[dict[str, Any]], goal: float) -> Iterator[str]:
   """Rows of Markdown, a preset each."""
   yield (
-      "| preset | seeds | success at the start | success at the end [95 %] |"
-      f" episodes to {goal:.2f} | minutes a run |"
+    "| preset | seeds | success at the start | success at the end [95 %] |"
+    f" episodes to {goal:.2f} | minutes a run |"
   )
   yield "|---|---|---|---|---|---|"
   for name in dict.fromkeys(r["preset"] for r in results):
@@ -160,10 +168,10 @@ def table(
     if not runs:
       continue
     reached = [
-        samples_to(
-            [{"episodes": e, "success_rate": s} for e, s in r["curve"]], goal
-        )
-        for r in runs
+      samples_to(
+        [{"episodes": e, "success_rate": s} for e, s in r["curve"]], goal
+      )
+      for r in runs
     ]
     sample_counts = sorted(x for x in reached if x is not None)
     needed = f"{statistics.median(sample_counts):.0f}" if sample_counts else "–"
@@ -171,17 +179,17 @@ def table(
       needed += f" ({len(sample_counts)} of {len(runs)})"
     minutes = statistics.fmean(r["seconds"] for r in runs) / 60
     yield (
-        f"| {name} | {len(runs)} | {_rate(runs, ('warm_start', 'start'))} |"
-        f" {_rate(runs, ('final',))} | {needed} | {minutes:.1f} |"
+      f"| {name} | {len(runs)} | {_rate(runs, ('warm_start', 'start'))} |"
+      f" {_rate(runs, ('final',))} | {needed} | {minutes:.1f} |"
     )
 
 
 def _rate(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
   """Pooled success of the first of the evaluations that a run has."""
   counts = [
-      next(r[n] for n in names if n in r)
-      for r in results
-      if any(n in r for n in names)
+    next(r[n] for n in names if n in r)
+    for r in results
+    if any(n in r for n in names)
   ]
   if not counts:
     return "–"
@@ -192,7 +200,7 @@ def _rate(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
 
 def main() -> None:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   names = [n for n in presets.PRESETS.names() if n != "distill"]
   parser.add_argument("--presets", nargs="+", default=names, metavar="NAME")
@@ -201,7 +209,7 @@ def main() -> None:
   parser.add_argument("--goal", type=float, default=0.8)
   parser.add_argument("--limit-s", type=float, default=1800.0)
   parser.add_argument(
-      "--out", type=pathlib.Path, default=pathlib.Path("runs/bench_presets")
+    "--out", type=pathlib.Path, default=pathlib.Path("runs/bench_presets")
   )
   parser.add_argument("settings", nargs="*", help="after --: settings of train")
   args = parser.parse_args()
@@ -216,15 +224,16 @@ def main() -> None:
   for seed in range(args.seeds):
     for name in args.presets:
       before = [
-          r for r in results_of(path)
-          if (r["preset"], r["seed"], r["steps"], r["settings"])
-          == (name, seed, args.steps, settings)
-      ]  # pyformat: disable
+        r
+        for r in results_of(path)
+        if (r["preset"], r["seed"], r["steps"], r["settings"])
+        == (name, seed, args.steps, settings)
+      ]
       if any(r["ended"] == "finished" for r in before):
         continue
       directory = args.out / f"{name.replace(':', '_')}-{seed}"
       result = run_once(
-          directory, name, seed, args.steps, args.limit_s, args.settings
+        directory, name, seed, args.steps, args.limit_s, args.settings
       )
       if before:  # It was cut off.
         result["seconds"] = round(result["seconds"] + before[-1]["seconds"], 1)
@@ -232,9 +241,9 @@ def main() -> None:
         file.write(json.dumps(result) + "\n")
       print(f"{name} seed {seed}: {result['ended']}", file=sys.stderr)
   newest = {
-      (r["preset"], r["seed"]): r
-      for r in results_of(path)
-      if r["steps"] == args.steps and r["settings"] == settings
+    (r["preset"], r["seed"]): r
+    for r in results_of(path)
+    if r["steps"] == args.steps and r["settings"] == settings
   }
   chosen = [r for r in newest.values() if r["preset"] in args.presets]
   print("\n".join(table(chosen, args.goal)))

@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument("--size", default="tiny", choices=("tiny", "small"))
   parser.add_argument("--rounds", type=int, default=2)
   parser.add_argument(
-      "--columns", nargs="*", default=COLUMNS, choices=COLUMNS, metavar="NAME"
+    "--columns", nargs="*", default=COLUMNS, choices=COLUMNS, metavar="NAME"
   )
   parser.add_argument("--steps", type=int, default=None)
   parser.add_argument("--rows", type=int, nargs="*", default=None)
@@ -90,18 +90,16 @@ def make_policy(args: argparse.Namespace):
   text = dataclasses.replace(config.text, rope_theta=1_000_000.0)
   if args.size == "small":
     text = dataclasses.replace(
-        text,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        mrope_section=(12, 10, 10),
+      text,
+      hidden_size=512,
+      intermediate_size=1536,
+      num_hidden_layers=8,
+      num_attention_heads=8,
+      num_key_value_heads=4,
+      head_dim=64,
+      mrope_section=(12, 10, 10),
     )
-  vision = dataclasses.replace(
-      config.vision, out_hidden_size=text.hidden_size
-  )
+  vision = dataclasses.replace(config.vision, out_hidden_size=text.hidden_size)
   config = dataclasses.replace(config, text=text, vision=vision)
   processor = qwen_checkpoint.processor_of(config)
   model = qwen_checkpoint.random_model(config)
@@ -120,24 +118,24 @@ class Ours:
     self.name = "ours, text" if text else "ours"
     self._load, self._model, self._text = workload, model, text
     options = {
-        "decode_steps_per_call": args.steps,
-        "decode_rows": args.rows,
-        "prefill_rows": args.prefill_rows,
-        "prefill_buckets": args.tokens,
-        "window_buckets": args.windows,
+      "decode_steps_per_call": args.steps,
+      "decode_rows": args.rows,
+      "prefill_rows": args.prefill_rows,
+      "prefill_buckets": args.tokens,
+      "window_buckets": args.windows,
     }
     self._store = images_lib.ImageStore()
     self.engine = engine_lib.RolloutEngine(
-        model,
-        processor,
-        self._store,
-        engine_config.EngineConfig(
-            slots=args.episodes,
-            context_length=workload.context,
-            **{k: v for k, v in options.items() if v is not None},
-        ),
-        image_sizes=[tuple(args.screen)],
-        banned_token_ids=model.config.banned_token_ids,
+      model,
+      processor,
+      self._store,
+      engine_config.EngineConfig(
+        slots=args.episodes,
+        context_length=workload.context,
+        **{k: v for k, v in options.items() if v is not None},
+      ),
+      image_sizes=[tuple(args.screen)],
+      banned_token_ids=model.config.banned_token_ids,
     )
     self.engine.warm_up()
     self._runs = 0
@@ -151,7 +149,7 @@ class Ours:
       tokens = load.turn(0, 0)
       spans = (self._span(0, 0, 1),)
     sampling = policy_client.SamplingParams(
-        max_new_tokens=CHECKED, temperature=0.0
+      max_new_tokens=CHECKED, temperature=0.0
     )
     prompt = policy_client.TokenPrompt(tokens, spans)
     call = self.engine.generate(prompt, sampling, session="greedy")
@@ -170,15 +168,15 @@ class Ours:
     after = self.engine.stats()
     counts = {k: after[k] - before[k] for k in after}
     return {
-        "seconds": seconds,
-        "prefilled": int(counts["prefilled_tokens"]),
-        "images": int(counts["images_encoded"]),
-        "sampled": int(counts["decode_tokens"]),
-        "compiles": int(after["compiles_after_warm_up"]),
-        "shares": {
-            part: round(counts[f"seconds_{part}"] / seconds, 3)
-            for part in ("vision", "prefill", "decode", "host")
-        },
+      "seconds": seconds,
+      "prefilled": int(counts["prefilled_tokens"]),
+      "images": int(counts["images_encoded"]),
+      "sampled": int(counts["decode_tokens"]),
+      "compiles": int(after["compiles_after_warm_up"]),
+      "shares": {
+        part: round(counts[f"seconds_{part}"] / seconds, 3)
+        for part in ("vision", "prefill", "decode", "host")
+      },
     }
 
   def close(self) -> None:
@@ -233,24 +231,24 @@ def check(columns) -> list[str]:
 def table(workload, results) -> str:
   """Returns the table that is printed."""
   lines = [
-      f"{'':14}{'tokens/s':>10}{'seconds':>9}{'median':>9}{'prefilled':>11}"
-      f"{'x unique':>10}"
-      f"{'images':>8}{'slower':>9}{'target':>8}"
+    f"{'':14}{'tokens/s':>10}{'seconds':>9}{'median':>9}{'prefilled':>11}"
+    f"{'x unique':>10}"
+    f"{'images':>8}{'slower':>9}{'target':>8}"
   ]
   for name, got in results.items():
     ratio = f"{got['slower']:.2f}x" if "slower" in got else ""
     target = f">= {TARGETS[name]:g}x" if name in TARGETS else ""
     lines.append(
-        f"{name:14}{got['tokens_per_second']:10.0f}{got['seconds']:9.2f}"
-        f"{got['median_seconds']:9.2f}{got['prefilled']:11d}"
-        f"{got['prefilled'] / workload.unique_tokens:10.3f}"
-        f"{got['images']:8d}{ratio:>9}{target:>8}"
+      f"{name:14}{got['tokens_per_second']:10.0f}{got['seconds']:9.2f}"
+      f"{got['median_seconds']:9.2f}{got['prefilled']:11d}"
+      f"{got['prefilled'] / workload.unique_tokens:10.3f}"
+      f"{got['images']:8d}{ratio:>9}{target:>8}"
     )
   lines.append(
-      "'slower' than ours; upstream than ours on text."
-      f" {workload.unique_tokens} unique prompt tokens,"
-      f" {workload.distinct_images} distinct images,"
-      f" {workload.sampled_tokens} sampled tokens"
+    "'slower' than ours; upstream than ours on text."
+    f" {workload.unique_tokens} unique prompt tokens,"
+    f" {workload.distinct_images} distinct images,"
+    f" {workload.sampled_tokens} sampled tokens"
   )
   return "\n".join(lines)
 
@@ -265,17 +263,13 @@ def main() -> None:
     directory = pathlib.Path(directory)
     hf_checkpoint.save_model(directory, model)
     make: dict[str, Callable[[], Any]] = {
-        "ours": lambda: Ours(args, workload, model, processor, text=False),
-        "ours, text": lambda: Ours(
-            args, workload, model, processor, text=True
-        ),
-        "transformers": lambda: rollout_torch.Transformers(
-            args, workload, directory
-        ),
-        "by hand": lambda: rollout_torch.ByHand(args, workload, directory),
-        "upstream": lambda: rollout_upstream.Upstream(
-            args, workload, directory
-        ),
+      "ours": lambda: Ours(args, workload, model, processor, text=False),
+      "ours, text": lambda: Ours(args, workload, model, processor, text=True),
+      "transformers": lambda: rollout_torch.Transformers(
+        args, workload, directory
+      ),
+      "by hand": lambda: rollout_torch.ByHand(args, workload, directory),
+      "upstream": lambda: rollout_upstream.Upstream(args, workload, directory),
     }
     for name in args.columns:
       try:
@@ -291,8 +285,8 @@ def main() -> None:
     for column in columns:
       got = column.run()
       print(
-          f"round {round_ or 'warm'}: {column.name} {got['seconds']:.2f} s",
-          flush=True,
+        f"round {round_ or 'warm'}: {column.name} {got['seconds']:.2f} s",
+        flush=True,
       )
       if round_:
         times[column.name].append(got)
@@ -302,9 +296,9 @@ def main() -> None:
     best = min(rounds, key=lambda r: r["seconds"])
     seconds = best["seconds"]
     results[name] = best | {
-        "median_seconds": statistics.median(r["seconds"] for r in rounds),
-        "all_seconds": [round(r["seconds"], 3) for r in rounds],
-        "tokens_per_second": best["sampled"] / seconds,
+      "median_seconds": statistics.median(r["seconds"] for r in rounds),
+      "all_seconds": [round(r["seconds"], 3) for r in rounds],
+      "tokens_per_second": best["sampled"] / seconds,
     }
   for name, got in results.items():
     if (baseline := results.get(BESIDE.get(name, "ours"))) is not None:
@@ -323,17 +317,15 @@ def main() -> None:
     if name in results:
       print(f"{name}, shares of its time: {results[name]['shares']}")
   report = {
-      "parameters": parameters,
-      "load": load,
-      "workload": {
-          k: getattr(workload, k)
-          for k in (
-              "unique_tokens", "distinct_images", "sampled_tokens", "context"
-          )
-      },
-      "checked": checks,
-      "columns": results,
-      "arguments": {k: str(v) for k, v in vars(args).items()},
+    "parameters": parameters,
+    "load": load,
+    "workload": {
+      k: getattr(workload, k)
+      for k in ("unique_tokens", "distinct_images", "sampled_tokens", "context")
+    },
+    "checked": checks,
+    "columns": results,
+    "arguments": {k: str(v) for k, v in vars(args).items()},
   }
   if args.json:
     args.json.write_text(json.dumps(report, indent=2) + "\n")

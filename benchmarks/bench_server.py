@@ -52,8 +52,11 @@ MODEL = "qwen"
 LARGE, SMALL = (1280, 720), (96, 64)
 PIXELS = 224 * 160  # What the policy sees of a large one.
 IMAGES = 5
-TARGETS_MS = {"4 KB": 1.5, "5 screenshots, all seen": 6.0,
-              "5 screenshots, one new": 6.0}  # pyformat: disable
+TARGETS_MS = {
+  "4 KB": 1.5,
+  "5 screenshots, all seen": 6.0,
+  "5 screenshots, one new": 6.0,
+}
 FLAT = 1.05  # Memory of the last quarter over that of the second.
 
 
@@ -98,23 +101,23 @@ def serve_forever() -> None:
   """Serves until its standard input ends; obeys lines that come there."""
   host_memory.tune()
   policy = checkpoint.create_policy(
-      "qwen3_vl_tiny", screen=LARGE, max_pixels=PIXELS
+    "qwen3_vl_tiny", screen=LARGE, max_pixels=PIXELS
   )
   model, processor, _ = policy
   store = images_lib.ImageStore()
   engine = engine_lib.RolloutEngine(
-      model,
-      processor,
-      store,
-      engine_config.EngineConfig(
-          slots=32,
-          context_length=2560,
-          window_buckets=(320, 1280),
-          decode_rows=(2, 16),  # One at a time, and many.
-          prefill_rows=(2, 8),
-      ),
-      image_sizes=(LARGE, SMALL),
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    store,
+    engine_config.EngineConfig(
+      slots=32,
+      context_length=2560,
+      window_buckets=(320, 1280),
+      decode_rows=(2, 16),  # One at a time, and many.
+      prefill_rows=(2, 8),
+    ),
+    image_sizes=(LARGE, SMALL),
+    banned_token_ids=model.config.banned_token_ids,
   )
   timed = Timed(engine)
   app = server_lib.make_app(MODEL, timed, policy, store)
@@ -151,10 +154,10 @@ class Server:
 
   def __init__(self):
     self._process = subprocess.Popen(
-        [sys.executable, __file__, "--serve"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+      [sys.executable, __file__, "--serve"],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
     )
     line = self._process.stdout.readline()
     if not line:
@@ -204,13 +207,15 @@ def with_images(urls) -> list[dict[str, Any]]:
   for i, url in enumerate(urls):
     if i:
       messages.append({"role": "assistant", "content": "click 1 2"})
-    messages.append({
+    messages.append(
+      {
         "role": "user",
         "content": [
-            {"type": "text", "text": "What now?"},
-            {"type": "image_url", "image_url": {"url": url}},
+          {"type": "text", "text": "What now?"},
+          {"type": "image_url", "image_url": {"url": url}},
         ],
-    })
+      }
+    )
   return messages
 
 
@@ -274,9 +279,9 @@ def latency(server: Server, kind: str, count: int) -> dict[str, Any]:
       size = len(body)
   connection.close()
   report = {
-      "bytes": size,
-      "waited": percentiles(waited),
-      "overhead": percentiles(overhead),
+    "bytes": size,
+    "waited": percentiles(waited),
+    "overhead": percentiles(overhead),
   }
   if "new" not in kind:  # The engine would not have to encode it again.
     direct = server.tell(f"direct {count}")
@@ -289,7 +294,7 @@ def latency(server: Server, kind: str, count: int) -> dict[str, Any]:
 def where(server: Server, kind: str, count: int = 40) -> dict[str, float]:
   """Milliseconds of the parts of a request's way, each by itself."""
   policy = checkpoint.create_policy(
-      "qwen3_vl_tiny", screen=LARGE, max_pixels=PIXELS
+    "qwen3_vl_tiny", screen=LARGE, max_pixels=PIXELS
   )
   renderer = qwen.QwenRenderer(policy[2], policy[1].num_image_tokens)
   limits = requests_lib.RequestLimits()
@@ -311,10 +316,10 @@ def where(server: Server, kind: str, count: int = 40) -> dict[str, float]:
       content = message["content"]
       if isinstance(content, list):
         content = [
-            {"type": "image", "image": await loader.load(part["url"])}
-            if part["type"] == "image_url"
-            else part
-            for part in content
+          {"type": "image", "image": await loader.load(part["url"])}
+          if part["type"] == "image_url"
+          else part
+          for part in content
         ]
       shown.append({**message, "content": content})
     return shown
@@ -331,21 +336,21 @@ def where(server: Server, kind: str, count: int = 40) -> dict[str, float]:
   read, _ = timed(refused, bodies)
   connection.close()
   parse, requests = timed(
-      lambda b: chat.read(bodies_lib.read_json(b, limits.body_bytes), limits),
-      bodies,
+    lambda b: chat.read(bodies_lib.read_json(b, limits.body_bytes), limits),
+    bodies,
   )
   with asyncio.Runner() as runner:
     load, shown = timed(
-        lambda request: runner.run(load_all(request.messages)), requests
+      lambda request: runner.run(load_all(request.messages)), requests
     )
     runner.run(loader.aclose())
   render, _ = timed(renderer.render, shown)
   return {
-      "a request that does nothing": nothing,
-      "body over HTTP, parsed, refused": read,
-      "  of which parsing and checking": parse,
-      "images": load,
-      "rendering to tokens": render,
+    "a request that does nothing": nothing,
+    "body over HTTP, parsed, refused": read,
+    "  of which parsing and checking": parse,
+    "images": load,
+    "rendering to tokens": render,
   }
 
 
@@ -362,7 +367,7 @@ class Soak:
     self.versions: set[int] = set()
     self._running = 0
     self._urls = [
-        screenshot(np.random.default_rng(i), SMALL) for i in range(512)
+      screenshot(np.random.default_rng(i), SMALL) for i in range(512)
     ]
     self.memory: list[tuple[float, float]] = []
 
@@ -370,15 +375,15 @@ class Soak:
     end = time.monotonic() + self._seconds
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{self._server.port}",
-        timeout=300,
-        limits=limits,
-        verify=False,
+      base_url=f"http://127.0.0.1:{self._server.port}",
+      timeout=300,
+      limits=limits,
+      verify=False,
     ) as client:
       watching = asyncio.create_task(self._watch())
       updating = asyncio.create_task(self._update())
       await asyncio.gather(
-          *(self._agent(client, i, end) for i in range(self._sessions))
+        *(self._agent(client, i, end) for i in range(self._sessions))
       )
       for task in (watching, updating):
         task.cancel()
@@ -387,9 +392,7 @@ class Soak:
   async def _watch(self) -> None:
     started = time.monotonic()
     while True:
-      self.memory.append(
-          (time.monotonic() - started, self._server.megabytes())
-      )
+      self.memory.append((time.monotonic() - started, self._server.megabytes()))
       await asyncio.sleep(min(5.0, self._seconds / 60))
 
   async def _update(self) -> None:
@@ -412,21 +415,20 @@ class Soak:
     sampled = collections.Counter()
     messages: list[dict[str, Any]] = []
     for turn in range(rng.randint(2, 4)):
-      messages.append({
+      messages.append(
+        {
           "role": "user",
           "content": [
-              {"type": "text", "text": f"turn {turn}"},
-              {
-                  "type": "image_url",
-                  "image_url": {"url": rng.choice(self._urls)},
-              },
+            {"type": "text", "text": f"turn {turn}"},
+            {"type": "image_url", "image_url": {"url": rng.choice(self._urls)}},
           ],
-      })
+        }
+      )
       self._running += 1
       self.most = max(self.most, self._running)
       try:
         text, ids, versions = await _turn(
-            client, name, messages, stream=rng.random() < 0.5
+          client, name, messages, stream=rng.random() < 0.5
         )
       finally:
         self._running -= 1
@@ -438,23 +440,21 @@ class Soak:
     await _post(client, f"/sessions/{name}/rl/set_reward", {"reward": 1.0})
     await _post(client, f"/sessions/{name}/rl/end_session", {})
     export = await _post(
-        client,
-        "/export_trajectories",
-        {"session_id": name, "style": "concat", "drop": True},
+      client,
+      "/export_trajectories",
+      {"session_id": name, "style": "concat", "drop": True},
     )
     trained: collections.Counter[int] = collections.Counter()
     for one in export["interactions"].values():
       tensors = one["tensor_dict"]
       trained.update(
-          token
-          for token, mask in zip(
-              tensors["input_ids"][0], tensors["loss_mask"][0]
-          )
-          if mask
+        token
+        for token, mask in zip(tensors["input_ids"][0], tensors["loss_mask"][0])
+        if mask
       )
     if trained != sampled:
       raise AssertionError(
-          f"{sampled.total()} tokens were sampled, {trained.total()} exported"
+        f"{sampled.total()} tokens were sampled, {trained.total()} exported"
       )
 
 
@@ -469,18 +469,18 @@ async def _turn(client, name, messages, stream):
   """(text, token ids, version spans) of an answer."""
   path = f"/sessions/{name}/v1/chat/completions"
   body = {
-      "model": MODEL,
-      "messages": messages,
-      "max_tokens": 24,
-      "return_token_ids": True,
-      "stream": stream,
+    "model": MODEL,
+    "messages": messages,
+    "max_tokens": 24,
+    "return_token_ids": True,
+    "stream": stream,
   }
   if not stream:
     (choice,) = (await _post(client, path, body))["choices"]
     return (
-        choice["message"]["content"],
-        choice["token_ids"],
-        choice["policy_versions"],
+      choice["message"]["content"],
+      choice["token_ids"],
+      choice["policy_versions"],
     )
   text, last = [], None
   async with client.stream("POST", path, json=body) as answer:
@@ -508,36 +508,41 @@ def soak(server: Server, sessions: int, seconds: float) -> dict[str, Any]:
   took = time.monotonic() - started
   times, sizes = map(np.array, zip(*soaking.memory))
   quarter = lambda i: sizes[
-      (times >= i * seconds / 4) & (times < (i + 1) * seconds / 4)
+    (times >= i * seconds / 4) & (times < (i + 1) * seconds / 4)
   ]
   growth = float(np.median(quarter(3)) / np.median(quarter(1)))
   connection = http.client.HTTPConnection("127.0.0.1", server.port)
   metrics = ask(connection, "/metrics").decode()
   gauge = lambda name: float(
-      re.search(rf"^rollout_{name} (\S+)", metrics, re.M)[1]
+    re.search(rf"^rollout_{name} (\S+)", metrics, re.M)[1]
   )
   return {
-      "sessions": sessions,
-      "seconds": round(took, 1),
-      "episodes": soaking.episodes,
-      "turns": soaking.turns,
-      "sampled_tokens": soaking.tokens,
-      "turns_per_second": round(soaking.turns / took, 1),
-      "most_requests_at_a_time": soaking.most,
-      "versions": len(soaking.versions),
-      "errors": dict(soaking.errors),
-      "megabytes": {
-          f"quarter {i + 1}": round(float(np.median(quarter(i))), 1)
-          for i in range(4)
-      },
-      "growth": round(growth, 4),
-      "left": {
-          name: gauge(name)
-          for name in ("running", "engine_active", "engine_waiting",
-                       "engine_sessions", "engine_compiles_after_warm_up")
-      },
-      "held": not soaking.errors and growth <= FLAT,
-  }  # pyformat: disable
+    "sessions": sessions,
+    "seconds": round(took, 1),
+    "episodes": soaking.episodes,
+    "turns": soaking.turns,
+    "sampled_tokens": soaking.tokens,
+    "turns_per_second": round(soaking.turns / took, 1),
+    "most_requests_at_a_time": soaking.most,
+    "versions": len(soaking.versions),
+    "errors": dict(soaking.errors),
+    "megabytes": {
+      f"quarter {i + 1}": round(float(np.median(quarter(i))), 1)
+      for i in range(4)
+    },
+    "growth": round(growth, 4),
+    "left": {
+      name: gauge(name)
+      for name in (
+        "running",
+        "engine_active",
+        "engine_waiting",
+        "engine_sessions",
+        "engine_compiles_after_warm_up",
+      )
+    },
+    "held": not soaking.errors and growth <= FLAT,
+  }
 
 
 def main() -> None:
@@ -549,26 +554,26 @@ def main() -> None:
   report: dict[str, Any] = {"latency": {}, "where_ms": {}}
   try:
     for kind in (
-        "4 KB",
-        "5 screenshots, all seen",
-        "5 screenshots, one new",
-        "5 screenshots, all new",
+      "4 KB",
+      "5 screenshots, all seen",
+      "5 screenshots, one new",
+      "5 screenshots, all new",
     ):
       got = latency(server, kind, args.requests)
       report["latency"][kind] = got
       target = TARGETS_MS.get(kind)
       line = (
-          f"{kind} ({got['bytes'] / 1e3:.0f} kB): overhead p50"
-          f" {got['overhead']['p50_ms']} ms, p99"
-          f" {got['overhead']['p99_ms']} ms"
+        f"{kind} ({got['bytes'] / 1e3:.0f} kB): overhead p50"
+        f" {got['overhead']['p50_ms']} ms, p99"
+        f" {got['overhead']['p99_ms']} ms"
       )
       if target:
         line += f", target p50 <= {target:g} ms"
       if "engine" in got:
         line += (
-            f"; by the difference of medians"
-            f" {got['difference_of_medians_ms']} ms, engine p50"
-            f" {got['engine']['p50_ms']} ms"
+          f"; by the difference of medians"
+          f" {got['difference_of_medians_ms']} ms, engine p50"
+          f" {got['engine']['p50_ms']} ms"
         )
       print(line, flush=True)
       parts = where(server, kind)

@@ -33,10 +33,10 @@ def start(folder: pathlib.Path, name: str, overrides: list[str]) -> float:
       sys.executable, "-m", "tunix.rl.multi_turn.train", f"run.dir={folder}",
       f"name={name}", "steps=1", "report.progress=none",
       f"run.compile_cache={folder / 'programs'}", *overrides,
-  ]  # pyformat: disable
+  ]  # fmt: skip
   metrics = folder / name / "metrics.jsonl"
   with subprocess.Popen(
-      argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
   ) as process:
     try:
       while time.perf_counter() - began < LIMIT:

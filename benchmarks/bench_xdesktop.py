@@ -66,9 +66,14 @@ def _over_the_socket(display: Any) -> np.ndarray:
   c = display._connection  # pylint: disable=protected-access
   size = display.width * display.height * 4
   request = c.core.GetImage(
-      xproto.ImageFormat.ZPixmap, display._root, 0, 0, display.width,
-      display.height, 0xFFFFFFFF,
-  )  # pyformat: disable
+    xproto.ImageFormat.ZPixmap,
+    display._root,
+    0,
+    0,
+    display.width,
+    display.height,
+    0xFFFFFFFF,
+  )
   # Not `reply()`: xcffib would make each byte a Python number.
   reply = c.wait_for_reply(request.sequence)
   data = np.frombuffer(xcffib.ffi.buffer(reply.cdata, 32 + size), np.uint8)
@@ -84,7 +89,7 @@ def _raw(gym: xdesktop.XDesktopGym) -> None:
   display = gym.desktop.display
   shared, socket = [], []
   np.testing.assert_array_equal(
-      display.screenshot(False), _over_the_socket(display)
+    display.screenshot(False), _over_the_socket(display)
   )
   for _ in range(_ROUNDS):
     shared.append(_timed(lambda: display.screenshot(False)))
@@ -98,20 +103,25 @@ def _raw(gym: xdesktop.XDesktopGym) -> None:
   xdotool = shutil.which("xdotool")
   room = gym.desktop.room
   environment = {
-      "DISPLAY": f":{gym.desktop._number}",  # pylint: disable=protected-access
-      "XAUTHORITY": str(room.tmp / ".Xauthority"),
-      "PATH": os.environ.get("PATH", ""),
+    "DISPLAY": f":{gym.desktop._number}",  # pylint: disable=protected-access
+    "XAUTHORITY": str(room.tmp / ".Xauthority"),
+    "PATH": os.environ.get("PATH", ""),
   }
   for i in range(_ROUNDS):
     clicks.append(_timed(lambda i=i: display.click(600 + 40 * (i % 9), 700)))
     if xdotool and i % 5 == 0:
       command = [xdotool, "mousemove", "900", "700", "click", "1"]
-      peer.append(_timed(
+      peer.append(
+        _timed(
           lambda command=command: subprocess.run(
-              command, env=environment, check=True, timeout=10,
-              capture_output=True,
+            command,
+            env=environment,
+            check=True,
+            timeout=10,
+            capture_output=True,
           )
-      ))  # pyformat: disable
+        )
+      )
   print(f"  a click, XTEST                 {_ms(clicks)}")
   if peer:
     ratio = statistics.median(peer) / statistics.median(clicks)
@@ -121,7 +131,7 @@ def _raw(gym: xdesktop.XDesktopGym) -> None:
 
 
 async def _steps(
-    gym: xdesktop.XDesktopGym, number: int, end: float
+  gym: xdesktop.XDesktopGym, number: int, end: float
 ) -> tuple[list[float], list[float]]:
   """Seconds of starts and of steps, until `end`."""
   rng = np.random.default_rng(number)
@@ -147,7 +157,7 @@ async def _steps(
 async def _latency(args: argparse.Namespace) -> None:
   # The peers know displays by number, which those in namespaces have not.
   gym = xdesktop.XDesktopGym(
-      isolation="processes", launch_s=args.launch_s, call_s=120.0
+    isolation="processes", launch_s=args.launch_s, call_s=120.0
   )
   try:
     await gym.start(TASKS.train_task("terminal-make-folders", 0))
@@ -159,9 +169,9 @@ async def _latency(args: argparse.Namespace) -> None:
     gyms = [_gym(args) for _ in range(count)]
     try:
       began = time.perf_counter()
-      timings = await asyncio.gather(*(
-          _steps(gym, i, began + args.seconds) for i, gym in enumerate(gyms)
-      ))
+      timings = await asyncio.gather(
+        *(_steps(gym, i, began + args.seconds) for i, gym in enumerate(gyms))
+      )
       spent = time.perf_counter() - began
       steps = [s for _, part in timings for s in part]
       starts = [s for part, _ in timings for s in part]
@@ -199,7 +209,9 @@ async def _tasks(args: argparse.Namespace) -> int:
             action_count += 1
           verdict = await gym.evaluate()
         except (
-            errors.DesktopError, scripted_actions.Unsolvable, TimeoutError
+          errors.DesktopError,
+          scripted_actions.Unsolvable,
+          TimeoutError,
         ) as error:
           print(f"  {task.task_id}: {type(error).__name__}: {error}")
           wrong += 1
@@ -212,10 +224,10 @@ async def _tasks(args: argparse.Namespace) -> int:
       n = args.instances
       wrong += (n - solved) + idle
       print(
-          f"{family:24} {f'{solved}/{n}':>7} {f'{idle}/{n}':>7}"
-          f" {max(turns, default=0):7d}"
-          f" {statistics.median(seconds or [0]):8.2f}",
-          flush=True,
+        f"{family:24} {f'{solved}/{n}':>7} {f'{idle}/{n}':>7}"
+        f" {max(turns, default=0):7d}"
+        f" {statistics.median(seconds or [0]):8.2f}",
+        flush=True,
       )
   finally:
     await gym.close()
@@ -237,15 +249,15 @@ def _counted(directory: pathlib.Path, names: set[str]) -> dict[str, int]:
       mark = re.search(rf"{rooms.MARK}=({rooms.PREFIX}\w+)", environ)
       processes += bool(mark) and mark[1] in names
   return {
-      "processes": processes,
-      "files": sum(1 for _ in directory.rglob("*")),
-      "displays": len(list(pathlib.Path("/tmp").glob(".X*-lock"))),
-      "sockets": len(list(pathlib.Path("/tmp").glob(".X11-unix/*"))),
-      "descriptors": len(os.listdir("/proc/self/fd")),
-      "memory maps": sum(
-          "xdesktop-screenshot" in line
-          for line in pathlib.Path("/proc/self/maps").read_text().splitlines()
-      ),
+    "processes": processes,
+    "files": sum(1 for _ in directory.rglob("*")),
+    "displays": len(list(pathlib.Path("/tmp").glob(".X*-lock"))),
+    "sockets": len(list(pathlib.Path("/tmp").glob(".X11-unix/*"))),
+    "descriptors": len(os.listdir("/proc/self/fd")),
+    "memory maps": sum(
+      "xdesktop-screenshot" in line
+      for line in pathlib.Path("/proc/self/maps").read_text().splitlines()
+    ),
   }
 
 
@@ -287,8 +299,8 @@ async def _resets(args: argparse.Namespace) -> int:
       await gym.close()
     after = _counted(path, names)
   print(
-      f"{len(seconds)} resets, {args.parallel} at a time, in {spent:.0f} s;"
-      f" lost: {len(lost)}; {_ms(seconds)}"
+    f"{len(seconds)} resets, {args.parallel} at a time, in {spent:.0f} s;"
+    f" lost: {len(lost)}; {_ms(seconds)}"
   )
   for text in lost[:10]:
     print(f"  {text}")
@@ -302,14 +314,13 @@ async def _resets(args: argparse.Namespace) -> int:
 
 def _gym(args: argparse.Namespace, **settings: Any) -> xdesktop.XDesktopGym:
   return xdesktop.XDesktopGym(
-      isolation=args.isolation, launch_s=args.launch_s, call_s=120.0,
-      **settings,
-  )  # pyformat: disable
+    isolation=args.isolation, launch_s=args.launch_s, call_s=120.0, **settings
+  )
 
 
 def main() -> int:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   add = parser.add_argument
   add("--only", choices=("latency", "tasks", "resets"))

@@ -48,7 +48,7 @@ def _count(fault: dict, table: dict[str, collections.Counter]) -> None:
 
 def main() -> int:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   for name, default in fault_runs.NUMBERS.items():
     parser.add_argument(f"--{name}", type=int, default=default)
@@ -68,9 +68,11 @@ def main() -> int:
     print("no disks: this user cannot mount one (unshare -m fails)")
   options = [f"--{name}={value}" for name, value in arguments.items()]
   process = subprocess.Popen(
-      [sys.executable, str(HELPERS / "fault_runs.py"), str(folder), *options],
-      stdout=subprocess.PIPE, text=True, env=env,
-  )  # pyformat: disable
+    [sys.executable, str(HELPERS / "fault_runs.py"), str(folder), *options],
+    stdout=subprocess.PIPE,
+    text=True,
+    env=env,
+  )
   table: dict[str, collections.Counter] = {}
   stopped = False
   try:
@@ -86,8 +88,8 @@ def main() -> int:
   print(f"{'fault':36} {'runs':>5} {'kills':>6} {'failed':>7} {'seconds':>8}")
   for what, row in table.items():
     print(
-        f"{what:36} {row['runs']:5} {row['kills']:6} {row['failed']:7}"
-        f" {row['seconds']:8.0f}"
+      f"{what:36} {row['runs']:5} {row['kills']:6} {row['failed']:7}"
+      f" {row['seconds']:8.0f}"
     )
   failed = sum(row["failed"] for row in table.values())
   return 1 if failed or (code and not stopped) else 0

@@ -42,8 +42,8 @@ from tunix.rl.queue import group_store
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _CLICK = (
-    '<tool_call>\n{"name": "computer_use", "arguments": {"action":'
-    ' "left_click", "coordinate": [1, 1]}}\n</tool_call>'
+  '<tool_call>\n{"name": "computer_use", "arguments": {"action":'
+  ' "left_click", "coordinate": [1, 1]}}\n</tool_call>'
 )
 _CALLS = 300
 
@@ -63,15 +63,15 @@ class Instant:
     del session
 
   async def generate(
-      self, prompt: Any, sampling: Any, *, session: str, **options: Any
+    self, prompt: Any, sampling: Any, *, session: str, **options: Any
   ) -> policy_client.Completion:
     del prompt, sampling, session, options
     self.turns += 1
     return policy_client.Completion(
-        tokens=self._tokens,
-        logprobs=np.full(len(self._tokens), -0.5, np.float32),
-        versions=np.zeros(len(self._tokens), np.int32),
-        finish_reason=policy_client.FinishReason.STOP,
+      tokens=self._tokens,
+      logprobs=np.full(len(self._tokens), -0.5, np.float32),
+      versions=np.zeros(len(self._tokens), np.int32),
+      finish_reason=policy_client.FinishReason.STOP,
     )
 
   async def release(self, session: str) -> None:
@@ -88,11 +88,11 @@ def _config(folder: str, size: tuple[int, int], turns: int) -> Any:
       f"gym.width={size[0]}", f"gym.height={size[1]}", f"max_turns={turns}",
       "warm_start.source=none", "agent.max_images=5",
       "engine.context_length=16384", "learner.row_length=16384",
-  ])  # pyformat: disable
+  ])  # fmt: skip
 
 
 def _measure(
-    size: tuple[int, int], turns: int, groups: int, collectors: int
+  size: tuple[int, int], turns: int, groups: int, collectors: int
 ) -> dict[str, Any]:
   """Measures a learner whose episodes have `turns` turns, in CPU seconds."""
   with tempfile.TemporaryDirectory() as folder:
@@ -107,45 +107,50 @@ def _measure(
     fleet = service.Fleet(config, policy, engine, images, directory)
     fleet.start()
     started = [
-        subprocess.Popen(
-            [
-                sys.executable, "-m", "tunix_multi_turn", "commands.collect",
-                str(directory),
-            ],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL,
-        )  # pyformat: disable
-        for _ in range(collectors)
+      subprocess.Popen(
+        [
+          sys.executable,
+          "-m",
+          "tunix_multi_turn",
+          "commands.collect",
+          str(directory),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+      )
+      for _ in range(collectors)
     ]
     source = run_tasks.make_tasks(config)
     factory = episodes.EpisodeFactory(config, images)
     collector = episodes.make_collector(
-        config, factory, None, None, observers=None, connection=fleet
+      config, factory, None, None, observers=None, connection=fleet
     )
 
     async def collect(first: int, count: int) -> list[Any]:
       tasks = [
-          dataclasses.replace(
-              source.train_task("click-color", first + i, 0), max_turns=turns
-          )
-          for i in range(count)
+        dataclasses.replace(
+          source.train_task("click-color", first + i, 0), max_turns=turns
+        )
+        for i in range(count)
       ]
-      return await asyncio.gather(*(
+      return await asyncio.gather(
+        *(
           collector.collect(task, index=first + i)
           for i, task in enumerate(tasks)
-      ))
+        )
+      )
 
     loop = asyncio.new_event_loop()
     loop.run_until_complete(collect(0, 2 * collectors))  # All are warm.
     before, wall, turned = time.process_time(), time.monotonic(), engine.turns
     results = loop.run_until_complete(collect(1000, groups))
     out = {
-        "cpu_s": time.process_time() - before,
-        "wall_s": time.monotonic() - wall,
-        "turns": engine.turns - turned,
-        "episodes": sum(len(group) for group in results),
-        "groups": groups,
-        "errors": sorted({m.error or "" for g in results for m in g}),
+      "cpu_s": time.process_time() - before,
+      "wall_s": time.monotonic() - wall,
+      "turns": engine.turns - turned,
+      "episodes": sum(len(group) for group in results),
+      "groups": groups,
+      "errors": sorted({m.error or "" for g in results for m in g}),
     }
     out |= _of_a_group(results[0], images, pathlib.Path(folder))
     out["beat_s"] = loop.run_until_complete(_beats(fleet.address))
@@ -159,7 +164,7 @@ def _measure(
 
 
 def _of_a_group(
-    group: Any, images: images_lib.ImageStore, folder: pathlib.Path
+  group: Any, images: images_lib.ImageStore, folder: pathlib.Path
 ) -> dict[str, Any]:
   """CPU seconds of a group's codec and store, without HTTP."""
   sent = json.dumps(messages.write_group(group, images))
@@ -172,10 +177,10 @@ def _of_a_group(
   for number in range(20):
     store.append(number, group)
   out = {
-      "group_bytes": len(sent),
-      "group_read_s": read_s,
-      "store_cpu_s": (time.process_time() - before) / 20,
-      "store_wall_s": (time.monotonic() - wall) / 20,
+    "group_bytes": len(sent),
+    "group_read_s": read_s,
+    "store_cpu_s": (time.process_time() - before) / 20,
+    "store_wall_s": (time.monotonic() - wall) / 20,
   }
   store.close()
   return out
@@ -189,10 +194,12 @@ async def _beats(address: dict[str, str]) -> float:
     before = time.process_time()
     for number in range(count):
       await client.call(
-          "POST", address["url"] + path, 30.0,
-          headers={"Authorization": f"Bearer {address['token']}"},
-          body={"host": f"h{number % 500}", "leases": [1], "stats": {}},
-      )  # pyformat: disable
+        "POST",
+        address["url"] + path,
+        30.0,
+        headers={"Authorization": f"Bearer {address['token']}"},
+        body={"host": f"h{number % 500}", "leases": [1], "stats": {}},
+      )
     return (time.process_time() - before) / count
 
   # Both ends are in this process: a half is the server's, or less.
@@ -210,30 +217,29 @@ def main() -> None:
   parser.add_argument("--json", default="")
   args = parser.parse_args()
   few, many = (
-      _measure(tuple(args.size), turns, args.groups, args.collectors)
-      for turns in args.turns
+    _measure(tuple(args.size), turns, args.groups, args.collectors)
+    for turns in args.turns
   )
   for measurement in (few, many):
     print(json.dumps(measurement), file=sys.stderr)
   episode = lambda f: f["cpu_s"] / f["episodes"]
   per_turn = (episode(many) - episode(few)) / (
-      many["turns"] / many["episodes"] - few["turns"] / few["episodes"]
+    many["turns"] / many["episodes"] - few["turns"] / few["episodes"]
   )
   size = many["episodes"] / many["groups"]
   of_turn = many["group_read_s"] - few["group_read_s"]
   of_turn /= size * (args.turns[1] - args.turns[0])
   costs = {
-      "size": list(args.size),
-      # What an episode's messages and its group cost for each turn.
-      "turn_cpu_s": per_turn,
-      "turn_group_cpu_s": of_turn,
-      "episode_cpu_s": episode(few)
-      - per_turn * few["turns"] / few["episodes"],
-      "beat_cpu_s": few["beat_s"],
-      "store_cpu_s": many["store_cpu_s"],
-      "store_wall_s": many["store_wall_s"],
-      "turn_bytes": (many["group_bytes"] - few["group_bytes"])
-      / (size * (args.turns[1] - args.turns[0])),
+    "size": list(args.size),
+    # What an episode's messages and its group cost for each turn.
+    "turn_cpu_s": per_turn,
+    "turn_group_cpu_s": of_turn,
+    "episode_cpu_s": episode(few) - per_turn * few["turns"] / few["episodes"],
+    "beat_cpu_s": few["beat_s"],
+    "store_cpu_s": many["store_cpu_s"],
+    "store_wall_s": many["store_wall_s"],
+    "turn_bytes": (many["group_bytes"] - few["group_bytes"])
+    / (size * (args.turns[1] - args.turns[0])),
   }
   text = json.dumps(costs, indent=2)
   print(text)

@@ -68,16 +68,17 @@ def _picture() -> Target:
   from agent_services.serving import pictures  # pylint: disable=g-import-not-at-top
 
   return Target(
-      lambda data: pictures.decode(data, 1 << 18), (pictures.PictureError,),
-      _pictures(),
-  )  # pyformat: disable
+    lambda data: pictures.decode(data, 1 << 18),
+    (pictures.PictureError,),
+    _pictures(),
+  )
 
 
 def _image() -> Target:
   from tunix.rl.multi_turn.core import images  # pylint: disable=g-import-not-at-top
 
   return Target(
-      lambda data: images.decode(data, 1 << 18), (ValueError,), _pictures()
+    lambda data: images.decode(data, 1 << 18), (ValueError,), _pictures()
   )
 
 
@@ -87,13 +88,16 @@ def _requests() -> list[bytes]:
 
   rng = random.Random(0)
   return [
-      json.dumps(hostile_requests.valid_body(rng, *route, {}, {})).encode()
-      for route in (
-          ("policy", "/v1/chat/completions"), ("policy", "/v1/responses"),
-          ("policy", "/v1/messages"), ("proxy", "/generate"),
-          ("buffer", "/buffer/write"), ("monitor", "/api/ingest/batch"),
-      )
-  ] + [b'{"a": NaN, "b": "\\ud800", "c": 1e999}']  # pyformat: disable
+    json.dumps(hostile_requests.valid_body(rng, *route, {}, {})).encode()
+    for route in (
+      ("policy", "/v1/chat/completions"),
+      ("policy", "/v1/responses"),
+      ("policy", "/v1/messages"),
+      ("proxy", "/generate"),
+      ("buffer", "/buffer/write"),
+      ("monitor", "/api/ingest/batch"),
+    )
+  ] + [b'{"a": NaN, "b": "\\ud800", "c": 1e999}']
 
 
 def _proxy() -> Target:
@@ -142,11 +146,11 @@ def _events() -> Target:
           "token_ids": [5, 6],
           "logprobs": {"content": [{"token": "x", "logprob": -0.5},
                                    {"token": "y", "logprob": -0.5}]}}],
-  }  # pyformat: disable
+  }  # fmt: skip
   call = {"messages": [{"role": "user", "content": "hi"}]}
   events = [
-      {"type": "model_call", "modelInput": call, "messages": call["messages"]},
-      {"type": "model_output", "modelOutput": output},
+    {"type": "model_call", "modelInput": call, "messages": call["messages"]},
+    {"type": "model_output", "modelOutput": output},
   ]
 
   def parse(data: bytes) -> None:
@@ -179,11 +183,12 @@ def _tensors() -> Target:
       reader.read(key, tuple(slice(0, 2) for _ in shape))
 
   arrays = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.int8)}
-  float8 = json.dumps({"a": {
-      "dtype": "F8_E4M3", "shape": [2, 2], "data_offsets": [0, 4]}}).encode()
+  float8 = json.dumps(
+    {"a": {"dtype": "F8_E4M3", "shape": [2, 2], "data_offsets": [0, 4]}}
+  ).encode()
   seeds = [
-      safetensors_numpy.save(arrays),
-      len(float8).to_bytes(8, "little") + float8 + b"\0" * 4,
+    safetensors_numpy.save(arrays),
+    len(float8).to_bytes(8, "little") + float8 + b"\0" * 4,
   ]
   return Target(_in_file("model.safetensors", read), (ValueError,), seeds)
 
@@ -192,9 +197,9 @@ def _ranks() -> Target:
   from tunix.rl.multi_turn.policy import tiktoken_files  # pylint: disable=g-import-not-at-top
 
   return Target(
-      _in_file("tiktoken.model", tiktoken_files.read),
-      (ValueError, FileNotFoundError),
-      [b"YQ== 0\nYg== 1\nYWI= 2\n"],
+    _in_file("tiktoken.model", tiktoken_files.read),
+    (ValueError, FileNotFoundError),
+    [b"YQ== 0\nYg== 1\nYWI= 2\n"],
   )
 
 
@@ -202,23 +207,27 @@ def _recording() -> Target:
   from tunix.rl.multi_turn.environments import recordings  # pylint: disable=g-import-not-at-top
 
   line = {
-      "version": recordings.VERSION, "gym": "desktop", "by": "p",
-      "task": {"task_id": "a", "instruction": "b"},
-      "actions": [{"kind": "click", "x": 1, "y": 2}], "targets": [None],
-      "evaluation": {"score": 1.0, "success": True, "details": {}},
-      "observations": [],
-  }  # pyformat: disable
+    "version": recordings.VERSION,
+    "gym": "desktop",
+    "by": "p",
+    "task": {"task_id": "a", "instruction": "b"},
+    "actions": [{"kind": "click", "x": 1, "y": 2}],
+    "targets": [None],
+    "evaluation": {"score": 1.0, "success": True, "details": {}},
+    "observations": [],
+  }
   return Target(
-      _in_file("r.jsonl", lambda f: recordings.read(f / "r.jsonl")),
-      (ValueError,), [json.dumps(line).encode() + b"\n"],
-  )  # pyformat: disable
+    _in_file("r.jsonl", lambda f: recordings.read(f / "r.jsonl")),
+    (ValueError,),
+    [json.dumps(line).encode() + b"\n"],
+  )
 
 
 TARGETS: dict[str, Callable[[], Target]] = {
     "picture": _picture, "image": _image, "proxy": _proxy, "item": _item,
     "batch": _batch, "chat": _chat, "events": _events, "tensors": _tensors,
     "ranks": _ranks, "recording": _recording,
-}  # pyformat: disable
+}  # fmt: skip
 
 
 # --- one target, in its own process -------------------------------------------
@@ -253,7 +262,7 @@ def _fuzz(name: str, seconds: float, folder: pathlib.Path) -> None:
        f"-artifact_prefix={folder}/{name}.", "-max_len=65536",
        "-print_final_stats=1"],
       once,
-  )  # pyformat: disable
+  )  # fmt: skip
   atheris.Fuzz()
 
 
@@ -316,14 +325,18 @@ def main() -> int:
          str(args.seconds), "--folder", str(folder)],
         capture_output=True, text=True, errors="replace",
         timeout=args.seconds + 300,
-    )  # pyformat: disable
+    )  # fmt: skip
     output = child.stdout + child.stderr
     figures = [
-        line.partition("::")[2] for line in output.splitlines()
-        if line.startswith(("stat::number", "stat::peak"))
-    ]  # pyformat: disable
-    print(f"{name:10} {'held' if not child.returncode else 'FAILED'}  "
-          + ", ".join(figures), flush=True)  # pyformat: disable
+      line.partition("::")[2]
+      for line in output.splitlines()
+      if line.startswith(("stat::number", "stat::peak"))
+    ]
+    print(
+      f"{name:10} {'held' if not child.returncode else 'FAILED'}  "
+      + ", ".join(figures),
+      flush=True,
+    )
     if child.returncode:
       good = False
       print(output[-3000:])

@@ -17,7 +17,7 @@ import sys
 import time
 
 sys.path.insert(
-    0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
+  0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
 )
 import grammar_fuzz  # noqa: E402
 from tunix.rl.multi_turn.parser import tool_parser  # noqa: E402
@@ -42,9 +42,9 @@ def fuzz(name: str, mutations: int, seed: int) -> str:
     calls += call_count
     errors += wrong
   return (
-      f"{name:<22} {mutations:>8,} texts {calls:>9,} calls {errors:>8,} errors"
-      f"  {mutations / (time.perf_counter() - began):>7,.0f} texts/s"
-      f"  slowest {slowest * 1e3:.1f} ms"
+    f"{name:<22} {mutations:>8,} texts {calls:>9,} calls {errors:>8,} errors"
+    f"  {mutations / (time.perf_counter() - began):>7,.0f} texts/s"
+    f"  slowest {slowest * 1e3:.1f} ms"
   )
 
 

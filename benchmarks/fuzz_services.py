@@ -49,26 +49,34 @@ import hostile_requests  # noqa: E402
 
 TOKEN = "secret-of-the-owner"
 BOUNDS = {
-    "gym": 1024, "policy": 4096, "monitor": 1024, "runs": 1024, "buffer": 1024,
-    "proxy": 1024,
-}  # pyformat: disable
+  "gym": 1024,
+  "policy": 4096,
+  "monitor": 1024,
+  "runs": 1024,
+  "buffer": 1024,
+  "proxy": 1024,
+}
 """MiB of a service with its children."""
 PUBLIC = re.compile(
-    r"/|/health|/openenv/[^/]*/health|/images/.*|/static/.*|/login|/logout"
-    r"|/favicon.ico|/api/v1/openapi.json|/openapi.json"
+  r"/|/health|/openenv/[^/]*/health|/images/.*|/static/.*|/login|/logout"
+  r"|/favicon.ico|/api/v1/openapi.json|/openapi.json"
 )
 DOCUMENTS = {
-    "gym": "/openapi.json", "monitor": "/api/v1/openapi.json",
-    "policy": "/openapi.json",
-}  # pyformat: disable
+  "gym": "/openapi.json",
+  "monitor": "/api/v1/openapi.json",
+  "policy": "/openapi.json",
+}
 TITLES = {
-    "Gym server": "gym", "Policy server": "policy", "Run service": "runs",
-    "Rollout buffer": "buffer", "Training Monitor": "monitor",
-}  # pyformat: disable
+  "Gym server": "gym",
+  "Policy server": "policy",
+  "Run service": "runs",
+  "Rollout buffer": "buffer",
+  "Training Monitor": "monitor",
+}
 PAGES = (
     "/", "/login", "/logout", "/favicon.ico", "/1", "/{id}", "/static/1/{name}",
     "/runs/{id}", "/rollouts/{name}", "/compare", "/health",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def documented_routes() -> dict[str, list[tuple[str, str]]]:
@@ -81,19 +89,19 @@ def documented_routes() -> dict[str, list[tuple[str, str]]]:
     elif name and (call := re.match(r"\| `([A-Z]+) (/[^`]*)`", line)):
       routes[name].append((call[1], call[2]))
   routes["buffer"] += [
-      (method, f"/b/{{buffer}}{path}")
-      for method, path in routes["buffer"]
-      if path.startswith(("/buffer/", "/start", "/stop", "/get"))
+    (method, f"/b/{{buffer}}{path}")
+    for method, path in routes["buffer"]
+    if path.startswith(("/buffer/", "/start", "/stop", "/get"))
   ]
   routes["policy"] += [
-      (method, f"/{{session}}{path}")
-      for method, path in routes["policy"]
-      if path.startswith("/v1/")
+    (method, f"/{{session}}{path}")
+    for method, path in routes["policy"]
+    if path.startswith("/v1/")
   ]
   routes["monitor"] += [(m, p) for p in PAGES for m in ("GET", "POST")]
   routes["proxy"] = [
-      *routes["policy"],
-      *(("POST", p) for p in hostile_requests.ENGINE_ROUTES),
+    *routes["policy"],
+    *(("POST", p) for p in hostile_requests.ENGINE_ROUTES),
   ]
   return routes
 
@@ -104,8 +112,8 @@ class Report:
   def __init__(self, folder: pathlib.Path):
     self._lock = threading.Lock()
     self._file = (folder / "findings.jsonl").open("a")
-    self.answers: dict[str, collections.Counter[str]] = (
-        collections.defaultdict(collections.Counter)
+    self.answers: dict[str, collections.Counter[str]] = collections.defaultdict(
+      collections.Counter
     )
     self.findings: collections.Counter[str] = collections.Counter()
 
@@ -167,9 +175,13 @@ class Service:
   def call(self, method: str, path: str, body: Any = None) -> Any:
     """Returns the JSON of a valid request's answer, or None."""
     content = b"" if body is None else json.dumps(body).encode()
-    head = [f"{method} {path} HTTP/1.1", "Host: localhost",
-            f"Content-Length: {len(content)}", "Connection: close",
-            "Content-Type: application/json"]  # pyformat: disable
+    head = [
+      f"{method} {path} HTTP/1.1",
+      "Host: localhost",
+      f"Content-Length: {len(content)}",
+      "Connection: close",
+      "Content-Type: application/json",
+    ]
     if self.token:
       head.append(f"Authorization: Bearer {self.token}")
     raw = "\r\n".join([*head, "", ""]).encode() + content
@@ -181,27 +193,31 @@ class Service:
     name = self.name
     if name == "gym":
       for row in (self.call("GET", "/api/v1/desktop/executions") or {}).get(
-          "executions", ()
+        "executions", ()
       )[8:]:
-        self.call("POST", "/api/v1/desktop/executions/"
-                  f"{row['execution_id']}/terminate")  # pyformat: disable
+        self.call(
+          "POST", f"/api/v1/desktop/executions/{row['execution_id']}/terminate"
+        )
       created = self.call("POST", "/api/v1/desktop/tasks/001") or {}
       self.ids |= {
-          "gym_id": "desktop", "env_name": "desktop", "identifier": "001",
-          "execution_id": created.get("execution_id", "x"),
-      }  # pyformat: disable
+        "gym_id": "desktop",
+        "env_name": "desktop",
+        "identifier": "001",
+        "execution_id": created.get("execution_id", "x"),
+      }
     elif name in ("policy", "proxy"):
       if "session" in self.ids:
         old = self.ids["session"]
         self.call("POST", f"/sessions/{old}/rl/end_session", {})
       created = self.call("POST", "/rl/start_session", {"task_id": "t"}) or {}
       self.ids |= {
-          "session": created.get("session_id", "x"), "model": "tiny_vl",
-          "response": "resp_1",
-      }  # pyformat: disable
+        "session": created.get("session_id", "x"),
+        "model": "tiny_vl",
+        "response": "resp_1",
+      }
     elif name == "runs":
       body = hostile_requests.run_body(
-          fleet["policy"].port if "policy" in fleet else 9, self.token
+        fleet["policy"].port if "policy" in fleet else 9, self.token
       )
       created = self.call("POST", "/runs", body) or {}
       run = created.get("runId", "x")
@@ -218,17 +234,26 @@ class Service:
       self.call("POST", "/api/v1/ingest/batch", batch)
       sha, _ = hostile_requests.screenshot()
       self.ids |= {
-          "id": "1", "turn": "1", "obs": "1", "name": "r1", "sha256": sha,
-      }  # pyformat: disable
+        "id": "1",
+        "turn": "1",
+        "obs": "1",
+        "name": "r1",
+        "sha256": sha,
+      }
 
 
 class Fuzzer(threading.Thread):
   """Sends requests to one service until a time."""
 
   def __init__(
-      self, service: Service, fleet: dict[str, Service],
-      routes: list[tuple[str, str]], report: Report, until: float, seed: int,
-  ):  # pyformat: disable
+    self,
+    service: Service,
+    fleet: dict[str, Service],
+    routes: list[tuple[str, str]],
+    report: Report,
+    until: float,
+    seed: int,
+  ):
     super().__init__(name=f"fuzz {service.name}", daemon=True)
     self._service, self._fleet, self._routes = service, fleet, routes
     self._report, self._until = report, until
@@ -249,16 +274,24 @@ class Fuzzer(threading.Thread):
       raise
 
   def _judge(
-      self, label: str, status: str, answer: bytes, path: str, trusted: bool,
-      request: bytes = b"",
-  ) -> None:  # pyformat: disable
+    self,
+    label: str,
+    status: str,
+    answer: bytes,
+    path: str,
+    trusted: bool,
+    request: bytes = b"",
+  ) -> None:
     name = self._service.name
     self._report.answer(name, label, status)
     details = dict(
-        service=name, route=label, path=path[:300], status=status,
-        answer=answer[:300].decode("latin-1"),
-        request=request[:2000].decode("latin-1"),
-    )  # pyformat: disable
+      service=name,
+      route=label,
+      path=path[:300],
+      status=status,
+      answer=answer[:300].decode("latin-1"),
+      request=request[:2000].decode("latin-1"),
+    )
     if not status.isdigit():
       # A body that is refused unread may cost its sender the answer.
       if status.startswith("closed") and len(request) > 65536:
@@ -282,14 +315,19 @@ class Fuzzer(threading.Thread):
       path = hostile_requests.path(rng, template, service.ids)
       if method == "WS":
         raw = hostile_requests.web_socket(
-            rng, path, service.token if trusted else ""
+          rng, path, service.token if trusted else ""
         )
       else:
         raw = hostile_requests.request(
-            rng, service.name, method, template, path,
-            service.token if trusted else "", service.ids,
-            {n: s.port for n, s in self._fleet.items()},
-        )  # pyformat: disable
+          rng,
+          service.name,
+          method,
+          template,
+          path,
+          service.token if trusted else "",
+          service.ids,
+          {n: s.port for n, s in self._fleet.items()},
+        )
       status, answer = service.send(raw)
       self._judge(f"{method} {template}", status, answer, path, trusted, raw)
 
@@ -307,10 +345,10 @@ class Fuzzer(threading.Thread):
       document = hostile_requests.document(name)
     schema = schemathesis.openapi.from_dict(document)
     return [
-        (result.ok(), mode)
-        for result in schema.get_all_operations()
-        if not result.ok().path.endswith("/events")
-        for mode in schemathesis.GenerationMode
+      (result.ok(), mode)
+      for result in schema.get_all_operations()
+      if not result.ok().path.endswith("/events")
+      for mode in schemathesis.GenerationMode
     ]
 
   def _generated(self, operation: Any, mode: Any) -> None:
@@ -326,11 +364,11 @@ class Fuzzer(threading.Thread):
 
     @hypothesis.seed(rng.randrange(1 << 60))
     @hypothesis.settings(
-        max_examples=8,
-        deadline=None,
-        database=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
+      max_examples=8,
+      deadline=None,
+      database=None,
+      phases=[hypothesis.Phase.generate],
+      suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def send(case):
@@ -341,27 +379,31 @@ class Fuzzer(threading.Thread):
           case.path_parameters[name] = service.ids[name]
       try:
         reply = case.call(
-            base_url=f"http://127.0.0.1:{service.port}",
-            headers=headers, timeout=60,
-        )  # pyformat: disable
+          base_url=f"http://127.0.0.1:{service.port}",
+          headers=headers,
+          timeout=60,
+        )
       except (requests.ConnectionError, requests.Timeout) as error:
         name = type(error).__name__
         self._judge(label, f"closed ({name})", b"", operation.path, True,
-                    repr(case).encode())  # pyformat: disable
+                    repr(case).encode())  # fmt: skip
         return
       except (requests.RequestException, UnicodeError, ValueError):
         return  # The library cannot send it.
       self._judge(
-          label, str(reply.status_code), reply.content[:400],
-          urllib.parse.urlsplit(reply.request.url).path, True,
-          str(reply.request.body)[:1500].encode("utf-8", "replace"),
-      )  # pyformat: disable
+        label,
+        str(reply.status_code),
+        reply.content[:400],
+        urllib.parse.urlsplit(reply.request.url).path,
+        True,
+        str(reply.request.body)[:1500].encode("utf-8", "replace"),
+      )
 
     try:
       send()
     except (
-        hypothesis.errors.Unsatisfiable,
-        schemathesis.errors.SchemathesisError,
+      hypothesis.errors.Unsatisfiable,
+      schemathesis.errors.SchemathesisError,
     ):
       pass  # No such data for this operation.
     except (SystemError, hypothesis.errors.FlakyFailure) as error:
@@ -392,24 +434,31 @@ def memory_mib(pid: int) -> int:
 
 @contextlib.contextmanager
 def started(
-    names: list[str], folder: pathlib.Path, token: str,
-    options: dict[str, list[str]],
-) -> Iterator[dict[str, Service]]:  # pyformat: disable
+  names: list[str],
+  folder: pathlib.Path,
+  token: str,
+  options: dict[str, list[str]],
+) -> Iterator[dict[str, Service]]:
   """Yields the services by name; the proxy's upstream is the policy server."""
   folder.mkdir(parents=True, exist_ok=True)
   fleet: dict[str, Service] = {}
   with contextlib.ExitStack() as stack:
     for name in names:
       upstream = (
-          f"http://127.0.0.1:{fleet['policy'].port}" if name == "proxy" else ""
+        f"http://127.0.0.1:{fleet['policy'].port}" if name == "proxy" else ""
       )
       port, process = stack.enter_context(
-          attack_servers.running(
-              name, folder, token, upstream, options.get(name, ()), 1024,
-              # A request for too much fails, and does not end the machine.
-              resource.RLIM_INFINITY if name == "policy" else 6 << 30,
-          )
-      )  # pyformat: disable
+        attack_servers.running(
+          name,
+          folder,
+          token,
+          upstream,
+          options.get(name, ()),
+          1024,
+          # A request for too much fails, and does not end the machine.
+          resource.RLIM_INFINITY if name == "policy" else 6 << 30,
+        )
+      )
       fleet[name] = Service(name, port, process, token)
     yield fleet
 
@@ -421,22 +470,26 @@ def check_logs(folder: pathlib.Path, report: Report) -> None:
     text = re.sub(r"(?m)^.* generator \w+: .*\n", "", text)
     for place in re.finditer("Traceback ", text):
       report.finding(
-          "traceback", log=log.name, text=text[place.start() :][:3000]
+        "traceback", log=log.name, text=text[place.start() :][:3000]
       )
 
 
 def fuzz(
-    names: list[str], token: str, minutes: float, seed: int,
-    folder: pathlib.Path, report: Report,
-) -> None:  # pyformat: disable
+  names: list[str],
+  token: str,
+  minutes: float,
+  seed: int,
+  folder: pathlib.Path,
+  report: Report,
+) -> None:
   routes = documented_routes()
   peaks: collections.Counter[str] = collections.Counter()
   with started(names, folder, token, hostile_requests.OPTIONS) as fleet:
     start = {name: memory_mib(s.process.pid) for name, s in fleet.items()}
     until = time.monotonic() + 60 * minutes
     threads = [
-        Fuzzer(service, fleet, routes[name], report, until, seed)
-        for name, service in fleet.items()
+      Fuzzer(service, fleet, routes[name], report, until, seed)
+      for name, service in fleet.items()
     ]
     for thread in threads:
       thread.start()
@@ -447,7 +500,7 @@ def fuzz(
         if service.process.poll() is not None and name not in dead:
           dead.add(name)
           report.finding(
-              "process ended", service=name, status=service.process.returncode
+            "process ended", service=name, status=service.process.returncode
           )
       time.sleep(0.5)
       if time.monotonic() > until + 180:
@@ -456,12 +509,14 @@ def fuzz(
     for thread in threads:
       if thread.error is not None:
         report.finding(
-            "fuzzer failed", name=thread.name, error=repr(thread.error)
+          "fuzzer failed", name=thread.name, error=repr(thread.error)
         )
   print(f"\nmemory, MiB, {'with a token' if token else 'without a token'}")
   for name in names:
-    print(f"{name:8} start {start[name]:6d}  peak {peaks[name]:6d}"
-          f"  bound {BOUNDS[name]:6d}")  # pyformat: disable
+    print(
+      f"{name:8} start {start[name]:6d}  peak {peaks[name]:6d}"
+      f"  bound {BOUNDS[name]:6d}"
+    )
     if peaks[name] > BOUNDS[name]:
       report.finding("memory", service=name, peak_mib=peaks[name])
   check_logs(folder, report)
@@ -471,8 +526,9 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--minutes", type=float, default=120.0)
   parser.add_argument("--vanish", type=float, default=0.0, metavar="MINUTES")
-  parser.add_argument("--services", default="policy,gym,monitor,runs,buffer,"
-                      "proxy")  # pyformat: disable
+  parser.add_argument(
+    "--services", default="policy,gym,monitor,runs,buffer,proxy"
+  )
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--folder", type=pathlib.Path)
   args = parser.parse_args()
@@ -491,9 +547,7 @@ def main() -> int:
       vanishing_clients.run(names, args.vanish, folder, report)
     else:
       for label, token in (("open", ""), ("token", TOKEN)):
-        fuzz(
-            names, token, args.minutes / 2, args.seed, folder / label, report
-        )
+        fuzz(names, token, args.minutes / 2, args.seed, folder / label, report)
   report.show()
   return 1 if report.findings else 0
 

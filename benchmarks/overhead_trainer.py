@@ -23,7 +23,7 @@ from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
 
 sys.path.insert(
-    0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
+  0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
 )
 import monitor_server  # pylint: disable=g-import-not-at-top
 import told_run  # pylint: disable=g-import-not-at-top
@@ -32,9 +32,12 @@ _DRAIN_S = 120.0
 
 
 def play(
-    folder: pathlib.Path, url: str, overrides: Sequence[str], silent: int,
-    block: int,
-) -> int:  # pyformat: disable
+  folder: pathlib.Path,
+  url: str,
+  overrides: Sequence[str],
+  silent: int,
+  block: int,
+) -> int:
   """Trains a step for each line read, says its times, delivers, compares.
 
   Args:
@@ -56,7 +59,10 @@ def play(
 
     def so_far(self):
       return (
-          time.perf_counter(), time.process_time(), _own_cpu(), self.episodes
+        time.perf_counter(),
+        time.process_time(),
+        _own_cpu(),
+        self.episodes,
       )
 
     def on_event(self, event):
@@ -68,10 +74,14 @@ def play(
       if isinstance(event, events.StepFinished):
         wall, cpu, own, episodes = np.subtract(self.so_far(), self.since)
         say(
-            step=event.step, wall=wall, cpu=cpu, own=own, episodes=episodes,
-            loss=event.metrics.get("loss"),
-            reward=event.metrics.get("reward_mean"),
-        )  # pyformat: disable
+          step=event.step,
+          wall=wall,
+          cpu=cpu,
+          own=own,
+          episodes=episodes,
+          loss=event.metrics.get("loss"),
+          reward=event.metrics.get("reward_mean"),
+        )
         if silent >= 0 and event.step % block == 0:
           for one in monitor:
             one.drain(2)
@@ -86,17 +96,15 @@ def play(
     attach(self, resume_step)
     # The witness passes on the events that the monitor is to get.
     observers = self.observers._observers  # pylint: disable=protected-access
-    monitor.extend(
-        one for one in observers if type(one).__name__ == "EventLog"
-    )
+    monitor.extend(one for one in observers if type(one).__name__ == "EventLog")
     observers[:] = [one for one in observers if one not in monitor]
     self.observers.add(log)
 
   train.Run.attach_observers = attach_both
   monitor_options = [f"monitor.url={url}"] if url else []
-  status = train.main([
-      f"run.dir={folder / 'runs'}", "name=a", *overrides, *monitor_options,
-  ])  # pyformat: disable
+  status = train.main(
+    [f"run.dir={folder / 'runs'}", "name=a", *overrides, *monitor_options]
+  )
   say(status=status)
   # The parent has brought the server back when it answers with the database.
   database = sys.stdin.readline().strip()

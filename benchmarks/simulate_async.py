@@ -126,15 +126,15 @@ def draw_groups(costs: Costs, rules: Rules, seed: int) -> Iterator[Draw]:
   shared, own = math.sqrt(costs.task_share), math.sqrt(1 - costs.task_share)
   for task, of_task in _draw_tasks(costs.tasks, rng):
     median = costs.episode_s * math.exp(
-        costs.sigma * shared * of_task - costs.sigma**2 / 2
+      costs.sigma * shared * of_task - costs.sigma**2 / 2
     )
     yield Draw(
-        task,
-        median,
-        tuple(
-            median * math.exp(costs.sigma * own * rng.gauss(0, 1))
-            for _ in range(rules.group_size)
-        ),
+      task,
+      median,
+      tuple(
+        median * math.exp(costs.sigma * own * rng.gauss(0, 1))
+        for _ in range(rules.group_size)
+      ),
     )
 
 
@@ -164,28 +164,28 @@ class Account:
   sampled: float = 0.0
   ended: list[float] = dataclasses.field(default_factory=list)
   trained: collections.Counter[int] = dataclasses.field(
-      default_factory=collections.Counter
+    default_factory=collections.Counter
   )
   lengths: list[float] = dataclasses.field(default_factory=list)
 
   def report(
-      self, rate: float, learner_idle: float, slots_idle: float
+    self, rate: float, learner_idle: float, slots_idle: float
   ) -> dict[str, Any]:
     trained = sum(self.trained.values())
     mean = lambda values: sum(values) / max(len(values), 1)
     share = trained / max(self.sampled, 1e-9)
     return {
-        "rate": rate,
-        "idle": {"learner": learner_idle, "slots": slots_idle},
-        "tokens": share,
-        "useful": share * (1 - slots_idle),
-        "episodes": len(self.lengths) / max(len(self.ended), 1),
-        "length": mean(self.lengths) / max(mean(self.ended), 1e-9),
-        "staleness": {
-            lag: round(n / max(trained, 1e-9), 3)
-            for lag, n in sorted(self.trained.items())
-        },
-        "oldest": max(self.trained, default=0),
+      "rate": rate,
+      "idle": {"learner": learner_idle, "slots": slots_idle},
+      "tokens": share,
+      "useful": share * (1 - slots_idle),
+      "episodes": len(self.lengths) / max(len(self.ended), 1),
+      "length": mean(self.lengths) / max(mean(self.ended), 1e-9),
+      "staleness": {
+        lag: round(n / max(trained, 1e-9), 3)
+        for lag, n in sorted(self.trained.items())
+      },
+      "oldest": max(self.trained, default=0),
     }
 
 
@@ -197,7 +197,7 @@ class _Episode:
   began: float = math.nan  # When it took a slot among the episodes in flight.
   mark: float = 0.0  # The engine's clock at its last counted token.
   tokens: collections.Counter[int] = dataclasses.field(
-      default_factory=collections.Counter
+    default_factory=collections.Counter
   )  # By weights version.
 
 
@@ -253,9 +253,9 @@ class Simulation:
   def _counted(self) -> float:
     """Parts of groups that count against the admission of new ones."""
     running = sum(
-        group.parts
-        for group in self._running
-        if self._rules.queue.counts(group.ticket, self._version)
+      group.parts
+      for group in self._running
+      if self._rules.queue.counts(group.ticket, self._version)
     )
     return self._consumed + len(self._ready) + running
 
@@ -337,9 +337,9 @@ class Simulation:
     which = max if config.stale_policy == "trim" else min
     bound = self._version - config.max_staleness
     self._ready = [
-        unit
-        for unit in self._ready
-        if which(which(e.tokens) for e in unit) >= bound
+      unit
+      for unit in self._ready
+      if which(which(e.tokens) for e in unit) >= bound
     ]
 
   def _take(self) -> None:
@@ -374,8 +374,7 @@ class Simulation:
 
   def _later(self, seconds: float, kind: str, episode: Any) -> None:
     heapq.heappush(
-        self._events,
-        (self._now + seconds, next(self._numbers), kind, episode),
+      self._events, (self._now + seconds, next(self._numbers), kind, episode)
     )
 
   def _advance(self) -> None:
@@ -418,14 +417,14 @@ class Simulation:
         self._account, self._busy, self._taken = Account(), 0.0, 0.0
     seconds = self._now - began
     return self._account.report(
-        steps * self._costs.learn_s / seconds,
-        1 - self._busy / seconds,
-        1 - self._taken / seconds / self._costs.concurrency,
+      steps * self._costs.learn_s / seconds,
+      1 - self._busy / seconds,
+      1 - self._taken / seconds / self._costs.concurrency,
     )
 
 
 def simulate(
-    costs: Costs, rules: Rules, steps: int = 200, warm: int = 30, seed: int = 0
+  costs: Costs, rules: Rules, steps: int = 200, warm: int = 30, seed: int = 0
 ) -> dict[str, Any]:
   """The schedule of `steps` updates; see the module docstring."""
   return rules.simulation(costs, rules, seed).run(steps, warm)
@@ -439,20 +438,20 @@ def named_rules(max_staleness: int) -> dict[str, Rules]:
   recent = change(trim, admission="recent")
   finished = change(trim, admission="finished")
   return {
-      "default": Rules(queue),
-      "part_size=2": Rules(queue, part_size=2),
-      "trim": Rules(trim),
-      "trim part_size=4": Rules(trim, part_size=4),
-      "trim part_size=2": Rules(trim, part_size=2),
-      "trim recent part_size=2": Rules(recent, part_size=2),
-      "trim finished": Rules(finished),
-      "trim finished part_size=2": Rules(finished, part_size=2),
+    "default": Rules(queue),
+    "part_size=2": Rules(queue, part_size=2),
+    "trim": Rules(trim),
+    "trim part_size=4": Rules(trim, part_size=4),
+    "trim part_size=2": Rules(trim, part_size=2),
+    "trim recent part_size=2": Rules(recent, part_size=2),
+    "trim finished": Rules(finished),
+    "trim finished part_size=2": Rules(finished, part_size=2),
   }
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   defaults = Costs()
   parser.add_argument("--sigma", type=float, nargs="+", default=[0.5, 1.0])
@@ -473,17 +472,17 @@ def main() -> None:
   parser.add_argument("--other", action="store_true")
   parser.add_argument("--real", action="store_true")
   parser.add_argument(
-      "--unit", type=float, default=0.4, help="real seconds a second, --real"
+    "--unit", type=float, default=0.4, help="real seconds a second, --real"
   )
   args = parser.parse_args()
   if args.real and args.other:
     parser.error("--real plays the rules of a run; leave --other out")
   names = ("task_share", "tasks", "env_share", "empty_speed", "sync_s",
-           "turns", "slots", "concurrency")  # pyformat: disable
+           "turns", "slots", "concurrency")  # fmt: skip
   settings = {name: getattr(args, name) for name in names}
   for sigma in args.sigma:
     costs = Costs(
-        episode_s=args.episode, sigma=sigma, learn_s=args.learn, **settings
+      episode_s=args.episode, sigma=sigma, learn_s=args.learn, **settings
     )
     for staleness in args.staleness:
       table = named_rules(staleness)
@@ -496,16 +495,16 @@ def main() -> None:
           continue
         row = {"sigma": sigma, "max_staleness": staleness, "rules": name}
         run = (costs, rules, args.steps, args.warm, args.seed)
-        row |= _rounded(_mean([
-            simulate(*run[:-1], args.seed + i) for i in range(args.seeds)
-        ]))  # pyformat: disable
+        row |= _rounded(
+          _mean([simulate(*run[:-1], args.seed + i) for i in range(args.seeds)])
+        )
         if args.real:
           import async_loop  # pylint: disable=g-import-not-at-top
 
           real, measured = async_loop.play(*run, unit=args.unit)
           # What this machine added to each sleep is a cost like others.
           measured_costs = dataclasses.replace(
-              costs, learn_s=measured["learn_s"], turn_s=measured["turn_s"]
+            costs, learn_s=measured["learn_s"], turn_s=measured["turn_s"]
           )
           expected = simulate(measured_costs, *run[1:])
           expected["rate"] *= costs.learn_s / measured_costs.learn_s
@@ -524,8 +523,8 @@ def _mean(reports: list[dict[str, Any]]) -> dict[str, Any]:
       mean[name] = sum(r[name] for r in reports) / len(reports)
   mean["oldest"] = max(r["oldest"] for r in reports)
   mean["idle"] = {
-      who: sum(r["idle"][who] for r in reports) / len(reports)
-      for who in mean["idle"]
+    who: sum(r["idle"][who] for r in reports) / len(reports)
+    for who in mean["idle"]
   }
   return mean
 

@@ -165,7 +165,7 @@ class World:
       remaining[0] -= 1
       if not remaining[0]:
         of_group = fleet.group_size * (
-            costs.episode_cpu_s + fleet.turns * costs.turn_group_cpu_s
+          costs.episode_cpu_s + fleet.turns * costs.turn_group_cpu_s
         )
         self._server.do(of_group + costs.store_cpu_s, self._stored)
       return
@@ -180,9 +180,7 @@ class World:
       self._engine.do(seconds, answered)
 
     # A turn's share of its group is paid when that ends.
-    self._server.do(
-        max(0.0, costs.turn_cpu_s - costs.turn_group_cpu_s), asked
-    )
+    self._server.do(max(0.0, costs.turn_cpu_s - costs.turn_group_cpu_s), asked)
 
   def _stored(self) -> None:
     self._store.do(self._costs.store_cpu_s, self._put)
@@ -225,14 +223,12 @@ class World:
         self._beats.append(self.now - sent_at)
       self.after(pause, self._beat)
 
-    self._server.do(
-        fleet.collectors / BEATS * self._costs.beat_cpu_s, answered
-    )
+    self._server.do(fleet.collectors / BEATS * self._costs.beat_cpu_s, answered)
 
   def _account(self) -> None:
     if self.warm:
       self._held += (self._fleet.collectors - self._idle) * (
-          self.now - self._looked
+        self.now - self._looked
       )
     self._looked = self.now
 
@@ -255,23 +251,23 @@ class World:
     self._account()
     fleet = self._fleet
     busy = {
-        "server": self._server.share(seconds),
-        "engine": self._engine.share(seconds),
-        "store": self._store.share(seconds),
-        "learner": min(1.0, self._count["learning"] * fleet.learn_s / seconds),
-        "collectors": self._held / (fleet.collectors * seconds),
+      "server": self._server.share(seconds),
+      "engine": self._engine.share(seconds),
+      "store": self._store.share(seconds),
+      "learner": min(1.0, self._count["learning"] * fleet.learn_s / seconds),
+      "collectors": self._held / (fleet.collectors * seconds),
     }
     turns = self._count["turns"] / seconds
     return {
-        "turns_s": turns,
-        "groups_s": self._count["groups"] / seconds,
-        "updates_min": 60 * self._count["updates"] / seconds,
-        "mbit_s": turns * self._costs.turn_bytes * 8 / 1e6,
-        # By Little's law.
-        "turn_s": self._held / seconds * fleet.group_size / max(turns, 1e-9),
-        "beat_s": max(self._beats, default=seconds),
-        "busy": busy,
-        "limit": limit(busy),
+      "turns_s": turns,
+      "groups_s": self._count["groups"] / seconds,
+      "updates_min": 60 * self._count["updates"] / seconds,
+      "mbit_s": turns * self._costs.turn_bytes * 8 / 1e6,
+      # By Little's law.
+      "turn_s": self._held / seconds * fleet.group_size / max(turns, 1e-9),
+      "beat_s": max(self._beats, default=seconds),
+      "busy": busy,
+      "limit": limit(busy),
     }
 
 
@@ -289,20 +285,23 @@ def limit(busy: dict[str, float]) -> str:
 
 
 TABLE = (
-    ("50 collectors", dict(collectors=50, staleness=2)),
-    ("100", dict(collectors=100, staleness=2)),
-    ("1,000", dict(collectors=1_000, staleness=16, silence_s=150.0)),
-    ("10,000", dict(silence_s=150.0)),
-    ("10,000, gate open", dict(staleness=160, silence_s=900.0)),
-    ("and 8 servers", dict(staleness=160, silence_s=900.0, servers=8)),
-    (
-        "and 8 engines",
-        dict(
-            staleness=160, silence_s=900.0, servers=8,
-            engine_tokens_s=160_000.0, slots=2048,
-        ),
+  ("50 collectors", dict(collectors=50, staleness=2)),
+  ("100", dict(collectors=100, staleness=2)),
+  ("1,000", dict(collectors=1_000, staleness=16, silence_s=150.0)),
+  ("10,000", dict(silence_s=150.0)),
+  ("10,000, gate open", dict(staleness=160, silence_s=900.0)),
+  ("and 8 servers", dict(staleness=160, silence_s=900.0, servers=8)),
+  (
+    "and 8 engines",
+    dict(
+      staleness=160,
+      silence_s=900.0,
+      servers=8,
+      engine_tokens_s=160_000.0,
+      slots=2048,
     ),
-)  # pyformat: disable
+  ),
+)
 
 
 def main() -> None:
@@ -312,24 +311,24 @@ def main() -> None:
   parser.add_argument("--warm-up", type=float, default=6000.0)
   for field in dataclasses.fields(Fleet):
     parser.add_argument(
-        f"--{field.name.replace('_', '-')}", type=type(field.default)
+      f"--{field.name.replace('_', '-')}", type=type(field.default)
     )
   args = parser.parse_args()
   costs = Costs.measured(args.costs)
   overrides = {
-      f.name: getattr(args, f.name)
-      for f in dataclasses.fields(Fleet)
-      if getattr(args, f.name) is not None
+    f.name: getattr(args, f.name)
+    for f in dataclasses.fields(Fleet)
+    if getattr(args, f.name) is not None
   }
   rows = TABLE if not overrides else (("", overrides),)
   for name, changes in rows:
     report = World(Fleet(**changes), costs).run(args.seconds, args.warm_up)
     busy = " | ".join(f"{v:.0%}" for v in report["busy"].values())
     print(
-        f"| {name} | {report['turns_s']:.0f} | {report['groups_s']:.1f} |"
-        f" {report['updates_min']:.1f} | {report['turn_s']:.1f} |"
-        f" {report['beat_s']:.1f} | {busy} | {report['limit']} |",
-        flush=True,
+      f"| {name} | {report['turns_s']:.0f} | {report['groups_s']:.1f} |"
+      f" {report['updates_min']:.1f} | {report['turn_s']:.1f} |"
+      f" {report['beat_s']:.1f} | {busy} | {report['limit']} |",
+      flush=True,
     )
 
 

@@ -41,9 +41,9 @@ def _memory_mb(pids: list[int]) -> float:
     except OSError:
       continue
     total += sum(
-        int(line.split()[1])
-        for line in text.splitlines()
-        if line.startswith("Pss:")
+      int(line.split()[1])
+      for line in text.splitlines()
+      if line.startswith("Pss:")
     )
   return total / 1024
 
@@ -88,7 +88,7 @@ class Soak:
 
   async def play(self) -> None:
     workers = [
-        asyncio.create_task(self._work(i)) for i in range(self._args.parallel)
+      asyncio.create_task(self._work(i)) for i in range(self._args.parallel)
     ]
     killer = asyncio.create_task(self._kill())
     try:
@@ -128,13 +128,15 @@ class Soak:
     turns = rng.randrange(1, 6)
     for _ in range(turns):
       x, y = rng.randrange(160), rng.randrange(50, 210)
-      action = rng.choice((
+      action = rng.choice(
+        (
           _Action(_Kind.CLICK, x=x, y=y),
           _Action(_Kind.CLICK, x=x, y=y),
           _Action(_Kind.TYPE, text="ab 1"),
           _Action(_Kind.SCROLL, x=x, y=y, dy=40.0),
           _Action(_Kind.DRAG, x=x, y=y, x2=80, y2=120),
-      ))
+        )
+      )
       if (await gym.act(action)).done:
         break
     if rng.random() < 0.9:
@@ -155,14 +157,14 @@ class Soak:
   def _look(self) -> None:
     gc.collect()
     row = {
-        "episodes": self.done,
-        "python_mb": round(_memory_mb([os.getpid()]), 1),
-        "browser_mb": round(_memory_mb(_group(self._browser.pid or -1)), 1),
-        "files": len(os.listdir("/proc/self/fd")),
-        "tabs": len(self._browser._pages),  # pylint: disable=protected-access
-        "tasks": len(asyncio.all_tasks()),
-        "errors": dict(self.errors),
-        "killed": self.killed,
+      "episodes": self.done,
+      "python_mb": round(_memory_mb([os.getpid()]), 1),
+      "browser_mb": round(_memory_mb(_group(self._browser.pid or -1)), 1),
+      "files": len(os.listdir("/proc/self/fd")),
+      "tabs": len(self._browser._pages),  # pylint: disable=protected-access
+      "tasks": len(asyncio.all_tasks()),
+      "errors": dict(self.errors),
+      "killed": self.killed,
     }
     self.rows.append(row)
     print(json.dumps(row), flush=True)
@@ -193,8 +195,8 @@ def main() -> int:
     if grown > args.growth:
       problems.append(f"{name} grew by {grown:.0f} MB in the second half")
   print(
-      f"{soak.done} episodes in {took:.0f} s, {soak.killed} renderers killed,"
-      f" errors {dict(soak.errors)}"
+    f"{soak.done} episodes in {took:.0f} s, {soak.killed} renderers killed,"
+    f" errors {dict(soak.errors)}"
   )
   for problem in problems[:20]:
     print("problem:", problem)

@@ -30,7 +30,7 @@ import tempfile
 import time
 
 sys.path.insert(
-    0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
+  0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
 )
 import monitor_databases  # noqa: E402
 import monitor_faults  # noqa: E402
@@ -44,10 +44,10 @@ class Skipped(Exception):
 
 def _kills(outcome: monitor_kills.Outcome) -> tuple[bool, str]:
   return outcome.clean, (
-      f"{outcome.kills} kills, {outcome.acknowledged} episodes acknowledged,"
-      f" {outcome.stored} stored, {len(outcome.lost)} lost,"
-      f" {len(outcome.repeated)} twice, {len(outcome.partial)} in part,"
-      f" integrity {outcome.integrity}"
+    f"{outcome.kills} kills, {outcome.acknowledged} episodes acknowledged,"
+    f" {outcome.stored} stored, {len(outcome.lost)} lost,"
+    f" {len(outcome.repeated)} twice, {len(outcome.partial)} in part,"
+    f" integrity {outcome.integrity}"
   )
 
 
@@ -72,18 +72,18 @@ def postgres(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
   try:
     with monitor_databases.postgres_server(durable=True) as url:
       rounds = {
-          "server": lambda own: monitor_kills.kill_server(
-              own, kills, target=monitor_databases.empty_database(url)
-          ),
-          "trainer": lambda own: monitor_kills.kill_trainer(
-              own, kills, target=monitor_databases.empty_database(url)
-          ),
-          "backend": lambda own: monitor_kills.kill_postgres(
-              own, max(1, kills // 5), url, "backend"
-          ),
-          "immediate": lambda own: monitor_kills.kill_postgres(
-              own, max(1, kills // 5), url, "immediate"
-          ),
+        "server": lambda own: monitor_kills.kill_server(
+          own, kills, target=monitor_databases.empty_database(url)
+        ),
+        "trainer": lambda own: monitor_kills.kill_trainer(
+          own, kills, target=monitor_databases.empty_database(url)
+        ),
+        "backend": lambda own: monitor_kills.kill_postgres(
+          own, max(1, kills // 5), url, "backend"
+        ),
+        "immediate": lambda own: monitor_kills.kill_postgres(
+          own, max(1, kills // 5), url, "immediate"
+        ),
       }
       clean, texts = True, []
       for name, run in rounds.items():
@@ -103,14 +103,14 @@ def network(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
 
 
 def _faults(
-    folder: pathlib.Path, scenario: str, **options: int
+  folder: pathlib.Path, scenario: str, **options: int
 ) -> tuple[bool, str]:
   try:
     library = monitor_faults.build(folder)
   except monitor_faults.NoCompiler as reason:
     raise Skipped(reason) from None
   report = monitor_faults.run(
-      library, scenario, folder / scenario, timeout_s=3600, **options
+    library, scenario, folder / scenario, timeout_s=3600, **options
   )
   return not report["wrong"], str(report)
 
@@ -118,10 +118,10 @@ def _faults(
 def disk(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
   del kills  # There are as many as there are syncs.
   parts = [
-      _faults(folder / f"{times}{scenario}", scenario, times=times)
-      for scenario in ("sync_server", "sync_spool")
-      for times in (1, 3)
-      if (folder / f"{times}{scenario}").mkdir() is None
+    _faults(folder / f"{times}{scenario}", scenario, times=times)
+    for scenario in ("sync_server", "sync_spool")
+    for times in (1, 3)
+    if (folder / f"{times}{scenario}").mkdir() is None
   ]
   return all(good for good, _ in parts), "; ".join(text for _, text in parts)
 
@@ -132,14 +132,15 @@ def full(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
     small.mkdir()
     if os.getuid() == 0:
       mounted = subprocess.run(
-          ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(small)],
-          capture_output=True, timeout=30, check=False,
-      )  # pyformat: disable
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(small)],
+        capture_output=True,
+        timeout=30,
+        check=False,
+      )
       if mounted.returncode == 0:
         stack.callback(
-            subprocess.run, ["umount", "-l", str(small)], timeout=30,
-            check=False,
-        )  # pyformat: disable
+          subprocess.run, ["umount", "-l", str(small)], timeout=30, check=False
+        )
         good, text = _faults(small, "full_for_real", rounds=max(2, kills // 20))
         return good, f"tmpfs of 6 MB: {text}"
     return _faults(small, "full", rounds=max(2, kills // 10))
@@ -150,10 +151,18 @@ def clock(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
 
 
 SOAKS = {
-    f.__name__: f
-    for f in (
-        server, trainer, run, uploader, postgres, network, disk, full, clock
-    )  # pyformat: disable
+  f.__name__: f
+  for f in (
+    server,
+    trainer,
+    run,
+    uploader,
+    postgres,
+    network,
+    disk,
+    full,
+    clock,
+  )
 }
 
 

@@ -87,7 +87,7 @@ def _by(rows: Sequence[dict[str, Any]], **have: Any) -> dict[str, Any]:
 
 
 def _learner(
-    name: str, share_target: float | None = None
+  name: str, share_target: float | None = None
 ) -> tuple[Figure, ...]:
   return (
       Figure(f"learner, {name}, torch's time over ours", "×",
@@ -98,7 +98,7 @@ def _learner(
              lambda r: r["ours"]["tokens_per_s"]),
       Figure(f"learner, {name}, share of the matmul peak", "",
              lambda r: r["ours"]["share_of_matmul_peak"], share_target),
-  )  # pyformat: disable
+  )  # fmt: skip
 
 
 def _slower(column: str) -> Callable[[Any], float]:
@@ -107,16 +107,22 @@ def _slower(column: str) -> Callable[[Any], float]:
 
 def _collector(way: str) -> Figure:
   return Figure(
-      f"collector, a turn, {way}", "CPU µs",
-      lambda r: r["us_per_turn"][way]["cpu"], 150.0, True,
-  )  # pyformat: disable
+    f"collector, a turn, {way}",
+    "CPU µs",
+    lambda r: r["us_per_turn"][way]["cpu"],
+    150.0,
+    True,
+  )
 
 
 def _overhead(kind: str, target: float) -> Figure:
   return Figure(
-      f"policy server beside the engine, {kind}, p50", "ms",
-      lambda r: r["latency"][kind]["overhead"]["p50_ms"], target, True,
-  )  # pyformat: disable
+    f"policy server beside the engine, {kind}, p50",
+    "ms",
+    lambda r: r["latency"][kind]["overhead"]["p50_ms"],
+    target,
+    True,
+  )
 
 
 TABLE = (
@@ -204,7 +210,7 @@ TABLE = (
                    lambda r: r["warm"], None, True),
         ),
     ),
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def machine() -> dict[str, Any]:
@@ -213,13 +219,14 @@ def machine() -> dict[str, Any]:
   info = pathlib.Path("/proc/cpuinfo")
   if info.is_file():
     lines = info.read_text(encoding="utf-8").splitlines()
-    named = [x.partition(":")[2].strip() for x in lines
-             if x.startswith("model name")]  # pyformat: disable
+    named = [
+      x.partition(":")[2].strip() for x in lines if x.startswith("model name")
+    ]
     model = named[0] if named else model
   return {
-      "processor": model,
-      "cores": os.cpu_count(),
-      "jax": importlib.metadata.version("jax"),
+    "processor": model,
+    "cores": os.cpu_count(),
+    "jax": importlib.metadata.version("jax"),
   }
 
 
@@ -232,15 +239,18 @@ def run(benchmark: Benchmark) -> str | None:
   log = FOUND / f"{benchmark.name}.log"
   print(f"== {benchmark.script} {' '.join(benchmark.arguments)}", flush=True)
   measured = {
-      "on": f"{datetime.date.today():%Y-%m-%d}",
-      "load_before": round(os.getloadavg()[0], 1),
+    "on": f"{datetime.date.today():%Y-%m-%d}",
+    "load_before": round(os.getloadavg()[0], 1),
   }
   with log.open("w", encoding="utf-8") as out:
     try:
       subprocess.run(
-          [*argv, "--json", str(output)], stdout=out, stderr=out, timeout=LIMIT,
-          check=False,  # Some exit with 1 where a target is missed.
-      )  # pyformat: disable
+        [*argv, "--json", str(output)],
+        stdout=out,
+        stderr=out,
+        timeout=LIMIT,
+        check=False,  # Some exit with 1 where a target is missed.
+      )
     except subprocess.TimeoutExpired:
       return f"took more than {LIMIT:.0f} s"
   if output.is_file():
@@ -267,14 +277,14 @@ def figures(benchmark: Benchmark) -> dict[str, float]:
 def measured(names: Iterable[str]) -> str:
   """Days on which these were measured, and the load that they met."""
   records = [
-      json.loads((FOUND / f"{name}.json").read_text())["measured"]
-      for name in names
+    json.loads((FOUND / f"{name}.json").read_text())["measured"]
+    for name in names
   ]
   days = sorted({one["on"] for one in records})
   return (
-      " to ".join(dict.fromkeys((days[0], days[-1])))
-      + ", load before a benchmark at most"
-      f" {max(one['load_before'] for one in records)}"
+    " to ".join(dict.fromkeys((days[0], days[-1])))
+    + ", load before a benchmark at most"
+    f" {max(one['load_before'] for one in records)}"
   )
 
 
@@ -283,14 +293,14 @@ def _number(value: float) -> str:
 
 
 def rows(
-    values: dict[str, float], baseline: dict[str, Any] | None
+  values: dict[str, float], baseline: dict[str, Any] | None
 ) -> tuple[list[str], list[str]]:
   """The table's lines, and the names of the figures that are worse."""
   here = machine()
   same = baseline is not None and baseline["machine"] == here
   lines = [
-      "| figure | unit | now | target | baseline |",
-      "|---|---|---|---|---|",
+    "| figure | unit | now | target | baseline |",
+    "|---|---|---|---|---|",
   ]
   worse = []
   for figure in (f for b in TABLE for f in b.figures if f.name in values):
@@ -308,8 +318,8 @@ def rows(
     if figure.name in worse:
       before_cell += f", {WORSE}"
     lines.append(
-        f"| {figure.name} | {figure.unit} | {_number(value)} | {target} |"
-        f" {before_cell} |"
+      f"| {figure.name} | {figure.unit} | {_number(value)} | {target} |"
+      f" {before_cell} |"
     )
   return lines, worse
 
@@ -332,8 +342,8 @@ def write_into(page: pathlib.Path, lines: Sequence[str], when: str) -> None:
   _, tail = remainder.split(END)
   here = machine()
   about = (
-      f"{here['processor']}, {here['cores']} cores, JAX {here['jax']};"
-      f" measured {when}."
+    f"{here['processor']}, {here['cores']} cores, JAX {here['jax']};"
+    f" measured {when}."
   )
   body = "\n".join([BEGIN, about, "", *lines, END])
   page.write_text(head + body + tail, encoding="utf-8")
@@ -354,22 +364,26 @@ def save(file: pathlib.Path, values: dict[str, float]) -> None:
   if earlier is not None and earlier["machine"] == here:
     values = earlier["figures"] | values
   text = json.dumps(
-      {"machine": here, "figures": values}, indent=2, ensure_ascii=False
+    {"machine": here, "figures": values}, indent=2, ensure_ascii=False
   )
   file.write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> int:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   names = [b.name for b in TABLE]
   parser.add_argument(
-      "--only", nargs="+", choices=names, default=names, metavar="NAME",
-      help=f"of {', '.join(names)}",
-  )  # pyformat: disable
+    "--only",
+    nargs="+",
+    choices=names,
+    default=names,
+    metavar="NAME",
+    help=f"of {', '.join(names)}",
+  )
   parser.add_argument(
-      "--again", action="store_true", help="keep what was found"
+    "--again", action="store_true", help="keep what was found"
   )
   parser.add_argument("--baseline", type=pathlib.Path, default=BASELINE)
   parser.add_argument("--save", type=pathlib.Path, metavar="FILE")
@@ -377,8 +391,10 @@ def main() -> int:
   args = parser.parse_args()
   baseline = _baseline(args.baseline)
   if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
-    print(f"other work runs here (load {os.getloadavg()[0]:.1f}): only ratios"
-          " mean something")  # pyformat: disable
+    print(
+      f"other work runs here (load {os.getloadavg()[0]:.1f}): only ratios"
+      " mean something"
+    )
   values: dict[str, float] = {}
   shown = []
   failed = {}

@@ -27,13 +27,13 @@ import time
 from typing import Any, Awaitable, Callable
 
 sys.path.insert(
-    0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
+  0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
 )
 import fuzz_services  # noqa: E402
 import hostile_requests  # noqa: E402
 
 SHORT = ["--head-timeout", "4", "--body-timeout", "4", "--stall-timeout", "4",
-         "--idle-timeout", "8"]  # pyformat: disable
+         "--idle-timeout", "8"]  # fmt: skip
 OPTIONS = {
     "gym": ["--capacity", "64", "--lease", "8"],
     "runs": ["--max-runs", "16", "--max-kept", "32", "--keep-s", "8",
@@ -43,7 +43,7 @@ OPTIONS = {
                "--image-memory", "32"],
     "proxy": [],
     "monitor": [],
-}  # pyformat: disable
+}  # fmt: skip
 SETTLED_S = 40.0
 """Past every deadline above, and a run's own of 20 s."""
 CLIENTS = 8
@@ -64,7 +64,7 @@ class Client:
   async def once(self, stage: Stage) -> None:
     try:
       self.reader, self.writer = await asyncio.wait_for(
-          asyncio.open_connection("127.0.0.1", self.service.port), 10
+        asyncio.open_connection("127.0.0.1", self.service.port), 10
       )
     except (OSError, TimeoutError):
       await asyncio.sleep(0.2)
@@ -83,9 +83,12 @@ class Client:
 
   def request(self, method: str, path: str, body: Any = None) -> bytes:
     content = b"" if body is None else json.dumps(body).encode()
-    head = [f"{method} {path} HTTP/1.1", "Host: localhost",
-            f"Content-Length: {len(content)}",
-            "Content-Type: application/json"]  # pyformat: disable
+    head = [
+      f"{method} {path} HTTP/1.1",
+      "Host: localhost",
+      f"Content-Length: {len(content)}",
+      "Content-Type: application/json",
+    ]
     return "\r\n".join([*head, "", ""]).encode() + content
 
   async def send(self, data: bytes, pause: float = 0.05) -> None:
@@ -101,44 +104,48 @@ class Client:
 
 def _chat(client: Client) -> tuple[str, str, Any]:
   body = hostile_requests.valid_body(
-      client.rng, "policy", "/v1/chat/completions", {}, {}
+    client.rng, "policy", "/v1/chat/completions", {}, {}
   )
   length = client.rng.choice((2, 64))
   stream = client.rng.random() < 0.7
-  return "POST", "/v1/chat/completions", {
-      **body, "max_tokens": length, "stream": stream,
-  }  # pyformat: disable
+  return (
+    "POST",
+    "/v1/chat/completions",
+    {**body, "max_tokens": length, "stream": stream},
+  )
 
 
 MAIN: dict[str, Callable[[Client], tuple[str, str, Any]]] = {
-    "gym": lambda c: ("POST", "/api/v1/desktop/tasks/001", {}),
-    "policy": _chat,
-    "proxy": _chat,
-    "monitor": lambda c: (
-        "POST", "/api/v1/ingest/batch", hostile_requests.monitor_batch()
-    ),
-    "runs": lambda c: (
-        "POST", "/runs", hostile_requests.run_body(c.ports.get("policy", 9))
-    ),
-    "buffer": lambda c: (
-        "POST", "/buffer/write", hostile_requests.item(c.rng)
-    ),
-}  # pyformat: disable
+  "gym": lambda c: ("POST", "/api/v1/desktop/tasks/001", {}),
+  "policy": _chat,
+  "proxy": _chat,
+  "monitor": lambda c: (
+    "POST",
+    "/api/v1/ingest/batch",
+    hostile_requests.monitor_batch(),
+  ),
+  "runs": lambda c: (
+    "POST",
+    "/runs",
+    hostile_requests.run_body(c.ports.get("policy", 9)),
+  ),
+  "buffer": lambda c: ("POST", "/buffer/write", hostile_requests.item(c.rng)),
+}
 MORE: dict[str, list[tuple[str, str, Any]]] = {
-    "gym": [
-        ("POST", "/openenv/desktop/reset", {}),
-        ("GET", "/api/v1/desktop/tasks?full=1", None),
-    ],
-    "policy": [("POST", "/rl/start_session", {"task_id": "t"})],
-    "proxy": [("POST", "/rl/start_session", {"task_id": "t"})],
-    "monitor": [("GET", "/api/v1/events", None), ("GET", "/", None)],
-    "runs": [],
-    "buffer": [
-        ("POST", "/buffer/read", {"batch_size": 9999, "timeout": 3}),
-        ("POST", "/buffer/read", {"batch_size": 1, "lease_s": 2, "timeout": 1}),
-        ("POST", "/start_rollout", {"task_type": "none"}),
-    ],
-}  # pyformat: disable
+  "gym": [
+    ("POST", "/openenv/desktop/reset", {}),
+    ("GET", "/api/v1/desktop/tasks?full=1", None),
+  ],
+  "policy": [("POST", "/rl/start_session", {"task_id": "t"})],
+  "proxy": [("POST", "/rl/start_session", {"task_id": "t"})],
+  "monitor": [("GET", "/api/v1/events", None), ("GET", "/", None)],
+  "runs": [],
+  "buffer": [
+    ("POST", "/buffer/read", {"batch_size": 9999, "timeout": 3}),
+    ("POST", "/buffer/read", {"batch_size": 1, "lease_s": 2, "timeout": 1}),
+    ("POST", "/start_rollout", {"task_type": "none"}),
+  ],
+}
 
 
 async def nothing(client: Client) -> None:
@@ -202,16 +209,19 @@ async def a_step(client: Client) -> None:
 
 
 async def web_socket(client: Client) -> None:
-  start = hostile_requests.web_socket(
+  start = (
+    hostile_requests.web_socket(
       random.Random(1), "/openenv/desktop/ws"
-  ).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    ).partition(b"\r\n\r\n")[0]
+    + b"\r\n\r\n"
+  )
   if client.rng.random() < 0.3:
     await client.send(start[: client.rng.randrange(20, len(start))], 0.5)
     return
   await client.send(start)
   await client.reader.readuntil(b"\r\n\r\n")
   reset = hostile_requests.frame(
-      client.rng, b'{"type": "reset", "data": {}}', 1
+    client.rng, b'{"type": "reset", "data": {}}', 1
   )
   kind = client.rng.random()
   await client.send(reset[:9] if kind < 0.3 else reset, 0.3)
@@ -222,7 +232,7 @@ async def web_socket(client: Client) -> None:
 STAGES: list[Stage] = [
     nothing, half_head, half_body, half_chunk, no_answer, first_bytes, answered,
     others,
-]  # pyformat: disable
+]  # fmt: skip
 OWN: dict[str, list[Stage]] = {"gym": [a_step, web_socket], "runs": [a_step]}
 
 
@@ -238,7 +248,7 @@ def sample(pid: int) -> tuple[int, int, int, int]:
 
 
 async def _vanish(
-    fleet: dict[str, Any], until: float, report: Any
+  fleet: dict[str, Any], until: float, report: Any
 ) -> dict[str, list[tuple[int, int, int, int]]]:
   ports = {name: service.port for name, service in fleet.items()}
   samples: dict[str, list[tuple[int, int, int, int]]] = {n: [] for n in fleet}
@@ -253,9 +263,9 @@ async def _vanish(
       await asyncio.sleep(rng.uniform(0, 0.2))
 
   clients = [
-      asyncio.create_task(again(name, number))
-      for name in fleet
-      for number in range(CLIENTS)
+    asyncio.create_task(again(name, number))
+    for name in fleet
+    for number in range(CLIENTS)
   ]
   while time.monotonic() < until:
     for name, service in fleet.items():
@@ -266,7 +276,7 @@ async def _vanish(
 
 
 def run(
-    names: list[str], minutes: float, folder: pathlib.Path, report: Any
+  names: list[str], minutes: float, folder: pathlib.Path, report: Any
 ) -> None:
   options = {name: OPTIONS[name] + SHORT for name in names}
   with fuzz_services.started(names, folder, "", options) as fleet:
@@ -277,8 +287,10 @@ def run(
     until = time.monotonic() + 60 * minutes
     samples = asyncio.run(_vanish(fleet, until, report))
     time.sleep(SETTLED_S)
-    print(f"{'service':8} {'':12} {'start':>7} {'2nd 5th':>8} {'last 5th':>8}"
-          f" {'peak':>6} {'after':>6}")  # pyformat: disable
+    print(
+      f"{'service':8} {'':12} {'start':>7} {'2nd 5th':>8} {'last 5th':>8}"
+      f" {'peak':>6} {'after':>6}"
+    )
     for name, service in fleet.items():
       if service.process.poll() is not None:
         report.finding("process ended", service=name)
@@ -290,17 +302,21 @@ def run(
         second = statistics.median(column[fifth : 2 * fifth])
         last = statistics.median(column[-fifth:])
         print(
-            f"{name:8} {field:12} {start[name][place]:7d} {second:8g}"
-            f" {last:8g} {max(column):6d} {after[place]:6d}"
+          f"{name:8} {field:12} {start[name][place]:7d} {second:8g}"
+          f" {last:8g} {max(column):6d} {after[place]:6d}"
         )
         details = dict(
-            service=name, field=field, start=start[name][place],
-            second_fifth=second, last_fifth=last, after=after[place],
-        )  # pyformat: disable
+          service=name,
+          field=field,
+          start=start[name][place],
+          second_fifth=second,
+          last_fifth=last,
+          after=after[place],
+        )
         if last > 1.1 * second + GROWTH[field]:
           report.finding("growth", **details)
         if field in ("descriptors", "processes") and (
-            after[place] > start[name][place] + GROWTH[field]
+          after[place] > start[name][place] + GROWTH[field]
         ):
           report.finding("not returned", **details)
   fuzz_services.check_logs(folder, report)

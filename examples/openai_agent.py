@@ -35,8 +35,8 @@ from tunix.rl.multi_turn.tools import screenshot
 # What the shipped policy has learned to read and to write.
 PARSER, PROMPT = "computer_use_compact", "desktop_compact"
 TASKS = {
-    "desktop": ("click-button", "close-dialog", "enter-text", "open-icon"),
-    "miniwob": ("click-test-2", "click-dialog", "focus-text"),
+  "desktop": ("click-button", "close-dialog", "enter-text", "open-icon"),
+  "miniwob": ("click-test-2", "click-dialog", "focus-text"),
 }
 TIMEOUT_S = 60.0
 
@@ -59,12 +59,12 @@ class Computer:
     self._images = images.ImageStore()
     self._parser = tool_parser.make_tool_parser(PARSER)
     self._env = cua_env.CUAEnv(
-        machine,
-        screenshot.ScreenshotTool(self._images),
-        task,
-        action_parser=self._parser,
-        max_steps=task.max_turns or 8,
-        reward="success",
+      machine,
+      screenshot.ScreenshotTool(self._images),
+      task,
+      action_parser=self._parser,
+      max_steps=task.max_turns or 8,
+      reward="success",
     )
 
   async def reset(self) -> dict[str, Any]:
@@ -95,19 +95,19 @@ class Computer:
 
 
 async def play(
-    client: openai.AsyncOpenAI, model: str, computer: Any, **options: Any
+  client: openai.AsyncOpenAI, model: str, computer: Any, **options: Any
 ) -> None:
   """One episode. A run trains on it with rollout.agent=openai_agent:play."""
   parser = tool_parser.make_tool_parser(PARSER)
   system = prompts.insert_tools(
-      prompts.get_prompt(PROMPT), parser.get_tool_prompt(None)
+    prompts.get_prompt(PROMPT), parser.get_tool_prompt(None)
   )
   messages = [{"role": "system", "content": system}]
   try:
     messages.append(await computer.reset())
     while True:
       answer = await client.chat.completions.create(
-          model=model, messages=messages, **options
+        model=model, messages=messages, **options
       )
       text = answer.choices[0].message.content or ""
       message = await computer.act(text)
@@ -119,14 +119,12 @@ async def play(
 
 
 async def episode(
-    http: httpx.AsyncClient, model: str, computer: Computer, **options: Any
+  http: httpx.AsyncClient, model: str, computer: Computer, **options: Any
 ) -> tuple[float, dict[str, Any]]:
   """An episode in a session of its own: (reward, what was sampled in it)."""
   session = await _post(http, "/rl/start_session", {})
   async with openai.AsyncOpenAI(
-      base_url=session["base_url"],
-      api_key=session["api_key"],
-      timeout=TIMEOUT_S,
+    base_url=session["base_url"], api_key=session["api_key"], timeout=TIMEOUT_S
   ) as client:
     await play(client, model, computer, **options)
   reward = computer.reward
@@ -135,15 +133,15 @@ async def episode(
   await _post(http, f"{path}/set_reward", {"reward": reward})
   await _post(http, f"{path}/end_session", {})
   exported = await _post(
-      http,
-      "/export_trajectories",
-      {"session_id": name, "style": "concat", "drop": True},
+    http,
+    "/export_trajectories",
+    {"session_id": name, "style": "concat", "drop": True},
   )
   return reward, exported["interactions"]
 
 
 async def _post(
-    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+  http: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> dict[str, Any]:
   answer = await http.post(path, json=body)
   if answer.is_error:
@@ -163,12 +161,12 @@ async def run(args: argparse.Namespace) -> list[float]:
     async with gate:
       computer = Computer(args.gym, tasks[family], index, args.seed)
       reward, sequences = await episode(
-          http,
-          model,
-          computer,
-          max_tokens=32,
-          temperature=args.temperature,
-          seed=args.seed * 1000 + number,
+        http,
+        model,
+        computer,
+        max_tokens=32,
+        temperature=args.temperature,
+        seed=args.seed * 1000 + number,
       )
     print(f"episode {number} {tasks[family]}: reward {reward:g}", flush=True)
     for sequence in sequences.values():
@@ -177,7 +175,7 @@ async def run(args: argparse.Namespace) -> list[float]:
     return reward
 
   async with httpx.AsyncClient(
-      base_url=args.server, headers=headers, timeout=TIMEOUT_S
+    base_url=args.server, headers=headers, timeout=TIMEOUT_S
   ) as http:
     served = await http.get("/v1/models")
     served.raise_for_status()
@@ -196,8 +194,8 @@ async def run(args: argparse.Namespace) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-      description=__doc__.partition("\n")[0],
-      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    description=__doc__.partition("\n")[0],
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
   add = parser.add_argument
   add("--server", default="http://127.0.0.1:8000", help="without /v1")

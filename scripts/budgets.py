@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 _EMPTY = frozenset({
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT,
     tokenize.DEDENT, tokenize.ENDMARKER,
-})  # pyformat: disable
+})  # fmt: skip
 
 
 def code_lines(text: str) -> int:
@@ -40,7 +40,7 @@ def main() -> int:
   over, total = [], 0
   for folder, most in settings["tool"]["budgets"].items():
     files = [
-        p for p in (ROOT / folder).rglob("*.py") if "__pycache__" not in p.parts
+      p for p in (ROOT / folder).rglob("*.py") if "__pycache__" not in p.parts
     ]
     count = sum(code_lines(p.read_text(encoding="utf-8")) for p in files)
     total += count

@@ -48,35 +48,35 @@ Call = tuple[str, str]  # Method and path.
 Rows = Mapping[Call, Sequence[str]]
 
 GYM_CALLS = {
-    "health": "The server answers; its gyms and counts.",
-    "metrics": "Metrics in Prometheus' text format.",
-    "gyms": "The gyms that are served.",
-    "tasks": "A gym's tasks.",
-    "task": "One task.",
-    "create": "Starts an execution of a task.",
-    "executions": "Executions that are open.",
-    "execution": "One execution's state.",
-    "step": "Does one action.",
-    "screenshot": "The screen as it is.",
-    "heartbeat": "Keeps an execution open.",
-    "evaluate": "The verdict; the execution stays open.",
-    "terminate": "Ends an execution; a second call changes nothing.",
+  "health": "The server answers; its gyms and counts.",
+  "metrics": "Metrics in Prometheus' text format.",
+  "gyms": "The gyms that are served.",
+  "tasks": "A gym's tasks.",
+  "task": "One task.",
+  "create": "Starts an execution of a task.",
+  "executions": "Executions that are open.",
+  "execution": "One execution's state.",
+  "step": "Does one action.",
+  "screenshot": "The screen as it is.",
+  "heartbeat": "Keeps an execution open.",
+  "evaluate": "The verdict; the execution stays open.",
+  "terminate": "Ends an execution; a second call changes nothing.",
 }
 OPENENV = "/openenv/{gym_id}"
 OPENENV_CALLS = {
-    ("GET", "/health"): "Whether the gym is served.",
-    ("GET", "/metadata"): "The environment's name and description.",
-    ("GET", "/schema"): "JSON schemas of actions, observations and state.",
-    ("GET", "/state"): "The state before a reset.",
-    ("GET", "/list_environments"): "The one environment here.",
-    ("POST", "/reset"): "The first observation of an execution that ends here.",
-    ("POST", "/step"): "409: steps belong to a session, at `/ws`.",
-    ("GET", "/{env_name}/splits"): "Splits of the tasks.",
-    ("POST", "/{env_name}/tasks"): "Tasks of a split.",
-    ("POST", "/{env_name}/num_tasks"): "How many a split has.",
-    ("POST", "/{env_name}/task"): "One task, by its index.",
-    ("POST", "/{env_name}/task_range"): "Tasks of a range of indices.",
-    ("WS", "/ws"): "A session: `reset`, `step`, `state`, `close`.",
+  ("GET", "/health"): "Whether the gym is served.",
+  ("GET", "/metadata"): "The environment's name and description.",
+  ("GET", "/schema"): "JSON schemas of actions, observations and state.",
+  ("GET", "/state"): "The state before a reset.",
+  ("GET", "/list_environments"): "The one environment here.",
+  ("POST", "/reset"): "The first observation of an execution that ends here.",
+  ("POST", "/step"): "409: steps belong to a session, at `/ws`.",
+  ("GET", "/{env_name}/splits"): "Splits of the tasks.",
+  ("POST", "/{env_name}/tasks"): "Tasks of a split.",
+  ("POST", "/{env_name}/num_tasks"): "How many a split has.",
+  ("POST", "/{env_name}/task"): "One task, by its index.",
+  ("POST", "/{env_name}/task_range"): "Tasks of a range of indices.",
+  ("WS", "/ws"): "A session: `reset`, `step`, `state`, `close`.",
 }
 RUN_CALLS: Rows = {
     ("POST", "/runs"): ("Starts a run.", "body: CreateBody", "`runId`"),
@@ -105,7 +105,7 @@ RUN_CALLS: Rows = {
     ("GET", "/health"): (
         "The service answers.", "", "`status`, `playing`",
     ),
-}  # pyformat: disable
+}  # fmt: skip
 _READ = "`success`, `message`, `data`: `data`, `meta_info`, `lease`, `groups`"
 BUFFER_CALLS: Rows = {
     ("POST", "/start_rollout"): (
@@ -152,19 +152,19 @@ BUFFER_CALLS: Rows = {
     ("GET", "/"): ("The service answers.", "", "`message`"),
     ("GET", "/health"): ("The same.", "", "`status`, `waiting`"),
     ("GET", "/metrics"): ("In Prometheus' text format.", "", "text"),
-}  # pyformat: disable
+}  # fmt: skip
 SAMPLED = "an answer as {} has it, or its stream"
 SERVING_ANSWERS = {
-    "chat/completions": SAMPLED.format("OpenAI"),
-    "completions": SAMPLED.format("OpenAI"),
-    "responses": SAMPLED.format("OpenAI"),
-    "messages": SAMPLED.format("Anthropic"),
-    "rl/start_session": "`session_id`, `api_key`, `base_url`, `sampling`,"
-    " `other_sampling`",
-    "rl/set_reward": "`message`",
-    "rl/end_session": "`message`",
-    "export_trajectories": "`interactions`, by id",
-    "grant_capacity": "`capacity`",
+  "chat/completions": SAMPLED.format("OpenAI"),
+  "completions": SAMPLED.format("OpenAI"),
+  "responses": SAMPLED.format("OpenAI"),
+  "messages": SAMPLED.format("Anthropic"),
+  "rl/start_session": "`session_id`, `api_key`, `base_url`, `sampling`,"
+  " `other_sampling`",
+  "rl/set_reward": "`message`",
+  "rl/end_session": "`message`",
+  "export_trajectories": "`interactions`, by id",
+  "grant_capacity": "`capacity`",
 }
 
 
@@ -183,8 +183,8 @@ def agree(name: str, served_here: set[Call], described: Iterable[Call]) -> None:
   described = set(described)
   if served_here != described:
     raise ValueError(
-        f"{name}: describe {sorted(served_here - described)}, take out"
-        f" {sorted(described - served_here)} in scripts/http_reference.py"
+      f"{name}: describe {sorted(served_here - described)}, take out"
+      f" {sorted(described - served_here)} in scripts/http_reference.py"
     )
 
 
@@ -192,9 +192,9 @@ def statuses(folder: str | pathlib.Path, more: Iterable[str] = ()) -> str:
   """Statuses of refusals: of a service's modules and of bodies, and `more`."""
   codes = set(more)
   texts = [
-      file.read_text("utf-8")
-      for file in (*(PACKAGE / folder).rglob("*.py"), BODIES)
-      if file.name != "image_proxy.py"  # A service of its own.
+    file.read_text("utf-8")
+    for file in (*(PACKAGE / folder).rglob("*.py"), BODIES)
+    if file.name != "image_proxy.py"  # A service of its own.
   ]
   if any("applications.ServiceError" in text for text in texts):
     texts.append((SERVICES / "applications.py").read_text("utf-8"))
@@ -228,8 +228,10 @@ def type_of(schema: Mapping[str, Any]) -> str:
 
 
 def literal(value: Any) -> str:
-  return f"`{value}`" if value and isinstance(value, str) else (
-      f"`{json.dumps(value)}`"
+  return (
+    f"`{value}`"
+    if value and isinstance(value, str)
+    else (f"`{json.dumps(value)}`")
   )
 
 
@@ -253,9 +255,12 @@ def object_lines(schemas: Mapping[str, Any]) -> Iterator[str]:
 
 def wrapped(text: str, indent: str = "") -> str:
   return textwrap.fill(
-      text, 80, subsequent_indent=indent, break_long_words=False,
-      break_on_hyphens=False,
-  )  # pyformat: disable
+    text,
+    80,
+    subsequent_indent=indent,
+    break_long_words=False,
+    break_on_hyphens=False,
+  )
 
 
 def takes(operation: Mapping[str, Any]) -> str:
@@ -314,7 +319,7 @@ def call(method: str, path: str) -> str:
 
 
 def of_document(
-    document: Mapping[str, Any],
+  document: Mapping[str, Any],
 ) -> Iterator[tuple[Call, Mapping[str, Any]]]:
   for path, methods in document["paths"].items():
     for method, operation in methods.items():
@@ -339,10 +344,13 @@ def policy_server() -> Section:
   model, processor, _ = policy
   store = images.ImageStore()
   engine = engine_lib.RolloutEngine(
-      model, processor, store,
-      engine_config.EngineConfig(slots=2, context_length=256),
-      image_sizes=((32, 32),), banned_token_ids=model.config.banned_token_ids,
-  )  # pyformat: disable
+    model,
+    processor,
+    store,
+    engine_config.EngineConfig(slots=2, context_length=256),
+    image_sizes=((32, 32),),
+    banned_token_ids=model.config.banned_token_ids,
+  )
   app = serving_server.make_app("nano", engine, policy, store)
   engine.close()
   document = serving_openapi.document(serving_app.ENDPOINTS)
@@ -354,30 +362,36 @@ def policy_server() -> Section:
     """The address of which this one is another form."""
     path = re.sub(r"^/\{session\}/", "/sessions/{session}/", path)
     path = re.sub(rf"^/({names})$", r"/v1/\1", path)
-    path = re.sub(rf"^/sessions/\{{session\}}/({names})$",
-                  r"/sessions/{session}/v1/\1", path)  # pyformat: disable
     path = re.sub(
-        r"^/sessions/\{session\}/(?:v1/)?((?:models|responses/).*)$",
-        r"/v1/\1", path,
-    )  # pyformat: disable
+      rf"^/sessions/\{{session\}}/({names})$",
+      r"/sessions/{session}/v1/\1",
+      path,
+    )
+    path = re.sub(
+      r"^/sessions/\{session\}/(?:v1/)?((?:models|responses/).*)$",
+      r"/v1/\1",
+      path,
+    )
     return re.sub(
-        r"^/rl/(set_reward|end_session)$", r"/sessions/{session}/rl/\1", path
+      r"^/rl/(set_reward|end_session)$", r"/sessions/{session}/rl/\1", path
     )
 
   agree(
-      "serving",
-      {(method, canonical(path)) for method, path in served(app.asgi)},
-      described,
+    "serving",
+    {(method, canonical(path)) for method, path in served(app.asgi)},
+    described,
   )
   rows = []
   for (method, path), operation in described.items():
     short = re.sub(r"^(/sessions/\{session\})?/(v1/)?", "", path)
-    rows.append((
+    rows.append(
+      (
         call(method, path),
         operation["summary"],
         takes(operation),
         SERVING_ANSWERS.get(short) or answers(operation),
-    ))
+      )
+    )
   text = f"""\
 `tunix-mt serve NAME`, port 8000; [the guide](serving.md). With `--token-file`
 or `$TUNIX_ROLLOUT_TOKEN` every call but `/health` needs the token, or the key
@@ -400,7 +414,7 @@ programs."""
           k: v for k, v in document["components"]["schemas"].items()
           if k != "Error"
       }),
-  ))  # pyformat: disable
+  ))  # fmt: skip
 
 
 def gym_server() -> Section:
@@ -409,16 +423,17 @@ def gym_server() -> Section:
   described = dict(of_document(document))
   openenv = {(m, OPENENV + path): t for (m, path), t in OPENENV_CALLS.items()}
   document_call = ("GET", "/openapi.json")
-  agree(
-      "gym server", served(app.asgi), {*described, *openenv, document_call}
-  )
+  agree("gym server", served(app.asgi), {*described, *openenv, document_call})
   rows = [
-      (
-          call(*one), GYM_CALLS[operation["operationId"]], takes(operation),
-          answers(operation), failures(operation),
-      )
-      for one, operation in described.items()
-  ]  # pyformat: disable
+    (
+      call(*one),
+      GYM_CALLS[operation["operationId"]],
+      takes(operation),
+      answers(operation),
+      failures(operation),
+    )
+    for one, operation in described.items()
+  ]
   named = {s for one in described.values() for s in one["responses"]} - {"200"}
   refusals = statuses(pathlib.Path(catalog.__file__).parent, named)
   text = f"""\
@@ -439,7 +454,7 @@ section for programs."""
       *table(("call", "purpose"), (
           (call(*one), purpose) for one, purpose in openenv.items()
       )),
-  ))  # pyformat: disable
+  ))  # fmt: skip
 
 
 def run_service() -> Section:
@@ -460,7 +475,7 @@ A refusal is `{{"detail", "code"}}`; 429 has `Retry-After`. Statuses:
       )),
       "", "Objects; fields in bold are required:", "",
       *object_lines({"CreateBody": schema, **schema.get("$defs", {})}),
-  ))  # pyformat: disable
+  ))  # fmt: skip
 
 
 def rollout_buffer(folder: pathlib.Path) -> Section:
@@ -472,13 +487,12 @@ def rollout_buffer(folder: pathlib.Path) -> Section:
     own = {one for one in routes if not one[1].startswith(prefix)}
     agree("rollout buffer", own, BUFFER_CALLS)
     agree(
-        "rollout buffer",
-        {(m, p.removeprefix(prefix)) for m, p in routes - own},
-        {one for one in own if "rollout" in one[1] or "/buffer/" in one[1]},
+      "rollout buffer",
+      {(m, p.removeprefix(prefix)) for m, p in routes - own},
+      {one for one in own if "rollout" in one[1] or "/buffer/" in one[1]},
     )
   defaults = ", ".join(
-      f"`{name}` ({value})"
-      for name, value in buffer_requests.DEFAULTS.items()
+    f"`{name}` ({value})" for name, value in buffer_requests.DEFAULTS.items()
   )
   text = f"""\
 `tunix-rollout-buffer`, or `tunix-mt buffer`, port 8889; [the
@@ -496,33 +510,34 @@ is a 500 with the code `invalid_item`, as clients of the protocol expect."""
           (call(*one), *(cell.format(defaults=defaults) for cell in cells))
           for one, cells in BUFFER_CALLS.items()
       ))
-  ))  # pyformat: disable
+  ))  # fmt: skip
 
 
 def monitor(folder: pathlib.Path) -> Section:
   engine = database.connect(str(folder / "monitor.db"))
   database.upgrade(engine)
   app = monitor_app.MonitorApp(
-      engine, folder / "files", access.Access(engine, "", open_to_all=True)
+    engine, folder / "files", access.Access(engine, "", open_to_all=True)
   )
   document = app.document
   described = dict(of_document(document))
   programs = {
-      (method, path) for method, path in served(app.asgi)
-      if path.startswith("/api/") or path == "/health"
-  }  # pyformat: disable
+    (method, path)
+    for method, path in served(app.asgi)
+    if path.startswith("/api/") or path == "/health"
+  }
   agree("monitor", programs, described)
   app.writer.close()
   engine.dispose()
   rows = [
-      (
-          call(*one),
-          operation["summary"],
-          operation.get("security", [{"token": ["–"]}])[0]["token"][0],
-          takes(operation),
-          answers(operation),
-      )
-      for one, operation in described.items()
+    (
+      call(*one),
+      operation["summary"],
+      operation.get("security", [{"token": ["–"]}])[0]["token"][0],
+      takes(operation),
+      answers(operation),
+    )
+    for one, operation in described.items()
   ]
   refused = failures(next(iter(described.values())))
   text = f"""\
@@ -544,7 +559,7 @@ following one. `GET /api/v1/openapi.json` is this section for programs."""
       }),
       "", "Items of a batch; `client_id` is the sender's own name of one:", "",
       *object_lines(_items(document["components"]["schemas"]["Batch"])),
-  ))  # pyformat: disable
+  ))  # fmt: skip
 
 
 def _items(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -562,14 +577,19 @@ def page() -> str:
   with tempfile.TemporaryDirectory() as directory:
     folder = pathlib.Path(directory)
     sections = (
-        policy_server(), gym_server(), run_service(),
-        rollout_buffer(folder / "buffer"), monitor(folder),
-    )  # pyformat: disable
-  parts = ["""\
+      policy_server(),
+      gym_server(),
+      run_service(),
+      rollout_buffer(folder / "buffer"),
+      monitor(folder),
+    )
+  parts = [
+    """\
 # HTTP APIs
 
 Every call of the five services, from their own route tables. `make docs` writes
-this page; a test compares it."""]
+this page; a test compares it."""
+  ]
   for one in sections:
     text = "\n\n".join(wrapped(part) for part in one.text.split("\n\n"))
     parts += [f"## {one.title}", text, "\n".join(one.lines)]

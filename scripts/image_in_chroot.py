@@ -39,7 +39,7 @@ _MARK = "TUNIX_IMAGE_NAMESPACE"
 KNOWN = (
     "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "USER",
     "WORKDIR",
-)  # pyformat: disable
+)  # fmt: skip
 RUN_S = 3600
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::([-+])([^}]*))?\}|(\w+))")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -104,9 +104,7 @@ def expand(text: str, values: Mapping[str, str]) -> str:
 def pairs(text: str) -> dict[str, str]:
   """`a=b c="d e"` of an ENV or ARG."""
   values = {}
-  for name, quoted, plain in re.findall(
-      r'(\w+)=(?:"([^"]*)"|(\S*))', text
-  ):
+  for name, quoted, plain in re.findall(r'(\w+)=(?:"([^"]*)"|(\S*))', text):
     values[name] = quoted or plain
   return values
 
@@ -141,17 +139,15 @@ class Image:
         name, _, default = step.text.partition("=")
         value = default.strip('"')
         self.arguments[name] = self.build_arguments.get(
-            name, expand(value, values)
+          name, expand(value, values)
         )
       case "ENV":
         self.environment |= {
-            name: expand(value, values)
-            for name, value in pairs(step.text).items()
+          name: expand(value, values)
+          for name, value in pairs(step.text).items()
         }
       case "WORKDIR":
-        self.directory = os.path.join(
-            self.directory, expand(step.text, values)
-        )
+        self.directory = os.path.join(self.directory, expand(step.text, values))
         self.inside(self.directory).mkdir(parents=True, exist_ok=True)
       case "USER":
         self.user = expand(step.text, values)
@@ -176,28 +172,33 @@ class Image:
     place = self.inside(os.path.join(self.directory, target))
     if origin.is_dir():
       shutil.copytree(
-          origin, place, dirs_exist_ok=True,
-          ignore=shutil.ignore_patterns("__pycache__", "*.part"),
-      )  # pyformat: disable
+        origin,
+        place,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("__pycache__", "*.part"),
+      )
     else:
       into = many or target.endswith("/") or place.is_dir()
       (place if into else place.parent).mkdir(parents=True, exist_ok=True)
       shutil.copy2(origin, place / origin.name if into else place)
 
   def call(
-      self, command: Sequence[str], more: Mapping[str, str] | None = None
+    self, command: Sequence[str], more: Mapping[str, str] | None = None
   ) -> None:
     environment = {
-        "PATH": _PATH, "HOME": "/root", **(more or {}), **self.environment,
-        **self.outside,
-    }  # pyformat: disable
+      "PATH": _PATH,
+      "HOME": "/root",
+      **(more or {}),
+      **self.environment,
+      **self.outside,
+    }
     if self.user != "root":
       environment["HOME"] = f"/home/{self.user}"
     subprocess.run(
         ["chroot", f"--userspec={self.user}", str(self.root), "/usr/bin/env",
          "-C", self.directory, *command],
         env=environment, check=True, timeout=RUN_S,
-    )  # pyformat: disable
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -217,18 +218,28 @@ def main(argv: Sequence[str] | None = None) -> int:
   argv = sys.argv[1:] if argv is None else list(argv)
   cut = argv.index("--") if "--" in argv else len(argv)
   parser = argparse.ArgumentParser(
-      usage="%(prog)s [options] ROOT [-- WORD ...]",
-      description=(__doc__ or "").partition("\n")[0],
+    usage="%(prog)s [options] ROOT [-- WORD ...]",
+    description=(__doc__ or "").partition("\n")[0],
   )
   add = parser.add_argument
   add("root", type=pathlib.Path, help="directory with a base system")
   add("--file", type=pathlib.Path, default=ROOT / "docker" / "Dockerfile")
   add("--build-arg", action="append", default=[], metavar="NAME=VALUE")
-  add("--env", action="append", default=[], metavar="NAME=VALUE",
-      help="of every command, as a registry's certificate for pip")
-  add("--bind", action="append", default=[], metavar="DIR",
-      help="of this machine, at the same place within")
-  args = parser.parse_args(argv[:cut])  # pyformat: disable
+  add(
+    "--env",
+    action="append",
+    default=[],
+    metavar="NAME=VALUE",
+    help="of every command, as a registry's certificate for pip",
+  )
+  add(
+    "--bind",
+    action="append",
+    default=[],
+    metavar="DIR",
+    help="of this machine, at the same place within",
+  )
+  args = parser.parse_args(argv[:cut])
   try:
     steps = parse(args.file.read_text(encoding="utf-8"))
     if not (args.root / "bin" / "sh").exists():
@@ -241,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.execvp("unshare", [
         "unshare", "--mount", "--propagation", "private", sys.executable,
         os.path.abspath(__file__), *argv,
-    ])  # pyformat: disable
+    ])  # fmt: skip
   named = lambda texts: dict(text.partition("=")[::2] for text in texts)
   image = Image(args.root, ROOT, named(args.build_arg), named(args.env))
   # Host names resolve inside as they do outside.

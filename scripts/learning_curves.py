@@ -30,11 +30,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "examples" / "configs"
 NAMES = ("calculator", "mcp", "qwen3_vl_computer_use", "run_service", "smollm2")
 _STYLE = (
-    "<style>svg{background:#fff;font:11px sans-serif}"
-    ".grid{stroke:#e4e7ec}.tick{fill:#667085}"
-    ".raw,.strong{fill:none;stroke:#2563c9;stroke-linejoin:round}"
-    ".raw{opacity:.35}.strong{stroke-width:2.2}"
-    ".mark{stroke:#1c2330;fill:#fff;stroke-width:1.6}</style>"
+  "<style>svg{background:#fff;font:11px sans-serif}"
+  ".grid{stroke:#e4e7ec}.tick{fill:#667085}"
+  ".raw,.strong{fill:none;stroke:#2563c9;stroke-linejoin:round}"
+  ".raw{opacity:.35}.strong{stroke-width:2.2}"
+  ".mark{stroke:#1c2330;fill:#fff;stroke-width:1.6}</style>"
 )
 _MEAN_OF = 5  # Updates of the thick line.
 _START_S = 60.0
@@ -47,8 +47,8 @@ def picture(directory: pathlib.Path) -> str:
   steps = [m["step"] for m in metrics]
   rates = [m["success_rate"] for m in metrics]
   means = [
-      sum(rates[max(0, i - _MEAN_OF + 1) : i + 1]) / min(i + 1, _MEAN_OF)
-      for i in range(len(rates))
+    sum(rates[max(0, i - _MEAN_OF + 1) : i + 1]) / min(i + 1, _MEAN_OF)
+    for i in range(len(rates))
   ]
   marks = []
   for name, at in (("warm_start", 0), ("final", max(steps, default=0))):
@@ -59,16 +59,16 @@ def picture(directory: pathlib.Path) -> str:
       rate = evaluation["success_rate"]
       marks.append(svg.Interval(at, rate, low, high, label))
   chart = svg.line_chart(
-      [svg.Line("success rate", steps, rates, means, 2)],
-      y_range=(0.0, 1.0),
-      x_label="updates by GRPO",
-      marks=marks,
-      height=200,
+    [svg.Line("success rate", steps, rates, means, 2)],
+    y_range=(0.0, 1.0),
+    x_label="updates by GRPO",
+    marks=marks,
+    height=200,
   )
   head, tail = chart.split(">", 1)
   # A file by itself names its language and size, which a page's does not.
   head = head.replace(
-      "<svg", '<svg xmlns="http://www.w3.org/2000/svg" width="720"', 1
+    "<svg", '<svg xmlns="http://www.w3.org/2000/svg" width="720"', 1
   )
   return f"{head}>{_STYLE}{tail}\n"
 
@@ -78,8 +78,8 @@ def table_line(directory: pathlib.Path) -> str:
   summary = _summary(directory)
   evaluations = _evaluations(directory)
   cells = [
-      _interval(evaluations[name]) if name in evaluations else "–"
-      for name in ("initial", "warm_start", "final")
+    _interval(evaluations[name]) if name in evaluations else "–"
+    for name in ("initial", "warm_start", "final")
   ]
   minutes = summary["seconds"] / 60
   cells = [directory.name, *cells, str(summary["step"]), f"{minutes:.1f}"]
@@ -129,9 +129,13 @@ def train(name: str, runs: pathlib.Path, port: int) -> pathlib.Path:
     CalledProcessError: the run failed.
   """
   command = [
-      sys.executable, "-m", "tunix.rl.multi_turn.train",
-      str(CONFIGS / f"{name}.yaml"), f"run.dir={runs}", f"name={name}",
-  ]  # pyformat: disable
+    sys.executable,
+    "-m",
+    "tunix.rl.multi_turn.train",
+    str(CONFIGS / f"{name}.yaml"),
+    f"run.dir={runs}",
+    f"name={name}",
+  ]
   context: Any = contextlib.nullcontext()
   if name == "run_service":
     command.append(f"run_service.base_url=http://127.0.0.1:{port}")
@@ -143,7 +147,7 @@ def train(name: str, runs: pathlib.Path, port: int) -> pathlib.Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   parser.add_argument("names", nargs="*", default=list(NAMES), metavar="name")
   parser.add_argument("--runs", default="runs", help="where runs are made")
@@ -160,9 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   print("|---|---|---|---|---|---|")
   for name in args.draw or args.names:
     directory = (
-        pathlib.Path(name)
-        if args.draw
-        else train(name, pathlib.Path(args.runs).resolve(), args.port)
+      pathlib.Path(name)
+      if args.draw
+      else train(name, pathlib.Path(args.runs).resolve(), args.port)
     )
     (out / f"learning_{directory.name}.svg").write_text(picture(directory))
     print(table_line(directory), flush=True)

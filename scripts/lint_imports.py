@@ -14,7 +14,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 class _CloneOnly(importlib.abc.MetaPathFinder):
-
   def find_spec(self, name, path=None, target=None):
     del path, target
     if name not in ("tunix", "tunix.rl", "tunix.rl.queue"):

@@ -28,16 +28,16 @@ from typing import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PARTICIPLES = frozenset(
-    "asked done found gone given held kept known left made meant rest said seen"
-    " taken told wanted whole".split()
+  "asked done found gone given held kept known left made meant rest said seen"
+  " taken told wanted whole".split()
 )
 _FRAGMENT = re.compile(
-    r"\s+\*{0,2}\w+: (as|behind|beside|between|by|for|from|in|of|since|that|to"
-    r"|until|what|when|where|which|who|whose|with)\b"
+  r"\s+\*{0,2}\w+: (as|behind|beside|between|by|for|from|in|of|since|that|to"
+  r"|until|what|when|where|which|who|whose|with)\b"
 )
 _OPENING = re.compile(
-    r"(How|It|Nobody|That|Them|The ones?|Those|What|Where|Which|Who|Whom"
-    r"|Whose)\b"
+  r"(How|It|Nobody|That|Them|The ones?|Those|What|Where|Which|Who|Whom"
+  r"|Whose)\b"
 )
 _OWNERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -60,7 +60,7 @@ def findings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 def _in_docstring(first: ast.stmt) -> Iterator[tuple[int, str, str]]:
   if not isinstance(first, ast.Expr) or not isinstance(
-      first.value, ast.Constant
+    first.value, ast.Constant
   ):
     return
   text = first.value.value
@@ -81,14 +81,17 @@ def main() -> int:
   settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
   allowed = settings["tool"]["words"]
   tracked = subprocess.run(
-      ["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True,
-      text=True,
-  ).stdout.split()  # pyformat: disable
+    ["git", "ls-files", "*.py"],
+    cwd=ROOT,
+    check=True,
+    capture_output=True,
+    text=True,
+  ).stdout.split()
   counts: collections.Counter[str] = collections.Counter()
   lines: collections.Counter[str] = collections.Counter()
   for name in tracked:
     folder = max(
-        (f for f in allowed if name.startswith(f + "/")), key=len, default=""
+      (f for f in allowed if name.startswith(f + "/")), key=len, default=""
     )
     if not folder or not (ROOT / name).exists():
       continue
@@ -103,9 +106,9 @@ def main() -> int:
     if counts[folder] > most:
       failed = True
       print(
-          f"{folder}: {counts[folder]} findings in {lines[folder]:,} lines,"
-          f" {most} allowed; see them with"
-          f" scripts/lint_words.py --list {folder}"
+        f"{folder}: {counts[folder]} findings in {lines[folder]:,} lines,"
+        f" {most} allowed; see them with"
+        f" scripts/lint_words.py --list {folder}"
       )
   return int(failed)
 

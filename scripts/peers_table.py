@@ -57,9 +57,11 @@ class Peer:
 
 def _agent(title: str, distribution: str) -> Peer:
   return Peer(
-      title, "plays two turns with a tool and a screenshot through the server",
-      (distribution,), _AGENTS,
-  )  # pyformat: disable
+    title,
+    "plays two turns with a tool and a screenshot through the server",
+    (distribution,),
+    _AGENTS,
+  )
 
 
 PEERS: Mapping[str, Peer] = {
@@ -132,7 +134,7 @@ PEERS: Mapping[str, Peer] = {
         "google-tunix", "its agents and environments run in our engine",
         ("google-tunix",),
     ),
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def version(peer: Peer, root: pathlib.Path = ROOT) -> str:
@@ -142,8 +144,8 @@ def version(peer: Peer, root: pathlib.Path = ROOT) -> str:
     return json.loads(path.read_text())["version"] if path.exists() else ""
   paths = list(sys.path) if peer.environment == _OWN else []
   paths += [
-      str(path)
-      for path in root.glob(f"{peer.environment}/lib/python3*/site-packages")
+    str(path)
+    for path in root.glob(f"{peer.environment}/lib/python3*/site-packages")
   ]
   for name in peer.distributions:
     for installed in metadata.distributions(name=name, path=paths):
@@ -152,7 +154,7 @@ def version(peer: Peer, root: pathlib.Path = ROOT) -> str:
 
 
 def counts(
-    results: Sequence[pathlib.Path],
+  results: Sequence[pathlib.Path],
 ) -> tuple[dict[str, collections.Counter[str]], str]:
   """Outcomes of tests by peer, and the day of the last result.
 
@@ -179,24 +181,22 @@ def counts(
         name = item.get("value", "")
         if name not in PEERS:
           raise ValueError(
-              f"{case.get('classname')}::{case.get('name')} names the peer"
-              f" {name!r}; take one of {', '.join(PEERS)}, or add it to"
-              " scripts/peers_table.py"
+            f"{case.get('classname')}::{case.get('name')} names the peer"
+            f" {name!r}; take one of {', '.join(PEERS)}, or add it to"
+            " scripts/peers_table.py"
           )
         outcomes.setdefault(name, collections.Counter())[outcome] += 1
   return outcomes, day
 
 
-def table(
-    results: Sequence[pathlib.Path], root: pathlib.Path = ROOT
-) -> str:
+def table(results: Sequence[pathlib.Path], root: pathlib.Path = ROOT) -> str:
   """The table as Markdown, with a line that says when it was made."""
   outcomes, day = counts(results)
   lines = [
-      f"Made on {day} by `scripts/peers_table.py` from a run of the tests.",
-      "",
-      "| peer | version | what ran | passed |",
-      "|---|---|---|---|",
+    f"Made on {day} by `scripts/peers_table.py` from a run of the tests.",
+    "",
+    "| peer | version | what ran | passed |",
+    "|---|---|---|---|",
   ]
   for name, peer in PEERS.items():
     outcome = outcomes.get(name, collections.Counter())
@@ -225,13 +225,13 @@ def write(text: str, page: pathlib.Path = PAGE) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
   parser = argparse.ArgumentParser(
-      description=(__doc__ or "").partition("\n")[0]
+    description=(__doc__ or "").partition("\n")[0]
   )
   parser.add_argument(
-      "results", type=pathlib.Path, nargs="+", help="of pytest's --junitxml"
+    "results", type=pathlib.Path, nargs="+", help="of pytest's --junitxml"
   )
   parser.add_argument(
-      "--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}"
+    "--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}"
   )
   args = parser.parse_args(argv)
   try:

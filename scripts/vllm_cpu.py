@@ -24,11 +24,16 @@ import sysconfig
 _USER = "torchvision._autograd_registrations"
 """torchvision's first module that needs the operators."""
 _OPERATORS = ["nms", "qnms"] + [
-    prefix + name + suffix
-    for name in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool",
-                 "deform_conv2d")
-    for prefix, suffix in (("", ""), ("_", "_backward"))
-]  # pyformat: disable
+  prefix + name + suffix
+  for name in (
+    "roi_align",
+    "roi_pool",
+    "ps_roi_align",
+    "ps_roi_pool",
+    "deform_conv2d",
+  )
+  for prefix, suffix in (("", ""), ("_", "_backward"))
+]
 
 
 class OperatorNames(importlib.abc.MetaPathFinder):
@@ -55,7 +60,7 @@ def main() -> None:
   about = packages / f"vllm-{version}+cpu.dist-info"
   about.mkdir(exist_ok=True)
   (about / "METADATA").write_text(
-      f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+    f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
   )
 
 

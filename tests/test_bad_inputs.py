@@ -16,10 +16,12 @@ import pytest
 pytestmark = pytest.mark.timeout(60)
 
 TABLE = [
-    *bad_inputs.COMMANDS,
-    *(("train", shlex.quote(argument), *words)
-      for argument, *words in bad_inputs.SETTINGS),
-]  # pyformat: disable
+  *bad_inputs.COMMANDS,
+  *(
+    ("train", shlex.quote(argument), *words)
+    for argument, *words in bad_inputs.SETTINGS
+  ),
+]
 STATUS = {"reporting.report nowhere": 1, "reporting.report mydir": 1}
 """Documented exit statuses other than 2."""
 
@@ -32,7 +34,9 @@ def _sandbox(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(tmp_path)
   for variable in (
-      "TUNIX_MONITOR_TOKEN", "TUNIX_ROLLOUT_TOKEN", "TUNIX_GYM_TOKEN"
+    "TUNIX_MONITOR_TOKEN",
+    "TUNIX_ROLLOUT_TOKEN",
+    "TUNIX_GYM_TOKEN",
   ):
     monkeypatch.delenv(variable, raising=False)
   yield
@@ -65,14 +69,14 @@ def main_of(command):
 
 
 @pytest.mark.parametrize(
-    "command, arguments, words",
-    [
-        pytest.param(command, line, words, id=f"{command} {line}"[:70])
-        for command, line, *words in TABLE
-    ],
+  "command, arguments, words",
+  [
+    pytest.param(command, line, words, id=f"{command} {line}"[:70])
+    for command, line, *words in TABLE
+  ],
 )
 def test_a_bad_input_is_answered_with_field_value_and_fix(
-    command, arguments, words, capsys
+  command, arguments, words, capsys
 ):
   try:
     status = main_of(command)(shlex.split(arguments))

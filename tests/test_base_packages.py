@@ -39,10 +39,10 @@ def others():
   """Modules that the development environment has beside those packages."""
   names = required()
   return {
-      module
-      for module, owners in importlib.metadata.packages_distributions().items()
-      if module not in ("tunix", "tunix_multi_turn")
-      and not {utils.canonicalize_name(o) for o in owners} & names
+    module
+    for module, owners in importlib.metadata.packages_distributions().items()
+    if module not in ("tunix", "tunix_multi_turn")
+    and not {utils.canonicalize_name(o) for o in owners} & names
   }
 
 
@@ -66,17 +66,20 @@ class BaseOnly(importlib.abc.MetaPathFinder):
 def child(program, *args, cwd):
   """Runs `program` where nothing but the required packages can be imported."""
   code = (
-      "import json, sys\n"
-      "import test_base_packages as base\n"
-      "sys.meta_path.insert(0, base.BaseOnly(json.loads(sys.argv.pop(1))))\n"
+    "import json, sys\n"
+    "import test_base_packages as base\n"
+    "sys.meta_path.insert(0, base.BaseOnly(json.loads(sys.argv.pop(1))))\n"
   )
   paths = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers"), str(ROOT)]
   return subprocess.run(
-      [sys.executable, "-c", code + program, json.dumps(sorted(others())),
-       *args],
-      cwd=cwd, capture_output=True, text=True, timeout=300, check=False,
-      env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-  )  # pyformat: disable
+    [sys.executable, "-c", code + program, json.dumps(sorted(others())), *args],
+    cwd=cwd,
+    capture_output=True,
+    text=True,
+    timeout=300,
+    check=False,
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+  )
 
 
 def test_what_is_hidden_is_there_to_be_hidden():
@@ -87,7 +90,7 @@ def test_what_is_hidden_is_there_to_be_hidden():
 @pytest.mark.slow
 def test_a_run_needs_the_required_packages_alone(tmp_path):
   process = child(
-      """
+    """
 import small_runs
 status = small_runs.run_train(
     __import__("pathlib").Path("runs"), "steps=1", small_runs.ONE_LAYER,
@@ -98,7 +101,7 @@ import tunix
 assert tunix.__file__ is None
 sys.exit(status)
 """,
-      cwd=tmp_path,
+    cwd=tmp_path,
   )
   assert process.returncode == 0, process.stderr[-3000:]
   assert list(tmp_path.rglob("report.html"))
@@ -107,7 +110,7 @@ sys.exit(status)
 
 def test_a_wrong_setting_is_refused_before_jax_has_started(tmp_path):
   process = child(
-      """
+    """
 import runpy
 sys.argv[1:] = ["learner.steps=-1", "gym=deskto"]
 try:
@@ -116,7 +119,7 @@ try:
 finally:
   assert "flax" not in sys.modules and "orbax" not in sys.modules
 """,
-      cwd=tmp_path,
+    cwd=tmp_path,
   )
   assert process.returncode == 2, process.stderr[-3000:]
   assert "learner.steps=-1" in process.stderr and "deskto'" in process.stderr
@@ -124,7 +127,7 @@ finally:
 
 def test_the_package_is_imported_at_once_and_without_a_word(tmp_path):
   ended = child(
-      """
+    """
 import time
 before = time.process_time()
 import tunix.rl.multi_turn as mt
@@ -132,7 +135,7 @@ assert "jax" not in sys.modules
 from tunix.rl.multi_turn.api import runs
 print(time.process_time() - before, *dir(mt))
 """,
-      cwd=tmp_path,
+    cwd=tmp_path,
   )
   assert ended.returncode == 0 and not ended.stderr, ended.stderr[-3000:]
   seconds, *names = ended.stdout.split()
@@ -140,32 +143,32 @@ print(time.process_time() - before, *dir(mt))
   assert names == [
       "BusyError", "ConfigError", "Episode", "EvaluationRun", "Run",
       "TrainingRun", "evaluate", "load", "play", "train",
-  ]  # pyformat: disable
+  ]  # fmt: skip
 
 
 def test_publishing_episodes_names_its_extra(tmp_path):
   process = child(
-      """
+    """
 from tunix.rl.multi_turn.reporting.publishing import episode_tables, hub
 try:
   episode_tables.write(None, None, None)
 except hub.PublishError as error:
   print(error)
 """,
-      cwd=tmp_path,
+    cwd=tmp_path,
   )
   assert "pip install 'tunix-multi-turn[hub]'" in process.stdout, process.stderr
 
 
 def test_an_agent_of_google_tunix_names_its_extra(tmp_path):
   process = child(
-      """
+    """
 from tunix.rl.multi_turn.core import registry
 try:
   registry.import_path("tunix.rl.agentic.agents.tool_agent:ToolAgent")
 except ImportError as error:
   print(error)
 """,
-      cwd=tmp_path,
+    cwd=tmp_path,
   )
   assert "pip install 'tunix-multi-turn[google-tunix]'" in process.stdout

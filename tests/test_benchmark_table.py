@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 @pytest.fixture
 def table(tmp_path, monkeypatch):
   spec = importlib.util.spec_from_file_location(
-      "benchmark_table", ROOT / "benchmarks" / "table.py"
+    "benchmark_table", ROOT / "benchmarks" / "table.py"
   )
   module = importlib.util.module_from_spec(spec)
   monkeypatch.setitem(sys.modules, spec.name, module)
@@ -26,10 +26,14 @@ def small(table, name="conversion"):
   """A benchmark of the table on little work."""
   (benchmark,) = [b for b in table.TABLE if b.name == name]
   return table.Benchmark(
-      name, benchmark.script, ("--tokens", "400", "--turns", "10"),
-      (table.Figure("packed", "tokens/s", lambda r: r["400"]["pack"], 1.0),
-       table.Figure("left out", "", lambda r: r["elsewhere"])),
-  )  # pyformat: disable
+    name,
+    benchmark.script,
+    ("--tokens", "400", "--turns", "10"),
+    (
+      table.Figure("packed", "tokens/s", lambda r: r["400"]["pack"], 1.0),
+      table.Figure("left out", "", lambda r: r["elsewhere"]),
+    ),
+  )
 
 
 @pytest.mark.slow
@@ -56,18 +60,23 @@ def test_names_are_unique_and_scripts_are_there(table):
 def of(table, **figures):
   """Two figures: a ratio that shall be high, and seconds that shall be low."""
   table.TABLE = (
-      table.Benchmark("b", "bench_start.py", (), (
-          table.Figure("ratio", "×", lambda r: 0.0, 2.0),
-          table.Figure("seconds", "s", lambda r: 0.0, 15.0, lower=True),
-      )),
-  )  # pyformat: disable
+    table.Benchmark(
+      "b",
+      "bench_start.py",
+      (),
+      (
+        table.Figure("ratio", "×", lambda r: 0.0, 2.0),
+        table.Figure("seconds", "s", lambda r: 0.0, 15.0, lower=True),
+      ),
+    ),
+  )
   return figures
 
 
 def test_what_became_worse_than_the_baseline_is_marked(table):
   before = {
-      "machine": table.machine(),
-      "figures": of(table, ratio=2.0, seconds=10.0),
+    "machine": table.machine(),
+    "figures": of(table, ratio=2.0, seconds=10.0),
   }
   lines, worse = table.rows({"ratio": 1.9, "seconds": 11.0}, before)
   assert not worse and "≥ 2 |" in lines[2] and "≤ 15, reached" in lines[3]
@@ -78,8 +87,8 @@ def test_what_became_worse_than_the_baseline_is_marked(table):
 
 def test_seconds_of_another_machine_are_no_baseline(table):
   before = {
-      "machine": {"processor": "another"},
-      "figures": of(table, ratio=2.0, seconds=1.0),
+    "machine": {"processor": "another"},
+    "figures": of(table, ratio=2.0, seconds=1.0),
   }
   lines, worse = table.rows({"ratio": 1.0, "seconds": 14.0}, before)
   assert worse == ["ratio"]
@@ -106,10 +115,10 @@ def test_days_and_load_are_those_of_each_benchmark(table):
   table.FOUND.mkdir()
   for name, on, load in (("a", "2026-01-02", 0.1), ("b", "2026-01-01", 0.7)):
     (table.FOUND / f"{name}.json").write_text(
-        json.dumps({"measured": {"on": on, "load_before": load}})
+      json.dumps({"measured": {"on": on, "load_before": load}})
     )
   assert table.measured(["a"]) == (
-      "2026-01-02, load before a benchmark at most 0.1"
+    "2026-01-02, load before a benchmark at most 0.1"
   )
   assert table.measured(["a", "b"]).startswith("2026-01-01 to 2026-01-02, ")
 
@@ -119,7 +128,8 @@ def test_saving_keeps_what_this_machine_found_before(table, tmp_path):
   table.save(file, {"ratio": 2.0})
   table.save(file, {"seconds": 1.0})
   assert json.loads(file.read_text())["figures"] == {
-      "ratio": 2.0, "seconds": 1.0
+    "ratio": 2.0,
+    "seconds": 1.0,
   }
   file.write_text('{"machine": {"processor": "another"}, "figures": {"x": 1}}')
   table.save(file, {"ratio": 3.0})

@@ -10,9 +10,13 @@ _FOUND = "import importlib.util as u; print(u.find_spec('torch') is not None)"
 
 def _found(**environment):
   process = subprocess.run(
-      [sys.executable, "-c", _FOUND], env={**os.environ, **environment},
-      capture_output=True, text=True, timeout=60, check=True,
-  )  # pyformat: disable
+    [sys.executable, "-c", _FOUND],
+    env={**os.environ, **environment},
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=True,
+  )
   return process.stdout.strip() == "True"
 
 

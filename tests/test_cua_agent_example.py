@@ -19,14 +19,17 @@ PARTS = (
     "rollout_logger", "gbox_mini_agent_client", "task_loader",
     "gym_task_source", "demo_tasks", "ingest_client", "monitor_context",
     "monitor_training_hooks", "http_rollout_recorder", "event_tools",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch):
   monkeypatch.syspath_prepend(str(ROOT / "examples"))
-  for name in ("GBOX_MINI_AGENT_BASE_URL", "TUNIX_MONITOR_URL",
-               "TUNIX_MONITOR_TOKEN"):  # pyformat: disable
+  for name in (
+    "GBOX_MINI_AGENT_BASE_URL",
+    "TUNIX_MONITOR_URL",
+    "TUNIX_MONITOR_TOKEN",
+  ):
     monkeypatch.delenv(name, raising=False)
 
 
@@ -44,11 +47,12 @@ def test_each_part_is_there_and_none_needs_tinker(monkeypatch):
     for public in getattr(module, "__all__", ()):
       assert hasattr(module, public)
   for path in [
-      *EXAMPLE.rglob("*.py"), *(ROOT / "tunix").rglob("*.py"),
-      *ROOT.glob("packages/*/*/**/*.py"),
-  ]:  # pyformat: disable
+    *EXAMPLE.rglob("*.py"),
+    *(ROOT / "tunix").rglob("*.py"),
+    *ROOT.glob("packages/*/*/**/*.py"),
+  ]:
     assert not re.search(
-        r"^\s*(import|from) tinker", path.read_text(encoding="utf-8"), re.M
+      r"^\s*(import|from) tinker", path.read_text(encoding="utf-8"), re.M
     ), path
 
 
@@ -90,10 +94,11 @@ def test_settings_are_checked_and_also_read_from_the_environment(monkeypatch):
   monkeypatch.setenv("CUA_MEDIA_DOMAINS", "a.example,b.example")
   served = configs.config_class(Theirs)().vllm
   assert dataclasses.asdict(served) == {
-      "model": "", "max_model_len": 262144,
-      "limit_mm_per_prompt": '{"image": 64}',
-      "allowed_media_domains": ["a.example", "b.example"],
-  }  # pyformat: disable
+    "model": "",
+    "max_model_len": 262144,
+    "limit_mm_per_prompt": '{"image": 64}',
+    "allowed_media_domains": ["a.example", "b.example"],
+  }
 
 
 def test_the_entry_script_builds_all_but_areal_s_trainer(capsys, monkeypatch):
@@ -103,18 +108,19 @@ def test_the_entry_script_builds_all_but_areal_s_trainer(capsys, monkeypatch):
     place = next(f for f in fields if f.name == "gym_base_url")
     assert place.default == "http://127.0.0.1:5010"
     result = configs.CUAFields
-    monkeypatch.setattr(
-        configs, "CUAFields", lambda: result(gym_base_url=url)
-    )
+    monkeypatch.setattr(configs, "CUAFields", lambda: result(gym_base_url=url))
     assert train.main(["--dry-run"]) == 0
-    assert re.search(r"\d+ tasks to train on, \d+ held out",
-                     capsys.readouterr().out)  # pyformat: disable
-    rows = [load("dataset").rows(result(gym_base_url=url), s)
-            for s in ("train", "eval")]  # pyformat: disable
+    assert re.search(
+      r"\d+ tasks to train on, \d+ held out", capsys.readouterr().out
+    )
+    rows = [
+      load("dataset").rows(result(gym_base_url=url), s)
+      for s in ("train", "eval")
+    ]
   ids = [{r["task_id"] for r in part} for part in rows]
   assert ids[0] and ids[1] and not ids[0] & ids[1]
   assert {"task_id", "description", "name", "gym_id", "gym_base_url"} <= set(
-      rows[0][0]
+    rows[0][0]
   )
   monkeypatch.setitem(sys.modules, "areal", None)
   monkeypatch.setitem(sys.modules, "areal.api", None)
@@ -127,7 +133,7 @@ def test_the_entry_script_builds_all_but_areal_s_trainer(capsys, monkeypatch):
 
 @pytest.mark.parametrize("failure", [None, RuntimeError("the actor died")])
 def test_the_monitor_has_the_run_and_how_it_ended(
-    tmp_path, monkeypatch, failure
+  tmp_path, monkeypatch, failure
 ):
   train, configs = load("train"), load("configs")
   context = load("cua_rl.monitor_context")
@@ -158,10 +164,11 @@ async def test_a_run_is_played_summed_up_and_written_without_pixels(tmp_path):
   text = run_services.call(action="answer", text="42")
   task = {"task_id": "t", "family": "click-button"}
   with (
-      run_services.scripted(
-          lambda *_: (200, run_services.completion(text))
-      ) as (model, _),
-      run_services.serving() as (url, _),
+    run_services.scripted(lambda *_: (200, run_services.completion(text))) as (
+      model,
+      _,
+    ),
+    run_services.serving() as (url, _),
   ):
     client = client_lib.RunServiceClient(url, poll_s=0.02)
     result, events = await runner.run_mini_agent_rollout(client, {
@@ -169,12 +176,16 @@ async def test_a_run_is_played_summed_up_and_written_without_pixels(tmp_path):
         "model": {"baseUrl": model, "name": "m"},
         "env": {"type": "gym", "gym": "desktop", "task": task, "width": 128,
                 "height": 96},
-    })  # pyformat: disable
+    })  # fmt: skip
     assert result == {
-        "task_success": True, "task_completed": True, "num_turns": 1,
-        "max_turns": 3, "errors": [], "result_message": "finished",
-        "answer": "42",
-    }  # pyformat: disable
+      "task_success": True,
+      "task_completed": True,
+      "num_turns": 1,
+      "max_turns": 3,
+      "errors": [],
+      "result_message": "finished",
+      "answer": "42",
+    }
     failed, _ = await runner.run_mini_agent_rollout(client, {"task": ""})
     assert not failed["task_completed"] and "422" in failed["errors"][0]
     await client.aclose()

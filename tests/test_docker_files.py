@@ -29,7 +29,7 @@ DOCKER = ROOT / "docker"
 IMAGE = "us-docker.pkg.dev/colab-images/public/runtime"
 TPU = ["-v", "/dev:/dev", "-v", "/run:/run",
        "-v", "/var/lib/cloud:/var/lib/cloud", "-e", "TPU_NAME=local",
-       ]  # pyformat: disable
+       ]  # fmt: skip
 RECORDER = r"""#!/bin/sh
 { for word; do printf '%s\0' "$word"; done; printf '\n'; } >> "$CALLS"
 case $1 in
@@ -50,10 +50,13 @@ def _project(tmp_path):
 
 def script(*arguments, **env):
   return subprocess.run(
-      ["bash", DOCKER / "tpu_notebook.sh", *map(str, arguments)],
-      capture_output=True, text=True, timeout=60, check=False,
-      env={"PATH": os.environ["PATH"], **env},
-  )  # pyformat: disable
+    ["bash", DOCKER / "tpu_notebook.sh", *map(str, arguments)],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+    env={"PATH": os.environ["PATH"], **env},
+  )
 
 
 def shown(*arguments):
@@ -64,16 +67,19 @@ def shown(*arguments):
   return stop, run, process.stderr
 
 
-@pytest.mark.parametrize("path", [
-    "docker/tpu_notebook.sh", "launch/tpu_vm.sh", "scripts/venv.sh",
-])
+@pytest.mark.parametrize(
+  "path", ["docker/tpu_notebook.sh", "launch/tpu_vm.sh", "scripts/venv.sh"]
+)
 def test_shellcheck_finds_nothing(path):
   if shutil.which("shellcheck") is None:
     pytest.skip("no shellcheck; apt-get install shellcheck")
   process = subprocess.run(
-      ["shellcheck", ROOT / path], capture_output=True, text=True, timeout=60,
-      check=False,
-  )  # pyformat: disable
+    ["shellcheck", ROOT / path],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
   assert process.returncode == 0, process.stdout
 
 
@@ -88,31 +94,37 @@ def test_the_container_of_the_first_design(project):
       "docker", "run", "--rm", "--privileged", "--net=host", *TPU,
       "-v", f"{project}:/workspace/tunix", "--name", "colab",
       "-w", "/workspace", IMAGE,
-  ]  # pyformat: disable
+  ]  # fmt: skip
   assert "http://127.0.0.1:8080/?token=TOKEN" in note
   assert "ssh -N -L 8080:127.0.0.1:8080 my-tpu" in note
   assert "%load_ext autoreload" in note and "%autoreload 2" in note
 
 
-@pytest.mark.parametrize("arguments, workdir", [
+@pytest.mark.parametrize(
+  "arguments, workdir",
+  [
     (["--workdir", "/workspace/tunix"], ["-w", "/workspace/tunix"]),
     ([], ["-w", "/workspace"]),
     (["--workdir", "image"], []),
-])
+  ],
+)
 def test_where_the_container_starts(project, arguments, workdir):
   _, run, _ = shown(*arguments, project)
   assert run[-1 - len(workdir) : -1] == workdir
   assert run.count("-w") == bool(workdir)
 
 
-@pytest.mark.parametrize("arguments, mapped, port", [
+@pytest.mark.parametrize(
+  "arguments, mapped, port",
+  [
     ([], None, 8080),
     (["--no-host-network"], "127.0.0.1:9000:8080", 9000),
     (["--no-host-network", "--port", "9123"], "127.0.0.1:9123:8080", 9123),
     (["--port", "9123"], None, 8080),
-])
+  ],
+)
 def test_ports_are_mapped_without_the_hosts_network_only(
-    project, arguments, mapped, port
+  project, arguments, mapped, port
 ):
   _, run, note = shown(*arguments, project)
   assert ("--net=host" in run) == (mapped is None)
@@ -124,24 +136,28 @@ def test_ports_are_mapped_without_the_hosts_network_only(
   assert ("--port=9123 is ignored" in note) == (arguments[:1] == ["--port"])
 
 
-@pytest.mark.parametrize("option, more", [
-    ("--cpu", []), ("--gpu", ["--gpus=all"]),
-])
+@pytest.mark.parametrize(
+  "option, more", [("--cpu", []), ("--gpu", ["--gpus=all"])]
+)
 def test_a_machine_without_a_tpu(project, option, more):
   _, run, _ = shown(
-      option, "--mount", "/my data:/data", "--env", "A=b c", project
+    option, "--mount", "/my data:/data", "--env", "A=b c", project
   )
   assert run == [
       "docker", "run", "--rm", *more, "--net=host",
       "-v", f"{project}:/workspace/tunix", "-v", "/my data:/data",
       "-e", "A=b c", "--name", "colab", "-w", "/workspace", IMAGE,
-  ]  # pyformat: disable
+  ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options, extras", [
-    ((), "tpu,client,serve"), (("--gpu",), "gpu,client,serve"),
+@pytest.mark.parametrize(
+  "options, extras",
+  [
+    ((), "tpu,client,serve"),
+    (("--gpu",), "gpu,client,serve"),
     (("--cpu",), "client,serve"),
-])
+  ],
+)
 def test_the_cell_that_installs_this_package_is_shown(options, extras, project):
   *_, stderr = shown(*options, ROOT)
   line = f"%pip install -q -e '/workspace/tunix[{extras}]'"
@@ -162,11 +178,14 @@ def recorded(tmp_path, project, *arguments, **env):
   (tools / "sleep").chmod(0o755)
   calls = tmp_path / "calls"
   process = script(
-      *arguments, project, CALLS=str(calls),
-      PATH=f"{tools}:{os.environ['PATH']}", **env,
-  )  # pyformat: disable
+    *arguments,
+    project,
+    CALLS=str(calls),
+    PATH=f"{tools}:{os.environ['PATH']}",
+    **env,
+  )
   return process, [
-      line.split("\0")[:-1] for line in calls.read_text().splitlines()
+    line.split("\0")[:-1] for line in calls.read_text().splitlines()
   ]
 
 
@@ -178,7 +197,7 @@ def test_no_old_container_is_no_error_and_says_nothing(tmp_path, project):
       "run", "--rm", "--privileged", "--net=host", *TPU,
       "-v", f"{project}:/workspace/tunix", "--name", "mine",
       "-w", "/workspace", IMAGE,
-  ]]  # pyformat: disable
+  ]]  # fmt: skip
 
 
 def test_a_container_that_keeps_its_name_is_not_removed(tmp_path, project):
@@ -202,7 +221,7 @@ def test_the_host_s_edit_is_seen_at_once_where_it_is_mounted(project):
        "sh", "-c", f"read _; cat {target}/reward.py"],
       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
       text=True,
-  ) as process:  # pyformat: disable
+  ) as process:  # fmt: skip
     file.write_text("new\n")
     out, err = process.communicate("\n", timeout=30)
   if process.returncode and "Operation not permitted" in err:
@@ -210,7 +229,9 @@ def test_the_host_s_edit_is_seen_at_once_where_it_is_mounted(project):
   assert out == "new\n", err
 
 
-@pytest.mark.parametrize("arguments, wrong", [
+@pytest.mark.parametrize(
+  "arguments, wrong",
+  [
     ([], "no project"),
     (["/no/such/folder"], "/no/such/folder is no directory"),
     (["--port", "70000", "."], "--port=70000"),
@@ -221,7 +242,8 @@ def test_the_host_s_edit_is_seen_at_once_where_it_is_mounted(project):
     (["--env", "A", "."], "--env=A"),
     (["--what", "."], "--what is no option"),
     ([".", "."], "two projects"),
-])
+  ],
+)
 def test_a_wrong_argument_is_named(arguments, wrong):
   process = script("--dry-run", *arguments)
   assert process.returncode == 2 and not process.stdout
@@ -241,9 +263,9 @@ PAGE = (ROOT / "docs" / "docker.md").read_text()
 
 def _documented(start):
   return [
-      shlex.split(line.strip())
-      for line in PAGE.splitlines()
-      if line.startswith(f"    {start}")
+    shlex.split(line.strip())
+    for line in PAGE.splitlines()
+    if line.startswith(f"    {start}")
   ]
 
 
@@ -303,10 +325,15 @@ def test_the_image_takes_extras_and_targets_that_exist():
   assert json.loads(*_texts("ENTRYPOINT"))[0] in project["scripts"]
 
 
-@pytest.mark.parametrize("device, extras, installs", [
-    ("cpu", "serve", ".[serve]"), ("tpu", "serve", ".[tpu,serve]"),
-    ("gpu", "", ".[gpu]"), ("cpu", "", "."),
-])
+@pytest.mark.parametrize(
+  "device, extras, installs",
+  [
+    ("cpu", "serve", ".[serve]"),
+    ("tpu", "serve", ".[tpu,serve]"),
+    ("gpu", "", ".[gpu]"),
+    ("cpu", "", "."),
+  ],
+)
 def test_the_device_chooses_the_extra(tmp_path, device, extras, installs):
   """The instruction itself, with a pip and a python that record."""
   (pip,) = (text for text in _texts("RUN") if "pip install" in text)
@@ -318,11 +345,11 @@ def test_the_device_chooses_the_extra(tmp_path, device, extras, installs):
       ["sh", "-c", pip], cwd=tmp_path, check=True, timeout=30,
       env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "DEVICE": device,
            "EXTRAS": extras},
-  )  # pyformat: disable
+  )  # fmt: skip
   calls = (tmp_path / "calls").read_text().splitlines()
   assert calls == [
-      "python3 -m venv /opt/venv",
-      f"pip install -q -c constraints.txt {installs} ./packages/*",
+    "python3 -m venv /opt/venv",
+    f"pip install -q -c constraints.txt {installs} ./packages/*",
   ]
 
 
@@ -330,9 +357,13 @@ def test_an_unknown_device_ends_the_build():
   check = next(text for text in _texts("RUN") if "DEVICE" in text)
   for device, status in (("cpu", 0), ("gpu", 0), ("npu", 2)):
     process = subprocess.run(
-        ["sh", "-c", check], env={"DEVICE": device}, capture_output=True,
-        text=True, timeout=30, check=False,
-    )  # pyformat: disable
+      ["sh", "-c", check],
+      env={"DEVICE": device},
+      capture_output=True,
+      text=True,
+      timeout=30,
+      check=False,
+    )
     assert process.returncode == status
   assert "DEVICE=npu" in process.stderr
 
@@ -346,10 +377,10 @@ def test_instructions_are_carried_out_as_an_engine_would(tmp_path):
   root.mkdir()
   image = image_in_chroot.Image(root, context, {"GIVEN": "yes"}, {})
   for step in image_in_chroot.parse(
-      "ARG GIVEN=no\nARG OTHER=\"left\"\n"
-      "# no instruction\nENV A=${GIVEN:+set} \\\n    B=\"x y\" C=$OTHER\n"
-      "WORKDIR /opt/here\nCOPY one two\nCOPY one folder/\nCOPY folder folder\n"
-      "WORKDIR below\nUSER me\nCMD [\"--help\"]\n"
+    'ARG GIVEN=no\nARG OTHER="left"\n'
+    '# no instruction\nENV A=${GIVEN:+set} \\\n    B="x y" C=$OTHER\n'
+    "WORKDIR /opt/here\nCOPY one two\nCOPY one folder/\nCOPY folder folder\n"
+    'WORKDIR below\nUSER me\nCMD ["--help"]\n'
   ):
     image.carry_out(step)
   assert image.environment == {"A": "set", "B": "x y", "C": "left"}
@@ -359,11 +390,14 @@ def test_instructions_are_carried_out_as_an_engine_would(tmp_path):
   assert there == {"one", "a.py"} and image.command == ["--help"]
 
 
-@pytest.mark.parametrize("text, wrong", [
+@pytest.mark.parametrize(
+  "text, wrong",
+  [
     ("ADD a b", "line 1: ADD is none of"),
     ("FROM x\nCOPY --chown=a b c", "line 2: COPY with --chown=a"),
     ("RUN a \\", "ends within an instruction"),
-])
+  ],
+)
 def test_an_instruction_that_is_not_known_is_refused(text, wrong):
   with pytest.raises(image_in_chroot.Refused, match=re.escape(wrong)):
     image_in_chroot.parse(text)
@@ -374,20 +408,26 @@ def test_an_instruction_that_is_not_known_is_refused(text, wrong):
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 PORTS = {
-    "gym": 5010, "policy": 8000, "monitor": 8765, "buffer": 8889, "runs": 3000,
-}  # pyformat: disable
+  "gym": 5010,
+  "policy": 8000,
+  "monitor": 8765,
+  "buffer": 8889,
+  "runs": 3000,
+}
 TOKENS = {
-    "gym": gym_server.TOKEN_VARIABLE, "policy": serving.TOKEN_VARIABLE,
-    "monitor": monitor.TOKEN_VARIABLE, "buffer": "TUNIX_BUFFER_TOKEN",
-    "runs": run_service.TOKEN_VARIABLE,
-}  # pyformat: disable
+  "gym": gym_server.TOKEN_VARIABLE,
+  "policy": serving.TOKEN_VARIABLE,
+  "monitor": monitor.TOKEN_VARIABLE,
+  "buffer": "TUNIX_BUFFER_TOKEN",
+  "runs": run_service.TOKEN_VARIABLE,
+}
 
 
 def _words(service):
   """Its command, with the defaults of its variables."""
   return [
-      re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word)
-      for word in SERVICES[service]["command"]
+    re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word)
+    for word in SERVICES[service]["command"]
   ]
 
 
@@ -423,9 +463,7 @@ def _parsed(service, monkeypatch):
 
 
 @pytest.mark.parametrize("service", PORTS)
-def test_a_service_takes_its_command_and_needs_its_token(
-    service, monkeypatch
-):
+def test_a_service_takes_its_command_and_needs_its_token(service, monkeypatch):
   monkeypatch.delenv(TOKENS[service], raising=False)
   args = _parsed(service, monkeypatch)
   assert args.port == PORTS[service] and args.host == "0.0.0.0"
@@ -460,14 +498,15 @@ def test_a_service_is_published_to_this_machine_and_watched(service):
 
 def test_the_services_build_with_every_argument_of_the_image():
   result = {
-      name: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
-      for name, value in SERVICES["gym"]["build"]["args"].items()
+    name: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
+    for name, value in SERVICES["gym"]["build"]["args"].items()
   }
   arguments = dict(text.partition("=")[::2] for text in _texts("ARG"))
   assert result == {
-      name: value.strip('"') for name, value in arguments.items()
-      if name != "BASE"
-  }  # pyformat: disable
+    name: value.strip('"')
+    for name, value in arguments.items()
+    if name != "BASE"
+  }
 
 
 def test_the_gpu_variant_reserves_gpus_for_the_policy_alone():

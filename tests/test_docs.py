@@ -14,26 +14,27 @@ from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = sorted([
-    *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"),
+PAGES = sorted(
+  [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
     *ROOT.glob("packages/*/*.md"),
-])  # pyformat: disable
+  ]
+)
 
 
 def test_the_code_in_extending_runs_from_top_to_bottom(capsys):
   namespace = documented_code.run(
-      "docs/extending.md", {"__name__": "extending"}
+    "docs/extending.md", {"__name__": "extending"}
   )
   assert namespace["episode"].num_turns == 1
-  config = config_lib.load_config(
-      ["gym=lamps", "tasks=[lamps]"]
-  )
+  config = config_lib.load_config(["gym=lamps", "tasks=[lamps]"])
   source = run_tasks.make_tasks(config)
   families = config.task_source.families
   assert next(run_tasks.TrainTasks(source, families, 0)).seed == 0
   assert all(task.seed % 2 for task in run_tasks.eval_tasks(config, source))
   assert episodes_lib.make_gym(config, "lamps").start(
-      run_tasks.eval_tasks(config, source)[0]
+    run_tasks.eval_tasks(config, source)[0]
   ).screenshot.shape == (config.gym.height, config.gym.width, 3)
   assert "final: 0.93" in capsys.readouterr().out
 
@@ -57,8 +58,10 @@ def test_the_page_of_grammars_names_every_one_and_its_code_runs():
     if issubclass(cls, tool_parser.GuiActionParser):
       assert f"| {words[cls.coordinates]}" in row
       resizing = cls.resizing
-      assert (f"multiples of {resizing.factor}" in row) if resizing else (
-          "| – |" in row
+      assert (
+        (f"multiples of {resizing.factor}" in row)
+        if resizing
+        else ("| – |" in row)
       )
   for name, preset in agent_presets.PRESETS.items():
     (row,) = (r for r in rows if f"| `{name}` |" in r and "`" in r)
@@ -77,11 +80,10 @@ def renderer_rows():
   table = text.partition("## Renderers")[2].partition("\n\n**")[0]
   rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
   return {
-      cells[0]: cells[1:]
-      for cells in (
-          [c.strip() for c in re.split(r"(?<!\\)\|", row)[1:-1]]
-          for row in rows
-      )
+    cells[0]: cells[1:]
+    for cells in (
+      [c.strip() for c in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows
+    )
   }
 
 
@@ -106,7 +108,7 @@ RENDERERS = {
     "Mistral": "mistral", "Pixtral": "pixtral", "DeepSeek V3.1": "deepseek",
     "Gemma 3": "gemma_vl", "Gemma 3, text only": "gemma", "GLM-4.5V": "glm_v",
     "SmolVLM": "smolvlm", "Idefics3": "idefics3",
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def test_the_table_of_renderers_is_what_they_do():
@@ -126,9 +128,9 @@ def test_the_table_of_renderers_is_what_they_do():
     assert in_words(renderer.rewrites) == rewrites, name
     assert (images == "yes") == (renderer.image_token_id is not None), name
     reads = [
-        parser
-        for parser in ("qwen", "qwen_xml", "llama_json", "mistral", "deepseek")
-        if renderer.shows_tools_of(tool_parser.make_tool_parser(parser))
+      parser
+      for parser in ("qwen", "qwen_xml", "llama_json", "mistral", "deepseek")
+      if renderer.shows_tools_of(tool_parser.make_tool_parser(parser))
     ]
     assert bool(reads) == (tools != "by the grammar"), (name, reads)
 
@@ -161,9 +163,7 @@ def test_the_annotated_tree_is_the_tree():
     depth = (len(line) - len(line.lstrip())) // 2
     name = line.split()[0]
     open_folders = [*open_folders[:depth], name]
-    path = "".join(
-        p if p.endswith("/") else f"{p}" for p in open_folders
-    )
+    path = "".join(p if p.endswith("/") else f"{p}" for p in open_folders)
     for part in _alternatives(path):
       assert (ROOT / part).exists(), f"the tree names {part}"
       named.add(part.rstrip("/"))
@@ -181,6 +181,6 @@ def _alternatives(path):
   if not match:
     return [path]
   return [
-      path[: match.start()] + choice + path[match.end() :]
-      for choice in match.group(1).split(",")
+    path[: match.start()] + choice + path[match.end() :]
+    for choice in match.group(1).split(",")
   ]

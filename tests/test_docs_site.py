@@ -25,10 +25,10 @@ def test_every_page_is_in_the_site_s_navigation():
   text = (DOCS / "index.md").read_text(encoding="utf-8")
   trees = re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.M | re.S)
   named = [
-      line
-      for tree in trees
-      for line in tree.splitlines()
-      if line and not line.startswith(":")
+    line
+    for tree in trees
+    for line in tree.splitlines()
+    if line and not line.startswith(":")
   ]
   assert len(named) == len(set(named))
   for entry in set(named) - {"performance"}:  # It comes with its figures.
@@ -85,9 +85,9 @@ def anchors(path: pathlib.Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [*PAGES, ROOT / "README.md", ROOT / "examples" / "README.md"],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
+  "page",
+  [*PAGES, ROOT / "README.md", ROOT / "examples" / "README.md"],
+  ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_links_lead_to_files_and_headings_that_exist(page):
   text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)
@@ -114,7 +114,7 @@ def site(tmp_path_factory):
       ],
       cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False,
       capture_output=True, text=True, timeout=800,
-  )  # pyformat: disable
+  )  # fmt: skip
   assert built.returncode == 0, built.stderr
   return result / "site"
 
@@ -190,11 +190,14 @@ def test_no_page_overflows_its_window(site, width):
 @pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("query, named, among", [
+@pytest.mark.parametrize(
+  "query, named, among",
+  [
     ("queue.max_staleness", "Configuration", 1),
     ("out of memory", "Troubleshooting", 3),
     ("staleness", "Concepts", 3),
-])  # pyformat: disable
+  ],
+)
 def test_a_query_finds_the_page_that_answers_it(site, query, named, among):
   with chromium.browser() as browser:
     page = browser.new_page()

@@ -38,67 +38,67 @@ import tunix_multi_turn
 
 HERE, LIGHT = "tunix.rl.multi_turn", "tunix_multi_turn"
 COMMANDS = [
-    *documented_commands.everywhere(),
-    *documented_commands.of_arguments("docs/quickstart.md"),
-    *documented_commands.of_text(
-        documentation.FIRST_SCREEN.replace("usage: ", ""), "--help"
-    ),
+  *documented_commands.everywhere(),
+  *documented_commands.of_arguments("docs/quickstart.md"),
+  *documented_commands.of_text(
+    documentation.FIRST_SCREEN.replace("usage: ", ""), "--help"
+  ),
 ]
 
 FILES = {
-    "config.yaml": "learner: {steps: 1}\n",
-    "my.yaml": "learner: {steps: 1}\n",
-    "tasks.jsonl": '{"task_id": "a", "instruction": "Do it."}\n',
-    "chats.jsonl": '[{"role": "user", "content": "Hi."}]\n',
-    "words.jsonl": "".join(
-        f'{{"task_id": "w{i}", "word": "lamp"}}\n' for i in range(10)
-    ),
-    "pages.yaml": "greet: {url: 'http://127.0.0.1:8000/?seed={seed}'}\n",
-    "gyms.yaml": "- gym: desktop\n  gym_id: big-desktop\n",
-    "my_lamps.py": (
-        "from tunix.rl.multi_turn.environments import gyms\n"
-        "from tunix.rl.multi_turn.environments.gyms import base\n"
-        "from tunix.rl.multi_turn.environments.gyms import desktop\n"
-        "class Lamps:\n"
-        "  def __init__(self, families=None): pass\n"
-        "  def families(self): return ('lamps',)\n"
-        "  def train_task(self, family, index, seed=0):\n"
-        "    return base.Task(task_id=f'{index}', family=family)\n"
-        "  eval_task = train_task\n"
-        "GYM = gyms.GymSpec(make=desktop.DesktopGym, tasks=Lamps,"
-        " lists_tasks=True)\n"
-        "if 'lamps' not in gyms.registry.GYMS:\n"
-        "  gyms.register('lamps', GYM)\n"
-    ),
-    "my_agents.py": (
-        "from tunix.rl.multi_turn.agents import tool_agent\n"
-        "class Polite(tool_agent.ToolAgent): pass\n"
-    ),
-    "my_policies.py": (
-        "from tunix.rl.multi_turn.policy import checkpoint\n"
-        "def make(seed=0, screen=None, **changes):\n"
-        "  return checkpoint.create_policy('nano', seed, **changes)\n"
-    ),
-    "my_policy.py": (
-        "from tunix.rl.multi_turn.policy import checkpoint\n"
-        "def create(seed=0, screen=None, width=32, **changes):\n"
-        "  return checkpoint.create_policy('nano', seed, **changes)\n"
-    ),
-    "my_rewards.py": "def brevity(task, action): return 0.0\n",
-    "my_algorithms.py": (
-        "from tunix.rl.multi_turn.learner.algorithms import advantages\n"
-        "advantages.ESTIMATORS.register('rank', advantages.grpo,"
-        " replace=True)\n"
-    ),
-    "my_envs.py": (
-        "from tunix.rl.multi_turn import environments\n"
-        "class Echo(environments.BaseEnv):\n"
-        "  def __init__(self, word, times: int = 1): pass\n"
-        "  def reset(self): return {}, {}\n"
-        "  def step(self, action): return {}, 0.0, True, {}\n"
-    ),
-    "my_site.py": "def judge(page, task, answer): return True\n",
-    "my_vms.py": "def revert(url): return None\n",
+  "config.yaml": "learner: {steps: 1}\n",
+  "my.yaml": "learner: {steps: 1}\n",
+  "tasks.jsonl": '{"task_id": "a", "instruction": "Do it."}\n',
+  "chats.jsonl": '[{"role": "user", "content": "Hi."}]\n',
+  "words.jsonl": "".join(
+    f'{{"task_id": "w{i}", "word": "lamp"}}\n' for i in range(10)
+  ),
+  "pages.yaml": "greet: {url: 'http://127.0.0.1:8000/?seed={seed}'}\n",
+  "gyms.yaml": "- gym: desktop\n  gym_id: big-desktop\n",
+  "my_lamps.py": (
+    "from tunix.rl.multi_turn.environments import gyms\n"
+    "from tunix.rl.multi_turn.environments.gyms import base\n"
+    "from tunix.rl.multi_turn.environments.gyms import desktop\n"
+    "class Lamps:\n"
+    "  def __init__(self, families=None): pass\n"
+    "  def families(self): return ('lamps',)\n"
+    "  def train_task(self, family, index, seed=0):\n"
+    "    return base.Task(task_id=f'{index}', family=family)\n"
+    "  eval_task = train_task\n"
+    "GYM = gyms.GymSpec(make=desktop.DesktopGym, tasks=Lamps,"
+    " lists_tasks=True)\n"
+    "if 'lamps' not in gyms.registry.GYMS:\n"
+    "  gyms.register('lamps', GYM)\n"
+  ),
+  "my_agents.py": (
+    "from tunix.rl.multi_turn.agents import tool_agent\n"
+    "class Polite(tool_agent.ToolAgent): pass\n"
+  ),
+  "my_policies.py": (
+    "from tunix.rl.multi_turn.policy import checkpoint\n"
+    "def make(seed=0, screen=None, **changes):\n"
+    "  return checkpoint.create_policy('nano', seed, **changes)\n"
+  ),
+  "my_policy.py": (
+    "from tunix.rl.multi_turn.policy import checkpoint\n"
+    "def create(seed=0, screen=None, width=32, **changes):\n"
+    "  return checkpoint.create_policy('nano', seed, **changes)\n"
+  ),
+  "my_rewards.py": "def brevity(task, action): return 0.0\n",
+  "my_algorithms.py": (
+    "from tunix.rl.multi_turn.learner.algorithms import advantages\n"
+    "advantages.ESTIMATORS.register('rank', advantages.grpo,"
+    " replace=True)\n"
+  ),
+  "my_envs.py": (
+    "from tunix.rl.multi_turn import environments\n"
+    "class Echo(environments.BaseEnv):\n"
+    "  def __init__(self, word, times: int = 1): pass\n"
+    "  def reset(self): return {}, {}\n"
+    "  def step(self, action): return {}, 0.0, True, {}\n"
+  ),
+  "my_site.py": "def judge(page, task, answer): return True\n",
+  "my_vms.py": "def revert(url): return None\n",
 }
 
 OUTSIDE = (
@@ -110,7 +110,7 @@ OUTSIDE = (
     "rollout.via=buffer", "recipes/miniwob", "recipes/office",
     "lora.yaml", "recipes/rollout_buffer", "recipes/offline",
     "recipes/recordings", "smollm2",
-)  # pyformat: disable
+)  # fmt: skip
 """A run with one of these needs a server, a program or files that are not
 here: its settings are read and checked, but nothing is built."""
 
@@ -157,10 +157,11 @@ def _servers_end_at_once(monkeypatch):
   # It closes handlers that others made, and with them pytest's stderr.
   monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda self: None)
   monkeypatch.setattr(
-      http_server, "listen",
-      # The documented port may be taken here.
-      lambda host, port, backlog=None: listen("127.0.0.1", 0, backlog),
-  )  # pyformat: disable
+    http_server,
+    "listen",
+    # The documented port may be taken here.
+    lambda host, port, backlog=None: listen("127.0.0.1", 0, backlog),
+  )
   monkeypatch.setattr(engine_lib.RolloutEngine, "warm_up", lambda *a: 0.0)
   # Compiled only for its size, which is not what is tested here.
   monkeypatch.setattr(compiled_update, "activations", lambda *a, **k: None)
@@ -225,12 +226,14 @@ def _accepted(module, words, capsys, dry=False):
     stderr = capsys.readouterr().err
     assert "is not a run directory" in stderr or "no token" in stderr, stderr
   elif module in ("environments.play", "commands.inspect_policy") or (
-      module.endswith("miniwob")
+    module.endswith("miniwob")
   ):
     # Plays, or takes a minute: its arguments are parsed.
     args = program.parser().parse_args(words)
-    if module == "environments.play" and args.by == "oracle" and (
-        args.gym == "desktop"
+    if (
+      module == "environments.play"
+      and args.by == "oracle"
+      and (args.gym == "desktop")
     ):
       assert program.main(words) == 0
   elif module == "monitor":
@@ -266,9 +269,12 @@ def _options_exist(file, words):
       if not re.search(rf'["\s-]{name}["\s:]', code):
         assert "argparse" in code, word
         shown = subprocess.run(  # Its options are computed.
-            [sys.executable, file, "--help"], capture_output=True, text=True,
-            timeout=100, check=True,
-        ).stdout  # pyformat: disable
+          [sys.executable, file, "--help"],
+          capture_output=True,
+          text=True,
+          timeout=100,
+          check=True,
+        ).stdout
         assert option[0] in shown.replace(doc.strip(), ""), word
 
 
@@ -277,9 +283,9 @@ def _form(command):
   words = command.words()
   text = " ".join(words)
   match = re.match(
-      rf"((?:\w+=\S+ )*(?:make|tunix-mt|python -m (?:{HERE}\.|{LIGHT} )))\s*"
-      r"(train|plan)\b",
-      text,
+    rf"((?:\w+=\S+ )*(?:make|tunix-mt|python -m (?:{HERE}\.|{LIGHT} )))\s*"
+    r"(train|plan)\b",
+    text,
   )
   if match is None or "--help" in words:
     return None
@@ -304,14 +310,14 @@ def _built():
 
 
 @pytest.mark.parametrize(
-    "command", COMMANDS, ids=lambda one: f"{one.where}: {one.text}"[:90]
+  "command", COMMANDS, ids=lambda one: f"{one.where}: {one.text}"[:90]
 )
 def test_a_documented_command_is_accepted(command, capsys, monkeypatch):
   _type(command, capsys, monkeypatch, dry=False)
 
 
 @pytest.mark.parametrize(
-    "command", _built(), ids=lambda one: f"{one.where}: {one.text}"[:90]
+  "command", _built(), ids=lambda one: f"{one.where}: {one.text}"[:90]
 )
 def test_a_documented_run_can_be_built(command, capsys, monkeypatch):
   _type(command, capsys, monkeypatch, dry=True)
@@ -359,7 +365,7 @@ def test_documented_commands_are_found():
   for module in command_list.COMMANDS:
     short = module.removeprefix("tunix.rl.multi_turn.")
     assert any(
-        module in text or f"tunix_multi_turn {short}" in text for text in texts
+      module in text or f"tunix_multi_turn {short}" in text for text in texts
     ), module
   assert any("serving tiny_vl --port 8000" in text for text in texts)
 
@@ -368,10 +374,10 @@ def test_documented_commands_are_found():
 
 ROOT = documented_commands.ROOT
 OTHERS = [
-    line
-    for page in documented_code.pages()
-    for line in documented_commands.shell_lines(page)
-    if not documented_commands.is_ours(line.text)
+  line
+  for page in documented_code.pages()
+  for line in documented_commands.shell_lines(page)
+  if not documented_commands.is_ours(line.text)
 ]
 
 
@@ -388,14 +394,16 @@ def _curl(words):
   assert url.hostname == "127.0.0.1", words[-1]
   fields = json.loads(words[words.index("-d") + 1]) if "-d" in words else {}
   calls = re.findall(
-      r"^\| `([A-Z]+) (/\S*)` \| (.*)", (ROOT / "docs/http_api.md").read_text(),
-      re.M,
-  )  # pyformat: disable
+    r"^\| `([A-Z]+) (/\S*)` \| (.*)",
+    (ROOT / "docs/http_api.md").read_text(),
+    re.M,
+  )
   takes = [
-      row for method, path, row in calls
-      if method == ("POST" if "-d" in words else "GET")
-      and re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", path), url.path)
-  ]  # pyformat: disable
+    row
+    for method, path, row in calls
+    if method == ("POST" if "-d" in words else "GET")
+    and re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", path), url.path)
+  ]
   assert takes, f"no server has {url.path}"
   assert all(f"`{name}`" in takes[0] for name in fields), (fields, takes[0])
 
@@ -424,7 +432,7 @@ def _tpu_notebook(words):
       ["bash", ROOT / words[0], "--dry-run",
        *(w.replace("~", str(home)) for w in words[1:] if w != "--dry-run")],
       capture_output=True, text=True, timeout=60, check=False,
-  )  # pyformat: disable
+  )  # fmt: skip
   assert script.returncode == 0 and "docker run" in script.stdout, script.stderr
 
 
@@ -444,7 +452,7 @@ def _pip(words):
 
 
 @pytest.mark.parametrize(
-    "line", OTHERS, ids=lambda one: f"{one.page}: {one.text}"[:80]
+  "line", OTHERS, ids=lambda one: f"{one.page}: {one.text}"[:80]
 )
 def test_another_line_of_a_shell_is_right_or_marked(line, capsys):
   if line.marker is not None:
@@ -480,25 +488,25 @@ def test_another_line_of_a_shell_is_right_or_marked(line, capsys):
 def test_a_line_that_nothing_checks_is_found(tmp_path, monkeypatch):
   page = tmp_path / "page.md"
   page.write_text(
-      "Text:\n\n    make train\n    rm -rf all \\\n        --of it\n\n"
-      "- A list's\n\n      own text\n\n```text\nnothing\n```\n\n"
-      "<!-- not run: network, far away -->\n\n    ssh there\n"
+    "Text:\n\n    make train\n    rm -rf all \\\n        --of it\n\n"
+    "- A list's\n\n      own text\n\n```text\nnothing\n```\n\n"
+    "<!-- not run: network, far away -->\n\n    ssh there\n"
   )
   monkeypatch.setattr(documented_commands, "ROOT", tmp_path)
   lines = documented_commands.shell_lines("page.md")
   assert [one.text for one in lines] == [
-      "make train", "rm -rf all --of it", "ssh there"
-  ]  # pyformat: disable
-  assert [one.marker for one in lines] == [
-      None, None, ("network", "far away")
-  ]  # pyformat: disable
+    "make train",
+    "rm -rf all --of it",
+    "ssh there",
+  ]
+  assert [one.marker for one in lines] == [None, None, ("network", "far away")]
 
 
 # --- hints ------------------------------------------------------------------
 
 
 def test_a_hint_names_the_interpreter_as_a_shell_finds_it(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   monkeypatch.delenv(shell_hints.MAKE_VARIABLE, raising=False)
   binary = tmp_path / "env" / "bin"
@@ -509,8 +517,7 @@ def test_a_hint_names_the_interpreter_as_a_shell_finds_it(
   monkeypatch.chdir(tmp_path)
   resume = shell_hints.command("train", "resume=runs/it's me")
   assert resume == (
-      "./env/bin/python -m tunix.rl.multi_turn.train"
-      " 'resume=runs/it'\"'\"'s me'"
+    "./env/bin/python -m tunix.rl.multi_turn.train 'resume=runs/it'\"'\"'s me'"
   )
   monkeypatch.chdir("/")
   assert shell_hints.python() == str(binary / "python")
@@ -521,7 +528,7 @@ def test_a_hint_names_the_interpreter_as_a_shell_finds_it(
 def test_a_hint_of_make_train_is_make_train(monkeypatch, tmp_path):
   makefile = (documented_commands.ROOT / "Makefile").read_text()
   assert re.search(
-      rf"^train: export {shell_hints.MAKE_VARIABLE} = train$", makefile, re.M
+    rf"^train: export {shell_hints.MAKE_VARIABLE} = train$", makefile, re.M
   )
   monkeypatch.setenv(shell_hints.MAKE_VARIABLE, "train")
   for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # Of the make that tests.
@@ -531,9 +538,14 @@ def test_a_hint_of_make_train_is_make_train(monkeypatch, tmp_path):
   # As make's recipe receives it.
   (tmp_path / "Makefile").write_text("train:\n\t@printf '%s\\n' $(ARGS)\n")
   process = subprocess.run(
-      hint, shell=True, cwd=tmp_path, capture_output=True, text=True,
-      timeout=30, check=True,
-  ).stdout  # pyformat: disable
+    hint,
+    shell=True,
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=30,
+    check=True,
+  ).stdout
   assert process.splitlines()[-2:] == [odd, "steps=3"]
   assert shell_hints.command("monitor", "serve").endswith("monitor serve")
 
@@ -543,9 +555,9 @@ def test_a_hint_of_make_train_is_make_train(monkeypatch, tmp_path):
 def test_a_printed_hint_runs_with_no_environment_activated(monkeypatch):
   """PATH has no python of this environment; the hint is typed in a shell."""
   environment = {
-      name: value
-      for name, value in os.environ.items()
-      if name not in ("VIRTUAL_ENV", "PATH", shell_hints.MAKE_VARIABLE)
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("VIRTUAL_ENV", "PATH", shell_hints.MAKE_VARIABLE)
   }
   environment["PATH"] = "/usr/bin:/bin"
   monkeypatch.setenv("PATH", environment["PATH"])
@@ -553,8 +565,13 @@ def test_a_printed_hint_runs_with_no_environment_activated(monkeypatch):
   monkeypatch.chdir(documented_commands.ROOT)
   hint = shell_hints.command("commands")
   shown = subprocess.run(
-      hint, shell=True, env=environment, capture_output=True, text=True,
-      timeout=60, cwd=documented_commands.ROOT,
-  )  # pyformat: disable
+    hint,
+    shell=True,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=60,
+    cwd=documented_commands.ROOT,
+  )
   assert shown.returncode == 0, shown.stderr
   assert f"{HERE}.train" in shown.stdout

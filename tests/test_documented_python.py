@@ -79,30 +79,34 @@ def test_nothing_indented_is_python():
   """Indented blocks are a shell's; test_documented_commands checks them."""
   for page in documented_code.pages():
     text = (documented_code.ROOT / page).read_text("utf-8")
-    for line in re.findall(r"^    (\S.*)$", re.sub(
-        r"^ *```.*?^ *```$", "", text, flags=re.M | re.S
-    ), re.M):  # pyformat: disable
+    for line in re.findall(
+      r"^    (\S.*)$",
+      re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S),
+      re.M,
+    ):
       assert not re.match(r"(import|from) [\w.]+( import|$)", line), (
-          f"{page} has Python without a fence: {line}"
+        f"{page} has Python without a fence: {line}"
       )
 
 
 def test_gym_servers(tmp_path, monkeypatch):
   (tmp_path / "tasks.jsonl").write_text(
-      "".join(
-          json.dumps({"task_id": f"t{i}", "instruction": "Do it."}) + "\n"
-          for i in range(20)
-      )
+    "".join(
+      json.dumps({"task_id": f"t{i}", "instruction": "Do it."}) + "\n"
+      for i in range(20)
+    )
   )
   monkeypatch.chdir(tmp_path)
   try:
     with gym_servers.serving() as (url, _):
       names = documented_code.run(
-          "docs/gym_server.md",
-          {"LampGym": gym_servers.NaughtyGym,
-           "LampTasks": gym_servers.NaughtyTasks},
-          {"http://127.0.0.1:5010": url},
-      )  # pyformat: disable
+        "docs/gym_server.md",
+        {
+          "LampGym": gym_servers.NaughtyGym,
+          "LampTasks": gym_servers.NaughtyTasks,
+        },
+        {"http://127.0.0.1:5010": url},
+      )
     assert "lamps" in gyms.names()
   finally:
     gyms.registry.GYMS.unregister("lamps")
@@ -129,8 +133,7 @@ def test_the_rollout_buffer(tmp_path):
   with buffer_services.Running(tmp_path / "buffer") as running:
     running.start(num_repeat_per_sample="1")
     names = documented_code.run(
-        "docs/rollout_buffer.md",
-        replace={"http://127.0.0.1:8889": running.url},
+      "docs/rollout_buffer.md", replace={"http://127.0.0.1:8889": running.url}
     )
     asyncio.run(names["use"]())
     stats = running.stats()
@@ -151,12 +154,15 @@ def test_the_rollout_buffers_generator_plays(tmp_path):
   rows = tmp_path / "riddles.jsonl"
   rows.write_text('{"instance_id": "a", "prompt": "What is it?"}\n')
   with buffer_services.Running(
-      tmp_path / "buffer", generators=[folder]
+    tmp_path / "buffer", generators=[folder]
   ) as running:
     answer = running.start(
-        task_type="riddles", num_repeat_per_sample="2", num_epoch="1",
-        input_file=str(rows), remote_buffer_url=running.url,
-    )  # pyformat: disable
+      task_type="riddles",
+      num_repeat_per_sample="2",
+      num_epoch="1",
+      input_file=str(rows),
+      remote_buffer_url=running.url,
+    )
     assert answer.status_code == 200, answer.text
     due = time.monotonic() + 60
     while running.stats()["generator"]["state"] != "finished":
@@ -173,9 +179,12 @@ def test_serving(tmp_path, capsys):
   with rollout_server.Running() as server:
     saved = checkpoint.save_policy(tmp_path / "first", server.model)
     launch = vllm.VllmLaunch(
-        str(saved), served_name="cua", max_model_len=small_server.CONTEXT,
-        images=3, dtype="float32",
-    )  # pyformat: disable
+      str(saved),
+      served_name="cua",
+      max_model_len=small_server.CONTEXT,
+      images=3,
+      dtype="float32",
+    )
     other, _, _ = checkpoint.create_policy("nano", 3, screen=small_server.SIZE)
     with fake_engines.FakeVllm(launch.argv(), launch.environment()) as fake:
 
@@ -186,26 +195,27 @@ def test_serving(tmp_path, capsys):
         message = rollout_server.screenshot()
         answer = rollout_server.ask(names["client"], [message])
         names.update(
-            images=message["content"][1:], ids=answer.prompt_token_ids,
-            model=other,
+          images=message["content"][1:],
+          ids=answer.prompt_token_ids,
+          model=other,
         )
 
       def hand_over(names):
         names["policy_client"] = openai_client.OpenAIClient(
-            f"{fake.url}/v1", "cua", server.images
+          f"{fake.url}/v1", "cua", server.images
         )
 
       names = documented_code.run(
-          "docs/serving.md",
-          replace={
-              '"http://127.0.0.1:8000"': f'"{server.url}"',
-              '"http://127.0.0.1:8000/v1"': f'"{server.url}/v1"',
-              "tiny_vl": rollout_server.MODEL,
-              "/shared/weights": str(tmp_path / "weights"),
-              "/models/policy": str(saved),
-              f'VllmEngine("{server.url}")': f'VllmEngine("{fake.url}")',
-          },
-          before={2: ask_in_tokens, 3: hand_over},
+        "docs/serving.md",
+        replace={
+          '"http://127.0.0.1:8000"': f'"{server.url}"',
+          '"http://127.0.0.1:8000/v1"': f'"{server.url}/v1"',
+          "tiny_vl": rollout_server.MODEL,
+          "/shared/weights": str(tmp_path / "weights"),
+          "/models/policy": str(saved),
+          f'VllmEngine("{server.url}")': f'VllmEngine("{fake.url}")',
+        },
+        before={2: ask_in_tokens, 3: hand_over},
       )
       names["weights"].close()
       asyncio.run(names["policy_client"].aclose())
@@ -228,20 +238,20 @@ def test_the_python_api(tmp_path, monkeypatch):
   once = '**{"eval.episodes_per_task": 1}'
   with chat_server.serving() as (url, _):
     names = documented_code.run(
-        "docs/python_api.md",
-        {"my_reward": own_parts.brevity, "__name__": "__main__"},
-        {
-            'mt.train(steps=40, gym="desktop")': (
-                'mt.train("config.yaml", steps=1, gym="desktop")'
-            ),
-            "steps=40": "steps=1",
-            "runs/desktop-20260101-120000-3fa2b1": "chosen",
-            "runs/desktop-…": "chosen",
-            "attempts=4": f"attempts=2, {once}",
-            "http://127.0.0.1:8000/v1": url,
-            'v1", gym="desktop"': f'v1", "enter-text", gym="desktop", {once}',
-        },
-        before={2: choose},
+      "docs/python_api.md",
+      {"my_reward": own_parts.brevity, "__name__": "__main__"},
+      {
+        'mt.train(steps=40, gym="desktop")': (
+          'mt.train("config.yaml", steps=1, gym="desktop")'
+        ),
+        "steps=40": "steps=1",
+        "runs/desktop-20260101-120000-3fa2b1": "chosen",
+        "runs/desktop-…": "chosen",
+        "attempts=4": f"attempts=2, {once}",
+        "http://127.0.0.1:8000/v1": url,
+        'v1", gym="desktop"': f'v1", "enter-text", gym="desktop", {once}',
+      },
+      before={2: choose},
     )
   assert names["run"].directory.samefile(tmp_path / "chosen")
   assert names["found"].status == "completed"

@@ -39,10 +39,15 @@ def _log(monkeypatch):
   """Records what happens, in the diagram's words, without evaluations."""
   log = []
   kinds = (
-      events.RunStarted, events.EpisodeStarted, events.EpisodeFinished,
-      events.WeightsPublished, events.StepFinished, events.RunFinished,
-      events.EvalStarted, events.EvalFinished,
-  )  # pyformat: disable
+    events.RunStarted,
+    events.EpisodeStarted,
+    events.EpisodeFinished,
+    events.WeightsPublished,
+    events.StepFinished,
+    events.RunFinished,
+    events.EvalStarted,
+    events.EvalFinished,
+  )
   send = events.Observers.on_event
 
   def on_event(self, event):
@@ -67,28 +72,29 @@ def _words(log):
       evaluating = False
   # A run's events are asked for again and again while it plays.
   return [
-      w for w, before in zip(words, [None, *words])
-      if not (w == before == "events")
+    w
+    for w, before in zip(words, [None, *words])
+    if not (w == before == "events")
   ]
 
 
 def test_a_run_does_what_the_diagram_shows(tmp_path, log, monkeypatch):
   server = http_server.LoopbackServer
   with (
-      gym_servers.serving() as (_, gym_app),
-      server(run_services.Logged(gym_app.asgi, "gym", log)) as gym,
-      server(
-          run_services.Logged(run_services.app_lib.App().asgi, "service", log)
-      ) as service,
-      monitor_server.sqlite_server(tmp_path / "monitor") as monitor,
+    gym_servers.serving() as (_, gym_app),
+    server(run_services.Logged(gym_app.asgi, "gym", log)) as gym,
+    server(
+      run_services.Logged(run_services.app_lib.App().asgi, "service", log)
+    ) as service,
+    monitor_server.sqlite_server(tmp_path / "monitor") as monitor,
   ):
     # From here on, the run's own server is the only new one.
     monkeypatch.setattr(
-        http_server,
-        "LoopbackServer",
-        lambda app, **options: server(
-            run_services.Logged(app, "policy", log), **options
-        ),
+      http_server,
+      "LoopbackServer",
+      lambda app, **options: server(
+        run_services.Logged(app, "policy", log), **options
+      ),
     )
     status = train.main([
         f"run.dir={tmp_path}", "name=r", "rollout.via=proxy",
@@ -101,7 +107,7 @@ def test_a_run_does_what_the_diagram_shows(tmp_path, log, monkeypatch):
         "collect.min_valid=2", "engine.slots=4", "eval.episodes_per_task=1",
         "eval.modes=[sampled]", "report.progress=none",
         "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
-    ])  # pyformat: disable
+    ])  # fmt: skip
     assert status == 0
     assert gym_app.store.open == 0
     words = _words(log)
@@ -131,9 +137,14 @@ def test_a_run_does_what_the_diagram_shows(tmp_path, log, monkeypatch):
         model_calls.append(turns)
         acts = [w for w in episode if w != "events"]
         assert acts == [
-            "EpisodeStarted", "create", "run", *(["model", "step"] * turns),
-            "evaluate", "terminate", "EpisodeFinished",
-        ], episode  # pyformat: disable
+          "EpisodeStarted",
+          "create",
+          "run",
+          *(["model", "step"] * turns),
+          "evaluate",
+          "terminate",
+          "EpisodeFinished",
+        ], episode
         # What was played is read before it is judged.
         assert "events" in episode[: episode.index("evaluate")]
     assert not begun
@@ -155,9 +166,10 @@ def _assert_monitored(monitor, model_calls):
   (training,) = monitor.rows("training")
   assert training["status"] == "completed"
   history = [
-      row["new_status"] for row in monitor.rows("status_history")
-      if row["entity_type"] == "training"
-  ]  # pyformat: disable
+    row["new_status"]
+    for row in monitor.rows("status_history")
+    if row["entity_type"] == "training"
+  ]
   assert history == ["initializing", "running", "completed"]
   steps = {row["id"]: row for row in monitor.rows("step")}
   finished = [s for s in steps.values() if s["status"] == "completed"]
@@ -170,10 +182,10 @@ def _assert_monitored(monitor, model_calls):
   acted = {a["turn_id"] for a in monitor.rows("action")}
   of_training = {r["id"] for r in rollouts}
   played = {
-      t["id"] for t in monitor.rows("turn") if t["rollout_id"] in of_training
+    t["id"] for t in monitor.rows("turn") if t["rollout_id"] in of_training
   }
   assert len(acted & played) == sum(model_calls)
   order = [r["step_id"] for r in sorted(rollouts, key=lambda r: r["id"])]
   assert [len(list(g)) for _, g in itertools.groupby(order)] == [
-      GROUPS * MEMBERS
+    GROUPS * MEMBERS
   ] * STEPS

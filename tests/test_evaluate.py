@@ -11,19 +11,17 @@ from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.run import evaluator
 
 ADD = (
-    "environment=tool",
-    "tasks=add",
-    "eval.episodes_per_task=6",
-    "eval.modes=[sampled]",
-    "collect.concurrency=4",
-    "report.progress=none",
+  "environment=tool",
+  "tasks=add",
+  "eval.episodes_per_task=6",
+  "eval.modes=[sampled]",
+  "collect.concurrency=4",
+  "report.progress=none",
 )
 
 
 def run(tmp_path, url, *overrides):
-  return evaluate.main([
-      f"server={url}", f"dir={tmp_path}", *ADD, *overrides
-  ])
+  return evaluate.main([f"server={url}", f"dir={tmp_path}", *ADD, *overrides])
 
 
 def result_of(directory):
@@ -46,10 +44,10 @@ def test_a_server_is_evaluated(tmp_path, capsys):
   for (_, index, _, _), one in outcomes.items():
     by_task.setdefault(index, []).append(one.success)
   assert results["pass_at_k"]["4"]["rate"] == pytest.approx(
-      sum(map(any, by_task.values())) / 6
+    sum(map(any, by_task.values())) / 6
   )
   assert results["pass_hat_k"]["4"]["rate"] == pytest.approx(
-      sum(map(all, by_task.values())) / 6
+    sum(map(all, by_task.values())) / 6
   )
   assert results["spread"]["tokens"]["mean"] == 3
   assert "pass@4" in capsys.readouterr().out
@@ -61,7 +59,9 @@ def test_a_server_is_evaluated(tmp_path, capsys):
 
 def test_an_evaluation_that_a_dying_server_ended_is_resumed(tmp_path, capsys):
   quick = (
-      "evaluate.tries=1", "evaluate.give_up_after=3", "collect.concurrency=1"
+    "evaluate.tries=1",
+    "evaluate.give_up_after=3",
+    "collect.concurrency=1",
   )
   with chat_server.serving() as (url, server):
     server.dies_after = 4
@@ -99,10 +99,15 @@ def test_seeds_do_not_depend_on_the_way(tmp_path):
 
 def test_an_interrupt_keeps_what_has_ended(tmp_path, capsys):
   with chat_server.serving() as (url, server):
-    config = config_lib.load_evaluation([
-        f"server={url}", f"dir={tmp_path}", *ADD, "name=i",
+    config = config_lib.load_evaluation(
+      [
+        f"server={url}",
+        f"dir={tmp_path}",
+        *ADD,
+        "name=i",
         "collect.concurrency=1",
-    ])  # pyformat: disable
+      ]
+    )
     evaluation = evaluate.Evaluation(config)
     first = threading.Event()
 
@@ -147,7 +152,7 @@ def test_screenshots_reach_the_model(tmp_path):
         f"server={url}", f"dir={tmp_path}", "name=e", "gym=desktop",
         "tasks=click-color", "eval.episodes_per_task=2",
         "eval.modes=[greedy]", "max_turns=2", "report.progress=none",
-    ]) == 0  # pyformat: disable
+    ]) == 0  # fmt: skip
   assert set(server.screens) == {(128, 96)}
   assert [b["temperature"] for b in server.bodies[1:]] == [0.0] * 2
   page = (tmp_path / "e" / "report.html").read_text()
@@ -155,11 +160,11 @@ def test_screenshots_reach_the_model(tmp_path):
 
 
 REFUSED = {
-    "absent": ("http://127.0.0.1:9/v1", (), "cannot be reached"),
-    "other model": (None, ("model=addr",), "did you mean 'adder'?"),
-    "no address": ("127.0.0.1", (), "must be an address such as"),
-    "nothing to compare": (None, ("compare=/none",), "evaluate.compare=/none"),
-    "unknown key": (None, ("atempts=2",), "did you mean 'attempts'"),
+  "absent": ("http://127.0.0.1:9/v1", (), "cannot be reached"),
+  "other model": (None, ("model=addr",), "did you mean 'adder'?"),
+  "no address": ("127.0.0.1", (), "must be an address such as"),
+  "nothing to compare": (None, ("compare=/none",), "evaluate.compare=/none"),
+  "unknown key": (None, ("atempts=2",), "did you mean 'attempts'"),
 }
 
 
@@ -190,18 +195,21 @@ def test_a_missing_and_a_wrong_key_are_named(tmp_path, capsys, monkeypatch):
 
 def test_a_model_without_vision_is_refused(tmp_path, capsys):
   with chat_server.serving(sees=False) as (url, _):
-    assert evaluate.main([
-        f"server={url}", f"dir={tmp_path}", "gym=desktop", "tasks=click-color"
-    ]) == 2  # pyformat: disable
+    assert (
+      evaluate.main(
+        [f"server={url}", f"dir={tmp_path}", "gym=desktop", "tasks=click-color"]
+      )
+      == 2
+    )
   assert "adder takes no images" in capsys.readouterr().err
 
 
 def test_fields_that_a_model_refuses_are_left_out(tmp_path, capsys):
   with chat_server.serving(lists=False) as (url, server):
     server.refuses = {
-        "max_tokens": "Unsupported parameter: 'max_tokens' is not supported"
-        " with this model. Use 'max_completion_tokens' instead.",
-        "temperature": "Unsupported value: 'temperature' does not support 0.0",
+      "max_tokens": "Unsupported parameter: 'max_tokens' is not supported"
+      " with this model. Use 'max_completion_tokens' instead.",
+      "temperature": "Unsupported value: 'temperature' does not support 0.0",
     }
     server.busy = 2
     assert run(tmp_path, url, "name=f") == 2  # It lists no models.
@@ -218,7 +226,7 @@ def test_a_gym_that_fails_ends_the_evaluation(tmp_path, capsys):
     assert run(
         tmp_path, url, "name=g", "evaluate.give_up_after=2",
         "collect.deadlines.step=0.000001", "collect.concurrency=1",
-    ) == 1  # pyformat: disable
+    ) == 1  # fmt: skip
   stderr = capsys.readouterr().err
   assert "2 episodes in a row were broken" in stderr and "timeout" in stderr
 
@@ -236,8 +244,8 @@ def test_other_settings_than_it_began_with_are_refused(tmp_path, capsys):
 def test_every_task_of_a_file_is_played(tmp_path):
   file = tmp_path / "tasks.jsonl"
   rows = [
-      {"id": f"t{i}", "question": f"What is {i} + 4?", "answer": str(i + 4)}
-      for i in range(5)
+    {"id": f"t{i}", "question": f"What is {i} + 4?", "answer": str(i + 4)}
+    for i in range(5)
   ]
   file.write_text("".join(json.dumps(row) + "\n" for row in rows))
   with chat_server.serving() as (url, _):
@@ -245,6 +253,6 @@ def test_every_task_of_a_file_is_played(tmp_path):
         f"server={url}", f"dir={tmp_path}", "name=l", "environment=tool",
         "task_source.source=jsonl", f"task_source.path={file}",
         "eval.modes=[greedy]", "report.progress=none",
-    ]) == 0  # pyformat: disable
+    ]) == 0  # fmt: skip
   outcomes = evaluation_journal.load(tmp_path / "l")
   assert sorted(key[2] for key in outcomes) == [f"t{i}" for i in range(5)]

@@ -24,7 +24,7 @@ FEW = (
     "eval.episodes_per_task=1", "report.progress=none", "learner.rows=2",
     # Also groups of equal rewards are learned from.
     "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def _curves():
@@ -62,10 +62,13 @@ def test_an_example_is_checked_and_trains(tmp_path, path, capsys):
       pytest.skip(f"{package} is not installed")
   config = config_lib.load_config([str(path)])
   few = [
-      str(path), f"run.dir={tmp_path}", "name=r", *FEW,
-      *SMALL.get(path.stem, ()),
-      f"warm_start.steps={min(config.warm_start.steps, 1)}",
-  ]  # pyformat: disable
+    str(path),
+    f"run.dir={tmp_path}",
+    "name=r",
+    *FEW,
+    *SMALL.get(path.stem, ()),
+    f"warm_start.steps={min(config.warm_start.steps, 1)}",
+  ]
   if config.warm_start.steps:
     few += ["warm_start.batch_size=4", "warm_start.demonstrations=8"]
   assert train.main([*few, "--dry-run"]) == 0

@@ -27,8 +27,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
 PUBLISHED = {
-    "qwen3_vl_lora": ("Qwen3-VL-4B", "v5e:4x4"),
-    "ui_tars_lora": ("Qwen2.5-VL-7B", "v5p:2x2x2"),
+  "qwen3_vl_lora": ("Qwen3-VL-4B", "v5e:4x4"),
+  "ui_tars_lora": ("Qwen2.5-VL-7B", "v5p:2x2x2"),
 }
 FEW = (
     "steps=2", "collect.group_size=2", "collect.min_valid=2",
@@ -37,7 +37,7 @@ FEW = (
     "collect.concurrency=4",
     # Also groups of equal rewards are learned from.
     "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +70,21 @@ def test_the_full_size_fits_the_slice_that_it_names(name, capsys):
   assert policy in qwen_sizes.SIZES
   # Both train an adapter; the small one is of the same architecture.
   assert config.policy.lora_rank and small.policy.lora_rank
-  assert policy.lower().replace("-", "_").replace(".", "_").startswith(
-      small.policy.name.removesuffix("_tiny")
+  assert (
+    policy.lower()
+    .replace("-", "_")
+    .replace(".", "_")
+    .startswith(small.policy.name.removesuffix("_tiny"))
   )
-  status = plan.main([
-      str(FOLDER / f"{name}.yaml"), f"policy={policy}",
-      f"topology={topology}", "--analytic", "--json",
-  ])  # pyformat: disable
+  status = plan.main(
+    [
+      str(FOLDER / f"{name}.yaml"),
+      f"policy={policy}",
+      f"topology={topology}",
+      "--analytic",
+      "--json",
+    ]
+  )
   data = json.loads(capsys.readouterr().out)
   assert status == 0, data
 
@@ -92,8 +100,11 @@ def trained(tmp_path, name, *more):
   words = [str(FOLDER / f"{name}.yaml"), f"run.dir={tmp_path}", "name=r", *FEW]
   config = config_lib.load_config(words[:1])
   if config.warm_start.steps:
-    words += ["warm_start.steps=1", "warm_start.batch_size=2",
-              "warm_start.demonstrations=2"]  # pyformat: disable
+    words += [
+      "warm_start.steps=1",
+      "warm_start.batch_size=2",
+      "warm_start.demonstrations=2",
+    ]
   assert train.main([*words, *more]) == 0
   return metrics(tmp_path)
 
@@ -104,13 +115,13 @@ def small(name, **needs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        small("miniwob", marks=browsers.needed()),
-        small("qwen3_vl_lora_cpu"),
-        small("ui_tars_lora_cpu"),
-        small("proxy_agent"),
-    ],
+  "name",
+  [
+    small("miniwob", marks=browsers.needed()),
+    small("qwen3_vl_lora_cpu"),
+    small("ui_tars_lora_cpu"),
+    small("proxy_agent"),
+  ],
 )
 def test_a_recipe_trains(tmp_path, name):
   for step in trained(tmp_path, name):
@@ -142,7 +153,7 @@ def test_what_a_run_recorded_is_trained_on(tmp_path):
   assert small_runs.run_train(
       tmp_path, "steps=1", "name=recorded", "report.episodes=4000",
       "eval.on=false",
-  ) == 0  # pyformat: disable
+  ) == 0  # fmt: skip
   trained(tmp_path, "offline", f"offline.path={tmp_path / 'recorded'}")
 
 
@@ -152,7 +163,7 @@ def buffer_service(directory):
   words = [
       sys.executable, "-m", room, "--dir", str(directory), "--port", "0",
       "--input-roots", str(FOLDER),
-  ]  # pyformat: disable
+  ]  # fmt: skip
   with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
     try:
       yield process.stdout.readline().split(" at ")[1].strip()
@@ -164,15 +175,18 @@ def buffer_service(directory):
 def test_a_rollout_buffer_is_trained_from(tmp_path):
   with buffer_service(tmp_path / "buffer") as url:
     trained(
-        tmp_path, "rollout_buffer", f"buffer.url={url}", "buffer.poll_s=0.1",
-        f"buffer.input_file={FOLDER / 'desktop_tasks.jsonl'}",
-    )  # pyformat: disable
+      tmp_path,
+      "rollout_buffer",
+      f"buffer.url={url}",
+      "buffer.poll_s=0.1",
+      f"buffer.input_file={FOLDER / 'desktop_tasks.jsonl'}",
+    )
 
 
 # run/test_pod_runs.py has two processes of the built-in settings.
 @pytest.mark.slow
 @pytest.mark.skipif(
-    trials.share() < 1, reason="a minute: make test-all runs it"
+  trials.share() < 1, reason="a minute: make test-all runs it"
 )
 def test_two_processes_train_one_run(tmp_path):
   import portpicker  # pylint: disable=g-import-not-at-top
@@ -182,18 +196,21 @@ def test_two_processes_train_one_run(tmp_path):
       sys.executable, "-m", "tunix.rl.multi_turn.train",
       "examples/recipes/multi_host.yaml", f"run.dir={tmp_path}", "name=r",
       *FEW, f"processes.coordinator=127.0.0.1:{port}", "processes.count=2",
-  ]  # pyformat: disable
+  ]  # fmt: skip
   environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
   with contextlib.ExitStack() as stack:
     runs = [
-        stack.enter_context(
-            subprocess.Popen(
-                [*words, f"processes.index={i}"], env=environment,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
+      stack.enter_context(
+        subprocess.Popen(
+          [*words, f"processes.index={i}"],
+          env=environment,
+          stdout=subprocess.PIPE,
+          stderr=subprocess.STDOUT,
+          text=True,
         )
-        for i in range(2)
-    ]  # pyformat: disable
+      )
+      for i in range(2)
+    ]
     for run in runs:
       stack.callback(run.kill)
     output = [run.communicate(timeout=500)[0] for run in runs]

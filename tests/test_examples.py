@@ -30,21 +30,21 @@ class Served:
     self.images = images_lib.ImageStore()
     policy = checkpoint.load_policy("tiny_vl", screen=SCREENS[1])
     self.engine = engine_lib.RolloutEngine(
-        policy[0],
-        policy[1],
-        self.images,
-        engine_config.EngineConfig(
-            slots=4,
-            context_length=768,
-            window_buckets=(768,),
-            prefill_buckets=(256,),
-        ),
-        image_sizes=SCREENS,
-        banned_token_ids=policy[0].config.banned_token_ids,
-        version=4,
+      policy[0],
+      policy[1],
+      self.images,
+      engine_config.EngineConfig(
+        slots=4,
+        context_length=768,
+        window_buckets=(768,),
+        prefill_buckets=(256,),
+      ),
+      image_sizes=SCREENS,
+      banned_token_ids=policy[0].config.banned_token_ids,
+      version=4,
     )
     self.app = server_lib.make_app(
-        "tiny_vl", self.engine, policy, self.images, token="secret"
+      "tiny_vl", self.engine, policy, self.images, token="secret"
     )
     self.server = http_server.LoopbackServer(self.app.asgi)
 
@@ -66,37 +66,35 @@ def _served():
 
 def run_agent(*argv):
   return subprocess.run(
-      [sys.executable, str(ROOT / "examples" / "openai_agent.py"), *argv],
-      capture_output=True,
-      text=True,
-      timeout=240,
-      cwd=ROOT,
-      check=False,
+    [sys.executable, str(ROOT / "examples" / "openai_agent.py"), *argv],
+    capture_output=True,
+    text=True,
+    timeout=240,
+    cwd=ROOT,
+    check=False,
   )
 
 
 @pytest.mark.parametrize(
-    "gym, episodes",
-    [
-        ("desktop", 12),
-        pytest.param(
-            "miniwob", 3, marks=[*browsers.needed(), pytest.mark.slow]
-        ),
-    ],
+  "gym, episodes",
+  [
+    ("desktop", 12),
+    pytest.param("miniwob", 3, marks=[*browsers.needed(), pytest.mark.slow]),
+  ],
 )
 def test_an_agent_with_nothing_but_openai_plays_and_is_kept(
-    served, tmp_path, gym, episodes
+  served, tmp_path, gym, episodes
 ):
   out = tmp_path / "episodes.jsonl"
   process = run_agent(
       "--server", served.server.url, "--token", "secret", "--gym", gym,
       "--episodes", str(episodes), "--out", str(out),
-  )  # pyformat: disable
+  )  # fmt: skip
   assert process.returncode == 0, process.stderr[-2000:]
   rewards = [
-      float(line.rpartition(" ")[2])
-      for line in process.stdout.splitlines()
-      if line.startswith("episode ")
+    float(line.rpartition(" ")[2])
+    for line in process.stdout.splitlines()
+    if line.startswith("episode ")
   ]
   assert len(rewards) == episodes
   lines = [json.loads(line) for line in out.read_text().splitlines()]

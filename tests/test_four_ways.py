@@ -40,30 +40,30 @@ def _tasks(config):
       name = f"{family}@train:{index}:3"
       task = source.train_task(family, index, 3)
       collected.append(
-          dataclasses.replace(
-              task,
-              params={
-                  **task.params,
-                  "genv": {"identifier": name},
-                  "openenv": {"task": name},
-              },
-          )
+        dataclasses.replace(
+          task,
+          params={
+            **task.params,
+            "genv": {"identifier": name},
+            "openenv": {"task": name},
+          },
+        )
       )
   return collected
 
 
 def _played(both, overrides, mode, through_proxy=False):
-  config = config_lib.load_config([
-      *two_paths.SMALL, "rollout.via=proxy", *overrides,
-  ])  # pyformat: disable
+  config = config_lib.load_config(
+    [*two_paths.SMALL, "rollout.via=proxy", *overrides]
+  )
   collector = episodes_lib.make_collector(
-      config,
-      episodes_lib.EpisodeFactory(config, both.images),
-      both.engine,
-      both.policy.renderer,
-      observers=None,
-      mode=mode,
-      connection=both.proxy.connection if through_proxy else None,
+    config,
+    episodes_lib.EpisodeFactory(config, both.images),
+    both.engine,
+    both.policy.renderer,
+    observers=None,
+    mode=mode,
+    connection=both.proxy.connection if through_proxy else None,
   )
   tasks = _tasks(both.config)
 
@@ -76,21 +76,21 @@ def _played(both, overrides, mode, through_proxy=False):
 def _seen(trajectory):
   """Returns what the policy saw and did, beyond its tokens."""
   steps = [
-      (s.info.get("gui_actions"), s.reward, s.done) for s in trajectory.steps
+    (s.info.get("gui_actions"), s.reward, s.done) for s in trajectory.steps
   ]
   images = [str(image) for s in trajectory.sequences for image in s.images]
   return steps, images
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param("train", marks=pytest.mark.slow), "greedy"]
+  "mode", [pytest.param("train", marks=pytest.mark.slow), "greedy"]
 )
 def test_the_same_episodes_wherever_the_gym_is(both, server, mode):
   url, app = server
   openenv = ["gym=openenv", f"gym.options.base_url={url}/openenv/desktop"]
   ways = {
-      "genv": (["gym=genv", f"gym.options.base_url={url}"], False),
-      "openenv": (openenv, False),
+    "genv": (["gym=genv", f"gym.options.base_url={url}"], False),
+    "openenv": (openenv, False),
   }
   if mode == "train":
     ways["openenv and proxy"] = (openenv, True)

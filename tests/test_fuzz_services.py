@@ -19,17 +19,17 @@ class Failing:
 
 
 @pytest.mark.parametrize(
-    "status, answer, path, trusted, kind",
-    [
-        ("500", b"", "/api/v1/gyms", True, "answer of 500"),
-        ("closed (X)", b"", "/api/v1/gyms", True, "closed (X)"),
-        ("200", b"", "/api/v1/gyms", False, "answered without a token"),
-        ("200", b"", "/health", False, None),
-        ("503", b"", "/api/v1/gyms", True, None),
-    ],
+  "status, answer, path, trusted, kind",
+  [
+    ("500", b"", "/api/v1/gyms", True, "answer of 500"),
+    ("closed (X)", b"", "/api/v1/gyms", True, "closed (X)"),
+    ("200", b"", "/api/v1/gyms", False, "answered without a token"),
+    ("200", b"", "/health", False, None),
+    ("503", b"", "/api/v1/gyms", True, None),
+  ],
 )
 def test_what_breaks_a_rule_is_a_finding(
-    tmp_path, status, answer, path, trusted, kind
+  tmp_path, status, answer, path, trusted, kind
 ):
   report = fuzz_services.Report(tmp_path)
   fuzzer = fuzz_services.Fuzzer(Failing(), {}, [], report, 0.0, 0)
@@ -55,7 +55,7 @@ def test_a_moment_of_it_finds_nothing(tmp_path):
   command = [
       sys.executable, str(ROOT / "benchmarks" / "fuzz_services.py"),
       "--minutes", "0.3", "--services", "gym", "--folder", str(tmp_path),
-  ]  # pyformat: disable
+  ]  # fmt: skip
   result = subprocess.run(command, capture_output=True, text=True, timeout=280)
   assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
   requests = re.search(r"(\d+) requests, (\d+) routes", result.stdout)

@@ -16,17 +16,17 @@ from tunix.rl.multi_turn.core import bounds
 VALUES = (
     "-1", str(2**31), str(2**63), str(2**64), str(10**400), "1e400", "\u0661",
     "", "9" * 5000, "1_0", " 1",
-)  # pyformat: disable
+)  # fmt: skip
 TOO_LARGE = (str(2**63), str(2**64), str(10**400), "1e400", "\u0661", "-1")
 TOKEN = "a-token-of-the-tests"
 WAITS = ("/buffer/read", "/start_rollout")
 """Routes that wait for items or start a process; bodies have their numbers."""
 QUERIES = {
-    "run": ("from", "to", "expires", "signature"),
-    "gym": ("shape", "split", "family", "full", "bare", "format"),
-    "buffer": ("batch_size", "buffer"),
-    "policy": ("limit",),
-    "proxy": ("limit",),
+  "run": ("from", "to", "expires", "signature"),
+  "gym": ("shape", "split", "family", "full", "bare", "format"),
+  "buffer": ("batch_size", "buffer"),
+  "policy": ("limit",),
+  "proxy": ("limit",),
 }
 """The monitor's are those of its document."""
 pytestmark = pytest.mark.timeout(300)
@@ -46,9 +46,11 @@ def _queries(name, app, path):
   plain = re.sub(r":\w+}", "}", path)
   methods = app.document["paths"].get(plain, {})
   running = [
-      one["name"] for operation in methods.values()
-      for one in operation.get("parameters", ()) if one["in"] == "query"
-  ]  # pyformat: disable
+    one["name"]
+    for operation in methods.values()
+    for one in operation.get("parameters", ())
+    if one["in"] == "query"
+  ]
   # Pages of the dashboard are not in the document.
   return running or ("after", "run", "from", "to", "turn", "page", "step")
 
@@ -98,19 +100,18 @@ def _as_protocol(text):
 
 @pytest.mark.parametrize("value", TOO_LARGE)
 @pytest.mark.parametrize(
-    "name, path, field, high",
-    [
-        ("run", "/runs/{run}/steps/{value}", "index", bounds.LARGEST),
-        ("run", "/runs/{run}/events?from={value}", "from", 253402300799000),
-        ("run", "/runs/{run}/events?to={value}", "to", 253402300799000),
-        ("buffer", "/buffer/peek?batch_size={value}", "batch_size", 2**31),
-        ("monitor", "/api/v1/rollouts?step_id={value}", "step_id",
-         bounds.LARGEST),
-        ("monitor", "/api/v1/events?after={value}", "after", bounds.LARGEST),
-    ],
+  "name, path, field, high",
+  [
+    ("run", "/runs/{run}/steps/{value}", "index", bounds.LARGEST),
+    ("run", "/runs/{run}/events?from={value}", "from", 253402300799000),
+    ("run", "/runs/{run}/events?to={value}", "to", 253402300799000),
+    ("buffer", "/buffer/peek?batch_size={value}", "batch_size", 2**31),
+    ("monitor", "/api/v1/rollouts?step_id={value}", "step_id", bounds.LARGEST),
+    ("monitor", "/api/v1/events?after={value}", "after", bounds.LARGEST),
+  ],
 )
 def test_a_number_beyond_its_bound_is_refused_by_its_name(
-    services, name, path, field, high, value
+  services, name, path, field, high, value
 ):
   running, token = services
   url, app = running[name]
@@ -119,11 +120,15 @@ def test_a_number_beyond_its_bound_is_refused_by_its_name(
   with httpx.Client(headers=headers, timeout=30) as client:
     if name == "run":
       body = {
-          "model": {"baseUrl": "http://127.0.0.1:1/v1", "name": "m"},
-          "env": {"type": "genv", "gymBaseUrl": "http://127.0.0.1:1",
-                  "gymId": "g", "executionId": "x"},
-          "task": "t",
-      }  # pyformat: disable
+        "model": {"baseUrl": "http://127.0.0.1:1/v1", "name": "m"},
+        "env": {
+          "type": "genv",
+          "gymBaseUrl": "http://127.0.0.1:1",
+          "gymId": "g",
+          "executionId": "x",
+        },
+        "task": "t",
+      }
       run = client.post(f"{url}/runs", json=body).json()["runId"]
     elif name == "buffer":
       client.post(f"{url}/buffer/known", json={"uids": []})
@@ -161,37 +166,43 @@ def test_a_foreign_page_is_answered_nowhere(services, name, path, origin):
 
 
 NOT_SERVED = {
-    ("run", "/metrics"): "/runs/x", ("run", "/nowhere"): "/runs/x/steps",
-    ("gym", "/nowhere"): "/api/v1/gyms", ("buffer", "/nowhere"): "/buffers",
-    ("policy", "/nowhere"): "/v1/models", ("proxy", "/nowhere"): "/v1/models",
-    ("monitor", "/metrics"): "/api/v1/trainings",
-    ("monitor", "/nowhere"): "/api/v1/openapi.json",
-}  # pyformat: disable
+  ("run", "/metrics"): "/runs/x",
+  ("run", "/nowhere"): "/runs/x/steps",
+  ("gym", "/nowhere"): "/api/v1/gyms",
+  ("buffer", "/nowhere"): "/buffers",
+  ("policy", "/nowhere"): "/v1/models",
+  ("proxy", "/nowhere"): "/v1/models",
+  ("monitor", "/metrics"): "/api/v1/trainings",
+  ("monitor", "/nowhere"): "/api/v1/openapi.json",
+}
 """Served paths instead of those that a service does not have."""
 
 
 SOCKET = (
-    "Host: localhost", "Upgrade: websocket", "Connection: Upgrade",
-    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "Sec-WebSocket-Version: 13",
-)  # pyformat: disable
+  "Host: localhost",
+  "Upgrade: websocket",
+  "Connection: Upgrade",
+  "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
+  "Sec-WebSocket-Version: 13",
+)
 
 
 @pytest.mark.parametrize("name", six_services.NAMES)
 @pytest.mark.parametrize(
-    "query, lines, body, statuses",
-    [
-        ("", [], b"", ("101", "401", "403")),
-        ("?a=" + "a" * 9000, [], b"", ("400",)),
-        ("", ["X: " + "a" * 9000], b"", ("400",)),
-        ("", [f"X{n}: a" for n in range(200)], b"", ("400",)),
-        ("", ["Sec-WebSocket-Protocol: \x01"], b"", ("400",)),
-        ("", ["Content-Length: 5"], b"abcde", ("400",)),
-        ("", ["Transfer-Encoding: chunked"], b"1\r\na\r\n0\r\n\r\n", ("400",)),
-    ],
-    ids=["plain", "line", "header", "headers", "bytes", "body", "chunks"],
+  "query, lines, body, statuses",
+  [
+    ("", [], b"", ("101", "401", "403")),
+    ("?a=" + "a" * 9000, [], b"", ("400",)),
+    ("", ["X: " + "a" * 9000], b"", ("400",)),
+    ("", [f"X{n}: a" for n in range(200)], b"", ("400",)),
+    ("", ["Sec-WebSocket-Protocol: \x01"], b"", ("400",)),
+    ("", ["Content-Length: 5"], b"abcde", ("400",)),
+    ("", ["Transfer-Encoding: chunked"], b"1\r\na\r\n0\r\n\r\n", ("400",)),
+  ],
+  ids=["plain", "line", "header", "headers", "bytes", "body", "chunks"],
 )
 def test_a_request_for_a_web_socket_is_always_answered(
-    services, name, query, lines, body, statuses
+  services, name, query, lines, body, statuses
 ):
   path = "/openenv/desktop/ws" if name == "gym" else "/health"
   head = "\r\n".join([f"GET {path}{query} HTTP/1.1", *SOCKET, *lines, "", ""])

@@ -38,8 +38,8 @@ def rows(section):
   text = text.partition("\nObjects")[0]
   matches = re.findall(r"^\| `(\w+) (\S+)` \|(.*)\|$", text, re.M)
   return {
-      (method, path): [cell.strip() for cell in remaining.split(" | ")]
-      for method, path, remaining in matches
+    (method, path): [cell.strip() for cell in remaining.split(" | ")]
+    for method, path, remaining in matches
   }
 
 
@@ -51,20 +51,18 @@ def fields(cell):
 def test_answers_of_the_buffer(tmp_path):
   table = rows("Rollout buffer")
   requests = {
-      "/start_rollout": {
-          "task_type": "external", "num_repeat_per_sample": 2,
-      },
-      "/buffer/write": [
-          buffer_services.item(f"e{i}", "t", float(i)) for i in range(2)
-      ],
-      "/buffer/known": {"uids": ["e0", "nothing"]},
-      "/buffer/peek": None,
-      "/get_rollout_data": {"lease_s": 60},
-      "/buffer/stats": None,
-      "/buffers": None,
-      "/": None,
-      "/health": None,
-  }  # pyformat: disable
+    "/start_rollout": {"task_type": "external", "num_repeat_per_sample": 2},
+    "/buffer/write": [
+      buffer_services.item(f"e{i}", "t", float(i)) for i in range(2)
+    ],
+    "/buffer/known": {"uids": ["e0", "nothing"]},
+    "/buffer/peek": None,
+    "/get_rollout_data": {"lease_s": 60},
+    "/buffer/stats": None,
+    "/buffers": None,
+    "/": None,
+    "/health": None,
+  }
   with buffer_services.Running(tmp_path) as running:
     for path, body in requests.items():
       method = "GET" if body is None else "POST"
@@ -92,10 +90,11 @@ def test_answers_of_the_run_service():
   body = {"model": model, "task": "Go.", "maxRunTimeSec": 20.0, "env": {
       "type": "gym", "gym": "desktop", "task": task.to_json(),
       "width": 128, "height": 96,
-  }}  # pyformat: disable
-  with run_services.serving() as (url, _), httpx.Client(
-      base_url=url, timeout=30, trust_env=False
-  ) as client:
+  }}  # fmt: skip
+  with (
+    run_services.serving() as (url, _),
+    httpx.Client(base_url=url, timeout=30, trust_env=False) as client,
+  ):
     started = client.post("/runs", json=body)
     assert started.status_code == 200, started.text
     run = started.json()["runId"]
@@ -103,9 +102,10 @@ def test_answers_of_the_run_service():
       if path in ("/images/{name}", "/runs/{run}/steps/{index}"):
         continue
       answer = client.request(
-          method, path.replace("{run}", run),
-          json=body if path == "/runs" else None,
-      )  # pyformat: disable
+        method,
+        path.replace("{run}", run),
+        json=body if path == "/runs" else None,
+      )
       assert answer.status_code == 200, (path, answer.text)
       assert set(answer.json()) == fields(cells[2]), path
     wrong = client.get("/runs/none")
@@ -126,8 +126,8 @@ def test_answers_of_the_policy_servers_sessions():
       assert answer.status_code == 200, answer.text
       assert set(answer.json()) == fields(table["POST", path + name][2])
     for place, body in (
-        ("/grant_capacity", {}),
-        ("/export_trajectories", {"session_id": session["session_id"]}),
+      ("/grant_capacity", {}),
+      ("/export_trajectories", {"session_id": session["session_id"]}),
     ):
       answer = server.post(place, body)
       assert set(answer.json()) == fields(table["POST", place][2]), place
@@ -135,13 +135,15 @@ def test_answers_of_the_policy_servers_sessions():
 
 def test_health_and_little_else_needs_no_token(tmp_path):
   with (
-      gym_servers.serving(token="secret") as (gym, _),
-      run_services.serving(token="secret") as (runs, _),
-      buffer_services.Running(tmp_path, token="secret") as buffer,
+    gym_servers.serving(token="secret") as (gym, _),
+    run_services.serving(token="secret") as (runs, _),
+    buffer_services.Running(tmp_path, token="secret") as buffer,
   ):
     for url, closed in (
-        (gym, "/api/v1/gyms"), (runs, "/runs/x"), (buffer.url, "/buffers"),
-    ):  # pyformat: disable
+      (gym, "/api/v1/gyms"),
+      (runs, "/runs/x"),
+      (buffer.url, "/buffers"),
+    ):
       with httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
         assert client.get("/health").status_code == 200, url
         assert client.get(closed).status_code == 401, url

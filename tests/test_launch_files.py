@@ -26,9 +26,13 @@ SLICE = ("--name", "first", "--zone", "us-west4-a", "--type", "v5litepod-16")
 
 def run(*command, seconds=60, **env):
   return subprocess.run(
-      list(map(str, command)), capture_output=True, text=True, timeout=seconds,
-      env=os.environ | env, check=False,
-  )  # pyformat: disable
+    list(map(str, command)),
+    capture_output=True,
+    text=True,
+    timeout=seconds,
+    env=os.environ | env,
+    check=False,
+  )
 
 
 def tpu_vm(*arguments):
@@ -40,31 +44,30 @@ def tpu_vm(*arguments):
 
 def remote(words):
   """The words of a command that gcloud runs on every host."""
-  assert words[:6] == [
-      "gcloud", "compute", "tpus", "tpu-vm", "ssh", "first"
-  ]  # pyformat: disable
+  assert words[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "first"]
   assert words[words.index("--worker") + 1] == "all"
   return shlex.split(words[words.index("--command") + 1])
 
 
 def test_a_slice_is_made_used_and_deleted():
   pack, create, copy, install, train, delete = tpu_vm(
-      *SLICE, "--spot", "--", "config.yaml", "mesh.fsdp=16"
+    *SLICE, "--spot", "--", "config.yaml", "mesh.fsdp=16"
   )
   assert create == [
       "gcloud", "compute", "tpus", "tpu-vm", "create", "first", "--zone",
       "us-west4-a", "--accelerator-type", "v5litepod-16", "--version",
       "tpu-ubuntu2204-base", "--spot",
-  ]  # pyformat: disable
+  ]  # fmt: skip
   assert pack[0] == "tar" and copy[4:6] == ["scp", pack[2]]
   assert copy[6].startswith("first:") and "all" in copy
-  assert remote(install)[-2:] == [
-      ".[tpu,client,serve]", "./packages/*"
-  ]  # pyformat: disable
+  assert remote(install)[-2:] == [".[tpu,client,serve]", "./packages/*"]
   assert remote(train) == [
-      VM_PYTHON, *TRAIN, "processes.coordinator=auto", "config.yaml",
-      "mesh.fsdp=16",
-  ]  # pyformat: disable
+    VM_PYTHON,
+    *TRAIN,
+    "processes.coordinator=auto",
+    "config.yaml",
+    "mesh.fsdp=16",
+  ]
   assert delete[4:6] == ["delete", "first"] and "--quiet" in delete
 
 
@@ -88,7 +91,7 @@ case "$*" in
 esac
 """
 ONLY = ("ln", "cp", "tar", "gzip", "sh", "bash", "mkdir", "rm", "dirname",
-        "sed", "sleep")  # pyformat: disable
+        "sed", "sleep")  # fmt: skip
 
 
 @pytest.fixture(name="host")
@@ -99,21 +102,26 @@ def _host(tmp_path):
   for name in ONLY:
     (tools / name).symlink_to(shutil.which(name))
   for name, text in (
-      ("gcloud", GCLOUD), ("sudo", SUDO),
-      # No module is in it, and it is not new enough.
-      ("python3", "#!/bin/sh\necho Python 3.10.12; exit 1\n"),
-  ):  # pyformat: disable
+    ("gcloud", GCLOUD),
+    ("sudo", SUDO),
+    # No module is in it, and it is not new enough.
+    ("python3", "#!/bin/sh\necho Python 3.10.12; exit 1\n"),
+  ):
     (tools / name).write_text(text)
     (tools / name).chmod(0o755)
   base = pathlib.Path(sys.base_prefix, "bin", "python3.11")
   env = {
-      "PATH": str(tools), "HOST": str(tmp_path), "TMPDIR": str(tmp_path),
-      "PYTHON_REAL": str(base if base.exists() else sys._base_executable),
-      "PYTHON": "", "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1",
-      "PIP_NO_BUILD_ISOLATION": "0",
-      "PIP_NO_COMPILE": "1",
-      "PYTHONPATH": sysconfig.get_paths()["purelib"],  # For the build tools.
-  }  # pyformat: disable
+    "PATH": str(tools),
+    "HOST": str(tmp_path),
+    "TMPDIR": str(tmp_path),
+    "PYTHON_REAL": str(base if base.exists() else sys._base_executable),
+    "PYTHON": "",
+    "PIP_NO_INDEX": "1",
+    "PIP_NO_DEPS": "1",
+    "PIP_NO_BUILD_ISOLATION": "0",
+    "PIP_NO_COMPILE": "1",
+    "PYTHONPATH": sysconfig.get_paths()["purelib"],  # For the build tools.
+  }
   return tmp_path, env
 
 
@@ -122,17 +130,21 @@ def _host(tmp_path):
 def test_a_host_with_an_old_python_gets_one_and_this_checkout(host):
   directory, env = host
   result = run(
-      "bash", LAUNCH / "tpu_vm.sh", *SLICE, "--", "steps=1", seconds=280, **env
+    "bash", LAUNCH / "tpu_vm.sh", *SLICE, "--", "steps=1", seconds=280, **env
   )
   assert result.returncode == 0, result.stderr
   assert (directory / "calls").read_text().split() == [
-      "create", "scp", "ssh", "ssh", "delete"
-  ]  # pyformat: disable
+    "create",
+    "scp",
+    "ssh",
+    "ssh",
+    "delete",
+  ]
   release = pathlib.Path("/etc/os-release").read_text()
   packages = (directory / "apt").read_text().splitlines()[-1]
   ubuntu = 'VERSION_ID="22.04"' in release
   assert packages.endswith(
-      "install python3.11 python3.11-venv" if ubuntu else "install python3-venv"
+    "install python3.11 python3.11-venv" if ubuntu else "install python3-venv"
   )
   # What the command of the run starts, and where it finds the package.
   python, *_ = shlex.split((directory / "train").read_text())
@@ -147,7 +159,7 @@ def test_a_host_with_an_old_python_gets_one_and_this_checkout(host):
 def test_a_slice_that_was_not_made_is_not_deleted(host):
   directory, env = host
   result = run(
-      "bash", LAUNCH / "tpu_vm.sh", *SLICE, "--", "x=1", FAIL="3", **env
+    "bash", LAUNCH / "tpu_vm.sh", *SLICE, "--", "x=1", FAIL="3", **env
   )
   assert result.returncode == 3
   assert (directory / "calls").read_text().split() == ["create"]
@@ -160,13 +172,16 @@ def test_arguments_reach_train_as_they_are(text):
   assert remote(trained)[-1] == f"run.name={text}"
 
 
-@pytest.mark.parametrize("arguments, problem", (
+@pytest.mark.parametrize(
+  "arguments, problem",
+  (
     (SLICE[:-2] + ("--", "x=1"), "--type is missing"),
     (SLICE, "no arguments of train"),
     (SLICE + ("mesh.fsdp=16",), "mesh.fsdp=16 is no option"),
     (SLICE[:-1], "--type needs a value"),
     (SLICE + ("--package", "x", "--", "x=1"), "--package is no option"),
-))  # pyformat: disable
+  ),
+)
 def test_a_slip_ends_with_one_line(arguments, problem):
   process = run("bash", LAUNCH / "tpu_vm.sh", "--dry-run", *arguments)
   assert process.returncode == 2 and not process.stdout
@@ -178,13 +193,19 @@ def test_slurm_starts_train_on_every_task():
   script = LAUNCH / "slurm.sbatch"
   process = run("bash", script, "config.yaml", "run.name=a b", DRY_RUN="1")
   assert process.stdout.splitlines() == [
-      "srun", "--kill-on-bad-exit=1", ".venv/bin/python", *TRAIN,
-      "processes.coordinator=auto", "config.yaml", "run.name=a b",
-  ]  # pyformat: disable
+    "srun",
+    "--kill-on-bad-exit=1",
+    ".venv/bin/python",
+    *TRAIN,
+    "processes.coordinator=auto",
+    "config.yaml",
+    "run.name=a b",
+  ]
   directives = [
-      line for line in script.read_text().splitlines()
-      if line.startswith("#SBATCH")
-  ]  # pyformat: disable
+    line
+    for line in script.read_text().splitlines()
+    if line.startswith("#SBATCH")
+  ]
   assert "#SBATCH --signal=TERM@300" in directives
   assert run("bash", script).returncode == 2
 
@@ -220,17 +241,18 @@ def test_a_fleet_is_a_learner_and_collectors_of_its_run():
   assert set(jobs) == {"learner", "collectors"}
   assert data["spec"]["successPolicy"]["targetReplicatedJobs"] == ["learner"]
   pods = {
-      name: job["template"]["spec"]["template"]["spec"]
-      for name, job in jobs.items()
+    name: job["template"]["spec"]["template"]["spec"]
+    for name, job in jobs.items()
   }
   (learner,) = pods["learner"]["containers"]
   assert learner["command"][:3] == ["python", *TRAIN]
   # Kubernetes puts the pod's address in place of the variable.
   assert {e["name"] for e in learner["env"]} == {"POD_IP"}
   settings = [
-      a.replace("$(POD_IP)", "10.0.0.7")
-      for a in learner["command"][3:] if not a.endswith(".yaml")
-  ]  # pyformat: disable
+    a.replace("$(POD_IP)", "10.0.0.7")
+    for a in learner["command"][3:]
+    if not a.endswith(".yaml")
+  ]
   config = config_lib.load_config(settings)
   assert config.fleet.via == "join" and config.rollout.host == "10.0.0.7"
   (port,) = learner["ports"]
@@ -257,9 +279,7 @@ def test_a_fleet_is_a_learner_and_collectors_of_its_run():
 
 def collected(command):
   """The directory of a collector's command, whose arguments are ones."""
-  assert command[:4] == [
-      "python", "-m", "tunix_multi_turn", "commands.collect"
-  ]  # pyformat: disable
+  assert command[:4] == ["python", "-m", "tunix_multi_turn", "commands.collect"]
   parser = collect.parser()
   return parser.parse_args(command[4:]).directory
 
@@ -280,19 +300,18 @@ COLLECTORS = ("--name", "first", "--zone", "us-west4-a")
 
 
 def tpu_collectors(*arguments):
-  return run(
-      "bash", LAUNCH / "tpu_vm_collectors.sh", "--dry-run", *arguments
-  )
+  return run("bash", LAUNCH / "tpu_vm_collectors.sh", "--dry-run", *arguments)
 
 
-@pytest.mark.parametrize("host, directory", (
-    ("0", "/mnt/my runs/r"), ("3", "/mnt/my runs/r/processes/3"),
-))  # pyformat: disable
+@pytest.mark.parametrize(
+  "host, directory",
+  (("0", "/mnt/my runs/r"), ("3", "/mnt/my runs/r/processes/3")),
+)
 def test_each_host_of_a_slice_collects_for_its_own_process(
-    host, directory, tmp_path
+  host, directory, tmp_path
 ):
   process = tpu_collectors(
-      *COLLECTORS, "--each", "2", "--", "/mnt/my runs/r/", "gym.options={a: 1}"
+    *COLLECTORS, "--each", "2", "--", "/mnt/my runs/r/", "gym.options={a: 1}"
   )
   assert process.returncode == 0, process.stderr
   (line,) = process.stdout.splitlines()
@@ -300,33 +319,42 @@ def test_each_host_of_a_slice_collects_for_its_own_process(
   assert words[words.index("--worker") + 1] == "all"
   # The command of a host, where its programs only write what they are given.
   for name, text in (
-      ("curl", f"echo {host}"), ("sudo", "true"),
-      ("systemd-run", 'printf "%s\\0" "$@" >>"$OUT"; printf "\\n" >>"$OUT"'),
-  ):  # pyformat: disable
+    ("curl", f"echo {host}"),
+    ("sudo", "true"),
+    ("systemd-run", 'printf "%s\\0" "$@" >>"$OUT"; printf "\\n" >>"$OUT"'),
+  ):
     (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
     (tmp_path / name).chmod(0o755)
   out = tmp_path / "out"
   command = words[words.index("--command") + 1]
   process = run(
-      "bash", "-c", command, PATH=f"{tmp_path}:{os.environ['PATH']}",
-      OUT=str(out), USER="me", HOME="/home/me too",
-  )  # pyformat: disable
+    "bash",
+    "-c",
+    command,
+    PATH=f"{tmp_path}:{os.environ['PATH']}",
+    OUT=str(out),
+    USER="me",
+    HOME="/home/me too",
+  )
   assert process.returncode == 0, process.stderr
   started = [line.split("\0")[:-1] for line in out.read_text().splitlines()]
   assert len(started) == 2
   for number, words in enumerate(started, 1):
     assert f"tunix-collector-{number}" in words
     begin = words.index(f"/home/me too/{VM_PYTHON}")
-    assert collected(["python", *words[begin + 1:]]) == directory
+    assert collected(["python", *words[begin + 1 :]]) == directory
     assert words[-1] == "gym.options={a: 1}"
 
 
-@pytest.mark.parametrize("arguments, problem", (
+@pytest.mark.parametrize(
+  "arguments, problem",
+  (
     (COLLECTORS, "no directory of a run"),
     (COLLECTORS[:2] + ("--", "r"), "--zone is missing"),
     (COLLECTORS + ("--each", "0", "--", "r"), "--each 0"),
     (COLLECTORS + ("runs/r",), "runs/r is no option"),
-))  # pyformat: disable
+  ),
+)
 def test_a_slip_of_collectors_ends_with_one_line(arguments, problem):
   process = tpu_collectors(*arguments)
   assert process.returncode == 2 and not process.stdout
@@ -346,8 +374,9 @@ def test_collectors_of_a_slice_end():
 @pytest.fixture(name="tasks")
 def _tasks(tmp_path):
   path = tmp_path / "tasks of mine.jsonl"
-  rows = [{"prompt": f"What is {i} + 1?", "label": f"{i + 1}"}
-          for i in range(40)]  # pyformat: disable
+  rows = [
+    {"prompt": f"What is {i} + 1?", "label": f"{i + 1}"} for i in range(40)
+  ]
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
   return path
 
@@ -360,20 +389,28 @@ def test_a_rollout_buffer_is_fetched_prepared_served_and_trained_from(tasks):
   process = rollout_buffer(
       "--model", "Qwen/Qwen3-0.6B", "--tasks", tasks, "--dir", "a b",
       "--port", "7", "--dry-run", "--", "environment.name=gsm8k",
-  )  # pyformat: disable
+  )  # fmt: skip
   assert not process.returncode, process.stderr
   venv, fetched, assigned, served, trained = map(
-      shlex.split, process.stdout.splitlines()
+    shlex.split, process.stdout.splitlines()
   )
   assert venv == ["mkdir", "-p", "a b"]
   assert fetched == [
-      "hf", "download", "Qwen/Qwen3-0.6B", "--local-dir", "a b/Qwen3-0.6B"
-  ]  # pyformat: disable
+    "hf",
+    "download",
+    "Qwen/Qwen3-0.6B",
+    "--local-dir",
+    "a b/Qwen3-0.6B",
+  ]
   assert assigned[2].endswith("agent_rollout.assign_instance_id")
   assert assigned[3:] == [
-      "--input_path", str(tasks), "--task_type", "math", "--output_path",
-      "a b/tasks.jsonl",
-  ]  # pyformat: disable
+    "--input_path",
+    str(tasks),
+    "--task_type",
+    "math",
+    "--output_path",
+    "a b/tasks.jsonl",
+  ]
   args = buffer_service.parser().parse_args(served[3:])
   assert (str(args.dir), args.port) == ("a b/buffer", 7)
   assert args.input_roots == "a b,a b/Qwen3-0.6B"
@@ -386,7 +423,7 @@ def test_a_rollout_buffer_is_fetched_prepared_served_and_trained_from(tasks):
   assert "policy=a b/Qwen3-0.6B" in trained
   # A directory is not fetched.
   process = rollout_buffer(
-      "--model", tasks.parent, "--tasks", tasks, "--dry-run", "--"
+    "--model", tasks.parent, "--tasks", tasks, "--dry-run", "--"
   )
   assert "hf" not in process.stdout.split()
 
@@ -403,7 +440,7 @@ def test_a_run_with_a_rollout_buffer_ends_with_its_service(tasks, tmp_path):
       f"run.dir={tmp_path}", "name=b", "environment.name=gsm8k",
       "warm_start.source=none", "buffer.poll_s=0.1", "learner.steps=1",
       "buffer.missing_logprobs=recompute", "sampling.max_new_tokens=4",
-  ]  # pyformat: disable
+  ]  # fmt: skip
   process = run(*command, PYTHON=sys.executable, seconds=300)
   assert not process.returncode, process.stderr
   assert len(small_runs.metrics_of(tmp_path / "b")) == 1
@@ -411,13 +448,16 @@ def test_a_run_with_a_rollout_buffer_ends_with_its_service(tasks, tmp_path):
     socket.create_connection(("127.0.0.1", port), 1)
 
 
-@pytest.mark.parametrize("arguments, problem", (
+@pytest.mark.parametrize(
+  "arguments, problem",
+  (
     (("--tasks", "x"), "--model is missing"),
     (("--model", "x"), "--tasks is missing"),
     (("--model", "x", "--tasks", "/nowhere"), "/nowhere: no such file"),
     (("--model",), "--model needs a value"),
     (("run.seed=1",), "come after --"),
-))  # pyformat: disable
+  ),
+)
 def test_a_slip_of_a_rollout_buffer_ends_with_one_line(arguments, problem):
   ended = rollout_buffer(*arguments)
   assert ended.returncode == 2 and problem in ended.stderr
@@ -428,7 +468,7 @@ def test_a_slip_of_a_rollout_buffer_ends_with_one_line(arguments, problem):
 @pytest.mark.parametrize("name", (
     "launch/tpu_vm.sh", "launch/slurm.sbatch", "launch/tpu_vm_collectors.sh",
     "launch/rollout_buffer.sh", "scripts/gcloud_in_chroot.sh",
-))  # pyformat: disable
+))  # fmt: skip
 def test_scripts_pass_shellcheck(name):
   result = run("shellcheck", "-s", "bash", LAUNCH.parent / name)
   assert result.returncode == 0, result.stdout

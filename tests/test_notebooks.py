@@ -16,12 +16,12 @@ import trials
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
 TOGETHER = (
-    # The second reads what the first has made.
-    ("01_first_agent", "05_read_a_run"),
-    ("02_own_environment",),
-    ("03_own_model",),
-    ("04_black_box_agent",),
-    ("06_tpu",),
+  # The second reads what the first has made.
+  ("01_first_agent", "05_read_a_run"),
+  ("02_own_environment",),
+  ("03_own_model",),
+  ("04_black_box_agent",),
+  ("06_tpu",),
 )
 NAMES = sorted(name for names in TOGETHER for name in names)
 
@@ -66,7 +66,7 @@ def test_a_notebook_begins_by_installing_what_is_absent(name):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_first_cell_installs_the_clone_in_a_bare_kernel(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   """In an environment with all packages but this one, without a restart."""
   import nbformat  # pylint: disable=g-import-not-at-top
@@ -83,25 +83,30 @@ def test_the_first_cell_installs_the_clone_in_a_bare_kernel(
     (folder / "__init__.py").touch()
   venv.create(tmp_path / "bare", with_pip=True)
   first = "".join(cells_of("06_tpu")[0]["source"])
-  book = nbformat.v4.new_notebook(cells=[
-      nbformat.v4.new_code_cell(source) for source in (
-          "import importlib.util\n"
-          "print(importlib.util.find_spec('tunix_multi_turn'))",
-          first,
-          "import tunix_multi_turn\ntunix_multi_turn.light()\n"
-          "from tunix.rl.multi_turn import core\n"
-          "print(tunix_multi_turn.__file__, core.__file__)",
+  book = nbformat.v4.new_notebook(
+    cells=[
+      nbformat.v4.new_code_cell(source)
+      for source in (
+        "import importlib.util\n"
+        "print(importlib.util.find_spec('tunix_multi_turn'))",
+        first,
+        "import tunix_multi_turn\ntunix_multi_turn.light()\n"
+        "from tunix.rl.multi_turn import core\n"
+        "print(tunix_multi_turn.__file__, core.__file__)",
       )
-  ])  # pyformat: disable
+    ]
+  )
   packages = tmp_path / "packages"
   packages.mkdir()
   for path in pathlib.Path(sysconfig.get_paths()["purelib"]).iterdir():
     if "tunix_multi_turn" not in path.name:
       (packages / path.name).symlink_to(path)
   for key, value in {
-      "PYTHONPATH": str(packages), "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1",
-      "PIP_NO_BUILD_ISOLATION": "0",
-  }.items():  # pyformat: disable
+    "PYTHONPATH": str(packages),
+    "PIP_NO_DEPS": "1",
+    "PIP_NO_INDEX": "1",
+    "PIP_NO_BUILD_ISOLATION": "0",
+  }.items():
     monkeypatch.setenv(key, value)
   monkeypatch.delenv("TPU_NAME", raising=False)
   python = tmp_path / "bare/bin/python"
@@ -109,14 +114,14 @@ def test_the_first_cell_installs_the_clone_in_a_bare_kernel(
   before, _, after = book.cells
   assert printed([before]).strip() == "None"
   assert printed([after]).split() == [
-      str(clone / "tunix_multi_turn/__init__.py"),
-      str(core / "__init__.py"),
-  ]  # pyformat: disable
+    str(clone / "tunix_multi_turn/__init__.py"),
+    str(core / "__init__.py"),
+  ]
 
 
 def html_of(cell) -> str:
   return "".join(
-      o["data"].get("text/html", "") for o in cell.outputs if "data" in o
+    o["data"].get("text/html", "") for o in cell.outputs if "data" in o
   )
 
 
@@ -128,18 +133,22 @@ def execute(book, folder, directory, monkeypatch, python) -> None:
   kernel.mkdir(parents=True, exist_ok=True)
   start = [str(python), "-m", "ipykernel_launcher", "-f"]
   (kernel / "kernel.json").write_text(
-      json.dumps({
-          "argv": [*start, "{connection_file}"],
-          "display_name": "this",
-          "language": "python",
-      })
+    json.dumps(
+      {
+        "argv": [*start, "{connection_file}"],
+        "display_name": "this",
+        "language": "python",
+      }
+    )
   )
   monkeypatch.setenv("JUPYTER_PATH", str(directory / "jupyter"))
   monkeypatch.setenv("IPYTHONDIR", str(directory / "ipython"))
   client = nbclient.NotebookClient(
-      book, timeout=900, kernel_name="this",
-      resources={"metadata": {"path": str(folder)}},
-  )  # pyformat: disable
+    book,
+    timeout=900,
+    kernel_name="this",
+    resources={"metadata": {"path": str(folder)}},
+  )
   client.execute()  # Raises at the first cell that fails.
 
 
@@ -165,24 +174,23 @@ def run(names, directory, monkeypatch) -> dict[str, list]:
 
 def printed(cells) -> str:
   return "".join(
-      str(o.get("text", "")) + str(o.get("data", {}).get("text/plain", ""))
-      for cell in cells
-      for o in cell.outputs
+    str(o.get("text", "")) + str(o.get("data", {}).get("text/plain", ""))
+    for cell in cells
+    for o in cell.outputs
   )
 
 
 some_minutes = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        trials.share() < 1, reason="some minutes: make test-all runs it"
-    ),
+  pytest.mark.slow,
+  pytest.mark.timeout(1800),
+  pytest.mark.skipif(
+    trials.share() < 1, reason="some minutes: make test-all runs it"
+  ),
 ]
 
 
 @pytest.mark.parametrize(
-    "names",
-    [pytest.param(n, id=n[0], marks=some_minutes) for n in TOGETHER],
+  "names", [pytest.param(n, id=n[0], marks=some_minutes) for n in TOGETHER]
 )
 def test_notebooks_run(names, tmp_path, monkeypatch):
   executed = run(names, tmp_path, monkeypatch)
@@ -201,7 +209,7 @@ def test_notebooks_run(names, tmp_path, monkeypatch):
       assert "data:image" in shown and "False" in output  # The script's miss.
       figures = small_runs.summary_of(tmp_path / "runs" / "lamps")["eval"]
       before, after = (
-          figures[name]["success_rate"] for name in ("initial", "final")
+        figures[name]["success_rate"] for name in ("initial", "final")
       )
       assert after > before
       assert small_runs.metrics_of(tmp_path / "runs" / "echo")

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 import peers_table  # noqa: E402
 
-TESTS = '''
+TESTS = """
 import pytest
 
 @pytest.mark.peer("openai")
@@ -34,7 +34,7 @@ def test_that_ends_badly(request):
 
 def test_of_nobody():
   pass
-'''
+"""
 
 
 @pytest.fixture(scope="module", name="results")
@@ -46,10 +46,14 @@ def _results(tmp_path_factory):
     (folder / name).write_text((ROOT / name).read_text())
   (folder / "tests" / "test_peers.py").write_text(TESTS)
   result = subprocess.run(
-      [sys.executable, "-m", "pytest", "-q", "-n", "2", "--junitxml=run.xml"],
-      cwd=folder, capture_output=True, text=True, timeout=100, check=False,
-      env={**os.environ, "PYTHONPATH": ""},  # Workers find all packages.
-  )  # pyformat: disable
+    [sys.executable, "-m", "pytest", "-q", "-n", "2", "--junitxml=run.xml"],
+    cwd=folder,
+    capture_output=True,
+    text=True,
+    timeout=100,
+    check=False,
+    env={**os.environ, "PYTHONPATH": ""},  # Workers find all packages.
+  )
   assert result.returncode == 1, result.stdout + result.stderr  # Tests failed.
   return folder / "run.xml"
 
@@ -57,9 +61,9 @@ def _results(tmp_path_factory):
 def rows(text):
   lines = [line for line in text.splitlines() if line.startswith("| ")]
   return {
-      cells[0]: cells[1:]
-      for line in lines
-      if (cells := [cell.strip() for cell in line.strip("|").split("|")])
+    cells[0]: cells[1:]
+    for line in lines
+    if (cells := [cell.strip() for cell in line.strip("|").split("|")])
   }
 
 
@@ -78,7 +82,7 @@ def test_each_peer_has_a_row_and_only_what_ran_a_version(results, tmp_path):
   agent = tmp_path / ".venv-agent-clients/lib/python3.12/site-packages"
   (agent / "openai-7.8.9.dist-info").mkdir(parents=True)
   (agent / "openai-7.8.9.dist-info/METADATA").write_text(
-      "Metadata-Version: 2.1\nName: openai\nVersion: 7.8.9\n"
+    "Metadata-Version: 2.1\nName: openai\nVersion: 7.8.9\n"
   )
   package = tmp_path / ".venv-agent-clients/ai-sdk/node_modules/ai"
   package.mkdir(parents=True)
@@ -111,6 +115,4 @@ def test_the_page_has_the_table_of_all_peers(results, tmp_path):
   text = peers_table.table([results])
   peers_table.write(text, copy)
   assert text in copy.read_text()
-  assert copy.read_text().partition(peers_table.BEGIN)[0] == (
-      page[:begin]
-  )
+  assert copy.read_text().partition(peers_table.BEGIN)[0] == (page[:begin])

@@ -24,21 +24,25 @@ LEAVES = loader.leaves(train_config.TrainConfig)
 
 def _takes_text(key):
   members = typing.get_args(LEAVES[key].type) or (LEAVES[key].type,)
-  return any(
+  return (
+    any(
       kind is str or typing.get_origin(kind) is dict or kind is Ellipsis
       for kind in members
-  ) or typing.get_origin(LEAVES[key].type) is dict
+    )
+    or typing.get_origin(LEAVES[key].type) is dict
+  )
 
 
 @pytest.mark.parametrize(
-    "address",
-    [
-        f"http://me:{SECRET}@host:5000", f"https://{SECRET}@host/path",
-        f"postgresql+psycopg://me:{SECRET}@host/db",
-        f"https://host/?a=1&access_token={SECRET}",
-        f"https://host/#api_key={SECRET}",
-    ],
-)  # pyformat: disable
+  "address",
+  [
+    f"http://me:{SECRET}@host:5000",
+    f"https://{SECRET}@host/path",
+    f"postgresql+psycopg://me:{SECRET}@host/db",
+    f"https://host/?a=1&access_token={SECRET}",
+    f"https://host/#api_key={SECRET}",
+  ],
+)
 def test_every_setting_of_text_refuses_an_address_with_credentials(address):
   keys = [key for key in LEAVES if _takes_text(key)]
   assert len(keys) > 25
@@ -53,13 +57,13 @@ def test_every_setting_of_text_refuses_an_address_with_credentials(address):
 
 
 @pytest.mark.parametrize(
-    "key, place",
-    [
-        ("monitor.url", "$TUNIX_MONITOR_TOKEN"),
-        ("external.url", "$VLLM_API_KEY"),
-        ("tracking.mlflow", "$MLFLOW_TRACKING_PASSWORD"),
-        ("gym.options.base_url", "$TUNIX_GYM_TOKEN"),
-    ],
+  "key, place",
+  [
+    ("monitor.url", "$TUNIX_MONITOR_TOKEN"),
+    ("external.url", "$VLLM_API_KEY"),
+    ("tracking.mlflow", "$MLFLOW_TRACKING_PASSWORD"),
+    ("gym.options.base_url", "$TUNIX_GYM_TOKEN"),
+  ],
 )
 def test_the_message_names_the_place_for_it(key, place):
   with pytest.raises(config_lib.ConfigError) as refused:
@@ -68,7 +72,7 @@ def test_the_message_names_the_place_for_it(key, place):
 
 
 @pytest.mark.parametrize(
-    "name", ["token", "api_key", "apiKey", "password", "client_secret"]
+  "name", ["token", "api_key", "apiKey", "password", "client_secret"]
 )
 @pytest.mark.parametrize("section", ["gym", "agent", "environment"])
 def test_an_option_that_is_called_a_secret_is_refused(section, name):
@@ -80,27 +84,34 @@ def test_an_option_that_is_called_a_secret_is_refused(section, name):
 
 def test_what_is_no_secret_is_accepted():
   for text in (
-      "tracking.mlflow=http://host:5000", "monitor.url=http://host:8765",
-      "tracking.mlflow=postgresql://me@host/db", "tracking.project=a@b",
-      "run.dir=runs@home", "tracking.mlflow=sqlite:///a.db",
-  ):  # pyformat: disable
+    "tracking.mlflow=http://host:5000",
+    "monitor.url=http://host:8765",
+    "tracking.mlflow=postgresql://me@host/db",
+    "tracking.project=a@b",
+    "run.dir=runs@home",
+    "tracking.mlflow=sqlite:///a.db",
+  ):
     config_lib.load_config([text])
   plain = {
-      "max_tokens": "3", "tokenizer": "x", "token_file": "f", "author": "me",
-      "url": "https://h/?page=2", "key_variable": "v",
-  }  # pyformat: disable
+    "max_tokens": "3",
+    "tokenizer": "x",
+    "token_file": "f",
+    "author": "me",
+    "url": "https://h/?page=2",
+    "key_variable": "v",
+  }
   assert not list(credentials.of_settings(plain))
 
 
 @pytest.mark.parametrize(
-    "text, shown",
-    [
-        (f"at http://a:{SECRET}@h/x?q=1, b", "at http://***@h/x?q=1, b"),
-        (f"https://h/?token={SECRET}&a=1", "https://h/?token=***&a=1"),
-        (f"a p@{SECRET}:x@h", f"a p@{SECRET}:x@h"),
-        (f"mysql://a:p@{SECRET}@h/x", "mysql://***@h/x"),
-        ("postgresql://user@host/name", "postgresql://user@host/name"),
-    ],
+  "text, shown",
+  [
+    (f"at http://a:{SECRET}@h/x?q=1, b", "at http://***@h/x?q=1, b"),
+    (f"https://h/?token={SECRET}&a=1", "https://h/?token=***&a=1"),
+    (f"a p@{SECRET}:x@h", f"a p@{SECRET}:x@h"),
+    (f"mysql://a:p@{SECRET}@h/x", "mysql://***@h/x"),
+    ("postgresql://user@host/name", "postgresql://user@host/name"),
+  ],
 )
 def test_a_text_is_masked(text, shown):
   assert credentials.masked(text) == shown
@@ -109,15 +120,20 @@ def test_a_text_is_masked(text, shown):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_leaves_no_trace_of_its_tokens(
-    tmp_path, monkeypatch, capfd, caplog
+  tmp_path, monkeypatch, capfd, caplog
 ):
   """A guarded gym server and monitor, three trackers, and a failed request."""
   caplog.set_level(logging.DEBUG)
   for variable in (
-      "TUNIX_MONITOR_TOKEN", "MLFLOW_TRACKING_PASSWORD", "VLLM_API_KEY",
-      "MLFLOW_TRACKING_TOKEN", "WANDB_API_KEY", "GBOX_API_KEY",
-      "OSWORLD_CLIENT_PASSWORD", "TUNIX_ROLLOUT_TOKEN",
-  ):  # pyformat: disable
+    "TUNIX_MONITOR_TOKEN",
+    "MLFLOW_TRACKING_PASSWORD",
+    "VLLM_API_KEY",
+    "MLFLOW_TRACKING_TOKEN",
+    "WANDB_API_KEY",
+    "GBOX_API_KEY",
+    "OSWORLD_CLIENT_PASSWORD",
+    "TUNIX_ROLLOUT_TOKEN",
+  ):
     monkeypatch.setenv(variable, SECRET)
   monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
   token_file = tmp_path / "outside" / "token"
@@ -125,11 +141,10 @@ def test_a_run_leaves_no_trace_of_its_tokens(
   token_file.write_text(SECRET)
   runs = tmp_path / "runs"
   with (
-      monitor_server.sqlite_server(tmp_path / "monitor", token=SECRET) as site,
-      gym_servers.serving(
-          gym_servers.desktop(families=("click-color", "enter-text")),
-          token=SECRET,
-      ) as (url, _),
+    monitor_server.sqlite_server(tmp_path / "monitor", token=SECRET) as site,
+    gym_servers.serving(
+      gym_servers.desktop(families=("click-color", "enter-text")), token=SECRET
+    ) as (url, _),
   ):
     status = small_runs.run_train(
         runs, small_runs.NANO, "warm_start.source=none", "name=a", "steps=1",
@@ -138,12 +153,15 @@ def test_a_run_leaves_no_trace_of_its_tokens(
         "tracking.tensorboard=true", "tracking.wandb=offline",
         f"tracking.mlflow=sqlite:///{tmp_path}/mlflow.db",
         "eval.modes=[sampled]", "eval.episodes_per_task=1",
-    )  # pyformat: disable
+    )  # fmt: skip
     assert status == 0
     assert site.rows("training")
-  assert train.main([
-      f"run.dir={runs}", "name=b", f"monitor.url=http://me:{SECRET}@127.0.0.1",
-  ]) == 2  # pyformat: disable
+  assert (
+    train.main(
+      [f"run.dir={runs}", "name=b", f"monitor.url=http://me:{SECRET}@127.0.0.1"]
+    )
+    == 2
+  )
   printed = capfd.readouterr()
   for text in (printed.out, printed.err, caplog.text):
     assert SECRET not in text

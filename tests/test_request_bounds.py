@@ -29,7 +29,7 @@ from tunix.rl.multi_turn.environments.gyms import registry as gyms
 
 
 def unbounded(
-    schema: Any, defs: Mapping[str, Any], path: str, trail: tuple[str, ...] = ()
+  schema: Any, defs: Mapping[str, Any], path: str, trail: tuple[str, ...] = ()
 ) -> Iterator[str]:
   """Yields the path of each part of a JSON schema that has no bound."""
   if schema is True or not isinstance(schema, dict):
@@ -135,11 +135,11 @@ def test_the_walk_finds_what_has_no_bound():
     short: Annotated[str, pydantic.Field(max_length=3)] = ""
 
   assert sorted(_of_model(Body)) == [
-      "Body.anything: any value",
-      "Body.inner.*.numbers: array",
-      "Body.inner.*.numbers[]: integer",
-      "Body.inner.*.text: string",
-      "Body.inner: mapping",
+    "Body.anything: any value",
+    "Body.inner.*.numbers: array",
+    "Body.inner.*.numbers[]: integer",
+    "Body.inner.*.text: string",
+    "Body.inner: mapping",
   ]
 
 
@@ -148,12 +148,16 @@ def test_the_run_service_bounds_every_field():
 
 
 @pytest.mark.parametrize(
-    "model",
-    [
-        gym_schemas.Message, gym_schemas.Reset, gym_schemas.StepMetadata,
-        gym_schemas.SplitBody, gym_schemas.IndexBody, gym_schemas.RangeBody,
-    ],
-)  # pyformat: disable
+  "model",
+  [
+    gym_schemas.Message,
+    gym_schemas.Reset,
+    gym_schemas.StepMetadata,
+    gym_schemas.SplitBody,
+    gym_schemas.IndexBody,
+    gym_schemas.RangeBody,
+  ],
+)
 def test_the_gym_server_bounds_every_field_of_openenv(model):
   assert not _of_model(model)
 
@@ -174,9 +178,9 @@ def test_the_policy_server_bounds_every_field():
 def test_the_rollout_buffer_bounds_every_field(tmp_path):
   schemas = buffer_requests.schemas()
   assert not [
-      problem
-      for path, schema in schemas.items()
-      for problem in unbounded(schema, {}, path)
+    problem
+    for path, schema in schemas.items()
+    for problem in unbounded(schema, {}, path)
   ]
   # No call that takes a body, or a query, is left out.
   service = buffer_service.Service(tmp_path)
@@ -190,7 +194,7 @@ def test_the_monitor_bounds_every_field(tmp_path):
   engine = database.connect(str(tmp_path / "monitor.db"))
   database.upgrade(engine)
   app = monitor_app.MonitorApp(
-      engine, tmp_path, access.Access(engine, "", open_to_all=True)
+    engine, tmp_path, access.Access(engine, "", open_to_all=True)
   )
   assert not [*_of_document(app.document)]
   app.writer.close()
@@ -215,15 +219,15 @@ def test_numbers_among_a_gym_s_options_have_bounds():
 
 
 @pytest.mark.parametrize(
-    "options, fault",
-    [
-        ({"width": 9000}, "options.width=9000 must be in [1, 8192]"),
-        ({"width": 8192, "height": 8192}, "a screen has at most 32000000"),
-        ({"difficulty": 3}, "options.difficulty=3 must be in [0, 2]"),
-        ({"time_decay": 1e300}, "must be in [0, 1]"),
-        ({"workers": 2}, "options.workers=2 is a number without bounds"),
-        ({"timeouts": {"step_s": 1e9}}, "options.timeouts.step_s="),
-    ],
+  "options, fault",
+  [
+    ({"width": 9000}, "options.width=9000 must be in [1, 8192]"),
+    ({"width": 8192, "height": 8192}, "a screen has at most 32000000"),
+    ({"difficulty": 3}, "options.difficulty=3 must be in [0, 2]"),
+    ({"time_decay": 1e300}, "must be in [0, 1]"),
+    ({"workers": 2}, "options.workers=2 is a number without bounds"),
+    ({"timeouts": {"step_s": 1e9}}, "options.timeouts.step_s="),
+  ],
 )
 def test_a_client_s_options_of_a_gym_are_bounded(options, fault):
   assert fault in next(gyms.get("desktop").out_of_bounds(options, "options."))

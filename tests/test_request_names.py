@@ -69,7 +69,7 @@ def run_body(url):
           "width": 128, "height": 96, "settings": {"difficulty": 1},
           "gymBaseUrl": url, "gymId": "desktop", "executionId": "e",
       },
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -77,8 +77,8 @@ def run_service():
   """(url, body) of a service, with a model server."""
   answers = lambda *_: (200, run_services.completion("done"))
   with (
-      run_services.scripted(answers) as (model, _),
-      run_services.serving(client_settings=("difficulty",)) as (url, _),
+    run_services.scripted(answers) as (model, _),
+    run_services.serving(client_settings=("difficulty",)) as (url, _),
   ):
     yield f"{url}/runs", run_body(f"{model}/v1")
 
@@ -87,9 +87,9 @@ def walk_run_service(recorder, touched):
   with run_service() as (url, body):
     answer = httpx.post(url, json=body)
     assert answer.status_code == 200, answer.text
-    requests = list(poisoned_names.bodies(
-        body, run_schemas.CreateBody.model_json_schema()
-    ))  # pyformat: disable
+    requests = list(
+      poisoned_names.bodies(body, run_schemas.CreateBody.model_json_schema())
+    )
     genv = {**body, "env": {**body["env"], "type": "genv"}}
     requests += poisoned_names.bodies(genv)
     return poisoned_names.walk(recorder, posting(url), requests, touched)
@@ -102,13 +102,14 @@ def test_a_run_names_no_code(recorder, touched):
 
 
 def test_the_walk_reports_a_name_that_is_looked_up_as_the_operators(
-    recorder, touched, monkeypatch
+  recorder, touched, monkeypatch
 ):
   make = tool_parser.make_tool_parser
   monkeypatch.setattr(
-      run_schemas.tool_parser, "make_tool_parser",
-      lambda parser, source="request": make(parser, "operator"),
-  )  # pyformat: disable
+    run_schemas.tool_parser,
+    "make_tool_parser",
+    lambda parser, source="request": make(parser, "operator"),
+  )
   with pytest.raises(AssertionError, match="parser"):
     faults, _ = walk_run_service(recorder, touched)
     assert not faults
@@ -122,11 +123,11 @@ def test_the_walk_reports_a_name_that_is_looked_up_as_the_operators(
     ({"gym": "gymnasium", "task": {**TASK.to_json(), "family":
                                    f"{poisoned_names.MODULE}:Env-v0"}},
      "is a path to code, which a request may not name"),
-))  # pyformat: disable
+))  # fmt: skip
 def test_a_run_chooses_among_what_the_operator_lists(touched, changes, problem):
   pytest.importorskip("gymnasium")
   with run_services.serving(
-      gyms=("desktop", "gymnasium"), client_settings=("difficulty",)
+    gyms=("desktop", "gymnasium"), client_settings=("difficulty",)
   ) as (url, _):
     body = run_body(url)
     body["env"] |= changes
@@ -165,17 +166,19 @@ def test_a_client_of_a_gym_server_names_no_code(recorder, touched):
       if path.endswith("/tasks/{identifier}"):
         body = {"options": {"gym": {"difficulty": 1, "name": "desktop"}}}
       place = path.format(
-          gym_id="desktop", identifier="001", execution_id=execution
+        gym_id="desktop", identifier="001", execution_id=execution
       )
       faults, _ = poisoned_names.walk(
-          recorder, posting(url + place, method),
-          poisoned_names.bodies(body, schema), touched,
-      )  # pyformat: disable
+        recorder,
+        posting(url + place, method),
+        poisoned_names.bodies(body, schema),
+        touched,
+      )
       assert not faults, path
       tried.append(path)
       for one in app.store.live():
         httpx.post(
-            f"{url}/api/v1/desktop/executions/{one.id}/terminate", timeout=30
+          f"{url}/api/v1/desktop/executions/{one.id}/terminate", timeout=30
         )
   assert len(tried) >= 3
 
@@ -205,10 +208,10 @@ def test_a_request_for_an_answer_names_no_code(recorder, touched):
   message = {"role": "user", "content": "x"}
   rights_of = {"model": rollout_server.MODEL}
   bases = {
-      "chat/completions": {**rights_of, "messages": [message], "max_tokens": 1},
-      "completions": {**rights_of, "prompt": "x", "max_tokens": 1},
-      "responses": {**rights_of, "input": "x", "max_output_tokens": 1},
-      "messages": {**rights_of, "messages": [message], "max_tokens": 1},
+    "chat/completions": {**rights_of, "messages": [message], "max_tokens": 1},
+    "completions": {**rights_of, "prompt": "x", "max_tokens": 1},
+    "responses": {**rights_of, "input": "x", "max_output_tokens": 1},
+    "messages": {**rights_of, "messages": [message], "max_tokens": 1},
   }
   tried = []
   with rollout_server.Running(features=("details", "grammar")) as running:
@@ -221,10 +224,11 @@ def test_a_request_for_an_answer_names_no_code(recorder, touched):
       if "session" in path:
         base = {"session_id": session}
       faults, _ = poisoned_names.walk(
-          recorder, posting(running.url + path.format(session=session), method),
-          poisoned_names.bodies(base, schema, poisoned_names.NAMES[:1]),
-          touched,
-      )  # pyformat: disable
+        recorder,
+        posting(running.url + path.format(session=session), method),
+        poisoned_names.bodies(base, schema, poisoned_names.NAMES[:1]),
+        touched,
+      )
       assert not faults, path
       tried.append(path)
   assert {f"/v1/{name}" for name in bases} < set(tried)
@@ -235,7 +239,7 @@ def test_a_request_for_an_answer_names_no_code(recorder, touched):
 
 def test_a_client_of_the_monitor_names_no_code(recorder, touched, tmp_path):
   batch = monitor_server.joined(
-      monitor_server.base(), monitor_server.episode("r1", status="completed")
+    monitor_server.base(), monitor_server.episode("r1", status="completed")
   )
   values = {"id": 1, "turn": 1, "obs": 1, "name": "r1", "sha256": "0" * 64}
   tried = []
@@ -248,10 +252,11 @@ def test_a_client_of_the_monitor_names_no_code(recorder, touched, tmp_path):
         place = place.replace(f"{{{name}}}", str(value))
       base = batch if path.endswith("/batch") else {}
       faults, _ = poisoned_names.walk(
-          recorder, posting(server.url + place, method),
-          poisoned_names.bodies(base, schema, poisoned_names.NAMES[:1]),
-          touched,
-      )  # pyformat: disable
+        recorder,
+        posting(server.url + place, method),
+        poisoned_names.bodies(base, schema, poisoned_names.NAMES[:1]),
+        touched,
+      )
       assert not faults, path
       tried.append(path)
   assert "/api/ingest/batch" in tried
@@ -268,15 +273,17 @@ def test_a_client_of_the_image_proxy_names_no_code(recorder, touched):
       "input": [{"role": "user", "content": [
           {"type": "input_image", "image_url": "data:image/png;base64,x"}]}],
       "image_data": ["data:image/png;base64,x"],
-  }  # pyformat: disable
+  }  # fmt: skip
   with run_services.scripted(lambda *_: (200, {})) as (upstream, _):
     proxy = image_proxy.ImageProxy(upstream, media.MediaLimits())
     with http_server.LoopbackServer(proxy.asgi) as server:
       for path in ("/v1/chat/completions", "/v1/responses", "/generate"):
         faults, _ = poisoned_names.walk(
-            recorder, posting(server.url + path), poisoned_names.bodies(body),
-            touched,
-        )  # pyformat: disable
+          recorder,
+          posting(server.url + path),
+          poisoned_names.bodies(body),
+          touched,
+        )
         assert not faults, path
 
 
@@ -297,7 +304,7 @@ def start_body(tasks, url, task_type):
       "agent_config": {"parser": "computer_use"}, "model": "m",
       "image_token_id": 9, "reward": "numeric_match", "rollout_id": "r",
       "buffer": "b", "remote_engine_key": "k", "allowed_items": 100,
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 def test_the_body_of_a_start_has_every_key_that_a_generator_reads(tmp_path):
@@ -341,8 +348,10 @@ class RunHere:
 
   def describe(self):
     return {
-        "task_type": self.task_type, "state": self.state, "error": self.error
-    }  # pyformat: disable
+      "task_type": self.task_type,
+      "state": self.state,
+      "error": self.error,
+    }
 
   def stop(self):
     pass
@@ -352,7 +361,7 @@ class RunHere:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("task_type", ("external", "math", "desktop"))
 def test_a_start_names_no_code(
-    recorder, touched, tmp_path, task_type, monkeypatch
+  recorder, touched, tmp_path, task_type, monkeypatch
 ):
   """Also not to the generator; each runs here, and one as a process."""
   process = generators_run.GeneratorRun
@@ -362,14 +371,14 @@ def test_a_start_names_no_code(
   tasks.write_text(
       json.dumps({"instance_id": "a", "task": TASK.to_json(), "answer": "4",
                   "prompt": "2 + 2?"}) + "\n"
-  )  # pyformat: disable
+  )  # fmt: skip
   listed = rights.Rights(
-      input_roots=(str(tmp_path),), client_settings=("difficulty",)
+    input_roots=(str(tmp_path),), client_settings=("difficulty",)
   )
   answers = lambda *_: (200, run_services.completion("done"))
   with (
-      run_services.scripted(answers) as (model, _),
-      buffer_services.Running(tmp_path / "b", rights=listed) as running,
+    run_services.scripted(answers) as (model, _),
+    buffer_services.Running(tmp_path / "b", rights=listed) as running,
   ):
     body = start_body(tasks, model, task_type)
     body["remote_buffer_url"] = running.url
@@ -385,16 +394,22 @@ def test_a_start_names_no_code(
       return status
 
     faults, _ = poisoned_names.walk(
-        recorder, send, poisoned_names.bodies(body), touched
+      recorder, send, poisoned_names.bodies(body), touched
     )
     assert not faults
     monkeypatch.setattr(generators_run, "GeneratorRun", process)
-    send({**body, **dict.fromkeys(("agent", "model", "x"),
-                                  poisoned_names.NAMES[0])})
+    send(
+      {
+        **body,
+        **dict.fromkeys(("agent", "model", "x"), poisoned_names.NAMES[0]),
+      }
+    )
   assert not touched.exists()
 
 
-@pytest.mark.parametrize("changes, problem", (
+@pytest.mark.parametrize(
+  "changes, problem",
+  (
     ({"gym": "subprocess:Popen"}, "gym='subprocess:Popen' is not played here"),
     ({"gym": "os:system"}, "--gyms to list it"),
     ({"gym": "miniwob"}, "choose one of desktop"),
@@ -407,9 +422,10 @@ def test_a_start_names_no_code(
     ({"remote_engine_url": "http://10.0.0.1:80"}, "host '10.0.0.1' is not one"),
     ({"remote_engine_url": "http://a.example@127.0.0.1"}, "must have no user"),
     ({"remote_buffer_url": "http://a.example"}, "--allow-hosts to list it"),
-))  # pyformat: disable
+  ),
+)
 def test_a_start_is_refused_what_the_operator_did_not_list(
-    tmp_path, changes, problem
+  tmp_path, changes, problem
 ):
   listed = rights.Rights(input_roots=(str(tmp_path),))
   with buffer_services.Running(tmp_path / "b", rights=listed) as running:
@@ -423,8 +439,11 @@ def test_a_start_is_refused_what_the_operator_did_not_list(
 def test_the_host_header_of_a_start_lists_no_host(tmp_path):
   with buffer_services.Running(tmp_path / "b", token="t") as running:
     running.service.url = ""  # As in a program that names no address.
-    body = {"task_type": "desktop", "num_repeat_per_sample": 1,
-            "remote_buffer_url": "http://a.example"}  # pyformat: disable
+    body = {
+      "task_type": "desktop",
+      "num_repeat_per_sample": 1,
+      "remote_buffer_url": "http://a.example",
+    }
     headers = {"authorization": "Bearer t", "host": "a.example"}
     answer = running.post("/start_rollout", body, headers=headers)
     assert answer.status_code == 422, answer.text
@@ -434,11 +453,12 @@ def test_the_host_header_of_a_start_lists_no_host(tmp_path):
 
 def test_the_host_header_of_a_run_decides_no_address():
   with run_services.serving(token="t", client_settings=("difficulty",)) as (
-      url, app,
-  ):  # pyformat: disable
+    url,
+    app,
+  ):
     headers = {"authorization": "Bearer t", "host": "a.example"}
     answer = httpx.post(
-        f"{url}/runs", json=run_body("http://127.0.0.1:9"), headers=headers
+      f"{url}/runs", json=run_body("http://127.0.0.1:9"), headers=headers
     )
     assert answer.status_code == 200, answer.text
     assert app.urls.base_url == url
@@ -459,8 +479,11 @@ def test_a_link_out_of_a_listed_folder_is_refused(tmp_path):
 
   check(inside / "t.jsonl")
   check(inside / ".." / "in" / "t.jsonl")
-  for path in (inside / "link" / "t.jsonl", inside / ".." / "out", inside.parent
-               / "in2"):  # pyformat: disable
+  for path in (
+    inside / "link" / "t.jsonl",
+    inside / ".." / "out",
+    inside.parent / "in2",
+  ):
     with pytest.raises(ValueError, match="outside of the folders"):
       check(path)
   with pytest.raises(ValueError, match="input_file=.*(outside|resolved)"):
@@ -471,7 +494,7 @@ def test_a_link_out_of_a_listed_folder_is_refused(tmp_path):
     "http://gpu-1:30000/v1", "http://any:1", "http://127.0.0.1:1",
     "http://[::1]:8", "http://localhost:7", "http://own:9",
     "http://[fd00::1]:80",
-))  # pyformat: disable
+))  # fmt: skip
 def test_addresses_of_listed_hosts_are_called(url):
   listed = rights.Rights(allow_hosts=("GPU-1:30000", "any", "[fd00::1]"))
   keys = ("remote_engine_url",)
@@ -490,22 +513,27 @@ def test_a_generator_plays_no_gym_that_its_service_does_not_list(tmp_path):
         "task_type": "desktop", "num_repeat_per_sample": 1, "buffer": "b",
         "input_file": str(rows), "remote_engine_url": "http://127.0.0.1:1",
         "model": "m", rights.ALLOWED: {"gyms": ["desktop"]},
-    })  # pyformat: disable
+    })  # fmt: skip
     assert answer.status_code == 200, answer.text
     stats = finished(running)
   assert stats["state"] == "failed"
   assert "gym='desktop' is not played here" in stats["error"]
 
 
-@pytest.mark.parametrize("arguments, problem", (
+@pytest.mark.parametrize(
+  "arguments, problem",
+  (
     (("--gyms", "desktopp"), "--gyms: unknown gym 'desktopp'"),
     (("--gyms", "os:system_"), "--gyms: module 'os' has no 'system_'"),
-    (("--gyms", "computer", "--client-settings", "computer"),
-     "--client-settings='computer' would let a client choose code"),
+    (
+      ("--gyms", "computer", "--client-settings", "computer"),
+      "--client-settings='computer' would let a client choose code",
+    ),
     (("--input-roots", "/nowhere"), "--input-roots=/nowhere is no folder"),
-))  # pyformat: disable
+  ),
+)
 def test_a_list_of_the_operators_that_cannot_be_ends_the_command(
-    tmp_path, capsys, arguments, problem
+  tmp_path, capsys, arguments, problem
 ):
   words = ["--dir", str(tmp_path), "--port", "0", *arguments]
   assert buffer_command.main(words) == 2
@@ -516,22 +544,25 @@ def test_a_list_of_the_operators_that_cannot_be_ends_the_command(
 # --- the kind -----------------------------------------------------------------
 
 DOORS = (
-    "agent_services/run_service", "agent_services/serving",
-    "agent_services/rollout_buffer",
-    "environments/gym_server",
-    "reporting", "api/runs.py", "api/episodes.py",
-)  # pyformat: disable
+  "agent_services/run_service",
+  "agent_services/serving",
+  "agent_services/rollout_buffer",
+  "environments/gym_server",
+  "reporting",
+  "api/runs.py",
+  "api/episodes.py",
+)
 OPERATORS = {
-    ("agent_services/run_service/app.py", "__init__"),  # --gyms
-    ("environments/gym_server/app.py", "_settings"),  # ServedGym.gym
-    ("environments/gym_server/catalog.py", "__init__"),
-    ("environments/gym_server/catalog.py", "_check_settings"),
-    ("agent_services/run_service/environments.py", "make_environment"),
-    ("agent_services/run_service/environments.py", "_gym"),  # In --gyms.
-    ("agent_services/serving/__main__.py", "_checked"),  # --tool-parser
-    ("agent_services/serving/server.py", "make_app"),
-    ("agent_services/rollout_buffer/__main__.py", "_rights"),  # --gyms
-    ("agent_services/rollout_buffer/generators/desktop_generator.py", "_tasks"),
+  ("agent_services/run_service/app.py", "__init__"),  # --gyms
+  ("environments/gym_server/app.py", "_settings"),  # ServedGym.gym
+  ("environments/gym_server/catalog.py", "__init__"),
+  ("environments/gym_server/catalog.py", "_check_settings"),
+  ("agent_services/run_service/environments.py", "make_environment"),
+  ("agent_services/run_service/environments.py", "_gym"),  # In --gyms.
+  ("agent_services/serving/__main__.py", "_checked"),  # --tool-parser
+  ("agent_services/serving/server.py", "make_app"),
+  ("agent_services/rollout_buffer/__main__.py", "_rights"),  # --gyms
+  ("agent_services/rollout_buffer/generators/desktop_generator.py", "_tasks"),
 }
 """(file, function) of a door that looks a name up as the operator's: each
 reads it from the command line, or from a list of it."""
@@ -554,8 +585,8 @@ def test_services_look_up_names_as_the_operators_where_that_is_reviewed():
     for file in [place] if place.suffix else sorted(place.rglob("*.py")):
       for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and any(
-            isinstance(one, ast.Constant) and one.value == "operator"
-            for one in ast.walk(node)
+          isinstance(one, ast.Constant) and one.value == "operator"
+          for one in ast.walk(node)
         ):
           inside = "" if file == place else f"/{file.relative_to(place)}"
           callers.add((f"{door}{inside}", node.name))
@@ -579,11 +610,11 @@ def test_a_row_of_tasks_names_no_code(touched):
 
   row = {"task": TASK, "gym": "desktop"}
   for changes in (
-      {"gym": poisoned_names.NAMES[0]},
-      {"gym": {"name": poisoned_names.NAMES[0]}},
-      {"action_parser": poisoned_names.NAMES[0]},
-      {"action_parser": {"name": poisoned_names.NAMES[0]}},
-      {"reward": poisoned_names.NAMES[0]},
+    {"gym": poisoned_names.NAMES[0]},
+    {"gym": {"name": poisoned_names.NAMES[0]}},
+    {"action_parser": poisoned_names.NAMES[0]},
+    {"action_parser": {"name": poisoned_names.NAMES[0]}},
+    {"reward": poisoned_names.NAMES[0]},
   ):
     with pytest.raises(ValueError, match="path to code"):
       cua_env.CUAEnv.from_dict({**row, **changes})
@@ -596,19 +627,22 @@ def test_a_strangers_run_is_shown_without_its_names(touched, tmp_path):
   run.mkdir()
   name = poisoned_names.NAMES[0]
   (run / "config.yaml").write_text(
-      f"run:\n  imports: [{poisoned_names.MODULE}]\n"
-      f"gym:\n  name: {name}\nagent:\n  name: {name}\n"
+    f"run:\n  imports: [{poisoned_names.MODULE}]\n"
+    f"gym:\n  name: {name}\nagent:\n  name: {name}\n"
   )
   (run / "metrics.jsonl").write_text('{"step": 1}\n')
   script = (
-      "import tunix.rl.multi_turn as mt\n"
-      f"run = mt.load({str(run)!r})\n"
-      "print(run.config['gym']['name'], run.status, len(run.episodes))\n"
-      "repr(run), run._repr_html_()\n"
+    "import tunix.rl.multi_turn as mt\n"
+    f"run = mt.load({str(run)!r})\n"
+    "print(run.config['gym']['name'], run.status, len(run.episodes))\n"
+    "repr(run), run._repr_html_()\n"
   )
   process = subprocess.run(
-      [sys.executable, "-c", script], capture_output=True, text=True,
-      timeout=120, check=False,
-  )  # pyformat: disable
+    [sys.executable, "-c", script],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
   assert process.returncode == 0, process.stderr
   assert name in process.stdout and not touched.exists()

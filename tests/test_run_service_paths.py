@@ -29,10 +29,10 @@ class ByService(two_paths.Both):
 
   def __init__(self, url, *overrides):
     super().__init__(
-        "rollout.agent=run_service",
-        f"run_service.base_url={url}",
-        "run_service.poll_s=0.02",
-        *overrides,
+      "rollout.agent=run_service",
+      f"run_service.base_url={url}",
+      "run_service.poll_s=0.02",
+      *overrides,
     )
 
   def collector(self, mode, connection):
@@ -48,15 +48,13 @@ class ByService(two_paths.Both):
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        pytest.param(
-            ("run_service.tokens=events",), marks=pytest.mark.slow
-        ),
-        pytest.param(("agent.max_images=1",), marks=pytest.mark.slow),
-    ],
-    ids=["session", "events", "window"],
+  "overrides",
+  [
+    (),
+    pytest.param(("run_service.tokens=events",), marks=pytest.mark.slow),
+    pytest.param(("agent.max_images=1",), marks=pytest.mark.slow),
+  ],
+  ids=["session", "events", "window"],
 )
 def test_both_paths_solve_the_same_tasks_with_equal_tokens(overrides):
   async def both(paths):
@@ -95,8 +93,8 @@ def test_after_an_update_a_service_is_answered_by_the_new_weights():
 
   for tokens in ("session", "events"):
     with (
-        run_services.serving() as (url, _),
-        ByService(url, f"run_service.tokens={tokens}") as paths,
+      run_services.serving() as (url, _),
+      ByService(url, f"run_service.tokens={tokens}") as paths,
     ):
       assert paths.run(play(paths)) == [{0}, {3}, {4}]
 
@@ -119,29 +117,29 @@ def test_the_documented_sequence_holds_from_execution_to_termination():
 
   gyms = gym_servers.serving()
   with (
-      gyms as (_, gym_app),
-      http_server.LoopbackServer(
-          run_services.Logged(gym_app.asgi, "gym", log)
-      ) as gym_server,
-      http_server.LoopbackServer(
-          run_services.Logged(run_services.app_lib.App().asgi, "service", log)
-      ) as service,
-      http_server.LoopbackServer(policy_front) as images,
-      ByService(
-          service.url,
-          "gym=genv",
-          f"gym.options={{base_url: '{gym_server.url}', gym_id: desktop}}",
-          "task_source.source=gym",
-          "run_service.images=url",
-          f"rollout.public_url={images.url}",
-      ) as paths,
+    gyms as (_, gym_app),
+    http_server.LoopbackServer(
+      run_services.Logged(gym_app.asgi, "gym", log)
+    ) as gym_server,
+    http_server.LoopbackServer(
+      run_services.Logged(run_services.app_lib.App().asgi, "service", log)
+    ) as service,
+    http_server.LoopbackServer(policy_front) as images,
+    ByService(
+      service.url,
+      "gym=genv",
+      f"gym.options={{base_url: '{gym_server.url}', gym_id: desktop}}",
+      "task_source.source=gym",
+      "run_service.images=url",
+      f"rollout.public_url={images.url}",
+    ) as paths,
   ):
     host = service.url.removeprefix("http://")
     passing_on = image_proxy.ImageProxy(
-        paths.proxy._server.url,
-        media.MediaLimits(
-            allowed_hosts=(host,), private_hosts=(host,), allow_http=True
-        ),
+      paths.proxy._server.url,
+      media.MediaLimits(
+        allowed_hosts=(host,), private_hosts=(host,), allow_http=True
+      ),
     )
     front["app"] = run_services.Logged(passing_on.asgi, "policy", log)
     episode = paths.run(both(paths))
@@ -161,8 +159,12 @@ def test_the_documented_sequence_holds_from_execution_to_termination():
   turns = len(episode.steps)
   acts = [o for o in order if o != "events"]
   assert acts == [
-      "create", "run", *(["model", "step"] * turns), "evaluate", "terminate",
-  ]  # pyformat: disable
+    "create",
+    "run",
+    *(["model", "step"] * turns),
+    "evaluate",
+    "terminate",
+  ]
   # The events are read before the verdict is asked for.
   assert "events" in order[: order.index("evaluate")]
   # And each screenshot was fetched by its address, once.
@@ -208,7 +210,7 @@ def _misbehaving(kind):
              "modelOutput": run_services.completion()},
             {"type": "run_end", "ts": 3, "step": 1, "ok": True,
              "reason": "finished", "evaluation": {"score": 1, "success": True}},
-        ]  # pyformat: disable
+        ]  # fmt: skip
       return 200, {"status": "completed", "reason": "finished"}
     raise AssertionError(kind)
 
@@ -219,15 +221,15 @@ def _misbehaving(kind):
 def test_a_service_that_fails_ends_the_episode_in_time(tokens):
   """Hung, dead, garbage: no reward of 0, nothing left behind."""
   expected = {
-      "hangs": (Status.MODEL_ERROR, "did not answer within 0.8 s"),
-      "never ends": (Status.TIMEOUT, "longer than 1 s"),
-      "garbage": (Status.MODEL_ERROR, "not JSON"),
-      "garbage start": (Status.MODEL_ERROR, "without a runId"),
-      "refuses": (Status.MODEL_ERROR, "no such agent"),
-      "failed": (Status.MODEL_ERROR, "the box is gone"),
-      "restarted": (Status.MODEL_ERROR, "there is no such run"),
-      "another model": (Status.MODEL_ERROR, "no record"),
-      "gone": (Status.MODEL_ERROR, "failed: ConnectError"),
+    "hangs": (Status.MODEL_ERROR, "did not answer within 0.8 s"),
+    "never ends": (Status.TIMEOUT, "longer than 1 s"),
+    "garbage": (Status.MODEL_ERROR, "not JSON"),
+    "garbage start": (Status.MODEL_ERROR, "without a runId"),
+    "refuses": (Status.MODEL_ERROR, "no such agent"),
+    "failed": (Status.MODEL_ERROR, "the box is gone"),
+    "restarted": (Status.MODEL_ERROR, "there is no such run"),
+    "another model": (Status.MODEL_ERROR, "no record"),
+    "gone": (Status.MODEL_ERROR, "failed: ConnectError"),
   }
   if tokens == "events":
     # Then the events are what is trained on.
@@ -251,14 +253,14 @@ def test_a_service_that_fails_ends_the_episode_in_time(tokens):
   server = run_services.scripted(None)
   url, app = server.__enter__()
   with ByService(
-      url,
-      f"run_service.tokens={tokens}",
-      "collect.deadlines.model=1.0",
-      "collect.deadlines.step=1.0",
-      "collect.deadlines.turn=1.0",
-      "collect.deadlines.episode=2.0",
-      "run_service.timeout_s=0.8",
-      "collect.deadlines.close=2.0",
+    url,
+    f"run_service.tokens={tokens}",
+    "collect.deadlines.model=1.0",
+    "collect.deadlines.step=1.0",
+    "collect.deadlines.turn=1.0",
+    "collect.deadlines.episode=2.0",
+    "run_service.timeout_s=0.8",
+    "collect.deadlines.close=2.0",
   ) as paths:
     paths.run(play(paths))
 
@@ -284,8 +286,9 @@ def test_a_service_that_drops_tokens_is_refused_or_counted():
           del event["modelOutput"]["choices"][0]["token_ids"]
       body = json.dumps(data).encode()
       kind = [(b"content-type", b"application/json")]
-      await send({"type": "http.response.start", "status": 200,
-                  "headers": kind})  # pyformat: disable
+      await send(
+        {"type": "http.response.start", "status": 200, "headers": kind}
+      )
       await send({"type": "http.response.body", "body": body})
 
     async def lossy(scope, receive, send):
@@ -297,9 +300,9 @@ def test_a_service_that_drops_tokens_is_refused_or_counted():
     with http_server.LoopbackServer(lossy) as front:
       for mode in ("refuse", "fallback"):
         with ByService(
-            front.url,
-            "run_service.tokens=events",
-            f"run_service.on_missing={mode}",
+          front.url,
+          "run_service.tokens=events",
+          f"run_service.on_missing={mode}",
         ) as paths:
           (group,) = paths.run(paths.collect("greedy", True, 1))
           outcomes[mode] = group.trajectories[0]
@@ -339,8 +342,13 @@ class Sampler:
         if event["type"] == "model_call":
           call = event["modelSpecificInput"]
           event["modelSpecificInput"] = {"messages": call["messages"]}
-      await send({"type": "http.response.start", "status": 200,
-                  "headers": [(b"content-type", b"application/json")]})
+      await send(
+        {
+          "type": "http.response.start",
+          "status": 200,
+          "headers": [(b"content-type", b"application/json")],
+        }
+      )
       body = json.dumps({"events": events}).encode()
       await send({"type": "http.response.body", "body": body})
     elif (scope["method"], scope["path"]) == ("POST", "/runs"):
@@ -350,9 +358,7 @@ class Sampler:
       body = json.loads(b"".join(m.get("body", b"") for m in parts))
       body["model"]["sampling"] |= self.sampling
       content = json.dumps(body).encode()
-      headers = [
-          (k, v) for k, v in scope["headers"] if k != b"content-length"
-      ]
+      headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
       headers.append((b"content-length", str(len(content)).encode()))
 
       async def changed():
@@ -383,9 +389,9 @@ class Sampler:
         ),
     ],
     ids=["events", "silent-events", "session", "refuse", "train"],
-)  # pyformat: disable
+)  # fmt: skip
 def test_a_service_s_own_sampling_is_not_trained_on_unseen(
-    overrides, silent, outcome
+  overrides, silent, outcome
 ):
   """Its turns are masked and counted, refused, or trained on."""
   with run_services.serving() as (_, app):
@@ -420,7 +426,7 @@ def test_a_run_trains_on_a_service_s_episodes(tmp_path, monkeypatch):
         "gbox_mini_agent_agent=tool", "run_service.poll_s=0.05",
         "eval.episodes_per_task=2", "eval.modes=[sampled]",
         "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
-    ])  # pyformat: disable
+    ])  # fmt: skip
   assert status == 0
   lines = (tmp_path / "p" / "metrics.jsonl").read_text().splitlines()
   metrics = [json.loads(line) for line in lines]
@@ -438,17 +444,17 @@ def test_a_run_trains_on_a_service_s_episodes(tmp_path, monkeypatch):
 
 def test_the_old_names_mean_the_settings_of_today():
   old = {
-      "gbox_mini_agent_base_url": ("http://a:1", "run_service.base_url"),
-      "gbox_mini_agent_agent": ("mai-ui", "run_service.agent"),
-      "gbox_mini_agent_model": ("m", "run_service.model"),
-      "rollout_backend": ("gbox_mini_agent", "run_service.backend"),
-      "max_turns": (5, "environment.max_turns"),
-      "max_task_time_seconds": (900.0, "collect.deadlines.episode"),
-      "max_turn_time_seconds": (300.0, "collect.deadlines.turn"),
-      "max_concurrent_rollouts": (8, "collect.concurrency"),
-      "group_size": (6, "collect.group_size"),
-      "groups_per_batch": (3, "learner.groups_per_step"),
-      "monitor_base_url": ("http://m:1", "monitor.url"),
+    "gbox_mini_agent_base_url": ("http://a:1", "run_service.base_url"),
+    "gbox_mini_agent_agent": ("mai-ui", "run_service.agent"),
+    "gbox_mini_agent_model": ("m", "run_service.model"),
+    "rollout_backend": ("gbox_mini_agent", "run_service.backend"),
+    "max_turns": (5, "environment.max_turns"),
+    "max_task_time_seconds": (900.0, "collect.deadlines.episode"),
+    "max_turn_time_seconds": (300.0, "collect.deadlines.turn"),
+    "max_concurrent_rollouts": (8, "collect.concurrency"),
+    "group_size": (6, "collect.group_size"),
+    "groups_per_batch": (3, "learner.groups_per_step"),
+    "monitor_base_url": ("http://m:1", "monitor.url"),
   }
   config = config_lib.load_config([f"{k}={v}" for k, (v, _) in old.items()])
   for name, (value, path) in old.items():
@@ -468,7 +474,7 @@ def test_an_environment_that_no_service_plays_is_refused():
       "rollout.via=proxy", "rollout.agent=run_service", "environment=tool",
       "agent.parser=qwen", "agent.on_parse_error=answer", "tasks=[]",
       "environment.options.tools=[calculator]", "agent.system_prompt=tool",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   with pytest.raises(config_lib.ConfigError, match="environment.name=tool"):
     episodes_lib.EpisodeFactory(config, images_lib.ImageStore())
   with pytest.raises(config_lib.ConfigError, match="rollout.via=proxy"):
@@ -488,13 +494,13 @@ def test_the_service_gets_what_it_is_configured_with():
     other = ("rollout_backend=gbox_mini_agent", "run_service.key=field")
     for change in ((), other):
       with ByService(
-          url,
-          "run_service.agent=qwen3-vl",
-          "run_service.model=mine",
-          "run_service.env={boxType: linux}",
-          "run_service.action_space=mobile",
-          "rollout.public_url=http://trainer.lan:8100",
-          *change,
+        url,
+        "run_service.agent=qwen3-vl",
+        "run_service.model=mine",
+        "run_service.env={boxType: linux}",
+        "run_service.action_space=mobile",
+        "rollout.public_url=http://trainer.lan:8100",
+        *change,
       ) as paths:
         paths.run(paths.collect("greedy", True, 1))
   own, result = requests
@@ -510,7 +516,7 @@ def test_the_service_gets_what_it_is_configured_with():
   assert set(result) == {
       "task", "agent", "maxSteps", "maxRunTimeSec", "maxStepTimeSec", "model",
       "env", "standardActionSpace",
-  }  # pyformat: disable
+  }  # fmt: skip
   assert result["model"]["apiKey"] not in result["model"]["baseUrl"]
   assert "apiKey" not in own["model"] and own["model"]["sampling"]
 
@@ -518,16 +524,19 @@ def test_the_service_gets_what_it_is_configured_with():
 @pytest.mark.slow
 def test_the_run_s_server_binds_another_address_when_told():
   config = config_lib.load_config(
-      ["rollout.via=proxy", "rollout.host=0.0.0.0",
-       "rollout.public_url=http://trainer.lan:8100"]
-  )  # pyformat: disable
+    [
+      "rollout.via=proxy",
+      "rollout.host=0.0.0.0",
+      "rollout.public_url=http://trainer.lan:8100",
+    ]
+  )
   assert config.rollout.host == "0.0.0.0"
   with pytest.raises(config_lib.ConfigError, match="rollout.public_url"):
     config_lib.load_config(["rollout.via=proxy", "rollout.host=0.0.0.0"])
   with pytest.raises(config_lib.ConfigError, match="public_url"):
     config_lib.load_config(["rollout.public_url=trainer"])
   with two_paths.Both(
-      "rollout.host=0.0.0.0", "rollout.public_url=http://trainer.lan:8100"
+    "rollout.host=0.0.0.0", "rollout.public_url=http://trainer.lan:8100"
   ) as paths:
     port = paths.proxy._server.port
     assert paths.proxy._server.url == f"http://0.0.0.0:{port}"
@@ -538,20 +547,20 @@ def test_the_run_s_server_binds_another_address_when_told():
     refused = httpx.get(f"{name}/v1/models")
     assert refused.status_code == 401
     started = paths.run(
-        paths.proxy.connection.start("t", policy_client.SamplingParams())
+      paths.proxy.connection.start("t", policy_client.SamplingParams())
     )
     key = started["api_key"]
     own = httpx.get(f"{name}/sessions/{key}/v1/models")
     assert own.status_code == 200
     for path in (
-        f"sessions/{key}x/v1/models",
-        f"sessions/{key[:-1]}/v1/models",
-        f"sessions/{started['session_id']}/v1/models",
+      f"sessions/{key}x/v1/models",
+      f"sessions/{key[:-1]}/v1/models",
+      f"sessions/{started['session_id']}/v1/models",
     ):
       assert httpx.get(f"{name}/{path}").status_code == 401, path
     # A key opens its session, and neither exports nor starts others.
     headers = {"authorization": f"Bearer {key}"}
     another = httpx.post(
-        f"{name}/rl/start_session", json={"task_id": "u"}, headers=headers
+      f"{name}/rl/start_session", json={"task_id": "u"}, headers=headers
     )
     assert another.status_code == 403

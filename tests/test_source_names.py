@@ -37,7 +37,7 @@ PATHS = {
     # §3.6: "execution".
     "execution": (f"{ROOM}.trajectory_collector.episode",
                   "TrajectoryCollectEngine"),
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def found(path):
@@ -64,15 +64,20 @@ def test_the_collecting_room_has_two_names_and_one_content():
       assert getattr(alias, name) is value, name
 
 
-@pytest.mark.parametrize("path, fields", [
-    ("core.trajectory:Step",
-     "chat_completions thought action observation model_response reward done"
-     " mc_return"),
+@pytest.mark.parametrize(
+  "path, fields",
+  [
+    (
+      "core.trajectory:Step",
+      "chat_completions thought action observation model_response reward done"
+      " mc_return",
+    ),
     ("core.trajectory:Trajectory", "task steps reward"),
     ("tools:ToolCall", "name arguments"),
     ("tools:ToolOutput", "name output error metadata"),
     ("rewards:RewardOutput", "reward metadata"),
-])  # pyformat: disable
+  ],
+)
 def test_data_have_the_documents_fields_in_its_order(path, fields):
   names = [f.name for f in dataclasses.fields(found(f"{ROOM}.{path}"))]
   assert [name for name in names if name in fields.split()] == fields.split()
@@ -94,7 +99,7 @@ def test_data_have_the_documents_fields_in_its_order(path, fields):
     ("environments.gsm8k_env:Gsm8kEnv", "reset step _get_obs", ""),
     ("agents:ToolAgent", "tool_manager tool_parser _messages _trajectory", ""),
     ("trajectory_collector:TrajectoryCollectEngine", "collect", ""),
-])  # pyformat: disable
+])  # fmt: skip
 def test_classes_have_the_documents_members(path, members, abstract):
   cls = found(f"{ROOM}.{path}")
   owner = cls() if path == "agents:ToolAgent" else cls
@@ -103,19 +108,24 @@ def test_classes_have_the_documents_members(path, members, abstract):
   assert set(abstract.split()) <= set(getattr(cls, "__abstractmethods__", ()))
 
 
-@pytest.mark.parametrize("path, parameters", [
+@pytest.mark.parametrize(
+  "path, parameters",
+  [
     ("agents:ToolAgent", "system_prompt parser_name tool_map"),
     ("environments:ToolEnvironment", "task tool_map reward_fn max_steps=10"),
     ("tools:BaseTool", "name description"),
     ("tools:ToolManager", "tool_map"),
-    ("trajectory_collector:TrajectoryCollectEngine",
-     "agent env model_call final_reward_fn max_steps=10 gamma=1.0"
-     " timeout=30.0"),
+    (
+      "trajectory_collector:TrajectoryCollectEngine",
+      "agent env model_call final_reward_fn max_steps=10 gamma=1.0"
+      " timeout=30.0",
+    ),
     ("tools.stateful:BaseTool", "config tool_schema"),
     ("environments.gsm8k_env:Gsm8kEnv", "tool sample"),
-])  # pyformat: disable
+  ],
+)
 def test_constructors_take_the_documents_arguments_in_its_order(
-    path, parameters
+  path, parameters
 ):
   signature = inspect.signature(found(f"{ROOM}.{path}")).parameters
   for (name, parameter), result in zip(signature.items(), parameters.split()):
@@ -130,8 +140,12 @@ def test_registries_know_the_documents_names():
   assert parser.__name__ == "QwenToolParser"
   states = found(f"{ROOM}.tools.request:RequestState").__members__
   assert list(states) == [
-      "PENDING", "RUNNING", "TOOL_CALLING", "COMPLETED", "FAILED",
-  ]  # pyformat: disable
+    "PENDING",
+    "RUNNING",
+    "TOOL_CALLING",
+    "COMPLETED",
+    "FAILED",
+  ]
   queue = found("tunix.rl.queue.data_queue:AbstractDataQueue")
   for name in ("put", "get", "qsize", "close"):
     assert hasattr(queue, name)
@@ -194,21 +208,21 @@ class Adds(found(f"{ROOM}.tools:BaseTool")):
 async def test_a_parser_with_the_documents_two_methods_plays_an_episode():
   replies = iter(["First <<add 2 3>>", "then <<add 2 x>>", "5"])
   agent = found(f"{ROOM}.agents:ToolAgent")(
-      "You add.", Angles, {"add": Adds}, on_parse_error="retry"
+    "You add.", Angles, {"add": Adds}, on_parse_error="retry"
   )
   assert "Write <<name a b>>" in agent._messages[0]["content"]
   assert "add" in agent._messages[0]["content"]
   env = found(f"{ROOM}.environments:ToolEnvironment")(
-      {"question": "2 + 3?"}, {"add": Adds}, lambda task, action: 1.0
+    {"question": "2 + 3?"}, {"add": Adds}, lambda task, action: 1.0
   )
   engine = found(f"{ROOM}.TrajectoryCollector:TrajectoryCollectEngine")(
-      agent, env, lambda messages: next(replies), None, max_steps=3
+    agent, env, lambda messages: next(replies), None, max_steps=3
   )
   episode = await engine.collect()
   assert [s.action.tool_calls for s in episode.steps[1:]] == [[], []]
   first, second, _ = episode.steps
   assert first.observation["tool_outputs"] == {
-      first.action.tool_calls[0].call_id: "5"
+    first.action.tool_calls[0].call_id: "5"
   }
   assert "invalid literal for int()" in second.info["parse_errors"][0]
   tool_parser = found(f"{ROOM}.parser.tool_parser:ToolParser")
@@ -219,8 +233,8 @@ async def test_a_parser_with_the_documents_two_methods_plays_an_episode():
 def test_a_tool_schema_has_attributes_and_is_a_dict():
   schema_type = found(f"{ROOM}.tools.base_tool:OpenAIFunctionToolSchema")
   function = {
-      "name": "get_weather",
-      "parameters": {"properties": {"city": {"type": "string"}}},
+    "name": "get_weather",
+    "parameters": {"properties": {"city": {"type": "string"}}},
   }
   schema = schema_type(type="function", function=function)
   assert schema == schema_type({"type": "function", "function": function})
@@ -228,8 +242,9 @@ def test_a_tool_schema_has_attributes_and_is_a_dict():
   assert schema.function.parameters.properties.city["type"] == "string"
   assert schema["function"]["name"] == "get_weather"
   assert json.loads(json.dumps(schema)) == {
-      "type": "function", "function": function
-  }  # pyformat: disable
+    "type": "function",
+    "function": function,
+  }
   assert copy.deepcopy(schema) == pickle.loads(pickle.dumps(schema)) == schema
   with pytest.raises(AttributeError, match="'description'"):
     _ = schema.function.description
@@ -241,15 +256,15 @@ def test_a_tool_schema_has_attributes_and_is_a_dict():
 def test_the_documents_own_program_runs():
   schema_type = found(f"{ROOM}.tools.stateful:OpenAIFunctionToolSchema")
   tool_schema = schema_type(
-      type="function",
-      function={"name": "gsm8k", "description": "", "parameters": {}},
+    type="function",
+    function={"name": "gsm8k", "description": "", "parameters": {}},
   )
   tool = found(f"{ROOM}.tools.gsm8k_tool:Gsm8kTool")(
-      config={}, tool_schema=tool_schema
+    config={}, tool_schema=tool_schema
   )
   assert tool.get_openai_tool_schema() is tool_schema
   env = found(f"{ROOM}.environments.gsm8k_env:Gsm8kEnv")(
-      tool, {"question": "abcdefg#############", "answer": "8"}
+    tool, {"question": "abcdefg#############", "answer": "8"}
   )
 
   async def test():

@@ -40,9 +40,14 @@ pytestmark = pytest.mark.timeout(400)
 def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
   """Random weights, cloning, GRPO, evaluation, report."""
   status = small_runs.run_train(
-      tmp_path, small_runs.NANO, "name=a", "warm_start.source=none",
-      "warm_start.steps=2", "warm_start.batch_size=4", "steps=2",
-  )  # pyformat: disable
+    tmp_path,
+    small_runs.NANO,
+    "name=a",
+    "warm_start.source=none",
+    "warm_start.steps=2",
+    "warm_start.batch_size=4",
+    "steps=2",
+  )
   assert status == 0
   directory = tmp_path / "a"
   assert [m["step"] for m in small_runs.metrics_of(directory)] == [1, 2]
@@ -54,10 +59,14 @@ def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
     assert set(figures["by_task"]) == {"click-color", "enter-text"}
     assert 0 <= figures["success_rate"] <= 1
   for path in (
-      "config.yaml", "trajectories.jsonl", "report.html",
-      "checkpoints", "policy/model.safetensors", "policy/config.json",
-      "warm_start/model.safetensors",
-  ):  # pyformat: disable
+    "config.yaml",
+    "trajectories.jsonl",
+    "report.html",
+    "checkpoints",
+    "policy/model.safetensors",
+    "policy/config.json",
+    "warm_start/model.safetensors",
+  ):
     assert (directory / path).exists(), path
   assert list((directory / "images").glob("*.png"))
   assert "initial" in capsys.readouterr().out
@@ -73,7 +82,7 @@ def test_a_qwen_policy_trains_an_adapter_saves_it_and_goes_on(tmp_path):
       # Nothing succeeds yet, so it is the entropy that is learned from.
       "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
       "eval.modes=[sampled]", "eval.episodes_per_task=1",
-  )  # pyformat: disable
+  )  # fmt: skip
   assert status == 0
   directory = tmp_path / "q"
   for metrics in small_runs.metrics_of(directory):
@@ -105,7 +114,7 @@ def test_a_directory_starts_from_its_weights_and_rolls_out_in_int8(tmp_path):
       "engine.weights=int8", "algorithm.importance=tis",
       "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
       "eval.modes=[sampled]", "eval.episodes_per_task=1",
-  )  # pyformat: disable
+  )  # fmt: skip
   assert status == 0
   # No evaluation of random weights: there never are any.
   evaluations = small_runs.summary_of(tmp_path / "d")["eval"]
@@ -120,10 +129,14 @@ def test_equal_seeds_give_equal_runs(tmp_path):
   """C9: rewards to the bit, losses within 1e-6; another seed differs."""
   for name, seed, steps in (("a", 5, 2), ("b", 5, 2), ("c", 6, 1)):
     status = small_runs.run_train(
-        tmp_path, f"name={name}", f"seed={seed}", f"steps={steps}",
-        "tasks=[enter-text, open-icon]", "learner.groups_per_step=4",
-        "eval.episodes_per_task=1",
-    )  # pyformat: disable
+      tmp_path,
+      f"name={name}",
+      f"seed={seed}",
+      f"steps={steps}",
+      "tasks=[enter-text, open-icon]",
+      "learner.groups_per_step=4",
+      "eval.episodes_per_task=1",
+    )
     assert status == 0
   a, b, c = (small_runs.metrics_of(tmp_path / name) for name in "abc")
   assert len(a) == len(b) == 2
@@ -140,34 +153,33 @@ def test_equal_seeds_give_equal_runs(tmp_path):
     # The learner scores what was sampled as the sampler did.
     assert one["logprob_gap_max"] < 1e-4
   assert a[0]["completion_tokens"] != c[0]["completion_tokens"] or (
-      a[0].get("logprob") != c[0].get("logprob")
+    a[0].get("logprob") != c[0].get("logprob")
   )
   trajectories = [
-      sorted(
-          json.dumps(step["model_response"])
-          for line in (tmp_path / n / "trajectories.jsonl").open()
-          for step in json.loads(line)["steps"]
-      )
-      for n in "ab"
+    sorted(
+      json.dumps(step["model_response"])
+      for line in (tmp_path / n / "trajectories.jsonl").open()
+      for step in json.loads(line)["steps"]
+    )
+    for n in "ab"
   ]
   assert trajectories[0] == trajectories[1]
 
 
 @pytest.mark.slow
 def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   """C6, C7: every stage raises, hangs or returns garbage."""
   before = set(threading.enumerate())
   tasks_left = []
 
   class CountingLoop(loop_thread.LoopThread):
-
     def close(self, *args):
       async def remaining():
         return [
-            str(t.get_coro())
-            for t in asyncio.all_tasks() - {asyncio.current_task()}
+          str(t.get_coro())
+          for t in asyncio.all_tasks() - {asyncio.current_task()}
         ]
 
       tasks_left.append(self.submit(remaining()).result(10))
@@ -175,12 +187,17 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
 
   monkeypatch.setattr(loop_thread, "LoopThread", CountingLoop)
   status = small_runs.run_train(
-      tmp_path, "name=f", "run.imports=[faulty_gym]",
-      "gym=faulty-desktop", "steps=8",
-      "collect.deadlines.reset=0.3", "collect.deadlines.step=0.3",
-      "collect.deadlines.evaluate=0.3", "collect.deadlines.close=0.3",
-      "environment.max_turns=2",
-  )  # pyformat: disable
+    tmp_path,
+    "name=f",
+    "run.imports=[faulty_gym]",
+    "gym=faulty-desktop",
+    "steps=8",
+    "collect.deadlines.reset=0.3",
+    "collect.deadlines.step=0.3",
+    "collect.deadlines.evaluate=0.3",
+    "collect.deadlines.close=0.3",
+    "environment.max_turns=2",
+  )
   assert status == 0
   import faulty_gym  # pylint: disable=g-import-not-at-top
 
@@ -194,9 +211,10 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
   deadline = time.monotonic() + 10
   while time.monotonic() < deadline:
     remaining = [
-        t for t in set(threading.enumerate()) - before
-        # Daemons of libraries, one a process.
-        if not t.name.startswith(("tunix-collector-worker", "orbax", "tqdm"))
+      t
+      for t in set(threading.enumerate()) - before
+      # Daemons of libraries, one a process.
+      if not t.name.startswith(("tunix-collector-worker", "orbax", "tqdm"))
     ]
     if not remaining:
       break
@@ -232,7 +250,7 @@ def start(tmp_path: pathlib.Path, *overrides: str, **env: str):
       ],
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
       env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
-  )  # pyformat: disable
+  )  # fmt: skip
 
 
 def wait_for_steps(process, directory: pathlib.Path, steps: int) -> None:
@@ -252,17 +270,19 @@ def test_a_killed_run_goes_on_and_trains_on_no_group_twice(tmp_path):
   """C8: SIGKILL, then resume, with groups kept on disk."""
   database = tmp_path / "groups.db"
   process = start(
-      tmp_path, "name=k", "steps=100000", "checkpoint.every=1",
-      f"queue.path={database}", "queue.max_staleness=1",
-  )  # pyformat: disable
+    tmp_path,
+    "name=k",
+    "steps=100000",
+    "checkpoint.every=1",
+    f"queue.path={database}",
+    "queue.max_staleness=1",
+  )
   wait_for_steps(process, tmp_path / "k", 4)
   process.kill()
   process.communicate(timeout=60)
   before = len(small_runs.metrics_of(tmp_path / "k"))
   goal = before + 3
-  process = start(
-      tmp_path, f"resume={tmp_path / 'k'}", f"steps={goal}"
-  )
+  process = start(tmp_path, f"resume={tmp_path / 'k'}", f"steps={goal}")
   output, _ = process.communicate(timeout=300)
   assert process.returncode == 0, output
   lines = small_runs.metrics_of(tmp_path / "k")
@@ -287,7 +307,7 @@ def test_asynchronous_is_the_same_code(tmp_path):
       "queue.max_staleness=2", "learner.publish_every=2",
       "queue.stale_policy=trim", "queue.admission=recent",
       "collect.part_size=2", "checkpoint.every=2", "eval.every=2",
-  )  # pyformat: disable
+  )  # fmt: skip
   assert status == 0
   steps = small_runs.metrics_of(tmp_path / "s")
   assert len(steps) == 4
@@ -327,91 +347,88 @@ def test_a_policy_of_the_users_trains_and_is_loaded_by_its_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (
-            ["policy=qwen3_text_tiny"],
-            ["qwen3_text_tiny reads text only", "vision-language"],
-        ),
-        (
-            ["gym.observation=axtree"],
-            ["gym.observation=axtree", "gym.name=desktop", "miniwob, browser"],
-        ),
-        (
-            ["gym=miniwob", "tasks=[click-test]", "gym.observation=tree"],
-            ["gym.observation", "tree", "axtree"],
-        ),
-        (
-            [
-                "gym=miniwob", "tasks=[click-test]", "gym.observation=axtree",
-                "agent.parser=computer_use",
-            ],
-            ["agent.parser=computer_use", "browsergym"],
-        ),
-        (
-            [
-                "gym=miniwob", "tasks=[click-test]",
-                "gym.options.observation=axtree",
-            ],
-            ["gym.options.observation", "set gym.observation instead"],
-        ),
-        (
-            [
-                "gym=miniwob", "tasks=[click-color]", "gym.observation=axtree",
-                "warm_start.steps=1",
-            ],
-            ["task_source.families=['click-color']", "click-button"],
-        ),
-        (["policy=no_such:create"], ["policy.name", "no_such:create"]),
-        (
-            ["policy=their_policy:create", "policy.config.layer=1"],
-            ["their_policy:create", "'layer'", "'layers'"],
-        ),
-        (
-            ["policy=their_policy:create", "policy.trajectory_pixels=9"],
-            ["trajectory_pixels=9", "their_policy:create"],
-        ),
-        (["tasks=[click-buton]"], ["click-buton", "click-button"]),
-        (["learner.stepz=3"], ["stepz", "steps"]),
-        (["collect.group_size=1"], ["group_size"]),
-        (["warm_start.source=path"], ["warm_start.path"]),
-        (["policy=./nowhere", "warm_start.source=none"], ["nowhere"]),
-        (["gym.options={colour: 3}"], ["colour"]),
-        (["agent.parser=qwen"], ["agent.parser"]),
-        (["policy.lora_rank=8"], ["policy.lora_rank=8", "tiny_vl"]),
-        (["policy.trajectory_pixels=9"], ["trajectory_pixels=9", "tiny_vl"]),
-        (["engine.weights=int8"], ["engine.weights", "importance=tis"]),
-        (
-            ["engine.weights=int8", "algorithm.importance=tis"],
-            ["engine", "int8", "TinyVL"],
-        ),
-        (["policy.config.image_budget=9"], ["policy.trajectory_pixels"]),
-        (["mesh.sequence=3"], ["learner.row_length", "mesh.sequence=3"]),
-        (
-            ["policy=qwen3_vl_tiny", "policy.config.layers=6"],
-            ["layers", "remat"],
-        ),
-        (["mesh.data=64", "learner.rows=64"], ["mesh.data", "devices"]),
-        (["run.imports=[no_such_module_here]"], ["no_such_module_here"]),
-        (["resume=/nonexistent"], ["resume"]),
-        (["resume=runs/x", "name=y"], ["run.name", "run.resume"]),
-        (
-            ["warm_start.source=path", "warm_start.path=./nowhere"],
-            ["./nowhere"],
-        ),
-        (["policy.config.layers=6"], ["blocks.4", "warm_start.source=none"]),
-        (
-            [
-                "run.imports=[faulty_gym]", "gym=faulty-desktop",
-                "tasks=[click-color]", "warm_start.steps=2",
-            ],
-            ["oracle", "warm_start.steps=0"],
-        ),
-        (
-            ["gym=miniwob", "tasks=[tic-tac-toe]", "warm_start.steps=2"],
-            ["tic-tac-toe", "click-dialog", "warm_start.steps=0"],
-        ),
-    ],
+  "arguments, words",
+  [
+    (
+      ["policy=qwen3_text_tiny"],
+      ["qwen3_text_tiny reads text only", "vision-language"],
+    ),
+    (
+      ["gym.observation=axtree"],
+      ["gym.observation=axtree", "gym.name=desktop", "miniwob, browser"],
+    ),
+    (
+      ["gym=miniwob", "tasks=[click-test]", "gym.observation=tree"],
+      ["gym.observation", "tree", "axtree"],
+    ),
+    (
+      [
+        "gym=miniwob",
+        "tasks=[click-test]",
+        "gym.observation=axtree",
+        "agent.parser=computer_use",
+      ],
+      ["agent.parser=computer_use", "browsergym"],
+    ),
+    (
+      ["gym=miniwob", "tasks=[click-test]", "gym.options.observation=axtree"],
+      ["gym.options.observation", "set gym.observation instead"],
+    ),
+    (
+      [
+        "gym=miniwob",
+        "tasks=[click-color]",
+        "gym.observation=axtree",
+        "warm_start.steps=1",
+      ],
+      ["task_source.families=['click-color']", "click-button"],
+    ),
+    (["policy=no_such:create"], ["policy.name", "no_such:create"]),
+    (
+      ["policy=their_policy:create", "policy.config.layer=1"],
+      ["their_policy:create", "'layer'", "'layers'"],
+    ),
+    (
+      ["policy=their_policy:create", "policy.trajectory_pixels=9"],
+      ["trajectory_pixels=9", "their_policy:create"],
+    ),
+    (["tasks=[click-buton]"], ["click-buton", "click-button"]),
+    (["learner.stepz=3"], ["stepz", "steps"]),
+    (["collect.group_size=1"], ["group_size"]),
+    (["warm_start.source=path"], ["warm_start.path"]),
+    (["policy=./nowhere", "warm_start.source=none"], ["nowhere"]),
+    (["gym.options={colour: 3}"], ["colour"]),
+    (["agent.parser=qwen"], ["agent.parser"]),
+    (["policy.lora_rank=8"], ["policy.lora_rank=8", "tiny_vl"]),
+    (["policy.trajectory_pixels=9"], ["trajectory_pixels=9", "tiny_vl"]),
+    (["engine.weights=int8"], ["engine.weights", "importance=tis"]),
+    (
+      ["engine.weights=int8", "algorithm.importance=tis"],
+      ["engine", "int8", "TinyVL"],
+    ),
+    (["policy.config.image_budget=9"], ["policy.trajectory_pixels"]),
+    (["mesh.sequence=3"], ["learner.row_length", "mesh.sequence=3"]),
+    (["policy=qwen3_vl_tiny", "policy.config.layers=6"], ["layers", "remat"]),
+    (["mesh.data=64", "learner.rows=64"], ["mesh.data", "devices"]),
+    (["run.imports=[no_such_module_here]"], ["no_such_module_here"]),
+    (["resume=/nonexistent"], ["resume"]),
+    (["resume=runs/x", "name=y"], ["run.name", "run.resume"]),
+    (["warm_start.source=path", "warm_start.path=./nowhere"], ["./nowhere"]),
+    (["policy.config.layers=6"], ["blocks.4", "warm_start.source=none"]),
+    (
+      [
+        "run.imports=[faulty_gym]",
+        "gym=faulty-desktop",
+        "tasks=[click-color]",
+        "warm_start.steps=2",
+      ],
+      ["oracle", "warm_start.steps=0"],
+    ),
+    (
+      ["gym=miniwob", "tasks=[tic-tac-toe]", "warm_start.steps=2"],
+      ["tic-tac-toe", "click-dialog", "warm_start.steps=0"],
+    ),
+  ],
 )
 def test_wrong_input_is_one_clear_error(arguments, words, tmp_path, capsys):
   arguments = [*small_runs.directory_of(tmp_path, arguments), *arguments]
@@ -456,10 +473,9 @@ def test_a_stop_just_after_an_evaluation_is_an_interrupt(tmp_path):
       "eval.modes=[sampled]", "eval.episodes_per_task=1",
       "warm_start.source=none", "warm_start.steps=0",
       "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
-  )  # pyformat: disable
+  )  # fmt: skip
 
   class Stopper:
-
     def on_event(self, event):
       if isinstance(event, events.EvalFinished) and event.name == "step_1":
         run.stop.set()
@@ -472,11 +488,9 @@ def test_a_stop_just_after_an_evaluation_is_an_interrupt(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
-    tmp_path, capsys
-):
+def test_a_run_stopped_before_its_first_checkpoint_can_go_on(tmp_path, capsys):
   run = small_runs.make_run(
-      tmp_path, small_runs.NANO, "warm_start.source=none", "name=e", "steps=1"
+    tmp_path, small_runs.NANO, "warm_start.source=none", "name=e", "steps=1"
   )
   run.stop.set()
   assert train.run_to_end(run) == 130
@@ -484,9 +498,9 @@ def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
   assert f"resume={directory}" in capsys.readouterr().out
   before = (directory / "config.yaml").read_text()
   for change, word in (
-      ("seed=5", "run.seed=5"),
-      ("tasks=[click-button]", "task_source.families=['click-button']"),
-      ("learner.grad_clip=0", "learner.grad_clip=0"),
+    ("seed=5", "run.seed=5"),
+    ("tasks=[click-button]", "task_source.families=['click-button']"),
+    ("learner.grad_clip=0", "learner.grad_clip=0"),
   ):
     assert train.main([f"resume={directory}", change]) == 2
     stderr = capsys.readouterr().err
@@ -495,13 +509,14 @@ def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
   assert train.main([f"resume={directory}", "learner.grad_clip=2"]) == 0
   assert [m["step"] for m in small_runs.metrics_of(directory)] == [1]
   assert list(small_runs.summary_of(directory)["eval"]) == [
-      "warm_start", "final",
-  ]  # pyformat: disable
+    "warm_start",
+    "final",
+  ]
 
 
 @pytest.mark.slow
 def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
-    tmp_path, capsys, monkeypatch
+  tmp_path, capsys, monkeypatch
 ):
   directory = tmp_path / "f"
   directory.mkdir()
@@ -509,7 +524,7 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
   assert small_runs.run_train(
       tmp_path, small_runs.NANO, "name=f", "warm_start.source=none",
       "warm_start.steps=2", "warm_start.batch_size=4", "steps=1",
-  ) == 1  # pyformat: disable
+  ) == 1  # fmt: skip
   printed = capsys.readouterr()
   assert printed.err.count("error: ") == 1 and "checkpoints" in printed.err
   assert "Traceback" not in printed.err
@@ -529,10 +544,13 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
   monkeypatch.setattr(stage, "clone", not_again)
   (directory / "checkpoints").unlink()
   (directory / "cloning" / "2").mkdir(parents=True)  # No time to remove it.
-  status = train.main([
-      f"resume={directory}", "algorithm.kl_coef=0.1",
+  status = train.main(
+    [
+      f"resume={directory}",
+      "algorithm.kl_coef=0.1",
       "learner.skip_zero_advantage=false",
-  ])  # pyformat: disable
+    ]
+  )
   assert status == 0
   assert not (directory / "traceback.txt").exists()
   assert not (directory / "cloning").exists()
@@ -581,11 +599,15 @@ def test_cloning_keeps_what_the_policy_knows_already(tmp_path):
   own, new = f"policy={saved}", small_runs.NANO
   for source, optimizer in ((own, "adamw"), (new, "muon")):
     run = small_runs.make_run(
-        tmp_path, source, "warm_start.source=none", "warm_start.steps=2",
-        "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
-    )  # pyformat: disable
+      tmp_path,
+      source,
+      "warm_start.source=none",
+      "warm_start.steps=2",
+      "algorithm.entropy_coef=0.1",
+      "learner.skip_zero_advantage=false",
+    )
     learner = models.make_cloning_learner(
-        run.config, run.policy, run.images, None
+      run.config, run.policy, run.images, None
     )
     assert learner.config.optimizer == optimizer
     assert learner.algorithm.config.entropy_coef == 0
@@ -596,7 +618,6 @@ def test_an_interrupt_waits_for_the_browser(tmp_path, monkeypatch):
   closed = []
 
   class SlowBrowser:
-
     async def close(self):
       asyncio.get_running_loop()  # As the real one, which is a loop's.
       await asyncio.sleep(0.5)
@@ -605,9 +626,13 @@ def test_an_interrupt_waits_for_the_browser(tmp_path, monkeypatch):
 
   monkeypatch.setattr(miniwob_gym, "shared_browser", SlowBrowser())
   run = small_runs.make_run(
-      tmp_path, small_runs.NANO, "gym=miniwob", "tasks=[click-test-2]",
-      "name=w", "warm_start.source=none",
-  )  # pyformat: disable
+    tmp_path,
+    small_runs.NANO,
+    "gym=miniwob",
+    "tasks=[click-test-2]",
+    "name=w",
+    "warm_start.source=none",
+  )
   with run:
     run.stop.set()
     episodes = run._loop._thread
@@ -617,7 +642,6 @@ def test_an_interrupt_waits_for_the_browser(tmp_path, monkeypatch):
 
 def test_work_that_ends_just_after_a_look_has_its_result():
   class JustLate(concurrent.futures.Future):
-
     def result(self, timeout=None):
       if self.done():
         return super().result(timeout)

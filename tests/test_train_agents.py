@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(400)
 Status = trajectory.TrajectoryStatus
 # Does nothing, and is an action.
 IDLE = (
-    '<tool_call>\n{"name": "computer_use", "arguments": {"action": "key",'
-    ' "keys": ["shift"]}}\n</tool_call>'
+  '<tool_call>\n{"name": "computer_use", "arguments": {"action": "key",'
+  ' "keys": ["shift"]}}\n</tool_call>'
 )
 EXAMPLES = str(pathlib.Path(__file__).resolve().parents[1] / "examples")
 
@@ -34,7 +34,7 @@ def _paths():
   sys.path.insert(0, EXAMPLES)
   try:
     with two_paths.Both(
-        "rollout.agent=openai_agent:play", "collect.deadlines.model=20"
+      "rollout.agent=openai_agent:play", "collect.deadlines.model=20"
     ) as paths:
       yield paths
   finally:
@@ -54,8 +54,8 @@ def test_the_example_plays_as_the_run_does(paths):
 
   async def both():
     return (
-        await paths.collect("greedy", True, 6),
-        await paths.collect("greedy", False, 6),
+      await paths.collect("greedy", True, 6),
+      await paths.collect("greedy", False, 6),
     )
 
   statuses = set()
@@ -64,7 +64,7 @@ def test_the_example_plays_as_the_run_does(paths):
       # It is the agent that knows how long its prompts are.
       own.metrics["prompt_tokens"] = other.metrics["prompt_tokens"]
       own.metrics.setdefault(
-          "truncated_turns", other.metrics.get("truncated_turns")
+        "truncated_turns", other.metrics.get("truncated_turns")
       )
       two_paths.assert_equal(own, other)
       statuses.add(own.status)
@@ -78,25 +78,23 @@ def test_all_that_an_agent_had_sampled_is_trained_on(paths, monkeypatch):
     observation = await computer.reset()
     for number in range(3):
       # Of another kind of prompt, and two at a time.
-      plans = await asyncio.gather(*(
+      plans = await asyncio.gather(
+        *(
           client.chat.completions.create(
-              model=model,
-              messages=[
-                  {"role": "user", "content": f"plan {number} {which}"}
-              ],
-              **{**options, "max_tokens": 4},
+            model=model,
+            messages=[{"role": "user", "content": f"plan {number} {which}"}],
+            **{**options, "max_tokens": 4},
           )
           for which in "ab"
-      ))
+        )
+      )
       answer = await client.chat.completions.create(
-          model=model,
-          # The same request again would be answered with the same completion.
-          messages=[{"role": "system", "content": f"{number}"}, observation],
-          **options,
+        model=model,
+        # The same request again would be answered with the same completion.
+        messages=[{"role": "system", "content": f"{number}"}, observation],
+        **options,
       )
-      counted.extend(
-          a.usage.completion_tokens for a in (*plans, answer)
-      )
+      counted.extend(a.usage.completion_tokens for a in (*plans, answer))
       observation = await computer.act(IDLE)
       if observation is None:
         return
@@ -112,7 +110,7 @@ def test_all_that_an_agent_had_sampled_is_trained_on(paths, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["raises", "gives up", "hangs", "goes on"])
 def test_an_agent_that_fails_ends_its_episode_and_no_other(
-    paths, monkeypatch, fault
+  paths, monkeypatch, fault
 ):
   ended = []
 
@@ -132,13 +130,11 @@ def test_an_agent_that_fails_ends_its_episode_and_no_other(
 
   if fault == "hangs":
     collect = dataclasses.replace(
-        paths.config.collect,
-        deadlines=dataclasses.replace(
-            paths.config.collect.deadlines, model=5.0
-        ),
+      paths.config.collect,
+      deadlines=dataclasses.replace(paths.config.collect.deadlines, model=5.0),
     )
     monkeypatch.setattr(
-        paths, "config", dataclasses.replace(paths.config, collect=collect)
+      paths, "config", dataclasses.replace(paths.config, collect=collect)
     )
   if fault == "goes on":  # Never told when to stop, it is cancelled.
     monkeypatch.setattr(agent_session, "_GRACE_S", 0.05)
@@ -162,12 +158,12 @@ def test_a_prompt_that_is_too_long_is_a_context_limit(paths, monkeypatch):
   async def talks(client, model, computer, **options):
     message = await computer.reset()
     await client.chat.completions.create(
-        model=model, messages=[message], **options
+      model=model, messages=[message], **options
     )
     await client.chat.completions.create(
-        model=model,
-        messages=[message, {"role": "user", "content": "ever " * 700}],
-        **options,
+      model=model,
+      messages=[message, {"role": "user", "content": "ever " * 700}],
+      **options,
     )
 
   for episode in episodes_of(paths, monkeypatch, talks):
@@ -183,7 +179,7 @@ def test_a_run_trains_on_what_the_example_does(tmp_path):
       "eval.episodes_per_task=2", "eval.modes=[sampled]",
       # Nothing is seeded here: also groups of equal rewards are learned from.
       "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   assert status == 0
   lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
   metrics = [json.loads(line) for line in lines]
@@ -195,17 +191,17 @@ def test_a_run_trains_on_what_the_example_does(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "agent, words",
-    [
-        ("play", "write module:function"),
-        ("no_such_module:play", "cannot be imported"),
-        ("openai_agent:dance", "cannot be imported"),
-        ("openai_agent:main", "must be a coroutine function"),
-    ],
+  "agent, words",
+  [
+    ("play", "write module:function"),
+    ("no_such_module:play", "cannot be imported"),
+    ("openai_agent:dance", "cannot be imported"),
+    ("openai_agent:main", "must be a coroutine function"),
+  ],
 )
 def test_an_agent_that_is_none_is_named(agent, words):
   config = config_lib.load_config(
-      ["rollout.via=proxy", f"rollout.agent={agent}"]
+    ["rollout.via=proxy", f"rollout.agent={agent}"]
   )
   with pytest.raises(config_lib.ConfigError, match=words) as refused:
     proxy.RunProxy(config, None, None, None)
@@ -221,7 +217,7 @@ def test_turns_at_an_agents_own_temperature_are_not_trained_on(tmp_path):
       *two_paths.SMALL, f"run.dir={tmp_path}", "name=c", "steps=2",
       "rollout.via=proxy", "rollout.agent=cold_agent:play", "eval.on=false",
       "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   assert status == 0
   lines = (tmp_path / "c" / "metrics.jsonl").read_text().splitlines()
   metrics = [json.loads(line) for line in lines]
@@ -230,7 +226,6 @@ def test_turns_at_an_agents_own_temperature_are_not_trained_on(tmp_path):
     assert step["untrained_tokens"] > 0 and step["episode_tokens_mean"] > 0
     assert step["logprob_gap_max"] < 1e-3  # With the cold turns, .1.
   episodes = [
-      json.loads(line)
-      for line in (tmp_path / "c" / "trajectories.jsonl").open()
+    json.loads(line) for line in (tmp_path / "c" / "trajectories.jsonl").open()
   ]
   assert any(e["metrics"].get("untrained_tokens") for e in episodes)

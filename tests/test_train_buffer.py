@@ -15,11 +15,16 @@ from tunix.rl.multi_turn.environments.gyms import registry as gyms
 pytestmark = pytest.mark.timeout(400)
 
 COMMON = (
-    small_runs.NANO, "warm_start.source=none", "rollout.via=buffer",
-    "environment.name=gsm8k", "buffer.poll_s=0.05", "checkpoint.every=1",
-    "algorithm.importance=none", "queue.max_staleness=4",
-    "sampling.max_new_tokens=4",
-)  # pyformat: disable
+  small_runs.NANO,
+  "warm_start.source=none",
+  "rollout.via=buffer",
+  "environment.name=gsm8k",
+  "buffer.poll_s=0.05",
+  "checkpoint.every=1",
+  "algorithm.importance=none",
+  "queue.max_staleness=4",
+  "sampling.max_new_tokens=4",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +39,11 @@ def _no_gym(monkeypatch):
 def _tasks(tmp_path):
   path = tmp_path / "tasks.jsonl"
   rows = [
-      {
-          "instance_id": f"math_{i}",
-          "prompt": [{"role": "user", "content": f"{i}+1"}],
-      }
-      for i in range(40)
+    {
+      "instance_id": f"math_{i}",
+      "prompt": [{"role": "user", "content": f"{i}+1"}],
+    }
+    for i in range(40)
   ]
   path.write_text("".join(json.dumps(r) + "\n" for r in rows))
   return path
@@ -46,9 +51,13 @@ def _tasks(tmp_path):
 
 def _train(tmp_path, peer, tasks, *overrides):
   return small_runs.run_train(
-      tmp_path, *COMMON, f"buffer.url={peer.url}",
-      f"buffer.input_file={tasks}", "name=b", *overrides,
-  )  # pyformat: disable
+    tmp_path,
+    *COMMON,
+    f"buffer.url={peer.url}",
+    f"buffer.input_file={tasks}",
+    "name=b",
+    *overrides,
+  )
 
 
 def exact(payload, write, stop):
@@ -59,7 +68,8 @@ def exact(payload, write, stop):
       if stop.is_set():
         return
       tokens = [chance.randrange(20, 60) for _ in range(8)]
-      write({
+      write(
+        {
           "uid": f"{name}-{n}",
           "instance_id": name,
           "messages": buffer_peer.said(row, "?"),
@@ -69,7 +79,8 @@ def exact(payload, write, stop):
           "loss_mask": [0, 0, 0, 0, 1, 1, 1, 1],
           "logprobs": [None] * 4 + [-1.5] * 4,
           "versions": [None] * 4 + [0] * 4,
-      })
+        }
+      )
 
 
 def _groups_of(directory):
@@ -83,9 +94,12 @@ def _groups_of(directory):
 @pytest.mark.slow
 def test_three_rounds_from_generators_that_ask_the_policy(tasks, tmp_path):
   with buffer_peer.BufferPeer({"math": buffer_peer.asking}) as peer:
-    assert _train(
+    assert (
+      _train(
         tmp_path, peer, tasks, "steps=3", "buffer.missing_logprobs=recompute"
-    ) == 0  # pyformat: disable
+      )
+      == 0
+    )
     (payload,) = peer.payloads
   assert payload["remote_engine_url"].endswith("/v1")
   assert payload["remote_buffer_url"] == peer.url
@@ -102,9 +116,9 @@ def test_three_rounds_from_generators_that_ask_the_policy(tasks, tmp_path):
 @pytest.mark.slow
 def test_token_exact_items_are_gated_by_their_versions(tasks, tmp_path):
   with buffer_peer.BufferPeer({"math": exact}) as peer:
-    assert _train(
-        tmp_path, peer, tasks, "steps=2", "queue.max_staleness=1"
-    ) == 0  # pyformat: disable
+    assert (
+      _train(tmp_path, peer, tasks, "steps=2", "queue.max_staleness=1") == 0
+    )
     lines = small_runs.metrics_of(tmp_path / "b")
     assert [line["staleness_max"] for line in lines] == [0, 1]
     # The recorded log-probs count, and they are of other weights.
@@ -178,7 +192,7 @@ class LeasingPeer(buffer_peer.BufferPeer):
 
 @pytest.mark.slow
 def test_leases_end_with_the_checkpoint_and_repeats_are_recognised(
-    tasks, tmp_path
+  tasks, tmp_path
 ):
   lines = tasks.read_text().splitlines()[:8]
   tasks.write_text("\n".join(lines) + "\n")
@@ -187,11 +201,9 @@ def test_leases_end_with_the_checkpoint_and_repeats_are_recognised(
     assert _train(
         tmp_path, peer, tasks, "steps=4", "buffer.num_epoch=1",
         "checkpoint.every=2",
-    ) == 0  # pyformat: disable
+    ) == 0  # fmt: skip
     acked = [
-        item["uid"]
-        for answer in peer.acked
-        for item in answer["data"]["data"]
+      item["uid"] for answer in peer.acked for item in answer["data"]["data"]
     ]
     assert not peer.leases
   # All eight groups: each trained on once and acknowledged once.
@@ -207,16 +219,17 @@ def test_failed_calls_are_repeated_or_end_the_run(tasks, tmp_path, capsys):
     assert _train(tmp_path, peer, tasks, "steps=1") == 0
     assert not peer.failing
     peer.failing = 100
-    assert _train(
-        tmp_path, peer, tasks, "steps=1", "name=c", "buffer.retries=2"
-    ) == 1  # pyformat: disable
+    assert (
+      _train(tmp_path, peer, tasks, "steps=1", "name=c", "buffer.retries=2")
+      == 1
+    )
     assert peer.failing == 98
   assert "it fails as it was asked to" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_text_without_log_probs_is_refused_unless_it_is_chosen(
-    tasks, tmp_path, capsys
+  tasks, tmp_path, capsys
 ):
   with buffer_peer.BufferPeer() as peer:
     assert _train(tmp_path, peer, tasks, "steps=1") == 1
@@ -232,9 +245,13 @@ def test_an_interrupt_ends_a_run_that_waits_for_the_service(tasks, tmp_path):
 
   with buffer_peer.BufferPeer({"math": silent}) as peer:
     run = small_runs.make_run(
-        tmp_path, *COMMON, f"buffer.url={peer.url}",
-        f"buffer.input_file={tasks}", "name=b", "steps=1",
-    )  # pyformat: disable
+      tmp_path,
+      *COMMON,
+      f"buffer.url={peer.url}",
+      f"buffer.input_file={tasks}",
+      "name=b",
+      "steps=1",
+    )
 
     def interrupt():
       blocked.wait(60)
@@ -246,7 +263,7 @@ def test_an_interrupt_ends_a_run_that_waits_for_the_service(tasks, tmp_path):
     thread.join()
 
 
-GENERATOR = '''
+GENERATOR = """
 import json
 import urllib.request
 
@@ -271,18 +288,18 @@ def run_rollout(data):
         data["remote_buffer_url"] + "/buffer/write",
         json.dumps(item).encode(),
     ), timeout=20).close()
-'''
+"""
 
 
 @pytest.mark.slow
 def test_a_run_ends_in_order_when_its_generator_is_over(tasks, tmp_path):
   (tmp_path / "few_generator.py").write_text(GENERATOR)
   with buffer_services.Running(
-      tmp_path / "buffer", generators=[tmp_path]
+    tmp_path / "buffer", generators=[tmp_path]
   ) as service:
-    assert _train(
-        tmp_path, service, tasks, "steps=5", "buffer.task_type=few"
-    ) == 0  # pyformat: disable
+    assert (
+      _train(tmp_path, service, tasks, "steps=5", "buffer.task_type=few") == 0
+    )
   # Three groups make a step of two, and one of what is left.
   lines = small_runs.metrics_of(tmp_path / "b")
   assert [line["step"] for line in lines] == [1, 2]

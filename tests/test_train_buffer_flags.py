@@ -17,8 +17,8 @@ pytestmark = pytest.mark.timeout(400)
 
 MODULE = __name__
 OWN = (
-    "tunix.rl.multi_turn.trajectory_collector.agent_rollout"
-    ".generate_agent_rollout"
+  "tunix.rl.multi_turn.trajectory_collector.agent_rollout"
+  ".generate_agent_rollout"
 )
 REWARDS = (1.0, 0.25, 0.5, 0.0)
 
@@ -27,11 +27,11 @@ REWARDS = (1.0, 0.25, 0.5, 0.0)
 def _tasks(tmp_path):
   path = tmp_path / "tasks.jsonl"
   rows = [
-      {
-          "instance_id": f"math_{i}",
-          "prompt": [{"role": "user", "content": f"{i}+1"}],
-      }
-      for i in range(12)
+    {
+      "instance_id": f"math_{i}",
+      "prompt": [{"role": "user", "content": f"{i}+1"}],
+    }
+    for i in range(12)
   ]
   path.write_text("".join(json.dumps(r) + "\n" for r in rows))
   return path
@@ -45,15 +45,17 @@ def _batches(monkeypatch):
 
   def seen(learner, groups, **more):
     result = update(learner, groups, **more)
-    batches.append([
+    batches.append(
+      [
         (
-            group.group_id.partition("@")[0],
-            [t.reward for t in group],
-            [float(learner.advantages[t.trajectory_id][0]) for t in group],
-            group,
+          group.group_id.partition("@")[0],
+          [t.reward for t in group],
+          [float(learner.advantages[t.trajectory_id][0]) for t in group],
+          group,
         )
         for group in groups
-    ])
+      ]
+    )
     return result
 
   monkeypatch.setattr(learner_lib.Learner, "update", seen)
@@ -64,13 +66,15 @@ def text(payload, write, stop):
   """Text items without an engine, the last instances first."""
   for name, row in reversed(list(buffer_peer.tasks_of(payload))):
     for n in range(int(payload["num_repeat_per_sample"])):
-      write({
+      write(
+        {
           "uid": f"{name}-{n}",
           "instance_id": name,
           "messages": buffer_peer.said(row, "ab" * (n + 1)),
           "reward": REWARDS[n],
           "extra_info": {"timestamp": time.time(), "finish_reason": "stop"},
-      })
+        }
+      )
 
 
 def _train(tmp_path, peer, tasks, *flags):
@@ -80,36 +84,39 @@ def _train(tmp_path, peer, tasks, *flags):
       "buffer.poll_s=0.02", "checkpoint.every=1",
       "--agent-rollout-buffer-url", peer.url, "--prompt-data", str(tasks),
       "--loss-mask-type", "qwen", "--num-epoch", "1", *flags,
-  )  # pyformat: disable
+  )  # fmt: skip
 
 
 # --- flags and settings -------------------------------------------------------
 
 FLAGS = {
-    "--agent-rollout-buffer-url": "http://127.0.0.1:1",
-    "--prompt-data": "tasks.jsonl",
-    "--rollout-function-path": OWN,
-    "--loss-mask-type": "distill_qwen",
-    "--num-rollout": "7",
-    "--rollout-batch-size": "3",
-    "--rollout-max-response-len": "9",
-    "--rollout-temperature": "0.8",
-    "--n-samples-per-prompt": "5",
-    "--buffer-filter-path": f"{MODULE}.newest",
-    "--fetch-trajectory-retry-times": "2",
+  "--agent-rollout-buffer-url": "http://127.0.0.1:1",
+  "--prompt-data": "tasks.jsonl",
+  "--rollout-function-path": OWN,
+  "--loss-mask-type": "distill_qwen",
+  "--num-rollout": "7",
+  "--rollout-batch-size": "3",
+  "--rollout-max-response-len": "9",
+  "--rollout-temperature": "0.8",
+  "--n-samples-per-prompt": "5",
+  "--buffer-filter-path": f"{MODULE}.newest",
+  "--fetch-trajectory-retry-times": "2",
 }
 
 
 def test_flags_and_a_file_of_them_are_the_same_settings(tmp_path):
   words = [word for pair in FLAGS.items() for word in pair]
   by_flags = config_lib.load_config(
-      ["name=a", *words, "--disable-rewards-normalization"]
+    ["name=a", *words, "--disable-rewards-normalization"]
   )
   file = tmp_path / "flags.yaml"
-  file.write_text("".join(
+  file.write_text(
+    "".join(
       f"{name[2:].replace('-', '_')}: {value}\n"
       for name, value in FLAGS.items()
-  ) + "disable_rewards_normalization: true\n")
+    )
+    + "disable_rewards_normalization: true\n"
+  )
   assert config_lib.load_config([str(file), "name=a"]) == by_flags
   c = by_flags
   assert (c.rollout.via, c.buffer.url) == ("buffer", "http://127.0.0.1:1")
@@ -123,7 +130,9 @@ def test_flags_and_a_file_of_them_are_the_same_settings(tmp_path):
   assert c.buffer.normalized and c.algorithm.advantage == "reward"
 
 
-@pytest.mark.parametrize("flag, value, says", [
+@pytest.mark.parametrize(
+  "flag, value, says",
+  [
     ("--agent-rollout-buffer-url", "nowhere", "http://127.0.0.1:8889"),
     ("--prompt-data", "", "buffer.input_file"),
     ("--rollout-function-path", "slime.rollout.generate", OWN),
@@ -138,9 +147,10 @@ def test_flags_and_a_file_of_them_are_the_same_settings(tmp_path):
     ("--buffer-filter-path", f"{MODULE}.missing", "has no 'missing'"),
     ("--fetch-trajectory-retry-times", "0", "give -1 or >= 1"),
     ("--disable-rewards-normalization=perhaps", None, "true or false"),
-])  # pyformat: disable
+  ],
+)
 def test_a_wrong_value_is_one_line_that_names_the_flag(
-    flag, value, says, capsys
+  flag, value, says, capsys
 ):
   words = {**FLAGS, **({} if value is None else {flag: value})}
   argv = [word for pair in words.items() for word in pair]
@@ -168,7 +178,7 @@ def test_the_flags_are_the_learners_batch(tasks, tmp_path, batches):
         tmp_path, peer, tasks, "--num-rollout", "2", "--rollout-batch-size",
         "3", "--n-samples-per-prompt", "3", "--rollout-max-response-len", "5",
         "--rollout-temperature", "0.8",
-    ) == 0  # pyformat: disable
+    ) == 0  # fmt: skip
     (payload,) = peer.payloads
   assert payload["sampling_params"]["max_tokens"] == 5
   assert payload["sampling_params"]["temperature"] == 0.8
@@ -186,23 +196,23 @@ def test_the_flags_are_the_learners_batch(tasks, tmp_path, batches):
         (sequence,) = member.sequences
         assert sequence.num_sampled > count  # The reply and its end token.
   extras = [
-      checkpoint_lib.LearnerCheckpoints(
-          tmp_path / "b" / "checkpoints", read_only=True
-      ).extras(step)
-      for step in (1, 2)
+    checkpoint_lib.LearnerCheckpoints(
+      tmp_path / "b" / "checkpoints", read_only=True
+    ).extras(step)
+    for step in (1, 2)
   ]
   assert [e["rollout_id"] for e in extras] == [0, 1]
 
 
 @pytest.mark.slow
 def test_rewards_of_a_service_that_normalises_are_untouched(
-    tasks, tmp_path, batches
+  tasks, tmp_path, batches
 ):
   with buffer_peer.BufferPeer({"math": text}, normalise=True) as peer:
     assert _train(
         tmp_path, peer, tasks, "--num-rollout", "1",
         "--disable-rewards-normalization",
-    ) == 0  # pyformat: disable
+    ) == 0  # fmt: skip
     assert peer.payloads[0]["group_rules"] == "normalized"
   mean = sum(REWARDS) / 4
   spread = (sum((r - mean) ** 2 for r in REWARDS) / 4) ** 0.5
@@ -235,7 +245,7 @@ def test_a_registered_loss_mask_type_makes_the_tokens(tasks, tmp_path, batches):
       assert _train(
           tmp_path, peer, tasks, "--num-rollout", "1", "--loss-mask-type",
           "shouted",
-      ) == 0  # pyformat: disable
+      ) == 0  # fmt: skip
   finally:
     loss_mask.LOSS_MASK_TYPES.unregister("shouted")
   for _, _, _, group in batches[0]:
@@ -243,7 +253,7 @@ def test_a_registered_loss_mask_type_makes_the_tokens(tasks, tmp_path, batches):
       (sequence,) = member.sequences
       assert sequence.tokens[0] == 7
       assert sequence.loss_mask.tolist() == [False] + [True] * (
-          len(sequence.tokens) - 1
+        len(sequence.tokens) - 1
       )
 
 
@@ -259,9 +269,7 @@ def newest(args, rollout_id, buffer, num_groups):
 
 
 @pytest.mark.slow
-def test_a_filter_by_its_path_chooses_what_is_trained(
-    tasks, tmp_path, batches
-):
+def test_a_filter_by_its_path_chooses_what_is_trained(tasks, tmp_path, batches):
   def at_once(payload, write, stop):
     items = []
     text(payload, items.append, stop)
@@ -272,7 +280,7 @@ def test_a_filter_by_its_path_chooses_what_is_trained(
     assert _train(
         tmp_path, peer, tasks, "--num-rollout", "1", "--buffer-filter-path",
         f"{MODULE}.newest",
-    ) == 0  # pyformat: disable
+    ) == 0  # fmt: skip
   # Of the twelve groups, newest first, the last two: the oldest ones.
   assert [name for name, *_ in batches[0]] == ["math_10", "math_11"]
 
@@ -285,13 +293,17 @@ def own(args, rollout_id, data_buffer):
   CALLS.append((rollout_id, dict(data_buffer.metadata)))
   data_buffer.update_metadata({str(rollout_id): [f"own_{rollout_id}"]})
   return [
-      agent_rollout.Sample(
-          f"own_{rollout_id}_{group}", f"{rollout_id}-{group}-{n}",
-          [20, 21, 30 + n, 31], 2, float(n == 0), [1, 1],
-      )
-      for group in range(args.rollout_batch_size)
-      for n in range(args.n_samples_per_prompt)
-  ]  # pyformat: disable
+    agent_rollout.Sample(
+      f"own_{rollout_id}_{group}",
+      f"{rollout_id}-{group}-{n}",
+      [20, 21, 30 + n, 31],
+      2,
+      float(n == 0),
+      [1, 1],
+    )
+    for group in range(args.rollout_batch_size)
+    for n in range(args.n_samples_per_prompt)
+  ]
 
 
 async def awaited(args, rollout_id, data_buffer):
@@ -309,11 +321,11 @@ def test_a_resumed_run_goes_on_with_the_next_rollout(tasks, tmp_path, batches):
     assert _train(
         tmp_path, peer, tasks, "--num-rollout", "2", "--rollout-function-path",
         f"{MODULE}.own",
-    ) == 0  # pyformat: disable
+    ) == 0  # fmt: skip
     assert train.main([
         f"resume={tmp_path / 'b'}", "--num-rollout", "3",
         "--rollout-function-path", f"{MODULE}.awaited",
-    ]) == 0  # pyformat: disable
+    ]) == 0  # fmt: skip
   assert [number for number, _ in CALLS] == [0, 1, 2]
   assert CALLS[2][1] == {"0": ["own_0"], "1": ["own_1"]}
   names = [n for batch in batches for n, *_ in batch]
@@ -327,5 +339,5 @@ def test_a_rollout_of_another_size_ends_the_run(tasks, tmp_path, capsys):
     assert _train(
         tmp_path, peer, tasks, "--num-rollout", "1", "--rollout-function-path",
         f"{MODULE}.too_few",
-    ) == 1  # pyformat: disable
+    ) == 1  # fmt: skip
   assert "returned 1 groups for rollout 0" in capsys.readouterr().err

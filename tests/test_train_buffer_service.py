@@ -16,25 +16,35 @@ from tunix.rl.multi_turn import train
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 COMMON = (
-    small_runs.NANO, "warm_start.source=none", "rollout.via=buffer",
-    "buffer.poll_s=0.1", "checkpoint.every=1", "queue.max_staleness=8",
-    "buffer.missing_logprobs=recompute", "collect.concurrency=4",
-)  # pyformat: disable
+  small_runs.NANO,
+  "warm_start.source=none",
+  "rollout.via=buffer",
+  "buffer.poll_s=0.1",
+  "checkpoint.every=1",
+  "queue.max_staleness=8",
+  "buffer.missing_logprobs=recompute",
+  "collect.concurrency=4",
+)
 
 
 @contextlib.contextmanager
 def _service(directory, port=0):
   process = subprocess.Popen(
-      [
-          sys.executable, "-m",
-          "agent_services.rollout_buffer",
-          "--dir", str(directory), "--port", str(port),
-          "--input-roots", str(directory.parent),
-      ],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
-      text=True,
-  )  # pyformat: disable
+    [
+      sys.executable,
+      "-m",
+      "agent_services.rollout_buffer",
+      "--dir",
+      str(directory),
+      "--port",
+      str(port),
+      "--input-roots",
+      str(directory.parent),
+    ],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    text=True,
+  )
   try:
     line = process.stdout.readline()
     assert " at http://" in line, line
@@ -65,7 +75,7 @@ def _three_rounds(tmp_path, *overrides):
     assert small_runs.run_train(
         tmp_path, *COMMON, "name=b", f"buffer.url={url}", "steps=2",
         f"buffer.input_file={tmp_path / 'tasks.jsonl'}", *overrides,
-    ) == 0  # pyformat: disable
+    ) == 0  # fmt: skip
     assert train.main([f"resume={directory}", "steps=3"]) == 0
     stats = _stats(url)
   assert [x["step"] for x in small_runs.metrics_of(directory)] == [1, 2, 3]
@@ -78,20 +88,22 @@ def _three_rounds(tmp_path, *overrides):
 
 def test_mathematics(tmp_path):
   _write(
-      tmp_path / "tasks.jsonl",
-      [
-          {
-              "instance_id": f"math_{i}",
-              "prompt": [{"role": "user", "content": f"{i} + 1 ="}],
-              "label": str(i + 1),
-          }
-          for i in range(60)
-      ],
+    tmp_path / "tasks.jsonl",
+    [
+      {
+        "instance_id": f"math_{i}",
+        "prompt": [{"role": "user", "content": f"{i} + 1 ="}],
+        "label": str(i + 1),
+      }
+      for i in range(60)
+    ],
   )
   episodes, _ = _three_rounds(
-      tmp_path, "environment.name=gsm8k", "sampling.max_new_tokens=4",
-      "buffer.num_epoch=1",
-  )  # pyformat: disable
+    tmp_path,
+    "environment.name=gsm8k",
+    "sampling.max_new_tokens=4",
+    "buffer.num_epoch=1",
+  )
   # Each instance once: the restarted run had the service skip those before.
   groups = [line["group_id"].partition("@")[0] for line in episodes]
   assert all(groups.count(name) == 4 for name in groups)
@@ -99,17 +111,20 @@ def test_mathematics(tmp_path):
 
 def test_the_desktop_with_screenshots_token_by_token(tmp_path):
   _write(
-      tmp_path / "tasks.jsonl",
-      [
-          {"instance_id": f"gui_{i}", "family": "click-color", "index": i}
-          for i in range(40)
-      ],
+    tmp_path / "tasks.jsonl",
+    [
+      {"instance_id": f"gui_{i}", "family": "click-color", "index": i}
+      for i in range(40)
+    ],
   )
   episodes, _ = _three_rounds(
-      tmp_path, "buffer.task_type=desktop", "sampling.max_new_tokens=8",
-      "buffer.options={max_turns: 1,"
-      " agent_config: {parser: computer_use_compact}}", "buffer.num_epoch=1",
-  )  # pyformat: disable
+    tmp_path,
+    "buffer.task_type=desktop",
+    "sampling.max_new_tokens=8",
+    "buffer.options={max_turns: 1,"
+    " agent_config: {parser: computer_use_compact}}",
+    "buffer.num_epoch=1",
+  )
   sequences = [s for line in episodes for s in line["sequences"]]
   assert all(s["images"] for s in sequences)
   # The run's own server returns what was sampled: nothing is rewritten.
@@ -120,11 +135,11 @@ def test_the_desktop_with_screenshots_token_by_token(tmp_path):
 def test_every_update_learns_from_its_own_weights_episodes(tmp_path):
   """The protocol's flags and the shipped policy, and no stale token."""
   _write(
-      tmp_path / "tasks.jsonl",
-      [
-          {"instance_id": f"gui_{i}", "family": "open-icon", "index": i}
-          for i in range(40)
-      ],
+    tmp_path / "tasks.jsonl",
+    [
+      {"instance_id": f"gui_{i}", "family": "open-icon", "index": i}
+      for i in range(40)
+    ],
   )
   with _service(tmp_path / "buffer") as (url, _):
     assert small_runs.run_train(
@@ -133,7 +148,7 @@ def test_every_update_learns_from_its_own_weights_episodes(tmp_path):
         "--prompt-data", str(tmp_path / "tasks.jsonl"), "--num-rollout", "3",
         "--rollout-batch-size", "2", "--n-samples-per-prompt", "4",
         "--num-epoch", "1", "buffer.poll_s=0.1", "buffer.options.agent=compact",
-    ) == 0  # pyformat: disable
+    ) == 0  # fmt: skip
     stats = _stats(url)["data"]["data"][0]
   lines = small_runs.metrics_of(tmp_path / "b")
   assert [line["step"] for line in lines] == [1, 2, 3]
@@ -143,8 +158,8 @@ def test_every_update_learns_from_its_own_weights_episodes(tmp_path):
   assert 24 <= stats["total_written"] <= 32
   episodes = _episodes(tmp_path / "b")[:24]
   versions = [
-      {v for s in line["sequences"] for v in s["versions"] if v >= 0}
-      for line in episodes
+    {v for s in line["sequences"] for v in s["versions"] if v >= 0}
+    for line in episodes
   ]
   assert versions == [{i // 8} for i in range(24)]
   # Every sampled token of a group whose rewards differ is trained on.
@@ -154,24 +169,24 @@ def test_every_update_learns_from_its_own_weights_episodes(tmp_path):
   for step, line in enumerate(lines):
     assert line["episodes"] == 8
     assert line["sampled_tokens"] == sum(
-        sum(sum(s["loss_mask"]) for s in episode["sequences"])
-        for episode in episodes[8 * step : 8 * step + 8]
-        if len(rewards[episode["group_id"]]) > 1
+      sum(sum(s["loss_mask"]) for s in episode["sequences"])
+      for episode in episodes[8 * step : 8 * step + 8]
+      if len(rewards[episode["group_id"]]) > 1
     )
   assert any(line["sampled_tokens"] for line in lines)
 
 
 def test_a_killed_service_goes_on_where_it_was(tmp_path):
   _write(
-      tmp_path / "tasks.jsonl",
-      [
-          {
-              "instance_id": f"math_{i}",
-              "prompt": [{"role": "user", "content": f"{i} + 1 ="}],
-              "label": str(i + 1),
-          }
-          for i in range(60)
-      ],
+    tmp_path / "tasks.jsonl",
+    [
+      {
+        "instance_id": f"math_{i}",
+        "prompt": [{"role": "user", "content": f"{i} + 1 ="}],
+        "label": str(i + 1),
+      }
+      for i in range(60)
+    ],
   )
   import threading
 
@@ -193,11 +208,16 @@ def test_a_killed_service_goes_on_where_it_was(tmp_path):
     with again:
       try:
         status = small_runs.run_train(
-            tmp_path, *COMMON, "name=b", f"buffer.url={url}", "steps=4",
-            f"buffer.input_file={tmp_path / 'tasks.jsonl'}",
-            "environment.name=gsm8k", "sampling.max_new_tokens=4",
-            "buffer.num_epoch=1",
-        )  # pyformat: disable
+          tmp_path,
+          *COMMON,
+          "name=b",
+          f"buffer.url={url}",
+          "steps=4",
+          f"buffer.input_file={tmp_path / 'tasks.jsonl'}",
+          "environment.name=gsm8k",
+          "sampling.max_new_tokens=4",
+          "buffer.num_epoch=1",
+        )
       finally:
         ended.set()
         thread.join()

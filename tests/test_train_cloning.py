@@ -11,10 +11,14 @@ from tunix.rl.multi_turn.policy import checkpoint
 
 pytestmark = pytest.mark.timeout(400)
 CLONED = (
-    small_runs.ONE_LAYER, "warm_start.source=none", "warm_start.steps=4",
-    "warm_start.batch_size=4", "warm_start.demonstrations=12", "steps=0",
-    "checkpoint.every=3",
-)  # pyformat: disable
+  small_runs.ONE_LAYER,
+  "warm_start.source=none",
+  "warm_start.steps=4",
+  "warm_start.batch_size=4",
+  "warm_start.demonstrations=12",
+  "steps=0",
+  "checkpoint.every=3",
+)
 
 
 class Stops:

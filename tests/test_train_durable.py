@@ -13,14 +13,16 @@ from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.trajectory_collector import groups
 
 COMMON = (
-    small_runs.ONE_LAYER, "warm_start.source=none", "eval.episodes_per_task=1"
+  small_runs.ONE_LAYER,
+  "warm_start.source=none",
+  "eval.episodes_per_task=1",
 )
 
 
 def stored(directory: pathlib.Path) -> dict[int, tuple[str, int]]:
   """Index -> (group id, whether it is done) of a run's queue."""
   with contextlib.closing(
-      sqlite3.connect(f"file:{directory / 'queue.db'}?mode=ro", uri=True)
+    sqlite3.connect(f"file:{directory / 'queue.db'}?mode=ro", uri=True)
   ) as db:
     rows = db.execute("SELECT idx, group_id, done FROM groups").fetchall()
   return {index: (name, trained) for index, name, trained in rows}
@@ -32,9 +34,10 @@ def test_the_queue_is_durable_by_default(tmp_path):
   rows = stored(directory)
   trained = {index for index, (_, is_done) in rows.items() if is_done}
   assert trained >= set(range(4))
-  assert small_runs.run_train(
-      tmp_path, *COMMON, "name=b", "steps=1", "queue.path="
-  ) == 0  # pyformat: disable
+  assert (
+    small_runs.run_train(tmp_path, *COMMON, "name=b", "steps=1", "queue.path=")
+    == 0
+  )
   assert not (tmp_path / "b" / "queue.db").exists()
 
 
@@ -43,14 +46,17 @@ def test_the_queue_is_durable_by_default(tmp_path):
 def test_a_killed_run_of_default_settings_loses_no_group(tmp_path, monkeypatch):
   directory = tmp_path / "k"
   arguments = [
-      *small_runs.directory_of(tmp_path, ()), *small_runs.SMALL, *COMMON,
-      "name=k", "steps=100000",
-  ]  # pyformat: disable
+    *small_runs.directory_of(tmp_path, ()),
+    *small_runs.SMALL,
+    *COMMON,
+    "name=k",
+    "steps=100000",
+  ]
   process = subprocess.Popen(
-      [sys.executable, "-m", "tunix.rl.multi_turn.train", *arguments],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
+    [sys.executable, "-m", "tunix.rl.multi_turn.train", *arguments],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
   )
   deadline = time.monotonic() + 200
   before: dict[int, tuple[str, int]] = {}

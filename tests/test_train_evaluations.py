@@ -34,23 +34,24 @@ def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
   assert small_runs.run_train(
       tmp_path, *NEW, "name=v", "steps=3", "learner.publish_every=2",
       "queue.max_staleness=1", "eval.every=1",
-  ) == 0  # pyformat: disable
+  ) == 0  # fmt: skip
   assert measured == {
-      "warm_start": 0, "step_1": 1, "step_2": 2, "step_3": 3, "final": 3,
-  }  # pyformat: disable
+    "warm_start": 0,
+    "step_1": 1,
+    "step_2": 2,
+    "step_3": 3,
+    "final": 3,
+  }
 
 
 @pytest.mark.slow
-def test_no_training_episode_begins_during_an_evaluation(
-    tmp_path, monkeypatch
-):
+def test_no_training_episode_begins_during_an_evaluation(tmp_path, monkeypatch):
   """Such an episode would hold tabs that the evaluation waits for, and wait
   for the evaluation in lockstep: both would stand still until a deadline."""
   kinds = []
   attach, evaluate = train.Run.attach_observers, evaluation.evaluate
 
   class Witness:
-
     def on_event(self, event):
       if isinstance(event, events.EpisodeStarted):
         kinds.append(event.split)
@@ -70,7 +71,7 @@ def test_no_training_episode_begins_during_an_evaluation(
   assert small_runs.run_train(
       tmp_path, *NEW, "name=h", "steps=2", "eval.every=1",
       "eval.modes=[sampled]",
-  ) == 0  # pyformat: disable
+  ) == 0  # fmt: skip
   begun, ended = (i for i, what in enumerate(kinds) if what == "step_1")
   assert kinds[begun + 1 : ended] == ["eval"] * 4
   assert kinds[:begun].count("train") >= 8
@@ -81,9 +82,9 @@ def comparable(results):
   """An evaluation without its seconds."""
   ignored = ("seconds", "seconds_waited", "beside", "spread", "versions")
   return {
-      k: comparable(v) if isinstance(v, dict) else v
-      for k, v in results.items()
-      if k not in ignored
+    k: comparable(v) if isinstance(v, dict) else v
+    for k, v in results.items()
+    if k not in ignored
   }
 
 
@@ -95,21 +96,26 @@ def trajectories_of(directory):
 def tokens_of(episodes):
   """Sampled tokens of evaluated episodes by mode, task and attempt."""
   return {
-      (e["mode"], e["trajectory_id"], e["version"]): [
-          s["tokens"] for s in e["sequences"]
-      ]
-      for e in episodes
-      if e["split"] == "eval"
+    (e["mode"], e["trajectory_id"], e["version"]): [
+      s["tokens"] for s in e["sequences"]
+    ]
+    for e in episodes
+    if e["split"] == "eval"
   }
 
 
 SAVING = (
-    # The entropy bonus moves weights at each update, though nothing is solved.
-    "algorithm.entropy_coef=0.1", "learner.learning_rate=0.3",
-    "learner.warmup_steps=0", "learner.skip_zero_advantage=false",
-    "steps=3", "eval.every=1", "eval.attempts=2",
-    "checkpoint.keep_best=pass_at_2", "checkpoint.keep=1",
-)  # pyformat: disable
+  # The entropy bonus moves weights at each update, though nothing is solved.
+  "algorithm.entropy_coef=0.1",
+  "learner.learning_rate=0.3",
+  "learner.warmup_steps=0",
+  "learner.skip_zero_advantage=false",
+  "steps=3",
+  "eval.every=1",
+  "eval.attempts=2",
+  "checkpoint.keep_best=pass_at_2",
+  "checkpoint.keep=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +129,12 @@ def blocking(tmp_path_factory):
 @pytest.mark.slow
 def test_beside_collection_the_same_episodes_are_played(blocking, tmp_path):
   """To the token, greedy and sampled, of each update's own weights."""
-  assert small_runs.run_train(
-      tmp_path, *NEW, "name=s", *SAVING, "eval.beside=true",
-  ) == 0  # pyformat: disable
+  assert (
+    small_runs.run_train(tmp_path, *NEW, "name=s", *SAVING, "eval.beside=true")
+    == 0
+  )
   own, other = (
-      small_runs.summary_of(d)["eval"] for d in (tmp_path / "s", blocking)
+    small_runs.summary_of(d)["eval"] for d in (tmp_path / "s", blocking)
   )
   assert list(own) == list(other)
   for name in own:
@@ -140,16 +147,17 @@ def test_beside_collection_the_same_episodes_are_played(blocking, tmp_path):
   played = tokens_of(trajectories_of(blocking))
   assert tokens_of(trajectories_of(tmp_path / "s")) == played
   of_first, of_last = (
-      {key[:2]: tokens for key, tokens in played.items() if key[2] == step}
-      for step in (1, 3)
+    {key[:2]: tokens for key, tokens in played.items() if key[2] == step}
+    for step in (1, 3)
   )
   assert of_first.keys() == of_last.keys()
   assert of_first != of_last  # Else any weights would do.
   train_tokens = [
-      sorted(str(e["sequences"]) for e in trajectories_of(d)
-             if e["split"] == "train")
-      for d in (tmp_path / "s", blocking)
-  ]  # pyformat: disable
+    sorted(
+      str(e["sequences"]) for e in trajectories_of(d) if e["split"] == "train"
+    )
+    for d in (tmp_path / "s", blocking)
+  ]
   assert train_tokens[0] == train_tokens[1]
 
 
@@ -165,9 +173,9 @@ def test_the_last_update_is_evaluated_once(blocking):
   evaluations = small_runs.summary_of(blocking)["eval"]
   assert evaluations["final"] == evaluations["step_3"]
   played = [
-      (e["mode"], e["trajectory_id"])
-      for e in trajectories_of(blocking)
-      if e["split"] == "eval" and e["version"] == 3
+    (e["mode"], e["trajectory_id"])
+    for e in trajectories_of(blocking)
+    if e["split"] == "eval" and e["version"] == 3
   ]
   assert played and len(set(played)) == len(played)
 
@@ -177,7 +185,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_did(blocking, tmp_path):
     assert evaluate.main([
         str(blocking), f"checkpoint={checkpoint}", f"dir={tmp_path}",
         f"name={name}", "attempts=2", "report.progress=none",
-    ]) == 0  # pyformat: disable
+    ]) == 0  # fmt: skip
     data = json.loads((tmp_path / name / "evaluation.json").read_text())
     other = small_runs.summary_of(blocking)["eval"][name]
     assert comparable(data["results"]) == comparable(other)
@@ -189,7 +197,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_did(blocking, tmp_path):
 
 @pytest.mark.slow
 def test_an_evaluation_beside_is_made_up_for_of_its_own_weights(
-    blocking, tmp_path
+  blocking, tmp_path
 ):
   """A stop in the midst of it: the update's checkpoint outlives newer ones."""
 

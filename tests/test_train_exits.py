@@ -19,10 +19,14 @@ def test_a_gym_that_leaves_costs_episodes_only(tmp_path, monkeypatch):
 
   monkeypatch.setattr(desktop.DesktopGym, "start", leaves)
   status = small_runs.run_train(
-      tmp_path, small_runs.ONE_LAYER, "name=x", "warm_start.source=none",
-      "steps=2",
-      "environment.max_turns=1", "eval.episodes_per_task=1",
-  )  # pyformat: disable
+    tmp_path,
+    small_runs.ONE_LAYER,
+    "name=x",
+    "warm_start.source=none",
+    "steps=2",
+    "environment.max_turns=1",
+    "eval.episodes_per_task=1",
+  )
   assert status == 0
   summary = small_runs.summary_of(tmp_path / "x")
   assert summary["status"] == "completed" and summary["step"] == 2

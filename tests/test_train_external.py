@@ -21,19 +21,19 @@ from tunix.rl.multi_turn.run import external_engine
 pytestmark = pytest.mark.timeout(400)
 POLICY = str(checkpoint.resolve("tiny_vl"))
 SMALL = (
-    f"policy={POLICY}",
-    "rollout.via=external",
-    "tasks=[click-button, enter-text]",
-    "collect.group_size=4",
-    "collect.min_valid=2",
-    "learner.groups_per_step=2",
-    "collect.concurrency=8",
-    "eval.episodes_per_task=2",
-    "eval.modes=[sampled]",
-    "report.progress=none",
-    # Also groups of equal rewards are learned from.
-    "algorithm.entropy_coef=0.01",
-    "learner.skip_zero_advantage=false",
+  f"policy={POLICY}",
+  "rollout.via=external",
+  "tasks=[click-button, enter-text]",
+  "collect.group_size=4",
+  "collect.min_valid=2",
+  "learner.groups_per_step=2",
+  "collect.concurrency=8",
+  "eval.episodes_per_task=2",
+  "eval.modes=[sampled]",
+  "report.progress=none",
+  # Also groups of equal rewards are learned from.
+  "algorithm.entropy_coef=0.01",
+  "learner.skip_zero_advantage=false",
 )
 
 
@@ -43,27 +43,25 @@ def serving(protocol, context=512):
   if protocol == "sglang":
     return fake_engines.FakeSglang(POLICY, context, **options)
   launch = vllm.VllmLaunch(
-      POLICY, max_model_len=context, images=9, dtype="float32"
+    POLICY, max_model_len=context, images=9, dtype="float32"
   )
-  return fake_engines.FakeVllm(
-      launch.argv(), launch.environment(), **options
-  )
+  return fake_engines.FakeVllm(launch.argv(), launch.environment(), **options)
 
 
 # clients/test_external_engines.py hands weights over by each protocol.
 @pytest.mark.parametrize(
-    "protocol, steps",
-    [("vllm", 3), ("sglang", 2)] if trials.share() == 1 else [("vllm", 3)],
+  "protocol, steps",
+  [("vllm", 3), ("sglang", 2)] if trials.share() == 1 else [("vllm", 3)],
 )
 @pytest.mark.slow
 def test_each_update_is_sampled_with_by_the_other_process(
-    tmp_path, protocol, steps
+  tmp_path, protocol, steps
 ):
   with serving(protocol) as server:
     status = train.main([
         *SMALL, f"run.dir={tmp_path}", "name=e", f"steps={steps}",
         f"external.url={server.url}/v1", f"external.protocol={protocol}",
-    ])  # pyformat: disable
+    ])  # fmt: skip
     assert status == 0
     # The start, before it was evaluated, then every update.
     versions = [path[-1] for path in server.loaded]
@@ -104,7 +102,7 @@ def test_ctrl_c_ends_a_run_whose_engine_loads_without_end(tmp_path):
          f"run.dir={tmp_path}", "name=e", "steps=3", "eval.on=false",
          f"external.url={server.url}/v1"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # pyformat: disable
+    )  # fmt: skip
     try:
       assert entered.wait(200), "no update reached the server"
       started = time.monotonic()
@@ -137,10 +135,15 @@ def test_a_server_that_loads_nothing_ends_the_run(tmp_path, capsys):
       server.loads_nothing = True  # From the second load on.
 
     server.load = load
-    status = train.main([
-        *SMALL, f"run.dir={tmp_path}", "name=e", "steps=3",
+    status = train.main(
+      [
+        *SMALL,
+        f"run.dir={tmp_path}",
+        "name=e",
+        "steps=3",
         f"external.url={server.url}/v1",
-    ])  # pyformat: disable
+      ]
+    )
     assert status == 1
     text = capsys.readouterr().err
     assert f"{server.url} (transfer=" in text and "version 1)" in text
@@ -153,7 +156,7 @@ def test_a_server_that_loads_nothing_ends_the_run(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_completions_that_cannot_be_are_model_errors_and_the_run_goes_on(
-    tmp_path,
+  tmp_path,
 ):
   with serving("vllm") as server:
     real, counts = server.sample, collections.Counter()
@@ -165,7 +168,7 @@ def test_completions_that_cannot_be_are_model_errors_and_the_run_goes_on(
         return tokens, logprobs, reason
       counts["all"] += 1
       fault = {5: "banned", 12: "id", 19: "low", 26: "high"}.get(
-          counts["all"] % 30
+        counts["all"] % 30
       )
       if fault:
         counts[fault] += 1
@@ -174,10 +177,15 @@ def test_completions_that_cannot_be_are_model_errors_and_the_run_goes_on(
       return tokens, logprobs, reason
 
     server.sample = sample
-    status = train.main([
-        *SMALL, f"run.dir={tmp_path}", "name=e", "steps=3",
+    status = train.main(
+      [
+        *SMALL,
+        f"run.dir={tmp_path}",
+        "name=e",
+        "steps=3",
         f"external.url={server.url}/v1",
-    ])  # pyformat: disable
+      ]
+    )
     assert status == 0
   assert min(counts[name] for name in ("banned", "id", "low", "high")) >= 1
   directory = tmp_path / "e"
@@ -194,11 +202,11 @@ def test_a_server_that_does_not_do_ends_the_run_at_once(tmp_path, capsys):
   with serving("vllm", context=256) as server:
     url = f"external.url={server.url}/v1"
     for name, change, words in (
-        ("short", [], "256 tokens, the run's engine.context_length=512"),
-        ("other", ["external.model=gpt-5"], "'gpt-5' is not served"),
+      ("short", [], "256 tokens, the run's engine.context_length=512"),
+      ("other", ["external.model=gpt-5"], "'gpt-5' is not served"),
     ):
       status = train.main(
-          [*SMALL, f"run.dir={tmp_path}", f"name={name}", url, *change]
+        [*SMALL, f"run.dir={tmp_path}", f"name={name}", url, *change]
       )
       assert status == 1
       assert words in capsys.readouterr().err
@@ -208,18 +216,20 @@ def test_a_server_that_does_not_do_ends_the_run_at_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "change, words",
-    [
-        (["external.url="], "needs external.url"),
-        (["policy=tiny_vl"], "policy.name=tiny_vl is not a directory"),
-        (["rollout.via=in_process"], "set rollout.via=external"),
-        (["engine.lockstep=true"], "rollout.via=external does not tell"),
-        (["external.protocol=telepathy"], "external.protocol"),
-        (["external.transfer=disk"], "external.transfer.*reload.*adapter"),
-        (["engine.weights=int8", "algorithm.importance=tis"],
-         "of the engine in this process"),
-    ],
-)  # pyformat: disable
+  "change, words",
+  [
+    (["external.url="], "needs external.url"),
+    (["policy=tiny_vl"], "policy.name=tiny_vl is not a directory"),
+    (["rollout.via=in_process"], "set rollout.via=external"),
+    (["engine.lockstep=true"], "rollout.via=external does not tell"),
+    (["external.protocol=telepathy"], "external.protocol"),
+    (["external.transfer=disk"], "external.transfer.*reload.*adapter"),
+    (
+      ["engine.weights=int8", "algorithm.importance=tis"],
+      "of the engine in this process",
+    ),
+  ],
+)
 def test_what_cannot_be_together_is_refused(change, words):
   url = "external.url=http://127.0.0.1:1/v1"
   with pytest.raises(config_lib.ConfigError, match=words):
@@ -227,22 +237,26 @@ def test_what_cannot_be_together_is_refused(change, words):
 
 
 @pytest.mark.parametrize(
-    "stored, change, want",
-    [
-        ({"dtype": "bfloat16"}, [], "bfloat16"),
-        ({"text_config": {"torch_dtype": "float16"}}, [], "float16"),
-        ({"dtype": "bfloat16"}, ["external.dtype=float32"], "float32"),
-        ({}, [], "float32"),
-    ],
+  "stored, change, want",
+  [
+    ({"dtype": "bfloat16"}, [], "bfloat16"),
+    ({"text_config": {"torch_dtype": "float16"}}, [], "float16"),
+    ({"dtype": "bfloat16"}, ["external.dtype=float32"], "float32"),
+    ({}, [], "float32"),
+  ],
 )
 def test_weights_are_written_in_the_type_that_the_server_is_started_with(
-    tmp_path, stored, change, want
+  tmp_path, stored, change, want
 ):
   (tmp_path / "config.json").write_text(json.dumps(stored))
-  config = config_lib.load_config([
-      "rollout.via=external", f"policy.name={tmp_path}", *change,
+  config = config_lib.load_config(
+    [
+      "rollout.via=external",
+      f"policy.name={tmp_path}",
+      *change,
       "external.url=http://127.0.0.1:1/v1",
-  ])  # pyformat: disable
+    ]
+  )
   assert external_engine.weights_dtype(config) == want
   if stored and not change:
     words = vllm.VllmLaunch(str(tmp_path), max_model_len=64).argv()
@@ -251,7 +265,7 @@ def test_weights_are_written_in_the_type_that_the_server_is_started_with(
 
 def test_a_url_that_is_none_is_named(capsys, tmp_path):
   status = train.main(
-      [*SMALL, f"run.dir={tmp_path}", "external.url=localhost:8000"]
+    [*SMALL, f"run.dir={tmp_path}", "external.url=localhost:8000"]
   )
   assert status == 2
   stderr = capsys.readouterr().err

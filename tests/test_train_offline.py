@@ -26,9 +26,12 @@ from tunix.rl.multi_turn.trajectory_collector import records
 pytestmark = pytest.mark.timeout(400)
 
 COMMON = (
-    small_runs.ONE_LAYER, "warm_start.source=none", "eval.episodes_per_task=1",
-    "checkpoint.every=1", "algorithm.importance=none",
-)  # pyformat: disable
+  small_runs.ONE_LAYER,
+  "warm_start.source=none",
+  "eval.episodes_per_task=1",
+  "checkpoint.every=1",
+  "algorithm.importance=none",
+)
 
 
 @pytest.fixture(name="recorded", scope="module")
@@ -78,9 +81,13 @@ def _no_gym(monkeypatch, recorded):
 
 def _train(tmp_path, name, path, *overrides):
   return small_runs.run_train(
-      tmp_path, *COMMON, f"name={name}", "rollout.via=offline",
-      f"offline.path={path}", *overrides,
-  )  # pyformat: disable
+    tmp_path,
+    *COMMON,
+    f"name={name}",
+    "rollout.via=offline",
+    f"offline.path={path}",
+    *overrides,
+  )
 
 
 CURVE = ("loss", "grad_norm", "reward_mean", "ratio_max", "sampled_tokens")
@@ -88,8 +95,8 @@ CURVE = ("loss", "grad_norm", "reward_mean", "ratio_max", "sampled_tokens")
 
 def _curve(directory):
   return [
-      {k: line[k] for k in CURVE if k in line}
-      for line in small_runs.metrics_of(directory)
+    {k: line[k] for k in CURVE if k in line}
+    for line in small_runs.metrics_of(directory)
   ]
 
 
@@ -100,7 +107,7 @@ def _weights(directory):
 
 @pytest.mark.slow
 def test_a_run_and_a_buffers_items_teach_the_same(
-    recorded, items, tmp_path, capsys
+  recorded, items, tmp_path, capsys
 ):
   assert _train(tmp_path, "a", recorded, "steps=2") == 0
   assert _train(tmp_path, "b", items, "steps=2") == 0
@@ -118,7 +125,7 @@ def test_a_resumed_run_has_the_same_curve_over_epochs(recorded, tmp_path):
   assert _train(
       tmp_path, "r", recorded, "steps=4", "learner.groups_per_step=4",
       "checkpoint.keep=9",
-  ) == 0  # pyformat: disable
+  ) == 0  # fmt: skip
   directory = tmp_path / "r"
   curve, weights = _curve(directory), _weights(directory)
   assert len(curve) == 4
@@ -130,7 +137,7 @@ def test_a_resumed_run_has_the_same_curve_over_epochs(recorded, tmp_path):
 
 @pytest.mark.slow
 def test_epochs_end_the_run_and_each_group_is_seen_once_in_each(
-    recorded, tmp_path
+  recorded, tmp_path
 ):
   groups = []
   with pytest.MonkeyPatch.context() as patch:
@@ -145,7 +152,7 @@ def test_epochs_end_the_run_and_each_group_is_seen_once_in_each(
     assert _train(
         tmp_path, "e", recorded, "offline.epochs=2", "steps=1000",
         "learner.groups_per_step=2",
-    ) == 0  # pyformat: disable
+    ) == 0  # fmt: skip
   first = [name for name in groups if "@" not in name]
   second = [name for name in groups if "@" in name]
   assert len(set(first)) == len(first) == len(second)
@@ -171,35 +178,33 @@ def _demonstrations(path):
   (path.parent / "shots" / "a.png").write_bytes(_png())
   user = {"type": "text", "text": "Click."}
   rows = [
-      {
-          "messages": [
-              {
-                  "role": "user",
-                  "content": [
-                      {"type": "image_url", "image_url": {"url": url}}, user
-                  ],
-              },
-              {"role": "assistant", "content": "click(1)"},
-              {"role": "user", "content": "Again."},
-              {"role": "assistant", "content": "click(2)"},
-          ],
-      },
-      {
-          "task_id": "b",
-          "messages": [
-              {
-                  "role": "user",
-                  "content": [{"type": "image", "image": "shots/a.png"}, user],
-              },
-              {"role": "assistant", "content": "click(3)"},
-          ],
-      },
-      {
-          "messages": [{"role": "user", "content": "Go."}],
-          "response_text": "done",
-          "weight": 0.25,
-      },
-  ]  # pyformat: disable
+    {
+      "messages": [
+        {
+          "role": "user",
+          "content": [{"type": "image_url", "image_url": {"url": url}}, user],
+        },
+        {"role": "assistant", "content": "click(1)"},
+        {"role": "user", "content": "Again."},
+        {"role": "assistant", "content": "click(2)"},
+      ]
+    },
+    {
+      "task_id": "b",
+      "messages": [
+        {
+          "role": "user",
+          "content": [{"type": "image", "image": "shots/a.png"}, user],
+        },
+        {"role": "assistant", "content": "click(3)"},
+      ],
+    },
+    {
+      "messages": [{"role": "user", "content": "Go."}],
+      "response_text": "done",
+      "weight": 0.25,
+    },
+  ]
   path.write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
@@ -213,11 +218,11 @@ def test_text_is_refused_by_default_with_what_to_set(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        "weighted_cloning",
-        pytest.param("filtered_cloning", marks=pytest.mark.slow),
-    ],
+  "name",
+  [
+    "weighted_cloning",
+    pytest.param("filtered_cloning", marks=pytest.mark.slow),
+  ],
 )
 def test_demonstrations_with_screenshots_are_cloned(name, tmp_path):
   _demonstrations(tmp_path / "d.jsonl")
@@ -225,7 +230,7 @@ def test_demonstrations_with_screenshots_are_cloned(name, tmp_path):
       tmp_path, "c", tmp_path / "d.jsonl", "steps=12", f"algorithm={name}",
       "offline.missing_logprobs=recompute", "learner.groups_per_step=3",
       "learner.learning_rate=0.01",
-  ) == 0  # pyformat: disable
+  ) == 0  # fmt: skip
   lines = small_runs.metrics_of(tmp_path / "c")
   # Of four replies: two of the first demonstration; the third is left out of
   # filtered cloning.
@@ -237,43 +242,46 @@ def test_demonstrations_with_screenshots_are_cloned(name, tmp_path):
 @pytest.fixture(name="run")
 def _run(recorded, tmp_path):
   with small_runs.make_run(
-      tmp_path, *COMMON, "name=u", "rollout.via=offline",
-      f"offline.path={recorded}", "algorithm=weighted_cloning",
-  ) as run:  # pyformat: disable
+    tmp_path,
+    *COMMON,
+    "name=u",
+    "rollout.via=offline",
+    f"offline.path={recorded}",
+    "algorithm=weighted_cloning",
+  ) as run:
     yield run
 
 
 def _learner(run, **algorithm):
   config = dataclasses.replace(
-      run.config, algorithm=dataclasses.replace(
-          run.config.algorithm, **algorithm
-      )
-  )  # pyformat: disable
+    run.config, algorithm=dataclasses.replace(run.config.algorithm, **algorithm)
+  )
   return models.make_learner(config, run.policy, run.images, run.mesh)
 
 
 def test_cloning_with_weight_one_is_behaviour_cloning(run):
   group = run.recorded[0]
   group = dataclasses.replace(
-      group,
-      trajectories=tuple(
-          dataclasses.replace(
-              t,
-              reward=1.0,
-              steps=[dataclasses.replace(s, reward=0.0) for s in t.steps],
-          )
-          for t in group.trajectories
-      ),
+    group,
+    trajectories=tuple(
+      dataclasses.replace(
+        t,
+        reward=1.0,
+        steps=[dataclasses.replace(s, reward=0.0) for s in t.steps],
+      )
+      for t in group.trajectories
+    ),
   )
-  weighted, cloning = _learner(run), _learner(
-      run, objective="behaviour_cloning"
+  weighted, cloning = (
+    _learner(run),
+    _learner(run, objective="behaviour_cloning"),
   )
   weighted.update([group])
   cloning.update_on_sequences([s for t in group for s in t.sequences])
   for one, other in zip(
-      jax.tree.leaves(weighted.parameters()),
-      jax.tree.leaves(cloning.parameters()),
-      strict=True,
+    jax.tree.leaves(weighted.parameters()),
+    jax.tree.leaves(cloning.parameters()),
+    strict=True,
   ):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
@@ -284,12 +292,12 @@ def test_recomputed_log_probs_are_the_learners_and_recorded_ones_stay(run):
   exact = run.recorded[0]
   first, *further = exact.trajectories
   blank = dataclasses.replace(
-      first,
-      metrics={**first.metrics, records.LOGPROBS_MISSING: 1.0},
-      sequences=[
-          dataclasses.replace(s, logprobs=np.zeros(len(s), np.float32))
-          for s in first.sequences
-      ],
+    first,
+    metrics={**first.metrics, records.LOGPROBS_MISSING: 1.0},
+    sequences=[
+      dataclasses.replace(s, logprobs=np.zeros(len(s), np.float32))
+      for s in first.sequences
+    ],
   )
   mixed = dataclasses.replace(exact, trajectories=(blank, *further))
   (filled,) = sources.fill_logprobs(learner, [mixed])
@@ -303,15 +311,16 @@ def test_recomputed_log_probs_are_the_learners_and_recorded_ones_stay(run):
     np.testing.assert_allclose(sequence.logprobs, scored, atol=1e-6)
     assert set(sequence.versions[sequence.loss_mask]) == {learner.version}
   # An update with them has ratio 1 there.
-  readings = learner.update([
+  readings = learner.update(
+    [
       dataclasses.replace(
-          filled,
-          trajectories=tuple(
-              dataclasses.replace(t, reward=1.0)
-              for t in filled.trajectories[:1]
-          ),
+        filled,
+        trajectories=tuple(
+          dataclasses.replace(t, reward=1.0) for t in filled.trajectories[:1]
+        ),
       )
-  ])
+    ]
+  )
   assert readings["ratio_max"] == pytest.approx(1, abs=1e-3)
 
 
@@ -320,7 +329,7 @@ def test_tokens_of_old_versions_leave_the_loss(recorded, tmp_path):
   assert _train(
       tmp_path, "v", recorded, "steps=1", "offline.oldest_version=1",
       "learner.groups_per_step=16", "offline.shuffle=false",
-  ) == 0  # pyformat: disable
+  ) == 0  # fmt: skip
   (line,) = small_runs.metrics_of(tmp_path / "v")
   assert line["stale_token_share"] > 0
 
@@ -346,7 +355,7 @@ def test_tokens_of_old_versions_leave_the_loss(recorded, tmp_path):
          ' "image_url": {"url": "http://a/x.png"}}]},'
          ' {"role": "assistant", "content": "x"}]}\n', "is not fetched"),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_a_bad_line_is_one_clear_line(text, problem, tmp_path, capsys):
   path = tmp_path / "d.jsonl"
   path.write_text(text)
@@ -357,16 +366,16 @@ def test_a_bad_line_is_one_clear_line(text, problem, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "overrides, problem",
-    [
-        (("rollout.via=offline",), "needs offline.path"),
-        (("offline.path=x",), "set rollout.via=offline"),
-        (("rollout.via=offline", "offline.path=/nowhere"), "/nowhere"),
-        (("rollout.via=buffer",), "needs buffer.url"),
-        (("buffer.url=http://b:1",), "set buffer.input_file"),
-        (("rollout.via=buffer", "buffer.url=http://b:1"), "buffer.input_file"),
-        (("rollout.via=buffer", "buffer.url=b"), "must be an address"),
-    ],
+  "overrides, problem",
+  [
+    (("rollout.via=offline",), "needs offline.path"),
+    (("offline.path=x",), "set rollout.via=offline"),
+    (("rollout.via=offline", "offline.path=/nowhere"), "/nowhere"),
+    (("rollout.via=buffer",), "needs buffer.url"),
+    (("buffer.url=http://b:1",), "set buffer.input_file"),
+    (("rollout.via=buffer", "buffer.url=http://b:1"), "buffer.input_file"),
+    (("rollout.via=buffer", "buffer.url=b"), "must be an address"),
+  ],
 )
 def test_a_contradiction_is_named(overrides, problem, tmp_path, capsys):
   assert small_runs.run_train(tmp_path, *COMMON, "name=x", *overrides) == 2

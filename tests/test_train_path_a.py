@@ -18,16 +18,16 @@ SMALL = (
     "learner.groups_per_step=2", "learner.rows=4", "learner.patches=0",
     "learner.targets=0", "engine.slots=8", "collect.concurrency=8",
     "run_service.poll_s=0.05", "report.progress=none",
-)  # pyformat: disable
+)  # fmt: skip
 """Sizes; everything else is as documented."""
 
 
 def documented():
   """The settings of the page's command for a gym server that judges."""
   (words,) = (
-      one.words()
-      for one in documented_commands.everywhere()
-      if one.where.startswith("docs/run_service.md") and "gym=genv" in one.text
+    one.words()
+    for one in documented_commands.everywhere()
+    if one.where.startswith("docs/run_service.md") and "gym=genv" in one.text
   )
   (settings,) = (w[5:] for w in words if w.startswith("ARGS="))
   return shlex.split(settings)
@@ -38,28 +38,28 @@ def peers(max_runs=64):
   """Overrides that put the servers' addresses into the documented command."""
   limits = run_services.app_lib.RunLimits(max_runs=max_runs)
   with (
-      gym_servers.serving(gym_servers.desktop(families=FAMILIES)) as (gym, _),
-      run_services.serving(limits=limits) as (service, _),
+    gym_servers.serving(gym_servers.desktop(families=FAMILIES)) as (gym, _),
+    run_services.serving(limits=limits) as (service, _),
   ):
     yield f"gym.options.base_url={gym}", f"run_service.base_url={service}"
 
 
 def run(tmp_path, addresses, *overrides):
-  return train.main([
-      *documented(), *addresses, *SMALL, f"run.dir={tmp_path}", *overrides,
-  ])  # pyformat: disable
+  return train.main(
+    [*documented(), *addresses, *SMALL, f"run.dir={tmp_path}", *overrides]
+  )
 
 
 def compare_rows(database):
   """The monitor has of path A what it has of any other path."""
   with contextlib.closing(sqlite3.connect(database)) as connection:
     one = lambda sql: connection.execute(sql).fetchall()
-    played = one(
-        "SELECT count(*) FROM rollout WHERE status = 'completed'"
-    )[0][0]
+    played = one("SELECT count(*) FROM rollout WHERE status = 'completed'")[0][
+      0
+    ]
     assert played >= 16
     assert one("SELECT DISTINCT env_type, box_type FROM environment") == [
-        ("linux", "linux")
+      ("linux", "linux")
     ]
     assert one("SELECT box_type FROM training") == [("linux",)]
     assert one("SELECT count(validation_time) FROM rollout")[0][0] >= played
@@ -67,14 +67,14 @@ def compare_rows(database):
     assert len(judged) >= played
     assert all(float(result) >= 0 and s > 0 for result, s in judged)
     tools = one(
-        "SELECT DISTINCT tool_name FROM action"
-        " WHERE action_type NOT IN ('parse_error', 'text', 'invalid')"
+      "SELECT DISTINCT tool_name FROM action"
+      " WHERE action_type NOT IN ('parse_error', 'text', 'invalid')"
     )
     assert tools == [("computer_use",)]
     texts = one(
-        "SELECT text_content FROM obs JOIN turn ON turn.id = obs.turn_id"
-        " WHERE turn = 1 AND obs_type LIKE '%screenshot%'"
-        " AND model_input_json IS NOT NULL"
+      "SELECT text_content FROM obs JOIN turn ON turn.id = obs.turn_id"
+      " WHERE turn = 1 AND obs_type LIKE '%screenshot%'"
+      " AND model_input_json IS NOT NULL"
     )
     assert texts and all(text for (text,) in texts)
     assert one("SELECT count(checkpoint_path) FROM step")[0][0] >= 1
@@ -89,7 +89,7 @@ def test_the_documented_command_trains(tmp_path):
         "learner.skip_zero_advantage=false", "algorithm.entropy_coef=0.01",
         "monitor.embedded=true", f"monitor.database={tmp_path / 'a.db'}",
         "monitor.close_timeout_s=60",
-    )  # pyformat: disable
+    )  # fmt: skip
   assert status == 0
   steps = small_runs.metrics_of(tmp_path / "a")
   assert [s["step"] for s in steps] == [1, 2]
@@ -102,7 +102,7 @@ def test_the_documented_command_trains(tmp_path):
 
 
 def test_a_prompt_that_does_not_fit_ends_the_run_before_its_first_episode(
-    tmp_path, capsys
+  tmp_path, capsys
 ):
   with peers() as addresses:
     assert run(tmp_path, addresses, "name=b", "run_service.agent=qwen3-vl") == 1

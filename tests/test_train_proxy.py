@@ -13,33 +13,40 @@ import two_paths
 pytestmark = pytest.mark.timeout(400)
 
 Status = trajectory.TrajectoryStatus
+
+
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        # The other cases cover everything that this one covers.
-        pytest.param((), id="plain", marks=[
-            pytest.mark.slow,
-            pytest.mark.skipif(
-                trials.share() < 1, reason="make test-all runs it"
-            ),
-        ]),
-        # The history is rewritten: an episode is several sequences.
-        pytest.param(("agent.max_images=1",), id="window"),
-        # Complaints, and completions that are cut.
-        pytest.param(
-            ("agent.on_parse_error=retry", "sampling.max_new_tokens=6"),
-            id="cut",
-            marks=pytest.mark.slow,
-        ),
-        # Prompts that do not fit any more.
-        pytest.param(
-            ("engine.context_length=220", "agent.on_parse_error=retry",
-             "sampling.temperature=3.0"),
-            id="context",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)  # pyformat: disable
+  "overrides",
+  [
+    # The other cases cover everything that this one covers.
+    pytest.param(
+      (),
+      id="plain",
+      marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(trials.share() < 1, reason="make test-all runs it"),
+      ],
+    ),
+    # The history is rewritten: an episode is several sequences.
+    pytest.param(("agent.max_images=1",), id="window"),
+    # Complaints, and completions that are cut.
+    pytest.param(
+      ("agent.on_parse_error=retry", "sampling.max_new_tokens=6"),
+      id="cut",
+      marks=pytest.mark.slow,
+    ),
+    # Prompts that do not fit any more.
+    pytest.param(
+      (
+        "engine.context_length=220",
+        "agent.on_parse_error=retry",
+        "sampling.temperature=3.0",
+      ),
+      id="context",
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
 def test_trajectories_are_those_of_the_path_in_process(overrides):
   async def both():
     for mode in ("train", "greedy"):
@@ -111,7 +118,7 @@ def test_a_run_through_the_proxy_trains(tmp_path):
       "eval.modes=[sampled]",
       # Also groups of equal rewards are learned from.
       "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   assert status == 0
   lines = (tmp_path / "p" / "metrics.jsonl").read_text().splitlines()
   metrics = [json.loads(line) for line in lines]
@@ -133,12 +140,15 @@ def test_what_cannot_go_with_the_proxy_is_refused():
     config_lib.load_config(["rollout.via=carrier_pigeon"])
   with pytest.raises(config_lib.ConfigError, match="algorithm.importance=tis"):
     config_lib.load_config(
-        ["rollout.via=proxy", "rollout.other_sampling=train"]
+      ["rollout.via=proxy", "rollout.other_sampling=train"]
     )
-  config_lib.load_config([
-      "rollout.via=proxy", "rollout.other_sampling=train",
+  config_lib.load_config(
+    [
+      "rollout.via=proxy",
+      "rollout.other_sampling=train",
       "algorithm.importance=tis",
-  ])  # pyformat: disable
+    ]
+  )
   config = config_lib.load_config(["rollout.via=proxy"])
   assert not config.lockstep
   direct = dataclasses.replace(config.rollout, via="in_process")
@@ -151,7 +161,7 @@ def test_the_proxy_answers_nobody_else():
 
   with two_paths.Both() as paths:
     client = openai.OpenAI(
-        base_url=f"{paths.proxy.connection.url}/v1", api_key="none"
+      base_url=f"{paths.proxy.connection.url}/v1", api_key="none"
     )
     with pytest.raises(openai.AuthenticationError):
       client.models.list()

@@ -16,19 +16,19 @@ import small_runs
 
 SLIME = os.environ.get("TUNIX_SLIME", "")
 FUNCTION = (
-    "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout"
+  "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout"
 )
 
 pytestmark = [
-    pytest.mark.peer("slime"),
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not SLIME, reason="set TUNIX_SLIME to a checkout of slime"
-    ),
+  pytest.mark.peer("slime"),
+  pytest.mark.slow,
+  pytest.mark.timeout(900),
+  pytest.mark.skipif(
+    not SLIME, reason="set TUNIX_SLIME to a checkout of slime"
+  ),
 ]
 
-GENERATOR = '''
+GENERATOR = """
 import json
 import time
 import urllib.request
@@ -68,7 +68,7 @@ def run_rollout(data):
           "extra_info": {"timestamp": 1.0,
                          "finish_reason": choice["finish_reason"]},
       })
-'''
+"""
 
 
 def test_its_client_feeds_a_run(tmp_path):
@@ -76,18 +76,23 @@ def test_its_client_feeds_a_run(tmp_path):
   folder.mkdir()
   (folder / "letters_generator.py").write_text(GENERATOR)
   tasks = tmp_path / "tasks.jsonl"
-  tasks.write_text("".join(
-      json.dumps({
+  tasks.write_text(
+    "".join(
+      json.dumps(
+        {
           "instance_id": f"letters_{i}",
           "prompt": [{"role": "user", "content": f"{i}?"}],
-      }) + "\n"
+        }
+      )
+      + "\n"
       for i in range(12)
-  ))  # pyformat: disable
+    )
+  )
   # slime imports torch, which processes of other tests do without.
   inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
   paths = [SLIME, *(p for p in inherited if not p.endswith("children"))]
   with buffer_services.Running(
-      tmp_path / "buffer", generators=[folder]
+    tmp_path / "buffer", generators=[folder]
   ) as service:
     # A process of its own: slime's modules stay out of this one.
     process = subprocess.run(
@@ -106,7 +111,7 @@ def test_its_client_feeds_a_run(tmp_path):
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True, text=True, timeout=800, check=False,
-    )  # pyformat: disable
+    )  # fmt: skip
   assert process.returncode == 0, process.stderr[-2000:]
   lines = small_runs.metrics_of(pathlib.Path(tmp_path) / "s")
   assert [line["step"] for line in lines] == [1, 2]

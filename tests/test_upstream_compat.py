@@ -22,8 +22,8 @@ pytestmark = pytest.mark.peer("tunix")
 Status = trajectory_lib.TrajectoryStatus
 
 CALL = (
-    '<tool_call>\n{"name": "calculator", "arguments": {"a": 6, "b": 7,'
-    ' "op": "*"}}\n</tool_call>'
+  '<tool_call>\n{"name": "calculator", "arguments": {"a": 6, "b": 7,'
+  ' "op": "*"}}\n</tool_call>'
 )
 
 
@@ -42,14 +42,14 @@ def collect(agent, env, replies, **kwargs):
 def test_model_agent_in_a_task_environment():
   """A registry reward: a RewardOutput comes back as the step's reward."""
   env = task_environment.TaskEnvironment(
-      {"question": "2 + 2 = ?", "ground_truth": "4"},
-      reward_fn=reward.get_reward_fn("exact_match"),
+    {"question": "2 + 2 = ?", "ground_truth": "4"},
+    reward_fn=reward.get_reward_fn("exact_match"),
   )
   result, prompts = collect(model_agent.ModelAgent("Answer."), env, ["4"])
   assert isinstance(result, trajectory_lib.Trajectory)
   assert prompts[0] == [
-      {"role": "system", "content": "Answer."},
-      {"role": "user", "content": "2 + 2 = ?"},
+    {"role": "system", "content": "Answer."},
+    {"role": "user", "content": "2 + 2 = ?"},
   ]
   assert result.status is Status.SUCCEEDED
   assert result.reward == 1.0
@@ -61,10 +61,10 @@ def test_model_agent_in_a_task_environment():
 def test_tool_agent_in_a_tool_environment():
   tools = {"calculator": calculator_tool.CalculatorTool}
   env = tool_environment.ToolEnvironment(
-      {"question": "6 * 7 = ?"},
-      tool_map=tools,
-      reward_fn=lambda task, action: 1.0 if "42" in str(action) else 0.0,
-      max_steps=5,
+    {"question": "6 * 7 = ?"},
+    tool_map=tools,
+    reward_fn=lambda task, action: 1.0 if "42" in str(action) else 0.0,
+    max_steps=5,
   )
   agent = tool_agent.ToolAgent("Use tools.", "qwen", tools)
   # Upstream's `finish` crashes on its own JSON arguments when it reads them,
@@ -91,14 +91,14 @@ def test_a_crash_inside_upstreams_tool_environment_is_data():
   """Its `finish` call raises; that is one episode's outcome, not a crash."""
   tools = {"calculator": calculator_tool.CalculatorTool}
   env = tool_environment.ToolEnvironment(
-      {"question": "?"},
-      tool_map=tools,
-      reward_fn=reward.get_reward_fn("exact_match"),
+    {"question": "?"},
+    tool_map=tools,
+    reward_fn=reward.get_reward_fn("exact_match"),
   )
   agent = tool_agent.ToolAgent("", "qwen", tools)
   finish = (
-      '<tool_call>\n{"name": "finish", "arguments": {"response": "4"}}\n'
-      "</tool_call>"
+    '<tool_call>\n{"name": "finish", "arguments": {"response": "4"}}\n'
+    "</tool_call>"
   )
   result, _ = collect(agent, env, [finish])
   assert result.status is Status.ENV_ERROR
@@ -117,7 +117,7 @@ class Counting(base_environment.BaseTaskEnv):
   def _step_impl(self, action):
     assert isinstance(action, str), action
     return base_environment.EnvStepResult(
-        observation=f"got {action}", reward=0.5, done=False, info={}
+      observation=f"got {action}", reward=0.5, done=False, info={}
     )
 
   def final_reward_fn(self):
@@ -130,7 +130,7 @@ class Counting(base_environment.BaseTaskEnv):
 def test_template_environments_with_their_own_final_reward():
   env = Counting({}, max_steps=2)
   result, prompts = collect(
-      model_agent.ModelAgent(""), env, ["one", "two"], gamma=0.5
+    model_agent.ModelAgent(""), env, ["one", "two"], gamma=0.5
   )
   assert env.closed
   assert prompts[1][-1] == {"role": "user", "content": "got one"}
@@ -141,13 +141,11 @@ def test_template_environments_with_their_own_final_reward():
 
 def test_an_agent_that_returns_no_action():
   class Silent(model_agent.ModelAgent):
-
     def update_from_model(self, response, **kwargs):
       super().update_from_model(response, **kwargs)
       return agent_types.Action(action=None)
 
   class Env(Counting):
-
     def _step_impl(self, action):
       assert action == []  # As upstream's engine has it.
       return base_environment.EnvStepResult({}, 1.0, True, {})
@@ -183,7 +181,7 @@ def test_upstream_agents_give_token_exact_sequences():
     async def generate(self, prompt, sampling, *, session):
       self.prompts.append(prompt.tokens.tolist())
       return policy_client.Completion(
-          [67, end], [-1, -1], [0, 0], policy_client.FinishReason.STOP
+        [67, end], [-1, -1], [0, 0], policy_client.FinishReason.STOP
       )
 
     async def release(self, session):
@@ -191,9 +189,9 @@ def test_upstream_agents_give_token_exact_sequences():
 
   client = Client()
   engine = tc.TrajectoryCollectEngine(
-      model_agent.ModelAgent("s"),
-      Counting({}, max_steps=3),
-      tc.PolicyModel(client, Renderer()),
+    model_agent.ModelAgent("s"),
+    Counting({}, max_steps=3),
+    tc.PolicyModel(client, Renderer()),
   )
   result = asyncio.run(engine.collect())
   (sequence,) = result.sequences

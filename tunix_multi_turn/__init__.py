@@ -40,7 +40,8 @@ from typing import Any, Mapping, Sequence
 _ROOM = "tunix.rl.multi_turn"
 _PACKAGES = ("tunix", "tunix.rl")
 
-COMMANDS: Mapping[str, tuple[str, str]] = types.MappingProxyType({
+COMMANDS: Mapping[str, tuple[str, str]] = types.MappingProxyType(
+  {
     "train": ("train", "train a policy"),
     "plan": ("plan", "plan a run on TPUs that are not here"),
     "evaluate": ("evaluate", "measure a policy, or a server's model"),
@@ -48,19 +49,20 @@ COMMANDS: Mapping[str, tuple[str, str]] = types.MappingProxyType({
     "gym": ("environments.gym_server", "serve gyms over HTTP"),
     "monitor": ("monitor", "store and show runs: the Training Monitor"),
     "buffer": (
-        "trajectory_collector.buffer_service",
-        "keep rollouts between collectors and trainers",
+      "trajectory_collector.buffer_service",
+      "keep rollouts between collectors and trainers",
     ),
     "run-service": (
-        "agents.run_service",
-        "play whole episodes for programs that ask over HTTP",
+      "agents.run_service",
+      "play whole episodes for programs that ask over HTTP",
     ),
     "publish": (
-        "commands.publish",
-        "put a policy or episodes on the Hugging Face Hub",
+      "commands.publish",
+      "put a policy or episodes on the Hugging Face Hub",
     ),
     "doctor": ("doctor", "check this machine for a run, and what to mend"),
-})
+  }
+)
 """Word after `tunix-mt` -> (module of tunix.rl.multi_turn, its purpose)."""
 
 
@@ -109,14 +111,16 @@ def run(module: str) -> None:
 
 def usage() -> str:
   """The text of `tunix-mt --help`."""
-  return "\n".join([
+  return "\n".join(
+    [
       "usage: tunix-mt COMMAND [arguments]",
       "",
       *(f"  {name:11} {text}" for name, (_, text) in COMMANDS.items()),
       "",
       "tunix-mt COMMAND --help explains each; python -m"
       f" {_ROOM}.commands lists more",
-  ])
+    ]
+  )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,8 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   module = COMMANDS[name][0]
   light()
   problem = (
-      f"this installation has no {_ROOM}.{module}; install a newer"
-      " tunix-multi-turn"
+    f"this installation has no {_ROOM}.{module}; install a newer"
+    " tunix-multi-turn"
   )
   try:
     spec = importlib.util.find_spec(f"{_ROOM}.{module}")

@@ -32,7 +32,7 @@ FAMILIES = (
     "set-slider", "login-form", "focus-field", "copy-text", "switch-tab",
     "scroll-and-click", "drag-to-target", "right-click-menu", "press-key",
     "answer-question", "count-shapes", "click-sequence", "move-window",
-)  # pyformat: disable
+)  # fmt: skip
 """The desktop's task families; a test compares them with the gym's own."""
 
 GYMS = ("miniwob", "browser", "xdesktop")
@@ -41,10 +41,10 @@ GYMS = ("miniwob", "browser", "xdesktop")
 _GYMS = "tunix.rl.multi_turn.environments.gyms"
 _DESKTOP = f"{_GYMS}.desktop"
 _FOUND = {
-    "DesktopEnv": f"{_DESKTOP}.env",
-    "FlatDesktop": f"{_DESKTOP}.flat",
-    "make_flat": f"{_DESKTOP}.flat",
-    "GymEnv": f"{_GYMS}.gym_env",
+  "DesktopEnv": f"{_DESKTOP}.env",
+  "FlatDesktop": f"{_DESKTOP}.flat",
+  "make_flat": f"{_DESKTOP}.flat",
+  "GymEnv": f"{_GYMS}.gym_env",
 }
 _NAMESPACES = {"TunixDesktop": "DesktopEnv", "TunixDesktopFlat": "make_flat"}
 
@@ -60,15 +60,15 @@ def __getattr__(name: str) -> Any:
 def register() -> None:
   """Makes every id known to gymnasium; safe to call again."""
   ids = {
-      f"{namespace}/{family}-v0": (attribute, {"family": family})
-      for namespace, attribute in _NAMESPACES.items()
-      for family in FAMILIES
+    f"{namespace}/{family}-v0": (attribute, {"family": family})
+    for namespace, attribute in _NAMESPACES.items()
+    for family in FAMILIES
   }
   ids |= {f"Tunix/{gym}-v0": ("GymEnv", {"gym": gym}) for gym in GYMS}
   for env_id, (attribute, kwargs) in ids.items():
     if env_id not in gymnasium.registry:
       gymnasium.register(
-          env_id, entry_point=f"{__name__}:{attribute}", kwargs=kwargs
+        env_id, entry_point=f"{__name__}:{attribute}", kwargs=kwargs
       )
 
 

@@ -22,13 +22,13 @@ class Host:
   """The process that plays; started again once it has ended. Thread-safe."""
 
   def __init__(
-      self,
-      settings: Mapping[str, Any] | Sequence[str],
-      train: int,
-      eval: int,  # pylint: disable=redefined-builtin
-      python: str,
-      start_s: float,
-      turn_s: float,
+    self,
+    settings: Mapping[str, Any] | Sequence[str],
+    train: int,
+    eval: int,  # pylint: disable=redefined-builtin
+    python: str,
+    start_s: float,
+    turn_s: float,
   ):
     """Checks the arguments, which are those of `verifiers_env`.
 
@@ -38,7 +38,7 @@ class Host:
     for name, count in (("train", train), ("eval", eval)):
       if type(count) is not int or count < 1:
         raise ValueError(
-            f"{name}={count!r} must be a number of tasks, 1 or more"
+          f"{name}={count!r} must be a number of tasks, 1 or more"
         )
     for name, seconds in (("start_s", start_s), ("turn_s", turn_s)):
       if not seconds > 0:
@@ -54,8 +54,8 @@ class Host:
       python = str(own) if own.is_file() else sys.executable
     if not pathlib.Path(python).is_file():
       raise ValueError(
-          f"python={python}: no such file; name the interpreter of an"
-          " environment that has tunix-multi-turn, or set TUNIX_PYTHON"
+        f"python={python}: no such file; name the interpreter of an"
+        " environment that has tunix-multi-turn, or set TUNIX_PYTHON"
       )
     self._command = [python, "-u", "-m", "tunix_multi_turn", _WORKER]
     self._start_s, self.turn_s = start_s, turn_s
@@ -77,12 +77,12 @@ class Host:
       if self._worker is None or not self._worker.alive:
         try:
           self._worker = line_process.Worker(
-              self._command,
-              NAME,
-              self._setup,
-              self._start_s,
-              path=self._path,
-              late="turn_s",
+            self._command,
+            NAME,
+            self._setup,
+            self._start_s,
+            path=self._path,
+            late="turn_s",
           )
         except line_process.WorkerError as error:
           raise ValueError(str(error)) from None

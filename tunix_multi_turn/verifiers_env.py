@@ -24,9 +24,9 @@ from typing import Any, Mapping, Sequence
 
 if not metadata.version("verifiers").startswith("0.1."):
   raise ImportError(
-      f"verifiers {metadata.version('verifiers')} is not supported by"
-      " load_environment; install 'verifiers<0.2', or play the taskset"
-      " tunix-multi-turn by verifiers==0.4.0"
+    f"verifiers {metadata.version('verifiers')} is not supported by"
+    " load_environment; install 'verifiers<0.2', or play the taskset"
+    " tunix-multi-turn by verifiers==0.4.0"
   )
 import datasets
 import verifiers as vf
@@ -35,12 +35,12 @@ from tunix_multi_turn import outside
 
 
 def load_environment(
-    settings: Mapping[str, Any] | Sequence[str] = (),
-    train: int = 256,
-    eval: int = 64,  # pylint: disable=redefined-builtin
-    python: str = "",
-    start_s: float = 120.0,
-    turn_s: float = 300.0,
+  settings: Mapping[str, Any] | Sequence[str] = (),
+  train: int = 256,
+  eval: int = 64,  # pylint: disable=redefined-builtin
+  python: str = "",
+  start_s: float = 120.0,
+  turn_s: float = 300.0,
 ) -> vf.Environment:
   """The environment of verifiers.
 
@@ -62,29 +62,30 @@ def load_environment(
   host = outside.Host(settings, train, eval, python, start_s, turn_s)
   tasks = host.worker().facts
   return TunixEnv(
-      host,
-      dataset=_rows("train", tasks["train"]),
-      eval_dataset=_rows("eval", tasks["eval"]),
-      rubric=vf.Rubric(
-          funcs=[reward, success, parse_errors], weights=[1.0, 0.0, 0.0]
-      ),
-      message_type="chat",
+    host,
+    dataset=_rows("train", tasks["train"]),
+    eval_dataset=_rows("eval", tasks["eval"]),
+    rubric=vf.Rubric(
+      funcs=[reward, success, parse_errors], weights=[1.0, 0.0, 0.0]
+    ),
+    message_type="chat",
   )
 
 
 def _rows(split: str, tasks: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
   """The first message of a rollout takes the place of `prompt`."""
-  return datasets.Dataset.from_list([
+  return datasets.Dataset.from_list(
+    [
       {
-          "prompt": [{
-              "role": "user",
-              "content": task["instruction"] or task["task_id"],
-          }],
-          "answer": "",
-          "info": {"split": split, "index": index, **task},
+        "prompt": [
+          {"role": "user", "content": task["instruction"] or task["task_id"]}
+        ],
+        "answer": "",
+        "info": {"split": split, "index": index, **task},
       }
       for index, task in enumerate(tasks)
-  ])
+    ]
+  )
 
 
 # --- rewards ------------------------------------------------------------------
@@ -143,9 +144,9 @@ class TunixEnv(vf.MultiTurnEnv):
     text = "".join(_text_of(message) for message in completion)
     state["tunix_said"] += completion
     reply = {
-        "episode": state["tunix_episode"],
-        "text": text,
-        "truncated": bool(step["is_truncated"]),
+      "episode": state["tunix_episode"],
+      "text": text,
+      "truncated": bool(step["is_truncated"]),
     }
     answer = await self._ask(state, {"reply": reply})
     if not self._take(state, answer):
@@ -202,9 +203,9 @@ class TunixEnv(vf.MultiTurnEnv):
 
 def _message(message: Mapping[str, Any]) -> Any:
   kinds = {
-      "system": vf.SystemMessage,
-      "user": vf.UserMessage,
-      "assistant": vf.AssistantMessage,
+    "system": vf.SystemMessage,
+    "user": vf.UserMessage,
+    "assistant": vf.AssistantMessage,
   }
   return kinds[message["role"]](content=message["content"])
 

@@ -78,16 +78,19 @@ class TunixTaskset(vf.Taskset[TunixTask, TunixTasksetConfig]):
     if config.split not in ("train", "eval"):
       raise ValueError(f"split={config.split!r} must be train or eval")
     arguments = config.model_dump(
-        include={"settings", "train", "eval", "python", "start_s", "turn_s"}
+      include={"settings", "train", "eval", "python", "start_s", "turn_s"}
     )
     host = json.dumps(arguments, sort_keys=True)
     tasks = _host(host).worker().facts[config.split]
     for place, task in enumerate(tasks):
       data = TunixData(
-          id=task["task_id"], description=task["instruction"] or None,
-          prompt=task["instruction"] or task["task_id"], host=host,
-          split=config.split, place=place,
-      )  # pyformat: disable
+        id=task["task_id"],
+        description=task["instruction"] or None,
+        prompt=task["instruction"] or task["task_id"],
+        host=host,
+        split=config.split,
+        place=place,
+      )
       yield TunixTask(data, config.task)
 
 
@@ -99,7 +102,7 @@ class TunixHarness(vf.Harness[vf.HarnessConfig]):
   NEEDS_CONTAINER = False
 
   async def launch(
-      self, ctx, trace, runtime, endpoint, secret, mcp_urls, data
+    self, ctx, trace, runtime, endpoint, secret, mcp_urls, data
   ) -> vf.ProgramResult:
     from tunix.rl.multi_turn.core import line_process
 
@@ -111,20 +114,20 @@ class TunixHarness(vf.Harness[vf.HarnessConfig]):
     answer = await ask({"start": start})
     episode, messages = answer.get("episode"), []
     client = openai.AsyncOpenAI(
-        base_url=endpoint, api_key=secret, max_retries=0
+      base_url=endpoint, api_key=secret, max_retries=0
     )
     try:
       async with client:
         while "outcome" not in answer:
           messages = [*messages[: answer["kept"]], *answer["messages"]]
           completion = await client.chat.completions.create(
-              model=ctx.model, messages=messages
+            model=ctx.model, messages=messages
           )
           choice = completion.choices[0]
           reply = {
-              "episode": episode,
-              "text": choice.message.content or "",
-              "truncated": choice.finish_reason == "length",
+            "episode": episode,
+            "text": choice.message.content or "",
+            "truncated": choice.finish_reason == "length",
           }
           answer = await ask({"reply": reply})
       trace.info[_OUTCOME] = answer["outcome"]

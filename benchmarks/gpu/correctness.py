@@ -36,7 +36,7 @@ def attention(images: bool, dtype: str, segments: int) -> np.ndarray:
   rng = np.random.default_rng(0)
   b, t, n, h = 2, kernels.PACKED_FROM, 4, 64
   q, k, v, pull = (
-      jnp.asarray(rng.standard_normal((b, t, n, h)), dtype) for _ in range(4)
+    jnp.asarray(rng.standard_normal((b, t, n, h)), dtype) for _ in range(4)
   )
   # Rows of other lengths, the second with fewer segments and padding.
   ends = np.sort(rng.choice(np.arange(1, t), (b, segments - 1)), axis=1)
@@ -61,14 +61,14 @@ def family(name: str) -> dict[str, np.ndarray]:
   args = types.SimpleNamespace(
       size=name, dtype="float32", remat="none", rows=4, row_length=256,
       images=2, width=96, height=64,
-  )  # pyformat: disable
+  )  # fmt: skip
   load = learner_workload.Workload(args)
   batch = load.batch()
   scores = load.scores(batch)
   metrics = load.learner.update(load.groups)
   return {
-      "logprobs": scores[np.asarray(batch.mask)],
-      "grad_norm": np.float32(metrics["grad_norm"]),
+    "logprobs": scores[np.asarray(batch.mask)],
+    "grad_norm": np.float32(metrics["grad_norm"]),
   }
 
 
@@ -80,7 +80,7 @@ def compute() -> dict[str, np.ndarray]:
       what = "attention of images" if images else "attention of rows"
       for segments in (3, 40):  # The kernel's own segments, and a mask's.
         arrays[f"{what}, {segments} segments, {dtype}"] = attention(
-            images, dtype, segments
+          images, dtype, segments
         )
   for name in FAMILIES:
     for part, value in family(name).items():

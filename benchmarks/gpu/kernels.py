@@ -24,8 +24,9 @@ def _events(trace: ProfileData) -> list[Any]:
   """Returns the kernels of the GPU, or the events of the CPU's threads."""
   planes = [p for p in trace.planes if p.name.startswith("/device:GPU")]
   if planes:
-    lines = [line for p in planes for line in p.lines
-             if line.name.startswith("Stream")]  # pyformat: disable
+    lines = [
+      line for p in planes for line in p.lines if line.name.startswith("Stream")
+    ]
   else:
     planes = [p for p in trace.planes if p.name == "/host:CPU"]
     lines = [line for p in planes for line in p.lines if "XLA" in line.name]
@@ -52,18 +53,18 @@ def summary(folder: pathlib.Path, top: int) -> dict[str, Any]:
   busy = sum(seconds.values())
   longest = sorted(seconds, key=lambda name: -seconds[name])[:top]
   return {
-      "busy_ms": round(busy, 2),
-      "span_ms": round(max(0.0, end - start) / 1e6, 2),
-      "kernels": [
-          {
-              "name": name[:120],
-              "ms": round(seconds[name], 3),
-              "calls": calls[name],
-              "share": round(seconds[name] / busy, 4),
-              "example": example[name][-160:],
-          }
-          for name in longest
-      ],
+    "busy_ms": round(busy, 2),
+    "span_ms": round(max(0.0, end - start) / 1e6, 2),
+    "kernels": [
+      {
+        "name": name[:120],
+        "ms": round(seconds[name], 3),
+        "calls": calls[name],
+        "share": round(seconds[name] / busy, 4),
+        "example": example[name][-160:],
+      }
+      for name in longest
+    ],
   }
 
 
@@ -79,8 +80,8 @@ def main() -> int:
   print(f"{report['busy_ms']} ms busy in {report['span_ms']} ms")
   for kernel in report["kernels"]:
     print(
-        f"{kernel['ms']:10.2f} ms {kernel['share']:6.1%} {kernel['calls']:6}"
-        f"  {kernel['name'][:70]}  {kernel['example'][-60:]}"
+      f"{kernel['ms']:10.2f} ms {kernel['share']:6.1%} {kernel['calls']:6}"
+      f"  {kernel['name'][:70]}  {kernel['example'][-60:]}"
     )
   return 0
 

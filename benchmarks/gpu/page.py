@@ -36,32 +36,37 @@ def describe() -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
       versions[name] = "-"
   return {
-      "device": device.device_kind,
-      "platform": device.platform,
-      "memory_gib": round(stats.get("bytes_limit", 0) / 2**30, 1),
-      "python": platform.python_version(),
-      "versions": versions,
-      "date": datetime.date.today().isoformat(),
+    "device": device.device_kind,
+    "platform": device.platform,
+    "memory_gib": round(stats.get("bytes_limit", 0) / 2**30, 1),
+    "python": platform.python_version(),
+    "versions": versions,
+    "date": datetime.date.today().isoformat(),
   }
 
 
 def gather(folder: pathlib.Path) -> dict[str, Any]:
   """Returns each part's result by its name; None for a missing one."""
   results: dict[str, Any] = {}
-  for name in ("device", "correctness", "quickstart", "learner_ours",
-               "learner_torch"):  # pyformat: disable
+  for name in (
+    "device",
+    "correctness",
+    "quickstart",
+    "learner_ours",
+    "learner_torch",
+  ):
     file = folder / f"{name}.json"
     text = file.read_text() if file.exists() else ""
     results[name] = json.loads(text) if text else None
   engines = sorted(
-      folder.glob("engine_*.json"), key=lambda p: int(p.stem.split("_")[1])
+    folder.glob("engine_*.json"), key=lambda p: int(p.stem.split("_")[1])
   )
   results["engine"] = {
-      p.stem.split("_")[1]: json.loads(p.read_text()) for p in engines
+    p.stem.split("_")[1]: json.loads(p.read_text()) for p in engines
   }
   results["kernels"] = {
-      p.stem.partition("_")[2]: json.loads(p.read_text())
-      for p in sorted(folder.glob("kernels_*.json"))
+    p.stem.partition("_")[2]: json.loads(p.read_text())
+    for p in sorted(folder.glob("kernels_*.json"))
   }
   return results
 
@@ -70,13 +75,16 @@ def page(results: dict[str, Any]) -> str:
   """Returns the page as Markdown."""
   device = results["device"] or {"device": "unknown device", "date": ""}
   versions = ", ".join(
-      f"{k} {v}" for k, v in device.get("versions", {}).items()
+    f"{k} {v}" for k, v in device.get("versions", {}).items()
   )
   lines = [
-      f"# Measured on one {device['device']}", "",
-      f"Made on {device['date']} by `benchmarks/gpu/run.sh`. {versions}.", "",
-      "## Correctness", "",
-  ]  # pyformat: disable
+    f"# Measured on one {device['device']}",
+    "",
+    f"Made on {device['date']} by `benchmarks/gpu/run.sh`. {versions}.",
+    "",
+    "## Correctness",
+    "",
+  ]
   if checks := results["correctness"]:
     lines += ["Largest difference to the CPU:", "", "| | |", "|---|---|"]
     lines += [f"| {k} | {v:.1e} |" for k, v in checks["gaps"].items()]
@@ -87,15 +95,17 @@ def page(results: dict[str, Any]) -> str:
   if run.get("status") == "completed":
     before, after = run["eval"]["warm_start"], run["eval"]["final"]
     lines.append(
-        f"{run['step']} updates of the quickstart: held-out success"
-        f" {_success(before)} before, {_success(after)} after."
+      f"{run['step']} updates of the quickstart: held-out success"
+      f" {_success(before)} before, {_success(after)} after."
     )
   else:
     lines.append("No result.")
   lines += ["", "## The learner", ""]
   sides = {"ours": results["learner_ours"], "torch": results["learner_torch"]}
-  lines += ["| | tokens/s | s an update | MFU | peak memory, MB |",
-            "|---|---|---|---|---|"]  # pyformat: disable
+  lines += [
+    "| | tokens/s | s an update | MFU | peak memory, MB |",
+    "|---|---|---|---|---|",
+  ]
   for name, report in sides.items():
     if report is None:
       lines.append(f"| {name} | no result | | | |")
@@ -103,21 +113,25 @@ def page(results: dict[str, Any]) -> str:
     row = report[name]
     mfu = _mfu(row, device["device"])
     lines.append(
-        f"| {name} | {row['tokens_per_s']} | {row['wall_s']} | {mfu} |"
-        f" {row['device_peak_mb']} |"
+      f"| {name} | {row['tokens_per_s']} | {row['wall_s']} | {mfu} |"
+      f" {row['device_peak_mb']} |"
     )
   if all(sides.values()):
     scores = [report[name]["scores"] for name, report in sides.items()]
     gap = max(abs(a - b) for a, b in zip(*scores))
     lines += ["", f"Largest difference of both sides' log-probs: {gap:.1e}."]
-  lines += ["", "## The engine", "",
-            "| batch | tokens/s | ms a step | bound, ms | share of it |",
-            "|---|---|---|---|---|"]  # pyformat: disable
+  lines += [
+    "",
+    "## The engine",
+    "",
+    "| batch | tokens/s | ms a step | bound, ms | share of it |",
+    "|---|---|---|---|---|",
+  ]
   for batch, report in results["engine"].items():
     best = max(report["tried"], key=lambda tried: tried["fraction"])
     lines.append(
-        f"| {batch} | {best['tokens_per_second']:.0f} | {best['step_ms']:.2f}"
-        f" | {report['bound']['bound_ms']:.2f} | {best['fraction']:.0%} |"
+      f"| {batch} | {best['tokens_per_second']:.0f} | {best['step_ms']:.2f}"
+      f" | {report['bound']['bound_ms']:.2f} | {best['fraction']:.0%} |"
     )
   if not results["engine"]:
     lines.append("| no result | | | | |")
@@ -125,11 +139,11 @@ def page(results: dict[str, Any]) -> str:
     busy = f"{trace['busy_ms']:.0f} ms busy of {trace['span_ms']:.0f}."
     lines += ["", f"## Longest kernels: {name.replace('_', ', batch ')}", "",
               busy, "", "| kernel | ms | calls | share |",
-              "|---|---|---|---|"]  # pyformat: disable
+              "|---|---|---|---|"]  # fmt: skip
     lines += [
-        f"| `{k['name'][:60]}` | {k['ms']:.1f} | {k['calls']} |"
-        f" {k['share']:.0%} |"
-        for k in trace["kernels"][:10]
+      f"| `{k['name'][:60]}` | {k['ms']:.1f} | {k['calls']} |"
+      f" {k['share']:.0%} |"
+      for k in trace["kernels"][:10]
     ]
   return "\n".join(lines) + "\n"
 

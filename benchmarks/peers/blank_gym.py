@@ -17,7 +17,7 @@ class BlankGym:
 
   def __init__(self):
     self._seen = base.Observation(
-        np.zeros((HEIGHT, WIDTH, 3), np.uint8), instruction="Wait."
+      np.zeros((HEIGHT, WIDTH, 3), np.uint8), instruction="Wait."
     )
 
   async def start(self, task):
@@ -36,7 +36,6 @@ class BlankGym:
 
 
 class BlankTasks:
-
   def __init__(self, families=None):
     del families
 

@@ -25,12 +25,12 @@ class Trainer:
   """transformers' module and its optimizer."""
 
   def __init__(
-      self,
-      directory: pathlib.Path,
-      vision: Any,
-      rate: float,
-      dtype: str = "float32",
-      remat: str = "none",
+    self,
+    directory: pathlib.Path,
+    vision: Any,
+    rate: float,
+    dtype: str = "float32",
+    remat: str = "none",
   ):
     """Loads the module.
 
@@ -50,18 +50,22 @@ class Trainer:
     if os.environ.get("TUNIX_BENCH_CPU"):
       self._device = "cpu"
     self._autocast = lambda: torch.autocast(
-        self._device, torch.bfloat16, enabled=dtype == "bfloat16"
+      self._device, torch.bfloat16, enabled=dtype == "bfloat16"
     )
-    self._module = transformers.AutoModelForImageTextToText.from_pretrained(
+    self._module = (
+      transformers.AutoModelForImageTextToText.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="sdpa"
-    ).train().to(self._device)
+      )
+      .train()
+      .to(self._device)
+    )
     if remat != "none":
       self._module.gradient_checkpointing_enable()
     self._optimizer = torch.optim.AdamW(
-        self._module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0
+      self._module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0
     )
     self.version = f"torch {torch.__version__}, transformers" + (
-        f" {transformers.__version__}"
+      f" {transformers.__version__}"
     )
 
   def logprobs(self, batch: batching.Batch) -> np.ndarray:
@@ -102,9 +106,9 @@ class Trainer:
     segments = np.asarray(inputs.patch_segments)[0]
     per_token = self._vision.spatial_merge_size**2
     starts = [
-        first * per_token
-        for row in index
-        for first in _first_tokens(row, segments, per_token)
+      first * per_token
+      for row in index
+      for first in _first_tokens(row, segments, per_token)
     ]
     frames, grids = [], []
     for start in starts:
@@ -115,12 +119,12 @@ class Trainer:
     pixels = torch.cat(frames).float() / 127.5 - 1.0
     pixels = pixels.reshape(len(pixels), 3, 1, -1).expand(-1, -1, 2, -1)
     hidden = self._module.model(
-        input_ids=ids,
-        position_ids=torch.tensor(places).long(),
-        pixel_values=pixels.reshape(len(pixels), -1),
-        image_grid_thw=torch.tensor(np.array(grids)).long(),
-        mm_token_type_ids=torch.tensor(index >= 0).int(),
-        use_cache=False,
+      input_ids=ids,
+      position_ids=torch.tensor(places).long(),
+      pixel_values=pixels.reshape(len(pixels), -1),
+      image_grid_thw=torch.tensor(np.array(grids)).long(),
+      mm_token_type_ids=torch.tensor(index >= 0).int(),
+      use_cache=False,
     ).last_hidden_state
     real = np.asarray(batch.mask)[0]
     at = torch.tensor(np.asarray(batch.index)[0][real]).long()
@@ -134,7 +138,7 @@ class Trainer:
 
 
 def _first_tokens(
-    row: np.ndarray, segments: np.ndarray, per_token: int
+  row: np.ndarray, segments: np.ndarray, per_token: int
 ) -> list[int]:
   """First vision token of each image that a row shows, in its order."""
   shown = row[row >= 0]

@@ -44,15 +44,15 @@ class Workload:
     self.model, processor = policies.make_policy(args.size, **changes)
     self.store = image_lib.ImageStore()
     self.learner = learner_lib.Learner(
-        self.model,
-        processor,
-        self.store,
-        learner_lib.LearnerConfig(
-            rows=args.rows,
-            row_length=args.row_length,
-            learning_rate=1e-5,
-            weight_decay=0.0,
-        ),
+      self.model,
+      processor,
+      self.store,
+      learner_lib.LearnerConfig(
+        rows=args.rows,
+        row_length=args.row_length,
+        learning_rate=1e-5,
+        weight_decay=0.0,
+      ),
     )
     self.groups = _groups(args, self.model.config, processor, self.store)
 
@@ -67,31 +67,39 @@ class Workload:
     inputs = batch.inputs
     rows, length = inputs.tokens.shape
     patches = int((np.asarray(inputs.patch_segments) >= 0).sum())
-    images = sum(len(s.images) for g in self.groups for m in g.trajectories
-                 for s in m.sequences)  # pyformat: disable
+    images = sum(
+      len(s.images)
+      for g in self.groups
+      for m in g.trajectories
+      for s in m.sequences
+    )
     return 3 * planned_run.forward_flops(
-        self.model, rows * length, length / 2, int(np.sum(batch.mask)),
-        patches, patches // max(1, images),
-    )  # pyformat: disable
+      self.model,
+      rows * length,
+      length / 2,
+      int(np.sum(batch.mask)),
+      patches,
+      patches // max(1, images),
+    )
 
   def batch(self) -> Any:
     """Returns the single packed batch of an update."""
     sequences = [
-        s for g in self.groups for m in g.trajectories for s in m.sequences
+      s for g in self.groups for m in g.trajectories for s in m.sequences
     ]
     examples = example_lib.from_sequences(sequences)
     examples = [
-        dataclasses.replace(
-            example,
-            advantages=np.where(
-                example.sequence.loss_mask, (-1.0) ** (i + 1), 0.0
-            ).astype(np.float32),
-        )
-        for i, example in enumerate(examples)
+      dataclasses.replace(
+        example,
+        advantages=np.where(
+          example.sequence.loss_mask, (-1.0) ** (i + 1), 0.0
+        ).astype(np.float32),
+      )
+      for i, example in enumerate(examples)
     ]
     tokens = sum(s.num_sampled for s in sequences)
     packed = self.learner._minibatches.pack(  # pylint: disable=protected-access
-        examples, np.full(len(examples), 1 / tokens)
+      examples, np.full(len(examples), 1 / tokens)
     )
     (batch,) = packed.batches
     return batch
@@ -105,8 +113,8 @@ def _groups(args, config, processor, store) -> list[Any]:
   words = args.row_length + 1 - args.images * (count + SAMPLED)
   if words < args.images:
     raise SystemExit(
-        f"--row-length {args.row_length} holds no {args.images} turns of"
-        f" {count + SAMPLED} tokens; raise it or lower --images"
+      f"--row-length {args.row_length} holds no {args.images} turns of"
+      f" {count + SAMPLED} tokens; raise it or lower --images"
     )
   lengths = np.full(args.images, words // args.images)
   lengths[: words % args.images] += 1
@@ -117,35 +125,37 @@ def _groups(args, config, processor, store) -> list[Any]:
       pixels = rng.integers(0, 256, (height // 8, width // 8, 3), np.uint8)
       image = store.put(pixels.repeat(8, axis=0).repeat(8, axis=1))
       spans.append(trajectory.ImageSpan(image, at, count))
-      new = np.concatenate([
+      new = np.concatenate(
+        [
           np.full(count, config.image_token_id),
           rng.integers(300, 1300, length + SAMPLED),
-      ])
+        ]
+      )
       tokens.append(new)
       mask.append(np.arange(len(new)) >= count + length)
       turns.append(np.full(len(new), turn))
       at += len(new)
     mask = np.concatenate(mask)
     sequence = trajectory.TokenSequence(
-        np.concatenate(tokens).astype(np.int32),
-        mask,
-        np.where(mask, -7.0, 0),
-        np.where(mask, 0, -1),
-        np.concatenate(turns),
-        tuple(spans),
+      np.concatenate(tokens).astype(np.int32),
+      mask,
+      np.where(mask, -7.0, 0),
+      np.where(mask, 0, -1),
+      np.concatenate(turns),
+      tuple(spans),
     )
     return trajectory.Trajectory(
-        steps=[trajectory.Step() for _ in lengths],
-        reward=float(number % 2),
-        status=trajectory.TrajectoryStatus.SUCCEEDED,
-        sequences=[sequence],
+      steps=[trajectory.Step() for _ in lengths],
+      reward=float(number % 2),
+      status=trajectory.TrajectoryStatus.SUCCEEDED,
+      sequences=[sequence],
     )
 
   return [
-      trajectory.TrajectoryGroup(
-          f"g{i}", "t", tuple(member(j) for j in range(GROUP))
-      )
-      for i in range(-(-args.rows // GROUP))
+    trajectory.TrajectoryGroup(
+      f"g{i}", "t", tuple(member(j) for j in range(GROUP))
+    )
+    for i in range(-(-args.rows // GROUP))
   ]
 
 
@@ -156,7 +166,7 @@ def _memory() -> dict[str, float]:
   """MB resident now, and at most so far."""
   lines = pathlib.Path("/proc/self/status").read_text().splitlines()
   read = lambda key: next(
-      int(line.split()[1]) / 1024 for line in lines if line.startswith(key)
+    int(line.split()[1]) / 1024 for line in lines if line.startswith(key)
   )
   return {"rss": read("VmRSS"), "peak": read("VmHWM")}
 
@@ -171,10 +181,10 @@ def _ours(load: Workload) -> _Side:
   scores = load.scores(batch)
   about = {"parameters": sum(x.size for x in learner.parameters().values())}
   return (
-      lambda: learner.update(load.groups),
-      scores[np.asarray(batch.mask)],
-      about,
-      _device_peak,
+    lambda: learner.update(load.groups),
+    scores[np.asarray(batch.mask)],
+    about,
+    _device_peak,
   )
 
 
@@ -186,20 +196,20 @@ def _device_peak() -> int:
 
 _BATCH = ("mask", "advantages", "weights", "index", "targets")
 _INPUTS = ("tokens", "vision_index", "positions", "patch_segments", "patches",
-           "patch_positions")  # pyformat: disable
+           "patch_positions")  # fmt: skip
 
 
 def save(load: Workload, folder: pathlib.Path) -> None:
   """Writes what the side torch needs: weights, the packed batch, its FLOPs."""
   batch = load.batch()
   checkpoint.save_policy(
-      folder / "policy", load.model, dtype=load.model.config.compute_dtype
+    folder / "policy", load.model, dtype=load.model.config.compute_dtype
   )
   np.savez(
-      folder / "batch.npz",
-      flops=load.flops(batch),
-      **{name: np.asarray(getattr(batch, name)) for name in _BATCH},
-      **{name: np.asarray(getattr(batch.inputs, name)) for name in _INPUTS},
+    folder / "batch.npz",
+    flops=load.flops(batch),
+    **{name: np.asarray(getattr(batch, name)) for name in _BATCH},
+    **{name: np.asarray(getattr(batch.inputs, name)) for name in _INPUTS},
   )
 
 
@@ -210,18 +220,16 @@ def _torch(args: argparse.Namespace, folder: pathlib.Path) -> tuple[Any, ...]:
   with np.load(folder / "batch.npz") as arrays:
     flops = float(arrays["flops"])
     batch = types.SimpleNamespace(
-        **{name: arrays[name] for name in _BATCH},
-        inputs=types.SimpleNamespace(
-            **{name: arrays[name] for name in _INPUTS}
-        ),
+      **{name: arrays[name] for name in _BATCH},
+      inputs=types.SimpleNamespace(**{name: arrays[name] for name in _INPUTS}),
     )
   config = policies.config_of(args.size)
   trainer = learner_torch.Trainer(
-      folder / "policy",
-      config.vision,
-      1e-5,
-      args.dtype,
-      args.remat or config.remat,
+    folder / "policy",
+    config.vision,
+    1e-5,
+    args.dtype,
+    args.remat or config.remat,
   )
   scores = trainer.logprobs(batch)
   about = {"version": trainer.version}
@@ -254,11 +262,10 @@ def serve(args: argparse.Namespace) -> None:
   run()
   first = time.perf_counter() - started
   print(
-      json.dumps(
-          about
-          | {"scores": np.float64(scores).tolist(), "first_update_s": first}
-      ),
-      flush=True,
+    json.dumps(
+      about | {"scores": np.float64(scores).tolist(), "first_update_s": first}
+    ),
+    flush=True,
   )
   for _ in sys.stdin:
     wall, cpu = time.perf_counter(), time.process_time()
@@ -279,7 +286,7 @@ def _analysis(learner: Any) -> dict[str, float]:
   (compiled,) = learner._programs.accumulate.compiled  # pylint: disable=protected-access
   memory = compiled.memory_analysis()
   return {
-      # Of products by libraries a GPU's compiler knows no count.
-      "gflop": compiled.cost_analysis()["flops"] / 1e9,
-      "temporary_mb": memory.temp_size_in_bytes / 2**20,
+    # Of products by libraries a GPU's compiler knows no count.
+    "gflop": compiled.cost_analysis()["flops"] / 1e9,
+    "temporary_mb": memory.temp_size_in_bytes / 2**20,
   }

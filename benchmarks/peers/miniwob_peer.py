@@ -33,7 +33,7 @@ def selenium_environment(family: str):
 
   def click(x, y):
     action = environment.unwrapped.create_action(
-        ActionTypes.CLICK_COORDS, coords=[x, y]
+      ActionTypes.CLICK_COORDS, coords=[x, y]
     )
     observation, _, terminated, _, _ = environment.step(action)
     assert observation["screenshot"].shape == (210, 160, 3)
@@ -50,9 +50,9 @@ def browsergym_environment(family: str):
   import gymnasium  # pylint: disable=g-import-not-at-top
 
   environment = gymnasium.make(
-      f"browsergym/miniwob.{family}",
-      headless=True,
-      action_mapping=HighLevelActionSet(["coord"]).to_python_code,
+    f"browsergym/miniwob.{family}",
+    headless=True,
+    action_mapping=HighLevelActionSet(["coord"]).to_python_code,
   )
 
   def reset(seed):
@@ -87,8 +87,9 @@ def main() -> None:
   kind, family, number = sys.argv[1:4]
   number = int(number)
   make = {
-      "selenium": selenium_environment, "browsergym": browsergym_environment,
-  }[kind]  # pyformat: disable
+    "selenium": selenium_environment,
+    "browsergym": browsergym_environment,
+  }[kind]
   reset, click, close = make(family)
   reset(number)
   print("ready", flush=True)
@@ -114,7 +115,7 @@ def main() -> None:
     print(json.dumps({
         "family": family, "steps": steps, "starts": starts,
         "took": time.perf_counter() - began, "goals": goals,
-    }), flush=True)  # pyformat: disable
+    }), flush=True)  # fmt: skip
   close()
 
 

@@ -60,10 +60,10 @@ class BlankEnvironment(Environment):
 
 def main():
   app = create_fastapi_app(
-      BlankEnvironment, GuiAction, Screen, max_concurrent_envs=SESSIONS
+    BlankEnvironment, GuiAction, Screen, max_concurrent_envs=SESSIONS
   )
   server = uvicorn.Server(
-      uvicorn.Config(app, host="127.0.0.1", port=PORT, log_level="warning")
+    uvicorn.Config(app, host="127.0.0.1", port=PORT, log_level="warning")
   )
 
   def end():

@@ -29,23 +29,23 @@ def config_of(size: str, **changes: Any) -> qwen_config.QwenVLConfig:
   if size != "small":
     return config
   text = dataclasses.replace(
-      config.text,
-      hidden_size=512,
-      intermediate_size=1536,
-      num_hidden_layers=8,
-      num_attention_heads=8,
-      num_key_value_heads=4,
-      head_dim=64,
-      mrope_section=(12, 10, 10),
+    config.text,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    mrope_section=(12, 10, 10),
   )
   vision = dataclasses.replace(
-      config.vision,
-      depth=7,
-      hidden_size=384,
-      intermediate_size=1536,
-      num_heads=6,
-      out_hidden_size=512,
-      deepstack_visual_indexes=(2, 4),
+    config.vision,
+    depth=7,
+    hidden_size=384,
+    intermediate_size=1536,
+    num_heads=6,
+    out_hidden_size=512,
+    deepstack_visual_indexes=(2, 4),
   )
   return dataclasses.replace(config, text=text, vision=vision)
 

@@ -28,7 +28,7 @@ class Transformers:
     torch.set_num_threads(os.cpu_count() or 1)
     self._load, self._args = workload, args
     self.module = transformers.AutoModelForImageTextToText.from_pretrained(
-        directory, dtype=torch.float32
+      directory, dtype=torch.float32
     ).eval()
     self.version = f"transformers {transformers.__version__}"
     self._seen: dict[bytes, Any] = {}
@@ -58,10 +58,10 @@ class Transformers:
       out = self._generate(ids, flat, do_sample=True, count=args.sampled)
       ids = torch.cat([ids, out], dim=1)
     return {
-        "seconds": time.perf_counter() - started,
-        "prefilled": prefilled,
-        "images": images,
-        "sampled": load.sampled_tokens,
+      "seconds": time.perf_counter() - started,
+      "prefilled": prefilled,
+      "images": images,
+      "sampled": load.sampled_tokens,
     }
 
   def close(self) -> None:
@@ -73,24 +73,24 @@ class Transformers:
     images = {}
     if pixels:
       images = {
-          "pixel_values": torch.cat([p for p, _ in pixels]),
-          "image_grid_thw": torch.tensor([grid for _, grid in pixels]),
-          "mm_token_type_ids": (ids == pad).int(),
+        "pixel_values": torch.cat([p for p, _ in pixels]),
+        "image_grid_thw": torch.tensor([grid for _, grid in pixels]),
+        "mm_token_type_ids": (ids == pad).int(),
       }
     with torch.inference_mode():
       out = self.module.generate(
-          input_ids=ids,
-          attention_mask=torch.ones_like(ids),
-          do_sample=do_sample,
-          temperature=1.0 if do_sample else None,
-          top_k=0 if do_sample else None,
-          top_p=1.0 if do_sample else None,
-          max_new_tokens=count,
-          min_new_tokens=count,
-          eos_token_id=None,
-          pad_token_id=0,
-          suppress_tokens=list(self._load.config.banned_token_ids),
-          **images,
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=do_sample,
+        temperature=1.0 if do_sample else None,
+        top_k=0 if do_sample else None,
+        top_p=1.0 if do_sample else None,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        eos_token_id=None,
+        pad_token_id=0,
+        suppress_tokens=list(self._load.config.banned_token_ids),
+        **images,
       )
     return out[:, ids.shape[1] :]
 
@@ -132,11 +132,11 @@ class ByHand(Transformers):
         pixels = [self._pixels(i, turn) for i in range(count)]
         self._turn(new, pixels, args.sampled, greedy=False)
     return {
-        "seconds": time.perf_counter() - started,
-        "prefilled": args.turns * count * load.turn_tokens
-        + (args.turns - 1) * count,
-        "images": args.turns * count,
-        "sampled": load.sampled_tokens,
+      "seconds": time.perf_counter() - started,
+      "prefilled": args.turns * count * load.turn_tokens
+      + (args.turns - 1) * count,
+      "images": args.turns * count,
+      "sampled": load.sampled_tokens,
     }
 
   def _image(self, start: int, turn: int, episode: int = 0):
@@ -159,23 +159,23 @@ class ByHand(Transformers):
       ids = torch.tensor(self._tokens[:, cached_tokens:]).long()
       # Rows are of one shape, hence of the same positions.
       places = self._load.processor.positions(
-          self._tokens[0], self._spans[0], cached_tokens
+        self._tokens[0], self._spans[0], cached_tokens
       )
       places = torch.tensor(places.T[:, None]).long()
       images = {}
       if pixels:
         images = {
-            "pixel_values": torch.cat([p for p, _ in pixels]),
-            "image_grid_thw": torch.tensor([grid for _, grid in pixels]),
+          "pixel_values": torch.cat([p for p, _ in pixels]),
+          "image_grid_thw": torch.tensor([grid for _, grid in pixels]),
         }
         pixels = []
       out = self.module(
-          input_ids=ids,
-          position_ids=places.expand(-1, len(ids), -1),
-          past_key_values=self._cache,
-          use_cache=True,
-          logits_to_keep=1,
-          **images,
+        input_ids=ids,
+        position_ids=places.expand(-1, len(ids), -1),
+        past_key_values=self._cache,
+        use_cache=True,
+        logits_to_keep=1,
+        **images,
       )
       logits = out.logits[:, -1].float()
       logits[:, list(self._load.config.banned_token_ids)] = -torch.inf
@@ -183,7 +183,5 @@ class ByHand(Transformers):
         drawn = logits.argmax(-1, keepdim=True)
       else:
         drawn = torch.multinomial(torch.softmax(logits, -1), 1)
-      self._tokens = np.concatenate(
-          [self._tokens, drawn.int().numpy()], axis=1
-      )
+      self._tokens = np.concatenate([self._tokens, drawn.int().numpy()], axis=1)
     return self._tokens[:, -count:]

@@ -30,9 +30,7 @@ class Workload:
       for turn in range(args.turns):
         which = (episode // args.group, 0) if turn == 0 else (episode, turn)
         rng = np.random.default_rng(which)
-        pixels.append(
-            rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
-        )
+        pixels.append(rng.integers(0, 255, (height, width, 3), dtype=np.uint8))
         texts.append(rng.integers(300, 1300, args.text).astype(np.int32))
       self.pixels.append(pixels)
       self.texts.append(texts)
@@ -47,12 +45,14 @@ class Workload:
   def turn(self, episode: int, turn: int) -> np.ndarray:
     """int32[.]: what a turn adds to the prompt."""
     config = self.config
-    return np.concatenate([
+    return np.concatenate(
+      [
         [config.vision_start_token_id],
         np.full(self.image_tokens, config.image_token_id),
         [config.vision_end_token_id],
         self.texts[episode][turn],
-    ]).astype(np.int32)
+      ]
+    ).astype(np.int32)
 
   def text_turn(self, episode: int, turn: int) -> np.ndarray:
     """The same length without pixels, and as much in common in a group."""

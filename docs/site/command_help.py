@@ -45,13 +45,20 @@ class CommandHelp(docutils.SphinxDirective):
 def help_of(module: str, *words: str) -> str:
   """What `python -m module words --help` prints; "" if it failed."""
   environment = {
-      **os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "79", "NO_COLOR": "1"
-  }  # pyformat: disable
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "COLUMNS": "79",
+    "NO_COLOR": "1",
+  }
   done = subprocess.run(
-      [sys.executable, "-m", module, *words, "--help"],
-      capture_output=True, check=False, cwd=_ROOT, env=environment,
-      text=True, timeout=_TIMEOUT_S,
-  )  # pyformat: disable
+    [sys.executable, "-m", module, *words, "--help"],
+    capture_output=True,
+    check=False,
+    cwd=_ROOT,
+    env=environment,
+    text=True,
+    timeout=_TIMEOUT_S,
+  )
   if done.returncode:
     return ""
   return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).strip()

@@ -20,15 +20,18 @@ project = "tunix-multi-turn"
 author = "the authors"
 html_title = "tunix-multi-turn"
 extensions = [
-    "command_help",
-    "myst_parser",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
+  "command_help",
+  "myst_parser",
+  "sphinx.ext.autodoc",
+  "sphinx.ext.napoleon",
 ]
 root_doc = "docs/index"
 include_patterns = [
-    "README.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md",
-]  # pyformat: disable
+  "README.md",
+  "CONTRIBUTING.md",
+  "docs/*.md",
+  "examples/README.md",
+]
 exclude_patterns = [".*", "build", "dist", "runs", "tests", "tunix"]
 
 # The page of measurements comes with them; links to absent pages are faults of

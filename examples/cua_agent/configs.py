@@ -61,7 +61,7 @@ class CUAFields:
   processor_path: str = ""
   standard_action_space: str = "mobile"
   run_options: dict[str, Any] = dataclasses.field(
-      default_factory=lambda: {"sampling": True}
+    default_factory=lambda: {"sampling": True}
   )
   poll_s: float = 3.0
   monitor_base_url: str = ""
@@ -70,16 +70,16 @@ class CUAFields:
   def __post_init__(self):
     if self.rollout_backend != "gbox_mini_agent":
       raise ValueError(
-          f"rollout_backend={self.rollout_backend!r} is not known; set"
-          " gbox_mini_agent"
+        f"rollout_backend={self.rollout_backend!r} is not known; set"
+        " gbox_mini_agent"
       )
     if self.split_type not in ("train", "eval"):
       raise ValueError(
-          f"split_type={self.split_type!r} is not known; set train or eval"
+        f"split_type={self.split_type!r} is not known; set train or eval"
       )
     env = os.environ
     self.monitor_base_url = self.monitor_base_url or env.get(
-        "TUNIX_MONITOR_URL", ""
+      "TUNIX_MONITOR_URL", ""
     )
     # AReaL writes its configuration to disk, and sends it to W&B.
     if self.project_token:
@@ -97,7 +97,7 @@ class CUAFields:
         "gym_id", "model_base_url", "max_turns", "max_task_time_seconds",
         "max_turn_time_seconds", "max_concurrent_rollouts",
         "standard_action_space", "run_options", "poll_s", "monitor_base_url",
-    )  # pyformat: disable
+    )  # fmt: skip
     arguments = {name: getattr(self, name) for name in names}
     path = getattr(self, "tokenizer_path", "")
     if path:
@@ -123,11 +123,12 @@ class VLLMFields:
   max_model_len: int | None = 262144
   limit_mm_per_prompt: str = '{"image": 64}'
   allowed_media_domains: list[str] = dataclasses.field(
-      default_factory=lambda: [
-          name for name in os.environ.get("CUA_MEDIA_DOMAINS", "").split(",")
-          if name
-      ]
-  )  # pyformat: disable
+    default_factory=lambda: [
+      name
+      for name in os.environ.get("CUA_MEDIA_DOMAINS", "").split(",")
+      if name
+    ]
+  )
 
 
 def config_class(base: type) -> type:
@@ -146,10 +147,12 @@ def config_class(base: type) -> type:
   served = {f.name: f for f in dataclasses.fields(base)}.get("vllm")
   if served is not None:
     vllm = dataclasses.make_dataclass(
-        "CUAVLLMConfig", [], bases=(VLLMFields, served.default_factory)
+      "CUAVLLMConfig", [], bases=(VLLMFields, served.default_factory)
     )
     extra = [("vllm", vllm, dataclasses.field(default_factory=vllm))]
   return dataclasses.make_dataclass(
-      "CUAConfig", extra, bases=(CUAFields, base),
-      namespace={"__post_init__": check, "__module__": __name__},
-  )  # pyformat: disable
+    "CUAConfig",
+    extra,
+    bases=(CUAFields, base),
+    namespace={"__post_init__": check, "__module__": __name__},
+  )

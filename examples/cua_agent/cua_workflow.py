@@ -35,7 +35,7 @@ class CUAAgentWorkflow(cua_workflow.CUAAgentWorkflow):
     super().__init__(*args, **options)
     if monitor_base_url:
       http.address(
-          monitor_base_url, "monitor_base_url", "http://127.0.0.1:8080"
+        monitor_base_url, "monitor_base_url", "http://127.0.0.1:8080"
       )
     self._monitor_url = monitor_base_url
 
@@ -61,12 +61,12 @@ class CUAAgentWorkflow(cua_workflow.CUAAgentWorkflow):
     return http_rollout_recorder.HttpRolloutRecorder(
         client, uuid.uuid4().hex, training, source, "", step_id=step,
         eval_id=place["eval_id"], baseline_id=place["baseline_id"],
-    )  # pyformat: disable
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=8)
 def _client(url: str) -> ingest_client.IngestClient:
   """Returns the process's client of a Training Monitor."""
   return ingest_client.IngestClient(
-      url, os.environ.get("TUNIX_MONITOR_TOKEN", "")
+    url, os.environ.get("TUNIX_MONITOR_TOKEN", "")
   )

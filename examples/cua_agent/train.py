@@ -51,32 +51,39 @@ def start_monitor(config: Any, rows: Sequence[Any]) -> Any:
   if not config.monitor_base_url or os.environ.get("RANK", "0") != "0":
     return None
   client = ingest_client.IngestClient(
-      config.monitor_base_url, os.environ.get("TUNIX_MONITOR_TOKEN", "")
+    config.monitor_base_url, os.environ.get("TUNIX_MONITOR_TOKEN", "")
   )
   names = (
-      getattr(config, "experiment_name", "cua_agent"),
-      getattr(config, "trial_name", ""),
+    getattr(config, "experiment_name", "cua_agent"),
+    getattr(config, "trial_name", ""),
   )
   training = {
-      "run_name": "/".join(name for name in names if name),
-      "status": "running", "current_phase": "rollout",
-      "start_time": time.time(), "max_turns": config.max_turns,
-      "seed": config.seed,
-  }  # pyformat: disable
+    "run_name": "/".join(name for name in names if name),
+    "status": "running",
+    "current_phase": "rollout",
+    "start_time": time.time(),
+    "max_turns": config.max_turns,
+    "seed": config.seed,
+  }
   if hasattr(config, "actor"):
     training |= {
-        "model_name": config.actor.path,
-        "log_path": config.cluster.fileroot,
-        "batch_size": config.train_dataset.batch_size,
-        "group_size": config.gconfig.n_samples,
-        "temperature": config.gconfig.temperature,
-        "learning_rate": config.actor.optimizer.lr,
+      "model_name": config.actor.path,
+      "log_path": config.cluster.fileroot,
+      "batch_size": config.train_dataset.batch_size,
+      "group_size": config.gconfig.n_samples,
+      "temperature": config.gconfig.temperature,
+      "learning_rate": config.actor.optimizer.lr,
     }
   monitor_context.set_ingest_client(client)
   monitor_context.set_training_id(client.post_training(training))
   for row in rows:
-    client.post_task({"task_id": row["task_id"], "name": row["name"],
-                      "description": row["description"]})  # pyformat: disable
+    client.post_task(
+      {
+        "task_id": row["task_id"],
+        "name": row["name"],
+        "description": row["description"],
+      }
+    )
   return client
 
 
@@ -86,16 +93,19 @@ def end_monitor(client: Any, error: BaseException | None) -> None:
     ended = {"status": "completed"}
     if error is not None:
       ended = {"status": "failed", "error_message": repr(error)[:2000]}
-    client.post_training({
+    client.post_training(
+      {
         "training_id": monitor_context.get_training_id(),
-        "end_time": time.time(), **ended,
-    })  # pyformat: disable
+        "end_time": time.time(),
+        **ended,
+      }
+    )
     client.close()
   monitor_context.clear_monitor_context()
 
 
 def run_areal(
-    config: Any, train_rows: Sequence[Any], eval_rows: Sequence[Any]
+  config: Any, train_rows: Sequence[Any], eval_rows: Sequence[Any]
 ) -> None:
   """Hands the rows and the workflow to AReaL's trainer.
 
@@ -106,20 +116,21 @@ def run_areal(
   import datasets  # pylint: disable=g-import-not-at-top
 
   with trainer_lib.recorded(areal.PPOTrainer)(
-      config,
-      train_dataset=datasets.Dataset.from_list(list(train_rows)),
-      valid_dataset=datasets.Dataset.from_list(list(eval_rows)),
+    config,
+    train_dataset=datasets.Dataset.from_list(list(train_rows)),
+    valid_dataset=datasets.Dataset.from_list(list(eval_rows)),
   ) as trainer:
     arguments = config.workflow_arguments()
     arguments["training_id"] = monitor_context.get_training_id()
     trainer.train(
-        workflow=WORKFLOW,
-        workflow_kwargs=arguments,
-        eval_workflow=WORKFLOW,
-        eval_workflow_kwargs={
-            **arguments, "gconfig": config.eval_gconfig,
-            "group_size": config.eval_gconfig.n_samples,
-        },  # pyformat: disable
+      workflow=WORKFLOW,
+      workflow_kwargs=arguments,
+      eval_workflow=WORKFLOW,
+      eval_workflow_kwargs={
+        **arguments,
+        "gconfig": config.eval_gconfig,
+        "group_size": config.eval_gconfig.n_samples,
+      },
     )
 
 

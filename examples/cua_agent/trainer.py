@@ -20,10 +20,10 @@ from .cua_rl import monitor_training_hooks as hooks
 
 # AReaL's statistics -> columns of a step.
 _COLUMNS = {
-    "loss": "ppo_actor/update/actor_loss/avg",
-    "grad_norm": "ppo_actor/update/grad_norm",
-    "learning_rate": "ppo_actor/update/lr",
-    "reward_mean": "rollout/reward",
+  "loss": "ppo_actor/update/actor_loss/avg",
+  "grad_norm": "ppo_actor/update/grad_norm",
+  "learning_rate": "ppo_actor/update/lr",
+  "reward_mean": "rollout/reward",
 }
 _EVALUATED = "eval-rollout/reward"
 
@@ -58,19 +58,19 @@ def recorded(base: type) -> type:
       self._measured: tuple[str, Any] | None = None
 
     def train(
-        self,
-        workflow: Any = None,
-        eval_workflow: Any = None,
-        workflow_kwargs: dict[str, Any] | None = None,
-        eval_workflow_kwargs: dict[str, Any] | None = None,
-        dynamic_filter_fn: Any = None,
-        total_epochs: int | None = None,
+      self,
+      workflow: Any = None,
+      eval_workflow: Any = None,
+      workflow_kwargs: dict[str, Any] | None = None,
+      eval_workflow_kwargs: dict[str, Any] | None = None,
+      dynamic_filter_fn: Any = None,
+      total_epochs: int | None = None,
     ) -> None:
       """Trains as AReaL does; see the module docstring."""
       config, info = self.config, self.recover_info
       first = info.last_step_info.next().global_step if info else 0
       steps = (total_epochs or config.total_train_epochs) * len(
-          self.train_dataloader
+        self.train_dataloader
       )
       self._steps = min(steps, config.total_train_steps or steps)
       self._arguments = {} if workflow_kwargs is None else workflow_kwargs
@@ -79,9 +79,13 @@ def recorded(base: type) -> type:
         self._baseline(eval_workflow, eval_workflow_kwargs or {})
       self._step_begins(first)
       super().train(
-          workflow, eval_workflow, self._arguments, eval_workflow_kwargs,
-          dynamic_filter_fn, total_epochs,
-      )  # pyformat: disable
+        workflow,
+        eval_workflow,
+        self._arguments,
+        eval_workflow_kwargs,
+        dynamic_filter_fn,
+        total_epochs,
+      )
 
     def _step_begins(self, step: int) -> None:
       self._step = step
@@ -99,19 +103,24 @@ def recorded(base: type) -> type:
           statistics[name] = statistics[key]
       substeps = self.config.actor.ppo_n_minibatches
       hooks.record_step_after_training(
-          step + 1, self.config.actor.path, metrics=statistics,
-          current_phase="training",
-          training_progress={
-              "completed_substeps": substeps, "total_substeps": substeps
-          },
-      )  # pyformat: disable
+        step + 1,
+        self.config.actor.path,
+        metrics=statistics,
+        current_phase="training",
+        training_progress={
+          "completed_substeps": substeps,
+          "total_substeps": substeps,
+        },
+      )
       client = monitor_context.get_ingest_client()
       if client is not None:
-        client.post_training({
+        client.post_training(
+          {
             "training_id": monitor_context.get_training_id(),
             "current_step": step + 1,
             "progress_percent": 100.0 * (step + 1) / self._steps,
-        })
+          }
+        )
       if step + 1 < self._steps:
         self._step_begins(step + 1)
 
@@ -127,11 +136,11 @@ def recorded(base: type) -> type:
     def _evaluate_fn(self, eval_workflow: Any, eval_workflow_kwargs: Any):
       """Plays an evaluation that AReaL's schedule has statistics due."""
       name = hooks.create_eval_via_monitor(
-          self._step + 1, self.config.actor.path
+        self._step + 1, self.config.actor.path
       )
       self._measured = "eval", name
       super()._evaluate_fn(
-          eval_workflow, {**(eval_workflow_kwargs or {}), "eval_id": name}
+        eval_workflow, {**(eval_workflow_kwargs or {}), "eval_id": name}
       )
       monitor_context.set_eval_id(None)
 
@@ -146,10 +155,13 @@ def recorded(base: type) -> type:
         return
       post = client.post_eval if kind == "eval" else client.post_baseline
       post(
-          {"training_id": monitor_context.get_training_id(),
-           "status": "completed", "avg_reward": reward,
-           "end_time": time.time()},
-          name,
-      )  # pyformat: disable
+        {
+          "training_id": monitor_context.get_training_id(),
+          "status": "completed",
+          "avg_reward": reward,
+          "end_time": time.time(),
+        },
+        name,
+      )
 
   return CUATrainer

@@ -46,27 +46,27 @@ from tunix.rl.multi_turn.run.warm_start import demonstrations
 TokenSequence = trajectory.TokenSequence
 
 HABITS = {
-    "open-icon": ("single_click", 0.7),
-    "enter-text": ("skip_focus", 0.6),
-    "click-button": ("wrong_widget", 0.6),
-    "click-color": ("wrong_widget", 0.5),
-    "close-dialog": ("wrong_widget", 0.6),
+  "open-icon": ("single_click", 0.7),
+  "enter-text": ("skip_focus", 0.6),
+  "click-button": ("wrong_widget", 0.6),
+  "click-color": ("wrong_widget", 0.5),
+  "close-dialog": ("wrong_widget", 0.6),
 }
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "tiny_vl": {"size": "tiny"},
-    # Four patches a vision token, where tiny_vl has one. Attention within
-    # images costs as much as the largest needs: screenshots of one size.
-    "qwen3_vl_tiny": {
-        "size": "qwen3_vl_tiny",
-        "patches": 16384,
-        "steps": 760,
-        "first_steps": 380,
-        "first_copies": 20,
-        "other_sizes": (),
-        "other_scenes": 0,
-    },
+  "tiny_vl": {"size": "tiny"},
+  # Four patches a vision token, where tiny_vl has one. Attention within
+  # images costs as much as the largest needs: screenshots of one size.
+  "qwen3_vl_tiny": {
+    "size": "qwen3_vl_tiny",
+    "patches": 16384,
+    "steps": 760,
+    "first_steps": 380,
+    "first_copies": 20,
+    "other_sizes": (),
+    "other_scenes": 0,
+  },
 }
 """Name of a shipped policy -> how its recipe differs from the defaults."""
 
@@ -117,8 +117,10 @@ class Recipe:
   width: int = 128
   height: int = 96
   other_sizes: tuple[tuple[int, int], ...] = (
-      (160, 120), (160, 210), (224, 160)
-  )  # pyformat: disable
+    (160, 120),
+    (160, 210),
+    (224, 160),
+  )
   other_scenes: int = 3
   inventories: int = 36
   questions: int = 8
@@ -129,7 +131,7 @@ class Recipe:
   quickstart_share: float = 0.8
   grid: tuple[int, int] = demonstrations.POINT_GRID
   habits: dict[str, tuple[str, float]] = dataclasses.field(
-      default_factory=lambda: dict(HABITS)
+    default_factory=lambda: dict(HABITS)
   )
   learning_rate: float = 1.5e-3
   muon_learning_rate: float = 0.02
@@ -146,8 +148,8 @@ class Recipe:
   def largest_screen(self) -> tuple[int, int]:
     """(width, height) of the largest screenshot."""
     return max(
-        ((self.width, self.height), *self.other_sizes),
-        key=lambda size: size[0] * size[1],
+      ((self.width, self.height), *self.other_sizes),
+      key=lambda size: size[0] * size[1],
     )
 
 
@@ -155,33 +157,33 @@ class DataMaker:
   """Makes the sequences of a step; a function of (recipe, step)."""
 
   def __init__(
-      self, recipe: Recipe, renderer: Any, image_store: images.ImageStore
+    self, recipe: Recipe, renderer: Any, image_store: images.ImageStore
   ):
     self._recipe = recipe
     self._renderer = renderer
     self._store = image_store
     self._tasks = desktop.DesktopTasks()
     self._grounder = demonstrations.Grounder(
-        renderer,
-        self._agent().tool_parser,
-        grid=recipe.grid,
-        words=words.TYPING_WORDS,
+      renderer,
+      self._agent().tool_parser,
+      grid=recipe.grid,
+      words=words.TYPING_WORDS,
     )
     self._gym = self._make_gym()
     self._other_gyms = [desktop.DesktopGym(*s) for s in recipe.other_sizes]
     self._demonstrator = demonstrations.Demonstrator(
-        renderer,
-        self._agent,
-        self._make_gym,
-        desktop.GYM.load_oracle(),
-        image_store,
-        habits=recipe.habits,
-        grid=recipe.grid,
+      renderer,
+      self._agent,
+      self._make_gym,
+      desktop.GYM.load_oracle(),
+      image_store,
+      habits=recipe.habits,
+      grid=recipe.grid,
     )
 
   def _agent(self) -> tool_agent.ToolAgent:
     return tool_agent.ToolAgent(
-        prompts.get_prompt(self._recipe.system_prompt), self._recipe.parser
+      prompts.get_prompt(self._recipe.system_prompt), self._recipe.parser
     )
 
   def _make_gym(self) -> desktop.DesktopGym:
@@ -199,18 +201,16 @@ class DataMaker:
         observation = gym.random_scene(int(rng.integers(2**31)))
       # Title bars are everywhere and easy; they would crowd out the rest.
       expressions = [
-          e
-          for e in gym.referring_expressions()
-          if not e[0].startswith("the title bar") or rng.random() < 0.1
+        e
+        for e in gym.referring_expressions()
+        if not e[0].startswith("the title bar") or rng.random() < 0.1
       ]
       if expressions:
         return self._store.put(observation.screenshot), expressions
 
   def _task(self, rng: np.random.Generator, difficulty: int):
     quick = rng.random() < self._recipe.quickstart_share
-    families = (
-        desktop.QUICKSTART_FAMILIES if quick else self._tasks.families()
-    )
+    families = desktop.QUICKSTART_FAMILIES if quick else self._tasks.families()
     family = families[int(rng.integers(len(families)))]
     index, seed = int(rng.integers(2**31)), self._recipe.seed
     return self._tasks.train_task(family, index, seed, difficulty=difficulty)
@@ -232,31 +232,28 @@ class DataMaker:
     rng = np.random.default_rng([r.seed, step])
     if step < r.first_steps // 2:
       return [
-          self._grounder.pairs_sequence(*self._field(rng, ("color",)), rng)
-          for _ in range(r.first_scenes)
+        self._grounder.pairs_sequence(*self._field(rng, ("color",)), rng)
+        for _ in range(r.first_scenes)
       ]
     return [
-        self._field_sequence(rng, pairs=i % 3 > 0, point_rate=0.7)
-        for i in range(r.first_scenes - 2 * r.first_copies)
+      self._field_sequence(rng, pairs=i % 3 > 0, point_rate=0.7)
+      for i in range(r.first_scenes - 2 * r.first_copies)
     ] + self._copies(rng, r.first_copies)
 
   def _copies(
-      self, rng: np.random.Generator, count: int
+    self, rng: np.random.Generator, count: int
   ) -> list[TokenSequence]:
     return [self._grounder.copies_sequence(rng) for _ in range(count)]
 
   def _field_sequence(
-      self, rng: np.random.Generator, *, pairs: bool, point_rate: float
+    self, rng: np.random.Generator, *, pairs: bool, point_rate: float
   ) -> TokenSequence:
     """Things of one kind, as pairs or as an inventory."""
     if pairs:  # A shape's name has two words, which is no pair.
       scene = self._field(rng, _PAIR_KINDS)
       return self._grounder.pairs_sequence(*scene, rng)
     return self._grounder.inventory_sequence(
-        *self._field(rng, scenes.FIELD_KINDS),
-        rng,
-        items=6,
-        point_rate=point_rate,
+      *self._field(rng, scenes.FIELD_KINDS), rng, items=6, point_rate=point_rate
     )
 
   def heldout(self) -> dict[str, list[TokenSequence]]:
@@ -266,17 +263,17 @@ class DataMaker:
     """
     rng = np.random.default_rng([self._recipe.seed, 1 << 30])
     data = {
-        "mixed": [
-            s
-            for s in self.sequences(self._recipe.first_steps)
-            if len(s.tokens) <= self._recipe.row_length
-        ],
-        "copies": [self._grounder.copies_sequence(rng) for _ in range(24)],
+      "mixed": [
+        s
+        for s in self.sequences(self._recipe.first_steps)
+        if len(s.tokens) <= self._recipe.row_length
+      ],
+      "copies": [self._grounder.copies_sequence(rng) for _ in range(24)],
     }
     for kind in _PAIR_KINDS:
       data[kind] = [
-          self._grounder.pairs_sequence(*self._field(rng, (kind,)), rng)
-          for _ in range(24)
+        self._grounder.pairs_sequence(*self._field(rng, (kind,)), rng)
+        for _ in range(24)
       ]
     return data
 
@@ -290,30 +287,35 @@ class DataMaker:
     if step >= (1 - r.late) * r.steps:
       inventories, episodes = r.late_inventories, r.late_episodes
     fields = round(r.field_share * inventories)
-    result = self._copies(rng, r.copies) + [
+    result = (
+      self._copies(rng, r.copies)
+      + [
         self._field_sequence(rng, pairs=i % 2 == 0, point_rate=0.5)
         for i in range(fields)
-    ] + [
+      ]
+      + [
         self._grounder.inventory_sequence(
-            *self._scene(rng, other=i < r.other_scenes), rng
+          *self._scene(rng, other=i < r.other_scenes), rng
         )
         for i in range(inventories - fields)
-    ] + [
+      ]
+      + [
         self._grounder.question_sequence(*self._scene(rng), rng)
         for _ in range(r.questions)
-    ]
+      ]
+    )
     tasks = [
-        (self._task(rng, int(rng.random() < 0.2)), int(rng.integers(2**31)))
-        for _ in range(episodes)
+      (self._task(rng, int(rng.random() < 0.2)), int(rng.integers(2**31)))
+      for _ in range(episodes)
     ]
     result += asyncio.run(self._demonstrator.sequences(tasks))
     return result
 
 
 def heldout_report(
-    learner: learner_lib.Learner,
-    sequences: Mapping[str, Sequence[TokenSequence]],
-    number_start: int,
+  learner: learner_lib.Learner,
+  sequences: Mapping[str, Sequence[TokenSequence]],
+  number_start: int,
 ) -> dict[str, float]:
   """Mean log-probs (nats) of number tokens and of other trainable ones.
 
@@ -331,8 +333,8 @@ def heldout_report(
       numbers.append(logprobs[is_number])
       of_words.append(logprobs[sequence.loss_mask & ~is_number])
     number, other = (
-        float(np.mean(values)) if len(values) else 0.0
-        for values in (np.concatenate(numbers), np.concatenate(of_words))
+      float(np.mean(values)) if len(values) else 0.0
+      for values in (np.concatenate(numbers), np.concatenate(of_words))
     )
     if kind == "mixed":
       report["number_logprob"], report["other_logprob"] = number, other
@@ -343,46 +345,46 @@ def heldout_report(
 
 
 def pretrain(
-    recipe: Recipe,
-    out: pathlib.Path,
-    *,
-    report_every: int = 25,
-    save_every: int = 250,
+  recipe: Recipe,
+  out: pathlib.Path,
+  *,
+  report_every: int = 25,
+  save_every: int = 250,
 ) -> dict[str, float]:
   """Runs the recipe; returns the last report."""
   out.mkdir(parents=True, exist_ok=True)
   (out / "recipe.json").write_text(
-      json.dumps(dataclasses.asdict(recipe), indent=2) + "\n"
+    json.dumps(dataclasses.asdict(recipe), indent=2) + "\n"
   )
   store = images.ImageStore(capacity_bytes=256 << 20)
   model, processor, tokenizer = checkpoint.create_policy(
-      recipe.size, seed=recipe.seed, screen=recipe.largest_screen
+    recipe.size, seed=recipe.seed, screen=recipe.largest_screen
   )
   renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
   learner = learner_lib.Learner(
-      model,
-      processor,
-      store,
-      learner_lib.LearnerConfig(
-          steps=recipe.steps,
-          optimizer="muon",
-          learning_rate=recipe.learning_rate,
-          muon_learning_rate=recipe.muon_learning_rate,
-          schedule="cosine",
-          warmup_steps=min(recipe.warmup_steps, recipe.steps // 2),
-          b2=0.98,
-          row_length=recipe.row_length,
-          rows=recipe.rows,
-          patches=recipe.patches,
-          targets=recipe.targets,
-          overlong="drop",
-      ),
-      learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
-      seed=recipe.seed,
+    model,
+    processor,
+    store,
+    learner_lib.LearnerConfig(
+      steps=recipe.steps,
+      optimizer="muon",
+      learning_rate=recipe.learning_rate,
+      muon_learning_rate=recipe.muon_learning_rate,
+      schedule="cosine",
+      warmup_steps=min(recipe.warmup_steps, recipe.steps // 2),
+      b2=0.98,
+      row_length=recipe.row_length,
+      rows=recipe.rows,
+      patches=recipe.patches,
+      targets=recipe.targets,
+      overlong="drop",
+    ),
+    learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
+    seed=recipe.seed,
   )
   data = DataMaker(recipe, renderer, store)
   heldout = DataMaker(
-      dataclasses.replace(recipe, seed=recipe.seed + 1), renderer, store
+    dataclasses.replace(recipe, seed=recipe.seed + 1), renderer, store
   ).heldout()
   number_start = tokenizer.token_to_id("0")
 
@@ -401,20 +403,20 @@ def pretrain(
       losses.append(metrics["loss"])
       if (step + 1) % report_every == 0 or step + 1 == recipe.steps:
         report = {
-            "step": step + 1,
-            "seconds": round(time.monotonic() - started, 1),
-            "loss": float(np.mean(losses)),
-            "tokens_per_second": metrics["learner_tokens_per_second"],
-            **heldout_report(learner, heldout, number_start),
+          "step": step + 1,
+          "seconds": round(time.monotonic() - started, 1),
+          "loss": float(np.mean(losses)),
+          "tokens_per_second": metrics["learner_tokens_per_second"],
+          **heldout_report(learner, heldout, number_start),
         }
         losses.clear()
         log.write(json.dumps(report) + "\n")
         log.flush()
         bar.set_postfix_str(
-            f"loss {report['loss']:.3f}, held-out numbers"
-            f" {report['number_logprob']:.2f}, colors"
-            f" {report['color_logprob']:.2f}, copies"
-            f" {report['copies_logprob']:.2f}"
+          f"loss {report['loss']:.3f}, held-out numbers"
+          f" {report['number_logprob']:.2f}, colors"
+          f" {report['color_logprob']:.2f}, copies"
+          f" {report['copies_logprob']:.2f}"
         )
       if (step + 1) % save_every == 0 or step + 1 == recipe.steps:
         checkpoint.save_policy(out, learner.policy(), dtype="float16")
@@ -423,28 +425,35 @@ def pretrain(
 
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
-      prog="python scripts/pretraining/pretrain.py",
-      description=(
-          "Pretrains the small policies that the package ships. A maintainer's"
-          " command."
-      ),
+    prog="python scripts/pretraining/pretrain.py",
+    description=(
+      "Pretrains the small policies that the package ships. A maintainer's"
+      " command."
+    ),
   )
   out.add_argument(
-      "--out", type=pathlib.Path, required=True, help="directory to write"
+    "--out", type=pathlib.Path, required=True, help="directory to write"
   )
   out.add_argument(
-      "--policy", choices=sorted(CHANGES), default="tiny_vl",
-      help="the shipped policy to make (%(default)s)",
-  )  # pyformat: disable
+    "--policy",
+    choices=sorted(CHANGES),
+    default="tiny_vl",
+    help="the shipped policy to make (%(default)s)",
+  )
   out.add_argument("--steps", type=int, help="default: the recipe's")
   out.add_argument(
-      "--seed", type=int, default=Recipe.seed,
-      help="of weights and data (%(default)s)",
-  )  # pyformat: disable
+    "--seed",
+    type=int,
+    default=Recipe.seed,
+    help="of weights and data (%(default)s)",
+  )
   out.add_argument(
-      "--save-every", type=int, default=250, metavar="STEPS",
-      help="steps between two saves (%(default)s)",
-  )  # pyformat: disable
+    "--save-every",
+    type=int,
+    default=250,
+    metavar="STEPS",
+    help="steps between two saves (%(default)s)",
+  )
   return out
 
 

@@ -22,7 +22,7 @@ def image(n):
 
 def click(thought):
   call = trajectory.ToolCall(
-      "computer_use", {"action": "left_click", "coordinate": [1, 2]}
+    "computer_use", {"action": "left_click", "coordinate": [1, 2]}
   )
   return QWEN.format([call], thought)
 
@@ -40,11 +40,11 @@ def play(agent, turns):
 
 def images_of(messages):
   return [
-      part["image"]
-      for message in messages
-      if isinstance(message["content"], list)
-      for part in message["content"]
-      if part["type"] == "image"
+    part["image"]
+    for message in messages
+    if isinstance(message["content"], list)
+    for part in message["content"]
+    if part["type"] == "image"
   ]
 
 
@@ -67,8 +67,8 @@ class TestSummary:
     last = views[4]
     assert [m["role"] for m in last] == ["system", "user", "assistant", "user"]
     assert text_of(last[1]) == (
-        "Buy milk.\n\nPrevious actions:\n"
-        "Step 1: Press 0.\nStep 2: Press 1.\nStep 3: Press 2."
+      "Buy milk.\n\nPrevious actions:\n"
+      "Step 1: Press 0.\nStep 2: Press 1.\nStep 3: Press 2."
     )
     assert images_of(last) == [image(3), image(4)]
     assert last[2]["content"] == click("Hm.\nAction: Press 3.")
@@ -107,7 +107,7 @@ class TestSummary:
     agent.update_from_model(click("a"))
     agent.update_from_env({"screenshot": image(1), "text": "Error: no"})
     assert text_of(agent.chat_completions[1]) == (
-        "Error: no\ngo\n\nPrevious actions:\nStep 1: a"
+      "Error: no\ngo\n\nPrevious actions:\nStep 1: a"
     )
 
   def test_needs_a_window(self):
@@ -133,23 +133,25 @@ class TestTrees:
     assert views[0][-1]["content"] == "Sign in.\nPAGE 0"
     assert views[1][-1]["content"] == "PAGE 1\nError: no"
     assert [m["content"] for m in views[2] if "PAGE" in m["content"]] == [
-        "Sign in.\nPAGE 0", "PAGE 1\nError: no", "PAGE 2\nError: no",
-    ]  # pyformat: disable
+      "Sign in.\nPAGE 0",
+      "PAGE 1\nError: no",
+      "PAGE 2\nError: no",
+    ]
 
   def test_only_the_newest_trees_stay(self):
     last = by_tree(max_images=1)[2]
     assert [m["content"] for m in last if m["role"] == "user"] == [
-        "Sign in.\n(an older page)",
-        "(an older page)\nError: no",
-        "PAGE 2\nError: no",
+      "Sign in.\n(an older page)",
+      "(an older page)\nError: no",
+      "PAGE 2\nError: no",
     ]
 
   def test_a_summary_keeps_the_task_and_the_steps(self):
     last = by_tree(max_images=1, summary=True)[2]
     assert [m["role"] for m in last] == ["system", "user"]
     assert last[1]["content"] == (
-        "PAGE 2\nError: no\n\nSign in.\n\nPrevious actions:\n"
-        "Step 1: click('0')\nStep 2: click('1')"
+      "PAGE 2\nError: no\n\nSign in.\n\nPrevious actions:\n"
+      "Step 1: click('0')\nStep 2: click('1')"
     )
 
   def test_a_screenshot_s_tree_goes_with_it(self):
@@ -163,21 +165,21 @@ class TestTrees:
 
 
 MESSAGES = st.lists(
-    st.tuples(st.sampled_from(["user", "assistant"]), st.integers(0, 3)),
-    max_size=30,
+  st.tuples(st.sampled_from(["user", "assistant"]), st.integers(0, 3)),
+  max_size=30,
 )
 
 
 @settings(max_examples=200)
 @given(
-    messages=MESSAGES,
-    window=st.integers(1, 4),
-    stride=st.integers(1, 4),
-    summary=st.booleans(),
+  messages=MESSAGES,
+  window=st.integers(1, 4),
+  stride=st.integers(1, 4),
+  summary=st.booleans(),
 )
 def test_the_newest_images_are_seen_in_order(messages, window, stride, summary):
   history = history_lib.MessageHistory(
-      window, min(stride, window), summary=summary
+    window, min(stride, window), summary=summary
   )
   history.append({"role": "system", "content": "s"})
   every, lines = [], []
@@ -189,10 +191,12 @@ def test_the_newest_images_are_seen_in_order(messages, window, stride, summary):
       refs = [image(100 * n + i) for i in range(images)]
       every += refs
       parts = [{"type": "image", "image": ref} for ref in refs]
-      history.append({
+      history.append(
+        {
           "role": role,
           "content": [*parts, {"type": "text", "text": f"see {n}"}],
-      })
+        }
+      )
     visible = images_of(history.seen)
     assert len(visible) <= max(window, images)
     assert visible == every[len(every) - len(visible) :]
@@ -223,11 +227,11 @@ class TestOlderScreenshots:
 
   def sizes(self, messages):
     return [
-        (part["image"].width, part["image"].height)
-        for message in messages
-        if isinstance(message["content"], list)
-        for part in message["content"]
-        if part["type"] == "image"
+      (part["image"].width, part["image"].height)
+      for message in messages
+      if isinstance(message["content"], list)
+      for part in message["content"]
+      if part["type"] == "image"
     ]
 
   def test_all_but_the_newest_are_half(self):
@@ -253,17 +257,20 @@ class TestOlderScreenshots:
     family = chat_families.FAMILIES["glm_v"]
     prompt = chat_families.renderer(family).render(last)
     assert (prompt.tokens.tolist(), prompt.images) == chat_families.expected(
-        family, last
+      family, last
     )
     assert [span.num_tokens for span in prompt.images] == [
-        chat_families.image_tokens(*size) for size in self.sizes(last)
+      chat_families.image_tokens(*size) for size in self.sizes(last)
     ]
 
-  @pytest.mark.parametrize("options, words", [
+  @pytest.mark.parametrize(
+    "options, words",
+    [
       ({"older_scale": 0.0}, "in \\(0, 1\\], got 0"),
       ({"older_scale": 1.5}, "in \\(0, 1\\], got 1.5"),
       ({"older_scale": 0.5}, "needs an image_store"),
-  ])  # pyformat: disable
+    ],
+  )
   def test_what_cannot_be_is_refused(self, options, words):
     with pytest.raises(ValueError, match=words):
       tool_agent.ToolAgent("s", "glm_v", **options)

@@ -45,12 +45,12 @@ def play(renderer, config, family="click-button"):
   store = images.ImageStore()
   factory = episodes_lib.EpisodeFactory(config, store)
   demonstrator = demonstrations.Demonstrator(
-      renderer,
-      factory.make_agent,
-      desktop.DesktopGym,
-      desktop.GYM.load_oracle(),
-      store,
-      screenshots=registry.screenshot_options(config.agent),
+    renderer,
+    factory.make_agent,
+    desktop.DesktopGym,
+    desktop.GYM.load_oracle(),
+    store,
+    screenshots=registry.screenshot_options(config.agent),
   )
   task = desktop.DesktopTasks().train_task(family, 0)
   return asyncio.run(demonstrator.episode(task, 0))
@@ -64,16 +64,19 @@ def _checkpoint(folder, family, width=2048):
   return str(folder)
 
 
-@pytest.mark.parametrize("name, family, agent", [
+@pytest.mark.parametrize(
+  "name, family, agent",
+  [
     ("Qwen2.5-VL-7B-Instruct", "qwen2_5_vl", "qwen2_5_vl_computer_use"),
     ("Qwen3-VL-2B-Instruct", "qwen3_vl", "qwen3_vl_computer_use"),
     ("UI-TARS-1.5-7B", "qwen2_5_vl", "ui_tars_1_5"),
     ("MAI-UI-2B", "qwen3_vl", "mai_ui"),
     ("GLM-4.5V", "glm4v_moe", "glm_4_5v"),
     ("models--x--UI-TARS-1.5-7B/snapshots/0a1b", "qwen2_5_vl", "ui_tars_1_5"),
-])  # pyformat: disable
+  ],
+)
 def test_a_checkpoint_brings_the_agent_of_its_family(
-    tmp_path, caplog, name, family, agent
+  tmp_path, caplog, name, family, agent
 ):
   directory = _checkpoint(tmp_path / name, family)
   config = load(f"policy={directory}")
@@ -113,9 +116,7 @@ def test_a_name_brings_what_its_authors_published(name):
   for key, value in spec.preset.items():
     section, field = key.split(".")
     assert getattr(getattr(config, section), field) == value, key
-  agent = episodes_lib.EpisodeFactory(
-      config, images.ImageStore()
-  ).make_agent()
+  agent = episodes_lib.EpisodeFactory(config, images.ImageStore()).make_agent()
   system = agent.chat_completions[0]["content"]
   assert len(system) > 200 and "$" not in system
   assert isinstance(agent.tool_parser, tool_parser.GuiActionParser)
@@ -136,7 +137,7 @@ def test_its_oracle_wins_on_the_desktop(renderer, name):
 def step_once(config, response):
   """The outcome of one response on the desktop: (observation, info)."""
   agent, env = episodes_lib.EpisodeFactory(config, images.ImageStore())(
-      desktop.DesktopTasks().train_task("enter-text", 0)
+    desktop.DesktopTasks().train_task("enter-text", 0)
   )
 
   async def run():
@@ -153,9 +154,9 @@ def step_once(config, response):
 
 def test_a_call_of_several_actions_is_carried_out_in_order():
   _, ended, info = step_once(
-      load("agent=gemini_computer"),
-      '{"functionCall": {"name": "type_text_at", "args": {"x": 1, "y": 1,'
-      ' "text": "hi"}}}',
+    load("agent=gemini_computer"),
+    '{"functionCall": {"name": "type_text_at", "args": {"x": 1, "y": 1,'
+    ' "text": "hi"}}}',
   )
   kinds = [action["kind"] for action in info["gui_actions"]]
   assert kinds == ["click", "key", "key", "type", "key"] and not ended
@@ -170,10 +171,15 @@ def test_plain_text_is_the_answer_where_a_format_ends_so():
 
 def test_every_key_may_be_overridden():
   config = load(
-      "agent=qwen3_vl_computer_use", "agent.max_images=3",
-      "agent.image_stride=2", "agent.parser=ui_tars", "agent.resize=none",
-      "agent.max_pixels=0", "agent.summary=false", "sampling.max_new_tokens=64",
-  )  # pyformat: disable
+    "agent=qwen3_vl_computer_use",
+    "agent.max_images=3",
+    "agent.image_stride=2",
+    "agent.parser=ui_tars",
+    "agent.resize=none",
+    "agent.max_pixels=0",
+    "agent.summary=false",
+    "sampling.max_new_tokens=64",
+  )
   assert (config.agent.max_images, config.agent.image_stride) == (3, 2)
   assert config.agent.parser == "ui_tars" and not config.agent.summary
   assert config.agent.system_prompt == "qwen3_vl_computer_use"
@@ -188,17 +194,19 @@ def test_a_preset_survives_the_run_s_own_file():
 class TestResizing:
   def test_the_policy_sees_what_the_model_s_processor_leaves_alone(self):
     config = load(
-        "agent=qwen2_5_vl_computer_use", "gym.width=1280", "gym.height=720"
+      "agent=qwen2_5_vl_computer_use", "gym.width=1280", "gym.height=720"
     )
     assert episodes_lib.screen_size(config) == (1288, 728)
     config = load(
-        "agent=qwen3_vl_computer_use", "gym.width=1280", "gym.height=720"
+      "agent=qwen3_vl_computer_use", "gym.width=1280", "gym.height=720"
     )
     assert episodes_lib.screen_size(config) == (1280, 704)
     config = load(
-        "agent=qwen3_vl_computer_use", "gym.width=1280", "gym.height=720",
-        "agent.max_pixels=300000",
-    )  # pyformat: disable
+      "agent=qwen3_vl_computer_use",
+      "gym.width=1280",
+      "gym.height=720",
+      "agent.max_pixels=300000",
+    )
     width, height = episodes_lib.screen_size(config)
     assert width * height <= 300000 and width % 32 == height % 32 == 0
 
@@ -208,21 +216,23 @@ class TestResizing:
                             "ui_tars_absolute", "opencua", "mai_ui"]),
       width=st.integers(30, 5000),
       height=st.integers(30, 5000),
-  )  # pyformat: disable
+  )  # fmt: skip
   def test_the_rule_is_the_processor_s(self, name, width, height):
     rule = tool_parser.get_tool_parser(name).resizing
     rows, cols = qwen_vl_inputs.smart_resize(
-        height, width, rule.factor, rule.min_pixels, rule.max_pixels
+      height, width, rule.factor, rule.min_pixels, rule.max_pixels
     )
     config = agent_settings.AgentConfig(parser=name, resize="grammar")
     assert registry.screenshot_size(config, width, height) == (cols, rows)
 
   def test_a_policy_that_resizes_once_more_is_refused(self, tmp_path):
     config = load(
-        f"run.dir={tmp_path}", "agent=qwen2_5_vl_computer_use",
-        "policy=qwen2_5_vl_tiny", "policy.config={max_pixels: 6272}",
-        "engine.slots=1",
-    )  # pyformat: disable
+      f"run.dir={tmp_path}",
+      "agent=qwen2_5_vl_computer_use",
+      "policy=qwen2_5_vl_tiny",
+      "policy.config={max_pixels: 6272}",
+      "engine.slots=1",
+    )
     with pytest.raises(config_lib.ConfigError) as caught:
       models.make_policy(config, None, "")
     for part in ("140x84", "computer_use_absolute", "agent.max_pixels"):
@@ -230,7 +240,7 @@ class TestResizing:
 
   def test_the_prompt_of_pixels_states_the_resized_size(self):
     config = load(
-        "agent=qwen2_5_vl_computer_use", "gym.width=1280", "gym.height=720"
+      "agent=qwen2_5_vl_computer_use", "gym.width=1280", "gym.height=720"
     )
     factory = episodes_lib.EpisodeFactory(config, images.ImageStore())
     system = factory.make_agent().chat_completions[0]["content"]
@@ -266,7 +276,7 @@ class TestResizing:
         (["agent=mai_ui", "agent.parser=llama_json"],
          ["agent.parser=llama_json", "no GUI actions"]),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_what_cannot_go_together_is_refused(overrides, parts):
   with pytest.raises(config_lib.ConfigError) as caught:
     load(*overrides)
@@ -276,9 +286,12 @@ def test_what_cannot_go_together_is_refused(overrides, parts):
 
 def test_an_agent_without_the_parameter_refuses_the_setting():
   config = load("agent.show_tools=false")
-  assert registry.Builder(config.agent, system_prompt="P")().chat_completions[
-      0
-  ]["content"] == "P"
+  assert (
+    registry.Builder(config.agent, system_prompt="P")().chat_completions[0][
+      "content"
+    ]
+    == "P"
+  )
 
   class Own:
     def __init__(self, system_prompt=""):
@@ -286,9 +299,7 @@ def test_an_agent_without_the_parameter_refuses_the_setting():
 
   registry.AGENTS.register("own_agent", Own)
   try:
-    config = load(
-        "agent=own_agent", "agent.max_images=2", "agent.summary=true"
-    )
+    config = load("agent=own_agent", "agent.max_images=2", "agent.summary=true")
     with pytest.raises(ValueError, match="agent.summary=True.*takes no summ"):
       registry.Builder(config.agent, system_prompt="P")
   finally:
@@ -309,13 +320,18 @@ def test_help_lists_them(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ui_tars_1_5", "opencua", "glm_4_5v"])
 def test_the_shipped_policy_plays_it_in_a_documented_row(
-    tmp_path, name, capsys
+  tmp_path, name, capsys
 ):
-  status = train.main([
-      f"run.dir={tmp_path}", f"agent={name}", "--dry-run",
-      "engine.context_length=4096", "learner.row_length=4096",
+  status = train.main(
+    [
+      f"run.dir={tmp_path}",
+      f"agent={name}",
+      "--dry-run",
+      "engine.context_length=4096",
+      "learner.row_length=4096",
       "learner.rows=1",
-  ])  # pyformat: disable
+    ]
+  )
   shown = capsys.readouterr()
   assert status == 0, shown.err
   assert "memory" in shown.out
@@ -323,7 +339,7 @@ def test_the_shipped_policy_plays_it_in_a_documented_row(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["qwen3_vl_computer_use", "ui_tars_1_5", "glm_4_5v"]
+  "name", ["qwen3_vl_computer_use", "ui_tars_1_5", "glm_4_5v"]
 )
 def test_train_plays_with_the_smallest_policy(tmp_path, name):
   status = train.main([
@@ -335,7 +351,7 @@ def test_train_plays_with_the_smallest_policy(tmp_path, name):
       "engine.context_length=2048", "learner.row_length=2048",
       "engine.window_buckets=[2048]", "engine.prefill_buckets=[256]",
       "engine.prefill_rows=[1]", "engine.decode_rows=[1]",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   assert status == 0
   summary = small_runs.summary_of(tmp_path / "r")
   assert set(summary["eval"]) == {"warm_start", "final"}

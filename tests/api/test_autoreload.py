@@ -11,7 +11,7 @@ import textwrap
 import chat_server
 import pytest
 
-MODULE = '''
+MODULE = """
 import numpy as np
 from tunix.rl.multi_turn import agents
 from tunix.rl.multi_turn.core import gui_action
@@ -82,7 +82,7 @@ class Agent(agents.ToolAgent):
 
 def score(task, action):
   return 0.25
-'''
+"""
 
 SESSION = """
     import json, pathlib, sys, time
@@ -134,10 +134,13 @@ def test_an_edited_gym_parser_agent_and_reward_are_what_plays_next(tmp_path):
   with chat_server.serving() as (url, _):
     program = textwrap.dedent(SESSION.format(folder=str(tmp_path), url=url))
     process = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=380, check=False,
-        cwd=pathlib.Path(tmp_path),
-    )  # pyformat: disable
+      [sys.executable, "-c", program],
+      capture_output=True,
+      text=True,
+      timeout=380,
+      check=False,
+      cwd=pathlib.Path(tmp_path),
+    )
   assert process.returncode == 0, process.stderr + process.stdout
   assert "autoreload of" not in process.stdout + process.stderr, process.stderr
   data = json.loads(process.stdout.splitlines()[-1])

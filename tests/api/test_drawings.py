@@ -48,12 +48,12 @@ def test_a_trajectory_is_a_film(shown, episode):
 def test_an_episode_of_texts_shows_what_was_said(shown):
   """No screen was ever there, so none is missing."""
   step = trajectory_lib.Step(
-      chat_completions=[
-          {"role": "system", "content": "Be short."},
-          {"role": "user", "content": "Say <sun> twice."},
-          {"role": "assistant", "content": "sun sun"},
-      ],
-      model_response="sun sun",
+    chat_completions=[
+      {"role": "system", "content": "Be short."},
+      {"role": "user", "content": "Say <sun> twice."},
+      {"role": "assistant", "content": "sun sun"},
+    ],
+    model_response="sun sun",
   )
   drawn = shown(trajectory_lib.Trajectory(steps=[step]))["text/html"]
   assert "not kept" not in drawn
@@ -83,8 +83,8 @@ def test_a_reference_is_its_picture_through_its_store(shown):
 def test_a_reference_of_a_run_that_was_read_is_its_picture(shown, episode):
   (part, _) = episode.trajectory.steps[0].chat_completions[0]["content"]
   np.testing.assert_array_equal(
-      pixels_of(shown(part["image"])["image/png"]),
-      np.asarray(episode.screenshot(0)),
+    pixels_of(shown(part["image"])["image/png"]),
+    np.asarray(episode.screenshot(0)),
   )
 
 
@@ -126,29 +126,34 @@ LONG = "x" * 100_000
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        trajectory_lib.Step(model_response=LONG, info={"a": LONG}),
-        trajectory_lib.Step(action=[trajectory_lib.ToolCall("a", {"b": LONG})]),
-        trajectory_lib.Trajectory(
-            steps=[trajectory_lib.Step(model_response=LONG)], error=LONG,
-            trajectory_id=LONG,
-        ),
-        trajectory_lib.TrajectoryGroup(
-            LONG, LONG,
-            [trajectory_lib.Trajectory(
-                status=trajectory_lib.TrajectoryStatus.FAILED
-            )],
-        ),
-        trajectory_lib.TokenSequence(
-            np.zeros(9999), np.zeros(9999), np.zeros(9999),
-            np.full(9999, -1), np.zeros(9999),
-        ),
-        base.Task(LONG, LONG, LONG, params={"a": LONG}),
-        base.Observation(np.zeros((9, 9, 3), np.uint8), text=LONG),
-        images_lib.ImageStore().put(np.zeros((9, 9, 3), np.uint8)),
-    ],
-)  # pyformat: disable
+  "value",
+  [
+    trajectory_lib.Step(model_response=LONG, info={"a": LONG}),
+    trajectory_lib.Step(action=[trajectory_lib.ToolCall("a", {"b": LONG})]),
+    trajectory_lib.Trajectory(
+      steps=[trajectory_lib.Step(model_response=LONG)],
+      error=LONG,
+      trajectory_id=LONG,
+    ),
+    trajectory_lib.TrajectoryGroup(
+      LONG,
+      LONG,
+      [
+        trajectory_lib.Trajectory(status=trajectory_lib.TrajectoryStatus.FAILED)
+      ],
+    ),
+    trajectory_lib.TokenSequence(
+      np.zeros(9999),
+      np.zeros(9999),
+      np.zeros(9999),
+      np.full(9999, -1),
+      np.zeros(9999),
+    ),
+    base.Task(LONG, LONG, LONG, params={"a": LONG}),
+    base.Observation(np.zeros((9, 9, 3), np.uint8), text=LONG),
+    images_lib.ImageStore().put(np.zeros((9, 9, 3), np.uint8)),
+  ],
+)
 def test_a_repr_is_one_short_line(value):
   assert len(repr(value)) < 400 and "\n" not in repr(value)
 
@@ -171,7 +176,10 @@ def test_importing_the_package_draws_and_imports_nothing():
     print("Do it" in found["text/html"], "jax" in sys.modules)
   """
   process = subprocess.run(
-      [sys.executable, "-c", textwrap.dedent(program)],
-      capture_output=True, text=True, timeout=120, check=False,
-  )  # pyformat: disable
+    [sys.executable, "-c", textwrap.dedent(program)],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
   assert process.stdout.strip() == "True False", process.stderr

@@ -20,11 +20,11 @@ from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.play import session as session_lib
 
 ADD = {
-    "environment": "tool",
-    "eval.episodes_per_task": 6,
-    "eval.modes": ["sampled"],
-    "collect.concurrency": 4,
-    "report.progress": "none",
+  "environment": "tool",
+  "eval.episodes_per_task": 6,
+  "eval.modes": ["sampled"],
+  "collect.concurrency": 4,
+  "report.progress": "none",
 }
 
 
@@ -51,9 +51,9 @@ def test_a_call_evaluates_and_returns_the_figures(tmp_path):
 
 def test_an_evaluation_that_failed_is_continued(tmp_path):
   quick = {
-      "evaluate.tries": 1,
-      "evaluate.give_up_after": 3,
-      "collect.concurrency": 1,
+    "evaluate.tries": 1,
+    "evaluate.give_up_after": 3,
+    "collect.concurrency": 1,
   }
   with chat_server.serving() as (url, server):
     server.dies_after = 4
@@ -68,17 +68,17 @@ def test_an_evaluation_that_failed_is_continued(tmp_path):
 
 @pytest.mark.parametrize("quiet", [False, True], ids=["script", "notebook"])
 def test_a_comparison_that_fails_is_an_error(
-    tmp_path, capsys, monkeypatch, quiet
+  tmp_path, capsys, monkeypatch, quiet
 ):
   shown = evaluate_lib.run_to_end
   monkeypatch.setattr(
-      evaluate_lib, "run_to_end", lambda e, **_: shown(e, quiet=quiet)
+    evaluate_lib, "run_to_end", lambda e, **_: shown(e, quiet=quiet)
   )
   with chat_server.serving() as (url, _):
     other = evaluate(tmp_path, url, name="o", **{"eval.episodes_per_task": 1})
     text = (other.directory / "episodes.jsonl").read_text()
     (other.directory / "episodes.jsonl").write_text(
-        text.replace('"add', '"other')
+      text.replace('"add', '"other')
     )
     with pytest.raises(RuntimeError, match=r"c failed: .*continue it with"):
       evaluate(tmp_path, url, name="c", compare=str(other.directory))
@@ -88,20 +88,20 @@ def test_a_comparison_that_fails_is_an_error(
 
 
 @pytest.mark.parametrize(
-    "policy, tasks, settings, problem",
-    [
-        ("tiny_lv", None, {}, "did you mean 'tiny_vl'"),
-        (3, None, {}, "policy=3: give a run"),
-        ("oracle", None, {}, "policy='oracle': an oracle is not measured"),
-        ("tiny_vl", [3], {}, "tasks=3 is no family"),
-        ("tiny_vl", None, {"dry_run": True}, "unknown key 'dry_run'"),
-        ("tiny_vl", None, {"run": {"dry_run": True}}, "leave it out"),
-        ("tiny_vl", "ad", {"environment": "tool"}, "did you mean 'add'"),
-        ("http://127.0.0.1:9/v1", "add", ADD, "cannot be reached"),
-    ],
+  "policy, tasks, settings, problem",
+  [
+    ("tiny_lv", None, {}, "did you mean 'tiny_vl'"),
+    (3, None, {}, "policy=3: give a run"),
+    ("oracle", None, {}, "policy='oracle': an oracle is not measured"),
+    ("tiny_vl", [3], {}, "tasks=3 is no family"),
+    ("tiny_vl", None, {"dry_run": True}, "unknown key 'dry_run'"),
+    ("tiny_vl", None, {"run": {"dry_run": True}}, "leave it out"),
+    ("tiny_vl", "ad", {"environment": "tool"}, "did you mean 'add'"),
+    ("http://127.0.0.1:9/v1", "add", ADD, "cannot be reached"),
+  ],
 )
 def test_a_wrong_evaluation_is_one_clear_error(
-    policy, tasks, settings, problem, tmp_path
+  policy, tasks, settings, problem, tmp_path
 ):
   with pytest.raises(mt.ConfigError, match=problem):
     mt.evaluate(policy, tasks, **{**settings, "run.dir": str(tmp_path)})
@@ -110,13 +110,13 @@ def test_a_wrong_evaluation_is_one_clear_error(
 
 def test_the_oracle_plays_the_task_that_an_evaluation_plays():
   episode = mt.play(
-      "oracle", "enter-text", gym="desktop", index=2, **{"eval.seed": 0}
+    "oracle", "enter-text", gym="desktop", index=2, **{"eval.seed": 0}
   )
   task = desktop.DesktopTasks(("enter-text",)).eval_task("enter-text", 2, 0)
   assert episode.task_id == task.task_id and episode.success
   trajectory = episode.trajectory
   assert [s.info["gui_actions"] for s in trajectory.steps] == [
-      [s.action] for s in trajectory.steps
+    [s.action] for s in trajectory.steps
   ]
   assert trajectory.reward == trajectory.steps[-1].reward == 1.0
   assert episode.screenshot(0).size == (128, 96)
@@ -125,7 +125,7 @@ def test_the_oracle_plays_the_task_that_an_evaluation_plays():
 
 def test_a_script_plays_a_task_of_its_own():
   task = desktop.DesktopTasks(("click-button",)).train_task(
-      "click-button", 5, 0
+    "click-button", 5, 0
   )
   oracle = mt.play("oracle", task, gym="desktop").trajectory
   right = gui_action.GuiAction.from_json(oracle.steps[0].action)
@@ -133,8 +133,9 @@ def test_a_script_plays_a_task_of_its_own():
   episode = mt.play([right], task, gym="desktop")
   assert episode.success and episode.task_id == task.task_id
   assert not mt.play([miss], task, gym="desktop").success
-  named = mt.play([right], "click-button", gym="desktop", index=5,
-                  split="train")  # pyformat: disable
+  named = mt.play(
+    [right], "click-button", gym="desktop", index=5, split="train"
+  )
   assert named.success and named.task_id == task.task_id
 
 
@@ -166,7 +167,6 @@ def test_the_stop_button_ends_an_oracles_episode_and_its_gym(monkeypatch):
   closed, begun = [], threading.Event()
 
   class Endless(desktop.DesktopGym):
-
     async def act(self, action):
       begun.set()
       await asyncio.sleep(0.05)
@@ -179,14 +179,14 @@ def test_the_stop_button_ends_an_oracles_episode_and_its_gym(monkeypatch):
   spec = dataclasses.replace(gyms.get("desktop"), make=Endless)
   gyms.registry.GYMS.register("endless", spec)
   stopper = threading.Thread(
-      target=lambda: begun.wait(30) and os.kill(os.getpid(), signal.SIGINT)
+    target=lambda: begun.wait(30) and os.kill(os.getpid(), signal.SIGINT)
   )
   stopper.start()
   before = signal.getsignal(signal.SIGINT)
   wait = [gui_action.GuiAction("wait")] * 100_000
   task = dataclasses.replace(
-      desktop.DesktopTasks(("click-button",)).train_task("click-button", 0, 0),
-      max_turns=100_000,
+    desktop.DesktopTasks(("click-button",)).train_task("click-button", 0, 0),
+    max_turns=100_000,
   )
   try:
     with pytest.raises(RuntimeError, match="stopped before its end"):
@@ -198,18 +198,18 @@ def test_the_stop_button_ends_an_oracles_episode_and_its_gym(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "policy, task, settings, problem",
-    [
-        ("oracle", "enter-texx", {}, "did you mean 'enter-text'"),
-        ("oracle", 3, {}, "task=3 must be a family's name"),
-        ("oracle", None, {"index": -1}, "index=-1 must be"),
-        ("oracle", None, {"split": "test"}, "split='test' must be"),
-        ("oracle", None, {"mode": "best"}, "mode='best' must be"),
-        (["click"], None, {}, "a script is a list of GuiActions"),
-        ("oracle", "add", {"environment": "tool"}, "acts on no gym"),
-        ("tiny_vl", None, {"mode": "quick"}, "mode='quick' must be"),
-        ("runs/none", None, {}, "there is no such directory"),
-    ],
+  "policy, task, settings, problem",
+  [
+    ("oracle", "enter-texx", {}, "did you mean 'enter-text'"),
+    ("oracle", 3, {}, "task=3 must be a family's name"),
+    ("oracle", None, {"index": -1}, "index=-1 must be"),
+    ("oracle", None, {"split": "test"}, "split='test' must be"),
+    ("oracle", None, {"mode": "best"}, "mode='best' must be"),
+    (["click"], None, {}, "a script is a list of GuiActions"),
+    ("oracle", "add", {"environment": "tool"}, "acts on no gym"),
+    ("tiny_vl", None, {"mode": "quick"}, "mode='quick' must be"),
+    ("runs/none", None, {}, "there is no such directory"),
+  ],
 )
 def test_a_wrong_episode_is_one_clear_error(policy, task, settings, problem):
   with pytest.raises(mt.ConfigError, match=problem):
@@ -220,9 +220,10 @@ def test_a_session_ends_a_task_whose_turns_are_used_up():
   gym = desktop.DesktopGym()
   session = session_lib.Session("desktop", gym, by="script")
   wait = gui_action.GuiAction("wait")
+
   async def played():
     task = desktop.DesktopTasks(("click-button",)).train_task(
-        "click-button", 0, 0
+      "click-button", 0, 0
     )
     try:
       return task, await session.play(task, iter([wait] * 1000))

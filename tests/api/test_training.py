@@ -29,11 +29,11 @@ def settings_of(*overrides: str) -> dict:
 
 
 SMALL = settings_of(
-    *small_runs.SMALL,
-    small_runs.ONE_LAYER,
-    "warm_start.source=none",
-    "warm_start.steps=2",
-    "warm_start.batch_size=4",
+  *small_runs.SMALL,
+  small_runs.ONE_LAYER,
+  "warm_start.source=none",
+  "warm_start.steps=2",
+  "warm_start.batch_size=4",
 )
 
 
@@ -41,9 +41,13 @@ SMALL = settings_of(
 def run(tmp_path_factory):
   directory = tmp_path_factory.mktemp("runs")
   run = mt.train(
-      steps=2, name="a", gym="desktop", run={"dir": directory}, wait=False,
-      **SMALL,
-  )  # pyformat: disable
+    steps=2,
+    name="a",
+    gym="desktop",
+    run={"dir": directory},
+    wait=False,
+    **SMALL,
+  )
   run.drawn_at_once = run._repr_html_()
   return run.wait()
 
@@ -87,7 +91,7 @@ def test_of_two_runs_that_start_at_once_one_is_refused(tmp_path, monkeypatch):
   monkeypatch.setattr(training.train_lib, "build", build)
   with concurrent.futures.ThreadPoolExecutor(1) as thread:
     first = thread.submit(
-        mt.train, steps=1, gym="desktop", run={"dir": tmp_path}
+      mt.train, steps=1, gym="desktop", run={"dir": tmp_path}
     )
     assert building.wait(60)
     for call in (mt.train, mt.evaluate):
@@ -114,9 +118,12 @@ def test_a_dry_run_is_refused_before_anything_is_built(monkeypatch):
 @pytest.mark.slow
 def test_the_trained_policy_is_evaluated_and_plays(run, tmp_path):
   evaluation = mt.evaluate(
-      run, "enter-text", modes=["greedy"], dir=tmp_path,
-      **{"eval.episodes_per_task": 2},
-  )  # pyformat: disable
+    run,
+    "enter-text",
+    modes=["greedy"],
+    dir=tmp_path,
+    **{"eval.episodes_per_task": 2},
+  )
   again = mt.play(run, "enter-text", mode="greedy", index=1)
   (same,) = [e for e in evaluation.episodes if e.task_id == again.task_id]
   assert again.status is same.status and again.turns == same.turns
@@ -131,15 +138,15 @@ def reward_of_a_module(trajectory):
 
 def test_settings_are_those_of_the_command(tmp_path):
   argv = training.arguments(
-      {"learner": {"rows": 4}},
-      {
-          "steps": 3,
-          "reward": reward_of_a_module,
-          "name": "007",
-          "run": {"dir": tmp_path},
-          "tasks": ("click-color",),
-          "queue.path": None,
-      },
+    {"learner": {"rows": 4}},
+    {
+      "steps": 3,
+      "reward": reward_of_a_module,
+      "name": "007",
+      "run": {"dir": tmp_path},
+      "tasks": ("click-color",),
+      "queue.path": None,
+    },
   )
   config = config_lib.load_config([*argv, "gym=desktop"])
   assert config.learner.rows == 4 and config.learner.steps == 3
@@ -148,16 +155,16 @@ def test_settings_are_those_of_the_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config, settings, problem",
-    [
-        (None, {"stepz": 3}, "unknown key 'stepz'"),
-        (None, {"steps": "many"}, "learner.steps='many' must be"),
-        (None, {"steps": float("nan")}, "steps=nan"),
-        (None, {"reward": lambda t: 1.0}, "define it at the top"),
-        (None, {"reward": object()}, "an? object cannot be written"),
-        ("steps=3", {}, "settings are keywords"),
-        (None, {"run": {"dry_run": True}, "steps": 1}, "leave it out"),
-    ],
+  "config, settings, problem",
+  [
+    (None, {"stepz": 3}, "unknown key 'stepz'"),
+    (None, {"steps": "many"}, "learner.steps='many' must be"),
+    (None, {"steps": float("nan")}, "steps=nan"),
+    (None, {"reward": lambda t: 1.0}, "define it at the top"),
+    (None, {"reward": object()}, "an? object cannot be written"),
+    ("steps=3", {}, "settings are keywords"),
+    (None, {"run": {"dry_run": True}, "steps": 1}, "leave it out"),
+  ],
 )
 def test_a_mistake_is_one_clear_error(config, settings, problem, tmp_path):
   settings.setdefault("run", {})["dir"] = str(tmp_path)
@@ -167,7 +174,7 @@ def test_a_mistake_is_one_clear_error(config, settings, problem, tmp_path):
 
 def test_a_function_that_was_defined_anew_is_refused():
   old = type(reward_of_a_module)(
-      reward_of_a_module.__code__, globals(), "reward_of_a_module"
+    reward_of_a_module.__code__, globals(), "reward_of_a_module"
   )
   with pytest.raises(ValueError, match="not this object any more"):
     training.importable_name(old)
@@ -192,9 +199,12 @@ def test_reading_a_run_imports_no_jax(run):
     print("jax" in sys.modules)
   """
   process = subprocess.run(
-      [sys.executable, "-c", textwrap.dedent(program)],
-      capture_output=True, text=True, timeout=120, check=False,
-  )  # pyformat: disable
+    [sys.executable, "-c", textwrap.dedent(program)],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
   assert process.stdout.strip() == "False", process.stderr
 
 
@@ -221,15 +231,18 @@ def test_a_wrong_name_is_refused_without_jax():
     print("jax" in sys.modules, mt.train.Run.__module__)
   """
   process = subprocess.run(
-      [sys.executable, "-c", textwrap.dedent(program)],
-      capture_output=True, text=True, timeout=120, check=False,
-  )  # pyformat: disable
+    [sys.executable, "-c", textwrap.dedent(program)],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
   room = "tunix.rl.multi_turn.run.run"
   assert process.stdout.split() == ["False", "True", room], process.stderr
 
 
 CELLS = [
-    """
+  """
     import pathlib, sys
     sys.path.insert(0, {here!r})
     %load_ext autoreload
@@ -237,31 +250,31 @@ CELLS = [
     import tunix.rl.multi_turn as mt
     import my_rewards
     """,
-    "run = mt.train({config!r}, steps=500, reward=my_rewards.score)\nrun",
-    """
+  "run = mt.train({config!r}, steps=500, reward=my_rewards.score)\nrun",
+  """
     import time
     while run.step < 2 and not run.done:
       time.sleep(.1)
     print(run.error)
     print("while it trains:", run.status, len(run.metrics) >= 2)
     """,
-    "run.plot()",
-    "run.stop(); run.wait(120); print(run.status)",
-    "steps = run.step\nprint(set(run.metrics['reward_mean']))",
-    """
+  "run.plot()",
+  "run.stop(); run.wait(120); print(run.status)",
+  "steps = run.step\nprint(set(run.metrics['reward_mean']))",
+  """
     pathlib.Path(my_rewards.__file__).write_text(
         "def score(*_, **__):\\n  return 0.25\\n"
     )
     """,
-    """
+  """
     again = mt.train(
         {config!r}, steps=2, name="again", reward=my_rewards.score, wait=True
     )
     print(set(again.metrics['reward_mean']))
     """,
-    "more = run.resume(steps=steps + 1); more.wait(200); print(more.step)",
-    "run.watch(-1)",
-    "mt.train(stepz=3)",
+  "more = run.resume(steps=steps + 1); more.wait(200); print(more.step)",
+  "run.watch(-1)",
+  "mt.train(stepz=3)",
 ]
 
 
@@ -272,11 +285,13 @@ def this_kernel(tmp_path, monkeypatch) -> str:
   directory.mkdir(parents=True)
   argv = [sys.executable, "-m", "ipykernel_launcher", "-f"]
   (directory / "kernel.json").write_text(
-      json.dumps({
-          "argv": [*argv, "{connection_file}"],
-          "display_name": "this",
-          "language": "python",
-      })
+    json.dumps(
+      {
+        "argv": [*argv, "{connection_file}"],
+        "display_name": "this",
+        "language": "python",
+      }
+    )
   )
   monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
   monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
@@ -285,44 +300,52 @@ def this_kernel(tmp_path, monkeypatch) -> str:
 
 @pytest.mark.slow
 def test_a_notebook_trains_stops_edits_a_reward_and_resumes(
-    tmp_path, this_kernel
+  tmp_path, this_kernel
 ):
   import nbclient  # pylint: disable=g-import-not-at-top
   import nbformat  # pylint: disable=g-import-not-at-top
 
   (tmp_path / "my_rewards.py").write_text(
-      "def score(*_, **__):\n  return 0.75\n"
+    "def score(*_, **__):\n  return 0.75\n"
   )
   config = tmp_path / "small.yaml"
   config.write_text(
-      yaml.safe_dump({
-          **SMALL, "gym": "desktop", "run.dir": str(tmp_path / "runs"),
-          "warm_start.steps": 0, "eval.episodes_per_task": 1,
-      })  # pyformat: disable
+    yaml.safe_dump(
+      {
+        **SMALL,
+        "gym": "desktop",
+        "run.dir": str(tmp_path / "runs"),
+        "warm_start.steps": 0,
+        "eval.episodes_per_task": 1,
+      }
+    )
   )
   notebook = nbformat.v4.new_notebook(
-      cells=[
-          nbformat.v4.new_code_cell(
-              textwrap.dedent(
-                  cell.format(config=str(config), here=str(tmp_path))
-                  if "{" in cell
-                  else cell
-              ).strip()
-          )
-          for cell in CELLS
-      ]
+    cells=[
+      nbformat.v4.new_code_cell(
+        textwrap.dedent(
+          cell.format(config=str(config), here=str(tmp_path))
+          if "{" in cell
+          else cell
+        ).strip()
+      )
+      for cell in CELLS
+    ]
   )
   client = nbclient.NotebookClient(
-      notebook, timeout=300, allow_errors=True, kernel_name=this_kernel,
-      resources={"metadata": {"path": str(tmp_path)}},
-  )  # pyformat: disable
+    notebook,
+    timeout=300,
+    allow_errors=True,
+    kernel_name=this_kernel,
+    resources={"metadata": {"path": str(tmp_path)}},
+  )
   client.execute()
   text = ["".join(o.get("text", "") for o in c.outputs) for c in notebook.cells]
   failed = [
-      "\n".join(o["traceback"])
-      for c in notebook.cells[:-1]
-      for o in c.outputs
-      if o.output_type == "error"
+    "\n".join(o["traceback"])
+    for c in notebook.cells[:-1]
+    for o in c.outputs
+    if o.output_type == "error"
   ]
   assert not failed, failed[0]
   assert "while it trains: running True" in text[2], text
@@ -332,16 +355,16 @@ def test_a_notebook_trains_stops_edits_a_reward_and_resumes(
   steps = int(text[8].splitlines()[-1])
   assert steps >= 3
   shown = [
-      o["data"]["text/html"]
-      for o in notebook.cells[1].outputs
-      if "data" in o and "text/html" in o["data"]
+    o["data"]["text/html"]
+    for o in notebook.cells[1].outputs
+    if "data" in o and "text/html" in o["data"]
   ]
   assert any("<progress" in html for html in shown)
   assert len(json.dumps(notebook.cells[1].outputs)) < 100_000
   for place in (3, 9):
-    assert "<iframe srcdoc" in notebook.cells[place].outputs[-1]["data"][
-        "text/html"
-    ]
+    assert (
+      "<iframe srcdoc" in notebook.cells[place].outputs[-1]["data"]["text/html"]
+    )
   error = notebook.cells[-1].outputs[-1]
   assert error["ename"] == "ConfigError"
   assert len(error["traceback"]) == 1  # No frames: the problem alone.

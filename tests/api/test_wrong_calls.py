@@ -30,12 +30,15 @@ def test_what_names_no_directory_is_refused(wrong):
     mt.load(wrong)
 
 
-@pytest.mark.parametrize("inside, problem", [
+@pytest.mark.parametrize(
+  "inside, problem",
+  [
     (".", "give .*/demo"),
     ("demo/policy", "give the run, .*/demo"),
     ("demo/none", "give the run, .*/demo"),
     ("none/none", "give runs/<name>"),
-])  # pyformat: disable
+  ],
+)
 def test_a_directory_beside_a_run_names_the_run(runs, inside, problem):
   with pytest.raises(FileNotFoundError, match=problem):
     mt.load(runs / inside)

@@ -52,10 +52,10 @@ def _saved(policy, tmp_path_factory):
 
 def launch_of(saved, **changes):
   options = {
-      "served_name": "cua",
-      "max_model_len": small_server.CONTEXT,
-      "images": 3,
-      "dtype": "float32",
+    "served_name": "cua",
+    "max_model_len": small_server.CONTEXT,
+    "images": 3,
+    "dtype": "float32",
   }
   return Launch(str(saved), **(options | changes))
 
@@ -63,7 +63,7 @@ def launch_of(saved, **changes):
 @contextlib.contextmanager
 def vllm(launch, **options):
   with fake_engines.FakeVllm(
-      launch.argv(), launch.environment(), **options
+    launch.argv(), launch.environment(), **options
   ) as fake:
     yield fake
 
@@ -83,12 +83,12 @@ def _sglang(saved):
 @contextlib.asynccontextmanager
 async def client_of(fake, policy, protocol="vllm", **options):
   client = openai_client.OpenAIClient(
-      f"{fake.url}/v1",
-      "cua",
-      policy.images,
-      protocol=protocol,
-      banned_token_ids=policy.model.config.banned_token_ids,
-      **options,
+    f"{fake.url}/v1",
+    "cua",
+    policy.images,
+    protocol=protocol,
+    banned_token_ids=policy.model.config.banned_token_ids,
+    **options,
   )
   try:
     yield client
@@ -102,14 +102,14 @@ async def client_of(fake, policy, protocol="vllm", **options):
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_it_is_asked_in_tokens_and_answers_as_ours_would(
-    request, policy, protocol, temperature
+  request, policy, protocol, temperature
 ):
   fake = request.getfixturevalue("fake" if protocol == "vllm" else "sglang")
   async with client_of(fake, policy, protocol, version=5) as client:
     for seeds in ((), (1,), (2, 3)):
       prompt = policy.prompt(*seeds)
       sampling = policy.sampling(
-          temperature=temperature, top_p=0.9, top_k=99, min_p=0.02
+        temperature=temperature, top_p=0.9, top_k=99, min_p=0.02
       )
       got = await client.generate(prompt, sampling, session="s")
       want = await policy.engine.generate(prompt, sampling, session="w")
@@ -131,7 +131,7 @@ async def test_it_is_asked_in_tokens_and_answers_as_ours_would(
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 async def test_a_prompt_that_is_too_long_is_a_context_limit(
-    request, policy, protocol
+  request, policy, protocol
 ):
   fake = request.getfixturevalue("fake" if protocol == "vllm" else "sglang")
   long = policy_client.TokenPrompt(np.full(300, 5))
@@ -153,13 +153,13 @@ async def test_the_65th_image_is_refused_and_64_are_not(policy, saved):
       assert len(got.tokens)
       with pytest.raises(ValueError, match=r"400.*At most 64 image\(s\)"):
         await client.generate(
-            policy.prompt(*range(65)), policy.sampling(), session="s"
+          policy.prompt(*range(65)), policy.sampling(), session="s"
         )
     async with client_of(fake, policy) as client:  # Nor is it sent.
       requests_before = len(fake.bodies)
       with pytest.raises(ValueError, match="65 images.*max_images=64"):
         await client.generate(
-            policy.prompt(*range(65)), policy.sampling(), session="s"
+          policy.prompt(*range(65)), policy.sampling(), session="s"
         )
       assert len(fake.bodies) == requests_before
 
@@ -185,21 +185,21 @@ async def test_what_was_cut_off_goes_on(policy, saved):
 
 
 async def test_a_server_that_read_another_prompt_is_found_out(
-    fake, policy, monkeypatch
+  fake, policy, monkeypatch
 ):
   real = fake.expanded
 
   async def twice(ids, urls):
     prompt = await real(ids, urls)
     return policy_client.TokenPrompt(
-        np.concatenate([[5], prompt.tokens]),
-        [span.shifted(1) for span in prompt.images],
+      np.concatenate([[5], prompt.tokens]),
+      [span.shifted(1) for span in prompt.images],
     )
 
   monkeypatch.setattr(fake, "expanded", twice)
   async with client_of(fake, policy) as client:
     with pytest.raises(
-        openai_client.PromptMismatchError, match="image processor or tokenizer"
+      openai_client.PromptMismatchError, match="image processor or tokenizer"
     ):
       await client.generate(policy.prompt(1), policy.sampling(), session="s")
     assert client.counts["prompt_mismatch"] == 1
@@ -215,11 +215,11 @@ def telling(**choice):
   async def complete(request):
     del request
     return responses.JSONResponse(
-        {"choices": [{"index": 0, "finish_reason": "stop", **choice}]}
+      {"choices": [{"index": 0, "finish_reason": "stop", **choice}]}
     )
 
   app = applications.Starlette(
-      routes=[routing.Route("/v1/completions", complete, methods=["POST"])]
+    routes=[routing.Route("/v1/completions", complete, methods=["POST"])]
   )
   with http_server.LoopbackServer(app) as server:
     yield server
@@ -238,25 +238,25 @@ TEXT = "hello there"
         ("unequal_lengths", {"token_ids": [7, 8], "logprobs": {
             "token_logprobs": [-0.5]}}, False),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 async def test_what_is_not_told_is_made_up_flagged_and_counted(
-    policy, cause, choice, exact
+  policy, cause, choice, exact
 ):
   eot = policy.renderer.end_of_turn_id
   with telling(text=TEXT, **choice) as server:
     async with client_of(
-        server,
-        policy,
-        tokenize=policy.renderer.encode,
-        end_of_turn_id=eot,
-        recompute=lambda prompt, tokens: np.full(len(tokens), -0.25),
+      server,
+      policy,
+      tokenize=policy.renderer.encode,
+      end_of_turn_id=eot,
+      recompute=lambda prompt, tokens: np.full(len(tokens), -0.25),
     ) as client:
       got = await client.generate(
-          policy.prompt(), policy.sampling(), session="s"
+        policy.prompt(), policy.sampling(), session="s"
       )
     assert got.fallback == cause
     assert {k: v for k, v in client.counts.items() if k != "requests"} == (
-        {cause: 1} if cause else {}
+      {cause: 1} if cause else {}
     )
     encoded = [*policy.renderer.encode(TEXT).tolist(), eot]
     assert got.tokens.tolist() == ([7, 8] if exact else encoded)
@@ -267,13 +267,13 @@ async def test_what_is_not_told_is_made_up_flagged_and_counted(
     async with client_of(server, policy) as client:
       if exact:
         got = await client.generate(
-            policy.prompt(), policy.sampling(), session="s"
+          policy.prompt(), policy.sampling(), session="s"
         )
         if cause:
           assert got.logprobs.tolist() == [0.0, 0.0]
       else:
         with pytest.raises(
-            openai_client.RemoteError, match="return_token_ids.*tokenize="
+          openai_client.RemoteError, match="return_token_ids.*tokenize="
         ):
           await client.generate(policy.prompt(), policy.sampling(), session="s")
 
@@ -283,20 +283,20 @@ def answer_of(tokens, logprobs):
 
 
 @pytest.mark.parametrize(
-    "tokens, logprobs, reason",
-    [
-        ([7, 1 << 40], [-0.5, -0.5], "outside of the vocabulary"),
-        ([7, -1], [-0.5, -0.5], "outside of the vocabulary"),
-        ([7, "BANNED"], [-0.5, -0.5], "is banned"),
-        ([7, 8], [-0.5, -1e30], "log-prob is -1e.30, below -50"),
-        ([7, 8], [-0.5, 0.01], "must be <= 0"),
-        ([7, 8], [-0.5, None], "must be finite"),
-        ([7, 8], [-0.5, "low"], "no list of numbers"),
-        ([7, [8]], [-0.5, -0.5], "no list of numbers"),
-    ],
+  "tokens, logprobs, reason",
+  [
+    ([7, 1 << 40], [-0.5, -0.5], "outside of the vocabulary"),
+    ([7, -1], [-0.5, -0.5], "outside of the vocabulary"),
+    ([7, "BANNED"], [-0.5, -0.5], "is banned"),
+    ([7, 8], [-0.5, -1e30], "log-prob is -1e.30, below -50"),
+    ([7, 8], [-0.5, 0.01], "must be <= 0"),
+    ([7, 8], [-0.5, None], "must be finite"),
+    ([7, 8], [-0.5, "low"], "no list of numbers"),
+    ([7, [8]], [-0.5, -0.5], "no list of numbers"),
+  ],
 )
 async def test_what_the_policy_cannot_have_sampled_is_not_believed(
-    policy, tokens, logprobs, reason
+  policy, tokens, logprobs, reason
 ):
   about = policy.model.config
   tokens = [about.banned_token_ids[0] if t == "BANNED" else t for t in tokens]
@@ -308,7 +308,7 @@ async def test_what_the_policy_cannot_have_sampled_is_not_believed(
   with telling(text=TEXT, **answer_of([7, 8], [1e-6, -49.0])) as server:
     async with client_of(server, policy, vocab_size=about.vocab_size) as client:
       got = await client.generate(
-          policy.prompt(), policy.sampling(), session="s"
+        policy.prompt(), policy.sampling(), session="s"
       )
       assert got.tokens.tolist() == [7, 8]
 
@@ -319,14 +319,17 @@ async def test_what_the_policy_cannot_have_sampled_is_not_believed(
 def calls_of(load):
   """Calls of a hand-over, in order."""
   return [
-      "pause abort", load, "update_weight_version", "reset_prefix_cache",
-      "resume",
-  ]  # pyformat: disable
+    "pause abort",
+    load,
+    "update_weight_version",
+    "reset_prefix_cache",
+    "resume",
+  ]
 
 
 def other_weights(seed):
   model, _, _ = checkpoint.create_policy(
-      "nano", seed=seed, screen=small_server.SIZE
+    "nano", seed=seed, screen=small_server.SIZE
   )
   return model
 
@@ -334,11 +337,11 @@ def other_weights(seed):
 @contextlib.contextmanager
 def weights_for(directory, policy, engines, clients, **options):
   weights = disk_weights.DiskWeights(
-      directory,
-      disk_weights.policy_saver(policy.model),
-      engines,
-      clients,
-      **options,
+    directory,
+    disk_weights.policy_saver(policy.model),
+    engines,
+    clients,
+    **options,
   )
   try:
     yield weights
@@ -349,7 +352,7 @@ def weights_for(directory, policy, engines, clients, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 async def test_after_an_update_it_answers_with_the_new_weights(
-    policy, saved, tmp_path, protocol
+  policy, saved, tmp_path, protocol
 ):
   if protocol == "vllm":
     server = vllm(launch_of(saved))
@@ -363,7 +366,7 @@ async def test_after_an_update_it_answers_with_the_new_weights(
   with server as fake:
     async with client_of(fake, policy, protocol) as client:
       with weights_for(
-          tmp_path, policy, [engine_of(fake.url)], [client]
+        tmp_path, policy, [engine_of(fake.url)], [client]
       ) as weights:
         for version in (1, 2, 3):
           model = other_weights(version)
@@ -373,7 +376,7 @@ async def test_after_an_update_it_answers_with_the_new_weights(
           got = await client.generate(prompt, sampling, session="s")
           assert set(got.versions.tolist()) == {version}
           await asyncio.wrap_future(
-              policy.engine.update_weights(version, model)
+            policy.engine.update_weights(version, model)
           )
           want = await policy.engine.generate(prompt, sampling, session="w")
           await policy.engine.release("w")
@@ -388,9 +391,11 @@ async def test_after_an_update_it_answers_with_the_new_weights(
       assert fake.calls == 3 * calls_of("reload_weights")
     else:
       assert fake.calls == 3 * [
-          "pause_generation", "update_weights_from_disk", "flush_cache",
-          "continue_generation",
-      ]  # pyformat: disable
+        "pause_generation",
+        "update_weights_from_disk",
+        "flush_cache",
+        "continue_generation",
+      ]
     assert fake.weight_version == "3"
   assert len(set(map(tuple, answers))) > 1
   await asyncio.wrap_future(policy.engine.update_weights(0, policy.model))
@@ -398,17 +403,17 @@ async def test_after_an_update_it_answers_with_the_new_weights(
 
 def remote_of(client, weights):
   return remote_engine.RemoteEngine(
-      lambda: client,
-      weights,
-      context_length=small_server.CONTEXT,
-      prompts=lambda: (),
-      sampling=policy_client.SamplingParams(),
+    lambda: client,
+    weights,
+    context_length=small_server.CONTEXT,
+    prompts=lambda: (),
+    sampling=policy_client.SamplingParams(),
   )
 
 
 @pytest.mark.parametrize("images", [(), (1,)], ids=["text", "image"])
 async def test_a_request_in_flight_is_continued_with_the_new_weights(
-    policy, saved, tmp_path, images
+  policy, saved, tmp_path, images
 ):
   """And every token has the version of its weights, right across the cut."""
   model = other_weights(1)
@@ -427,12 +432,12 @@ async def test_a_request_in_flight_is_continued_with_the_new_weights(
     fake.engine.generate = late
     async with client_of(fake, policy) as client:
       with weights_for(
-          tmp_path, policy, [disk_weights.VllmEngine(fake.url)], []
+        tmp_path, policy, [disk_weights.VllmEngine(fake.url)], []
       ) as weights:
         weights.version = 0
         engine = remote_of(client, weights)
         request = asyncio.ensure_future(
-            engine.generate(prompt, sampling, session="s")
+          engine.generate(prompt, sampling, session="s")
         )
         await asyncio.to_thread(entered.wait, 30)
         publication = weights.publish(1, model)
@@ -444,10 +449,10 @@ async def test_a_request_in_flight_is_continued_with_the_new_weights(
   assert got.versions.tolist() == [0] * 2 + [1] * (len(got.tokens) - 2)
   await asyncio.wrap_future(policy.engine.update_weights(1, model))
   continuation = policy_client.TokenPrompt(
-      np.concatenate([prompt.tokens, got.tokens[:2]]), prompt.images
+    np.concatenate([prompt.tokens, got.tokens[:2]]), prompt.images
   )
   sampling = dataclasses.replace(
-      sampling, max_new_tokens=sampling.max_new_tokens - 2
+    sampling, max_new_tokens=sampling.max_new_tokens - 2
   )
   want = await policy.engine.generate(continuation, sampling, session="w")
   await policy.engine.release("w")
@@ -464,19 +469,19 @@ def probe_of(fake, policy, protocol, tolerance=1e-3):
 
   def make_client():
     return openai_client.OpenAIClient(
-        f"{fake.url}/v1",
-        "cua",
-        policy.images,
-        protocol=protocol,
-        banned_token_ids=policy.model.config.banned_token_ids,
+      f"{fake.url}/v1",
+      "cua",
+      policy.images,
+      protocol=protocol,
+      banned_token_ids=policy.model.config.banned_token_ids,
     )
 
   score = reference.Scorer(
-      policy.model,
-      policy.processor,
-      policy.images,
-      row_length=128,
-      temperature=hand_over_probe.SAMPLING.temperature,
+    policy.model,
+    policy.processor,
+    policy.images,
+    row_length=128,
+    temperature=hand_over_probe.SAMPLING.temperature,
   )
   return hand_over_probe.Probe(make_client, prompts, score, tolerance)
 
@@ -499,28 +504,26 @@ def server_of(saved, protocol):
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 async def test_a_server_that_loads_nothing_is_found_out_at_once(
-    policy, saved, tmp_path, protocol
+  policy, saved, tmp_path, protocol
 ):
   """Also where the step is smaller than the tolerance."""
   server, engine_of = server_of(saved, protocol)
   with server as fake:
     probe = probe_of(fake, policy, protocol)
     with weights_for(
-        tmp_path, policy, [engine_of(fake.url)], (), probes=[probe]
+      tmp_path, policy, [engine_of(fake.url)], (), probes=[probe]
     ) as weights:
       await asyncio.wrap_future(weights.publish(0, policy.model))
       small = moved(policy.model, 1e-4)
       await asyncio.wrap_future(weights.publish(1, small))
       fake.loads_nothing = True
       for version, by, words in (
-          (2, 2e-4, "the new weights move the latter by"),
-          (3, 0.05, "they differ by"),
+        (2, 2e-4, "the new weights move the latter by"),
+        (3, 0.05, "they differ by"),
       ):
         loads = len(fake.loaded)
         with pytest.raises(disk_weights.HandOverError) as error:
-          await asyncio.wrap_future(
-              weights.publish(version, moved(small, by))
-          )
+          await asyncio.wrap_future(weights.publish(version, moved(small, by)))
         text = str(error.value)
         assert words in text and fake.url in text
         assert f"version {version}" in text and "transfer=" in text
@@ -546,16 +549,12 @@ async def test_the_probe_sees_an_old_vision_tower(policy, saved, tmp_path):
 
 
 async def test_a_hand_over_that_is_lost_once_is_repeated(
-    policy, saved, tmp_path
+  policy, saved, tmp_path
 ):
   with vllm(launch_of(saved)) as fake:
     probe = probe_of(fake, policy, "vllm")
     with weights_for(
-        tmp_path,
-        policy,
-        [disk_weights.VllmEngine(fake.url)],
-        (),
-        probes=[probe],
+      tmp_path, policy, [disk_weights.VllmEngine(fake.url)], (), probes=[probe]
     ) as weights:
       await asyncio.wrap_future(weights.publish(0, policy.model))
       real = fake.load
@@ -570,7 +569,7 @@ async def test_a_hand_over_that_is_lost_once_is_repeated(
 
 
 async def test_a_request_during_an_update_waits_and_is_not_lost(
-    policy, saved, tmp_path
+  policy, saved, tmp_path
 ):
   entered, go_on = threading.Event(), threading.Event()
   with vllm(launch_of(saved)) as fake:
@@ -584,12 +583,12 @@ async def test_a_request_during_an_update_waits_and_is_not_lost(
     fake.load = slowly
     async with client_of(fake, policy) as client:
       with weights_for(
-          tmp_path, policy, [disk_weights.VllmEngine(fake.url)], [client]
+        tmp_path, policy, [disk_weights.VllmEngine(fake.url)], [client]
       ) as weights:
         publication = weights.publish(1, other_weights(1))
         await asyncio.to_thread(entered.wait, 30)
         request = asyncio.ensure_future(
-            client.generate(policy.prompt(1), policy.sampling(), session="s")
+          client.generate(policy.prompt(1), policy.sampling(), session="s")
         )
         await asyncio.sleep(0.2)
         assert not request.done() and client.version == 0
@@ -602,7 +601,7 @@ async def test_a_request_during_an_update_waits_and_is_not_lost(
 
 @pytest.mark.parametrize("failure", ["out of memory", "older weights"])
 async def test_an_engine_that_cannot_load_is_resumed_and_not_sampled_from(
-    policy, saved, tmp_path, failure
+  policy, saved, tmp_path, failure
 ):
   with vllm(launch_of(saved)) as fake:
     if failure == "older weights":
@@ -611,11 +610,11 @@ async def test_an_engine_that_cannot_load_is_resumed_and_not_sampled_from(
       fake.load_failure = "CUDA out of memory"
     async with client_of(fake, policy) as client:
       with weights_for(
-          tmp_path, policy, [disk_weights.VllmEngine(fake.url)], [client]
+        tmp_path, policy, [disk_weights.VllmEngine(fake.url)], [client]
       ) as weights:
         with pytest.raises(
-            disk_weights.HandOverError,
-            match=f"{failure}.*half of these weights and was resumed.*restart",
+          disk_weights.HandOverError,
+          match=f"{failure}.*half of these weights and was resumed.*restart",
         ):
           await asyncio.wrap_future(weights.publish(1, other_weights(1)))
         assert client.version == 0 and weights.version == -1
@@ -623,7 +622,7 @@ async def test_an_engine_that_cannot_load_is_resumed_and_not_sampled_from(
         count = len(fake.bodies)
         with pytest.raises(openai_client.RemoteError, match="not sampled from"):
           await engine.generate(
-              policy.prompt(1), policy.sampling(), session="s"
+            policy.prompt(1), policy.sampling(), session="s"
           )
         assert len(fake.bodies) == count
     assert fake.calls[-1] == "resume"
@@ -631,7 +630,7 @@ async def test_an_engine_that_cannot_load_is_resumed_and_not_sampled_from(
 
 @pytest.mark.parametrize("refusals", [1, 9])
 def test_a_refused_resume_is_repeated(
-    policy, saved, tmp_path, refusals, monkeypatch
+  policy, saved, tmp_path, refusals, monkeypatch
 ):
   monkeypatch.setattr(disk_weights, "_RESUME_AFTER_S", (0.0, 0.01, 0.01))
   with vllm(launch_of(saved)) as fake:
@@ -643,7 +642,7 @@ def test_a_refused_resume_is_repeated(
         assert publication.result(60) == 0
       else:
         with pytest.raises(
-            disk_weights.HandOverError, match="new weights and could not be"
+          disk_weights.HandOverError, match="new weights and could not be"
         ):
           publication.result(60)
       assert fake.gate.is_set() == (refusals == 1)
@@ -663,7 +662,7 @@ def test_any_failure_resumes_the_engine(policy, saved, tmp_path, monkeypatch):
 
 
 def test_a_server_that_was_left_paused_is_resumed_before_the_first_request(
-    policy, saved, tmp_path, caplog
+  policy, saved, tmp_path, caplog
 ):
   with vllm(launch_of(saved)) as fake:
     engine = disk_weights.VllmEngine(fake.url)
@@ -672,14 +671,17 @@ def test_a_server_that_was_left_paused_is_resumed_before_the_first_request(
     with weights_for(tmp_path, policy, [engine], []) as weights:
       httpx.post(f"{fake.url}/pause?mode=abort").raise_for_status()
       remote = remote_engine.RemoteEngine(
-          lambda: openai_client.OpenAIClient(
-              f"{fake.url}/v1", "cua", policy.images, protocol="vllm",
-              timeout_s=20.0,
-          ),
-          weights,
-          context_length=small_server.CONTEXT,
-          prompts=lambda: [policy.prompt()],
-          sampling=policy_client.SamplingParams(),
+        lambda: openai_client.OpenAIClient(
+          f"{fake.url}/v1",
+          "cua",
+          policy.images,
+          protocol="vllm",
+          timeout_s=20.0,
+        ),
+        weights,
+        context_length=small_server.CONTEXT,
+        prompts=lambda: [policy.prompt()],
+        sampling=policy_client.SamplingParams(),
       )
       remote.warm_up()
       assert fake.calls == ["pause abort", "resume"]
@@ -699,12 +701,12 @@ def test_a_failed_comparison_names_the_engine_and_the_fix(policy, tmp_path):
   engine = NotingEngine()
   engine.transfer = "reload"
   with weights_for(
-      tmp_path, policy, [engine], probes=[Unanswering()], clients=()
+    tmp_path, policy, [engine], probes=[Unanswering()], clients=()
   ) as weights:
     with pytest.raises(
-        disk_weights.HandOverError,
-        match="http://told .transfer=reload, version 3.*RuntimeError: out of"
-        " memory.*clients.vllm",
+      disk_weights.HandOverError,
+      match="http://told .transfer=reload, version 3.*RuntimeError: out of"
+      " memory.*clients.vllm",
     ):
       weights.publish(3, policy.model).result(60)
 
@@ -722,13 +724,12 @@ def test_closing_begins_no_further_step_and_waits_no_longer(policy, tmp_path):
   engine.load = load
 
   class Probed:
-
     def check(self, params):
       probed.append(params)
       return 0.0
 
   weights = disk_weights.DiskWeights(
-      tmp_path, lambda *_: None, [engine], probes=[Probed()]
+    tmp_path, lambda *_: None, [engine], probes=[Probed()]
   )
   running, queued = weights.publish(1, None), weights.publish(2, None)
   assert entered.wait(30)
@@ -744,7 +745,7 @@ def test_closing_begins_no_further_step_and_waits_no_longer(policy, tmp_path):
 
 
 async def test_closing_ends_a_load_in_progress_and_resumes_the_engine(
-    policy, saved, tmp_path
+  policy, saved, tmp_path
 ):
   """And no thread of it is left that the process would wait for."""
   entered = threading.Event()
@@ -758,7 +759,7 @@ async def test_closing_ends_a_load_in_progress_and_resumes_the_engine(
     fake.load = stuck
     engine = disk_weights.VllmEngine(fake.url)
     weights = disk_weights.DiskWeights(
-        tmp_path, disk_weights.policy_saver(policy.model), [engine]
+      tmp_path, disk_weights.policy_saver(policy.model), [engine]
     )
     published = weights.publish(1, other_weights(1))
     assert await asyncio.to_thread(entered.wait, 30)
@@ -772,7 +773,7 @@ async def test_closing_ends_a_load_in_progress_and_resumes_the_engine(
     assert fake.gate.is_set() and fake.calls[-1] == "resume"
     # Its files are no longer read, and the folder is free.
     disk_weights.DiskWeights(
-        tmp_path, disk_weights.policy_saver(policy.model), [engine]
+      tmp_path, disk_weights.policy_saver(policy.model), [engine]
     ).close()
 
 
@@ -780,9 +781,9 @@ async def test_closing_lets_a_resume_in_progress_end(policy, saved, tmp_path):
   with vllm(launch_of(saved)) as fake:
     fake.resume_s = 1.0
     weights = disk_weights.DiskWeights(
-        tmp_path,
-        disk_weights.policy_saver(policy.model),
-        [disk_weights.VllmEngine(fake.url)],
+      tmp_path,
+      disk_weights.policy_saver(policy.model),
+      [disk_weights.VllmEngine(fake.url)],
     )
     published = weights.publish(1, other_weights(1))
     while "resume" not in fake.calls:
@@ -802,7 +803,7 @@ async def test_waiting_for_weights_takes_no_time_of_a_request(policy, saved):
 
       client.before_request = wait
       got = await client.generate(
-          policy.prompt(), policy.sampling(), session="s"
+        policy.prompt(), policy.sampling(), session="s"
       )
       assert len(got.tokens)
 
@@ -815,7 +816,7 @@ async def test_waiting_for_weights_takes_no_time_of_a_request(policy, saved):
 
 
 async def test_a_load_takes_no_time_of_the_requests_that_wait_for_it(
-    policy, saved, tmp_path
+  policy, saved, tmp_path
 ):
   """Of one that comes meanwhile, and of one that the paused server holds."""
   entered, go_on = threading.Event(), threading.Event()
@@ -831,14 +832,14 @@ async def test_a_load_takes_no_time_of_the_requests_that_wait_for_it(
     fake.load = slowly
     async with client_of(fake, policy, timeout_s=2.0) as client:
       with weights_for(
-          tmp_path, policy, [disk_weights.VllmEngine(fake.url)], [client]
+        tmp_path, policy, [disk_weights.VllmEngine(fake.url)], [client]
       ) as weights:
         engine = remote_of(client, weights)
 
         async def generate(session):
           with concurrency.clocked() as clock:
             completion_of = engine.generate(
-                policy.prompt(1), policy.sampling(), session=session
+              policy.prompt(1), policy.sampling(), session=session
             )
             completion = await runner.run(completion_of, seconds=2.0)
           return completion, clock.stopped_s
@@ -871,23 +872,26 @@ async def test_weights_of_another_run_are_found_out(policy, saved, tmp_path):
 
         async def ask():
           return await engine.generate(
-              policy.prompt(1), policy.sampling(), session="s"
+            policy.prompt(1), policy.sampling(), session="s"
           )
 
         await asyncio.wrap_future(weights.publish(1, policy.model))
         assert set((await ask()).versions.tolist()) == {1}
         fake.weight_version = "8"
         with pytest.raises(
-            openai_client.RemoteError, match="version 8.*version 1.*another run"
+          openai_client.RemoteError, match="version 8.*version 1.*another run"
         ):
           await ask()
 
 
 def test_hand_overs_that_cannot_be_say_what_to_do(policy, saved, tmp_path):
   closed = launch_of(saved, reload_weights=False)
-  with vllm(closed) as fake, weights_for(
+  with (
+    vllm(closed) as fake,
+    weights_for(
       tmp_path, policy, [disk_weights.VllmEngine(fake.url)], []
-  ) as weights:
+    ) as weights,
+  ):
     publication = weights.publish(0, policy.model)
     with pytest.raises(disk_weights.HandOverError, match="SERVER_DEV_MODE"):
       publication.result(60)
@@ -977,7 +981,7 @@ def test_engines_elsewhere_are_told_their_own_path(policy, tmp_path):
   engine = NotingEngine()
   engine.load = lambda path, version: engine.found.append(path)
   weights = disk_weights.DiskWeights(
-      tmp_path, lambda d, p: None, [engine], seen_at="/mnt/weights"
+    tmp_path, lambda d, p: None, [engine], seen_at="/mnt/weights"
   )
   weights.publish(7, None).result(60)
   weights.close()
@@ -995,7 +999,7 @@ def test_an_adapter_is_written_into_the_weights(tmp_path):
   lora.add(model, rank=2, alpha=4.0, seed=0)
   engine = NotingEngine()
   weights = disk_weights.DiskWeights(
-      tmp_path, disk_weights.policy_saver(model, dtype="bfloat16"), [engine]
+    tmp_path, disk_weights.policy_saver(model, dtype="bfloat16"), [engine]
   )
   weights.publish(1, model).result(60)
   weights.close()
@@ -1003,9 +1007,7 @@ def test_an_adapter_is_written_into_the_weights(tmp_path):
   with safetensors.safe_open(path / "model.safetensors", "numpy") as file:
     names = list(file.keys())
   assert names and not any("lora" in name for name in names)
-  assert all(
-      name.startswith(("model.", "lm_head")) for name in names
-  )
+  assert all(name.startswith(("model.", "lm_head")) for name in names)
   config = json.loads((path / "config.json").read_text())
   assert config["model_type"] == "qwen3_vl"
 
@@ -1016,11 +1018,13 @@ async def test_an_adapter_alone_is_handed_over(policy, saved, tmp_path):
   lora.add(model, rank=2, alpha=4.0, seed=0)
   with vllm(launch_of(saved, lora_rank=2)) as fake:
     weights = disk_weights.DiskWeights(
-        tmp_path,
-        disk_weights.adapter_saver(model, "cua"),
-        [disk_weights.VllmEngine(
-            fake.url, transfer="adapter", adapter="cua-adapter"
-        )],
+      tmp_path,
+      disk_weights.adapter_saver(model, "cua"),
+      [
+        disk_weights.VllmEngine(
+          fake.url, transfer="adapter", adapter="cua-adapter"
+        )
+      ],
     )
     for version in (1, 2):
       for layer in lora.need_adapter(model):
@@ -1031,15 +1035,15 @@ async def test_an_adapter_alone_is_handed_over(policy, saved, tmp_path):
       assert config["r"] == 2 and config["base_model_name_or_path"] == "cua"
       assert len(tensors) > 4
       assert all(
-          (value == (1, 3)[version - 1]).all()
-          for name, value in tensors.items()
-          if "lora_B" in name
+        (value == (1, 3)[version - 1]).all()
+        for name, value in tensors.items()
+        if "lora_B" in name
       )
     size = sum(f.stat().st_size for f in fake_files(tmp_path, "v00000002"))
     weights.close()
   assert fake.calls == 2 * calls_of("load_lora_adapter")
   directory = checkpoint.save_policy(
-      tmp_path / "whole", model_without_adapter()
+    tmp_path / "whole", model_without_adapter()
   )
   assert size < 0.2 * sum(f.stat().st_size for f in directory.rglob("*"))
 
@@ -1053,12 +1057,10 @@ def model_without_adapter():
 
 
 async def test_a_server_not_started_for_a_transfer_names_the_fix(
-    policy, saved, tmp_path
+  policy, saved, tmp_path
 ):
   with vllm(launch_of(saved)) as fake:
-    engine = disk_weights.VllmEngine(
-        fake.url, transfer="adapter", adapter="a"
-    )
+    engine = disk_weights.VllmEngine(fake.url, transfer="adapter", adapter="a")
     with pytest.raises(disk_weights.HandOverError, match="--lora-rank"):
       await asyncio.to_thread(engine.load, str(tmp_path), 1)
   with pytest.raises(ValueError, match="transfer='nccl' must be one of"):

@@ -42,31 +42,31 @@ def _saved(small, tmp_path_factory):
 
 def engine_of(small, url, *seeds, protocol="vllm", top_k=0, **options):
   return remote_engine.RemoteEngine(
-      lambda: openai_client.OpenAIClient(
-          f"{url}/v1",
-          "cua",
-          small.images,
-          protocol=protocol,
-          banned_token_ids=small.model.config.banned_token_ids,
-          tokenize=small.renderer.encode,
-          retries=0,
-      ),
-      NoWeights(),
-      context_length=small_server.CONTEXT,
-      prompts=lambda: [small.prompt(), small.prompt(*seeds)],
-      sampling=small.sampling(temperature=0.7, top_p=0.9, top_k=top_k),
-      **options,
+    lambda: openai_client.OpenAIClient(
+      f"{url}/v1",
+      "cua",
+      small.images,
+      protocol=protocol,
+      banned_token_ids=small.model.config.banned_token_ids,
+      tokenize=small.renderer.encode,
+      retries=0,
+    ),
+    NoWeights(),
+    context_length=small_server.CONTEXT,
+    prompts=lambda: [small.prompt(), small.prompt(*seeds)],
+    sampling=small.sampling(temperature=0.7, top_p=0.9, top_k=top_k),
+    **options,
   )
 
 
 @contextlib.contextmanager
 def served(saved, remove=(), **options):
   launch = vllm.VllmLaunch(
-      str(saved),
-      served_name="cua",
-      max_model_len=small_server.CONTEXT,
-      images=2,
-      dtype="float32",
+    str(saved),
+    served_name="cua",
+    max_model_len=small_server.CONTEXT,
+    images=2,
+    dtype="float32",
   )
   words = [word for word in launch.argv() if word not in remove]
   with fake_engines.FakeVllm(words, launch.environment(), **options) as fake:
@@ -79,29 +79,33 @@ def test_each_kind_is_asked_once_and_with_the_likeliest_token(small, saved):
   text, certain, images, certain_images = fake.bodies
   assert text["temperature"] == 0.7 and text["top_p"] == 0.9
   assert text["top_k"] == -1 and certain["top_k"] == 1
-  assert len(images["content_parts"]) == 2 == len(
-      certain_images["content_parts"]
+  assert (
+    len(images["content_parts"]) == 2 == len(certain_images["content_parts"])
   )
 
 
 @pytest.mark.parametrize(
-    "removed, seeds, words",
-    [
-        (("--enable-scale-out",), (1,), "start vLLM with --enable-scale-out"),
-        (("--logprobs-mode", "processed_logprobs"), (1,),
-         "top_k=1.*not 0.*--logprobs-mode processed_logprobs"),
-        ((), (1, 2, 3), "3 images.*--limit-mm-per-prompt '{\"image\":3}'"),
-    ],
-)  # pyformat: disable
+  "removed, seeds, words",
+  [
+    (("--enable-scale-out",), (1,), "start vLLM with --enable-scale-out"),
+    (
+      ("--logprobs-mode", "processed_logprobs"),
+      (1,),
+      "top_k=1.*not 0.*--logprobs-mode processed_logprobs",
+    ),
+    ((), (1, 2, 3), "3 images.*--limit-mm-per-prompt '{\"image\":3}'"),
+  ],
+)
 def test_a_missing_flag_is_named(small, saved, removed, seeds, words):
   with served(saved, removed) as fake:
     with pytest.raises(ValueError, match=words):
       engine_of(small, fake.url, *seeds).warm_up()
 
 
-@pytest.mark.parametrize("shift, good", [
-    (0.0, True), (math.log(2), True), (math.log(4), True), (0.3, False),
-])  # pyformat: disable
+@pytest.mark.parametrize(
+  "shift, good",
+  [(0.0, True), (math.log(2), True), (math.log(4), True), (0.3, False)],
+)
 def test_tokens_that_tie_are_the_likeliest_too(small, saved, shift, good):
   with served(saved) as fake:
     real = fake.sample
@@ -137,14 +141,14 @@ def test_a_server_without_log_probs_is_refused(small):
   async def complete(request):
     del request
     return responses.JSONResponse(
-        {"choices": [{"finish_reason": "stop", "token_ids": [7, 8]}]}
+      {"choices": [{"finish_reason": "stop", "token_ids": [7, 8]}]}
     )
 
   app = applications.Starlette(
-      routes=[
-          routing.Route("/v1/models", models),
-          routing.Route("/v1/completions", complete, methods=["POST"]),
-      ]
+    routes=[
+      routing.Route("/v1/models", models),
+      routing.Route("/v1/completions", complete, methods=["POST"]),
+    ]
   )
   with http_server.LoopbackServer(app) as server:
     with pytest.raises(ValueError, match="the answer has no logprobs"):

@@ -34,10 +34,10 @@ class Versions:
   async def generate(self, prompt, sampling, *, session):
     del prompt, sampling, session
     return policy_client.Completion(
-        np.arange(TOKENS, dtype=np.int32),
-        self.engine,
-        np.zeros(TOKENS, np.int32),
-        policy_client.FinishReason.LENGTH,
+      np.arange(TOKENS, dtype=np.int32),
+      self.engine,
+      np.zeros(TOKENS, np.int32),
+      policy_client.FinishReason.LENGTH,
     )
 
   async def release(self, session):
@@ -50,7 +50,7 @@ class Versions:
 def probe_of(versions, tolerance):
   prompt = policy_client.TokenPrompt(np.arange(4, dtype=np.int32), ())
   return hand_over_probe.Probe(
-      lambda: versions, [prompt], lambda *_: [versions.policy], tolerance
+    lambda: versions, [prompt], lambda *_: [versions.policy], tolerance
   )
 
 
@@ -66,16 +66,16 @@ def test_rounding_is_no_fault(step):
 
 
 @pytest.mark.parametrize(
-    "step, rounding, tolerance, most",
-    [
-        (0.002, ROUNDING, 0.1, 400),
-        (0.01, ROUNDING, 0.1, 20),
-        (1e-5, 1e-6, 1e-3, 1),
-        (0.02, 1e-6, 1e-3, 1),
-    ],
+  "step, rounding, tolerance, most",
+  [
+    (0.002, ROUNDING, 0.1, 400),
+    (0.01, ROUNDING, 0.1, 20),
+    (1e-5, 1e-6, 1e-3, 1),
+    (0.02, 1e-6, 1e-3, 1),
+  ],
 )
 def test_an_engine_that_stands_still_is_found_out(
-    step, rounding, tolerance, most
+  step, rounding, tolerance, most
 ):
   """At once where the step exceeds rounding, else as soon as steps add up."""
   for seed in range(100):

@@ -38,8 +38,11 @@ def test_only_folders_of_ended_runs_are_deleted(tmp_path):
   assert own.delete_ended() == [ended.name]
   names = {p.name for p in tmp_path.iterdir() if p.name[0] != "."}
   assert names == {
-      living.name, own.name, "20260101-000000-1-abcdef", "mine.txt",
-  }  # pyformat: disable
+    living.name,
+    own.name,
+    "20260101-000000-1-abcdef",
+    "mine.txt",
+  }
   assert own.delete_ended() == []
   assert (own.make() / "version" / "w").read_text() == "x"
 
@@ -73,11 +76,11 @@ def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
 
 def test_a_process_that_was_killed_owns_nothing_any_more(tmp_path):
   child = subprocess.Popen(
-      [sys.executable, "-c", CHILD, str(tmp_path), locked_dir.__file__],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      text=True,
-      env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    [sys.executable, "-c", CHILD, str(tmp_path), locked_dir.__file__],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+    env=os.environ | {"JAX_PLATFORMS": "cpu"},
   )
   try:
     name = child.stdout.readline().strip()

@@ -32,7 +32,7 @@ def _served():
 @contextlib.asynccontextmanager
 async def client_of(served, **options):
   client = openai_client.OpenAIClient(
-      f"{served.url}/v1", small_server.MODEL, served.images, **options
+    f"{served.url}/v1", small_server.MODEL, served.images, **options
   )
   try:
     yield client
@@ -50,13 +50,13 @@ def assert_equal(got, want):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_it_samples_what_the_engine_in_process_samples(
-    served, temperature
+  served, temperature
 ):
   async with client_of(served) as client:
     for seeds in ((), (1,), (1, 2), (3, 3)):
       prompt = served.prompt(*seeds)
       sampling = served.sampling(
-          temperature=temperature, top_p=0.9, top_k=40, min_p=0.01
+        temperature=temperature, top_p=0.9, top_k=40, min_p=0.01
       )
       got = await client.generate(prompt, sampling, session="a")
       want = await served.engine.generate(prompt, sampling, session="b")
@@ -69,16 +69,15 @@ async def test_an_episode_in_tokens_is_that_of_the_engine(served):
 
   async def episode(client, name):
     model = model_calls.PolicyModel(
-        client, served.renderer, served.sampling(), runs_inline=True
+      client, served.renderer, served.sampling(), runs_inline=True
     )
     session = model.new_session(name, seed=9)
     messages, call = [], lambda fn, *args, inline: fn(*args)
     for turn in range(3):
       image = served.images.put(small_server.pixels(turn))
-      messages.append({
-          "role": "user",
-          "content": [{"type": "image", "image": image}],
-      })
+      messages.append(
+        {"role": "user", "content": [{"type": "image", "image": image}]}
+      )
       reply = await session.reply(messages, turn, call)
       messages.append({"role": "assistant", "content": reply.text})
     for session_id in session.sessions():
@@ -134,32 +133,30 @@ async def test_what_cannot_be_is_told_as_the_seam_tells_it(served):
       await client.generate(long, served.sampling(), session="c")
     with pytest.raises(ValueError, match="max_new_tokens|max_tokens"):
       await client.generate(
-          served.prompt(), served.sampling(max_new_tokens=99), session="c"
+        served.prompt(), served.sampling(max_new_tokens=99), session="c"
       )
     with pytest.raises(ValueError, match="3 images.*max_images=2"):
       await client.generate(
-          served.prompt(1, 2, 3), served.sampling(), session="c"
+        served.prompt(1, 2, 3), served.sampling(), session="c"
       )
     for name in ("top_logprobs", "frequency_penalty", "presence_penalty"):
       with pytest.raises(ValueError, match=f"{name}=2"):
         await client.generate(
-            served.prompt(), served.sampling(**{name: 2}), session="c"
+          served.prompt(), served.sampling(**{name: 2}), session="c"
         )
     missing_image = trajectory.ImageRef("0" * 64, *small_server.SIZE)
     span = served.prompt(1).images[0]
     lost = policy_client.TokenPrompt(
-        served.prompt(1).tokens,
-        (trajectory.ImageSpan(missing_image, span.offset, span.num_tokens),),
+      served.prompt(1).tokens,
+      (trajectory.ImageSpan(missing_image, span.offset, span.num_tokens),),
     )
     with pytest.raises(KeyError, match="not in the store"):
       await client.generate(lost, served.sampling(), session="c")
     with pytest.raises(ValueError, match="placeholders"):
       await client.generate(
-          policy_client.TokenPrompt(
-              [5, served.renderer.image_token_id, 6]
-          ),
-          served.sampling(),
-          session="c",
+        policy_client.TokenPrompt([5, served.renderer.image_token_id, 6]),
+        served.sampling(),
+        session="c",
       )
   with pytest.raises(ValueError, match="must end with /v1"):
     openai_client.OpenAIClient(served.url, "m", store)
@@ -171,9 +168,7 @@ async def test_the_server_is_asked_what_it_serves(served):
   async with client_of(served) as client:
     await client.check()
     assert client.context_length == small_server.CONTEXT
-  other = openai_client.OpenAIClient(
-      f"{served.url}/v1", "gpt-5", served.images
-  )
+  other = openai_client.OpenAIClient(f"{served.url}/v1", "gpt-5", served.images)
   with pytest.raises(ValueError, match="gpt-5.*it serves 'nano'"):
     await other.check()
   with pytest.raises(ValueError, match="404.*gpt-5"):
@@ -187,8 +182,8 @@ async def test_a_session_that_was_dropped_is_started_anew(served):
     first = await client.generate(prompt, served.sampling(), session="s")
     (session_id,) = list(served.app._service.store._sessions)
     httpx.post(
-        f"{served.url}/export_trajectories",
-        json={"session_id": session_id, "drop": True},
+      f"{served.url}/export_trajectories",
+      json={"session_id": session_id, "drop": True},
     )
     again = await client.generate(prompt, served.sampling(), session="s")
     assert_equal(again, first)
@@ -200,12 +195,12 @@ async def test_nobody_listening_is_an_error_within_the_deadline(served):
     await asyncio.sleep(2)
 
   app = applications.Starlette(
-      routes=[routing.Route("/{rest:path}", late, methods=["POST"])]
+    routes=[routing.Route("/{rest:path}", late, methods=["POST"])]
   )
   loop = asyncio.get_running_loop()
   with http_server.LoopbackServer(app) as slow:
     client = openai_client.OpenAIClient(
-        f"{slow.url}/v1", "m", served.images, timeout_s=0.5
+      f"{slow.url}/v1", "m", served.images, timeout_s=0.5
     )
     started = loop.time()
     with pytest.raises(TimeoutError, match="timeout_s=0.5"):
@@ -214,7 +209,7 @@ async def test_nobody_listening_is_an_error_within_the_deadline(served):
     await client.aclose()
     url = slow.url
   client = openai_client.OpenAIClient(
-      f"{url}/v1", "m", served.images, retries=1
+    f"{url}/v1", "m", served.images, retries=1
   )
   with pytest.raises(openai_client.RemoteError, match="cannot be reached"):
     await client.generate(served.prompt(), served.sampling(), session="t")
@@ -239,7 +234,7 @@ class Breaking:
     failure = self.failures.pop(0) if self.failures else None
     if isinstance(failure, int):
       answer = responses.JSONResponse(
-          {"error": {"message": "busy"}}, failure, {"retry-after": "0.01"}
+        {"error": {"message": "busy"}}, failure, {"retry-after": "0.01"}
       )
       await answer(scope, receive, send)
       return
@@ -264,15 +259,15 @@ async def test_what_is_repeated_is_no_second_sample(served):
   breaking = Breaking(served.app.asgi, ["lost", 503, 429, "lost"])
   with http_server.LoopbackServer(breaking) as server:
     client = openai_client.OpenAIClient(
-        f"{server.url}/v1", small_server.MODEL, served.images
+      f"{server.url}/v1", small_server.MODEL, served.images
     )
     # Without a seed: a repeated request has to be the same all the same.
     got = await client.generate(
-        served.prompt(1), served.sampling(seed=None), session="r"
+      served.prompt(1), served.sampling(seed=None), session="r"
     )
     assert client.counts["retries"] == 4
     other = await client.generate(
-        served.prompt(1), served.sampling(seed=None), session="r"
+      served.prompt(1), served.sampling(seed=None), session="r"
     )
     await client.aclose()
   assert len(set(breaking.bodies[:3])) == 1
@@ -286,15 +281,16 @@ async def test_who_goes_away_ends_the_sampling(served):
     before = served.engine.stats()["cancelled"]
     served.engine.pause().result(60)  # No request is served in time.
     many = [
-        asyncio.ensure_future(
-            client.generate(
-                served.prompt(i),
-                served.sampling(max_new_tokens=32, stop_token_ids=()),
-                session=f"g{i}",
-            )
+      asyncio.ensure_future(
+        client.generate(
+          served.prompt(i),
+          served.sampling(max_new_tokens=32, stop_token_ids=()),
+          session=f"g{i}",
         )
-        for i in range(12)
+      )
+      for i in range(12)
     ]
+
     async def until(condition):
       async with asyncio.timeout(90):
         while not condition(served.engine.stats()):
@@ -323,17 +319,15 @@ async def test_who_goes_away_ends_the_sampling(served):
         ({"prompt_token_ids": [1], "messages": [
             {"role": "system", "content": ""}]}, "messages", "images"),
     ],
-)  # pyformat: disable
-def test_token_prompts_that_cannot_be_are_refused(
-    served, change, param, words
-):
+)  # fmt: skip
+def test_token_prompts_that_cannot_be_are_refused(served, change, param, words):
   client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
   messages = change.get("messages", [{"role": "user", "content": ""}])
   with pytest.raises(openai.BadRequestError) as refused:
     client.chat.completions.create(
-        model=small_server.MODEL,
-        messages=messages,
-        extra_body={"prompt_token_ids": change["prompt_token_ids"]},
+      model=small_server.MODEL,
+      messages=messages,
+      extra_body={"prompt_token_ids": change["prompt_token_ids"]},
     )
   assert refused.value.param == param
   assert words in refused.value.message

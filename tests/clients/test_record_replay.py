@@ -17,24 +17,27 @@ WORDS = ("left_click 30 20", "type_text hello", "wait", "hm")
 
 
 async def collect(client, renderer, images):
-  config = config_lib.load_config([
+  config = config_lib.load_config(
+    [
       "tasks=[click-button, enter-text]",
-      "collect.group_size=3", "collect.min_valid=2",
-      "agent.on_parse_error=retry", "environment.max_turns=3",
-      "engine.context_length=2048", "learner.row_length=2048",
-  ])  # pyformat: disable
+      "collect.group_size=3",
+      "collect.min_valid=2",
+      "agent.on_parse_error=retry",
+      "environment.max_turns=3",
+      "engine.context_length=2048",
+      "learner.row_length=2048",
+    ]
+  )
   source = run_tasks.make_tasks(config)
   tasks = run_tasks.TrainTasks(source, config.task_source.families, 0)
   collector = episodes_lib.make_collector(
-      config,
-      episodes_lib.EpisodeFactory(config, images),
-      client,
-      renderer,
-      observers=None,
+    config,
+    episodes_lib.EpisodeFactory(config, images),
+    client,
+    renderer,
+    observers=None,
   )
-  return await groups.collect_groups(
-      collector, [next(tasks) for _ in range(4)]
-  )
+  return await groups.collect_groups(collector, [next(tasks) for _ in range(4)])
 
 
 async def test_groups_of_episodes_are_equal_without_the_policy(tmp_path):
@@ -47,7 +50,7 @@ async def test_groups_of_episodes_are_equal_without_the_policy(tmp_path):
     return [*renderer.encode(text), renderer.end_of_turn_id]
 
   recorder = record_replay.RecordingClient(
-      scripted_client.ScriptedClient(answer, version=3)
+    scripted_client.ScriptedClient(answer, version=3)
   )
   images = images_lib.ImageStore()
   want = await collect(recorder, renderer, images)
@@ -55,9 +58,9 @@ async def test_groups_of_episodes_are_equal_without_the_policy(tmp_path):
   loaded = record_replay.RecordedCompletions.load(tmp_path / "seen.jsonl")
   assert len(loaded) == len(recorder.recording) > 12
   got = await collect(
-      record_replay.ReplayClient(loaded.completions, record_replay.by_prompt),
-      renderer,
-      images,
+    record_replay.ReplayClient(loaded.completions, record_replay.by_prompt),
+    renderer,
+    images,
   )
   turns = 0
   for one, other in zip(got, want):
@@ -78,11 +81,11 @@ async def test_what_was_not_recorded_is_an_error():
   prompt = policy_client.TokenPrompt([1, 2, 3])
   stop = policy_client.FinishReason.STOP
   recorded.add(
-      record_replay.prompt_key(prompt),
-      policy_client.Completion([4], [-0.5], [0], stop, fallback="no_logprobs"),
+    record_replay.prompt_key(prompt),
+    policy_client.Completion([4], [-0.5], [0], stop, fallback="no_logprobs"),
   )
   client = record_replay.ReplayClient(
-      recorded.completions, record_replay.by_prompt
+    recorded.completions, record_replay.by_prompt
   )
   params = policy_client.SamplingParams()
   got = await client.generate(prompt, params, session="a")

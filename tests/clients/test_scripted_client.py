@@ -31,7 +31,7 @@ async def test_script_sees_prompt_and_session():
 
 
 @pytest.mark.parametrize(
-    ("most", "context", "want"), [(2, None, 2), (64, 4, 1), (64, 100, 3)]
+  ("most", "context", "want"), [(2, None, 2), (64, 4, 1), (64, 100, 3)]
 )
 async def test_script_is_cut_at_length_and_context(most, context, want):
   async def script(prompt, session):
@@ -40,7 +40,7 @@ async def test_script_is_cut_at_length_and_context(most, context, want):
 
   client = clients.ScriptedClient(script, context_length=context)
   sampling = policy_client.SamplingParams(
-      max_new_tokens=most, stop_token_ids=(2,)
+    max_new_tokens=most, stop_token_ids=(2,)
   )
   got = await client.generate(PROMPT, sampling, session="s")
   assert got.tokens.tolist() == [7, 8, 2][:want]
@@ -65,8 +65,10 @@ async def test_script_errors_are_named():
 
 async def test_replay_returns_the_recording_once():
   recorded = policy_client.Completion(
-      np.array([1, 2]), np.array([-0.5, -1.0]), np.array([0, 1]),
-      FinishReason.LENGTH,
+    np.array([1, 2]),
+    np.array([-0.5, -1.0]),
+    np.array([0, 1]),
+    FinishReason.LENGTH,
   )
   client = clients.ReplayClient({"a": [recorded]})
   sampling = policy_client.SamplingParams()

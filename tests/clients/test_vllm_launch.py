@@ -33,7 +33,7 @@ def test_the_command_is_that_of_computer_use():
       "--generation-config", "vllm",
       "--dtype", "float32",
       "--tensor-parallel-size", "1",
-  ]  # pyformat: disable
+  ]  # fmt: skip
   assert vllm.check_command(launch.command()) == []
 
 
@@ -41,9 +41,9 @@ def test_the_documented_command_is_the_printed_one():
   text = (pathlib.Path(__file__).parents[2] / "docs/serving.md").read_text()
   (shown,) = re.findall(r"^    VLLM_MEDIA(?:.*\\\n)*.*$", text, re.M)
   launch = Launch(
-      "/models/policy",
-      allowed_media_domains=("shots.example.com", "cdn.example.com"),
-      dtype="bfloat16",
+    "/models/policy",
+    allowed_media_domains=("shots.example.com", "cdn.example.com"),
+    dtype="bfloat16",
   )
   words = shlex.split(shown.replace("\\\n", ""))
   assert words == shlex.split(launch.command())
@@ -53,21 +53,21 @@ def test_json_and_blanks_survive_the_shell(tmp_path):
   key = tmp_path / "a key"
   key.write_text("it's secret\n")
   launch = Launch(
-      "/models/it's $HOME", api_key_file=str(key), extra=("--seed", "1")
+    "/models/it's $HOME", api_key_file=str(key), extra=("--seed", "1")
   )
   show = tmp_path / "vllm"
   show.write_text(
-      f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps("
-      "[sys.argv[1:], {k: os.environ.get(k) for k in ('VLLM_API_KEY',"
-      " 'VLLM_SERVER_DEV_MODE', 'VLLM_MEDIA_URL_ALLOW_REDIRECTS')}]))\n"
+    f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps("
+    "[sys.argv[1:], {k: os.environ.get(k) for k in ('VLLM_API_KEY',"
+    " 'VLLM_SERVER_DEV_MODE', 'VLLM_MEDIA_URL_ALLOW_REDIRECTS')}]))\n"
   )
   show.chmod(0o755)
   printed = subprocess.run(
-      ["bash", "-c", launch.command()],
-      env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/wrong"},
-      capture_output=True,
-      check=True,
-      timeout=60,
+    ["bash", "-c", launch.command()],
+    env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/wrong"},
+    capture_output=True,
+    check=True,
+    timeout=60,
   )
   words, environment = json.loads(printed.stdout)
   assert words == launch.argv()[1:]
@@ -78,7 +78,8 @@ def test_json_and_blanks_survive_the_shell(tmp_path):
 
 
 def test_settings_come_from_the_environment():
-  launch = vllm.VllmLaunch.from_environment({
+  launch = vllm.VllmLaunch.from_environment(
+    {
       "TUNIX_VLLM_MODEL": "/m",
       "TUNIX_VLLM_DTYPE": "bfloat16",
       "TUNIX_VLLM_MAX_MODEL_LEN": "32768",
@@ -86,7 +87,8 @@ def test_settings_come_from_the_environment():
       "TUNIX_VLLM_ALLOWED_MEDIA_DOMAINS": "a.example,b.example c.example",
       "TUNIX_VLLM_RELOAD_WEIGHTS": "false",
       "PATH": "/bin",
-  })
+    }
+  )
   assert launch.max_model_len == 32768 and launch.images == 8
   words = launch.argv()
   at = words.index("--allowed-media-domains")
@@ -94,31 +96,31 @@ def test_settings_come_from_the_environment():
   assert '{"image":8}' in words
   assert "VLLM_SERVER_DEV_MODE" not in launch.environment()
   fewer = vllm.VllmLaunch.from_environment(
-      {"TUNIX_VLLM_IMAGES": "8"}, model="/m", images=2
+    {"TUNIX_VLLM_IMAGES": "8"}, model="/m", images=2
   )
   assert fewer.images == 2
 
 
 @pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"model": ""}, "names no policy"),
-        ({"model": "--trust-remote-code"}, "read as an option"),
-        ({"max_model_len": 0}, "max_model_len=0"),
-        ({"images": -1}, "images=-1"),
-        ({"images": True}, "images=True"),
-        ({"port": 70000}, "port=70000"),
-        ({"dtype": "int3"}, "dtype='int3'"),
-        ({"dtype": "auto"}, "dtype='auto'"),
-        ({"cpu_cache_gib": -1}, "cpu_cache_gib=-1"),
-        ({"lora_rank": 8, "reload_weights": False}, "reload_weights=True"),
-        ({"allowed_media_domains": "a.b"}, "must be a list"),
-        ({"allowed_media_domains": ("a.b,c.d",)}, "comma"),
-        ({"allowed_media_domains": ("*.b",)}, "exactly"),
-        ({"allowed_media_domains": ("https://a.b",)}, "without scheme"),
-        ({"host": "0.0.0.0"}, "api_key_file"),
-        ({"host": "0.0.0.0", "api_key_file": "k"}, "reload_weights=False"),
-    ],
+  "change, words",
+  [
+    ({"model": ""}, "names no policy"),
+    ({"model": "--trust-remote-code"}, "read as an option"),
+    ({"max_model_len": 0}, "max_model_len=0"),
+    ({"images": -1}, "images=-1"),
+    ({"images": True}, "images=True"),
+    ({"port": 70000}, "port=70000"),
+    ({"dtype": "int3"}, "dtype='int3'"),
+    ({"dtype": "auto"}, "dtype='auto'"),
+    ({"cpu_cache_gib": -1}, "cpu_cache_gib=-1"),
+    ({"lora_rank": 8, "reload_weights": False}, "reload_weights=True"),
+    ({"allowed_media_domains": "a.b"}, "must be a list"),
+    ({"allowed_media_domains": ("a.b,c.d",)}, "comma"),
+    ({"allowed_media_domains": ("*.b",)}, "exactly"),
+    ({"allowed_media_domains": ("https://a.b",)}, "without scheme"),
+    ({"host": "0.0.0.0"}, "api_key_file"),
+    ({"host": "0.0.0.0", "api_key_file": "k"}, "reload_weights=False"),
+  ],
 )
 def test_a_setting_that_cannot_be_is_refused(change, words):
   with pytest.raises(ValueError, match=words.replace("*", r"\*")):
@@ -126,12 +128,12 @@ def test_a_setting_that_cannot_be_is_refused(change, words):
 
 
 @pytest.mark.parametrize(
-    "variables, words",
-    [
-        ({}, "TUNIX_VLLM_MODEL"),
-        ({"TUNIX_VLLM_MODEL": "m", "TUNIX_VLLM_IMAGE": "3"}, "VLLM_IMAGES"),
-        ({"TUNIX_VLLM_MODEL": "m", "TUNIX_VLLM_PORT": "x"}, "an integer"),
-    ],
+  "variables, words",
+  [
+    ({}, "TUNIX_VLLM_MODEL"),
+    ({"TUNIX_VLLM_MODEL": "m", "TUNIX_VLLM_IMAGE": "3"}, "VLLM_IMAGES"),
+    ({"TUNIX_VLLM_MODEL": "m", "TUNIX_VLLM_PORT": "x"}, "an integer"),
+  ],
 )
 def test_a_variable_that_cannot_be_is_refused(variables, words):
   with pytest.raises(ValueError, match=words):
@@ -139,24 +141,24 @@ def test_a_variable_that_cannot_be_is_refused(variables, words):
 
 
 @pytest.mark.parametrize(
-    "old, new, words",
-    [
-        ("--max-model-len 262144", "", "--max-model-len is missing"),
-        ("--max-model-len 262144", "--max-model-len long", "no number"),
-        ("'{\"image\":64}'", '{"image":64}', "limits no images"),
-        ("--limit-mm-per-prompt '{\"image\":64}'", "", "is missing"),
-        ("--allowed-media-domains a.b c.d", "", "from any host"),
-        ("a.b c.d", "a.b,c.d", "separate hosts by spaces"),
-        ("a.b c.d", "'*.b'", "list each host"),
-        ("--logprobs-mode processed_logprobs", "", "log-probs are not those"),
-        ("processed_logprobs", "raw_logprobs", "raw_logprobs"),
-        ("--generation-config vllm", "", "--generation-config"),
-        ("--enable-scale-out", "", "--enable-scale-out"),
-        ("--dtype float32", "", "--dtype"),
-        ("--dtype float32", "--dtype auto", "--dtype"),
-        ("VLLM_MEDIA_URL_ALLOW_REDIRECTS=0", "", "redirect"),
-        ("'{\"image\":64}'", "'{\"image\":64}", "quotes"),
-    ],
+  "old, new, words",
+  [
+    ("--max-model-len 262144", "", "--max-model-len is missing"),
+    ("--max-model-len 262144", "--max-model-len long", "no number"),
+    ("'{\"image\":64}'", '{"image":64}', "limits no images"),
+    ("--limit-mm-per-prompt '{\"image\":64}'", "", "is missing"),
+    ("--allowed-media-domains a.b c.d", "", "from any host"),
+    ("a.b c.d", "a.b,c.d", "separate hosts by spaces"),
+    ("a.b c.d", "'*.b'", "list each host"),
+    ("--logprobs-mode processed_logprobs", "", "log-probs are not those"),
+    ("processed_logprobs", "raw_logprobs", "raw_logprobs"),
+    ("--generation-config vllm", "", "--generation-config"),
+    ("--enable-scale-out", "", "--enable-scale-out"),
+    ("--dtype float32", "", "--dtype"),
+    ("--dtype float32", "--dtype auto", "--dtype"),
+    ("VLLM_MEDIA_URL_ALLOW_REDIRECTS=0", "", "redirect"),
+    ("'{\"image\":64}'", '\'{"image":64}', "quotes"),
+  ],
 )
 def test_what_is_wrong_with_a_command_is_told(old, new, words):
   good = Launch("/m", allowed_media_domains=("a.b", "c.d")).command()
@@ -166,7 +168,7 @@ def test_what_is_wrong_with_a_command_is_told(old, new, words):
   assert words in problems[0]
   # Spelt otherwise, and just as right.
   assert not vllm.check_command(
-      good.replace("--max-model-len 262144", "--max_model_len=262144")
+    good.replace("--max-model-len 262144", "--max_model_len=262144")
   )
 
 
@@ -176,29 +178,38 @@ def test_a_cpu_gets_flags_that_its_build_needs():
   # What waits fits one step whole: a prompt is never read in two.
   at = words.index("--max-num-batched-tokens")
   assert words[at : at + 4] == [
-      "--max-num-batched-tokens", "32768", "--max-num-seqs", "16",
-  ]  # pyformat: disable
+    "--max-num-batched-tokens",
+    "32768",
+    "--max-num-seqs",
+    "16",
+  ]
   assert "--enforce-eager" in words
   for name, value in (
-      ("VLLM_CPU_KVCACHE_SPACE", "4"), ("VLLM_CPU_NUM_OF_RESERVED_CPU", "0"),
-  ):  # pyformat: disable
+    ("VLLM_CPU_KVCACHE_SPACE", "4"),
+    ("VLLM_CPU_NUM_OF_RESERVED_CPU", "0"),
+  ):
     assert launch.environment()[name] == value
     assert f"{name}={value} " in launch.command()
   words = Launch(max_model_len=100_000, cpu_cache_gib=4).argv()
   assert words[-4:] == [
-      "--max-num-batched-tokens", "100000", "--max-num-seqs", "1",
-  ]  # pyformat: disable
+    "--max-num-batched-tokens",
+    "100000",
+    "--max-num-seqs",
+    "1",
+  ]
   assert not any("CPU" in name for name in Launch().environment())
 
 
 POLICY = {
-    "model_type": "qwen3_vl",
-    "dtype": "float32",
-    "vision_config": {},
-    "text_config": {
-        "max_position_embeddings": 262144, "head_dim": 128, "hidden_size": 9,
-    },
-}  # pyformat: disable
+  "model_type": "qwen3_vl",
+  "dtype": "float32",
+  "vision_config": {},
+  "text_config": {
+    "max_position_embeddings": 262144,
+    "head_dim": 128,
+    "hidden_size": 9,
+  },
+}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +230,7 @@ POLICY = {
         ({"text_config": {"head_dim": 64}}, {"cpu_cache_gib": 1}, None),
         ({"model_type": "tunix_tiny_vl"}, {}, "tiny_vl, which vLLM does not"),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_the_model_is_asked_whether_it_can(tmp_path, config, change, words):
   config = {k: v for k, v in (POLICY | config).items() if v is not None}
   (tmp_path / "config.json").write_text(json.dumps(config))
@@ -236,9 +247,10 @@ def test_weights_are_served_in_the_type_of_their_files(tmp_path):
   with pytest.raises(ValueError, match="dtype='': no config.json.*bfloat16"):
     launch.argv()
   for config in (
-      {"dtype": "float16"}, {"torch_dtype": "float16"},
-      {"text_config": {"dtype": "float16"}},
-  ):  # pyformat: disable
+    {"dtype": "float16"},
+    {"torch_dtype": "float16"},
+    {"text_config": {"dtype": "float16"}},
+  ):
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = launch.argv()
     assert words[words.index("--dtype") + 1] == "float16"
@@ -249,11 +261,11 @@ def test_exported_policies_are_served_as_they_are(tmp_path, width, served):
   config = qwen_checkpoint.small_config("qwen3_vl_tiny")
   half = width // 2
   text = dataclasses.replace(
-      config.text, head_dim=width, mrope_section=(half - 12, 6, 6)
+    config.text, head_dim=width, mrope_section=(half - 12, 6, 6)
   )
   checkpoint.save_policy(
-      tmp_path,
-      qwen_checkpoint.random_model(dataclasses.replace(config, text=text)),
+    tmp_path,
+    qwen_checkpoint.random_model(dataclasses.replace(config, text=text)),
   )
   launch = Launch(str(tmp_path), dtype="", cpu_cache_gib=1)
   if served:

@@ -37,7 +37,9 @@ def test_a_maintainers_script_is_marked_in_its_help(script, capsys):
   assert f"python scripts/pretraining/{script.__name__}.py" in shown
 
 
-@pytest.mark.parametrize("script, arguments, problem", (
+@pytest.mark.parametrize(
+  "script, arguments, problem",
+  (
     (pretrain, "", "--out"),
     (pretrain, "--out afile", "--out=afile"),
     (pretrain, "--out made --steps 0", "--steps=0"),
@@ -47,9 +49,10 @@ def test_a_maintainers_script_is_marked_in_its_help(script, capsys):
     (train_tokenizer, "--out afile", "--out=afile"),
     (train_tokenizer, "--out made --vocab-size 5", "--vocab-size=5"),
     (train_tokenizer, "--out made --seed -1", "--seed=-1"),
-))  # pyformat: disable
+  ),
+)
 def test_a_script_refuses_a_slip(
-    script, arguments, problem, tmp_path, monkeypatch, capsys
+  script, arguments, problem, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "afile").write_text("")

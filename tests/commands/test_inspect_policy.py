@@ -36,33 +36,33 @@ def refusal(capsys, *arguments):
 # --- published sizes ----------------------------------------------------------
 
 BILLIONS = {
-    "GLM-4.5V": 107.7,
-    "Qwen3-VL-2B": 2.13,
-    "Qwen3-VL-4B": 4.44,
-    "Qwen3-VL-8B": 8.77,
-    "Qwen3-VL-32B": 33.4,
-    "Qwen3-VL-30B-A3B": 31.1,
-    "Qwen3-VL-235B-A22B": 235.7,
-    "Qwen2.5-VL-3B": 3.75,
-    "Qwen2.5-VL-7B": 8.29,
-    "Qwen2.5-VL-32B": 33.5,
-    "Qwen2.5-VL-72B": 73.4,
-    "Qwen3.5-9B": 9.41,
-    "Qwen3.5-27B": 27.4,
-    "Qwen3.5-35B-A3B": 35.1,
-    "Qwen2-VL-2B": 2.21,
-    "Qwen2-VL-7B": 8.29,
-    "Qwen2-VL-72B": 73.4,
-    "GLM-4.1V-9B": 10.29,
-    "OpenCUA-7B": 8.29,
-    "OpenCUA-32B": 33.5,
-    "SmolVLM2-256M": 0.2565,
-    "SmolVLM2-500M": 0.5075,
-    "SmolVLM2-2.2B": 2.247,
-    "Idefics3-8B": 8.462,
-    "Gemma-3-4B": 4.30,
-    "Gemma-3-12B": 12.19,
-    "Gemma-3-27B": 27.43,
+  "GLM-4.5V": 107.7,
+  "Qwen3-VL-2B": 2.13,
+  "Qwen3-VL-4B": 4.44,
+  "Qwen3-VL-8B": 8.77,
+  "Qwen3-VL-32B": 33.4,
+  "Qwen3-VL-30B-A3B": 31.1,
+  "Qwen3-VL-235B-A22B": 235.7,
+  "Qwen2.5-VL-3B": 3.75,
+  "Qwen2.5-VL-7B": 8.29,
+  "Qwen2.5-VL-32B": 33.5,
+  "Qwen2.5-VL-72B": 73.4,
+  "Qwen3.5-9B": 9.41,
+  "Qwen3.5-27B": 27.4,
+  "Qwen3.5-35B-A3B": 35.1,
+  "Qwen2-VL-2B": 2.21,
+  "Qwen2-VL-7B": 8.29,
+  "Qwen2-VL-72B": 73.4,
+  "GLM-4.1V-9B": 10.29,
+  "OpenCUA-7B": 8.29,
+  "OpenCUA-32B": 33.5,
+  "SmolVLM2-256M": 0.2565,
+  "SmolVLM2-500M": 0.5075,
+  "SmolVLM2-2.2B": 2.247,
+  "Idefics3-8B": 8.462,
+  "Gemma-3-4B": 4.30,
+  "Gemma-3-12B": 12.19,
+  "Gemma-3-27B": 27.43,
 }
 
 
@@ -75,13 +75,11 @@ def test_every_published_size_is_known():
     "name",
     ("Qwen3-VL-2B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen2.5-VL-7B",
      "Gemma-3-4B", "SmolVLM2-256M"),
-)  # pyformat: disable
+)  # fmt: skip
 def test_parameters_of_published_sizes(name):
   parts = policy_facts.parameters_by_part(policy_facts.find(name).model)
   assert parts["total"] == pytest.approx(BILLIONS[name] * 1e9, rel=0.005)
-  counted = sum(
-      v for k, v in parts.items() if k not in ("total", "active")
-  )
+  counted = sum(v for k, v in parts.items() if k not in ("total", "active"))
   assert counted == parts["total"]
   if name.endswith("A3B"):
     assert parts["active"] == pytest.approx(3.35e9, rel=0.05)
@@ -95,18 +93,18 @@ def test_a_published_name_needs_no_files_and_no_weights(capsys):
   figures = report(capsys, "qwen3-vl-4b", "--mesh", "fsdp=16", "--images", "2")
   assert figures["name"] == "Qwen3-VL-4B"
   assert figures["screens"][0] == {
-      "screen": "1280x720",
-      "resized": "1280x704",
-      "tokens": 880,
-      "patches": 3520,
+    "screen": "1280x720",
+    "resized": "1280x704",
+    "tokens": 880,
+    "patches": 3520,
   }
   assert figures["sequence"]["tokens"] == 2 * 880 + 2000
   # 36 layers x keys and values x 8 heads of 128 in bfloat16.
   assert figures["sequence"]["kv_bytes_per_token"] == 36 * 2 * 8 * 128 * 2
   total = figures["parameters"]["total"]
   assert figures["checkpoint_bytes"] == {
-      "float32": 4 * total,
-      "bfloat16": 2 * total,
+    "float32": 4 * total,
+    "bfloat16": 2 * total,
   }
   memory = figures["memory"]["bytes"]
   assert 4 * total / 16 < memory["parameters"] < 4.1 * total / 16
@@ -124,8 +122,12 @@ def test_the_command_prints_tables(capsys):
   assert inspect_policy.main(arguments) == 0
   shown = capsys.readouterr().out
   for piece in (
-      "qwen2_5_vl", "decoder layers", "1920x1080", "KV cache", "LoRA of rank 8",
-  ):  # pyformat: disable
+    "qwen2_5_vl",
+    "decoder layers",
+    "1920x1080",
+    "KV cache",
+    "LoRA of rank 8",
+  ):
     assert piece in shown
 
 
@@ -133,11 +135,11 @@ def test_the_command_prints_tables(capsys):
 
 
 @pytest.mark.parametrize(
-    "name",
-    trials.by_default(
-        ["tiny_vl", "qwen3_5_tiny"],
-        [name for name in policy_facts.BUILT_IN if name != "smolvlm_tiny"],
-    ),
+  "name",
+  trials.by_default(
+    ["tiny_vl", "qwen3_5_tiny"],
+    [name for name in policy_facts.BUILT_IN if name != "smolvlm_tiny"],
+  ),
 )
 def test_a_built_in_runs_on_a_generated_picture(name, capsys):
   figures = report(capsys, name, "--screen", "96x64", "--forward")["forward"]
@@ -162,11 +164,11 @@ def test_a_saved_directory_is_read_and_run_on_a_picture(tmp_path, capsys):
   checkpoint.save_policy(tmp_path / "p", model, dtype="bfloat16")
   Image.new("RGB", (64, 48), (200, 10, 10)).save(tmp_path / "shot.png")
   arguments = [
-      str(tmp_path / "p"),
-      "--screen=64x64",
-      "--forward",
-      f"--image={tmp_path / 'shot.png'}",
-      "--prompt=Click OK.",
+    str(tmp_path / "p"),
+    "--screen=64x64",
+    "--forward",
+    f"--image={tmp_path / 'shot.png'}",
+    "--prompt=Click OK.",
   ]
   figures = report(capsys, *arguments)
   assert figures["files"] == {"BF16": 2 * figures["parameters"]["total"]}
@@ -195,7 +197,7 @@ def test_forward_refuses_what_does_not_fit(capsys, tmp_path, monkeypatch):
 
 
 def test_forward_of_a_published_size_asks_for_its_directory(
-    capsys, monkeypatch
+  capsys, monkeypatch
 ):
   monkeypatch.setattr(try_policy, "free_bytes", lambda: 1 << 50)
   assert "directory" in refusal(capsys, "Qwen3-VL-2B", "--forward")
@@ -205,19 +207,19 @@ def test_forward_of_a_published_size_asks_for_its_directory(
 
 
 @pytest.mark.parametrize(
-    "arguments, problem",
-    (
-        (["Qwen3-VL-5B"], "Qwen3-VL-4B"),
-        (["tiny_vl", "--mesh", "fdsp=2"], "data=1,fsdp=8,sequence=2"),
-        (["tiny_vl", "--mesh", "fsdp=0"], "sizes >="),
-        (["tiny_vl", "--screen", "720p"], "1280x720"),
-        (["tiny_vl", "--screen", "1280x720"], "smaller"),
-        (["tiny_vl", "--images", "-1"], "number >= 0"),
-        (["tiny_vl", "--lora", "4"], "leave the rank at 0"),
-        (["tiny_vl", "--param-dtype", "bfloat16"], "param_dtype"),
-        ([], "policy"),
-    ),
-    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+  "arguments, problem",
+  (
+    (["Qwen3-VL-5B"], "Qwen3-VL-4B"),
+    (["tiny_vl", "--mesh", "fdsp=2"], "data=1,fsdp=8,sequence=2"),
+    (["tiny_vl", "--mesh", "fsdp=0"], "sizes >="),
+    (["tiny_vl", "--screen", "720p"], "1280x720"),
+    (["tiny_vl", "--screen", "1280x720"], "smaller"),
+    (["tiny_vl", "--images", "-1"], "number >= 0"),
+    (["tiny_vl", "--lora", "4"], "leave the rank at 0"),
+    (["tiny_vl", "--param-dtype", "bfloat16"], "param_dtype"),
+    ([], "policy"),
+  ),
+  ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
 def test_a_refusal_names_the_fix(arguments, problem, capsys):
   assert problem in refusal(capsys, *arguments)
@@ -276,10 +278,10 @@ def test_a_plan_grows_with_what_it_is_for(published):
     ).total
 
   for field, values in (
-      ("row_length", (1024, 8192, 16384, 65536)),
-      ("rows", (1, 2, 4)),
-      ("patches", (0, 3520, 35200)),
-      ("logit_chunk", (64, 512, 1024)),
+    ("row_length", (1024, 8192, 16384, 65536)),
+    ("rows", (1, 2, 4)),
+    ("patches", (0, 3520, 35200)),
+    ("logit_chunk", (64, 512, 1024)),
   ):
     totals = [total(**{field: value}) for value in values]
     assert totals == sorted(totals), field
@@ -290,8 +292,8 @@ def test_remat_and_adapters_save_what_they_are_for(published):
   work = update_memory.Work(row_length=8192, patches=3520, targets=1024)
   mesh = update_memory.abstract_mesh(fsdp=4)
   plans = {
-      remat: update_memory.plan(published, mesh, work, remat=remat)
-      for remat in update_memory.REMAT
+    remat: update_memory.plan(published, mesh, work, remat=remat)
+    for remat in update_memory.REMAT
   }
   residuals = [plans[r].layer_residuals for r in ("block", "dots", "none")]
   assert residuals == sorted(residuals) and residuals[0] < residuals[2]
@@ -308,7 +310,7 @@ def test_remat_and_adapters_save_what_they_are_for(published):
   assert half.new_gradients * 2 == full.new_gradients
   assert half.cast == full.cast == half.new_gradients
   frozen = update_memory.plan(
-      published, mesh, work, param_dtype="bfloat16", lora_rank=16
+    published, mesh, work, param_dtype="bfloat16", lora_rank=16
   )
   assert frozen.parameters < 0.55 * lora.parameters
   assert frozen.optimizer == lora.optimizer
@@ -316,9 +318,9 @@ def test_remat_and_adapters_save_what_they_are_for(published):
 
 def test_the_parts_of_a_plan_are_its_total(published):
   plan = update_memory.plan(
-      published,
-      update_memory.abstract_mesh(),
-      update_memory.Work(row_length=4096, targets=512),
+    published,
+    update_memory.abstract_mesh(),
+    update_memory.Work(row_length=4096, targets=512),
   )
   parts = dataclasses.asdict(plan)
   assert all(v >= 0 for v in parts.values())
@@ -326,18 +328,19 @@ def test_the_parts_of_a_plan_are_its_total(published):
   assert plan.total <= sum(parts.values()) + plan.heap_gaps
   with pytest.raises(ValueError, match="remat must be one of"):
     update_memory.plan(
-        published,
-        update_memory.abstract_mesh(),
-        update_memory.Work(row_length=1),
-        remat="some",
+      published,
+      update_memory.abstract_mesh(),
+      update_memory.Work(row_length=1),
+      remat="some",
     )
 
 
 def test_kv_cache_bytes_are_those_of_the_cache():
   policy = policy_facts.find("qwen3_vl_tiny", dtype="bfloat16")
   cache = jax.eval_shape(lambda: policy.model.init_cache(1, 64))
-  real = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in
-             jax.tree.leaves(cache))
+  real = sum(
+    int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(cache)
+  )
   sequence = inspect_policy.describe(policy, (64, 64))["sequence"]
   assert real == 64 * sequence["kv_bytes_per_token"]
 

@@ -75,20 +75,23 @@ ENTRY %main (p: f32[8], /*index=5*/q: f32[8]) -> f32[8] {
 @pytest.mark.parametrize("name, devices, hosts", (
     ("v5e:16x16", 256, 64), ("v5p:2x2x2", 8, 2), ("v6e:2x2", 4, 1),
     ("v5e:1x1", 1, 1), ("h100:8", 8, 1),
-))  # pyformat: disable
+))  # fmt: skip
 def test_topologies(name, devices, hosts):
   topology = chips.Topology.of(name)
   assert (topology.devices, topology.hosts) == (devices, hosts)
 
 
-@pytest.mark.parametrize("arguments, problem", (
+@pytest.mark.parametrize(
+  "arguments, problem",
+  (
     ((), "topology= is missing"),
     (("topology=v5e:4x4x4",), "v5e takes 2 whole numbers"),
     (("topology=a100:8",), "'a100' is not known"),
     (("topology=h100:16",), "one machine of up to 8 GPUs; write h100:8"),
     (("topology=v5e:2x4", "mesh.fsdp=4"), "has 8 chips"),
     (("topology=v5e:2x4", "learner.rowz=1"), "learner.rowz"),
-))  # pyformat: disable
+  ),
+)
 def test_a_slip_is_one_line(arguments, problem, capsys):
   assert plan.main([*arguments, "--analytic", "policy.name=tiny_vl"]) == 2
   shown = capsys.readouterr()
@@ -98,7 +101,7 @@ def test_a_slip_is_one_line(arguments, problem, capsys):
 
 def test_operations_of_a_forward_pass_are_xlas():
   model, processor, _ = checkpoint.create_policy(
-      "qwen3_vl_tiny", screen=(64, 64)
+    "qwen3_vl_tiny", screen=(64, 64)
   )
   graph, state = nnx.split(model)
   b, t = 2, 64
@@ -112,11 +115,14 @@ def test_operations_of_a_forward_pass_are_xlas():
     model = nnx.merge(graph, state)
     model.encode_images(patches, np.ones((1, n), bool), places)
     hidden, _ = model.extend(
-        tokens, positions, np.zeros(b, np.int32), np.full(b, t, np.int32),
-        model.init_cache(b, t),
-    )  # pyformat: disable
+      tokens,
+      positions,
+      np.zeros(b, np.int32),
+      np.full(b, t, np.int32),
+      model.init_cache(b, t),
+    )
     return model.encode_images(
-        patches, np.ones((1, n), bool), places
+      patches, np.ones((1, n), bool), places
     ), model.logits(hidden)
 
   (cost,) = [jax.jit(forward).lower(state).cost_analysis()]
@@ -135,12 +141,12 @@ def test_operations_of_linear_attention_are_xlas():
   def forward(state, tokens, positions, starts, lengths):
     model = nnx.merge(graph, state)
     hidden, _ = model.extend(
-        tokens, positions, starts, lengths, model.init_cache(b, length)
+      tokens, positions, starts, lengths, model.init_cache(b, length)
     )
     return model.logits(hidden)
 
   lowered = jax.jit(forward).lower(
-      state, ints(b, 1), ints(b, 1, 3), ints(b), ints(b)
+    state, ints(b, 1), ints(b, 1, 3), ints(b), ints(b)
   )
   planned = planned_run.forward_flops(model, b, length, b, 0, 0)
   assert planned == pytest.approx(lowered.cost_analysis()["flops"], rel=0.1)
@@ -157,9 +163,13 @@ def test_a_plan_is_read_by_people_and_programs(capsys):
   assert plan.main(TINY) == 0
   text = capsys.readouterr().out
   for words in (
-      "qwen3_vl_tiny on v5e:2x4: 8 chips, 2 hosts", "memory of a device,"
-      " predicted", "KV cache", "roofline", "Assumed:", "fits,",
-  ):  # pyformat: disable
+    "qwen3_vl_tiny on v5e:2x4: 8 chips, 2 hosts",
+    "memory of a device, predicted",
+    "KV cache",
+    "roofline",
+    "Assumed:",
+    "fits,",
+  ):
     assert words in text
   assert plan.main([*TINY, "--json"]) == 0
   data = json.loads(capsys.readouterr().out)
@@ -191,39 +201,39 @@ def test_parts_grow_with_their_settings():
   lora = memory("policy.lora_rank=2")
   assert lora["gradients"] < plain["gradients"] / 5
   assert "KL reference" in memory(
-      "algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false"
+    "algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false"
   )
 
 
 @pytest.mark.parametrize("name", ("qwen3_vl_tiny", "qwen3_5_tiny"))
 def test_caches_are_those_that_the_engine_makes(name):
   run = run_of(
-      f"policy.name={name}", "mesh.fsdp=4", "mesh.tensor=2", "learner.rows=4"
+    f"policy.name={name}", "mesh.fsdp=4", "mesh.tensor=2", "learner.rows=4"
   )
   states, token = planned_run.row_bytes(run.engine_model)
   assert bool(states) == (name == "qwen3_5_tiny")
   # A page's keys and values are worth its snapshot of the states.
   assert run.buckets.page_size * token >= states
   sizes = cache_memory.sizes(
-      run.processor,
-      run.engine_config,
-      run.buckets,
-      cached_attention.row_shards(run.engine_mesh),
+    run.processor,
+    run.engine_config,
+    run.buckets,
+    cached_attention.row_shards(run.engine_mesh),
   )
   shapes = planned_run._shapes(
-      type(run.model), run.model.config, 0, False, run.engine_mesh
+    type(run.model), run.model.config, 0, False, run.engine_mesh
   )
   state = device_state.DeviceState(
-      shapes,
-      run.processor,
-      pages=sizes.pages,
-      page_size=run.buckets.page_size,
-      vision_tokens=sizes.vision_tokens,
-      mesh=run.engine_mesh,
+    shapes,
+    run.processor,
+    pages=sizes.pages,
+    page_size=run.buckets.page_size,
+    vision_tokens=sizes.vision_tokens,
+    mesh=run.engine_mesh,
   )
   size = lambda tree: sum(
-      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-      for x in jax.tree.leaves(tree)
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
   )
   planned = planned_run.memory(run)
   assert planned["KV cache"] == size(state.cache_shape)
@@ -238,9 +248,10 @@ def test_caches_are_those_that_the_engine_makes(name):
 
 def test_a_policy_with_linear_attention_is_planned(capsys):
   arguments = ["mesh.fsdp=4", "mesh.tensor=2", "learner.rows=4", "--analytic"]
-  assert plan.main(
-      ["topology=v5e:2x4", "policy=qwen3_5_tiny", "--json", *arguments]
-  ) == 0
+  assert (
+    plan.main(["topology=v5e:2x4", "policy=qwen3_5_tiny", "--json", *arguments])
+    == 0
+  )
   data = json.loads(capsys.readouterr().out)
   assert data["fits"] and data["memory"]["KV cache"]
   assert data["mesh"]["tensor"] == data["engine_mesh"]["tensor"] == 2
@@ -277,14 +288,15 @@ def test_models_beside_the_policy_are_counted():
   caches = second["evaluation's caches"]
   slots = memory("engine.slots=8")
   assert caches == slots["KV cache"] + slots["vision cache"]
-  assert planned_run.total(second) == planned_run.total(plain) + caches + (
-      plain["rollout weights"]
+  assert (
+    planned_run.total(second)
+    == planned_run.total(plain) + caches + (plain["rollout weights"])
   )
   kl = ("algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false")
   assert memory(*kl)["KL reference"] == plain["parameters"]
   assert memory(*kl, "learner.reference_on=host") == plain
   taught = memory(
-      "algorithm.teacher=tiny_vl", "algorithm.distill_coef=1", kl[1]
+    "algorithm.teacher=tiny_vl", "algorithm.distill_coef=1", kl[1]
   )
   assert taught == plain | {"teacher": plain["parameters"]}
   with pytest.raises(ValueError, match="algorithm.teacher=/no/such"):
@@ -292,18 +304,22 @@ def test_models_beside_the_policy_are_counted():
 
 
 def test_a_reference_of_an_adapter_is_the_adapters():
-  parts = planned_run.memory(run_of(
-      "policy.name=qwen3_vl_tiny", "policy.lora_rank=2",
-      "algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false",
-  ))  # pyformat: disable
+  parts = planned_run.memory(
+    run_of(
+      "policy.name=qwen3_vl_tiny",
+      "policy.lora_rank=2",
+      "algorithm.kl_coef=0.1",
+      "learner.skip_zero_advantage=false",
+    )
+  )
   assert parts["KL reference"] == parts["gradients"]
 
 
 def test_engines_of_other_hosts_take_nothing_here(capsys):
   run = run_of("policy.name=qwen3_vl_tiny", "rollout.via=hosts")
-  assert not {
-      "rollout weights", "KV cache", "vision cache"
-  } & set(planned_run.memory(run))  # pyformat: disable
+  assert not {"rollout weights", "KV cache", "vision cache"} & set(
+    planned_run.memory(run)
+  )
   assert set(planned_run.works(run)) == {"accumulate"}
   turned = sum(plan.knobs(run.config, run.name), [])
   assert not any(s.startswith("engine.slots") for s in turned)
@@ -336,9 +352,12 @@ def test_the_advice_makes_it_fit(capsys, monkeypatch):
 def spare():
   """Arguments of a run that leaves memory, and its plan."""
   arguments = [
-      "topology=v5e:4x4", "policy=Qwen3-VL-2B", "agent=tool", "--analytic",
-      "--json",
-  ]  # pyformat: disable
+    "topology=v5e:4x4",
+    "policy=Qwen3-VL-2B",
+    "agent=tool",
+    "--analytic",
+    "--json",
+  ]
   with contextlib.redirect_stdout(io.StringIO()) as out:
     plan.main(arguments)
   return arguments, json.loads(out.getvalue())
@@ -360,7 +379,7 @@ def test_a_planned_size_keeps_the_agent_of_a_file(tmp_path):
   file = tmp_path / "run.yaml"
   file.write_text("agent: {name: ui_tars_1}")
   config, name, chosen = planned_run.load(
-      [str(file), "policy=Qwen3-VL-2B"], chips.Topology.of("h100:8")
+    [str(file), "policy=Qwen3-VL-2B"], chips.Topology.of("h100:8")
   )
   assert name == "Qwen3-VL-2B" and config.agent.name == "ui_tars_1"
   assert "agent" not in str(chosen)
@@ -370,8 +389,9 @@ def test_memory_to_spare_is_offered_for_speed(spare):
   _, offers = spare
   offered = {f["settings"][0]: f for f in offers["faster"]}
   assert set(offered) == {
-      "policy.config.remat=none", "policy.config.remat=dots"
-  }  # pyformat: disable
+    "policy.config.remat=none",
+    "policy.config.remat=dots",
+  }
   for promised in offered.values():
     assert offers["total"] < promised["total"] <= offers["available"]
     assert promised["update"] > 1.2
@@ -387,7 +407,7 @@ def test_what_is_offered_is_as_fast_as_it_says(spare, capsys, monkeypatch):
     return json.loads(capsys.readouterr().out)
 
   seconds = lambda planned: max(
-      planned["roofline"]["accumulate"]["seconds"].values()
+    planned["roofline"]["accumulate"]["seconds"].values()
   )
   offered = {f["settings"][0]: f for f in before["faster"]}
   for setting, promised in offered.items():
@@ -400,7 +420,7 @@ def test_what_is_offered_is_as_fast_as_it_says(spare, capsys, monkeypatch):
   small = dataclasses.replace(chips.CHIPS["v5e"], memory=most - 1)
   monkeypatch.setitem(chips.CHIPS, "v5e", small)
   assert [f["settings"] for f in made()["faster"]] == [
-      ["policy.config.remat=dots"]
+    ["policy.config.remat=dots"]
   ]
 
 
@@ -409,7 +429,7 @@ def test_a_remat_left_to_the_run_is_the_fastest_that_fits(monkeypatch):
     """The choice where memory is `share_of` a remat's, with its room."""
     most = planned_run.total(planned_run.memory(runs[share_of]))
     chip = dataclasses.replace(
-        chips.CHIPS["v5e"], memory=math.ceil(most / update_memory.ROOM)
+      chips.CHIPS["v5e"], memory=math.ceil(most / update_memory.ROOM)
     )
     with monkeypatch.context() as patch:
       patch.setitem(chips.CHIPS, "v5e", chip)
@@ -419,11 +439,11 @@ def test_a_remat_left_to_the_run_is_the_fastest_that_fits(monkeypatch):
 
   arguments = ["policy=Qwen3-VL-2B"]
   runs = {
-      remat: run_of(*arguments, f"policy.config.remat={remat}")
-      for remat in config_checks.REMATS
+    remat: run_of(*arguments, f"policy.config.remat={remat}")
+    for remat in config_checks.REMATS
   }
   assert {remat: settled(remat) for remat in runs} == {
-      remat: remat for remat in runs
+    remat: remat for remat in runs
   }
 
 
@@ -438,23 +458,28 @@ def test_without_the_compiler_it_predicts_and_says_so(monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
-    not tpu_compiler.find_compiler(),
-    reason="no libtpu (make tpu-plan)",
+  not tpu_compiler.find_compiler(), reason="no libtpu (make tpu-plan)"
 )
 def test_a_small_run_is_compiled(capsys):
   arguments = [a for a in TINY if a != "--analytic"]
   status = plan.main([
       *arguments, "--json", "mesh.fsdp=4", "mesh.tensor=2", "learner.rows=4",
       "policy.config.scan_layers=true", "engine.slots=8",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   data = json.loads(capsys.readouterr().out)
   assert status == 0 and data["how"] == "compiled"
   assert set(data["programs"]) == {
-      "accumulate", "apply", "decode", "prefill", "encode", "weight copy"
-  }  # pyformat: disable
+    "accumulate",
+    "apply",
+    "decode",
+    "prefill",
+    "encode",
+    "weight copy",
+  }
   for program in data["programs"].values():
     assert not program["refused"] and program["arguments"] > 0
   run = run_of("policy.name=qwen3_vl_tiny")
-  assert cache_memory.sizes(
-      run.processor, run.engine_config, run.buckets, 4
-  ).pages > 1
+  assert (
+    cache_memory.sizes(run.processor, run.engine_config, run.buckets, 4).pages
+    > 1
+  )

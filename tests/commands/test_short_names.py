@@ -17,7 +17,7 @@ ROOM = "tunix.rl.multi_turn"
 HEAVY = (
     "jax", "jaxlib", "flax", "optax", "orbax", "torch", "transformers",
     "pandas", "tunix.rl.rl_learner", "tunix.rl.rl_cluster",
-)  # pyformat: disable
+)  # fmt: skip
 PROGRAM = r"""
 import contextlib, io, json, sys
 import tunix_multi_turn
@@ -44,10 +44,14 @@ def _there(module):
 def helps():
   names = [n for n, (m, _) in tunix_multi_turn.COMMANDS.items() if _there(m)]
   process = subprocess.run(
-      [sys.executable, "-c", PROGRAM, *names], cwd=ROOT, capture_output=True,
-      text=True, timeout=100, check=False,
-      env={**os.environ, "TESTS_SEE_TORCH": "1"},
-  )  # pyformat: disable
+    [sys.executable, "-c", PROGRAM, *names],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=100,
+    check=False,
+    env={**os.environ, "TESTS_SEE_TORCH": "1"},
+  )
   assert process.returncode == 0, process.stderr[-2000:]
   return json.loads(process.stdout.splitlines()[-1])
 
@@ -56,7 +60,7 @@ def test_the_names_are_those_that_are_documented():
   assert list(tunix_multi_turn.COMMANDS) == [
       "train", "plan", "evaluate", "serve", "gym", "monitor", "buffer",
       "run-service", "publish", "doctor",
-  ]  # pyformat: disable
+  ]  # fmt: skip
   scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   assert scripts["scripts"]["tunix-mt"] == "tunix_multi_turn:main"
 
@@ -70,11 +74,11 @@ def test_help_loads_no_jax_and_no_google_tunix(name, helps):
   assert text["light"]
   assert not set(HEAVY) & set(text["modules"])
   upstream = [
-      module
-      for module in text["modules"]
-      if module.startswith("tunix.")
-      and module not in ("tunix.rl", "tunix.rl.queue")
-      and not module.startswith((f"{ROOM}.", "tunix.rl.queue."))
+    module
+    for module in text["modules"]
+    if module.startswith("tunix.")
+    and module not in ("tunix.rl", "tunix.rl.queue")
+    and not module.startswith((f"{ROOM}.", "tunix.rl.queue."))
   ]
   assert upstream == [ROOM]
 
@@ -95,7 +99,7 @@ def test_a_command_gets_its_own_arguments(monkeypatch):
   started = []
   monkeypatch.setattr(tunix_multi_turn, "light", lambda: None)
   monkeypatch.setattr(
-      tunix_multi_turn, "run", lambda m: started.append((m, sys.argv[1:]))
+    tunix_multi_turn, "run", lambda m: started.append((m, sys.argv[1:]))
   )
   monkeypatch.setattr(sys, "argv", ["tunix-mt", "serve", "tiny_vl", "--port=0"])
   assert tunix_multi_turn.main() == 0
@@ -118,7 +122,7 @@ def test_an_unknown_command_is_refused_with_the_nearest(capsys):
 def test_a_command_that_is_not_installed_is_named(capsys, monkeypatch):
   monkeypatch.setattr(tunix_multi_turn, "light", lambda: None)
   monkeypatch.setattr(
-      tunix_multi_turn, "COMMANDS", {"gone": ("no_such_room", "nothing")}
+    tunix_multi_turn, "COMMANDS", {"gone": ("no_such_room", "nothing")}
   )
   assert tunix_multi_turn.main(["gone"]) == 2
   assert f"no {ROOM}.no_such_room" in capsys.readouterr().err

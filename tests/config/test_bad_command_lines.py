@@ -49,7 +49,7 @@ def test_one_slip_is_one_message_with_field_value_and_fix(case):
         (("rollout.via=external",), ("external.url", "policy.name=tiny_vl")),
     ],
     ids=lambda value: " ".join(value),
-)  # pyformat: disable
+)  # fmt: skip
 def test_several_slips_are_reported_at_once(argv, parts):
   problems = problems_of(*argv)
   assert len(problems) >= len(parts)

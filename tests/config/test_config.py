@@ -55,8 +55,10 @@ def test_defaults_file_overrides_in_this_order(tmp_path):
 def test_a_gym_brings_its_preset_and_anything_wins_over_it(tmp_path):
   config = load("gym=miniwob")
   assert config.task_source.families == (
-      "click-test-2", "click-dialog", "focus-text",
-  )  # pyformat: disable
+    "click-test-2",
+    "click-dialog",
+    "focus-text",
+  )
   assert (config.gym.width, config.gym.height) == (160, 210)
   file = tmp_path / "c.yaml"
   file.write_text("gym: miniwob\nengine: {slots: 4}\n")
@@ -69,9 +71,9 @@ def test_pages_are_cloned_first_where_the_oracle_knows_every_one():
   assert load("gym=miniwob").warm_start.steps > 0
   assert load("gym=miniwob", "tasks=[click-test]").warm_start.steps > 0
   assert load("gym=miniwob", "tasks=[tic-tac-toe]").warm_start.steps == 0
-  assert load(
-      "gym=miniwob", "tasks=[click-test, tic-tac-toe]"
-  ).warm_start.steps == 0
+  assert (
+    load("gym=miniwob", "tasks=[click-test, tic-tac-toe]").warm_start.steps == 0
+  )
   assert load("gym=miniwob", "warm_start.source=none").warm_start.steps == 0
   assert load("gym=miniwob", "warm_start.steps=3").warm_start.steps == 3
   assert load("gym=desktop").warm_start.steps == 0
@@ -99,13 +101,13 @@ def test_a_section_with_a_short_form_takes_a_plain_value(tmp_path, written):
 
 
 @pytest.mark.parametrize(
-    "text, tasks",
-    [
-        ("tasks=[a,b]", ("a", "b")),
-        ("tasks=a,b", ("a", "b")),
-        ("task_source.families=a", ("a",)),
-        ("task_source={families: [x]}", ("x",)),
-    ],
+  "text, tasks",
+  [
+    ("tasks=[a,b]", ("a", "b")),
+    ("tasks=a,b", ("a", "b")),
+    ("task_source.families=a", ("a",)),
+    ("task_source={families: [x]}", ("x",)),
+  ],
 )
 def test_lists_may_be_written_as_people_write_them(text, tasks):
   assert load(text).task_source.families == tasks
@@ -113,7 +115,7 @@ def test_lists_may_be_written_as_people_write_them(text, tasks):
 
 def test_numbers_as_people_write_them():
   config = load(
-      "learner.learning_rate=1e-4", "steps=1e3", "report.images=false"
+    "learner.learning_rate=1e-4", "steps=1e3", "report.images=false"
   )
   assert config.learner.learning_rate == 1e-4
   assert config.learner.steps == 1000
@@ -128,21 +130,24 @@ def test_text_stays_text_whatever_yaml_would_make_of_it():
 
 def test_a_mapping_is_merged_key_by_key(tmp_path):
   file = tmp_path / "c.yaml"
-  file.write_text(
-      "gym: {options: {success_return: 1.0, env_kwargs: {c: 2}}}\n"
-  )
+  file.write_text("gym: {options: {success_return: 1.0, env_kwargs: {c: 2}}}\n")
   config = load(
-      str(file), "gym=gymnasium", "tasks=[A-v1]", "gym.options.score=return",
-      "gym.options.success_return=4.0",
-  )  # pyformat: disable
+    str(file),
+    "gym=gymnasium",
+    "tasks=[A-v1]",
+    "gym.options.score=return",
+    "gym.options.success_return=4.0",
+  )
   assert config.gym.options == {
-      "success_return": 4.0, "env_kwargs": {"c": 2}, "score": "return",
-  }  # pyformat: disable
+    "success_return": 4.0,
+    "env_kwargs": {"c": 2},
+    "score": "return",
+  }
 
 
 def test_keys_below_a_mapping_merge_deeply():
   config = load(
-      "gym=gbox", "tasks=[a]", "gym.options.box.b=1", "gym.options.box.c=2"
+    "gym=gbox", "tasks=[a]", "gym.options.box.b=1", "gym.options.box.c=2"
   )
   assert config.gym.options == {"box": {"b": 1, "c": 2}}
 
@@ -157,7 +162,7 @@ def test_resume_starts_from_that_runs_configuration(tmp_path):
   run = tmp_path / "runs" / "first"
   run.mkdir(parents=True)
   (run / "config.yaml").write_text(
-      load("name=first", "learner.rows=2", "seed=4").to_yaml()
+    load("name=first", "learner.rows=2", "seed=4").to_yaml()
   )
   config = load(f"resume={run}", "steps=500")
   assert (config.learner.rows, config.run.seed) == (2, 4)
@@ -197,11 +202,11 @@ def _values(f: settings_lib.Setting) -> st.SearchStrategy:
     return st.integers(first, int(10**6 if high is None else high))
   if kind is float:
     return st.floats(
-        0.0 if low is None else low,
-        1e6 if high is None else high,
-        exclude_min="gt" in f.bounds,
-        exclude_max="lt" in f.bounds,
-        allow_subnormal=False,
+      0.0 if low is None else low,
+      1e6 if high is None else high,
+      exclude_min="gt" in f.bounds,
+      exclude_max="lt" in f.bounds,
+      allow_subnormal=False,
     )
   if kind is str:
     return st.text(max_size=12)
@@ -213,21 +218,23 @@ def _values(f: settings_lib.Setting) -> st.SearchStrategy:
     return st.lists(st.floats(0, 1), max_size=8).map(tuple)
   if kind == str | dict[str, typing.Any]:
     return st.text(min_size=1, max_size=8) | st.dictionaries(
-        st.text(min_size=1, max_size=8), st.floats(-9, 9)
+      st.text(min_size=1, max_size=8), st.floats(-9, 9)
     )
   if typing.get_origin(kind) in (typing.Union, types.UnionType):
     (inner,) = (k for k in typing.get_args(kind) if k is not type(None))
     return st.none() | _values(dataclasses.replace(f, type=inner))
   leaf = st.none() | st.booleans() | st.integers() | st.text(max_size=8)
   return st.dictionaries(
-      st.text(max_size=8),
-      st.recursive(
-          leaf,
-          lambda inner: st.lists(inner, max_size=3)
-          | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-          max_leaves=5,
+    st.text(max_size=8),
+    st.recursive(
+      leaf,
+      lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=8), inner, max_size=3)
       ),
-      max_size=3,
+      max_leaves=5,
+    ),
+    max_size=3,
   )
 
 
@@ -250,20 +257,20 @@ def _instances(draw, cls):
 
 # Shrinking a hundred fields takes minutes and says no more than the first.
 @settings(
-    max_examples=30,
-    deadline=None,
-    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+  max_examples=30,
+  deadline=None,
+  phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 @given(_instances(TrainConfig))
 def test_yaml_round_trip_of_any_value(config):
   # Below the checks for contradictions: only typing and syntax matter here.
   problems = []
   flat = loader.flatten(
-      resolution.parse_yaml(config.to_yaml(), "x"),
-      TrainConfig,
-      config_lib.ALIASES,
-      "x",
-      problems,
+    resolution.parse_yaml(config.to_yaml(), "x"),
+    TrainConfig,
+    config_lib.ALIASES,
+    "x",
+    problems,
   )
   again = loader.build(TrainConfig, flat, problems)
   assert not problems
@@ -287,8 +294,10 @@ def _another(f: settings_lib.Setting):
     low = f.bounds.get("ge", f.bounds.get("gt"))
     high = f.bounds.get("le", f.bounds.get("lt"))
     for value in (1, 2, 0.5, low, high):
-      if value is not None and value != f.default and not loader.field_problem(
-          *_class_of(f), value, ""
+      if (
+        value is not None
+        and value != f.default
+        and not loader.field_problem(*_class_of(f), value, "")
       ):
         return value
   if any(typing.get_origin(k) is dict for k in kinds) and str not in kinds:
@@ -311,8 +320,11 @@ def test_every_field_is_reached_by_key_value(path):
   field = loader.leaves(TrainConfig)[path]
   value = _another(field)
   problems = []
-  key, raw = loader.parse_override(f"{path}={yaml.safe_dump(value).strip()}"
-                                   .removesuffix("\n...").replace("\n...", ""))
+  key, raw = loader.parse_override(
+    f"{path}={yaml.safe_dump(value).strip()}".removesuffix("\n...").replace(
+      "\n...", ""
+    )
+  )
   flat = loader.flatten({key: raw}, TrainConfig, {}, "x", problems)
   section, _, name = path.rpartition(".")
   cls = loader.sections(TrainConfig)[section]
@@ -331,10 +343,10 @@ def test_every_settings_class_of_the_package_is_a_section():
   nested = set(loader.sections(config_lib.EvaluationConfig).values())
   nested |= {TrainConfig, config_lib.EvaluationConfig}
   for module in pkgutil.walk_packages(
-      multi_turn.__path__, "tunix.rl.multi_turn."
+    multi_turn.__path__, "tunix.rl.multi_turn."
   ):
     if not re.search(
-        r"(settings|config|source|policy_client|admission)$", module.name
+      r"(settings|config|source|policy_client|admission)$", module.name
     ):
       continue
     for value in vars(importlib.import_module(module.name)).values():
@@ -358,22 +370,22 @@ def test_a_configuration_cannot_be_changed():
 
 # Tuning the defaults must not decide which values contradict each other.
 BASE = (
-    "collect.group_size=8",
-    "collect.min_valid=4",
-    "sampling.max_new_tokens=32",
-    "engine.context_length=512",
-    "learner.row_length=512",
-    "learner.rows=8",
-    "learner.groups_per_step=8",
-    "learner.minibatches=1",
-    "learner.schedule=constant",
-    "learner.warmup_steps=0",
-    "learner.publish_every=1",
-    "learner.skip_zero_advantage=true",
-    "queue.max_staleness=0",
-    "warm_start.steps=0",
-    "collect.deadlines.turn=180",
-    "collect.deadlines.episode=600",
+  "collect.group_size=8",
+  "collect.min_valid=4",
+  "sampling.max_new_tokens=32",
+  "engine.context_length=512",
+  "learner.row_length=512",
+  "learner.rows=8",
+  "learner.groups_per_step=8",
+  "learner.minibatches=1",
+  "learner.schedule=constant",
+  "learner.warmup_steps=0",
+  "learner.publish_every=1",
+  "learner.skip_zero_advantage=true",
+  "queue.max_staleness=0",
+  "warm_start.steps=0",
+  "collect.deadlines.turn=180",
+  "collect.deadlines.episode=600",
 )
 
 
@@ -381,140 +393,156 @@ BASE = (
 
 
 @pytest.mark.parametrize(
-    "argument, suggestion",
-    [
-        ("learner.learning_rat=1", "'learner.learning_rate'"),
-        ("temperature=0.5", "'sampling.temperature'"),
-        ("agent.learning_rate=1", "'learner.learning_rate'"),
-        ("lerner.steps=3", "'learner.steps'"),
-        ("polic=x", "'policy'"),
-        ("sed=3", "'seed'"),
-        ("gym=minwob", "'miniwob'"),
-        ("algorithm.advantage=GRPO", "'grpo'"),
-        ("algorithm.loss_aggregation=token", "'token_mean'"),
-        ("eval.modes=[greedi]", "'greedy'"),
-        ("--dryrun", "'--dry-run'"),
-        ("learner.zzzzqq=1", "learner has steps"),
-        ("zzzzqq=1", "--help all lists every key"),
-    ],
+  "argument, suggestion",
+  [
+    ("learner.learning_rat=1", "'learner.learning_rate'"),
+    ("temperature=0.5", "'sampling.temperature'"),
+    ("agent.learning_rate=1", "'learner.learning_rate'"),
+    ("lerner.steps=3", "'learner.steps'"),
+    ("polic=x", "'policy'"),
+    ("sed=3", "'seed'"),
+    ("gym=minwob", "'miniwob'"),
+    ("algorithm.advantage=GRPO", "'grpo'"),
+    ("algorithm.loss_aggregation=token", "'token_mean'"),
+    ("eval.modes=[greedi]", "'greedy'"),
+    ("--dryrun", "'--dry-run'"),
+    ("learner.zzzzqq=1", "learner has steps"),
+    ("zzzzqq=1", "--help all lists every key"),
+  ],
 )
 def test_what_is_unknown_is_refused_with_the_nearest_valid_one(
-    argument, suggestion
+  argument, suggestion
 ):
   assert suggestion in refusal(argument)
 
 
 @pytest.mark.parametrize(
-    "argument, message",
-    [
-        ("learner.steps=x", "learner.steps='x' must be a whole number"),
-        ("learner.steps=2.5", "must be a whole number"),
-        ("learner.steps=true", "must be a whole number"),
-        ("learner.learning_rate=0", "must be > 0"),
-        ("learner.learning_rate=.inf", "finite"),
-        ("sampling.top_p=1.5", "must be > 0, <= 1"),
-        ("engine.prefill_buckets=[0]", "must be >= 1"),
-        ("report.images=3", "true or false"),
-        ("gym.options=3", "a mapping"),
-        (
-            "task_source.families=[1, [2]]",
-            "task_source.families=['1', [2]] must be item 1 text",
-        ),
-        ("learner=3", "learner is a section"),
-        ("steps", "write key=value"),
-        ("tasks=[a", "not valid YAML"),
-        ("task_source.families=[a,a]", "has one twice"),
-    ],
+  "argument, message",
+  [
+    ("learner.steps=x", "learner.steps='x' must be a whole number"),
+    ("learner.steps=2.5", "must be a whole number"),
+    ("learner.steps=true", "must be a whole number"),
+    ("learner.learning_rate=0", "must be > 0"),
+    ("learner.learning_rate=.inf", "finite"),
+    ("sampling.top_p=1.5", "must be > 0, <= 1"),
+    ("engine.prefill_buckets=[0]", "must be >= 1"),
+    ("report.images=3", "true or false"),
+    ("gym.options=3", "a mapping"),
+    (
+      "task_source.families=[1, [2]]",
+      "task_source.families=['1', [2]] must be item 1 text",
+    ),
+    ("learner=3", "learner is a section"),
+    ("steps", "write key=value"),
+    ("tasks=[a", "not valid YAML"),
+    ("task_source.families=[a,a]", "has one twice"),
+  ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(argument, message):
   assert message in refusal(argument)
 
 
 @pytest.mark.parametrize(
-    "argv, fields",
-    [
-        (["collect.group_size=1", "collect.min_valid=1"],
-         ["collect.group_size=1", ">= 2"]),
-        (["collect.min_valid=9"], ["collect.min_valid=9", "group_size=8"]),
-        (["collect.min_valid=1"], ["collect.min_valid=1"]),
-        (["sampling.max_new_tokens=512"],
-         ["sampling.max_new_tokens", "engine.context_length"]),
-        (["learner.row_length=100"],
-         ["learner.row_length=100", "engine.context_length"]),
-        (["engine.prefill_buckets=[64,32]"], ["must ascend"]),
-        (["engine.prefill_buckets=[64,9999]"], ["engine.context_length"]),
-        (["engine.lockstep=true", "queue.max_staleness=1"],
-         ["engine.lockstep", "queue.max_staleness=0"]),
-        (["mesh.data=3"], ["learner.rows=8", "mesh.data"]),
-        (["learner.minibatches=3"],
-         ["learner.groups_per_step=8", "learner.minibatches=3"]),
-        (["steps=5", "learner.warmup_steps=6"], ["learner.warmup_steps=6"]),
-        (["steps=5", "learner.warmup_steps=5", "learner.schedule=cosine"],
-         ["learner.warmup_steps=5"]),
-        (["sampling.top_k=5"], ["sampling.top_k=5", "importance=tis"]),
-        (["learner.publish_every=2"],
-         ["learner.publish_every=2", "queue.max_staleness"]),
-        (["queue.capacity=3"], ["queue.capacity=3", ">= 8"]),
-        (["algorithm.kl_coef=0.1"],
-         ["algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false"]),
-        (["warm_start.source=path"], ["warm_start.path"]),
-        (["warm_start.path=x"], ["warm_start.source=path"]),
-        (
-            ["policy=./qwen", "warm_start.source=embedded"],
-            ["warm_start.source=embedded", "./qwen"],
-        ),
-        (
-            ["gym=gymnasium", "tasks=[CartPole-v1]", "warm_start.steps=10"],
-            ["has no oracle"],
-        ),
-        (["gym=gymnasium"], ["task_source.families is empty"]),
-        (["collect.deadlines.turn=1000"], ["collect.deadlines.episode"]),
-        (["collect.deadlines.model=400"], ["collect.deadlines.turn"]),
-        (["eval.modes=[]"], ["eval.modes"]),
-        (["eval.modes=[greedy,greedy]"], ["eval.modes", "twice"]),
-        (["gym=miniwob", "gym.width=64"], ["gym.width=64", "160x210"]),
-        (["gym=miniwob", "gym.height=96"], ["gym.height=96", "160x210"]),
-        (
-            ["gym=miniwob", "gym.options={scale: 2}"],
-            ["gym.options.scale=2", "320x420"],
-        ),
-        (
-            ["gym=browser", "gym.options={width: 300}"],
-            ["gym.options.width=300", "set gym.width"],
-        ),
-        (
-            ["gym=miniwob", "gym.options.difficulty=1"],
-            ["gym.options.difficulty=1", "miniwob"],
-        ),
-        (
-            [
-                "gym=gymnasium", "tasks=[CartPole-v1]",
-                "gym.options.difficulty=2",
-            ],
-            ["gym.options.difficulty=2", "gymnasium"],
-        ),
-        (
-            ["gym.options.dificulty=2"],
-            ["gym.options.dificulty=2", "did you mean 'difficulty'"],
-        ),
-        (["gym.options.difficulty=x"], ["gym.options.difficulty='x'", "int"]),
-        (["gym.options.width=256"], ["gym.options.width=256", "gym.width"]),
-        (["gym.options.height=192"], ["gym.options.height=192", "gym.height"]),
-        (
-            ["gym=gymnasium", "tasks=[CartPole-v1]", "gym.options.env=Other"],
-            ["gym.options.env=Other", "task_source.families"],
-        ),
-        (
-            ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1",
-             "learner.skip_zero_advantage=false"],
-            ["algorithm.kl_estimator=k1", "k3"],
-        ),
-        (
-            ["monitor.embedded=true", f"monitor.tags=[lr, {'x' * 51}]"],
-            ["monitor.tags", "50 characters"],
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+  "argv, fields",
+  [
+    (
+      ["collect.group_size=1", "collect.min_valid=1"],
+      ["collect.group_size=1", ">= 2"],
+    ),
+    (["collect.min_valid=9"], ["collect.min_valid=9", "group_size=8"]),
+    (["collect.min_valid=1"], ["collect.min_valid=1"]),
+    (
+      ["sampling.max_new_tokens=512"],
+      ["sampling.max_new_tokens", "engine.context_length"],
+    ),
+    (
+      ["learner.row_length=100"],
+      ["learner.row_length=100", "engine.context_length"],
+    ),
+    (["engine.prefill_buckets=[64,32]"], ["must ascend"]),
+    (["engine.prefill_buckets=[64,9999]"], ["engine.context_length"]),
+    (
+      ["engine.lockstep=true", "queue.max_staleness=1"],
+      ["engine.lockstep", "queue.max_staleness=0"],
+    ),
+    (["mesh.data=3"], ["learner.rows=8", "mesh.data"]),
+    (
+      ["learner.minibatches=3"],
+      ["learner.groups_per_step=8", "learner.minibatches=3"],
+    ),
+    (["steps=5", "learner.warmup_steps=6"], ["learner.warmup_steps=6"]),
+    (
+      ["steps=5", "learner.warmup_steps=5", "learner.schedule=cosine"],
+      ["learner.warmup_steps=5"],
+    ),
+    (["sampling.top_k=5"], ["sampling.top_k=5", "importance=tis"]),
+    (
+      ["learner.publish_every=2"],
+      ["learner.publish_every=2", "queue.max_staleness"],
+    ),
+    (["queue.capacity=3"], ["queue.capacity=3", ">= 8"]),
+    (
+      ["algorithm.kl_coef=0.1"],
+      ["algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false"],
+    ),
+    (["warm_start.source=path"], ["warm_start.path"]),
+    (["warm_start.path=x"], ["warm_start.source=path"]),
+    (
+      ["policy=./qwen", "warm_start.source=embedded"],
+      ["warm_start.source=embedded", "./qwen"],
+    ),
+    (
+      ["gym=gymnasium", "tasks=[CartPole-v1]", "warm_start.steps=10"],
+      ["has no oracle"],
+    ),
+    (["gym=gymnasium"], ["task_source.families is empty"]),
+    (["collect.deadlines.turn=1000"], ["collect.deadlines.episode"]),
+    (["collect.deadlines.model=400"], ["collect.deadlines.turn"]),
+    (["eval.modes=[]"], ["eval.modes"]),
+    (["eval.modes=[greedy,greedy]"], ["eval.modes", "twice"]),
+    (["gym=miniwob", "gym.width=64"], ["gym.width=64", "160x210"]),
+    (["gym=miniwob", "gym.height=96"], ["gym.height=96", "160x210"]),
+    (
+      ["gym=miniwob", "gym.options={scale: 2}"],
+      ["gym.options.scale=2", "320x420"],
+    ),
+    (
+      ["gym=browser", "gym.options={width: 300}"],
+      ["gym.options.width=300", "set gym.width"],
+    ),
+    (
+      ["gym=miniwob", "gym.options.difficulty=1"],
+      ["gym.options.difficulty=1", "miniwob"],
+    ),
+    (
+      ["gym=gymnasium", "tasks=[CartPole-v1]", "gym.options.difficulty=2"],
+      ["gym.options.difficulty=2", "gymnasium"],
+    ),
+    (
+      ["gym.options.dificulty=2"],
+      ["gym.options.dificulty=2", "did you mean 'difficulty'"],
+    ),
+    (["gym.options.difficulty=x"], ["gym.options.difficulty='x'", "int"]),
+    (["gym.options.width=256"], ["gym.options.width=256", "gym.width"]),
+    (["gym.options.height=192"], ["gym.options.height=192", "gym.height"]),
+    (
+      ["gym=gymnasium", "tasks=[CartPole-v1]", "gym.options.env=Other"],
+      ["gym.options.env=Other", "task_source.families"],
+    ),
+    (
+      [
+        "algorithm.kl_coef=0.1",
+        "algorithm.kl_estimator=k1",
+        "learner.skip_zero_advantage=false",
+      ],
+      ["algorithm.kl_estimator=k1", "k3"],
+    ),
+    (
+      ["monitor.embedded=true", f"monitor.tags=[lr, {'x' * 51}]"],
+      ["monitor.tags", "50 characters"],
+    ),
+  ],
+  ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_contradictions_name_the_fields_and_the_fix(argv, fields):
   load(*BASE)
@@ -531,14 +559,14 @@ def test_every_problem_is_reported_at_once():
 
 
 def test_a_name_of_ones_own_is_known_once_its_module_is_imported(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   assert "'mine'" in refusal("algorithm.advantage=mine")
   (tmp_path / "my_names.py").write_text(
-      "from tunix.rl.multi_turn import rewards\n"
-      "from tunix.rl.multi_turn.learner.algorithms import advantages\n"
-      "rewards.register('mine_too')(lambda task, action: 0.0)\n"
-      "advantages.ESTIMATORS.register('mine', advantages.grpo)\n"
+    "from tunix.rl.multi_turn import rewards\n"
+    "from tunix.rl.multi_turn.learner.algorithms import advantages\n"
+    "rewards.register('mine_too')(lambda task, action: 0.0)\n"
+    "advantages.ESTIMATORS.register('mine', advantages.grpo)\n"
   )
   monkeypatch.syspath_prepend(tmp_path)
   named = ("algorithm.advantage=mine", "reward=mine_too")
@@ -554,9 +582,9 @@ def test_the_examples_in_the_help_are_accepted():
   """Each `section.field=value` in a text, with what that needs."""
   named = re.compile(r"\b(\w+\.[\w.]+=[^\s,;:]*[^\s,;:.)`])")
   with_its_needs = {
-      "policy.config.layers=6": ["warm_start.source=none"],
-      "gym.options.seconds_per_action=0.2": ["gym=miniwob"],
-      "gym.observation=axtree": ["gym=miniwob"],
+    "policy.config.layers=6": ["warm_start.source=none"],
+    "gym.options.seconds_per_action=0.2": ["gym=miniwob"],
+    "gym.observation=axtree": ["gym=miniwob"],
   }
   collected = set()
   for field in loader.leaves(TrainConfig).values():
@@ -633,14 +661,18 @@ def test_help_shows_what_the_default_gym_brings(capsys):
 
 def test_the_help_may_be_left_by_its_reader(tmp_path):
   program = (
-      "import tunix_multi_turn; tunix_multi_turn.light()\n"
-      "from tunix.rl.multi_turn.core import shell_hints\n"
-      "import sys; sys.stdin.read(); shell_hints.show('x' * 200_000)\n"
+    "import tunix_multi_turn; tunix_multi_turn.light()\n"
+    "from tunix.rl.multi_turn.core import shell_hints\n"
+    "import sys; sys.stdin.read(); shell_hints.show('x' * 200_000)\n"
   )
   child = subprocess.Popen(
-      [sys.executable, "-c", program], cwd=tmp_path, text=True,
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-  )  # pyformat: disable
+    [sys.executable, "-c", program],
+    cwd=tmp_path,
+    text=True,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
   child.stdout.close()
   child.stdin.close()
   assert child.stderr.read() == "" and child.wait(60) == 0
@@ -694,95 +726,84 @@ def test_dry_run_flag():
 def test_the_reference_in_docs_is_up_to_date():
   written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
   assert written == config_lib.reference(), (
-      "run: python -m tunix.rl.multi_turn.config > docs/configuration.md"
+    "run: python -m tunix.rl.multi_turn.config > docs/configuration.md"
   )
 
 
 @pytest.mark.parametrize(
-    "argv, words",
-    [
-        (
-            ["queue.admission=finished"],
-            "queue.admission=finished .*max_staleness=0",
-        ),
-        (
-            ["queue.admission=recent"],
-            "queue.admission=recent .*max_staleness=0",
-        ),
-        (
-            ["collect.part_size=4"],
-            "collect.part_size=4 delivers episodes in the order",
-        ),
-        (
-            ["collect.part_size=4", "engine.lockstep=false"],
-            "collect.part_size=4 .*queue.max_staleness=0 admits no group",
-        ),
-        (
-            ["collect.part_size=4", "rollout.via=proxy"],
-            "collect.part_size=4 .*queue.max_staleness=0 admits no group",
-        ),
-        (
-            [
-                "collect.part_size=4",
-                "queue.max_staleness=1",
-                "algorithm.overlong_tokens=64",
-            ],
-            "collect.part_size=4 .*algorithm.overlong_tokens=64.*to 0",
-        ),
-        (
-            [
-                "collect.part_size=4",
-                "queue.max_staleness=1",
-                "task_source.order=curriculum",
-            ],
-            "collect.part_size=4 .*task_source.order=curriculum.*in_turn",
-        ),
-        (
-            ["collect.part_size=3", "queue.max_staleness=1"],
-            "part_size=3 must divide collect.group_size=8",
-        ),
-        (
-            [
-                "collect.part_size=4",
-                "queue.max_staleness=1",
-                "algorithm.advantage=gigpo",
-            ],
-            "collect.part_size=4 splits groups.*gigpo",
-        ),
-        (
-            [
-                "collect.part_size=4",
-                "queue.max_staleness=1",
-                "queue.capacity=8",
-                "learner.groups_per_step=8",
-            ],
-            "queue.capacity=8 can never hold the 16 groups",
-        ),
-        (
-            [
-                "rollout.via=hosts",
-                "queue.max_staleness=1",
-                "queue.admission=finished",
-            ],
-            "queue.admission=finished .*rollout.via=hosts",
-        ),
-        (
-            [
-                "rollout.via=hosts",
-                "queue.max_staleness=1",
-                "queue.admission=recent",
-            ],
-            "queue.admission=recent .*rollout.via=hosts",
-        ),
-        (
-            [
-                "rollout.via=hosts",
-                "queue.max_staleness=1",
-                "collect.part_size=4",
-            ],
-            "part_size=4 splits groups, which rollout.via=hosts lends whole",
-        ),
-    ],
+  "argv, words",
+  [
+    (
+      ["queue.admission=finished"],
+      "queue.admission=finished .*max_staleness=0",
+    ),
+    (["queue.admission=recent"], "queue.admission=recent .*max_staleness=0"),
+    (
+      ["collect.part_size=4"],
+      "collect.part_size=4 delivers episodes in the order",
+    ),
+    (
+      ["collect.part_size=4", "engine.lockstep=false"],
+      "collect.part_size=4 .*queue.max_staleness=0 admits no group",
+    ),
+    (
+      ["collect.part_size=4", "rollout.via=proxy"],
+      "collect.part_size=4 .*queue.max_staleness=0 admits no group",
+    ),
+    (
+      [
+        "collect.part_size=4",
+        "queue.max_staleness=1",
+        "algorithm.overlong_tokens=64",
+      ],
+      "collect.part_size=4 .*algorithm.overlong_tokens=64.*to 0",
+    ),
+    (
+      [
+        "collect.part_size=4",
+        "queue.max_staleness=1",
+        "task_source.order=curriculum",
+      ],
+      "collect.part_size=4 .*task_source.order=curriculum.*in_turn",
+    ),
+    (
+      ["collect.part_size=3", "queue.max_staleness=1"],
+      "part_size=3 must divide collect.group_size=8",
+    ),
+    (
+      [
+        "collect.part_size=4",
+        "queue.max_staleness=1",
+        "algorithm.advantage=gigpo",
+      ],
+      "collect.part_size=4 splits groups.*gigpo",
+    ),
+    (
+      [
+        "collect.part_size=4",
+        "queue.max_staleness=1",
+        "queue.capacity=8",
+        "learner.groups_per_step=8",
+      ],
+      "queue.capacity=8 can never hold the 16 groups",
+    ),
+    (
+      [
+        "rollout.via=hosts",
+        "queue.max_staleness=1",
+        "queue.admission=finished",
+      ],
+      "queue.admission=finished .*rollout.via=hosts",
+    ),
+    (
+      ["rollout.via=hosts", "queue.max_staleness=1", "queue.admission=recent"],
+      "queue.admission=recent .*rollout.via=hosts",
+    ),
+    (
+      ["rollout.via=hosts", "queue.max_staleness=1", "collect.part_size=4"],
+      "part_size=4 splits groups, which rollout.via=hosts lends whole",
+    ),
+  ],
 )
 def test_rules_of_asynchrony_that_contradict_each_other(argv, words):
   with pytest.raises(config_lib.ConfigError, match="(?s)" + words):

@@ -11,15 +11,15 @@ from tunix.rl.multi_turn.config import loader
 TOKEN = "s3cret-of-the-project"
 # As a command line of that trainer has them -> the settings of today.
 OLD = {
-    "gym_base_url=http://g:5010": ("gym.options", "base_url", "http://g:5010"),
-    "gym_id=office": ("gym.options", "gym_id", "office"),
-    "eval_tasks=[a,b]": ("task_source.eval_names", None, ("a", "b")),
-    "split_type=train": ("gym.name", None, "genv"),
-    "learning_rate=3e-5": ("learner.learning_rate", None, 3e-5),
-    "lora_rank=4": ("policy.lora_rank", None, 4),
-    "consumer_batch_size=6": ("learner.groups_per_step", None, 6),
-    "monitor_base_url=http://m:1": ("monitor.url", None, "http://m:1"),
-    f"project_token={TOKEN}": ("task_source.source", None, "gym"),
+  "gym_base_url=http://g:5010": ("gym.options", "base_url", "http://g:5010"),
+  "gym_id=office": ("gym.options", "gym_id", "office"),
+  "eval_tasks=[a,b]": ("task_source.eval_names", None, ("a", "b")),
+  "split_type=train": ("gym.name", None, "genv"),
+  "learning_rate=3e-5": ("learner.learning_rate", None, 3e-5),
+  "lora_rank=4": ("policy.lora_rank", None, 4),
+  "consumer_batch_size=6": ("learner.groups_per_step", None, 6),
+  "monitor_base_url=http://m:1": ("monitor.url", None, "http://m:1"),
+  f"project_token={TOKEN}": ("task_source.source", None, "gym"),
 }
 
 
@@ -50,16 +50,18 @@ def test_the_token_is_in_the_environment_and_nowhere_else(caplog, capsys):
   assert os.environ["TUNIX_MONITOR_TOKEN"] == TOKEN
   assert TOKEN not in config.to_yaml() + repr(config) + caplog.text
   problems = [
-      [f"--project_token={TOKEN}"], ["--project-token", TOKEN],
-      ["project_token=another-one-of-it"],
-      [f"project_token=@{TOKEN}"], [f"project_token=[{TOKEN}"],
-      [f"project_token={TOKEN}", "no_such_key=1"],
-  ]  # pyformat: disable
+    [f"--project_token={TOKEN}"],
+    ["--project-token", TOKEN],
+    ["project_token=another-one-of-it"],
+    [f"project_token=@{TOKEN}"],
+    [f"project_token=[{TOKEN}"],
+    [f"project_token={TOKEN}", "no_such_key=1"],
+  ]
   for argv in problems:
     with pytest.raises(config_lib.ConfigError) as error:
       config_lib.load_config(argv)
     assert TOKEN not in str(error.value) and "another-one" not in str(
-        error.value
+      error.value
     )
   assert TOKEN not in "".join(capsys.readouterr())
 
@@ -67,8 +69,8 @@ def test_the_token_is_in_the_environment_and_nowhere_else(caplog, capsys):
 def test_a_file_of_the_former_trainer_is_taken(tmp_path):
   file = tmp_path / "old.yaml"
   file.write_text(
-      "gym_base_url: http://g:1\ngym_id: office\nlearning_rate: 1e-4\n"
-      f"project_token: {TOKEN}\nsplit_type: null\n"
+    "gym_base_url: http://g:1\ngym_id: office\nlearning_rate: 1e-4\n"
+    f"project_token: {TOKEN}\nsplit_type: null\n"
   )
   config = config_lib.load_config([str(file), "learner.learning_rate=2e-4"])
   assert config.gym.options == {"base_url": "http://g:1", "gym_id": "office"}
@@ -90,9 +92,9 @@ def test_a_token_is_the_text_that_was_written(tmp_path):
   assert os.environ["TUNIX_MONITOR_TOKEN"] == "0123"
 
 
-@pytest.mark.parametrize("key", [
-    "num_rollout=3", "rollout_function_path=a.b", "prompt_data=t.jsonl",
-])  # pyformat: disable
+@pytest.mark.parametrize(
+  "key", ["num_rollout=3", "rollout_function_path=a.b", "prompt_data=t.jsonl"]
+)
 def test_an_evaluation_takes_no_names_of_rollouts(key):
   with pytest.raises(config_lib.ConfigError, match="unknown key"):
     config_lib.load_evaluation([key])
@@ -108,7 +110,7 @@ def test_an_evaluation_takes_no_names_of_rollouts(key):
     (["split_type=eval"], "task_source.eval_names"),
     (["eval_tasks=[a]", "gym_id=x", "task_source.eval_number_range=1-2"],
      "both say what is held out"),
-])  # pyformat: disable
+])  # fmt: skip
 def test_contradictions_are_refused(argv, words):
   with pytest.raises(config_lib.ConfigError, match=words):
     config_lib.load_config(argv)
@@ -116,11 +118,11 @@ def test_contradictions_are_refused(argv, words):
 
 def test_equal_values_and_other_gyms_are_no_contradiction():
   config = config_lib.load_config(
-      ["learning_rate=1e-3", "learner.learning_rate=0.001"]
+    ["learning_rate=1e-3", "learner.learning_rate=0.001"]
   )
   assert config.learner.learning_rate == 1e-3
   config = config_lib.load_config(
-      ["gym=gbox", "tasks=[a]", "gym_base_url=http://g:1"]
+    ["gym=gbox", "tasks=[a]", "gym_base_url=http://g:1"]
   )
   assert config.gym.name == "gbox"
 
@@ -135,11 +137,11 @@ def test_the_monitor_may_come_from_the_environment_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "written, tree",
-    [("true", "auto"), ("false", "false"), ("True", "auto"), ("0", "false")],
+  "written, tree",
+  [("true", "auto"), ("false", "false"), ("True", "auto"), ("0", "false")],
 )
 def test_shared_prompts_of_an_earlier_run_are_trees(
-    written, tree, tmp_path, caplog
+  written, tree, tmp_path, caplog
 ):
   file = tmp_path / "config.yaml"
   file.write_text(f"learner:\n  share_prompts: {written}\n  rows: 4\n")

@@ -20,7 +20,7 @@ def test_every_action_with_a_place_has_a_mark_there(kind):
   required, _ = gui_action.fields_of(kind)
   arguments = {"x": 40.0, "y": 60.0, "x2": 90.0, "y2": 80.0}
   action = {"kind": kind.value} | {
-      name: arguments.get(name, "text") for name in required
+    name: arguments.get(name, "text") for name in required
   }
   marks = drawn(action)
   if {"x", "y"} <= required:
@@ -34,17 +34,18 @@ def test_every_action_with_a_place_has_a_mark_there(kind):
 
 
 @pytest.mark.parametrize(
-    "arguments, at, to",
-    [
-        ({"x": 1, "y": 2}, (1, 2), None),
-        ({"point": [3, 4]}, (3, 4), None),
-        ({"coordinate": [0, 0, 10, 20]}, (5, 10), None),  # A box.
-        ({"start": [1, 1], "end": [5, 6]}, (1, 1), (5, 6)),
-        ({"x2": 5, "y2": 6}, None, (5, 6)),
-        ({"x": "1", "y": 2}, None, None), ({}, None, None),
-        ({"point": ["a", "b"]}, None, None),
-    ],
-)  # pyformat: disable
+  "arguments, at, to",
+  [
+    ({"x": 1, "y": 2}, (1, 2), None),
+    ({"point": [3, 4]}, (3, 4), None),
+    ({"coordinate": [0, 0, 10, 20]}, (5, 10), None),  # A box.
+    ({"start": [1, 1], "end": [5, 6]}, (1, 1), (5, 6)),
+    ({"x2": 5, "y2": 6}, None, (5, 6)),
+    ({"x": "1", "y": 2}, None, None),
+    ({}, None, None),
+    ({"point": ["a", "b"]}, None, None),
+  ],
+)
 def test_arguments_of_other_grammars_are_read(arguments, at, to):
   gesture = click_overlay.gesture("drag", arguments)
   assert (gesture.at, gesture.to) == (at, to)
@@ -57,11 +58,13 @@ def test_labels_name_button_count_and_typed_text():
   scroll = click_overlay.gesture("scroll", {"dy": 40, "dx": -3})
   assert scroll.label == "scroll down 40 left 3"
   assert click_overlay.gesture("type", {"text": "farm"}).caption == (
-      "type “farm”"
+    "type “farm”"
   )
 
 
-@pytest.mark.parametrize("kind, arguments, label, shapes", [
+@pytest.mark.parametrize(
+  "kind, arguments, label, shapes",
+  [
     ("click", {}, "click", 1),
     ("click", {"count": 2}, "double click", 2),
     ("double_click", {}, "double click", 2),
@@ -69,9 +72,10 @@ def test_labels_name_button_count_and_typed_text():
     ("right_click", {}, "right click", 1),
     ("click", {"button": "right"}, "right click", 1),
     ("long_press", {}, "long press", 1),
-])  # pyformat: disable
+  ],
+)
 def test_clicks_of_each_kind_are_named_and_drawn_unlike(
-    kind, arguments, label, shapes
+  kind, arguments, label, shapes
 ):
   arguments = {"x": 100, "y": 90, **arguments}
   (mark,) = drawn({"kind": kind, **arguments})
@@ -81,9 +85,7 @@ def test_clicks_of_each_kind_are_named_and_drawn_unlike(
   rings = re.findall(rf'<{shape} class="ring( held)?"', svg)
   assert len(rings) == 2 * shapes  # Each with a light edge.
   assert all(rings) == ("long" in label)
-  radii = [
-      float(v) for v in re.findall(r'class="ring" [^>]*r="([\d.]+)"', svg)
-  ]
+  radii = [float(v) for v in re.findall(r'class="ring" [^>]*r="([\d.]+)"', svg)]
   assert len(set(radii)) == (shapes if "double" in label else len(set(radii)))
 
 
@@ -104,7 +106,7 @@ def test_several_are_numbered_and_one_is_not():
 
 def test_the_drawing_is_in_the_screenshots_pixels_and_has_no_style():
   svg = click_overlay.svg(
-      drawn({"kind": "drag", "x": 50, "y": 50, "x2": 150, "y2": 90}), W, H
+    drawn({"kind": "drag", "x": 50, "y": 50, "x2": 150, "y2": 90}), W, H
   )
   assert f'viewBox="0 0 {W} {H}"' in svg and "M50.0 50.0L150.0 90.0" in svg
   assert svg.count('class="rim"') == svg.count('class="act"') == 1

@@ -22,7 +22,6 @@ def wait_until(condition):
 
 
 class TestOffTheClock:
-
   @pytest.mark.parametrize("inline", [False, True])
   async def test_waiting_for_others_costs_a_call_no_time(self, inline):
     runner = concurrency.CallRunner(grace=0.05)
@@ -36,7 +35,7 @@ class TestOffTheClock:
     loop = asyncio.get_running_loop()
     with concurrency.clocked() as clock:
       result = await runner.call(
-          call, 0.4, 0.01, seconds=0.2, at=loop.time() + 0.25, inline=inline
+        call, 0.4, 0.01, seconds=0.2, at=loop.time() + 0.25, inline=inline
       )
     assert result == "done"
     assert 0.4 <= clock.stopped_s < 1
@@ -192,9 +191,7 @@ class TestWorkerPool:
 
     pool = concurrency.WorkerPool(max_threads=1)
     runner = concurrency.CallRunner(pool)
-    for run in (
-      pool.run, lambda f, s: asyncio.run(runner.call(f, seconds=s))
-    ):
+    for run in (pool.run, lambda f, s: asyncio.run(runner.call(f, seconds=s))):
       with pytest.raises(RuntimeError, match=type(error).__name__):
         run(leave, 5.0)
 
@@ -205,7 +202,6 @@ class TestWorkerPool:
     pool = concurrency.WorkerPool()
     with pytest.raises(TimeoutError, match="socket"):
       pool.run(slow_socket, 5.0)
-
 
   def test_a_thread_that_cannot_be_started_costs_its_own_call_only(
     self, monkeypatch
@@ -290,7 +286,6 @@ class TestWithDeadline:
     assert asyncio.run(concurrency.with_deadline(fine(), 5.0)) == 7
     with pytest.raises(ValueError, match="no"):
       asyncio.run(concurrency.with_deadline(fail(), 5.0))
-
 
   @pytest.mark.parametrize("seconds", [None, 5.0])
   def test_code_that_cancels_itself_does_not_cancel_the_caller(self, seconds):
@@ -444,8 +439,8 @@ def test_the_earlier_of_two_deadlines_ends_an_async_call(inline):
     runner = concurrency.CallRunner(grace=0.05)
     now = asyncio.get_running_loop().time()
     for limits in (
-        {"seconds": 3600.0, "at": now + 0.1},
-        {"seconds": 0.1, "at": now + 3600.0},
+      {"seconds": 3600.0, "at": now + 0.1},
+      {"seconds": 0.1, "at": now + 3600.0},
     ):
       with pytest.raises(concurrency.CallTimeout):
         await runner.call(asyncio.sleep, 3600, inline=inline, **limits)
@@ -458,7 +453,6 @@ def test_an_object_that_gets_stuck_again_is_closed_again():
   closes = []
 
   class Thing:
-
     def step(self):
       gates[0].wait(30)
 
@@ -474,7 +468,7 @@ def test_an_object_that_gets_stuck_again_is_closed_again():
   async def main():
     pool = concurrency.WorkerPool(max_threads=4)
     guarded = concurrency.Guarded(
-        Thing(), runner=concurrency.CallRunner(pool, grace=0.0)
+      Thing(), runner=concurrency.CallRunner(pool, grace=0.0)
     )
     with pytest.raises(concurrency.CallTimeout):
       await guarded.call("step", seconds=0.1)

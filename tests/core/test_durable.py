@@ -11,9 +11,9 @@ from tunix.rl.multi_turn.core import durable
 
 def content(directory):
   return {
-      p.relative_to(directory).as_posix(): p.read_bytes()
-      for p in directory.rglob("*")
-      if p.is_file() and p.name != durable.SUMS
+    p.relative_to(directory).as_posix(): p.read_bytes()
+    for p in directory.rglob("*")
+    if p.is_file() and p.name != durable.SUMS
   }
 
 
@@ -26,7 +26,7 @@ def fill(path, text):
 
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_directory_is_replaced_with_all_that_it_held(
-    tmp_path, monkeypatch, exchange
+  tmp_path, monkeypatch, exchange
 ):
   if not exchange:
     monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
@@ -42,7 +42,7 @@ def test_a_directory_is_replaced_with_all_that_it_held(
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False])
 def test_killed_before_any_call_it_is_the_old_one_or_the_new_one(
-    tmp_path, exchange
+  tmp_path, exchange
 ):
   """Dies before each system call that the module makes, in a fork."""
   outcomes = set()
@@ -66,10 +66,14 @@ def test_killed_before_any_call_it_is_the_old_one_or_the_new_one(
         return wrapped
 
       for owner, name in (
-          (durable, "_exchange"), (durable, "sync"), (durable.os, "rename"),
-          (durable.shutil, "rmtree"), (pathlib.Path, "rename"),
-          (pathlib.Path, "mkdir"), (durable.os, "fsync"),
-      ):  # pyformat: disable
+        (durable, "_exchange"),
+        (durable, "sync"),
+        (durable.os, "rename"),
+        (durable.shutil, "rmtree"),
+        (pathlib.Path, "rename"),
+        (pathlib.Path, "mkdir"),
+        (durable.os, "fsync"),
+      ):
         setattr(owner, name, counted(getattr(owner, name)))
       fill(path, "new")
       os._exit(7)
@@ -106,7 +110,7 @@ def test_any_wrong_bit_of_the_list_names_the_list(tmp_path):
     damaged[place // 8] ^= 1 << place % 8
     (path / durable.SUMS).write_bytes(damaged)
     if damaged.decode(errors="replace").splitlines() == (
-        sums.decode().splitlines()
+      sums.decode().splitlines()
     ):
       durable.check(path)  # Another sign that ends a line.
       continue
@@ -120,9 +124,11 @@ def test_damage_is_named(tmp_path):
   (path / ".hidden").write_text("does not matter")
   durable.check(path)
   process = subprocess.run(
-      ["sha256sum", "-c", durable.SUMS], cwd=path, capture_output=True,
-      check=False,
-  )  # pyformat: disable
+    ["sha256sum", "-c", durable.SUMS],
+    cwd=path,
+    capture_output=True,
+    check=False,
+  )
   assert process.returncode == 0
   sums = (path / durable.SUMS).read_text()
   for cut in ("", sums[: sums.index("\n") + 1]):

@@ -11,7 +11,7 @@ import tenacity
 from tunix.rl.multi_turn.core import http
 
 PASSES = tenacity.retry_if_exception(
-    lambda error: isinstance(error, http.CallError) and error.status != 400
+  lambda error: isinstance(error, http.CallError) and error.status != 400
 )
 
 
@@ -46,9 +46,9 @@ def test_a_call_that_may_pass_is_made_as_often_as_there_are_tries():
   assert raised.value.status == 503 and len(calls) == 3
 
 
-@pytest.mark.parametrize("policy", [
-    http.RetryPolicy(3, retry=PASSES), http.RetryPolicy()
-])  # pyformat: disable
+@pytest.mark.parametrize(
+  "policy", [http.RetryPolicy(3, retry=PASSES), http.RetryPolicy()]
+)
 def test_a_refusal_is_not_repeated(policy):
   calls, attempt = failing(400)
   with pytest.raises(http.CallError):

@@ -40,12 +40,11 @@ def test_what_falls_out_of_memory_is_read_back(tmp_path):
 
 
 def test_put_does_not_write_and_an_image_can_be_read_while_it_is_written(
-    tmp_path,
+  tmp_path,
 ):
   go_on, writers = threading.Event(), []
 
   class SlowDisk(images.ImageStore):
-
     def _write(self, path, pixels):
       writers.append(threading.current_thread())
       go_on.wait(20)
@@ -88,6 +87,7 @@ def test_a_disk_error_loses_no_image_and_reaches_no_caller(tmp_path, caplog):
 def test_a_thread_that_cannot_start_costs_memory_only(tmp_path, monkeypatch):
   store = images.ImageStore(tmp_path, capacity_bytes=ONE)
   with monkeypatch.context() as patch:
+
     def start(self):
       raise RuntimeError("can't start new thread")
 
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_named_and_never_shown(tmp_path):
   data = path.read_bytes()
   for place in range(0, len(data), 7):
     path.write_bytes(
-        data[:place] + bytes([data[place] ^ 8]) + data[place + 1 :]
+      data[:place] + bytes([data[place] ^ 8]) + data[place + 1 :]
     )
     try:
       image = images.ImageStore(tmp_path).get(ref)
@@ -126,7 +126,7 @@ def test_a_damaged_file_is_named_and_never_shown(tmp_path):
 def test_a_file_has_its_name_once_it_is_on_the_disk(tmp_path, monkeypatch):
   synced = set()
   monkeypatch.setattr(
-      images.durable, "sync", lambda path: synced.add(path.stat().st_ino)
+    images.durable, "sync", lambda path: synced.add(path.stat().st_ino)
   )
   store = images.ImageStore(tmp_path, capacity_bytes=100)
   for value in range(5):

@@ -28,34 +28,31 @@ class Outer(json_models.Request):
 
 
 @pytest.mark.parametrize(
-    "data, text",
-    [
-        ({}, "count is missing"),
-        ({"count": None}, "count is missing"),
-        ({"count": True}, "count must be a whole number, got True"),
-        ({"count": 1.0}, "count must be a whole number, got 1.0"),
-        ({"count": 0}, "count must be > 0, got 0"),
-        ({"count": 1, "flag": "yes"}, "flag must be true or false, got 'yes'"),
-        ({"count": 1, "shape": "c"}, "shape='c' must be one of a, b"),
-        ({"count": 1, "inner": []}, "inner must be an object, got []"),
-        (
-            {"count": 1, "inner": {"share": 2}},
-            "inner.share must be <= 1, got 2",
-        ),
-        (
-            {"count": 1, "inner": {"share": float("inf")}},
-            "inner.share must be finite, got inf",
-        ),
-        (
-            {"count": 1, "inner": {"name": "long"}},
-            "inner.name must have up to 3 characters, got 'long'",
-        ),
-        (
-            {"count": 1, "inner": {"name": "\ud800"}},
-            "inner.name must not hold half a surrogate pair, got '\\ud800'",
-        ),
-        ([], "the request must be an object, got []"),
-    ],
+  "data, text",
+  [
+    ({}, "count is missing"),
+    ({"count": None}, "count is missing"),
+    ({"count": True}, "count must be a whole number, got True"),
+    ({"count": 1.0}, "count must be a whole number, got 1.0"),
+    ({"count": 0}, "count must be > 0, got 0"),
+    ({"count": 1, "flag": "yes"}, "flag must be true or false, got 'yes'"),
+    ({"count": 1, "shape": "c"}, "shape='c' must be one of a, b"),
+    ({"count": 1, "inner": []}, "inner must be an object, got []"),
+    ({"count": 1, "inner": {"share": 2}}, "inner.share must be <= 1, got 2"),
+    (
+      {"count": 1, "inner": {"share": float("inf")}},
+      "inner.share must be finite, got inf",
+    ),
+    (
+      {"count": 1, "inner": {"name": "long"}},
+      "inner.name must have up to 3 characters, got 'long'",
+    ),
+    (
+      {"count": 1, "inner": {"name": "\ud800"}},
+      "inner.name must not hold half a surrogate pair, got '\\ud800'",
+    ),
+    ([], "the request must be an object, got []"),
+  ],
 )
 def test_a_problem_names_the_field_and_its_value(data, text):
   with pytest.raises(ValueError) as caught:
@@ -71,7 +68,7 @@ def test_a_field_that_is_not_known_is_refused_with_those_that_are():
 
 def test_flags_may_be_text_and_null_means_not_given():
   model = json_models.validate(
-      Outer, {"count": 3, "flag": "1", "inner": None, "more": {"a": None}}
+    Outer, {"count": 3, "flag": "1", "inner": None, "more": {"a": None}}
   )
   assert model.flag is True
   assert model.inner == Inner()
@@ -79,17 +76,17 @@ def test_flags_may_be_text_and_null_means_not_given():
 
 
 @pytest.mark.parametrize(
-    "text, place",
-    [
-        (b'{"a": NaN}', "after '{\"a\": N'"),
-        (b'{"a": "\\ud800"}', "ud800"),
-        ('[1,\n 2 3]', "after ' 2 3'"),
-        (b"\xff\xfe", "\N{REPLACEMENT CHARACTER}"),
-        ('{"a": [1, {"b": -1e400}]}', "a.1.b is larger than any float"),
-        ("1e400", "the number is larger"),
-        (b"[" * 10_000, "recursion"),
-        (b"", "EOF"),
-    ],
+  "text, place",
+  [
+    (b'{"a": NaN}', "after '{\"a\": N'"),
+    (b'{"a": "\\ud800"}', "ud800"),
+    ("[1,\n 2 3]", "after ' 2 3'"),
+    (b"\xff\xfe", "\N{REPLACEMENT CHARACTER}"),
+    ('{"a": [1, {"b": -1e400}]}', "a.1.b is larger than any float"),
+    ("1e400", "the number is larger"),
+    (b"[" * 10_000, "recursion"),
+    (b"", "EOF"),
+  ],
 )
 def test_what_is_no_json_is_refused_with_its_place(text, place):
   with pytest.raises(ValueError) as caught:
@@ -113,10 +110,15 @@ def test_levels_of_a_value():
     assert levels == 0 or json_text.deeper(value, levels - 1)
 
 
-@pytest.mark.parametrize("text, place", [
-    ("1e999", "the number"), ('{"a": [1, {"b": 1e999}]}', "a.1.b"),
-    ("[1.5, -1e999]", "1"), ("[" * 150 + "1e999" + "]" * 150, "0.0.0"),
-])  # pyformat: disable
+@pytest.mark.parametrize(
+  "text, place",
+  [
+    ("1e999", "the number"),
+    ('{"a": [1, {"b": 1e999}]}', "a.1.b"),
+    ("[1.5, -1e999]", "1"),
+    ("[" * 150 + "1e999" + "]" * 150, "0.0.0"),
+  ],
+)
 def test_a_number_that_no_float_holds_is_named(text, place):
   with pytest.raises(ValueError, match=f"{place}.* is larger than any float"):
     json_models.parse(text)

@@ -158,46 +158,49 @@ def of_summary(file):
 
 
 READERS = {
-    "config.json": in_folder(policy_files.model_type, "config.json"),
-    "tokenizer.json": in_folder(policy_files.load_tokenizer, "tokenizer.json"),
-    "tokenizer_config.json": in_folder(
-        lambda d: policy_files._json_of(d / "tokenizer_config.json"),
-        "tokenizer_config.json",
-    ),
-    "tiktoken": in_folder(of_tokens, "tokenizer_config.json"),
-    "index.json": in_file(tensor_files.read_json, "m.index.json"),
-    "safetensors": of_tensors,
-    "safetensors header": of_header,
-    "vllm": in_folder(lambda d: vllm.config_of(str(d)), "config.json"),
-    "layout": in_folder(
-        process_layout.read, f"{process_layout.PARTS}/{process_layout._FILE}"
-    ),
-    "rollout.json": in_folder(player.addresses, player.ADDRESS),
-    "summary.json": in_file(of_summary, "summary.json"),
-    "spool": in_folder(spool.Header.read, spool.HEADER),
-    "archive": of_archive,
-    "tasks": in_file(
-        lambda f: source.read(
-            source.TaskSourceConfig(source="jsonl", path=str(f))
-        )
-    ),
-    "osworld": in_file(osworld.read_task, "t.json"),
-    "recordings": in_file(recordings.read),
-    "conversations": in_file(conversations.read),
-    "replay": in_file(record_replay.RecordedCompletions.load),
-    "script": in_file(play.read_script),
-    "episodes": in_file(lambda f: recorded.RecordedGroups(
-        f, None, images.ImageStore())),
-    "exported": in_file(
-        lambda f: recorded.RecordedGroups(f, None, images.ImageStore()),
-        "f.json",
-    ),
-    "loss mask": in_file(loss_mask._records),
-    "rollout tasks": in_file(lambda f: generating.rows_of(str(f))),
-    "ids": in_file(lambda f: assign_instance_id.rows_of(f.open(), str(f))),
-}  # pyformat: disable
-PLACES = {"spool": spool.HEADER, "conversations": "line 1", "layout": "",
-          "safetensors header": "", "rollout.json": ""}  # pyformat: disable
+  "config.json": in_folder(policy_files.model_type, "config.json"),
+  "tokenizer.json": in_folder(policy_files.load_tokenizer, "tokenizer.json"),
+  "tokenizer_config.json": in_folder(
+    lambda d: policy_files._json_of(d / "tokenizer_config.json"),
+    "tokenizer_config.json",
+  ),
+  "tiktoken": in_folder(of_tokens, "tokenizer_config.json"),
+  "index.json": in_file(tensor_files.read_json, "m.index.json"),
+  "safetensors": of_tensors,
+  "safetensors header": of_header,
+  "vllm": in_folder(lambda d: vllm.config_of(str(d)), "config.json"),
+  "layout": in_folder(
+    process_layout.read, f"{process_layout.PARTS}/{process_layout._FILE}"
+  ),
+  "rollout.json": in_folder(player.addresses, player.ADDRESS),
+  "summary.json": in_file(of_summary, "summary.json"),
+  "spool": in_folder(spool.Header.read, spool.HEADER),
+  "archive": of_archive,
+  "tasks": in_file(
+    lambda f: source.read(source.TaskSourceConfig(source="jsonl", path=str(f)))
+  ),
+  "osworld": in_file(osworld.read_task, "t.json"),
+  "recordings": in_file(recordings.read),
+  "conversations": in_file(conversations.read),
+  "replay": in_file(record_replay.RecordedCompletions.load),
+  "script": in_file(play.read_script),
+  "episodes": in_file(
+    lambda f: recorded.RecordedGroups(f, None, images.ImageStore())
+  ),
+  "exported": in_file(
+    lambda f: recorded.RecordedGroups(f, None, images.ImageStore()), "f.json"
+  ),
+  "loss mask": in_file(loss_mask._records),
+  "rollout tasks": in_file(lambda f: generating.rows_of(str(f))),
+  "ids": in_file(lambda f: assign_instance_id.rows_of(f.open(), str(f))),
+}
+PLACES = {
+  "spool": spool.HEADER,
+  "conversations": "line 1",
+  "layout": "",
+  "safetensors header": "",
+  "rollout.json": "",
+}
 
 
 @pytest.mark.parametrize("levels", LEVELS)
@@ -242,18 +245,25 @@ def test_a_gyms_process_sends_nothing_deeper(levels):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize("command", (
+@pytest.mark.parametrize(
+  "command",
+  (
     f"{ROOM}.commands.inspect_policy {{0}}",
     f"{ROOM}.serving {{0}} --port 0",
     f"{ROOM}.train policy={{0}} --dry-run",
-))  # pyformat: disable
+  ),
+)
 def test_a_command_ends_with_one_line(tmp_path, command, levels):
   (tmp_path / "config.json").write_text(deep(levels, "model_type"))
   words = command.format(tmp_path).split()
   process = subprocess.run(
-      [sys.executable, "-m", *words], capture_output=True, text=True,
-      timeout=120, check=False, cwd=tmp_path,
-  )  # pyformat: disable
+    [sys.executable, "-m", *words],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+    cwd=tmp_path,
+  )
   assert process.returncode == 2, process.stderr
   assert f"{tmp_path}/config.json" in process.stderr
   assert "nested deeper than 200 levels" in process.stderr
@@ -278,19 +288,20 @@ OWN = {
     # With `check_depth` beside it.
     "agent_services/serving/bodies.py", "training_monitor/server/fields.py",
     "training_monitor/dashboard/configuration_page.py",
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def test_json_is_parsed_by_the_one_reader():
   room = pathlib.Path(json_text.__file__).parents[1]
   packages = [
-      pathlib.Path(module.__file__).parents[1] for module in (archive, bodies)
+    pathlib.Path(module.__file__).parents[1] for module in (archive, bodies)
   ]
   parsers = set()
   gyms = pathlib.Path(workers.__file__).parent
   for folder, top in (
-      (room, room), *((p, p.parent) for p in (*packages, gyms)),
-  ):  # pyformat: disable
+    (room, room),
+    *((p, p.parent) for p in (*packages, gyms)),
+  ):
     for file in folder.rglob("*.py"):
       if re.search(r"(?<![a-z_])json\.loads\(", file.read_text()):
         parsers.add(str(file.relative_to(top)))
@@ -304,7 +315,7 @@ def test_a_message_shows_the_outside_of_any_value():
   assert json_text.short(deep) == "[" * 9 + "..." + "]" * 9
   assert json_text.short([1, "a", {"b": None}]) == "[1, 'a', {'b': None}]"
   assert json_text.short({"kind": "click", "x": 1, "a": {2}}) == (
-      "{'kind': 'click', 'x': 1, 'a': {2}}"
+    "{'kind': 'click', 'x': 1, 'a': {2}}"
   )
   assert len(json_text.short(dict.fromkeys(range(99)))) == 80
   assert len(json_text.short("x" * 1000)) == 80

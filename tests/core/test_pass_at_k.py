@@ -22,10 +22,10 @@ def test_estimators_are_means_over_all_choices(attempts, data):
   chosen = list(itertools.combinations(attempts, k))
   n, wins = len(attempts), sum(attempts)
   assert pass_at_k.pass_at_k(n, wins, k) == pytest.approx(
-      sum(map(any, chosen)) / len(chosen)
+    sum(map(any, chosen)) / len(chosen)
   )
   assert pass_at_k.pass_hat_k(n, wins, k) == pytest.approx(
-      sum(map(all, chosen)) / len(chosen)
+    sum(map(all, chosen)) / len(chosen)
   )
 
 
@@ -47,7 +47,7 @@ def test_ks_are_powers_of_two_and_the_largest():
 def result(task, success, status=None, mode="sampled"):
   status = status or (Status.SUCCEEDED if success else Status.FAILED)
   return success_rates.EpisodeResult(
-      "f", mode, status, success, float(success), 1, task
+    "f", mode, status, success, float(success), 1, task
   )
 
 
@@ -83,21 +83,30 @@ def test_the_interval_covers_the_rate_of_clustered_attempts():
 
 def test_broken_attempts_are_no_attempts():
   results = [
-      result("a", True), result("a", False), result("a", False, Status.TIMEOUT),
-      result("b", False), result("b", False, Status.ENV_ERROR),
-  ]  # pyformat: disable
+    result("a", True),
+    result("a", False),
+    result("a", False, Status.TIMEOUT),
+    result("b", False),
+    result("b", False, Status.ENV_ERROR),
+  ]
   summary = success_rates.summarise(results)
   assert summary["invalid"] == 2 and summary["tasks"] == 2
   assert summary["pass_at_k"]["2"] == {
-      "rate": 1.0, "tasks": 1,
-      "interval": list(success_rates.wilson_interval(1, 1)),
-  }  # pyformat: disable
+    "rate": 1.0,
+    "tasks": 1,
+    "interval": list(success_rates.wilson_interval(1, 1)),
+  }
 
 
 def test_figures_are_named_by_mode_and_k():
-  results = [result("a", True), result("a", False), result("b", False),
-             result("b", False), result("a", True, mode="greedy"),
-             result("b", True, mode="greedy")]  # pyformat: disable
+  results = [
+    result("a", True),
+    result("a", False),
+    result("b", False),
+    result("b", False),
+    result("a", True, mode="greedy"),
+    result("b", True, mode="greedy"),
+  ]
   summary = success_rates.summarise(results, ("sampled", "greedy"))
   value = lambda metric: evaluation_figures.value_of(metric, summary)
   assert value("success_rate") == 0.25
@@ -114,9 +123,13 @@ def test_figures_are_named_by_mode_and_k():
 
 def outcome(index, success, valid=True, mode="sampled"):
   return {
-      "mode": mode, "index": index, "task_id": f"t{index}", "family": "f",
-      "success": success, "valid": valid,
-  }  # pyformat: disable
+    "mode": mode,
+    "index": index,
+    "task_id": f"t{index}",
+    "family": "f",
+    "success": success,
+    "valid": valid,
+  }
 
 
 def test_a_comparison_pairs_tasks():
@@ -131,7 +144,7 @@ def test_a_comparison_pairs_tasks():
   assert figures["p"] == pytest.approx(0.125)
   assert {t["task_id"] for t in figures["changed"]} == {
       "t2", "t3", "t4", "t5", "t6", "t7", "t9"
-  }  # pyformat: disable
+  }  # fmt: skip
   squares = 6 * 0.5**2 + 1.5**2 + 3 * 0.5**2
   half = 1.96 * math.sqrt(squares / 9 / 10)
   assert figures["interval"] == pytest.approx([0.5 - half, 0.5 + half])
@@ -142,7 +155,9 @@ def test_nothing_in_common_is_no_comparison():
     comparison.compare([outcome(0, True)], [outcome(1, True)])
 
 
-@pytest.mark.parametrize("better, worse, p", [(0, 0, 1.0), (5, 0, 0.0625),
-                                              (3, 3, 1.0), (1, 8, 0.0390625)])
+@pytest.mark.parametrize(
+  "better, worse, p",
+  [(0, 0, 1.0), (5, 0, 0.0625), (3, 3, 1.0), (1, 8, 0.0390625)],
+)
 def test_the_sign_test(better, worse, p):
   assert comparison.sign_test(better, worse) == p

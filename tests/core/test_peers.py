@@ -12,15 +12,17 @@ from tunix.rl.multi_turn.core import peers as peers_lib
 
 @settings(max_examples=20, deadline=None)
 @given(
-    st.integers(2, 4),
-    st.lists(st.lists(st.integers() | st.text(), max_size=3), max_size=4),
+  st.integers(2, 4),
+  st.lists(st.lists(st.integers() | st.text(), max_size=3), max_size=4),
 )
 def test_all_get_everyone_s_values_at_every_step(count, values):
   store = peer_threads.Store()
 
   def work(peers):
-    return [peers.gather(f"step {i}", [peers.index, value])
-            for i, value in enumerate(values)]  # pyformat: disable
+    return [
+      peers.gather(f"step {i}", [peers.index, value])
+      for i, value in enumerate(values)
+    ]
 
   want = [[[i, value] for i in range(count)] for value in values]
   assert peer_threads.run_all(count, work, store) == [want] * count
@@ -30,7 +32,7 @@ def test_all_get_everyone_s_values_at_every_step(count, values):
 def test_values_may_be_larger_than_a_message():
   big = "x" * (5 << 20)
   results = peer_threads.run_all(
-      2, lambda peers: peers.gather("big", big + str(peers.index))
+    2, lambda peers: peers.gather("big", big + str(peers.index))
   )
   assert results[0] == results[1] == [big + "0", big + "1"]
 
@@ -38,11 +40,13 @@ def test_values_may_be_larger_than_a_message():
 def test_flags_shares_and_the_first():
   def work(peers):
     return (
-        peers.any("a", peers.index == 1), peers.any("b", False),
-        peers.of_first("c", f"of {peers.index}"),
-        list(peers.share("abcdefg")),
-        [peers.number(i) for i in range(2)], peers.first,
-    )  # pyformat: disable
+      peers.any("a", peers.index == 1),
+      peers.any("b", False),
+      peers.of_first("c", f"of {peers.index}"),
+      list(peers.share("abcdefg")),
+      [peers.number(i) for i in range(2)],
+      peers.first,
+    )
 
   results = peer_threads.run_all(3, work)
   for i, (a, b, c, share, numbers, first) in enumerate(results):
@@ -53,9 +57,9 @@ def test_flags_shares_and_the_first():
 
 def test_a_process_at_another_step_is_named():
   for i, error in enumerate(
-      peer_threads.run_all(
-          2, lambda peers: peers.gather(f"step {peers.index}", None)
-      )
+    peer_threads.run_all(
+      2, lambda peers: peers.gather(f"step {peers.index}", None)
+    )
   ):
     assert isinstance(error, RuntimeError)
     words = f"'step {i}' where process {1 - i} is at 'step {1 - i}'"
@@ -101,8 +105,10 @@ def test_a_note_is_found_by_the_others_without_a_step():
     return peers.announced(peers_lib.STOP), peers.announced("another")
 
   assert peer_threads.run_all(3, work) == [
-      ({1: "a word"}, {}), ({}, {}), ({1: "a word"}, {})
-  ]  # pyformat: disable
+    ({1: "a word"}, {}),
+    ({}, {}),
+    ({1: "a word"}, {}),
+  ]
 
 
 def test_who_waits_for_a_process_that_failed_ends_with_its_reason():

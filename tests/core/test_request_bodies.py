@@ -12,9 +12,10 @@ MIB = 1 << 20
 def scope(length=None):
   headers = [(b"host", b"localhost")]
   headers.append(
-      (b"transfer-encoding", b"chunked") if length is None
-      else (b"content-length", b"%d" % length)
-  )  # pyformat: disable
+    (b"transfer-encoding", b"chunked")
+    if length is None
+    else (b"content-length", b"%d" % length)
+  )
   return {"type": "http", "method": "POST", "path": "/", "headers": headers}
 
 
@@ -37,8 +38,8 @@ class Client:
 
   def sends(self, *parts, wait=None):
     messages = [
-        {"type": "http.request", "body": b" " * size, "more_body": True}
-        for size in parts
+      {"type": "http.request", "body": b" " * size, "more_body": True}
+      for size in parts
     ]
     if wait is None:
       messages[-1]["more_body"] = False
@@ -94,10 +95,10 @@ async def test_requests_that_hold_memory_do_not_wait_for_more():
 
   client = Client(limits(body_memory=2), app)
   answers = await asyncio.wait_for(
-      asyncio.gather(
-          client.sends(9000), client.sends(9000), return_exceptions=True
-      ),
-      5.0,
+    asyncio.gather(
+      client.sends(9000), client.sends(9000), return_exceptions=True
+    ),
+    5.0,
   )
   (refused,) = [a for a in answers if a is not None]
   assert refused.status == 429 and client.guard.held == 0

@@ -11,32 +11,32 @@ from tunix.rl.multi_turn.core import reward_equality
 
 all_equal = reward_equality.all_equal
 PARTS = st.lists(
-    st.one_of(
-        st.integers(-100, 100).map(lambda n: n / 100),
-        st.floats(-1e12, 1e12),
-        st.floats(-1e-300, 1e-300),
-    ),
-    min_size=1,
-    max_size=12,
+  st.one_of(
+    st.integers(-100, 100).map(lambda n: n / 100),
+    st.floats(-1e12, 1e12),
+    st.floats(-1e-300, 1e-300),
+  ),
+  min_size=1,
+  max_size=12,
 )
 
 
 @pytest.mark.parametrize(
-    "rewards, magnitudes, equal",
-    [
-        ([0.1 + 0.2, 0.3, 0.2 + 0.1, 0.3], None, True),
-        ([1e-9] * 4 + [0.0] * 4, None, False),
-        ([5e-324, 0.0], None, False),
-        ([1e12, 1e12 - 1], None, False),
-        ([0.3, 0.3 + 1e-13], None, False),
-        ([1.0], None, True),
-        ([], None, True),
-        # What is left of .1 + .2 - .3, beside nothing.
-        ([0.1 + 0.2 - 0.3, 0.0], None, False),
-        ([0.1 + 0.2 - 0.3, 0.0], [0.6, 0.0], True),
-        # One member's large parts are no tolerance for the others.
-        ([0.0, 1e-3, 2e-3], [2e12, 1e-3, 2e-3], False),
-    ],
+  "rewards, magnitudes, equal",
+  [
+    ([0.1 + 0.2, 0.3, 0.2 + 0.1, 0.3], None, True),
+    ([1e-9] * 4 + [0.0] * 4, None, False),
+    ([5e-324, 0.0], None, False),
+    ([1e12, 1e12 - 1], None, False),
+    ([0.3, 0.3 + 1e-13], None, False),
+    ([1.0], None, True),
+    ([], None, True),
+    # What is left of .1 + .2 - .3, beside nothing.
+    ([0.1 + 0.2 - 0.3, 0.0], None, False),
+    ([0.1 + 0.2 - 0.3, 0.0], [0.6, 0.0], True),
+    # One member's large parts are no tolerance for the others.
+    ([0.0, 1e-3, 2e-3], [2e12, 1e-3, 2e-3], False),
+  ],
 )
 def test_values(rewards, magnitudes, equal):
   assert all_equal(rewards, magnitudes) == equal
@@ -62,8 +62,8 @@ def test_the_same_parts_in_any_order_and_grouping_are_equal(parts, seed):
 
 
 @hypothesis.given(
-    rewards=st.lists(st.floats(-1e12, 1e12), min_size=2, max_size=6),
-    power=st.integers(-200, 200),
+  rewards=st.lists(st.floats(-1e12, 1e12), min_size=2, max_size=6),
+  power=st.integers(-200, 200),
 )
 def test_only_relative_differences_count(rewards, power):
   scaled = [r * 2.0**power for r in rewards]

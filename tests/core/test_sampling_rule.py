@@ -7,38 +7,43 @@ RULE = sampling_rule.SamplingRule(temperature=0.7, top_p=0.9)
 
 
 @pytest.mark.parametrize(
-    "request_fields",
-    [
-        {},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0},
-        {"temperature": "0.7", "top_k": None, "seed": 3, "max_tokens": 8},
-        {"sampling_params": {"temperature": 0.7}, "stop": ["x"]},
-        {"presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {},
-         "response_format": {"type": "text"}, "tool_choice": "auto"},
-    ],
-)  # pyformat: disable
+  "request_fields",
+  [
+    {},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0},
+    {"temperature": "0.7", "top_k": None, "seed": 3, "max_tokens": 8},
+    {"sampling_params": {"temperature": 0.7}, "stop": ["x"]},
+    {
+      "presence_penalty": 0,
+      "repetition_penalty": 1.0,
+      "logit_bias": {},
+      "response_format": {"type": "text"},
+      "tool_choice": "auto",
+    },
+  ],
+)
 def test_the_run_s_own_distribution_is_trained_on(request_fields):
   assert not RULE.reason_against(request_fields)
 
 
 @pytest.mark.parametrize(
-    "request_fields, field",
-    [
-        ({"temperature": 1}, "temperature=1, not the run's 0.7"),
-        ({"temperature": 0}, "temperature"),
-        ({"temperature": "hot"}, "temperature='hot' is no number"),
-        ({"temperature": True}, "temperature"),
-        ({"top_p": 1.0}, "top_p"),
-        ({"extra_body": {"top_k": 3}}, "top_k=3"),
-        ({"sampling_params": {"min_p": "0.2"}}, "min_p=0.2"),
-        ({"min_tokens": 3}, "min_tokens=3"),
-        ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
-        ({"logit_bias": {"7": -100}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"guided_regex": "a+"}, "guided_regex"),
-    ],
+  "request_fields, field",
+  [
+    ({"temperature": 1}, "temperature=1, not the run's 0.7"),
+    ({"temperature": 0}, "temperature"),
+    ({"temperature": "hot"}, "temperature='hot' is no number"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 1.0}, "top_p"),
+    ({"extra_body": {"top_k": 3}}, "top_k=3"),
+    ({"sampling_params": {"min_p": "0.2"}}, "min_p=0.2"),
+    ({"min_tokens": 3}, "min_tokens=3"),
+    ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+    ({"logit_bias": {"7": -100}}, "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"guided_regex": "a+"}, "guided_regex"),
+  ],
 )
 def test_another_one_is_named_and_masked_or_refused(request_fields, field):
   assert RULE.reason_against(request_fields).startswith(field)

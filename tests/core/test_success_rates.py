@@ -18,23 +18,25 @@ def _result(family="click", mode="greedy", success=True, status=None, **kw):
 
 
 @pytest.mark.parametrize(
-    "successes, n, low, high",
-    [
-        # Newcombe 1998, table I, method 3 (score without correction).
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-    ],
+  "successes, n, low, high",
+  [
+    # Newcombe 1998, table I, method 3 (score without correction).
+    (81, 263, 0.2553, 0.3662),
+    (15, 148, 0.0624, 0.1605),
+    (0, 20, 0.0, 0.1611),
+    (1, 29, 0.0061, 0.1718),
+  ],
 )
 def test_wilson_equals_published_values(successes, n, low, high):
   got = success_rates.wilson_interval(successes, n, z=1.959964)
   assert got == pytest.approx((low, high), abs=5e-5)
 
 
-@given(st.integers(1, 2000).flatmap(
+@given(
+  st.integers(1, 2000).flatmap(
     lambda n: st.tuples(st.integers(0, n), st.just(n))
-))
+  )
+)
 def test_wilson_bounds_solve_the_score_equation(case):
   successes, n = case
   rate, z = successes / n, 1.96
@@ -57,10 +59,10 @@ def test_wilson_of_nothing_knows_nothing_and_nonsense_is_refused():
 
 def test_summary_has_rates_a_task_a_mode_and_a_headline():
   results = [
-      _result("click", success=True, turns=1, reward=1.0),
-      _result("click", success=False, turns=3),
-      _result("type", success=True, turns=2, reward=1.0),
-      _result("type", mode="sampled", success=False, turns=4),
+    _result("click", success=True, turns=1, reward=1.0),
+    _result("click", success=False, turns=3),
+    _result("type", success=True, turns=2, reward=1.0),
+    _result("type", mode="sampled", success=False, turns=4),
   ]
   summary = success_rates.summarise(results)
   assert summary["headline"] == "greedy"
@@ -77,34 +79,34 @@ def test_summary_has_rates_a_task_a_mode_and_a_headline():
 
 def test_broken_infrastructure_is_counted_but_is_no_failure_of_the_policy():
   results = [_result(success=True)] + [
-      _result(success=False, status=s)
-      for s in (Status.ENV_ERROR, Status.TIMEOUT, Status.MODEL_ERROR)
+    _result(success=False, status=s)
+    for s in (Status.ENV_ERROR, Status.TIMEOUT, Status.MODEL_ERROR)
   ]
   summary = success_rates.summarise(results)
   assert (summary["success_rate"], summary["episodes"]) == (1.0, 1)
   assert summary["invalid"] == 3
   assert summary["statuses"] == {
-      "env_error": 1,
-      "model_error": 1,
-      "succeeded": 1,
-      "timeout": 1,
+    "env_error": 1,
+    "model_error": 1,
+    "succeeded": 1,
+    "timeout": 1,
   }
 
 
 def test_without_a_valid_episode_there_is_no_rate():
   summary = success_rates.summarise(
-      [_result(success=False, status=Status.ENV_ERROR)]
+    [_result(success=False, status=Status.ENV_ERROR)]
   )
   assert summary["success_rate"] is None
   assert summary["interval"] == [0.0, 1.0]
   assert success_rates.format_table({"final": summary}).splitlines()[-1] == (
-      "all    -"
+    "all    -"
   )
 
 
 def test_from_trajectory_takes_the_status_for_the_verdict():
   episode = trajectory.Trajectory(
-      status=Status.MAX_TURNS, reward=0.5, steps=[trajectory.Step()] * 3
+    status=Status.MAX_TURNS, reward=0.5, steps=[trajectory.Step()] * 3
   )
   result = success_rates.EpisodeResult.from_trajectory(episode, "f", "sampled")
   assert (result.success, result.is_valid) == (False, True)
@@ -112,12 +114,12 @@ def test_from_trajectory_takes_the_status_for_the_verdict():
 
 
 @pytest.mark.parametrize(
-    "kwargs, message",
-    [
-        ({"mode": "best"}, "mode must be one of greedy, sampled"),
-        ({"status": Status.RUNNING, "success": False}, "still runs"),
-        ({"status": Status.ENV_ERROR, "success": True}, "cannot have succeed"),
-    ],
+  "kwargs, message",
+  [
+    ({"mode": "best"}, "mode must be one of greedy, sampled"),
+    ({"status": Status.RUNNING, "success": False}, "still runs"),
+    ({"status": Status.ENV_ERROR, "success": True}, "cannot have succeed"),
+  ],
 )
 def test_impossible_results_cannot_be_built(kwargs, message):
   with pytest.raises(ValueError, match=message):

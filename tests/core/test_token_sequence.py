@@ -6,11 +6,11 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import token_sequence
 
 GOOD = dict(
-    tokens=[5, 6, 7],
-    loss_mask=[False, True, True],
-    logprobs=[0.0, -0.5, -1.0],
-    versions=[-1, 0, 1],
-    turn_ids=[0, 0, 0],
+  tokens=[5, 6, 7],
+  loss_mask=[False, True, True],
+  logprobs=[0.0, -0.5, -1.0],
+  versions=[-1, 0, 1],
+  turn_ids=[0, 0, 0],
 )
 
 
@@ -20,21 +20,21 @@ def test_the_good_one_can_be_built():
 
 
 @pytest.mark.parametrize(
-    "change, problem",
-    [
-        (dict(logprobs=[0.0, np.nan, -1.0]), "logprobs must be finite"),
-        (dict(logprobs=[0.0, -np.inf, -1.0]), "logprobs must be finite"),
-        (dict(logprobs=[0.0, 0.1, -1.0]), "logprobs must be <= 0"),
-        (dict(logprobs=[-0.1, -0.5, -1.0]), "not sampled carries a log-prob"),
-        (dict(logprobs=[0.0, -0.5]), "logprobs has 2 entries for 3 tokens"),
-        (dict(tokens=[5, -6, 7]), "negative id"),
-        (dict(tokens=[[5, 6, 7]]), "tokens must be 1-D"),
-        (dict(versions=[0, 0, 1]), "version"),
-        (dict(versions=[-1, -1, 1]), "version"),
-        (dict(entropies=[0.0, np.nan, 0.2]), "entropies must be finite"),
-        (dict(entropies=[0.0, -0.1, 0.2]), "entropies must be >= 0"),
-        (dict(entropies=[0.1, 0.1, 0.2]), "not sampled carries an entropy"),
-    ],
+  "change, problem",
+  [
+    (dict(logprobs=[0.0, np.nan, -1.0]), "logprobs must be finite"),
+    (dict(logprobs=[0.0, -np.inf, -1.0]), "logprobs must be finite"),
+    (dict(logprobs=[0.0, 0.1, -1.0]), "logprobs must be <= 0"),
+    (dict(logprobs=[-0.1, -0.5, -1.0]), "not sampled carries a log-prob"),
+    (dict(logprobs=[0.0, -0.5]), "logprobs has 2 entries for 3 tokens"),
+    (dict(tokens=[5, -6, 7]), "negative id"),
+    (dict(tokens=[[5, 6, 7]]), "tokens must be 1-D"),
+    (dict(versions=[0, 0, 1]), "version"),
+    (dict(versions=[-1, -1, 1]), "version"),
+    (dict(entropies=[0.0, np.nan, 0.2]), "entropies must be finite"),
+    (dict(entropies=[0.0, -0.1, 0.2]), "entropies must be >= 0"),
+    (dict(entropies=[0.1, 0.1, 0.2]), "not sampled carries an entropy"),
+  ],
 )
 def test_what_breaks_the_contract_is_named(change, problem):
   with pytest.raises(ValueError, match=problem):
@@ -43,7 +43,7 @@ def test_what_breaks_the_contract_is_named(change, problem):
 
 def test_a_trimmed_token_keeps_no_support():
   sequence = token_sequence.TokenSequence(
-      **GOOD, support=[[-1, -1], [6, 9], [7, -1]]
+    **GOOD, support=[[-1, -1], [6, 9], [7, -1]]
   )
   trimmed = sequence.trimmed(1)
   assert trimmed.loss_mask.tolist() == [False, False, True]
@@ -54,18 +54,20 @@ def test_a_trimmed_token_keeps_no_support():
 
 
 @pytest.mark.parametrize(
-    "change, problem",
-    [
-        (dict(tokens=[[5, 6]]), r"tokens must be 1-D, got shape \(1, 2\)"),
-        (dict(entropies=[[0.1], [0.2]]), "Completion.entropies must be 1-D"),
-        (dict(support=[5, 6]), "Completion.support must be 2-D"),
-    ],
+  "change, problem",
+  [
+    (dict(tokens=[[5, 6]]), r"tokens must be 1-D, got shape \(1, 2\)"),
+    (dict(entropies=[[0.1], [0.2]]), "Completion.entropies must be 1-D"),
+    (dict(support=[5, 6]), "Completion.support must be 2-D"),
+  ],
 )
 def test_a_completion_has_the_axes_that_it_documents(change, problem):
   fields = dict(
-      tokens=[5, 6], logprobs=[-1.0, -2.0], versions=[0, 0],
-      finish_reason=policy_client.FinishReason.STOP,
-  )  # pyformat: disable
+    tokens=[5, 6],
+    logprobs=[-1.0, -2.0],
+    versions=[0, 0],
+    finish_reason=policy_client.FinishReason.STOP,
+  )
   policy_client.Completion(**fields)
   with pytest.raises(ValueError, match=problem):
     policy_client.Completion(**{**fields, **change})

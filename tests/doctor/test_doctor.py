@@ -22,9 +22,12 @@ from tunix.rl.multi_turn.tools.sandbox import rooms
 
 Finding = finding.Finding
 FACTS = {
-    "jax": "0.10.2", "platform": "cpu", "problems": [], "weights": 7 << 20,
-    "devices": [{"kind": "cpu", "memory": None}],
-}  # pyformat: disable
+  "jax": "0.10.2",
+  "platform": "cpu",
+  "problems": [],
+  "weights": 7 << 20,
+  "devices": [{"kind": "cpu", "memory": None}],
+}
 
 
 @pytest.fixture(name="answered")
@@ -48,9 +51,14 @@ def test_a_machine_that_runs_the_tests_runs_the_quickstart(tmp_path, capsys):
   shown = json.loads(capsys.readouterr().out)
   checks = {one["check"]: one for one in shown["findings"]}
   assert list(checks) == [
-      "cores", "memory", "disk", "versions", "devices", "preflight",
-      "gym desktop",
-  ]  # pyformat: disable
+    "cores",
+    "memory",
+    "disk",
+    "versions",
+    "devices",
+    "preflight",
+    "gym desktop",
+  ]
   failed = [c for c in checks.values() if c["status"] == "fail"]
   assert status == bool(failed) and shown["ok"] == (not failed), failed
   assert checks["devices"]["status"] == "ok"
@@ -75,7 +83,7 @@ def test_the_preflight_of_a_run_is_the_doctors(tmp_path):
 def test_a_driver_that_hangs_is_ended_at_the_deadline():
   begun = time.monotonic()
   facts, why = devices.ask(
-      [], 0.5, [sys.executable, "-c", "import time; time.sleep(600)"]
+    [], 0.5, [sys.executable, "-c", "import time; time.sleep(600)"]
   )
   assert time.monotonic() - begun < 30 and not facts
   result = one(devices.devices(config(), facts, why))
@@ -84,10 +92,13 @@ def test_a_driver_that_hangs_is_ended_at_the_deadline():
   assert one(devices.preflight(facts, why)).status == "warn"
 
 
-@pytest.mark.parametrize("program, wrong", [
+@pytest.mark.parametrize(
+  "program, wrong",
+  [
     ("import sys; sys.exit('libtpu: no lock')", "libtpu: no lock"),
-    ("print('{\"fatal\": \"no driver\"}', flush=True); input()", "no driver"),
-])
+    ('print(\'{"fatal": "no driver"}\', flush=True); input()', "no driver"),
+  ],
+)
 def test_a_driver_that_fails_is_quoted(program, wrong):
   facts, why = devices.ask([], 60, [sys.executable, "-c", program])
   assert not facts and wrong in why
@@ -101,22 +112,30 @@ def test_what_the_probe_imports_may_print(tmp_path, monkeypatch):
   assert not facts and "no_such_platform" in why
 
 
-@pytest.mark.parametrize("words, changed, status, says", [
+@pytest.mark.parametrize(
+  "words, changed, status, says",
+  [
     ((), {}, "ok", "1 x cpu"),
     (("mesh.fsdp=4",), {}, "fail", "the mesh has 4"),
     (("mesh.fsdp=4", "processes.coordinator=auto"), {}, "ok", "1 x cpu"),
-    (("mesh.fsdp=4",),
-     {"platform": "tpu",
-      "devices": [{"kind": "TPU v5 lite", "memory": 16 << 30}] * 4},
-     "ok", "4 x TPU v5 lite (tpu), JAX 0.10.2, 16.0 GiB each"),
-])
+    (
+      ("mesh.fsdp=4",),
+      {
+        "platform": "tpu",
+        "devices": [{"kind": "TPU v5 lite", "memory": 16 << 30}] * 4,
+      },
+      "ok",
+      "4 x TPU v5 lite (tpu), JAX 0.10.2, 16.0 GiB each",
+    ),
+  ],
+)
 def test_devices_against_the_mesh(words, changed, status, says):
   result = one(devices.devices(config(*words), FACTS | changed, ""))
   assert result.status == status and says in result.found
 
 
 def test_an_accelerator_that_jax_does_not_use_is_a_warning(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   (tmp_path / "accel0").touch()
   patterns = {"tpu": (f"{tmp_path}/accel*",), "gpu": (f"{tmp_path}/nv*",)}
@@ -132,47 +151,60 @@ def test_an_accelerator_that_jax_does_not_use_is_a_warning(
 # --- the machine --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quota, allowed, status", [
-    ("max 100000", 8, "ok"), ("150000 100000", 8, "warn"),
-    ("400000 100000", 8, "ok"), ("max 100000", 1, "warn"), (None, 2, "ok"),
-])
+@pytest.mark.parametrize(
+  "quota, allowed, status",
+  [
+    ("max 100000", 8, "ok"),
+    ("150000 100000", 8, "warn"),
+    ("400000 100000", 8, "ok"),
+    ("max 100000", 1, "warn"),
+    (None, 2, "ok"),
+  ],
+)
 def test_cores_of_the_cgroup_count(
-    tmp_path, monkeypatch, quota, allowed, status
+  tmp_path, monkeypatch, quota, allowed, status
 ):
   file = tmp_path / "cpu.max"
   if quota:
     file.write_text(quota + "\n")
   monkeypatch.setattr(machine, "_CPU_MAX", file)
-  monkeypatch.setattr(
-      machine.worker_pool, "usable_cores", lambda: allowed
-  )
+  monkeypatch.setattr(machine.worker_pool, "usable_cores", lambda: allowed)
   assert one(machine.cores()).status == status
 
 
-@pytest.mark.parametrize("free, weights, on_cpu, status", [
-    (16 << 30, 1 << 30, True, "ok"), (4 << 30, 1 << 30, True, "fail"),
-    (4 << 30, 1 << 30, False, "ok"), (1 << 30, None, True, "warn"),
+@pytest.mark.parametrize(
+  "free, weights, on_cpu, status",
+  [
+    (16 << 30, 1 << 30, True, "ok"),
+    (4 << 30, 1 << 30, True, "fail"),
+    (4 << 30, 1 << 30, False, "ok"),
+    (1 << 30, None, True, "warn"),
     (3 << 30, 4 << 30, False, "warn"),
-])
+  ],
+)
 def test_memory_is_held_against_the_weights(
-    monkeypatch, free, weights, on_cpu, status
+  monkeypatch, free, weights, on_cpu, status
 ):
   monkeypatch.setattr(machine, "available_bytes", lambda: free)
   assert one(machine.memory(weights, on_cpu)).status == status
 
 
-@pytest.mark.parametrize("free, weights, status, fix", [
-    (100 << 30, 1 << 30, "ok", ""), (100 << 20, None, "fail", "run.dir"),
+@pytest.mark.parametrize(
+  "free, weights, status, fix",
+  [
+    (100 << 30, 1 << 30, "ok", ""),
+    (100 << 20, None, "fail", "run.dir"),
     (3 << 30, None, "warn", "run.dir"),
     (8 << 30, 4 << 30, "warn", "with checkpoint.keep="),
-])
+  ],
+)
 def test_disk_at_the_runs_directory(
-    tmp_path, monkeypatch, free, weights, status, fix
+  tmp_path, monkeypatch, free, weights, status, fix
 ):
   usage = collections.namedtuple("usage", "total used free")
   requests = []
   monkeypatch.setattr(
-      shutil, "disk_usage", lambda p: requests.append(p) or usage(0, 0, free)
+    shutil, "disk_usage", lambda p: requests.append(p) or usage(0, 0, free)
   )
   result = one(machine.disk(config(f"run.dir={tmp_path}/a/b"), weights))
   assert result.status == status and fix in result.fix
@@ -183,12 +215,17 @@ def test_versions_are_those_of_the_packages_metadata(monkeypatch):
   there = metadata.version
   assert one(machine.versions(())).status in ("ok", "warn")
   monkeypatch.setattr(
-      metadata, "version", lambda n: "0.3.1" if n == "jax" else there(n)
+    metadata, "version", lambda n: "0.3.1" if n == "jax" else there(n)
   )
   monkeypatch.setattr(
-      metadata, "requires", lambda _: ["jax<0.11.1,>=0.10", "numpy>=2.0",
-                                       'nosuch>=1; extra == "monitor"'],
-  )  # pyformat: disable
+    metadata,
+    "requires",
+    lambda _: [
+      "jax<0.11.1,>=0.10",
+      "numpy>=2.0",
+      'nosuch>=1; extra == "monitor"',
+    ],
+  )
   result = one(machine.versions(()))
   assert result.status == "fail" and "jax 0.3.1, which must be" in result.found
   assert "nosuch" not in result.found and "pip install" in result.fix
@@ -214,14 +251,17 @@ def test_a_clone_that_is_not_installed_is_a_warning(monkeypatch):
   assert one(machine.versions(())).status == "warn"
 
 
-@pytest.mark.parametrize("words, extras", [
+@pytest.mark.parametrize(
+  "words, extras",
+  [
     ((), ()),
     (("monitor.embedded=true",), ("monitor",)),
     (("rollout.via=proxy",), ("client", "serve", "services")),
     (("tracking.wandb=offline",), ("tracking",)),
     (("policy=./model.gguf",), ("pretrained",)),
     (("policy=smollm2_135m",), ("pretrained",)),
-])
+  ],
+)
 def test_settings_that_need_extras(words, extras):
   assert machine.extras_of(config(*words)) == extras
 
@@ -235,9 +275,9 @@ def test_a_missing_browser_is_named_with_its_fix(monkeypatch):
   assert result[0].status == "fail" and result[0].check == "gym miniwob"
   assert "/no/such/chromium" in result[0].found
   monkeypatch.setenv("TUNIX_CHROMIUM", sys.executable)
-  assert all("chromium" not in f.found for f in outside.gym(
-      config("gym=miniwob")
-  ))
+  assert all(
+    "chromium" not in f.found for f in outside.gym(config("gym=miniwob"))
+  )
 
 
 def test_a_missing_desktop_is_named_with_its_fix(monkeypatch, tmp_path):
@@ -274,9 +314,12 @@ def test_servers_that_do_not_answer_take_three_seconds_together():
       waiting.connect_ex(("127.0.0.1", port))
     url = f"http://127.0.0.1:{port}"
     settings = config(
-        f"monitor.url={url}", f"tracking.mlflow={url}", "gym=genv",
-        "tasks=[x]", f"gym.options.base_url={url}",
-    )  # pyformat: disable
+      f"monitor.url={url}",
+      f"tracking.mlflow={url}",
+      "gym=genv",
+      "tasks=[x]",
+      f"gym.options.base_url={url}",
+    )
     began = time.monotonic()
     lines = addresses.unreachable(settings).strip().split("\n")
     assert time.monotonic() - began < 4
@@ -306,11 +349,12 @@ def test_a_port_that_is_taken_is_found():
 
 
 def test_tokens_are_looked_for_and_not_shown(monkeypatch, tmp_path):
-  words = config(
-      "monitor.url=http://127.0.0.1:1", "tracking.wandb=online",
-  )
-  for name in ("TUNIX_MONITOR_TOKEN", "WANDB_API_KEY",
-               "WANDB_IDENTITY_TOKEN_FILE"):
+  words = config("monitor.url=http://127.0.0.1:1", "tracking.wandb=online")
+  for name in (
+    "TUNIX_MONITOR_TOKEN",
+    "WANDB_API_KEY",
+    "WANDB_IDENTITY_TOKEN_FILE",
+  ):
     monkeypatch.delenv(name, raising=False)
   monkeypatch.setenv("NETRC", str(tmp_path / "none"))
   result = list(outside.tokens(words))
@@ -327,11 +371,13 @@ def test_tokens_are_looked_for_and_not_shown(monkeypatch, tmp_path):
 
 
 def test_the_table_shows_faults_and_fixes_in_80_columns():
-  text = finding.text_of([
+  text = finding.text_of(
+    [
       Finding("cores", "ok", "8 cores"),
       Finding("devices", "fail", "word " * 40, "do " * 40),
       Finding("disk", "warn", "little", "free some"),
-  ])
+    ]
+  )
   assert text.splitlines()[0] == "ok    cores    8 cores"
   assert "               -> free some" in text.splitlines()
   assert max(map(len, text.splitlines())) <= 80
@@ -356,10 +402,15 @@ def test_the_exit_status_and_the_json_agree(answered, capsys, tmp_path):
   assert [f["check"] for f in failed] == ["devices"] and failed[0]["fix"]
 
 
-@pytest.mark.parametrize("words, wrong", [
-    (["stepz=2"], "unknown key 'stepz'"), (["--timeout"], "--timeout="),
-    (["--timeout=-1"], "--timeout=-1"), (["--jsno"], "unknown option --jsno"),
-])
+@pytest.mark.parametrize(
+  "words, wrong",
+  [
+    (["stepz=2"], "unknown key 'stepz'"),
+    (["--timeout"], "--timeout="),
+    (["--timeout=-1"], "--timeout=-1"),
+    (["--jsno"], "unknown option --jsno"),
+  ],
+)
 def test_wrong_arguments_end_with_status_2(words, wrong, capsys):
   assert doctor.main(words) == 2
   shown = capsys.readouterr()

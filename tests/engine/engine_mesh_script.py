@@ -28,55 +28,56 @@ def prompt(processor, store, seed, text):
   image = store.put(rng.integers(0, 256, (*SIZE, 3), np.uint8))
   count = processor.num_image_tokens(*SIZE)
   pad = processor.image_token_id
-  tokens = np.concatenate([
-      rng.integers(0, 90, text), np.full(count, pad), rng.integers(0, 90, text)
-  ]).astype(np.int32)  # pyformat: disable
+  tokens = np.concatenate(
+    [rng.integers(0, 90, text), np.full(count, pad), rng.integers(0, 90, text)]
+  ).astype(np.int32)
   span = trajectory.ImageSpan(image, text, count)
   return policy_client.TokenPrompt(tokens, (span,))
 
 
 def sample(mesh, weights):
   model, processor, _ = checkpoint.create_policy(
-      "qwen3_vl_tiny", mesh=mesh, screen=SIZE
+    "qwen3_vl_tiny", mesh=mesh, screen=SIZE
   )
   nnx.update(
-      model,
-      jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model)),
+    model, jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model))
   )
   store = images_lib.ImageStore()
   prompts = [prompt(processor, store, i, 4 + 7 * i) for i in range(3)]
   greedy = policy_client.SamplingParams(max_new_tokens=6, temperature=0.0)
   with engine_lib.RolloutEngine(
-      model,
-      processor,
-      store,
-      engine_config.EngineConfig(
-          slots=4, context_length=64, prefill_buckets=(32,), weights=weights
-      ),
-      image_sizes=(SIZE,),
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    store,
+    engine_config.EngineConfig(
+      slots=4, context_length=64, prefill_buckets=(32,), weights=weights
+    ),
+    image_sizes=(SIZE,),
+    banned_token_ids=model.config.banned_token_ids,
   ) as engine:
     engine.warm_up()
 
     async def all_of_them():
       return await asyncio.gather(
-          *(engine.generate(p, greedy, session=str(i))
-            for i, p in enumerate(prompts))
-      )  # pyformat: disable
+        *(
+          engine.generate(p, greedy, session=str(i))
+          for i, p in enumerate(prompts)
+        )
+      )
 
     first = asyncio.run(all_of_them())
     # Weights as a learner on this mesh hands them over.
     nnx.update(
-        model, jax.tree.map(lambda x: x * 1.01, nnx.state(model, nnx.Param))
+      model, jax.tree.map(lambda x: x * 1.01, nnx.state(model, nnx.Param))
     )
     engine.update_weights(1, nnx.state(model)).result(60)
     second = asyncio.run(all_of_them())
     assert engine.stats()["compiles_after_warm_up"] == 0
   completions = [*first, *second]
   return {
-      "tokens": [c.tokens.tolist() for c in completions],
-      "logprobs": [c.logprobs.tolist() for c in completions],
-      "versions": [c.versions.tolist() for c in completions],
+    "tokens": [c.tokens.tolist() for c in completions],
+    "logprobs": [c.logprobs.tolist() for c in completions],
+    "versions": [c.versions.tolist() for c in completions],
   }
 
 

@@ -22,9 +22,9 @@ from tests.engine import engine_mesh_script
 
 SIZE = engine_mesh_script.SIZE
 MESHES = {
-    "one": None,
-    "rows": dict(data=2, fsdp=4),
-    "all": dict(data=1, fsdp=2, sequence=2, tensor=2),
+  "one": None,
+  "rows": dict(data=2, fsdp=4),
+  "all": dict(data=1, fsdp=2, sequence=2, tensor=2),
 }
 SESSIONS = 10
 SHARED = 16  # Tokens that all prompts begin with: two pages.
@@ -33,11 +33,10 @@ SHARED = 16  # Tokens that all prompts begin with: two pages.
 def make(mesh):
   """A policy in bfloat16 with float32 parameters."""
   model, processor, _ = checkpoint.create_policy(
-      "qwen3_vl_tiny", mesh=mesh, screen=SIZE
+    "qwen3_vl_tiny", mesh=mesh, screen=SIZE
   )
   nnx.update(
-      model,
-      jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model)),
+    model, jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model))
   )
   return model, processor
 
@@ -49,7 +48,7 @@ def prompts(processor, store):
   for i in range(SESSIONS):
     own = engine_mesh_script.prompt(processor, store, i % 4, 3 + i % 5)
     spans = tuple(
-        type(s)(s.image, s.offset + SHARED, s.num_tokens) for s in own.images
+      type(s)(s.image, s.offset + SHARED, s.num_tokens) for s in own.images
     )
     tokens = np.concatenate([head, own.tokens])
     drawn.append(policy_client.TokenPrompt(tokens, spans))
@@ -61,63 +60,62 @@ def play(mesh, seconds=400, **settings):
   model, processor = make(mesh)
   store = images_lib.ImageStore()
   config = engine_config.EngineConfig(
-      slots=8,
-      context_length=64,
-      page_size=8,
-      prefill_buckets=(16,),
-      window_buckets=(64,),
-      decode_steps_per_call=4,
-      **settings,
+    slots=8,
+    context_length=64,
+    page_size=8,
+    prefill_buckets=(16,),
+    window_buckets=(64,),
+    decode_steps_per_call=4,
+    **settings,
   )
   sampling = policy_client.SamplingParams(
-      max_new_tokens=5, temperature=1.0, seed=7, top_logprobs=2
+    max_new_tokens=5, temperature=1.0, seed=7, top_logprobs=2
   )
   completions = []
   with engine_lib.RolloutEngine(
-      model,
-      processor,
-      store,
-      config,
-      image_sizes=(SIZE,),
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    store,
+    config,
+    image_sizes=(SIZE,),
+    banned_token_ids=model.config.banned_token_ids,
   ) as engine:
 
     async def turn(texts, grammars):
       for i in range(SESSIONS):
         engine.open_session(str(i))
-      return await asyncio.gather(*(
+      return await asyncio.gather(
+        *(
           engine.generate(p, sampling, session=str(i), grammar=grammar)
           for i, (p, grammar) in enumerate(zip(texts, grammars))
-      ))
+        )
+      )
 
     texts = prompts(processor, store)
     first = asyncio.run(
-        asyncio.wait_for(turn(texts, [None] * SESSIONS), seconds)
+      asyncio.wait_for(turn(texts, [None] * SESSIONS), seconds)
     )
     texts = [
-        policy_client.TokenPrompt(
-            np.concatenate([p.tokens, c.tokens, [5, 6]]).astype(np.int32),
-            p.images,
-        )
-        for p, c in zip(texts, first)
+      policy_client.TokenPrompt(
+        np.concatenate([p.tokens, c.tokens, [5, 6]]).astype(np.int32), p.images
+      )
+      for p, c in zip(texts, first)
     ]
     forced = [
-        constrained_decoding.Forced([3, 4], engine.vocabulary)
-        if i % 2
-        else None
-        for i in range(SESSIONS)
+      constrained_decoding.Forced([3, 4], engine.vocabulary) if i % 2 else None
+      for i in range(SESSIONS)
     ]
     second = asyncio.run(asyncio.wait_for(turn(texts, forced), seconds))
     completions = [*first, *second]
     stats, device_bytes = engine.stats(), engine.device_bytes
     tokens = engine.cache_tokens
   return {
-      "tokens": [c.tokens.tolist() for c in completions],
-      "logprobs": [c.logprobs.tolist() for c in completions],
-      "top": [np.asarray(c.top_logprobs).tolist() for c in completions],
-      "stats": stats,
-      "device_bytes": device_bytes,
-      "cache_tokens": tokens,
+    "tokens": [c.tokens.tolist() for c in completions],
+    "logprobs": [c.logprobs.tolist() for c in completions],
+    "top": [np.asarray(c.top_logprobs).tolist() for c in completions],
+    "stats": stats,
+    "device_bytes": device_bytes,
+    "cache_tokens": tokens,
   }
 
 

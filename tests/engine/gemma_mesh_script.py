@@ -19,10 +19,7 @@ from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import sharding
 
-MESHES = {
-    "one": None,
-    "mesh": dict(data=1, fsdp=2, sequence=2, tensor=2),
-}
+MESHES = {"one": None, "mesh": dict(data=1, fsdp=2, sequence=2, tensor=2)}
 GREEDY = policy_client.SamplingParams(max_new_tokens=6, temperature=0.0)
 
 
@@ -43,12 +40,12 @@ def prompt(config, processor, store, seed, words):
 def sequence_of(prompt, got):
   n, m = len(prompt.tokens), len(got.tokens)
   return trajectory.TokenSequence(
-      np.append(prompt.tokens, got.tokens),
-      np.arange(n + m) >= n,
-      np.append(np.zeros(n, np.float32), got.logprobs),
-      np.append(np.full(n, -1, np.int32), got.versions),
-      np.zeros(n + m, np.int32),
-      prompt.images,
+    np.append(prompt.tokens, got.tokens),
+    np.arange(n + m) >= n,
+    np.append(np.zeros(n, np.float32), got.logprobs),
+    np.append(np.full(n, -1, np.int32), got.versions),
+    np.zeros(n + m, np.int32),
+    prompt.images,
   )
 
 
@@ -58,51 +55,53 @@ def report(directory, sizes):
   processor = qwen_checkpoint.processor_of(model.config)
   store = images_lib.ImageStore()
   prompts = [
-      prompt(model.config, processor, store, i, 2 + 3 * i) for i in range(4)
+    prompt(model.config, processor, store, i, 2 + 3 * i) for i in range(4)
   ]
   with engine_lib.RolloutEngine(
-      model,
-      processor,
-      store,
-      engine_config.EngineConfig(
-          slots=4,
-          context_length=64,
-          decode_rows=(4,),
-          prefill_rows=(4,),
-          prefill_buckets=(8,),
-          patch_buckets=(144,),
-          page_size=6,
-      ),
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    store,
+    engine_config.EngineConfig(
+      slots=4,
+      context_length=64,
+      decode_rows=(4,),
+      prefill_rows=(4,),
+      prefill_buckets=(8,),
+      patch_buckets=(144,),
+      page_size=6,
+    ),
+    banned_token_ids=model.config.banned_token_ids,
   ) as engine:
 
     async def all_of_them():
       return await asyncio.gather(
-          *(engine.generate(p, GREEDY, session=str(i))
-            for i, p in enumerate(prompts))
-      )  # pyformat: disable
+        *(
+          engine.generate(p, GREEDY, session=str(i))
+          for i, p in enumerate(prompts)
+        )
+      )
 
     completions = asyncio.run(all_of_them())
   sequences = [sequence_of(p, got) for p, got in zip(prompts, completions)]
   learner = learner_lib.Learner(
-      model,
-      processor,
-      store,
-      # Two or three sequences a row.
-      learner_lib.LearnerConfig(rows=4, row_length=96),
-      learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
-      mesh=mesh,
+    model,
+    processor,
+    store,
+    # Two or three sequences a row.
+    learner_lib.LearnerConfig(rows=4, row_length=96),
+    learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
+    mesh=mesh,
   )
   scored = learner.sequence_logprobs(sequences)
   norm = learner.update_on_sequences(sequences)["grad_norm"]
   return {
-      "tokens": [list(map(int, got.tokens)) for got in completions],
-      "sampled": [list(map(float, got.logprobs)) for got in completions],
-      "scored": [
-          [float(x) for x in row[len(p.tokens) :]]
-          for p, row in zip(prompts, scored)
-      ],
-      "norm": float(norm),
+    "tokens": [list(map(int, got.tokens)) for got in completions],
+    "sampled": [list(map(float, got.logprobs)) for got in completions],
+    "scored": [
+      [float(x) for x in row[len(p.tokens) :]]
+      for p, row in zip(prompts, scored)
+    ],
+    "norm": float(norm),
   }
 
 

@@ -40,55 +40,64 @@ def play(mesh):
   for i in range(SESSIONS):
     own = engine_mesh_script.prompt(processor, store, i % 3, 3 + i)
     spans = tuple(
-        type(s)(s.image, s.offset + SHARED, s.num_tokens) for s in own.images
+      type(s)(s.image, s.offset + SHARED, s.num_tokens) for s in own.images
     )
     prompts.append(
-        policy_client.TokenPrompt(np.concatenate([head, own.tokens]), spans)
+      policy_client.TokenPrompt(np.concatenate([head, own.tokens]), spans)
     )
   completions = []
   with engine_lib.RolloutEngine(
-      model,
-      processor,
-      store,
-      engine_config.EngineConfig(
-          slots=4, context_length=64, page_size=PAGE, prefill_buckets=(16,),
-          window_buckets=(64,), decode_steps_per_call=4,
-      ),
-      image_sizes=(SIZE,),
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    store,
+    engine_config.EngineConfig(
+      slots=4,
+      context_length=64,
+      page_size=PAGE,
+      prefill_buckets=(16,),
+      window_buckets=(64,),
+      decode_steps_per_call=4,
+    ),
+    image_sizes=(SIZE,),
+    banned_token_ids=model.config.banned_token_ids,
   ) as engine:
 
     async def turn(texts):
-      return await asyncio.gather(*(
+      return await asyncio.gather(
+        *(
           engine.generate(p, greedy, session=str(i))
           for i, p in enumerate(texts)
-      ))
+        )
+      )
 
     first = asyncio.run(asyncio.wait_for(turn(prompts), 300))
     longer = [
-        policy_client.TokenPrompt(
-            np.concatenate([p.tokens, c.tokens, [5, 6]]).astype(np.int32),
-            p.images,
-        )
-        for p, c in zip(prompts, first)
+      policy_client.TokenPrompt(
+        np.concatenate([p.tokens, c.tokens, [5, 6]]).astype(np.int32), p.images
+      )
+      for p, c in zip(prompts, first)
     ]
     second = asyncio.run(asyncio.wait_for(turn(longer), 300))
     completions = [*first, *second]
     device_bytes = engine.device_bytes
   return {
-      "tokens": [c.tokens.tolist() for c in completions],
-      "logprobs": [c.logprobs.tolist() for c in completions],
-      "reused": [c.metrics["reused_tokens"] for c in second],
-      "kv_cache": device_bytes["kv_cache"],
+    "tokens": [c.tokens.tolist() for c in completions],
+    "logprobs": [c.logprobs.tolist() for c in completions],
+    "reused": [c.metrics["reused_tokens"] for c in second],
+    "kv_cache": device_bytes["kv_cache"],
   }
 
 
 def main():
   assert jax.device_count() == 4
-  print(json.dumps({
-      name: play(sizes and sharding.make_mesh(**sizes))
-      for name, sizes in MESHES.items()
-  }))
+  print(
+    json.dumps(
+      {
+        name: play(sizes and sharding.make_mesh(**sizes))
+        for name, sizes in MESHES.items()
+      }
+    )
+  )
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ def random_rows(row, count, seed=0):
 
 
 @pytest.mark.parametrize(
-    "row",
-    (programs.DECODE_ROW, programs.prefill_row(1), programs.prefill_row(7)),
+  "row", (programs.DECODE_ROW, programs.prefill_row(1), programs.prefill_row(7))
 )
 def test_a_program_sees_every_field_bit_for_bit(row):
   rows = random_rows(row, 5)
   fields = jax.jit(lambda words: programs._fields(words, row))(  # pylint: disable=protected-access
-      programs.words(rows)
+    programs.words(rows)
   )
   assert set(fields) == set(row.names)
   for name, got in fields.items():

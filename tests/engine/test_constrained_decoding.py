@@ -15,13 +15,11 @@ def allowed(grammar, vocabulary):
 
 
 @given(
-    vocabulary=st.integers(2, 100),
-    least=st.integers(1, 5),
-    stops=st.lists(st.integers(0, 200), max_size=4),
+  vocabulary=st.integers(2, 100),
+  least=st.integers(1, 5),
+  stops=st.lists(st.integers(0, 200), max_size=4),
 )
-def test_min_tokens_allows_all_but_stops_and_then_all(
-    vocabulary, least, stops
-):
+def test_min_tokens_allows_all_but_stops_and_then_all(vocabulary, least, stops):
   grammar = constrained_decoding.MinTokens(least, stops, vocabulary)
   everything = set(range(vocabulary))
   for token in range(least + 2):

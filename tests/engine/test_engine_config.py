@@ -21,34 +21,31 @@ def test_every_setting_has_its_meaning_and_numbers_their_range():
 
 
 @pytest.mark.parametrize(
-    "options, message",
+  "options, message",
+  (
+    ({"slots": 0}, "slots\n.*greater than or equal to 1"),
+    ({"slots": 2.5}, "slots\n.*valid integer"),
+    ({"context_length": 1}, "context_length\n.*equal to 2"),
+    ({"decode_rows": (4, 2)}, r"decode_rows=\[4, 2\] must ascend"),
+    ({"patch_buckets": (8, 8)}, "must ascend without repeats"),
+    ({"prefill_rows": (0,)}, "prefill_rows: 0 must be >= 1"),
+    ({"image_buckets": ()}, "image_buckets=.* at least one"),
     (
-        ({"slots": 0}, "slots\n.*greater than or equal to 1"),
-        ({"slots": 2.5}, "slots\n.*valid integer"),
-        ({"context_length": 1}, "context_length\n.*equal to 2"),
-        ({"decode_rows": (4, 2)}, r"decode_rows=\[4, 2\] must ascend"),
-        ({"patch_buckets": (8, 8)}, "must ascend without repeats"),
-        ({"prefill_rows": (0,)}, "prefill_rows: 0 must be >= 1"),
-        ({"image_buckets": ()}, "image_buckets=.* at least one"),
-        (
-            {"context_length": 64, "window_buckets": (65,)},
-            r"window_buckets=\[65\] go beyond context_length=64",
-        ),
-        (
-            {"context_length": 64, "prefill_buckets": (32, 128)},
-            r"prefill_buckets=\[32, 128\] go beyond context_length=64",
-        ),
-        (
-            {"context_length": 64, "cache_tokens": 63},
-            "cache_tokens=63 is below context_length=64",
-        ),
-        ({"lockstep": True}, "lockstep\n.*'auto', 'true' or 'false'"),
-        (
-            {"features": ("telepathy",)},
-            "features.*\n.*'grammar' or 'penalties'",
-        ),
-        ({"slot": 3}, "slot\n.*[Uu]nexpected"),
+      {"context_length": 64, "window_buckets": (65,)},
+      r"window_buckets=\[65\] go beyond context_length=64",
     ),
+    (
+      {"context_length": 64, "prefill_buckets": (32, 128)},
+      r"prefill_buckets=\[32, 128\] go beyond context_length=64",
+    ),
+    (
+      {"context_length": 64, "cache_tokens": 63},
+      "cache_tokens=63 is below context_length=64",
+    ),
+    ({"lockstep": True}, "lockstep\n.*'auto', 'true' or 'false'"),
+    ({"features": ("telepathy",)}, "features.*\n.*'grammar' or 'penalties'"),
+    ({"slot": 3}, "slot\n.*[Uu]nexpected"),
+  ),
 )
 def test_bad_settings_are_refused_by_name(options, message):
   with pytest.raises(ValueError, match=message):

@@ -46,12 +46,12 @@ def _store():
 def make_engine(policy, store, **changes):
   model, processor, _ = policy
   options = dict(
-      slots=6,
-      context_length=CONTEXT,
-      image_sizes=references.SIZES,
-      banned_token_ids=model.config.banned_token_ids,
-      decode_steps_per_call=4,
-      page_size=PAGE,
+    slots=6,
+    context_length=CONTEXT,
+    image_sizes=references.SIZES,
+    banned_token_ids=model.config.banned_token_ids,
+    decode_steps_per_call=4,
+    page_size=PAGE,
   )
   return micro.engine_of(model, processor, store, **(options | changes))
 
@@ -74,7 +74,7 @@ def _engine(qwen, store):
 def _recompute(qwen, store):
   model, processor, _ = qwen
   return references.Recompute(
-      model, processor, store, CONTEXT, images=2 * TURNS
+    model, processor, store, CONTEXT, images=2 * TURNS
   )
 
 
@@ -94,7 +94,7 @@ class Qwen:
   def picture(self, rng):
     width, height = references.SIZES[rng.integers(2)]
     return self.store.put(
-        rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
+      rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
     )
 
   def with_image(self, tokens, spans, image):
@@ -148,12 +148,12 @@ def opening(world, group, member):
 
 def draw_sampling(rng, vocabulary=1300):
   return Sampling(
-      max_new_tokens=int(rng.integers(2, 8)),
-      temperature=float(rng.choice([0.6, 1.0, 1.5])),
-      top_p=float(rng.choice([0.5, 0.9, 1.0])),
-      top_k=int(rng.choice([0, 3, 20])),
-      seed=int(rng.integers(1 << 40)) if rng.random() < 0.5 else None,
-      stop_token_ids=tuple(rng.integers(3, vocabulary, 4).tolist()),
+    max_new_tokens=int(rng.integers(2, 8)),
+    temperature=float(rng.choice([0.6, 1.0, 1.5])),
+    top_p=float(rng.choice([0.5, 0.9, 1.0])),
+    top_k=int(rng.choice([0, 3, 20])),
+    seed=int(rng.integers(1 << 40)) if rng.random() < 0.5 else None,
+    stop_token_ids=tuple(rng.integers(3, vocabulary, 4).tolist()),
   )
 
 
@@ -172,12 +172,12 @@ async def play(engine, world, name, group, member, greedy, context, most):
     sampling = draw_sampling(rng, world.vocabulary)
     if greedy:
       sampling = dataclasses.replace(
-          sampling, temperature=0.0, top_k=0, top_p=1.0
+        sampling, temperature=0.0, top_k=0, top_p=1.0
       )
     if len(tokens) + sampling.max_new_tokens > context:
       break
     got = await engine.generate(
-        policy_client.TokenPrompt(tokens, spans), sampling, session=name
+      policy_client.TokenPrompt(tokens, spans), sampling, session=name
     )
     sampled.append((len(tokens), sampling, got))
     tokens = np.append(tokens, got.tokens)
@@ -191,10 +191,10 @@ async def play_groups(engine, world, first, groups, greedy, context, most=2):
   members = [(first + g, m) for g in range(groups) for m in range(GROUP)]
   async with asyncio.timeout(250):
     return await asyncio.gather(
-        *(
-            play(engine, world, f"{g}.{m}", g, m, greedy, context, most)
-            for g, m in members
-        )
+      *(
+        play(engine, world, f"{g}.{m}", g, m, greedy, context, most)
+        for g, m in members
+      )
     )
 
 
@@ -211,11 +211,11 @@ def check(episodes, logits, banned, check_ends=True):
         assert stops[-1] == stopped
         assert stopped or len(got.tokens) == sampling.max_new_tokens
       undecided += references.check_completion(
-          logits_TV[start - 1 : end - 1],
-          got.tokens,
-          got.logprobs,
-          sampling,
-          banned,
+        logits_TV[start - 1 : end - 1],
+        got.tokens,
+        got.logprobs,
+        sampling,
+        banned,
       )
       prompts, count = prompts + 1, count + len(got.tokens)
   return prompts, count, undecided
@@ -223,7 +223,7 @@ def check(episodes, logits, banned, check_ends=True):
 
 @pytest.mark.parametrize("greedy", trials.by_default([False], [True, False]))
 async def test_200_prompts_of_a_qwen_equal_its_forward_pass(
-    engine, recompute, qwen, store, greedy
+  engine, recompute, qwen, store, greedy
 ):
   world = Qwen(qwen, store)
   groups = 8 if greedy else 4
@@ -241,18 +241,18 @@ async def test_200_prompts_of_the_micro_policy_equal_its_forward_pass(greedy):
   model, store = micro.MicroPolicy(nnx.Rngs(0)), micro.new_store()
   world = Micro(store)
   with micro.make_engine(
-      model,
-      store,
-      patch_buckets=(16,),
-      decode_rows=(4,),
-      window_buckets=(micro.CONTEXT,),
+    model,
+    store,
+    patch_buckets=(16,),
+    decode_rows=(4,),
+    window_buckets=(micro.CONTEXT,),
   ) as engine:
     episodes = await play_groups(
-        engine, world, 0, 20, greedy, micro.CONTEXT, most=1
+      engine, world, 0, 20, greedy, micro.CONTEXT, most=1
     )
   logits = [
-      micro.reference_logprobs(model, store, tokens, spans, banned=())
-      for tokens, spans, _ in episodes
+    micro.reference_logprobs(model, store, tokens, spans, banned=())
+    for tokens, spans, _ in episodes
   ]
   prompts, count, undecided = check(episodes, logits, world.banned)
   assert prompts >= 200
@@ -260,13 +260,13 @@ async def test_200_prompts_of_the_micro_policy_equal_its_forward_pass(greedy):
 
 
 async def test_a_cache_that_is_too_small_for_what_runs_changes_no_answer(
-    recompute, qwen, store
+  recompute, qwen, store
 ):
   """Room for one whole context and a bit: requests are preempted."""
   world = Qwen(qwen, store)
   # A request is admitted with room for its first call: many short ones.
   with make_engine(
-      qwen, store, cache_tokens=CONTEXT + 64, decode_steps_per_call=1
+    qwen, store, cache_tokens=CONTEXT + 64, decode_steps_per_call=1
   ) as engine:
     warm_up(engine)
     episodes = await play_groups(engine, world, 2000, 4, True, CONTEXT)
@@ -296,29 +296,29 @@ def test_the_members_of_a_group_differ_where_they_should(qwen, store):
 async def greedy(engine, recompute, tokens, spans, session):
   """A completion that is what `recompute` says."""
   got = await engine.generate(
-      policy_client.TokenPrompt(tokens, spans), GREEDY, session=session
+    policy_client.TokenPrompt(tokens, spans), GREEDY, session=session
   )
   (logits,) = recompute.logits([(np.append(tokens, got.tokens), spans)])
   references.check_completion(
-      logits[len(tokens) - 1 : -1],
-      got.tokens,
-      got.logprobs,
-      GREEDY,
-      recompute.model.config.banned_token_ids,
+    logits[len(tokens) - 1 : -1],
+    got.tokens,
+    got.logprobs,
+    GREEDY,
+    recompute.model.config.banned_token_ids,
   )
   return np.append(tokens, got.tokens)
 
 
 async def test_a_history_that_is_rewritten_is_its_own_sessions(
-    engine, recompute, qwen, store
+  engine, recompute, qwen, store
 ):
   """Others go on from what they had in common with it before."""
   world, rng = Qwen(qwen, store), np.random.default_rng(5)
   tokens, spans = opening(world, 40, 0)
   tokens = world.with_text(tokens, rng, 4 * PAGE)
   grown = {
-      name: await greedy(engine, recompute, tokens, spans, name)
-      for name in ("writer", "reader", "third")
+    name: await greedy(engine, recompute, tokens, spans, name)
+    for name in ("writer", "reader", "third")
   }
   for cut in (5 * PAGE - 3, 3 * PAGE + 2):
     changed = world.with_text(tokens[:cut], rng, 3 * PAGE)
@@ -366,15 +366,15 @@ async def swapped(engine, later, prompts, count):
   sampling = Sampling(max_new_tokens=count, temperature=0.0)
   async with asyncio.timeout(250):
     got = await asyncio.gather(
-        *(
-            engine.generate(
-                policy_client.TokenPrompt(*prompt),
-                sampling,
-                session=f"swap{i}",
-                on_tokens=None if i else on_tokens,
-            )
-            for i, prompt in enumerate(prompts)
+      *(
+        engine.generate(
+          policy_client.TokenPrompt(*prompt),
+          sampling,
+          session=f"swap{i}",
+          on_tokens=None if i else on_tokens,
         )
+        for i, prompt in enumerate(prompts)
+      )
     )
   assert handed[0].result(60) == 1
   return got
@@ -387,7 +387,7 @@ def _prompts(qwen, store):
 
 
 async def test_a_swap_in_mid_completion_equals_a_replay_by_hand(
-    qwen, later, store, prompts
+  qwen, later, store, prompts
 ):
   model, processor, _ = qwen
   banned = model.config.banned_token_ids
@@ -402,12 +402,12 @@ async def test_a_swap_in_mid_completion_equals_a_replay_by_hand(
       tokens, spans = world.with_image(tokens, spans, world.picture(rng))
       tokens = world.with_text(tokens, rng, 3)
       again = await engine.generate(
-          policy_client.TokenPrompt(tokens, spans), GREEDY, session=f"swap{i}"
+        policy_client.TokenPrompt(tokens, spans), GREEDY, session=f"swap{i}"
       )
       follow_ups.append((tokens, spans, again))
   mixed = 0
   for (tokens, spans), got, (more, spans_then, again) in zip(
-      prompts, first, follow_ups
+    prompts, first, follow_ups
   ):
     old = int((got.versions == 0).sum())
     assert got.versions.tolist() == [0] * old + [1] * (100 - old)
@@ -426,14 +426,14 @@ async def test_a_swap_in_mid_completion_equals_a_replay_by_hand(
     tokens_by_hand, logprobs = zip(*by_hand)
     assert tokens_by_hand == (*got.tokens, *again.tokens)
     np.testing.assert_allclose(
-        logprobs, [*got.logprobs, *again.logprobs], atol=1e-4
+      logprobs, [*got.logprobs, *again.logprobs], atol=1e-4
     )
     assert set(again.versions.tolist()) == {1}
   assert mixed == len(prompts)
 
 
 async def test_a_swap_that_recomputes_goes_on_as_the_new_weights_would(
-    qwen, later, recompute, store, prompts
+  qwen, later, recompute, store, prompts
 ):
   _, processor, _ = qwen
   banned = recompute.model.config.banned_token_ids
@@ -441,18 +441,18 @@ async def test_a_swap_that_recomputes_goes_on_as_the_new_weights_would(
     warm_up(engine)
     completions = await swapped(engine, later, prompts, 100)
   renewed = references.Recompute(
-      later, processor, store, CONTEXT, images=2 * TURNS
+    later, processor, store, CONTEXT, images=2 * TURNS
   )
   sequences = [
-      (np.append(tokens, got.tokens), spans)
-      for (tokens, spans), got in zip(prompts, completions)
+    (np.append(tokens, got.tokens), spans)
+    for (tokens, spans), got in zip(prompts, completions)
   ]
   for (tokens, _), got, before, after in zip(
-      prompts,
-      completions,
-      recompute.logits(sequences),
-      renewed.logits(sequences),
-      strict=True,
+    prompts,
+    completions,
+    recompute.logits(sequences),
+    renewed.logits(sequences),
+    strict=True,
   ):
     old = int((got.versions == 0).sum())
     assert 0 < old < 100
@@ -460,34 +460,34 @@ async def test_a_swap_that_recomputes_goes_on_as_the_new_weights_would(
     start = len(tokens) - 1
     for logits, part in ((before, slice(0, old)), (after, slice(old, 100))):
       references.check_completion(
-          logits[start:-1][part],
-          got.tokens[part],
-          got.logprobs[part],
-          GREEDY,
-          banned,
+        logits[start:-1][part],
+        got.tokens[part],
+        got.logprobs[part],
+        GREEDY,
+        banned,
       )
 
 
 @pytest.mark.parametrize("shared_tokens", [2 * PAGE + 3, PAGE - 3])
 async def test_a_session_begun_after_a_swap_knows_nothing_of_the_old_weights(
-    qwen, later, store, shared_tokens
+  qwen, later, store, shared_tokens
 ):
   """Nor does it take up what an older session has kept over the swap."""
   world, rng = Qwen(qwen, store), np.random.default_rng(shared_tokens)
   renewed = references.Recompute(
-      later, qwen[1], store, CONTEXT, images=2 * TURNS
+    later, qwen[1], store, CONTEXT, images=2 * TURNS
   )
   first = world.with_text(np.zeros(0, np.int32), rng, shared_tokens)
   with make_engine(qwen, store) as engine:
     warm_up(engine)
     got = await engine.generate(
-        policy_client.TokenPrompt(first), GREEDY, session="old"
+      policy_client.TokenPrompt(first), GREEDY, session="old"
     )
     engine.update_weights(1, nnx.state(later, nnx.Param))
     # The old one goes on, in part with what the old weights have read.
     tokens = world.with_text(np.append(first, got.tokens), rng, 4 * PAGE)
     await engine.generate(
-        policy_client.TokenPrompt(tokens), GREEDY, session="old"
+      policy_client.TokenPrompt(tokens), GREEDY, session="old"
     )
     for name, prompt in (("new", tokens), ("short", first)):
       await greedy(engine, renewed, prompt, (), name)
@@ -518,7 +518,7 @@ async def play_by_http(server, client, processor, store, pad, seed, greedy):
     sampling = dataclasses.replace(sampling, stop_token_ids=())
     if greedy:
       sampling = Sampling(
-          max_new_tokens=sampling.max_new_tokens, temperature=0.0
+        max_new_tokens=sampling.max_new_tokens, temperature=0.0
       )
     content = [{"type": "text", "text": f"turn {turn} of {seed}"}]
     for _ in range(int(rng.choice([0, 1, 2]))):
@@ -529,26 +529,26 @@ async def play_by_http(server, client, processor, store, pad, seed, greedy):
       content.append({"type": "image_url", "image_url": url})
     messages.append({"role": "user", "content": content})
     answer = await client.with_options(
-        base_url=session["base_url"]
+      base_url=session["base_url"]
     ).chat.completions.create(
-        model="qwen",
-        messages=messages,
-        max_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=None if sampling.seed is None else sampling.seed % 2**31,
-        logprobs=True,
-        extra_body={"return_token_ids": True, "top_k": sampling.top_k},
+      model="qwen",
+      messages=messages,
+      max_tokens=sampling.max_new_tokens,
+      temperature=sampling.temperature,
+      top_p=sampling.top_p,
+      seed=None if sampling.seed is None else sampling.seed % 2**31,
+      logprobs=True,
+      extra_body={"return_token_ids": True, "top_k": sampling.top_k},
     )
     (choice,) = answer.choices
     prompt = answer.prompt_token_ids
     assert prompt[: len(history)] == history
     history = prompt + choice.token_ids
     got = policy_client.Completion(
-        tokens=choice.token_ids,
-        logprobs=[t.logprob for t in choice.logprobs.content],
-        versions=[choice.policy_versions[0][1]] * len(choice.token_ids),
-        finish_reason=policy_client.FinishReason.LENGTH,
+      tokens=choice.token_ids,
+      logprobs=[t.logprob for t in choice.logprobs.content],
+      versions=[choice.policy_versions[0][1]] * len(choice.token_ids),
+      finish_reason=policy_client.FinishReason.LENGTH,
     )
     sampled.append((len(prompt), sampling, got))
     messages.append({"role": "assistant", "content": choice.message.content})
@@ -566,25 +566,28 @@ async def play_by_http(server, client, processor, store, pad, seed, greedy):
 
 @pytest.mark.parametrize("greedy", [True, False])
 async def test_what_the_openai_client_is_told_equals_the_forward_pass(
-    server, recompute, qwen, store, greedy
+  server, recompute, qwen, store, greedy
 ):
   model, processor, _ = qwen
   banned = model.config.banned_token_ids
   client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
   async with client, asyncio.timeout(250):
     episodes = await asyncio.gather(
-        *(
-            play_by_http(
-                server, client, processor, store,
-                model.config.image_token_id, seed, greedy,
-            )
-            for seed in range(20 if greedy else 10)
+      *(
+        play_by_http(
+          server,
+          client,
+          processor,
+          store,
+          model.config.image_token_id,
+          seed,
+          greedy,
         )
-    )  # pyformat: disable
+        for seed in range(20 if greedy else 10)
+      )
+    )
   logits = recompute.logits([(tokens, spans) for tokens, spans, _ in episodes])
-  prompts, count, undecided = check(
-      episodes, logits, banned, check_ends=False
-  )
+  prompts, count, undecided = check(episodes, logits, banned, check_ends=False)
   assert prompts == 3 * len(episodes)
   assert undecided <= count / 50
 
@@ -593,7 +596,7 @@ async def test_what_the_openai_client_is_told_equals_the_forward_pass(
 
 
 def test_the_replay_without_a_swap_is_the_forward_pass(
-    qwen, recompute, store, prompts
+  qwen, recompute, store, prompts
 ):
   model, processor, _ = qwen
   banned = model.config.banned_token_ids
@@ -603,26 +606,28 @@ def test_the_replay_without_a_swap_is_the_forward_pass(
   drawn, logprobs = zip(*(replay.sample(banned) for _ in range(6)))
   (logits,) = recompute.logits([(replay.tokens, spans)])
   references.check_completion(
-      logits[len(tokens) - 1 : -1], np.array(drawn), logprobs, GREEDY, banned
+    logits[len(tokens) - 1 : -1], np.array(drawn), logprobs, GREEDY, banned
   )
 
 
 def test_the_distribution_is_what_the_words_say():
   logits = np.log([[0.5, 0.2, 0.15, 0.1, 0.05]])
-  of = lambda **options: np.exp(
+  of = lambda **options: (
+    np.exp(
       references.distribution(
-          logits, Sampling(**options), options.pop("banned", ())
+        logits, Sampling(**options), options.pop("banned", ())
       ).logprobs[0]
-  ).round(6).tolist()
+    )
+    .round(6)
+    .tolist()
+  )
   assert of() == [0.5, 0.2, 0.15, 0.1, 0.05]
   assert of(top_k=2) == [0.714286, 0.285714, 0, 0, 0]
   assert of(top_p=0.6) == [0.714286, 0.285714, 0, 0, 0]
   # Top-p of what top-k leaves: 0.71 is enough for 0.7.
   assert of(top_k=2, top_p=0.7) == [1, 0, 0, 0, 0]
   assert of(temperature=0.5)[0] == round(0.25 / 0.325, 6)
-  tied = references.distribution(
-      np.zeros((1, 4)), Sampling(top_k=2), ()
-  )
+  tied = references.distribution(np.zeros((1, 4)), Sampling(top_k=2), ())
   assert not tied.clear.any()
 
 
@@ -630,15 +635,15 @@ def test_a_wrong_completion_is_told_from_a_right_one():
   logits = np.log([[0.6, 0.3, 0.1]])
   good = dict(tokens=np.array([0]), logprobs=np.log([0.6]))
   for change in (
-      dict(tokens=np.array([1]), logprobs=np.log([0.3])),
-      dict(logprobs=np.log([0.6]) + 2e-4),
+    dict(tokens=np.array([1]), logprobs=np.log([0.3])),
+    dict(logprobs=np.log([0.6]) + 2e-4),
   ):
     with pytest.raises(AssertionError):
       references.check_completion(
-          logits, **(good | change), sampling=GREEDY, banned=()
+        logits, **(good | change), sampling=GREEDY, banned=()
       )
   with pytest.raises(AssertionError, match="left out"):
     references.check_completion(
-        logits, np.array([2]), np.log([0.1]), Sampling(top_k=2), ()
+      logits, np.array([2]), np.log([0.1]), Sampling(top_k=2), ()
     )
   references.check_completion(logits, **good, sampling=GREEDY, banned=())

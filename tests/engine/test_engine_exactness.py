@@ -20,7 +20,7 @@ from tunix.rl.multi_turn.policy import vision_inputs
 # Compiling takes seconds, on a busy machine minutes.
 pytestmark = pytest.mark.timeout(300)
 ONE_SHAPE = dict(
-    decode_rows=(4,), window_buckets=(micro.CONTEXT,), patch_buckets=(16,)
+  decode_rows=(4,), window_buckets=(micro.CONTEXT,), patch_buckets=(16,)
 )
 GREEDY = policy_client.SamplingParams(max_new_tokens=5, temperature=0.0)
 FinishReason = policy_client.FinishReason
@@ -58,10 +58,10 @@ async def play_greedy(engine, model, store, name, seed, turns):
     if len(tokens) >= micro.CONTEXT:
       break
     sampling = policy_client.SamplingParams(
-        max_new_tokens=int(rng.integers(1, 7)), temperature=0.0
+      max_new_tokens=int(rng.integers(1, 7)), temperature=0.0
     )
     completion = await engine.generate(
-        micro.prompt_of(tokens, spans), sampling, session=name
+      micro.prompt_of(tokens, spans), sampling, session=name
     )
     micro.check_greedy(model, store, tokens, spans, completion)
     tokens = np.append(tokens, completion.tokens)
@@ -72,10 +72,10 @@ async def play_greedy(engine, model, store, name, seed, turns):
 def test_greedy_multi_turn_equals_full_forward(engine, model, store):
   async def run():
     await asyncio.gather(
-        *(
-            play_greedy(engine, model, store, f"g{i}", i, 6)
-            for i in range(10)  # More than slots.
-        )
+      *(
+        play_greedy(engine, model, store, f"g{i}", i, 6)
+        for i in range(10)  # More than slots.
+      )
     )
     while engine.stats()["sessions"]:  # Releases are on their way.
       await asyncio.sleep(0.001)
@@ -93,13 +93,13 @@ def test_a_turn_prefills_its_new_tokens_only(engine, model, store):
   tokens, spans = micro.with_image(np.array([5, 6], np.int32), (), image)
   tokens = micro.with_text(tokens, rng, 3)
   (first,) = micro.generate(
-      engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
+    engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
   )
   # The prompt's last token is the first that decoding computes.
   assert first.metrics["prefilled_tokens"] == len(tokens) - 1
   tokens = micro.with_text(np.append(tokens, first.tokens), rng, 4)
   (second,) = micro.generate(
-      engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
+    engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
   )
   # The last sampled token was never computed; three of the four new ones.
   assert second.metrics["prefilled_tokens"] == 1 + 3
@@ -108,14 +108,14 @@ def test_a_turn_prefills_its_new_tokens_only(engine, model, store):
   tokens = tokens.copy()
   tokens[-6] = (tokens[-6] - 3 + 1) % (micro.VOCAB - 3) + 3
   (third,) = micro.generate(
-      engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
+    engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
   )
   assert third.metrics["prefilled_tokens"] == 5
   micro.check_greedy(model, store, tokens, spans, third)
   # So is one whose tokens are equal but whose picture is not.
   spans = (trajectory.ImageSpan(micro.picture(store, rng), 2, 8),)
   (fourth,) = micro.generate(
-      engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
+    engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
   )
   assert fourth.metrics["reused_tokens"] == 2
   micro.check_greedy(model, store, tokens, spans, fourth)
@@ -127,7 +127,7 @@ def test_stop_token_is_kept_and_next_turn_begins_with_it(model, store, engine):
   for seed in range(50):
     tokens = micro.with_text(np.zeros(0, np.int32), rng, 4)
     sampling = policy_client.SamplingParams(
-        max_new_tokens=20, seed=seed, stop_token_ids=tuple(range(2, 9))
+      max_new_tokens=20, seed=seed, stop_token_ids=tuple(range(2, 9))
     )
     (got,) = micro.generate(engine, ("stop", micro.prompt_of(tokens), sampling))
     stops = np.isin(got.tokens, sampling.stop_token_ids)
@@ -173,7 +173,7 @@ def test_one_screenshot_of_a_group_is_encoded_once(engine, store):
 def test_a_small_vision_pool_serves_many_images(model, store):
   rng = np.random.default_rng(5)
   with micro.make_engine(
-      model, store, vision_cache_tokens=16, prefill_rows=(4,), **ONE_SHAPE
+    model, store, vision_cache_tokens=16, prefill_rows=(4,), **ONE_SHAPE
   ) as engine:
     requests = []
     for i in range(4):
@@ -197,16 +197,14 @@ def test_eviction_then_continue_equals_uninterrupted(engine, model, store):
       tokens, spans = micro.with_image(tokens, spans, image)
       tokens = micro.with_text(tokens, rng, 3)
       got = await engine.generate(
-          micro.prompt_of(tokens, spans), sampling, session=name
+        micro.prompt_of(tokens, spans), sampling, session=name
       )
       tokens = np.append(tokens, got.tokens)
       sampled.append(got)
     return sampled
 
   async def play_all(engine):
-    return await asyncio.gather(
-        *(play(engine, f"ev{i}", i) for i in range(4))
-    )
+    return await asyncio.gather(*(play(engine, f"ev{i}", i) for i in range(4)))
 
   one = ONE_SHAPE | dict(slots=1, prefill_rows=(1,))
   with micro.make_engine(model, store, **one) as narrow:
@@ -227,7 +225,7 @@ def test_context_length_ends_a_completion(engine, model, store):
   micro.check_greedy(model, store, tokens, (), got)
   tokens = np.append(tokens, got.tokens)
   (last,) = micro.generate(
-      engine, ("ctx", micro.prompt_of(tokens[:-1]), sampling)
+    engine, ("ctx", micro.prompt_of(tokens[:-1]), sampling)
   )
   assert last.tokens.tolist() == [tokens[-1]]
   with pytest.raises(policy_client.ContextLimitError, match="64"):
@@ -240,12 +238,12 @@ def test_context_length_ends_a_completion(engine, model, store):
 def test_tiny_vl_equals_its_own_forward_pass():
   """Greedy tokens and log-probs against `TinyVL.__call__`, with images."""
   config = tiny_vl.TinyVLConfig(
-      vocab_size=1030,
-      number_start=20,
-      image_token_id=5,
-      pad_token_id=0,
-      banned_token_ids=(0, 5),
-      **tiny_vl.SIZES["nano"],
+    vocab_size=1030,
+    number_start=20,
+    image_token_id=5,
+    pad_token_id=0,
+    banned_token_ids=(0, 5),
+    **tiny_vl.SIZES["nano"],
   )
   model = tiny_vl.TinyVL(config, nnx.Rngs(1))
   processor = vision_inputs.TinyVLProcessor()
@@ -263,20 +261,20 @@ def test_tiny_vl_equals_its_own_forward_pass():
     patches = [processor.patchify(store.get(s.image)) for s in spans]
     total = sum(p.num_tokens for p in patches)
     inputs = base.PolicyInputs(
-        tokens=np.zeros((1, context), np.int32),
-        positions=np.zeros((1, context, 3), np.int32),
-        segment_ids=np.zeros((1, context), np.int32),
-        vision_index=np.full((1, context), -1, np.int32),
-        patches=np.zeros((1, context, processor.patch_bytes), np.uint8),
-        patch_segments=np.zeros((1, context), np.int32),
-        patch_positions=np.zeros((1, context, 2), np.int32),
+      tokens=np.zeros((1, context), np.int32),
+      positions=np.zeros((1, context, 3), np.int32),
+      segment_ids=np.zeros((1, context), np.int32),
+      vision_index=np.full((1, context), -1, np.int32),
+      patches=np.zeros((1, context, processor.patch_bytes), np.uint8),
+      patch_segments=np.zeros((1, context), np.int32),
+      patch_positions=np.zeros((1, context, 2), np.int32),
     )
     inputs.tokens[0, :n] = tokens
     inputs.positions[0, :n] = processor.positions(tokens, spans)
     inputs.segment_ids[0, :n] = 1
     inputs.patches[0, :total] = np.concatenate([p.patches for p in patches])
     inputs.patch_positions[0, :total] = np.concatenate(
-        [p.positions for p in patches]
+      [p.positions for p in patches]
     )
     at = 0
     for i, span in enumerate(spans):
@@ -294,15 +292,13 @@ def test_tiny_vl_equals_its_own_forward_pass():
       span = trajectory.ImageSpan(store.put(pixels), len(tokens), 6)
       spans = (*spans, span)
       tokens = np.concatenate(
-          [tokens, np.full(6, 5), rng.integers(6, 1030, 3 + turn)]
+        [tokens, np.full(6, 5), rng.integers(6, 1030, 3 + turn)]
       )
       sampling = policy_client.SamplingParams(
-          max_new_tokens=6, temperature=0.0 if turn else 1.0
+        max_new_tokens=6, temperature=0.0 if turn else 1.0
       )
       got = await engine.generate(
-          policy_client.TokenPrompt(tokens, spans),
-          sampling,
-          session=f"t{seed}",
+        policy_client.TokenPrompt(tokens, spans), sampling, session=f"t{seed}"
       )
       full = np.append(tokens, got.tokens)
       rows = reference(full, spans)[len(tokens) - 1 : len(full) - 1]
@@ -316,18 +312,18 @@ def test_tiny_vl_equals_its_own_forward_pass():
     await asyncio.gather(*(play(engine, i) for i in range(3)))
 
   with engine_lib.RolloutEngine(
-      model,
-      processor,
-      store,
-      engine_config.EngineConfig(
-          slots=2,
-          context_length=context,
-          prefill_rows=(2,),
-          prefill_buckets=(16,),
-          image_buckets=(2,),
-          decode_steps_per_call=4,
-      ),
-      image_sizes=[(48, 32)],
-      banned_token_ids=config.banned_token_ids,
+    model,
+    processor,
+    store,
+    engine_config.EngineConfig(
+      slots=2,
+      context_length=context,
+      prefill_rows=(2,),
+      prefill_buckets=(16,),
+      image_buckets=(2,),
+      decode_steps_per_call=4,
+    ),
+    image_sizes=[(48, 32)],
+    banned_token_ids=config.banned_token_ids,
   ) as engine:
     asyncio.run(asyncio.wait_for(play_all(engine), 250))

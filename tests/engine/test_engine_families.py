@@ -25,20 +25,29 @@ DRAWN = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0, seed=3)
 
 
 @pytest.fixture(
-    scope="module",
-    params=trials.by_default(
-        ["glm4v_moe groups", "gemma3", "smolvlm", "llama tied",
-         "gemma3_text wide"],
-        ["glm4v_moe groups", "glm4v", "opencua", "gemma3", "gemma3 wide",
-         "smolvlm", "idefics3",
-         "llama", "llama tied", "gemma3_text", "gemma3_text wide"],
-    ),
+  scope="module",
+  params=trials.by_default(
+    ["glm4v_moe groups", "gemma3", "smolvlm", "llama tied", "gemma3_text wide"],
+    [
+      "glm4v_moe groups",
+      "glm4v",
+      "opencua",
+      "gemma3",
+      "gemma3 wide",
+      "smolvlm",
+      "idefics3",
+      "llama",
+      "llama tied",
+      "gemma3_text",
+      "gemma3_text wide",
+    ],
+  ),
 )
 def parts(request, tmp_path_factory):
   """The family's policy, processor and screenshots."""
   configs = qwen_reference.CONFIGS | qwen_reference.TEXT_CONFIGS
   reference = qwen_reference.Reference(
-      configs[request.param], tmp_path_factory.mktemp("policy")
+    configs[request.param], tmp_path_factory.mktemp("policy")
   )
   text = request.param in qwen_reference.TEXT_CONFIGS
   processor = text_inputs.TextProcessor() if text else reference.processor
@@ -73,18 +82,21 @@ def test_turns_and_groups_are_what_the_policy_says(parts):
       decode_rows=(4,), prefill_rows=(4,), prefill_buckets=(32,),
       window_buckets=(CONTEXT,), **images,
       decode_steps_per_call=3, page_size=PAGE, banned_token_ids=banned,
-  )  # pyformat: disable
+  )  # fmt: skip
   recompute = references.Recompute(
-      *parts, length=CONTEXT, images=8 if images else 0
+    *parts, length=CONTEXT, images=8 if images else 0
   )
 
   def check(tokens, spans, completion, sampling):
     full = np.append(tokens, completion.tokens)
     (logits,) = recompute.logits([(full, spans)])
     undecided = references.check_completion(
-        logits[len(tokens) - 1 : -1], completion.tokens, completion.logprobs,
-        sampling, banned,
-    )  # pyformat: disable
+      logits[len(tokens) - 1 : -1],
+      completion.tokens,
+      completion.logprobs,
+      sampling,
+      banned,
+    )
     assert undecided < len(completion.tokens)
 
   try:
@@ -92,7 +104,7 @@ def test_turns_and_groups_are_what_the_policy_says(parts):
     reused = []
     for _ in range(2):  # The second prompt extends what was sampled.
       (got,) = micro.generate(
-          engine, ("a", micro.prompt_of(tokens, spans), GREEDY)
+        engine, ("a", micro.prompt_of(tokens, spans), GREEDY)
       )
       check(tokens, spans, got, GREEDY)
       reused.append(got.metrics["reused_tokens"])
@@ -100,9 +112,10 @@ def test_turns_and_groups_are_what_the_policy_says(parts):
       tokens = np.concatenate([tokens, got.tokens, after]).astype(np.int32)
     assert reused[0] == 0 < reused[1]
     tokens, spans = prompt(parts, rng, images=1)
-    group = micro.generate(engine, *(
-        (f"g{i}", micro.prompt_of(tokens, spans), DRAWN) for i in range(4)
-    ))
+    group = micro.generate(
+      engine,
+      *((f"g{i}", micro.prompt_of(tokens, spans), DRAWN) for i in range(4)),
+    )
     for got in group:
       check(tokens, spans, got, DRAWN)
   finally:

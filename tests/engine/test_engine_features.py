@@ -24,11 +24,11 @@ def _model():
 @pytest.fixture(scope="module", name="engine")
 def _engine(model):
   with micro.make_engine(
-      model,
-      micro.new_store(),
-      decode_rows=(4,),
-      window_buckets=(micro.CONTEXT,),
-      features=("details", "grammar", "penalties"),
+    model,
+    micro.new_store(),
+    decode_rows=(4,),
+    window_buckets=(micro.CONTEXT,),
+    features=("details", "grammar", "penalties"),
   ) as engine:
     engine.warm_up()
     yield engine
@@ -41,12 +41,14 @@ def generate(engine, *requests):
   """Runs (prompt, sampling, options) requests concurrently."""
 
   async def run():
-    return await asyncio.gather(*(
+    return await asyncio.gather(
+      *(
         engine.generate(
-            micro.prompt_of(prompt), sampling, session=f"s{i}", **options
+          micro.prompt_of(prompt), sampling, session=f"s{i}", **options
         )
         for i, (prompt, sampling, options) in enumerate(requests)
-    ))
+      )
+    )
 
   return asyncio.run(asyncio.wait_for(run(), 250))
 
@@ -55,7 +57,7 @@ def rows_of(model, prompt, tokens, banned=BANNED):
   """float64[S, V] log-probs that the tokens were sampled from."""
   full = np.append(prompt, tokens).astype(np.int32)
   logprobs = micro.reference_logprobs(
-      model, micro.new_store(), full, (), banned
+    model, micro.new_store(), full, (), banned
   )
   return logprobs[len(prompt) - 1 : len(full) - 1].astype(np.float64)
 
@@ -82,10 +84,10 @@ def test_min_p_leaves_what_is_likely_enough(engine, model):
   assert at(keep, completion.tokens).all()
   want = renormalised(rows_of(model, PROMPT, completion.tokens), 1.3, keep)
   np.testing.assert_allclose(
-      completion.logprobs, at(want, completion.tokens), atol=1e-4
+    completion.logprobs, at(want, completion.tokens), atol=1e-4
   )
   (other,) = generate(
-      engine, (PROMPT, Sampling(seed=1, max_new_tokens=40, temperature=1.3), {})
+    engine, (PROMPT, Sampling(seed=1, max_new_tokens=40, temperature=1.3), {})
   )
   assert other.tokens.tolist() != completion.tokens.tolist()
 
@@ -102,18 +104,18 @@ def penalties_of(tokens, frequency, presence):
 
 
 @pytest.mark.parametrize(
-    "frequency,presence,temperature",
-    [(0.3, 0.0, 1.0), (0.0, 1.5, 0.7), (-2.0, 0.5, 1.0), (2.0, 2.0, 0.0)],
+  "frequency,presence,temperature",
+  [(0.3, 0.0, 1.0), (0.0, 1.5, 0.7), (-2.0, 0.5, 1.0), (2.0, 2.0, 0.0)],
 )
 def test_penalties_are_of_the_completion_and_log_probs_know_them(
-    engine, model, frequency, presence, temperature
+  engine, model, frequency, presence, temperature
 ):
   options = dict(max_new_tokens=30, temperature=temperature, seed=4)
   penalized = Sampling(
-      frequency_penalty=frequency, presence_penalty=presence, **options
+    frequency_penalty=frequency, presence_penalty=presence, **options
   )
   one, plain = generate(
-      engine, (PROMPT, penalized, {}), (PROMPT, Sampling(**options), {})
+    engine, (PROMPT, penalized, {}), (PROMPT, Sampling(**options), {})
   )
   rows = rows_of(model, PROMPT, one.tokens)
   rows -= penalties_of(one.tokens, frequency, presence)
@@ -128,20 +130,21 @@ def test_penalties_are_of_the_completion_and_log_probs_know_them(
 
 
 def test_penalties_go_with_a_grammar_and_raw_log_probs_do_not_know_them(
-    engine, model
+  engine, model
 ):
   sampling = Sampling(
-      max_new_tokens=8, seed=5, presence_penalty=2.0, top_logprobs=20,
-      raw_logprobs=True,
-  )  # pyformat: disable
-  (completion,) = generate(
-      engine, (PROMPT, sampling, {"grammar": EvenOdd(20)})
+    max_new_tokens=8,
+    seed=5,
+    presence_penalty=2.0,
+    top_logprobs=20,
+    raw_logprobs=True,
   )
+  (completion,) = generate(engine, (PROMPT, sampling, {"grammar": EvenOdd(20)}))
   tokens = completion.tokens
   assert [t % 2 for t in tokens] == [0, 1] * 4
   raw = rows_of(model, PROMPT, tokens, banned=())
   np.testing.assert_allclose(
-      completion.raw_logprobs, at(raw, tokens), atol=1e-4
+    completion.raw_logprobs, at(raw, tokens), atol=1e-4
   )
   rows = rows_of(model, PROMPT, tokens) - penalties_of(tokens, 0.0, 2.0)
   keep = np.isfinite(rows)
@@ -149,29 +152,25 @@ def test_penalties_go_with_a_grammar_and_raw_log_probs_do_not_know_them(
     keep[i, 1 - i % 2 :: 2] = False
   keep[:, micro.STOP] = False
   want = renormalised(rows, 1.0, keep)
-  np.testing.assert_allclose(
-      completion.logprobs, at(want, tokens), atol=1e-4
-  )
+  np.testing.assert_allclose(completion.logprobs, at(want, tokens), atol=1e-4)
 
 
 def test_a_preempted_completion_keeps_its_penalties(model):
   sampling = Sampling(max_new_tokens=40, seed=2, frequency_penalty=1.0)
   requests = [([3, 4, i], sampling, {}) for i in (5, 6, 7)]
   with micro.make_engine(
-      model,
-      micro.new_store(),
-      decode_rows=(4,),
-      window_buckets=(micro.CONTEXT,),
-      cache_tokens=micro.CONTEXT + 24,
+    model,
+    micro.new_store(),
+    decode_rows=(4,),
+    window_buckets=(micro.CONTEXT,),
+    cache_tokens=micro.CONTEXT + 24,
   ) as small:
     completions = generate(small, *requests)
     assert small.stats()["preemptions"]
     for completion, request in zip(completions, requests):
       (alone,) = generate(small, request)
       np.testing.assert_array_equal(completion.tokens, alone.tokens)
-      np.testing.assert_allclose(
-          completion.logprobs, alone.logprobs, atol=1e-4
-      )
+      np.testing.assert_allclose(completion.logprobs, alone.logprobs, atol=1e-4)
 
 
 # --- alternatives and raw log-probs -----------------------------------------
@@ -179,18 +178,16 @@ def test_a_preempted_completion_keeps_its_penalties(model):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_alternatives_are_of_the_sampled_distribution(
-    engine, model, temperature
+  engine, model, temperature
 ):
-  plain = Sampling(
-      max_new_tokens=12, temperature=temperature, top_k=6, seed=3
-  )
+  plain = Sampling(max_new_tokens=12, temperature=temperature, top_k=6, seed=3)
   detailed = Sampling(
-      max_new_tokens=12,
-      temperature=temperature,
-      top_k=6,
-      seed=3,
-      top_logprobs=8,
-      raw_logprobs=True,
+    max_new_tokens=12,
+    temperature=temperature,
+    top_k=6,
+    seed=3,
+    top_logprobs=8,
+    raw_logprobs=True,
   )
   one, two = generate(engine, (PROMPT, plain, {}), (PROMPT, detailed, {}))
   # Asking changes nothing.
@@ -209,21 +206,19 @@ def test_alternatives_are_of_the_sampled_distribution(
     want, first = rows, slice(8)
   np.testing.assert_array_equal(two.top_tokens[:, first], order[:, first])
   np.testing.assert_allclose(
-      two.top_logprobs[:, first],
-      np.take_along_axis(want, order, -1)[:, first],
-      atol=1e-4,
+    two.top_logprobs[:, first],
+    np.take_along_axis(want, order, -1)[:, first],
+    atol=1e-4,
   )
   raw = rows_of(model, PROMPT, two.tokens, banned=())
-  np.testing.assert_allclose(
-      two.raw_logprobs, at(raw, two.tokens), atol=1e-4
-  )
+  np.testing.assert_allclose(two.raw_logprobs, at(raw, two.tokens), atol=1e-4)
   assert not np.allclose(two.raw_logprobs, two.logprobs, atol=1e-2)
 
 
 def test_the_two_do_not_share_a_decode_call_but_a_batch(engine):
   requests = [
-      (PROMPT, Sampling(seed=i, max_new_tokens=20, top_logprobs=i % 2), {})
-      for i in range(6)
+    (PROMPT, Sampling(seed=i, max_new_tokens=20, top_logprobs=i % 2), {})
+    for i in range(6)
   ]
   together = generate(engine, *requests)
   for i, request in enumerate(requests):
@@ -234,9 +229,9 @@ def test_the_two_do_not_share_a_decode_call_but_a_batch(engine):
 
 def test_bad_values_are_refused():
   for options, words in (
-      ({"min_p": -0.1}, "min_p"),
-      ({"min_p": float("nan")}, "min_p"),
-      ({"top_logprobs": 21}, "top_logprobs"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_p": float("nan")}, "min_p"),
+    ({"top_logprobs": 21}, "top_logprobs"),
   ):
     with pytest.raises(ValueError, match=words):
       Sampling(**options)
@@ -267,18 +262,12 @@ def test_a_completion_ends_with_the_token_that_completes_it(engine, end):
   (uncut,) = generate(engine, (PROMPT, sampling, {}))
   tokens = uncut.tokens.tolist()
   pair = tuple(tokens[end - 2 : end])
-  first = next(
-      i for i in range(2, 25) if tuple(tokens[i - 2 : i]) == pair
-  )
+  first = next(i for i in range(2, 25) if tuple(tokens[i - 2 : i]) == pair)
   reported, stop_when = [], Pair(pair)
   before = engine.stats()
   (cut,) = generate(
-      engine,
-      (
-          PROMPT,
-          sampling,
-          {"stop_when": stop_when, "on_tokens": reported.append},
-      ),
+    engine,
+    (PROMPT, sampling, {"stop_when": stop_when, "on_tokens": reported.append}),
   )
   after = engine.stats()
   assert cut.tokens.tolist() == tokens[:first]
@@ -297,12 +286,12 @@ def test_the_turn_after_a_cut_goes_on_with_what_was_kept(engine, model):
 
   async def turns():
     first = await engine.generate(
-        micro.prompt_of(PROMPT), sampling, session="cut", stop_when=Pair(pair)
+      micro.prompt_of(PROMPT), sampling, session="cut", stop_when=Pair(pair)
     )
     prompt = [*PROMPT, *first.tokens.tolist(), 9, 10]
     greedy = Sampling(max_new_tokens=8, temperature=0.0)
     return prompt, await engine.generate(
-        micro.prompt_of(prompt), greedy, session="cut"
+      micro.prompt_of(prompt), greedy, session="cut"
     )
 
   prompt, second = asyncio.run(turns())
@@ -318,16 +307,16 @@ def test_one_that_steers_badly_fails_alone(engine):
 
   async def run():
     return await asyncio.gather(
-        *(
-            engine.generate(
-                micro.prompt_of(PROMPT),
-                Sampling(max_new_tokens=8, seed=1),
-                session=f"b{i}",
-                stop_when=stop_when,
-            )
-            for i, stop_when in enumerate((raises, lambda t: 0, None))
-        ),
-        return_exceptions=True,
+      *(
+        engine.generate(
+          micro.prompt_of(PROMPT),
+          Sampling(max_new_tokens=8, seed=1),
+          session=f"b{i}",
+          stop_when=stop_when,
+        )
+        for i, stop_when in enumerate((raises, lambda t: 0, None))
+      ),
+      return_exceptions=True,
     )
 
   one, two, three = asyncio.run(run())
@@ -360,19 +349,14 @@ class EvenOdd:
 
 
 def test_a_grammar_is_kept_to_and_log_probs_are_of_what_it_leaves(
-    engine, model
+  engine, model
 ):
   sampling = Sampling(
-      max_new_tokens=20,
-      seed=5,
-      temperature=1.2,
-      stop_token_ids=(micro.STOP,),
+    max_new_tokens=20, seed=5, temperature=1.2, stop_token_ids=(micro.STOP,)
   )
   grammar = EvenOdd(9)
   constrained, free = generate(
-      engine,
-      (PROMPT, sampling, {"grammar": grammar}),
-      (PROMPT, sampling, {}),
+    engine, (PROMPT, sampling, {"grammar": grammar}), (PROMPT, sampling, {})
   )
   tokens = constrained.tokens.tolist()
   assert [t % 2 for t in tokens[:9]] == [0, 1] * 4 + [0]
@@ -388,7 +372,7 @@ def test_a_grammar_is_kept_to_and_log_probs_are_of_what_it_leaves(
   keep[9, micro.STOP] = True
   want = renormalised(rows, 1.2, keep)
   np.testing.assert_allclose(
-      constrained.logprobs, at(want, constrained.tokens), atol=1e-4
+    constrained.logprobs, at(want, constrained.tokens), atol=1e-4
   )
   # Who has none is free.
   (alone,) = generate(engine, (PROMPT, sampling, {}))
@@ -397,13 +381,11 @@ def test_a_grammar_is_kept_to_and_log_probs_are_of_what_it_leaves(
 
 def test_a_grammar_and_alternatives_go_together(engine):
   sampling = Sampling(
-      max_new_tokens=6, seed=5, top_logprobs=20, raw_logprobs=True
+    max_new_tokens=6, seed=5, top_logprobs=20, raw_logprobs=True
   )
-  (completion,) = generate(
-      engine, (PROMPT, sampling, {"grammar": EvenOdd(20)})
-  )
+  (completion,) = generate(engine, (PROMPT, sampling, {"grammar": EvenOdd(20)}))
   for i, (tokens, logprobs) in enumerate(
-      zip(completion.top_tokens, completion.top_logprobs)
+    zip(completion.top_tokens, completion.top_logprobs)
   ):
     allowed = tokens[np.isfinite(logprobs)]
     assert set(allowed % 2) == {i % 2} and not set(allowed) & set(BANNED)
@@ -413,7 +395,6 @@ def test_a_grammar_and_alternatives_go_together(engine):
 
 def test_a_grammar_that_leaves_nothing_fails_its_request(engine):
   class Nothing(EvenOdd):
-
     def allowed(self):
       mask = np.zeros(micro.VOCAB, bool)
       mask[list(BANNED)] = True
@@ -421,16 +402,16 @@ def test_a_grammar_that_leaves_nothing_fails_its_request(engine):
 
   async def run():
     return await asyncio.gather(
-        *(
-            engine.generate(
-                micro.prompt_of(PROMPT),
-                Sampling(max_new_tokens=8, seed=1),
-                session=f"g{i}",
-                grammar=grammar,
-            )
-            for i, grammar in enumerate((Nothing(3), EvenOdd(20)))
-        ),
-        return_exceptions=True,
+      *(
+        engine.generate(
+          micro.prompt_of(PROMPT),
+          Sampling(max_new_tokens=8, seed=1),
+          session=f"g{i}",
+          grammar=grammar,
+        )
+        for i, grammar in enumerate((Nothing(3), EvenOdd(20)))
+      ),
+      return_exceptions=True,
     )
 
   nothing, other = asyncio.run(run())
@@ -443,11 +424,11 @@ def test_what_is_preempted_loses_no_detail_and_no_state(model):
   sampling = Sampling(max_new_tokens=40, seed=2, top_logprobs=3)
   # Room for one whole context and a little more.
   with micro.make_engine(
-      model,
-      micro.new_store(),
-      decode_rows=(4,),
-      window_buckets=(micro.CONTEXT,),
-      cache_tokens=micro.CONTEXT + 24,
+    model,
+    micro.new_store(),
+    decode_rows=(4,),
+    window_buckets=(micro.CONTEXT,),
+    cache_tokens=micro.CONTEXT + 24,
   ) as small:
     options = [{"grammar": EvenOdd(60)}, {}, {"stop_when": Pair((-1, -1))}]
     requests = [([3, 4, i], sampling, o) for i, o in enumerate(options, 5)]
@@ -469,25 +450,24 @@ def test_a_grammar_takes_pages_for_one_token_at_a_time(model):
   """Its tokens come one a call: pages for more would preempt for nothing."""
   page, steps = 8, 4
   with micro.make_engine(
-      model,
-      micro.new_store(),
-      decode_rows=(4,),
-      window_buckets=(micro.CONTEXT,),
-      page_size=page,
-      decode_steps_per_call=steps,
-      slots=micro.CONTEXT // page,
-      cache_tokens=micro.CONTEXT,
+    model,
+    micro.new_store(),
+    decode_rows=(4,),
+    window_buckets=(micro.CONTEXT,),
+    page_size=page,
+    decode_steps_per_call=steps,
+    slots=micro.CONTEXT // page,
+    cache_tokens=micro.CONTEXT,
   ) as engine:
     many = micro.CONTEXT // page
     # The first call's tokens fill a page; the grammar ends within it.
     length = page - steps + 1
     sampling = Sampling(
-        max_new_tokens=3 * page, seed=3, stop_token_ids=(micro.STOP,)
+      max_new_tokens=3 * page, seed=3, stop_token_ids=(micro.STOP,)
     )
     options = [{"grammar": EvenOdd(steps - 2)} for _ in range(many)]
     requests = [
-        ([3 + i] * length, sampling, option)
-        for i, option in enumerate(options)
+      ([3 + i] * length, sampling, option) for i, option in enumerate(options)
     ]
     for completion in generate(engine, *requests):
       assert len(completion.tokens) == steps - 1
@@ -496,10 +476,7 @@ def test_a_grammar_takes_pages_for_one_token_at_a_time(model):
 
 def test_compiling_on_demand_is_told_apart(model):
   with micro.make_engine(
-      model,
-      micro.new_store(),
-      decode_rows=(4,),
-      window_buckets=(micro.CONTEXT,),
+    model, micro.new_store(), decode_rows=(4,), window_buckets=(micro.CONTEXT,)
   ) as engine:
     engine.warm_up()
     generate(engine, (PROMPT, Sampling(max_new_tokens=4), {}))
@@ -537,7 +514,9 @@ def _raise(error):
 WORDS = -(-micro.VOCAB // 32)
 
 
-@pytest.mark.parametrize("options, words", (
+@pytest.mark.parametrize(
+  "options, words",
+  (
     (dict(grammar=Says(np.ones(1, np.uint32))), r"uint32\[1\]"),
     (dict(grammar=Says(np.ones((1, WORDS), np.uint32))), r"uint32\[1, "),
     (dict(grammar=Says(np.ones(WORDS, np.float32))), "float32"),
@@ -545,7 +524,8 @@ WORDS = -(-micro.VOCAB // 32)
     (dict(stop_when=lambda tokens: 1.0), "1.0, which is not a number"),
     (dict(stop_when=lambda tokens: "x"), "'x', which is not a number"),
     (dict(stop_when=lambda tokens: _raise(Panic("lost"))), "Panic: lost"),
-))  # pyformat: disable
+  ),
+)
 def test_who_steers_wrongly_fails_alone(engine, options, words):
   sampling = Sampling(max_new_tokens=9, seed=1)
   everything = constrained_decoding.pack(np.ones(micro.VOCAB, bool))
@@ -553,13 +533,13 @@ def test_who_steers_wrongly_fails_alone(engine, options, words):
 
   async def run():
     return await asyncio.gather(
-        *(
-            engine.generate(
-                micro.prompt_of(PROMPT), sampling, session=name, **arguments
-            )
-            for name, arguments in (("a", {}), ("b", right), ("c", options))
-        ),
-        return_exceptions=True,
+      *(
+        engine.generate(
+          micro.prompt_of(PROMPT), sampling, session=name, **arguments
+        )
+        for name, arguments in (("a", {}), ("b", right), ("c", options))
+      ),
+      return_exceptions=True,
     )
 
   a, b, c = asyncio.run(asyncio.wait_for(run(), 100))

@@ -32,9 +32,9 @@ def play_lockstep(engine, store, delay_seed):
       tokens = micro.with_text(tokens, rng, 1 + i)
       await asyncio.sleep(delays.random() * 0.03)
       got = await engine.generate(
-          micro.prompt_of(tokens, spans),
-          Sampling(max_new_tokens=5),
-          session=f"d{i}",
+        micro.prompt_of(tokens, spans),
+        Sampling(max_new_tokens=5),
+        session=f"d{i}",
       )
       tokens = np.append(tokens, got.tokens)
       completions.append((got.tokens.tolist(), got.logprobs.tobytes()))
@@ -62,7 +62,7 @@ async def test_lockstep_outlives_a_hanging_episode(make):
   engine = make(lockstep="true", max_wait_s=0.05)
   engine.open_session("hangs")
   got = await asyncio.wait_for(
-      engine.generate(PROMPT, Sampling(max_new_tokens=3), session="a"), 20
+    engine.generate(PROMPT, Sampling(max_new_tokens=3), session="a"), 20
   )
   assert len(got.tokens) == 3
   assert engine.stats()["lockstep_timeouts"] == 1
@@ -82,10 +82,10 @@ def test_nothing_compiles_after_warm_up(model, store):
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
     shapes = dict(
-        decode_rows=(1, 3),
-        window_buckets=(micro.CONTEXT,),
-        prefill_rows=(1, 4),
-        prefill_buckets=(16,),
+      decode_rows=(1, 3),
+      window_buckets=(micro.CONTEXT,),
+      prefill_rows=(1, 4),
+      prefill_buckets=(16,),
     )
     with micro.make_engine(model, store, **shapes) as engine:
       progress = []
@@ -99,7 +99,7 @@ def test_nothing_compiles_after_warm_up(model, store):
         rng = np.random.default_rng(i)
         for turn in range(5):
           tokens = micro.with_text(
-              np.zeros(0, np.int32), rng, int(rng.integers(1, 40))
+            np.zeros(0, np.int32), rng, int(rng.integers(1, 40))
           )
           spans = ()
           for _ in range(int(rng.integers(0, 3))):
@@ -108,13 +108,13 @@ def test_nothing_compiles_after_warm_up(model, store):
             tokens, spans = micro.with_image(tokens, spans, image)
           tokens = np.append(tokens, 5)
           sampling = Sampling(
-              max_new_tokens=int(rng.integers(1, 12)),
-              temperature=float(rng.integers(0, 2)),
-              top_p=float(rng.choice([1.0, 0.8])),
-              top_k=int(rng.choice([0, 5])),
+            max_new_tokens=int(rng.integers(1, 12)),
+            temperature=float(rng.integers(0, 2)),
+            top_p=float(rng.choice([1.0, 0.8])),
+            top_k=int(rng.choice([0, 5])),
           )
           await engine.generate(
-              micro.prompt_of(tokens, spans), sampling, session=f"r{i}.{turn}"
+            micro.prompt_of(tokens, spans), sampling, session=f"r{i}.{turn}"
           )
           await engine.release(f"r{i}.{turn}")
           if i == 0:
@@ -130,7 +130,7 @@ def test_nothing_compiles_after_warm_up(model, store):
       assert engine.stats()["compiles_after_warm_up"] == 0
       # The counter does count.
       engine._programs.compile(  # pylint: disable=protected-access
-          engine._buckets.variants()[0].__class__("encode", 3, 8)  # pylint: disable=protected-access
+        engine._buckets.variants()[0].__class__("encode", 3, 8)  # pylint: disable=protected-access
       )
       assert compiled and engine.stats()["compiles_after_warm_up"] == 1
   finally:

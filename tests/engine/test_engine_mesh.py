@@ -12,9 +12,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module", name="report")
 def _report():
   return forced_devices.report(
-      "-m", "tests.engine.engine_mesh_script", devices=4, seconds=600,
-      flags="--xla_backend_optimization_level=0",
-  )  # pyformat: disable
+    "-m",
+    "tests.engine.engine_mesh_script",
+    devices=4,
+    seconds=600,
+    flags="--xla_backend_optimization_level=0",
+  )
 
 
 @pytest.mark.parametrize("case", ["split-same", "split-int8"])

@@ -15,10 +15,10 @@ from tunix.rl.multi_turn.engine import requests as requests_lib
 pytestmark = pytest.mark.timeout(300)
 Sampling = policy_client.SamplingParams
 ONE_SHAPE = dict(
-    decode_rows=(4,),
-    prefill_rows=(4,),
-    window_buckets=(micro.CONTEXT,),
-    patch_buckets=(16,),
+  decode_rows=(4,),
+  prefill_rows=(4,),
+  window_buckets=(micro.CONTEXT,),
+  patch_buckets=(16,),
 )
 PAGE = 8
 GREEDY = Sampling(max_new_tokens=6, temperature=0.0)
@@ -94,7 +94,7 @@ def test_a_group_prefills_its_prompt_once(make, model, store, lockstep):
   members = 7  # More than slots, than rows of a call.
   engine = make(lockstep=lockstep, share_prefixes="true")
   requests = [
-      (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(members)
+    (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(members)
   ]
   for name, *_ in requests:
     engine.open_session(name)
@@ -109,18 +109,16 @@ def test_a_group_prefills_its_prompt_once(make, model, store, lockstep):
 
 
 def test_sequences_that_part_within_a_page_share_up_to_there(
-    make, model, store
+  make, model, store
 ):
   """A request waits for pages worth a call, copies them and continues alone."""
   rng = np.random.default_rng(11)
   begin = micro.with_text(np.zeros(0, np.int32), rng, 2 * PAGE + PAGE // 2)
-  prompts = [
-      np.append(begin, [3 + i]).astype(np.int32) for i in range(3)
-  ]
+  prompts = [np.append(begin, [3 + i]).astype(np.int32) for i in range(3)]
   prompts = [micro.with_text(p, rng, 7) for p in prompts]
   engine = make()
   requests = [
-      (f"m{i}", micro.prompt_of(p), GREEDY) for i, p in enumerate(prompts)
+    (f"m{i}", micro.prompt_of(p), GREEDY) for i, p in enumerate(prompts)
   ]
   for p, completion in zip(prompts, micro.generate(engine, *requests)):
     micro.check_greedy(model, store, p, (), completion)
@@ -135,7 +133,7 @@ def test_unique_tokens_do_not_hide_what_is_computed_again(make, store):
   tokens, spans = prompt(store, np.random.default_rng(12))
   engine = make(share_prefixes="false")
   requests = [
-      (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(3)
+    (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(3)
   ]
   completions = micro.generate(engine, *requests)
   n = len(tokens) - 1
@@ -178,7 +176,7 @@ def test_a_later_session_finds_what_a_released_one_left(make, model, store):
 def test_sharing_can_be_left(make, model, store):
   tokens, spans = prompt(store, np.random.default_rng(2))
   requests = [
-      (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(3)
+    (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(3)
   ]
   for lockstep in ("false", "true"):
     engine = make(share_prefixes="false", lockstep=lockstep)
@@ -197,8 +195,8 @@ def test_other_pixels_are_not_shared(make, model, store):
   _, other_spans = prompt(store, rng, before=0)
   engine = make()
   requests = [
-      ("a", micro.prompt_of(tokens, spans), GREEDY),
-      ("b", micro.prompt_of(tokens, other_spans), GREEDY),
+    ("a", micro.prompt_of(tokens, spans), GREEDY),
+    ("b", micro.prompt_of(tokens, other_spans), GREEDY),
   ]
   a, b = micro.generate(engine, *requests)
   micro.check_greedy(model, store, tokens, spans, a)
@@ -213,11 +211,13 @@ def test_a_full_cache_preempts_and_loses_nothing(make, lockstep):
   requests = []
   for i in range(4):
     tokens = micro.with_text(np.zeros(0, np.int32), rng, 9 + i)
-    requests.append((
+    requests.append(
+      (
         f"s{i}",
         micro.prompt_of(tokens),
         Sampling(max_new_tokens=45, temperature=1.3, seed=i, top_k=9),
-    ))
+      )
+    )
 
   def play(engine):
     for name, *_ in requests:
@@ -247,10 +247,10 @@ async def test_many_sessions_in_a_small_cache(make, model, store):
     tokens, spans = prompt(store, rng, 3, 3, (16, 8))
     for _ in range(3):
       sampling = Sampling(
-          max_new_tokens=int(rng.integers(2, 14)), temperature=0.0
+        max_new_tokens=int(rng.integers(2, 14)), temperature=0.0
       )
       call = engine.generate(
-          micro.prompt_of(tokens, spans), sampling, session=name
+        micro.prompt_of(tokens, spans), sampling, session=name
       )
       if rng.random() < 0.2:
         with pytest.raises(TimeoutError):
@@ -281,7 +281,7 @@ class TellingPolicy(micro.MicroPolicy):
     marks = 0.1 * tokens.shape[1] + 0.01 * cache["kv"].shape[2]
     marks += 0.001 * starts[:, None, None]
     return super().extend(
-        tokens, positions + marks, starts, lengths, cache, *images
+      tokens, positions + marks, starts, lengths, cache, *images
     )
 
 
@@ -294,7 +294,7 @@ def _copies(request, monkeypatch):
 
 @pytest.mark.parametrize("head", (True, False))
 def test_a_group_waits_for_no_call_that_it_cannot_use(
-    make, store, copies, head
+  make, store, copies, head
 ):
   """Members without copies compute the end of their prompt in one call."""
   tokens, spans = prompt(store, np.random.default_rng(0), before=12)
@@ -302,7 +302,7 @@ def test_a_group_waits_for_no_call_that_it_cannot_use(
   sampling = dataclasses.replace(GREEDY, stop_token_ids=(5,) if head else ())
   engine = make(lockstep="true", slots=12, prefill_rows=(12,))
   requests = [
-      (f"m{i}", micro.prompt_of(tokens, spans), sampling) for i in range(12)
+    (f"m{i}", micro.prompt_of(tokens, spans), sampling) for i in range(12)
   ]
   for name, *_ in requests:
     engine.open_session(name)
@@ -319,34 +319,33 @@ def test_in_lockstep_no_bit_depends_on_other_sessions(store, copies):
 
   def make(**options):
     return micro.make_engine(
-        model,
-        store,
-        lockstep="true",
-        prefill_buckets=(8, 24),
-        cache_tokens=12 * micro.CONTEXT,
-        **options,
+      model,
+      store,
+      lockstep="true",
+      prefill_buckets=(8, 24),
+      cache_tokens=12 * micro.CONTEXT,
+      **options,
     )
 
   async def episode(engine, i):
     everyone, group, own = (
-        np.random.default_rng([kind, n])
-        for kind, n in enumerate((0, i // 3, i))
+      np.random.default_rng([kind, n]) for kind, n in enumerate((0, i // 3, i))
     )
     tokens = micro.with_text(np.zeros(0, np.int32), everyone, 19)
     tokens = np.where(tokens == stop, 6, tokens)
     tokens = np.append(tokens, stop).astype(np.int32)
     tokens = micro.with_text(tokens, group, 5 + i // 3)
     tokens, spans = micro.with_image(
-        tokens, (), micro.picture(store, group, (16, 8))
+      tokens, (), micro.picture(store, group, (16, 8))
     )
     tokens = micro.with_text(tokens, group, 6)
     results = []
     for turn in range(3):
       sampling = Sampling(
-          max_new_tokens=5, seed=i // 2 + turn, stop_token_ids=(stop,)
+        max_new_tokens=5, seed=i // 2 + turn, stop_token_ids=(stop,)
       )
       got = await engine.generate(
-          micro.prompt_of(tokens, spans), sampling, session=f"s{i}"
+        micro.prompt_of(tokens, spans), sampling, session=f"s{i}"
       )
       results.append((got.tokens.tolist(), got.logprobs.tobytes()))
       rng = group if i % 2 else own
@@ -393,9 +392,9 @@ def play_group(engine, store, delay_seed):
     results = []
     for _ in range(1 + i % 4):
       got = await engine.generate(
-          micro.prompt_of(tokens, spans),
-          Sampling(max_new_tokens=5, seed=100 * i + len(tokens)),
-          session=f"g{i}",
+        micro.prompt_of(tokens, spans),
+        Sampling(max_new_tokens=5, seed=100 * i + len(tokens)),
+        session=f"g{i}",
       )
       results.append((got.tokens.tolist(), got.logprobs.tobytes()))
       tokens = micro.with_text(np.append(tokens, got.tokens), rng, 2)
@@ -415,7 +414,7 @@ def test_lockstep_shares_pages_and_is_equal_to_the_bit(make, store):
   """Also when an engine has done other things before."""
   # Fewer pages than the sessions want, so that idle ones lose theirs.
   small = dict(
-      lockstep="true", share_prefixes="true", cache_tokens=2 * micro.CONTEXT
+    lockstep="true", share_prefixes="true", cache_tokens=2 * micro.CONTEXT
   )
   first = make(**small)
   want = play_group(first, store, 1)
@@ -425,12 +424,12 @@ def test_lockstep_shares_pages_and_is_equal_to_the_bit(make, store):
   assert want == play_group(make(**small), store, 2)
   other = make(**small)
   asyncio.run(
-      asyncio.wait_for(
-          other.generate(
-              micro.prompt_of([3, 4]), Sampling(max_new_tokens=3), session="x"
-          ),
-          60,
-      )
+    asyncio.wait_for(
+      other.generate(
+        micro.prompt_of([3, 4]), Sampling(max_new_tokens=3), session="x"
+      ),
+      60,
+    )
   )
   asyncio.run(other.release("x"))
   play_group(other, store, 3)
@@ -439,25 +438,25 @@ def test_lockstep_shares_pages_and_is_equal_to_the_bit(make, store):
 
 @pytest.mark.parametrize("on_update", ("keep_kv", "recompute"))
 async def test_new_sessions_see_nothing_of_older_weights(
-    make, model, store, on_update
+  make, model, store, on_update
 ):
   engine = make(on_update=on_update)
   tokens, spans = prompt(store, np.random.default_rng(5))
   old = await engine.generate(
-      micro.prompt_of(tokens, spans), GREEDY, session="old"
+    micro.prompt_of(tokens, spans), GREEDY, session="old"
   )
   micro.check_greedy(model, store, tokens, spans, old)
   other = micro.MicroPolicy(nnx.Rngs(9))
   engine.update_weights(1, other)
   for name in ("new", "newer"):
     got = await engine.generate(
-        micro.prompt_of(tokens, spans), GREEDY, session=name
+      micro.prompt_of(tokens, spans), GREEDY, session=name
     )
     micro.check_greedy(other, store, tokens, spans, got)
   assert engine.stats()["shared_tokens"] == len(tokens) - 1
   longer = np.append(tokens, [5, 6, 7]).astype(np.int32)
   got = await engine.generate(
-      micro.prompt_of(longer, spans), GREEDY, session="old"
+    micro.prompt_of(longer, spans), GREEDY, session="old"
   )
   micro.check_greedy(other, store, longer, spans, got)
 
@@ -468,9 +467,7 @@ async def test_an_update_in_the_middle_of_preemptions(make, model, store):
   slow_down(engine)
   other = micro.MicroPolicy(nnx.Rngs(9))
   rng = np.random.default_rng(6)
-  prompts = [
-      micro.with_text(np.zeros(0, np.int32), rng, 9) for _ in range(4)
-  ]
+  prompts = [micro.with_text(np.zeros(0, np.int32), rng, 9) for _ in range(4)]
   sampled = 0
 
   def on_tokens(new):
@@ -480,27 +477,29 @@ async def test_an_update_in_the_middle_of_preemptions(make, model, store):
       engine.update_weights(1, other)
 
   async with asyncio.timeout(250):
-    completions = await asyncio.gather(*(
+    completions = await asyncio.gather(
+      *(
         engine.generate(
-            micro.prompt_of(p),
-            Sampling(max_new_tokens=45, temperature=0.0),
-            session=f"s{i}",
-            on_tokens=on_tokens,
+          micro.prompt_of(p),
+          Sampling(max_new_tokens=45, temperature=0.0),
+          session=f"s{i}",
+          on_tokens=on_tokens,
         )
         for i, p in enumerate(prompts)
-    ))
+      )
+    )
   assert engine.stats()["preemptions"] > 0
   mixed = 0
   for p, completion in zip(prompts, completions):
     full = np.append(p, completion.tokens)
     by_weights = [
-        micro.reference_logprobs(m, store, full, ())[len(p) - 1 : -1]
-        for m in (model, other)
+      micro.reference_logprobs(m, store, full, ())[len(p) - 1 : -1]
+      for m in (model, other)
     ]
     assert (np.diff(completion.versions) >= 0).all()
     mixed += len(set(completion.versions.tolist())) == 2
     for i, (token, version) in enumerate(
-        zip(completion.tokens, completion.versions)
+      zip(completion.tokens, completion.versions)
     ):
       row = by_weights[version][i]
       assert token == row.argmax()
@@ -513,9 +512,7 @@ async def test_between_turns_waits_for_the_preempted_too(make, model, store):
   engine = make(cache_tokens=72, update_policy="between_turns")
   slow_down(engine)
   rng = np.random.default_rng(6)
-  prompts = [
-      micro.with_text(np.zeros(0, np.int32), rng, 9) for _ in range(4)
-  ]
+  prompts = [micro.with_text(np.zeros(0, np.int32), rng, 9) for _ in range(4)]
   other = micro.MicroPolicy(nnx.Rngs(9))
   updates = []
 
@@ -525,17 +522,19 @@ async def test_between_turns_waits_for_the_preempted_too(make, model, store):
       updates.append(engine.update_weights(1, other))
 
   async with asyncio.timeout(250):
-    completions = await asyncio.gather(*(
+    completions = await asyncio.gather(
+      *(
         engine.generate(
-            micro.prompt_of(p),
-            Sampling(max_new_tokens=45, temperature=0.0),
-            session=f"s{i}",
-            on_tokens=on_tokens,
+          micro.prompt_of(p),
+          Sampling(max_new_tokens=45, temperature=0.0),
+          session=f"s{i}",
+          on_tokens=on_tokens,
         )
         for i, p in enumerate(prompts)
-    ))
+      )
+    )
     late = await engine.generate(
-        micro.prompt_of(prompts[0]), GREEDY, session="late"
+      micro.prompt_of(prompts[0]), GREEDY, session="late"
     )
   assert updates
   for p, completion in zip(prompts, completions):
@@ -546,14 +545,14 @@ async def test_between_turns_waits_for_the_preempted_too(make, model, store):
 
 
 async def test_a_prompt_that_cannot_be_placed_again_fails_alone(
-    make, model, store, monkeypatch
+  make, model, store, monkeypatch
 ):
   """The second time it is asked, the processor raises."""
   engine = make(cache_tokens=72, share_prefixes="false")
   processor = engine._processor  # pylint: disable=protected-access
   rng = np.random.default_rng(6)
   prompts = [
-      micro.with_text(np.zeros(0, np.int32), rng, 9 + i) for i in range(4)
+    micro.with_text(np.zeros(0, np.int32), rng, 9 + i) for i in range(4)
   ]
   lengths, ask = set(), type(processor).positions
 
@@ -577,15 +576,15 @@ async def test_a_prompt_that_cannot_be_placed_again_fails_alone(
   monkeypatch.setattr(placing, "locate", forgetful)
   async with asyncio.timeout(100):
     outcomes = await asyncio.gather(
-        *(
-            engine.generate(
-                micro.prompt_of(p),
-                Sampling(max_new_tokens=20, temperature=0.0),
-                session=f"s{i}",
-            )
-            for i, p in enumerate(prompts)
-        ),
-        return_exceptions=True,
+      *(
+        engine.generate(
+          micro.prompt_of(p),
+          Sampling(max_new_tokens=20, temperature=0.0),
+          session=f"s{i}",
+        )
+        for i, p in enumerate(prompts)
+      ),
+      return_exceptions=True,
     )
   assert isinstance(outcomes[3], ValueError) and "not again" in str(outcomes[3])
   for p, completion in zip(prompts[:3], outcomes):
@@ -610,8 +609,8 @@ def ends(engine, *requests):
 def test_priority_is_served_first(make):
   engine = make(slots=1, decode_rows=(1,), prefill_rows=(1,))
   requests = [
-      requests_lib.Request(f"p{p}", micro.prompt_of([3, 4]), GREEDY, priority=p)
-      for p in (3, 2, -1, 1)
+    requests_lib.Request(f"p{p}", micro.prompt_of([3, 4]), GREEDY, priority=p)
+    for p in (3, 2, -1, 1)
   ]
   assert ends(engine, *requests) == ["p-1", "p1", "p2", "p3"]
 
@@ -620,12 +619,14 @@ def test_a_short_request_does_not_overtake_one_that_waits_for_pages(make):
   engine = make(cache_tokens=micro.CONTEXT)
   long = Sampling(max_new_tokens=micro.CONTEXT - 30, temperature=0.0)
   requests = [
-      requests_lib.Request(name, micro.prompt_of(tokens), sampling, priority=p)
-      for p, (name, tokens, sampling) in enumerate((
-          ("runs", [3] * 25, long),
-          ("waits", [4] * (micro.CONTEXT - 10), GREEDY),
-          ("short", [5, 6], GREEDY),
-      ))
+    requests_lib.Request(name, micro.prompt_of(tokens), sampling, priority=p)
+    for p, (name, tokens, sampling) in enumerate(
+      (
+        ("runs", [3] * 25, long),
+        ("waits", [4] * (micro.CONTEXT - 10), GREEDY),
+        ("short", [5, 6], GREEDY),
+      )
+    )
   ]
   assert ends(engine, *requests) == ["runs", "waits", "short"]
   assert requests[1].admitted < requests[2].admitted
@@ -636,10 +637,8 @@ def test_a_later_request_of_less_weight_is_preempted(make):
   engine = make(cache_tokens=micro.CONTEXT)
   long = Sampling(max_new_tokens=50, temperature=0.0)
   requests = [
-      requests_lib.Request(
-          f"p{p}", micro.prompt_of([3, 4 + p]), long, priority=p
-      )
-      for p in (2, 1, 0)
+    requests_lib.Request(f"p{p}", micro.prompt_of([3, 4 + p]), long, priority=p)
+    for p in (2, 1, 0)
   ]
   assert ends(engine, *requests) == ["p0", "p1", "p2"]
   assert engine.stats()["preemptions"] >= 2
@@ -657,13 +656,13 @@ def test_the_prompt_of_more_weight_is_prefilled_first(make, urgent):
   engine._programs.prefill = noted  # pylint: disable=protected-access
   rng = np.random.default_rng(9)
   requests = [
-      requests_lib.Request(
-          f"{length}",
-          micro.prompt_of(micro.with_text(np.zeros(0, np.int32), rng, length)),
-          GREEDY,
-          priority=abs(i - urgent),
-      )
-      for i, length in enumerate((6, 33))
+    requests_lib.Request(
+      f"{length}",
+      micro.prompt_of(micro.with_text(np.zeros(0, np.int32), rng, length)),
+      GREEDY,
+      priority=abs(i - urgent),
+    )
+    for i, length in enumerate((6, 33))
   ]
   ends(engine, *requests)
   assert sizes == ([8, 16, 16] if urgent == 0 else [16, 16, 8])
@@ -674,12 +673,12 @@ def test_a_long_prompt_does_not_hold_up_the_others(make, calls):
   engine = make(prefill_calls_per_round=calls)
   rng = np.random.default_rng(7)
   short, long = (
-      requests_lib.Request(
-          name,
-          micro.prompt_of(micro.with_text(np.zeros(0, np.int32), rng, length)),
-          Sampling(max_new_tokens=new, temperature=0.0),
-      )
-      for name, length, new in (("short", 5, 8), ("long", 56, 4))
+    requests_lib.Request(
+      name,
+      micro.prompt_of(micro.with_text(np.zeros(0, np.int32), rng, length)),
+      Sampling(max_new_tokens=new, temperature=0.0),
+    )
+    for name, length, new in (("short", 5, 8), ("long", 56, 4))
   )
   # Seven chunks and one decode call, against one chunk and two.
   order = ["long", "short"] if calls == 0 else ["short", "long"]
@@ -687,11 +686,11 @@ def test_a_long_prompt_does_not_hold_up_the_others(make, calls):
 
 
 @pytest.mark.parametrize(
-    "options, message",
-    (
-        (dict(cache_tokens=63), "cache_tokens=63 is below context_length=64"),
-        (dict(page_size=-1), "page_size\n.*greater than or equal to 0"),
-    ),
+  "options, message",
+  (
+    (dict(cache_tokens=63), "cache_tokens=63 is below context_length=64"),
+    (dict(page_size=-1), "page_size\n.*greater than or equal to 0"),
+  ),
 )
 def test_bad_sizes_are_refused(make, options, message):
   with pytest.raises(ValueError, match=message):
@@ -704,7 +703,7 @@ def test_any_page_size_gives_the_same(make, model, store, page_size):
   tokens, spans = prompt(store, np.random.default_rng(8))
   for _ in range(2):
     (got,) = micro.generate(
-        engine, ("s", micro.prompt_of(tokens, spans), GREEDY)
+      engine, ("s", micro.prompt_of(tokens, spans), GREEDY)
     )
     micro.check_greedy(model, store, tokens, spans, got)
     tokens = np.append(tokens, got.tokens)

@@ -13,9 +13,12 @@ PAGE = 8
 @pytest.fixture(scope="module", name="report")
 def _report():
   return forced_devices.report(
-      "-m", "tests.engine.engine_shards_script", devices=8, seconds=800,
-      flags="--xla_backend_optimization_level=0",
-  )  # pyformat: disable
+    "-m",
+    "tests.engine.engine_shards_script",
+    devices=8,
+    seconds=800,
+    flags="--xla_backend_optimization_level=0",
+  )
 
 
 @pytest.mark.parametrize("case", ("rows", "all", "lockstep", "short"))
@@ -41,11 +44,12 @@ def test_a_device_holds_its_shard_of_the_caches(report, case, shards, heads):
   a_token = one["device_bytes"]["kv_cache"] / (tokens + PAGE)
   # Each shard has an empty page of its own.
   assert got["device_bytes"]["kv_cache"] == a_token / heads * (
-      tokens / shards + PAGE
+    tokens / shards + PAGE
   )
-  assert got["device_bytes"]["vision_pool"] <= max(
-      one["device_bytes"]["vision_pool"] / shards, 1
-  ) * 2
+  assert (
+    got["device_bytes"]["vision_pool"]
+    <= max(one["device_bytes"]["vision_pool"] / shards, 1) * 2
+  )
   assert got["device_bytes"]["weights"] < one["device_bytes"]["weights"] / 3
 
 

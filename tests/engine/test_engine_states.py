@@ -3,7 +3,6 @@
 What the engine samples is held to full forward passes, and to the learner.
 """
 
-
 import numpy as np
 import pytest
 import rollout_micro_policy as micro
@@ -40,17 +39,17 @@ def make(parts):
 
   def engine(**changes):
     options = dict(
-        slots=4,
-        context_length=CONTEXT,
-        decode_rows=(4,),
-        prefill_rows=(4,),
-        prefill_buckets=(32,),
-        window_buckets=(CONTEXT,),
-        image_buckets=(2,),
-        patch_buckets=(64,),
-        decode_steps_per_call=4,
-        page_size=PAGE,
-        banned_token_ids=model.config.banned_token_ids,
+      slots=4,
+      context_length=CONTEXT,
+      decode_rows=(4,),
+      prefill_rows=(4,),
+      prefill_buckets=(32,),
+      window_buckets=(CONTEXT,),
+      image_buckets=(2,),
+      patch_buckets=(64,),
+      decode_steps_per_call=4,
+      page_size=PAGE,
+      banned_token_ids=model.config.banned_token_ids,
     )
     built = micro.engine_of(model, processor, store, **(options | changes))
     programs = built._programs  # pylint: disable=protected-access
@@ -85,16 +84,16 @@ def check(parts, recompute, tokens, spans, completion):
   full = np.append(tokens, completion.tokens)
   (logits,) = recompute.logits([(full, spans)])
   references.check_completion(
-      logits[len(tokens) - 1 : -1],
-      completion.tokens,
-      completion.logprobs,
-      GREEDY,
-      parts[0].config.banned_token_ids,
+    logits[len(tokens) - 1 : -1],
+    completion.tokens,
+    completion.logprobs,
+    GREEDY,
+    parts[0].config.banned_token_ids,
   )
 
 
 def test_turns_go_on_from_a_state_and_cuts_from_a_pages_end(
-    parts, make, recompute
+  parts, make, recompute
 ):
   rng = np.random.default_rng(0)
   engine = make()
@@ -102,7 +101,7 @@ def test_turns_go_on_from_a_state_and_cuts_from_a_pages_end(
   first, cached = tokens, 0
   for _ in range(3):  # Each prompt extends what was sampled.
     (got,) = micro.generate(
-        engine, ("a", micro.prompt_of(tokens, spans), GREEDY)
+      engine, ("a", micro.prompt_of(tokens, spans), GREEDY)
     )
     check(parts, recompute, tokens, spans, got)
     assert got.metrics["reused_tokens"] == cached
@@ -123,9 +122,12 @@ def test_a_group_and_later_sessions_share_snapshots(parts, make, recompute):
   tokens, spans = prompt(parts, rng, 9, 12, images=2)
   n, members = len(tokens) - 1, 6
   assert n > 3 * PAGE
-  completions = micro.generate(engine, *(
+  completions = micro.generate(
+    engine,
+    *(
       (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(members)
-  ))
+    ),
+  )
   for got in completions:
     check(parts, recompute, tokens, spans, got)
   stats = engine.stats()
@@ -134,7 +136,7 @@ def test_a_group_and_later_sessions_share_snapshots(parts, make, recompute):
   longer = np.append(tokens, completions[0].tokens)
   longer = np.append(longer, rng.integers(300, 2500, 5)).astype(np.int32)
   (got,) = micro.generate(
-      engine, ("new", micro.prompt_of(longer, spans), GREEDY)
+    engine, ("new", micro.prompt_of(longer, spans), GREEDY)
   )
   check(parts, recompute, longer, spans, got)
   cached = (len(tokens) + len(completions[0].tokens) - 1) // PAGE * PAGE
@@ -146,9 +148,12 @@ def test_a_cache_too_small_costs_time_alone(parts, make, recompute):
   rng = np.random.default_rng(2)
   engine = make(cache_tokens=CONTEXT + PAGE)
   prompts = [prompt(parts, rng, 20 + i, 25) for i in range(5)]
-  completions = micro.generate(engine, *(
+  completions = micro.generate(
+    engine,
+    *(
       (f"s{i}", micro.prompt_of(*one), GREEDY) for i, one in enumerate(prompts)
-  ))
+    ),
+  )
   for (tokens, spans), got in zip(prompts, completions):
     check(parts, recompute, tokens, spans, got)
 
@@ -160,33 +165,34 @@ def test_what_is_sampled_is_what_is_learned_from(parts, make):
   engine = make()
   prompts = [prompt(parts, rng, 3 + 5 * i, 6) for i in range(5)]
   drawn = policy_client.SamplingParams(max_new_tokens=12, seed=5)
-  completions = micro.generate(engine, *(
-      (f"l{i}", micro.prompt_of(*one), drawn) for i, one in enumerate(prompts)
-  ))
+  completions = micro.generate(
+    engine,
+    *((f"l{i}", micro.prompt_of(*one), drawn) for i, one in enumerate(prompts)),
+  )
   sequences = []
   for (tokens, spans), got in zip(prompts, completions):
     n, m = len(tokens), len(got.tokens)
     zeros = np.zeros(n, np.float32)
     sequences.append(
-        trajectory.TokenSequence(
-            np.append(tokens, got.tokens),
-            np.arange(n + m) >= n,
-            np.append(zeros, got.logprobs).astype(np.float32),
-            np.append(np.full(n, -1), got.versions).astype(np.int32),
-            np.zeros(n + m, np.int32),
-            spans,
-        )
+      trajectory.TokenSequence(
+        np.append(tokens, got.tokens),
+        np.arange(n + m) >= n,
+        np.append(zeros, got.logprobs).astype(np.float32),
+        np.append(np.full(n, -1), got.versions).astype(np.int32),
+        np.zeros(n + m, np.int32),
+        spans,
+      )
     )
   learner = learner_lib.Learner(
-      model,
-      processor,
-      store,
-      learner_lib.LearnerConfig(row_length=192, rows=2, patches=256),
+    model,
+    processor,
+    store,
+    learner_lib.LearnerConfig(row_length=192, rows=2, patches=256),
   )
   for sequence, again in zip(sequences, learner.sequence_logprobs(sequences)):
     real = sequence.loss_mask
     np.testing.assert_allclose(
-        again[real], sequence.logprobs[real], rtol=0, atol=4e-5
+      again[real], sequence.logprobs[real], rtol=0, atol=4e-5
     )
 
 

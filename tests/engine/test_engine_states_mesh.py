@@ -14,14 +14,17 @@ HELPERS = pathlib.Path(forced_devices.__file__).parent
 @pytest.fixture(scope="module", name="report")
 def _report():
   start = (
-      f"import sys; sys.path.insert(0, {str(HELPERS)!r})\n"
-      "from tests.engine import states_mesh_script\n"
-      "states_mesh_script.main()"
+    f"import sys; sys.path.insert(0, {str(HELPERS)!r})\n"
+    "from tests.engine import states_mesh_script\n"
+    "states_mesh_script.main()"
   )
   return forced_devices.report(
-      "-c", start, devices=4, seconds=600,
-      flags="--xla_backend_optimization_level=0",
-  )  # pyformat: disable
+    "-c",
+    start,
+    devices=4,
+    seconds=600,
+    flags="--xla_backend_optimization_level=0",
+  )
 
 
 def test_completions_equal_those_of_one_device(report):

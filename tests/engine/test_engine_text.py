@@ -24,8 +24,8 @@ TURNS, SESSIONS, CONTEXT = 3, 6, 128
 
 
 @pytest.fixture(
-    scope="module",
-    params=trials.by_default([True], [False, True], ids=["whole", "adapter"]),
+  scope="module",
+  params=trials.by_default([True], [False, True], ids=["whole", "adapter"]),
 )
 def parts(request):
   """(model, processor, renderer); weights of order 1, or an adapter's."""
@@ -36,9 +36,9 @@ def parts(request):
   if request.param:
     lora.add(model, rank=4, alpha=8.0)
   return (
-      model,
-      processor,
-      qwen.QwenRenderer(tokenizer, processor.num_image_tokens),
+    model,
+    processor,
+    qwen.QwenRenderer(tokenizer, processor.num_image_tokens),
   )
 
 
@@ -46,18 +46,18 @@ def parts(request):
 def engine(parts):
   model, processor, _ = parts
   with engine_lib.RolloutEngine(
-      model,
-      processor,
-      images_lib.ImageStore(),
-      engine_config.EngineConfig(
-          slots=4,
-          context_length=CONTEXT,
-          decode_rows=(4,),
-          prefill_rows=(4,),
-          prefill_buckets=(32,),
-          window_buckets=(CONTEXT,),
-      ),
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    images_lib.ImageStore(),
+    engine_config.EngineConfig(
+      slots=4,
+      context_length=CONTEXT,
+      decode_rows=(4,),
+      prefill_rows=(4,),
+      prefill_buckets=(32,),
+      window_buckets=(CONTEXT,),
+    ),
+    banned_token_ids=model.config.banned_token_ids,
   ) as engine:
     engine.warm_up()
     yield engine
@@ -68,13 +68,11 @@ def engine(parts):
 def learner(parts):
   model, processor, _ = parts
   return learner_lib.Learner(
-      model,
-      processor,
-      images_lib.ImageStore(),
-      learner_lib.LearnerConfig(
-          rows=2, row_length=CONTEXT, learning_rate=1e-2
-      ),
-      learner_lib.AlgorithmConfig(advantage="rloo"),
+    model,
+    processor,
+    images_lib.ImageStore(),
+    learner_lib.LearnerConfig(rows=2, row_length=CONTEXT, learning_rate=1e-2),
+    learner_lib.AlgorithmConfig(advantage="rloo"),
   )
 
 
@@ -89,18 +87,18 @@ async def play(engine, renderer, name, seed):
   turns = np.zeros(len(tokens), np.int32)
   for turn in range(TURNS):
     got = await engine.generate(
-        policy_client.TokenPrompt(tokens, ()),
-        policy_client.SamplingParams(
-            max_new_tokens=int(rng.integers(3, 9)),
-            temperature=1.0,
-            seed=int(rng.integers(1 << 30)),
-            stop_token_ids=renderer.stop_token_ids,
-        ),
-        session=name,
+      policy_client.TokenPrompt(tokens, ()),
+      policy_client.SamplingParams(
+        max_new_tokens=int(rng.integers(3, 9)),
+        temperature=1.0,
+        seed=int(rng.integers(1 << 30)),
+        stop_token_ids=renderer.stop_token_ids,
+      ),
+      session=name,
     )
     ended = got.tokens[-1] == renderer.end_of_turn_id
     bridge = renderer.bridge(
-        [{"role": "tool", "content": "more"}], last_sampled_is_eot=bool(ended)
+      [{"role": "tool", "content": "more"}], last_sampled_is_eot=bool(ended)
     ).tokens
     bridge = bridge if turn < TURNS - 1 else bridge[:0]
     n, m = len(got.tokens), len(bridge)
@@ -111,18 +109,22 @@ async def play(engine, renderer, name, seed):
     turns = np.append(turns, np.full(n + m, turn))
   await engine.release(name)
   return trajectory.TokenSequence(
-      tokens.astype(np.int32), mask, logprobs.astype(np.float32),
-      versions.astype(np.int32), turns.astype(np.int32), (),
-  )  # pyformat: disable
+    tokens.astype(np.int32),
+    mask,
+    logprobs.astype(np.float32),
+    versions.astype(np.int32),
+    turns.astype(np.int32),
+    (),
+  )
 
 
 def sample(engine, renderer, seed):
   async def run():
     return await asyncio.gather(
-        *(
-            play(engine, renderer, f"{seed}-{i}", 100 * seed + i % 3)
-            for i in range(SESSIONS)
-        )
+      *(
+        play(engine, renderer, f"{seed}-{i}", 100 * seed + i % 3)
+        for i in range(SESSIONS)
+      )
     )
 
   return asyncio.run(asyncio.wait_for(run(), 250))
@@ -137,20 +139,20 @@ def assert_token_exact(sequences, learner):
 
 def group_of(sequences, version):
   return trajectory.TrajectoryGroup(
-      "g",
-      "task",
-      tuple(
-          trajectory.Trajectory(
-              task="t",
-              steps=[trajectory.Step() for _ in range(TURNS)],
-              reward=float(i % 3 == 0),  # Equal episodes, equal rewards.
-              status=trajectory.TrajectoryStatus.SUCCEEDED,
-              sequences=[sequence],
-              trajectory_id=f"e{version}-{i}",
-          )
-          for i, sequence in enumerate(sequences)
-      ),
-      start_version=version,
+    "g",
+    "task",
+    tuple(
+      trajectory.Trajectory(
+        task="t",
+        steps=[trajectory.Step() for _ in range(TURNS)],
+        reward=float(i % 3 == 0),  # Equal episodes, equal rewards.
+        status=trajectory.TrajectoryStatus.SUCCEEDED,
+        sequences=[sequence],
+        trajectory_id=f"e{version}-{i}",
+      )
+      for i, sequence in enumerate(sequences)
+    ),
+    start_version=version,
   )
 
 
@@ -167,10 +169,12 @@ def test_what_is_sampled_is_what_is_learned_from(parts, engine, learner):
   after = sample(engine, renderer, 2)
   assert all(set(s.versions[s.loss_mask]) == {1} for s in after)
   assert_token_exact(after, learner)
-  stale = np.concatenate([
+  stale = np.concatenate(
+    [
       again - s.logprobs
       for s, again in zip(before, learner.sequence_logprobs(before))
-  ])
+    ]
+  )
   assert np.abs(stale).max() > 1e-3  # The update has changed something.
 
 
@@ -184,14 +188,12 @@ def test_nothing_is_encoded_and_an_image_is_refused(parts, engine):
   placeholder = model.config.banned_token_ids[0]
   tokens = np.array([5, placeholder, placeholder, 6], np.int32)
   ref = trajectory.ImageRef("0" * 64, 32, 32)
-  prompt = policy_client.TokenPrompt(
-      tokens, (trajectory.ImageSpan(ref, 1, 2),)
-  )
+  prompt = policy_client.TokenPrompt(tokens, (trajectory.ImageSpan(ref, 1, 2),))
   with pytest.raises(ValueError, match="qwen3_text_tiny reads text only"):
     asyncio.run(
-        engine.generate(
-            prompt, policy_client.SamplingParams(max_new_tokens=1), session="i"
-        )
+      engine.generate(
+        prompt, policy_client.SamplingParams(max_new_tokens=1), session="i"
+      )
     )
   with pytest.raises(ValueError, match="qwen3_text_tiny reads text only"):
     renderer.prompt_of_tokens(tokens, [ref])
@@ -201,23 +203,26 @@ def test_screenshots_are_refused_when_the_engine_is_made(parts):
   model, processor, _ = parts
   with pytest.raises(ValueError, match="reads text only.*320x240"):
     engine_lib.RolloutEngine(
-        model,
-        processor,
-        images_lib.ImageStore(),
-        engine_config.EngineConfig(slots=2, context_length=64),
-        image_sizes=((320, 240),),
+      model,
+      processor,
+      images_lib.ImageStore(),
+      engine_config.EngineConfig(slots=2, context_length=64),
+      image_sizes=((320, 240),),
     )
 
 
 @pytest.mark.slow
 def test_a_mesh_gives_the_numbers_of_one_device():
   report = forced_devices.report(
-      "-m", "tests.engine.text_mesh_script", devices=4, seconds=250,
-      flags="--xla_backend_optimization_level=0",
-  )  # pyformat: disable
+    "-m",
+    "tests.engine.text_mesh_script",
+    devices=4,
+    seconds=250,
+    flags="--xla_backend_optimization_level=0",
+  )
   assert len(report["sampled"]) == 8
   for name in ("mesh", "one"):
     np.testing.assert_allclose(
-        report[name], report["sampled"], rtol=0, atol=1e-5
+      report[name], report["sampled"], rtol=0, atol=1e-5
     )
   assert report["mesh_norm"] == pytest.approx(report["one_norm"], rel=1e-5)

@@ -38,7 +38,8 @@ def drive_on(engine, request, updates):
     if i in updates:
       version, params = updates[i]
       scheduler.set_weights(
-          version, engine._state.prepare(params)  # pylint: disable=protected-access
+        version,
+        engine._state.prepare(params),  # pylint: disable=protected-access
       )
     scheduler.step()
     if request in scheduler.take_done():
@@ -49,7 +50,7 @@ def drive_on(engine, request, updates):
 def swap(make, model, **options):
   params = scaled(model, 1.3)
   request = requests_lib.Request(
-      "w", PROMPT, Sampling(max_new_tokens=10, temperature=0.0)
+    "w", PROMPT, Sampling(max_new_tokens=10, temperature=0.0)
   )
   got = drive(make(**options), request, {1: (7, params)})
   return got, with_params(params)
@@ -75,9 +76,7 @@ def test_weights_swap_in_the_middle_of_a_completion(make, model):
     logprobs = jax.nn.log_softmax(logits)
     sampled = i - (len(PROMPT) - 1)
     assert int(logprobs.argmax()) == got.tokens[sampled]
-    np.testing.assert_allclose(
-        logprobs.max(), got.logprobs[sampled], atol=1e-4
-    )
+    np.testing.assert_allclose(logprobs.max(), got.logprobs[sampled], atol=1e-4)
 
 
 def test_recompute_gives_what_the_new_weights_say(make, model, store):
@@ -93,7 +92,7 @@ def test_recompute_gives_what_the_new_weights_say(make, model, store):
 
 @pytest.mark.parametrize("on_update", ("keep_kv", "recompute"))
 def test_the_turn_after_an_update_is_all_of_the_new_weights(
-    make, model, store, on_update
+  make, model, store, on_update
 ):
   """Of a session whose last completion an update found running, as of one
   that rested; an image's tokens too."""
@@ -103,17 +102,17 @@ def test_the_turn_after_an_update_is_all_of_the_new_weights(
   new_model = with_params(params)
   rng = np.random.default_rng(0)
   for name, updates, version in (
-      ("running", {1: (1, params)}, 1),
-      ("resting", {}, 2),
+    ("running", {1: (1, params)}, 1),
+    ("resting", {}, 2),
   ):
     tokens, spans = micro.with_image(
-        np.array([3, 8], np.int32), (), micro.picture(store, rng)
+      np.array([3, 8], np.int32), (), micro.picture(store, rng)
     )
     tokens = micro.with_text(tokens, rng, 12)
     first = requests_lib.Request(
-        name,
-        micro.prompt_of(tokens, spans),
-        Sampling(max_new_tokens=10, temperature=0.0),
+      name,
+      micro.prompt_of(tokens, spans),
+      Sampling(max_new_tokens=10, temperature=0.0),
     )
     if not updates:  # The other case has left the new ones.
       engine._scheduler.set_weights(0, engine._state.prepare(model))  # pylint: disable=protected-access
@@ -126,16 +125,16 @@ def test_the_turn_after_an_update_is_all_of_the_new_weights(
     prompt = micro.with_text(history, rng, 3)
     again = engine.stats()["recomputed_tokens"]
     got = drive(
-        engine,
-        requests_lib.Request(
-            name,
-            micro.prompt_of(prompt, spans),
-            Sampling(max_new_tokens=6, temperature=0.0),
-        ),
-        {} if updates else {0: (version, params)},
+      engine,
+      requests_lib.Request(
+        name,
+        micro.prompt_of(prompt, spans),
+        Sampling(max_new_tokens=6, temperature=0.0),
+      ),
+      {} if updates else {0: (version, params)},
     )
     rows = micro.reference_logprobs(
-        new_model, store, np.append(prompt, got.tokens), spans
+      new_model, store, np.append(prompt, got.tokens), spans
     )[len(prompt) - 1 : -1]
     assert got.versions.tolist() == [version] * 6
     np.testing.assert_array_equal(got.tokens, rows.argmax(-1))
@@ -148,7 +147,7 @@ def test_the_turn_after_an_update_is_all_of_the_new_weights(
 
 
 def test_an_update_in_the_middle_of_a_prefill_begins_it_again(
-    make, model, store
+  make, model, store
 ):
   """A prompt half computed under the old weights is mixed with no other."""
   engine = make(prefill_calls_per_round=1, prefill_buckets=(8,))
@@ -156,23 +155,19 @@ def test_an_update_in_the_middle_of_a_prefill_begins_it_again(
   params = scaled(model, 1.3)
   new_model = with_params(params)
   scheduler.slots.enqueue(
-      requests_lib.Request("runs", PROMPT, Sampling(max_new_tokens=40))
+    requests_lib.Request("runs", PROMPT, Sampling(max_new_tokens=40))
   )
   scheduler.step()
-  tokens = micro.with_text(
-      np.zeros(0, np.int32), np.random.default_rng(1), 30
-  )
+  tokens = micro.with_text(np.zeros(0, np.int32), np.random.default_rng(1), 30)
   request = requests_lib.Request(
-      "late",
-      micro.prompt_of(tokens),
-      Sampling(max_new_tokens=4, temperature=0.0),
+    "late", micro.prompt_of(tokens), Sampling(max_new_tokens=4, temperature=0.0)
   )
   scheduler.slots.enqueue(request)
   scheduler.step()
   assert 0 < request.prefilled < len(tokens) - 1  # In the middle.
   got = drive_on(engine, request, {0: (1, params)})
   rows = micro.reference_logprobs(
-      new_model, store, np.append(tokens, got.tokens), ()
+    new_model, store, np.append(tokens, got.tokens), ()
   )[len(tokens) - 1 : -1]
   np.testing.assert_array_equal(got.tokens, rows.argmax(-1))
   np.testing.assert_allclose(got.logprobs, rows.max(-1), atol=1e-5)
@@ -191,7 +186,7 @@ async def test_updates_under_load_are_monotonic(make, model):
   async def play(i):
     for _ in range(6):
       got = await engine.generate(
-          PROMPT, Sampling(max_new_tokens=16), session=f"u{i}"
+        PROMPT, Sampling(max_new_tokens=16), session=f"u{i}"
       )
       assert (np.diff(got.versions) >= 0).all()
       versions.extend(got.versions.tolist())
@@ -215,9 +210,7 @@ async def test_an_update_precedes_requests_submitted_after_it(make, model):
   engine = make()
   for version in range(1, 6):
     engine.update_weights(version, scaled(model, 1.0))
-    got = await engine.generate(
-        PROMPT, Sampling(max_new_tokens=2), session="a"
-    )
+    got = await engine.generate(PROMPT, Sampling(max_new_tokens=2), session="a")
     assert got.versions.tolist() == [version] * 2
 
 
@@ -225,7 +218,7 @@ async def test_vision_follows_the_weights(make, model, store):
   engine = make()
   rng = np.random.default_rng(0)
   tokens, spans = micro.with_image(
-      np.array([3], np.int32), (), micro.picture(store, rng)
+    np.array([3], np.int32), (), micro.picture(store, rng)
   )
   prompt = micro.prompt_of(micro.with_text(tokens, rng, 2), spans)
   greedy = Sampling(max_new_tokens=3, temperature=0.0)
@@ -237,12 +230,12 @@ async def test_vision_follows_the_weights(make, model, store):
   full = np.append(prompt.tokens, got.tokens)
   rows = micro.reference_logprobs(with_params(params), store, full, spans)
   np.testing.assert_allclose(
-      got.logprobs, rows[len(prompt) - 1 : -1].max(-1), atol=1e-4
+    got.logprobs, rows[len(prompt) - 1 : -1].max(-1), atol=1e-4
   )
 
 
 async def test_stale_prefix_and_vision_caches_between_sessions(
-    make, model, store
+  make, model, store
 ):
   """A later session with an equal prompt, and one whose image differs in its
   pixels only, get what an engine without an earlier session gives them."""
@@ -282,15 +275,13 @@ async def test_a_pause_holds_requests_and_loses_none(make, model):
   sampling = Sampling(max_new_tokens=30, temperature=0.0)
   sampled = []
   running = asyncio.ensure_future(
-      engine.generate(
-          PROMPT, sampling, session="a", on_tokens=lambda t: sampled.extend(t)
-      )
+    engine.generate(
+      PROMPT, sampling, session="a", on_tokens=lambda t: sampled.extend(t)
+    )
   )
   await until(lambda: sampled)
   await asyncio.wait_for(asyncio.wrap_future(engine.pause()), 60)
-  late = asyncio.ensure_future(
-      engine.generate(PROMPT, sampling, session="b")
-  )
+  late = asyncio.ensure_future(engine.generate(PROMPT, sampling, session="b"))
   await asyncio.sleep(0.05)
   count, steps = len(sampled), engine.stats()["decode_steps"]
   await asyncio.sleep(0.1)

@@ -39,14 +39,14 @@ def _model():
 @pytest.fixture(scope="module", name="engine")
 def _engine(model):
   with micro.make_engine(
-      model,
-      micro.new_store(),
-      decode_rows=(4,),
-      window_buckets=(micro.CONTEXT,),
-      # Room for one whole context and a little more: some are preempted.
-      cache_tokens=micro.CONTEXT + 24,
-      features=("grammar",),
-      entropies=True,
+    model,
+    micro.new_store(),
+    decode_rows=(4,),
+    window_buckets=(micro.CONTEXT,),
+    # Room for one whole context and a little more: some are preempted.
+    cache_tokens=micro.CONTEXT + 24,
+    features=("grammar",),
+    entropies=True,
   ) as engine:
     engine.warm_up()
     yield engine
@@ -79,7 +79,7 @@ def test_it_is_of_the_logits_that_are_not_banned():
 
 
 @pytest.mark.parametrize(
-    "heat, top_k", [((1, 1, 0), 0), ((1, 0.5, 0), 0), ((1, 1, 1), 5)]
+  "heat, top_k", [((1, 1, 0), 0), ((1, 0.5, 0), 0), ((1, 1, 1), 5)]
 )
 def test_a_draw_tells_it_whatever_it_draws_from(heat, top_k):
   rng = np.random.default_rng(1)
@@ -90,7 +90,7 @@ def test_a_draw_tells_it_whatever_it_draws_from(heat, top_k):
       logits, banned, rng.integers(0, 99, (3, 2)).astype(np.uint32),
       alike(0, np.int32), np.array(heat, np.float32), alike(top_k, np.int32),
       alike(1), alike(0), np.bool_(top_k > 0), entropies=True,
-  )[2]  # pyformat: disable
+  )[2]  # fmt: skip
   want = entropy_of(np.where(banned, -np.inf, logits.astype(np.float64)))
   np.testing.assert_allclose(entropies, want, atol=2e-6)
 
@@ -98,29 +98,27 @@ def test_a_draw_tells_it_whatever_it_draws_from(heat, top_k):
 def test_the_engine_tells_that_of_a_pass_without_a_cache(engine, model):
   """Holds for any temperature and truncation, in every decode call."""
   requests = [
-      ("plain", [3, 4, 5], Sampling(max_new_tokens=30, seed=1)),
-      ("hot", [6, 4], Sampling(max_new_tokens=30, seed=2, temperature=1.9)),
-      ("cold", [9, 9, 3, 4], Sampling(max_new_tokens=30, temperature=0.0)),
-      ("few", [8], Sampling(max_new_tokens=30, seed=3, top_k=2, top_p=0.7)),
+    ("plain", [3, 4, 5], Sampling(max_new_tokens=30, seed=1)),
+    ("hot", [6, 4], Sampling(max_new_tokens=30, seed=2, temperature=1.9)),
+    ("cold", [9, 9, 3, 4], Sampling(max_new_tokens=30, temperature=0.0)),
+    ("few", [8], Sampling(max_new_tokens=30, seed=3, top_k=2, top_p=0.7)),
   ]
   before = engine.stats()["preemptions"]
   completions = micro.generate(
-      engine, *((name, micro.prompt_of(p), s) for name, p, s in requests)
+    engine, *((name, micro.prompt_of(p), s) for name, p, s in requests)
   )
   assert engine.stats()["preemptions"] > before
   for (_, prompt, _), completion in zip(requests, completions):
     assert completion.entropies.dtype == np.float32
     assert len(completion.entropies) == 30
     np.testing.assert_allclose(
-        completion.entropies,
-        expected(model, prompt, completion.tokens),
-        atol=1e-4,
+      completion.entropies,
+      expected(model, prompt, completion.tokens),
+      atol=1e-4,
     )
     # It is not a constant, nor the log-prob by another name.
     assert completion.entropies.std() > 0.05
-    assert not np.allclose(
-        -completion.logprobs, completion.entropies, atol=0.1
-    )
+    assert not np.allclose(-completion.logprobs, completion.entropies, atol=0.1)
 
 
 class Every:
@@ -141,31 +139,28 @@ def test_with_a_grammar_it_is_of_what_may_be_drawn(engine, model):
 
   async def run():
     return await engine.generate(
-        micro.prompt_of(prompt),
-        Sampling(max_new_tokens=6, seed=4),
-        session="guided",
-        grammar=grammar,
+      micro.prompt_of(prompt),
+      Sampling(max_new_tokens=6, seed=4),
+      session="guided",
+      grammar=grammar,
     )
 
   completion = asyncio.run(asyncio.wait_for(run(), 250))
   banned = sorted({*BANNED, *np.flatnonzero(~grammar.kept).tolist()})
   np.testing.assert_allclose(
-      completion.entropies,
-      expected(model, prompt, completion.tokens, banned),
-      atol=1e-4,
+    completion.entropies,
+    expected(model, prompt, completion.tokens, banned),
+    atol=1e-4,
   )
 
 
 def test_an_engine_that_is_not_asked_tells_none(model):
   with micro.make_engine(
-      model,
-      micro.new_store(),
-      decode_rows=(4,),
-      window_buckets=(micro.CONTEXT,),
+    model, micro.new_store(), decode_rows=(4,), window_buckets=(micro.CONTEXT,)
   ) as silent:
     prompt = micro.prompt_of([3, 4, 5])
     (completion,) = micro.generate(
-        silent, ("s", prompt, Sampling(max_new_tokens=5, seed=1))
+      silent, ("s", prompt, Sampling(max_new_tokens=5, seed=1))
     )
   assert completion.entropies is None
 
@@ -182,7 +177,7 @@ class Renderer:
   def render(self, messages, add_generation_prompt=True):
     del add_generation_prompt
     return policy_client.TokenPrompt(
-        np.array([int(m["content"]) for m in messages], np.int32)
+      np.array([int(m["content"]) for m in messages], np.int32)
     )
 
   def bridge(self, new_messages, *, last_sampled_is_eot):
@@ -195,11 +190,11 @@ class Renderer:
 
 def completion_of(tokens, entropies):
   return policy_client.Completion(
-      tokens,
-      np.full(len(tokens), -1.0),
-      np.zeros(len(tokens)),
-      policy_client.FinishReason.LENGTH,
-      entropies=entropies,
+    tokens,
+    np.full(len(tokens), -1.0),
+    np.zeros(len(tokens)),
+    policy_client.FinishReason.LENGTH,
+    entropies=entropies,
   )
 
 
@@ -234,17 +229,18 @@ def test_they_survive_json_and_the_queues_file(tmp_path):
   (silent,) = episode(None, None)
   for sequence in (with_entropies, silent):
     again = trajectory.TokenSequence.from_json(
-        json.loads(json.dumps(sequence.to_json()))
+      json.loads(json.dumps(sequence.to_json()))
     )
     assert again == sequence
   assert with_entropies != silent
   members = [
-      trajectory.Trajectory(
-          trajectory_id=f"t{i}", sequences=[sequence],
-          status=trajectory.TrajectoryStatus.SUCCEEDED,
-      )
-      for i, sequence in enumerate((with_entropies, silent))
-  ]  # pyformat: disable
+    trajectory.Trajectory(
+      trajectory_id=f"t{i}",
+      sequences=[sequence],
+      status=trajectory.TrajectoryStatus.SUCCEEDED,
+    )
+    for i, sequence in enumerate((with_entropies, silent))
+  ]
   store = group_store.SqliteGroupStore(tmp_path / "queue.db")
   store.append(0, trajectory.TrajectoryGroup("g", "task", members))
   store.close()
@@ -274,15 +270,15 @@ def test_values_that_none_can_have_are_refused():
   builder.prompt([{"role": "user", "content": "9"}])
   for bad in ([0.5, -0.1], [np.nan, 0.1], [np.inf, 0.1]):
     with pytest.raises(
-        sequence_builder.SamplingContractError, match="entropies must be"
+      sequence_builder.SamplingContractError, match="entropies must be"
     ):
       builder.append(completion_of([4, 5], bad))
   (good,) = episode([0.5, 0.5])
   for bad, words in (
-      ([0.1, 0.5, 0.5], "not sampled carries an entropy"),
-      ([0.0, -0.5, 0.5], ">= 0"),
-      ([0.0, np.nan, 0.5], "finite"),
-      ([0.0, 0.5], "2 entries for 3"),
+    ([0.1, 0.5, 0.5], "not sampled carries an entropy"),
+    ([0.0, -0.5, 0.5], ">= 0"),
+    ([0.0, np.nan, 0.5], "finite"),
+    ([0.0, 0.5], "2 entries for 3"),
   ):
     with pytest.raises(ValueError, match=words):
       dataclasses.replace(good, entropies=bad)

@@ -56,8 +56,8 @@ class Model:
       for i in range(seq.cached):
         place = seq.pages[i // SIZE] * SIZE + i % SIZE
         assert self.content[place][:2] == (
-            self.weights,
-            tuple(seq.tokens[: i + 1]),
+          self.weights,
+          tuple(seq.tokens[: i + 1]),
         )
         if seq in self.alone:
           assert self.content[place][2] == tuple(self.alone[seq][: i + 1])
@@ -106,22 +106,22 @@ TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=18)
 
 @hypothesis.settings(max_examples=200, deadline=None)
 @hypothesis.given(
-    pages=st.integers(6, 16),
-    share=st.booleans(),
-    copies=st.booleans(),
-    planned=st.booleans(),
-    steps=st.lists(
-        st.tuples(
-            st.integers(0, 3),
-            st.sampled_from(("run", "run", "run", "rest", "clear", "forget")),
-            TOKENS,
-            st.integers(1, 18),
-        ),
-        max_size=30,
+  pages=st.integers(6, 16),
+  share=st.booleans(),
+  copies=st.booleans(),
+  planned=st.booleans(),
+  steps=st.lists(
+    st.tuples(
+      st.integers(0, 3),
+      st.sampled_from(("run", "run", "run", "rest", "clear", "forget")),
+      TOKENS,
+      st.integers(1, 18),
     ),
+    max_size=30,
+  ),
 )
 def test_pages_hold_what_their_sequences_say(
-    pages, share, copies, planned, steps
+  pages, share, copies, planned, steps
 ):
   """Any order of beginning, growing, resting, clearing and new weights.
 
@@ -249,8 +249,9 @@ def test_the_page_where_sequences_part_is_copied():
   assert fill(b, range(10)) == 9
   assert fill(c, [0, 1, 2, 3, 4, 5, 50, 51, 52]) == 6  # Of a full page, too.
   assert pool.take_copies() == [
-      (a.pages[2], b.pages[2]), (a.pages[1], c.pages[1])
-  ]  # pyformat: disable
+    (a.pages[2], b.pages[2]),
+    (a.pages[1], c.pages[1]),
+  ]
   assert pool.adopted == 9 + 6
   # Other pixels are others here as well.
   tokens = [7, 1, 1, 8]
@@ -306,7 +307,7 @@ def test_other_pixels_are_another_page():
   assert fill(sequence(pool), tokens, (image(0, 1),)) == 8
   # The same pixels one token later in the run are other vision tokens.
   assert page_pool.page_key(
-      b"", np.array([1, 1]), 4, (image(0, 3),)
+    b"", np.array([1, 1]), 4, (image(0, 3),)
   ) != page_pool.page_key(b"", np.array([1, 1]), 4, (image(0, 2, 4),))
 
 

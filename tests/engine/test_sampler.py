@@ -13,14 +13,14 @@ _sample = jax.jit(sampler.sample)
 
 
 def draw(
-    logits_V,
-    *,
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    banned=(),
-    count=200,
+  logits_V,
+  *,
+  temperature=1.0,
+  top_k=0,
+  top_p=1.0,
+  min_p=0.0,
+  banned=(),
+  count=200,
 ):
   """`count` draws of each of ROWS equal rows with different keys."""
   mask = np.zeros(VOCAB, bool)
@@ -29,15 +29,15 @@ def draw(
   tokens, logprobs = [], []
   for i in range(count):
     t, l, *_ = _sample(
-        jnp.tile(jnp.asarray(logits_V, jnp.float32), (ROWS, 1)),
-        mask,
-        keys.astype(np.uint32),
-        np.full(ROWS, i, np.int32),
-        np.full(ROWS, temperature, np.float32),
-        np.full(ROWS, top_k, np.int32),
-        np.full(ROWS, top_p, np.float32),
-        np.full(ROWS, min_p, np.float32),
-        np.array(top_k > 0 or top_p < 1 or min_p > 0),
+      jnp.tile(jnp.asarray(logits_V, jnp.float32), (ROWS, 1)),
+      mask,
+      keys.astype(np.uint32),
+      np.full(ROWS, i, np.int32),
+      np.full(ROWS, temperature, np.float32),
+      np.full(ROWS, top_k, np.int32),
+      np.full(ROWS, top_p, np.float32),
+      np.full(ROWS, min_p, np.float32),
+      np.array(top_k > 0 or top_p < 1 or min_p > 0),
     )
     tokens.append(np.asarray(t))
     logprobs.append(np.asarray(l))
@@ -45,7 +45,7 @@ def draw(
 
 
 def expected(
-    logits_V, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, banned=()
+  logits_V, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, banned=()
 ):
   """Probabilities by sorting, in float64."""
   logits = np.array(logits_V, np.float64) / temperature
@@ -65,20 +65,20 @@ LOGITS = np.random.default_rng(0).normal(size=VOCAB) * 1.5
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.6, "banned": (3, 4, 149)},
-        {"temperature": 1.7, "top_k": 7},
-        {"top_p": 0.8},
-        {"temperature": 1.3, "top_k": 30, "top_p": 0.7, "banned": (0,)},
-        {"top_p": 1e-6},
-        {"top_k": 1},
-        {"top_k": 10_000, "top_p": 0.999},
-        {"min_p": 0.1},
-        {"min_p": 0.2, "top_p": 0.7, "top_k": 9, "temperature": 1.5},
-        {"min_p": 1.0},
-    ],
+  "options",
+  [
+    {},
+    {"temperature": 0.6, "banned": (3, 4, 149)},
+    {"temperature": 1.7, "top_k": 7},
+    {"top_p": 0.8},
+    {"temperature": 1.3, "top_k": 30, "top_p": 0.7, "banned": (0,)},
+    {"top_p": 1e-6},
+    {"top_k": 1},
+    {"top_k": 10_000, "top_p": 0.999},
+    {"min_p": 0.1},
+    {"min_p": 0.2, "top_p": 0.7, "top_k": 9, "temperature": 1.5},
+    {"min_p": 1.0},
+  ],
 )
 def test_draws_follow_the_truncated_distribution(options):
   p = expected(LOGITS, **options)
@@ -103,7 +103,7 @@ def test_draws_follow_the_truncated_distribution(options):
 def test_greedy_takes_the_best_allowed_token_at_temperature_one():
   best = int(LOGITS.argmax())
   tokens, logprobs = draw(
-      LOGITS, temperature=0.0, top_k=1, top_p=0.1, banned=(best,), count=1
+    LOGITS, temperature=0.0, top_k=1, top_p=0.1, banned=(best,), count=1
   )
   p = expected(LOGITS, banned=(best,))
   assert (tokens == p.argmax()).all()
@@ -134,7 +134,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
     return _sample(
         logits[order], mask, keys[order], zeros, ones, zeros, ones,
         np.zeros(ROWS, np.float32), np.False_,
-    )  # pyformat: disable
+    )  # fmt: skip
 
   order = rng.permutation(ROWS)
   straight, shuffled = run(np.arange(ROWS)), run(order)
@@ -144,10 +144,12 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 def test_uniforms_are_uniform_and_distinct():
   keys = np.stack([np.arange(ROWS), np.zeros(ROWS)], 1).astype(np.uint32)
-  u = np.concatenate([
+  u = np.concatenate(
+    [
       np.asarray(sampler.uniforms(keys, np.full(ROWS, i, np.int32)))
       for i in range(100)
-  ])
+    ]
+  )
   assert u.min() >= 0 and u.max() < 1
   counts = np.histogram2d(u[:, 0], u[:, 1], bins=8, range=[[0, 1]] * 2)[0]
   want = len(u) / 64

@@ -22,13 +22,13 @@ from tunix.rl.multi_turn.policy import qwen_vl
 
 
 @given(
-    st.integers(1, 4).flatmap(
-        lambda shards: st.tuples(
-            st.just(shards),
-            st.lists(st.integers(0, shards - 1), max_size=40),
-            st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True),
-        )
+  st.integers(1, 4).flatmap(
+    lambda shards: st.tuples(
+      st.just(shards),
+      st.lists(st.integers(0, shards - 1), max_size=40),
+      st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True),
     )
+  )
 )
 def test_every_item_gets_one_row_of_its_shards_block(case):
   shards, shard_of, each = case
@@ -57,9 +57,9 @@ def table(shards=2, slots=4, pages=5):
 
 def ask(slots, name):
   request = requests.Request(
-      name,
-      policy_client.TokenPrompt(np.arange(8, dtype=np.int32)),
-      policy_client.SamplingParams(),
+    name,
+    policy_client.TokenPrompt(np.arange(8, dtype=np.int32)),
+    policy_client.SamplingParams(),
   )
   slots.enqueue(request)
   return request
@@ -112,7 +112,7 @@ def test_pages_are_taken_from_sessions_of_the_own_shard():
 def sizes_of(shards, **settings):
   _, processor, _ = checkpoint.create_policy("qwen3_vl_tiny", screen=(32, 32))
   config = engine_config.EngineConfig(
-      slots=6, context_length=64, page_size=8, **settings
+    slots=6, context_length=64, page_size=8, **settings
   )
   chosen = buckets.choose(processor, config, ((32, 32),), shards)
   assert all(n % shards == 0 for n in (*chosen.decode_rows, *chosen.images))
@@ -130,7 +130,7 @@ def test_a_shard_holds_a_context_at_least():
 def _wide():
   """float32 parameters, computed in bfloat16."""
   model, processor, _ = checkpoint.create_policy(
-      "qwen3_vl_tiny", screen=(32, 32)
+    "qwen3_vl_tiny", screen=(32, 32)
   )
   config = dataclasses.replace(model.config, compute_dtype="bfloat16")
   return qwen_vl.QwenVL(config, nnx.Rngs(0)), processor
@@ -139,7 +139,7 @@ def _wide():
 def test_matrices_are_kept_in_the_type_they_are_computed_in(wide):
   model, processor = wide
   state = device_state.DeviceState(
-      model, processor, pages=3, page_size=8, vision_tokens=4
+    model, processor, pages=3, page_size=8, vision_tokens=4
   )
   kept_bytes = sum(x.nbytes for x in state.params)
   assert kept_bytes == device_state.weight_bytes(model, None)
@@ -151,7 +151,7 @@ def test_matrices_are_kept_in_the_type_they_are_computed_in(wide):
   positions = np.repeat(tokens[..., None], 3, axis=2)
   starts, lengths = np.zeros(1, np.int32), np.full(1, 8, np.int32)
   patches = np.random.default_rng(0).integers(
-      0, 256, (1, 4, processor.patch_bytes), np.uint8
+    0, 256, (1, 4, processor.patch_bytes), np.uint8
   )
   real = np.ones((1, 4), bool)
   places = np.array([[0, 0, 2, 2], [0, 1, 2, 2], [1, 0, 2, 2], [1, 1, 2, 2]])
@@ -161,9 +161,8 @@ def test_matrices_are_kept_in_the_type_they_are_computed_in(wide):
   def score(model):
     vision = model.encode_images(patches, real, places[None].astype(np.int32))
     hidden, _ = model.extend(
-        tokens, positions, starts, lengths, model.init_cache(1, 8),
-        index, vision,
-    )  # pyformat: disable
+      tokens, positions, starts, lengths, model.init_cache(1, 8), index, vision
+    )
     return model.logits(hidden)
 
   np.testing.assert_array_equal(score(narrow), score(model))
@@ -176,31 +175,28 @@ def test_shapes_are_enough_to_lower_an_engines_programs(wide):
   model, processor = wide
   shapes = nnx.eval_shape(lambda: type(model)(model.config, nnx.Rngs(0)))
   real = device_state.DeviceState(
-      model, processor, pages=3, page_size=8, vision_tokens=4
+    model, processor, pages=3, page_size=8, vision_tokens=4
   )
   state = device_state.DeviceState(
-      shapes, processor, pages=3, page_size=8, vision_tokens=4
+    shapes, processor, pages=3, page_size=8, vision_tokens=4
   )
   assert state.cache is None and state.pool is None
   for got, want in zip(
-      jax.tree.leaves((state.params, state.cache_shape, state.pool_shape)),
-      jax.tree.leaves((real.params, real.cache, real.pool)),
-      strict=True,
+    jax.tree.leaves((state.params, state.cache_shape, state.pool_shape)),
+    jax.tree.leaves((real.params, real.cache, real.pool)),
+    strict=True,
   ):
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
   assert jnp.dtype(jnp.int8) in {
-      x.dtype
-      for x in device_state.DeviceState(
-          shapes, processor, pages=3, page_size=8, vision_tokens=4,
-          weights="int8",
-      ).params
-  }  # pyformat: disable
+    x.dtype
+    for x in device_state.DeviceState(
+      shapes, processor, pages=3, page_size=8, vision_tokens=4, weights="int8"
+    ).params
+  }
 
 
 def test_a_processs_mesh_is_its_part_of_the_whole_one():
   full = update_memory.abstract_mesh(fsdp=8, tensor=2)
   part = update_memory.process_mesh(full, 4)
-  assert dict(part.shape) == {
-      "data": 1, "fsdp": 2, "sequence": 1, "tensor": 2
-  }  # pyformat: disable
+  assert dict(part.shape) == {"data": 1, "fsdp": 2, "sequence": 1, "tensor": 2}
   assert update_memory.process_mesh(full, 1) is full

@@ -28,7 +28,7 @@ GREEDY = policy_client.SamplingParams(max_new_tokens=5, temperature=0.0)
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
   reference = qwen_reference.Reference(
-      qwen_reference.CONFIGS["gemma3"], tmp_path_factory.mktemp("policy")
+    qwen_reference.CONFIGS["gemma3"], tmp_path_factory.mktemp("policy")
   )
   return reference.policy(), reference.processor, images_lib.ImageStore()
 
@@ -41,7 +41,7 @@ def serving(parts, **changes):
       prefill_buckets=(8,), window_buckets=(CONTEXT,), image_buckets=(2,),
       patch_buckets=(16,), decode_steps_per_call=3, page_size=6,
       banned_token_ids=model.config.banned_token_ids,
-  )  # pyformat: disable
+  )  # fmt: skip
   engine = micro.engine_of(model, processor, store, **(options | changes))
   try:
     yield engine
@@ -64,12 +64,13 @@ class Writer:
   def image(self, image=None):
     side = int(self.rng.integers(5, 40))
     image = image or self._store.put(
-        self.rng.integers(0, 255, (side, 20, 3), dtype=np.uint8)
+      self.rng.integers(0, 255, (side, 20, 3), dtype=np.uint8)
     )
     self.tokens.append(qwen_reference.IMAGE_START)
     self.spans = (
-        *self.spans, trajectory.ImageSpan(image, len(self.tokens), WHOLE)
-    )  # pyformat: disable
+      *self.spans,
+      trajectory.ImageSpan(image, len(self.tokens), WHOLE),
+    )
     self.tokens += [self._processor.image_token_id] * WHOLE
     self.tokens.append(qwen_reference.IMAGE_END)
     return self
@@ -87,9 +88,12 @@ def checker(parts):
     full = np.append(prompt.tokens, completion.tokens)
     (logits,) = recompute.logits([(full, prompt.images)])
     undecided = references.check_completion(
-        logits[len(prompt.tokens) - 1 : -1], completion.tokens,
-        completion.logprobs, sampling, banned,
-    )  # pyformat: disable
+      logits[len(prompt.tokens) - 1 : -1],
+      completion.tokens,
+      completion.logprobs,
+      sampling,
+      banned,
+    )
     assert undecided == 0
     return completion
 
@@ -109,9 +113,10 @@ def test_chunks_and_pages_end_anywhere(parts, page, share):
         for _ in range(4):
           writer.image().words(1 + i)
         prompts.append(writer.words(2).prompt)
-      completions = micro.generate(engine, *(
-          (f"{seed} {i}", prompt, GREEDY) for i, prompt in enumerate(prompts)
-      ))
+      completions = micro.generate(
+        engine,
+        *((f"{seed} {i}", prompt, GREEDY) for i, prompt in enumerate(prompts)),
+      )
       for prompt, got in zip(prompts, completions, strict=True):
         check(prompt, got)
 
@@ -163,12 +168,12 @@ def test_pages_that_run_short_are_filled_again(parts):
   long = policy_client.SamplingParams(max_new_tokens=24, temperature=0.0)
   with serving(parts, cache_tokens=132) as engine:
     prompts = [
-        Writer(parts, i).words(3).image().words(2 + i).image().words(4).prompt
-        for i in range(6)
+      Writer(parts, i).words(3).image().words(2 + i).image().words(4).prompt
+      for i in range(6)
     ]
-    completions = micro.generate(engine, *(
-        (f"{i}", prompt, long) for i, prompt in enumerate(prompts)
-    ))
+    completions = micro.generate(
+      engine, *((f"{i}", prompt, long) for i, prompt in enumerate(prompts))
+    )
     for prompt, got in zip(prompts, completions, strict=True):
       check(prompt, got, long)
     stats = engine.stats()
@@ -198,10 +203,10 @@ def test_default_calls_hold_an_image_and_the_text_around_it(platform, want):
 
   processor = qwen_checkpoint.processor_of(qwen_config.SIZES["Gemma-3-4B"])
   chosen = buckets.choose(
-      processor,
-      engine_config.EngineConfig(context_length=4096),
-      ((1280, 720),),
-      platform=platform or "tpu",
+    processor,
+    engine_config.EngineConfig(context_length=4096),
+    ((1280, 720),),
+    platform=platform or "tpu",
   )
   assert chosen.tokens == (want or (64, 288))
   assert chosen.patches == (4096,)

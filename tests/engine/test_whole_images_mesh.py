@@ -14,9 +14,13 @@ def report(tmp_path_factory):
   directory = tmp_path_factory.mktemp("policy")
   qwen_reference.Reference(qwen_reference.CONFIGS["gemma3"], directory)
   return forced_devices.report(
-      "-m", "tests.engine.gemma_mesh_script", str(directory), devices=8,
-      seconds=600, flags="--xla_backend_optimization_level=0",
-  )  # pyformat: disable
+    "-m",
+    "tests.engine.gemma_mesh_script",
+    str(directory),
+    devices=8,
+    seconds=600,
+    flags="--xla_backend_optimization_level=0",
+  )
 
 
 def test_completions_and_gradients_equal_those_of_one_device(report):

@@ -26,43 +26,43 @@ def main():
   model, processor, encoder = policies["mesh"]
   prompt = np.array(encoder.encode("Add 3 and 4.").ids, np.int32)
   with engine_lib.RolloutEngine(
-      model,
-      processor,
-      store,
-      engine_config.EngineConfig(
-          slots=2,
-          context_length=64,
-          decode_rows=(2,),
-          prefill_rows=(2,),
-          prefill_buckets=(32,),
-      ),
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    store,
+    engine_config.EngineConfig(
+      slots=2,
+      context_length=64,
+      decode_rows=(2,),
+      prefill_rows=(2,),
+      prefill_buckets=(32,),
+    ),
+    banned_token_ids=model.config.banned_token_ids,
   ) as engine:
     got = asyncio.run(
-        engine.generate(
-            policy_client.TokenPrompt(prompt, ()),
-            policy_client.SamplingParams(max_new_tokens=8, seed=0),
-            session="s",
-        )
+      engine.generate(
+        policy_client.TokenPrompt(prompt, ()),
+        policy_client.SamplingParams(max_new_tokens=8, seed=0),
+        session="s",
+      )
     )
   n, m = len(prompt), len(got.tokens)
   sequence = trajectory.TokenSequence(
-      np.append(prompt, got.tokens),
-      np.arange(n + m) >= n,
-      np.append(np.zeros(n, np.float32), got.logprobs),
-      np.append(np.full(n, -1, np.int32), got.versions),
-      np.zeros(n + m, np.int32),
-      (),
+    np.append(prompt, got.tokens),
+    np.arange(n + m) >= n,
+    np.append(np.zeros(n, np.float32), got.logprobs),
+    np.append(np.full(n, -1, np.int32), got.versions),
+    np.zeros(n + m, np.int32),
+    (),
   )
   report = {"sampled": [float(x) for x in got.logprobs]}
   for name, (model, processor, _) in policies.items():
     learner = learner_lib.Learner(
-        model,
-        processor,
-        store,
-        learner_lib.LearnerConfig(rows=2, row_length=64),
-        learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
-        mesh=mesh if name == "mesh" else None,
+      model,
+      processor,
+      store,
+      learner_lib.LearnerConfig(rows=2, row_length=64),
+      learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
+      mesh=mesh if name == "mesh" else None,
     )
     (scored,) = learner.sequence_logprobs([sequence])
     report[name] = [float(x) for x in scored[n:]]

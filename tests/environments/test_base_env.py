@@ -23,7 +23,6 @@ class Env(base_env.BaseEnv):
 
 
 class AsyncEnv(Env):
-
   async def step(self, action):
     await asyncio.sleep(3600)
 

@@ -393,18 +393,25 @@ class TestEnd:
     """The engine may end it, and rewards of the whole episode may follow."""
     plan = rewards.plan({"success": 1, "zero": 0.5, "format": 0.25})
     env = make(reward=plan.environment, max_steps=2)
-    model = iter([
-      PARSER.format_gui_action(Action(Kind.CLICK, x=70, y=20), 100, 50),
-      PARSER.format_gui_action(Action(Kind.TERMINATE, success=True), 100, 50),
-    ])
+    model = iter(
+      [
+        PARSER.format_gui_action(Action(Kind.CLICK, x=70, y=20), 100, 50),
+        PARSER.format_gui_action(Action(Kind.TERMINATE, success=True), 100, 50),
+      ]
+    )
     engine = tc.TrajectoryCollectEngine(
-      agents.ToolAgent("", "computer_use"), env,
-      lambda messages: next(model), plan.episode, max_steps=limit,
+      agents.ToolAgent("", "computer_use"),
+      env,
+      lambda messages: next(model),
+      plan.episode,
+      max_steps=limit,
     )
     result = asyncio.run(engine.collect())
     parts = reward_parts.of_episode(result)
     assert {name: part.weight for name, part in parts.items()} == {
-      "success": 1.0, "zero": 0.5, "format": 0.25
+      "success": 1.0,
+      "zero": 0.5,
+      "format": 0.25,
     }
     assert parts["success"].value == 1.0
     assert result.reward == pytest.approx(

@@ -14,16 +14,21 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MOST_MIB = 150
 CLIENTS = (
-    "environments.gyms.genv.gym", "environments.gyms.openenv.gym",
-    "environments.play.__main__", "environments.gym_server.__main__",
-    "agents.run_service.__main__",
-    "monitor.client.http_rollout_recorder", "monitor.client.ingest_client",
-    "monitor.client.event_log", "monitor.client.uploader", "monitor.serve",
-)  # pyformat: disable
+  "environments.gyms.genv.gym",
+  "environments.gyms.openenv.gym",
+  "environments.play.__main__",
+  "environments.gym_server.__main__",
+  "agents.run_service.__main__",
+  "monitor.client.http_rollout_recorder",
+  "monitor.client.ingest_client",
+  "monitor.client.event_log",
+  "monitor.client.uploader",
+  "monitor.serve",
+)
 HEAVY = (
     "jax", "jaxlib", "flax", "orbax", "transformers", "pandas", "torch",
     "tunix.rl.rl_learner", "tunix.rl.rl_cluster",
-)  # pyformat: disable
+)  # fmt: skip
 PROGRAM = r"""
 import importlib, json, re, sys
 import tunix_multi_turn
@@ -41,7 +46,7 @@ def python(*argv, **options):
   return subprocess.run(
       [sys.executable, *argv], cwd=ROOT, capture_output=True, text=True,
       timeout=100, check=False, env=env, **options,
-  )  # pyformat: disable
+  )  # fmt: skip
 
 
 def test_clients_import_nothing_heavy():
@@ -54,7 +59,9 @@ def test_clients_import_nothing_heavy():
 
 @pytest.mark.slow
 def test_google_tunix_is_there_once_it_is_asked_for():
-  process = python("-c", """
+  process = python(
+    "-c",
+    """
 import tunix_multi_turn, sys
 tunix_multi_turn.light()
 tunix_multi_turn.light()
@@ -67,7 +74,8 @@ from tunix import PeftTrainer
 assert not tunix_multi_turn.is_light() and "jax" in sys.modules
 from tunix.rl.multi_turn.core import images as again
 assert again is images
-""")
+""",
+  )
   assert process.returncode == 0, process.stderr[-2000:]
 
 
@@ -76,16 +84,16 @@ def test_the_gym_server_and_its_processes_are_light():
       [sys.executable, "-m", "tunix_multi_turn", "environments.gym_server",
        "desktop", "--port", "0", "--workers", "1"],
       cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
-  )  # pyformat: disable
+  )  # fmt: skip
   try:
     url = re.search(r"http://\S+", process.stdout.readline())[0]
     with httpx.Client(base_url=url, timeout=60, verify=False) as http:
       created = http.post("/api/v1/desktop/tasks/001")
       assert created.status_code == 200, created.text
     group = [
-        int(entry.name)
-        for entry in pathlib.Path("/proc").iterdir()
-        if entry.name.isdigit() and _group(entry.name) == process.pid
+      int(entry.name)
+      for entry in pathlib.Path("/proc").iterdir()
+      if entry.name.isdigit() and _group(entry.name) == process.pid
     ]
     assert len(group) > 1  # The server, its fork server, and the gyms.
     for pid in group:

@@ -50,7 +50,7 @@ def test_an_oracle_records_what_it_plays(tmp_path, capsys):
   status, output, _ = play(
       capsys, "desktop", "enter-text", "--by", "oracle", "--episodes", 3,
       "--out", out,
-  )  # pyformat: disable
+  )  # fmt: skip
   assert status == 0 and output.count("solved") == 3
   episodes = recordings.read(out)
   ids = [r.task.task_id for r in episodes]
@@ -62,14 +62,14 @@ def test_an_oracle_records_what_it_plays(tmp_path, capsys):
     observation = gym.start_sync(recording.task)
     for i, action in enumerate(recording.actions):
       np.testing.assert_array_equal(
-          recording.observations[i].screenshot, observation.screenshot
+        recording.observations[i].screenshot, observation.screenshot
       )
       if action.kind.value == "click":
         assert recording.targets[i] == gym.describe(action.x, action.y)
         assert recording.targets[i]
       observation = gym.act_sync(action)
     assert gym.evaluate_sync() == dataclasses.replace(
-        recording.evaluation, details=dict(recording.evaluation.details)
+      recording.evaluation, details=dict(recording.evaluation.details)
     )
 
 
@@ -105,12 +105,12 @@ def test_a_file_survives_a_crash_in_the_middle_of_a_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "line, words",
-    [
-        ("{}", "line 1 is not a recording"),
-        ('{"version": 2}', "line 1 is not a recording"),
-        ('{"version": 1}', "line 1: KeyError: 'gym'"),
-    ],
+  "line, words",
+  [
+    ("{}", "line 1 is not a recording"),
+    ('{"version": 2}', "line 1 is not a recording"),
+    ('{"version": 1}', "line 1: KeyError: 'gym'"),
+  ],
 )
 def test_a_line_that_is_no_recording_is_refused(tmp_path, line, words):
   (tmp_path / "d.jsonl").write_text(line + "\n")
@@ -126,7 +126,7 @@ def test_trees_are_not_recorded(pixels):
   tree = base.Observation(pixels, axtree="RootWebArea")
   with pytest.raises(ValueError, match="record mine with observation=screen"):
     recordings.Recording(
-        "mine", task(), (tree,), (), (), base.Evaluation(0.0, False)
+      "mine", task(), (tree,), (), (), base.Evaluation(0.0, False)
     )
 
 
@@ -156,23 +156,23 @@ def test_a_task_of_a_gym_server_is_played(tmp_path, capsys):
       status, output, _ = play(
           capsys, "genv", name, "--by", "script", "--script", script, "--out",
           out, "--settings", f"{{base_url: '{url}'}}",
-      )  # pyformat: disable
+      )  # fmt: skip
       assert status == 0 and "not solved" in output
     assert app.store.open == 0
   assert [len(r.actions) for r in recordings.read(out)] == [2, 2]
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["desktp", "x"], "did you mean 'desktop'"),
-        (["desktop", "enter-tex"], "enter-tex"),
-        (["desktop", "enter-text", "--by", "script"], "--script FILE"),
-        (["gymnasium", "FrozenLake-v1", "--by", "oracle"], "has no oracle"),
-        (["desktop", "enter-text", "--settings", "5"], "--settings=5"),
-        (["desktop", "enter-text", "--settings", "{width: 4}"], "width=4"),
-        (["desktop", "enter-text", "--settings", "{wdth: 4}"], "'wdth'"),
-    ],
+  "arguments, words",
+  [
+    (["desktp", "x"], "did you mean 'desktop'"),
+    (["desktop", "enter-tex"], "enter-tex"),
+    (["desktop", "enter-text", "--by", "script"], "--script FILE"),
+    (["gymnasium", "FrozenLake-v1", "--by", "oracle"], "has no oracle"),
+    (["desktop", "enter-text", "--settings", "5"], "--settings=5"),
+    (["desktop", "enter-text", "--settings", "{width: 4}"], "width=4"),
+    (["desktop", "enter-text", "--settings", "{wdth: 4}"], "'wdth'"),
+  ],
 )
 def test_what_cannot_be_played_is_refused(arguments, words, capsys):
   status, _, error = play(capsys, *arguments)
@@ -187,13 +187,12 @@ async def test_a_person_plays_in_the_terminal(tmp_path):
   gym.start_sync(task())
   click = desktop.oracle_action(gym)
   word = re.search('"(.*)"', gym.episode.spec.instruction)[1]
-  lines = iter(["dance", "click 1", "help", f"click {click.x} {click.y}",
-                f"type {word}"])  # pyformat: disable
+  lines = iter(
+    ["dance", "click 1", "help", f"click {click.x} {click.y}", f"type {word}"]
+  )
   out = io.StringIO()
   playing = session(tmp_path / "d.jsonl")
-  await terminal.play(
-      playing, task(), read=lambda prompt: next(lines), out=out
-  )
+  await terminal.play(playing, task(), read=lambda prompt: next(lines), out=out)
   assert "solved, score 1" in out.getvalue()
   assert "'dance' is not an action" in out.getvalue()
   assert "click needs 2 numbers" in out.getvalue()
@@ -217,17 +216,17 @@ async def test_who_leaves_records_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line, action",
-    [
-        ("double 3 4", Action("click", x=3, y=4, count=2)),
-        ("right 3 4", Action("click", x=3, y=4, button="right")),
-        ("drag 1 2 3 4", Action("drag", x=1, y=2, x2=3, y2=4)),
-        ("scroll 1 2 -30", Action("scroll", x=1, y=2, dy=-30)),
-        ("key Ctrl+A", Action("key", keys=("ctrl", "a"))),
-        ("type Hello  you", Action("type", text="Hello  you")),
-        ("answer 42", Action("answer", text="42")),
-        ("done", Action("terminate")),
-    ],
+  "line, action",
+  [
+    ("double 3 4", Action("click", x=3, y=4, count=2)),
+    ("right 3 4", Action("click", x=3, y=4, button="right")),
+    ("drag 1 2 3 4", Action("drag", x=1, y=2, x2=3, y2=4)),
+    ("scroll 1 2 -30", Action("scroll", x=1, y=2, dy=-30)),
+    ("key Ctrl+A", Action("key", keys=("ctrl", "a"))),
+    ("type Hello  you", Action("type", text="Hello  you")),
+    ("answer 42", Action("answer", text="42")),
+    ("done", Action("terminate")),
+  ],
 )
 def test_actions_in_words(line, action):
   assert terminal.parse(line) == action
@@ -249,14 +248,14 @@ async def _page(tmp_path):
   page = page_lib.Page(playing, task)
   with http_server.LoopbackServer(page.asgi) as server:
     async with httpx.AsyncClient(
-        base_url=server.url, headers={"x-play-key": page.key}, timeout=30
+      base_url=server.url, headers={"x-play-key": page.key}, timeout=30
     ) as http:
       yield http, playing, tmp_path / "d.jsonl"
 
 
 async def test_a_person_plays_on_the_page(page):
   http, playing, out = page
-  assert "<img id=\"screen\"" in (await http.get("/")).text
+  assert '<img id="screen"' in (await http.get("/")).text
   state = (await http.post("/state")).json()
   assert state["task_id"] == task().task_id and state["evaluation"] is None
   right = await playing.next_right()
@@ -285,7 +284,7 @@ async def test_a_person_plays_in_a_browser(page):
   http, playing, out = page
   async with playwright.async_playwright() as started:
     browser = await started.chromium.launch(
-        executable_path=chromium, args=["--no-sandbox"]
+      executable_path=chromium, args=["--no-sandbox"]
     )
     tab = await browser.new_page()
     tab.set_default_timeout(30_000)
@@ -301,8 +300,8 @@ async def test_a_person_plays_in_a_browser(page):
     async def at(x, y):
       box = await tab.locator("#screen").bounding_box()
       return (
-          box["x"] + (x + 0.5) / 128 * box["width"],
-          box["y"] + (y + 0.5) / 96 * box["height"],
+        box["x"] + (x + 0.5) / 128 * box["width"],
+        box["y"] + (y + 0.5) / 96 * box["height"],
       )
 
     await playwright.expect(tab.locator("#side")).to_contain_text("0 recorded")
@@ -357,9 +356,10 @@ async def test_two_clicks_at_a_time_are_made_one_after_the_other(page):
   http, playing, _ = page
   await http.post("/state")
   await asyncio.gather(
-      *(http.post("/act", json={"kind": "move", "x": i, "y": 1})
-        for i in range(8))
-  )  # pyformat: disable
+    *(
+      http.post("/act", json={"kind": "move", "x": i, "y": 1}) for i in range(8)
+    )
+  )
   assert len(playing.actions) == 8
 
 
@@ -368,11 +368,11 @@ def test_the_command_serves_the_page():
       [sys.executable, "-m", "tunix.rl.multi_turn.environments.play",
        "desktop", "enter-text"],
       stdout=subprocess.PIPE, text=True, env={**os.environ},
-  )  # pyformat: disable
+  )  # fmt: skip
   try:
     match = re.search(r"(http://127\S+)/#(\S+)", process.stdout.readline())
     reply = httpx.post(
-        match[1] + "/state", headers={"x-play-key": match[2]}, timeout=30
+      match[1] + "/state", headers={"x-play-key": match[2]}, timeout=30
     )
     assert reply.json()["task_id"] == task().task_id
   finally:

@@ -14,7 +14,7 @@ from tunix.rl.multi_turn.tools import registry
 from tunix.rl.multi_turn.tools.sandbox import rooms
 
 sandboxed = pytest.mark.skipif(
-    bool(rooms.no_namespaces()), reason="no namespaces here"
+  bool(rooms.no_namespaces()), reason="no namespaces here"
 )
 
 
@@ -24,7 +24,7 @@ def run(*codes, **options):
 
   async def play():
     env = environments.ToolEnvironment(
-        "q", tools.for_task({}), max_steps=99, tool_timeout=60.0
+      "q", tools.for_task({}), max_steps=99, tool_timeout=60.0
     )
     env.reset()
     texts = []
@@ -42,10 +42,10 @@ def run(*codes, **options):
 @sandboxed
 def test_code_runs_files_stay_and_failures_are_errors():
   first, second, third, fourth = run(
-      "print(6 * 7); open('x', 'w').write('kept')",
-      "print(open('x').read())",
-      "1 / 0",
-      "raise SystemExit(3)",
+    "print(6 * 7); open('x', 'w').write('kept')",
+    "print(open('x').read())",
+    "1 / 0",
+    "raise SystemExit(3)",
   )
   assert (first, second) == ("42\n", "kept\n")
   assert third.startswith("Error") and "ZeroDivisionError" in third
@@ -57,9 +57,9 @@ def test_nothing_of_the_machine_is_reached(tmp_path):
   secret = tmp_path / "secret"
   secret.write_text("x")
   network, file, outside = run(
-      "import socket; socket.create_connection(('1.1.1.1', 53), 2)",
-      f"print(open({str(secret)!r}).read())",
-      "open('/usr/x', 'w')",
+    "import socket; socket.create_connection(('1.1.1.1', 53), 2)",
+    f"print(open({str(secret)!r}).read())",
+    "open('/usr/x', 'w')",
   )
   assert "OSError" in network or "unreachable" in network
   assert "FileNotFoundError" in file
@@ -70,15 +70,19 @@ def test_nothing_of_the_machine_is_reached(tmp_path):
 def test_limits():
   start = time.monotonic()
   slow, memory, disk, forks, long_, after = run(
-      "while True: pass",
-      "x = bytearray(1 << 30)",
-      "open('big', 'wb').write(b'x' * (40 << 20))",
-      "import os, time\nfor _ in range(200): os.fork() or time.sleep(5) or"
-      " os._exit(0)",
-      "print('x' * 100000)",
-      "print('fine')",
-      seconds=2.0, memory_mb=256, disk_mb=16, processes=16, output_chars=500,
-  )  # pyformat: disable
+    "while True: pass",
+    "x = bytearray(1 << 30)",
+    "open('big', 'wb').write(b'x' * (40 << 20))",
+    "import os, time\nfor _ in range(200): os.fork() or time.sleep(5) or"
+    " os._exit(0)",
+    "print('x' * 100000)",
+    "print('fine')",
+    seconds=2.0,
+    memory_mb=256,
+    disk_mb=16,
+    processes=16,
+    output_chars=500,
+  )
   assert "longer than 2 s" in slow
   assert "MemoryError" in memory
   assert disk.startswith("Error")
@@ -91,9 +95,9 @@ def test_limits():
 @sandboxed
 def test_nothing_is_left_after_an_episode(tmp_path):
   (text,) = run(
-      "import subprocess, sys\n"
-      "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'],"
-      " start_new_session=True)\nprint('started')"
+    "import subprocess, sys\n"
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'],"
+    " start_new_session=True)\nprint('started')"
   )
   assert text == "started\n"
   for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
@@ -112,13 +116,13 @@ def test_no_sandbox_is_refused_unless_asked_for_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"second": 1}, "did you mean 'seconds'"),
-        ({"seconds": "long"}, "float"),
-        ({"memory_mb": 0}, "> 0"),
-        ({"isolation": "none"}, "isolation"),
-    ],
+  "options, says",
+  [
+    ({"second": 1}, "did you mean 'seconds'"),
+    ({"seconds": "long"}, "float"),
+    ({"memory_mb": 0}, "> 0"),
+    ({"isolation": "none"}, "isolation"),
+  ],
 )
 def test_options(options, says):
   with pytest.raises(ValueError, match=says):
@@ -138,7 +142,7 @@ def test_episodes_at_once_do_not_mix():
 
   async def play(i):
     env = environments.ToolEnvironment(
-        "q", tools.for_task({}), tool_timeout=60.0
+      "q", tools.for_task({}), tool_timeout=60.0
     )
     env.reset()
     code = f"open('x', 'a').write('{i} '); print(open('x').read())"

@@ -26,14 +26,19 @@ def write(path, rows):
 @pytest.fixture(name="path")
 def _path(tmp_path):
   """Forty tasks of four families."""
-  return write(tmp_path / "tasks.jsonl", [
+  return write(
+    tmp_path / "tasks.jsonl",
+    [
       {
-          "task_id": f"t{i}", "task_name": f"name {i}",
-          "task_number": f"{i:03d}", "tags": [f"Tag{i % 4}"],
-          "description": f"Do {i}.",
+        "task_id": f"t{i}",
+        "task_name": f"name {i}",
+        "task_number": f"{i:03d}",
+        "tags": [f"Tag{i % 4}"],
+        "description": f"Do {i}.",
       }
       for i in range(1, 41)
-  ])  # pyformat: disable
+    ],
+  )
 
 
 def load(path, **changes):
@@ -56,12 +61,13 @@ _LIMITS = {"train": "limit", "eval": "eval_limit"}
 
 
 @hypothesis.settings(
-    max_examples=60, deadline=None,
-    suppress_health_check=[
-        hypothesis.HealthCheck.function_scoped_fixture,
-        hypothesis.HealthCheck.too_slow,
-    ],
-)  # pyformat: disable
+  max_examples=60,
+  deadline=None,
+  suppress_health_check=[
+    hypothesis.HealthCheck.function_scoped_fixture,
+    hypothesis.HealthCheck.too_slow,
+  ],
+)
 @hypothesis.given(
     seed=st.integers(0, 99),
     ratio=st.floats(0.1, 0.9),
@@ -73,9 +79,9 @@ _LIMITS = {"train": "limit", "eval": "eval_limit"}
             ),
         })
     ] * 2),
-)  # pyformat: disable
+)  # fmt: skip
 def test_no_choice_of_tags_and_limits_trains_on_what_is_held_out(
-    path, seed, ratio, choices
+  path, seed, ratio, choices
 ):
   ids = []
   for split, chosen in zip(("train", "eval"), choices):
@@ -84,7 +90,7 @@ def test_no_choice_of_tags_and_limits_trains_on_what_is_held_out(
           path, split=split, seed=seed, train_ratio=ratio,
           **{_LIMITS[split] if k == "limit" else k: v
              for k, v in chosen.items()},
-      )))  # pyformat: disable
+      )))  # fmt: skip
     except ValueError as error:
       assert "none of 40 tasks is left" in str(error)
       ids.append(set())
@@ -106,9 +112,7 @@ def test_named_tasks_are_held_out_and_never_trained_on(path):
   train = load(path, split="train", eval_names=names, names=["5", "9"])
   assert train == ["t5", "t9"]
   with pytest.raises(ValueError, match="both say what is held out"):
-    Config(
-        source="jsonl", path="x", eval_names=("a",), eval_number_range="1-2"
-    )
+    Config(source="jsonl", path="x", eval_names=("a",), eval_number_range="1-2")
 
 
 def test_tags_names_and_limits_choose(path):
@@ -121,28 +125,31 @@ def test_tags_names_and_limits_choose(path):
 
 
 def test_a_split_that_the_list_tells_is_kept(tmp_path):
-  path = write(tmp_path / "t.jsonl", [
+  path = write(
+    tmp_path / "t.jsonl",
+    [
       {"task_id": f"t{i}", "split": "eval" if i < 3 else "train"}
       for i in range(10)
-  ])  # pyformat: disable
+    ],
+  )
   assert load(path, split="eval") == ["t0", "t1", "t2"]
 
 
 @pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"source": "json"}, "source(.|\n)*'json'"),
-        ({"train_ratio": 1.5}, "train_ratio(.|\n)*1.5"),
-        ({"limit": -1}, "limit(.|\n)*-1"),
-        ({"eval_number_range": "9-3"}, "eval_number_range='9-3'"),
-        ({"eval_number_range": "a"}, "eval_number_range='a'"),
-        ({"tags": "x"}, "tags(.|\n)*'x'"),
-        ({"path": ""}, "needs path"),
-        ({"source": "generated"}, "path=x is not read"),
-        ({"source": "gym"}, "path=x is not read"),
-        ({"source": "generated", "path": "", "limit": 3}, "limit=3 chooses"),
-        ({"families": ["a", "a"]}, "families.*twice"),
-    ],
+  "changes, words",
+  [
+    ({"source": "json"}, "source(.|\n)*'json'"),
+    ({"train_ratio": 1.5}, "train_ratio(.|\n)*1.5"),
+    ({"limit": -1}, "limit(.|\n)*-1"),
+    ({"eval_number_range": "9-3"}, "eval_number_range='9-3'"),
+    ({"eval_number_range": "a"}, "eval_number_range='a'"),
+    ({"tags": "x"}, "tags(.|\n)*'x'"),
+    ({"path": ""}, "needs path"),
+    ({"source": "generated"}, "path=x is not read"),
+    ({"source": "gym"}, "path=x is not read"),
+    ({"source": "generated", "path": "", "limit": 3}, "limit=3 chooses"),
+    ({"families": ["a", "a"]}, "families.*twice"),
+  ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(changes, words):
   with pytest.raises(ValueError, match=words):
@@ -162,14 +169,14 @@ def test_what_is_no_list_is_not_read():
 
 
 @pytest.mark.parametrize(
-    "text, words",
-    [
-        ('{"task_id": "a"}\n{"task_id": "a"}', "tasks 1 and 2 have one id"),
-        ('{"task_id": "a"}\n{', "line 2 is not JSON"),
-        ('{"task_id": "a"}\n\n{"name": 5.5}', "line 3: name must be"),
-        ('{"tasks": [{"task_id": "a"}]}', "write a row for each"),
-        ("", "none of 0 tasks"),
-    ],
+  "text, words",
+  [
+    ('{"task_id": "a"}\n{"task_id": "a"}', "tasks 1 and 2 have one id"),
+    ('{"task_id": "a"}\n{', "line 2 is not JSON"),
+    ('{"task_id": "a"}\n\n{"name": 5.5}', "line 3: name must be"),
+    ('{"tasks": [{"task_id": "a"}]}', "write a row for each"),
+    ("", "none of 0 tasks"),
+  ],
 )
 def test_a_file_that_is_wrong_says_where(tmp_path, text, words):
   (tmp_path / "t.jsonl").write_text(text)
@@ -185,62 +192,62 @@ def test_a_name_that_nothing_has_is_an_error(path):
 def test_a_dataset_has_the_rows_of_its_tasks(tmp_path, path):
   datasets = pytest.importorskip("datasets")
   tasks = task_sources.load_tasks_from_config(
-      Config(source="jsonl", path=path, limit=6)
+    Config(source="jsonl", path=path, limit=6)
   )
   dataset = task_sources.to_dataset(tasks)
   assert {
       "task_id", "name", "description", "instruction", "task_number", "tags",
       "gym_base_url", "gym_id", "difficulty", "category",
-  } <= set(dataset.column_names)  # pyformat: disable
+  } <= set(dataset.column_names)  # fmt: skip
   dataset.save_to_disk(str(tmp_path / "plain"))
   datasets.DatasetDict({"train": dataset}).save_to_disk(str(tmp_path / "dict"))
   for name in ("plain", "dict"):
     again = task_sources.load_tasks_from_config(
-        Config(source="huggingface", path=str(tmp_path / name))
+      Config(source="huggingface", path=str(tmp_path / name))
     )
     assert [t.to_task() for t in again] == [t.to_task() for t in tasks]
   with pytest.raises(ValueError, match="dataset_split='test'"):
-    task_sources.load_tasks_from_config(Config(
-        source="huggingface", path=str(tmp_path / "dict"),
-        dataset_split="test",
-    ))  # pyformat: disable
+    task_sources.load_tasks_from_config(
+      Config(
+        source="huggingface", path=str(tmp_path / "dict"), dataset_split="test"
+      )
+    )
 
 
 def test_several_sources_are_one_list_in_their_order(tmp_path, path):
   other = write(tmp_path / "o.jsonl", [{"task_id": "t2"}, {"task_id": "new"}])
   with gym_servers.serving(
-      gym_servers.desktop(train_tasks=2, eval_tasks=1)
+    gym_servers.desktop(train_tasks=2, eval_tasks=1)
   ) as (url, _):
-    tasks = task_sources.load_tasks_from_multiple_sources([
+    tasks = task_sources.load_tasks_from_multiple_sources(
+      [
         Config(source="jsonl", path=path),
         Config(source="jsonl", path=other),
         (Config(source="gym", tags=["train"]), {"base_url": url}),
-    ])
+      ]
+    )
   ids = [t.id for t in tasks]
   assert ids[:40] == [f"t{i}" for i in range(1, 41)]
   assert ids[40] == "new" and len(ids) == 45  # t2 is taken from the first.
   assert tasks[-1].gym_base_url == url and tasks[-1].description
   clash = write(tmp_path / "c.jsonl", [{"task_id": "t1", "gym_id": "b"}])
   with pytest.raises(ValueError, match="two sources have a task 't1'"):
-    task_sources.load_tasks_from_multiple_sources([
-        Config(source="jsonl", path=path),
-        Config(source="jsonl", path=clash),
-    ])
+    task_sources.load_tasks_from_multiple_sources(
+      [Config(source="jsonl", path=path), Config(source="jsonl", path=clash)]
+    )
 
 
 def test_a_server_that_is_not_there_is_given_up_in_time():
   with pytest.raises(genv.GenvError):
     task_sources.load_tasks_from_config(
-        Config(source="gym"),
-        options={
-            "base_url": "http://127.0.0.1:9", "timeouts": {"tasks": 1.0},
-        },
-    )  # pyformat: disable
+      Config(source="gym"),
+      options={"base_url": "http://127.0.0.1:9", "timeouts": {"tasks": 1.0}},
+    )
 
 
 def test_batches_of_groups_have_an_end(path):
   tasks = task_sources.load_tasks_from_config(
-      Config(source="jsonl", path=path, limit=6)
+    Config(source="jsonl", path=path, limit=6)
   )
   batches = task_sources.TaskBatches(tasks, groups_per_batch=4, group_size=3)
   assert len(batches) == 2
@@ -261,16 +268,14 @@ def cua(i, family="f"):
 
 def test_a_list_is_gone_through_again_and_again():
   tasks = task_sources.ListedTasks(
-      [cua(i) for i in range(5)], [cua(i) for i in range(5, 8)]
+    [cua(i) for i in range(5)], [cua(i) for i in range(5, 8)]
   )
   for epoch in range(3):
-    pass_ = [
-        tasks.train_task("f", epoch * 5 + i, 0).task_id for i in range(5)
-    ]
+    pass_ = [tasks.train_task("f", epoch * 5 + i, 0).task_id for i in range(5)]
     assert sorted(pass_) == [f"f{i}" for i in range(5)]
   passes = {
-      tuple(tasks.train_task("f", e * 5 + i, 0).task_id for i in range(5))
-      for e in range(6)
+    tuple(tasks.train_task("f", e * 5 + i, 0).task_id for i in range(5))
+    for e in range(6)
   }
   assert len(passes) > 1  # Shuffled anew.
   held_out = [tasks.eval_task("f", i, 0).task_id for i in range(4)]
@@ -278,32 +283,30 @@ def test_a_list_is_gone_through_again_and_again():
 
 
 @pytest.mark.parametrize(
-    "train, held_out, families, words",
-    [
-        ([0, 1], [1], (), "'f1' is for training and held out"),
-        ([0], [], (), "no family has both"),
-        ([0], [1], ("g",), "known: f"),
-    ],
+  "train, held_out, families, words",
+  [
+    ([0, 1], [1], (), "'f1' is for training and held out"),
+    ([0], [], (), "no family has both"),
+    ([0], [1], ("g",), "known: f"),
+  ],
 )
-def test_lists_that_make_no_run_are_refused(
-    train, held_out, families, words
-):
+def test_lists_that_make_no_run_are_refused(train, held_out, families, words):
   with pytest.raises(ValueError, match=words):
     task_sources.ListedTasks(
-        [cua(i) for i in train], [cua(i) for i in held_out], families
+      [cua(i) for i in train], [cua(i) for i in held_out], families
     )
 
 
 def test_a_server_without_instances_is_played_by_its_list():
   """The documented protocol only: no address of its gyms."""
   with gym_servers.serving(
-      gym_servers.desktop(train_tasks=3, eval_tasks=2)
+    gym_servers.desktop(train_tasks=3, eval_tasks=2)
   ) as (url, app):
     make = lambda: gyms.get("genv").make_tasks((), {"base_url": url})
     assert isinstance(make(), genv.GenvTasks)
     described = app._catalogs["desktop"].describe  # pylint: disable=protected-access
     app._catalogs["desktop"].describe = lambda: {  # pylint: disable=protected-access
-        k: v for k, v in described().items() if k != "instances"
+      k: v for k, v in described().items() if k != "instances"
     }
     tasks = make()
   assert isinstance(tasks, task_sources.ListedTasks)
@@ -317,9 +320,9 @@ def test_a_server_without_instances_is_played_by_its_list():
 def sampler(rates, **changes):
   """(sampler, a function that tells how a drawn task's group went)."""
   curriculum = task_sources.CurriculumSampler(
-      tuple(rates),
-      lambda arm, index: base.Task(f"{arm}/{index}", arm),
-      **{"round_size": 4, **changes},
+    tuple(rates),
+    lambda arm, index: base.Task(f"{arm}/{index}", arm),
+    **{"round_size": 4, **changes},
   )
   return curriculum
 
@@ -327,13 +330,11 @@ def sampler(rates, **changes):
 def group(task, rate, size=4):
   won = round(rate * size)
   members = [
-      trajectory.Trajectory(
-          trajectory_id=f"{task.task_id}-{i}",
-          status=trajectory.TrajectoryStatus(
-              "succeeded" if i < won else "failed"
-          ),
-      )
-      for i in range(size)
+    trajectory.Trajectory(
+      trajectory_id=f"{task.task_id}-{i}",
+      status=trajectory.TrajectoryStatus("succeeded" if i < won else "failed"),
+    )
+    for i in range(size)
   ]
   return trajectory.TrajectoryGroup("train-0", task.task_id, tuple(members))
 

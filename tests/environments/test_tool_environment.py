@@ -209,10 +209,7 @@ class TestToolEnvironment:
 
   @pytest.mark.parametrize(
     "fn",
-    [
-      lambda task, action: 0.5,
-      lambda task, action: rewards.RewardOutput(0.5),
-    ],
+    [lambda task, action: 0.5, lambda task, action: rewards.RewardOutput(0.5)],
   )
   def test_reward_functions_of_both_kinds(self, fn):
     async def later(task, action):
@@ -374,9 +371,7 @@ class TestStatefulTools:
       async def release(self, instance_id, **kwargs):
         await asyncio.Event().wait()
 
-    _, results = run(
-      self.make(Clings(), tool_timeout=0.05), [self.COUNT], "2"
-    )
+    _, results = run(self.make(Clings(), tool_timeout=0.05), [self.COUNT], "2")
     assert results[1][1] == 2.0
 
 
@@ -408,7 +403,6 @@ class TestGsm8k:
     free = threading.Event()
 
     class Slow:
-
       def reset(self):
         assert free.wait(30)
         return "user: hello"

@@ -10,9 +10,9 @@ from tunix.rl.multi_turn.tools import stateful
 
 State = request_lib.RequestState
 ROW = {
-    "task_id": "t",
-    "question": "What is 5 + 3?",
-    "tools_kwargs": {"box": {"create_kwargs": {"ground_truth": "8"}}},
+  "task_id": "t",
+  "question": "What is 5 + 3?",
+  "tools_kwargs": {"box": {"create_kwargs": {"ground_truth": "8"}}},
 }
 
 
@@ -36,14 +36,14 @@ def made(row=None, max_steps=3):
   box = Box()
   adapter = stateful.StatefulToolAdapter(box, name="box")
   env = tool_request_env.ToolRequestEnvironment(
-      row or ROW, {"box": adapter}, max_steps
+    row or ROW, {"box": adapter}, max_steps
   )
   return env, box
 
 
 def call(answer, call_id="c1"):
   return trajectory.Action(
-      [trajectory.ToolCall("box", {"answer": answer}, call_id)]
+    [trajectory.ToolCall("box", {"answer": answer}, call_id)]
   )
 
 
@@ -94,5 +94,5 @@ async def test_a_creation_that_fails_and_bad_arguments_are_named():
     await env.reset()
   with pytest.raises(ValueError, match="'calc' is not a stateful tool"):
     tool_request_env.ToolRequestEnvironment(
-        ROW, {"calc": calculator.CalculatorTool}
+      ROW, {"calc": calculator.CalculatorTool}
     )

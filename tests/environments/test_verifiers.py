@@ -38,17 +38,17 @@ from tunix.rl.multi_turn.policy import checkpoint
 
 _ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = pathlib.Path(
-    os.environ.get("VERIFIERS_PYTHON", _ROOT / ".venv-verifiers/bin/python")
+  os.environ.get("VERIFIERS_PYTHON", _ROOT / ".venv-verifiers/bin/python")
 )
 PYTHON4 = pathlib.Path(
-    os.environ.get("VERIFIERS4_PYTHON", _ROOT / ".venv-verifiers4/bin/python")
+  os.environ.get("VERIFIERS4_PYTHON", _ROOT / ".venv-verifiers4/bin/python")
 )
 MODULES = _ROOT / "tests/helpers/verifiers_environments"
 CALL = (
-    '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+  '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 )
 needed = pytest.mark.skipif(
-    not PYTHON.exists(), reason="no verifiers: make verifiers"
+  not PYTHON.exists(), reason="no verifiers: make verifiers"
 )
 slow = pytest.mark.slow  # Importing the package takes seconds.
 
@@ -60,7 +60,7 @@ def installed(test):
 def installed4(test):
   """Marks a test that needs verifiers 0.4, with its tasksets."""
   absent = pytest.mark.skipif(
-      not PYTHON4.exists(), reason="no verifiers 0.4: make verifiers4"
+    not PYTHON4.exists(), reason="no verifiers 0.4: make verifiers4"
   )
   return pytest.mark.peer("verifiers4")(absent(test))
 
@@ -83,18 +83,18 @@ def _server():
     return [*renderer.encode(answered), renderer.end_of_turn_id]
 
   service = service_lib.Service(
-      prompts.ServedPolicy(
-          name="nano",
-          client=scripted_client.ScriptedClient(answer),
-          renderer=renderer,
-          parser=tool_parser.make_tool_parser("qwen"),
-          decoder=answers.TokenDecoder(
-              renderer.decode, tokenizer, renderer.end_of_turn_id
-          ),
-          context_length=1 << 16,
+    prompts.ServedPolicy(
+      name="nano",
+      client=scripted_client.ScriptedClient(answer),
+      renderer=renderer,
+      parser=tool_parser.make_tool_parser("qwen"),
+      decoder=answers.TokenDecoder(
+        renderer.decode, tokenizer, renderer.end_of_turn_id
       ),
-      session_store.SessionStore(renderer),
-      media.MediaLoader(images_lib.ImageStore()),
+      context_length=1 << 16,
+    ),
+    session_store.SessionStore(renderer),
+    media.MediaLoader(images_lib.ImageStore()),
   )
   with http_server.LoopbackServer(app_lib.OpenAIApp(service).asgi) as server:
     yield server.url
@@ -103,24 +103,24 @@ def _server():
 
 def make(index=0, split="train", episode_s=60.0, start_s=120.0, **args):
   return environment.VerifiersEnvironment(
-      {"split": split, "index": index, "seed": 0},
-      module="counting-tools",
-      args=args,
-      path=str(MODULES),
-      python=str(PYTHON),
-      episode_s=episode_s,
-      start_s=start_s,
+    {"split": split, "index": index, "seed": 0},
+    module="counting-tools",
+    args=args,
+    path=str(MODULES),
+    python=str(PYTHON),
+    episode_s=episode_s,
+    start_s=start_s,
   )
 
 
 def make_task(kind="", episode_s=240.0, **args):
   return environment.VerifiersEnvironment(
-      {"split": "train", "index": 0, "seed": 0},
-      module="counting-taskset",
-      args={"taskset": {"task": {"kind": kind}}, **args},
-      path=str(MODULES),
-      python=str(PYTHON4),
-      episode_s=episode_s,
+    {"split": "train", "index": 0, "seed": 0},
+    module="counting-taskset",
+    args={"taskset": {"task": {"kind": kind}}, **args},
+    path=str(MODULES),
+    python=str(PYTHON4),
+    episode_s=episode_s,
   )
 
 
@@ -130,21 +130,21 @@ async def episode(env, url):
     response = await client.post("/rl/start_session", json={"task_id": "t"})
     started = response.json()
     session = environment.PolicySession(
-        started["base_url"],
-        started["api_key"],
-        "nano",
-        {"max_tokens": 64, "temperature": 1.0, "extra_body": {"top_k": 0}},
-        30.0,
+      started["base_url"],
+      started["api_key"],
+      "nano",
+      {"max_tokens": 64, "temperature": 1.0, "extra_body": {"top_k": 0}},
+      30.0,
     )
     await env.reset()
     result = await env.step(environment.hand_over(session))
     exported = await client.post(
-        "/export_trajectories",
-        json={
-            "session_id": started["session_id"],
-            "style": "concat",
-            "drop": True,
-        },
+      "/export_trajectories",
+      json={
+        "session_id": started["session_id"],
+        "style": "concat",
+        "drop": True,
+      },
     )
   return result, list(exported.json()["interactions"].values())
 
@@ -153,7 +153,7 @@ async def episode(env, url):
 @slow
 def test_its_tools_turns_and_rubric_are_the_packages_own(server):
   (observation, reward, ended, info), sequences = asyncio.run(
-      episode(make(kind="tool"), server)
+    episode(make(kind="tool"), server)
   )
   assert observation == {} and ended and reward == 1.0 and info["success"]
   assert info["metrics"]["has_sum"] == 1.0
@@ -172,7 +172,7 @@ def test_rows_are_drawn_once_a_pass_and_held_out_ones_never(server):
   async def play_all():
     draws = [("train", i) for i in range(16)] + [("eval", i) for i in (0, 1)]
     return await asyncio.gather(
-        *(episode(make(i, split, kind="tool"), server) for split, i in draws)
+      *(episode(make(i, split, kind="tool"), server) for split, i in draws)
     )
 
   started = time.monotonic()
@@ -187,14 +187,14 @@ def test_rows_are_drawn_once_a_pass_and_held_out_ones_never(server):
 @installed
 @slow
 @pytest.mark.parametrize(
-    "kind, words",
-    [
-        ("raises", "no such answer"),
-        ("nan", "returned the reward nan"),
-        ("dies", "ended with status 3.*the last words"),
-        ("waits", "not over after 2 s; raise environment.options.episode_s"),
-        ("group", "rewards of a whole group"),
-    ],
+  "kind, words",
+  [
+    ("raises", "no such answer"),
+    ("nan", "returned the reward nan"),
+    ("dies", "ended with status 3.*the last words"),
+    ("waits", "not over after 2 s; raise environment.options.episode_s"),
+    ("group", "rewards of a whole group"),
+  ],
 )
 def test_what_fails_is_an_error_and_no_reward_of_0(server, kind, words):
   env = make(kind=kind, seconds=60.0, episode_s=2.0 if kind == "waits" else 60)
@@ -206,7 +206,7 @@ def test_what_fails_is_an_error_and_no_reward_of_0(server, kind, words):
 @installed
 @slow
 def test_a_process_that_hangs_is_ended_and_the_next_episode_plays(
-    server, monkeypatch
+  server, monkeypatch
 ):
   monkeypatch.setattr(line_process, "CANCEL_S", 0.5)
   env = make(kind="blocks", seconds=60.0, episode_s=2.0)
@@ -234,7 +234,7 @@ def one_update(folder, *settings):
       "learner.groups_per_step=1", "engine.slots=8", "collect.concurrency=8",
       "report.progress=none", "sampling.max_new_tokens=16",
       "eval.episodes_per_task=1", "eval.modes=[sampled]", *settings,
-  ])  # pyformat: disable
+  ])  # fmt: skip
   environment.close_workers()
   assert status == 0
   lines = (folder / "a" / "trajectories.jsonl").read_text().splitlines()
@@ -243,7 +243,7 @@ def one_update(folder, *settings):
   summary = json.loads((folder / "a" / "summary.json").read_text())
   assert not summary.get("faults")
   [metrics] = map(
-      json.loads, (folder / "a" / "metrics.jsonl").read_text().splitlines()
+    json.loads, (folder / "a" / "metrics.jsonl").read_text().splitlines()
   )
   assert metrics["logprob_gap_max"] < 1e-3
   return trained, metrics
@@ -253,10 +253,11 @@ def one_update(folder, *settings):
 @slow
 def test_a_run_trains_on_such_an_environment(tmp_path):
   trained, _ = one_update(
-      tmp_path, "environment.options.module=counting-tools",
-      f"environment.options.python={PYTHON}",
-      "environment.options.args.kind=talk",
-  )  # pyformat: disable
+    tmp_path,
+    "environment.options.module=counting-tools",
+    f"environment.options.python={PYTHON}",
+    "environment.options.args.kind=talk",
+  )
   for row in trained:
     [sequence] = row["sequences"]
     [step] = row["steps"]
@@ -271,14 +272,17 @@ def test_a_run_trains_on_such_an_environment(tmp_path):
 @slow
 def test_a_run_trains_on_a_taskset(tmp_path):
   trained, metrics = one_update(
-      tmp_path, "environment.options.module=counting-taskset",
-      f"environment.options.python={PYTHON4}",
-      "environment.options.args.taskset.task.kind=chat",
-      "sampling.temperature=3",  # The tiny policy is sure of its words.
-      "environment.options.start_s=240", "environment.options.episode_s=240",
-      "collect.deadlines.reset=250", "collect.deadlines.step=250",
-      "collect.deadlines.turn=260",
-  )  # pyformat: disable
+    tmp_path,
+    "environment.options.module=counting-taskset",
+    f"environment.options.python={PYTHON4}",
+    "environment.options.args.taskset.task.kind=chat",
+    "sampling.temperature=3",  # The tiny policy is sure of its words.
+    "environment.options.start_s=240",
+    "environment.options.episode_s=240",
+    "collect.deadlines.reset=250",
+    "collect.deadlines.step=250",
+    "collect.deadlines.turn=260",
+  )
   for row in trained:
     assert len(row["sequences"]) == 1
     [step] = row["steps"]
@@ -291,7 +295,7 @@ def test_a_run_trains_on_a_taskset(tmp_path):
 @slow
 def test_a_taskset_is_played_with_its_tools_and_rewards(server):
   (observation, reward, ended, info), sequences = asyncio.run(
-      episode(make_task(), server)
+    episode(make_task(), server)
   )
   assert observation == {} and ended and reward == 1.0 and info["success"]
   roles = [m["role"] for m in info["completion"]]
@@ -307,14 +311,14 @@ def test_a_taskset_is_played_with_its_tools_and_rewards(server):
 @installed4
 @slow
 @pytest.mark.parametrize(
-    "kind, words",
-    [
-        ("raises", "the rollout failed: TaskError: .*no such answer"),
-        ("nan", "returned the reward nan"),
-    ],
+  "kind, words",
+  [
+    ("raises", "the rollout failed: TaskError: .*no such answer"),
+    ("nan", "returned the reward nan"),
+  ],
 )
 def test_a_taskset_that_fails_is_an_error_and_no_reward_of_0(
-    server, kind, words
+  server, kind, words
 ):
   with pytest.raises(environment.VerifiersError, match=words):
     asyncio.run(episode(make_task(kind=kind), server))
@@ -361,26 +365,26 @@ def test_choosing_it_chooses_the_way_to_the_policy():
 
 
 @pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"module": ""}, "module='' must name a module"),
-        ({"python": "/no/python"}, "no such file; run `make verifiers`"),
-        ({"path": "/no/folder"}, "path=/no/folder is no directory"),
-        ({"episode_s": 0}, "episode_s=0 must be a number of seconds"),
-        ({"args": {"a": {1}}}, "must be JSON"),
-    ],
+  "options, words",
+  [
+    ({"module": ""}, "module='' must name a module"),
+    ({"python": "/no/python"}, "no such file; run `make verifiers`"),
+    ({"path": "/no/folder"}, "path=/no/folder is no directory"),
+    ({"episode_s": 0}, "episode_s=0 must be a number of seconds"),
+    ({"args": {"a": {1}}}, "must be JSON"),
+  ],
 )
 def test_an_option_that_is_wrong_is_named(options, words):
   arguments = {"module": "counting-tools", "python": __file__, **options}
   with pytest.raises(ValueError, match=words):
     environment.VerifiersEnvironment(
-        {"split": "train", "index": 0, "seed": 0}, **arguments
+      {"split": "train", "index": 0, "seed": 0}, **arguments
     )
 
 
 def test_a_step_without_a_session_says_which_agent_makes_one():
   env = environment.VerifiersEnvironment(
-      {"split": "train", "index": 0, "seed": 0}, module="m", python=__file__
+    {"split": "train", "index": 0, "seed": 0}, module="m", python=__file__
   )
   with pytest.raises(ValueError, match="set rollout.via=proxy"):
     asyncio.run(env.step("nothing"))
@@ -388,9 +392,7 @@ def test_a_step_without_a_session_says_which_agent_makes_one():
 
 def test_an_interpreter_without_the_package_is_reported():
   env = environment.VerifiersEnvironment(
-      {"split": "train", "index": 0, "seed": 0},
-      module="m",
-      python=sys.executable,
+    {"split": "train", "index": 0, "seed": 0}, module="m", python=sys.executable
   )
   missing = "No module named 'verif"
   with pytest.raises(environment.VerifiersError, match=missing):
@@ -407,29 +409,35 @@ def test_a_later_version_is_refused_by_name(tmp_path, monkeypatch, version):
   monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{_ROOT}")
   python = tmp_path / "python"  # A worker inherits no PYTHONPATH.
   python.write_text(
-      f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n'
+    f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n'
   )
   python.chmod(0o755)
   environment_ = environment.VerifiersEnvironment(
-      {"split": "train", "index": 0, "seed": 0},
-      module="counting-tools", python=str(python),
-  )  # pyformat: disable
+    {"split": "train", "index": 0, "seed": 0},
+    module="counting-tools",
+    python=str(python),
+  )
   words = rf"verifiers {version} is not supported.*install 'verifiers<0\.2'"
   with pytest.raises(environment.VerifiersError, match=words):
     asyncio.run(environment_.reset())
   ran = subprocess.run(
-      [sys.executable, "-c",
-       "import tunix_multi_turn; tunix_multi_turn.load_environment()"],
-      capture_output=True, text=True, timeout=60,
-  )  # pyformat: disable
+    [
+      sys.executable,
+      "-c",
+      "import tunix_multi_turn; tunix_multi_turn.load_environment()",
+    ],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
   assert re.search(words, ran.stderr), ran.stderr
 
 
 def test_a_start_that_failed_is_not_tried_at_each_episode(monkeypatch):
   env = environment.VerifiersEnvironment(
-      {"split": "train", "index": 0, "seed": 0},
-      module="another",
-      python=sys.executable,
+    {"split": "train", "index": 0, "seed": 0},
+    module="another",
+    python=sys.executable,
   )
   starts = []
   start = environment.Worker.__init__

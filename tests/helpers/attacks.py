@@ -12,7 +12,7 @@ except ImportError:  # The package training_monitor is tested alone.
 
 MOST = 24
 LIMITS = request_bodies.ConnectionLimits(
-    max_connections=MOST, max_client_connections=MOST, body_memory=1
+  max_connections=MOST, max_client_connections=MOST, body_memory=1
 )
 """Of a server that is to be attacked: little of everything."""
 
@@ -37,7 +37,7 @@ class Server:
   def health(self):
     """Its answer to a client that has nothing to do with an attack."""
     with self.connect(
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+      b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     ) as line:
       return status(line)
 
@@ -60,7 +60,7 @@ def answer(line):
   """(status, JSON) of the next answer."""
   file = line.makefile("rb")
   found, length = int(file.readline().split()[1]), 0
-  while (header := file.readline().strip().lower()):
+  while header := file.readline().strip().lower():
     if header.startswith(b"content-length:"):
       length = int(header.partition(b":")[2])
   return found, json.loads(file.read(length))
@@ -103,7 +103,7 @@ def bodies_that_do_not_come_hold_no_place(server):
 
 def large_bodies_are_refused_unread(server):
   with server.connect(
-      server.head(f"Content-Length: {server.most + 1}")
+    server.head(f"Content-Length: {server.most + 1}")
   ) as line:
     found, said = answer(line)  # Nothing of the body is sent.
     assert found == 413 and f"{server.most:,}" in json.dumps(said)
@@ -146,8 +146,6 @@ def bodies_wait_for_memory(server):
 
 def strangers_hold_nothing(server):
   """Without the token, a body is not asked for."""
-  with held(
-      server, 3 * MOST, server.head("Content-Length: 900000")
-  ) as lines:
-    assert {status(line) for line in lines[-MOST // 2:]} == {401}
+  with held(server, 3 * MOST, server.head("Content-Length: 900000")) as lines:
+    assert {status(line) for line in lines[-MOST // 2 :]} == {401}
     assert server.health() == 200

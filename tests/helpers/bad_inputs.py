@@ -10,173 +10,181 @@ from tunix.rl.multi_turn.config import sealed
 from tunix.rl.multi_turn.policy import policy_files as policy_data
 
 FILES = {
-    "list.yaml": b"learner: [1,2]\n",
-    "bad.yaml": b"a: b: c\n",
-    "bin.yaml": b"\xff\xfe",
-    "twice.yaml": b"learner:\n  steps: 3\nlearner.steps: 4\n",
-    "many.yaml": b"learner: {stps: 3, rows: -1}\nqueue: {capacity: x}\n",
-    "scalar.yaml": b"3\n",
+  "list.yaml": b"learner: [1,2]\n",
+  "bad.yaml": b"a: b: c\n",
+  "bin.yaml": b"\xff\xfe",
+  "twice.yaml": b"learner:\n  steps: 3\nlearner.steps: 4\n",
+  "many.yaml": b"learner: {stps: 3, rows: -1}\nqueue: {capacity: x}\n",
+  "scalar.yaml": b"3\n",
 }
 
 SETTINGS = [
-    # Keys.
-    ("lerner.steps=3", "'lerner.steps'", "'learner.steps'"),
-    ("step=3", "'step'", "did you mean 'steps'"),
-    ("lerning_rate=1", "'lerning_rate'", "'learner.learning_rate' or"),
-    ("monitor.port=3", "'monitor.port'", "monitor has url, embedded"),
-    ("learner.stpes=3", "'learner.stpes'", "'learner.steps'"),
-    ("collect.deadlines.mdl=3", "'collect.deadlines.model'"),
-    ("learner=3", "learner is a section", "learner.steps"),
-    ("steps", "'steps'", "key=value"),
-    ("=3", "key=value"),
-    ("--foo", "--foo", "key=value"),
-    ("--dryrun", "'--dry-run'"),
-    # Names of other trainers and engines.
-    ("model=Qwen2.5-VL-7B-Instruct", "'model'", "did you mean 'policy'?"),
-    ("learner.lr=1e-5", "'learner.lr'", "'learner.learning_rate'"),
-    ("collect.n=8", "'collect.n'", "'collect.group_size'"),
-    ("batch_size=32", "'batch_size'", "'learner.groups_per_step'"),
-    ("engine.gpu_memory_utilization=.9", "'engine.cache_tokens'"),
-    ("screen=1280x720", "'screen'", "'gym.width' or 'gym.height'"),
-    ("engine.max_model_len=32768", "'engine.context_length'"),
-    ("kl=0.1", "'kl'", "did you mean 'algorithm.kl_coef'?"),
-    ("beta=0.04", "'beta'", "did you mean 'algorithm.kl_coef'?"),
-    ("env=desktop", "'env'", "did you mean 'gym' or 'environment'?"),
-    ("tp=2", "'tp'", "did you mean 'mesh.tensor'?"),
-    ("dataset=gsm8k", "'dataset'", "did you mean 'task_source.path'"),
-    ("lora=8", "'lora'", "did you mean 'policy.lora_rank'?"),
-    ("trainer.save_freq=5", "did you mean 'checkpoint.every'?"),
-    ("actor_rollout_ref.model.path=x", "did you mean 'policy'?"),
-    ("actor_rollout_ref.rollout.n=5", "did you mean 'collect.group_size'?"),
-    ("zzz=1", "'zzz'; sections are run, environment", "`--help SECTION`"),
-    # Names of other projects, and names that nothing here is like.
-    ("gym=webarena", "did you mean 'browser'? Known: android_world"),
-    ("gym=foo", "unknown gym 'foo'; known: android_world, browser"),
-    ("policy=llama", "unknown policy 'llama'; known: qwen2_5_vl_tiny"),
-    ("reward=accuracy", "did you mean 'exact_match'? Known: calculate"),
-    ("agent=react", "did you mean 'tool'? Known: android_world"),
-    ("algorithm.advantage=ppo", "did you mean 'gae'? Known: dr_grpo"),
-    ("rollout.via=vllm", "in_process, proxy", "did you mean 'external'?"),
-    ("policy.dtype=fp16", "did you mean 'bfloat16'?"),
-    # Values.
-    ("engine.context_length=128k", "whole number: 131072"),
-    ("steps=abc", "learner.steps='abc'", "whole number"),
-    ("steps=-1", "learner.steps=-1", ">= 0"),
-    ("time_budget_s=10m", "run.time_budget_s='10m'", "of seconds: 600"),
-    ("collect.deadlines.model=1.5h", "model='1.5h'", "of seconds: 5400"),
-    ("collect.group_size=100000000", "collect.group_size", "<= 65536"),
-    ("collect.concurrency=100000000", "collect.concurrency", "<= 100000"),
-    ("learner.rows=4.5", "learner.rows=4.5", "whole number"),
-    ("learner.learning_rate=0", "learner.learning_rate=0", "> 0"),
-    ("learner.learning_rate=fast", "'fast'", "a number"),
-    ("sampling.temperature=-1", "sampling.temperature=-1", ">= 0"),
-    ("report.images=maybe", "'maybe'", "true or false"),
-    ("learner.schedule=cosin", "'cosin'", "'cosine'"),
-    ("engine.lockstep=yes", "'yes'", "auto, true, false"),
-    ("eval.modes=[fast]", "eval.modes", "greedy, sampled"),
-    ("gym.options=3", "gym.options=3", "{key: value}"),
-    ("tasks=[a", "tasks=[a", "quote it"),
-    ("reward={success: x}", "environment.reward", "numbers"),
-    ("reward={numeric_match: {tol: 1}}", "environment.reward.numeric_match.tol",
-     "'tolerance'"),
-    ("reward={llm_judge: {model: m}}", "environment.reward.llm_judge.base_url",
-     "missing"),
-    ("reward={llm_judge: {model: m, base_url: 'http://j/v1', deadline_s: 60}}",
-     "deadline_s=60", "collect.deadlines.evaluate"),
-    # Names.
-    ("gym=minwob", "gym.name=minwob", "'miniwob'"),
-    ("gym=./my_gym.py", "'./my_gym.py'", "my_gym:NAME"),
-    ("gym=nope.nope:GYM", "gym.name=nope.nope:GYM", "No module named"),
-    ("gym=os:path", "gym.name=os:path", "must be a GymSpec"),
-    ("policy=tiny_v", "policy.name=tiny_v", "'tiny_vl'"),
-    ("agent.parser=nope", "agent.parser=nope", "computer_use"),
-    ("agent=no:Agent", "agent.name=no:Agent", "No module named"),
-    ("environment=cu", "environment.name=cu", "'cua'"),
-    ("reward=sucess", "environment.reward=sucess", "'success'"),
-    ("algorithm.advantage=gpro", "algorithm.advantage=gpro", "'grpo'"),
-    ("gym.options.foo=1", "gym.options.foo=1", "known: difficulty"),
-    ("run.imports=[nope_module]", "run.imports", "nope_module"),
-    # Contradictions.
-    ("sampling.temperature=0", "sampling.temperature=0", "> 0"),
-    ("reward={}", "environment.reward={}", "reward=success"),
-    ("agent.parser=qwen", "agent.parser=qwen", "environment.name=cua"),
-    ("queue.capacity=1", "queue.capacity=1", ">= 16"),
-    ("mesh.data=3", "mesh.data", "learner.rows"),
-    ("collect.min_valid=9", "collect.min_valid=9", "collect.group_size=8"),
-    ("collect.deadlines.model=1000", "collect.deadlines.turn", "raise"),
-    ("warm_start.source=path", "warm_start.path"),
-    ("monitor.url=localhost:3", "monitor.url='localhost:3'", "http://"),
-    ("rollout.agent=m:f", "rollout.agent=m:f", "rollout.via=proxy"),
-    ("resume=/tmp/none", "run.resume=/tmp/none", "runs/<name>"),
-    # Files.
-    ("none.yaml", "cannot read none.yaml"),
-    ("list.yaml", "list.yaml", "learner is a section"),
-    ("bad.yaml", "bad.yaml", "line 1"),
-    ("bin.yaml", "bin.yaml", "UTF-8"),
-    ("twice.yaml", "learner.steps is given twice"),
-    ("scalar.yaml", "must hold sections"),
+  # Keys.
+  ("lerner.steps=3", "'lerner.steps'", "'learner.steps'"),
+  ("step=3", "'step'", "did you mean 'steps'"),
+  ("lerning_rate=1", "'lerning_rate'", "'learner.learning_rate' or"),
+  ("monitor.port=3", "'monitor.port'", "monitor has url, embedded"),
+  ("learner.stpes=3", "'learner.stpes'", "'learner.steps'"),
+  ("collect.deadlines.mdl=3", "'collect.deadlines.model'"),
+  ("learner=3", "learner is a section", "learner.steps"),
+  ("steps", "'steps'", "key=value"),
+  ("=3", "key=value"),
+  ("--foo", "--foo", "key=value"),
+  ("--dryrun", "'--dry-run'"),
+  # Names of other trainers and engines.
+  ("model=Qwen2.5-VL-7B-Instruct", "'model'", "did you mean 'policy'?"),
+  ("learner.lr=1e-5", "'learner.lr'", "'learner.learning_rate'"),
+  ("collect.n=8", "'collect.n'", "'collect.group_size'"),
+  ("batch_size=32", "'batch_size'", "'learner.groups_per_step'"),
+  ("engine.gpu_memory_utilization=.9", "'engine.cache_tokens'"),
+  ("screen=1280x720", "'screen'", "'gym.width' or 'gym.height'"),
+  ("engine.max_model_len=32768", "'engine.context_length'"),
+  ("kl=0.1", "'kl'", "did you mean 'algorithm.kl_coef'?"),
+  ("beta=0.04", "'beta'", "did you mean 'algorithm.kl_coef'?"),
+  ("env=desktop", "'env'", "did you mean 'gym' or 'environment'?"),
+  ("tp=2", "'tp'", "did you mean 'mesh.tensor'?"),
+  ("dataset=gsm8k", "'dataset'", "did you mean 'task_source.path'"),
+  ("lora=8", "'lora'", "did you mean 'policy.lora_rank'?"),
+  ("trainer.save_freq=5", "did you mean 'checkpoint.every'?"),
+  ("actor_rollout_ref.model.path=x", "did you mean 'policy'?"),
+  ("actor_rollout_ref.rollout.n=5", "did you mean 'collect.group_size'?"),
+  ("zzz=1", "'zzz'; sections are run, environment", "`--help SECTION`"),
+  # Names of other projects, and names that nothing here is like.
+  ("gym=webarena", "did you mean 'browser'? Known: android_world"),
+  ("gym=foo", "unknown gym 'foo'; known: android_world, browser"),
+  ("policy=llama", "unknown policy 'llama'; known: qwen2_5_vl_tiny"),
+  ("reward=accuracy", "did you mean 'exact_match'? Known: calculate"),
+  ("agent=react", "did you mean 'tool'? Known: android_world"),
+  ("algorithm.advantage=ppo", "did you mean 'gae'? Known: dr_grpo"),
+  ("rollout.via=vllm", "in_process, proxy", "did you mean 'external'?"),
+  ("policy.dtype=fp16", "did you mean 'bfloat16'?"),
+  # Values.
+  ("engine.context_length=128k", "whole number: 131072"),
+  ("steps=abc", "learner.steps='abc'", "whole number"),
+  ("steps=-1", "learner.steps=-1", ">= 0"),
+  ("time_budget_s=10m", "run.time_budget_s='10m'", "of seconds: 600"),
+  ("collect.deadlines.model=1.5h", "model='1.5h'", "of seconds: 5400"),
+  ("collect.group_size=100000000", "collect.group_size", "<= 65536"),
+  ("collect.concurrency=100000000", "collect.concurrency", "<= 100000"),
+  ("learner.rows=4.5", "learner.rows=4.5", "whole number"),
+  ("learner.learning_rate=0", "learner.learning_rate=0", "> 0"),
+  ("learner.learning_rate=fast", "'fast'", "a number"),
+  ("sampling.temperature=-1", "sampling.temperature=-1", ">= 0"),
+  ("report.images=maybe", "'maybe'", "true or false"),
+  ("learner.schedule=cosin", "'cosin'", "'cosine'"),
+  ("engine.lockstep=yes", "'yes'", "auto, true, false"),
+  ("eval.modes=[fast]", "eval.modes", "greedy, sampled"),
+  ("gym.options=3", "gym.options=3", "{key: value}"),
+  ("tasks=[a", "tasks=[a", "quote it"),
+  ("reward={success: x}", "environment.reward", "numbers"),
+  (
+    "reward={numeric_match: {tol: 1}}",
+    "environment.reward.numeric_match.tol",
+    "'tolerance'",
+  ),
+  (
+    "reward={llm_judge: {model: m}}",
+    "environment.reward.llm_judge.base_url",
+    "missing",
+  ),
+  (
+    "reward={llm_judge: {model: m, base_url: 'http://j/v1', deadline_s: 60}}",
+    "deadline_s=60",
+    "collect.deadlines.evaluate",
+  ),
+  # Names.
+  ("gym=minwob", "gym.name=minwob", "'miniwob'"),
+  ("gym=./my_gym.py", "'./my_gym.py'", "my_gym:NAME"),
+  ("gym=nope.nope:GYM", "gym.name=nope.nope:GYM", "No module named"),
+  ("gym=os:path", "gym.name=os:path", "must be a GymSpec"),
+  ("policy=tiny_v", "policy.name=tiny_v", "'tiny_vl'"),
+  ("agent.parser=nope", "agent.parser=nope", "computer_use"),
+  ("agent=no:Agent", "agent.name=no:Agent", "No module named"),
+  ("environment=cu", "environment.name=cu", "'cua'"),
+  ("reward=sucess", "environment.reward=sucess", "'success'"),
+  ("algorithm.advantage=gpro", "algorithm.advantage=gpro", "'grpo'"),
+  ("gym.options.foo=1", "gym.options.foo=1", "known: difficulty"),
+  ("run.imports=[nope_module]", "run.imports", "nope_module"),
+  # Contradictions.
+  ("sampling.temperature=0", "sampling.temperature=0", "> 0"),
+  ("reward={}", "environment.reward={}", "reward=success"),
+  ("agent.parser=qwen", "agent.parser=qwen", "environment.name=cua"),
+  ("queue.capacity=1", "queue.capacity=1", ">= 16"),
+  ("mesh.data=3", "mesh.data", "learner.rows"),
+  ("collect.min_valid=9", "collect.min_valid=9", "collect.group_size=8"),
+  ("collect.deadlines.model=1000", "collect.deadlines.turn", "raise"),
+  ("warm_start.source=path", "warm_start.path"),
+  ("monitor.url=localhost:3", "monitor.url='localhost:3'", "http://"),
+  ("rollout.agent=m:f", "rollout.agent=m:f", "rollout.via=proxy"),
+  ("resume=/tmp/none", "run.resume=/tmp/none", "runs/<name>"),
+  # Files.
+  ("none.yaml", "cannot read none.yaml"),
+  ("list.yaml", "list.yaml", "learner is a section"),
+  ("bad.yaml", "bad.yaml", "line 1"),
+  ("bin.yaml", "bin.yaml", "UTF-8"),
+  ("twice.yaml", "learner.steps is given twice"),
+  ("scalar.yaml", "must hold sections"),
 ]
 
 TREE = {
-    "afile": b"x",
-    "empty.yaml": b"",
-    "nul.yaml": b"run:\n  name: a\0b\n",
-    "tag.yaml": b"run:\n  name: !!binary aGVsbG8=\n",
-    "object.yaml": b"run: !!python/object/apply:os.system ['true']\n",
-    "bytes.yaml": bytes(range(256)),
-    "tab.yaml": b"run:\n\tname: a\n",
-    "self.yaml": b"gym:\n  options: &a {x: *a}\n",
-    "deep.yaml": b"gym: " + b"[" * 3000 + b"]" * 3000 + b"\n",
-    "laughs.yaml": b"".join(
-        [b"gym:\n  options:\n    a: &a0 [x, x, x, x, x, x, x, x, x, x]\n"]
-        + [
-            b"    b%d: &a%d [%s]\n"
-            % (i, i, b", ".join([b"*a%d" % (i - 1)] * 10))
-            for i in range(1, 9)
-        ]
-    ),
-    "numbers.yaml": b"{1: 2, 3: 4}\n",
-    "secret.yaml": b"tracking: {mlflow: 'http://me:hunter2x@h:5000'}\n",
-    "bad_syntax.py": b"def (\n",
-    "bad_raises.py": b"raise RuntimeError('boom')\n",
-    "bad_exits.py": b"import sys\nsys.exit(3)\n",
-    "bad_parts.py": (
-        b"class Gym:\n"
-        b"  def __init__(self): raise KeyError('no screen')\n"
-        b"class Agent:\n"
-        b"  def __init__(self): raise OSError('no agent')\n"
-        b"def policy(**changes): raise RuntimeError('no policy')\n"
-        b"def few(seed=0): return 1\n"
-        b"value = 3\n"
-        b"async def play(): pass\n"
-    ),
-    "rows.jsonl": b'{"task_id": "a"}\nnot json\n',
-    "no_rows.jsonl": b"",
-    "list.jsonl": b"[1]\n",
-    "pages_bad.yaml": b"greet: {instruction: x}\n",
-    "prompt.bin": b"\xff\xfe",
-    "script.txt": b"{\"kind\": \"fly\"}\n",
-    "not_a_zip.zip": b"zip",
-    "not_a.db": b"this is no database, only text that is long enough" * 9,
-    "other/config.json": b"{}",
-    "broken/config.json": b"{",
-    "listed/config.json": b"[]",
-    "no_weights/config.json": (
-        policy_data.DATA / "qwen3_vl_tiny" / "config.json"
-    ).read_bytes(),
-    "strange/config.json": b'{"model_type": "gpt9"}',
-    "run_empty/config.yaml": sealed.seal(
-        "run: {seed: 0}\npolicy: {name: tiny_vl}\n"
-    ).encode(),
-    "run_cut/config.yaml": b"",
-    "run_bad/config.yaml": b"a: b: c\n",
-    "run_list/config.yaml": b"- 1\n",
-    "run_secret/config.yaml": (
-        b"tracking: {mlflow: 'http://me:hunter2x@h:5000'}\n"
-    ),
-    "done/metrics.jsonl": b"{}\n",
-    "mydir/x": b"",
-    "token_empty": b"",
+  "afile": b"x",
+  "empty.yaml": b"",
+  "nul.yaml": b"run:\n  name: a\0b\n",
+  "tag.yaml": b"run:\n  name: !!binary aGVsbG8=\n",
+  "object.yaml": b"run: !!python/object/apply:os.system ['true']\n",
+  "bytes.yaml": bytes(range(256)),
+  "tab.yaml": b"run:\n\tname: a\n",
+  "self.yaml": b"gym:\n  options: &a {x: *a}\n",
+  "deep.yaml": b"gym: " + b"[" * 3000 + b"]" * 3000 + b"\n",
+  "laughs.yaml": b"".join(
+    [b"gym:\n  options:\n    a: &a0 [x, x, x, x, x, x, x, x, x, x]\n"]
+    + [
+      b"    b%d: &a%d [%s]\n" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 10))
+      for i in range(1, 9)
+    ]
+  ),
+  "numbers.yaml": b"{1: 2, 3: 4}\n",
+  "secret.yaml": b"tracking: {mlflow: 'http://me:hunter2x@h:5000'}\n",
+  "bad_syntax.py": b"def (\n",
+  "bad_raises.py": b"raise RuntimeError('boom')\n",
+  "bad_exits.py": b"import sys\nsys.exit(3)\n",
+  "bad_parts.py": (
+    b"class Gym:\n"
+    b"  def __init__(self): raise KeyError('no screen')\n"
+    b"class Agent:\n"
+    b"  def __init__(self): raise OSError('no agent')\n"
+    b"def policy(**changes): raise RuntimeError('no policy')\n"
+    b"def few(seed=0): return 1\n"
+    b"value = 3\n"
+    b"async def play(): pass\n"
+  ),
+  "rows.jsonl": b'{"task_id": "a"}\nnot json\n',
+  "no_rows.jsonl": b"",
+  "list.jsonl": b"[1]\n",
+  "pages_bad.yaml": b"greet: {instruction: x}\n",
+  "prompt.bin": b"\xff\xfe",
+  "script.txt": b'{"kind": "fly"}\n',
+  "not_a_zip.zip": b"zip",
+  "not_a.db": b"this is no database, only text that is long enough" * 9,
+  "other/config.json": b"{}",
+  "broken/config.json": b"{",
+  "listed/config.json": b"[]",
+  "no_weights/config.json": (
+    policy_data.DATA / "qwen3_vl_tiny" / "config.json"
+  ).read_bytes(),
+  "strange/config.json": b'{"model_type": "gpt9"}',
+  "run_empty/config.yaml": sealed.seal(
+    "run: {seed: 0}\npolicy: {name: tiny_vl}\n"
+  ).encode(),
+  "run_cut/config.yaml": b"",
+  "run_bad/config.yaml": b"a: b: c\n",
+  "run_list/config.yaml": b"- 1\n",
+  "run_secret/config.yaml": (
+    b"tracking: {mlflow: 'http://me:hunter2x@h:5000'}\n"
+  ),
+  "done/metrics.jsonl": b"{}\n",
+  "mydir/x": b"",
+  "token_empty": b"",
 }
 
 DRY = ("--dry-run",)
@@ -539,4 +547,4 @@ COMMANDS = [
     ("reporting.report", "", "runs/<name>"),
     ("reporting.report", "nowhere", "nowhere"),
     ("reporting.report", "mydir", "mydir", "runs/<name>"),
-]  # pyformat: disable
+]  # fmt: skip

@@ -16,7 +16,6 @@ def mend():
 
 
 class BreakingGym:
-
   def start(self, task):
     del task
     if next(_starts):

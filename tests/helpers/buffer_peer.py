@@ -41,9 +41,9 @@ class BufferPeer:
       def do_POST(self):
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         status, answer = peer.answer(
-            self.path,
-            json.loads(body or b"{}"),
-            self.headers.get("authorization", ""),
+          self.path,
+          json.loads(body or b"{}"),
+          self.headers.get("authorization", ""),
         )
         text = json.dumps(answer).encode()
         self.send_response(status)
@@ -80,9 +80,9 @@ class BufferPeer:
     if self.token and authorization != f"Bearer {self.token}":
       return 401, {"detail": "a token is needed"}
     routes = {
-        "/start_rollout": self._start,
-        "/buffer/write": self._write,
-        "/get_rollout_data": self._read,
+      "/start_rollout": self._start,
+      "/buffer/write": self._write,
+      "/get_rollout_data": self._read,
     }
     if path not in routes:
       return 404, {"detail": path}
@@ -98,7 +98,7 @@ class BufferPeer:
       self._size = int(payload["num_repeat_per_sample"])
     stop = self._stop
     thread = threading.Thread(
-        target=generator, args=(payload, self.write, stop), daemon=True
+      target=generator, args=(payload, self.write, stop), daemon=True
     )
     self._threads.append(thread)
     thread.start()
@@ -111,9 +111,9 @@ class BufferPeer:
   def _write(self, item):
     self.write(item)
     return 200, {
-        "success": True,
-        "message": "",
-        "data": {"data": [item], "meta_info": {}},
+      "success": True,
+      "message": "",
+      "data": {"data": [item], "meta_info": {}},
     }
 
   def _read(self, body):
@@ -125,24 +125,24 @@ class BufferPeer:
       groups = [self._groups.pop(k) for k in done]
     if not groups:
       return 200, {
-          "success": False,
-          "message": "not ready",
-          "data": {"data": [], "meta_info": {}},
+        "success": False,
+        "message": "not ready",
+        "data": {"data": [], "meta_info": {}},
       }
     items = [item for group in groups for item in group]
     rewards = [item["reward"] for item in items]
     mean = sum(rewards) / len(rewards)
     meta = {
-        "total_samples": len(items),
-        "num_groups": len(groups),
-        "avg_group_size": len(items) / len(groups),
-        "avg_reward": mean,
-        "reward_std": math.sqrt(
-            sum((r - mean) ** 2 for r in rewards) / len(rewards)
-        ),
-        "reward_min": min(rewards),
-        "reward_max": max(rewards),
-        "finished_groups": done,
+      "total_samples": len(items),
+      "num_groups": len(groups),
+      "avg_group_size": len(items) / len(groups),
+      "avg_reward": mean,
+      "reward_std": math.sqrt(
+        sum((r - mean) ** 2 for r in rewards) / len(rewards)
+      ),
+      "reward_min": min(rewards),
+      "reward_max": max(rewards),
+      "finished_groups": done,
     }
     if self.normalise:
       for group in groups:
@@ -153,9 +153,9 @@ class BufferPeer:
           item["raw_reward"] = reward
           item["reward"] = (reward - middle) / (spread + 1e-8)
     return 200, {
-        "success": True,
-        "message": "",
-        "data": {"data": items, "meta_info": meta},
+      "success": True,
+      "message": "",
+      "data": {"data": items, "meta_info": meta},
     }
 
 
@@ -186,17 +186,19 @@ def arithmetic(payload, write, stop):
         return
       right = n % 2 == 0
       reply = str(row.get("answer", "2")) if right else "7"
-      write({
+      write(
+        {
           "uid": f"{name}-{n}",
           "instance_id": name,
           "messages": said(row, reply),
           "reward": float(right),
           "extra_info": {
-              "timestamp": time.time(),
-              "round_number": 1,
-              "finish_reason": "stop",
+            "timestamp": time.time(),
+            "round_number": 1,
+            "finish_reason": "stop",
           },
-      })
+        }
+      )
 
 
 def asking(payload, write, stop):
@@ -207,17 +209,14 @@ def asking(payload, write, stop):
       if stop.is_set():
         return
       body = {
-          "model": payload.get("model", "policy"),
-          "messages": row["prompt"],
-          **payload["sampling_params"],
+        "model": payload.get("model", "policy"),
+        "messages": row["prompt"],
+        **payload["sampling_params"],
       }
       request = urllib.request.Request(
-          payload["remote_engine_url"] + "/chat/completions",
-          json.dumps(body).encode(),
-          {
-              "content-type": "application/json",
-              "authorization": f"Bearer {key}",
-          },
+        payload["remote_engine_url"] + "/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "authorization": f"Bearer {key}"},
       )
       try:
         with urllib.request.urlopen(request, timeout=120) as reply:
@@ -229,23 +228,25 @@ def asking(payload, write, stop):
         continue
       choice = answer["choices"][0]
       text = choice["message"].get("content") or ""
-      write({
+      write(
+        {
           "uid": f"{name}-{n}",
           "instance_id": name,
           "messages": said(row, text),
           # Something that differs between the members of a group.
           "reward": (sum(map(ord, text)) % 7) / 6.0,
           "extra_info": {
-              "timestamp": time.time(),
-              "round_number": 1,
-              "finish_reason": choice["finish_reason"],
+            "timestamp": time.time(),
+            "round_number": 1,
+            "finish_reason": choice["finish_reason"],
           },
-      })
+        }
+      )
 
 
 if __name__ == "__main__":
   with BufferPeer(
-      {"math": arithmetic, "asking": asking}, int(sys.argv[1])
+    {"math": arithmetic, "asking": asking}, int(sys.argv[1])
   ) as served:
     print(served.url, flush=True)
     threading.Event().wait()

@@ -26,15 +26,15 @@ class Clock:
 
 def item(uid, instance_id="i", reward=0.5, **more):
   return {
-      "uid": uid,
-      "instance_id": instance_id,
-      "messages": [
-          {"role": "user", "content": "2 + 2?"},
-          {"role": "assistant", "content": "4"},
-      ],
-      "reward": reward,
-      "extra_info": {"timestamp": "1", "finish_reason": "stop"},
-      **more,
+    "uid": uid,
+    "instance_id": instance_id,
+    "messages": [
+      {"role": "user", "content": "2 + 2?"},
+      {"role": "assistant", "content": "4"},
+    ],
+    "reward": reward,
+    "extra_info": {"timestamp": "1", "finish_reason": "stop"},
+    **more,
   }
 
 
@@ -55,16 +55,16 @@ class Running:
     self.server = http_server.LoopbackServer(self._serve)
     self.url = self.server.url
     self.service = service_lib.Service(
-        folder,
-        url=self.url,
-        limits=limits or settings.BufferLimits(),
-        token=token,
-        clock=self.clock,
-        **{"rights": RIGHTS, **options},
+      folder,
+      url=self.url,
+      limits=limits or settings.BufferLimits(),
+      token=token,
+      clock=self.clock,
+      **{"rights": RIGHTS, **options},
     )
     self.app = app_lib.App(self.service, token=token)
     self.client = httpx.Client(
-        base_url=self.url, timeout=30, trust_env=False, verify=False
+      base_url=self.url, timeout=30, trust_env=False, verify=False
     )
 
   async def _serve(self, *args):
@@ -95,9 +95,13 @@ class Running:
     for one in written:
       body = json.dumps(one).encode()
       made = items.Item(
-          "default", one["uid"], one["instance_id"], one["reward"], body,
-          items.crc32(body),
-      )  # pyformat: disable
+        "default",
+        one["uid"],
+        one["instance_id"],
+        one["reward"],
+        body,
+        items.crc32(body),
+      )
       future = self.service.store.put(buffer.id, [made], buffer.stored)
       assert future.result(20) == [True]
 
@@ -110,6 +114,7 @@ class Running:
     return self.client.get(f"/b/{name}/buffer/stats").json()["data"]["data"][0]
 
   def start(self, **payload):
-    return self.post("/start_rollout", {
-        "task_type": "external", "num_repeat_per_sample": "4", **payload
-    })  # pyformat: disable
+    return self.post(
+      "/start_rollout",
+      {"task_type": "external", "num_repeat_per_sample": "4", **payload},
+    )

@@ -17,7 +17,7 @@ REQUIRED = {"uid", "instance_id", "messages", "reward", "extra_info"}
 
 def post(url, body):
   request = urllib.request.Request(
-      url, json.dumps(body).encode(), {"content-type": "application/json"}
+    url, json.dumps(body).encode(), {"content-type": "application/json"}
   )
   with urllib.request.urlopen(request, timeout=10) as answer:
     return json.load(answer)
@@ -26,7 +26,9 @@ def post(url, body):
 def start(asked, finished):
   """POSTs /start_rollout; numbers are texts, as its trainers send them."""
   most = asked.get("max_tokens", 64)
-  answer = post(asked["url"] + "/start_rollout", {
+  answer = post(
+    asked["url"] + "/start_rollout",
+    {
       "num_process": "4",
       "num_epoch": "1",
       "remote_engine_url": asked["engine"],
@@ -35,13 +37,12 @@ def start(asked, finished):
       "input_file": asked["input_file"],
       "num_repeat_per_sample": str(asked["group_size"]),
       "max_tokens": str(most),
-      "sampling_params": {
-          "max_tokens": most, "temperature": 0.8, "top_p": 1.0
-      },
+      "sampling_params": {"max_tokens": most, "temperature": 0.8, "top_p": 1.0},
       "tokenizer_path": "",
       "skip_instance_ids": [i for names in finished.values() for i in names],
       **asked.get("more", {}),
-  })  # pyformat: disable
+    },
+  )
   assert answer == {"message": "Rollout started"}, answer
 
 
@@ -62,9 +63,9 @@ def read(url):
 
 def newest(groups):
   return sorted(
-      groups.values(),
-      key=lambda g: max(float(i["extra_info"]["timestamp"]) for i in g),
-      reverse=True,
+    groups.values(),
+    key=lambda g: max(float(i["extra_info"]["timestamp"]) for i in g),
+    reverse=True,
   )
 
 

@@ -10,9 +10,9 @@ class CallingAgent(ToolAgent):
   def __init__(
       self, system_prompt="", parser_name="qwen", tool_map=None, *,
       on_parse_error="answer", tool: str = "add", arguments: dict | None = None,
-  ):  # pyformat: disable
+  ):  # fmt: skip
     super().__init__(
-        system_prompt, parser_name, tool_map, on_parse_error=on_parse_error
+      system_prompt, parser_name, tool_map, on_parse_error=on_parse_error
     )
     self._call = (tool, arguments or {})
 

@@ -67,27 +67,35 @@ class Family:
 
 
 _LLAMA = (
-    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eot_id|>", "<|python_tag|>",
-)  # pyformat: disable
+  "<|begin_of_text|>",
+  "<|start_header_id|>",
+  "<|end_header_id|>",
+  "<|eot_id|>",
+  "<|python_tag|>",
+)
 _MISTRAL = (
     "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]",
     "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
-)  # pyformat: disable
+)  # fmt: skip
 _DEEPSEEK = (
     "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>",
     "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
     "<｜tool▁sep｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
-)  # pyformat: disable
+)  # fmt: skip
 _GLM = (
     "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>",
     "<|observation|>", "<|begin_of_image|>", "<|image|>", "<|end_of_image|>",
-)  # pyformat: disable
+)  # fmt: skip
 _SMOLVLM = (
-    "<fake_token_around_image>", "<image>", "<end_of_utterance>",
-    "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>",
-    "<row_2_col_2>",
-)  # pyformat: disable
+  "<fake_token_around_image>",
+  "<image>",
+  "<end_of_utterance>",
+  "<global-img>",
+  "<row_1_col_1>",
+  "<row_1_col_2>",
+  "<row_2_col_1>",
+  "<row_2_col_2>",
+)
 _TILES = {"tools": False, "results": False, "images": True, "tiles": True}
 _BEGIN, _END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 
@@ -149,7 +157,7 @@ FAMILIES = {
             seen_results=False,
         ),
     )
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def source(family):
@@ -178,10 +186,12 @@ def image_rows(width, height):
 
 @functools.cache
 def _bytes():
-  return tokenizers.Tokenizer.from_file(str(
+  return tokenizers.Tokenizer.from_file(
+    str(
       pathlib.Path(__file__).parents[2]
       / "tunix/rl/multi_turn/policy/data/tiny_vl/tokenizer.json"
-  ))
+    )
+  )
 
 
 @functools.cache
@@ -189,29 +199,27 @@ def _pieces():
   """A byte-fallback BPE over text with marked spaces, as SentencePiece's."""
   learned = tokenizers.Tokenizer(models.BPE())
   learned.pre_tokenizer = pre_tokenizers.Metaspace(
-      prepend_scheme="first", split=False
+    prepend_scheme="first", split=False
   )
   learned.train_from_iterator(
-      list(train_tokenizer.corpus())[:300],
-      trainers.BpeTrainer(vocab_size=900, show_progress=False),
+    list(train_tokenizer.corpus())[:300],
+    trainers.BpeTrainer(vocab_size=900, show_progress=False),
   )
   model = json.loads(learned.to_str())["model"]
   fixed = ["<unk>", *(f"<0x{b:02X}>" for b in range(256))]
   made = tokenizers.Tokenizer(
-      models.BPE(
-          vocab={piece: i for i, piece in enumerate([*fixed, *model["vocab"]])},
-          merges=[tuple(merge) for merge in model["merges"]],
-          byte_fallback=True,
-          unk_token="<unk>",
-          fuse_unk=True,
-      )
+    models.BPE(
+      vocab={piece: i for i, piece in enumerate([*fixed, *model["vocab"]])},
+      merges=[tuple(merge) for merge in model["merges"]],
+      byte_fallback=True,
+      unk_token="<unk>",
+      fuse_unk=True,
+    )
   )
   made.pre_tokenizer = learned.pre_tokenizer
-  made.decoder = decoders.Sequence([
-      decoders.Replace("▁", " "),
-      decoders.ByteFallback(),
-      decoders.Fuse(),
-  ])
+  made.decoder = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+  )
   return made
 
 
@@ -220,31 +228,38 @@ def tokenizer(family):
   """transformers' tokenizer of a family, with its template."""
   begun = _pieces() if family.sentencepiece else _bytes()
   made = tokenizers.Tokenizer.from_str(begun.to_str())
-  made.add_special_tokens([
+  made.add_special_tokens(
+    [
       tokenizers.AddedToken(t, normalized=False, special=True)
       for t in family.special
-  ])
-  made.add_tokens([
+    ]
+  )
+  made.add_tokens(
+    [
       tokenizers.AddedToken(t, normalized=False, special=False)
       for t in family.plain
-  ])
+    ]
+  )
   return transformers.PreTrainedTokenizerFast(
-      tokenizer_object=made,
-      clean_up_tokenization_spaces=False,
-      chat_template=source(family),
-      **dict(family.roles),
+    tokenizer_object=made,
+    clean_up_tokenization_spaces=False,
+    chat_template=source(family),
+    **dict(family.roles),
   )
 
 
 @functools.cache
 def renderer(family):
   return template.TemplateRenderer(
-      tokenizer(family).backend_tokenizer,
-      image_tiles if family.tiles
-      else image_rows if family.rows else image_tokens,
-      chat_template.ChatTemplate(
-          source(family), dict(family.roles), dict(family.options)
-      ),
+    tokenizer(family).backend_tokenizer,
+    image_tiles
+    if family.tiles
+    else image_rows
+    if family.rows
+    else image_tokens,
+    chat_template.ChatTemplate(
+      source(family), dict(family.roles), dict(family.options)
+    ),
   )
 
 
@@ -254,7 +269,7 @@ WORDS = (
     "\n", "\n\n", " ", "  \n", "Click", " the", '"OK"', "[512, 300]", "1, 2",
     "é", "e\u0301", "🙂", "user", "assistant\n", "<|", "|>", "\r\n", "\t", "[",
     "<", "</", "im_end", "<b>", "漢字", "\\n", "'",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -278,9 +293,9 @@ class Talk:
       if self.random.random() < 0.5:
         digit = self.random.randrange(16)
         image = trajectory.ImageRef(
-            format(digit, "x") * 64,
-            self.random.randint(1, 50),
-            self.random.randint(1, 50),
+          format(digit, "x") * 64,
+          self.random.randint(1, 50),
+          self.random.randint(1, 50),
         )
         parts.append({"type": "image", "image": image})
       else:
@@ -292,7 +307,7 @@ class Talk:
     for _ in range(self.random.randint(0, 3)):
       key = "".join(self.random.choices("abc_", k=self.random.randint(1, 4)))
       made[key] = self.random.choice(
-          [7, "x", self.text(), [1, 2], {"b": self.text()}, None, True, 0.5]
+        [7, "x", self.text(), [1, 2], {"b": self.text()}, None, True, 0.5]
       )
     return made
 
@@ -309,23 +324,23 @@ class Talk:
     made = {"role": "assistant", "content": text}
     if self.family.calls and self.random.random() < 0.4:
       made["tool_calls"] = [
-          {
-              "type": "function",
-              "id": f"call{number}{self.random.randint(1000, 9999)}",
-              "function": {"name": "do_it", "arguments": self.arguments()},
-          }
-          for number in range(self.random.randint(1, self.family.calls))
+        {
+          "type": "function",
+          "id": f"call{number}{self.random.randint(1000, 9999)}",
+          "function": {"name": "do_it", "arguments": self.arguments()},
+        }
+        for number in range(self.random.randint(1, self.family.calls))
       ]
     return made
 
   def results(self, message):
     return [
-        {
-            "role": "tool",
-            "content": self.content(self.family.seen_results),
-            "tool_call_id": call["id"],
-        }
-        for call in message.get("tool_calls", ())
+      {
+        "role": "tool",
+        "content": self.content(self.family.seen_results),
+        "tool_call_id": call["id"],
+      }
+      for call in message.get("tool_calls", ())
     ]
 
   def next_messages(self):
@@ -337,8 +352,8 @@ class Talk:
     if self.family.results:
       result = {"role": "tool", "tool_call_id": "call12345"}
       return [
-          {**result, "content": self.content(self.family.seen_results)}
-          for _ in range(self.random.randint(1, 2))
+        {**result, "content": self.content(self.family.seen_results)}
+        for _ in range(self.random.randint(1, 2))
       ]
     return [self.user()]
 
@@ -361,22 +376,22 @@ class Talk:
     if not self.family.tools or self.random.random() < 0.5:
       return None
     properties = {
-        "".join(self.random.choices("abc_", k=3)): {
-            "type": "string",
-            "description": self.text(),
-        }
-        for _ in range(self.random.randint(0, 2))
+      "".join(self.random.choices("abc_", k=3)): {
+        "type": "string",
+        "description": self.text(),
+      }
+      for _ in range(self.random.randint(0, 2))
     }
     return [
-        {
-            "type": "function",
-            "function": {
-                "name": f"f{number}",
-                "description": self.text(),
-                "parameters": {"type": "object", "properties": properties},
-            },
-        }
-        for number in range(self.random.randint(1, 2))
+      {
+        "type": "function",
+        "function": {
+          "name": f"f{number}",
+          "description": self.text(),
+          "parameters": {"type": "object", "properties": properties},
+        },
+      }
+      for number in range(self.random.randint(1, 2))
     ]
 
 
@@ -388,25 +403,25 @@ def expected(family, messages, tools=None, add_generation_prompt=True):
     if isinstance(content, list):
       images += [p["image"] for p in content if p["type"] == "image"]
       content = [
-          {"type": "image"} if part["type"] == "image" else part
-          for part in content
+        {"type": "image"} if part["type"] == "image" else part
+        for part in content
       ]
     elif family.tiles:
       content = [{"type": "text", "text": content}]
     plain.append({**message, "content": content})
   made = tokenizer(family)
   text = made.apply_chat_template(
-      plain,
-      tools=tools,
-      tokenize=False,
-      add_generation_prompt=add_generation_prompt,
-      **dict(family.options),
+    plain,
+    tools=tools,
+    tokenize=False,
+    add_generation_prompt=add_generation_prompt,
+    **dict(family.options),
   )
   placeholders = [*template.PLACEHOLDERS, "<image_soft_token>"]
   if family.name == "gemma_vl":  # As Gemma3Processor, of one vision token.
     text = text.replace(
-        "<start_of_image>",
-        "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+      "<start_of_image>",
+      "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
     )
   if family.tiles:
     return _tiled(made, text, images)
@@ -423,7 +438,7 @@ def expected(family, messages, tools=None, add_generation_prompt=True):
         rows, row = image_rows(image.width, image.height)
         line = "[IMG]" * row
         run = made.convert_tokens_to_ids(
-            made.tokenize("[IMG_BREAK]".join([line] * rows))
+          made.tokenize("[IMG_BREAK]".join([line] * rows))
         )
       spans.append(trajectory.ImageSpan(image, len(ids), len(run), row))
       ids += run
@@ -439,17 +454,18 @@ def _tiled(encoder, text, images):
   first, *later = text.split("<image>")
   assert len(later) == len(images)
   for size, behind in zip(sizes, later):
-    first += processing_smolvlm.get_image_prompt_string(
+    first += (
+      processing_smolvlm.get_image_prompt_string(
         *size, "<fake_token_around_image>", "<image>", "<global-img>"
-    ) + behind
+      )
+      + behind
+    )
   ids = encoder.encode(first, add_special_tokens=False)
-  at = np.flatnonzero(
-      np.array(ids) == encoder.convert_tokens_to_ids("<image>")
-  )
+  at = np.flatnonzero(np.array(ids) == encoder.convert_tokens_to_ids("<image>"))
   spans = []
   for image, (rows, columns, count) in zip(images, sizes):
     own, at = np.split(at, [(rows * columns + 1) * count])
-    spans.append(trajectory.ImageSpan(
-        image, int(own[0]), int(own[-1] - own[0]) + 1, count
-    ))  # pyformat: disable
+    spans.append(
+      trajectory.ImageSpan(image, int(own[0]), int(own[-1] - own[0]) + 1, count)
+    )
   return ids, tuple(spans)

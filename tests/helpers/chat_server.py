@@ -68,8 +68,8 @@ class ChatServer:
       text = str(a + b + wrong)
     message = {"role": "assistant", "content": text}
     return 200, {
-        "choices": [{"message": message, "finish_reason": "stop", "index": 0}],
-        "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+      "choices": [{"message": message, "finish_reason": "stop", "index": 0}],
+      "usage": {"prompt_tokens": 7, "completion_tokens": 3},
     }
 
   def respond(self, handler):

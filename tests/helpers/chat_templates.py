@@ -6,14 +6,12 @@ import json
 from tunix.rl.multi_turn.parser.tool_parser import qwen as qwen_parser
 
 _JSON_BEFORE, _JSON_AFTER = (
-    json.dumps(words)
-    for words in qwen_parser.QwenToolParser()
-    .get_tool_prompt("$")
-    .split("\n$\n")
+  json.dumps(words)
+  for words in qwen_parser.QwenToolParser().get_tool_prompt("$").split("\n$\n")
 )
 _SCHEMAS = (
-    "{{- " + _JSON_BEFORE + " }}{%- for t in tools %}{{- '\\n' + (t | tojson)"
-    " }}{%- endfor %}{{- '\\n' + " + _JSON_AFTER + " + '<|im_end|>\\n' }}"
+  "{{- " + _JSON_BEFORE + " }}{%- for t in tools %}{{- '\\n' + (t | tojson)"
+  " }}{%- endfor %}{{- '\\n' + " + _JSON_AFTER + " + '<|im_end|>\\n' }}"
 )
 _JSON_CALL = """\
 {%- set f = call.function or call %}
@@ -86,66 +84,63 @@ def _chatml(parts, system, later_system, thinking, call, ending, trim=""):
   if not thinking:
     reasoning = "{%- set said = namespace(content=content) %}"
   gap = (
-      "{{- ('\\n\\n' if said.content | trim else '') if loop.first else '\\n'"
-      " }}"
-      if thinking == "always"
-      else "{{- '\\n' if said.content or not loop.first else '' }}"
+    "{{- ('\\n\\n' if said.content | trim else '') if loop.first else '\\n' }}"
+    if thinking == "always"
+    else "{{- '\\n' if said.content or not loop.first else '' }}"
   )
   late = "" if later_system else " and message.role != 'system'"
   return (
-      parts
-      + system
-      + (_LAST_QUERY.replace("%TRIM%", trim) if thinking else "")
-      + "{%- for message in messages %}"
-      "{%- set content = show(message.content)"
-      + trim
-      + " %}{%- if message.role == 'system' and loop.first %}"
-      "{%- elif message.role == 'tool' %}"
-      + _RESULT.replace("show(message.content)", "content")
-      + "{%- elif message.role == 'assistant' %}"
-      + _TURN
-      + reasoning
-      + "{{- said.content }}{%- for call in message.tool_calls or [] %}"
-      + gap
-      + call
-      + "{%- endfor %}{{- '<|im_end|>\\n' }}"
-      "{%- elif true"
-      + late
-      + " %}"
-      + _TURN
-      + "{{- content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-      "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
-      + ending
-      + "{%- endif %}"
+    parts
+    + system
+    + (_LAST_QUERY.replace("%TRIM%", trim) if thinking else "")
+    + "{%- for message in messages %}"
+    "{%- set content = show(message.content)"
+    + trim
+    + " %}{%- if message.role == 'system' and loop.first %}"
+    "{%- elif message.role == 'tool' %}"
+    + _RESULT.replace("show(message.content)", "content")
+    + "{%- elif message.role == 'assistant' %}"
+    + _TURN
+    + reasoning
+    + "{{- said.content }}{%- for call in message.tool_calls or [] %}"
+    + gap
+    + call
+    + "{%- endfor %}{{- '<|im_end|>\\n' }}"
+    "{%- elif true"
+    + late
+    + " %}"
+    + _TURN
+    + "{{- content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    + ending
+    + "{%- endif %}"
   )
 
 
 def _system(default="", tools=_SCHEMAS, trim=""):
   """The first system message, tools behind it."""
   with_default = (
-      "{%- else %}{{- " + json.dumps(default + "\n\n") + " }}"
-      if default
-      else ""
+    "{%- else %}{{- " + json.dumps(default + "\n\n") + " }}" if default else ""
   )
   plain = (
-      "{%- elif not first %}{{- '<|im_start|>system\\n' + "
-      + json.dumps(default)
-      + " + '<|im_end|>\\n' }}"
-      if default
-      else ""
+    "{%- elif not first %}{{- '<|im_start|>system\\n' + "
+    + json.dumps(default)
+    + " + '<|im_end|>\\n' }}"
+    if default
+    else ""
   )
   return (
-      "{%- set first = messages[0].role == 'system' %}"
-      "{%- if tools %}{{- '<|im_start|>system\\n' }}"
-      "{%- if first %}{{- show(messages[0].content) + '\\n\\n' }}"
-      + with_default
-      + "{%- endif %}"
-      + tools
-      + plain
-      + "{%- elif first %}"
-      "{{- '<|im_start|>system\\n' + show(messages[0].content)"
-      + trim
-      + " + '<|im_end|>\\n' }}{%- endif %}"
+    "{%- set first = messages[0].role == 'system' %}"
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}"
+    "{%- if first %}{{- show(messages[0].content) + '\\n\\n' }}"
+    + with_default
+    + "{%- endif %}"
+    + tools
+    + plain
+    + "{%- elif first %}"
+    "{{- '<|im_start|>system\\n' + show(messages[0].content)"
+    + trim
+    + " + '<|im_end|>\\n' }}{%- endif %}"
   )
 
 
@@ -170,11 +165,11 @@ _ALTERNATE = """\
 {{- raise_exception('roles must alternate') }}{%- endif %}{%- endfor %}"""
 
 TEMPLATES = {
-    "qwen2_5": _chatml(
-        _TEXT, _system("You are Qwen. You help."), True, "", _JSON_CALL, ""
-    ),
-    "qwen2_5_vl": _PARTS
-    + """\
+  "qwen2_5": _chatml(
+    _TEXT, _system("You are Qwen. You help."), True, "", _JSON_CALL, ""
+  ),
+  "qwen2_5_vl": _PARTS
+  + """\
 {%- for message in messages %}
 {%- if loop.first and message.role != 'system' %}
 {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
@@ -183,23 +178,21 @@ TEMPLATES = {
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",
-    "qwen3_vl": _chatml(_PARTS, _system(), False, "", _JSON_CALL, ""),
-    "qwen3_vl_thinking": _chatml(
-        _PARTS, _system(), True, "last", _JSON_CALL, _OPEN
-    ),
-    "qwen3": _chatml(
-        _TEXT, _system(), True, "last", _JSON_CALL, _MAYBE_EMPTY
-    ),
-    "qwen3_5": _chatml(
-        _PARTS,
-        _XML_SYSTEM,
-        False,
-        "always",
-        _XML_CALL,
-        _MAYBE_EMPTY.replace("{%- endif", "{%- else %}" + _OPEN + "{%- endif"),
-        trim=" | trim",
-    ),
-    "qwen3_coder": """\
+  "qwen3_vl": _chatml(_PARTS, _system(), False, "", _JSON_CALL, ""),
+  "qwen3_vl_thinking": _chatml(
+    _PARTS, _system(), True, "last", _JSON_CALL, _OPEN
+  ),
+  "qwen3": _chatml(_TEXT, _system(), True, "last", _JSON_CALL, _MAYBE_EMPTY),
+  "qwen3_5": _chatml(
+    _PARTS,
+    _XML_SYSTEM,
+    False,
+    "always",
+    _XML_CALL,
+    _MAYBE_EMPTY.replace("{%- endif", "{%- else %}" + _OPEN + "{%- endif"),
+    trim=" | trim",
+  ),
+  "qwen3_coder": """\
 {%- for message in messages %}
 {%- if loop.first and (tools or message.role == 'system') %}
 {{- '<|im_start|>system\\n' }}
@@ -223,13 +216,13 @@ TEMPLATES = {
 {%- if message.content | trim %}
 {{- '\\n' + message.content | trim + '\\n' }}{%- endif %}
 {%- for call in message.tool_calls %}{{- '\\n' }}"""
-    + _XML_CALL
-    + """{%- endfor %}{{- '<|im_end|>\\n' }}
+  + _XML_CALL
+  + """{%- endfor %}{{- '<|im_end|>\\n' }}
 {%- else %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",
-    "llama3": """\
+  "llama3": """\
 {{- bos_token }}
 {%- set said = messages[1:] if messages[0].role == 'system' else messages %}
 {{- '<|start_header_id|>system<|end_header_id|>\\n\\nDate: ' + date }}
@@ -258,7 +251,7 @@ TEMPLATES = {
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}""",
-    "mistral": """\
+  "mistral": """\
 {%- set system = messages[0].content if messages[0].role == 'system' %}
 {%- set said = messages[1:] if messages[0].role == 'system' else messages %}
 {%- set asked = said | selectattr('role', 'equalto', 'user') | list %}
@@ -285,7 +278,7 @@ TEMPLATES = {
 {%- else %}{{- raise_exception('no such role') }}
 {%- endif %}
 {%- endfor %}""",
-    "pixtral": """\
+  "pixtral": """\
 {%- set system = messages[0].content if messages[0].role == 'system' %}
 {%- set said = messages[1:] if messages[0].role == 'system' else messages %}
 {{- bos_token }}
@@ -304,7 +297,7 @@ TEMPLATES = {
 {%- else %}{{- raise_exception('no such role') }}
 {%- endif %}
 {%- endfor %}""",
-    "deepseek": """\
+  "deepseek": """\
 {%- set ns = namespace(asked=false, tool=false) %}
 {{- bos_token }}
 {%- for m in messages if m.role == 'system' %}
@@ -331,12 +324,12 @@ TEMPLATES = {
 {%- endfor %}
 {%- if add_generation_prompt and ns.asked %}
 {{- '<｜Assistant｜></think>' }}{%- endif %}""",
-    "gemma": """\
+  "gemma": """\
 {{- bos_token }}
 {%- set system = messages[0].role == 'system' %}
 {%- set said = messages[1:] if system else messages %}"""
-    + _ALTERNATE
-    + """
+  + _ALTERNATE
+  + """
 {%- for m in said %}
 {%- set role = 'model' if m.role == 'assistant' else m.role %}
 {{- '<start_of_turn>' + role + '\\n' }}
@@ -344,7 +337,7 @@ TEMPLATES = {
 {{- m.content | trim + '<end_of_turn>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}""",
-    "gemma_vl": """\
+  "gemma_vl": """\
 {{- bos_token }}
 {%- macro show(content) %}
 {%- if content is string %}{{- content | trim }}{%- else %}
@@ -355,8 +348,8 @@ TEMPLATES = {
 {%- endmacro %}
 {%- set system = messages[0].role == 'system' %}
 {%- set said = messages[1:] if system else messages %}"""
-    + _ALTERNATE
-    + """
+  + _ALTERNATE
+  + """
 {%- for m in said %}
 {%- set role = 'model' if m.role == 'assistant' else m.role %}
 {{- '<start_of_turn>' + role + '\\n' }}
@@ -364,7 +357,7 @@ TEMPLATES = {
 {{- show(m.content) + '<end_of_turn>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}""",
-    "smolvlm": """\
+  "smolvlm": """\
 {{- '<|im_start|>' }}
 {%- for m in messages %}
 {{- m.role | capitalize }}
@@ -376,7 +369,7 @@ TEMPLATES = {
 {{- '<end_of_utterance>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}""",
-    "glm_v": """\
+  "glm_v": """\
 {{- '[gMASK]<sop>' }}
 {%- macro show(content) %}
 {%- if content is string %}{{- content }}{%- else %}

@@ -8,10 +8,14 @@ import time
 import pytest
 
 _PROGRAMS = (
-    os.environ.get("TUNIX_CHROMIUM", "chromium-headless-shell"),
-    "chromium-headless-shell", "chrome-headless-shell", "chromium",
-    "chromium-browser", "google-chrome-stable", "google-chrome",
-)  # pyformat: disable
+  os.environ.get("TUNIX_CHROMIUM", "chromium-headless-shell"),
+  "chromium-headless-shell",
+  "chrome-headless-shell",
+  "chromium",
+  "chromium-browser",
+  "google-chrome-stable",
+  "google-chrome",
+)
 _WATCH = """
 window.__violations = [];
 document.addEventListener("securitypolicyviolation", (e) =>
@@ -29,8 +33,8 @@ def browser():
     pytest.skip(f"none of {', '.join(_PROGRAMS)} is installed")
   with sync_api.sync_playwright() as playwright:
     found = playwright.chromium.launch(
-        executable_path=path,
-        args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+      executable_path=path,
+      args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
     )
     yield found
     found.close()
@@ -56,7 +60,7 @@ class Tab:
 
   def _console(self, message):
     if message.type == "error" and "Failed to load resource" not in (
-        message.text
+      message.text
     ):
       self.faults.append(f"console {message.text}")
 
@@ -80,15 +84,15 @@ def faults_of(page, *rules):
   # By the protocol, as the page's own policy lets no foreign script in.
   page.evaluate(axe.Axe().axe_script)
   found = page.evaluate(
-      "(rules) => axe.run(document, {resultTypes: ['violations'],"
-      " ...(rules.length ? {runOnly: rules} : {})}).then((r) =>"
-      " r.violations)",
-      list(rules),
+    "(rules) => axe.run(document, {resultTypes: ['violations'],"
+    " ...(rules.length ? {runOnly: rules} : {})}).then((r) =>"
+    " r.violations)",
+    list(rules),
   )
   return [
-      (f["id"], f["nodes"][0]["html"][:200], f["nodes"][0]["any"][:1])
-      for f in found
-      if f["impact"] in ("serious", "critical")
+    (f["id"], f["nodes"][0]["html"][:200], f["nodes"][0]["any"][:1])
+    for f in found
+    if f["impact"] in ("serious", "critical")
   ]
 
 
@@ -112,7 +116,7 @@ def wait_for(page, expression, arg=None, *, seconds=20.0, every=0.02):
 
 def ready(page, times=1):
   wait_for(
-      page,
-      "(n) => Number(document.getElementById('charts')?.dataset.ready) >= n",
-      times,
+    page,
+    "(n) => Number(document.getElementById('charts')?.dataset.ready) >= n",
+    times,
   )

@@ -14,7 +14,7 @@ async def play(client, model, computer, **options):
     if greedy or turn == 1:
       own = {"temperature": 0.0 if greedy else 0.5}
     answer = await client.chat.completions.create(
-        model=model, messages=messages, **{**options, **own}
+      model=model, messages=messages, **{**options, **own}
     )
     text = answer.choices[0].message.content or ""
     observation = await computer.act(text)

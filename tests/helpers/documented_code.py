@@ -42,9 +42,12 @@ class Block:
 
 
 def pages() -> list[str]:
-  found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"),
-           *ROOT.glob("examples/*.md"),
-           *ROOT.glob("packages/*/*.md")]  # pyformat: disable
+  found = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("examples/*.md"),
+    *ROOT.glob("packages/*/*.md"),
+  ]
   return sorted(str(p.relative_to(ROOT)) for p in found)
 
 
@@ -57,22 +60,22 @@ def blocks(page: str, language: str | None = "python") -> list[Block]:
       continue
     marker = MARKER.search(text[: match.start()])
     found.append(
-        Block(
-            page,
-            text.count("\n", 0, match.start(3)) + 1,
-            match[2],
-            re.sub(rf"^{match[1]}", "", match[3], flags=re.M),
-            (marker[1], marker[2]) if marker else None,
-        )
+      Block(
+        page,
+        text.count("\n", 0, match.start(3)) + 1,
+        match[2],
+        re.sub(rf"^{match[1]}", "", match[3], flags=re.M),
+        (marker[1], marker[2]) if marker else None,
+      )
     )
   return found
 
 
 def run(
-    page: str,
-    namespace: dict[str, Any] | None = None,
-    replace: Mapping[str, str] | None = None,
-    before: Mapping[int, Callable[[dict[str, Any]], None]] | None = None,
+  page: str,
+  namespace: dict[str, Any] | None = None,
+  replace: Mapping[str, str] | None = None,
+  before: Mapping[int, Callable[[dict[str, Any]], None]] | None = None,
 ) -> dict[str, Any]:
   """Runs a page's Python; returns the names that it made.
 
@@ -95,9 +98,11 @@ def run(
       text = text.replace(old, new)
     # A traceback then has the page's own line.
     code = compile(
-        "\n" * (block.line - 1) + text, page, "exec",
-        flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
-    )  # pyformat: disable
+      "\n" * (block.line - 1) + text,
+      page,
+      "exec",
+      flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
+    )
     result = eval(code, names)  # pylint: disable=eval-used
     if inspect.iscoroutine(result):
       asyncio.run(result)

@@ -16,11 +16,11 @@ _ASSIGNMENTS = r"(?:[A-Z_]+=\S+ )*"
 _MAKE = r"(?:sudo )?make [a-z0-9\-]+(?= *$| *#| +&&| +[A-Z]+=|`)"
 _PYTHON = "python (?:-m tunix|examples/|benchmarks/|scripts/)"
 SCRIPTS = {
-    "tunix-gym-server": "environments.gym_server",
-    "tunix-monitor": "monitor",
-    "tunix-play": "environments.play",
-    "tunix-rollout-buffer": "trajectory_collector.buffer_service",
-    "tunix-run-service": "agents.run_service",
+  "tunix-gym-server": "environments.gym_server",
+  "tunix-monitor": "monitor",
+  "tunix-play": "environments.play",
+  "tunix-rollout-buffer": "trajectory_collector.buffer_service",
+  "tunix-run-service": "agents.run_service",
 }
 """Programs that an installation has, beside tunix-mt -> their module."""
 _SCRIPT = "(?:" + "|".join(SCRIPTS) + ") "
@@ -84,9 +84,12 @@ def of_arguments(page: str) -> list[Command]:
 def everywhere() -> list[Command]:
   """Every documented command, each once."""
   found = []
-  pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"),
-           *ROOT.glob("examples/*.md"),
-           *ROOT.glob("packages/*/*.md")]  # pyformat: disable
+  pages = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("examples/*.md"),
+    *ROOT.glob("packages/*/*.md"),
+  ]
   for page in sorted(pages):
     found += of_text(page.read_text("utf-8"), str(page.relative_to(ROOT)))
   for folder in ("tunix", "examples", "benchmarks", SERVICES):
@@ -97,7 +100,7 @@ def everywhere() -> list[Command]:
     comments = re.findall("^# ?(.*)$", file.read_text("utf-8"), re.M)
     found += of_text("\n".join(comments), str(file.relative_to(ROOT)))
   for file in sorted(ROOT.glob("notebooks/**/*.ipynb")):
-    text = file.read_text("utf-8").replace(r"\n", "\n").replace('"!', '\n')
+    text = file.read_text("utf-8").replace(r"\n", "\n").replace('"!', "\n")
     found += of_text(text, str(file.relative_to(ROOT)))
   return list({one.text: one for one in reversed(found)}.values())[::-1]
 

@@ -11,10 +11,10 @@ import pytest
 import rollout_micro_policy as micro
 
 ONE_SHAPE = dict(
-    decode_rows=(4,),
-    prefill_rows=(4,),
-    window_buckets=(micro.CONTEXT,),
-    patch_buckets=(16,),
+  decode_rows=(4,),
+  prefill_rows=(4,),
+  window_buckets=(micro.CONTEXT,),
+  patch_buckets=(16,),
 )
 PROMPT = micro.prompt_of([3, 4, 5, 6, 7])
 

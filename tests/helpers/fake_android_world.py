@@ -14,20 +14,20 @@ _TYPES = (
     "click", "double_tap", "scroll", "swipe", "input_text", "navigate_home",
     "navigate_back", "keyboard_enter", "open_app", "status", "wait",
     "long_press", "answer", "unknown",
-)  # pyformat: disable
+)  # fmt: skip
 _KEYS = {
     "action_type", "index", "x", "y", "text", "direction", "goal_status",
     "app_name", "keycode", "clear_text",
-}  # pyformat: disable
+}  # fmt: skip
 _PARAMETERS = {
-    "/reset": {"go_home": bool},
-    "/screenshot": {"wait_to_stabilize": bool},
-    "/suite/task_list": {"max_index": int},
-    "/suite/task_length": {"task_type": str},
-    **{
-        f"/task/{what}": {"task_type": str, "task_idx": int}
-        for what in ("initialize", "tear_down", "score", "goal")
-    },
+  "/reset": {"go_home": bool},
+  "/screenshot": {"wait_to_stabilize": bool},
+  "/suite/task_list": {"max_index": int},
+  "/suite/task_length": {"task_type": str},
+  **{
+    f"/task/{what}": {"task_type": str, "task_idx": int}
+    for what in ("initialize", "tear_down", "score", "goal")
+  },
 }
 
 
@@ -40,21 +40,24 @@ class FakeAndroidWorld:
     self.log = []
     self.broken = {}
     routes = [
-        ("/health", "GET", self._ok), ("/reset", "POST", self._ok),
-        ("/screenshot", "GET", self._screenshot),
-        ("/execute_action", "POST", self._execute),
-        ("/suite/task_list", "GET", self._list),
-        ("/suite/task_length", "GET", self._length),
-        ("/suite/reinitialize", "GET", self._reinitialize),
-        ("/task/initialize", "POST", self._initialize),
-        ("/task/tear_down", "POST", self._ok),
-        ("/task/score", "GET", self._score),
-        ("/task/goal", "GET", self._goal),
-    ]  # pyformat: disable
-    self.asgi = applications.Starlette(routes=[
+      ("/health", "GET", self._ok),
+      ("/reset", "POST", self._ok),
+      ("/screenshot", "GET", self._screenshot),
+      ("/execute_action", "POST", self._execute),
+      ("/suite/task_list", "GET", self._list),
+      ("/suite/task_length", "GET", self._length),
+      ("/suite/reinitialize", "GET", self._reinitialize),
+      ("/task/initialize", "POST", self._initialize),
+      ("/task/tear_down", "POST", self._ok),
+      ("/task/score", "GET", self._score),
+      ("/task/goal", "GET", self._goal),
+    ]
+    self.asgi = applications.Starlette(
+      routes=[
         routing.Route(path, self._checked(path, run), methods=[method])
         for path, method, run in routes
-    ])
+      ]
+    )
 
   def _checked(self, path, run):
     async def checked(request):
@@ -73,7 +76,7 @@ class FakeAndroidWorld:
       if path in self.broken:
         return responses.JSONResponse(*self.broken[path])
       if "task_idx" in query and not (
-          int(query["task_idx"]) < self.instances.get(query["task_type"], 0)
+        int(query["task_idx"]) < self.instances.get(query["task_type"], 0)
       ):
         return responses.PlainTextResponse("Internal Server Error", 500)
       return await run(query, body)
@@ -82,7 +85,7 @@ class FakeAndroidWorld:
 
   def _task(self, query):
     return desktop.DesktopTasks().train_task(
-        query["task_type"], int(query["task_idx"]), 0
+      query["task_type"], int(query["task_idx"]), 0
     )
 
   async def _ok(self, query, body):
@@ -90,7 +93,7 @@ class FakeAndroidWorld:
 
   async def _screenshot(self, query, body):
     return responses.JSONResponse(
-        {"pixels": self.gym.scene.screenshot().tolist()}
+      {"pixels": self.gym.scene.screenshot().tolist()}
     )
 
   async def _list(self, query, body):
@@ -112,7 +115,7 @@ class FakeAndroidWorld:
   async def _goal(self, query, body):
     own = desktop.DesktopGym()
     return responses.JSONResponse(
-        {"goal": own.start_sync(self._task(query)).instruction}
+      {"goal": own.start_sync(self._task(query)).instruction}
     )
 
   async def _score(self, query, body):
@@ -120,14 +123,16 @@ class FakeAndroidWorld:
 
   async def _execute(self, query, body):
     kind = body.get("action_type")
-    if set(body) - _KEYS or kind not in _TYPES or (
-        body.get("direction", "up") not in ("left", "right", "down", "up")
+    if (
+      set(body) - _KEYS
+      or kind not in _TYPES
+      or (body.get("direction", "up") not in ("left", "right", "down", "up"))
     ):
       return responses.PlainTextResponse("Internal Server Error", 500)
     action = None
     if kind in ("click", "double_tap"):
       action = gui_action.GuiAction(
-          "click", x=body["x"], y=body["y"], count=1 + (kind == "double_tap")
+        "click", x=body["x"], y=body["y"], count=1 + (kind == "double_tap")
       )
     elif kind == "input_text":
       action = gui_action.GuiAction("type", text=body["text"])

@@ -28,7 +28,6 @@ SIZE = small_server.SIZE
 
 
 class Refused(Exception):
-
   def __init__(self, status, message):
     super().__init__(message)
     self.status, self.message = status, message
@@ -46,13 +45,16 @@ class FakeEngine:
     self.policy = checkpoint.load_policy(model, screen=size)
     module, self.processor, tokenizer = self.policy
     self.renderer = qwen.QwenRenderer(
-        tokenizer, self.processor.num_image_tokens
+      tokenizer, self.processor.num_image_tokens
     )
     self.engine = engine_lib.RolloutEngine(
-        module, self.processor, self.store,
-        engine_config.EngineConfig(slots=slots, context_length=context),
-        image_sizes=(size,), banned_token_ids=module.config.banned_token_ids,
-    )  # pyformat: disable
+      module,
+      self.processor,
+      self.store,
+      engine_config.EngineConfig(slots=slots, context_length=context),
+      image_sizes=(size,),
+      banned_token_ids=module.config.banned_token_ids,
+    )
     self.loader = media.MediaLoader(self.store)
     self.bodies = []  # Of requests for completions.
     self.calls = []  # To everything else.
@@ -64,18 +66,18 @@ class FakeEngine:
     self.gate.set()
     self.running = set()
     self.server = http_server.LoopbackServer(
-        applications.Starlette(
-            routes=[
-                routing.Route(path, self._guarded(handler), methods=[method])
-                for path, handler, method in self.routes()
-            ]
-        )
+      applications.Starlette(
+        routes=[
+          routing.Route(path, self._guarded(handler), methods=[method])
+          for path, handler, method in self.routes()
+        ]
+      )
     )
     self.url = self.server.url
 
   def __enter__(self):
     shared_programs.warm_up(
-        self.engine, self.policy[0].config, self.size, self.engine.config
+      self.engine, self.policy[0].config, self.size, self.engine.config
     )
     self.server.start()
     return self
@@ -91,7 +93,7 @@ class FakeEngine:
         return await handler(request, json.loads(raw) if raw else {})
       except Refused as refused:
         return responses.JSONResponse(
-            self.error(refused), status_code=refused.status
+          self.error(refused), status_code=refused.status
         )
 
     return run
@@ -100,9 +102,8 @@ class FakeEngine:
     """Each image's one placeholder becomes as many as it has tokens."""
     if len(urls) > self.images_limit:
       raise Refused(
-          400,
-          f"At most {self.images_limit} image(s) may be provided in one"
-          " prompt.",
+        400,
+        f"At most {self.images_limit} image(s) may be provided in one prompt.",
       )
     pictures = [await self.loader.load(url) for url in urls]
     pad = self.renderer.image_token_id
@@ -112,9 +113,9 @@ class FakeEngine:
     for token in ids:
       image = next(left) if token == pad else None
       tokens += [token] * (
-          self.processor.num_image_tokens(image.width, image.height)
-          if image
-          else 1
+        self.processor.num_image_tokens(image.width, image.height)
+        if image
+        else 1
       )
     return self.renderer.prompt_of_tokens(tokens, pictures)
 
@@ -127,7 +128,7 @@ class FakeEngine:
     self.served += 1
     session = f"r{self.served}"
     task = asyncio.ensure_future(
-        self.engine.generate(prompt, sampling, session=session)
+      self.engine.generate(prompt, sampling, session=session)
     )
     self.running.add(task)
     try:
@@ -150,7 +151,7 @@ class FakeEngine:
       self.loaded.append(path)
       return
     module, _, _ = await asyncio.to_thread(
-        checkpoint.load_policy, path, screen=self.size
+      checkpoint.load_policy, path, screen=self.size
     )
     done = self.engine.update_weights(len(self.loaded) + 1, module)
     await asyncio.wrap_future(done)
@@ -182,7 +183,7 @@ class FakeVllm(FakeEngine):
     add("--enable-lora", action="store_true")
     add("--max-lora-rank", type=int, choices=(8, 16, 32, 64, 128, 256))
     self.lora_updates = (
-        environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
+      environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
     )
     self.weight_version = "default"
     self.dies = False
@@ -194,26 +195,26 @@ class FakeVllm(FakeEngine):
     self.resume_failures = 0
     self.resume_s = 0.0
     super().__init__(
-        self.args.model,
-        self.args.max_model_len,
-        self.args.limit_mm_per_prompt["image"],
-        **options,
+      self.args.model,
+      self.args.max_model_len,
+      self.args.limit_mm_per_prompt["image"],
+      **options,
     )
 
   def routes(self):
     found = [
-        ("/v1/models", self.models, "GET"),
-        ("/v1/completions", self.completions, "POST"),
-        ("/inference/v1/generate", self.generate, "POST"),
+      ("/v1/models", self.models, "GET"),
+      ("/v1/completions", self.completions, "POST"),
+      ("/inference/v1/generate", self.generate, "POST"),
     ]
     if self.dev:
       found += [
-          ("/pause", self.pause, "POST"),
-          ("/resume", self.resume, "POST"),
-          ("/is_paused", self.is_paused, "GET"),
-          ("/collective_rpc", self.collective_rpc, "POST"),
-          ("/reset_prefix_cache", self.reset_prefix_cache, "POST"),
-          ("/update_weight_version", self.update_weight_version, "POST"),
+        ("/pause", self.pause, "POST"),
+        ("/resume", self.resume, "POST"),
+        ("/is_paused", self.is_paused, "GET"),
+        ("/collective_rpc", self.collective_rpc, "POST"),
+        ("/reset_prefix_cache", self.reset_prefix_cache, "POST"),
+        ("/update_weight_version", self.update_weight_version, "POST"),
       ]
     if self.args.enable_lora and self.lora_updates:
       found.append(("/v1/load_lora_adapter", self.load_adapter, "POST"))
@@ -222,54 +223,62 @@ class FakeVllm(FakeEngine):
   def error(self, refused):
     kind = "BadRequestError" if refused.status == 400 else "InternalServerError"
     return {
-        "error": {
-            "message": refused.message, "type": kind, "param": None,
-            "code": refused.status,
-        }
-    }  # pyformat: disable
+      "error": {
+        "message": refused.message,
+        "type": kind,
+        "param": None,
+        "code": refused.status,
+      }
+    }
 
   async def models(self, request, body):
     del request, body
-    return responses.JSONResponse({
+    return responses.JSONResponse(
+      {
         "object": "list",
-        "data": [{
+        "data": [
+          {
             "id": self.args.served_model_name,
             "object": "model",
             "max_model_len": self.context,
-        }],
-    })
+          }
+        ],
+      }
+    )
 
   _SAMPLING = {
       "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
       "presence_penalty", "frequency_penalty", "repetition_penalty",
       "stop_token_ids", "skip_special_tokens", "logprobs", "logit_bias",
-  }  # pyformat: disable
+  }  # fmt: skip
 
   def sampling(self, params):
     unknown = set(params) - self._SAMPLING
     assert not unknown, unknown
     neutral = {
-        "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
-    }  # pyformat: disable
+      "presence_penalty": 0,
+      "frequency_penalty": 0,
+      "repetition_penalty": 1,
+    }
     assert all(params[k] == v for k, v in neutral.items())
     return policy_client.SamplingParams(
-        max_new_tokens=params["max_tokens"],
-        temperature=params["temperature"],
-        top_p=params["top_p"],
-        top_k=max(0, params["top_k"]),
-        min_p=params["min_p"],
-        seed=params["seed"],
-        stop_token_ids=tuple(params["stop_token_ids"]),
-        raw_logprobs=self.args.logprobs_mode == "raw_logprobs",
+      max_new_tokens=params["max_tokens"],
+      temperature=params["temperature"],
+      top_p=params["top_p"],
+      top_k=max(0, params["top_k"]),
+      min_p=params["min_p"],
+      seed=params["seed"],
+      stop_token_ids=tuple(params["stop_token_ids"]),
+      raw_logprobs=self.args.logprobs_mode == "raw_logprobs",
     )
 
   def check_length(self, prompt):
     if len(prompt) >= self.context:
       raise Refused(
-          400,
-          f"This model's maximum context length is {self.context} tokens."
-          f" However, your request has {len(prompt)} input tokens. Please"
-          " reduce the length of the input messages.",
+        400,
+        f"This model's maximum context length is {self.context} tokens."
+        f" However, your request has {len(prompt)} input tokens. Please"
+        " reduce the length of the input messages.",
       )
 
   async def sampled(self, prompt, params):
@@ -294,34 +303,41 @@ class FakeVllm(FakeEngine):
     ids = body.pop("prompt")
     prompt = await self.expanded(ids, [])
     tokens, logprobs, reason = await self.sampled(prompt, body)
-    return responses.JSONResponse({
+    return responses.JSONResponse(
+      {
         "object": "text_completion",
-        "choices": [{
+        "choices": [
+          {
             "index": 0,
             "text": self.renderer.decode(tokens),
             "finish_reason": reason,
             "token_ids": tokens,
             "prompt_token_ids": prompt.tokens.tolist(),
             "logprobs": {"token_logprobs": logprobs},
-        }],
+          }
+        ],
         "usage": {"prompt_tokens": len(prompt)},
-    })
+      }
+    )
 
   async def generate(self, request, body):
     del request
     if not self.args.enable_scale_out:
       raise Refused(
-          403,
-          "Scale-out endpoints are disabled. Restart vllm serve with"
-          " --enable-scale-out to enable them.",
+        403,
+        "Scale-out endpoints are disabled. Restart vllm serve with"
+        " --enable-scale-out to enable them.",
       )
     self.bodies.append(dict(body))
     if self.dies:
       raise Refused(500, "EngineCore encountered an issue.")
     assert body.pop("model") == self.args.served_model_name
     assert set(body) == {
-        "token_ids", "content_parts", "sampling_params", "return_token_ids",
-    }  # pyformat: disable
+      "token_ids",
+      "content_parts",
+      "sampling_params",
+      "return_token_ids",
+    }
     for part in body["content_parts"]:
       assert part["type"] == "image_url" and set(part) == {"type", "url"}
     urls = [part["url"] for part in body["content_parts"]]
@@ -329,26 +345,30 @@ class FakeVllm(FakeEngine):
     await self.gate.wait()
     version = self.weight_version
     tokens, logprobs, reason = await self.sampled(
-        prompt, body["sampling_params"]
+      prompt, body["sampling_params"]
     )
-    return responses.JSONResponse({
+    return responses.JSONResponse(
+      {
         "request_id": "r",
         "prompt_token_ids": prompt.tokens.tolist(),
-        "choices": [{
+        "choices": [
+          {
             "index": 0,
             "finish_reason": reason,
             "token_ids": tokens,
-            "weight_versions": [{
-                "version": version, "start": 0, "end": len(tokens),
-            }],
+            "weight_versions": [
+              {"version": version, "start": 0, "end": len(tokens)}
+            ],
             "logprobs": {
-                "content": [
-                    {"token_id": t, "logprob": lp, "top_logprobs": []}
-                    for t, lp in zip(tokens, logprobs)
-                ]
+              "content": [
+                {"token_id": t, "logprob": lp, "top_logprobs": []}
+                for t, lp in zip(tokens, logprobs)
+              ]
             },
-        }],
-    })
+          }
+        ],
+      }
+    )
 
   async def pause(self, request, body):
     del body
@@ -395,9 +415,9 @@ class FakeVllm(FakeEngine):
     self.calls.append("load_lora_adapter")
     if name in self.adapters and not body.get("load_inplace"):
       raise Refused(
-          400,
-          f"The lora adapter '{name}' has already been loaded. If you want to"
-          " load the adapter in place, set 'load_inplace' to True.",
+        400,
+        f"The lora adapter '{name}' has already been loaded. If you want to"
+        " load the adapter in place, set 'load_inplace' to True.",
       )
     try:
       with open(f"{path}/adapter_config.json", encoding="utf-8") as file:
@@ -406,14 +426,14 @@ class FakeVllm(FakeEngine):
       raise Refused(404, f"No adapter found for {path}") from None
     if config["r"] > self.args.max_lora_rank:
       raise Refused(
-          400,
-          f"LoRA rank {config['r']} is greater than max_lora_rank"
-          f" {self.args.max_lora_rank}.",
+        400,
+        f"LoRA rank {config['r']} is greater than max_lora_rank"
+        f" {self.args.max_lora_rank}.",
       )
     tensors = safetensors.numpy.load_file(f"{path}/adapter_model.safetensors")
     self.adapters[name] = (config, tensors)
     return responses.PlainTextResponse(
-        f"Success: LoRA adapter '{name}' added successfully."
+      f"Success: LoRA adapter '{name}' added successfully."
     )
 
   async def reset_prefix_cache(self, request, body):
@@ -424,19 +444,18 @@ class FakeVllm(FakeEngine):
 
 
 class FakeSglang(FakeEngine):
-
   def __init__(self, model, context=256, images=64, **options):
     self.weight_version = "default"
     super().__init__(model, context, images, **options)
 
   def routes(self):
     return [
-        ("/v1/models", self.models, "GET"),
-        ("/generate", self.generate, "POST"),
-        ("/update_weights_from_disk", self.update, "POST"),
-        ("/pause_generation", self.pause, "POST"),
-        ("/continue_generation", self.resume, "POST"),
-        ("/flush_cache", self.flush_cache, "POST"),
+      ("/v1/models", self.models, "GET"),
+      ("/generate", self.generate, "POST"),
+      ("/update_weights_from_disk", self.update, "POST"),
+      ("/pause_generation", self.pause, "POST"),
+      ("/continue_generation", self.resume, "POST"),
+      ("/flush_cache", self.flush_cache, "POST"),
     ]
 
   def error(self, refused):
@@ -451,53 +470,57 @@ class FakeSglang(FakeEngine):
     del request
     self.bodies.append(dict(body))
     fields = {
-        "input_ids", "image_data", "sampling_params", "return_logprob",
-        "return_sampling_mask",
-    }  # pyformat: disable
+      "input_ids",
+      "image_data",
+      "sampling_params",
+      "return_logprob",
+      "return_sampling_mask",
+    }
     assert set(body) <= fields and body["return_logprob"]
     params = body["sampling_params"]
     masked = body.get("return_sampling_mask", False)
     if masked and not 0 < params["top_k"] <= 4096:
       raise Refused(
-          400,
-          "return_sampling_mask requires top_k=1 for greedy sampling or finite"
-          f" 1 < top_k <= 4096; got top_k={params['top_k']}.",
+        400,
+        "return_sampling_mask requires top_k=1 for greedy sampling or finite"
+        f" 1 < top_k <= 4096; got top_k={params['top_k']}.",
       )
     prompt = await self.expanded(body["input_ids"], body.get("image_data", []))
     if len(prompt) >= self.context:
       raise Refused(
-          400,
-          f"The input ({len(prompt)} tokens) is longer than the model's context"
-          f" length ({self.context} tokens).",
+        400,
+        f"The input ({len(prompt)} tokens) is longer than the model's context"
+        f" length ({self.context} tokens).",
       )
     version = self.weight_version
     tokens, logprobs, reason = await self.sample(
-        prompt,
-        policy_client.SamplingParams(
-            max_new_tokens=params["max_new_tokens"],
-            temperature=params["temperature"],
-            top_p=params["top_p"],
-            top_k=max(0, params["top_k"]),
-            min_p=params["min_p"],
-            seed=params["sampling_seed"],
-            stop_token_ids=tuple(params["stop_token_ids"]),
-        ),
+      prompt,
+      policy_client.SamplingParams(
+        max_new_tokens=params["max_new_tokens"],
+        temperature=params["temperature"],
+        top_p=params["top_p"],
+        top_k=max(0, params["top_k"]),
+        min_p=params["min_p"],
+        seed=params["sampling_seed"],
+        stop_token_ids=tuple(params["stop_token_ids"]),
+      ),
     )
     sampled = {"output_token_sampling_logprobs": logprobs} if masked else {}
-    return responses.JSONResponse({
+    return responses.JSONResponse(
+      {
         "text": self.renderer.decode(tokens),
         "meta_info": {
-            "finish_reason": {"type": reason},
-            "prompt_tokens": len(prompt),
-            "weight_version": version,
-            # The real one's are of the whole vocabulary then.
-            "output_token_logprobs": [
-                [None if masked else lp, t, None]
-                for t, lp in zip(tokens, logprobs)
-            ],
-            **sampled,
+          "finish_reason": {"type": reason},
+          "prompt_tokens": len(prompt),
+          "weight_version": version,
+          # The real one's are of the whole vocabulary then.
+          "output_token_logprobs": [
+            [None if masked else lp, t, None] for t, lp in zip(tokens, logprobs)
+          ],
+          **sampled,
         },
-    })
+      }
+    )
 
   async def pause(self, request, body):
     del request
@@ -523,15 +546,18 @@ class FakeSglang(FakeEngine):
   async def update(self, request, body):
     del request
     fields = {
-        "model_path", "weight_version", "abort_all_requests", "flush_cache",
-    }  # pyformat: disable
+      "model_path",
+      "weight_version",
+      "abort_all_requests",
+      "flush_cache",
+    }
     assert set(body) <= fields, body
     self.calls.append("update_weights_from_disk")
     try:
       await self.load(body["model_path"])
     except Refused as refused:
       return responses.JSONResponse(
-          {"success": False, "message": refused.message}, 400
+        {"success": False, "message": refused.message}, 400
       )
     self.weight_version = body["weight_version"]
     return responses.JSONResponse({"success": True, "message": "done"})

@@ -16,21 +16,24 @@ from tunix.rl.multi_turn.environments.gyms import desktop
 
 KEY = "gbox-key"
 _FIELDS = {
-    "click": {"x", "y", "button", "double", "modifierKeys"},
-    "tap": {"x", "y"},
-    "move": {"x", "y"},
-    "drag": {"start", "end", "path", "duration"},
-    "swipe": {"start", "end", "direction", "distance", "duration"},
-    "scroll": {"x", "y", "scrollX", "scrollY", "direction", "distance"},
-    "long-press": {"x", "y", "duration"},
-    "press-button": {"buttons"},
-    "press-key": {"keys", "combination"},
-    "type": {"text"},
-    "screenshot": {
-        "clip", "outputFormat", "presignedExpiresIn", "saveToAlbum",
-        "scrollCapture",
-    },
-}  # pyformat: disable
+  "click": {"x", "y", "button", "double", "modifierKeys"},
+  "tap": {"x", "y"},
+  "move": {"x", "y"},
+  "drag": {"start", "end", "path", "duration"},
+  "swipe": {"start", "end", "direction", "distance", "duration"},
+  "scroll": {"x", "y", "scrollX", "scrollY", "direction", "distance"},
+  "long-press": {"x", "y", "duration"},
+  "press-button": {"buttons"},
+  "press-key": {"keys", "combination"},
+  "type": {"text"},
+  "screenshot": {
+    "clip",
+    "outputFormat",
+    "presignedExpiresIn",
+    "saveToAlbum",
+    "scrollCapture",
+  },
+}
 _DURATION = re.compile(r"[0-9]+(ms|s|m|h)")
 
 
@@ -44,13 +47,15 @@ class FakeGbox:
     self.terminated = []
     self.log = []
     post = ["POST"]
-    self.asgi = applications.Starlette(routes=[
+    self.asgi = applications.Starlette(
+      routes=[
         routing.Route("/api/v1/boxes/{kind}", self._create, methods=post),
         routing.Route(
-            "/api/v1/boxes/{box}/actions/{action}", self._act, methods=post
+          "/api/v1/boxes/{box}/actions/{action}", self._act, methods=post
         ),
         routing.Route("/api/v1/boxes/{box}/{what}", self._do, methods=post),
-    ])
+      ]
+    )
 
   async def _body(self, request: requests.Request):
     body = await request.json()
@@ -75,10 +80,14 @@ class FakeGbox:
     gym = desktop.DesktopGym()
     gym.start_sync(self._task)
     self.boxes[box] = gym
-    return responses.JSONResponse({
-        "id": box, "status": "running", "type": request.path_params["kind"],
+    return responses.JSONResponse(
+      {
+        "id": box,
+        "status": "running",
+        "type": request.path_params["kind"],
         "config": body["config"],
-    })  # pyformat: disable
+      }
+    )
 
   def _gym(self, request):
     return self.boxes.get(request.path_params["box"])
@@ -97,10 +106,13 @@ class FakeGbox:
     assert what == "commands" and body["command"][:2] == ["sh", "-c"]
     won = gym.evaluate_sync().success
     out = {"is-it-solved": f"{won}\n", "true": ""}.get(body["command"][2])
-    return responses.JSONResponse({
-        "exitCode": 127 if out is None else 0, "stdout": out or "",
+    return responses.JSONResponse(
+      {
+        "exitCode": 127 if out is None else 0,
+        "stdout": out or "",
         "stderr": "" if out is not None else "not found",
-    })  # pyformat: disable
+      }
+    )
 
   async def _act(self, request):
     body, refused = await self._body(request)
@@ -134,16 +146,20 @@ def _to_gui(name, body):
   make = gui_action.GuiAction
   if name in ("click", "tap"):
     return make(
-        "click", x=body["x"], y=body["y"], button=body.get("button", "left"),
-        count=2 if body.get("double") else 1,
-    )  # pyformat: disable
+      "click",
+      x=body["x"],
+      y=body["y"],
+      button=body.get("button", "left"),
+      count=2 if body.get("double") else 1,
+    )
   if name == "type":
     return make("type", text=body["text"])
   if name == "press-key":
     return make("key", keys=body["keys"])
   if name == "scroll":
-    return make("scroll", x=body["x"], y=body["y"], dx=body["scrollX"],
-                dy=body["scrollY"])  # pyformat: disable
+    return make(
+      "scroll", x=body["x"], y=body["y"], dx=body["scrollX"], dy=body["scrollY"]
+    )
   if name in ("drag", "swipe"):
     start, end = body["start"], body["end"]
     return make("drag", x=start["x"], y=start["y"], x2=end["x"], y2=end["y"])

@@ -23,7 +23,7 @@ from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import desktop
 
 # The signatures are those of PyAutoGUI 0.9.54.
-_PYAUTOGUI = '''
+_PYAUTOGUI = """
 import json, os, urllib.request
 FAILSAFE = True
 _BUTTONS = ("left", "middle", "right", "primary", "secondary")
@@ -69,7 +69,7 @@ def mouseDown(x=None, y=None, button="primary", duration=0.0, tween=None,
   _send(kind="move", x=x, y=y)
 
 mouseUp = mouseDown
-'''
+"""
 
 
 class FakeOSWorld:
@@ -87,7 +87,8 @@ class FakeOSWorld:
     (home / "lib").mkdir()
     (home / "lib" / "pyautogui.py").write_text(_PYAUTOGUI)
     get, post = ["GET"], ["POST"]
-    self.asgi = applications.Starlette(routes=[
+    self.asgi = applications.Starlette(
+      routes=[
         routing.Route("/screenshot", self._screenshot, methods=get),
         routing.Route("/terminal", self._terminal, methods=get),
         routing.Route("/screen_size", self._size, methods=post),
@@ -97,7 +98,8 @@ class FakeOSWorld:
         routing.Route("/setup/upload", self._upload, methods=post),
         routing.Route("/setup/{what}", self._set_up, methods=post),
         routing.Route("/fake/act", self._act, methods=post),
-    ])
+      ]
+    )
 
   def revert(self, url):
     """What a provider does: the machine's first state again."""
@@ -114,7 +116,7 @@ class FakeOSWorld:
     if "screenshot" in self.broken:
       return responses.Response(b"<html>", media_type="image/png")
     return responses.Response(
-        wire.to_png(self.gym.scene.screenshot()), media_type="image/png"
+      wire.to_png(self.gym.scene.screenshot()), media_type="image/png"
     )
 
   async def _terminal(self, request):
@@ -134,24 +136,34 @@ class FakeOSWorld:
       # -S: what is installed here is not on the machine, and takes time.
       command = [sys.executable, "-S", *command[1:]]
     env = {
-        "HOME": str(self.home), "PATH": os.environ["PATH"],
-        "PYTHONPATH": str(self.home / "lib"),
-        "FAKE_SCREEN": self.url + "/fake/act",
-    }  # pyformat: disable
+      "HOME": str(self.home),
+      "PATH": os.environ["PATH"],
+      "PYTHONPATH": str(self.home / "lib"),
+      "FAKE_SCREEN": self.url + "/fake/act",
+    }
     run = lambda: subprocess.run(
-        command, shell=shell, text=True, timeout=60, env=env, cwd=self.home,
-        capture_output=True,
-    )  # pyformat: disable
+      command,
+      shell=shell,
+      text=True,
+      timeout=60,
+      env=env,
+      cwd=self.home,
+      capture_output=True,
+    )
     try:
       done = await asyncio.to_thread(run)
     except Exception as error:  # As the server does.
       return responses.JSONResponse(
-          {"status": "error", "message": str(error)}, 500
+        {"status": "error", "message": str(error)}, 500
       )
-    return responses.JSONResponse({
-        "status": "success", "output": done.stdout, "error": done.stderr,
+    return responses.JSONResponse(
+      {
+        "status": "success",
+        "output": done.stdout,
+        "error": done.stderr,
         "returncode": done.returncode,
-    })  # pyformat: disable
+      }
+    )
 
   async def _file(self, request):
     path = self._path((await _form(request))["file_path"].decode())
@@ -162,7 +174,7 @@ class FakeOSWorld:
   async def _list(self, request):
     path = self._path((await request.json())["path"])
     children = [
-        {"type": "file", "name": p.name} for p in sorted(path.iterdir())
+      {"type": "file", "name": p.name} for p in sorted(path.iterdir())
     ]
     tree = {"type": "directory", "name": path.name, "children": children}
     return responses.JSONResponse({"directory_tree": tree})
@@ -178,7 +190,7 @@ class FakeOSWorld:
     data = await request.json()
     self.log.append((request.path_params["what"], data))
     if request.path_params["what"] == "open_file" and (
-        not self._path(data["path"]).exists()
+      not self._path(data["path"]).exists()
     ):
       return responses.PlainTextResponse("Application/file not found", 404)
     return responses.PlainTextResponse("done")
@@ -202,8 +214,8 @@ async def _form(request):
   head = f"content-type: {kind}\r\n\r\n".encode()
   message = email.message_from_bytes(head + body, policy=email.policy.HTTP)
   return {
-      part.get_param("name", header="content-disposition"): part.get_payload(
-          decode=True
-      )
-      for part in message.iter_parts()
+    part.get_param("name", header="content-disposition"): part.get_payload(
+      decode=True
+    )
+    for part in message.iter_parts()
   }

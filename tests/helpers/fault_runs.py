@@ -41,9 +41,13 @@ DISTURBED_S = 300.0
 SAVED_S = 60.0
 """Deadline of a save under a clock that jumps."""
 NUMBERS = {
-    "kills": 50, "signals": 40, "twice": 5, "clocks": 10, "disks": 20,
-    "damages": 90,
-}  # pyformat: disable
+  "kills": 50,
+  "signals": 40,
+  "twice": 5,
+  "clocks": 10,
+  "disks": 20,
+  "damages": 90,
+}
 """How often, by default; kills are of each stage and each staleness."""
 STEPS = 4
 # Others are measured in seconds, or count what one process did.
@@ -55,7 +59,7 @@ EQUAL = (
     "logprob_gap_max", "loss", "grad_norm", "learning_rate", "sequences",
     "tokens", "sampled_tokens", "optimizer_steps", "skipped_steps",
     "empty_updates", "dropped_sequences",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def arguments(folder: pathlib.Path, staleness: int) -> list[str]:
@@ -71,7 +75,7 @@ def arguments(folder: pathlib.Path, staleness: int) -> list[str]:
       "collect.group_size=2", "engine.slots=4", "collect.concurrency=4",
       # Nothing succeeds yet, so it is the entropy that is learned from.
       "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
-  ]  # pyformat: disable
+  ]  # fmt: skip
 
 
 # --- one process --------------------------------------------------------------
@@ -243,23 +247,26 @@ def result_of(run: pathlib.Path) -> dict:
   lines = (run / "metrics.jsonl").read_text().splitlines()
   summary = json.loads((run / "summary.json").read_text())
   return {
-      "metrics": [
-          # A wrong bit in a name leaves that reading out.
-          {key: json.loads(line).get(key) for key in EQUAL} for line in lines
-      ],
-      "policy": digest(run / "policy" / "model.safetensors"),
-      "warm_start": digest(run / "warm_start" / "model.safetensors"),
-      "eval": without_times(summary["eval"]),
-      **{k: summary[k] for k in ("status", "step", "version", "episodes",
-                                 "groups", "faults")},
-  }  # pyformat: disable
+    "metrics": [
+      # A wrong bit in a name leaves that reading out.
+      {key: json.loads(line).get(key) for key in EQUAL}
+      for line in lines
+    ],
+    "policy": digest(run / "policy" / "model.safetensors"),
+    "warm_start": digest(run / "warm_start" / "model.safetensors"),
+    "eval": without_times(summary["eval"]),
+    **{
+      k: summary[k]
+      for k in ("status", "step", "version", "episodes", "groups", "faults")
+    },
+  }
 
 
 def without_times(evaluations: dict) -> dict:
   """Results of evaluations, without how long they took."""
   return {
-      name: {k: v for k, v in of.items() if not k.startswith("seconds")}
-      for name, of in evaluations.items()
+    name: {k: v for k, v in of.items() if not k.startswith("seconds")}
+    for name, of in evaluations.items()
   }
 
 
@@ -267,7 +274,7 @@ def acknowledged(folder: pathlib.Path) -> dict:
   """What must not be lost from here on."""
   run, found = folder / "r", {"checkpoint": 0, "eval": {}, "stored": []}
   steps = [
-      int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdigit()
+    int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdigit()
   ]
   found["checkpoint"] = max(steps, default=0)
   found["cloned"] = (run / "warm_start" / "config.json").exists()
@@ -305,7 +312,7 @@ def check_resumed(folder: pathlib.Path, before: dict, begun: int) -> None:
   for name, results in before["eval"].items():
     again = any(e.get("evaluated") == name for e in entries)
     late = name == "final" or (
-        name.startswith("step_") and int(name[5:]) >= first
+      name.startswith("step_") and int(name[5:]) >= first
     )
     assert late or not again, f"{name} was evaluated again"
     assert again or evaluated[name] == results, name
@@ -313,9 +320,10 @@ def check_resumed(folder: pathlib.Path, before: dict, begun: int) -> None:
   ended |= {e["group"] for e in entries if e.get("outcome") == "dropped"}
   # Of a step that the checkpoint holds; the store hears of it a moment later.
   held = {
-      e["step"]: e["groups"]
-      for e in entries_of(folder / "ledger.jsonl") if "step" in e
-  }  # pyformat: disable
+    e["step"]: e["groups"]
+    for e in entries_of(folder / "ledger.jsonl")
+    if "step" in e
+  }
   ended |= {g for n in range(1, first) for g in held.get(n, ())}
   if steps and steps[-1] == STEPS and len(steps) > 1:
     consumed = len(steps) * 2
@@ -341,7 +349,7 @@ def check_whole(folder: pathlib.Path, want: dict | None) -> None:
   else:
     assert found["groups"]["accepted"] >= 2 * STEPS
     evaluated = sum(
-        v for k, v in found["episodes"].items() if k.startswith("eval/")
+      v for k, v in found["episodes"].items() if k.startswith("eval/")
     )
     # The final evaluation is that of the last update.
     assert evaluated == 2 * (len(found["eval"]) - 1), found["episodes"]
@@ -377,7 +385,7 @@ class Scenarios:
     self.want[0] = result_of(folder / "r")
     check_whole(folder, self.want[0])
     self.size = sum(
-        p.stat().st_size for p in self._sync.rglob("*") if p.is_file()
+      p.stat().st_size for p in self._sync.rglob("*") if p.is_file()
     )
     self._measure(entries_of(self._sync / "ledger.jsonl"))
     self.run_s = time.monotonic() - started
@@ -395,21 +403,24 @@ class Scenarios:
     """The ends of what a scenario's processes wrote; by default the last's."""
     folder = folder or self.folder / f"{self.count - 1:04d}"
     files = [
-        p for of in (folder, folder / "logs") for p in sorted(of.glob("*.*"))
-        if p.suffix in (".out", ".err", ".jsonl")
-    ]  # pyformat: disable
+      p
+      for of in (folder, folder / "logs")
+      for p in sorted(of.glob("*.*"))
+      if p.suffix in (".out", ".err", ".jsonl")
+    ]
     files += [folder / "r" / "summary.json", folder / "r" / "traceback.txt"]
     return {
-        str(p.relative_to(folder)): p.read_text(errors="replace")[-4000:]
-        for p in files if p.exists()
-    }  # pyformat: disable
+      str(p.relative_to(folder)): p.read_text(errors="replace")[-4000:]
+      for p in files
+      if p.exists()
+    }
 
   def _measure(self, entries) -> None:
     for stage in STAGES:
       times = [
-          after["clock"] - entry["clock"]
-          for entry, after in zip(entries, entries[1:])
-          if entry.get("stage") == stage
+        after["clock"] - entry["clock"]
+        for entry, after in zip(entries, entries[1:])
+        if entry.get("stage") == stage
       ]
       self.seconds[stage] = max(times)
 
@@ -417,7 +428,7 @@ class Scenarios:
     return Process(folder, [f"resume={folder / 'r'}"], before)
 
   def _start(
-      self, folder: pathlib.Path, staleness: int, before=None, more=()
+    self, folder: pathlib.Path, staleness: int, before=None, more=()
   ) -> Process:
     """A first start, or a resumption where there is a run to resume."""
     if (folder / "r" / "config.yaml").exists():
@@ -496,8 +507,10 @@ class Scenarios:
     """
     folder, hangs = self._new(), 0
     more = [f"checkpoint.deadline_s={SAVED_S:g}"]
-    jumps = [self.rng.choice((-1, 1)) * self.rng.choice((86400, 31536000))
-             for _ in range(200)]  # pyformat: disable
+    jumps = [
+      self.rng.choice((-1, 1)) * self.rng.choice((86400, 31536000))
+      for _ in range(200)
+    ]
 
     def jump():
       import threading  # pylint: disable=g-import-not-at-top
@@ -603,13 +616,15 @@ class Scenarios:
     file = folder / name
     whole = file.read_bytes()
     middle = self.rng.randrange(len(whole)) if whole else 0
-    file.write_bytes({
+    file.write_bytes(
+      {
         "cut": whole[:middle],
         "empty": b"",
         "bit": whole[:middle]
         + bytes([b ^ 1 << self.rng.randrange(8) for b in whole[middle:][:1]])
         + whole[middle + 1 :],
-    }[kind])  # pyformat: disable
+      }[kind]
+    )
     process = self._resume(folder)
     status = process.wait()
     process.check_words()
@@ -639,9 +654,12 @@ def _mount(path: pathlib.Path, size: int, again: bool = False) -> None:
       raise OSError(ctypes.get_errno(), "unshare")
     libc.mount(b"none", b"/", None, ctypes.c_ulong(private), None)
   done = libc.mount(
-      b"tmpfs", os.fsencode(path), b"tmpfs",
-      ctypes.c_ulong(remount if again else 0), f"size={size}".encode(),
-  )  # pyformat: disable
+    b"tmpfs",
+    os.fsencode(path),
+    b"tmpfs",
+    ctypes.c_ulong(remount if again else 0),
+    f"size={size}".encode(),
+  )
   if done:
     code = ctypes.get_errno()
     raise OSError(code, os.strerror(code), str(path))
@@ -650,16 +668,21 @@ def _mount(path: pathlib.Path, size: int, again: bool = False) -> None:
 def can_mount() -> bool:
   """Whether a process here may have disks of its own."""
   return not subprocess.run(
-      ["unshare", "-m", "true"], check=False, capture_output=True
+    ["unshare", "-m", "true"], check=False, capture_output=True
   ).returncode
 
 
 FILES = (
-    "r/config.yaml", "r/summary.json", "r/metrics.jsonl",
-    "r/trajectories.jsonl", "r/warm_start/model.safetensors",
-    "r/warm_start/config.json", "r/warm_start/tokenizer.json",
-    "r/warm_start/SHA256SUMS", "queue.db",
-)  # pyformat: disable
+  "r/config.yaml",
+  "r/summary.json",
+  "r/metrics.jsonl",
+  "r/trajectories.jsonl",
+  "r/warm_start/model.safetensors",
+  "r/warm_start/config.json",
+  "r/warm_start/tokenizer.json",
+  "r/warm_start/SHA256SUMS",
+  "queue.db",
+)
 
 
 def main() -> None:
@@ -686,11 +709,11 @@ def main() -> None:
     for stage in STAGES:
       plan += [("kill", stage, staleness)] * given.kills
   plan += [
-      ("interrupt", number, times, staleness)
-      for _ in range(-(-given.signals // 8))
-      for number in (signal.SIGTERM, signal.SIGINT)
-      for times in (1, 2)
-      for staleness in (0, 2)
+    ("interrupt", number, times, staleness)
+    for _ in range(-(-given.signals // 8))
+    for number in (signal.SIGTERM, signal.SIGINT)
+    for times in (1, 2)
+    for staleness in (0, 2)
   ][: given.signals]
   plan += [("twice",)] * given.twice
   plan += [("clock",)] * (given.clocks if LIBRARY in os.environ else 0)
@@ -700,15 +723,15 @@ def main() -> None:
     stopped = found.stopped()
     files = list(FILES)
     newest = max(
-        int(p.name)
-        for p in (stopped / "r" / "checkpoints").iterdir()
-        if p.name.isdigit()
+      int(p.name)
+      for p in (stopped / "r" / "checkpoints").iterdir()
+      if p.name.isdigit()
     )
     inside = (stopped / "r" / "checkpoints" / str(newest)).rglob("*")
     files += sorted(
-        str(p.relative_to(stopped))
-        for p in inside
-        if p.is_file() and p.stat().st_size
+      str(p.relative_to(stopped))
+      for p in inside
+      if p.is_file() and p.stat().st_size
     )
     kinds = [(f, kind) for f in files for kind in ("cut", "empty", "bit")]
     found.rng.shuffle(kinds)

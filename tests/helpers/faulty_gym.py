@@ -68,6 +68,6 @@ class FaultyDesktop:
 
 if "faulty-desktop" not in gyms.names():
   gyms.register(
-      "faulty-desktop",
-      gyms.GymSpec(make=FaultyDesktop, tasks=desktop.DesktopTasks),
+    "faulty-desktop",
+    gyms.GymSpec(make=FaultyDesktop, tasks=desktop.DesktopTasks),
   )

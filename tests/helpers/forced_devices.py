@@ -28,7 +28,7 @@ def run(*arguments, devices=8, seconds=280, flags=""):
   kind, what, *argv = arguments
   call = {"-c": fresh_interpreter.run, "-m": fresh_interpreter.run_module}
   done = call[kind](
-      what, *argv, timeout=seconds, env=_environment(devices, flags), cwd=ROOT
+    what, *argv, timeout=seconds, env=_environment(devices, flags), cwd=ROOT
   )
   assert done.returncode == 0, done.stderr[-4000:]
   return done.stdout
@@ -36,22 +36,22 @@ def run(*arguments, devices=8, seconds=280, flags=""):
 
 def _environment(devices, flags):
   forced = (
-      # First the flags that conftest.py chose: of two, the last one counts.
-      f"{os.environ.get('XLA_FLAGS', '')}"
-      f" --xla_force_host_platform_device_count={devices}"
-      # Eight threads on two busy cores may meet late.
-      " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-      f" {flags}"
+    # First the flags that conftest.py chose: of two, the last one counts.
+    f"{os.environ.get('XLA_FLAGS', '')}"
+    f" --xla_force_host_platform_device_count={devices}"
+    # Eight threads on two busy cores may meet late.
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    f" {flags}"
   ).strip()
   return {
-      **os.environ,
-      "JAX_PLATFORMS": "cpu",
-      "XLA_FLAGS": forced,
-      "PYTHONPATH": os.pathsep.join(
-          filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-      ),
-      # Programs are compiled for eight devices and run a few times.
-      "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": forced,
+    "PYTHONPATH": os.pathsep.join(
+      filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    ),
+    # Programs are compiled for eight devices and run a few times.
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
   }
 
 
@@ -64,12 +64,12 @@ def start(*arguments, devices, flags="", output=None, environment=None):
     environment: more variables.
   """
   return subprocess.Popen(
-      [sys.executable, *map(str, arguments)],
-      cwd=ROOT,
-      env=_environment(devices, flags) | (environment or {}),
-      stdout=output or subprocess.PIPE,
-      stderr=subprocess.STDOUT if output else subprocess.PIPE,
-      text=True,
+    [sys.executable, *map(str, arguments)],
+    cwd=ROOT,
+    env=_environment(devices, flags) | (environment or {}),
+    stdout=output or subprocess.PIPE,
+    stderr=subprocess.STDOUT if output else subprocess.PIPE,
+    text=True,
   )
 
 
@@ -90,13 +90,11 @@ def reports(*arguments, processes, devices, seconds=280):
   """
   address = free_address()
   started = [
-      start(*arguments, address, processes, i, devices=devices)
-      for i in range(processes)
+    start(*arguments, address, processes, i, devices=devices)
+    for i in range(processes)
   ]
   with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-    found = [
-        pool.submit(one.communicate, timeout=seconds) for one in started
-    ]
+    found = [pool.submit(one.communicate, timeout=seconds) for one in started]
     try:
       said = [future.result() for future in found]
     finally:

@@ -70,9 +70,12 @@ class Done:
 def _mother(preload: str) -> subprocess.Popen:
   env = os.environ | ({"LD_PRELOAD": preload} if preload else {})
   found = subprocess.Popen(
-      [sys.executable, "-c", _MOTHER], stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE, text=True, env=env,
-  )  # pyformat: disable
+    [sys.executable, "-c", _MOTHER],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+    env=env,
+  )
   atexit.register(_end, found)
   return found
 
@@ -83,9 +86,8 @@ def _end(mother: subprocess.Popen) -> None:
 
 
 def run(
-    program: str, *argv, timeout: int = 100, env=None, preload: str = "",
-    cwd=None,
-) -> Done:  # pyformat: disable
+  program: str, *argv, timeout: int = 100, env=None, preload: str = "", cwd=None
+) -> Done:
   """Runs a program as `python -c program *argv` would; its input is empty.
 
   Args:
@@ -100,11 +102,15 @@ def run(
   with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
     out, err = pathlib.Path(folder, "out"), pathlib.Path(folder, "err")
     asked = {
-        "program": program, "argv": [str(a) for a in argv], "in": os.devnull,
-        "out": str(out), "err": str(err), "timeout": timeout,
-        "cwd": str(cwd or os.getcwd()),
-        "env": dict(os.environ if env is None else env),
-    }  # pyformat: disable
+      "program": program,
+      "argv": [str(a) for a in argv],
+      "in": os.devnull,
+      "out": str(out),
+      "err": str(err),
+      "timeout": timeout,
+      "cwd": str(cwd or os.getcwd()),
+      "env": dict(os.environ if env is None else env),
+    }
     mother.stdin.write(json.dumps(asked) + "\n")
     mother.stdin.flush()
     code = mother.stdout.readline()
@@ -115,7 +121,7 @@ def run(
 def run_module(name: str, *argv, **options) -> Done:
   """Runs a module as `python -m name *argv` would."""
   program = (
-      "import runpy\n"
-      f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)\n"
+    "import runpy\n"
+    f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)\n"
   )
   return run(program, *argv, **options)

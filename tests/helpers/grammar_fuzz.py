@@ -20,36 +20,36 @@ Kind = gui_action.GuiActionKind
 WIDTH, HEIGHT = 1280, 720
 
 ACTIONS = [
-    Action(Kind.CLICK, x=640, y=360),
-    Action(Kind.CLICK, x=3, y=4, button="right"),
-    Action(Kind.CLICK, x=3, y=4, button="middle"),
-    Action(Kind.CLICK, x=3, y=4, count=2),
-    Action(Kind.CLICK, x=3, y=4, count=3),
-    Action(Kind.CLICK, x=3, y=4, keys=("ctrl", "shift")),
-    Action(Kind.MOVE, x=1279, y=719),
-    Action(Kind.DRAG, x=1, y=2, x2=300, y2=400),
-    Action(Kind.DRAG, x2=300, y2=400),
-    Action(Kind.SCROLL, x=5, y=6, dy=120),
-    Action(Kind.SCROLL, dx=-240),
-    Action(Kind.TYPE, text="it's \"so\" {} [] () \\n\n</tool_call>```"),
-    Action(Kind.KEY, keys=("ctrl", "c")),
-    Action(Kind.KEY, keys=("enter",)),
-    Action(Kind.WAIT),
-    Action(Kind.WAIT, duration=5.0),
-    Action(Kind.LONG_PRESS, x=7, y=8),
-    Action(Kind.SWIPE, x=640, y=360, x2=640, y2=120),
-    Action(Kind.SYSTEM_BUTTON, text="back"),
-    Action(Kind.OPEN_APP, text="Clock"),
-    Action(Kind.ANSWER, text="42"),
-    Action(Kind.TERMINATE, success=True),
-    Action(Kind.TERMINATE, success=False),
-    Action(Kind.SCREENSHOT),
+  Action(Kind.CLICK, x=640, y=360),
+  Action(Kind.CLICK, x=3, y=4, button="right"),
+  Action(Kind.CLICK, x=3, y=4, button="middle"),
+  Action(Kind.CLICK, x=3, y=4, count=2),
+  Action(Kind.CLICK, x=3, y=4, count=3),
+  Action(Kind.CLICK, x=3, y=4, keys=("ctrl", "shift")),
+  Action(Kind.MOVE, x=1279, y=719),
+  Action(Kind.DRAG, x=1, y=2, x2=300, y2=400),
+  Action(Kind.DRAG, x2=300, y2=400),
+  Action(Kind.SCROLL, x=5, y=6, dy=120),
+  Action(Kind.SCROLL, dx=-240),
+  Action(Kind.TYPE, text='it\'s "so" {} [] () \\n\n</tool_call>```'),
+  Action(Kind.KEY, keys=("ctrl", "c")),
+  Action(Kind.KEY, keys=("enter",)),
+  Action(Kind.WAIT),
+  Action(Kind.WAIT, duration=5.0),
+  Action(Kind.LONG_PRESS, x=7, y=8),
+  Action(Kind.SWIPE, x=640, y=360, x2=640, y2=120),
+  Action(Kind.SYSTEM_BUTTON, text="back"),
+  Action(Kind.OPEN_APP, text="Clock"),
+  Action(Kind.ANSWER, text="42"),
+  Action(Kind.TERMINATE, success=True),
+  Action(Kind.TERMINATE, success=False),
+  Action(Kind.SCREENSHOT),
 ]
 CALLS = [
-    trajectory.ToolCall("get_weather", {"city": "Paris", "days": 3}),
-    trajectory.ToolCall("f", {"a": [1, 2.5, None], "b": {"c": True}}),
-    trajectory.ToolCall("g", {}),
-    trajectory.ToolCall("h", {"text": "</tool_call> ``` \" ' \\ \n {[("}),
+  trajectory.ToolCall("get_weather", {"city": "Paris", "days": 3}),
+  trajectory.ToolCall("f", {"a": [1, 2.5, None], "b": {"c": True}}),
+  trajectory.ToolCall("g", {}),
+  trajectory.ToolCall("h", {"text": "</tool_call> ``` \" ' \\ \n {[("}),
 ]
 _FRAGMENTS = (
     "", " ", "\n", "\n\n", "\0", "\ud800", "\\u0000", "\\ud800", "é", "🦊",
@@ -64,11 +64,11 @@ _FRAGMENTS = (
     "1_0", "1j", "b'x'", "f'{x}'", "lambda: 0", "__import__('os')", "x=1, x=2",
     "**{}", "*a", "import os\n", "pyautogui.", "computer.", "start_box=",
     "\r", "\x0b", "\x0c", "\u2028", "\u200b",
-)  # pyformat: disable
+)  # fmt: skip
 _NUMBERS = (
     "-1", "0", "1", "999", "1000", "1001", "1279", "1280", "99999999", "1e9",
     "0.5", "-0.0", "1e400", "null", "true", '"7"', "[]", "{}",
-)  # pyformat: disable
+)  # fmt: skip
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -79,7 +79,7 @@ def seeds(parser: tool_parser.ToolParser) -> list[str]:
     for action in ACTIONS:
       try:
         texts.append(
-            parser.format_gui_action(action, WIDTH, HEIGHT, "I see. So:")
+          parser.format_gui_action(action, WIDTH, HEIGHT, "I see. So:")
         )
       except tool_parser.GuiActionError:
         pass  # The grammar has no word for it.
@@ -130,9 +130,7 @@ def check(parser: tool_parser.ToolParser, text: str) -> tuple[int, int]:
   for failure in result.failures:
     assert isinstance(failure, tool_parser.ToolParseError)
     assert failure.position is not None
-  for position in (
-      *result.positions, *(f.position for f in result.failures)
-  ):
+  for position in (*result.positions, *(f.position for f in result.failures)):
     assert 0 <= position <= len(text), position
   try:
     parser.parse(text, strict=True)
@@ -159,7 +157,9 @@ def check(parser: tool_parser.ToolParser, text: str) -> tuple[int, int]:
 def inside(action: gui_action.GuiAction) -> None:
   """Asserts that an action lies within the screenshot."""
   for value, extent in (
-      (action.x, WIDTH), (action.y, HEIGHT),
-      (action.x2, WIDTH), (action.y2, HEIGHT),
-  ):  # pyformat: disable
+    (action.x, WIDTH),
+    (action.y, HEIGHT),
+    (action.x2, WIDTH),
+    (action.y2, HEIGHT),
+  ):
     assert value is None or 0 <= value <= extent - 1, action

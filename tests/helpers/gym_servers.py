@@ -98,40 +98,43 @@ class NaughtyTasks:
     params = {}
     if family == "answers":
       params["validators"] = [
-          {"type": "state", "weight": 1},
-          {"id": "said", "type": "answer", "weight": 3, "expected": "blue"},
+        {"type": "state", "weight": 1},
+        {"id": "said", "type": "answer", "weight": 3, "expected": "blue"},
       ]
     return base.Task(
-        f"naughty/{family}/{index}", family, seed=index, params=params
+      f"naughty/{family}/{index}", family, seed=index, params=params
     )
 
   eval_task = lambda self, family, index, seed=0: self.train_task(
-      family, 1000 + index, seed
+    family, 1000 + index, seed
   )
 
 
 def naughty(*families):
   return catalog.ServedGym(
-      gym_id="naughty", gym="naughty", families=families, train_tasks=2,
-      eval_tasks=0,
+    gym_id="naughty",
+    gym="naughty",
+    families=families,
+    train_tasks=2,
+    eval_tasks=0,
   )
 
 
 def desktop(**changes):
   return catalog.ServedGym(
-      **{"gym_id": "desktop", "gym": "desktop", "families": FAMILIES, **changes}
+    **{"gym_id": "desktop", "gym": "desktop", "families": FAMILIES, **changes}
   )
 
 
 @contextlib.contextmanager
 def serving(
-    *specs, token="", connections=request_bodies.ConnectionLimits(), **limits
+  *specs, token="", connections=request_bodies.ConnectionLimits(), **limits
 ):
   """(url, app) of a server with these gyms."""
   app = app_lib.App(
-      specs or (desktop(),),
-      limits=executions.ExecutionLimits(**limits),
-      token=token,
+    specs or (desktop(),),
+    limits=executions.ExecutionLimits(**limits),
+    token=token,
   )
   with serving_lib.LoopbackServer(app.asgi, limits=connections) as server:
     yield server.url, app
@@ -144,9 +147,9 @@ def gym(url, gym_id="desktop", **settings):
 def instance(family, index, split="train", seed=0):
   """The task of the desktop that the server knows by this name."""
   return base.Task(
-      f"{family}@{split}:{index}:{seed}",
-      family,
-      params={"genv": {"identifier": f"{family}@{split}:{index}:{seed}"}},
+    f"{family}@{split}:{index}:{seed}",
+    family,
+    params={"genv": {"identifier": f"{family}@{split}:{index}:{seed}"}},
   )
 
 

@@ -11,9 +11,14 @@ import urllib.parse
 from PIL import Image
 
 ENGINE_ROUTES = (
-    "/inference/v1/generate", "/generate", "/tokenize", "/pooling",
-    "/v1/embeddings", "/invocations", "/v1/responses/{response}/cancel",
-)  # pyformat: disable
+  "/inference/v1/generate",
+  "/generate",
+  "/tokenize",
+  "/pooling",
+  "/v1/embeddings",
+  "/invocations",
+  "/v1/responses/{response}/cancel",
+)
 OPTIONS = {
     "gym": ["--capacity", "24", "--lease", "20"],
     "runs": ["--max-runs", "8", "--max-kept", "64", "--image-memory", "64"],
@@ -21,7 +26,7 @@ OPTIONS = {
     "policy": ["--max-sessions", "64", "--session-timeout", "20",
                "--image-memory", "64"],
     "proxy": ["--timeout", "120"],
-}  # pyformat: disable
+}  # fmt: skip
 """Options of the commands, under which a search of minutes meets limits."""
 
 _IDS = (
@@ -29,14 +34,14 @@ _IDS = (
     "%ed%a0%80", "%ff", "a" * 7000, "NaN", "%D9%A3", "0x10", "%20",
     "%0d%0aX:y", "None", "true", "1.5", "%2500", "*", "'", "%22;--", ".", "..",
     "0", "1", "2", "%F0%9F%98%80", "-9223372036854775809", "x:y", "{}", "%",
-)  # pyformat: disable
+)  # fmt: skip
 _QUERIES = (
     "limit", "after", "from", "to", "batch_size", "shape", "split", "family",
     "full", "bare", "format", "training_id", "step_id", "task_id", "status",
     "tag", "names", "first", "last", "points", "minus", "path", "label",
     "success", "buffer", "sig", "exp", "expires", "signature", "q", "sort",
     "run", "runs", "id", "turn",
-)  # pyformat: disable
+)  # fmt: skip
 _LEAVES = (
     None, True, False, 0, -1, 1, 1e308, -0.0, 2**31, 2**53, 2**63, 2**64,
     10**30, 10**400, 1.5, "", "\x00", "a" * 70000, "\ud800", "‮x", "é́",
@@ -44,7 +49,7 @@ _LEAVES = (
     {"type": "object"}, ["x"] * 1000, {"a" * 300: 1}, [1] * 5000,
     "data:image/png;base64,", "data:image/png;base64,AAAA",
     "http://127.0.0.1:9/x.png", "file:///etc/passwd",
-)  # pyformat: disable
+)  # fmt: skip
 _RAW = (
     b"", b" ", b"null", b"[]", b"{}", b"1", b'"x"', b"NaN", b"{", b"[1,]",
     b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"a": NaN}', b'{"a": Infinity}',
@@ -53,7 +58,7 @@ _RAW = (
     b'{"a":' * 200000, b'{"a": 1' + b"0" * 5000 + b"}", b"\x00" * 100,
     b'{"a": 1, "a": 2}', b"[" + b"[]," * 30000 + b"[]]", b"\x1f\x8b\x08",
     b"--x\r\n\r\n--x--", b"a=b&c=d", b"\x80\x04\x95",
-)  # pyformat: disable
+)  # fmt: skip
 _HEADERS = (
     "Content-Type: text/plain", "Content-Type: multipart/form-data",
     "Content-Type: application/msgpack", "Content-Type: \xff",
@@ -69,7 +74,7 @@ _HEADERS = (
     "Authorization: Bearer \xff", "X-Api-Key: \xff", "Upgrade: h2c",
     "Connection: x, y", "Origin: null", "Host: localhost:x",
     "Host: [::1", "Host: \xff", "Via: 1.1 x",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def screenshot():
@@ -83,7 +88,7 @@ def monitor_batch():
   import monitor_server  # pylint: disable=g-import-not-at-top
 
   return monitor_server.joined(
-      monitor_server.base(), monitor_server.episode("r1", status="completed")
+    monitor_server.base(), monitor_server.episode("r1", status="completed")
   )
 
 
@@ -103,20 +108,23 @@ def run_body(policy_port, key=""):
       "env": {"type": "gym", "gym": "desktop", "width": 128, "height": 96,
               "task": task},
       "images": "url",
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 def item(rng):
   return {
-      "uid": f"u{rng.randrange(1 << 40)}",
-      "instance_id": f"i{rng.randrange(40)}",
-      "messages": [{"role": "user", "content": "2 + 2?"},
-                   {"role": "assistant", "content": "4"}],
-      "reward": rng.choice((0.0, 0.5, 1.0)),
-      "extra_info": {"timestamp": "1", "finish_reason": "stop"},
-      "tokens": [1, 2, 3], "loss_mask": [0, 1, 1],
-      "logprobs": [None, -0.5, -0.25],
-  }  # pyformat: disable
+    "uid": f"u{rng.randrange(1 << 40)}",
+    "instance_id": f"i{rng.randrange(40)}",
+    "messages": [
+      {"role": "user", "content": "2 + 2?"},
+      {"role": "assistant", "content": "4"},
+    ],
+    "reward": rng.choice((0.0, 0.5, 1.0)),
+    "extra_info": {"timestamp": "1", "finish_reason": "stop"},
+    "tokens": [1, 2, 3],
+    "loss_mask": [0, 1, 1],
+    "logprobs": [None, -0.5, -0.25],
+  }
 
 
 def _picture():
@@ -135,7 +143,7 @@ _CHAT = {
             {"type": "text", "text": "hi"},
             {"type": "image_url", "image_url": {"url": PICTURE}}]},
     ],
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def valid_body(rng, service, template, ids, ports):
@@ -145,44 +153,87 @@ def valid_body(rng, service, template, ids, ports):
     if template.endswith("chat/completions"):
       return {**_CHAT, "stream": rng.random() < 0.3}
     if end == "completions":
-      return {"model": "tiny_vl", "prompt": [1, 2, 3], "max_tokens": 2,
-              "stream": rng.random() < 0.3, "echo": False}  # pyformat: disable
+      return {
+        "model": "tiny_vl",
+        "prompt": [1, 2, 3],
+        "max_tokens": 2,
+        "stream": rng.random() < 0.3,
+        "echo": False,
+      }
     if end == "responses":
-      return {"model": "tiny_vl", "max_output_tokens": 2, "input": [
-          {"role": "user", "content": [
+      return {
+        "model": "tiny_vl",
+        "max_output_tokens": 2,
+        "input": [
+          {
+            "role": "user",
+            "content": [
               {"type": "input_text", "text": "hi"},
-              {"type": "input_image", "image_url": PICTURE}]}]}
+              {"type": "input_image", "image_url": PICTURE},
+            ],
+          }
+        ],
+      }
     if end == "messages":
-      return {"model": "tiny_vl", "max_tokens": 2, "messages": [
-          {"role": "user", "content": [
+      return {
+        "model": "tiny_vl",
+        "max_tokens": 2,
+        "messages": [
+          {
+            "role": "user",
+            "content": [
               {"type": "text", "text": "hi"},
-              {"type": "image", "source": {
-                  "type": "base64", "media_type": "image/png",
-                  "data": PICTURE.partition(",")[2]}}]}]}
+              {
+                "type": "image",
+                "source": {
+                  "type": "base64",
+                  "media_type": "image/png",
+                  "data": PICTURE.partition(",")[2],
+                },
+              },
+            ],
+          }
+        ],
+      }
     if end == "generate":
-      return {"token_ids": [1, 2], "text": "a", "image_data": [[PICTURE]],
-              "content_parts": [{"type": "image_url", "url": PICTURE}],
-              "sampling_params": {"max_tokens": 1}}  # pyformat: disable
+      return {
+        "token_ids": [1, 2],
+        "text": "a",
+        "image_data": [[PICTURE]],
+        "content_parts": [{"type": "image_url", "url": PICTURE}],
+        "sampling_params": {"max_tokens": 1},
+      }
     return {
-        "start_session": {"task_id": "t", "sampling": {"temperature": 1.0}},
-        "set_reward": {"reward": 0.5},
-        "export_trajectories": {
-            "session_id": ids.get("session", "x"), "style": "individual",
-            "discount": 0.9, "drop": False,
-        },
-    }.get(end, {})  # pyformat: disable
+      "start_session": {"task_id": "t", "sampling": {"temperature": 1.0}},
+      "set_reward": {"reward": 0.5},
+      "export_trajectories": {
+        "session_id": ids.get("session", "x"),
+        "style": "individual",
+        "discount": 0.9,
+        "drop": False,
+      },
+    }.get(end, {})
   if service == "gym":
     if end == "step":
-      return {"action": {"kind": "click", "x": 64, "y": 40, "count": 2},
-              "screenshot": True}
+      return {
+        "action": {"kind": "click", "x": 64, "y": 40, "count": 2},
+        "screenshot": True,
+      }
     if end == "evaluate":
       return {"execution_data": {}, "answer_text": "", "facts": {}}
     if end == "reset":
       return {"split": "train", "index": 0, "seed": 1, "episode_id": "e"}
     if end in ("tasks", "num_tasks", "task", "task_range"):
       return {"split": "train", "index": 0, "start": 0, "stop": 3}
-    return {"options": {"observe": True, "screenshot": True, "lease_s": 20,
-                        "gym": {}}, "idempotency_key": "k"}
+    return {
+      "options": {
+        "observe": True,
+        "screenshot": True,
+        "lease_s": 20,
+        "gym": {},
+      },
+      "idempotency_key": "k",
+    }
   if service == "runs":
     return run_body(ports.get("policy", 9))
   if service == "buffer":
@@ -190,18 +241,30 @@ def valid_body(rng, service, template, ids, ports):
       items = [item(rng) for _ in range(rng.randrange(1, 4))]
       return rng.choice((items[0], items))
     if end == "start_rollout":
-      return {"task_type": "math", "num_repeat_per_sample": 4,
-              "num_process": 1, "num_epoch": 1, "input_file": "none.jsonl",
-              "remote_engine_url": "http://127.0.0.1:9",
-              "sampling_params": {"max_tokens": 4}, "keep_items": True}
-    return {"batch_size": rng.randrange(1, 5), "lease_s": 0.5, "timeout": 0.2,
-            "wait": True, "lease": ids.get("lease", "x"), "uids": ["u1"]}
+      return {
+        "task_type": "math",
+        "num_repeat_per_sample": 4,
+        "num_process": 1,
+        "num_epoch": 1,
+        "input_file": "none.jsonl",
+        "remote_engine_url": "http://127.0.0.1:9",
+        "sampling_params": {"max_tokens": 4},
+        "keep_items": True,
+      }
+    return {
+      "batch_size": rng.randrange(1, 5),
+      "lease_s": 0.5,
+      "timeout": 0.2,
+      "wait": True,
+      "lease": ids.get("lease", "x"),
+      "uids": ["u1"],
+    }
   if end == "batch":
     return monitor_batch()
   return {
-      "tags": {"add": ["a"], "remove": ["b"]},
-      "annotations": {"turn": 1, "label": "l", "note": "n"},
-      "missing": {"sha256": ["0" * 64]},
+    "tags": {"add": ["a"], "remove": ["b"]},
+    "annotations": {"turn": 1, "label": "l", "note": "n"},
+    "missing": {"sha256": ["0" * 64]},
   }.get(end, {"token": "t"})
 
 
@@ -217,8 +280,8 @@ def path(rng, template, ids):
   out = re.sub(r"\{([^}]*)\}", fill, template)
   if rng.random() < 0.4:
     pairs = [
-        f"{rng.choice(_QUERIES)}={rng.choice(_IDS)}"
-        for _ in range(rng.randrange(1, 4))
+      f"{rng.choice(_QUERIES)}={rng.choice(_IDS)}"
+      for _ in range(rng.randrange(1, 4))
     ]
     out += "?" + "&".join(pairs)
   return out
@@ -248,8 +311,11 @@ def mutated(rng, value):
 
 def _nodes(value):
   pairs = (
-      value.items() if isinstance(value, dict) else
-      enumerate(value) if isinstance(value, list) else ()
+    value.items()
+    if isinstance(value, dict)
+    else enumerate(value)
+    if isinstance(value, list)
+    else ()
   )
   for key, inner in list(pairs):
     yield value, key
@@ -299,8 +365,12 @@ def request(rng, service, method, template, target, token, ids, ports):
     body += b"0\r\n\r\n"
   else:
     headers.append(f"Content-Length: {len(body)}")
-  head = [f"{method} {target} HTTP/1.1", "Host: localhost",
-          "Connection: close", *headers]  # pyformat: disable
+  head = [
+    f"{method} {target} HTTP/1.1",
+    "Host: localhost",
+    "Connection: close",
+    *headers,
+  ]
   return "\r\n".join([*head, "", ""]).encode("latin-1") + body
 
 
@@ -311,7 +381,7 @@ _FRAMES = (
     b'{"type": "close"}', b"\xff", b"[" * 3000, b'{"type": NaN}',
     b'{"type": "reset", "data": {"seed": 1' + b"0" * 400 + b"}}",
     b'{"type": "\\ud800"}', b"a" * 100000,
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def frame(rng, data, code=None, masked=True):
@@ -332,15 +402,18 @@ def frame(rng, data, code=None, masked=True):
 def web_socket(rng, target, token=""):
   """The bytes of a WebSocket's start, and frames after it."""
   head = [
-      f"GET {target} HTTP/1.1", "Host: localhost", "Upgrade: websocket",
-      "Connection: Upgrade", "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
-      f"Sec-WebSocket-Version: {rng.choice(('13', '13', '13', '8'))}",
-  ]  # pyformat: disable
+    f"GET {target} HTTP/1.1",
+    "Host: localhost",
+    "Upgrade: websocket",
+    "Connection: Upgrade",
+    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
+    f"Sec-WebSocket-Version: {rng.choice(('13', '13', '13', '8'))}",
+  ]
   if token:
     head.append(f"Authorization: Bearer {token}")
   frames = b"".join(
-      frame(rng, rng.choice(_FRAMES), masked=rng.random() < 0.95)
-      for _ in range(rng.randrange(4))
+    frame(rng, rng.choice(_FRAMES), masked=rng.random() < 0.95)
+    for _ in range(rng.randrange(4))
   )
   return "\r\n".join([*head, "", ""]).encode() + frames
 
@@ -354,79 +427,87 @@ def document(service):
     from agent_services.run_service import schemas  # pylint: disable=g-import-not-at-top
 
     create = schemas.CreateBody.model_json_schema(
-        ref_template="#/components/schemas/{model}"
+      ref_template="#/components/schemas/{model}"
     )
     components = create.pop("$defs", {})
     paths = {
-        ("post", "/runs"): create,
-        ("get", "/runs/{run}"): None,
-        ("get", "/runs/{run}/events"): None,
-        ("get", "/runs/{run}/steps/{index}"): None,
-        ("get", "/runs/{run}/trajectory"): None,
-        ("get", "/runs/{run}/tokens"): None,
-        ("post", "/runs/{run}/cancel"): any_json,
-        ("get", "/images/{name}"): None,
+      ("post", "/runs"): create,
+      ("get", "/runs/{run}"): None,
+      ("get", "/runs/{run}/events"): None,
+      ("get", "/runs/{run}/steps/{index}"): None,
+      ("get", "/runs/{run}/trajectory"): None,
+      ("get", "/runs/{run}/tokens"): None,
+      ("post", "/runs/{run}/cancel"): any_json,
+      ("get", "/images/{name}"): None,
     }
     queries = ("from", "to")
   else:
     components = {}
     written = {
-        "type": "object",
-        "required": ["uid", "instance_id", "messages", "reward", "extra_info"],
-        "properties": {
-            "uid": text, "instance_id": text, "reward": number,
-            "messages": {"type": "array", "items": any_json},
-            "extra_info": any_json,
-            "tokens": {"type": "array", "items": {"type": "integer"}},
-        },
-    }  # pyformat: disable
+      "type": "object",
+      "required": ["uid", "instance_id", "messages", "reward", "extra_info"],
+      "properties": {
+        "uid": text,
+        "instance_id": text,
+        "reward": number,
+        "messages": {"type": "array", "items": any_json},
+        "extra_info": any_json,
+        "tokens": {"type": "array", "items": {"type": "integer"}},
+      },
+    }
     read = {
-        "type": "object",
-        "properties": {
-            "batch_size": {"type": "integer"}, "wait": {"type": "boolean"},
-            "lease_s": number, "timeout": number,
-        },
-    }  # pyformat: disable
+      "type": "object",
+      "properties": {
+        "batch_size": {"type": "integer"},
+        "wait": {"type": "boolean"},
+        "lease_s": number,
+        "timeout": number,
+      },
+    }
     leased = {"type": "object", "properties": {"lease": text}}
     paths = {
-        ("post", "/buffer/write"): written,
-        ("post", "/b/{buffer}/buffer/write"): written,
-        ("post", "/get_rollout_data"): read,
-        ("post", "/buffer/read"): read,
-        ("post", "/buffer/ack"): leased,
-        ("post", "/buffer/release"): leased,
-        ("post", "/buffer/known"): {
-            "type": "object",
-            "properties": {"uids": {"type": "array", "items": text}},
+      ("post", "/buffer/write"): written,
+      ("post", "/b/{buffer}/buffer/write"): written,
+      ("post", "/get_rollout_data"): read,
+      ("post", "/buffer/read"): read,
+      ("post", "/buffer/ack"): leased,
+      ("post", "/buffer/release"): leased,
+      ("post", "/buffer/known"): {
+        "type": "object",
+        "properties": {"uids": {"type": "array", "items": text}},
+      },
+      ("post", "/start_rollout"): {
+        "type": "object",
+        "properties": {
+          "task_type": {"enum": ["math", "none"]},
+          "num_repeat_per_sample": {"type": "integer"},
+          "group_timeout_seconds": number,
         },
-        ("post", "/start_rollout"): {
-            "type": "object",
-            "properties": {
-                "task_type": {"enum": ["math", "none"]},
-                "num_repeat_per_sample": {"type": "integer"},
-                "group_timeout_seconds": number,
-            },
-        },
-        ("post", "/stop_rollout"): any_json,
-        ("get", "/buffer/peek"): None,
-        ("get", "/buffer/stats"): None,
-        ("get", "/buffers"): None,
+      },
+      ("post", "/stop_rollout"): any_json,
+      ("get", "/buffer/peek"): None,
+      ("get", "/buffer/stats"): None,
+      ("get", "/buffers"): None,
     }
     queries = ("batch_size", "buffer")
   out = {}
   for (method, route), body in paths.items():
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": text}
-        for name in re.findall(r"\{(\w+)\}", route)
+      {"name": name, "in": "path", "required": True, "schema": text}
+      for name in re.findall(r"\{(\w+)\}", route)
     ] + [{"name": name, "in": "query", "schema": text} for name in queries]
-    operation = {"parameters": parameters, "responses": {"200": {
-        "description": "ok"}}}  # pyformat: disable
+    operation = {
+      "parameters": parameters,
+      "responses": {"200": {"description": "ok"}},
+    }
     if body is not None:
       operation["requestBody"] = {
-          "content": {"application/json": {"schema": body}}
+        "content": {"application/json": {"schema": body}}
       }
     out.setdefault(route, {})[method] = operation
   return {
-      "openapi": "3.1.0", "info": {"title": service, "version": "1"},
-      "paths": out, "components": {"schemas": components},
-  }  # pyformat: disable
+    "openapi": "3.1.0",
+    "info": {"title": service, "version": "1"},
+    "paths": out,
+    "components": {"schemas": components},
+  }

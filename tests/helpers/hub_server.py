@@ -52,12 +52,12 @@ class HubServer:
         route("/{path:path}.git/info/lfs/objects/batch", self._batch,
               methods=["POST"]),
         route("/lfs/{oid}", self._put, methods=["PUT"]),
-    ])  # pyformat: disable
+    ])  # fmt: skip
 
   @contextlib.contextmanager
   def serving(self):
     server = uvicorn.Server(
-        uvicorn.Config(self._app, port=0, log_level="error")
+      uvicorn.Config(self._app, port=0, log_level="error")
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -95,8 +95,8 @@ class HubServer:
     text = (await request.json())["content"]
     good = text.startswith("---\n")
     return responses.JSONResponse(
-        {"errors": [] if good else [{"message": "no metadata"}]},
-        200 if good else 400,
+      {"errors": [] if good else [{"message": "no metadata"}]},
+      200 if good else 400,
     )
 
   def _repo(self, request):
@@ -108,7 +108,7 @@ class HubServer:
     name = f"{at['owner']}/{at['name']}"
     private = self.private[at["kind"], name] in (True, "private")
     return responses.JSONResponse(
-        {"_id": "1", "id": name, "private": private, "siblings": []}
+      {"_id": "1", "id": name, "private": private, "siblings": []}
     )
 
   async def _tree(self, request):
@@ -116,19 +116,21 @@ class HubServer:
         {"type": "file", "path": path, "oid": _git_oid(content),
          "size": len(content)}
         for path, content in self._repo(request).items()
-    ])  # pyformat: disable
+    ])  # fmt: skip
 
   async def _preupload(self, request):
     repo, found = self._repo(request), []
     for file in (await request.json())["files"]:
       path = file["path"]
       large = path.endswith((".safetensors", ".parquet"))
-      found.append({
+      found.append(
+        {
           "path": path,
           "uploadMode": "lfs" if large else "regular",
           "shouldIgnore": False,
           "oid": _git_oid(repo[path]) if path in repo else None,
-      })
+        }
+      )
     return responses.JSONResponse({"files": found})
 
   async def _batch(self, request):
@@ -172,7 +174,7 @@ class HubServer:
     prefix = "datasets/" if at["kind"] == "dataset" else ""
     url = f"{self.url}/{prefix}{at['owner']}/{at['name']}/commit/{'0' * 40}"
     return responses.JSONResponse(
-        {"commitUrl": url, "commitOid": "0" * 40, "success": True}
+      {"commitUrl": url, "commitOid": "0" * 40, "success": True}
     )
 
 

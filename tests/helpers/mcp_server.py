@@ -62,10 +62,10 @@ def picture(good: bool = True) -> list[TextContent | ImageContent]:
   Image.new("RGB", (8, 6), (255, 0, 0)).save(file, "PNG")
   data = base64.b64encode(file.getvalue() if good else b"none").decode()
   return [
-      TextContent(type="text", text="a square"),
-      ImageContent.model_validate(
-          {"type": "image", "data": data, "mimeType": "image/png"}
-      ),
+    TextContent(type="text", text="a square"),
+    ImageContent.model_validate(
+      {"type": "image", "data": data, "mimeType": "image/png"}
+    ),
   ]
 
 

@@ -124,7 +124,7 @@ class Site:
 
   async def start(self, context=None):
     self._server = await asyncio.start_server(
-        self._serve, "127.0.0.1", 0, ssl=context
+      self._serve, "127.0.0.1", 0, ssl=context
     )
     self.port = self._server.sockets[0].getsockname()[1]
     scheme = "https" if context else "http"
@@ -176,12 +176,12 @@ def authority_fixture(tmp_path_factory):
   """A certificate for good.test, and the contexts of both sides."""
   path = tmp_path_factory.mktemp("tls")
   subprocess.run(
-      "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1"
-      " -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=good.test"
-      " -addext subjectAltName=DNS:good.test".split(),
-      cwd=path,
-      check=True,
-      capture_output=True,
+    "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1"
+    " -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=good.test"
+    " -addext subjectAltName=DNS:good.test".split(),
+    cwd=path,
+    check=True,
+    capture_output=True,
   )
   server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
   server.load_cert_chain(path / "cert.pem", path / "key.pem")

@@ -30,7 +30,7 @@ def _binaries() -> pathlib.Path:
     path = shutil.which("initdb")
     if path is None:
       raise NoPostgres(
-          "PostgreSQL is not installed (Debian: apt-get install postgresql)"
+        "PostgreSQL is not installed (Debian: apt-get install postgresql)"
       )
     programs = [path]
   return pathlib.Path(programs[-1]).resolve().parent
@@ -61,7 +61,7 @@ class Postgres:
 
   def start(self) -> None:
     self._run("pg_ctl", "-w", "-o", self._options, "-l",
-              str(self._folder / "log"), "start")  # pyformat: disable
+              str(self._folder / "log"), "start")  # fmt: skip
 
   def stop(self, mode: str) -> None:
     """`immediate` ends it as a crash would: without a checkpoint."""
@@ -70,9 +70,9 @@ class Postgres:
   def backends(self, name: str) -> list[int]:
     """Process ids of the backends of a database's connections."""
     rows = _ask(
-        self,
-        f"SELECT pid FROM pg_stat_activity WHERE datname = '{name}'"
-        " AND backend_type = 'client backend'",
+      self,
+      f"SELECT pid FROM pg_stat_activity WHERE datname = '{name}'"
+      " AND backend_type = 'client backend'",
     )
     return [pid for (pid,) in rows]
 
@@ -111,9 +111,13 @@ def postgres_server(durable=False):
 
   def run(command, *arguments):
     result = subprocess.run(
-        [*user, str(binaries / command), "-D", str(data), *arguments],
-        capture_output=True, text=True, timeout=60, check=False, cwd="/",
-    )  # pyformat: disable
+      [*user, str(binaries / command), "-D", str(data), *arguments],
+      capture_output=True,
+      text=True,
+      timeout=60,
+      check=False,
+      cwd="/",
+    )
     if result.returncode:
       raise NoPostgres(f"{command} failed: {result.stderr[-300:]}")
 
@@ -122,7 +126,7 @@ def postgres_server(durable=False):
     run(
         "initdb", "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8",
         "--locale=C",
-    )  # pyformat: disable
+    )  # fmt: skip
     server.start()
     yield server
   finally:
@@ -171,8 +175,8 @@ def empty_database(url) -> str:
 
 
 _FAULTY = (
-    "coalesce(parse_errors, 0.0) + coalesce(tool_name_errors, 0.0)"
-    " + coalesce(tool_arg_errors, 0.0) + coalesce(runtime_errors, 0.0) > 0.0"
+  "coalesce(parse_errors, 0.0) + coalesce(tool_name_errors, 0.0)"
+  " + coalesce(tool_arg_errors, 0.0) + coalesce(runtime_errors, 0.0) > 0.0"
 )
 _SOURCES = ("step", "eval", "baseline")
 
@@ -200,43 +204,58 @@ def _older(connection):
   triggers.drop(connection)
   later_views.drop(connection)
   connection.execute(
-      sa.delete(tables.meta).where(
-          tables.meta.c.key.in_(["triggers", "text_index"])
-      )
+    sa.delete(tables.meta).where(
+      tables.meta.c.key.in_(["triggers", "text_index"])
+    )
   )
   yield "0011", ["DROP INDEX idx_rollout_solved"]
-  yield "0010", [
+  yield (
+    "0010",
+    [
       "DROP TABLE IF EXISTS monitor_turn_words",
       "DROP TABLE monitor_annotation",
-  ]
+    ],
+  )
   yield "0009", ["DROP TABLE monitor_group"]
-  yield "0008", [
+  yield (
+    "0008",
+    [
       "DROP CAST IF EXISTS (boolean AS bigint)",
       "DROP FUNCTION IF EXISTS monitor_fn_flag(boolean)",
-  ] if postgres else []
+    ]
+    if postgres
+    else [],
+  )
   drop = [
-      f"DROP INDEX idx_rollout_{source}_{kind}"
-      for source in _SOURCES for kind in ("listed", "faulty")
-  ]  # pyformat: disable
+    f"DROP INDEX idx_rollout_{source}_{kind}"
+    for source in _SOURCES
+    for kind in ("listed", "faulty")
+  ]
   shorter = ", ".join(c for c in tables.LISTED[:10])
   make = [
-      f"CREATE INDEX idx_rollout_{source}_{kind} ON rollout ({source}_id,"
-      f" {shorter}) WHERE {source}_id IS NOT NULL{more}"
-      for source in _SOURCES
-      for kind, more in (("listed", ""), ("faulty", f" AND {_FAULTY}"))
-  ]  # pyformat: disable
+    f"CREATE INDEX idx_rollout_{source}_{kind} ON rollout ({source}_id,"
+    f" {shorter}) WHERE {source}_id IS NOT NULL{more}"
+    for source in _SOURCES
+    for kind, more in (("listed", ""), ("faulty", f" AND {_FAULTY}"))
+  ]
   ended = [f"DROP INDEX idx_rollout_{source}_ended" for source in _SOURCES]
   yield "0007", drop + make + ended
   yield "0005", drop[1::2]
-  yield "0004", drop[::2] + [
-      "CREATE INDEX idx_rollout_step_id_reward ON rollout (step_id, reward)"
-  ]
-  yield "0003", [
-      "DROP TABLE monitor_pinned_baseline", "DROP TABLE monitor_training_tag",
+  yield (
+    "0004",
+    drop[::2]
+    + ["CREATE INDEX idx_rollout_step_id_reward ON rollout (step_id, reward)"],
+  )
+  yield (
+    "0003",
+    [
+      "DROP TABLE monitor_pinned_baseline",
+      "DROP TABLE monitor_training_tag",
       "DROP INDEX idx_monitor_training_project",
       "CREATE INDEX idx_monitor_training_project ON monitor_training_project"
       " (project_id, training_id)",
-  ]  # pyformat: disable
+    ],
+  )
   yield "0002", ["DROP INDEX idx_rollout_step_id_reward"]
 
 
@@ -246,7 +265,7 @@ def _admin(url, statement: str) -> None:
 
 def _ask(url, statement: str) -> list:
   engine = sa.create_engine(
-      database.url_of(url("postgres")), isolation_level="AUTOCOMMIT"
+    database.url_of(url("postgres")), isolation_level="AUTOCOMMIT"
   )
   try:
     with engine.connect() as connection:

@@ -44,10 +44,12 @@ def build(folder) -> pathlib.Path:
   out = pathlib.Path(folder) / "system_faults.so"
   source = pathlib.Path(__file__).with_name("system_faults.c")
   result = subprocess.run(
-      [compiler, "-shared", "-fPIC", "-O1", "-o", str(out), str(source),
-       "-ldl"],
-      capture_output=True, text=True, timeout=60, check=False,
-  )  # pyformat: disable
+    [compiler, "-shared", "-fPIC", "-O1", "-o", str(out), str(source), "-ldl"],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
   if result.returncode:
     raise NoCompiler(f"the C compiler cannot: {result.stderr[-300:]}")
   return out
@@ -56,15 +58,19 @@ def build(folder) -> pathlib.Path:
 def run(library, scenario, folder, timeout_s=240, **options) -> dict:
   """Runs a scenario; returns its result."""
   program = (
-      "import runpy, sys\n"
-      f"sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n"
-      f"runpy.run_path({__file__!r}, run_name='__main__')\n"
+    "import runpy, sys\n"
+    f"sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n"
+    f"runpy.run_path({__file__!r}, run_name='__main__')\n"
   )
   result = fresh_interpreter.run(
-      program, scenario, folder, *(f"{k}={v}" for k, v in options.items()),
-      timeout=timeout_s, env={**os.environ, LIBRARY: str(library)},
-      preload=str(library),
-  )  # pyformat: disable
+    program,
+    scenario,
+    folder,
+    *(f"{k}={v}" for k, v in options.items()),
+    timeout=timeout_s,
+    env={**os.environ, LIBRARY: str(library)},
+    preload=str(library),
+  )
   assert result.returncode == 0, result.stderr[-3000:]
   return json.loads(result.stdout.splitlines()[-1])
 
@@ -98,8 +104,8 @@ def check(path, names, turns=2) -> list[str]:
     if count != turns * len(names):
       wrong.append(f"{count} rows of {table}")
   history = db.execute(
-      "SELECT entity_id, count(*) FROM status_history WHERE entity_type ="
-      " 'rollout' GROUP BY 1 HAVING count(*) != 1"
+    "SELECT entity_id, count(*) FROM status_history WHERE entity_type ="
+    " 'rollout' GROUP BY 1 HAVING count(*) != 1"
   ).fetchall()
   if history:
     wrong.append(f"histories {history}")
@@ -245,9 +251,12 @@ def sync_spool(folder, times=1) -> dict:
 
   def reader_of(spool):
     return spool_reader.SpoolReader(
-        spool.path, spool.header, ended=lambda: False, counters=counters,
-        complain=lambda what, message: None,
-    )  # pyformat: disable
+      spool.path,
+      spool.header,
+      ended=lambda: False,
+      counters=counters,
+      complain=lambda what, message: None,
+    )
 
   def bodies_of(reader):
     return [entry.body for entry in insist(lambda: reader.entries(1 << 20))]
@@ -290,7 +299,7 @@ def sync_spool(folder, times=1) -> dict:
       stored = bodies_of(reader_of(after))
       # The kept records are present once; a failed one may follow them.
       if len(set(stored)) != len(stored) or (
-          stored[: len(there)] != there and stored != bodies[2:]
+        stored[: len(there)] != there and stored != bodies[2:]
       ):
         wrong.append(f"sync {at}, crash: {stored} for {there}")
       after.close()
@@ -312,7 +321,7 @@ def full(folder, rounds=2) -> dict:
   names, refused = [], 0
   with monitor_server.sqlite_server(folder / "server") as server:
     with ingest_client.IngestClient(
-        server.url, spool_dir=folder / "spool", timeout_seconds=10
+      server.url, spool_dir=folder / "spool", timeout_seconds=10
     ) as client:
       client.sender.put(monitor_server.base())
       assert client.drain(30)
@@ -325,9 +334,11 @@ def full(folder, rounds=2) -> dict:
         refused += reply.status_code == 503
         for n in range(12):
           name = f"r{round_}-{n}"
-          client.sender.put(monitor_server.episode(
+          client.sender.put(
+            monitor_server.episode(
               name, status="completed", status_message="x" * 20_000
-          ))  # pyformat: disable
+            )
+          )
           names.append(name)
         time.sleep(1.0)
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
@@ -344,9 +355,11 @@ def full(folder, rounds=2) -> dict:
     if counters.get(key):
       wrong.append(f"{key}: {counters[key]}")
   return {
-      "wrong": wrong, "refused": refused, "failed_commits": failed,
-      "spool_failures": counters.get("spool_failures", 0),
-  }  # pyformat: disable
+    "wrong": wrong,
+    "refused": refused,
+    "failed_commits": failed,
+    "spool_failures": counters.get("spool_failures", 0),
+  }
 
 
 def full_for_real(folder, rounds=2) -> dict:
@@ -357,7 +370,7 @@ def full_for_real(folder, rounds=2) -> dict:
   names, stuck = [], 0
   with monitor_server.sqlite_server(folder / "server") as server:
     with ingest_client.IngestClient(
-        server.url, spool_dir=folder / "spool", timeout_seconds=10
+      server.url, spool_dir=folder / "spool", timeout_seconds=10
     ) as client:
       client.sender.put(monitor_server.base())
       assert client.drain(30)
@@ -370,9 +383,11 @@ def full_for_real(folder, rounds=2) -> dict:
             pass
         for n in range(4):
           name = f"r{round_}-{n}"
-          client.sender.put(monitor_server.episode(
+          client.sender.put(
+            monitor_server.episode(
               name, status="completed", status_message="x" * 20_000
-          ))  # pyformat: disable
+            )
+          )
           names.append(name)
         time.sleep(1.0)
         stuck += not client.flush(0.1)
@@ -405,7 +420,7 @@ def clock(folder, episodes=12, seed=0) -> dict:
     return {"wrong": ["the clock does not jump"]}
   with monitor_server.sqlite_server(folder / "server") as server:
     log = observed_run.observed(
-        server, folder / "spool", store, total_steps=episodes
+      server, folder / "spool", store, total_steps=episodes
     )
 
     def tell(event, *args, **fields):
@@ -439,9 +454,10 @@ def clock(folder, episodes=12, seed=0) -> dict:
     if messages != {"completed"}:
       wrong.append(f"messages {messages}")
     history = [
-        r["new_status"] for r in server.rows("status_history")
-        if r["entity_type"] == "training"
-    ]  # pyformat: disable
+      r["new_status"]
+      for r in server.rows("status_history")
+      if r["entity_type"] == "training"
+    ]
     if history != ["initializing", "running", "completed"]:
       wrong.append(f"history {history}")
     if [s["step"] for s in server.rows("step")] != [*range(1, episodes + 1)]:
@@ -451,8 +467,9 @@ def clock(folder, episodes=12, seed=0) -> dict:
       wrong.append(f"{len(rollouts)} rollouts")
     for row in rollouts:
       times = [
-          row[k] for k in ("start_time", "task_start_time", "task_end_time",
-                           "end_time") if row[k]
+        row[k]
+        for k in ("start_time", "task_start_time", "task_end_time", "end_time")
+        if row[k]
       ]
       if times != sorted(times) or row["rollout_time"] < 0:
         wrong.append(f"times of {row['rollout_id']}: {times}")
@@ -464,14 +481,15 @@ def clock(folder, episodes=12, seed=0) -> dict:
 
 def main() -> int:
   scenario, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-  options = {
-      k: int(v) for k, _, v in (a.partition("=") for a in sys.argv[3:])
-  }
+  options = {k: int(v) for k, _, v in (a.partition("=") for a in sys.argv[3:])}
   folder.mkdir(parents=True, exist_ok=True)
   call = {
-      "sync_server": sync_server, "sync_spool": sync_spool, "full": full,
-      "full_for_real": full_for_real, "clock": clock,
-  }[scenario]  # pyformat: disable
+    "sync_server": sync_server,
+    "sync_spool": sync_spool,
+    "full": full,
+    "full_for_real": full_for_real,
+    "clock": clock,
+  }[scenario]
   print(json.dumps(call(folder, **options)))
   return 0
 

@@ -12,9 +12,11 @@ import monitor_server  # noqa: E402
 from training_monitor.schema import database  # noqa: E402
 
 OF_BOTH = (
-    "test_monitor_ingest.py", "test_monitor_later_schema.py",
-    "test_monitor_reading.py", "test_text_index.py",
-)  # pyformat: disable
+  "test_monitor_ingest.py",
+  "test_monitor_later_schema.py",
+  "test_monitor_reading.py",
+  "test_text_index.py",
+)
 _NONE = types.SimpleNamespace(id="")
 
 
@@ -83,8 +85,8 @@ def mark_slow(items, folder: pathlib.Path) -> None:
   """
   for item in items:
     if (
-        item.path.parent == folder
-        and item.path.name not in OF_BOTH
-        and "postgresql" in getattr(item, "callspec", _NONE).id.split("-")
+      item.path.parent == folder
+      and item.path.name not in OF_BOTH
+      and "postgresql" in getattr(item, "callspec", _NONE).id.split("-")
     ):
       item.add_marker(pytest.mark.slow)

@@ -43,7 +43,7 @@ class Outcome:
   @property
   def clean(self) -> bool:
     return not (self.lost or self.repeated or self.partial) and (
-        self.integrity == "ok"
+      self.integrity == "ok"
     )
 
 
@@ -64,28 +64,26 @@ def inspect(target, acknowledged, kills, observations=TURNS) -> Outcome:
 
 
 def _inspect(db, acknowledged, kills, observations) -> Outcome:
-  ask = lambda query: {
-      name: count for name, count in db.exec_driver_sql(query)
-  }
+  ask = lambda query: {name: count for name, count in db.exec_driver_sql(query)}
   counts = ask(
-      "SELECT rollout_id, count(*) FROM rollout WHERE status = 'completed'"
-      " GROUP BY 1"
+    "SELECT rollout_id, count(*) FROM rollout WHERE status = 'completed'"
+    " GROUP BY 1"
   )
   query_of = "SELECT r.rollout_id, count(*) FROM rollout r JOIN {} GROUP BY 1"
   partial, repeated = [], [n for n, c in counts.items() if c > 1]
   turn = "turn t ON t.rollout_id = r.id"
   for joined, each in (
-      (turn, TURNS),
-      (f"{turn} JOIN action a ON a.turn_id = t.id", TURNS),
-      (f"{turn} JOIN obs o ON o.turn_id = t.id", observations),
+    (turn, TURNS),
+    (f"{turn} JOIN action a ON a.turn_id = t.id", TURNS),
+    (f"{turn} JOIN obs o ON o.turn_id = t.id", observations),
   ):
     by_name = ask(query_of.format(joined))
     partial += [n for n in counts if by_name.get(n, 0) < each]
     repeated += [n for n in counts if by_name.get(n, 0) > each]
   # Of a rollout's statuses each is entered once.
   repeated += ask(
-      "SELECT entity_id, count(*) FROM status_history WHERE entity_type ="
-      " 'rollout' GROUP BY entity_id, new_status HAVING count(*) > 1"
+    "SELECT entity_id, count(*) FROM status_history WHERE entity_type ="
+    " 'rollout' GROUP BY entity_id, new_status HAVING count(*) > 1"
   )
   integrity = "ok"  # PostgreSQL keeps its own.
   if db.dialect.name == "sqlite":
@@ -94,7 +92,7 @@ def _inspect(db, acknowledged, kills, observations) -> Outcome:
       integrity = "foreign keys do not hold"
   lost = [n for n in acknowledged if n not in counts]
   return Outcome(
-      kills, len(acknowledged), len(counts), lost, repeated, partial, integrity
+    kills, len(acknowledged), len(counts), lost, repeated, partial, integrity
   )
 
 
@@ -212,9 +210,7 @@ def _load(folder, port):
     count = 0
     while not finished.is_set():
       name = f"spooled-{count}"
-      client.sender.put(
-          monitor_server.episode(name, TURNS, status="completed")
-      )
+      client.sender.put(monitor_server.episode(name, TURNS, status="completed"))
       count += 1
       if client.flush(30):
         acknowledged.extend(f"spooled-{n}" for n in range(flushed[0], count))
@@ -224,7 +220,7 @@ def _load(folder, port):
   flushed = [0]
   url = f"http://127.0.0.1:{port}"
   with ingest_client.IngestClient(
-      url, spool_dir=folder / "spool", timeout_seconds=10
+    url, spool_dir=folder / "spool", timeout_seconds=10
   ) as client:
     client.sender.put(monitor_server.base())
     assert client.drain(30)
@@ -278,14 +274,14 @@ def kill_trainer(folder, kills, seed=0, target=None) -> Outcome:
     with nursery.Nursery(_TRAINER) as trainer:
       for number in range(kills):
         delivered, first = trainer.start(
-            server.url, folder / "spool", f"trainer-{number}"
+          server.url, folder / "spool", f"trainer-{number}"
         )
         acknowledged += [*delivered, first]
         time.sleep(chance.uniform(0.0, 0.4))
         trainer.end()
       acknowledged += trainer.rest()
     with ingest_client.IngestClient(
-        server.url, spool_dir=folder / "spool"
+      server.url, spool_dir=folder / "spool"
     ) as client:
       deadline = time.monotonic() + 60
       while time.monotonic() < deadline:
@@ -379,11 +375,11 @@ def kill_run(folder, kills, seed=0, target=None) -> Outcome:
     uploaders |= {int(pid) for pid, _ in lines}
     assert not nursery.outliving(uploaders), "uploaders outlive their runs"
     shown = {
-        row["screenshot_uri"].removeprefix("sha256:")
-        for row in server.rows("obs", where="screenshot_uri IS NOT NULL")
+      row["screenshot_uri"].removeprefix("sha256:")
+      for row in server.rows("obs", where="screenshot_uri IS NOT NULL")
     }
     stored = {
-        row["sha256"] for row in server.rows("monitor_screenshot", order=1)
+      row["sha256"] for row in server.rows("monitor_screenshot", order=1)
     }
   outcome = inspect(database, acknowledged, killed, observations=2 * TURNS)
   outcome.lost += sorted(shown - stored)
@@ -393,10 +389,13 @@ def kill_run(folder, kills, seed=0, target=None) -> Outcome:
 def _deliver(url, spools, seconds=120.0) -> None:
   """The next run there, which ends once it has delivered what was left."""
   log = event_log.EventLog(
-      event_log.RunSpec(
-          url=url, spool_dir=str(spools), name="last", session=1 << 20,
-          **observed_run.FACTS,
-      )
+    event_log.RunSpec(
+      url=url,
+      spool_dir=str(spools),
+      name="last",
+      session=1 << 20,
+      **observed_run.FACTS,
+    )
   )
   deadline = time.monotonic() + seconds
   while [path.name for path in spools.glob("*.spool")] != ["last.spool"]:
@@ -408,10 +407,13 @@ def _deliver(url, spools, seconds=120.0) -> None:
       break
     log.close()
     log = event_log.EventLog(
-        event_log.RunSpec(
-            url=url, spool_dir=str(spools), name="last", session=1 << 20,
-            **observed_run.FACTS,
-        )
+      event_log.RunSpec(
+        url=url,
+        spool_dir=str(spools),
+        name="last",
+        session=1 << 20,
+        **observed_run.FACTS,
+      )
     )
   log.close()
 
@@ -431,10 +433,10 @@ def kill_uploader(folder, kills, seed=0) -> list[str]:
       num_kills = kills if name == "kills" else 0
       tables[name] = _played(folder / name, num_kills, chance)
   return [
-      f"{table}: {len(tables['kills'][table])} rows are not those"
-      f" {len(tables['peace'][table])} of a run left in peace"
-      for table in _COMPARED
-      if _bare(tables["kills"][table]) != _bare(tables["peace"][table])
+    f"{table}: {len(tables['kills'][table])} rows are not those"
+    f" {len(tables['peace'][table])} of a run left in peace"
+    for table in _COMPARED
+    if _bare(tables["kills"][table]) != _bare(tables["peace"][table])
   ]
 
 
@@ -459,15 +461,17 @@ def _played(folder, kills, chance) -> dict[str, list[dict]]:
         os.kill(killed, signal.SIGKILL)
     assert log.close(), log.counters
     assert not +log.counters - collections.Counter(
-        sent=1 << 30, retries=1 << 30, images_missing=0
+      sent=1 << 30, retries=1 << 30, images_missing=0
     ), log.counters
     rows = {table: server.rows(table, order=1) for table in _COMPARED}
     # Beside each change is what else its batch did, however that was cut.
     rows["status_history"] = [
-        {k: row[k] for k in ("entity_type", "entity_id", "old_status",
-                             "new_status")}
-        for row in rows["status_history"]
-    ]  # pyformat: disable
+      {
+        k: row[k]
+        for k in ("entity_type", "entity_id", "old_status", "new_status")
+      }
+      for row in rows["status_history"]
+    ]
     return rows
 
 
@@ -475,15 +479,18 @@ _COMPARED = (
     "training", "step", "baseline", "eval", "task", "validator", "rollout",
     "environment", "turn", "action", "obs", "validation", "status_history",
     "monitor_screenshot",
-)  # pyformat: disable
+)  # fmt: skip
 _OF_SERVER = (
-    "created_at", "updated_at", "changed_at", "last_heartbeat", "heartbeat",
+  "created_at",
+  "updated_at",
+  "changed_at",
+  "last_heartbeat",
+  "heartbeat",
 )
 
 
 def _bare(rows):
   """Rows without the times at which the server received them, in any order."""
   return sorted(
-      repr({k: v for k, v in row.items() if k not in _OF_SERVER})
-      for row in rows
+    repr({k: v for k, v in row.items() if k not in _OF_SERVER}) for row in rows
   )

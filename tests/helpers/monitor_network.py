@@ -27,9 +27,9 @@ class Troubled:
   def __init__(self, app, seed, share=0.4):
     """Args:
 
-      app: ASGI application.
-      seed: Seed of the trouble.
-      share: Share of the requests with trouble.
+    app: ASGI application.
+    seed: Seed of the trouble.
+    share: Share of the requests with trouble.
     """
     self._app = app
     self._chance = random.Random(seed)
@@ -66,8 +66,13 @@ class Troubled:
       self._late.add(task := asyncio.ensure_future(later()))
       task.add_done_callback(self._late.discard)
     if what == "refused":
-      await send({"type": "http.response.start", "status": 503,
-                  "headers": [(b"retry-after", b"0")]})
+      await send(
+        {
+          "type": "http.response.start",
+          "status": 503,
+          "headers": [(b"retry-after", b"0")],
+        }
+      )
       return await send({"type": "http.response.body", "body": b"busy"})
     if what in ("lost", "twice"):
       await self._app(scope, again, nowhere)
@@ -75,10 +80,16 @@ class Troubled:
       raise ConnectionResetError("the reply is lost")
     if what == "cut":
       await self._app(scope, again, nowhere)
-      await send({"type": "http.response.start", "status": 200,
-                  "headers": [(b"content-length", b"100")]})
-      await send({"type": "http.response.body", "body": b'{"tr',
-                  "more_body": True})
+      await send(
+        {
+          "type": "http.response.start",
+          "status": 200,
+          "headers": [(b"content-length", b"100")],
+        }
+      )
+      await send(
+        {"type": "http.response.body", "body": b'{"tr', "more_body": True}
+      )
       raise ConnectionResetError("in the middle")
     await self._app(scope, again, send)
 
@@ -102,9 +113,11 @@ class SlowFront:
         size = int(self.headers.get("content-length", 0))
         line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         line.request(
-            self.command, self.path, self.rfile.read(size),
-            {k: v for k, v in self.headers.items() if k.lower() != "host"},
-        )  # pyformat: disable
+          self.command,
+          self.path,
+          self.rfile.read(size),
+          {k: v for k, v in self.headers.items() if k.lower() != "host"},
+        )
         reply = line.getresponse()
         body = reply.read()
         line.close()
@@ -154,12 +167,12 @@ def soak(folder, episodes, share, seed=0) -> dict:
 
     with http_server.LoopbackServer(no_lifespan) as front:
       with ingest_client.IngestClient(
-          front.url, spool_dir=folder / "spool", timeout_seconds=10
+        front.url, spool_dir=folder / "spool", timeout_seconds=10
       ) as client:
         client.sender.put(monitor_server.base())
         for name in names:
           while not client.sender.put(
-              monitor_server.episode(name, status="completed")
+            monitor_server.episode(name, status="completed")
           ):
             time.sleep(0.01)
           # One item at a time, which makes many requests.

@@ -25,7 +25,7 @@ class Stored:
   def rows(self, table, columns="*", order="id", where="1 = 1"):
     with self.engine.connect() as connection:
       result = connection.exec_driver_sql(
-          f'SELECT {columns} FROM "{table}" WHERE {where} ORDER BY {order}'
+        f'SELECT {columns} FROM "{table}" WHERE {where} ORDER BY {order}'
       )
       return [dict(row._mapping) for row in result]
 
@@ -34,35 +34,35 @@ class MonitorServer(Stored):
   """A real server; `http` speaks to it."""
 
   def __init__(
-      self,
-      target,
-      files,
-      *,
-      token="",
-      limits=app_lib.IngestLimits(),
-      connections=request_bodies.ConnectionLimits(),
+    self,
+    target,
+    files,
+    *,
+    token="",
+    limits=app_lib.IngestLimits(),
+    connections=request_bodies.ConnectionLimits(),
   ):
     super().__init__(database.connect(target))
     database.upgrade(self.engine)
     self.token = token
     self.app = app_lib.MonitorApp(
-        self.engine,
-        files,
-        access.Access(self.engine, token, open_to_all=not token),
-        limits,
+      self.engine,
+      files,
+      access.Access(self.engine, token, open_to_all=not token),
+      limits,
     )
-    self.server = http_server.LoopbackServer(
-        self.app.asgi, limits=connections
-    )
+    self.server = http_server.LoopbackServer(self.app.asgi, limits=connections)
     self.url = self.server.url
 
   def __enter__(self):
     self.server.start()
     headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
     self.http = httpx.Client(
-        base_url=self.url, headers=headers, timeout=30,
-        verify=False,  # Plain HTTP; reading certificates takes long.
-    )  # pyformat: disable
+      base_url=self.url,
+      headers=headers,
+      timeout=30,
+      verify=False,  # Plain HTTP; reading certificates takes long.
+    )
     return self
 
   def __exit__(self, *exc_info):
@@ -86,11 +86,11 @@ class MonitorServer(Stored):
 def base(**training):
   """A training with a step, an evaluation, a baseline and a task."""
   return {
-      "training": {"client_id": "T", "run_name": "run", **training},
-      "tasks": [{"task_id": "open-door", "description": "Open the door."}],
-      "steps": [{"client_id": "S", "step": 1}],
-      "evals": [{"client_id": "E", "step": 0, "total_tasks": 4}],
-      "baselines": [{"client_id": "B", "model_path": "m"}],
+    "training": {"client_id": "T", "run_name": "run", **training},
+    "tasks": [{"task_id": "open-door", "description": "Open the door."}],
+    "steps": [{"client_id": "S", "step": 1}],
+    "evals": [{"client_id": "E", "step": 0, "total_tasks": 4}],
+    "baselines": [{"client_id": "B", "model_path": "m"}],
   }
 
 
@@ -125,7 +125,7 @@ def episode(name, turns=2, **rollout):
           {"client_id": f"{name}:validation", "rollout_id": name,
            "success": True}
       ],
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 def joined(*bodies):

@@ -34,14 +34,17 @@ class Nursery:
   def __init__(self, program: str):
     """`program` defines run(arguments), which prints whole lines."""
     self._mother = subprocess.Popen(
-        [
-            sys.executable, "-c",
-            _MOTHER.format(
-                helpers=str(pathlib.Path(__file__).parent), program=program
-            ),
-        ],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # pyformat: disable
+      [
+        sys.executable,
+        "-c",
+        _MOTHER.format(
+          helpers=str(pathlib.Path(__file__).parent), program=program
+        ),
+      ],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
     self._pid = 0
 
   def start(self, *arguments) -> tuple[list[str], str]:

@@ -11,12 +11,15 @@ Status = trajectory_lib.TrajectoryStatus
 
 
 FACTS = {
-    "training_id": "T",
-    "training": {
-        "model_name": "m", "group_size": 4, "groups_per_batch": 1,
-        "total_steps": 5, "temperature": 1.0,
-    },
-}  # pyformat: disable
+  "training_id": "T",
+  "training": {
+    "model_name": "m",
+    "group_size": 4,
+    "groups_per_batch": 1,
+    "total_steps": 5,
+    "temperature": 1.0,
+  },
+}
 """Of a run, as `event_log.RunSpec` has them."""
 
 
@@ -24,14 +27,16 @@ def observed(server, folder, store, total_steps=5, **facts):
   """The event log of a run."""
   training = FACTS["training"] | {"total_steps": total_steps}
   return event_log.EventLog(
-      event_log.RunSpec(
-          url=server.url, spool_dir=str(folder), name="observed",
-          **FACTS | {"training": training} | facts,
-      ),
-      # A busy machine is no failure.
-      settings_lib.MonitorConfig(close_timeout_s=60.0),
-      images=store,
-  )  # pyformat: disable
+    event_log.RunSpec(
+      url=server.url,
+      spool_dir=str(folder),
+      name="observed",
+      **FACTS | {"training": training} | facts,
+    ),
+    # A busy machine is no failure.
+    settings_lib.MonitorConfig(close_timeout_s=60.0),
+    images=store,
+  )
 
 
 def play(tell, store, steps=5):
@@ -43,13 +48,18 @@ def play(tell, store, steps=5):
   def episode(name, split, step, seed, status):
     success = status is Status.SUCCEEDED
     played = synthetic_run.episode(
-        store, seed=seed, success=success, status=status, version=step,
-        turns=1 + seed % 4,
+      store,
+      seed=seed,
+      success=success,
+      status=status,
+      version=step,
+      turns=1 + seed % 4,
     )
     played.trajectory_id = name
     common = dict(
-        group_id=name.partition(".")[0], task_id=played.task["task_id"],
-        split=split,
+      group_id=name.partition(".")[0],
+      task_id=played.task["task_id"],
+      split=split,
     )
     tell(events.EpisodeStarted(trajectory_id=name, **common))
     tell(events.EnvironmentReady(name))
@@ -71,10 +81,15 @@ def play(tell, store, steps=5):
   tell(events.WeightsPublished(0, 0.1))
   for step in range(1, steps + 1):
     members = tuple(
-        episode(f"train-{step:06d}.{i}", "train", step - 1, step * 4 + i,
-                kinds[(step * 4 + i) % len(kinds)])
-        for i in range(4)
-    )  # pyformat: disable
+      episode(
+        f"train-{step:06d}.{i}",
+        "train",
+        step - 1,
+        step * 4 + i,
+        kinds[(step * 4 + i) % len(kinds)],
+      )
+      for i in range(4)
+    )
     group = trajectory_lib.TrajectoryGroup(f"train-{step:06d}", "t", members)
     tell(events.GroupFinished(group, "accepted"))
     tell(events.UpdateStarted(step))
@@ -85,7 +100,7 @@ def play(tell, store, steps=5):
         {m.trajectory_id: (0.25 * i,) * m.num_turns
          for i, m in enumerate(members) if i},
         example_lib.left_out((group,), ()),
-    ))  # pyformat: disable
+    ))  # fmt: skip
     if step == 3:
       measure("step_3", 3)
   measure("final", steps)

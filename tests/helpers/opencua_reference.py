@@ -15,7 +15,6 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as tower
 
 
 class OpenCua(torch.nn.Module):
-
   def __init__(self, raw, dtype=torch.float32):
     """raw: the content of config.json."""
     super().__init__()
@@ -28,27 +27,27 @@ class OpenCua(torch.nn.Module):
     self.to(dtype)
 
   def forward(
-      self, input_ids, attention_mask, pixel_values=None, image_grid_thw=None
+    self, input_ids, attention_mask, pixel_values=None, image_grid_thw=None
   ):
     embedded = self.language_model.get_input_embeddings()(input_ids)
     if pixel_values is not None:
       seen = self.vision_tower(pixel_values, grid_thw=image_grid_thw)
       where = input_ids == self.raw["media_placeholder_token_id"]
       embedded = embedded.masked_scatter(
-          where[..., None], seen.pooler_output.to(embedded.dtype)
+        where[..., None], seen.pooler_output.to(embedded.dtype)
       )
     return self.language_model(
-        inputs_embeds=embedded,
-        attention_mask=attention_mask,
-        position_ids=attention_mask.cumsum(-1) - 1,
+      inputs_embeds=embedded,
+      attention_mask=attention_mask,
+      position_ids=attention_mask.cumsum(-1) - 1,
     )
 
   def save_pretrained(self, directory):
     directory = pathlib.Path(directory)
     tensors = {
-        key: value.detach().contiguous()
-        for key, value in self.state_dict().items()
-        if not key.endswith("inv_freq")
+      key: value.detach().contiguous()
+      for key, value in self.state_dict().items()
+      if not key.endswith("inv_freq")
     }
     if self.raw["text_config"]["tie_word_embeddings"]:
       del tensors["language_model.lm_head.weight"]
@@ -63,7 +62,9 @@ class OpenCua(torch.nn.Module):
     missing, unexpected = found.load_state_dict(loaded, strict=False)
     assert not unexpected
     tied = raw["text_config"]["tie_word_embeddings"]
-    assert set(missing) <= {"language_model.lm_head.weight"} if tied else (
-        not missing
+    assert (
+      set(missing) <= {"language_model.lm_head.weight"}
+      if tied
+      else (not missing)
     )
     return found.eval()

@@ -61,9 +61,10 @@ class LampEnvironment(Environment):
     if action.kind == "explode":
       raise RuntimeError("the lamp is broken")
     self._state.step_count += 1
-    hit = action.kind == "click" and (
-        round(action.x), round(action.y)
-    ) == self._lamp
+    hit = (
+      action.kind == "click"
+      and (round(action.x), round(action.y)) == self._lamp
+    )
     return self._show(float(hit), hit)
 
   @property
@@ -75,24 +76,23 @@ class LampEnvironment(Environment):
     x, y = self._lamp
     rows[y][x] = [255, 255, 0]
     return Screen(
-        screenshot=rows, instruction="Click the lamp.", reward=reward, done=done
+      screenshot=rows, instruction="Click the lamp.", reward=reward, done=done
     )
 
 
 class TypedClient(EnvClient[GuiAction, Screen, State]):
-
   def _step_payload(self, action):
     return action.model_dump()
 
   def _parse_result(self, payload):
     shown = payload["observation"]
     seen = Screen(
-        screenshot=[shown["screenshot"]["width"]],
-        instruction=shown["instruction"],
-        text=shown["text"],
-        done=payload["done"],
-        reward=payload["reward"],
-        metadata=shown["metadata"],
+      screenshot=[shown["screenshot"]["width"]],
+      instruction=shown["instruction"],
+      text=shown["text"],
+      done=payload["done"],
+      reward=payload["reward"],
+      metadata=shown["metadata"],
     )
     return StepResult(seen, seen.reward, seen.done)
 
@@ -137,9 +137,9 @@ async def typed(url):
       result = await env.step(GuiAction(**action))
     state = await env.state()
     return {
-        "last": [result.reward, result.done],
-        "steps": state.step_count,
-        "metadata": sorted(result.observation.metadata),
+      "last": [result.reward, result.done],
+      "steps": state.step_count,
+      "metadata": sorted(result.observation.metadata),
     }
 
 
@@ -147,10 +147,10 @@ def serve(port):
   import uvicorn
 
   app = create_fastapi_app(
-      LampEnvironment, GuiAction, Screen, max_concurrent_envs=2
+    LampEnvironment, GuiAction, Screen, max_concurrent_envs=2
   )
   server = uvicorn.Server(
-      uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")
+    uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")
   )
 
   def end():

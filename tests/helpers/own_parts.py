@@ -48,7 +48,7 @@ class LampTasks:
 
 
 GYM = spec.GymSpec(
-    make=LampGym, tasks=LampTasks, lists_tasks=True, set_by_run=spec.SIZE
+  make=LampGym, tasks=LampTasks, lists_tasks=True, set_by_run=spec.SIZE
 )
 
 
@@ -62,7 +62,7 @@ class FewLamps(LampTasks):
 
 
 FEW = spec.GymSpec(
-    make=LampGym, tasks=FewLamps, lists_tasks=True, set_by_run=spec.SIZE
+  make=LampGym, tasks=FewLamps, lists_tasks=True, set_by_run=spec.SIZE
 )
 
 

@@ -23,7 +23,7 @@ class Store:
   def blocking_key_value_get_bytes(self, key, timeout_ms):
     with self._changed:
       if not self._changed.wait_for(
-          lambda: key in self._values, timeout_ms / 1000
+        lambda: key in self._values, timeout_ms / 1000
       ):
         raise RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
       return self._values[key]

@@ -17,11 +17,11 @@ ARGUMENTS = (
     "queue.max_staleness=0", "learner.adam_eps=1e-3",
     # Nothing succeeds yet, so it is the entropy that is learned from.
     "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
-)  # pyformat: disable
+)  # fmt: skip
 SAME = (
     "groups", "episodes", "reward_mean", "turns_mean", "completion_tokens",
     "sampled_tokens", "tokens", "optimizer_steps", "staleness_max",
-)  # pyformat: disable
+)  # fmt: skip
 CLOSE = ("loss", "grad_norm", "entropy", "logprob", "sampler_kl")
 
 
@@ -29,7 +29,7 @@ class Pod:
   """Processes of one run; each has its part of the devices."""
 
   def __init__(
-      self, folder: pathlib.Path, count: int, *arguments: str, environment=None
+    self, folder: pathlib.Path, count: int, *arguments: str, environment=None
   ):
     """`environment` has more variables of a process, by its index."""
     folder.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ class Pod:
             environment=(environment or {}).get(i),
         )
         for i, log in enumerate(self.logs)
-    ]  # pyformat: disable
+    ]  # fmt: skip
 
   def wait(self, seconds=600) -> list[int]:
     due = time.monotonic() + seconds
@@ -84,7 +84,7 @@ def check_equal(run: pathlib.Path, one: pathlib.Path) -> None:
     for name in CLOSE:
       assert got[name] == pytest.approx(expected[name], abs=1e-5), name
   ours, theirs = (
-      json.loads((r / "summary.json").read_text()) for r in (run, one)
+    json.loads((r / "summary.json").read_text()) for r in (run, one)
   )
   for key in ("status", "step", "episodes", "groups", "faults"):
     assert ours[key] == theirs[key], key

@@ -18,8 +18,8 @@ def plant(folder, monkeypatch):
   """Writes the module; the returned file exists once it was imported."""
   touched = folder / "touched"
   (folder / f"{MODULE}.py").write_text(
-      f"import pathlib\npathlib.Path({str(touched)!r}).touch()\n"
-      "def run(*args, **options):\n  return None\n"
+    f"import pathlib\npathlib.Path({str(touched)!r}).touch()\n"
+    "def run(*args, **options):\n  return None\n"
   )
   sys.modules.pop(MODULE, None)  # Of an earlier test.
   monkeypatch.syspath_prepend(str(folder))
@@ -46,9 +46,10 @@ class Recorder:
 
     monkeypatch.setattr(registry.Registry, "get", looked_up)
     for where, name in (
-        (registry, "import_path"), (registry, "import_module"),
-        (importlib, "import_module"),
-    ):  # pyformat: disable
+      (registry, "import_path"),
+      (registry, "import_module"),
+      (importlib, "import_module"),
+    ):
       monkeypatch.setattr(where, name, self._noting(getattr(where, name)))
 
   def _noting(self, call):
@@ -128,7 +129,7 @@ def _of_schema(schema, root, place=(), depth=0):
     for key in ref.removeprefix("#/").split("/"):
       schema = schema[key]
   options = [
-      one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())
+    one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())
   ]
   for one in options:
     yield from _of_schema(one, root, place, depth + 1)

@@ -24,7 +24,7 @@ import time
 
 MARK = "TUNIX_PROCESS_DEATHS"
 WAYS = ("normal", "reward", "SIGINT", "SIGINT twice", "SIGTERM", "SIGHUP",
-        "SIGKILL", "leader")  # pyformat: disable
+        "SIGKILL", "leader")  # fmt: skip
 START_S, END_S, LEFT_S = 240.0, 60.0, 10.0
 
 
@@ -52,7 +52,7 @@ def arguments(folder: pathlib.Path, way: str, port: int) -> list[str]:
       "monitor.embedded=true", "collect.max_requeues=0",
       f"steps={1 if way in ('normal', 'reward') else 100000}",
       *["environment.reward=process_deaths:reward"] * (way == "reward"),
-  ]  # pyformat: disable
+  ]  # fmt: skip
 
 
 class Descendants:
@@ -76,11 +76,11 @@ class Descendants:
         continue
       try:
         state, *_, session = (
-            (entry / "stat").read_text().rpartition(") ")[2].split()[:4]
+          (entry / "stat").read_text().rpartition(") ")[2].split()[:4]
         )
         line = (entry / "cmdline").read_bytes()
         own = self._folder in line or self._mark in (
-            (entry / "environ").read_bytes().split(b"\0")
+          (entry / "environ").read_bytes().split(b"\0")
         )
       except OSError:
         continue  # It has ended.
@@ -185,10 +185,12 @@ def main() -> None:
     while (left := descendants.alive(pid)) and time.monotonic() < due:
       time.sleep(0.1)
     entry = {
-        "way": way, "status": status, "left": left,
-        "seen": sorted(descendants.names.values()),
-        "port_is_free": is_free(port),
-    }  # pyformat: disable
+      "way": way,
+      "status": status,
+      "left": left,
+      "seen": sorted(descendants.names.values()),
+      "port_is_free": is_free(port),
+    }
     for other in left:
       os.kill(other, signal.SIGKILL)
     if status is None:

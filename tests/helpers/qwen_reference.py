@@ -50,18 +50,18 @@ CHEAP = {"xla_backend_optimization_level": 0}
 
 
 _IDS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": IMAGE_START,
-    "vision_end_token_id": IMAGE_END,
+  "image_token_id": IMAGE,
+  "video_token_id": VIDEO,
+  "vision_start_token_id": IMAGE_START,
+  "vision_end_token_id": IMAGE_END,
 }
 # Of families whose config.json names the placeholder alone.
 _FIXED_IDS = {
-    "opencua": {
-        "video_token_id": IMAGE,
-        "vision_start_token_id": 151661,
-        "vision_end_token_id": 151663,
-    }
+  "opencua": {
+    "video_token_id": IMAGE,
+    "vision_start_token_id": 151661,
+    "vision_end_token_id": 151663,
+  }
 }
 
 
@@ -70,24 +70,24 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
   qwen3 = traits.tower == "qwen3"
   width = 48 if qwen3 else 64  # Qwen3's heads need not add up to the width.
   text = dict(
-      vocab_size=VOCABULARY,
-      hidden_size=width,
-      intermediate_size=72,
-      num_hidden_layers=3,
-      num_attention_heads=4,
-      num_key_value_heads=2,
-      head_dim=16,
-      mrope_section=(4, 2, 2),
-      rope_theta=5e6 if qwen3 else 1e6,
+    vocab_size=VOCABULARY,
+    hidden_size=width,
+    intermediate_size=72,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    mrope_section=(4, 2, 2),
+    rope_theta=5e6 if qwen3 else 1e6,
   )
   vision = dict(
-      depth=3,
-      hidden_size=32,
-      intermediate_size=40,
-      num_heads=2,
-      out_hidden_size=width,
-      patch_size=PATCH,
-      spatial_merge_size=MERGE,
+    depth=3,
+    hidden_size=32,
+    intermediate_size=40,
+    num_heads=2,
+    out_hidden_size=width,
+    patch_size=PATCH,
+    spatial_merge_size=MERGE,
   )
   if qwen3:
     # 5 x 5 learned positions: some grids have fewer patches, some more.
@@ -130,60 +130,60 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
     # As many key heads as value heads, and the last layer is full.
     text |= {"linear_num_key_heads": 4, "full_attention_layers": (0, 2)}
   return qwen_config.QwenVLConfig(
-      family=family,
-      vision=qwen_config.VisionConfig(**vision),
-      text=qwen_config.TextConfig(**text),
-      **(_IDS | _FIXED_IDS.get(family, {})),
-      **changes,
+    family=family,
+    vision=qwen_config.VisionConfig(**vision),
+    text=qwen_config.TextConfig(**text),
+    **(_IDS | _FIXED_IDS.get(family, {})),
+    **changes,
   )
 
 
 _GEMMA_TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_theta": 1e6,
-    "mrope_section": (8, 0, 0),
-    "full_attention_layers": (1, 3),
-    "sliding_window": 6,
-    "local_rope_theta": 1e4,
-    "query_pre_attn_scalar": 10.0,
+  "vocab_size": VOCABULARY,
+  "hidden_size": 48,
+  "intermediate_size": 72,
+  "num_hidden_layers": 4,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 16,
+  "rope_theta": 1e6,
+  "mrope_section": (8, 0, 0),
+  "full_attention_layers": (1, 3),
+  "sliding_window": 6,
+  "local_rope_theta": 1e4,
+  "query_pre_attn_scalar": 10.0,
 }
 # The published pattern of layers and scaled positions; windows as long as an
 # image, of which a token is more.
 _GEMMA_WIDE_TEXT = {
-    "num_hidden_layers": 7,
-    "num_attention_heads": 6,
-    "full_attention_layers": (5,),
-    "sliding_window": 4,
-    "query_pre_attn_scalar": 16.0,
-    "rope_scaling": rope_scaling.RopeScaling("linear", 8.0),
+  "num_hidden_layers": 7,
+  "num_attention_heads": 6,
+  "full_attention_layers": (5,),
+  "sliding_window": 4,
+  "query_pre_attn_scalar": 16.0,
+  "rope_scaling": rope_scaling.RopeScaling("linear", 8.0),
 }
 
 
 def _gemma(
-    merge: int = 2, tokens: int = 4, text=None, **changes
+  merge: int = 2, tokens: int = 4, text=None, **changes
 ) -> qwen_config.QwenVLConfig:
   """Windows hardly longer than an image, scores not scaled by the heads."""
   return qwen_config.QwenVLConfig(
-      family="gemma3",
-      vision=qwen_config.VisionConfig(
-          depth=3,
-          hidden_size=32,
-          intermediate_size=40,
-          num_heads=2,
-          out_hidden_size=48,
-          patch_size=PATCH,
-          spatial_merge_size=merge,
-          num_position_embeddings=tokens * merge**2,
-      ),
-      text=qwen_config.TextConfig(**{**_GEMMA_TEXT, **(text or {})}),
-      **(_IDS | {"video_token_id": IMAGE}),
-      **{"tie_word_embeddings": True, **changes},
+    family="gemma3",
+    vision=qwen_config.VisionConfig(
+      depth=3,
+      hidden_size=32,
+      intermediate_size=40,
+      num_heads=2,
+      out_hidden_size=48,
+      patch_size=PATCH,
+      spatial_merge_size=merge,
+      num_position_embeddings=tokens * merge**2,
+    ),
+    text=qwen_config.TextConfig(**{**_GEMMA_TEXT, **(text or {})}),
+    **(_IDS | {"video_token_id": IMAGE}),
+    **{"tie_word_embeddings": True, **changes},
   )
 
 
@@ -191,15 +191,15 @@ def _grouped() -> qwen_config.QwenVLConfig:
   """Experts in groups, more shared ones, scaled weights, two dense layers."""
   config = _config("glm4v_moe", tie_word_embeddings=True)
   text = dataclasses.replace(
-      config.text,
-      num_hidden_layers=4,
-      mlp_only_layers=(0, 1),
-      num_experts=8,
-      num_experts_per_tok=3,
-      expert_groups=4,
-      chosen_groups=2,
-      routed_scaling_factor=2.5,
-      shared_expert_intermediate_size=32,
+    config.text,
+    num_hidden_layers=4,
+    mlp_only_layers=(0, 1),
+    num_experts=8,
+    num_experts_per_tok=3,
+    expert_groups=4,
+    chosen_groups=2,
+    routed_scaling_factor=2.5,
+    shared_expert_intermediate_size=32,
   )
   return dataclasses.replace(config, text=text)
 
@@ -207,127 +207,133 @@ def _grouped() -> qwen_config.QwenVLConfig:
 def _tiled(family: str, tile: int, merge: int, text, **changes):
   """Tiles of `tile` pixels a side, cut to whole patches."""
   return qwen_config.QwenVLConfig(
-      family=family,
-      vision=qwen_config.VisionConfig(
-          depth=3,
-          hidden_size=32,
-          intermediate_size=40,
-          num_heads=2,
-          out_hidden_size=48,
-          patch_size=PATCH,
-          spatial_merge_size=merge,
-          num_position_embeddings=(tile // PATCH) ** 2,
-          tile_size=tile,
-      ),
-      text=qwen_config.TextConfig(**{
-          "vocab_size": VOCABULARY,
-          "hidden_size": 48,
-          "intermediate_size": 72,
-          "num_hidden_layers": 3,
-          "num_attention_heads": 3,
-          "num_key_value_heads": 1,
-          "head_dim": 16,
-          "rope_theta": 1e5,
-          "mrope_section": (8, 0, 0),
-          "rms_norm_eps": 1e-5,
-          **text,
-      }),
-      **dict.fromkeys(_IDS, IMAGE),
-      **changes,
+    family=family,
+    vision=qwen_config.VisionConfig(
+      depth=3,
+      hidden_size=32,
+      intermediate_size=40,
+      num_heads=2,
+      out_hidden_size=48,
+      patch_size=PATCH,
+      spatial_merge_size=merge,
+      num_position_embeddings=(tile // PATCH) ** 2,
+      tile_size=tile,
+    ),
+    text=qwen_config.TextConfig(
+      **{
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rope_theta": 1e5,
+        "mrope_section": (8, 0, 0),
+        "rms_norm_eps": 1e-5,
+        **text,
+      }
+    ),
+    **dict.fromkeys(_IDS, IMAGE),
+    **changes,
   )
 
 
 CONFIGS = {
-    "qwen3_vl": _config("qwen3_vl"),
-    "qwen3_vl tied": _config("qwen3_vl", tie_word_embeddings=True),
-    "qwen3_vl_moe": _config("qwen3_vl_moe"),
-    "qwen3_5": _config("qwen3_5"),
-    "qwen3_5_moe": _config("qwen3_5_moe", tie_word_embeddings=True),
-    "qwen2_5_vl": _config("qwen2_5_vl"),
-    "qwen2_vl": _config("qwen2_vl"),
-    "opencua": _config("opencua"),
-    "glm4v": _config("glm4v"),
-    "glm4v_moe": _config("glm4v_moe"),
-    "glm4v_moe groups": _grouped(),
-    "gemma3": _gemma(),
-    "gemma3 wide": _gemma(
-        merge=3, text=_GEMMA_WIDE_TEXT, tie_word_embeddings=False
-    ),
-    "smolvlm": _tiled("smolvlm", 16, 2, {}),
-    # A token a tile; a wider decoder with Llama 3's positions.
-    "idefics3": _tiled(
-        "idefics3", 14, 3,
-        {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rope_scaling": rope_scaling.RopeScaling("llama3", 8.0, 64),
-        },
-        tie_word_embeddings=True,
-    ),
+  "qwen3_vl": _config("qwen3_vl"),
+  "qwen3_vl tied": _config("qwen3_vl", tie_word_embeddings=True),
+  "qwen3_vl_moe": _config("qwen3_vl_moe"),
+  "qwen3_5": _config("qwen3_5"),
+  "qwen3_5_moe": _config("qwen3_5_moe", tie_word_embeddings=True),
+  "qwen2_5_vl": _config("qwen2_5_vl"),
+  "qwen2_vl": _config("qwen2_vl"),
+  "opencua": _config("opencua"),
+  "glm4v": _config("glm4v"),
+  "glm4v_moe": _config("glm4v_moe"),
+  "glm4v_moe groups": _grouped(),
+  "gemma3": _gemma(),
+  "gemma3 wide": _gemma(
+    merge=3, text=_GEMMA_WIDE_TEXT, tie_word_embeddings=False
+  ),
+  "smolvlm": _tiled("smolvlm", 16, 2, {}),
+  # A token a tile; a wider decoder with Llama 3's positions.
+  "idefics3": _tiled(
+    "idefics3",
+    14,
+    3,
+    {
+      "num_attention_heads": 4,
+      "num_key_value_heads": 2,
+      "rope_scaling": rope_scaling.RopeScaling("llama3", 8.0, 64),
+    },
+    tie_word_embeddings=True,
+  ),
 }
 
 
 def _text_config(
-    family: str, text=None, **changes
+  family: str, text=None, **changes
 ) -> qwen_text_config.QwenTextConfig:
   qwen3 = family == "qwen3"
   return qwen_text_config.QwenTextConfig(
-      family=family,
-      text=qwen_config.TextConfig(**{
-          "vocab_size": VOCABULARY,
-          "hidden_size": 48 if qwen3 else 64,
-          "intermediate_size": 72,
-          "num_hidden_layers": 2,
-          "num_attention_heads": 4,
-          "num_key_value_heads": 2,
-          "head_dim": 16,
-          "mrope_section": qwen_text_config.plain_rotary(16),
-          "rope_theta": 1e6,
-          **(text or {}),
-      }),
-      **changes,
+    family=family,
+    text=qwen_config.TextConfig(
+      **{
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48 if qwen3 else 64,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "mrope_section": qwen_text_config.plain_rotary(16),
+        "rope_theta": 1e6,
+        **(text or {}),
+      }
+    ),
+    **changes,
   )
 
 
 TEXT_CONFIGS = {
-    "qwen3": _text_config("qwen3"),
-    "qwen3 tied": _text_config("qwen3", tie_word_embeddings=True),
-    "qwen2": _text_config("qwen2"),
-    "qwen2 tied": _text_config("qwen2", tie_word_embeddings=True),
-    # Heads that do not add up to the width.
-    "llama": _text_config("llama", text={"hidden_size": 48}),
-    # An odd number of heads, as SmolLM2 has; positions scaled as Llama 3's, of
-    # which the test's sequences see all three kinds of frequencies.
-    "llama tied": _text_config(
-        "llama",
-        text={
-            "hidden_size": 48,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "rms_norm_eps": 1e-5,
-            "rope_scaling": rope_scaling.RopeScaling("llama3", 8.0, 64),
-        },
-        tie_word_embeddings=True,
-    ),
-    "gemma3_text": _text_config(
-        "gemma3_text", text=_GEMMA_TEXT, tie_word_embeddings=True
-    ),
-    "gemma3_text wide": _text_config(
-        "gemma3_text", text={**_GEMMA_TEXT, **_GEMMA_WIDE_TEXT}
-    ),
+  "qwen3": _text_config("qwen3"),
+  "qwen3 tied": _text_config("qwen3", tie_word_embeddings=True),
+  "qwen2": _text_config("qwen2"),
+  "qwen2 tied": _text_config("qwen2", tie_word_embeddings=True),
+  # Heads that do not add up to the width.
+  "llama": _text_config("llama", text={"hidden_size": 48}),
+  # An odd number of heads, as SmolLM2 has; positions scaled as Llama 3's, of
+  # which the test's sequences see all three kinds of frequencies.
+  "llama tied": _text_config(
+    "llama",
+    text={
+      "hidden_size": 48,
+      "num_attention_heads": 3,
+      "num_key_value_heads": 1,
+      "rms_norm_eps": 1e-5,
+      "rope_scaling": rope_scaling.RopeScaling("llama3", 8.0, 64),
+    },
+    tie_word_embeddings=True,
+  ),
+  "gemma3_text": _text_config(
+    "gemma3_text", text=_GEMMA_TEXT, tie_word_embeddings=True
+  ),
+  "gemma3_text wide": _text_config(
+    "gemma3_text", text={**_GEMMA_TEXT, **_GEMMA_WIDE_TEXT}
+  ),
 }
 PROCESSOR = qwen_vl_inputs.QwenVLProcessor(
-    patch_size=PATCH,
-    merge_size=MERGE,
-    min_pixels=1,
-    max_pixels=1 << 20,
-    image_token_id=IMAGE,
+  patch_size=PATCH,
+  merge_size=MERGE,
+  min_pixels=1,
+  max_pixels=1 << 20,
+  image_token_id=IMAGE,
 )
 FLAT = dataclasses.replace(PROCESSOR, flat_positions=True)
 
 
 def processor_of(
-    config: qwen_text_config.AnyConfig,
+  config: qwen_text_config.AnyConfig,
 ) -> qwen_vl_inputs.QwenVLProcessor:
   """The host side whose positions and sizes a model has."""
   if tile := config.vision.tile_size:  # Up to two of them a side.
@@ -336,7 +342,7 @@ def processor_of(
     return smolvlm_inputs.processor(settings, config, most)
   if config.traits.mutual_images:
     return gemma3_inputs.processor(
-        gemma3_inputs.default_settings(config), config, {}
+      gemma3_inputs.default_settings(config), config, {}
     )
   return FLAT if config.traits.flat_positions else PROCESSOR
 
@@ -388,11 +394,11 @@ class _Buffer:
   """One flat buffer of patches, filled image by image."""
 
   def __init__(
-      self,
-      number: int,
-      rng: np.random.Generator,
-      patches: int,
-      processor: qwen_vl_inputs.QwenVLProcessor,
+    self,
+    number: int,
+    rng: np.random.Generator,
+    patches: int,
+    processor: qwen_vl_inputs.QwenVLProcessor,
   ):
     self.number, self.rng, self.used = number, rng, 0
     self.processor = processor
@@ -422,13 +428,13 @@ class _Buffer:
 
 
 def draw_batch(
-    rng: np.random.Generator,
-    rows: int = 4,
-    length: int = 0,
-    buffers: int = 2,
-    patches: int = 556,
-    packed: bool = True,
-    processor: qwen_vl_inputs.QwenVLProcessor = PROCESSOR,
+  rng: np.random.Generator,
+  rows: int = 4,
+  length: int = 0,
+  buffers: int = 2,
+  patches: int = 556,
+  packed: bool = True,
+  processor: qwen_vl_inputs.QwenVLProcessor = PROCESSOR,
 ) -> Batch:
   """Random sequences with 0 to `MAX_IMAGES` images each.
 
@@ -472,7 +478,7 @@ def draw_batch(
         numbers = span.numbers(ids)
         start = image.start // processor.patches_per_token
         vision_index[row, first : first + span.num_tokens] = np.where(
-            numbers >= 0, start + numbers, -1
+          numbers >= 0, start + numbers, -1
         )
       cases.append(case)
       at = case.end
@@ -480,27 +486,27 @@ def draw_batch(
         break
   whole = lambda values: np.stack(values).astype(np.int32)
   inputs = base.PolicyInputs(
-      tokens=whole(tokens),
-      positions=whole(positions),
-      segment_ids=segments,
-      vision_index=whole(vision_index),
-      patches=np.stack([s.patches for s in stores]).astype(np.float32),
-      patch_segments=whole([s.segments for s in stores]),
-      patch_positions=whole([s.positions for s in stores]),
-      image_patches=max([
-          MAX_PATCHES, *(i.rows * i.columns for s in stores for i in s.images)
-      ]),
-  )  # pyformat: disable
+    tokens=whole(tokens),
+    positions=whole(positions),
+    segment_ids=segments,
+    vision_index=whole(vision_index),
+    patches=np.stack([s.patches for s in stores]).astype(np.float32),
+    patch_segments=whole([s.segments for s in stores]),
+    patch_positions=whole([s.positions for s in stores]),
+    image_patches=max(
+      [MAX_PATCHES, *(i.rows * i.columns for s in stores for i in s.images)]
+    ),
+  )
   return Batch(inputs, tuple(cases))
 
 
 def _draw_sequence(
-    rng: np.random.Generator, store: _Buffer, room: int
+  rng: np.random.Generator, store: _Buffer, room: int
 ) -> tuple[np.ndarray, list[trajectory.ImageSpan], tuple[Image, ...]] | None:
   """Tokens, spans and images of a sequence; None when it does not fit."""
   with_images = len(store.segments) > 0
   words = lambda low: list(
-      rng.integers(0, WORDS, rng.integers(low, 7 if with_images else 50))
+    rng.integers(0, WORDS, rng.integers(low, 7 if with_images else 50))
   )
   ids, spans, images = words(2), [], []
   for _ in range(rng.integers(0, MAX_IMAGES + 1) if with_images else 0):
@@ -514,7 +520,7 @@ def _draw_sequence(
     ref = trajectory.ImageRef(f"{len(images):064x}", *image.size)
     ids += [IMAGE_START]
     shown, row = placeholders(
-        store.processor, *image.size, lambda: [IMAGE_END, *words(0)[:2]]
+      store.processor, *image.size, lambda: [IMAGE_END, *words(0)[:2]]
     )
     spans.append(trajectory.ImageSpan(ref, len(ids), len(shown), row))
     ids += [*shown, IMAGE_END, *words(0)]
@@ -525,10 +531,10 @@ def _draw_sequence(
 
 
 def placeholders(
-    processor: base.Processor,
-    width: int,
-    height: int,
-    between: Callable[[], list[int]] = lambda: [IMAGE_END],
+  processor: base.Processor,
+  width: int,
+  height: int,
+  between: Callable[[], list[int]] = lambda: [IMAGE_END],
 ) -> tuple[list[int], int]:
   """Tokens of an image, and `row` of its span."""
   count = processor.num_image_tokens(width, height)
@@ -579,10 +585,10 @@ class Reference:
   """
 
   def __init__(
-      self,
-      config: qwen_text_config.AnyConfig,
-      directory: pathlib.Path,
-      seed: int = 0,
+    self,
+    config: qwen_text_config.AnyConfig,
+    directory: pathlib.Path,
+    seed: int = 0,
   ):
     self.config, self.directory = config, directory
     torch.manual_seed(seed)  # Some parameters stay near their first values.
@@ -591,7 +597,7 @@ class Reference:
       if hasattr(part, "chunk_gated_delta_rule"):
         # Token by token: on chunks it loses digits where decay is strong.
         part.chunk_gated_delta_rule = functools.partial(
-            _by_token, part.recurrent_gated_delta_rule
+          _by_token, part.recurrent_gated_delta_rule
         )
     generator = torch.Generator().manual_seed(seed)
     for name, weight in self.module.named_parameters():
@@ -616,7 +622,7 @@ class Reference:
   def in_bfloat16(self) -> torch.nn.Module:
     """The model as transformers loads it in that dtype."""
     return type(self.module).from_pretrained(
-        self.directory, dtype=torch.bfloat16
+      self.directory, dtype=torch.bfloat16
     )
 
   @functools.cache  # noqa: B019
@@ -625,10 +631,10 @@ class Reference:
     return hf_checkpoint.load_model(self.directory, **changes)
 
   def run(
-      self,
-      batch: Batch,
-      weights_BT: np.ndarray | None = None,
-      module: torch.nn.Module | None = None,
+    self,
+    batch: Batch,
+    weights_BT: np.ndarray | None = None,
+    module: torch.nn.Module | None = None,
   ) -> Results:
     """Every sequence alone, forwards and backwards.
 
@@ -649,7 +655,7 @@ class Reference:
       ids = torch.tensor(batch.inputs.tokens[case.place]).long()[None]
       images = {}
       if hasattr(module, "get_rope_index") or hasattr(
-          getattr(module, "model", None), "get_rope_index"
+        getattr(module, "model", None), "get_rope_index"
       ):
         images["mm_token_type_ids"] = (ids == IMAGE).int()
       if self.config.traits.mutual_images:
@@ -664,13 +670,11 @@ class Reference:
         shown = [pixels[i.buffer, i.patches] for i in case.images]
         grids = [(1, i.rows, i.columns) for i in case.images]
         images |= {
-            "pixel_values": self._normalised(torch.cat(shown)).to(dtype),
-            "image_grid_thw": torch.tensor(grids),
+          "pixel_values": self._normalised(torch.cat(shown)).to(dtype),
+          "image_grid_thw": torch.tensor(grids),
         }
       out = module(
-          input_ids=ids,
-          attention_mask=torch.ones_like(ids),
-          **images,
+        input_ids=ids, attention_mask=torch.ones_like(ids), **images
       ).logits[0]
       scores = torch.log_softmax(out.float(), -1)[:-1]
       scores = scores.gather(-1, ids[0, 1:, None])[:, 0]
@@ -682,23 +686,25 @@ class Reference:
     gradients = {}
     if weights_BT is not None:
       gradients = {
-          file_key(self.config, name): weight.grad.float().numpy().copy()
-          for name, weight in module.named_parameters()
+        file_key(self.config, name): weight.grad.float().numpy().copy()
+        for name, weight in module.named_parameters()
       }
     return Results(logits, logprobs, gradients, pixels.grad.numpy())
 
   def _tiles(self, patches: torch.Tensor, image: Image) -> list[torch.Tensor]:
     side = math.isqrt(image.columns)
     return [
-        self._image(
-            patches,
-            dataclasses.replace(
-                image, start=image.start + tile * image.columns, rows=side,
-                columns=side,
-            ),
-        )
-        for tile in range(image.rows)
-    ]  # pyformat: disable
+      self._image(
+        patches,
+        dataclasses.replace(
+          image,
+          start=image.start + tile * image.columns,
+          rows=side,
+          columns=side,
+        ),
+      )
+      for tile in range(image.rows)
+    ]
 
   def _image(self, patches: torch.Tensor, image: Image) -> torch.Tensor:
     """[3, H, W], normalised, of an image's patches, which lie by tokens."""
@@ -723,10 +729,10 @@ class Reference:
 
 
 _GEMMA_KEYS = (
-    ("model.vision_tower.", "vision_tower.vision_model."),
-    ("model.multi_modal_projector.", "multi_modal_projector."),
-    ("model.language_model.", "language_model.model."),
-    ("lm_head.", "language_model.lm_head."),
+  ("model.vision_tower.", "vision_tower.vision_model."),
+  ("model.multi_modal_projector.", "multi_modal_projector."),
+  ("model.language_model.", "language_model.model."),
+  ("lm_head.", "language_model.lm_head."),
 )
 
 
@@ -747,17 +753,17 @@ def build(config: qwen_text_config.AnyConfig) -> torch.nn.Module:
   """The model that transformers makes of our `config.json`."""
   if isinstance(config, qwen_text_config.QwenTextConfig):
     return transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**qwen_text_config.to_hf(config))
+      transformers.AutoConfig.for_model(**qwen_text_config.to_hf(config))
     )
   if config.family == "opencua":
     return opencua_reference.OpenCua(qwen_config.to_hf(config))
   return transformers.AutoModelForImageTextToText.from_config(
-      transformers.AutoConfig.for_model(**qwen_config.to_hf(config))
+    transformers.AutoConfig.for_model(**qwen_config.to_hf(config))
   )
 
 
 def _initial(
-    name: str, value: torch.Tensor, noise: torch.Tensor
+  name: str, value: torch.Tensor, noise: torch.Tensor
 ) -> torch.Tensor:
   """Of order 1 / sqrt(inputs), so that activations stay of order 1."""
   if value.dim() == 1:  # Norms stay near 1 and biases near 0.
@@ -773,7 +779,7 @@ def _initial(
 
 
 def compiled(
-    model: qwen_text.QwenText, f: Callable[..., Any]
+  model: qwen_text.QwenText, f: Callable[..., Any]
 ) -> Callable[..., Any]:
   """f(model, *args) as a jitted function of `args`."""
   graph, state = nnx.split(model)
@@ -799,7 +805,7 @@ def scorer(model: qwen_text.QwenText) -> Callable[[Batch], Results]:
 
 
 def differentiator(
-    model: qwen_text.QwenText,
+  model: qwen_text.QwenText,
 ) -> Callable[[Batch, np.ndarray, Results], Results]:
   """`scorer` with gradients: (batch, weights [B, T], reference) -> results.
 
@@ -814,7 +820,7 @@ def differentiator(
 
   def score(model, inputs, *args):
     (_, scores), gradients = nnx.value_and_grad(
-        loss, argnums=(0, 1), has_aux=True
+      loss, argnums=(0, 1), has_aux=True
     )(model, inputs.patches, inputs, *args)
     return scores, gradients
 
@@ -823,12 +829,12 @@ def differentiator(
   def results(batch: Batch, weights_BT: np.ndarray, want: Results) -> Results:
     following, same = targets(batch.inputs)
     (logits, logprobs), (gradients, pixel_gradient) = run(
-        batch.inputs, following, weights_BT
+      batch.inputs, following, weights_BT
     )
     return dataclasses.replace(
-        _results(batch, logits, np.where(same, logprobs, 0)),
-        gradients=_by_key(model, gradients, want.gradients),
-        pixel_gradient=np.asarray(pixel_gradient),
+      _results(batch, logits, np.where(same, logprobs, 0)),
+      gradients=_by_key(model, gradients, want.gradients),
+      pixel_gradient=np.asarray(pixel_gradient),
     )
 
   return results
@@ -846,7 +852,7 @@ def _results(batch: Batch, logits, logprobs) -> Results:
 
 
 def _by_key(
-    model: qwen_text.QwenText, state: nnx.State, like: dict[str, np.ndarray]
+  model: qwen_text.QwenText, state: nnx.State, like: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
   """The arrays of a state by their keys in the checkpoint."""
   arrays = {path: np.asarray(v[...]) for path, v in nnx.to_flat_state(state)}

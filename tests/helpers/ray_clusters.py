@@ -57,22 +57,31 @@ class Cluster:
     folder = self._folder
     common = ["--object-store-memory=80000000", "--block"]
     self._head = self._node(
-        "--head", f"--port={port}", "--num-cpus=1",
-        "--include-dashboard=false", f"--temp-dir={folder}", *common,
-    )  # pyformat: disable
+      "--head",
+      f"--port={port}",
+      "--num-cpus=1",
+      "--include-dashboard=false",
+      f"--temp-dir={folder}",
+      *common,
+    )
     self._wait_for(1)
     self._desks = self._node(
-        f"--address={self.address}", "--num-cpus=8",
-        '--resources={"desk": 8}', *common,
-    )  # pyformat: disable
+      f"--address={self.address}",
+      "--num-cpus=8",
+      '--resources={"desk": 8}',
+      *common,
+    )
     self._wait_for(2)
 
   def _node(self, *options: str) -> subprocess.Popen[bytes]:
     with open(os.path.join(self._folder, "log"), "ab") as log:
       process = subprocess.Popen(
-          [*_RAY, "start", *options], env=self._env, stdout=log, stderr=log,
-          start_new_session=True,
-      )  # pyformat: disable
+        [*_RAY, "start", *options],
+        env=self._env,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+      )
     self._nodes.append(process)
     return process
 
@@ -91,14 +100,14 @@ class Cluster:
     nodes = {}
     for name, process in (("head", self._head), ("desks", self._desks)):
       nodes |= {
-          pid: name
-          for pid, (parent, command) in known.items()
-          if parent == process.pid and "raylet/raylet" in command
+        pid: name
+        for pid, (parent, command) in known.items()
+        if parent == process.pid and "raylet/raylet" in command
       }
     return sorted(
-        (pid, nodes[parent])
-        for pid, (parent, command) in known.items()
-        if parent in nodes and "ray::CollectorActor" in command
+      (pid, nodes[parent])
+      for pid, (parent, command) in known.items()
+      if parent in nodes and "ray::CollectorActor" in command
     )
 
   def close(self) -> None:
@@ -115,13 +124,11 @@ class Cluster:
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Cluster]:
   """A cluster; runs with fleet.address=auto find it."""
-  settings = {
-      "RAY_AUTH_MODE": "disabled",
-      "RAY_USAGE_STATS_ENABLED": "0",
-  }
+  settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
   before = {k: os.environ.get(k) for k in (*settings, "RAY_ADDRESS")}
   with tempfile.TemporaryDirectory(
-      prefix="tr", ignore_cleanup_errors=True  # Paths of sockets are short.
+    prefix="tr",
+    ignore_cleanup_errors=True,  # Paths of sockets are short.
   ) as folder:
     os.environ.update(settings)
     cluster = Cluster(folder, dict(os.environ))

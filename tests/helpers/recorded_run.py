@@ -37,32 +37,32 @@ _HABITS = {"enter-text": "skip_focus", "scroll-and-click": "wrong_widget"}
 def _demonstrator(store, rate):
   _, processor, tokenizer = checkpoint.create_policy("nano")
   return demonstrations.Demonstrator(
-      renderer=qwen.QwenRenderer(tokenizer, processor.num_image_tokens),
-      make_agent=lambda: tool_agent.ToolAgent(
-          prompts.get_prompt("desktop_compact"), "computer_use_compact"
-      ),
-      make_gym=desktop.DesktopGym,
-      oracle=desktop.GYM.load_oracle(),
-      image_store=store,
-      habits={f: (habit, rate) for f, habit in _HABITS.items()},
-      grid=demonstrations.POINT_GRID,
+    renderer=qwen.QwenRenderer(tokenizer, processor.num_image_tokens),
+    make_agent=lambda: tool_agent.ToolAgent(
+      prompts.get_prompt("desktop_compact"), "computer_use_compact"
+    ),
+    make_gym=desktop.DesktopGym,
+    oracle=desktop.GYM.load_oracle(),
+    image_store=store,
+    habits={f: (habit, rate) for f, habit in _HABITS.items()},
+    grid=demonstrations.POINT_GRID,
   )
 
 
 def _sampled(episode, version, rng):
   """The episode as if a policy had sampled it."""
   episode.sequences = [
-      dataclasses.replace(
-          s,
-          logprobs=np.where(
-              s.loss_mask, -rng.exponential(0.4, len(s.tokens)), 0.0
-          ).astype(np.float32),
-          versions=np.where(s.loss_mask, version, -1).astype(np.int32),
-          entropies=np.where(
-              s.loss_mask, rng.exponential(0.6, len(s.tokens)), 0.0
-          ).astype(np.float32),
-      )
-      for s in episode.sequences
+    dataclasses.replace(
+      s,
+      logprobs=np.where(
+        s.loss_mask, -rng.exponential(0.4, len(s.tokens)), 0.0
+      ).astype(np.float32),
+      versions=np.where(s.loss_mask, version, -1).astype(np.int32),
+      entropies=np.where(
+        s.loss_mask, rng.exponential(0.6, len(s.tokens)), 0.0
+      ).astype(np.float32),
+    )
+    for s in episode.sequences
   ]
   return episode
 
@@ -73,11 +73,11 @@ def weighed(groups):
   for group in groups:
     valid = group.valid
     each = advantages.ESTIMATORS.get("grpo")(
-        advantages.GroupRewards(
-            np.array([t.reward for t in valid]),
-            tuple(np.zeros(t.num_turns) for t in valid),
-        ),
-        advantages.AdvantageOptions(),
+      advantages.GroupRewards(
+        np.array([t.reward for t in valid]),
+        tuple(np.zeros(t.num_turns) for t in valid),
+      ),
+      advantages.AdvantageOptions(),
     )
     for trajectory, values in zip(valid, each):
       found[trajectory.trajectory_id] = tuple(float(v) for v in values)
@@ -101,11 +101,11 @@ class Recorder:
         ),
         settings_lib.MonitorConfig(close_timeout_s=60.0),
         images=self.store,
-    )  # pyformat: disable
+    )  # fmt: skip
     self._name = name
     self._tasks = desktop.DesktopTasks(FAMILIES)
     self._players = {
-        rate: _demonstrator(self.store, rate) for rate in (0.0, 0.5, 1.0)
+      rate: _demonstrator(self.store, rate) for rate in (0.0, 0.5, 1.0)
     }
     # Tests may have a loop of their own in their thread.
     self._thread = concurrent.futures.ThreadPoolExecutor(1)
@@ -120,7 +120,7 @@ class Recorder:
     return self._thread.submit(asyncio.run, coroutine).result(60)
 
   def episode(self, name, family, seed, attempt, version, split="train",
-              broken=False, rate=0.5):  # pyformat: disable
+              broken=False, rate=0.5):  # fmt: skip
     group = name.partition(".")[0]
     task = self._tasks.task(family, seed)
     played = self.play(task, seed * 100 + attempt, rate)
@@ -144,11 +144,16 @@ class Recorder:
       results = []
       for n, family in enumerate(FAMILIES):
         played = self.episode(
-            f"eval-{n:06d}.0", family, 1_000_000_000 + n, 0, step, "eval",
-            rate=rate,
-        )  # pyformat: disable
+          f"eval-{n:06d}.0",
+          family,
+          1_000_000_000 + n,
+          0,
+          step,
+          "eval",
+          rate=rate,
+        )
         results.append(
-            success_rates.EpisodeResult.from_trajectory(played, family, mode)
+          success_rates.EpisodeResult.from_trajectory(played, family, mode)
         )
     self.tell(events.EvalFinished(name, success_rates.summarise(results)))
 
@@ -160,9 +165,9 @@ class Recorder:
           self.episode(f"train-{index:06d}.{i}", family, 50 + index, i,
                        step - 1, broken=(step, n, i) == (2, 1, 3))
           for i in range(GROUP)
-      )  # pyformat: disable
+      )  # fmt: skip
       groups.append(
-          trajectory_lib.TrajectoryGroup(f"train-{index:06d}", "t", members)
+        trajectory_lib.TrajectoryGroup(f"train-{index:06d}", "t", members)
       )
       self.tell(events.GroupFinished(groups[-1], "accepted"))
     readings = metrics_lib.group_metrics(groups)
@@ -175,26 +180,28 @@ class Recorder:
         "learner_tokens_per_second": 4000.0, "time/wait": 1.0,
         "seconds_learn": 0.5, "seconds_publish": 0.1, "seconds_total": 1.6,
         "time": time.time() + step,
-    }  # pyformat: disable
+    }  # fmt: skip
     self.tell(events.WeightsPublished(step, 0.01))
     zeros = lambda rewards, _: [0 * t for t in rewards.turns]
     per_group, _ = example_lib.from_groups(groups, zeros, None)
     alike = [
-        e for group, found in zip(groups, per_group) for e in found
-        if len({m.reward for m in group.valid}) == 1
-    ]  # pyformat: disable
+      e
+      for group, found in zip(groups, per_group)
+      for e in found
+      if len({m.reward for m in group.valid}) == 1
+    ]
     self.tell(events.StepFinished(
         step, step, readings, tuple(groups), weighed(groups),
         left_out=example_lib.left_out(
             groups, [(e, example_lib.ZERO_ADVANTAGE) for e in alike]
         ),
-    ))  # pyformat: disable
+    ))  # fmt: skip
 
   def run(self):
     self.tell(events.RunStarted(self._name, {
         "algorithm": {"advantage": "grpo", "kl_coef": 0.0},
         "learner": {"learning_rate": 3e-4}, "name": self._name,
-    }))  # pyformat: disable
+    }))  # fmt: skip
     self.measure("initial", 0, 1.0)
     self.tell(events.WeightsPublished(0, 0.01))
     for step in range(1, STEPS + 1):

@@ -11,18 +11,22 @@ from tunix.rl.multi_turn.run.recorded_data import sources
 
 def make(url, *flags, tokenizer=None):
   """The arguments of a small run with `flags` of the command `train`."""
-  config = config_lib.load_config([
-      *small_runs.SMALL, small_runs.NANO, "--agent-rollout-buffer-url", url,
+  config = config_lib.load_config(
+    [
+      *small_runs.SMALL,
+      small_runs.NANO,
+      "--agent-rollout-buffer-url",
+      url,
       *flags,
-  ])  # pyformat: disable
+    ]
+  )
   return sources.rollout_arguments(
-      types.SimpleNamespace(
-          config=config,
-          policy_server=("http://127.0.0.1:1/v1", "key"),
-          policy=types.SimpleNamespace(
-              renderer=types.SimpleNamespace(image_token_id=None),
-              tokenizer=tokenizer,
-          ),
-          tokenizer_path="",
-      )
+    types.SimpleNamespace(
+      config=config,
+      policy_server=("http://127.0.0.1:1/v1", "key"),
+      policy=types.SimpleNamespace(
+        renderer=types.SimpleNamespace(image_token_id=None), tokenizer=tokenizer
+      ),
+      tokenizer_path="",
+    )
   )

@@ -41,7 +41,7 @@ class MicroProcessor:
     cells = pixels.reshape(rows, 4, cols, 4, 3).transpose(0, 2, 1, 3, 4)
     grid = np.stack(np.mgrid[:rows, :cols], axis=-1).astype(np.int32)
     return base.PatchedImage(
-        cells.reshape(-1, 48), grid.reshape(-1, 2), rows * cols // 2
+      cells.reshape(-1, 48), grid.reshape(-1, 2), rows * cols // 2
     )
 
   def positions(self, tokens, images, start=0):
@@ -83,7 +83,7 @@ class MicroPolicy(nnx.Module):
     waves = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
     waves = waves.reshape(*positions.shape[:-1], 24)
     return waves[..., :WIDTH] + jnp.pad(
-        waves[..., WIDTH:], [(0, 0)] * (waves.ndim - 1) + [(0, WIDTH - 8)]
+      waves[..., WIDTH:], [(0, 0)] * (waves.ndim - 1) + [(0, WIDTH - 8)]
     )
 
   def encode_images(self, patches, patch_segments, patch_positions):
@@ -108,14 +108,14 @@ class MicroPolicy(nnx.Module):
     return jnp.tanh(x + jnp.einsum("btc,bcd->btd", jax.nn.softmax(scores), v))
 
   def extend(
-      self,
-      tokens,
-      positions,
-      starts,
-      lengths,
-      cache,
-      vision_index=None,
-      vision=None,
+    self,
+    tokens,
+    positions,
+    starts,
+    lengths,
+    cache,
+    vision_index=None,
+    vision=None,
   ):
     x = self._embed(tokens, positions, vision_index, vision)
     q, k, v = (x @ w for w in self.qkv[...])
@@ -134,7 +134,7 @@ class MicroPolicy(nnx.Module):
   def forward(self, tokens, positions, vision_index, vision):
     """float32[T, V] logits of one sequence, nothing cached."""
     x = self._embed(
-        tokens[None], positions[None], vision_index[None], vision[None]
+      tokens[None], positions[None], vision_index[None], vision[None]
     )
     q, k, v = (x @ w for w in self.qkv[...])
     mask = np.tri(len(tokens), dtype=bool)[None]
@@ -161,14 +161,14 @@ def reference_logprobs(model, store, tokens, spans, banned=(PAD, IMAGE)):
   for span in spans:
     patched = PROCESSOR.patchify(store.get(span.image))
     seen = model.encode_images(
-        patched.patches[None],
-        np.ones((1, len(patched.patches)), np.int32),
-        patched.positions[None],
+      patched.patches[None],
+      np.ones((1, len(patched.patches)), np.int32),
+      patched.positions[None],
     )
     index[span.offset : span.end] = np.arange(span.offset, span.end)
     vision[span.offset : span.end] = seen[0]
   logits = np.array(
-      _forward(model, *map(jnp.asarray, (padded, positions, index, vision)))
+    _forward(model, *map(jnp.asarray, (padded, positions, index, vision)))
   )[:n]
   logits[:, list(banned)] = -np.inf
   peak = logits.max(axis=-1, keepdims=True)
@@ -177,16 +177,16 @@ def reference_logprobs(model, store, tokens, spans, banned=(PAD, IMAGE)):
 
 def make_engine(model, store, **changes):
   options = dict(
-      slots=4,
-      context_length=CONTEXT,
-      decode_rows=(2, 4),
-      prefill_rows=(2,),
-      prefill_buckets=(8,),
-      window_buckets=(32,),
-      image_buckets=(2,),
-      patch_buckets=(8, 16),
-      banned_token_ids=(PAD, IMAGE),
-      decode_steps_per_call=4,
+    slots=4,
+    context_length=CONTEXT,
+    decode_rows=(2, 4),
+    prefill_rows=(2,),
+    prefill_buckets=(8,),
+    window_buckets=(32,),
+    image_buckets=(2,),
+    patch_buckets=(8, 16),
+    banned_token_ids=(PAD, IMAGE),
+    decode_steps_per_call=4,
   )
   return engine_of(model, PROCESSOR, store, **(options | changes))
 
@@ -194,12 +194,12 @@ def make_engine(model, store, **changes):
 def engine_of(model, processor, store, **options):
   """An engine; options are fields of `EngineConfig` and facts of a run."""
   facts = {
-      name: options.pop(name)
-      for name in ("image_sizes", "banned_token_ids", "seed", "version")
-      if name in options
+    name: options.pop(name)
+    for name in ("image_sizes", "banned_token_ids", "seed", "version")
+    if name in options
   }
   return engine_lib.RolloutEngine(
-      model, processor, store, engine_config.EngineConfig(**options), **facts
+    model, processor, store, engine_config.EngineConfig(**options), **facts
   )
 
 
@@ -233,7 +233,7 @@ def generate(engine, *requests):
 
   async def run():
     return await asyncio.gather(
-        *(engine.generate(p, s, session=name) for name, p, s in requests)
+      *(engine.generate(p, s, session=name) for name, p, s in requests)
     )
 
   return asyncio.run(asyncio.wait_for(run(), 250))
@@ -245,6 +245,4 @@ def check_greedy(model, store, tokens, spans, completion):
   logprobs = reference_logprobs(model, store, full, spans)
   rows = logprobs[len(tokens) - 1 : len(full) - 1]
   np.testing.assert_array_equal(completion.tokens, rows.argmax(axis=-1))
-  np.testing.assert_allclose(
-      completion.logprobs, rows.max(axis=-1), atol=1e-4
-  )
+  np.testing.assert_allclose(completion.logprobs, rows.max(axis=-1), atol=1e-4)

@@ -40,35 +40,35 @@ def tiny_qwen(seed: int = 0, talkative: bool = False):
   """
   tokenizer = policy_files.load_tokenizer("tiny_vl")
   vision = qwen_config.VisionConfig(
-      depth=2,
-      hidden_size=32,
-      intermediate_size=40,
-      num_heads=2,
-      out_hidden_size=48,
-      patch_size=8,
-      num_position_embeddings=25,
-      deepstack_visual_indexes=(0,),
+    depth=2,
+    hidden_size=32,
+    intermediate_size=40,
+    num_heads=2,
+    out_hidden_size=48,
+    patch_size=8,
+    num_position_embeddings=25,
+    deepstack_visual_indexes=(0,),
   )
   text = qwen_config.TextConfig(
-      vocab_size=tokenizer.get_vocab_size(),
-      hidden_size=48,
-      intermediate_size=72,
-      num_hidden_layers=2,
-      num_attention_heads=4,
-      num_key_value_heads=2,
-      head_dim=16,
-      mrope_section=(4, 2, 2),
+    vocab_size=tokenizer.get_vocab_size(),
+    hidden_size=48,
+    intermediate_size=72,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    mrope_section=(4, 2, 2),
   )
   find = tokenizer.token_to_id
   config = qwen_config.QwenVLConfig(
-      family="qwen3_vl",
-      vision=vision,
-      text=text,
-      image_token_id=find("<|image_pad|>"),
-      video_token_id=find("<|video_pad|>"),
-      vision_start_token_id=find("<|vision_start|>"),
-      vision_end_token_id=find("<|vision_end|>"),
-      remat="none",
+    family="qwen3_vl",
+    vision=vision,
+    text=text,
+    image_token_id=find("<|image_pad|>"),
+    video_token_id=find("<|video_pad|>"),
+    vision_start_token_id=find("<|vision_start|>"),
+    vision_end_token_id=find("<|vision_end|>"),
+    remat="none",
   )
   model = qwen_vl.QwenVL(config, nnx.Rngs(0))
   randomise(model, seed)
@@ -76,10 +76,10 @@ def tiny_qwen(seed: int = 0, talkative: bool = False):
     head = model.lm_head.weight
     head[...] = head[...].at[jnp.array([find("<|im_end|>")])].set(0.0)
   processor = qwen_vl_inputs.QwenVLProcessor(
-      patch_size=8,
-      min_pixels=1,
-      max_pixels=1 << 20,
-      image_token_id=config.image_token_id,
+    patch_size=8,
+    min_pixels=1,
+    max_pixels=1 << 20,
+    image_token_id=config.image_token_id,
   )
   return model, processor, tokenizer
 
@@ -143,13 +143,13 @@ class Recompute:
     b, t, p = self._ROWS, self._length, self._patches
     zeros = lambda *shape: np.zeros(shape, np.int32)
     inputs = base.PolicyInputs(
-        tokens=zeros(b, t),
-        positions=zeros(b, t, 3),
-        segment_ids=zeros(b, t),
-        vision_index=np.full((b, t), -1, np.int32),
-        patches=np.zeros((b, p, self._processor.patch_bytes), np.uint8),
-        patch_segments=zeros(b, p),
-        patch_positions=zeros(b, p, self._processor.position_axes),
+      tokens=zeros(b, t),
+      positions=zeros(b, t, 3),
+      segment_ids=zeros(b, t),
+      vision_index=np.full((b, t), -1, np.int32),
+      patches=np.zeros((b, p, self._processor.patch_bytes), np.uint8),
+      patch_segments=zeros(b, p),
+      patch_positions=zeros(b, p, self._processor.position_axes),
     )
     for row, (tokens, spans) in enumerate(sequences):
       n, at = len(tokens), 0
@@ -165,7 +165,7 @@ class Recompute:
         first = at // self._processor.patches_per_token
         numbers = span.numbers(tokens)
         inputs.vision_index[row, span.offset : span.end] = np.where(
-            numbers >= 0, first + numbers, -1
+          numbers >= 0, first + numbers, -1
         )
         at = end
     return inputs
@@ -179,9 +179,14 @@ def _extend(model, cache, token, place, start, vision):
   """One token behind `start` cached ones: its logits [V], and the cache."""
   index = None if vision is None else jnp.zeros((1, 1), jnp.int32)
   hidden, cache = model.extend(
-      token[None, None], place[None, None], start[None], jnp.ones(1, jnp.int32),
-      cache, index, vision,
-  )  # pyformat: disable
+    token[None, None],
+    place[None, None],
+    start[None],
+    jnp.ones(1, jnp.int32),
+    cache,
+    index,
+    vision,
+  )
   return model.logits(hidden)[0, 0], cache
 
 
@@ -223,12 +228,12 @@ class Replay:
     logits = None
     for i in range(self._read, end):
       logits, self._cache = _extend(
-          self.model,
-          self._cache,
-          jnp.asarray(self.tokens[i]),
-          jnp.asarray(places[i]),
-          jnp.asarray(i, jnp.int32),
-          self._vision(i),
+        self.model,
+        self._cache,
+        jnp.asarray(self.tokens[i]),
+        jnp.asarray(places[i]),
+        jnp.asarray(i, jnp.int32),
+        self._vision(i),
       )
     self._read = max(self._read, end)
     return None if logits is None else np.asarray(logits)
@@ -239,10 +244,10 @@ class Replay:
       if span.offset <= i < span.end:
         patched = self._processor.patchify(self._store.get(span.image))
         seen = _see(
-            self.model,
-            patched.patches[None],
-            np.ones((1, len(patched.patches)), np.int32),
-            patched.positions[None],
+          self.model,
+          patched.patches[None],
+          np.ones((1, len(patched.patches)), np.int32),
+          patched.positions[None],
         )
         return seen[:, i - span.offset, None]
     return None
@@ -265,9 +270,9 @@ class Distribution:
 
 
 def distribution(
-    logits: np.ndarray,
-    sampling: policy_client.SamplingParams,
-    banned: Sequence[int],
+  logits: np.ndarray,
+  sampling: policy_client.SamplingParams,
+  banned: Sequence[int],
 ) -> Distribution:
   """From raw logits [S, V]: ban, temperature, min-p, top-k, top-p of the rest.
 
@@ -311,11 +316,11 @@ def distribution(
 
 
 def check_completion(
-    logits: np.ndarray,
-    tokens: np.ndarray,
-    logprobs: np.ndarray,
-    sampling: policy_client.SamplingParams,
-    banned: Sequence[int],
+  logits: np.ndarray,
+  tokens: np.ndarray,
+  logprobs: np.ndarray,
+  sampling: policy_client.SamplingParams,
+  banned: Sequence[int],
 ) -> int:
   """Holds a completion to the raw logits [S, V] in front of its tokens.
 
@@ -329,13 +334,13 @@ def check_completion(
     best, second = -np.sort(-want.logprobs, axis=-1)[:, :2].T
     clear = best - second > TIE
     np.testing.assert_array_equal(
-        np.asarray(tokens)[clear], want.logprobs.argmax(-1)[clear]
+      np.asarray(tokens)[clear], want.logprobs.argmax(-1)[clear]
     )
     np.testing.assert_allclose(told, best, atol=TIE)
   else:
     clear = want.clear
     assert np.isfinite(told[clear]).all(), "a token that was left out"
   np.testing.assert_allclose(
-      np.asarray(logprobs)[clear], told[clear], atol=1e-4, rtol=0
+    np.asarray(logprobs)[clear], told[clear], atol=1e-4, rtol=0
   )
   return int((~clear).sum())

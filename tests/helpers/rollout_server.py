@@ -22,18 +22,18 @@ class Running(small_server.SmallServer):
 
   def client(self, path="", key="none", **options):
     return openai.OpenAI(
-        base_url=f"{self.url}{path}/v1",
-        api_key=key,
-        timeout=60,
-        # Reading certificates would take longer than many a request.
-        http_client=openai.DefaultHttpxClient(verify=False),
-        **options,
+      base_url=f"{self.url}{path}/v1",
+      api_key=key,
+      timeout=60,
+      # Reading certificates would take longer than many a request.
+      http_client=openai.DefaultHttpxClient(verify=False),
+      **options,
     )
 
   def post(self, path, body=None, content=None, **headers):
     options = {"content": content} if content else {"json": body or {}}
     return httpx.post(
-        self.url + path, headers=headers, timeout=60, verify=False, **options
+      self.url + path, headers=headers, timeout=60, verify=False, **options
     )
 
   def settled(self):
@@ -54,11 +54,11 @@ def data_url(seed=0):
 
 def screenshot(seed=0, text="look"):
   return {
-      "role": "user",
-      "content": [
-          {"type": "text", "text": text},
-          {"type": "image_url", "image_url": {"url": data_url(seed)}},
-      ],
+    "role": "user",
+    "content": [
+      {"type": "text", "text": text},
+      {"type": "image_url", "image_url": {"url": data_url(seed)}},
+    ],
   }
 
 
@@ -66,7 +66,7 @@ def ask(client, messages, **options):
   options = {"model": MODEL, "max_tokens": 6, "seed": 1} | options
   extra = {"return_token_ids": True} | options.pop("extra_body", {})
   return client.chat.completions.create(
-      messages=messages, extra_body=extra, **options
+    messages=messages, extra_body=extra, **options
   )
 
 

@@ -38,7 +38,7 @@ class Scripted:
         break
     path = scope["path"]
     headers = {
-        k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]
+      k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]
     }
     query = scope["query_string"].decode()
     self.requests.append((scope["method"], path, query, headers, body))
@@ -48,11 +48,13 @@ class Scripted:
     status, content = found
     if not isinstance(content, bytes):
       content = json.dumps(content).encode()
-    await send({
+    await send(
+      {
         "type": "http.response.start",
         "status": status,
         "headers": [(b"content-type", b"application/json")],
-    })
+      }
+    )
     await send({"type": "http.response.body", "body": content})
 
 
@@ -85,15 +87,15 @@ def call(**arguments):
 def completion(text="done", ids=(5, 6), logprobs=(-0.5, -0.25), prompt=(1, 2)):
   """A chat completion with its tokens."""
   choice = {
-      "index": 0,
-      "message": {"role": "assistant", "content": text},
-      "finish_reason": "stop",
+    "index": 0,
+    "message": {"role": "assistant", "content": text},
+    "finish_reason": "stop",
   }
   if ids is not None:
     choice["token_ids"] = list(ids)
   if logprobs is not None:
     choice["logprobs"] = {
-        "content": [{"token": "x", "logprob": p} for p in logprobs]
+      "content": [{"token": "x", "logprob": p} for p in logprobs]
     }
   reply = {"id": "chatcmpl-1", "model": "m", "choices": [choice]}
   if prompt is not None:

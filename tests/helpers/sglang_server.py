@@ -29,10 +29,12 @@ class SglangLaunch:
     documented = documented_command()
     argv = shlex.split(documented.replace("\\\n", ""))
     values = {
-        "--model-path": self.model, "--served-model-name": vllm_server.NAME,
-        "--port": str(self.port), "--dtype": self.dtype,
-        "--context-length": str(vllm_server.CONTEXT),
-    }  # pyformat: disable
+      "--model-path": self.model,
+      "--served-model-name": vllm_server.NAME,
+      "--port": str(self.port),
+      "--dtype": self.dtype,
+      "--context-length": str(vllm_server.CONTEXT),
+    }
     for option, value in values.items():
       argv[argv.index(option) + 1] = value
     (cache,) = (i for i, word in enumerate(argv) if "VLM_CACHE" in word)
@@ -46,16 +48,16 @@ CPU = (
     "--sampling-backend", "pytorch", "--grammar-backend", "none",
     "--mem-fraction-static", "0.1", "--max-total-tokens", "16384",
     "--skip-server-warmup",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def documented_command() -> str:
   """Returns the shell command of docs/serving.md that starts SGLang."""
   page = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
   (block,) = (
-      block
-      for block in page.read_text(encoding="utf-8").split("\n\n")
-      if block.startswith("    SGLANG_VLM_CACHE_SIZE_MB=0 ")
+    block
+    for block in page.read_text(encoding="utf-8").split("\n\n")
+    if block.startswith("    SGLANG_VLM_CACHE_SIZE_MB=0 ")
   )
   return block
 

@@ -34,15 +34,15 @@ def serving(folder, token):
   """
   with contextlib.ExitStack() as stack:
     apps = {
-        "run": run_app.App(token=token),
-        "gym": gym_app.App(
-            (catalog.ServedGym(gym_id="desktop", gym="desktop"),), token=token
-        ),
-        "buffer": buffer_app.App(
-            buffer_service.Service(folder / "buffer"), token=token
-        ),
-        "policy": _policy(stack, token),
-        "monitor": _monitor(stack, folder, token),
+      "run": run_app.App(token=token),
+      "gym": gym_app.App(
+        (catalog.ServedGym(gym_id="desktop", gym="desktop"),), token=token
+      ),
+      "buffer": buffer_app.App(
+        buffer_service.Service(folder / "buffer"), token=token
+      ),
+      "policy": _policy(stack, token),
+      "monitor": _monitor(stack, folder, token),
     }
     running = {}
     for name, app in apps.items():
@@ -51,9 +51,11 @@ def serving(folder, token):
       running[name] = server.url, app
     stack.callback(apps["monitor"].stop_streams)
     proxy = image_proxy.ImageProxy(
-        running["policy"][0], media.MediaLimits(), token=token,
-        upstream_token=token,
-    )  # pyformat: disable
+      running["policy"][0],
+      media.MediaLimits(),
+      token=token,
+      upstream_token=token,
+    )
     server = stack.enter_context(http_server.LoopbackServer(proxy.asgi))
     running["proxy"] = server.url, proxy
     yield running
@@ -65,10 +67,13 @@ def _policy(stack, token):
   model, processor, _ = policy
   store = images.ImageStore()
   engine = engine_lib.RolloutEngine(
-      model, processor, store,
-      engine_config.EngineConfig(slots=2, context_length=256),
-      image_sizes=((32, 32),), banned_token_ids=model.config.banned_token_ids,
-  )  # pyformat: disable
+    model,
+    processor,
+    store,
+    engine_config.EngineConfig(slots=2, context_length=256),
+    image_sizes=((32, 32),),
+    banned_token_ids=model.config.banned_token_ids,
+  )
   stack.callback(engine.close)
   return serving_server.make_app("nano", engine, policy, store, token=token)
 
@@ -78,6 +83,7 @@ def _monitor(stack, folder, token):
   stack.callback(engine.dispose)
   database.upgrade(engine)
   return monitor_app.MonitorApp(
-      engine, folder / "files",
-      access.Access(engine, token, open_to_all=not token),
-  )  # pyformat: disable
+    engine,
+    folder / "files",
+    access.Access(engine, token, open_to_all=not token),
+  )

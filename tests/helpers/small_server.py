@@ -26,40 +26,42 @@ class SmallPolicy:
     self.images = images_lib.ImageStore() if store is None else store
     self.model, self.processor, tokenizer = self.policy
     self.renderer = qwen.QwenRenderer(
-        tokenizer, self.processor.num_image_tokens
+      tokenizer, self.processor.num_image_tokens
     )
     self.engine = engine_lib.RolloutEngine(
-        self.model,
-        self.processor,
-        self.images,
-        engine_config.EngineConfig(
-            slots=slots, context_length=CONTEXT, features=features
-        ),
-        image_sizes=(SIZE,),
-        banned_token_ids=self.model.config.banned_token_ids,
+      self.model,
+      self.processor,
+      self.images,
+      engine_config.EngineConfig(
+        slots=slots, context_length=CONTEXT, features=features
+      ),
+      image_sizes=(SIZE,),
+      banned_token_ids=self.model.config.banned_token_ids,
     )
 
   def warm_up(self):
     shared_programs.warm_up(
-        self.engine, self.model.config, SIZE, self.engine.config
+      self.engine, self.model.config, SIZE, self.engine.config
     )
 
   def prompt(self, *seeds, text="look"):
     """A rendered message with an image a seed."""
     content = [
-        {"type": "image", "image": self.images.put(pixels(seed))}
-        for seed in seeds
+      {"type": "image", "image": self.images.put(pixels(seed))}
+      for seed in seeds
     ]
     content.append({"type": "text", "text": text})
     return self.renderer.render([{"role": "user", "content": content}])
 
   def sampling(self, **options):
-    return policy_client.SamplingParams(**{
+    return policy_client.SamplingParams(
+      **{
         "max_new_tokens": 8,
         "seed": 5,
         "stop_token_ids": self.renderer.stop_token_ids,
         **options,
-    })
+      }
+    )
 
 
 class SmallServer(SmallPolicy):
@@ -68,13 +70,13 @@ class SmallServer(SmallPolicy):
   def __init__(self, limits=None, store=None, features=(), **options):
     super().__init__(store=store, features=features)
     self.app = server_lib.make_app(
-        MODEL,
-        self.engine,
-        self.policy,
-        self.images,
-        limits=limits
-        or requests_lib.RequestLimits(max_new_tokens=32, n=4, images=8),
-        **options,
+      MODEL,
+      self.engine,
+      self.policy,
+      self.images,
+      limits=limits
+      or requests_lib.RequestLimits(max_new_tokens=32, n=4, images=8),
+      **options,
     )
     self.server = http_server.LoopbackServer(self.app.asgi)
     self.url = self.server.url

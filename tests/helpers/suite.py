@@ -24,9 +24,10 @@ import pytest
 
 GROWTH_BYTES = 3 << 29
 PEER_TESTS = {
-    "tests/vllm/": "vllm", "tests/sglang/": "sglang",
-    "packages/agent_services/tests/workflow/test_areal_": "areal",
-}  # pyformat: disable
+  "tests/vllm/": "vllm",
+  "tests/sglang/": "sglang",
+  "packages/agent_services/tests/workflow/test_areal_": "areal",
+}
 """Beginning of a test's path -> the peer of all tests below it."""
 
 gc.set_threshold(50_000, 20, 100)
@@ -44,24 +45,24 @@ def pytest_configure(config) -> None:
   children = str(pathlib.Path(__file__).parent / "children")
   paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
   if children not in paths:
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [children, *filter(None, paths)]
-    )
+    os.environ["PYTHONPATH"] = os.pathsep.join([children, *filter(None, paths)])
 
 
 def pytest_itemcollected(item) -> None:
   """Results of a run name the peer of each test: scripts/peers_table.py."""
   names = {name for mark in item.iter_markers("peer") for name in mark.args}
   names |= {
-      name for path, name in PEER_TESTS.items() if item.nodeid.startswith(path)
+    name for path, name in PEER_TESTS.items() if item.nodeid.startswith(path)
   }
   item.user_properties += [("peer", name) for name in sorted(names)]
 
 
 def _trust_one_authority(config) -> None:
   """httpx reads what it trusts for each client, 50 ms for the web's all."""
-  first, end, _ = pathlib.Path(certifi.where()).read_text("utf-8").partition(
-      "-----END CERTIFICATE-----"
+  first, end, _ = (
+    pathlib.Path(certifi.where())
+    .read_text("utf-8")
+    .partition("-----END CERTIFICATE-----")
   )
   path = config.cache.mkdir("authority") / "first.pem"
   if not path.exists():  # Workers write the same.
@@ -86,8 +87,8 @@ def resident_floor() -> list[int]:
 def bounded_memory(resident_floor):
   yield
   if (
-      "jax" not in sys.modules
-      or resident_bytes() < resident_floor[0] + GROWTH_BYTES
+    "jax" not in sys.modules
+    or resident_bytes() < resident_floor[0] + GROWTH_BYTES
   ):
     return
   sys.modules["jax"].clear_caches()

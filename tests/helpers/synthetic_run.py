@@ -33,7 +33,7 @@ def screen(seed: int, pressed: bool = False) -> np.ndarray:
 
 
 def sequence(
-    images: list[trajectory_lib.ImageRef], version: int
+  images: list[trajectory_lib.ImageRef], version: int
 ) -> trajectory_lib.TokenSequence:
   """One screenshot of four placeholders and three sampled tokens a turn."""
   tokens, mask, turns, spans = [], [], [], []
@@ -44,57 +44,62 @@ def sequence(
     turns += [turn] * 8
   mask = np.array(mask)
   return trajectory_lib.TokenSequence(
-      tokens=tokens,
-      loss_mask=mask,
-      logprobs=np.where(mask, -0.5, 0.0),
-      versions=np.where(mask, version, -1),
-      turn_ids=turns,
-      images=tuple(spans),
+    tokens=tokens,
+    loss_mask=mask,
+    logprobs=np.where(mask, -0.5, 0.0),
+    versions=np.where(mask, version, -1),
+    turn_ids=turns,
+    images=tuple(spans),
   )
 
 
 def showing(
-    *images: trajectory_lib.ImageRef, number: int = 0
+  *images: trajectory_lib.ImageRef, number: int = 0
 ) -> trajectory_lib.Trajectory:
   """An episode of a step for each of these screenshots."""
   return trajectory_lib.Trajectory(
-      steps=[
-          trajectory_lib.Step(
-              observation={"screenshot": ref}, done=ref is images[-1]
-          )
-          for ref in images
-      ],
-      reward=1.0,
-      status=Status.SUCCEEDED,
-      trajectory_id=f"s-{number}.0",
+    steps=[
+      trajectory_lib.Step(
+        observation={"screenshot": ref}, done=ref is images[-1]
+      )
+      for ref in images
+    ],
+    reward=1.0,
+    status=Status.SUCCEEDED,
+    trajectory_id=f"s-{number}.0",
   )
 
 
 def episode(
-    store: images_lib.ImageStore,
-    *,
-    seed: int = 0,
-    family: str = "click-button",
-    success: bool = True,
-    turns: int = 1,
-    version: int = 0,
-    status: Status | None = None,
-    says: str = "",
+  store: images_lib.ImageStore,
+  *,
+  seed: int = 0,
+  family: str = "click-button",
+  success: bool = True,
+  turns: int = 1,
+  version: int = 0,
+  status: Status | None = None,
+  says: str = "",
 ) -> trajectory_lib.Trajectory:
   """A finished episode whose screenshots are in `store`."""
   status = status or (Status.SUCCEEDED if success else Status.FAILED)
   task = {
-      "task_id": f"{family}/{seed}",
-      "family": family,
-      "instruction": f"Press “Save” in the {family} window.",
-      "seed": seed,
+    "task_id": f"{family}/{seed}",
+    "family": family,
+    "instruction": f"Press “Save” in the {family} window.",
+    "seed": seed,
   }
   seen = store.put(screen(seed))
   shown = [seen]
-  messages = [{"role": "user", "content": [
-      {"type": "text", "text": task["instruction"]},
-      {"type": "image", "image": seen},
-  ]}]
+  messages = [
+    {
+      "role": "user",
+      "content": [
+        {"type": "text", "text": task["instruction"]},
+        {"type": "image", "image": seen},
+      ],
+    }
+  ]
   steps = []
   for turn in range(turns):
     last = turn == turns - 1
@@ -107,39 +112,43 @@ def episode(
     messages = [*messages, {"role": "assistant", "content": said}]
     after = store.put(screen(seed * 10 + turn, pressed=last and success))
     steps.append(
-        trajectory_lib.Step(
-            chat_completions=list(messages),
-            model_response=said,
-            observation={"screenshot": after},
-            reward=float(success and last),
-            done=last,
-            info={"gui_actions": [action]},
-        )
+      trajectory_lib.Step(
+        chat_completions=list(messages),
+        model_response=said,
+        observation={"screenshot": after},
+        reward=float(success and last),
+        done=last,
+        info={"gui_actions": [action]},
+      )
     )
-    messages = [*messages, {"role": "user", "content": [
-        {"type": "image", "image": after}
-    ]}]
+    messages = [
+      *messages,
+      {"role": "user", "content": [{"type": "image", "image": after}]},
+    ]
     if not last:
       shown.append(after)
   return trajectory_lib.Trajectory(
-      task=task,
-      steps=steps,
-      reward=float(success),
-      status=status,
-      error=None if status.is_policy_outcome else "EnvStepError: gone",
-      sequences=[sequence(shown, version)],
-      metrics={
-          "seconds": 0.5, "seconds_model": 0.3, "seconds_reset": 2e-6,
-          "seconds_agent_init": 1e-6, "seconds_evaluate": 3e-6,
-      },
+    task=task,
+    steps=steps,
+    reward=float(success),
+    status=status,
+    error=None if status.is_policy_outcome else "EnvStepError: gone",
+    sequences=[sequence(shown, version)],
+    metrics={
+      "seconds": 0.5,
+      "seconds_model": 0.3,
+      "seconds_reset": 2e-6,
+      "seconds_agent_init": 1e-6,
+      "seconds_evaluate": 3e-6,
+    },
   )
 
 
 def finished(
-    trajectory: trajectory_lib.Trajectory, split: str = "train"
+  trajectory: trajectory_lib.Trajectory, split: str = "train"
 ) -> events.EpisodeFinished:
   return events.EpisodeFinished(
-      trajectory, group_id="g", task_id=trajectory.task["task_id"], split=split
+    trajectory, group_id="g", task_id=trajectory.task["task_id"], split=split
   )
 
 
@@ -152,28 +161,26 @@ def results(rate: float, n: int = 40) -> dict:
       for i in range(n):
         status = Status.SUCCEEDED if i < wins else Status.FAILED
         out.append(
-            success_rates.EpisodeResult(family, mode, status, i < wins, turns=2)
+          success_rates.EpisodeResult(family, mode, status, i < wins, turns=2)
         )
   return success_rates.summarise(out)
 
 
 def write(
-    directory: pathlib.Path,
-    *,
-    steps: int = 60,
-    limit: int = 60,
-    says: str = "",
+  directory: pathlib.Path, *, steps: int = 60, limit: int = 60, says: str = ""
 ) -> None:
   """A whole run, told to the observers as `train` would."""
   directory.mkdir(parents=True, exist_ok=True)
   store = images_lib.ImageStore()
-  observers = events.Observers([
+  observers = events.Observers(
+    [
       reporting.MetricsWriter(directory / "metrics.jsonl"),
       reporting.TrajectoryWriter(
-          directory, store, settings_lib.ReportConfig(episodes=limit)
+        directory, store, settings_lib.ReportConfig(episodes=limit)
       ),
       reporting.SummaryWriter(directory / "summary.json"),
-  ])
+    ]
+  )
   (directory / "config.yaml").write_text("run:\n  name: <synthetic>\n")
   tell = observers.on_event
   rng = np.random.default_rng(0)
@@ -183,16 +190,16 @@ def write(
   for step in range(1, steps + 1):
     rate = 0.45 + 0.5 * step / steps
     members = [
-        episode(
-            store,
-            seed=step * 4 + i,
-            family=FAMILIES[(step + i) % 3],
-            success=bool(rng.random() < rate),
-            turns=1 + (step + i) % 4,
-            version=step - 1,
-            says=says,
-        )
-        for i in range(4)
+      episode(
+        store,
+        seed=step * 4 + i,
+        family=FAMILIES[(step + i) % 3],
+        success=bool(rng.random() < rate),
+        turns=1 + (step + i) % 4,
+        version=step - 1,
+        says=says,
+      )
+      for i in range(4)
     ]
     if step % 7 == 0:
       members[0].status, members[0].error = Status.ENV_ERROR, "Boom: <x>"
@@ -203,12 +210,12 @@ def write(
     tell(events.GroupFinished(group, "accepted"))
     readings = metrics_lib.group_metrics([group])
     readings |= {
-        "entropy": 1.2 - 0.9 * step / steps + 0.1 * rng.random(),
-        "grad_norm": 0.4 + 0.3 * rng.random(),
-        "clip_fraction": 0.05 * rng.random(),
-        "staleness_mean": 0.0,
-        "rollout_tokens_per_second": 900 + 100 * rng.random(),
-        "learner_tokens_per_second": 4000 + 500 * rng.random(),
+      "entropy": 1.2 - 0.9 * step / steps + 0.1 * rng.random(),
+      "grad_norm": 0.4 + 0.3 * rng.random(),
+      "clip_fraction": 0.05 * rng.random(),
+      "staleness_mean": 0.0,
+      "rollout_tokens_per_second": 900 + 100 * rng.random(),
+      "learner_tokens_per_second": 4000 + 500 * rng.random(),
     }
     tell(events.WeightsPublished(step, 0.01))
     tell(events.StepFinished(step, step, readings))

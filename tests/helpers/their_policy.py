@@ -6,5 +6,5 @@ from tunix.rl.multi_turn.policy import checkpoint
 def create(layers=2, *, seed, mesh, compute_dtype):
   """(model, processor, tokenizer)."""
   return checkpoint.create_policy(
-      "nano", seed, mesh=mesh, layers=layers, compute_dtype=compute_dtype
+    "nano", seed, mesh=mesh, layers=layers, compute_dtype=compute_dtype
   )

@@ -29,7 +29,7 @@ def sampled(episode):
   for sequence in episode.sequences:
     for i, mask in enumerate(sequence.loss_mask):
       ids, logprobs, entropies, prompt = found.setdefault(
-          int(sequence.turn_ids[i]), ([], [], [], [])
+        int(sequence.turn_ids[i]), ([], [], [], [])
       )
       token = int(sequence.tokens[i])
       if not mask:
@@ -49,31 +49,32 @@ def compare(server, log):
   assert len(rollouts) == len(episodes) == len(log.of(events.EpisodeStarted))
   assert len({r["rollout_id"] for r in rollouts}) == len(rollouts)
   learned = {
-      id(t): step.step
-      for step in log.of(events.StepFinished)
-      for group in step.groups
-      for t in group.trajectories
+    id(t): step.step
+    for step in log.of(events.StepFinished)
+    for group in step.groups
+    for t in group.trajectories
   }
   weighed = {
-      id(t): list(step.advantages[t.trajectory_id])
-      for step in log.of(events.StepFinished)
-      for group in step.groups
-      for t in group.trajectories
-      if t.trajectory_id in step.advantages
+    id(t): list(step.advantages[t.trajectory_id])
+    for step in log.of(events.StepFinished)
+    for group in step.groups
+    for t in group.trajectories
+    if t.trajectory_id in step.advantages
   }
   assert weighed
   left_out = {
-      id(t): list(step.left_out[t.trajectory_id])
-      for step in log.of(events.StepFinished)
-      for group in step.groups
-      for t in group.trajectories
+    id(t): list(step.left_out[t.trajectory_id])
+    for step in log.of(events.StepFinished)
+    for group in step.groups
+    for t in group.trajectories
   }
   # Episodes that began at the same place come in the order of their end.
   left = {}
   for row in rollouts:
     left.setdefault(row["rollout_id"].rpartition("/")[2], []).append(row)
-  known = {s["sha256"] for s in server.rows("monitor_screenshot", "sha256",
-                                            "sha256")}
+  known = {
+    s["sha256"] for s in server.rows("monitor_screenshot", "sha256", "sha256")
+  }
   place = None
   for event in log.events:
     if isinstance(event, events.EvalStarted):
@@ -102,9 +103,17 @@ def compare(server, log):
     else:
       assert row["source_type"] == "step" and row["is_eval"] == 0
     times = [
-        row[k] for k in ("start_time", "env_creation_time", "agent_init_time",
-                         "task_start_time", "task_end_time",
-                         "validation_time", "end_time") if row[k]
+      row[k]
+      for k in (
+        "start_time",
+        "env_creation_time",
+        "agent_init_time",
+        "task_start_time",
+        "task_end_time",
+        "validation_time",
+        "end_time",
+      )
+      if row[k]
     ]
     assert times == sorted(times)
     compare_stages(row, episode)
@@ -126,11 +135,12 @@ def compare(server, log):
   assert log.of(events.CheckpointSaved)
   ready = {e.trajectory_id for e in log.of(events.EnvironmentReady)}
   stated = {
-      h["entity_id"] for h in server.rows("status_history")
-      if (h["entity_type"], h["new_status"]) == ("rollout", "agent_init")
+    h["entity_id"]
+    for h in server.rows("status_history")
+    if (h["entity_type"], h["new_status"]) == ("rollout", "agent_init")
   }
   assert ready and stated == {
-      r["id"] for r in rollouts if r["rollout_id"].rpartition("/")[2] in ready
+    r["id"] for r in rollouts if r["rollout_id"].rpartition("/")[2] in ready
   }
   played = {e.task_id for e in episodes if e.split == "eval"}
   for row in server.rows("baseline") + server.rows("eval"):
@@ -140,16 +150,16 @@ def compare(server, log):
     assert row["status"] == "completed"
     told |= json.loads(row["metrics_json"])
   assert told == {
-      e.name: json.loads(json.dumps(e.results))
-      for e in log.of(events.EvalFinished)
+    e.name: json.loads(json.dumps(e.results))
+    for e in log.of(events.EvalFinished)
   }
 
 
 def compare_stages(row, episode):
   """Every stage that was measured has a time of its own."""
   for metric, column in (
-      ("seconds_reset", "env_creation_time"),
-      ("seconds_agent_init", "agent_init_time"),
+    ("seconds_reset", "env_creation_time"),
+    ("seconds_agent_init", "agent_init_time"),
   ):
     assert (row[column] is None) == (metric not in episode.metrics), column
   judged = "seconds_evaluate" in episode.metrics and episode.num_turns
@@ -162,7 +172,7 @@ def compare_stages(row, episode):
 def compare_figures(row, episode):
   """Checks the columns of actions, claims and successes."""
   actions = [
-      a for step in episode.steps for a in step.info.get("gui_actions", ())
+    a for step in episode.steps for a in step.info.get("gui_actions", ())
   ]
   assert row["num_total_actions"] == len(actions)
   claims = [a for a in actions if a["kind"] in ("answer", "terminate")]
@@ -175,8 +185,9 @@ def compare_figures(row, episode):
   ended = episode.num_turns if decided else None
   assert row["turn_task_completed"] == ended
   won = [
-      n for n, step in enumerate(episode.steps, 1)
-      if step.info.get("success") or step.reward > 0
+    n
+    for n, step in enumerate(episode.steps, 1)
+    if step.info.get("success") or step.reward > 0
   ]
   assert row["turn_first_success"] == (won[0] if won else None)
 
@@ -191,11 +202,12 @@ def compare_verdict(server, row, episode):
   info = episode.steps[-1].info if episode.steps else {}
   with server.engine.connect() as connection:
     found = [
-        dict(r._mapping) for r in connection.exec_driver_sql(
-            "SELECT v.*, w.validator_type, w.validation_method, w.task_id"
-            " FROM validation v JOIN validator w ON w.id = v.validator_id"
-            f" WHERE v.rollout_id = {row['id']}"
-        )
+      dict(r._mapping)
+      for r in connection.exec_driver_sql(
+        "SELECT v.*, w.validator_type, w.validation_method, w.task_id"
+        " FROM validation v JOIN validator w ON w.id = v.validator_id"
+        f" WHERE v.rollout_id = {row['id']}"
+      )
     ]
   if "success" not in info:
     assert not [v for v in found if v["error_message"] is None]
@@ -210,10 +222,10 @@ def compare_verdict(server, row, episode):
 
 
 def compare_turns(server, row, episode, known):
-  where = f'rollout_id = {row["id"]}'
+  where = f"rollout_id = {row['id']}"
   with server.engine.connect() as connection:
     ask = lambda sql: [
-        dict(r._mapping) for r in connection.exec_driver_sql(sql)
+      dict(r._mapping) for r in connection.exec_driver_sql(sql)
     ]
     turns = ask(f"SELECT * FROM turn WHERE {where} ORDER BY turn")
     (environment,) = ask(f"SELECT * FROM environment WHERE {where}")
@@ -222,7 +234,7 @@ def compare_turns(server, row, episode, known):
     seen = ask(f"SELECT * FROM obs WHERE {inside} ORDER BY id")
   assert json.loads(environment["config_json"])["gym"]
   assert environment["status"] == (
-      "error" if episode.status is Status.ENV_ERROR else "terminated"
+    "error" if episode.status is Status.ENV_ERROR else "terminated"
   )
   assert [t["turn"] for t in turns] == list(range(1, episode.num_turns + 1))
   tokens = sampled(episode)
@@ -238,7 +250,7 @@ def compare_turns(server, row, episode, known):
     ids, logprobs, entropies, prompt = tokens.get(index, ([],) * 4)
     if ids:
       assert told["entropies"] == (
-          [float(str(e)) for e in entropies] if entropies else None
+        [float(str(e)) for e in entropies] if entropies else None
       )
       runs = told["prompt_tokens"]
       assert [i for i, n in runs for _ in range(n)] == prompt

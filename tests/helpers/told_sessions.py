@@ -23,10 +23,10 @@ def renderer():
 
 def user(*parts):
   content = [
-      {"type": "text", "text": p}
-      if isinstance(p, str)
-      else {"type": "image", "image": p}
-      for p in parts
+    {"type": "text", "text": p}
+    if isinstance(p, str)
+    else {"type": "image", "image": p}
+    for p in parts
   ]
   return {"role": "user", "content": content}
 
@@ -48,10 +48,10 @@ NEXT = {"role": "tool", "tool_call_id": "c", "content": "done"}
 def completion(tokens, logprobs=None, versions=None):
   closed = len(tokens) and tokens[-1] in renderer().stop_token_ids
   return policy_client.Completion(
-      tokens,
-      np.full(len(tokens), -0.5) if logprobs is None else logprobs,
-      np.full(len(tokens), 3) if versions is None else versions,
-      FinishReason.STOP if closed else FinishReason.LENGTH,
+    tokens,
+    np.full(len(tokens), -0.5) if logprobs is None else logprobs,
+    np.full(len(tokens), 3) if versions is None else versions,
+    FinishReason.STOP if closed else FinishReason.LENGTH,
   )
 
 
@@ -74,8 +74,5 @@ def new_session(**kwargs):
 def answer(session, messages, text, told=None, closed=True, **kwargs):
   pending = session.prompt(messages)
   return session.add(
-      pending,
-      spoken(text, closed),
-      assistant_message=told or say(text),
-      **kwargs,
+    pending, spoken(text, closed), assistant_message=told or say(text), **kwargs
   )

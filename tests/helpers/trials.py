@@ -41,10 +41,10 @@ def by_default(kept, cases, ids=None) -> list:
   if absent:
     raise ValueError(f"by_default() keeps {absent}, which are no cases")
   return [
-      pytest.param(
-          *(case if isinstance(case, tuple) else (case,)),
-          marks=() if case in kept else pytest.mark.slow,
-          id=None if ids is None else ids[place],
-      )
-      for place, case in enumerate(cases)
+    pytest.param(
+      *(case if isinstance(case, tuple) else (case,)),
+      marks=() if case in kept else pytest.mark.slow,
+      id=None if ids is None else ids[place],
+    )
+    for place, case in enumerate(cases)
   ]

@@ -23,22 +23,20 @@ class Both:
   def __init__(self, *overrides):
     self.loop = asyncio.new_event_loop()  # Connections belong to one.
     self.config = config_lib.load_config(
-        [*SMALL, "rollout.via=proxy", *overrides]
+      [*SMALL, "rollout.via=proxy", *overrides]
     )
     config = self.config
     self.images = images_lib.ImageStore()
     self.policy = models.make_policy(
-        config, None, models.warm_start_source(config)
+      config, None, models.warm_start_source(config)
     )
     self.engine = models.make_engine(config, self.policy, self.images)
-    self.proxy = proxy.RunProxy(
-        config, self.policy, self.engine, self.images
-    )
+    self.proxy = proxy.RunProxy(config, self.policy, self.engine, self.images)
 
   def __enter__(self):
     config = self.config
     shared_programs.warm_up(
-        self.engine, config.engine, config.gym, config.policy, config.mesh
+      self.engine, config.engine, config.gym, config.policy, config.mesh
     )
     self.proxy.start()
     return self
@@ -54,13 +52,13 @@ class Both:
   def collector(self, mode, connection):
     config = self.config
     return episodes_lib.make_collector(
-        config,
-        episodes_lib.EpisodeFactory(config, self.images),
-        self.engine,
-        self.policy.renderer,
-        observers=None,
-        mode=mode,
-        connection=connection,
+      config,
+      episodes_lib.EpisodeFactory(config, self.images),
+      self.engine,
+      self.policy.renderer,
+      observers=None,
+      mode=mode,
+      connection=connection,
     )
 
   def collect(self, mode, through_proxy, number=4):
@@ -71,7 +69,7 @@ class Both:
 
     async def run():
       return await groups_lib.collect_groups(
-          collector, [next(tasks) for _ in range(number)]
+        collector, [next(tasks) for _ in range(number)]
       )
 
     return run()
@@ -84,7 +82,7 @@ def assert_equal(got, want):
   assert got.reward == want.reward
   assert [s.reward for s in got.steps] == [s.reward for s in want.steps]
   assert [s.model_response for s in got.steps] == [
-      s.model_response for s in want.steps
+    s.model_response for s in want.steps
   ]
   assert got.task == want.task
   assert len(got.sequences) == len(want.sequences) > 0
@@ -95,6 +93,11 @@ def assert_equal(got, want):
     assert one.turn_ids.tolist() == other.turn_ids.tolist()
     assert one.images == other.images
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
-  for name in ("turns", "sampled_tokens", "truncated_turns",
-               "history_rewrites", "prompt_tokens"):
+  for name in (
+    "turns",
+    "sampled_tokens",
+    "truncated_turns",
+    "history_rewrites",
+    "prompt_tokens",
+  ):
     assert got.metrics.get(name) == want.metrics.get(name), name

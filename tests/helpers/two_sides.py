@@ -56,11 +56,11 @@ def oracle(gym):
 
 
 GYM = spec.GymSpec(
-    make=Gym,
-    tasks=Tasks,
-    lists_tasks=True,
-    set_by_run=spec.SIZE,
-    oracle=oracle,
-    describe=lambda gym, x, y: None,
-    runs_inline=True,
+  make=Gym,
+  tasks=Tasks,
+  lists_tasks=True,
+  set_by_run=spec.SIZE,
+  oracle=oracle,
+  describe=lambda gym, x, y: None,
+  runs_inline=True,
 )

@@ -32,11 +32,9 @@ async def main(asked):
     return
   env = vf.load_environment("tunix-multi-turn", **asked["args"])
   client = vf.OpenAIChatCompletionsClient(
-      openai.AsyncOpenAI(
-          base_url=asked["url"],
-          api_key=asked.get("key", "none"),
-          max_retries=0,
-      )
+    openai.AsyncOpenAI(
+      base_url=asked["url"], api_key=asked.get("key", "none"), max_retries=0
+    )
   )
   found = []
   if asked.get("kill"):
@@ -46,13 +44,14 @@ async def main(asked):
   for split, index in asked["rows"]:
     rows = env.get_dataset() if split == "train" else env.get_eval_dataset()
     out = await env.run_rollout(
-        dict(rows[index]),
-        client,
-        asked["model"],
-        asked["sampling"],
-        state_columns=["trajectory"],
+      dict(rows[index]),
+      client,
+      asked["model"],
+      asked["sampling"],
+      state_columns=["trajectory"],
     )
-    found.append({
+    found.append(
+      {
         "reward": out["reward"],
         "metrics": out.get("metrics"),
         "error": str(out["error"]) if out.get("error") else None,
@@ -60,19 +59,20 @@ async def main(asked):
         "prompt": plain(out["prompt"]),
         "completion": plain(out["completion"]),
         "turns": [
-            (plain(step["prompt"]), plain(step["completion"]))
-            for step in out["trajectory"]
+          (plain(step["prompt"]), plain(step["completion"]))
+          for step in out["trajectory"]
         ],
         "info": out.get("info"),
-    })
+      }
+    )
   env._host.end()
   print(json.dumps(found))
 
 
 def plain(messages):
   return [
-      m if isinstance(m, dict) else m.model_dump(mode="json", exclude_none=True)
-      for m in messages
+    m if isinstance(m, dict) else m.model_dump(mode="json", exclude_none=True)
+    for m in messages
   ]
 
 

@@ -17,17 +17,17 @@ from verifiers.v1.utils import loaders
 async def play(request, args, agent):
   """Plays the rows once; a list of what came of each."""
   env = loaders.load_environment(
-      loaders.resolve_env_config({
-          "taskset": {"id": "tunix-multi-turn", **args},
-          "agent": {"runtime": {"type": "subprocess"}, **agent},
-      })
-  )  # pyformat: disable
+    loaders.resolve_env_config(
+      {
+        "taskset": {"id": "tunix-multi-turn", **args},
+        "agent": {"runtime": {"type": "subprocess"}, **agent},
+      }
+    )
+  )
   context = vf.ModelContext(
-      request["model"],
-      vf.EvalClientConfig(
-          base_url=request["url"], api_key_var="PLAYER_API_KEY"
-      ),
-      vf.SamplingConfig(**request["sampling"]),
+    request["model"],
+    vf.EvalClientConfig(base_url=request["url"], api_key_var="PLAYER_API_KEY"),
+    vf.SamplingConfig(**request["sampling"]),
   )
   tasks = list(env.taskset)
   result = []
@@ -35,7 +35,8 @@ async def play(request, args, agent):
     for place in request["rows"]:
       episode = await env.run_episode(tasks[place], context)
       (trace,) = episode.traces
-      result.append({
+      result.append(
+        {
           "ok": episode.ok,
           "errors": [error.message for error in trace.errors],
           "reward": trace.reward,
@@ -43,10 +44,11 @@ async def play(request, args, agent):
           "stop": trace.stop_condition,
           "prompt": trace.task.data.prompt,
           "messages": [
-              node.message.model_dump(mode="json", exclude_none=True)
-              for node in trace.nodes
+            node.message.model_dump(mode="json", exclude_none=True)
+            for node in trace.nodes
           ],
-      })
+        }
+      )
   return result
 
 

@@ -47,25 +47,25 @@ class Policy:
   def __init__(self, directory: pathlib.Path):
     config = qwen_checkpoint.small_config("qwen3_vl_tiny")
     text = dataclasses.replace(
-        config.text,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        mrope_section=(12, 10, 10),
+      config.text,
+      hidden_size=64,
+      intermediate_size=128,
+      num_hidden_layers=2,
+      num_attention_heads=2,
+      num_key_value_heads=1,
+      head_dim=64,
+      mrope_section=(12, 10, 10),
     )
     vision = dataclasses.replace(
-        config.vision,
-        depth=2,
-        hidden_size=64,
-        intermediate_size=128,
-        out_hidden_size=64,
-        deepstack_visual_indexes=(0,),
+      config.vision,
+      depth=2,
+      hidden_size=64,
+      intermediate_size=128,
+      out_hidden_size=64,
+      deepstack_visual_indexes=(0,),
     )
     self.model = qwen_checkpoint.random_model(
-        dataclasses.replace(config, text=text, vision=vision)
+      dataclasses.replace(config, text=text, vision=vision)
     )
     rollout_references.randomise(self.model, 0)
     # Else most tokens are certain, and any log-prob would agree.
@@ -76,38 +76,40 @@ class Policy:
     self.banned = self.model.config.banned_token_ids
     self.images = images_lib.ImageStore()
     self.renderer = qwen.QwenRenderer(
-        tokenizer, self.processor.num_image_tokens
+      tokenizer, self.processor.num_image_tokens
     )
 
   def prompt(self, *seeds, text="look", size=SIZE):
     """A rendered message with an image of noise for each seed."""
     parts = [
-        {"type": "image", "image": self.images.put(noise(seed, size))}
-        for seed in seeds
+      {"type": "image", "image": self.images.put(noise(seed, size))}
+      for seed in seeds
     ]
     parts.append({"type": "text", "text": text})
     return self.renderer.render([{"role": "user", "content": parts}])
 
   def sampling(self, **options):
-    return policy_client.SamplingParams(**{
+    return policy_client.SamplingParams(
+      **{
         "max_new_tokens": 16,
         "seed": 5,
         "stop_token_ids": self.renderer.stop_token_ids,
         **options,
-    })
+      }
+    )
 
   def client(self, server, **options):
     return openai_client.OpenAIClient(
-        f"{server.url}/v1",
-        NAME,
-        self.images,
-        **{
-            "protocol": "vllm",
-            "banned_token_ids": self.banned,
-            "timeout_s": 100.0,
-            "resize": self.processor.resize,
-            **options,
-        },
+      f"{server.url}/v1",
+      NAME,
+      self.images,
+      **{
+        "protocol": "vllm",
+        "banned_token_ids": self.banned,
+        "timeout_s": 100.0,
+        "resize": self.processor.resize,
+        **options,
+      },
     )
 
 
@@ -118,14 +120,14 @@ def noise(seed, size=SIZE):
 
 def launch_of(directory, **options) -> vllm.VllmLaunch:
   return vllm.VllmLaunch(
-      str(directory),
-      **{
-          "served_name": NAME,
-          "port": free_port(),
-          "max_model_len": CONTEXT,
-          "cpu_cache_gib": 1,
-          **options,
-      },
+    str(directory),
+    **{
+      "served_name": NAME,
+      "port": free_port(),
+      "max_model_len": CONTEXT,
+      "cpu_cache_gib": 1,
+      **options,
+    },
   )
 
 
@@ -157,22 +159,20 @@ class Server:
     self.url = f"http://127.0.0.1:{launch.port}"
 
   def __enter__(self):
-    environment = {
-        k: v for k, v in os.environ.items() if k != "PYTHONPATH"
-    } | {
-        "PATH": f"{self.bin}:{os.environ['PATH']}",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }  # pyformat: disable
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+      "PATH": f"{self.bin}:{os.environ['PATH']}",
+      "HF_HUB_OFFLINE": "1",
+      "VLLM_NO_USAGE_STATS": "1",
+    }
     with self.log.open("w") as log:
       self._process = subprocess.Popen(
-          ["bash", "-c", self.launch.command()],
-          env=environment,
-          stdin=subprocess.DEVNULL,
-          stdout=log,
-          stderr=log,
-          start_new_session=True,
-          preexec_fn=_end_with_parent,
+        ["bash", "-c", self.launch.command()],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
       )
     try:
       self._wait()
@@ -193,7 +193,7 @@ class Server:
         pass
       time.sleep(0.5)
     raise TimeoutError(
-        f"{self.name} did not start in {START_S} s: {self.tail()}"
+      f"{self.name} did not start in {START_S} s: {self.tail()}"
     )
 
   def tail(self) -> str:
@@ -234,11 +234,11 @@ def other(policy, seed):
 
 def scorer_of(policy, model, temperature):
   return reference.Scorer(
-      model,
-      policy.processor,
-      policy.images,
-      row_length=512,
-      temperature=temperature,
+    model,
+    policy.processor,
+    policy.images,
+    row_length=512,
+    temperature=temperature,
   )
 
 
@@ -252,12 +252,12 @@ def gaps(score, model, prompt, completion):
   sampled = len(completion.tokens)
   mask = np.arange(len(prompt) + sampled) >= len(prompt)
   sequence = trajectory.TokenSequence(
-      np.concatenate([prompt.tokens, completion.tokens]),
-      mask,
-      np.concatenate([np.zeros(len(prompt)), completion.logprobs]),
-      np.where(mask, 0, -1),
-      np.zeros(len(mask)),
-      prompt.images,
+    np.concatenate([prompt.tokens, completion.tokens]),
+    mask,
+    np.concatenate([np.zeros(len(prompt)), completion.logprobs]),
+    np.where(mask, 0, -1),
+    np.zeros(len(mask)),
+    prompt.images,
   )
   (scores,) = score(model, [sequence])
   return scores - completion.logprobs
@@ -269,26 +269,28 @@ class Scores:
   def __init__(self, policy):
     self.policy = policy
     self._recompute = rollout_references.Recompute(
-        policy.model, policy.processor, policy.images, length=128, images=12
+      policy.model, policy.processor, policy.images, length=128, images=12
     )
 
   def logits(self, answers):
     """float32[T, V] of each [(prompt, sampling, completion)]."""
-    return self._recompute.logits([
+    return self._recompute.logits(
+      [
         (np.concatenate([prompt.tokens, completion.tokens]), prompt.images)
         for prompt, _, completion in answers
-    ])
+      ]
+    )
 
   def check(self, answers) -> float:
     """Largest gap of [(prompt, sampling, completion)]; few tokens are ties."""
     gaps, undecided, total = [], 0, 0
     for (prompt, sampling, completion), rows in zip(
-        answers, self.logits(answers)
+      answers, self.logits(answers)
     ):
       tokens = completion.tokens
       before = rows[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
       want = rollout_references.distribution(
-          before, sampling, self.policy.banned
+        before, sampling, self.policy.banned
       )
       logprobs = want.logprobs[np.arange(len(tokens)), tokens]
       if sampling.temperature == 0:
@@ -303,8 +305,10 @@ class Scores:
 
 async def answers_of(client, prompts, sampling):
   """[(prompt, sampling, completion)], all at a time."""
-  completion = await asyncio.gather(*(
+  completion = await asyncio.gather(
+    *(
       client.generate(prompt, sampling, session=str(i))
       for i, prompt in enumerate(prompts)
-  ))
+    )
+  )
   return [(p, sampling, d) for p, d in zip(prompts, completion)]

@@ -17,21 +17,18 @@ FIRST_ID, LAST_ID = 1100, 1400  # Ordinary tokens of the shipped tokenizer.
 # Fields that no compiled program depends on, except whether an update makes
 # several optimizer steps.
 HOST_ONLY = dict(
-    row_length=16,
-    rows=1,
-    patches=0,
-    targets=0,
-    tree="auto",
-    overlong="error",
-    minibatches=1,
-    epochs=1,
-    skip_zero_advantage=True,
+  row_length=16,
+  rows=1,
+  patches=0,
+  targets=0,
+  tree="auto",
+  overlong="error",
+  minibatches=1,
+  epochs=1,
+  skip_zero_advantage=True,
 )
 HOST_ONLY_ALGORITHM = dict(
-    advantage="grpo",
-    loss_aggregation="token_mean",
-    std_eps=1e-6,
-    loss_length=0,
+  advantage="grpo", loss_aggregation="token_mean", std_eps=1e-6, loss_length=0
 )
 
 
@@ -53,7 +50,7 @@ class Case:
     self.pad = getattr(self.model.config, "image_token_id", 0)
     banned = set(self.model.config.banned_token_ids)
     self.ids = np.array(
-        [i for i in range(FIRST_ID, LAST_ID) if i not in banned]
+      [i for i in range(FIRST_ID, LAST_ID) if i not in banned]
     )
 
   def learner(self, mesh=None, reference=None, model=None, **arguments):
@@ -63,8 +60,8 @@ class Case:
     the learner's own arguments, are given by their names.
     """
     arguments = (
-        dict(rows=2, row_length=64, patches=32, targets=48, learning_rate=1e-2)
-        | arguments
+      dict(rows=2, row_length=64, patches=32, targets=48, learning_rate=1e-2)
+      | arguments
     )
 
     seed = arguments.pop("seed", 0)
@@ -78,33 +75,33 @@ class Case:
 
     sampling = take(policy_client.SamplingParams)
     learner = learner_lib.Learner(
-        model or self.model,
-        self.processor,
-        self.store,
-        config := take(learner_lib.LearnerConfig),
-        algorithm := take(learner_lib.AlgorithmConfig),
-        sampling=sampling,
-        seed=seed,
-        mesh=mesh,
-        reference=reference,
-        teacher=teacher,
-        **arguments,
+      model or self.model,
+      self.processor,
+      self.store,
+      config := take(learner_lib.LearnerConfig),
+      algorithm := take(learner_lib.AlgorithmConfig),
+      sampling=sampling,
+      seed=seed,
+      mesh=mesh,
+      reference=reference,
+      teacher=teacher,
+      **arguments,
     )
     # Compiling is all the time these tests take, and a program has no state.
     key = (
-        dataclasses.replace(config, **HOST_ONLY),
-        dataclasses.replace(algorithm, **HOST_ONLY_ALGORITHM),
-        config.steps_per_update == 1,
-        learner.algorithm.has_critic,
-        sampling.temperature,
-        mesh,
+      dataclasses.replace(config, **HOST_ONLY),
+      dataclasses.replace(algorithm, **HOST_ONLY_ALGORITHM),
+      config.steps_per_update == 1,
+      learner.algorithm.has_critic,
+      sampling.temperature,
+      mesh,
     )
     learner._programs = self.programs.setdefault(key, learner._programs)
     return learner
 
   def image(self, width=32, height=32):
     return self.store.put(
-        self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+      self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
     )
 
   def screenshot(self):
@@ -130,12 +127,12 @@ class Case:
     length = len(mask)
     noise = 0.1 * self.rng.standard_normal(length)
     return trajectory.TokenSequence(
-        tokens=np.concatenate(tokens),
-        loss_mask=mask,
-        logprobs=np.where(mask, np.minimum(logprob + noise, 0), 0),
-        versions=np.where(mask, version, -1),
-        turn_ids=np.full(length, turn),
-        images=tuple(spans),
+      tokens=np.concatenate(tokens),
+      loss_mask=mask,
+      logprobs=np.where(mask, np.minimum(logprob + noise, 0), 0),
+      versions=np.where(mask, version, -1),
+      turn_ids=np.full(length, turn),
+      images=tuple(spans),
     )
 
   def episode(self, prompt, reward, turns=2, version=0, status=None):
@@ -149,30 +146,30 @@ class Case:
       sequences.append(self.sequence(parts, turn=turn, version=version))
     if status is None:
       status = (
-          trajectory.TrajectoryStatus.SUCCEEDED
-          if reward > 0
-          else trajectory.TrajectoryStatus.FAILED
+        trajectory.TrajectoryStatus.SUCCEEDED
+        if reward > 0
+        else trajectory.TrajectoryStatus.FAILED
       )
     return trajectory.Trajectory(
-        task="t",
-        steps=[trajectory.Step() for _ in range(turns)],
-        reward=float(reward),
-        status=status,
-        sequences=sequences,
-        trajectory_id=f"e{int(self.rng.integers(1 << 60))}",
+      task="t",
+      steps=[trajectory.Step() for _ in range(turns)],
+      reward=float(reward),
+      status=status,
+      sequences=sequences,
+      trajectory_id=f"e{int(self.rng.integers(1 << 60))}",
     )
 
   def group(self, rewards, name="g", turns=2, version=0):
     prompt = [
-        ("text", self.text(4)),
-        ("image", self.image()),
-        ("text", self.text(3)),
+      ("text", self.text(4)),
+      ("image", self.image()),
+      ("text", self.text(3)),
     ]
     return trajectory.TrajectoryGroup(
-        name,
-        "task",
-        tuple(self.episode(prompt, r, turns, version) for r in rewards),
-        start_version=version,
+      name,
+      "task",
+      tuple(self.episode(prompt, r, turns, version) for r in rewards),
+      start_version=version,
     )
 
   def groups(self, count=2, size=3, turns=2, version=0):
@@ -181,7 +178,6 @@ class Case:
       rewards = self.rng.random(size)
       out.append(self.group(rewards, f"g{i}", turns, version))
     return out
-
 
   def rewritten(self, count=2, size=3, turns=3):
     """Groups whose histories are rewritten, so that sequences share prefixes.
@@ -204,9 +200,9 @@ class Case:
         for turn in range(1, turns):
           action = self.text(int(self.rng.integers(1, 4)))
           screen = [
-              ("text", self.text(2)),
-              *self.screenshot(),
-              ("text", self.text(1)),
+            ("text", self.text(2)),
+            *self.screenshot(),
+            ("text", self.text(1)),
           ]
           if turn > 1:
             parts = [*words, *earlier]
@@ -216,17 +212,17 @@ class Case:
             words += [("text", self.text(1)), earlier[-1]]
           earlier = [*screen, ("text", action)]
         members.append(
-            trajectory.Trajectory(
-                task="t",
-                steps=[trajectory.Step() for _ in range(turns)],
-                reward=float(self.rng.random()),
-                status=trajectory.TrajectoryStatus.SUCCEEDED,
-                sequences=sequences,
-                trajectory_id=f"e{int(self.rng.integers(1 << 60))}",
-            )
+          trajectory.Trajectory(
+            task="t",
+            steps=[trajectory.Step() for _ in range(turns)],
+            reward=float(self.rng.random()),
+            status=trajectory.TrajectoryStatus.SUCCEEDED,
+            sequences=sequences,
+            trajectory_id=f"e{int(self.rng.integers(1 << 60))}",
+          )
         )
       out.append(
-          trajectory.TrajectoryGroup(f"r{number}", "task", tuple(members))
+        trajectory.TrajectoryGroup(f"r{number}", "task", tuple(members))
       )
     return out
 
@@ -234,7 +230,7 @@ class Case:
 def examples_of(groups):
   """Their examples, with dr_grpo advantages."""
   per_group, _ = example_lib.from_groups(
-      groups, advantages.dr_grpo, advantages.AdvantageOptions()
+    groups, advantages.dr_grpo, advantages.AdvantageOptions()
   )
   return [e for group in per_group for e in group]
 
@@ -243,17 +239,15 @@ def gradients(learner, examples, weights=None):
   """({name: gradient}, sums, stats) of one step, which is not made."""
   weighed, own_weights = learner._minibatches.weigh(examples)
   packed = learner._minibatches.pack(
-      weighed, own_weights if weights is None else weights
+    weighed, own_weights if weights is None else weights
   )
   programs, params = learner._programs, learner._params
   frozen = learner._frozen
   grads, sums = programs.start(
-      params, frozen, packed.batches[0], packed.extras[0]
+    params, frozen, packed.batches[0], packed.extras[0]
   )
   for batch, extra in zip(packed.batches, packed.extras):
-    grads, sums = programs.accumulate(
-        params, grads, sums, frozen, batch, extra
-    )
+    grads, sums = programs.accumulate(params, grads, sums, frozen, batch, extra)
   grads = {k: np.asarray(v) for k, v in grads.items()}
   return grads, sums, packed.stats
 
@@ -262,7 +256,7 @@ def largest_difference(a, b):
   """Over two {name: array}."""
   assert a.keys() == b.keys()
   return max(
-      float(np.max(np.abs(np.asarray(a[k]) - np.asarray(b[k])))) for k in a
+    float(np.max(np.abs(np.asarray(a[k]) - np.asarray(b[k])))) for k in a
   )
 
 

@@ -19,9 +19,9 @@ from tunix.rl.multi_turn.policy import sharding
 from tests.learner import learner_cases
 
 MESHES = {
-    "data": dict(data=8),
-    "fsdp": dict(data=1, fsdp=8),
-    "mixed": dict(data=2, fsdp=2, tensor=2),
+  "data": dict(data=8),
+  "fsdp": dict(data=1, fsdp=8),
+  "mixed": dict(data=2, fsdp=2, tensor=2),
 }
 
 
@@ -46,11 +46,11 @@ def main(directory):
   jax.config.update("jax_disable_most_optimizations", True)
   assert jax.device_count() == 8
   config = dict(
-      rows=8,
-      targets=24,
-      # With a tiny epsilon Adam's first steps are signs of gradients, and
-      # signs of zeros are noise.
-      adam_eps=1e-3,
+    rows=8,
+    targets=24,
+    # With a tiny epsilon Adam's first steps are signs of gradients, and
+    # signs of zeros are noise.
+    adam_eps=1e-3,
   )
   case = learner_cases.Case()
   data = [case.groups(3, 4) + case.rewritten(3, 4) for _ in range(2)]
@@ -71,121 +71,118 @@ def main(directory):
     metrics = [learner.update(groups) for groups in data]
     shape = learner.shape
     report[name] = {
-        "batches": stats.batches,
-        "shared": stats.sequence_tokens - stats.row_tokens,
-        "loss": abs(float(sums.loss) - float(want_sums.loss)),
-        "gradient": learner_cases.largest_difference(grads, want_grads)
-        / scale,
-        "later_loss": max(
-            abs(a["loss"] - b["loss"]) for a, b in zip(metrics, want_metrics)
-        ),
-        "parameters": learner_cases.largest_difference(
-            learner.parameters(), single.parameters()
-        ),
-        "compiles": learner.compiles,
-        "gather": largest_gather(
-            learner._programs.accumulate.compiled[0].as_text()
-        ),
-        "logits": shape.buffers * shape.targets * vocabulary,
-        "shard_logits": shape.targets * vocabulary,
-        # Bytes of parameters and optimizer state on the fullest device.
-        "bytes": max(
-            sum(
-                s.data.nbytes
-                for x in jax.tree.leaves(learner.arrays())
-                for s in x.addressable_shards
-                if s.device == device
-            )
-            for device in jax.devices()
-        ),
+      "batches": stats.batches,
+      "shared": stats.sequence_tokens - stats.row_tokens,
+      "loss": abs(float(sums.loss) - float(want_sums.loss)),
+      "gradient": learner_cases.largest_difference(grads, want_grads) / scale,
+      "later_loss": max(
+        abs(a["loss"] - b["loss"]) for a, b in zip(metrics, want_metrics)
+      ),
+      "parameters": learner_cases.largest_difference(
+        learner.parameters(), single.parameters()
+      ),
+      "compiles": learner.compiles,
+      "gather": largest_gather(
+        learner._programs.accumulate.compiled[0].as_text()
+      ),
+      "logits": shape.buffers * shape.targets * vocabulary,
+      "shard_logits": shape.targets * vocabulary,
+      # Bytes of parameters and optimizer state on the fullest device.
+      "bytes": max(
+        sum(
+          s.data.nbytes
+          for x in jax.tree.leaves(learner.arrays())
+          for s in x.addressable_shards
+          if s.device == device
+        )
+        for device in jax.devices()
+      ),
     }
 
   # Weight is counted over all devices, and all of them keep their parts.
   idle = case.learner(
-      mesh=sharding.make_mesh(**MESHES["mixed"]),
-      skip_zero_advantage=False,
-      **config,
+    mesh=sharding.make_mesh(**MESHES["mixed"]),
+    skip_zero_advantage=False,
+    **config,
   )
   idle.update(data[0])
   before = jax.tree.map(np.array, idle.arrays())
   metrics = idle.update([case.group([0.3, 0.3, 0.1 + 0.2])])
   report["empty"] = {
-      "moved": sum(
-          not np.array_equal(a, np.asarray(b))
-          for a, b in zip(
-              jax.tree.leaves(before), jax.tree.leaves(idle.arrays())
-          )
-      ),
-      "updates": metrics["empty_updates"],
-      "steps": metrics["optimizer_steps"],
+    "moved": sum(
+      not np.array_equal(a, np.asarray(b))
+      for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(idle.arrays()))
+    ),
+    "updates": metrics["empty_updates"],
+    "steps": metrics["optimizer_steps"],
   }
 
   # Sums over sequences are of one buffer, wherever it lies; the coefficient of
   # the KL is on all devices.
   per_sequence = dict(
-      objective="gspo",
-      importance="mis_sequence",
-      tis_cap=1e6,
-      kl_coef=0.1,
-      kl_target=0.01,
-      skip_zero_advantage=False,
-      reference=case.model,
-      **config,
+    objective="gspo",
+    importance="mis_sequence",
+    tis_cap=1e6,
+    kl_coef=0.1,
+    kl_target=0.01,
+    skip_zero_advantage=False,
+    reference=case.model,
+    **config,
   )
   pair = [
-      case.learner(**per_sequence),
-      case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **per_sequence),
+    case.learner(**per_sequence),
+    case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **per_sequence),
   ]
   metrics = [[one.update(groups) for groups in data] for one in pair]
   report["whole_sequences"] = {
-      "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(*metrics)),
-      "norm": max(
-          abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(*metrics)
-      ),
-      "kl": metrics[1][1]["kl"],
-      "parameters": learner_cases.largest_difference(
-          *(one.parameters() for one in pair)
-      ),
-      "compiles": pair[1].compiles,
+    "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(*metrics)),
+    "norm": max(
+      abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(*metrics)
+    ),
+    "kl": metrics[1][1]["kl"],
+    "parameters": learner_cases.largest_difference(
+      *(one.parameters() for one in pair)
+    ),
+    "compiles": pair[1].compiles,
   }
 
   # A value head is on all devices, and its values are of the whole batch.
   ppo = dict(
-      advantage="gae",
-      value_learning_rate=1e-2,
-      skip_zero_advantage=False,
-      minibatches=2,
-      groups_per_step=6,
-      **config,
+    advantage="gae",
+    value_learning_rate=1e-2,
+    skip_zero_advantage=False,
+    minibatches=2,
+    groups_per_step=6,
+    **config,
   )
   pair = [
-      case.learner(**ppo),
-      case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **ppo),
+    case.learner(**ppo),
+    case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **ppo),
   ]
   metrics = [[one.update(groups) for groups in data] for one in pair]
   report["critic"] = {
-      "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(*metrics)),
-      "value_loss": max(
-          abs(a["value_loss"] / b["value_loss"] - 1) for a, b in zip(*metrics)
-      ),
-      "parameters": learner_cases.largest_difference(
-          *(one.arrays()["params"] for one in pair)
-      ),
-      "compiles": pair[1].compiles,
+    "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(*metrics)),
+    "value_loss": max(
+      abs(a["value_loss"] / b["value_loss"] - 1) for a, b in zip(*metrics)
+    ),
+    "parameters": learner_cases.largest_difference(
+      *(one.arrays()["params"] for one in pair)
+    ),
+    "compiles": pair[1].compiles,
   }
 
   muon = case.learner(
-      mesh=sharding.make_mesh(**MESHES["mixed"]), optimizer="muon", **config
+    mesh=sharding.make_mesh(**MESHES["mixed"]), optimizer="muon", **config
   )
   # State of a parameter lies like the parameter.
   report["muon_placed"] = all(
-      any(
-          x.sharding.is_equivalent_to(p.sharding, 2)
-          for p in muon._params.values()
-          if p.shape == x.shape
-      )
-      for x in jax.tree.leaves(muon.arrays()["optimizer"])
-      if x.ndim == 2
+    any(
+      x.sharding.is_equivalent_to(p.sharding, 2)
+      for p in muon._params.values()
+      if p.shape == x.shape
+    )
+    for x in jax.tree.leaves(muon.arrays()["optimizer"])
+    if x.ndim == 2
   )
 
   with checkpoint.LearnerCheckpoints(directory) as checkpoints:
@@ -194,12 +191,12 @@ def main(directory):
     for name in ("mixed", "data"):
       checkpoints.restore(learners[name])
       report[name]["restored"] = max(
-          float(np.max(np.abs(np.asarray(a) - np.asarray(b))))
-          for a, b in zip(
-              jax.tree.leaves(learners[name].arrays()),
-              jax.tree.leaves(learners["fsdp"].arrays()),
-              strict=True,
-          )
+        float(np.max(np.abs(np.asarray(a) - np.asarray(b))))
+        for a, b in zip(
+          jax.tree.leaves(learners[name].arrays()),
+          jax.tree.leaves(learners["fsdp"].arrays()),
+          strict=True,
+        )
       )
       learners[name].update(data[0])
       report[name]["compiles_after"] = learners[name].compiles
@@ -211,9 +208,10 @@ def _half(config, data):
   """bfloat16 parameters on a mesh against one device."""
   model, processor = learner_cases.policy(0)
   model = nnx.clone(model)
-  nnx.update(model, jax.tree.map(
-      lambda x: x.astype(jnp.bfloat16), nnx.state(model, nnx.Param)
-  ))
+  nnx.update(
+    model,
+    jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model, nnx.Param)),
+  )
   case = learner_cases.Case(own=(model, processor))
   groups = [case.groups(6, 4) for _ in data]
   single = case.learner(**config)
@@ -224,33 +222,31 @@ def _half(config, data):
     for learner in (single, reordered, mesh):
       learner.update(part)
   published = mesh._programs.publish(mesh._params)
-  moments = [
-      x for x in jax.tree.leaves(mesh.arrays()["optimizer"]) if x.ndim
-  ]
+  moments = [x for x in jax.tree.leaves(mesh.arrays()["optimizer"]) if x.ndim]
   named = list(mesh._params.values())
   return {
-      "masters": learner_cases.largest_difference(
-          mesh.parameters(), single.parameters()
-      ),
-      "reordered": learner_cases.largest_difference(
-          reordered.parameters(), single.parameters()
-      ),
-      "types": sorted({str(x.dtype) for x in (*named, *moments)}),
-      "published": sorted({str(x.dtype) for x in published.values()}),
-      "placed": all(
-          x.sharding.is_equivalent_to(published[k].sharding, x.ndim)
-          and x.sharding.is_equivalent_to(mesh._placement.params[k], x.ndim)
-          for k, x in mesh._params.items()
-      ),
-      "bytes": max(
-          sum(
-              s.data.nbytes
-              for x in jax.tree.leaves(mesh.arrays())
-              for s in x.addressable_shards
-              if s.device == device
-          )
-          for device in jax.devices()
-      ),
+    "masters": learner_cases.largest_difference(
+      mesh.parameters(), single.parameters()
+    ),
+    "reordered": learner_cases.largest_difference(
+      reordered.parameters(), single.parameters()
+    ),
+    "types": sorted({str(x.dtype) for x in (*named, *moments)}),
+    "published": sorted({str(x.dtype) for x in published.values()}),
+    "placed": all(
+      x.sharding.is_equivalent_to(published[k].sharding, x.ndim)
+      and x.sharding.is_equivalent_to(mesh._placement.params[k], x.ndim)
+      for k, x in mesh._params.items()
+    ),
+    "bytes": max(
+      sum(
+        s.data.nbytes
+        for x in jax.tree.leaves(mesh.arrays())
+        for s in x.addressable_shards
+        if s.device == device
+      )
+      for device in jax.devices()
+    ),
   }
 
 

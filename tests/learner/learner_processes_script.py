@@ -28,28 +28,24 @@ def whole(copies, state):
 
 
 def largest(got, want):
-  return max(
-      float(np.abs(a - b).max()) for a, b in zip(got, want, strict=True)
-  )
+  return max(float(np.abs(a - b).max()) for a, b in zip(got, want, strict=True))
 
 
 def main(directory, address, count, index):
   jax.config.update("jax_disable_most_optimizations", True)
   processes = processes_lib.join(
-      processes_lib.ProcessesConfig(
-          coordinator=address, count=count, index=index, step_s=120
-      )
+    processes_lib.ProcessesConfig(
+      coordinator=address, count=count, index=index, step_s=120
+    )
   )
   assert (processes.index, processes.count) == (index, count)
   case = learner_cases.Case()
   data = [case.groups(6, 4) for _ in range(3)]
   single = case.learner(**CONFIG)
   want = [single.update(groups) for groups in data[:2]]
-  parameters = [
-      np.asarray(x) for x in jax.tree.leaves(single.policy_state())
-  ]
+  parameters = [np.asarray(x) for x in jax.tree.leaves(single.policy_state())]
   sequences = [
-      s for g in data[2][index::count] for t in g.valid for s in t.sequences
+    s for g in data[2][index::count] for t in g.valid for s in t.sequences
   ]
   scored = single.sequence_logprobs(sequences)
   report = {"devices": jax.device_count(), "local": jax.local_device_count()}
@@ -75,18 +71,18 @@ def main(directory, address, count, index):
         "logprobs": largest(learner.sequence_logprobs(sequences), scored),
         "here": all(x.is_fully_addressable for x in jax.tree.leaves(local)),
         "mesh": dict(copies.mesh.shape),
-    }  # pyformat: disable
+    }  # fmt: skip
     with checkpoint.LearnerCheckpoints(directory / name) as checkpoints:
       checkpoints.save(learner, {"at": 2})
       checkpoints.wait()
       again = case.learner(mesh=mesh, processes=processes, **CONFIG)
       report[name]["extras"] = checkpoints.restore(again)
     report[name]["restored"] = largest(
-        whole(copies, again.policy_state()), whole(copies, state)
+      whole(copies, again.policy_state()), whole(copies, state)
     )
   # A process without anything to learn from joins in.
   first = case.learner(
-      mesh=sharding.make_mesh(**MESHES["data"]), processes=processes, **CONFIG
+    mesh=sharding.make_mesh(**MESHES["data"]), processes=processes, **CONFIG
   )
   alone = case.learner(**CONFIG)
   share = data[0][:3] if index == 0 else [flat(g) for g in data[0][3:]]
@@ -95,34 +91,40 @@ def main(directory, address, count, index):
   report["one_learns"] = abs(got["loss"] - expected["loss"])
   # And one without any group, whose own others gave.
   first = case.learner(
-      mesh=sharding.make_mesh(**MESHES["mixed"]), processes=processes, **CONFIG
+    mesh=sharding.make_mesh(**MESHES["mixed"]), processes=processes, **CONFIG
   )
   alone = case.learner(**CONFIG)
   got = first.update(data[0] if index == 0 else [])
   expected = alone.update(data[0])
   report["one_gives"] = {
-      name: abs(got[name] - expected[name])
-      for name in ("loss", "grad_norm", "reward_mean", "groups", "tokens")
+    name: abs(got[name] - expected[name])
+    for name in ("loss", "grad_norm", "reward_mean", "groups", "tokens")
   }
   own_sequences = sequences if index == 0 else []
   readings = first.sequence_logprobs(own_sequences)
-  report["one_asks"] = [len(readings), largest(
-      readings, alone.sequence_logprobs(own_sequences)
-  ) if own_sequences else 0.0]
+  report["one_asks"] = [
+    len(readings),
+    largest(readings, alone.sequence_logprobs(own_sequences))
+    if own_sequences
+    else 0.0,
+  ]
   # Advantages of the whole step, and prices of a reference's log-probs.
   changes = CONFIG | dict(
-      advantage="reinforce_pp", kl_coef=0.1, kl_in="reward",
-      kl_target=1.0, reference=learner_cases.policy(1)[0],
-  )  # pyformat: disable
+    advantage="reinforce_pp",
+    kl_coef=0.1,
+    kl_in="reward",
+    kl_target=1.0,
+    reference=learner_cases.policy(1)[0],
+  )
   whole_step = case.learner(
-      mesh=sharding.make_mesh(**MESHES["data"]), processes=processes, **changes
+    mesh=sharding.make_mesh(**MESHES["data"]), processes=processes, **changes
   )
   alone = case.learner(**changes)
   got = [whole_step.update(groups[index::count]) for groups in data[:2]]
   expected = [alone.update(groups) for groups in data[:2]]
   report["whole_step"] = {
-      name: max(abs(a[name] - b[name]) for a, b in zip(got, expected))
-      for name in ("loss", "grad_norm", "kl", "kl_coef", "advantage_mean")
+    name: max(abs(a[name] - b[name]) for a, b in zip(got, expected))
+    for name in ("loss", "grad_norm", "kl", "kl_coef", "advantage_mean")
   }
   # A process at another step gets an error that says so.
   try:
@@ -136,15 +138,14 @@ def main(directory, address, count, index):
 def flat(group):
   """The group with equal rewards: no advantage."""
   return dataclasses.replace(
-      group,
-      trajectories=tuple(
-          dataclasses.replace(t, reward=1.0) for t in group.trajectories
-      ),
+    group,
+    trajectories=tuple(
+      dataclasses.replace(t, reward=1.0) for t in group.trajectories
+    ),
   )
-
 
 
 if __name__ == "__main__":
   main(
-      pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
   )

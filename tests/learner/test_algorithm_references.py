@@ -28,7 +28,7 @@ from tests.learner import learner_cases
 
 STATUS = trajectory.TrajectoryStatus
 SHAPE = packing.BatchShape(
-    rows=4, row_length=24, buffers=2, patches=64, targets=48
+  rows=4, row_length=24, buffers=2, patches=64, targets=48
 )
 
 
@@ -49,10 +49,10 @@ def reference_loss(config, episodes):
     for s in episode:
       losses = _token_losses(config, s)
       scale = {
-          "token_mean": 1 / tokens,
-          "sequence_mean": 1 / (len(sequences) * len(losses)),
-          "episode_mean": 1 / (len(episodes) * episode_tokens),
-          "constant": 1 / (len(episodes) * (config.loss_length or 1)),
+        "token_mean": 1 / tokens,
+        "sequence_mean": 1 / (len(sequences) * len(losses)),
+        "episode_mean": 1 / (len(episodes) * episode_tokens),
+        "constant": 1 / (len(episodes) * (config.loss_length or 1)),
       }[config.loss_aggregation]
       total = total + scale * losses.sum()
   return total
@@ -92,7 +92,7 @@ def _token_losses(c, s):
     gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     if c.dual_clip:
       gain = torch.where(
-          advantage < 0, torch.maximum(gain, c.dual_clip * advantage), gain
+        advantage < 0, torch.maximum(gain, c.dual_clip * advantage), gain
       )
     loss = -gain
   elif c.objective == "cispo":
@@ -101,18 +101,18 @@ def _token_losses(c, s):
     loss = -advantage * new
   elif c.objective == "sapo":
     tau = torch.where(
-        advantage > 0,
-        torch.full_like(new, c.sapo_tau_pos),
-        torch.full_like(new, c.sapo_tau_neg),
+      advantage > 0,
+      torch.full_like(new, c.sapo_tau_pos),
+      torch.full_like(new, c.sapo_tau_neg),
     )
     loss = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
   loss = weight * loss
   if c.kl_coef:
     difference = s["reference"] - new
     price = {
-        "k1": -difference,
-        "k2": difference**2 / 2,
-        "k3": difference.exp() - 1 - difference,
+      "k1": -difference,
+      "k2": difference**2 / 2,
+      "k3": difference.exp() - 1 - difference,
     }[c.kl_estimator]
     loss = loss + c.kl_coef * price
   return loss - c.entropy_coef * s["entropy"]
@@ -126,17 +126,17 @@ def _groups(case):
   prompt = [("text", case.text(4)), ("image", case.image())]
   make = lambda reward, turns, **kw: case.episode(prompt, reward, turns, **kw)
   return [
-      trajectory.TrajectoryGroup(
-          "a",
-          "t",
-          (
-              make(1.0, 3),
-              make(0.0, 1, status=STATUS.MAX_TURNS),
-              make(0.4, 2),
-              make(1.0, 2, status=STATUS.ENV_ERROR),
-          ),
+    trajectory.TrajectoryGroup(
+      "a",
+      "t",
+      (
+        make(1.0, 3),
+        make(0.0, 1, status=STATUS.MAX_TURNS),
+        make(0.4, 2),
+        make(1.0, 2, status=STATUS.ENV_ERROR),
       ),
-      trajectory.TrajectoryGroup("b", "t", (make(0.0, 2), make(0.7, 3))),
+    ),
+    trajectory.TrajectoryGroup("b", "t", (make(0.0, 2), make(0.7, 3))),
   ]
 
 
@@ -145,18 +145,18 @@ def _packed():
   """(examples, batches) with turn-level advantages, in two buffers each."""
   case = learner_cases.Case(seed=3)
   per_group, _ = example_lib.from_groups(
-      _groups(case),
-      advantages.ESTIMATORS.get("turn_returns"),
-      advantages.AdvantageOptions(gamma=0.9),
+    _groups(case),
+    advantages.ESTIMATORS.get("turn_returns"),
+    advantages.AdvantageOptions(gamma=0.9),
   )
   examples = [e for group in per_group for e in group]
   # Advantages that differ within a sequence.
   rng = np.random.default_rng(5)
   examples = [
-      dataclasses.replace(
-          e, advantages=rng.normal(size=len(e.sequence)) * e.sequence.loss_mask
-      )
-      for e in examples
+    dataclasses.replace(
+      e, advantages=rng.normal(size=len(e.sequence)) * e.sequence.loss_mask
+    )
+    for e in examples
   ]
   learner = case.learner()
   learner.shape = SHAPE
@@ -176,7 +176,8 @@ def _values(examples, seed):
     size = e.sequence.num_sampled
     sampled = -np.abs(rng.normal(size=size)) - 0.1
     proximal = sampled + 0.3 * rng.normal(size=size)
-    out.append({
+    out.append(
+      {
         "sampled": sampled,
         "proximal": proximal,
         "new": proximal + 0.3 * rng.normal(size=size),
@@ -184,7 +185,8 @@ def _values(examples, seed):
         "teacher": sampled + 0.8 * rng.normal(size=size),
         "entropy": np.abs(rng.normal(size=size)),
         "advantage": e.advantages[e.sequence.loss_mask].astype(np.float64),
-    })
+      }
+    )
   return out
 
 
@@ -199,7 +201,7 @@ def _spread(batch, values, name, fill=-7.0):
 
 def _programs(config, steps_per_update=2):
   learner = config_lib.LearnerConfig(
-      groups_per_step=2, minibatches=steps_per_update
+    groups_per_step=2, minibatches=steps_per_update
   )
   programs = object.__new__(update.UpdatePrograms)  # Nothing is compiled.
   programs._algorithm = parts.Algorithm.of(config)
@@ -221,11 +223,11 @@ def _compare(config, packed, seed=0, values=None):
   want.backward()
   algorithm = parts.Algorithm.of(config)
   weights = algorithm.aggregate(
-      aggregation.StepTokens(
-          np.array([e.sequence.num_sampled for e in examples]),
-          np.array([e.episode for e in examples]),
-          config.loss_length or 1,
-      )
+    aggregation.StepTokens(
+      np.array([e.sequence.num_sampled for e in examples]),
+      np.array([e.episode for e in examples]),
+      config.loss_length or 1,
+    )
   )
   programs = _programs(config)
   got, numbers = 0.0, set()
@@ -237,14 +239,14 @@ def _compare(config, packed, seed=0, values=None):
 
   for batch in fill(weights):
     batch = dataclasses.replace(
-        batch,
-        logprobs=_spread(batch, values, "sampled"),
-        advantages=_spread(batch, values, "advantage"),
+      batch,
+      logprobs=_spread(batch, values, "sampled"),
+      advantages=_spread(batch, values, "advantage"),
     )
     extra = update.Extra(
-        _spread(batch, values, "proximal"),
-        _spread(batch, values, "reference"),
-        teacher=_spread(batch, values, "teacher"),
+      _spread(batch, values, "proximal"),
+      _spread(batch, values, "reference"),
+      teacher=_spread(batch, values, "teacher"),
     )
     entropy = _spread(batch, values, "entropy")
 
@@ -255,10 +257,10 @@ def _compare(config, packed, seed=0, values=None):
     for i in np.unique(number[mask]):
       numbers.add(int(i))
       np.testing.assert_allclose(
-          np.asarray(grad)[mask & (number == i)],
-          leaves[i].grad.numpy(),
-          rtol=2e-4,
-          atol=2e-6,
+        np.asarray(grad)[mask & (number == i)],
+        leaves[i].grad.numpy(),
+        rtol=2e-4,
+        atol=2e-6,
       )
   assert numbers == set(range(len(examples)))
   assert got == pytest.approx(want.item(), rel=2e-5, abs=2e-6)
@@ -267,9 +269,14 @@ def _compare(config, packed, seed=0, values=None):
 
 OBJECTIVES = ("grpo", "gspo", "gspo_token", "cispo", "policy_gradient", "sapo")
 CORRECTIONS = (
-    "none", "decoupled", "tis", "tis_sequence", "mis", "mis_sequence",
-    "mis_geometric",
-)  # pyformat: disable
+  "none",
+  "decoupled",
+  "tis",
+  "tis_sequence",
+  "mis",
+  "mis_sequence",
+  "mis_geometric",
+)
 
 
 def test_the_batch_is_what_the_module_says(packed):
@@ -281,58 +288,57 @@ def test_the_batch_is_what_the_module_says(packed):
   assert [e.truncated for e in examples].count(True) == 1
   # Those of a whole buffer are in test_buffer_objectives.
   assert set(OBJECTIVES) == set(objectives.OBJECTIVES) - {
-      "behaviour_cloning", "clip_cov", "kl_cov",
-  }  # pyformat: disable
+    "behaviour_cloning",
+    "clip_cov",
+    "kl_cov",
+  }
 
 
 @pytest.mark.parametrize(
-    "objective, importance",
-    [(name, "none") for name in OBJECTIVES]
-    + [("grpo", name) for name in CORRECTIONS[1:]]
-    + [("gspo", "mis_geometric"), ("cispo", "tis_sequence")],
+  "objective, importance",
+  [(name, "none") for name in OBJECTIVES]
+  + [("grpo", name) for name in CORRECTIONS[1:]]
+  + [("gspo", "mis_geometric"), ("cispo", "tis_sequence")],
 )
 def test_loss_and_gradient_equal_torch(packed, objective, importance):
   config = config_lib.AlgorithmConfig(
-      objective=objective,
-      importance=importance,
-      clip_low=0.1,
-      clip_high=0.15,
-      tis_cap=1.3,
-      mis_low=0.8,
+    objective=objective,
+    importance=importance,
+    clip_low=0.1,
+    clip_high=0.15,
+    tis_cap=1.3,
+    mis_low=0.8,
   )
   _compare(config, packed, seed=len(objective) + len(importance))
 
 
 @pytest.mark.parametrize(
-    "aggregation, estimator",
-    [
-        ("token_mean", "k2"),
-        ("sequence_mean", "k3"),
-        ("episode_mean", "k2"),
-        ("constant", "k3"),
-    ],
+  "aggregation, estimator",
+  [
+    ("token_mean", "k2"),
+    ("sequence_mean", "k3"),
+    ("episode_mean", "k2"),
+    ("constant", "k3"),
+  ],
 )
 def test_aggregation_kl_and_entropy_equal_torch(packed, aggregation, estimator):
   config = config_lib.AlgorithmConfig(
-      objective="gspo",
-      loss_aggregation=aggregation,
-      loss_length=77,
-      kl_coef=0.2,
-      kl_estimator=estimator,
-      entropy_coef=0.03,
+    objective="gspo",
+    loss_aggregation=aggregation,
+    loss_length=77,
+    kl_coef=0.2,
+    kl_estimator=estimator,
+    entropy_coef=0.03,
   )
   _compare(config, packed)
 
 
 @pytest.mark.parametrize(
-    "objective, importance", [("policy_gradient", "none"), ("grpo", "tis")]
+  "objective, importance", [("policy_gradient", "none"), ("grpo", "tis")]
 )
 def test_distillation_equals_torch(packed, objective, importance):
   config = config_lib.AlgorithmConfig(
-      objective=objective,
-      importance=importance,
-      distill_coef=0.7,
-      teacher="some",
+    objective=objective, importance=importance, distill_coef=0.7, teacher="some"
   )
   _compare(config, packed)
 
@@ -367,7 +373,7 @@ def test_the_veto_drops_whole_sequences(packed):
   values[2]["sampled"][-1] = values[2]["proximal"][-1] + 10.0
   for importance in ("tis", "mis_geometric"):
     config = config_lib.AlgorithmConfig(
-        importance=importance, tis_cap=50.0, veto=1e-3
+      importance=importance, tis_cap=50.0, veto=1e-3
     )
     _compare(config, packed, values=values)
 
@@ -378,15 +384,15 @@ def test_padding_may_hold_anything(packed):
   values = _values(examples, 0)
   for objective in OBJECTIVES:
     config = config_lib.AlgorithmConfig(
-        objective=objective, importance="mis_sequence", tis_cap=2.0
+      objective=objective, importance="mis_sequence", tis_cap=2.0
     )
     programs = _programs(config)
     for batch in fill(np.ones(len(examples))):
       losses = []
       for junk in (0.0, -1e30):
         lp, sampled, proximal = (
-            _spread(batch, values, name, junk)
-            for name in ("new", "sampled", "proximal")
+          _spread(batch, values, name, junk)
+          for name in ("new", "sampled", "proximal")
         )
         here = dataclasses.replace(batch, logprobs=sampled)
 
@@ -394,9 +400,7 @@ def test_padding_may_hold_anything(packed):
       mask = np.asarray(batch.mask)
       (a, da), (b, db) = losses
       assert float(a) == float(b)
-      np.testing.assert_array_equal(
-          np.asarray(da)[mask], np.asarray(db)[mask]
-      )
+      np.testing.assert_array_equal(np.asarray(da)[mask], np.asarray(db)[mask])
       assert np.isfinite(np.asarray(db)).all()
 
 
@@ -407,10 +411,12 @@ def test_a_users_objective_sees_one_buffer(packed):
 
   def mine(tokens, options):
     del options
-    shapes.append({
+    shapes.append(
+      {
         f.name: getattr(tokens, f.name).shape
         for f in dataclasses.fields(tokens)
-    })
+      }
+    )
     real = tokens.sequences >= 0
     mean = jnp.sum(jnp.where(real, tokens.logprobs, 0)) / jnp.sum(real)
     return tokens.logprobs - mean, {"mine": tokens.advantages}
@@ -424,9 +430,7 @@ def test_a_users_objective_sees_one_buffer(packed):
   for batch in fill(np.ones(len(examples))):
     lp = _spread(batch, values, "new")
     scores = logprobs.TokenScores(lp, jnp.zeros_like(lp), jnp.zeros_like(lp))
-    loss, sums = programs.loss_of_scores(
-        scores, batch, update.Extra(lp, lp)
-    )
+    loss, sums = programs.loss_of_scores(scores, batch, update.Extra(lp, lp))
     # Every buffer is centred by its own mean.
     assert float(loss) == pytest.approx(0.0, abs=1e-4)
     assert "mine" in sums.total
@@ -444,6 +448,7 @@ def test_parameters_get_the_references_gradient(case):
   The reference's gradient of each log-prob, put into a loss that is linear in
   the log-probs, has the same gradient of the parameters.
   """
+
   def linear(tokens, options):
     del options
     return tokens.advantages * tokens.logprobs, {}
@@ -454,17 +459,17 @@ def test_parameters_get_the_references_gradient(case):
   finally:
     objectives.OBJECTIVES.unregister("linear")
   settings = dict(
-      objective="gspo",
-      clip_low=0.05,
-      clip_high=0.08,
-      importance="mis_geometric",
-      tis_cap=1.4,
-      mis_low=0.6,
-      loss_aggregation="sequence_mean",
+    objective="gspo",
+    clip_low=0.05,
+    clip_high=0.08,
+    importance="mis_geometric",
+    tis_cap=1.4,
+    mis_low=0.6,
+    loss_aggregation="sequence_mean",
   )
   learner = case.learner(**settings)
   per_group, _ = example_lib.from_groups(
-      _groups(case), advantages.dr_grpo, advantages.AdvantageOptions()
+    _groups(case), advantages.dr_grpo, advantages.AdvantageOptions()
   )
   examples = [e for group in per_group for e in group]
   logprobs = learner.sequence_logprobs([e.sequence for e in examples])
@@ -475,9 +480,9 @@ def test_parameters_get_the_references_gradient(case):
     noise = 0.2 * rng.normal(size=len(lp))
     sampled = np.where(sequence.loss_mask, np.minimum(lp + noise, 0), 0)
     near.append(
-        dataclasses.replace(
-            e, sequence=dataclasses.replace(sequence, logprobs=sampled)
-        )
+      dataclasses.replace(
+        e, sequence=dataclasses.replace(sequence, logprobs=sampled)
+      )
     )
   got, sums, _ = learner_cases.gradients(learner, near)
   config = config_lib.AlgorithmConfig(**settings)
@@ -487,13 +492,15 @@ def test_parameters_get_the_references_gradient(case):
     mask = e.sequence.loss_mask
     new = torch.tensor(lp[mask], dtype=torch.float64, requires_grad=True)
     leaves.append(new)
-    episodes.setdefault(e.episode, []).append({
+    episodes.setdefault(e.episode, []).append(
+      {
         "new": new,
         "proximal": new.detach(),
         "sampled": torch.tensor(e.sequence.logprobs[mask]).double(),
         "advantage": torch.tensor(e.advantages[mask]).double(),
         "entropy": torch.zeros_like(new),
-    })
+      }
+    )
   want = reference_loss(config, list(episodes.values()))
   want.backward()
   assert float(sums.loss) == pytest.approx(want.item(), rel=1e-4, abs=1e-6)
@@ -504,7 +511,7 @@ def test_parameters_get_the_references_gradient(case):
     sloped.append(dataclasses.replace(e, advantages=slope))
   with_gradient = [e for e in sloped if e.has_gradient]
   expected, _, _ = learner_cases.gradients(
-      straight, sloped, np.ones(len(with_gradient))
+    straight, sloped, np.ones(len(with_gradient))
   )
   scale = max(float(np.abs(x).max()) for x in expected.values())
   assert scale > 0

@@ -31,9 +31,12 @@ def test_what_compiled_ahead_is_what_the_update_runs():
   case.programs = {}
   late = case.learner()
   late.update(groups)
-  assert learner_cases.largest_difference(
+  assert (
+    learner_cases.largest_difference(
       compiled_first.parameters(), late.parameters()
-  ) == 0
+    )
+    == 0
+  )
 
 
 def test_an_open_shape_compiles_nothing(case):
@@ -48,29 +51,35 @@ def test_a_learner_begins_from_weights_that_came_later(case):
   learner = case.learner()
   learner.begin_from(other)
   expected = case.learner(model=other)
-  assert learner_cases.largest_difference(
+  assert (
+    learner_cases.largest_difference(
       learner.parameters(), expected.parameters()
-  ) == 0
+    )
+    == 0
+  )
   learner.update(groups)
   expected.update(groups)
-  assert learner_cases.largest_difference(
+  assert (
+    learner_cases.largest_difference(
       learner.parameters(), expected.parameters()
-  ) == 0
+    )
+    == 0
+  )
   with pytest.raises(ValueError, match="has made 1 updates"):
     learner.begin_from(other)
 
 
 @pytest.mark.parametrize(
-    "settings",
-    trials.by_default(
-        [dict(value_warmup=1, advantage="gae")],
-        [
-            dict(kl_coef=0.1, kl_target=0.1),
-            dict(value_warmup=1, advantage="gae"),
-            dict(epochs=2, importance="tis"),
-        ],
-    ),
-    ids=lambda settings: next(iter(settings)),
+  "settings",
+  trials.by_default(
+    [dict(value_warmup=1, advantage="gae")],
+    [
+      dict(kl_coef=0.1, kl_target=0.1),
+      dict(value_warmup=1, advantage="gae"),
+      dict(epochs=2, importance="tis"),
+    ],
+  ),
+  ids=lambda settings: next(iter(settings)),
 )
 def test_shapes_compile_the_programs_of_an_update(settings):
   case = learner_cases.Case()
@@ -86,9 +95,10 @@ def test_shapes_compile_the_programs_of_an_update(settings):
 @pytest.mark.slow
 def test_shapes_compile_the_scores_of_rounded_masters():
   model, processor, _ = checkpoint.create_policy("nano", seed=0, layers=1)
-  nnx.update(model, jax.tree.map(
-      lambda x: x.astype(jnp.bfloat16), nnx.state(model, nnx.Param)
-  ))  # pyformat: disable
+  nnx.update(
+    model,
+    jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model, nnx.Param)),
+  )
   case = learner_cases.Case(own=(model, processor))
   compiled_first = case.learner(kl_coef=0.1, reference=model)
   assert compiled_first.compile_ahead()
@@ -99,12 +109,14 @@ def test_shapes_compile_the_scores_of_rounded_masters():
 
 
 def test_compiling_pins_no_array_and_bears_that_an_update_donates_them(
-    monkeypatch
+  monkeypatch,
 ):
   case = learner_cases.Case()
   learner = case.learner()
-  lower, begun, go = program_lib.Program.lower, threading.Event(), (
-      threading.Event()
+  lower, begun, go = (
+    program_lib.Program.lower,
+    threading.Event(),
+    (threading.Event()),
   )
 
   def held(self, *args):
@@ -115,9 +127,9 @@ def test_compiling_pins_no_array_and_bears_that_an_update_donates_them(
 
   monkeypatch.setattr(program_lib.Program, "lower", held)
   results = []
-  thread = threading.Thread(target=lambda: results.append(
-      learner.compile_ahead()
-  ))  # pyformat: disable
+  thread = threading.Thread(
+    target=lambda: results.append(learner.compile_ahead())
+  )
   thread.start()
   assert begun.wait(60)
   for x in jax.tree.leaves(learner.arrays()):

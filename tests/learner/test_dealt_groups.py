@@ -21,7 +21,7 @@ class Learner:
   """Counts updates and keeps each one's groups."""
 
   config = types.SimpleNamespace(
-      publish_every=1, dynamic_sampling=0, groups_per_step=4
+    publish_every=1, dynamic_sampling=0, groups_per_step=4
   )
   groups_per_step = 2
 
@@ -69,9 +69,13 @@ def run(peers, steps, stuck_in, order="admission", staleness=0, share_s=0.2):
   stuck = threading.Event()
   learner = Learner()
   loop = loop_lib.LearnerLoop(
-      learner, queue, lambda *_: None, wait_timeout_s=60, processes=peers,
-      share_timeout_s=share_s,
-  )  # pyformat: disable
+    learner,
+    queue,
+    lambda *_: None,
+    wait_timeout_s=60,
+    processes=peers,
+    share_timeout_s=share_s,
+  )
   thread = collecting(queue, stuck, "abc"[peers.index])
   dealt = []
   for step in range(steps):
@@ -79,7 +83,7 @@ def run(peers, steps, stuck_in, order="admission", staleness=0, share_s=0.2):
     dealt.append(loop.step()["dealt_groups"])
     counters = queue.counters()
     assert counters["accepted"] + counters["running"] <= (
-        (staleness + queue.version + 1) * 2
+      (staleness + queue.version + 1) * 2
     )
   stuck.clear()
   queue.close()
@@ -91,7 +95,7 @@ def run(peers, steps, stuck_in, order="admission", staleness=0, share_s=0.2):
 def test_the_others_give_what_a_stuck_process_does_not(order):
   stuck = {1: {1, 2}}
   results = peer_threads.run_all(
-      3, lambda peers: run(peers, 8, stuck, order=order)
+    3, lambda peers: run(peers, 8, stuck, order=order)
   )
   (a, _, _), (b, dealt, queue), (c, _, _) = results
   for step in range(8):
@@ -124,9 +128,13 @@ def test_when_all_are_stuck_they_wait():
     queue = group_queue.GroupQueue(2)
     learner = Learner()
     loop = loop_lib.LearnerLoop(
-        learner, queue, lambda *_: None, wait_timeout_s=60, processes=peers,
-        share_timeout_s=0.1,
-    )  # pyformat: disable
+      learner,
+      queue,
+      lambda *_: None,
+      wait_timeout_s=60,
+      processes=peers,
+      share_timeout_s=0.1,
+    )
     thread = collecting(queue, stuck, "ab"[peers.index])
     loop.step()
     queue.close()
@@ -150,18 +158,17 @@ def test_processes_train_on_all_that_closed_queues_hold(share_s):
     queue.close()
     learner = Learner()
     loop = loop_lib.LearnerLoop(
-        learner, queue, lambda *_: None, processes=peers,
-        share_timeout_s=share_s,
-    )  # pyformat: disable
+      learner, queue, lambda *_: None, processes=peers, share_timeout_s=share_s
+    )
     assert loop.run(100) == 4
     with pytest.raises(group_queue.QueueClosed):
       loop.step()
     return learner.learned
 
   assert peer_threads.run_all(3, work) == [
-      [["00", "01"], ["02", "03"], ["04", "05"], ["06"]],
-      [["10", "11"], ["12"], [], []],
-      [[]] * 4,
+    [["00", "01"], ["02", "03"], ["04", "05"], ["06"]],
+    [["10", "11"], ["12"], [], []],
+    [[]] * 4,
   ]
 
 
@@ -177,9 +184,13 @@ def test_those_whose_queues_are_closed_wait_for_a_late_one():
       thread = collecting(queue, stuck, "a")
     learner = Learner()
     loop = loop_lib.LearnerLoop(
-        learner, queue, lambda *_: None, wait_timeout_s=60, processes=peers,
-        share_timeout_s=0.05,
-    )  # pyformat: disable
+      learner,
+      queue,
+      lambda *_: None,
+      wait_timeout_s=60,
+      processes=peers,
+      share_timeout_s=0.05,
+    )
     loop.step()
     queue.close()
     if not peers.index:
@@ -197,9 +208,13 @@ def test_a_process_that_waits_for_ever_is_starved_though_others_ended():
     if peers.index:
       queue.close()
     loop = loop_lib.LearnerLoop(
-        Learner(), queue, lambda *_: None, wait_timeout_s=0.5,
-        processes=peers, share_timeout_s=0.1,
-    )  # pyformat: disable
+      Learner(),
+      queue,
+      lambda *_: None,
+      wait_timeout_s=0.5,
+      processes=peers,
+      share_timeout_s=0.1,
+    )
     stop = threading.Event()
     threading.Timer(10, stop.set).start()
     with pytest.raises((loop_lib.StarvedError, peers_lib.PeerError)) as error:
@@ -218,9 +233,13 @@ def test_a_stop_of_a_process_whose_queue_is_closed_ends_the_wait_of_all():
       queue.close()
       threading.Timer(0.4, stop.set).start()
     loop = loop_lib.LearnerLoop(
-        Learner(), queue, lambda *_: None, wait_timeout_s=10,
-        processes=peers, share_timeout_s=0.1,
-    )  # pyformat: disable
+      Learner(),
+      queue,
+      lambda *_: None,
+      wait_timeout_s=10,
+      processes=peers,
+      share_timeout_s=0.1,
+    )
     return loop.step(stop)
 
   assert peer_threads.run_all(2, work) == [None, None]
@@ -247,7 +266,7 @@ def test_a_wait_for_the_last_groups_loses_none():
   learner = Learner()
   learner.groups_per_step = 3
   loop = loop_lib.LearnerLoop(
-      learner, groups, lambda *_: None, wait_timeout_s=10
+    learner, groups, lambda *_: None, wait_timeout_s=10
   )
   loop.step()
   assert learner.learned == [["a0", "a1"]]
@@ -268,7 +287,7 @@ def test_what_is_there_may_be_gone_when_it_is_taken():
   groups = ClosingQueue(2)
   groups.put(queue_groups.group("a0"))
   loop = loop_lib.LearnerLoop(
-      Learner(), groups, lambda *_: None, wait_timeout_s=10
+    Learner(), groups, lambda *_: None, wait_timeout_s=10
   )
   loop._take_ready()
   assert loop._kept == []
@@ -279,9 +298,12 @@ def test_a_stop_ends_the_wait_of_all():
 
   def work(peers):
     loop = loop_lib.LearnerLoop(
-        Learner(), group_queue.GroupQueue(2), lambda *_: None,
-        processes=peers, share_timeout_s=0.1,
-    )  # pyformat: disable
+      Learner(),
+      group_queue.GroupQueue(2),
+      lambda *_: None,
+      processes=peers,
+      share_timeout_s=0.1,
+    )
     if peers.index:
       threading.Timer(0.4, stops[1].set).start()
     return loop.step(stops[peers.index])

@@ -10,10 +10,7 @@ from tests.learner import learner_cases
 
 # Decay and schedule move weights and counts without a gradient.
 MOVING = dict(
-    weight_decay=0.1,
-    schedule="linear",
-    steps=10,
-    skip_zero_advantage=False,
+  weight_decay=0.1, schedule="linear", steps=10, skip_zero_advantage=False
 )
 
 
@@ -25,14 +22,14 @@ def state_of(learner):
 def differences(before, learner):
   """Names of the arrays of a learner that are not what they were."""
   pairs = zip(
-      jax.tree_util.tree_leaves_with_path(before),
-      jax.tree.leaves(state_of(learner)),
-      strict=True,
+    jax.tree_util.tree_leaves_with_path(before),
+    jax.tree.leaves(state_of(learner)),
+    strict=True,
   )
   return [
-      jax.tree_util.keystr(path)
-      for (path, old), new in pairs
-      if not np.array_equal(old, new)
+    jax.tree_util.keystr(path)
+    for (path, old), new in pairs
+    if not np.array_equal(old, new)
   ]
 
 
@@ -44,28 +41,28 @@ def with_logprobs(groups, logprobs):
     logprobs: Sequence -> float32[T].
   """
   return [
-      dataclasses.replace(
-          group,
-          trajectories=tuple(
-              dataclasses.replace(
-                  member,
-                  sequences=[
-                      dataclasses.replace(
-                          s, logprobs=np.where(s.loss_mask, logprobs(s), 0.0)
-                      )
-                      for s in member.sequences
-                  ],
-              )
-              for member in group
-          ),
-      )
-      for group in groups
+    dataclasses.replace(
+      group,
+      trajectories=tuple(
+        dataclasses.replace(
+          member,
+          sequences=[
+            dataclasses.replace(
+              s, logprobs=np.where(s.loss_mask, logprobs(s), 0.0)
+            )
+            for s in member.sequences
+          ],
+        )
+        for member in group
+      ),
+    )
+    for group in groups
   ]
 
 
 def on_policy(learner, groups):
   return with_logprobs(
-      groups, lambda s: np.minimum(learner.sequence_logprobs([s])[0], 0)
+    groups, lambda s: np.minimum(learner.sequence_logprobs([s])[0], 0)
   )
 
 
@@ -81,20 +78,20 @@ def equal(case, count=2):
 def empty_batches(case, learner, veto):
   """Groups without weight: by equal rewards, and by their log-probs."""
   return {
-      "equal": equal(case),
-      "vetoed" if veto else "outside": certain(case.groups(2, 3)),
-      "equal up to rounding": [
-          case.group([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], "even")
-      ],
+    "equal": equal(case),
+    "vetoed" if veto else "outside": certain(case.groups(2, 3)),
+    "equal up to rounding": [
+      case.group([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], "even")
+    ],
   }
 
 
 @pytest.mark.parametrize(
-    "optimizer, algorithm",
-    [
-        ("adamw", dict(importance="mis", mis_low=0.5)),
-        ("muon", dict(veto=0.5, importance="tis")),
-    ],
+  "optimizer, algorithm",
+  [
+    ("adamw", dict(importance="mis", mis_low=0.5)),
+    ("muon", dict(veto=0.5, importance="tis")),
+  ],
 )
 def test_nothing_moves_without_weight(case, optimizer, algorithm):
   learner = case.learner(optimizer=optimizer, **MOVING, **algorithm)
@@ -128,9 +125,10 @@ def test_one_empty_minibatch_of_an_epoch_is_left_out(case):
   alone = case.learner(**MOVING, **fields | dict(minibatches=1, epochs=2))
   # Weights are those of its minibatch: the other one changes nothing.
   alone.update(groups[:1])
-  assert learner_cases.largest_difference(
-      learner.parameters(), alone.parameters()
-  ) < 1e-6
+  assert (
+    learner_cases.largest_difference(learner.parameters(), alone.parameters())
+    < 1e-6
+  )
   before = state_of(learner)
   metrics = learner.update(equal(case))
   assert differences(before, learner) == []
@@ -140,7 +138,7 @@ def test_one_empty_minibatch_of_an_epoch_is_left_out(case):
 def test_a_kl_term_is_weight(case):
   """Vetoed tokens leave the policy's term, and stay in the others."""
   learner = case.learner(
-      veto=0.5, importance="tis", kl_coef=0.5, reference=case.model, **MOVING
+    veto=0.5, importance="tis", kl_coef=0.5, reference=case.model, **MOVING
   )
   groups = certain(case.groups(2, 3))
   # At the reference itself the KL has no slope, and has weight.
@@ -159,9 +157,7 @@ def test_an_entropy_term_is_weight(case):
 
 
 def test_a_value_loss_is_weight(case):
-  learner = case.learner(
-      advantage="gae", value_learning_rate=1e-2, **MOVING
-  )
+  learner = case.learner(advantage="gae", value_learning_rate=1e-2, **MOVING)
   metrics = learner.update(equal(case))
   assert metrics["optimizer_steps"] == 1 and metrics["empty_updates"] == 0
 
@@ -169,18 +165,18 @@ def test_a_value_loss_is_weight(case):
 def test_clipped_tokens_have_weight(case):
   """Every ratio is beyond its clip: the step is made, as PPO's authors do."""
   learner = case.learner(
-      **MOVING | dict(weight_decay=0.0), clip_low=0.01, clip_high=0.01
+    **MOVING | dict(weight_decay=0.0), clip_low=0.01, clip_high=0.01
   )
   learner.update(on_policy(learner, case.groups(2, 3)))
   group = case.group([1.0, 0.0])
   high, low = group.trajectories
   (high,) = with_logprobs(
-      [dataclasses.replace(group, trajectories=(high,))],
-      lambda s: np.full(len(s), -20.0, np.float32),
+    [dataclasses.replace(group, trajectories=(high,))],
+    lambda s: np.full(len(s), -20.0, np.float32),
   )[0].trajectories
-  (low,) = certain(
-      [dataclasses.replace(group, trajectories=(low,))]
-  )[0].trajectories
+  (low,) = certain([dataclasses.replace(group, trajectories=(low,))])[
+    0
+  ].trajectories
   group = dataclasses.replace(group, trajectories=(high, low))
   before = state_of(learner)
   metrics = learner.update([group])

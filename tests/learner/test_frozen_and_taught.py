@@ -60,7 +60,7 @@ def test_a_routers_correction_stays_whatever_trains(rank):
     lora.add(model, rank=rank)
   case = learner_cases.Case(own=(model, processor))
   learner = case.learner(
-      patches=128, weight_decay=0.5, learning_rate=0.1, warmup_steps=0
+    patches=128, weight_decay=0.5, learning_rate=0.1, warmup_steps=0
   )
   (name,) = (k for k in learner._frozen if k.endswith("correction_bias"))
   before = {k: np.asarray(v) for k, v in learner._params.items()}
@@ -77,9 +77,7 @@ def test_a_policy_without_a_tower_has_none_to_freeze(case):
     pass
 
   with pytest.raises(ValueError, match="Blind names no vision_modules"):
-    frozen_lib.modules(
-        Blind(), config_lib.LearnerConfig(freeze_vision=True)
-    )
+    frozen_lib.modules(Blind(), config_lib.LearnerConfig(freeze_vision=True))
 
 
 # --- the reference ------------------------------------------------------------
@@ -88,13 +86,11 @@ def test_a_policy_without_a_tower_has_none_to_freeze(case):
 def test_a_reference_on_the_host_is_the_same_reference(case):
   groups = case.groups()
   reference, _ = learner_cases.policy(7)
-  settings = dict(
-      kl_coef=0.1, skip_zero_advantage=False, reference=reference
-  )
+  settings = dict(kl_coef=0.1, skip_zero_advantage=False, reference=reference)
   here = case.learner(**settings)
   there = case.learner(**settings, reference_on="host")
   kinds = lambda: {
-      x.sharding.memory_kind for x in there._reference._kept.values()
+    x.sharding.memory_kind for x in there._reference._kept.values()
   }
   assert kinds() == {"pinned_host"}
   a, b = here.update(groups), there.update(groups)
@@ -130,12 +126,12 @@ def test_distilled_log_probs_move_to_the_teachers(case):
   """The advantage is the teacher's log-prob less the sampled one, exactly."""
   teacher, _ = learner_cases.policy(7)
   learner = case.learner(
-      teacher=teacher,
-      advantage="none",
-      objective="policy_gradient",
-      distill_coef=1.0,
-      skip_zero_advantage=False,
-      learning_rate=1e-3,
+    teacher=teacher,
+    advantage="none",
+    objective="policy_gradient",
+    distill_coef=1.0,
+    skip_zero_advantage=False,
+    learning_rate=1e-3,
   )
   groups = case.groups()
   sequences = [s for g in groups for m in g for s in m.sequences]
@@ -148,13 +144,11 @@ def test_distilled_log_probs_move_to_the_teachers(case):
     examples = learner_cases.examples_of(groups)
     for i in np.unique(number[mask]):
       sequence = examples[i].sequence
-      at = next(
-          k for k, s in enumerate(sequences) if s is sequence
-      )
+      at = next(k for k, s in enumerate(sequences) if s is sequence)
       np.testing.assert_allclose(
-          np.asarray(extra.teacher)[mask & (number == i)],
-          expected[at][sequence.loss_mask],
-          atol=2e-5,
+        np.asarray(extra.teacher)[mask & (number == i)],
+        expected[at][sequence.loss_mask],
+        atol=2e-5,
       )
   metrics = learner.update(groups)
   assert metrics["optimizer_steps"] == 1  # Rewards have no part in it.
@@ -166,12 +160,12 @@ def test_on_policy_samples_bring_the_policy_to_its_teacher(case):
   """Tokens drawn from the policy's own distribution: the true KL falls."""
   teacher, _ = learner_cases.policy(7)
   learner = case.learner(
-      teacher=teacher,
-      advantage="none",
-      objective="policy_gradient",
-      distill_coef=1.0,
-      skip_zero_advantage=False,
-      learning_rate=3e-3,
+    teacher=teacher,
+    advantage="none",
+    objective="policy_gradient",
+    distill_coef=1.0,
+    skip_zero_advantage=False,
+    learning_rate=3e-3,
   )
   rng = np.random.default_rng(0)
   prompt = [("text", case.text(4)), ("image", case.image())]
@@ -181,7 +175,7 @@ def test_on_policy_samples_bring_the_policy_to_its_teacher(case):
     model = learner.policy()
     probe = case.sequence([*prompt, ("sampled", case.text(1))])
     packed = learner._minibatches.pack(
-        [example_lib.Example(probe, np.zeros(len(probe)))], np.ones(1)
+      [example_lib.Example(probe, np.zeros(len(probe)))], np.ones(1)
     )
     batch = packed.batches[0]
     hidden = logprobs.gather_hidden(model(batch.inputs), batch.index)
@@ -199,21 +193,23 @@ def test_on_policy_samples_bring_the_policy_to_its_teacher(case):
   before = kl_of(case, learner, teacher, drawn()[:1])
   for _ in range(12):
     sequences = drawn()
-    learner.update([
+    learner.update(
+      [
         trajectory.TrajectoryGroup(
-            "g",
-            "t",
-            tuple(
-                trajectory.Trajectory(
-                    task="t",
-                    steps=[trajectory.Step()],
-                    status=trajectory.TrajectoryStatus.FAILED,
-                    sequences=[s],
-                )
-                for s in sequences
-            ),
+          "g",
+          "t",
+          tuple(
+            trajectory.Trajectory(
+              task="t",
+              steps=[trajectory.Step()],
+              status=trajectory.TrajectoryStatus.FAILED,
+              sequences=[s],
+            )
+            for s in sequences
+          ),
         )
-    ])
+      ]
+    )
   after = kl_of(case, learner, teacher, drawn()[:1])
   assert after < 0.8 * before
 
@@ -242,7 +238,7 @@ def test_scores_over_a_support_equal_float64_numpy():
     in_support[i, j, row] = True
   in_support[~in_support.any(-1)] = True
   got = logprobs.score(
-      jnp.asarray(logits, jnp.float32), targets, 0.7, None, support
+    jnp.asarray(logits, jnp.float32), targets, 0.7, None, support
   )
   scaled = np.where(in_support, logits / 0.7, -np.inf)
   scaled -= scaled.max(-1, keepdims=True)
@@ -259,10 +255,9 @@ def test_gradients_over_a_support_are_finite_and_zero_outside():
   targets = np.array([[5, 7, 2]])
   for chunked in (logits, logits - 500.0):
     grad = np.asarray(
-        jax.grad(
-            lambda x: logprobs.score(x, targets, 1.0, None, support)
-            .logprobs.sum()
-        )(chunked)
+      jax.grad(
+        lambda x: logprobs.score(x, targets, 1.0, None, support).logprobs.sum()
+      )(chunked)
     )
     assert np.isfinite(grad).all()
     outside = np.ones(20, bool)
@@ -277,19 +272,18 @@ def test_chunks_of_a_support_change_nothing():
   kernel = jnp.asarray(rng.normal(size=(8, 30)), jnp.float32)
   targets = jnp.asarray(rng.integers(0, 30, (2, 11)), jnp.int32)
   support = np.concatenate(
-      [np.asarray(targets)[..., None], rng.integers(0, 30, (2, 11, 4))], -1
+    [np.asarray(targets)[..., None], rng.integers(0, 30, (2, 11, 4))], -1
   )
 
   class Head:
-
     def logits(self, hidden):
       return hidden @ kernel
 
   at_once, parts = (
-      logprobs.token_scores(
-          Head(), hidden, targets, chunk=chunk, support_SMK=support
-      )
-      for chunk in (64, 4)
+    logprobs.token_scores(
+      Head(), hidden, targets, chunk=chunk, support_SMK=support
+    )
+    for chunk in (64, 4)
   )
   np.testing.assert_allclose(at_once.logprobs, parts.logprobs, atol=1e-6)
   np.testing.assert_allclose(at_once.entropy, parts.entropy, atol=1e-6)
@@ -305,51 +299,49 @@ def test_truncated_rollouts_are_on_policy_in_the_learner(case):
   async def play(engine, i):
     prompt = case.text(5)
     completion = await engine.generate(
-        policy_client.TokenPrompt(prompt),
-        policy_client.SamplingParams(
-            max_new_tokens=8, seed=i, top_logprobs=20, **sampling
-        ),
-        session=f"s{i}",
+      policy_client.TokenPrompt(prompt),
+      policy_client.SamplingParams(
+        max_new_tokens=8, seed=i, top_logprobs=20, **sampling
+      ),
+      session=f"s{i}",
     )
     completion = completion.with_support()
     size = len(completion.tokens)
     mask = np.arange(5 + size) >= 5
     grown = lambda values, fill: np.append(np.full(5, fill), values)
     return trajectory.TokenSequence(
-        tokens=np.append(prompt, completion.tokens),
-        loss_mask=mask,
-        logprobs=grown(completion.logprobs, 0.0),
-        versions=grown(completion.versions, -1),
-        turn_ids=np.zeros(5 + size),
-        support=np.pad(
-            completion.support, ((5, 0), (0, 0)), constant_values=-1
-        ),
+      tokens=np.append(prompt, completion.tokens),
+      loss_mask=mask,
+      logprobs=grown(completion.logprobs, 0.0),
+      versions=grown(completion.versions, -1),
+      turn_ids=np.zeros(5 + size),
+      support=np.pad(completion.support, ((5, 0), (0, 0)), constant_values=-1),
     )
 
   async def play_all(engine):
     return await asyncio.wait_for(
-        asyncio.gather(*(play(engine, i) for i in range(4))), 240
+      asyncio.gather(*(play(engine, i) for i in range(4))), 240
     )
 
   with engine_lib.RolloutEngine(
-      case.model,
-      case.processor,
-      case.store,
-      engine_config.EngineConfig(
-          slots=4,
-          context_length=64,
-          prefill_rows=(4,),
-          prefill_buckets=(16,),
-          image_buckets=(1,),
-      ),
-      image_sizes=((32, 32),),
-      banned_token_ids=case.model.config.banned_token_ids,
+    case.model,
+    case.processor,
+    case.store,
+    engine_config.EngineConfig(
+      slots=4,
+      context_length=64,
+      prefill_rows=(4,),
+      prefill_buckets=(16,),
+      image_buckets=(1,),
+    ),
+    image_sizes=((32, 32),),
+    banned_token_ids=case.model.config.banned_token_ids,
   ) as engine:
     sequences = asyncio.run(play_all(engine))
   truncated = learner.sequence_logprobs(sequences)
   untruncated = plain.sequence_logprobs(sequences)
   for sequence, got, plain_logprobs in zip(
-      sequences, truncated, untruncated, strict=True
+    sequences, truncated, untruncated, strict=True
   ):
     np.testing.assert_allclose(got, sequence.logprobs, atol=1e-4)
     again = trajectory.TokenSequence.from_json(sequence.to_json())
@@ -358,18 +350,18 @@ def test_truncated_rollouts_are_on_policy_in_the_learner(case):
     lower = (plain_logprobs - sequence.logprobs)[sequence.loss_mask]
     assert lower.max() < -1e-3
   group = trajectory.TrajectoryGroup(
-      "g",
-      "t",
-      tuple(
-          trajectory.Trajectory(
-              task="t",
-              steps=[trajectory.Step()],
-              reward=float(i % 2),
-              status=trajectory.TrajectoryStatus.FAILED,
-              sequences=[s],
-          )
-          for i, s in enumerate(sequences)
-      ),
+    "g",
+    "t",
+    tuple(
+      trajectory.Trajectory(
+        task="t",
+        steps=[trajectory.Step()],
+        reward=float(i % 2),
+        status=trajectory.TrajectoryStatus.FAILED,
+        sequences=[s],
+      )
+      for i, s in enumerate(sequences)
+    ),
   )
   metrics = learner.update([group])
   assert metrics["ratio_max"] == pytest.approx(1, abs=2e-4)
@@ -382,11 +374,14 @@ def test_a_sequence_without_a_mask_is_refused(case):
     learner.update(case.groups())
 
 
-@pytest.mark.parametrize("settings, message", [
+@pytest.mark.parametrize(
+  "settings, message",
+  [
     (dict(keep_sampling_mask=True), "0 < top_k <= 20"),
     (dict(keep_sampling_mask=True, top_k=21), "top_k=21"),
     (dict(top_p=0.9), "keep_sampling_mask=True"),
-])  # pyformat: disable
+  ],
+)
 def test_sampling_that_cannot_be_reproduced_is_refused(case, settings, message):
   with pytest.raises(ValueError, match=message):
     case.learner(**settings)

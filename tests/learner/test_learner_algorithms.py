@@ -26,7 +26,7 @@ OPTIONS = advantages.AdvantageOptions()
 def _group(totals, turns=None):
   turns = turns or [[t] for t in totals]
   return advantages.GroupRewards(
-      np.array(totals, float), tuple(np.array(t, float) for t in turns)
+    np.array(totals, float), tuple(np.array(t, float) for t in turns)
   )
 
 
@@ -44,12 +44,12 @@ def test_grpo_by_hand():
 
 
 @pytest.mark.parametrize(
-    "name, upstream",
-    [
-        ("grpo", algo_core.compute_advantages),
-        ("dr_grpo", algo_core.compute_drgrpo_advantages),
-        ("rloo", algo_core.compute_rloo_advantages),
-    ],
+  "name, upstream",
+  [
+    ("grpo", algo_core.compute_advantages),
+    ("dr_grpo", algo_core.compute_drgrpo_advantages),
+    ("rloo", algo_core.compute_rloo_advantages),
+  ],
 )
 def test_advantages_equal_upstream(name, upstream):
   rewards = np.random.default_rng(0).normal(size=(5, 8))
@@ -76,8 +76,8 @@ def test_rloo_is_dr_grpo_scaled():
 
 def test_turn_returns_discount_by_turn():
   np.testing.assert_allclose(
-      advantages.discounted_returns(np.array([1.0, 0.0, 2.0]), 0.5),
-      [1.5, 1.0, 2.0],
+    advantages.discounted_returns(np.array([1.0, 0.0, 2.0]), 0.5),
+    [1.5, 1.0, 2.0],
   )
   group = _group([1.0, 0.0], [[0.0, 1.0], [0.0]])
   got = advantages.turn_returns(group, advantages.AdvantageOptions(gamma=0.5))
@@ -93,35 +93,33 @@ def test_not_finite_rewards_are_refused():
 
 def test_turn_rewards_cover_turns_without_a_step_and_the_final_reward():
   sequence = trajectory.TokenSequence(
-      [1, 2, 3], [False, True, True], [0, -1, -1], [-1, 0, 0], [0, 0, 2]
+    [1, 2, 3], [False, True, True], [0, -1, -1], [-1, 0, 0], [0, 0, 2]
   )
   episode = trajectory.Trajectory(
-      steps=[trajectory.Step(reward=0.25)],
-      reward=1.0,
-      status=trajectory.TrajectoryStatus.PARSE_ERROR,
-      sequences=[sequence],
+    steps=[trajectory.Step(reward=0.25)],
+    reward=1.0,
+    status=trajectory.TrajectoryStatus.PARSE_ERROR,
+    sequences=[sequence],
   )
-  np.testing.assert_array_equal(
-      examples.turn_rewards(episode), [0.25, 0, 0.75]
-  )
+  np.testing.assert_array_equal(examples.turn_rewards(episode), [0.25, 0, 0.75])
 
 
 # --- aggregation ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name, want",
-    [
-        ("token_mean", [1 / 10] * 4),
-        ("sequence_mean", [1 / 4, 1 / 12, 1 / 8, 1 / 16]),
-        ("episode_mean", [1 / 8, 1 / 8, 1 / 12, 1 / 12]),
-        ("constant", [1 / (2 * 32)] * 4),
-    ],
+  "name, want",
+  [
+    ("token_mean", [1 / 10] * 4),
+    ("sequence_mean", [1 / 4, 1 / 12, 1 / 8, 1 / 16]),
+    ("episode_mean", [1 / 8, 1 / 8, 1 / 12, 1 / 12]),
+    ("constant", [1 / (2 * 32)] * 4),
+  ],
 )
 def test_aggregation_weights(name, want):
   # Episode 0 has sequences of 1 and 3 tokens, episode 1 of 2 and 4.
   step = aggregation.StepTokens(
-      np.array([1, 3, 2, 4]), np.array([0, 0, 1, 1]), 32
+    np.array([1, 3, 2, 4]), np.array([0, 0, 1, 1]), 32
   )
   weights = aggregation.AGGREGATORS.get(name)(step)
   np.testing.assert_allclose(weights, want, rtol=1e-12)
@@ -138,15 +136,15 @@ def _policies(seed=0, size=7):
 
 
 @pytest.mark.parametrize(
-    "name, method", [("k1", "kl"), ("k2", "mse_kl"), ("k3", "low_var_kl")]
+  "name, method", [("k1", "kl"), ("k2", "mse_kl"), ("k3", "low_var_kl")]
 )
 def test_kl_equals_upstream(name, method):
   rng = np.random.default_rng(1)
   p, q = jnp.array(-rng.random((2, 50)) * 4)
   np.testing.assert_allclose(
-      kl.ESTIMATORS.get(name)(p, q),
-      common.compute_kl_divergence(p, q, method=method),
-      atol=1e-6,
+    kl.ESTIMATORS.get(name)(p, q),
+    common.compute_kl_divergence(p, q, method=method),
+    atol=1e-6,
   )
 
 
@@ -178,10 +176,10 @@ def test_kl_gradients_are_what_the_docstring_says():
   grad = jax.grad(surrogate)
   np.testing.assert_allclose(grad(p_logits, kl.k1), 0, atol=1e-6)
   np.testing.assert_allclose(
-      grad(p_logits, kl.k2), jax.grad(reverse)(p_logits), atol=1e-6
+    grad(p_logits, kl.k2), jax.grad(reverse)(p_logits), atol=1e-6
   )
   np.testing.assert_allclose(
-      grad(p_logits, kl.k3), jax.grad(forward)(p_logits), atol=1e-6
+    grad(p_logits, kl.k3), jax.grad(forward)(p_logits), atol=1e-6
   )
 
 
@@ -204,26 +202,26 @@ def _tokens(ratio, advantage, weight=1.0):
   ratio = jnp.atleast_1d(jnp.asarray(ratio, jnp.float32))
   anchor = jnp.full(ratio.shape, -2.0)
   return objectives.TokenBatch(
-      logprobs=anchor + jnp.log(ratio),
-      anchor=anchor,
-      weight=jnp.full(ratio.shape, weight),
-      advantages=jnp.broadcast_to(jnp.float32(advantage), ratio.shape),
-      sequences=jnp.zeros(ratio.shape, jnp.int32),
+    logprobs=anchor + jnp.log(ratio),
+    anchor=anchor,
+    weight=jnp.full(ratio.shape, weight),
+    advantages=jnp.broadcast_to(jnp.float32(advantage), ratio.shape),
+    sequences=jnp.zeros(ratio.shape, jnp.int32),
   )
 
 
 @pytest.mark.parametrize(
-    "ratio, advantage, loss, slope",
-    [
-        # slope = d loss / d log-prob = -ratio * A inside the clip, else 0.
-        (1.0, 2.0, -2.0, -2.0),
-        (1.2, 1.0, -1.2, -1.2),
-        (1.5, 1.0, -1.28, 0.0),  # Clipped high.
-        (1.5, -1.0, 1.5, 1.5),  # The pessimistic side is never clipped.
-        (0.5, 1.0, -0.5, -0.5),
-        (0.5, -1.0, 0.8, 0.0),  # Clipped low.
-        (0.9, -2.0, 1.8, 1.8),
-    ],
+  "ratio, advantage, loss, slope",
+  [
+    # slope = d loss / d log-prob = -ratio * A inside the clip, else 0.
+    (1.0, 2.0, -2.0, -2.0),
+    (1.2, 1.0, -1.2, -1.2),
+    (1.5, 1.0, -1.28, 0.0),  # Clipped high.
+    (1.5, -1.0, 1.5, 1.5),  # The pessimistic side is never clipped.
+    (0.5, 1.0, -0.5, -0.5),
+    (0.5, -1.0, 0.8, 0.0),  # Clipped low.
+    (0.9, -2.0, 1.8, 1.8),
+  ],
 )
 def test_clipped_objective(ratio, advantage, loss, slope):
   options = objectives.ObjectiveOptions(0.2, 0.28)
@@ -236,11 +234,11 @@ def test_clipped_objective(ratio, advantage, loss, slope):
 
   def value(lp):
     return objectives.clipped(
-        dataclasses.replace(tokens, logprobs=lp), options
+      dataclasses.replace(tokens, logprobs=lp), options
     )[0].sum()
 
   np.testing.assert_allclose(
-      jax.grad(value)(tokens.logprobs), [3 * slope], rtol=1e-5
+    jax.grad(value)(tokens.logprobs), [3 * slope], rtol=1e-5
   )
 
 
@@ -261,15 +259,15 @@ def test_behaviour_cloning_is_the_negative_log_likelihood():
 
 
 @pytest.mark.parametrize(
-    "fields, message",
-    [
-        (dict(schedule="cosine", steps=4, warmup_steps=4), "warmup_steps=4"),
-        (dict(warmup_steps=5, steps=4), "warmup_steps=5"),
-        (dict(overlong="cut"), "overlong"),
-        (dict(optimizer="sgd"), "muon"),
-        (dict(rows=0), "rows"),
-        (dict(groups_per_step=8, minibatches=3), "minibatches=3"),
-    ],
+  "fields, message",
+  [
+    (dict(schedule="cosine", steps=4, warmup_steps=4), "warmup_steps=4"),
+    (dict(warmup_steps=5, steps=4), "warmup_steps=5"),
+    (dict(overlong="cut"), "overlong"),
+    (dict(optimizer="sgd"), "muon"),
+    (dict(rows=0), "rows"),
+    (dict(groups_per_step=8, minibatches=3), "minibatches=3"),
+  ],
 )
 def test_the_learners_settings_refuse(fields, message):
   with pytest.raises(ValueError, match=message):
@@ -277,12 +275,12 @@ def test_the_learners_settings_refuse(fields, message):
 
 
 @pytest.mark.parametrize(
-    "fields, message",
-    [
-        (dict(clip_low=1.5), "clip_low"),
-        (dict(tis_cap=0.5), "tis_cap"),
-        (dict(kl_estimator="k1", kl_coef=0.1), "k2 or k3"),
-    ],
+  "fields, message",
+  [
+    (dict(clip_low=1.5), "clip_low"),
+    (dict(tis_cap=0.5), "tis_cap"),
+    (dict(kl_estimator="k1", kl_coef=0.1), "k2 or k3"),
+  ],
 )
 def test_the_algorithms_settings_refuse(fields, message):
   with pytest.raises(ValueError, match=message):
@@ -290,14 +288,14 @@ def test_the_algorithms_settings_refuse(fields, message):
 
 
 @pytest.mark.parametrize(
-    "fields, message",
-    [
-        (dict(advantage="grop"), "grpo"),
-        (dict(objective="ppo"), "objective"),
-        (dict(importance="iis"), "tis"),
-        (dict(kl_estimator="k9"), "KL estimator"),
-        (dict(loss_aggregation="mean"), "token_mean"),
-    ],
+  "fields, message",
+  [
+    (dict(advantage="grop"), "grpo"),
+    (dict(objective="ppo"), "objective"),
+    (dict(importance="iis"), "tis"),
+    (dict(kl_estimator="k9"), "KL estimator"),
+    (dict(loss_aggregation="mean"), "token_mean"),
+  ],
 )
 def test_an_algorithms_unknown_parts_are_refused(fields, message):
   with pytest.raises(ValueError, match=message):
@@ -311,9 +309,13 @@ def test_a_part_may_be_given_by_its_path():
 
 
 @pytest.mark.parametrize(
-    "fields, message", [(dict(temperature=0.0), "temperature"),
-                        (dict(top_p=0.9), "tis"), (dict(top_k=5), "tis")]
-)  # pyformat: disable
+  "fields, message",
+  [
+    (dict(temperature=0.0), "temperature"),
+    (dict(top_p=0.9), "tis"),
+    (dict(top_k=5), "tis"),
+  ],
+)
 def test_sampling_that_cannot_be_learned_from_is_refused(fields, message):
   algorithm = parts.Algorithm.of(config_lib.AlgorithmConfig())
   with pytest.raises(ValueError, match=message):
@@ -323,13 +325,13 @@ def test_sampling_that_cannot_be_learned_from_is_refused(fields, message):
 def test_truncated_sampling_is_accepted_with_correction():
   config = config_lib.AlgorithmConfig(importance="tis")
   parts.Algorithm.of(config).check_sampling(
-      policy_client.SamplingParams(top_p=0.9)
+    policy_client.SamplingParams(top_p=0.9)
   )
 
 
 def test_the_schedule_ends_with_the_last_optimizer_step():
   config = config_lib.LearnerConfig(
-      steps=5, groups_per_step=8, minibatches=2, epochs=3
+    steps=5, groups_per_step=8, minibatches=2, epochs=3
   )
   assert config.optimizer_steps == 30
   assert config_lib.LearnerConfig(steps=0).optimizer_steps == 1
@@ -338,20 +340,20 @@ def test_the_schedule_ends_with_the_last_optimizer_step():
 def test_schedules():
   def rates(**fields):
     schedule = optimizer.make_schedule(
-        config_lib.LearnerConfig(learning_rate=1.0, **fields)
+      config_lib.LearnerConfig(learning_rate=1.0, **fields)
     )
     return [float(schedule(i)) for i in range(7)]
 
   assert rates() == [1.0] * 7
   np.testing.assert_allclose(
-      rates(warmup_steps=4), [0.25, 0.5, 0.75, 1, 1, 1, 1], rtol=1e-6
+    rates(warmup_steps=4), [0.25, 0.5, 0.75, 1, 1, 1, 1], rtol=1e-6
   )
   np.testing.assert_allclose(
-      rates(schedule="linear", warmup_steps=2, steps=6),
-      [0.5, 1, 1, 0.75, 0.5, 0.25, 0],
-      atol=1e-6,
+    rates(schedule="linear", warmup_steps=2, steps=6),
+    [0.5, 1, 1, 0.75, 0.5, 0.25, 0],
+    atol=1e-6,
   )
   cosine = [0.5 * (1 + np.cos(np.pi * i / 6)) for i in range(7)]
   np.testing.assert_allclose(
-      rates(schedule="cosine", steps=6), cosine, atol=1e-6
+    rates(schedule="cosine", steps=6), cosine, atol=1e-6
   )

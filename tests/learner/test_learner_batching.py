@@ -25,12 +25,10 @@ def _screens(count):
   rng = np.random.default_rng(0)
   sizes = [(16, 16), (32, 16), (32, 32), (48, 16)]
   refs = [
-      store.put(
-          rng.integers(
-              0, 256, (*sizes[i % len(sizes)][::-1], 3), dtype=np.uint8
-          )
-      )
-      for i in range(count)
+    store.put(
+      rng.integers(0, 256, (*sizes[i % len(sizes)][::-1], 3), dtype=np.uint8)
+    )
+    for i in range(count)
   ]
   return store, refs
 
@@ -54,24 +52,24 @@ def _sequence(blocks, tag):
   mask = np.array(mask)
   index = np.arange(len(tokens))
   return trajectory.TokenSequence(
-      tokens,
-      mask,
-      # Distinct in every sampled token of every sequence.
-      np.where(mask, -(1 + tag + index / 128), 0),
-      np.where(mask, tag, -1),
-      np.zeros(len(tokens), int),
-      tuple(spans),
+    tokens,
+    mask,
+    # Distinct in every sampled token of every sequence.
+    np.where(mask, -(1 + tag + index / 128), 0),
+    np.where(mask, tag, -1),
+    np.zeros(len(tokens), int),
+    tuple(spans),
   )
 
 
 _ids = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 _prompt = st.lists(
-    st.one_of(
-        st.tuples(st.just("text"), _ids),
-        st.tuples(st.just("image"), st.integers(0, len(REFS) - 1)),
-    ),
-    min_size=1,
-    max_size=3,
+  st.one_of(
+    st.tuples(st.just("text"), _ids),
+    st.tuples(st.just("image"), st.integers(0, len(REFS) - 1)),
+  ),
+  min_size=1,
+  max_size=3,
 )
 _answer = st.tuples(st.just("sampled"), _ids)
 
@@ -96,7 +94,7 @@ def _examples(draw):
       blocks += [("text", draw(_ids))]
     sequence = _sequence(blocks, tag)
     values = np.where(
-        sequence.loss_mask, tag + np.arange(len(sequence)) / 64 + 0.5, 0
+      sequence.loss_mask, tag + np.arange(len(sequence)) / 64 + 0.5, 0
     )
     out.append(example_lib.Example(sequence, values, tag, tag // 2))
   return out
@@ -104,7 +102,7 @@ def _examples(draw):
 
 def _shape(buffers):
   return batching.BatchShape(
-      rows=2 * buffers, row_length=72, buffers=buffers, patches=24, targets=48
+    rows=2 * buffers, row_length=72, buffers=buffers, patches=24, targets=48
   )
 
 
@@ -128,11 +126,9 @@ def _visible(batch, buffer, at):
     index = inputs.vision_index[row, t]
     if index >= 0:
       pixels = inputs.patches[buffer, index].tobytes()
-    out.append((
-        int(inputs.tokens[row, t]),
-        inputs.positions[row, t].tolist(),
-        pixels,
-    ))
+    out.append(
+      (int(inputs.tokens[row, t]), inputs.positions[row, t].tolist(), pixels)
+    )
   return out
 
 
@@ -146,15 +142,15 @@ def _expected_context(example, upto):
     for i in range(span.num_tokens):
       pixels[span.offset + i] = patches[i].tobytes()
   return [
-      (int(sequence.tokens[t]), positions[t].tolist(), pixels.get(t))
-      for t in range(upto)
+    (int(sequence.tokens[t]), positions[t].tolist(), pixels.get(t))
+    for t in range(upto)
   ]
 
 
 @given(_examples(), st.sampled_from([1, 2]), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_every_sampled_token_is_a_target_once_in_its_own_context(
-    examples, buffers, tree
+  examples, buffers, tree
 ):
   shape = _shape(buffers)
   packer = batching.Packer(PROCESSOR, STORE, tree=tree)
@@ -183,9 +179,9 @@ def test_every_sampled_token_is_a_target_once_in_its_own_context(
       assert batch.groups[buffer, slot] == example.group
       got[number, at] += 1
   want = {
-      (number, int(at))
-      for number, e in enumerate(examples)
-      for at in np.flatnonzero(e.sequence.loss_mask)
+    (number, int(at))
+    for number, e in enumerate(examples)
+    for at in np.flatnonzero(e.sequence.loss_mask)
   }
   assert set(got) == want and set(got.values()) <= {1}
   assert plan.stats.targets == len(want)
@@ -200,8 +196,8 @@ def test_each_image_lies_once_in_a_buffer(examples):
     segments = batch.inputs.patch_segments
     for buffer in range(segments.shape[0]):
       pictures = [
-          batch.inputs.patches[buffer, segments[buffer] == k].tobytes()
-          for k in range(1, segments[buffer].max() + 1)
+        batch.inputs.patches[buffer, segments[buffer] == k].tobytes()
+        for k in range(1, segments[buffer].max() + 1)
       ]
       assert len(set(pictures)) == len(pictures)
 
@@ -209,13 +205,11 @@ def test_each_image_lies_once_in_a_buffer(examples):
 def test_a_group_shares_its_prompt_and_first_screenshot():
   prompt = [("text", [1, 2, 3]), ("image", 2), ("text", [4, 5])]
   sequences = [
-      _sequence(prompt + [("sampled", [6, i % 9 + 1, 7])], i) for i in range(8)
+    _sequence(prompt + [("sampled", [6, i % 9 + 1, 7])], i) for i in range(8)
   ]
   examples = example_lib.from_sequences(sequences)
   shape = batching.BatchShape(1, 64, 1, 8, 32)
-  shared = batching.Packer(PROCESSOR, STORE, tree=True).plan(
-      examples, shape
-  )
+  shared = batching.Packer(PROCESSOR, STORE, tree=True).plan(examples, shape)
   # A prompt of 9 tokens and the first of 3 sampled ones once, then another of
   # each; the last predicts nothing.
   assert shared.stats.row_tokens == 9 + 1 + 8
@@ -228,8 +222,9 @@ def test_a_group_shares_its_prompt_and_first_screenshot():
 
 
 @given(
-    st.lists(st.integers(1, 12), max_size=12), st.integers(12, 20),
-    st.integers(1, 90),
+  st.lists(st.integers(1, 12), max_size=12),
+  st.integers(12, 20),
+  st.integers(1, 90),
 )
 @settings(max_examples=50, deadline=None)
 def test_images_lie_apart_and_cross_no_window(sizes, window, places):
@@ -281,7 +276,7 @@ def test_images_lie_without_gaps_where_windows_do_not_help(examples):
 @pytest.mark.parametrize("multiple", (1, 4, 9))
 @pytest.mark.parametrize("aligned", (True, False))
 def test_a_buffer_is_rounded_up_to_what_attention_computes_by(
-    aligned, multiple, patches
+  aligned, multiple, patches
 ):
   patches = -(-patches // multiple) * multiple
   shape = batching.BatchShape(1, 64, 1, patches, 64, aligned=aligned)
@@ -301,15 +296,17 @@ def test_a_buffer_is_rounded_up_to_what_attention_computes_by(
 
 @pytest.mark.parametrize("aligned", (True, False))
 def test_a_suggested_buffer_suits_attention_within_images(aligned):
-  examples = example_lib.from_sequences([
+  examples = example_lib.from_sequences(
+    [
       _sequence([("image", i % 6), ("text", [1] * 9), ("sampled", [2])], i)
       for i in range(60)
-  ])
+    ]
+  )
   packer = batching.Packer(PROCESSOR, STORE)
   bound = packing.image_bound(packer.largest_image(examples))
   bound *= 3  # 128 is no multiple of it, and neither is a row's need.
   shape = packer.suggest(
-      examples, 4, 145, 1, image_patches=bound, aligned=aligned
+    examples, 4, 145, 1, image_patches=bound, aligned=aligned
   )
   assert shape.patches == (-(-145 // bound) * bound if aligned else 256)
   assert packer.plan(examples, shape).placed
@@ -322,9 +319,9 @@ def test_a_tree_holds_each_prefix_once(examples):
   for example in examples:
     sequence = example.sequence
     shown = {
-        span.offset + i: span.image.sha256
-        for span in sequence.images
-        for i in range(span.num_tokens)
+      span.offset + i: span.image.sha256
+      for span in sequence.images
+      for i in range(span.num_tokens)
     }
     path = ()
     for at in range(packing.used_length(sequence)):
@@ -353,20 +350,20 @@ def test_a_tree_is_cut_where_its_parts_share_least():
       blocks = [("text", [1, 2])] + [("sampled", [3 + episode] * 4)] * turn
       sequences.append(_sequence(blocks + [("sampled", [9])], 0))
   items = packing.make_items(
-      example_lib.from_sequences(sequences), 16, tree=True
+    example_lib.from_sequences(sequences), 16, tree=True
   )
   # 2 + 12, of which two shorter sequences are prefixes.
   assert [item.length for item in items] == [14, 14]
   assert [sorted(p.example for p in item.pieces) for item in items] == [
-      [0, 1, 2],
-      [3, 4, 5],
+    [0, 1, 2],
+    [3, 4, 5],
   ]
 
 
 def test_a_token_sampled_in_several_sequences_is_a_target_of_each():
   twice = [
-      _sequence([("text", [1, 2]), ("sampled", [3, 4, last])], last)
-      for last in (5, 5, 6)
+    _sequence([("text", [1, 2]), ("sampled", [3, 4, last])], last)
+    for last in (5, 5, 6)
   ]
   examples = example_lib.from_sequences(twice)
   packer = batching.Packer(PROCESSOR, STORE, tree=True)
@@ -377,11 +374,11 @@ def test_a_token_sampled_in_several_sequences_is_a_target_of_each():
   targets = batch.targets[0, mask].reshape(3, 3)
   weights = batch.weights[0, mask].reshape(3, 3)
   np.testing.assert_array_equal(
-      sorted(map(tuple, targets)), [(3, 4, 5), (3, 4, 5), (3, 4, 6)]
+    sorted(map(tuple, targets)), [(3, 4, 5), (3, 4, 5), (3, 4, 6)]
   )
   np.testing.assert_array_equal(sorted(weights[:, 0]), [1, 2, 4])
   np.testing.assert_array_equal(
-      batch.index[0, mask].reshape(3, 3), [[1, 2, 3]] * 3
+    batch.index[0, mask].reshape(3, 3), [[1, 2, 3]] * 3
   )
 
 
@@ -398,17 +395,19 @@ def test_first_fit_decreasing_fills_rows():
 
 def test_packing_is_deterministic():
   rng = np.random.default_rng(3)
-  examples = example_lib.from_sequences([
+  examples = example_lib.from_sequences(
+    [
       _sequence(
-          [
-              ("image", int(rng.integers(6))),
-              ("text", [1] * int(rng.integers(1, 9))),
-              ("sampled", [2] * int(rng.integers(1, 9))),
-          ],
-          i,
+        [
+          ("image", int(rng.integers(6))),
+          ("text", [1] * int(rng.integers(1, 9))),
+          ("sampled", [2] * int(rng.integers(1, 9))),
+        ],
+        i,
       )
       for i in range(40)
-  ])
+    ]
+  )
 
   def pack():
     packer = batching.Packer(PROCESSOR, STORE)
@@ -428,7 +427,9 @@ def test_what_cannot_fit_is_refused_by_name():
   many = _sequence([("text", [1]), ("sampled", [2] * 9)], 0)
   shape = batching.BatchShape(1, 16, 1, 3, 8)
   for sequence, field in (
-      (long, "row_length"), (picture, "patches"), (many, "targets")
+    (long, "row_length"),
+    (picture, "patches"),
+    (many, "targets"),
   ):
     examples = example_lib.from_sequences([sequence])
     with pytest.raises(ValueError, match=field):
@@ -441,7 +442,7 @@ def test_what_cannot_fit_is_refused_by_name():
 
 def test_a_sampled_first_token_is_refused():
   sequence = trajectory.TokenSequence(
-      [1, 2], [True, True], [-1, -1], [0, 0], [0, 0]
+    [1, 2], [True, True], [-1, -1], [0, 0], [0, 0]
   )
   with pytest.raises(ValueError, match="begin sequences with a prompt"):
     example_lib.from_sequences([sequence])
@@ -450,7 +451,7 @@ def test_a_sampled_first_token_is_refused():
 def test_missing_pixels_are_an_error():
   packer = batching.Packer(PROCESSOR, images.ImageStore())
   examples = example_lib.from_sequences(
-      [_sequence([("image", 0), ("sampled", [2])], 0)]
+    [_sequence([("image", 0), ("sampled", [2])], 0)]
   )
   plan = packer.plan(examples, _shape(1))
   with pytest.raises(KeyError, match="not in the store"):
@@ -459,12 +460,12 @@ def test_missing_pixels_are_an_error():
 
 def test_an_image_of_another_size_than_its_placeholders_is_an_error():
   sequence = trajectory.TokenSequence(
-      [PAD_IMAGE] * 3 + [2],
-      [False] * 3 + [True],
-      [0, 0, 0, -1],
-      [-1, -1, -1, 0],
-      [0] * 4,
-      (trajectory.ImageSpan(REFS[2], 0, 3),),
+    [PAD_IMAGE] * 3 + [2],
+    [False] * 3 + [True],
+    [0, 0, 0, -1],
+    [-1, -1, -1, 0],
+    [0] * 4,
+    (trajectory.ImageSpan(REFS[2], 0, 3),),
   )
   packer = batching.Packer(PROCESSOR, STORE)
   examples = example_lib.from_sequences([sequence])
@@ -475,12 +476,12 @@ def test_an_image_of_another_size_than_its_placeholders_is_an_error():
 
 def test_suggested_shape_holds_everything_and_wastes_little():
   rng = np.random.default_rng(5)
-  examples = example_lib.from_sequences([
-      _sequence(
-          [("image", i % 6), ("text", [1] * 20), ("sampled", [2] * 5)], i
-      )
+  examples = example_lib.from_sequences(
+    [
+      _sequence([("image", i % 6), ("text", [1] * 20), ("sampled", [2] * 5)], i)
       for i in range(int(rng.integers(20, 30)))
-  ])
+    ]
+  )
   packer = batching.Packer(PROCESSOR, STORE)
   shape = packer.suggest(examples, rows=4, row_length=64, buffers=2)
   plan = packer.plan(examples, shape)
@@ -493,11 +494,12 @@ def test_a_suggested_shape_holds_whatever_fits_a_row():
   easy = _sequence([("image", 0), ("text", [1] * 9), ("sampled", [2])], 0)
   packer = batching.Packer(PROCESSOR, STORE)
   shape = packer.suggest(
-      example_lib.from_sequences([easy]), rows=4, row_length=32, buffers=1
+    example_lib.from_sequences([easy]), rows=4, row_length=32, buffers=1
   )
   pictures = [("image", i) for i in range(6)] * 2
   for hard in (
-      [("text", [1]), ("sampled", [2] * 32)], [*pictures, ("sampled", [2])],
+    [("text", [1]), ("sampled", [2] * 32)],
+    [*pictures, ("sampled", [2])],
   ):
     examples = example_lib.from_sequences([_sequence(hard, 0)])
     assert packer.plan(examples, shape).stats.batches == 1
@@ -513,38 +515,36 @@ def test_only_valid_members_count_and_normalise():
   def episode(reward, status):
     sequence = _sequence([("text", [1]), ("sampled", [2, 3])], 0)
     return trajectory.Trajectory(
-        steps=[trajectory.Step()],
-        reward=reward,
-        status=status,
-        sequences=[sequence],
+      steps=[trajectory.Step()],
+      reward=reward,
+      status=status,
+      sequences=[sequence],
     )
 
   status = trajectory.TrajectoryStatus
   group = trajectory.TrajectoryGroup(
-      "g",
-      "t",
-      (
-          episode(1.0, status.SUCCEEDED),
-          episode(0.0, status.FAILED),
-          episode(-9.0, status.ENV_ERROR),
-      ),
+    "g",
+    "t",
+    (
+      episode(1.0, status.SUCCEEDED),
+      episode(0.0, status.FAILED),
+      episode(-9.0, status.ENV_ERROR),
+    ),
   )
   (examples,), stats = example_lib.from_groups(
-      [group], advantages.dr_grpo, advantages.AdvantageOptions()
+    [group], advantages.dr_grpo, advantages.AdvantageOptions()
   )
   assert [e.advantages[1] for e in examples] == [0.5, -0.5]
   assert (stats.episodes, stats.valid, stats.success) == (3, 2, 0.5)
   assert stats.reward_mean == 0.5
   per_member = [
-      stats.advantages[m.trajectory_id] for m in group.trajectories[:2]
+    stats.advantages[m.trajectory_id] for m in group.trajectories[:2]
   ]
   assert [float(values[-1]) for values in per_member] == [0.5, -0.5]
   assert len(stats.advantages) == 2
-  broken = trajectory.TrajectoryGroup(
-      "b", "t", (episode(1.0, status.TIMEOUT),)
-  )
+  broken = trajectory.TrajectoryGroup("b", "t", (episode(1.0, status.TIMEOUT),))
   (none,), stats = example_lib.from_groups(
-      [broken], advantages.grpo, advantages.AdvantageOptions()
+    [broken], advantages.grpo, advantages.AdvantageOptions()
   )
   assert not none and stats.zero_groups == 1
 
@@ -557,23 +557,23 @@ def _picture_sequence(ref, sampled):
   tokens = [5, PAD_IMAGE, *sampled]
   mask = np.array([False, False, *[True] * len(sampled)])
   return trajectory.TokenSequence(
-      tokens,
-      mask,
-      np.where(mask, -1.0, 0),
-      np.where(mask, 0, -1),
-      np.zeros(len(tokens), int),
-      images=(trajectory.ImageSpan(ref, 1, 1),),
+    tokens,
+    mask,
+    np.where(mask, -1.0, 0),
+    np.where(mask, 0, -1),
+    np.zeros(len(tokens), int),
+    images=(trajectory.ImageSpan(ref, 1, 1),),
   )
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_sequences_part_where_their_pictures_differ(same):
   sequences = [
-      _picture_sequence(REFS[0], [7, 8]),
-      _picture_sequence(REFS[0 if same else 1], [9, 8]),
+    _picture_sequence(REFS[0], [7, 8]),
+    _picture_sequence(REFS[0 if same else 1], [9, 8]),
   ]
   items = batching.packing.make_items(
-      example_lib.from_sequences(sequences), 64, tree=True
+    example_lib.from_sequences(sequences), 64, tree=True
   )
   assert len(items) == 1  # The word before the picture.
   assert items[0].length == 3 + 3 - (2 if same else 1)
@@ -581,12 +581,12 @@ def test_sequences_part_where_their_pictures_differ(same):
 
 @pytest.mark.parametrize("row_length, count", [(6, 1), (5, 2)])
 def test_a_shared_prompt_and_its_branches_fill_a_row_to_the_last_token(
-    row_length, count
+  row_length, count
 ):
   # A trunk of 2 and branches of 2 tokens that predict another, each.
   sequences = [_picture_sequence(REFS[0], [n, 8, 9]) for n in (1, 2)]
   items = batching.packing.make_items(
-      example_lib.from_sequences(sequences), row_length, tree=True
+    example_lib.from_sequences(sequences), row_length, tree=True
   )
   assert len(items) == count
   assert max(item.length for item in items) <= row_length
@@ -598,32 +598,30 @@ def test_every_sampled_token_carries_the_advantage_of_its_turn():
 
   def member(*rewards):
     return trajectory.Trajectory(
-        steps=[trajectory.Step(reward=r) for r in rewards],
-        reward=sum(rewards),
-        status=trajectory.TrajectoryStatus.FAILED,
-        sequences=[
-            trajectory.TokenSequence(
-                [5, 6, 7, 8, 9],
-                mask,
-                np.where(mask, -1.0, 0),
-                np.where(mask, 0, -1),
-                turn_ids,
-            )
-        ],
+      steps=[trajectory.Step(reward=r) for r in rewards],
+      reward=sum(rewards),
+      status=trajectory.TrajectoryStatus.FAILED,
+      sequences=[
+        trajectory.TokenSequence(
+          [5, 6, 7, 8, 9],
+          mask,
+          np.where(mask, -1.0, 0),
+          np.where(mask, 0, -1),
+          turn_ids,
+        )
+      ],
     )
 
   group = trajectory.TrajectoryGroup(
-      "g", "t", (member(1.0, 0.0), member(0.0, 3.0))
+    "g", "t", (member(1.0, 0.0), member(0.0, 3.0))
   )
   (built,), stats = example_lib.from_groups(
-      [group],
-      advantages.turn_returns,
-      advantages.AdvantageOptions(gamma=0.5),
+    [group], advantages.turn_returns, advantages.AdvantageOptions(gamma=0.5)
   )
   for example, one in zip(built, group, strict=True):
     per_turn = stats.advantages[one.trajectory_id]
     assert len(set(per_turn)) == 2
     first, second = per_turn
     np.testing.assert_array_equal(
-        example.advantages, [0, first, first, 0, second]
+      example.advantages, [0, first, first, 0, second]
     )

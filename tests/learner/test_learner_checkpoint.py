@@ -29,7 +29,7 @@ def test_resumed_training_is_the_same_to_the_bit(case, tmp_path, background):
 
   first = case.learner(**CONFIG)
   with checkpoint.LearnerCheckpoints(
-      tmp_path, background=background
+    tmp_path, background=background
   ) as checkpoints:
     for groups in data[:2]:
       first.update(groups)
@@ -47,10 +47,8 @@ def test_resumed_training_is_the_same_to_the_bit(case, tmp_path, background):
     for name in ("loss", "grad_norm", "learning_rate", "version"):
       assert a[name] == b[name]
   assert (
-      learner_cases.largest_difference(
-          second.parameters(), straight.parameters()
-      )
-      == 0
+    learner_cases.largest_difference(second.parameters(), straight.parameters())
+    == 0
   )
 
 
@@ -86,7 +84,7 @@ def test_only_the_newest_are_kept_and_any_of_them_restored(case, tmp_path):
   learner = case.learner()
   versions = {}
   with checkpoint.LearnerCheckpoints(
-      tmp_path, checkpoint.CheckpointConfig(keep=2)
+    tmp_path, checkpoint.CheckpointConfig(keep=2)
   ) as checkpoints:
     for groups in _batches(case, 3):
       learner.update(groups)
@@ -99,7 +97,7 @@ def test_only_the_newest_are_kept_and_any_of_them_restored(case, tmp_path):
     checkpoints.restore(learner, 2)
     assert learner.version == 2
     assert (
-        learner_cases.largest_difference(learner.parameters(), versions[2]) == 0
+      learner_cases.largest_difference(learner.parameters(), versions[2]) == 0
     )
     with pytest.raises(FileNotFoundError, match=r"\[2, 3\]"):
       checkpoints.restore(learner, 1)
@@ -116,9 +114,7 @@ def test_what_does_not_fit_is_refused(case, tmp_path):
     before = other.parameters()
     with pytest.raises(ValueError, match="seed 0"):
       checkpoints.restore(other)
-    assert (
-        learner_cases.largest_difference(before, other.parameters()) == 0
-    )
+    assert learner_cases.largest_difference(before, other.parameters()) == 0
   with pytest.raises(ValueError, match="keep"):
     checkpoint.CheckpointConfig(keep=0)
 
@@ -174,8 +170,10 @@ def test_damage_is_named_and_never_restored(saved):
     middle = len(data) // 2
     flipped = data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :]
     for kind, damaged in (
-        ("flipped", flipped), ("cut", data[:middle]), ("empty", b""),
-    ):  # pyformat: disable
+      ("flipped", flipped),
+      ("cut", data[:middle]),
+      ("empty", b""),
+    ):
       path.write_bytes(damaged)
       before = learner.parameters()
       try:
@@ -196,15 +194,16 @@ def test_damage_is_named_and_never_restored(saved):
 
 
 def test_a_checkpoint_is_on_the_disk_when_wait_returns(
-    case, tmp_path, monkeypatch
+  case, tmp_path, monkeypatch
 ):
   """Its groups are let go then."""
   synced = set()
   fsync = os.fsync
   monkeypatch.setattr(
-      os, "fsync",
-      lambda f: (synced.add(os.readlink(f"/proc/self/fd/{f}")), fsync(f)),
-  )  # pyformat: disable
+    os,
+    "fsync",
+    lambda f: (synced.add(os.readlink(f"/proc/self/fd/{f}")), fsync(f)),
+  )
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
     checkpoints.save(case.learner())
     checkpoints.wait()

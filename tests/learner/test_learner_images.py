@@ -31,14 +31,14 @@ def policy(request):
   config = qwen_checkpoint.small_config(request.param)
   deep = (0,) * bool(config.vision.deepstack_visual_indexes)
   config = dataclasses.replace(
-      config,
-      text=dataclasses.replace(config.text, num_hidden_layers=1),
-      vision=dataclasses.replace(
-          config.vision,
-          depth=2,
-          deepstack_visual_indexes=deep,
-          fullatt_block_indexes=() if deep else (1,),
-      ),
+    config,
+    text=dataclasses.replace(config.text, num_hidden_layers=1),
+    vision=dataclasses.replace(
+      config.vision,
+      depth=2,
+      deepstack_visual_indexes=deep,
+      fullatt_block_indexes=() if deep else (1,),
+    ),
   )
   model = qwen_checkpoint.random_model(config, seed=1)
   return model, qwen_checkpoint.processor_of(config)
@@ -48,11 +48,11 @@ def sequences_of(case, *sizes):
   """A sequence with an image of each size, and one with all of them."""
   images = [case.image(*size) for size in sizes]
   parts = lambda image: [
-      ("text", case.text(3)), ("image", image), ("sampled", case.text(4))
+    ("text", case.text(3)),
+    ("image", image),
+    ("sampled", case.text(4)),
   ]
-  return [
-      case.sequence(parts(image), turn=i) for i, image in enumerate(images)
-  ]
+  return [case.sequence(parts(image), turn=i) for i, image in enumerate(images)]
 
 
 def reference(case, model, directory):
@@ -76,12 +76,12 @@ def reference(case, model, directory):
     rows, columns = case.processor.grid(span.image.width, span.image.height)
     with torch.no_grad():
       logits = module(
-          input_ids=ids,
-          mm_token_type_ids=(ids == case.pad).int(),
-          pixel_values=torch.tensor(
-              frames.reshape(len(frame), -1), dtype=torch.float32
-          ),
-          image_grid_thw=torch.tensor([(1, rows, columns)]),
+        input_ids=ids,
+        mm_token_type_ids=(ids == case.pad).int(),
+        pixel_values=torch.tensor(
+          frames.reshape(len(frame), -1), dtype=torch.float32
+        ),
+        image_grid_thw=torch.tensor([(1, rows, columns)]),
       ).logits[0]
     scores = torch.log_softmax(logits, -1).numpy()
     # Tokens that no sampler may draw have no share.
@@ -123,7 +123,7 @@ def test_a_bound_below_the_image_would_be_wrong(policy):
   learner._minibatches.packer._image_size = lambda image: few
   (batch,) = learner._minibatches.pack(*everything(large)).batches
   wrong = np.asarray(
-      learner._programs.score(learner._params, learner._frozen, batch)
+    learner._programs.score(learner._params, learner._frozen, batch)
   )[np.asarray(batch.mask)]
   assert np.abs(wrong - right[large.loss_mask]).max() > 20 * TOLERANCE
 
@@ -135,8 +135,7 @@ def everything(*sequences):
 
 def test_bounds_are_few_and_near(policy):
   bounds = [packing.image_bound(n) for n in range(1, 20000)]
-  assert all(n <= b <= max(n * 1.125, n + 8)
-             for n, b in enumerate(bounds, 1))
+  assert all(n <= b <= max(n * 1.125, n + 8) for n, b in enumerate(bounds, 1))
   assert bounds == sorted(bounds)
   # At most eight in each doubling.
   assert len(set(bounds)) < 8 * 12
@@ -154,7 +153,7 @@ def test_the_packer_refuses_an_image_above_the_shapes_bound(policy):
   packer.plan(built[:1], shape)
   need = patches_of(policy[1], LARGE)
   with pytest.raises(
-      ValueError, match=f"of 192x128 has {need} patches, .*image_patches={few}"
+    ValueError, match=f"of 192x128 has {need} patches, .*image_patches={few}"
   ):
     packer.plan(built, shape)
   assert packer.largest_image(built) == need
@@ -170,8 +169,8 @@ def test_the_learner_refuses_an_image_above_the_policys_limit(policy):
   learner._minibatches._image_limit = limit
   learner._minibatches.packer.largest_image(everything(small)[0], limit)
   with pytest.raises(
-      ValueError,
-      match=f"192x128 has .* policy.config.max_image_patches={limit}; raise",
+    ValueError,
+    match=f"192x128 has .* policy.config.max_image_patches={limit}; raise",
   ):
     learner.sequence_logprobs([large])
   assert model.config.max_image_patches == 0
@@ -179,11 +178,9 @@ def test_the_learner_refuses_an_image_above_the_policys_limit(policy):
 
 def test_a_limit_below_the_screen_is_refused_when_loading():
   with pytest.raises(
-      ValueError, match="max_image_patches=100: a screenshot of 192x128 has"
+    ValueError, match="max_image_patches=100: a screenshot of 192x128 has"
   ):
-    checkpoint.load_policy(
-        "qwen3_vl_tiny", screen=LARGE, max_image_patches=100
-    )
+    checkpoint.load_policy("qwen3_vl_tiny", screen=LARGE, max_image_patches=100)
   with pytest.raises(ValueError, match="max_image_patches must be >= 0"):
     checkpoint.load_policy("qwen3_vl_tiny", max_image_patches=-1)
 
@@ -221,7 +218,7 @@ def test_a_resumed_learner_keeps_the_places_it_grew_by(policy, aligned):
   for sizes in ((SCREEN,), (LARGE,), (LARGE, (160, 128), LARGE)):
     learner._minibatches.pack(*everything(*sequences_of(case, *sizes)))
   learner.shape = learner._minibatches._grown(
-      learner.shape, learner.shape.image_patches, 1700
+    learner.shape, learner.shape.image_patches, 1700
   )
   grown, progress = learner.shape, learner.progress()
   assert grown.patches >= 1700
@@ -264,8 +261,8 @@ def test_splash_attention_takes_the_shapes_of_a_tpus_batches():
   vision = dataclasses.replace(vision, hidden_size=64 * vision.num_heads)
   config = dataclasses.replace(config, vision=vision)
   own = (
-      qwen_checkpoint.random_model(config, seed=1),
-      qwen_checkpoint.processor_of(config),
+    qwen_checkpoint.random_model(config, seed=1),
+    qwen_checkpoint.processor_of(config),
   )
   case = learner_cases.Case(own=own)
   examples_and_weights = everything(*sequences_of(case, SCREEN, LARGE))

@@ -40,7 +40,7 @@ def _inputs(s=2, m=23, d=8, v=50, seed=0):
 def test_scores_equal_float64_numpy():
   hidden, kernel, targets, banned = _inputs()
   got = logprobs.token_scores(
-      _Head(kernel), hidden, targets, temperature=0.7, banned_V=banned
+    _Head(kernel), hidden, targets, temperature=0.7, banned_V=banned
   )
   logits = np.asarray(hidden, np.float64) @ np.asarray(kernel, np.float64)
   logits = np.where(banned, -np.inf, logits) / 0.7
@@ -60,7 +60,7 @@ def test_chunks_change_neither_values_nor_gradients(chunk):
   def loss(args, chunk):
     hidden, kernel = args
     scores = logprobs.token_scores(
-        _Head(kernel), hidden, targets, banned_V=banned, chunk=chunk
+      _Head(kernel), hidden, targets, banned_V=banned, chunk=chunk
     )
     weight = jnp.arange(targets.size).reshape(targets.shape) / targets.size
     return jnp.sum(weight * (scores.logprobs + 0.3 * scores.entropy))
@@ -79,7 +79,7 @@ def test_no_array_of_all_tokens_by_vocabulary_exists():
 
   def loss(kernel, chunk):
     return logprobs.token_scores(
-        _Head(kernel), hidden, targets, banned_V=banned, chunk=chunk
+      _Head(kernel), hidden, targets, banned_V=banned, chunk=chunk
     ).logprobs.sum()
 
   def peak(chunk):
@@ -116,25 +116,26 @@ def _alone(case, sequence, temperature):
   for span, image in zip(sequence.images, patched):
     vision[span.offset : span.end] = at + np.arange(span.num_tokens)
     at += image.num_tokens
+
   def padded(x, fill=0):
     out = np.full((1, ALONE, *x.shape[1:]), fill, x.dtype)
     out[0, : len(x)] = x
     return out
 
   inputs = base.PolicyInputs(
-      tokens=padded(sequence.tokens),
-      positions=padded(
-          case.processor.positions(sequence.tokens, sequence.images)
-      ),
-      segment_ids=padded(np.ones(length, np.int32)),
-      vision_index=padded(vision.astype(np.int32), -1),
-      patches=padded(np.concatenate([p.patches for p in patched])),
-      patch_segments=padded(
-          np.concatenate(
-              [np.full(len(p.patches), i + 1) for i, p in enumerate(patched)]
-          ).astype(np.int32)
-      ),
-      patch_positions=padded(np.concatenate([p.positions for p in patched])),
+    tokens=padded(sequence.tokens),
+    positions=padded(
+      case.processor.positions(sequence.tokens, sequence.images)
+    ),
+    segment_ids=padded(np.ones(length, np.int32)),
+    vision_index=padded(vision.astype(np.int32), -1),
+    patches=padded(np.concatenate([p.patches for p in patched])),
+    patch_segments=padded(
+      np.concatenate(
+        [np.full(len(p.patches), i + 1) for i, p in enumerate(patched)]
+      ).astype(np.int32)
+    ),
+    patch_positions=padded(np.concatenate([p.positions for p in patched])),
   )
   logits = np.array(_forward()(inputs), np.float64)[0, :length]
   logits[:, list(case.model.config.banned_token_ids)] = -np.inf
@@ -151,25 +152,21 @@ def _alone(case, sequence, temperature):
 def test_packed_log_probs_equal_each_sequence_alone(case, tree):
   learner = case.learner(tree=tree, temperature=0.8)
   sequences = [
-      s
-      for g in case.groups(count=2, size=3, turns=2)
-      for t in g
-      for s in t.sequences
+    s
+    for g in case.groups(count=2, size=3, turns=2)
+    for t in g
+    for s in t.sequences
   ]
   got = learner.sequence_logprobs(sequences)
   for packed, sequence in zip(got, sequences, strict=True):
-    np.testing.assert_allclose(
-        packed, _alone(case, sequence, 0.8), atol=2e-5
-    )
+    np.testing.assert_allclose(packed, _alone(case, sequence, 0.8), atol=2e-5)
 
 
 def test_log_probs_equal_those_the_engine_sampled_with(case):
   """Two turns with a screenshot each, before and after an update."""
   episodes, temperature = 3, 0.9
   learner = case.learner(
-      temperature=temperature,
-      objective="behaviour_cloning",
-      learning_rate=3e-2,
+    temperature=temperature, objective="behaviour_cloning", learning_rate=3e-2
   )
 
   async def play(engine, i):
@@ -178,16 +175,14 @@ def test_log_probs_equal_those_the_engine_sampled_with(case):
       ref = case.image()
       count = case.processor.num_image_tokens(ref.width, ref.height)
       bridge = case.text(3).tolist()
-      spans.append(
-          trajectory.ImageSpan(ref, len(tokens) + len(bridge), count)
-      )
+      spans.append(trajectory.ImageSpan(ref, len(tokens) + len(bridge), count))
       bridge += [case.pad] * count + case.text(2).tolist()
       completion = await engine.generate(
-          policy_client.TokenPrompt(tokens + bridge, tuple(spans)),
-          policy_client.SamplingParams(
-              max_new_tokens=6, temperature=temperature, seed=100 * i + turn
-          ),
-          session=f"s{i}",
+        policy_client.TokenPrompt(tokens + bridge, tuple(spans)),
+        policy_client.SamplingParams(
+          max_new_tokens=6, temperature=temperature, seed=100 * i + turn
+        ),
+        session=f"s{i}",
       )
       sampled = completion.tokens.tolist()
       tokens += bridge + sampled
@@ -196,15 +191,12 @@ def test_log_probs_equal_those_the_engine_sampled_with(case):
       versions += [-1] * len(bridge) + completion.versions.tolist()
       turns += [turn] * (len(bridge) + len(sampled))
     return trajectory.TokenSequence(
-        tokens, mask, lps, versions, turns, tuple(spans)
+      tokens, mask, lps, versions, turns, tuple(spans)
     )
 
   async def play_all(engine, first):
     return await asyncio.wait_for(
-        asyncio.gather(
-            *(play(engine, first + i) for i in range(episodes))
-        ),
-        120,
+      asyncio.gather(*(play(engine, first + i) for i in range(episodes))), 120
     )
 
   def check(sequences, version):
@@ -215,18 +207,18 @@ def test_log_probs_equal_those_the_engine_sampled_with(case):
       np.testing.assert_allclose(logprobs_T, sequence.logprobs, atol=1e-4)
 
   with engine_lib.RolloutEngine(
-      case.model,
-      case.processor,
-      case.store,
-      engine_config.EngineConfig(
-          slots=episodes,
-          context_length=64,
-          prefill_rows=(episodes,),
-          prefill_buckets=(16,),
-          image_buckets=(1,),
-      ),
-      image_sizes=((32, 32),),
-      banned_token_ids=case.model.config.banned_token_ids,
+    case.model,
+    case.processor,
+    case.store,
+    engine_config.EngineConfig(
+      slots=episodes,
+      context_length=64,
+      prefill_rows=(episodes,),
+      prefill_buckets=(16,),
+      image_buckets=(1,),
+    ),
+    image_sizes=((32, 32),),
+    banned_token_ids=case.model.config.banned_token_ids,
   ) as engine:
     before = asyncio.run(play_all(engine, 0))
     check(before, 0)

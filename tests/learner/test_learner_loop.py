@@ -33,7 +33,6 @@ class _Engine:
 
 
 class _Log:
-
   def __init__(self, log):
     self.log = log
 
@@ -42,7 +41,6 @@ class _Log:
 
 
 class _Queue(group_queue.GroupQueue):
-
   def __init__(self, log, *args, **kwargs):
     super().__init__(*args, **kwargs)
     self.log = log
@@ -58,7 +56,7 @@ class _Queue(group_queue.GroupQueue):
 
 def _loop(case, queue, publish, **kwargs):
   learner = case.learner(
-      groups_per_step=2, publish_every=kwargs.pop("publish_every", 1)
+    groups_per_step=2, publish_every=kwargs.pop("publish_every", 1)
   )
   kwargs = dict(wait_timeout_s=60) | kwargs
   return loop_lib.LearnerLoop(learner, queue, publish, **kwargs)
@@ -71,12 +69,12 @@ def test_synchronous_training_in_order(case, tmp_path):
   config = checkpoint.CheckpointConfig(every=2)
   with checkpoint.LearnerCheckpoints(tmp_path, config) as checkpoints:
     loop = _loop(
-        case,
-        queue,
-        engine.update_weights,
-        observers=events.Observers([_Log(log)]),
-        checkpoints=checkpoints,
-        extras=lambda: {"position": len(log)},
+      case,
+      queue,
+      engine.update_weights,
+      observers=events.Observers([_Log(log)]),
+      checkpoints=checkpoints,
+      extras=lambda: {"position": len(log)},
     )
     loop.publish()
 
@@ -88,7 +86,7 @@ def test_synchronous_training_in_order(case, tmp_path):
         for ticket in tickets:
           assert ticket.start_version == version
           queue.put(
-              case.group([1.0, 0.0, 0.3], version=version), ticket, timeout=60
+            case.group([1.0, 0.0, 0.3], version=version), ticket, timeout=60
           )
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -97,21 +95,28 @@ def test_synchronous_training_in_order(case, tmp_path):
       producer.result(timeout=60)
     assert checkpoints.steps() == [2]
   assert log == [
-      ("published", 0), ("WeightsPublished", 0),
-      ("published", 1), ("WeightsPublished", 1), ("gate", 1),
-      ("StepFinished", 1),
-      ("published", 2), ("WeightsPublished", 2), ("gate", 2),
-      ("StepFinished", 2),
-      ("ack", 2),  # The save is on disk, and nothing newer was taken.
-      ("published", 3), ("WeightsPublished", 3), ("gate", 3),
-      ("StepFinished", 3),
+    ("published", 0),
+    ("WeightsPublished", 0),
+    ("published", 1),
+    ("WeightsPublished", 1),
+    ("gate", 1),
+    ("StepFinished", 1),
+    ("published", 2),
+    ("WeightsPublished", 2),
+    ("gate", 2),
+    ("StepFinished", 2),
+    ("ack", 2),  # The save is on disk, and nothing newer was taken.
+    ("published", 3),
+    ("WeightsPublished", 3),
+    ("gate", 3),
+    ("StepFinished", 3),
   ]
   counters = queue.counters()
   assert (counters["delivered"], counters["max_lag"]) == (6, 0)
   # What was published stays what it was.
   first, last = (
-      np.concatenate([np.ravel(x) for x in jax.tree.leaves(engine.states[v])])
-      for v in (0, 3)
+    np.concatenate([np.ravel(x) for x in jax.tree.leaves(engine.states[v])])
+    for v in (0, 3)
   )
   assert np.abs(first - last).max() > 0
 
@@ -119,9 +124,7 @@ def test_synchronous_training_in_order(case, tmp_path):
 def test_asynchronous_training_is_the_same_loop(case):
   log = []
   engine = _Engine(log)
-  queue = group_queue.GroupQueue(
-      2, group_queue.QueueConfig(max_staleness=2)
-  )
+  queue = group_queue.GroupQueue(2, group_queue.QueueConfig(max_staleness=2))
   loop = _loop(case, queue, engine.update_weights, publish_every=2)
   for _ in range(6):
     ticket = queue.acquire_start(timeout=1)
@@ -137,7 +140,7 @@ class _Killed(Exception):
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_what_the_last_checkpoint_holds_is_not_trained_on_again(
-    case, tmp_path, killed
+  case, tmp_path, killed
 ):
   """Also when the process dies between the save and the acknowledgement."""
 
@@ -145,10 +148,7 @@ def test_what_the_last_checkpoint_holds_is_not_trained_on_again(
     store = group_store.SqliteGroupStore(tmp_path / "queue.sqlite")
     store.remove(consumed)
     return group_queue.GroupQueue(
-        2,
-        group_queue.QueueConfig(max_staleness=3),
-        version=version,
-        store=store,
+      2, group_queue.QueueConfig(max_staleness=3), version=version, store=store
     )
 
   queue = parts(0)
@@ -157,9 +157,12 @@ def test_what_the_last_checkpoint_holds_is_not_trained_on_again(
     queue.put(case.group([1.0, 0.0], f"g{i}"), ticket, timeout=1)
   with checkpoint.LearnerCheckpoints(tmp_path / "ckpt") as checkpoints:
     loop = _loop(
-        case, queue, lambda *_: None,
-        checkpoints=checkpoints, extras=lambda: {"mine": 1},
-    )  # pyformat: disable
+      case,
+      queue,
+      lambda *_: None,
+      checkpoints=checkpoints,
+      extras=lambda: {"mine": 1},
+    )
     loop.step()
 
     def update(groups):
@@ -181,9 +184,7 @@ def test_what_the_last_checkpoint_holds_is_not_trained_on_again(
 
 
 def test_a_batch_whose_update_failed_is_no_later_one_s(case, tmp_path):
-  queue = group_queue.GroupQueue(
-      2, group_queue.QueueConfig(max_staleness=3)
-  )
+  queue = group_queue.GroupQueue(2, group_queue.QueueConfig(max_staleness=3))
   for i in range(6):
     queue.put(case.group([1.0, 0.0], f"g{i}"))
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
@@ -210,16 +211,15 @@ def test_any_upstream_queue_will_do(case):
   published, learned_from = [], []
 
   class Keeps:
-
     def on_event(self, event):
       if isinstance(event, events.StepFinished):
         learned_from.append([g.group_id for g in event.groups])
 
   loop = _loop(
-      case,
-      queue,
-      lambda version, state: published.append(version),
-      observers=events.Observers([Keeps()]),
+    case,
+    queue,
+    lambda version, state: published.append(version),
+    observers=events.Observers([Keeps()]),
   )
   assert loop.run(2) == 2
   assert published == [1, 2]
@@ -229,18 +229,18 @@ def test_any_upstream_queue_will_do(case):
 def test_what_a_closed_queue_holds_is_trained_on(case, tmp_path):
   """In a step of its own, smaller and of the same programs."""
   queue = group_queue.GroupQueue(
-      2, group_queue.QueueConfig(max_staleness=2), order="admission"
+    2, group_queue.QueueConfig(max_staleness=2), order="admission"
   )
   for i in range(5):
     queue.put(case.group([1.0, 0.0], f"g{i}"), timeout=1)
   groups = _Groups()
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
     loop = _loop(
-        case,
-        queue,
-        lambda *_: None,
-        observers=events.Observers([groups]),
-        checkpoints=checkpoints,
+      case,
+      queue,
+      lambda *_: None,
+      observers=events.Observers([groups]),
+      checkpoints=checkpoints,
     )
     loop.step()
     compiles = loop.learner.compiles
@@ -263,7 +263,7 @@ def test_the_last_recorded_groups_make_a_smaller_step(case, epochs, sizes):
   queue = offline_queue.OfflineQueue(recorded, 2, epochs=epochs)
   groups = _Groups()
   loop = _loop(
-      case, queue, lambda *_: None, observers=events.Observers([groups])
+    case, queue, lambda *_: None, observers=events.Observers([groups])
   )
   assert loop.run(10) == len(sizes)
   assert [len(step) for step in groups.learned] == sizes
@@ -298,10 +298,10 @@ def test_waiting_ends(case):
 
 def test_weights_that_never_arrive_are_reported(case):
   loop = _loop(
-      case,
-      data_queue.SimpleDataQueue(),
-      lambda *_: concurrent.futures.Future(),
-      publish_timeout_s=0.1,
+    case,
+    data_queue.SimpleDataQueue(),
+    lambda *_: concurrent.futures.Future(),
+    publish_timeout_s=0.1,
   )
   with pytest.raises(TimeoutError, match="did not reach"):
     loop.publish()
@@ -343,7 +343,7 @@ def test_contradictions_are_refused(case):
 def _dynamic(case, queue, times, **kwargs):
   learner = case.learner(groups_per_step=2, dynamic_sampling=times)
   return loop_lib.LearnerLoop(
-      learner, queue, lambda *_: None, wait_timeout_s=60, **kwargs
+    learner, queue, lambda *_: None, wait_timeout_s=60, **kwargs
   )
 
 
@@ -370,9 +370,9 @@ def _produce(case, queue, rewards):
     for i, members in enumerate(rewards):
       ticket = queue.acquire_start(timeout=60)
       queue.put(
-          case.group(members, f"g{i}", version=ticket.start_version),
-          ticket,
-          timeout=60,
+        case.group(members, f"g{i}", version=ticket.start_version),
+        ticket,
+        timeout=60,
       )
 
   pool = concurrent.futures.ThreadPoolExecutor(1)
@@ -387,11 +387,11 @@ def test_groups_of_equal_rewards_are_replaced_and_counted(case, tmp_path):
   observed = _Groups()
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
     loop = _dynamic(
-        case,
-        queue,
-        2,
-        observers=events.Observers([observed]),
-        checkpoints=checkpoints,
+      case,
+      queue,
+      2,
+      observers=events.Observers([observed]),
+      checkpoints=checkpoints,
     )
     first, second = loop.step(), loop.step()
     producer.result(timeout=60)
@@ -421,7 +421,7 @@ def test_replacing_is_bounded(case):
 
 def test_the_last_groups_are_replaced_too(case):
   queue = group_queue.GroupQueue(
-      2, group_queue.QueueConfig(max_staleness=2), order="admission"
+    2, group_queue.QueueConfig(max_staleness=2), order="admission"
   )
   for i, members in enumerate((EVEN, VARIED, EVEN)):
     queue.put(case.group(members, f"g{i}"), timeout=1)
@@ -466,15 +466,15 @@ def test_a_failed_group_that_borrows_a_success_is_not_replaced(case):
   successes = replay.SuccessReplay(1)
   successes.lend([case.group([1.0], "old")], 0)
   for name, task, rewards in (
-      ("g0", "task", [0.0, 0.0]),
-      ("g1", "other", [0.0, 0.0]),
-      ("g2", "other", VARIED),
+    ("g0", "task", [0.0, 0.0]),
+    ("g1", "other", [0.0, 0.0]),
+    ("g2", "other", VARIED),
   ):
     group = case.group(rewards, name)
     queue.put(dataclasses.replace(group, task_id=task))
   observed = _Groups()
   loop = _dynamic(
-      case, queue, 1, observers=events.Observers([observed]), replay=successes
+    case, queue, 1, observers=events.Observers([observed]), replay=successes
   )
   metrics = loop.step()
   assert observed.learned == [["g0", "g2"]]

@@ -17,7 +17,7 @@ from tests.learner import learner_cases
 
 RATE, STEPS = 1e-6, 3
 SETTINGS = dict(
-    learning_rate=RATE, patches=128, advantage="dr_grpo", grad_clip=0.0
+  learning_rate=RATE, patches=128, advantage="dr_grpo", grad_clip=0.0
 )
 
 
@@ -25,21 +25,21 @@ def small(param_dtype):
   """qwen3_vl_tiny of one layer and two blocks, with the same weights."""
   config = policy_checkpoint.load_config("qwen3_vl_tiny")
   config = dataclasses.replace(
-      config,
-      param_dtype=param_dtype,
-      text=dataclasses.replace(config.text, num_hidden_layers=1),
-      vision=dataclasses.replace(
-          config.vision, depth=2, deepstack_visual_indexes=(0,)
-      ),
+    config,
+    param_dtype=param_dtype,
+    text=dataclasses.replace(config.text, num_hidden_layers=1),
+    vision=dataclasses.replace(
+      config.vision, depth=2, deepstack_visual_indexes=(0,)
+    ),
   )
-  model = qwen_checkpoint.random_model(dataclasses.replace(
-      config, param_dtype="bfloat16"
-  ))
+  model = qwen_checkpoint.random_model(
+    dataclasses.replace(config, param_dtype="bfloat16")
+  )
   if param_dtype != "bfloat16":
     wide = qwen_checkpoint.random_model(config)
-    nnx.update(wide, jax.tree.map(
-        lambda x: x.astype(jnp.float32), nnx.state(model)
-    ))
+    nnx.update(
+      wide, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model))
+    )
     model = wide
   return model, qwen_checkpoint.processor_of(config)
 
@@ -64,7 +64,7 @@ class Pair:
 
   def learners(self, **more):
     return tuple(
-        case.learner(**SETTINGS | more) for case in (self.half, self.full)
+      case.learner(**SETTINGS | more) for case in (self.half, self.full)
     )
 
 
@@ -79,7 +79,7 @@ def trained(pair):
   learners = pair.learners()
   before = [arrays(x.parameters()) for x in learners]
   readings = [
-      [x.update(groups) for groups in pair.groups[:STEPS]] for x in learners
+    [x.update(groups) for groups in pair.groups[:STEPS]] for x in learners
   ]
   return learners, before, readings
 
@@ -87,7 +87,7 @@ def trained(pair):
 def test_the_gradient_is_that_of_float32_up_to_its_rounding(pair):
   examples = learner_cases.examples_of(pair.groups[0])
   half, full = (
-      learner_cases.gradients(x, examples)[:2] for x in pair.learners()
+    learner_cases.gradients(x, examples)[:2] for x in pair.learners()
   )
   # Both begin with the same weights, and compute in float32.
   assert float(half[1].loss) == float(full[1].loss)
@@ -96,7 +96,7 @@ def test_the_gradient_is_that_of_float32_up_to_its_rounding(pair):
     # A tied table's gradient is a sum of two rounded ones.
     scale = np.abs(want).max()
     np.testing.assert_allclose(
-        half[0][name], want, rtol=2.0**-8, atol=2.0**-9 * scale, err_msg=name
+      half[0][name], want, rtol=2.0**-8, atol=2.0**-9 * scale, err_msg=name
     )
 
 
@@ -110,9 +110,11 @@ def test_every_master_moves_that_would_in_float32(trained):
     moved += np.sum(after[name][moves] != start[moves])
     still += np.sum(after[name][moves] == start[moves])
     # Where the weights themselves would be stepped, in bfloat16.
-    stepped = (start + RATE * np.sign(expected[name] - start)).astype(
-        jnp.bfloat16
-    ).astype(np.float32)
+    stepped = (
+      (start + RATE * np.sign(expected[name] - start))
+      .astype(jnp.bfloat16)
+      .astype(np.float32)
+    )
     lost += np.sum(stepped[moves] == start[moves])
   assert moved / (moved + still) > 0.9999
   assert lost / (moved + still) > 0.9  # The loss that masters are for.
@@ -125,12 +127,12 @@ def test_what_acts_is_the_rounded_master(trained):
   for name, value in acting.items():
     assert value.dtype == jnp.bfloat16
     np.testing.assert_array_equal(
-        np.asarray(value, np.float32),
-        np.asarray(masters[name].astype(jnp.bfloat16), np.float32),
+      np.asarray(value, np.float32),
+      np.asarray(masters[name].astype(jnp.bfloat16), np.float32),
     )
   module = half.policy()
   assert {x.dtype for x in jax.tree.leaves(nnx.state(module, nnx.Param))} == {
-      jnp.dtype(jnp.bfloat16)
+    jnp.dtype(jnp.bfloat16)
   }
 
 
@@ -146,8 +148,9 @@ def test_training_follows_float32_within_bfloat16s_rounding(trained):
     # An Adam step is at most about the rate, whatever the gradient.
     assert np.abs(a[name] - b[name]).max() < 2.1 * RATE * STEPS
     rounding = 2.0**-9 * np.abs(b[name]) + 2.1 * RATE * STEPS
-    assert (np.abs(np.asarray(acting[name], np.float32) - b[name])
-            <= rounding).all()
+    assert (
+      np.abs(np.asarray(acting[name], np.float32) - b[name]) <= rounding
+    ).all()
     half_move, full_move = a[name] - start, b[name] - start
     agree += float(np.sum(half_move * full_move))
     steps += float(np.sum(full_move * full_move))
@@ -174,13 +177,16 @@ def test_a_resumed_run_has_the_masters_to_the_bit(pair, tmp_path):
     checkpoints.restore(second)
     for groups in pair.groups[STEPS:]:
       second.update(groups)
-    assert learner_cases.largest_difference(
+    assert (
+      learner_cases.largest_difference(
         second.parameters(), straight.parameters()
-    ) == 0
+      )
+      == 0
+    )
     for name, value in published(second).items():
       np.testing.assert_array_equal(
-          np.asarray(value, np.float32),
-          np.asarray(published(straight)[name], np.float32),
+        np.asarray(value, np.float32),
+        np.asarray(published(straight)[name], np.float32),
       )
     # Masters are what a float32 run has: one may go on as the other.
     checkpoints.restore(other)
@@ -210,7 +216,7 @@ def test_an_adapter_is_trained_as_before(pair):
   assert adapter == set(learner.parameters())
   assert {dtypes[k] for k in adapter} == {jnp.dtype(jnp.float32)}
   assert {dtypes[k] for k in dtypes.keys() - adapter} == {
-      jnp.dtype(jnp.bfloat16)
+    jnp.dtype(jnp.bfloat16)
   }
 
 

@@ -7,9 +7,11 @@ import pytest
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
   return forced_devices.report(
-      "-m", "tests.learner.learner_mesh_script",
-      tmp_path_factory.mktemp("mesh"), seconds=900,
-  )  # pyformat: disable
+    "-m",
+    "tests.learner.learner_mesh_script",
+    tmp_path_factory.mktemp("mesh"),
+    seconds=900,
+  )
 
 
 # The fixture's processes share two cores with eight device threads.

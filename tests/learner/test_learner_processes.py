@@ -9,16 +9,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 MEANS = {"reward_mean", "reward_std", "advantage_std", "grad_norm"}
 
 
-@pytest.fixture(
-    scope="module", params=(2, 4) if trials.share() == 1 else (2,)
-)
+@pytest.fixture(scope="module", params=(2, 4) if trials.share() == 1 else (2,))
 def reports(request, tmp_path_factory):
   processes = request.param
   return forced_devices.reports(
-      "-m", "tests.learner.learner_processes_script",
-      tmp_path_factory.mktemp("processes"), processes=processes,
-      devices=8 // processes, seconds=800,
-  )  # pyformat: disable
+    "-m",
+    "tests.learner.learner_processes_script",
+    tmp_path_factory.mktemp("processes"),
+    processes=processes,
+    devices=8 // processes,
+    seconds=800,
+  )
 
 
 def test_losses_weights_and_readings_equal_those_of_one_device(reports):

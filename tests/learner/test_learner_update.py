@@ -36,7 +36,7 @@ def test_packing_sharing_and_accumulation_do_not_change_the_gradient(case):
   _close(want, got, 1e-4)
   # A sequence a row and everything in one batch.
   unpacked = case.learner(
-      tree="false", rows=32, row_length=20, patches=128, targets=128
+    tree="false", rows=32, row_length=20, patches=128, targets=128
   )
   got, big_sums, one = gradients(unpacked, examples)
   assert one.batches == 1
@@ -48,10 +48,10 @@ def _on_policy(learner, examples):
   sequences = [e.sequence for e in examples]
   logprobs = learner.sequence_logprobs(sequences)
   return [
-      dataclasses.replace(
-          e, sequence=dataclasses.replace(s, logprobs=np.minimum(lp, 0))
-      )
-      for e, s, lp in zip(examples, sequences, logprobs, strict=True)
+    dataclasses.replace(
+      e, sequence=dataclasses.replace(s, logprobs=np.minimum(lp, 0))
+    )
+    for e, s, lp in zip(examples, sequences, logprobs, strict=True)
   ]
 
 
@@ -88,10 +88,10 @@ def test_gradient_equals_finite_differences(case):
       params = learner.parameters()
       params[name] = params[name] + sign * step * direction
       values.append(
-          sum(
-              float(loss(params, b, x))
-              for b, x in zip(packed.batches, packed.extras)
-          )
+        sum(
+          float(loss(params, b, x))
+          for b, x in zip(packed.batches, packed.extras)
+        )
       )
     want = (values[0] - values[1]) / (2 * step)
     got = float(np.sum(grads[name] * direction))
@@ -104,9 +104,7 @@ def test_skipping_zero_advantages_changes_nothing_but_the_work(case):
   for aggregation in ("token_mean", "sequence_mean", "constant"):
     skip = case.learner(loss_aggregation=aggregation)
     want, _, few = gradients(skip, examples)
-    keep = case.learner(
-        loss_aggregation=aggregation, skip_zero_advantage=False
-    )
+    keep = case.learner(loss_aggregation=aggregation, skip_zero_advantage=False)
     got, _, more = gradients(keep, examples)
     assert few.targets < more.targets
     _close(want, got, 1e-5)
@@ -118,15 +116,13 @@ def test_sequences_without_a_sampled_token_change_nothing(case):
   first, *members = group.trajectories
   silent = case.sequence([("text", case.text(5)), ("image", case.image())])
   stale = case.sequence(
-      [("text", case.text(3)), ("sampled", case.text(4))], turn=1
+    [("text", case.text(3)), ("sampled", case.text(4))], turn=1
   ).trimmed(1)
-  more = dataclasses.replace(
-      first, sequences=[silent, *first.sequences, stale]
-  )
+  more = dataclasses.replace(first, sequences=[silent, *first.sequences, stale])
   plain, padded = case.learner(), case.learner()
   want = plain.update([group])
   got = padded.update(
-      [dataclasses.replace(group, trajectories=(more, *members))]
+    [dataclasses.replace(group, trajectories=(more, *members))]
   )
   assert want["loss"] == got["loss"]
   assert want["sequences"] == got["sequences"]
@@ -140,7 +136,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient(case):
   before = learner.parameters()
   metrics = learner.update(groups)
   norm = np.linalg.norm(
-      np.concatenate([g.ravel().astype(np.float64) for g in grads.values()])
+    np.concatenate([g.ravel().astype(np.float64) for g in grads.values()])
   )
   assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
   after = learner.parameters()
@@ -155,7 +151,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient(case):
 
 def test_muon_orthogonalises_matrices_and_leaves_the_rest_to_adam(case):
   learner = case.learner(
-      advantage="dr_grpo", optimizer="muon", muon_learning_rate=0.1
+    advantage="dr_grpo", optimizer="muon", muon_learning_rate=0.1
   )
   before = learner.parameters()
   groups = case.groups(4, 4)
@@ -195,15 +191,17 @@ def test_truncated_importance_weights(case):
   groups = case.groups(2, 3)
   examples = learner_cases.examples_of(groups)
   logprobs = learner.sequence_logprobs([e.sequence for e in examples])
-  ratio = np.concatenate([
+  ratio = np.concatenate(
+    [
       np.exp(lp - e.sequence.logprobs)[e.sequence.loss_mask]
       for lp, e in zip(logprobs, examples)
-  ])
+    ]
+  )
   metrics = learner.update(groups)
   # Both minibatches are compared with the weights the update began with; a
   # mean over minibatches of unequal size differs a little from the overall.
   group_of = np.concatenate(
-      [np.full(e.sequence.num_sampled, e.group) for e in examples]
+    [np.full(e.sequence.num_sampled, e.group) for e in examples]
   )
   weight = np.minimum(ratio, 1.5)
   want = np.mean([weight[group_of == g].mean() for g in (0, 1)])
@@ -213,7 +211,7 @@ def test_truncated_importance_weights(case):
 def test_kl_and_entropy_enter_the_loss_and_kl_pulls_back(case):
   other, _ = learner_cases.policy(1)
   learner = case.learner(
-      model=other, reference=case.model, kl_coef=0.5, entropy_coef=0.01
+    model=other, reference=case.model, kl_coef=0.5, entropy_coef=0.01
   )
   # Equal rewards: nothing but the penalties acts.
   groups = [case.group([1.0, 1.0, 1.0])]
@@ -227,9 +225,7 @@ def test_kl_and_entropy_enter_the_loss_and_kl_pulls_back(case):
 
 
 def test_kl_of_the_reference_itself_is_zero(case):
-  learner = case.learner(
-      reference=case.model, kl_coef=0.5, entropy_coef=0.01
-  )
+  learner = case.learner(reference=case.model, kl_coef=0.5, entropy_coef=0.01)
   metrics = learner.update(case.groups(1, 3))
   assert metrics["kl"] == pytest.approx(0, abs=1e-6)
   with pytest.raises(ValueError, match="reference"):
@@ -251,10 +247,13 @@ def test_published_weights_outlive_updates_in_place(case):
   for old, now in zip(before, jax.tree.leaves(published), strict=True):
     np.testing.assert_array_equal(old, now)
   assert largest_difference(copies, published_params) == 0
-  assert largest_difference(
+  assert (
+    largest_difference(
       dict(enumerate(before)),
       dict(enumerate(jax.tree.leaves(learner.policy_state()))),
-  ) > 0
+    )
+    > 0
+  )
 
 
 def test_not_finite_gradients_make_no_step(case):
@@ -264,7 +263,7 @@ def test_not_finite_gradients_make_no_step(case):
   arrays = learner.arrays()
   good = arrays["params"]["norm"]
   arrays["params"]["norm"] = jax.device_put(
-      np.full(good.shape, np.nan, np.float32), good.sharding
+    np.full(good.shape, np.nan, np.float32), good.sharding
   )
   before = {k: np.array(v) for k, v in learner.parameters().items()}
   moments = [np.array(x) for x in jax.tree.leaves(arrays["optimizer"])]
@@ -274,7 +273,7 @@ def test_not_finite_gradients_make_no_step(case):
   for name, value in learner.parameters().items():
     np.testing.assert_array_equal(before[name], value)
   for old, now in zip(
-      moments, jax.tree.leaves(learner.arrays()["optimizer"]), strict=True
+    moments, jax.tree.leaves(learner.arrays()["optimizer"]), strict=True
   ):
     np.testing.assert_array_equal(old, now)
 
@@ -314,18 +313,18 @@ def test_an_easy_first_batch_does_not_keep_full_rows_out(case):
     parts += [("image", case.image()), ("sampled", case.text(8))]
   full = case.sequence([("text", case.text(4)), *parts])
   plan = learner._minibatches.packer.plan(
-      example_lib.from_sequences([full]), learner.shape
+    example_lib.from_sequences([full]), learner.shape
   )
   assert plan.stats.patches == 20 and plan.stats.targets == 40
   compiles = learner.compiles
   demanding = [
-      trajectory.Trajectory(
-          steps=[trajectory.Step()],
-          reward=reward,
-          status=trajectory.TrajectoryStatus.SUCCEEDED,
-          sequences=[full],
-      )
-      for reward in (0.0, 1.0)
+    trajectory.Trajectory(
+      steps=[trajectory.Step()],
+      reward=reward,
+      status=trajectory.TrajectoryStatus.SUCCEEDED,
+      sequences=[full],
+    )
+    for reward in (0.0, 1.0)
   ]
   learner.update([trajectory.TrajectoryGroup("g", "t", tuple(demanding))])
   assert learner.compiles == compiles
@@ -335,16 +334,16 @@ def test_nothing_to_learn_still_advances_the_version(case):
   learner = case.learner()
   before = learner.parameters()
   broken = trajectory.TrajectoryGroup(
-      "broken",
-      "t",
-      (
-          case.episode(
-              [("text", case.text(3))],
-              1.0,
-              turns=1,
-              status=trajectory.TrajectoryStatus.ENV_ERROR,
-          ),
+    "broken",
+    "t",
+    (
+      case.episode(
+        [("text", case.text(3))],
+        1.0,
+        turns=1,
+        status=trajectory.TrajectoryStatus.ENV_ERROR,
       ),
+    ),
   )
   metrics = learner.update([case.group([1.0, 1.0]), broken])
   assert learner.version == 1
@@ -394,27 +393,29 @@ def test_it_says_of_every_turn_whether_it_was_trained_on(case):
   broken = make(0.0, status=status.ENV_ERROR)
   long = make(1.0)
   long.sequences[1] = case.sequence(
-      [("text", case.text(90)), ("sampled", case.text(3))], turn=1
+    [("text", case.text(90)), ("sampled", case.text(3))], turn=1
   )
   alike = [make(1.0), make(1.0, turns=3)]
-  metrics = learner.update([
+  metrics = learner.update(
+    [
       trajectory.TrajectoryGroup("a", "t", (won, lost, broken, long)),
       trajectory.TrajectoryGroup("b", "t", alike),
-  ])
+    ]
+  )
   assert learner.left_out == {
-      won.trajectory_id: ("", ""),
-      lost.trajectory_id: ("", ""),
-      broken.trajectory_id: ("invalid", "invalid"),
-      long.trajectory_id: ("", "too_long"),
-      alike[0].trajectory_id: ("zero_advantage",) * 2,
-      alike[1].trajectory_id: ("zero_advantage",) * 3,
+    won.trajectory_id: ("", ""),
+    lost.trajectory_id: ("", ""),
+    broken.trajectory_id: ("invalid", "invalid"),
+    long.trajectory_id: ("", "too_long"),
+    alike[0].trajectory_id: ("zero_advantage",) * 2,
+    alike[1].trajectory_id: ("zero_advantage",) * 3,
   }
   trained = sum(
-      int((sequence.loss_mask & (sequence.turn_ids == turn)).sum())
-      for episode in (won, lost, broken, long, *alike)
-      for sequence in episode.sequences
-      for turn, reason in enumerate(learner.left_out[episode.trajectory_id])
-      if not reason
+    int((sequence.loss_mask & (sequence.turn_ids == turn)).sum())
+    for episode in (won, lost, broken, long, *alike)
+    for sequence in episode.sequences
+    for turn, reason in enumerate(learner.left_out[episode.trajectory_id])
+    if not reason
   )
   assert metrics["sampled_tokens"] == trained > 0
   # Who wants zero advantages in the loss, for its other terms, has them there.
@@ -427,7 +428,7 @@ def test_misuse_is_refused(case):
   learner = case.learner()
   with pytest.raises(ValueError, match="behaviour_cloning"):
     learner.update_on_sequences(
-        [case.sequence([("text", case.text(2)), ("sampled", case.text(1))])]
+      [case.sequence([("text", case.text(2)), ("sampled", case.text(1))])]
     )
   with pytest.raises(ValueError, match="at least one group"):
     learner.update([])
@@ -464,13 +465,13 @@ def test_grpo_learns_what_is_rewarded(case):
     p = np.exp(logprobs) / np.exp(logprobs).sum()
     success.append(p[pays].sum())
     members = tuple(
-        trajectory.Trajectory(
-            steps=[trajectory.Step()],
-            reward=float(pays[i]),
-            status=trajectory.TrajectoryStatus.SUCCEEDED,
-            sequences=[dataclasses.replace(probe[i], logprobs=scored[i])],
-        )
-        for i in rng.choice(len(arms), 16, p=p)
+      trajectory.Trajectory(
+        steps=[trajectory.Step()],
+        reward=float(pays[i]),
+        status=trajectory.TrajectoryStatus.SUCCEEDED,
+        sequences=[dataclasses.replace(probe[i], logprobs=scored[i])],
+      )
+      for i in rng.choice(len(arms), 16, p=p)
     )
     learner.update([trajectory.TrajectoryGroup("g", "t", members)])
   assert success[0] < 0.65 and success[-1] > 0.95
@@ -480,15 +481,15 @@ def test_examples_with_turn_advantages(case):
   episode = case.episode([("text", case.text(3))], 1.0, turns=2)
   episode.steps[1].reward = 1.0
   group = trajectory.TrajectoryGroup(
-      "g", "t", (episode, case.episode([("text", case.text(3))], 0.0, turns=2))
+    "g", "t", (episode, case.episode([("text", case.text(3))], 0.0, turns=2))
   )
   learner = case.learner(advantage="turn_returns", gamma=0.5)
   metrics = learner.update([group])
   assert metrics["zero_advantage_groups"] == 0
   (examples,), _ = example_lib.from_groups(
-      [group],
-      learner_cases.advantages.ESTIMATORS.get("turn_returns"),
-      learner_cases.advantages.AdvantageOptions(gamma=0.5),
+    [group],
+    learner_cases.advantages.ESTIMATORS.get("turn_returns"),
+    learner_cases.advantages.AdvantageOptions(gamma=0.5),
   )
   first, second = examples[0].advantages.max(), examples[1].advantages.max()
   assert 0 < first < second  # Returns 0.5 and 1.

@@ -20,17 +20,15 @@ def with_greedy(case, rewards, greedy, name="g"):
 
 def test_the_advantage_is_the_reward_less_the_greedy_ones():
   group = advantages.GroupRewards(
-      np.array([1.0, 0.25]), (np.zeros(2), np.zeros(3)), greedy=0.75
+    np.array([1.0, 0.25]), (np.zeros(2), np.zeros(3)), greedy=0.75
   )
   first, second = advantages.of_step(
-      advantages.remax, [group], advantages.AdvantageOptions()
+    advantages.remax, [group], advantages.AdvantageOptions()
   )[0]
   assert first.tolist() == [0.25] * 2 and second.tolist() == [-0.5] * 3
   alone = dataclasses.replace(group, greedy=None)
   with pytest.raises(ValueError, match="greedy"):
-    advantages.of_step(
-        advantages.remax, [alone], advantages.AdvantageOptions()
-    )
+    advantages.of_step(advantages.remax, [alone], advantages.AdvantageOptions())
 
 
 def test_the_greedy_episode_is_a_baseline_and_no_sample(case):
@@ -64,7 +62,7 @@ def test_a_group_keeps_its_baseline_in_json_and_in_the_store(case, tmp_path):
   store.close()
   with pytest.raises(ValueError, match="unfinished"):
     dataclasses.replace(
-        group, greedy=dataclasses.replace(group.greedy, status=STATUS.RUNNING)
+      group, greedy=dataclasses.replace(group.greedy, status=STATUS.RUNNING)
     )
 
 
@@ -85,12 +83,13 @@ def test_the_preset_asks_the_collector_for_it(monkeypatch):
     episode_reward = None
 
   for name, mode, is_greedy in (
-      ("remax", "train", True), ("grpo", "train", False),
-      ("remax", "sampled", False),
-  ):  # pyformat: disable
+    ("remax", "train", True),
+    ("grpo", "train", False),
+    ("remax", "sampled", False),
+  ):
     config = config_lib.load_config(["name=x", f"algorithm={name}"])
     episodes.make_collector(
-        config, Episodes(), None, Renderer(), observers=None, mode=mode
+      config, Episodes(), None, Renderer(), observers=None, mode=mode
     )
     assert (collected["greedy_call"] is not None) == is_greedy
     assert collected["model"].sampling.temperature == 1

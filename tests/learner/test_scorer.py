@@ -32,18 +32,18 @@ def adapted(policy):
 
 def scorer_of(model, policy, **options):
   return reference.Scorer(
-      model, policy[1], images_lib.ImageStore(), row_length=128, **options
+    model, policy[1], images_lib.ImageStore(), row_length=128, **options
   )
 
 
 def sequence(length=24):
   mask = np.arange(length) >= 4
   return trajectory.TokenSequence(
-      tokens=np.arange(100, 100 + length),
-      loss_mask=mask,
-      logprobs=np.zeros(length),
-      versions=np.where(mask, 0, -1),
-      turn_ids=np.zeros(length),
+    tokens=np.arange(100, 100 + length),
+    loss_mask=mask,
+    logprobs=np.zeros(length),
+    versions=np.where(mask, 0, -1),
+    turn_ids=np.zeros(length),
   )
 
 

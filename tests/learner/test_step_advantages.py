@@ -27,40 +27,42 @@ STATUS = trajectory.TrajectoryStatus
 def _rewards(rng, members=5, name="g", states=False):
   turns = [rng.normal(size=rng.integers(1, 5)) for _ in range(members)]
   return advantages.GroupRewards(
-      np.array([t.sum() for t in turns]),
-      tuple(turns),
-      tokens=tuple(rng.integers(1, 9, len(t)) for t in turns),
-      states=tuple(
-          tuple(f"s{rng.integers(3)}" for _ in t) for t in turns
-      ) if states else (),
-      group_id=name,
+    np.array([t.sum() for t in turns]),
+    tuple(turns),
+    tokens=tuple(rng.integers(1, 9, len(t)) for t in turns),
+    states=tuple(tuple(f"s{rng.integers(3)}" for _ in t) for t in turns)
+    if states
+    else (),
+    group_id=name,
   )
 
 
 def _step(seed=0, groups=3):
   rng = np.random.default_rng(seed)
   return [
-      _rewards(rng, int(rng.integers(2, 6)), f"g{i}") for i in range(groups)
+    _rewards(rng, int(rng.integers(2, 6)), f"g{i}") for i in range(groups)
   ]
 
 
 def _estimate(name, groups, **options):
   return advantages.of_step(
-      advantages.ESTIMATORS.get(name),
-      groups,
-      advantages.AdvantageOptions(**options),
+    advantages.ESTIMATORS.get(name),
+    groups,
+    advantages.AdvantageOptions(**options),
   )
 
 
 def _by_token(groups, per_group):
   """One number a sampled token of the step, in order."""
-  return np.array([
+  return np.array(
+    [
       value
       for group, members in zip(groups, per_group)
       for tokens, values in zip(group.tokens, members)
       for count, value in zip(tokens, values)
       for _ in range(count)
-  ])
+    ]
+  )
 
 
 # --- of a step ----------------------------------------------------------------
@@ -71,17 +73,17 @@ def test_reinforce_pp_whitens_the_returns_of_all_tokens(gamma):
   groups = _step(1)
   got = _by_token(groups, _estimate("reinforce_pp", groups, gamma=gamma))
   returns = _by_token(
-      groups,
+    groups,
+    [
       [
-          [
-              [
-                  sum(gamma ** (j - k) * t[j] for j in range(k, len(t)))
-                  for k in range(len(t))
-              ]
-              for t in g.turns
-          ]
-          for g in groups
-      ],
+        [
+          sum(gamma ** (j - k) * t[j] for j in range(k, len(t)))
+          for k in range(len(t))
+        ]
+        for t in g.turns
+      ]
+      for g in groups
+    ],
   )
   want = (returns - returns.mean()) / (returns.std() + 1e-6)
   np.testing.assert_allclose(got, want, rtol=1e-9)
@@ -93,11 +95,11 @@ def test_reinforce_pp_baseline_centres_groups_first():
   groups = _step(2)
   got = _by_token(groups, _estimate("reinforce_pp_baseline", groups))
   centred = _by_token(
-      groups,
-      [
-          [[r - g.total_N.mean()] * len(t) for r, t in zip(g.total_N, g.turns)]
-          for g in groups
-      ],
+    groups,
+    [
+      [[r - g.total_N.mean()] * len(t) for r, t in zip(g.total_N, g.turns)]
+      for g in groups
+    ],
   )
   want = (centred - centred.mean()) / (centred.std() + 1e-6)
   np.testing.assert_allclose(got, want, rtol=1e-9)
@@ -107,7 +109,7 @@ def test_gpg_scales_for_the_groups_without_a_gradient():
   rng = np.random.default_rng(3)
   varied = [_rewards(rng, 4), _rewards(rng, 4)]
   flat = advantages.GroupRewards(
-      np.ones(4), tuple(np.array([1.0]) for _ in range(4))
+    np.ones(4), tuple(np.array([1.0]) for _ in range(4))
   )
   got = _estimate("gpg", [varied[0], flat, varied[1]])
   plain = [_estimate("dr_grpo", [g])[0] for g in varied]
@@ -118,13 +120,13 @@ def test_gpg_scales_for_the_groups_without_a_gradient():
 
 
 @pytest.mark.parametrize(
-    "name", ["reinforce_pp", "reinforce_pp_baseline", "gpg"]
+  "name", ["reinforce_pp", "reinforce_pp_baseline", "gpg"]
 )
 def test_a_step_of_equal_rewards_has_no_advantage(name):
   group = advantages.GroupRewards(
-      np.full(3, 0.7),
-      tuple(np.array([0.7]) for _ in range(3)),
-      tokens=tuple(np.array([4]) for _ in range(3)),
+    np.full(3, 0.7),
+    tuple(np.array([0.7]) for _ in range(3)),
+    tokens=tuple(np.array([4]) for _ in range(3)),
   )
   for members in _estimate(name, [group, group]):
     assert not np.any(np.concatenate(members))
@@ -171,14 +173,14 @@ def test_opos_baseline_has_the_least_weighted_variance():
 
 
 @hypothesis.given(
-    rewards=st.lists(
-        st.sampled_from([0.0, 1.0, 0.25, -2.0, 3.5]), min_size=2, max_size=7
-    ),
-    k=st.integers(1, 9),
+  rewards=st.lists(
+    st.sampled_from([0.0, 1.0, 0.25, -2.0, 3.5]), min_size=2, max_size=7
+  ),
+  k=st.integers(1, 9),
 )
 def test_pass_at_k_sums_over_all_sets_of_k(rewards, k):
   group = advantages.GroupRewards(
-      np.array(rewards), tuple(np.array([r]) for r in rewards)
+    np.array(rewards), tuple(np.array([r]) for r in rewards)
   )
   got = [v[0] for v in _estimate("pass_at_k", [group], pass_k=k)[0]]
   n = len(rewards)
@@ -191,9 +193,11 @@ def test_pass_at_k_sums_over_all_sets_of_k(rewards, k):
       if further:
         want[i] += max(rewards[j] for j in chosen) - max(further)
   if k == 1:
-    want = np.array([
-        r - (sum(rewards) - r) / (n - 1) for r in rewards
-    ]) if n > 1 else want
+    want = (
+      np.array([r - (sum(rewards) - r) / (n - 1) for r in rewards])
+      if n > 1
+      else want
+    )
   else:
     want *= n / len(sets)
   np.testing.assert_allclose(got, want, atol=1e-9)
@@ -207,8 +211,8 @@ def test_pass_at_ks_gradient_is_that_of_the_expected_maximum():
 
   def best(p):
     return sum(
-        np.prod(p[list(drawn)]) * values[list(drawn)].max()
-        for drawn in itertools.product(range(3), repeat=k)
+      np.prod(p[list(drawn)]) * values[list(drawn)].max()
+      for drawn in itertools.product(range(3), repeat=k)
     )
 
   step = 1e-6
@@ -221,7 +225,7 @@ def test_pass_at_ks_gradient_is_that_of_the_expected_maximum():
   for drawn in itertools.product(range(3), repeat=n):
     rewards = values[list(drawn)]
     group = advantages.GroupRewards(
-        rewards, tuple(np.array([r]) for r in rewards)
+      rewards, tuple(np.array([r]) for r in rewards)
     )
     (members,) = _estimate("pass_at_k", [group], pass_k=k)
     for answer, advantage in zip(drawn, members):
@@ -236,16 +240,16 @@ def test_gigpo_by_the_papers_sums(gamma, weight):
   group = _rewards(rng, 6, states=True)
   (got,) = _estimate("gigpo", [group], gamma=gamma, step_weight=weight)
   places = [
-      (i, k, state)
-      for i, member in enumerate(group.states)
-      for k, state in enumerate(member)
+    (i, k, state)
+    for i, member in enumerate(group.states)
+    for k, state in enumerate(member)
   ]
   returns = {
-      (i, k): sum(
-          gamma ** (j - k) * group.turns[i][j]
-          for j in range(k, len(group.turns[i]))
-      )
-      for i, k, _ in places
+    (i, k): sum(
+      gamma ** (j - k) * group.turns[i][j]
+      for j in range(k, len(group.turns[i]))
+    )
+    for i, k, _ in places
   }
   r = group.total_N
   assert len({s for _, _, s in places}) > 1
@@ -262,18 +266,18 @@ def _with_parts(rng, members, name):
   """A group whose rewards are 1 x success + 0.1 x format - 0.5 x length."""
   weights = {"success": 1.0, "format": 0.1, "length": -0.5}
   parts = {
-      "success": rng.integers(0, 2, members).astype(float),
-      "format": rng.integers(0, 2, members).astype(float),
-      "length": np.full(members, 3.0),  # Equal in all: teaches nothing.
+    "success": rng.integers(0, 2, members).astype(float),
+    "format": rng.integers(0, 2, members).astype(float),
+    "length": np.full(members, 3.0),  # Equal in all: teaches nothing.
   }
   total = sum(weights[k] * v for k, v in parts.items())
   return advantages.GroupRewards(
-      total,
-      tuple(np.array([0.0, r]) for r in total),
-      tokens=tuple(np.array([2, 3]) for _ in total),
-      parts=parts,
-      part_weights=weights,
-      group_id=name,
+    total,
+    tuple(np.array([0.0, r]) for r in total),
+    tokens=tuple(np.array([2, 3]) for _ in total),
+    parts=parts,
+    part_weights=weights,
+    group_id=name,
   )
 
 
@@ -301,9 +305,12 @@ def test_gdpo_tells_episodes_of_equal_totals_apart():
   parts = {"a": np.array([1.0, 0, 0, 0]), "b": np.array([0, 1.0, 1.0, 0])}
   total = parts["a"] + parts["b"]
   group = advantages.GroupRewards(
-      total, tuple(np.array([r]) for r in total),
-      parts=parts, part_weights={"a": 1.0, "b": 1.0}, group_id="g",
-  )  # pyformat: disable
+    total,
+    tuple(np.array([r]) for r in total),
+    parts=parts,
+    part_weights={"a": 1.0, "b": 1.0},
+    group_id="g",
+  )
   (one,) = _estimate("grpo", [group])
   assert one[0] == one[1]
   (other,) = _estimate("gdpo", [group])
@@ -316,7 +323,7 @@ def test_gdpo_without_parts_names_the_fix_and_equal_parts_have_no_advantage():
     _estimate("gdpo", [_rewards(rng)])
   group = _with_parts(rng, 3, "g")
   even = dataclasses.replace(
-      group, total_N=np.zeros(3), parts={k: np.ones(3) for k in group.parts}
+    group, total_N=np.zeros(3), parts={k: np.ones(3) for k in group.parts}
   )
   (members,) = _estimate("gdpo", [even])
   assert not np.any(np.concatenate(members))
@@ -329,13 +336,13 @@ def test_gdpo_learns_from_a_step_in_which_a_group_has_no_parts():
   rng = np.random.default_rng(2)
   group = _with_parts(rng, 4, "g")
   ended = advantages.GroupRewards(
-      np.zeros(2), tuple(np.zeros(2) for _ in range(2)), group_id="ended"
+    np.zeros(2), tuple(np.zeros(2) for _ in range(2)), group_id="ended"
   )
   (alone,) = _estimate("gdpo", [group])
   one, none = _estimate("gdpo", [group, ended])
   assert np.any(np.concatenate(one)) and not np.any(np.concatenate(none))
   np.testing.assert_array_equal(
-      np.sign(np.concatenate(one)), np.sign(np.concatenate(alone))
+    np.sign(np.concatenate(one)), np.sign(np.concatenate(alone))
   )
   (none,) = _estimate("gdpo", [ended])  # Nothing differs in the whole step.
   assert not np.any(np.concatenate(none))
@@ -349,17 +356,17 @@ def test_gdpo_counts_what_no_part_accounts_for():
   def first_turns(success):
     total = success + price
     group = advantages.GroupRewards(
-        total, tuple(np.array([r]) for r in total),
-        parts={"success": success}, part_weights={"success": 1.0},
-    )  # pyformat: disable
+      total,
+      tuple(np.array([r]) for r in total),
+      parts={"success": success},
+      part_weights={"success": 1.0},
+    )
     (members,) = _estimate("gdpo", [group], std_eps=0.0)
     return np.concatenate(members)
 
   got = first_turns(part["success"])
   assert got[0] > got[1] > got[2] > got[3]
-  std = np.std(part["success"], ddof=1), np.std(
-      part["success"] + price, ddof=1
-  )
+  std = np.std(part["success"], ddof=1), np.std(part["success"] + price, ddof=1)
   want = (part["success"] - 0.5) / std[0] + (price + 0.05) / std[1]
   np.testing.assert_allclose(got, want / want.std(ddof=1), rtol=1e-9)
   got = first_turns(np.ones(4))
@@ -370,28 +377,31 @@ def test_gdpo_learns_the_price_of_length(case):
   group = case.group([1.0, 1.0])
   for member in group.trajectories:
     member.steps[-1].info = {
-        "reward_metadata": {"success": {"reward": 1.0, "weight": 1.0}}
+      "reward_metadata": {"success": {"reward": 1.0, "weight": 1.0}}
     }
   longer = group.trajectories[0].trajectory_id
   turns = len(examples.turn_rewards(group.trajectories[0]))
   got = examples.turn_advantages(
-      [group],
-      advantages.ESTIMATORS.get("gdpo"),
-      advantages.AdvantageOptions(),
-      extra={longer: np.full(turns, -0.1)},
+    [group],
+    advantages.ESTIMATORS.get("gdpo"),
+    advantages.AdvantageOptions(),
+    extra={longer: np.full(turns, -0.1)},
   )
   shorter = got[group.trajectories[1].trajectory_id]
   assert np.all(got[longer] < 0) and np.all(shorter > 0)
 
 
-@pytest.mark.parametrize("metadata", [
+@pytest.mark.parametrize(
+  "metadata",
+  [
     {"judge": {"reward": float("nan")}},
     {"judge": {"reward": 10**400}},
     {"judge": {"reward": True}},
     {"judge": {"reward": 1.0, "weight": None}},
     {"judge": {"reward": 1.0, "weight": "high"}},
     {"judge": {"reward": 1.0, "weight": float("inf")}},
-])  # pyformat: disable
+  ],
+)
 def test_metadata_that_only_looks_like_parts_is_left_alone(case, metadata):
   group = case.group([1.0, 0.0])
   real = {"success": {"reward": 1.0, "weight": 2.0}}
@@ -405,17 +415,22 @@ def test_a_groups_parts_are_those_of_its_reward(case):
   """As `environment.reward` writes them; a part that is absent adds nothing."""
   group = case.group([1.0, 0.1])
   for member, parts_ in zip(
-      group.trajectories,
-      ({"success": (1.0, 1.0), "format": (0.0, 0.1)}, {"format": (1.0, 0.1)}),
+    group.trajectories,
+    ({"success": (1.0, 1.0), "format": (0.0, 0.1)}, {"format": (1.0, 0.1)}),
   ):
-    member.steps[-1].info = {"final_reward": {"parts": {
-        name: {"reward": value, "weight": weight, "why": "…"}
-        for name, (value, weight) in parts_.items()
-    }}}  # pyformat: disable
+    member.steps[-1].info = {
+      "final_reward": {
+        "parts": {
+          name: {"reward": value, "weight": weight, "why": "…"}
+          for name, (value, weight) in parts_.items()
+        }
+      }
+    }
   rewards = examples.group_rewards(group, with_parts=True)
   assert {k: v.tolist() for k, v in rewards.parts.items()} == {
-      "success": [1.0, 0.0], "format": [0.0, 1.0]
-  }  # pyformat: disable
+    "success": [1.0, 0.0],
+    "format": [0.0, 1.0],
+  }
   assert rewards.part_weights == {"success": 1.0, "format": 0.1}
 
 
@@ -466,7 +481,7 @@ def test_gigpo_compares_turns_behind_the_clock(case):
   exact = examples.group_rewards(group, with_states=True)
   assert exact.states[0][1] != exact.states[1][1]
   config = config_lib.AlgorithmConfig(
-      advantage="gigpo", gigpo_mask=(50 / 60, 0.0, 1.0, 0.1)
+    advantage="gigpo", gigpo_mask=(50 / 60, 0.0, 1.0, 0.1)
   )
   look = anchors.look_of(config, case.store)
   masked = examples.group_rewards(group, with_states=True, look=look)
@@ -474,9 +489,9 @@ def test_gigpo_compares_turns_behind_the_clock(case):
   assert anchors.look_of(config_lib.AlgorithmConfig(), case.store) is None
 
 
-@pytest.mark.parametrize("mask", [
-    (0.1, 0.2, 0.3), (0.5, 0.0, 0.5, 1.0), (0.0, 0.0, 1.5, 1.0)
-])  # pyformat: disable
+@pytest.mark.parametrize(
+  "mask", [(0.1, 0.2, 0.3), (0.5, 0.0, 0.5, 1.0), (0.0, 0.0, 1.5, 1.0)]
+)
 def test_a_wrong_mask_is_refused(mask):
   with pytest.raises(ValueError, match="gigpo_mask.*left < right"):
     config_lib.AlgorithmConfig(advantage="gigpo", gigpo_mask=mask)
@@ -499,7 +514,7 @@ def test_the_turns_of_highest_entropy_are_trained_on(case, recorded):
       entropies = np.where(mask, case.rng.random(len(mask)), 0)
       if recorded:
         sequence = dataclasses.replace(
-            sequence, entropies=entropies.astype(np.float32)
+          sequence, entropies=entropies.astype(np.float32)
         )
       sequences.append(sequence)
       values = sequence.entropies if recorded else -sequence.logprobs
@@ -508,24 +523,26 @@ def test_the_turns_of_highest_entropy_are_trained_on(case, recorded):
     members.append(dataclasses.replace(member, sequences=sequences))
   group = dataclasses.replace(group, trajectories=tuple(members))
   (built,), stats = examples.from_groups(
-      [group], advantages.dr_grpo, advantages.AdvantageOptions(),
-      entropy_share=0.7,
-  )  # pyformat: disable
+    [group],
+    advantages.dr_grpo,
+    advantages.AdvantageOptions(),
+    entropy_share=0.7,
+  )
   trained = {
-      (e.trajectory_id, int(turn))
-      for e in built
-      for turn in e.sequence.turn_ids[e.sequence.loss_mask]
+    (e.trajectory_id, int(turn))
+    for e in built
+    for turn in e.sequence.turn_ids[e.sequence.loss_mask]
   }
   want = sorted(means, key=lambda key: -means[key])[:9]  # Of 12, rounded up.
   assert trained == set(want)
   reasons = examples.left_out([group], [], stats.low_entropy)
   assert {
-      (name, turn): reason
-      for name, of_turns in reasons.items()
-      for turn, reason in enumerate(of_turns[:4])
+    (name, turn): reason
+    for name, of_turns in reasons.items()
+    for turn, reason in enumerate(of_turns[:4])
   } == {key: "" if key in trained else "low_entropy" for key in means}
   (every,), _ = examples.from_groups(
-      [group], advantages.dr_grpo, advantages.AdvantageOptions()
+    [group], advantages.dr_grpo, advantages.AdvantageOptions()
   )
   assert len(every) == 12
 
@@ -542,22 +559,22 @@ def test_the_learner_tells_which_turns_have_too_little_entropy(case):
 def test_a_function_of_google_tunix_is_taken_by_its_path():
   rewards = np.array([0.0, 1.0, 0.5, 0.25])
   group = advantages.GroupRewards(
-      rewards, tuple(np.array([r, 0.0]) for r in rewards)
+    rewards, tuple(np.array([r, 0.0]) for r in rewards)
   )
   for function, name in (
-      ("compute_rloo_advantages", "rloo"),
-      ("compute_drgrpo_advantages", "dr_grpo"),
+    ("compute_rloo_advantages", "rloo"),
+    ("compute_drgrpo_advantages", "dr_grpo"),
   ):
     config = config_lib.AlgorithmConfig(
-        advantage=f"tunix.rl.algo_core:{function}"
+      advantage=f"tunix.rl.algo_core:{function}"
     )
     estimator = parts.Algorithm.of(config).estimate
     (got,) = advantages.of_step(
-        estimator, [group], advantages.AdvantageOptions()
+      estimator, [group], advantages.AdvantageOptions()
     )
     (want,) = _estimate(name, [group])
     np.testing.assert_allclose(
-        np.concatenate(got), np.concatenate(want), atol=1e-6
+      np.concatenate(got), np.concatenate(want), atol=1e-6
     )
   assert advantages.adapted(advantages.grpo) is advantages.grpo
   assert callable(algo_core.compute_rloo_advantages)
@@ -607,10 +624,10 @@ def test_a_long_episode_pays_at_its_last_turn(case):
   group = case.group([1.0, 1.0, 0.0])
   tokens = [m.num_sampled for m in group]
   algorithm = parts.Algorithm.of(
-      config_lib.AlgorithmConfig(overlong_tokens=4, overlong_cache=3)
+    config_lib.AlgorithmConfig(overlong_tokens=4, overlong_cache=3)
   )
   prices, readings = reward_prices.of_groups(
-      [group], algorithm, 0.0, 64, lambda sequences: pytest.fail("no KL")
+    [group], algorithm, 0.0, 64, lambda sequences: pytest.fail("no KL")
   )
   want = [-min(max((t - 1) / 3, 0), 1) for t in tokens]
   for member, price in zip(group, want):
@@ -618,18 +635,16 @@ def test_a_long_episode_pays_at_its_last_turn(case):
     np.testing.assert_allclose(got, [0.0, price], atol=1e-12)
   assert readings["overlong_price"] == pytest.approx(-np.mean(want))
   rewards = examples.group_rewards(group, extra=prices)
-  np.testing.assert_allclose(
-      rewards.total_N, np.array([1.0, 1.0, 0.0]) + want
-  )
+  np.testing.assert_allclose(rewards.total_N, np.array([1.0, 1.0, 0.0]) + want)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_in_the_reward_by_hand(case, estimator):
   group = case.group([1.0, 0.0], turns=3)
   algorithm = parts.Algorithm.of(
-      config_lib.AlgorithmConfig(
-          kl_coef=0.5, kl_in="reward", kl_estimator=estimator
-      )
+    config_lib.AlgorithmConfig(
+      kl_coef=0.5, kl_in="reward", kl_estimator=estimator
+    )
   )
   rng = np.random.default_rng(0)
   references = {}
@@ -648,7 +663,7 @@ def test_kl_in_the_reward_by_hand(case, estimator):
       d = d.astype(np.float64)
       nats = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - 1 - d}[estimator]
       assert prices[member.trajectory_id][turn] == pytest.approx(
-          -0.2 * nats.sum(), rel=1e-4, abs=1e-6
+        -0.2 * nats.sum(), rel=1e-4, abs=1e-6
       )
       total, count = total + nats.sum(), count + len(nats)
   assert readings["kl"] == pytest.approx(total / count, rel=1e-4)
@@ -658,7 +673,7 @@ def test_kl_in_the_reward_changes_the_update_and_not_its_statistics(case):
   other, _ = learner_cases.policy(1)
   group = case.group([1.0, 1.0, 1.0])
   learner = case.learner(
-      reference=other, kl_coef=0.5, kl_in="reward", kl_estimator="k1"
+    reference=other, kl_coef=0.5, kl_in="reward", kl_estimator="k1"
   )
   metrics = learner.update([group])
   # Without the price, equal rewards would leave nothing to learn from.
@@ -668,9 +683,9 @@ def test_kl_in_the_reward_changes_the_update_and_not_its_statistics(case):
   sequences = [s for m in group for s in m.sequences]
   scorer = case.learner(model=other)
   reference = scorer.sequence_logprobs(sequences)
-  want = np.concatenate([
-      (s.logprobs - r)[s.loss_mask] for s, r in zip(sequences, reference)
-  ]).mean()
+  want = np.concatenate(
+    [(s.logprobs - r)[s.loss_mask] for s, r in zip(sequences, reference)]
+  ).mean()
   assert metrics["kl"] == pytest.approx(want, rel=1e-4)
 
 
@@ -684,11 +699,11 @@ def test_the_coefficient_follows_the_target():
 def test_an_adapted_coefficient_is_used_and_kept(case):
   other, _ = learner_cases.policy(1)
   settings = dict(
-      model=other,
-      reference=case.model,
-      kl_coef=0.5,
-      kl_target=1e-3,
-      skip_zero_advantage=False,
+    model=other,
+    reference=case.model,
+    kl_coef=0.5,
+    kl_target=1e-3,
+    skip_zero_advantage=False,
   )
   learner = case.learner(**settings)
   groups = [case.group([1.0, 1.0, 1.0])]  # Nothing but the KL acts.
@@ -711,14 +726,14 @@ def test_an_adapted_coefficient_is_used_and_kept(case):
 
 
 @pytest.mark.parametrize(
-    "status, cut, want",
-    [
-        (STATUS.SUCCEEDED, False, False),
-        (STATUS.FAILED, False, False),
-        (STATUS.MAX_TURNS, False, True),
-        (STATUS.CONTEXT_LIMIT, False, True),
-        (STATUS.PARSE_ERROR, True, True),
-    ],
+  "status, cut, want",
+  [
+    (STATUS.SUCCEEDED, False, False),
+    (STATUS.FAILED, False, False),
+    (STATUS.MAX_TURNS, False, True),
+    (STATUS.CONTEXT_LIMIT, False, True),
+    (STATUS.PARSE_ERROR, True, True),
+  ],
 )
 def test_what_counts_as_truncated(case, status, cut, want):
   episode = case.episode([("text", case.text(3))], 0.0, status=status)
@@ -760,11 +775,11 @@ def test_each_preset_updates_the_policy_and_compiles_once(case, name):
   settings.pop("dynamic_sampling", None)  # The loop's.
   teacher = {"teacher": case.model} if name == "distill" else {}
   learner = case.learner(
-      reference=case.model,
-      **teacher,
-      groups_per_step=4,
-      gamma=fields["collect"].get("gamma", 1.0),
-      **settings,
+    reference=case.model,
+    **teacher,
+    groups_per_step=4,
+    gamma=fields["collect"].get("gamma", 1.0),
+    **settings,
   )
   before = learner.parameters()
   compiles = None
@@ -773,7 +788,7 @@ def test_each_preset_updates_the_policy_and_compiles_once(case, name):
     cut = case.episode([("text", case.text(3))], 0.2, status=STATUS.MAX_TURNS)
     broken = case.episode([("text", case.text(3))], 0, status=STATUS.ENV_ERROR)
     groups[0] = trajectory.TrajectoryGroup(
-        "g0", "task", (*groups[0], cut, broken)
+      "g0", "task", (*groups[0], cut, broken)
     )
     if name == "remax":
       greedy = case.episode([("text", case.text(3))], 0.5)

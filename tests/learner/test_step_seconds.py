@@ -25,10 +25,15 @@ def test_phases_sum_to_the_wall_and_the_inner_one_counts():
       raise RuntimeError()
   spent = seconds.take()
   assert spent == {
-      "time/step": 63.0, "time/wait": 2.0, "time/learn": 20.0,
-      "time/publish": 32.0, "time/save": 8.0, "time/evaluate": 0.0,
-      "time/report": 0.0, "time/other": 1.0,
-  }  # pyformat: disable
+    "time/step": 63.0,
+    "time/wait": 2.0,
+    "time/learn": 20.0,
+    "time/publish": 32.0,
+    "time/save": 8.0,
+    "time/evaluate": 0.0,
+    "time/report": 0.0,
+    "time/other": 1.0,
+  }
   # A phase that goes on is divided between two readings.
   with seconds("report"):
     passes(1)

@@ -50,7 +50,7 @@ def test_what_is_kept_is_bounded(case, monkeypatch):
     successes.lend([group(case, [1.0, 1.0], f"g{i}", task=f"t{i}")], 0)
   assert len(successes) == 3
   borrows = lambda task: successes.lend(
-      [group(case, [0.0], "x", task=task)], 0
+    [group(case, [0.0], "x", task=task)], 0
   )[1]
   assert not borrows("t0") and not borrows("t1") and borrows("t4")
 
@@ -93,14 +93,19 @@ def test_an_update_learns_from_it_and_reports_the_groups_own(case):
   assert all(np.all(v < 0) for v in values)
 
 
-@pytest.mark.parametrize("settings, message", [
+@pytest.mark.parametrize(
+  "settings, message",
+  [
     (["learner.success_replay=2"], "max_staleness=0"),
-    (["learner.success_replay=1", "algorithm=ppo",
-      "queue.max_staleness=1"], "compares none"),
-])  # pyformat: disable
+    (
+      ["learner.success_replay=1", "algorithm=ppo", "queue.max_staleness=1"],
+      "compares none",
+    ),
+  ],
+)
 def test_what_cannot_be_corrected_is_refused(settings, message):
   with pytest.raises(config_lib.ConfigError, match=message):
     config_lib.load_config(["name=x", *settings])
   config_lib.load_config(
-      ["name=x", "learner.success_replay=2", "algorithm.importance=tis"]
+    ["name=x", "learner.success_replay=2", "algorithm.importance=tis"]
   )

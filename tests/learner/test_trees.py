@@ -20,14 +20,19 @@ from tests.policy import text_sharding_script
 
 ROWS = dict(rows=2, row_length=96, patches=512, targets=96)
 FAMILIES = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe",
-    "gemma3",
-)  # pyformat: disable
+  "qwen2_vl",
+  "qwen2_5_vl",
+  "qwen3_vl",
+  "qwen3_vl_moe",
+  "glm4v",
+  "glm4v_moe",
+  "gemma3",
+)
 SETTINGS = (
-    dict(loss_aggregation="sequence_mean"),
-    dict(loss_aggregation="constant"),
-    dict(objective="gspo", kl_coef=0.1),
-    dict(advantage="gae", value_learning_rate=1e-2, minibatches=2),
+  dict(loss_aggregation="sequence_mean"),
+  dict(loss_aggregation="constant"),
+  dict(objective="gspo", kl_coef=0.1),
+  dict(advantage="gae", value_learning_rate=1e-2, minibatches=2),
 )
 
 
@@ -35,8 +40,7 @@ def sharp(config):
   """A random model whose attention is far from uniform."""
   model = hf_checkpoint.model_class(config)(config, nnx.Rngs(0))
   nnx.update(
-      model,
-      jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model)),
+    model, jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model))
   )
   return model
 
@@ -59,8 +63,8 @@ def test_every_family_gives_what_each_sequence_gives(family):
   check_gradients(case, examples)
   sequences = [e.sequence for e in examples]
   alone, together = (
-      case.learner(tree=tree, **ROWS).sequence_logprobs(sequences)
-      for tree in ("false", "true")
+    case.learner(tree=tree, **ROWS).sequence_logprobs(sequences)
+    for tree in ("false", "true")
   )
   for a, b in zip(alone, together, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
@@ -79,7 +83,7 @@ def check_gradients(case, examples, shape=ROWS):
   assert learner_cases.largest_difference(got, want) <= 1e-5 * scale
   for name, value in want_sums.total.items():
     np.testing.assert_allclose(
-        sums.total[name], value, rtol=1e-4, atol=1e-4, err_msg=name
+      sums.total[name], value, rtol=1e-4, atol=1e-4, err_msg=name
     )
 
 
@@ -89,10 +93,10 @@ def test_text_families_give_what_each_sequence_gives(family):
   config = qwen_checkpoint.small_config("qwen3_text_tiny")
   windows = text_sharding_script.WINDOWS if family == "gemma3_text" else {}
   config = dataclasses.replace(
-      config,
-      family=family,
-      text=dataclasses.replace(config.text, **windows),
-      tie_word_embeddings=family != "llama",
+    config,
+    family=family,
+    text=dataclasses.replace(config.text, **windows),
+    tie_word_embeddings=family != "llama",
   )
   processor = text_inputs.TextProcessor(family)
   case = learner_cases.Case(own=(sharp(config), processor))
@@ -105,13 +109,11 @@ def test_text_families_give_what_each_sequence_gives(family):
 def test_updates_are_those_of_each_sequence_by_itself(case, settings):
   """Of every way to weigh tokens, with a KL and with a value head."""
   groups = [case.rewritten(2, 3), case.rewritten(2, 3)]
-  options = dict(
-      skip_zero_advantage=False, groups_per_step=2, adam_eps=1e-3
-  )
+  options = dict(skip_zero_advantage=False, groups_per_step=2, adam_eps=1e-3)
   reference = {"reference": case.model} if "kl_coef" in settings else {}
   flat, tree = (
-      case.learner(tree=tree, **options, **settings, **reference)
-      for tree in ("false", "true")
+    case.learner(tree=tree, **options, **settings, **reference)
+    for tree in ("false", "true")
   )
   for step in groups:
     want, got = flat.update(step), tree.update(step)
@@ -120,7 +122,7 @@ def test_updates_are_those_of_each_sequence_by_itself(case, settings):
       if name in want:
         assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
   difference = learner_cases.largest_difference(
-      flat.parameters(), tree.parameters()
+    flat.parameters(), tree.parameters()
   )
   assert difference < 1e-5
 
@@ -128,7 +130,7 @@ def test_updates_are_those_of_each_sequence_by_itself(case, settings):
 def test_a_sequence_does_not_depend_on_its_neighbours(case):
   learner = case.learner(tree="true")
   sequences = [
-      e.sequence for e in learner_cases.examples_of(case.rewritten(2, 4))
+    e.sequence for e in learner_cases.examples_of(case.rewritten(2, 4))
   ]
   together = learner.sequence_logprobs(sequences)
   every_other = learner.sequence_logprobs(sequences[::2])
@@ -158,7 +160,7 @@ def test_a_teacher_that_reads_no_trees_is_refused(case):
   model = hf_checkpoint.abstract_model(config, None)
   with pytest.raises(ValueError, match="reads no trees; set learner.tree=fal"):
     reference.Teacher(
-        model, case.model, None, temperature=1.0, chunk=8, tree=True
+      model, case.model, None, temperature=1.0, chunk=8, tree=True
     )
 
 

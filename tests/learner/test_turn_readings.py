@@ -14,21 +14,26 @@ def test_numbers_are_grouped():
   assert groups == [
       "00", "01", "02", "03-04", "03-04", "05-08", "05-08", "09-16", "09-16",
       "17-32", "17-32", "33+", "33+",
-  ]  # pyformat: disable
+  ]  # fmt: skip
   assert list(turn_groups.NAMES) == sorted(turn_groups.NAMES)
 
 
 def test_images_before_a_token_are_counted(case):
-  sequence = case.sequence([
-      ("text", case.text(2)), ("image", case.image()),
-      ("sampled", case.text(2)), ("image", case.image()),
+  sequence = case.sequence(
+    [
+      ("text", case.text(2)),
+      ("image", case.image()),
+      ("sampled", case.text(2)),
+      ("image", case.image()),
       ("sampled", case.text(1)),
-  ], turn=4)  # pyformat: disable
+    ],
+    turn=4,
+  )
   by_images = turn_groups.tokens_T(sequence, "images")
   assert by_images[:2].tolist() == [0, 0]
   assert by_images[sequence.loss_mask].tolist() == [1, 1, 2]
   assert set(turn_groups.tokens_T(sequence, "turn")) == {
-      turn_groups.NAMES.index("05-08")
+    turn_groups.NAMES.index("05-08")
   }
 
 
@@ -50,9 +55,9 @@ def test_a_learners_readings_are_the_means_of_their_groups(case, minibatches):
         gaps.setdefault(turn_groups.NAMES[group], []).append(np.expm1(d) - d)
     start = f"sampler_kl_by_{by}/"
     readings = {
-        k.removeprefix(start): v
-        for k, v in metrics.items()
-        if k.startswith(start)
+      k.removeprefix(start): v
+      for k, v in metrics.items()
+      if k.startswith(start)
     }
     if len(gaps) < 2:
       assert not readings
@@ -62,8 +67,10 @@ def test_a_learners_readings_are_the_means_of_their_groups(case, minibatches):
       for name, values in gaps.items():
         assert readings[name] == pytest.approx(np.mean(values), rel=1e-4)
   assert {k for k in metrics if k.startswith("entropy_by_turn/")} == {
-      "entropy_by_turn/01", "entropy_by_turn/02", "entropy_by_turn/03-04"
-  }  # pyformat: disable
+    "entropy_by_turn/01",
+    "entropy_by_turn/02",
+    "entropy_by_turn/03-04",
+  }
   assert not [k for k in metrics if "turn_group" in k]
 
 

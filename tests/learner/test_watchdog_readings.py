@@ -11,9 +11,9 @@ def found(metrics, **config):
   """(step, rule) of each finding; the cases' log-probs are no sampler's."""
   rules = watchdog.Rules(settings.WatchdogConfig(gap_limit=0, **config))
   return [
-      (number, finding.rule)
-      for number, m in enumerate(metrics, 1)
-      for finding in rules.step(m)
+    (number, finding.rule)
+    for number, m in enumerate(metrics, 1)
+    for finding in rules.step(m)
   ]
 
 
@@ -25,7 +25,7 @@ def test_gradients_that_are_not_finite_are_seen(case):
   params = learner.arrays()["params"]
   good = params["norm"]
   params["norm"] = jax.device_put(
-      np.full(good.shape, np.nan, np.float32), good.sharding
+    np.full(good.shape, np.nan, np.float32), good.sharding
   )
   readings += [learner.update(groups) for _ in range(3)]
   assert found(readings) == [(4, "nan")]
@@ -38,8 +38,8 @@ def test_a_gradient_that_explodes_is_seen(case):
   learner = case.learner(advantage="dr_grpo", learning_rate=1e-6)
   readings = [learner.update(case.groups()) for _ in range(3)]
   large = [
-      case.group([1000.0 * r for r in case.rng.random(3)], f"l{i}")
-      for i in range(2)
+    case.group([1000.0 * r for r in case.rng.random(3)], f"l{i}")
+    for i in range(2)
   ]
   readings.append(learner.update(large))
   assert found(readings, window=3) == [(4, "gradient")]

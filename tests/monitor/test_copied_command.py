@@ -25,12 +25,15 @@ def plain(config):
   return data
 
 
-@pytest.mark.parametrize("name, setting, value", [
+@pytest.mark.parametrize(
+  "name, setting, value",
+  [
     ("dapo", "learner.dynamic_sampling", 0),
     ("grpo", "algorithm.kl_coef", 0.0),
     ("gspo", "algorithm.clip_low", 0.2),
     ("grpo", "algorithm.loss_aggregation", "token_mean"),
-])  # pyformat: disable
+  ],
+)
 def test_a_default_against_a_preset_is_repeated(name, setting, value):
   config = config_lib.from_dict({"algorithm.name": name, setting: value})
   preset = config_lib.from_dict({"algorithm.name": name})
@@ -44,10 +47,10 @@ def test_a_default_against_a_preset_is_repeated(name, setting, value):
     "a b", "it's $HOME `x` \"y\"", "1e-06", "007", "null", "~", "yes", "a\nb",
     "a\x7fb", "a\x85b", "a\u2028b", "a\u200bb", "\ufeff", "\u202ex", "😀",
     "\U000e0001", "- x", "a: b", "a #b", "{", "\x00", "\\u200b", "",
-])  # pyformat: disable
+])  # fmt: skip
 def test_texts_of_any_characters_are_repeated(text):
   config = config_lib.from_dict(
-      {"environment.options": {"note": text, "list": [text, {text: text}]}}
+    {"environment.options": {"note": text, "list": [text, {text: text}]}}
   )
   assert plain(again(config)) == plain(config)
 
@@ -55,7 +58,7 @@ def test_texts_of_any_characters_are_repeated(text):
 @pytest.mark.parametrize("options", [
     {"a": 1, "a.b": 2}, {"a": {}}, {"a": None, "b": [], "c": 1e-20}, {"": 1},
     {"a": [1e22, -2e-7, 1.5e300, float("inf"), -float("inf"), -0.0, 3.5, 7]},
-])  # pyformat: disable
+])  # fmt: skip
 def test_mappings_are_repeated(options):
   config = config_lib.from_dict({"environment.options": options})
   assert plain(again(config)) == plain(config)

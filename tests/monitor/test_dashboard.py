@@ -35,11 +35,12 @@ def tab(recorded, context):
 def ids(server):
   """(training, {step: id}, rollouts) of the recorded run."""
   training = next(
-      t["id"] for t in server.rows("training") if t["run_name"] == "desktop-run"
+    t["id"] for t in server.rows("training") if t["run_name"] == "desktop-run"
   )
   rollouts = [
-      r for r in server.rows("rollout")
-      if r["rollout_id"].startswith("T-desktop-run/")
+    r
+    for r in server.rows("rollout")
+    if r["rollout_id"].startswith("T-desktop-run/")
   ]
   return training, rollouts
 
@@ -56,7 +57,7 @@ def pages(server):
       f"{run}/baseline/{baseline['id']}", f"{run}/tasks",
       f"{run}/tasks/{rollouts[0]['task_id']}", f"{run}/health",
       f"{run}/config", f"/rollouts/{rollouts[-1]['id']}",
-  ]  # pyformat: disable
+  ]  # fmt: skip
 
 
 def test_every_page_is_whole_and_accessible(recorded, tab):
@@ -96,7 +97,7 @@ def test_pages_are_whole_without_a_script(recorded):
 
 
 def test_the_runs_list_leads_through_the_step_to_the_rollout_by_keys(
-    recorded, tab
+  recorded, tab
 ):
   tab.go("/")
   keys = tab.page.keyboard
@@ -126,7 +127,7 @@ def test_the_runs_list_leads_through_the_step_to_the_rollout_by_keys(
   assert cookies.get("theme")
   tab.page.reload()  # The theme is the server's from the first byte on.
   assert after == tab.page.evaluate(
-      "getComputedStyle(document.body).backgroundColor"
+    "getComputedStyle(document.body).backgroundColor"
   )
   tab.page.context.clear_cookies()
 
@@ -143,18 +144,20 @@ def test_curves_are_drawn_and_their_view_is_in_the_url(recorded, tab):
                 "Clip fraction", "Gradient norm", "Staleness",
                 "Groups waiting", "Tokens per second",
                  "Model, environment, idle",
-                 "seconds_total"):  # pyformat: disable
+                 "seconds_total"):  # fmt: skip
     assert any(t.startswith(title) for t in titles), (title, titles)
   assert charts.locator("canvas").count() == charts.count()
   reward = page.locator('.chart[data-key="reward"] .readout b').inner_text()
-  steps = {
-      s["step"]: s["reward_mean"] for s in server.rows("step")
-  }
+  steps = {s["step"]: s["reward_mean"] for s in server.rows("step")}
   # From step 2 on, smoothed without the pull of the first value.
   expected = (0.25 * steps[2] + 0.5 * steps[3]) / 0.75
   assert float(reward) == pytest.approx(expected, rel=1e-3)
-  assert page.locator('.chart[data-key="grad"] [data-log]').get_attribute(
-      "aria-pressed") == "true"
+  assert (
+    page.locator('.chart[data-key="grad"] [data-log]').get_attribute(
+      "aria-pressed"
+    )
+    == "true"
+  )
   assert page.locator("[data-reset]").is_visible()
   page.locator("[data-reset]").click()
   chromium.ready(page, 2)
@@ -183,7 +186,7 @@ def test_an_axis_of_steps_has_whole_ticks(recorded, tab):
   chromium.ready(tab.page)
   # The lowest texts of a chart are its steps.
   steps = tab.page.evaluate(
-      "window.painted.filter(([, y]) => y > 0.85).map(([text]) => text)"
+    "window.painted.filter(([, y]) => y > 0.85).map(([text]) => text)"
   )
   assert "1" in steps and not [s for s in steps if not s.isdigit()], steps
 
@@ -212,7 +215,7 @@ def test_a_drag_zooms_and_the_url_says_where(recorded, tab):
 
 def counted(page, selector, condition):
   chromium.wait_for(
-      page, f"document.querySelectorAll('{selector}').length {condition}"
+    page, f"document.querySelectorAll('{selector}').length {condition}"
   )
 
 
@@ -233,9 +236,7 @@ def test_a_step_shows_its_groups_and_filters(recorded, tab):
   page.locator('.choices a:has-text("reward")').first.click()
   page.wait_for_url("**sort=reward*")
   page.wait_for_selector("#rollouts > .members")
-  shown = [
-      float(t) for t in page.locator(".member b").all_inner_texts()
-  ]
+  shown = [float(t) for t in page.locator(".member b").all_inner_texts()]
   assert shown == sorted(shown, reverse=True) and len(shown) == 12
   bars = page.locator(".histogram a")
   count = bars.count()
@@ -289,7 +290,7 @@ def test_a_tasks_attempts_have_axes(recorded, tab):
 
 
 def test_a_step_has_one_account_of_its_time_and_calls_beside_tokens(
-    recorded, tab
+  recorded, tab
 ):
   server, _ = recorded
   training, _ = ids(server)
@@ -308,7 +309,7 @@ def test_advantages_are_those_that_the_update_used(recorded, tab):
   steps = {row["id"]: row["step"] for row in server.rows("step")}
   second = [r for r in rollouts if steps.get(r["step_id"]) == 2]
   advantages = {
-      r["id"]: json.loads(r["summary_json"]).get("advantage") for r in second
+    r["id"]: json.loads(r["summary_json"]).get("advantage") for r in second
   }
   assert sum(v is None for v in advantages.values()) == 1  # The one that broke.
   assert any(advantages.values())
@@ -319,7 +320,7 @@ def test_advantages_are_those_that_the_update_used(recorded, tab):
     assert shown == ([] if value is None else [f"{value:+.2f}"])
   tab.go(f"/rollouts/{second[0]['id']}")
   assert f"advantage {advantages[second[0]['id']]:+.3f}" in (
-      tab.page.locator("main").inner_text()
+    tab.page.locator("main").inner_text()
   )
   assert tab.page.locator('.choice a:text-is("advantage")').count() == 1
 
@@ -329,15 +330,16 @@ def rollout_with(server, kind):
   _, rollouts = ids(server)
   with server.engine.connect() as connection:
     pairs = connection.exec_driver_sql(
-        "SELECT t.rollout_id, t.turn FROM action a JOIN turn t ON t.id ="
-        " a.turn_id WHERE a.action_type = ? ORDER BY a.id", (kind,)
-    ).fetchall()  # pyformat: disable
+      "SELECT t.rollout_id, t.turn FROM action a JOIN turn t ON t.id ="
+      " a.turn_id WHERE a.action_type = ? ORDER BY a.id",
+      (kind,),
+    ).fetchall()
   rollout_ids = {r["id"] for r in rollouts}
   return next((r, t) for r, t in pairs if r in rollout_ids)
 
 
 @pytest.mark.parametrize(
-    "kind, drawn", [("click", "circle"), ("drag", "path"), ("scroll", "path")]
+  "kind, drawn", [("click", "circle"), ("drag", "path"), ("scroll", "path")]
 )
 def test_an_action_is_drawn_where_it_was(recorded, tab, kind, drawn):
   server, _ = recorded
@@ -348,11 +350,11 @@ def test_an_action_is_drawn_where_it_was(recorded, tab, kind, drawn):
   assert shape.count() == 1
   image = page.locator("#turn .screen img").first
   chromium.wait_for(
-      page, "document.querySelector('#turn .screen img').naturalWidth > 0"
+    page, "document.querySelector('#turn .screen img').naturalWidth > 0"
   )
   if kind == "click":
     args = server.get(f"/api/v1/rollouts/{rollout}/turns")["items"][turn - 1][
-        "actions"
+      "actions"
     ][0]["tool_args"]
     width = int(image.get_attribute("width"))
     here, screen = shape.bounding_box(), image.bounding_box()
@@ -392,10 +394,11 @@ def test_tokens_are_those_that_were_sampled(recorded, tab):
   assert tokens.count() == len(recorded_turn["actions"][0]["tokens"])
   text = "".join(tokens.all_text_contents())
   assert text.removesuffix("<|im_end|>").strip() == (
-      recorded_turn["metrics_json"]["model_response"].strip()
+    recorded_turn["metrics_json"]["model_response"].strip()
   )
-  assert page.locator(".typed kbd").inner_text() == (
-      recorded_turn["actions"][0]["tool_args"]["text"]
+  assert (
+    page.locator(".typed kbd").inner_text()
+    == (recorded_turn["actions"][0]["tool_args"]["text"])
   )
   strip = page.locator("#filmstrip a[aria-current] .line").inner_text()
   assert "type “" in strip
@@ -421,11 +424,12 @@ def test_the_loss_mask_is_what_updates_learned_from(recorded, tab):
     kind = row["source_type"]
     by_reason.setdefault(reason if kind == "step" else kind, row["id"])
   sentences = {
-      "": "trained on", "invalid": "ended by infrastructure",
-      "zero_advantage": "no token of the sequence has an advantage",
-      "baseline": "no update learns from it",
-      "eval": "no update learns from it",
-  }  # pyformat: disable
+    "": "trained on",
+    "invalid": "ended by infrastructure",
+    "zero_advantage": "no token of the sequence has an advantage",
+    "baseline": "no update learns from it",
+    "eval": "no update learns from it",
+  }
   assert set(sentences) <= set(by_reason)
   for reason, words in sentences.items():
     rollout = by_reason[reason]
@@ -445,9 +449,8 @@ def test_the_loss_mask_is_what_updates_learned_from(recorded, tab):
     first = page.locator(".tokens .mask-prompt").first
     assert first.inner_text() == "<|im_start|>"
     assert page.locator(".tokens .mask-prompt small").first.inner_text() == (
-        f"×{max(n for _, n in runs)}"
+      f"×{max(n for _, n in runs)}"
     )
-
 
 
 def test_a_live_run_shows_what_comes_in(recorded, tab):
@@ -461,9 +464,9 @@ def test_a_live_run_shows_what_comes_in(recorded, tab):
   recorder.step(recorded_run.STEPS + 1)
   recorder.flush()
   chromium.wait_for(
-      page,
-      "(b) => document.querySelector('#run-head b').textContent !== b",
-      before,
+    page,
+    "(b) => document.querySelector('#run-head b').textContent !== b",
+    before,
   )
   chromium.ready(page, 2)
   assert page.locator("#run-head b").first.inner_text() == "4"
@@ -480,10 +483,12 @@ def test_evaluations_and_who_flipped(recorded, tab):
     total = line.locator(".rate small").all_inner_texts()
     for kind, text in zip(("baseline", "eval"), total, strict=True):
       completed = [
-          r for r in rollouts
-          if r["source_type"] == kind and r["status"] == "completed"
-          and (r["temperature"] == 0) == greedy
-      ]  # pyformat: disable
+        r
+        for r in rollouts
+        if r["source_type"] == kind
+        and r["status"] == "completed"
+        and (r["temperature"] == 0) == greedy
+      ]
       wins = sum(r["task_success"] for r in completed)
       assert text == f"{wins}/{len(completed)}"
   tab.go(f"/runs/{training}/evals/diff")
@@ -492,9 +497,10 @@ def test_evaluations_and_who_flipped(recorded, tab):
     if r["source_type"] == "baseline":
       first[r["task_id"], r["temperature"]] = r["task_success"]
   flips = [
-      r for r in rollouts
-      if r["source_type"] == "eval"
-      and r["task_success"] != first[r["task_id"], r["temperature"]]
+    r
+    for r in rollouts
+    if r["source_type"] == "eval"
+    and r["task_success"] != first[r["task_id"], r["temperature"]]
   ]
   assert flips, "the recorded run should have some"
   links = tab.page.locator("#flips td:nth-last-child(2) a")
@@ -502,8 +508,8 @@ def test_evaluations_and_who_flipped(recorded, tab):
   assert hrefs == {f"/rollouts/{r['id']}" for r in flips}
   links = tab.page.locator("#flips td:last-child a")
   flipped_ids = {
-      links.nth(n).get_attribute("href").partition("?other=")[2]
-      for n in range(links.count())
+    links.nth(n).get_attribute("href").partition("?other=")[2]
+    for n in range(links.count())
   }
   assert flipped_ids == {str(r["id"]) for r in flips}
 
@@ -533,7 +539,7 @@ def test_a_rollout_as_a_file(recorded):
 
 
 def test_the_page_that_is_saved_is_seen_without_a_server(
-    recorded, context, tmp_path
+  recorded, context, tmp_path
 ):
   server, _ = recorded
   rollout, _ = rollout_with(server, "drag")
@@ -543,9 +549,7 @@ def test_the_page_that_is_saved_is_seen_without_a_server(
   tab.page.goto(path.as_uri())
   assert tab.page.locator("section img").count() >= 1
   assert tab.page.locator(".overlay .act path").count() >= 1
-  sizes = tab.page.evaluate(
-      "[...document.images].map((i) => i.naturalWidth)"
-  )
+  sizes = tab.page.evaluate("[...document.images].map((i) => i.naturalWidth)")
   assert all(sizes)
   tab.check()
   tab.page.close()
@@ -561,9 +565,9 @@ def test_compare_shows_differences_and_a_baseline(recorded, tab):
       },
       "steps": [{"client_id": "o1", "step": 1, "reward_mean": 0.25,
                  "metrics_json": {"entropy": 1.0}}],
-  })  # pyformat: disable
+  })  # fmt: skip
   other = next(
-      t["id"] for t in server.rows("training") if t["run_name"] == "other"
+    t["id"] for t in server.rows("training") if t["run_name"] == "other"
   )
   tab.go("/")
   page = tab.page
@@ -584,6 +588,6 @@ def test_compare_shows_differences_and_a_baseline(recorded, tab):
   page.wait_for_url("**base=*")
   assert not chromium.faults_of(page)
   row = page.locator("#compared tbody tr", has_text="baseline").filter(
-      has=page.locator("b:text-is('baseline')")
+    has=page.locator("b:text-is('baseline')")
   )
   assert row.count() == 1

@@ -44,7 +44,7 @@ def server(tmp_path_factory):
                "parse_errors": int(n % 6 == 0), "status_message": "succeeded"}
               for n in range(60 if not place else 3)
           ],
-      }  # pyformat: disable
+      }  # fmt: skip
       running.post(body)
     yield running
 
@@ -69,11 +69,14 @@ def test_tags_are_given_and_chosen_by(server, tab):
   page.wait_for_selector("#run-tags >> text=keep")
   assert "smooth=0.5" in page.url
   assert page.locator("#run-tags .tag a").all_inner_texts() == [
-      "keep", "lr=0", "sweep", "\u03b2=0.1",
-  ]  # pyformat: disable
+    "keep",
+    "lr=0",
+    "sweep",
+    "\u03b2=0.1",
+  ]
   page.click('button[aria-label="remove the tag lr=0"]')
   chromium.wait_for(
-      page, "document.querySelectorAll('#run-tags .tag').length === 3"
+    page, "document.querySelectorAll('#run-tags .tag').length === 3"
   )
   assert not chromium.faults_of(page)
   page.click("#run-tags >> text=keep")
@@ -91,7 +94,7 @@ def test_tags_are_given_and_chosen_by(server, tab):
   assert not chromium.faults_of(page)
   page.click('a.tag.on:has-text("lr=1")')
   chromium.wait_for(
-      page, "document.querySelectorAll('#runs tbody tr').length === 3"
+    page, "document.querySelectorAll('#runs tbody tr').length === 3"
   )
 
 
@@ -114,7 +117,7 @@ def test_a_pinned_baseline_stays_and_is_drawn_and_subtracted(server, tab):
   assert "entropy, baseline" in readings(page, "entropy")
   # The other one's last step is the seventh.
   assert page.locator(".tile .other").first.inner_text() == (
-      "\u22120.25 to second at step 7"
+    "\u22120.25 to second at step 7"
   )
   assert not chromium.faults_of(page)
   page.click('a:has-text("difference to second")')
@@ -159,7 +162,7 @@ def test_rollouts_are_narrowed_sorted_and_paged_through(server, tab):
   page.select_option('select[name="error"]', "parse")
   page.wait_for_url("**error=parse*")
   chromium.wait_for(
-      page, "document.querySelectorAll('#rollouts tbody tr').length === 10"
+    page, "document.querySelectorAll('#rollouts tbody tr').length === 10"
   )
   page.fill('input[name="from"]', "0.5")
   page.keyboard.press("Enter")
@@ -168,8 +171,8 @@ def test_rollouts_are_narrowed_sorted_and_paged_through(server, tab):
   page.wait_for_url("**sort=reward*")
   page.wait_for_selector('#rollouts .choice a[aria-current]:has-text("reward")')
   expected = sorted(
-      (n for n in range(0, 60, 6) if n % 7 / 6 >= 0.5),
-      key=lambda n: (-(n % 7), -n),
+    (n for n in range(0, 60, 6) if n % 7 / 6 >= 0.5),
+    key=lambda n: (-(n % 7), -n),
   )
   assert ids(page) == [str(n + 1) for n in expected]
   page.reload()
@@ -194,12 +197,12 @@ def configured(server):
       "steps=7", "gym=desktop", "learner.learning_rate=3e-5",
       "sampling.temperature=0.5", "policy.config={layers: 2, width: 32}",
       "run.seed=3", "environment.options={note: 'yes: a $HOME'}",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   server.post({"training": {
       "client_id": "told", "run_name": "told", "status": "completed",
       "config_json": config.to_dict(),
       "changed_settings": json.dumps(config_lib.changed(config)),
-  }})  # pyformat: disable
+  }})  # fmt: skip
   number = 4  # After the three.
   return number, config
 

@@ -38,9 +38,12 @@ def _server(tmp_path):
 
 def run(url, folder):
   return event_log.RunSpec(
-      url=url, spool_dir=str(folder), name="a", training_id="T",
-      training={"total_steps": 9, "group_size": 2, "groups_per_batch": 1},
-  )  # pyformat: disable
+    url=url,
+    spool_dir=str(folder),
+    name="a",
+    training_id="T",
+    training={"total_steps": 9, "group_size": 2, "groups_per_batch": 1},
+  )
 
 
 def alive(pid):
@@ -77,7 +80,7 @@ def deliver(server, folder):
 
 def names(server):
   return {
-      row["rollout_id"].rpartition("/")[2] for row in server.rows("rollout")
+    row["rollout_id"].rpartition("/")[2] for row in server.rows("rollout")
   }
 
 
@@ -92,7 +95,7 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=3)
     | st.dictionaries(st.text() | st.integers(-5, 5), inner, max_size=3),
     max_leaves=12,
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def same(a, b):
@@ -125,8 +128,8 @@ def test_an_episode_comes_back():
     back = event_codec.load(event_codec.dump(event)).trajectory
     assert back.to_json() == episode.to_json()
     assert same(
-        [s.chat_completions for s in episode.steps],
-        [s.chat_completions for s in back.steps],
+      [s.chat_completions for s in episode.steps],
+      [s.chat_completions for s in back.steps],
     )
 
 
@@ -144,39 +147,42 @@ def test_what_is_of_no_plain_kind_becomes_the_nearest():
       "status": trajectory_lib.TrajectoryStatus.FAILED, "tuple": (1, 2),
       "number": np.float32(0.5), "array": np.arange(3), "bytes": b"\xff",
       "large": 1 << 200, "texts": np.array(["a"]), "flag": np.bool_(True),
-  }  # pyformat: disable
+  }  # fmt: skip
   back = event_codec.load(
-      event_codec.dump(events.RunStarted("r", config))
+    event_codec.dump(events.RunStarted("r", config))
   ).config
   assert np.array_equal(back.pop("array"), [0, 1, 2])
   assert back == {
       "path": "/a", "word": "w", "own": {"x": 3}, "status": "failed",
       "tuple": [1, 2], "number": 0.5, "bytes": b"\xff", "large": 1 << 200,
       "texts": ["a"], "flag": True,
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"", b"\xc1", msgpack.packb(1), msgpack.packb({"a": 1}),
-        msgpack.packb(msgpack.ExtType(9, b"")),
-        msgpack.packb([msgpack.ExtType(1, bytes([99]))]),
-        msgpack.packb([msgpack.ExtType(1, bytes([0])), 1]),
-        msgpack.packb([msgpack.ExtType(1, bytes([4])), *"123456"]),
-        msgpack.packb([msgpack.ExtType(1, bytes([18])), 1, b"", []]),
-        msgpack.packb([msgpack.ExtType(1, bytes([18])), 1 << 63, b"", []]),
-        msgpack.packb(
-            msgpack.ExtType(2, msgpack.packb(["(1 2)f4,i4", [1], b"1234"]))
-        ),
-        msgpack.packb(
-            msgpack.ExtType(2, msgpack.packb(["M8[2s/0]", [1], b"12345678"]))
-        ),
-        msgpack.packb([msgpack.ExtType(1, bytes([1, 2])), "completed"]),
-        msgpack.packb(msgpack.ExtType(1, bytes([1]))),
-        msgpack.packb(msgpack.ExtType(1, b"")),
-    ],
-)  # pyformat: disable
+  "data",
+  [
+    b"",
+    b"\xc1",
+    msgpack.packb(1),
+    msgpack.packb({"a": 1}),
+    msgpack.packb(msgpack.ExtType(9, b"")),
+    msgpack.packb([msgpack.ExtType(1, bytes([99]))]),
+    msgpack.packb([msgpack.ExtType(1, bytes([0])), 1]),
+    msgpack.packb([msgpack.ExtType(1, bytes([4])), *"123456"]),
+    msgpack.packb([msgpack.ExtType(1, bytes([18])), 1, b"", []]),
+    msgpack.packb([msgpack.ExtType(1, bytes([18])), 1 << 63, b"", []]),
+    msgpack.packb(
+      msgpack.ExtType(2, msgpack.packb(["(1 2)f4,i4", [1], b"1234"]))
+    ),
+    msgpack.packb(
+      msgpack.ExtType(2, msgpack.packb(["M8[2s/0]", [1], b"12345678"]))
+    ),
+    msgpack.packb([msgpack.ExtType(1, bytes([1, 2])), "completed"]),
+    msgpack.packb(msgpack.ExtType(1, bytes([1]))),
+    msgpack.packb(msgpack.ExtType(1, b"")),
+  ],
+)
 def test_what_is_no_event_is_refused(data):
   with pytest.raises(ValueError):
     event_codec.load(data)
@@ -260,8 +266,8 @@ def test_measurements_go_on_in_another_uploader(server, tmp_path):
   (measured,) = server.rows("eval")
   assert (measured["step"], measured["status"]) == (4, "completed")
   sources = {
-      row["rollout_id"].rpartition("/")[2]: row["source_type"]
-      for row in server.rows("rollout")
+    row["rollout_id"].rpartition("/")[2]: row["source_type"]
+    for row in server.rows("rollout")
   }
   assert sources["g-2.0"] == "eval" and sources["g-3.0"] == "step"
 
@@ -269,7 +275,7 @@ def test_measurements_go_on_in_another_uploader(server, tmp_path):
 @pytest.mark.slow
 def test_what_waits_at_the_end_is_told_by_another_uploader(server, tmp_path):
   log = event_log.EventLog(
-      run(server.url, tmp_path), Config(close_timeout_s=60.0)
+    run(server.url, tmp_path), Config(close_timeout_s=60.0)
   )
   start(log)
   assert log.drain(60)
@@ -286,7 +292,7 @@ def test_what_waits_at_the_end_is_told_by_another_uploader(server, tmp_path):
 
 
 def test_who_ends_all_processes_of_a_job_does_not_end_this_one(
-    server, tmp_path
+  server, tmp_path
 ):
   log = event_log.EventLog(run(server.url, tmp_path))
   start(log)
@@ -303,15 +309,13 @@ def test_who_ends_all_processes_of_a_job_does_not_end_this_one(
 
 
 @pytest.mark.slow
-def test_an_uploader_that_hangs_holds_up_nothing(
-    server, tmp_path, monkeypatch
-):
+def test_an_uploader_that_hangs_holds_up_nothing(server, tmp_path, monkeypatch):
   monkeypatch.setattr(event_log, "_GRACE_S", 1.0)
   store = images_lib.ImageStore()
   log = event_log.EventLog(
-      run(server.url, tmp_path),
-      Config(close_timeout_s=0.5, max_pending=10_000),
-      images=store,
+    run(server.url, tmp_path),
+    Config(close_timeout_s=0.5, max_pending=10_000),
+    images=store,
   )
   start(log)
   assert log.drain(20)
@@ -343,19 +347,23 @@ def test_an_uploader_that_hangs_holds_up_nothing(
 
 def test_an_event_that_cannot_be_told_ends_nothing(server, tmp_path):
   log = event_log.EventLog(
-      run(server.url, tmp_path), images=images_lib.ImageStore()
+    run(server.url, tmp_path), images=images_lib.ImageStore()
   )
   start(log)
   deep = {}
   for _ in range(5000):
     deep = {"in": deep}
   log.on_event(events.RunStarted("run", deep))
-  log.on_event(events.EpisodeFinished(
+  log.on_event(
+    events.EpisodeFinished(
       trajectory_lib.Trajectory(
-          steps=[trajectory_lib.Step(chat_completions=[None])],
-          status=trajectory_lib.TrajectoryStatus.FAILED,
-      ), "g", "t",
-  ))  # pyformat: disable
+        steps=[trajectory_lib.Step(chat_completions=[None])],
+        status=trajectory_lib.TrajectoryStatus.FAILED,
+      ),
+      "g",
+      "t",
+    )
+  )
   play(log, 1)
   assert log.close()
   assert names(server) >= {"g-1.0"}
@@ -375,7 +383,7 @@ def test_screenshots_come_with_the_episodes_that_show_them(server, tmp_path):
   log.on_event(events.EpisodeFinished(episode, "s-9", "t"))
   assert log.close()
   assert {r["sha256"] for r in server.rows("monitor_screenshot", order=1)} == {
-      images_lib.hash_pixels(p) for p in pixels
+    images_lib.hash_pixels(p) for p in pixels
   }
   assert len(server.rows("rollout")) == 5
 
@@ -385,16 +393,13 @@ def test_pixels_come_no_faster_than_they_can_be_kept(server, tmp_path):
   """An episode of 300 MB of pixels, more than the uploader holds at once."""
   store = images_lib.ImageStore()
   log = event_log.EventLog(
-      run(server.url, tmp_path), Config(close_timeout_s=100.0), images=store
+    run(server.url, tmp_path), Config(close_timeout_s=100.0), images=store
   )
   start(log)
   refs = [
-      store.put(np.full((640, 1024, 3), (n, 7, 9), np.uint8))
-      for n in range(150)
+    store.put(np.full((640, 1024, 3), (n, 7, 9), np.uint8)) for n in range(150)
   ]
-  log.on_event(
-      events.EpisodeFinished(synthetic_run.showing(*refs), "s-0", "t")
-  )
+  log.on_event(events.EpisodeFinished(synthetic_run.showing(*refs), "s-0", "t"))
   assert log.close()
   assert len(server.rows("monitor_screenshot", order=1)) == 150
 
@@ -402,15 +407,13 @@ def test_pixels_come_no_faster_than_they_can_be_kept(server, tmp_path):
 def test_a_screenshot_that_was_lost_is_brought_again(server, tmp_path):
   store = images_lib.ImageStore()
   log = event_log.EventLog(
-      run(server.url, tmp_path),
-      Config(spool_mb=60_000 / (1 << 20)),
-      images=store,
+    run(server.url, tmp_path), Config(spool_mb=60_000 / (1 << 20)), images=store
   )
   start(log)
   rng = np.random.default_rng(0)
   refs = [
-      store.put(rng.integers(0, 256, size, np.uint8))
-      for size in ((200, 200, 3), (20, 20, 3))
+    store.put(rng.integers(0, 256, size, np.uint8))
+    for size in ((200, 200, 3), (20, 20, 3))
   ]
   for number in range(2):  # The first one never has room.
     for n, ref in enumerate(refs):
@@ -427,20 +430,20 @@ def test_a_screenshot_that_was_lost_is_brought_again(server, tmp_path):
 @pytest.mark.slow
 def test_a_trainer_that_is_killed_has_told_everything(server, tmp_path):
   program = (
-      "import json, os, signal, sys\n"
-      "from tunix.rl.multi_turn.core import events\n"
-      "from training_monitor.client import event_log\n"
-      "run = event_log.RunSpec(**json.loads(sys.argv[1]))\n"
-      "r = event_log.EventLog(run)\n"
-      "print(r.pid, flush=True)\n"
-      "r.on_event(events.RunStarted('run', {}))\n"
-      "for n in range(1000):\n"
-      "  r.on_event(events.EpisodeStarted(f'g-{n}.0', 'g', 't'))\n"
-      "while r.readings()['waiting']: pass\n"
-      "os.kill(os.getpid(), signal.SIGKILL)\n"
+    "import json, os, signal, sys\n"
+    "from tunix.rl.multi_turn.core import events\n"
+    "from training_monitor.client import event_log\n"
+    "run = event_log.RunSpec(**json.loads(sys.argv[1]))\n"
+    "r = event_log.EventLog(run)\n"
+    "print(r.pid, flush=True)\n"
+    "r.on_event(events.RunStarted('run', {}))\n"
+    "for n in range(1000):\n"
+    "  r.on_event(events.EpisodeStarted(f'g-{n}.0', 'g', 't'))\n"
+    "while r.readings()['waiting']: pass\n"
+    "os.kill(os.getpid(), signal.SIGKILL)\n"
   )
   trainer = fresh_interpreter.run(
-      program, json.dumps(dataclasses.asdict(run(server.url, tmp_path)))
+    program, json.dumps(dataclasses.asdict(run(server.url, tmp_path)))
   )
   assert trainer.returncode == -signal.SIGKILL
   pid = int(trainer.stdout)

@@ -23,9 +23,7 @@ def store():
 
 
 def rollouts(lite):
-  return {
-      r["rollout_id"].rpartition("/")[2]: r for r in lite.rows("rollout")
-  }
+  return {r["rollout_id"].rpartition("/")[2]: r for r in lite.rows("rollout")}
 
 
 def begun(lite, tmp_path, store, **options):
@@ -70,7 +68,7 @@ def test_what_still_runs_at_the_end_is_told(lite, tmp_path, store):
 
 @pytest.mark.parametrize("outcome", ["dropped", "accepted", "learned"])
 def test_an_episode_whose_end_was_dropped_is_known_to_its_group(
-    lite, tmp_path, store, outcome
+  lite, tmp_path, store, outcome
 ):
   log, episode = begun(lite, tmp_path, store)
   group = trajectory_lib.TrajectoryGroup("train-000001", "t", (episode,))
@@ -86,7 +84,7 @@ def test_an_episode_whose_end_was_dropped_is_known_to_its_group(
 
 
 def test_what_happened_counts_once_however_often_the_disk_fails(
-    lite, tmp_path, store, monkeypatch
+  lite, tmp_path, store, monkeypatch
 ):
   log = observed_run.observed(lite, tmp_path / "spool", store)
   append, failures = spool_lib.Spool.append, []
@@ -116,7 +114,7 @@ def test_what_happened_counts_once_however_often_the_disk_fails(
 @pytest.mark.slow
 @pytest.mark.parametrize("bad, lost", [("value", 0), ("not to be made", 1)])
 def test_an_end_that_cannot_be_told_takes_nothing_else_with_it(
-    lite, tmp_path, store, bad, lost
+  lite, tmp_path, store, bad, lost
 ):
   log, episode = begun(lite, tmp_path, store)
   if bad == "value":  # It is left out, and the rest of its row stored.
@@ -146,10 +144,10 @@ def test_a_long_turn_is_shown_while_its_episode_runs(lite, tmp_path, store):
   """With its screens, text and action; the end adds tokens, and no row."""
   log, episode = begun(lite, tmp_path, store, turns=3)
   finished = [
-      events.TurnFinished(
-          episode.trajectory_id, n, {"model": 0.6, "env": 0.4}, step
-      )
-      for n, step in enumerate(episode.steps)
+    events.TurnFinished(
+      episode.trajectory_id, n, {"model": 0.6, "env": 0.4}, step
+    )
+    for n, step in enumerate(episode.steps)
   ]
   log.on_event(as_recorded(finished[0]))
   until(lambda: len(lite.rows("obs")) == 2)
@@ -160,10 +158,11 @@ def test_a_long_turn_is_shown_while_its_episode_runs(lite, tmp_path, store):
   first = live_turns.first_image(step)
   after = live_turns.image_of(step.observation)
   assert [o["screenshot_uri"] for o in lite.rows("obs")] == [
-      f"sha256:{first.sha256}", f"sha256:{after.sha256}",
-  ]  # pyformat: disable
+    f"sha256:{first.sha256}",
+    f"sha256:{after.sha256}",
+  ]
   stored = lambda: {
-      s["sha256"] for s in lite.rows("monitor_screenshot", order="sha256")
+    s["sha256"] for s in lite.rows("monitor_screenshot", order="sha256")
   }
   until(lambda: stored() == {first.sha256, after.sha256})
   rollout = lite.rows("rollout")[0]
@@ -183,7 +182,7 @@ def test_a_long_turn_is_shown_while_its_episode_runs(lite, tmp_path, store):
   assert shown[1]["screenshot_uri"] == shown[2]["screenshot_uri"]
   actions = lite.rows("action")
   assert len(actions) == sum(
-      max(1, len(s.info.get("gui_actions", ()))) for s in episode.steps
+    max(1, len(s.info.get("gui_actions", ()))) for s in episode.steps
   )
   assert json.loads(actions[0]["tokens"])
   assert log.close()
@@ -193,11 +192,12 @@ def test_what_is_sent_of_a_running_turn_is_bounded(store):
   episode = synthetic_run.episode(store)
   step = episode.steps[0]
   step.chat_completions = [
-      *step.chat_completions, {"role": "user", "content": "x" * 1_000_000},
-  ]  # pyformat: disable
+    *step.chat_completions,
+    {"role": "user", "content": "x" * 1_000_000},
+  ]
   step.thought = step.model_response = "y" * 1_000_000
   event = lambda n, seconds: events.TurnFinished(
-      "e", n, {"model": seconds}, step
+    "e", n, {"model": seconds}, step
   )
   assert len(event_codec.dump(event(5, 1.0))) < 100_000
   assert as_recorded(event(5, 1.0)).step.chat_completions == []

@@ -44,17 +44,20 @@ def played(store, at, name="g-1.0", turns=2, evaluation=True, **metrics):
   episode.metrics = metrics
   if evaluation:
     episode.steps[-1].info |= {
-        "success": True, "evaluation": {"score": 0.75, "success": True},
-    }  # pyformat: disable
+      "success": True,
+      "evaluation": {"score": 0.75, "success": True},
+    }
   turn = [
-      events.TurnFinished(name, n, {"model": 1.0, "env": 0.5},
-                          time=at + 5 + 1.5 * n)
-      for n in range(turns)
-  ]  # pyformat: disable
+    events.TurnFinished(
+      name, n, {"model": 1.0, "env": 0.5}, time=at + 5 + 1.5 * n
+    )
+    for n in range(turns)
+  ]
   return [
-      events.EpisodeStarted(trajectory_id=name, **COMMON, time=at), *turn,
-      events.EpisodeFinished(episode, **COMMON, time=at + 10),
-  ]  # pyformat: disable
+    events.EpisodeStarted(trajectory_id=name, **COMMON, time=at),
+    *turn,
+    events.EpisodeFinished(episode, **COMMON, time=at + 10),
+  ]
 
 
 def stages(row):
@@ -62,16 +65,18 @@ def stages(row):
       told_run.seconds(row["start_time"], row[name])
       for name in ("env_creation_time", "agent_init_time", "task_start_time",
                    "task_end_time", "validation_time", "end_time")
-  ]  # pyformat: disable
+  ]  # fmt: skip
 
 
 def test_each_stage_has_the_time_that_it_took(server, tmp_path, store):
   spent = dict(seconds_reset=2.0, seconds_agent_init=0.25, seconds_evaluate=0.4)
   tell(
-      server, tmp_path / "s", store,
-      *played(store, 1e9, **spent),
-      *played(store, 1e9, "g-1.1", evaluation=False, **spent),
-  )  # pyformat: disable
+    server,
+    tmp_path / "s",
+    store,
+    *played(store, 1e9, **spent),
+    *played(store, 1e9, "g-1.1", evaluation=False, **spent),
+  )
   inside, after = server.rows("rollout")
   # The gym's verdict is part of the last turn, another one follows it.
   assert stages(inside) == pytest.approx([2, 2.25, 3.5, 6.1, 6.5, 10])
@@ -86,18 +91,21 @@ def test_what_was_not_measured_is_empty_and_no_copy(server, tmp_path, store):
 
 
 def test_a_verdict_names_its_validator_and_one_that_failed_says_why(
-    server, tmp_path, store
+  server, tmp_path, store
 ):
   broken = synthetic_run.episode(store, status=Status.TIMEOUT)
   broken.trajectory_id = "g-1.1"
   tell(
-      server, tmp_path / "s", store,
-      *played(store, 1e9, seconds_evaluate=0.4),
-      events.EpisodeStarted(trajectory_id="g-1.1", **COMMON),
-      events.Fault("reward", "RewardTimeout", "no reward within 3 s", "g-1.1"),
-      events.EpisodeFinished(broken, **COMMON),
-      task_source="desktop", trajectories="/runs/a/trajectories.jsonl",
-  )  # pyformat: disable
+    server,
+    tmp_path / "s",
+    store,
+    *played(store, 1e9, seconds_evaluate=0.4),
+    events.EpisodeStarted(trajectory_id="g-1.1", **COMMON),
+    events.Fault("reward", "RewardTimeout", "no reward within 3 s", "g-1.1"),
+    events.EpisodeFinished(broken, **COMMON),
+    task_source="desktop",
+    trajectories="/runs/a/trajectories.jsonl",
+  )
   (validator,) = server.rows("validator")
   assert validator["validation_method"] == "desktop.evaluate"
   good, bad = server.rows("validation")
@@ -109,24 +117,25 @@ def test_a_verdict_names_its_validator_and_one_that_failed_says_why(
   (environment, _) = server.rows("environment")
   assert json.loads(environment["config_json"]) == {"gym": "desktop"}
   assert {r["trajectory_path"] for r in server.rows("rollout")} == {
-      "/runs/a/trajectories.jsonl"
+    "/runs/a/trajectories.jsonl"
   }
   page = server.http.get(f"/rollouts/{good['rollout_id']}").text
   assert "<b>desktop</b>" in page
 
 
 def test_wrong_calls_are_counted_by_kind_and_not_by_words(
-    server, tmp_path, store
+  server, tmp_path, store
 ):
   emitted = played(store, 1e9, turns=4)
   steps = emitted[-1].trajectory.steps
-  for step, kinds in zip(steps, (
-      ["tool_name"], ["tool_arguments", "tool_arguments"], ["no_call"], [],
-  )):  # pyformat: disable
+  for step, kinds in zip(
+    steps,
+    (["tool_name"], ["tool_arguments", "tool_arguments"], ["no_call"], []),
+  ):
     step.info |= {
-        # A word like "unknown" means nothing by itself, in no language.
-        "invalid_actions": ["unbekannt: unknown key" for _ in kinds],
-        "invalid_kinds": kinds,
+      # A word like "unknown" means nothing by itself, in no language.
+      "invalid_actions": ["unbekannt: unknown key" for _ in kinds],
+      "invalid_kinds": kinds,
     }
   tell(server, tmp_path / "s", store, *emitted)
   (row,) = server.rows("rollout")
@@ -162,15 +171,13 @@ ENDS = {
              turn_task_completed=None, ran_out_of_turns=1,
              attempted_completion=0, agent_reported_success=None),
     ),
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def test_an_episode_has_its_exact_counts_and_claims(server, tmp_path, store):
   log = []
   for number, (actions, status, rewards, _) in enumerate(ENDS.values()):
-    one = played(
-        store, 1e9 + 20 * number, f"g-1.{number}", len(actions), False
-    )
+    one = played(store, 1e9 + 20 * number, f"g-1.{number}", len(actions), False)
     ended = one[-1].trajectory
     ended.status = status
     for step, kinds, reward in zip(ended.steps, actions, rewards, strict=True):
@@ -192,10 +199,10 @@ def test_tasks_of_a_list_come_before_its_episodes(server, tmp_path, store):
           split="train",
       ),
       cua_task.CUATask("other", difficulty="7", category="zoo"),
-  ]  # pyformat: disable
+  ]  # fmt: skip
   event = events.TasksListed(tuple(t.to_record() for t in listed))
   tell(server, tmp_path / "s", store, event, event,
-       *played(store, 1e9, seconds_evaluate=0.1))  # pyformat: disable
+       *played(store, 1e9, seconds_evaluate=0.1))  # fmt: skip
   door, other = server.rows("task")
   assert (door["difficulty"], door["category"]) == ("hard", "app")
   assert door["expected_result"] == "true" and door["max_steps"] == 7
@@ -220,7 +227,7 @@ def test_a_step_says_when_its_update_is_made(server, tmp_path, store):
   observer.on_event(events.UpdateStarted(1, time=1e9 + 20))
   # A group that comes in meanwhile takes nothing back.
   group = trajectory_lib.TrajectoryGroup(
-      "g-2", "t", (synthetic_run.episode(store),)
+    "g-2", "t", (synthetic_run.episode(store),)
   )
   observer.on_event(events.GroupFinished(group, "accepted"))
   assert observer.drain(30)
@@ -233,7 +240,7 @@ def test_a_step_says_when_its_update_is_made(server, tmp_path, store):
   (step,) = server.rows("step")
   assert step["status"] == "completed"
   assert told_run.seconds(
-      step["training_start_time"], step["training_end_time"]
+    step["training_start_time"], step["training_end_time"]
   ) == pytest.approx(3.0)
 
 

@@ -27,9 +27,12 @@ from tunix.rl.multi_turn.run import monitor as monitor_lib
 pytestmark = pytest.mark.timeout(400)
 Status = trajectory_lib.TrajectoryStatus
 SMALL = (
-    *small_runs.SMALL, small_runs.ONE_LAYER, "warm_start.source=none",
-    "steps=2", "eval.every=1",
-)  # pyformat: disable
+  *small_runs.SMALL,
+  small_runs.ONE_LAYER,
+  "warm_start.source=none",
+  "steps=2",
+  "eval.every=1",
+)
 
 
 @pytest.fixture
@@ -51,15 +54,19 @@ def test_an_invented_run_with_every_failure_is_told_whole(server, tmp_path):
   (training,) = server.rows("training")
   assert training["status"] == "completed"
   assert json.loads(training["config_json"]) == {"a": 1}
-  history = [h["new_status"] for h in server.rows("status_history")
-             if h["entity_type"] == "training"]
+  history = [
+    h["new_status"]
+    for h in server.rows("status_history")
+    if h["entity_type"] == "training"
+  ]
   assert history == ["initializing", "running", "completed"]
   cancelled = [r for r in server.rows("rollout") if r["status"] == "cancelled"]
   failed = [r for r in server.rows("rollout") if r["status"] == "failed"]
   assert cancelled and failed
   assert all(r["runtime_errors"] == 1 for r in failed)
-  assert all(json.loads(r["errors"])[0]["kind"] == "EnvStepError"
-             for r in failed)
+  assert all(
+    json.loads(r["errors"])[0]["kind"] == "EnvStepError" for r in failed
+  )
 
 
 @pytest.mark.slow
@@ -67,26 +74,34 @@ def test_a_resumed_run_goes_on_in_the_same_training(server, tmp_path):
   store = images_lib.ImageStore()
   for session, status in enumerate(("failed", "completed")):
     event_log = observed_run.observed(
-        server, tmp_path / "spool", store, session=session
+      server, tmp_path / "spool", store, session=session
     )
     event_log.on_event(events.RunStarted("run", {}))
     common = dict(group_id="train-000001", task_id="t", split="train")
     episode = synthetic_run.episode(store)
     episode.trajectory_id = "train-000001.0"  # The same name both times.
-    event_log.on_event(events.EpisodeStarted(trajectory_id="train-000001.0",
-                                        **common))
+    event_log.on_event(
+      events.EpisodeStarted(trajectory_id="train-000001.0", **common)
+    )
     event_log.on_event(events.EpisodeFinished(episode, **common))
     error = "broke" if not session else None
     event_log.on_event(events.RunFinished(status, error))
     assert event_log.close()
   (training,) = server.rows("training")
   assert training["status"] == "completed"
-  history = [h["new_status"] for h in server.rows("status_history")
-             if h["entity_type"] == "training"]
+  history = [
+    h["new_status"]
+    for h in server.rows("status_history")
+    if h["entity_type"] == "training"
+  ]
   assert history == [
-      "initializing", "running", "failed", "initializing", "running",
-      "completed",
-  ]  # pyformat: disable
+    "initializing",
+    "running",
+    "failed",
+    "initializing",
+    "running",
+    "completed",
+  ]
   assert len(server.rows("rollout")) == 2
   assert len(server.rows("step")) == 1
 
@@ -103,12 +118,17 @@ def test_a_training_run_is_told_whole(server, tmp_path, monkeypatch):
   monkeypatch.setattr(train.Run, "attach_observers", attach_both)
   monkeypatch.delenv("WANDB_API_KEY", raising=False)
   monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-  status = train.main([
-      f"run.dir={tmp_path / 'runs'}", "name=a", f"monitor.url={server.url}",
-      "monitor.close_timeout_s=60", "tracking.tensorboard=true",
+  status = train.main(
+    [
+      f"run.dir={tmp_path / 'runs'}",
+      "name=a",
+      f"monitor.url={server.url}",
+      "monitor.close_timeout_s=60",
+      "tracking.tensorboard=true",
       "tracking.wandb=online",
       *SMALL,
-  ])  # pyformat: disable
+    ]
+  )
   assert status == 0  # The missing login gives one warning.
   (board,) = (tmp_path / "runs" / "a" / "tensorboard").iterdir()
   assert b"train/reward_mean" in board.read_bytes()
@@ -133,11 +153,11 @@ def test_a_training_run_is_told_whole(server, tmp_path, monkeypatch):
 
 def test_a_run_without_a_monitor_imports_nothing_of_it(tmp_path):
   program = (
-      "import sys\n"
-      "from tunix.rl.multi_turn import train\n"
-      "bad = [m for m in sys.modules\n"
-      "       if m.startswith('training_monitor') or m == 'sqlalchemy']\n"
-      "assert not bad, bad"
+    "import sys\n"
+    "from tunix.rl.multi_turn import train\n"
+    "bad = [m for m in sys.modules\n"
+    "       if m.startswith('training_monitor') or m == 'sqlalchemy']\n"
+    "assert not bad, bad"
   )
   result = fresh_interpreter.run(program)
   assert result.returncode == 0, result.stderr
@@ -154,16 +174,17 @@ def alive(pid):
 @pytest.mark.slow
 def test_the_embedded_server_ends_with_its_owner_however_that_ends(tmp_path):
   program = (
-      "import pathlib, sys, time\n"
-      "from tunix.rl.multi_turn.run import monitor\n"
-      "s = monitor.EmbeddedServer(pathlib.Path(sys.argv[1]))\n"
-      "print(s.pid, s.url, flush=True)\n"
-      "time.sleep(100)\n"
+    "import pathlib, sys, time\n"
+    "from tunix.rl.multi_turn.run import monitor\n"
+    "s = monitor.EmbeddedServer(pathlib.Path(sys.argv[1]))\n"
+    "print(s.pid, s.url, flush=True)\n"
+    "time.sleep(100)\n"
   )
   owner = subprocess.Popen(
-      [sys.executable, "-c", program, str(tmp_path / "m.db")],
-      stdout=subprocess.PIPE, text=True,
-  )  # pyformat: disable
+    [sys.executable, "-c", program, str(tmp_path / "m.db")],
+    stdout=subprocess.PIPE,
+    text=True,
+  )
   pid, url = owner.stdout.readline().split()
   with httpx.Client(timeout=60, verify=False) as http:
     assert http.get(f"{url}/health").status_code == 200
@@ -175,8 +196,8 @@ def test_the_embedded_server_ends_with_its_owner_however_that_ends(tmp_path):
   assert os.getpgid(int(pid)) == int(pid)
   assert os.getsid(int(pid)) == os.getsid(owner.pid)
   nice = [
-      (p / "stat").read_text().rpartition(")")[2].split()[16]
-      for p in pathlib.Path(f"/proc/{pid}/task").iterdir()
+    (p / "stat").read_text().rpartition(")")[2].split()[16]
+    for p in pathlib.Path(f"/proc/{pid}/task").iterdir()
   ]
   assert len(nice) > 2 and set(nice) == {"19"}, nice
   owner.kill()
@@ -199,9 +220,9 @@ def test_an_embedded_server_that_cannot_start_says_why(tmp_path):
 @pytest.mark.slow
 def test_a_run_with_its_own_monitor(tmp_path, capsys):
   """The run leaves the database and nothing else: no process, no spool."""
-  config = config_lib.load_config([
-      f"run.dir={tmp_path}", "name=a", "monitor.embedded=true", *SMALL,
-  ])  # pyformat: disable
+  config = config_lib.load_config(
+    [f"run.dir={tmp_path}", "name=a", "monitor.embedded=true", *SMALL]
+  )
   store = images_lib.ImageStore()
   monitor = monitor_lib.RunMonitor(config, store)
   observed_run.play(monitor.observer.on_event, store, steps=2)
@@ -211,9 +232,7 @@ def test_a_run_with_its_own_monitor(tmp_path, capsys):
   assert f"serve --database {tmp_path}/monitor.db" in capsys.readouterr().err
   database = sqlite3.connect(tmp_path / "monitor.db")
   ask = lambda sql: database.execute(sql).fetchall()
-  assert ask("SELECT run_name, status FROM training") == [
-      ("run", "completed")
-  ]
+  assert ask("SELECT run_name, status FROM training") == [("run", "completed")]
   assert ask("SELECT count(*) FROM rollout") == [(16,)]
   assert ask("PRAGMA integrity_check") == [("ok",)]
   database.close()
@@ -221,13 +240,13 @@ def test_a_run_with_its_own_monitor(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "overrides, says",
-    [
-        (["monitor.url=http://x", "monitor.embedded=true"], "one of them"),
-        (["monitor.url=localhost:80"], "http://host:port"),
-        (["monitor.database=x.db"], "embedded server"),
-        (["monitor.spool_mb=0"], "spool_mb"),
-    ],
+  "overrides, says",
+  [
+    (["monitor.url=http://x", "monitor.embedded=true"], "one of them"),
+    (["monitor.url=localhost:80"], "http://host:port"),
+    (["monitor.database=x.db"], "embedded server"),
+    (["monitor.spool_mb=0"], "spool_mb"),
+  ],
 )
 def test_settings_that_cannot_be(overrides, says):
   with pytest.raises(config_lib.ConfigError, match=says):

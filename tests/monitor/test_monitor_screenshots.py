@@ -37,7 +37,7 @@ def server(tmp_path):
 
 def client_of(url, folder):
   return ingest_client.IngestClient(
-      url, timeout_seconds=10, spool_dir=folder, target="the monitor"
+    url, timeout_seconds=10, spool_dir=folder, target="the monitor"
   )
 
 
@@ -176,7 +176,7 @@ def test_a_picture_is_kept_until_its_words_have_gone(server, tmp_path):
       while len(server.rows("monitor_screenshot", order=1)) < 3:
         time.sleep(0.01)
       pruning.prune(
-          server.engine, server.app._files, pruning.Criteria(), grace_s=-1.0
+        server.engine, server.app._files, pruning.Criteria(), grace_s=-1.0
       )
       assert not server.rows("monitor_screenshot", order=1)
       front.refused = "-"
@@ -213,15 +213,17 @@ def test_a_picture_that_had_no_room_is_brought_again(server, tmp_path):
   front = Front(server, refused="/")
   with http_server.LoopbackServer(front) as url:
     log = event_log.EventLog(
-        event_log.RunSpec(
-            url=url.url, spool_dir=str(tmp_path / "spool"), name="a",
-            training_id="T",
-        ),
-        settings_lib.MonitorConfig(
-            spool_mb=60_000 / (1 << 20), close_timeout_s=60.0
-        ),
-        images=store,
-    )  # pyformat: disable
+      event_log.RunSpec(
+        url=url.url,
+        spool_dir=str(tmp_path / "spool"),
+        name="a",
+        training_id="T",
+      ),
+      settings_lib.MonitorConfig(
+        spool_mb=60_000 / (1 << 20), close_timeout_s=60.0
+      ),
+      images=store,
+    )
 
     def tell(number):
       episode = synthetic_run.showing(refs[number % 4], number=number)
@@ -238,7 +240,7 @@ def test_a_picture_that_had_no_room_is_brought_again(server, tmp_path):
       tell(number)
     assert log.close()
   assert {r["sha256"] for r in server.rows("monitor_screenshot", order=1)} == {
-      ref.sha256 for ref in refs
+    ref.sha256 for ref in refs
   }
 
 
@@ -247,11 +249,11 @@ def test_pictures_that_wait_become_smaller(tmp_path):
   store = images_lib.ImageStore()
   refs = [store.put(np.full((400, 400, 3), n, np.uint8)) for n in range(20)]
   log = event_log.EventLog(
-      event_log.RunSpec(
-          url=DEAD, spool_dir=str(tmp_path), name="a", training_id="T"
-      ),
-      settings_lib.MonitorConfig(close_timeout_s=0.1),
-      images=store,
+    event_log.RunSpec(
+      url=DEAD, spool_dir=str(tmp_path), name="a", training_id="T"
+    ),
+    settings_lib.MonitorConfig(close_timeout_s=0.1),
+    images=store,
   )
   episode = synthetic_run.showing(*refs)
   log.on_event(events.EpisodeFinished(episode, "g", "t"))
@@ -259,8 +261,8 @@ def test_pictures_that_wait_become_smaller(tmp_path):
   folder = log._spool.path / spool_lib.IMAGES
   deadline = time.monotonic() + 60
   while (
-      {path.suffix for path in folder.iterdir()} != {spool_lib.PNG}
-      or log._spool.bytes > 100_000  # Of 9.6 million.
+    {path.suffix for path in folder.iterdir()} != {spool_lib.PNG}
+    or log._spool.bytes > 100_000  # Of 9.6 million.
   ):
     time.sleep(0.05)
     assert time.monotonic() < deadline
@@ -275,17 +277,19 @@ def test_pixels_that_the_disk_has_lost_are_brought_again(server, tmp_path):
   front = Front(server, refused="/")
   with http_server.LoopbackServer(front) as url:
     log = event_log.EventLog(
-        event_log.RunSpec(
-            url=url.url, spool_dir=str(tmp_path / "spool"), name="a",
-            training_id="T",
-        ),
-        settings_lib.MonitorConfig(close_timeout_s=60.0),
-        images=store,
-    )  # pyformat: disable
+      event_log.RunSpec(
+        url=url.url,
+        spool_dir=str(tmp_path / "spool"),
+        name="a",
+        training_id="T",
+      ),
+      settings_lib.MonitorConfig(close_timeout_s=60.0),
+      images=store,
+    )
     os.kill(log.pid, signal.SIGSTOP)
     log.on_event(events.RunStarted("run", {}))
     log.on_event(
-        events.EpisodeFinished(synthetic_run.showing(ref, number=0), "g", "t")
+      events.EpisodeFinished(synthetic_run.showing(ref, number=0), "g", "t")
     )
     assert log._writer.flush(20)
     (path,) = (log._spool.path / spool_lib.IMAGES).iterdir()
@@ -295,7 +299,7 @@ def test_pixels_that_the_disk_has_lost_are_brought_again(server, tmp_path):
     assert log.drain(60)
     assert not server.rows("monitor_screenshot", order=1)
     log.on_event(
-        events.EpisodeFinished(synthetic_run.showing(ref, number=1), "g", "t")
+      events.EpisodeFinished(synthetic_run.showing(ref, number=1), "g", "t")
     )
     assert log.close()
   (row,) = server.rows("monitor_screenshot", order=1)
@@ -306,9 +310,12 @@ def test_an_orphan_that_cannot_be_read_holds_up_no_other(server, tmp_path):
   folder = tmp_path / "spool"
   for n, item in enumerate(shown(2)):
     orphan = ingest_client.IngestClient(
-        DEAD, timeout_seconds=10, spool_dir=folder, target="the monitor",
-        name=f"{n}",
-    )  # pyformat: disable
+      DEAD,
+      timeout_seconds=10,
+      spool_dir=folder,
+      target="the monitor",
+      name=f"{n}",
+    )
     orphan.sender.put(*item)
     assert orphan.flush() and not orphan.close(0.1)
   (folder / "0.spool" / spool_lib.HEADER).write_text('{"id": "00"}')

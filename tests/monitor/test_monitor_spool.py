@@ -40,7 +40,7 @@ def made(folder, bodies, name="x"):
 
 def frames_of(spool, ended=True):
   return frames_lib.FrameReader(
-      spool.path, spool.header.mark, ended=lambda: ended
+    spool.path, spool.header.mark, ended=lambda: ended
   )
 
 
@@ -93,7 +93,7 @@ def test_a_log_cut_anywhere_in_its_last_frame_loses_that_alone(tmp_path, live):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.booleans())
 def test_damage_costs_the_frames_that_it_hits(
-    tmp_path_factory, seed, hits, cut
+  tmp_path_factory, seed, hits, cut
 ):
   folder = tmp_path_factory.mktemp("spool")
   rng = np.random.default_rng(seed)
@@ -105,9 +105,9 @@ def test_damage_costs_the_frames_that_it_hits(
     first, path = segments[int(rng.integers(len(segments)))]
     content = bytearray(path.read_bytes())
     at = int(rng.integers(len(content)))
-    ends = np.cumsum([
-        frames_lib.size_of(body) for body in records[first - 1 :]
-    ])  # pyformat: disable
+    ends = np.cumsum(
+      [frames_lib.size_of(body) for body in records[first - 1 :]]
+    )
     size = int(rng.integers(1, 30))
     for offset in range(at, min(at + size, len(content))):
       content[offset] ^= 0xFF
@@ -134,9 +134,9 @@ def test_damage_costs_the_frames_that_it_hits(
 def test_a_record_that_quotes_the_log_is_no_frame(tmp_path):
   """A record's bytes are not searched for frames of another log."""
   other = made(tmp_path, [b"hello"], name="other")
-  (_, path), = frames_lib.segments(other.path)
+  ((_, path),) = frames_lib.segments(other.path)
   quoting = made(tmp_path, [b"a" + path.read_bytes() * 3, b"b"])
-  (_, path), = frames_lib.segments(quoting.path)
+  ((_, path),) = frames_lib.segments(quoting.path)
   content = bytearray(path.read_bytes())
   content[0] ^= 0xFF  # Of a mark by chance: any fixed byte may be the one.
   path.write_bytes(content)
@@ -148,7 +148,7 @@ def test_a_record_that_quotes_the_log_is_no_frame(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_a_disk_that_is_full_now_and_then_repeats_and_loses_nothing(
-    tmp_path_factory, seed, stays
+  tmp_path_factory, seed, stays
 ):
   """A write stops anywhere; the torn frame may be impossible to cut off."""
   folder = tmp_path_factory.mktemp("spool")
@@ -212,9 +212,13 @@ def test_nothing_goes_in_beyond_the_bound(tmp_path):
 def reader_of(spool, ended=True, **options):
   counters = collections.Counter()
   reader = spool_reader.SpoolReader(
-      spool.path, spool.header, ended=lambda: ended, counters=counters,
-      complain=lambda what, message: None, **options,
-  )  # pyformat: disable
+    spool.path,
+    spool.header,
+    ended=lambda: ended,
+    counters=counters,
+    complain=lambda what, message: None,
+    **options,
+  )
   return reader, counters
 
 
@@ -284,7 +288,7 @@ def test_what_is_refused_stays_for_whoever_looks(tmp_path):
     file.write(b'{"seq": 1, "bo')  # Killed while it was put aside again.
   reader.close()
   assert spool_lib.dead(spool.path) == [
-      (n, f"{n - 1}", f"no {n}") for n in (1, 2, 3)
+    (n, f"{n - 1}", f"no {n}") for n in (1, 2, 3)
   ]
   assert not frames_lib.segments(spool.path)
   own = tmp_path / "own.spool"
@@ -308,9 +312,7 @@ def _run():
 
 def written(rows, record):
   part = rows.rows(event_codec.load(record))
-  return None if part is None else (
-      plain_json.dumps(part.part), [*part.images]
-  )  # pyformat: disable
+  return None if part is None else (plain_json.dumps(part.part), [*part.images])
 
 
 def test_rows_go_on_from_any_state_as_if_nothing_had_been(run):
@@ -324,15 +326,12 @@ def test_rows_go_on_from_any_state_as_if_nothing_had_been(run):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_uploader_that_is_killed_makes_the_same_entries(
-    tmp_path, run, seed
-):
+def test_an_uploader_that_is_killed_makes_the_same_entries(tmp_path, run, seed):
   records, expected = run
   rng = np.random.default_rng(seed)
   spool = spool_lib.Spool(
-      tmp_path / "x.spool", "t",
-      run=json.loads(json.dumps(observed_run.FACTS)),
-  )  # pyformat: disable
+    tmp_path / "x.spool", "t", run=json.loads(json.dumps(observed_run.FACTS))
+  )
   waiting = list(records)
   by_seq, starts = {}, 0
   reader, counters = reader_of(spool, ended=False)
@@ -352,19 +351,17 @@ def test_an_uploader_that_is_killed_makes_the_same_entries(
       reader, counters = reader_of(spool, ended=False)
   assert starts > 10 and not +counters
   assert by_seq == {
-      n: entry for n, entry in enumerate(expected, 1) if entry is not None
+    n: entry for n, entry in enumerate(expected, 1) if entry is not None
   }
   assert len(frames_lib.segments(spool.path)) <= 2
   spool.close()
 
 
 def test_a_state_that_is_damaged_is_reported_and_the_rest_goes_on(
-    tmp_path, run
+  tmp_path, run
 ):
   records, _ = run
-  spool = spool_lib.Spool(
-      tmp_path / "x.spool", "t", run=observed_run.FACTS
-  )
+  spool = spool_lib.Spool(tmp_path / "x.spool", "t", run=observed_run.FACTS)
   for record in records:
     spool.append([(spool_lib.EVENT, record)])
   spool.close()
@@ -386,9 +383,9 @@ def test_an_evaluation_under_another_name_joins_the_row_of_its_step():
   rows = run_rows.RunRows(run_rows.RunFacts(**observed_run.FACTS))
   evals = []
   for event in (
-      events.EvalStarted("step_4", "sampled", 8, 4),
-      events.EvalFinished("step_4", {"success_rate": 0.5}),
-      events.EvalFinished("final", {"success_rate": 0.5}, step=4),
+    events.EvalStarted("step_4", "sampled", 8, 4),
+    events.EvalFinished("step_4", {"success_rate": 0.5}),
+    events.EvalFinished("final", {"success_rate": 0.5}, step=4),
   ):
     event = event_codec.load(event_codec.dump(event))
     evals.append(rows.rows(event).part["evals"][0])

@@ -23,14 +23,16 @@ import httpx
 import pytest
 import small_runs
 
-pytestmark = [
-    pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(1800),
-]  # pyformat: disable
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN = (
-    *small_runs.SMALL, small_runs.NANO, "warm_start.source=none",
-    "steps=100000", "eval.every=3", "monitor.embedded=true",
-    "monitor.close_timeout_s=120",
-)  # pyformat: disable
+  *small_runs.SMALL,
+  small_runs.NANO,
+  "warm_start.source=none",
+  "steps=100000",
+  "eval.every=3",
+  "monitor.embedded=true",
+  "monitor.close_timeout_s=120",
+)
 PAGES = 1
 """Pages of a kind to visit while the run goes on, and again after it."""
 # Links in a picture have no text as their href.
@@ -76,7 +78,7 @@ class Walker:
       assert page.locator("main").inner_text().strip(), path
       self.check(path)
       for link in page.eval_on_selector_all(
-          "a[href]:not([download])", ADDRESSES
+        "a[href]:not([download])", ADDRESSES
       ):
         link = link.removeprefix(self.url).partition("#")[0]
         if link.startswith("/") and link not in queued:
@@ -85,7 +87,7 @@ class Walker:
           if not link.startswith(("/api/", "/openapi")):
             waiting.append(link)
       self.links |= set(
-          page.eval_on_selector_all("a[href], img[src]", ADDRESSES)
+        page.eval_on_selector_all("a[href], img[src]", ADDRESSES)
       )
     return visits
 
@@ -106,9 +108,12 @@ def kinds_of(link):
 def started(*command, **options):
   """A process that ends with the block, and the lines that it says."""
   process = subprocess.Popen(
-      [sys.executable, "-m", *command], stdin=subprocess.PIPE, text=True,
-      env={**os.environ, "JAX_PLATFORMS": "cpu"}, **options,
-  )  # pyformat: disable
+    [sys.executable, "-m", *command],
+    stdin=subprocess.PIPE,
+    text=True,
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    **options,
+  )
   lines = []
 
   def read(stream):
@@ -154,9 +159,13 @@ def test_a_run_is_walked_through_live_and_after(tmp_path):
   with chromium.browser() as browser:
     context = browser.new_context(viewport={"width": 1400, "height": 900})
     with started(
-        "tunix.rl.multi_turn.train", f"run.dir={runs}", "name=walked", *RUN,
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-    ) as (process, lines):  # pyformat: disable
+      "tunix.rl.multi_turn.train",
+      f"run.dir={runs}",
+      "name=walked",
+      *RUN,
+      stderr=subprocess.PIPE,
+      stdout=subprocess.DEVNULL,
+    ) as (process, lines):
       walker = Walker(context, url_of(process, lines))
       page = walker.tab.page
       # Until there is a step, then without loading the page again.
@@ -166,13 +175,13 @@ def test_a_run_is_walked_through_live_and_after(tmp_path):
           break
         assert process.poll() is None, "".join(lines)
         page.wait_for_timeout(200)
-      walker.tab.go(page.locator("a[href^='/runs/']").first.get_attribute(
-          "href"
-      ))
+      walker.tab.go(
+        page.locator("a[href^='/runs/']").first.get_attribute("href")
+      )
       chromium.wait_for(
-          page,
-          "/step [1-9]/.test(document.querySelector('main').innerText)",
-          seconds=400,
+        page,
+        "/step [1-9]/.test(document.querySelector('main').innerText)",
+        seconds=400,
       )
       yielding(process)
       visits = walker.follow(PAGES, lambda: process.poll() is not None)
@@ -183,14 +192,19 @@ def test_a_run_is_walked_through_live_and_after(tmp_path):
       process.send_signal(signal.SIGINT)  # It has walked for long enough.
       assert process.wait(600) == 130, "".join(lines)
     with started(
-        "tunix.rl.multi_turn.monitor", "serve", "--port", "0", "--until-eof",
-        "--database", str(runs / "monitor.db"),
-        stdout=subprocess.PIPE,
-    ) as (process, lines):  # pyformat: disable
+      "tunix.rl.multi_turn.monitor",
+      "serve",
+      "--port",
+      "0",
+      "--until-eof",
+      "--database",
+      str(runs / "monitor.db"),
+      stdout=subprocess.PIPE,
+    ) as (process, lines):
       walker = Walker(context, url_of(process, lines))
       walker.follow(PAGES, lambda: False)
       with httpx.Client(
-          base_url=walker.url, timeout=60, verify=False
+        base_url=walker.url, timeout=60, verify=False
       ) as client:
         for link in sorted(walker.links):
           answer = client.get(link)
@@ -206,9 +220,9 @@ def tokens_are_known(walker, database):
   """Every token of the last update has each of its measures."""
   with contextlib.closing(sqlite3.connect(database)) as connection:
     rows = connection.execute(
-        "SELECT r.id, r.batch, t.metrics_json, a.tokens FROM rollout r"
-        " JOIN turn t ON t.rollout_id = r.id JOIN action a ON a.turn_id = t.id"
-        " WHERE a.tokens IS NOT NULL AND r.source_type = 'step' AND t.turn = 1"
+      "SELECT r.id, r.batch, t.metrics_json, a.tokens FROM rollout r"
+      " JOIN turn t ON t.rollout_id = r.id JOIN action a ON a.turn_id = t.id"
+      " WHERE a.tokens IS NOT NULL AND r.source_type = 'step' AND t.turn = 1"
     ).fetchall()
   assert rows
   for _, _, metrics, tokens in rows:

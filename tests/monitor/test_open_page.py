@@ -15,7 +15,7 @@ _CHARTS = """(n) => document.querySelectorAll('#charts .chart canvas').length
 
 def titles(page):
   return page.locator("#charts .chart").evaluate_all(
-      "(all) => all.map((figure) => figure.dataset.key)"
+    "(all) => all.map((figure) => figure.dataset.key)"
   )
 
 
@@ -59,7 +59,7 @@ def test_charts_appear_in_place_and_the_end_is_said(tmp_path, context):
 
 
 def test_a_finished_run_is_not_live_and_nothing_of_it_waits(
-    lite, tmp_path, context
+  lite, tmp_path, context
 ):
   recorder = recorded_run.Recorder(lite.url, tmp_path / "spool", steps=1)
   recorder.tell(events.RunStarted("done", {}))
@@ -71,7 +71,7 @@ def test_a_finished_run_is_not_live_and_nothing_of_it_waits(
   assert tab.go("/runs/1/health") == 200
   chromium.wait_for(tab.page, _SIGN, "run over")
   chromium.wait_for(
-      tab.page, "!document.getElementById('live').classList.contains('on')"
+    tab.page, "!document.getElementById('live').classList.contains('on')"
   )
   tab.check()
   tab.page.close()

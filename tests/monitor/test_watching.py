@@ -32,11 +32,14 @@ def screens(store):
 def turn(refs, n):
   message = {"role": "user", "content": [{"type": "image", "image": refs[n]}]}
   return trajectory_lib.Step(
-      chat_completions=[message], model_response=f"response {n + 1}",
-      thought=f"thought {n + 1}",
-      observation={"screenshot": refs[n + 1]}, reward=0.0, done=False,
-      info={"gui_actions": [{"kind": "click", "x": 900.0 + n, "y": 500.0}]},
-  )  # pyformat: disable
+    chat_completions=[message],
+    model_response=f"response {n + 1}",
+    thought=f"thought {n + 1}",
+    observation={"screenshot": refs[n + 1]},
+    reward=0.0,
+    done=False,
+    info={"gui_actions": [{"kind": "click", "x": 900.0 + n, "y": 500.0}]},
+  )
 
 
 @pytest.mark.browser
@@ -46,12 +49,15 @@ def test_a_desktop_episode_is_watched_turn_by_turn(lite, tmp_path, context):
   store = images_lib.ImageStore()
   refs = screens(store)
   log = event_log.EventLog(
-      event_log.RunSpec(
-          url=lite.url, training_id="T", training={"model_name": "m"},
-          spool_dir=str(tmp_path / "spool"), name="t",
-      ),
-      images=store,
-  )  # pyformat: disable
+    event_log.RunSpec(
+      url=lite.url,
+      training_id="T",
+      training={"model_name": "m"},
+      spool_dir=str(tmp_path / "spool"),
+      name="t",
+    ),
+    images=store,
+  )
   common = dict(group_id="train-000001", task_id="t")
   log.on_event(events.RunStarted("run", {}))
   log.on_event(events.EpisodeStarted(NAME, **common))
@@ -61,14 +67,14 @@ def test_a_desktop_episode_is_watched_turn_by_turn(lite, tmp_path, context):
   # From before its first turn.
   assert tab.go(f"/rollouts/{rollout['id']}") == 200
   chromium.wait_for(
-      tab.page, "document.getElementById('live').textContent == 'live'"
+    tab.page, "document.getElementById('live').textContent == 'live'"
   )
   late = []
   for n in range(TURNS):
     time.sleep(0.6)  # A turn takes as long at least.
     began = time.perf_counter()
     log.on_event(
-        events.TurnFinished(NAME, n, {"model": 0.5, "env": 0.1}, turn(refs, n))
+      events.TurnFinished(NAME, n, {"model": 0.5, "env": 0.1}, turn(refs, n))
     )
     chromium.wait_for(tab.page, _SEEN, n + 1)
     late.append(time.perf_counter() - began)
@@ -100,7 +106,7 @@ def test_a_desktop_episode_is_watched_turn_by_turn(lite, tmp_path, context):
   thumb = page.locator("#filmstrip img").first
   thumb.scroll_into_view_if_needed()
   chromium.wait_for(
-      page, "document.querySelector('#filmstrip img').naturalWidth > 0"
+    page, "document.querySelector('#filmstrip img').naturalWidth > 0"
   )
   box = thumb.bounding_box()
   assert box["width"] / box["height"] == pytest.approx(W / H, rel=0.03)

@@ -38,11 +38,11 @@ def draw_tree(rng, t, images=None):
       path = []  # Padding sees itself.
     elif not within and rng.random() < 0.08:
       cuts = [
-          n
-          for n in range(len(path))
-          if not n
-          or not images[path[n]]
-          or images[path[n]] != images[path[n - 1]]
+        n
+        for n in range(len(path))
+        if not n
+        or not images[path[n]]
+        or images[path[n]] != images[path[n - 1]]
       ]
       path = path[: rng.choice(cuts)] if cuts else []
     path.append(place)
@@ -54,8 +54,8 @@ def draw_tree(rng, t, images=None):
 def draw_trees(rng, t, images=None):
   """The same of B rows."""
   rows = [
-      draw_tree(rng, t, None if images is None else images[row])
-      for row in range(B)
+    draw_tree(rng, t, None if images is None else images[row])
+    for row in range(B)
   ]
   return tuple(np.stack(part) for part in zip(*rows, strict=True))
 
@@ -64,8 +64,8 @@ def case(t, kind, seed=4):
   """Queries, keys, values, segments, where trees end, and the mask."""
   rng = np.random.default_rng(seed)
   qkv = tuple(
-      jnp.asarray(rng.normal(size=(B, t, heads, H)), jnp.float32)
-      for heads in (N, K, K)
+    jnp.asarray(rng.normal(size=(B, t, heads, H)), jnp.float32)
+    for heads in (N, K, K)
   )
   segments = rng.integers(0, 6, (B, t)).astype(np.int32)
   if kind == "in turn":
@@ -95,33 +95,35 @@ def value_and_slopes(attention, qkv):
     mixed = attention(*qkv)
     return jnp.sum(mixed * weigh), mixed
 
-  slopes, mixed = jax.jit(
-      jax.grad(weighed, argnums=(0, 1, 2), has_aux=True)
-  )(*qkv)
+  slopes, mixed = jax.jit(jax.grad(weighed, argnums=(0, 1, 2), has_aux=True))(
+    *qkv
+  )
   return mixed, slopes
 
 
 @pytest.mark.parametrize(
-    "t, kind",
-    trials.by_default(
-        [(401, kind) for kind in ("one", "mixed", "tree")],
-        [*((401, kind) for kind in
-           ("in turn", "one", "filled", "mixed", "tree")), (160, "mixed")],
-    ),
+  "t, kind",
+  trials.by_default(
+    [(401, kind) for kind in ("one", "mixed", "tree")],
+    [
+      *((401, kind) for kind in ("in turn", "one", "filled", "mixed", "tree")),
+      (160, "mixed"),
+    ],
+  ),
 )
 @pytest.mark.parametrize("causal", (False, True))
 def test_values_and_gradients_are_those_under_the_mask(
-    t, kind, causal, monkeypatch
+  t, kind, causal, monkeypatch
 ):
   if kind == "tree" and not causal:
     pytest.skip("a tree is seen forwards only")
   monkeypatch.setattr(blocks, "_most", lambda causal: 48)
   qkv, segments, until, mask = case(t, kind)
   got, slopes = value_and_slopes(
-      lambda *qkv: blocks.attend(*qkv, segments, until, causal=causal), qkv
+    lambda *qkv: blocks.attend(*qkv, segments, until, causal=causal), qkv
   )
   want, want_slopes = value_and_slopes(
-      lambda *qkv: masked(*qkv, mask, causal), qkv
+    lambda *qkv: masked(*qkv, mask, causal), qkv
   )
   np.testing.assert_allclose(got, want, atol=3e-6)
   for a, b in zip(slopes, want_slopes, strict=True):
@@ -143,7 +145,7 @@ def test_blocks_without_a_descendant_are_not_computed():
   until[:128] = 1024
   ids = np.ones((1, 8, 128), np.int32)
   reachable = blocks._reachable(
-      ids, blocks._Rule(True), until.reshape(1, 8, 128), None, None
+    ids, blocks._Rule(True), until.reshape(1, 8, 128), None, None
   )
   want = np.eye(8, dtype=bool)
   want[:, 0] = True
@@ -155,9 +157,7 @@ def compiled(t):
   shape = lambda heads: jax.ShapeDtypeStruct((1, t, heads, H), jnp.float32)
   ids = jax.ShapeDtypeStruct((1, t), jnp.int32)
   attend = functools.partial(blocks.attend, causal=True)
-  slopes = jax.grad(
-      lambda *qkv: jnp.sum(attend(*qkv) ** 2), argnums=(0, 1, 2)
-  )
+  slopes = jax.grad(lambda *qkv: jnp.sum(attend(*qkv) ** 2), argnums=(0, 1, 2))
   return jax.jit(slopes).lower(shape(N), shape(K), shape(K), ids).compile()
 
 

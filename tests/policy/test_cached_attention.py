@@ -67,7 +67,7 @@ def test_pages_and_rows_equal_the_definition(interpreted, tokens, kv):
   for r in range(b):
     for i in range(starts[r]):
       cache[pages[r, i // SIZE], i % SIZE] = (
-          history[r][:, i].swapaxes(0, 1).reshape(2 * kv, h)
+        history[r][:, i].swapaxes(0, 1).reshape(2 * kv, h)
       )
       rows[:, r, :, i] = history[r][:, i]
   cache = jnp.asarray(cache)
@@ -94,12 +94,15 @@ def test_pages_and_rows_equal_the_definition(interpreted, tokens, kv):
   assert not used[sorted(untouched)].any()
 
 
-@pytest.mark.parametrize("kv, dtype, fits", (
+@pytest.mark.parametrize(
+  "kv, dtype, fits",
+  (
     (8, jnp.bfloat16, True),
     (2, jnp.bfloat16, True),
     (1, jnp.float32, True),
     (3, jnp.bfloat16, False),
-))  # pyformat: disable
+  ),
+)
 def test_what_heads_the_kernel_takes(kv, dtype, fits):
   with compiling.compile_for("tpu"):
     assert cached_attention.pages_apply(128, kv, dtype) == fits
@@ -122,11 +125,9 @@ def small_policy(scan_layers):
   """A Qwen3-VL with heads as wide as the kernel wants them."""
   model, _, _ = built_in()
   text = dataclasses.replace(
-      model.config.text, head_dim=128, mrope_section=(24, 20, 20)
+    model.config.text, head_dim=128, mrope_section=(24, 20, 20)
   )
-  config = dataclasses.replace(
-      model.config, text=text, scan_layers=scan_layers
-  )
+  config = dataclasses.replace(model.config, text=text, scan_layers=scan_layers)
   return qwen_vl.QwenVL(config, nnx.Rngs(0))
 
 
@@ -153,12 +154,12 @@ def test_a_policy_gives_the_same_with_either_cache(interpreted, small):
 
   rng = np.random.default_rng(6)
   rows = play(
-      nnx.jit(lambda m, *a: m.extend(*a)), small.init_cache(b, WIDTH * SIZE)
+    nnx.jit(lambda m, *a: m.extend(*a)), small.init_cache(b, WIDTH * SIZE)
   )
   rng = np.random.default_rng(6)
   paged = play(
-      nnx.jit(lambda m, *a: m.extend_pages(*a, pages)),
-      small.init_pages(PAGES, SIZE),
+    nnx.jit(lambda m, *a: m.extend_pages(*a, pages)),
+    small.init_pages(PAGES, SIZE),
   )
   np.testing.assert_allclose(paged, rows, atol=2e-5)
 
@@ -174,24 +175,24 @@ def test_an_engine_reads_pages_where_they_lie(interpreted, small, monkeypatch):
 
   def sample():
     with engine_lib.RolloutEngine(
-        small,
-        processor,
-        images_lib.ImageStore(),
-        engine_config.EngineConfig(
-            slots=2,
-            context_length=64,
-            prefill_buckets=(8,),
-            window_buckets=(64,),
-            patch_buckets=(16,),
-            decode_steps_per_call=4,
-        ),
-        banned_token_ids=small.config.banned_token_ids,
+      small,
+      processor,
+      images_lib.ImageStore(),
+      engine_config.EngineConfig(
+        slots=2,
+        context_length=64,
+        prefill_buckets=(8,),
+        window_buckets=(64,),
+        patch_buckets=(16,),
+        decode_steps_per_call=4,
+      ),
+      banned_token_ids=small.config.banned_token_ids,
     ) as engine:
 
       async def both():
-        return await asyncio.gather(*(
-            engine.generate(prompt, greedy, session=name) for name in "ab"
-        ))
+        return await asyncio.gather(
+          *(engine.generate(prompt, greedy, session=name) for name in "ab")
+        )
 
       completions = asyncio.run(asyncio.wait_for(both(), 250))
       return completions, engine.stats()
@@ -209,9 +210,13 @@ def test_the_kernel_is_what_a_tpu_program_holds(small):
   def program(state, cache):
     one = jnp.ones((2, 1), jnp.int32)
     return nnx.merge(graph, state).extend_pages(
-        one, jnp.ones((2, 1, 3), jnp.int32), one[:, 0], one[:, 0], cache,
-        jnp.ones((2, WIDTH), jnp.int32),
-    )  # pyformat: disable
+      one,
+      jnp.ones((2, 1, 3), jnp.int32),
+      one[:, 0],
+      one[:, 0],
+      cache,
+      jnp.ones((2, WIDTH), jnp.int32),
+    )
 
   graph, state = nnx.split(small)
   # A kernel asks which TPU it is for.
@@ -220,9 +225,9 @@ def test_the_kernel_is_what_a_tpu_program_holds(small):
   with compiling.compile_for("tpu"), jax.sharding.use_abstract_mesh(mesh):
     assert small.reads_pages
     text = (
-        jax.jit(program)
-        .trace(state, small.init_pages(PAGES, SIZE))
-        .lower(lowering_platforms=("tpu",))
-        .as_text()
+      jax.jit(program)
+      .trace(state, small.init_pages(PAGES, SIZE))
+      .lower(lowering_platforms=("tpu",))
+      .as_text()
     )
   assert "ragged_paged_attention_kernel" in text and "tpu_custom_call" in text

@@ -36,17 +36,21 @@ def write(directory, kept_in, source):
     config["chat_template"] = source
   else:
     config["chat_template"] = [
-        {"name": "tool_use", "template": "x"},
-        {"name": "default", "template": source},
+      {"name": "tool_use", "template": "x"},
+      {"name": "default", "template": source},
     ]
   (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
-    "kept_in",
-    ["chat_template.jinja", "chat_template.json", "tokenizer_config.json",
-     "a list"],
-)  # pyformat: disable
+  "kept_in",
+  [
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer_config.json",
+    "a list",
+  ],
+)
 def test_a_template_is_found_wherever_it_is_kept(tmp_path, kept_in):
   write(tmp_path, kept_in, "{{- eos_token }}|{{- more }}")
   template = policy_files.chat_template(tmp_path, {"more": 3})
@@ -65,7 +69,7 @@ def test_no_template_and_damaged_files(tmp_path):
   with pytest.raises(ValueError, match="tokenizer_config.json is not JSON"):
     policy_files.chat_template(tmp_path)
   (tmp_path / "tokenizer_config.json").write_text(
-      '{"chat_template": [{"name": "rag", "template": ""}]}'
+    '{"chat_template": [{"name": "rag", "template": ""}]}'
   )
   with pytest.raises(ValueError, match=r"\['rag'\], none of them called"):
     policy_files.chat_template(tmp_path)
@@ -73,7 +77,7 @@ def test_no_template_and_damaged_files(tmp_path):
 
 def config_of(policy, *argv):
   return config_lib.load_config(
-      ["warm_start.source=none", f"policy={policy}", *argv]
+    ["warm_start.source=none", f"policy={policy}", *argv]
   )
 
 
@@ -90,9 +94,7 @@ def thinking(tmp_path_factory):
 
 def renderer_of(policy, *argv):
   config = config_of(policy, *argv)
-  tokenizer = policy_files.load_tokenizer(
-      models.named_policy(config).tokenizer
-  )
+  tokenizer = policy_files.load_tokenizer(models.named_policy(config).tokenizer)
   processor = type("Processor", (), {"num_image_tokens": lambda *_: 4})()
   return models.make_renderer(config, processor, tokenizer)
 
@@ -102,11 +104,11 @@ def test_a_run_renders_by_the_checkpoints_own_template(thinking):
   assert isinstance(own, template.TemplateRenderer)
   messages = [{"role": "user", "content": "hi"}]
   assert own.decode(own.render(messages).tokens).endswith(
-      "<|im_start|>assistant\n<think>\n"
+    "<|im_start|>assistant\n<think>\n"
   )
   assert choice.described(own) == (
-      "chat template, which rewrites reasoning before a user message (sampled"
-      " tokens stay)"
+    "chat template, which rewrites reasoning before a user message (sampled"
+    " tokens stay)"
   )
   chatml = renderer_of(thinking, "policy.renderer=qwen")
   assert isinstance(chatml, qwen.QwenRenderer)
@@ -116,13 +118,13 @@ def test_a_run_renders_by_the_checkpoints_own_template(thinking):
 
 def test_what_does_not_go_together_is_one_clear_line(thinking, tmp_path):
   cases = {
-      ("policy.renderer=jinja",): "renderer",
-      ("policy.renderer=qwen", "policy.template_options.a=1"): (
-          "template_options .a. are of a chat template"
-      ),
-      ("policy.template_options.enable_thinking=false",): (
-          "has no chat template with the variables enable_thinking"
-      ),
+    ("policy.renderer=jinja",): "renderer",
+    ("policy.renderer=qwen", "policy.template_options.a=1"): (
+      "template_options .a. are of a chat template"
+    ),
+    ("policy.template_options.enable_thinking=false",): (
+      "has no chat template with the variables enable_thinking"
+    ),
   }
   for argv, message in cases.items():
     with pytest.raises(config_lib.ConfigError, match=message):
@@ -133,7 +135,7 @@ def test_what_does_not_go_together_is_one_clear_line(thinking, tmp_path):
   shutil.copytree(thinking, broken)
   write(broken, "chat_template.json", "{%- for")
   with pytest.raises(
-      config_lib.ConfigError, match="policy.renderer=auto: the chat template is"
+    config_lib.ConfigError, match="policy.renderer=auto: the chat template is"
   ):
     renderer_of(broken)
 
@@ -145,13 +147,15 @@ def test_thinking_is_switched_off_by_a_setting(thinking, tmp_path):
   messages = [{"role": "user", "content": "hi"}]
   off = renderer_of(hybrid, "policy.template_options.enable_thinking=false")
   reference = transformers.PreTrainedTokenizerFast(
-      tokenizer_file=str(hybrid / "tokenizer.json"),
-      chat_template=chat_templates.TEMPLATES["qwen3"],
+    tokenizer_file=str(hybrid / "tokenizer.json"),
+    chat_template=chat_templates.TEMPLATES["qwen3"],
   )
-  for renderer, options in ((off, {"enable_thinking": False}),
-                            (renderer_of(hybrid), {})):
+  for renderer, options in (
+    (off, {"enable_thinking": False}),
+    (renderer_of(hybrid), {}),
+  ):
     text = reference.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **options
+      messages, tokenize=False, add_generation_prompt=True, **options
     )
     ids = reference.encode(text, add_special_tokens=False)
     assert renderer.render(messages).tokens.tolist() == ids
@@ -180,12 +184,12 @@ def test_a_factorys_processor_may_bring_a_template(their_policy):
   policy = models.make_policy(config, None, "")
   assert isinstance(policy.renderer, template.TemplateRenderer)
   messages = [
-      {"role": "system", "content": "Be brief."},
-      {"role": "user", "content": "go </s>on"},
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "go </s>on"},
   ]
   shown = policy.renderer.render(messages).tokens.tolist()
   assert policy.renderer.decode(shown) == (
-      "<s>[INST] Be brief.\n\ngo </s>on[/INST]"
+    "<s>[INST] Be brief.\n\ngo </s>on[/INST]"
   )
   end = policy.renderer.end_of_turn_id
   assert policy.renderer.stop_token_ids == (end,)
@@ -194,15 +198,17 @@ def test_a_factorys_processor_may_bring_a_template(their_policy):
   prompt = builder.prompt(messages)
   assert prompt.tokens.tolist() == shown
   sampled = [*policy.renderer.encode("well").tolist(), end]
-  text = builder.append(policy_client.Completion(
+  text = builder.append(
+    policy_client.Completion(
       tokens=np.array(sampled, np.int32),
       logprobs=np.zeros(len(sampled), np.float32),
       versions=np.zeros(len(sampled), np.int32),
       finish_reason=policy_client.FinishReason.STOP,
-  ))
+    )
+  )
   messages += [
-      {"role": "assistant", "content": text},
-      {"role": "user", "content": "on"},
+    {"role": "assistant", "content": text},
+    {"role": "user", "content": "on"},
   ]
   longer = builder.prompt(messages)
   ids = longer.tokens.tolist()
@@ -210,15 +216,11 @@ def test_a_factorys_processor_may_bring_a_template(their_policy):
   assert builder.num_sequences == 1
 
 
-def test_a_factory_without_qwens_tokens_and_template_is_told_both(
-    their_policy,
-):
+def test_a_factory_without_qwens_tokens_and_template_is_told_both(their_policy):
   del their_policy
-  config = config_of(
-      "their_policies:create", "policy.config.template=false"
-  )
+  config = config_of("their_policies:create", "policy.config.template=false")
   with pytest.raises(
-      config_lib.ConfigError, match="no token <.im_start.>.*chat_template"
+    config_lib.ConfigError, match="no token <.im_start.>.*chat_template"
   ):
     models.make_policy(config, None, "")
 
@@ -231,10 +233,10 @@ def test_demonstrations_for_a_thinking_policy_close_the_reasoning(thinking):
   messages = [{"role": "user", "content": "hi"}]
   prompt = renderer.decode(renderer.render(messages).tokens)
   reference = transformers.PreTrainedTokenizerFast(
-      tokenizer_file=str(thinking / "tokenizer.json"), chat_template=THINKING
+    tokenizer_file=str(thinking / "tokenizer.json"), chat_template=THINKING
   )
   assert prompt + text == reference.apply_chat_template(
-      [*messages, {"role": "assistant", "content": "Click."}], tokenize=False
+    [*messages, {"role": "assistant", "content": "Click."}], tokenize=False
   ).removesuffix("<|im_end|>\n")
   plain = renderer_of("tiny_vl")
   assert plain.decode(demonstrations.completion_ids(plain, "x")) == "x"

@@ -14,9 +14,12 @@ from tests.policy import test_hf_checkpoint as checkpoints
 
 BLOCK = (16, 24)
 FP8 = {
-    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-    "weight_block_size": list(BLOCK), "modules_to_not_convert": ["lm_head"],
-}  # pyformat: disable
+  "quant_method": "fp8",
+  "fmt": "e4m3",
+  "activation_scheme": "dynamic",
+  "weight_block_size": list(BLOCK),
+  "modules_to_not_convert": ["lm_head"],
+}
 
 
 def rounded(weight):
@@ -24,7 +27,7 @@ def rounded(weight):
   out = np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)
   high, wide = BLOCK
   scales = np.zeros(
-      (-(-weight.shape[0] // high), -(-weight.shape[1] // wide)), np.float32
+    (-(-weight.shape[0] // high), -(-weight.shape[1] // wide)), np.float32
   )
   for i in range(scales.shape[0]):
     for j in range(scales.shape[1]):
@@ -53,9 +56,10 @@ def in_float8(directory):
     raw = np.ascontiguousarray(value).tobytes()
     kind = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "float32": "F32"}
     header[key] = {
-        "dtype": kind[str(value.dtype)], "shape": list(value.shape),
-        "data_offsets": [at, at + len(raw)],
-    }  # pyformat: disable
+      "dtype": kind[str(value.dtype)],
+      "shape": list(value.shape),
+      "data_offsets": [at, at + len(raw)],
+    }
     data, at = data + raw, at + len(raw)
   text = json.dumps(header).encode()
   file.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -68,7 +72,7 @@ def in_float8(directory):
 @pytest.mark.parametrize("scan", [False, True])
 def test_float8_is_its_definition_to_the_bit(scan, tmp_path):
   hf_checkpoint.save_model(
-      tmp_path, checkpoints.policy(checkpoints.tiny("qwen3_vl"))
+    tmp_path, checkpoints.policy(checkpoints.tiny("qwen3_vl"))
   )
   values = in_float8(tmp_path)
   model = hf_checkpoint.load_model(tmp_path, scan_layers=scan)
@@ -86,11 +90,11 @@ def test_float8_is_its_definition_to_the_bit(scan, tmp_path):
 
 def test_any_slice_of_float8_is_the_slice_of_the_whole(tmp_path):
   hf_checkpoint.save_model(
-      tmp_path, checkpoints.policy(checkpoints.tiny("qwen3_vl"))
+    tmp_path, checkpoints.policy(checkpoints.tiny("qwen3_vl"))
   )
   values = in_float8(tmp_path)
   views = checkpoint_views.views_of(
-      tensor_files.Reader(tmp_path), {"quantization_config": FP8}
+    tensor_files.Reader(tmp_path), {"quantization_config": FP8}
   )
   key = "model.language_model.layers.0.mlp.gate_proj.weight"
   rng = np.random.default_rng(0)
@@ -102,7 +106,7 @@ def test_any_slice_of_float8_is_the_slice_of_the_whole(tmp_path):
 
 def test_a_scale_that_does_not_fit_is_named(tmp_path):
   hf_checkpoint.save_model(
-      tmp_path, checkpoints.policy(checkpoints.tiny("qwen3_vl"))
+    tmp_path, checkpoints.policy(checkpoints.tiny("qwen3_vl"))
   )
   in_float8(tmp_path)
   config = json.loads((tmp_path / "config.json").read_text())

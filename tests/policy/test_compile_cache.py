@@ -29,12 +29,12 @@ print(sum(name.endswith("/cache_hits") for name in seen))
 def run(choice, **environment):
   env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_C")}
   process = subprocess.run(
-      [sys.executable, "-c", _PROGRAM, choice, compile_cache.__file__],
-      env=env | environment,
-      capture_output=True,
-      text=True,
-      timeout=120,
-      check=True,
+    [sys.executable, "-c", _PROGRAM, choice, compile_cache.__file__],
+    env=env | environment,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=True,
   )
   where, value, hits = process.stdout.split()
   return where, value, int(hits), process.stderr

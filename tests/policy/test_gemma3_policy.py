@@ -34,7 +34,7 @@ import chat_families  # noqa: E402
 import qwen_reference  # noqa: E402
 
 pil = pytest.importorskip(
-    "transformers.models.gemma3.image_processing_pil_gemma3"
+  "transformers.models.gemma3.image_processing_pil_gemma3"
 )
 
 FAMILY = chat_families.FAMILIES["gemma_vl"]
@@ -45,52 +45,52 @@ CONTEXT = 256
 def words():
   encoder = chat_families.tokenizer(FAMILY)
   return transformers.PreTrainedTokenizerFast(
-      tokenizer_object=encoder.backend_tokenizer,
-      bos_token="<bos>",
-      eos_token="<end_of_turn>",
-      pad_token="<unk>",
-      chat_template=chat_families.source(FAMILY),
-      extra_special_tokens={
-          "image_token": "<image_soft_token>",
-          "boi_token": "<start_of_image>",
-          "eoi_token": "<end_of_image>",
-      },
+    tokenizer_object=encoder.backend_tokenizer,
+    bos_token="<bos>",
+    eos_token="<end_of_turn>",
+    pad_token="<unk>",
+    chat_template=chat_families.source(FAMILY),
+    extra_special_tokens={
+      "image_token": "<image_soft_token>",
+      "boi_token": "<start_of_image>",
+      "eoi_token": "<end_of_image>",
+    },
   )
 
 
 def config_of(tokenizer, window=20):
   find = tokenizer.convert_tokens_to_ids
   return qwen_config.QwenVLConfig(
-      family="gemma3",
-      vision=qwen_config.VisionConfig(
-          depth=2,
-          hidden_size=32,
-          intermediate_size=40,
-          num_heads=2,
-          out_hidden_size=48,
-          patch_size=4,
-          num_position_embeddings=(SIDE // 4) ** 2,
-      ),
-      text=qwen_config.TextConfig(
-          vocab_size=-(-len(tokenizer) // 64) * 64,
-          hidden_size=48,
-          intermediate_size=72,
-          num_hidden_layers=3,
-          num_attention_heads=4,
-          num_key_value_heads=2,
-          head_dim=16,
-          rope_theta=1e6,
-          mrope_section=(8, 0, 0),
-          full_attention_layers=(1,),
-          sliding_window=window,
-          local_rope_theta=1e4,
-          query_pre_attn_scalar=16.0,
-      ),
-      tie_word_embeddings=True,
-      image_token_id=find("<image_soft_token>"),
-      video_token_id=find("<image_soft_token>"),
-      vision_start_token_id=find("<start_of_image>"),
-      vision_end_token_id=find("<end_of_image>"),
+    family="gemma3",
+    vision=qwen_config.VisionConfig(
+      depth=2,
+      hidden_size=32,
+      intermediate_size=40,
+      num_heads=2,
+      out_hidden_size=48,
+      patch_size=4,
+      num_position_embeddings=(SIDE // 4) ** 2,
+    ),
+    text=qwen_config.TextConfig(
+      vocab_size=-(-len(tokenizer) // 64) * 64,
+      hidden_size=48,
+      intermediate_size=72,
+      num_hidden_layers=3,
+      num_attention_heads=4,
+      num_key_value_heads=2,
+      head_dim=16,
+      rope_theta=1e6,
+      mrope_section=(8, 0, 0),
+      full_attention_layers=(1,),
+      sliding_window=window,
+      local_rope_theta=1e4,
+      query_pre_attn_scalar=16.0,
+    ),
+    tie_word_embeddings=True,
+    image_token_id=find("<image_soft_token>"),
+    video_token_id=find("<image_soft_token>"),
+    vision_start_token_id=find("<start_of_image>"),
+    vision_end_token_id=find("<end_of_image>"),
   )
 
 
@@ -102,7 +102,7 @@ def directory(tmp_path_factory):
   reference = qwen_reference.Reference(config_of(tokenizer), path)
   tokenizer.save_pretrained(path)
   pil.Gemma3ImageProcessorPil(
-      size={"height": SIDE, "width": SIDE}
+    size={"height": SIDE, "width": SIDE}
   ).save_pretrained(path)
   return path, reference.module
 
@@ -111,10 +111,10 @@ def directory(tmp_path_factory):
 def reference_processor(directory):
   """transformers' processor of the directory."""
   return transformers.Gemma3Processor(
-      pil.Gemma3ImageProcessorPil.from_pretrained(directory[0]),
-      transformers.PreTrainedTokenizerFast.from_pretrained(directory[0]),
-      chat_template=chat_families.source(FAMILY),
-      image_seq_length=TOKENS,
+    pil.Gemma3ImageProcessorPil.from_pretrained(directory[0]),
+    transformers.PreTrainedTokenizerFast.from_pretrained(directory[0]),
+    chat_template=chat_families.source(FAMILY),
+    image_seq_length=TOKENS,
   )
 
 
@@ -123,7 +123,7 @@ def policy(directory):
   model, processor, tokenizer = checkpoint.load_policy(directory[0])
   template = policy_files.chat_template(directory[0])
   renderer = choice.make_renderer(
-      tokenizer, processor.num_image_tokens, template
+    tokenizer, processor.num_image_tokens, template
   )
   return model, processor, renderer
 
@@ -136,10 +136,15 @@ def plain(messages):
     if isinstance(parts, str):
       parts = [{"type": "text", "text": parts}]
     pictures += [p["image"] for p in parts if p["type"] == "image"]
-    texts.append({**message, "content": [
-        {"type": "image"} if part["type"] == "image" else part
-        for part in parts
-    ]})  # pyformat: disable
+    texts.append(
+      {
+        **message,
+        "content": [
+          {"type": "image"} if part["type"] == "image" else part
+          for part in parts
+        ],
+      }
+    )
   return texts, pictures
 
 
@@ -147,13 +152,15 @@ def asked_of(processor, store, messages):
   """Inputs of transformers' model, and their tokens."""
   texts, pictures = plain(messages)
   text = processor.apply_chat_template(
-      texts, tokenize=False, add_generation_prompt=True
+    texts, tokenize=False, add_generation_prompt=True
   )
   shown = [Image.fromarray(store.get(p)) for p in pictures]
   inputs = processor(
-      text=text, images=shown or None, add_special_tokens=False,
-      return_tensors="pt",
-  )  # pyformat: disable
+    text=text,
+    images=shown or None,
+    add_special_tokens=False,
+    return_tensors="pt",
+  )
   return inputs, inputs["input_ids"][0].tolist()
 
 
@@ -174,7 +181,7 @@ class Talk(chat_families.Talk):
   def see(self):
     height, width = self.rng.integers(20, 90, 2)
     return self.store.put(
-        self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+      self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
     )
 
 
@@ -183,13 +190,13 @@ def normalised(processor, patched):
   merge, patch = processor.merge_size, processor.patch_size
   across = processor.side // processor.factor
   cells = patched.patches.reshape(
-      across, across, merge, merge, 3, patch, patch
+    across, across, merge, merge, 3, patch, patch
   ).transpose(4, 0, 2, 5, 1, 3, 6)
   return cells.reshape(3, processor.side, -1).astype(np.float32) / 127.5 - 1
 
 
 def test_prompts_and_pixels_are_those_of_its_processor(
-    reference_processor, policy
+  reference_processor, policy
 ):
   _, processor, renderer = policy
   assert renderer.format_name != "ChatML"
@@ -207,7 +214,7 @@ def test_prompts_and_pixels_are_those_of_its_processor(
       patched = processor.patchify(store.get(span.image))
       assert patched.num_tokens == span.num_tokens == TOKENS
       np.testing.assert_allclose(
-          normalised(processor, patched), inputs["pixel_values"][i], atol=2e-6
+        normalised(processor, patched), inputs["pixel_values"][i], atol=2e-6
       )
       images += 1
   assert images > 30
@@ -224,20 +231,24 @@ def turns(reference_processor, policy):
       window_buckets=(CONTEXT,), image_buckets=(2,),
       patch_buckets=(64,), decode_steps_per_call=4, page_size=12,
       banned_token_ids=model.config.banned_token_ids,
-  )  # pyformat: disable
+  )  # fmt: skip
   greedy = policy_client.SamplingParams(
-      max_new_tokens=6, temperature=0.0,
-      stop_token_ids=tuple(renderer.stop_token_ids),
-  )  # pyformat: disable
+    max_new_tokens=6,
+    temperature=0.0,
+    stop_token_ids=tuple(renderer.stop_token_ids),
+  )
   played = []
   try:
     for seed in range(2):
       talk = Talk(store, 50 + seed)
-      look = lambda text, talk=talk: {"role": "user", "content": [
+      look = lambda text, talk=talk: {
+        "role": "user",
+        "content": [
           {"type": "text", "text": text},
           {"type": "image", "image": talk.see()},
           {"type": "text", "text": "Go on."},
-      ]}  # pyformat: disable
+        ],
+      }
       prompt = renderer.render([talk.system(), look("Click OK.")])
       for turn in range(3):
         (got,) = micro.generate(engine, (f"s{seed}", prompt, greedy))
@@ -246,10 +257,10 @@ def turns(reference_processor, policy):
         bridge = renderer.bridge([look(f"{turn}.")], last_sampled_is_eot=ended)
         shift = len(prompt) + len(got.tokens)
         prompt = policy_client.TokenPrompt(
-            np.concatenate(
-                [prompt.tokens, got.tokens, bridge.tokens]
-            ).astype(np.int32),
-            (*prompt.images, *(s.shifted(shift) for s in bridge.images)),
+          np.concatenate([prompt.tokens, got.tokens, bridge.tokens]).astype(
+            np.int32
+          ),
+          (*prompt.images, *(s.shifted(shift) for s in bridge.images)),
         )
   finally:
     engine.close()
@@ -257,7 +268,7 @@ def turns(reference_processor, policy):
 
 
 def test_completions_are_those_of_transformers_generate(
-    directory, policy, turns
+  directory, policy, turns
 ):
   model, processor, renderer = policy
   module = directory[1].float()
@@ -265,26 +276,32 @@ def test_completions_are_those_of_transformers_generate(
   before = 0
   for turn, prompt, got in played:
     ids = torch.tensor(prompt.tokens).long()[None]
-    pixels = np.stack([
+    pixels = np.stack(
+      [
         normalised(processor, processor.patchify(store.get(s.image)))
         for s in prompt.images
-    ])
+      ]
+    )
     with torch.no_grad():
       output = module.generate(
-          input_ids=ids, attention_mask=torch.ones_like(ids),
-          token_type_ids=(ids == model.config.image_token_id).long(),
-          pixel_values=torch.tensor(pixels), max_new_tokens=len(got.tokens),
-          do_sample=False, eos_token_id=list(renderer.stop_token_ids),
-          suppress_tokens=list(model.config.banned_token_ids),
-          return_dict_in_generate=True, output_logits=True,
-      )  # pyformat: disable
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        token_type_ids=(ids == model.config.image_token_id).long(),
+        pixel_values=torch.tensor(pixels),
+        max_new_tokens=len(got.tokens),
+        do_sample=False,
+        eos_token_id=list(renderer.stop_token_ids),
+        suppress_tokens=list(model.config.banned_token_ids),
+        return_dict_in_generate=True,
+        output_logits=True,
+      )
     want = output.sequences[0, len(prompt.tokens) :].tolist()
     assert got.tokens.tolist() == want
     logits = torch.stack([step[0] for step in output.logits]).double()
     logits[:, list(model.config.banned_token_ids)] = -torch.inf
     scores = torch.log_softmax(logits, -1).gather(
-        -1, torch.tensor(want)[:, None]
-    )[:, 0]  # pyformat: disable
+      -1, torch.tensor(want)[:, None]
+    )[:, 0]
     np.testing.assert_allclose(got.logprobs, scores, atol=1e-4)
     if turn:  # It goes on from what the one before has cached.
       assert got.metrics["reused_tokens"] >= before
@@ -297,24 +314,28 @@ def test_the_learner_scores_packed_rows_as_they_were_sampled(policy, turns):
   sequences = []
   for _, prompt, got in played:
     n, m = len(prompt.tokens), len(got.tokens)
-    sequences.append(trajectory.TokenSequence(
+    sequences.append(
+      trajectory.TokenSequence(
         np.append(prompt.tokens, got.tokens),
         np.arange(n + m) >= n,
         np.append(np.zeros(n, np.float32), got.logprobs),
         np.append(np.full(n, -1, np.int32), got.versions),
         np.zeros(n + m, np.int32),
         prompt.images,
-    ))  # pyformat: disable
+      )
+    )
   learner = learner_lib.Learner(
-      model, processor, store,
-      learner_lib.LearnerConfig(rows=2, row_length=400),
-      learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
-  )  # pyformat: disable
+    model,
+    processor,
+    store,
+    learner_lib.LearnerConfig(rows=2, row_length=400),
+    learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
+  )
   scored = learner.sequence_logprobs(sequences)
   for sequence, (_, prompt, got), row in zip(sequences, played, scored):
     assert len(row) == len(sequence.tokens)
     np.testing.assert_allclose(
-        row[len(prompt.tokens) :], got.logprobs, atol=1e-4
+      row[len(prompt.tokens) :], got.logprobs, atol=1e-4
     )
 
 
@@ -323,13 +344,13 @@ def test_the_learner_scores_packed_rows_as_they_were_sampled(policy, turns):
 # Beginnings of the published keys, and those of transformers 4.52 to 4.57 and
 # of 5.
 SPELLINGS = {
-    "4": (
-        ("vision_tower.", "model.vision_tower."),
-        ("multi_modal_projector.", "model.multi_modal_projector."),
-        ("language_model.lm_head.", "lm_head."),
-        ("language_model.model.", "model.language_model."),
-    ),
-    "5": (("vision_tower.vision_model.", "vision_tower."),),
+  "4": (
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.model.", "model.language_model."),
+  ),
+  "5": (("vision_tower.vision_model.", "vision_tower."),),
 }
 
 
@@ -363,7 +384,7 @@ def test_a_head_of_its_own_survives_the_reference(tmp_path):
   model = checkpoints.policy(config)
   hf_checkpoint.save_model(tmp_path / "ours", model)
   reference, info = transformers.AutoModelForImageTextToText.from_pretrained(
-      tmp_path / "ours", output_loading_info=True
+    tmp_path / "ours", output_loading_info=True
   )
   assert not any(info.values()), info
   reference.save_pretrained(tmp_path / "theirs")
@@ -377,7 +398,7 @@ def test_a_saved_policy_is_a_whole_checkpoint(directory, policy, tmp_path):
   again = pil.Gemma3ImageProcessorPil.from_pretrained(tmp_path)
   assert dict(again.size) == {"height": SIDE, "width": SIDE}
   processor = qwen_checkpoint.processor_of(
-      checkpoint.load_config(tmp_path), tmp_path
+    checkpoint.load_config(tmp_path), tmp_path
   )
   assert processor == policy[1]
   # And without a file of the source's.
@@ -394,21 +415,21 @@ def test_a_saved_policy_is_a_whole_checkpoint(directory, policy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"do_pan_and_scan": True}, "do_pan_and_scan=True, .*set it to false"),
-        ({"resample": 3}, "resample=3, only 2"),
-        ({"do_resize": False}, "do_resize=False, only True"),
-        ({"size": {"height": 32, "width": 64}}, "squares: give height and"),
-        ({"size": {"shortest_edge": 32}}, "squares: give height and width"),
-        ({"size": {"height": 64, "width": 64}}, "image_size=64.*image_size=32"),
-        ({"size": None}, "image_size=224.*image_size=32"),
-        ({"image_processor_type": "Qwen2VLImageProcessor"}, "for gemma3"),
-    ],
-    ids=str,
+  "change, message",
+  [
+    ({"do_pan_and_scan": True}, "do_pan_and_scan=True, .*set it to false"),
+    ({"resample": 3}, "resample=3, only 2"),
+    ({"do_resize": False}, "do_resize=False, only True"),
+    ({"size": {"height": 32, "width": 64}}, "squares: give height and"),
+    ({"size": {"shortest_edge": 32}}, "squares: give height and width"),
+    ({"size": {"height": 64, "width": 64}}, "image_size=64.*image_size=32"),
+    ({"size": None}, "image_size=224.*image_size=32"),
+    ({"image_processor_type": "Qwen2VLImageProcessor"}, "for gemma3"),
+  ],
+  ids=str,
 )
 def test_images_that_are_made_otherwise_are_refused(
-    directory, change, message, tmp_path
+  directory, change, message, tmp_path
 ):
   for file in directory[0].iterdir():
     (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -425,7 +446,7 @@ def test_the_size_of_images_is_not_a_runs_to_choose(directory):
   with pytest.raises(ValueError, match="trajectory_pixels=2000 of 2.*2048"):
     checkpoint.load_policy(directory[0], image_budget=(2000, 2))
   _, processor, _ = checkpoint.load_policy(
-      directory[0], max_pixels=1024, image_budget=(2048, 2)
+    directory[0], max_pixels=1024, image_budget=(2048, 2)
   )
   assert processor.image_size(1280, 720) == (32, 32)
 
@@ -444,28 +465,28 @@ RAW = qwen_config.to_hf(qwen_config.SIZES["Gemma-3-4B"])
 
 
 @pytest.mark.parametrize(
-    "section, field, value, message",
-    [
-        ("text_config", "hidden_activation", "silu", "only gelu_pytorch_tanh"),
-        ("vision_config", "hidden_act", "gelu", "only gelu_pytorch_tanh"),
-        ("text_config", "attn_logit_softcapping", 50.0, "not capped here"),
-        ("text_config", "final_logit_softcapping", 30.0, "not capped here"),
-        ("text_config", "attention_bias", True, "have none here"),
-        ("text_config", "use_bidirectional_attention", True, "earlier ones"),
-        ("text_config", "sliding_window", 128, "less than an image's 256"),
-        ("text_config", "sliding_window", None, "number of tokens is needed"),
-        ("text_config", "layer_types", ["chunked"] * 34, r"\['chunked'\]"),
-        ("text_config", "layer_types", ["full_attention"], "names 1 layers"),
-        ("vision_config", "vision_use_head", True, "no pooling head"),
-        ("vision_config", "image_size", [896, 448], "images are squares"),
-        ("vision_config", "image_size", 900, "no multiple of patch_size=14"),
-        ("vision_config", "num_channels", 1, "only 3 is known"),
-        ("", "mm_tokens_per_image", 250, "must be a square whose side"),
-        ("", "mm_tokens_per_image", 324, "must be a square whose side"),
-    ],
+  "section, field, value, message",
+  [
+    ("text_config", "hidden_activation", "silu", "only gelu_pytorch_tanh"),
+    ("vision_config", "hidden_act", "gelu", "only gelu_pytorch_tanh"),
+    ("text_config", "attn_logit_softcapping", 50.0, "not capped here"),
+    ("text_config", "final_logit_softcapping", 30.0, "not capped here"),
+    ("text_config", "attention_bias", True, "have none here"),
+    ("text_config", "use_bidirectional_attention", True, "earlier ones"),
+    ("text_config", "sliding_window", 128, "less than an image's 256"),
+    ("text_config", "sliding_window", None, "number of tokens is needed"),
+    ("text_config", "layer_types", ["chunked"] * 34, r"\['chunked'\]"),
+    ("text_config", "layer_types", ["full_attention"], "names 1 layers"),
+    ("vision_config", "vision_use_head", True, "no pooling head"),
+    ("vision_config", "image_size", [896, 448], "images are squares"),
+    ("vision_config", "image_size", 900, "no multiple of patch_size=14"),
+    ("vision_config", "num_channels", 1, "only 3 is known"),
+    ("", "mm_tokens_per_image", 250, "must be a square whose side"),
+    ("", "mm_tokens_per_image", 324, "must be a square whose side"),
+  ],
 )
 def test_what_would_be_computed_wrongly_is_refused(
-    section, field, value, message
+  section, field, value, message
 ):
   raw = json.loads(json.dumps(RAW))
   (raw[section] if section else raw)[field] = value
@@ -503,15 +524,16 @@ PUBLISHED = {
         "model_type": "siglip_vision_model", "num_attention_heads": 16,
         "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
     },
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def test_the_published_files_are_the_published_sizes():
   assert qwen_config.from_hf(PUBLISHED) == qwen_config.SIZES["Gemma-3-27B"]
   # Of transformers 4.5x, which wrote the pattern and both bases.
   text = PUBLISHED["text_config"] | {
-      "sliding_window_pattern": 6, "rope_theta": 1e6,
-      "rope_local_base_freq": 1e4,
-  }  # pyformat: disable
+    "sliding_window_pattern": 6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+  }
   old = PUBLISHED | {"text_config": text}
   assert qwen_config.from_hf(old) == qwen_config.SIZES["Gemma-3-27B"]

@@ -29,25 +29,27 @@ def ids():
 
 
 CALL = (
-    '<tool_call>\n{"name": "computer_use", "arguments": {"action":'
-    ' "left_click", "coordinate": [500, 500]}}\n</tool_call>'
+  '<tool_call>\n{"name": "computer_use", "arguments": {"action":'
+  ' "left_click", "coordinate": [500, 500]}}\n</tool_call>'
 )
 
 
 def generated(directory, tokens=40):
   """Generates after a call that ends the policy's turn."""
   model = transformers.AutoModelForImageTextToText.from_pretrained(
-      directory, dtype=torch.float32
+    directory, dtype=torch.float32
   )
   tokenizer = policy_files.load_tokenizer(SHIPPED)
   prompt = tokenizer.encode(
-      f"<|im_start|>user\nClick.<|im_end|>\n<|im_start|>assistant\n{CALL}"
+    f"<|im_start|>user\nClick.<|im_end|>\n<|im_start|>assistant\n{CALL}"
   ).ids
   torch.manual_seed(0)
   output = model.generate(
-      torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False,
-      attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-  )[0].tolist()  # pyformat: disable
+    torch.tensor([prompt]),
+    max_new_tokens=tokens,
+    do_sample=False,
+    attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+  )[0].tolist()
   return output[len(prompt) :]
 
 

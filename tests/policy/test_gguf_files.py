@@ -28,13 +28,20 @@ gguf = pytest.importorskip("gguf")
 
 WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 2, 4, 2, 32
 ARCHITECTURES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "gemma3_text": "gemma3",
-}  # pyformat: disable
+  "llama": "llama",
+  "qwen2": "qwen2",
+  "qwen3": "qwen3",
+  "gemma3_text": "gemma3",
+}
 TEXTS = (
-    "Add 12 and 3456.", " two  spaces\n\nand lines\t.", "l'été, it's DON'T 7",
-    "日本 — ok?", "<|im_start|>user\nhi<|im_end|>", "", "   ",
-)  # pyformat: disable
+  "Add 12 and 3456.",
+  " two  spaces\n\nand lines\t.",
+  "l'été, it's DON'T 7",
+  "日本 — ok?",
+  "<|im_start|>user\nhi<|im_end|>",
+  "",
+  "   ",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,23 +52,27 @@ def cache(tmp_path, monkeypatch):
 def tokenizer_fields():
   """The metadata of tiny_vl's vocabulary, merges and special tokens."""
   raw = json.loads(
-      (policy_files.resolve("tiny_vl") / "tokenizer.json").read_text()
+    (policy_files.resolve("tiny_vl") / "tokenizer.json").read_text()
   )
   vocabulary = dict(raw["model"]["vocab"])
   added = {t["content"]: t for t in raw["added_tokens"]}
   vocabulary |= {content: t["id"] for content, t in added.items()}
   tokens = sorted(vocabulary, key=vocabulary.get)
   kinds = [
-      1 if token not in added else 3 if added[token]["special"] else 4
-      for token in tokens
+    1 if token not in added else 3 if added[token]["special"] else 4
+    for token in tokens
   ]
   merges = raw["model"]["merges"]
   joined = [m if isinstance(m, str) else " ".join(m) for m in merges]
   return {
-      "model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": kinds,
-      "merges": joined, "eos_token_id": tokens.index("<|im_end|>"),
-      "padding_token_id": tokens.index("<|endoftext|>"),
-  }  # pyformat: disable
+    "model": "gpt2",
+    "pre": "qwen2",
+    "tokens": tokens,
+    "token_type": kinds,
+    "merges": joined,
+    "eos_token_id": tokens.index("<|im_end|>"),
+    "padding_token_id": tokens.index("<|endoftext|>"),
+  }
 
 
 TOKENIZER = tokenizer_fields()
@@ -69,29 +80,29 @@ TOKENIZER = tokenizer_fields()
 
 def config_of(family, **text):
   sizes = {
-      "vocab_size": len(TOKENIZER["tokens"]),
-      "hidden_size": WIDTH,
-      "intermediate_size": 256,
-      "num_hidden_layers": LAYERS,
-      "num_attention_heads": HEADS,
-      "num_key_value_heads": KV_HEADS,
-      "head_dim": WIDTH // HEADS if family == "qwen2" else HEAD_DIM,
-      "rope_theta": 1e5,
-      "rms_norm_eps": 1e-5,
+    "vocab_size": len(TOKENIZER["tokens"]),
+    "hidden_size": WIDTH,
+    "intermediate_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": WIDTH // HEADS if family == "qwen2" else HEAD_DIM,
+    "rope_theta": 1e5,
+    "rms_norm_eps": 1e-5,
   }
   sizes["mrope_section"] = qwen_text_config.plain_rotary(sizes["head_dim"])
   if family == "gemma3_text":
     sizes |= {
-        "num_hidden_layers": 6,
-        "full_attention_layers": (5,),
-        "sliding_window": 8,
-        "local_rope_theta": 1e4,
-        "query_pre_attn_scalar": float(HEAD_DIM),
+      "num_hidden_layers": 6,
+      "full_attention_layers": (5,),
+      "sliding_window": 8,
+      "local_rope_theta": 1e4,
+      "query_pre_attn_scalar": float(HEAD_DIM),
     }
   return qwen_text_config.QwenTextConfig(
-      family=family,
-      text=qwen_config.TextConfig(**(sizes | text)),
-      tie_word_embeddings=family != "llama",
+    family=family,
+    text=qwen_config.TextConfig(**(sizes | text)),
+    tie_word_embeddings=family != "llama",
   )
 
 
@@ -107,7 +118,7 @@ def stored(model):
 def write(
     path, model, kind="F32", tokenizer=TOKENIZER, architecture=None,
     changed=None, extra=None, raw=None,
-):  # pyformat: disable
+):  # fmt: skip
   """Writes a GGUF file as llama.cpp's conversion does.
 
   Args:
@@ -125,26 +136,26 @@ def write(
   name = architecture or own
   writer = gguf.GGUFWriter(path, name)
   values = {
-      "block_count": text.num_hidden_layers,
-      "context_length": 4096,
-      "embedding_length": text.hidden_size,
-      "feed_forward_length": text.intermediate_size,
-      "attention.head_count": text.num_attention_heads,
-      "attention.head_count_kv": text.num_key_value_heads,
-      "attention.key_length": text.head_dim,
-      "attention.layer_norm_rms_epsilon": text.rms_norm_eps,
-      "rope.freq_base": text.rope_theta,
+    "block_count": text.num_hidden_layers,
+    "context_length": 4096,
+    "embedding_length": text.hidden_size,
+    "feed_forward_length": text.intermediate_size,
+    "attention.head_count": text.num_attention_heads,
+    "attention.head_count_kv": text.num_key_value_heads,
+    "attention.key_length": text.head_dim,
+    "attention.layer_norm_rms_epsilon": text.rms_norm_eps,
+    "rope.freq_base": text.rope_theta,
   }
   if own == "gemma3":
     values["attention.sliding_window"] = text.sliding_window
   for key, value in (values | (changed or {})).items():
     add = {str: writer.add_string, float: writer.add_float32}.get(
-        type(value), writer.add_uint32
+      type(value), writer.add_uint32
     )
     add(f"{name}.{key}", value)
   for key, value in (tokenizer or {}).items():
     add = {list: writer.add_array, str: writer.add_string}.get(
-        type(value), writer.add_uint32
+      type(value), writer.add_uint32
     )
     if isinstance(value, bool):
       add = writer.add_bool
@@ -207,11 +218,11 @@ def test_a_file_has_the_policys_numbers(family, policy, tmp_path):
   file = write(tmp_path / "policy.gguf", model)
   loaded, processor, encoder = checkpoint.load_policy(file)
   assert processor.policy and encoder.get_vocab_size() == len(
-      TOKENIZER["tokens"]
+    TOKENIZER["tokens"]
   )
   banned = loaded.config.banned_token_ids
   assert loaded.config == dataclasses.replace(
-      model.config, banned_token_ids=banned
+    model.config, banned_token_ids=banned
   )
   got, want = stored(loaded), stored(model)
   assert got.keys() == want.keys()
@@ -222,7 +233,7 @@ def test_a_file_has_the_policys_numbers(family, policy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"]
+  "kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"]
 )
 def test_quantized_tensors_are_the_packages(kind, policy, tmp_path):
   model = policy("qwen3")
@@ -248,7 +259,7 @@ def test_blocks_of_256_are_read(kind, block, policy, tmp_path):
   data = rng.integers(0, 0x30, (HEADS * HEAD_DIM, block)).astype(np.uint8)
   name = "blk.0.attn_q.weight"
   file = write(
-      tmp_path / "policy.gguf", policy("qwen3"), raw=(name, data, type_)
+    tmp_path / "policy.gguf", policy("qwen3"), raw=(name, data, type_)
   )
   loaded, _, _ = checkpoint.load_policy(file)
   want = gguf.dequantize(data, type_)
@@ -264,25 +275,28 @@ def test_llama_3s_factors_are_its_scaling(policy, tmp_path):
   plain = 1 / theta ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
   factors = (plain / scaling.scaled(plain, theta)).astype(np.float32)
   file = write(
-      tmp_path / "policy.gguf", model, extra={"rope_freqs.weight": factors}
+    tmp_path / "policy.gguf", model, extra={"rope_freqs.weight": factors}
   )
   assert checkpoint.load_config(file).text.rope_scaling == scaling
   file = write(
-      tmp_path / "other.gguf", model,
-      extra={"rope_freqs.weight": factors[::-1].copy()},
-  )  # pyformat: disable
+    tmp_path / "other.gguf",
+    model,
+    extra={"rope_freqs.weight": factors[::-1].copy()},
+  )
   with pytest.raises(ValueError, match="no factors of Llama 3's"):
     checkpoint.load_config(file)
 
 
 def test_scaled_positions_are_the_metadatas(policy, tmp_path):
   file = write(
-      tmp_path / "policy.gguf", policy("qwen3"),
-      changed={
-          "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
-          "rope.scaling.original_context_length": 1024,
-      },
-  )  # pyformat: disable
+    tmp_path / "policy.gguf",
+    policy("qwen3"),
+    changed={
+      "rope.scaling.type": "yarn",
+      "rope.scaling.factor": 4.0,
+      "rope.scaling.original_context_length": 1024,
+    },
+  )
   scaling = checkpoint.load_config(file).text.rope_scaling
   assert (scaling.kind, scaling.factor) == ("yarn", 4.0)
   assert scaling.original_max_position_embeddings == 1024
@@ -314,8 +328,8 @@ def test_token_ids_are_the_tokenizers_own(policy, tmp_path):
   got = policy_files.load_tokenizer(file)
   plain = zip(TOKENIZER["tokens"], TOKENIZER["token_type"])
   want = transformers.Qwen2Tokenizer(
-      vocab={t: i for i, (t, kind) in enumerate(plain) if kind == 1},
-      merges=[tuple(merge.split(" ")) for merge in TOKENIZER["merges"]],
+    vocab={t: i for i, (t, kind) in enumerate(plain) if kind == 1},
+    merges=[tuple(merge.split(" ")) for merge in TOKENIZER["merges"]],
   ).backend_tokenizer
   for token, kind in zip(TOKENIZER["tokens"], TOKENIZER["token_type"]):
     if kind != 1:
@@ -334,18 +348,18 @@ def write_tokenizer(tmp_path, **fields):
 
 
 @pytest.mark.parametrize(
-    "pre, pieces",
-    [
-        ("smollm", ["Ġa", "1", "2", "3", "4", "'s", "Ġb"]),
-        ("gpt-2", ["Ġa", "1234", "'s", "Ġb"]),
-        ("llama-bpe", ["Ġa", "123", "4", "'s", "Ġb"]),
-        ("qwen2", ["Ġa", "1", "2", "3", "4", "'s", "Ġb"]),
-    ],
+  "pre, pieces",
+  [
+    ("smollm", ["Ġa", "1", "2", "3", "4", "'s", "Ġb"]),
+    ("gpt-2", ["Ġa", "1234", "'s", "Ġb"]),
+    ("llama-bpe", ["Ġa", "123", "4", "'s", "Ġb"]),
+    ("qwen2", ["Ġa", "1", "2", "3", "4", "'s", "Ġb"]),
+  ],
 )
 def test_text_is_split_by_the_named_rule(pre, pieces, tmp_path):
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   encoder = write_tokenizer(
-      tmp_path, model="gpt2", pre=pre, tokens=alphabet, merges=[]
+    tmp_path, model="gpt2", pre=pre, tokens=alphabet, merges=[]
   )
   split = encoder.pre_tokenizer.pre_tokenize_str(" a1234's b")
   assert [piece for piece, _ in split] == pieces
@@ -357,25 +371,37 @@ def test_scored_pieces_are_sentencepieces(prefix, tmp_path):
   model = io.BytesIO()
   words = ["the quick brown fox", "jumps over 12 lazy dogs", "the lazy the"]
   sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=iter(words * 20), model_writer=model, vocab_size=320,
-      model_type="bpe", byte_fallback=True, add_dummy_prefix=prefix,
-      remove_extra_whitespaces=False, normalization_rule_name="identity",
-  )  # pyformat: disable
-  processor = sentencepiece.SentencePieceProcessor(
-      model_proto=model.getvalue()
+    sentence_iterator=iter(words * 20),
+    model_writer=model,
+    vocab_size=320,
+    model_type="bpe",
+    byte_fallback=True,
+    add_dummy_prefix=prefix,
+    remove_extra_whitespaces=False,
+    normalization_rule_name="identity",
   )
+  processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
   ids = range(processor.vocab_size())
   kind = lambda i: (
-      6 if processor.is_byte(i) else 3 if processor.is_control(i) else
-      2 if processor.is_unknown(i) else 1
-  )  # pyformat: disable
+    6
+    if processor.is_byte(i)
+    else 3
+    if processor.is_control(i)
+    else 2
+    if processor.is_unknown(i)
+    else 1
+  )
   encoder = write_tokenizer(
-      tmp_path, model="llama", tokens=[processor.id_to_piece(i) for i in ids],
-      scores=[processor.get_score(i) for i in ids],
-      token_type=list(map(kind, ids)),
-      unknown_token_id=processor.unk_id(), bos_token_id=processor.bos_id(),
-      add_space_prefix=prefix, add_bos_token=True,
-  )  # pyformat: disable
+    tmp_path,
+    model="llama",
+    tokens=[processor.id_to_piece(i) for i in ids],
+    scores=[processor.get_score(i) for i in ids],
+    token_type=list(map(kind, ids)),
+    unknown_token_id=processor.unk_id(),
+    bos_token_id=processor.bos_id(),
+    add_space_prefix=prefix,
+    add_bos_token=True,
+  )
   for text in ("the lazy fox  jumps", "over 121 dogs é", "t", " quick"):
     want = processor.encode(text)
     assert encoder.encode(text).ids == [processor.bos_id(), *want], text
@@ -424,28 +450,28 @@ def test_what_the_package_cannot_restore_is_refused(policy, tmp_path):
   data = np.zeros((HEADS * HEAD_DIM, size * WIDTH // block), np.uint8)
   name = "blk.0.attn_q.weight"
   file = write(
-      tmp_path / "policy.gguf", policy("qwen3"), raw=(name, data, type_)
+    tmp_path / "policy.gguf", policy("qwen3"), raw=(name, data, type_)
   )
   assert f"tensor {name} is of Q8_K, which the package" in refused(file)
 
 
 @pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"architecture": "mamba"}, "'mamba' has no policy here; GGUF files"),
-        ({"tokenizer": None}, "hold no tokenizer (tokenizer.ggml.tokens)"),
-        ({"tokenizer": TOKENIZER | {"pre": "chatglm"}}, "pre='chatglm' is no"),
-        ({"tokenizer": TOKENIZER | {"model": "bert"}}, "model='bert' is no"),
-        ({"changed": {"expert_count": 8}}, "expert_count=8, mixtures"),
-        ({"changed": {"rope.dimension_count": 8}}, "dimension_count=8, heads"),
-        ({"changed": {"block_count": 3}}, "blk.2.attn_norm.weight is missing"),
-        ({"changed": {"block_count": 1}}, "blk.1.attn_k.weight is unexpected"),
-        ({"changed": {"feed_forward_length": 512}}, "say (256, 512)"),
-        ({"changed": {"attention.sliding_window": 9}}, "has no windows here"),
-    ],
+  "changes, message",
+  [
+    ({"architecture": "mamba"}, "'mamba' has no policy here; GGUF files"),
+    ({"tokenizer": None}, "hold no tokenizer (tokenizer.ggml.tokens)"),
+    ({"tokenizer": TOKENIZER | {"pre": "chatglm"}}, "pre='chatglm' is no"),
+    ({"tokenizer": TOKENIZER | {"model": "bert"}}, "model='bert' is no"),
+    ({"changed": {"expert_count": 8}}, "expert_count=8, mixtures"),
+    ({"changed": {"rope.dimension_count": 8}}, "dimension_count=8, heads"),
+    ({"changed": {"block_count": 3}}, "blk.2.attn_norm.weight is missing"),
+    ({"changed": {"block_count": 1}}, "blk.1.attn_k.weight is unexpected"),
+    ({"changed": {"feed_forward_length": 512}}, "say (256, 512)"),
+    ({"changed": {"attention.sliding_window": 9}}, "has no windows here"),
+  ],
 )
 def test_what_would_be_computed_wrongly_is_refused(
-    changes, message, policy, tmp_path
+  changes, message, policy, tmp_path
 ):
   file = write(tmp_path / "policy.gguf", policy("llama"), **changes)
   assert f"{file}: " in refused(file)
@@ -474,7 +500,7 @@ def test_a_run_takes_it_by_its_name():
 
 def test_an_absent_package_is_named(monkeypatch):
   monkeypatch.setitem(
-      settings.PRETRAINED, "smollm2_135m", ("llm_absent", "x.gguf")
+    settings.PRETRAINED, "smollm2_135m", ("llm_absent", "x.gguf")
   )
   with pytest.raises(ValueError, match=r"\[pretrained\]'.*no-deps llm-absent"):
     policy_files.resolve("smollm2_135m")
@@ -482,7 +508,7 @@ def test_an_absent_package_is_named(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", trials.by_default(["cut"], ["cut", "architecture"])
+  "kind", trials.by_default(["cut"], ["cut", "architecture"])
 )
 def test_the_command_line_says_it_in_one_line(kind, policy, tmp_path):
   changes = {"architecture": "mamba"} if kind == "architecture" else {}
@@ -493,7 +519,7 @@ def test_the_command_line_says_it_in_one_line(kind, policy, tmp_path):
       [sys.executable, "-m", "tunix.rl.multi_turn.train", f"policy={file}",
        "environment=tool", "--dry-run"],
       capture_output=True, text=True, timeout=120, check=False,
-  )  # pyformat: disable
+  )  # fmt: skip
   assert result.returncode == 2
   (line,) = [x for x in result.stderr.splitlines() if "policy.gguf" in x]
   assert line.startswith("error: ")

@@ -21,7 +21,7 @@ from tests.policy import test_hf_checkpoint as checkpoints
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 glm = pytest.importorskip(
-    "transformers.models.glm4v.image_processing_pil_glm4v"
+  "transformers.models.glm4v.image_processing_pil_glm4v"
 )
 
 SIZES = [(60, 40), (3, 300), (9, 29), (29, 9), (128, 96), (513, 512), (400, 27)]
@@ -37,7 +37,7 @@ def test_sizes_are_the_references():
     lifted += min(height, width) < 28
     try:
       want = glm.smart_resize(
-          2, args[0], args[1], 2, 28, min_pixels=2 * low, max_pixels=2 * high
+        2, args[0], args[1], 2, 28, min_pixels=2 * low, max_pixels=2 * high
       )
     except ValueError:
       with pytest.raises(ValueError, match="aspect ratio"):
@@ -54,7 +54,7 @@ def directory(tmp_path, **size):
   processor = glm.Glm4vImageProcessorPil(**({"size": size} if size else {}))
   processor.save_pretrained(tmp_path)
   (tmp_path / "config.json").write_text(
-      json.dumps(qwen_config.to_hf(checkpoints.tiny("glm4v", vocab_size=2560)))
+    json.dumps(qwen_config.to_hf(checkpoints.tiny("glm4v", vocab_size=2560)))
   )
   file = policy_files.resolve("tiny_vl") / "tokenizer.json"
   (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
@@ -68,12 +68,12 @@ def normalised(processor, patches):
 
 
 @pytest.mark.parametrize(
-    "size", [{}, {"shortest_edge": 3136, "longest_edge": 80000}], ids=str
+  "size", [{}, {"shortest_edge": 3136, "longest_edge": 80000}], ids=str
 )
 def test_pixels_and_tokens_are_those_of_transformers(size, tmp_path):
   reference = directory(tmp_path, **size)
   processor = qwen_checkpoint.processor_of(
-      checkpoint.load_config(tmp_path), tmp_path
+    checkpoint.load_config(tmp_path), tmp_path
   )
   assert processor.lift_sides
   assert 2 * processor.max_pixels == reference.size["longest_edge"]
@@ -86,7 +86,7 @@ def test_pixels_and_tokens_are_those_of_transformers(size, tmp_path):
     assert processor.grid(width, height) == (rows, columns)
     values = want["pixel_values"].reshape(len(got.patches), 3, 2, -1)
     np.testing.assert_allclose(
-        normalised(processor, got.patches), values[:, :, 0], atol=2e-6
+      normalised(processor, got.patches), values[:, :, 0], atol=2e-6
     )
 
 

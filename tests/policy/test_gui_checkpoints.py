@@ -44,21 +44,29 @@ FLAT = {
     },
     "vision_end_token_id": 151653, "vision_start_token_id": 151652,
     "vision_token_id": 151654, "vocab_size": 152064,
-}  # pyformat: disable
+}  # fmt: skip
 FLAT_IMAGES = {
-    "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14,
-    "temporal_patch_size": 2, "merge_size": 2,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "image_processor_type": "Qwen2_5_VLImageProcessor",
-    "processor_class": "Qwen2_5_VLProcessor",
-}  # pyformat: disable
+  "min_pixels": 3136,
+  "max_pixels": 12845056,
+  "patch_size": 14,
+  "temporal_patch_size": 2,
+  "merge_size": 2,
+  "image_mean": [0.48145466, 0.4578275, 0.40821073],
+  "image_std": [0.26862954, 0.26130258, 0.27577711],
+  "image_processor_type": "Qwen2_5_VLImageProcessor",
+  "processor_class": "Qwen2_5_VLProcessor",
+}
 
 TEXT = {
-    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936,
-    "rope_theta": 1000000, "tie_word_embeddings": True,
-}  # pyformat: disable
+  "hidden_size": 1024,
+  "intermediate_size": 3072,
+  "num_hidden_layers": 28,
+  "num_attention_heads": 16,
+  "num_key_value_heads": 8,
+  "vocab_size": 151936,
+  "rope_theta": 1000000,
+  "tie_word_embeddings": True,
+}
 
 
 def rows():
@@ -80,20 +88,26 @@ def raw_of(kind):
   if kind in ("qwen2", "qwen3", "llama"):
     return {"model_type": kind, **TEXT}
   sizes = {
-      "qwen3_vl": "Qwen3-VL-8B", "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
-      "qwen2_vl": "Qwen2-VL-7B", "qwen3_5": "Qwen3.5-9B",
-      "qwen3_5_moe": "Qwen3.5-35B-A3B", "glm4v": "GLM-4.1V-9B",
-      "glm4v_moe": "GLM-4.5V", "gemma3": "Gemma-3-4B",
-      "smolvlm": "SmolVLM2-256M", "idefics3": "Idefics3-8B",
-  }  # pyformat: disable
+    "qwen3_vl": "Qwen3-VL-8B",
+    "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
+    "qwen2_vl": "Qwen2-VL-7B",
+    "qwen3_5": "Qwen3.5-9B",
+    "qwen3_5_moe": "Qwen3.5-35B-A3B",
+    "glm4v": "GLM-4.1V-9B",
+    "glm4v_moe": "GLM-4.5V",
+    "gemma3": "Gemma-3-4B",
+    "smolvlm": "SmolVLM2-256M",
+    "idefics3": "Idefics3-8B",
+  }
   if kind in sizes:
     return qwen_config.to_hf(qwen_config.SIZES[sizes[kind]])
   if kind == "opencua":  # Its classes come with the checkpoint.
     return {
-        "model_type": kind, "media_placeholder_token_id": 151664,
-        "vision_config": FLAT["vision_config"] | {"out_hidden_size": 1024},
-        "text_config": {"model_type": "qwen2", **TEXT},
-    }  # pyformat: disable
+      "model_type": kind,
+      "media_placeholder_token_id": 151664,
+      "vision_config": FLAT["vision_config"] | {"out_hidden_size": 1024},
+      "text_config": {"model_type": "qwen2", **TEXT},
+    }
   transformers = pytest.importorskip("transformers")
   return transformers.AutoConfig.for_model(kind).to_dict()
 
@@ -108,9 +122,7 @@ def directory_of(tmp_path, raw):
 def test_the_table_names_every_type():
   table = rows()
   loads = {k for k, text in table.items() if text.startswith("loads")}
-  assert loads == {
-      *qwen_checkpoint.FAMILIES, *qwen_checkpoint.TEXT_FAMILIES
-  }
+  assert loads == {*qwen_checkpoint.FAMILIES, *qwen_checkpoint.TEXT_FAMILIES}
   refused = {kind for kind in table if kind not in loads}
   assert refused == set(config_checks.NOT_HERE)
 
@@ -121,9 +133,7 @@ def test_a_row_is_what_happens(kind, tmp_path):
   if rows()[kind].startswith("loads"):
     config = checkpoint.load_config(directory)
     assert config.family == kind
-    assert hf_checkpoint.abstract_model(
-        _few_layers(config)
-    )
+    assert hf_checkpoint.abstract_model(_few_layers(config))
     return
   reason = re.escape(config_checks.NOT_HERE[kind])
   with pytest.raises(ValueError, match=f"'{kind}' \\({reason}\\); policies"):
@@ -134,7 +144,7 @@ def test_a_row_is_what_happens(kind, tmp_path):
 
 def _few_layers(config):
   return dataclasses.replace(
-      config, text=dataclasses.replace(config.text, num_hidden_layers=4)
+    config, text=dataclasses.replace(config.text, num_hidden_layers=4)
   )
 
 
@@ -145,7 +155,7 @@ def test_a_flat_file_is_the_published_size(tmp_path):
   assert config == want
   (directory / "preprocessor_config.json").write_text(json.dumps(FLAT_IMAGES))
   processor = qwen_checkpoint.processor_of(
-      checkpoint.load_config(directory), directory
+    checkpoint.load_config(directory), directory
   )
   assert (processor.min_pixels, processor.max_pixels) == (3136, 12845056)
 
@@ -154,9 +164,10 @@ def test_a_flat_file_is_the_published_size(tmp_path):
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3"])
 def test_quantized_checkpoints_are_refused(method, kind, tmp_path):
   quantized = {
-      "quant_method": method, "fmt": "e4m3",
-      "modules_to_not_convert": ["lm_head", "visual"],
-  }  # pyformat: disable
+    "quant_method": method,
+    "fmt": "e4m3",
+    "modules_to_not_convert": ["lm_head", "visual"],
+  }
   if method != "fp8":  # With blocks it loads, see test_checkpoint_views.
     quantized["weight_block_size"] = [128, 128]
   raw = {**raw_of(kind), "quantization_config": quantized}

@@ -28,31 +28,29 @@ and biases. Parts of GLM, Gemma and the dense Qwens are in slow tests."""
 def tiny(family, **text_changes):
   """A configuration of a family, as small as it gets."""
   text = dict(
-      vocab_size=96,
-      hidden_size=32,
-      intermediate_size=48,
-      num_hidden_layers=3,
-      num_attention_heads=2,
-      num_key_value_heads=1,
-      head_dim=16,
-      rope_theta=1e4,
-      mrope_section=(4, 2, 2),
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    rope_theta=1e4,
+    mrope_section=(4, 2, 2),
   )
   traits = qwen_families.VISION_LANGUAGE[family]
   if traits.experts:
-    text |= dict(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
-    )
+    text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
   if traits.linear:
     text |= dict(
-        full_attention_layers=(1,),
-        head_dim=32,
-        partial_rotary_factor=0.5,
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=12,
-        linear_conv_kernel_dim=4,
+      full_attention_layers=(1,),
+      head_dim=32,
+      partial_rotary_factor=0.5,
+      linear_num_key_heads=1,
+      linear_num_value_heads=2,
+      linear_key_head_dim=8,
+      linear_value_head_dim=12,
+      linear_conv_kernel_dim=4,
     )
   if traits.tower == "glm4v":
     text |= dict(partial_rotary_factor=0.5, mrope_section=(1, 1, 2))
@@ -67,51 +65,54 @@ def tiny(family, **text_changes):
     text |= dict(full_attention_layers=(1,), sliding_window=8)
     text |= dict(local_rope_theta=1e3, query_pre_attn_scalar=8.0)
   tower = {
-      "siglip": dict(patch_size=14, num_position_embeddings=16),
-      "idefics3": dict(
-          patch_size=14, num_position_embeddings=16, tile_size=60
-      ),
-      "qwen2": dict(patch_size=14, intermediate_size=64),
-      "qwen2_5": dict(
-          patch_size=14, window_size=56, fullatt_block_indexes=(1,)
-      ),
-      "glm4v": dict(patch_size=14, num_position_embeddings=16),
-      "qwen3": dict(
-          num_position_embeddings=16,
-          deepstack_visual_indexes=(0, 1) if traits.deepstack else (),
-      ),
+    "siglip": dict(patch_size=14, num_position_embeddings=16),
+    "idefics3": dict(patch_size=14, num_position_embeddings=16, tile_size=60),
+    "qwen2": dict(patch_size=14, intermediate_size=64),
+    "qwen2_5": dict(patch_size=14, window_size=56, fullatt_block_indexes=(1,)),
+    "glm4v": dict(patch_size=14, num_position_embeddings=16),
+    "qwen3": dict(
+      num_position_embeddings=16,
+      deepstack_visual_indexes=(0, 1) if traits.deepstack else (),
+    ),
   }[traits.tower]
   return qwen_config.QwenVLConfig(
-      family=family,
-      vision=qwen_config.VisionConfig(
-          depth=2,
-          hidden_size=32,
-          num_heads=2,
-          out_hidden_size=32,
-          **{"intermediate_size": 40, **tower},
-      ),
-      text=qwen_config.TextConfig(**(text | text_changes)),
-      **image_tokens(family),
+    family=family,
+    vision=qwen_config.VisionConfig(
+      depth=2,
+      hidden_size=32,
+      num_heads=2,
+      out_hidden_size=32,
+      **{"intermediate_size": 40, **tower},
+    ),
+    text=qwen_config.TextConfig(**(text | text_changes)),
+    **image_tokens(family),
   )
 
 
 def image_tokens(family):
   if family == "opencua":  # Its file has the first alone.
     return dict(
-        image_token_id=90, video_token_id=90, vision_start_token_id=151661,
-        vision_end_token_id=151663,
-    )  # pyformat: disable
+      image_token_id=90,
+      video_token_id=90,
+      vision_start_token_id=151661,
+      vision_end_token_id=151663,
+    )
   if family in ("smolvlm", "idefics3"):  # Nor of anything else.
     return dict.fromkeys(qwen_defaults.IMAGE_TOKENS, 90)
   if family == "gemma3":  # It has none of videos.
     return dict(
-        image_token_id=90, video_token_id=90, vision_start_token_id=92,
-        vision_end_token_id=93, tie_word_embeddings=True,
-    )  # pyformat: disable
-  return dict(
-      image_token_id=90, video_token_id=91, vision_start_token_id=92,
+      image_token_id=90,
+      video_token_id=90,
+      vision_start_token_id=92,
       vision_end_token_id=93,
-  )  # pyformat: disable
+      tie_word_embeddings=True,
+    )
+  return dict(
+    image_token_id=90,
+    video_token_id=91,
+    vision_start_token_id=92,
+    vision_end_token_id=93,
+  )
 
 
 def policy(config, seed=0):
@@ -119,7 +120,7 @@ def policy(config, seed=0):
   model = hf_checkpoint.abstract_model(config)
   rng = np.random.default_rng(seed)
   fill = lambda v: v.replace(
-      jax.numpy.asarray(rng.normal(0.5, 0.5, v.shape), v.dtype)
+    jax.numpy.asarray(rng.normal(0.5, 0.5, v.shape), v.dtype)
   )
   state = nnx.state(model, nnx.Param)
   is_variable = lambda v: isinstance(v, nnx.Variable)
@@ -148,9 +149,9 @@ def assert_same(a, b):
 def read(directory):
   """All tensors of a checkpoint, by key."""
   return {
-      key: value
-      for file in directory.glob("*.safetensors")
-      for key, value in safetensors_numpy.load_file(file).items()
+    key: value
+    for file in directory.glob("*.safetensors")
+    for key, value in safetensors_numpy.load_file(file).items()
   }
 
 
@@ -167,7 +168,7 @@ def reference(config, dtype="float32", seed=0):
   # Its default ids are outside of a vocabulary this small.
   raw["text_config"] |= {"bos_token_id": 1, "eos_token_id": 2}
   model = getattr(transformers, raw["architectures"][0])(
-      type(defaults).from_dict(raw)
+    type(defaults).from_dict(raw)
   )
   torch.manual_seed(seed)
   with torch.no_grad():
@@ -194,17 +195,17 @@ def reference_logits(model):
     tiles = torch.randn((1, 1, 3, 4 * side, 4 * side), generator=generator)
     with torch.no_grad():
       return model(
-          input_ids=tokens, pixel_values=tiles.to(model.dtype), use_cache=False
+        input_ids=tokens, pixel_values=tiles.to(model.dtype), use_cache=False
       ).logits
   if config.model_type == "gemma3":
     tokens[0, 4:8] = config.image_token_id
     image = torch.randn((1, 3, 4 * side, 4 * side), generator=generator)
     with torch.no_grad():
       return model(
-          input_ids=tokens,
-          pixel_values=image.to(model.dtype),
-          token_type_ids=(tokens == config.image_token_id).int(),
-          use_cache=False,
+        input_ids=tokens,
+        pixel_values=image.to(model.dtype),
+        token_type_ids=(tokens == config.image_token_id).int(),
+        use_cache=False,
       ).logits
   start = getattr(config, "vision_start_token_id", None)
   tokens[0, 3] = config.image_start_token_id if start is None else start
@@ -212,11 +213,11 @@ def reference_logits(model):
   pixels = torch.randn((16, 6 * side * side), generator=generator)
   with torch.no_grad():
     return model(
-        input_ids=tokens,
-        pixel_values=pixels.to(model.dtype),
-        image_grid_thw=torch.tensor([[1, 4, 4]]),
-        mm_token_type_ids=(tokens == config.image_token_id).int(),
-        use_cache=False,
+      input_ids=tokens,
+      pixel_values=pixels.to(model.dtype),
+      image_grid_thw=torch.tensor([[1, 4, 4]]),
+      mm_token_type_ids=(tokens == config.image_token_id).int(),
+      use_cache=False,
     ).logits
 
 
@@ -233,7 +234,7 @@ def assert_equal_models(a, b):
 
 def from_pretrained(model, directory):
   loaded, info = type(model).from_pretrained(
-      directory, output_loading_info=True
+    directory, output_loading_info=True
   )
   assert not any(info.values()), info
   return loaded.eval()
@@ -241,13 +242,13 @@ def from_pretrained(model, directory):
 
 @pytest.mark.parametrize("family", OF_TRANSFORMERS)
 @pytest.mark.parametrize(
-    "dtype,sharded",
-    trials.by_default(
-        [("bfloat16", True)], [("float32", False), ("bfloat16", True)]
-    ),
+  "dtype,sharded",
+  trials.by_default(
+    [("bfloat16", True)], [("float32", False), ("bfloat16", True)]
+  ),
 )
 def test_round_trip_through_the_reference_is_equal_to_the_bit(
-    family, dtype, sharded, tmp_path
+  family, dtype, sharded, tmp_path
 ):
   original = reference(tiny(family), dtype)
   limit = "60KB" if sharded else "1GB"
@@ -259,11 +260,11 @@ def test_round_trip_through_the_reference_is_equal_to_the_bit(
   dtypes = {str(v.dtype) for v in parameters(model).values()}
   assert dtypes == {dtype} | fixed
   hf_checkpoint.save_model(
-      tmp_path / "ours",
-      model,
-      # With the original config.json, and with one made of what we know.
-      source=tmp_path / "theirs" if sharded else None,
-      max_file_bytes=60_000 if sharded else 1 << 30,
+    tmp_path / "ours",
+    model,
+    # With the original config.json, and with one made of what we know.
+    source=tmp_path / "theirs" if sharded else None,
+    max_file_bytes=60_000 if sharded else 1 << 30,
   )
   assert (tmp_path / "ours" / hf_checkpoint.INDEX).exists() == sharded
   assert_equal_models(original, from_pretrained(original, tmp_path / "ours"))
@@ -279,14 +280,14 @@ def test_experts_are_read_either_way_round(hidden, tmp_path):
   original.save_pretrained(tmp_path / "new")  # [E, out, in]
   shutil.copytree(tmp_path / "new", tmp_path / "published")
   published = {
-      key: value.swapaxes(1, 2).copy() if ".experts." in key else value
-      for key, value in read(tmp_path / "new").items()
+    key: value.swapaxes(1, 2).copy() if ".experts." in key else value
+    for key, value in read(tmp_path / "new").items()
   }
   safetensors_numpy.save_file(
-      published, tmp_path / "published" / hf_checkpoint.SINGLE
+    published, tmp_path / "published" / hf_checkpoint.SINGLE
   )
   new, old = (
-      hf_checkpoint.load_model(tmp_path / name) for name in ("new", "published")
+    hf_checkpoint.load_model(tmp_path / name) for name in ("new", "published")
   )
   assert_same(new, old)
   # We write the published layout, unless transformers would misread it.
@@ -315,7 +316,8 @@ def test_opencuas_files_have_the_names_of_its_own_classes(tmp_path):
   want, got = read(tmp_path / "theirs"), read(tmp_path / "ours")
   assert got.keys() == want.keys()
   assert {key.split(".")[0] for key in got} == {
-      "vision_tower", "language_model"
+    "vision_tower",
+    "language_model",
   }
   assert all(same(got[key], want[key]) for key in want)
   opencua_reference.OpenCua.from_pretrained(tmp_path / "ours")
@@ -330,10 +332,10 @@ def test_keys_of_older_files_are_read(tmp_path):
   file = tmp_path / hf_checkpoint.SINGLE
   tensors = safetensors_numpy.load_file(file)
   old = {
-      key.replace("model.visual.", "visual.").replace(
-          "model.language_model.", "model."
-      ): value
-      for key, value in tensors.items()
+    key.replace("model.visual.", "visual.").replace(
+      "model.language_model.", "model."
+    ): value
+    for key, value in tensors.items()
   }
   assert "visual.blocks.0.norm1.weight" in old
   assert "model.layers.0.self_attn.q_proj.weight" in old
@@ -356,10 +358,10 @@ def test_a_tied_matrix_may_be_there_twice(tmp_path):
 
 @pytest.mark.parametrize("source", [False, True])
 @pytest.mark.parametrize(
-    "family", trials.by_default(["qwen3_vl", "gemma3"], FAMILIES)
+  "family", trials.by_default(["qwen3_vl", "gemma3"], FAMILIES)
 )
 def test_a_tied_matrix_is_written_twice_for_readers_that_need_it(
-    family, source, tmp_path
+  family, source, tmp_path
 ):
   """Also beside the config.json that the policy was read from."""
   config = dataclasses.replace(tiny(family), tie_word_embeddings=True)
@@ -367,26 +369,21 @@ def test_a_tied_matrix_is_written_twice_for_readers_that_need_it(
   first = hf_checkpoint.save_model(tmp_path / "first", model)
   before = (first / "config.json").read_bytes()
   directory = hf_checkpoint.save_model(
-      tmp_path / "untied",
-      model,
-      source=first if source else None,
-      untied=True,
+    tmp_path / "untied", model, source=first if source else None, untied=True
   )
   assert (first / "config.json").read_bytes() == before
   loaded = hf_checkpoint.load_model(directory)
   assert not loaded.config.tie_word_embeddings
   table = np.asarray(model.decoder.embed_tokens.weight[...])
   np.testing.assert_array_equal(loaded.lm_head.weight[...], table)
-  np.testing.assert_array_equal(
-      loaded.decoder.embed_tokens.weight[...], table
-  )
+  np.testing.assert_array_equal(loaded.decoder.embed_tokens.weight[...], table)
   # A policy that is not tied is written unchanged.
   again = hf_checkpoint.save_model(tmp_path / "again", loaded, untied=True)
   assert_same(loaded, hf_checkpoint.load_model(again))
 
 
 @pytest.mark.parametrize(
-    "family", trials.by_default(["qwen3_vl", "qwen3_vl_moe"], FAMILIES)
+  "family", trials.by_default(["qwen3_vl", "qwen3_vl_moe"], FAMILIES)
 )
 def test_stacked_layers_load_and_save_the_same_files(family, tmp_path):
   model = policy(tiny(family))
@@ -398,8 +395,8 @@ def test_stacked_layers_load_and_save_the_same_files(family, tmp_path):
   for name, value in parameters(stacked).items():
     if name.startswith("language_model.layers.") and not mixed:
       lists = [
-          parameters(model)[name.replace("layers.", f"layers.{i}.")]
-          for i in range(3)
+        parameters(model)[name.replace("layers.", f"layers.{i}.")]
+        for i in range(3)
       ]
       assert same(value, np.stack(lists)), name
   hf_checkpoint.save_model(tmp_path / "stack", stacked, max_file_bytes=50_000)
@@ -419,7 +416,7 @@ def test_dtypes_are_converted_and_named_in_the_config(tmp_path):
   (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
   for name in ("bfloat16", "float16"):
     hf_checkpoint.save_model(
-        tmp_path / name, model, source=tmp_path / "wide", dtype=name
+      tmp_path / name, model, source=tmp_path / "wide", dtype=name
     )
     config = json.loads((tmp_path / name / "config.json").read_text())
     assert config["dtype"] == config["text_config"]["dtype"] == name
@@ -523,7 +520,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(damaged):
   wrong = np.ones(31, np.float32)
   change(damaged, lambda tensors: tensors.update({NORM: wrong}))
   with pytest.raises(
-      ValueError, match=rf"tensor {NORM} has shape \[31\], .* needs \[32\]"
+    ValueError, match=rf"tensor {NORM} has shape \[31\], .* needs \[32\]"
   ):
     hf_checkpoint.load_model(damaged)
 
@@ -575,14 +572,15 @@ def test_a_config_that_is_cut_or_of_another_model(damaged):
 
 def test_the_index_says_which_copy_of_a_tensor_counts(saved, damaged):
   index = json.loads((damaged / hf_checkpoint.INDEX).read_text())
-  file = damaged / sorted(
-      {*index["weight_map"].values()} - {index["weight_map"][NORM]}
-  )[-1]
+  file = (
+    damaged
+    / sorted({*index["weight_map"].values()} - {index["weight_map"][NORM]})[-1]
+  )
   tensors = safetensors_numpy.load_file(file)
   tensors[NORM] = np.zeros(32, np.float32)
   safetensors_numpy.save_file(tensors, file)
   assert_same(
-      hf_checkpoint.load_model(saved), hf_checkpoint.load_model(damaged)
+    hf_checkpoint.load_model(saved), hf_checkpoint.load_model(damaged)
   )
 
 
@@ -598,7 +596,7 @@ def test_saving_refuses_what_it_cannot_do(saved, tmp_path):
 
 @pytest.mark.parametrize("most", [60_000, 1 << 30], ids=["files", "file"])
 def test_an_interrupted_save_leaves_the_old_checkpoint(
-    saved, damaged, monkeypatch, most
+  saved, damaged, monkeypatch, most
 ):
   new = policy(tiny("qwen3_vl"), seed=1)
   as_stored, calls = hf_checkpoint._as_stored, []

@@ -26,9 +26,7 @@ from tests.policy import test_hf_checkpoint as checkpoints
 def write_random(directory, config, dtype):
   """A checkpoint of random tensors, one at a time in memory."""
   directory.mkdir()
-  (directory / "config.json").write_text(
-      json.dumps(qwen_config.to_hf(config))
-  )
+  (directory / "config.json").write_text(json.dumps(qwen_config.to_hf(config)))
   rng = np.random.default_rng(0)
   model = hf_checkpoint.abstract_model(config)
   header, end = {}, 0
@@ -37,9 +35,9 @@ def write_random(directory, config, dtype):
   for key, shape in where.items():
     start, end = end, end + int(np.prod(shape)) * size
     header[key] = {
-        "dtype": {2: "BF16", 4: "F32"}[size],
-        "shape": list(shape),
-        "data_offsets": [start, end],
+      "dtype": {2: "BF16", 4: "F32"}[size],
+      "shape": list(shape),
+      "data_offsets": [start, end],
     }
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % 8)
@@ -120,9 +118,9 @@ def test_eight_devices_load_and_save_what_one_does(tmp_path):
     directory = tmp_path / family
     directories.append(directory)
     hf_checkpoint.save_model(
-        directory,
-        checkpoints.policy(checkpoints.tiny(family)),
-        max_file_bytes=50_000,
+      directory,
+      checkpoints.policy(checkpoints.tiny(family)),
+      max_file_bytes=50_000,
     )
   output = forced_devices.run("-c", MESH_SCRIPT, tmp_path / "out", *directories)
   assert "equal" in output
@@ -186,17 +184,17 @@ def large(tmp_path_factory):
   directory = tmp_path_factory.mktemp("large")
   small = checkpoints.tiny("qwen3_vl")
   config = dataclasses.replace(
-      small,
-      vision=dataclasses.replace(small.vision, out_hidden_size=512),
-      text=dataclasses.replace(
-          small.text,
-          vocab_size=16384,
-          hidden_size=512,
-          intermediate_size=2048,
-          num_hidden_layers=9,
-          num_attention_heads=32,
-          num_key_value_heads=8,
-      ),
+    small,
+    vision=dataclasses.replace(small.vision, out_hidden_size=512),
+    text=dataclasses.replace(
+      small.text,
+      vocab_size=16384,
+      hidden_size=512,
+      intermediate_size=2048,
+      num_hidden_layers=9,
+      num_attention_heads=32,
+      num_key_value_heads=8,
+    ),
   )
   size = write_random(directory / "large", config, np.float32)
   assert 190 << 20 < size < 250 << 20
@@ -208,21 +206,26 @@ def large(tmp_path_factory):
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "sizes,dtype",
-    [
-        ({"fsdp": 8, "data": 1}, "float32"),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, "bfloat16"),
-    ],
-    ids=["fsdp", "mixed"],
+  "sizes,dtype",
+  [
+    ({"fsdp": 8, "data": 1}, "float32"),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, "bfloat16"),
+  ],
+  ids=["fsdp", "mixed"],
 )
 @pytest.mark.slow
 def test_a_sharded_load_takes_the_memory_of_the_shards(large, sizes, dtype):
   """Forced CPU devices hold their shards in this process's memory: all of
   them, and a replica for each device, are part of the bound."""
   report = forced_devices.report(
-      "-c", MEMORY_SCRIPT, large / "small", large / "large", json.dumps(sizes),
-      dtype, large / "out",
-  )  # pyformat: disable
+    "-c",
+    MEMORY_SCRIPT,
+    large / "small",
+    large / "large",
+    json.dumps(sizes),
+    dtype,
+    large / "out",
+  )
   assert report["fullest"] <= 1.1 * report["share"], report
   assert report["growth"] <= 1.1 * report["devices"] + report["largest"], report
   # 16 KiB of a tensor of 32 MiB; the kernel maps a few pages around them.

@@ -37,12 +37,12 @@ else:
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_freed_memory_is_used_again_without_page_faults():
   process = subprocess.run(
-      [sys.executable, "-c", SCRIPT],
-      capture_output=True,
-      text=True,
-      timeout=120,
-      check=False,
-      env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+    [sys.executable, "-c", SCRIPT],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+    env={**os.environ, "MALLOC_ARENA_MAX": "1"},
   )
   assert process.returncode == 0, process.stderr[-2000:]
   assert process.stdout.strip() in ("kept", "no glibc")

@@ -21,33 +21,33 @@ from tunix.rl.multi_turn.policy import qwen_config
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 Reference = pytest.importorskip(
-    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+  "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 ).Qwen2VLImageProcessorPil
 
 SIZE = "Qwen3-VL-2B"
 OWN = {
-    "as published": {
-        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    },
-    "few pixels": {
-        "size": {"shortest_edge": 3136, "longest_edge": 5120},
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    },
-    "own mean and std": {
-        "size": {"shortest_edge": 1024, "longest_edge": 90000},
-        "image_mean": [0.1, 0.45, 0.9],
-        "image_std": [0.3, 0.21, 1.5],
-    },
-    "small patches": {
-        "size": {"shortest_edge": 6400, "longest_edge": 100000},
-        "patch_size": 6,
-        "merge_size": 3,
-        "image_mean": [0.2, 0.3, 0.4],
-        "image_std": [0.5, 0.6, 0.7],
-    },
+  "as published": {
+    "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+  },
+  "few pixels": {
+    "size": {"shortest_edge": 3136, "longest_edge": 5120},
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+  },
+  "own mean and std": {
+    "size": {"shortest_edge": 1024, "longest_edge": 90000},
+    "image_mean": [0.1, 0.45, 0.9],
+    "image_std": [0.3, 0.21, 1.5],
+  },
+  "small patches": {
+    "size": {"shortest_edge": 6400, "longest_edge": 100000},
+    "patch_size": 6,
+    "merge_size": 3,
+    "image_mean": [0.2, 0.3, 0.4],
+    "image_std": [0.5, 0.6, 0.7],
+  },
 }
 
 
@@ -65,12 +65,12 @@ def reference_of(settings):
 def written_by_transformers(directory, settings):
   """A directory that transformers' Processor wrote, with a config.json."""
   tokenizer = transformers.PreTrainedTokenizerFast(
-      tokenizer_file=str(policy_files.resolve("tiny_vl") / "tokenizer.json")
+    tokenizer_file=str(policy_files.resolve("tiny_vl") / "tokenizer.json")
   )
   # Of the classes with these images the one that needs no torchvision;
   # `save_pretrained` is that of all of them.
   transformers.ColQwen2Processor(
-      image_processor=reference_of(settings), tokenizer=tokenizer
+    image_processor=reference_of(settings), tokenizer=tokenizer
   ).save_pretrained(directory)
   (directory / "config.json").write_text(json.dumps(config_of(**settings)))
   return directory
@@ -90,7 +90,7 @@ def normalised(config, patches):
   """As the tower's first layer does it, in float32."""
   x = jnp.asarray(patches).reshape(len(patches), 3, -1).astype(jnp.float32)
   mean, std = np.array(
-      [config.vision.image_mean, config.vision.image_std], np.float32
+    [config.vision.image_mean, config.vision.image_std], np.float32
   )
   return np.asarray((x / 255.0 - mean[:, None]) / std[:, None])
 
@@ -117,7 +117,7 @@ def test_pixels_and_tokens_are_those_of_transformers(name, tmp_path):
     values = want["pixel_values"].reshape(rows * columns, 3, 2, -1)
     # The reference normalises in another order of float32 operations.
     np.testing.assert_allclose(
-        normalised(config, got.patches), values[:, :, 0], rtol=0, atol=2e-6
+      normalised(config, got.patches), values[:, :, 0], rtol=0, atol=2e-6
     )
 
 
@@ -147,17 +147,17 @@ def test_the_tower_normalises_by_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"max_pixels": 9216}, "max_pixels=9216, .* 5120"),
-        ({"size": {"shortest_edge": 64}}, "min_pixels=64, .* 3136"),
-        ({"image_mean": [0.1, 0.5, 0.5]}, r"image_mean=\(0.1, .* \(0.5,"),
-        ({"patch_size": 14}, "patch_size=14, .* 16"),
-        ({"resample": 2}, "resample=2, .* 3"),
-    ],
+  "changes, message",
+  [
+    ({"max_pixels": 9216}, "max_pixels=9216, .* 5120"),
+    ({"size": {"shortest_edge": 64}}, "min_pixels=64, .* 3136"),
+    ({"image_mean": [0.1, 0.5, 0.5]}, r"image_mean=\(0.1, .* \(0.5,"),
+    ({"patch_size": 14}, "patch_size=14, .* 16"),
+    ({"resample": 2}, "resample=2, .* 3"),
+  ],
 )
 def test_files_that_contradict_each_other_are_refused(
-    changes, message, tmp_path
+  changes, message, tmp_path
 ):
   directory = written_by_transformers(tmp_path, OWN["few pixels"])
   edit(directory / "preprocessor_config.json", **changes)
@@ -175,13 +175,13 @@ def test_files_that_agree_are_read_as_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "field, own, of_model",
-    [("patch_size", 14, "patch_size=16"),
-     ("merge_size", 3, "spatial_merge_size=2")],
+  "field, own, of_model",
+  [
+    ("patch_size", 14, "patch_size=16"),
+    ("merge_size", 3, "spatial_merge_size=2"),
+  ],
 )
-def test_what_contradicts_the_model_is_refused(
-    field, own, of_model, tmp_path
-):
+def test_what_contradicts_the_model_is_refused(field, own, of_model, tmp_path):
   directory = written_by_transformers(tmp_path, OWN["few pixels"])
   raw = json.loads((directory / "processor_config.json").read_text())
   raw["image_processor"][field] = own
@@ -236,7 +236,7 @@ def limits_of(directory):
 
 def test_a_saved_policy_sees_what_the_run_saw(tmp_path):
   model, _, _ = checkpoint.create_policy(
-      "qwen3_vl_tiny", seed=0, max_pixels=20000
+    "qwen3_vl_tiny", seed=0, max_pixels=20000
   )
   first = checkpoint.save_policy(tmp_path / "first", model)
   # As transformers 5 would leave it after more training.
@@ -244,10 +244,10 @@ def test_a_saved_policy_sees_what_the_run_saw(tmp_path):
   (first / "preprocessor_config.json").unlink()
   del raw["min_pixels"], raw["max_pixels"]
   edit(
-      first / "processor_config.json",
-      image_processor=raw,
-      video_processor={"fps": 2},
-      processor_class="Qwen3VLProcessor",
+    first / "processor_config.json",
+    image_processor=raw,
+    video_processor={"fps": 2},
+    processor_class="Qwen3VLProcessor",
   )
   model, processor, _ = checkpoint.load_policy(first)
   assert processor.max_pixels == 20000

@@ -27,9 +27,9 @@ FAMILIES = adapters.FAMILIES
 pytestmark = pytest.mark.timeout(300)
 
 matrices = hnp.arrays(
-    np.float32,
-    hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=9),
-    elements=st.floats(-1e4, 1e4, width=32),
+  np.float32,
+  hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=9),
+  elements=st.floats(-1e4, 1e4, width=32),
 )
 
 
@@ -60,8 +60,8 @@ def restored(model):
 
 def named(model):
   return {
-      tuple(map(str, path)): variable[...]
-      for path, variable in nnx.to_flat_state(nnx.state(model))
+    tuple(map(str, path)): variable[...]
+    for path, variable in nnx.to_flat_state(nnx.state(model))
   }
 
 
@@ -69,11 +69,11 @@ def named(model):
 def _logits(model, tokens):
   b, n = tokens.shape
   hidden, _ = model.extend(
-      tokens,
-      jnp.broadcast_to(jnp.arange(n)[None, :, None], (b, n, 3)),
-      jnp.zeros(b, int),
-      jnp.full(b, n),
-      model.init_cache(b, n + 4),
+    tokens,
+    jnp.broadcast_to(jnp.arange(n)[None, :, None], (b, n, 3)),
+    jnp.zeros(b, int),
+    jnp.full(b, n),
+    model.init_cache(b, n + 4),
   )
   return model.logits(hidden)
 
@@ -85,7 +85,7 @@ def logits(model, seed=0):
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize(
-    "family", trials.by_default(checkpoints.DIFFERENT, FAMILIES)
+  "family", trials.by_default(checkpoints.DIFFERENT, FAMILIES)
 )
 def test_the_copy_computes_with_the_rounded_weights(family, scan):
   model = adapters.policy(family, scan_layers=scan)
@@ -105,7 +105,7 @@ def test_bfloat16_activations_lose_no_more_to_the_copy():
   inputs, outputs = linear.weight.shape
   # Channels of very different sizes.
   weight = rng.normal(size=(inputs, outputs)) * 10.0 ** rng.uniform(
-      -2, 2, outputs
+    -2, 2, outputs
   )
   linear.weight.set_value(jnp.asarray(weight, jnp.float32))
   copy = int8.quantized(model).language_model.layers[0].self_attn.q_proj
@@ -133,9 +133,13 @@ def test_matrices_of_the_decoder_take_a_byte_a_number(family):
   copy = named(int8.quantized(adapters.policy(family)))
   kinds = {path for path, x in copy.items() if x.dtype == jnp.int8}
   for path, x in copy.items():
-    matrix = "layers" in path and path[0] == "language_model" and (
+    matrix = (
+      "layers" in path
+      and path[0] == "language_model"
+      and (
         path[-2].endswith(("_proj", "in_proj_qkv", "in_proj_z"))
         or path[-2] == "experts"
+      )
     )
     if matrix and path[-1] in ("weight", "gate_up_proj", "down_proj"):
       assert path in kinds, path
@@ -159,7 +163,7 @@ def test_an_adapter_stays_as_it_is_on_top():
   base = nnx.clone(model)
   lora.remove(base)
   np.testing.assert_allclose(
-      logits(copy), logits(restored(model)), rtol=1e-5, atol=1e-4
+    logits(copy), logits(restored(model)), rtol=1e-5, atol=1e-4
   )
   assert np.abs(logits(copy) - logits(int8.quantized(base))).max() > 1e-3
 
@@ -188,17 +192,16 @@ def test_a_policy_without_such_matrices_is_refused():
 def test_the_engine_samples_from_the_rounded_weights_also_of_an_update():
   model, processor, _ = checkpoint.create_policy("qwen3_vl_tiny")
   nnx.update(
-      model,
-      jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model)),
+    model, jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model))
   )
   tokens = np.arange(5, 15, dtype=np.int32)
   sampling = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0)
 
   def check(policy):
     completion = asyncio.run(
-        engine.generate(
-            policy_client.TokenPrompt(tokens), sampling, session="one"
-        )
+      engine.generate(
+        policy_client.TokenPrompt(tokens), sampling, session="one"
+      )
     )
     full = np.append(tokens, completion.tokens)[None]
     n = full.shape[1]
@@ -210,14 +213,14 @@ def test_the_engine_samples_from_the_rounded_weights_also_of_an_update():
     return completion
 
   with engine_lib.RolloutEngine(
-      model,
-      processor,
-      images.ImageStore(),
-      engine_config.EngineConfig(
-          slots=2, context_length=32, weights="int8", on_update="recompute"
-      ),
-      image_sizes=((16, 16),),
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    images.ImageStore(),
+    engine_config.EngineConfig(
+      slots=2, context_length=32, weights="int8", on_update="recompute"
+    ),
+    image_sizes=((16, 16),),
+    banned_token_ids=model.config.banned_token_ids,
   ) as engine:
     engine.warm_up()
     check(restored(model))
@@ -228,10 +231,7 @@ def test_the_engine_samples_from_the_rounded_weights_also_of_an_update():
     assert engine.stats()["compiles_after_warm_up"] == 0
     with pytest.raises(ValueError, match="has shape"):
       engine.update_weights(
-          2,
-          jax.tree.map(
-              lambda x: x[:1] if x.ndim == 2 else x, nnx.state(model)
-          ),
+        2, jax.tree.map(lambda x: x[:1] if x.ndim == 2 else x, nnx.state(model))
       )
 
 

@@ -49,7 +49,7 @@ def test_image_attention_with_a_cut_equals_dense_attention(reach):
   q, k, v = (random(rng, s, p, n, h) for _ in "qkv")
   segments = np.sort(rng.integers(1, 4, (s, p)), axis=1).astype(np.int32)
   got = jax.jit(
-      functools.partial(kernels.image_attention, reach=reach, cut=True)
+    functools.partial(kernels.image_attention, reach=reach, cut=True)
   )(q, k, v, segments)
   distance = np.abs(np.arange(p)[:, None] - np.arange(p))
   mask = (segments[:, :, None] == segments[:, None]) & (distance <= reach)
@@ -58,7 +58,7 @@ def test_image_attention_with_a_cut_equals_dense_attention(reach):
 
 @pytest.mark.parametrize("elements", (1, 1 << 26))
 def test_image_attention_sees_all_of_an_image_within_reach(
-    elements, monkeypatch
+  elements, monkeypatch
 ):
   """Block by block or at once; values and gradients."""
   monkeypatch.setattr(kernels, "MAX_SCORES", elements)
@@ -71,10 +71,10 @@ def test_image_attention_sees_all_of_an_image_within_reach(
   mask = segments[:, :, None] == segments[:, None]
 
   banded = functools.partial(
-      kernels.image_attention, segments_SP=segments, reach=reach
+    kernels.image_attention, segments_SP=segments, reach=reach
   )
   plain = lambda q, k, v: kernels.attend(
-      q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask
+    q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask
   )
   out, got = outputs_and_gradients(banded, q, k, v)
   _, want = outputs_and_gradients(plain, q, k, v)
@@ -90,26 +90,30 @@ def test_aligned_images_are_seen_in_their_windows_alone(reach):
   s, n, h = 2, 2, 4
   filled = ((1, 1, 2, 3), (1, 2, 2, 2), (3, 3, 3, 1))  # Eighths of a window.
   parts = np.repeat(np.arange(8), reach // 8) // 2
-  segments = np.stack([
-      np.concatenate([
+  segments = np.stack(
+    [
+      np.concatenate(
+        [
           10 * window + np.array(filled[(window + row) % 3])[parts]
           for window in range(3)
-      ])
+        ]
+      )
       for row in range(s)
-  ])[:, : 3 * reach - reach // 4]  # The last window is not whole.
+    ]
+  )[:, : 3 * reach - reach // 4]  # The last window is not whole.
   p = segments.shape[1]
   q, k, v = (random(rng, s, p, n, h) for _ in "qkv")
   mask = segments[:, :, None] == segments[:, None]
   run = lambda aligned: outputs_and_gradients(
-      functools.partial(
-          kernels.image_attention,
-          segments_SP=segments.astype(np.int32),
-          reach=reach,
-          aligned=aligned,
-      ),
-      q,
-      k,
-      v,
+    functools.partial(
+      kernels.image_attention,
+      segments_SP=segments.astype(np.int32),
+      reach=reach,
+      aligned=aligned,
+    ),
+    q,
+    k,
+    v,
   )
   (out, got), (_, want) = run(True), run(False)
   np.testing.assert_allclose(out, dense(q, k, v, mask), atol=TOL)
@@ -126,7 +130,7 @@ def test_windows_help_wherever_splash_does_not_take_images(platform, head_dim):
 
   def program(aligned):
     run = lambda q, ids: kernels.image_attention(
-        q, q, q, ids, 96, aligned=aligned
+      q, q, q, ids, 96, aligned=aligned
     )
     return str(jax.make_jaxpr(run)(q, ids))
 
@@ -152,14 +156,12 @@ def test_one_image_a_buffer_is_seen_without_its_padding(p, reach):
     return jnp.sum(out * weight), out
 
   results = [
-      jax.jit(
-          jax.value_and_grad(
-              functools.partial(value, segments),
-              argnums=(0, 1, 2),
-              has_aux=True,
-          )
-      )(q, k, v)
-      for segments in (real, real.astype(np.int32))
+    jax.jit(
+      jax.value_and_grad(
+        functools.partial(value, segments), argnums=(0, 1, 2), has_aux=True
+      )
+    )(q, k, v)
+    for segments in (real, real.astype(np.int32))
   ]
   (got, got_seen), got_slopes = results[0]
   (want, want_seen), want_slopes = results[1]
@@ -183,17 +185,19 @@ def packed(rng, b, t):
 def test_causal_attention_in_chunks_equals_the_definition():
   rng = np.random.default_rng(4)
   b, t, n, kv, h = 2, 300, 4, 2, 8
-  q, k, v = random(rng, b, t, n, h), random(rng, b, t, kv, h), random(
-      rng, b, t, kv, h
+  q, k, v = (
+    random(rng, b, t, n, h),
+    random(rng, b, t, kv, h),
+    random(rng, b, t, kv, h),
   )
   mask, until, _ = test_blocks.draw_trees(rng, t)
   attention = functools.partial(
-      kernels.causal_attention,
-      segments_BT=np.ones((b, t), np.int32),
-      until_BT=until,
+    kernels.causal_attention,
+    segments_BT=np.ones((b, t), np.int32),
+    until_BT=until,
   )
   one = lambda q, k, v: kernels.attend(
-      q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask
+    q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask
   )
   out, got = outputs_and_gradients(attention, q, k, v)
   _, want = outputs_and_gradients(one, q, k, v)
@@ -206,17 +210,19 @@ def test_splash_kernel_interpreted_equals_the_reference():
   """The kernel that TPUs run, on this machine by its interpreter."""
   rng = np.random.default_rng(6)
   b, t, n, kv, h = 1, 256, 2, 1, 128
-  q, k, v = random(rng, b, t, n, h), random(rng, b, t, kv, h), random(
-      rng, b, t, kv, h
+  q, k, v = (
+    random(rng, b, t, n, h),
+    random(rng, b, t, kv, h),
+    random(rng, b, t, kv, h),
   )
   segments = packed(rng, b, t)
   splash = lambda q, k, v: kernels._splash_local(
-      q, k, v, segments, interpret=True
+    q, k, v, segments, interpret=True
   )
   plain = lambda q, k, v: kernels.causal_attention(q, k, v, segments)
   real = (segments > 0)[..., None, None]
   (out, got), (reference, want) = (
-      outputs_and_gradients(f, q, k, v, real) for f in (splash, plain)
+    outputs_and_gradients(f, q, k, v, real) for f in (splash, plain)
   )
   np.testing.assert_allclose(out, reference, atol=1e-4)
   for a, b_ in zip(got, want):
@@ -233,12 +239,12 @@ def test_splash_kernel_of_images_interpreted_equals_the_reference():
   for row, sizes in zip(segments, lengths):
     row[: sum(sizes)] = np.repeat([1, 2, 3], sizes)
   splash = lambda q, k, v: kernels._splash_local(
-      q, k, v, segments, interpret=True, reach=reach
+    q, k, v, segments, interpret=True, reach=reach
   )
   plain = lambda q, k, v: kernels.image_attention(q, k, v, segments, reach)
   real = (segments > 0)[..., None, None]
   (out, got), (reference, want) = (
-      outputs_and_gradients(f, q, k, v, real) for f in (splash, plain)
+    outputs_and_gradients(f, q, k, v, real) for f in (splash, plain)
   )
   np.testing.assert_allclose(out, reference, atol=1e-4)
   for a, b in zip(got, want):
@@ -276,17 +282,15 @@ def test_chunks_for_a_flash_kernel_equal_the_reference(places, monkeypatch):
 
   def run_with(run, ids, flash, *qkv):
     return outputs_and_gradients(
-        lambda *qkv: run(*qkv, *ids, flash=flash), *qkv
+      lambda *qkv: run(*qkv, *ids, flash=flash), *qkv
     )
 
   for run, keys, ids in (
-      (causal, (k, v), (segments,)),
-      (causal, (k, v), (segments, until)),
-      (image, (q + 1, q - 1), (images,)),
+    (causal, (k, v), (segments,)),
+    (causal, (k, v), (segments, until)),
+    (image, (q + 1, q - 1), (images,)),
   ):
-    got, want = (
-        run_with(run, ids, flash, q, *keys) for flash in ("xla", None)
-    )
+    got, want = (run_with(run, ids, flash, q, *keys) for flash in ("xla", None))
     for a, b_ in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
       np.testing.assert_allclose(a, b_, atol=1e-4)
 
@@ -296,7 +300,6 @@ def test_cudnn_is_what_a_gpu_program_holds(monkeypatch):
   from jax._src.cudnn import fused_attention_stablehlo as fused  # pylint: disable=g-import-not-at-top
 
   class Installed:  # No cuDNN on a machine without a GPU.
-
     @staticmethod
     def cudnn_get_version():
       return 91000
@@ -313,16 +316,16 @@ def test_cudnn_is_what_a_gpu_program_holds(monkeypatch):
     with compiling.compile_for("gpu"):
       program = jax.jit(jax.grad(value, argnums=(0, 1, 2)))
       exported = jax.export.export(
-          program,
-          platforms=["cuda"],
-          # Its version is the machine's business, not the file's.
-          disabled_checks=[
-              jax.export.DisabledSafetyCheck.custom_call(name)
-              for name in (
-                  "__cudnn$fmhaScaleBiasSoftmax",
-                  "__cudnn$fmhaScaleBiasSoftmaxBackward",
-              )
-          ],
+        program,
+        platforms=["cuda"],
+        # Its version is the machine's business, not the file's.
+        disabled_checks=[
+          jax.export.DisabledSafetyCheck.custom_call(name)
+          for name in (
+            "__cudnn$fmhaScaleBiasSoftmax",
+            "__cudnn$fmhaScaleBiasSoftmaxBackward",
+          )
+        ],
       )(q, k, k, ids)
     return exported.mlir_module()
 
@@ -372,7 +375,7 @@ def test_hopper_gets_segments_by_their_places(segments, branches, monkeypatch):
   b, t, n, h = 2, 96, 2, 8
   q, k, v = (random(rng, b, t, n, h) for _ in "qkv")
   ends = np.sort(
-      np.stack([rng.permutation(t - 1)[: segments - 1] for _ in range(b)])
+    np.stack([rng.permutation(t - 1)[: segments - 1] for _ in range(b)])
   )
   ids = (np.arange(t)[None, :, None] > ends[:, None]).sum(-1).astype(np.int32)
   ids[1] = np.where(ids[1] > segments // 2, 0, ids[1] + 1)
@@ -387,23 +390,23 @@ def test_hopper_gets_segments_by_their_places(segments, branches, monkeypatch):
   images = lambda q, k, v: kernels.image_attention(q, k, v, ids, t)
   rows = lambda q, k, v: kernels.causal_attention(q, k, v, ids, until)
   for run, most, masked in (
-      (images, kernels.IMAGE_SEGMENTS, False),
-      (rows, kernels.ROW_SEGMENTS, branches),
+    (images, kernels.IMAGE_SEGMENTS, False),
+    (rows, kernels.ROW_SEGMENTS, branches),
   ):
     want = outputs_and_gradients(run, q, k, v, real)
     monkeypatch.setattr(kernels, "_cudnn_applies", lambda *_: True)
     # The branch that is not to be taken would spoil the result.
     factor = 1 if masked or segments > most else np.nan
     monkeypatch.setattr(
-        kernels,
-        "_flash",
-        lambda *a, f=factor, **_: f * flash(*a, implementation="xla"),
+      kernels,
+      "_flash",
+      lambda *a, f=factor, **_: f * flash(*a, implementation="xla"),
     )
     with compiling.compile_for("gpu"):
       got = outputs_and_gradients(run, q, k, v, real)
     monkeypatch.setattr(kernels, "_cudnn_applies", lambda *_: False)
     jax.tree.map(
-        lambda a, b_: np.testing.assert_allclose(a, b_, atol=1e-4), got, want
+      lambda a, b_: np.testing.assert_allclose(a, b_, atol=1e-4), got, want
     )
   assert calls == [kernels.IMAGE_SEGMENTS, kernels.ROW_SEGMENTS]
 
@@ -413,19 +416,21 @@ def test_bfloat16_products_are_summed_in_float32():
   x = jnp.asarray(random(rng, 3, 5, 512), jnp.bfloat16)
   w = random(rng, 512, 16)
   want = np.asarray(x, np.float32) @ np.asarray(
-      jnp.asarray(w, jnp.bfloat16), np.float32
+    jnp.asarray(w, jnp.bfloat16), np.float32
   )
   got = kernels.dot(x, jnp.asarray(w))
   assert got.dtype == jnp.bfloat16
   np.testing.assert_allclose(np.float32(got), want, rtol=2**-7, atol=1e-3)
   dx, dw = jax.grad(
-      lambda x, w: jnp.sum(jnp.float32(kernels.dot(x, w))), argnums=(0, 1)
+    lambda x, w: jnp.sum(jnp.float32(kernels.dot(x, w))), argnums=(0, 1)
   )(x, jnp.asarray(w))
   np.testing.assert_allclose(
-      np.float32(dx[0, 0]), np.float32(jnp.bfloat16(w).sum(-1)), rtol=0.02,
-      atol=0.05,
+    np.float32(dx[0, 0]),
+    np.float32(jnp.bfloat16(w).sum(-1)),
+    rtol=0.02,
+    atol=0.05,
   )
   assert dw.dtype == jnp.float32
   np.testing.assert_allclose(
-      dw[:, 0], np.float32(x).sum((0, 1)), rtol=0.02, atol=0.05
+    dw[:, 0], np.float32(x).sum((0, 1)), rtol=0.02, atol=0.05
   )

@@ -72,9 +72,7 @@ def test_a_state_goes_on_where_tokens_were_cut():
     at += count
   for row in range(ROWS):
     want, last = definition(parts, row, 0, TOKENS)
-    np.testing.assert_allclose(
-        np.concatenate(outputs, 1)[row], want, atol=2e-6
-    )
+    np.testing.assert_allclose(np.concatenate(outputs, 1)[row], want, atol=2e-6)
     np.testing.assert_allclose(state[row], last, atol=2e-6)
 
 
@@ -101,7 +99,7 @@ def test_a_neighbour_in_the_row_changes_nothing():
       num_attention_heads=1, num_key_value_heads=1, linear_num_key_heads=2,
       linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6,
       linear_conv_kernel_dim=4,
-  )  # pyformat: disable
+  )  # fmt: skip
   init = layers.Init(nnx.Rngs(0), std=0.3)
   net = linear_attention.GatedDeltaNet(text, init, None)
   rng = np.random.default_rng(4)
@@ -115,11 +113,11 @@ def test_a_neighbour_in_the_row_changes_nothing():
   # A whole chunk later, where sums are cut at the same tokens.
   late = np.pad(own, [(0, 0), (linear_attention.CHUNK, 0)])
   moved = layer(
-      net, np.pad(x, [(0, 0), (linear_attention.CHUNK, 0), (0, 0)]), late
+    net, np.pad(x, [(0, 0), (linear_attention.CHUNK, 0), (0, 0)]), late
   )
   np.testing.assert_allclose(moved[late == 1], alone[own == 1], atol=5e-6)
   other = x.copy()
   other[:, :31] = rng.normal(size=(1, 31, 24))
   np.testing.assert_array_equal(
-      np.asarray(layer(net, other, segments))[:, 31:], packed[:, 31:]
+    np.asarray(layer(net, other, segments))[:, 31:], packed[:, 31:]
   )

@@ -24,30 +24,30 @@ FAMILIES = checkpoints.FAMILIES
 RANK, ALPHA = 4, 10.0
 # The tower as well, where it has names of its own and where it has not.
 ADAPTED = {
-    "qwen3_vl": dict(
-        targets=(*lora.TARGETS, "qkv", "proj", "linear_fc1", "linear_fc2"),
-        vision=True,
-    ),
-    "qwen3_vl_moe": {},
-    "qwen3_5": {},
-    "qwen3_5_moe": {},
-    "qwen2_5_vl": dict(targets=(*lora.TARGETS, "0", "2"), vision=True),
-    "opencua": {},
-    "glm4v": {},
-    "glm4v_moe": {},
-    "gemma3": dict(targets=(*lora.TARGETS, "out_proj", "fc1"), vision=True),
-    "smolvlm": dict(
-        targets=(*lora.TARGETS, "out_proj", "fc1", "proj"), vision=True
-    ),
-    "idefics3": {},
-    "qwen2_vl": dict(targets=(*lora.TARGETS, "fc1", "fc2"), vision=True),
+  "qwen3_vl": dict(
+    targets=(*lora.TARGETS, "qkv", "proj", "linear_fc1", "linear_fc2"),
+    vision=True,
+  ),
+  "qwen3_vl_moe": {},
+  "qwen3_5": {},
+  "qwen3_5_moe": {},
+  "qwen2_5_vl": dict(targets=(*lora.TARGETS, "0", "2"), vision=True),
+  "opencua": {},
+  "glm4v": {},
+  "glm4v_moe": {},
+  "gemma3": dict(targets=(*lora.TARGETS, "out_proj", "fc1"), vision=True),
+  "smolvlm": dict(
+    targets=(*lora.TARGETS, "out_proj", "fc1", "proj"), vision=True
+  ),
+  "idefics3": {},
+  "qwen2_vl": dict(targets=(*lora.TARGETS, "fc1", "fc2"), vision=True),
 }
 SMALL = 40  # Attention scores of order 1: no softmax that hides a mistake.
 
 
 def policy(family, seed=0, **changes):
   config = dataclasses.replace(
-      checkpoints.tiny(family), remat="none", **changes
+    checkpoints.tiny(family), remat="none", **changes
   )
   model = checkpoints.policy(config, seed)
   for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -80,10 +80,10 @@ def inputs(config):
   rng = np.random.default_rng(0)
   side = config.vision.patch_size
   processor = qwen_vl_inputs.QwenVLProcessor(
-      patch_size=side, min_pixels=1, max_pixels=1 << 20
+    patch_size=side, min_pixels=1, max_pixels=1 << 20
   )
   image = processor.patchify(
-      rng.integers(0, 256, (4 * side, 4 * side, 3), dtype=np.uint8)
+    rng.integers(0, 256, (4 * side, 4 * side, 3), dtype=np.uint8)
   )
   tokens = rng.integers(0, 80, (1, 12)).astype(np.int32)
   if config.vision_start_token_id != config.image_token_id:
@@ -97,21 +97,21 @@ def inputs(config):
   if config.traits.flat_positions:
     place = [(i, i, i) for i in range(12)]
   return base.PolicyInputs(
-      tokens=tokens,
-      positions=np.array([place], np.int32),
-      segment_ids=np.ones((1, 12), np.int32),
-      vision_index=index,
-      patches=image.patches[None],
-      patch_segments=np.ones((1, 16), np.int32),
-      patch_positions=image.positions[None],
+    tokens=tokens,
+    positions=np.array([place], np.int32),
+    segment_ids=np.ones((1, 12), np.int32),
+    vision_index=index,
+    patches=image.patches[None],
+    patch_segments=np.ones((1, 16), np.int32),
+    patch_positions=image.positions[None],
   )
 
 
 # LLVM's optimiser is half of what a tiny model takes to compile.
 @functools.partial(
-    jax.jit,
-    static_argnums=0,
-    compiler_options={"xla_backend_optimization_level": 0},
+  jax.jit,
+  static_argnums=0,
+  compiler_options={"xla_backend_optimization_level": 0},
 )
 def _logits(graph, state, batch):
   model = nnx.merge(graph, state)
@@ -133,25 +133,25 @@ def test_an_adapter_on_a_single_block_runs_where_blocks_are_scanned():
     depth = len(model.visual.blocks)
     assert depth > 1
     lora.add(
-        model, RANK, ALPHA, targets=(f"{depth - 1}.attn.qkv",), vision=True
+      model, RANK, ALPHA, targets=(f"{depth - 1}.attn.qkv",), vision=True
     )
     assert len(lora.adapted(model)) == 1
     train(model)
     batch = inputs(model.config)
     outputs.append(
-        nnx.jit(lambda model, *images: model.encode_images(*images))(
-            model, batch.patches, batch.patch_segments, batch.patch_positions
-        )
+      nnx.jit(lambda model, *images: model.encode_images(*images))(
+        model, batch.patches, batch.patch_segments, batch.patch_positions
+      )
     )
   np.testing.assert_allclose(*outputs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "family,scan",
-    trials.by_default(
-        [*((f, False) for f in checkpoints.DIFFERENT), ("qwen3_vl", True)],
-        [*((f, False) for f in FAMILIES), ("qwen3_vl", True)],
-    ),
+  "family,scan",
+  trials.by_default(
+    [*((f, False) for f in checkpoints.DIFFERENT), ("qwen3_vl", True)],
+    [*((f, False) for f in FAMILIES), ("qwen3_vl", True)],
+  ),
 )
 def test_off_is_the_base_to_the_bit_and_merged_is_on(family, scan):
   model = policy(family, scan_layers=scan)
@@ -170,17 +170,15 @@ def test_off_is_the_base_to_the_bit_and_merged_is_on(family, scan):
 
   lora.merge(model)
   assert not adapters(model) and not lora.has_adapter(model)
-  np.testing.assert_allclose(
-      logits(model), on, atol=1e-5 * np.abs(on).max()
-  )
+  np.testing.assert_allclose(logits(model), on, atol=1e-5 * np.abs(on).max())
 
 
 def test_taking_it_off_copies_no_base_weight():
   model = adapted("qwen3_vl")
   of = lambda m: {
-      path: v[...]
-      for path, v in nnx.to_flat_state(nnx.state(m, nnx.Param))
-      if not isinstance(v, layers.LoRAParam)
+    path: v[...]
+    for path, v in nnx.to_flat_state(nnx.state(m, nnx.Param))
+    if not isinstance(v, layers.LoRAParam)
   }
   before = of(model)
   reference = lora.reference(model)
@@ -206,11 +204,11 @@ def test_taking_it_off_copies_no_base_weight():
 
 
 @pytest.mark.parametrize(
-    "family",
-    trials.by_default(checkpoints.DIFFERENT, checkpoints.OF_TRANSFORMERS),
+  "family",
+  trials.by_default(checkpoints.DIFFERENT, checkpoints.OF_TRANSFORMERS),
 )
 def test_the_saved_file_added_to_the_reference_gives_our_logits(
-    family, tmp_path
+  family, tmp_path
 ):
   original = checkpoints.reference(checkpoints.tiny(family))
   from safetensors import torch as safetensors_torch
@@ -226,13 +224,13 @@ def test_the_saved_file_added_to_the_reference_gives_our_logits(
   assert config["base_model_name_or_path"] == "some/base"
   scale = config["lora_alpha"] / config["r"]
   tensors = safetensors_torch.load_file(
-      tmp_path / "adapter" / lora_files.WEIGHTS
+    tmp_path / "adapter" / lora_files.WEIGHTS
   )
   before = _reference_logits(original, adapted.config)
   for key, a in tensors.items():
     if ".lora_A." in key:
       module = key.removeprefix("base_model.model.").removesuffix(
-          ".lora_A.weight"
+        ".lora_A.weight"
       )
       b = tensors[key.replace(".lora_A.", ".lora_B.")]
       with torch.no_grad():
@@ -263,11 +261,11 @@ def _reference_logits(model, config):
   tokens = torch.tensor(batch.tokens).long()
   with torch.no_grad():
     output = model(
-        input_ids=tokens,
-        pixel_values=pixels,
-        image_grid_thw=torch.tensor([[1, 4, 4]]),
-        mm_token_type_ids=(tokens == config.image_token_id).int(),
-        use_cache=False,
+      input_ids=tokens,
+      pixel_values=pixels,
+      image_grid_thw=torch.tensor([[1, 4, 4]]),
+      mm_token_type_ids=(tokens == config.image_token_id).int(),
+      use_cache=False,
     )
   return output.logits.numpy()
 
@@ -285,7 +283,7 @@ def _siglip_logits(model, config, batch):
     extra, pixels = {}, pixels[None]
   with torch.no_grad():
     return model(
-        input_ids=tokens, pixel_values=pixels, use_cache=False, **extra
+      input_ids=tokens, pixel_values=pixels, use_cache=False, **extra
     ).logits.numpy()
 
 
@@ -306,8 +304,8 @@ def test_gradients_are_those_of_the_product(scan):
   def gradients(kind):
     graph, state, static = nnx.split(model, kind, ...)
     run = jax.jit(
-        jax.grad(lambda s: loss(nnx.merge(graph, s, static))),
-        compiler_options={"xla_backend_optimization_level": 0},
+      jax.grad(lambda s: loss(nnx.merge(graph, s, static))),
+      compiler_options={"xla_backend_optimization_level": 0},
     )
     return {path: v[...] for path, v in nnx.to_flat_state(run(state))}
 
@@ -324,23 +322,23 @@ def test_gradients_are_those_of_the_product(scan):
     assert scale == ALPHA / RANK
     dw = everything[*path, "weight"]
     for part, want in (
-        ("lora_a", scale * dw @ b.swapaxes(-1, -2)),
-        ("lora_b", scale * a.swapaxes(-1, -2) @ dw),
+      ("lora_a", scale * dw @ b.swapaxes(-1, -2)),
+      ("lora_b", scale * a.swapaxes(-1, -2) @ dw),
     ):
       size = float(np.abs(want).max())
       assert size > 0, path
       for grads in (only, everything):
         np.testing.assert_allclose(
-            grads[*path, part], want, atol=1e-4 * size, err_msg=str(path)
+          grads[*path, part], want, atol=1e-4 * size, err_msg=str(path)
         )
   assert 2 * checked == len(only)
   # nnx's own way to ask for them.
   selected = nnx.DiffState(0, layers.LoRAParam)
   grads = jax.eval_shape(
-      lambda s: nnx.grad(loss, argnums=selected)(
-          nnx.merge(nnx.graphdef(model), s)
-      ),
-      nnx.state(model),
+    lambda s: nnx.grad(loss, argnums=selected)(
+      nnx.merge(nnx.graphdef(model), s)
+    ),
+    nnx.state(model),
   )
   assert {path for path, _ in nnx.to_flat_state(grads)} == only.keys()
 
@@ -360,7 +358,7 @@ def test_merging_rounds_once(scan):
       weight = layer.linear.weight[...]
       assert weight.dtype == jnp.bfloat16
       np.testing.assert_allclose(
-          np.asarray(weight, np.float32), want[layer.names], rtol=2**-8
+        np.asarray(weight, np.float32), want[layer.names], rtol=2**-8
       )
 
 
@@ -369,7 +367,7 @@ def test_merging_rounds_once(scan):
 
 def test_fresh_numbers_are_peft_s_and_do_not_depend_on_stacking():
   stacked, listed, other = (
-      policy("qwen3_vl", scan_layers=scan) for scan in (True, False, False)
+    policy("qwen3_vl", scan_layers=scan) for scan in (True, False, False)
   )
   for model, seed in ((stacked, 0), (listed, 0), (other, 1)):
     lora.add(model, 8, seed=seed)
@@ -380,7 +378,7 @@ def test_fresh_numbers_are_peft_s_and_do_not_depend_on_stacking():
     assert layer.linear.lora_scale == 4.0
     wide, out = layer.sizes
     for name, a, b in zip(
-        layer.names, layer.linear.lora_a[...], layer.linear.lora_b[...]
+      layer.names, layer.linear.lora_a[...], layer.linear.lora_b[...]
     ):
       assert a.shape == (wide, 8) and a.dtype == jnp.float32
       assert b.shape == (8, out) and not b.any()
@@ -404,8 +402,8 @@ def test_only_the_decoder_unless_asked():
   lora.add(model, RANK, targets=["mlp.gate_proj"], vision=True)
   names = [n for a in lora.adapted(model) for n in a.names]
   assert sorted(names) == [
-      *(f"model.language_model.layers.{i}.mlp.gate_proj" for i in range(3)),
-      *(f"model.visual.blocks.{i}.mlp.gate_proj" for i in range(2)),
+    *(f"model.language_model.layers.{i}.mlp.gate_proj" for i in range(3)),
+    *(f"model.visual.blocks.{i}.mlp.gate_proj" for i in range(2)),
   ]
 
 
@@ -420,17 +418,17 @@ def test_experts_stay_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "arguments,message",
-    [
-        ({"targets": ["q_prj"]}, "'q_prj' matches no.*did you mean 'q_proj'"),
-        ({"targets": ["q_proj", "x.up_proj"]}, "did you mean 'up_proj'"),
-        ({"targets": ["qkv"]}, "'qkv' is in the vision tower only; pass vis"),
-        ({"targets": []}, "targets must be a list of names"),
-        ({"targets": "q_proj"}, "targets must be a list of names"),
-        ({"vision": True}, "no target is in the tower; add.*linear_fc1"),
-        ({"rank": 0}, "rank must be an int >= 1, got 0"),
-        ({"rank": 2.0}, "rank must be an int >= 1, got 2.0"),
-    ],
+  "arguments,message",
+  [
+    ({"targets": ["q_prj"]}, "'q_prj' matches no.*did you mean 'q_proj'"),
+    ({"targets": ["q_proj", "x.up_proj"]}, "did you mean 'up_proj'"),
+    ({"targets": ["qkv"]}, "'qkv' is in the vision tower only; pass vis"),
+    ({"targets": []}, "targets must be a list of names"),
+    ({"targets": "q_proj"}, "targets must be a list of names"),
+    ({"vision": True}, "no target is in the tower; add.*linear_fc1"),
+    ({"rank": 0}, "rank must be an int >= 1, got 0"),
+    ({"rank": 2.0}, "rank must be an int >= 1, got 2.0"),
+  ],
 )
 def test_what_cannot_be_added_is_named(arguments, message):
   model = policy("qwen3_vl")
@@ -443,8 +441,8 @@ def test_one_adapter_at_a_time(tmp_path):
   model = adapted("qwen3_vl")
   lora_files.save(tmp_path, model)
   for call in (
-      lambda: lora.add(model),
-      lambda: lora_files.load(tmp_path, model),
+    lambda: lora.add(model),
+    lambda: lora_files.load(tmp_path, model),
   ):
     with pytest.raises(ValueError, match="adapter already; lora.merge or"):
       call()
@@ -452,11 +450,11 @@ def test_one_adapter_at_a_time(tmp_path):
     hf_checkpoint.save_model(tmp_path / "whole", model)
   lora.remove(model)
   for call in (
-      lambda: lora.remove(model),
-      lambda: lora.merge(model),
-      lambda: lora_files.save(tmp_path, model),
-      lambda: lora.reference(model),
-      lambda: lora.disabled(model).__enter__(),
+    lambda: lora.remove(model),
+    lambda: lora.merge(model),
+    lambda: lora_files.save(tmp_path, model),
+    lambda: lora.reference(model),
+    lambda: lora.disabled(model).__enter__(),
   ):
     with pytest.raises(ValueError, match="no LoRA adapter; lora.add"):
       call()
@@ -531,5 +529,5 @@ def test_on_a_mesh_the_adapter_lies_as_the_weights_do(tmp_path):
   hf_checkpoint.save_model(tmp_path / "merged", model)
   names = ("base", "adapter", "merged", "out")
   assert "placed" in forced_devices.run(
-      "-c", MESH_SCRIPT, *(tmp_path / name for name in names)
+    "-c", MESH_SCRIPT, *(tmp_path / name for name in names)
   )

@@ -18,9 +18,9 @@ from tests.policy import test_hf_checkpoint as checkpoints
 from tests.policy import test_lora as plain
 
 FAMILIES = tuple(
-    family
-    for family in checkpoints.FAMILIES
-    if checkpoints.tiny(family).text.num_experts
+  family
+  for family in checkpoints.FAMILIES
+  if checkpoints.tiny(family).text.num_experts
 )
 RANK, ALPHA = plain.RANK, plain.ALPHA
 
@@ -45,11 +45,11 @@ def of_experts(model):
 
 
 @pytest.mark.parametrize(
-    "family, scan",
-    trials.by_default(
-        [("qwen3_vl_moe", True)],
-        [*((f, False) for f in FAMILIES), ("qwen3_vl_moe", True)],
-    ),
+  "family, scan",
+  trials.by_default(
+    [("qwen3_vl_moe", True)],
+    [*((f, False) for f in FAMILIES), ("qwen3_vl_moe", True)],
+  ),
 )
 def test_off_is_the_base_to_the_bit_and_merged_is_on(family, scan):
   model = plain.policy(family, scan_layers=scan)
@@ -68,7 +68,7 @@ def test_off_is_the_base_to_the_bit_and_merged_is_on(family, scan):
   lora.merge(model)
   assert not plain.adapters(model)
   np.testing.assert_allclose(
-      plain.logits(model), on, atol=1e-5 * np.abs(on).max()
+    plain.logits(model), on, atol=1e-5 * np.abs(on).max()
   )
 
 
@@ -99,8 +99,8 @@ def test_gradients_are_those_of_the_product():
     graph, state, static = nnx.split(model, kind, ...)
     loss = lambda m: (m.logits(m(batch)) ** 2).mean()
     run = jax.jit(
-        jax.grad(lambda s: loss(nnx.merge(graph, s, static))),
-        compiler_options={"xla_backend_optimization_level": 0},
+      jax.grad(lambda s: loss(nnx.merge(graph, s, static))),
+      compiler_options={"xla_backend_optimization_level": 0},
     )
     return {path: v[...] for path, v in nnx.to_flat_state(run(state))}
 
@@ -113,13 +113,13 @@ def test_gradients_are_those_of_the_product():
     a, b, scale = adapter.lora_a[...], adapter.lora_b[...], adapter.lora_scale
     path = paths[id(adapter)]
     for part, want in (
-        ("lora_a", scale * dw @ b.swapaxes(-1, -2)),
-        ("lora_b", scale * a.swapaxes(-1, -2) @ dw),
+      ("lora_a", scale * dw @ b.swapaxes(-1, -2)),
+      ("lora_b", scale * a.swapaxes(-1, -2) @ dw),
     ):
       size = float(np.abs(want).max())
       assert size > 0, path
       np.testing.assert_allclose(
-          grads[*path, part], want, atol=1e-4 * size, err_msg=str(path)
+        grads[*path, part], want, atol=1e-4 * size, err_msg=str(path)
       )
 
 
@@ -143,7 +143,7 @@ def test_the_file_added_to_the_reference_gives_our_logits(family, tmp_path):
     assert named == set(experts.PARTS)
   scale = config["lora_alpha"] / config["r"]
   tensors = safetensors_torch.load_file(
-      tmp_path / "adapter" / lora_files.WEIGHTS
+    tmp_path / "adapter" / lora_files.WEIGHTS
   )
   before = plain._reference_logits(original, adapted.config)
   count = 0
@@ -151,7 +151,7 @@ def test_the_file_added_to_the_reference_gives_our_logits(family, tmp_path):
     if ".lora_A." not in key:
       continue
     module = key.removeprefix("base_model.model.").removesuffix(
-        ".lora_A.weight"
+      ".lora_A.weight"
     )
     change = scale * tensors[key.replace(".lora_A.", ".lora_B.")] @ a
     home, dot, tail = module.partition(".experts.")
@@ -185,7 +185,7 @@ def test_what_cannot_be_added_is_named():
     lora.add(plain.policy("qwen3_vl"), RANK, experts=True)
   with pytest.raises(ValueError, match="no target is of experts; add some of"):
     lora.add(
-        plain.policy("qwen3_vl_moe"), RANK, targets=["q_proj"], experts=True
+      plain.policy("qwen3_vl_moe"), RANK, targets=["q_proj"], experts=True
     )
 
 
@@ -241,18 +241,18 @@ def test_experts_adapters_lie_over_the_axis_of_experts():
 
 def test_fresh_numbers_do_not_depend_on_stacking():
   listed, stacked = (
-      plain.policy("qwen3_vl_moe", scan_layers=scan) for scan in (False, True)
+    plain.policy("qwen3_vl_moe", scan_layers=scan) for scan in (False, True)
   )
   for model in (listed, stacked):
     lora.add(model, RANK, experts=True)
     assert all(
-        isinstance(layer.linear.lora_a, layers.LoRAParam)
-        for layer in of_experts(model)
+      isinstance(layer.linear.lora_a, layers.LoRAParam)
+      for layer in of_experts(model)
     )
   lists = {
-      name: one
-      for layer in of_experts(listed)
-      for name, one in zip(layer.names, layer.linear.lora_a[...])
+    name: one
+    for layer in of_experts(listed)
+    for name, one in zip(layer.names, layer.linear.lora_a[...])
   }
   for layer in of_experts(stacked):
     a = layer.linear.lora_a[...]

@@ -18,22 +18,22 @@ from tests.policy import test_lora as cases
 
 
 @pytest.mark.parametrize(
-    "family",
-    trials.by_default(["qwen3_vl_moe", "qwen3_5"], checkpoints.FAMILIES),
+  "family", trials.by_default(["qwen3_vl_moe", "qwen3_5"], checkpoints.FAMILIES)
 )
 def test_saved_and_loaded_is_equal_to_the_bit(family, tmp_path):
   model = cases.adapted(family)
   assert lora_files.save(tmp_path / "a", model) == tmp_path / "a"
   assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
-      lora_files.CONFIG,
-      lora_files.WEIGHTS,
+    lora_files.CONFIG,
+    lora_files.WEIGHTS,
   ]
   tensors = safetensors_numpy.load_file(tmp_path / "a" / lora_files.WEIGHTS)
   (key,) = (
-      name.replace(".lora_A.", ".lora_{}.") for name in tensors
-      if name.endswith("layers.1.self_attn.q_proj.lora_A.weight")
-      and ("language_model" in name or "text_model" in name)
-  )  # pyformat: disable
+    name.replace(".lora_A.", ".lora_{}.")
+    for name in tensors
+    if name.endswith("layers.1.self_attn.q_proj.lora_A.weight")
+    and ("language_model" in name or "text_model" in name)
+  )
   assert tensors[key.format("A")].shape == (cases.RANK, 32)
   # Queries of two heads, with gates where there is linear attention.
   heads = 2 * model.config.text.head_dim * (1 + model.config.traits.linear)
@@ -47,12 +47,12 @@ def test_saved_and_loaded_is_equal_to_the_bit(family, tmp_path):
     lora_files.save(tmp_path / "b", other)
     for name in (lora_files.CONFIG, lora_files.WEIGHTS):
       assert (tmp_path / "a" / name).read_bytes() == (
-          tmp_path / "b" / name
+        tmp_path / "b" / name
       ).read_bytes()
 
 
 @hypothesis.given(
-    st.floats(1e-3, 1e6) | st.integers(1, 1000), st.integers(1, 512)
+  st.floats(1e-3, 1e6) | st.integers(1, 1000), st.integers(1, 512)
 )
 def test_alpha_gives_the_scale_again(alpha, rank):
   scale = float(alpha / rank)
@@ -97,25 +97,25 @@ def edited(source, directory, tensors=None, **config):
 
 
 @pytest.mark.parametrize(
-    "field,value",
-    [
-        ("peft_type", "IA3"),
-        ("use_dora", True),
-        ("use_rslora", True),
-        ("modules_to_save", ["lm_head"]),
-        ("rank_pattern", {"q_proj": 8}),
-        ("alpha_pattern", {"q_proj": 8}),
-        ("bias", "all"),
-        ("fan_in_fan_out", True),
-        ("layers_to_transform", [0]),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
-        ("init_lora_weights", "pissa"),
-        ("r", 0),
-        ("lora_alpha", None),
-    ],
+  "field,value",
+  [
+    ("peft_type", "IA3"),
+    ("use_dora", True),
+    ("use_rslora", True),
+    ("modules_to_save", ["lm_head"]),
+    ("rank_pattern", {"q_proj": 8}),
+    ("alpha_pattern", {"q_proj": 8}),
+    ("bias", "all"),
+    ("fan_in_fan_out", True),
+    ("layers_to_transform", [0]),
+    ("target_parameters", ["mlp.experts.gate_up_proj"]),
+    ("init_lora_weights", "pissa"),
+    ("r", 0),
+    ("lora_alpha", None),
+  ],
 )
 def test_what_is_not_computed_here_is_refused_by_name(
-    saved_adapter, tmp_path, field, value
+  saved_adapter, tmp_path, field, value
 ):
   edited(saved_adapter, tmp_path, **{field: value})
   model = cases.policy("qwen2_5_vl")
@@ -129,17 +129,17 @@ def test_files_of_peft_load(saved_adapter, tmp_path):
   what a pattern means is matched against both names."""
   old = lambda key: key.replace("model.language_model.", "model.")
   half = lambda tensors: {
-      old(key): value.astype(np.float16) for key, value in tensors.items()
+    old(key): value.astype(np.float16) for key, value in tensors.items()
   }
   edited(
-      saved_adapter,
-      tmp_path,
-      half,
-      target_modules=r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj",
-      lora_dropout=0.1,
-      peft_version="0.99",
-      inference_mode=False,
-      init_lora_weights="gaussian",
+    saved_adapter,
+    tmp_path,
+    half,
+    target_modules=r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj",
+    lora_dropout=0.1,
+    peft_version="0.99",
+    inference_mode=False,
+    init_lora_weights="gaussian",
   )
   want, model = cases.policy("qwen2_5_vl"), cases.policy("qwen2_5_vl")
   lora_files.load(saved_adapter, want)
@@ -153,38 +153,38 @@ def test_files_of_peft_load(saved_adapter, tmp_path):
 EXTRA = "base_model.model.lm_head.lora_A.weight"
 TOWER = "base_model.model.model.visual.blocks.0.attn.proj.lora_A.weight"
 FIRST = (
-    "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A"
-    ".weight"
+  "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A"
+  ".weight"
 )
 
 
 @pytest.mark.parametrize(
-    "edit,message",
-    [
-        (lambda t: t.pop(FIRST), "layers.0.self_attn.q_proj are missing"),
-        (
-            lambda t: t.update({EXTRA: t[FIRST]}),
-            f"1 tensors fit no linear layer: {EXTRA}",
-        ),
-        (
-            lambda t: t.update({FIRST: np.ones((3, 32), np.float32)}),
-            r"q_proj.lora_A.weight has shape \[3, 32\], r=4.*\[4, 32\]",
-        ),
-        (
-            lambda t: [t.pop(k) for k in list(t) if ".layers.1." in k],
-            "mlp.down_proj are missing",
-        ),
-        (lambda t: t.clear(), "are missing"),
-        (
-            lambda t: t.update({TOWER: np.ones((4, 32), np.float32)}),
-            f"{TOWER} is of a layer that target_modules does not name",
-        ),
-    ],
-    ids=["missing", "extra", "misshapen", "layer", "empty", "untargeted"],
+  "edit,message",
+  [
+    (lambda t: t.pop(FIRST), "layers.0.self_attn.q_proj are missing"),
+    (
+      lambda t: t.update({EXTRA: t[FIRST]}),
+      f"1 tensors fit no linear layer: {EXTRA}",
+    ),
+    (
+      lambda t: t.update({FIRST: np.ones((3, 32), np.float32)}),
+      r"q_proj.lora_A.weight has shape \[3, 32\], r=4.*\[4, 32\]",
+    ),
+    (
+      lambda t: [t.pop(k) for k in list(t) if ".layers.1." in k],
+      "mlp.down_proj are missing",
+    ),
+    (lambda t: t.clear(), "are missing"),
+    (
+      lambda t: t.update({TOWER: np.ones((4, 32), np.float32)}),
+      f"{TOWER} is of a layer that target_modules does not name",
+    ),
+  ],
+  ids=["missing", "extra", "misshapen", "layer", "empty", "untargeted"],
 )
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "stacked"])
 def test_tensors_that_do_not_fit_are_named(
-    saved_adapter, tmp_path, edit, message, scan
+  saved_adapter, tmp_path, edit, message, scan
 ):
   def tensors(content):
     edit(content)

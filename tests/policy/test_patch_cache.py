@@ -41,8 +41,8 @@ def test_missing_and_mismatched_images_are_refused():
   (span,) = _spans(store, 1)
   wrong = trajectory.ImageSpan(span.image, 7, 3)
   for cache in (
-      patch_cache.PatchCache(store, PROCESSOR),
-      vision_cache.PatchCache(store, PROCESSOR),
+    patch_cache.PatchCache(store, PROCESSOR),
+    vision_cache.PatchCache(store, PROCESSOR),
   ):
     for _ in range(2):  # Patchified and from the cache.
       with pytest.raises(ValueError, match="4 tokens, the prompt holds 3"):

@@ -39,7 +39,7 @@ def module(monkeypatch):
 def example():
   """docs/policies.md's own policy, as the module `my_policy`."""
   (code,) = re.findall(
-      r"```python\n(import types\n.*?)```", DOCS.read_text(), re.DOTALL
+    r"```python\n(import types\n.*?)```", DOCS.read_text(), re.DOTALL
   )
   assert len([line for line in code.splitlines() if line.strip()]) <= 40
   policies = types.ModuleType("my_policy")
@@ -51,7 +51,7 @@ def example():
 
 def nano(layers=1, seed=0, compute_dtype="float32"):
   return checkpoint.create_policy(
-      "nano", seed, layers=layers, compute_dtype=compute_dtype
+    "nano", seed, layers=layers, compute_dtype=compute_dtype
   )
 
 
@@ -63,12 +63,14 @@ def test_every_built_in_is_created_by_its_name():
   for name in by_name.BUILT_IN:
     named = by_name.resolve(name)
     assert (named.name, named.tokenizer, named.weights) == (
-        name, name if name == "smolvlm_tiny" else "tiny_vl", name,
-    )  # pyformat: disable
+      name,
+      name if name == "smolvlm_tiny" else "tiny_vl",
+      name,
+    )
     assert not named.brings_weights
     assert named.takes_image_budget == (
-        name in ("qwen3_5_tiny", "smolvlm_tiny")
-        or ("qwen" in name and "_vl_" in name)
+      name in ("qwen3_5_tiny", "smolvlm_tiny")
+      or ("qwen" in name and "_vl_" in name)
     )
     model, _, _ = named.create(seed=1)
     assert isinstance(model, kinds.get(name, qwen_text.QwenText))
@@ -84,25 +86,26 @@ def test_a_directory_brings_its_weights(tmp_path):
   again, _, _ = named.load(named.weights)
   fresh, _, _ = named.create(seed=5)
   named.check(tmp_path, fresh)
-  same = lambda other: np.array_equal(
-      other.model.norm.weight[...], model.model.norm.weight[...]
-  ) and np.array_equal(
+  same = lambda other: (
+    np.array_equal(other.model.norm.weight[...], model.model.norm.weight[...])
+    and np.array_equal(
       other.model.embed_tokens.weight[...], model.model.embed_tokens.weight[...]
+    )
   )
   assert same(again) and not same(fresh)
 
 
 @pytest.mark.parametrize(
-    "name, is_factory",
-    [
-        ("my_policy:create", True),
-        ("a.b.c:Class.make", True),
-        ("tiny_vl", False),
-        ("runs/a:b/policy", False),
-        ("~/a:b", False),
-        ("a:", False),
-        (":b", False),
-    ],
+  "name, is_factory",
+  [
+    ("my_policy:create", True),
+    ("a.b.c:Class.make", True),
+    ("tiny_vl", False),
+    ("runs/a:b/policy", False),
+    ("~/a:b", False),
+    ("a:", False),
+    (":b", False),
+  ],
 )
 def test_a_factory_is_told_from_a_path(name, is_factory):
   assert settings.is_factory(name) == is_factory
@@ -122,22 +125,22 @@ def test_the_run_gives_what_the_signature_names(module):
   named = by_name.resolve("their_policies:create")
   assert (named.tokenizer, named.weights) == ("", "")
   model, _, _ = named.create(
-      7, None, (64, 48), compute_dtype="float32", layers=2
+    7, None, (64, 48), compute_dtype="float32", layers=2
   )
   assert arguments == {"layers": 2, "seed": 7, "screen": (64, 48)}
   assert model.config.layers == 2
 
 
 @pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"layer": 2}, "no argument 'layer'; did you mean 'layers'?"),
-        ({"layers": 2}, "needs the argument 'width'; set policy.config.width"),
-        (
-            {"width": 1, "layers": 2, "compute_dtype": "bfloat16"},
-            "takes no compute_dtype, so policy.dtype=bfloat16",
-        ),
-    ],
+  "changes, message",
+  [
+    ({"layer": 2}, "no argument 'layer'; did you mean 'layers'?"),
+    ({"layers": 2}, "needs the argument 'width'; set policy.config.width"),
+    (
+      {"width": 1, "layers": 2, "compute_dtype": "bfloat16"},
+      "takes no compute_dtype, so policy.dtype=bfloat16",
+    ),
+  ],
 )
 def test_arguments_that_do_not_fit_are_named(module, changes, message):
   module.create = lambda width, layers=1, seed=0: nano(layers, seed)
@@ -149,11 +152,13 @@ def test_arguments_that_do_not_fit_are_named(module, changes, message):
 
 def without(original, name):
   """Returns an object like `original` without one attribute."""
-  return types.SimpleNamespace(**{
+  return types.SimpleNamespace(
+    **{
       key: getattr(original, key)
       for key in dir(original)
       if not key.startswith("__") and key != name
-  })
+    }
+  )
 
 
 class Bare(nnx.Module):
@@ -169,21 +174,18 @@ def bare(model, lacking):
 
 
 @pytest.mark.parametrize(
-    "edit, message",
-    [
-        (lambda m, p, t: (m, p), "must return the tuple"),
-        (lambda m, p, t: ("m", p, t), "the model is a str"),
-        (lambda m, p, t: (bare(m, ""), p, t), "no method '__call__'"),
-        (
-            lambda m, p, t: (m, without(p, "patchify"), t),
-            "no method 'patchify'",
-        ),
-        (
-            lambda m, p, t: (m, without(p, "patch_bytes"), t),
-            "no attribute 'patch_bytes'",
-        ),
-        (lambda m, p, t: (m, p, "t"), "the tokenizer is a str"),
-    ],
+  "edit, message",
+  [
+    (lambda m, p, t: (m, p), "must return the tuple"),
+    (lambda m, p, t: ("m", p, t), "the model is a str"),
+    (lambda m, p, t: (bare(m, ""), p, t), "no method '__call__'"),
+    (lambda m, p, t: (m, without(p, "patchify"), t), "no method 'patchify'"),
+    (
+      lambda m, p, t: (m, without(p, "patch_bytes"), t),
+      "no attribute 'patch_bytes'",
+    ),
+    (lambda m, p, t: (m, p, "t"), "the tokenizer is a str"),
+  ],
 )
 def test_what_a_factory_must_return_is_checked(module, edit, message):
   module.create = lambda: edit(*nano())
@@ -193,11 +195,10 @@ def test_what_a_factory_must_return_is_checked(module, edit, message):
 
 
 @pytest.mark.parametrize(
-    "lacking", ["encode_images", "init_cache", "extend", "logits"]
+  "lacking", ["encode_images", "init_cache", "extend", "logits"]
 )
 def test_a_missing_method_is_named(module, lacking):
   class Model(Bare):
-
     def __call__(self, inputs):
       return inputs
 
@@ -218,7 +219,7 @@ def test_placeholders_must_be_banned(module):
   def create():
     model, processor, tokenizer = nano()
     model.config = nnx.static(
-        types.SimpleNamespace(vocab_size=9999, banned_token_ids=())
+      types.SimpleNamespace(vocab_size=9999, banned_token_ids=())
     )
     return model, processor, tokenizer
 
@@ -228,13 +229,13 @@ def test_placeholders_must_be_banned(module):
 
 
 @pytest.mark.parametrize(
-    "name, message",
-    [
-        ("no_such_module:create", "no_such_module"),
-        ("their_policies:nothing", "has no 'nothing'"),
-        ("their_policies:number", "is a int; give a function"),
-        ("their_policies:half", "attribute save, but not its counterpart"),
-    ],
+  "name, message",
+  [
+    ("no_such_module:create", "no_such_module"),
+    ("their_policies:nothing", "has no 'nothing'"),
+    ("their_policies:number", "is a int; give a function"),
+    ("their_policies:half", "attribute save, but not its counterpart"),
+  ],
 )
 def test_a_name_without_a_factory_is_refused(module, name, message):
   module.number = 3
@@ -261,10 +262,10 @@ def test_what_a_run_has_saved_loads_by_the_same_name(module, tmp_path):
   want = checkpoint.named_parameters(model)
   for key, value in checkpoint.named_parameters(again).items():
     np.testing.assert_array_equal(
-        np.asarray(value, np.float32), np.asarray(want[key], np.float32)
+      np.asarray(value, np.float32), np.asarray(want[key], np.float32)
     )
   with pytest.raises(
-      ValueError, match="policy=their_policies:create warm_start.source=path"
+    ValueError, match="policy=their_policies:create warm_start.source=path"
   ):
     checkpoint.load_policy(tmp_path)  # A file does not decide what code runs.
   with pytest.raises(ValueError, match="tensor blocks.1.* absent there"):
@@ -281,7 +282,6 @@ def test_what_a_run_has_saved_loads_by_the_same_name(module, tmp_path):
 
 def test_a_factory_may_keep_files_of_its_own(module, tmp_path):
   class Factory:
-
     def __call__(self, seed=0):
       return nano(seed=seed)
 
@@ -310,40 +310,40 @@ def test_the_documented_policy_is_sampled_from_and_learns(example, tmp_path):
   store = images_lib.ImageStore()
   prompt = np.array(encoder.encode("Add 3 and 4.").ids, np.int32)
   with engine_lib.RolloutEngine(
-      model,
-      processor,
-      store,
-      engine_config.EngineConfig(
-          slots=2,
-          context_length=64,
-          decode_rows=(2,),
-          prefill_rows=(2,),
-          prefill_buckets=(32,),
-      ),
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    store,
+    engine_config.EngineConfig(
+      slots=2,
+      context_length=64,
+      decode_rows=(2,),
+      prefill_rows=(2,),
+      prefill_buckets=(32,),
+    ),
+    banned_token_ids=model.config.banned_token_ids,
   ) as engine:
     got = asyncio.run(
-        engine.generate(
-            policy_client.TokenPrompt(prompt, ()),
-            policy_client.SamplingParams(max_new_tokens=8, seed=0),
-            session="s",
-        )
+      engine.generate(
+        policy_client.TokenPrompt(prompt, ()),
+        policy_client.SamplingParams(max_new_tokens=8, seed=0),
+        session="s",
+      )
     )
   n, m = len(prompt), len(got.tokens)
   sequence = trajectory.TokenSequence(
-      np.append(prompt, got.tokens),
-      np.arange(n + m) >= n,
-      np.append(np.zeros(n, np.float32), got.logprobs),
-      np.append(np.full(n, -1, np.int32), got.versions),
-      np.zeros(n + m, np.int32),
-      (),
+    np.append(prompt, got.tokens),
+    np.arange(n + m) >= n,
+    np.append(np.zeros(n, np.float32), got.logprobs),
+    np.append(np.full(n, -1, np.int32), got.versions),
+    np.zeros(n + m, np.int32),
+    (),
   )
   learner = learner_lib.Learner(
-      model,
-      processor,
-      store,
-      learner_lib.LearnerConfig(rows=1, row_length=64),
-      learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
+    model,
+    processor,
+    store,
+    learner_lib.LearnerConfig(rows=1, row_length=64),
+    learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
   )
   (again,) = learner.sequence_logprobs([sequence])
   np.testing.assert_allclose(again, sequence.logprobs, rtol=0, atol=1e-5)
@@ -352,6 +352,4 @@ def test_the_documented_policy_is_sampled_from_and_learns(example, tmp_path):
   named.save(tmp_path, learner.policy())
   learned, _, _ = named.load(tmp_path, width=16)
   assert not np.array_equal(learned.table[...], model.table[...])
-  np.testing.assert_array_equal(
-      learned.table[...], learner.policy().table[...]
-  )
+  np.testing.assert_array_equal(learned.table[...], learner.policy().table[...])

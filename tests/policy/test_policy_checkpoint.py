@@ -48,7 +48,7 @@ def test_half_precision_halves_the_file(saved, tmp_path):
   path, model = saved
   checkpoint.save_policy(tmp_path, model, dtype="float16")
   small, large = (
-      (p / "model.safetensors").stat().st_size for p in (tmp_path, path)
+    (p / "model.safetensors").stat().st_size for p in (tmp_path, path)
   )
   assert small < 0.55 * large
   loaded, _, _ = checkpoint.load_policy(tmp_path)
@@ -62,13 +62,13 @@ def test_shipped_size_fits_the_package():
   config = tiny_vl.config_for(checkpoint.load_tokenizer("tiny_vl"), "tiny")
   model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, nnx.Rngs(0)))
   count = sum(
-      math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model))
+    math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model))
   )
   assert 1e6 < count < 2e6
   tokenizer = sum(
-      file.stat().st_size
-      for name in policy_files.TOKENIZER_FILES
-      if (file := policy_files.DATA / "tiny_vl" / name).is_file()
+    file.stat().st_size
+    for name in policy_files.TOKENIZER_FILES
+    if (file := policy_files.DATA / "tiny_vl" / name).is_file()
   )
   assert 2 * count + tokenizer < 8 << 20
 
@@ -90,7 +90,7 @@ def test_a_missing_tensor_is_named(saved, tmp_path):
 
 def test_an_extra_tensor_is_named(saved, tmp_path):
   path = copy_with(
-      saved, tmp_path, lambda t: t.update(surplus=np.zeros(3, np.float32))
+    saved, tmp_path, lambda t: t.update(surplus=np.zeros(3, np.float32))
   )
   with pytest.raises(ValueError, match="surplus"):
     checkpoint.load_policy(path)

@@ -75,6 +75,6 @@ print("sharded equals unsharded")
 @pytest.mark.slow
 def test_eight_devices_equal_one(tmp_path):
   output = forced_devices.run(
-      "-c", SCRIPT.format(tests=os.path.dirname(__file__)), tmp_path / "policy"
+    "-c", SCRIPT.format(tests=os.path.dirname(__file__)), tmp_path / "policy"
   )
   assert "sharded equals unsharded" in output

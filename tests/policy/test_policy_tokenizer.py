@@ -28,16 +28,19 @@ def ids(tokenizer, text):
 
 def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path):
   with pytest.raises(
-      FileNotFoundError, match="no tokenizer.json; give the directory of"
+    FileNotFoundError, match="no tokenizer.json; give the directory of"
   ):
     checkpoint.load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("name, message", [
+@pytest.mark.parametrize(
+  "name, message",
+  [
     ("Qwen/Qwen3-VL-4B-Instruct", "hf download Qwen/Qwen3-VL-4B-Instruct "),
     ("runs/none", "there is no such directory"),
     ("tiny_v1", "did you mean 'tiny_vl'"),
-])  # pyformat: disable
+  ],
+)
 def test_a_name_that_is_no_policy_has_the_fix(name, message):
   with pytest.raises(FileNotFoundError, match=message):
     policy_files.resolve(name)
@@ -69,30 +72,30 @@ Kind = gui_action.GuiActionKind
 
 
 @pytest.mark.parametrize(
-    "action, tokens",
-    [
-        (dict(kind=Kind.CLICK, x=9, y=90), 7),
-        (dict(kind=Kind.CLICK, x=9, y=90, count=2), 7),
-        (dict(kind=Kind.CLICK, x=9, y=90, button="right"), 7),
-        (dict(kind=Kind.DRAG, x=9, y=9, x2=50, y2=60), 11),
-        (dict(kind=Kind.SCROLL, x=9, y=9, dy=120), 9),
-        (dict(kind=Kind.SCROLL, x=9, y=9, dy=-120), 9),
-        (dict(kind=Kind.TYPE, text="dragon"), 5),
-        (dict(kind=Kind.KEY, keys=("ctrl", "s")), 7),
-        (dict(kind=Kind.ANSWER, text="17"), 5),
-        (dict(kind=Kind.WAIT), 4),
-    ],
+  "action, tokens",
+  [
+    (dict(kind=Kind.CLICK, x=9, y=90), 7),
+    (dict(kind=Kind.CLICK, x=9, y=90, count=2), 7),
+    (dict(kind=Kind.CLICK, x=9, y=90, button="right"), 7),
+    (dict(kind=Kind.DRAG, x=9, y=9, x2=50, y2=60), 11),
+    (dict(kind=Kind.SCROLL, x=9, y=9, dy=120), 9),
+    (dict(kind=Kind.SCROLL, x=9, y=9, dy=-120), 9),
+    (dict(kind=Kind.TYPE, text="dragon"), 5),
+    (dict(kind=Kind.KEY, keys=("ctrl", "s")), 7),
+    (dict(kind=Kind.ANSWER, text="17"), 5),
+    (dict(kind=Kind.WAIT), 4),
+  ],
 )
 def test_calls_as_the_parser_writes_them_are_short(tokenizer, action, tokens):
   text = computer_use.ComputerUseParser().format_gui_action(
-      gui_action.GuiAction(**action), 224, 160
+    gui_action.GuiAction(**action), 224, 160
   )
   assert len(ids(tokenizer, text)) == tokens
   assert tokenizer.decode(ids(tokenizer, text)) == text
 
 
 def test_a_word_to_type_is_one_token_in_the_call_and_in_the_instruction(
-    tokenizer,
+  tokenizer,
 ):
   for word in words.TYPING_WORDS:
     (piece,) = ids(tokenizer, word)
@@ -111,7 +114,7 @@ def test_transformers_loads_it_and_agrees(tokenizer):
 def test_training_is_deterministic_and_exact_in_size():
   corpus = train_tokenizer.corpus(seed=3)
   first, second = (
-      train_tokenizer.train(corpus, vocab_size=1800) for _ in range(2)
+    train_tokenizer.train(corpus, vocab_size=1800) for _ in range(2)
   )
   assert first.to_str() == second.to_str()
   assert first.get_vocab_size() == 1800
@@ -125,9 +128,9 @@ def test_a_small_corpus_is_refused():
 
 def test_check_refuses_a_tokenizer_that_cuts_numbers():
   plain = train_tokenizer._bare(
-      tokenizers.models.BPE(
-          vocab={c: i for i, c in enumerate("0123456789,Ġ")}, merges=[]
-      )
+    tokenizers.models.BPE(
+      vocab={c: i for i, c in enumerate("0123456789,Ġ")}, merges=[]
+    )
   )
   with pytest.raises(ValueError, match="number 10"):
     train_tokenizer.check(plain)

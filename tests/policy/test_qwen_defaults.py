@@ -89,10 +89,12 @@ def test_every_field_may_be_left_out_as_in_transformers(family):
   for section, field in fields:
     base = raw
     if (family, field) in (
-        ("glm4v", "rope_parameters"), ("glm4v_moe", "head_dim"),
-        ("gemma3", "mm_tokens_per_image"),
-        ("smolvlm", "scale_factor"), ("idefics3", "scale_factor"),
-    ):  # pyformat: disable
+      ("glm4v", "rope_parameters"),
+      ("glm4v_moe", "head_dim"),
+      ("gemma3", "mm_tokens_per_image"),
+      ("smolvlm", "scale_factor"),
+      ("idefics3", "scale_factor"),
+    ):
       # Then its axes do not fill a head, or its tokens an image or a tile:
       # transformers fails, too.
       continue
@@ -100,10 +102,11 @@ def test_every_field_may_be_left_out_as_in_transformers(family):
     if wide and not family.startswith("glm4v"):
       # Its default wants a decoder of that width.
       text = raw["text_config"] | {
-          "hidden_size": 3584, "num_attention_heads": 28,
-          "num_key_value_heads": 28, "head_dim": raw["text_config"].get(
-              "head_dim", 128),
-      }  # pyformat: disable
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 28,
+        "head_dim": raw["text_config"].get("head_dim", 128),
+      }
       base = raw | {"text_config": text}
     less = without(base, section, field)
     got = read(less)
@@ -151,44 +154,56 @@ def test_the_head_is_tied_where_transformers_ties_it(family, top, text):
     if value is not None:
       part["tie_word_embeddings"] = value
   shrink = {
-      "vocab_size": 64, "intermediate_size": 8, "num_hidden_layers": 1,
-      "moe_intermediate_size": 8, "num_experts": 2, "num_local_experts": 2,
-      "num_experts_per_tok": 1,
-  }  # pyformat: disable
+    "vocab_size": 64,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "moe_intermediate_size": 8,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+  }
   raw["text_config"] |= {
-      k: v for k, v in shrink.items() if k in raw["text_config"]
+    k: v for k, v in shrink.items() if k in raw["text_config"]
   }
   raw["text_config"].pop("layer_types", None)
   raw["text_config"] |= {
-      "hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1,
-  }  # pyformat: disable
+    "hidden_size": 128,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+  }
   deep = {
-      "qwen3_vl": {"deepstack_visual_indexes": [0]},
-      "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
-      "qwen2_5_vl": {"fullatt_block_indexes": [0]},
+    "qwen3_vl": {"deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
+    "qwen2_5_vl": {"fullatt_block_indexes": [0]},
   }.get(family, {})
   raw["vision_config"] |= {
-      "depth": 1, "hidden_size": 32, "intermediate_size": 8, "num_heads": 2,
-      **deep,
-  }  # pyformat: disable
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    **deep,
+  }
   if family == "qwen2_vl":
     raw["vision_config"]["embed_dim"] = 32
   if family in TILED:
     raw["vision_config"] = {
-        "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }  # pyformat: disable
+      "hidden_size": 32,
+      "intermediate_size": 8,
+      "num_hidden_layers": 1,
+      "num_attention_heads": 2,
+    }
   elif family == "gemma3":
     raw["vision_config"] = {
-        "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "vision_use_head": False,
-    }  # pyformat: disable
+      "hidden_size": 32,
+      "intermediate_size": 8,
+      "num_hidden_layers": 1,
+      "num_attention_heads": 2,
+      "vision_use_head": False,
+    }
   else:
     raw["vision_config"][out_width(family)] = 128
   fields = dict(raw)
   config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
   module = transformers.AutoModelForImageTextToText.from_config(config)
-  tied = (
-      module.lm_head.weight is module.get_input_embeddings().weight
-  )
+  tied = module.lm_head.weight is module.get_input_embeddings().weight
   assert read(raw).tie_word_embeddings == tied

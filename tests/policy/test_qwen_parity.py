@@ -28,12 +28,10 @@ GRADIENT_TOL = {"glm4v": 2e-5}
 CASES = 50
 
 configuration = pytest.mark.parametrize(
-    "name",
-    cases.by_default(checkpoints.DIFFERENT, qwen_reference.CONFIGS),
+  "name", cases.by_default(checkpoints.DIFFERENT, qwen_reference.CONFIGS)
 )
 family = pytest.mark.parametrize(
-    "name",
-    cases.by_default(checkpoints.DIFFERENT, qwen_config.FAMILIES),
+  "name", cases.by_default(checkpoints.DIFFERENT, qwen_config.FAMILIES)
 )
 
 
@@ -44,7 +42,7 @@ def reference(tmp_path_factory):
   @functools.cache
   def make(name):
     return qwen_reference.Reference(
-        qwen_reference.CONFIGS[name], tmp_path_factory.mktemp("qwen")
+      qwen_reference.CONFIGS[name], tmp_path_factory.mktemp("qwen")
     )
 
   return make
@@ -71,7 +69,7 @@ def trials(reference):
     made_trials = []
     while sum(len(trial.batch.cases) for trial in made_trials) < CASES:
       batch = qwen_reference.draw_batch(
-          rng, processor=reference(name).processor
+        rng, processor=reference(name).processor
       )
       _, same = qwen_reference.targets(batch.inputs)
       weights = np.where(same, rng.normal(size=same.shape), 0)
@@ -139,14 +137,14 @@ def test_the_cases_are_of_all_kinds(name, trials):
     # Attention among patches goes block by block.
     assert inputs.patches.shape[1] > 3 * qwen_reference.MAX_PATCHES
   shown = [
-      [(image, case.row) for case in batch.cases for image in case.images]
-      for batch in batches
+    [(image, case.row) for case in batch.cases for image in case.images]
+    for batch in batches
   ]
   assert any(
-      one == two and row != other
-      for images in shown
-      for one, row in images
-      for two, other in images
+    one == two and row != other
+    for images in shown
+    for one, row in images
+    for two, other in images
   )
 
 
@@ -168,10 +166,10 @@ def _some_windows_end_in_images(name, batches):
 def test_logits_and_logprobs_are_the_references(name, trials):
   for trial in trials(name):
     np.testing.assert_allclose(
-        trial.got.logits, trial.want.logits, rtol=0, atol=TOL
+      trial.got.logits, trial.want.logits, rtol=0, atol=TOL
     )
     np.testing.assert_allclose(
-        trial.got.logprobs, trial.want.logprobs, rtol=0, atol=TOL
+      trial.got.logprobs, trial.want.logprobs, rtol=0, atol=TOL
     )
     assert 0.3 < trial.want.logits.std() < 3  # Of order 1.
 
@@ -179,9 +177,7 @@ def test_logits_and_logprobs_are_the_references(name, trials):
 @configuration
 def test_gradients_of_parameters_are_the_references(name, trials):
   for trial in trials(name):
-    assert_gradients_close(
-        trial.got, trial.want, GRADIENT_TOL.get(name, TOL)
-    )
+    assert_gradients_close(trial.got, trial.want, GRADIENT_TOL.get(name, TOL))
 
 
 @configuration
@@ -195,28 +191,26 @@ def test_gradients_of_pixels_are_the_references(name, trials):
 
 # Each tower has a loop of its own.
 VARIANTS = [
-    ("qwen3_vl", {"remat": "dots"}),
-    ("qwen3_vl", {"scan_layers": True, "remat": "none"}),
-    ("qwen3_vl_moe", {"scan_layers": True, "remat": "block"}),
-    ("qwen2_5_vl", {"scan_layers": True, "remat": "dots"}),
-    ("qwen2_vl", {"scan_layers": True, "remat": "dots"}),
+  ("qwen3_vl", {"remat": "dots"}),
+  ("qwen3_vl", {"scan_layers": True, "remat": "none"}),
+  ("qwen3_vl_moe", {"scan_layers": True, "remat": "block"}),
+  ("qwen2_5_vl", {"scan_layers": True, "remat": "dots"}),
+  ("qwen2_vl", {"scan_layers": True, "remat": "dots"}),
 ]
 
 
 @pytest.mark.parametrize("name, changes", VARIANTS)
 @pytest.mark.slow
 def test_scanning_and_rematerialising_change_nothing(
-    name, changes, reference, trials
+  name, changes, reference, trials
 ):
   trial = trials(name)[0]
   model = reference(name).policy(**changes)
   assert model.language_model.stacked == changes.get("scan_layers", False)
   got = qwen_reference.differentiator(model)(
-      trial.batch, trial.weights_BT, trial.want
+    trial.batch, trial.weights_BT, trial.want
   )
-  np.testing.assert_allclose(
-      got.logits, trial.got.logits, rtol=0, atol=TOL
-  )
+  np.testing.assert_allclose(got.logits, trial.got.logits, rtol=0, atol=TOL)
   assert_gradients_close(got, trial.got)
   assert relative(got.pixel_gradient, trial.got.pixel_gradient) <= TOL
 
@@ -243,8 +237,7 @@ def test_a_prompt_stored_once_is_the_prefix_of_its_completions(reference):
   tokens[1, cut:] = rng.integers(0, qwen_reference.WORDS, tokens[1, cut:].shape)
   twice = dataclasses.replace(inputs, tokens=tokens)
   cases = tuple(
-      dataclasses.replace(case, row=row, end=end)
-      for row, end in enumerate(ends)
+    dataclasses.replace(case, row=row, end=end) for row, end in enumerate(ends)
   )
   want = reference("qwen3_vl").run(qwen_reference.Batch(twice, cases)).logits
   # Ours: prompt, completion, completion, whose positions both follow on it.
@@ -254,12 +247,12 @@ def test_a_prompt_stored_once_is_the_prefix_of_its_completions(reference):
   until = np.repeat([sum(lengths), sum(lengths[:2]), sum(lengths)], lengths)
   tokens = np.concatenate([tokens[row, a:b] for row, a, b in parts])[None]
   packed = dataclasses.replace(
-      inputs,
-      tokens=tokens,
-      positions=inputs.positions[:, pick],
-      vision_index=inputs.vision_index[:, pick],
-      segment_ids=np.ones_like(tokens),
-      seen_until=until[None],
+    inputs,
+    tokens=tokens,
+    positions=inputs.positions[:, pick],
+    vision_index=inputs.vision_index[:, pick],
+    segment_ids=np.ones_like(tokens),
+    seen_until=until[None],
   )
   score = qwen_reference.scorer(reference("qwen3_vl").policy())
   got = score(qwen_reference.Batch(packed, ())).logits[0]
@@ -270,35 +263,40 @@ def test_a_prompt_stored_once_is_the_prefix_of_its_completions(reference):
 # Largest error of a log-prob in bfloat16, from what was measured over 250
 # sequences. Rounding now and then sends a token to another expert.
 BFLOAT16_BOUNDS = {
-    "smolvlm": 0.08,
-    "idefics3": 0.08,
-    "qwen3_vl": 0.08,
-    "qwen3_vl tied": 0.1,
-    "qwen3_vl_moe": 1.1,
-    "qwen2_5_vl": 0.08,
-    "qwen2_vl": 0.08,
-    "qwen3_5": 0.3,
-    "qwen3_5_moe": 1.5,
-    "opencua": 0.08,
-    "glm4v": 0.08,
-    "glm4v_moe": 1.1,
-    "glm4v_moe groups": 1.1,
-    "gemma3": 0.1,
-    "gemma3 wide": 0.1,
+  "smolvlm": 0.08,
+  "idefics3": 0.08,
+  "qwen3_vl": 0.08,
+  "qwen3_vl tied": 0.1,
+  "qwen3_vl_moe": 1.1,
+  "qwen2_5_vl": 0.08,
+  "qwen2_vl": 0.08,
+  "qwen3_5": 0.3,
+  "qwen3_5_moe": 1.5,
+  "opencua": 0.08,
+  "glm4v": 0.08,
+  "glm4v_moe": 1.1,
+  "glm4v_moe groups": 1.1,
+  "gemma3": 0.1,
+  "gemma3 wide": 0.1,
 }
 
 
 # What rounding depends on, each once: experts, states, windows, norms, towers.
 @pytest.mark.parametrize(
-    "name",
-    cases.by_default(
-        checkpoints.DIFFERENT,
-        BFLOAT16_BOUNDS if cases.share() == 1 else (
-            *checkpoints.DIFFERENT, "qwen3_vl", "glm4v", "gemma3 wide",
-            "smolvlm",
-        ),
+  "name",
+  cases.by_default(
+    checkpoints.DIFFERENT,
+    BFLOAT16_BOUNDS
+    if cases.share() == 1
+    else (
+      *checkpoints.DIFFERENT,
+      "qwen3_vl",
+      "glm4v",
+      "gemma3 wide",
+      "smolvlm",
     ),
-)  # pyformat: disable
+  ),
+)
 def test_bfloat16_is_as_exact_as_the_references(name, reference, trials):
   policy = reference(name).policy(compute_dtype="bfloat16")
   score = qwen_reference.scorer(policy)
@@ -324,7 +322,7 @@ CHUNK = 24
 def decode(model, inputs, vision, lengths_B, rng):
   """Hidden states [B, T, D] by way of a cache: chunks, then single tokens."""
   extend = qwen_reference.compiled(
-      model, lambda model, *args: model.extend(*args)
+    model, lambda model, *args: model.extend(*args)
   )
   b, t = inputs.tokens.shape
   # What a slot held before is never attended to.
@@ -349,16 +347,16 @@ def decode(model, inputs, vision, lengths_B, rng):
     real = np.arange(width) < count_B[:, None]
     junk = rng.integers(0, 9, real.shape).astype(np.int32)
     new, cache = extend(
-        np.where(real, inputs.tokens[place], junk),
-        np.where(real[..., None], inputs.positions[place], junk[..., None]),
-        done_B,
-        count_B,
-        cache,
-        *(
-            (np.where(real, inputs.vision_index[place], junk), vision)
-            if prefill and vision is not None
-            else ()
-        ),
+      np.where(real, inputs.tokens[place], junk),
+      np.where(real[..., None], inputs.positions[place], junk[..., None]),
+      done_B,
+      count_B,
+      cache,
+      *(
+        (np.where(real, inputs.vision_index[place], junk), vision)
+        if prefill and vision is not None
+        else ()
+      ),
     )
     rows = place[0].repeat(width, axis=1)
     hidden[rows[real], column[real]] = np.asarray(new)[real]
@@ -387,26 +385,33 @@ def test_layers_of_two_kinds_are_not_stacked(name, reference):
 
 
 @pytest.mark.parametrize(
-    "name, patches, scan_layers",
-    cases.by_default(
-        [(name, 800, False) for name in checkpoints.DIFFERENT],
-        # OpenCUA's decoder is Qwen2.5-VL's. The scan of stacked layers is that
-        # of all families; those with layers of two kinds have none.
-        [*((name, 800, False) for name in qwen_config.FAMILIES
-           if name != "opencua"),
-         ("qwen3_vl", 0, False), ("qwen3_vl", 800, True),
-         ("qwen3_vl_moe", 800, True)],
-    ),
+  "name, patches, scan_layers",
+  cases.by_default(
+    [(name, 800, False) for name in checkpoints.DIFFERENT],
+    # OpenCUA's decoder is Qwen2.5-VL's. The scan of stacked layers is that
+    # of all families; those with layers of two kinds have none.
+    [
+      *(
+        (name, 800, False) for name in qwen_config.FAMILIES if name != "opencua"
+      ),
+      ("qwen3_vl", 0, False),
+      ("qwen3_vl", 800, True),
+      ("qwen3_vl_moe", 800, True),
+    ],
+  ),
 )
 def test_decoding_with_a_cache_equals_the_whole_forward(
-    name, patches, scan_layers, reference
+  name, patches, scan_layers, reference
 ):
   rng = np.random.default_rng(11)
   tiles = qwen_reference.CONFIGS[name].traits.tower == "idefics3"
   batch = qwen_reference.draw_batch(
-      rng, length=150 * (1 + tiles), patches=patches, packed=False,
-      **({"processor": reference(name).processor} if tiles else {}),
-  )  # pyformat: disable
+    rng,
+    length=150 * (1 + tiles),
+    patches=patches,
+    packed=False,
+    **({"processor": reference(name).processor} if tiles else {}),
+  )
   lengths = np.array([case.end for case in batch.cases])
   if patches:
     assert lengths.max() > 2 * CHUNK and len(set(lengths)) > 1 + (not tiles)
@@ -417,7 +422,7 @@ def test_decoding_with_a_cache_equals_the_whole_forward(
     vision = None
     if patches:
       vision = model.encode_images(
-          i.patches, i.patch_segments, i.patch_positions
+        i.patches, i.patch_segments, i.patch_positions
       )
     return model(i), vision
 
@@ -425,7 +430,7 @@ def test_decoding_with_a_cache_equals_the_whole_forward(
   got = decode(model, batch.inputs, vision, lengths, rng)
   for case in batch.cases:
     np.testing.assert_allclose(
-        got[case.place], want[case.place], rtol=0, atol=TOL
+      got[case.place], want[case.place], rtol=0, atol=TOL
     )
 
 
@@ -433,33 +438,33 @@ def test_decoding_with_a_cache_equals_the_whole_forward(
 
 # Parameters of the published files; of Qwen3.5's without the head that drafts.
 PUBLISHED = {
-    "Qwen3-VL-2B": 2_127_532_032,
-    "Qwen3-VL-4B": 4_437_815_808,
-    "Qwen3-VL-8B": 8_767_123_696,
-    "Qwen3-VL-32B": 33_357_390_064,
-    "Qwen3-VL-30B-A3B": 31_070_754_032,
-    "Qwen3-VL-235B-A22B": 235_670_022_896,
-    "Qwen2.5-VL-3B": 3_754_622_976,
-    "Qwen2.5-VL-7B": 8_292_166_656,
-    "Qwen2.5-VL-32B": 33_452_718_336,
-    "Qwen2.5-VL-72B": 73_410_777_344,
-    "Qwen3.5-9B": 9_409_813_744,
-    "Qwen3.5-27B": 27_356_728_560,
-    "Qwen3.5-35B-A3B": 35_107_181_936,
-    "Qwen2-VL-2B": 2_208_985_600,
-    "Qwen2-VL-7B": 8_291_375_616,
-    "Qwen2-VL-72B": 73_405_560_320,
-    "OpenCUA-7B": 8_292_166_656,
-    "OpenCUA-32B": 33_452_718_336,
-    "GLM-4.1V-9B": 10_292_777_472,
-    "GLM-4.5V": 107_710_933_120,
-    "SmolVLM2-256M": 256_484_928,
-    "SmolVLM2-500M": 507_482_304,
-    "SmolVLM2-2.2B": 2_246_784_880,
-    "Idefics3-8B": 8_462_086_384,
-    "Gemma-3-4B": 4_300_079_472,
-    "Gemma-3-12B": 12_187_325_040,
-    "Gemma-3-27B": 27_432_406_640,
+  "Qwen3-VL-2B": 2_127_532_032,
+  "Qwen3-VL-4B": 4_437_815_808,
+  "Qwen3-VL-8B": 8_767_123_696,
+  "Qwen3-VL-32B": 33_357_390_064,
+  "Qwen3-VL-30B-A3B": 31_070_754_032,
+  "Qwen3-VL-235B-A22B": 235_670_022_896,
+  "Qwen2.5-VL-3B": 3_754_622_976,
+  "Qwen2.5-VL-7B": 8_292_166_656,
+  "Qwen2.5-VL-32B": 33_452_718_336,
+  "Qwen2.5-VL-72B": 73_410_777_344,
+  "Qwen3.5-9B": 9_409_813_744,
+  "Qwen3.5-27B": 27_356_728_560,
+  "Qwen3.5-35B-A3B": 35_107_181_936,
+  "Qwen2-VL-2B": 2_208_985_600,
+  "Qwen2-VL-7B": 8_291_375_616,
+  "Qwen2-VL-72B": 73_405_560_320,
+  "OpenCUA-7B": 8_292_166_656,
+  "OpenCUA-32B": 33_452_718_336,
+  "GLM-4.1V-9B": 10_292_777_472,
+  "GLM-4.5V": 107_710_933_120,
+  "SmolVLM2-256M": 256_484_928,
+  "SmolVLM2-500M": 507_482_304,
+  "SmolVLM2-2.2B": 2_246_784_880,
+  "Idefics3-8B": 8_462_086_384,
+  "Gemma-3-4B": 4_300_079_472,
+  "Gemma-3-12B": 12_187_325_040,
+  "Gemma-3-27B": 27_432_406_640,
 }
 
 
@@ -470,8 +475,8 @@ def _sizes():
     by_family.setdefault(qwen_config.SIZES[name].family, []).append(name)
   larger = [name for _, *names in by_family.values() for name in names]
   return [
-      *(names[0] for names in by_family.values()),
-      *(pytest.param(n, marks=pytest.mark.slow) for n in cases.some(larger)),
+    *(names[0] for names in by_family.values()),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in cases.some(larger)),
   ]
 
 
@@ -486,8 +491,8 @@ def test_a_published_size_has_the_references_parameters(name):
     module = qwen_reference.build(config)
   # A router's correction, which is not trained, is in the files as well.
   want = {
-      qwen_reference.file_key(config, key): tuple(w.shape)
-      for key, w in module.state_dict().items()
+    qwen_reference.file_key(config, key): tuple(w.shape)
+    for key, w in module.state_dict().items()
   }
   if config.family == "gemma3":
     del want["language_model.lm_head.weight"]  # Tied.
@@ -495,12 +500,12 @@ def test_a_published_size_has_the_references_parameters(name):
     del want["lm_head.weight"]
   # Stacked layers have the same keys, and are made in a fraction of the time.
   abstract = hf_checkpoint.abstract_model(
-      dataclasses.replace(config, scan_layers=True)
+    dataclasses.replace(config, scan_layers=True)
   )
   got = {
-      key: tensor.shape
-      for tensor in hf_checkpoint.tensors_of(abstract)
-      for key in tensor.keys
+    key: tensor.shape
+    for tensor in hf_checkpoint.tensors_of(abstract)
+    for key in tensor.keys
   }
   assert set(got) == set(want)
   for key, shape in got.items():
@@ -509,9 +514,9 @@ def test_a_published_size_has_the_references_parameters(name):
     assert want[key] == ((shape[0], *shape[:0:-1]) if swapped else shape), key
   count = sum(np.prod(shape, dtype=np.int64) for shape in got.values())
   corrections = sum(
-      np.prod(shape, dtype=np.int64)
-      for key, shape in got.items()
-      if key.endswith("correction_bias")
+    np.prod(shape, dtype=np.int64)
+    for key, shape in got.items()
+    if key.endswith("correction_bias")
   )
   assert count == corrections + sum(w.numel() for w in module.parameters())
   assert count == PUBLISHED[name]
@@ -544,37 +549,42 @@ ROPE = "text_config.rope_parameters"
 
 
 @pytest.mark.parametrize(
-    "name, section, field, value, message",
-    [
-        (QWEN3, "", "model_type", "gemma3n", "='gemma3n' is none of"),
-        (QWEN3, "", "model_type", None, "=None is none of"),
-        (QWEN3, TEXT, "hidden_act", "gelu", "text hidden_act='gelu'"),
-        (QWEN2, TEXT, "hidden_act", "relu", "text hidden_act='relu'"),
-        (QWEN3, VISION, "hidden_act", "silu", "has gelu_pytorch_tanh"),
-        (QWEN2, VISION, "hidden_act", "gelu", "qwen2_5_vl has silu"),
-        (QWEN3, ROPE, "rope_type", "yarn", "'yarn' lacks 'factor'"),
-        (QWEN3, ROPE, "rope_type", "linear", "'linear' lacks 'factor'"),
-        (QWEN2, ROPE, "rope_type", "dynamic", "the longest sequence of a"),
-        (QWEN2, ROPE, "rope_type", "longrope", "here are linear, yarn"),
-        (QWEN2, ROPE, "partial_rotary_factor", 0.5, "=0.5, heads are"),
-        (QWEN3, TEXT, "layer_types", ["sliding"], r"\['sliding'\]"),
-        (QWEN3, "", "quantization_config", {"quant_method": "fp8"},
-         "quant_method='fp8', .* name without -FP8"),
-        (QWEN2, TEXT, "use_sliding_window", True, "no windows here"),
-        (QWEN3, TEXT, "attention_bias", True, "qwen3_vl has none"),
-        (MIXTURE, TEXT, "norm_topk_prob", False, "always add up to 1"),
-        (QWEN3, VISION, "temporal_patch_size", 1, "=1, only 2"),
-        (QWEN2, VISION, "in_channels", 1, "=1, only 3"),
-        (QWEN3, VISION, "out_hidden_size", 8, "=8 must equal text.hidden_size"),
-        (QWEN3, VISION, "num_heads", 0, ">= 1, got 0"),
-        (QWEN3, VISION, "num_position_embeddings", 7, "=7 is not a square"),
-        (QWEN3, VISION, "deepstack_visual_indexes", [27], "do not fit 27"),
-        (QWEN3, TEXT, "num_key_value_heads", 5, "heads=32 is not a multiple"),
-        (QWEN3, ROPE, "mrope_section", [1, 2, 3], "half of head_dim=128"),
-    ],
+  "name, section, field, value, message",
+  [
+    (QWEN3, "", "model_type", "gemma3n", "='gemma3n' is none of"),
+    (QWEN3, "", "model_type", None, "=None is none of"),
+    (QWEN3, TEXT, "hidden_act", "gelu", "text hidden_act='gelu'"),
+    (QWEN2, TEXT, "hidden_act", "relu", "text hidden_act='relu'"),
+    (QWEN3, VISION, "hidden_act", "silu", "has gelu_pytorch_tanh"),
+    (QWEN2, VISION, "hidden_act", "gelu", "qwen2_5_vl has silu"),
+    (QWEN3, ROPE, "rope_type", "yarn", "'yarn' lacks 'factor'"),
+    (QWEN3, ROPE, "rope_type", "linear", "'linear' lacks 'factor'"),
+    (QWEN2, ROPE, "rope_type", "dynamic", "the longest sequence of a"),
+    (QWEN2, ROPE, "rope_type", "longrope", "here are linear, yarn"),
+    (QWEN2, ROPE, "partial_rotary_factor", 0.5, "=0.5, heads are"),
+    (QWEN3, TEXT, "layer_types", ["sliding"], r"\['sliding'\]"),
+    (
+      QWEN3,
+      "",
+      "quantization_config",
+      {"quant_method": "fp8"},
+      "quant_method='fp8', .* name without -FP8",
+    ),
+    (QWEN2, TEXT, "use_sliding_window", True, "no windows here"),
+    (QWEN3, TEXT, "attention_bias", True, "qwen3_vl has none"),
+    (MIXTURE, TEXT, "norm_topk_prob", False, "always add up to 1"),
+    (QWEN3, VISION, "temporal_patch_size", 1, "=1, only 2"),
+    (QWEN2, VISION, "in_channels", 1, "=1, only 3"),
+    (QWEN3, VISION, "out_hidden_size", 8, "=8 must equal text.hidden_size"),
+    (QWEN3, VISION, "num_heads", 0, ">= 1, got 0"),
+    (QWEN3, VISION, "num_position_embeddings", 7, "=7 is not a square"),
+    (QWEN3, VISION, "deepstack_visual_indexes", [27], "do not fit 27"),
+    (QWEN3, TEXT, "num_key_value_heads", 5, "heads=32 is not a multiple"),
+    (QWEN3, ROPE, "mrope_section", [1, 2, 3], "half of head_dim=128"),
+  ],
 )
 def test_what_would_be_computed_wrongly_is_refused(
-    name, section, field, value, message
+  name, section, field, value, message
 ):
   path = f"{section}.{field}".strip(".")
   with pytest.raises(ValueError, match=message) as error:
@@ -588,7 +598,8 @@ def test_scaled_rotary_positions_of_older_files_are_read():
   with pytest.raises(ValueError, match="rope_type='yarn' lacks 'factor'"):
     qwen_config.from_hf(raw)
   raw[TEXT]["rope_scaling"] |= {
-      "factor": 4, "original_max_position_embeddings": 32768
+    "factor": 4,
+    "original_max_position_embeddings": 32768,
   }
   scaling = qwen_config.from_hf(raw).text.rope_scaling
   assert (scaling.kind, scaling.factor) == ("yarn", 4)
@@ -596,8 +607,8 @@ def test_scaled_rotary_positions_of_older_files_are_read():
 
 
 @pytest.mark.parametrize(
-    "name, section",
-    [(QWEN3, TEXT), (QWEN3, VISION), (QWEN2, TEXT), (QWEN2, VISION)],
+  "name, section",
+  [(QWEN3, TEXT), (QWEN3, VISION), (QWEN2, TEXT), (QWEN2, VISION)],
 )
 def test_a_missing_section_is_named(name, section):
   with pytest.raises(ValueError, match=f"lacks '{section}'.*download"):
@@ -612,11 +623,11 @@ def test_files_of_older_transformers_are_read_alike():
   vision = raw[VISION]
   vision["in_chans"] = vision.pop("in_channels")
   old = {
-      **text,
-      **raw,
-      "rope_theta": rope["rope_theta"],
-      "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
-      "use_sliding_window": False,
+    **text,
+    **raw,
+    "rope_theta": rope["rope_theta"],
+    "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    "use_sliding_window": False,
   }
   assert qwen_config.from_hf(old) == config
 

@@ -6,25 +6,30 @@ import pytest
 # Each family on all axes at once; those whose code looks at the mesh itself
 # without some of them, too.
 MESHES = {
-    "qwen3_vl": (
-        "data2_fsdp2_tensor2", "fsdp2_sequence2_tensor2", "data2_sequence4"
-    ),
-    "qwen3_vl_moe": ("fsdp2_sequence2_tensor2",),
-    "qwen2_5_vl": ("fsdp2_sequence2_tensor2",),
-    "qwen3_5": ("fsdp2_sequence2_tensor2",),
-    "glm4v": ("fsdp2_sequence2_tensor2",),
-    "glm4v_moe": ("fsdp4_tensor2",),
-    "gemma3": ("fsdp2_sequence2_tensor2", "data2_sequence4"),
-    "qwen2_vl": ("fsdp2_sequence2_tensor2",),
+  "qwen3_vl": (
+    "data2_fsdp2_tensor2",
+    "fsdp2_sequence2_tensor2",
+    "data2_sequence4",
+  ),
+  "qwen3_vl_moe": ("fsdp2_sequence2_tensor2",),
+  "qwen2_5_vl": ("fsdp2_sequence2_tensor2",),
+  "qwen3_5": ("fsdp2_sequence2_tensor2",),
+  "glm4v": ("fsdp2_sequence2_tensor2",),
+  "glm4v_moe": ("fsdp4_tensor2",),
+  "gemma3": ("fsdp2_sequence2_tensor2", "data2_sequence4"),
+  "qwen2_vl": ("fsdp2_sequence2_tensor2",),
 }
 
 
 @pytest.fixture(scope="module", params=MESHES)
 def report(request):
   return forced_devices.report(
-      "-m", "tests.policy.qwen_sharding_script", request.param,
-      *MESHES[request.param], seconds=600,
-  )  # pyformat: disable
+    "-m",
+    "tests.policy.qwen_sharding_script",
+    request.param,
+    *MESHES[request.param],
+    seconds=600,
+  )
 
 
 # The fixture's process shares two cores with eight device threads.
@@ -52,9 +57,12 @@ def test_weights_are_split_over_the_model_axes(report):
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_text_policy_on_a_mesh_equals_one_device(family):
   report = forced_devices.report(
-      "-m", "tests.policy.text_sharding_script", family,
-      "fsdp2_sequence2_tensor2", seconds=600,
-  )  # pyformat: disable
+    "-m",
+    "tests.policy.text_sharding_script",
+    family,
+    "fsdp2_sequence2_tensor2",
+    seconds=600,
+  )
   for mesh, errors in report.items():
     assert errors["loss"] < 1e-5, mesh
     assert errors["gradient"] < 1e-5, mesh

@@ -41,7 +41,7 @@ def reference(tmp_path_factory):
   @functools.cache
   def make(name):
     return qwen_reference.Reference(
-        qwen_reference.TEXT_CONFIGS[name], tmp_path_factory.mktemp("qwen")
+      qwen_reference.TEXT_CONFIGS[name], tmp_path_factory.mktemp("qwen")
     )
 
   return make
@@ -56,13 +56,16 @@ def draw(seed):
 
 
 @pytest.mark.parametrize(
-    "name, scan_layers",
-    trials.by_default(
-        [(name, False) for name in qwen_reference.TEXT_CONFIGS],
-        # The scan of stacked layers is that of all families.
-        [*((name, False) for name in qwen_reference.TEXT_CONFIGS),
-         ("qwen2", True), ("qwen3 tied", True)],
-    ),
+  "name, scan_layers",
+  trials.by_default(
+    [(name, False) for name in qwen_reference.TEXT_CONFIGS],
+    # The scan of stacked layers is that of all families.
+    [
+      *((name, False) for name in qwen_reference.TEXT_CONFIGS),
+      ("qwen2", True),
+      ("qwen3 tied", True),
+    ],
+  ),
 )
 def test_logits_and_gradients_are_the_references(name, scan_layers, reference):
   batch = draw(3)
@@ -96,9 +99,9 @@ def test_transformers_loads_what_is_saved_here(name, reference, tmp_path):
   assert model.config == config
   hf_checkpoint.save_model(tmp_path, model)
   loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-  assert type(loaded).__name__ == qwen_text_config.to_hf(config)[
-      "architectures"
-  ][0]
+  assert (
+    type(loaded).__name__ == qwen_text_config.to_hf(config)["architectures"][0]
+  )
   want = reference(name).module.state_dict()
   got = loaded.state_dict()
   assert got.keys() == want.keys()
@@ -106,10 +109,10 @@ def test_transformers_loads_what_is_saved_here(name, reference, tmp_path):
     assert torch.equal(got[key], value), key
   batch = draw(5)
   np.testing.assert_allclose(
-      reference(name).run(batch, module=loaded.eval().float()).logits,
-      qwen_reference.scorer(model)(batch).logits,
-      rtol=0,
-      atol=TOL,
+    reference(name).run(batch, module=loaded.eval().float()).logits,
+    qwen_reference.scorer(model)(batch).logits,
+    rtol=0,
+    atol=TOL,
   )
 
 
@@ -137,13 +140,13 @@ def test_a_fresh_policy_is_saved_for_transformers(tmp_path):
 def inputs_of(processor, ids):
   t = len(ids)
   return base.PolicyInputs(
-      tokens=ids[None],
-      positions=processor.positions(ids)[None],
-      segment_ids=np.ones((1, t), np.int32),
-      vision_index=np.full((1, t), -1, np.int32),
-      patches=np.zeros((1, 0, processor.patch_bytes), np.uint8),
-      patch_segments=np.zeros((1, 0), np.int32),
-      patch_positions=np.zeros((1, 0, processor.position_axes), np.int32),
+    tokens=ids[None],
+    positions=processor.positions(ids)[None],
+    segment_ids=np.ones((1, t), np.int32),
+    vision_index=np.full((1, t), -1, np.int32),
+    patches=np.zeros((1, 0, processor.patch_bytes), np.uint8),
+    patch_segments=np.zeros((1, 0), np.int32),
+    patch_positions=np.zeros((1, 0, processor.position_axes), np.int32),
   )
 
 
@@ -180,11 +183,11 @@ def test_an_int8_copy_rounds_the_decoder(reference):
 def test_placeholders_are_banned_and_images_refused():
   model, processor, encoder = checkpoint.create_policy("qwen3_text_tiny")
   assert model.config.banned_token_ids == (
-      encoder.token_to_id("<|image_pad|>"),
-      encoder.token_to_id("<|video_pad|>"),
+    encoder.token_to_id("<|image_pad|>"),
+    encoder.token_to_id("<|video_pad|>"),
   )
   refused = pytest.raises(
-      ValueError, match="qwen3_text_tiny reads text only.*vision-language"
+    ValueError, match="qwen3_text_tiny reads text only.*vision-language"
   )
   with refused:
     processor.num_image_tokens(64, 48)
@@ -194,22 +197,20 @@ def test_placeholders_are_banned_and_images_refused():
   with refused:
     processor.positions(np.arange(4), [span])
   np.testing.assert_array_equal(
-      processor.positions(np.arange(5), (), 3), [[3] * 3, [4] * 3]
+    processor.positions(np.arange(5), (), 3), [[3] * 3, [4] * 3]
   )
 
 
-def test_a_published_directory_needs_no_chat_template_file(
-    reference, tmp_path
-):
+def test_a_published_directory_needs_no_chat_template_file(reference, tmp_path):
   """Qwen3's files hold it in tokenizer_config.json."""
   source = tmp_path / "published"
   shutil.copytree(reference("qwen3").directory, source)
   with pytest.raises(FileNotFoundError, match="tokenizer.json"):
     checkpoint.load_policy(source)
   tokenizer = {
-      "version": "1.0",
-      "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
-      "added_tokens": [],
+    "version": "1.0",
+    "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    "added_tokens": [],
   }
   (source / "tokenizer.json").write_text(json.dumps(tokenizer))
   model, processor, _ = checkpoint.load_policy(source)
@@ -255,7 +256,7 @@ QWEN3 = {
     "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
     "vocab_size": 151936,
-}  # pyformat: disable
+}  # fmt: skip
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0,
     "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu",
@@ -266,11 +267,11 @@ QWEN2 = {
     "sliding_window": 32768, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
     "vocab_size": 151936,
-}  # pyformat: disable
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "raw, parameters", [(QWEN3, 596_049_920), (QWEN2, 494_032_768)]
+  "raw, parameters", [(QWEN3, 596_049_920), (QWEN2, 494_032_768)]
 )
 def test_a_published_file_has_the_references_parameters(raw, parameters):
   config = qwen_text_config.from_hf(raw)
@@ -278,35 +279,43 @@ def test_a_published_file_has_the_references_parameters(raw, parameters):
     module = qwen_reference.build(config)
   want = {key: tuple(w.shape) for key, w in module.named_parameters()}
   abstract = hf_checkpoint.abstract_model(
-      dataclasses.replace(config, scan_layers=True)
+    dataclasses.replace(config, scan_layers=True)
   )
   got = {
-      key: tensor.shape
-      for tensor in hf_checkpoint.tensors_of(abstract)
-      for key in tensor.keys
+    key: tensor.shape
+    for tensor in hf_checkpoint.tensors_of(abstract)
+    for key in tensor.keys
   }
   assert got == want
   assert sum(np.prod(s, dtype=np.int64) for s in got.values()) == parameters
 
 
 @pytest.mark.parametrize(
-    "raw, field, value, message",
-    [
-        (QWEN3, "model_type", "qwen3_moe", "='qwen3_moe' is none of"),
-        (QWEN3, "hidden_act", "gelu", "hidden_act='gelu'"),
-        (QWEN2, "use_sliding_window", True, "no windows here"),
-        (QWEN3, "layer_types", ["full_attention", "sliding"], "['sliding']"),
-        (QWEN3, "attention_bias", True, "have none here"),
-        (QWEN3, "rope_scaling", {"rope_type": "dynamic", "factor": 2},
-         "rope_type='dynamic'"),
-        (QWEN3, "quantization_config", {"quant_method": "awq"},
-         "quant_method='awq'"),
-        (QWEN3, "rope_parameters", {"rope_theta": 5.0}, "rope_theta=1000000"),
-        (QWEN3, "num_key_value_heads", 5, "heads=16 is not a multiple"),
-        (QWEN3, "num_attention_heads", 0, ">= 1, got 0"),
-        (QWEN3, "head_dim", 7, "head_dim=7 must be even"),
-        (QWEN2, "head_dim", 32, "head_dim=32, qwen2's is"),
-    ],
+  "raw, field, value, message",
+  [
+    (QWEN3, "model_type", "qwen3_moe", "='qwen3_moe' is none of"),
+    (QWEN3, "hidden_act", "gelu", "hidden_act='gelu'"),
+    (QWEN2, "use_sliding_window", True, "no windows here"),
+    (QWEN3, "layer_types", ["full_attention", "sliding"], "['sliding']"),
+    (QWEN3, "attention_bias", True, "have none here"),
+    (
+      QWEN3,
+      "rope_scaling",
+      {"rope_type": "dynamic", "factor": 2},
+      "rope_type='dynamic'",
+    ),
+    (
+      QWEN3,
+      "quantization_config",
+      {"quant_method": "awq"},
+      "quant_method='awq'",
+    ),
+    (QWEN3, "rope_parameters", {"rope_theta": 5.0}, "rope_theta=1000000"),
+    (QWEN3, "num_key_value_heads", 5, "heads=16 is not a multiple"),
+    (QWEN3, "num_attention_heads", 0, ">= 1, got 0"),
+    (QWEN3, "head_dim", 7, "head_dim=7 must be even"),
+    (QWEN2, "head_dim", 32, "head_dim=32, qwen2's is"),
+  ],
 )
 def test_what_would_be_computed_wrongly_is_refused(raw, field, value, message):
   with pytest.raises(ValueError, match=re.escape(message)) as error:

@@ -14,8 +14,8 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
 
 FAMILIES = {
-    "qwen2_5_vl": qwen_vl_inputs.QWEN2_5_VL,
-    "qwen3_vl": qwen_vl_inputs.QWEN3_VL,
+  "qwen2_5_vl": qwen_vl_inputs.QWEN2_5_VL,
+  "qwen3_vl": qwen_vl_inputs.QWEN3_VL,
 }
 # Small, so that a reference image is small.
 LIMITS = {"min_pixels": 56 * 56, "max_pixels": 200 * 200}
@@ -27,7 +27,7 @@ family = pytest.mark.parametrize("family", FAMILIES)
 
 def make(family="qwen3_vl", image_token_id=IMAGE, **limits):
   return qwen_vl_inputs.QwenVLProcessor.from_preprocessor_config(
-      FAMILIES[family], image_token_id=image_token_id, **(limits or LIMITS)
+    FAMILIES[family], image_token_id=image_token_id, **(limits or LIMITS)
   )
 
 
@@ -55,20 +55,20 @@ def prompt(processor, pieces):
 
 
 @pytest.mark.parametrize(
-    "family, size, want",
-    [
-        ("qwen2_5_vl", (1522, 1022), (1512, 1008)),  # 36.5 rows round to 36.
-        ("qwen2_5_vl", (1512, 1050), (1512, 1064)),  # 37.5 rows round to 38.
-        ("qwen2_5_vl", (1280, 720), (1288, 728)),
-        ("qwen3_vl", (1280, 720), (1280, 704)),  # 22.5 rows round to 22.
-        ("qwen3_vl", (1920, 1080), (1920, 1088)),
-        ("qwen3_vl", (1, 1), (256, 256)),
-        ("qwen3_vl", (8192, 8192), (4096, 4096)),
-    ],
+  "family, size, want",
+  [
+    ("qwen2_5_vl", (1522, 1022), (1512, 1008)),  # 36.5 rows round to 36.
+    ("qwen2_5_vl", (1512, 1050), (1512, 1064)),  # 37.5 rows round to 38.
+    ("qwen2_5_vl", (1280, 720), (1288, 728)),
+    ("qwen3_vl", (1280, 720), (1280, 704)),  # 22.5 rows round to 22.
+    ("qwen3_vl", (1920, 1080), (1920, 1088)),
+    ("qwen3_vl", (1, 1), (256, 256)),
+    ("qwen3_vl", (8192, 8192), (4096, 4096)),
+  ],
 )
 def test_sizes_of_the_default_settings(family, size, want):
   processor = qwen_vl_inputs.QwenVLProcessor.from_preprocessor_config(
-      FAMILIES[family]
+    FAMILIES[family]
   )
   factor = processor.patch_size * 2
   width, height = want
@@ -131,7 +131,7 @@ def test_a_trajectory_shares_its_pixels():
 def test_patches_are_cells_grouped_by_vision_token(family, merge):
   config = {**FAMILIES[family], "merge_size": merge}
   processor = qwen_vl_inputs.QwenVLProcessor.from_preprocessor_config(
-      config, min_pixels=1
+    config, min_pixels=1
   )
   patch, factor = processor.patch_size, processor.patch_size * merge
   down, across = 3, 2
@@ -145,9 +145,9 @@ def test_patches_are_cells_grouped_by_vision_token(family, merge):
   assert image.positions.shape == (rows * cols, processor.position_axes)
   assert len(image.patches) == image.num_tokens * processor.patches_per_token
   order = [
-      (i * merge + k, j * merge + l)
-      for i, j in itertools.product(range(down), range(across))
-      for k, l in itertools.product(range(merge), repeat=2)
+    (i * merge + k, j * merge + l)
+    for i, j in itertools.product(range(down), range(across))
+    for k, l in itertools.product(range(merge), repeat=2)
   ]
   for (row, col), got, position in zip(order, image.patches, image.positions):
     assert tuple(position) == (row, col, rows, cols)
@@ -162,20 +162,20 @@ def test_a_strided_or_read_only_view_gives_the_same_patches(size):
   view = noise(2 * size[0], 2 * size[1])[::2, ::-2]
   view.flags.writeable = False
   np.testing.assert_array_equal(
-      processor.patchify(view).patches, processor.patchify(view.copy()).patches
+    processor.patchify(view).patches, processor.patchify(view.copy()).patches
   )
 
 
 @pytest.mark.parametrize(
-    "pixels, message",
-    [
-        (np.zeros((4, 64, 64, 3), np.uint8), r"stills only.*uint8\[4, 64"),
-        (np.zeros((64, 64, 4), np.uint8), "stills only"),
-        (np.zeros((64, 64), np.uint8), "stills only"),
-        (np.zeros((64, 64, 3), np.float32), "float32"),
-        (np.zeros((0, 64, 3), np.uint8), "64x0"),
-        (np.zeros((1, 201, 3), np.uint8), "201x1"),
-    ],
+  "pixels, message",
+  [
+    (np.zeros((4, 64, 64, 3), np.uint8), r"stills only.*uint8\[4, 64"),
+    (np.zeros((64, 64, 4), np.uint8), "stills only"),
+    (np.zeros((64, 64), np.uint8), "stills only"),
+    (np.zeros((64, 64, 3), np.float32), "float32"),
+    (np.zeros((0, 64, 3), np.uint8), "64x0"),
+    (np.zeros((1, 201, 3), np.uint8), "201x1"),
+  ],
 )
 def test_what_is_no_still_is_refused(pixels, message):
   with pytest.raises(ValueError, match=message):
@@ -198,18 +198,18 @@ def slow_positions(processor, tokens, spans):
     rows, cols = processor.grid(span.image.width, span.image.height)
     rows, cols = rows // 2, cols // 2
     out += [
-        (current, current + r, current + c)
-        for r, c in itertools.product(range(rows), range(cols))
+      (current, current + r, current + c)
+      for r, c in itertools.product(range(rows), range(cols))
     ]
     current += max(rows, cols)
   return np.array(out, np.int32).reshape(-1, 3)
 
 
 pieces = st.lists(
-    st.one_of(
-        st.integers(1, 9), st.tuples(st.integers(9, 700), st.integers(9, 700))
-    ),
-    max_size=8,
+  st.one_of(
+    st.integers(1, 9), st.tuples(st.integers(9, 700), st.integers(9, 700))
+  ),
+  max_size=8,
 )
 
 
@@ -232,22 +232,22 @@ def test_an_image_takes_its_longer_side_of_positions():
   processor = make()
   tokens, spans = prompt(processor, [2, (96, 64), 2])
   np.testing.assert_array_equal(
-      processor.positions(tokens, spans),
-      [[0] * 3, [1] * 3]
-      + [[2, 2, 2], [2, 2, 3], [2, 2, 4]]
-      + [[2, 3, 2], [2, 3, 3], [2, 3, 4]]
-      + [[5] * 3, [6] * 3],
+    processor.positions(tokens, spans),
+    [[0] * 3, [1] * 3]
+    + [[2, 2, 2], [2, 2, 3], [2, 2, 4]]
+    + [[2, 3, 2], [2, 3, 3], [2, 3, 4]]
+    + [[5] * 3, [6] * 3],
   )
 
 
 @pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"offset": 2}, r"\[2, 8\) of 96x64 .*token 7 at 2, not .* 151655"),
-        ({"offset": 4}, r"\[4, 10\) .*token 7 at 9,"),
-        ({"num_tokens": 5}, r"\[3, 8\).* 5 tokens, .* 2x3 = 6"),
-        ({"offset": 6}, r"\[6, 12\) .*leaves the 11 tokens"),
-    ],
+  "change, message",
+  [
+    ({"offset": 2}, r"\[2, 8\) of 96x64 .*token 7 at 2, not .* 151655"),
+    ({"offset": 4}, r"\[4, 10\) .*token 7 at 9,"),
+    ({"num_tokens": 5}, r"\[3, 8\).* 5 tokens, .* 2x3 = 6"),
+    ({"offset": 6}, r"\[6, 12\) .*leaves the 11 tokens"),
+  ],
 )
 @pytest.mark.parametrize("start", [0, 11])
 def test_a_span_that_does_not_fit_is_named(change, message, start):
@@ -276,28 +276,28 @@ def test_placeholders_are_unchecked_without_their_id():
   processor = make(image_token_id=None)
   tokens, spans = prompt(processor, [3, (96, 64), 2])
   np.testing.assert_array_equal(
-      processor.positions(np.zeros_like(tokens), spans),
-      make().positions(tokens, spans),
+    processor.positions(np.zeros_like(tokens), spans),
+    make().positions(tokens, spans),
   )
 
 
 # --- settings ----------------------------------------------------------------
 
 QWEN3_FILE = {
-    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "image_processor_type": "Qwen2VLImageProcessorFast",
+  "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+  "patch_size": 16,
+  "temporal_patch_size": 2,
+  "merge_size": 2,
+  "image_mean": [0.5, 0.5, 0.5],
+  "image_std": [0.5, 0.5, 0.5],
+  "image_processor_type": "Qwen2VLImageProcessorFast",
 }
 
 
 def read(config, **overrides):
   # Through JSON, as a checkpoint's file comes.
   return qwen_vl_inputs.QwenVLProcessor.from_preprocessor_config(
-      json.loads(json.dumps(dict(config))), **overrides
+    json.loads(json.dumps(dict(config))), **overrides
   )
 
 
@@ -305,10 +305,10 @@ def read(config, **overrides):
 def test_the_default_settings_are_a_checkpoints(family):
   processor = read(FAMILIES[family])
   assert processor == make(
-      family,
-      None,
-      min_pixels=FAMILIES[family]["min_pixels"],
-      max_pixels=FAMILIES[family]["max_pixels"],
+    family,
+    None,
+    min_pixels=FAMILIES[family]["min_pixels"],
+    max_pixels=FAMILIES[family]["max_pixels"],
   )
   assert processor.mean == FAMILIES[family]["image_mean"]
   assert processor.std == FAMILIES[family]["image_std"]
@@ -327,23 +327,23 @@ def test_limits_are_read_from_both_keys():
 
 
 @pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"temporal_patch_size": 1}, "temporal_patch_size must be 2.* 1"),
-        ({"resample": 2}, "resample must be 3.*got 2"),
-        ({"do_resize": False}, "do_resize must be True"),
-        ({"rescale_factor": 1.0}, "rescale_factor"),
-        ({"patch_size": None}, "patch_size is missing"),
-        ({"patch_size": 0}, "patch_size must be an int > 0, got 0"),
-        ({"merge_size": 2.0}, "merge_size must be an int > 0, got 2.0"),
-        ({"image_mean": None}, "image_mean is missing"),
-        ({"image_mean": [0.5]}, "mean must be three numbers, got"),
-        ({"image_std": [0.5, 0, 1]}, "std must be three numbers > 0"),
-        ({"size": {"height": 5}}, "neither min_pixels nor size.shortest_edge"),
-        ({"size": 448}, "neither min_pixels nor size.shortest_edge"),
-        ({"max_pixels": 65535}, "max_pixels=65535 .* min_pixels=65536"),
-        ({"min_pixels": 1, "max_pixels": 1023}, "vision token's 1024 pixels"),
-    ],
+  "change, message",
+  [
+    ({"temporal_patch_size": 1}, "temporal_patch_size must be 2.* 1"),
+    ({"resample": 2}, "resample must be 3.*got 2"),
+    ({"do_resize": False}, "do_resize must be True"),
+    ({"rescale_factor": 1.0}, "rescale_factor"),
+    ({"patch_size": None}, "patch_size is missing"),
+    ({"patch_size": 0}, "patch_size must be an int > 0, got 0"),
+    ({"merge_size": 2.0}, "merge_size must be an int > 0, got 2.0"),
+    ({"image_mean": None}, "image_mean is missing"),
+    ({"image_mean": [0.5]}, "mean must be three numbers, got"),
+    ({"image_std": [0.5, 0, 1]}, "std must be three numbers > 0"),
+    ({"size": {"height": 5}}, "neither min_pixels nor size.shortest_edge"),
+    ({"size": 448}, "neither min_pixels nor size.shortest_edge"),
+    ({"max_pixels": 65535}, "max_pixels=65535 .* min_pixels=65536"),
+    ({"min_pixels": 1, "max_pixels": 1023}, "vision token's 1024 pixels"),
+  ],
 )
 def test_settings_that_cannot_be_followed_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
@@ -361,16 +361,16 @@ def reference_processor(family, min_pixels, max_pixels):
   """
   pytest.importorskip("torch")
   module = pytest.importorskip(
-      "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
   )
   config = FAMILIES[family]
   return module.Qwen2VLImageProcessorPil(
-      patch_size=config["patch_size"],
-      merge_size=config["merge_size"],
-      temporal_patch_size=2,
-      size={"shortest_edge": min_pixels, "longest_edge": max_pixels},
-      image_mean=list(config["image_mean"]),
-      image_std=list(config["image_std"]),
+    patch_size=config["patch_size"],
+    merge_size=config["merge_size"],
+    temporal_patch_size=2,
+    size={"shortest_edge": min_pixels, "longest_edge": max_pixels},
+    image_mean=list(config["image_mean"]),
+    image_std=list(config["image_std"]),
   )
 
 
@@ -430,7 +430,7 @@ def check_parity(processor, reference, width, height):
   values = values.reshape(len(values), 3, 2, -1)
   np.testing.assert_array_equal(values[:, :, 1], values[:, :, 0], message)
   np.testing.assert_array_equal(
-      normalised(processor, got.patches), values[:, :, 0], message
+    normalised(processor, got.patches), values[:, :, 0], message
   )
 
 
@@ -451,7 +451,7 @@ def test_patches_are_the_references(family):
 def test_patches_of_a_screenshot_are_the_references(family, size):
   limits = {key: FAMILIES[family][key] for key in LIMITS}
   check_parity(
-      make(family, **limits), reference_processor(family, **limits), *size
+    make(family, **limits), reference_processor(family, **limits), *size
   )
 
 
@@ -459,7 +459,7 @@ def test_patches_of_a_screenshot_are_the_references(family, size):
 def test_sizes_are_the_references(family):
   pytest.importorskip("torch")
   module = pytest.importorskip(
-      "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
   )
   rng = np.random.default_rng(1)
   defaults = tuple(FAMILIES[family][key] for key in LIMITS)
@@ -494,35 +494,34 @@ def reference_models():
   pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   text = {
-      "hidden_size": 16,
-      "intermediate_size": 16,
-      "num_hidden_layers": 1,
-      "num_attention_heads": 2,
-      "num_key_value_heads": 1,
-      "vocab_size": 64,
-      "bos_token_id": 0,
-      "eos_token_id": 0,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
   }
   vision = {
-      "depth": 1,
-      "hidden_size": 16,
-      "intermediate_size": 16,
-      "num_heads": 2,
-      "out_hidden_size": 16,
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 16,
   }
   return {
-      "qwen2_5_vl": transformers.Qwen2_5_VLModel(
-          transformers.Qwen2_5_VLConfig(
-              text_config=text,
-              vision_config={**vision, "fullatt_block_indexes": [0]},
-          )
-      ),
-      "qwen3_vl": transformers.Qwen3VLModel(
-          transformers.Qwen3VLConfig(
-              text_config={**text, "head_dim": 8},
-              vision_config={**vision, "deepstack_visual_indexes": [0]},
-          )
-      ),
+    "qwen2_5_vl": transformers.Qwen2_5_VLModel(
+      transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config={**vision, "fullatt_block_indexes": [0]}
+      )
+    ),
+    "qwen3_vl": transformers.Qwen3VLModel(
+      transformers.Qwen3VLConfig(
+        text_config={**text, "head_dim": 8},
+        vision_config={**vision, "deepstack_visual_indexes": [0]},
+      )
+    ),
   }
 
 
@@ -546,15 +545,15 @@ def test_positions_are_the_references(family, reference_models):
     if not len(tokens):
       continue
     grids = [
-        (1, *processor.grid(span.image.width, span.image.height))
-        for span in spans
+      (1, *processor.grid(span.image.width, span.image.height))
+      for span in spans
     ]
     want, _ = reference_models[family].get_rope_index(
-        input_ids=torch.tensor(tokens)[None],
-        mm_token_type_ids=torch.tensor(tokens == IMAGE).int()[None],
-        image_grid_thw=torch.tensor(grids) if grids else None,
+      input_ids=torch.tensor(tokens)[None],
+      mm_token_type_ids=torch.tensor(tokens == IMAGE).int()[None],
+      image_grid_thw=torch.tensor(grids) if grids else None,
     )
     np.testing.assert_array_equal(
-        processor.positions(tokens, spans), want[:, 0].T.numpy(), str(pieces)
+      processor.positions(tokens, spans), want[:, 0].T.numpy(), str(pieces)
     )
   assert counts == set(range(7))

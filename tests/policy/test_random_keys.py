@@ -12,8 +12,7 @@ def test_each_key_is_that_of_rngs(seed):
   keys, rngs = random_keys.Keys(seed), nnx.Rngs(seed)
   for _ in range(5):
     np.testing.assert_array_equal(
-        jax.random.key_data(keys.params()),
-        jax.random.key_data(rngs.params()),
+      jax.random.key_data(keys.params()), jax.random.key_data(rngs.params())
     )
 
 

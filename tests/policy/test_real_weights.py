@@ -26,7 +26,9 @@ from tunix.rl.multi_turn.policy import policy_files  # noqa: E402
 from tests.policy import test_qwen_text  # noqa: E402
 
 pytestmark = [
-    pytest.mark.slow, pytest.mark.peer("transformers"), pytest.mark.timeout(900)
+  pytest.mark.slow,
+  pytest.mark.peer("transformers"),
+  pytest.mark.timeout(900),
 ]
 TOL = 1e-4
 # SmolLM2's residuals of a sequence's first token, at which all later ones look,
@@ -68,7 +70,7 @@ def ids(file):
 def reference(file, ids):
   """(logits [T, V], gradients by key, greedy tokens) of transformers."""
   module = transformers.AutoModelForCausalLM.from_pretrained(
-      file.parent, gguf_file=file.name, dtype=torch.float32
+    file.parent, gguf_file=file.name, dtype=torch.float32
   ).eval()
   module.get_input_embeddings().padding_idx = None
   # An end is a token like others.
@@ -76,9 +78,11 @@ def reference(file, ids):
   tokens = torch.tensor([ids])
   with torch.no_grad():
     out = module.generate(
-        tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
-        max_new_tokens=NEW,
-    )  # pyformat: disable
+      tokens,
+      attention_mask=torch.ones_like(tokens),
+      do_sample=False,
+      max_new_tokens=NEW,
+    )
   module.double()  # So that what differs is our rounding.
   logits = module(tokens).logits[0]
   scores = torch.log_softmax(logits, -1)[:-1]
@@ -126,9 +130,9 @@ def test_logits_and_gradients_are_transformers(policy, reference, ids):
 def test_greedy_tokens_are_transformers(policy, reference, ids):
   model, processor = policy
   extend = nnx.jit(
-      lambda model, *args: (lambda h, c: (model.logits(h)[0, -1], c))(
-          *model.extend(*args)
-      )
+    lambda model, *args: (lambda h, c: (model.logits(h)[0, -1], c))(
+      *model.extend(*args)
+    )
   )
   length = len(ids)
   cache = model.init_cache(1, length + NEW)
@@ -137,9 +141,13 @@ def test_greedy_tokens_are_transformers(policy, reference, ids):
     history = np.zeros(start + len(tokens), np.int32)
     positions = processor.positions(history, (), start)[None]
     logits, cache = extend(
-        model, tokens[None], positions, np.array([start], np.int32),
-        np.array([len(tokens)], np.int32), cache,
-    )  # pyformat: disable
+      model,
+      tokens[None],
+      positions,
+      np.array([start], np.int32),
+      np.array([len(tokens)], np.int32),
+      cache,
+    )
     start += len(tokens)
     tokens = np.array([int(jnp.argmax(logits))], np.int32)
     greedy += tokens.tolist()
@@ -153,17 +161,20 @@ def test_a_conversation_is_the_chat_templates(file):
   encoder = policy_files.load_tokenizer(file)
   renderer = choice.make_renderer(encoder, lambda w, h: 1, template)
   tokenizer = transformers.PreTrainedTokenizerFast(
-      tokenizer_file=str(policy_files.resolve(file) / "tokenizer.json")
+    tokenizer_file=str(policy_files.resolve(file) / "tokenizer.json")
   )
   messages = [
-      {"role": "user", "content": "What is 12 + 7?"},
-      {"role": "assistant", "content": "19 — of course."},
-      {"role": "user", "content": "  And 1234567 twice?\n"},
+    {"role": "user", "content": "What is 12 + 7?"},
+    {"role": "assistant", "content": "19 — of course."},
+    {"role": "user", "content": "  And 1234567 twice?\n"},
   ]
   text = tokenizer.apply_chat_template(
-      messages, chat_template=template.source, tokenize=False,
-      add_generation_prompt=True, **template._variables,
-  )  # pyformat: disable
+    messages,
+    chat_template=template.source,
+    tokenize=False,
+    add_generation_prompt=True,
+    **template._variables,
+  )
   got = renderer.render(messages).tokens.tolist()
   assert encoder.decode(got, skip_special_tokens=False) == text
   assert got == encoder.encode(text, add_special_tokens=False).ids

@@ -20,9 +20,9 @@ rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
 import qwen_reference  # noqa: E402
 
 FAMILIES = tuple(
-    family
-    for family in (*qwen_config.FAMILIES, *qwen_text_config.FAMILIES)
-    if family != "opencua"  # Its classes come with its checkpoints.
+  family
+  for family in (*qwen_config.FAMILIES, *qwen_text_config.FAMILIES)
+  if family != "opencua"  # Its classes come with its checkpoints.
 )
 # As the published READMEs advise it, and every field that is read.
 ASKED = {
@@ -65,21 +65,28 @@ ASKED = {
         "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     },
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def raw_of(family, scaling):
   """A config.json with these rotary positions."""
   vl = family in qwen_config.FAMILIES
   if vl:
-    sizes = {"qwen3_vl": "Qwen3-VL-8B", "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
-             "qwen2_5_vl": "Qwen2.5-VL-7B", "qwen2_vl": "Qwen2-VL-7B",
-             "qwen3_5": "Qwen3.5-9B", "qwen3_5_moe": "Qwen3.5-35B-A3B",
-             "glm4v": "GLM-4.1V-9B",
-             "glm4v_moe": "GLM-4.5V", "gemma3": "Gemma-3-4B",
-             "smolvlm": "SmolVLM2-256M", "idefics3": "SmolVLM2-256M"}
+    sizes = {
+      "qwen3_vl": "Qwen3-VL-8B",
+      "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
+      "qwen2_5_vl": "Qwen2.5-VL-7B",
+      "qwen2_vl": "Qwen2-VL-7B",
+      "qwen3_5": "Qwen3.5-9B",
+      "qwen3_5_moe": "Qwen3.5-35B-A3B",
+      "glm4v": "GLM-4.1V-9B",
+      "glm4v_moe": "GLM-4.5V",
+      "gemma3": "Gemma-3-4B",
+      "smolvlm": "SmolVLM2-256M",
+      "idefics3": "SmolVLM2-256M",
+    }
     config = dataclasses.replace(
-        qwen_config.SIZES[sizes[family]], family=family
+      qwen_config.SIZES[sizes[family]], family=family
     )
     raw = qwen_config.to_hf(config)
   else:
@@ -126,9 +133,7 @@ def test_frequencies_are_transformers(family, name):
 @pytest.mark.parametrize("name", ["betas", "mscale", "linear"])
 def test_scaling_survives_its_file(family, name):
   raw = raw_of(family, ASKED[name])
-  module = (
-      qwen_config if family in qwen_config.FAMILIES else qwen_text_config
-  )
+  module = qwen_config if family in qwen_config.FAMILIES else qwen_text_config
   config = module.from_hf(raw)
   again = json.loads(json.dumps(module.to_hf(config)))
   assert module.from_hf(again) == config
@@ -136,29 +141,26 @@ def test_scaling_survives_its_file(family, name):
 
 @pytest.mark.peer("transformers")
 @pytest.mark.parametrize(
-    "name",
-    trials.by_default(["qwen3_vl"], ["qwen3_vl", "qwen2_5_vl", "qwen3"]),
+  "name", trials.by_default(["qwen3_vl"], ["qwen3_vl", "qwen2_5_vl", "qwen3"])
 )
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
 def test_logits_are_transformers(name, kind, tmp_path):
   scaling = {
-      # A context that the test's sequences are longer than.
-      "yarn": rope_scaling.RopeScaling(
-          "yarn", 4.0, 16, 8.0, 1.0, attention_factor=1.3
-      ),
-      "linear": rope_scaling.RopeScaling("linear", 2.5),
+    # A context that the test's sequences are longer than.
+    "yarn": rope_scaling.RopeScaling(
+      "yarn", 4.0, 16, 8.0, 1.0, attention_factor=1.3
+    ),
+    "linear": rope_scaling.RopeScaling("linear", 2.5),
   }[kind]
   base = {**qwen_reference.CONFIGS, **qwen_reference.TEXT_CONFIGS}[name]
   config = dataclasses.replace(
-      base, text=dataclasses.replace(base.text, rope_scaling=scaling)
+    base, text=dataclasses.replace(base.text, rope_scaling=scaling)
   )
   reference = qwen_reference.Reference(config, tmp_path)
   assert hf_checkpoint.load_config(tmp_path).text.rope_scaling == scaling
   rng = np.random.default_rng(0)
   patches = 556 if name in qwen_reference.CONFIGS else 0
-  batch = qwen_reference.draw_batch(
-      rng, rows=2, buffers=1, patches=patches
-  )
+  batch = qwen_reference.draw_batch(rng, rows=2, buffers=1, patches=patches)
   want = reference.run(batch)
   got = qwen_reference.scorer(reference.policy())(batch)
   np.testing.assert_allclose(got.logits, want.logits, atol=5e-5)
@@ -172,15 +174,19 @@ def test_dynamic_positions_are_refused_for_what_they_are():
   """Plain within the trained context; beyond it every angle changes, of tokens
   that a cache holds already."""
   text = {
-      "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16,
-      "max_position_embeddings": 32,
-      "rope_parameters": {
-          "rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6,
-      },
-  }  # pyformat: disable
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 32,
+    "rope_parameters": {
+      "rope_type": "dynamic",
+      "factor": 2.0,
+      "rope_theta": 1e6,
+    },
+  }
   config = transformers.Qwen3Config(**text)
   of = lambda length: rope_utils.ROPE_INIT_FUNCTIONS["dynamic"](
-      config, "cpu", seq_len=length
+    config, "cpu", seq_len=length
   )[0].numpy()
   plain = layers.rope_frequencies(16, 1e6)
   for length in (1, 31, 32):
@@ -206,12 +212,12 @@ def test_a_cache_goes_on_with_scaled_positions():
 
 
 @pytest.mark.parametrize(
-    "fields, message",
-    [
-        (("ntk", 2.0), "kind must be one of"),
-        (("linear", 0.0), "factor must be > 0"),
-        (("yarn", 2.0, 0), "original_max_position_embeddings must be >= 1"),
-    ],
+  "fields, message",
+  [
+    (("ntk", 2.0), "kind must be one of"),
+    (("linear", 0.0), "factor must be > 0"),
+    (("yarn", 2.0, 0), "original_max_position_embeddings must be >= 1"),
+  ],
 )
 def test_impossible_scalings_are_refused(fields, message):
   with pytest.raises(ValueError, match=message):

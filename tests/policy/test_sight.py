@@ -62,8 +62,8 @@ def definition(segments, images, window):
 def qkv(t, seed=1):
   rng = np.random.default_rng(seed)
   return tuple(
-      jnp.asarray(rng.normal(size=(B, t, heads, H)), jnp.float32)
-      for heads in (N, K, K)
+    jnp.asarray(rng.normal(size=(B, t, heads, H)), jnp.float32)
+    for heads in (N, K, K)
   )
 
 
@@ -84,7 +84,7 @@ WINDOWS = [0, IMAGE, 20, 150]
 @pytest.mark.parametrize("t, platform", WAYS)
 @pytest.mark.parametrize("window", trials.by_default([0, 20], WINDOWS))
 def test_values_and_gradients_are_those_of_the_definition(
-    t, platform, window, monkeypatch
+  t, platform, window, monkeypatch
 ):
   monkeypatch.setattr(blocks, "_most", lambda causal: 48)
   segments, images = rows(t)
@@ -99,7 +99,7 @@ def test_values_and_gradients_are_those_of_the_definition(
 
   got, slopes = test_blocks.value_and_slopes(ours, qkv(t))
   want, want_slopes = test_blocks.value_and_slopes(
-      lambda *qkv: dense(*qkv, mask), qkv(t)
+    lambda *qkv: dense(*qkv, mask), qkv(t)
   )
   np.testing.assert_allclose(got, want, atol=3e-6)
   for a, b in zip(slopes, want_slopes, strict=True):
@@ -108,16 +108,17 @@ def test_values_and_gradients_are_those_of_the_definition(
 
 @pytest.mark.parametrize("t, platform", WAYS)
 @pytest.mark.parametrize(
-    "window", trials.by_default([20], [0, IMAGE, 20, 40])  # Trees are shallow.
+  "window",
+  trials.by_default([20], [0, IMAGE, 20, 40]),  # Trees are shallow.
 )
 def test_in_a_tree_windows_count_along_the_sequence(
-    t, platform, window, monkeypatch
+  t, platform, window, monkeypatch
 ):
   monkeypatch.setattr(blocks, "_most", lambda causal: 48)
   _, images = rows(t)
   images[:, t - t // 9 :] = 0  # Padding.
   sees, until, depth = test_blocks.draw_trees(
-      np.random.default_rng(2), t, images
+    np.random.default_rng(2), t, images
   )
   is_image = images > 0
   same = is_image[:, :, None] & (images[:, :, None] == images[:, None])
@@ -127,19 +128,19 @@ def test_in_a_tree_windows_count_along_the_sequence(
   mask = (sees & near) | same
   assert (sees & ~near).any() or not window
   last = gemma3.last_seen(
-      jnp.asarray(is_image), jnp.ones((B, t), jnp.int32), until
+    jnp.asarray(is_image), jnp.ones((B, t), jnp.int32), until
   )
   interval = kernels.Sight(last, window, IMAGE, jnp.asarray(depth))
 
   def ours(*qkv):
     with compiling.compile_for(platform):
       return kernels.causal_attention(
-          *qkv, np.ones((B, t), np.int32), until, sight=interval
+        *qkv, np.ones((B, t), np.int32), until, sight=interval
       )
 
   got, slopes = test_blocks.value_and_slopes(ours, qkv(t))
   want, want_slopes = test_blocks.value_and_slopes(
-      lambda *qkv: dense(*qkv, mask), qkv(t)
+    lambda *qkv: dense(*qkv, mask), qkv(t)
   )
   np.testing.assert_allclose(got, want, atol=3e-6)
   for a, b in zip(slopes, want_slopes, strict=True):
@@ -148,7 +149,7 @@ def test_in_a_tree_windows_count_along_the_sequence(
 
 @pytest.mark.parametrize("window", [0, 20])
 def test_chunks_for_a_flash_kernel_are_those_of_the_definition(
-    window, monkeypatch
+  window, monkeypatch
 ):
   """Runs the code around cuDNN's kernel with XLA's implementation of it."""
   monkeypatch.setattr(kernels, "MAX_MASK", B * 401 * 128)
@@ -156,9 +157,13 @@ def test_chunks_for_a_flash_kernel_are_those_of_the_definition(
   mask = definition(segments, images, window)
   interval = sight(segments, images, window)
   got = kernels._seen_local(
-      *qkv(401), segments, interval.last_BT, window=window, lookahead=IMAGE,
-      flash="xla",
-  )  # pyformat: disable
+    *qkv(401),
+    segments,
+    interval.last_BT,
+    window=window,
+    lookahead=IMAGE,
+    flash="xla",
+  )
   np.testing.assert_allclose(got, dense(*qkv(401), mask), atol=3e-6)
 
 
@@ -166,11 +171,11 @@ def test_blocks_are_what_a_long_row_on_a_cpu_takes(monkeypatch):
   called = []
   real = blocks.attend
   monkeypatch.setattr(
-      blocks, "attend", lambda *a, **k: called.append(k) or real(*a, **k)
+    blocks, "attend", lambda *a, **k: called.append(k) or real(*a, **k)
   )
   segments, images = rows(401)
   kernels.causal_attention(
-      *qkv(401), segments, sight=sight(segments, images, 20)
+    *qkv(401), segments, sight=sight(segments, images, 20)
   )
   assert called[0]["window"] == 20 and called[0]["last_BT"] is not None
 
@@ -190,7 +195,7 @@ def test_a_window_in_a_tree_needs_the_depths():
   segments, images = rows(120)
   with pytest.raises(ValueError, match="needs depth_BT"):
     kernels.causal_attention(
-        *qkv(120), segments, segments, sight=sight(segments, images, 0)
+      *qkv(120), segments, segments, sight=sight(segments, images, 0)
     )
 
 
@@ -214,7 +219,7 @@ def test_a_cache_is_seen_as_the_definition_has_it(window):
   want = np.asarray(dense(q, k, v, definition(segments, images, window)))
   noise = lambda x: jnp.asarray(rng.normal(scale=99, size=x.shape), x.dtype)
   cache = jax.tree.map(
-      noise, cached_attention.init_rows(B, t + 3, K, H, jnp.float32)
+    noise, cached_attention.init_rows(B, t + 3, K, H, jnp.float32)
   )
   cached_B = np.zeros(B, np.int32)
   while (cached_B < t).any():
@@ -229,17 +234,22 @@ def test_a_cache_is_seen_as_the_definition_has_it(window):
     # What lies beyond a row's real tokens may be anything.
     shown = np.where(real, images[at] > 0, rng.random(real.shape) < 0.5)
     interval = kernels.Sight(
-        gemma3.last_seen(jnp.asarray(shown), jnp.asarray(real)), window, IMAGE
+      gemma3.last_seen(jnp.asarray(shown), jnp.asarray(real)), window, IMAGE
     )
     mixed, cache = cached_attention.attend_rows(
-        q[at], k[at], v[at], cache, jnp.asarray(cached_B), jnp.asarray(count),
-        sight=interval,
-    )  # pyformat: disable
+      q[at],
+      k[at],
+      v[at],
+      cache,
+      jnp.asarray(cached_B),
+      jnp.asarray(count),
+      sight=interval,
+    )
     for r in range(B):
       np.testing.assert_allclose(
-          mixed[r, : count[r]],
-          want[r, cached_B[r] : cached_B[r] + count[r]],
-          atol=3e-6,
+        mixed[r, : count[r]],
+        want[r, cached_B[r] : cached_B[r] + count[r]],
+        atol=3e-6,
       )
     cached_B += count
 

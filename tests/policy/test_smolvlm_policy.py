@@ -41,7 +41,7 @@ families = pytest.mark.parametrize("family", CLASSES)
 
 def pil_of(family):
   module = importlib.import_module(
-      f"transformers.models.{family}.image_processing_pil_{family}"
+    f"transformers.models.{family}.image_processing_pil_{family}"
   )
   return getattr(module, f"{CLASSES[family]}ImageProcessorPil")
 
@@ -49,10 +49,10 @@ def pil_of(family):
 def words(family):
   kind = chat_families.FAMILIES[family]
   return transformers.PreTrainedTokenizerFast(
-      tokenizer_object=chat_families.tokenizer(kind).backend_tokenizer,
-      eos_token="<end_of_utterance>",
-      pad_token="<|endoftext|>",
-      chat_template=chat_families.source(kind),
+    tokenizer_object=chat_families.tokenizer(kind).backend_tokenizer,
+    eos_token="<end_of_utterance>",
+    pad_token="<|endoftext|>",
+    chat_template=chat_families.source(kind),
   )
 
 
@@ -60,16 +60,16 @@ def config_of(family, tokenizer):
   config = qwen_reference.CONFIGS["smolvlm"]
   image = tokenizer.convert_tokens_to_ids("<image>")
   return dataclasses.replace(
-      config,
-      family=family,
-      vision=dataclasses.replace(config.vision, tile_size=TILE),
-      text=dataclasses.replace(
-          config.text, vocab_size=-(-len(tokenizer) // 64) * 64
-      ),
-      image_token_id=image,
-      video_token_id=image,
-      vision_start_token_id=image,
-      vision_end_token_id=image,
+    config,
+    family=family,
+    vision=dataclasses.replace(config.vision, tile_size=TILE),
+    text=dataclasses.replace(
+      config.text, vocab_size=-(-len(tokenizer) // 64) * 64
+    ),
+    image_token_id=image,
+    video_token_id=image,
+    vision_start_token_id=image,
+    vision_end_token_id=image,
   )
 
 
@@ -83,7 +83,7 @@ def directories(tmp_path_factory):
     reference = qwen_reference.Reference(config_of(family, tokenizer), path)
     tokenizer.save_pretrained(path)
     pil_of(family)(
-        size={"longest_edge": EDGE}, max_image_size={"longest_edge": TILE}
+      size={"longest_edge": EDGE}, max_image_size={"longest_edge": TILE}
     ).save_pretrained(path)
     file = path / image_settings.PREPROCESSOR
     raw = json.loads(file.read_text())
@@ -101,7 +101,7 @@ def policies(directories):
     model, processor, tokenizer = checkpoint.load_policy(path)
     template = policy_files.chat_template(path)
     renderer = choice.make_renderer(
-        tokenizer, base.layout_of(processor), template
+      tokenizer, base.layout_of(processor), template
     )
     by_family[family] = model, processor, renderer
   return by_family
@@ -128,7 +128,7 @@ class Talk(chat_families.Talk):
     if self.rng.random() < 0.3:
       height = width
     return self.store.put(
-        self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+      self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
     )
 
 
@@ -140,42 +140,49 @@ def asked_of(family, directory, store, messages):
     if isinstance(parts, str):
       parts = [{"type": "text", "text": parts}]
     pictures += [p["image"] for p in parts if p["type"] == "image"]
-    texts.append({**message, "content": [
-        {"type": "image"} if part["type"] == "image" else part
-        for part in parts
-    ]})  # pyformat: disable
+    texts.append(
+      {
+        **message,
+        "content": [
+          {"type": "image"} if part["type"] == "image" else part
+          for part in parts
+        ],
+      }
+    )
   tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
   text = tokenizer.apply_chat_template(
-      texts, tokenize=False, add_generation_prompt=True
+    texts, tokenize=False, add_generation_prompt=True
   )
   shown = [Image.fromarray(store.get(p)) for p in pictures]
   of_images = pil_of(family).from_pretrained(directory)
   if family == "idefics3":
     inputs = transformers.Idefics3Processor(
-        of_images, tokenizer, image_seq_len=4
+      of_images, tokenizer, image_seq_len=4
     )(
-        text=text, images=[shown] if shown else None,
-        add_special_tokens=False, return_tensors="np",
-    )  # pyformat: disable
+      text=text,
+      images=[shown] if shown else None,
+      add_special_tokens=False,
+      return_tensors="np",
+    )
     pixels = inputs["pixel_values"][0] if shown else None
     return pixels, inputs["input_ids"][0].tolist()
   # The whole of its processor needs packages for video.
   module = importlib.import_module(
-      "transformers.models.smolvlm.processing_smolvlm"
+    "transformers.models.smolvlm.processing_smolvlm"
   )
   pixels = None
   if shown:
     inputs = of_images([shown], return_row_col_info=True, return_tensors="np")
     first, *later = text.split("<image>")
     text = first + "".join(
-        module.get_image_prompt_string(
-            rows, columns, 4, "<fake_token_around_image>", "<image>",
-            "<global-img>",
-        ) + behind
-        for rows, columns, behind in zip(
-            inputs["rows"][0], inputs["cols"][0], later, strict=True
-        )
-    )  # pyformat: disable
+      module.get_image_prompt_string(
+        rows, columns, 4, "<fake_token_around_image>", "<image>", "<global-img>"
+      )
+      + behind
+      for rows, columns, behind in zip(
+        inputs["rows"][0], inputs["cols"][0], later, strict=True
+      )
+    )
     pixels = inputs["pixel_values"][0]
   return pixels, tokenizer.encode(text, add_special_tokens=False)
 
@@ -185,7 +192,7 @@ def normalised(processor, patched):
   across = processor.tile_size // processor.factor
   merge, patch = processor.merge_size, processor.patch_size
   cells = patched.patches.reshape(
-      -1, across, across, merge, merge, 3, patch, patch
+    -1, across, across, merge, merge, 3, patch, patch
   ).transpose(0, 5, 1, 3, 6, 2, 4, 7)
   side = across * merge * patch
   return cells.reshape(-1, 3, side, side).astype(np.float32) / 127.5 - 1
@@ -193,7 +200,7 @@ def normalised(processor, patched):
 
 @families
 def test_prompts_and_pixels_are_those_of_its_processor(
-    family, directories, policies
+  family, directories, policies
 ):
   _, processor, renderer = policies[family]
   assert renderer.format_name != "ChatML"
@@ -207,8 +214,12 @@ def test_prompts_and_pixels_are_those_of_its_processor(
     positions = processor.positions(got.tokens, got.images)
     np.testing.assert_array_equal(positions[:, 0], np.arange(len(ids)))
     trajectory.TokenSequence(
-        got.tokens, np.zeros(len(ids)), np.zeros(len(ids)), [-1] * len(ids),
-        np.zeros(len(ids)), got.images,
+      got.tokens,
+      np.zeros(len(ids)),
+      np.zeros(len(ids)),
+      [-1] * len(ids),
+      np.zeros(len(ids)),
+      got.images,
     )  # Of legal spans.
     again = renderer.prompt_of_tokens(ids, [s.image for s in got.images])
     assert again.images == got.images
@@ -221,9 +232,10 @@ def test_prompts_and_pixels_are_those_of_its_processor(
       shown = numbers[numbers >= 0]
       np.testing.assert_array_equal(shown, np.arange(patched.num_tokens))
       np.testing.assert_allclose(
-          normalised(processor, patched),
-          pixels[at : at + tiles, :, :side, :side], atol=2e-6,
-      )  # pyformat: disable
+        normalised(processor, patched),
+        pixels[at : at + tiles, :, :side, :side],
+        atol=2e-6,
+      )
       at += tiles
     several += len(got.images) > 1
   assert {(2, 2, 4), (2, 1, 4), (1, 2, 4)} <= layouts and several > 5
@@ -231,35 +243,44 @@ def test_prompts_and_pixels_are_those_of_its_processor(
 
 @families
 @pytest.mark.parametrize(
-    "edge, tile, splits",
-    [(64, 16, True), (48, 20, True), (64, 16, False), (16, 16, True),
-     (60, 22, True)],
-)  # pyformat: disable
+  "edge, tile, splits",
+  [
+    (64, 16, True),
+    (48, 20, True),
+    (64, 16, False),
+    (16, 16, True),
+    (60, 22, True),
+  ],
+)
 def test_tiles_are_cut_as_its_processor_cuts_them(family, edge, tile, splits):
   """One tile alone, edges that are no whole tiles, images not split."""
   reference = pil_of(family)(
-      size={"longest_edge": edge}, max_image_size={"longest_edge": tile},
-      do_image_splitting=splits,
-  )  # pyformat: disable
+    size={"longest_edge": edge},
+    max_image_size={"longest_edge": tile},
+    do_image_splitting=splits,
+  )
   patch = tile // 4
   processor = smolvlm_inputs.SmolVLMProcessor(
-      patch_size=patch, merge_size=4, tile_size=tile, splits=splits,
-      min_pixels=tile**2, max_pixels=edge**2,
-  )  # pyformat: disable
+    patch_size=patch,
+    merge_size=4,
+    tile_size=tile,
+    splits=splits,
+    min_pixels=tile**2,
+    max_pixels=edge**2,
+  )
   rng = np.random.default_rng(edge)
   for case in range(30):
     height, width = rng.integers(4, 200 if case % 3 else 24, 2)
     pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
     want = reference(
-        [[Image.fromarray(pixels)]], return_row_col_info=True,
-        return_tensors="np",
-    )  # pyformat: disable
+      [[Image.fromarray(pixels)]], return_row_col_info=True, return_tensors="np"
+    )
     layout = processor.image_layout(int(width), int(height))
     assert layout == (want["rows"][0][0], want["cols"][0][0], 1)
     got = normalised(processor, processor.patchify(pixels))
     side = 4 * patch
     np.testing.assert_allclose(
-        got, want["pixel_values"][0][:, :, :side, :side], atol=2e-6
+      got, want["pixel_values"][0][:, :, :side, :side], atol=2e-6
     )
 
 
@@ -267,13 +288,16 @@ def test_tiles_are_cut_as_its_processor_cuts_them(family, edge, tile, splits):
 def test_edges_are_bounded_as_its_processor_bounds_them(family):
   module = importlib.import_module(pil_of(family).__module__)
   processor = smolvlm_inputs.SmolVLMProcessor(
-      patch_size=512, merge_size=1, tile_size=512, min_pixels=512**2,
-      max_pixels=9000**2,
-  )  # pyformat: disable
+    patch_size=512,
+    merge_size=1,
+    tile_size=512,
+    min_pixels=512**2,
+    max_pixels=9000**2,
+  )
   rng = np.random.default_rng(0)
   for height, width in rng.integers(1, 300, (200, 2)).tolist():
     want = module.get_resize_output_image_size(
-        np.zeros((3, height, width)), 9000
+      np.zeros((3, height, width)), 9000
     )
     assert processor._sizes(width, height)[0] == want[::-1]
     assert max(want) == 4096
@@ -291,20 +315,24 @@ def turns(policies):
       window_buckets=(CONTEXT,), image_buckets=(2,),
       patch_buckets=(patches,), decode_steps_per_call=4, page_size=12,
       banned_token_ids=model.config.banned_token_ids,
-  )  # pyformat: disable
+  )  # fmt: skip
   greedy = policy_client.SamplingParams(
-      max_new_tokens=6, temperature=0.0,
-      stop_token_ids=tuple(renderer.stop_token_ids),
-  )  # pyformat: disable
+    max_new_tokens=6,
+    temperature=0.0,
+    stop_token_ids=tuple(renderer.stop_token_ids),
+  )
   played = []
   try:
     for seed in range(2):
       talk = Talk("idefics3", store, 50 + seed)
-      look = lambda text, talk=talk: {"role": "user", "content": [
+      look = lambda text, talk=talk: {
+        "role": "user",
+        "content": [
           {"type": "text", "text": text},
           {"type": "image", "image": talk.see()},
           {"type": "text", "text": "Go on."},
-      ]}  # pyformat: disable
+        ],
+      }
       prompt = renderer.render([talk.system(), look("Click OK.")])
       for turn in range(2):
         (got,) = micro.generate(engine, (f"s{seed}", prompt, greedy))
@@ -313,10 +341,10 @@ def turns(policies):
         bridge = renderer.bridge([look(f"{turn}.")], last_sampled_is_eot=ended)
         shift = len(prompt) + len(got.tokens)
         prompt = policy_client.TokenPrompt(
-            np.concatenate(
-                [prompt.tokens, got.tokens, bridge.tokens]
-            ).astype(np.int32),
-            (*prompt.images, *(s.shifted(shift) for s in bridge.images)),
+          np.concatenate([prompt.tokens, got.tokens, bridge.tokens]).astype(
+            np.int32
+          ),
+          (*prompt.images, *(s.shifted(shift) for s in bridge.images)),
         )
   finally:
     engine.close()
@@ -324,7 +352,7 @@ def turns(policies):
 
 
 def test_completions_are_those_of_transformers_generate(
-    directories, policies, turns
+  directories, policies, turns
 ):
   model, processor, renderer = policies["idefics3"]
   module = directories["idefics3"][1].float()
@@ -332,26 +360,32 @@ def test_completions_are_those_of_transformers_generate(
   before = 0
   for turn, prompt, got in played:
     ids = torch.tensor(prompt.tokens).long()[None]
-    pixels = np.concatenate([
+    pixels = np.concatenate(
+      [
         normalised(processor, processor.patchify(store.get(s.image)))
         for s in prompt.images
-    ])
+      ]
+    )
     with torch.no_grad():
       output = module.generate(
-          input_ids=ids, attention_mask=torch.ones_like(ids),
-          pixel_values=torch.tensor(pixels)[None],
-          max_new_tokens=len(got.tokens), do_sample=False,
-          eos_token_id=list(renderer.stop_token_ids), pad_token_id=0,
-          suppress_tokens=list(model.config.banned_token_ids),
-          return_dict_in_generate=True, output_logits=True,
-      )  # pyformat: disable
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values=torch.tensor(pixels)[None],
+        max_new_tokens=len(got.tokens),
+        do_sample=False,
+        eos_token_id=list(renderer.stop_token_ids),
+        pad_token_id=0,
+        suppress_tokens=list(model.config.banned_token_ids),
+        return_dict_in_generate=True,
+        output_logits=True,
+      )
     want = output.sequences[0, len(prompt.tokens) :].tolist()
     assert got.tokens.tolist() == want
     logits = torch.stack([step[0] for step in output.logits]).double()
     logits[:, list(model.config.banned_token_ids)] = -torch.inf
     scores = torch.log_softmax(logits, -1).gather(
-        -1, torch.tensor(want)[:, None]
-    )[:, 0]  # pyformat: disable
+      -1, torch.tensor(want)[:, None]
+    )[:, 0]
     np.testing.assert_allclose(got.logprobs, scores, atol=1e-4)
     if turn:  # It goes on from what the one before has cached.
       assert got.metrics["reused_tokens"] >= before
@@ -364,27 +398,32 @@ def test_the_learner_scores_packed_rows_as_they_were_sampled(policies, turns):
   sequences = []
   for _, prompt, got in played:
     n, m = len(prompt.tokens), len(got.tokens)
-    sequences.append(trajectory.TokenSequence(
+    sequences.append(
+      trajectory.TokenSequence(
         np.append(prompt.tokens, got.tokens),
         np.arange(n + m) >= n,
         np.append(np.zeros(n, np.float32), got.logprobs),
         np.append(np.full(n, -1, np.int32), got.versions),
         np.zeros(n + m, np.int32),
         prompt.images,
-    ))  # pyformat: disable
-    assert trajectory.TokenSequence.from_json(
-        sequences[-1].to_json()
-    ) == sequences[-1]
+      )
+    )
+    assert (
+      trajectory.TokenSequence.from_json(sequences[-1].to_json())
+      == sequences[-1]
+    )
   learner = learner_lib.Learner(
-      model, processor, store,
-      learner_lib.LearnerConfig(rows=2, row_length=700),
-      learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
-  )  # pyformat: disable
+    model,
+    processor,
+    store,
+    learner_lib.LearnerConfig(rows=2, row_length=700),
+    learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
+  )
   scored = learner.sequence_logprobs(sequences)
   for sequence, (_, prompt, got), row in zip(sequences, played, scored):
     assert len(row) == len(sequence.tokens)
     np.testing.assert_allclose(
-        row[len(prompt.tokens) :], got.logprobs, atol=1e-4
+      row[len(prompt.tokens) :], got.logprobs, atol=1e-4
     )
 
 
@@ -393,12 +432,12 @@ def test_the_learner_scores_packed_rows_as_they_were_sampled(policies, turns):
 
 @families
 def test_a_saved_policy_is_a_whole_checkpoint(
-    family, directories, policies, tmp_path
+  family, directories, policies, tmp_path
 ):
   model, processor, _ = policies[family]
   checkpoint.save_policy(tmp_path, model, directories[family][0])
   reference, info = transformers.AutoModelForImageTextToText.from_pretrained(
-      tmp_path, output_loading_info=True
+    tmp_path, output_loading_info=True
   )
   assert not any(info.values()), info
   assert type(reference).__name__.startswith(CLASSES[family])
@@ -408,38 +447,42 @@ def test_a_saved_policy_is_a_whole_checkpoint(
   assert checkpoint.load_policy(tmp_path)[1] == processor
   raw = json.loads((tmp_path / image_settings.PROCESSOR).read_text())
   assert raw == {
-      "processor_class": f"{CLASSES[family]}Processor", "image_seq_len": 4
-  }  # pyformat: disable
+    "processor_class": f"{CLASSES[family]}Processor",
+    "image_seq_len": 4,
+  }
 
 
 def test_the_small_policy_has_smolvlms_tokens(tmp_path):
   # Fewer tiles than four a side, which a saved policy keeps.
   model, processor, tokenizer = checkpoint.create_policy(
-      "smolvlm_tiny", max_pixels=128 * 128 + 5
+    "smolvlm_tiny", max_pixels=128 * 128 + 5
   )
   renderer = choice.make_renderer(
-      tokenizer,
-      base.layout_of(processor),
-      policy_files.chat_template("smolvlm_tiny"),
+    tokenizer,
+    base.layout_of(processor),
+    policy_files.chat_template("smolvlm_tiny"),
   )
   plain = policy_files.load_tokenizer("tiny_vl").get_vocab()
   added = tokenizer.get_vocab().keys() - plain.keys()
   assert {k: v for k, v in tokenizer.get_vocab().items() if k in plain} == plain
   assert added == {
-      "<global-img>", "<fake_token_around_image>", "<image>",
-      "<end_of_utterance>",
-      *(f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)),
-  }  # pyformat: disable
+    "<global-img>",
+    "<fake_token_around_image>",
+    "<image>",
+    "<end_of_utterance>",
+    *(f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)),
+  }
   image = trajectory.ImageRef("0" * 64, 160, 210)
   part = {"type": "image", "image": image}
   prompt = renderer.render([{"role": "user", "content": [part]}])
   text = tokenizer.decode(prompt.tokens, skip_special_tokens=False)
   assert text.startswith(
-      "<|im_start|>User:<fake_token_around_image><row_1_col_1><image><image>"
+    "<|im_start|>User:<fake_token_around_image><row_1_col_1><image><image>"
   )
   assert text.endswith(
-      "\n\n<fake_token_around_image><global-img>" + "<image>" * 4
-      + "<fake_token_around_image><end_of_utterance>\nAssistant:"
+    "\n\n<fake_token_around_image><global-img>"
+    + "<image>" * 4
+    + "<fake_token_around_image><end_of_utterance>\nAssistant:"
   )
   (span,) = prompt.images
   assert processor.image_layout(160, 210) == (2, 2, 4)
@@ -454,18 +497,18 @@ def test_the_small_policy_has_smolvlms_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"resample": 3}, "resample=3, only 1"),
-        ({"do_resize": False}, "do_resize=False, only True"),
-        ({"size": {"height": 32, "width": 32}}, "size.longest_edge; give that"),
-        ({"max_image_size": {"longest_edge": 16}}, "image_size=16.*=18"),
-        ({"image_processor_type": "Qwen2VLImageProcessor"}, "for smolvlm"),
-    ],
-    ids=str,
+  "change, message",
+  [
+    ({"resample": 3}, "resample=3, only 1"),
+    ({"do_resize": False}, "do_resize=False, only True"),
+    ({"size": {"height": 32, "width": 32}}, "size.longest_edge; give that"),
+    ({"max_image_size": {"longest_edge": 16}}, "image_size=16.*=18"),
+    ({"image_processor_type": "Qwen2VLImageProcessor"}, "for smolvlm"),
+  ],
+  ids=str,
 )
 def test_images_that_are_made_otherwise_are_refused(
-    directories, change, message, tmp_path
+  directories, change, message, tmp_path
 ):
   for file in directories["smolvlm"][0].iterdir():
     (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -480,20 +523,20 @@ RAW = qwen_config.to_hf(qwen_config.SIZES["SmolVLM2-2.2B"])
 
 
 @pytest.mark.parametrize(
-    "section, field, value, message",
-    [
-        ("text_config", "hidden_act", "gelu", "only silu"),
-        ("text_config", "mlp_bias", True, "smolvlm has none"),
-        ("text_config", "attention_bias", True, "smolvlm has none"),
-        ("text_config", "model_type", "mistral", "only llama is computed"),
-        ("vision_config", "hidden_act", "gelu", "has gelu_pytorch_tanh"),
-        ("vision_config", "image_size", [384, 384], "tiles are squares"),
-        ("vision_config", "num_channels", 1, "only 3 is known"),
-        ("", "scale_factor", 2, "divide it"),
-    ],
+  "section, field, value, message",
+  [
+    ("text_config", "hidden_act", "gelu", "only silu"),
+    ("text_config", "mlp_bias", True, "smolvlm has none"),
+    ("text_config", "attention_bias", True, "smolvlm has none"),
+    ("text_config", "model_type", "mistral", "only llama is computed"),
+    ("vision_config", "hidden_act", "gelu", "has gelu_pytorch_tanh"),
+    ("vision_config", "image_size", [384, 384], "tiles are squares"),
+    ("vision_config", "num_channels", 1, "only 3 is known"),
+    ("", "scale_factor", 2, "divide it"),
+  ],
 )
 def test_what_would_be_computed_wrongly_is_refused(
-    section, field, value, message
+  section, field, value, message
 ):
   raw = json.loads(json.dumps(RAW))
   (raw[section] if section else raw)[field] = value
@@ -525,7 +568,7 @@ def test_the_published_file_is_the_published_size():
           "size": {"longest_edge": 2048}, "tie_word_embeddings": False,
       },
       "torch_dtype": "bfloat16", "vocab_size": 49280,
-  }  # pyformat: disable
+  }  # fmt: skip
   assert qwen_config.from_hf(raw) == qwen_config.SIZES["SmolVLM2-256M"]
 
 
@@ -537,11 +580,11 @@ def test_spans_that_are_not_their_images_are_refused(policies):
   (span,) = prompt.images
   assert span.row == 4 and len(prompt.tokens) > span.end
   for bad in (
-      dataclasses.replace(span, row=3),
-      dataclasses.replace(span, num_tokens=span.num_tokens - 1),
-      dataclasses.replace(span, offset=len(prompt.tokens) - 2),
-      dataclasses.replace(span, image=trajectory.ImageRef("0" * 64, 90, 40)),
-      dataclasses.replace(span, offset=span.offset - 1),
+    dataclasses.replace(span, row=3),
+    dataclasses.replace(span, num_tokens=span.num_tokens - 1),
+    dataclasses.replace(span, offset=len(prompt.tokens) - 2),
+    dataclasses.replace(span, image=trajectory.ImageRef("0" * 64, 90, 40)),
+    dataclasses.replace(span, offset=span.offset - 1),
   ):
     with pytest.raises(ValueError, match="runs of 4 and lie within 0"):
       processor.positions(prompt.tokens, [bad])
@@ -554,7 +597,7 @@ def test_weights_round_trip(directories, policies, tmp_path):
   model = policies["idefics3"][0]
   hf_checkpoint.save_model(tmp_path / "ours", model)
   reference = transformers.AutoModelForImageTextToText.from_pretrained(
-      tmp_path / "ours"
+    tmp_path / "ours"
   )
   reference.save_pretrained(tmp_path / "theirs")
   checkpoints.assert_same(model, hf_checkpoint.load_model(tmp_path / "theirs"))

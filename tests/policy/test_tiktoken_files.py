@@ -20,7 +20,7 @@ class New(Old):
                       r""" ?[^\\s\\p{L}\\p{N}]+""", r"""\\s+"""])
 '''
 WORDS = ["click", "clack", "ick", "la", "li", "ck", "aa", "aaa", "aaaa", "中文",
-         "12", "123", "文", "é"]  # pyformat: disable
+         "12", "123", "文", "é"]  # fmt: skip
 NAMES = {0: "[BOS]", 2: "<|im_end|>", 5: "<|media_placeholder|>"}
 
 
@@ -29,10 +29,10 @@ def vocabulary():
   rng = np.random.default_rng(0)
   ranks = {bytes([i]): n for n, i in enumerate(rng.permutation(256).tolist())}
   parts = {
-      word.encode()[i:j]
-      for word in WORDS
-      for i in range(8)
-      for j in range(i + 2, 13)
+    word.encode()[i:j]
+    for word in WORDS
+    for i in range(8)
+    for j in range(i + 2, 13)
   } - {b""}
   for token in sorted(sorted(parts), key=lambda t: (len(t), rng.random())):
     if len(token) > 1 and rng.random() < 0.8:
@@ -45,15 +45,19 @@ RANKS = vocabulary()
 
 def directory(tmp_path, code=CODE, names=NAMES):
   lines = [
-      f"{base64.b64encode(token).decode()} {rank}"
-      for token, rank in RANKS.items()
+    f"{base64.b64encode(token).decode()} {rank}"
+    for token, rank in RANKS.items()
   ]
   (tmp_path / "tiktoken.model").write_text("\n".join(lines) + "\n")
-  (tmp_path / "tokenizer_config.json").write_text(json.dumps({
-      "added_tokens_decoder": {
+  (tmp_path / "tokenizer_config.json").write_text(
+    json.dumps(
+      {
+        "added_tokens_decoder": {
           str(len(RANKS) + i): {"content": name} for i, name in names.items()
+        }
       }
-  }))
+    )
+  )
   (tmp_path / "tokenization_own.py").write_text(code)
   return tmp_path
 
@@ -65,9 +69,9 @@ def merged(piece):
   parts = [piece[i : i + 1] for i in range(len(piece))]
   while True:
     pairs = [
-        (RANKS[a + b], i)
-        for i, (a, b) in enumerate(zip(parts, parts[1:]))
-        if a + b in RANKS
+      (RANKS[a + b], i)
+      for i, (a, b) in enumerate(zip(parts, parts[1:]))
+      if a + b in RANKS
     ]
     if not pairs:
       return [RANKS[part] for part in parts]
@@ -78,7 +82,7 @@ def merged(piece):
 @pytest.fixture(scope="module", name="tokenizer")
 def _tokenizer(tmp_path_factory):
   return policy_files.load_tokenizer(
-      directory(tmp_path_factory.mktemp("ranks"))
+    directory(tmp_path_factory.mktemp("ranks"))
   )
 
 
@@ -118,14 +122,14 @@ def test_a_copy_has_a_tokenizer_json_that_encodes_alike(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage, message",
-    [
-        (dict(code="class A:\n  pat_str = input()\n"), "a literal pat_str"),
-        (dict(code="class A:\n  x = 1\n"), "tokenization_own.py has a literal"),
-        (dict(code="class A(:\n"), "is not Python"),
-        (dict(names={-3: "x"}), "names token .* which is one of the"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+  "damage, message",
+  [
+    (dict(code="class A:\n  pat_str = input()\n"), "a literal pat_str"),
+    (dict(code="class A:\n  x = 1\n"), "tokenization_own.py has a literal"),
+    (dict(code="class A(:\n"), "is not Python"),
+    (dict(names={-3: "x"}), "names token .* which is one of the"),
+  ],
+  ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_damaged_directory_is_named(damage, message, tmp_path):
   with pytest.raises(ValueError, match=message):

@@ -50,9 +50,9 @@ class Sequence:
     n = patched.num_tokens
     assert n < length
     at = int(rng.integers(0, length - n))
-    self.tokens = rng.integers(
-        0, config.number_start + 1000, length
-    ).astype(np.int32)
+    self.tokens = rng.integers(0, config.number_start + 1000, length).astype(
+      np.int32
+    )
     self.tokens[at : at + n] = config.image_token_id
     self.index = np.full(length, -1, np.int32)
     self.index[at : at + n] = np.arange(n)
@@ -89,13 +89,13 @@ def pack(rows, patches_fill=3, length=None):
   patch_positions.append(np.zeros((patches_fill, 2), np.int32))
   patch_segments.append(np.zeros(patches_fill, np.int32))
   return base.PolicyInputs(
-      tokens=tokens,
-      positions=positions,
-      segment_ids=segments,
-      vision_index=index,
-      patches=np.concatenate(patches)[None],
-      patch_segments=np.concatenate(patch_segments)[None],
-      patch_positions=np.concatenate(patch_positions)[None],
+    tokens=tokens,
+    positions=positions,
+    segment_ids=segments,
+    vision_index=index,
+    patches=np.concatenate(patches)[None],
+    patch_segments=np.concatenate(patch_segments)[None],
+    patch_positions=np.concatenate(patch_positions)[None],
   )
 
 
@@ -103,15 +103,15 @@ def sequences(policy, seed, lengths):
   rng = np.random.default_rng(seed)
   model, processor = policy
   return [
-      Sequence(
-          rng,
-          model.config,
-          processor,
-          n,
-          # 2 x 3 cells, the last ones cut short: one shape to compile.
-          pixels(rng, int(rng.integers(17, 33)), int(rng.integers(33, 49))),
-      )
-      for n in lengths
+    Sequence(
+      rng,
+      model.config,
+      processor,
+      n,
+      # 2 x 3 cells, the last ones cut short: one shape to compile.
+      pixels(rng, int(rng.integers(17, 33)), int(rng.integers(33, 49))),
+    )
+    for n in lengths
   ]
 
 
@@ -123,9 +123,7 @@ def test_packed_rows_equal_rows_of_their_own(policy):
     alone = full(model, pack([[s]], patches_fill=1, length=33))
     row, at = where
     n = len(s.tokens)
-    np.testing.assert_allclose(
-        packed[row, at : at + n], alone[0, :n], atol=TOL
-    )
+    np.testing.assert_allclose(packed[row, at : at + n], alone[0, :n], atol=TOL)
 
 
 def test_a_token_sees_no_later_token(policy):
@@ -148,17 +146,17 @@ def test_an_image_sees_no_other_image(policy):
   first, second = (processor.patchify(pixels(rng)) for _ in range(2))
   n = first.num_tokens
   both = encode(
-      model,
-      np.concatenate([first.patches, second.patches])[None],
-      np.repeat([1, 2], n)[None],
-      np.concatenate([first.positions, second.positions])[None],
+    model,
+    np.concatenate([first.patches, second.patches])[None],
+    np.repeat([1, 2], n)[None],
+    np.concatenate([first.positions, second.positions])[None],
   )
   for at, image in ((0, first), (n, second)):
     alone = encode(
-        model,
-        image.patches[None],
-        np.ones((1, n), np.int32),
-        image.positions[None],
+      model,
+      image.patches[None],
+      np.ones((1, n), np.int32),
+      image.positions[None],
     )
     np.testing.assert_allclose(both[0, at : at + n], alone[0], atol=TOL)
 
@@ -172,7 +170,7 @@ def test_extend_in_random_pieces_equals_the_full_forward_pass(policy, seed):
   inputs = pack([[s] for s in seqs])
   want = np.asarray(full(model, inputs))
   vision = encode(
-      model, inputs.patches, inputs.patch_segments, inputs.patch_positions
+    model, inputs.patches, inputs.patch_segments, inputs.patch_positions
   )
   # One shape for all pieces, so that one compile serves them.
   width, capacity = 8, 40
@@ -181,12 +179,13 @@ def test_extend_in_random_pieces_equals_the_full_forward_pass(policy, seed):
   got = np.zeros_like(want)
   while np.any(starts < lengths):
     counts = np.minimum(
-        rng.integers(0, width + 1, len(seqs)), np.array(lengths) - starts
+      rng.integers(0, width + 1, len(seqs)), np.array(lengths) - starts
     ).astype(np.int32)
     piece = {
-        name: np.zeros((len(seqs), width, *getattr(inputs, name).shape[2:]),
-                       np.int32)
-        for name in ("tokens", "positions", "vision_index")
+      name: np.zeros(
+        (len(seqs), width, *getattr(inputs, name).shape[2:]), np.int32
+      )
+      for name in ("tokens", "positions", "vision_index")
     }
     # Garbage behind a row's real tokens must not matter.
     piece["tokens"][:] = rng.integers(0, 99, piece["tokens"].shape)
@@ -195,14 +194,14 @@ def test_extend_in_random_pieces_equals_the_full_forward_pass(policy, seed):
       for name, array in piece.items():
         array[r, :count] = getattr(inputs, name)[r, start : start + count]
     hidden, cache = extend(
-        model,
-        piece["tokens"],
-        piece["positions"],
-        starts,
-        counts,
-        cache,
-        piece["vision_index"],
-        vision,
+      model,
+      piece["tokens"],
+      piece["positions"],
+      starts,
+      counts,
+      cache,
+      piece["vision_index"],
+      vision,
     )
     for r, (start, count) in enumerate(zip(starts, counts)):
       got[r, start : start + count] = hidden[r, :count]
@@ -215,29 +214,29 @@ def test_decoding_token_by_token_equals_the_full_forward_pass(policy):
   model, _ = policy
   tokens = np.random.default_rng(5).integers(0, 1500, (2, 9)).astype(np.int32)
   want = full(
-      model,
-      base.PolicyInputs(
-          tokens=tokens,
-          positions=np.tile(np.arange(9, dtype=np.int32)[None, :, None],
-                            (2, 1, 3)),
-          segment_ids=np.ones((2, 9), np.int32),
-          vision_index=np.full((2, 9), -1, np.int32),
-          patches=np.zeros((1, 1, vision_inputs.TinyVLProcessor.patch_bytes),
-                           np.uint8),
-          patch_segments=np.zeros((1, 1), np.int32),
-          patch_positions=np.zeros((1, 1, 2), np.int32),
+    model,
+    base.PolicyInputs(
+      tokens=tokens,
+      positions=np.tile(np.arange(9, dtype=np.int32)[None, :, None], (2, 1, 3)),
+      segment_ids=np.ones((2, 9), np.int32),
+      vision_index=np.full((2, 9), -1, np.int32),
+      patches=np.zeros(
+        (1, 1, vision_inputs.TinyVLProcessor.patch_bytes), np.uint8
       ),
+      patch_segments=np.zeros((1, 1), np.int32),
+      patch_positions=np.zeros((1, 1, 2), np.int32),
+    ),
   )
   cache = model.init_cache(2, 9)
   ones = np.ones(2, np.int32)
   for t in range(9):
     hidden, cache = extend(
-        model,
-        tokens[:, t : t + 1],
-        np.full((2, 1, 3), t, np.int32),
-        ones * t,
-        ones,
-        cache,
+      model,
+      tokens[:, t : t + 1],
+      np.full((2, 1, 3), t, np.int32),
+      ones * t,
+      ones,
+      cache,
     )
     np.testing.assert_allclose(hidden[:, 0], want[:, t], atol=TOL)
 
@@ -246,12 +245,12 @@ def test_tokens_beyond_the_cache_are_dropped(policy):
   model, _ = policy
   cache = jax.tree.map(lambda x: x + 3.0, model.init_cache(1, 4))
   _, after = extend(
-      model,
-      np.array([[1, 2, 3]]),
-      np.zeros((1, 3, 3), np.int32),
-      np.array([3]),
-      np.array([3]),
-      cache,
+    model,
+    np.array([[1, 2, 3]]),
+    np.zeros((1, 3, 3), np.int32),
+    np.array([3]),
+    np.array([3]),
+    cache,
   )
   for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(after)):
     if old.shape[2] != 4:  # Keys: places are the last axis.
@@ -271,8 +270,9 @@ def test_stem_equals_convolutions_on_the_whole_image(policy):
   got = nnx.jit(lambda m, x: m.stem(x))(model, patched.patches[None])[0]
 
   height, width = 48, 64
-  padded = np.pad(image, ((4, 4 + height - 37), (4, 4 + width - 50), (0, 0)),
-                  mode="edge")
+  padded = np.pad(
+    image, ((4, 4 + height - 37), (4, 4 + width - 50), (0, 0)), mode="edge"
+  )
   x = padded.astype(np.float64) / 127.5 - 1
 
   def conv(x, kernel, size, stride):
@@ -281,16 +281,18 @@ def test_stem_equals_convolutions_on_the_whole_image(policy):
     out = np.zeros((h, w, kernel.shape[1]))
     for i in range(h):
       for j in range(w):
-        window = x[i * stride : i * stride + size,
-                   j * stride : j * stride + size]
+        window = x[
+          i * stride : i * stride + size, j * stride : j * stride + size
+        ]
         out[i, j] = window.reshape(-1) @ kernel
     return out
 
   def gelu(z):
     return np.asarray(jax.nn.gelu(z.astype(np.float32)), np.float64)
 
-  kernels = [np.asarray(p[...], np.float64)
-             for p in (stem.conv1, stem.conv2, stem.conv3)]
+  kernels = [
+    np.asarray(p[...], np.float64) for p in (stem.conv1, stem.conv2, stem.conv3)
+  ]
   x = gelu(conv(x, kernels[0], 4, 4))
   x = gelu(conv(x, kernels[1], 3, 1))
   x = conv(x, kernels[2], 2, 2)
@@ -361,7 +363,7 @@ def test_bfloat16_is_close_to_float32(policy):
   inputs = pack([[s]], patches_fill=1, length=33)
   want = full(model, inputs)
   low = tiny_vl.TinyVL(
-      dataclasses.replace(model.config, compute_dtype="bfloat16"), nnx.Rngs(0)
+    dataclasses.replace(model.config, compute_dtype="bfloat16"), nnx.Rngs(0)
   )
   nnx.update(low, nnx.state(model))
   got = full(low, inputs)
@@ -372,15 +374,15 @@ def test_bfloat16_is_close_to_float32(policy):
 
 
 @pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(heads=3, kv_heads=2), "heads=3"),
-        (dict(head_dim=15), "head_dim"),
-        (dict(vision_heads=3), "vision_heads"),
-        (dict(compute_dtype="int8"), "compute_dtype"),
-        (dict(number_start=5000), "number_start"),
-        (dict(banned_token_ids=()), "banned_token_ids"),
-    ],
+  "changes, message",
+  [
+    (dict(heads=3, kv_heads=2), "heads=3"),
+    (dict(head_dim=15), "head_dim"),
+    (dict(vision_heads=3), "vision_heads"),
+    (dict(compute_dtype="int8"), "compute_dtype"),
+    (dict(number_start=5000), "number_start"),
+    (dict(banned_token_ids=()), "banned_token_ids"),
+  ],
 )
 def test_contradictory_configs_are_refused(policy, changes, message):
   with pytest.raises(ValueError, match=message):

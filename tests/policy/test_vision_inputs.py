@@ -7,7 +7,7 @@ from tunix.rl.multi_turn.policy import vision_inputs
 
 
 @pytest.mark.parametrize(
-    "height, width", [(16, 16), (1, 1), (17, 40), (96, 128), (35, 15)]
+  "height, width", [(16, 16), (1, 1), (17, 40), (96, 128), (35, 15)]
 )
 def test_cells_are_windows_of_the_edge_padded_image(height, width):
   rng = np.random.default_rng(0)
@@ -23,15 +23,15 @@ def test_cells_are_windows_of_the_edge_padded_image(height, width):
     window = image.patches[i].reshape(24, 24, 3)
     for y, x in rng.integers(0, 24, (20, 2)):
       source = pixels[
-          min(max(top + y, 0), height - 1),
-          min(max(first_column + x, 0), width - 1),
+        min(max(top + y, 0), height - 1),
+        min(max(first_column + x, 0), width - 1),
       ]
       np.testing.assert_array_equal(window[y, x], source)
 
 
 def test_positions_are_fractions_of_the_image():
   image = vision_inputs.TinyVLProcessor().patchify(
-      np.zeros((32, 40, 3), np.uint8)
+    np.zeros((32, 40, 3), np.uint8)
   )
   unit = vision_inputs.POSITION_UNIT
   want_x = [8 / 40, 24 / 40, 36 / 40]  # The last cell shows 8 columns.
@@ -45,7 +45,7 @@ def test_a_strided_view_gives_the_same_patches():
   processor = vision_inputs.TinyVLProcessor()
   view = pixels[::2, ::-2]
   np.testing.assert_array_equal(
-      processor.patchify(view).patches, processor.patchify(view.copy()).patches
+    processor.patchify(view).patches, processor.patchify(view.copy()).patches
   )
 
 
@@ -58,13 +58,13 @@ def test_rotary_positions_count_tokens():
 
 
 @pytest.mark.parametrize(
-    "pixels, message",
-    [
-        (np.zeros((4, 4, 4), np.uint8), "uint8"),
-        (np.zeros((4, 4, 3), np.float32), "float32"),
-        (np.zeros((0, 4, 3), np.uint8), "4x0"),
-        (np.zeros((160, 176, 3), np.uint8), "max_cells"),
-    ],
+  "pixels, message",
+  [
+    (np.zeros((4, 4, 4), np.uint8), "uint8"),
+    (np.zeros((4, 4, 3), np.float32), "float32"),
+    (np.zeros((0, 4, 3), np.uint8), "4x0"),
+    (np.zeros((160, 176, 3), np.uint8), "max_cells"),
+  ],
 )
 def test_what_is_no_screenshot_is_refused(pixels, message):
   with pytest.raises(ValueError, match=message):

@@ -19,9 +19,11 @@ from tunix.rl.multi_turn.policy import sharding
 from tests.policy import qwen_sharding_script
 
 WINDOWS = {
-    "full_attention_layers": (1, 3), "sliding_window": 6,
-    "local_rope_theta": 1e3, "query_pre_attn_scalar": 20.0,
-}  # pyformat: disable
+  "full_attention_layers": (1, 3),
+  "sliding_window": 6,
+  "local_rope_theta": 1e3,
+  "query_pre_attn_scalar": 20.0,
+}
 
 
 def main(family, *names):
@@ -30,24 +32,24 @@ def main(family, *names):
   config = qwen_checkpoint.small_config("qwen3_text_tiny")
   windows = WINDOWS if family == "gemma3_text" else {}
   config = dataclasses.replace(
-      config,
-      family=family,
-      text=dataclasses.replace(config.text, **windows),
-      tie_word_embeddings=family != "llama",
+    config,
+    family=family,
+    text=dataclasses.replace(config.text, **windows),
+    tie_word_embeddings=family != "llama",
   )
   model = qwen_checkpoint.random_model(config)
   rows, length = 8, 32
   place = np.arange(length, dtype=np.int32)
   inputs = base.PolicyInputs(
-      tokens=np.random.default_rng(0)
-      .integers(1, 200, (rows, length))
-      .astype(np.int32),
-      positions=np.broadcast_to(place[None, :, None], (rows, length, 3)),
-      segment_ids=np.ones((rows, length), np.int32),
-      vision_index=np.full((rows, length), -1, np.int32),
-      patches=np.zeros((rows, 0, 0), np.uint8),
-      patch_segments=np.zeros((rows, 0), np.int32),
-      patch_positions=np.zeros((rows, 0, 0), np.int32),
+    tokens=np.random.default_rng(0)
+    .integers(1, 200, (rows, length))
+    .astype(np.int32),
+    positions=np.broadcast_to(place[None, :, None], (rows, length, 3)),
+    segment_ids=np.ones((rows, length), np.int32),
+    vision_index=np.full((rows, length), -1, np.int32),
+    patches=np.zeros((rows, 0, 0), np.uint8),
+    patch_segments=np.zeros((rows, 0), np.int32),
+    patch_positions=np.zeros((rows, 0, 0), np.int32),
   )
 
   def loss(model):
@@ -66,17 +68,17 @@ def main(family, *names):
     placed = qwen_sharding_script.on_mesh(model, mesh)
     loss_here, slopes = run(placed)
     apart = [
-        float(np.abs(np.asarray(a) - np.asarray(b)).max())
-        for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(want_slopes))
+      float(np.abs(np.asarray(a) - np.asarray(b)).max())
+      for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(want_slopes))
     ]
     local_bytes = sum(
-        x.addressable_shards[0].data.nbytes
-        for x in jax.tree.leaves(nnx.state(placed))
+      x.addressable_shards[0].data.nbytes
+      for x in jax.tree.leaves(nnx.state(placed))
     )
     report[name] = {
-        "loss": abs(float(loss_here) - float(loss_there)),
-        "gradient": max(apart) / scale,
-        "weights_share": local_bytes / total,
+      "loss": abs(float(loss_here) - float(loss_there)),
+      "gradient": max(apart) / scale,
+      "weights_share": local_bytes / total,
     }
   print(json.dumps(report))
 

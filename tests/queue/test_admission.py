@@ -69,9 +69,7 @@ def test_admission_order_forgets_released_tickets():
 
 
 def test_admission_order_waits_for_the_slow_one():
-  q = GroupQueue(
-      2, QueueConfig(max_staleness=1, capacity=2), order="admission"
-  )
+  q = GroupQueue(2, QueueConfig(max_staleness=1, capacity=2), order="admission")
   tickets = [q.acquire_start() for _ in range(4)]
   q.put(group(1), tickets[1])
   q.put(group(2), tickets[2])
@@ -115,8 +113,9 @@ def test_parts_of_a_group_are_admitted_together():
     start = q.acquire_parts_async
     both = [await start([None] * 3, 0), await start([None] * 3, 0)]
     assert [[t.index for t in tickets] for tickets in both] == [
-        [0, 1, 2], [3, 4, 5],
-    ]  # pyformat: disable
+      [0, 1, 2],
+      [3, 4, 5],
+    ]
     with pytest.raises(std_queue.Full, match="6 running"):
       await start([None] * 3, 0)  # Two could start, not three.
     for tickets in both:
@@ -169,33 +168,32 @@ def test_refund_admits_more():
 
 @settings(max_examples=trials.count(80), deadline=None)
 @given(
-    admission=st.sampled_from(["started", "recent", "finished"]),
-    staleness=st.integers(1, 3),
-    per_step=st.integers(1, 4),
-    seed=st.integers(0, 2**32),
+  admission=st.sampled_from(["started", "recent", "finished"]),
+  staleness=st.integers(1, 3),
+  per_step=st.integers(1, 4),
+  seed=st.integers(0, 2**32),
 )
 def test_any_run_follows_the_rules(admission, staleness, per_step, seed):
   """A learner, and producers whose groups end in any order."""
   rng = random.Random(seed)
   dropped = []
   config = QueueConfig(
-      max_staleness=staleness, stale_policy="trim", admission=admission
+    max_staleness=staleness, stale_policy="trim", admission=admission
   )
   q = GroupQueue(
-      per_step, config, on_drop=lambda g, _: dropped.append(int(g.group_id))
+    per_step, config, on_drop=lambda g, _: dropped.append(int(g.group_id))
   )
   running, ready, delivered = {}, {}, []
   taken = version = 0  # Groups taken of this version, and the version.
 
   def start():
     counted = {
-        "started": running,
-        "recent": [
-            t for t in running.values()
-            if version - t.start_version < staleness
-        ],
-        "finished": (),
-    }[admission]  # pyformat: disable
+      "started": running,
+      "recent": [
+        t for t in running.values() if version - t.start_version < staleness
+      ],
+      "finished": (),
+    }[admission]
     room = (staleness + version + 1) * per_step - len(delivered) - len(ready)
     try:
       ticket = q.acquire_start(timeout=0)

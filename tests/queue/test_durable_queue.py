@@ -20,10 +20,10 @@ def test_nothing_accepted_is_lost_and_nothing_consumed_comes_twice(tmp_path):
 
   def make(version):
     return GroupQueue(
-        2,
-        QueueConfig(max_staleness=2),
-        version=version,
-        store=group_store.SqliteGroupStore(path),
+      2,
+      QueueConfig(max_staleness=2),
+      version=version,
+      store=group_store.SqliteGroupStore(path),
     )
 
   q = make(0)
@@ -80,7 +80,7 @@ def test_stale_drops_do_not_come_back(tmp_path):
 def test_durable_put_from_a_loop(tmp_path):
   store = group_store.SqliteGroupStore(tmp_path / "queue.sqlite")
   q = GroupQueue(
-      2, QueueConfig(max_staleness=3), store=store, order="admission"
+    2, QueueConfig(max_staleness=3), store=store, order="admission"
   )
 
   async def main():

@@ -40,15 +40,15 @@ def test_is_a_data_queue():
 
 
 @pytest.mark.parametrize(
-    "kwargs, name",
-    [
-        ({"groups_per_step": 0}, "groups_per_step"),
-        ({"config": {"max_staleness": -1}}, "max_staleness"),
-        ({"config": {"capacity": 1}}, "capacity"),
-        ({"config": {"stale_policy": "wait"}}, "stale_policy"),
-        ({"order": "random"}, "order"),
-        ({"version": -1}, "version"),
-    ],
+  "kwargs, name",
+  [
+    ({"groups_per_step": 0}, "groups_per_step"),
+    ({"config": {"max_staleness": -1}}, "max_staleness"),
+    ({"config": {"capacity": 1}}, "capacity"),
+    ({"config": {"stale_policy": "wait"}}, "stale_policy"),
+    ({"order": "random"}, "order"),
+    ({"version": -1}, "version"),
+  ],
 )
 def test_bad_settings_are_refused(kwargs, name):
   with pytest.raises(ValueError, match=name):
@@ -75,9 +75,9 @@ def test_tickets_are_used_once():
 def test_stale_groups_are_dropped_and_refunded():
   dropped = []
   q = GroupQueue(
-      1,
-      QueueConfig(max_staleness=1),
-      on_drop=lambda g, why: dropped.append((g, why)),
+    1,
+    QueueConfig(max_staleness=1),
+    on_drop=lambda g, why: dropped.append((g, why)),
   )
   t0, t1 = q.acquire_start(), q.acquire_start()
   q.put(group("old", 5, 0), t0)
@@ -103,22 +103,22 @@ def test_stale_groups_are_dropped_and_refunded():
 def test_trimming_keeps_what_is_young_enough():
   q = GroupQueue(1, QueueConfig(max_staleness=1, stale_policy="trim"))
   mixed = trajectory_lib.Trajectory(
-      status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
-      reward=1.0,
-      sequences=[
-          trajectory_lib.TokenSequence(
-              tokens=[5, 6, 7, 8, 9],
-              loss_mask=[False, True, True, False, True],
-              logprobs=[0, -0.5, -0.6, 0, -0.7],
-              versions=[-1, 0, 1, -1, 2],
-              turn_ids=[0, 0, 0, 1, 1],
-              entropies=[0, 0.1, 0.2, 0, 0.3],
-              support=[[-1], [6], [7], [-1], [9]],
-          )
-      ],
+    status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
+    reward=1.0,
+    sequences=[
+      trajectory_lib.TokenSequence(
+        tokens=[5, 6, 7, 8, 9],
+        loss_mask=[False, True, True, False, True],
+        logprobs=[0, -0.5, -0.6, 0, -0.7],
+        versions=[-1, 0, 1, -1, 2],
+        turn_ids=[0, 0, 0, 1, 1],
+        entropies=[0, 0.1, 0.2, 0, 0.3],
+        support=[[-1], [6], [7], [-1], [9]],
+      )
+    ],
   )
   old = dataclasses.replace(
-      mixed, reward=0.0, sequences=[queue_groups.sequence(0)]
+    mixed, reward=0.0, sequences=[queue_groups.sequence(0)]
   )
   whole = trajectory_lib.TrajectoryGroup("g", "t", (mixed, old))
   q.put(whole)
@@ -202,16 +202,16 @@ def _waiters(q):
 
   async def main():
     await asyncio.gather(
-        note_async("aget", q.aget_batch(2)),
-        note_async("astart", q.acquire_start_async()),
-        note_async("aput", q.aput(group("more"))),
+      note_async("aget", q.aget_batch(2)),
+      note_async("astart", q.acquire_start_async()),
+      note_async("aput", q.aput(group("more"))),
     )
 
   threads = [
-      threading.Thread(target=note, args=("get", lambda: q.get_batch(2))),
-      threading.Thread(target=note, args=("start", q.acquire_start)),
-      threading.Thread(target=note, args=("put", lambda: q.put(group("m")))),
-      threading.Thread(target=lambda: asyncio.run(main())),
+    threading.Thread(target=note, args=("get", lambda: q.get_batch(2))),
+    threading.Thread(target=note, args=("start", q.acquire_start)),
+    threading.Thread(target=note, args=("put", lambda: q.put(group("m")))),
+    threading.Thread(target=lambda: asyncio.run(main())),
   ]
   for thread in threads:
     thread.start()
@@ -308,7 +308,7 @@ def test_stress(order, max_staleness):
   """Producers in threads and on a loop, one learner: the hard bound holds."""
   per_step, steps = 4, 40
   q = GroupQueue(
-      per_step, QueueConfig(max_staleness=max_staleness), order=order
+    per_step, QueueConfig(max_staleness=max_staleness), order=order
   )
   rng = random.Random(0)
   produced, lock = set(), threading.Lock()
@@ -363,7 +363,7 @@ def test_stress(order, max_staleness):
     seen.extend(indices)
     q.set_version(step + 1)
     assert len(produced) - len(seen) <= (
-        (max_staleness + 1) * per_step + q.counters()["dropped_stale"]
+      (max_staleness + 1) * per_step + q.counters()["dropped_stale"]
     )
   q.close()
   _join(threads)
@@ -386,31 +386,29 @@ class QueueMachine(stateful.RuleBasedStateMachine):
   tickets = stateful.Bundle("tickets")
 
   @stateful.initialize(
-      per_step=st.integers(1, 3),
-      staleness=st.integers(0, 2),
-      order=st.sampled_from(group_queue.ORDERS),
-      stale_policy=st.sampled_from(["drop", "trim"]),
-      admission=st.sampled_from(["started", "recent", "finished"]),
+    per_step=st.integers(1, 3),
+    staleness=st.integers(0, 2),
+    order=st.sampled_from(group_queue.ORDERS),
+    stale_policy=st.sampled_from(["drop", "trim"]),
+    admission=st.sampled_from(["started", "recent", "finished"]),
   )
   def start(self, per_step, staleness, order, stale_policy, admission):
     self.per_step, self.staleness = per_step, staleness
     self.order = order
     self.trims = stale_policy == "trim"
     # Versions during which a running group counts.
-    self.counts_for = {
-        "started": math.inf, "recent": staleness, "finished": 0
-    }[admission]  # pyformat: disable
+    self.counts_for = {"started": math.inf, "recent": staleness, "finished": 0}[
+      admission
+    ]
     self.stale_tokens = 0
     self.dropped = []
     self.q = GroupQueue(
-        per_step,
-        QueueConfig(
-            max_staleness=staleness,
-            stale_policy=stale_policy,
-            admission=admission,
-        ),
-        order=order,
-        on_drop=lambda g, why: self.dropped.append(int(g.group_id)),
+      per_step,
+      QueueConfig(
+        max_staleness=staleness, stale_policy=stale_policy, admission=admission
+      ),
+      order=order,
+      on_drop=lambda g, why: self.dropped.append(int(g.group_id)),
     )
     self.version = 0
     self.running = {}
@@ -435,9 +433,9 @@ class QueueMachine(stateful.RuleBasedStateMachine):
   @stateful.rule(target=tickets)
   def acquire(self):
     running = [
-        t
-        for t in self.running.values()
-        if self.version - t.start_version < self.counts_for
+      t
+      for t in self.running.values()
+      if self.version - t.start_version < self.counts_for
     ]
     allowed = self.accepted() + len(running) < self.limit()
     try:
@@ -451,8 +449,8 @@ class QueueMachine(stateful.RuleBasedStateMachine):
     return ticket
 
   @stateful.rule(
-      ticket=stateful.consumes(tickets),
-      lags=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    ticket=stateful.consumes(tickets),
+    lags=st.lists(st.integers(0, 3), min_size=1, max_size=3),
   )
   def put(self, ticket, lags):
     """Members whose tokens are of several versions, as weights swap."""
@@ -502,10 +500,10 @@ class QueueMachine(stateful.RuleBasedStateMachine):
       fresh = [v for v in versions if self.version - v <= self.staleness]
       assert fresh == (versions if not self.trims else fresh) != []
       trained = [
-          int(v)
-          for member in found
-          for sequence in member.sequences
-          for v in sequence.versions[sequence.loss_mask]
+        int(v)
+        for member in found
+        for sequence in member.sequences
+        for v in sequence.versions[sequence.loss_mask]
       ]
       assert trained == fresh  # No token beyond the bound, none lost.
       assert len(found.valid) == len(versions)  # All are compared.
@@ -535,5 +533,5 @@ class QueueMachine(stateful.RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(
-    max_examples=trials.count(60), stateful_step_count=30, deadline=None
+  max_examples=trials.count(60), stateful_step_count=30, deadline=None
 )

@@ -24,17 +24,17 @@ def group(name, *refs):
   tokens = [5, *[PAD] * len(refs), 6]
   mask = np.arange(len(tokens)) == len(tokens) - 1
   sequence = trajectory_lib.TokenSequence(
-      tokens=tokens,
-      loss_mask=mask,
-      logprobs=np.where(mask, -0.5, 0.0),
-      versions=np.where(mask, 0, -1),
-      turn_ids=np.zeros(len(tokens), np.int32),
-      images=[
-          trajectory_lib.ImageSpan(ref, 1 + i, 1) for i, ref in enumerate(refs)
-      ],
+    tokens=tokens,
+    loss_mask=mask,
+    logprobs=np.where(mask, -0.5, 0.0),
+    versions=np.where(mask, 0, -1),
+    turn_ids=np.zeros(len(tokens), np.int32),
+    images=[
+      trajectory_lib.ImageSpan(ref, 1 + i, 1) for i, ref in enumerate(refs)
+    ],
   )
   member = trajectory_lib.Trajectory(
-      status=trajectory_lib.TrajectoryStatus.SUCCEEDED, sequences=[sequence]
+    status=trajectory_lib.TrajectoryStatus.SUCCEEDED, sequences=[sequence]
   )
   return trajectory_lib.TrajectoryGroup(name, "t", (member,))
 
@@ -45,10 +45,10 @@ class Parts:
   def __init__(self, path, **kwargs):
     self.images = images_lib.ImageStore(path / "images")
     self.store = group_store.SqliteGroupStore(
-        path / "queue.sqlite", images=self.images
+      path / "queue.sqlite", images=self.images
     )
     self.queue = group_queue.GroupQueue(
-        1, group_queue.QueueConfig(max_staleness=4), store=self.store, **kwargs
+      1, group_queue.QueueConfig(max_staleness=4), store=self.store, **kwargs
     )
 
 
@@ -68,15 +68,13 @@ def test_images_are_not_packed_on_the_event_loop(tmp_path):
   readers = []
 
   class Images(images_lib.ImageStore):
-
     def get(self, ref):
       readers.append(threading.current_thread())
       return super().get(ref)
 
   store = Images()
   queue = group_queue.GroupQueue(
-      1,
-      store=group_store.SqliteGroupStore(tmp_path / "q.sqlite", images=store),
+    1, store=group_store.SqliteGroupStore(tmp_path / "q.sqlite", images=store)
   )
   ref = store.put(picture(1))
   asyncio.run(queue.aput(group("a", ref)))
@@ -84,16 +82,16 @@ def test_images_are_not_packed_on_the_event_loop(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        "DELETE FROM images WHERE sha256 = ?",
-        "UPDATE images SET pixels = x'00' WHERE sha256 = ?",
-        "UPDATE images SET pixels = (SELECT pixels FROM images WHERE sha256 !="
-        " ?1) WHERE sha256 = ?1",
-    ],
+  "change",
+  [
+    "DELETE FROM images WHERE sha256 = ?",
+    "UPDATE images SET pixels = x'00' WHERE sha256 = ?",
+    "UPDATE images SET pixels = (SELECT pixels FROM images WHERE sha256 !="
+    " ?1) WHERE sha256 = ?1",
+  ],
 )
 def test_a_group_without_its_images_is_lost_and_its_task_can_run_again(
-    change, tmp_path, caplog
+  change, tmp_path, caplog
 ):
   before = Parts(tmp_path)
   refs = [before.images.put(picture(i)) for i in range(2)]
@@ -109,8 +107,9 @@ def test_a_group_without_its_images_is_lost_and_its_task_can_run_again(
   ticket = after.queue.acquire_start(timeout=0, index=0)
   after.queue.put(group("again", after.images.put(picture(0))), ticket)
   assert [g.group_id for g in Parts(tmp_path).queue.get_batch(2, 0)] == [
-      "again", "b",
-  ]  # pyformat: disable
+    "again",
+    "b",
+  ]
 
 
 def test_one_row_that_cannot_be_read_costs_one_group(tmp_path):
@@ -121,7 +120,7 @@ def test_one_row_that_cannot_be_read_costs_one_group(tmp_path):
   with database:
     for index, payload in enumerate(['{"$type": "x"}', "{", None]):
       database.execute(
-          "UPDATE groups SET payload = ? WHERE idx = ?", (payload, index)
+        "UPDATE groups SET payload = ? WHERE idx = ?", (payload, index)
       )
   database.close()
   after = Parts(tmp_path)
@@ -159,9 +158,9 @@ def test_a_stored_group_with_an_unusable_reward_is_run_again(tmp_path):
     before.queue.put(group(name), before.queue.acquire_start())
   with sqlite3.connect(tmp_path / "queue.sqlite") as db:
     db.execute(
-        "UPDATE groups SET payload = replace("  # Without its digest.
-        "substr(payload, instr(payload, '{')), '\"reward\":0.0',"
-        " '\"reward\":1e308') WHERE idx = 0"
+      "UPDATE groups SET payload = replace("  # Without its digest.
+      "substr(payload, instr(payload, '{')), '\"reward\":0.0',"
+      " '\"reward\":1e308') WHERE idx = 0"
     )
   after = Parts(tmp_path)
   assert after.queue.counters()["lost"] == 1

@@ -21,7 +21,7 @@ EVEN = sim.Costs(sigma=0.0, env_share=0.0)
 
 def rules(max_staleness, **changes):
   queue = dataclasses.replace(
-      sim.Rules().queue, max_staleness=max_staleness, **changes
+    sim.Rules().queue, max_staleness=max_staleness, **changes
   )
   return sim.Rules(queue)
 
@@ -45,7 +45,7 @@ def test_a_half_full_engine_decodes_faster():
   # 32 of 64 requests at 1 + 1 * 32 / 63 times the speed of all 64.
   costs = dataclasses.replace(EVEN, empty_speed=2.0, learn_s=1.0)
   found = sim.simulate(
-      costs, dataclasses.replace(rules(0), groups_per_step=4), 10, 2
+    costs, dataclasses.replace(rules(0), groups_per_step=4), 10, 2
   )
   episode = 1 / (1 + 32 / 63)
   assert found["rate"] == pytest.approx(1 / (1 + episode))
@@ -70,7 +70,6 @@ def test_late_groups_make_room_in_the_simulation_too():
   """A straggler holds the learner up, unless another starts in its place."""
 
   class Straggler(sim.Simulation):
-
     def _next_draw(self):
       seconds = 1000.0 if self._started == 0 else 1.0
       return sim.Draw(self._started, seconds, (seconds,))
@@ -78,7 +77,7 @@ def test_late_groups_make_room_in_the_simulation_too():
   costs = sim.Costs(env_share=0.0, slots=8, concurrency=8, learn_s=1.0)
   one = dataclasses.replace(rules(1), groups_per_step=2, group_size=1)
   late = dataclasses.replace(
-      one, queue=dataclasses.replace(one.queue, admission="recent")
+    one, queue=dataclasses.replace(one.queue, admission="recent")
   )
   # Of two an update, one is always the straggler.
   held = Straggler(costs, one).run(steps=40, warm=10)["rate"]
@@ -102,13 +101,10 @@ def test_tasks_come_again_and_share_their_part_of_the_variance():
 def test_other_rules_keep_the_bound_and_deal_each_task(name):
   given = async_rules.named_rules(2)[name]
   given = dataclasses.replace(given, groups_per_step=2, window=8)
-  costs = sim.Costs(
-      slots=16, concurrency=16, turns=2, task_share=0.7, tasks=8
-  )
+  costs = sim.Costs(slots=16, concurrency=16, turns=2, task_share=0.7, tasks=8)
   started = collections.Counter()
 
   class Noted(async_rules.OtherSimulation):
-
     def _next_draw(self):
       draw = super()._next_draw()
       started[draw.task] += 1
@@ -134,5 +130,5 @@ def test_lengths_are_estimated_by_task():
     median = math.exp(typical)
     assert lengths.chance(typical, 0, median) == pytest.approx(0.5, abs=0.08)
     assert lengths.chance(typical, median, median) == pytest.approx(
-        0.673, abs=0.12
+      0.673, abs=0.12
     )

@@ -14,7 +14,6 @@ from tunix.rl.multi_turn.reporting import step_metrics
 
 
 class Clock:
-
   def __init__(self):
     self.now = 1000.0
 
@@ -63,7 +62,7 @@ def test_what_goes_on_at_a_reading_counts_before_and_after():
     return [readings[name] for name in (
         "episodes_busy", "overlap", "time/rollout_model", "time/rollout_env",
         "time/rollout_both", "time/rollout_none",
-    )]  # pyformat: disable
+    )]  # fmt: skip
 
   assert take(2) == [1.5, 0.5, 1, 0, 1, 0]
   assert take(4) == [2.0, 1.0, 0, 0, 2, 0]
@@ -144,7 +143,6 @@ def test_a_gym_of_known_delays_is_measured_turn_by_turn():
   reports = []
 
   class Listener:
-
     def on_event(self, event):
       if isinstance(event, events.StageChanged):
         reports.append(event.stage)
@@ -160,7 +158,7 @@ def test_a_gym_of_known_delays_is_measured_turn_by_turn():
             trajectory_id=f"e{i}",
         ).collect()
         for i in range(EPISODES)
-    ))  # pyformat: disable
+    ))  # fmt: skip
     return metrics, loop.time() - started, meter.take()
 
   episodes, wall, together = asyncio.run(asyncio.wait_for(run(), 60))
@@ -169,30 +167,31 @@ def test_a_gym_of_known_delays_is_measured_turn_by_turn():
   assert reports.count("env") == (TURNS + 2) * EPISODES  # Reset and closing.
   assert reports.count("") == reports.count("model") + reports.count("env")
   metrics = metrics_lib.group_metrics(
-      [trajectory_lib.TrajectoryGroup("g", "t", episodes)]
+    [trajectory_lib.TrajectoryGroup("g", "t", episodes)]
   )
   assert not metrics_lib.undocumented({**metrics, **together})
   # Sleeping takes as long as asked, or longer on a busy machine: altogether no
   # longer than the whole did.
   late = wall - (RESET + CLOSE + TURNS * (MODEL + STEP + OWN))
   for name, least in (
-      ("turn_seconds_model", MODEL), ("turn_seconds_env", STEP),
-      ("turn_seconds_other", OWN), ("episode_seconds_setup", RESET + CLOSE),
-  ):  # pyformat: disable
+    ("turn_seconds_model", MODEL),
+    ("turn_seconds_env", STEP),
+    ("turn_seconds_other", OWN),
+    ("episode_seconds_setup", RESET + CLOSE),
+  ):
     times = 1 if "setup" in name else TURNS
     assert least <= metrics[name] < least + late / times + 1e-3, name
   # Nothing is counted twice, and nothing is left over.
-  turn = sum(
-      metrics[f"turn_seconds_{k}"] for k in ("model", "env", "other")
-  )
+  turn = sum(metrics[f"turn_seconds_{k}"] for k in ("model", "env", "other"))
   mean = sum(e.metrics["seconds"] for e in episodes) / EPISODES
   assert TURNS * turn + metrics["episode_seconds_setup"] == pytest.approx(mean)
   busy = sum(
-      e.metrics[f"seconds_{k}"]
-      for e in episodes for k in ("model", "env", "setup")
-  )  # pyformat: disable
+    e.metrics[f"seconds_{k}"]
+    for e in episodes
+    for k in ("model", "env", "setup")
+  )
   assert metrics["env_share"] + metrics["model_share"] == pytest.approx(
-      busy / EPISODES / mean
+    busy / EPISODES / mean
   )
   # The meter has seen the same seconds, through events.
   assert together["episodes_busy"] == pytest.approx(busy / wall, rel=0.1)
@@ -202,16 +201,19 @@ def test_with_one_episode_nothing_overlaps_and_with_two_it_may():
   meter = step_metrics.Overlap()
 
   class Listener:
-
     def on_event(self, event):
       if isinstance(event, events.StageChanged):
         meter.on_event(event)
 
   def episode(i):
     return tc.TrajectoryCollectEngine(
-        Agent(), Gym(), model, max_steps=TURNS, observers=Listener(),
-        trajectory_id=f"e{i}",
-    ).collect()  # pyformat: disable
+      Agent(),
+      Gym(),
+      model,
+      max_steps=TURNS,
+      observers=Listener(),
+      trajectory_id=f"e{i}",
+    ).collect()
 
   async def alone():
     await episode(0)

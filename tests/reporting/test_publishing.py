@@ -44,7 +44,7 @@ def run(tmp_path_factory):
   model, _, _ = checkpoint.create_policy("qwen3_vl_tiny")
   (directory / "policy").mkdir()
   hf_checkpoint.save_policy(
-      directory / "policy", model, "qwen3_vl_tiny", "float32"
+    directory / "policy", model, "qwen3_vl_tiny", "float32"
   )
   return runs.load(directory)
 
@@ -64,7 +64,7 @@ def command(*arguments, **env):
        *map(str, arguments)],
       capture_output=True, text=True, timeout=120,
       env={**os.environ, **env},
-  )  # pyformat: disable
+  )  # fmt: skip
 
 
 def metadata(card, kind=huggingface_hub.ModelCard):
@@ -97,8 +97,8 @@ def test_episodes_are_a_data_set(run, tmp_path):
       if turn["image"] >= 0:
         shown = row["images"][turn["image"]]
         assert np.array_equal(
-            np.asarray(shown.convert("RGB")),
-            np.asarray(episode.screenshot(number)),
+          np.asarray(shown.convert("RGB")),
+          np.asarray(episode.screenshot(number)),
         )
         looked += 1
   assert looked > 10
@@ -133,7 +133,7 @@ def test_large_runs_become_several_files(run, tmp_path, monkeypatch):
 def test_a_policy_is_a_model_repository(run, tmp_path):
   transformers = pytest.importorskip("transformers")
   folder = run.save_for_hub(
-      tmp_path / "model", license="apache-2.0", base_model="Qwen/Qwen3-VL-2B"
+    tmp_path / "model", license="apache-2.0", base_model="Qwen/Qwen3-VL-2B"
   )
   config = transformers.AutoConfig.from_pretrained(folder)
   assert config.model_type == "qwen3_vl"
@@ -151,18 +151,18 @@ def test_a_policy_is_a_model_repository(run, tmp_path):
   assert "seed: 3" in settings and "desktop" in settings
   for hidden in ("somebody", "secretword"):
     assert not any(
-        hidden.encode() in path.read_bytes() for path in folder.iterdir()
+      hidden.encode() in path.read_bytes() for path in folder.iterdir()
     )
 
 
-@pytest.mark.parametrize("content, missing", [
-    ("policy", "policy"), ("episodes", "trajectories.jsonl"),
-])  # pyformat: disable
+@pytest.mark.parametrize(
+  "content, missing", [("policy", "policy"), ("episodes", "trajectories.jsonl")]
+)
 def test_what_a_run_has_not_is_named(run, content, missing, tmp_path):
   copy = tmp_path / "run"
   copy.mkdir()
   (copy / "summary.json").write_bytes(
-      (run.directory / "summary.json").read_bytes()
+    (run.directory / "summary.json").read_bytes()
   )
   kind = "no policy yet" if missing == "policy" else "kept no episode"
   with pytest.raises(publishing.PublishError, match=kind):
@@ -177,10 +177,13 @@ def test_a_folder_in_use_stays(run, tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize("options, problem", [
+@pytest.mark.parametrize(
+  "options, problem",
+  [
     ({"license": "Apache 2"}, "apache-2.0"),
     ({"base_model": "a/b/c"}, "owner/name"),
-])  # pyformat: disable
+  ],
+)
 def test_wrong_words_for_a_card(run, tmp_path, options, problem):
   with pytest.raises(publishing.PublishError, match=problem):
     run.save_for_hub(tmp_path / "out", **options)
@@ -191,10 +194,13 @@ def test_wrong_words_for_a_card(run, tmp_path, options, problem):
 
 @pytest.mark.slow
 def test_the_command_pushes_both(run, server, tmp_path):
-  env = {"HF_ENDPOINT": server.url, "HF_TOKEN": hub_server.TOKEN,
-         "HF_HOME": str(tmp_path)}  # pyformat: disable
+  env = {
+    "HF_ENDPOINT": server.url,
+    "HF_TOKEN": hub_server.TOKEN,
+    "HF_HOME": str(tmp_path),
+  }
   process = command(
-      run.directory, "policy", "--to", "me/agent", "--private", **env
+    run.directory, "policy", "--to", "me/agent", "--private", **env
   )
   assert process.returncode == 0, process.stderr
   assert process.stdout.strip().endswith("/me/agent")
@@ -204,8 +210,9 @@ def test_the_command_pushes_both(run, server, tmp_path):
   assert {"README.md", "training_config.yaml", "config.json"} <= set(repository)
   assert server.private["model", "me/agent"] in (True, "private")
   uploads = len(server.uploads)
-  process = command(run.directory, "policy", "--to", "me/agent",
-                 "--message", "again", **env)  # pyformat: disable
+  process = command(
+    run.directory, "policy", "--to", "me/agent", "--message", "again", **env
+  )
   assert process.returncode == 0, process.stderr
   assert len(server.uploads) == uploads
   process = command(run.directory, "episodes", "--to", "me/played", **env)
@@ -214,7 +221,7 @@ def test_the_command_pushes_both(run, server, tmp_path):
   table = parquet.read_table(io.BytesIO(repository["data/train-00000.parquet"]))
   trained = [e.trajectory for e in run.episodes.where(split="train")]
   assert sorted(table["episode_id"].to_pylist()) == sorted(
-      episode.trajectory_id for episode in trained
+    episode.trajectory_id for episode in trained
   )
   assert hub_server.TOKEN not in process.stdout + process.stderr
   assert not list(run.directory.glob(".publish-*"))
@@ -228,10 +235,13 @@ def test_a_push_from_python(run, server, monkeypatch):
   assert server.private["dataset", "me/from-python"] in (None, False)
 
 
-@pytest.mark.parametrize("status, problem", [
+@pytest.mark.parametrize(
+  "status, problem",
+  [
     (403, "may not be written with this token .not yours"),
     (500, "refused: not yours"),
-])  # pyformat: disable
+  ],
+)
 def test_a_refusal_is_told(run, server, status, problem):
   server.refuse = status
   with pytest.raises(publishing.PublishError, match=problem):
@@ -282,7 +292,7 @@ def test_an_upload_into_silence_is_ended_and_tried_again(run, server, tmp_path):
 
 @pytest.mark.slow  # The client waits 23 seconds between its tries.
 def test_a_hub_that_falls_silent_in_an_upload_ends_the_push(
-    run, server, tmp_path
+  run, server, tmp_path
 ):
   folder = run.save_for_hub(tmp_path / "model")
   server.silent_uploads = 1000
@@ -293,15 +303,20 @@ def test_a_hub_that_falls_silent_in_an_upload_ends_the_push(
 
 
 def test_wrong_arguments_of_the_command(run, tmp_path):
-  env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_x",
-          "HF_HOME": str(tmp_path)}  # pyformat: disable
+  env = {
+    "HF_ENDPOINT": "http://127.0.0.1:9",
+    "HF_TOKEN": "hf_x",
+    "HF_HOME": str(tmp_path),
+  }
   for arguments, message in [
-      ((run.directory, "policy", "--to", "a/b/c"), "repo is 'a/b/c'"),
-      ((run.directory, "policy", "--to", "me/a"), "does not answer"),
-      ((tmp_path, "policy", "--out", tmp_path / "o"), "not a run directory"),
-      ((run.directory, "policy", "--out", tmp_path / "o", "--private"),
-       "--private"),
-  ]:  # pyformat: disable
+    ((run.directory, "policy", "--to", "a/b/c"), "repo is 'a/b/c'"),
+    ((run.directory, "policy", "--to", "me/a"), "does not answer"),
+    ((tmp_path, "policy", "--out", tmp_path / "o"), "not a run directory"),
+    (
+      (run.directory, "policy", "--out", tmp_path / "o", "--private"),
+      "--private",
+    ),
+  ]:
     process = command(*arguments, **env)
     assert process.returncode == 2 and message in process.stderr, process.stderr
     assert "Traceback" not in process.stderr
@@ -309,12 +324,12 @@ def test_wrong_arguments_of_the_command(run, tmp_path):
 
 def test_its_names_are_importable_without_jax():
   code = (
-      "import tunix_multi_turn; tunix_multi_turn.light()\n"
-      "from tunix.rl.multi_turn.commands import publish\n"
-      "import sys; print('jax' in sys.modules, 'datasets' in sys.modules)"
+    "import tunix_multi_turn; tunix_multi_turn.light()\n"
+    "from tunix.rl.multi_turn.commands import publish\n"
+    "import sys; print('jax' in sys.modules, 'datasets' in sys.modules)"
   )
   process = subprocess.run(
-      [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
   )
   assert process.stdout.split() == ["False", "False"], process.stderr
 
@@ -345,8 +360,8 @@ def private_run(run, tmp_path):
   path = copy / "trajectories.jsonl"
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   lines[0]["error"] = (
-      "FileNotFoundError: '/home/somebody/x/page.html' at"
-      " http://me:secretword@somebody-box:9/v1?token=abc"
+    "FileNotFoundError: '/home/somebody/x/page.html' at"
+    " http://me:secretword@somebody-box:9/v1?token=abc"
   )
   path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
   return copy
@@ -417,14 +432,17 @@ def test_names_are_no_markup(private_run, tmp_path):
     assert "<b>" not in body and "\n# y" not in body
 
 
-@pytest.mark.parametrize("name, text, problem", [
+@pytest.mark.parametrize(
+  "name, text, problem",
+  [
     ("summary.json", '{"status": "running", "step": 3}', "is running, or was"),
     ("config.yaml", "a: [", "config.yaml is not valid YAML"),
     ("policy/config.json", "{", "config.json is damaged"),
     ("policy/config.json", "[]", "config.json is damaged"),
-])  # pyformat: disable
+  ],
+)
 def test_damaged_and_unfinished_runs(
-    private_run, tmp_path, name, text, problem
+  private_run, tmp_path, name, text, problem
 ):
   (private_run / name).write_text(text)
   with pytest.raises(publishing.PublishError, match=problem):
@@ -436,9 +454,10 @@ def test_files_of_an_earlier_push_do_not_stay(run, server):
   token = hub_server.TOKEN
   server.private["model", "me/agent"] = None
   server.repos["model", "me/agent"] = {
-      "model-00001-of-00002.safetensors": b"old",
-      "model.safetensors.index.json": b"old", "notes.md": b"mine",
-  }  # pyformat: disable
+    "model-00001-of-00002.safetensors": b"old",
+    "model.safetensors.index.json": b"old",
+    "notes.md": b"mine",
+  }
   run.push_to_hub("me/agent", token=token)
   repository = server.repos["model", "me/agent"]
   assert repository["notes.md"] == b"mine" and b"old" not in repository.values()
@@ -458,9 +477,7 @@ def test_nothing_private_goes_to_a_public_repository(run, server):
 
 
 def test_a_password_of_the_hub_s_address_is_not_shown(monkeypatch, tmp_path):
-  monkeypatch.setattr(
-      constants, "ENDPOINT", "http://me:secretword@127.0.0.1:9"
-  )
+  monkeypatch.setattr(constants, "ENDPOINT", "http://me:secretword@127.0.0.1:9")
   target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
   with pytest.raises(publishing.PublishError, match="does not answer") as error:
     hub.push(tmp_path, target, "m", stall_s=1)

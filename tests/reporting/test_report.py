@@ -69,7 +69,7 @@ def test_the_page_stands_alone_and_nothing_a_model_wrote_is_markup(run_dir):
   parsed = parse(page)
   assert "script" not in parsed.tags and "img" not in parsed.tags
   assert parsed.links and all(
-      link.startswith("data:image/") for link in parsed.links
+    link.startswith("data:image/") for link in parsed.links
   )
   assert "url(" not in page and "@import" not in page
   text = " ".join(parsed.text)
@@ -136,7 +136,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
 
 def test_a_large_screenshot_is_shrunk_in_the_page(tmp_path):
   pixels = np.random.default_rng(0).integers(
-      0, 255, (1080, 1920, 3), dtype=np.uint8
+    0, 255, (1080, 1920, 3), dtype=np.uint8
   )
   ref = trajectory_lib.ImageRef(images_lib.hash_pixels(pixels), 1920, 1080)
   (tmp_path / "images").mkdir()
@@ -158,16 +158,20 @@ def test_smoothing_is_a_mean_and_unbiased_from_the_start():
 
 
 @pytest.mark.parametrize(
-    "low, high, expected",
-    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0, 60, [0, 20, 40, 60]),
-     (-3, 7, [-2, 0, 2, 4, 6]), (5, 5, [5])],
+  "low, high, expected",
+  [
+    (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+    (0, 60, [0, 20, 40, 60]),
+    (-3, 7, [-2, 0, 2, 4, 6]),
+    (5, 5, [5]),
+  ],
 )
 def test_ticks_are_round_numbers_inside(low, high, expected):
   assert svg.ticks(low, high) == pytest.approx(expected)
 
 
 @hypothesis.given(
-    st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 10)
+  st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 10)
 )
 def test_an_axis_has_two_ticks_at_least_and_few(low, span, count):
   ticks = svg.ticks(low, low + span, count)
@@ -179,7 +183,7 @@ def test_an_axis_has_two_ticks_at_least_and_few(low, span, count):
 
 def test_a_fault_of_a_turn_is_named_once():
   step = trajectory_lib.Step(
-      info={"parse_errors": ["no call"], "invalid_actions": ["no call", "b"]}
+    info={"parse_errors": ["no call"], "invalid_actions": ["no call", "b"]}
   )
   trajectory = trajectory_lib.Trajectory(steps=[step])
   assert run_data.frames_of(trajectory)[0].note == "no call; b"
@@ -194,28 +198,36 @@ def test_steps_are_whole():
 
 
 @pytest.mark.parametrize(
-    "value, text",
-    [(0, "0"), (0.25, "0.25"), (1234, "1234"), (20, "20"), (1e-4, "1.0e-4"),
-     (123456, "1.2e5"), (-0.5, "-0.5")],
+  "value, text",
+  [
+    (0, "0"),
+    (0.25, "0.25"),
+    (1234, "1234"),
+    (20, "20"),
+    (1e-4, "1.0e-4"),
+    (123456, "1.2e5"),
+    (-0.5, "-0.5"),
+  ],
 )
 def test_numbers_are_short(value, text):
   assert svg.number(value) == text
 
 
 @pytest.mark.parametrize(
-    "action, text",
-    [
-        ({"kind": "click", "x": 3.0, "y": 4.0}, "click (3, 4)"),
-        ({"kind": "click", "x": 1, "y": 2, "count": 2}, "double click (1, 2)"),
-        ({"kind": "click", "x": 1, "y": 2, "button": "right"},
-         "right click (1, 2)"),
-        ({"kind": "drag", "x2": 5, "y2": 6}, "drag to (5, 6)"),
-        ({"kind": "scroll", "x": 1, "y": 1, "dy": 40},
-         "scroll (1, 1) by (0, 40)"),
-        ({"kind": "key", "keys": ["ctrl", "c"]}, "key ctrl+c"),
-        ({"kind": "type", "text": ""}, "type “”"),
-        ({"kind": "terminate", "success": False}, "terminate failure"),
-    ],
+  "action, text",
+  [
+    ({"kind": "click", "x": 3.0, "y": 4.0}, "click (3, 4)"),
+    ({"kind": "click", "x": 1, "y": 2, "count": 2}, "double click (1, 2)"),
+    (
+      {"kind": "click", "x": 1, "y": 2, "button": "right"},
+      "right click (1, 2)",
+    ),
+    ({"kind": "drag", "x2": 5, "y2": 6}, "drag to (5, 6)"),
+    ({"kind": "scroll", "x": 1, "y": 1, "dy": 40}, "scroll (1, 1) by (0, 40)"),
+    ({"kind": "key", "keys": ["ctrl", "c"]}, "key ctrl+c"),
+    ({"kind": "type", "text": ""}, "type “”"),
+    ({"kind": "terminate", "success": False}, "terminate failure"),
+  ],
 )
 def test_actions_in_words(action, text):
   assert run_data.describe_action(action) == text

@@ -40,7 +40,7 @@ def test_a_step_is_on_disk_when_its_event_has_returned(tmp_path):
   writer = metrics_writer.MetricsWriter(tmp_path / "run" / "metrics.jsonl")
   writer.on_event(step(1, time=5.0, loss=np.float32(0.5)))
   assert lines(tmp_path / "run" / "metrics.jsonl") == [
-      {"step": 1, "version": 1, "time": 5.0, "loss": 0.5}
+    {"step": 1, "version": 1, "time": 5.0, "loss": 0.5}
   ]
 
 
@@ -79,7 +79,7 @@ def test_undocumented_metrics_are_named_once(tmp_path, caplog):
 def test_the_reference_of_metrics_in_docs_is_up_to_date(pytestconfig):
   written = (pytestconfig.rootpath / "docs" / "metrics.md").read_text()
   assert written == metrics_lib.reference(), (
-      "run: python -m tunix.rl.multi_turn.reporting.metrics > docs/metrics.md"
+    "run: python -m tunix.rl.multi_turn.reporting.metrics > docs/metrics.md"
   )
 
 
@@ -103,10 +103,12 @@ def test_group_metrics_count_what_the_policy_decided():
 
   broken = one(False, status=Status.ENV_ERROR)
   broken.metrics = {"seconds": 2.5, "seconds_model": 0.3}
-  metrics = metrics_lib.group_metrics([
+  metrics = metrics_lib.group_metrics(
+    [
       group(one(True, turns=2), one(False), broken),
       group(one(True), one(True, family="enter-text")),
-  ])
+    ]
+  )
   assert metrics["groups"] == 2 and metrics["episodes"] == 5
   assert metrics["invalid_episodes"] == pytest.approx(0.2)
   assert metrics["success_rate"] == metrics["reward_mean"] == 0.75
@@ -123,9 +125,7 @@ def test_group_metrics_count_what_the_policy_decided():
 
 def test_without_a_valid_episode_means_are_absent_not_zero():
   store = images_lib.ImageStore()
-  broken = synthetic_run.episode(
-      store, success=False, status=Status.ENV_ERROR
-  )
+  broken = synthetic_run.episode(store, success=False, status=Status.ENV_ERROR)
   group = trajectory_lib.TrajectoryGroup("g", "t", (broken,))
   metrics = metrics_lib.group_metrics([group])
   assert metrics["invalid_episodes"] == 1.0
@@ -135,13 +135,13 @@ def test_without_a_valid_episode_means_are_absent_not_zero():
 def test_engine_metrics_are_differences_of_counters():
   before = {"decode_tokens": 100, "seconds_idle": 1.0, "prompt_tokens": 10}
   after = {
-      "completed": 30,
-      "decode_tokens": 300,
-      "decode_places": 400,
-      "seconds_idle": 1.5,
-      "prompt_tokens": 110,
-      "prefilled_tokens": 25,
-      "compiles_after_warm_up": 2,
+    "completed": 30,
+    "decode_tokens": 300,
+    "decode_places": 400,
+    "seconds_idle": 1.5,
+    "prompt_tokens": 110,
+    "prefilled_tokens": 25,
+    "compiles_after_warm_up": 2,
   }
   metrics = metrics_lib.engine_metrics(before, after, 2.0)
   assert metrics["rollout_tokens_per_second"] == 100
@@ -156,7 +156,6 @@ def test_engine_metrics_are_differences_of_counters():
 
 
 class _Engine:
-
   def stats(self):
     return {"decode_tokens": 0.0}
 
@@ -171,7 +170,6 @@ def test_a_step_is_described_by_the_groups_it_learned_from():
   events_ = []
 
   class Keeps:
-
     def on_event(self, event):
       events_.append(event)
 
@@ -186,7 +184,7 @@ def test_a_step_is_described_by_the_groups_it_learned_from():
       learned_from = finished
   # b and c are for later updates, and the broken attempt was for none.
   adds.on_event(
-      events.StepFinished(1, 1, {"loss": 2.0}, groups=(learned_from,))
+    events.StepFinished(1, 1, {"loss": 2.0}, groups=(learned_from,))
   )
   row = events_[-1].metrics
   assert (row["groups"], row["episodes"], row["loss"]) == (1, 2, 2.0)
@@ -218,9 +216,9 @@ def test_readings_of_several_processes_are_those_of_all_their_work():
     return trajectory_lib.TrajectoryGroup(name, "t", (member, member))
 
   deals = [
-      [group("a", True, turns=3), group("b", False)],
-      [group("c", False, family="enter-text")],
-      [group("d", False, status=Status.ENV_ERROR)],
+    [group("a", True, turns=3), group("b", False)],
+    [group("c", False, family="enter-text")],
+    [group("d", False, status=Status.ENV_ERROR)],
   ]
   slow, busy = deals[1][0].trajectories[0], deals[0][0].trajectories[0]
   slow.metrics = {"seconds": 9.0, "seconds_model": 1.0, "seconds_setup": 2.0}
@@ -232,34 +230,34 @@ def test_readings_of_several_processes_are_those_of_all_their_work():
       {"decode_tokens": 25, "decode_places": 100, "prompt_tokens": 90,
        "prefilled_tokens": 15, "compiles_after_warm_up": 3},
       {"decode_tokens": 5},
-  ]  # pyformat: disable
+  ]  # fmt: skip
 
   def step(peers, groups, after, ready, replaced):
     engine = _Counters(before)
     queue = _Counters({"ready": ready, "dropped_stale": ready})
     events_ = []
-    adds = step_metrics.StepMetrics(
-        events.Observers(), queue, engine, peers
-    )
+    adds = step_metrics.StepMetrics(events.Observers(), queue, engine, peers)
     adds._downstream.on_event = events_.append  # pylint: disable=protected-access
     for _ in range(ready):
       adds.on_event(events.GroupFinished(groups[0], "requeued", "why"))
     engine.shown = after
     metrics = {
-        "loss": 2.0, "replaced_groups": replaced, "seconds_wait": replaced
-    }  # pyformat: disable
+      "loss": 2.0,
+      "replaced_groups": replaced,
+      "seconds_wait": replaced,
+    }
     adds.on_event(events.StepFinished(1, 1, metrics, groups=tuple(groups)))
     return events_[-1].metrics
 
   results = peer_threads.run_all(
-      3,
-      lambda peers: step(
-          peers,
-          deals[peers.index],
-          afters[peers.index],
-          peers.index,
-          4.0 + peers.index,
-      ),
+    3,
+    lambda peers: step(
+      peers,
+      deals[peers.index],
+      afters[peers.index],
+      peers.index,
+      4.0 + peers.index,
+    ),
   )
   assert results[0] == results[1] == results[2]
   own = results[0]
@@ -286,14 +284,16 @@ def test_episodes_come_back_as_they_were_with_their_screenshots(tmp_path):
   store = images_lib.ImageStore()
   episode = synthetic_run.episode(store, turns=3)
   writer = trajectory_writer.TrajectoryWriter(
-      tmp_path, store, Config(episodes=8)
+    tmp_path, store, Config(episodes=8)
   )
   writer.on_event(events.WeightsPublished(7, 0.0))
   writer.on_event(synthetic_run.finished(episode))
   assert writer.close()
   (line,) = lines(tmp_path / "trajectories.jsonl")
   assert (line["version"], line["family"], line["split"]) == (
-      7, "click-button", "train",
+    7,
+    "click-button",
+    "train",
   )
   again = trajectory_lib.Trajectory.from_json(line)
   assert again.steps == episode.steps
@@ -309,15 +309,15 @@ def test_episodes_come_back_as_they_were_with_their_screenshots(tmp_path):
 def test_a_long_run_keeps_few_episodes_evenly_and_only_their_images(tmp_path):
   store = images_lib.ImageStore()
   writer = trajectory_writer.TrajectoryWriter(
-      tmp_path, store, Config(episodes=16, max_pending=1000)
+    tmp_path, store, Config(episodes=16, max_pending=1000)
   )
   for i in range(150):
     writer.on_event(
-        synthetic_run.finished(synthetic_run.episode(store, seed=i // 2))
+      synthetic_run.finished(synthetic_run.episode(store, seed=i // 2))
     )
     if i % 3 == 0:
       writer.on_event(
-          synthetic_run.finished(synthetic_run.episode(store, seed=i), "eval")
+        synthetic_run.finished(synthetic_run.episode(store, seed=i), "eval")
       )
   assert writer.close()
   records = lines(tmp_path / "trajectories.jsonl")
@@ -338,7 +338,7 @@ def test_a_resumed_run_goes_on_where_the_file_ends(tmp_path):
   def tell(writer, count):
     for i in range(count):
       writer.on_event(
-          synthetic_run.finished(synthetic_run.episode(store, seed=i))
+        synthetic_run.finished(synthetic_run.episode(store, seed=i))
       )
     assert writer.close()
 
@@ -347,7 +347,7 @@ def test_a_resumed_run_goes_on_where_the_file_ends(tmp_path):
   with (tmp_path / "trajectories.jsonl").open("a") as file:
     file.write('{"index": 99, "torn')
   writer = trajectory_writer.TrajectoryWriter(
-      tmp_path, store, Config(episodes=16), resume=True
+    tmp_path, store, Config(episodes=16), resume=True
   )
   tell(writer, 20)
   index = [line["index"] for line in lines(tmp_path / "trajectories.jsonl")]
@@ -369,7 +369,7 @@ class _SlowStore:
 def test_a_slow_disk_drops_and_counts_but_never_blocks(tmp_path):
   store = _SlowStore()
   writer = trajectory_writer.TrajectoryWriter(
-      tmp_path, store, Config(episodes=1000, max_pending=4)
+    tmp_path, store, Config(episodes=1000, max_pending=4)
   )
   episode = synthetic_run.episode(images_lib.ImageStore())
   for _ in range(50):
@@ -384,11 +384,11 @@ def test_a_slow_disk_drops_and_counts_but_never_blocks(tmp_path):
 
 
 def test_what_cannot_be_written_is_counted_and_the_rest_goes_on(
-    tmp_path, caplog
+  tmp_path, caplog
 ):
   store = images_lib.ImageStore()
   writer = trajectory_writer.TrajectoryWriter(
-      tmp_path, store, Config(episodes=8)
+    tmp_path, store, Config(episodes=8)
   )
   bad = synthetic_run.episode(store)
   bad.steps[0].info["pixels"] = np.zeros((200, 200))
@@ -403,10 +403,10 @@ def test_what_cannot_be_written_is_counted_and_the_rest_goes_on(
 def test_no_thread_outlives_the_writer_and_zero_keeps_nothing(tmp_path):
   before = set(threading.enumerate())
   writer = trajectory_writer.TrajectoryWriter(
-      tmp_path, None, Config(episodes=0)
+    tmp_path, None, Config(episodes=0)
   )
   writer.on_event(
-      synthetic_run.finished(synthetic_run.episode(images_lib.ImageStore()))
+    synthetic_run.finished(synthetic_run.episode(images_lib.ImageStore()))
   )
   writer.on_event(events.RunFinished("completed"))
   assert writer.close() and not set(threading.enumerate()) - before
@@ -488,7 +488,8 @@ def test_time_is_booked_on_the_stage_it_was_spent_in(tmp_path):
   writer.on_event(step(2, time=25.0))
   writer.on_event(events.RunFinished("completed", time=26.0))
   assert files.read_json(path)["stage_seconds"] == {
-      "warm start": 10.0, "train": 6.0,
+    "warm start": 10.0,
+    "train": 6.0,
   }
 
 
@@ -506,41 +507,47 @@ def _turns_of(episode, sampled):
   tokens, mask, turns, spans = [1], [False], [0], []
   for turn, count in enumerate(sampled):
     spans.append(
-        trajectory_lib.ImageSpan(
-            trajectory_lib.ImageRef(sha256=f"{turn:064x}", width=8, height=8),
-            len(tokens), 1,
-        )
-    )  # pyformat: disable
+      trajectory_lib.ImageSpan(
+        trajectory_lib.ImageRef(sha256=f"{turn:064x}", width=8, height=8),
+        len(tokens),
+        1,
+      )
+    )
     tokens += [2, *range(3, 3 + count)]
     mask += [False, *[True] * count]
     turns += [turn] * (1 + count)
   mask = np.array(mask)
   return dataclasses.replace(
-      episode,
-      sequences=[trajectory_lib.TokenSequence(
-          tokens=np.array(tokens), loss_mask=mask,
-          logprobs=np.where(mask, -1.0, 0.0), versions=np.where(mask, 0, -1),
-          turn_ids=np.array(turns), images=tuple(spans),
-      )],
-  )  # pyformat: disable
+    episode,
+    sequences=[
+      trajectory_lib.TokenSequence(
+        tokens=np.array(tokens),
+        loss_mask=mask,
+        logprobs=np.where(mask, -1.0, 0.0),
+        versions=np.where(mask, 0, -1),
+        turn_ids=np.array(turns),
+        images=tuple(spans),
+      )
+    ],
+  )
 
 
 def test_length_and_success_by_turn_and_images():
   episodes = [
-      _turns_of(trajectory_lib.Trajectory(task="t", status=ended), sampled)
-      for ended, sampled in (
-          (Status.SUCCEEDED, [2, 4]),
-          (Status.FAILED, [4, 6, 8, 10]),
-          (Status.SUCCEEDED, [3]),
-      )
+    _turns_of(trajectory_lib.Trajectory(task="t", status=ended), sampled)
+    for ended, sampled in (
+      (Status.SUCCEEDED, [2, 4]),
+      (Status.FAILED, [4, 6, 8, 10]),
+      (Status.SUCCEEDED, [3]),
+    )
   ]
   group = trajectory_lib.TrajectoryGroup("g", "t", tuple(episodes))
   readings = metrics_lib.group_metrics([group])
   for by in ("turn", "images"):
     of = {
-        k.partition("/")[2]: v
-        for k, v in readings.items()
-        if k.startswith(f"success_by_{by}/")
+      k.partition("/")[2]: v
+      for k, v in readings.items()
+      if k.startswith(f"success_by_{by}/")
     }
     assert of == {"01": 2 / 3, "02": 1 / 2, "03-04": 0.0}
     assert readings[f"turn_tokens_by_{by}/01"] == 3

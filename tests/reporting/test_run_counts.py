@@ -17,16 +17,14 @@ SUCCEEDED, FAILED = Status.SUCCEEDED, Status.FAILED
 def group(index, statuses=(SUCCEEDED, FAILED), attempt=0):
   name = f"train-{index:06d}" + (f"-r{attempt}" if attempt else "")
   return trajectory_lib.TrajectoryGroup(
-      group_id=name,
-      task_id="t",
-      trajectories=tuple(
-          trajectory_lib.Trajectory(
-              task={}, status=s, trajectory_id=f"{name}.{i}"
-          )
-          for i, s in enumerate(statuses)
-      ),
-      attempt=attempt,
-  )  # pyformat: disable
+    group_id=name,
+    task_id="t",
+    trajectories=tuple(
+      trajectory_lib.Trajectory(task={}, status=s, trajectory_id=f"{name}.{i}")
+      for i, s in enumerate(statuses)
+    ),
+    attempt=attempt,
+  )
 
 
 def collected(group_, outcome="accepted"):
@@ -47,7 +45,7 @@ def evaluated(name, episodes=3):
     yield events.EvalStarted(name, mode, 2 * episodes)
     for i in range(episodes):
       member = trajectory_lib.Trajectory(
-          task={}, status=SUCCEEDED, trajectory_id=f"eval-{i:06d}.0"
+        task={}, status=SUCCEEDED, trajectory_id=f"eval-{i:06d}.0"
       )
       yield events.EpisodeFinished(member, f"eval-{i:06d}", "t", "eval")
     yield events.Fault("close", "E", "x", "eval-000001.0")
@@ -113,8 +111,10 @@ def test_a_kill_at_any_event_changes_no_count(tmp_path):
       name = getattr(event, "name", None)
       if isinstance(event, tuple):
         count += 1
-      elif name is not None or getattr(event, "split", "") == "eval" or (
-          (getattr(event, "trajectory_id", "") or "").startswith("eval")
+      elif (
+        name is not None
+        or getattr(event, "split", "") == "eval"
+        or ((getattr(event, "trajectory_id", "") or "").startswith("eval"))
       ):
         evaluation = name or evaluation
         if evaluation == "final" or evaluation not in measured:
@@ -166,12 +166,14 @@ def in_parts(index):
   """A group of four in two parts."""
   full = group(index, (SUCCEEDED, FAILED, FAILED, SUCCEEDED))
   return tuple(
-      trajectory_lib.TrajectoryGroup(
-          full.group_id, "t", full.trajectories[at : at + 2],
-          peer_rewards=(0.0, 0.0)[:at],
-      )
-      for at in (0, 2)
-  )  # pyformat: disable
+    trajectory_lib.TrajectoryGroup(
+      full.group_id,
+      "t",
+      full.trajectories[at : at + 2],
+      peer_rewards=(0.0, 0.0)[:at],
+    )
+    for at in (0, 2)
+  )
 
 
 def fed(counts, *groups):
@@ -184,9 +186,9 @@ def test_a_group_in_parts_counts_once():
   one, two = in_parts(0)
   counts = fed(run_counts.RunCounts(2), collected(one), collected(two))
   want = {
-      "episodes": {"train/failed": 2, "train/succeeded": 2},
-      "groups": {"accepted": 1},
-      "faults": {"step/E": 2},
+    "episodes": {"train/failed": 2, "train/succeeded": 2},
+    "groups": {"accepted": 1},
+    "faults": {"step/E": 2},
   }
   assert counts.totals() == want
   late = fed(run_counts.RunCounts(2), collected(one), trained(1, one))
@@ -208,10 +210,10 @@ def test_stored_parts_count_once_after_a_kill():
   fed(counts, itertools.islice(collected(settled[1]), 1, None))
   want = counts.totals()
   for stored, again in (
-      # Stored after the checkpoint.
-      ((settled[1], *waiting), ()),
-      # Under way at the kill, and collected again.
-      (waiting, collected(settled[1])),
+    # Stored after the checkpoint.
+    ((settled[1], *waiting), ()),
+    # Under way at the kill, and collected again.
+    (waiting, collected(settled[1])),
   ):
     resumed = run_counts.RunCounts(2)
     resumed.restore_training(saved, stored)

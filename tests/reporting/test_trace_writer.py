@@ -22,15 +22,16 @@ def written(path):
 def writer(tmp_path, mib=1.0, **options):
   config = settings.ReportConfig(profile=True, profile_mib=mib)
   return trace_writer.TraceWriter(
-      tmp_path, config, clock=lambda: 1000.0, **options
+    tmp_path, config, clock=lambda: 1000.0, **options
   )
 
 
 def slices(spans, *lanes):
   return [
-      e for e in spans
-      if e["ph"] == "X" and (not lanes or (e["pid"], e["tid"]) in lanes)
-  ]  # pyformat: disable
+    e
+    for e in spans
+    if e["ph"] == "X" and (not lanes or (e["pid"], e["tid"]) in lanes)
+  ]
 
 
 def lanes_of(spans):
@@ -61,47 +62,55 @@ def test_an_update_is_drawn_by_its_measured_phases(tmp_path):
        "seconds_step": 1.5, "queue_size": 4, "time/engine_decode": 5.0,
        "time/engine_idle": 1.0},
       time=1010.0,
-  ))  # pyformat: disable
+  ))  # fmt: skip
   trace.close()
   result = written(trace.path)
   drawn = {e["name"]: (e["ts"], e["dur"]) for e in slices(result, LEARNER)}
   assert drawn == {
-      "wait": (4_000_000, 2_000_000), "learn": (6_000_000, 3_000_000),
-      "pack": (6_000_000, 1_000_000), "step": (7_000_000, 1_500_000),
-      "publish": (9_000_000, 500_000), "other": (9_500_000, 500_000),
-  }  # pyformat: disable
+    "wait": (4_000_000, 2_000_000),
+    "learn": (6_000_000, 3_000_000),
+    "pack": (6_000_000, 1_000_000),
+    "step": (7_000_000, 1_500_000),
+    "publish": (9_000_000, 500_000),
+    "other": (9_500_000, 500_000),
+  }
   check_nesting(result)
   counters = {e["name"]: e["args"] for e in result if e["ph"] == "C"}
   assert counters == {
-      "groups waiting": {"groups": 4},
-      "seconds of an update": {"decode": 5.0, "idle": 1.0},
+    "groups waiting": {"groups": 4},
+    "seconds of an update": {"decode": 5.0, "idle": 1.0},
   }
 
 
 def test_a_turn_is_drawn_in_the_engine_then_in_its_environment(tmp_path):
   trace = writer(tmp_path)
-  trace.on_event(events.TurnFinished(
+  trace.on_event(
+    events.TurnFinished(
       "a", 3, {"model": 0.5, "env": 0.25, "render": 0.25}, time=1002.0
-  ))
+    )
+  )
   trace.close()
   drawn = slices(written(trace.path))
   assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in drawn] == [
-      (2, "model", 1_000_000, 750_000), (3, "env", 1_750_000, 250_000),
-  ]  # pyformat: disable
+    (2, "model", 1_000_000, 750_000),
+    (3, "env", 1_750_000, 250_000),
+  ]
   assert drawn[0]["args"] == {"episode": "a", "turn": 3}
 
 
-@given(turns=st.lists(
-    st.tuples(st.floats(0, 5), st.floats(0, 3), st.floats(0, 3)), max_size=60,
-))
+@given(
+  turns=st.lists(
+    st.tuples(st.floats(0, 5), st.floats(0, 3), st.floats(0, 3)), max_size=60
+  )
+)
 def test_turns_never_overlap_in_a_lane(tmp_path_factory, turns):
   trace = writer(tmp_path_factory.mktemp("trace"))
   at = 1000.0
   for i, (pause, model, env) in enumerate(turns):
     at += pause
-    trace.on_event(events.TurnFinished(
-        str(i), 1, {"model": model, "env": env}, time=at
-    ))
+    trace.on_event(
+      events.TurnFinished(str(i), 1, {"model": model, "env": env}, time=at)
+    )
   trace.close()
   result = written(trace.path)
   check_nesting(result)
@@ -114,9 +123,10 @@ def test_the_queue_its_refusals_and_evaluations(tmp_path):
   trace = writer(tmp_path)
   group = queue_groups.group()
   for outcome, why, at in (
-      ("accepted", "", 1001.0), ("accepted", "", 1002.0),
-      ("requeued", "too few are valid", 1003.0),
-  ):  # pyformat: disable
+    ("accepted", "", 1001.0),
+    ("accepted", "", 1002.0),
+    ("requeued", "too few are valid", 1003.0),
+  ):
     trace.on_event(events.GroupFinished(group, outcome, why, time=at))
   trace.on_event(events.EvalStarted("step_4", "sampled", 2, time=1004.0))
   trace.on_event(events.EvalStarted("step_4", "greedy", 2, time=1005.0))
@@ -138,9 +148,11 @@ def test_the_file_is_bounded_and_turns_end_before_updates_do(tmp_path):
   metrics = {"time/wait": 0.5, "time/learn": 0.5}
   for i in range(600):
     at = 1000.0 + i
-    trace.on_event(events.TurnFinished(
+    trace.on_event(
+      events.TurnFinished(
         f"episode-{i}", 1, {"model": 0.5, "env": 0.4}, time=at
-    ))
+      )
+    )
     if i % 60 == 59:
       trace.on_event(events.StepFinished(i // 60, 0, metrics, time=at))
   trace.close()
@@ -187,18 +199,18 @@ def test_a_run_writes_its_timeline(tmp_path):
   assert small_runs.run_train(
       tmp_path, small_runs.ONE_LAYER, "warm_start.source=none", "run.name=a",
       "steps=2", "profile=true", "eval.modes=[greedy]", "monitor.embedded=true",
-  ) == 0  # pyformat: disable
+  ) == 0  # fmt: skip
   spans = written(tmp_path / "a" / "trace.json")
   check_nesting(spans)
   for row in small_runs.metrics_of(tmp_path / "a"):
     drawn = {
-        e["name"]: e["dur"] / 1e6
-        for e in slices(spans, LEARNER)
-        if e.get("args", {}).get("step") == row["step"]
+      e["name"]: e["dur"] / 1e6
+      for e in slices(spans, LEARNER)
+      if e.get("args", {}).get("step") == row["step"]
     }
     for phase in time_metrics.LEARNER:
       assert drawn.get(phase, 0.0) == pytest.approx(
-          row[f"time/{phase}"], abs=0.05
+        row[f"time/{phase}"], abs=0.05
       ), phase
   names = {(e["pid"], e["name"]) for e in slices(spans)}
   assert {(2, "model"), (3, "env"), (1, "warm_start"), (1, "final")} <= names

@@ -32,14 +32,16 @@ def told(observers, steps=3, status="completed", first=1):
   for observer in observers:
     observer.on_event(events.RunStarted("my run", {"learner": {"steps": 3}}))
     for step in range(first, first + steps):
-      observer.on_event(events.StepFinished(
+      observer.on_event(
+        events.StepFinished(
           step, step, {"loss": 1.0 / step, "odd": float("nan")}
-      ))  # pyformat: disable
+        )
+      )
     observer.on_event(events.EvalStarted("step_2", "sampled", 8, 2))
     observer.on_event(events.EvalFinished("step_2", {
         "success_rate": 0.5, "headline": "sampled", "interval": [0.2, 0.8],
         "by_task": {"click": {"success_rate": 0.25}},
-    }))  # pyformat: disable
+    }))  # fmt: skip
     observer.on_event(events.RunFinished(status))
     observer.close()
     assert (observer.failures, observer.dropped) == (0, 0)
@@ -48,16 +50,16 @@ def told(observers, steps=3, status="completed", first=1):
 def of_run(folder, resume_step=None, **tracking):
   tracking = {"close_timeout_s": 60.0} | tracking
   return trackers.of_run(
-      settings_lib.TrackingConfig(**tracking), folder, resume_step
+    settings_lib.TrackingConfig(**tracking), folder, resume_step
   )
 
 
 def test_nothing_is_tracked_unless_asked_for(tmp_path):
   assert of_run(tmp_path) == []
   program = (
-      "import sys; from tunix.rl.multi_turn import train;"
-      "bad = {'wandb', 'mlflow', 'tensorboardX.writer'} & set(sys.modules) -"
-      " set(sys.argv); assert not bad, bad"
+    "import sys; from tunix.rl.multi_turn import train;"
+    "bad = {'wandb', 'mlflow', 'tensorboardX.writer'} & set(sys.modules) -"
+    " set(sys.argv); assert not bad, bad"
   )
   # Upstream's own logger brings tensorboardX with it.
   process = fresh_interpreter.run(program, "tensorboardX.writer")
@@ -73,15 +75,19 @@ def episode(store, solved, number, split="eval"):
   for turn in range(3):
     pixels = np.full((96, 128, 3), 40 * turn + number, np.uint8)
     content = [{"type": "image", "image": store.put(pixels)}]
-    steps.append(trajectory.Step(
+    steps.append(
+      trajectory.Step(
         chat_completions=[{"role": "user", "content": content}],
         model_response=f"answer | {turn}",
         info={"gui_actions": [{"action": "click", "x": 20, "y": 30}]},
-    ))  # pyformat: disable
+      )
+    )
   one = trajectory.Trajectory(
-      task={"family": "click"}, steps=steps, reward=float(solved),
-      status=Status.SUCCEEDED if solved else Status.FAILED,
-  )  # pyformat: disable
+    task={"family": "click"},
+    steps=steps,
+    reward=float(solved),
+    status=Status.SUCCEEDED if solved else Status.FAILED,
+  )
   return events.EpisodeFinished(one, f"g{number}", f"click/{number}", split)
 
 
@@ -89,9 +95,11 @@ def shown(tmp_path, **tracking):
   """An evaluation of five solved episodes and three that failed, told."""
   store = images_lib.ImageStore()
   (tracker,) = trackers.of_run(
-      settings_lib.TrackingConfig(close_timeout_s=60.0, **tracking), tmp_path,
-      None, store,
-  )  # pyformat: disable
+    settings_lib.TrackingConfig(close_timeout_s=60.0, **tracking),
+    tmp_path,
+    None,
+    store,
+  )
   tracker.on_event(events.RunStarted("my run", {}))
   tracker.on_event(events.EvalStarted("step_2", "sampled", 8, 2))
   tracker.on_event(episode(store, True, 99, "train"))
@@ -106,8 +114,8 @@ def shown(tmp_path, **tracking):
 def test_an_evaluation_under_another_name_is_of_its_step(tmp_path):
   """Also in a run that resumes with nothing left to update."""
   accumulators = pytest.importorskip(
-      "tensorboard.backend.event_processing.event_accumulator",
-      reason="needs the extra `dev`",
+    "tensorboard.backend.event_processing.event_accumulator",
+    reason="needs the extra `dev`",
   )
   (tracker,) = of_run(tmp_path, resume_step=4, tensorboard=True)
   tracker.on_event(events.RunStarted("my run", {}))
@@ -122,16 +130,18 @@ def test_an_evaluation_under_another_name_is_of_its_step(tmp_path):
 
 def test_tensorboard_shows_film_strips_and_a_table(tmp_path):
   accumulators = pytest.importorskip(
-      "tensorboard.backend.event_processing.event_accumulator",
-      reason="needs the extra `dev`",
+    "tensorboard.backend.event_processing.event_accumulator",
+    reason="needs the extra `dev`",
   )
   shown(tmp_path, tensorboard=True)
   accumulator = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
   accumulator.Reload()
   assert sorted(accumulator.Tags()["images"]) == [
-      "episodes/failed_2", "episodes/failed_3",
-      "episodes/solved_0", "episodes/solved_1",
-  ]  # pyformat: disable
+    "episodes/failed_2",
+    "episodes/failed_3",
+    "episodes/solved_0",
+    "episodes/solved_1",
+  ]
   (event,) = accumulator.Images("episodes/solved_0")
   picture = Image.open(io.BytesIO(event.encoded_image_string))
   assert event.step == 2 and picture.size == (3 * 320 + 2 * 4, 240)
@@ -161,7 +171,7 @@ def test_wandb_shows_film_strips_and_a_table(tmp_path):
 def test_no_strip_is_drawn_where_none_is_wanted(tmp_path):
   shown(tmp_path, tensorboard=True, film_strips=0)
   accumulators = pytest.importorskip(
-      "tensorboard.backend.event_processing.event_accumulator"
+    "tensorboard.backend.event_processing.event_accumulator"
   )
   accumulator = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
   accumulator.Reload()
@@ -201,8 +211,8 @@ def test_screens_that_are_gone_draw_nothing():
 
 def test_tensorboard_shows_every_number_once_after_a_resumption(tmp_path):
   accumulators = pytest.importorskip(
-      "tensorboard.backend.event_processing.event_accumulator",
-      reason="needs the extra `dev`",
+    "tensorboard.backend.event_processing.event_accumulator",
+    reason="needs the extra `dev`",
   )
   told(of_run(tmp_path, tensorboard=True), steps=3, status="interrupted")
   time.sleep(1.1)  # File names differ by the second.
@@ -210,14 +220,13 @@ def test_tensorboard_shows_every_number_once_after_a_resumption(tmp_path):
   read = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
   read.Reload()
   losses = [(e.step, e.value) for e in read.Scalars("train/loss")]
-  assert losses == [
-      (n, pytest.approx(1.0 / n)) for n in (1, 2, 3, 4)
-  ]  # pyformat: disable
+  assert losses == [(n, pytest.approx(1.0 / n)) for n in (1, 2, 3, 4)]
   evals = read.Tags()["scalars"]
   assert "eval/success_rate" in evals
   assert [e.step for e in read.Scalars("eval/by_task/click/success_rate")] == [
-      2, 2,
-  ]  # pyformat: disable
+    2,
+    2,
+  ]
   (text,) = read.Tensors("config/text_summary")[-1].tensor_proto.string_val
   assert b"my run" in text and b'"steps": 3' in text
 
@@ -264,12 +273,12 @@ def test_wandb_keeps_an_offline_run_in_the_runs_folder(tmp_path):
   name = json.loads((tmp_path / "tracking.json").read_text())["wandb"]
   assert run.run_id == name
   rows = [
-      {
-          (i.key or "/".join(i.nested_key)): json.loads(i.value_json)
-          for i in r.history.item
-      }
-      for r in stored
-      if r.HasField("history")
+    {
+      (i.key or "/".join(i.nested_key)): json.loads(i.value_json)
+      for i in r.history.item
+    }
+    for r in stored
+    if r.HasField("history")
   ]
   losses = {r["step"]: r["train/loss"] for r in rows if "train/loss" in r}
   assert losses == {n: pytest.approx(1.0 / n) for n in (1, 2, 3)}
@@ -311,7 +320,7 @@ def test_mlflow_has_one_run_also_after_a_resumption(tmp_path):
   assert run.data.params == {"learner.steps": "3"}
   history = client.get_metric_history(run.info.run_id, "train/loss")
   assert {m.step: m.value for m in history} == {
-      n: pytest.approx(1.0 / n) for n in range(1, 7)
+    n: pytest.approx(1.0 / n) for n in range(1, 7)
   }
   assert run.data.metrics["eval/success_rate"] == 0.5
   assert "train/odd" not in run.data.metrics
@@ -340,14 +349,13 @@ def mlflow_server(answer):
   state = {"metrics": [], "requests": 0, "ended": []}
   run = {"info": {"run_id": "r1", "status": "RUNNING"}, "data": {}}
   answers = {
-      "experiments/get-by-name": {"experiment": {"experiment_id": "1"}},
-      "runs/create": {"run": run},
-      "runs/get": {"run": run},
-      "runs/update": {"run_info": run["info"]},
+    "experiments/get-by-name": {"experiment": {"experiment_id": "1"}},
+    "runs/create": {"run": run},
+    "runs/get": {"run": run},
+    "runs/update": {"run_info": run["info"]},
   }
 
   class Handler(server.BaseHTTPRequestHandler):
-
     def do_GET(self):  # pylint: disable=invalid-name
       self._reply({})
 
@@ -382,11 +390,12 @@ def mlflow_server(answer):
     httpd.server_close()
 
 
-@pytest.mark.parametrize("status, ended", [
-    ("completed", "FINISHED"), ("failed", "FAILED"), ("interrupted", "KILLED"),
-])  # pyformat: disable
+@pytest.mark.parametrize(
+  "status, ended",
+  [("completed", "FINISHED"), ("failed", "FAILED"), ("interrupted", "KILLED")],
+)
 def test_a_slow_mlflow_server_gets_every_value_and_the_end(
-    tmp_path, status, ended
+  tmp_path, status, ended
 ):
   pytest.importorskip("mlflow", reason="needs the extra `tracking`")
 
@@ -428,7 +437,7 @@ def test_what_an_mlflow_server_refused_is_sent_again(tmp_path, monkeypatch):
 
 
 def test_an_mlflow_server_that_never_answers_does_not_hold_the_end_up(
-    tmp_path, monkeypatch, caplog
+  tmp_path, monkeypatch, caplog
 ):
   pytest.importorskip("mlflow", reason="needs the extra `tracking`")
   monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -452,14 +461,13 @@ def test_an_mlflow_server_that_never_answers_does_not_hold_the_end_up(
 
 
 def test_an_mlflow_server_that_is_not_there_is_named_once(
-    tmp_path, monkeypatch, caplog
+  tmp_path, monkeypatch, caplog
 ):
   pytest.importorskip("mlflow", reason="needs the extra `tracking`")
   monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
   asked_by = set()
 
   class Noting(trackers.MLflow):
-
     def __init__(self, *args):
       asked_by.add(threading.current_thread().name)
       super().__init__(*args)
@@ -508,11 +516,14 @@ class Broken:
     self._call("finish", status)
 
 
-@pytest.mark.parametrize("fails, calls, warnings", [
+@pytest.mark.parametrize(
+  "fails, calls, warnings",
+  [
     ((2, 3, 5), 22, 0),  # It came back each time.
     (tuple(range(3, 99)), 8, 1),
     ((0,), 1, 1),
-])  # pyformat: disable
+  ],
+)
 def test_a_backend_that_fails(fails, calls, warnings, caplog):
   backend = Broken(fails)
   tracker = trackers.Tracker("It", lambda: backend)
@@ -529,7 +540,7 @@ def test_a_backend_that_fails(fails, calls, warnings, caplog):
 
 
 def test_a_package_that_is_absent_is_named_with_the_way_to_get_it(
-    tmp_path, monkeypatch, caplog
+  tmp_path, monkeypatch, caplog
 ):
   for name in ("wandb", "mlflow", "mlflow.tracking"):
     monkeypatch.setitem(sys.modules, name, None)
@@ -546,14 +557,11 @@ def test_a_backend_that_hangs_holds_up_nobody(caplog):
   hang = threading.Event()
 
   class Hanging(Broken):
-
     def scalars(self, step, values):
       hang.wait(60)
 
   tracker = trackers.Tracker(
-      "It",
-      lambda: Hanging(()),
-      settings_lib.TrackingConfig(close_timeout_s=0.2),
+    "It", lambda: Hanging(()), settings_lib.TrackingConfig(close_timeout_s=0.2)
   )
   began = time.monotonic()
   for step in range(12_000):
@@ -566,11 +574,14 @@ def test_a_backend_that_hangs_holds_up_nobody(caplog):
   hang.set()
 
 
-@pytest.mark.parametrize("key, says", [
+@pytest.mark.parametrize(
+  "key, says",
+  [
     ("tracking.mlflow=somewhere", "http://host:port"),
     ("tracking.wandb=maybe", "offline"),
     ("tracking.project=' '", "give a name"),
-])  # pyformat: disable
+  ],
+)
 def test_settings_that_cannot_be(key, says):
   with pytest.raises(config_lib.ConfigError, match=says):
     config_lib.load_config([key])

@@ -20,7 +20,7 @@ from tunix.rl.multi_turn.reporting import settings
 from tunix.rl.multi_turn.reporting import watchdog
 
 RUNS = json.loads(
-    (pathlib.Path(__file__).parent / "watchdog_runs.json").read_text()
+  (pathlib.Path(__file__).parent / "watchdog_runs.json").read_text()
 )
 STATUS = trajectory.TrajectoryStatus
 
@@ -29,9 +29,9 @@ def found(metrics, **config):
   """(step, rule) of each finding."""
   rules = watchdog.Rules(settings.WatchdogConfig(**config))
   return [
-      (number, finding.rule)
-      for number, m in enumerate(metrics, 1)
-      for finding in rules.step(m)
+    (number, finding.rule)
+    for number, m in enumerate(metrics, 1)
+    for finding in rules.step(m)
   ]
 
 
@@ -42,23 +42,23 @@ def test_a_plain_run_has_no_finding():
 
 
 @pytest.mark.parametrize(
-    "run, config, want",
-    [
-        ("unsolved", dict(no_gradient_updates=4), [(4, "unsolved")]),
-        ("solved", dict(no_gradient_updates=5), [(5, "no_variance")]),
-        ("high_rate_with_kl", dict(), [(2, "kl")]),
-        (
-            "high_rate_with_kl",
-            dict(max_kl=0.0, window=1, entropy_fraction=0.3),
-            [(3, "entropy"), (8, "entropy")],
-        ),
-        (
-            "stale",
-            dict(window=3, gradient_factor=3.0, gap_factor=0.0),
-            [(4, "gradient"), (8, "gradient")],
-        ),
-        ("stale", dict(window=1, gap_factor=2.0), [(2, "logprob_gap")]),
-    ],
+  "run, config, want",
+  [
+    ("unsolved", dict(no_gradient_updates=4), [(4, "unsolved")]),
+    ("solved", dict(no_gradient_updates=5), [(5, "no_variance")]),
+    ("high_rate_with_kl", dict(), [(2, "kl")]),
+    (
+      "high_rate_with_kl",
+      dict(max_kl=0.0, window=1, entropy_fraction=0.3),
+      [(3, "entropy"), (8, "entropy")],
+    ),
+    (
+      "stale",
+      dict(window=3, gradient_factor=3.0, gap_factor=0.0),
+      [(4, "gradient"), (8, "gradient")],
+    ),
+    ("stale", dict(window=1, gap_factor=2.0), [(2, "logprob_gap")]),
+  ],
 )
 def test_a_recorded_run_is_diagnosed(run, config, want):
   got = found(RUNS[run], **config)
@@ -67,16 +67,16 @@ def test_a_recorded_run_is_diagnosed(run, config, want):
 
 
 @pytest.mark.parametrize(
-    "run, off",
-    [
-        ("unsolved", dict(no_gradient_updates=0)),
-        ("solved", dict(no_gradient_updates=0)),
-        (
-            "high_rate_with_kl",
-            dict(max_kl=0.0, entropy_fraction=0.0, no_gradient_updates=0),
-        ),
-        ("stale", dict(gap_factor=0.0, gradient_factor=0.0, window=1)),
-    ],
+  "run, off",
+  [
+    ("unsolved", dict(no_gradient_updates=0)),
+    ("solved", dict(no_gradient_updates=0)),
+    (
+      "high_rate_with_kl",
+      dict(max_kl=0.0, entropy_fraction=0.0, no_gradient_updates=0),
+    ),
+    ("stale", dict(gap_factor=0.0, gradient_factor=0.0, window=1)),
+  ],
 )
 def test_a_threshold_of_0_turns_a_rule_off(run, off):
   assert not found(RUNS[run] * 5, **off)
@@ -87,8 +87,9 @@ def test_a_rule_speaks_once_until_it_stopped_holding():
   assert found(run, no_gradient_updates=4) == [(4, "unsolved")]
   again = RUNS["unsolved"] + RUNS["healthy"][:1] + RUNS["unsolved"]
   assert found(again, no_gradient_updates=4) == [
-      (4, "unsolved"), (9, "unsolved"),
-  ]  # pyformat: disable
+    (4, "unsolved"),
+    (9, "unsolved"),
+  ]
 
 
 def test_episodes_that_infrastructure_ends():
@@ -106,9 +107,9 @@ def test_episodes_that_infrastructure_ends():
 
 def gap(kl, steps, staleness=0.0):
   return {
-      "sampler_kl": kl,
-      "optimizer_steps": float(steps),
-      "staleness_max": staleness,
+    "sampler_kl": kl,
+    "optimizer_steps": float(steps),
+    "staleness_max": staleness,
   }
 
 
@@ -134,8 +135,9 @@ def test_a_gap_on_equal_weights_is_seen_in_three_updates():
   clean = [gap(1e-4, n) for n in (4, 5, 6)]
   drifted = [gap(0.02, n, staleness=1.0) for n in (7, 8, 9)]
   assert found(polluted + clean + drifted, window=3) == [
-      (3, "logprob_gap"), (9, "logprob_gap"),
-  ]  # pyformat: disable
+    (3, "logprob_gap"),
+    (9, "logprob_gap"),
+  ]
 
 
 def _events(run):
@@ -144,9 +146,7 @@ def _events(run):
 
 def test_a_finding_is_a_fault_and_a_stop_raises():
   faults, reports = [], []
-  config = settings.WatchdogConfig(
-      no_gradient_updates=4, stop=("unsolved",)
-  )
+  config = settings.WatchdogConfig(no_gradient_updates=4, stop=("unsolved",))
   dog = watchdog.Watchdog(config, faults.append)
   dog.on_stop(reports.append)
   for event in _events("unsolved")[:3]:
@@ -160,14 +160,14 @@ def test_a_finding_is_a_fault_and_a_stop_raises():
   with pytest.raises(watchdog.RunStopped, match="clone demonstrations"):
     dog.check()
   assert [str(e) for e in reports] == [
-      f"stopped by the watchdog (unsolved): {fault.message}"
+    f"stopped by the watchdog (unsolved): {fault.message}"
   ]
 
 
 def test_rules_not_in_stop_warn_only():
   faults = []
   dog = watchdog.Watchdog(
-      settings.WatchdogConfig(no_gradient_updates=4), faults.append
+    settings.WatchdogConfig(no_gradient_updates=4), faults.append
   )
   for event in _events("unsolved"):
     dog.on_event(event)
@@ -178,12 +178,12 @@ def test_rules_not_in_stop_warn_only():
 def test_it_may_be_off_and_evaluations_are_not_watched():
   faults = []
   off = watchdog.Watchdog(
-      settings.WatchdogConfig(on=False, no_gradient_updates=1), faults.append
+    settings.WatchdogConfig(on=False, no_gradient_updates=1), faults.append
   )
   for event in _events("unsolved"):
     off.on_event(event)
   dog = watchdog.Watchdog(
-      settings.WatchdogConfig(failed_episodes=1), faults.append
+    settings.WatchdogConfig(failed_episodes=1), faults.append
   )
   ended = trajectory.Trajectory(status=STATUS.ENV_ERROR)
   dog.on_event(events.EpisodeFinished(ended, "eval-g", "t", split="eval"))
@@ -200,19 +200,23 @@ def _ended(status, error="", turns=0):
 def test_first_episodes_that_are_all_invalid_end_a_run_with_their_cause():
   faults = []
   dog = watchdog.Watchdog(
-      settings.WatchdogConfig(invalid_episodes=4), faults.append
+    settings.WatchdogConfig(invalid_episodes=4), faults.append
   )
   limit = _ended(STATUS.CONTEXT_LIMIT, "ContextLimit: 837 tokens, 512 fit")
   for split, one in (
-      ("eval", limit), ("eval", _ended(STATUS.CANCELLED)),
-      ("eval", _ended(STATUS.ENV_ERROR, "no screen")), ("train", limit),
-  ):  # pyformat: disable
+    ("eval", limit),
+    ("eval", _ended(STATUS.CANCELLED)),
+    ("eval", _ended(STATUS.ENV_ERROR, "no screen")),
+    ("train", limit),
+  ):
     dog.on_event(events.EpisodeFinished(one, "g", "t", split=split))
   dog.check()
   dog.on_event(events.EpisodeFinished(limit, "g", "t"))
   assert [fault.kind for fault in faults] == ["invalid"]
-  with pytest.raises(watchdog.RunStopped, match="3 of them by context_limit: "
-                     "ContextLimit: 837 tokens, 512 fit"):
+  with pytest.raises(
+    watchdog.RunStopped,
+    match="3 of them by context_limit: ContextLimit: 837 tokens, 512 fit",
+  ):
     dog.check()
   assert [fault.kind for fault in faults] == ["invalid"]
 
@@ -229,7 +233,7 @@ def test_first_episodes_end_a_run_once_retries_have_failed_too():
 
   def dog_after(*last):
     dog = watchdog.Watchdog(
-        settings.WatchdogConfig(invalid_episodes=4), [].append
+      settings.WatchdogConfig(invalid_episodes=4), [].append
     )
     first = [events.EpisodeFinished(broken, "g", "t")] * 9
     for event in (*first, requeued, *last):
@@ -265,15 +269,20 @@ def test_one_valid_episode_is_enough(status):
 def test_a_run_in_which_nothing_can_be_played_fails(tmp_path, capsys):
   breaking_gym.mend()
   status = small_runs.run_train(
-      tmp_path, "name=w", small_runs.ONE_LAYER, "warm_start.source=none",
-      "steps=2", "gym=breaking_gym:GYM", "tasks=[t]",
-      "watchdog.invalid_episodes=4",
-      "eval.episodes_per_task=6",
-  )  # pyformat: disable
+    tmp_path,
+    "name=w",
+    small_runs.ONE_LAYER,
+    "warm_start.source=none",
+    "steps=2",
+    "gym=breaking_gym:GYM",
+    "tasks=[t]",
+    "watchdog.invalid_episodes=4",
+    "eval.episodes_per_task=6",
+  )
   assert status == 1
   errors = capsys.readouterr().err
   assert "all of the first 4 episodes were invalid, 4 of them by env_error" in (
-      errors
+    errors
   )
   assert "no screen" in errors
   assert not (tmp_path / "w" / "traceback.txt").exists()
@@ -289,21 +298,21 @@ def test_the_settings_name_every_rule():
 
 @pytest.mark.slow
 def test_a_run_that_solves_nothing_is_stopped_with_its_diagnosis(
-    tmp_path, capsys
+  tmp_path, capsys
 ):
   assert (
-      small_runs.run_train(
-          tmp_path,
-          "name=w",
-          small_runs.NANO,
-          "warm_start.source=none",
-          "steps=8",
-          "environment.max_turns=2",
-          "eval.episodes_per_task=1",
-          "watchdog.no_gradient_updates=3",
-          "watchdog.stop=[unsolved]",
-      )
-      == 1
+    small_runs.run_train(
+      tmp_path,
+      "name=w",
+      small_runs.NANO,
+      "warm_start.source=none",
+      "steps=8",
+      "environment.max_turns=2",
+      "eval.episodes_per_task=1",
+      "watchdog.no_gradient_updates=3",
+      "watchdog.stop=[unsolved]",
+    )
+    == 1
   )
   errors = capsys.readouterr().err
   assert "error: stopped by the watchdog (unsolved)" in errors
@@ -321,22 +330,22 @@ def test_a_run_that_solves_nothing_is_stopped_with_its_diagnosis(
 def test_a_run_whose_engine_breaks_is_stopped_while_it_waits(tmp_path, capsys):
   """A learning rate of 1e25 makes weights from which nothing is sampled."""
   assert (
-      small_runs.run_train(
-          tmp_path,
-          "name=w",
-          small_runs.NANO,
-          "warm_start.source=none",
-          "steps=4",
-          "environment.max_turns=2",
-          "algorithm.entropy_coef=0.1",
-          "learner.skip_zero_advantage=false",
-          "eval.episodes_per_task=1",
-          "learner.learning_rate=1e25",
-          "learner.grad_clip=0",
-          "watchdog.failed_episodes=8",
-          "watchdog.stop=[environments]",
-      )
-      == 1
+    small_runs.run_train(
+      tmp_path,
+      "name=w",
+      small_runs.NANO,
+      "warm_start.source=none",
+      "steps=4",
+      "environment.max_turns=2",
+      "algorithm.entropy_coef=0.1",
+      "learner.skip_zero_advantage=false",
+      "eval.episodes_per_task=1",
+      "learner.learning_rate=1e25",
+      "learner.grad_clip=0",
+      "watchdog.failed_episodes=8",
+      "watchdog.stop=[environments]",
+    )
+    == 1
   )
   errors = capsys.readouterr().err
   assert "error: stopped by the watchdog (environments)" in errors
@@ -347,15 +356,16 @@ def test_a_gap_of_late_turns_alone_is_seen_and_named():
   """The mean over all tokens is far below the limit."""
   name = "sampler_kl_by_turn/17-32"
   steps = [
-      {**gap(1e-3, n), name: 0.05, "sampler_kl_by_turn/01": 1e-5}
-      for n in range(1, 5)
+    {**gap(1e-3, n), name: 0.05, "sampler_kl_by_turn/01": 1e-5}
+    for n in range(1, 5)
   ]
   assert found(steps) == [(3, "logprob_gap")]
   rules = watchdog.Rules(settings.WatchdogConfig())
   (finding,) = [f for step in steps for f in rules.step(step)]
   assert "turns 17-32" in finding.message and "0.05" in finding.message
-  images = [{**gap(1e-3, n), "sampler_kl_by_images/03-04": 0.05}
-            for n in range(1, 4)]  # pyformat: disable
+  images = [
+    {**gap(1e-3, n), "sampler_kl_by_images/03-04": 0.05} for n in range(1, 4)
+  ]
   rules = watchdog.Rules(settings.WatchdogConfig())
   (finding,) = [f for step in images for f in rules.step(step)]
   assert "contexts with 03-04 images" in finding.message
@@ -366,7 +376,7 @@ def test_a_gap_of_late_turns_alone_is_seen_and_named():
 
 def test_a_gap_of_all_tokens_says_where_it_is_worst():
   steps = [
-      {**gap(0.02, n), "sampler_kl_by_turn/09-16": 0.09} for n in (1, 2, 3)
+    {**gap(0.02, n), "sampler_kl_by_turn/09-16": 0.09} for n in (1, 2, 3)
   ]
   rules = watchdog.Rules(settings.WatchdogConfig())
   (finding,) = [f for step in steps for f in rules.step(step)]

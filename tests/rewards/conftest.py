@@ -4,5 +4,5 @@ import pathlib
 import sys
 
 sys.path.insert(
-    0, str(pathlib.Path(__file__).parents[1] / "trajectory_collector")
+  0, str(pathlib.Path(__file__).parents[1] / "trajectory_collector")
 )

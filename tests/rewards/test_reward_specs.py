@@ -25,8 +25,8 @@ from tunix.rl.multi_turn.tools import mcp_tools
 Status = trajectory.TrajectoryStatus
 TASK = {"question": "What is 3 * 9?", "ground_truth": "27"}
 RIGHT = (
-    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3*9"}}'
-    "\n</tool_call>"
+  '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3*9"}}'
+  "\n</tool_call>"
 )
 WRONG = RIGHT.replace("3*9", "3*")
 BROKEN = '<tool_call>\n{"name": "calculator", "arguments": '
@@ -38,14 +38,18 @@ def play(spec, *texts, options=None, **kwargs):
   tool_map = {"calculator": tools.CalculatorTool}
   reward = None if plan.environment == "score" else plan.environment
   env = environments.ToolEnvironment(
-      TASK, tool_map, reward, max_steps=len(texts), **(options or {})
+    TASK, tool_map, reward, max_steps=len(texts), **(options or {})
   )
   agent = agents.ToolAgent("", "qwen", tool_map)
   replies = iter(texts)
   engine = tc.TrajectoryCollectEngine(
-      agent, env, lambda messages: next(replies), plan.episode,
-      max_steps=len(texts), **kwargs,
-  )  # pyformat: disable
+    agent,
+    env,
+    lambda messages: next(replies),
+    plan.episode,
+    max_steps=len(texts),
+    **kwargs,
+  )
   return asyncio.run(engine.collect())
 
 
@@ -53,9 +57,9 @@ def parts_of(episode):
   """The parts by name; each has a weight, too."""
   parts = episode.steps[-1].info["final_reward"]["parts"]
   return {
-      name: {key: value for key, value in part.items() if key != "weight"}
-      for name, part in parts.items()
-      if isinstance(part["weight"], float)
+    name: {key: value for key, value in part.items() if key != "weight"}
+    for name, part in parts.items()
+    if isinstance(part["weight"], float)
   }
 
 
@@ -78,27 +82,43 @@ class TestPlan:
     assert rewards.evaluate(fn, {"answer": "Yes"}, " yes ").reward == 1.0
 
   @pytest.mark.parametrize(
-      "spec, says",
-      [
-          ({"numeric_match": {"tolerence": 1}}, "did you mean 'tolerance'"),
-          ({"numeric_match": {"tolerance": "x"}}, "tolerance='x'.*float"),
-          ({"exact_match": {"weight": "much"}}, "weight"),
-          ({"exact_match": True}, "numbers as weights"),
-          ({"exact_match": float("nan")}, "finite"),
-          ({"exact_match": {"per": "turn"}}, "no single turn"),
-          ({"format": {"per": "trun"}}, "did you mean 'turn'"),
-          ({}, "no part"),
-          ({"formt": 1}, "did you mean 'format'"),
-          ({"format": {"pattern": "("}}, r"format: pattern='\('.*regular exp"),
-          ({"length_penalty": {"limit": -4}}, "limit=-4 must be >= 0"),
-          ({"length_penalty": {"ramp": 0}}, "ramp=0 must be >= 1"),
-          ({"repetition_penalty": {"n": 0}}, "n=0 must be >= 1"),
-          ({"numeric_match": {"tolerance": -1}}, "tolerance=-1 must be >= 0"),
-          ({"llm_judge": {"base_url": "http://j/v1", "model": "m",
-                          "temperature": -1}}, "temperature=-1 must be"),
-          ({"llm_judge": {"base_url": "http://j/v1", "model": "m",
-                          "highest": float("inf")}}, "highest=inf"),
-      ],
+    "spec, says",
+    [
+      ({"numeric_match": {"tolerence": 1}}, "did you mean 'tolerance'"),
+      ({"numeric_match": {"tolerance": "x"}}, "tolerance='x'.*float"),
+      ({"exact_match": {"weight": "much"}}, "weight"),
+      ({"exact_match": True}, "numbers as weights"),
+      ({"exact_match": float("nan")}, "finite"),
+      ({"exact_match": {"per": "turn"}}, "no single turn"),
+      ({"format": {"per": "trun"}}, "did you mean 'turn'"),
+      ({}, "no part"),
+      ({"formt": 1}, "did you mean 'format'"),
+      ({"format": {"pattern": "("}}, r"format: pattern='\('.*regular exp"),
+      ({"length_penalty": {"limit": -4}}, "limit=-4 must be >= 0"),
+      ({"length_penalty": {"ramp": 0}}, "ramp=0 must be >= 1"),
+      ({"repetition_penalty": {"n": 0}}, "n=0 must be >= 1"),
+      ({"numeric_match": {"tolerance": -1}}, "tolerance=-1 must be >= 0"),
+      (
+        {
+          "llm_judge": {
+            "base_url": "http://j/v1",
+            "model": "m",
+            "temperature": -1,
+          }
+        },
+        "temperature=-1 must be",
+      ),
+      (
+        {
+          "llm_judge": {
+            "base_url": "http://j/v1",
+            "model": "m",
+            "highest": float("inf"),
+          }
+        },
+        "highest=inf",
+      ),
+    ],
   )
   def test_what_is_wrong_is_named(self, spec, says):
     with pytest.raises(ValueError, match=says):
@@ -132,19 +152,24 @@ class TestPlan:
 class TestTurns:
   def test_turn_rewards_change_that_turns_step(self):
     episode = play(
-        {"numeric_match": 1, "tool_success": {"weight": 0.5, "per": "turn"}},
-        RIGHT, WRONG, RIGHT, "27", gamma=0.5,
-    )  # pyformat: disable
+      {"numeric_match": 1, "tool_success": {"weight": 0.5, "per": "turn"}},
+      RIGHT,
+      WRONG,
+      RIGHT,
+      "27",
+      gamma=0.5,
+    )
     assert turns_of(episode) == [0.5, 0.0, 0.5, 1.0]
     assert episode.reward == 2.0 and episode.status is Status.SUCCEEDED
     assert [s.mc_return for s in episode.steps] == [0.75, 0.5, 1.0, 1.0]
     assert parts_of(episode)["tool_success"] == {
-        "reward": 2.0, "turns": [1.0, 0.0, 1.0, 0.0]
-    }  # pyformat: disable
+      "reward": 2.0,
+      "turns": [1.0, 0.0, 1.0, 0.0],
+    }
 
   def test_the_mean_is_the_episodes(self):
     episode = play(
-        {"numeric_match": 1, "tool_success": 0.5}, RIGHT, WRONG, "27"
+      {"numeric_match": 1, "tool_success": 0.5}, RIGHT, WRONG, "27"
     )
     # Of the turns with calls.
     assert turns_of(episode) == [0.0, 0.0, 1.25]
@@ -152,28 +177,29 @@ class TestTurns:
   def test_turn_rewards_reach_the_advantages(self):
     """The same outcome, another turn that failed: another advantage there."""
     spec = {"numeric_match": 1, "tool_success": {"per": "turn"}}
-    members = [
-        play(spec, RIGHT, WRONG, "27"), play(spec, WRONG, RIGHT, "27")
-    ]  # pyformat: disable
+    members = [play(spec, RIGHT, WRONG, "27"), play(spec, WRONG, RIGHT, "27")]
     for member in members:
       member.sequences = [
-          trajectory.TokenSequence(
-              [1, 2, 3, 4], [False, True, True, True], [0, -1, -1, -1],
-              [-1, 0, 0, 0], [0, 0, 1, 2],
-          )
-      ]  # pyformat: disable
+        trajectory.TokenSequence(
+          [1, 2, 3, 4],
+          [False, True, True, True],
+          [0, -1, -1, -1],
+          [-1, 0, 0, 0],
+          [0, 0, 1, 2],
+        )
+      ]
     group = trajectory.TrajectoryGroup("g", "t", tuple(members))
     assert list(group.valid) == members
     assert members[0].reward == members[1].reward == 2.0
     rows, stats = examples.from_groups(
-        [group], advantages.turn_returns, advantages.AdvantageOptions()
+      [group], advantages.turn_returns, advantages.AdvantageOptions()
     )
     first, second = (stats.advantages[m.trajectory_id] for m in members)
     assert first[0] == second[0]  # Returns 2 both.
     assert first[1] < second[1]  # It failed here, the other did not.
     np.testing.assert_array_equal(rows[0][0].advantages[1:], first)
     outcome, _ = examples.from_groups(
-        [group], advantages.grpo, advantages.AdvantageOptions()
+      [group], advantages.grpo, advantages.AdvantageOptions()
     )
     assert not any(e.has_gradient for e in outcome[0])
 
@@ -200,8 +226,10 @@ class TestTurns:
       return fn({}, trajectory.Step(model_response=text), **options)
 
     assert [of(length, "x" * n, limit=10, ramp=20) for n in (10, 15, 99)] == [
-        0.0, -0.25, -1.0
-    ]  # pyformat: disable
+      0.0,
+      -0.25,
+      -1.0,
+    ]
     assert of(repeated, "a b c d e f") == 0.0
     assert of(repeated, "a b " * 50) < -0.9
     assert of(repeated, "字字字字字字", n=2, unit="characters") == -0.8
@@ -219,19 +247,19 @@ class TestTurns:
 
     schema = {"name": "guess", "parameters": {}}
     actions = [
-        [trajectory.ToolCall("guess", {"x": x}) for x in xs]
-        for xs in ((1, 2), (4,))
+      [trajectory.ToolCall("guess", {"x": x}) for x in xs]
+      for xs in ((1, 2), (4,))
     ]
     for kind, want in (("turn", [3.0, 4.0, 0.0]), ("episode", [0, 0, 5.0])):
       tool = tools.StatefulToolAdapter(Guess({}, schema))
       env = environments.ToolEnvironment(
-          TASK, {"guess": tool}, tool_rewards=kind
+        TASK, {"guess": tool}, tool_rewards=kind
       )
       with environments.SyncEnv(env, timeout=20.0) as sync:
         sync.reset()
         assert [sync.step(a)[1] for a in (*actions, "done")] == want
       requested = tool_request_env.ToolRequestEnvironment(
-          TASK, {"guess": tool}, tool_rewards=kind
+        TASK, {"guess": tool}, tool_rewards=kind
       )
       with environments.SyncEnv(requested, timeout=20.0) as sync:
         sync.reset()
@@ -258,7 +286,7 @@ class TestEpisodes:
 
   def test_none_is_left_out_and_not_logged(self):
     plan = specs.EpisodeReward(
-        [specs.Part("judge", lambda task, action, trajectory: None, "episode")]
+      [specs.Part("judge", lambda task, action, trajectory: None, "episode")]
     )
     out = asyncio.run(plan(trajectory.Trajectory(), TASK, "x"))
     assert out.reward == 0.0 and out.metadata == {"parts": {}}
@@ -269,7 +297,7 @@ class TestEpisodes:
 
     reward = specs.EpisodeReward([specs.Part("broken", broken, "episode")])
     engine = tc.TrajectoryCollectEngine(
-        fakes.ListAgent(), fakes.ScriptEnv((1.0,)), fakes.say_x, reward
+      fakes.ListAgent(), fakes.ScriptEnv((1.0,)), fakes.say_x, reward
     )
     episode = asyncio.run(engine.collect())
     assert episode.status is Status.ENV_ERROR
@@ -277,15 +305,19 @@ class TestEpisodes:
 
   def test_the_environments_verdict_is_kept(self):
     """The engine ends the episode: the environment evaluates, then the sum."""
+
     class Env(fakes.ScriptEnv):
       async def evaluate(self):
         return rewards.RewardOutput(0.5, {"success": True})
 
     plan = rewards.plan({"score": 1, "length_penalty": {"limit": 0, "ramp": 1}})
     engine = tc.TrajectoryCollectEngine(
-        fakes.ListAgent(), Env((0.0, 0.0, 0.0)), fakes.say_x, plan.episode,
-        max_steps=1,
-    )  # pyformat: disable
+      fakes.ListAgent(),
+      Env((0.0, 0.0, 0.0)),
+      fakes.say_x,
+      plan.episode,
+      max_steps=1,
+    )
     episode = asyncio.run(engine.collect())
     assert episode.reward == -0.5 and episode.status is Status.SUCCEEDED
     assert parts_of(episode)["score"] == {"reward": 0.5}
@@ -300,10 +332,10 @@ class TestEpisodes:
 
 class TestGuiState:
   INFO = {
-      "evaluation": {
-          "score": 0.0,
-          "details": {"form": {"name": "Ada"}, "rows": ["a", "b"]},
-      }
+    "evaluation": {
+      "score": 0.0,
+      "details": {"form": {"name": "Ada"}, "rows": ["a", "b"]},
+    }
   }
 
   def score(self, task=None, **options):
@@ -344,15 +376,15 @@ class TestMath:
     return math_reward
 
   @pytest.mark.parametrize(
-      "truth, answer, reward",
-      [
-          ("1/2", "0.5", 1.0),
-          (r"\frac{1}{2}", r"so the answer is \boxed{\frac{2}{4}}", 1.0),
-          ("$x^2+2x+1$", "$(x+1)^2$", 1.0),
-          ("12", "It is 13.", 0.0),
-          ("5", "no number", 0.0),
-          ("5", "", 0.0),
-      ],
+    "truth, answer, reward",
+    [
+      ("1/2", "0.5", 1.0),
+      (r"\frac{1}{2}", r"so the answer is \boxed{\frac{2}{4}}", 1.0),
+      ("$x^2+2x+1$", "$(x+1)^2$", 1.0),
+      ("12", "It is 13.", 0.0),
+      ("5", "no number", 0.0),
+      ("5", "", 0.0),
+    ],
   )
   def test_answers(self, fn, truth, answer, reward):
     assert rewards.evaluate(fn, {"answer": truth}, answer).reward == reward
@@ -406,7 +438,7 @@ def test_the_pages_code_runs():
   try:
     documented_code.run("docs/rewards.md")
     episode = play(
-        {"few_turns": {"most": 4}, "thoughtful": {"per": "turn"}}, RIGHT, "27"
+      {"few_turns": {"most": 4}, "thoughtful": {"per": "turn"}}, RIGHT, "27"
     )
     assert turns_of(episode) == [0.0, 0.5]
   finally:

@@ -144,7 +144,7 @@ class TestFunctions:
 
     fn = registry.combine_parts({"boasts": (boasts, 0.5)})
     assert both(fn).metadata == {
-        "boasts": {"reward": 1.0, "weight": 0.5, "a": 1}
+      "boasts": {"reward": 1.0, "weight": 0.5, "a": 1}
     }
     with pytest.raises(ValueError, match="unknown reward"):
       rewards.combine_rewards({"nope": 1.0})

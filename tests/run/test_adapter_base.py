@@ -10,12 +10,16 @@ import small_runs
 from tunix.rl.multi_turn.policy import checkpoint
 
 RUN = (
-    "name=q", "policy.lora_rank=4", "warm_start.batch_size=4", "steps=1",
-    # Nothing succeeds yet, so it is the entropy that is learned from.
-    "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
-    "learner.learning_rate=0.01",
-    "eval.on=false",
-)  # pyformat: disable
+  "name=q",
+  "policy.lora_rank=4",
+  "warm_start.batch_size=4",
+  "steps=1",
+  # Nothing succeeds yet, so it is the entropy that is learned from.
+  "algorithm.entropy_coef=0.1",
+  "learner.skip_zero_advantage=false",
+  "learner.learning_rate=0.01",
+  "eval.on=false",
+)
 
 
 def policy_of(directory):
@@ -23,7 +27,7 @@ def policy_of(directory):
   import transformers  # pylint: disable=g-import-not-at-top
 
   return transformers.AutoModelForImageTextToText.from_pretrained(
-      directory, dtype=torch.float32
+    directory, dtype=torch.float32
   )
 
 
@@ -36,7 +40,7 @@ def gap(base, policy):
   trained = policy_of(policy).state_dict()
   assert merged.keys() == trained.keys()
   return max(
-      float((merged[name] - trained[name]).abs().max()) for name in trained
+    float((merged[name] - trained[name]).abs().max()) for name in trained
   )
 
 
@@ -44,7 +48,7 @@ def gap(base, policy):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cloned", [True, False])
 def test_peft_gets_the_trained_policy_from_the_base_that_is_named(
-    tmp_path, cloned
+  tmp_path, cloned
 ):
   original = tmp_path / "original"
   if cloned:
@@ -54,7 +58,7 @@ def test_peft_gets_the_trained_policy_from_the_base_that_is_named(
   else:
     settings = ("policy=qwen3_vl_tiny", "warm_start.steps=0")
   status = small_runs.run_train(
-      tmp_path, *RUN, "warm_start.source=none", *settings
+    tmp_path, *RUN, "warm_start.source=none", *settings
   )
   assert status == 0
   policy = tmp_path / "q" / "policy"

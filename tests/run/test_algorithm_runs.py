@@ -7,9 +7,13 @@ import small_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NEW = (
-    small_runs.NANO, "warm_start.source=none", "eval.modes=[sampled]", "seed=1",
-    "name=r", "eval.episodes_per_task=1",
-)  # pyformat: disable
+  small_runs.NANO,
+  "warm_start.source=none",
+  "eval.modes=[sampled]",
+  "seed=1",
+  "name=r",
+  "eval.episodes_per_task=1",
+)
 
 
 def train(tmp_path, *overrides):
@@ -19,14 +23,19 @@ def train(tmp_path, *overrides):
 
 def test_ppo_resumes_with_its_value_head(tmp_path):
   settings = (
-      "algorithm=ppo", "learner.minibatches=2", "algorithm.value_warmup=1",
-  )  # pyformat: disable
+    "algorithm=ppo",
+    "learner.minibatches=2",
+    "algorithm.value_warmup=1",
+  )
   once = train(tmp_path / "whole", *settings, "steps=2", "checkpoint.every=1")
   train(tmp_path / "parts", *settings, "steps=1", "checkpoint.every=1")
   resumed = tmp_path / "parts" / "r"
-  assert small_runs.run_train(
+  assert (
+    small_runs.run_train(
       tmp_path, f"resume={resumed}", "steps=2", "eval.episodes_per_task=1"
-  ) == 0
+    )
+    == 0
+  )
   parts = small_runs.metrics_of(resumed)
   for name in ("value_loss", "value_mean", "loss", "reward_mean"):
     assert parts[1][name] == once[1][name], name
@@ -43,18 +52,21 @@ def test_remax_plays_greedy_episodes_that_are_not_counted(tmp_path):
 
 def test_a_truncated_rollout_is_on_policy_with_its_mask(tmp_path):
   (metrics,) = train(
-      tmp_path, "algorithm.keep_sampling_mask=true", "sampling.top_k=20",
-      "sampling.top_p=0.9", "learner.skip_zero_advantage=false", "steps=1",
-  )  # pyformat: disable
+    tmp_path,
+    "algorithm.keep_sampling_mask=true",
+    "sampling.top_k=20",
+    "sampling.top_p=0.9",
+    "learner.skip_zero_advantage=false",
+    "steps=1",
+  )
   assert metrics["ratio_max"] == pytest.approx(1, abs=1e-3)
   assert metrics["ratio_min"] == pytest.approx(1, abs=1e-3)
 
 
 def test_success_replay_keeps_a_file_and_reports(tmp_path):
   metrics = train(
-      tmp_path, "learner.success_replay=2", "algorithm.importance=tis",
-      "steps=2",
-  )  # pyformat: disable
+    tmp_path, "learner.success_replay=2", "algorithm.importance=tis", "steps=2"
+  )
   assert all("borrowed_episodes" in m for m in metrics)
   database = sqlite3.connect(tmp_path / "r" / "replay.db")
   with database:

@@ -20,7 +20,7 @@ from tunix.rl.queue import group_queue
 
 pytestmark = pytest.mark.timeout(120)
 
-GENERATOR = '''
+GENERATOR = """
 import json
 import urllib.request
 
@@ -37,10 +37,10 @@ def run_rollout(data):
     urllib.request.urlopen(request, timeout=20).close()
   if data.get("fails"):
     raise RuntimeError("it has no wood")
-'''
+"""
 
 
-BOUNDED_GENERATOR = '''
+BOUNDED_GENERATOR = """
 from agent_services.rollout_buffer import generating
 
 TASK_TYPE = "bounded"
@@ -58,7 +58,7 @@ async def play(job):
 
 def run_rollout(data):
   generating.run(data, play)
-'''
+"""
 
 
 @pytest.fixture(name="running")
@@ -68,7 +68,7 @@ def _running(tmp_path):
   (folder / "told_generator.py").write_text(GENERATOR)
   (folder / "bounded_generator.py").write_text(BOUNDED_GENERATOR)
   with buffer_services.Running(
-      tmp_path / "buffer", generators=[folder]
+    tmp_path / "buffer", generators=[folder]
   ) as running:
     yield running
 
@@ -76,50 +76,57 @@ def _running(tmp_path):
 def exact(name, count=2):
   """A group's items with tokens and log-probs."""
   return [
-      buffer_services.item(
-          f"{name}-{n}", name, float(n % 2), tokens=[1, 2, 3],
-          loss_mask=[0, 1, 1], logprobs=[None, -1.0, -2.0],
-          versions=[None, 0, 0], extra_info={"timestamp": 1.0},
-      )
-      for n in range(count)
-  ]  # pyformat: disable
+    buffer_services.item(
+      f"{name}-{n}",
+      name,
+      float(n % 2),
+      tokens=[1, 2, 3],
+      loss_mask=[0, 1, 1],
+      logprobs=[None, -1.0, -2.0],
+      versions=[None, 0, 0],
+      extra_info={"timestamp": 1.0},
+    )
+    for n in range(count)
+  ]
 
 
 def loop_of(
-    running,
-    payload=None,
-    groups_per_step=2,
-    raw=True,
-    reports=None,
-    rule=None,
-    max_staleness=4,
-    **settings,
+  running,
+  payload=None,
+  groups_per_step=2,
+  raw=True,
+  reports=None,
+  rule=None,
+  max_staleness=4,
+  **settings,
 ):
   queue = buffer_loop.LeasedQueue(
-      groups_per_step, admission.QueueConfig(max_staleness=max_staleness)
+    groups_per_step, admission.QueueConfig(max_staleness=max_staleness)
   )
   settings = data_sections.BufferConfig(
-      url=running.url, poll_s=0.02, start=payload is not None, **settings
+    url=running.url, poll_s=0.02, start=payload is not None, **settings
   )
   body = {
-      "task_type": "told", "num_repeat_per_sample": 2, "group_rules": "raw",
-      **(payload or {}),
-  }  # pyformat: disable
+    "task_type": "told",
+    "num_repeat_per_sample": 2,
+    "group_rules": "raw",
+    **(payload or {}),
+  }
   loop = buffer_loop.BufferLoop(
-      lambda: client.BufferClient(running.url),
-      reader_lib.EpisodeReader(
-          None, None, images_lib.ImageStore(), parser="hermes", rule=rule
-      ),
-      queue,
-      settings,
-      batch_size=2 * groups_per_step,
-      group_size=2,
-      raw=raw,
-      min_valid=1,
-      payload=(lambda skip: body) if payload is not None else None,
-      observers=types.SimpleNamespace(
-          on_event=(lambda event: None) if reports is None else reports.append
-      ),
+    lambda: client.BufferClient(running.url),
+    reader_lib.EpisodeReader(
+      None, None, images_lib.ImageStore(), parser="hermes", rule=rule
+    ),
+    queue,
+    settings,
+    batch_size=2 * groups_per_step,
+    group_size=2,
+    raw=raw,
+    min_valid=1,
+    payload=(lambda skip: body) if payload is not None else None,
+    observers=types.SimpleNamespace(
+      on_event=(lambda event: None) if reports is None else reports.append
+    ),
   )
   return loop, queue
 
@@ -129,7 +136,7 @@ def run(loop, seconds=30):
 
 
 def test_what_is_left_when_a_generator_is_over_is_read_and_the_queue_closes(
-    running,
+  running,
 ):
   items = [one for name in "abc" for one in exact(name)]
   loop, queue = loop_of(running, {"items": items})
@@ -145,19 +152,23 @@ def test_what_is_left_when_a_generator_is_over_is_read_and_the_queue_closes(
 
 @pytest.mark.parametrize("members, replaced", [(2, 1), (2, 3), (8, 1)])
 def test_a_step_that_lacks_a_group_gets_it_under_the_bound(
-    tmp_path, running, members, replaced
+  tmp_path, running, members, replaced
 ):
   """Replaced groups, and groups larger than the run's, do not stop the loop."""
   tasks = tmp_path / "buffer" / "tasks.jsonl"
   tasks.parent.mkdir(exist_ok=True)
-  tasks.write_text("".join(
+  tasks.write_text(
+    "".join(
       json.dumps({"instance_id": f"t{i}", "prompt": "x"}) + "\n"
       for i in range(40)
-  ))  # pyformat: disable
+    )
+  )
   payload = {
-      "task_type": "bounded", "input_file": str(tasks), "num_process": "4",
-      "num_repeat_per_sample": members,
-  }  # pyformat: disable
+    "task_type": "bounded",
+    "input_file": str(tasks),
+    "num_process": "4",
+    "num_repeat_per_sample": members,
+  }
   loop, queue = loop_of(running, payload, groups_per_step=4, max_staleness=0)
 
   def learn():
@@ -188,13 +199,16 @@ def test_items_of_another_sampling_are_masked_and_counted_or_dropped(running):
       None, own, {**own, "temperature": 1.0}, None,
       [own, {**own, "top_p": 0.9}], [{**own, "temperature": "0"}, own],
       [own] * 3, own, {"temperature": 1}, None,
-  )):  # pyformat: disable
+  )):  # fmt: skip
     if params is not None:
       item["sampling_params"] = params
   for item in items[4:6]:
-    item |= {"tokens": [1, 2, 3, 4, 5], "loss_mask": [0, 1, 1, 0, 1],
-             "logprobs": [None, -1.0, -2.0, None, -3.0],
-             "versions": [None, 0, 0, None, 0]}  # pyformat: disable
+    item |= {
+      "tokens": [1, 2, 3, 4, 5],
+      "loss_mask": [0, 1, 1, 0, 1],
+      "logprobs": [None, -1.0, -2.0, None, -3.0],
+      "versions": [None, 0, 0, None, 0],
+    }
   items[9]["extra_info"]["sampling_params"] = {"top_k": 4}
   reports = []
   rule = sampling_rule.SamplingRule(temperature=0.7)
@@ -202,15 +216,17 @@ def test_items_of_another_sampling_are_masked_and_counted_or_dropped(running):
   run(loop)
   groups = {g.group_id[0]: g for g in (queue.get(timeout=5) for _ in "abc")}
   masks = {
-      name: [t.sequences[0].loss_mask.tolist() for t in group]
-      for name, group in groups.items()
+    name: [t.sequences[0].loss_mask.tolist() for t in group]
+    for name, group in groups.items()
   }
   assert masks == {
-      "a": [[False, True, True]] * 2,
-      "b": [[False] * 3, [False, True, True]],
-      "c": [[False, True, True, False, False],
-            [False, False, False, False, True]],
-  }  # pyformat: disable
+    "a": [[False, True, True]] * 2,
+    "b": [[False] * 3, [False, True, True]],
+    "c": [
+      [False, True, True, False, False],
+      [False, False, False, False, True],
+    ],
+  }
   untrained = {n: [t.untrained_tokens for t in g] for n, g in groups.items()}
   assert untrained == {"a": [0, 0], "b": [2, 0], "c": [1, 2]}
   unusable, masked = [e.message for e in reports if isinstance(e, events.Fault)]
@@ -219,7 +235,7 @@ def test_items_of_another_sampling_are_masked_and_counted_or_dropped(running):
   assert "4 sampled tokens are not trained on; see rollout.other" in masked
   refusing = sampling_rule.SamplingRule(temperature=0.7, other="refuse")
   reader = reader_lib.EpisodeReader(
-      None, None, images_lib.ImageStore(), parser="hermes", rule=refusing
+    None, None, images_lib.ImageStore(), parser="hermes", rule=refusing
   )
   with pytest.raises(ValueError, match="b-0.*temperature=1.*leave the field"):
     reader.episode(records.read(items[2]))
@@ -309,9 +325,9 @@ async def until(condition):
 
 def drops(reports):
   return [
-      event.message
-      for event in reports
-      if isinstance(event, events.Fault) and event.kind == "dropped"
+    event.message
+    for event in reports
+    if isinstance(event, events.Fault) and event.kind == "dropped"
   ]
 
 

@@ -18,9 +18,11 @@ from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.queue import admission
 
 EXACT = {
-    "tokens": [5, 6], "loss_mask": [0, 1], "logprobs": [None, -0.5],
-    "versions": [None, 0],
-}  # pyformat: disable
+  "tokens": [5, 6],
+  "loss_mask": [0, 1],
+  "logprobs": [None, -0.5],
+  "versions": [None, 0],
+}
 
 
 @pytest.fixture(name="service")
@@ -32,10 +34,10 @@ def _service(tmp_path):
 
 def _group(name, first=0, **more):
   return [
-      buffer_services.item(
-          f"{name}-{first + i}", name, float(i), **{**EXACT, **more}
-      )
-      for i in range(2)
+    buffer_services.item(
+      f"{name}-{first + i}", name, float(i), **{**EXACT, **more}
+    )
+    for i in range(2)
   ]
 
 
@@ -45,20 +47,18 @@ class _Loop:
   def __init__(self, service, state=None):
     self.faults = []
     self.queue = buffer_loop.LeasedQueue(
-        1, admission.QueueConfig(max_staleness=100)
+      1, admission.QueueConfig(max_staleness=100)
     )
     settings = types.SimpleNamespace(poll_s=0.02, retries=-1, lease_s=60.0)
     self.loop = buffer_loop.BufferLoop(
-        lambda: client.BufferClient(service.url),
-        reader_lib.EpisodeReader(
-            None, None, images_lib.ImageStore(), parser=""
-        ),
-        self.queue,
-        settings,
-        batch_size=-1,
-        min_valid=1,
-        payload=None,
-        observers=self,
+      lambda: client.BufferClient(service.url),
+      reader_lib.EpisodeReader(None, None, images_lib.ImageStore(), parser=""),
+      self.queue,
+      settings,
+      batch_size=-1,
+      min_valid=1,
+      payload=None,
+      observers=self,
     )
     self.loop.load_state_dict(state or {})
 
@@ -86,8 +86,8 @@ class _Loop:
   def members(self):
     """The uids of each group that was queued."""
     return [
-        sorted(t.trajectory_id for t in self.queue.get(1))
-        for _ in range(self.queue.qsize())
+      sorted(t.trajectory_id for t in self.queue.get(1))
+      for _ in range(self.queue.qsize())
     ]
 
 
@@ -113,7 +113,7 @@ def test_a_refused_group_does_not_keep_its_lease(service):
   service.put(*bad)
   run = _Loop(service)
   run.until(
-      lambda: run.loop.counts["refused"] and not service.stats()["leases"]
+    lambda: run.loop.counts["refused"] and not service.stats()["leases"]
   )
   assert service.stats()["items"] == 0
 
@@ -127,7 +127,7 @@ def test_pictures_that_cannot_be_read_cost_their_own_group_only(service):
 
 
 def test_many_groups_in_a_row_that_cannot_be_read_end_the_run(
-    service, monkeypatch
+  service, monkeypatch
 ):
   monkeypatch.setattr(buffer_loop, "_MOST_REFUSED", 3)
   for n in range(3):
@@ -138,13 +138,16 @@ def test_many_groups_in_a_row_that_cannot_be_read_end_the_run(
 
 
 UNTRAINED = {
-    "tokens": [5, 6], "loss_mask": [0, 0], "logprobs": None, "versions": None,
-    "extra_info": {"finish_reason": "length"},
-}  # pyformat: disable
+  "tokens": [5, 6],
+  "loss_mask": [0, 0],
+  "logprobs": None,
+  "versions": None,
+  "extra_info": {"finish_reason": "length"},
+}
 
 
 def test_groups_without_a_sampled_token_are_reported_and_end_the_run(
-    service, monkeypatch
+  service, monkeypatch
 ):
   monkeypatch.setattr(buffer_loop, "_MOST_REFUSED", 4)
   for n in range(3):
@@ -191,7 +194,7 @@ def test_members_that_were_trained_on_are_known_in_another_group(service):
   # The service gives them in another composition: its lease was over.
   again = _Loop(service, first.loop.state_dict())
   service.start(
-      num_repeat_per_sample=3, group_rules="raw", task_type="external"
+    num_repeat_per_sample=3, group_rules="raw", task_type="external"
   )
   for name in ("a", "c"):
     service.write(*_group(name), _group(name, 2)[0])
@@ -203,17 +206,19 @@ def test_members_that_were_trained_on_are_known_in_another_group(service):
 def test_log_probs_are_filled_where_a_sequence_lacks_one_only():
   """Also where it went through a queue's file; a recorded 0 is recorded."""
   exact = {**EXACT, "logprobs": [None, -0.0]}
-  lacking = {"tokens": [7, 8, 9], "loss_mask": [0, 1, 1],
-             "logprobs": [None, -0.5, None]}  # pyformat: disable
+  lacking = {
+    "tokens": [7, 8, 9],
+    "loss_mask": [0, 1, 1],
+    "logprobs": [None, -0.5, None],
+  }
   item = buffer_services.item("a", sequences=[exact, lacking, EXACT])
   reader = reader_lib.EpisodeReader(
-      None, None, images_lib.ImageStore(), parser="",
-      missing_logprobs="recompute",
-  )  # pyformat: disable
+    None, None, images_lib.ImageStore(), parser="", missing_logprobs="recompute"
+  )
   episode = reader.episode(records.read(item), version=3)
   group = trajectory_lib.TrajectoryGroup("g", "t", (episode,))
   group = trajectory_lib.TrajectoryGroup.from_json(
-      json.loads(json.dumps(group.to_json()))
+    json.loads(json.dumps(group.to_json()))
   )
   requests = []
 
@@ -231,7 +236,7 @@ def test_log_probs_are_filled_where_a_sequence_lacks_one_only():
   for member in filled:
     assert records.LOGPROBS_MISSING not in member.metrics
   refusing = reader_lib.EpisodeReader(
-      None, None, images_lib.ImageStore(), parser=""
+    None, None, images_lib.ImageStore(), parser=""
   )
   with pytest.raises(reader_lib.SettingError, match="missing_logprobs=recom"):
     refusing.own(group.trajectories[0])
@@ -239,23 +244,29 @@ def test_log_probs_are_filled_where_a_sequence_lacks_one_only():
 
 
 @pytest.mark.parametrize(
-    "tokens, logprob, problem",
-    [
-        ([7, 64], -0.5, "token id 64 is outside of the vocabulary of 64"),
-        ([7, 9], -0.5, "token id 9 is banned"),
-        ([7, 8], -200.0, "log-prob is -200, below -50"),
-        ([7, 8], 0.5, "must be <= 0"),
-    ],
+  "tokens, logprob, problem",
+  [
+    ([7, 64], -0.5, "token id 64 is outside of the vocabulary of 64"),
+    ([7, 9], -0.5, "token id 9 is banned"),
+    ([7, 8], -200.0, "log-prob is -200, below -50"),
+    ([7, 8], 0.5, "must be <= 0"),
+  ],
 )
 def test_what_this_policy_cannot_have_sampled_is_refused(
-    tokens, logprob, problem
+  tokens, logprob, problem
 ):
-  item = buffer_services.item("a", sequences=[{
-      "tokens": tokens, "loss_mask": [0, 1], "logprobs": [None, logprob],
-  }])  # pyformat: disable
+  item = buffer_services.item(
+    "a",
+    sequences=[
+      {"tokens": tokens, "loss_mask": [0, 1], "logprobs": [None, logprob]}
+    ],
+  )
   reader = reader_lib.EpisodeReader(
-      None, None, images_lib.ImageStore(), parser="",
-      vocabulary=completion_checks.Vocabulary(64, frozenset({9})),
-  )  # pyformat: disable
+    None,
+    None,
+    images_lib.ImageStore(),
+    parser="",
+    vocabulary=completion_checks.Vocabulary(64, frozenset({9})),
+  )
   with pytest.raises(ValueError, match=problem):
     reader.episode(records.read(item))

@@ -10,19 +10,22 @@ from tunix.rl.multi_turn.config.data_sections import OWN_FUNCTION
 from tunix.rl.multi_turn.run.recorded_data import sources
 
 COMMON = (
-    *small_runs.SMALL, small_runs.NANO, "rollout.via=buffer",
-    "buffer.url=http://127.0.0.1:1", "buffer.input_file=tasks.jsonl",
-)  # pyformat: disable
+  *small_runs.SMALL,
+  small_runs.NANO,
+  "rollout.via=buffer",
+  "buffer.url=http://127.0.0.1:1",
+  "buffer.input_file=tasks.jsonl",
+)
 
 
 def payload_of(*overrides, image=None):
   run = types.SimpleNamespace(
-      config=config_lib.load_config([*COMMON, *overrides]),
-      policy_server=("http://127.0.0.1:2/v1", "key"),
-      policy=types.SimpleNamespace(
-          renderer=types.SimpleNamespace(image_token_id=image), tokenizer=None
-      ),
-      tokenizer_path="",
+    config=config_lib.load_config([*COMMON, *overrides]),
+    policy_server=("http://127.0.0.1:2/v1", "key"),
+    policy=types.SimpleNamespace(
+      renderer=types.SimpleNamespace(image_token_id=image), tokenizer=None
+    ),
+    tokenizer_path="",
   )
   return sources.start_payload(run, ["a"])
 
@@ -67,13 +70,20 @@ def test_rewards_are_not_normalised_twice():
 
 def test_generators_get_every_rule_of_sampling():
   assert payload_of("sampling.max_new_tokens=9")["sampling_params"] == {
-      "max_tokens": 9, "temperature": 1.0, "top_p": 1.0
-  }  # pyformat: disable
+    "max_tokens": 9,
+    "temperature": 1.0,
+    "top_p": 1.0,
+  }
   truncated = (
-      "sampling.top_k=8", "sampling.min_p=0.1", "sampling.max_new_tokens=9",
-      "algorithm.keep_sampling_mask=true",
-  )  # pyformat: disable
+    "sampling.top_k=8",
+    "sampling.min_p=0.1",
+    "sampling.max_new_tokens=9",
+    "algorithm.keep_sampling_mask=true",
+  )
   assert payload_of(*truncated)["sampling_params"] == {
-      "max_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": 8,
-      "min_p": 0.1,
-  }  # pyformat: disable
+    "max_tokens": 9,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 8,
+    "min_p": 0.1,
+  }

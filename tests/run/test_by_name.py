@@ -15,29 +15,34 @@ pytestmark = pytest.mark.timeout(400)
 def one_shape(context):
   """Of every program one, which all runs of this context share."""
   return (
-      f"engine.context_length={context}", f"learner.row_length={context}",
-      f"engine.window_buckets=[{context}]", "engine.prefill_buckets=[64]",
-      "engine.prefill_rows=[4]", "engine.decode_rows=[4]", "engine.slots=4",
-      "engine.decode_steps_per_call=4", "learner.targets=128",
-  )  # pyformat: disable
+    f"engine.context_length={context}",
+    f"learner.row_length={context}",
+    f"engine.window_buckets=[{context}]",
+    "engine.prefill_buckets=[64]",
+    "engine.prefill_rows=[4]",
+    "engine.decode_rows=[4]",
+    "engine.slots=4",
+    "engine.decode_steps_per_call=4",
+    "learner.targets=128",
+  )
 
 
 TEXT = (
-    "policy=qwen3_text_tiny",
-    "collect.group_size=2",
-    "collect.min_valid=2",
-    "collect.concurrency=4",
-    "learner.groups_per_step=2",
-    "learner.rows=2",
-    "sampling.max_new_tokens=4",
-    "eval.episodes_per_task=1",
-    *one_shape(384),
-    "eval.modes=[sampled]",
-    "report.progress=none",
-    "steps=2",
-    # Random weights hardly ever answer right; entropy is always learned from.
-    "algorithm.entropy_coef=0.1",
-    "learner.skip_zero_advantage=false",
+  "policy=qwen3_text_tiny",
+  "collect.group_size=2",
+  "collect.min_valid=2",
+  "collect.concurrency=4",
+  "learner.groups_per_step=2",
+  "learner.rows=2",
+  "sampling.max_new_tokens=4",
+  "eval.episodes_per_task=1",
+  *one_shape(384),
+  "eval.modes=[sampled]",
+  "report.progress=none",
+  "steps=2",
+  # Random weights hardly ever answer right; entropy is always learned from.
+  "algorithm.entropy_coef=0.1",
+  "learner.skip_zero_advantage=false",
 )
 
 
@@ -64,24 +69,27 @@ def test_gsm8k_with_a_text_policy(tmp_path):
 def test_tools_by_name_with_a_list_of_tasks(tmp_path):
   """Plain and stateful tools; the row's kwargs reach the stateful one."""
   rows = [
-      {
-          "task_id": f"t{i}",
-          "question": f"What is {i} + 1?",
-          "answer": str(i + 1),
-          "tools_kwargs": {
-              "submit_answer": {"create_kwargs": {"ground_truth": str(i + 1)}}
-          },
-      }
-      for i in range(10)
+    {
+      "task_id": f"t{i}",
+      "question": f"What is {i} + 1?",
+      "answer": str(i + 1),
+      "tools_kwargs": {
+        "submit_answer": {"create_kwargs": {"ground_truth": str(i + 1)}}
+      },
+    }
+    for i in range(10)
   ]
   file = tmp_path / "tasks.jsonl"
   file.write_text("\n".join(json.dumps(row) for row in rows))
   metrics, trajectories = trained(
-      tmp_path, "environment=tool", *TEXT,
-      "environment.options.tools=[calculator, submit_answer]",
-      "environment.max_turns=2", "task_source.source=jsonl",
-      f"task_source.path={file}",
-  )  # pyformat: disable
+    tmp_path,
+    "environment=tool",
+    *TEXT,
+    "environment.options.tools=[calculator, submit_answer]",
+    "environment.max_turns=2",
+    "task_source.source=jsonl",
+    f"task_source.path={file}",
+  )
   assert [m["step"] for m in metrics] == [1, 2]
   text = json.dumps(trajectories[0])
   assert "calculator" in text and "submit_answer" in text
@@ -91,13 +99,17 @@ def test_tools_by_name_with_a_list_of_tasks(tmp_path):
 def test_an_environment_and_an_agent_of_upstream(tmp_path):
   agentic = "tunix.rl.agentic"
   metrics, _ = trained(
-      tmp_path, *TEXT,
-      f"environment={agentic}.environments.task_environment:TaskEnvironment",
-      f"agent={agentic}.agents.model_agent:ModelAgent",
-      "agent.system_prompt=", "agent.on_parse_error=answer",
-      "agent.parser=qwen", "reward=exact_match", "task_source.source=jsonl",
-      f"task_source.path={questions(tmp_path)}",
-  )  # pyformat: disable
+    tmp_path,
+    *TEXT,
+    f"environment={agentic}.environments.task_environment:TaskEnvironment",
+    f"agent={agentic}.agents.model_agent:ModelAgent",
+    "agent.system_prompt=",
+    "agent.on_parse_error=answer",
+    "agent.parser=qwen",
+    "reward=exact_match",
+    "task_source.source=jsonl",
+    f"task_source.path={questions(tmp_path)}",
+  )
   assert [m["step"] for m in metrics] == [1, 2]
 
 
@@ -105,16 +117,21 @@ def test_an_environment_and_an_agent_of_upstream(tmp_path):
 def test_upstreams_tool_environment_with_its_agent_and_tools(tmp_path):
   agentic = "tunix.rl.agentic"
   metrics, trajectories = trained(
-      tmp_path, *TEXT,
-      f"environment={agentic}.environments.tool_environment:ToolEnvironment",
-      f"agent={agentic}.agents.tool_agent:ToolAgent", "agent.parser=qwen",
-      "agent.on_parse_error=answer", "agent.system_prompt=tool",
-      "environment.options.tools={calculator:"
-      f" '{agentic}.tools.calculator_tool:CalculatorTool'}}",
-      "environment.max_turns=2", "reward=numeric_match",
-      "task_source.source=jsonl", f"task_source.path={questions(tmp_path)}",
-      *one_shape(1024),
-  )  # pyformat: disable
+    tmp_path,
+    *TEXT,
+    f"environment={agentic}.environments.tool_environment:ToolEnvironment",
+    f"agent={agentic}.agents.tool_agent:ToolAgent",
+    "agent.parser=qwen",
+    "agent.on_parse_error=answer",
+    "agent.system_prompt=tool",
+    "environment.options.tools={calculator:"
+    f" '{agentic}.tools.calculator_tool:CalculatorTool'}}",
+    "environment.max_turns=2",
+    "reward=numeric_match",
+    "task_source.source=jsonl",
+    f"task_source.path={questions(tmp_path)}",
+    *one_shape(1024),
+  )
   assert [m["step"] for m in metrics] == [1, 2]
   assert "calculator" in json.dumps(trajectories[0])
 
@@ -122,14 +139,16 @@ def test_upstreams_tool_environment_with_its_agent_and_tools(tmp_path):
 def questions(tmp_path):
   file = tmp_path / "questions.jsonl"
   file.write_text(
-      "\n".join(
-          json.dumps({
-              "task_id": f"q{i}",
-              "question": f"What is {i} + {i}?",
-              "answer": str(2 * i),
-          })
-          for i in range(10)
+    "\n".join(
+      json.dumps(
+        {
+          "task_id": f"q{i}",
+          "question": f"What is {i} + {i}?",
+          "answer": str(2 * i),
+        }
       )
+      for i in range(10)
+    )
   )
   return file
 
@@ -137,13 +156,18 @@ def questions(tmp_path):
 def test_one_file_of_a_user(tmp_path):
   """Gym, agent, reward and policy of tests/helpers/own_parts.py."""
   metrics, trajectories = trained(
-      tmp_path, *small_runs.SMALL[1:], "gym=own_parts:GYM",
-      "gym.options.brightness=200", "agent=own_parts:PoliteAgent",
-      "agent.options.please=Kindly. ", "policy=own_parts:make_policy",
-      "policy.config={layers: 1}",
-      "reward={success: 1, own_parts:brevity: 0.5}", "steps=2",
-      "environment.max_turns=3",
-  )  # pyformat: disable
+    tmp_path,
+    *small_runs.SMALL[1:],
+    "gym=own_parts:GYM",
+    "gym.options.brightness=200",
+    "agent=own_parts:PoliteAgent",
+    "agent.options.please=Kindly. ",
+    "policy=own_parts:make_policy",
+    "policy.config={layers: 1}",
+    "reward={success: 1, own_parts:brevity: 0.5}",
+    "steps=2",
+    "environment.max_turns=3",
+  )
   assert [m["step"] for m in metrics] == [1, 2]
   last = trajectories[0]["steps"][-1]
   parts = last["info"]["reward_metadata"]
@@ -158,11 +182,16 @@ def test_one_file_of_a_user(tmp_path):
 def test_tasks_that_end_within_a_step_are_all_trained_on(tmp_path, caplog):
   """Five tasks in steps of two; a resumed run takes the last one."""
   common = (
-      *small_runs.SMALL[1:], "gym=own_parts:FEW", small_runs.ONE_LAYER,
-      "warm_start.source=none", "collect.group_size=2", "eval.modes=[sampled]",
-      "environment.max_turns=1", "algorithm.entropy_coef=0.1",
-      "learner.skip_zero_advantage=false",
-  )  # pyformat: disable
+    *small_runs.SMALL[1:],
+    "gym=own_parts:FEW",
+    small_runs.ONE_LAYER,
+    "warm_start.source=none",
+    "collect.group_size=2",
+    "eval.modes=[sampled]",
+    "environment.max_turns=1",
+    "algorithm.entropy_coef=0.1",
+    "learner.skip_zero_advantage=false",
+  )
   metrics, trajectories = trained(tmp_path, *common, "steps=10")
   assert [m["groups"] for m in metrics] == [2, 2, 1]
   assert [m["episodes"] for m in metrics] == [4, 4, 2]
@@ -174,9 +203,7 @@ def test_tasks_that_end_within_a_step_are_all_trained_on(tmp_path, caplog):
   assert "the task source ended after 5 groups" in caplog.text
   assert "the run ends after 3 of learner.steps=10 updates" in caplog.text
   # The same in two starts, and a third finds nothing to do.
-  assert train.main(
-      [f"run.dir={tmp_path}", "name=s", *common, "steps=2"]
-  ) == 0  # pyformat: disable
+  assert train.main([f"run.dir={tmp_path}", "name=s", *common, "steps=2"]) == 0
   for _ in range(2):
     assert train.main([f"resume={tmp_path / 's'}", "steps=10"]) == 0
     again = small_runs.metrics_of(tmp_path / "s")
@@ -187,11 +214,16 @@ def test_tasks_that_end_within_a_step_are_all_trained_on(tmp_path, caplog):
 @pytest.mark.slow
 def test_an_environment_of_a_user_with_its_own_reward(tmp_path):
   metrics, _ = trained(
-      tmp_path, *TEXT, "environment=own_parts:Echo",
-      "environment.options.bonus=1.5", "agent.parser=qwen",
-      "agent.on_parse_error=answer", "agent.system_prompt=",
-      "task_source.source=jsonl", f"task_source.path={questions(tmp_path)}",
-  )  # pyformat: disable
+    tmp_path,
+    *TEXT,
+    "environment=own_parts:Echo",
+    "environment.options.bonus=1.5",
+    "agent.parser=qwen",
+    "agent.on_parse_error=answer",
+    "agent.system_prompt=",
+    "task_source.source=jsonl",
+    f"task_source.path={questions(tmp_path)}",
+  )
   assert all(m["reward_mean"] >= 1.5 for m in metrics)
 
 
@@ -232,7 +264,7 @@ def refusal(*overrides):
         (["reward={success: 1, exact_mach: 1}"], ["exact_mach", "exact_match"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
-)  # pyformat: disable
+)  # fmt: skip
 def test_what_cannot_go_together_names_both_settings(overrides, parts):
   text = refusal(*overrides)
   for part in parts:
@@ -241,7 +273,7 @@ def test_what_cannot_go_together_names_both_settings(overrides, parts):
 
 def test_agents_get_every_setting_that_they_take(tmp_path):
   config = config_lib.load_config(
-      [f"run.dir={tmp_path}", "agent.max_images=4", "agent.image_stride=3"]
+    [f"run.dir={tmp_path}", "agent.max_images=4", "agent.image_stride=3"]
   )
   run = run_lib.Run(config)
   try:
@@ -255,11 +287,14 @@ def test_agents_get_every_setting_that_they_take(tmp_path):
 @pytest.mark.slow
 def test_an_agent_of_a_user_gets_its_own_options(tmp_path):
   run = run_lib.Run(
-      config_lib.load_config([
-          f"run.dir={tmp_path}", "agent=own_parts:PoliteAgent",
-          "agent.options.please='Kindly. '",
-      ])
-  )  # pyformat: disable
+    config_lib.load_config(
+      [
+        f"run.dir={tmp_path}",
+        "agent=own_parts:PoliteAgent",
+        "agent.options.please='Kindly. '",
+      ]
+    )
+  )
   try:
     first = run.episodes.make_agent().chat_completions[0]["content"]
     assert first.startswith("Kindly. You see a computer's screen.")

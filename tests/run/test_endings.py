@@ -9,9 +9,14 @@ ENDS = ("warm_start.source=none", "warm_start.steps=0", "run.name=x")
 
 def test_equal_rewards_and_a_spent_budget_are_said(tmp_path, capsys):
   status = small_runs.run_train(
-      tmp_path, small_runs.ONE_LAYER, *ENDS, "reward=zero", "steps=500",
-      "time_budget_s=0.5", "eval.episodes_per_task=1",
-  )  # pyformat: disable
+    tmp_path,
+    small_runs.ONE_LAYER,
+    *ENDS,
+    "reward=zero",
+    "steps=500",
+    "time_budget_s=0.5",
+    "eval.episodes_per_task=1",
+  )
   assert status == 0
   summary = small_runs.summary_of(tmp_path / "x")
   assert summary["status"] == "completed" and 0 < summary["step"] < 500
@@ -32,7 +37,7 @@ def test_a_run_whose_episodes_were_all_invalid_says_so(tmp_path):
       tmp_path, small_runs.ONE_LAYER, *ENDS, "gym=breaking_gym:GYM",
       "tasks=[t]", "steps=2", "collect.max_requeues=0", "eval.every=0",
       "eval.episodes_per_task=1",
-  )  # pyformat: disable
+  )  # fmt: skip
   assert status == 0
   summary = small_runs.summary_of(tmp_path / "x")
   (note,) = summary["notes"]

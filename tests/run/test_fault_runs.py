@@ -25,14 +25,17 @@ def test_no_fault_loses_work(tmp_path):
     pass  # Without a clock that jumps.
   helpers = os.path.dirname(fault_runs.__file__)
   env["PYTHONPATH"] = os.pathsep.join(
-      filter(None, [helpers, env.get("PYTHONPATH")])
+    filter(None, [helpers, env.get("PYTHONPATH")])
   )
   process = fresh_interpreter.run(
-      f"import sys; sys.path.insert(0, {helpers!r})\n{PROGRAM}",
-      tmp_path / "runs", f"--most={len(few)}",
-      *(f"--{name}={n}" for name, n in few.items()),
-      timeout=800, env=env, preload=preload,
-  )  # pyformat: disable
+    f"import sys; sys.path.insert(0, {helpers!r})\n{PROGRAM}",
+    tmp_path / "runs",
+    f"--most={len(few)}",
+    *(f"--{name}={n}" for name, n in few.items()),
+    timeout=800,
+    env=env,
+    preload=preload,
+  )
   assert process.returncode == 0, process.stderr[-3000:]
   data = [json.loads(line) for line in process.stdout.splitlines()]
   failed = [entry for entry in data if "failed" in entry]

@@ -15,7 +15,6 @@ HERE = f"{__name__}:"
 
 
 class Gym:
-
   def start(self, task):
     del task
     return self._show()
@@ -35,7 +34,6 @@ class Gym:
 
 
 class Tasks:
-
   def train_task(self, family, index, seed):
     return self._task(family, f"{seed}-{2 * index}")
 
@@ -47,19 +45,16 @@ class Tasks:
 
 
 class StartsWithoutTask(Gym):
-
   def start(self):
     return self._show()
 
 
 class StartsWithPixels(Gym):
-
   def start(self, task):
     return np.zeros((96, 128, 3), np.uint8)
 
 
 class ActsWithNothing(Gym):
-
   def act(self, action):
     return None
 
@@ -78,73 +73,61 @@ class ShowsTrees(Gym):
 
 
 class EvaluatesToNumber(Gym):
-
   def evaluate(self):
     return 1.0
 
 
 class EvaluateRaises(Gym):
-
   def evaluate(self):
     return self.nothing
 
 
 class EvaluatesTheAnswer(Gym):
-
   def evaluate(self):
     return base.Evaluation(score=float({}["answer"]), success=False)
 
 
 class FindsNothing(Gym):
-
   def act(self, action):
     raise RuntimeError("nothing is in the middle of the screen")
 
 
 class StartsLate(Gym):
-
   def start(self, task):
     raise ConnectionError("503 from the pool")
 
 
 class Waits(Gym):
-
   async def start(self, task):
     raise AssertionError("played in a trial")
 
 
 class RefusesClicks(Gym):
-
   def act(self, action):
     raise ValueError("keys only")
 
 
 class TakesNoSeed(Tasks):
-
   def train_task(self, family, index):
     return self._task(family, index)
 
 
 class ReturnsMapping(Tasks):
-
   def train_task(self, family, index, seed):
     return {"task_id": "a"}
 
 
 class TaskWithData(Tasks):
-
   def _task(self, family, name):
     return base.Task(name, family, data={"a": 1})
 
 
 class NoHeldOutTask(Tasks):
-
   def eval_task(self, family, index, seed):
     raise KeyError(index)
 
 
 class CannotBeMade(Tasks):
-
   def __init__(self):
     self.nothing.append(1)
 
@@ -170,7 +153,7 @@ SPECS = {
     "ShowsTrees": environments.gyms.GymSpec(
         make=ShowsTrees, tasks=Tasks, size_known_after_start=True
     )
-}  # pyformat: disable
+}  # fmt: skip
 globals().update({f"SPEC_{name}": one for name, one in SPECS.items()})
 
 
@@ -198,7 +181,6 @@ def wrong_turns(task, step):
 
 
 class Echo(environments.BaseEnv):
-
   def __init__(self, word):
     self.word = word
 
@@ -211,13 +193,11 @@ class Echo(environments.BaseEnv):
 
 
 class ResetsToObservation(Echo):
-
   def reset(self):
     return {"question": self.word}
 
 
 class StepsToPair(Echo):
-
   def step(self, action):
     return {}, 1.0
 
@@ -236,7 +216,9 @@ def refusal(tmp_path, monkeypatch, *settings):
   return problem
 
 
-@pytest.mark.parametrize("name, words", [
+@pytest.mark.parametrize(
+  "name, words",
+  [
     ("StartsWithoutTask", ["start() takes 1 positional argument"]),
     ("StartsWithPixels", ["must return an Observation, got ndarray"]),
     ("ActsWithNothing", ["ActsWithNothing.act", "Observation, got NoneType"]),
@@ -247,10 +229,11 @@ def refusal(tmp_path, monkeypatch, *settings):
     ("TaskWithData", ["'data'; a Task has task_id, family", "params takes"]),
     ("NoHeldOutTask", ["NoHeldOutTask.eval_task", "KeyError: 0", "line"]),
     ("CannotBeMade", ["no attribute 'nothing'"]),
-])  # pyformat: disable
+  ],
+)
 def test_a_gym_or_its_tasks(tmp_path, monkeypatch, name, words):
   problem = refusal(
-      tmp_path, monkeypatch, f"gym={HERE}SPEC_{name}", "tasks=[t]"
+    tmp_path, monkeypatch, f"gym={HERE}SPEC_{name}", "tasks=[t]"
   )
   if name != "CannotBeMade":
     assert f"gym.name={HERE}SPEC_{name}" in problem
@@ -258,12 +241,15 @@ def test_a_gym_or_its_tasks(tmp_path, monkeypatch, name, words):
     assert word in problem
 
 
-@pytest.mark.parametrize("name, words", [
+@pytest.mark.parametrize(
+  "name, words",
+  [
     ("one_argument", ["one_argument() takes 1 positional argument but 2"]),
     ("returns_text", ["'returns_text'", "finite number, got 'good'"]),
     ("raises", ["no attribute 'nothing'", "test_first_episode.py, line"]),
     ("wrong_turns", ["wrong_turns", "finite number"]),
-])  # pyformat: disable
+  ],
+)
 @pytest.mark.parametrize("gym", ["desktop", "own"])
 def test_a_reward(tmp_path, monkeypatch, name, words, gym):
   own = [f"gym={HERE}GOOD", "tasks=[t]"] if gym == "own" else []
@@ -272,22 +258,30 @@ def test_a_reward(tmp_path, monkeypatch, name, words, gym):
     assert word in problem
 
 
-@pytest.mark.parametrize("name, words", [
+@pytest.mark.parametrize(
+  "name, words",
+  [
     ("ResetsToObservation", "reset() must return (observation, info), got"),
     ("StepsToPair", "step() must return (observation, reward, done, info)"),
-])  # pyformat: disable
+  ],
+)
 def test_an_environment(tmp_path, monkeypatch, name, words):
   rows = tmp_path / "words.jsonl"
-  rows.write_text("".join(
+  rows.write_text(
+    "".join(
       json.dumps({"task_id": f"t{i}", "word": "w"}) + "\n" for i in range(9)
-  ))
+    )
+  )
   settings = (
-      "task_source.source=jsonl", f"task_source.path={rows}", "tasks=[]",
-      "agent.parser=qwen", "agent.on_parse_error=answer",
-      "policy=qwen3_text_tiny",
-  )  # pyformat: disable
+    "task_source.source=jsonl",
+    f"task_source.path={rows}",
+    "tasks=[]",
+    "agent.parser=qwen",
+    "agent.on_parse_error=answer",
+    "policy=qwen3_text_tiny",
+  )
   problem = refusal(
-      tmp_path, monkeypatch, f"environment={HERE}{name}", *settings
+    tmp_path, monkeypatch, f"environment={HERE}{name}", *settings
   )
   assert f"environment.name={HERE}{name} fails in a trial of task" in problem
   assert words in problem
@@ -295,7 +289,9 @@ def test_an_environment(tmp_path, monkeypatch, name, words):
     refusal(tmp_path, monkeypatch, f"environment={HERE}Echo", *settings)
 
 
-@pytest.mark.parametrize("settings, words", [
+@pytest.mark.parametrize(
+  "settings, words",
+  [
     (["gym=GOOD"], ""),
     (["gym=SPEC_Waits"], ""),
     (["gym=SPEC_RefusesClicks"], "keys only"),
@@ -304,9 +300,10 @@ def test_an_environment(tmp_path, monkeypatch, name, words):
     (["gym=SPEC_StartsLate"], "503 from the pool"),
     (["gym=SPEC_ShowsTrees"], ""),
     (["gym=GOOD", "reward=needs_two_turns"], "list index out of range"),
-])  # pyformat: disable
+  ],
+)
 def test_what_may_pass_or_is_due_to_the_trial_is_a_warning(
-    tmp_path, monkeypatch, caplog, settings, words
+  tmp_path, monkeypatch, caplog, settings, words
 ):
   settings = [text.replace("=", f"={HERE}") for text in settings]
   with pytest.raises(AssertionError, match="accepted"):
@@ -316,9 +313,9 @@ def test_what_may_pass_or_is_due_to_the_trial_is_a_warning(
 
 
 def test_a_dry_run_takes_a_gym_by_its_path(tmp_path):
-  config = config_lib.load_config([
-      f"run.dir={tmp_path}", f"gym={HERE}GOOD", "tasks=[t]", "run.dry_run=true",
-  ])  # pyformat: disable
+  config = config_lib.load_config(
+    [f"run.dir={tmp_path}", f"gym={HERE}GOOD", "tasks=[t]", "run.dry_run=true"]
+  )
   assert not addresses.addresses(config)
 
 

@@ -39,9 +39,10 @@ class Clock:
 def test_one_module_imports_ray():
   collected = set()
   for path in [
-      *(ROOT / "tunix").rglob("*.py"), *ROOT.glob("tunix_*/*.py"),
-      *ROOT.glob("packages/*/*/**/*.py"),
-  ]:  # pyformat: disable
+    *(ROOT / "tunix").rglob("*.py"),
+    *ROOT.glob("tunix_*/*.py"),
+    *ROOT.glob("packages/*/*/**/*.py"),
+  ]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
       names = []
       if isinstance(node, ast.Import):
@@ -55,26 +56,31 @@ def test_one_module_imports_ray():
 
 def test_a_collector_imports_no_jax_and_no_ray():
   program = (
-      "import sys; from tunix_multi_turn import collector_actor as a;"
-      "import tunix_multi_turn; tunix_multi_turn.light();"
-      "from tunix.rl.multi_turn.commands import collect;"
-      "from tunix.rl.multi_turn.environments.gyms.desktop import gym;"
-      "print({'jax', 'flax', 'ray', 'tunix.rl.multi_turn.run.models'}"
-      " & set(sys.modules))"
+    "import sys; from tunix_multi_turn import collector_actor as a;"
+    "import tunix_multi_turn; tunix_multi_turn.light();"
+    "from tunix.rl.multi_turn.commands import collect;"
+    "from tunix.rl.multi_turn.environments.gyms.desktop import gym;"
+    "print({'jax', 'flax', 'ray', 'tunix.rl.multi_turn.run.models'}"
+    " & set(sys.modules))"
   )
   process = subprocess.run(
-      [sys.executable, "-c", program], cwd=ROOT, capture_output=True,
-      text=True, timeout=60, check=False,
-  )  # pyformat: disable
+    [sys.executable, "-c", program],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
   assert process.stdout.strip() == "set()", process.stderr
 
 
 def test_without_ray_one_line_names_the_extra(monkeypatch):
   real = importlib.util.find_spec
   monkeypatch.setattr(
-      importlib.util, "find_spec",
-      lambda name, *a: None if name == "ray" else real(name, *a),
-  )  # pyformat: disable
+    importlib.util,
+    "find_spec",
+    lambda name, *a: None if name == "ray" else real(name, *a),
+  )
   with pytest.raises(config_lib.ConfigError) as caught:
     service.RayLauncher(run_sections.FleetConfig(via="ray"), {}, 1.0)
   (problem,) = caught.value.problems
@@ -82,43 +88,34 @@ def test_without_ray_one_line_names_the_extra(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, word",
-    [
-        (("fleet=ray", "rollout.via=hosts"), "rollout.via=hosts"),
-        (("fleet=join", "engine.lockstep=true"), "engine.lockstep=true"),
-        (("fleet=join", "eval.beside=true", "eval.every=1"), "eval.beside"),
-        (
-            ("fleet=join", "queue.max_staleness=2", "collect.part_size=2"),
-            "collect.part_size=2",
-        ),
-        (
-            (
-                "fleet=join", "queue.max_staleness=1",
-                "queue.admission=finished",
-            ),
-            "queue.admission=finished",
-        ),
-        (
-            (
-                "fleet=join", "queue.max_staleness=1",
-                "queue.admission=recent",
-            ),
-            "queue.admission=recent",
-        ),
-        (("fleet=join", "fleet.address=auto"), "fleet.via=ray"),
-        (("fleet=ray", "fleet.address=10.0.0.1"), "host:port"),
-        (("fleet=ray", "fleet.address=ray://h:10001"), "rollout.host"),
-        (("fleet=ray", "fleet.resources={phone: 0}"), "resources.phone=0"),
-        (("fleet=ray", "fleet.collectors=0"), "collectors"),
-        (("fleet=cluster",), "local"),
-        (
-            (
-                "fleet=ray", "sampling.top_k=5",
-                "algorithm.keep_sampling_mask=true",
-            ),
-            "keep_sampling_mask",
-        ),
-    ],
+  "arguments, word",
+  [
+    (("fleet=ray", "rollout.via=hosts"), "rollout.via=hosts"),
+    (("fleet=join", "engine.lockstep=true"), "engine.lockstep=true"),
+    (("fleet=join", "eval.beside=true", "eval.every=1"), "eval.beside"),
+    (
+      ("fleet=join", "queue.max_staleness=2", "collect.part_size=2"),
+      "collect.part_size=2",
+    ),
+    (
+      ("fleet=join", "queue.max_staleness=1", "queue.admission=finished"),
+      "queue.admission=finished",
+    ),
+    (
+      ("fleet=join", "queue.max_staleness=1", "queue.admission=recent"),
+      "queue.admission=recent",
+    ),
+    (("fleet=join", "fleet.address=auto"), "fleet.via=ray"),
+    (("fleet=ray", "fleet.address=10.0.0.1"), "host:port"),
+    (("fleet=ray", "fleet.address=ray://h:10001"), "rollout.host"),
+    (("fleet=ray", "fleet.resources={phone: 0}"), "resources.phone=0"),
+    (("fleet=ray", "fleet.collectors=0"), "collectors"),
+    (("fleet=cluster",), "local"),
+    (
+      ("fleet=ray", "sampling.top_k=5", "algorithm.keep_sampling_mask=true"),
+      "keep_sampling_mask",
+    ),
+  ],
 )
 def test_settings_that_do_not_go_together_are_refused(arguments, word):
   with pytest.raises(config_lib.ConfigError) as caught:
@@ -128,7 +125,7 @@ def test_settings_that_do_not_go_together_are_refused(arguments, word):
 
 def test_an_evaluation_plays_in_its_own_process(tmp_path):
   config = config_lib.load_config(
-      ["fleet=ray", f"run.dir={tmp_path}", "name=r"]
+    ["fleet=ray", f"run.dir={tmp_path}", "name=r"]
   )
   config.run_dir.mkdir()
   (config.run_dir / "config.yaml").write_text(config.to_yaml())
@@ -139,13 +136,13 @@ def test_an_evaluation_plays_in_its_own_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, episodes",
-    [
-        (("fleet=ray", "collect.concurrency=64"), 16),
-        (("fleet=ray", "collect.concurrency=8", "group_size=6"), 6),
-        (("fleet=join", "collect.concurrency=64"), 64),
-        (("fleet=join", "fleet.episodes=3"), 3),
-    ],
+  "arguments, episodes",
+  [
+    (("fleet=ray", "collect.concurrency=64"), 16),
+    (("fleet=ray", "collect.concurrency=8", "group_size=6"), 6),
+    (("fleet=join", "collect.concurrency=64"), 64),
+    (("fleet=join", "fleet.episodes=3"), 3),
+  ],
 )
 def test_episodes_of_a_collector(arguments, episodes):
   config = config_lib.load_config(list(arguments))
@@ -190,15 +187,20 @@ def test_what_is_lent_again_is_cleaned_first_and_who_leaves_gives_back():
 
   images = images_lib.ImageStore()
   server = server_lib.RolloutServer(
-      book, images, {}, needs_weights=False, relent=relent,
-      host="127.0.0.1", port=0,
-  )  # pyformat: disable
+    book,
+    images,
+    {},
+    needs_weights=False,
+    relent=relent,
+    host="127.0.0.1",
+    port=0,
+  )
   address = {"url": server.url, "token": server.token}
   group = queue_groups.group("train-000000", 2)
 
   async def scene():
     first, second = (
-        player.Learner(lambda: address, "here", 20.0, n) for n in "ab"
+      player.Learner(lambda: address, "here", 20.0, n) for n in "ab"
     )
     try:
       lease = book.lend({"index": 0})
@@ -211,7 +213,7 @@ def test_what_is_lent_again_is_cleaned_first_and_who_leaves_gives_back():
       leases_of = {}
       for name, link in (("a", first), ("b", second)):
         leases_of[name] = await link.ask(
-            f"/leases/{lease.number}", collected=written, faults=[]
+          f"/leases/{lease.number}", collected=written, faults=[]
         )
       assert leases_of == {"a": {"taken": False}, "b": {"taken": True}}
       assert lease.result.result(0)[0].to_json() == group.to_json()
@@ -231,13 +233,16 @@ def test_what_is_lent_again_is_cleaned_first_and_who_leaves_gives_back():
 def test_a_run_of_rollout_hosts_takes_no_collectors():
   config = config_lib.load_config(["rollout.via=hosts"])
   server = server_lib.RolloutServer(
-      leases.LeaseBook(10), images_lib.ImageStore(),
-      lending.settings_of(config), host="127.0.0.1", port=0,
-  )  # pyformat: disable
+    leases.LeaseBook(10),
+    images_lib.ImageStore(),
+    lending.settings_of(config),
+    host="127.0.0.1",
+    port=0,
+  )
   address = {"url": server.url, "token": server.token, "policy": server.url}
   with server_started(server):
     data = json.loads(
-        collector_lib.collect(json.dumps(address), "c", patience_s=5.0)
+      collector_lib.collect(json.dumps(address), "c", patience_s=5.0)
     )
   assert data["collected"] == 0 and "fleet=join" in data["error"]
 
@@ -286,14 +291,16 @@ def supervised(**settings):
   book = leases.LeaseBook(30, clock, exclusive=True)
   config = run_sections.FleetConfig(via="ray", **settings)
   return (
-      service.Supervisor(processes, book, config, clock),
-      processes, book, clock,
-  )  # pyformat: disable
+    service.Supervisor(processes, book, config, clock),
+    processes,
+    book,
+    clock,
+  )
 
 
 def test_pauses_double_until_a_group_is_delivered():
   fleet, processes, book, clock = supervised(
-      collectors=1, restarts=100, backoff_s=1.0
+    collectors=1, restarts=100, backoff_s=1.0
   )
   fleet.step()
   pauses = []
@@ -335,7 +342,7 @@ def test_a_dead_collectors_groups_go_to_others_at_once():
 
 def test_one_that_never_delivers_is_given_up_and_all_end_the_run():
   fleet, processes, book, clock = supervised(
-      collectors=2, restarts=2, backoff_s=0.5
+    collectors=2, restarts=2, backoff_s=0.5
   )
   lease = book.lend({})
   for _ in range(200):
@@ -432,9 +439,13 @@ class Slow(player.GroupPlayer):
 def test_a_lease_that_is_lent_again_is_begun_when_the_former_play_has_ended():
   book = leases.LeaseBook(1000, exclusive=True)
   server = server_lib.RolloutServer(
-      book, images_lib.ImageStore(), {}, needs_weights=False,
-      host="127.0.0.1", port=0,
-  )  # pyformat: disable
+    book,
+    images_lib.ImageStore(),
+    {},
+    needs_weights=False,
+    host="127.0.0.1",
+    port=0,
+  )
   address = {"url": server.url, "token": server.token}
   order = {"samples": None, "mode": "train", "group_size": 2}
 
@@ -464,15 +475,15 @@ def test_a_lease_that_is_lent_again_is_begun_when_the_former_play_has_ended():
 
 
 @pytest.mark.parametrize(
-    "words, status, word",
-    [
-        ([], 2, "$TUNIX_FLEET_URL"),
-        (["runs/none", "--patience", "0"], 1, "no learner"),
-        (["runs/none", "gym.options"], 2, "section.key=value"),
-    ],
+  "words, status, word",
+  [
+    ([], 2, "$TUNIX_FLEET_URL"),
+    (["runs/none", "--patience", "0"], 1, "no learner"),
+    (["runs/none", "gym.options"], 2, "section.key=value"),
+  ],
 )
 def test_the_command_ends_with_one_line(
-    words, status, word, monkeypatch, capsys, tmp_path
+  words, status, word, monkeypatch, capsys, tmp_path
 ):
   monkeypatch.chdir(tmp_path)
   monkeypatch.delenv("TUNIX_FLEET_URL", raising=False)

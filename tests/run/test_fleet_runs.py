@@ -20,12 +20,14 @@ LEARNS = (
     "learner.rows=8", "engine.slots=16", "collect.concurrency=32",
     "eval.episodes_per_task=5", "eval.modes=[sampled]",
     "report.episodes=100000", "rollout.silence_s=10",
-)  # pyformat: disable
+)  # fmt: skip
 if trials.share() < 1:  # Enough to join and leave by, not to learn from.
   LEARNS += (
-      "steps=8", "collect.group_size=4", "learner.groups_per_step=2",
-      "eval.episodes_per_task=2",
-  )  # pyformat: disable
+    "steps=8",
+    "collect.group_size=4",
+    "learner.groups_per_step=2",
+    "eval.episodes_per_task=2",
+  )
 
 
 def train(tmp_path, *arguments):
@@ -50,11 +52,15 @@ def episodes_of(run):
       name = *name, row["time"]
     assert name not in collected, f"{name} was played twice"
     collected[name] = [
-        row["status"], row["reward"], row["task"],
-        [[s[k] for k in ("tokens", "loss_mask", "versions", "turn_ids")]
-         for s in row["sequences"]],
-        [s["logprobs"] for s in row["sequences"]],
-    ]  # pyformat: disable
+      row["status"],
+      row["reward"],
+      row["task"],
+      [
+        [s[k] for k in ("tokens", "loss_mask", "versions", "turn_ids")]
+        for s in row["sequences"]
+      ],
+      [s["logprobs"] for s in row["sequences"]],
+    ]
   return {k: v for k, v in collected.items() if k[0] == "train"}
 
 
@@ -102,10 +108,10 @@ class Killer(threading.Thread):
 
 
 @pytest.mark.skipif(
-    trials.share() < 1, reason="some minutes: make test-all runs it"
+  trials.share() < 1, reason="some minutes: make test-all runs it"
 )
 def test_a_fleet_whose_actors_are_killed_learns_as_one_process_does(
-    tmp_path, own
+  tmp_path, own
 ):
   pytest.importorskip("ray")
   import ray_clusters  # pylint: disable=g-import-not-at-top
@@ -114,10 +120,14 @@ def test_a_fleet_whose_actors_are_killed_learns_as_one_process_does(
     killer = Killer(cluster, 4.0)
     killer.start()
     train(
-        tmp_path, "name=r", "fleet=ray", "fleet.collectors=4",
-        "fleet.address=auto", "fleet.resources={desk: 1}",
-        "fleet.backoff_s=0.5",
-    )  # pyformat: disable
+      tmp_path,
+      "name=r",
+      "fleet=ray",
+      "fleet.collectors=4",
+      "fleet.address=auto",
+      "fleet.resources={desk: 1}",
+      "fleet.backoff_s=0.5",
+    )
     killer.stop.set()
     killer.join(30)
     assert not cluster.collectors()  # They end with the run.
@@ -132,8 +142,8 @@ def test_a_fleet_whose_actors_are_killed_learns_as_one_process_does(
 
 def collector(run, tmp_path, name, *arguments):
   environment = {
-      **os.environ,
-      "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"])),
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"])),
   }
   with open(tmp_path / name, "wb") as log:
     return subprocess.Popen(
@@ -142,7 +152,7 @@ def collector(run, tmp_path, name, *arguments):
             str(run), "--episodes", "8", *arguments,
         ],
         env=environment, stdout=log, stderr=log,
-    )  # pyformat: disable
+    )  # fmt: skip
 
 
 def test_collectors_join_and_leave_by_hand(tmp_path, own):
@@ -181,7 +191,7 @@ def test_collectors_join_and_leave_by_hand(tmp_path, own):
 
 
 def test_a_fleet_that_cannot_collect_ends_the_run_with_a_line(
-    tmp_path, capsys, monkeypatch
+  tmp_path, capsys, monkeypatch
 ):
   pytest.importorskip("ray")
   # The collectors' processes do not find the module, this one does.
@@ -191,7 +201,7 @@ def test_a_fleet_that_cannot_collect_ends_the_run_with_a_line(
       tmp_path, "name=r", "fleet=ray", "fleet.collectors=1",
       "fleet.restarts=1", "fleet.backoff_s=0.1", "steps=1", small_runs.NANO,
       "warm_start.source=none", "run.imports=[only_here]",
-  )  # pyformat: disable
+  )  # fmt: skip
   assert status == 1
   error = capsys.readouterr().err
   assert "all 1 collectors were given up" in error and "only_here" in error
@@ -201,10 +211,15 @@ def test_there_is_no_such_cluster(tmp_path, capsys):
   pytest.importorskip("ray")
   started = time.monotonic()
   status = small_runs.run_train(
-      tmp_path, "name=r", "fleet=ray", "fleet.address=127.0.0.1:9", "steps=0",
-      "rollout.public_url=http://127.0.0.1:8100", small_runs.NANO,
-      "warm_start.source=none",
-  )  # pyformat: disable
+    tmp_path,
+    "name=r",
+    "fleet=ray",
+    "fleet.address=127.0.0.1:9",
+    "steps=0",
+    "rollout.public_url=http://127.0.0.1:8100",
+    small_runs.NANO,
+    "warm_start.source=none",
+  )
   assert status == 2 and time.monotonic() - started < 90
   error = capsys.readouterr().err
   assert "fleet.address='127.0.0.1:9'" in error

@@ -29,38 +29,44 @@ SIZE, MEMBERS = 2, 2
 def rollout(rollout_id, bad=(), useless=(), **more):
   """Samples of a rollout; groups of `bad` have a token that is banned."""
   return [
-      agent_rollout.Sample(
-          name, f"{name}-{n}",
-          [1, 2, BANNED if name in bad else 3],
-          0 if name in useless else 2, float(n),
-          [] if name in useless else [1, 1],
-          **{"rollout_log_probs": [-1.0, -2.0], **more},
-      )
-      for name in (f"r{rollout_id}.{group}" for group in range(SIZE))
-      for n in range(MEMBERS)
-  ]  # pyformat: disable
+    agent_rollout.Sample(
+      name,
+      f"{name}-{n}",
+      [1, 2, BANNED if name in bad else 3],
+      0 if name in useless else 2,
+      float(n),
+      [] if name in useless else [1, 1],
+      **{"rollout_log_probs": [-1.0, -2.0], **more},
+    )
+    for name in (f"r{rollout_id}.{group}" for group in range(SIZE))
+    for n in range(MEMBERS)
+  ]
 
 
 def loop_of(function, num_rollout=2, reported=None, rule=None):
   queue = buffer_loop.LeasedQueue(SIZE, admission.QueueConfig(max_staleness=4))
   loop = function_loop.FunctionLoop(
-      function,
-      argparse.Namespace(
-          num_rollout=num_rollout, rollout_batch_size=SIZE,
-          n_samples_per_prompt=MEMBERS,
-      ),
-      reader_lib.EpisodeReader(
-          None, None, images_lib.ImageStore(), parser="hermes",
-          vocabulary=completion_checks.Vocabulary(100, frozenset({BANNED})),
-          rule=rule,
-      ),
-      queue,
-      str,
-      min_valid=1,
-      observers=types.SimpleNamespace(
-          on_event=([] if reported is None else reported).append
-      ),
-  )  # pyformat: disable
+    function,
+    argparse.Namespace(
+      num_rollout=num_rollout,
+      rollout_batch_size=SIZE,
+      n_samples_per_prompt=MEMBERS,
+    ),
+    reader_lib.EpisodeReader(
+      None,
+      None,
+      images_lib.ImageStore(),
+      parser="hermes",
+      vocabulary=completion_checks.Vocabulary(100, frozenset({BANNED})),
+      rule=rule,
+    ),
+    queue,
+    str,
+    min_valid=1,
+    observers=types.SimpleNamespace(
+      on_event=([] if reported is None else reported).append
+    ),
+  )
   return loop, queue
 
 
@@ -88,12 +94,12 @@ async def test_a_sample_of_another_sampling_is_masked_and_counted():
     item = {"uid": "u", "instance_id": samples[0].index, "messages": [],
             "reward": 0.0, "extra_info": {}, "tokens": [1, 2, 3],
             "loss_mask": [0, 1, 1], "logprobs": [None, -1.0, -2.0],
-            "sampling_params": {"temperature": 0.4}}  # pyformat: disable
+            "sampling_params": {"temperature": 0.4}}  # fmt: skip
     (samples[0],) = samples_lib.make_samples(item, None)
     return samples
 
   loop, queue = loop_of(
-      function, num_rollout=1, rule=sampling_rule.SamplingRule()
+    function, num_rollout=1, rule=sampling_rule.SamplingRule()
   )
   running = asyncio.ensure_future(loop.run())
   groups = [await asyncio.to_thread(queue.get, 10) for _ in range(SIZE)]
@@ -125,9 +131,9 @@ def test_a_resumed_run_makes_up_for_a_group_dropped_before(kind):
   state = saved(loop)
   assert state["dropped"] == 1
   trained = [
-      index
-      for index, items in state["queued"]
-      if items[0]["instance_id"] in names
+    index
+    for index, items in state["queued"]
+    if items[0]["instance_id"] in names
   ]
   # Two groups were trained on, and one is left: the second update needs r2.0.
   again, queue = loop_of(function, num_rollout=2)
@@ -173,8 +179,10 @@ def test_values_of_numpy_are_trained_on_and_kept():
   state = saved(loop)
   (index, items), *_ = state["queued"]
   assert index == 0 and items[0]["sequences"][0]["logprobs"] == [
-      None, -1.0, -2.0
-  ]  # pyformat: disable
+    None,
+    -1.0,
+    -2.0,
+  ]
   assert items[0]["extra_info"] == {"score": 0.5}
   assert items[0]["uid"] == "[{'role': 'user', 'content': 'r0.0-0'}]"
   assert state["data_buffer"]["groups"][0][0]["tokens"] == [1, 2, 3]

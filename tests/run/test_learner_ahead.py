@@ -18,9 +18,14 @@ from tests.helpers import small_runs
 
 def run_of(tmp_path, *argv):
   return train.prepare(
-      [*small_runs.SMALL, "warm_start.source=none", "name=r",
-       f"run.dir={tmp_path}", *argv]
-  )  # pyformat: disable
+    [
+      *small_runs.SMALL,
+      "warm_start.source=none",
+      "name=r",
+      f"run.dir={tmp_path}",
+      *argv,
+    ]
+  )
 
 
 @pytest.mark.slow
@@ -38,13 +43,13 @@ FIXED = ("learner.patches=512", "learner.targets=512")
 
 @pytest.mark.slow
 def test_the_weights_it_was_built_with_are_not_copied_again(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   begun = []
   monkeypatch.setattr(
-      learner_ahead.learner_lib.Learner,
-      "begin_from",
-      lambda self, model, reference: begun.append((model, reference)),
+    learner_ahead.learner_lib.Learner,
+    "begin_from",
+    lambda self, model, reference: begun.append((model, reference)),
   )
   run = run_of(tmp_path, *FIXED)
   learner_ahead.LearnerAhead(run).take(run.policy)
@@ -58,7 +63,7 @@ def test_the_weights_it_was_built_with_are_not_copied_again(
   # And so is another object.
   builder = learner_ahead.LearnerAhead(run)
   other = nnx.merge(
-      nnx.graphdef(model), jax.tree.map(lambda x: x + 1, nnx.state(model))
+    nnx.graphdef(model), jax.tree.map(lambda x: x + 1, nnx.state(model))
   )
   builder.take(dataclasses.replace(run.policy, model=other))
   assert [built for built, _ in begun] == [model, other]
@@ -82,12 +87,12 @@ def test_it_keeps_no_learner_once_it_is_taken_or_closed(tmp_path):
 
 
 def test_a_run_closes_its_parts_before_it_waits_for_compiling(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   run = run_of(tmp_path, *FIXED)
   order, go = [], threading.Event()
   monkeypatch.setattr(
-      learner_ahead.learner_lib.Learner, "compile_ahead", lambda _: go.wait(60)
+    learner_ahead.learner_lib.Learner, "compile_ahead", lambda _: go.wait(60)
   )
   with run:
     run._ahead = learner_ahead.LearnerAhead.where_it_helps(run)
@@ -100,17 +105,17 @@ def test_a_run_closes_its_parts_before_it_waits_for_compiling(
 
     monkeypatch.setattr(run._ahead, "close", closing)
     monkeypatch.setattr(
-        run._lock, "close", lambda: (order.append("unlocked"), unlock())
+      run._lock, "close", lambda: (order.append("unlocked"), unlock())
     )
   assert order == ["unlocked", "compiling"]
 
 
 def test_a_policy_of_image_bounds_builds_nothing_ahead(
-    tmp_path, monkeypatch, caplog
+  tmp_path, monkeypatch, caplog
 ):
   run = run_of(tmp_path, *FIXED)
   monkeypatch.setattr(
-      type(run.policy.model), "reads_image_patches", True, raising=False
+    type(run.policy.model), "reads_image_patches", True, raising=False
   )
   with caplog.at_level(logging.INFO):
     assert learner_ahead.LearnerAhead.where_it_helps(run) is None
@@ -119,11 +124,11 @@ def test_a_policy_of_image_bounds_builds_nothing_ahead(
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["learner.patches=0"],
-        ["learner.steps=0", "learner.patches=512", "learner.targets=512"],
-    ],
+  "argv",
+  [
+    ["learner.patches=0"],
+    ["learner.steps=0", "learner.patches=512", "learner.targets=512"],
+  ],
 )
 def test_nothing_compiles_without_a_shape_or_without_updates(tmp_path, argv):
   run = run_of(tmp_path, *argv)
@@ -132,7 +137,7 @@ def test_nothing_compiles_without_a_shape_or_without_updates(tmp_path, argv):
 
 
 def test_an_error_of_building_it_is_raised_where_it_is_taken(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   def refused(*args, **options):
     raise config_lib.ConfigError(["no learner of this kind"])
@@ -148,12 +153,15 @@ def test_an_error_of_building_it_is_raised_where_it_is_taken(
 
 def test_the_default_batch_shape_is_the_default_runs_only():
   shape = lambda *argv: (
-      (c := config_lib.load_config(list(argv)).learner).patches, c.targets
+    (c := config_lib.load_config(list(argv)).learner).patches,
+    c.targets,
   )
   assert shape() == shape("steps=9", "seed=3") == (512, 608)
   for other in (
-      "learner.row_length=1024", "policy=qwen3_vl_tiny",
-      "environment.max_turns=9", "gym=miniwob",
-  ):  # pyformat: disable
+    "learner.row_length=1024",
+    "policy=qwen3_vl_tiny",
+    "environment.max_turns=9",
+    "gym=miniwob",
+  ):
     assert shape(other) == (0, 0), other
   assert shape("learner.patches=1024") == (1024, 608)

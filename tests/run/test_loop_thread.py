@@ -56,11 +56,11 @@ def break_selector(loop):
 
 
 @pytest.mark.parametrize(
-    "kill, reason",
-    [
-        (lambda loop: asyncio.get_running_loop().stop(), "loop.stop"),
-        (break_selector, "OSError.*Bad file descriptor"),
-    ],
+  "kill, reason",
+  [
+    (lambda loop: asyncio.get_running_loop().stop(), "loop.stop"),
+    (break_selector, "OSError.*Bad file descriptor"),
+  ],
 )
 def test_a_loop_that_dies_ends_the_wait_with_its_reason(loop, kill, reason):
   reports = []

@@ -15,34 +15,42 @@ USER = {"role": "user", "content": "1 + 1 ="}
 REPLY = {"role": "assistant", "content": "2"}
 
 
-@pytest.mark.parametrize("messages", [
+@pytest.mark.parametrize(
+  "messages",
+  [
     [USER, REPLY],
     [USER, REPLY, USER, REPLY],
     [{"role": "system", "content": "Be brief."}, USER, REPLY],
-])  # pyformat: disable
+  ],
+)
 def test_a_shipped_policys_own_system_message_is_kept(messages):
   config = config_lib.load_config(["buffer.loss_mask_type=qwen"])
   path = models.tokenizer_file(config).parent
   # Without the template, as a run loads it.
   tokenizer = policy_files.load_tokenizer(str(path))
   about = types.SimpleNamespace(
-      vocab_size=tokenizer.get_vocab_size(), banned_token_ids=()
+    vocab_size=tokenizer.get_vocab_size(), banned_token_ids=()
   )
   run = types.SimpleNamespace(
-      config=config,
-      policy=types.SimpleNamespace(
-          renderer=None,
-          tokenizer=tokenizer,
-          model=types.SimpleNamespace(config=about),
-      ),
-      images=images_lib.ImageStore(),
-      tokenizer_path=str(path),
+    config=config,
+    policy=types.SimpleNamespace(
+      renderer=None,
+      tokenizer=tokenizer,
+      model=types.SimpleNamespace(config=about),
+    ),
+    images=images_lib.ImageStore(),
+    tokenizer_path=str(path),
   )
   reader = sources.make_reader(run, "buffer")
-  record = records.read({
-      "uid": "u", "instance_id": "i", "messages": messages, "reward": 1.0,
+  record = records.read(
+    {
+      "uid": "u",
+      "instance_id": "i",
+      "messages": messages,
+      "reward": 1.0,
       "extra_info": {},
-  })  # pyformat: disable
+    }
+  )
   (sequence,) = reader.tokens(record)
   template = transformers.AutoTokenizer.from_pretrained(str(path))
   shown = template.apply_chat_template(messages, return_dict=True)

@@ -49,7 +49,7 @@ def oracle_of(episodes):
     action = oracle.act(env.gym) or gui_action.GuiAction(Kind.TERMINATE)
     sx, sy = env.scale
     return agent.tool_parser.format_gui_action(
-        action.scaled(1 / sx, 1 / sy), env.image.width, env.image.height, None
+      action.scaled(1 / sx, 1 / sy), env.image.width, env.image.height, None
     )
 
   return act
@@ -57,11 +57,11 @@ def oracle_of(episodes):
 
 def images_of(messages):
   return [
-      part["image_url"]["url"]
-      for message in messages
-      if isinstance(message["content"], list)
-      for part in message["content"]
-      if part["type"] == "image_url"
+    part["image_url"]["url"]
+    for message in messages
+    if isinstance(message["content"], list)
+    for part in message["content"]
+    if part["type"] == "image_url"
   ]
 
 
@@ -70,7 +70,7 @@ def test_an_oracle_wins_by_text_alone(agent):
   episodes = Watched("gym=desktop", f"agent={agent}", "tasks=enter-text")
   for index in range(2):
     turns, outcome = asyncio.run(
-        finish(episodes, "train", index, oracle_of(episodes))
+      finish(episodes, "train", index, oracle_of(episodes))
     )
     assert outcome["reward"] == 1.0 and outcome["success"]
     assert outcome["status"] == "succeeded" and outcome["turns"] == len(turns)
@@ -83,13 +83,16 @@ def test_an_oracle_wins_by_text_alone(agent):
 
 def test_a_shortened_history_is_what_is_asked():
   episodes = Watched(
-      "gym=desktop", "agent.max_images=1", "agent.summary=true",
-      "environment.max_turns=3",
-  )  # pyformat: disable
+    "gym=desktop",
+    "agent.max_images=1",
+    "agent.summary=true",
+    "environment.max_turns=3",
+  )
+
   def click(messages):
     del messages
     return episodes.pairs[-1][0].tool_parser.format_gui_action(
-        gui_action.GuiAction(Kind.CLICK, 1, 1), 128, 96, None
+      gui_action.GuiAction(Kind.CLICK, 1, 1), 128, 96, None
     )
 
   turns, outcome = asyncio.run(finish(episodes, "train", 0, click))
@@ -103,12 +106,12 @@ def test_text_tasks_play_too():
   task = episodes.task("eval", 0)
   turns = arithmetic.solve(task.params, ())
   result, outcome = asyncio.run(
-      finish(episodes, "eval", 0, lambda messages: turns[-1]["content"])
+    finish(episodes, "eval", 0, lambda messages: turns[-1]["content"])
   )
   assert outcome["success"] and outcome["reward"] == 1.0
   assert str(task.params["question"]) in str(result[0])
   _, outcome = asyncio.run(
-      finish(episodes, "eval", 0, lambda messages: "-1234567")
+    finish(episodes, "eval", 0, lambda messages: "-1234567")
   )
   assert outcome["reward"] == 0.0 and not outcome["success"]
 
@@ -122,7 +125,7 @@ def test_an_episode_that_no_policy_decided_is_an_error():
     env.gym.act = None
     parser = episodes.pairs[-1][0].tool_parser
     click = parser.format_gui_action(
-        gui_action.GuiAction(Kind.CLICK, 3, 3), 128, 96, None
+      gui_action.GuiAction(Kind.CLICK, 3, 3), 128, 96, None
     )
     reply = {"episode": answer["episode"], "text": click}
     return await episodes.play({"reply": reply})
@@ -153,14 +156,19 @@ def test_a_closed_episode_is_gone():
 
 def test_tasks_are_listed_and_wrong_settings_named():
   facts, _ = outside_policy.prepare(
-      {"settings": ["gym=desktop", "tasks=[click-button,drag-to-target]"],
-       "train": 4, "eval": 2}
-  )  # pyformat: disable
+    {
+      "settings": ["gym=desktop", "tasks=[click-button,drag-to-target]"],
+      "train": 4,
+      "eval": 2,
+    }
+  )
   assert [row["family"] for row in facts["train"]] == [
-      "click-button", "drag-to-target"] * 2  # pyformat: disable
+    "click-button",
+    "drag-to-target",
+  ] * 2
   ids = [row["task_id"] for row in [*facts["train"], *facts["eval"]]]
   assert len(set(ids)) == 6 and all(r["instruction"] for r in facts["train"])
   with pytest.raises(config_lib.ConfigError, match="desktopp"):
     outside_policy.prepare(
-        {"settings": ["gym=desktopp"], "train": 1, "eval": 1}
+      {"settings": ["gym=desktopp"], "train": 1, "eval": 1}
     )

@@ -35,9 +35,9 @@ def test_the_documented_overrides_build():
   config = config_of("gym=miniwob", "gym.options.seconds_per_action=0.2")
   episodes_lib.make_gym(config, "click-dialog")
   for argv in (
-      ["policy.config.num_layers=2"],
-      ["gym.options.headless=false"],
-      ["gym=miniwob", "gym.options.headless=false"],
+    ["policy.config.num_layers=2"],
+    ["gym.options.headless=false"],
+    ["gym=miniwob", "gym.options.headless=false"],
   ):
     with pytest.raises(config_lib.ConfigError):
       config = config_of(*argv)
@@ -48,9 +48,9 @@ def test_the_documented_overrides_build():
 def test_screenshots_share_the_pixels_of_a_trajectory():
   limit = ["policy=qwen3_vl_tiny", "policy.trajectory_pixels=12288"]
   for argv, tokens in (
-      (["environment.max_turns=1"], 48),  # 128x96 unchanged.
-      (["environment.max_turns=4"], 12),  # 64x48.
-      (["environment.max_turns=8", "agent.max_images=1"], 48),
+    (["environment.max_turns=1"], 48),  # 128x96 unchanged.
+    (["environment.max_turns=4"], 12),  # 64x48.
+    (["environment.max_turns=8", "agent.max_images=1"], 48),
   ):
     policy = models.make_policy(config_of(*limit, *argv), None, "")
     assert policy.processor.num_image_tokens(128, 96) == tokens, argv
@@ -62,20 +62,20 @@ def test_screenshots_share_the_pixels_of_a_trajectory():
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.example(16, 17, 65536)
 @hypothesis.given(
-    st.integers(16, 400), st.integers(16, 400), st.integers(256, 90_000)
+  st.integers(16, 400), st.integers(16, 400), st.integers(256, 90_000)
 )
 def test_a_screenshot_stays_within_its_share_whatever_its_size(
-    width, height, share
+  width, height, share
 ):
   hypothesis.assume(max(width, height) < 15 * min(width, height))
   _, processor, _ = checkpoint.create_policy(
-      "qwen3_vl_tiny", min_pixels=65536, image_budget=(4 * share, 4)
+    "qwen3_vl_tiny", min_pixels=65536, image_budget=(4 * share, 4)
   )
   tokens = processor.num_image_tokens(width, height)
   # A side is never less than a token's.
   longest = max(width, height) / min(width, height)
   assert tokens * processor.factor**2 <= max(
-      share, processor.factor**2 * -(-longest // 1)
+    share, processor.factor**2 * -(-longest // 1)
   )
 
 
@@ -116,9 +116,7 @@ def play(config):
 
 def test_the_reward_is_the_configured_one(registered):
   for name, want in (("score", 0.0), ("success", 0.0), (registered, -0.1)):
-    reward, over, info = play(
-        config_of(f"environment.reward={name}")
-    )
+    reward, over, info = play(config_of(f"environment.reward={name}"))
     assert over and not info["success"]
     assert reward == pytest.approx(want)
 

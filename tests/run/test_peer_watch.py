@@ -34,7 +34,7 @@ def test_who_hangs_after_another_s_failure_is_ended_with_the_reason(capsys):
 
     if peers.index == 0:
       watch = peer_watch.PeerWatch(
-          peers, threading.Event(), poll_s=0.01, grace_s=0.05, end=end
+        peers, threading.Event(), poll_s=0.01, grace_s=0.05, end=end
       )
       watch.start()
       assert ended.wait(20)  # As in a program of all devices.

@@ -13,7 +13,7 @@ import trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 all_of_them = pytest.mark.skipif(
-    trials.share() < 1, reason="minutes: make test-all runs it"
+  trials.share() < 1, reason="minutes: make test-all runs it"
 )
 HOSTS = ("rollout.via=hosts", "rollout.silence_s=5")
 
@@ -24,12 +24,16 @@ class Hosts:
   def __init__(self, run, count=2):
     self.logs = [run.parent / f"host{i}.log" for i in range(count)]
     self.processes = [
-        forced_devices.start(
-            "-m", "tunix.rl.multi_turn.commands.rollout", run,
-            "--patience=300", devices=1, output=log.open("w"),
-        )
-        for log in self.logs
-    ]  # pyformat: disable
+      forced_devices.start(
+        "-m",
+        "tunix.rl.multi_turn.commands.rollout",
+        run,
+        "--patience=300",
+        devices=1,
+        output=log.open("w"),
+      )
+      for log in self.logs
+    ]
 
   def __enter__(self):
     return self
@@ -72,7 +76,7 @@ def test_deaths_of_a_host_and_a_learner_change_nothing(one, tmp_path):
 @all_of_them
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
 def test_hosts_serve_a_run_that_resumes_with_other_learners(
-    before, after, one, tmp_path
+  before, after, one, tmp_path
 ):
   run = tmp_path / "r"
   with Hosts(run) as hosts:
@@ -95,7 +99,7 @@ def test_hosts_keep_the_bound_of_staleness(tmp_path):
         tmp_path, 2, *ARGUMENTS, *HOSTS, f"run.dir={tmp_path}",
         "queue.max_staleness=1", "warm_start.steps=0", "eval.every=0",
         "steps=5",
-    )  # pyformat: disable
+    )  # fmt: skip
     assert pod.wait() == [0, 0], pod.said()
     assert hosts.ended(0) + hosts.ended(1) >= 20
   metrics = metrics_of(run)

@@ -20,7 +20,7 @@ import small_runs
 import trials
 
 all_of_them = pytest.mark.skipif(
-    trials.share() < 1, reason="two minutes: make test-all runs it"
+  trials.share() < 1, reason="two minutes: make test-all runs it"
 )
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = str(forced_devices.ROOT)
@@ -45,7 +45,7 @@ def test_a_pod_s_run_equals_that_of_one_process(count, one, tmp_path):
 @all_of_them
 @pytest.mark.parametrize("victim", (0, 1))
 def test_a_process_that_is_killed_ends_the_others_and_the_run_resumes(
-    victim, one, tmp_path
+  victim, one, tmp_path
 ):
   pod = Pod(tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}")
   run = tmp_path / "r"
@@ -76,9 +76,14 @@ def test_one_that_is_asked_to_stop_stops_all_and_the_run_resumes(one, tmp_path):
 @all_of_them
 def test_asynchronous_collection_keeps_the_bound(tmp_path):
   pod = Pod(
-      tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}", "queue.max_staleness=1",
-      "warm_start.steps=0", "eval.every=0",
-  )  # pyformat: disable
+    tmp_path,
+    2,
+    *ARGUMENTS,
+    f"run.dir={tmp_path}",
+    "queue.max_staleness=1",
+    "warm_start.steps=0",
+    "eval.every=0",
+  )
   assert pod.wait() == [0, 0], pod.said()
   metrics = metrics_of(tmp_path / "r")
   assert [m["step"] for m in metrics] == [1, 2, 3]
@@ -90,11 +95,16 @@ def test_who_waits_in_vain_is_told_so(tmp_path):
   log = tmp_path / "log"
   for index in (0, 1):  # Each is alone.
     process = forced_devices.start(
-        "-m", "tunix.rl.multi_turn.train", f"run.dir={tmp_path}",
-        f"processes.coordinator={address}", "processes.count=2",
-        f"processes.index={index}", "processes.join_s=3",
-        devices=1, output=log.open("w"),
-    )  # pyformat: disable
+      "-m",
+      "tunix.rl.multi_turn.train",
+      f"run.dir={tmp_path}",
+      f"processes.coordinator={address}",
+      "processes.count=2",
+      f"processes.index={index}",
+      "processes.join_s=3",
+      devices=1,
+      output=log.open("w"),
+    )
     assert process.wait(100) == 2
     (line,) = (l for l in log.read_text().splitlines() if "error" in l)
     assert line.startswith(f"error: processes.coordinator={address}: not all")
@@ -102,9 +112,8 @@ def test_who_waits_in_vain_is_told_so(tmp_path):
 
 def test_what_does_not_fit_together_is_said_in_one_line(tmp_path):
   pod = Pod(
-      tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}", "mesh.data=1",
-      "mesh.fsdp=1",
-  )  # pyformat: disable
+    tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}", "mesh.data=1", "mesh.fsdp=1"
+  )
   assert pod.wait(200) == [2, 2], pod.said()
   for log in pod.logs:
     text = log.read_text()
@@ -115,7 +124,7 @@ def test_what_does_not_fit_together_is_said_in_one_line(tmp_path):
 @all_of_them
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (4, 2)])
 def test_a_run_resumes_with_another_number_of_processes(
-    before, after, one, tmp_path
+  before, after, one, tmp_path
 ):
   pod = Pod(tmp_path, before, *ARGUMENTS, f"run.dir={tmp_path}", "steps=1")
   assert pod.wait() == [0] * before, pod.said()
@@ -128,11 +137,15 @@ def test_a_run_resumes_with_another_number_of_processes(
 @all_of_them
 def test_an_adapter_over_processes_is_that_of_one(tmp_path):
   arguments = [a for a in ARGUMENTS if a != small_runs.ONE_LAYER] + [
-      "policy=qwen3_vl_tiny", "policy.lora_rank=4", "warm_start.steps=0",
-      "eval.every=0", "eval.episodes_per_task=1", "eval.modes=[greedy]",
-  ]  # pyformat: disable
+    "policy=qwen3_vl_tiny",
+    "policy.lora_rank=4",
+    "warm_start.steps=0",
+    "eval.every=0",
+    "eval.episodes_per_task=1",
+    "eval.modes=[greedy]",
+  ]
   alone = Pod(
-      tmp_path / "one", 1, *arguments, f"run.dir={tmp_path}/one", "steps=2"
+    tmp_path / "one", 1, *arguments, f"run.dir={tmp_path}/one", "steps=2"
   )
   assert alone.wait() == [0], alone.said()
   pod = Pod(tmp_path / "two", 2, *arguments, f"run.dir={tmp_path}", "steps=1")
@@ -163,7 +176,6 @@ def test_a_notice_at_any_host_saves_on_all(how, one, tmp_path):
   notice = threading.Event()
 
   class Handler(http.server.BaseHTTPRequestHandler):
-
     def do_GET(self):  # pylint: disable=invalid-name
       self.send_response(200)
       self.end_headers()
@@ -177,9 +189,12 @@ def test_a_notice_at_any_host_saves_on_all(how, one, tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     host = f"127.0.0.1:{server.server_address[1]}"
     pod = Pod(
-        tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}",
-        environment={1: {"GCE_METADATA_HOST": host}},
-    )  # pyformat: disable
+      tmp_path,
+      2,
+      *ARGUMENTS,
+      f"run.dir={tmp_path}",
+      environment={1: {"GCE_METADATA_HOST": host}},
+    )
     run = tmp_path / "r"
     pod.wait_for(run / "checkpoints" / "1")
     if how == "signal":
@@ -199,9 +214,8 @@ def test_a_notice_at_any_host_saves_on_all(how, one, tmp_path):
 @all_of_them
 def test_a_host_that_sleeps_changes_nothing(one, tmp_path):
   pod = Pod(
-      tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}",
-      "processes.heartbeat_s=100",
-  )  # pyformat: disable
+    tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}", "processes.heartbeat_s=100"
+  )
   run = tmp_path / "r"
   pod.wait_for(run / "checkpoints" / "1")
   os.kill(pod.processes[1].pid, signal.SIGSTOP)
@@ -222,7 +236,7 @@ def test_stuck_gyms_of_a_host_leave_the_updates_to_the_others(tmp_path):
               **({"POD_FAULT": "gym", "POD_STUCK": str(stuck)} if i else {})}
           for i in range(2)
       },
-  )  # pyformat: disable
+  )  # fmt: skip
   checkpoints = tmp_path / "r" / "checkpoints"
   pod.wait_for(checkpoints / "1")
   stuck.touch()
@@ -247,7 +261,7 @@ def test_who_fails_in_an_update_ends_the_others_at_once(victim, tmp_path):
               **({"POD_FAULT": "update"} if i == victim else {})}
           for i in range(2)
       },
-  )  # pyformat: disable
+  )  # fmt: skip
   run = tmp_path / "r"
   pod.wait_for(run / "checkpoints" / "1")
   started = time.monotonic()
@@ -257,7 +271,7 @@ def test_who_fails_in_an_update_ends_the_others_at_once(victim, tmp_path):
   assert reason in pod.logs[1 - victim].read_text()
 
 
-COUNTED_GYM = '''
+COUNTED_GYM = """
 import os
 
 import numpy as np
@@ -285,20 +299,25 @@ class Tasks:
 
 
 SPEC = gyms.GymSpec(make=Gym, tasks=Tasks)
-'''
+"""
 
 
 def test_a_gym_of_the_user_s_is_tried_by_the_first_process_only(tmp_path):
   (tmp_path / "counted_gym.py").write_text(COUNTED_GYM)
   own = {
-      "STARTS": str(tmp_path / "starts"),
-      "PYTHONPATH": os.pathsep.join([ROOT, HELPERS, CHILDREN, str(tmp_path)]),
+    "STARTS": str(tmp_path / "starts"),
+    "PYTHONPATH": os.pathsep.join([ROOT, HELPERS, CHILDREN, str(tmp_path)]),
   }
   pod = Pod(
-      tmp_path / "pod", 2, *ARGUMENTS, f"run.dir={tmp_path}",
-      "gym=counted_gym:SPEC", "tasks=[t]", "warm_start.steps=0",
-      environment={0: own, 1: own},
-  )  # pyformat: disable
+    tmp_path / "pod",
+    2,
+    *ARGUMENTS,
+    f"run.dir={tmp_path}",
+    "gym=counted_gym:SPEC",
+    "tasks=[t]",
+    "warm_start.steps=0",
+    environment={0: own, 1: own},
+  )
   assert all(pod.wait())
   assert "no screen" in pod.logs[0].read_text()
   starts = (tmp_path / "starts").read_text().split()

@@ -17,7 +17,6 @@ class Metadata(http.server.ThreadingHTTPServer):
     server = self
 
     class Handler(http.server.BaseHTTPRequestHandler):
-
       def do_GET(self):  # pylint: disable=invalid-name
         server.asked.append(self.path)
         # As the real one, which refuses requests without the header.
@@ -38,7 +37,7 @@ class Metadata(http.server.ThreadingHTTPServer):
 def _metadata(monkeypatch):
   server = Metadata()
   monkeypatch.setenv(
-      "GCE_METADATA_HOST", f"127.0.0.1:{server.server_address[1]}"
+    "GCE_METADATA_HOST", f"127.0.0.1:{server.server_address[1]}"
   )
   yield server
   server.shutdown()
@@ -53,11 +52,11 @@ def wait_until(condition):
 
 
 @pytest.mark.parametrize(
-    "name, value",
-    [
-        ("preempted", "TRUE"),
-        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"),
-    ],
+  "name, value",
+  [
+    ("preempted", "TRUE"),
+    ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"),
+  ],
 )
 def test_a_notice_stops_the_run(name, value, metadata, capsys):
   stop = threading.Event()
@@ -75,7 +74,7 @@ def test_a_notice_stops_the_run(name, value, metadata, capsys):
 
 
 def test_a_server_that_does_not_answer_costs_a_warning(
-    metadata, monkeypatch, caplog
+  metadata, monkeypatch, caplog
 ):
   monkeypatch.setattr(interrupts, "_PATH", "elsewhere")
   stop = threading.Event()
@@ -91,11 +90,11 @@ def test_other_machines_ask_nobody(monkeypatch, tmp_path):
   product = tmp_path / "product_name"
   monkeypatch.setattr(interrupts, "_PRODUCT", product)
   for text, mode, host in (
-      (None, "auto", ""),
-      ("Standard PC", "auto", ""),
-      ("Google Compute Engine", "auto", "metadata.google.internal"),
-      ("Google Compute Engine", "off", ""),
-      ("Standard PC", "gce", "metadata.google.internal"),
+    (None, "auto", ""),
+    ("Standard PC", "auto", ""),
+    ("Google Compute Engine", "auto", "metadata.google.internal"),
+    ("Google Compute Engine", "off", ""),
+    ("Standard PC", "gce", "metadata.google.internal"),
   ):
     if text is not None:
       product.write_text(text)

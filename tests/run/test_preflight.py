@@ -28,7 +28,7 @@ def memory_of(*argv, exact=False):
   config = load(small_runs.NANO, *small_runs.SMALL, *argv)
   policy = models.make_policy(config, None, "")
   return config, run_memory.of_run(
-      config, policy.model, policy.processor, None, exact=exact
+    config, policy.model, policy.processor, None, exact=exact
   )
 
 
@@ -49,32 +49,32 @@ def nothing_compiled(monkeypatch):
 
 
 REFUSED = (
-    "agent.system_prompt=no_such_prompt",
-    "agent.options.colour=red",
-    "engine.slots=100000000",
-    "learner.rows=1000000",
-    "engine.context_length=64",
-    "engine.context_length=64 rollout.via=proxy",
-    "engine.context_length=64 rollout.via=proxy rollout.agent=run_service",
-    "engine.context_length=64 rollout.via=external"
-    " external.url=http://127.0.0.1:9",
-    "engine.page_size=100000000000",
-    "run.dir=/proc/nowhere",
-    "queue.path=/proc/nowhere/q.db",
-    "policy.config.width=1000000",
-    "policy.config.layers=-1",
-    "gym.width=4096",
-    "rollout.agent=no_such:agent rollout.via=proxy",
-    "algorithm.advantage=tests:nothing",
-    "policy=./nowhere",
-    "tasks=[no-such-task]",
-    "gym.options.difficulty=9",
+  "agent.system_prompt=no_such_prompt",
+  "agent.options.colour=red",
+  "engine.slots=100000000",
+  "learner.rows=1000000",
+  "engine.context_length=64",
+  "engine.context_length=64 rollout.via=proxy",
+  "engine.context_length=64 rollout.via=proxy rollout.agent=run_service",
+  "engine.context_length=64 rollout.via=external"
+  " external.url=http://127.0.0.1:9",
+  "engine.page_size=100000000000",
+  "run.dir=/proc/nowhere",
+  "queue.path=/proc/nowhere/q.db",
+  "policy.config.width=1000000",
+  "policy.config.layers=-1",
+  "gym.width=4096",
+  "rollout.agent=no_such:agent rollout.via=proxy",
+  "algorithm.advantage=tests:nothing",
+  "policy=./nowhere",
+  "tasks=[no-such-task]",
+  "gym.options.difficulty=9",
 )
 
 
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_what_a_dry_run_refuses_a_run_refuses_in_the_same_words(
-    overrides, nothing_compiled, capsys, tmp_path
+  overrides, nothing_compiled, capsys, tmp_path
 ):
   argv = ["warm_start.source=none", f"run.dir={tmp_path}", *overrides.split()]
   if overrides.startswith("run.dir="):
@@ -87,31 +87,38 @@ def test_what_a_dry_run_refuses_a_run_refuses_in_the_same_words(
 
 
 def test_tasks_of_a_buffer_that_cannot_fit_are_named_by_their_line(
-    tmp_path, nothing_compiled, capsys
+  tmp_path, nothing_compiled, capsys
 ):
   tasks = tmp_path / "tasks.jsonl"
   rows = [
-      {"instance_id": str(i), "prompt": [{"role": "user", "content": "a " * n}]}
-      for i, n in enumerate((900, 700, 800))
+    {"instance_id": str(i), "prompt": [{"role": "user", "content": "a " * n}]}
+    for i, n in enumerate((900, 700, 800))
   ]
   tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
   argv = [
-      *small_runs.SMALL, small_runs.NANO, "warm_start.source=none",
-      "rollout.via=buffer", "buffer.url=http://127.0.0.1:9",
-      f"buffer.input_file={tasks}", f"run.dir={tmp_path}",
-  ]  # pyformat: disable
+    *small_runs.SMALL,
+    small_runs.NANO,
+    "warm_start.source=none",
+    "rollout.via=buffer",
+    "buffer.url=http://127.0.0.1:9",
+    f"buffer.input_file={tasks}",
+    f"run.dir={tmp_path}",
+  ]
   assert train.main(argv) == 2
   errors = capsys.readouterr().err
   assert "(line 2) has 7" in errors and "engine.context_length=384" in errors
-  tasks.write_text(tasks.read_text() + json.dumps(
+  tasks.write_text(
+    tasks.read_text()
+    + json.dumps(
       {"instance_id": "d", "prompt": [{"role": "user", "content": "a"}]}
-  ))  # pyformat: disable
+    )
+  )
   with pytest.raises(AssertionError, match="as far as compiling"):
     train.main(argv)
 
 
 def test_a_run_of_a_directory_that_holds_one_is_refused_by_both(
-    tmp_path, nothing_compiled, capsys
+  tmp_path, nothing_compiled, capsys
 ):
   (tmp_path / "a").mkdir()
   (tmp_path / "a" / "metrics.jsonl").write_text("{}\n")
@@ -124,14 +131,22 @@ def test_a_run_of_a_directory_that_holds_one_is_refused_by_both(
 
 
 def test_the_dry_run_prints_every_part_against_what_there_is(tmp_path, capsys):
-  assert small_runs.run_train(
+  assert (
+    small_runs.run_train(
       tmp_path, small_runs.NANO, "warm_start.source=none", "--dry-run", "name=d"
-  ) == 0
+    )
+    == 0
+  )
   table = capsys.readouterr().out.partition("\nmemory\n")[2]
   for name in (
-      "parameters", "gradients", "optimizer state", "rollout copy",
-      "KV cache", "vision cache", "image cache",
-  ):  # pyformat: disable
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "rollout copy",
+    "KV cache",
+    "vision cache",
+    "image cache",
+  ):
     assert re.search(rf"^  {name}.* [\d.]+ (B|KiB|MiB|GiB)", table, re.M), name
   assert re.search(r"activations of an update +[\d.]+ MiB \(compiled\)", table)
   assert re.search(r"in all, this machine +[\d.]+ \wiB of [\d.,]+ \wiB", table)
@@ -157,13 +172,13 @@ def test_the_table_counts_what_the_run_makes(tmp_path):
 def test_the_reference_and_an_adapter_are_counted():
   _, plain = memory_of()
   _, kl = memory_of(
-      "algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false"
+    "algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false"
   )
   assert part(kl, "KL reference").bytes == part(plain, "gradients").bytes
   config = load("policy=qwen3_vl_tiny", "policy.lora_rank=2")
   policy = models.make_policy(config, None, "")
   memory = run_memory.of_run(
-      config, policy.model, policy.processor, None, exact=False
+    config, policy.model, policy.processor, None, exact=False
   )
   assert part(memory, "gradients").bytes < part(memory, "parameters").bytes / 10
 
@@ -174,7 +189,7 @@ def test_the_bytes_of_a_parameter_are_those_of_its_types():
     config = load("policy=qwen3_vl_tiny", *argv)
     policy = models.make_policy(config, None, "")
     return run_memory.of_run(
-        config, policy.model, policy.processor, None, exact=False
+      config, policy.model, policy.processor, None, exact=False
     )
 
   names = ("parameters", "parameters that", "gradients", "optimizer", "rollout")
@@ -213,9 +228,10 @@ def test_near_the_limit_a_run_compiles_to_be_sure(monkeypatch):
   monkeypatch.setattr(memory_limits, "host_bytes", lambda: 3 * predicted)
   requests = []
   monkeypatch.setattr(
-      compiled_update, "activations",
-      lambda *a, **k: requests.append(1) or 4 * predicted,
-  )  # pyformat: disable
+    compiled_update,
+    "activations",
+    lambda *a, **k: requests.append(1) or 4 * predicted,
+  )
   config, memory = memory_of()
   assert requests and part(memory, "activations").how == "compiled"
   (problem,) = memory.problems(config)
@@ -247,7 +263,7 @@ def test_a_device_apart_from_the_host_has_a_limit_of_its_own():
 
 
 def test_a_custom_policy_is_not_predicted_and_not_refused(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   config, memory = memory_of()
   monkeypatch.setattr(
@@ -268,15 +284,17 @@ def test_a_cgroup_limits_this_machines_memory(tmp_path, monkeypatch):
   assert memory_limits.host_bytes() == 1 << 20
 
 
-def test_no_memory_while_it_is_built_is_one_line(
-    tmp_path, monkeypatch, capsys
-):
+def test_no_memory_while_it_is_built_is_one_line(tmp_path, monkeypatch, capsys):
   def full(*args, **kwargs):
     raise MemoryError("Unable to allocate 3 TiB")
 
   monkeypatch.setattr(models, "make_engine", full)
-  assert small_runs.run_train(tmp_path, small_runs.NANO, "name=x",
-                              "warm_start.source=none") == 2
+  assert (
+    small_runs.run_train(
+      tmp_path, small_runs.NANO, "name=x", "warm_start.source=none"
+    )
+    == 2
+  )
   stderr = capsys.readouterr().err
   assert "Unable to allocate 3 TiB" in stderr and "--dry-run" in stderr
 
@@ -292,14 +310,17 @@ def test_a_folder_called_auto_is_not_in_the_queues_way(tmp_path, monkeypatch):
 # --- teachers -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, message", [
+@pytest.mark.parametrize(
+  "name, message",
+  [
     ("qwen3_vl_tiny", "another tokenizer|another image processor"),
     ("./nowhere", "nowhere"),
     ("qwen2_5_vl_tiny", "neither a policy directory"),
-])  # pyformat: disable
+  ],
+)
 def test_a_teacher_that_cannot_teach_is_refused_before_anything(name, message):
   config = config_lib.load_config(
-      ["name=x", "algorithm=distill", f"algorithm.teacher={name}"]
+    ["name=x", "algorithm=distill", f"algorithm.teacher={name}"]
   )
   source = models.warm_start_source(config)
   policy = models.make_policy(config, None, source)
@@ -310,7 +331,7 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything(name, message):
 
 def test_a_teacher_of_the_same_family_is_loaded():
   config = config_lib.load_config(
-      ["name=x", "algorithm=distill", "algorithm.teacher=tiny_vl"]
+    ["name=x", "algorithm=distill", "algorithm.teacher=tiny_vl"]
   )
   policy = models.make_policy(config, None, "")
   teacher = models.make_teacher(config, policy, None)

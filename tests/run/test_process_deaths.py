@@ -13,13 +13,13 @@ import trials
 STATUS = {
     "normal": 0, "reward": 1, "SIGINT": 130, "SIGINT twice": 130,
     "SIGTERM": 130, "SIGHUP": -1, "SIGKILL": -9, "leader": -9,
-}  # pyformat: disable
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
-    not shutil.which("chromium-headless-shell"), reason="needs make browser"
+  not shutil.which("chromium-headless-shell"), reason="needs make browser"
 )
 def test_eight_ways_to_die_leave_nothing(tmp_path):
   """Of a server's port, a browser, a monitor and its uploader."""
@@ -32,7 +32,7 @@ def test_eight_ways_to_die_leave_nothing(tmp_path):
       [sys.executable, process_deaths.__file__, str(tmp_path / "runs"),
        "--ways", ",".join(ways)],
       env=env, capture_output=True, text=True, timeout=850, check=False,
-  )  # pyformat: disable
+  )  # fmt: skip
   assert process.returncode == 0, process.stderr[-3000:]
   entries = [json.loads(line) for line in process.stdout.splitlines()]
   assert [entry["way"] for entry in entries] == list(ways)
@@ -42,5 +42,5 @@ def test_eight_ways_to_die_leave_nothing(tmp_path):
       assert name in log, (entry["way"], name)
     assert not entry["left"] and entry["port_is_free"], entry
   assert {e["way"]: e["status"] for e in entries} == {
-      way: STATUS[way] for way in ways
+    way: STATUS[way] for way in ways
   }

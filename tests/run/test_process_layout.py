@@ -34,7 +34,6 @@ class Numbers:
 
 
 class Process(peers_lib.Peers):
-
   def __init__(self, index, count):
     self.index, self.count = index, count
 
@@ -47,10 +46,10 @@ def sampler(process):
 
 def loop_of(process, store):
   return collect_loop.CollectLoop(
-      groups_lib.GroupCollector(lambda task: None, lambda *_: None),
-      sampler(process),
-      group_queue.GroupQueue(1, store=store),
-      number=process.number,
+    groups_lib.GroupCollector(lambda task: None, lambda *_: None),
+    sampler(process),
+    group_queue.GroupQueue(1, store=store),
+    number=process.number,
   )
 
 
@@ -82,48 +81,47 @@ def write(directory, old, fates):
     store.remove(k for k, fate in enumerate(fates[i]) if fate == "done")
     store.close()
     named = {
-        fate: [k for k, f in enumerate(begun) if f == fate]
-        for fate in ("done", "consumed", "stored", "running")
+      fate: [k for k, f in enumerate(begun) if f == fate]
+      for fate in ("done", "consumed", "stored", "running")
     }
-    parts.append({
+    parts.append(
+      {
         "collect": {
-            "sampler": tasks.state_dict(),
-            "next_index": len(begun),
-            "unfinished": [
-                {"index": k, "task": process.number(k)}
-                for k in named["running"]
-            ],
+          "sampler": tasks.state_dict(),
+          "next_index": len(begun),
+          "unfinished": [
+            {"index": k, "task": process.number(k)} for k in named["running"]
+          ],
         },
         "counts": {
-            "settled": {"groups": {"accepted": len(named["done"]) + i}},
-            "accepted": {
-                f"train-{process.number(k):06d}": {"groups": {"accepted": 1}}
-                for k in named["stored"]
-            },
+          "settled": {"groups": {"accepted": len(named["done"]) + i}},
+          "accepted": {
+            f"train-{process.number(k):06d}": {"groups": {"accepted": 1}}
+            for k in named["stored"]
+          },
         },
         loop_lib.CONSUMED: named["consumed"],
-    })
+      }
+    )
   return parts
 
 
 _FATES = st.lists(
-    st.sampled_from(["done", "consumed", "stored", "running"]), max_size=5
+  st.sampled_from(["done", "consumed", "stored", "running"]), max_size=5
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(
-        st.tuples(_FATES, st.integers(0, 2)).map(
-            lambda t: t[0] + ["late"] * t[1]
-        ),
-        min_size=1,
-        max_size=4,
-    ),
-    st.integers(1, 4),
+  st.lists(
+    st.tuples(_FATES, st.integers(0, 2)).map(lambda t: t[0] + ["late"] * t[1]),
+    min_size=1,
+    max_size=4,
+  ),
+  st.integers(1, 4),
 )
 def test_each_number_is_trained_on_waits_or_runs_once(
-    tmp_path_factory, fates, new
+  tmp_path_factory, fates, new
 ):
   directory, old = tmp_path_factory.mktemp("run"), len(fates)
   extras = {loop_lib.PROCESSES: write(directory, old, fates)}
@@ -131,22 +129,22 @@ def test_each_number_is_trained_on_waits_or_runs_once(
   assert process_layout.read(directory) == layout
   assert layout.processes == new
   fate_of = {
-      k * old + i: fate
-      for i, of_process in enumerate(fates)
-      for k, fate in enumerate(of_process)
+    k * old + i: fate
+    for i, of_process in enumerate(fates)
+    for k, fate in enumerate(of_process)
   }
   run_again, waiting, settled = [], [], 0
   for i in range(new):
     process = Process(i, new)
     own = process_layout.own_extras(extras, process, SYNCHRONOUS)
     store = group_store.SqliteGroupStore(
-        process_layout.directory_of(directory, i) / layout.queue
+      process_layout.directory_of(directory, i) / layout.queue
     )
     store.remove(own[loop_lib.CONSUMED])
     stored = store.load()
     waiting += [process.number(k) for k, _ in stored]
     assert [g.group_id for _, g in stored] == [
-        f"train-{process.number(k):06d}" for k, _ in stored
+      f"train-{process.number(k):06d}" for k, _ in stored
     ]
     loop = loop_of(process, store)
     loop.load_state_dict(own["collect"])
@@ -167,33 +165,28 @@ def test_each_number_is_trained_on_waits_or_runs_once(
     store.close()
   trained = {n for n, f in fate_of.items() if f in ("done", "consumed")}
   assert sorted(waiting) == sorted(
-      n for n, f in fate_of.items() if f in ("stored", "late")
+    n for n, f in fate_of.items() if f in ("stored", "late")
   )
   # Every other number runs, once.
-  assert sorted(run_again) == sorted(
-      set(range(40)) - trained - set(waiting)
-  )
+  assert sorted(run_again) == sorted(set(range(40)) - trained - set(waiting))
   assert settled == sum(f.count("done") + i for i, f in enumerate(fates))
 
 
 def test_screenshots_move_with_their_groups(tmp_path):
   images = images_lib.ImageStore()
-  refs = [
-      images.put(np.full((4, 4, 3), i, np.uint8)) for i in range(3)
-  ]
+  refs = [images.put(np.full((4, 4, 3), i, np.uint8)) for i in range(3)]
 
   def seen(name, *those):
     (member,) = queue_groups.group(name).trajectories
     sequence = trajectory_lib.TokenSequence(
-        tokens=[9] * len(those) + [5, 6],
-        loss_mask=[False] * (len(those) + 1) + [True],
-        logprobs=[0.0] * (len(those) + 1) + [-0.5],
-        versions=[-1] * (len(those) + 1) + [0],
-        turn_ids=[0] * (len(those) + 2),
-        images=[
-            token_sequence.ImageSpan(refs[i], at, 1)
-            for at, i in enumerate(those)
-        ],
+      tokens=[9] * len(those) + [5, 6],
+      loss_mask=[False] * (len(those) + 1) + [True],
+      logprobs=[0.0] * (len(those) + 1) + [-0.5],
+      versions=[-1] * (len(those) + 1) + [0],
+      turn_ids=[0] * (len(those) + 2),
+      images=[
+        token_sequence.ImageSpan(refs[i], at, 1) for at, i in enumerate(those)
+      ],
     )
     member.sequences = [sequence]
     return trajectory_lib.TrajectoryGroup(name, "t", [member])
@@ -211,8 +204,10 @@ def test_screenshots_move_with_their_groups(tmp_path):
   store = group_store.SqliteGroupStore(target, images=elsewhere)
   stored = store.load()
   assert [(i, g.group_id) for i, g in stored] == [
-      (0, "g0"), (1, "g1"), (2, "g2")
-  ]  # pyformat: disable
+    (0, "g0"),
+    (1, "g1"),
+    (2, "g2"),
+  ]
   assert store.known() == {0, 1, 2, 3}
   assert all(ref in elsewhere for ref in refs) and store.lost == 0
   store.close()
@@ -234,8 +229,9 @@ def test_a_kill_while_groups_move_leaves_the_old_layout(tmp_path, monkeypatch):
   assert after == process_layout.Layout(1, 1)
   store = group_store.SqliteGroupStore(tmp_path / after.queue)
   assert [g.group_id for _, g in store.load()] == [
-      "train-000000", "train-000001"
-  ]  # pyformat: disable
+    "train-000000",
+    "train-000001",
+  ]
   store.close()
   assert not list(tmp_path.rglob("queue.db*"))
   # And on to two again.
@@ -244,8 +240,7 @@ def test_a_kill_while_groups_move_leaves_the_old_layout(tmp_path, monkeypatch):
     assert db.execute("SELECT idx, done FROM groups").fetchall() == [(0, 0)]
 
 
-PARTS = ("collect.group_size=8", "collect.part_size=4",
-         "queue.max_staleness=1")  # pyformat: disable
+PARTS = ("collect.group_size=8", "collect.part_size=4", "queue.max_staleness=1")
 
 
 def test_queues_of_parts_are_refused_before_they_are_dealt(tmp_path):
@@ -267,9 +262,9 @@ def test_queues_of_parts_are_refused_before_they_are_dealt(tmp_path):
 def test_what_cannot_be_dealt_is_refused_with_the_reason(tmp_path):
   extras = {loop_lib.PROCESSES: write(tmp_path, 2, [["done"], ["done"]])}
   for changes, words in (
-      (["task_source.order=curriculum"], "by what that process has seen"),
-      (['queue.path=""', "queue.max_staleness=1"], "out of their order"),
-      (PARTS, "collect.part_size=4 queues each part"),
+    (["task_source.order=curriculum"], "by what that process has seen"),
+    (['queue.path=""', "queue.max_staleness=1"], "out of their order"),
+    (PARTS, "collect.part_size=4 queues each part"),
   ):
     config = config_lib.load_config(changes)
     with pytest.raises(config_lib.ConfigError, match=words) as caught:

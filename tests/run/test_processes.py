@@ -25,8 +25,8 @@ def test_a_difference_is_named_with_both_values():
   with pytest.raises(config_lib.ConfigError) as caught:
     processes.check(BesideAnother(), config)
   assert list(caught.value.problems) == [
-      "process 1 has learner.rows=5 (process 0: 4); start all with the same"
-      " configuration"
+    "process 1 has learner.rows=5 (process 0: 4); start all with the same"
+    " configuration"
   ]
   processes.check(peers_lib.ALONE, config)
 
@@ -38,11 +38,11 @@ def test_one_queue_s_file_for_several_processes_is_refused():
 
 
 @pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"count": 2}, "processes.count=2 needs processes.coordinator"),
-        ({"index": 1}, "processes.index=1 needs processes.coordinator"),
-    ],
+  "settings, words",
+  [
+    ({"count": 2}, "processes.count=2 needs processes.coordinator"),
+    ({"index": 1}, "processes.index=1 needs processes.coordinator"),
+  ],
 )
 def test_who_is_numbered_needs_a_coordinator(settings, words, monkeypatch):
   monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)

@@ -18,27 +18,31 @@ QWEN = ("policy=qwen3_vl_tiny", "warm_start.source=none")
 
 
 def made(tmp_path, remat):
-  config = config_lib.load_config([
-      f"run.dir={tmp_path}", *small_runs.SMALL, *QWEN,
+  config = config_lib.load_config(
+    [
+      f"run.dir={tmp_path}",
+      *small_runs.SMALL,
+      *QWEN,
       f"policy.config.remat={remat}",
-  ])  # pyformat: disable
+    ]
+  )
   return config, models.make_policy(config, None, "")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        config_checks.REMATS[0],
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in config_checks.REMATS[1:]
-        ),
-    ],
+  "name",
+  [
+    config_checks.REMATS[0],
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in config_checks.REMATS[1:]
+    ),
+  ],
 )
 def test_the_fastest_that_leaves_room_is_chosen(name, tmp_path, monkeypatch):
   config, policy = made(tmp_path, name)
   parts = run_memory.of_run(
-      config, policy.model, policy.processor, None, exact=None
+    config, policy.model, policy.processor, None, exact=None
   )
   assert f"remat={name}" in str(parts.table())
   # Half of it, as a CPU's prediction is within a factor of two.
@@ -53,9 +57,10 @@ def test_the_fastest_that_leaves_room_is_chosen(name, tmp_path, monkeypatch):
 
 def test_a_choice_of_the_user_stays(tmp_path):
   config, policy = made(tmp_path, "dots")
-  assert run_memory.settle_remat(
-      config, policy.model, policy.processor, None
-  ) is None
+  assert (
+    run_memory.settle_remat(config, policy.model, policy.processor, None)
+    is None
+  )
   assert policy.model.config.remat == "dots"
 
 
@@ -69,7 +74,7 @@ def test_a_policy_is_told_in_all_its_parts(tmp_path):
 
     def loss(state):
       images = nnx.merge(graph, state).encode_images(
-          patches, jnp.ones((1, 16), jnp.int32), places
+        patches, jnp.ones((1, 16), jnp.int32), places
       )
       return sum(x.sum() for x in jax.tree.leaves(images))
 

@@ -20,11 +20,15 @@ from tunix.rl.multi_turn.run import run_lock
 from tunix.rl.multi_turn.run.warm_start import stage
 
 pytestmark = [
-    pytest.mark.timeout(400),
-    pytest.mark.filterwarnings("ignore:os.fork"),  # They only hold a lock.
+  pytest.mark.timeout(400),
+  pytest.mark.filterwarnings("ignore:os.fork"),  # They only hold a lock.
 ]
-NEW = (small_runs.ONE_LAYER, "warm_start.source=none", "eval.modes=[sampled]",
-       "eval.episodes_per_task=1")  # pyformat: disable
+NEW = (
+  small_runs.ONE_LAYER,
+  "warm_start.source=none",
+  "eval.modes=[sampled]",
+  "eval.episodes_per_task=1",
+)
 
 
 @pytest.fixture(scope="module", name="finished")
@@ -34,7 +38,7 @@ def _finished(tmp_path_factory):
   assert small_runs.run_train(
       directory, *NEW, "name=r", "warm_start.steps=1",
       "warm_start.batch_size=4", "steps=1", "seed=3",
-  ) == 0  # pyformat: disable
+  ) == 0  # fmt: skip
   return directory / "r"
 
 
@@ -87,7 +91,7 @@ def test_a_dry_run_writes_and_deletes_nothing(run, capsys):
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "config"])
 def test_a_damaged_warm_start_is_named_and_costs_no_checkpoint(
-    run, capsys, damage
+  run, capsys, damage
 ):
   checkpoint = run / "cloning" / "1" / "a"
   checkpoint.parent.mkdir(parents=True)
@@ -112,7 +116,7 @@ def test_a_damaged_warm_start_is_named_and_costs_no_checkpoint(
 
 @pytest.mark.slow
 def test_what_an_older_version_left_half_written_is_made_again(
-    run, monkeypatch
+  run, monkeypatch
 ):
   """A killed warm start wrote config.json first and deleted cloning/ last."""
   (run / "warm_start" / durable.SUMS).unlink()
@@ -139,6 +143,7 @@ def test_the_policy_of_a_run_is_whole(run):
 
 # --- one process at a time ----------------------------------------------------
 
+
 def forked(work):
   """A child that has done `work` and sleeps; its process id."""
   ready, write = os.pipe()
@@ -161,11 +166,9 @@ def kill(child):
 
 
 @pytest.mark.parametrize(
-    "new", [False, pytest.param(True, marks=pytest.mark.slow)]
+  "new", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-def test_a_second_process_is_refused_and_told_of_the_first(
-    run, capsys, new
-):
+def test_a_second_process_is_refused_and_told_of_the_first(run, capsys, new):
   argv = [f"resume={run}", "steps=2"]
   if new:
     argv = [f"run.dir={run.parent}", *small_runs.SMALL, *NEW, "name=r"]
@@ -204,7 +207,7 @@ def test_a_run_that_cannot_be_built_lets_go_of_the_directory(run, capsys):
 
 
 def test_without_locks_it_is_said_and_the_run_goes_on(
-    tmp_path, monkeypatch, caplog
+  tmp_path, monkeypatch, caplog
 ):
   def refuse(handle, kind):
     raise OSError(errno.ENOLCK, "No locks available")
@@ -226,7 +229,7 @@ def test_starts_of_one_second_have_directories_of_their_own(monkeypatch):
 def test_a_directory_that_cannot_be_written_is_named(tmp_path, capsys):
   (tmp_path / "file").write_text("")
   message = refusal(
-      capsys, f"run.dir={tmp_path / 'file'}", *small_runs.SMALL, *NEW, "name=r"
+    capsys, f"run.dir={tmp_path / 'file'}", *small_runs.SMALL, *NEW, "name=r"
   )
   assert f"run.dir={tmp_path / 'file'}" in message
 
@@ -240,23 +243,21 @@ def edit(run, change):
 
 
 @pytest.mark.parametrize(
-    "damage, named",
-    [
-        (lambda text: "", {"run.seed=0": "3", "learner.steps=50": "1"}),
-        (
-            lambda text: text[: text.index("\nlearner:") + 1],
-            {"learner.steps=50": "1", "learner.groups_per_step=16": "2"},
-        ),
-        pytest.param(
-            lambda text: text.replace("group_size: 4", "group_size: 6"),
-            {"collect.group_size=6": "4"},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)  # pyformat: disable
-def test_a_changed_config_is_named_key_by_key(
-    run, capsys, damage, named
-):
+  "damage, named",
+  [
+    (lambda text: "", {"run.seed=0": "3", "learner.steps=50": "1"}),
+    (
+      lambda text: text[: text.index("\nlearner:") + 1],
+      {"learner.steps=50": "1", "learner.groups_per_step=16": "2"},
+    ),
+    pytest.param(
+      lambda text: text.replace("group_size: 4", "group_size: 6"),
+      {"collect.group_size=6": "4"},
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_a_changed_config_is_named_key_by_key(run, capsys, damage, named):
   edit(run, damage)
   before = tree(run)
   assert train.main([f"resume={run}"]) == 2
@@ -286,7 +287,6 @@ def test_an_override_is_a_deliberate_change_and_is_said(run, capsys):
     config = small_runs_config(f"resume={run}")
 
 
-
 # --- what observers left ------------------------------------------------------
 
 
@@ -298,7 +298,7 @@ def test_damaged_lines_are_left_out_and_the_others_stay(run, caplog):
   episodes = run / "trajectories.jsonl"
   lines = episodes.read_text().splitlines()
   episodes.write_text(
-      "\n".join(["[]", '{"index": "x", "split": 3}', *lines, lines[0][:99]])
+    "\n".join(["[]", '{"index": "x", "split": 3}', *lines, lines[0][:99]])
   )
   assert train.main([f"resume={run}"]) == 0
   assert metrics.read_text().splitlines() == [good]
@@ -316,7 +316,7 @@ def test_damaged_lines_are_left_out_and_the_others_stay(run, caplog):
         "", "{", "[]", "7", '{"eval": []}', '{"eval": {"initial": 3}}',
         '{"seconds": "x"}', '{"step": null}', '{"counts": 1}',
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_a_damaged_summary_is_named(run, capsys, text):
   (run / "summary.json").write_text(text)
   message = refusal(capsys, f"resume={run}")
@@ -335,9 +335,9 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_built(run, capsys):
 @pytest.mark.slow
 def test_damaged_weights_end_the_run_with_one_line(run, capsys):
   data = [
-      p
-      for p in (run / "checkpoints" / "1" / "arrays").rglob("d/*")
-      if p.stat().st_size > 2000
+    p
+    for p in (run / "checkpoints" / "1" / "arrays").rglob("d/*")
+    if p.stat().st_size > 2000
   ]
   for file in data:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -352,7 +352,7 @@ def test_a_damaged_queue_is_named_with_what_to_do(run, capsys, tmp_path):
   queue = tmp_path / "q.db"
   config = small_runs_config(f"resume={run}")
   config = dataclasses.replace(
-      config, queue=dataclasses.replace(config.queue, path=str(queue))
+    config, queue=dataclasses.replace(config.queue, path=str(queue))
   )
   queue.write_bytes(b"no database" * 1000)
   with pytest.raises(config_lib.ConfigError, match="restore it from a copy"):
@@ -370,19 +370,17 @@ def test_the_parts_of_a_groups_queue_stay_as_they_are(tmp_path):
   """Its indices are those of parts: other parts would be other groups."""
   load = lambda *argv: config_lib.load_config([f"resume={tmp_path}", *argv])
   begin = lambda *argv: (tmp_path / "config.yaml").write_text(
-      config_lib.seal(
-          resuming.recorded(
-              config_lib.load_config(
-                  ["name=r", "queue.max_staleness=1", *argv]
-              )
-          ).to_yaml()
-      )
+    config_lib.seal(
+      resuming.recorded(
+        config_lib.load_config(["name=r", "queue.max_staleness=1", *argv])
+      ).to_yaml()
+    )
   )
   begin("collect.group_size=8", "collect.part_size=4")
   resuming.check(load())
   for argv, words in (
-      (["collect.part_size=0"], "collect.part_size=0: .* begun with 4"),
-      (["collect.group_size=12"], "collect.group_size=12: .* begun with 8"),
+    (["collect.part_size=0"], "collect.part_size=0: .* begun with 4"),
+    (["collect.group_size=12"], "collect.group_size=12: .* begun with 8"),
   ):
     with pytest.raises(config_lib.ConfigError, match=words):
       resuming.check(load(*argv))
@@ -391,25 +389,25 @@ def test_the_parts_of_a_groups_queue_stay_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "begun, changed, key",
-    [
-        ((), ("rollout.via=offline", "offline.path=x"), "rollout.via=offline"),
-        (
-            ("rollout.via=offline", "offline.path=x"),
-            ("rollout.via=in_process", "offline.path="),
-            "rollout.via=in_process",
-        ),
-        (
-            ("rollout.via=offline", "offline.path=x"),
-            ("offline.shuffle=false",),
-            "offline.shuffle=False",
-        ),
-        (
-            ("rollout.via=offline", "offline.path=x"),
-            ("offline.split=all",),
-            "offline.split=all",
-        ),
-    ],
+  "begun, changed, key",
+  [
+    ((), ("rollout.via=offline", "offline.path=x"), "rollout.via=offline"),
+    (
+      ("rollout.via=offline", "offline.path=x"),
+      ("rollout.via=in_process", "offline.path="),
+      "rollout.via=in_process",
+    ),
+    (
+      ("rollout.via=offline", "offline.path=x"),
+      ("offline.shuffle=false",),
+      "offline.shuffle=False",
+    ),
+    (
+      ("rollout.via=offline", "offline.path=x"),
+      ("offline.split=all",),
+      "offline.split=all",
+    ),
+  ],
 )
 def test_the_order_of_recorded_groups_stays(begun, changed, key, tmp_path):
   before = config_lib.load_config(["name=r", *begun])
@@ -423,9 +421,9 @@ def test_the_order_of_recorded_groups_stays(begun, changed, key, tmp_path):
 
 def test_episodes_may_be_played_in_another_way(tmp_path):
   text = config_lib.seal(
-      resuming.recorded(config_lib.load_config(["name=r"])).to_yaml()
+    resuming.recorded(config_lib.load_config(["name=r"])).to_yaml()
   )
   (tmp_path / "config.yaml").write_text(text)
   resuming.check(
-      config_lib.load_config([f"resume={tmp_path}", "rollout.via=proxy"])
+    config_lib.load_config([f"resume={tmp_path}", "rollout.via=proxy"])
   )

@@ -32,7 +32,7 @@ ARGUMENTS = (
     "learner.adam_eps=1e-3", "algorithm.entropy_coef=0.1",
     "learner.skip_zero_advantage=false", "eval.modes=[sampled, greedy]",
     "eval.attempts=2", "eval.episodes_per_task=1",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 class Host:
@@ -71,7 +71,7 @@ def same(record, want):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_with_two_rollout_hosts_equals_one_that_rolls_out_itself(
-    tmp_path,
+  tmp_path,
 ):
   assert small_runs.run_train(tmp_path, "name=own", *ARGUMENTS) == 0
   run = tmp_path / "r"
@@ -91,13 +91,14 @@ def test_a_run_with_two_rollout_hosts_equals_one_that_rolls_out_itself(
     killer = threading.Thread(target=kill)
     killer.start()
     status = small_runs.run_train(
-        tmp_path, "name=r", "rollout.via=hosts", "rollout.silence_s=3",
-        *ARGUMENTS,
-    )  # pyformat: disable
+      tmp_path, "name=r", "rollout.via=hosts", "rollout.silence_s=3", *ARGUMENTS
+    )
     killer.join()
     second.ended.result(60)
-    assert first.ended.exception(60) is None or first.ended.cancelled() or (
-        isinstance(first.ended.exception(), asyncio.CancelledError)
+    assert (
+      first.ended.exception(60) is None
+      or first.ended.cancelled()
+      or (isinstance(first.ended.exception(), asyncio.CancelledError))
     )
   assert status == 0
   same(*(small_runs.metrics_of(tmp_path / name) for name in ("r", "own")))
@@ -123,25 +124,24 @@ def sent_to_hosts(config):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("algorithm.advantage=remax", "collect.group_size=1"),
-        ("algorithm=ppo", "collect.group_size=1"),
-        ("algorithm.advantage=reinforce_pp", "collect.group_size=1"),
-        ("sampling.top_p=0.9", "algorithm.importance=tis"),
-        ("engine.weights=int8", "algorithm.importance=tis"),
-        ("sampling.top_k=5", "algorithm.keep_sampling_mask=true"),
-        ("algorithm.kl_coef=0.01", "learner.skip_zero_advantage=false"),
-        ("queue.max_staleness=3", "learner.publish_every=2"),
-        ("learner.dynamic_sampling=2", "learner.rows=8", "mesh.fsdp=8"),
-    ],
+  "arguments",
+  [
+    ("algorithm.advantage=remax", "collect.group_size=1"),
+    ("algorithm=ppo", "collect.group_size=1"),
+    ("algorithm.advantage=reinforce_pp", "collect.group_size=1"),
+    ("sampling.top_p=0.9", "algorithm.importance=tis"),
+    ("engine.weights=int8", "algorithm.importance=tis"),
+    ("sampling.top_k=5", "algorithm.keep_sampling_mask=true"),
+    ("algorithm.kl_coef=0.01", "learner.skip_zero_advantage=false"),
+    ("queue.max_staleness=3", "learner.publish_every=2"),
+    ("learner.dynamic_sampling=2", "learner.rows=8", "mesh.fsdp=8"),
+  ],
 )
 def test_a_host_takes_every_run_that_the_learner_takes(arguments, tmp_path):
   alone = "collect.group_size=1" in arguments
-  config = config_lib.load_config([
-      "rollout.via=hosts", f"collect.min_valid={1 if alone else 2}",
-      *arguments,
-  ])  # pyformat: disable
+  config = config_lib.load_config(
+    ["rollout.via=hosts", f"collect.min_valid={1 if alone else 2}", *arguments]
+  )
   sent = sent_to_hosts(config)
   own = {"mesh.fsdp": "3", "mesh.sequence": "5", "engine.slots": "32"}
   for overrides in ({}, own):
@@ -162,9 +162,9 @@ def test_settings_of_a_host_that_are_wrong_are_one_line(tmp_path):
 
 
 def test_a_run_with_hosts_is_evaluated_without_them(tmp_path):
-  config = config_lib.load_config([
-      "rollout.via=hosts", f"run.dir={tmp_path}", "name=r",
-  ])  # pyformat: disable
+  config = config_lib.load_config(
+    ["rollout.via=hosts", f"run.dir={tmp_path}", "name=r"]
+  )
   run = config.run_dir
   run.mkdir()
   (run / "config.yaml").write_text(config.to_yaml())
@@ -175,21 +175,19 @@ def test_a_run_with_hosts_is_evaluated_without_them(tmp_path):
 
 
 def test_a_lent_group_has_its_samples_and_its_greedy_episode(tmp_path):
-  config = config_lib.load_config([
-      "rollout.via=hosts", "algorithm.advantage=remax",
-      f"run.dir={tmp_path}",
-  ])  # pyformat: disable
+  config = config_lib.load_config(
+    ["rollout.via=hosts", "algorithm.advantage=remax", f"run.dir={tmp_path}"]
+  )
   images = images_lib.ImageStore()
   engine = remote.HostsEngine(config, images, tmp_path)
   events_ = []
 
   class Observer:
-
     def on_event(self, event):
       events_.append(event)
 
   collector = lending.RemoteCollector(
-      engine, "sampled", None, None, observers=Observer()
+    engine, "sampled", None, None, observers=Observer()
   )
   group, _ = seen_group(images)
   greedy = dataclasses.replace(group.trajectories[0], trajectory_id="greedy")
@@ -217,7 +215,6 @@ def test_a_lent_group_has_its_samples_and_its_greedy_episode(tmp_path):
 
 
 class Clock:
-
   def __init__(self):
     self.now = 0.0
 
@@ -308,7 +305,7 @@ def test_the_server_needs_its_token_and_refuses_nonsense_in_a_line(tmp_path):
   book = leases.LeaseBook(silence_s=10)
   images = images_lib.ImageStore()
   server = server_lib.RolloutServer(
-      book, images, {"a": 1}, host="127.0.0.1", port=0
+    book, images, {"a": 1}, host="127.0.0.1", port=0
   )
   server.start()
   weights = tmp_path / "1.safetensors"
@@ -324,10 +321,12 @@ def test_the_server_needs_its_token_and_refuses_nonsense_in_a_line(tmp_path):
     client = http.Http()
     try:
       return await client.call(
-          method, server.url + path, 20.0,
-          headers={"Authorization": f"Bearer {token or server.token}"},
-          **request,
-      )  # pyformat: disable
+        method,
+        server.url + path,
+        20.0,
+        headers={"Authorization": f"Bearer {token or server.token}"},
+        **request,
+      )
     finally:
       await client.aclose()
 
@@ -353,9 +352,9 @@ def test_the_server_needs_its_token_and_refuses_nonsense_in_a_line(tmp_path):
     refused(400, "POST", path, body=broken)
     assert not lease.result.done()  # Nonsense harms no lease.
     result = {
-        **host,
-        "faults": [["step", "TimeoutError", "slow", "x"]],
-        "collected": messages.write_group(group, images),
+      **host,
+      "faults": [["step", "TimeoutError", "slow", "x"]],
+      "collected": messages.write_group(group, images),
     }
     assert json.loads(asyncio.run(ask("POST", path, body=result)))["taken"]
     arrived, faults = lease.result.result(5)
@@ -368,15 +367,19 @@ def test_the_server_needs_its_token_and_refuses_nonsense_in_a_line(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(
-    trials.share() < 1, reason="some minutes: make test-all runs it"
+  trials.share() < 1, reason="some minutes: make test-all runs it"
 )
 def test_processes_roll_out_for_a_learner_that_is_killed_and_resumes(tmp_path):
   """One learner with two devices, two hosts with one each; two deaths."""
   run = tmp_path / "r"
   common = (
-      *small_runs.SMALL, *ARGUMENTS, f"run.dir={tmp_path}", "mesh.fsdp=2",
-      "steps=4", "checkpoint.every=1",
-  )  # pyformat: disable
+    *small_runs.SMALL,
+    *ARGUMENTS,
+    f"run.dir={tmp_path}",
+    "mesh.fsdp=2",
+    "steps=4",
+    "checkpoint.every=1",
+  )
 
   def start(name, devices, *arguments):
     log = (tmp_path / f"{name}.log").open("w")
@@ -392,15 +395,20 @@ def test_processes_roll_out_for_a_learner_that_is_killed_and_resumes(tmp_path):
   own = start("own", 2, *train, *common, "name=own")
   assert own.wait(600) == 0
   hosts = [
-      start(f"host{i}", 1, "-m", "tunix.rl.multi_turn.commands.rollout", run)
-      for i in range(2)
+    start(f"host{i}", 1, "-m", "tunix.rl.multi_turn.commands.rollout", run)
+    for i in range(2)
   ]
   started = [*hosts]
   try:
     learner = start(
-        "learner", 2, *train, *common, "name=r", "rollout.via=hosts",
-        "rollout.silence_s=5",
-    )  # pyformat: disable
+      "learner",
+      2,
+      *train,
+      *common,
+      "name=r",
+      "rollout.via=hosts",
+      "rollout.silence_s=5",
+    )
     started.append(learner)
     wait_for(run / "checkpoints" / "1")
     hosts[0].kill()

@@ -35,13 +35,16 @@ class Player(player.GroupPlayer):
   def __init__(self, directory, learners=2, group_size=2):
     super().__init__(player.Learner.of_directory(directory, 20.0, "a"))
     self._learners += [
-        player.Learner.of_directory(directory, 20.0, "a", i)
-        for i in range(1, learners)
+      player.Learner.of_directory(directory, 20.0, "a", i)
+      for i in range(1, learners)
     ]
-    self._config = config_lib.load_config([
-        f"collect.group_size={group_size}", f"collect.min_valid={group_size}",
+    self._config = config_lib.load_config(
+      [
+        f"collect.group_size={group_size}",
+        f"collect.min_valid={group_size}",
         f"learner.rows={group_size}",
-    ])  # pyformat: disable
+      ]
+    )
     self._images = images_lib.ImageStore()
     self.may = asyncio.Event()
     self.may.set()
@@ -73,15 +76,17 @@ class Learners:
   def __init__(self, directory, count=2):
     self.books = [leases.LeaseBook(1000) for _ in range(count)]
     self.servers = [
-        server_lib.RolloutServer(
-            book, images_lib.ImageStore(), {}, needs_weights=False,
-            host="127.0.0.1", port=0,
-        )
-        for book in self.books
-    ]  # pyformat: disable
-    self.addresses = [
-        {"url": s.url, "token": s.token} for s in self.servers
+      server_lib.RolloutServer(
+        book,
+        images_lib.ImageStore(),
+        {},
+        needs_weights=False,
+        host="127.0.0.1",
+        port=0,
+      )
+      for book in self.books
     ]
+    self.addresses = [{"url": s.url, "token": s.token} for s in self.servers]
     lending.write_address(directory, *self.addresses)
 
   def lend(self, index, name):
@@ -161,12 +166,13 @@ def test_no_more_groups_are_borrowed_than_episodes_find_room(tmp_path):
 
 
 def test_a_learner_that_does_not_answer_holds_up_no_other_s_groups(tmp_path):
-  with Learners(tmp_path, 1) as learners, socket.create_server(
-      ("127.0.0.1", 0)
-  ) as silent:
+  with (
+    Learners(tmp_path, 1) as learners,
+    socket.create_server(("127.0.0.1", 0)) as silent,
+  ):
     url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     lending.write_address(
-        tmp_path, *learners.addresses, {"url": url, "token": "x"}
+      tmp_path, *learners.addresses, {"url": url, "token": "x"}
     )
 
     async def scene():
@@ -209,9 +215,9 @@ def test_learners_that_are_no_more_are_not_waited_for(tmp_path):
 
 
 def hosts_config(tmp_path, *arguments):
-  return config_lib.load_config([
-      "rollout.via=hosts", "name=r", f"run.dir={tmp_path}", *arguments
-  ])
+  return config_lib.load_config(
+    ["rollout.via=hosts", "name=r", f"run.dir={tmp_path}", *arguments]
+  )
 
 
 def test_learners_publish_one_file_under_one_number(tmp_path):
@@ -220,7 +226,7 @@ def test_learners_publish_one_file_under_one_number(tmp_path):
 
   def work(peers):
     engine = remote.HostsEngine(
-        hosts_config(tmp_path), images_lib.ImageStore(), tmp_path, peers
+      hosts_config(tmp_path), images_lib.ImageStore(), tmp_path, peers
     )
     engines[peers.index] = engine
     engine.warm_up()
@@ -266,7 +272,7 @@ def test_hosts_of_processes_that_part_wait_for_the_run_to_resume(tmp_path):
 
   def work(peers):
     engine = remote.HostsEngine(
-        hosts_config(tmp_path), images_lib.ImageStore(), tmp_path, peers
+      hosts_config(tmp_path), images_lib.ImageStore(), tmp_path, peers
     )
     engine.warm_up()
     begun.wait(20)
@@ -302,15 +308,18 @@ def test_each_process_has_an_address_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "weights", ["same", pytest.param("int8", marks=pytest.mark.slow)]
+  "weights", ["same", pytest.param("int8", marks=pytest.mark.slow)]
 )
 def test_an_engine_s_weights_are_those_that_it_would_have_rounded_itself(
-    weights, tmp_path
+  weights, tmp_path
 ):
   config = hosts_config(
-      tmp_path, "policy=qwen3_vl_tiny", "policy.config.compute_dtype=bfloat16",
-      f"engine.weights={weights}", "algorithm.importance=tis",
-  )  # pyformat: disable
+    tmp_path,
+    "policy=qwen3_vl_tiny",
+    "policy.config.compute_dtype=bfloat16",
+    f"engine.weights={weights}",
+    "algorithm.importance=tis",
+  )
   images = images_lib.ImageStore()
   policy = models.make_policy(config, None, "")
   engine = models.make_engine(config, policy, images, directory=tmp_path)
@@ -326,9 +335,13 @@ def test_an_engine_s_weights_are_those_that_it_would_have_rounded_itself(
   finally:
     engine.close()
   of_host = device_state.DeviceState(
-      policy.model, policy.processor, pages=4, page_size=16, vision_tokens=64,
-      weights=weights,
-  )  # pyformat: disable
+    policy.model,
+    policy.processor,
+    pages=4,
+    page_size=16,
+    vision_tokens=64,
+    weights=weights,
+  )
   sent = of_host.prepare(weights_lib.state_like(policy.model, values))
   for got, want in zip(sent, of_host.prepare(state), strict=True):
     assert got.dtype == want.dtype

@@ -12,10 +12,14 @@ FAMILIES = ("click-button", "enter-text")
 
 
 def load(*overrides):
-  return config_lib.load_config([
-      f"tasks=[{','.join(FAMILIES)}]", "task_source.order=curriculum",
-      "learner.groups_per_step=4", *overrides,
-  ])  # pyformat: disable
+  return config_lib.load_config(
+    [
+      f"tasks=[{','.join(FAMILIES)}]",
+      "task_source.order=curriculum",
+      "learner.groups_per_step=4",
+      *overrides,
+    ]
+  )
 
 
 def drawn(sampler, rate_of, count):
@@ -27,13 +31,13 @@ def drawn(sampler, rate_of, count):
     collected.append((task.family, level))
     won = round(8 * rate_of(level))
     members = tuple(
-        trajectory.Trajectory(
-            trajectory_id=f"{task.task_id}-{len(collected)}-{i}",
-            status=trajectory.TrajectoryStatus(
-                "succeeded" if i < won else "failed"
-            ),
-        )
-        for i in range(8)
+      trajectory.Trajectory(
+        trajectory_id=f"{task.task_id}-{len(collected)}-{i}",
+        status=trajectory.TrajectoryStatus(
+          "succeeded" if i < won else "failed"
+        ),
+      )
+      for i in range(8)
     )
     group = trajectory.TrajectoryGroup("train-0", task.task_id, members)
     sampler.on_event(events.GroupFinished(group, "accepted"))
@@ -73,17 +77,22 @@ def test_evaluation_stays_at_the_gyms_difficulty():
       "task_source.path=x.jsonl"], "source=jsonl has a list"),
     (["task_source.levels=[1]", "gym=miniwob", "tasks=[click-test]"],
      "gym.name=miniwob has none"),
-])  # pyformat: disable
+])  # fmt: skip
 def test_levels_that_cannot_be_drawn_are_refused(overrides, words):
   with pytest.raises(config_lib.ConfigError, match=words):
     load(*overrides)
 
 
 def test_levels_need_a_gym():
-  config = config_lib.load_config([
-      "policy=qwen3_text_tiny", "environment=gsm8k", "tasks=[]",
-      "task_source.order=curriculum", "task_source.levels=[1]",
+  config = config_lib.load_config(
+    [
+      "policy=qwen3_text_tiny",
+      "environment=gsm8k",
+      "tasks=[]",
+      "task_source.order=curriculum",
+      "task_source.levels=[1]",
       "task_source.source=generated",
-  ])  # pyformat: disable
+    ]
+  )
   with pytest.raises(config_lib.ConfigError, match="environment.name=gsm8k"):
     run_tasks.resolve(config)

@@ -28,7 +28,7 @@ def _policy(tmp_path_factory):
 @pytest.fixture(scope="package", name="server")
 def _server(policy, tmp_path_factory):
   launch = sglang_server.SglangLaunch(
-      str(policy.directory), vllm_server.free_port()
+    str(policy.directory), vllm_server.free_port()
   )
   log = tmp_path_factory.mktemp("sglang") / "log"
   with sglang_server.SglangServer(launch, log) as server:

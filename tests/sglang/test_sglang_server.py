@@ -51,11 +51,11 @@ async def answers_of(policy, server, prompts, sampling, **options):
 
 def engine_of(policy, server, weights, prompts=(), context=512, **sampling):
   return remote_engine.RemoteEngine(
-      lambda: client_of(policy, server, max_images=99),
-      weights,
-      context_length=context,
-      prompts=lambda: prompts,
-      sampling=policy.sampling(**sampling),
+    lambda: client_of(policy, server, max_images=99),
+    weights,
+    context_length=context,
+    prompts=lambda: prompts,
+    sampling=policy.sampling(**sampling),
   )
 
 
@@ -72,25 +72,20 @@ class NoWeights:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.0},
-        {},
-        {"temperature": 0.7},
-        {"top_k": 12},
-    ],
-    ids=lambda options: " ".join(options) or "plain",
+  "options",
+  [{"temperature": 0.0}, {}, {"temperature": 0.7}, {"top_k": 12}],
+  ids=lambda options: " ".join(options) or "plain",
 )
 async def test_text_and_images_agree_with_our_policy(
-    policy, server, scores, options
+  policy, server, scores, options
 ):
   prompts = [
-      policy.prompt(*seeds, text=text)
-      for text in ("look", "where")
-      for seeds in ((), (1,), (2, 3), (4, 5, 6))
+    policy.prompt(*seeds, text=text)
+    for text in ("look", "where")
+    for seeds in ((), (1,), (2, 3), (4, 5, 6))
   ]
   answers = await answers_of(
-      policy, server, prompts, policy.sampling(**options)
+    policy, server, prompts, policy.sampling(**options)
   )
   gap = scores.check(answers)
   assert gap < GAP, gap
@@ -98,21 +93,23 @@ async def test_text_and_images_agree_with_our_policy(
 
 
 async def test_a_sampling_mask_is_kept_where_it_is_asked_for(
-    policy, server, scores
+  policy, server, scores
 ):
   """Log-probs are of its tokens, whatever order of truncation chose them."""
   sampling = policy.sampling(
-      temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, top_logprobs=20
+    temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, top_logprobs=20
   )
   answers = await answers_of(
-      policy, server, [policy.prompt(1), policy.prompt()], sampling
+    policy, server, [policy.prompt(1), policy.prompt()], sampling
   )
   sizes = set()
   for (prompt, _, completion), logits in zip(answers, scores.logits(answers)):
     for token, logprob, row, x in zip(
-        completion.tokens, completion.logprobs, completion.support,
-        logits[len(prompt) - 1 :],
-    ):  # pyformat: disable
+      completion.tokens,
+      completion.logprobs,
+      completion.support,
+      logits[len(prompt) - 1 :],
+    ):
       mask = row[row >= 0]
       assert token in mask
       sizes.add(len(mask))
@@ -124,15 +121,21 @@ async def test_a_sampling_mask_is_kept_where_it_is_asked_for(
 
 async def test_64_images_are_taken_and_65_are_refused(policy, server):
   ((_, _, completion),) = await answers_of(
-      policy, server, [policy.prompt(*range(64))], policy.sampling(),
-      max_images=99,
-  )  # pyformat: disable
+    policy,
+    server,
+    [policy.prompt(*range(64))],
+    policy.sampling(),
+    max_images=99,
+  )
   assert len(completion.tokens)
   with pytest.raises(ValueError, match="400.*Image count 65"):
     await answers_of(
-        policy, server, [policy.prompt(*range(65))], policy.sampling(),
-        max_images=99,
-    )  # pyformat: disable
+      policy,
+      server,
+      [policy.prompt(*range(65))],
+      policy.sampling(),
+      max_images=99,
+    )
 
 
 async def test_a_prompt_beyond_the_context_is_a_context_limit(policy, server):
@@ -142,18 +145,17 @@ async def test_a_prompt_beyond_the_context_is_a_context_limit(policy, server):
 
 
 @pytest.mark.parametrize(
-    "images, context, options, words",
-    [
-        ((1, 2), 512, {}, None),
-        ((1,), 512, {"top_p": 0.9, "top_k": 50}, None),
-        ((1,), 512, {"top_p": 0.9}, "set sampling.top_k"),
-        (range(65), 512, {},
-         "--limit-mm-data-per-request '{\"image\":65}'"),
-        ((), 4096, {}, "2048 tokens.*--context-length 4096"),
-    ],
-)  # pyformat: disable
+  "images, context, options, words",
+  [
+    ((1, 2), 512, {}, None),
+    ((1,), 512, {"top_p": 0.9, "top_k": 50}, None),
+    ((1,), 512, {"top_p": 0.9}, "set sampling.top_k"),
+    (range(65), 512, {}, "--limit-mm-data-per-request '{\"image\":65}'"),
+    ((), 4096, {}, "2048 tokens.*--context-length 4096"),
+  ],
+)
 def test_a_run_asks_before_it_begins(
-    policy, server, images, context, options, words
+  policy, server, images, context, options, words
 ):
   prompts = [policy.prompt(), policy.prompt(*images)]
   engine = engine_of(policy, server, NoWeights(), prompts, context, **options)
@@ -171,18 +173,20 @@ def test_the_openai_package_is_served(policy, server):
   url = asyncio.run(urls.of(span.image))
   urls.close()
   content = [
-      {"type": "image_url", "image_url": {"url": url}},
-      {"type": "text", "text": "look"},
+    {"type": "image_url", "image_url": {"url": url}},
+    {"type": "text", "text": "look"},
   ]
   with openai.OpenAI(
-      base_url=f"{server.url}/v1", api_key="none", timeout=100
+    base_url=f"{server.url}/v1", api_key="none", timeout=100
   ) as client:
     assert client.models.list().data[0].id == vllm_server.NAME
     answer = client.chat.completions.create(
-        model=vllm_server.NAME,
-        messages=[{"role": "user", "content": content}],
-        max_tokens=4, temperature=0, logprobs=True,
-    )  # pyformat: disable
+      model=vllm_server.NAME,
+      messages=[{"role": "user", "content": content}],
+      max_tokens=4,
+      temperature=0,
+      logprobs=True,
+    )
   assert answer.usage.prompt_tokens == len(prompt)
   assert len(answer.choices[0].logprobs.content) <= 4
 
@@ -193,29 +197,30 @@ async def test_an_address_is_sent_along_as_pixels(policy, server, make, site):
   site.answer("/i.png", png)
   data = "data:image/png;base64," + base64.b64encode(png).decode()
   proxy = image_proxy.ImageProxy(
-      server.url, media.MediaLimits(), loader=make(site.name)
+    server.url, media.MediaLimits(), loader=make(site.name)
   )
   sampling = policy.sampling(temperature=0.0, max_new_tokens=8)
 
   def body(address):
     return remote_protocols.sglang_body(
-        policy.prompt(1), sampling, [address], policy.banned
+      policy.prompt(1), sampling, [address], policy.banned
     )
 
   async with (
-      httpx.AsyncClient(
-          transport=httpx.ASGITransport(proxy.asgi),
-          base_url="http://127.0.0.1:1", timeout=100,
-      ) as through,
-      httpx.AsyncClient(base_url=server.url, timeout=100) as direct,
-  ):  # pyformat: disable
+    httpx.AsyncClient(
+      transport=httpx.ASGITransport(proxy.asgi),
+      base_url="http://127.0.0.1:1",
+      timeout=100,
+    ) as through,
+    httpx.AsyncClient(base_url=server.url, timeout=100) as direct,
+  ):
     sampled = await through.post("/generate", json=body(f"{site.url}/i.png"))
     expected = await direct.post("/generate", json=body(data))
     for answer in (sampled, expected):
       assert answer.status_code == 200, answer.text
     assert sampled.json()["output_ids"] == expected.json()["output_ids"]
     refused = await through.post(
-        "/generate", json=body("http://other.test/i.png")
+      "/generate", json=body("http://other.test/i.png")
     )
   assert refused.json()["error"]["code"] == "image_host_not_allowed"
 
@@ -225,12 +230,12 @@ async def test_an_address_is_sent_along_as_pixels(policy, server, make, site):
 
 def probe_of(policy, server):
   return hand_over_probe.Probe(
-      lambda: client_of(policy, server),
-      [policy.prompt(), policy.prompt(1)],
-      vllm_server.scorer_of(
-          policy, policy.model, hand_over_probe.SAMPLING.temperature
-      ),
-      1e-3,
+    lambda: client_of(policy, server),
+    [policy.prompt(), policy.prompt(1)],
+    vllm_server.scorer_of(
+      policy, policy.model, hand_over_probe.SAMPLING.temperature
+    ),
+    1e-3,
   )
 
 
@@ -241,14 +246,14 @@ def _weights_in(policy, server, tmp_path):
 
     def make(engine=None, probes=(), kind=disk_weights.DiskWeights):
       return stack.enter_context(
-          contextlib.closing(
-              kind(
-                  tmp_path / "weights",
-                  disk_weights.policy_saver(policy.model, policy.directory),
-                  [engine or disk_weights.SglangEngine(server.url)],
-                  probes=probes,
-              )
+        contextlib.closing(
+          kind(
+            tmp_path / "weights",
+            disk_weights.policy_saver(policy.model, policy.directory),
+            [engine or disk_weights.SglangEngine(server.url)],
+            probes=probes,
           )
+        )
       )
 
     yield make
@@ -257,7 +262,7 @@ def _weights_in(policy, server, tmp_path):
 
 
 def test_a_tied_policy_is_followed_over_three_versions(
-    policy, server, score, weights_in
+  policy, server, score, weights_in
 ):
   """Images that an older vision tower has seen, too."""
   assert policy.model.config.tie_word_embeddings
@@ -267,7 +272,7 @@ def test_a_tied_policy_is_followed_over_three_versions(
     model = vllm_server.other(policy, version)
     weights.publish(version, model).result(300)
     answers = asyncio.run(
-        answers_of(policy, server, prompts, policy.sampling())
+      answers_of(policy, server, prompts, policy.sampling())
     )
     for prompt, _, completion in answers:
       assert set(completion.versions.tolist()) == {version}
@@ -284,7 +289,7 @@ class Skipping(disk_weights.SglangEngine):
 def test_an_engine_that_loads_nothing_is_found_out(policy, server, weights_in):
   weights = weights_in(Skipping(server.url), [probe_of(policy, server)])
   with pytest.raises(
-      disk_weights.HandOverError, match="SGLANG_VLM_CACHE_SIZE_MB=0"
+    disk_weights.HandOverError, match="SGLANG_VLM_CACHE_SIZE_MB=0"
   ):
     weights.publish(1, vllm_server.other(policy, 1)).result(300)
 
@@ -310,7 +315,7 @@ class Waiting(disk_weights.DiskWeights):
 
 
 def test_requests_in_flight_are_cut_and_continued(
-    policy, server, score, weights_in
+  policy, server, score, weights_in
 ):
   """Text and images; each token has the version of its weights."""
   weights = weights_in(kind=Waiting)
@@ -325,8 +330,8 @@ def test_requests_in_flight_are_cut_and_continued(
       publication = weights.publish(1, models[1])
       assert await asyncio.to_thread(weights.saved.wait, 300)
       tasks = [
-          asyncio.ensure_future(engine.generate(p, sampling, session=str(i)))
-          for i, p in enumerate(prompts)
+        asyncio.ensure_future(engine.generate(p, sampling, session=str(i)))
+        for i, p in enumerate(prompts)
       ]
       while await asyncio.to_thread(running, server) < len(prompts):
         await asyncio.sleep(0.2)
@@ -338,17 +343,15 @@ def test_requests_in_flight_are_cut_and_continued(
       await engine.aclose()
 
   completions, later = asyncio.run(run())
-  for prompt, completion in zip(
-      [*prompts, prompts[1]], [*completions, later]
-  ):
+  for prompt, completion in zip([*prompts, prompts[1]], [*completions, later]):
     assert len(completion.tokens) == 100
     versions = set(completion.versions.tolist())
     assert versions <= {0, 1}
     for version in versions:
       tokens = completion.versions == version
       assert (
-          vllm_server.gap(score, models[version], prompt, completion, tokens)
-          < GAP
+        vllm_server.gap(score, models[version], prompt, completion, tokens)
+        < GAP
       )
   assert set(later.versions.tolist()) == {1}
   assert any(len(set(c.versions.tolist())) == 2 for c in completions)
@@ -356,7 +359,7 @@ def test_requests_in_flight_are_cut_and_continued(
 
 @pytest.mark.usefixtures("weights_in")
 def test_three_steps_raise_the_success_of_a_cloned_policy(
-    policy, server, tmp_path
+  policy, server, tmp_path
 ):
   """With the sampling mask of each token."""
   status = train.main([
@@ -373,13 +376,13 @@ def test_three_steps_raise_the_success_of_a_cloned_policy(
       "warm_start.learning_rate=0.003", "learner.learning_rate=0.003",
       "steps=3", "eval.episodes_per_task=24", "eval.modes=[sampled]",
       "report.progress=none", f"run.dir={tmp_path}", "name=e",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   assert status == 0
   summary = json.loads((tmp_path / "e" / "summary.json").read_text())
   assert summary["status"] == "completed" and not summary.get("faults")
   before, after = (
-      summary["eval"][stage]["sampled"]["success_rate"]
-      for stage in ("warm_start", "final")
+    summary["eval"][stage]["sampled"]["success_rate"]
+    for stage in ("warm_start", "final")
   )
   assert after >= before + 0.2, (before, after)
   lines = (tmp_path / "e" / "metrics.jsonl").read_text().splitlines()

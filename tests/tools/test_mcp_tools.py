@@ -65,14 +65,18 @@ def test_the_second_version_of_the_package(tmp_path):
   environ = os.environ | {"PYTHONPATH": str(tmp_path)}
   version = "from importlib import metadata; print(metadata.version('mcp'))"
   run = functools.partial(
-      subprocess.run, cwd=root, env=environ, capture_output=True, text=True,
-      timeout=380,
-  )  # pyformat: disable
+    subprocess.run,
+    cwd=root,
+    env=environ,
+    capture_output=True,
+    text=True,
+    timeout=380,
+  )
   assert run([sys.executable, "-c", version]).stdout.startswith("2.")
   ran = run([
       sys.executable, "-m", "pytest", "-q", "-n", "0", __file__,
       "-m", "slow or not slow", "-k", "not second_version",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   assert ran.returncode == 0, ran.stdout[-3000:]
 
 
@@ -90,16 +94,22 @@ def test_calls_of_one_turn_and_errors_for_the_policy(of_run):
     env.reset()
     try:
       return await outputs(
-          env, call("add", a=2, b=3), call("calculator", expression="6*7"),
-          call("fail", why="because"), call("add", a="x", b=1), call("add"),
-      )  # pyformat: disable
+        env,
+        call("add", a=2, b=3),
+        call("calculator", expression="6*7"),
+        call("fail", why="because"),
+        call("add", a="x", b=1),
+        call("add"),
+      )
     finally:
       await env.close()
 
   texts, info = asyncio.run(run())
   assert texts[:2] == ["5", "42"] and info == {
-      "tool_calls": 5, "tool_errors": 3, "invalid_kinds": ["tool_arguments"],
-  }  # pyformat: disable
+    "tool_calls": 5,
+    "tool_errors": 3,
+    "invalid_kinds": ["tool_arguments"],
+  }
   assert texts[2].startswith("Error") and "because" in texts[2]
   assert texts[3].startswith("Error") and "missing argument" in texts[4]
 
@@ -161,7 +171,7 @@ def test_a_run_shares_a_session_and_an_episode_has_its_own(of_run):
 def test_python_is_this_interpreter(tmp_path):
   """Also where a shell's `python` is another one, or none."""
   tool_set = toolset(
-      command=["python", COMMAND[1]], env={**ENV, "PATH": str(tmp_path)}
+    command=["python", COMMAND[1]], env={**ENV, "PATH": str(tmp_path)}
   )
   names = tool_set.for_task({})
   assert "calculator" in names and len(names) > 1
@@ -193,9 +203,10 @@ def test_streamable_http():
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
   server = subprocess.Popen(
-      [*COMMAND, "http", str(port)], stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-  )  # pyformat: disable
+    [*COMMAND, "http", str(port)],
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+  )
   try:
     for _ in range(300):
       with socket.socket() as probe:
@@ -222,22 +233,24 @@ def test_streamable_http():
 
 
 @pytest.mark.parametrize(
-    "options, says",
-    [
-        ({}, "a command or a url"),
-        ({"command": ["x"], "url": "http://h/mcp"}, "a command or a url"),
-        ({"command": ["/no/such/program"]}, "did not start"),
-        ({"command": [sys.executable, "-c", "0"]}, "did not start"),
-        ({"command": [sys.executable, "-c", "import nothing_of_it"]},
-         "it wrote.*nothing_of_it"),
-        ({"command": ["sleep", "60"], "start_s": 0.3}, "no answer in 0.3 s"),
-        ({"url": "http://127.0.0.1:9/mcp", "start_s": 5.0}, "mcp"),
-        ({"url": "ftp://h"}, "mcp.url"),
-        ({"command": ["x"], "call_s": 0.0}, "call_s"),
-        ({"command": ["x"], "token_env": "NO_SUCH"}, "NO_SUCH"),
-        ({"command": ["x"], "comand": 1}, "comand"),
-        ({"command": ["x"], "per": "turn"}, "per"),
-    ],
+  "options, says",
+  [
+    ({}, "a command or a url"),
+    ({"command": ["x"], "url": "http://h/mcp"}, "a command or a url"),
+    ({"command": ["/no/such/program"]}, "did not start"),
+    ({"command": [sys.executable, "-c", "0"]}, "did not start"),
+    (
+      {"command": [sys.executable, "-c", "import nothing_of_it"]},
+      "it wrote.*nothing_of_it",
+    ),
+    ({"command": ["sleep", "60"], "start_s": 0.3}, "no answer in 0.3 s"),
+    ({"url": "http://127.0.0.1:9/mcp", "start_s": 5.0}, "mcp"),
+    ({"url": "ftp://h"}, "mcp.url"),
+    ({"command": ["x"], "call_s": 0.0}, "call_s"),
+    ({"command": ["x"], "token_env": "NO_SUCH"}, "NO_SUCH"),
+    ({"command": ["x"], "comand": 1}, "comand"),
+    ({"command": ["x"], "per": "turn"}, "per"),
+  ],
 )
 def test_what_is_wrong_is_named_before_the_run(options, says):
   with pytest.raises(ValueError, match=f"(?s){says}"):
@@ -252,7 +265,7 @@ def test_two_tools_of_one_name(of_run):
         {"other": {
             "tool": "mcp", "command": COMMAND, "env": ENV, "only": ["add"]
         }},
-    ])  # pyformat: disable
+    ])  # fmt: skip
 
 
 @pytest.mark.slow

@@ -119,7 +119,6 @@ class TestAdapter:
 
     asyncio.run(main())
 
-
   def test_calls_that_come_together_share_one_instance(self):
     class Slow(RecordingTool):
       async def create(self, instance_id=None, **kwargs):
@@ -241,8 +240,9 @@ def test_a_thousand_episodes_at_once_do_not_mix(kind):
       calls = [call(query=query), call(query=f"{query}!")]
       observation, _, _, info = await env.step(calls)
       assert list(observation["tool_outputs"].values()) == [
-          f"Processed: {query}", f"Processed: {query}!"
-      ]  # pyformat: disable
+        f"Processed: {query}",
+        f"Processed: {query}!",
+      ]
       assert info["tool_errors"] == 0
       most = max(most, len(tool._instances))  # pylint: disable=protected-access
       await asyncio.sleep(0)

@@ -177,9 +177,9 @@ class TestToolManager:
     manager = tools.ToolManager({"sum": tool, "other": tool})
     assert [s["function"]["name"] for s in manager.json] == ["sum", "other"]
     for shown in manager.json:
-      assert shown["function"]["parameters"] == tool.json["function"][
-        "parameters"
-      ]
+      assert (
+        shown["function"]["parameters"] == tool.json["function"]["parameters"]
+      )
       name = shown["function"]["name"]
       assert str(manager.run(name, expression="1+1")) == "2"
     assert manager.run("calculator", expression="1").is_error
@@ -423,13 +423,16 @@ class TestScreenshotTool:
     assert output.metadata["image"] in store
 
 
-@pytest.mark.parametrize("tools, words", [
+@pytest.mark.parametrize(
+  "tools, words",
+  [
     (5, "environment.options.tools=5 must be a list of names"),
     (["calculatr"], "environment.options.tools: .*did you mean 'calculator'"),
     (["no_such.module:Tool"], "environment.options.tools: .*no_such"),
     ([5], "environment.options.tools: 5 must be a name"),
     ({"calculator": 5}, "environment.options.tools.calculator=5"),
-])  # pyformat: disable
+  ],
+)
 def test_wrong_names_of_tools_are_refused_by_their_setting(tools, words):
   with pytest.raises((ImportError, ValueError), match=words):
     registry.ToolSet(tools)

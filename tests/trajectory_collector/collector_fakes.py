@@ -113,7 +113,7 @@ class SyncScriptEnv(ScriptEnv):
     self.count += 1
     done = self.count == len(self.rewards)
     return self._run(
-        "step", (f"obs {self.count}", self.rewards[self.count - 1], done, {})
+      "step", (f"obs {self.count}", self.rewards[self.count - 1], done, {})
     )
 
   def close(self):
@@ -169,23 +169,21 @@ class CharRenderer:
       tokens += self._encode("<" + message["role"][0] + ">")
       content = message["content"]
       parts = (
-          [{"type": "text", "text": content}]
-          if isinstance(content, str)
-          else content
+        [{"type": "text", "text": content}]
+        if isinstance(content, str)
+        else content
       )
       for part in parts:
         if part["type"] == "text":
           tokens += self._encode(part["text"])
         else:
           spans.append(
-              trajectory_lib.ImageSpan(
-                  part["image"], len(tokens), IMAGE_TOKENS
-              )
+            trajectory_lib.ImageSpan(part["image"], len(tokens), IMAGE_TOKENS)
           )
           tokens += [PAD] * IMAGE_TOKENS
       tokens.append(EOT)
     return policy_client.TokenPrompt(
-        np.array(tokens + self._encode("<a>"), np.int32), tuple(spans)
+      np.array(tokens + self._encode("<a>"), np.int32), tuple(spans)
     )
 
   def render(self, messages, add_generation_prompt=True):
@@ -194,14 +192,14 @@ class CharRenderer:
 
   def bridge(self, new_messages, *, last_sampled_is_eot):
     return self._tokens(
-        new_messages, head=() if last_sampled_is_eot else (EOT,)
+      new_messages, head=() if last_sampled_is_eot else (EOT,)
     )
 
   def decode(self, ids):
     return "".join(
-        "ab" if int(i) == self.merged else chr(int(i) - 10)
-        for i in ids
-        if int(i) != EOT
+      "ab" if int(i) == self.merged else chr(int(i) - 10)
+      for i in ids
+      if int(i) != EOT
     )
 
 
@@ -230,12 +228,12 @@ class TokenClient:
     self.requests.append((session, sampling))
     stopped = bool(tokens) and tokens[-1] in sampling.stop_token_ids
     return policy_client.Completion(
-        tokens=np.array(tokens, np.int32),
-        logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
-        versions=np.full(len(tokens), self.version, np.int32),
-        finish_reason=policy_client.FinishReason.STOP
-        if stopped
-        else policy_client.FinishReason.LENGTH,
+      tokens=np.array(tokens, np.int32),
+      logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
+      versions=np.full(len(tokens), self.version, np.int32),
+      finish_reason=policy_client.FinishReason.STOP
+      if stopped
+      else policy_client.FinishReason.LENGTH,
     )
 
   async def release(self, session):

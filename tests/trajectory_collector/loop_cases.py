@@ -26,10 +26,10 @@ class SeededClient:
     rng = np.random.default_rng(sampling.seed)
     tokens = [*rng.integers(75, 100, size=4).tolist(), fakes.EOT]
     return policy_client.Completion(
-        np.array(tokens),
-        np.full(5, -1.0),
-        np.full(5, self.version),
-        policy_client.FinishReason.STOP,
+      np.array(tokens),
+      np.full(5, -1.0),
+      np.full(5, self.version),
+      policy_client.FinishReason.STOP,
     )
 
   async def release(self, session):
@@ -48,10 +48,10 @@ def make_collector(client=None, pair=good_pair, **kwargs):
   names = ("observers", "seed", "split")
   facts = {name: kwargs.pop(name) for name in names if name in kwargs}
   return tc.GroupCollector(
-      pair,
-      model_of(client or SeededClient()),
-      tc.CollectConfig(**{"group_size": 4, "min_valid": 2, **kwargs}),
-      **facts,
+    pair,
+    model_of(client or SeededClient()),
+    tc.CollectConfig(**{"group_size": 4, "min_valid": 2, **kwargs}),
+    **facts,
   )
 
 

@@ -30,10 +30,10 @@ class LongTailed(fakes.ScriptEnv):
 def tokens_of(group):
   """The versions of the tokens in a group's loss."""
   return [
-      int(version)
-      for member in group
-      for sequence in member.sequences
-      for version in sequence.versions[sequence.loss_mask]
+    int(version)
+    for member in group
+    for sequence in member.sequences
+    for version in sequence.versions[sequence.loss_mask]
   ]
 
 
@@ -49,11 +49,11 @@ async def play(tasks, per_step, config, part_size, seed):
 
   client = cases.SeededClient()
   collector = cases.make_collector(
-      client, pair, part_size=part_size, concurrency=8
+    client, pair, part_size=part_size, concurrency=8
   )
   parts = collector.config.parts
   queue = group_queue.GroupQueue(
-      per_step * parts, config, on_drop=lambda g, _: dropped.append(g)
+    per_step * parts, config, on_drop=lambda g, _: dropped.append(g)
   )
   loop = tc.CollectLoop(collector, iter(tasks), queue)
   running = asyncio.ensure_future(loop.run())
@@ -75,25 +75,23 @@ async def play(tasks, per_step, config, part_size, seed):
 
 @settings(max_examples=trials.count(60), deadline=None)
 @given(
-    admission=st.sampled_from(["started", "recent", "finished"]),
-    stale_policy=st.sampled_from(["drop", "trim"]),
-    max_staleness=st.integers(1, 3),
-    part_size=st.sampled_from([0, 2]),
-    per_step=st.integers(1, 3),
-    count=st.integers(1, 14),
-    seed=st.integers(0, 2**16),
+  admission=st.sampled_from(["started", "recent", "finished"]),
+  stale_policy=st.sampled_from(["drop", "trim"]),
+  max_staleness=st.integers(1, 3),
+  part_size=st.sampled_from([0, 2]),
+  per_step=st.integers(1, 3),
+  count=st.integers(1, 14),
+  seed=st.integers(0, 2**16),
 )
 def test_the_bound_holds_and_each_task_is_dealt_once(
-    admission, stale_policy, max_staleness, part_size, per_step, count, seed
+  admission, stale_policy, max_staleness, part_size, per_step, count, seed
 ):
   config = group_queue.QueueConfig(
-      max_staleness=max_staleness,
-      stale_policy=stale_policy,
-      admission=admission,
+    max_staleness=max_staleness, stale_policy=stale_policy, admission=admission
   )
   tasks = [f"task {i}" for i in range(count)]
   taken, dropped, started, queue = asyncio.run(
-      play(tasks, per_step, config, part_size, seed)
+    play(tasks, per_step, config, part_size, seed)
   )
   for version, group in taken:
     lags = [version - of_token for of_token in tokens_of(group)]
@@ -102,7 +100,7 @@ def test_the_bound_holds_and_each_task_is_dealt_once(
   assert started == [task for task in tasks for _ in range(4)]
   groups = [*(group for _, group in taken), *dropped]
   episodes = collections.Counter(
-      member.trajectory_id for group in groups for member in group
+    member.trajectory_id for group in groups for member in group
   )
   assert set(episodes.values()) == {1} and len(episodes) == 4 * count
   assert len({group.group_id for group in groups}) == count

@@ -20,9 +20,11 @@ from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
 
 MODULE = "test_agent_rollout"
 ALONE = (
-    "--n-samples-per-prompt", "1", "collect.min_valid=1",
-    "--disable-rewards-normalization",
-)  # pyformat: disable
+  "--n-samples-per-prompt",
+  "1",
+  "collect.min_valid=1",
+  "--disable-rewards-normalization",
+)
 """Groups of one, which nothing can be compared in."""
 
 
@@ -36,7 +38,7 @@ def _no_pauses(monkeypatch):
 def _tokenizer():
   words = ["<|im_start|>", "<|im_end|>", "[UNK]", *map(chr, range(32, 127))]
   made = tokenizers.Tokenizer(
-      tokenizers.models.BPE({w: i for i, w in enumerate(words)}, [])
+    tokenizers.models.BPE({w: i for i, w in enumerate(words)}, [])
   )
   made.add_special_tokens(words[:2])
   return made
@@ -46,12 +48,12 @@ def _tokenizer():
 def _tasks(tmp_path):
   path = tmp_path / "tasks.jsonl"
   rows = [
-      {
-          "instance_id": f"math_{i}",
-          "prompt": [{"role": "user", "content": f"{i}+1"}],
-          "answer": i + 1,
-      }
-      for i in range(12)
+    {
+      "instance_id": f"math_{i}",
+      "prompt": [{"role": "user", "content": f"{i}+1"}],
+      "answer": i + 1,
+    }
+    for i in range(12)
   ]
   path.write_text("".join(json.dumps(r) + "\n" for r in rows))
   return path
@@ -61,12 +63,12 @@ def _args(url, tasks, tokenizer=None, *more):
   return rollout_args.make(
       url, "--prompt-data", str(tasks), "--num-epoch", "1",
       "buffer.poll_s=0.01", *more, tokenizer=tokenizer,
-  )  # pyformat: disable
+  )  # fmt: skip
 
 
 def _generate(args, rollout_id, buffer):
   return asyncio.run(
-      agent_rollout.generate_agent_rollout(args, rollout_id, buffer)
+    agent_rollout.generate_agent_rollout(args, rollout_id, buffer)
   )
 
 
@@ -89,7 +91,7 @@ def test_three_rounds_start_once_and_take_whole_groups(tasks, tokenizer):
 
 
 def test_a_resumed_trainer_lets_the_service_skip_what_was_trained_on(
-    tasks, tokenizer
+  tasks, tokenizer
 ):
   with buffer_peer.BufferPeer() as peer:
     args = _args(peer.url, tasks, tokenizer)
@@ -102,7 +104,7 @@ def test_a_resumed_trainer_lets_the_service_skip_what_was_trained_on(
     later = []
     while True:
       if not len(again) and set(client.flat_ids(again.metadata)) == {
-          f"math_{i}" for i in range(12)
+        f"math_{i}" for i in range(12)
       }:
         break
       later += [s.index for s in _generate(args, 1, again)]
@@ -114,15 +116,13 @@ def test_a_resumed_trainer_lets_the_service_skip_what_was_trained_on(
 
 @pytest.mark.slow
 def test_the_service_of_this_package_and_its_own_generator_are_read(
-    tasks, tokenizer, tmp_path
+  tasks, tokenizer, tmp_path
 ):
   with (
-      chat_server.serving() as (engine, _),
-      buffer_services.Running(tmp_path / "buffer") as running,
+    chat_server.serving() as (engine, _),
+    buffer_services.Running(tmp_path / "buffer") as running,
   ):
-    args = _args(
-        running.url, tasks, tokenizer, "--rollout-num-process", "4"
-    )
+    args = _args(running.url, tasks, tokenizer, "--rollout-num-process", "4")
     args.remote_engine_url = engine
     args.start_options = {**args.start_options, "model": "adder"}
     buffer = agent_rollout.DataBuffer(args)
@@ -133,12 +133,12 @@ def test_the_service_of_this_package_and_its_own_generator_are_read(
 
 @pytest.mark.slow
 def test_generation_goes_on_while_the_trainer_trains(
-    tasks, tokenizer, tmp_path
+  tasks, tokenizer, tmp_path
 ):
   training = threading.Event()
   with (
-      chat_server.serving() as (engine, server),
-      buffer_services.Running(tmp_path / "buffer") as running,
+    chat_server.serving() as (engine, server),
+    buffer_services.Running(tmp_path / "buffer") as running,
   ):
     complete = server.complete
 
@@ -148,9 +148,7 @@ def test_generation_goes_on_while_the_trainer_trains(
       return complete(body)
 
     server.complete = answer
-    args = _args(
-        running.url, tasks, tokenizer, "--rollout-num-process", "4"
-    )
+    args = _args(running.url, tasks, tokenizer, "--rollout-num-process", "4")
     args.remote_engine_url = engine
     args.start_options = {**args.start_options, "model": "adder"}
     buffer = agent_rollout.DataBuffer(args)
@@ -188,10 +186,10 @@ def test_it_reads_at_fixed_intervals_until_there_is_enough(monkeypatch):
   monkeypatch.undo()  # The protocol's pauses, of a clock that does not run.
   pauses = []
   answers = [
-      [_exact("a", f"a{n}") for n in range(3)],
-      agent_rollout.ClientError("it is away"),
-      [_exact("b", f"b{n}") for n in range(3)],
-      [_exact("c", f"c{n}") for n in range(3)],
+    [_exact("a", f"a{n}") for n in range(3)],
+    agent_rollout.ClientError("it is away"),
+    [_exact("b", f"b{n}") for n in range(3)],
+    [_exact("c", f"c{n}") for n in range(3)],
   ]
 
   async def some(api_base_url):
@@ -223,7 +221,7 @@ def test_an_unreachable_service_is_a_client_error():
     asyncio.run(agent_rollout.get_rollout_data("http://127.0.0.1:9"))
   with pytest.raises(agent_rollout.ClientError, match="start_rollout"):
     agent_rollout.start_rollout(
-        "http://127.0.0.1:9", _args("http://b", "t.jsonl"), {}
+      "http://127.0.0.1:9", _args("http://b", "t.jsonl"), {}
     )
 
 
@@ -235,13 +233,16 @@ def test_a_service_without_a_ready_group_is_a_timeout():
 
 
 @pytest.mark.parametrize(
-    "key", ["uid", "instance_id", "messages", "reward", "extra_info"]
+  "key", ["uid", "instance_id", "messages", "reward", "extra_info"]
 )
 def test_an_item_without_a_required_key_is_a_value_error(key):
   item = {
-      "uid": "u", "instance_id": "i", "messages": [], "reward": 1,
-      "extra_info": {},
-  }  # pyformat: disable
+    "uid": "u",
+    "instance_id": "i",
+    "messages": [],
+    "reward": 1,
+    "extra_info": {},
+  }
   del item[key]
   with pytest.raises(ValueError, match=f"item 0: the item lacks {key}"):
     client.parse({"success": True, "data": {"data": [item]}})
@@ -264,16 +265,16 @@ def test_groups_beside_one_that_cannot_be_used_are_delivered():
 
 
 @pytest.mark.parametrize(
-    "answer, problem",
-    [
-        ({"message": "hi"}, "no field success"),
-        ({"success": True, "data": "x"}, "data must be a list"),
-        ({"success": True, "data": {"data": None}}, "data must be a list"),
-        (
-            {"success": True, "data": {"data": [], "meta_info": 3}},
-            "meta_info must be",
-        ),
-    ],
+  "answer, problem",
+  [
+    ({"message": "hi"}, "no field success"),
+    ({"success": True, "data": "x"}, "data must be a list"),
+    ({"success": True, "data": {"data": None}}, "data must be a list"),
+    (
+      {"success": True, "data": {"data": [], "meta_info": 3}},
+      "meta_info must be",
+    ),
+  ],
 )
 def test_an_answer_of_another_protocol_is_a_value_error(answer, problem):
   with pytest.raises(ValueError, match=problem):
@@ -282,9 +283,12 @@ def test_an_answer_of_another_protocol_is_a_value_error(answer, problem):
 
 def test_items_may_be_wrapped_and_data_a_plain_list():
   item = {
-      "uid": "u", "instance_id": 4, "messages": [], "reward": 1,
-      "extra_info": {},
-  }  # pyformat: disable
+    "uid": "u",
+    "instance_id": 4,
+    "messages": [],
+    "reward": 1,
+    "extra_info": {},
+  }
   found = client.parse({"success": True, "data": [{"data": item}]})
   assert found.items == [item] and found.meta_info == {}
 
@@ -317,11 +321,11 @@ def test_num_counts_items_of_this_package_s_service(buffer):
 
 @pytest.mark.parametrize("limit, ends", [("2", True), ("-1", False)])
 def test_errors_count_against_the_limit_and_minus_one_is_none(
-    limit, ends, tasks, tokenizer
+  limit, ends, tasks, tokenizer
 ):
   with buffer_peer.BufferPeer() as peer:
     args = _args(
-        peer.url, tasks, tokenizer, "--fetch-trajectory-retry-times", limit
+      peer.url, tasks, tokenizer, "--fetch-trajectory-retry-times", limit
     )
     peer.failing = 5
     buffer = agent_rollout.DataBuffer(args)
@@ -347,7 +351,7 @@ def test_a_token_is_sent(tasks):
       agent_rollout.start_rollout(peer.url, args, {})
     args.rollout_buffer_token = "abc"
     assert agent_rollout.start_rollout(peer.url, args, {}) == {
-        "message": "Rollout started"
+      "message": "Rollout started"
     }
 
 
@@ -360,7 +364,7 @@ def test_waiting_does_not_block_the_event_loop(tasks, tokenizer):
 
   async def both(args, buffer):
     work = asyncio.ensure_future(
-        agent_rollout.generate_agent_rollout(args, 0, buffer)
+      agent_rollout.generate_agent_rollout(args, 0, buffer)
     )
     ticks = 0
     while ticks < 20:
@@ -380,16 +384,16 @@ def test_waiting_does_not_block_the_event_loop(tasks, tokenizer):
 
 def _item(name="math_1", uid="u", reward=1.0, timestamp=0.0, **more):
   return {
-      "uid": uid,
-      "instance_id": name,
-      "messages": [
-          {"role": "user", "content": "hi"},
-          {"role": "assistant", "content": "a"},
-          {"role": "user", "content": "go"},
-          {"role": "assistant", "content": "bc"},
-      ],
-      "reward": reward,
-      "extra_info": {"timestamp": timestamp, "finish_reason": "stop"},
+    "uid": uid,
+    "instance_id": name,
+    "messages": [
+      {"role": "user", "content": "hi"},
+      {"role": "assistant", "content": "a"},
+      {"role": "user", "content": "go"},
+      {"role": "assistant", "content": "bc"},
+    ],
+    "reward": reward,
+    "extra_info": {"timestamp": timestamp, "finish_reason": "stop"},
   } | more
 
 
@@ -426,7 +430,7 @@ def test_the_mask_generator_is_the_one_of_the_option(monkeypatch, tokenizer):
 
   def samples_by(kind):
     args = _args(
-        "http://b", "t.jsonl", tokenizer, *common, "--loss-mask-type", kind
+      "http://b", "t.jsonl", tokenizer, *common, "--loss-mask-type", kind
     )
     return _generate(args, 0, agent_rollout.DataBuffer(args))
 
@@ -438,12 +442,12 @@ def test_the_mask_generator_is_the_one_of_the_option(monkeypatch, tokenizer):
 
 def test_a_token_exact_item_keeps_its_tokens_and_log_probs():
   item = _item(
-      tokens=[5, 6, 7, 8],
-      loss_mask=[0, 1, 0, 1],
-      logprobs=[None, -0.5, None, -0.25],
-      versions=[None, 3, None, 4],
-      raw_reward=0.25,
-      extra_info={"finish_reason": "length"},
+    tokens=[5, 6, 7, 8],
+    loss_mask=[0, 1, 0, 1],
+    logprobs=[None, -0.5, None, -0.25],
+    versions=[None, 3, None, 4],
+    raw_reward=0.25,
+    extra_info={"finish_reason": "length"},
   )
   (sample,) = samples.make_samples(item, None)
   assert sample.tokens == [5, 6, 7, 8] and sample.response_length == 3
@@ -463,12 +467,12 @@ def test_nothing_trained_is_an_empty_mask_not_the_whole_sequence():
 def test_the_newest_groups_come_first_and_the_others_are_kept(monkeypatch):
   exact = dict(tokens=[1, 2], loss_mask=[0, 1])
   items = [
-      _item("a", "a0", timestamp=5, **exact),
-      _item("b", "b0", timestamp=1, **exact),
-      _item("a", "a1", timestamp=2, **exact),
-      _item("c", "c0", timestamp=9, **exact),
-      _item("b", "b1", timestamp=1, **exact),
-      _item("c", "c1", timestamp=3, **exact),
+    _item("a", "a0", timestamp=5, **exact),
+    _item("b", "b0", timestamp=1, **exact),
+    _item("a", "a1", timestamp=2, **exact),
+    _item("c", "c0", timestamp=9, **exact),
+    _item("b", "b1", timestamp=1, **exact),
+    _item("c", "c1", timestamp=3, **exact),
   ]
 
   async def all_at_once(api_base_url):
@@ -476,9 +480,7 @@ def test_the_newest_groups_come_first_and_the_others_are_kept(monkeypatch):
 
   monkeypatch.setattr(client, "get_rollout_data", all_at_once)
   monkeypatch.setattr(client, "start_rollout", lambda *a: {})
-  args = _args(
-      "http://b", "t.jsonl", None, *ALONE, "--rollout-batch-size", "1"
-  )
+  args = _args("http://b", "t.jsonl", None, *ALONE, "--rollout-batch-size", "1")
   buffer = agent_rollout.DataBuffer(args)
   found = _generate(args, 0, buffer)
   assert [s.prompt for s in found] == ["c0", "c1"]
@@ -492,9 +494,9 @@ def test_the_newest_groups_come_first_and_the_others_are_kept(monkeypatch):
 def test_what_a_read_delivered_stays_when_a_later_read_fails(monkeypatch):
   exact = dict(tokens=[1, 2], loss_mask=[0, 1])
   answers = [
-      ([_item("a", "a0", **exact)], {"finished_groups": ["a", "dropped"]}),
-      agent_rollout.ClientError("it is gone"),
-      ([_item("b", "b0", **exact)], {}),
+    ([_item("a", "a0", **exact)], {"finished_groups": ["a", "dropped"]}),
+    agent_rollout.ClientError("it is gone"),
+    ([_item("b", "b0", **exact)], {}),
   ]
 
   async def one_at_a_time(api_base_url):
@@ -506,9 +508,8 @@ def test_what_a_read_delivered_stays_when_a_later_read_fails(monkeypatch):
   monkeypatch.setattr(client, "get_rollout_data", one_at_a_time)
   monkeypatch.setattr(client, "start_rollout", lambda *a: {})
   args = _args(
-      "http://b", "t.jsonl", None, *ALONE,
-      "--fetch-trajectory-retry-times", "1",
-  )  # pyformat: disable
+    "http://b", "t.jsonl", None, *ALONE, "--fetch-trajectory-retry-times", "1"
+  )
   buffer = agent_rollout.DataBuffer(args)
   with pytest.raises(agent_rollout.ClientError, match="it is gone"):
     _generate(args, 0, buffer)
@@ -553,20 +554,20 @@ def test_more_is_read_where_the_filter_drops_groups(monkeypatch):
       ([_item(n, f"{n}{i}", tokens=[1, 2], loss_mask=[0, 1],
               reward=float(n == "b")) for i in range(4)], {})
       for n in "abcb"
-  ]  # pyformat: disable
+  ]  # fmt: skip
 
   stored = []
 
   async def one_at_a_time(api_base_url):
     stored.append(
-        [group[0]["index"] for group in data_buffer.state_dict()["groups"]]
+      [group[0]["index"] for group in data_buffer.state_dict()["groups"]]
     )
     return answers.pop(0)
 
   monkeypatch.setattr(client, "get_rollout_data", one_at_a_time)
   monkeypatch.setattr(client, "start_rollout", lambda *a: {})
   args = _args(
-      "http://b", "t.jsonl", None, "--buffer-filter-path", f"{MODULE}.good_ones"
+    "http://b", "t.jsonl", None, "--buffer-filter-path", f"{MODULE}.good_ones"
   )
   data_buffer = agent_rollout.DataBuffer(args)
   chosen = _generate(args, 0, data_buffer)
@@ -584,10 +585,13 @@ def test_episodes_of_several_sequences_stay_together():
   assert [len(item["sequences"]) for item in items] == [2, 1]
 
 
-@pytest.mark.parametrize("sample, problem", [
+@pytest.mark.parametrize(
+  "sample, problem",
+  [
     (object(), "object has no index"),
     (samples.Sample("a", "u", [1], 1, 0.0, [1, 1]), "2 values.* 1 of 1 tokens"),
-])  # pyformat: disable
+  ],
+)
 def test_what_is_no_sample_is_named(sample, problem):
   with pytest.raises(ValueError, match=problem):
     samples.items_of([sample])
@@ -596,5 +600,8 @@ def test_what_is_no_sample_is_named(sample, problem):
 def test_the_natural_order_of_indices():
   names = ["math_10", "math_2", "9", "b"]
   assert sorted(names, key=samples.natural_key) == [
-      "9", "b", "math_2", "math_10",
-  ]  # pyformat: disable
+    "9",
+    "b",
+    "math_2",
+    "math_10",
+  ]

@@ -42,12 +42,12 @@ class Textless(Exception):
 
 def exits():
   return {
-      "SystemExit": SystemExit(3),
-      "KeyboardInterrupt": KeyboardInterrupt("out of the blue"),
-      "GeneratorExit": GeneratorExit("out of the blue"),
-      "CancelledError": asyncio.CancelledError(),
-      "Strange": Strange("text"),
-      "Textless": Textless(),
+    "SystemExit": SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt("out of the blue"),
+    "GeneratorExit": GeneratorExit("out of the blue"),
+    "CancelledError": asyncio.CancelledError(),
+    "Strange": Strange("text"),
+    "Textless": Textless(),
   }
 
 
@@ -93,13 +93,12 @@ class Breaks:
 
 
 CLICK = (
-    '<tool_call>{"name": "computer_use", "arguments": {"action":'
-    ' "left_click", "coordinate": [5, 5]}}</tool_call>'
+  '<tool_call>{"name": "computer_use", "arguments": {"action":'
+  ' "left_click", "coordinate": [5, 5]}}</tool_call>'
 )
 
 
 class Gym(Breaks):
-
   def start(self, task):
     return self.run("gym.start", self._seen())
 
@@ -131,7 +130,6 @@ class GuiParser(computer_use.ComputerUseParser):
 
 
 class Agent(fakes.ListAgent):
-
   def __init__(self, breaks):
     super().__init__()
     self._breaks = breaks
@@ -152,7 +150,6 @@ class Agent(fakes.ListAgent):
 
 
 class Tool(tools_base.BaseTool):
-
   def __init__(self, breaks):
     self.breaks = breaks
     super().__init__("tool", "breaks")
@@ -174,7 +171,6 @@ class Tool(tools_base.BaseTool):
 
 
 class Client(fakes.TokenClient):
-
   def __init__(self, breaks):
     super().__init__(lambda turn, sampling: [110, fakes.EOT])
     self.breaks = breaks
@@ -198,12 +194,12 @@ def cua_episode(breaks):
   parser.breaks = breaks
   store = images.ImageStore()
   env = cua_env.CUAEnv(
-      Gym(breaks.place, breaks.error, breaks.flavour),
-      screenshot.ScreenshotTool(store),
-      gym_base.Task(
-          task_id="t", family="f", seed=0, instruction="do", max_turns=1
-      ),
-      action_parser=parser,
+    Gym(breaks.place, breaks.error, breaks.flavour),
+    screenshot.ScreenshotTool(store),
+    gym_base.Task(
+      task_id="t", family="f", seed=0, instruction="do", max_turns=1
+    ),
+    action_parser=parser,
   )
   env.runs_inline = breaks.runs_inline
   agent = tool_agent.ToolAgent(parser_name=parser)
@@ -235,27 +231,27 @@ def model_episode(breaks):
 
 def task_reward_episode(breaks):
   env = tool_environment.ToolEnvironment(
-      "what?", reward_fn=lambda task, action: breaks.run("task_reward", 1.0)
+    "what?", reward_fn=lambda task, action: breaks.run("task_reward", 1.0)
   )
   return tool_agent.ToolAgent(), env, lambda messages: "an answer", None
 
 
 PLACES = {
-    "gym.start": (cua_episode, Status.ENV_ERROR),
-    "gym.act": (cua_episode, Status.ENV_ERROR),
-    "gym.evaluate": (cua_episode, Status.ENV_ERROR),
-    "gym.close": (cua_episode, Status.SUCCEEDED),
-    "parser.to_gui_actions": (cua_episode, Status.ENV_ERROR),
-    "parser.parse_result": (cua_episode, Status.ENV_ERROR),
-    "agent.chat_completions": (list_episode, Status.ENV_ERROR),
-    "agent.update_from_env": (list_episode, Status.ENV_ERROR),
-    "agent.update_from_model": (list_episode, Status.ENV_ERROR),
-    "client.open_session": (list_episode, Status.MODEL_ERROR),
-    "client.generate": (list_episode, Status.MODEL_ERROR),
-    "client.release": (list_episode, Status.SUCCEEDED),
-    "reward": (reward_episode, Status.ENV_ERROR),
-    "model": (model_episode, Status.MODEL_ERROR),
-    "task_reward": (task_reward_episode, Status.ENV_ERROR),
+  "gym.start": (cua_episode, Status.ENV_ERROR),
+  "gym.act": (cua_episode, Status.ENV_ERROR),
+  "gym.evaluate": (cua_episode, Status.ENV_ERROR),
+  "gym.close": (cua_episode, Status.SUCCEEDED),
+  "parser.to_gui_actions": (cua_episode, Status.ENV_ERROR),
+  "parser.parse_result": (cua_episode, Status.ENV_ERROR),
+  "agent.chat_completions": (list_episode, Status.ENV_ERROR),
+  "agent.update_from_env": (list_episode, Status.ENV_ERROR),
+  "agent.update_from_model": (list_episode, Status.ENV_ERROR),
+  "client.open_session": (list_episode, Status.MODEL_ERROR),
+  "client.generate": (list_episode, Status.MODEL_ERROR),
+  "client.release": (list_episode, Status.SUCCEEDED),
+  "reward": (reward_episode, Status.ENV_ERROR),
+  "model": (model_episode, Status.MODEL_ERROR),
+  "task_reward": (task_reward_episode, Status.ENV_ERROR),
 }
 
 
@@ -267,7 +263,7 @@ def play(place, error, flavour):
     model = tc.PolicyModel(model, fakes.CharRenderer())
   recorder = fakes.Recorder()
   engine = tc.TrajectoryCollectEngine(
-      agent, env, model, reward, max_steps=1, observers=recorder
+    agent, env, model, reward, max_steps=1, observers=recorder
   )
   return engine, recorder
 
@@ -306,7 +302,7 @@ def test_an_exit_of_a_tool_is_read_by_the_policy(kind, flavour, loop):
     for place in ("tool.forward", "tool.json"):
       breaks = Breaks(place, exits()[kind], flavour)
       env = tool_environment.ToolEnvironment(
-          "what?", tool_map={"tool": Tool(breaks), "other": Tool(breaks)}
+        "what?", tool_map={"tool": Tool(breaks), "other": Tool(breaks)}
       )
       calls = [{"name": "tool"}, {"name": "other"}]
       found[place] = await env.tool_manager.outputs_async(calls)
@@ -328,10 +324,10 @@ def test_an_exit_of_the_factory_is_a_failed_episode(kind, loop):
     return fakes.ListAgent(), fakes.ScriptEnv(rewards=(1.0,))
 
   collector = tc.GroupCollector(
-      factory, fakes.say_x, tc.CollectConfig(group_size=2, min_valid=1)
+    factory, fakes.say_x, tc.CollectConfig(group_size=2, min_valid=1)
   )
   groups = loop.wait(
-      tc.collect_groups(collector, ["bad", "good"]), threading.Event()
+    tc.collect_groups(collector, ["bad", "good"]), threading.Event()
   )
   bad, good = ([m.status for m in group] for group in groups)
   assert bad == [Status.ENV_ERROR] * 2
@@ -340,7 +336,6 @@ def test_an_exit_of_the_factory_is_a_failed_episode(kind, loop):
 
 def test_an_exit_of_an_observer_is_counted(loop):
   class Leaves:
-
     def on_event(self, event):
       raise SystemExit(4)
 
@@ -348,10 +343,7 @@ def test_an_exit_of_an_observer_is_counted(loop):
 
   async def main():
     engine = tc.TrajectoryCollectEngine(
-        fakes.ListAgent(),
-        fakes.ScriptEnv(),
-        fakes.say_x,
-        observers=observers,
+      fakes.ListAgent(), fakes.ScriptEnv(), fakes.say_x, observers=observers
     )
     return await engine.collect()
 
@@ -363,7 +355,6 @@ def test_a_cancellation_of_the_caller_still_passes(loop):
   started = threading.Event()
 
   class Waits(fakes.ScriptEnv):
-
     async def step(self, action):
       started.set()
       await asyncio.sleep(3600)

@@ -25,7 +25,7 @@ def collect(agent, env, model=fakes.say_x, *args, **kwargs):
 def test_source_names_and_defaults():
   assert tc.TrajectoryCollector is tc.TrajectoryCollectEngine
   engine = tc.TrajectoryCollectEngine(
-      fakes.ListAgent(), fakes.ScriptEnv(), fakes.say_x
+    fakes.ListAgent(), fakes.ScriptEnv(), fakes.say_x
   )
   assert (engine.max_steps, engine.gamma, engine.timeout) == (10, 1.0, 30.0)
 
@@ -36,18 +36,17 @@ def test_what_cannot_be_written_is_recorded_as_text():
   loop["self"] = loop
 
   class Env(fakes.ScriptEnv):
-
     async def step(self, action):
       _, reward, done, _ = await super().step(action)
       observation = {"screenshot": shot, "raw": [np.zeros(5000), "text"]}
       info = {
-          "frame": object(),
-          "names": np.array([object()]),
-          "small": np.arange(3),
-          "loop": loop,
-          "call": trajectory_lib.ToolCall("f", {"x": b"1"}, call_id="c"),
-          "calls": (trajectory_lib.ToolCall("f", {"x": 1}, call_id="c"),),
-          7: {"nested": {1, 2}},
+        "frame": object(),
+        "names": np.array([object()]),
+        "small": np.arange(3),
+        "loop": loop,
+        "call": trajectory_lib.ToolCall("f", {"x": b"1"}, call_id="c"),
+        "calls": (trajectory_lib.ToolCall("f", {"x": 1}, call_id="c"),),
+        7: {"nested": {1, 2}},
       }
       return observation, reward, done, info
 
@@ -58,7 +57,6 @@ def test_what_cannot_be_written_is_recorded_as_text():
     return RewardOutput(0.5, {"judge": object(), "why": "good"})
 
   class Agent(fakes.ListAgent):
-
     def update_from_env(self, observation, reward, done, info=None):
       super().update_from_env(observation, reward, done, info)
       self.trajectory.task = {"page": object(), "name": "t"}
@@ -66,7 +64,7 @@ def test_what_cannot_be_written_is_recorded_as_text():
   result = collect(Agent(), Env((0.0, 1.0)), fakes.say_x, reward)
   assert type(seen[0]) is object  # A reward function gets the thing itself.
   back = trajectory_lib.Trajectory.from_json(
-      json.loads(json.dumps(result.to_json()))
+    json.loads(json.dumps(result.to_json()))
   )
   for step in (result.steps[-1], back.steps[-1]):
     assert step.observation["screenshot"] == shot
@@ -98,26 +96,26 @@ def test_order_of_calls(env_type, sync_model):
     return 0.0
 
   result = collect(
-      fakes.ListAgent(log),
-      env_type((0.0, 1.0), log),
-      model if sync_model else async_model,
-      reward,
+    fakes.ListAgent(log),
+    env_type((0.0, 1.0), log),
+    model if sync_model else async_model,
+    reward,
   )
   turn = [
-      "agent.chat_completions",
-      "model",
-      "agent.update_from_model",
-      "env.step",
-      "agent.update_from_env",
+    "agent.chat_completions",
+    "model",
+    "agent.update_from_model",
+    "env.step",
+    "agent.update_from_env",
   ]
   assert log == [
-      "env.reset",
-      "agent.reset",
-      "agent.update_from_env",
-      *turn,
-      *turn,
-      "final_reward",
-      "env.close",
+    "env.reset",
+    "agent.reset",
+    "agent.update_from_env",
+    *turn,
+    *turn,
+    "final_reward",
+    "env.close",
   ]
   assert result.status is Status.SUCCEEDED
   assert [s.done for s in result.steps] == [False, True]
@@ -126,7 +124,7 @@ def test_order_of_calls(env_type, sync_model):
 
 def test_returns_are_discounted_and_reward_is_not():
   result = collect(
-      fakes.ListAgent(), fakes.ScriptEnv((0.0, 0.0, 1.0)), gamma=0.5
+    fakes.ListAgent(), fakes.ScriptEnv((0.0, 0.0, 1.0)), gamma=0.5
   )
   assert [s.mc_return for s in result.steps] == [0.25, 0.5, 1.0]
   assert result.reward == 1.0
@@ -134,11 +132,11 @@ def test_returns_are_discounted_and_reward_is_not():
 
 def test_final_reward_joins_the_last_step():
   result = collect(
-      fakes.ListAgent(),
-      fakes.ScriptEnv((1.0, 2.0)),
-      fakes.say_x,
-      lambda trajectory: 4.0,
-      gamma=0.5,
+    fakes.ListAgent(),
+    fakes.ScriptEnv((1.0, 2.0)),
+    fakes.say_x,
+    lambda trajectory: 4.0,
+    gamma=0.5,
   )
   assert [s.reward for s in result.steps] == [1.0, 6.0]
   assert [s.mc_return for s in result.steps] == [4.0, 6.0]
@@ -155,23 +153,23 @@ async def _async_reward(trajectory):
 
 
 @pytest.mark.parametrize(
-    "fn, expected",
-    [
-        (lambda: 3, 3.0),
-        (lambda t: len(t.steps), 2.0),
-        (lambda episode, *, env: episode.num_turns, None),
-        (_by_task_and_action, 1.0),
-        (lambda a, b: float((a, b) == ("task", "x")), 1.0),
-        (lambda *, answer, **rest: float(answer == "x"), 1.0),
-        (functools.partial(_by_task_and_action, action="x"), 1.0),
-        (lambda trajectory: np.float32(0.5), 0.5),
-        (lambda trajectory: RewardOutput(0.25, {"why": "so"}), 0.25),
-        (_async_reward, 2.0),
-    ],
+  "fn, expected",
+  [
+    (lambda: 3, 3.0),
+    (lambda t: len(t.steps), 2.0),
+    (lambda episode, *, env: episode.num_turns, None),
+    (_by_task_and_action, 1.0),
+    (lambda a, b: float((a, b) == ("task", "x")), 1.0),
+    (lambda *, answer, **rest: float(answer == "x"), 1.0),
+    (functools.partial(_by_task_and_action, action="x"), 1.0),
+    (lambda trajectory: np.float32(0.5), 0.5),
+    (lambda trajectory: RewardOutput(0.25, {"why": "so"}), 0.25),
+    (_async_reward, 2.0),
+  ],
 )
 def test_reward_functions_of_every_shape(fn, expected):
   result = collect(
-      fakes.ListAgent(), fakes.ScriptEnv((0.0, 0.0)), fakes.say_x, fn
+    fakes.ListAgent(), fakes.ScriptEnv((0.0, 0.0)), fakes.say_x, fn
   )
   if expected is None:
     assert result.status is Status.ENV_ERROR
@@ -189,7 +187,7 @@ def test_reward_sees_every_turn_and_its_metadata_is_kept():
     return RewardOutput(1.0, {"matched": 2})
 
   result = collect(
-      fakes.ListAgent(), fakes.ScriptEnv((0.0, 0.0, 0.0)), fakes.say_x, fn
+    fakes.ListAgent(), fakes.ScriptEnv((0.0, 0.0, 0.0)), fakes.say_x, fn
   )
   assert seen == ["obs 1", "obs 2", "obs 3"]
   assert result.steps[-1].info["final_reward"] == {"matched": 2}
@@ -198,7 +196,6 @@ def test_reward_sees_every_turn_and_its_metadata_is_kept():
 
 def test_step_reward_may_be_a_reward_output():
   class Env(fakes.ScriptEnv):
-
     async def step(self, action):
       return "o", RewardOutput(0.5, {"part": 1}), True, {}
 
@@ -208,23 +205,22 @@ def test_step_reward_may_be_a_reward_output():
 
 
 @pytest.mark.parametrize(
-    "info, reward, status",
-    [
-        ({}, 1.0, Status.SUCCEEDED),
-        ({}, 0.0, Status.FAILED),
-        ({"success": False}, 1.0, Status.FAILED),
-        ({"success": True}, 0.0, Status.SUCCEEDED),
-        ({"parse_error": True}, 0.0, Status.PARSE_ERROR),
-        ({"truncated": True}, 0.0, Status.MAX_TURNS),
-        ({"status": "parse_error"}, 0.0, Status.PARSE_ERROR),
-        ({"status": "max_turns", "success": False}, 0.0, Status.MAX_TURNS),
-        ({"status": "env_error"}, 0.0, Status.ENV_ERROR),
-        ({"status": "nonsense"}, 0.0, Status.ENV_ERROR),
-    ],
+  "info, reward, status",
+  [
+    ({}, 1.0, Status.SUCCEEDED),
+    ({}, 0.0, Status.FAILED),
+    ({"success": False}, 1.0, Status.FAILED),
+    ({"success": True}, 0.0, Status.SUCCEEDED),
+    ({"parse_error": True}, 0.0, Status.PARSE_ERROR),
+    ({"truncated": True}, 0.0, Status.MAX_TURNS),
+    ({"status": "parse_error"}, 0.0, Status.PARSE_ERROR),
+    ({"status": "max_turns", "success": False}, 0.0, Status.MAX_TURNS),
+    ({"status": "env_error"}, 0.0, Status.ENV_ERROR),
+    ({"status": "nonsense"}, 0.0, Status.ENV_ERROR),
+  ],
 )
 def test_the_environment_says_how_it_ended(info, reward, status):
   class Env(fakes.ScriptEnv):
-
     async def step(self, action):
       return "o", reward, True, info
 
@@ -298,7 +294,7 @@ def test_async_agents_and_agents_without_trajectory():
 def test_an_engine_collects_once():
   async def main():
     engine = tc.TrajectoryCollectEngine(
-        fakes.ListAgent(), fakes.ScriptEnv(), fakes.say_x
+      fakes.ListAgent(), fakes.ScriptEnv(), fakes.say_x
     )
     await engine.collect()
     with pytest.raises(RuntimeError, match="already collected"):
@@ -308,36 +304,36 @@ def test_an_engine_collects_once():
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"max_steps": 0}, {"gamma": 1.5}, {"timeout": 0}]
+  "kwargs", [{"max_steps": 0}, {"gamma": 1.5}, {"timeout": 0}]
 )
 def test_bad_settings_are_refused(kwargs):
   with pytest.raises(ValueError, match=next(iter(kwargs))):
     tc.TrajectoryCollectEngine(
-        fakes.ListAgent(), fakes.ScriptEnv(), fakes.say_x, **kwargs
+      fakes.ListAgent(), fakes.ScriptEnv(), fakes.say_x, **kwargs
     )
 
 
 def test_events_tell_the_episode():
   recorder = fakes.Recorder()
   result = collect(
-      fakes.ListAgent(),
-      fakes.ScriptEnv((0.0, 1.0)),
-      observers=[recorder],
-      group_id="g",
-      task_id="t",
-      split="eval",
+    fakes.ListAgent(),
+    fakes.ScriptEnv((0.0, 1.0)),
+    observers=[recorder],
+    group_id="g",
+    task_id="t",
+    split="eval",
   )
   kinds = [
-      e.stage if isinstance(e, events.StageChanged) else type(e).__name__
-      for e in recorder.events
+    e.stage if isinstance(e, events.StageChanged) else type(e).__name__
+    for e in recorder.events
   ]
   turn = ["model", "", "env", "", "TurnFinished"]
   assert kinds == [
       "EpisodeStarted", "env", "", "EnvironmentReady", *turn, *turn, "env",
       "", "EpisodeFinished",
-  ]  # pyformat: disable
+  ]  # fmt: skip
   assert {e.trajectory_id for e in recorder.of(events.StageChanged)} == {
-      result.trajectory_id
+    result.trajectory_id
   }
   last = recorder.events[-1]
   assert last.trajectory is result
@@ -356,13 +352,13 @@ def ids(text, end=True):
 
 def token_model(script, renderer=None, **kwargs):
   client = fakes.TokenClient(
-      script, **{k: kwargs.pop(k) for k in ("version", "limit") if k in kwargs}
+    script, **{k: kwargs.pop(k) for k in ("version", "limit") if k in kwargs}
   )
   sampling = policy_client.SamplingParams(
-      max_new_tokens=kwargs.pop("max_new_tokens", 32)
+    max_new_tokens=kwargs.pop("max_new_tokens", 32)
   )
   model = tc.PolicyModel(
-      client, renderer or fakes.CharRenderer(), sampling, **kwargs
+    client, renderer or fakes.CharRenderer(), sampling, **kwargs
   )
   return model, client
 
@@ -370,17 +366,17 @@ def token_model(script, renderer=None, **kwargs):
 def test_next_prompt_begins_with_the_whole_turn():
   model, client = token_model(lambda turn, _: ids(f"turn {turn}"), version=3)
   result = collect(
-      fakes.ListAgent(),
-      fakes.ScriptEnv((0.0, 0.0, 1.0)),
-      model,
-      trajectory_id="ep",
+    fakes.ListAgent(),
+    fakes.ScriptEnv((0.0, 0.0, 1.0)),
+    model,
+    trajectory_id="ep",
   )
   (sequence,) = result.sequences
   for turn in range(2):
     whole = np.concatenate([client.prompts[turn], ids(f"turn {turn}")])
     assert np.array_equal(client.prompts[turn + 1][: len(whole)], whole)
   assert np.array_equal(
-      sequence.tokens, np.concatenate([client.prompts[2], ids("turn 2")])
+    sequence.tokens, np.concatenate([client.prompts[2], ids("turn 2")])
   )
   sampled = sequence.tokens[sequence.loss_mask]
   assert sampled.tolist() == ids("turn 0") + ids("turn 1") + ids("turn 2")
@@ -398,14 +394,14 @@ def test_eot_is_kept_once_and_not_in_the_text():
   (sequence,) = result.sequences
   assert [s.model_response for s in result.steps] == ["hi", "hi"]
   text = "".join(
-      "|" if t == fakes.EOT else chr(t - 10) for t in sequence.tokens
+    "|" if t == fakes.EOT else chr(t - 10) for t in sequence.tokens
   )
   assert text == "<s>be brief|<u>task|<a>hi|<u>obs 1|<a>hi|"
 
 
 def test_truncated_turns_stay_trainable():
   model, client = token_model(
-      lambda turn, _: ids("endless", end=False), max_new_tokens=4
+    lambda turn, _: ids("endless", end=False), max_new_tokens=4
   )
   result = collect(fakes.ListAgent(), fakes.ScriptEnv((0.0, 1.0)), model)
   (sequence,) = result.sequences
@@ -457,23 +453,18 @@ class Censor(fakes.ListAgent):
 
 
 @pytest.mark.parametrize(
-    "agent_type, sequences", [(Forgetful, 3), (Stripping, 3), (Censor, 2)]
+  "agent_type, sequences", [(Forgetful, 3), (Stripping, 3), (Censor, 2)]
 )
 def test_a_rewritten_history_starts_a_new_sequence(agent_type, sequences):
   model, client = token_model(lambda turn, _: ids(f" turn {turn}"))
   result = collect(
-      agent_type(),
-      fakes.ScriptEnv((0.0, 0.0, 1.0)),
-      model,
-      trajectory_id="e",
+    agent_type(), fakes.ScriptEnv((0.0, 0.0, 1.0)), model, trajectory_id="e"
   )
   assert result.error is None
   assert len(result.sequences) == sequences
   assert result.metrics["history_rewrites"] == sequences - 1
   sampled = [s.tokens[s.loss_mask].tolist() for s in result.sequences]
-  assert sum(sampled, []) == sum(
-      (ids(f" turn {t}") for t in range(3)), []
-  )
+  assert sum(sampled, []) == sum((ids(f" turn {t}") for t in range(3)), [])
   assert client.opened == [f"e/{i}" for i in range(sequences)]
   assert sorted(client.released) == client.opened
 
@@ -489,8 +480,8 @@ def test_context_limit_is_an_outcome_of_the_policy():
 
 def test_own_context_limit_cuts_and_then_ends():
   model, client = token_model(
-      lambda turn, s: ids("abcdefghij" * 3, end=False)[: s.max_new_tokens],
-      max_context_tokens=70,
+    lambda turn, s: ids("abcdefghij" * 3, end=False)[: s.max_new_tokens],
+    max_context_tokens=70,
   )
   result = collect(fakes.ListAgent(), fakes.ScriptEnv((0.0,) * 9), model)
   assert result.status is Status.CONTEXT_LIMIT
@@ -502,7 +493,7 @@ def test_own_context_limit_cuts_and_then_ends():
 def test_a_prompt_that_just_fills_the_context_ends_the_episode():
   def play(limit):
     model, client = token_model(
-        lambda turn, s: ids("ab")[: s.max_new_tokens], max_context_tokens=limit
+      lambda turn, s: ids("ab")[: s.max_new_tokens], max_context_tokens=limit
     )
     env = fakes.ScriptEnv((0.0,) * 3)
     return collect(fakes.ListAgent(), env, model), client
@@ -529,7 +520,7 @@ def test_a_client_that_is_dead_from_the_start_is_not_the_gyms_fault():
 
 def test_a_sampled_placeholder_is_a_model_error():
   model, _ = token_model(
-      lambda turn, _: ids("ok") if turn == 0 else [fakes.PAD]
+    lambda turn, _: ids("ok") if turn == 0 else [fakes.PAD]
   )
   result = collect(fakes.ListAgent(), fakes.ScriptEnv(), model)
   assert result.status is Status.MODEL_ERROR
@@ -540,18 +531,17 @@ def test_a_sampled_placeholder_is_a_model_error():
 
 def test_cancelled_completion_ends_the_episode():
   class Client(fakes.TokenClient):
-
     async def generate(self, prompt, sampling, *, session):
       done = await super().generate(prompt, sampling, session=session)
       return policy_client.Completion(
-          done.tokens,
-          done.logprobs,
-          done.versions,
-          policy_client.FinishReason.CANCELLED,
+        done.tokens,
+        done.logprobs,
+        done.versions,
+        policy_client.FinishReason.CANCELLED,
       )
 
   model = tc.PolicyModel(
-      Client(lambda turn, _: ids("ab", end=False)), fakes.CharRenderer()
+    Client(lambda turn, _: ids("ab", end=False)), fakes.CharRenderer()
   )
   env = fakes.ScriptEnv()
   result = collect(fakes.ListAgent(), env, model)
@@ -577,7 +567,7 @@ def test_work_of_a_turn_does_not_grow_with_the_episode():
   model, _ = token_model(lambda turn, _: ids("x"), renderer)
   turns = 50
   collect(
-      fakes.ListAgent(), fakes.ScriptEnv((0.0,) * turns), model, max_steps=turns
+    fakes.ListAgent(), fakes.ScriptEnv((0.0,) * turns), model, max_steps=turns
   )
   # Two messages at first, one a turn from then on: none is rendered again.
   assert renderer.rendered == 2 + (turns - 1)
@@ -590,5 +580,5 @@ def test_trajectory_round_trips_through_json():
   assert again.sequences == result.sequences
   assert again.status is result.status
   assert [s.mc_return for s in again.steps] == [
-      s.mc_return for s in result.steps
+    s.mc_return for s in result.steps
   ]

@@ -29,7 +29,7 @@ VARIED = ((1e-9,), (0.0,), (1e-9,), (0.0,))
 OF_EPISODES = (
     "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "gpg", "remax",
     "reinforce_pp_baseline", "gdpo",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def collected(*groups):
@@ -42,9 +42,9 @@ def collected(*groups):
   queue = group_queue.GroupQueue(len(groups), order="admission")
   recorder = fakes.Recorder()
   loop = tc.CollectLoop(
-      cases.make_collector(pair=pair, observers=recorder, concurrency=1),
-      tc.TaskSampler(list(rewards), shuffle=False, epochs=1),
-      queue,
+    cases.make_collector(pair=pair, observers=recorder, concurrency=1),
+    tc.TaskSampler(list(rewards), shuffle=False, epochs=1),
+    queue,
   )
   asyncio.run(loop.run())
   assert recorder.of(events.Fault) == []
@@ -78,33 +78,31 @@ def test_equal_episodes_have_no_advantage(name, std_eps):
   _, stats = examples.from_groups(groups, estimator, options)
   assert stats.zero_groups == 1
   one, two = (
-      [stats.advantages[t.trajectory_id] for t in group] for group in groups
+    [stats.advantages[t.trajectory_id] for t in group] for group in groups
   )
   assert not np.any(one) and np.any(two)
   if name == "gpg":
     assert np.array(two)[0] == pytest.approx(2 * 0.5e-9)
 
 
-@pytest.mark.parametrize(
-    "name", ["reinforce_pp", "turn_returns", "gigpo"]
-)
+@pytest.mark.parametrize("name", ["reinforce_pp", "turn_returns", "gigpo"])
 def test_equal_turns_have_no_advantage(name):
   """Each episode is one turn, whose reward was added up in the environment."""
   rewards = [(sum(turns),) for turns in EVEN]
   (group,) = collected(rewards)
   assert len({t.reward for t in group}) == 2
   _, stats = examples.from_groups(
-      [group],
-      advantages.ESTIMATORS.get(name),
-      advantages.AdvantageOptions(std_eps=0.0),
+    [group],
+    advantages.ESTIMATORS.get(name),
+    advantages.AdvantageOptions(std_eps=0.0),
   )
   assert not any(np.any(v) for v in stats.advantages.values())
   # Of the first turn, all returns are equal; gigpo compares them.
   (group,) = collected(EVEN)
   _, stats = examples.from_groups(
-      [group],
-      advantages.ESTIMATORS.get("gigpo"),
-      advantages.AdvantageOptions(std_eps=0.0),
+    [group],
+    advantages.ESTIMATORS.get("gigpo"),
+    advantages.AdvantageOptions(std_eps=0.0),
   )
   assert not any(v[0] for v in stats.advantages.values())
   assert any(v[1] for v in stats.advantages.values())
@@ -115,15 +113,15 @@ def test_every_estimator_is_tried_here():
   no_comparison = {"none", "reward", "filtered"}
   # Documentation tests of the same process register estimators of their own.
   ours = {
-      name: estimator
-      for name in advantages.ESTIMATORS.names()
-      if (estimator := advantages.ESTIMATORS.get(name))
-      and estimator.__module__.startswith("tunix.")
+    name: estimator
+    for name in advantages.ESTIMATORS.names()
+    if (estimator := advantages.ESTIMATORS.get(name))
+    and estimator.__module__.startswith("tunix.")
   }
   names = {
-      name
-      for name, estimator in ours.items()
-      if not isinstance(estimator, gae.TokenEstimator)
+    name
+    for name, estimator in ours.items()
+    if not isinstance(estimator, gae.TokenEstimator)
   }
   # A second name of an estimator is no other one.
   functions = {advantages.ESTIMATORS.get(name) for name in tried}
@@ -135,9 +133,9 @@ def test_a_bound_is_reached_up_to_rounding():
   (group,) = collected(((0.1, 0.7), (0.8, 0.0), (0.7, 0.0), (0.79,)))
   assert [t.reward for t in group][0] < 0.8
   _, stats = examples.from_groups(
-      [group],
-      advantages.ESTIMATORS.get("filtered"),
-      advantages.AdvantageOptions(filter_reward=0.8),
+    [group],
+    advantages.ESTIMATORS.get("filtered"),
+    advantages.AdvantageOptions(filter_reward=0.8),
   )
   assert [v[0] for v in stats.advantages.values()] == [1, 1, 0, 0]
 
@@ -149,7 +147,7 @@ def test_an_episode_of_rounding_alone_is_no_success():
 
 
 @pytest.mark.parametrize(
-    "rewards, varies", [(EVEN, False), (CANCELLED, False), (VARIED, True)]
+  "rewards, varies", [(EVEN, False), (CANCELLED, False), (VARIED, True)]
 )
 def test_all_that_compare_rewards_agree(rewards, varies):
   (group,) = collected(rewards)
@@ -158,7 +156,7 @@ def test_all_that_compare_rewards_agree(rewards, varies):
   assert readings["informative_groups"] == varies
   assert (readings["reward_std"] > 0) == varies
   _, stats = examples.from_groups(
-      [group], advantages.grpo, advantages.AdvantageOptions()
+    [group], advantages.grpo, advantages.AdvantageOptions()
   )
   assert (stats.reward_std > 0) == varies
   totals = [t.reward for t in group]
@@ -168,18 +166,22 @@ def test_all_that_compare_rewards_agree(rewards, varies):
   _, items = rules.normalize_group_data(("g", items))
   assert any(item["reward"] for item in items) == varies
   rows = [
-      {
-          "group": 0, "task_id": 1, "description": "", "app_name": "",
-          "task_name": "", "status": "completed", "reward": reward,
-          "task_success": False,
-      }
-      for reward in totals
-  ]  # pyformat: disable
+    {
+      "group": 0,
+      "task_id": 1,
+      "description": "",
+      "app_name": "",
+      "task_name": "",
+      "status": "completed",
+      "reward": reward,
+      "task_success": False,
+    }
+    for reward in totals
+  ]
   (shown,) = step_page.grouped(rows)
   assert shown["has_gradient"] == varies
   tries = [
-      {"source_type": "step", "valid": True, "step_id": 1, **row}
-      for row in rows
+    {"source_type": "step", "valid": True, "step_id": 1, **row} for row in rows
   ]
   assert task_pages._mixed(tries) == (int(varies), 1)
   metrics = stats.metrics() | {"success_rate": 0.5}
@@ -190,9 +192,9 @@ def test_all_that_compare_rewards_agree(rewards, varies):
 def test_a_part_of_a_group_is_compared_with_its_peers():
   (group,) = collected(EVEN)
   part = dataclasses.replace(
-      group,
-      trajectories=group.trajectories[:2],
-      peer_rewards=tuple(t.reward for t in group.trajectories[2:]),
+    group,
+    trajectories=group.trajectories[:2],
+    peer_rewards=tuple(t.reward for t in group.trajectories[2:]),
   )
   assert not part.varies
   assert dataclasses.replace(part, peer_rewards=(1.0,)).varies

@@ -39,7 +39,7 @@ def run(agent, env, model=fakes.say_x, reward=None, *, runner, **kwargs):
 
   async def main():
     result = await tc.TrajectoryCollectEngine(
-        agent, env, model, reward, observers=recorder, runner=runner, **kwargs
+      agent, env, model, reward, observers=recorder, runner=runner, **kwargs
     ).collect()
     leftover = asyncio.all_tasks() - {asyncio.current_task()}
     return result, leftover
@@ -51,23 +51,23 @@ def run(agent, env, model=fakes.say_x, reward=None, *, runner, **kwargs):
 
 @pytest.mark.parametrize("env_type", [fakes.ScriptEnv, fakes.SyncScriptEnv])
 @pytest.mark.parametrize(
-    "stage, fault, status, kind",
-    [
-        ("reset", "raise", Status.ENV_ERROR, "EnvResetError"),
-        ("reset", "hang", Status.TIMEOUT, "EnvResetTimeout"),
-        ("reset", "garbage", Status.ENV_ERROR, "EnvResetError"),
-        ("step", "raise", Status.ENV_ERROR, "EnvStepError"),
-        ("step", "hang", Status.TIMEOUT, "EnvStepTimeout"),
-        ("step", "garbage", Status.ENV_ERROR, "EnvStepError"),
-        ("close", "raise", Status.SUCCEEDED, "EnvCloseError"),
-        ("close", "hang", Status.SUCCEEDED, "EnvCloseTimeout"),
-    ],
+  "stage, fault, status, kind",
+  [
+    ("reset", "raise", Status.ENV_ERROR, "EnvResetError"),
+    ("reset", "hang", Status.TIMEOUT, "EnvResetTimeout"),
+    ("reset", "garbage", Status.ENV_ERROR, "EnvResetError"),
+    ("step", "raise", Status.ENV_ERROR, "EnvStepError"),
+    ("step", "hang", Status.TIMEOUT, "EnvStepTimeout"),
+    ("step", "garbage", Status.ENV_ERROR, "EnvStepError"),
+    ("close", "raise", Status.SUCCEEDED, "EnvCloseError"),
+    ("close", "hang", Status.SUCCEEDED, "EnvCloseTimeout"),
+  ],
 )
 def test_environment_faults(env_type, stage, fault, status, kind, runner):
   env = env_type(faults={stage: fault})
   deadlines = soon(stage) if fault == "hang" else PATIENT
   result, faults = run(
-      fakes.ListAgent(), env, runner=runner, deadlines=deadlines
+    fakes.ListAgent(), env, runner=runner, deadlines=deadlines
   )
   assert result.status is status
   if (stage, fault, env_type) == ("step", "garbage", fakes.ScriptEnv):
@@ -105,9 +105,13 @@ def test_waiting_for_an_engine_s_weights_costs_an_episode_no_time(runner):
   deadlines = dataclasses.replace(PATIENT, model=0.5, step=0.5, turn=0.55)
   for timeout in (1.0, 0.0001):
     result, faults = run(
-        fakes.ListAgent(), fakes.ScriptEnv(), model, runner=runner,
-        deadlines=deadlines, timeout=timeout,
-    )  # pyformat: disable
+      fakes.ListAgent(),
+      fakes.ScriptEnv(),
+      model,
+      runner=runner,
+      deadlines=deadlines,
+      timeout=timeout,
+    )
     if timeout == 1.0:  # Three turns, which wait for 1.8 s.
       assert result.status is Status.SUCCEEDED and not faults
       assert len(result.steps) == 3
@@ -116,18 +120,18 @@ def test_waiting_for_an_engine_s_weights_costs_an_episode_no_time(runner):
 
 
 @pytest.mark.parametrize(
-    "model, status, kind",
-    [
-        (_hang, Status.TIMEOUT, "ModelTimeout"),
-        (_raise, Status.MODEL_ERROR, "ModelError"),
-        (lambda messages: 7, Status.MODEL_ERROR, "ModelError"),
-    ],
+  "model, status, kind",
+  [
+    (_hang, Status.TIMEOUT, "ModelTimeout"),
+    (_raise, Status.MODEL_ERROR, "ModelError"),
+    (lambda messages: 7, Status.MODEL_ERROR, "ModelError"),
+  ],
 )
 def test_model_faults(model, status, kind, runner):
   env = fakes.ScriptEnv()
   deadlines = soon("model") if model is _hang else PATIENT
   result, faults = run(
-      fakes.ListAgent(), env, model, runner=runner, deadlines=deadlines
+    fakes.ListAgent(), env, model, runner=runner, deadlines=deadlines
   )
   assert result.status is status
   assert result.error.startswith(kind)
@@ -140,13 +144,13 @@ async def _nan(trajectory):
 
 
 @pytest.mark.parametrize(
-    "reward, status, kind",
-    [
-        (_hang, Status.TIMEOUT, "RewardTimeout"),
-        (_raise, Status.ENV_ERROR, "RewardError"),
-        (_nan, Status.ENV_ERROR, "RewardError"),
-        (lambda trajectory: "much", Status.ENV_ERROR, "RewardError"),
-    ],
+  "reward, status, kind",
+  [
+    (_hang, Status.TIMEOUT, "RewardTimeout"),
+    (_raise, Status.ENV_ERROR, "RewardError"),
+    (_nan, Status.ENV_ERROR, "RewardError"),
+    (lambda trajectory: "much", Status.ENV_ERROR, "RewardError"),
+  ],
 )
 def test_reward_faults(reward, status, kind, runner):
   env = fakes.ScriptEnv()
@@ -156,7 +160,7 @@ def test_reward_faults(reward, status, kind, runner):
   if reward is _raise:
     reward = lambda trajectory: _raise()
   result, _ = run(
-      fakes.ListAgent(), env, reward=reward, runner=runner, deadlines=deadlines
+    fakes.ListAgent(), env, reward=reward, runner=runner, deadlines=deadlines
   )
   assert result.status is status
   assert result.error.startswith(kind)
@@ -167,15 +171,17 @@ def test_reward_faults(reward, status, kind, runner):
 
 def test_a_verdict_that_hangs_is_contained(runner):
   class Env(fakes.ScriptEnv):
-
     async def evaluate(self):
       await asyncio.sleep(3600)
 
   env = Env((0.0,) * 5)
   result, _ = run(
-      fakes.ListAgent(), env, runner=runner, max_steps=2,
-      deadlines=soon("evaluate"),
-  )  # pyformat: disable
+    fakes.ListAgent(),
+    env,
+    runner=runner,
+    max_steps=2,
+    deadlines=soon("evaluate"),
+  )
   assert result.status is Status.TIMEOUT
   assert result.error.startswith("RewardTimeout")
   assert env.closed == 1
@@ -183,12 +189,12 @@ def test_a_verdict_that_hangs_is_contained(runner):
 
 def test_episode_timeout_reaches_into_a_call(runner):
   result, _ = run(
-      fakes.ListAgent(),
-      fakes.ScriptEnv(),
-      _hang,
-      runner=runner,
-      deadlines=tc.Deadlines(),
-      timeout=0.1,
+    fakes.ListAgent(),
+    fakes.ScriptEnv(),
+    _hang,
+    runner=runner,
+    deadlines=tc.Deadlines(),
+    timeout=0.1,
   )
   assert result.status is Status.TIMEOUT
   assert result.error.startswith("EpisodeTimeout")
@@ -200,12 +206,12 @@ def test_episode_timeout_between_turns_marks_the_last_step(runner):
     return "x"
 
   result, _ = run(
-      fakes.ListAgent(),
-      fakes.ScriptEnv((0.0,) * 100),
-      slow,
-      runner=runner,
-      max_steps=100,
-      timeout=0.1,
+    fakes.ListAgent(),
+    fakes.ScriptEnv((0.0,) * 100),
+    slow,
+    runner=runner,
+    max_steps=100,
+    timeout=0.1,
   )
   assert result.status is Status.TIMEOUT
   assert 1 <= len(result.steps) < 100
@@ -215,10 +221,10 @@ def test_episode_timeout_between_turns_marks_the_last_step(runner):
 def test_turn_timeout(runner):
   env = fakes.ScriptEnv(faults={"step": "hang"})
   result, _ = run(
-      fakes.ListAgent(),
-      env,
-      runner=runner,
-      deadlines=tc.Deadlines(turn=0.1, model=0.1, step=0.1),
+    fakes.ListAgent(),
+    env,
+    runner=runner,
+    deadlines=tc.Deadlines(turn=0.1, model=0.1, step=0.1),
   )
   assert result.error.startswith("TurnTimeout")
   assert env.closed == 1
@@ -227,9 +233,7 @@ def test_turn_timeout(runner):
 def test_a_hanging_inline_environment_is_cancelled(runner):
   env = fakes.ScriptEnv(faults={"step": "hang"})
   env.runs_inline = True
-  result, _ = run(
-      fakes.ListAgent(), env, runner=runner, deadlines=soon("step")
-  )
+  result, _ = run(fakes.ListAgent(), env, runner=runner, deadlines=soon("step"))
   assert result.error.startswith("EnvStepTimeout")
   assert env.closed == 1
 
@@ -250,7 +254,7 @@ def test_the_environments_own_timeout_error_is_an_error(runner):
 @pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("sync", [False, True])
 def test_code_that_cancels_itself_does_not_cancel_the_episode(
-    inline, sync, runner
+  inline, sync, runner
 ):
   def leave(*args):
     raise asyncio.CancelledError("inner")
@@ -283,20 +287,20 @@ def test_code_that_cancels_itself_does_not_cancel_the_episode(
 
 
 @pytest.mark.parametrize(
-    "method, limits, error",
-    [
-        ("update_from_model", {"timeout": 0.2}, "EpisodeTimeout: "),
-        (
-            "update_from_model",
-            {"deadlines": tc.Deadlines(turn=0.2, model=0.2, step=0.2)},
-            "TurnTimeout: ",
-        ),
-        (
-            "update_from_env",
-            {"deadlines": tc.Deadlines(reset=0.2)},
-            "AgentTimeout: ListAgent took longer than 0.2 s",
-        ),
-    ],
+  "method, limits, error",
+  [
+    ("update_from_model", {"timeout": 0.2}, "EpisodeTimeout: "),
+    (
+      "update_from_model",
+      {"deadlines": tc.Deadlines(turn=0.2, model=0.2, step=0.2)},
+      "TurnTimeout: ",
+    ),
+    (
+      "update_from_env",
+      {"deadlines": tc.Deadlines(reset=0.2)},
+      "AgentTimeout: ListAgent took longer than 0.2 s",
+    ),
+  ],
 )
 def test_an_async_agent_that_hangs(method, limits, error, runner):
   agent, env = fakes.ListAgent(), fakes.ScriptEnv()
@@ -311,7 +315,7 @@ def test_an_async_agent_that_hangs(method, limits, error, runner):
 def test_close_never_runs_beside_a_stuck_step(runner):
   env = fakes.SyncScriptEnv(faults={"step": "hang"})
   result, faults = run(
-      fakes.ListAgent(), env, runner=runner, deadlines=soon("step")
+    fakes.ListAgent(), env, runner=runner, deadlines=soon("step")
   )
   assert result.status is Status.TIMEOUT
   assert result.metrics["quarantined"] == 1
@@ -329,9 +333,8 @@ def test_close_follows_a_stuck_step_while_the_loop_lives(runner):
 
   async def main():
     result = await tc.TrajectoryCollectEngine(
-        fakes.ListAgent(), env, fakes.say_x, deadlines=soon("step"),
-        runner=runner,
-    ).collect()  # pyformat: disable
+      fakes.ListAgent(), env, fakes.say_x, deadlines=soon("step"), runner=runner
+    ).collect()
     assert env.closed == 0
     env.release.set()
     while not env.closed or len(asyncio.all_tasks()) > 2:
@@ -362,9 +365,8 @@ def test_a_coroutine_that_refuses_to_be_cancelled_is_left(runner):
 
   async def main():
     result = await tc.TrajectoryCollectEngine(
-        fakes.ListAgent(), env, fakes.say_x, deadlines=soon("step"),
-        runner=runner,
-    ).collect()  # pyformat: disable
+      fakes.ListAgent(), env, fakes.say_x, deadlines=soon("step"), runner=runner
+    ).collect()
     assert env.closed == 0 and len(runner.stuck) == 1
     env.stop = True
     while not env.closed or len(asyncio.all_tasks()) > 2:
@@ -384,7 +386,7 @@ def test_cancellation_cleans_up_and_goes_through(env_type, stage, runner):
 
   async def main():
     engine = tc.TrajectoryCollectEngine(
-        fakes.ListAgent(), env, fakes.say_x, observers=recorder, runner=runner
+      fakes.ListAgent(), env, fakes.say_x, observers=recorder, runner=runner
     )
     task = asyncio.ensure_future(engine.collect())
     while f"env.{stage}" not in env.log:
@@ -420,11 +422,11 @@ def test_a_second_cancellation_does_not_cut_the_cleanup_short(runner):
 
   async def main():
     engine = tc.TrajectoryCollectEngine(
-        fakes.ListAgent(),
-        env,
-        fakes.say_x,
-        runner=runner,
-        deadlines=tc.Deadlines(),
+      fakes.ListAgent(),
+      env,
+      fakes.say_x,
+      runner=runner,
+      deadlines=tc.Deadlines(),
     )
     task = asyncio.ensure_future(engine.collect())
     while "env.step" not in env.log:
@@ -506,9 +508,7 @@ def test_faults_in_a_fifth_of_all_episodes(runner):
     if fault and fault[0] == "create":
       raise OSError("no machine left")
     env_type = rng.choice([fakes.ScriptEnv, fakes.SyncScriptEnv])
-    env = env_type(
-        (0.0, 1.0), faults={fault[0]: fault[1]} if fault else None
-    )
+    env = env_type((0.0, 1.0), faults={fault[0]: fault[1]} if fault else None)
     if env_type is fakes.SyncScriptEnv:
       env.release = released
     agent = fakes.ListAgent()
@@ -544,13 +544,13 @@ def test_faults_in_a_fifth_of_all_episodes(runner):
   before = threading.active_count()
   recorder = fakes.Recorder()
   collector = tc.GroupCollector(
-      make,
-      model,
-      tc.CollectConfig(group_size=4, deadlines=LONGER, concurrency=64),
-      max_turns=4,
-      final_reward_fn=reward,
-      observers=recorder,
-      runner=runner,
+    make,
+    model,
+    tc.CollectConfig(group_size=4, deadlines=LONGER, concurrency=64),
+    max_turns=4,
+    final_reward_fn=reward,
+    observers=recorder,
+    runner=runner,
   )
 
   async def main():
@@ -564,17 +564,15 @@ def test_faults_in_a_fifth_of_all_episodes(runner):
   assert len(groups) == 40
   ended = [t for group in groups for t in group]
   assert len(ended) == 160 and len(plans) == 160
-  planned = sum(
-      1 for fault in plans.values() if fault and fault[0] != "close"
-  )
+  planned = sum(1 for fault in plans.values() if fault and fault[0] != "close")
   broken = [t for t in ended if not t.status.is_policy_outcome]
   assert planned > 15
   assert len(broken) == planned
   assert all(t.error for t in broken)
   assert all(
-      t.status is Status.SUCCEEDED and t.reward == 1.0
-      for t in ended
-      if t not in broken
+    t.status is Status.SUCCEEDED and t.reward == 1.0
+    for t in ended
+    if t not in broken
   )
   assert len(recorder.of(events.EpisodeFinished)) == 160
   assert all(env.closed == 1 for env in envs)
@@ -586,7 +584,6 @@ def test_faults_in_a_fifth_of_all_episodes(runner):
 @pytest.mark.parametrize("done", [2, -1, "yes", None, 0.0])
 def test_done_must_be_a_bool(done, runner):
   class Env(fakes.ScriptEnv):
-
     async def step(self, action):
       return "observation", 0.0, done, {}
 
@@ -597,7 +594,6 @@ def test_done_must_be_a_bool(done, runner):
 
 def test_an_evaluation_that_needs_arguments_is_not_the_engines_to_ask(runner):
   class Env(fakes.ScriptEnv):
-
     async def evaluate(self, answer):
       raise AssertionError("not asked")
 

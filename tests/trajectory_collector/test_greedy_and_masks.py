@@ -36,25 +36,25 @@ class GreedyAware(cases.SeededClient):
 def greedy_collector(client, pair=cases.good_pair, **config):
   model = cases.model_of(client)
   greedy = dataclasses.replace(
-      model, sampling=dataclasses.replace(model.sampling, temperature=0.0)
+    model, sampling=dataclasses.replace(model.sampling, temperature=0.0)
   )
   return tc.GroupCollector(
-      pair,
-      model,
-      tc.CollectConfig(group_size=3, min_valid=2, **config),
-      greedy_call=greedy,
+    pair,
+    model,
+    tc.CollectConfig(group_size=3, min_valid=2, **config),
+    greedy_call=greedy,
   )
 
 
 def test_a_greedy_episode_is_beside_the_group_and_not_in_it():
   client = GreedyAware()
   one, two = asyncio.run(
-      tc.collect_groups(greedy_collector(client), ["a", "b"])
+    tc.collect_groups(greedy_collector(client), ["a", "b"])
   )
   plain = asyncio.run(
-      tc.collect_groups(
-          cases.make_collector(cases.SeededClient(), group_size=3), ["a", "b"]
-      )
+    tc.collect_groups(
+      cases.make_collector(cases.SeededClient(), group_size=3), ["a", "b"]
+    )
   )
   # The members are those of a group without it.
   assert [tokens_of(g) for g in (one, two)] == [tokens_of(g) for g in plain]
@@ -62,8 +62,8 @@ def test_a_greedy_episode_is_beside_the_group_and_not_in_it():
     assert len(group) == len(group.valid) == 3
     assert group.greedy.trajectory_id == f"{group.group_id}.greedy"
   assert (
-      one.greedy.sequences[0].tokens.tolist()
-      == two.greedy.sequences[0].tokens.tolist()
+    one.greedy.sequences[0].tokens.tolist()
+    == two.greedy.sequences[0].tokens.tolist()
   )
   assert client.greedy
 
@@ -80,10 +80,10 @@ def test_a_group_whose_greedy_episode_broke_is_tried_again():
 
   queue = group_queue.GroupQueue(1)
   loop = tc.CollectLoop(
-      greedy_collector(GreedyAware(), pair, concurrency=1),
-      iter(["a"]),
-      queue,
-      backoff=0.0,
+    greedy_collector(GreedyAware(), pair, concurrency=1),
+    iter(["a"]),
+    queue,
+    backoff=0.0,
   )
   asyncio.run(loop.run())
   assert loop.counts["requeued"] == loop.counts["accepted"] == 1
@@ -103,8 +103,8 @@ def test_the_greedy_episode_is_announced_with_its_group(monkeypatch):
   monkeypatch.setattr(tc.GroupCollector, "announce", noted)
   config = group_queue.QueueConfig(max_staleness=1, admission="finished")
   for collector, want in (
-      (greedy_collector(GreedyAware()), [4, 4]),
-      (cases.make_collector(group_size=3), [3, 3]),
+    (greedy_collector(GreedyAware()), [4, 4]),
+    (cases.make_collector(group_size=3), [3, 3]),
   ):
     announced.clear()
     queue = group_queue.GroupQueue(2, config)
@@ -125,14 +125,14 @@ class MaskedClient(cases.SeededClient):
       return found
     tops = np.stack([found.tokens, found.tokens + 1], axis=1)
     return dataclasses.replace(
-        found, top_tokens=tops, top_logprobs=np.full(tops.shape, -0.69)
+      found, top_tokens=tops, top_logprobs=np.full(tops.shape, -0.69)
     )
 
 
 def masked(client):
   model = dataclasses.replace(cases.model_of(client), keeps_support=True)
   return tc.GroupCollector(
-      cases.good_pair, model, tc.CollectConfig(group_size=2, min_valid=1)
+    cases.good_pair, model, tc.CollectConfig(group_size=2, min_valid=1)
   )
 
 

@@ -29,9 +29,7 @@ def test_members_differ_and_a_run_repeats():
     collector = cases.make_collector(client, seed=kwargs["seed"])
     return await tc.collect_groups(collector, ["a", "b", "a"])
 
-  first, again, other = (
-      asyncio.run(main(seed=seed)) for seed in (1, 1, 2)
-  )
+  first, again, other = (asyncio.run(main(seed=seed)) for seed in (1, 1, 2))
   assert [tokens_of(g) for g in first] == [tokens_of(g) for g in again]
   everything = sum((tokens_of(g) for g in first + other), [])
   assert len({tuple(t) for t in everything}) == len(everything) == 24
@@ -46,8 +44,8 @@ def test_another_attempt_at_a_task_samples_anew():
 
   async def main():
     return [
-        tokens_of(await collector.collect("a", index=3, attempt=attempt))
-        for attempt in (0, 1, 0)
+      tokens_of(await collector.collect("a", index=3, attempt=attempt))
+      for attempt in (0, 1, 0)
     ]
 
   first, retried, again = asyncio.run(main())
@@ -63,11 +61,11 @@ def test_failures_with_a_success_between_them_do_not_end_the_loop():
 
   queue = group_queue.GroupQueue(8)
   loop = tc.CollectLoop(
-      cases.make_collector(pair=pair, max_requeues=0),
-      tc.TaskSampler(range(8), shuffle=False, epochs=1),
-      queue,
-      max_groups=1,
-      max_failed_groups=2,
+    cases.make_collector(pair=pair, max_requeues=0),
+    tc.TaskSampler(range(8), shuffle=False, epochs=1),
+    queue,
+    max_groups=1,
+    max_failed_groups=2,
   )
   asyncio.run(loop.run())
   assert loop.counts["accepted"] == loop.counts["given_up"] == 4
@@ -83,7 +81,7 @@ def test_group_ids_tasks_and_events():
   assert len({t.trajectory_id for t in group}) == 2
   started = recorder.of(events.EpisodeStarted)
   assert {(e.group_id, e.task_id, e.split) for e in started} == {
-      (group.group_id, "click/3", "eval")
+    (group.group_id, "click/3", "eval")
   }
 
 
@@ -96,7 +94,6 @@ def test_task_ids():
 
 def test_a_task_that_cannot_be_written_gets_an_id_and_its_group():
   class Opaque:
-
     def __repr__(self):
       return "Opaque(3)"
 
@@ -122,8 +119,8 @@ def test_an_episode_that_cannot_begin_is_data_and_closes_its_env(kind, fault):
   recorder = fakes.Recorder()
   collector = cases.make_collector(pair=pair, observers=recorder)
   tasks = [
-      gym_base.Task("bad", "f", max_turns=-1),
-      gym_base.Task("good", "f", max_turns=2),
+    gym_base.Task("bad", "f", max_turns=-1),
+    gym_base.Task("good", "f", max_turns=2),
   ]
   bad, good = asyncio.run(tc.collect_groups(collector, tasks))
   assert {t.status for t in bad} == {Status.ENV_ERROR}
@@ -207,7 +204,7 @@ def test_async_factories_and_factories_that_fail():
 
   collector = cases.make_collector(pair=pair)
   good, bad, odd = asyncio.run(
-      tc.collect_groups(collector, ["good", "bad", "odd"])
+    tc.collect_groups(collector, ["good", "bad", "odd"])
   )
   assert len(good.valid) == 4
   assert {t.error for t in bad} == {"EnvCreateError: OSError: no display"}
@@ -215,8 +212,8 @@ def test_async_factories_and_factories_that_fail():
 
 
 @pytest.mark.parametrize(
-    "kwargs, name",
-    [({"group_size": 0}, "group_size"), ({"min_valid": 5}, "min_valid")],
+  "kwargs, name",
+  [({"group_size": 0}, "group_size"), ({"min_valid": 5}, "min_valid")],
 )
 def test_bad_settings_are_refused(kwargs, name):
   with pytest.raises(ValueError, match=name):
@@ -224,12 +221,12 @@ def test_bad_settings_are_refused(kwargs, name):
 
 
 @pytest.mark.parametrize(
-    "kwargs, words",
-    [
-        ({"turn": 700.0}, "turn=700.0 s exceeds episode=600.0 s"),
-        ({"model": 200.0}, r"turn=180.0 s is shorter .* \(200.0 s"),
-        ({"close": 0.0}, "close"),
-    ],
+  "kwargs, words",
+  [
+    ({"turn": 700.0}, "turn=700.0 s exceeds episode=600.0 s"),
+    ({"model": 200.0}, r"turn=180.0 s is shorter .* \(200.0 s"),
+    ({"close": 0.0}, "close"),
+  ],
 )
 def test_deadlines_that_cannot_go_together_are_refused(kwargs, words):
   with pytest.raises(ValueError, match=words):
@@ -266,10 +263,10 @@ def test_sampler_shuffles_by_seed_and_resumes():
 def test_loop_and_learner(max_staleness):
   client = cases.SeededClient(jitter=0.004)
   queue = group_queue.GroupQueue(
-      2, group_queue.QueueConfig(max_staleness=max_staleness)
+    2, group_queue.QueueConfig(max_staleness=max_staleness)
   )
   loop = tc.CollectLoop(
-      cases.make_collector(client), tc.TaskSampler(range(5)), queue
+    cases.make_collector(client), tc.TaskSampler(range(5)), queue
   )
   loop.start()
   batches = cases.learn(queue, client, 12)
@@ -300,10 +297,10 @@ def test_two_synchronous_runs_are_equal():
     client = cases.SeededClient(jitter=0.01)
     queue = group_queue.GroupQueue(3)
     loop = tc.CollectLoop(
-        cases.make_collector(client, pair, seed=7, max_requeues=1),
-        tc.TaskSampler(range(7), seed=1),
-        queue,
-        backoff=0,
+      cases.make_collector(client, pair, seed=7, max_requeues=1),
+      tc.TaskSampler(range(7), seed=1),
+      queue,
+      backoff=0,
     )
     loop.start()
     batches = cases.learn(queue, client, 4)
@@ -311,8 +308,8 @@ def test_two_synchronous_runs_are_equal():
     assert loop.join(20)
     assert loop.counts["requeued"] >= 2 and loop.counts["given_up"] >= 1
     return [
-        [(g.task_id, g.group_id, g.attempt, tokens_of(g)) for g in batch]
-        for batch in batches
+      [(g.task_id, g.group_id, g.attempt, tokens_of(g)) for g in batch]
+      for batch in batches
     ]
 
   first = run()
@@ -332,21 +329,21 @@ def test_dropped_groups_are_tried_again_and_then_given_up():
 
   queue = group_queue.GroupQueue(2)
   loop = tc.CollectLoop(
-      cases.make_collector(pair=pair, observers=recorder),
-      tc.TaskSampler(["broken", "a", "b"], shuffle=False, epochs=1),
-      queue,
-      backoff=0,
+    cases.make_collector(pair=pair, observers=recorder),
+    tc.TaskSampler(["broken", "a", "b"], shuffle=False, epochs=1),
+    queue,
+    backoff=0,
   )
   asyncio.run(loop.run())
   outcomes = [
-      (e.group.task_id != "", e.outcome, e.group.attempt)
-      for e in recorder.of(events.GroupFinished)
-      if e.outcome != "accepted"
+    (e.group.task_id != "", e.outcome, e.group.attempt)
+    for e in recorder.of(events.GroupFinished)
+    if e.outcome != "accepted"
   ]
   assert outcomes == [
-      (True, "requeued", 0),
-      (True, "requeued", 1),
-      (True, "dropped", 2),
+    (True, "requeued", 0),
+    (True, "requeued", 1),
+    (True, "dropped", 2),
   ]
   last = [e for e in recorder.of(events.GroupFinished) if e.reason][-1]
   assert "0 of 4 episodes are valid" in last.reason
@@ -370,7 +367,7 @@ def test_groups_with_enough_valid_members_are_kept():
 
   queue = group_queue.GroupQueue(1)
   loop = tc.CollectLoop(
-      cases.make_collector(pair=pair, min_valid=2), iter(["a"]), queue
+    cases.make_collector(pair=pair, min_valid=2), iter(["a"]), queue
   )
   asyncio.run(loop.run())
   group = queue.get(timeout=0)
@@ -385,20 +382,19 @@ def test_a_masked_episode_counts_in_a_group_that_has_another():
   def ended(reward, trained):
     mask = (np.arange(4) > 1) & trained
     one = trajectory_lib.TokenSequence(
-        np.arange(4), mask, np.zeros(4), np.where(mask, 0, -1), np.zeros(4)
+      np.arange(4), mask, np.zeros(4), np.where(mask, 0, -1), np.zeros(4)
     )
     metrics = {} if trained else {"untrained_tokens": 2}
     return trajectory_lib.Trajectory(
-        reward=reward, status=Status.FAILED,
-        sequences=[one], metrics=metrics,
-    )  # pyformat: disable
+      reward=reward, status=Status.FAILED, sequences=[one], metrics=metrics
+    )
 
   mixed = group(ended(0.0, False), ended(1.0, True))
   assert mixed.rewards == (0.0, 1.0) and mixed.varies
   values = {m.trajectory_id: np.ones(1, np.float32) for m in mixed}
   (rows,), stats = examples.from_advantages([mixed], values)
   assert [e.trajectory_id for e in rows] == [
-      mixed.trajectories[1].trajectory_id
+    mixed.trajectories[1].trajectory_id
   ]
   assert stats.valid == 2 and stats.reward_mean == 0.5
   left_out = examples.left_out([mixed], [])
@@ -406,12 +402,12 @@ def test_a_masked_episode_counts_in_a_group_that_has_another():
   masked = group(ended(0.0, False), ended(1.0, False))
   assert masked.valid == ()
   loop = tc.CollectLoop(
-      cases.make_collector(), iter([]), group_queue.GroupQueue(1)
+    cases.make_collector(), iter([]), group_queue.GroupQueue(1)
   )
   assert loop._refusal(mixed) is None
   assert loop._refusal(masked) == (
-      "0 of 2 episodes are valid, 2 are needed; 4 sampled tokens are not"
-      " trained on; see rollout.other_sampling"
+    "0 of 2 episodes are valid, 2 are needed; 4 sampled tokens are not"
+    " trained on; see rollout.other_sampling"
   )
 
 
@@ -421,11 +417,11 @@ def test_a_world_in_which_nothing_works_is_reported():
 
   queue = group_queue.GroupQueue(2)
   loop = tc.CollectLoop(
-      cases.make_collector(pair=pair, max_requeues=1),
-      tc.TaskSampler(range(3)),
-      queue,
-      backoff=0,
-      max_failed_groups=6,
+    cases.make_collector(pair=pair, max_requeues=1),
+    tc.TaskSampler(range(3)),
+    queue,
+    backoff=0,
+    max_failed_groups=6,
   )
   loop.start()
   with pytest.raises(group_queue.QueueFailed, match="no gym server") as e:
@@ -441,23 +437,19 @@ def test_a_crash_of_the_loop_surfaces_at_the_consumer(where):
     raise ZeroDivisionError("sampler")
 
   class Store(group_store.MemoryGroupStore):
-
     def append(self, index, group):
       raise ZeroDivisionError("queue")
 
   class Collector(tc.GroupCollector):
-
     async def collect(self, *args, **kwargs):
       raise ZeroDivisionError("factory result")
 
-  queue = group_queue.GroupQueue(
-      2, store=Store() if where == "queue" else None
-  )
+  queue = group_queue.GroupQueue(2, store=Store() if where == "queue" else None)
   kind = Collector if where == "factory result" else tc.GroupCollector
   loop = tc.CollectLoop(
-      kind(cases.good_pair, cases.model_of(cases.SeededClient())),
-      tasks() if where == "sampler" else tc.TaskSampler(range(9)),
-      queue,
+    kind(cases.good_pair, cases.model_of(cases.SeededClient())),
+    tasks() if where == "sampler" else tc.TaskSampler(range(9)),
+    queue,
   )
   loop.start()
   with pytest.raises(group_queue.QueueFailed, match=where) as e:
@@ -470,7 +462,6 @@ def test_stop():
   envs = []
 
   class Env(fakes.ScriptEnv):
-
     async def step(self, action):
       await asyncio.sleep(60)
 
@@ -480,7 +471,7 @@ def test_stop():
 
   queue = group_queue.GroupQueue(2)
   loop = tc.CollectLoop(
-      cases.make_collector(pair=pair), tc.TaskSampler(range(9)), queue
+    cases.make_collector(pair=pair), tc.TaskSampler(range(9)), queue
   )
   loop.start()
   assert fakes.wait_until(lambda: len(envs) == 8)
@@ -503,9 +494,10 @@ def test_no_group_starts_during_a_hold():
   queue = group_queue.GroupQueue(1)
   client = cases.SeededClient()
   loop = tc.CollectLoop(
-      cases.make_collector(client, pair=pair, group_size=2),
-      tc.TaskSampler(range(9), shuffle=False), queue,
-  )  # pyformat: disable
+    cases.make_collector(client, pair=pair, group_size=2),
+    tc.TaskSampler(range(9), shuffle=False),
+    queue,
+  )
   loop.start()
   queue.get_batch(timeout=30)
   loop.hold()
@@ -546,7 +538,6 @@ def test_stop_before_the_start_and_closing_the_queue_end_the_loop():
 
 def test_a_group_cancelled_before_its_first_step_gives_its_ticket_back():
   class Loop(tc.CollectLoop):
-
     def _group(self, task, ticket):
       # Runs after the task was made and before its first step.
       asyncio.get_running_loop().call_soon(lambda: self.stop())
@@ -589,10 +580,10 @@ def test_groups_in_flight_can_be_bounded_further():
   client = cases.SeededClient(jitter=0.002)
   queue = group_queue.GroupQueue(8)
   loop = tc.CollectLoop(
-      cases.make_collector(client, group_size=2),
-      tc.TaskSampler(range(8), epochs=1),
-      queue,
-      max_groups=2,
+    cases.make_collector(client, group_size=2),
+    tc.TaskSampler(range(8), epochs=1),
+    queue,
+    max_groups=2,
   )
   asyncio.run(loop.run())
   assert client.peak <= 4
@@ -676,13 +667,14 @@ def test_a_part_that_never_comes_gives_its_ticket_back():
     _Paced.gates = {}
     config = group_queue.QueueConfig(max_staleness=2)
     queue = group_queue.GroupQueue(2, config)
-    collector = cases.make_collector(pair=_paced_pair({0, 1, 2}), part_size=2,
-                                     max_requeues=1)
+    collector = cases.make_collector(
+      pair=_paced_pair({0, 1, 2}), part_size=2, max_requeues=1
+    )
     for number in range(3, 12):
       _Paced.gates[number] = asyncio.Event()
       _Paced.gates[number].set()
     loop = tc.CollectLoop(
-        collector, tc.TaskSampler(["a"], epochs=1), queue, backoff=0
+      collector, tc.TaskSampler(["a"], epochs=1), queue, backoff=0
     )
     await loop.run()
     return queue.counters(), loop
@@ -699,9 +691,9 @@ def test_a_resumed_run_collects_the_parts_that_are_wanting():
   sampler = tc.TaskSampler(["a", "b", "c"], shuffle=False, epochs=1)
   loop = tc.CollectLoop(cases.make_collector(part_size=2), sampler, queue)
   queue.known = lambda: {0, 2, 3}  # As of a store: one part of "a", all of "b".
-  loop.load_state_dict({
-      "sampler": sampler.state_dict(), "next_index": 0, "unfinished": [],
-  })  # pyformat: disable
+  loop.load_state_dict(
+    {"sampler": sampler.state_dict(), "next_index": 0, "unfinished": []}
+  )
   asyncio.run(loop.run())
   tasks = [g.trajectories[0].task for g in queue.get_batch(3, timeout=0)]
   counters = queue.counters()
@@ -712,7 +704,7 @@ def test_finished_admission_starts_a_group_when_episodes_have_room():
   async def main():
     _Paced.gates = {}
     queue = group_queue.GroupQueue(
-        1, group_queue.QueueConfig(max_staleness=1, admission="finished")
+      1, group_queue.QueueConfig(max_staleness=1, admission="finished")
     )
     collector = cases.make_collector(pair=_paced_pair(), concurrency=6)
     loop = tc.CollectLoop(collector, tc.TaskSampler(["a"]), queue)

@@ -30,7 +30,7 @@ def pair(task):
 
 def model(script=None, **kwargs):
   client = fakes.TokenClient(
-      script or (lambda turn, sampling: [80, 81, fakes.EOT]), **kwargs
+    script or (lambda turn, sampling: [80, 81, fakes.EOT]), **kwargs
   )
   return tc.PolicyModel(client, fakes.CharRenderer()), client
 
@@ -40,7 +40,7 @@ def test_trainer_and_collector_on_one_loop_do_not_wait_for_each_other():
   policy, client = model()
   queue = group_queue.GroupQueue(2, group_queue.QueueConfig(max_staleness=1))
   collector = tc.GroupCollector(
-      pair, policy, tc.CollectConfig(group_size=3, min_valid=2, concurrency=1)
+    pair, policy, tc.CollectConfig(group_size=3, min_valid=2, concurrency=1)
   )
   loop = tc.CollectLoop(collector, tc.TaskSampler(range(3)), queue)
 
@@ -69,7 +69,7 @@ def test_a_blocking_model_does_not_block_other_episodes():
 
   async def main():
     collector = tc.GroupCollector(
-        pair, blocking, tc.CollectConfig(group_size=8, min_valid=2)
+      pair, blocking, tc.CollectConfig(group_size=8, min_valid=2)
     )
     collecting = asyncio.ensure_future(collector.collect("t"))
     while len(started) < 8:
@@ -85,7 +85,7 @@ def test_members_of_a_group_are_sampled_with_different_seeds():
   """Without any seed in the settings, all members were identical."""
   policy, client = model()
   collector = tc.GroupCollector(
-      pair, policy, tc.CollectConfig(group_size=6, min_valid=2)
+    pair, policy, tc.CollectConfig(group_size=6, min_valid=2)
   )
   asyncio.run(collector.collect("t"))
   seeds = [sampling.seed for _, sampling in client.requests]
@@ -96,9 +96,7 @@ def test_members_of_a_group_are_sampled_with_different_seeds():
 def test_the_end_of_turn_token_is_part_of_the_next_context():
   """EOS dropped: the second context equalled the training prefix in 0 %."""
   policy, client = model()
-  result = asyncio.run(
-      tc.TrajectoryCollectEngine(*pair("t"), policy).collect()
-  )
+  result = asyncio.run(tc.TrajectoryCollectEngine(*pair("t"), policy).collect())
   (sequence,) = result.sequences
   second = len(client.prompts[1])
   assert np.array_equal(sequence.tokens[:second], client.prompts[1])
@@ -112,7 +110,7 @@ def test_a_slow_consumer_gets_every_ready_group():
   policy, _ = model()
   queue = group_queue.GroupQueue(10)
   collector = tc.GroupCollector(
-      pair, policy, tc.CollectConfig(group_size=2, min_valid=2)
+    pair, policy, tc.CollectConfig(group_size=2, min_valid=2)
   )
   loop = tc.CollectLoop(collector, tc.TaskSampler(range(10), epochs=1), queue)
   loop.start()
@@ -130,9 +128,7 @@ def test_a_slow_consumer_gets_every_ready_group():
 def test_an_over_long_response_is_kept_and_trainable():
   """The whole turn was lost and its mask 0."""
   policy, _ = model(lambda turn, sampling: [80] * 500)
-  result = asyncio.run(
-      tc.TrajectoryCollectEngine(*pair("t"), policy).collect()
-  )
+  result = asyncio.run(tc.TrajectoryCollectEngine(*pair("t"), policy).collect())
   assert result.num_sampled == 2 * policy.sampling.max_new_tokens
   assert result.is_trainable
 
@@ -149,7 +145,7 @@ def test_one_exception_in_a_step_does_not_end_training():
   policy, client = model()
   queue = group_queue.GroupQueue(2)
   collector = tc.GroupCollector(
-      sometimes, policy, tc.CollectConfig(group_size=4, min_valid=2)
+    sometimes, policy, tc.CollectConfig(group_size=4, min_valid=2)
   )
   loop = tc.CollectLoop(collector, tc.TaskSampler(range(4)), queue)
   loop.start()
@@ -165,27 +161,27 @@ def test_one_exception_in_a_step_does_not_end_training():
 
 def test_prompt_and_budget_over_the_context_length_is_an_outcome():
   policy, _ = model(limit=30)
-  result = asyncio.run(
-      tc.TrajectoryCollectEngine(*pair("t"), policy).collect()
-  )
+  result = asyncio.run(tc.TrajectoryCollectEngine(*pair("t"), policy).collect())
   assert result.status is Status.CONTEXT_LIMIT
 
 
 def test_finish_and_a_registry_reward():
   """`finish` crashed; a RewardOutput broke the computation of returns."""
   env = ToolEnvironment(
-      {"question": "2 + 2"}, {}, lambda task, action: RewardOutput(
-          float(action == "4"), {"judge": "strict"}
-      )
+    {"question": "2 + 2"},
+    {},
+    lambda task, action: RewardOutput(
+      float(action == "4"), {"judge": "strict"}
+    ),
   )
   reply = (
-      '<tool_call>\n{"name": "finish", "arguments": {"response": "4"}}\n'
-      "</tool_call>"
+    '<tool_call>\n{"name": "finish", "arguments": {"response": "4"}}\n'
+    "</tool_call>"
   )
   result = asyncio.run(
-      tc.TrajectoryCollectEngine(
-          ToolAgent(), env, lambda messages: reply, gamma=0.9
-      ).collect()
+    tc.TrajectoryCollectEngine(
+      ToolAgent(), env, lambda messages: reply, gamma=0.9
+    ).collect()
   )
   assert result.error is None
   assert result.status is Status.SUCCEEDED
@@ -198,9 +194,9 @@ def test_a_model_call_that_hangs_has_a_deadline():
 
   agent, env = pair("t")
   result = asyncio.run(
-      tc.TrajectoryCollectEngine(
-          agent, env, hang, deadlines=tc.Deadlines(model=0.05)
-      ).collect()
+    tc.TrajectoryCollectEngine(
+      agent, env, hang, deadlines=tc.Deadlines(model=0.05)
+    ).collect()
   )
   assert result.status is Status.TIMEOUT
   assert env.closed == 1
@@ -212,14 +208,14 @@ def test_reward_functions_see_every_turn():
   replies = iter(["one", "two"])
   agent, env = pair("t")
   asyncio.run(
-      tc.TrajectoryCollectEngine(
-          agent,
-          env,
-          lambda messages: next(replies),
-          lambda trajectory: len(
-              texts.extend(s.model_response for s in trajectory.steps) or ""
-          ),
-      ).collect()
+    tc.TrajectoryCollectEngine(
+      agent,
+      env,
+      lambda messages: next(replies),
+      lambda trajectory: len(
+        texts.extend(s.model_response for s in trajectory.steps) or ""
+      ),
+    ).collect()
   )
   assert texts == ["one", "two"]
 
@@ -228,7 +224,7 @@ def test_the_queue_is_bounded():
   queue = group_queue.GroupQueue(2)
   policy, _ = model()
   collector = tc.GroupCollector(
-      pair, policy, tc.CollectConfig(group_size=2, min_valid=2)
+    pair, policy, tc.CollectConfig(group_size=2, min_valid=2)
   )
   group = asyncio.run(collector.collect("t"))
   queue.put(group)
@@ -242,7 +238,6 @@ def test_messages_are_shared_between_the_steps_of_an_episode():
   image = trajectory_lib.ImageRef("0" * 64, 32, 32)
 
   class Env(fakes.ScriptEnv):
-
     async def step(self, action):
       _, reward, done, info = await super().step(action)
       return {"screenshot": image, "text": "seen"}, reward, done, info
@@ -250,21 +245,19 @@ def test_messages_are_shared_between_the_steps_of_an_episode():
   policy, _ = model()
   turns = 30
   result = asyncio.run(
-      tc.TrajectoryCollectEngine(
-          ToolAgent(on_parse_error="retry"),
-          Env((0.0,) * turns),
-          policy,
-          max_steps=turns,
-      ).collect()
+    tc.TrajectoryCollectEngine(
+      ToolAgent(on_parse_error="retry"),
+      Env((0.0,) * turns),
+      policy,
+      max_steps=turns,
+    ).collect()
   )
   assert len(result.steps) == turns
-  objects = {
-      id(m) for step in result.steps for m in step.chat_completions
-  }
+  objects = {id(m) for step in result.steps for m in step.chat_completions}
   assert len(objects) <= 2 * turns + 1
   # And so is what is written: linear in the turns, not quadratic.
   sizes = [
-      len(str(step["chat_completions"])) for step in result.to_json()["steps"]
+    len(str(step["chat_completions"])) for step in result.to_json()["steps"]
   ]
   assert max(sizes[1:]) < 3 * min(sizes[1:])
 
@@ -282,9 +275,9 @@ def test_a_group_without_enough_members_is_not_statistics():
   policy, _ = model()
   queue = group_queue.GroupQueue(1)
   collector = tc.GroupCollector(
-      mostly_broken,
-      policy,
-      tc.CollectConfig(group_size=4, min_valid=2, max_requeues=1),
+    mostly_broken,
+    policy,
+    tc.CollectConfig(group_size=4, min_valid=2, max_requeues=1),
   )
   loop = tc.CollectLoop(collector, iter(["a"]), queue, backoff=0)
   asyncio.run(loop.run())
@@ -295,16 +288,13 @@ def test_a_group_without_enough_members_is_not_statistics():
 
 def test_completions_without_a_version_or_log_prob_are_refused():
   class Client(fakes.TokenClient):
-
     async def generate(self, prompt, sampling, *, session):
       return policy_client.Completion(
-          [80, fakes.EOT], [-1.0, 0.5], [0, 0], policy_client.FinishReason.STOP
+        [80, fakes.EOT], [-1.0, 0.5], [0, 0], policy_client.FinishReason.STOP
       )
 
   policy = tc.PolicyModel(Client(None), fakes.CharRenderer())
-  result = asyncio.run(
-      tc.TrajectoryCollectEngine(*pair("t"), policy).collect()
-  )
+  result = asyncio.run(tc.TrajectoryCollectEngine(*pair("t"), policy).collect())
   assert result.status is Status.MODEL_ERROR
   assert "log-prob" in result.error
 
@@ -319,27 +309,26 @@ def test_a_reply_cut_at_its_length_runs_the_calls_that_are_whole(keeps):
   end = [ord(c) + 10 for c in "42"] + [fakes.EOT]
 
   class Client(fakes.TokenClient):
-
     async def generate(self, prompt, sampling, *, session):
       completion = await super().generate(prompt, sampling, session=session)
       return dataclasses.replace(
-          completion, logprobs=np.full(len(completion.tokens), -1.0)
+        completion, logprobs=np.full(len(completion.tokens), -1.0)
       )
 
   client = Client(lambda turn, _: end if turn else endless)
   policy = tc.PolicyModel(
-      client,
-      fakes.CharRenderer(),
-      policy_client.SamplingParams(max_new_tokens=length),
+    client,
+    fakes.CharRenderer(),
+    policy_client.SamplingParams(max_new_tokens=length),
   )
   task = {"question": "6*7=?", "ground_truth": "42"}
   tool_map = {"calculator": tools.CalculatorTool}
   result = asyncio.run(
-      tc.TrajectoryCollectEngine(
-          ToolAgent(tool_map=tool_map, on_parse_error="retry"),
-          ToolEnvironment(task, tool_map, reward_fn="exact_match"),
-          policy,
-      ).collect()
+    tc.TrajectoryCollectEngine(
+      ToolAgent(tool_map=tool_map, on_parse_error="retry"),
+      ToolEnvironment(task, tool_map, reward_fn="exact_match"),
+      policy,
+    ).collect()
   )
   assert result.status.is_policy_outcome, result.error
   first = result.steps[0]

@@ -65,11 +65,11 @@ within <tool_call></tool_call> XML tags:
 {"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>"""
 QWEN_SYSTEM = (
-    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+  "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 )
 THINK = (
-    "{{- '<think>\\n' + (m.reasoning_content or '').strip('\\n')"
-    " + '\\n</think>\\n\\n' -}}"
+  "{{- '<think>\\n' + (m.reasoning_content or '').strip('\\n')"
+  " + '\\n</think>\\n\\n' -}}"
 )
 DEEPSEEK = [
     "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>",
@@ -77,7 +77,7 @@ DEEPSEEK = [
     "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
     "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>",
     "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
-]  # pyformat: disable
+]  # fmt: skip
 DISTILL = """{{- '<｜begin▁of▁sentence｜>' -}}
 {%- for m in messages -%}
 {%- if m.role == 'system' -%}{{- m.content -}}
@@ -89,7 +89,7 @@ DISTILL = """{{- '<｜begin▁of▁sentence｜>' -}}
 
 def tokenizer(template=None, extra=()):
   found = transformers.AutoTokenizer.from_pretrained(
-      str(policy_files.resolve(CHECKPOINT))
+    str(policy_files.resolve(CHECKPOINT))
   )
   if template is not None:
     found.chat_template = template
@@ -108,9 +108,9 @@ def chatml(default, think=""):
 @pytest.fixture(scope="module")
 def kinds():
   made = {
-      "qwen": tokenizer(chatml(QWEN_SYSTEM)),
-      "qwen3": tokenizer(chatml("", THINK)),
-      "distill_qwen": tokenizer(DISTILL, DEEPSEEK),
+    "qwen": tokenizer(chatml(QWEN_SYSTEM)),
+    "qwen3": tokenizer(chatml("", THINK)),
+    "distill_qwen": tokenizer(DISTILL, DEEPSEEK),
   }
   return {k: (t, loss_mask.make(k, t)) for k, t in made.items()}
 
@@ -118,21 +118,25 @@ def kinds():
 PIECES = st.sampled_from([
     "\n", "\n\n", " ", "Click", " the", "[512, 300]", "é", "🙂", "assistant\n",
     "<tool_call>", "<|", "user", "\t", "ok.", "def f():\n  return 1\n",
-])  # pyformat: disable
-TEXT = st.lists(PIECES | st.text(max_size=4), max_size=5).map("".join).filter(
-    lambda t: "<|im_" not in t and "think>" not in t and "｜" not in t
+])  # fmt: skip
+TEXT = (
+  st.lists(PIECES | st.text(max_size=4), max_size=5)
+  .map("".join)
+  .filter(lambda t: "<|im_" not in t and "think>" not in t and "｜" not in t)
 )
 # One that a header's newline does not merge with in the reference.
 REPLY = st.builds(lambda t: "x" + t, TEXT)
 CALLS = st.lists(
-    st.builds(
-        lambda a: {"type": "function",
-                   "function": {"name": "click", "arguments": a}},
-        st.dictionaries(st.sampled_from("xy"), st.integers(0, 999) | TEXT),
-    ),
-    min_size=1,
-    max_size=2,
-)  # pyformat: disable
+  st.builds(
+    lambda a: {
+      "type": "function",
+      "function": {"name": "click", "arguments": a},
+    },
+    st.dictionaries(st.sampled_from("xy"), st.integers(0, 999) | TEXT),
+  ),
+  min_size=1,
+  max_size=2,
+)
 
 
 def said(role, text):
@@ -141,48 +145,51 @@ def said(role, text):
 
 PLAIN_TURN = st.tuples(said("user", TEXT), said("assistant", REPLY))
 REASONED_TURN = st.tuples(
-    said("user", TEXT),
-    st.builds(
-        lambda c, r: {
-            "role": "assistant", "content": c, "reasoning_content": r,
-        },
-        REPLY, TEXT,
-    ),
-)  # pyformat: disable
+  said("user", TEXT),
+  st.builds(
+    lambda c, r: {"role": "assistant", "content": c, "reasoning_content": r},
+    REPLY,
+    TEXT,
+  ),
+)
 TOOL_TURN = st.tuples(
-    st.builds(
-        lambda c, calls: {
-            "role": "assistant", "content": c, "tool_calls": calls,
-        },
-        REPLY | st.just(""),
-        CALLS,
-    ),
-    said("tool", TEXT),
-    said("tool", TEXT),
-)  # pyformat: disable
+  st.builds(
+    lambda c, calls: {"role": "assistant", "content": c, "tool_calls": calls},
+    REPLY | st.just(""),
+    CALLS,
+  ),
+  said("tool", TEXT),
+  said("tool", TEXT),
+)
 SYSTEM = st.lists(said("system", TEXT), max_size=1)
-TOOLS = [{
+TOOLS = [
+  {
     "type": "function",
     "function": {
-        "name": "click", "description": 'Clicks "é".',
-        "parameters": {"type": "object", "properties": {}},
+      "name": "click",
+      "description": 'Clicks "é".',
+      "parameters": {"type": "object", "properties": {}},
     },
-}]  # pyformat: disable
+  }
+]
 
 
 def conversations(*turns):
   return st.builds(
-      lambda system, rest: system + [m for turn in rest for m in turn],
-      SYSTEM,
-      st.lists(st.one_of(*turns), min_size=1, max_size=4),
+    lambda system, rest: system + [m for turn in rest for m in turn],
+    SYSTEM,
+    st.lists(st.one_of(*turns), min_size=1, max_size=4),
   )
 
 
 def reference(found, messages, tools):
   made = found.apply_chat_template(
-      messages, tools=tools, tokenize=True, return_dict=True,
-      return_assistant_tokens_mask=True,
-  )  # pyformat: disable
+    messages,
+    tools=tools,
+    tokenize=True,
+    return_dict=True,
+    return_assistant_tokens_mask=True,
+  )
   return made["input_ids"], made["assistant_masks"]
 
 
@@ -191,7 +198,7 @@ def trained(found, masked):
 
 
 EXAMPLES = hypothesis.settings(
-    max_examples=200, suppress_health_check=list(hypothesis.HealthCheck)
+  max_examples=200, suppress_health_check=list(hypothesis.HealthCheck)
 )
 
 
@@ -213,7 +220,7 @@ def test_qwen_equals_the_template_and_its_mask(kinds, messages, tools):
 
 
 @hypothesis.given(
-    conversations(PLAIN_TURN, REASONED_TURN, TOOL_TURN), st.booleans()
+  conversations(PLAIN_TURN, REASONED_TURN, TOOL_TURN), st.booleans()
 )
 @EXAMPLES
 def test_qwen3_keeps_the_reasoning_of_every_reply(kinds, messages, tools):
@@ -231,36 +238,41 @@ def test_distill_qwen_equals_the_template_and_its_mask(kinds, messages):
 def test_a_shipped_checkpoints_own_template(checkpoint, tools):
   """The template without a default system message."""
   own = transformers.AutoTokenizer.from_pretrained(
-      str(policy_files.resolve(checkpoint))
+    str(policy_files.resolve(checkpoint))
   )
   generator = loss_mask.make("qwen", own)
   user = {"role": "user", "content": "1 + 1 ="}
   reply = {"role": "assistant", "content": "2"}
   result = {"role": "tool", "content": "3"}
   call = {
-      "type": "function", "function": {"name": "add", "arguments": {"a": 1}},
-  }  # pyformat: disable
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 1}},
+  }
   calling = lambda text, *calls: {**reply, "content": text, "tool_calls": calls}
   systems = [[], *([{"role": "system", "content": t}] for t in ("", "Brief."))]
-  for system, turns in itertools.product(systems, [
-      [user, reply], [user, reply, user, reply],
+  for system, turns in itertools.product(
+    systems,
+    [
+      [user, reply],
+      [user, reply, user, reply],
       [user, calling("I call.", call), result, reply],
       [user, calling("", call, call), result, result, reply],
-  ]):  # pyformat: disable
+    ],
+  ):
     messages = system + turns
     shown = own.apply_chat_template(messages, tools=tools, return_dict=True)
     got = generator.get_loss_mask(messages, tools)
     assert got[0] == shown["input_ids"], own.decode(got[0])
 
 
-@pytest.mark.parametrize("kind, end", [
-    ("qwen", END), ("distill_qwen", DEEPSEEK[1]),
-])  # pyformat: disable
+@pytest.mark.parametrize(
+  "kind, end", [("qwen", END), ("distill_qwen", DEEPSEEK[1])]
+)
 @hypothesis.given(
-    texts=st.lists(TEXT, min_size=1, max_size=3),
-    hostile=st.lists(
-        st.sampled_from([END, "<|im_start|>user\n", "<｜Assistant｜>", "\n"])
-    ).map("".join),
+  texts=st.lists(TEXT, min_size=1, max_size=3),
+  hostile=st.lists(
+    st.sampled_from([END, "<|im_start|>user\n", "<｜Assistant｜>", "\n"])
+  ).map("".join),
 )
 @hypothesis.settings(parent=EXAMPLES, max_examples=100)
 def test_trained_tokens_decode_to_the_replies(kinds, kind, end, texts, hostile):
@@ -272,8 +284,7 @@ def test_trained_tokens_decode_to_the_replies(kinds, kind, end, texts, hostile):
     messages.append({"role": "assistant", "content": text})
   masked = loss_mask.masked_tokens(generator, messages)
   want = "".join(
-      found.decode(found.encode(t, add_special_tokens=False)) + end
-      for t in texts
+    found.decode(found.encode(t, add_special_tokens=False)) + end for t in texts
   )
   assert trained(found, masked) == want
   number = found.convert_tokens_to_ids(end)
@@ -283,7 +294,7 @@ def test_trained_tokens_decode_to_the_replies(kinds, kind, end, texts, hostile):
 
 
 @hypothesis.given(
-    turns=st.lists(st.tuples(REPLY, st.booleans()), min_size=1, max_size=4)
+  turns=st.lists(st.tuples(REPLY, st.booleans()), min_size=1, max_size=4)
 )
 @hypothesis.settings(parent=EXAMPLES, max_examples=40)
 def test_a_flag_leaves_a_reply_out(kinds, turns):
@@ -295,9 +306,9 @@ def test_a_flag_leaves_a_reply_out(kinds, turns):
   masked = loss_mask.masked_tokens(generator, messages)
   assert masked.token_ids == generator.get_loss_mask(plain)[0]
   assert trained(found, masked) == "".join(
-      found.decode(found.encode(text, add_special_tokens=False)) + END
-      for text, keep in turns
-      if keep
+    found.decode(found.encode(text, add_special_tokens=False)) + END
+    for text, keep in turns
+    if keep
   )
 
 
@@ -305,7 +316,7 @@ def test_a_flag_leaves_a_reply_out(kinds, turns):
     [], [{"role": "user", "content": "a"}],
     [{"role": "user", "content": "a"},
      {"role": "assistant", "content": "b", "loss_mask": 0}],
-])  # pyformat: disable
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["qwen", "qwen3", "distill_qwen"])
 def test_nothing_to_train_on_is_safe(kinds, kind, messages):
   generator = kinds[kind][1]
@@ -313,21 +324,23 @@ def test_nothing_to_train_on_is_safe(kinds, kind, messages):
   assert len(masked.token_ids) == len(masked.loss_mask)
   assert (masked.response_length, masked.response_mask) == (0, [])
   assert generator.get_response_lengths([masked.loss_mask, [0, 1, 0], []]) == [
-      0, 2, 0,
-  ]  # pyformat: disable
+    0,
+    2,
+    0,
+  ]
 
 
 def test_a_reply_of_a_reasoning_server_gets_the_block_it_closes(kinds):
   found, generator = kinds["distill_qwen"]
   for message, want in (
-      ({"content": "a b\n</think>\n\nc"}, "a b\n</think>\n\nc"),
-      ({"content": "c", "reasoning_content": "a b\n"}, "a b\n</think>\n\nc"),
-      ({"content": "<think>\na\n</think>c"}, "<think>\na\n</think>c"),
+    ({"content": "a b\n</think>\n\nc"}, "a b\n</think>\n\nc"),
+    ({"content": "c", "reasoning_content": "a b\n"}, "a b\n</think>\n\nc"),
+    ({"content": "<think>\na\n</think>c"}, "<think>\na\n</think>c"),
   ):
     masked = loss_mask.masked_tokens(
-        generator, [{"role": "user", "content": "q"},
-                    {"role": "assistant", **message}],
-    )  # pyformat: disable
+      generator,
+      [{"role": "user", "content": "q"}, {"role": "assistant", **message}],
+    )
     assert trained(found, masked) == want + DEEPSEEK[1]
     text = found.decode(masked.token_ids)
     assert text.count("<think>") == text.count("</think>") == 1
@@ -336,24 +349,27 @@ def test_a_reply_of_a_reasoning_server_gets_the_block_it_closes(kinds):
 def test_distill_qwen_writes_calls_and_their_results(kinds):
   found, generator = kinds["distill_qwen"]
   call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
-  masked = loss_mask.masked_tokens(generator, [
+  masked = loss_mask.masked_tokens(
+    generator,
+    [
       {"role": "user", "content": "q"},
       {"role": "assistant", "content": None, "tool_calls": [call, call]},
       {"role": "tool", "content": "1"},
       {"role": "tool", "content": "2"},
       {"role": "assistant", "content": "3"},
-  ])  # pyformat: disable
+    ],
+  )
   one = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n" + (
-      '{"a": 1}\n```<｜tool▁call▁end｜>'
+    '{"a": 1}\n```<｜tool▁call▁end｜>'
   )
   calls = f"<｜tool▁calls▁begin｜>{one}\n{one}<｜tool▁calls▁end｜>"
   end = DEEPSEEK[1]
   assert trained(found, masked) == f"{calls}{end}3{end}"
   assert found.decode(masked.token_ids) == (
-      f"<｜begin▁of▁sentence｜><｜User｜>q<｜Assistant｜>{calls}{end}"
-      "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>1<｜tool▁output▁end｜>\n"
-      "<｜tool▁output▁begin｜>2<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
-      f"3{end}"
+    f"<｜begin▁of▁sentence｜><｜User｜>q<｜Assistant｜>{calls}{end}"
+    "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>1<｜tool▁output▁end｜>\n"
+    "<｜tool▁output▁begin｜>2<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+    f"3{end}"
   )
 
 
@@ -367,15 +383,16 @@ class LastReplyOnly(loss_mask.MultiTurnLossMaskGenerator):
 
 
 class Broken(LastReplyOnly):
-
   def get_loss_mask(self, messages):
     return [1, 2, 3], [0, 1]
 
 
 def test_a_users_own_type_by_name_and_by_path(kinds):
   found = kinds["qwen"][0]
-  messages = [{"role": "user", "content": "a"},
-              {"role": "assistant", "content": "the"}]  # pyformat: disable
+  messages = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "the"},
+  ]
   loss_mask.LOSS_MASK_TYPES.register("custom_task", LastReplyOnly)
   try:
     for name in ("custom_task", f"{__name__}:LastReplyOnly"):
@@ -433,9 +450,11 @@ def test_a_subclass_adds_a_type_to_the_others(kinds):
 def test_the_newline_after_the_end_is_trained_where_it_is_chosen(kinds, kind):
   tokenizer, generator = kinds[kind]
   messages = [
-      USER, {"role": "assistant", "content": "the"},
-      {**USER, "content": "b"}, {"role": "assistant", "content": "lamp"},
-  ]  # pyformat: disable
+    USER,
+    {"role": "assistant", "content": "the"},
+    {**USER, "content": "b"},
+    {"role": "assistant", "content": "lamp"},
+  ]
   ids, mask = generator.get_loss_mask(messages)
   other = loss_mask.make(f"{kind}_newline", tokenizer)
   newline_ids, newline_mask = other.get_loss_mask(messages)
@@ -463,18 +482,16 @@ GENERATORS = [
         ("slime", pathlib.Path(SLIME, "slime/utils/mask_utils.py"),
          "set TUNIX_SLIME to a checkout of slime"),
     )
-]  # pyformat: disable
+]  # fmt: skip
 
 
 @functools.cache
 def both_generators(path, kind):
   """The generator in one of slime's files and this package's of its type."""
-  template = {
-      "qwen": chatml(QWEN_SYSTEM), "qwen3": chatml("", THINK),
-  }[kind]  # pyformat: disable
+  template = {"qwen": chatml(QWEN_SYSTEM), "qwen3": chatml("", THINK)}[kind]
   words = tokenizer(
-      template + "{%- if add_generation_prompt -%}"
-      "{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    template + "{%- if add_generation_prompt -%}"
+    "{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
   )
   spec = importlib.util.spec_from_file_location("mask_utils", path)
   module = importlib.util.module_from_spec(spec)
@@ -522,7 +539,7 @@ USER = {"role": "user", "content": "a"}
      "message 0: a tool call needs a name"),
     ([{"role": "assistant", "reasoning_content": "a"}], "qwen", "use qwen3"),
     ([{"role": "system"}, {"role": "system"}], "distill_qwen", "second system"),
-])  # pyformat: disable
+])  # fmt: skip
 def test_what_is_no_conversation_is_refused(kinds, messages, kind, names):
   with pytest.raises(ValueError, match=names):
     loss_mask.masked_tokens(kinds[kind][1], messages)
@@ -539,36 +556,41 @@ def test_tools_without_a_place_are_refused(kinds):
 def test_the_command_writes_tokens_and_masks(tmp_path, capsys):
   file, out = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
   record = {
-      "instance_id": "a",
-      "messages": [USER, {"role": "assistant", "content": "the lamp"}],
+    "instance_id": "a",
+    "messages": [USER, {"role": "assistant", "content": "the lamp"}],
   }
   file.write_text(
-      json.dumps(record) + "\n\n" + json.dumps([USER]), encoding="utf-8"
+    json.dumps(record) + "\n\n" + json.dumps([USER]), encoding="utf-8"
   )
-  status = command.main([
-      str(file), "--tokenizer", CHECKPOINT, "--show", "--out", str(out),
-  ])  # pyformat: disable
+  status = command.main(
+    [str(file), "--tokenizer", CHECKPOINT, "--show", "--out", str(out)]
+  )
   shown = capsys.readouterr().out
   assert status == 0 and f"'the lamp{END}'" in shown
   assert "line 3: " in shown and "0 trained, response length 0" in shown
   first, second = map(json.loads, out.read_text().splitlines())
   masked = loss_mask.make("qwen", tokenizer()).get_loss_mask(record["messages"])
   assert first == {
-      **record, "tokens": masked[0], "loss_mask": masked[1],
-      "response_length": loss_mask.response_length(masked[1]),
-  }  # pyformat: disable
+    **record,
+    "tokens": masked[0],
+    "loss_mask": masked[1],
+    "response_length": loss_mask.response_length(masked[1]),
+  }
   assert second["response_length"] == 0
 
 
-@pytest.mark.parametrize("text, arguments, names", [
+@pytest.mark.parametrize(
+  "text, arguments, names",
+  [
     ("[]\n", ["--loss-mask-type", "qwen2"], ("qwen2", "distill_qwen")),
     ("{", [], ("line 1", "no JSON")),
     ('{"a": 1}', [], ("line 1", "messages")),
     ('\n[{"role": "x"}]', [], ("line 2", "message 0", "'x'")),
     (None, [], ("chats.jsonl",)),
-])  # pyformat: disable
+  ],
+)
 def test_the_command_ends_with_one_line(
-    tmp_path, capsys, text, arguments, names
+  tmp_path, capsys, text, arguments, names
 ):
   file = tmp_path / "chats.jsonl"
   if text is not None:

@@ -18,17 +18,17 @@ def test_a_crashed_run_resumes(tmp_path):
   def parts(version):
     client = cases.SeededClient(version, jitter=0.02)
     queue = group_queue.GroupQueue(
-        2,
-        group_queue.QueueConfig(max_staleness=4),
-        order="admission",
-        version=version,
-        store=group_store.SqliteGroupStore(tmp_path / "queue.sqlite"),
+      2,
+      group_queue.QueueConfig(max_staleness=4),
+      order="admission",
+      version=version,
+      store=group_store.SqliteGroupStore(tmp_path / "queue.sqlite"),
     )
     loop = tc.CollectLoop(
-        cases.make_collector(client, group_size=2),
-        tc.TaskSampler(tasks, seed=5, epochs=1),
-        queue,
-        task_from_json=gym_base.Task.from_json,
+      cases.make_collector(client, group_size=2),
+      tc.TaskSampler(tasks, seed=5, epochs=1),
+      queue,
+      task_from_json=gym_base.Task.from_json,
     )
     return queue, loop, client
 
@@ -75,7 +75,7 @@ def test_group_ids_of_a_resumed_run_are_new_without_a_store_too():
     client = cases.SeededClient(version)
     queue = group_queue.GroupQueue(1, version=version)
     loop = tc.CollectLoop(
-        cases.make_collector(client), tc.TaskSampler(range(50)), queue
+      cases.make_collector(client), tc.TaskSampler(range(50)), queue
     )
     return queue, loop, client
 
@@ -95,11 +95,11 @@ def test_group_ids_of_a_resumed_run_are_new_without_a_store_too():
 
 
 @pytest.mark.parametrize(
-    "admitted, kept",
-    [
-        (1, [(0, "a"), (1, "b"), (None, "c"), (None, "d")]),
-        (3, [(0, "a"), (1, "b"), (2, "c"), (None, "d")]),
-    ],
+  "admitted, kept",
+  [
+    (1, [(0, "a"), (1, "b"), (None, "c"), (None, "d")]),
+    (3, [(0, "a"), (1, "b"), (2, "c"), (None, "d")]),
+  ],
 )
 def test_a_drawn_task_outlives_every_interrupt(admitted, kept):
   def hanging(task):
@@ -107,13 +107,13 @@ def test_a_drawn_task_outlives_every_interrupt(admitted, kept):
 
   drawn = [(0, "a"), (1, "b"), (None, "c"), (None, "d")]
   state = {
-      "sampler": tc.TaskSampler(range(9)).state_dict(),
-      "next_index": 2,
-      "unfinished": [{"index": i, "task": task} for i, task in drawn],
+    "sampler": tc.TaskSampler(range(9)).state_dict(),
+    "next_index": 2,
+    "unfinished": [{"index": i, "task": task} for i, task in drawn],
   }
   queue = group_queue.GroupQueue(admitted)
   loop = tc.CollectLoop(
-      cases.make_collector(pair=hanging), tc.TaskSampler(range(9)), queue
+    cases.make_collector(pair=hanging), tc.TaskSampler(range(9)), queue
   )
   loop.load_state_dict(state)
   assert loop.state_dict()["unfinished"] == state["unfinished"]

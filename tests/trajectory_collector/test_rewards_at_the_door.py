@@ -12,27 +12,27 @@ from tunix.rl.multi_turn.reporting import metrics
 
 Status = trajectory_lib.TrajectoryStatus
 HUGE = [
-    (float("nan"), "must be a finite number, got nan"),
-    (float("inf"), "must be a finite number, got inf"),
-    (1e308, "larger than 1e+06; scale the rewards, or raise collect.max_rew"),
-    (-1e7, "-1e+07 is larger than 1e+06"),
-    (10**400, "one of 1329 bits"),
-    ("1.0", "got str"),
-    (None, "got NoneType"),
-    ([1.0], "got list"),
+  (float("nan"), "must be a finite number, got nan"),
+  (float("inf"), "must be a finite number, got inf"),
+  (1e308, "larger than 1e+06; scale the rewards, or raise collect.max_rew"),
+  (-1e7, "-1e+07 is larger than 1e+06"),
+  (10**400, "one of 1329 bits"),
+  ("1.0", "got str"),
+  (None, "got NoneType"),
+  ([1.0], "got list"),
 ]
 
 
 def collect(env, reward=None, agent=None, **kwargs):
   recorder = fakes.Recorder()
   engine = tc.TrajectoryCollectEngine(
-      agent or fakes.ListAgent(),
-      env,
-      fakes.say_x,
-      reward,
-      observers=recorder,
-      max_reward=1e6,
-      **kwargs,
+    agent or fakes.ListAgent(),
+    env,
+    fakes.say_x,
+    reward,
+    observers=recorder,
+    max_reward=1e6,
+    **kwargs,
   )
   return asyncio.run(engine.collect()), recorder.of(events.Fault)
 
@@ -77,11 +77,8 @@ def test_the_largest_reward_is_allowed():
 @pytest.mark.parametrize("value", [float("nan"), 1e308, "x", None])
 def test_an_agent_that_rewrites_its_rewards(value):
   class Rewrites(fakes.ListAgent):
-
     def update_from_model(self, response):
-      self.trajectory.steps.append(
-          trajectory_lib.Step(model_response=response)
-      )
+      self.trajectory.steps.append(trajectory_lib.Step(model_response=response))
       return super().update_from_model(response)
 
     def update_from_env(self, observation, reward, done, info=None):
@@ -99,15 +96,15 @@ def test_an_agent_that_rewrites_its_rewards(value):
 
 def test_a_world_of_bad_rewards_says_so_when_it_gives_up():
   collector = tc.GroupCollector(
-      lambda task: (fakes.ListAgent(), fakes.ScriptEnv(rewards=(1e308,))),
-      fakes.say_x,
-      tc.CollectConfig(group_size=2, min_valid=1, max_requeues=0),
+    lambda task: (fakes.ListAgent(), fakes.ScriptEnv(rewards=(1e308,))),
+    fakes.say_x,
+    tc.CollectConfig(group_size=2, min_valid=1, max_requeues=0),
   )
   from tunix.rl.queue import group_queue  # pylint: disable=g-import-not-at-top
 
   queue = group_queue.GroupQueue(1)
   loop = tc.CollectLoop(
-      collector, tc.TaskSampler([1]), queue, backoff=0, max_failed_groups=2
+    collector, tc.TaskSampler([1]), queue, backoff=0, max_failed_groups=2
   )
   with pytest.raises(tc.CollectError, match=r"RewardError: .*max_reward"):
     asyncio.run(loop.run())

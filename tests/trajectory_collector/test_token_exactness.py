@@ -25,9 +25,7 @@ from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 
 PROPERTY = settings(
-    max_examples=120,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
+  max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -35,7 +33,7 @@ PROPERTY = settings(
 def renderer():
   path = pathlib.Path(package.__file__).parent
   tokenizer = tokenizers.Tokenizer.from_file(
-      str(path / "policy/data/tiny_vl/tokenizer.json")
+    str(path / "policy/data/tiny_vl/tokenizer.json")
   )
   return qwen.QwenRenderer(tokenizer, lambda w, h: (w // 32) * (h // 32))
 
@@ -45,37 +43,40 @@ def vocabulary():
   made = renderer()
   size = made._encoder.get_vocab_size()
   return [
-      i for i in range(size) if i not in (made.image_token_id,
-                                          made.end_of_turn_id)
+    i
+    for i in range(size)
+    if i not in (made.image_token_id, made.end_of_turn_id)
   ]
 
 
 TEXTS = st.one_of(
-    st.text(max_size=12),
-    st.sampled_from([
-        "",
-        "\n",
-        "Click Save.",
-        "<|im_end|>",
-        "<|image_pad|>",
-        "<tool_response>",
-        " trailing ",
-    ]),
+  st.text(max_size=12),
+  st.sampled_from(
+    [
+      "",
+      "\n",
+      "Click Save.",
+      "<|im_end|>",
+      "<|image_pad|>",
+      "<tool_response>",
+      " trailing ",
+    ]
+  ),
 )
 IMAGES = st.builds(
-    trajectory_lib.ImageRef,
-    sha256=st.sampled_from(["0" * 64, "1" * 64, "ab" * 32]),
-    width=st.sampled_from([32, 64, 96]),
-    height=st.sampled_from([32, 64]),
+  trajectory_lib.ImageRef,
+  sha256=st.sampled_from(["0" * 64, "1" * 64, "ab" * 32]),
+  width=st.sampled_from([32, 64, 96]),
+  height=st.sampled_from([32, 64]),
 )
 OBSERVATIONS = st.fixed_dictionaries(
-    {"text": TEXTS.filter(bool)},
-    optional={
-        "screenshot": IMAGES,
-        "tool_outputs": st.dictionaries(
-            st.sampled_from(["a", "b"]), TEXTS, max_size=2
-        ),
-    },
+  {"text": TEXTS.filter(bool)},
+  optional={
+    "screenshot": IMAGES,
+    "tool_outputs": st.dictionaries(
+      st.sampled_from(["a", "b"]), TEXTS, max_size=2
+    ),
+  },
 )
 
 
@@ -91,25 +92,22 @@ class Turn:
 
 
 TURNS = st.lists(
-    st.builds(
-        Turn,
-        text=st.one_of(
-            st.none(),
-            TEXTS,
-            st.just(
-                '<tool_call>\n{"name": "click", "arguments": {"x": 1}}\n'
-                "</tool_call>"
-            ),
-        ),
-        raw=st.lists(
-            st.integers(0, 10**6), min_size=1, max_size=8
-        ).map(tuple),
-        ends=st.booleans(),
-        observation=OBSERVATIONS,
-        rewrite=st.sampled_from(["no"] * 6 + ["edit", "cut", "answer"]),
+  st.builds(
+    Turn,
+    text=st.one_of(
+      st.none(),
+      TEXTS,
+      st.just(
+        '<tool_call>\n{"name": "click", "arguments": {"x": 1}}\n</tool_call>'
+      ),
     ),
-    min_size=1,
-    max_size=7,
+    raw=st.lists(st.integers(0, 10**6), min_size=1, max_size=8).map(tuple),
+    ends=st.booleans(),
+    observation=OBSERVATIONS,
+    rewrite=st.sampled_from(["no"] * 6 + ["edit", "cut", "answer"]),
+  ),
+  min_size=1,
+  max_size=7,
 )
 
 
@@ -149,9 +147,7 @@ class RewritingAgent(ToolAgent):
     elif rewrite == "cut":
       messages = [messages[0], {"role": "user", "content": "Go on."}]
     else:
-      last = max(
-          i for i, m in enumerate(messages) if m["role"] == "assistant"
-      )
+      last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
       messages[last]["content"] += " (edited)"
     self.override = (messages, length)
     if not done:
@@ -199,10 +195,10 @@ class Sampler(fakes.TokenClient):
     n = len(done.tokens)
     self.images.append(prompt.images)
     numbered = policy_client.Completion(
-        done.tokens,
-        -np.arange(self.count + 1, self.count + n + 1) / 1024,
-        np.full(n, len(self.completions)),
-        done.finish_reason,
+      done.tokens,
+      -np.arange(self.count + 1, self.count + n + 1) / 1024,
+      np.full(n, len(self.completions)),
+      done.finish_reason,
     )
     self.count += n
     self.completions.append(numbered)
@@ -211,31 +207,30 @@ class Sampler(fakes.TokenClient):
 
 @PROPERTY
 @given(
-    first=OBSERVATIONS,
-    turns=TURNS,
-    max_images=st.sampled_from([None, None, 1, 2]),
-    max_new_tokens=st.sampled_from([2, 64]),
+  first=OBSERVATIONS,
+  turns=TURNS,
+  max_images=st.sampled_from([None, None, 1, 2]),
+  max_new_tokens=st.sampled_from([2, 64]),
 )
 def test_token_exactness(first, turns, max_images, max_new_tokens):
   seen = []
   agent = RewritingAgent(turns, max_images=max_images)
   client = Sampler(turns)
   model = tc.PolicyModel(
-      client,
-      renderer(),
-      policy_client.SamplingParams(max_new_tokens=max_new_tokens),
+    client,
+    renderer(),
+    policy_client.SamplingParams(max_new_tokens=max_new_tokens),
   )
 
   class Watching(tc.TrajectoryCollectEngine):
-
     async def _reply(self, messages, turn):
       seen.append([sequence_builder._snapshot(m) for m in messages])
       return await super()._reply(messages, turn)
 
   result = asyncio.run(
-      Watching(
-          agent, Env(first, turns), model, max_steps=len(turns), gamma=0.5
-      ).collect()
+    Watching(
+      agent, Env(first, turns), model, max_steps=len(turns), gamma=0.5
+    ).collect()
   )
   assert result.error is None
   assert len(client.prompts) == len(turns) == len(result.steps)
@@ -256,7 +251,7 @@ def test_token_exactness(first, turns, max_images, max_new_tokens):
   sessions = [session for session, _ in client.requests]
   for turn in range(1, len(turns)):
     whole = np.concatenate(
-        [client.prompts[turn - 1], client.completions[turn - 1].tokens]
+      [client.prompts[turn - 1], client.completions[turn - 1].tokens]
     )
     if sessions[turn] == sessions[turn - 1]:
       assert np.array_equal(client.prompts[turn][: len(whole)], whole)
@@ -264,10 +259,7 @@ def test_token_exactness(first, turns, max_images, max_new_tokens):
       assert client.images[turn][: len(previous)] == previous
     # A new sequence starts if and only if the agent rewrote something.
     before = seen[turn - 1] + [
-        {
-            "role": "assistant",
-            "content": result.steps[turn - 1].model_response,
-        }
+      {"role": "assistant", "content": result.steps[turn - 1].model_response}
     ]
     rewritten = seen[turn][: len(before)] != before
     assert (sessions[turn] != sessions[turn - 1]) == rewritten
@@ -278,10 +270,11 @@ def test_token_exactness(first, turns, max_images, max_new_tokens):
   # Sequences end with a sampled token and hold their last prompt whole.
   for number, sequence in enumerate(result.sequences):
     assert sequence.loss_mask[-1]
-    last = max(i for i, s in enumerate(sessions) if s == f"{sessions[0][:-1]}"
-               f"{number}")
+    last = max(
+      i for i, s in enumerate(sessions) if s == f"{sessions[0][:-1]}{number}"
+    )
     expected = np.concatenate(
-        [client.prompts[last], client.completions[last].tokens]
+      [client.prompts[last], client.completions[last].tokens]
     )
     assert np.array_equal(sequence.tokens, expected)
     assert sequence.images == client.images[last]
@@ -289,11 +282,11 @@ def test_token_exactness(first, turns, max_images, max_new_tokens):
   # Every screenshot of the messages stands in the prompt, in order.
   for messages, spans in zip(seen, client.images):
     wanted = [
-        part["image"]
-        for m in messages
-        if isinstance(m["content"], list)
-        for part in m["content"]
-        if part["type"] == "image"
+      part["image"]
+      for m in messages
+      if isinstance(m["content"], list)
+      for part in m["content"]
+      if part["type"] == "image"
     ]
     assert [span.image for span in spans] == wanted
 
@@ -303,18 +296,17 @@ def test_token_exactness(first, turns, max_images, max_new_tokens):
 def test_canonical_episodes_read_like_the_chat_template(first, turns):
   """Where sampling was canonical, growing and re-rendering agree."""
   turns = [
-      # The template joins a leading newline with the one of its header.
-      dataclasses.replace(
-          t, text=(t.text or "").lstrip() or "ok", ends=True, rewrite="no"
-      )
-      for t in turns
+    # The template joins a leading newline with the one of its header.
+    dataclasses.replace(
+      t, text=(t.text or "").lstrip() or "ok", ends=True, rewrite="no"
+    )
+    for t in turns
   ]
   agent = RewritingAgent(turns)
   client = Sampler(turns)
   seen = []
 
   class Watching(tc.TrajectoryCollectEngine):
-
     async def _reply(self, messages, turn):
       seen.append(renderer().render(messages).tokens)
       return await super()._reply(messages, turn)
@@ -323,7 +315,7 @@ def test_canonical_episodes_read_like_the_chat_template(first, turns):
   sampling = policy_client.SamplingParams(max_new_tokens=64)
   model = tc.PolicyModel(client, renderer(), sampling)
   result = asyncio.run(
-      Watching(agent, Env(first, turns), model, max_steps=len(turns)).collect()
+    Watching(agent, Env(first, turns), model, max_steps=len(turns)).collect()
   )
   assert result.error is None
   assert len(result.sequences) == 1
@@ -341,16 +333,16 @@ def test_prompts_given_out_earlier_stay_as_they_were():
     given_out.append((prompt.tokens, prompt.tokens.copy()))
     assert not prompt.tokens.flags.writeable
     text = builder.append(
-        policy_client.Completion(
-            np.array([75 + turn % 20, fakes.EOT]),
-            np.array([-1.0, -1.0]),
-            np.array([0, 0]),
-            policy_client.FinishReason.STOP,
-        )
+      policy_client.Completion(
+        np.array([75 + turn % 20, fakes.EOT]),
+        np.array([-1.0, -1.0]),
+        np.array([0, 0]),
+        policy_client.FinishReason.STOP,
+      )
     )
     messages += [
-        {"role": "assistant", "content": text},
-        {"role": "user", "content": f"{turn}"},
+      {"role": "assistant", "content": text},
+      {"role": "user", "content": f"{turn}"},
     ]
   for view, copy in given_out:
     assert np.array_equal(view, copy)
@@ -365,12 +357,12 @@ def test_a_retried_model_call_gets_the_same_prompt():
   other = builder.prompt([{"role": "user", "content": "stop"}])
   assert not np.array_equal(other.tokens, first.tokens)
   builder.append(
-      policy_client.Completion(
-          np.array([fakes.EOT]),
-          np.array([-1.0]),
-          np.array([0]),
-          policy_client.FinishReason.STOP,
-      )
+    policy_client.Completion(
+      np.array([fakes.EOT]),
+      np.array([-1.0]),
+      np.array([0]),
+      policy_client.FinishReason.STOP,
+    )
   )
   (sequence,) = builder.build()
   assert np.array_equal(sequence.tokens[:-1], other.tokens)
@@ -383,17 +375,17 @@ def test_an_unanswered_prompt_is_not_trained_on():
   messages = [{"role": "user", "content": "go"}]
   builder.prompt(messages)
   text = builder.append(
-      policy_client.Completion(
-          np.array([80, fakes.EOT]),
-          np.array([-1.0, -2.0]),
-          np.array([4, 5]),
-          policy_client.FinishReason.STOP,
-      )
+    policy_client.Completion(
+      np.array([80, fakes.EOT]),
+      np.array([-1.0, -2.0]),
+      np.array([4, 5]),
+      policy_client.FinishReason.STOP,
+    )
   )
   whole = builder.build()[0]
   messages += [
-      {"role": "assistant", "content": text},
-      {"role": "user", "content": [{"type": "image", "image": image}]},
+    {"role": "assistant", "content": text},
+    {"role": "user", "content": [{"type": "image", "image": image}]},
   ]
   prompt = builder.prompt(messages)
   assert len(prompt.images) == 1

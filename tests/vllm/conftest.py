@@ -38,9 +38,9 @@ def _first_weights_again(policy, server, tmp_path):
   """The next test finds the server as it began."""
   yield
   weights = disk_weights.DiskWeights(
-      tmp_path / "first_weights",
-      disk_weights.policy_saver(policy.model, policy.directory, untied=True),
-      [disk_weights.VllmEngine(server.url)],
+    tmp_path / "first_weights",
+    disk_weights.policy_saver(policy.model, policy.directory, untied=True),
+    [disk_weights.VllmEngine(server.url)],
   )
   weights.publish(0, policy.model).result(300)
   weights.close()

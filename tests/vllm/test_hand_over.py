@@ -30,7 +30,7 @@ def _score(policy):
 @pytest.fixture(scope="module", name="probe_score")
 def _probe_score(policy):
   return vllm_server.scorer_of(
-      policy, policy.model, hand_over_probe.SAMPLING.temperature
+    policy, policy.model, hand_over_probe.SAMPLING.temperature
   )
 
 
@@ -55,7 +55,7 @@ def weights_for(directory, save, engine, *probes):
 
 def whole(policy, untied=True):
   return disk_weights.policy_saver(
-      policy.model, policy.directory, untied=untied
+    policy.model, policy.directory, untied=untied
   )
 
 
@@ -70,27 +70,29 @@ def _first_weights_again(policy, server, tmp_path):
 
 def engine_of(policy, server, weights, adapter=""):
   return remote_engine.RemoteEngine(
-      lambda: policy.client(server, timeout_s=400.0),
-      weights,
-      context_length=vllm_server.CONTEXT,
-      prompts=lambda: (),
-      sampling=policy_client.SamplingParams(),
-      adapter=adapter,
+    lambda: policy.client(server, timeout_s=400.0),
+    weights,
+    context_length=vllm_server.CONTEXT,
+    prompts=lambda: (),
+    sampling=policy_client.SamplingParams(),
+    adapter=adapter,
   )
 
 
 async def asked(engine, prompts, sampling):
   try:
-    return await asyncio.gather(*(
+    return await asyncio.gather(
+      *(
         engine.generate(prompt, sampling, session=str(i))
         for i, prompt in enumerate(prompts)
-    ))
+      )
+    )
   finally:
     await engine.aclose()
 
 
 def test_a_tied_policy_is_followed_over_three_versions(
-    policy, server, score, probe_score, tmp_path
+  policy, server, score, probe_score, tmp_path
 ):
   """Layers, vision tower, and both uses of the one table."""
   assert policy.model.config.tie_word_embeddings
@@ -98,7 +100,7 @@ def test_a_tied_policy_is_followed_over_three_versions(
   prompts = [policy.prompt(), policy.prompt(1), policy.prompt(2, 3)]
   gaps = []
   with weights_for(
-      tmp_path, whole(policy), disk_weights.VllmEngine(server.url), probe
+    tmp_path, whole(policy), disk_weights.VllmEngine(server.url), probe
   ) as weights:
     for version in (1, 2, 3):
       model = vllm_server.other(policy, version)
@@ -114,7 +116,7 @@ def test_a_tied_policy_is_followed_over_three_versions(
 
 
 def test_an_output_head_that_is_left_behind_is_found_out(
-    policy, server, probe_score, tmp_path
+  policy, server, probe_score, tmp_path
 ):
   """This vLLM keeps it on reloading a checkpoint without one."""
   probe = probe_of(policy, server, probe_score)
@@ -123,37 +125,34 @@ def test_an_output_head_that_is_left_behind_is_found_out(
     with pytest.raises(disk_weights.HandOverError) as error:
       weights.publish(1, vllm_server.other(policy, 1)).result(300)
   for words in (
-      f"{server.url} (transfer=reload, version 1)", "second hand-over",
-      "in the engine and", "with the learner's weights",
-  ):  # pyformat: disable
+    f"{server.url} (transfer=reload, version 1)",
+    "second hand-over",
+    "in the engine and",
+    "with the learner's weights",
+  ):
     assert words in str(error.value)
 
 
 def test_an_adapter_is_followed_over_three_versions(
-    policy, server, score, tmp_path
+  policy, server, score, tmp_path
 ):
   model = nnx.clone(policy.model)
   lora.add(model, rank=RANK, alpha=8.0, seed=0)
   score_adapted = vllm_server.scorer_of(policy, model, 1.0)
   probe = probe_of(
-      policy,
-      server,
-      vllm_server.scorer_of(
-          policy, model, hand_over_probe.SAMPLING.temperature
-      ),
-      ADAPTER,
+    policy,
+    server,
+    vllm_server.scorer_of(policy, model, hand_over_probe.SAMPLING.temperature),
+    ADAPTER,
   )
   engine = disk_weights.VllmEngine(
-      server.url, transfer="adapter", adapter=ADAPTER
+    server.url, transfer="adapter", adapter=ADAPTER
   )
   prompts = [policy.prompt(), policy.prompt(1)]
   rng = np.random.default_rng(0)
   gaps = []
   with weights_for(
-      tmp_path,
-      disk_weights.adapter_saver(model, vllm_server.NAME),
-      engine,
-      probe,
+    tmp_path, disk_weights.adapter_saver(model, vllm_server.NAME), engine, probe
   ) as weights:
     for version in (1, 2, 3):
       for layer in lora.need_adapter(model):
@@ -162,11 +161,11 @@ def test_an_adapter_is_followed_over_three_versions(
         part.set_value(noise.astype(np.float32))
       weights.publish(version, model).result(300)
       answers = asyncio.run(
-          asked(
-              engine_of(policy, server, weights, ADAPTER),
-              prompts,
-              policy.sampling(),
-          )
+        asked(
+          engine_of(policy, server, weights, ADAPTER),
+          prompts,
+          policy.sampling(),
+        )
       )
       for prompt, completion in zip(prompts, answers):
         assert set(completion.versions.tolist()) == {version}
@@ -183,7 +182,7 @@ class Holding(disk_weights.DiskWeights):
   def __init__(self, server, *args):
     super().__init__(*args)
     self._sampled = lambda: vllm_server.metric(
-        server, "vllm:generation_tokens_total"
+      server, "vllm:generation_tokens_total"
     )
     self.saved = threading.Event()
 
@@ -198,14 +197,16 @@ class Holding(disk_weights.DiskWeights):
 
 
 def test_requests_in_flight_are_cut_and_continued(
-    policy, server, score, tmp_path
+  policy, server, score, tmp_path
 ):
   """Text and images; each token has the version of its weights."""
   models = {0: policy.model, 1: vllm_server.other(policy, 1)}
   prompts = [
-      policy.prompt(), policy.prompt(1), policy.prompt(2, 3),
-      policy.prompt(4, text="and this"),
-  ]  # pyformat: disable
+    policy.prompt(),
+    policy.prompt(1),
+    policy.prompt(2, 3),
+    policy.prompt(4, text="and this"),
+  ]
   sampling = policy.sampling(max_new_tokens=400, stop_token_ids=())
 
   async def run(weights):
@@ -218,7 +219,7 @@ def test_requests_in_flight_are_cut_and_continued(
     return await waiting, engine.stats()
 
   weights = Holding(
-      server, tmp_path, whole(policy), [disk_weights.VllmEngine(server.url)]
+    server, tmp_path, whole(policy), [disk_weights.VllmEngine(server.url)]
   )
   with contextlib.closing(weights):
     completions, stats = asyncio.run(run(weights))
@@ -232,8 +233,8 @@ def test_requests_in_flight_are_cut_and_continued(
     for version in set(versions.tolist()):
       tokens = versions == version
       assert (
-          vllm_server.gap(score, models[version], prompt, completion, tokens)
-          < GAP
+        vllm_server.gap(score, models[version], prompt, completion, tokens)
+        < GAP
       )
     cut += len(set(versions.tolist())) == 2
   assert cut >= 2
@@ -249,7 +250,7 @@ class Skipping(disk_weights.VllmEngine):
 
 
 def test_an_engine_that_loads_nothing_is_found_out_at_once(
-    policy, server, probe_score, tmp_path
+  policy, server, probe_score, tmp_path
 ):
   """Also after a step much smaller than the tolerance."""
   probe = probe_of(policy, server, probe_score)
@@ -267,7 +268,7 @@ def test_an_engine_that_loads_nothing_is_found_out_at_once(
 
 
 def test_a_server_that_cannot_load_is_resumed_and_named(
-    policy, server, tmp_path
+  policy, server, tmp_path
 ):
   saver, broken = whole(policy), [True]
 
@@ -279,7 +280,7 @@ def test_a_server_that_cannot_load_is_resumed_and_named(
   async def one(client):
     try:
       return await client.generate(
-          policy.prompt(1), policy.sampling(max_new_tokens=2), session="s"
+        policy.prompt(1), policy.sampling(max_new_tokens=2), session="s"
       )
     finally:
       await client.aclose()
@@ -287,7 +288,7 @@ def test_a_server_that_cannot_load_is_resumed_and_named(
   engine = disk_weights.VllmEngine(server.url)
   with weights_for(tmp_path, save, engine) as weights:
     with pytest.raises(
-        disk_weights.HandOverError, match=r"half of these .* was resumed"
+      disk_weights.HandOverError, match=r"half of these .* was resumed"
     ):
       weights.publish(1, policy.model).result(300)
     remote = engine_of(policy, server, weights)

@@ -19,11 +19,11 @@ def arguments(policy, server, tmp_path, *changes):
       "rollout.via=external", f"external.url={server.url}/v1",
       f"external.model={vllm_server.NAME}", "report.progress=none",
       f"run.dir={tmp_path}", "name=e", *changes,
-  ]  # pyformat: disable
+  ]  # fmt: skip
 
 
 def test_three_steps_raise_the_success_of_a_cloned_policy(
-    policy, server, tmp_path
+  policy, server, tmp_path
 ):
   """Cloning leaves the side of a click to chance, and half of it is right."""
   status = train.main(
@@ -34,14 +34,14 @@ def test_three_steps_raise_the_success_of_a_cloned_policy(
           "warm_start.learning_rate=0.003", "learner.learning_rate=0.003",
           "steps=3", "eval.episodes_per_task=24", "eval.modes=[sampled]",
       )
-  )  # pyformat: disable
+  )  # fmt: skip
   assert status == 0
   directory = tmp_path / "e"
   summary = json.loads((directory / "summary.json").read_text())
   assert summary["status"] == "completed" and not summary.get("faults")
   before, after = (
-      summary["eval"][stage]["sampled"]["success_rate"]
-      for stage in ("warm_start", "final")
+    summary["eval"][stage]["sampled"]["success_rate"]
+    for stage in ("warm_start", "final")
   )
   assert after >= before + 0.2, (before, after)
   lines = (directory / "metrics.jsonl").read_text().splitlines()
@@ -57,15 +57,20 @@ def test_three_steps_raise_the_success_of_a_cloned_policy(
 
 
 def test_a_run_that_the_server_cannot_serve_ends_before_it_compiles(
-    policy, server, tmp_path, capsys
+  policy, server, tmp_path, capsys
 ):
   status = train.main(
-      arguments(
-          policy, server, tmp_path,
-          "environment.max_turns=100", "engine.context_length=2000",
-          "learner.row_length=2048", "steps=1", "warm_start.source=none",
-      )
-  )  # pyformat: disable
+    arguments(
+      policy,
+      server,
+      tmp_path,
+      "environment.max_turns=100",
+      "engine.context_length=2000",
+      "learner.row_length=2048",
+      "steps=1",
+      "warm_start.source=none",
+    )
+  )
   assert status == 1
   errors = capsys.readouterr().err
   assert "101 images" in errors

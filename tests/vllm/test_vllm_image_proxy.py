@@ -19,14 +19,14 @@ async def test_an_address_is_sent_along_as_pixels(policy, server, make, site):
   url, refused = f"{site.url}/i.png", "http://other.test/i.png"
   data = "data:image/png;base64," + base64.b64encode(png).decode()
   proxy = image_proxy.ImageProxy(
-      server.url, media.MediaLimits(), loader=make(site.name)
+    server.url, media.MediaLimits(), loader=make(site.name)
   )
   prompt = policy.prompt(1)
   sampling = policy.sampling(temperature=1.0, max_new_tokens=8)
 
   def generate(address):
     return remote_protocols.vllm_body(
-        vllm_server.NAME, prompt, sampling, [address], policy.banned
+      vllm_server.NAME, prompt, sampling, [address], policy.banned
     )
 
   def chat(address):
@@ -36,19 +36,19 @@ async def test_an_address_is_sent_along_as_pixels(policy, server, make, site):
             {"type": "image_url", "image_url": {"url": address}},
             {"type": "text", "text": "look"}]}],
         "max_tokens": 8, "seed": 5, "logprobs": True,
-    }  # pyformat: disable
+    }  # fmt: skip
 
   async with (
-      httpx.AsyncClient(
-          transport=httpx.ASGITransport(proxy.asgi),
-          base_url="http://127.0.0.1:1",
-          timeout=100,
-      ) as through,
-      httpx.AsyncClient(base_url=server.url, timeout=100) as direct,
+    httpx.AsyncClient(
+      transport=httpx.ASGITransport(proxy.asgi),
+      base_url="http://127.0.0.1:1",
+      timeout=100,
+    ) as through,
+    httpx.AsyncClient(base_url=server.url, timeout=100) as direct,
   ):
     for path, body in (
-        ("/inference/v1/generate", generate),
-        ("/v1/chat/completions", chat),
+      ("/inference/v1/generate", generate),
+      ("/v1/chat/completions", chat),
     ):
       got = await through.post(path, json=body(url))
       assert got.status_code == 200, got.text
@@ -57,8 +57,8 @@ async def test_an_address_is_sent_along_as_pixels(policy, server, make, site):
       (choice,), (expected,) = got.json()["choices"], want.json()["choices"]
       assert choice["finish_reason"] == expected["finish_reason"]
       logprobs, expected_logprobs = (
-          [entry["logprob"] for entry in c["logprobs"]["content"]]
-          for c in (choice, expected)
+        [entry["logprob"] for entry in c["logprobs"]["content"]]
+        for c in (choice, expected)
       )
       assert len(logprobs) > 0
       assert max(abs(a - b) for a, b in zip(logprobs, expected_logprobs)) < 2e-5

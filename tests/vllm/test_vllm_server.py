@@ -38,13 +38,18 @@ async def client_of(policy, server, **options):
 
 async def test_text_and_images_agree_with_our_engine(policy, server, scores):
   prompts = [
-      policy.prompt(*seeds, text=text)
-      for seeds, text in (
-          ((), "look"), ((), "and again?"), ((1,), "look"), ((2,), "where"),
-          ((3, 4), "look"), ((1, 5), "which"), ((6, 7, 8), "look"),
-          ((1, 2, 3), "what now"),
-      )
-  ]  # pyformat: disable
+    policy.prompt(*seeds, text=text)
+    for seeds, text in (
+      ((), "look"),
+      ((), "and again?"),
+      ((1,), "look"),
+      ((2,), "where"),
+      ((3, 4), "look"),
+      ((1, 5), "which"),
+      ((6, 7, 8), "look"),
+      ((1, 2, 3), "what now"),
+    )
+  ]
   sampling = policy.sampling(temperature=0.0)
   async with client_of(policy, server) as client:
     answers = await vllm_server.answers_of(client, prompts, sampling)
@@ -52,12 +57,12 @@ async def test_text_and_images_agree_with_our_engine(policy, server, scores):
   gap = scores.check(answers)
   assert gap < GAP, gap
   engine = engine_lib.RolloutEngine(
-      policy.model,
-      policy.processor,
-      policy.images,
-      engine_config.EngineConfig(slots=4, context_length=128),
-      image_sizes=(vllm_server.SIZE,),
-      banned_token_ids=policy.banned,
+    policy.model,
+    policy.processor,
+    policy.images,
+    engine_config.EngineConfig(slots=4, context_length=128),
+    image_sizes=(vllm_server.SIZE,),
+    banned_token_ids=policy.banned,
   )
   with engine:
     for prompt, _, answer in answers[1::2]:
@@ -68,24 +73,24 @@ async def test_text_and_images_agree_with_our_engine(policy, server, scores):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.7},
-        {"top_p": 0.8},
-        {"top_k": 12},
-        {"min_p": 0.05},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
-    ],
-    ids=lambda options: " ".join(options) or "plain",
+  "options",
+  [
+    {},
+    {"temperature": 0.7},
+    {"top_p": 0.8},
+    {"top_k": 12},
+    {"min_p": 0.05},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+  ],
+  ids=lambda options: " ".join(options) or "plain",
 )
 async def test_log_probs_are_of_the_distribution_sampled_from(
-    policy, server, scores, options
+  policy, server, scores, options
 ):
   prompts = [
-      policy.prompt(*seeds, text=text)
-      for text in ("look", "where")
-      for seeds in ((), (1,), (2, 3))
+    policy.prompt(*seeds, text=text)
+    for text in ("look", "where")
+    for seeds in ((), (1,), (2, 3))
   ]
   sampling = policy.sampling(**options)
   async with client_of(policy, server) as client:
@@ -101,12 +106,12 @@ async def test_log_probs_are_of_the_distribution_sampled_from(
 async def test_64_images_are_taken_and_65_are_refused(policy, server):
   async with client_of(policy, server, max_images=99) as client:
     completion = await client.generate(
-        policy.prompt(*range(64)), policy.sampling(), session="s"
+      policy.prompt(*range(64)), policy.sampling(), session="s"
     )
     assert len(completion.tokens)
     with pytest.raises(ValueError, match=r"400.*At most 64 image\(s\)"):
       await client.generate(
-          policy.prompt(*range(65)), policy.sampling(), session="s"
+        policy.prompt(*range(65)), policy.sampling(), session="s"
       )
 
 
@@ -125,15 +130,13 @@ async def test_a_turn_finds_the_last_one_in_the_cache(policy, server, scores):
     completion = await client.generate(first, sampling, session="s")
     hits = metric(server, "vllm:prefix_cache_hits_total")
     second = policy_client.TokenPrompt(
-        np.concatenate(
-            [first.tokens, completion.tokens, policy.prompt().tokens]
-        ),
-        first.images,
+      np.concatenate([first.tokens, completion.tokens, policy.prompt().tokens]),
+      first.images,
     )
     cached = await client.generate(second, sampling, session="s")
     assert metric(server, "vllm:prefix_cache_hits_total") >= hits + 128
     httpx.post(
-        f"{server.url}/reset_prefix_cache", timeout=30
+      f"{server.url}/reset_prefix_cache", timeout=30
     ).raise_for_status()
     hits = metric(server, "vllm:prefix_cache_hits_total")
     fresh = await client.generate(second, sampling, session="s")
@@ -146,7 +149,7 @@ async def test_a_cancelled_request_ends_at_the_server(policy, server):
   async with client_of(policy, server) as client:
     sampling = policy.sampling(max_new_tokens=1500, stop_token_ids=())
     task = asyncio.ensure_future(
-        client.generate(policy.prompt(1), sampling, session="s")
+      client.generate(policy.prompt(1), sampling, session="s")
     )
     running = "vllm:num_requests_running"
     await wait_for(lambda: metric(server, running) == 1)
@@ -162,7 +165,7 @@ async def test_an_aborted_completion_continues(policy, server, scores):
   sampling = policy.sampling(max_new_tokens=64, stop_token_ids=())
   async with client_of(policy, server) as client:
     tasks = asyncio.ensure_future(
-        vllm_server.answers_of(client, prompts, sampling)
+      vllm_server.answers_of(client, prompts, sampling)
     )
     await wait_for(lambda: metric(server, "vllm:num_requests_running") == 3)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
@@ -183,7 +186,7 @@ async def wait_for(condition, timeout_s=300):
 
 @pytest.mark.parametrize("size", [(70, 50), (37, 91), (200, 24)])
 async def test_images_of_odd_sizes_are_sent_as_the_policy_sees_them(
-    policy, server, scores, size
+  policy, server, scores, size
 ):
   """vLLM's own resizing differs by one level of 255 here and there."""
   prompt = policy.prompt(1, 2, size=size)
@@ -191,7 +194,7 @@ async def test_images_of_odd_sizes_are_sent_as_the_policy_sees_them(
   for options in ({}, {"resize": None}):
     async with client_of(policy, server, **options) as client:
       answers = await vllm_server.answers_of(
-          client, [prompt], policy.sampling()
+        client, [prompt], policy.sampling()
       )
     gaps.append(scores.check(answers))
   assert gaps[0] < GAP < gaps[1] < 0.02, gaps
@@ -205,38 +208,41 @@ def test_the_openai_package_is_served(policy, server):
   url = asyncio.run(urls.of(span.image))
   urls.close()
   content = [
-      {"type": "image_url", "image_url": {"url": url}},
-      {"type": "text", "text": "look"},
+    {"type": "image_url", "image_url": {"url": url}},
+    {"type": "text", "text": "look"},
   ]
   with openai.OpenAI(
-      base_url=f"{server.url}/v1", api_key="none", timeout=100
+    base_url=f"{server.url}/v1", api_key="none", timeout=100
   ) as client:
     assert client.models.list().data[0].id == vllm_server.NAME
     answer = client.chat.completions.create(
-        model=vllm_server.NAME,
-        messages=[{"role": "user", "content": content}],
-        max_tokens=4,
-        temperature=0,
-        logprobs=True,
-        extra_body={"return_token_ids": True},
+      model=vllm_server.NAME,
+      messages=[{"role": "user", "content": content}],
+      max_tokens=4,
+      temperature=0,
+      logprobs=True,
+      extra_body={"return_token_ids": True},
     )
     text = client.completions.create(
-        model=vllm_server.NAME,
-        prompt=policy.prompt().tokens.tolist(),
-        max_tokens=4,
-        extra_body={"return_token_ids": True},
+      model=vllm_server.NAME,
+      prompt=policy.prompt().tokens.tolist(),
+      max_tokens=4,
+      extra_body={"return_token_ids": True},
     )
   assert answer.prompt_token_ids == prompt.tokens.tolist()
   (choice,) = answer.choices
   assert len(choice.token_ids) == len(choice.logprobs.content) <= 4
   assert text.choices[0].prompt_token_ids == policy.prompt().tokens.tolist()
-  with openai.OpenAI(
+  with (
+    openai.OpenAI(
       base_url=f"{server.url}/v1", api_key="none", timeout=100, max_retries=0
-  ) as client, pytest.raises(openai.BadRequestError, match="At most 64 image"):
+    ) as client,
+    pytest.raises(openai.BadRequestError, match="At most 64 image"),
+  ):
     client.chat.completions.create(
-        model=vllm_server.NAME,
-        messages=[{"role": "user", "content": content[:1] * 65}],
-        max_tokens=1,
+      model=vllm_server.NAME,
+      messages=[{"role": "user", "content": content[:1] * 65}],
+      max_tokens=1,
     )
 
 
@@ -250,21 +256,21 @@ class NoWeights:
 
 
 @pytest.mark.parametrize(
-    "images, context, words",
-    [
-        ((), 512, None),
-        ((1, 2), 512, None),
-        (range(65), 512, "65 images.*--limit-mm-per-prompt '{\"image\":65}'"),
-        ((), 4096, "2048 tokens.*--max-model-len 4096"),
-    ],
+  "images, context, words",
+  [
+    ((), 512, None),
+    ((1, 2), 512, None),
+    (range(65), 512, "65 images.*--limit-mm-per-prompt '{\"image\":65}'"),
+    ((), 4096, "2048 tokens.*--max-model-len 4096"),
+  ],
 )
 def test_a_run_asks_before_it_begins(policy, server, images, context, words):
   engine = remote_engine.RemoteEngine(
-      lambda: policy.client(server, max_images=99),
-      NoWeights(),
-      context_length=context,
-      prompts=lambda: [policy.prompt(), policy.prompt(*images)],
-      sampling=policy.sampling(),
+    lambda: policy.client(server, max_images=99),
+    NoWeights(),
+    context_length=context,
+    prompts=lambda: [policy.prompt(), policy.prompt(*images)],
+    sampling=policy.sampling(),
   )
   if words is None:
     engine.warm_up()
@@ -295,11 +301,11 @@ print(json.dumps(values))
 
 def test_heads_are_as_wide_as_the_cpu_build_has_kernels_for():
   process = subprocess.run(
-      [vllm_server.BIN / "python", "-c", _KERNELS],
-      env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-      capture_output=True,
-      check=True,
-      timeout=300,
+    [vllm_server.BIN / "python", "-c", _KERNELS],
+    env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+    capture_output=True,
+    check=True,
+    timeout=300,
   )
   widths = json.loads(process.stdout.splitlines()[-1])
   assert widths == list(vllm.CPU_HEAD_WIDTHS)

@@ -3,12 +3,12 @@
 from tunix.rl.multi_turn.environments.task_sources.cua_task import CUATask
 
 TASKS = tuple(
-    CUATask(
-        f"{family}-train-{index}",
-        f"{family}-train-{index}",
-        family.replace("-", " ").capitalize(),
-        gym_id="desktop",
-    )
-    for family in ("click-button", "enter-text")
-    for index in range(2)
+  CUATask(
+    f"{family}-train-{index}",
+    f"{family}-train-{index}",
+    family.replace("-", " ").capitalize(),
+    gym_id="desktop",
+  )
+  for family in ("click-button", "enter-text")
+  for index in range(2)
 )

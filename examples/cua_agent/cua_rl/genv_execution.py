@@ -6,8 +6,8 @@ from cua_gyms.genv.execution import start_genv_execution
 from cua_gyms.genv.execution import terminate_execution
 
 __all__ = [
-    "evaluate_execution",
-    "GenvExecutionContext",
-    "start_genv_execution",
-    "terminate_execution",
+  "evaluate_execution",
+  "GenvExecutionContext",
+  "start_genv_execution",
+  "terminate_execution",
 ]

@@ -4,8 +4,4 @@ from cua_gyms.genv.client import GenvClient
 from cua_gyms.genv.client import GenvError
 from cua_gyms.genv.client import Timeouts
 
-__all__ = [
-    "GenvClient",
-    "GenvError",
-    "Timeouts",
-]
+__all__ = ["GenvClient", "GenvError", "Timeouts"]

@@ -3,11 +3,7 @@
 from tunix.rl.multi_turn.environments.task_sources.cua_task import CUATask
 from tunix.rl.multi_turn.environments.task_sources.cua_task import resolve
 from tunix.rl.multi_turn.environments.task_sources.cua_task import (
-    UnknownTaskError,
+  UnknownTaskError,
 )
 
-__all__ = [
-    "CUATask",
-    "resolve",
-    "UnknownTaskError",
-]
+__all__ = ["CUATask", "resolve", "UnknownTaskError"]

@@ -2,6 +2,4 @@
 
 from training_monitor.client.http_rollout_recorder import HttpRolloutRecorder
 
-__all__ = [
-    "HttpRolloutRecorder",
-]
+__all__ = ["HttpRolloutRecorder"]

@@ -2,6 +2,4 @@
 
 from training_monitor.client.ingest_client import IngestClient
 
-__all__ = [
-    "IngestClient",
-]
+__all__ = ["IngestClient"]

@@ -9,10 +9,10 @@ from agent_services.runs import run_agent
 
 
 async def run_mini_agent_rollout(
-    client: client_lib.RunServiceClient,
-    body: Mapping[str, Any],
-    *,
-    max_task_time_seconds: float = 1800.0,
+  client: client_lib.RunServiceClient,
+  body: Mapping[str, Any],
+  *,
+  max_task_time_seconds: float = 1800.0,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """({task_success, task_completed, num_turns, max_turns, errors,
   result_message, answer}, the run's events).
@@ -36,12 +36,12 @@ async def run_mini_agent_rollout(
     await agent.close()
   turns = sum(e.get("type") == "model_output" for e in agent.events)
   result = {
-      "task_success": end is not None and end.reason == "finished",
-      "task_completed": end is not None,
-      "num_turns": turns,
-      "max_turns": body.get("maxSteps"),
-      "errors": errors,
-      "result_message": end.reason if end is not None else errors[0],
-      "answer": end.answer if end is not None else "",
+    "task_success": end is not None and end.reason == "finished",
+    "task_completed": end is not None,
+    "num_turns": turns,
+    "max_turns": body.get("maxSteps"),
+    "errors": errors,
+    "result_message": end.reason if end is not None else errors[0],
+    "answer": end.answer if end is not None else "",
   }
   return result, agent.events

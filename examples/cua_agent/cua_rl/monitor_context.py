@@ -11,13 +11,13 @@ from training_monitor.client.monitor_context import set_step_id
 from training_monitor.client.monitor_context import set_training_id
 
 __all__ = [
-    "clear_monitor_context",
-    "get_eval_id",
-    "get_ingest_client",
-    "get_step_id",
-    "get_training_id",
-    "set_eval_id",
-    "set_ingest_client",
-    "set_step_id",
-    "set_training_id",
+  "clear_monitor_context",
+  "get_eval_id",
+  "get_ingest_client",
+  "get_step_id",
+  "get_training_id",
+  "set_eval_id",
+  "set_ingest_client",
+  "set_step_id",
+  "set_training_id",
 ]

@@ -50,7 +50,7 @@ class ServiceError(Exception):
   """
 
   def __init__(
-      self, status: int, detail: str, code: str, retry_s: float | None = None
+    self, status: int, detail: str, code: str, retry_s: float | None = None
   ):
     super().__init__(detail)
     self.status = status
@@ -63,7 +63,7 @@ class ServiceError(Exception):
     if self.retry_s is not None:
       headers["retry-after"] = str(max(1, round(self.retry_s)))
     return json_answers.Json(
-        {"detail": self.detail, "code": self.code}, self.status, headers
+      {"detail": self.detail, "code": self.code}, self.status, headers
     )
 
 
@@ -75,12 +75,12 @@ class Application:
 
   def _serve(self, routes: Iterable[Route]) -> None:
     self.asgi = applications.Starlette(
-        routes=[
-            routing.Route(path, self._guarded(path, handler), methods=methods)
-            for path, handler, methods in routes
-        ],
-        exception_handlers={404: self._not_served, 405: self._not_served},
-        lifespan=self._lifespan,
+      routes=[
+        routing.Route(path, self._guarded(path, handler), methods=methods)
+        for path, handler, methods in routes
+      ],
+      exception_handlers={404: self._not_served, 405: self._not_served},
+      lifespan=self._lifespan,
     )
 
   @contextlib.asynccontextmanager
@@ -105,9 +105,9 @@ class Application:
       return await handler(request)
 
     return http_server.guarded(
-        run,
-        lambda error: self._failed(route, error),
-        lambda *answer: self._done(route, *answer),
+      run,
+      lambda error: self._failed(route, error),
+      lambda *answer: self._done(route, *answer),
     )
 
   def _failed(self, route: str, error: Exception) -> Response:
@@ -116,17 +116,15 @@ class Application:
     if refused is None:
       _LOG.error("%s failed", route, exc_info=error)
       refused = ServiceError(
-          500,
-          f"the service failed: {self._description(error)}",
-          "internal_error",
+        500, f"the service failed: {self._description(error)}", "internal_error"
       )
     return refused.response()
 
   async def _not_served(self, request: Request, error: Any) -> Response:
     return ServiceError(
-        error.status_code,
-        f"{request.method} {request.url.path} is not served here",
-        self._wrong_method if error.status_code == 405 else "not_found",
+      error.status_code,
+      f"{request.method} {request.url.path} is not served here",
+      self._wrong_method if error.status_code == 405 else "not_found",
     ).response()
 
   # --- for the applications ---------------------------------------------------
@@ -142,7 +140,7 @@ class Application:
     raise NotImplementedError
 
   def _done(
-      self, route: str, request: Request, response: Response, seconds: float
+    self, route: str, request: Request, response: Response, seconds: float
   ) -> None:
     """Receives each answer, with its seconds."""
 
@@ -152,7 +150,7 @@ class Application:
       return error
     if isinstance(error, request_bodies.BodyRefused):
       return ServiceError(
-          error.status, error.message, error.code, error.retry_after_s
+        error.status, error.message, error.code, error.retry_after_s
       )
     if isinstance(error, requests.ClientDisconnect):
       return ServiceError(499, "the client went away", "gone")
@@ -163,12 +161,12 @@ class Application:
 
 
 def authorize(
-    headers: Mapping[str, str],
-    presented: str,
-    token: str,
-    *,
-    public: bool,
-    any_host: bool = False,
+  headers: Mapping[str, str],
+  presented: str,
+  token: str,
+  *,
+  public: bool,
+  any_host: bool = False,
 ) -> None:
   """Checks that a request comes from a client of this server.
 
@@ -186,7 +184,7 @@ def authorize(
     raise ServiceError(403, problem, "cross_site")
   if token and not public and not http_server.is_token(presented, token):
     raise ServiceError(
-        401, "give the token as Authorization: Bearer …", "unauthorized"
+      401, "give the token as Authorization: Bearer …", "unauthorized"
     )
 
 
@@ -196,7 +194,7 @@ def parse_json(raw: bytes) -> Any:
     return json_models.parse(raw)
   except ValueError as error:
     raise ServiceError(
-        400, f"the body is not JSON: {error}", "invalid_json"
+      400, f"the body is not JSON: {error}", "invalid_json"
     ) from None
 
 
@@ -204,9 +202,9 @@ def check_object(value: Any) -> dict[str, Any]:
   """Returns the value of a body. Raises ServiceError 422 unless an object."""
   if not isinstance(value, dict):
     raise ServiceError(
-        422,
-        f"the body must be an object, got a {type(value).__name__}",
-        "invalid_request",
+      422,
+      f"the body must be an object, got a {type(value).__name__}",
+      "invalid_request",
     )
   return value
 
@@ -221,18 +219,23 @@ class Metrics:
   def __init__(self, prefix: str, buckets: Iterable[float]):
     """Args:
 
-      prefix: First word of the metrics' names.
-      buckets: Upper bounds of the histogram of seconds.
+    prefix: First word of the metrics' names.
+    buckets: Upper bounds of the histogram of seconds.
     """
     self.registry = prometheus_client.CollectorRegistry()
     self._requests = prometheus_client.Counter(
-        f"{prefix}_requests", "Answered requests.", ("route", "status"),
-        registry=self.registry,
-    )  # pyformat: disable
+      f"{prefix}_requests",
+      "Answered requests.",
+      ("route", "status"),
+      registry=self.registry,
+    )
     self._seconds = prometheus_client.Histogram(
-        f"{prefix}_request_seconds", "From request to answer.", ("route",),
-        registry=self.registry, buckets=tuple(buckets),
-    )  # pyformat: disable
+      f"{prefix}_request_seconds",
+      "From request to answer.",
+      ("route",),
+      registry=self.registry,
+      buckets=tuple(buckets),
+    )
 
   def count(self, route: str, response: Response, seconds: float) -> None:
     self._requests.labels(route, response.status_code).inc()
@@ -242,6 +245,6 @@ class Metrics:
     """Returns the answer with all metrics, and an application's lines."""
     counts = prometheus_client.generate_latest(self.registry).decode()
     return Response(
-        "".join((counts, *lines)),
-        media_type=prometheus_client.CONTENT_TYPE_LATEST,
+      "".join((counts, *lines)),
+      media_type=prometheus_client.CONTENT_TYPE_LATEST,
     )

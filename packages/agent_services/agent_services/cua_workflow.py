@@ -60,8 +60,12 @@ _MODELS_S = 30.0
 _TOP_K_OFF = 10**8
 """AReaL's `top_k` that keeps every token."""
 _OF_TURNS = (
-    "step_start", "turn_start", "action_executed", "step_end", "turn_end"
-)  # pyformat: disable
+  "step_start",
+  "turn_start",
+  "action_executed",
+  "step_end",
+  "turn_end",
+)
 _HAS_AREAL = importlib.util.find_spec("areal") is not None
 _Base: Any = object
 if _HAS_AREAL:
@@ -70,7 +74,7 @@ if _HAS_AREAL:
   _Base = workflow_api.RolloutWorkflow
 
 _gates: weakref.WeakKeyDictionary[Any, dict[Any, asyncio.Semaphore]] = (
-    weakref.WeakKeyDictionary()
+  weakref.WeakKeyDictionary()
 )
 """Event loop -> (run service, limit) -> the slots of its runs."""
 
@@ -91,42 +95,42 @@ class CUAAgentWorkflow(_Base):
   """
 
   def __init__(
-      self,
-      gconfig: Any = None,
-      tokenizer: Any = None,
-      *,
-      gbox_mini_agent_base_url: str = "",
-      gbox_mini_agent_agent: str = "mai-ui",
-      gbox_mini_agent_model: str | Mapping[str, Any] = "",
-      gbox_mini_agent_env: Mapping[str, Any] | None = None,
-      gym_base_url: str = "",
-      gym_id: str = "",
-      model_base_url: str = "",
-      max_turns: int = 20,
-      max_task_time_seconds: float = 1800.0,
-      max_turn_time_seconds: float = 180.0,
-      max_concurrent_rollouts: int | None = 8,
-      consumer_batch_size: int = 1,
-      standard_action_space: str = "mobile",
-      on_missing: str = "refuse",
-      other_sampling: str = "mask",
-      turn_discount: float = 1.0,
-      processor: Any = None,
-      multi_modal: tensor_rows.MultiModal | None = None,
-      image_token_id: int | None = None,
-      renderer: Any = None,
-      run_options: Mapping[str, Any] | None = None,
-      training_id: str | int | None = None,
-      step_id: str | int | None = None,
-      eval_id: str | int | None = None,
-      baseline_id: str | int | None = None,
-      global_step: int | None = None,
-      batch: int | None = None,
-      group_size: int = 1,
-      make_recorder: Callable[[Mapping[str, Any]], Any] | None = None,
-      make_loader: Callable[[images_lib.ImageStore], Any] | None = None,
-      poll_s: float = 3.0,
-      timeout_s: float = 30.0,
+    self,
+    gconfig: Any = None,
+    tokenizer: Any = None,
+    *,
+    gbox_mini_agent_base_url: str = "",
+    gbox_mini_agent_agent: str = "mai-ui",
+    gbox_mini_agent_model: str | Mapping[str, Any] = "",
+    gbox_mini_agent_env: Mapping[str, Any] | None = None,
+    gym_base_url: str = "",
+    gym_id: str = "",
+    model_base_url: str = "",
+    max_turns: int = 20,
+    max_task_time_seconds: float = 1800.0,
+    max_turn_time_seconds: float = 180.0,
+    max_concurrent_rollouts: int | None = 8,
+    consumer_batch_size: int = 1,
+    standard_action_space: str = "mobile",
+    on_missing: str = "refuse",
+    other_sampling: str = "mask",
+    turn_discount: float = 1.0,
+    processor: Any = None,
+    multi_modal: tensor_rows.MultiModal | None = None,
+    image_token_id: int | None = None,
+    renderer: Any = None,
+    run_options: Mapping[str, Any] | None = None,
+    training_id: str | int | None = None,
+    step_id: str | int | None = None,
+    eval_id: str | int | None = None,
+    baseline_id: str | int | None = None,
+    global_step: int | None = None,
+    batch: int | None = None,
+    group_size: int = 1,
+    make_recorder: Callable[[Mapping[str, Any]], Any] | None = None,
+    make_loader: Callable[[images_lib.ImageStore], Any] | None = None,
+    poll_s: float = 3.0,
+    timeout_s: float = 30.0,
   ):
     """Args:
 
@@ -178,22 +182,22 @@ class CUAAgentWorkflow(_Base):
     """
     if on_missing not in conversion.ON_MISSING:
       raise ValueError(
-          f"on_missing must be one of {', '.join(conversion.ON_MISSING)}; got"
-          f" {on_missing!r}"
+        f"on_missing must be one of {', '.join(conversion.ON_MISSING)}; got"
+        f" {on_missing!r}"
       )
     limit = max_concurrent_rollouts
     if limit is None:
       limit = consumer_batch_size
     for name, value in (
-        ("max_turns", max_turns),
-        ("max_concurrent_rollouts", limit),
-        ("group_size", group_size),
+      ("max_turns", max_turns),
+      ("max_concurrent_rollouts", limit),
+      ("group_size", group_size),
     ):
       if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be >= 1, got {value!r}")
     for name, seconds in (
-        ("max_task_time_seconds", max_task_time_seconds),
-        ("max_turn_time_seconds", max_turn_time_seconds),
+      ("max_task_time_seconds", max_task_time_seconds),
+      ("max_turn_time_seconds", max_turn_time_seconds),
     ):
       if not seconds > 0:
         raise ValueError(f"{name} must be > 0 seconds, got {seconds!r}")
@@ -201,20 +205,18 @@ class CUAAgentWorkflow(_Base):
       raise ValueError(f"turn_discount must be in (0, 1], got {turn_discount}")
     if processor is None and multi_modal is None:
       raise ValueError(
-          "processor is None, and every episode has screenshots: pass the"
-          " policy's processor or its path (AReaL's tokenizer_path), or"
-          " multi_modal"
+        "processor is None, and every episode has screenshots: pass the"
+        " policy's processor or its path (AReaL's tokenizer_path), or"
+        " multi_modal"
       )
     if eval_id is not None and baseline_id is not None:
       raise ValueError("eval_id and baseline_id: an episode is of one of them")
     settings = settings_lib.RunServiceConfig(base_url=gbox_mini_agent_base_url)
     self._service_url = http.address(
-        settings.url, "gbox_mini_agent_base_url", client_lib.DEFAULT_BASE_URL
+      settings.url, "gbox_mini_agent_base_url", client_lib.DEFAULT_BASE_URL
     )
     if model_base_url:
-      http.address(
-          model_base_url, "model_base_url", "http://127.0.0.1:8000/v1"
-      )
+      http.address(model_base_url, "model_base_url", "http://127.0.0.1:8000/v1")
     self._token = settings.token
     self._gconfig = gconfig
     self._rule = _rule_of(gconfig, other_sampling)
@@ -226,7 +228,7 @@ class CUAAgentWorkflow(_Base):
     self._agent = gbox_mini_agent_agent
     model = gbox_mini_agent_model
     self._model: Mapping[str, Any] = (
-        {"name": model} if isinstance(model, str) and model else model or {}
+      {"name": model} if isinstance(model, str) and model else model or {}
     )  # type: ignore[assignment]
     self._env = dict(gbox_mini_agent_env or {})
     self._gym = (gym_base_url, gym_id)
@@ -244,9 +246,12 @@ class CUAAgentWorkflow(_Base):
     self._renderer = renderer
     self._run_options = dict(run_options or {})
     self.place = {
-        "training_id": training_id, "step_id": step_id, "eval_id": eval_id,
-        "baseline_id": baseline_id, "global_step": global_step,
-    }  # pyformat: disable
+      "training_id": training_id,
+      "step_id": step_id,
+      "eval_id": eval_id,
+      "baseline_id": baseline_id,
+      "global_step": global_step,
+    }
     self._batch = batch
     self._group_size = group_size
     self._make_recorder = make_recorder
@@ -259,7 +264,7 @@ class CUAAgentWorkflow(_Base):
     self.rejected: collections.Counter[str] = collections.Counter()
 
   async def arun_episode(
-      self, engine: Any, data: Mapping[str, Any]
+    self, engine: Any, data: Mapping[str, Any]
   ) -> dict[str, Any] | None:
     """Plays the task of a row once.
 
@@ -280,8 +285,8 @@ class CUAAgentWorkflow(_Base):
     gym = (task.gym_base_url or self._gym[0], task.gym_id or self._gym[1])
     if not all(gym):
       raise ValueError(
-          f"the row of task {task.id!r} needs gym_base_url and gym_id, or the"
-          " workflow does"
+        f"the row of task {task.id!r} needs gym_base_url and gym_id, or the"
+        " workflow does"
       )
     index = self._plays[task.id]
     self._plays[task.id] += 1
@@ -290,27 +295,30 @@ class CUAAgentWorkflow(_Base):
       self.peak = max(self.peak, self.running)
       try:
         return await self._episode(
-            engine, {"env_index_in_group": index % self._group_size, **data},
-            task, gym, url,
-        )  # pyformat: disable
+          engine,
+          {"env_index_in_group": index % self._group_size, **data},
+          task,
+          gym,
+          url,
+        )
       finally:
         self.running -= 1
 
   # --- an episode -------------------------------------------------------------
 
   async def _episode(
-      self,
-      engine: Any,
-      data: Mapping[str, Any],
-      task: cua_task.CUATask,
-      gym: tuple[str, str],
-      model_url: str,
+    self,
+    engine: Any,
+    data: Mapping[str, Any],
+    task: cua_task.CUATask,
+    gym: tuple[str, str],
+    model_url: str,
   ) -> dict[str, Any] | None:
     client = client_lib.RunServiceClient(
-        self._service_url,
-        token=self._token,
-        poll_s=self._poll_s,
-        timeout_s=self._call_s,
+      self._service_url,
+      token=self._token,
+      poll_s=self._poll_s,
+      timeout_s=self._call_s,
     )
     genv = genv_gym.make_client({"base_url": gym[0], "gym_id": gym[1]})
     agent = run_agent.RunAgent()
@@ -325,33 +333,34 @@ class CUAAgentWorkflow(_Base):
         end = await agent.finished()
         result = {"answer": end.answer} if end.answer else {}
         reward, success, _ = await execution.evaluate_execution(
-            context[0], genv, result
+          context[0], genv, result
         )
         rows = await self._rows(engine, agent.events, reward, client)
       self.accepted += 1
       _count(reward)
       await self._record(
-          recorder, data, task, agent, model_url, reward=reward, success=success
+        recorder, data, task, agent, model_url, reward=reward, success=success
       )
       return _native(tensor_rows.collate(rows))
     except TimeoutError:
       cause = f"timeout: not done within {self._task_s:g} s"
     except (
-        http.CallError, run_agent.RunFailed, conversion.MissingTokens,
-        cua_task.UnknownTaskError, sampling_rule.OtherSampling,
-    ) as error:  # pyformat: disable
+      http.CallError,
+      run_agent.RunFailed,
+      conversion.MissingTokens,
+      cua_task.UnknownTaskError,
+      sampling_rule.OtherSampling,
+    ) as error:
       cause = f"{type(error).__name__}: {error}"
     finally:
-      await concurrency.to_the_end(
-          self._clean_up(client, genv, agent, context)
-      )
+      await concurrency.to_the_end(self._clean_up(client, genv, agent, context))
     self.rejected[cause.partition(":")[0]] += 1
     _LOG.warning("task %s is rejected: %s", task.id, cause)
     await self._record(recorder, data, task, agent, model_url, error=cause)
     return None
 
   async def _clean_up(
-      self, client: Any, genv: Any, agent: Any, context: list[Any]
+    self, client: Any, genv: Any, agent: Any, context: list[Any]
   ) -> None:
     """Ends the run and the execution, whatever one of them does."""
 
@@ -360,10 +369,10 @@ class CUAAgentWorkflow(_Base):
         await execution.terminate_execution(one, genv)
 
     for what, work in (
-        ("run", agent.close()),
-        ("execution", terminate()),
-        ("gym server's client", genv.aclose()),
-        ("service's client", client.aclose()),
+      ("run", agent.close()),
+      ("execution", terminate()),
+      ("gym server's client", genv.aclose()),
+      ("service's client", client.aclose()),
     ):
       try:
         await concurrency.with_deadline(work, _CLEANUP_S, f"ending a {what}")
@@ -371,45 +380,46 @@ class CUAAgentWorkflow(_Base):
         _LOG.warning("an episode's %s did not end: %r", what, error)
 
   async def _body(
-      self,
-      task: cua_task.CUATask,
-      context: execution.GenvExecutionContext,
-      model_url: str,
+    self,
+    task: cua_task.CUATask,
+    context: execution.GenvExecutionContext,
+    model_url: str,
   ) -> dict[str, Any]:
     options = dict(self._run_options)
     model = {"baseUrl": model_url, "provider": "openai", **self._model}
     if not model.get("name"):
       if model_url not in self._names:
         self._names[model_url] = await client_lib.model_name(
-            model_url, _MODELS_S, str(model.get("apiKey") or "")
+          model_url, _MODELS_S, str(model.get("apiKey") or "")
         )
       model["name"] = self._names[model_url]
     if options.pop("sampling", False) and self._gconfig is not None:
       rule = self._rule
       model["sampling"] = {
-          "temperature": rule.temperature, "top_p": rule.top_p,
-          **({"top_k": rule.top_k} if rule.top_k else {}),
-      }  # pyformat: disable
+        "temperature": rule.temperature,
+        "top_p": rule.top_p,
+        **({"top_k": rule.top_k} if rule.top_k else {}),
+      }
       if (most := getattr(self._gconfig, "max_new_tokens", None)) is not None:
         model["sampling"]["max_tokens"] = most
     return {
-        "task": task.instruction or task.description or task.name,
-        "agent": self._agent,
-        "maxSteps": task.max_steps or self._max_turns,
-        "maxRunTimeSec": self._task_s,
-        "maxStepTimeSec": self._turn_s,
-        "model": model,
-        "env": {**context.agent_env(), **self._env},
-        "standardActionSpace": self._space,
-        **options,
+      "task": task.instruction or task.description or task.name,
+      "agent": self._agent,
+      "maxSteps": task.max_steps or self._max_turns,
+      "maxRunTimeSec": self._task_s,
+      "maxStepTimeSec": self._turn_s,
+      "model": model,
+      "env": {**context.agent_env(), **self._env},
+      "standardActionSpace": self._space,
+      **options,
     }
 
   async def _rows(
-      self,
-      engine: Any,
-      events: Sequence[Mapping[str, Any]],
-      reward: float,
-      client: client_lib.RunServiceClient,
+    self,
+    engine: Any,
+    events: Sequence[Mapping[str, Any]],
+    reward: float,
+    client: client_lib.RunServiceClient,
   ) -> list[dict[str, Any]]:
     """Returns the run's sequences as AReaL's rows.
 
@@ -427,14 +437,14 @@ class CUAAgentWorkflow(_Base):
       placed = {id(turn): refs for turn, refs in zip(turns, images)}
       untrained = self._untrained(turns)
       sequences, fallbacks = conversion.sequences_of(
-          turns,
-          images,
-          placeholder,
-          image_break_id=getattr(self._processor, "image_break_token_id", None),
-          on_missing=self._on_missing,
-          encode=lambda turn: self._encode(turn, placed[id(turn)]),
-          version=_version_of(engine),
-          untrained=untrained,
+        turns,
+        images,
+        placeholder,
+        image_break_id=getattr(self._processor, "image_break_token_id", None),
+        on_missing=self._on_missing,
+        encode=lambda turn: self._encode(turn, placed[id(turn)]),
+        version=_version_of(engine),
+        untrained=untrained,
       )
     except (conversion.MissingTokens, sampling_rule.OtherSampling):
       raise
@@ -462,8 +472,8 @@ class CUAAgentWorkflow(_Base):
     reasons = conversion.untrained_of(turns, self._rule, {})
     if len(reasons) == len(turns):
       raise sampling_rule.OtherSampling(
-          f"no turn can be trained on: {reasons[0]}; run_options="
-          '{"sampling": True} sends gconfig\'s sampling to the service'
+        f"no turn can be trained on: {reasons[0]}; run_options="
+        '{"sampling": True} sends gconfig\'s sampling to the service'
       )
     if reasons and not self.untrained_tokens:
       _LOG.warning("a turn is not trained on: %s", next(iter(reasons.values())))
@@ -473,10 +483,10 @@ class CUAAgentWorkflow(_Base):
     return reasons
 
   async def _images(
-      self,
-      turns: Sequence[conversion.Turn],
-      client: client_lib.RunServiceClient,
-      store: images_lib.ImageStore,
+    self,
+    turns: Sequence[conversion.Turn],
+    client: client_lib.RunServiceClient,
+    store: images_lib.ImageStore,
   ) -> list[list[trajectory.ImageRef]]:
     loader = self._make_loader(store) if self._make_loader else None
     try:
@@ -499,7 +509,7 @@ class CUAAgentWorkflow(_Base):
     return token_id if isinstance(token_id, int) else None
 
   def _pixels(
-      self, store: images_lib.ImageStore
+    self, store: images_lib.ImageStore
   ) -> tensor_rows.MultiModal | None:
     if self._multi_modal is not None:
       return self._multi_modal
@@ -515,19 +525,19 @@ class CUAAgentWorkflow(_Base):
     return make
 
   def _encode(
-      self, turn: conversion.Turn, images: Sequence[trajectory.ImageRef]
+    self, turn: conversion.Turn, images: Sequence[trajectory.ImageRef]
   ) -> tuple[Sequence[int], Sequence[int]]:
     if self._renderer is not None:
       return event_images.encode_turn(turn, images, self._renderer)
     if self._tokenizer is None or images:
       raise conversion.MissingTokens(
-          "a fallback with screenshots needs renderer=, one without needs"
-          " tokenizer="
+        "a fallback with screenshots needs renderer=, one without needs"
+        " tokenizer="
       )
     prompt = self._tokenizer.apply_chat_template(
-        [dict(m) for m in turn.messages],
-        add_generation_prompt=True,
-        tokenize=False,
+      [dict(m) for m in turn.messages],
+      add_generation_prompt=True,
+      tokenize=False,
     )
     plain = lambda text: self._tokenizer.encode(text, add_special_tokens=False)
     return plain(prompt), plain(turn.text)
@@ -549,8 +559,8 @@ class CUAAgentWorkflow(_Base):
       address = choose() if choose is not None else addresses[0]
     if not isinstance(address, str) or not address:
       raise ValueError(
-          "model_base_url is empty and the engine names no address of its"
-          " server; pass model_base_url, e.g. http://127.0.0.1:8000/v1"
+        "model_base_url is empty and the engine names no address of its"
+        " server; pass model_base_url, e.g. http://127.0.0.1:8000/v1"
       )
     url = address if "://" in address else f"http://{address}"
     url = http.address(url, "model_base_url", "http://127.0.0.1:8000/v1")
@@ -580,16 +590,16 @@ class CUAAgentWorkflow(_Base):
       return None
 
   async def _record(
-      self,
-      recorder: Any,
-      data: Mapping[str, Any],
-      task: cua_task.CUATask,
-      agent: run_agent.RunAgent,
-      model: str,
-      *,
-      reward: float | None = None,
-      success: bool | None = None,
-      error: str = "",
+    self,
+    recorder: Any,
+    data: Mapping[str, Any],
+    task: cua_task.CUATask,
+    agent: run_agent.RunAgent,
+    model: str,
+    *,
+    reward: float | None = None,
+    success: bool | None = None,
+    error: str = "",
   ) -> None:
     """Sends the episode to the Training Monitor; a failure is only logged."""
     if recorder is None:
@@ -597,18 +607,18 @@ class CUAAgentWorkflow(_Base):
 
     def send() -> None:
       recorder.start_rollout(
-          task.id,
-          task.instruction or task.description,
-          model,
-          "genv",
-          recorder.source_type,
-          step_id=recorder.step_id,
-          eval_id=recorder.eval_id,
-          baseline_id=recorder.baseline_id,
-          batch=self._batch,
-          group_num=data.get("item_idx"),
-          env_index=data["env_index_in_group"],
-          max_turns=self._max_turns,
+        task.id,
+        task.instruction or task.description,
+        model,
+        "genv",
+        recorder.source_type,
+        step_id=recorder.step_id,
+        eval_id=recorder.eval_id,
+        baseline_id=recorder.baseline_id,
+        batch=self._batch,
+        group_num=data.get("item_idx"),
+        env_index=data["env_index_in_group"],
+        max_turns=self._max_turns,
       )
       # Services count their steps from 0 or from 1; turns are counted from 1.
       turns: dict[Any, int] = {}
@@ -629,12 +639,12 @@ class CUAAgentWorkflow(_Base):
         recorder.update_status("failed", error_message=error)
       else:
         recorder.complete_rollout(
-            reward=reward, task_success=success, num_turns=len(turns)
+          reward=reward, task_success=success, num_turns=len(turns)
         )
 
     try:
       await concurrency.acall(
-          send, seconds=_CLEANUP_S, what="recording an episode"
+        send, seconds=_CLEANUP_S, what="recording an episode"
       )
     except Exception as error:  # pylint: disable=broad-except
       # A monitor that is down must not cost an episode.
@@ -660,12 +670,12 @@ def _rule_of(gconfig: Any, other: str) -> sampling_rule.SamplingRule:
 
   top_k = int(field("top_k", 0))
   return sampling_rule.SamplingRule(
-      temperature=0.0
-      if field("greedy", False)
-      else float(field("temperature", 1.0)),
-      top_p=float(field("top_p", 1.0)),
-      top_k=0 if top_k >= _TOP_K_OFF else max(0, top_k),
-      other=other,
+    temperature=0.0
+    if field("greedy", False)
+    else float(field("temperature", 1.0)),
+    top_p=float(field("top_p", 1.0)),
+    top_k=0 if top_k >= _TOP_K_OFF else max(0, top_k),
+    other=other,
   )
 
 
@@ -688,4 +698,3 @@ def _pretrained(kind: str, path: str) -> Any:
   import transformers  # pylint: disable=g-import-not-at-top
 
   return getattr(transformers, kind).from_pretrained(path)
-

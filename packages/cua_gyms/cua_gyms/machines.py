@@ -28,7 +28,7 @@ def addresses(machines: Any, default: str) -> tuple[str, ...]:
   if isinstance(machines, str):
     machines = [machines]
   out = [
-      http.address(url, "machines", default) for url in machines or [default]
+    http.address(url, "machines", default) for url in machines or [default]
   ]
   if len(set(out)) < len(out):
     raise ValueError(f"machines: an address is there twice: {out}")
@@ -50,23 +50,23 @@ async def take(urls: Sequence[str], seconds: float) -> str | None:
 
 
 async def require(
-    urls: Sequence[str], seconds: float, kind: str, error: type[Exception]
+  urls: Sequence[str], seconds: float, kind: str, error: type[Exception]
 ) -> str:
   """Takes a free machine, or raises `error`; `kind` is their plural noun."""
   url = await take(urls, seconds)
   if url is None:
     raise error(
-        f"none of {len(urls)} {kind} became free within {seconds:g} s; use"
-        " fewer episodes at a time (collect.concurrency) or more machines"
+      f"none of {len(urls)} {kind} became free within {seconds:g} s; use"
+      " fewer episodes at a time (collect.concurrency) or more machines"
     )
   return url
 
 
 def check_size(
-    where: str,
-    screen: tuple[int, int],
-    size: tuple[int | None, int | None],
-    error: type[Exception],
+  where: str,
+  screen: tuple[int, int],
+  size: tuple[int | None, int | None],
+  error: type[Exception],
 ) -> None:
   """Raises `error` when a screen does not have the expected width and height.
 
@@ -80,8 +80,8 @@ def check_size(
   if screen != expected:
     width, height = screen
     raise error(
-        f"the {where} is {width}x{height}, {expected[0]}x{expected[1]} was"
-        f" expected; set gym.width={width} gym.height={height}"
+      f"the {where} is {width}x{height}, {expected[0]}x{expected[1]} was"
+      f" expected; set gym.width={width} gym.height={height}"
     )
 
 

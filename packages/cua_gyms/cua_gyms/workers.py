@@ -143,8 +143,8 @@ class GymWorkers:
     self._closed = True
     workers = [w for w in self._workers if w is not None]
     await asyncio.gather(
-        *(concurrency.acall(w.close, seconds=15.0) for w in workers),
-        return_exceptions=True,
+      *(concurrency.acall(w.close, seconds=15.0) for w in workers),
+      return_exceptions=True,
     )
 
 
@@ -159,14 +159,14 @@ class _Worker:
     self.ids = itertools.count()
     self.gyms: set[int] = set()
     self._process = context.Process(
-        target=_serve, args=(child_end, imports), daemon=True, name="tunix-gyms"
+      target=_serve, args=(child_end, imports), daemon=True, name="tunix-gyms"
     )
     self._process.start()
     child_end.close()
     self.pid = self._process.pid
     self.alive = True
     threading.Thread(
-        target=self._read, name="tunix-gym-worker", daemon=True
+      target=self._read, name="tunix-gym-worker", daemon=True
     ).start()
 
   async def call(self, gym: int, name: str, argument: Any = None) -> Any:
@@ -185,9 +185,7 @@ class _Worker:
     except asyncio.CancelledError:
       if self.alive:
         try:
-          self._pipe.send_bytes(
-              encode_message({**message, "name": "cancel"})
-          )
+          self._pipe.send_bytes(encode_message({**message, "name": "cancel"}))
         except (OSError, ValueError):
           pass
       raise
@@ -200,7 +198,7 @@ class _Worker:
       while True:
         message, value = decode_message(self._pipe.recv_bytes())
         self._loop.call_soon_threadsafe(
-            self._answer, message["number"], value, message["error"]
+          self._answer, message["number"], value, message["error"]
         )
     except Exception as error:  # pylint: disable=broad-except
       # End of the pipe, or half a message from a killed process.
@@ -231,7 +229,7 @@ class _Worker:
     code = self._process.exitcode
     how = f"with exit code {code}" if code is not None else "unexpectedly"
     return WorkerDiedError(
-        f"the gym's process {self.pid} has ended {how}; its episodes are lost"
+      f"the gym's process {self.pid} has ended {how}; its episodes are lost"
     )
 
   def close(self) -> None:
@@ -257,9 +255,9 @@ class _Worker:
 
 _LENGTH = struct.Struct(">I")
 _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "task": base.Task.from_json,
-    "action": gui_action.GuiAction.from_json,
-    "evaluation": lambda data: base.Evaluation(**data),
+  "task": base.Task.from_json,
+  "action": gui_action.GuiAction.from_json,
+  "evaluation": lambda data: base.Evaluation(**data),
 }
 
 
@@ -289,15 +287,15 @@ def encode_message(message: dict[str, Any], value: Any = None) -> bytes:
       screenshot = np.ascontiguousarray(value.screenshot, np.uint8)
       shape, pixels = screenshot.shape, screenshot.tobytes()
     value = {
-        "shape": shape,
-        "instruction": value.instruction,
-        "text": value.text,
-        "done": value.done,
-        "info": dict(value.info),
-        "axtree": value.axtree,
+      "shape": shape,
+      "instruction": value.instruction,
+      "text": value.text,
+      "done": value.done,
+      "info": dict(value.info),
+      "axtree": value.axtree,
     }
   header = json.dumps(
-      {**message, "kind": kind, "value": value}, default=_plain
+    {**message, "kind": kind, "value": value}, default=_plain
   ).encode()
   return _LENGTH.pack(len(header)) + header + pixels
 
@@ -328,8 +326,8 @@ def _plain(value: Any) -> Any:
   if isinstance(value, (np.ndarray, np.generic)):
     return value.tolist()
   raise TypeError(
-      f"{type(value).__name__} {value!r:.80} has no JSON; a gym in a worker"
-      " process receives and returns JSON values only"
+    f"{type(value).__name__} {value!r:.80} has no JSON; a gym in a worker"
+    " process receives and returns JSON values only"
   )
 
 
@@ -395,7 +393,7 @@ async def _answer_calls(pipe: Any) -> None:
         running[number].cancel()
       return
     running[number] = asyncio.ensure_future(
-        run(number, message["gym"], message["name"], argument)
+      run(number, message["gym"], message["name"], argument)
     )
 
   loop.add_reader(pipe.fileno(), readable)

@@ -35,7 +35,7 @@ async def test_a_task_is_played_on_a_phone(phone):
   fake, url = phone
   own = desktop.DesktopGym()
   expected = own.start_sync(
-      desktop.DesktopTasks().train_task("enter-text", 1, 0)
+    desktop.DesktopTasks().train_task("enter-text", 1, 0)
   )
   gym = android_world.AndroidWorldGym(url, width=128, height=96)
   shown = await gym.start(task(index=1))
@@ -54,8 +54,12 @@ async def test_a_task_is_played_on_a_phone(phone):
   await gym.close()
   await gym.close()
   assert paths(fake)[:5] == [
-      "/health", "/reset", "/task/initialize", "/task/goal", "/screenshot",
-  ]  # pyformat: disable
+    "/health",
+    "/reset",
+    "/task/initialize",
+    "/task/goal",
+    "/screenshot",
+  ]
   assert paths(fake)[-1] == "/task/tear_down"
   assert paths(fake).count("/task/tear_down") == 1
 
@@ -90,7 +94,7 @@ async def test_a_task_is_played_on_a_phone(phone):
          {"action_type": "status", "goal_status": "infeasible"}),
         (GuiAction("wait"), {"action_type": "wait"}),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 async def test_each_action_is_the_servers_own(action, body):
   assert android_world.to_action(action) == body
 
@@ -100,11 +104,13 @@ async def test_what_a_phone_has_not_is_told_and_not_sent(phone):
   gym = android_world.AndroidWorldGym(url)
   await gym.start(task())
   for action in (
-      GuiAction("key", keys=("ctrl", "c")), GuiAction("move", x=1, y=1),
-      GuiAction("click", x=1, y=1, button="right"),
-      GuiAction("system_button", text="menu"), GuiAction("type", text=""),
-      GuiAction("scroll"),
-  ):  # pyformat: disable
+    GuiAction("key", keys=("ctrl", "c")),
+    GuiAction("move", x=1, y=1),
+    GuiAction("click", x=1, y=1, button="right"),
+    GuiAction("system_button", text="menu"),
+    GuiAction("type", text=""),
+    GuiAction("scroll"),
+  ):
     shown = await gym.act(action)
     assert shown.text.startswith("Error: ") and not shown.done, action
   assert "/execute_action" not in paths(fake)
@@ -120,10 +126,10 @@ async def test_failures_are_errors_and_give_the_phone_back(phone):
     await gym.start(task(index=9))
   await gym.close()
   for path, answer, words in (
-      ("/screenshot", ({"pixels": [[1, 2]]}, 200), "numbers from 0 to 255"),
-      ("/screenshot", ({"pix": 1}, 200), "no screenshot"),
-      ("/task/initialize", ({"detail": "adb is gone"}, 500), "adb is gone"),
-      ("/health", ({"detail": "Environment not initialized"}, 500), "not init"),
+    ("/screenshot", ({"pixels": [[1, 2]]}, 200), "numbers from 0 to 255"),
+    ("/screenshot", ({"pix": 1}, 200), "no screenshot"),
+    ("/task/initialize", ({"detail": "adb is gone"}, 500), "adb is gone"),
+    ("/health", ({"detail": "Environment not initialized"}, 500), "not init"),
   ):
     fake.broken = {path: answer}
     with pytest.raises(android_world.AndroidWorldError, match=words):
@@ -152,15 +158,13 @@ async def test_failures_are_errors_and_give_the_phone_back(phone):
 async def test_the_suite_is_a_task_set(phone):
   fake, url = phone
   ask = lambda options, families=(): asyncio.to_thread(
-      gyms.get("android_world").make_tasks,
-      families,
-      {"machines": url, **options},
+    gyms.get("android_world").make_tasks, families, {"machines": url, **options}
   )
   task_set = await ask({})
   assert task_set.families() == ("click-button", "enter-text")
   task_set = await ask({"combinations": 4, "suite_seed": 7}, ("enter-text",))
   assert ("/suite/reinitialize", {"n_task_combinations": "4", "seed": "7"}) in (
-      fake.log
+    fake.log
   )
   train = {task_set.train_task("enter-text", i).task_id for i in range(9)}
   held_out = task_set.eval_task("enter-text", 0)
@@ -177,9 +181,9 @@ async def test_the_suite_is_a_task_set(phone):
 
 def test_settings_that_cannot_be_are_refused():
   for settings, words in (
-      ({"machines": "localhost"}, "machines"),
-      ({"call_s": 0}, "call_s"),
-      ({"machine": "x"}, "'machine'"),
+    ({"machines": "localhost"}, "machines"),
+    ({"call_s": 0}, "call_s"),
+    ({"machine": "x"}, "'machine'"),
   ):
     with pytest.raises(ValueError, match=words):
       gyms.get("android_world").make_gym(settings)

@@ -23,15 +23,12 @@ from tunix.rl.multi_turn.environments.gyms import gym_env
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.tools import screenshot
 
-pytestmark = [
-    *browsers.needed(),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [*browsers.needed(), pytest.mark.asyncio(loop_scope="module")]
 Action, Kind = gui_action.GuiAction, gui_action.GuiActionKind
 LOOK = Action(Kind.WAIT, duration=0.01)
 
 PAGES = {
-    "/form": """<title>Order</title><body style="margin: 0">
+  "/form": """<title>Order</title><body style="margin: 0">
 <h1>New order</h1>
 <label>Name <input id=name required></label>
 <textarea id=note>old text</textarea>
@@ -52,14 +49,14 @@ for (const e of document.querySelectorAll('input, select, textarea'))
 document.getElementById('gift').onchange = e =>
   document.getElementById('send').disabled = !e.target.checked;
 </script>""",
-    "/long": """<title>Long</title><body style="margin: 0">
+  "/long": """<title>Long</title><body style="margin: 0">
 <button>top</button><div style="height: 3000px"></div>
 <button id=end onclick="document.title = 'ended'">bottom</button>
 <div style="position: fixed; top: 100px; left: 0"><button>fixed</button></div>
 <div style="position: fixed; top: 200px; left: 0; width: 90px; height: 40px;
   overflow: auto"><div style="height: 200px"></div><button>inner</button></div>
 <a href="/form" style="position: fixed; left: 800px; top: 5px">aside</a>""",
-    "/moving": """<title>Moving</title><body style="margin: 0">
+  "/moving": """<title>Moving</title><body style="margin: 0">
 <div id=area><button onclick="again()">more</button></div>
 <div id=cover style="position: fixed; left: 0; top: 100px; width: 300px;
   height: 100px; z-index: 9"></div>
@@ -79,12 +76,11 @@ function again() {
 }
 again();
 </script>""",
-    "/many": "<title>Many</title>" + "<button>b</button>" * 400,
+  "/many": "<title>Many</title>" + "<button>b</button>" * 400,
 }
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-
   def do_GET(self):
     body = PAGES.get(self.path, "").encode()
     self.send_response(200 if body else 404)
@@ -121,10 +117,14 @@ async def _visit(pool, site):
 
   async def visit(path, **settings):
     settings = {
-        "start_urls": [site], "evaluator": lambda page, task, answer: False,
-        "width": 640, "height": 480, "browser": pool, "observation": "axtree",
-        **settings,
-    }  # pyformat: disable
+      "start_urls": [site],
+      "evaluator": lambda page, task, answer: False,
+      "width": 640,
+      "height": 480,
+      "browser": pool,
+      "observation": "axtree",
+      **settings,
+    }
     gyms.append(browser.WebGym(**settings))
     task = base.Task("t", "f", "Go.", params={"url": site + path})
     return gyms[-1], await gyms[-1].start(task)
@@ -180,7 +180,7 @@ async def test_a_form_is_filled_by_ids_and_the_tree_tells_what_changed(visit):
     observation = await gym.act(Action(Kind.FILL, element=element, text=text))
     assert "ignored" not in observation.info, observation.info
     changed = [
-        line.strip() for line in observation.axtree.split("\n") if "*" in line
+      line.strip() for line in observation.axtree.split("\n") if "*" in line
     ]
     return observation, changed
 
@@ -198,9 +198,9 @@ async def test_a_form_is_filled_by_ids_and_the_tree_tells_what_changed(visit):
   await fill("13", "2026-03-04")
   await fill("15", "there")
   values = await gym.page.evaluate(
-      "[document.getElementById('name').value, note.value, size.value,"
-      " ...[...extras.selectedOptions].map(o => o.value), gift.checked,"
-      " day.value, edit.textContent]"
+    "[document.getElementById('name').value, note.value, size.value,"
+    " ...[...extras.selectedOptions].map(o => o.value), gift.checked,"
+    " day.value, edit.textContent]"
   )
   assert values == ["Bo", "", "l", "milk", "ice", True, "2026-03-04", "there"]
   heard = await gym.page.evaluate("heard")
@@ -208,18 +208,18 @@ async def test_a_form_is_filled_by_ids_and_the_tree_tells_what_changed(visit):
 
 
 @pytest.mark.parametrize(
-    "action, words",
-    [
-        (Action(Kind.CLICK, element="99"), "no element '99'"),
-        (Action(Kind.FILL, element="1", text="x"), "no field, list or box"),
-        (Action(Kind.FILL, element="5", text="Huge"), 'no option "Huge"'),
-        (Action(Kind.FILL, element="12", text="yes"), "checked or unchecked"),
-        (Action(Kind.FILL, element="13", text="soon"), 'takes no "soon"'),
-        (Action(Kind.FILL, element="14", text="2"), "read-only"),
-        (Action(Kind.FILL, element="16", text="2"), "disabled"),
-        (Action(Kind.FOCUS, element="1"), "cannot be focused"),
-        (Action(Kind.CLICK, element="7"), "not shown"),
-    ],
+  "action, words",
+  [
+    (Action(Kind.CLICK, element="99"), "no element '99'"),
+    (Action(Kind.FILL, element="1", text="x"), "no field, list or box"),
+    (Action(Kind.FILL, element="5", text="Huge"), 'no option "Huge"'),
+    (Action(Kind.FILL, element="12", text="yes"), "checked or unchecked"),
+    (Action(Kind.FILL, element="13", text="soon"), 'takes no "soon"'),
+    (Action(Kind.FILL, element="14", text="2"), "read-only"),
+    (Action(Kind.FILL, element="16", text="2"), "disabled"),
+    (Action(Kind.FOCUS, element="1"), "cannot be focused"),
+    (Action(Kind.CLICK, element="7"), "not shown"),
+  ],
 )
 async def test_what_cannot_be_done_is_told_to_the_policy(visit, action, words):
   gym, _ = await visit("/form")
@@ -294,18 +294,18 @@ async def test_a_long_page_is_cut_with_a_count(visit):
 
 
 @pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"observation": "tree"}, "observation='tree' must be one of"),
-        ({"tree_characters": 10}, r"tree_characters=10 must be in \[200"),
-    ],
+  "settings, words",
+  [
+    ({"observation": "tree"}, "observation='tree' must be one of"),
+    ({"tree_characters": 10}, r"tree_characters=10 must be in \[200"),
+  ],
 )
 async def test_wrong_settings_name_the_field(settings, words):
   with pytest.raises(ValueError, match=words):
     miniwob.MiniWobGym(**settings)
   with pytest.raises(ValueError, match=words):
     browser.WebGym(
-        evaluator=lambda *_: True, start_urls=["http://a.test"], **settings
+      evaluator=lambda *_: True, start_urls=["http://a.test"], **settings
     )
 
 
@@ -313,9 +313,7 @@ async def test_what_passes_on_screenshots_refuses_trees():
   spec = gyms.get("miniwob")
   spec.check_screenshots({"observation": "screenshot"})
   with pytest.raises(ValueError, match="gym.observation.*leave it out"):
-    gym_env.GymEnv(
-        "miniwob", "click-test", options={"observation": "axtree"}
-    )
+    gym_env.GymEnv("miniwob", "click-test", options={"observation": "axtree"})
 
 
 async def test_ids_mean_nothing_where_the_page_is_a_screenshot(visit):
@@ -339,7 +337,7 @@ async def _play(pool, family, index):
   agent = agents.ToolAgent("", "browsergym", observation="axtree")
   store = images_lib.ImageStore()
   env = cua_env.CUAEnv(
-      gym, screenshot.ScreenshotTool(store), task, action_parser="browsergym"
+    gym, screenshot.ScreenshotTool(store), task, action_parser="browsergym"
   )
   try:
     observation, info = await env.reset()
@@ -372,7 +370,7 @@ async def _success(families, count):
 
   try:
     return await asyncio.gather(
-        *(play(f, i) for f in families for i in range(count))
+      *(play(f, i) for f in families for i in range(count))
     )
   finally:
     await pool.close()

@@ -17,14 +17,14 @@ from tunix.rl.multi_turn.environments.gyms import base
 import web_sites
 
 pytestmark = [
-    *browsers.needed(miniwob=False),
-    pytest.mark.asyncio(loop_scope="module"),
+  *browsers.needed(miniwob=False),
+  pytest.mark.asyncio(loop_scope="module"),
 ]
 Action, Kind = gui_action.GuiAction, gui_action.GuiActionKind
 WAIT = Action(Kind.WAIT, duration=0.05)
 # Places on the index page of the site.
 FIELD, GREET, AWAY, SECOND, FILE, ASK, LOAD, POPUP, CHOOSER, TEXT = (
-    {"x": 60, "y": 22 + 40 * i} for i in range(10)
+  {"x": 60, "y": 22 + 40 * i} for i in range(10)
 )
 
 
@@ -59,9 +59,13 @@ async def _make(pool, site):
 
   def make(**settings):
     settings = {
-        "start_urls": [site.url], "evaluator": web_sites.greeted,
-        "width": 400, "height": 420, "browser": pool, **settings,
-    }  # pyformat: disable
+      "start_urls": [site.url],
+      "evaluator": web_sites.greeted,
+      "width": 400,
+      "height": 420,
+      "browser": pool,
+      **settings,
+    }
     gyms.append(browser.WebGym(**settings))
     return gyms[-1]
 
@@ -73,7 +77,7 @@ async def _make(pool, site):
 
 def task(site, path="/", seed=7):
   return base.Task(
-      f"t{path}", "greet", "Greet.", seed, params={"url": site.url + path}
+    f"t{path}", "greet", "Greet.", seed, params={"url": site.url + path}
   )
 
 
@@ -115,16 +119,16 @@ async def test_nothing_gets_past_the_hosts_of_the_task(make, site, ears):
           "fetch", "redirected", "name", "file", "socket", "events", "worker",
           "service", "transport",
       )
-  }  # pyformat: disable
+  }  # fmt: skip
   observation = await gym.act(WAIT)
   place = f"127.0.0.1:{ears.port}"
   assert observation.info["blocked"][place] > 3
   assert f"localhost:{ears.port}" in observation.info["blocked"]
   assert observation.info["url"] == f"{site.url}/leaky"
   frames = await gym.page.evaluate(
-      "[...document.querySelectorAll('iframe')].map(f => {"
-      " try { return f.contentDocument.body.innerText } catch (e) { return ''"
-      " } }).join('')"
+    "[...document.querySelectorAll('iframe')].map(f => {"
+    " try { return f.contentDocument.body.innerText } catch (e) { return ''"
+    " } }).join('')"
   )
   assert "root:" not in frames
   assert ears.heard() == []
@@ -148,10 +152,10 @@ async def test_links_elsewhere_windows_downloads_and_choosers(make, site, ears):
   gym = make()
   await gym.start(task(site))
   for place, note in (
-      (AWAY, f"blocked: http://127.0.0.1:{ears.port}/away"),
-      (POPUP, "closed: a window with http://127.0.0.1"),
-      (FILE, "refused: download of 'file.zip'"),
-      (CHOOSER, "closed: a file chooser"),
+    (AWAY, f"blocked: http://127.0.0.1:{ears.port}/away"),
+    (POPUP, "closed: a window with http://127.0.0.1"),
+    (FILE, "refused: download of 'file.zip'"),
+    (CHOOSER, "closed: a file chooser"),
   ):
     observation = await gym.act(click(place))
     assert note in observation.text, place
@@ -164,9 +168,9 @@ async def test_links_elsewhere_windows_downloads_and_choosers(make, site, ears):
   assert await gym.page.evaluate("document.title") == "Second"
   targets = await gym.page.chromium.call("Target.getTargets")
   own = [
-      t["targetId"]
-      for t in targets["targetInfos"]
-      if t.get("browserContextId") == gym.page.context and t["type"] == "page"
+    t["targetId"]
+    for t in targets["targetInfos"]
+    if t.get("browserContextId") == gym.page.context and t["type"] == "page"
   ]
   assert own == [gym.page.target]
   assert ears.heard() == []
@@ -184,11 +188,11 @@ async def test_no_address_but_a_sites_is_opened(make, site, ears):
           "2130706433", "0x7f.1", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]",
           "localhost.", "127.0.0.1.nip.io",
       )),
-  ]  # pyformat: disable
+  ]  # fmt: skip
   for url in there:
     await gym.page.evaluate(
-        f"try {{ window.open({url!r}); }} catch (e) {{}}"
-        f"try {{ location.href = {url!r}; }} catch (e) {{}} 1"
+      f"try {{ window.open({url!r}); }} catch (e) {{}}"
+      f"try {{ location.href = {url!r}; }} catch (e) {{}} 1"
     )
     observation = await gym.act(WAIT)
     assert observation.info["url"] == f"{site.url}/second", url
@@ -204,21 +208,20 @@ async def test_a_site_that_redirects_away_at_the_start(make, site, ears):
     dead = f"http://127.0.0.1:{free.getsockname()[1]}/"
   with pytest.raises(browser.PageUnreachable, match="SOCKS"):
     await make(start_urls=[dead]).start(
-        base.Task("t", "greet", params={"url": dead})
+      base.Task("t", "greet", params={"url": dead})
     )
   assert ears.heard() == []
 
 
-@pytest.mark.parametrize(
-    "accept, title", [(True, "trueme"), (False, "0")]
-)
+@pytest.mark.parametrize("accept, title", [(True, "trueme"), (False, "0")])
 async def test_dialogs_are_answered_and_told(make, site, accept, title):
   gym = make(accept_dialogs=accept)
   await gym.start(task(site))
   observation = await gym.act(click(ASK))
   word = "yes" if accept else "no"
   assert observation.text.split("\n") == [
-      f"confirm: Sure? (answered {word})", f"prompt: Who? (answered {word})"
+    f"confirm: Sure? (answered {word})",
+    f"prompt: Who? (answered {word})",
   ]
   assert await gym.page.evaluate("document.title") == title
 
@@ -228,8 +231,8 @@ async def test_a_dialog_swallows_nothing_of_what_is_typed(make, site):
   await gym.start(task(site))
   await gym.act(click(TEXT))
   await gym.page.evaluate(
-      "text.addEventListener('input', () => {"
-      " if (text.value.length % 5 == 3) alert(text.value); })"
+    "text.addEventListener('input', () => {"
+    " if (text.value.length % 5 == 3) alert(text.value); })"
   )
   words = "the quick brown fox jumps over the lazy dog"
   for _ in range(5):
@@ -256,7 +259,7 @@ HOSTILE = (
     "'); fetch('http://evil.test'); ('", "</textarea><script>document.title="
     "'owned'</script>", "\\u0000\\", "\x00\x07\x1b[2J\x7f", "${1+1}`",
     "\ud800 lone", "👩‍👩‍👧 中文 ‮rtl", "a\r\nb\tc", "{\"id\": 1}\0{\"id\": 2}",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 async def test_hostile_typing_is_text_and_nothing_else(make, site):
@@ -282,7 +285,7 @@ async def test_hostile_typing_is_text_and_nothing_else(make, site):
       ("ctrl", "p"), ("ctrl", "s"), ("ctrl", "u"), ("ctrl", "l"), ("f5",),
       ("f11",), ("f12",), ("alt", "f4"), ("ctrl", "shift", "i"),
       ("alt", "left"), ("escape",),
-  ):  # pyformat: disable
+  ):  # fmt: skip
     observation = await gym.act(Action(Kind.KEY, keys=keys))
     assert observation.info["url"].startswith(f"{site.url}/"), keys
   assert not observation.done
@@ -291,7 +294,7 @@ async def test_hostile_typing_is_text_and_nothing_else(make, site):
 async def test_episodes_share_nothing_and_play_side_by_side(make, site):
   one, two = make(), make()
   await asyncio.gather(
-      one.start(task(site, "/cookie")), two.start(task(site, "/cookie"))
+    one.start(task(site, "/cookie")), two.start(task(site, "/cookie"))
   )
   await one.page.evaluate("localStorage.x = document.cookie")
   titles = [await gym.page.evaluate("document.title") for gym in (one, two)]
@@ -299,7 +302,7 @@ async def test_episodes_share_nothing_and_play_side_by_side(make, site):
   assert await two.page.evaluate("localStorage.x || ''") == ""
   await one.start(task(site, "/cookie"))
   assert await one.page.evaluate("document.title + localStorage.x") == (
-      "Noneundefined"
+    "Noneundefined"
   )
 
 
@@ -337,10 +340,10 @@ async def test_evaluators(make, site):
     return 0.25
 
   for evaluator, score, success in (
-      (deep, 0.25, False),
-      (lambda page, task, answer: page.title == "Index", 1.0, True),
-      ("web_sites:greeted", 0.0, False),
-      ({"greet": lambda *_: base.Evaluation(0.5, True)}, 0.5, True),
+    (deep, 0.25, False),
+    (lambda page, task, answer: page.title == "Index", 1.0, True),
+    ("web_sites:greeted", 0.0, False),
+    ({"greet": lambda *_: base.Evaluation(0.5, True)}, 0.5, True),
   ):
     gym = make(evaluator=evaluator)
     await gym.start(task(site))
@@ -393,7 +396,7 @@ DRAGGED = """
 
 @pytest.mark.parametrize("scale", [1, 2])
 async def test_what_is_dragged_is_dropped_where_the_drag_ends(
-    make, site, scale
+  make, site, scale
 ):
   gym = make(width=400 * scale, height=420 * scale, scale=scale)
   await gym.start(task(site))

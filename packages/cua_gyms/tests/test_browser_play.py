@@ -16,28 +16,36 @@ def test_a_script_plays_a_page_of_a_file(tmp_path, capsys):
   site = web_sites.Site(ears.port)
   pages, script = tmp_path / "pages.yaml", tmp_path / "script.jsonl"
   pages.write_text(f"greet: {{url: '{site.url}/?seed={{seed}}'}}\n")
-  script.write_text("\n".join(map(json.dumps, (
-      {"kind": "click", "x": 60, "y": 22},
-      {"kind": "type", "text": str(number)},
-      {"kind": "click", "x": 60, "y": 62},
-      {"kind": "terminate"},
-  ))))
+  script.write_text(
+    "\n".join(
+      map(
+        json.dumps,
+        (
+          {"kind": "click", "x": 60, "y": 22},
+          {"kind": "type", "text": str(number)},
+          {"kind": "click", "x": 60, "y": 62},
+          {"kind": "terminate"},
+        ),
+      )
+    )
+  )
   out = tmp_path / "demos.jsonl"
   settings = (
-      f"{{pages: {pages}, evaluator: 'web_sites:greeted', width: 400,"
-      " height: 420}"
+    f"{{pages: {pages}, evaluator: 'web_sites:greeted', width: 400,"
+    " height: 420}"
   )
   argv = [
       "browser", "greet", "--by", "script", "--script", str(script),
       "--split", "eval", "--settings", settings, "--out", str(out),
-  ]  # pyformat: disable
+  ]  # fmt: skip
   try:
     assert play.main(argv) == 0
     output = capsys.readouterr().out
     assert f"Greet seed {number}. -> solved in 4 turns" in output
     assert "1 recorded" in output and out.exists()
-    without = ["{evaluator: 'web_sites:greeted'}" if a == settings else a
-               for a in argv]  # pyformat: disable
+    without = [
+      "{evaluator: 'web_sites:greeted'}" if a == settings else a for a in argv
+    ]
     assert play.main(without) == 2
     assert "needs pages: a YAML file" in capsys.readouterr().err
   finally:

@@ -10,55 +10,58 @@ import pytest
 from tunix.rl.multi_turn.environments import gyms
 
 PAGES = {
-    "buy": {"url": "http://shop.test/a/{seed}?x=1", "instruction": "Buy."},
-    "find": {"url": "https://shop.test:8443/f?s={seed}", "max_turns": 3},
-    "read": "http://shop.test/read",
+  "buy": {"url": "http://shop.test/a/{seed}?x=1", "instruction": "Buy."},
+  "find": {"url": "https://shop.test:8443/f?s={seed}", "max_turns": 3},
+  "read": "http://shop.test/read",
 }
 
 
 class TestStartUrls:
-
   @pytest.mark.parametrize(
-      "url, allowed",
-      [
-          ("http://shop.test/a", "http://shop.test/"),
-          ("http://shop.test/a", "http://shop.test"),
-          ("HTTP://SHOP.test:80/a/b?q=1", "http://shop.test/a"),
-          ("http://[::1]:8000/", "http://[0:0::1]:8000/"),
-          ("http://shop.test./", "http://shop.test/"),
-      ],
+    "url, allowed",
+    [
+      ("http://shop.test/a", "http://shop.test/"),
+      ("http://shop.test/a", "http://shop.test"),
+      ("HTTP://SHOP.test:80/a/b?q=1", "http://shop.test/a"),
+      ("http://[::1]:8000/", "http://[0:0::1]:8000/"),
+      ("http://shop.test./", "http://shop.test/"),
+    ],
   )
   def test_below(self, url, allowed):
     assert hosts.may_start(url, ["http://other.test/", allowed])
 
   @pytest.mark.parametrize(
-      "url",
-      [
-          "https://shop.test/a/", "http://shop.test:81/a/", "http://shop.test/",
-          "http://shop.test/ab", "http://evil.test/a/",
-          "http://shop.test.evil.test/a/", "http://evil.test/http://shop.test/",
-      ],
-  )  # pyformat: disable
+    "url",
+    [
+      "https://shop.test/a/",
+      "http://shop.test:81/a/",
+      "http://shop.test/",
+      "http://shop.test/ab",
+      "http://evil.test/a/",
+      "http://shop.test.evil.test/a/",
+      "http://evil.test/http://shop.test/",
+    ],
+  )
   def test_not_below(self, url):
     assert not hosts.may_start(url, ["http://shop.test/a"])
 
   @pytest.mark.parametrize(
-      "url, why",
-      [
-          ("file:///etc/passwd", "must begin with http"),
-          ("javascript:alert(1)", "must begin with http"),
-          ("data:text/html,x", "must begin with http"),
-          ("http://shop.test\\@evil.test/", "backslashes"),
-          ("http://shop.test/\n", "printable"),
-          (" http://shop.test/", "printable"),
-          ("http://shöp.test/", "printable"),
-          ("http://shop.test@evil.test/", "no user name"),
-          ("http:///a", "must have a host"),
-          ("http://shop.test/a/../b", "'..' in its path"),
-          ("http://shop.test/a/%2E%2e/b", "'..' in its path"),
-          ("http://shop.test:99999/", "not an address"),
-          (7, "printable"),
-      ],
+    "url, why",
+    [
+      ("file:///etc/passwd", "must begin with http"),
+      ("javascript:alert(1)", "must begin with http"),
+      ("data:text/html,x", "must begin with http"),
+      ("http://shop.test\\@evil.test/", "backslashes"),
+      ("http://shop.test/\n", "printable"),
+      (" http://shop.test/", "printable"),
+      ("http://shöp.test/", "printable"),
+      ("http://shop.test@evil.test/", "no user name"),
+      ("http:///a", "must have a host"),
+      ("http://shop.test/a/../b", "'..' in its path"),
+      ("http://shop.test/a/%2E%2e/b", "'..' in its path"),
+      ("http://shop.test:99999/", "not an address"),
+      (7, "printable"),
+    ],
   )
   def test_what_is_read_in_two_ways_is_refused(self, url, why):
     with pytest.raises(hosts.UrlRefused, match=why) as caught:
@@ -67,28 +70,27 @@ class TestStartUrls:
 
 
 class TestHosts:
-
   @pytest.mark.parametrize(
-      "pattern, host, port, allowed",
-      [
-          ("shop.test", "shop.test", 443, True),
-          ("shop.test", "SHOP.test.", 80, True),
-          ("shop.test", "shop.test", 8080, False),
-          ("shop.test", "a.shop.test", 80, False),
-          ("*.shop.test", "a.b.shop.test", 80, True),
-          ("*.shop.test", "shop.test", 80, False),
-          ("*.shop.test", "evilshop.test", 80, False),
-          ("shop.test:8080", "shop.test", 8080, True),
-          ("shop.test:8080", "shop.test", 80, False),
-          ("::1", "::1", 80, True),
-          ("[::1]:8000", "0:0::1", 8000, True),
-      ],
+    "pattern, host, port, allowed",
+    [
+      ("shop.test", "shop.test", 443, True),
+      ("shop.test", "SHOP.test.", 80, True),
+      ("shop.test", "shop.test", 8080, False),
+      ("shop.test", "a.shop.test", 80, False),
+      ("*.shop.test", "a.b.shop.test", 80, True),
+      ("*.shop.test", "shop.test", 80, False),
+      ("*.shop.test", "evilshop.test", 80, False),
+      ("shop.test:8080", "shop.test", 8080, True),
+      ("shop.test:8080", "shop.test", 80, False),
+      ("::1", "::1", 80, True),
+      ("[::1]:8000", "0:0::1", 8000, True),
+    ],
   )
   def test_patterns(self, pattern, host, port, allowed):
     assert hosts.Hosts([pattern]).allow(host, port) is allowed
 
   @pytest.mark.parametrize(
-      "pattern", ["", "*", "a.*.test", "http://x", "a/b", "u@h", "h:x", 7]
+    "pattern", ["", "*", "a.*.test", "http://x", "a/b", "u@h", "h:x", 7]
   )
   def test_wrong_patterns_are_named(self, pattern):
     with pytest.raises(ValueError, match="hosts: ") as caught:
@@ -108,14 +110,14 @@ class TestHosts:
 
 
 @pytest.mark.parametrize(
-    "addresses, allowed",
-    [
-        (["10.0.0.5", "127.0.0.1", "::1"], ["10.0.0.5", "127.0.0.1", "::1"]),
-        (["93.184.215.14", "127.0.0.1", "10.0.0.5"], ["93.184.215.14"]),
-        (["169.254.169.254", "fe80::1%eth0", "0.0.0.0", "::"], []),
-        (["::ffff:169.254.169.254", "::ffff:127.0.0.1"], ["127.0.0.1"]),
-        (["224.0.0.1", "93.184.215.14", "93.184.215.14"], ["93.184.215.14"]),
-    ],
+  "addresses, allowed",
+  [
+    (["10.0.0.5", "127.0.0.1", "::1"], ["10.0.0.5", "127.0.0.1", "::1"]),
+    (["93.184.215.14", "127.0.0.1", "10.0.0.5"], ["93.184.215.14"]),
+    (["169.254.169.254", "fe80::1%eth0", "0.0.0.0", "::"], []),
+    (["::ffff:169.254.169.254", "::ffff:127.0.0.1"], ["127.0.0.1"]),
+    (["224.0.0.1", "93.184.215.14", "93.184.215.14"], ["93.184.215.14"]),
+  ],
 )
 def test_a_name_never_means_where_credentials_are(addresses, allowed):
   assert socks.may_mean(addresses) == allowed
@@ -123,7 +125,7 @@ def test_a_name_never_means_where_credentials_are(addresses, allowed):
 
 @pytest.mark.asyncio
 async def test_a_name_that_comes_to_mean_another_machine_leads_nowhere_new(
-    monkeypatch,
+  monkeypatch,
 ):
   """DNS rebinding: the names are made up, the connections are real."""
   greeted = []
@@ -137,9 +139,10 @@ async def test_a_name_that_comes_to_mean_another_machine_leads_nowhere_new(
   second = await asyncio.start_server(greet, "127.0.0.2", port)
   now = ["127.0.0.1"]
   monkeypatch.setattr(
-      socks.socket, "getaddrinfo",
-      lambda host, port, *_: [(2, 1, 6, "", (a, port)) for a in now],
-  )  # pyformat: disable
+    socks.socket,
+    "getaddrinfo",
+    lambda host, port, *_: [(2, 1, 6, "", (a, port)) for a in now],
+  )
   proxy = socks.FilteringProxy(hosts.Hosts(["*.shop.test:%d" % port]))
   await proxy.open()
 
@@ -211,7 +214,6 @@ async def test_the_proxy_speaks_socks_and_refuses_by_the_book():
 
 
 class TestTasks:
-
   def test_the_seed_makes_the_instance(self):
     tasks = browser.WebTasks(pages=PAGES)
     assert tasks.families() == ("buy", "find", "read")
@@ -222,7 +224,7 @@ class TestTasks:
     assert tasks.task("find", 1).max_turns == 3
     for index in range(50):
       train, held_out = (
-          draw("buy", index, 3) for draw in (tasks.train_task, tasks.eval_task)
+        draw("buy", index, 3) for draw in (tasks.train_task, tasks.eval_task)
       )
       assert train.seed < tasks_lib.EVAL_SEEDS_FROM <= held_out.seed
 
@@ -232,14 +234,14 @@ class TestTasks:
     tasks = gyms.get("browser").make_tasks(("buy",), {"pages": str(file)})
     assert tasks.task("buy", 1).params["url"] == "http://shop.test/1"
     for text, words in (
-        ("buy: {url: 'file:///x'}", "'buy': url='file:///x' must begin"),
-        ("buy: {link: x}", "'buy': needs a url"),
-        ("buy: {url: 'http://a', turns: 3}", "takes no 'turns'"),
-        ("buy: {url: 'http://a', max_turns: 0}", "max_turns=0 must be"),
-        ("buy: {url: 'http://a', max_turns: true}", "max_turns=True must be"),
-        ("- buy", "must hold names with a url"),
-        ("buy: [", "not valid YAML"),
-        ("", "must hold names with a url"),
+      ("buy: {url: 'file:///x'}", "'buy': url='file:///x' must begin"),
+      ("buy: {link: x}", "'buy': needs a url"),
+      ("buy: {url: 'http://a', turns: 3}", "takes no 'turns'"),
+      ("buy: {url: 'http://a', max_turns: 0}", "max_turns=0 must be"),
+      ("buy: {url: 'http://a', max_turns: true}", "max_turns=True must be"),
+      ("- buy", "must hold names with a url"),
+      ("buy: [", "not valid YAML"),
+      ("", "must hold names with a url"),
     ):
       file.write_text(text)
       with pytest.raises(ValueError, match="pages") as caught:
@@ -258,32 +260,32 @@ class TestTasks:
 
   def test_start_urls_of_pages(self):
     assert tasks_lib.start_urls(PAGES) == (
-        "http://shop.test/a/", "https://shop.test:8443/f",
-        "http://shop.test/read",
-    )  # pyformat: disable
+      "http://shop.test/a/",
+      "https://shop.test:8443/f",
+      "http://shop.test/read",
+    )
     with pytest.raises(ValueError, match="in its host"):
       tasks_lib.start_urls({"x": "http://s{seed}.test/"})
 
 
 class TestSettings:
-
   @pytest.mark.parametrize(
-      "settings, words",
-      [
-          ({"evaluator": "web_sites:none"}, "evaluator='web_sites:none'"),
-          ({"evaluator": "web_sites"}, "package.module:attribute"),
-          ({"evaluator": 3}, "evaluator=3 must be a function"),
-          ({"evaluator": {"a": 3}}, "evaluator of 'a'=3"),
-          ({"start_urls": []}, "start_urls is empty"),
-          ({"start_urls": "http://a/"}, "must be lists"),
-          ({"start_urls": ["file:///"]}, "start_urls: url='file:///'"),
-          ({"hosts": ["*"]}, "hosts: '*' must be"),
-          ({"scale": 0}, "scale=0 must be in"),
-          ({"width": 10}, "width=10 must be in [64, 4096]"),
-          ({"width": 401, "scale": 2}, "no multiples of scale=2"),
-          ({"settle_s": "3"}, "settle_s='3' must be in"),
-          ({"timeout_s": 0}, "timeout_s=0 must be in"),
-      ],
+    "settings, words",
+    [
+      ({"evaluator": "web_sites:none"}, "evaluator='web_sites:none'"),
+      ({"evaluator": "web_sites"}, "package.module:attribute"),
+      ({"evaluator": 3}, "evaluator=3 must be a function"),
+      ({"evaluator": {"a": 3}}, "evaluator of 'a'=3"),
+      ({"start_urls": []}, "start_urls is empty"),
+      ({"start_urls": "http://a/"}, "must be lists"),
+      ({"start_urls": ["file:///"]}, "start_urls: url='file:///'"),
+      ({"hosts": ["*"]}, "hosts: '*' must be"),
+      ({"scale": 0}, "scale=0 must be in"),
+      ({"width": 10}, "width=10 must be in [64, 4096]"),
+      ({"width": 401, "scale": 2}, "no multiples of scale=2"),
+      ({"settle_s": "3"}, "settle_s='3' must be in"),
+      ({"timeout_s": 0}, "timeout_s=0 must be in"),
+    ],
   )
   def test_bad_values_are_refused(self, settings, words):
     good = {"evaluator": "web_sites:greeted", "start_urls": ["http://a/"]}
@@ -292,14 +294,14 @@ class TestSettings:
     assert words in str(caught.value)
 
   @pytest.mark.parametrize(
-      "options, words",
-      [
-          ({}, "needs option 'evaluator'"),
-          ({"evaluator": "a:b", "starturls": []}, "did you mean 'start_urls'"),
-          ({"evaluator": 3}, "evaluator=3: gym 'browser' takes str"),
-          ({"evaluator": "a:b", "settle_s": "3"}, "takes float"),
-          ({"evaluator": "a:b", "hosts": "a"}, "takes Sequence[str]"),
-      ],
+    "options, words",
+    [
+      ({}, "needs option 'evaluator'"),
+      ({"evaluator": "a:b", "starturls": []}, "did you mean 'start_urls'"),
+      ({"evaluator": 3}, "evaluator=3: gym 'browser' takes str"),
+      ({"evaluator": "a:b", "settle_s": "3"}, "takes float"),
+      ({"evaluator": "a:b", "hosts": "a"}, "takes Sequence[str]"),
+    ],
   )
   def test_options_are_held_to_the_signature(self, options, words):
     with pytest.raises(ValueError) as caught:

@@ -12,10 +12,10 @@ from tunix.rl.multi_turn.environments.gyms import base
 pytestmark = [*browsers.needed(), pytest.mark.slow, pytest.mark.timeout(300)]
 WAIT = gui_action.GuiAction(gui_action.GuiActionKind.WAIT, duration=0.05)
 TASK = base.Task(
-    "click-test", "click-test", params={"genv": {
-        "identifier": "click-test@train:0:0"
-    }},
-)  # pyformat: disable
+  "click-test",
+  "click-test",
+  params={"genv": {"identifier": "click-test@train:0:0"}},
+)
 SERVER = """
 import tunix_multi_turn
 tunix_multi_turn.light()
@@ -36,7 +36,7 @@ async def test_a_killed_server_leaves_no_browser(workers):
       await asyncio.to_thread(
           server.start, "miniwob", "--families", "click-test", "--port", port,
           "--workers", workers,
-      )  # pyformat: disable
+      )  # fmt: skip
       gym = genv.GenvGym(f"http://127.0.0.1:{port}", "miniwob")
       await gym.start(TASK)
       await gym.act(WAIT)

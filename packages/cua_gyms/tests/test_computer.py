@@ -110,25 +110,27 @@ async def test_an_async_object_and_an_evaluator():
 
 
 async def test_a_path_names_what_makes_it():
-  gym = gyms.from_config({
+  gym = gyms.from_config(
+    {
       "name": "computer",
       "computer": "tunix.rl.multi_turn.environments.gyms.desktop:DesktopGym",
-  })
+    }
+  )
   with pytest.raises(TypeError, match="DesktopGym has no screenshot"):
     await gym.start(TASK)
 
 
 @pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({}, "needs option 'computer'"),
-        ({"computer": "nowhere"}, "nowhere"),
-        ({"computer": "json:nothing"}, "nothing"),
-        ({"computer": 5}, "computer=5"),
-        ({"computer": Desk, "timeout_s": 0}, "timeout_s"),
-        ({"computer": Desk, "time": 1}, "'time'"),
-        ({"computer": AsyncDesk(), "options": {"a": 1}}, "options"),
-    ],
+  "settings, words",
+  [
+    ({}, "needs option 'computer'"),
+    ({"computer": "nowhere"}, "nowhere"),
+    ({"computer": "json:nothing"}, "nothing"),
+    ({"computer": 5}, "computer=5"),
+    ({"computer": Desk, "timeout_s": 0}, "timeout_s"),
+    ({"computer": Desk, "time": 1}, "'time'"),
+    ({"computer": AsyncDesk(), "options": {"a": 1}}, "options"),
+  ],
 )
 def test_settings_that_cannot_be_are_refused(settings, words):
   with pytest.raises(ValueError, match=words):
@@ -182,13 +184,11 @@ class Canvas:
 
 
 class SlowToStart(Canvas):
-
   async def start(self, task):
     await asyncio.sleep(30)
 
 
 class CannotStart(Canvas):
-
   def start(self, task):
     raise OSError("no display")
 
@@ -202,11 +202,11 @@ def _config(tmp_path, *more, computer="Canvas"):
       "gym=computer", f"gym.options.computer={path}", "tasks=[f]",
       "task_source.source=jsonl", f"task_source.path={file}",
       "warm_start.source=none", "warm_start.steps=0", *more,
-  ])  # pyformat: disable
+  ])  # fmt: skip
 
 
 def test_a_screen_of_another_size_is_refused_before_anything_is_played(
-    tmp_path,
+  tmp_path,
 ):
   def try_it(config):
     config, source = run_tasks.resolve(config)
@@ -222,8 +222,7 @@ def test_a_screen_of_another_size_is_refused_before_anything_is_played(
     try_it(_config(tmp_path, *sized, computer="CannotStart"))
   with pytest.raises(config_lib.ConfigError, match="first start"):
     try_it(
-        _config(
-            tmp_path, *sized, "collect.deadlines.reset=0.3",
-            computer="SlowToStart",
-        )
-    )  # pyformat: disable
+      _config(
+        tmp_path, *sized, "collect.deadlines.reset=0.3", computer="SlowToStart"
+      )
+    )

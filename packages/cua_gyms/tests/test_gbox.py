@@ -79,7 +79,7 @@ async def test_a_task_is_played_in_a_box_of_its_own(monkeypatch):
          [("press-key", {"keys": ["enter"]})]),
         (Action("move", x=3, y=4), "linux", [("move", {"x": 3, "y": 4})]),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 async def test_each_action_is_gboxs_own(monkeypatch, action, kind, calls):
   with serving(monkeypatch) as (fake, url):
     gym = gbox.GboxGym(base_url=url, kind=kind, settle_s=0)
@@ -97,8 +97,10 @@ async def test_what_a_machine_has_not_is_told_and_not_sent(monkeypatch):
   with serving(monkeypatch) as (fake, url):
     gym = gbox.GboxGym(base_url=url)
     await gym.start(task())
-    for action in (Action("open_app", text="x"),
-                   Action("system_button", text="home")):  # pyformat: disable
+    for action in (
+      Action("open_app", text="x"),
+      Action("system_button", text="home"),
+    ):
       assert "this machine has no" in (await gym.act(action)).text
     assert (await gym.act(Action("answer", text="42"))).done
     assert gym.answer == "42"
@@ -122,19 +124,22 @@ async def test_an_evaluator_of_ones_own_decides(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "answers, params, words",
-    [
-        ({"/boxes/linux": (408, {"message": "slow"})}, {}, "408"),
-        ({"/boxes/linux": (200, {"status": "running"})}, {}, "without an id"),
-        ({"/boxes/linux": (200, {"id": "b", "status": "error"})}, {}, "error"),
-        ({}, {"setup": ["nonsense"]}, "the set-up 'nonsense' ended with 127"),
-        ({"/screenshot": (200, {"uri": "data:image/png;base64,AAAA"})}, {},
-         "not a picture"),
-        ({"/screenshot": (500, {})}, {}, "500"),
-    ],
-)  # pyformat: disable
+  "answers, params, words",
+  [
+    ({"/boxes/linux": (408, {"message": "slow"})}, {}, "408"),
+    ({"/boxes/linux": (200, {"status": "running"})}, {}, "without an id"),
+    ({"/boxes/linux": (200, {"id": "b", "status": "error"})}, {}, "error"),
+    ({}, {"setup": ["nonsense"]}, "the set-up 'nonsense' ended with 127"),
+    (
+      {"/screenshot": (200, {"uri": "data:image/png;base64,AAAA"})},
+      {},
+      "not a picture",
+    ),
+    ({"/screenshot": (500, {})}, {}, "500"),
+  ],
+)
 async def test_a_failure_says_what_failed_and_leaves_no_box(
-    monkeypatch, answers, params, words
+  monkeypatch, answers, params, words
 ):
   with serving(monkeypatch, answers) as (fake, url):
     gym = gbox.GboxGym(base_url=url)
@@ -157,13 +162,13 @@ async def test_a_wrong_key_and_nobody_there_are_said(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"kind": "windows"}, "kind='windows'"),
-        ({"base_url": "gbox.ai"}, "base_url"),
-        ({"call_s": 0}, "call_s"),
-        ({"bx": {}}, "'bx'"),
-    ],
+  "settings, words",
+  [
+    ({"kind": "windows"}, "kind='windows'"),
+    ({"base_url": "gbox.ai"}, "base_url"),
+    ({"call_s": 0}, "call_s"),
+    ({"bx": {}}, "'bx'"),
+  ],
 )
 def test_settings_that_cannot_be_are_refused(settings, words):
   with pytest.raises(ValueError, match=words):

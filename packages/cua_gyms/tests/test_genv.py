@@ -65,11 +65,11 @@ class Flaky:
 async def flaky(*answers, **timeouts):
   server = Flaky(*answers)
   routes = [
-      routing.Route("/{rest:path}", server.answer, methods=["GET", "POST"])
+    routing.Route("/{rest:path}", server.answer, methods=["GET", "POST"])
   ]
   with http_server.LoopbackServer(applications.Starlette(routes=routes)) as at:
     client = genv.GenvClient(
-        at.url, "g", retries=QUICK, timeouts=genv.Timeouts(**timeouts)
+      at.url, "g", retries=QUICK, timeouts=genv.Timeouts(**timeouts)
     )
     try:
       yield client, server
@@ -94,7 +94,7 @@ async def test_a_create_is_tried_three_times_under_one_key():
 
 async def test_being_full_is_waited_for_and_is_no_failed_try():
   full = lambda: responses.JSONResponse(
-      {"detail": "full"}, 429, {"retry-after": "0.01"}
+    {"detail": "full"}, 429, {"retry-after": "0.01"}
   )
   async with flaky(*[full] * 6, {"execution_id": "x"}) as (client, server):
     assert (await client.create("t"))["execution_id"] == "x"
@@ -105,16 +105,14 @@ async def test_being_full_is_waited_for_and_is_no_failed_try():
 
 
 @pytest.mark.parametrize(
-    "call, kind",
-    [
-        (lambda c: c.list_tasks(), "tasks"),
-        (lambda c: c.create("t"), "create"),
-        (lambda c: c.evaluate("x"), "evaluate"),
-        (
-            lambda c: c.step("x", gui_action.GuiAction("wait"), 1), "step",
-        ),
-    ],
-)  # pyformat: disable
+  "call, kind",
+  [
+    (lambda c: c.list_tasks(), "tasks"),
+    (lambda c: c.create("t"), "create"),
+    (lambda c: c.evaluate("x"), "evaluate"),
+    (lambda c: c.step("x", gui_action.GuiAction("wait"), 1), "step"),
+  ],
+)
 async def test_a_server_that_hangs_is_given_up_in_time(call, kind):
   async with flaky("hang", "hang", **{kind: 0.3}) as (client, _):
     with pytest.raises(genv.GenvUnavailableError, match=f"timeouts.{kind}"):
@@ -180,14 +178,16 @@ SHAPES = {
          "description": "d", "env_config": {}, "evaluation": {}},
         {"seed_id": "b", "task_number": "012", "task_name": "close"},
     ]},
-}  # pyformat: disable
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_tasks_are_read_in_each_shape_and_found_by_name(shape):
-  for name in ("a", "open settings", *(
-      () if shape == "summary" else ("011", "11", "11-whatever")
-  )):  # pyformat: disable
+  for name in (
+    "a",
+    "open settings",
+    *(() if shape == "summary" else ("011", "11", "11-whatever")),
+  ):
     async with flaky(SHAPES[shape]) as (client, _):
       assert (await client.resolve(name)).id == "a", name
   for name in ("", "open", "013", "aa", "0"):
@@ -200,8 +200,9 @@ async def test_a_summary_is_completed_by_its_task():
   full = {"task_id": "b", "description": "Do b.", "evaluation": {"x": 1}}
   row = {"task_id": "a", "name": "n", "description": "Do a."}
   async with flaky([row, {"task_id": "b", "name": "B"}], full) as (
-      client, server,
-  ):  # pyformat: disable
+    client,
+    server,
+  ):
     tasks = await client.list_tasks(full=True)
   assert [t.description for t in tasks] == ["Do a.", "Do b."]
   assert tasks[1].name == "B"
@@ -216,16 +217,16 @@ def test_two_tasks_of_one_name_are_not_guessed_between():
 
 
 @pytest.mark.parametrize(
-    "row, words",
-    [
-        ({}, "names no task"),
-        ([], "must be an object"),
-        ({"tasks": [{"task_id": "a"}]}, "write a row for each"),
-        ({"task_id": "a", "tags": "x"}, "tags must be a list"),
-        ({"task_id": "a", "max_steps": 0}, "max_steps"),
-        ({"task_id": "a", "split": "test"}, "split='test'"),
-        ({"task_id": ["a"]}, "task_id must be a string"),
-    ],
+  "row, words",
+  [
+    ({}, "names no task"),
+    ([], "must be an object"),
+    ({"tasks": [{"task_id": "a"}]}, "write a row for each"),
+    ({"task_id": "a", "tags": "x"}, "tags must be a list"),
+    ({"task_id": "a", "max_steps": 0}, "max_steps"),
+    ({"task_id": "a", "split": "test"}, "split='test'"),
+    ({"task_id": ["a"]}, "task_id must be a string"),
+  ],
 )
 def test_a_row_that_is_no_task_is_refused_by_its_field(row, words):
   with pytest.raises(ValueError, match=words):
@@ -249,13 +250,13 @@ def test_a_row_that_is_no_task_is_refused_by_its_field(row, words):
         ({"success": True}, (1.0, True)),
         ({"success": False, "result": None}, (0.0, False)),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_the_reward_of_a_verdict(reply, expected):
   assert wire.reward_of(reply) == expected
 
 
 @pytest.mark.parametrize(
-    "reply", [{}, [], {"result": {"score": "1"}}, {"score": float("nan")}]
+  "reply", [{}, [], {"result": {"score": "1"}}, {"score": float("nan")}]
 )
 def test_what_is_no_verdict_is_no_reward_of_zero(reply):
   with pytest.raises(wire.WireError):
@@ -266,7 +267,6 @@ def test_what_is_no_verdict_is_no_reward_of_zero(reply):
 
 
 class _Env:
-
   def __init__(self, task):
     self.task = task
 
@@ -278,17 +278,19 @@ async def test_an_execution_is_started_by_any_form_of_a_task():
     row = listed.to_row()
     contexts = []
     for form in (listed, row, listed.to_task(), _Env(listed.to_task()),
-                 listed.id, listed.name, "2"):  # pyformat: disable
+                 listed.id, listed.name, "2"):  # fmt: skip
       context = await genv.start_genv_execution(form, client)
       contexts.append(context.task_identifier)
       assert context.agent_env() == {
-          "type": "genv", "gymBaseUrl": url, "gymId": "desktop",
-          "executionId": context.execution_id,
-      }  # pyformat: disable
+        "type": "genv",
+        "gymBaseUrl": url,
+        "gymId": "desktop",
+        "executionId": context.execution_id,
+      }
       assert context.box_id == context.execution_id
       assert context.env_build["status"] == "completed"
       reward, success, _ = await genv.evaluate_execution(
-          context, client, {"answer": "done", "task_completed": True}
+        context, client, {"answer": "done", "task_completed": True}
       )
       assert (reward, success) == (0.0, False)
       assert await genv.terminate_execution(context, client)
@@ -300,8 +302,12 @@ async def test_an_execution_is_started_by_any_form_of_a_task():
 
 
 def test_the_box_has_many_names():
-  for reply in ({"boxId": "b"}, {"device": {"device_serial": "b"}},
-                {"box": {"id": "b"}}, {"env_id": "b"}):  # pyformat: disable
+  for reply in (
+    {"boxId": "b"},
+    {"device": {"device_serial": "b"}},
+    {"box": {"id": "b"}},
+    {"env_id": "b"},
+  ):
     assert execution.box_id_of(reply) == "b"
   assert execution.box_id_of({"execution_id": "x"}) == ""
 
@@ -321,7 +327,7 @@ class _Policy:
     action = desktop.oracle_action(self._shadow)
     if action is None or self._random.random() < 0.3:
       action = gui_action.GuiAction(
-          "click", x=self._random.uniform(0, 127), y=self._random.uniform(0, 95)
+        "click", x=self._random.uniform(0, 127), y=self._random.uniform(0, 95)
       )
     self._shadow.act_sync(action)
     return action
@@ -330,7 +336,7 @@ class _Policy:
 async def _episode(gym, shown, task, seed):
   """Everything that a policy sees of an episode, and its reward."""
   env = cua_env.CUAEnv(
-      gym, screenshot.ScreenshotTool(images.ImageStore()), shown, max_steps=6
+    gym, screenshot.ScreenshotTool(images.ImageStore()), shown, max_steps=6
   )
   policy = _Policy(task, seed)
   observation, _ = await env.reset()
@@ -341,7 +347,7 @@ async def _episode(gym, shown, task, seed):
     shots.append((
         observation["screenshot"].sha256, observation.get("text"), reward,
         ended, info.get("status"), info["gui_actions"],
-    ))  # pyformat: disable
+    ))  # fmt: skip
   await env.close()
   return shots
 
@@ -350,9 +356,10 @@ async def _episode(gym, shown, task, seed):
 async def test_the_same_policy_has_the_same_episodes_behind_a_server():
   families = ("click-button", "enter-text", "close-dialog", "open-icon")
   ends = set()
-  with gym_servers.serving(
-      gym_servers.desktop(families=families)
-  ) as (url, app):
+  with gym_servers.serving(gym_servers.desktop(families=families)) as (
+    url,
+    app,
+  ):
     for family in families:
       for split in ("train", "eval"):
         for index in range(4):
@@ -361,10 +368,10 @@ async def test_the_same_policy_has_the_same_episodes_behind_a_server():
           task = draw(family, index, 3)
           inside = await _episode(desktop.DesktopGym(), task, task, index)
           behind = await _episode(
-              gym_servers.gym(url),
-              gym_servers.instance(family, index, split, 3),
-              task,
-              index,
+            gym_servers.gym(url),
+            gym_servers.instance(family, index, split, 3),
+            task,
+            index,
           )
           # The server tells the instruction that the task has not.
           assert behind == inside
@@ -387,10 +394,10 @@ async def test_an_episode_is_these_calls_and_no_others():
 
     calls_of._exchange = noted  # pylint: disable=protected-access
     env = cua_env.CUAEnv(
-        gym,
-        screenshot.ScreenshotTool(images.ImageStore()),
-        gym_servers.instance("enter-text", 0),
-        max_steps=2,
+      gym,
+      screenshot.ScreenshotTool(images.ImageStore()),
+      gym_servers.instance("enter-text", 0),
+      max_steps=2,
     )
     await env.reset()
     ended = False
@@ -428,12 +435,12 @@ async def test_an_action_that_cannot_be_is_told_and_no_failure_of_the_gym():
   """Else a policy could leave an episode that goes badly."""
   with gym_servers.serving() as (url, app):
     gyms = [
-        gym_servers.gym(url),
-        openenv.OpenEnvGym(url + "/openenv/desktop", width=128, height=96),
+      gym_servers.gym(url),
+      openenv.OpenEnvGym(url + "/openenv/desktop", width=128, height=96),
     ]
     for gym, task in (
-        (gyms[0], gym_servers.instance("enter-text", 0)),
-        (gyms[1], base.Task("t", "f", params={"openenv": {"seed": 1}})),
+      (gyms[0], gym_servers.instance("enter-text", 0)),
+      (gyms[1], base.Task("t", "f", params={"openenv": {"seed": 1}})),
     ):
       observation = await gym.start(task)
       reply = await gym.act(gui_action.GuiAction("wait", duration=1e9))
@@ -448,12 +455,12 @@ async def test_an_action_that_cannot_be_is_told_and_no_failure_of_the_gym():
 
 async def test_a_start_that_was_given_up_leaves_nothing():
   with gym_servers.serving(
-      gym_servers.naughty("slow-start", "hang-start"), start=5.0
+    gym_servers.naughty("slow-start", "hang-start"), start=5.0
   ) as (url, app):
     for family in ("slow-start", "hang-start"):
       gym = gym_servers.gym(url, "naughty")
       starting = asyncio.ensure_future(
-          gym.start(base.Task(f"naughty/{family}/0", family))
+        gym.start(base.Task(f"naughty/{family}/0", family))
       )
       await gym_servers.until(lambda: app.store.open == 1)
       starting.cancel()
@@ -486,23 +493,24 @@ async def test_an_execution_that_the_server_ended_is_a_typed_error():
 
 async def test_a_server_without_steps_says_what_is_missing():
   async with flaky({"execution_id": "x"}, (404, {"detail": "Not Found"})) as (
-      client, _,
-  ):  # pyformat: disable
+    client,
+    _,
+  ):
     gym = genv.GenvGym(client=client)
     with pytest.raises(genv.GenvError, match="no step-level API"):
       await gym.start(base.Task("t", "t"))
 
 
 @pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"base_url": "localhost:5010"}, "base_url"),
-        ({"gym_id": "a/b"}, "gym_id"),
-        ({"timeouts": {"create": 0}}, "timeouts.create"),
-        ({"timeouts": {"creat": 1}}, "creat"),
-        ({"token_file": "/nowhere/x"}, "token_file"),
-        ({"bas_url": "x"}, "bas_url"),
-    ],
+  "settings, words",
+  [
+    ({"base_url": "localhost:5010"}, "base_url"),
+    ({"gym_id": "a/b"}, "gym_id"),
+    ({"timeouts": {"create": 0}}, "timeouts.create"),
+    ({"timeouts": {"creat": 1}}, "creat"),
+    ({"token_file": "/nowhere/x"}, "token_file"),
+    ({"bas_url": "x"}, "bas_url"),
+  ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(settings, words):
   with pytest.raises(ValueError, match=words):
@@ -529,22 +537,24 @@ async def test_the_token_is_sent(tmp_path):
 async def test_two_hundred_executions_are_open_at_once():
   with gym_servers.serving(capacity=200) as (url, app):
     gyms = [gym_servers.gym(url) for _ in range(200)]
-    observations = await asyncio.gather(*(
+    observations = await asyncio.gather(
+      *(
         g.start(gym_servers.instance("click-button", i))
         for i, g in enumerate(gyms)
-    ))  # pyformat: disable
+      )
+    )
     assert len({g.execution_id for g in gyms}) == 200 == app.store.open
     extra = gym_servers.gym(url, timeouts={"create": 0.3})
     with pytest.raises(genv.GenvError) as caught:
       await extra.start(gym_servers.instance("click-button", 0))
     assert caught.value.status in (0, 429)
     await asyncio.gather(
-        *(g.act(gui_action.GuiAction("move", x=1, y=1)) for g in gyms)
+      *(g.act(gui_action.GuiAction("move", x=1, y=1)) for g in gyms)
     )
     own = desktop.DesktopGym()
     for i in range(0, 200, 37):  # Each has its own task.
       expected = own.start_sync(
-          desktop.DesktopTasks().train_task("click-button", i, 0)
+        desktop.DesktopTasks().train_task("click-button", i, 0)
       )
       assert (observations[i].screenshot == expected.screenshot).all()
     await asyncio.gather(*(g.close() for g in gyms))

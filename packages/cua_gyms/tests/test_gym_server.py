@@ -35,7 +35,7 @@ Naughty = gym_servers.NaughtyGym
 @pytest.fixture(scope="module", name="server")
 def _server():
   with gym_servers.serving(
-      gym_servers.desktop(client_settings=("width", "height"))
+    gym_servers.desktop(client_settings=("width", "height"))
   ) as server:
     yield server
 
@@ -66,14 +66,17 @@ def test_a_list_in_each_shape_leads_to_its_tasks(http, shape):
   assert bare == tasks
   for i, row in enumerate(tasks[:3]):
     named = {
-        "summary": lambda r: (r["task_id"], r["name"]),
-        "meta": lambda r: (r["meta"]["id"], r["meta"]["number"],
-                           r["meta"]["name"]),
-        "flat": lambda r: (r["task_number"], r["task_name"], r["seed_id"]),
-    }[shape](row)  # pyformat: disable
+      "summary": lambda r: (r["task_id"], r["name"]),
+      "meta": lambda r: (
+        r["meta"]["id"],
+        r["meta"]["number"],
+        r["meta"]["name"],
+      ),
+      "flat": lambda r: (r["task_number"], r["task_name"], r["seed_id"]),
+    }[shape](row)
     for identifier in named:
       full = http.get(
-          f"/tasks/{identifier}", params={"shape": "summary"}
+        f"/tasks/{identifier}", params={"shape": "summary"}
       ).json()
       assert full["name"] == f"click-button-train-{i}", identifier
       assert full["instruction"] and full["evaluation"]["validators"]
@@ -99,13 +102,13 @@ def test_an_instance_beyond_the_list_is_the_gyms_own_task(http):
 
 def test_training_and_held_out_tasks_of_the_list_do_not_meet(http):
   seeds = {
-      split: {
-          t["env_config"]["seed"]
-          for t in http.get(
-              "/tasks", params={"split": split, "full": "true"}
-          ).json()["tasks"]
-      }
-      for split in ("train", "eval")
+    split: {
+      t["env_config"]["seed"]
+      for t in http.get(
+        "/tasks", params={"split": split, "full": "true"}
+      ).json()["tasks"]
+    }
+    for split in ("train", "eval")
   }
   assert seeds["train"] and seeds["eval"]
   assert not seeds["train"] & seeds["eval"]
@@ -134,16 +137,15 @@ def test_create_step_screenshot_evaluate_terminate(http, server):
   expected = own.act_sync(action)
   assert stepped["step"] == 1 and stepped["observation"]["done"]
   np.testing.assert_array_equal(
-      wire.observation_from_json(stepped["observation"]).screenshot,
-      expected.screenshot,
+    wire.observation_from_json(stepped["observation"]).screenshot,
+    expected.screenshot,
   )
   verdict = http.post(at + "/evaluate").json()
   assert verdict["success"] is True
   assert verdict["result"]["score"] == 1.0
   assert verdict["result"]["validators"] == [
-      {"id": "state", "type": "state", "pass": True, "score": 1.0,
-       "weight": 1.0}
-  ]  # pyformat: disable
+    {"id": "state", "type": "state", "pass": True, "score": 1.0, "weight": 1.0}
+  ]
   assert http.get(at).json()["status"] == "running"
   for _ in range(2):
     assert http.post(at + "/terminate").json()["status"] == "terminated"
@@ -159,8 +161,8 @@ def test_genvs_own_actions_mean_fractions_of_the_screen(http):
   click = desktop.oracle_action(own)
   at = f"/executions/{create(http)['execution_id']}"
   tap = {
-      "name": "tap",
-      "args": {"x_norm": click.x / 128, "y_norm": click.y / 96},
+    "name": "tap",
+    "args": {"x_norm": click.x / 128, "y_norm": click.y / 96},
   }
   reply = http.post(at + "/step", json={"action": tap, "screenshot": False})
   assert reply.json()["observation"]["done"]
@@ -176,8 +178,8 @@ def test_a_step_that_is_sent_again_is_made_once(http):
   assert http.get(at).json()["steps"] == 1
   move = {"kind": "move", "x": 1, "y": 1}
   for body in (
-      {"action": move, "step": 1},  # Another action under that number.
-      {"action": move, "step": 3},  # One is missing.
+    {"action": move, "step": 1},  # Another action under that number.
+    {"action": move, "step": 3},  # One is missing.
   ):
     reply = http.post(at + "/step", json=body)
     assert reply.json()["code"] == "step_out_of_order", body
@@ -218,23 +220,23 @@ def test_clients_set_what_the_server_allows_and_nothing_else(http):
 
 
 @pytest.mark.parametrize(
-    "body, words",
-    [
-        ({}, "action is missing"),
-        ({"action": {"kind": "press"}}, "action"),
-        ({"action": {"kind": "click", "x": 1}}, "needs 'y'"),
-        ({"action": {"kind": "click", "x": "1", "y": 2}}, "action.x"),
-        (
-            {"action": {"kind": "click", "x": 1e300, "y": 2}},
-            "action.x must be <= 1e+06",
-        ),
-        ({"action": {"kind": "type", "text": 5}}, "action.text"),
-        ({"action": {"kind": "key", "keys": "ab"}}, "action.keys"),
-        ({"action": {"kind": "wait", "color": 1}}, "takes no 'color'"),
-        ({"action": {"name": "tap", "args": {"x_norm": 2}}}, "action.x_norm"),
-        ({"action": {"name": "pinch"}}, "action.name"),
-        ({"action": {"kind": "wait"}, "step": 0}, "step must be"),
-    ],
+  "body, words",
+  [
+    ({}, "action is missing"),
+    ({"action": {"kind": "press"}}, "action"),
+    ({"action": {"kind": "click", "x": 1}}, "needs 'y'"),
+    ({"action": {"kind": "click", "x": "1", "y": 2}}, "action.x"),
+    (
+      {"action": {"kind": "click", "x": 1e300, "y": 2}},
+      "action.x must be <= 1e+06",
+    ),
+    ({"action": {"kind": "type", "text": 5}}, "action.text"),
+    ({"action": {"kind": "key", "keys": "ab"}}, "action.keys"),
+    ({"action": {"kind": "wait", "color": 1}}, "takes no 'color'"),
+    ({"action": {"name": "tap", "args": {"x_norm": 2}}}, "action.x_norm"),
+    ({"action": {"name": "pinch"}}, "action.name"),
+    ({"action": {"kind": "wait"}, "step": 0}, "step must be"),
+  ],
 )
 def test_what_is_no_action_is_refused_by_its_field(http, body, words):
   at = f"/executions/{create(http)['execution_id']}"
@@ -245,18 +247,18 @@ def test_what_is_no_action_is_refused_by_its_field(http, body, words):
 
 
 @pytest.mark.parametrize(
-    "content, status",
-    [
-        (b"{", 400),
-        (b'{"action": NaN}', 400),
-        (b"[" * 100_000, 400),
-        (b"1" * 5000, 400),
-        (b"[]", 422),
-        (b"\xff\xfe", 400),
-        (b" " * (5 << 20), 413),
-        (b'{"action": {"kind": "type", "text": "\\ud800"}}', 400),
-        (b'{"\\udBFF": 1}', 400),
-    ],
+  "content, status",
+  [
+    (b"{", 400),
+    (b'{"action": NaN}', 400),
+    (b"[" * 100_000, 400),
+    (b"1" * 5000, 400),
+    (b"[]", 422),
+    (b"\xff\xfe", 400),
+    (b" " * (5 << 20), 413),
+    (b'{"action": {"kind": "type", "text": "\\ud800"}}', 400),
+    (b'{"\\udBFF": 1}', 400),
+  ],
 )
 def test_what_is_no_request_is_refused(http, content, status):
   at = f"/executions/{create(http)['execution_id']}"
@@ -280,8 +282,8 @@ def test_a_body_that_drips_is_given_up():
     url = httpx.URL(at)
     with socket.create_connection((url.host, url.port), 20) as client:
       client.sendall(
-          b"POST /api/v1/desktop/tasks/001 HTTP/1.1\r\nhost: localhost\r\n"
-          b"content-length: 100\r\n\r\n{"
+        b"POST /api/v1/desktop/tasks/001 HTTP/1.1\r\nhost: localhost\r\n"
+        b"content-length: 100\r\n\r\n{"
       )
       # Until the connection is closed: head and body may come one by one.
       reply = b"".join(iter(lambda: client.recv(4096), b""))
@@ -291,11 +293,11 @@ def test_a_body_that_drips_is_given_up():
 def test_addresses_that_are_not_served_have_the_same_shape(server):
   url, _ = server
   for path, method, status in (
-      ("/nothing", "GET", 404),
-      ("/api/v1/desktop/tasks", "DELETE", 405),
-      ("/api/v1/other/tasks", "GET", 404),
-      ("/api/v1/desktop/executions/none", "GET", 404),
-      ("/api/v1/gyms", "POST", 405),
+    ("/nothing", "GET", 404),
+    ("/api/v1/desktop/tasks", "DELETE", 405),
+    ("/api/v1/other/tasks", "GET", 404),
+    ("/api/v1/desktop/executions/none", "GET", 404),
+    ("/api/v1/gyms", "POST", 405),
   ):
     reply = httpx.request(method, url + path)
     assert reply.status_code == status, path
@@ -339,33 +341,36 @@ def test_a_token_is_asked_for_everywhere_but_health():
   with gym_servers.serving(token="s3cret") as (url, _):
     assert httpx.get(url + "/health").status_code == 200
     for path in ("/api/v1/gyms", "/metrics", "/openapi.json"):
-      for header in ({}, {"authorization": "Bearer wrong"},
-                     {"authorization": "s3cret"}):  # pyformat: disable
+      for header in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "s3cret"},
+      ):
         assert httpx.get(url + path, headers=header).status_code == 401
       good = {"authorization": "Bearer s3cret"}
       assert httpx.get(url + path, headers=good).status_code == 200
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["desktop", "--host", "0.0.0.0"], "needs a token"),
-        (["nogym"], "nogym"),
-        (["desktop", "--families", "click-buton"], "click-buton"),
-        (["desktop", "--settings", "[1]"], "--settings"),
-        (["desktop", "--capacity", "0"], "capacity must be >= 1, got 0"),
-        (["gymnasium"], "families"),
-        (["nowhere.yaml"], "nowhere.yaml"),
-        (["desktop", "desktop"], "two gyms"),
-        (["desktop", "--train-tasks", "0", "--eval-tasks", "0"], "no task"),
-        (["desktop", "--settings", "{width: -5}"], "width=-5"),
-        (["desktop", "--settings", "{width: many}"], "width='many'"),
-        (["desktop", "--client-settings", "colour"], "'colour' is no setting"),
-        (["desktop", "--seed", "9" * 30], "seed must be <"),
-        (["desktop", "--body-memory", "0"], "--body-memory must be >= 1"),
-        (["desktop", "--import", "no.such"], "--import=no.such"),
-        (["desktop", "--token-file", "/no/where"], "/no/where: No such file"),
-    ],
+  "arguments, words",
+  [
+    (["desktop", "--host", "0.0.0.0"], "needs a token"),
+    (["nogym"], "nogym"),
+    (["desktop", "--families", "click-buton"], "click-buton"),
+    (["desktop", "--settings", "[1]"], "--settings"),
+    (["desktop", "--capacity", "0"], "capacity must be >= 1, got 0"),
+    (["gymnasium"], "families"),
+    (["nowhere.yaml"], "nowhere.yaml"),
+    (["desktop", "desktop"], "two gyms"),
+    (["desktop", "--train-tasks", "0", "--eval-tasks", "0"], "no task"),
+    (["desktop", "--settings", "{width: -5}"], "width=-5"),
+    (["desktop", "--settings", "{width: many}"], "width='many'"),
+    (["desktop", "--client-settings", "colour"], "'colour' is no setting"),
+    (["desktop", "--seed", "9" * 30], "seed must be <"),
+    (["desktop", "--body-memory", "0"], "--body-memory must be >= 1"),
+    (["desktop", "--import", "no.such"], "--import=no.such"),
+    (["desktop", "--token-file", "/no/where"], "/no/where: No such file"),
+  ],
 )
 def test_the_command_says_what_is_wrong(arguments, words, capsys, monkeypatch):
   monkeypatch.delenv(command.TOKEN_VARIABLE, raising=False)
@@ -374,22 +379,22 @@ def test_the_command_says_what_is_wrong(arguments, words, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text, words",
-    [
-        ("- gym: desktop\n\tfamilies: [a]\n", "line 2: found character"),
-        ("- {gym: desktop, families: 5}", "families must be a list, got 5"),
-        ("- {gym: desktop, train_tasks: many}", "train_tasks must be a whole"),
-        ("- {gym: desktop, train_tasks: -3}", "train_tasks must be >= 0"),
-        ("- {gym: desktop, settings: {width: -5}}", "width=-5"),
-        ("- {gym: desktop, settings: [1]}", "settings must be an object"),
-        ("- {gym: 5}", "gym_id must be a string"),
-        ("- {gym: desktop, 5: 3}", "takes no 5"),
-        ("- desktop", "must be an object with 'gym'"),
-        ("gym: desktop", "must hold a list of gyms"),
-        ("[]", "at least one gym"),
-        ("\udcff\udcfe", "is no text in UTF-8"),
-        ("[" * 5000, "gyms.yaml"),
-    ],
+  "text, words",
+  [
+    ("- gym: desktop\n\tfamilies: [a]\n", "line 2: found character"),
+    ("- {gym: desktop, families: 5}", "families must be a list, got 5"),
+    ("- {gym: desktop, train_tasks: many}", "train_tasks must be a whole"),
+    ("- {gym: desktop, train_tasks: -3}", "train_tasks must be >= 0"),
+    ("- {gym: desktop, settings: {width: -5}}", "width=-5"),
+    ("- {gym: desktop, settings: [1]}", "settings must be an object"),
+    ("- {gym: 5}", "gym_id must be a string"),
+    ("- {gym: desktop, 5: 3}", "takes no 5"),
+    ("- desktop", "must be an object with 'gym'"),
+    ("gym: desktop", "must hold a list of gyms"),
+    ("[]", "at least one gym"),
+    ("\udcff\udcfe", "is no text in UTF-8"),
+    ("[" * 5000, "gyms.yaml"),
+  ],
 )
 def test_a_wrong_file_is_one_clear_message(text, words, tmp_path, capsys):
   listed = tmp_path / "gyms.yaml"
@@ -401,7 +406,7 @@ def test_a_wrong_file_is_one_clear_message(text, words, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "text", ["raise SystemExit(3)", "def (:", "1 / 0", "import no.such"]
+  "text", ["raise SystemExit(3)", "def (:", "1 / 0", "import no.such"]
 )
 def test_a_module_that_fails_is_named(text, tmp_path, capsys, monkeypatch):
   (tmp_path / "failing_gyms.py").write_text(text)
@@ -414,23 +419,24 @@ def test_a_module_that_fails_is_named(text, tmp_path, capsys, monkeypatch):
 def test_the_command_serves_what_a_file_lists(tmp_path):
   listed = tmp_path / "gyms.yaml"
   listed.write_text(
-      "- {gym: desktop, gym_id: big, settings: {width: 256, height: 192},"
-      " families: [open-icon], train_tasks: 1, eval_tasks: 1}\n"
-      "- {gym: gymnasium, families: [FrozenLake-v1], train_tasks: 1}\n"
+    "- {gym: desktop, gym_id: big, settings: {width: 256, height: 192},"
+    " families: [open-icon], train_tasks: 1, eval_tasks: 1}\n"
+    "- {gym: gymnasium, families: [FrozenLake-v1], train_tasks: 1}\n"
   )
   process = subprocess.Popen(
       [sys.executable, "-m", "tunix_multi_turn", "environments.gym_server",
        str(listed), "--port", "0"],
       cwd=pathlib.Path(__file__).parents[3],
       stdout=subprocess.PIPE, text=True, env={**os.environ},
-  )  # pyformat: disable
+  )  # fmt: skip
   try:
     url = process.stdout.readline().split()[-1]
     gyms = httpx.get(url + "/api/v1/gyms", timeout=30).json()["gyms"]
     assert [g["gym_id"] for g in gyms] == ["big", "gymnasium"]
     for task, size in (
-        ("big/tasks/001", (256, 192)), ("gymnasium/tasks/001", None)
-    ):  # pyformat: disable
+      ("big/tasks/001", (256, 192)),
+      ("gymnasium/tasks/001", None),
+    ):
       created = httpx.post(f"{url}/api/v1/{task}", timeout=30).json()
       assert created["status"] == "running"
       if size:
@@ -450,13 +456,18 @@ def serving_naughty(lease):
       "ok", "fail-start", "hang-start", "slow-start", "fail-step",
       "hang-step", "garbage-step", "stubborn-step", "nan-score", "fail-close",
       "tree-step",
-  )  # pyformat: disable
+  )  # fmt: skip
   Naughty.open_now = Naughty.closed = Naughty.starts = 0
   Naughty.closed_while_busy = 0
   with gym_servers.serving(
-      gym_servers.naughty(*families), gym_servers.desktop(),
-      start=3.0, step=2.0, evaluate=2.0, close=1.0, lease=lease,
-  ) as server:  # pyformat: disable
+    gym_servers.naughty(*families),
+    gym_servers.desktop(),
+    start=3.0,
+    step=2.0,
+    evaluate=2.0,
+    close=1.0,
+    lease=lease,
+  ) as server:
     yield server
 
 
@@ -467,20 +478,20 @@ def _naughty():
 
 
 @pytest.mark.parametrize(
-    "family, at, status, code",
-    [
-        ("fail-start", "create", 502, "gym_error"),
-        ("hang-start", "create", 504, "deadline"),
-        ("fail-step", "step", 502, "gym_error"),
-        ("hang-step", "step", 504, "deadline"),
-        ("garbage-step", "step", 502, "gym_error"),
-        ("tree-step", "step", 502, "gym_error"),
-        ("stubborn-step", "step", 504, "deadline"),
-        ("nan-score", "evaluate", 502, "gym_error"),
-    ],
+  "family, at, status, code",
+  [
+    ("fail-start", "create", 502, "gym_error"),
+    ("hang-start", "create", 504, "deadline"),
+    ("fail-step", "step", 502, "gym_error"),
+    ("hang-step", "step", 504, "deadline"),
+    ("garbage-step", "step", 502, "gym_error"),
+    ("tree-step", "step", 502, "gym_error"),
+    ("stubborn-step", "step", 504, "deadline"),
+    ("nan-score", "evaluate", 502, "gym_error"),
+  ],
 )
 async def test_a_gym_that_fails_ends_its_execution_and_no_other(
-    naughty, family, at, status, code
+  naughty, family, at, status, code
 ):
   url, app = naughty
   async with httpx.AsyncClient(base_url=url + "/api/v1", timeout=30) as http:
@@ -501,8 +512,7 @@ async def test_a_gym_that_fails_ends_its_execution_and_no_other(
     await gym_servers.until(lambda: Naughty.open_now == 0)
     assert Naughty.closed_while_busy == 0
     stepped = await http.post(
-        f"/desktop/executions/{other}/step",
-        json={"action": {"kind": "wait"}},
+      f"/desktop/executions/{other}/step", json={"action": {"kind": "wait"}}
     )
     assert stepped.status_code == 200
 
@@ -510,7 +520,7 @@ async def test_a_gym_that_fails_ends_its_execution_and_no_other(
 async def test_terminate_does_not_wait_for_a_call_that_hangs(naughty):
   url, app = naughty
   async with httpx.AsyncClient(
-      base_url=url + "/api/v1/naughty", timeout=30
+    base_url=url + "/api/v1/naughty", timeout=30
   ) as http:
     created = (await http.post("/tasks/slow-start-train-0")).json()
     at = f"/executions/{created['execution_id']}"
@@ -518,9 +528,8 @@ async def test_terminate_does_not_wait_for_a_call_that_hangs(naughty):
     assert ended.json()["status"] == "terminated"
     # One that is still starting, known by its key only.
     starting = asyncio.ensure_future(
-        http.post("/tasks/hang-start-train-0",
-                  headers={"idempotency-key": "k"})
-    )  # pyformat: disable
+      http.post("/tasks/hang-start-train-0", headers={"idempotency-key": "k"})
+    )
     await gym_servers.until(lambda: app.store.open == 1)
     assert (await http.post("/executions/key:k/terminate")).status_code == 200
     reply = await starting
@@ -532,7 +541,7 @@ async def test_terminate_does_not_wait_for_a_call_that_hangs(naughty):
 async def test_a_gym_that_will_not_close_gives_its_place_back(naughty):
   url, app = naughty
   async with httpx.AsyncClient(
-      base_url=url + "/api/v1/naughty", timeout=30
+    base_url=url + "/api/v1/naughty", timeout=30
   ) as http:
     created = (await http.post("/tasks/fail-close-train-0")).json()
     await http.post(f"/executions/{created['execution_id']}/terminate")
@@ -562,10 +571,10 @@ async def test_executions_of_a_client_that_vanished_are_closed():
 async def test_a_full_server_says_when_to_come_again():
   with gym_servers.serving(capacity=3) as (url, app):
     async with httpx.AsyncClient(
-        base_url=url + "/api/v1/desktop", timeout=30
+      base_url=url + "/api/v1/desktop", timeout=30
     ) as http:
       replies = await asyncio.gather(
-          *(http.post("/tasks/001") for _ in range(8))
+        *(http.post("/tasks/001") for _ in range(8))
       )
       assert sorted(r.status_code for r in replies) == [200] * 3 + [429] * 5
       full = next(r for r in replies if r.status_code == 429)
@@ -580,13 +589,16 @@ async def test_a_full_server_says_when_to_come_again():
 async def test_parallel_creates_under_one_key_all_return_one_execution(naughty):
   url, app = naughty
   async with httpx.AsyncClient(
-      base_url=url + "/api/v1/naughty", timeout=30
+    base_url=url + "/api/v1/naughty", timeout=30
   ) as http:
-    replies = await asyncio.gather(*(
-        http.post("/tasks/slow-start-train-0",
-                  headers={"idempotency-key": "one"})
+    replies = await asyncio.gather(
+      *(
+        http.post(
+          "/tasks/slow-start-train-0", headers={"idempotency-key": "one"}
+        )
         for _ in range(16)
-    ))  # pyformat: disable
+      )
+    )
   assert len({r.json()["execution_id"] for r in replies}) == 1
   assert sum(not r.json()["replayed"] for r in replies) == 1
   assert Naughty.starts == 1 and app.store.open == 1
@@ -608,13 +620,13 @@ def test_states_have_no_way_back():
   ends = {s for s, then in executions.TRANSITIONS.items() if not then}
   assert {s.value for s in ends} == {"terminated", "failed", "expired"}
   assert all(
-      executions.State.CREATING not in then
-      for then in executions.TRANSITIONS.values()
+    executions.State.CREATING not in then
+    for then in executions.TRANSITIONS.values()
   )
 
 
 @pytest.mark.parametrize(
-    "name", [f.name for f in dataclasses.fields(executions.ExecutionLimits)]
+  "name", [f.name for f in dataclasses.fields(executions.ExecutionLimits)]
 )
 def test_limits_that_cannot_be_are_refused(name):
   with pytest.raises(ValueError, match=name):
@@ -624,42 +636,51 @@ def test_limits_that_cannot_be_are_refused(name):
 # --- fuzzing ------------------------------------------------------------------
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=20)
-    | st.floats(allow_nan=False, allow_infinity=False),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)  # pyformat: disable
+  st.none()
+  | st.booleans()
+  | st.integers()
+  | st.text(max_size=20)
+  | st.floats(allow_nan=False, allow_infinity=False),
+  lambda inner: (
+    st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+  ),
+  max_leaves=8,
+)
 FIELD = st.sampled_from([
     "kind", "x", "y", "x2", "y2", "dx", "text", "keys", "duration", "button",
     "count", "success", "name", "args",
-])  # pyformat: disable
+])  # fmt: skip
 ACTION = st.one_of(
-    JSON,
-    st.fixed_dictionaries(
-        {"kind": st.sampled_from([k.value for k in wire.Kind])},
-        optional={
-            "x": st.floats(-1e6, 1e6), "y": st.floats(-1e6, 1e6),
-            "x2": st.floats(-1e6, 1e6), "y2": st.floats(-1e6, 1e6),
-            "text": st.text(max_size=30), "dy": st.floats(-1e6, 1e6),
-            "keys": st.lists(st.text(max_size=5), max_size=3),
-            "count": st.integers(0, 4), "duration": st.floats(0, 10),
-        },
-    ),
-    st.dictionaries(FIELD, JSON, max_size=5),
-)  # pyformat: disable
+  JSON,
+  st.fixed_dictionaries(
+    {"kind": st.sampled_from([k.value for k in wire.Kind])},
+    optional={
+      "x": st.floats(-1e6, 1e6),
+      "y": st.floats(-1e6, 1e6),
+      "x2": st.floats(-1e6, 1e6),
+      "y2": st.floats(-1e6, 1e6),
+      "text": st.text(max_size=30),
+      "dy": st.floats(-1e6, 1e6),
+      "keys": st.lists(st.text(max_size=5), max_size=3),
+      "count": st.integers(0, 4),
+      "duration": st.floats(0, 10),
+    },
+  ),
+  st.dictionaries(FIELD, JSON, max_size=5),
+)
 
 
 @hypothesis.settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
+  max_examples=150,
+  deadline=None,
+  suppress_health_check=list(hypothesis.HealthCheck),
 )
 @hypothesis.given(
-    action=ACTION, step=st.none() | JSON, options=JSON, evaluation=JSON
+  action=ACTION, step=st.none() | JSON, options=JSON, evaluation=JSON
 )
 def test_no_request_makes_the_server_fail(
-    server, action, step, options, evaluation
+  server, action, step, options, evaluation
 ):
   url, app = server
   with httpx.Client(base_url=url + "/api/v1/desktop", timeout=30) as http:
@@ -670,9 +691,9 @@ def test_no_request_makes_the_server_fail(
     else:
       at = f"/executions/{create(http)['execution_id']}"
     for path, body in (
-        ("/step", {"action": action, "step": step}),
-        ("/evaluate", evaluation),
-        ("/evaluate", {"answer_text": evaluation, "facts": options}),
+      ("/step", {"action": action, "step": step}),
+      ("/evaluate", evaluation),
+      ("/evaluate", {"answer_text": evaluation, "facts": options}),
     ):
       reply = http.post(at + path, json=body)
       assert reply.status_code < 500, (path, body, reply.text)
@@ -684,18 +705,18 @@ def test_no_request_makes_the_server_fail(
 
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
-    pixels=st.tuples(st.integers(1, 40), st.integers(1, 40)).flatmap(
-        lambda size: st.binary(
-            min_size=size[0] * size[1] * 3, max_size=size[0] * size[1] * 3
-        ).map(lambda b: np.frombuffer(b, np.uint8).reshape(*size, 3))
-    )
+  pixels=st.tuples(st.integers(1, 40), st.integers(1, 40)).flatmap(
+    lambda size: st.binary(
+      min_size=size[0] * size[1] * 3, max_size=size[0] * size[1] * 3
+    ).map(lambda b: np.frombuffer(b, np.uint8).reshape(*size, 3))
+  )
 )
 def test_screenshots_arrive_as_they_left(pixels):
   data = json.loads(json.dumps(wire.screenshot_to_json(pixels)))
   np.testing.assert_array_equal(wire.screenshot_from_json(data), pixels)
-  uri = "data:image/png;base64," + base64.b64encode(
-      wire.to_png(pixels)
-  ).decode()
+  uri = (
+    "data:image/png;base64," + base64.b64encode(wire.to_png(pixels)).decode()
+  )
   np.testing.assert_array_equal(wire.screenshot_from_json(uri), pixels)
 
 
@@ -724,7 +745,7 @@ class OddGym(gym_servers.NaughtyGym):
 
   def _seen(self):
     return base.Observation(
-        np.zeros((8, 8, 3), np.uint8), instruction=self.ODD, text=self.ODD
+      np.zeros((8, 8, 3), np.uint8), instruction=self.ODD, text=self.ODD
     )
 
 
@@ -735,20 +756,23 @@ def test_what_a_gym_says_can_be_answered(request):
   request.addfinalizer(lambda: logging.disable(logging.NOTSET))
   if "odd" not in gyms.names():
     gyms.register(
-        "odd", gyms.GymSpec(make=OddGym, tasks=gym_servers.NaughtyTasks)
+      "odd", gyms.GymSpec(make=OddGym, tasks=gym_servers.NaughtyTasks)
     )
   served = catalog.ServedGym(
-      gym_id="odd", gym="odd", families=("odd", "odd-error"), train_tasks=1,
-      eval_tasks=0,
-  )  # pyformat: disable
+    gym_id="odd",
+    gym="odd",
+    families=("odd", "odd-error"),
+    train_tasks=1,
+    eval_tasks=0,
+  )
   with (
-      gym_servers.serving(served) as (url, _),
-      httpx.Client(base_url=f"{url}/api/v1/odd", verify=False) as http,
+    gym_servers.serving(served) as (url, _),
+    httpx.Client(base_url=f"{url}/api/v1/odd", verify=False) as http,
   ):
     ids = {}
     for family in ("odd", "odd-error"):
       answer = http.post(
-          f"/tasks/naughty/{family}/0", json={"options": {"observe": True}}
+        f"/tasks/naughty/{family}/0", json={"options": {"observe": True}}
       )
       assert answer.json()["observation"]["text"] == "half a pair: ?"
       ids[family] = answer.json()["execution_id"]
@@ -771,20 +795,20 @@ def test_what_a_gym_says_can_be_answered(request):
 def test_the_screens_of_all_executions_are_bounded_together():
   spec = gym_servers.desktop(client_settings=("width", "height"))
   with (
-      gym_servers.serving(spec, max_megapixels=2) as (url, _),
-      httpx.Client(base_url=url + "/api/v1/desktop", timeout=30) as client,
+    gym_servers.serving(spec, max_megapixels=2) as (url, _),
+    httpx.Client(base_url=url + "/api/v1/desktop", timeout=30) as client,
   ):
 
     def asked(width, height):
       gym = {"width": width, "height": height}
       return client.post(
-          "/tasks/click-button-train-0", json={"options": {"gym": gym}}
+        "/tasks/click-button-train-0", json={"options": {"gym": gym}}
       )
 
     for size, fault in (
-        ((8192, 8192), "a screen has at most 32000000"),
-        ((2000, 2000), "all executions have max_megapixels=2"),
-        ((10**6, 96), "options.gym.width=1000000 must be in [1, 8192]"),
+      ((8192, 8192), "a screen has at most 32000000"),
+      ((2000, 2000), "all executions have max_megapixels=2"),
+      ((10**6, 96), "options.gym.width=1000000 must be in [1, 8192]"),
     ):
       refused = asked(*size)
       assert refused.status_code == 422 and fault in refused.text
@@ -808,7 +832,5 @@ def test_a_client_may_choose_no_number_without_bounds(request):
   request.addfinalizer(lambda: gyms.unregister("unbounded"))
   with pytest.raises(ValueError, match="client_settings='stock' is a number"):
     catalog.Catalog(
-        catalog.ServedGym(
-            gym_id="x", gym="unbounded", client_settings=("stock",)
-        )
+      catalog.ServedGym(gym_id="x", gym="unbounded", client_settings=("stock",))
     )

@@ -22,14 +22,14 @@ from tunix.rl.multi_turn.environments.task_sources import cua_task
 NAMES = {
     "task_id", "id", "name", "task_name", "display_name", "task_number",
     "number", "seed_id", "difficulty", "tags", "meta",
-}  # pyformat: disable
+}  # fmt: skip
 LONG = {"description", "instruction", "env_config", "evaluation"}
 
 
 @pytest.fixture(scope="module", name="http")
 def _http():
   spec = gym_servers.desktop(
-      train_tasks=4, eval_tasks=2, settings={"difficulty": 1}
+    train_tasks=4, eval_tasks=2, settings={"difficulty": 1}
   )
   with gym_servers.serving(spec) as (url, _):
     with httpx.Client(base_url=url + "/api/v1/desktop", timeout=30) as client:
@@ -59,9 +59,10 @@ class Loader:
 
   def split(self, eval_numbers):
     held_out = [
-        i for i, row in self.rows.items()
-        if (number := self.number_of(row)) and int(number) in eval_numbers
-    ]  # pyformat: disable
+      i
+      for i, row in self.rows.items()
+      if (number := self.number_of(row)) and int(number) in eval_numbers
+    ]
     return sorted(set(self.rows) - set(held_out)), sorted(held_out)
 
   def cut(self, ratio, seed=42):
@@ -71,9 +72,10 @@ class Loader:
 
   def tagged(self, *tags):
     return [
-        i for i, row in self.rows.items()
-        if {t.lower() for t in row.get("tags") or ()} & set(tags)
-    ]  # pyformat: disable
+      i
+      for i, row in self.rows.items()
+      if {t.lower() for t in row.get("tags") or ()} & set(tags)
+    ]
 
   def pick(self, hint):
     names, numbers = {}, {}
@@ -112,8 +114,12 @@ def test_a_row_carries_every_name_in_each_shape(http, shape):
     assert (LONG <= set(row)) is (shape == "flat")
     assert row["difficulty"] == "medium" and "medium" in row["tags"]
     assert set(row["meta"]) == {
-        "id", "number", "name", "displayName", "description",
-    }  # pyformat: disable
+      "id",
+      "number",
+      "name",
+      "displayName",
+      "description",
+    }
     assert row["meta"]["description"]
 
 
@@ -136,9 +142,13 @@ def test_each_name_of_a_task_leads_a_loader_to_that_task(http, shape):
   loader = Loader(http, shape)
   for identifier, row in loader.rows.items():
     for hint in (
-        identifier, row["name"], row["display_name"], row["task_number"],
-        row["meta"]["displayName"], row["number"].lstrip("0"),
-    ):  # pyformat: disable
+      identifier,
+      row["name"],
+      row["display_name"],
+      row["task_number"],
+      row["meta"]["displayName"],
+      row["number"].lstrip("0"),
+    ):
       assert loader.pick(hint) == identifier, hint
 
 
@@ -151,7 +161,7 @@ def test_each_name_of_a_row_leads_the_server_to_that_task(http, shape):
         row["meta"]["id"], row["meta"]["displayName"],
         # As a person writes the name.
         row["name"].replace("-", " ").capitalize(), row["name"].upper(),
-    ):  # pyformat: disable
+    ):  # fmt: skip
       params = {"shape": shape} if shape else {}
       response = http.get(f"/tasks/{name}", params=params)
       assert response.status_code == 200, (name, response.text)
@@ -169,12 +179,16 @@ def test_a_summary_is_completed_and_played_to_a_reward(http):
     at = f"/executions/{created['execution_id']}"
     verdict = http.post(at + "/evaluate", json={"answer_text": "?"}).json()
     assert (verdict["success"], verdict["score"], verdict["reward"]) == (
-        False, 0.0, 0.0,
-    )  # pyformat: disable
+      False,
+      0.0,
+      0.0,
+    )
     own = desktop.DesktopGym()
-    own.start_sync(desktop.DesktopTasks(difficulty=1).eval_task(
+    own.start_sync(
+      desktop.DesktopTasks(difficulty=1).eval_task(
         row["family"], int(row["name"].rpartition("-")[2]), 0
-    ))  # pyformat: disable
+      )
+    )
     while (action := desktop.oracle_action(own)) is not None:
       reply = http.post(at + "/step", json={"action": action.to_json()})
       assert reply.status_code == 200, reply.text
@@ -203,12 +217,14 @@ async def test_our_own_client_has_the_same_tasks_in_each_shape(shape):
   assert [t.id for t in tasks] == [e.task.task_id for e in own.entries]
   for task, entry in zip(tasks, own.entries):
     assert task.to_task().params["difficulty"] == 0
-    assert (task.seed, task.max_steps) == (entry.task.seed, 3 + (
-        task.family == "enter-text"
-    ))  # pyformat: disable
+    assert (task.seed, task.max_steps) == (
+      entry.task.seed,
+      3 + (task.family == "enter-text"),
+    )
     assert (task.instruction, task.number) == (
-        entry.task.instruction, entry.number,
-    )  # pyformat: disable
+      entry.task.instruction,
+      entry.number,
+    )
     assert task.difficulty == "easy" and task.family == entry.task.family
 
 

@@ -29,8 +29,8 @@ from tunix.rl.multi_turn.tools import screenshot
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 WAIT = gui_action.GuiAction("wait")
 EAGER = {
-    kind: dataclasses.replace(policy, tries=40, wait=tenacity.wait_fixed(0.1))
-    for kind, policy in genv.RETRIES.items()
+  kind: dataclasses.replace(policy, tries=40, wait=tenacity.wait_fixed(0.1))
+  for kind, policy in genv.RETRIES.items()
 }
 """Retries of a client that does not wait 10 s for a server to start."""
 CLIENTS = 6
@@ -69,9 +69,11 @@ class Load:
   async def play(self, number):
     index = 0
     async with httpx.AsyncClient(
-        base_url=f"{self.url}/api/v1/{self.gym_id}", verify=False,
-        trust_env=False, timeout=20,
-    ) as direct:  # pyformat: disable
+      base_url=f"{self.url}/api/v1/{self.gym_id}",
+      verify=False,
+      trust_env=False,
+      timeout=20,
+    ) as direct:
       while not self.ending:
         index += 1
         client = genv.GenvClient(self.url, self.gym_id, retries=EAGER)
@@ -82,7 +84,7 @@ class Load:
         except genv.GenvError as error:
           self.ends[type(error).__name__] += 1
           if not isinstance(
-              error, (genv.GenvExecutionLostError, genv.GenvUnavailableError)
+            error, (genv.GenvExecutionLostError, genv.GenvUnavailableError)
           ):
             self.faults.append(error)
           await asyncio.sleep(0.05)
@@ -137,18 +139,19 @@ async def test_kills_lose_episodes_as_failures_and_leave_nothing(workers):
         await asyncio.to_thread(server.start, *arguments)
         async with httpx.AsyncClient(verify=False, trust_env=False) as direct:
           reply = await direct.get(
-              f"{load.url}/api/v1/desktop/executions/{former}"
+            f"{load.url}/api/v1/desktop/executions/{former}"
           )
         assert (reply.status_code, reply.json()["code"]) == (
-            404, "unknown_execution",
-        )  # pyformat: disable
+          404,
+          "unknown_execution",
+        )
       await load.more()
       load.ending = True
     children = nursery.descendants(server.pid)
   orphans += await asyncio.to_thread(nursery.outliving, children)
   print(
-      f"{kills} kills, {workers} workers: {len(load.started)} executions,"
-      f" {load.steps} steps acknowledged, {dict(load.ends)}"
+    f"{kills} kills, {workers} workers: {len(load.started)} executions,"
+    f" {load.steps} steps acknowledged, {dict(load.ends)}"
   )
   assert not load.faults
   assert not orphans, "processes outlive their server"
@@ -171,9 +174,9 @@ async def test_an_episode_whose_server_is_killed_is_the_environment_s_failure():
 
     await asyncio.to_thread(start)
     env = cua_env.CUAEnv(
-        gym_servers.gym(f"http://127.0.0.1:{port}"),
-        screenshot.ScreenshotTool(store),
-        gym_servers.instance("enter-text", 1),
+      gym_servers.gym(f"http://127.0.0.1:{port}"),
+      screenshot.ScreenshotTool(store),
+      gym_servers.instance("enter-text", 1),
     )
     engine = tc.TrajectoryCollectEngine(tool_agent.ToolAgent(), env, model)
     episode = await engine.collect()

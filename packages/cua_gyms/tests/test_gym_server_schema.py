@@ -14,10 +14,10 @@ from schemathesis.specs.openapi import checks  # pylint: disable=g-import-not-at
 # Of each operation; a search of an hour is one of some thousands.
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "12"))
 CHECKS = [
-    schemathesis.checks.not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_schema_conformance,
+  schemathesis.checks.not_a_server_error,
+  checks.status_code_conformance,
+  checks.content_type_conformance,
+  checks.response_schema_conformance,
 ]
 
 
@@ -42,11 +42,11 @@ def test_every_operation_answers_as_its_document_says(server):
     operation = result.ok()
 
     @hypothesis.settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+      max_examples=EXAMPLES,
+      deadline=None,
+      derandomize=True,
+      database=None,
+      suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(case=operation.as_strategy())
     def try_it(case):

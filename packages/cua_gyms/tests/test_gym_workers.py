@@ -37,7 +37,7 @@ async def test_gyms_in_processes_are_the_same_gyms(workers):
     task = desktop.DesktopTasks().train_task("click-button", i, 0)
     own = desktop.DesktopGym()
     np.testing.assert_array_equal(
-        (await gym.start(task)).screenshot, own.start_sync(task).screenshot
+      (await gym.start(task)).screenshot, own.start_sync(task).screenshot
     )
     action = desktop.oracle_action(own)
     own.act_sync(action)
@@ -65,7 +65,7 @@ async def test_kill_9_of_a_worker_ends_its_episodes_and_no_other():
   """Behind the server: a typed error, new executions in a new process."""
   workers = workers_lib.GymWorkers(2)
   app = app_lib.App(
-      [gym_servers.desktop()], make_gym=workers.make, close=workers.aclose
+    [gym_servers.desktop()], make_gym=workers.make, close=workers.aclose
   )
   with http_server.LoopbackServer(app.asgi) as server:
     gyms = [gym_servers.gym(server.url) for _ in range(6)]
@@ -79,7 +79,7 @@ async def test_kill_9_of_a_worker_ends_its_episodes_and_no_other():
     os.kill(victim, signal.SIGKILL)
     await asyncio.gather(*calls, return_exceptions=True)
     outcomes = await asyncio.gather(
-        *(gym.act(WAIT) for gym in gyms), return_exceptions=True
+      *(gym.act(WAIT) for gym in gyms), return_exceptions=True
     )
     lost = [o for o in outcomes if isinstance(o, Exception)]
     assert len(lost) == 3, outcomes
@@ -94,7 +94,7 @@ async def test_kill_9_of_a_worker_ends_its_episodes_and_no_other():
     # A loss is noticed without any call.
     os.kill(workers.pids[0], signal.SIGKILL)
     await gym_servers.until(
-        lambda: any(e.code == "worker_died" for e in app.store.reap())
+      lambda: any(e.code == "worker_died" for e in app.store.reap())
     )
     extra = gym_servers.gym(server.url)
     await extra.start(gym_servers.instance("enter-text", 1))

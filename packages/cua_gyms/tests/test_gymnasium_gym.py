@@ -46,7 +46,7 @@ class Corridor(gymnasium.Env):
 
   def render(self):
     self._canvas[:] = 0
-    self._canvas[:, self.at * 8:self.at * 8 + 8] = 255
+    self._canvas[:, self.at * 8 : self.at * 8 + 8] = 255
     return self._canvas  # the same array each time, as some environments do
 
   def close(self):
@@ -93,14 +93,20 @@ def test_an_episode_to_success():
   assert env.closed == 1 and env.threads == {"gymnasium-gym"}
 
 
-@pytest.mark.parametrize("end,least,won", (
-    ("terminated", 1.0, False), ("truncated", 1.0, False),
-    ("truncated", 0.0, True), ("any", 0.0, True), ("terminated", 0.0, False),
-))
+@pytest.mark.parametrize(
+  "end,least,won",
+  (
+    ("terminated", 1.0, False),
+    ("truncated", 1.0, False),
+    ("truncated", 0.0, True),
+    ("any", 0.0, True),
+    ("terminated", 0.0, False),
+  ),
+)
 def test_the_success_criterion(end, least, won):
   async def body():
     gym = gymnasium_gym.GymnasiumGym(
-        Corridor, KEYS, success_end=end, success_return=least
+      Corridor, KEYS, success_end=end, success_return=least
     )
     return await play(gym, [key("left")] * 10)
 
@@ -112,7 +118,7 @@ def test_the_success_criterion(end, least, won):
 def test_score_can_be_the_return():
   async def body():
     gym = gymnasium_gym.GymnasiumGym(
-        Corridor, KEYS, score="return", success_return=2.0
+      Corridor, KEYS, score="return", success_return=2.0
     )
     return await play(gym, [key("right")] * 5)
 
@@ -125,14 +131,25 @@ def test_terminate_ends_without_a_step_and_unmapped_keys_do_nothing():
 
   async def body():
     gym = gymnasium_gym.GymnasiumGym(lambda: env, KEYS)
-    return await play(gym, [
-        key("up"), GuiAction("click", x=1, y=1), GuiAction("type", text="up"),
-        GuiAction("screenshot"), GuiAction("terminate", success=True),
-    ])
+    return await play(
+      gym,
+      [
+        key("up"),
+        GuiAction("click", x=1, y=1),
+        GuiAction("type", text="up"),
+        GuiAction("screenshot"),
+        GuiAction("terminate", success=True),
+      ],
+    )
 
   observations, result = run(body())
   assert [("ignored" in o.info) for o in observations] == [
-      False, True, True, True, False, False
+    False,
+    True,
+    True,
+    True,
+    False,
+    False,
   ]
   assert "left, right" in observations[1].info["ignored"]
   assert observations[-1].done and not result.success and env.steps == 0
@@ -161,9 +178,9 @@ def test_frames_are_resized_and_positions_scaled_back():
 
   async def body():
     gym = gymnasium_gym.GymnasiumGym(Corridor, adapter, size=(80, 24))
-    return await play(gym, [
-        GuiAction("click", x=60, y=12), GuiAction("scroll", x=8, y=3, dy=6),
-    ])
+    return await play(
+      gym, [GuiAction("click", x=60, y=12), GuiAction("scroll", x=8, y=3, dy=6)]
+    )
 
   observations, _ = run(body())
   assert observations[0].screenshot.shape == (24, 80, 3)
@@ -206,7 +223,7 @@ def test_a_hanging_environment_is_left_and_replaced():
     ticking = asyncio.create_task(tick())
     with pytest.raises(concurrency.DeadlineExceeded, match="act .* 2 s"):
       await concurrency.acall(
-          gym.act, key("right"), seconds=2.0, what="the gym's act"
+        gym.act, key("right"), seconds=2.0, what="the gym's act"
       )
     ticking.cancel()
     assert ticks >= 3  # the loop ran on
@@ -246,7 +263,6 @@ def test_threads_of_hanging_environments_are_bounded(monkeypatch):
   free = threading.Event()
 
   class Hangs(Corridor):
-
     def step(self, action):
       free.wait(30)
       return super().step(action)
@@ -280,7 +296,6 @@ def test_threads_of_hanging_environments_are_bounded(monkeypatch):
 
 
 class Broken(Corridor):
-
   def step(self, action):
     raise {0: ZeroDivisionError, 1: StopIteration}[action]("boom")
 
@@ -298,15 +313,14 @@ def test_errors_of_the_environment_arrive():
 
 
 class Picture(Corridor):
-
   def render(self):
     return None
 
 
-@pytest.mark.parametrize("make,message", (
-    (lambda: Corridor(render_mode=None), "rgb_array"),
-    (Picture, "uint8"),
-))
+@pytest.mark.parametrize(
+  "make,message",
+  ((lambda: Corridor(render_mode=None), "rgb_array"), (Picture, "uint8")),
+)
 def test_environments_without_frames_are_refused(make, message):
   async def body():
     gym = gymnasium_gym.GymnasiumGym(make, KEYS)
@@ -317,7 +331,9 @@ def test_environments_without_frames_are_refused(make, message):
   run(body())
 
 
-@pytest.mark.parametrize("config,message", (
+@pytest.mark.parametrize(
+  "config,message",
+  (
     ({"adapter": {"type": "keys", "keys": {"a": 1}}}, "'env'"),
     ({"env": "x"}, "'adapter'"),
     ({"env": "x", "adapter": {"type": "mouse"}}, "keys, desktop"),
@@ -327,7 +343,8 @@ def test_environments_without_frames_are_refused(make, message):
     ({"env": "x", "adapter": KEYS, "score": "sum"}, "score"),
     ({"env": "x", "adapter": KEYS, "size": [0, 5]}, "size"),
     ({"env": "x", "adapter": {"type": "keys", "keys": {}}}, "at least one"),
-))
+  ),
+)
 def test_wrong_settings_are_named(config, message):
   with pytest.raises(ValueError, match=message):
     gyms.make("gymnasium", **config)
@@ -338,15 +355,19 @@ def test_our_desktop_through_gymnasium():
   envs = []
 
   def make():
-    envs.append(gymnasium.make(
-        "TunixDesktop/login-form-v0", render_mode="rgb_array", width=160,
+    envs.append(
+      gymnasium.make(
+        "TunixDesktop/login-form-v0",
+        render_mode="rgb_array",
+        width=160,
         height=112,
-    ))
+      )
+    )
     return envs[-1]
 
   async def body():
     gym = gymnasium_gym.GymnasiumGym(
-        make, gymnasium_gym.DesktopAdapter(160, 112)
+      make, gymnasium_gym.DesktopAdapter(160, 112)
     )
     for seed in range(3):
       observation = await gym.start(base.Task(f"t/{seed}", "login", seed=seed))
@@ -362,11 +383,14 @@ def test_our_desktop_through_gymnasium():
 
 def test_a_config_builds_the_desktop():
   async def body():
-    gym = gyms.from_config({
-        "name": "gymnasium", "env": "TunixDesktop/press-key-v0",
-        "env_kwargs": {"width": 160}, "adapter": {"type": "desktop",
-                                                  "width": 160},
-    })
+    gym = gyms.from_config(
+      {
+        "name": "gymnasium",
+        "env": "TunixDesktop/press-key-v0",
+        "env_kwargs": {"width": 160},
+        "adapter": {"type": "desktop", "width": 160},
+      }
+    )
     observation = await gym.start(TASK)
     assert observation.screenshot.shape == (96, 160, 3)
     observation = await gym.act(GuiAction("key", keys=("f12",)))
@@ -391,8 +415,14 @@ def test_families_may_name_the_module_that_registers_them():
     await gym.close()
 
   run(body())
-  for wrong in ("nowhere:Env-v0", "json:Env-v0", "a b", "x:y:z-v0", ":",
-                "tunix_multi_turn.envs:TunixDesktop/fly-v0"):
+  for wrong in (
+    "nowhere:Env-v0",
+    "json:Env-v0",
+    "a b",
+    "x:y:z-v0",
+    ":",
+    "tunix_multi_turn.envs:TunixDesktop/fly-v0",
+  ):
     with pytest.raises(ValueError, match="my_module:MyEnv-v0"):
       gymnasium_gym.FamilyTasks([wrong])
 
@@ -409,22 +439,29 @@ def test_tasks_of_an_environment():
 
 @pytest.mark.peer("gymnasium")
 @pytest.mark.skipif(
-    importlib.util.find_spec("pygame") is None,
-    reason="gymnasium's own environments draw with pygame",
+  importlib.util.find_spec("pygame") is None,
+  reason="gymnasium's own environments draw with pygame",
 )
-@pytest.mark.parametrize("env_id,keys,moves", (
+@pytest.mark.parametrize(
+  "env_id,keys,moves",
+  (
     ("CartPole-v1", {"left": 0, "right": 1}, ("left",) * 6),
-    ("FrozenLake-v1", {"left": 0, "down": 1, "right": 2, "up": 3},
-     ("down", "down", "right", "right", "down", "right")),
-))
+    (
+      "FrozenLake-v1",
+      {"left": 0, "down": 1, "right": 2, "up": 3},
+      ("down", "down", "right", "right", "down", "right"),
+    ),
+  ),
+)
 def test_a_real_environment(env_id, keys, moves):
   frozen = env_id == "FrozenLake-v1"
 
   async def body():
     gym = gymnasium_gym.GymnasiumGym(
-        env_id, gymnasium_gym.KeyAdapter(keys),
-        env_kwargs={"is_slippery": False} if frozen else None,
-        size=(128, 96),
+      env_id,
+      gymnasium_gym.KeyAdapter(keys),
+      env_kwargs={"is_slippery": False} if frozen else None,
+      size=(128, 96),
     )
     observations, result = await play(gym, [key(name) for name in moves])
     await gym.close()

@@ -39,21 +39,24 @@ tunix_multi_turn.light()
 
 def python(code, *words):
   return subprocess.run(
-      [sys.executable, "-c", code, *words], capture_output=True, text=True,
-      timeout=100, check=False,
-  )  # pyformat: disable
+    [sys.executable, "-c", code, *words],
+    capture_output=True,
+    text=True,
+    timeout=100,
+    check=False,
+  )
 
 
 def test_every_folder_with_a_gym_is_an_entry_point():
   declared = {
-      path.parent.name
-      for path in FOLDER.glob("*/__init__.py")
-      if "\nGYM = " in path.read_text()
+    path.parent.name
+    for path in FOLDER.glob("*/__init__.py")
+    if "\nGYM = " in path.read_text()
   }
   points = {
-      point.name: point.value
-      for point in metadata.entry_points(group=GROUP)
-      if point.value.startswith("cua_gyms.")
+    point.name: point.value
+    for point in metadata.entry_points(group=GROUP)
+    if point.value.startswith("cua_gyms.")
   }
   assert points == {name: f"cua_gyms.{name}:GYM" for name in declared}
   assert len(declared) == 10 and declared < set(gyms.names())
@@ -62,7 +65,7 @@ def test_every_folder_with_a_gym_is_an_entry_point():
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in moved_rooms.ROOMS if n.startswith("environments.")]
+  "name", [n for n in moved_rooms.ROOMS if n.startswith("environments.")]
 )
 def test_a_gym_by_its_former_name_is_the_same_module(name):
   former = importlib.import_module(f"tunix.rl.multi_turn.{name}")
@@ -74,14 +77,22 @@ def test_a_gym_by_its_former_name_is_the_same_module(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [f"{ROOM}.gym_server", "cua_gyms.gym_server",
-             f"{ROOM}.gyms.miniwob", "cua_gyms.miniwob"],
-)  # pyformat: disable
+  "name",
+  [
+    f"{ROOM}.gym_server",
+    "cua_gyms.gym_server",
+    f"{ROOM}.gyms.miniwob",
+    "cua_gyms.miniwob",
+  ],
+)
 def test_both_names_run_as_programs(name):
   process = subprocess.run(
-      [sys.executable, "-m", name, "--help"], capture_output=True, text=True,
-      timeout=100, check=False,
-  )  # pyformat: disable
+    [sys.executable, "-m", name, "--help"],
+    capture_output=True,
+    text=True,
+    timeout=100,
+    check=False,
+  )
   assert process.returncode == 0, process.stderr[-2000:]
   assert process.stdout.startswith("usage: ")
 
@@ -94,35 +105,33 @@ def test_every_module_is_imported_without_jax():
 
 def test_without_the_package_settings_of_a_run_say_what_to_install():
   process = python(
-      f"{ABSENT}\nfrom tunix.rl.multi_turn import config\n"
-      "try:\n"
-      "  config.load_config(sys.argv[1:])\n"
-      "except config.ConfigError as error:\n"
-      "  sys.exit(str(error))",
-      "gym=miniwob",
+    f"{ABSENT}\nfrom tunix.rl.multi_turn import config\n"
+    "try:\n"
+    "  config.load_config(sys.argv[1:])\n"
+    "except config.ConfigError as error:\n"
+    "  sys.exit(str(error))",
+    "gym=miniwob",
   )
   assert process.stderr.splitlines()[-1].endswith(
-      "gym 'miniwob' needs the package cua_gyms; pip install -e"
-      " packages/cua_gyms"
+    "gym 'miniwob' needs the package cua_gyms; pip install -e packages/cua_gyms"
   ), process.stderr[-2000:]
 
 
 def test_without_the_package_names_and_commands_say_what_to_install():
   names = python(
-      f"{ABSENT}\nfrom tunix.rl.multi_turn.environments import gyms\n"
-      "assert gyms.names() == ('desktop', 'grounding'), gyms.names()\n"
-      "gyms.get('desktop')\n"
-      f"import {ROOM}.gym_server",
+    f"{ABSENT}\nfrom tunix.rl.multi_turn.environments import gyms\n"
+    "assert gyms.names() == ('desktop', 'grounding'), gyms.names()\n"
+    "gyms.get('desktop')\n"
+    f"import {ROOM}.gym_server"
   )
   assert "ModuleNotFoundError" in names.stderr
   assert "pip install -e packages/cua_gyms" in names.stderr
   command = python(
-      f"{ABSENT}\n"
-      "sys.exit(tunix_multi_turn.main(['gym', 'desktop']))"
+    f"{ABSENT}\nsys.exit(tunix_multi_turn.main(['gym', 'desktop']))"
   )
   assert command.returncode == 2
   assert command.stderr.count("\n") == 1 and command.stderr.endswith(
-      "needs the package cua_gyms; pip install -e packages/cua_gyms\n"
+    "needs the package cua_gyms; pip install -e packages/cua_gyms\n"
   )
 
 

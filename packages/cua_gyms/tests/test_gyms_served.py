@@ -21,17 +21,14 @@ from tunix.rl.multi_turn.environments.gyms import seeds
 import web_sites
 
 # A process imports everything once, on two cores perhaps shared with others.
-pytestmark = [
-    *browsers.needed(),
-    pytest.mark.timeout(240),
-]
+pytestmark = [*browsers.needed(), pytest.mark.timeout(240)]
 Action, Kind = gui_action.GuiAction, gui_action.GuiActionKind
 WAIT = Action(Kind.WAIT, duration=0.05)
 
 
 def named(name: str) -> base.Task:
   return base.Task(
-      name, name.split("@")[0], params={"genv": {"identifier": name}}
+    name, name.split("@")[0], params={"genv": {"identifier": name}}
   )
 
 
@@ -72,7 +69,7 @@ async def test_both_are_served_from_processes_that_may_die():
           },
           train_tasks=2, eval_tasks=1,
       ),
-  ]  # pyformat: disable
+  ]  # fmt: skip
   workers = workers_lib.GymWorkers(2, imports=("web_sites",))
   app = app_lib.App(specs, make_gym=workers.make, close=workers.aclose)
   try:
@@ -100,9 +97,10 @@ async def _play(url: str, workers: workers_lib.GymWorkers) -> None:
   number = seeds.eval_seed("greet", 0, 0, 10**9)
   assert shown.instruction.startswith(f"Greet seed {number}")
   for act in (
-      Action(Kind.CLICK, x=60, y=22), Action(Kind.TYPE, text=str(number)),
-      Action(Kind.CLICK, x=60, y=62),
-  ):  # pyformat: disable
+    Action(Kind.CLICK, x=60, y=22),
+    Action(Kind.TYPE, text=str(number)),
+    Action(Kind.CLICK, x=60, y=62),
+  ):
     await site.act(act)
   assert (await site.evaluate()).success
   await site.close()
@@ -113,7 +111,7 @@ async def _play(url: str, workers: workers_lib.GymWorkers) -> None:
   assert browsers
   os.kill(victim, signal.SIGKILL)
   outcomes = await asyncio.gather(
-      one.act(action), two.act(action), return_exceptions=True
+    one.act(action), two.act(action), return_exceptions=True
   )
   lost = [o for o in outcomes if isinstance(o, Exception)]
   assert len(lost) == 1 and isinstance(lost[0], genv.GenvExecutionLostError)

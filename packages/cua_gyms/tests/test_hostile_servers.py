@@ -68,8 +68,10 @@ class Server:
         writer.write(answer)
         await writer.drain()
     except (
-        ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError,
-    ):  # pyformat: disable
+      ConnectionError,
+      asyncio.IncompleteReadError,
+      asyncio.CancelledError,
+    ):
       pass  # The client has gone, or the test is over.
     finally:
       self.open -= 1
@@ -108,27 +110,26 @@ def bomb(width=60_000, height=60_000):
 
 def make_gbox(url, seconds=SECONDS, close_s=0.2):
   return gbox.GboxGym(
-      base_url=url, call_s=seconds, create_s=seconds, close_s=close_s,
-      settle_s=0,
+    base_url=url, call_s=seconds, create_s=seconds, close_s=close_s, settle_s=0
   )
 
 
 def make_osworld(url):
   return osworld.OSWorldGym(
-      url, reset="none", call_s=SECONDS, start_s=0.05, settle_s=0
+    url, reset="none", call_s=SECONDS, start_s=0.05, settle_s=0
   )
 
 
 def make_android(url, seconds=SECONDS, close_s=0.2):
   return android_world.AndroidWorldGym(
-      url, call_s=seconds, start_s=seconds, close_s=close_s
+    url, call_s=seconds, start_s=seconds, close_s=close_s
   )
 
 
 def make_genv(url, seconds=SECONDS, close_s=0.2):
   quick = {
-      kind: dataclasses.replace(policy, tries=1)
-      for kind, policy in genv.RETRIES.items()
+    kind: dataclasses.replace(policy, tries=1)
+    for kind, policy in genv.RETRIES.items()
   }
   limits = dict.fromkeys(("tasks", "create", "step"), seconds)
   timeouts = genv.Timeouts(**limits, terminate=close_s)
@@ -137,21 +138,19 @@ def make_genv(url, seconds=SECONDS, close_s=0.2):
 
 
 TASK = base.Task(
-    "t", "f",
-    params={
-        "evaluate": {"command": "true"},
-        "android_world": {"task_type": "a", "task_idx": 0},
-        "osworld": {
-            "config": [],
-            "evaluator": {"func": "infeasible"},
-        },
-    },
-)  # pyformat: disable
+  "t",
+  "f",
+  params={
+    "evaluate": {"command": "true"},
+    "android_world": {"task_type": "a", "task_idx": 0},
+    "osworld": {"config": [], "evaluator": {"func": "infeasible"}},
+  },
+)
 CLIENTS = {
-    "gbox": (make_gbox, gbox.GboxError),
-    "osworld": (make_osworld, osworld.OSWorldError),
-    "android_world": (make_android, android_world.AndroidWorldError),
-    "genv": (make_genv, genv.GenvError),
+  "gbox": (make_gbox, gbox.GboxError),
+  "osworld": (make_osworld, osworld.OSWorldError),
+  "android_world": (make_android, android_world.AndroidWorldError),
+  "genv": (make_genv, genv.GenvError),
 }
 
 
@@ -170,38 +169,36 @@ def cut(path, writer):
 
 
 ANSWERS = {
-    "a redirect": (
-        lambda p, w: http(b"{}", "307 Moved", location="http://127.0.0.1:9/"),
-        "redirect",
-    ),
-    "a redirect that says done": (
-        lambda p, w: http(b"{}", "302 Found", location="/login"), "redirect",
-    ),
-    "drips": (drip, "did not answer"),
-    "cut": (cut, "failed|did not answer"),
-    "no http": (lambda p, w: b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "failed"),
-    "html": (
-        lambda p, w: http(b"<html>", kind="text/html"), "JSON",
-    ),
-    "a list": (lambda p, w: http(b"[]"), "object"),
-    "a number": (lambda p, w: http(b"NaN"), "object"),
-    "too deep": (lambda p, w: http(b"[" * 100_000), "JSON"),
-    "no text": (lambda p, w: http(b"\xff\xfe{\x00}"), "object|JSON"),
-    "zipped": (
-        lambda p, w: http(gzip.compress(b"{}"), content_encoding="gzip"),
-        "content-encoding 'gzip'",
-    ),
-    "nothing": (lambda p, w: http(b""), "object|JSON"),
-    "a failure without end": (
-        lambda p, w: http(b"x" * 200_000, "500 Error"), "500 xxx",
-    ),
-}  # pyformat: disable
+  "a redirect": (
+    lambda p, w: http(b"{}", "307 Moved", location="http://127.0.0.1:9/"),
+    "redirect",
+  ),
+  "a redirect that says done": (
+    lambda p, w: http(b"{}", "302 Found", location="/login"),
+    "redirect",
+  ),
+  "drips": (drip, "did not answer"),
+  "cut": (cut, "failed|did not answer"),
+  "no http": (lambda p, w: b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "failed"),
+  "html": (lambda p, w: http(b"<html>", kind="text/html"), "JSON"),
+  "a list": (lambda p, w: http(b"[]"), "object"),
+  "a number": (lambda p, w: http(b"NaN"), "object"),
+  "too deep": (lambda p, w: http(b"[" * 100_000), "JSON"),
+  "no text": (lambda p, w: http(b"\xff\xfe{\x00}"), "object|JSON"),
+  "zipped": (
+    lambda p, w: http(gzip.compress(b"{}"), content_encoding="gzip"),
+    "content-encoding 'gzip'",
+  ),
+  "nothing": (lambda p, w: http(b""), "object|JSON"),
+  "a failure without end": (
+    lambda p, w: http(b"x" * 200_000, "500 Error"),
+    "500 xxx",
+  ),
+}
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-async def test_what_is_no_answer_is_the_clients_own_error_in_time(
-    name, caplog
-):
+async def test_what_is_no_answer_is_the_clients_own_error_in_time(name, caplog):
   caplog.set_level(logging.ERROR)
   make, kind = CLIENTS[name]
   for what, (answer, words) in ANSWERS.items():
@@ -239,18 +236,18 @@ async def test_an_answer_beyond_the_limit_is_not_kept():
 
 
 @pytest.mark.parametrize(
-    "picture, words",
-    [
-        (bomb(), "60000x60000|exceeds limit"),
-        (bomb(9000, 9000), "9000x9000 pixels, more than"),
-        (png()[:40], "not a picture"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture"),
-        (b"", "not a picture"),
-    ],
-    ids=["bomb", "large", "truncated", "postscript", "empty"],
+  "picture, words",
+  [
+    (bomb(), "60000x60000|exceeds limit"),
+    (bomb(9000, 9000), "9000x9000 pixels, more than"),
+    (png()[:40], "not a picture"),
+    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture"),
+    (b"", "not a picture"),
+  ],
+  ids=["bomb", "large", "truncated", "postscript", "empty"],
 )
 async def test_a_picture_too_large_or_none_is_refused_before_it_is_decoded(
-    picture, words, monkeypatch
+  picture, words, monkeypatch
 ):
   def never(*_):
     raise AssertionError("it was decoded")
@@ -277,8 +274,10 @@ async def test_a_picture_too_large_or_none_is_refused_before_it_is_decoded(
     return http(json.dumps(created).encode())
 
   for name, answer in (
-      ("gbox", as_gbox), ("osworld", as_osworld), ("genv", as_genv)
-  ):  # pyformat: disable
+    ("gbox", as_gbox),
+    ("osworld", as_osworld),
+    ("genv", as_genv),
+  ):
     make, kind = CLIENTS[name]
     async with serving(answer) as (url, _):
       gym = make(url)
@@ -312,8 +311,7 @@ def _playing(broken):
     if "screenshot" in path:
       return http(shot)
     return http(
-        b'{"id": "b", "width": 8, "height": 6, "goal": "g",'
-        b' "status": "running"}'
+      b'{"id": "b", "width": 8, "height": 6, "goal": "g", "status": "running"}'
     )
 
   return answer
@@ -321,14 +319,14 @@ def _playing(broken):
 
 @pytest.mark.parametrize("name", ["gbox", "osworld", "android_world"])
 @pytest.mark.parametrize(
-    "broken",
-    [
-        lambda p, w: None,  # Done, and the connection lost.
-        cut,
-        lambda p, w: http(b"{}", "503 Busy", retry_after=0),
-        lambda p, w: http(b"{}", "308 Moved", location=p),
-    ],
-    ids=["lost", "cut", "busy", "redirect"],
+  "broken",
+  [
+    lambda p, w: None,  # Done, and the connection lost.
+    cut,
+    lambda p, w: http(b"{}", "503 Busy", retry_after=0),
+    lambda p, w: http(b"{}", "308 Moved", location=p),
+  ],
+  ids=["lost", "cut", "busy", "redirect"],
 )
 async def test_a_click_whose_answer_is_lost_is_not_done_again(name, broken):
   make, kind = CLIENTS[name]
@@ -336,7 +334,7 @@ async def test_a_click_whose_answer_is_lost_is_not_done_again(name, broken):
     gym = make(url)
     await gym.start(TASK)
     clicks = lambda: [
-        p for _, p in server.log if "click" in p or "execute" in p
+      p for _, p in server.log if "click" in p or "execute" in p
     ]
     with pytest.raises(kind):
       await gym.act(CLICK)
@@ -382,8 +380,10 @@ async def test_a_box_that_nobody_waits_for_is_terminated_when_it_comes():
 async def test_a_close_that_is_given_up_still_ends_what_it_holds(name):
   """Gives up before the first byte is sent, and during the answer."""
   ends = {
-      "gbox": "terminate", "android_world": "tear_down", "genv": "terminate",
-  }[name]  # pyformat: disable
+    "gbox": "terminate",
+    "android_world": "tear_down",
+    "genv": "terminate",
+  }[name]
   answering = _playing(cut)
   shot = {"screenshot": {"data": base64.b64encode(png()).decode()}}
   created = {"execution_id": "x", "observation": shot}
@@ -448,8 +448,8 @@ async def test_a_machine_whose_reset_still_runs_is_nobodys():
 # --- OpenEnv's sessions -------------------------------------------------------
 
 SEEN = {
-    "type": "observation",
-    "data": {"observation": {"screenshot": [[[1, 2, 3]] * 4] * 2}},
+  "type": "observation",
+  "data": {"observation": {"screenshot": [[[1, 2, 3]] * 4] * 2}},
 }
 
 
@@ -497,7 +497,7 @@ async def test_a_session_is_not_led_to_another_server():
 
 
 @pytest.mark.parametrize(
-    "picture", [[[[10**30, 0, 0]]], [[["x", 0, 0]]], [], 7]
+  "picture", [[[[10**30, 0, 0]]], [[["x", 0, 0]]], [], 7]
 )
 async def test_numbers_that_are_no_picture_are_refused(picture):
   data = {"observation": {"screenshot": picture}}
@@ -517,31 +517,31 @@ async def test_numbers_that_are_no_picture_are_refused(picture):
         "http://h:99999", "http://[::1", "http://u:p@h/", "http://h/?a=b",
         "file:///etc/passwd", "http://h/\n", "h:80", "http://h#x", 5,
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_addresses_that_cannot_be_are_refused_by_every_client(url):
   for make, name in (
-      (lambda u: gbox.GboxGym(base_url=u), "base_url"),
-      (lambda u: osworld.OSWorldGym(u, reset="none"), "machines"),
-      (android_world.AndroidWorldGym, "machines"),
-      (lambda u: genv.GenvGym(u), "base_url"),
-      (lambda u: openenv.OpenEnvGym(u), "base_url"),
+    (lambda u: gbox.GboxGym(base_url=u), "base_url"),
+    (lambda u: osworld.OSWorldGym(u, reset="none"), "machines"),
+    (android_world.AndroidWorldGym, "machines"),
+    (lambda u: genv.GenvGym(u), "base_url"),
+    (lambda u: openenv.OpenEnvGym(u), "base_url"),
   ):
     with pytest.raises(ValueError, match=name):
       make([url] if name == "machines" else url)
 
 
 @pytest.mark.parametrize(
-    "value", [0, -1, float("nan"), float("inf"), True, "5", None, 10**400]
+  "value", [0, -1, float("nan"), float("inf"), True, "5", None, 10**400]
 )
 def test_deadlines_that_cannot_be_are_refused_by_their_name(value):
   with pytest.raises(ValueError, match="call_s="):
     options.check_seconds({"call_s": value})
   for make in (
-      lambda: gbox.GboxGym(call_s=value),
-      lambda: osworld.OSWorldGym(reset="none", call_s=value),
-      lambda: android_world.AndroidWorldGym(call_s=value),
-      lambda: genv.GenvGym(timeouts={"step": value}),
-      lambda: openenv.OpenEnvGym(timeouts={"step": value}),
+    lambda: gbox.GboxGym(call_s=value),
+    lambda: osworld.OSWorldGym(reset="none", call_s=value),
+    lambda: android_world.AndroidWorldGym(call_s=value),
+    lambda: genv.GenvGym(timeouts={"step": value}),
+    lambda: openenv.OpenEnvGym(timeouts={"step": value}),
   ):
     with pytest.raises(ValueError, match=r"call_s=|timeouts\.step="):
       make()

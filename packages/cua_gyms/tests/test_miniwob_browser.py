@@ -87,8 +87,7 @@ async def test_a_page_crash_ends_one_episode_only():
 
 
 async def renderer_of(gym) -> int:
-  """The process that draws the gym's page: the one that its script keeps busy.
-  """
+  """The process that draws the gym's page: the one that its script keeps busy."""
 
   def cpu(pid: int) -> int:
     try:
@@ -98,14 +97,14 @@ async def renderer_of(gym) -> int:
     return int(text.rsplit(")", 1)[1].split()[11])
 
   members = [
-      pid
-      for pid in group_members(gym._browser.pid)
-      if b"--type=renderer"
-      in pathlib.Path("/proc", str(pid), "cmdline").read_bytes()
+    pid
+    for pid in group_members(gym._browser.pid)
+    if b"--type=renderer"
+    in pathlib.Path("/proc", str(pid), "cmdline").read_bytes()
   ]
   before = {pid: cpu(pid) for pid in members}
   await gym.page.evaluate(
-      "(() => { let s = 0; for (let i = 0; i < 4e8; ++i) s += i; return s })()"
+    "(() => { let s = 0; for (let i = 0; i < 4e8; ++i) s += i; return s })()"
   )
   return max(members, key=lambda pid: cpu(pid) - before[pid])
 
@@ -139,8 +138,8 @@ async def test_a_load_that_was_aborted_is_tried_again_in_another_tab():
   def abort(params):
     aborted.append(params["request"]["url"])
     page.send(
-        "Fetch.failRequest",
-        {"requestId": params["requestId"], "errorReason": "Aborted"},
+      "Fetch.failRequest",
+      {"requestId": params["requestId"], "errorReason": "Aborted"},
     )
 
   page.listen("Fetch.requestPaused", abort)
@@ -158,8 +157,9 @@ async def test_a_killed_browser_fails_all_episodes_and_is_replaced():
   browser = miniwob.Browser()
   gyms = await started(browser, 3)
   pid, profile = browser.pid, gyms[0].page.chromium.profile
-  waiting = [asyncio.create_task(g.page.evaluate("new Promise(() => {})"))
-             for g in gyms]  # pyformat: disable
+  waiting = [
+    asyncio.create_task(g.page.evaluate("new Promise(() => {})")) for g in gyms
+  ]
   await asyncio.sleep(0.1)
   os.kill(pid, signal.SIGKILL)
   for result in await asyncio.gather(*waiting, return_exceptions=True):
@@ -197,9 +197,9 @@ async def test_nothing_is_left_after_close():
   pid, profile = browser.pid, gyms[0].page.chromium.profile
   assert len(group_members(pid)) > 2 and profile.exists()
   own = {
-      (number, name)
-      for number, name in descriptors() - before
-      if name.startswith(("pipe:", f"{profile}/"))
+    (number, name)
+    for number, name in descriptors() - before
+    if name.startswith(("pipe:", f"{profile}/"))
   }
   assert len(own) == 3  # Its two pipes and the profile's lock.
   await browser.close()
@@ -260,10 +260,10 @@ asyncio.run(main())
 async def test_a_browser_ends_with_its_owner(end, tmp_path):
   environment = os.environ | {"TMPDIR": str(tmp_path)}
   child = subprocess.Popen(
-      [sys.executable, "-c", _CHILD, end],
-      stdout=subprocess.PIPE,
-      text=True,
-      env=environment,
+    [sys.executable, "-c", _CHILD, end],
+    stdout=subprocess.PIPE,
+    text=True,
+    env=environment,
   )
   pid, profile = (await asyncio.to_thread(child.stdout.readline)).split()
   if end == "killed":
@@ -274,13 +274,16 @@ async def test_a_browser_ends_with_its_owner(end, tmp_path):
   if end == "killed":  # Its owner was killed; the next launch removes it.
     assert pathlib.Path(profile).exists()
     sweep = (
-        "from cua_gyms.chromium import devtools as d;"
-        "print(d.sweep_profiles(), d.sweep_profiles())"
+      "from cua_gyms.chromium import devtools as d;"
+      "print(d.sweep_profiles(), d.sweep_profiles())"
     )
     swept = subprocess.run(
-        [sys.executable, "-c", sweep],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # pyformat: disable
+      [sys.executable, "-c", sweep],
+      env=environment,
+      capture_output=True,
+      text=True,
+      check=True,
+    )
     assert swept.stdout.split() == ["1", "0"]
   assert not pathlib.Path(profile).exists()
 
@@ -306,7 +309,7 @@ async def test_a_page_that_hangs_is_given_up():
   browser = miniwob.Browser()
   (gym,) = await started(browser)
   await gym.page.evaluate(
-      "document.body.addEventListener('click', () => { for (;;); }), 1"
+    "document.body.addEventListener('click', () => { for (;;); }), 1"
   )
   gym.page._deadline_s = 1.0  # Of this page, which will not answer.
   with pytest.raises(devtools.CommandTimeout, match="in 1 s"):
@@ -434,7 +437,6 @@ async def test_pages_have_no_network_and_do_not_leave():
   requests = []
 
   class Handler(http.server.BaseHTTPRequestHandler):
-
     def do_GET(self):
       requests.append(self.path)
       self.send_response(200)
@@ -451,21 +453,21 @@ async def test_pages_have_no_network_and_do_not_leave():
   (gym,) = await started(browser)
   try:
     for address in (
-        f"http://127.0.0.1:{port}/fetch",
-        f"http://localhost:{port}/fetch",
-        "http://example.com/",
-        "file:///etc/passwd",
+      f"http://127.0.0.1:{port}/fetch",
+      f"http://localhost:{port}/fetch",
+      "http://example.com/",
+      "file:///etc/passwd",
     ):
       outcome = await gym.page.evaluate(
-          f"fetch({address!r}).then(r => r.text()).catch(e => 'blocked')"
+        f"fetch({address!r}).then(r => r.text()).catch(e => 'blocked')"
       )
       assert outcome == "blocked", address
     for script in (
-        f"new Promise(r => {{ const i = new Image(); i.onerror = () => r(1);"
-        f" i.onload = () => r(2); i.src = 'http://127.0.0.1:{port}/img' }})",
-        "new Promise(r => { const w ="
-        f" new WebSocket('ws://127.0.0.1:{port}/');"
-        " w.onerror = () => r(1); w.onopen = () => r(2) })",
+      f"new Promise(r => {{ const i = new Image(); i.onerror = () => r(1);"
+      f" i.onload = () => r(2); i.src = 'http://127.0.0.1:{port}/img' }})",
+      "new Promise(r => { const w ="
+      f" new WebSocket('ws://127.0.0.1:{port}/');"
+      " w.onerror = () => r(1); w.onopen = () => r(2) })",
     ):
       assert await gym.page.evaluate(script) == 1
     await gym.page.evaluate(f"location.href = 'http://127.0.0.1:{port}/', 1")
@@ -541,23 +543,22 @@ async def test_commands_fail_by_type():
   big = "x" * 3_000_000  # Far more than a pipe holds, both ways.
   target = await chromium.call("Target.createTarget", {"url": "about:blank"})
   session = (
-      await chromium.call(
-          "Target.attachToTarget",
-          {"targetId": target["targetId"], "flatten": True},
-      )
+    await chromium.call(
+      "Target.attachToTarget", {"targetId": target["targetId"], "flatten": True}
+    )
   )["sessionId"]
   result = await chromium.call(
-      "Runtime.evaluate",
-      {"expression": f"'{big}'", "returnByValue": True},
-      session,
+    "Runtime.evaluate",
+    {"expression": f"'{big}'", "returnByValue": True},
+    session,
   )
   assert result["result"]["value"] == big
   with pytest.raises(devtools.CommandTimeout, match="in 0.2 s"):
     await chromium.call(
-        "Runtime.evaluate",
-        {"expression": "new Promise(() => 0)", "awaitPromise": True},
-        session,
-        deadline_s=0.2,
+      "Runtime.evaluate",
+      {"expression": "new Promise(() => 0)", "awaitPromise": True},
+      session,
+      deadline_s=0.2,
     )
   await chromium.close()
   with pytest.raises(devtools.BrowserDied):

@@ -22,9 +22,7 @@ WAIT = Action(Kind.WAIT, duration=1.0)
 
 @contextlib.asynccontextmanager
 async def gyms_on(browser: miniwob.Browser, count: int, **settings):
-  gyms = [
-      miniwob.MiniWobGym(browser=browser, **settings) for _ in range(count)
-  ]
+  gyms = [miniwob.MiniWobGym(browser=browser, **settings) for _ in range(count)]
   try:
     yield gyms
   finally:
@@ -35,8 +33,8 @@ async def gyms_on(browser: miniwob.Browser, count: int, **settings):
 
 async def centre(gym: miniwob.MiniWobGym, selector: str) -> dict[str, float]:
   x, y = await gym.page.evaluate(
-      "(r => [r.left + r.width / 2, r.top + r.height / 2])"
-      f"(document.querySelector({selector!r}).getBoundingClientRect())"
+    "(r => [r.left + r.width / 2, r.top + r.height / 2])"
+    f"(document.querySelector({selector!r}).getBoundingClientRect())"
   )
   return {"x": x, "y": y}
 
@@ -57,9 +55,9 @@ async def solve(gym: miniwob.MiniWobGym, task):
 async def test_oracles_solve_their_families_on_eight_pages_at_once():
   tasks = miniwob.MiniWobTasks()
   queue = [
-      tasks.eval_task(family, index)
-      for family in miniwob.ORACLE_FAMILIES
-      for index in range(3)
+    tasks.eval_task(family, index)
+    for family in miniwob.ORACLE_FAMILIES
+    for index in range(3)
   ]
   results = {}
 
@@ -80,12 +78,12 @@ async def test_oracles_solve_their_families_on_eight_pages_at_once():
 @pytest.mark.asyncio
 async def test_a_sliver_of_a_button_is_found_and_a_hidden_one_is_said_to_be():
   cover = (
-      "(top => { const one = document.querySelector('#subbtn');"
-      " const r = one.getBoundingClientRect();"
-      " const lid = document.createElement('div');"
-      " lid.style = 'position:fixed;background:red;z-index:9;left:' + r.left"
-      " + 'px;width:' + r.width + 'px;top:' + (r.top + top) + 'px;height:'"
-      " + r.height + 'px'; document.body.append(lid); })"
+    "(top => { const one = document.querySelector('#subbtn');"
+    " const r = one.getBoundingClientRect();"
+    " const lid = document.createElement('div');"
+    " lid.style = 'position:fixed;background:red;z-index:9;left:' + r.left"
+    " + 'px;width:' + r.width + 'px;top:' + (r.top + top) + 'px;height:'"
+    " + r.height + 'px'; document.body.append(lid); })"
   )
   async with gyms_on(miniwob.Browser(), 1) as (gym,):
     task = miniwob.MiniWobTasks().eval_task("click-test-2", 0)
@@ -103,10 +101,10 @@ async def test_a_sliver_of_a_button_is_found_and_a_hidden_one_is_said_to_be():
 async def test_things_are_called_what_a_person_would_call_them():
   tasks = miniwob.MiniWobTasks()
   expected = {
-      "click-test-2": r"the ONE button",
-      "click-button": r"the .+ button",
-      "click-dialog": r"the close box of the dialog",
-      "focus-text": r"the text field",
+    "click-test-2": r"the ONE button",
+    "click-button": r"the .+ button",
+    "click-dialog": r"the close box of the dialog",
+    "focus-text": r"the text field",
   }
   async with gyms_on(miniwob.Browser(), 1) as (gym,):
     with pytest.raises(RuntimeError, match="call start"):
@@ -148,7 +146,7 @@ async def test_screenshots_agree_with_the_browsers_own():
       observation = await gym.start(tasks.task(family, 5))
       for turn in range(3):
         captured = await gym.page.chromium.call(
-            "Page.captureScreenshot", {"format": "png"}, gym.page.session
+          "Page.captureScreenshot", {"format": "png"}, gym.page.session
         )
         picture = Image.open(io.BytesIO(base64.b64decode(captured["data"])))
         expected = np.asarray(picture.convert("RGB"))[:210, :160]
@@ -172,7 +170,7 @@ async def test_nothing_of_an_episode_is_pasted_or_undone_in_the_next():
     for action in actions:
       await gym.act(action)
       values.append(
-          await gym.page.evaluate("document.querySelector('#tt').value")
+        await gym.page.evaluate("document.querySelector('#tt').value")
       )
     return values
 
@@ -187,14 +185,16 @@ async def test_nothing_of_an_episode_is_pasted_or_undone_in_the_next():
 
 # Pages with timers, animations, dates, a blinking caret and scrolling.
 _SCRIPTS = {
-    "chase-circle": [WAIT, Action(Kind.CLICK, x=80, y=120), WAIT],
-    "book-flight": [Action(Kind.CLICK, x=60, y=169), WAIT],
-    "enter-text": [
-        Action(Kind.KEY, keys=("tab",)), Action(Kind.TYPE, text="Ab"), WAIT
-    ],
-    "click-collapsible-2": [Action(Kind.CLICK, x=60, y=64)],
-    "scroll-text-2": [Action(Kind.SCROLL, x=70, y=100, dy=80)],
-    "moving-items": [WAIT, Action(Kind.CLICK, x=40, y=120)],
+  "chase-circle": [WAIT, Action(Kind.CLICK, x=80, y=120), WAIT],
+  "book-flight": [Action(Kind.CLICK, x=60, y=169), WAIT],
+  "enter-text": [
+    Action(Kind.KEY, keys=("tab",)),
+    Action(Kind.TYPE, text="Ab"),
+    WAIT,
+  ],
+  "click-collapsible-2": [Action(Kind.CLICK, x=60, y=64)],
+  "scroll-text-2": [Action(Kind.SCROLL, x=70, y=100, dy=80)],
+  "moving-items": [WAIT, Action(Kind.CLICK, x=40, y=120)],
 }
 
 
@@ -218,8 +218,8 @@ async def test_equal_actions_give_equal_pixels_whenever_they_come():
         await gym.start(tasks.task("click-button", 3))
         await gym.act(Action(Kind.CLICK, x=80, y=100))
       runs = await asyncio.gather(
-          *(play(g, f, 0.0) for g, f in zip(quick, _SCRIPTS)),
-          *(play(g, f, 0.7) for g, f in zip(slow, _SCRIPTS)),
+        *(play(g, f, 0.0) for g, f in zip(quick, _SCRIPTS)),
+        *(play(g, f, 0.7) for g, f in zip(slow, _SCRIPTS)),
       )
   for family, one, two in zip(_SCRIPTS, runs, runs[len(_SCRIPTS) :]):
     assert one[0] == two[0], family
@@ -241,7 +241,7 @@ async def test_doing_nothing_scores_nothing_and_the_limit_ends_it():
     assert evaluation.details["decided"] is False
 
     limited = miniwob.MiniWobGym(
-        browser=gym._browser, time_limit=True, reward="timed"
+      browser=gym._browser, time_limit=True, reward="timed"
     )
     await limited.start(task)
     turns = 0
@@ -273,14 +273,14 @@ async def test_wrong_actions_are_answered_not_raised():
       await gym.evaluate()
     with pytest.raises(ValueError, match="did you mean 'click-test'"):
       await gym.start(
-          tasks.task("click-test", 0).__class__("x", "click-tesd", seed=0)
+        tasks.task("click-test", 0).__class__("x", "click-tesd", seed=0)
       )
     first = await gym.start(tasks.task("enter-text", 4))
     for action, word in (
-        (Action(Kind.KEY, keys=("hyper",)), "no key 'hyper'"),
-        (Action(Kind.OPEN_APP, text="Mail"), "no open_app 'Mail'"),
-        (Action(Kind.SYSTEM_BUTTON, text="home"), "no system_button 'home'"),
-        (Action(Kind.CLICK, x=float("nan"), y=1), "is nan"),
+      (Action(Kind.KEY, keys=("hyper",)), "no key 'hyper'"),
+      (Action(Kind.OPEN_APP, text="Mail"), "no open_app 'Mail'"),
+      (Action(Kind.SYSTEM_BUTTON, text="home"), "no system_button 'home'"),
+      (Action(Kind.CLICK, x=float("nan"), y=1), "is nan"),
     ):
       observation = await gym.act(action)
       assert word in observation.info["ignored"]
@@ -319,7 +319,7 @@ async def test_mouse_and_keyboard_do_what_people_do_with_them():
     assert (opened.screenshot != before).any(-1).sum() > 1000
     spot = await centre(gym, "option:nth-of-type(3)")
     target = await gym.page.evaluate(
-        "document.querySelector('option:nth-of-type(3)').value"
+      "document.querySelector('option:nth-of-type(3)').value"
     )
     await gym.act(Action(Kind.CLICK, **spot))
     value = await gym.page.evaluate("document.querySelector('select').value")
@@ -328,24 +328,20 @@ async def test_mouse_and_keyboard_do_what_people_do_with_them():
     # Dragging marks text.
     await gym.start(tasks.task("highlight-text", 3))
     x0, y0, x1, y1 = await gym.page.evaluate(
-        "(r => [r.left, r.top, r.right, r.bottom])"
-        "(document.querySelector('#randomText').getBoundingClientRect())"
+      "(r => [r.left, r.top, r.right, r.bottom])"
+      "(document.querySelector('#randomText').getBoundingClientRect())"
     )
-    await gym.act(
-        Action(Kind.DRAG, x=x0, y=y0 + 3, x2=x1 - 1, y2=y1 - 2)
-    )
+    await gym.act(Action(Kind.DRAG, x=x0, y=y0 + 3, x2=x1 - 1, y2=y1 - 2))
     assert await score_after_submit() == 1.0
 
     # The wheel scrolls the element under it, and the page gets the event.
     await gym.start(tasks.task("scroll-text-2", 3))
     _, target = await gym.page.evaluate(
-        "[core.getUtterance(), core.getUtterance().includes('bottom')]"
+      "[core.getUtterance(), core.getUtterance().includes('bottom')]"
     )
     spot = await centre(gym, "textarea")
     for _ in range(4):
-      await gym.act(
-          Action(Kind.SCROLL, **spot, dy=500 if target else -500)
-      )
+      await gym.act(Action(Kind.SCROLL, **spot, dy=500 if target else -500))
     assert await score_after_submit() == 1.0
 
     # Held modifiers and other buttons open no windows.
@@ -357,9 +353,9 @@ async def test_mouse_and_keyboard_do_what_people_do_with_them():
     for _ in range(100):
       targets = await gym.page.chromium.call("Target.getTargets")
       own = [
-          t
-          for t in targets["targetInfos"]
-          if t.get("browserContextId") == gym.page.context
+        t
+        for t in targets["targetInfos"]
+        if t.get("browserContextId") == gym.page.context
       ]
       if len(own) == 1:
         break
@@ -433,7 +429,7 @@ async def test_a_larger_view_shows_the_same_area_and_what_is_around_it():
       name = await miniwob.describe(gym, action.x, action.y)
       assert name.endswith("button")
       captured = await gym.page.chromium.call(
-          "Page.captureScreenshot", {"format": "png"}, gym.page.session
+        "Page.captureScreenshot", {"format": "png"}, gym.page.session
       )
       picture = Image.open(io.BytesIO(base64.b64decode(captured["data"])))
       own = np.asarray(picture.convert("RGB"))[:480, :640]
@@ -453,16 +449,18 @@ async def test_a_larger_view_shows_the_same_area_and_what_is_around_it():
 async def test_input_lands_where_it_was_meant_at_any_scale(scale):
   """Also just after a screenshot by the other way, which once moved it."""
   note = (
-      "window.seen = []; addEventListener('mousedown',"
-      " e => seen.push(e.clientX, e.clientY), true)"
+    "window.seen = []; addEventListener('mousedown',"
+    " e => seen.push(e.clientX, e.clientY), true)"
   )
   task = miniwob.MiniWobTasks().task("scroll-text-2", 3)
   scrolled = "document.querySelector('#text-area').scrollTop"
   browser = miniwob.Browser()
   gym = miniwob.MiniWobGym(
-      browser=browser, width=round(640 * scale), height=round(480 * scale),
-      scale=scale,
-  )  # pyformat: disable
+    browser=browser,
+    width=round(640 * scale),
+    height=round(480 * scale),
+    scale=scale,
+  )
   try:
     await gym.start(task)
     await gym.page.evaluate(note)
@@ -473,7 +471,7 @@ async def test_input_lands_where_it_was_meant_at_any_scale(scale):
     top = await gym.page.evaluate(scrolled)
     for dy in (-30, 20):
       await gym.act(
-          Action(Kind.SCROLL, x=60 * scale, y=100 * scale, dx=0, dy=dy * scale)
+        Action(Kind.SCROLL, x=60 * scale, y=100 * scale, dx=0, dy=dy * scale)
       )
       top += dy
       assert await gym.page.evaluate(scrolled) == top

@@ -41,7 +41,7 @@ def test_what_is_wrong_is_found(monkeypatch):
   async def drifts(self, task):
     count[0] += 1
     return await real(
-        self, miniwob.MiniWobTasks().task("click-test-2", count[0])
+      self, miniwob.MiniWobTasks().task("click-test-2", count[0])
     )
 
   assert "other" in asyncio.run(run(start=drifts)).problem

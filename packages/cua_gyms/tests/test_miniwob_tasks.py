@@ -22,11 +22,10 @@ needs_pages = pytest.mark.skipif(bool(WITHOUT_PAGES), reason=WITHOUT_PAGES)
 
 @needs_pages
 class TestTasks:
-
   def test_all_families_of_the_package_are_offered(self):
     assert len(miniwob.families()) == 130
     assert {"click-test", "book-flight", "use-slider"} <= set(
-        miniwob.MiniWobTasks().families()
+      miniwob.MiniWobTasks().families()
     )
 
   def test_a_task_says_what_it_is(self):
@@ -105,7 +104,6 @@ def test_a_missing_browser_is_one_line_that_says_what_to_do(monkeypatch):
 
 
 class TestGymSettings:
-
   def test_bad_values_are_refused(self):
     with pytest.raises(ValueError, match="reward must be"):
       miniwob.MiniWobGym(reward="half")
@@ -125,7 +123,6 @@ class TestGymSettings:
 
 @needs_pages
 class TestList:
-
   def test_every_family_has_a_limit_and_words(self):
     for name in miniwob.families():
       info = tasks_lib.about(name)
@@ -158,7 +155,6 @@ class TestList:
 
 
 class TestKeys:
-
   def test_typing_gives_each_character_its_key(self):
     events = keys.text_events("aB \n")
     assert [e[1]["type"] for e in events] == ["keyDown", "keyUp"] * 4
@@ -183,7 +179,7 @@ class TestKeys:
     events = keys.text_events(f"{long}\r\nenter\thome\n")
     assert [e[1].get("key") or e[1]["text"] for e in events] == [
         long, "Enter", "Enter", "enter", "Tab", "Tab", "home", "Enter", "Enter",
-    ]  # pyformat: disable
+    ]  # fmt: skip
 
   def test_a_shortcut_is_not_input_and_is_released_in_reverse(self):
     down, up = keys.key_events(("Control", "Shift", "a"))
@@ -206,7 +202,7 @@ class TestKeys:
           ("KP_Enter", "enter"), ("back_space", "backspace"), ("plus", "+"),
           ("Super_L", "meta"), ("numpad7", "7"),
       ],
-  )  # pyformat: disable
+  )  # fmt: skip
   def test_names_have_dialects(self, name, canonical):
     assert keys.normalise(name) == canonical
 

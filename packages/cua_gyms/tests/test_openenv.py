@@ -53,7 +53,7 @@ async def answering(*answers):
       if answer is None:
         await asyncio.sleep(1.5)
       await socket.send(
-          answer if isinstance(answer, str) else json.dumps(answer)
+        answer if isinstance(answer, str) else json.dumps(answer)
       )
 
   async with ws_server.serve(serve, "127.0.0.1", 0) as served:
@@ -117,9 +117,10 @@ async def test_a_client_that_vanishes_leaves_no_execution(server):
 
 
 async def test_who_goes_in_the_middle_of_a_start_or_a_step_leaves_nothing():
-  with gym_servers.serving(
-      gym_servers.naughty("hang-start", "hang-step")
-  ) as (url, app):
+  with gym_servers.serving(gym_servers.naughty("hang-start", "hang-step")) as (
+    url,
+    app,
+  ):
     for family in ("hang-start", "hang-step"):
       far = gym(url, "naughty", timeouts={"start": 0.5, "step": 0.5})
       with pytest.raises(openenv.OpenEnvUnavailableError, match="answer"):
@@ -132,7 +133,7 @@ async def test_who_goes_in_the_middle_of_a_start_or_a_step_leaves_nothing():
 
 async def test_a_gym_that_fails_fails_its_episode_and_the_session_goes_on():
   with gym_servers.serving(
-      gym_servers.naughty("fail-step", "fail-start", "fine")
+    gym_servers.naughty("fail-step", "fail-start", "fine")
   ) as (url, app):
     far = gym(url, "naughty")
     await far.start(task(family="fail-step", seed=0))
@@ -177,14 +178,14 @@ async def test_sessions_run_beside_each_other(server):
   url, app = server
   gyms = [gym(url) for _ in range(32)]
   shown = await asyncio.gather(
-      *(g.start(task("click-button", i)) for i, g in enumerate(gyms))
+    *(g.start(task("click-button", i)) for i, g in enumerate(gyms))
   )
   assert app.store.open == 32
   await asyncio.gather(*(g.act(WAIT) for g in gyms))
   own = desktop.DesktopGym()
   for i in (0, 13, 31):
     expected = own.start_sync(
-        desktop.DesktopTasks().train_task("click-button", i, 0)
+      desktop.DesktopTasks().train_task("click-button", i, 0)
     )
     assert (shown[i].screenshot == expected.screenshot).all()
   await asyncio.gather(*(g.close() for g in gyms))
@@ -202,16 +203,17 @@ async def test_the_token_is_asked_for_and_web_pages_are_refused(tmp_path):
       await gym(url).start(task())
     with pytest.raises(Exception, match="403"):
       await ws_client.connect(
-          f"ws{url[4:]}/openenv/desktop/ws", proxy=None,
-          origin="http://evil.example",
-      )  # pyformat: disable
+        f"ws{url[4:]}/openenv/desktop/ws",
+        proxy=None,
+        origin="http://evil.example",
+      )
     page = httpx.post(
-        url + "/api/v1/desktop/tasks/001",
-        headers={"origin": "http://evil.example"},
+      url + "/api/v1/desktop/tasks/001",
+      headers={"origin": "http://evil.example"},
     )
     assert (page.status_code, page.json()["code"]) == (403, "cross_site")
     assert httpx.get(url + "/openenv/desktop/health").json() == {
-        "status": "healthy"
+      "status": "healthy"
     }
     assert httpx.get(url + "/openenv/desktop/schema").status_code == 401
 
@@ -220,22 +222,22 @@ async def test_the_token_is_asked_for_and_web_pages_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "reset, words",
-    [
-        ({"tsk": "x"}, "takes no 'tsk'"),
-        ({"task": "nothing"}, "nothing"),
-        ({"task": 3}, "task must be a string"),
-        ({"task": "001", "seed": 1}, "task and seed both choose"),
-        ({"index": 0}, "split=None"),
-        ({"split": "train", "index": 10**6}, "index must be"),
-        ({"split": "test"}, "split='test'"),
-        ({"seed": -1}, "seed must be"),
-        ({"seed": True}, "seed must be"),
-        ({"family": "cats"}, "family='cats'"),
-        ({"episode_id": ""}, "episode_id"),
-        ({"seed": 1, "lease_s": "x"}, "lease_s"),
-        ({"seed": 1, "gym": {"width": 99}}, "options.gym.width"),
-    ],
+  "reset, words",
+  [
+    ({"tsk": "x"}, "takes no 'tsk'"),
+    ({"task": "nothing"}, "nothing"),
+    ({"task": 3}, "task must be a string"),
+    ({"task": "001", "seed": 1}, "task and seed both choose"),
+    ({"index": 0}, "split=None"),
+    ({"split": "train", "index": 10**6}, "index must be"),
+    ({"split": "test"}, "split='test'"),
+    ({"seed": -1}, "seed must be"),
+    ({"seed": True}, "seed must be"),
+    ({"family": "cats"}, "family='cats'"),
+    ({"episode_id": ""}, "episode_id"),
+    ({"seed": 1, "lease_s": "x"}, "lease_s"),
+    ({"seed": 1, "gym": {"width": 99}}, "options.gym.width"),
+  ],
 )
 async def test_what_is_no_reset_is_refused_by_its_field(server, reset, words):
   url, _ = server
@@ -252,9 +254,10 @@ async def test_a_task_is_chosen_by_seed_or_place_or_name(server):
   by_seed = await far.start(task(family="click-button", seed=5))
   assert (by_name.screenshot == by_seed.screenshot).all()
   entry = [
-      e for e in app._catalogs["desktop"].entries  # pylint: disable=protected-access
-      if e.split == "eval"
-  ][1]  # pyformat: disable
+    e
+    for e in app._catalogs["desktop"].entries  # pylint: disable=protected-access
+    if e.split == "eval"
+  ][1]
   await far.start(task(split="eval", index=1, episode_id="mine"))
   state = await far._session.ask("state", None, 10)  # pylint: disable=protected-access
   assert state["task_id"] == entry.task.task_id
@@ -265,10 +268,12 @@ async def test_a_task_is_chosen_by_seed_or_place_or_name(server):
 
 
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=6,
+  st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+  lambda inner: (
+    st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+  ),
+  max_leaves=6,
 )
 _WORDS = ["reset", "step", "state", "mcp", 3, None]
 _KEYS = ["kind", "x", "y", "text", "seed", "task", "index", "gym", "metadata"]
@@ -280,16 +285,18 @@ async def test_no_message_makes_the_server_fail(server):
   messages = []
 
   @hypothesis.settings(
-      max_examples=60, derandomize=True, database=None, deadline=None
+    max_examples=60, derandomize=True, database=None, deadline=None
   )
   @hypothesis.given(
-      st.one_of(
-          st.text(max_size=20),
-          st.fixed_dictionaries({
-              "type": st.sampled_from(_WORDS),
-              "data": st.dictionaries(st.sampled_from(_KEYS), _JSON) | _JSON,
-          }).map(json.dumps),
-      )
+    st.one_of(
+      st.text(max_size=20),
+      st.fixed_dictionaries(
+        {
+          "type": st.sampled_from(_WORDS),
+          "data": st.dictionaries(st.sampled_from(_KEYS), _JSON) | _JSON,
+        }
+      ).map(json.dumps),
+    )
   )
   def collect(text):
     messages.append(text)
@@ -322,11 +329,11 @@ def test_the_http_side_answers_as_openenvs_servers_do(server):
     step = http.post("/step", json={"action": {"kind": "wait"}})
     assert step.status_code == 409 and "/ws" in step.json()["detail"]
     assert http.post("/Desktop/num_tasks", json={"split": "eval"}).json() == {
-        "num_tasks": 8
+      "num_tasks": 8
     }
     row = http.post("/desktop/task", json={"split": "eval", "index": 2}).json()
     rows = http.post(
-        "/desktop/task_range", json={"split": "eval", "start": 2, "stop": 4}
+      "/desktop/task_range", json={"split": "eval", "start": 2, "stop": 4}
     ).json()["tasks"]
     assert rows[0] == row["task"] and len(rows) == 2
     bad = http.post("/desktop/task", json={"split": "eval", "index": 99})
@@ -342,7 +349,7 @@ async def test_a_run_draws_the_tasks_that_the_server_lists(server):
   url, _ = server
   options = {"base_url": f"{url}/openenv/desktop"}
   ask = lambda families: asyncio.to_thread(
-      gyms.get("openenv").make_tasks, families, options
+    gyms.get("openenv").make_tasks, families, options
   )
   task_set = await ask(())
   assert set(task_set.families()) == set(gym_servers.FAMILIES)
@@ -371,9 +378,9 @@ def test_seeds_of_a_server_without_tasks_do_not_meet():
 async def test_pictures_come_in_several_forms():
   flat = {"screen": list(range(24)), "screen_shape": [2, 4, 3]}
   for fields, observation, pixel in (
-      ({}, {"screenshot": [[[1, 2, 3, 255]] * 4] * 2}, [1, 2, 3]),
-      ({"screenshot": "a.b"}, {"a": {"b": [[7, 8]] * 2}}, [7, 7, 7]),
-      ({"screenshot": "screen", "shape": "screen_shape"}, flat, [0, 1, 2]),
+    ({}, {"screenshot": [[[1, 2, 3, 255]] * 4] * 2}, [1, 2, 3]),
+    ({"screenshot": "a.b"}, {"a": {"b": [[7, 8]] * 2}}, [7, 7, 7]),
+    ({"screenshot": "screen", "shape": "screen_shape"}, flat, [0, 1, 2]),
   ):
     async with answering(seen(**observation)) as (url, got):
       far = openenv.OpenEnvGym(url, fields=fields, reset={"level": 2})
@@ -387,21 +394,21 @@ async def test_pictures_come_in_several_forms():
 async def test_the_score_of_another_server_is_made_of_its_rewards():
   answers = [seen(), seen(0.5), seen(0.25, True)]
   for settings, score, success in (
-      ({}, 0.75, False),
-      ({"score": "last"}, 0.25, False),
-      ({"success_at": 0.7}, 0.75, True),
+    ({}, 0.75, False),
+    ({"score": "last"}, 0.25, False),
+    ({"success_at": 0.7}, 0.75, True),
   ):
     async with answering(*answers) as (url, got):
       far = openenv.OpenEnvGym(url, actions="browsergym", **settings)
       await far.start(base.Task("t", "f"))
       await far.act(GuiAction("click", x=1, y=0))
-      last = await far.act(GuiAction("type", text="it's \"me\"\n"))
+      last = await far.act(GuiAction("type", text='it\'s "me"\n'))
       assert last.done
       verdict = await far.evaluate()
       assert (verdict.score, verdict.success) == (score, success)
       assert [m["data"]["action_str"] for m in got[1:]] == [
-          "mouse_click(1, 0, 'left')",
-          "keyboard_type('it\\'s \"me\"\\n')",
+        "mouse_click(1, 0, 'left')",
+        "keyboard_type('it\\'s \"me\"\\n')",
       ]
       await far.close()
 
@@ -438,7 +445,7 @@ async def test_what_an_environment_has_not_is_told_and_not_sent():
          openenv.OpenEnvRequestError, "why"),
         (None, openenv.OpenEnvUnavailableError, "did not answer 'reset'"),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 async def test_a_wrong_answer_is_a_typed_error(answer, kind, words):
   start_s = 1.0 if answer is None else 20
   async with answering(answer) as (url, _):
@@ -461,17 +468,17 @@ async def test_a_session_that_is_closed_and_nobody_there_are_said():
 
 
 @pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"base_url": "localhost:8000"}, "base_url"),
-        ({"actions": "clicks"}, "actions"),
-        ({"actions": "no.module:f"}, "no.module"),
-        ({"fields": {"picture": "x"}}, "picture"),
-        ({"score": "best"}, "score"),
-        ({"timeouts": {"step": 0}}, "timeouts.step"),
-        ({"timeouts": {"stp": 1}}, "stp"),
-        ({"bas_url": "x"}, "bas_url"),
-    ],
+  "settings, words",
+  [
+    ({"base_url": "localhost:8000"}, "base_url"),
+    ({"actions": "clicks"}, "actions"),
+    ({"actions": "no.module:f"}, "no.module"),
+    ({"fields": {"picture": "x"}}, "picture"),
+    ({"score": "best"}, "score"),
+    ({"timeouts": {"step": 0}}, "timeouts.step"),
+    ({"timeouts": {"stp": 1}}, "stp"),
+    ({"bas_url": "x"}, "bas_url"),
+  ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(settings, words):
   with pytest.raises(ValueError, match=words):
@@ -487,17 +494,19 @@ async def test_a_screen_of_another_size_is_refused_with_the_setting(server):
 
 
 @pytest.mark.parametrize(
-    "action, words",
-    [
-        (GuiAction("click", x=1, y=2, count=2), "mouse_dblclick(1, 2, 'left')"),
-        (GuiAction("key", keys=("ctrl", "a")), "keyboard_press('Control+a')"),
-        (GuiAction("scroll", dy=30), "scroll(0.0, 30)"),
-        (GuiAction("drag", x=1, y=2, x2=3, y2=4),
-         "mouse_drag_and_drop(1, 2, 3, 4)"),
-        (GuiAction("wait", duration=0.5), "noop(500)"),
-        (GuiAction("answer", text="4"), "send_msg_to_user('4')"),
-        (GuiAction("system_button", text="back"), "go_back()"),
-    ],
-)  # pyformat: disable
+  "action, words",
+  [
+    (GuiAction("click", x=1, y=2, count=2), "mouse_dblclick(1, 2, 'left')"),
+    (GuiAction("key", keys=("ctrl", "a")), "keyboard_press('Control+a')"),
+    (GuiAction("scroll", dy=30), "scroll(0.0, 30)"),
+    (
+      GuiAction("drag", x=1, y=2, x2=3, y2=4),
+      "mouse_drag_and_drop(1, 2, 3, 4)",
+    ),
+    (GuiAction("wait", duration=0.5), "noop(500)"),
+    (GuiAction("answer", text="4"), "send_msg_to_user('4')"),
+    (GuiAction("system_button", text="back"), "go_back()"),
+  ],
+)
 def test_actions_in_browsergyms_words(action, words):
   assert openenv_actions.browsergym(action) == {"action_str": words}

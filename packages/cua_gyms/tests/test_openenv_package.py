@@ -21,14 +21,14 @@ from tunix.rl.multi_turn.environments.gyms import desktop
 
 _ROOT = pathlib.Path(__file__).parents[3]
 PYTHON = pathlib.Path(
-    os.environ.get("OPENENV_PYTHON", _ROOT / ".venv-openenv/bin/python")
+  os.environ.get("OPENENV_PYTHON", _ROOT / ".venv-openenv/bin/python")
 )
 PEER = _ROOT / "tests/helpers/openenv_peer.py"
 pytestmark = [
-    pytest.mark.peer("openenv"),
-    pytest.mark.skipif(not PYTHON.exists(), reason="no openenv: make openenv"),
-    # The package takes 10 s to import on a busy machine.
-    pytest.mark.timeout(240),
+  pytest.mark.peer("openenv"),
+  pytest.mark.skipif(not PYTHON.exists(), reason="no openenv: make openenv"),
+  # The package takes 10 s to import on a busy machine.
+  pytest.mark.timeout(240),
 ]
 GuiAction = gui_action.GuiAction
 
@@ -49,11 +49,15 @@ async def test_openenvs_own_clients_play_our_gyms():
 
     async def run(what):
       process = await asyncio.create_subprocess_exec(
-          str(PYTHON), str(PEER), what, where,
-          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-      )  # pyformat: disable
+        str(PYTHON),
+        str(PEER),
+        what,
+        where,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+      )
       out, _ = await asyncio.wait_for(
-          process.communicate(json.dumps(_solution()).encode()), 200
+        process.communicate(json.dumps(_solution()).encode()), 200
       )
       return json.loads(out)
 
@@ -68,9 +72,9 @@ async def test_openenvs_own_clients_play_our_gyms():
   assert "action.x" in played["refused"]
   assert played["child"]
   assert typed == {
-      "last": [1.0, True],
-      "steps": len(_solution()),
-      "metadata": ["episode_id", "evaluation", "task_id"],
+    "last": [1.0, True],
+    "steps": len(_solution()),
+    "metadata": ["episode_id", "evaluation", "task_id"],
   }
 
 
@@ -80,7 +84,7 @@ def _lamps():
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
   process = subprocess.Popen(
-      [PYTHON, PEER, "serve", str(port)], stdin=subprocess.PIPE
+    [PYTHON, PEER, "serve", str(port)], stdin=subprocess.PIPE
   )
   try:
     for _ in range(800):
@@ -135,7 +139,7 @@ async def test_its_refusals_and_failures_are_typed_errors(lamps):
 
 async def test_a_server_without_tasks_is_given_seeds(lamps):
   tasks = await asyncio.to_thread(
-      openenv_tasks.server_tasks, (), base_url=lamps
+    openenv_tasks.server_tasks, (), base_url=lamps
   )
   assert isinstance(tasks, openenv_tasks.SeededTasks)
   (family,) = tasks.families()

@@ -27,7 +27,7 @@ def _desktop_task():
 @pytest.fixture(scope="module", name="served")
 def _served(tmp_path_factory):
   fake = fake_osworld.FakeOSWorld(
-      _desktop_task(), tmp_path_factory.mktemp("home")
+    _desktop_task(), tmp_path_factory.mktemp("home")
   )
   with http_server.LoopbackServer(fake.asgi) as server:
     fake.url = server.url
@@ -44,17 +44,20 @@ def _machine(served):
 
 def make(machine, **settings):
   return osworld.OSWorldGym(
-      machine.url, reset=machine.revert, settle_s=0.0, **settings
+    machine.url, reset=machine.revert, settle_s=0.0, **settings
   )
 
 
 def task(evaluator=None, config=(), **more):
   """In the shape that OSWorld publishes."""
   data = {
-      "id": "1", "snapshot": "os", "instruction": "Write a file.",
-      "config": list(config), "related_apps": ["os"],
-      "evaluator": WHICH if evaluator is None else evaluator,
-  }  # pyformat: disable
+    "id": "1",
+    "snapshot": "os",
+    "instruction": "Write a file.",
+    "config": list(config),
+    "related_apps": ["os"],
+    "evaluator": WHICH if evaluator is None else evaluator,
+  }
   return base.Task("osworld/os/1", "os", params={"osworld": {**data, **more}})
 
 
@@ -71,9 +74,9 @@ def rules(**entries):
 
 
 WHICH = {
-    "func": "check_include_exclude",
-    "result": result("which sh"),
-    "expected": rules(include=["sh"], exclude=["not found"]),
+  "func": "check_include_exclude",
+  "result": result("which sh"),
+  "expected": rules(include=["sh"], exclude=["not found"]),
 }
 
 
@@ -123,7 +126,7 @@ async def test_an_episode_acts_with_pyautogui_and_is_judged(machine):
         (GuiAction("system_button", text="enter"),
          [{"kind": "key", "keys": ["enter"]}]),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 async def test_each_action_is_run_by_the_machines_python(machine, action, sent):
   gym = make(machine)
   await gym.start(task())
@@ -133,15 +136,15 @@ async def test_each_action_is_run_by_the_machines_python(machine, action, sent):
 
 
 @pytest.mark.parametrize(
-    "action",
-    [
-        GuiAction("open_app", text="maps"),
-        GuiAction("key", keys=("hyper",)),
-        GuiAction("key", keys=("'); import os; ('",)),
-        GuiAction("type", text="grüße"),
-        GuiAction("click", x=1, y=1, button="back"),
-        GuiAction("system_button", text="home"),
-    ],
+  "action",
+  [
+    GuiAction("open_app", text="maps"),
+    GuiAction("key", keys=("hyper",)),
+    GuiAction("key", keys=("'); import os; ('",)),
+    GuiAction("type", text="grüße"),
+    GuiAction("click", x=1, y=1, button="back"),
+    GuiAction("system_button", text="home"),
+  ],
 )
 async def test_what_a_machine_has_not_is_told_and_not_run(machine, action):
   gym = make(machine)
@@ -154,13 +157,13 @@ async def test_what_a_machine_has_not_is_told_and_not_run(machine, action):
 
 @hypothesis.settings(max_examples=200, derandomize=True, database=None)
 @hypothesis.given(
-    st.one_of(
-        st.builds(lambda t: GuiAction("type", text=t), st.text(max_size=40)),
-        st.builds(
-            lambda k: GuiAction("key", keys=k),
-            st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3),
-        ),
-    )
+  st.one_of(
+    st.builds(lambda t: GuiAction("type", text=t), st.text(max_size=40)),
+    st.builds(
+      lambda k: GuiAction("key", keys=k),
+      st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3),
+    ),
+  )
 )
 def test_what_a_policy_types_is_never_code(action):
   """Every action becomes calls of pyautogui, with literals."""
@@ -188,7 +191,7 @@ async def test_the_set_up_is_done_in_order(machine, tmp_path):
       step("launch", command=["xterm"]),
       step("activate_window", window_name="n", strict=True),
       step("sleep", seconds=0.01),
-  ]))  # pyformat: disable
+  ]))  # fmt: skip
   assert (machine.home / "w").read_text() == "64"
   assert (machine.home / "d/n").read_text() == "from here"
   calls = [w for w, _ in machine.log]
@@ -200,18 +203,19 @@ async def test_metrics_and_getters_are_those_of_osworld(machine):
   (machine.home / "out.txt").write_text("alpha\nbeta\n")
   gym = make(machine)
   several = {
-      "func": ["exact_match", "file_contains", "match_in_list"],
-      "conj": "and",
-      "result": [
-          result(["cat", "out.txt"]),
-          {"type": "vm_file", "path": "~/out.txt", "dest": "out.txt"},
-          {"type": "vm_command_error", "command": "echo no >&2", "shell": True},
-      ],
-      "expected": [
-          rules(expected="alpha\nbeta\n"), rules(expected=["alpha", "beta"]),
-          rules(expected=["no\n"]),
-      ],
-  }  # pyformat: disable
+    "func": ["exact_match", "file_contains", "match_in_list"],
+    "conj": "and",
+    "result": [
+      result(["cat", "out.txt"]),
+      {"type": "vm_file", "path": "~/out.txt", "dest": "out.txt"},
+      {"type": "vm_command_error", "command": "echo no >&2", "shell": True},
+    ],
+    "expected": [
+      rules(expected="alpha\nbeta\n"),
+      rules(expected=["alpha", "beta"]),
+      rules(expected=["no\n"]),
+    ],
+  }
   cases = [
       (several, 1.0),
       ({**several, "conj": "or", "func": ["exact_match"] * 3,
@@ -225,7 +229,7 @@ async def test_metrics_and_getters_are_those_of_osworld(machine):
       ({"func": "is_in_list", "result": {"type": "vm_terminal_output"},
         "expected": rules(expected="ls")}, 1.0),
       ({**WHICH, "postconfig": [step("execute", command="rm out.txt")]}, 1.0),
-  ]  # pyformat: disable
+  ]  # fmt: skip
   for evaluator, score in cases:
     await gym.start(task(evaluator))
     assert (await gym.evaluate()).score == score, evaluator
@@ -236,8 +240,10 @@ async def test_metrics_and_getters_are_those_of_osworld(machine):
 @pytest.mark.parametrize("says", [True, False])
 async def test_what_cannot_be_done_must_be_said(machine, says):
   gym = make(machine)
-  for evaluator, score in (({"func": "infeasible"}, float(not says)),
-                           (WHICH, float(says))):  # pyformat: disable
+  for evaluator, score in (
+    ({"func": "infeasible"}, float(not says)),
+    (WHICH, float(says)),
+  ):
     await gym.start(task(evaluator))
     assert (await gym.act(GuiAction("terminate", success=says))).done
     assert (await gym.evaluate()).score == score
@@ -259,9 +265,9 @@ async def test_what_cannot_be_done_must_be_said(machine, says):
         ({"evaluator": {**WHICH, "postconfig": [step("login")]}},
          r"postconfig\[0\]"),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 async def test_what_cannot_be_played_is_refused_before_it_is(
-    machine, change, words
+  machine, change, words
 ):
   gym = make(machine)
   with pytest.raises(ValueError, match=words):
@@ -314,12 +320,12 @@ async def test_a_machine_has_one_episode_at_a_time(machine):
 
 def test_settings_that_cannot_be_are_refused():
   for settings, words in (
-      ({}, "reset"),
-      ({"reset": "no.module:f"}, "no.module"),
-      ({"reset": "none", "machines": "localhost"}, "machines"),
-      ({"reset": "none", "machines": ["http://a", "http://a/"]}, "twice"),
-      ({"reset": "none", "call_s": 0}, "call_s"),
-      ({"reset": "none", "machine": "x"}, "'machine'"),
+    ({}, "reset"),
+    ({"reset": "no.module:f"}, "no.module"),
+    ({"reset": "none", "machines": "localhost"}, "machines"),
+    ({"reset": "none", "machines": ["http://a", "http://a/"]}, "twice"),
+    ({"reset": "none", "call_s": 0}, "call_s"),
+    ({"reset": "none", "machine": "x"}, "'machine'"),
   ):
     with pytest.raises(ValueError, match=words):
       gyms.get("osworld").make_gym(settings)
@@ -338,9 +344,11 @@ def test_task_files_are_a_task_set(tmp_path):
   train = {task_set.train_task("os", i).task_id for i in range(60)}
   held_out = {task_set.eval_task("os", i).task_id for i in range(60)}
   assert len(train) + len(held_out) == 30 and not train & held_out and held_out
-  (domain / "x.json").write_text(json.dumps({
-      "id": "x", "instruction": "i", "evaluator": {"func": "compare_table"},
-  }))  # pyformat: disable
+  (domain / "x.json").write_text(
+    json.dumps(
+      {"id": "x", "instruction": "i", "evaluator": {"func": "compare_table"}}
+    )
+  )
   with pytest.raises(ValueError, match="x.json.*compare_table.*skip"):
     make((), options)
   skipped = make(("os",), skip)
@@ -353,5 +361,5 @@ def test_task_files_are_a_task_set(tmp_path):
 
 def test_metrics_are_a_registry():
   assert {"exact_match", "check_include_exclude"} <= set(
-      osworld_evaluation.METRICS.names()
+    osworld_evaluation.METRICS.names()
   )

@@ -9,11 +9,14 @@ from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text()
-    | st.floats(allow_nan=False),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)  # pyformat: disable
+  st.none()
+  | st.booleans()
+  | st.integers()
+  | st.text()
+  | st.floats(allow_nan=False),
+  lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+  max_leaves=8,
+)
 
 
 def told(value):
@@ -24,10 +27,7 @@ def told(value):
 
 
 @given(
-    JSON,
-    st.dictionaries(st.text(), JSON),
-    st.floats(allow_nan=False),
-    st.text(),
+  JSON, st.dictionaries(st.text(), JSON), st.floats(allow_nan=False), st.text()
 )
 def test_what_is_sent_arrives(value, mapping, number, text):
   assert told(value) == value
@@ -40,14 +40,14 @@ def test_what_is_sent_arrives(value, mapping, number, text):
 
 
 @given(
-    st.tuples(st.integers(0, 5), st.integers(0, 5)),
-    st.text(),
-    st.booleans(),
-    st.dictionaries(st.text(), JSON),
+  st.tuples(st.integers(0, 5), st.integers(0, 5)),
+  st.text(),
+  st.booleans(),
+  st.dictionaries(st.text(), JSON),
 )
 def test_a_screenshot_arrives_as_it_is(size, text, ended, info):
   pixels = np.random.default_rng(size).integers(
-      0, 256, (*size, 3), dtype=np.uint8
+    0, 256, (*size, 3), dtype=np.uint8
   )
   got = told(base.Observation(pixels[:, ::-1], text, text, ended, info))
   assert got.screenshot.dtype == np.uint8
@@ -75,19 +75,20 @@ def test_what_has_no_json_is_refused_by_its_type():
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\0\0\0\x02{}",
-        b"\0\0\0\xff{",
-        b"\x80\x04N.",
-        workers.encode_message({}, {})[:-1],
-        workers.encode_message({}).replace(b'"json"', b'"exec"'),
-        workers.encode_message({}).replace(b'"json"', b'"task"'),
-        workers.encode_message({}, base.Observation(np.zeros((2, 2, 3), "u1")))
-        [:-1],
+  "data",
+  [
+    b"",
+    b"\0\0\0\x02{}",
+    b"\0\0\0\xff{",
+    b"\x80\x04N.",
+    workers.encode_message({}, {})[:-1],
+    workers.encode_message({}).replace(b'"json"', b'"exec"'),
+    workers.encode_message({}).replace(b'"json"', b'"task"'),
+    workers.encode_message({}, base.Observation(np.zeros((2, 2, 3), "u1")))[
+      :-1
     ],
-)  # pyformat: disable
+  ],
+)
 def test_what_is_no_message_is_refused(data):
   with pytest.raises(ValueError):
     workers.decode_message(data)

@@ -19,12 +19,12 @@ from tunix.rl.multi_turn.tools.sandbox import errors  # noqa: E402
 from tunix.rl.multi_turn.tools.sandbox import rooms  # noqa: E402
 
 real = [
-    pytest.mark.xdesktop,
-    pytest.mark.skipif(
-        bool(xdesktop.missing() or rooms.no_namespaces()),
-        reason=f"no {', '.join(xdesktop.missing()) or 'namespaces'} (sudo make"
-        " desktop)",
-    ),
+  pytest.mark.xdesktop,
+  pytest.mark.skipif(
+    bool(xdesktop.missing() or rooms.no_namespaces()),
+    reason=f"no {', '.join(xdesktop.missing()) or 'namespaces'} (sudo make"
+    " desktop)",
+  ),
 ]
 Action, Kind = gui_action.GuiAction, gui_action.GuiActionKind
 TASKS = xdesktop.XDesktopTasks()
@@ -71,12 +71,14 @@ def gym(room):
 
 @marked
 @pytest.mark.parametrize(
-    "family",
-    [
-        "editor-replace-word", "files-rename", "terminal-count-lines",
-        "window-minimize",
-    ],
-)  # pyformat: disable
+  "family",
+  [
+    "editor-replace-word",
+    "files-rename",
+    "terminal-count-lines",
+    "window-minimize",
+  ],
+)
 async def test_its_oracle_solves_what_doing_nothing_does_not(gym, family):
   task = TASKS.eval_task(family, 0)
   before, after, actions = await play(gym, task)
@@ -98,9 +100,10 @@ def test_every_family_is_a_function_of_its_seed():
 
 def test_most_families_have_many_instances():
   many = [
-      name for name in TASKS.families()
-      if len({TASKS.task(name, s).instruction for s in range(40)}) > 3
-  ]  # pyformat: disable
+    name
+    for name in TASKS.families()
+    if len({TASKS.task(name, s).instruction for s in range(40)}) > 3
+  ]
   assert len(many) >= 15
 
 
@@ -152,7 +155,7 @@ async def test_text_of_any_script_reaches_a_program(gym):
 @pytest.mark.slow
 @marked
 async def test_one_action_is_one_whatever_the_time_between_and_within(
-    gym, monkeypatch
+  gym, monkeypatch
 ):
   await gym.start(TASKS.task("editor-append-line", 1))
   display = gym.desktop.display
@@ -207,11 +210,11 @@ async def test_what_does_nothing_says_why_and_the_edge_is_a_wall(gym):
   assert observation.screenshot.shape == (768, 1024, 3)
   assert observation.screenshot.dtype == np.uint8 and not observation.done
   for action, words in (
-      (Action(Kind.KEY, keys=("hyper",)), "no key 'hyper'"),
-      (Action(Kind.TYPE, text="a\x07b"), "no key for '\\x07'"),
-      (Action(Kind.CLICK, x=5, y=float("nan")), "y is nan"),
-      (Action(Kind.SYSTEM_BUTTON, text="home"), "no button 'home'"),
-      (Action(Kind.OPEN_APP, text="editr"), "did you mean 'editor'"),
+    (Action(Kind.KEY, keys=("hyper",)), "no key 'hyper'"),
+    (Action(Kind.TYPE, text="a\x07b"), "no key for '\\x07'"),
+    (Action(Kind.CLICK, x=5, y=float("nan")), "y is nan"),
+    (Action(Kind.SYSTEM_BUTTON, text="home"), "no button 'home'"),
+    (Action(Kind.OPEN_APP, text="editr"), "did you mean 'editor'"),
   ):
     observation = await gym.act(action)
     assert words in observation.info["ignored"]
@@ -264,9 +267,10 @@ async def test_a_reduced_screen_is_played_in_the_screenshots_pixels(room):
 async def test_a_dead_server_loses_the_episode_and_only_that(gym):
   await gym.start(TASKS.task("window-move", 2))
   server = next(
-      pid for pid in gym.desktop.room.pids()
-      if b"Xvfb" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()[:9]
-  )  # pyformat: disable
+    pid
+    for pid in gym.desktop.room.pids()
+    if b"Xvfb" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()[:9]
+  )
   os.kill(server, signal.SIGKILL)
   with pytest.raises(errors.DesktopLost):
     for _ in range(3):
@@ -324,16 +328,16 @@ async def test_a_start_that_is_given_up_leaves_nothing(room):
 
 
 @pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"settle_s": 0}, "settle_s=0 must be > 0"),
-        ({"call_s": float("inf")}, "call_s=inf"),
-        ({"isolation": "vm"}, "isolation='vm' must be one of auto"),
-        ({"width": 320, "height": 240, "zoom": 2}, "set zoom=3, or 0"),
-        ({"width": 5000}, "at most 4096x4096"),
-        ({"width": 0}, "width=0"),
-        ({"heigth": 1}, "'heigth'; did you mean 'height'"),
-    ],
+  "settings, words",
+  [
+    ({"settle_s": 0}, "settle_s=0 must be > 0"),
+    ({"call_s": float("inf")}, "call_s=inf"),
+    ({"isolation": "vm"}, "isolation='vm' must be one of auto"),
+    ({"width": 320, "height": 240, "zoom": 2}, "set zoom=3, or 0"),
+    ({"width": 5000}, "at most 4096x4096"),
+    ({"width": 0}, "width=0"),
+    ({"heigth": 1}, "'heigth'; did you mean 'height'"),
+  ],
 )
 def test_a_wrong_setting_is_named(settings, words):
   with pytest.raises(ValueError, match=words):

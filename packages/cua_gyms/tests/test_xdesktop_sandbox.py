@@ -22,11 +22,11 @@ from tunix.rl.multi_turn.tools.sandbox import rooms  # noqa: E402
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 KINDS = ("namespaces", "processes")
 real = [
-    pytest.mark.xdesktop,
-    pytest.mark.skipif(
-        bool(xdesktop.missing()),
-        reason=f"no {', '.join(xdesktop.missing())} (sudo make desktop)",
-    ),
+  pytest.mark.xdesktop,
+  pytest.mark.skipif(
+    bool(xdesktop.missing()),
+    reason=f"no {', '.join(xdesktop.missing())} (sudo make desktop)",
+  ),
 ]
 
 
@@ -95,7 +95,7 @@ def test_a_namespace_hides_the_machine(directory, monkeypatch):
     assert set(shown) <= {
         "bin", "dev", "etc", "home", "lib", "lib32", "lib64", "proc", "sbin",
         "tmp", "usr", "var",
-    }  # pyformat: disable
+    }  # fmt: skip
     assert "shadow" not in said(room, "ls", "-A", "/etc").split()
     assert "No such file" in said(room, "ls", str(ROOT))
     for path in ("/usr/bin/x", "/etc/x", f"{room.inside_etc}/x"):
@@ -147,9 +147,9 @@ def test_no_socket_of_a_namespace_leads_out_of_it(directory):
   name = f"tunix-test-{os.getpid()}"
   path = f"/tmp/{name}.socket"
   with (
-      socket.create_server(("127.0.0.1", 0)) as ipv4,
-      socket.socket(socket.AF_UNIX) as file,
-      socket.socket(socket.AF_UNIX) as abstract,
+    socket.create_server(("127.0.0.1", 0)) as ipv4,
+    socket.socket(socket.AF_UNIX) as file,
+    socket.socket(socket.AF_UNIX) as abstract,
   ):
     port = ipv4.getsockname()[1]
     file.bind(path)
@@ -177,9 +177,12 @@ def test_no_socket_of_a_namespace_leads_out_of_it(directory):
     # The same ways are open to a program outside of a namespace.
     (directory / "ways.pl").write_text(_WAYS_OUT)
     free = subprocess.run(
-        ["perl", directory / "ways.pl", *arguments], capture_output=True,
-        text=True, timeout=60, check=True,
-    ).stdout  # pyformat: disable
+      ["perl", directory / "ways.pl", *arguments],
+      capture_output=True,
+      text=True,
+      timeout=60,
+      check=True,
+    ).stdout
     (directory / "ways.pl").unlink()
     os.unlink(path)
     for way in ("ipv4", "file", "abstract", "kill"):
@@ -211,9 +214,10 @@ def test_what_hides_from_the_end_is_ended(directory, kind):
 def test_programs_have_limits_and_an_environment_of_their_own(directory, kind):
   need(kind)
   room = rooms.Room(
-      isolation=kind, directory=directory,
-      limits=rooms.Limits(files=99, file_size=1 << 20),
-  )  # pyformat: disable
+    isolation=kind,
+    directory=directory,
+    limits=rooms.Limits(files=99, file_size=1 << 20),
+  )
   try:
     limits = said(room, "cat", "/proc/self/limits")
     assert "Max open files            99 " in limits
@@ -238,9 +242,10 @@ print "$made and then $!\n";
 def test_a_namespace_has_so_many_processes_and_no_more(directory):
   need("namespaces")
   room = rooms.Room(
-      isolation="namespaces", directory=directory,
-      limits=rooms.Limits(processes=100),
-  )  # pyformat: disable
+    isolation="namespaces",
+    directory=directory,
+    limits=rooms.Limits(processes=100),
+  )
   try:
     (room.tmp / "bomb.pl").write_text(_BOMB)
     count, _, why = said(room, "perl", "/tmp/bomb.pl").partition(" and then ")
@@ -259,17 +264,16 @@ def test_a_namespace_has_so_much_disk_and_no_more(directory):
   need("namespaces")
   size = 16 << 20
   room = rooms.Room(
-      isolation="namespaces", directory=directory,
-      limits=rooms.Limits(disk=size),
-  )  # pyformat: disable
+    isolation="namespaces", directory=directory, limits=rooms.Limits(disk=size)
+  )
   try:
     free = lambda path: os.statvfs(path).f_blocks * os.statvfs(path).f_frsize
     assert free(room.home) + free(room.tmp) < size
     text = (
-        "for d in /home/user /dev/shm /dev / /etc /usr/share /run /tmp; do"
-        " head -c 99000000 /dev/zero > $d/fill; done 2> /dev/null;"
-        " all=$(du -cbs /home/user /tmp /dev/shm | tail -1 | cut -f1);"
-        " rm /tmp/fill; echo $all"
+      "for d in /home/user /dev/shm /dev / /etc /usr/share /run /tmp; do"
+      " head -c 99000000 /dev/zero > $d/fill; done 2> /dev/null;"
+      " all=$(du -cbs /home/user /tmp /dev/shm | tail -1 | cut -f1);"
+      " rm /tmp/fill; echo $all"
     )
     assert size // 2 < int(said(room, "sh", "-c", text)) < size + 4096
     assert "I/O error" in said(room, "sh", "-c", "echo x > /dev/shm/more")
@@ -302,10 +306,8 @@ def test_two_desktops_share_nothing_and_leave_nothing(directory, kind):
   need(kind)
   sockets = set(pathlib.Path("/tmp").glob(".X11-unix/*"))
   pair = [
-      desktops.Desktop(
-          800, 600, isolation=kind, directory=directory, launch_s=60
-      )
-      for _ in range(2)
+    desktops.Desktop(800, 600, isolation=kind, directory=directory, launch_s=60)
+    for _ in range(2)
   ]
   try:
     for number, desktop in enumerate(pair):
@@ -318,7 +320,7 @@ def test_two_desktops_share_nothing_and_leave_nothing(directory, kind):
     for number, desktop in enumerate(pair):
       assert len(desktop.display.windows()) == 1
       assert [p.name for p in desktop.room.home.glob("*.txt")] == [
-          f"{number}.txt"
+        f"{number}.txt"
       ]
     # One that has left its group and session is found as well.
     pair[0].room.run(("setsid", "-f", "sleep", "1000"), log="sleep.log")
@@ -349,9 +351,11 @@ print(made.room.path, *made.room.pids(), flush=True)
 sys.stdin.read()
 """
   owner = subprocess.Popen(
-      [sys.executable, "-c", script], stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE, text=True,
-  )  # pyformat: disable
+    [sys.executable, "-c", script],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
   try:
     path, *pids = owner.stdout.readline().split()
     assert len(pids) >= 3
@@ -450,18 +454,22 @@ def test_a_directory_that_refuses_is_removed_all_the_same(tmp_path):
 def test_keys_are_found_by_any_name_and_characters_borrow_unused_ones():
   # Codes 8..: a/A, 1/!, Shift, and two that give nothing.
   keys = keyboard.Keyboard(
-      8, 2, [0x61, 0x41, 0x31, 0x21, 0xFFE1, 0, 0, 0, 0, 0]
+    8, 2, [0x61, 0x41, 0x31, 0x21, 0xFFE1, 0, 0, 0, 0, 0]
   )
   assert keys.key("Shift_L") == keyboard.Stroke(10) and keys.shift == 10
   assert keys.key("A").code == 8
   (batch,) = keys.text("aA!é")
   assert [(s.code, s.shift, s.keysym) for s in batch] == [
-      (8, False, 0), (8, True, 0), (9, True, 0), (11, False, 0xE9),
-  ]  # pyformat: disable
+    (8, False, 0),
+    (8, True, 0),
+    (9, True, 0),
+    (11, False, 0xE9),
+  ]
   batches = keys.text("éλ✓é")  # Three of them, two keys to lend.
   assert [[s.keysym for s in batch] for batch in batches] == [
-      [0xE9, 0x10003BB], [0x1002713, 0xE9],
-  ]  # pyformat: disable
+    [0xE9, 0x10003BB],
+    [0x1002713, 0xE9],
+  ]
   # A key that lent a character keeps it until it is its turn again.
   ((stroke,),) = keys.text("ñ")
   assert (stroke.code, stroke.keysym) == (11, 0xF1)

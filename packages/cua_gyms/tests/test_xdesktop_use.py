@@ -1,7 +1,5 @@
 """Real desktops where other gyms are used: played, served, demonstrated."""
 
-
-
 from cua_gyms.gym_server import catalog
 import gym_servers
 import numpy as np
@@ -14,14 +12,13 @@ xdesktop = pytest.importorskip("cua_gyms.xdesktop")
 from tunix.rl.multi_turn.tools.sandbox import rooms  # noqa: E402
 
 pytestmark = [
-    pytest.mark.xdesktop,
-    pytest.mark.skipif(
-        bool(xdesktop.missing() or rooms.no_namespaces()),
-        reason=f"no {', '.join(xdesktop.missing()) or 'namespaces'} (sudo make"
-        " desktop)",
-    ),
+  pytest.mark.xdesktop,
+  pytest.mark.skipif(
+    bool(xdesktop.missing() or rooms.no_namespaces()),
+    reason=f"no {', '.join(xdesktop.missing()) or 'namespaces'} (sudo make"
+    " desktop)",
+  ),
 ]
-
 
 
 def test_the_oracle_plays_and_is_recorded(tmp_path, capsys):
@@ -29,7 +26,7 @@ def test_the_oracle_plays_and_is_recorded(tmp_path, capsys):
   status = command.main([
       "xdesktop", "window-maximize", "--by", "oracle", "--episodes", "2",
       "--out", str(out), "--settings", "{launch_s: 60}", "--timeout", "120",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   assert status == 0 and capsys.readouterr().out.count("-> solved") == 2
   for recording in recordings.read(out):
     assert recording.success
@@ -42,12 +39,14 @@ def test_the_oracle_plays_and_is_recorded(tmp_path, capsys):
 @pytest.mark.slow
 async def test_a_server_serves_desktops():
   spec = catalog.ServedGym(
-      gym_id="xdesktop", gym="xdesktop", families=("terminal-make-folders",),
-      settings={"launch_s": 60.0},
-  )  # pyformat: disable
+    gym_id="xdesktop",
+    gym="xdesktop",
+    families=("terminal-make-folders",),
+    settings={"launch_s": 60.0},
+  )
   task = gym_servers.instance("terminal-make-folders", 0, "eval")
-  local = gyms.get("xdesktop").make_tasks().eval_task(
-      "terminal-make-folders", 0
+  local = (
+    gyms.get("xdesktop").make_tasks().eval_task("terminal-make-folders", 0)
   )
   with gym_servers.serving(spec) as (url, _):
     gym = gym_servers.gym(url, "xdesktop", width=1024, height=768)

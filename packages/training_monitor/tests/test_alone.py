@@ -28,16 +28,26 @@ assert len(names) > 80 and not bad, (len(names), bad)
 
 def test_every_module_is_imported_without_the_framework_and_jax():
   process = subprocess.run(
-      [sys.executable, "-c", _ALL], capture_output=True, text=True, timeout=100,
-      check=False,
-  )  # pyformat: disable
+    [sys.executable, "-c", _ALL],
+    capture_output=True,
+    text=True,
+    timeout=100,
+    check=False,
+  )
   assert process.returncode == 0, process.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
-    "name", ["app", "client.ingest_client", "client.http_rollout_recorder",
-             "client.monitor_context", "client.monitor_training_hooks",
-             "schema.tables", "server.ingest"],
+  "name",
+  [
+    "app",
+    "client.ingest_client",
+    "client.http_rollout_recorder",
+    "client.monitor_context",
+    "client.monitor_training_hooks",
+    "schema.tables",
+    "server.ingest",
+  ],
 )
 def test_a_module_by_its_former_name_is_the_same_module(name):
   pytest.importorskip("tunix.rl.multi_turn", reason="needs the framework")
@@ -51,7 +61,7 @@ def test_a_module_by_its_former_name_is_the_same_module(name):
 
 def test_the_former_room_runs_as_a_program_and_survives_a_reload():
   moved = pytest.importorskip(
-      "tunix.rl.multi_turn.moved_rooms", reason="needs the framework"
+    "tunix.rl.multi_turn.moved_rooms", reason="needs the framework"
   )
   room = "tunix.rl.multi_turn.monitor"
   assert importlib.util.find_spec(f"{room}.missing") is None
@@ -59,9 +69,12 @@ def test_the_former_room_runs_as_a_program_and_survives_a_reload():
   importlib.reload(moved).install()
   assert sys.meta_path == finders
   process = subprocess.run(
-      [sys.executable, "-m", f"{room}.serve"], capture_output=True,
-      text=True, timeout=100, check=False,
-  )  # pyformat: disable
+    [sys.executable, "-m", f"{room}.serve"],
+    capture_output=True,
+    text=True,
+    timeout=100,
+    check=False,
+  )
   assert process.returncode == 0, process.stderr[-3000:]
 
 
@@ -75,9 +88,12 @@ import tunix.rl.multi_turn.monitor
 def test_a_former_name_without_its_package_says_what_to_install():
   pytest.importorskip("tunix.rl.multi_turn", reason="needs the framework")
   process = subprocess.run(
-      [sys.executable, "-c", _ABSENT], capture_output=True, text=True,
-      timeout=100, check=False,
-  )  # pyformat: disable
+    [sys.executable, "-c", _ABSENT],
+    capture_output=True,
+    text=True,
+    timeout=100,
+    check=False,
+  )
   assert "pip install -e packages/training_monitor" in process.stderr
 
 
@@ -92,7 +108,7 @@ def test_events_of_the_framework_are_recognized_by_their_place_and_name():
   event = framework.RunStarted("r", {"a": 1})
   assert event_types.is_a(event, events.RunStarted)
   assert event_codec.load(event_codec.dump(event)) == events.RunStarted(
-      "r", {"a": 1}, time=event.time
+    "r", {"a": 1}, time=event.time
   )
 
   class RunStarted:  # Of this test's module.

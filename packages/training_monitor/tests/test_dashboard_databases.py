@@ -24,7 +24,7 @@ def test_every_page_is_answered(server):
              if n == 3 else {}),
       )
       for n in range(4)
-  ]  # pyformat: disable
+  ]  # fmt: skip
   members[0]["observations"][0]["screenshot_uri"] = f"sha256:{sha}"
   body = monitor_server.base(status="running")
   body["steps"][0]["metrics_json"] = {"reward_mean": 0.5, "kl": 0.1}
@@ -57,7 +57,7 @@ def test_every_page_is_answered(server):
       *(f"/rollouts/{rollouts[0]}/export/{f}"
         for f in ("json", "atif", "html", "webp")),
       f"/api/v1/screenshots/{sha}/thumbnail",
-  ):  # pyformat: disable
+  ):  # fmt: skip
     answer = server.http.get(path)
     assert answer.status_code == 200, (path, answer.text[:500])
 
@@ -67,8 +67,8 @@ def test_an_evaluation_has_its_neighbours_however_many_there_are(server):
   run = body["training"]["client_id"]
   # More than the matrix of checkpoints has columns.
   body["evals"] = [
-      {"client_id": f"{run}/e{n}", "step": n} for n in range(3, 1803, 3)
-  ]  # pyformat: disable
+    {"client_id": f"{run}/e{n}", "step": n} for n in range(3, 1803, 3)
+  ]
   body["baselines"] = [{"client_id": f"{run}/b", "status_message": "initial"}]
   server.post(body)
   (training,) = server.rows("training")
@@ -77,12 +77,11 @@ def test_an_evaluation_has_its_neighbours_however_many_there_are(server):
   base = f"/runs/{training['id']}"
   first = f"{base}/baseline/{baseline['id']}"
   for path, before, after in (
-      (first, None, f"{base}/eval/{ids[0]}"),
-      (f"{base}/eval/{ids[0]}", first, f"{base}/eval/{ids[1]}"),
-      (f"{base}/eval/{ids[1]}", f"{base}/eval/{ids[0]}",
-       f"{base}/eval/{ids[2]}"),
-      (f"{base}/eval/{ids[-1]}", f"{base}/eval/{ids[-2]}", None),
-  ):  # pyformat: disable
+    (first, None, f"{base}/eval/{ids[0]}"),
+    (f"{base}/eval/{ids[0]}", first, f"{base}/eval/{ids[1]}"),
+    (f"{base}/eval/{ids[1]}", f"{base}/eval/{ids[0]}", f"{base}/eval/{ids[2]}"),
+    (f"{base}/eval/{ids[-1]}", f"{base}/eval/{ids[-2]}", None),
+  ):
     answer = server.http.get(path)
     assert answer.status_code == 200, path
     for link in (before, after):
@@ -94,10 +93,13 @@ def test_an_evaluation_has_its_neighbours_however_many_there_are(server):
 def test_a_run_of_an_earlier_version_has_a_chart_of_step_times(lite):
   def posted(**metrics):
     steps = [
-        {"client_id": f"S{n}", "step": n,
-         "metrics_json": {name: value * n for name, value in metrics.items()}}
-        for n in (1, 2, 3)
-    ]  # pyformat: disable
+      {
+        "client_id": f"S{n}",
+        "step": n,
+        "metrics_json": {name: value * n for name, value in metrics.items()},
+      }
+      for n in (1, 2, 3)
+    ]
     lite.post(monitor_server.base() | {"steps": steps})
     return lite.http.get("/runs/1").text
 

@@ -13,16 +13,18 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 # --- untrusted content ------------------------------------------------------
 
 XSS = (
-    "<script>alert(1)</script>", "<img src=x onerror=alert(2)>",
-    "'\"><svg onload=alert(3)>", "javascript:alert(4)",
-    "{{7*7}}${7*7}<%= 7*7 %>",
-    "</textarea></title></style><b onclick=alert(5)>",
-    "]]><!--<iframe srcdoc='<script>alert(6)</script>'>",
-    "&lt;script&gt;alert(7)&lt;/script&gt;",
-    "\" autofocus onfocus=alert(8) x=\"",
-    "<a href='data:text/html,<script>alert(9)</script>'>x</a>",
-    "user\u202egpj.exe \u2066x\u2069 zero\u200bwidth bell\x07 \u2028line",
-)  # pyformat: disable
+  "<script>alert(1)</script>",
+  "<img src=x onerror=alert(2)>",
+  "'\"><svg onload=alert(3)>",
+  "javascript:alert(4)",
+  "{{7*7}}${7*7}<%= 7*7 %>",
+  "</textarea></title></style><b onclick=alert(5)>",
+  "]]><!--<iframe srcdoc='<script>alert(6)</script>'>",
+  "&lt;script&gt;alert(7)&lt;/script&gt;",
+  '" autofocus onfocus=alert(8) x="',
+  "<a href='data:text/html,<script>alert(9)</script>'>x</a>",
+  "user\u202egpj.exe \u2066x\u2069 zero\u200bwidth bell\x07 \u2028line",
+)
 
 
 def hostile_run(text):
@@ -30,48 +32,93 @@ def hostile_run(text):
   source = {"step_id": "S"}
   json_field = {"text": text, text: [text, {text: text}]}
   rollouts, turns, actions, observations, validations = [], [], [], [], []
-  for name, where in (("x", source), ("y", {"eval_id": "E"}),
-                      ("z", {"baseline_id": "B"})):  # pyformat: disable
-    rollouts.append({
-        "rollout_id": f"{text}-{name}", "task_id": text, "model_path": text,
-        **where, "status": "completed", "task_success": name == "y",
-        "reward": 0.5, "group": 1, "env_index": 0, "temperature": 1.0,
-        "status_message": text, "error_message": text,
+  for name, where in (
+    ("x", source),
+    ("y", {"eval_id": "E"}),
+    ("z", {"baseline_id": "B"}),
+  ):
+    rollouts.append(
+      {
+        "rollout_id": f"{text}-{name}",
+        "task_id": text,
+        "model_path": text,
+        **where,
+        "status": "completed",
+        "task_success": name == "y",
+        "reward": 0.5,
+        "group": 1,
+        "env_index": 0,
+        "temperature": 1.0,
+        "status_message": text,
+        "error_message": text,
         "errors": [
-            {"kind": text, "message": text, "turn": text, "stage": text}, text,
+          {"kind": text, "message": text, "turn": text, "stage": text},
+          text,
         ],
-        "summary_json": json_field, "parse_errors": 1, "runtime_errors": 1,
+        "summary_json": json_field,
+        "parse_errors": 1,
+        "runtime_errors": 1,
         "trajectory_path": text,
-    })
+      }
+    )
     turn = f"{name}:1"
-    turns.append({
-        "client_id": turn, "rollout_id": f"{text}-{name}", "turn": 1,
-        "turn_time": 1.0, "metrics_json": {
-            "thought": text, "model_response": text, "info": json_field,
-            "seconds": {text: 1.0, "model": text}, text: text,
-            "policy_versions": [[text, text]],
+    turns.append(
+      {
+        "client_id": turn,
+        "rollout_id": f"{text}-{name}",
+        "turn": 1,
+        "turn_time": 1.0,
+        "metrics_json": {
+          "thought": text,
+          "model_response": text,
+          "info": json_field,
+          "seconds": {text: 1.0, "model": text},
+          text: text,
+          "policy_versions": [[text, text]],
         },
-    })
-    actions.append({
-        "client_id": f"{name}:a", "turn_id": turn, "action_type": text,
-        "tool_name": text, "tool_args": {**json_field, "x": 1, "y": 2},
-        "tokens": [1, 2, 99999999], "logprobs": [-1.0, -2.0, -3.0],
-    })
-    actions.append({
-        "client_id": f"{name}:b", "turn_id": turn, "action_type": text,
+      }
+    )
+    actions.append(
+      {
+        "client_id": f"{name}:a",
+        "turn_id": turn,
+        "action_type": text,
+        "tool_name": text,
+        "tool_args": {**json_field, "x": 1, "y": 2},
+        "tokens": [1, 2, 99999999],
+        "logprobs": [-1.0, -2.0, -3.0],
+      }
+    )
+    actions.append(
+      {
+        "client_id": f"{name}:b",
+        "turn_id": turn,
+        "action_type": text,
         "tool_args": json.dumps([text, 1, None]),
-    })
-    observations.append({
-        "client_id": f"{name}:o", "turn_id": turn, "obs_type": "screenshot",
-        "screenshot_uri": text, "text_content": text,
+      }
+    )
+    observations.append(
+      {
+        "client_id": f"{name}:o",
+        "turn_id": turn,
+        "obs_type": "screenshot",
+        "screenshot_uri": text,
+        "text_content": text,
         "model_input_json": [{"role": text, "content": text}],
-    })
-    validations.append({
-        "client_id": f"{name}:v", "rollout_id": f"{text}-{name}",
-        "success": False, "actual_result": text, "expected_result": text,
-        "validation_query": text, "error_message": text,
+      }
+    )
+    validations.append(
+      {
+        "client_id": f"{name}:v",
+        "rollout_id": f"{text}-{name}",
+        "success": False,
+        "actual_result": text,
+        "expected_result": text,
+        "validation_query": text,
+        "error_message": text,
         "details_json": json_field,
-    })
+      }
+    )
   return {
       "training": {
           "client_id": "T", "run_name": text, "log_path": text,
@@ -112,7 +159,7 @@ def hostile_run(text):
       }],
       "delivery": {"spool": "evil", "first": 1, "last": 1,
                    "health": {text: text, "pending": text, "dropped": text}},
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -136,17 +183,17 @@ def test_hostile_text_is_text_on_every_page(context, tmp_path):
         f"{run}/tasks/{rollouts[0]['task_id']}", f"{run}/health",
         f"{run}/config", *(f"/rollouts/{r['id']}" for r in rollouts),
         f"/rollouts/{rollouts[0]['id']}?heat={XSS[1]}",
-    ]  # pyformat: disable
+    ]  # fmt: skip
     for path in paths:
       assert tab.go(path) == 200, path
       if path == run:
         chromium.ready(tab.page)
         tab.page.locator(".plot").first.press("ArrowRight")
       injected = tab.page.evaluate(
-          "[...document.querySelectorAll('*')].flatMap((e) =>"
-          " e.getAttributeNames().filter((n) => n.startsWith('on')).concat("
-          "['IFRAME', 'OBJECT', 'EMBED'].includes(e.tagName) ? [e.tagName] :"
-          " []))"
+        "[...document.querySelectorAll('*')].flatMap((e) =>"
+        " e.getAttributeNames().filter((n) => n.startsWith('on')).concat("
+        "['IFRAME', 'OBJECT', 'EMBED'].includes(e.tagName) ? [e.tagName] :"
+        " []))"
       )
       assert not injected, (path, injected)
       scripts = tab.page.locator("script:not([src]), a[href^='javascript:']")
@@ -158,9 +205,13 @@ def test_hostile_text_is_text_on_every_page(context, tmp_path):
     tab.go(rollout)
     assert "U+202E" in tab.page.locator("main").inner_text()
     assert XSS[0] in tab.page.locator("#turn pre").first.inner_text()
-    for path in (f"{run}?x=1", f"{run}/steps/1?sort=" + XSS[0],
-                 "/nothing" + XSS[1], f"{run}/steps/99",
-                 f"/compare?run={XSS[1]}"):  # pyformat: disable
+    for path in (
+      f"{run}?x=1",
+      f"{run}/steps/1?sort=" + XSS[0],
+      "/nothing" + XSS[1],
+      f"{run}/steps/99",
+      f"/compare?run={XSS[1]}",
+    ):
       assert tab.go(path) in (400, 404), path
       tab.check()
     for name in ("json", "atif", "html"):
@@ -189,8 +240,11 @@ def test_a_token_is_asked_for_once_and_kept_from_scripts(context, tmp_path):
     tab.go("/runs/1?smooth=0.5")
     assert "/login" in page.url
     assert not chromium.faults_of(page)
-    for wrong, says in (("nonsense", "not known"), (sending, "scope read"),
-                        ("a b;c", "give a token")):  # pyformat: disable
+    for wrong, says in (
+      ("nonsense", "not known"),
+      (sending, "scope read"),
+      ("a b;c", "give a token"),
+    ):
       page.fill("#token", wrong)
       page.keyboard.press("Enter")
       page.wait_for_selector("[role=alert]")
@@ -199,16 +253,15 @@ def test_a_token_is_asked_for_once_and_kept_from_scripts(context, tmp_path):
     page.keyboard.press("Enter")
     page.wait_for_url("**/runs/1?smooth=0.5")
     (cookie,) = [
-        c for c in page.context.cookies(server.url)
-        if c["name"] == access.COOKIE
+      c for c in page.context.cookies(server.url) if c["name"] == access.COOKIE
     ]
     assert cookie["httpOnly"] and cookie["sameSite"] == "Strict"
     page.wait_for_selector(".live.on")  # The stream of events, by cookie.
     assert page.evaluate("document.cookie") == ""
     # A cookie opens reading only.
     status = page.evaluate(
-        "fetch('/api/ingest/batch', {method: 'POST', body: '{}'}).then((r) =>"
-        " r.status)"
+      "fetch('/api/ingest/batch', {method: 'POST', body: '{}'}).then((r) =>"
+      " r.status)"
     )
     assert status == 401
     page.click('button:has-text("Log out")')
@@ -218,13 +271,16 @@ def test_a_token_is_asked_for_once_and_kept_from_scripts(context, tmp_path):
     tab.check()
     page.close()
     login = server.http.post(
-        "/login?next=//evil.example/x", data={"token": "tm_secret"},
-        headers={"authorization": ""}, follow_redirects=False,
-    )  # pyformat: disable
+      "/login?next=//evil.example/x",
+      data={"token": "tm_secret"},
+      headers={"authorization": ""},
+      follow_redirects=False,
+    )
     assert login.status_code == 303 and login.headers["location"] == "/"
     foreign = server.http.post(
-        "/login", data={"token": "tm_secret"},
-        headers={"authorization": "", "origin": "http://evil.example"},
+      "/login",
+      data={"token": "tm_secret"},
+      headers={"authorization": "", "origin": "http://evil.example"},
     )
     assert foreign.status_code == 403
 
@@ -232,13 +288,19 @@ def test_a_token_is_asked_for_once_and_kept_from_scripts(context, tmp_path):
 @pytest.mark.slow
 def test_a_project_sees_its_own_runs_only(tmp_path):
   with monitor_server.sqlite_server(tmp_path, token="tm_secret") as server:
-    server.post(monitor_server.joined(
-        monitor_server.base(), monitor_server.episode("r")))
+    server.post(
+      monitor_server.joined(monitor_server.base(), monitor_server.episode("r"))
+    )
     other = access.make_token(server.engine, "other", ("read",))
     headers = {"authorization": "", "cookie": f"{access.COOKIE}={other}"}
     get = lambda path: server.http.get(path, headers=headers)
     assert "No run yet" in get("/").text
-    for path in ("/runs/1", "/runs/1/steps/1", "/rollouts/1",
-                 "/rollouts/1/export/json", "/runs/1/health",
-                 "/api/v1/trainings/1/curves?names=loss"):  # pyformat: disable
+    for path in (
+      "/runs/1",
+      "/runs/1/steps/1",
+      "/rollouts/1",
+      "/rollouts/1/export/json",
+      "/runs/1/health",
+      "/api/v1/trainings/1/curves?names=loss",
+    ):
       assert get(path).status_code == 404, path

@@ -11,8 +11,11 @@ CLICK = {"action_type": "click", "tool_args": {"x": 40, "y": 60}}
 NEAR = {"action_type": "click", "tool_args": {"x": 43, "y": 58}}
 DOUBLE = {"action_type": "click", "tool_args": {"x": 40, "y": 60, "count": 2}}
 TYPE = {"action_type": "type", "tool_args": {"text": "farm"}}
-ATTEMPTS = ((True, (CLICK, TYPE)), (True, (NEAR, TYPE)),
-            (False, (CLICK, DOUBLE)))  # pyformat: disable
+ATTEMPTS = (
+  (True, (CLICK, TYPE)),
+  (True, (NEAR, TYPE)),
+  (False, (CLICK, DOUBLE)),
+)
 
 
 def body(sha):
@@ -22,27 +25,34 @@ def body(sha):
         "rollout_id": f"r{n}", "task_id": "open-door", "model_path": "m",
         "step_id": "S", "group": 7, "env_index": n, "status": "completed",
         "reward": float(won), "task_success": won, "num_turns": len(did),
-    })  # pyformat: disable
+    })  # fmt: skip
     for place, action in enumerate(did, 1):
       turn = f"r{n}:turn:{place}"
-      turns.append(
-          {"client_id": turn, "rollout_id": f"r{n}", "turn": place}
-      )
+      turns.append({"client_id": turn, "rollout_id": f"r{n}", "turn": place})
       actions.append({"client_id": f"{turn}:a", "turn_id": turn, **action})
-      shown.append({
-          "client_id": f"{turn}:o", "turn_id": turn,
-          "obs_type": "screenshot_before", "screenshot_uri": f"sha256:{sha}",
-      })  # pyformat: disable
+      shown.append(
+        {
+          "client_id": f"{turn}:o",
+          "turn_id": turn,
+          "obs_type": "screenshot_before",
+          "screenshot_uri": f"sha256:{sha}",
+        }
+      )
   # They begin later, and nothing of them can be seen yet.
   rollouts += [
       {"rollout_id": f"w{n}", "task_id": "open-door", "model_path": "m",
        "step_id": "S", "group": 8, "env_index": n, "status": "running"}
       for n in range(20)
-  ]  # pyformat: disable
-  return monitor_server.joined(monitor_server.base(), {
-      "rollouts": rollouts, "turns": turns, "actions": actions,
+  ]  # fmt: skip
+  return monitor_server.joined(
+    monitor_server.base(),
+    {
+      "rollouts": rollouts,
+      "turns": turns,
+      "actions": actions,
       "observations": shown,
-  })  # pyformat: disable
+    },
+  )
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +70,11 @@ def drawn(page):
   picture = picture.partition("</ul>")[0]
   turn = re.search(r"<li class=\"faint\">(turn \d)", picture).group(1)
   rings = [
-      sum(
-          part.count('class="ring"')
-          for part in re.findall(rf'<g class="act {kind}">(.*?)</g>', picture)
-      )
-      for kind in ("won", "lost")
+    sum(
+      part.count('class="ring"')
+      for part in re.findall(rf'<g class="act {kind}">(.*?)</g>', picture)
+    )
+    for kind in ("won", "lost")
   ]
   captions = re.findall(r"</span> ([^<]*)</a>", picture)
   return turn, *rings, captions
@@ -76,9 +86,11 @@ def test_attempts_are_drawn_where_a_failed_one_first_differs(server, path):
   assert page.status_code == 200, page.text
   # In the first turn all click at one place, a few pixels apart.
   assert drawn(page.text) == (
-      "turn 2", 0, 2,
-      ["type “farm”", "type “farm”", "double click"],
-  )  # pyformat: disable
+    "turn 2",
+    0,
+    2,
+    ["type “farm”", "type “farm”", "double click"],
+  )
   assert 'viewBox="0 0 160 120"' in page.text
 
 
@@ -94,8 +106,9 @@ def test_finished_episodes_with_a_screen_come_first(server):
   latest = page[page.index('id="latest"') :].partition("</ol>")[0]
   assert latest.count("<li>") == 12
   first = latest.split("<li>")[1:4]
-  assert all("/thumbnail" in one and 'class="mark open"' not in one
-             for one in first)
+  assert all(
+    "/thumbnail" in one and 'class="mark open"' not in one for one in first
+  )
   assert latest.count("no screen") == 9
 
 

@@ -14,16 +14,23 @@ from training_monitor.schema import database
 from training_monitor.server import access
 
 base, episode, joined = (
-    monitor_server.base, monitor_server.episode, monitor_server.joined,
-)  # pyformat: disable
+  monitor_server.base,
+  monitor_server.episode,
+  monitor_server.joined,
+)
 HOSTILE = "</textarea><script>alert(1)</script>' OR 1=1; DROP TABLE turn --"
 
 
 def fill(server, count=3):
-  server.post(joined(base(), *(
-      episode(f"r{n}", status="completed", task_success=n == 1, reward=n)
-      for n in range(1, count + 1)
-  )))  # pyformat: disable
+  server.post(
+    joined(
+      base(),
+      *(
+        episode(f"r{n}", status="completed", task_success=n == 1, reward=n)
+        for n in range(1, count + 1)
+      ),
+    )
+  )
 
 
 def annotate(server, name, status=200, **body):
@@ -39,19 +46,17 @@ def short(items):
 def test_labels_and_notes_are_added_listed_and_taken_away(server):
   fill(server)
   answer = annotate(server, "r1", turn=2, label=" reward hack ", note="See!")
-  assert short(answer["items"]) == [
-      (2, "reward hack", None), (2, None, "See!"),
-  ]  # pyformat: disable
+  assert short(answer["items"]) == [(2, "reward hack", None), (2, None, "See!")]
   again = annotate(server, "r1", turn=2, label="reward hack")
   assert again == answer  # Once, however often.
   annotate(server, "r1", label="reward hack")  # The rollout is another one.
   annotate(server, "r2", label="u\u0308", note="a\0b\r\nc" + "x" * 3990)
   assert server.get("/api/v1/labels")["items"] == [
-      {"label": "reward hack", "rollouts": 1},
-      {"label": "\u00fc", "rollouts": 1},
-  ]  # pyformat: disable
+    {"label": "reward hack", "rollouts": 1},
+    {"label": "\u00fc", "rollouts": 1},
+  ]
   names = lambda **q: [
-      r["rollout_id"] for r in server.get("/api/v1/rollouts", **q)["items"]
+    r["rollout_id"] for r in server.get("/api/v1/rollouts", **q)["items"]
   ]
   assert names(label="reward hack") == ["r1"]
   assert names(label="\u00fc") == ["r2"]
@@ -64,22 +69,26 @@ def test_labels_and_notes_are_added_listed_and_taken_away(server):
   assert len(server.http.delete(path).json()["items"]) == 2
   assert server.http.delete(path).status_code == 404
   assert server.get("/api/v1/rollouts/r2/annotations")["items"][1]["note"] == (
-      "a\u2400b\nc" + "x" * 3990
+    "a\u2400b\nc" + "x" * 3990
   )
 
 
-@pytest.mark.parametrize("body, field, says", [
+@pytest.mark.parametrize(
+  "body, field, says",
+  [
     ({}, "label", "a label, a note or both"),
     ({"label": "x" * 51}, "label", "a label has 1 to 50 characters"),
     ({"label": "a\u202eb"}, "label", "not seen"),
     ({"label": 3}, "label", "text"),
     ({"label": " "}, "label", "1 to 50"),
-    ({"note": "x" * 4001}, "note", "1 to 4000"), ({"note": []}, "note", "text"),
+    ({"note": "x" * 4001}, "note", "1 to 4000"),
+    ({"note": []}, "note", "text"),
     ({"label": "a", "turn": "2"}, "turn", "number of a turn"),
     ({"label": "a", "turn": -1}, "turn", "number of a turn"),
     ({"label": "a", "color": "red"}, "color", "give an object with"),
     ([], "body", "give an object with"),
-])  # pyformat: disable
+  ],
+)
 def test_wrong_ones_are_refused_by_name(lite, body, field, says):
   fill(lite, 1)
   reply = lite.http.post("/api/v1/rollouts/r1/annotations", json=body)
@@ -93,14 +102,19 @@ def test_absent_rollouts_and_turns_are_404_and_there_is_a_most(lite):
   fill(lite, 1)
   annotate(lite, "r9", 404, label="a")
   annotate(lite, "r1", 404, label="a", turn=3)
-  assert "not JSON" in lite.http.post(
-      "/api/v1/rollouts/r1/annotations", content=b"{"
-  ).json()["detail"]
+  assert (
+    "not JSON"
+    in lite.http.post("/api/v1/rollouts/r1/annotations", content=b"{").json()[
+      "detail"
+    ]
+  )
   with database.writing(lite.engine) as connection:
     connection.execute(
-        sa.text("INSERT INTO monitor_annotation (rollout_id, label) VALUES"
-                " (1, :label)"), [{"label": f"l{n}"} for n in range(500)],
-    )  # pyformat: disable
+      sa.text(
+        "INSERT INTO monitor_annotation (rollout_id, label) VALUES (1, :label)"
+      ),
+      [{"label": f"l{n}"} for n in range(500)],
+    )
   assert "at most 500" in annotate(lite, "r1", 400, label="a")["detail"]
 
 
@@ -108,24 +122,30 @@ def test_raw_sql_keeps_to_the_rules(engine):
   run = lambda statement: sa.text(statement)
   with database.writing(engine) as connection:
     for statement in (
-        "INSERT INTO training (run_name, log_path, model_name) VALUES ('r',"
-        " '', '')",
-        "INSERT INTO task (task_id, name, description) VALUES ('t', 'n', 'd')",
-        "INSERT INTO step (training_id, step) VALUES (1, 1)",
-        "INSERT INTO rollout (source_type, step_id, rollout_id, task_id,"
-        " model_path) VALUES ('step', 1, 'x', 1, 'm')",
-        "INSERT INTO monitor_annotation (rollout_id, label) VALUES (1, 'a')",
+      "INSERT INTO training (run_name, log_path, model_name) VALUES ('r',"
+      " '', '')",
+      "INSERT INTO task (task_id, name, description) VALUES ('t', 'n', 'd')",
+      "INSERT INTO step (training_id, step) VALUES (1, 1)",
+      "INSERT INTO rollout (source_type, step_id, rollout_id, task_id,"
+      " model_path) VALUES ('step', 1, 'x', 1, 'm')",
+      "INSERT INTO monitor_annotation (rollout_id, label) VALUES (1, 'a')",
     ):
       connection.execute(run(statement))
     for values in (
-        "1, NULL, NULL", "1, 'a', 'b'", "1, '', NULL", "1, ' a', NULL",
-        "9, 'a', NULL", f"1, NULL, '{'x' * 4001}'",
-    ):  # pyformat: disable
+      "1, NULL, NULL",
+      "1, 'a', 'b'",
+      "1, '', NULL",
+      "1, ' a', NULL",
+      "9, 'a', NULL",
+      f"1, NULL, '{'x' * 4001}'",
+    ):
       with pytest.raises(sa.exc.IntegrityError), connection.begin_nested():
-        connection.execute(run(
+        connection.execute(
+          run(
             "INSERT INTO monitor_annotation (rollout_id, label, note) VALUES"
             f" ({values})"
-        ))  # pyformat: disable
+          )
+        )
 
 
 def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
@@ -137,29 +157,40 @@ def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
 
     def form(data, token="tm_secret", **headers):
       return server.http.post(
-          "/rollouts/1/annotations", data=data, follow_redirects=False,
-          headers={"authorization": "",
-                   "cookie": f"{access.COOKIE}={token}", **headers},
-      )  # pyformat: disable
+        "/rollouts/1/annotations",
+        data=data,
+        follow_redirects=False,
+        headers={
+          "authorization": "",
+          "cookie": f"{access.COOKIE}={token}",
+          **headers,
+        },
+      )
 
-    sent = {"label": HOSTILE[:50], "note": HOSTILE, "turn": "1",
-            "next": "/rollouts/1?turn=1"}
+    sent = {
+      "label": HOSTILE[:50],
+      "note": HOSTILE,
+      "turn": "1",
+      "next": "/rollouts/1?turn=1",
+    }
     answer = form(sent, **own)
     assert answer.status_code == 303
     assert answer.headers["location"] == "/rollouts/1?turn=1"
     count = lambda: len(server.rows("monitor_annotation"))
     assert count() == 2
     for headers in (
-        {}, {"origin": "http://evil.example"}, {"origin": "null"},
-        {**own, "sec-fetch-site": "cross-site"},
-        {**own, "sec-fetch-site": "same-site"},
-    ):  # pyformat: disable
+      {},
+      {"origin": "http://evil.example"},
+      {"origin": "null"},
+      {**own, "sec-fetch-site": "cross-site"},
+      {**own, "sec-fetch-site": "same-site"},
+    ):
       for data in ({"label": "w"}, {"remove": "1"}):
         assert form(data, **headers).status_code == 403, headers
     assert form({"label": "w"}, reading, **own).status_code == 403
     assert form({"remove": "1"}, reading, **own).status_code == 403
     assert form({"label": "w"}, "tm_wrong", **own).headers["location"] == (
-        "/login"
+      "/login"
     )
     for data in ({"label": "w"}, {"remove": "1"}):  # Another project's token.
       assert form(data, other, **own).status_code == 404
@@ -168,59 +199,73 @@ def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
     assert form({"turn": "9", "label": "w"}, **own).status_code == 404
     away = form({"label": "z", "next": "//evil.example/"}, **own)
     assert away.headers["location"] == "/" and count() == 3
-    page = lambda token, path="/rollouts/1": server.http.get(
+    page = lambda token, path="/rollouts/1": (
+      server.http.get(
         path,
         headers={"authorization": "", "cookie": f"{access.COOKIE}={token}"},
-    ).text
-    for path in ("/rollouts/1", "/rollouts", "/runs/1/search?q=hm",
-                 "/rollouts?label=" + html.escape("z")):
+      ).text
+    )
+    for path in (
+      "/rollouts/1",
+      "/rollouts",
+      "/runs/1/search?q=hm",
+      "/rollouts?label=" + html.escape("z"),
+    ):
       shown = page("tm_secret", path)
       assert "<script>alert" not in shown and "</textarea><script" not in shown
     assert html.escape(HOSTILE, quote=False).replace("'", "&#39;") in (
-        page("tm_secret").replace("&#x27;", "&#39;")
+      page("tm_secret").replace("&#x27;", "&#39;")
     )
-    assert "/annotations\"" in page("tm_secret")
+    assert '/annotations"' in page("tm_secret")
     readers_page = page(reading)  # Who may only look sees them, and no form.
-    assert "/annotations\"" not in readers_page and "z</a>" in readers_page
-    assert server.http.get(
+    assert '/annotations"' not in readers_page and "z</a>" in readers_page
+    assert (
+      server.http.get(
         "/rollouts/1/annotations", follow_redirects=False
-    ).status_code == 303
+      ).status_code
+      == 303
+    )
     api = server.http.post(
-        "/api/v1/rollouts/1/annotations", json={"label": "w"},
-        headers={"authorization": "", "cookie": f"{access.COOKIE}=tm_secret"},
-    )  # pyformat: disable
+      "/api/v1/rollouts/1/annotations",
+      json={"label": "w"},
+      headers={"authorization": "", "cookie": f"{access.COOKIE}=tm_secret"},
+    )
     assert api.status_code == 401  # The API asks for a header.
     for method, path in (("POST", ""), ("DELETE", "/1"), ("GET", "")):
       reply = server.http.request(
-          method, f"/api/v1/rollouts/1/annotations{path}",
-          json={"label": "w"} if method == "POST" else None,
-          headers={"authorization": f"Bearer {other}"},
-      )  # pyformat: disable
+        method,
+        f"/api/v1/rollouts/1/annotations{path}",
+        json={"label": "w"} if method == "POST" else None,
+        headers={"authorization": f"Bearer {other}"},
+      )
       assert reply.status_code == 404
     assert server.get("/api/v1/labels")["items"] and count() == 3
-    assert server.http.get(
+    assert (
+      server.http.get(
         "/api/v1/labels", headers={"authorization": f"Bearer {other}"}
-    ).json()["items"] == []
+      ).json()["items"]
+      == []
+    )
 
 
 def test_half_a_surrogate_pair_is_stored_as_the_replacement_character(server):
   fill(server)
   reply = server.http.post(
-      "/api/v1/rollouts/r1/annotations",
-      content=b'{"label": "a\\ud800", "note": "\\udfffb"}',
+    "/api/v1/rollouts/r1/annotations",
+    content=b'{"label": "a\\ud800", "note": "\\udfffb"}',
   )
   assert reply.status_code == 200, reply.text
   (label, note) = reply.json()["items"]
   assert (label["label"], note["note"]) == ("a\ufffd", "\ufffdb")
   run = server.get("/api/v1/trainings")["items"][0]["id"]
   reply = server.http.post(
-      f"/api/v1/trainings/{run}/tags", content=b'{"add": ["\\ud800"]}'
+    f"/api/v1/trainings/{run}/tags", content=b'{"add": ["\\ud800"]}'
   )
   assert reply.json()["tags"] == ["\ufffd"]
   for path, body in (
-      ("rollouts/r1/annotations", b'{"label": NaN}'),
-      (f"trainings/{run}/tags", b'{"add": [NaN]}'),
-      (f"trainings/{run}/tags", b"{"),
+    ("rollouts/r1/annotations", b'{"label": NaN}'),
+    (f"trainings/{run}/tags", b'{"add": [NaN]}'),
+    (f"trainings/{run}/tags", b"{"),
   ):
     reply = server.http.post(f"/api/v1/{path}", content=body)
     assert reply.status_code in (400, 422), reply.text
@@ -255,11 +300,11 @@ def test_they_go_with_their_run_and_come_back(server, tmp_path):
   annotate(server, "r2", label="whole")
   path, files = tmp_path / "a.zip", tmp_path / "files"
   exporting.export(server.engine, files, path, quiet=True)
-  before = [short(server.get(f"/api/v1/rollouts/r{n}")["annotations"])
-            for n in (1, 2)]  # pyformat: disable
+  before = [
+    short(server.get(f"/api/v1/rollouts/r{n}")["annotations"]) for n in (1, 2)
+  ]
   after = lambda: [
-      short(server.get(f"/api/v1/rollouts/r{n}")["annotations"])
-      for n in (1, 2)
+    short(server.get(f"/api/v1/rollouts/r{n}")["annotations"]) for n in (1, 2)
   ]
   runs_lib.delete(server.engine, 1, episodes_only=True)
   assert [r["label"] for r in server.rows("monitor_annotation")] == ["whole"]
@@ -273,7 +318,7 @@ def test_they_go_with_their_run_and_come_back(server, tmp_path):
   annotate(server, "r1", turn=1, label="here")
   with database.writing(server.engine) as connection:
     connection.exec_driver_sql(
-        "UPDATE training SET updated_at = '2001-01-01 00:00:00'"
+      "UPDATE training SET updated_at = '2001-01-01 00:00:00'"
     )
   outcome = importing.import_(server.engine, files, path, quiet=True)
   assert outcome.replaced == ["run"], outcome
@@ -310,7 +355,7 @@ def test_a_person_labels_a_turn_and_finds_it(context, lite):
   page.wait_for_selector("#turn .called")
   assert page.url.endswith("/rollouts/1?turn=2")
   assert page.locator("#turn .note").inner_text() == (
-      "It clicks\nbeside the <b>door</b>."
+    "It clicks\nbeside the <b>door</b>."
   )
   assert page.locator("#filmstrip a").nth(1).locator(".called").count() == 1
   assert page.locator("#filmstrip a").nth(0).locator(".called").count() == 0
@@ -327,7 +372,7 @@ def test_a_person_labels_a_turn_and_finds_it(context, lite):
     page.set_viewport_size({"width": width, "height": 900})
     page.goto(f"{lite.url}/rollouts/1?turn=2")
     assert page.evaluate(
-        "document.documentElement.scrollWidth <= innerWidth"
+      "document.documentElement.scrollWidth <= innerWidth"
     ), width
     assert chromium.faults_of(page) == []
   page.close()

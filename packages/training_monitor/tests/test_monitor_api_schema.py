@@ -10,17 +10,22 @@ schemathesis = pytest.importorskip("schemathesis")
 from schemathesis.specs.openapi import checks  # pylint: disable=g-import-not-at-top # noqa: E402
 
 CHECKS = [
-    schemathesis.checks.not_a_server_error,
-    checks.status_code_conformance,
-    checks.response_schema_conformance,
+  schemathesis.checks.not_a_server_error,
+  checks.status_code_conformance,
+  checks.response_schema_conformance,
 ]
 MUST_ANSWER = (
-    "GET /api/v1/trainings", "GET /api/v1/rollouts", "GET /api/v1/tasks",
-    "GET /api/v1/rollouts/{name}", "GET /api/v1/rollouts/{name}/turns",
-    "GET /api/v1/trainings/{id}/steps", "GET /api/v1/steps/{id}/history",
-    "GET /api/timeline/step/{id}",
-    "GET /api/v1/screenshots/{sha256}", "GET /health",
-)  # pyformat: disable
+  "GET /api/v1/trainings",
+  "GET /api/v1/rollouts",
+  "GET /api/v1/tasks",
+  "GET /api/v1/rollouts/{name}",
+  "GET /api/v1/rollouts/{name}/turns",
+  "GET /api/v1/trainings/{id}/steps",
+  "GET /api/v1/steps/{id}/history",
+  "GET /api/timeline/step/{id}",
+  "GET /api/v1/screenshots/{sha256}",
+  "GET /health",
+)
 
 
 @pytest.fixture(scope="module", name="server")
@@ -34,9 +39,11 @@ def test_every_operation_answers_as_its_document_says(server):
   """No 5xx, and no status or shape that is not written there."""
   sha, image = monitor_server.screenshot()
   server.http.put(f"/api/v1/screenshots/{sha}", content=image)
-  server.post(monitor_server.joined(
+  server.post(
+    monitor_server.joined(
       monitor_server.base(), monitor_server.episode("r1", status="completed")
-  ))  # pyformat: disable
+    )
+  )
   schema = schemathesis.openapi.from_url(server.url + "/api/v1/openapi.json")
   tried = {}
   numbers = itertools.count()
@@ -47,11 +54,11 @@ def test_every_operation_answers_as_its_document_says(server):
       continue  # A stream, which does not end.
 
     @hypothesis.settings(
-        max_examples=4,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+      max_examples=4,
+      deadline=None,
+      derandomize=True,
+      database=None,
+      suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(case=operation.as_strategy())
     def try_it(case):

@@ -17,11 +17,14 @@ from training_monitor.schema import database
 from training_monitor.schema import tables
 
 base, episode, joined = (
-    monitor_server.base, monitor_server.episode, monitor_server.joined,
-)  # pyformat: disable
+  monitor_server.base,
+  monitor_server.episode,
+  monitor_server.joined,
+)
 KEPT = [t.name for t in tables.TABLES] + [
-    "monitor_raw_value", "monitor_client_id",
-]  # pyformat: disable
+  "monitor_raw_value",
+  "monitor_client_id",
+]
 
 
 def contents(engine):
@@ -32,8 +35,8 @@ def contents(engine):
       table = tables.metadata.tables[name]
       order = list(table.primary_key.columns)
       tables_[name] = [
-          tuple(row)
-          for row in connection.execute(sa.select(table).order_by(*order))
+        tuple(row)
+        for row in connection.execute(sa.select(table).order_by(*order))
       ]
   return tables_
 
@@ -46,10 +49,12 @@ def fill(server, name="run", episodes=3):
   one["observations"][0]["screenshot_uri"] = f"sha256:{sha}"
   one["turns"][0]["model_response"] = "ü\u2028 <b>"
   prefix = lambda body: json.loads(
-      json.dumps(body)
-      .replace('"T"', f'"{name}-T"').replace('"S"', f'"{name}-S"')
-      .replace('"E"', f'"{name}-E"').replace('"B"', f'"{name}-B"')
-  )  # pyformat: disable
+    json.dumps(body)
+    .replace('"T"', f'"{name}-T"')
+    .replace('"S"', f'"{name}-S"')
+    .replace('"E"', f'"{name}-E"')
+    .replace('"B"', f'"{name}-B"')
+  )
   start = base(run_name=name, status="running", learning_rate="NaN")
   start["validators"] = [{"task_id": "open-door", "validator_type": "state"}]
   server.post(prefix(joined(start, one)))
@@ -62,7 +67,7 @@ def fill(server, name="run", episodes=3):
           episode(f"{name}-e", eval_id="E", status="failed"),
           episode(f"{name}-b", baseline_id="B", status="completed"),
       ),
-  }))  # pyformat: disable
+  }))  # fmt: skip
   return sha
 
 
@@ -74,18 +79,18 @@ def source(tmp_path):
 
 def export(server, path, **options):
   return exporting.export(
-      server.engine, server.app._files, path, quiet=True, **options
+    server.engine, server.app._files, path, quiet=True, **options
   )
 
 
 def import_(engine, tmp_path, path, **options):
   return importing.import_(
-      engine, tmp_path / "to_files", path, quiet=True, **options
+    engine, tmp_path / "to_files", path, quiet=True, **options
   )
 
 
 def test_a_project_arrives_whole_with_its_ids_and_only_once(
-    source, engine, tmp_path
+  source, engine, tmp_path
 ):
   sha = fill(source)
   fill(source, "other")
@@ -104,13 +109,13 @@ def test_a_project_arrives_whole_with_its_ids_and_only_once(
 
 
 def test_tags_and_the_baseline_travel_and_what_is_here_stays(
-    source, target, tmp_path
+  source, target, tmp_path
 ):
   fill(source)
   (id_,) = [t["id"] for t in source.rows("training")]
   path = tmp_path / "runs.zip"
   tag = lambda server, **body: server.http.post(
-      f"/api/v1/trainings/{id_}/tags", json=body
+    f"/api/v1/trainings/{id_}/tags", json=body
   ).json()["tags"]
   tag(source, add=["first", "ü"])
   source.http.put(f"/api/v1/trainings/{id_}/pin")
@@ -137,7 +142,7 @@ def test_tags_and_the_baseline_travel_and_what_is_here_stays(
 
 
 def test_what_is_imported_is_served_and_can_be_gone_on_with(
-    source, target, tmp_path
+  source, target, tmp_path
 ):
   fill(source)
   path = tmp_path / "runs.zip"
@@ -148,35 +153,41 @@ def test_what_is_imported_is_served_and_can_be_gone_on_with(
     (run, _) = server.get("/api/v1/trainings")["items"]
     assert run["run_name"] == "run"
     (picture,) = [
-        o for o in server.rows("obs") if o["screenshot_uri"] is not None
+      o for o in server.rows("obs") if o["screenshot_uri"] is not None
     ]
     sha = picture["screenshot_uri"].removeprefix("sha256:")
     assert server.http.get(f"/api/v1/screenshots/{sha}").status_code == 200
     # The client of the run may have moved, too: its names still work.
-    reply = server.post({
+    reply = server.post(
+      {
         "training_id": "run-T",
-        "steps": [{"client_id": "run-S", "status": "completed"},
-                  {"client_id": "new", "step": 2}],
+        "steps": [
+          {"client_id": "run-S", "status": "completed"},
+          {"client_id": "new", "step": 2},
+        ],
         "rollouts": [{"client_id": "run-1", "batch": 7}],
-    })  # pyformat: disable
+      }
+    )
     assert reply["training_id"] == run["id"]
     (rollout,) = [
-        r for r in server.rows("rollout") if r["rollout_id"] == "run-1"
+      r for r in server.rows("rollout") if r["rollout_id"] == "run-1"
     ]
     assert rollout["batch"] == 7
 
 
 def test_a_later_state_replaces_and_an_earlier_one_does_not(
-    source, engine, tmp_path
+  source, engine, tmp_path
 ):
   fill(source)
   early, late = tmp_path / "early.zip", tmp_path / "late.zip"
   export(source, early)
-  source.post({
+  source.post(
+    {
       "training": {"client_id": "run-T", "status": "completed"},
       "rollouts": [{"client_id": "run-1", "reward": 0.25}],
       "steps": [{"client_id": "s2", "step": 2}],
-  })
+    }
+  )
   export(source, late)
   assert import_(engine, tmp_path, early).imported == ["run"]
   outcome = import_(engine, tmp_path, late)
@@ -192,9 +203,9 @@ def shape(server):
   for run in server.get("/api/v1/trainings")["items"]:
     history = server.get(f"/api/v1/trainings/{run['id']}/history")["items"]
     rollouts = []
-    for rollout in server.get(
-        "/api/v1/rollouts", training_id=run["id"]
-    )["items"]:
+    for rollout in server.get("/api/v1/rollouts", training_id=run["id"])[
+      "items"
+    ]:
       detail = server.get(f"/api/v1/rollouts/{rollout['id']}")
       # Tasks are shared: existing ones do not change.
       detail["task"] = detail["task"]["task_id"]
@@ -206,11 +217,10 @@ def shape(server):
   def plain(value):
     if isinstance(value, dict):
       return {
-          k: plain(v)
-          for k, v in value.items()
-          if k not in ("id", "entity_id") and not (
-              k.endswith("_id") and isinstance(v, int)
-          )
+        k: plain(v)
+        for k, v in value.items()
+        if k not in ("id", "entity_id")
+        and not (k.endswith("_id") and isinstance(v, int))
       }
     if isinstance(value, (list, tuple)):
       return [plain(v) for v in value]
@@ -220,7 +230,7 @@ def shape(server):
 
 
 def test_where_ids_are_taken_new_ones_are_given_and_all_that_refers_follows(
-    source, target, tmp_path
+  source, target, tmp_path
 ):
   fill(source)
   expected = shape(source)
@@ -240,7 +250,7 @@ def test_where_ids_are_taken_new_ones_are_given_and_all_that_refers_follows(
 
 
 def test_another_run_of_the_same_name_gets_a_number_and_stays_known(
-    exported, tmp_path
+  exported, tmp_path
 ):
   with monitor_server.sqlite_server(tmp_path / "to") as server:
     server.post({"training": {"client_id": "x", "run_name": "run"}})
@@ -262,7 +272,7 @@ def test_an_export_is_one_moment_of_the_database(source, tmp_path):
     if name.endswith("rollout.jsonl"):
       source.post(episode("meanwhile") | {"training_id": "run-T", "rollouts": [
           {"rollout_id": "meanwhile", "step_id": "run-S",
-           "task_id": "open-door"}]})  # pyformat: disable
+           "task_id": "open-door"}]})  # fmt: skip
     return count
 
   archive.ArchiveWriter.rows = rows_and_more
@@ -289,8 +299,8 @@ def test_a_run_or_a_project_can_be_chosen(source, tmp_path, engine):
     (run,) = runs_lib.find(connection, "elsewhere")
   assert run.name == "other"
   for options, says in (
-      ({"names": ("nobody",)}, "--run=nobody"),
-      ({"project": "none"}, "--project=none"),
+    ({"names": ("nobody",)}, "--run=nobody"),
+    ({"project": "none"}, "--project=none"),
   ):
     with pytest.raises(runs_lib.MaintenanceError, match=says):
       export(source, path, **options)
@@ -329,29 +339,29 @@ def rewritten(path, out, change):
 
 
 @pytest.mark.parametrize(
-    "part, change, says",
-    [
-        ("rollout.jsonl", lambda d: d.replace(b'"run-1"', b'"run-9"'), "hash"),
-        ("obs.jsonl", lambda d: d[: len(d) // 2], "damaged"),
-        ("turn.jsonl", lambda d: None, "damaged"),
-        (".png", lambda d: monitor_server.screenshot(9)[1], "hash"),
-        (".png", lambda d: None, "damaged"),
-        ("manifest.json", lambda d: b"{}", "monitor export"),
-        ("manifest.json", lambda d: d.replace(b"1,", b"2,", 1), "version 2"),
-        (
-            "manifest.json",
-            lambda d: d.replace(b'"schema": "', b'"schema": "9'),
-            "schema 9",
-        ),
-    ],
+  "part, change, says",
+  [
+    ("rollout.jsonl", lambda d: d.replace(b'"run-1"', b'"run-9"'), "hash"),
+    ("obs.jsonl", lambda d: d[: len(d) // 2], "damaged"),
+    ("turn.jsonl", lambda d: None, "damaged"),
+    (".png", lambda d: monitor_server.screenshot(9)[1], "hash"),
+    (".png", lambda d: None, "damaged"),
+    ("manifest.json", lambda d: b"{}", "monitor export"),
+    ("manifest.json", lambda d: d.replace(b"1,", b"2,", 1), "version 2"),
+    (
+      "manifest.json",
+      lambda d: d.replace(b'"schema": "', b'"schema": "9'),
+      "schema 9",
+    ),
+  ],
 )
 def test_what_is_damaged_does_not_come_in(
-    exported, empty, tmp_path, part, change, says
+  exported, empty, tmp_path, part, change, says
 ):
   wrong = rewritten(
-      exported,
-      tmp_path / "changed.zip",
-      lambda name, data: change(data) if name.endswith(part) else data,
+    exported,
+    tmp_path / "changed.zip",
+    lambda name, data: change(data) if name.endswith(part) else data,
   )
   with pytest.raises(runs_lib.MaintenanceError, match=says):
     import_(empty, tmp_path, wrong)
@@ -394,8 +404,12 @@ def test_the_same_episodes_cannot_be_of_two_runs(exported, tmp_path):
 def test_the_commands(source, tmp_path, capsys):
   fill(source)
   path, to = str(tmp_path / "runs.zip"), str(tmp_path / "to.db")
-  own = ("--database", str(tmp_path / "from" / "m.db"), "--files",
-         str(tmp_path / "from" / "files"))  # pyformat: disable
+  own = (
+    "--database",
+    str(tmp_path / "from" / "m.db"),
+    "--files",
+    str(tmp_path / "from" / "files"),
+  )
   assert serve.main(["export", path, "--quiet", *own]) == 0
   assert "1 runs" in capsys.readouterr().out
   assert serve.main(["export", path, "--quiet", *own]) == 2
@@ -405,8 +419,8 @@ def test_the_commands(source, tmp_path, capsys):
   assert "1 runs imported" in captured.out and "importing" in captured.err
   assert (tmp_path / "to_files").is_dir()
   for args, says in (
-      (["import", path + "x", "--database", to], "no such file"),
-      (["export", path, "--force", "--database", to + "x"], "no such file"),
+    (["import", path + "x", "--database", to], "no such file"),
+    (["export", path, "--force", "--database", to + "x"], "no such file"),
   ):
     assert serve.main(args) == 2
     assert says in capsys.readouterr().err

@@ -7,18 +7,17 @@ import monitor_server
 import pytest
 
 FIELDS = {
-    "current_turn": st.integers(0, 9),
-    "status": st.sampled_from(
-        ("agent_init", "running", "completed", "failed", "cancelled")
-    ),
-    "reward": st.sampled_from((0.0, 0.5, 1.0)),
+  "current_turn": st.integers(0, 9),
+  "status": st.sampled_from(
+    ("agent_init", "running", "completed", "failed", "cancelled")
+  ),
+  "reward": st.sampled_from((0.0, 0.5, 1.0)),
 }
 CHANGES = st.lists(
-    st.tuples(
-        st.sampled_from("ab"), st.fixed_dictionaries({}, optional=FIELDS)
-    ),
-    min_size=1, max_size=16,
-)  # pyformat: disable
+  st.tuples(st.sampled_from("ab"), st.fixed_dictionaries({}, optional=FIELDS)),
+  min_size=1,
+  max_size=16,
+)
 TIMES = ("created_at", "updated_at")
 
 
@@ -27,11 +26,11 @@ def stored(server, prefix):
   by_name = {}
   for row in server.rows("rollout", where=f"rollout_id LIKE '{prefix}%'"):
     history = [
-        (h["old_status"], h["new_status"], h["progress_percent"])
-        for h in server.rows(
-            "status_history",
-            where=f"entity_type = 'rollout' AND entity_id = {row['id']}",
-        )
+      (h["old_status"], h["new_status"], h["progress_percent"])
+      for h in server.rows(
+        "status_history",
+        where=f"entity_type = 'rollout' AND entity_id = {row['id']}",
+      )
     ]
     name = row["rollout_id"].removeprefix(prefix)
     for field in ("id", "rollout_id", *TIMES):
@@ -54,10 +53,15 @@ def test_changes_of_one_batch_come_in_their_order(lite):
     for way in ("one", "each"):
       prefix = f"{way}-{runs}-"
       rows = [
-          {"client_id": f"{prefix}{name}", "step_id": "S",
-           "task_id": "open-door", "model_path": "m", **fields}
-          for name, fields in changes
-      ]  # pyformat: disable
+        {
+          "client_id": f"{prefix}{name}",
+          "step_id": "S",
+          "task_id": "open-door",
+          "model_path": "m",
+          **fields,
+        }
+        for name, fields in changes
+      ]
       for batch in [rows] if way == "one" else [[row] for row in rows]:
         lite.post({"rollouts": batch})
     assert stored(lite, f"one-{runs}-") == stored(lite, f"each-{runs}-")
@@ -66,13 +70,17 @@ def test_changes_of_one_batch_come_in_their_order(lite):
 
 
 def test_an_environment_that_waited_is_the_one_that_comes_with_its_rollout(
-    server,
+  server,
 ):
   """Told before its rollout, and without a name once more beside it."""
   server.post(monitor_server.base())
-  (waits,) = server.post({"environments": [
-      {"client_id": "w", "env_type": "android", "status": "creating"}
-  ]})["environments"]  # pyformat: disable
+  (waits,) = server.post(
+    {
+      "environments": [
+        {"client_id": "w", "env_type": "android", "status": "creating"}
+      ]
+    }
+  )["environments"]
   reply = server.post({
       "rollouts": [{
           "client_id": "r", "step_id": "S", "task_id": "open-door",
@@ -81,7 +89,7 @@ def test_an_environment_that_waited_is_the_one_that_comes_with_its_rollout(
       "environments": [{
           "rollout_id": "r", "env_type": "android", "status": "running",
       }],
-  })  # pyformat: disable
+  })  # fmt: skip
   (environment,) = server.rows("environment")
   assert environment["id"] == waits["id"] == reply["environments"][0]["id"]
   assert environment["status"] == "running"
@@ -90,10 +98,12 @@ def test_an_environment_that_waited_is_the_one_that_comes_with_its_rollout(
 def test_a_turn_said_twice_of_a_new_rollout_is_one(server):
   server.post(monitor_server.base())
   turn = {"rollout_id": "r", "turn": 1}
-  server.post({
+  server.post(
+    {
       "rollouts": [{"client_id": "r", "step_id": "S", "task_id": "open-door"}],
       "turns": [{**turn, "reward": 0.5}, {**turn, "turn_time": 2.0}],
-  })  # pyformat: disable
+    }
+  )
   server.post({"turns": [{**turn, "episode_done": True}]})
   (row,) = server.rows("turn")
   assert (row["reward"], row["turn_time"]) == (0.5, 2.0)
@@ -105,15 +115,20 @@ def test_environments_that_wait_are_told_apart(server):
   server.post(monitor_server.base())
   ids = []
   for name in ("v", "w"):
-    (waits,) = server.post({"environments": [{
-        "client_id": name, "env_type": "android", "gbox_id": f"box {name}",
-    }]})["environments"]  # pyformat: disable
+    (waits,) = server.post(
+      {
+        "environments": [
+          {"client_id": name, "env_type": "android", "gbox_id": f"box {name}"}
+        ]
+      }
+    )["environments"]
     ids.append(waits["id"])
   server.post({"rollouts": [
       {"client_id": f"r{name}", "step_id": "S", "task_id": "open-door",
        "env_id": id_}
       for name, id_ in zip("vw", ids)
-  ]})  # pyformat: disable
+  ]})  # fmt: skip
   assert [(e["id"], e["gbox_id"]) for e in server.rows("environment")] == [
-      (ids[0], "box v"), (ids[1], "box w"),
-  ]  # pyformat: disable
+    (ids[0], "box v"),
+    (ids[1], "box w"),
+  ]

@@ -43,7 +43,7 @@ def server(tmp_path):
 
 def client_of(url, folder, **options):
   return ingest_client.IngestClient(
-      url, timeout_seconds=10, spool_dir=folder, **options
+    url, timeout_seconds=10, spool_dir=folder, **options
   )
 
 
@@ -53,10 +53,14 @@ def tell(client, episodes=3, start=0):
   step = client.post_step({"training_id": training, "step": 1}, "S")
   client.post_task({"task_id": "open-door"})
   for n in range(start, start + episodes):
-    name = client.post_rollout({
-        "rollout_id": f"r{n}", "step_id": step, "task_id": "open-door",
+    name = client.post_rollout(
+      {
+        "rollout_id": f"r{n}",
+        "step_id": step,
+        "task_id": "open-door",
         "status": "running",
-    })  # pyformat: disable
+      }
+    )
     turn = client.post_turn({"rollout_id": name, "turn": 1}, f"r{n}:turn:1")
     client.post_action({"turn_id": turn, "tokens": [1], "logprobs": [-0.5]})
     client.post_observation({"turn_id": turn, "text_content": f"{n}"})
@@ -67,7 +71,7 @@ def tell(client, episodes=3, start=0):
 def check(server, episodes=3):
   rollouts = server.rows("rollout", order="reward")
   assert [(r["rollout_id"], r["reward"], r["status"]) for r in rollouts] == [
-      (f"r{n}", float(n), "completed") for n in range(episodes)
+    (f"r{n}", float(n), "completed") for n in range(episodes)
   ]
   for table in ("turn", "action", "obs"):
     assert len(server.rows(table)) == episodes
@@ -82,8 +86,8 @@ def test_what_is_posted_arrives_and_ids_serve_before_it_has(server, tmp_path):
     assert client.drain(20)
     (row,) = server.rows("training")
     assert client.remote_id("training", training, 5) == row["id"]
-    assert client.remote_id("rollout", "r0", 5) == (
-        server.rows("rollout")[0]["id"]
+    assert (
+      client.remote_id("rollout", "r0", 5) == (server.rows("rollout")[0]["id"])
     )
     assert client.remote_id("rollout", "nobody") is None
   check(server)
@@ -92,25 +96,25 @@ def test_what_is_posted_arrives_and_ids_serve_before_it_has(server, tmp_path):
 
 def test_an_observation_s_tree_is_in_its_row():
   step = trajectory.Step(
-      observation={"axtree": "[1] button 'OK'", "text": "It is gone."}
+    observation={"axtree": "[1] button 'OK'", "text": "It is gone."}
   )
   rows = turn_rows.of_turn(
-      "r", 0, step, (0.0, 1.0, {}), None, turn_tokens.NONE, None
+    "r", 0, step, (0.0, 1.0, {}), None, turn_tokens.NONE, None
   )
   after = rows["observations"][-1]
   assert after["text_content"] == "[1] button 'OK'\nIt is gone."
 
 
-def test_statuses_that_follow_each_other_closely_are_all_seen(
-    server, tmp_path
-):
+def test_statuses_that_follow_each_other_closely_are_all_seen(server, tmp_path):
   with client_of(server.url, tmp_path / "spool") as client:
     for status in ("initializing", "running", "completed"):
       client.post_training({"run_name": "x", "status": status})
     assert client.drain(20)
   assert [h["new_status"] for h in server.rows("status_history")] == [
-      "initializing", "running", "completed",
-  ]  # pyformat: disable
+    "initializing",
+    "running",
+    "completed",
+  ]
 
 
 def test_record_maps_local_numbers_and_skips_orphans(server, tmp_path):
@@ -118,9 +122,7 @@ def test_record_maps_local_numbers_and_skips_orphans(server, tmp_path):
     client.record_training(1, {"run_name": "x"})
     client.record_step(7, {"training_id": 1, "step": 1})
     client.record_task(3, {"task_id": "t"})
-    client.record_rollout(
-        9, {"rollout_id": "u", "step_id": 7, "task_id": 3}
-    )
+    client.record_rollout(9, {"rollout_id": "u", "step_id": 7, "task_id": 3})
     client.record_turn(11, {"rollout_id": 9, "turn": 1})
     assert client.record_action(1, {"turn_id": 11, "action_type": "key"})
     assert client.record_turn(12, {"rollout_id": 10, "turn": 1}) is None
@@ -141,10 +143,8 @@ def test_values_that_json_has_not(server, tmp_path):
             "huge": 1 << 70, "array": np.array([1.0, np.inf]), 5: {"t": (1,)},
             "when": datetime.datetime(2026, 1, 1),
         },
-    })  # pyformat: disable
-    client.post_step(
-        {"training_id": training, "step": 1, "loss": float("inf")}
-    )
+    })  # fmt: skip
+    client.post_step({"training_id": training, "step": 1, "loss": float("inf")})
     assert client.drain(20)
     assert not client.sender.counters["dead_letters"]
   (row,) = server.rows("training")
@@ -169,7 +169,7 @@ _JSON = st.recursive(
     | st.dictionaries(st.text(max_size=2) | st.integers(0, 3), inner,
                       max_size=4),
     max_leaves=8,
-)  # pyformat: disable
+)  # fmt: skip
 
 
 @given(_JSON)
@@ -189,7 +189,7 @@ def test_what_is_json_already_is_written_as_it_would_be_with_a_copy(value):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_lost_repeated_and_refused_requests_leave_the_same_database(
-    server, tmp_path, seed
+  server, tmp_path, seed
 ):
   troubled = monitor_network.Troubled(server.app.asgi, seed)
 
@@ -212,9 +212,7 @@ def test_lost_repeated_and_refused_requests_leave_the_same_database(
   check(server, sent)
 
 
-def test_without_a_server_everything_waits_for_the_next_start(
-    server, tmp_path
-):
+def test_without_a_server_everything_waits_for_the_next_start(server, tmp_path):
   folder = tmp_path / "spool"
   client = client_of(DEAD, folder, target="the monitor")
   tell(client)
@@ -233,9 +231,7 @@ def test_without_a_server_everything_waits_for_the_next_start(
   assert list(folder.iterdir()) == []
 
 
-def test_items_of_a_program_that_closes_without_time_are_in_the_spool(
-    tmp_path
-):
+def test_items_of_a_program_that_closes_without_time_are_in_the_spool(tmp_path):
   client = client_of(DEAD, tmp_path / "spool")
   for n in range(2000):
     client.post_task({"task_id": f"t{n}"})
@@ -245,7 +241,7 @@ def test_items_of_a_program_that_closes_without_time_are_in_the_spool(
 
 def test_a_spool_in_use_is_left_to_its_owner(tmp_path):
   claimed = lambda: list(
-      spool_lib.claim_orphans(tmp_path, "t", tmp_path / "own.spool")
+    spool_lib.claim_orphans(tmp_path, "t", tmp_path / "own.spool")
   )
   first = spool_lib.Spool(tmp_path / "a.spool", "t")
   first.append([(spool_lib.PART, b"{}")])
@@ -261,26 +257,26 @@ def test_a_spool_in_use_is_left_to_its_owner(tmp_path):
 
 def test_a_fork_does_not_keep_a_spool_from_the_next_owner(tmp_path):
   program = (
-      "import os, signal, sys, time\n"
-      "from training_monitor.client import spool\n"
-      "first = spool.Spool(sys.argv[1], 't')\n"
-      "child = os.fork()\n"
-      "if not child:\n"
-      "  time.sleep(60)\n"
-      "assert spool.is_owned(first.path)\n"
-      "first.close()\n"
-      "deadline = time.monotonic() + 20  # Until the child has run.\n"
-      "while spool.is_owned(first.path) and time.monotonic() < deadline:\n"
-      "  time.sleep(0.01)\n"
-      "print(spool.is_owned(first.path))\n"
-      "os.kill(child, signal.SIGKILL)\n"
+    "import os, signal, sys, time\n"
+    "from training_monitor.client import spool\n"
+    "first = spool.Spool(sys.argv[1], 't')\n"
+    "child = os.fork()\n"
+    "if not child:\n"
+    "  time.sleep(60)\n"
+    "assert spool.is_owned(first.path)\n"
+    "first.close()\n"
+    "deadline = time.monotonic() + 20  # Until the child has run.\n"
+    "while spool.is_owned(first.path) and time.monotonic() < deadline:\n"
+    "  time.sleep(0.01)\n"
+    "print(spool.is_owned(first.path))\n"
+    "os.kill(child, signal.SIGKILL)\n"
   )
   result = fresh_interpreter.run(program, tmp_path / "a.spool")
   assert (result.stdout, result.returncode) == ("False\n", 0), result.stderr
 
 
 def test_what_the_server_refuses_is_put_aside_and_holds_up_nothing(
-    server, tmp_path
+  server, tmp_path
 ):
   folder = tmp_path / "spool"
   with client_of(server.url, folder) as client:
@@ -338,8 +334,11 @@ def test_a_server_that_never_answers_does_not_hold_up_the_end(tmp_path):
 def test_memory_is_bounded_and_drops_are_counted(tmp_path, monkeypatch):
   client = client_of(DEAD, tmp_path / "spool", config=Config(max_pending=10))
   gate = threading.Event()
-  monkeypatch.setattr(client.sender.spool, "append", lambda records: (
-      gate.wait(20), len(records))[1])  # pyformat: disable
+  monkeypatch.setattr(
+    client.sender.spool,
+    "append",
+    lambda records: (gate.wait(20), len(records))[1],
+  )
   client.post_task({"task_id": "first"})
   while client.sender._writer._pending:
     time.sleep(0.01)
@@ -364,9 +363,7 @@ def test_the_disk_is_bounded_and_drops_are_counted(tmp_path):
 def test_images_stop_before_the_space_is_gone(tmp_path):
   client = client_of(DEAD, tmp_path / "spool", config=SMALL)
   for n in range(10):
-    client.sender.put(
-        {"tasks": [{"task_id": f"t{n}"}]}, {f"{n}": b"x" * 4000}
-    )
+    client.sender.put({"tasks": [{"task_id": f"t{n}"}]}, {f"{n}": b"x" * 4000})
     client.flush()
   counts = client.sender.counts()
   assert counts["entry"] == 10 and counts["image"] < 5
@@ -375,7 +372,7 @@ def test_images_stop_before_the_space_is_gone(tmp_path):
 
 
 def test_a_disk_that_fails_for_a_while_loses_nothing(
-    server, tmp_path, monkeypatch
+  server, tmp_path, monkeypatch
 ):
   failing = {"left": 3}
   real = spool_lib.Spool.append
@@ -396,7 +393,6 @@ def test_a_disk_that_fails_for_a_while_loses_nothing(
 
 def test_something_that_cannot_be_told_is_counted(server, tmp_path):
   class Fails:
-
     def tolist(self):
       raise RuntimeError("no")
 
@@ -411,7 +407,7 @@ def test_something_that_cannot_be_told_is_counted(server, tmp_path):
 def test_a_wrong_token_is_no_reason_to_throw_anything_away(tmp_path):
   with monitor_server.sqlite_server(tmp_path / "s", token="right") as server:
     client = ingest_client.IngestClient(
-        server.url, "wrong", spool_dir=tmp_path / "spool"
+      server.url, "wrong", spool_dir=tmp_path / "spool"
     )
     tell(client)
     assert client.flush()
@@ -419,7 +415,7 @@ def test_a_wrong_token_is_no_reason_to_throw_anything_away(tmp_path):
     assert not client.close(0.2)
     assert client.sender.counters["dead_letters"] == 0
     with ingest_client.IngestClient(
-        server.url, "right", spool_dir=tmp_path / "spool"
+      server.url, "right", spool_dir=tmp_path / "spool"
     ) as client:
       client.drain(10)
       deadline = time.monotonic() + 10
@@ -429,11 +425,13 @@ def test_a_wrong_token_is_no_reason_to_throw_anything_away(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "url, says",
-    [
-        ("", "give http"), ("ftp://x", "give http"), ("http://", "give http"),
-        ("http://x:99999", "give http"),
-    ],
+  "url, says",
+  [
+    ("", "give http"),
+    ("ftp://x", "give http"),
+    ("http://", "give http"),
+    ("http://x:99999", "give http"),
+  ],
 )
 def test_urls_that_are_none(tmp_path, url, says):
   with pytest.raises(ValueError, match=says):
@@ -455,8 +453,9 @@ def test_a_request_has_one_deadline_for_all_of_it():
     if scope["type"] == "http":
       await send({"type": "http.response.start", "status": 200})
       for _ in range(100):
-        await send({"type": "http.response.body", "body": b" ",
-                    "more_body": True})
+        await send(
+          {"type": "http.response.body", "body": b" ", "more_body": True}
+        )
         await asyncio.sleep(0.05)
 
   with http_server.LoopbackServer(dripping) as front:
@@ -476,26 +475,29 @@ def test_a_recorder_tells_an_episode(server, tmp_path):
     training = client.post_training(run_name="x", status="running")
     step = client.post_step({"training_id": training, "step": 1})
     recorder = http_rollout_recorder.HttpRolloutRecorder(
-        client, "u-1", training, "step", "m", step_id=step
+      client, "u-1", training, "step", "m", step_id=step
     )
     assert recorder.start_rollout(
         "t-1", "Turn on wifi", "m", "android", "step", step_id=step,
         group_num=2, env_index=1, max_turns=10,
-    )  # pyformat: disable
+    )  # fmt: skip
     recorder.update_environment(gbox_id="box-7", status="running")
     for turn in (1, 2):
       recorder.start_turn(turn)
       recorder.record_observation(
-          turn, obs_type="screenshot_before", screenshot_uri="https://x/1"
+        turn, obs_type="screenshot_before", screenshot_uri="https://x/1"
       )
       recorder.record_action(
-          turn, action={"name": "tap", "args": {"point": [1, 2]}, "callId": "c"}
+        turn, action={"name": "tap", "args": {"point": [1, 2]}, "callId": "c"}
       )
       recorder.record_action(turn, action_type="tap")
       recorder.end_turn(
-          turn, turn_time=1.5, reward=0.0, episode_done=turn == 2,
-          metrics={"model": 1.0},
-      )  # pyformat: disable
+        turn,
+        turn_time=1.5,
+        reward=0.0,
+        episode_done=turn == 2,
+        metrics={"model": 1.0},
+      )
     recorder.record_validation(success=None)
     recorder.record_validation(success=True, details_json={"score": 1.0})
     recorder.update_environment(status="terminated")
@@ -511,9 +513,11 @@ def test_a_recorder_tells_an_episode(server, tmp_path):
   assert [t["turn_time"] for t in rollout["turns"]] == [1.5, 1.5]
   assert len(rollout["validations"]) == 1
   assert len(server.rows("action")) == 4
-  assert [h["new_status"] for h in server.rows("status_history")
-          if h["entity_type"] == "rollout"] == [
-              "env_creation", "running", "completed"]
+  assert [
+    h["new_status"]
+    for h in server.rows("status_history")
+    if h["entity_type"] == "rollout"
+  ] == ["env_creation", "running", "completed"]
 
 
 def test_a_recorder_without_monitor_or_source_records_nothing(tmp_path):
@@ -537,7 +541,7 @@ def test_the_life_of_a_training_through_the_hooks(server, tmp_path):
   with client_of(server.url, tmp_path / "spool") as client:
     context.set_ingest_client(client)
     training = client.post_training(
-        run_name="x", status="running", current_phase="rollout", total_steps=2
+      run_name="x", status="running", current_phase="rollout", total_steps=2
     )
     context.set_training_id(training)
     client.post_task({"task_id": "t"})
@@ -550,12 +554,12 @@ def test_the_life_of_a_training_through_the_hooks(server, tmp_path):
       hooks.record_step_after_rollout(number)
       hooks.record_step_before_training(number)
       hooks.record_step_after_training(
-          number, metrics={"loss": 0.5, "tokens": 7.0, "kl_loss": 0.1}
+        number, metrics={"loss": 0.5, "tokens": 7.0, "kl_loss": 0.1}
       )
     hooks.create_eval_via_monitor(2, "m")
     assert context.get_eval_id() and context.get_baseline_id()
     client.post_training(
-        training_id=training, status="failed", error_message="step 2 broke"
+      training_id=training, status="failed", error_message="step 2 broke"
     )
     context.clear_monitor_context()
     assert client.drain(20)
@@ -565,8 +569,9 @@ def test_the_life_of_a_training_through_the_hooks(server, tmp_path):
   assert (row["status"], row["error_message"]) == ("failed", "step 2 broke")
   stored_steps = server.rows("step")
   assert [(s["step"], s["status"], s["loss"]) for s in stored_steps] == [
-      (1, "completed", 0.5), (2, "completed", 0.5),
-  ]  # pyformat: disable
+    (1, "completed", 0.5),
+    (2, "completed", 0.5),
+  ]
   assert stored_steps[0]["num_tokens"] == 7
   assert len(server.rows("task")) == len(server.rows("baseline")) == 1
   assert server.rows("eval")[0]["step"] == 2
@@ -575,13 +580,13 @@ def test_the_life_of_a_training_through_the_hooks(server, tmp_path):
 def test_the_code_in_the_documentation_runs(server, tmp_path, monkeypatch):
   monkeypatch.setenv(ingest_client.SPOOL_VARIABLE, str(tmp_path / "spool"))
   documented_code.run(
-      "docs/monitor.md", replace={"http://127.0.0.1:8765": server.url}
+    "docs/monitor.md", replace={"http://127.0.0.1:8765": server.url}
   )
   rollout = server.get("/api/v1/rollouts/an-id-of-its-own")
   assert rollout["status"] == "completed" and rollout["task_success"] == 1
   documented_code.run(
-      "packages/training_monitor/README.md",
-      replace={"http://127.0.0.1:8765": server.url},
+    "packages/training_monitor/README.md",
+    replace={"http://127.0.0.1:8765": server.url},
   )
   assert "my-run" in [t["run_name"] for t in server.rows("training")]
   (body,) = documented_code.blocks("docs/monitor.md", "json")
@@ -591,8 +596,13 @@ def test_the_code_in_the_documentation_runs(server, tmp_path, monkeypatch):
 def test_what_the_server_did_not_keep_is_a_warning(server, tmp_path, caplog):
   caplog.set_level(logging.INFO)
   with client_of(server.url, tmp_path / "spool") as client:
-    client._learn({"ignored": [
-        {"field": "a", "kept": "nothing"}, {"field": "b", "kept": "pending"},
-    ]})  # pyformat: disable
+    client._learn(
+      {
+        "ignored": [
+          {"field": "a", "kept": "nothing"},
+          {"field": "b", "kept": "pending"},
+        ]
+      }
+    )
   levels = [r.levelname for r in caplog.records if "ignored" in r.message]
   assert levels == ["WARNING", "INFO"]

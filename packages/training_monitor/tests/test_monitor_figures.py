@@ -27,17 +27,21 @@ class Told:
     names = [f"{f}-{n}" for f in FAMILIES for n in range(4)]
     # place -> [(task, greedy, broke, won)]
     self.tries = {
-        place: [
-            (task, greedy, rng.random() < 0.2, rng.random() < chance)
-            for task in names for greedy in (False, True) for _ in range(2)
-        ]
-        for place, chance in (("B", 0.2), ("E5", 0.5), ("E15", 0.8), ("E16", 0))
-    }  # pyformat: disable
+      place: [
+        (task, greedy, rng.random() < 0.2, rng.random() < chance)
+        for task in names
+        for greedy in (False, True)
+        for _ in range(2)
+      ]
+      for place, chance in (("B", 0.2), ("E5", 0.5), ("E15", 0.8), ("E16", 0))
+    }
     self.groups = [
-        [(rng.random() < 0.25, float(rng.choice([0.0, 0.25, 1.0])))
-         for _ in range(4)]
-        for _ in range(6)
-    ] + [[(False, 1.0)] * 4]  # pyformat: disable
+      [
+        (rng.random() < 0.25, float(rng.choice([0.0, 0.25, 1.0])))
+        for _ in range(4)
+      ]
+      for _ in range(6)
+    ] + [[(False, 1.0)] * 4]
     self.advantages = rng.normal(size=(len(self.groups), 4)).round(4)
     rollouts = [
         {"rollout_id": f"{place}-{n}", "task_id": task, "model_path": "m",
@@ -47,7 +51,7 @@ class Told:
          "task_success": bool(won and not broke)}
         for place, tries in self.tries.items()
         for n, (task, greedy, broke, won) in enumerate(tries)
-    ]  # pyformat: disable
+    ]  # fmt: skip
     rollouts += [
         {"rollout_id": f"g{group}-{n}", "task_id": names[group],
          "model_path": "m", "step_id": "S20", "group": group, "env_index": n,
@@ -61,7 +65,7 @@ class Told:
          }}
         for group, members in enumerate(self.groups)
         for n, (broke, reward) in enumerate(members)
-    ]  # pyformat: disable
+    ]  # fmt: skip
     server.post({
         "training": {"client_id": "T", "run_name": "r", "status": "running",
                      "total_steps": TOTAL, "current_step": DONE},
@@ -77,7 +81,7 @@ class Told:
                   for n in (5, 15, 16)],
         "baselines": [{"client_id": "B", "model_path": "m"}],
         "rollouts": rollouts,
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def text(self, path):
     """A page's words, one blank between them."""
@@ -89,10 +93,12 @@ class Told:
   def counted(self, place, family=None, mode=None):
     """(successes, completed) of a measurement."""
     own = [
-        won for task, greedy, broke, won in self.tries[place]
-        if not broke and (family is None or task.startswith(family))
-        and (mode is None or greedy == (mode == "greedy"))
-    ]  # pyformat: disable
+      won
+      for task, greedy, broke, won in self.tries[place]
+      if not broke
+      and (family is None or task.startswith(family))
+      and (mode is None or greedy == (mode == "greedy"))
+    ]
     return sum(own), len(own)
 
 
@@ -110,9 +116,9 @@ def seconds(text):
   """Returns the seconds of a duration on a page."""
   units = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
   return sum(
-      float(n) * units[u] for n, u in re.findall(r"([\d.]+) (ms|s|min|h|d)\b",
-                                                 text)
-  )  # pyformat: disable
+    float(n) * units[u]
+    for n, u in re.findall(r"([\d.]+) (ms|s|min|h|d)\b", text)
+  )
 
 
 @pytest.mark.parametrize("mode", [None, "sampled", "greedy"])
@@ -126,10 +132,12 @@ def test_the_success_table_is_what_was_tried(recorded, mode):
     cells = re.findall(r"([\d.]+ %) (\d+)/(\d+)", line)[:4]
     for place, shown in zip(("B", "E5", "E15", "E16"), cells, strict=True):
       wins, tries = recorded.counted(
-          place, None if family == "all" else family, mode or "sampled"
+        place, None if family == "all" else family, mode or "sampled"
       )
       assert shown == (percent(wins / tries), str(wins), str(tries)), (
-          family, place)  # pyformat: disable
+        family,
+        place,
+      )
 
 
 def test_a_measurements_interval_counts_what_counts(recorded):
@@ -165,7 +173,7 @@ def test_an_older_database_gets_figures_of_one_mode(recorded):
   with recorded.server.engine.begin() as connection:
     connection.exec_driver_sql("UPDATE eval SET success_rate = 0.123")
     connection.exec_driver_sql(
-        "UPDATE alembic_version SET version_num = '0005'"
+      "UPDATE alembic_version SET version_num = '0005'"
     )
   database.upgrade(recorded.server.engine)
   after = recorded.server.rows("eval", columns)
@@ -186,19 +194,22 @@ def test_who_flipped_is_who_flipped(recorded):
         by_task.setdefault((task, greedy), []).append(won)
     sides.append(by_task)
   pairs = [
-      pair for key, first in sides[0].items()
-      for pair in zip(first, sides[1].get(key, ()))
-  ]  # pyformat: disable
+    pair
+    for key, first in sides[0].items()
+    for pair in zip(first, sides[1].get(key, ()))
+  ]
   gained = sum(b and not a for a, b in pairs)
   lost = sum(a and not b for a, b in pairs)
   assert gained > 3 and lost
   both, neither = (sum(a == b == v for a, b in pairs) for v in (True, False))
   for words in (
-      f"{gained} gained {lost} lost {both} solved by both {neither} by neither",
-      f"{len(pairs)} pairs of attempts", f"Lost ({lost})", f"Gained ({gained})",
-      f"{recorded.counted('E5')[1] - len(pairs)} and"
-      f" {recorded.counted('E15')[1] - len(pairs)} attempts without a partner",
-  ):  # pyformat: disable
+    f"{gained} gained {lost} lost {both} solved by both {neither} by neither",
+    f"{len(pairs)} pairs of attempts",
+    f"Lost ({lost})",
+    f"Gained ({gained})",
+    f"{recorded.counted('E5')[1] - len(pairs)} and"
+    f" {recorded.counted('E15')[1] - len(pairs)} attempts without a partner",
+  ):
     assert words in page, words
   chance = float(re.search(r"by chance: p = ([\d.e-]+)", page).group(1))
   # Attempts at one task, of either mode, are no independent trials.
@@ -220,17 +231,22 @@ def test_a_steps_figures_are_of_the_members_that_count(recorded):
   flat = np.array([r for rewards in valid for r in rewards])
   assert sum(b for group in recorded.groups for b, _ in group) > 0
   head = re.search(
-      r"reward ([\d.]+) success ([\d.]+ %) (\d+)/(\d+) groups with a gradient"
-      r" (\d+) of"
-      r" (\d+) (\d+) broke", page
-  )  # pyformat: disable
+    r"reward ([\d.]+) success ([\d.]+ %) (\d+)/(\d+) groups with a gradient"
+    r" (\d+) of"
+    r" (\d+) (\d+) broke",
+    page,
+  )
   assert float(head.group(1)) == pytest.approx(flat.mean(), rel=0.006)
   wins = int((flat == 1.0).sum())
   informative = sum(len(set(rewards)) > 1 for rewards in valid)
   assert head.groups()[1:] == (
-      percent(wins / len(flat)), str(wins), str(len(flat)), str(informative),
-      "7", str(28 - len(flat)),
-  )  # pyformat: disable
+    percent(wins / len(flat)),
+    str(wins),
+    str(len(flat)),
+    str(informative),
+    "7",
+    str(28 - len(flat)),
+  )
   for group, rewards in enumerate(valid):
     line = page[page.index(f" group {group} ") :]
     mean = float(re.search(r"mean ([\d.]+)", line).group(1))
@@ -238,11 +254,11 @@ def test_a_steps_figures_are_of_the_members_that_count(recorded):
     line = line.partition(f" group {group + 1} ")[0]
     shown = [float(x) for x in re.findall(r"([+-]\d\.\d\d)", line)]
     expected = [
-        advantage
-        for advantage, (broke, _) in zip(
-            recorded.advantages[group], recorded.groups[group]
-        )
-        if not broke
+      advantage
+      for advantage, (broke, _) in zip(
+        recorded.advantages[group], recorded.groups[group]
+      )
+      if not broke
     ]
     assert shown == pytest.approx(expected, abs=0.006), group
 
@@ -261,11 +277,11 @@ def test_time_left_progress_and_silence(recorded):
   assert abs((now - last_time.replace(tzinfo=now.tzinfo)).total_seconds()) < 300
   for ago, silent in ((20, False), (75, True), (100_000, True), (-50, False)):
     then = (now - datetime.timedelta(seconds=ago)).strftime(
-        "%Y-%m-%d %H:%M:%S.%f"
+      "%Y-%m-%d %H:%M:%S.%f"
     )
     with recorded.server.engine.begin() as connection:
       connection.exec_driver_sql(
-          "UPDATE training SET last_heartbeat = ?", (then,)
+        "UPDATE training SET last_heartbeat = ?", (then,)
       )
     for path in ("/", "/runs/1"):
       page = recorded.text(path)
@@ -275,17 +291,18 @@ def test_time_left_progress_and_silence(recorded):
 
 def test_curves_are_the_readings(recorded):
   curves = recorded.server.get(
-      "/api/v1/trainings/1/curves", names="reward_mean", points=10_000
+    "/api/v1/trainings/1/curves", names="reward_mean", points=10_000
   )
   assert curves["step"] == list(range(1, DONE + 1))
   np.testing.assert_allclose(
-      curves["series"]["reward_mean"], recorded.rewards_N, rtol=1e-6
+    curves["series"]["reward_mean"], recorded.rewards_N, rtol=1e-6
   )
   halves = recorded.server.get(
-      "/api/v1/trainings/1/curves", names="reward_mean", points=10
+    "/api/v1/trainings/1/curves", names="reward_mean", points=10
   )
   assert halves["bucket"] == 2
   np.testing.assert_allclose(
-      halves["series"]["reward_mean"],
-      recorded.rewards_N.reshape(-1, 2).mean(1), rtol=1e-6,
-  )  # pyformat: disable
+    halves["series"]["reward_mean"],
+    recorded.rewards_N.reshape(-1, 2).mean(1),
+    rtol=1e-6,
+  )

@@ -29,8 +29,10 @@ from training_monitor.server import items
 Config = settings_lib.MonitorConfig
 SMALL = Config(spool_mb=20_000 / (1 << 20))
 base, episode, joined = (
-    monitor_server.base, monitor_server.episode, monitor_server.joined,
-)  # pyformat: disable
+  monitor_server.base,
+  monitor_server.episode,
+  monitor_server.joined,
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +50,16 @@ def lite(tmp_path_factory):
 DEEP = "[" * 300 + "]" * 300
 
 
-@pytest.mark.parametrize("body", [
+@pytest.mark.parametrize(
+  "body",
+  [
     '{"turns": [{"text": %s}]}',
     '{"actions": [{"tool_args": %s}]}',
     '{"actions": [{"action_json": %s}]}',
     '{"delivery": {"spool": "s", "first": 1, "last": 1, "health": %s}}',
     '{"tasks": [{"task_id": "x", "tags": %s}]}',
-])  # pyformat: disable
+  ],
+)
 def test_json_that_is_nested_too_deeply_is_the_senders_fault(lite, body):
   """A 500 would be retried for ever, and block the batches behind it."""
   reply = lite.http.post("/api/ingest/batch", content=body % DEEP)
@@ -66,10 +71,13 @@ def everywhere(value):
   """A batch that has the value in each field that is JSON."""
   body = joined(base(config_json=value), episode("deep"))
   for kind, *names in (
-      ("turns", "metrics_json"), ("actions", "tool_args"),
-      ("validations", "details_json"), ("steps", "metrics_json"),
-      ("environments", "config_json"), ("tasks", "tags"),
-  ):  # pyformat: disable
+    ("turns", "metrics_json"),
+    ("actions", "tool_args"),
+    ("validations", "details_json"),
+    ("steps", "metrics_json"),
+    ("environments", "config_json"),
+    ("tasks", "tags"),
+  ):
     for row in body[kind]:
       row.update(dict.fromkeys(names, value))
   return body
@@ -80,7 +88,7 @@ def pages(server):
   paths = ["/", *(f"/api/v1/{path}" for path in (
       "trainings", "trainings/1", "trainings/1/steps", "tasks", "rollouts",
       "rollouts/deep", "rollouts/deep/turns", "rollouts/deep/turns/1",
-  ))]  # pyformat: disable
+  ))]  # fmt: skip
   kinds = collections.Counter()
   while paths:
     path = paths.pop()
@@ -108,7 +116,7 @@ def test_json_that_is_accepted_is_shown(tmp_path):
     answers = dict(pages(server))
     assert len(answers) > 50
     assert {"/rollouts/1/export/json", "/rollouts/1/export/atif"} <= set(
-        answers
+      answers
     )
     assert not {p: r for p, r in answers.items() if r.status_code >= 500}
     turns = server.get("/api/v1/rollouts/deep/turns")["items"]
@@ -121,34 +129,38 @@ def test_deep_json_of_another_writer_is_shown_as_text(tmp_path):
     server.post(everywhere([]))
     with server.engine.begin() as connection:
       for table, column in (
-          ("turn", "metrics_json"), ("action", "tool_args"),
-          ("validation", "details_json"), ("step", "metrics_json"),
-          ("environment", "config_json"), ("training", "config_json"),
-      ):  # pyformat: disable
+        ("turn", "metrics_json"),
+        ("action", "tool_args"),
+        ("validation", "details_json"),
+        ("step", "metrics_json"),
+        ("environment", "config_json"),
+        ("training", "config_json"),
+      ):
         connection.exec_driver_sql(
-            f'UPDATE "{table}" SET {column} = ?', (deep,)
+          f'UPDATE "{table}" SET {column} = ?', (deep,)
         )
     assert not [p for p, r in pages(server) if r.status_code >= 500]
     turns = server.get("/api/v1/rollouts/deep/turns")["items"]
     assert turns[0]["metrics_json"] == deep
 
 
-@pytest.mark.parametrize("path", [
+@pytest.mark.parametrize(
+  "path",
+  [
     "/api/v1/rollouts?limit=" + "9" * 5000,
     "/api/v1/trainings/" + "9" * 5000,
     "/api/v1/rollouts/r1/turns/" + "1" * 5000,
     "/api/v1/rollouts/" + "1" * 5000,
     "/api/v1/trainings?after=" + "9" * 6000,
-])  # pyformat: disable
+  ],
+)
 def test_numbers_of_any_length_are_answered(lite, path):
   reply = lite.http.get(path)
   assert 400 <= reply.status_code < 500 and reply.json()["detail"]
 
 
 def test_an_event_id_of_any_length_is_answered(lite):
-  reply = lite.http.get(
-      "/api/v1/events", headers={"last-event-id": "9" * 5000}
-  )
+  reply = lite.http.get("/api/v1/events", headers={"last-event-id": "9" * 5000})
   assert reply.status_code == 400
 
 
@@ -172,8 +184,12 @@ def test_a_number_of_very_many_digits_is_refused_at_once():
     assert time.monotonic() - start < 5
   texts = ("1", "-1.5", ".5", "+2e-3", "1" * 300, "1" * 390)
   assert [fields.real(text) for text in texts[:5]] == [
-      1.0, -1.5, 0.5, 0.002, float("1" * 300)
-  ]  # pyformat: disable
+    1.0,
+    -1.5,
+    0.5,
+    0.002,
+    float("1" * 300),
+  ]
   with pytest.raises(fields.WrongValue, match="finite"):
     fields.real(texts[5])
 
@@ -182,7 +198,7 @@ def test_very_many_unknown_fields_cost_few_suggestions(monkeypatch):
   calls = []
   suggest = items._unknown
   monkeypatch.setattr(
-      items, "_unknown", lambda *args: calls.append(args) or suggest(*args)
+    items, "_unknown", lambda *args: calls.append(args) or suggest(*args)
   )
   task = {"task_id": "t"} | {f"strange_{n}": n for n in range(5000)}
   batch = items.read(json.dumps({"tasks": [task] * 2}).encode())
@@ -197,24 +213,26 @@ def test_lone_surrogates_are_never_stored(lite):
   reply = lite.http.post("/api/ingest/batch", content=body)
   assert reply.status_code == 200
   names = [
-      r["task_id"]
-      for r in lite.rows("task")
-      if (r["task_id"] or "").startswith("lone")
+    r["task_id"]
+    for r in lite.rows("task")
+    if (r["task_id"] or "").startswith("lone")
   ]
   assert names and not any("\ud800" in name for name in names)
   lite.get("/api/v1/rollouts/%ED%A0%80", status=404)
 
 
 def test_steps_below_zero_have_pages_too(lite):
-  lite.post({
+  lite.post(
+    {
       "training": {"client_id": "minus", "run_name": "minus"},
       "steps": [{"client_id": f"m{n}", "step": n} for n in (-2, -1, 0)],
-  })
+    }
+  )
   (id_,) = [r["id"] for r in lite.rows("training") if r["run_name"] == "minus"]
   steps, after = [], None
   for _ in range(3):
     page = lite.get(
-        f"/api/v1/trainings/{id_}/steps", limit=1, after=after or ""
+      f"/api/v1/trainings/{id_}/steps", limit=1, after=after or ""
     )
     steps += [s["step"] for s in page["items"]]
     after = page["next"]
@@ -228,7 +246,7 @@ def test_a_screenshot_whose_file_is_gone_is_missing_and_can_come_again(lite):
   reply = lite.http.get(f"/api/v1/screenshots/{sha}")
   assert reply.status_code == 404 and "doctor" in reply.json()["detail"]
   ask = lambda: lite.http.post(
-      "/api/v1/screenshots/missing", json={"sha256": [sha]}
+    "/api/v1/screenshots/missing", json={"sha256": [sha]}
   ).json()
   assert ask() == {"missing": [sha]}
   reply = lite.http.put(f"/api/v1/screenshots/{sha}", content=image)
@@ -238,22 +256,26 @@ def test_a_screenshot_whose_file_is_gone_is_missing_and_can_come_again(lite):
 
 
 @pytest.mark.parametrize(
-    "body, says",
-    [
-        (b"", "begins with a line"),
-        (b"[]\n", "begins with a line"),
-        (b'{"images": [{}]}\n', "begins with a line"),
-        (b'{"images": [1]}\n', "begins with a line"),
-        (b'{"images": {"a": 1}}\n', "begins with a line"),
-        (b'{"images": [{"sha256": "x", "bytes": -1}]}\n', "begins with"),
-        (b'{"images": [{"sha256": "x", "bytes": true}]}\n1', "begins with"),
-        (b'{"images": [{"sha256": "x", "bytes": 1}]}\n1', "64 hexadecimal"),
-        (b'{"images": [{"sha256": "%b", "bytes": 2}]}\n1' % (b"0" * 64),
-         "the images have 2 bytes, and 1 follow"),
-        (b'{"images": [{"sha256": "%b", "bytes": 1}]}' % (b"0" * 64),
-         "the images have 1 bytes, and 0 follow"),
-    ],
-)  # pyformat: disable
+  "body, says",
+  [
+    (b"", "begins with a line"),
+    (b"[]\n", "begins with a line"),
+    (b'{"images": [{}]}\n', "begins with a line"),
+    (b'{"images": [1]}\n', "begins with a line"),
+    (b'{"images": {"a": 1}}\n', "begins with a line"),
+    (b'{"images": [{"sha256": "x", "bytes": -1}]}\n', "begins with"),
+    (b'{"images": [{"sha256": "x", "bytes": true}]}\n1', "begins with"),
+    (b'{"images": [{"sha256": "x", "bytes": 1}]}\n1', "64 hexadecimal"),
+    (
+      b'{"images": [{"sha256": "%b", "bytes": 2}]}\n1' % (b"0" * 64),
+      "the images have 2 bytes, and 1 follow",
+    ),
+    (
+      b'{"images": [{"sha256": "%b", "bytes": 1}]}' % (b"0" * 64),
+      "the images have 1 bytes, and 0 follow",
+    ),
+  ],
+)
 def test_screenshots_that_are_none_are_refused_by_name(lite, body, says):
   reply = lite.http.post("/api/v1/screenshots", content=body)
   assert reply.status_code == 400 and says in reply.json()["detail"]
@@ -265,10 +287,10 @@ def test_screenshots_that_come_together_and_twice(lite):
   def post(names, files):
     listed = [{"sha256": s, "bytes": len(f)} for s, f in zip(names, files)]
     reply = lite.http.post(
-        "/api/v1/screenshots",
-        content=b"\n".join((
-            json.dumps({"images": listed}).encode(), b"".join(files)
-        )),
+      "/api/v1/screenshots",
+      content=b"\n".join(
+        (json.dumps({"images": listed}).encode(), b"".join(files))
+      ),
     )
     assert reply.status_code == 200, reply.text
     return reply.json()
@@ -307,13 +329,13 @@ def test_readers_that_take_long_do_not_keep_a_batch_waiting(tmp_path):
 def test_a_body_that_never_ends_is_given_up(tmp_path):
   connections = request_bodies.ConnectionLimits(body_timeout=0.5)
   with monitor_server.sqlite_server(
-      tmp_path, connections=connections
+    tmp_path, connections=connections
   ) as server:
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=20) as line:
       line.sendall(
-          b"POST /api/ingest/batch HTTP/1.1\r\nHost: localhost\r\n"
-          b"Content-Length: 1000\r\n\r\n{"
+        b"POST /api/ingest/batch HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Length: 1000\r\n\r\n{"
       )
       reply = http.client.HTTPResponse(line)
       reply.begin()
@@ -328,8 +350,10 @@ def test_one_projects_names_mean_nothing_in_another(tmp_path):
     for project in ("A", "B"):
       token = access.make_token(server.engine, project, ("ingest", "read"))
       with httpx.Client(
-          base_url=server.url, timeout=30, verify=False,
-          headers={"authorization": f"Bearer {token}"},
+        base_url=server.url,
+        timeout=30,
+        verify=False,
+        headers={"authorization": f"Bearer {token}"},
       ) as http_:
         body = joined(base(), episode("e", rollout_id=f"e-{project}"))
         for key in ("environments", "turns", "validations"):
@@ -338,27 +362,33 @@ def test_one_projects_names_mean_nothing_in_another(tmp_path):
         reply = http_.post("/api/ingest/batch", json=body)
         assert reply.status_code == 200, reply.text
         ids[project] = {
-            kind: [p["id"] for p in pairs]
-            for kind, pairs in reply.json().items()
-            if isinstance(pairs, list) and kind != "tasks"
+          kind: [p["id"] for p in pairs]
+          for kind, pairs in reply.json().items()
+          if isinstance(pairs, list) and kind != "tasks"
         }
         rollouts = http_.get("/api/v1/rollouts").json()["items"]
         assert [r["rollout_id"] for r in rollouts] == [f"e-{project}"]
         # Nothing of B's can be hung onto A's by its number.
         if project == "B":
           for field, kind, array in (
-              ("turn_id", "turns", "actions"),
-              ("rollout_id", "rollouts", "validations"),
-              ("rollout_id", "rollouts", "turns"),
-              ("step_id", "steps", "rollouts"),
-          ):  # pyformat: disable
+            ("turn_id", "turns", "actions"),
+            ("rollout_id", "rollouts", "validations"),
+            ("rollout_id", "rollouts", "turns"),
+            ("step_id", "steps", "rollouts"),
+          ):
             item = {field: ids["A"][kind][0], "turn": 5, "success": True}
-            columns = {"actions": ("turn_id",), "validations": (
-                "rollout_id", "success"), "turns": ("rollout_id", "turn"),
-                "rollouts": ("step_id",)}[array]  # pyformat: disable
-            reply = http_.post("/api/ingest/batch", json={
+            columns = {
+              "actions": ("turn_id",),
+              "validations": ("rollout_id", "success"),
+              "turns": ("rollout_id", "turn"),
+              "rollouts": ("step_id",),
+            }[array]
+            reply = http_.post(
+              "/api/ingest/batch",
+              json={
                 array: [{k: item[k] for k in columns} | {"client_id": "evil"}]
-            })  # pyformat: disable
+              },
+            )
             assert reply.status_code == 400, (array, reply.text)
             assert "this project has no" in reply.text
     for kind in ids["A"]:
@@ -370,12 +400,12 @@ def test_one_projects_names_mean_nothing_in_another(tmp_path):
 
 def client_of(url, folder, **options):
   return ingest_client.IngestClient(
-      url, timeout_seconds=10, spool_dir=folder, **options
+    url, timeout_seconds=10, spool_dir=folder, **options
   )
 
 
 def test_a_record_that_the_disk_has_garbled_holds_up_nothing(
-    lite, tmp_path, caplog
+  lite, tmp_path, caplog
 ):
   abandoned = client_of("http://127.0.0.1:9", tmp_path, target="t", name="left")
   for name in ("first", "garbled", "last"):
@@ -401,9 +431,7 @@ def wait_for(holds):
     time.sleep(0.02)
 
 
-def test_a_spool_that_is_destroyed_does_not_raise_at_the_end(
-    tmp_path, caplog
-):
+def test_a_spool_that_is_destroyed_does_not_raise_at_the_end(tmp_path, caplog):
   client = client_of("http://127.0.0.1:9", tmp_path)
   client.post_task({"task_id": "t"})
   assert client.flush()
@@ -413,15 +441,17 @@ def test_a_spool_that_is_destroyed_does_not_raise_at_the_end(
   assert "spool" in caplog.text
 
 
-def test_somebody_elses_damaged_spool_is_put_aside_once(
-    lite, tmp_path, caplog
-):
+def test_somebody_elses_damaged_spool_is_put_aside_once(lite, tmp_path, caplog):
   (tmp_path / "old.spool").write_bytes(b"SQLite format 3\0" + b"\x07" * 8000)
   for name, header in (
-      ("text", "nothing like a header"), ("list", "[]"), ("id", '{"id": "x"}'),
-      ("run", '{"id": "%s", "target": "%s", "run": {"a": 1}}'
-       % ("0" * 32, lite.url)),
-  ):  # pyformat: disable
+    ("text", "nothing like a header"),
+    ("list", "[]"),
+    ("id", '{"id": "x"}'),
+    (
+      "run",
+      '{"id": "%s", "target": "%s", "run": {"a": 1}}' % ("0" * 32, lite.url),
+    ),
+  ):
     (tmp_path / f"{name}.spool").mkdir()
     (tmp_path / f"{name}.spool" / "lock").write_text("")
     (tmp_path / f"{name}.spool" / "header.json").write_text(header)
@@ -449,13 +479,12 @@ def test_a_spool_of_a_living_trainer_is_not_taken_for_damaged(lite, tmp_path):
   assert not list(tmp_path.glob("*.damaged"))
 
 
-def test_two_trainers_beside_each_other_deliver_everything_once(
-    lite, tmp_path
-):
+def test_two_trainers_beside_each_other_deliver_everything_once(lite, tmp_path):
   lite.post(base())
-  with client_of(lite.url, tmp_path) as one, client_of(
-      lite.url, tmp_path
-  ) as two:
+  with (
+    client_of(lite.url, tmp_path) as one,
+    client_of(lite.url, tmp_path) as two,
+  ):
     for n in range(20):
       for name, client in (("one", one), ("two", two)):
         client.sender.put(episode(f"{name}-{n}"))
@@ -463,7 +492,7 @@ def test_two_trainers_beside_each_other_deliver_everything_once(
   stored = [r["rollout_id"] for r in lite.rows("rollout")]
   for name in ("one", "two"):
     assert [s for s in stored if s.startswith(name)] == [
-        f"{name}-{n}" for n in range(20)
+      f"{name}-{n}" for n in range(20)
     ]
 
 
@@ -482,9 +511,7 @@ def test_a_huge_text_does_not_take_its_episode_with_it(lite, tmp_path):
 
 
 def test_images_that_do_not_fit_do_not_take_the_words_with_them(tmp_path):
-  with client_of(
-      "http://127.0.0.1:9", tmp_path, config=SMALL
-  ) as client:
+  with client_of("http://127.0.0.1:9", tmp_path, config=SMALL) as client:
     part = {"tasks": [{"task_id": "t"}]}
     client.sender.put(part, {"a" * 64: bytes(30_000)})
     assert client.flush()
@@ -531,7 +558,7 @@ def test_reading_a_body_raises_nothing_but_its_faults():
       b'{"turns": [{"start_time": "0001-01-01T00:00:00+23:59"}]}',
       b'{"steps": [{"rollout_progress": "3"}]}',
       b'{"actions": [{"tokens": "7", "num_tokens": 1}]}',
-  ):  # pyformat: disable
+  ):  # fmt: skip
     try:
       items.read(body)
     except errors.ApiError as error:

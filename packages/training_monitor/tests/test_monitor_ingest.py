@@ -14,16 +14,23 @@ from training_monitor.schema import progress
 from training_monitor.server import apply
 
 base, episode, joined = (
-    monitor_server.base, monitor_server.episode, monitor_server.joined,
-)  # pyformat: disable
+  monitor_server.base,
+  monitor_server.episode,
+  monitor_server.joined,
+)
 PARTS = (
     "training", "baseline", "eval", "task", "step", "rollout", "turn",
     "action", "obs", "validation", "environment", "status_history",
-)  # pyformat: disable
+)  # fmt: skip
 
 
-PARTED = [base(), episode("a"), {"training": {"status": "running"}},
-          {"turns": None}, episode("b", turns=3)]  # pyformat: disable
+PARTED = [
+  base(),
+  episode("a"),
+  {"training": {"status": "running"}},
+  {"turns": None},
+  episode("b", turns=3),
+]
 
 
 def test_parts_are_one_body(server):
@@ -37,7 +44,7 @@ def test_parts_are_one_body(server):
   server.post({"parts": [episode("b", turns=3)]})  # Applied once.
   after = everything(server)
   assert {k: len(v) for k, v in after.items()} == {
-      k: len(v) for k, v in before.items()
+    k: len(v) for k, v in before.items()
   }
 
 
@@ -57,7 +64,7 @@ def test_parts_are_one_body(server):
                     {"training": {"client_id": "T", "status": "failed"}}]},
          "parts[1].training.status", "has 'running'"),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_parts_that_are_not_one_body_are_refused(lite, body, field, says):
   reply = lite.post(body, status=400)
   assert field in [e["field"] for e in reply["errors"]], reply
@@ -72,8 +79,8 @@ def everything(server):
 def without_times(rows):
   times = ("updated_at", "last_heartbeat", "changed_at", "created_at")
   return {
-      part: [{k: v for k, v in row.items() if k not in times} for row in same]
-      for part, same in rows.items()
+    part: [{k: v for k, v in row.items() if k not in times} for row in same]
+    for part, same in rows.items()
   }
 
 
@@ -83,8 +90,18 @@ def without_times(rows):
 def test_a_batch_is_stored_and_answered_with_ids(server):
   reply = server.post(joined(base(), episode("r1", status="running")))
   assert isinstance(reply["training_id"], int)
-  for kind in ("tasks", "steps", "evals", "baselines", "rollouts", "turns",
-               "environments", "actions", "observations", "validations"):
+  for kind in (
+    "tasks",
+    "steps",
+    "evals",
+    "baselines",
+    "rollouts",
+    "turns",
+    "environments",
+    "actions",
+    "observations",
+    "validations",
+  ):
     for pair in reply[kind]:
       assert set(pair) == {"client_id", "id"} and isinstance(pair["id"], int)
   assert [p["client_id"] for p in reply["turns"]] == ["r1:turn:1", "r1:turn:2"]
@@ -107,9 +124,9 @@ def test_a_batch_sent_again_changes_nothing_and_has_the_same_answer(server):
 
 def test_a_known_client_id_is_changed_and_null_changes_nothing(server):
   server.post(joined(base(), episode("r1", status="running", reward=0.5)))
-  server.post({"rollouts": [
-      {"client_id": "r1", "reward": None, "num_turns": 2},
-  ]})  # pyformat: disable
+  server.post(
+    {"rollouts": [{"client_id": "r1", "reward": None, "num_turns": 2}]}
+  )
   (rollout,) = server.rows("rollout")
   assert (rollout["reward"], rollout["num_turns"]) == (0.5, 2)
 
@@ -117,10 +134,12 @@ def test_a_known_client_id_is_changed_and_null_changes_nothing(server):
 def test_the_keys_of_the_tables_identify_as_well(server):
   """A step by its number, a run by its name, a turn by its number."""
   first = server.post({"training": {"run_name": "a"}, "steps": [{"step": 3}]})
-  again = server.post({
+  again = server.post(
+    {
       "training": {"run_name": "a", "status": "running"},
       "steps": [{"step": 3, "loss": 0.5}],
-  })
+    }
+  )
   assert again["training_id"] == first["training_id"]
   assert again["steps"][0]["id"] == first["steps"][0]["id"]
   assert server.rows("step")[0]["loss"] == 0.5
@@ -130,11 +149,13 @@ def test_items_without_a_name_are_known_by_what_they_say(server):
   """As recorders send actions that the answer to got lost."""
   ids = server.post(joined(base(), episode("r1")))
   turn = ids["turns"][0]["id"]
-  body = {"actions": [
+  body = {
+    "actions": [
       {"turn_id": turn, "action_type": "key"},
       {"turn_id": turn, "action_type": "key"},
       {"turn_id": turn, "action_type": "type"},
-  ]}  # pyformat: disable
+    ]
+  }
   first = server.post(body)
   assert server.post(body) == first
   assert len(server.rows("action")) == 2 + 3
@@ -146,7 +167,7 @@ def test_another_run_of_the_same_name_is_another_run(server):
   assert one["training_id"] != two["training_id"]
   assert [t["run_name"] for t in server.rows("training")] == ["x", "x-2"]
   assert server.get(f"/api/v1/trainings/{two['training_id']}")["raw"] == {
-      "run_name": "x"
+    "run_name": "x"
   }
 
 
@@ -154,10 +175,12 @@ def test_a_run_of_a_taken_name_is_resumed_with_its_number(server):
   """Its directory was deleted once, and the database has both."""
   server.post({"training": {"client_id": "A", "run_name": "x"}})
   two = server.post({"training": {"client_id": "B", "run_name": "x"}})
-  again = server.post({
+  again = server.post(
+    {
       "training": {"client_id": "B", "run_name": "x", "status": "running"},
       "steps": [{"step": 1, "loss": 0.5}],
-  })
+    }
+  )
   assert again["training_id"] == two["training_id"]
   runs = {t["run_name"]: t["status"] for t in server.rows("training")}
   assert set(runs) == {"x", "x-2"} and runs["x-2"] == "running"
@@ -167,16 +190,19 @@ def test_a_run_of_a_taken_name_is_resumed_with_its_number(server):
 
 def test_what_a_training_does_not_say_has_a_default(server):
   reply = server.post({"training": {"client_id": "A"}})
-  server.post({
+  server.post(
+    {
       "training_id": reply["training_id"],
       "training": {"training_id": reply["training_id"], "status": "completed"},
-  })
+    }
+  )
   (training,) = server.rows("training")
   assert training["run_name"] == "A"
   assert (training["log_path"], training["model_name"]) == ("", "")
   assert (training["status"], training["progress_percent"]) == (
-      "completed", 100.0,
-  )  # pyformat: disable
+    "completed",
+    100.0,
+  )
 
 
 # --- E02: what others say ---------------------------------------------------
@@ -186,20 +212,20 @@ def test_the_sequence_of_a_recorder_that_knows_no_better(server):
   """Environments first, None for unknown values, other words and fields."""
   training = server.post({"training": {
       "run_name": "cua", "status": "running", "current_phase": "rollout",
-  }})["training_id"]  # pyformat: disable
+  }})["training_id"]  # fmt: skip
   step = server.post({"training_id": training, "steps": [{
       "client_id": f"step-{training}-1-0", "training_id": training, "step": 1,
       "status": "running", "current_phase": "rollout",
-  }]})["steps"][0]["id"]  # pyformat: disable
+  }]})["steps"][0]["id"]  # fmt: skip
   task = server.post({"tasks": [{
       "client_id": "t-1", "task_id": "t-1", "name": "Wifi",
       "description": "Turn it on", "source_type": "gym",
       "validation_type": "genv_graphql",
-  }]})["tasks"][0]["id"]  # pyformat: disable
+  }]})["tasks"][0]["id"]  # fmt: skip
   env_body = {"environments": [{
       "client_id": "u:env", "env_type": "android", "status": "created",
       "box_type": "android", "creation_time": "2026-01-01T10:00:00",
-  }]}  # pyformat: disable
+  }]}  # fmt: skip
   env = server.post(env_body)["environments"][0]["id"]
   assert server.rows("environment") == []  # It has no rollout yet.
   rollout_body = {"rollouts": [{
@@ -208,7 +234,7 @@ def test_the_sequence_of_a_recorder_that_knows_no_better(server):
       "task_id": task, "model_path": "m", "is_eval": False, "batch": 0,
       "group_num": 3, "env_index": 1, "group_id": None, "max_turns": 20,
       "status": "running", "current_phase": "env_creation",
-  }]}  # pyformat: disable
+  }]}  # fmt: skip
   rollout = server.post(rollout_body)["rollouts"][0]["id"]
   (environment,) = server.rows("environment")
   assert (environment["id"], environment["rollout_id"]) == (env, rollout)
@@ -217,31 +243,35 @@ def test_the_sequence_of_a_recorder_that_knows_no_better(server):
   turn = server.post({"turns": [{
       "client_id": "u:turn:1", "rollout_id": rollout, "turn": 1,
       "start_time": "2026-01-01T10:00:01",
-  }]})["turns"][0]["id"]  # pyformat: disable
+  }]})["turns"][0]["id"]  # fmt: skip
   server.post({"actions": [{
       "turn_id": turn, "action_type": "tap", "action_name": "tap",
       "action_args": {"point": [1, 2]}, "action_call_id": "c1",
       "action_json": {"name": "tap"},
-  }]})  # pyformat: disable
+  }]})  # fmt: skip
   for kind in ("screenshot_before", "screenshot_after", "model_input"):
     server.post({"observations": [{
         "turn_id": turn, "obs_type": kind, "screenshot_uri": f"https://x/{kind}",
         "model_input": [{"role": "user"}] if kind == "model_input" else None,
-    }]})  # pyformat: disable
+    }]})  # fmt: skip
   server.post({"turns": [{
       "client_id": "u:turn:1", "rollout_id": rollout, "turn": 1,
       "turn_time": 2.5, "reward": 0.0, "episode_done": True,
       "metrics_json": '{"model": 1.5}', "model_response": "I tap",
-  }]})  # pyformat: disable
+  }]})  # fmt: skip
   server.post({"validations": [{
       "rollout_id": rollout, "success": True, "details_json": {"score": 1},
       "screenshot_uri": None,
-  }]})  # pyformat: disable
+  }]})  # fmt: skip
   rollout_body["rollouts"][0] |= {"status": "completed", "summary_json": {}}
   server.post(rollout_body)
-  server.post({"environments": [{
-      "client_id": "u:env", "env_type": "android", "status": "terminated",
-  }]})  # pyformat: disable
+  server.post(
+    {
+      "environments": [
+        {"client_id": "u:env", "env_type": "android", "status": "terminated"}
+      ]
+    }
+  )
 
   stored = server.get(f"/api/v1/rollouts/{rollout}")
   assert stored["status"] == "completed" and stored["group"] == 3
@@ -250,32 +280,37 @@ def test_the_sequence_of_a_recorder_that_knows_no_better(server):
   assert stored["validations"][0]["success"] == 1
   one = server.get(f"/api/rollouts/u/turns/{turn}")
   assert [o["obs_type"] for o in one["observations"]] == [
-      "screenshot", "screenshot", "multimodal",
-  ]  # pyformat: disable
+    "screenshot",
+    "screenshot",
+    "multimodal",
+  ]
   assert [o["raw"]["obs_type"] for o in one["observations"]] == [
-      "screenshot_before", "screenshot_after", "model_input",
-  ]  # pyformat: disable
+    "screenshot_before",
+    "screenshot_after",
+    "model_input",
+  ]
   assert one["raw"] == {"model_response": "I tap"}
   (action,) = one["actions"]
   assert action["tool_name"] == "tap"
   assert action["tool_args"] == {"point": [1, 2]}
   assert action["raw"]["action_call_id"] == "c1"
   assert server.get(f"/api/v1/steps/{step}")["raw"] == {
-      "status": "running", "current_phase": "rollout",
-  }  # pyformat: disable
+    "status": "running",
+    "current_phase": "rollout",
+  }
   history = server.get(f"/api/v1/environments/{env}/history")["items"]
   assert [
-      (h["old_status"], h["new_status"], h["metadata_json"]) for h in history
+    (h["old_status"], h["new_status"], h["metadata_json"]) for h in history
   ] == [
-      (None, "running", {"raw_status": "created"}),
-      ("running", "terminated", None),
+    (None, "running", {"raw_status": "created"}),
+    ("running", "terminated", None),
   ]
 
 
 def test_numbers_that_json_has_not_are_null_and_kept(server):
   server.post(joined(base(), {"steps": [
       {"client_id": "N", "step": 2, "loss": "NaN", "kl_divergence": 0.5},
-  ]}))  # pyformat: disable
+  ]}))  # fmt: skip
   step = server.rows("step")[1]
   assert (step["loss"], step["kl_divergence"]) == (None, 0.5)
   assert server.get(f"/api/v1/steps/{step['id']}")["raw"]["loss"] == "NaN"
@@ -283,9 +318,12 @@ def test_numbers_that_json_has_not_are_null_and_kept(server):
 
 def test_text_comes_back_as_it_was_sent_but_for_nul(server):
   text = "\u202eevil </script> \U0001f600 %s ? :x \\ ' \" \0 \x1b[31m"
-  server.post(joined(base(status_message=text), {"tasks": [
-      {"task_id": "x", "description": text, "tags": ["a\0", text]},
-  ]}))  # pyformat: disable
+  server.post(
+    joined(
+      base(status_message=text),
+      {"tasks": [{"task_id": "x", "description": text, "tags": ["a\0", text]}]},
+    )
+  )
   shown = text.replace("\0", "\u2400")
   assert server.rows("training")[0]["status_message"] == shown
   task = server.get(f"/api/v1/tasks/{server.rows('task')[1]['id']}")
@@ -338,7 +376,7 @@ BAD = [
     ({"tasks": [{"client_id": ""}]}, "tasks[0].client_id", "1 to 500"),
     ({"steps": [{"id": 77, "loss": 1.0}]}, "steps[0].id", "no step"),
     ({"delivery": {"spool": "x"}}, "delivery", "spool"),
-]  # pyformat: disable
+]  # fmt: skip
 
 
 def test_bad_input_is_named_and_nothing_is_stored(lite):
@@ -385,10 +423,15 @@ def test_a_value_that_its_column_cannot_have_stays_as_a_raw_value(server):
   reply = server.post(body)
   named = {e["field"]: e for e in reply["ignored"]}
   assert set(named) == {
-      "training.seed", "steps[0].rollout_progress", "steps[0].loss",
-      "rollouts[0].reward", "rollouts[0].errors", "turns[0].episode_done",
-      "actions[0].logprobs", "actions[1].tokens",
-  }  # pyformat: disable
+    "training.seed",
+    "steps[0].rollout_progress",
+    "steps[0].loss",
+    "rollouts[0].reward",
+    "rollouts[0].errors",
+    "turns[0].episode_done",
+    "actions[0].logprobs",
+    "actions[1].tokens",
+  }
   assert {e["kept"] for e in named.values()} == {"a raw value"}
   assert named["actions[0].logprobs"]["times"] == 2
   (run,), (step,) = server.rows("training"), server.rows("step")
@@ -411,13 +454,18 @@ def test_what_refers_to_an_item_that_is_left_out_is_left_out_too(server):
   reply = server.post(joined(bad, episode("good")))
   assert [r["client_id"] for r in reply["rollouts"]] == ["good"]
   assert {t["client_id"] for t in reply["turns"]} == {
-      "good:turn:1", "good:turn:2"
+    "good:turn:1",
+    "good:turn:2",
   }
   named = collections.Counter(e["kind"] for e in reply["ignored"])
   assert named == {
-      "rollout": 1, "environment": 1, "turn": 2, "action": 2, "obs": 2,
-      "validation": 1,
-  }  # pyformat: disable
+    "rollout": 1,
+    "environment": 1,
+    "turn": 2,
+    "action": 2,
+    "obs": 2,
+    "validation": 1,
+  }
   assert "no such step" in reply["ignored"][0]["value"]
   assert len(server.rows("rollout")) == len(server.rows("environment")) == 1
   # Once it can be stored, all of it can.
@@ -425,9 +473,10 @@ def test_what_refers_to_an_item_that_is_left_out_is_left_out_too(server):
   assert "ignored" not in server.post(bad)
   assert len(server.rows("turn")) == 4
   # Very many are counted.
-  many = joined({"tasks": [{"task_id": "t"}]}, {
-      "turns": [{"turn": n, "rollout_id": "nowhere"} for n in range(1000)]
-  })  # pyformat: disable
+  many = joined(
+    {"tasks": [{"task_id": "t"}]},
+    {"turns": [{"turn": n, "rollout_id": "nowhere"} for n in range(1000)]},
+  )
   ignored = server.post(many)["ignored"]
   assert len(ignored) == 100 and ignored[-1]["times"] == 901
   # A change of a row that it cannot have leaves the row.
@@ -447,16 +496,16 @@ def test_a_refused_change_is_neither_reported_nor_half_stored(server):
   (entry,) = reply["ignored"]  # One of the item, none of its fields.
   assert entry["kept"] == "nothing" and "exactly one" in entry["message"]
   raw = server.rows(
-      "monitor_raw_value", order="field", where="kind = 'rollout'"
+    "monitor_raw_value", order="field", where="kind = 'rollout'"
   )
   assert raw == []
 
 
 def test_an_item_that_is_left_out_is_never_said_to_be_kept(lite):
   for item, field in (
-      ({"odd": 1, "client_id": 7}, "tasks[0].client_id"),
-      ({"odd": 1, "prerequisites": {}}, "tasks[0].prerequisites"),
-      ({"odd": 1, "name": "no task_id"}, "tasks[0].task_id"),
+    ({"odd": 1, "client_id": 7}, "tasks[0].client_id"),
+    ({"odd": 1, "prerequisites": {}}, "tasks[0].prerequisites"),
+    ({"odd": 1, "name": "no task_id"}, "tasks[0].task_id"),
   ):
     body = {"tasks": [item], "training": {"run_name": "r"}}
     (entry,) = lite.post(body)["ignored"]
@@ -467,8 +516,11 @@ def test_an_item_that_is_left_out_is_never_said_to_be_kept(lite):
 
 def test_values_left_out_beyond_those_named_are_counted(lite):
   odd = {f"odd_{n}": n for n in range(30)}
-  body = {"tasks": [{"task_id": "t", **odd}], **{f"no_{n}": [] for n in "ab"},
-          "training": {"run_name": "r", "x" * 201: 1, "y" * 202: 2}}
+  body = {
+    "tasks": [{"task_id": "t", **odd}],
+    **{f"no_{n}": [] for n in "ab"},
+    "training": {"run_name": "r", "x" * 201: 1, "y" * 202: 2},
+  }
   ignored = lite.post(body)["ignored"]
   lost = [e for e in ignored if e["kept"] == "nothing"]
   assert [e["field"][-3:] for e in lost] == ["o_a", "o_b", "xxx", "yyy"]
@@ -484,7 +536,7 @@ def test_values_left_out_beyond_those_named_are_counted(lite):
 
 def test_all_faults_are_told_at_once(lite):
   reply = lite.post(
-      {"training": {"status": "x", "seed": "y", "lora_rank": []}}, status=400
+    {"training": {"status": "x", "seed": "y", "lora_rank": []}}, status=400
   )
   assert len(reply["errors"]) == 3
   assert "and 2 more" in reply["detail"]
@@ -492,7 +544,7 @@ def test_all_faults_are_told_at_once(lite):
 
 def test_bodies_that_are_none(lite):
   send = lambda data, **headers: lite.http.post(
-      "/api/ingest/batch", content=data, headers=headers
+    "/api/ingest/batch", content=data, headers=headers
   )
   assert send(b"{").status_code == 400
   assert send(b"[]").status_code == 400
@@ -503,15 +555,15 @@ def test_bodies_that_are_none(lite):
   assert send(huge).status_code == 400
   deep = b"[" * 1000 + b"]" * 1000
   for path in (
-      "/api/ingest/batch",
-      "/api/v1/trainings/1/tags",
-      "/api/v1/screenshots/missing",
-      "/api/v1/rollouts/r/annotations",
+    "/api/ingest/batch",
+    "/api/v1/trainings/1/tags",
+    "/api/v1/screenshots/missing",
+    "/api/v1/rollouts/r/annotations",
   ):
     for body in (
-        deep,
-        b'{"turn": "\\ud800", "\\ud800": 1, "label": 18446744073709551616}',
-        b'{"add": ["\\ud800"], "remove": 1' + b"0" * 400 + b"}",
+      deep,
+      b'{"turn": "\\ud800", "\\ud800": 1, "label": 18446744073709551616}',
+      b'{"add": ["\\ud800"], "remove": 1' + b"0" * 400 + b"}",
     ):
       answer = lite.http.post(path, content=body)
       assert answer.status_code in (400, 404), (path, answer.text)
@@ -526,7 +578,7 @@ def test_a_body_beyond_the_limit_is_refused_whether_announced_or_not(tmp_path):
   with monitor_server.sqlite_server(tmp_path, limits=limits) as server:
     body = b'{"training": {"run_name": "' + b"x" * 2000 + b'"}}'
     send = lambda content: server.http.post(
-        "/api/ingest/batch", content=content
+      "/api/ingest/batch", content=content
     )
     assert send(body).status_code == 413
     assert send(iter([body[:500], body[500:]])).status_code == 413
@@ -538,13 +590,18 @@ def test_a_body_beyond_the_limit_is_refused_whether_announced_or_not(tmp_path):
 
 def test_an_end_stays_an_end_and_the_reply_says_so(server):
   server.post(joined(base(), episode("r1", status="completed", reward=1.0)))
-  reply = server.post({"rollouts": [
-      {"client_id": "r1", "status": "running", "reward": 0.5},
-  ]})  # pyformat: disable
-  assert reply["ignored"] == [{
-      "kind": "rollout", "client_id": "r1", "field": "status",
-      "value": "running", "kept": "completed",
-  }]  # pyformat: disable
+  reply = server.post(
+    {"rollouts": [{"client_id": "r1", "status": "running", "reward": 0.5}]}
+  )
+  assert reply["ignored"] == [
+    {
+      "kind": "rollout",
+      "client_id": "r1",
+      "field": "status",
+      "value": "running",
+      "kept": "completed",
+    }
+  ]
   (rollout,) = server.rows("rollout")
   assert (rollout["status"], rollout["reward"]) == ("completed", 0.5)
 
@@ -552,14 +609,14 @@ def test_an_end_stays_an_end_and_the_reply_says_so(server):
 def test_statuses_of_one_batch_are_all_in_the_history(server):
   states = ("pending", "env_creation", "running", "running", "completed")
   rollouts = [
-      {"rollout_id": "r", "task_id": "open-door", "step_id": "S", "status": s}
-      for s in states
+    {"rollout_id": "r", "task_id": "open-door", "step_id": "S", "status": s}
+    for s in states
   ]
   server.post(joined(base(), {"rollouts": rollouts}))
   statuses = [
-      h["new_status"]
-      for h in server.rows("status_history")
-      if h["entity_type"] == "rollout"
+    h["new_status"]
+    for h in server.rows("status_history")
+    if h["entity_type"] == "rollout"
   ]
   assert statuses == ["pending", "env_creation", "running", "completed"]
 
@@ -585,13 +642,13 @@ def test_a_step_goes_from_0_to_100_and_never_back(server):
   percents = []
   server.post(base())
   for change in (
-      {"status": "rollout_running"},
-      {"rollout_progress": {"completed_envs": 4, "total_envs": 8}},
-      {"rollout_progress": {"completed_envs": 2, "total_envs": 8}},  # Late.
-      {"status": "training"},
-      {"training_progress": {"completed_substeps": 1, "total_substeps": 2}},
-      {"status": "completed"},
-      {"rollout_progress": {"completed_envs": 4, "total_envs": 8}},
+    {"status": "rollout_running"},
+    {"rollout_progress": {"completed_envs": 4, "total_envs": 8}},
+    {"rollout_progress": {"completed_envs": 2, "total_envs": 8}},  # Late.
+    {"status": "training"},
+    {"training_progress": {"completed_substeps": 1, "total_substeps": 2}},
+    {"status": "completed"},
+    {"rollout_progress": {"completed_envs": 4, "total_envs": 8}},
   ):
     server.post({"steps": [{"client_id": "S", **change}]})
     percents.append(server.rows("step")[0]["progress_percent"])
@@ -622,24 +679,29 @@ def test_an_evaluation_agrees_with_its_rollouts(server):
     say["task_success"] = chance.random() < 0.5
     say["reward"] = round(chance.random(), 3)
     say["num_turns"] = chance.randrange(1, 9)
-    server.post({"rollouts": [{
-        "rollout_id": name, "task_id": "open-door", "eval_id": "E", **say,
-    }]})  # pyformat: disable
+    server.post(
+      {
+        "rollouts": [
+          {"rollout_id": name, "task_id": "open-door", "eval_id": "E", **say}
+        ]
+      }
+    )
     valid = [t for t in by_name.values() if t["status"] == "completed"]
     (eval_row,) = server.rows("eval")
     assert eval_row["completed_tasks"] == sum(
-        t["status"] != "running" for t in by_name.values()
+      t["status"] != "running" for t in by_name.values()
     )
     assert eval_row["successful_tasks"] == sum(t["task_success"] for t in valid)
     if valid:
       for column, key in (
-          ("success_rate", "task_success"), ("avg_reward", "reward"),
-          ("avg_turns", "num_turns"),
-      ):  # pyformat: disable
+        ("success_rate", "task_success"),
+        ("avg_reward", "reward"),
+        ("avg_turns", "num_turns"),
+      ):
         mean = sum(t[key] for t in valid) / len(valid)
         assert eval_row[column] == pytest.approx(mean)
     assert eval_row["progress_percent"] == min(
-        100, 25 * eval_row["completed_tasks"]
+      100, 25 * eval_row["completed_tasks"]
     )
 
 
@@ -648,7 +710,7 @@ def test_a_rollout_that_goes_elsewhere_counts_there(server):
   server.post({"rollouts": [{
       "rollout_id": "r", "task_id": "open-door", "eval_id": "E",
       "status": "completed", "task_success": True,
-  }]})  # pyformat: disable
+  }]})  # fmt: skip
   first, second = server.rows("eval")
   assert (first["success_rate"], second["success_rate"]) == (1.0, None)
   server.post({"rollouts": [{"client_id": "r", "eval_id": "F"}]})
@@ -666,7 +728,7 @@ def test_entries_of_a_spool_are_applied_once(server):
       "delivery": {"spool": "s", "first": first, "last": last,
                    "health": {"dropped": 0}},
       "training": {"client_id": "T", "current_step": last},
-  }, status)  # pyformat: disable
+  }, status)  # fmt: skip
   assert send(1, 4)["applied_to"] == 4
   assert send(1, 4) == {"duplicate": True, "applied_to": 4}
   assert send(2, 3) == {"duplicate": True, "applied_to": 4}
@@ -705,9 +767,11 @@ def test_a_batch_that_nobody_thought_of_fails_alone(server, monkeypatch):
   monkeypatch.setattr(apply._Work, "apply", fail)
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
     names = [f"r{n}" for n in range(10)] + ["bad"]
-    replies = list(pool.map(
+    replies = list(
+      pool.map(
         lambda n: server.http.post("/api/ingest/batch", json=episode(n)), names
-    ))  # pyformat: disable
+      )
+    )
   assert [r.status_code for r in replies] == [200] * 10 + [422]
   assert "a bug" in replies[-1].json()["detail"]
   stored = {r["rollout_id"] for r in server.rows("rollout")}

@@ -16,8 +16,10 @@ from training_monitor.schema import triggers
 from training_monitor.server import access
 
 base, episode, joined = (
-    monitor_server.base, monitor_server.episode, monitor_server.joined,
-)  # pyformat: disable
+  monitor_server.base,
+  monitor_server.episode,
+  monitor_server.joined,
+)
 CALLS = {"turns": [{"n": 1}]}
 
 
@@ -25,8 +27,12 @@ def later(name="r1", **rollout):
   """An episode as a client of that schema sends it; `env_id`, no step."""
   body = episode(name, **{"step_id": None, "group_id": "G", **rollout})
   for n, turn in enumerate(body["turns"], 1):
-    turn |= {"model_response": f"answer {n}", "thinking": "hm, <b>",
-             "turn_time": n, "action_json": {"n": n}}
+    turn |= {
+      "model_response": f"answer {n}",
+      "thinking": "hm, <b>",
+      "turn_time": n,
+      "action_json": {"n": n},
+    }
   body["actions"][0] |= {"call_id": "c-1"}
   body["rollouts"][0] |= {"trajectory_data_json": json.dumps(CALLS)}
   del body["environments"][0]["rollout_id"]
@@ -40,14 +46,19 @@ def sent(server, **more):
                     "estimated_remaining_time": 120.5}},
   ) | {
       "environments": [{"client_id": "r1:env", "env_type": "linux"}]
-  })  # pyformat: disable
+  })  # fmt: skip
   start = base()
   start["steps"][0] |= {"avg_turn_time": 2.5, "estimated_total_time": "soon"}
   start["groups"] = [
-      {"client_id": "G", "step_id": "S", "group_num": 4,
-       "task_id": "open-door", "num_envs": 8},
-      {"client_id": "H", "eval_id": "E", "group": 4},
-  ]  # pyformat: disable
+    {
+      "client_id": "G",
+      "step_id": "S",
+      "group_num": 4,
+      "task_id": "open-door",
+      "num_envs": 8,
+    },
+    {"client_id": "H", "eval_id": "E", "group": 4},
+  ]
   return server.post(joined(start, later(**more)))
 
 
@@ -96,9 +107,9 @@ def test_a_group_is_known_again_and_a_rollouts_own_number_stands(server):
   unnamed = server.post({"training_id": "T", "groups": [
       {"step_id": "S", "group_num": 4}, {"eval_id": "E", "group_num": 4},
       {"step_id": "S", "group_num": 5}, {"step_id": "S", "group_num": 5},
-  ]})["groups"]  # pyformat: disable
+  ]})["groups"]  # fmt: skip
   assert [one["id"] for one in unnamed[:2]] == [
-      one["id"] for one in first["groups"]
+    one["id"] for one in first["groups"]
   ]
   assert unnamed[2]["id"] == unnamed[3]["id"]
   reply = server.post({"training_id": "T", "rollouts": [
@@ -106,19 +117,25 @@ def test_a_group_is_known_again_and_a_rollouts_own_number_stands(server):
        "step_id": "S", "group_num": 7, "group_id": first["groups"][0]["id"]},
       {"rollout_id": "r3", "task_id": "open-door", "model_path": "m",
        "step_id": "S", "group_id": "of another monitor"},
-  ]})  # pyformat: disable
+  ]})  # fmt: skip
   (fault,) = reply["ignored"]
   assert fault["field"] == "group_id" and "group 7" in fault["kept"]
   assert server.get("/api/v1/rollouts/r2")["group_id"] is None
   alone = server.get("/api/v1/rollouts/r3")
   assert alone["raw"]["group_id"] == "of another monitor"
   assert alone["group"] is None and alone["group_id"] is None
-  for wrong in ({"group_num": 1}, {"step_id": "S", "eval_id": "E",
-                                   "group_num": 1}):
+  for wrong in (
+    {"group_num": 1},
+    {"step_id": "S", "eval_id": "E", "group_num": 1},
+  ):
     refused = server.post({"training_id": "T", "groups": [wrong]}, 400)
     assert refused["errors"][0]["field"] == "groups[0].step_id"
-  assert "group_num" in server.post(
-      {"training_id": "T", "groups": [{"step_id": "S"}]}, 400)["detail"]
+  assert (
+    "group_num"
+    in server.post({"training_id": "T", "groups": [{"step_id": "S"}]}, 400)[
+      "detail"
+    ]
+  )
 
 
 def test_views_have_the_tables_columns_and_the_later_ones(server):
@@ -126,7 +143,7 @@ def test_views_have_the_tables_columns_and_the_later_ones(server):
   server.post({"training_id": "T", "steps": [{
       "client_id": "S2", "step": 2, "progress_percent": 25,
       "start_time": "2026-01-01T00:00:00Z", "end_time": "2026-01-01T00:01:00Z",
-  }]})  # pyformat: disable
+  }]})  # fmt: skip
   inspector = sa.inspect(server.engine)
   for table, names in later_views.ADDED.items():
     listed = inspector.get_columns(f"monitor_later_{table}")
@@ -160,18 +177,20 @@ def test_what_the_own_recorder_wrote_is_there_too(server):
 
 
 def test_groups_belong_to_a_project_and_go_with_their_run(
-    server, tmp_path, monkeypatch
+  server, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(access, "_ASKED_S", 0.0)
   sent(server)
   token = access.make_token(server.engine, "other", ("ingest", "read"))
   headers_ = {"authorization": f"Bearer {token}"}
-  assert server.http.get(
-      "/api/v1/groups/1", headers=headers_
-  ).status_code == 404
-  answer = server.http.post("/api/ingest/batch", headers=headers_, json=joined(
-      base(run_name="theirs"), episode("t1", group_id=1)
-  ))  # pyformat: disable
+  assert (
+    server.http.get("/api/v1/groups/1", headers=headers_).status_code == 404
+  )
+  answer = server.http.post(
+    "/api/ingest/batch",
+    headers=headers_,
+    json=joined(base(run_name="theirs"), episode("t1", group_id=1)),
+  )
   assert answer.status_code == 200
   assert server.rows("rollout", where="rollout_id = 't1'")[0]["group"] is None
   path, files = tmp_path / "a.zip", tmp_path / "files"
@@ -224,7 +243,7 @@ WRITTEN = {
         "avg_turn_time": 1.25, "estimated_total_time": 90.0,
         "estimated_remaining_time": 30.0,
     } for kind in ("training", "baseline", "eval", "step")},
-}  # pyformat: disable
+}  # fmt: skip
 # What a first row needs beside those columns, in an order in which it may.
 NEEDED = {
     "monitor_later_training": {
@@ -241,7 +260,7 @@ NEEDED = {
     "monitor_later_turn": {"rollout_id": 1, "turn": 1},
     "monitor_later_action": {"turn_id": 1},
     "monitor_later_validation": {"rollout_id": 1, "success": 1},
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def run(connection, statement, **values):
@@ -278,8 +297,11 @@ def test_a_views_later_columns_are_inserted_updated_and_taken_back(rows, view):
   (changed,) = run(rows, f'SELECT * FROM "{view}"')
   assert plain(changed).items() >= values.items()
   # The rest of the row is as it was, but for its time.
-  same = set(first) - set(values) - {"updated_at", "group", "group_id",
-                                     "tool_name", "tool_args"}
+  same = (
+    set(first)
+    - set(values)
+    - {"updated_at", "group", "group_id", "tool_name", "tool_args"}
+  )
   assert {k: changed[k] for k in same} == {k: first[k] for k in same}
   empty = ", ".join(f'"{name}" = NULL' for name in values)
   run(rows, f'UPDATE "{view}" SET {empty} WHERE id = 1')
@@ -287,13 +309,16 @@ def test_a_views_later_columns_are_inserted_updated_and_taken_back(rows, view):
   assert {k: again[k] for k in values} == {k: first[k] for k in values}
   # A row that has them from the start.
   run(rows, "DELETE FROM monitor_later_environment")
-  children = list(NEEDED)[list(NEEDED).index(view):]
+  children = list(NEEDED)[list(NEEDED).index(view) :]
   for child in reversed(children):
     run(rows, f'DELETE FROM "{child}"')
   assert run(rows, "SELECT * FROM monitor_raw_value") == []
-  insert(rows, view, id=7, **{
-      k: v for k, v in NEEDED[view].items() if k != "env_id"
-  } | values)  # pyformat: disable
+  insert(
+    rows,
+    view,
+    id=7,
+    **{k: v for k, v in NEEDED[view].items() if k != "env_id"} | values,
+  )
   (new,) = run(rows, f'SELECT * FROM "{view}"')
   assert new["id"] == 7 and plain(new).items() >= values.items()
 
@@ -304,41 +329,59 @@ def test_a_rollout_takes_its_group_and_the_environment_that_waited(rows):
   (environment,) = run(rows, "SELECT * FROM environment")
   assert environment["rollout_id"] == 1 and environment["env_type"] == "linux"
   assert run(rows, "SELECT * FROM monitor_pending_environment") == []
-  run(rows, "UPDATE monitor_later_rollout SET group_id = 1, reward = 0.5,"
-            " status = 'running'")  # pyformat: disable
-  (rollout,) = run(rows, 'SELECT * FROM monitor_later_rollout')
+  run(
+    rows,
+    "UPDATE monitor_later_rollout SET group_id = 1, reward = 0.5,"
+    " status = 'running'",
+  )
+  (rollout,) = run(rows, "SELECT * FROM monitor_later_rollout")
   assert rollout["group"] == rollout["group_num"] == 4
   assert rollout["group_id"] == 1
   (group,) = run(rows, 'SELECT * FROM "group"')
   assert (group["num_rollouts"], group["reward_mean"]) == (1, 0.5)
   assert (group["status"], group["source_type"]) == ("running", "step")
-  run(rows, "UPDATE monitor_later_rollout SET status = 'completed',"
-            " task_success = 1")  # pyformat: disable
+  run(
+    rows,
+    "UPDATE monitor_later_rollout SET status = 'completed', task_success = 1",
+  )
   (group,) = run(rows, 'SELECT * FROM "group"')
   assert (group["status"], group["success_count"]) == ("completed", 1)
   assert group["progress_percent"] == 100.0
-  words = [h["new_status"] for h in run(
-      rows, "SELECT new_status FROM status_history WHERE entity_type ="
-      " 'rollout' ORDER BY id")]  # pyformat: disable
+  words = [
+    h["new_status"]
+    for h in run(
+      rows,
+      "SELECT new_status FROM status_history WHERE entity_type ="
+      " 'rollout' ORDER BY id",
+    )
+  ]
   assert words == ["pending", "running", "completed"]
 
 
 def test_an_environment_that_waits_can_change_and_keeps_its_id(rows):
   insert(rows, "monitor_later_environment", env_type="android")
   insert(rows, "monitor_later_environment", env_type="linux")
-  waiting = run(rows, "SELECT * FROM monitor_later_environment WHERE"
-                      " rollout_id IS NULL ORDER BY id")  # pyformat: disable
+  waiting = run(
+    rows,
+    "SELECT * FROM monitor_later_environment WHERE"
+    " rollout_id IS NULL ORDER BY id",
+  )
   assert [e["id"] for e in waiting] == [2, 3]
   assert {e["status"] for e in waiting} == {"pending"}
-  run(rows, "UPDATE monitor_later_environment SET status = 'running', gbox_id ="
-            " 'g' WHERE id = 2")  # pyformat: disable
+  run(
+    rows,
+    "UPDATE monitor_later_environment SET status = 'running', gbox_id ="
+    " 'g' WHERE id = 2",
+  )
   run(rows, "DELETE FROM monitor_later_environment WHERE id = 3")
   needed = NEEDED["monitor_later_rollout"] | {"rollout_id": "v", "env_id": 2}
   insert(rows, "monitor_later_rollout", **needed)
   (environment,) = run(rows, "SELECT * FROM environment WHERE id = 2")
   assert (environment["status"], environment["gbox_id"]) == ("running", "g")
-  assert run(rows, "SELECT count(*) AS n FROM monitor_later_environment")[0][
-      "n"] == 2  # pyformat: disable
+  assert (
+    run(rows, "SELECT count(*) AS n FROM monitor_later_environment")[0]["n"]
+    == 2
+  )
 
 
 @pytest.mark.parametrize("statement, says", [
@@ -347,7 +390,7 @@ def test_an_environment_that_waits_can_change_and_keeps_its_id(rows):
      " 'step', 9)", "source_type"),
     ("INSERT INTO \"group\" (group_num) VALUES (9)", "one_source"),
     ("UPDATE monitor_later_rollout SET status = 'no word'", "status"),
-])  # pyformat: disable
+])  # fmt: skip
 def test_rules_hold_for_writers_of_views(rows, statement, says):
   with pytest.raises((sa.exc.IntegrityError, sa.exc.InternalError)) as error:
     with rows.begin_nested():
@@ -374,15 +417,18 @@ def test_names_of_rows_deleted_by_sql_are_names_of_new_rows(server):
   body = {"validations": [{"client_id": "r1:validation", "success": False,
                            "rollout_id": "r1", "expected_result": {"a": 1}}],
           "environments": [{"client_id": "waits", "env_type": "web",
-                            "name": "kept raw"}]}  # pyformat: disable
+                            "name": "kept raw"}]}  # fmt: skip
   first = server.post(body)
   with database.writing(server.engine) as connection:
     for view in ("monitor_later_validation", "monitor_later_action"):
       run(connection, f"DELETE FROM {view}")
     run(connection, "DELETE FROM obs")  # Of a table itself.
     run(connection, "DELETE FROM monitor_later_turn WHERE turn = 2")
-    run(connection, "DELETE FROM monitor_later_environment WHERE id = :id",
-        id=first["environments"][0]["id"])  # pyformat: disable
+    run(
+      connection,
+      "DELETE FROM monitor_later_environment WHERE id = :id",
+      id=first["environments"][0]["id"],
+    )
   where = "kind IN ('action', 'obs', 'validation') OR field = 'name'"
   assert server.rows("monitor_raw_value", order="field", where=where) == []
   again = server.post(body)
@@ -392,9 +438,10 @@ def test_names_of_rows_deleted_by_sql_are_names_of_new_rows(server):
   # The deleted parent of an item is unknown, and a new one is made.
   lost = {"actions": [{"client_id": "a", "turn_id": "r1:turn:2"}]}
   assert "no turn has this client id" in server.post(lost, 400)["detail"]
-  server.post(lost | {"turns": [
-      {"client_id": "r1:turn:2", "turn": 2, "rollout_id": "r1"}
-  ]})  # pyformat: disable
+  server.post(
+    lost
+    | {"turns": [{"client_id": "r1:turn:2", "turn": 2, "rollout_id": "r1"}]}
+  )
   assert server.post(body) == again
 
 
@@ -417,27 +464,37 @@ def test_an_insert_that_is_ignored_changes_no_row(tmp_path):
   engine = database.connect(tmp_path / "m.db")
   database.upgrade(engine)
   with database.writing(engine) as connection:
-    insert(connection, "monitor_later_training", **NEEDED[
-        "monitor_later_training"])  # pyformat: disable
+    insert(
+      connection, "monitor_later_training", **NEEDED["monitor_later_training"]
+    )
     for step in (1, 2, 3):
       insert(connection, "monitor_later_step", training_id=1, step=step)
     before = run(connection, "SELECT * FROM monitor_later_step ORDER BY id")
-    run(connection, "INSERT OR IGNORE INTO monitor_later_step (training_id,"
-                    " step, avg_turn_time) VALUES (1, 1, 9.5)")
-    run(connection, "UPDATE OR IGNORE monitor_later_step SET step = 2,"
-                    " avg_turn_time = 7.5 WHERE step = 3")  # pyformat: disable
+    run(
+      connection,
+      "INSERT OR IGNORE INTO monitor_later_step (training_id,"
+      " step, avg_turn_time) VALUES (1, 1, 9.5)",
+    )
+    run(
+      connection,
+      "UPDATE OR IGNORE monitor_later_step SET step = 2,"
+      " avg_turn_time = 7.5 WHERE step = 3",
+    )
     after = run(connection, "SELECT * FROM monitor_later_step ORDER BY id")
     assert after == before
     assert run(connection, "SELECT * FROM monitor_raw_value") == []
-    run(connection, "INSERT OR IGNORE INTO monitor_later_step (training_id,"
-                    " step, avg_turn_time) VALUES (1, 4, 9.5)")
+    run(
+      connection,
+      "INSERT OR IGNORE INTO monitor_later_step (training_id,"
+      " step, avg_turn_time) VALUES (1, 4, 9.5)",
+    )
     (new,) = run(connection, "SELECT * FROM monitor_later_step WHERE step = 4")
     assert (new["step"], new["avg_turn_time"]) == (4, 9.5)
   engine.dispose()
 
 
 def test_numbers_of_a_client_beyond_all_measure_leave_the_views_readable(
-    server
+  server,
 ):
   sent(server)
   server.post({"training_id": "T", "groups": [
@@ -446,7 +503,7 @@ def test_numbers_of_a_client_beyond_all_measure_leave_the_views_readable(
   ], "steps": [{
       "client_id": "S", "progress_percent": 1e-300,
       "start_time": "2026-01-01T00:00:00Z",
-  }]})  # pyformat: disable
+  }]})  # fmt: skip
   (group,) = view(server, "group", "id = 1")
   assert group["batch"] is None and group["num_rollouts"] == 1
   assert (group["success_count"], group["reward_mean"]) == (7, 9e99)
@@ -455,9 +512,11 @@ def test_numbers_of_a_client_beyond_all_measure_leave_the_views_readable(
 
 
 def test_a_waiting_environment_gets_the_rollout_that_an_update_names(rows):
-  insert(rows, "monitor_later_rollout", **(
-      NEEDED["monitor_later_rollout"] | {"rollout_id": "v", "env_id": None}
-  ))  # pyformat: disable
+  insert(
+    rows,
+    "monitor_later_rollout",
+    **(NEEDED["monitor_later_rollout"] | {"rollout_id": "v", "env_id": None}),
+  )
   insert(rows, "monitor_later_environment", env_type="android", gbox_id="g")
   run(rows, "UPDATE monitor_later_environment SET rollout_id = 2 WHERE id = 2")
   assert run(rows, "SELECT * FROM monitor_pending_environment") == []

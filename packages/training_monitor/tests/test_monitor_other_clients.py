@@ -15,15 +15,18 @@ from training_monitor.server import access
 from training_monitor.server import ingest
 
 base, episode, joined = (
-    monitor_server.base, monitor_server.episode, monitor_server.joined,
-)  # pyformat: disable
+  monitor_server.base,
+  monitor_server.episode,
+  monitor_server.joined,
+)
 
 
 def sent(server, text, status=200):
   reply = server.http.post(
-      "/api/ingest/batch", content=text,
-      headers={"content-type": "application/json"},
-  )  # pyformat: disable
+    "/api/ingest/batch",
+    content=text,
+    headers={"content-type": "application/json"},
+  )
   assert reply.status_code == status, reply.text
   return reply.json()
 
@@ -33,13 +36,16 @@ def test_fields_of_no_known_name_are_kept_and_named(server):
   body["rollouts"][0] |= {"gbox_run_id": "g-1", "gbox_base_url": {"a": [1]}}
   body["environments"][0] |= {"region": "eu\0", "reward": 3}
   reply = server.post(body)
-  named = {(one["kind"], one["field"].rpartition(".")[2])
-           for one in reply["ignored"]}
+  named = {
+    (one["kind"], one["field"].rpartition(".")[2]) for one in reply["ignored"]
+  }
   assert named == {
-      ("training", "experiment_name"), ("rollout", "gbox_run_id"),
-      ("rollout", "gbox_base_url"), ("environment", "region"),
-      ("environment", "reward"),
-  }  # pyformat: disable
+    ("training", "experiment_name"),
+    ("rollout", "gbox_run_id"),
+    ("rollout", "gbox_base_url"),
+    ("environment", "region"),
+    ("environment", "reward"),
+  }
   assert all(one["kept"] == "a raw value" for one in reply["ignored"])
   rollout = server.get("/api/v1/rollouts/r1")
   assert rollout["raw"]["gbox_run_id"] == "g-1"
@@ -56,9 +62,11 @@ def test_the_json_of_pythons_own_writer_is_read(server):
   body = joined(base(), episode("r1", reward=float("nan")))
   body["steps"][0]["loss"] = float("-inf")
   body["turns"][0]["metrics_json"] = {
-      "score": float("inf"), "thought": "half \ud83d a pair",
-      "whole": "\U0001f600", "many": 10**40,
-  }  # pyformat: disable
+    "score": float("inf"),
+    "thought": "half \ud83d a pair",
+    "whole": "\U0001f600",
+    "many": 10**40,
+  }
   text = json.dumps(body)
   assert "NaN" in text and "-Infinity" in text and "\\ud83d" in text
   sent(server, text)
@@ -67,29 +75,32 @@ def test_the_json_of_pythons_own_writer_is_read(server):
   assert rollout["reward"] is None and step["loss"] is None
   metrics = json.loads(server.rows("turn")[0]["metrics_json"])
   assert metrics == {
-      "score": "Infinity", "thought": "half \ufffd a pair",
-      "whole": "\U0001f600", "many": 1e40,
-  }  # pyformat: disable
+    "score": "Infinity",
+    "thought": "half \ufffd a pair",
+    "whole": "\U0001f600",
+    "many": 1e40,
+  }
   assert server.get("/api/v1/rollouts/r1")["raw"]["reward"] == "NaN"
 
 
 @pytest.mark.parametrize("text", [
     b"{", b'{"training": nan}', b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}",
     b"[" * 100_000 + b"NaN",
-])  # pyformat: disable
+])  # fmt: skip
 def test_what_is_no_json_is_refused(lite, text):
   assert "not JSON" in sent(lite, text, 400)["detail"]
 
 
 def test_a_steps_rollout_without_a_step_is_put_under_the_newest(server):
   server.post(base())
-  server.post({"training": {"client_id": "T"},
-               "steps": [{"client_id": "S2", "step": 2}]})
+  server.post(
+    {"training": {"client_id": "T"}, "steps": [{"client_id": "S2", "step": 2}]}
+  )
   reply = server.post({
       "training": {"client_id": "T"},
       "rollouts": [{"rollout_id": "r1", "task_id": "open-door",
                     "source_type": "step", "model_path": "m"}],
-  })  # pyformat: disable
+  })  # fmt: skip
   (rollout,) = server.rows("rollout")
   (step,) = server.rows("step", where="step = 2")
   assert rollout["step_id"] == step["id"]
@@ -187,48 +198,66 @@ def test_few_data_uris_are_decoded_at_once(lite, monkeypatch):
 def test_nothing_of_a_batch_is_lost_for_one_odd_value(server):
   body = joined(base(), episode("r1", status="completed"))
   body["steps"][0]["metrics_json"] = json.dumps(
-      {"kl": float("nan"), "loss": 0.5, "top": float("inf")}
+    {"kl": float("nan"), "loss": 0.5, "top": float("inf")}
   )
   body["rollouts"][0] |= {
-      "task_success": "true", "task_completed": "1", "validation_passed": 1.0,
-      "ran_out_of_turns": "False", "attempted_completion": 0.0,
-      "num_total_actions": float("nan"),
-  }  # pyformat: disable
+    "task_success": "true",
+    "task_completed": "1",
+    "validation_passed": 1.0,
+    "ran_out_of_turns": "False",
+    "attempted_completion": 0.0,
+    "num_total_actions": float("nan"),
+  }
   body["groups_of_mine"] = [{"n": 1}]
   body["rollout"] = [{"rollout_id": "r1"}]
   body["observations"][0]["screenshot_uri"] = "data:image/gif;base64,AAAA"
   reply = sent(server, json.dumps(body))
   named = {e["field"]: e for e in reply["ignored"]}
   assert set(named) == {
-      "groups_of_mine", "rollout", "rollouts[0].num_total_actions",
-      "observations[0].screenshot_uri",
-  }  # pyformat: disable
+    "groups_of_mine",
+    "rollout",
+    "rollouts[0].num_total_actions",
+    "observations[0].screenshot_uri",
+  }
   assert "do you mean rollouts?" in named["rollout"]["message"]
   (rollout,), (step,) = server.rows("rollout"), server.rows("step")
-  flags = ("task_success", "task_completed", "validation_passed",
-           "ran_out_of_turns", "attempted_completion")  # pyformat: disable
+  flags = (
+    "task_success",
+    "task_completed",
+    "validation_passed",
+    "ran_out_of_turns",
+    "attempted_completion",
+  )
   assert [rollout[name] for name in flags] == [1, 1, 1, 0, 0]
   assert json.loads(step["metrics_json"]) == {
-      "kl": "NaN", "loss": 0.5, "top": "Infinity"
+    "kl": "NaN",
+    "loss": 0.5,
+    "top": "Infinity",
   }
   assert len(server.rows("turn")) == len(server.rows("obs")) == 2
   assert server.http.get("/runs/1").status_code == 200
   # The rollout of a run without a step: the tasks beside it are stored.
-  reply = server.post({
+  reply = server.post(
+    {
       "training": {"client_id": "U", "run_name": "other"},
       "tasks": [{"task_id": "new"}],
-      "rollouts": [{"rollout_id": "r2", "task_id": "new",
-                    "source_type": "step"}],
-  })  # pyformat: disable
+      "rollouts": [
+        {"rollout_id": "r2", "task_id": "new", "source_type": "step"}
+      ],
+    }
+  )
   (fault,) = reply["ignored"]
   assert fault["field"] == "rollouts[0].source_type" and reply["tasks"]
 
 
 def test_an_unknown_success_is_no_failure(lite):
-  lite.post(joined(
-      base(), episode("r1", status="completed", reward=0.5),
+  lite.post(
+    joined(
+      base(),
+      episode("r1", status="completed", reward=0.5),
       episode("r2", status="completed", task_success=False, reward=0.0),
-  ))  # pyformat: disable
+    )
+  )
   first, second = lite.rows("rollout")
   assert first["task_success"] is None and second["task_success"] == 0
   page = lite.http.get(f"/rollouts/{first['id']}").text
@@ -249,6 +278,6 @@ def test_a_first_token_guards_an_open_server_at_once(tmp_path, monkeypatch):
     assert answer.headers["location"].startswith("/login")
     assert server.http.get("/api/v1/trainings").status_code == 401
     headers = {"authorization": f"Bearer {token}"}
-    assert server.http.get(
-        "/api/v1/trainings", headers=headers
-    ).status_code == 200
+    assert (
+      server.http.get("/api/v1/trainings", headers=headers).status_code == 200
+    )

@@ -19,35 +19,35 @@ from training_monitor.schema import vocabulary
 
 # The source document, column by column.
 COLUMNS = {
-    "training": """id run_name log_path model_name lora_rank learning_rate
+  "training": """id run_name log_path model_name lora_rank learning_rate
         batch_size group_size groups_per_batch max_tokens temperature
         kl_penalty_coef num_substeps max_turns seed box_type renderer_name
         wandb_project wandb_name status progress_percent current_step
         total_steps current_phase status_message error_message start_time
         end_time last_heartbeat config_json created_at updated_at""",
-    "baseline": """id training_id model_path status progress_percent
+  "baseline": """id training_id model_path status progress_percent
         current_task_index total_tasks completed_tasks current_phase
         status_message error_message start_time end_time eval_time
         success_rate avg_reward avg_turns successful_tasks metrics_json
         created_at updated_at""",
-    "eval": """id training_id step model_path status progress_percent
+  "eval": """id training_id step model_path status progress_percent
         current_task_index total_tasks completed_tasks current_phase
         status_message error_message start_time end_time eval_time
         success_rate avg_reward avg_turns successful_tasks metrics_json
         created_at updated_at""",
-    "task": """id task_id name description difficulty category max_steps
+  "task": """id task_id name description difficulty category max_steps
         validation_type validation_query expected_result tags prerequisites
         app_name source_type created_at updated_at""",
-    "validator": """id task_id validator_type validation_query
+  "validator": """id task_id validator_type validation_query
         validation_method config_json created_at""",
-    "step": """id training_id step batch status progress_percent current_phase
+  "step": """id training_id step batch status progress_percent current_phase
         rollout_progress training_progress status_message error_message
         start_time end_time rollout_start_time rollout_end_time
         training_start_time training_end_time learning_rate model_path
         checkpoint_path loss kl_divergence policy_gradient_norm reward_mean
         reward_std num_trajectories num_tokens metrics_json created_at
         updated_at""",
-    "rollout": """id source_type step_id eval_id baseline_id rollout_id batch
+  "rollout": """id source_type step_id eval_id baseline_id rollout_id batch
         group env_index task_id model_path is_eval status progress_percent
         current_phase current_turn status_message error_message start_time
         end_time env_creation_time agent_init_time task_start_time
@@ -57,69 +57,74 @@ COLUMNS = {
         tool_name_errors tool_arg_errors runtime_errors ran_out_of_turns
         attempted_completion turn_first_success turn_task_completed errors
         summary_json trajectory_path created_at updated_at""",
-    "turn": """id rollout_id turn start_time end_time turn_time reward
+  "turn": """id rollout_id turn start_time end_time turn_time reward
         episode_done metrics_json created_at""",
-    "action": """id turn_id action_type tool_name tool_args tokens logprobs
+  "action": """id turn_id action_type tool_name tool_args tokens logprobs
         num_tokens created_at""",
-    "obs": """id turn_id obs_type screenshot_uri text_content model_input_json
+  "obs": """id turn_id obs_type screenshot_uri text_content model_input_json
         created_at""",
-    "validation": """id rollout_id validator_id validation_time
+  "validation": """id rollout_id validator_id validation_time
         validation_query expected_result actual_result success execution_time
         error_message details_json created_at""",
-    "environment": """id rollout_id env_type status gbox_id box_type
+  "environment": """id rollout_id env_type status gbox_id box_type
         creation_time termination_time status_message error_message
         config_json created_at updated_at""",
-    "status_history": """id entity_type entity_id old_status new_status
+  "status_history": """id entity_type entity_id old_status new_status
         progress_percent status_message metadata_json changed_at created_at""",
 }
 NOT_NULL = {
-    "training": {"run_name", "log_path", "model_name"},
-    "baseline": {"training_id", "model_path"},
-    "eval": {"training_id", "step", "model_path"},
-    "task": {"task_id", "name", "description"},
-    "validator": {"task_id", "validator_type"},
-    "step": {"training_id", "step"},
-    "rollout": {"source_type", "rollout_id", "task_id", "model_path"},
-    "turn": {"rollout_id", "turn", "start_time"},
-    "action": {"turn_id"},
-    "obs": {"turn_id"},
-    "validation": {"rollout_id", "validation_time", "success"},
-    "environment": {"rollout_id", "env_type"},
-    "status_history": {"entity_type", "entity_id", "new_status", "changed_at"},
+  "training": {"run_name", "log_path", "model_name"},
+  "baseline": {"training_id", "model_path"},
+  "eval": {"training_id", "step", "model_path"},
+  "task": {"task_id", "name", "description"},
+  "validator": {"task_id", "validator_type"},
+  "step": {"training_id", "step"},
+  "rollout": {"source_type", "rollout_id", "task_id", "model_path"},
+  "turn": {"rollout_id", "turn", "start_time"},
+  "action": {"turn_id"},
+  "obs": {"turn_id"},
+  "validation": {"rollout_id", "validation_time", "success"},
+  "environment": {"rollout_id", "env_type"},
+  "status_history": {"entity_type", "entity_id", "new_status", "changed_at"},
 }
 REFERS = {
-    "baseline": {"training_id": "training"},
-    "eval": {"training_id": "training"},
-    "validator": {"task_id": "task"},
-    "step": {"training_id": "training"},
-    "rollout": {
-        "step_id": "step", "eval_id": "eval", "baseline_id": "baseline",
-        "task_id": "task",
-    },
-    "turn": {"rollout_id": "rollout"},
-    "action": {"turn_id": "turn"},
-    "obs": {"turn_id": "turn"},
-    "validation": {"rollout_id": "rollout", "validator_id": "validator"},
-    "environment": {"rollout_id": "rollout"},
-}  # pyformat: disable
+  "baseline": {"training_id": "training"},
+  "eval": {"training_id": "training"},
+  "validator": {"task_id": "task"},
+  "step": {"training_id": "training"},
+  "rollout": {
+    "step_id": "step",
+    "eval_id": "eval",
+    "baseline_id": "baseline",
+    "task_id": "task",
+  },
+  "turn": {"rollout_id": "rollout"},
+  "action": {"turn_id": "turn"},
+  "obs": {"turn_id": "turn"},
+  "validation": {"rollout_id": "rollout", "validator_id": "validator"},
+  "environment": {"rollout_id": "rollout"},
+}
 # What a first row of each table needs beyond its defaults.
 ROWS = {
-    "training": {"run_name": "r", "log_path": "/l", "model_name": "m"},
-    "task": {"task_id": "t", "name": "n", "description": "d"},
-    "validator": {"task_id": 1, "validator_type": "state"},
-    "baseline": {"training_id": 1, "model_path": "p"},
-    "eval": {"training_id": 1, "model_path": "p", "step": 1},
-    "step": {"training_id": 1, "step": 1},
-    "rollout": {
-        "source_type": "step", "step_id": 1, "rollout_id": "x", "task_id": 1,
-        "model_path": "p",
-    },
-    "turn": {"rollout_id": 1, "turn": 1},
-    "action": {"turn_id": 1},
-    "obs": {"turn_id": 1},
-    "validation": {"rollout_id": 1, "success": 1},
-    "environment": {"rollout_id": 1, "env_type": "linux"},
-}  # pyformat: disable
+  "training": {"run_name": "r", "log_path": "/l", "model_name": "m"},
+  "task": {"task_id": "t", "name": "n", "description": "d"},
+  "validator": {"task_id": 1, "validator_type": "state"},
+  "baseline": {"training_id": 1, "model_path": "p"},
+  "eval": {"training_id": 1, "model_path": "p", "step": 1},
+  "step": {"training_id": 1, "step": 1},
+  "rollout": {
+    "source_type": "step",
+    "step_id": 1,
+    "rollout_id": "x",
+    "task_id": 1,
+    "model_path": "p",
+  },
+  "turn": {"rollout_id": 1, "turn": 1},
+  "action": {"turn_id": 1},
+  "obs": {"turn_id": 1},
+  "validation": {"rollout_id": 1, "success": 1},
+  "environment": {"rollout_id": 1, "env_type": "linux"},
+}
 Refused = (sa.exc.IntegrityError, sa.exc.InternalError)
 
 
@@ -149,7 +154,7 @@ def one_of_each(engine):
 
 def value(engine, table, column, id_=1):
   ((content,),) = sql(
-      engine, f'SELECT "{column}" FROM "{table}" WHERE id = :id', id=id_
+    engine, f'SELECT "{column}" FROM "{table}" WHERE id = :id', id=id_
   )
   return content
 
@@ -195,16 +200,13 @@ def test_an_empty_database_upgraded_is_the_metadata(request, tmp_path):
     database.upgrade(engine)  # Again changes nothing.
     with engine.connect() as connection:
       context = migration.MigrationContext.configure(
-          connection,
-          opts={"compare_type": True, "include_name": of_the_metadata},
+        connection, opts={"compare_type": True, "include_name": of_the_metadata}
       )
       assert autogenerate.compare_metadata(context, tables.metadata) == []
       inspector = sa.inspect(connection)
       for table in tables.TABLES:
         expected = {
-            c.name
-            for c in table.constraints
-            if isinstance(c, sa.CheckConstraint)
+          c.name for c in table.constraints if isinstance(c, sa.CheckConstraint)
         }
         checks = inspector.get_check_constraints(table.name)
         assert {c["name"] for c in checks} == expected, table.name
@@ -221,8 +223,8 @@ def test_tables_have_the_documents_columns_and_constraints(engine):
     refused = {n for n, c in by_name.items() if not c["nullable"]} - {"id"}
     assert refused == NOT_NULL[table], table
     keys = {
-        k["constrained_columns"][0]: k["referred_table"]
-        for k in inspector.get_foreign_keys(table)
+      k["constrained_columns"][0]: k["referred_table"]
+      for k in inspector.get_foreign_keys(table)
     }
     assert keys == REFERS.get(table, {}), table
 
@@ -230,15 +232,17 @@ def test_tables_have_the_documents_columns_and_constraints(engine):
 def test_there_are_the_25_indices_and_the_unique_ones_are_unique(engine):
   inspector = sa.inspect(engine)
   indices = {
-      i["name"]: (table, tuple(i["column_names"]), bool(i["unique"]))
-      for table in COLUMNS
-      for i in inspector.get_indexes(table)
+    i["name"]: (table, tuple(i["column_names"]), bool(i["unique"]))
+    for table in COLUMNS
+    for i in inspector.get_indexes(table)
   }
   assert len(tables.INDICES) == 25
   expected = {tables.index_name(t, c): (t, c, u) for t, c, u in tables.INDICES}
   for source in vocabulary.SOURCE_TYPES:
     for kind, first in (
-        ("listed", ()), ("faulty", ()), ("ended", ("status_message",))
+      ("listed", ()),
+      ("faulty", ()),
+      ("ended", ("status_message",)),
     ):
       columns = (f"{source}_id", *first, *tables.LISTED)
       expected[f"idx_rollout_{source}_{kind}"] = ("rollout", columns, False)
@@ -253,46 +257,49 @@ def test_queries_use_the_indices(engine):
   for table, columns, _ in tables.INDICES:
     where = " AND ".join(f'"{c}" = 1' for c in columns)
     plan = sql(
-        engine, f'EXPLAIN QUERY PLAN SELECT * FROM "{table}" WHERE {where}'
+      engine, f'EXPLAIN QUERY PLAN SELECT * FROM "{table}" WHERE {where}'
     )
     assert "USING INDEX" in plan[0][3], (table, columns, plan)
   for source in vocabulary.SOURCE_TYPES:
     plan = sql(
-        engine,
-        f"EXPLAIN QUERY PLAN SELECT min(reward), max({source}_id) FROM rollout"
-        f" WHERE {source}_id = 1",
+      engine,
+      f"EXPLAIN QUERY PLAN SELECT min(reward), max({source}_id) FROM rollout"
+      f" WHERE {source}_id = 1",
     )
     assert f"COVERING INDEX idx_rollout_{source}_listed" in plan[0][3]
     faulty = tables.FAULTY.compile(dialect=engine.dialect)
     plan = sql(
-        engine,
-        f"EXPLAIN QUERY PLAN SELECT reward FROM rollout WHERE {source}_id = 1"
-        f" AND {source}_id IS NOT NULL AND {faulty}",
+      engine,
+      f"EXPLAIN QUERY PLAN SELECT reward FROM rollout WHERE {source}_id = 1"
+      f" AND {source}_id IS NOT NULL AND {faulty}",
     )
     assert f"COVERING INDEX idx_rollout_{source}_faulty" in plan[0][3]
   solved = tables.SOLVED.compile(dialect=engine.dialect)
   plan = sql(
-      engine,
-      "EXPLAIN QUERY PLAN SELECT task_id, sum(num_turns) FROM rollout WHERE"
-      f" {solved} GROUP BY task_id",
+    engine,
+    "EXPLAIN QUERY PLAN SELECT task_id, sum(num_turns) FROM rollout WHERE"
+    f" {solved} GROUP BY task_id",
   )
   assert [row[3] for row in plan] == [
-      "SCAN rollout USING INDEX idx_rollout_solved"
+    "SCAN rollout USING INDEX idx_rollout_solved"
   ]  # In order: nothing is sorted.
 
 
 def test_a_writer_may_send_booleans_for_flags(rows):
   """As an ORM does whose columns are booleans."""
   sql(
-      rows, "UPDATE rollout SET task_success = :won, ran_out_of_turns = :out",
-      won=True, out=False,
-  )  # pyformat: disable
+    rows,
+    "UPDATE rollout SET task_success = :won, ran_out_of_turns = :out",
+    won=True,
+    out=False,
+  )
   assert value(rows, "rollout", "task_success") == 1
   assert value(rows, "rollout", "ran_out_of_turns") == 0
   sql(
-      rows, "INSERT INTO turn (rollout_id, turn, episode_done) VALUES"
-      " (1, 77, :done)", done=True,
-  )  # pyformat: disable
+    rows,
+    "INSERT INTO turn (rollout_id, turn, episode_done) VALUES (1, 77, :done)",
+    done=True,
+  )
   assert sql(rows, "SELECT episode_done FROM turn WHERE turn = 77") == [(1,)]
 
 
@@ -304,10 +311,10 @@ def test_a_message_of_any_length_is_no_entry_of_an_index(rows):
 
 
 @pytest.mark.parametrize(
-    "revision", [f"{number:04d}" for number in range(1, 11)]
+  "revision", [f"{number:04d}" for number in range(1, 11)]
 )
 def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
-    engine, revision
+  engine, revision
 ):
   monitor_databases.make_older(engine, revision)
   one_of_each(engine)
@@ -319,7 +326,7 @@ def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
   assert sql(engine, "SELECT id FROM rollout") == [(1,)]
   with engine.connect() as connection:
     context = migration.MigrationContext.configure(
-        connection, opts={"include_name": of_the_metadata}
+      connection, opts={"include_name": of_the_metadata}
     )
     assert autogenerate.compare_metadata(context, tables.metadata) == []
   insert(engine, "monitor_training_tag", training_id=1, tag="kept")
@@ -331,15 +338,14 @@ def test_a_database_of_the_first_version_is_brought_to_the_present(tmp_path):
   path = tmp_path / "first.db"
   with contextlib.closing(sqlite3.connect(path)) as first:
     first.executescript(
-        pathlib.Path(__file__).with_name("first_schema.sql").read_text()
+      pathlib.Path(__file__).with_name("first_schema.sql").read_text()
     )
   engine = database.connect(path)
   one_of_each(engine)
   database.upgrade(engine)
   with engine.connect() as connection:
     context = migration.MigrationContext.configure(
-        connection,
-        opts={"compare_type": True, "include_name": of_the_metadata},
+      connection, opts={"compare_type": True, "include_name": of_the_metadata}
     )
     assert autogenerate.compare_metadata(context, tables.metadata) == []
   assert sql(engine, "SELECT id FROM rollout") == [(1,)]
@@ -355,16 +361,17 @@ def test_tags_and_the_baseline_are_what_their_tables_say(engine):
     if id_ < 3:
       insert(engine, "monitor_project", name=f"p{id_}")
     insert(
-        engine, "monitor_training_project", training_id=id_,
-        project_id=min(id_, 2),
-    )  # pyformat: disable
+      engine,
+      "monitor_training_project",
+      training_id=id_,
+      project_id=min(id_, 2),
+    )
   tag = lambda **v: insert(engine, "monitor_training_tag", **v)
   tag(training_id=1, tag="a b"), tag(training_id=2, tag="a b")
   tag(training_id=1, tag="\u00fc" * 50)
   assert all(
-      row[0] for row in sql(engine, "SELECT created_at FROM"
-                                    " monitor_training_tag")
-  )  # pyformat: disable
+    row[0] for row in sql(engine, "SELECT created_at FROM monitor_training_tag")
+  )
   for wrong in ("a b", "", " a", "a ", "x" * 51, None):
     with pytest.raises(Refused):
       tag(training_id=1, tag=wrong)
@@ -376,14 +383,21 @@ def test_tags_and_the_baseline_are_what_their_tables_say(engine):
     with pytest.raises(Refused):
       pin(project_id=wrong[0], training_id=wrong[1])
   with pytest.raises(Refused):  # Another project's.
-    sql(engine, "UPDATE monitor_pinned_baseline SET training_id = 2 WHERE"
-                " project_id = 1")
-  sql(engine, "UPDATE monitor_pinned_baseline SET training_id = 2 WHERE"
-              " project_id = 2")
+    sql(
+      engine,
+      "UPDATE monitor_pinned_baseline SET training_id = 2 WHERE project_id = 1",
+    )
+  sql(
+    engine,
+    "UPDATE monitor_pinned_baseline SET training_id = 2 WHERE project_id = 2",
+  )
   for table in ("monitor_training_project", "training"):
     with pytest.raises(Refused):
-      sql(engine, f"DELETE FROM {table} WHERE "
-          + ("id = 1" if table == "training" else "training_id = 1"))
+      sql(
+        engine,
+        f"DELETE FROM {table} WHERE "
+        + ("id = 1" if table == "training" else "training_id = 1"),
+      )
 
 
 def test_defaults(rows):
@@ -396,13 +410,13 @@ def test_defaults(rows):
     for column in columns.split():
       default = column in ("created_at", "updated_at", "last_heartbeat")
       default |= (table, column) in {
-          ("turn", "start_time"), ("validation", "validation_time"),
-          ("status_history", "changed_at"),
-      }  # pyformat: disable
+        ("turn", "start_time"),
+        ("validation", "validation_time"),
+        ("status_history", "changed_at"),
+      }
       if default:
         ((late,),) = sql(
-            rows,
-            f'SELECT count(*) FROM "{table}" WHERE "{column}" IS NULL',
+          rows, f'SELECT count(*) FROM "{table}" WHERE "{column}" IS NULL'
         )
         assert late == 0, (table, column)
       elif column not in ROWS.get(table, {}) and table != "status_history":
@@ -442,7 +456,7 @@ def test_references_must_exist_and_stay(rows):
 @pytest.mark.parametrize("table, column", sorted(vocabulary.CHOICES))
 def test_words_of_no_list_are_refused(rows, table, column):
   with pytest.raises(Refused):
-    sql(rows, f"UPDATE \"{table}\" SET \"{column}\" = 'nonsense'")
+    sql(rows, f'UPDATE "{table}" SET "{column}" = \'nonsense\'')
   if column == "status":
     with pytest.raises(Refused):
       sql(rows, f'UPDATE "{table}" SET status = NULL')
@@ -450,9 +464,13 @@ def test_words_of_no_list_are_refused(rows, table, column):
 
 def test_flags_are_0_or_1_and_progress_is_a_percentage(rows):
   for column in (
-      "task_completed", "task_success", "agent_reported_success",
-      "validation_passed", "ran_out_of_turns", "attempted_completion",
-  ):  # pyformat: disable
+    "task_completed",
+    "task_success",
+    "agent_reported_success",
+    "validation_passed",
+    "ran_out_of_turns",
+    "attempted_completion",
+  ):
     sql(rows, f"UPDATE rollout SET {column} = 1")
     with pytest.raises(Refused):
       sql(rows, f"UPDATE rollout SET {column} = 2")
@@ -464,23 +482,25 @@ def test_flags_are_0_or_1_and_progress_is_a_percentage(rows):
 # --- source types -----------------------------------------------------------
 
 PATTERNS = list(
-    itertools.product(vocabulary.SOURCE_TYPES, *[[False, True]] * 3)
+  itertools.product(vocabulary.SOURCE_TYPES, *[[False, True]] * 3)
 )
 
 
 @pytest.mark.parametrize("kind, step, eval_, baseline", PATTERNS)
 def test_a_rollout_has_exactly_the_source_that_it_names(
-    rows, kind, step, eval_, baseline
+  rows, kind, step, eval_, baseline
 ):
   sources = {"step": step, "eval": eval_, "baseline": baseline}
   right = all(sources[word] == (word == kind) for word in sources)
   values = {
-      **ROWS["rollout"], "rollout_id": "y", "source_type": kind,
-      **{f"{word}_id": 1 if there else None for word, there in sources.items()},
-  }  # pyformat: disable
+    **ROWS["rollout"],
+    "rollout_id": "y",
+    "source_type": kind,
+    **{f"{word}_id": 1 if there else None for word, there in sources.items()},
+  }
   change = (
-      "UPDATE rollout SET source_type = :source_type, step_id = :step_id,"
-      " eval_id = :eval_id, baseline_id = :baseline_id WHERE id = 1"
+    "UPDATE rollout SET source_type = :source_type, step_id = :step_id,"
+    " eval_id = :eval_id, baseline_id = :baseline_id WHERE id = 1"
   )
   keys = ("source_type", "step_id", "eval_id", "baseline_id")
   moved = {k: values[k] for k in keys}
@@ -500,8 +520,9 @@ def test_a_rollout_has_exactly_the_source_that_it_names(
 def test_there_are_24_patterns_of_which_3_are_right():
   assert len(PATTERNS) == 24
   right = [
-      p for p in PATTERNS
-      if sum(p[1:]) == 1 and p[1 + vocabulary.SOURCE_TYPES.index(p[0])]
+    p
+    for p in PATTERNS
+    if sum(p[1:]) == 1 and p[1 + vocabulary.SOURCE_TYPES.index(p[0])]
   ]
   assert len(right) == 3
 
@@ -510,9 +531,7 @@ def test_there_are_24_patterns_of_which_3_are_right():
 
 
 @pytest.mark.parametrize("table", vocabulary.STATEFUL)
-def test_every_transition_is_allowed_or_refused_as_the_table_says(
-    rows, table
-):
+def test_every_transition_is_allowed_or_refused_as_the_table_says(rows, table):
   row, number = ROWS[table], itertools.count(2)
   words = vocabulary.STATUSES[table]
   for old, new in itertools.product(words, words):
@@ -524,9 +543,7 @@ def test_every_transition_is_allowed_or_refused_as_the_table_says(
     if table in ("eval", "step"):
       fresh["step"] = n
     if table == "environment":
-      insert(
-          rows, "rollout", **{**ROWS["rollout"], "rollout_id": f"r{n}"}
-      )
+      insert(rows, "rollout", **{**ROWS["rollout"], "rollout_id": f"r{n}"})
       ((fresh["rollout_id"],),) = sql(rows, "SELECT max(id) FROM rollout")
     insert(rows, table, **fresh)
     ((id_,),) = sql(rows, f'SELECT max(id) FROM "{table}"')
@@ -539,11 +556,12 @@ def test_every_transition_is_allowed_or_refused_as_the_table_says(
         sql(rows, change, new=new, id=id_)
     assert value(rows, table, "status", id_) == (new if allowed else old)
     history = sql(
-        rows,
-        "SELECT old_status, new_status FROM status_history WHERE entity_type ="
-        " :t AND entity_id = :i ORDER BY id",
-        t=table, i=id_,
-    )  # pyformat: disable
+      rows,
+      "SELECT old_status, new_status FROM status_history WHERE entity_type ="
+      " :t AND entity_id = :i ORDER BY id",
+      t=table,
+      i=id_,
+    )
     expected = [(None, old)]
     if allowed and old != new:
       expected.append((old, new))
@@ -558,26 +576,29 @@ def test_the_transitions_name_every_status_and_ends_stay():
     for end in vocabulary.FINISHED[table]:
       leaves = graph[end] - vocabulary.FINISHED[table]
       # A run that is taken up again; nothing else comes back.
-      assert leaves == ({"initializing"} if (
-          table == "training" and end != "cancelled") else set())
+      assert leaves == (
+        {"initializing"}
+        if (table == "training" and end != "cancelled")
+        else set()
+      )
 
 
 def test_history_holds_what_was_said_and_grows_only_by_changes(rows):
   sql(
-      rows,
-      "UPDATE rollout SET status = 'running', progress_percent = 25,"
-      " status_message = 'turn 5 of 20'",
+    rows,
+    "UPDATE rollout SET status = 'running', progress_percent = 25,"
+    " status_message = 'turn 5 of 20'",
   )
   sql(rows, "UPDATE rollout SET status = 'running', progress_percent = 30")
   sql(rows, "UPDATE rollout SET reward = 1")
   history = sql(
-      rows,
-      "SELECT old_status, new_status, progress_percent, status_message FROM"
-      " status_history WHERE entity_type = 'rollout' ORDER BY changed_at, id",
+    rows,
+    "SELECT old_status, new_status, progress_percent, status_message FROM"
+    " status_history WHERE entity_type = 'rollout' ORDER BY changed_at, id",
   )
   assert [tuple(r) for r in history] == [
-      (None, "pending", 0.0, None),
-      ("pending", "running", 25.0, "turn 5 of 20"),
+    (None, "pending", 0.0, None),
+    ("pending", "running", 25.0, "turn 5 of 20"),
   ]
 
 
@@ -586,7 +607,7 @@ def test_updated_at_moves_by_itself_and_can_be_set(rows):
     if "updated_at" not in COLUMNS[table]:
       continue
     old = "2001-02-03 04:05:06"
-    sql(rows, f'UPDATE "{table}" SET updated_at = \'{old}\'')
+    sql(rows, f"UPDATE \"{table}\" SET updated_at = '{old}'")
     assert str(value(rows, table, "updated_at")).startswith(old)
     sql(rows, f'UPDATE "{table}" SET created_at = created_at')
     assert str(value(rows, table, "updated_at")) > "2020"
@@ -614,12 +635,12 @@ def test_writers_wait_for_each_other_instead_of_failing(engine):
       for _ in range(25):
         with database.writing(engine) as connection:
           n = connection.execute(
-              sa.text("SELECT seed FROM training FOR UPDATE")
-              if engine.dialect.name == "postgresql"
-              else sa.text("SELECT seed FROM training")
+            sa.text("SELECT seed FROM training FOR UPDATE")
+            if engine.dialect.name == "postgresql"
+            else sa.text("SELECT seed FROM training")
           ).scalar()
           connection.execute(
-              sa.text("UPDATE training SET seed = :n"), {"n": (n or 0) + 1}
+            sa.text("UPDATE training SET seed = :n"), {"n": (n or 0) + 1}
           )
     except Exception as error:  # pylint: disable=broad-except
       failures.append(error)
@@ -634,13 +655,13 @@ def test_writers_wait_for_each_other_instead_of_failing(engine):
 
 
 @pytest.mark.parametrize(
-    "target, says",
-    [
-        ("", "give a file"),
-        ("mysql://x/y", "SQLite file or on PostgreSQL"),
-        ("sqlite://", "SQLite file or on PostgreSQL"),
-        ("://", "not a URL"),
-    ],
+  "target, says",
+  [
+    ("", "give a file"),
+    ("mysql://x/y", "SQLite file or on PostgreSQL"),
+    ("sqlite://", "SQLite file or on PostgreSQL"),
+    ("://", "not a URL"),
+  ],
 )
 def test_targets_that_cannot_be(target, says):
   with pytest.raises(database.DatabaseError, match=says):

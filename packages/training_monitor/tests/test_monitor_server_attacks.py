@@ -11,7 +11,7 @@ PATH = "/api/ingest/batch"
 def _server(tmp_path_factory):
   folder = tmp_path_factory.mktemp("attacked")
   with monitor_server.sqlite_server(
-      folder, connections=attacks.LIMITS
+    folder, connections=attacks.LIMITS
   ) as server:
     yield attacks.Server(server.url, PATH, 16 << 20)
 
@@ -32,6 +32,6 @@ def test_bodies_are_bounded(server):
 
 def test_strangers_hold_nothing(tmp_path):
   with monitor_server.sqlite_server(
-      tmp_path, token="t", connections=attacks.LIMITS
+    tmp_path, token="t", connections=attacks.LIMITS
   ) as server:
     attacks.strangers_hold_nothing(attacks.Server(server.url, PATH, 16 << 20))

@@ -43,10 +43,10 @@ def test_a_section_survives_the_way_to_the_uploader():
 
 def test_the_settings_load_neither_a_database_nor_jax():
   program = (
-      "import sys\n"
-      "from training_monitor.client import uploader\n"
-      "bad = {'sqlalchemy', 'starlette'} & set(sys.modules); assert not bad,"
-      " bad"
+    "import sys\n"
+    "from training_monitor.client import uploader\n"
+    "bad = {'sqlalchemy', 'starlette'} & set(sys.modules); assert not bad,"
+    " bad"
   )
   result = fresh_interpreter.run(program)
   assert result.returncode == 0, result.stderr
@@ -76,17 +76,17 @@ def test_every_wrong_parameter_is_named_with_its_value_and_the_fix():
 
 
 @pytest.mark.parametrize(
-    "model, text, field, says",
-    [
-        (rollout_list.RolloutListQuery, "from=nan", "from", "a number"),
-        (rollout_list.RolloutListQuery, "order=left", "order", "up or down"),
-        (rollout_list.RolloutListQuery, "after=1", "after", "the next page"),
-        (run_pages.CompareQuery, "run=1", "run", "2 to 10 runs"),
-        (run_pages.CompareQuery, "run=1&run=1", "run", "not 1"),
-        (run_pages.RunsQuery, f"tag={'x' * 51}", "tag", "1 to 50"),
-        (query_lib.EventsQuery, f"after={10**30}", "after", "a number"),
-        (query_lib.TrainingsQuery, "after=%21", "after", "`next`"),
-    ],
+  "model, text, field, says",
+  [
+    (rollout_list.RolloutListQuery, "from=nan", "from", "a number"),
+    (rollout_list.RolloutListQuery, "order=left", "order", "up or down"),
+    (rollout_list.RolloutListQuery, "after=1", "after", "the next page"),
+    (run_pages.CompareQuery, "run=1", "run", "2 to 10 runs"),
+    (run_pages.CompareQuery, "run=1&run=1", "run", "not 1"),
+    (run_pages.RunsQuery, f"tag={'x' * 51}", "tag", "1 to 50"),
+    (query_lib.EventsQuery, f"after={10**30}", "after", "a number"),
+    (query_lib.TrainingsQuery, "after=%21", "after", "`next`"),
+  ],
 )
 def test_a_wrong_parameter_is_refused(model, text, field, says):
   assert says in refused(model, text)[field]["message"]
@@ -101,17 +101,18 @@ def test_an_empty_field_of_a_form_is_no_value_and_of_the_api_is_a_wrong_one():
 
 def test_the_document_has_the_bounds_of_the_models():
   operation = openapi.Operation(
-      "GET", "/x", "x", "X.", query=query_lib.RolloutsQuery
+    "GET", "/x", "x", "X.", query=query_lib.RolloutsQuery
   )
   document = openapi.document([operation], {"": 1})
   parameters = {
-      p["name"]: p["schema"] for p in document["paths"]["/x"]["get"][
-          "parameters"
-      ]
-  }  # pyformat: disable
+    p["name"]: p["schema"] for p in document["paths"]["/x"]["get"]["parameters"]
+  }
   assert parameters["limit"] == {
-      "type": "integer", "minimum": 1, "maximum": 500, "default": 50,
-  }  # pyformat: disable
+    "type": "integer",
+    "minimum": 1,
+    "maximum": 500,
+    "default": 50,
+  }
   assert parameters["success"] == {"type": "integer", "enum": [0, 1]}
   assert parameters["after"] == {"type": "string", "maxLength": 16384}
   assert "completed" in parameters["status"]["enum"]

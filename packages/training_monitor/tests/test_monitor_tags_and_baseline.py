@@ -15,9 +15,9 @@ def server(target, tmp_path):
 
 def run(server, name, **training):
   """The id of a run."""
-  return server.post({
-      "training": {"client_id": name, "run_name": name, **training}
-  })["training_id"]  # pyformat: disable
+  return server.post(
+    {"training": {"client_id": name, "run_name": name, **training}}
+  )["training_id"]
 
 
 def tags(server, id_, status=200, **body):
@@ -38,14 +38,21 @@ def test_what_a_client_tags_a_run_with_is_there_once(server):
   run(server, "r", tags=["lr sweep", "later"])  # A start again.
   run(server, "r")  # One that says nothing of them.
   assert server.get(f"/api/v1/trainings/{id_}")["tags"] == [
-      "baseline", "later", "lr sweep", "\u00fc",
-  ]  # pyformat: disable
+    "baseline",
+    "later",
+    "lr sweep",
+    "\u00fc",
+  ]
   for wrong, says in (
-      (["x" * 51], "50 characters"), ("x", "list"), ([1], "text"),
-      (["a\u202eb"], "not seen"), ([""], "1 to 50"), (["t"] * 51, "most 50"),
-  ):  # pyformat: disable
+    (["x" * 51], "50 characters"),
+    ("x", "list"),
+    ([1], "text"),
+    (["a\u202eb"], "not seen"),
+    ([""], "1 to 50"),
+    (["t"] * 51, "most 50"),
+  ):
     reply = server.post(
-        {"training": {"client_id": "w", "run_name": "w", "tags": wrong}}
+      {"training": {"client_id": "w", "run_name": "w", "tags": wrong}}
     )
     (left_out,) = reply["ignored"]
     assert left_out["field"] == "training.tags"
@@ -63,8 +70,9 @@ def test_tags_are_changed_and_filter_through_the_api(server):
   assert listed(server, tag=["x", "y"]) == ["b"]
   assert listed(server, tag="nobody's") == []
   assert server.get("/api/v1/tags")["items"] == [
-      {"tag": "x", "runs": 2}, {"tag": "y", "runs": 1},
-  ]  # pyformat: disable
+    {"tag": "x", "runs": 2},
+    {"tag": "y", "runs": 1},
+  ]
   assert tags(server, second, remove=["x"]) == ["y"]
   many = [f"t{n}" for n in range(50)]
   assert "take some away" in tags(server, second, 400, add=many)["detail"]
@@ -77,17 +85,18 @@ def test_tags_are_changed_and_filter_through_the_api(server):
 
 def test_one_run_of_a_project_is_its_baseline(server):
   first, second = run(server, "a"), run(server, "b")
-  pin = lambda id_, method="PUT": server.http.request(
-      method, f"/api/v1/trainings/{id_}/pin"
-  ).status_code
+  pin = lambda id_, method="PUT": (
+    server.http.request(method, f"/api/v1/trainings/{id_}/pin").status_code
+  )
   pinned = lambda: [
-      t["run_name"] for t in server.get("/api/v1/trainings")["items"]
-      if t["pinned"]
+    t["run_name"]
+    for t in server.get("/api/v1/trainings")["items"]
+    if t["pinned"]
   ]
   assert (pin(first), pin(first), pinned()) == (200, 200, ["a"])
   page = server.http.get("/").text
   assert page.index(f'href="/runs/{first}"') < page.index(
-      f'href="/runs/{second}"'
+    f'href="/runs/{second}"'
   )
   assert pin(second) == 200 and pinned() == ["b"]
   assert pin(first, "DELETE") == 200 and pinned() == ["b"]  # It was none.
@@ -103,13 +112,11 @@ def test_another_project_has_its_own(tmp_path):
     server.http.headers["authorization"] = f"Bearer {other}"
     assert server.get("/api/v1/tags")["items"] == []
     tags(server, id_, 404, add=["y"])
-    assert server.http.put(
-        f"/api/v1/trainings/{id_}/pin"
-    ).status_code == 404  # pyformat: disable
+    assert server.http.put(f"/api/v1/trainings/{id_}/pin").status_code == 404
     own_run = run(server, "mine")
-    assert server.http.put(
-        f"/api/v1/trainings/{own_run}/pin"
-    ).status_code == 200  # pyformat: disable
+    assert (
+      server.http.put(f"/api/v1/trainings/{own_run}/pin").status_code == 200
+    )
     curves = f"/api/v1/trainings/{own_run}/curves?names=loss"
     assert server.http.get(curves).status_code == 200
     assert server.http.get(f"{curves}&minus={id_}").status_code == 404
@@ -124,10 +131,15 @@ def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
 
     def form(path, data, token="tm_secret", **headers):
       return server.http.post(
-          f"/runs/{id_}/{path}", data=data, follow_redirects=False,
-          headers={"authorization": "",
-                   "cookie": f"{access.COOKIE}={token}", **headers},
-      )  # pyformat: disable
+        f"/runs/{id_}/{path}",
+        data=data,
+        follow_redirects=False,
+        headers={
+          "authorization": "",
+          "cookie": f"{access.COOKIE}={token}",
+          **headers,
+        },
+      )
 
     answer = form("tags", {"add": "y, z", "next": "/runs/1?smooth=1"}, **own)
     assert answer.status_code == 303
@@ -135,11 +147,13 @@ def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
     training = lambda: server.get(f"/api/v1/trainings/{id_}")
     assert training()["tags"] == ["x", "y", "z"]
     for headers in (
-        {}, {"origin": "http://evil.example"}, {"origin": "null"},
-        {"origin": server.url.replace("127.0.0.1", "localhost")},
-        {**own, "sec-fetch-site": "same-site"},
-        {**own, "sec-fetch-site": "cross-site"},
-    ):  # pyformat: disable
+      {},
+      {"origin": "http://evil.example"},
+      {"origin": "null"},
+      {"origin": server.url.replace("127.0.0.1", "localhost")},
+      {**own, "sec-fetch-site": "same-site"},
+      {**own, "sec-fetch-site": "cross-site"},
+    ):
       for path, data in (("tags", {"add": "w"}), ("pin", {"pinned": "1"})):
         assert form(path, data, **headers).status_code == 403, headers
     refused = form("tags", {"add": "w"}, reading, **own)
@@ -154,18 +168,23 @@ def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
     assert form("tags", {"remove": "y"}, **own).status_code == 303
     assert training()["tags"] == ["x", "z"]
     # Who may only look sees them, and no form.
-    page = lambda token: server.http.get(
+    page = lambda token: (
+      server.http.get(
         f"/runs/{id_}",
         headers={"authorization": "", "cookie": f"{access.COOKIE}={token}"},
-    ).text
-    assert "/tags\"" in page("tm_secret")
-    assert "/tags\"" not in page(reading) and "x</a>" in page(reading)
+      ).text
+    )
+    assert '/tags"' in page("tm_secret")
+    assert '/tags"' not in page(reading) and "x</a>" in page(reading)
     for token in (reading, ""):  # The API asks for a header.
       reply = server.http.post(
-          f"/api/v1/trainings/{id_}/tags", json={"add": ["w"]},
-          headers={"authorization": f"Bearer {token}" if token else "",
-                   "cookie": f"{access.COOKIE}=tm_secret"},
-      )  # pyformat: disable
+        f"/api/v1/trainings/{id_}/tags",
+        json={"add": ["w"]},
+        headers={
+          "authorization": f"Bearer {token}" if token else "",
+          "cookie": f"{access.COOKIE}=tm_secret",
+        },
+      )
       assert reply.status_code == (403 if token else 401)
 
 
@@ -179,24 +198,27 @@ def test_curves_less_those_of_another_run(server):
                           "time": 100.0 * n, **({"own": 1.0} if name == "a"
                                                 else {})}}
         for n in range(1, steps + 1) if (name, n) != ("b", 2)
-    ]  # pyformat: disable
-    body["evals"] = [
-        {"client_id": f"{name}-e", "step": 4, "total_tasks": 2}
-    ]
+    ]  # fmt: skip
+    body["evals"] = [{"client_id": f"{name}-e", "step": 4, "total_tasks": 2}]
     parts = [
-        monitor_server.episode(
-            f"{name}-{n}", turns=1, eval_id=f"{name}-e", status="completed",
-            task_success=n < (2 if name == "a" else 1), temperature=1.0,
-        )
-        for n in range(2)
-    ]  # pyformat: disable
+      monitor_server.episode(
+        f"{name}-{n}",
+        turns=1,
+        eval_id=f"{name}-e",
+        status="completed",
+        task_success=n < (2 if name == "a" else 1),
+        temperature=1.0,
+      )
+      for n in range(2)
+    ]
     del body["baselines"]
     ids.append(server.post(monitor_server.joined(body, *parts))["training_id"])
   first, second = ids
   curves = server.get(
-      f"/api/v1/trainings/{first}/curves", minus=second,
-      names="kl,own,time,engine_idle",
-  )  # pyformat: disable
+    f"/api/v1/trainings/{first}/curves",
+    minus=second,
+    names="kl,own,time,engine_idle",
+  )
   assert curves["step"] == [1, 2, 3, 4, 5, 6]
   assert curves["series"]["kl"] == [0.75, None, 0.75, 0.75, None, None]
   assert curves["series"]["engine_idle"][0] == pytest.approx(-0.375)

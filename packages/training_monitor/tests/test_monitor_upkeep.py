@@ -25,17 +25,20 @@ LEAVES = ("turn", "action", "obs", "validation", "environment")
 def add_run(server, name, success=None, status="completed", shas=(), **more):
   """A run of two episodes which show these screenshots."""
   body = joined(
-      {
-          "training": {"client_id": name, "run_name": name, "status": status,
-                       **more},
-          "tasks": [{"task_id": "open-door"}],
-          "steps": [{"client_id": f"{name}-S", "step": 1}],
-          "evals": [{"client_id": f"{name}-E", "step": 1,
-                     "success_rate": success}],
+    {
+      "training": {
+        "client_id": name,
+        "run_name": name,
+        "status": status,
+        **more,
       },
-      episode(f"{name}-0", step_id=f"{name}-S"),
-      episode(f"{name}-1", step_id=f"{name}-S"),
-  )  # pyformat: disable
+      "tasks": [{"task_id": "open-door"}],
+      "steps": [{"client_id": f"{name}-S", "step": 1}],
+      "evals": [{"client_id": f"{name}-E", "step": 1, "success_rate": success}],
+    },
+    episode(f"{name}-0", step_id=f"{name}-S"),
+    episode(f"{name}-1", step_id=f"{name}-S"),
+  )
   for rollout in body["rollouts"]:
     rollout["step_id"] = f"{name}-S"
   for obs, sha in zip(body["observations"], shas):
@@ -50,13 +53,13 @@ def put_screenshot(server, seed, age_s=7200):
   s = tables.screenshot
   with database.writing(server.engine) as connection:
     when = connection.execute(
-        sa.select(s.c.created_at).where(s.c.sha256 == sha)
+      sa.select(s.c.created_at).where(s.c.sha256 == sha)
     ).scalar()
     connection.execute(
-        sa.update(s).where(s.c.sha256 == sha).values(
-            created_at=when - pruning.datetime.timedelta(seconds=age_s)
-        )
-    )  # pyformat: disable
+      sa.update(s)
+      .where(s.c.sha256 == sha)
+      .values(created_at=when - pruning.datetime.timedelta(seconds=age_s))
+    )
   path = server.app._screenshots.path(sha, "image/png")
   os.utime(path, (time.time() - age_s,) * 2)
   return sha, path
@@ -64,13 +67,12 @@ def put_screenshot(server, seed, age_s=7200):
 
 def prune(server, **options):
   criteria = {
-      k: options.pop(k)
-      for k in ("project", "names", "older_than_s", "keep_best",
-                "episodes_only")
-      if k in options
-  }  # pyformat: disable
+    k: options.pop(k)
+    for k in ("project", "names", "older_than_s", "keep_best", "episodes_only")
+    if k in options
+  }
   return pruning.prune(
-      server.engine, server.app._files, pruning.Criteria(**criteria), **options
+    server.engine, server.app._files, pruning.Criteria(**criteria), **options
   )
 
 
@@ -88,9 +90,11 @@ def test_a_pruned_run_leaves_nothing_and_the_others_whole(server):
   for table in LEAVES:
     assert len(server.rows(table)) == before[table] / 2, table
   for table, order in (
-      ("monitor_client_id", "client_id"), ("monitor_raw_value", "field"),
-      ("status_history", "id"), ("monitor_change", "id"),
-  ):  # pyformat: disable
+    ("monitor_client_id", "client_id"),
+    ("monitor_raw_value", "field"),
+    ("status_history", "id"),
+    ("monitor_change", "id"),
+  ):
     rows = server.rows(table, order=order)
     assert rows and not any("elder" in str(row) for row in rows), table
   assert not told(look(server), doctor.WARNING)
@@ -110,24 +114,24 @@ def test_which_runs_go(server):
     add_run(server, name, success)
   add_run(server, "live", 0.1, status="running")
   chosen = lambda **c: [
-      [r.name for r in runs]
-      for runs in pruning.choose(server.engine, pruning.Criteria(**c))
+    [r.name for r in runs]
+    for runs in pruning.choose(server.engine, pruning.Criteria(**c))
   ]
   assert chosen(keep_best=2) == [["a", "c"], ["live"], []]
   assert chosen(older_than_s=0.0) == [["a", "b", "c", "d"], ["live"], []]
   assert chosen(older_than_s=3600.0) == [[], [], []]
   assert chosen(keep_best=1, names=("a", "b")) == [["a"], [], []]
   tomorrow = pruning.datetime.datetime.now(
-      pruning.datetime.timezone.utc
+    pruning.datetime.timezone.utc
   ).replace(tzinfo=None) + pruning.datetime.timedelta(days=1)
   runs = pruning.choose(
-      server.engine, pruning.Criteria(older_than_s=3600.0), tomorrow
+    server.engine, pruning.Criteria(older_than_s=3600.0), tomorrow
   )
   assert [r.name for r in runs[0]] == ["a", "b", "c", "d", "live"]
   # A clock that was set back a day makes no run look abandoned.
   yesterday = tomorrow - pruning.datetime.timedelta(days=2)
   assert pruning.choose(
-      server.engine, pruning.Criteria(older_than_s=3600.0), yesterday
+    server.engine, pruning.Criteria(older_than_s=3600.0), yesterday
   ) == ([], [], [])
 
 
@@ -138,18 +142,23 @@ def test_a_pinned_baseline_stays_and_tags_go_with_their_runs(server):
   assert server.http.put(f"/api/v1/trainings/{ids['a']}/pin").status_code == 200
   outcome = prune(server, names=("a", "b"))
   assert [[r.name for r in rs] for rs in (outcome.runs, outcome.pinned)] == [
-      ["b"], ["a"],
-  ]  # pyformat: disable
+    ["b"],
+    ["a"],
+  ]
   assert names(server) == ["a"]
-  assert [r["tag"] for r in server.rows("monitor_training_tag", order="tag")
-          ] == ["a", "lr sweep"]
+  assert [
+    r["tag"] for r in server.rows("monitor_training_tag", order="tag")
+  ] == ["a", "lr sweep"]
   assert "baselines: a (default)" in " ".join(
-      f.text for f in look(server) if f.subject == "runs"
+    f.text for f in look(server) if f.subject == "runs"
   )
   server.http.delete(f"/api/v1/trainings/{ids['a']}/pin")
   prune(server, names=("a",))
-  for table, order in (("training", "id"), ("monitor_training_tag", "tag"),
-                       ("monitor_pinned_baseline", "project_id")):
+  for table, order in (
+    ("training", "id"),
+    ("monitor_training_tag", "tag"),
+    ("monitor_pinned_baseline", "project_id"),
+  ):
     assert server.rows(table, order=order) == []
 
 
@@ -158,9 +167,12 @@ def test_thumbnails_go_with_their_screenshots(lite):
   for seed in (1, 2):
     sha, image = monitor_server.screenshot(seed, size=(640, 480))
     lite.http.put(f"/api/v1/screenshots/{sha}", content=image)
-    assert lite.http.get(
-        f"/api/v1/screenshots/{sha}/thumbnail"
-    ).headers["content-type"] == "image/webp"
+    assert (
+      lite.http.get(f"/api/v1/screenshots/{sha}/thumbnail").headers[
+        "content-type"
+      ]
+      == "image/webp"
+    )
     shas.append(sha)
   folder = lite.app._files / "thumbnails"
   thumbnails = {sha: folder / sha[:2] / f"{sha}.webp" for sha in shas}
@@ -171,9 +183,9 @@ def test_thumbnails_go_with_their_screenshots(lite):
   add_run(lite, "run", shas=shas[:1])
   with database.writing(lite.engine) as connection:
     connection.execute(
-        sa.update(tables.screenshot).values(
-            created_at=sa.text("'2020-01-01 00:00:00'")
-        )
+      sa.update(tables.screenshot).values(
+        created_at=sa.text("'2020-01-01 00:00:00'")
+      )
     )
   assert all(path.exists() for path in thumbnails.values())
   assert told(look(lite), doctor.WARNING) == {"thumbnails"}  # The old part.
@@ -207,7 +219,7 @@ def test_screenshots_go_with_the_last_run_that_shows_them(server):
   server.post({"training_id": "new", "validations": [{
       "client_id": "v", "rollout_id": "new-0", "success": True,
       "screenshot_uri": f"sha256:{raw}",
-  }]})  # pyformat: disable
+  }]})  # fmt: skip
   stray = unshown.with_name("f" * 64 + ".png")
   stray.write_bytes(b"left by somebody")
   os.utime(stray, (time.time() - 7200,) * 2)
@@ -220,7 +232,7 @@ def test_screenshots_go_with_the_last_run_that_shows_them(server):
   assert there == [True, False, True, True, False]
   assert server.http.get(f"/api/v1/screenshots/{own}").status_code == 404
   missing = server.http.post(
-      "/api/v1/screenshots/missing", json={"sha256": [shared, own, raw, fresh]}
+    "/api/v1/screenshots/missing", json={"sha256": [shared, own, raw, fresh]}
   )
   assert missing.json() == {"missing": [own]}
 
@@ -256,9 +268,9 @@ def test_a_screenshot_that_is_about_to_be_shown_stays(server, monkeypatch):
     if not answers:
       connection.rollback()
       answers.append(
-          server.http.post(
-              "/api/v1/screenshots/missing", json={"sha256": [requested]}
-          ).json()
+        server.http.post(
+          "/api/v1/screenshots/missing", json={"sha256": [requested]}
+        ).json()
       )
     return result
 
@@ -283,20 +295,26 @@ def test_a_prune_that_was_killed_is_mended_by_the_next(lite):
 def test_space_is_given_back(lite, tmp_path):
   for n in range(3):
     body = joined(
-        {"training": {"client_id": f"r{n}", "run_name": f"r{n}",
-                      "status": "completed"},
-         "tasks": [{"task_id": "open-door"}],
-         "steps": [{"client_id": f"S{n}", "step": 1}]},
-        episode(f"e{n}"),
-    )  # pyformat: disable
+      {
+        "training": {
+          "client_id": f"r{n}",
+          "run_name": f"r{n}",
+          "status": "completed",
+        },
+        "tasks": [{"task_id": "open-door"}],
+        "steps": [{"client_id": f"S{n}", "step": 1}],
+      },
+      episode(f"e{n}"),
+    )
     body["rollouts"][0]["step_id"] = f"S{n}"
     for obs in body["observations"]:
       obs["text_content"] = os.urandom(300_000).hex()
     lite.post(body)
   size = lambda: lite.rows(
-      "monitor_meta",
-      "(SELECT page_count FROM pragma_page_count()) AS pages", "key",
-  )[0]["pages"]  # pyformat: disable
+    "monitor_meta",
+    "(SELECT page_count FROM pragma_page_count()) AS pages",
+    "key",
+  )[0]["pages"]
   before = size()
   prune(lite, names=("r0", "r1"), vacuum=False)
   assert size() == before
@@ -304,24 +322,29 @@ def test_space_is_given_back(lite, tmp_path):
   assert size() < before / 3
 
 
-@pytest.mark.parametrize("text, age_s", [
-    ("90m", 5400), ("1.5h", 5400), ("30d", 30 * 86400), ("2w", 14 * 86400),
-])  # pyformat: disable
+@pytest.mark.parametrize(
+  "text, age_s",
+  [("90m", 5400), ("1.5h", 5400), ("30d", 30 * 86400), ("2w", 14 * 86400)],
+)
 def test_ages(text, age_s):
   assert pruning.seconds(text) == age_s
 
 
 def test_the_prune_command(lite, tmp_path, capsys):
   add_run(lite, "old")
-  own = ["--database", str(tmp_path / "m.db"), "--files",
-         str(tmp_path / "files")]  # pyformat: disable
+  own = [
+    "--database",
+    str(tmp_path / "m.db"),
+    "--files",
+    str(tmp_path / "files"),
+  ]
   assert serve.main(["prune", "--run", "old", "--dry-run", *own]) == 0
   assert "would delete run old (default, completed)" in capsys.readouterr().out
   assert names(lite) == ["old"]
   for args, status, says in (
-      (["--run", "new"], 2, "no run of this name or id"),
-      (["--project", "default"], 2, "which runs?"),
-      (["--run", "old"], 0, "deleted 1 runs"),
+    (["--run", "new"], 2, "no run of this name or id"),
+    (["--project", "default"], 2, "which runs?"),
+    (["--run", "old"], 0, "deleted 1 runs"),
   ):
     assert serve.main(["prune", *args, *own]) == status
     captured = capsys.readouterr()
@@ -355,7 +378,7 @@ def test_a_healthy_monitor_is_told_so(server, tmp_path):
   assert told(findings, doctor.ERROR) == errors
   assert told(findings, doctor.OK) >= {
       "disk", "schema", "rows", "runs", "clock", "screenshots", "spool",
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 def test_what_is_wrong_with_screenshots_is_found(lite):
@@ -371,16 +394,16 @@ def test_what_is_wrong_with_screenshots_is_found(lite):
   assert len([
       f for f in look(lite)
       if f.subject == "screenshots" and f.level == doctor.ERROR
-  ]) == 2  # pyformat: disable
+  ]) == 2  # fmt: skip
 
 
 def test_loose_ends_silent_runs_and_a_wrong_clock_are_found(lite):
   add_run(lite, "run", status="running")
   with database.writing(lite.engine) as connection:
     for statement in (
-        "UPDATE training SET last_heartbeat = '2020-01-01 00:00:00'",
-        "UPDATE status_history SET changed_at = '2100-01-01 00:00:00'",
-        "INSERT INTO monitor_client_id VALUES (1, 'turn', 'ghost', 999)",
+      "UPDATE training SET last_heartbeat = '2020-01-01 00:00:00'",
+      "UPDATE status_history SET changed_at = '2100-01-01 00:00:00'",
+      "INSERT INTO monitor_client_id VALUES (1, 'turn', 'ghost', 999)",
     ):
       connection.exec_driver_sql(statement)
   assert told(look(lite), doctor.WARNING) == {"rows", "runs", "clock"}
@@ -408,8 +431,10 @@ def test_a_damaged_file_is_an_error_and_nothing_else_is_asked(lite, tmp_path):
 
 def test_what_is_no_database_of_the_monitor(tmp_path):
   sqlite3.connect(tmp_path / "other.db").execute("CREATE TABLE x (y)")
-  for name, says in (("other.db", "not a database of the monitor"),
-                     ("none.db", "no file")):  # pyformat: disable
+  for name, says in (
+    ("other.db", "not a database of the monitor"),
+    ("none.db", "no file"),
+  ):
     *_, last = doctor.examine(str(tmp_path / name), tmp_path)
     assert last.level == doctor.ERROR and says in last.text
   assert not (tmp_path / "none.db").exists()
@@ -423,14 +448,14 @@ def test_spools_are_looked_into_and_left_as_they_are(lite, tmp_path):
   abandoned.close()
   dead = spool_lib.Spool(folder / "dead.spool", "http://x")
   (dead.path / spool_lib.DEAD).write_text(
-      json.dumps({"seq": 1, "body": "{}", "reason": "400: nonsense"}) + "\n"
+    json.dumps({"seq": 1, "body": "{}", "reason": "400: nonsense"}) + "\n"
   )
   (folder / "damaged.spool").mkdir()
   (folder / "damaged.spool" / spool_lib.HEADER).write_text("{")
   findings = {
-      f.text.split(",")[0].split()[0]: f
-      for f in look(lite, folder)
-      if f.subject == "spool"
+    f.text.split(",")[0].split()[0]: f
+    for f in look(lite, folder)
+    if f.subject == "spool"
   }
   assert findings["left.spool"].level == doctor.WARNING
   assert "without an owner" in findings["left.spool"].text
@@ -445,15 +470,20 @@ def test_spools_are_looked_into_and_left_as_they_are(lite, tmp_path):
 def test_the_doctors_command_exits_with_what_it_found(lite, tmp_path):
   add_run(lite, "run")
   result = fresh_interpreter.run_module(
-      "training_monitor", "doctor", "--database",
-      tmp_path / "m.db", "--files", tmp_path / "files", "--json",
-  )  # pyformat: disable
+    "training_monitor",
+    "doctor",
+    "--database",
+    tmp_path / "m.db",
+    "--files",
+    tmp_path / "files",
+    "--json",
+  )
   assert result.returncode == 0, result.stdout + result.stderr
   lines = result.stdout.splitlines()
   subjects = [json.loads(line)["subject"] for line in lines]
   assert list(dict.fromkeys(subjects)) == [
       "disk", "schema", "integrity", "rows", "runs", "clock", "screenshots",
       "thumbnails",
-  ]  # pyformat: disable
+  ]  # fmt: skip
   assert serve.main(["doctor", "--database", str(tmp_path / "no.db")]) == 1
   assert not pathlib.Path(tmp_path / "no.db").exists()

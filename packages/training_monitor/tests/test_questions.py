@@ -31,22 +31,26 @@ def attempt(body, name, shas, won, did, thought="I look.", **fields):
       "rollout_id": name, "model_path": "m", "status": "completed",
       "status_message": status, "reward": float(won), "task_success": won,
       "num_turns": len(did), "max_turns": 6, "temperature": 1.0, **fields,
-  })  # pyformat: disable
+  })  # fmt: skip
   for place, action in enumerate(did, 1):
     turn = f"{name}:{place}"
     body["turns"].append({
         "client_id": turn, "rollout_id": name, "turn": place, "turn_time": 1.5,
         "metrics_json": {"thought": thought, "model_response": f"<{place}>",
                          "seconds": {"model": 1.0, "env": 0.5}},
-    })  # pyformat: disable
+    })  # fmt: skip
     body["actions"].append(
-        {"client_id": f"{turn}:a", "turn_id": turn, **action}
+      {"client_id": f"{turn}:a", "turn_id": turn, **action}
     )
     body["observations"] += [
-        {"client_id": f"{turn}:{n}", "turn_id": turn, "obs_type": kind,
-         "screenshot_uri": f"sha256:{shas[place - 1 + n]}"}
-        for n, kind in enumerate(("screenshot_before", "screenshot_after"))
-    ]  # pyformat: disable
+      {
+        "client_id": f"{turn}:{n}",
+        "turn_id": turn,
+        "obs_type": kind,
+        "screenshot_uri": f"sha256:{shas[place - 1 + n]}",
+      }
+      for n, kind in enumerate(("screenshot_before", "screenshot_after"))
+    ]
 
 
 def metrics(step):
@@ -59,7 +63,7 @@ def metrics(step):
       "seconds_total": 10.0, "seconds_wait": 7.0, "seconds_learn": 2.0,
       "seconds_publish": 0.5, "model_share": 0.2, "env_share": 0.75,
       "status/max_turns": 0.3, "status/succeeded": 0.7, "time": 1e9 + step,
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 def run(name, shas):
@@ -79,7 +83,7 @@ def run(name, shas):
       "baselines": [{"client_id": f"{name}b", "status_message": "initial"}],
       "evals": [{"client_id": f"{name}e", "step": STEPS}],
       "rollouts": [], "turns": [], "actions": [], "observations": [],
-  }  # pyformat: disable
+  }  # fmt: skip
   for step in (STEPS - 1, STEPS):
     for n, task in enumerate(("open-door", "shut-door")):
       for member in range(4):
@@ -88,25 +92,31 @@ def run(name, shas):
             body, f"{name}/{step}.{n}.{member}", shas, won,
             (CLICK, TYPE) if won else (CLICK, DOUBLE), task_id=task,
             step_id=f"{name}{step}", group=n, env_index=member, batch=step,
-        )  # pyformat: disable
+        )  # fmt: skip
   lone = dict(task_id="shut-door", step_id=f"{name}{STEPS}", group=5)
   attempt(body, f"{name}/wander", shas, False, (OTHER,) * 4, **lone)
-  body["rollouts"][-1] |= {"status_message": "max_turns",
-                           "consecutive_repeated_actions": 3}
-  attempt(body, f"{name}/paid", shas, False, (CLICK,), "The grader sleeps.",
-          **lone)  # pyformat: disable
+  body["rollouts"][-1] |= {
+    "status_message": "max_turns",
+    "consecutive_repeated_actions": 3,
+  }
+  attempt(
+    body, f"{name}/paid", shas, False, (CLICK,), "The grader sleeps.", **lone
+  )
   body["rollouts"][-1]["reward"] = 0.8
   attempt(body, f"{name}/broke", shas, False, (), **lone)
   body["rollouts"][-1] |= {
-      "status": "failed", "status_message": "env_error", "runtime_errors": 1,
-      "task_success": None, "error_message": "EnvStepError: the door fell",
-  }  # pyformat: disable
+    "status": "failed",
+    "status_message": "env_error",
+    "runtime_errors": 1,
+    "task_success": None,
+    "error_message": "EnvStepError: the door fell",
+  }
   for source, won in (("b", False), ("e", True)):
     key = {"b": "baseline_id", "e": "eval_id"}[source]
     for n in range(6):
       attempt(body, f"{name}/{source}{n}", shas, won,
               (CLICK, TYPE if won else DOUBLE), task_id="open-door",
-              **{key: f"{name}{source}"})  # pyformat: disable
+              **{key: f"{name}{source}"})  # fmt: skip
   return body
 
 
@@ -138,9 +148,10 @@ def rollouts(server, query):
   """Names of the rollouts that a list of the first run shows."""
   text = page(server, f"/runs/1/rollouts?{query}")
   return {
-      r["rollout_id"].removeprefix("first/") for r in server.rows("rollout")
-      if f'href="/rollouts/{r["id"]}" data-row' in text
-  }  # pyformat: disable
+    r["rollout_id"].removeprefix("first/")
+    for r in server.rows("rollout")
+    if f'href="/rollouts/{r["id"]}" data-row' in text
+  }
 
 
 def test_two_attempts_are_aligned_and_their_first_difference_is_marked(server):
@@ -157,7 +168,7 @@ def test_two_attempts_are_aligned_and_their_first_difference_is_marked(server):
   group = page(server, f"/runs/1/steps/{STEPS}")
   assert f'href="/rollouts/{lost}/beside?other=' in group
   assert f'href="/rollouts/{lost}/beside?other=' in page(
-      server, f"/rollouts/{lost}"
+    server, f"/rollouts/{lost}"
   )
 
 
@@ -173,9 +184,9 @@ def test_attempts_of_two_runs_and_of_different_length_are_compared(server):
   assert "<b>turn 1</b>" in text and text.count("ended before") == 3
   same = server.http.get(f"/rollouts/{first}/beside?other={first}")
   assert same.status_code == 400 and "another rollout" in same.text
-  assert server.http.get(
-      f"/rollouts/{first}/beside?other=99999"
-  ).status_code == 404
+  assert (
+    server.http.get(f"/rollouts/{first}/beside?other=99999").status_code == 404
+  )
 
 
 def test_a_task_is_shown_at_one_checkpoint_after_another(server):
@@ -207,42 +218,49 @@ def test_rollouts_are_found_by_how_they_ended_and_by_what_is_odd(server):
 
 def test_a_success_in_few_turns_is_one_of_its_task(server):
   name = f"first/{STEPS}.0.0"
-  server.post({
+  server.post(
+    {
       "training": {"client_id": "first"},
       "rollouts": [{"client_id": name, "rollout_id": name, "num_turns": 1}],
-  })
+    }
+  )
   assert rollouts(server, "odd=success+in+few+turns") == {f"{STEPS}.0.0"}
-  server.post({
+  server.post(
+    {
       "training": {"client_id": "first"},
       "rollouts": [{"client_id": name, "rollout_id": name, "num_turns": 2}],
-  })
+    }
+  )
 
 
 def test_the_first_sentence_compares_what_updates_began_and_ended_with():
   point = {"low": 0.0, "high": 0.0}
   evals = [
-      {"name": "initial", "kind": "baseline", "rate": 0.0, **point},
-      {"name": "warm_start", "kind": "baseline", "rate": 0.4, **point},
-      {"name": "step 25", "kind": "eval", "rate": 0.8, **point},
-      {"name": "step 50", "kind": "eval", "rate": 0.9, "low": 0.8, "high": 1.0},
+    {"name": "initial", "kind": "baseline", "rate": 0.0, **point},
+    {"name": "warm_start", "kind": "baseline", "rate": 0.4, **point},
+    {"name": "step 25", "kind": "eval", "rate": 0.8, **point},
+    {"name": "step 50", "kind": "eval", "rate": 0.9, "low": 0.8, "high": 1.0},
   ]
   columns = curves.Columns(np.arange(0), {})
   for measured, sentence in (
-      (evals, "40.0 % (warm_start) to 90.0 % (step 50)."),
-      (evals[:2], "0.0 % (initial) to 40.0 % (warm_start), within"),
-      (evals[2:], "80.0 % (step 25) to 90.0 % (step 50)."),
+    (evals, "40.0 % (warm_start) to 90.0 % (step 50)."),
+    (evals[:2], "0.0 % (initial) to 40.0 % (warm_start), within"),
+    (evals[2:], "80.0 % (step 25) to 90.0 % (step 50)."),
   ):
     (line,) = advice.lines(columns, measured)
     assert line["about"] == "learning"
     assert f"Evaluations: {sentence}" in line["text"]
 
 
-@pytest.mark.parametrize("shares, words, absent", [
+@pytest.mark.parametrize(
+  "shares, words, absent",
+  [
     ((0.8, 0.1, 0.63), "idle 37 %", "more engine.slots or"),
     ((0.8, 0.1, 0.99), "more engine.slots or", "idle"),
     ((0.8, 0.1, None), "more engine.slots or", "idle"),
     ((0.2, 0.7, 0.3), "more environments at once", "engine.slots"),
-])  # pyformat: disable
+  ],
+)
 def test_what_speeds_up_collecting_fits_the_engine(shares, words, absent):
   names = ("model_share", "env_share", "engine_busy")
   readings = {"seconds_total": 10.0, "seconds_wait": 7.0, "seconds_learn": 2.0}
@@ -263,7 +281,7 @@ def test_a_passage_that_is_cut_says_so(server):
       "training": {"client_id": "first"},
       "turns": [{"client_id": "first/wander:1", "rollout_id": "first/wander",
                  "turn": 1, "metrics_json": {"thought": thought}}],
-  })  # pyformat: disable
+  })  # fmt: skip
   text = page(server, "/runs/1/search?q=needle")
   assert re.search(">…(word )+<mark>needle</mark>( word)+…<", text)
 
@@ -297,7 +315,7 @@ def test_a_failed_run_shows_its_traceback(server):
   server.post({"training": {
       "client_id": "third", "run_name": "third", "status": "failed",
       "error_message": "ValueError: no door", "traceback": "Traceback: <a>\n b",
-  }})  # pyformat: disable
+  }})  # fmt: skip
   (third,) = server.rows("training", where="run_name = 'third'")
   text = page(server, f"/runs/{third['id']}/log")
   assert "ValueError: no door" in text and "Traceback: &lt;a&gt;\n b" in text
@@ -345,7 +363,7 @@ QUESTIONS = {
     "what broke?": (
         "/runs/1", [".tabs >> text=Health"], "EnvStepError: the door fell"
     ),
-}  # pyformat: disable
+}  # fmt: skip
 CLICKS = 2
 
 
@@ -354,7 +372,7 @@ def tab(request, server):
   width, scheme = request.param
   with chromium.browser() as browser:
     context = browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme
+      viewport={"width": width, "height": 900}, color_scheme=scheme
     )
     yield chromium.Tab(context, server.url)
     context.close()
@@ -384,9 +402,9 @@ def test_each_question_is_answered_in_a_click_or_two(tab):
       follow(page, link)
       page.wait_for_load_state("load")
     chromium.wait_for(
-        page,
-        "(text) => document.querySelector('main').innerText.includes(text)",
-        answer,
+      page,
+      "(text) => document.querySelector('main').innerText.includes(text)",
+      answer,
     )
     width = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert width <= 0, question

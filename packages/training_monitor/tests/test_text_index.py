@@ -12,8 +12,10 @@ from training_monitor.schema import database
 from training_monitor.schema import text_index
 
 base, episode, joined = (
-    monitor_server.base, monitor_server.episode, monitor_server.joined,
-)  # pyformat: disable
+  monitor_server.base,
+  monitor_server.episode,
+  monitor_server.joined,
+)
 
 
 def thinking(name, *thoughts, typed=None, **rollout):
@@ -33,7 +35,7 @@ def fill(server):
       thinking("r2", "graders grade 2,000 graduates", status="completed",
                task_success=True),
       thinking("r3", "門を開ける", "nothing; O'Brien's DROP TABLE"),
-  ))  # pyformat: disable
+  ))  # fmt: skip
 
 
 def found(server, query, **params):
@@ -43,8 +45,8 @@ def found(server, query, **params):
   names = {r["id"]: r["rollout_id"] for r in server.rows("rollout")}
   rows = re.findall(r'href="/rollouts/(\d+)\?turn=(\d+)" data-row', answer.text)
   return (
-      [(names[int(r)], int(t)) for r, t in rows],
-      "read one by one" in answer.text,
+    [(names[int(r)], int(t)) for r, t in rows],
+    "read one by one" in answer.text,
   )
 
 
@@ -58,24 +60,27 @@ def index_all(engine):
 def indexed(server, query):
   index_all(server.engine)
   with database.reading(server.engine) as connection:
-    return text_index.find(
-        connection, 1, text_index.words_of(query), None, 100
-    )
+    return text_index.find(connection, 1, text_index.words_of(query), None, 100)
 
 
 def test_words_are_found_whole_and_by_their_beginning_newest_first(server):
   fill(server)
   for query, rows in (
-      ("grader", [("r1", 1)]), ("GRADER sleeps", [("r1", 1)]),
-      ("grade*", [("r2", 1), ("r1", 1)]), ("grad", []),
-      ("sesame", [("r1", 2)]), ("sesame-open épée", [("r1", 2)]),
-      ("2,000", [("r2", 1)]), ("r3", [("r3", 2), ("r3", 1)]),
-      ("o'brien", [("r3", 2)]), ("table drop", [("r3", 2)]),
-      ("sleeps sesame", []),  # Of two turns.
-      # The task's description is of the first turn.
-      ("open door", [("r3", 1), ("r2", 1), ("r1", 1)]),
-      ("door grader", [("r1", 1)]),
-  ):  # pyformat: disable
+    ("grader", [("r1", 1)]),
+    ("GRADER sleeps", [("r1", 1)]),
+    ("grade*", [("r2", 1), ("r1", 1)]),
+    ("grad", []),
+    ("sesame", [("r1", 2)]),
+    ("sesame-open épée", [("r1", 2)]),
+    ("2,000", [("r2", 1)]),
+    ("r3", [("r3", 2), ("r3", 1)]),
+    ("o'brien", [("r3", 2)]),
+    ("table drop", [("r3", 2)]),
+    ("sleeps sesame", []),  # Of two turns.
+    # The task's description is of the first turn.
+    ("open door", [("r3", 1), ("r2", 1), ("r1", 1)]),
+    ("door grader", [("r1", 1)]),
+  ):
     assert found(server, query) == (rows, False), query
   assert found(server, "r2", outcome="success") == ([("r2", 1)], False)
   assert found(server, "r2", outcome="failure") == ([], False)
@@ -84,8 +89,10 @@ def test_words_are_found_whole_and_by_their_beginning_newest_first(server):
 def test_what_has_no_word_is_read(server):
   fill(server)
   for query, rows in (
-      ("開け", [("r3", 1)]), ("?", [("r1", 2)]), ("門 r3", [("r3", 1)]),
-  ):  # pyformat: disable
+    ("開け", [("r3", 1)]),
+    ("?", [("r1", 2)]),
+    ("門 r3", [("r3", 1)]),
+  ):
     assert found(server, query) == (rows, True), query
   # A word with marks around it is a word.
   assert found(server, "sleeps.") == ([("r1", 1)], False)
@@ -99,7 +106,7 @@ def test_no_query_is_a_syntax(server):
       "**", "grader) (", "a:* & !b", "\ue0001", "grader\ue0002*",
       "\U00016ee3word", "_", "-", "\\", "grader^2", "{a b}: c", "\0grader",
       "x" * 500,
-  ):  # pyformat: disable
+  ):  # fmt: skip
     found(server, query)
   assert len(server.rows("turn")) == 5
 
@@ -109,43 +116,56 @@ def test_the_index_follows_every_writer(server):
   assert indexed(server, "sesame") and not indexed(server, "later")
   with database.writing(server.engine) as connection:
     run = connection.exec_driver_sql
-    run("UPDATE turn SET metrics_json = '{\"thought\": \"later words\"}' WHERE"
-        " id = 1")
-    run("INSERT INTO turn (rollout_id, turn, metrics_json) VALUES (1, 9,"
-        " '{\"thought\": \"inserted\"}')")
-    run("INSERT INTO turn (rollout_id, turn, metrics_json) VALUES (1, 10,"
-        " '{no json inserted')")
-    run("UPDATE action SET action_type = 'type', tool_args ="
-        " '{\"text\": \"typed afterwards\"}' WHERE turn_id = 1")
+    run(
+      'UPDATE turn SET metrics_json = \'{"thought": "later words"}\' WHERE'
+      " id = 1"
+    )
+    run(
+      "INSERT INTO turn (rollout_id, turn, metrics_json) VALUES (1, 9,"
+      ' \'{"thought": "inserted"}\')'
+    )
+    run(
+      "INSERT INTO turn (rollout_id, turn, metrics_json) VALUES (1, 10,"
+      " '{no json inserted')"
+    )
+    run(
+      "UPDATE action SET action_type = 'type', tool_args ="
+      ' \'{"text": "typed afterwards"}\' WHERE turn_id = 1'
+    )
     run("UPDATE task SET description = 'Shut the window.'")
   assert found(server, "later words") == ([("r1", 1)], False)
   assert found(server, "inserted") == ([("r1", 9)], False)
   assert found(server, "afterwards") == ([("r1", 1)], False)
   assert found(server, "shut window") == (
-      [("r3", 1), ("r2", 1), ("r1", 1)], False
+    [("r3", 1), ("r2", 1), ("r1", 1)],
+    False,
   )
   # The index may still have what is gone; the page looks.
   assert found(server, "sleeps") == ([], False)
-  server.post({"training_id": "T", "turns": [
-      {"client_id": "r2:turn:1", "thinking": "of another recorder"}
-  ]})  # pyformat: disable
+  server.post(
+    {
+      "training_id": "T",
+      "turns": [{"client_id": "r2:turn:1", "thinking": "of another recorder"}],
+    }
+  )
   assert found(server, "another recorder") == ([("r2", 1)], False)
   # A rollout that goes to another run is found there.
-  server.post(joined(
+  server.post(
+    joined(
       {"training": {"client_id": "U", "run_name": "other"}},
       {"steps": [{"client_id": "S2", "step": 1}]},
-  ))  # pyformat: disable
+    )
+  )
   with database.writing(server.engine) as connection:
     connection.exec_driver_sql("UPDATE rollout SET step_id = 2 WHERE id = 2")
   assert found(server, "graders") == ([], False)
-  assert 'href="/rollouts/2?turn=1"' in server.http.get(
-      "/runs/2/search?q=graders"
-  ).text
+  assert (
+    'href="/rollouts/2?turn=1"'
+    in server.http.get("/runs/2/search?q=graders").text
+  )
 
 
-def test_turns_are_found_before_and_after_they_are_indexed(
-    server, monkeypatch
-):
+def test_turns_are_found_before_and_after_they_are_indexed(server, monkeypatch):
   index_all(server.engine)
   with monkeypatch.context() as patch:
     patch.setattr(text_index, "catch_up", lambda connection, most: False)
@@ -154,14 +174,17 @@ def test_turns_are_found_before_and_after_they_are_indexed(
     with database.reading(server.engine) as connection:
       waits = text_index.pending(connection)
   assert waits == (server.engine.dialect.name == "sqlite")
-  assert pages == [([("r1", 1)], False), ([("r2", 1), ("r1", 1)], False),
-                   ([], False)]  # pyformat: disable
+  assert pages == [
+    ([("r1", 1)], False),
+    ([("r2", 1), ("r1", 1)], False),
+    ([], False),
+  ]
   index_all(server.engine)
   assert pages == [found(server, q) for q in ("grader", "grade*", "nowhere")]
 
 
 def test_the_server_indexes_what_it_stores_and_what_was_left(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   def wait(server):
     until = time.monotonic() + 20
@@ -183,7 +206,7 @@ def test_the_server_indexes_what_it_stores_and_what_was_left(
 
 
 def test_an_index_that_cannot_be_written_refuses_no_batch(
-    tmp_path, monkeypatch, caplog
+  tmp_path, monkeypatch, caplog
 ):
   def broken(connection, most):
     raise OSError("no space for words")
@@ -222,18 +245,18 @@ def test_an_upgrade_indexes_what_is_there(engine, tmp_path):
   monitor_databases.make_older(engine, "0009")
   with database.writing(engine) as connection:
     for statement in (
-        "INSERT INTO training (run_name, log_path, model_name) VALUES ('r',"
-        " '', '')",
-        "INSERT INTO task (task_id, name, description) VALUES ('t', 'n',"
-        " 'Tidy up')",
-        "INSERT INTO step (training_id, step) VALUES (1, 1)",
-        "INSERT INTO rollout (source_type, step_id, rollout_id, task_id,"
-        " model_path) VALUES ('step', 1, 'x', 1, 'm')",
-        "INSERT INTO turn (rollout_id, turn, metrics_json) VALUES (1, 1,"
-        " '{\"thought\": \"old thought\"}')",
-        "INSERT INTO action (turn_id, action_type, tool_args) VALUES (1,"
-        " 'type', '{\"text\": \"old text\"}')",
-        "INSERT INTO monitor_raw_value VALUES ('turn', 1, 'thinking', 'raw')",
+      "INSERT INTO training (run_name, log_path, model_name) VALUES ('r',"
+      " '', '')",
+      "INSERT INTO task (task_id, name, description) VALUES ('t', 'n',"
+      " 'Tidy up')",
+      "INSERT INTO step (training_id, step) VALUES (1, 1)",
+      "INSERT INTO rollout (source_type, step_id, rollout_id, task_id,"
+      " model_path) VALUES ('step', 1, 'x', 1, 'm')",
+      "INSERT INTO turn (rollout_id, turn, metrics_json) VALUES (1, 1,"
+      ' \'{"thought": "old thought"}\')',
+      "INSERT INTO action (turn_id, action_type, tool_args) VALUES (1,"
+      " 'type', '{\"text\": \"old text\"}')",
+      "INSERT INTO monitor_raw_value VALUES ('turn', 1, 'thinking', 'raw')",
     ):
       connection.exec_driver_sql(statement)
   database.upgrade(engine)
@@ -244,22 +267,23 @@ def test_an_upgrade_indexes_what_is_there(engine, tmp_path):
 
 
 def test_without_fts5_turns_are_read_and_the_page_says_so(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   with monitor_server.sqlite_server(tmp_path) as server:
     fill(server)
   monkeypatch.setattr(text_index, "available", lambda dialect: False)
   with monitor_server.sqlite_server(tmp_path) as server:
     triggers = server.rows(
-        "sqlite_master", order="name",
-        where="type = 'trigger' AND name LIKE '%words%'",
-    )  # pyformat: disable
+      "sqlite_master",
+      order="name",
+      where="type = 'trigger' AND name LIKE '%words%'",
+    )
     assert triggers == []  # They could not write.
     server.post({"training_id": "T", **thinking("r4", "written meanwhile")})
     assert found(server, "meanwhile") == ([("r4", 1)], True)
-    assert "SQLite has no FTS5" in server.http.get(
-        "/runs/1/search?q=meanwhile"
-    ).text
+    assert (
+      "SQLite has no FTS5" in server.http.get("/runs/1/search?q=meanwhile").text
+    )
   monkeypatch.undo()
   with monitor_server.sqlite_server(tmp_path) as server:
     assert found(server, "meanwhile") == ([("r4", 1)], False)
@@ -270,19 +294,25 @@ def test_a_prune_leaves_out_what_is_gone(server, tmp_path):
   fill(server)
   server.post({"training": {"client_id": "T", "status": "completed"}})
   server.post({"training": {"client_id": "U", "run_name": "kept"}})
-  server.post(joined(
+  server.post(
+    joined(
       {"training": {"client_id": "U"}},
       {"steps": [{"client_id": "S2", "step": 1}]},
       thinking("k1", "kept words", step_id="S2"),
-  ))  # pyformat: disable
+    )
+  )
   pruning.prune(
-      server.engine, tmp_path / "files", pruning.Criteria(names=("run",))
+    server.engine, tmp_path / "files", pruning.Criteria(names=("run",))
   )
   index_all(server.engine)
   with database.reading(server.engine) as connection:
-    count = connection.execute(sa.text(
-        "SELECT count(*) FROM monitor_turn_words"
-    )).scalar() if server.engine.dialect.name == "postgresql" else 1
+    count = (
+      connection.execute(
+        sa.text("SELECT count(*) FROM monitor_turn_words")
+      ).scalar()
+      if server.engine.dialect.name == "postgresql"
+      else 1
+    )
     assert count == 1
     assert text_index.find(connection, 1, ["grader"], None, 9) == []
     assert len(text_index.find(connection, 2, ["kept"], None, 9)) == 1

@@ -9,17 +9,23 @@ IDS = [1200, 1300, 1201]
 
 def rollout(**changes):
   return {
-      "source_type": "step", "batch": None, "advantage": None,
-      "model_path": "tiny_vl@3", "summary_json": {}, **changes,
-  }  # pyformat: disable
+    "source_type": "step",
+    "batch": None,
+    "advantage": None,
+    "model_path": "tiny_vl@3",
+    "summary_json": {},
+    **changes,
+  }
 
 
 def turn(number=1, logprobs=None, raw=None, **metrics):
   action = {"tokens": IDS, "logprobs": logprobs, "raw": {}}
   return {
-      "turn": number, "actions": [action], "metrics": metrics,
-      "raw": raw or {},
-  }  # pyformat: disable
+    "turn": number,
+    "actions": [action],
+    "metrics": metrics,
+    "raw": raw or {},
+  }
 
 
 @pytest.fixture(scope="module", name="view")
@@ -30,10 +36,13 @@ def _view():
 def test_what_nobody_recorded_is_said_and_never_zero(view):
   shown = view(rollout(), turn(), "entropy")
   assert dict(shown["heats"]) == {
-      "probability": "not recorded", "log-prob": "not recorded",
-      "entropy": "not recorded", "advantage": "not recorded",
-      "loss mask": "no update yet", "policy version": "not recorded",
-  }  # pyformat: disable
+    "probability": "not recorded",
+    "log-prob": "not recorded",
+    "entropy": "not recorded",
+    "advantage": "not recorded",
+    "loss mask": "no update yet",
+    "policy version": "not recorded",
+  }
   assert shown["heat"] == "" and shown["sampled"] == 3
   assert all(t["known"] == {} and t["shade"] is None for t in shown["tokens"])
   shown = view(rollout(), turn(entropies=None, logprobs=[-1.0] * 3), "entropy")
@@ -64,14 +73,14 @@ def test_each_turn_has_its_own_advantage(view):
 
 
 @pytest.mark.parametrize(
-    "left_out, marks, words",
-    [
-        (["", "too_long"], ("in", "out"), "learner.row_length"),
-        (["low_entropy", ""], ("out", "in"), "algorithm.entropy_share"),
-        (["invalid", "invalid"], ("out", "out"), "infrastructure"),
-        ("group_dropped", ("out", "out"), "group was dropped"),
-        (["", "<b>"], ("in", "out"), "<b>"),  # The template escapes it.
-    ],
+  "left_out, marks, words",
+  [
+    (["", "too_long"], ("in", "out"), "learner.row_length"),
+    (["low_entropy", ""], ("out", "in"), "algorithm.entropy_share"),
+    (["invalid", "invalid"], ("out", "out"), "infrastructure"),
+    ("group_dropped", ("out", "out"), "group was dropped"),
+    (["", "<b>"], ("in", "out"), "<b>"),  # The template escapes it.
+  ],
 )
 def test_the_mask_is_the_learners_turn_by_turn(view, left_out, marks, words):
   row = rollout(batch=4, summary_json={"left_out": left_out})
@@ -79,7 +88,7 @@ def test_the_mask_is_the_learners_turn_by_turn(view, left_out, marks, words):
     shown = view(row, turn(number), "loss mask")
     assert [t["mark"] for t in shown["tokens"]] == [mark] * 3
     assert {t["known"]["loss mask"] for t in shown["tokens"]} == {
-        float(mark == "in")
+      float(mark == "in")
     }
     (kind,) = shown["legend"]
     assert kind["count"] == 3 and kind["mark"] == mark
@@ -96,17 +105,22 @@ def test_measurements_are_never_trained_on(view):
 def test_what_was_added_to_the_prompt_stands_before(view):
   row = rollout(summary_json={"left_out": [""]})
   recorded = turn(
-      logprobs=[-1.0] * 3, prompt_tokens=[[7, 1], [9, 3], [5, 48], [6, -2]]
+    logprobs=[-1.0] * 3, prompt_tokens=[[7, 1], [9, 3], [5, 48], [6, -2]]
   )
   shown = view(row, recorded, "loss mask")
   prompt = [t for t in shown["tokens"] if t["mark"] == "prompt"]
   assert [(t["id"], t["times"]) for t in prompt] == [
-      (7, 1), (9, 1), (9, 1), (9, 1), (5, 48),
-  ]  # pyformat: disable
+    (7, 1),
+    (9, 1),
+    (9, 1),
+    (9, 1),
+    (5, 48),
+  ]
   assert shown["tokens"][: len(prompt)] == prompt and shown["sampled"] == 3
   assert [(k["mark"], k["count"]) for k in shown["legend"]] == [
-      ("in", 3), ("prompt", 52),
-  ]  # pyformat: disable
+    ("in", 3),
+    ("prompt", 52),
+  ]
   # Other heats are of sampled tokens alone.
   assert len(view(row, recorded, "probability")["tokens"]) == 3
   for bad in ("x", [[1]], [["a", 2]], 7, {"a": 1}):

@@ -14,7 +14,7 @@ def main() -> int:
   """Runs the command that the arguments name; returns the exit status."""
   is_uploader = sys.argv[1:] == ["uploader"]
   program = importlib.import_module(
-      "training_monitor." + ("client.uploader" if is_uploader else "serve")
+    "training_monitor." + ("client.uploader" if is_uploader else "serve")
   )
   # Rows pass through by the thousand and leave no cycles. Looking for cycles in
   # all modules again and again was a twelfth of the work.

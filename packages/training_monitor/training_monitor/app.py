@@ -73,12 +73,12 @@ class MonitorApp:
   """
 
   def __init__(
-      self,
-      engine: sa.Engine,
-      files: str | pathlib.Path,
-      access: access_lib.Access,
-      limits: IngestLimits = IngestLimits(),
-      tokenizers: Mapping[str, str | pathlib.Path] | None = None,
+    self,
+    engine: sa.Engine,
+    files: str | pathlib.Path,
+    access: access_lib.Access,
+    limits: IngestLimits = IngestLimits(),
+    tokenizers: Mapping[str, str | pathlib.Path] | None = None,
   ):
     """Args:
 
@@ -95,51 +95,60 @@ class MonitorApp:
     self._access = access
     self._queries = queries_lib.Queries(engine)
     self._live = live_lib.Live(engine)
-    self._screenshots = screenshots.ScreenshotFiles(
-        self._files / "screenshots"
-    )
+    self._screenshots = screenshots.ScreenshotFiles(self._files / "screenshots")
     self.writer = writer_lib.Writer(engine, on_commit=self._live.notify)
     self._curves = curves_lib.Curves(engine)
     self._timings = health_page.Timings()
     self._pages = pages_lib.Pages(
-        engine, self._queries, self._screenshots, self._curves,
-        token_text.TokenTexts(tokenizers), self._timings, self.writer,
-    )  # pyformat: disable
+      engine,
+      self._queries,
+      self._screenshots,
+      self._curves,
+      token_text.TokenTexts(tokenizers),
+      self._timings,
+      self.writer,
+    )
     self._ingest = ingest.Ingest(
-        self.writer, self._queries, self._screenshots, limits
+      self.writer, self._queries, self._screenshots, limits
     )
     self._images = image_files.Images(
-        self._queries,
-        self._screenshots,
-        thumbnails_lib.Thumbnails(self._files / thumbnails_lib.FOLDER),
-        self._files / "videos",
+      self._queries,
+      self._screenshots,
+      thumbnails_lib.Thumbnails(self._files / thumbnails_lib.FOLDER),
+      self._files / "videos",
     )
     self._tags_and_baseline = tags_and_baseline.TagsAndBaseline(self.writer)
     self._annotations = annotations_lib.Annotations(self.writer, self._queries)
     site = site_lib.Site(
-        access, self._pages, self._timings, self._tags_and_baseline,
-        self._annotations,
-    )  # pyformat: disable
+      access,
+      self._pages,
+      self._timings,
+      self._tags_and_baseline,
+      self._annotations,
+    )
     table = self._table()
     self.document = openapi.document(
-        [operation for operation, _ in table],
-        {
-            "batch": limits.batch, "image": limits.screenshot,
-            "images": limits.screenshot, "": limits.other,
-        },
-    )  # pyformat: disable
+      [operation for operation, _ in table],
+      {
+        "batch": limits.batch,
+        "image": limits.screenshot,
+        "images": limits.screenshot,
+        "": limits.other,
+      },
+    )
     self.asgi = applications.Starlette(
-        routes=[
-            routing.Route(
-                operation.path,
-                self._guarded(operation, handler),
-                methods=[operation.method],
-            )
-            for operation, handler in table
-        ] + site.routes(),
-        exception_handlers={404: self._not_served, 405: self._not_served},
-        middleware=[middleware.Middleware(http_io.ShortPaths)],
-        lifespan=self._lifespan,
+      routes=[
+        routing.Route(
+          operation.path,
+          self._guarded(operation, handler),
+          methods=[operation.method],
+        )
+        for operation, handler in table
+      ]
+      + site.routes(),
+      exception_handlers={404: self._not_served, 405: self._not_served},
+      middleware=[middleware.Middleware(http_io.ShortPaths)],
+      lifespan=self._lifespan,
     )
 
   def stop_streams(self) -> None:
@@ -171,27 +180,41 @@ class MonitorApp:
     self._tags_and_baseline.add_routes(add)
     self._annotations.add_routes(add, get)
     get(
-        f"{v1}/trainings/{{id:int}}/curves", "training_curves",
-        "Metrics over a training's steps; a name that ends in / is a prefix.",
-        self._curve_points, query=query_lib.CurvesQuery,
-    )  # pyformat: disable
+      f"{v1}/trainings/{{id:int}}/curves",
+      "training_curves",
+      "Metrics over a training's steps; a name that ends in / is a prefix.",
+      self._curve_points,
+      query=query_lib.CurvesQuery,
+    )
     routes_lib.add_routes(q, get)
     routes_lib.add_legacy_routes(
-        q, get, add, self._images.observed, self._images.video
+      q, get, add, self._images.observed, self._images.video
     )
     add(
-        "GET", f"{v1}/events", "events",
-        "Changes, as server-sent events; resumes after Last-Event-ID.",
-        self._events, answer="events", query=query_lib.EventsQuery,
-    )  # pyformat: disable
+      "GET",
+      f"{v1}/events",
+      "events",
+      "Changes, as server-sent events; resumes after Last-Event-ID.",
+      self._events,
+      answer="events",
+      query=query_lib.EventsQuery,
+    )
     add(
-        "GET", f"{v1}/openapi.json", "openapi", "This document.",
-        self._openapi, scope="",
-    )  # pyformat: disable
+      "GET",
+      f"{v1}/openapi.json",
+      "openapi",
+      "This document.",
+      self._openapi,
+      scope="",
+    )
     add(
-        "GET", "/health", "health", "200 while batches can be stored.",
-        self._health, scope="",
-    )  # pyformat: disable
+      "GET",
+      "/health",
+      "health",
+      "200 while batches can be stored.",
+      self._health,
+      scope="",
+    )
     return routes
 
   # --- around every request -------------------------------------------------
@@ -207,7 +230,7 @@ class MonitorApp:
       await concurrency.run_in_threadpool(self.writer.close)
 
   def _guarded(
-      self, operation: Operation, handler: Handler
+    self, operation: Operation, handler: Handler
   ) -> Callable[[Request], Awaitable[Response]]:
     async def run(request: Request) -> Response:
       started = time.perf_counter()
@@ -222,7 +245,7 @@ class MonitorApp:
             who = check(request.headers, operation.scope)
           else:
             who = await concurrency.run_in_threadpool(
-                check, request.headers, operation.scope
+              check, request.headers, operation.scope
             )
         response = await handler(request, who)
       except errors.ApiError as error:
@@ -231,19 +254,19 @@ class MonitorApp:
         response = _error(errors.ApiError(400, "the client went away"))
       except sa.exc.TimeoutError:
         response = _error(
-            errors.ApiError(503, "the server is busy", retry_after_s=1)
+          errors.ApiError(503, "the server is busy", retry_after_s=1)
         )
       except sa.exc.DBAPIError as error:
         _LOG.error("%s failed: %s", operation.name, error)
         response = _error(
-            errors.ApiError(
-                503, "the database cannot be read now", retry_after_s=2
-            )
+          errors.ApiError(
+            503, "the database cannot be read now", retry_after_s=2
+          )
         )
       except Exception:  # pylint: disable=broad-except
         _LOG.exception("%s failed", operation.name)
         response = _error(
-            errors.ApiError(500, "the server failed; read its log")
+          errors.ApiError(500, "the server failed; read its log")
         )
       for name, value in http_io.PRIVATE.items():
         response.headers.setdefault(name, value)
@@ -253,7 +276,7 @@ class MonitorApp:
     return run
 
   def _asking(
-      self, ask: Callable[..., Any], model: type[query_lib.Query] | None
+    self, ask: Callable[..., Any], model: type[query_lib.Query] | None
   ) -> Handler:
     """Returns a handler that calls `ask` in a thread."""
 
@@ -267,17 +290,17 @@ class MonitorApp:
 
   async def _not_served(self, request: Request, error: Any) -> Response:
     return _error(
-        errors.ApiError(
-            error.status_code,
-            f"{request.method} {request.url.path} is not served here; see"
-            " /api/v1/openapi.json",
-        )
+      errors.ApiError(
+        error.status_code,
+        f"{request.method} {request.url.path} is not served here; see"
+        " /api/v1/openapi.json",
+      )
     )
 
   # --- answers --------------------------------------------------------------
 
   def _curve_points(
-      self, project: int, request: Request, selection: query_lib.CurvesQuery
+    self, project: int, request: Request, selection: query_lib.CurvesQuery
   ) -> dict[str, Any]:
     training, minus = _id(request), selection.minus
     self._queries.one(project, "training", training)
@@ -285,13 +308,17 @@ class MonitorApp:
       self._queries.one(project, "training", minus)
     names = [name for name in selection.names.split(",") if name]
     chart = curves_lib.chart(
-        self._curves.of(training), names[:200], selection.first, selection.last,
-        selection.points, None if minus is None else self._curves.of(minus),
-    )  # pyformat: disable
+      self._curves.of(training),
+      names[:200],
+      selection.first,
+      selection.last,
+      selection.points,
+      None if minus is None else self._curves.of(minus),
+    )
     return {**chart, "evals": self._pages.eval_points(training, minus)}
 
   async def _events(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     selection = query_lib.EventsQuery.read(request.query_params)
     after = selection.after
@@ -299,35 +326,33 @@ class MonitorApp:
     if last:
       if not query_lib.is_id(last):
         raise errors.ApiError(
-            400, f"Last-Event-ID={last[:30]!r}: give an event's id"
+          400, f"Last-Event-ID={last[:30]!r}: give an event's id"
         )
       after = int(last)
-    stream = await self._live.stream(
-        who.project, selection.training_id, after
-    )
-    return responses.StreamingResponse(
-        stream, media_type="text/event-stream"
-    )
+    stream = await self._live.stream(who.project, selection.training_id, after)
+    return responses.StreamingResponse(stream, media_type="text/event-stream")
 
   async def _openapi(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     del request, who
     return _json(self.document)
 
   async def _health(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     del request, who
     started = time.perf_counter()
     await concurrency.run_in_threadpool(self._queries.ready)
     if not self.writer.alive:
       raise errors.ApiError(503, "the writer has stopped; restart the server")
-    return _json({
+    return _json(
+      {
         "status": "ok",
         "read_seconds": time.perf_counter() - started,
         "waiting_bytes": self.writer.waiting_bytes,
         "batches": self.writer.batches,
         "commits": self.writer.commits,
         "failed_commits": self.writer.failures,
-    })
+      }
+    )

@@ -36,41 +36,48 @@ _LAST_LOOK_S = 3.0
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
   parser = argparse.ArgumentParser(
-      prog="python -m training_monitor",
-      description="The Training Monitor's server and its upkeep.",
+    prog="python -m training_monitor",
+    description="The Training Monitor's server and its upkeep.",
   )
   commands = parser.add_subparsers(dest="command", required=True)
   serve = commands.add_parser("serve", help="store and show runs")
   token = commands.add_parser("token", help="make a token of a project")
   for one in (serve, token, *maintenance.add(commands)):
     one.add_argument(
-        "--database", default=_DATABASE,
-        help="SQLite file, or postgresql://user@host/name (%(default)s)",
-    )  # pyformat: disable
+      "--database",
+      default=_DATABASE,
+      help="SQLite file, or postgresql://user@host/name (%(default)s)",
+    )
   serve.add_argument("--host", default="127.0.0.1")
   serve.add_argument(
-      "--port", type=int, default=8765, help="0 takes a free one (%(default)s)"
+    "--port", type=int, default=8765, help="0 takes a free one (%(default)s)"
   )
   serve.add_argument(
-      "--files", default="",
-      help="folder of screenshots and videos (beside the SQLite file)",
-  )  # pyformat: disable
-  serve.add_argument(
-      "--token", default=os.environ.get(TOKEN_VARIABLE, ""),
-      help=f"opens the default project (${TOKEN_VARIABLE})",
-  )  # pyformat: disable
-  serve.add_argument(
-      "--max-body-mb", type=int, default=16, help="of a batch (%(default)s)"
+    "--files",
+    default="",
+    help="folder of screenshots and videos (beside the SQLite file)",
   )
   serve.add_argument(
-      "--tokenizer", action="append", default=[], metavar="MODEL=PATH",
-      help="tokenizer.json of a policy.name, to show tokens as text",
-  )  # pyformat: disable
+    "--token",
+    default=os.environ.get(TOKEN_VARIABLE, ""),
+    help=f"opens the default project (${TOKEN_VARIABLE})",
+  )
   serve.add_argument(
-      "--until-eof", action="store_true",
-      help="stop when the standard input ends, as its owner has, and not at"
-      " SIGTERM, which may be meant for both",
-  )  # pyformat: disable
+    "--max-body-mb", type=int, default=16, help="of a batch (%(default)s)"
+  )
+  serve.add_argument(
+    "--tokenizer",
+    action="append",
+    default=[],
+    metavar="MODEL=PATH",
+    help="tokenizer.json of a policy.name, to show tokens as text",
+  )
+  serve.add_argument(
+    "--until-eof",
+    action="store_true",
+    help="stop when the standard input ends, as its owner has, and not at"
+    " SIGTERM, which may be meant for both",
+  )
   http_server.add_options(serve, body_memory=256)
   token.add_argument("--project", default=access_lib.DEFAULT_PROJECT)
   token.add_argument("--scopes", default="ingest,read")
@@ -86,17 +93,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("interrupted", file=sys.stderr)
     return 130
   except (
-      database.DatabaseError, maintenance.MaintenanceError, ValueError, OSError,
-  ) as error:  # pyformat: disable
+    database.DatabaseError,
+    maintenance.MaintenanceError,
+    ValueError,
+    OSError,
+  ) as error:
     print(f"error: {credentials.masked(str(error))}", file=sys.stderr)
     return 2
   except database.DriverError as error:
     # Not a database, or a server that is not there.
     print(
-        f"error: --database={credentials.masked(args.database)}:"
-        f" {credentials.masked(database.reason(error))}; give a file that the"
-        " monitor made or may make, or postgresql://user@host/name",
-        file=sys.stderr,
+      f"error: --database={credentials.masked(args.database)}:"
+      f" {credentials.masked(database.reason(error))}; give a file that the"
+      " monitor made or may make, or postgresql://user@host/name",
+      file=sys.stderr,
     )
     return 2
   except Exception as error:  # pylint: disable=broad-except
@@ -146,23 +156,23 @@ def _serve(args: argparse.Namespace) -> int:
   guarded = bool(args.token) or access_lib.has_tokens(engine)
   if not guarded and not http_server.is_loopback(args.host):
     raise ValueError(
-        f"--host={args.host} can be reached by others: give a --token (or"
-        f" ${TOKEN_VARIABLE}), or make tokens with:"
-        f" {shell_hints.program('training_monitor', 'token')}"
+      f"--host={args.host} can be reached by others: give a --token (or"
+      f" ${TOKEN_VARIABLE}), or make tokens with:"
+      f" {shell_hints.program('training_monitor', 'token')}"
     )
   # A reader of the URL may connect at once, and waits until it is served.
   listening = http_server.listen(args.host, args.port, backlog=128)
   app = app_lib.MonitorApp(
-      engine,
-      files,
-      access_lib.Access(engine, args.token, open_to_all=not guarded),
-      app_lib.IngestLimits(batch=args.max_body_mb << 20),
-      tokenizers,
+    engine,
+    files,
+    access_lib.Access(engine, args.token, open_to_all=not guarded),
+    app_lib.IngestLimits(batch=args.max_body_mb << 20),
+    tokenizers,
   )
   server = _Server(app, limits, until_eof=args.until_eof)
   if args.until_eof:
     threading.Thread(
-        target=_stop_at_eof, args=(server, app), name="monitor-eof", daemon=True
+      target=_stop_at_eof, args=(server, app), name="monitor-eof", daemon=True
     ).start()
   url = http_server.url_of(args.host, listening)
   print(f"Training Monitor: {url}", flush=True)
@@ -176,13 +186,13 @@ def _tokenizer(option: str) -> tuple[str, str]:
   cuts = [i for i, c in enumerate(option) if c == "="]
   splits = [(option[:i], option[i + 1 :]) for i in cuts]
   model, path = next(
-      (s for s in splits if s[1] and pathlib.Path(s[1]).expanduser().exists()),
-      splits[-1] if splits else ("", ""),
+    (s for s in splits if s[1] and pathlib.Path(s[1]).expanduser().exists()),
+    splits[-1] if splits else ("", ""),
   )
   if not model or not path:
     raise ValueError(
-        f"--tokenizer={option}: give the policy's name and a path, as in"
-        " Qwen/Qwen2.5-VL-3B-Instruct=/models/qwen"
+      f"--tokenizer={option}: give the policy's name and a path, as in"
+      " Qwen/Qwen2.5-VL-3B-Instruct=/models/qwen"
     )
   return model, path
 
@@ -191,21 +201,21 @@ class _Server(uvicorn.Server):
   """Ends event streams before it waits for requests to end."""
 
   def __init__(
-      self,
-      app: app_lib.MonitorApp,
-      limits: connections.ConnectionLimits = connections.ConnectionLimits(),
-      *,
-      until_eof: bool = False,
+    self,
+    app: app_lib.MonitorApp,
+    limits: connections.ConnectionLimits = connections.ConnectionLimits(),
+    *,
+    until_eof: bool = False,
   ):
     super().__init__(
-        http_server.config(
-            app.asgi,
-            limits,
-            ws="none",
-            access_log=False,
-            timeout_graceful_shutdown=10,
-            server_header=False,
-        )
+      http_server.config(
+        app.asgi,
+        limits,
+        ws="none",
+        access_log=False,
+        timeout_graceful_shutdown=10,
+        server_header=False,
+      )
     )
     self._app = app
     self._until_eof = until_eof
@@ -221,9 +231,7 @@ class _Server(uvicorn.Server):
     await super().shutdown(sockets)
 
 
-def _stop_at_eof(
-    server: uvicorn.Server, app: app_lib.MonitorApp
-) -> None:
+def _stop_at_eof(server: uvicorn.Server, app: app_lib.MonitorApp) -> None:
   try:
     while sys.stdin.buffer.read(4096):
       pass

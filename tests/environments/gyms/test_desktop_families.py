@@ -45,7 +45,8 @@ def test_oracle_solves_within_max_turns(name, level):
       observation = play(gym, task, desktop.oracle_action)
       result = gym.evaluate_sync()
       assert observation.done and result.success and result.score == 1.0, (
-          size, task.task_id
+        size,
+        task.task_id,
       )
       assert observation.screenshot.shape == (size[1], size[0], 3)
       assert observation.screenshot.dtype == np.uint8
@@ -65,13 +66,18 @@ def test_spread_oracle_solves_too(name):
 def stumble(rng):
   """Something a policy that has not learnt yet might do at 128 x 96."""
   x, y, x2, y2 = (rng.randrange(n) for n in (128, 96, 128, 96))
-  return rng.choice((
-      GuiAction("click", x=x, y=y), GuiAction("click", x=x, y=y, count=3),
+  return rng.choice(
+    (
+      GuiAction("click", x=x, y=y),
+      GuiAction("click", x=x, y=y, count=3),
       GuiAction("click", x=x, y=y, button="right"),
       GuiAction("drag", x=x, y=y, x2=x2, y2=y2),
-      GuiAction("scroll", x=x, y=y, dy=60), GuiAction("type", text="ab"),
-      GuiAction("key", keys=("tab",)), GuiAction("key", keys=("pagedown",)),
-  ))
+      GuiAction("scroll", x=x, y=y, dy=60),
+      GuiAction("type", text="ab"),
+      GuiAction("key", keys=("tab",)),
+      GuiAction("key", keys=("pagedown",)),
+    )
+  )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -103,7 +109,7 @@ def test_doing_nothing_or_giving_up_fails(name):
       observation = play(gym, task, lambda _: GuiAction("wait"))
       assert not observation.done and not gym.evaluate_sync().success
       observation = play(
-          gym, task, lambda _: GuiAction("terminate", success=True)
+        gym, task, lambda _: GuiAction("terminate", success=True)
       )
       assert observation.done and gym.evaluate_sync().score == 0.0
 
@@ -115,8 +121,10 @@ def test_random_clicks_mostly_fail(name):
 
   def anywhere(_):
     return GuiAction(
-        "click", x=rng.randrange(128), y=rng.randrange(96),
-        count=rng.choice((1, 2)),
+      "click",
+      x=rng.randrange(128),
+      y=rng.randrange(96),
+      count=rng.choice((1, 2)),
     )
 
   won, attempts = 0, trials.count(60)
@@ -132,8 +140,7 @@ def test_instruction_does_not_depend_on_the_size(name):
     task = TASKS.task(name, seed, 1)
     assert task.instruction and len(task.instruction) <= 128
     instructions = {
-        desktop.DesktopGym(*size).start_sync(task).instruction
-        for size in SIZES
+      desktop.DesktopGym(*size).start_sync(task).instruction for size in SIZES
     }
     assert instructions == {task.instruction}
 
@@ -169,9 +176,7 @@ def test_seeds_give_variety(name):
 
 # Changing a family, a widget or the font changes the pictures, and so the
 # instances of every recorded run: that is the moment to change this value.
-GOLDEN = (
-    "a6ea2400dba132635081438032430f4bb21145a111b28516cb78eb3631f4f977"
-)
+GOLDEN = "a6ea2400dba132635081438032430f4bb21145a111b28516cb78eb3631f4f977"
 
 
 def session_hash():
@@ -200,13 +205,17 @@ def test_pixels_are_the_same_on_every_machine():
 @pytest.mark.parametrize("name", desktop.QUICKSTART_FAMILIES)
 def test_quickstart_targets_are_large_enough_at_level_0(name):
   gym = desktop.DesktopGym()
-  kinds = (widgets.Button, widgets.TextField, widgets.CheckBox, items.Shape,
-           items.Icon)
+  kinds = (
+    widgets.Button,
+    widgets.TextField,
+    widgets.CheckBox,
+    items.Shape,
+    items.Icon,
+  )
   for seed in range(40):
     gym.start_sync(TASKS.task(name, seed))
     targets = [
-        w for root in gym.scene.items for w in root.walk()
-        if isinstance(w, kinds)
+      w for root in gym.scene.items for w in root.walk() if isinstance(w, kinds)
     ]
     assert targets
     for widget in targets:
@@ -224,16 +233,19 @@ def test_nothing_touchable_overlaps_or_leaves_its_window():
             assert 0 <= window.x and window.x + window.w <= gym.scene.w
             assert 0 <= window.y and window.y + window.h <= gym.scene.h
             parts = [
-                w for w in getattr(window, "children", ())
-                if not isinstance(w, widgets.Label)
+              w
+              for w in getattr(window, "children", ())
+              if not isinstance(w, widgets.Label)
             ]
             for i, a in enumerate(parts):
               assert window.x < a.x and a.x + a.w < window.x + window.w
               assert window.y < a.y and a.y + a.h < window.y + window.h
               for b in parts[:i]:
                 apart = (
-                    a.x >= b.x + b.w or b.x >= a.x + a.w
-                    or a.y >= b.y + b.h or b.y >= a.y + a.h
+                  a.x >= b.x + b.w
+                  or b.x >= a.x + a.w
+                  or a.y >= b.y + b.h
+                  or b.y >= a.y + a.h
                 )
                 assert apart, (size, name, level, seed, a.name, b.name)
 
@@ -241,8 +253,8 @@ def test_nothing_touchable_overlaps_or_leaves_its_window():
 def test_text_stands_out_from_its_background():
   def luminance(color):
     parts = [
-        v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4
-        for v in (c / 255 for c in color)
+      v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4
+      for v in (c / 255 for c in color)
     ]
     return sum(p * w for p, w in zip(parts, (0.2126, 0.7152, 0.0722)))
 
@@ -252,9 +264,11 @@ def test_text_stands_out_from_its_background():
 
   for theme in canvas.THEMES:
     for text, ground in (
-        (theme.text, theme.window), (theme.text, theme.button),
-        (theme.text, theme.field), (theme.title_text, theme.title),
-        (theme.accent_text, theme.accent),
+      (theme.text, theme.window),
+      (theme.text, theme.button),
+      (theme.text, theme.field),
+      (theme.title_text, theme.title),
+      (theme.accent_text, theme.accent),
     ):
       assert contrast(text, ground) >= 4.0, (theme.name, text, ground)
     for ground in (theme.wall_top, theme.wall_bottom):

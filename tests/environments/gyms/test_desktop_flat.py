@@ -34,7 +34,7 @@ def test_either_module_registers_the_same_ids(monkeypatch):
   for register in (envs.register, env_lib.register_envs):
     monkeypatch.setattr(gymnasium.envs.registration, "registry", {})
     monkeypatch.setattr(
-        gymnasium, "registry", gymnasium.envs.registration.registry
+      gymnasium, "registry", gymnasium.envs.registration.registry
     )
     register()
     register()
@@ -66,14 +66,15 @@ def test_passes_gymnasiums_own_checker(clicks):
     # The checker warns about every wrapper.
     warnings.filterwarnings("ignore", ".*different from the unwrapped version")
     env_checker.check_env(
-        flat_lib.make_flat(clicks=clicks), skip_render_check=True
+      flat_lib.make_flat(clicks=clicks), skip_render_check=True
     )
 
 
 @pytest.mark.peer("sb3")
-@pytest.mark.parametrize("family, clicks", [
-    ("click-button", True), ("enter-text", False), ("set-slider", False),
-])  # pyformat: disable
+@pytest.mark.parametrize(
+  "family, clicks",
+  [("click-button", True), ("enter-text", False), ("set-slider", False)],
+)
 def test_passes_the_checker_of_stable_baselines3(family, clicks):
   pytest.importorskip("stable_baselines3")
   from stable_baselines3.common import env_checker as sb3  # pylint: disable=g-import-not-at-top
@@ -87,10 +88,14 @@ def test_passes_the_checker_of_stable_baselines3(family, clicks):
 def test_an_algorithm_of_stable_baselines3_trains_on_it():
   sb3 = pytest.importorskip("stable_baselines3")
   policy = sb3.PPO(
-      "CnnPolicy", make(columns=8, rows=6), n_steps=8, batch_size=8, n_epochs=1,
-      policy_kwargs={"features_extractor_kwargs": {"features_dim": 8}},
-      device="cpu",
-  )  # pyformat: disable
+    "CnnPolicy",
+    make(columns=8, rows=6),
+    n_steps=8,
+    batch_size=8,
+    n_epochs=1,
+    policy_kwargs={"features_extractor_kwargs": {"features_dim": 8}},
+    device="cpu",
+  )
   policy.learn(16)
   assert policy.num_timesteps == 16
 
@@ -168,18 +173,23 @@ def test_a_spec_makes_the_same_environment_again():
   assert again.action_space == env.action_space
   assert again.observation_space == env.observation_space
   for one, two in zip(env.reset(seed=3), again.reset(seed=3)):
-    assert np.array_equal(one, two) if isinstance(one, np.ndarray) else (
-        one == two
+    assert (
+      np.array_equal(one, two) if isinstance(one, np.ndarray) else (one == two)
     )
   many = gymnasium.make_vec("TunixDesktopFlat/open-icon-v0", num_envs=2)
   observation, _ = many.reset(seed=[3, 4])
   assert observation.shape == (2, 136, 128, 3)
 
 
-@pytest.mark.parametrize("kwargs, message", (
-    ({"columns": 0}, "columns=0"), ({"rows": -1}, "rows=-1"),
-    ({"lines": 0}, "lines=0"), ({"family": "nope"}, "nope"),
-))
+@pytest.mark.parametrize(
+  "kwargs, message",
+  (
+    ({"columns": 0}, "columns=0"),
+    ({"rows": -1}, "rows=-1"),
+    ({"lines": 0}, "lines=0"),
+    ({"family": "nope"}, "nope"),
+  ),
+)
 def test_wrong_settings_are_named(kwargs, message):
   with pytest.raises(ValueError, match=message):
     flat_lib.make_flat(**kwargs)

@@ -54,7 +54,7 @@ def test_the_wrong_button_ends_the_episode_without_reward():
   gym = start("click-button")
   observation = press(gym, gym.episode.w["buttons"][1])
   assert observation.done and gym.evaluate_sync() == base.Evaluation(
-      0.0, False, {"decided": True, "turns": 1}
+    0.0, False, {"decided": True, "turns": 1}
   )
 
 
@@ -101,7 +101,7 @@ def test_success_is_read_from_state_not_from_pixels(monkeypatch):
   field = gym.episode.w["fields"][0]
   press(gym, field)
   observation = gym.act_sync(
-      GuiAction("type", text=gym.episode.spec.data["text"])
+    GuiAction("type", text=gym.episode.spec.data["text"])
   )
   assert observation.done
   monkeypatch.setattr(scene_lib.Scene, "screenshot", no_picture)
@@ -115,7 +115,7 @@ def test_typing_without_focus_does_nothing():
   gym = start("enter-text")
   before = gym.scene.screenshot()
   observation = gym.act_sync(
-      GuiAction("type", text=gym.episode.spec.data["text"])
+    GuiAction("type", text=gym.episode.spec.data["text"])
   )
   assert not observation.done and "focus" in observation.info["ignored"]
   assert np.array_equal(before, observation.screenshot)
@@ -150,9 +150,7 @@ def test_a_wrong_tick_can_be_undone(level):
     if not other.ticked:
       assert not press(gym, other).done  # right set, and one too many
   while desktop.oracle_action(gym) is not None:
-    press(gym, box) if box.ticked else gym.act_sync(
-        desktop.oracle_action(gym)
-    )
+    press(gym, box) if box.ticked else gym.act_sync(desktop.oracle_action(gym))
   assert gym.evaluate_sync().success
 
 
@@ -173,9 +171,7 @@ def test_a_wrong_choice_in_a_list_can_be_changed():
   drop = gym.episode.w["lists"][0]
   goal = gym.episode.spec.data["wanted"][0]
   press(gym, drop)
-  other = next(
-      i for i in range(3) if i not in (goal, drop.value)
-  )
+  other = next(i for i in range(3) if i not in (goal, drop.value))
   assert not press(gym, gym.scene.menu.children[other]).done
   assert drop.value == other
   while desktop.oracle_action(gym) is not None:
@@ -233,15 +229,28 @@ def test_a_drop_down_by_keyboard():
   assert scene.menu is None and drop.options[drop.value] == "B"
 
 
-@pytest.mark.parametrize("given_keys,want", (
-    (("Control", "A"), "ctrl+a"), (("ctrl+a",), "ctrl+a"),
-    (("shift", "ctrl", "T"), "ctrl+shift+t"), (("Return",), "enter"),
-    (("Esc",), "escape"), (("+",), "+"), (("ArrowDown",), "down"),
-    (("a",), "a"), (("A",), "A"), (("cmd", "v"), "meta+v"),
-    (("Page_Up",), "pageup"), (("pgdn",), "pagedown"), ((" ",), "space"),
-    (("kp_enter",), "enter"), (("shift_l", "back_space"), "shift+backspace"),
-    (("Control_R+minus",), "ctrl+-"), (("Hyper",), "hyper"),
-))
+@pytest.mark.parametrize(
+  "given_keys,want",
+  (
+    (("Control", "A"), "ctrl+a"),
+    (("ctrl+a",), "ctrl+a"),
+    (("shift", "ctrl", "T"), "ctrl+shift+t"),
+    (("Return",), "enter"),
+    (("Esc",), "escape"),
+    (("+",), "+"),
+    (("ArrowDown",), "down"),
+    (("a",), "a"),
+    (("A",), "A"),
+    (("cmd", "v"), "meta+v"),
+    (("Page_Up",), "pageup"),
+    (("pgdn",), "pagedown"),
+    ((" ",), "space"),
+    (("kp_enter",), "enter"),
+    (("shift_l", "back_space"), "shift+backspace"),
+    (("Control_R+minus",), "ctrl+-"),
+    (("Hyper",), "hyper"),
+  ),
+)
 def test_key_names(given_keys, want):
   assert scene_lib.normal_keys(given_keys) == want
 
@@ -252,11 +261,19 @@ def test_editing_a_field():
   scene.act(click(scene, field))
   scene.act(GuiAction("type", text="hello"))
   for combo, want in (
-      ("backspace", "hell"), ("home", "hell"), ("delete", "ell"),
-      ("x", "xell"), ("end", "xell"), ("shift+Y", "xellY"),
-      ("space", "xellY "), ("ctrl+a", "xellY "), ("ctrl+x", ""),
-      ("ctrl+v", "xellY "), ("left", "xellY "), ("shift+left", "xellY "),
-      ("backspace", "xell "),
+    ("backspace", "hell"),
+    ("home", "hell"),
+    ("delete", "ell"),
+    ("x", "xell"),
+    ("end", "xell"),
+    ("shift+Y", "xellY"),
+    ("space", "xellY "),
+    ("ctrl+a", "xellY "),
+    ("ctrl+x", ""),
+    ("ctrl+v", "xellY "),
+    ("left", "xellY "),
+    ("shift+left", "xellY "),
+    ("backspace", "xell "),
   ):
     scene.act(GuiAction("key", keys=(combo,)))
     assert field.text == want, combo
@@ -350,9 +367,7 @@ def test_scrolling_over_nothing_says_so():
 def test_a_dialog_blocks_what_is_behind():
   button = widgets.Button(10, 30, 40, 16, "Save")
   scene = scene_with(button)
-  dialog = scene.add(
-      containers.Window(60, 60, 80, 40, "Ask", modal=True)
-  )
+  dialog = scene.add(containers.Window(60, 60, 80, 40, "Ask", modal=True))
   info = scene.act(click(scene, button))
   assert info["ignored"] == "a dialog is open" and button.pressed == 0
   scene.act(GuiAction("key", keys=("escape",)))
@@ -433,7 +448,9 @@ def test_unsupported_kinds_are_ignored_with_a_reason():
   assert "pointer" in observation.info["ignored"]
 
 
-@pytest.mark.parametrize("call,message", (
+@pytest.mark.parametrize(
+  "call,message",
+  (
     (lambda: desktop.DesktopGym(64, 48), "width=64, height=48"),
     (lambda: desktop.DesktopGym(time_decay=1.0), "time_decay"),
     (lambda: gyms.make("desktop", widht=3), "widht"),
@@ -441,7 +458,8 @@ def test_unsupported_kinds_are_ignored_with_a_reason():
     (lambda: desktop.DesktopTasks(difficulty=3), "difficulty"),
     (lambda: TASKS.task("click-button", -1), "seed"),
     (lambda: gyms.get("desktop").make_tasks((), {"x": 1}), "'x'"),
-))
+  ),
+)
 def test_wrong_settings_are_named(call, message):
   with pytest.raises(ValueError, match=message):
     call()
@@ -450,65 +468,103 @@ def test_wrong_settings_are_named(call, message):
 def test_acting_before_start_is_refused():
   gym = desktop.DesktopGym()
   for call in (
-      lambda: gym.act_sync(GuiAction("wait")), gym.evaluate_sync,
-      lambda: desktop.oracle_action(gym), gym.referring_expressions,
+    lambda: gym.act_sync(GuiAction("wait")),
+    gym.evaluate_sync,
+    lambda: desktop.oracle_action(gym),
+    gym.referring_expressions,
   ):
     with pytest.raises(RuntimeError, match="start"):
       call()
 
 
 numbers = st.one_of(
-    st.integers(-50, 300), st.floats(allow_nan=True, allow_infinity=True)
+  st.integers(-50, 300), st.floats(allow_nan=True, allow_infinity=True)
 )
-names = st.sampled_from((
-    "enter", "tab", "backspace", "delete", "escape", "ctrl", "shift", "a", "c",
-    "v", "x", "up", "down", "left", "right", "home", "end", "space", "pageup",
-    "pagedown", "F5", "+", "é", "ctrl+a", "alt+", "",
-))
+names = st.sampled_from(
+  (
+    "enter",
+    "tab",
+    "backspace",
+    "delete",
+    "escape",
+    "ctrl",
+    "shift",
+    "a",
+    "c",
+    "v",
+    "x",
+    "up",
+    "down",
+    "left",
+    "right",
+    "home",
+    "end",
+    "space",
+    "pageup",
+    "pagedown",
+    "F5",
+    "+",
+    "é",
+    "ctrl+a",
+    "alt+",
+    "",
+  )
+)
 actions = st.one_of(
-    st.builds(
-        GuiAction, st.just("click"), x=numbers, y=numbers,
-        button=st.sampled_from(("left", "right", "middle", "back")),
-        count=st.integers(1, 3),
-    ),
-    st.builds(
-        GuiAction, st.just("drag"), x=st.none() | numbers,
-        y=st.none() | numbers, x2=numbers, y2=numbers,
-    ),
-    st.builds(
-        GuiAction, st.just("swipe"), x=numbers, y=numbers, x2=numbers,
-        y2=numbers,
-    ),
-    st.builds(
-        GuiAction, st.just("scroll"), x=st.none() | numbers,
-        y=st.none() | numbers, dx=numbers, dy=numbers,
-    ),
-    st.builds(
-        GuiAction, st.sampled_from(("move", "long_press")), x=numbers,
-        y=numbers,
-    ),
-    st.builds(
-        GuiAction, st.sampled_from(("type", "answer", "system_button",
-                                    "open_app")),
-        text=st.text(max_size=12) | st.sampled_from(("enter", "back", "\n\t")),
-    ),
-    st.builds(
-        GuiAction, st.just("key"),
-        keys=st.lists(names, min_size=1, max_size=3).map(tuple),
-    ),
-    st.sampled_from((GuiAction("wait"), GuiAction("screenshot"))),
+  st.builds(
+    GuiAction,
+    st.just("click"),
+    x=numbers,
+    y=numbers,
+    button=st.sampled_from(("left", "right", "middle", "back")),
+    count=st.integers(1, 3),
+  ),
+  st.builds(
+    GuiAction,
+    st.just("drag"),
+    x=st.none() | numbers,
+    y=st.none() | numbers,
+    x2=numbers,
+    y2=numbers,
+  ),
+  st.builds(
+    GuiAction, st.just("swipe"), x=numbers, y=numbers, x2=numbers, y2=numbers
+  ),
+  st.builds(
+    GuiAction,
+    st.just("scroll"),
+    x=st.none() | numbers,
+    y=st.none() | numbers,
+    dx=numbers,
+    dy=numbers,
+  ),
+  st.builds(
+    GuiAction, st.sampled_from(("move", "long_press")), x=numbers, y=numbers
+  ),
+  st.builds(
+    GuiAction,
+    st.sampled_from(("type", "answer", "system_button", "open_app")),
+    text=st.text(max_size=12) | st.sampled_from(("enter", "back", "\n\t")),
+  ),
+  st.builds(
+    GuiAction,
+    st.just("key"),
+    keys=st.lists(names, min_size=1, max_size=3).map(tuple),
+  ),
+  st.sampled_from((GuiAction("wait"), GuiAction("screenshot"))),
 )
 
 
 @settings(max_examples=250, deadline=None)
 @given(
-    name=st.sampled_from(desktop.families()), seed=st.integers(0, 10_000),
-    level=st.integers(0, 2),
-    size=st.sampled_from(((128, 96), (224, 160), (331, 257))),
-    session=st.lists(actions, max_size=12),
+  name=st.sampled_from(desktop.families()),
+  seed=st.integers(0, 10_000),
+  level=st.integers(0, 2),
+  size=st.sampled_from(((128, 96), (224, 160), (331, 257))),
+  session=st.lists(actions, max_size=12),
 )
 def test_no_session_raises_and_sessions_repeat(
-    name, seed, level, size, session
+  name, seed, level, size, session
 ):
   pictures = []
   for _ in range(2):

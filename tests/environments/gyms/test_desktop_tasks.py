@@ -51,16 +51,28 @@ def test_phrases_point_at_what_they_name():
         assert phrase in widget.phrases()
       kinds.add(widget.kind)
   assert kinds >= {
-      "button", "field", "check box", "radio button", "drop-down", "slider",
-      "shape", "icon", "tab", "row", "box", "close box", "window", "dialog",
+    "button",
+    "field",
+    "check box",
+    "radio button",
+    "drop-down",
+    "slider",
+    "shape",
+    "icon",
+    "tab",
+    "row",
+    "box",
+    "close box",
+    "window",
+    "dialog",
   }
 
 
 def test_ambiguous_names_are_left_out():
   scene = scene_with(
-      widgets.Button(10, 30, 40, 16, "Save"),
-      widgets.Button(60, 30, 40, 16, "Save"),
-      widgets.Button(60, 60, 40, 16, "Open"),
+    widgets.Button(10, 30, 40, 16, "Save"),
+    widgets.Button(60, 30, 40, 16, "Save"),
+    widgets.Button(60, 60, 40, 16, "Open"),
   )
   phrases = [phrase for phrase, _, _ in scene.referring_expressions()]
   assert "the Open button" in phrases
@@ -80,15 +92,17 @@ def test_covered_widgets_are_left_out():
 
 def test_train_and_eval_seeds_never_meet():
   train = {
-      TASKS.train_task(name, i, seed).seed
-      for name in desktop.QUICKSTART_FAMILIES
-      for i in range(200) for seed in range(3)
+    TASKS.train_task(name, i, seed).seed
+    for name in desktop.QUICKSTART_FAMILIES
+    for i in range(200)
+    for seed in range(3)
   }
   # Families that shared seeds would share what is easy, too.
   held_out = {
-      TASKS.eval_task(name, i, seed).seed
-      for name in desktop.QUICKSTART_FAMILIES
-      for i in range(200) for seed in range(3)
+    TASKS.eval_task(name, i, seed).seed
+    for name in desktop.QUICKSTART_FAMILIES
+    for i in range(200)
+    for seed in range(3)
   }
   assert len(train) == len(held_out) == 6 * 200 * 3
   assert max(train) < desktop.EVAL_SEEDS_FROM <= min(held_out)
@@ -144,7 +158,7 @@ def test_text_width_is_the_width_that_is_drawn():
   for text in ("Save", "Wizard il!", "a", "Ünknown"):
     assert font.text_mask(text).size[0] == font.text_width(text)
     assert font.text_mask(text, bold=True).size[0] == font.text_width(
-        text, bold=True
+      text, bold=True
     )
   assert font.fit("Hello", 12) == "He"
   assert font.fit("Hello", 12, tail=True) in ("lo", "llo")

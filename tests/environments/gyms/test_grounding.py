@@ -44,8 +44,7 @@ def test_boxes_are_exact(size, kind):
     assert inside is not None and target.words in inside.phrases()
     for x, y in ((x1, y1), (x2 - 1, y2 - 1)):
       assert scene.hit(x // k, y // k) is inside
-    for x, y in ((x1 - 1, y1), (x1, y1 - 1), (x2, y1),
-                 (x1, y2)):  # pyformat: disable
+    for x, y in ((x1 - 1, y1), (x1, y1 - 1), (x2, y1), (x1, y2)):
       assert scene.hit(x // k, y // k) is not inside
 
 
@@ -66,7 +65,7 @@ def test_tasks_are_500_a_screen_in_three_kinds():
     for task in of_family:
       by_size.setdefault(task.params["size"], []).append(task.task_id)
   assert {size: len(set(ids)) for size, ids in by_size.items()} == (
-      dict.fromkeys(targets.SIZES, 500)
+    dict.fromkeys(targets.SIZES, 500)
   )
   train = gyms.get("grounding").make_tasks().train_task("icon", 0, 0)
   assert train.task_id not in {t.task_id for t in tasks["icon"]}
@@ -93,14 +92,14 @@ def outcomes_of(mistake, count=40, sizes=("1280x720", "720x1280"), noise=0.0):
               "screen": list(target.screen), "kind": target.kind,
               "words": target.words, "source": target.source,
           },
-      })  # pyformat: disable
+      })  # fmt: skip
   return outcomes
 
 
 def _other_factor(model, used):
   def spoil(x, y, width, height):
     sizes = [
-        screenshot.fit_size(width, height, factor=f) for f in (model, used)
+      screenshot.fit_size(width, height, factor=f) for f in (model, used)
     ]
     return x * sizes[0][0] / sizes[1][0], y * sizes[0][1] / sizes[1][1]
 
@@ -108,12 +107,12 @@ def _other_factor(model, used):
 
 
 MISTAKES = {
-    "swapped": lambda x, y, w, h: (y / h * w, x / w * h),
-    "thousandths": lambda x, y, w, h: (x / w * 1000, y / h * 1000),
-    "pixels": lambda x, y, w, h: (x / 1000 * w, y / 1000 * h),
-    "factor_28": _other_factor(28, 32),
-    "factor_32": _other_factor(32, 28),
-    "fit": lambda x, y, w, h: (x * 0.5 + 30, y * 0.5),
+  "swapped": lambda x, y, w, h: (y / h * w, x / w * h),
+  "thousandths": lambda x, y, w, h: (x / w * 1000, y / h * 1000),
+  "pixels": lambda x, y, w, h: (x / 1000 * w, y / 1000 * h),
+  "factor_28": _other_factor(28, 32),
+  "factor_32": _other_factor(32, 28),
+  "fit": lambda x, y, w, h: (x * 0.5 + 30, y * 0.5),
 }
 
 
@@ -135,9 +134,9 @@ def test_right_clicks_and_chance_name_no_mistake(tmp_path):
   assert "pictures" not in right
   rng = np.random.default_rng(1)
   for guess in (
-      lambda x, y, w, h: (rng.random() * w, rng.random() * h),
-      lambda x, y, w, h: (w / 2, h / 2),
-      lambda x, y, w, h: (0.0, 0.0),
+    lambda x, y, w, h: (rng.random() * w, rng.random() * h),
+    lambda x, y, w, h: (w / 2, h / 2),
+    lambda x, y, w, h: (0.0, 0.0),
   ):
     data = accuracy.digest(outcomes_of(guess), tmp_path)
     assert data["accuracy"] < 0.2 and data["readings"] == []
@@ -166,13 +165,14 @@ def _v2(folder):
   _save(folder / "screenspotv2_image" / "pc_1.png")
   _save(folder / "screenspotv2_image" / "mobile_1.png", (180, 390))
   for platform, image, kind in (
-      ("desktop", "pc_1.png", "text"), ("mobile", "mobile_1.png", "icon"),
-  ):  # pyformat: disable
+    ("desktop", "pc_1.png", "text"),
+    ("mobile", "mobile_1.png", "icon"),
+  ):
     (folder / f"screenspot_{platform}_v2.json").write_text(json.dumps([{
         "img_filename": image, "bbox": [10, 20, 30, 40],
         "instruction": f"close the {platform}", "data_type": kind,
         "data_source": "windows",
-    }]))  # pyformat: disable
+    }]))  # fmt: skip
 
 
 def _pro(folder):
@@ -183,12 +183,12 @@ def _pro(folder):
       "instruction": "open settings", "instruction_cn": "x", "id": "v_0",
       "application": "vscode", "platform": "macos", "img_size": [400, 300],
       "ui_type": "icon", "group": "Dev",
-  }]))  # pyformat: disable
+  }]))  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "write, families",
-    ((_v2, {"desktop": "text", "mobile": "icon"}), (_pro, {"Dev": "icon"})),
+  "write, families",
+  ((_v2, {"desktop": "text", "mobile": "icon"}), (_pro, {"Dev": "icon"})),
 )
 def test_a_local_copy_is_read(tmp_path, write, families):
   write(tmp_path)
@@ -253,16 +253,23 @@ class PointingServer(chat_server.ChatServer):
     words = re.findall(r"Click on (.*)\.", text)
     if words and size:
       box, screen = self._boxes[words[-1], pixels.shape[1] > pixels.shape[0]]
-      middle = [(box[0] + box[2]) / 2 / screen[0],
-                (box[1] + box[3]) / 2 / screen[1]]  # pyformat: disable
+      middle = [
+        (box[0] + box[2]) / 2 / screen[0],
+        (box[1] + box[3]) / 2 / screen[1],
+      ]
       x, y = self.write(*middle, *size)
-      call = {"name": "computer_use", "arguments": {
-          "action": "left_click", "coordinate": [round(x), round(y)]}}
+      call = {
+        "name": "computer_use",
+        "arguments": {
+          "action": "left_click",
+          "coordinate": [round(x), round(y)],
+        },
+      }
       answer = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
     message = {"role": "assistant", "content": answer}
     return 200, {
-        "choices": [{"message": message, "finish_reason": "stop", "index": 0}],
-        "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+      "choices": [{"message": message, "finish_reason": "stop", "index": 0}],
+      "usage": {"prompt_tokens": 7, "completion_tokens": 3},
     }
 
 
@@ -288,23 +295,24 @@ def measured(tmp_path, name, server_write, *overrides):
   options = {"sizes": SCREENS, "count": COUNT}
   tasks = gyms.get("grounding").make_tasks(None, options).eval_tasks()
   boxes = pointing([task for some in tasks.values() for task in some])
-  with chat_server.serving(
-      make=functools.partial(PointingServer, boxes)
-  ) as (url, server):
+  with chat_server.serving(make=functools.partial(PointingServer, boxes)) as (
+    url,
+    server,
+  ):
     server.write = server_write
     assert evaluate.main([
         "grounding", f"server={url}", f"dir={tmp_path}", f"name={name}",
         "gym.width=320", "gym.height=240",
         f"gym.options.sizes=[{','.join(SCREENS)}]",
         f"gym.options.count={COUNT}", "report.progress=none", *overrides,
-    ]) == 0  # pyformat: disable
+    ]) == 0  # fmt: skip
   return json.loads((tmp_path / name / evaluator.FILE).read_text())
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
   thousandths = lambda u, v, w, h: (u * 1000, v * 1000)
   right = measured(
-      tmp_path, "right", thousandths, "agent=qwen3_vl_computer_use"
+    tmp_path, "right", thousandths, "agent=qwen3_vl_computer_use"
   )
   assert right["results"]["success_rate"] == 1.0
   assert right["digest"]["readings"] == [] and right["planned"] == 24
@@ -313,9 +321,11 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
   assert "24 targets hit" in stdout and "so read" not in stdout
 
   swapped = measured(
-      tmp_path, "swapped", lambda u, v, w, h: (v * 1000, u * 1000),
-      "agent=qwen3_vl_computer_use",
-  )  # pyformat: disable
+    tmp_path,
+    "swapped",
+    lambda u, v, w, h: (v * 1000, u * 1000),
+    "agent=qwen3_vl_computer_use",
+  )
   assert swapped["results"]["success_rate"] < 0.5
   assert swapped["digest"]["readings"][0]["name"] == "swapped"
   assert "the axes are swapped" in capsys.readouterr().out
@@ -324,8 +334,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
 
 
 def test_another_factor_shows_with_a_real_grammar(tmp_path):
-  """Qwen2.5-VL's grammar resizes to 28; this model counts in a 32 of its own.
-  """
+  """Qwen2.5-VL's grammar resizes to 28; this model counts in a 32 of its own."""
 
   def counts_in(factor):
     def write(u, v, w, h):

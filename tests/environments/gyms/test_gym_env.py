@@ -51,8 +51,9 @@ def test_passes_gymnasiums_own_checker():
 @pytest.mark.parametrize("split", ("train", "eval"))
 def test_it_plays_the_episodes_of_the_desktops_own_environment(split):
   settings = {"split": split, **SIZE}
-  one = gym_env.GymEnv("desktop", "enter-text", options={"difficulty": 1},
-                       **settings)  # pyformat: disable
+  one = gym_env.GymEnv(
+    "desktop", "enter-text", options={"difficulty": 1}, **settings
+  )
   two = desktop_env.DesktopEnv("enter-text", difficulty=1, **settings)
   for seed in range(3):
     a, info = one.reset(seed=seed)
@@ -95,9 +96,9 @@ def test_a_gym_that_hangs_is_given_up_and_closed_in_time():
   assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("family, kind", (
-    ("fail-start", RuntimeError), ("fail-step", ValueError),
-))
+@pytest.mark.parametrize(
+  "family, kind", (("fail-start", RuntimeError), ("fail-step", ValueError))
+)
 def test_a_gyms_own_error_arrives_as_it_is(family, kind):
   env = naughty(family)
   with pytest.raises(kind, match="no screen|window is gone"):
@@ -108,7 +109,6 @@ def test_a_gyms_own_error_arrives_as_it_is(family, kind):
 
 def test_what_the_instructions_space_lacks_is_a_question_mark():
   class Gym(gym_servers.NaughtyGym):
-
     async def start(self, task):
       observation = await super().start(task)
       return base.Observation(observation.screenshot, "Drück “OK” ☺")
@@ -126,7 +126,9 @@ def test_what_the_instructions_space_lacks_is_a_question_mark():
     gyms.unregister("umlauts")
 
 
-@pytest.mark.parametrize("kwargs, words", (
+@pytest.mark.parametrize(
+  "kwargs, words",
+  (
     ({"gym": "nothing"}, "unknown gym 'nothing'"),
     ({"gym": "desktop"}, "give width and height"),
     ({"gym": "desktop", "split": "test", **SIZE}, "split"),
@@ -136,7 +138,8 @@ def test_what_the_instructions_space_lacks_is_a_question_mark():
     ({"gym": "desktop", "timeout": -1, **SIZE}, "timeout=-1"),
     ({"gym": "desktop", "options": {"colour": 1}, **SIZE}, "colour"),
     ({"gym": "miniwob", "width": 64, "height": 64}, "at least 160x210"),
-))
+  ),
+)
 def test_wrong_settings_are_named(kwargs, words):
   with pytest.raises(ValueError, match=words):
     gym_env.GymEnv(**kwargs)
@@ -159,7 +162,7 @@ class TestWithABrowser:
     world = env.unwrapped
     # pylint: disable-next=protected-access
     oracle = asyncio.run_coroutine_threadsafe(
-        miniwob.oracle_action(world.gym), world._sync._loop
+      miniwob.oracle_action(world.gym), world._sync._loop
     ).result(20)
     encoded = act(oracle, 160, 210)
     _, reward, ended, _, info = env.step(encoded)

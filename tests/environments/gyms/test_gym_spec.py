@@ -21,7 +21,7 @@ class LampGym:
   """Shows a screen of its own size."""
 
   def __init__(
-      self, lamps: int = 1, width: int = 128, height: int = 96, pages: int = 0
+    self, lamps: int = 1, width: int = 128, height: int = 96, pages: int = 0
   ):
     self.lamps, self.size, self.pages = lamps, (width, height), pages
 
@@ -68,17 +68,16 @@ async def close_shared():
 
 
 GYM = gyms.GymSpec(
-    doc="one lit lamp",
-    make=LampGym,
-    tasks=f"{HERE}:LampTasks",
-    set_by_run={**gyms.SIZE, "pages": "concurrency"},
-    family_options=lambda family: {"lamps": len(family)},
-    check=lambda options, width, height: iter(
-        ["gym.options.lamps: too many"] if options.get("lamps", 1) > width
-        else []
-    ),
-    close_shared=close_shared,
-)  # pyformat: disable
+  doc="one lit lamp",
+  make=LampGym,
+  tasks=f"{HERE}:LampTasks",
+  set_by_run={**gyms.SIZE, "pages": "concurrency"},
+  family_options=lambda family: {"lamps": len(family)},
+  check=lambda options, width, height: iter(
+    ["gym.options.lamps: too many"] if options.get("lamps", 1) > width else []
+  ),
+  close_shared=close_shared,
+)
 
 
 @pytest.fixture(name="lamps")
@@ -119,10 +118,15 @@ def test_every_gym_here_is_declared_once_and_builds_what_it_names():
     spec = gyms.get(name)
     assert not spec.cloning_preset or spec.oracle, name
     for path in (
-        spec.make, spec.tasks, spec.oracle, spec.describe,
-        spec.oracle_families, spec.family_options, spec.task_list,
-        spec.close_shared,
-    ):  # pyformat: disable
+      spec.make,
+      spec.tasks,
+      spec.oracle,
+      spec.describe,
+      spec.oracle_families,
+      spec.family_options,
+      spec.task_list,
+      spec.close_shared,
+    ):
       if isinstance(path, str):
         try:
           assert core_registry.import_path(path) is not None
@@ -173,14 +177,14 @@ def test_options_are_the_parameters_of_both_factories(lamps):
 
 
 @pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"lamp": 3}, "'lamp'; did you mean 'lamps'? Known: colour, height"),
-        ({"lamps": "x"}, "lamps='x': gym 'lamps' takes int"),
-        ({"lamps": True}, "lamps=True"),
-        ({"lamps": 1.5}, "lamps=1.5"),
-        ({"colour": 3}, "colour=3: gym 'lamps' takes str"),
-    ],
+  "options, words",
+  [
+    ({"lamp": 3}, "'lamp'; did you mean 'lamps'? Known: colour, height"),
+    ({"lamps": "x"}, "lamps='x': gym 'lamps' takes int"),
+    ({"lamps": True}, "lamps=True"),
+    ({"lamps": 1.5}, "lamps=1.5"),
+    ({"colour": 3}, "colour=3: gym 'lamps' takes str"),
+  ],
 )
 def test_wrong_options_are_refused_by_whoever_is_made(lamps, options, words):
   for make in (lamps.make_gym, lambda o: lamps.make_tasks((), o)):
@@ -198,16 +202,16 @@ def test_a_missing_option_is_named():
 
 
 @pytest.mark.parametrize(
-    "kind, good, bad",
-    [
-        (int, [3], ["3", 3.5, True, None]),
-        (float, [3, 2.5], ["3", True]),
-        (bool, [True], [1, "yes"]),
-        (str, ["a"], [1]),
-        (int | None, [None, 3], ["a"]),
-        (tuple[int, int], [[1, 2], (1, 2)], [[1], ["a", 2]]),
-        (dict[str, int], [{"a": 1}], [{"a": "b"}, 3]),
-    ],
+  "kind, good, bad",
+  [
+    (int, [3], ["3", 3.5, True, None]),
+    (float, [3, 2.5], ["3", True]),
+    (bool, [True], [1, "yes"]),
+    (str, ["a"], [1]),
+    (int | None, [None, 3], ["a"]),
+    (tuple[int, int], [[1, 2], (1, 2)], [[1], ["a", 2]]),
+    (dict[str, int], [{"a": 1}], [{"a": "b"}, 3]),
+  ],
 )
 def test_annotated_types_are_held_to_as_yaml_gives_values(kind, good, bad):
   def make(value):
@@ -228,7 +232,7 @@ def test_a_factory_that_takes_anything_is_given_anything():
 
 def test_a_factory_that_takes_anything_is_spared_the_options_of_the_other():
   spec = spec_lib.GymSpec(
-      make=lambda **options: options, tasks=LampTasks, name="any"
+    make=lambda **options: options, tasks=LampTasks, name="any"
   )
   both = {"colour": "blue", "a": 1}
   assert spec.make_gym(both) == {"a": 1}
@@ -243,13 +247,15 @@ def test_what_belongs_to_the_run_is_set_by_the_run(lamps):
   assert options == {"lamps": 3, "width": 160, "height": 120, "pages": 5}
   assert lamps.options_of("a") == {"lamps": 1}
   problems = list(
-      lamps.problems({"width": 3, "pages": 2, "lamps": 999}, 64, 64, ())
+    lamps.problems({"width": 3, "pages": 2, "lamps": 999}, 64, 64, ())
   )
   assert [p.split(":")[0] for p in problems] == [
-      "task_source.families is empty and gym.name=lamps has no default tasks;"
-      " list at least one, e.g. tasks=[FrozenLake-v1]",
-      "gym.options.width=3", "gym.options.pages=2", "gym.options.lamps",
-  ]  # pyformat: disable
+    "task_source.families is empty and gym.name=lamps has no default tasks;"
+    " list at least one, e.g. tasks=[FrozenLake-v1]",
+    "gym.options.width=3",
+    "gym.options.pages=2",
+    "gym.options.lamps",
+  ]
   assert "set collect.concurrency instead" in problems[2]
   assert not list(lamps.problems({}, 64, 64, None))
 
@@ -259,15 +265,19 @@ def test_one_registered_object_is_all_that_a_run_needs(lamps):
   config, tasks = run_tasks.resolve(config_lib.load_config([
       "gym=lamps", "tasks=[abc]", "gym.options.colour=blue",
       f"run.imports=[{HERE}]", "collect.concurrency=7",
-  ]))  # pyformat: disable
+  ]))  # fmt: skip
   assert tasks.train_task("abc", 2).task_id == "abc/2/blue"
   gym = episodes_lib.make_gym(config, "abc")
   assert (gym.lamps, gym.size, gym.pages) == (3, (128, 96), 7)
   with pytest.raises(config_lib.ConfigError, match="did you mean 'colour'"):
-    config_lib.load_config([
-        "gym=lamps", "tasks=[abc]", "gym.options.color=blue",
+    config_lib.load_config(
+      [
+        "gym=lamps",
+        "tasks=[abc]",
+        "gym.options.color=blue",
         f"run.imports=[{HERE}]",
-    ])  # pyformat: disable
+      ]
+    )
 
 
 def test_a_path_names_a_gym_of_a_run():

@@ -34,8 +34,8 @@ def test_passes_gymnasiums_own_checker(family):
 @pytest.mark.peer("gymnasium")
 def test_made_by_module_and_id():
   env = gymnasium.make(
-      "tunix.rl.multi_turn.environments.gyms.desktop.env:"
-      "TunixDesktop/open-icon-v0"
+    "tunix.rl.multi_turn.environments.gyms.desktop.env:"
+    "TunixDesktop/open-icon-v0"
   )
   assert env.unwrapped.family == "open-icon"
 
@@ -44,8 +44,12 @@ def test_made_by_module_and_id():
 @pytest.mark.parametrize("difficulty", (0, 2))
 def test_oracle_solves_through_the_action_space(family, difficulty):
   env = make(
-      family, difficulty=difficulty, width=224, height=160, split="eval",
-      render_mode="rgb_array",
+    family,
+    difficulty=difficulty,
+    width=224,
+    height=160,
+    split="eval",
+    render_mode="rgb_array",
   )
   for seed in range(8):
     observation, info = env.reset(seed=seed)
@@ -93,9 +97,9 @@ def test_seeds_repeat_and_instances_can_be_named():
 
 
 @given(
-    kind=st.sampled_from(("click", "move", "drag", "scroll")),
-    size=st.sampled_from(((128, 96), (224, 160), (640, 480), (1366, 768))),
-    data=st.data(),
+  kind=st.sampled_from(("click", "move", "drag", "scroll")),
+  size=st.sampled_from(((128, 96), (224, 160), (640, 480), (1366, 768))),
+  data=st.data(),
 )
 def test_encoding_keeps_the_pixel(kind, size, data):
   width, height = size
@@ -108,7 +112,7 @@ def test_encoding_keeps_the_pixel(kind, size, data):
     fields.update(dy=y - height // 2)
   action = GuiAction(kind, **fields)
   back = env_lib.decode_action(
-      env_lib.encode_action(action, width, height), width, height
+    env_lib.encode_action(action, width, height), width, height
   )
   assert back.kind == action.kind
   assert (int(back.x), int(back.y)) == (x, y)
@@ -118,34 +122,46 @@ def test_encoding_keeps_the_pixel(kind, size, data):
     assert round(back.dy) == action.dy
 
 
-@pytest.mark.parametrize("action", (
-    GuiAction("type", text="hello"), GuiAction("answer", text="4"),
-    GuiAction("key", keys=("ctrl", "a")), GuiAction("wait"),
+@pytest.mark.parametrize(
+  "action",
+  (
+    GuiAction("type", text="hello"),
+    GuiAction("answer", text="4"),
+    GuiAction("key", keys=("ctrl", "a")),
+    GuiAction("wait"),
     GuiAction("terminate"),
-))
+  ),
+)
 def test_actions_without_a_position_survive(action):
-  back = env_lib.decode_action(
-      env_lib.encode_action(action, 128, 96), 128, 96
-  )
+  back = env_lib.decode_action(env_lib.encode_action(action, 128, 96), 128, 96)
   keys = ("+".join(action.keys),) if action.keys else ()
   assert (back.kind, back.text, back.keys) == (action.kind, action.text, keys)
 
 
-@pytest.mark.parametrize("action", (
+@pytest.mark.parametrize(
+  "action",
+  (
     GuiAction("open_app", text="Mail"),
     GuiAction("click", x=1, y=1, button="middle"),
-    GuiAction("drag", x2=3, y2=3), GuiAction("type", text="x" * 500),
-))
+    GuiAction("drag", x2=3, y2=3),
+    GuiAction("type", text="x" * 500),
+  ),
+)
 def test_what_the_space_lacks_is_refused(action):
   with pytest.raises(ValueError, match="action space"):
     env_lib.encode_action(action, 128, 96)
 
 
-@pytest.mark.parametrize("kwargs,message", (
-    ({"split": "test"}, "split"), ({"render_mode": "human"}, "render_mode"),
-    ({"width": 10}, "width=10"), ({"difficulty": 9}, "difficulty"),
+@pytest.mark.parametrize(
+  "kwargs,message",
+  (
+    ({"split": "test"}, "split"),
+    ({"render_mode": "human"}, "render_mode"),
+    ({"width": 10}, "width=10"),
+    ({"difficulty": 9}, "difficulty"),
     ({"family": "nope"}, "nope"),
-))
+  ),
+)
 def test_wrong_settings_are_named(kwargs, message):
   with pytest.raises(ValueError, match=message):
     desktop.DesktopEnv(**kwargs)

@@ -51,13 +51,12 @@ class CountingTasksetConfig(vf.TasksetConfig):
 
 
 class CountingTaskset(vf.Taskset[Counting, CountingTasksetConfig]):
-
   def load(self):
     print("a taskset may print")
     for i in range(10):
       yield Counting(
-          vf.TaskData(prompt=f"count to {i}", system_prompt=SYSTEM),
-          self.config.task,
+        vf.TaskData(prompt=f"count to {i}", system_prompt=SYSTEM),
+        self.config.task,
       )
 
 

@@ -14,10 +14,12 @@ SYSTEM = "Count."
 
 
 def _rows(count, start=0):
-  return datasets.Dataset.from_list([
+  return datasets.Dataset.from_list(
+    [
       {"question": f"count to {i}", "answer": str(i)}
       for i in range(start, start + count)
-  ])
+    ]
+  )
 
 
 def add(a: int, b: int) -> str:
@@ -56,13 +58,14 @@ def load_environment(kind="single", seconds=0.0):
   rubric = vf.Rubric(funcs=[length], weights=[1.0])
   if kind == "tool":
     return vf.ToolEnv(
-        tools=[add], max_turns=3, rubric=vf.Rubric(funcs=[has_sum]), **common
+      tools=[add], max_turns=3, rubric=vf.Rubric(funcs=[has_sum]), **common
     )
   if kind == "talk":
     return Talk(
-        max_turns=2, rubric=rubric, eval_dataset=_rows(3, 100), **common
+      max_turns=2, rubric=rubric, eval_dataset=_rows(3, 100), **common
     )
   if kind == "group":
+
     def best(completions, **kwargs):
       del kwargs
       return [1.0 for _ in completions]

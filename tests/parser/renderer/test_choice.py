@@ -17,14 +17,14 @@ FAMILIES = chat_families.FAMILIES
 def made(name, kind="auto", source=None, size=chat_families.image_tokens):
   family = FAMILIES[name]
   return choice.make_renderer(
-      chat_families.tokenizer(family).backend_tokenizer,
-      size,
-      chat_template.ChatTemplate(
-          source or chat_families.source(family),
-          dict(family.roles),
-          dict(family.options),
-      ),
-      kind,
+    chat_families.tokenizer(family).backend_tokenizer,
+    size,
+    chat_template.ChatTemplate(
+      source or chat_families.source(family),
+      dict(family.roles),
+      dict(family.options),
+    ),
+    kind,
   )
 
 
@@ -47,22 +47,22 @@ def test_our_policies_come_with_that_template():
 
   for name in ("tiny_vl", "qwen3_vl_tiny"):
     assert policy_files.chat_template(name).source == (
-        train_tokenizer.CHAT_TEMPLATE
+      train_tokenizer.CHAT_TEMPLATE
     )
 
 
 @pytest.mark.parametrize(
-    "name, difference",
-    [
-        ("qwen2_5", "a user message: .*You are Qwen"),
-        ("qwen2_5_vl", "a user message: .*You are a helpful assistant"),
-        ("qwen3", "earlier reasoning: .*hm.* and .*yes"),
-        ("qwen3_vl", "a later system message: .*refused"),
-        ("qwen3_vl_thinking", "a user message: .*<think>"),
-        ("qwen3_5", "a user message"),
-        ("qwen3_coder", "reasoning before a result"),
-    ],
-)  # pyformat: disable
+  "name, difference",
+  [
+    ("qwen2_5", "a user message: .*You are Qwen"),
+    ("qwen2_5_vl", "a user message: .*You are a helpful assistant"),
+    ("qwen3", "earlier reasoning: .*hm.* and .*yes"),
+    ("qwen3_vl", "a later system message: .*refused"),
+    ("qwen3_vl_thinking", "a user message: .*<think>"),
+    ("qwen3_5", "a user message"),
+    ("qwen3_coder", "reasoning before a result"),
+  ],
+)
 def test_a_template_of_its_own_is_rendered_by_itself(name, difference):
   own = made(name)
   assert isinstance(own, template.TemplateRenderer)
@@ -85,7 +85,7 @@ def test_no_template_is_chatml_unless_one_is_asked_for():
   assert isinstance(plain, qwen.QwenRenderer)
   with pytest.raises(ValueError, match="no chat template; put its"):
     choice.make_renderer(
-        tokenizer, chat_families.image_tokens, None, "template"
+      tokenizer, chat_families.image_tokens, None, "template"
     )
   with pytest.raises(ValueError, match="must be one of auto, qwen, template"):
     choice.make_renderer(tokenizer, chat_families.image_tokens, None, "jinja")
@@ -93,22 +93,22 @@ def test_no_template_is_chatml_unless_one_is_asked_for():
 
 def test_a_template_without_bridge_is_refused_with_the_way_out():
   source = (
-      "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content"
-      " }}{%- endfor %}{{- '<|im_end|>' * (messages | length) }}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content"
+    " }}{%- endfor %}{{- '<|im_end|>' * (messages | length) }}"
   )
   with pytest.raises(ValueError, match="so that .*; choose qwen to have"):
     made("qwen3", source=source)
 
 
 CALLS = {
-    "qwen3_vl": ("qwen", "qwen_xml"),
-    "qwen3_5": ("qwen", "qwen_xml"),
-    "qwen3_coder": ("qwen", "qwen_xml"),
-    "llama3": ("llama_json",),
-    "deepseek": ("deepseek",),
-    "mistral": ("mistral",),
-    "qwen2_5_vl": (),  # Its template shows no tools.
-    "gemma": (),
+  "qwen3_vl": ("qwen", "qwen_xml"),
+  "qwen3_5": ("qwen", "qwen_xml"),
+  "qwen3_coder": ("qwen", "qwen_xml"),
+  "llama3": ("llama_json",),
+  "deepseek": ("deepseek",),
+  "mistral": ("mistral",),
+  "qwen2_5_vl": (),  # Its template shows no tools.
+  "gemma": (),
 }
 
 
@@ -119,11 +119,11 @@ def test_the_template_shows_tools_to_parsers_that_read_its_calls(name):
       "qwen", "qwen_xml", "llama_json", "llama_pythonic", "mistral",
       "deepseek", "gemma", "gemini", "openai_function",
       "computer_use_compact",
-  )  # pyformat: disable
+  )  # fmt: skip
   shown = [
-      parser
-      for parser in general
-      if renderer.shows_tools_of(tool_parser.make_tool_parser(parser))
+    parser
+    for parser in general
+    if renderer.shows_tools_of(tool_parser.make_tool_parser(parser))
   ]
   for parser in CALLS[name]:
     assert parser in shown

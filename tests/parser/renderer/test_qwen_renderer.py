@@ -19,9 +19,7 @@ def num_image_tokens(width, height):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
   path = tmp_path_factory.mktemp("tokenizer")
-  tokenizer = train_tokenizer.train(
-      train_tokenizer.corpus(), vocab_size=1800
-  )
+  tokenizer = train_tokenizer.train(train_tokenizer.corpus(), vocab_size=1800)
   train_tokenizer.save(tokenizer, path)
   return transformers.AutoTokenizer.from_pretrained(str(path))
 
@@ -37,66 +35,66 @@ PIECES = st.sampled_from([
     "\n", "\n\n", " ", "  \n", "Click", " the", '"OK"', "[512, 300]", "1, 2",
     "é", "e\u0301", "🙂", "<tool_call>", "</tool_call>", "user", "assistant\n",
     "<|", "|>", "\r\n", "\t",
-])  # pyformat: disable
+])  # fmt: skip
 TEXT = st.lists(PIECES | st.text(max_size=5), max_size=6).map("".join)
 PLAIN = TEXT.filter(lambda text: not any(s in text for s in SPECIAL))
 HOSTILE = st.lists(
-    PIECES | st.sampled_from(SPECIAL), min_size=1, max_size=6
+  PIECES | st.sampled_from(SPECIAL), min_size=1, max_size=6
 ).map("".join)
 IMAGES = st.builds(
-    lambda digit, width, height: trajectory.ImageRef(
-        format(digit, "x") * 64, width, height
-    ),
-    st.integers(0, 15),
-    st.integers(1, 50),
-    st.integers(1, 50),
+  lambda digit, width, height: trajectory.ImageRef(
+    format(digit, "x") * 64, width, height
+  ),
+  st.integers(0, 15),
+  st.integers(1, 50),
+  st.integers(1, 50),
 )
 
 
 def contents(text):
   part = st.builds(lambda t: {"type": "text", "text": t}, text) | st.builds(
-      lambda i: {"type": "image", "image": i}, IMAGES
+    lambda i: {"type": "image", "image": i}, IMAGES
   )
   return text | st.lists(part, max_size=4)
 
 
 ARGUMENTS = st.dictionaries(
-    st.text("abc_", min_size=1, max_size=4),
-    st.integers(-5, 999) | PLAIN | st.lists(st.integers(0, 999), max_size=2),
-    max_size=3,
+  st.text("abc_", min_size=1, max_size=4),
+  st.integers(-5, 999) | PLAIN | st.lists(st.integers(0, 999), max_size=2),
+  max_size=3,
 )
 CALLS = st.lists(
-    st.builds(
-        lambda a: {
-            "type": "function",
-            "function": {"name": "computer_use", "arguments": a},
-        },
-        ARGUMENTS,
-    ),
-    max_size=2,
+  st.builds(
+    lambda a: {
+      "type": "function",
+      "function": {"name": "computer_use", "arguments": a},
+    },
+    ARGUMENTS,
+  ),
+  max_size=2,
 )
 
 
 def message(text=PLAIN):
   return st.one_of(
-      st.builds(
-          lambda r, c: {"role": r, "content": c},
-          st.sampled_from(["system", "user", "tool"]),
-          contents(text),
-      ),
-      st.builds(
-          lambda c, calls: {
-              "role": "assistant",
-              "content": c,
-              **({"tool_calls": calls} if calls else {}),
-          },
-          text,
-          CALLS,
-      ),
-      st.builds(
-          lambda c: {"role": "user", "tool_call_id": "a", "content": c},
-          contents(text),
-      ),
+    st.builds(
+      lambda r, c: {"role": r, "content": c},
+      st.sampled_from(["system", "user", "tool"]),
+      contents(text),
+    ),
+    st.builds(
+      lambda c, calls: {
+        "role": "assistant",
+        "content": c,
+        **({"tool_calls": calls} if calls else {}),
+      },
+      text,
+      CALLS,
+    ),
+    st.builds(
+      lambda c: {"role": "user", "tool_call_id": "a", "content": c},
+      contents(text),
+    ),
   )
 
 
@@ -106,22 +104,21 @@ def expected(reference, messages, add_generation_prompt):
   for m in messages:
     if isinstance(m["content"], list):
       m = {
-          **m,
-          "content": [
-              {"type": "image"} if p["type"] == "image" else p
-              for p in m["content"]
-          ],
+        **m,
+        "content": [
+          {"type": "image"} if p["type"] == "image" else p for p in m["content"]
+        ],
       }
     plain.append(m)
   text = reference.apply_chat_template(
-      plain, tokenize=False, add_generation_prompt=add_generation_prompt
+    plain, tokenize=False, add_generation_prompt=add_generation_prompt
   )
   images = [
-      p["image"]
-      for m in messages
-      if isinstance(m["content"], list)
-      for p in m["content"]
-      if p["type"] == "image"
+    p["image"]
+    for m in messages
+    if isinstance(m["content"], list)
+    for p in m["content"]
+    if p["type"] == "image"
   ]
   pad = reference.convert_tokens_to_ids("<|image_pad|>")
   ids, spans = [], []
@@ -138,23 +135,20 @@ def expected(reference, messages, add_generation_prompt):
 
 
 EXAMPLES = hypothesis.settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[
-        hypothesis.HealthCheck.too_slow,
-        hypothesis.HealthCheck.filter_too_much,
-    ],
+  max_examples=150,
+  deadline=None,
+  suppress_health_check=[
+    hypothesis.HealthCheck.too_slow,
+    hypothesis.HealthCheck.filter_too_much,
+  ],
 )
 
 
 @hypothesis.given(
-    messages=st.lists(message(), min_size=1, max_size=5),
-    prompt=st.booleans(),
+  messages=st.lists(message(), min_size=1, max_size=5), prompt=st.booleans()
 )
 @EXAMPLES
-def test_render_equals_the_chat_template(
-    reference, renderer, messages, prompt
-):
+def test_render_equals_the_chat_template(reference, renderer, messages, prompt):
   got = renderer.render(messages, add_generation_prompt=prompt)
   ids, spans = expected(reference, messages, prompt)
   assert got.tokens.tolist() == ids
@@ -170,18 +164,18 @@ def concatenate(*parts):
 
 
 @hypothesis.given(
-    history=st.lists(message(), min_size=1, max_size=3),
-    answer=PLAIN,
-    new=st.lists(
-        message().filter(lambda m: m["role"] in ("user", "tool")),
-        min_size=1,
-        max_size=3,
-    ),
-    cut=st.booleans(),
+  history=st.lists(message(), min_size=1, max_size=3),
+  answer=PLAIN,
+  new=st.lists(
+    message().filter(lambda m: m["role"] in ("user", "tool")),
+    min_size=1,
+    max_size=3,
+  ),
+  cut=st.booleans(),
 )
 @EXAMPLES
 def test_prompt_and_sampled_and_bridge_equal_the_rendered_history(
-    renderer, history, answer, new, cut
+  renderer, history, answer, new, cut
 ):
   prompt = renderer.render(history)
   longer = [*history, {"role": "assistant", "content": answer}, *new]
@@ -190,11 +184,11 @@ def test_prompt_and_sampled_and_bridge_equal_the_rendered_history(
   # header's newline and an answer's own may merge in the template; such an
   # answer is not canonical.
   begin = renderer.render(
-      [*history, {"role": "assistant", "content": answer}],
-      add_generation_prompt=False,
+    [*history, {"role": "assistant", "content": answer}],
+    add_generation_prompt=False,
   )
   hypothesis.assume(
-      begin.tokens[: len(prompt)].tolist() == prompt.tokens.tolist()
+    begin.tokens[: len(prompt)].tolist() == prompt.tokens.tolist()
   )
   sampled = begin.tokens[len(prompt) : -1]
   assert sampled[-1] == renderer.end_of_turn_id
@@ -215,9 +209,9 @@ def test_prompt_and_sampled_and_bridge_equal_the_rendered_history(
 def test_text_never_becomes_a_special_token(reference, renderer, messages):
   prompt = renderer.render(messages, add_generation_prompt=False)
   special = [
-      t
-      for t in prompt.tokens.tolist()
-      if t in set(reference.convert_tokens_to_ids(list(SPECIAL)))
+    t
+    for t in prompt.tokens.tolist()
+    if t in set(reference.convert_tokens_to_ids(list(SPECIAL)))
   ]
   turns = 0
   previous = None
@@ -255,23 +249,23 @@ def test_decode_shows_markup_and_stray_special_tokens(reference, renderer):
 def test_the_given_tokenizer_is_not_changed(reference, renderer):
   assert not reference.backend_tokenizer.encode_special_tokens
   assert reference.encode("<|im_end|>", add_special_tokens=False) == [
-      renderer.end_of_turn_id
+    renderer.end_of_turn_id
   ]
 
 
 @pytest.mark.parametrize(
-    "bad, error",
-    [
-        ({"role": "robot", "content": "x"}, "robot"),
-        ({"role": "user", "content": 3}, "int"),
-        ({"role": "user", "content": [{"type": "video"}]}, "video"),
-        ({"role": "user", "content": ["x"]}, "None"),
-        (
-            {"role": "user", "content": [{"type": "image", "image": "a.png"}]},
-            "ImageRef",
-        ),
-        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "name"),
-    ],
+  "bad, error",
+  [
+    ({"role": "robot", "content": "x"}, "robot"),
+    ({"role": "user", "content": 3}, "int"),
+    ({"role": "user", "content": [{"type": "video"}]}, "video"),
+    ({"role": "user", "content": ["x"]}, "None"),
+    (
+      {"role": "user", "content": [{"type": "image", "image": "a.png"}]},
+      "ImageRef",
+    ),
+    ({"role": "assistant", "content": "", "tool_calls": [{}]}, "name"),
+  ],
 )
 def test_bad_messages_are_refused_by_index(renderer, bad, error):
   with pytest.raises(ValueError, match=f"message 1.*{error}"):
@@ -288,11 +282,10 @@ def test_tool_calls_may_be_tool_call_objects(renderer):
   call = trajectory.ToolCall("f", {"a": [1, 2]})
   as_dict = {"name": "f", "arguments": {"a": [1, 2]}}
   first, second = (
-      renderer.render([{"role": "assistant", "content": None,
-                        "tool_calls": [c]}])
-      for c in (call, as_dict)
+    renderer.render([{"role": "assistant", "content": None, "tool_calls": [c]}])
+    for c in (call, as_dict)
   )
   np.testing.assert_array_equal(first.tokens, second.tokens)
   assert '<tool_call>\n{"name": "f", "arguments": {"a": [1, 2]}}' in (
-      renderer.decode(first.tokens)
+    renderer.decode(first.tokens)
   )

@@ -41,29 +41,31 @@ def test_random_conversations_render_as_transformers_renders_them(family):
 REASONING = ("reasoning before a user message",)
 # A prompt ends in "Assistant:", and an answer in it begins with a space.
 SPACED = tuple(
-    f"{kind} before a {role} message"
-    for kind in ("reasoning", "answers")
-    for role in ("user", "tool")
+  f"{kind} before a {role} message"
+  for kind in ("reasoning", "answers")
+  for role in ("user", "tool")
 )
 REWRITES = {
-    "qwen3_vl_thinking": REASONING,
-    "qwen3": REASONING,
-    "qwen3_5": REASONING,
-    # The empty block of reasoning is in the prompt only.
-    "qwen3_off": (
-        *REASONING, "reasoning before a tool message",
-        "answers before a user message", "answers before a tool message",
-    ),
-    "mistral": (
-        "the system prompt before a user message",
-        "tools before a user message",
-    ),
-    "pixtral": ("the system prompt before a user message",),
-    "deepseek": (*REASONING, "reasoning before a tool message"),
-    "glm_v": REASONING,
-    "smolvlm": SPACED,
-    "idefics3": SPACED,
-}  # pyformat: disable
+  "qwen3_vl_thinking": REASONING,
+  "qwen3": REASONING,
+  "qwen3_5": REASONING,
+  # The empty block of reasoning is in the prompt only.
+  "qwen3_off": (
+    *REASONING,
+    "reasoning before a tool message",
+    "answers before a user message",
+    "answers before a tool message",
+  ),
+  "mistral": (
+    "the system prompt before a user message",
+    "tools before a user message",
+  ),
+  "pixtral": ("the system prompt before a user message",),
+  "deepseek": (*REASONING, "reasoning before a tool message"),
+  "glm_v": REASONING,
+  "smolvlm": SPACED,
+  "idefics3": SPACED,
+}
 
 
 @pytest.mark.parametrize("family", BY_NAME)
@@ -83,15 +85,15 @@ def test_bridges_extend_token_for_token(family):
     # Their system prompt moves to the last user.
     if family.name in ("mistral", "pixtral"):
       history = [m for m in history if m["role"] != "system"]
-    answer = "so \"be\" it" + talk.random.choice(["", "?", " 漢字", "\n  yes"])
+    answer = 'so "be" it' + talk.random.choice(["", "?", " 漢字", "\n  yes"])
     if family.reasons:
       answer = f"<think>\nhm, {talk.random.random()}\n</think>\n\n{answer}"
     new = talk.next_messages()
     prompt = renderer.render(history)
     start = prompt.tokens.tolist()
     last = renderer.render(
-        [*history, {"role": "assistant", "content": answer}],
-        add_generation_prompt=False,
+      [*history, {"role": "assistant", "content": answer}],
+      add_generation_prompt=False,
     ).tokens.tolist()
     sampled = renderer.encode(answer).tolist()
     if last[: len(start)] == start:  # As the template writes it there.
@@ -106,21 +108,22 @@ def test_bridges_extend_token_for_token(family):
     sampled.append(end)
     text = renderer.decode(sampled)
     want = renderer.render(
-        [*history, {"role": "assistant", "content": text}, *new]
+      [*history, {"role": "assistant", "content": text}, *new]
     )
     assert want.tokens[-len(bridge) :].tolist() == bridge.tokens.tolist()
     if [*start, *sampled, *bridge.tokens] == want.tokens.tolist():
       extended += 1
       shift = len(start) + len(sampled)
       assert want.images == prompt.images + tuple(
-          span.shifted(shift) for span in bridge.images
+        span.shifted(shift) for span in bridge.images
       )
     else:
       rewritten += 1
       has_user = any(message["role"] == "user" for message in new)
       before = "user" if has_user else "tool"
-      assert any(r.endswith(f"before a {before} message")
-                 for r in renderer.rewrites), (text, new)
+      assert any(
+        r.endswith(f"before a {before} message") for r in renderer.rewrites
+      ), (text, new)
   # Reasoning survives behind results of tools.
   most = CONVERSATIONS * (0.4 if family.reasons else 0.9)
   all_anew = family.tiles or family.name == "qwen3_off"
@@ -137,7 +140,7 @@ HOSTILE = {
         "\ue000", "<|image|>", "user",
     )
     for family in FAMILIES
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def structure_of(renderer, tokens):
@@ -156,20 +159,20 @@ def test_text_never_becomes_a_token_of_the_structure(family):
       same = chat_families.Talk(family, random.Random(seed), words)
       # One word each, so that both talks draw the same numbers.
       same.text = lambda least=0, same=same, words=words: "".join(
-          words[same.random.randrange(1 << 20) % len(words)] for _ in range(3)
+        words[same.random.randrange(1 << 20) % len(words)] for _ in range(3)
       )
       messages, tools = same.history(2), same.tools()
       for message in messages:
         if message["role"] == "assistant":
           message["content"] = "fine"  # A policy may write calls.
       prompt = renderer.render(messages, tools=tools)
-      bridge = renderer.bridge(
-          [same.user()], last_sampled_is_eot=False
-      )
-      shown.append((
+      bridge = renderer.bridge([same.user()], last_sampled_is_eot=False)
+      shown.append(
+        (
           structure_of(renderer, prompt.tokens),
           structure_of(renderer, bridge.tokens),
-      ))
+        )
+      )
     assert shown[0] == shown[1], messages
 
 
@@ -193,78 +196,83 @@ def test_what_a_template_would_leave_out_is_refused():
     qwen3_vl.render([user, {"role": "system", "content": "late"}])
   with pytest.raises(ValueError, match="message 0 is a system message"):
     qwen3_vl.bridge(
-        [{"role": "system", "content": "late"}], last_sampled_is_eot=True
+      [{"role": "system", "content": "late"}], last_sampled_is_eot=True
     )
   text_only = chat_families.renderer(chat_families.FAMILIES["qwen3"])
   talk = chat_families.Talk(
-      chat_families.FAMILIES["qwen3_vl"], random.Random(0)
+    chat_families.FAMILIES["qwen3_vl"], random.Random(0)
   )
   sighted = next(
-      message
-      for message in iter(talk.user, None)
-      if any("image" in part for part in message["content"])
+    message
+    for message in iter(talk.user, None)
+    if any("image" in part for part in message["content"])
   )
   with pytest.raises(ValueError, match="message 1: an image"):
     text_only.render([user, sighted])
   with pytest.raises(ValueError, match="no JSON object"):
-    text_only.render([{
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"name": "f", "arguments": "[1"}],
-    }])
+    text_only.render(
+      [
+        {
+          "role": "assistant",
+          "content": "",
+          "tool_calls": [{"name": "f", "arguments": "[1"}],
+        }
+      ]
+    )
 
 
 CHATML = "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
 LOOP = "{%- for m in messages %}" + CHATML + "{%- endfor %}"
 PROMPT = (
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
-    "{%- endif %}"
+  "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 
 
 @pytest.mark.parametrize(
-    "source, why",
-    [
-        ("{%- for", "no Jinja"),
-        ("{{- raise_exception('never') }}", "refuses a conversation"),
-        (LOOP.replace("<|im_end|>", "###") + PROMPT, "without a token"),
-        (LOOP + PROMPT + "{{- messages | length }}", "different tokens behind"),
-        (
-            LOOP.replace("m.content", "('' if m.role == 'assistant' else"
-                         " m.content)") + PROMPT,
-            "leaves out an assistant",
-        ),
-    ],
-)  # pyformat: disable
+  "source, why",
+  [
+    ("{%- for", "no Jinja"),
+    ("{{- raise_exception('never') }}", "refuses a conversation"),
+    (LOOP.replace("<|im_end|>", "###") + PROMPT, "without a token"),
+    (LOOP + PROMPT + "{{- messages | length }}", "different tokens behind"),
+    (
+      LOOP.replace("m.content", "('' if m.role == 'assistant' else m.content)")
+      + PROMPT,
+      "leaves out an assistant",
+    ),
+  ],
+)
 def test_a_template_that_no_conversation_can_continue_is_refused(source, why):
   tokenizer = chat_families.tokenizer(chat_families.FAMILIES["qwen3"])
   with pytest.raises(ValueError, match=why):
     template.TemplateRenderer(
-        tokenizer.backend_tokenizer,
-        chat_families.image_tokens,
-        chat_template.ChatTemplate(source),
+      tokenizer.backend_tokenizer,
+      chat_families.image_tokens,
+      chat_template.ChatTemplate(source),
     )
 
 
 @pytest.mark.parametrize(
-    "name, options, ending",
-    [
-        ("qwen3", {}, "assistant\n"),
-        ("qwen3", {"enable_thinking": False},
-         "assistant\n<think>\n\n</think>\n\n"),
-        ("qwen3_vl", {}, "assistant\n"),
-        ("qwen3_vl_thinking", {}, "assistant\n<think>\n"),
-        ("qwen3_5", {}, "assistant\n<think>\n"),
-        ("qwen3_5", {"enable_thinking": False},
-         "assistant\n<think>\n\n</think>\n\n"),
-    ],
-)  # pyformat: disable
+  "name, options, ending",
+  [
+    ("qwen3", {}, "assistant\n"),
+    ("qwen3", {"enable_thinking": False}, "assistant\n<think>\n\n</think>\n\n"),
+    ("qwen3_vl", {}, "assistant\n"),
+    ("qwen3_vl_thinking", {}, "assistant\n<think>\n"),
+    ("qwen3_5", {}, "assistant\n<think>\n"),
+    (
+      "qwen3_5",
+      {"enable_thinking": False},
+      "assistant\n<think>\n\n</think>\n\n",
+    ),
+  ],
+)
 def test_how_a_family_asks_for_reasoning(name, options, ending):
   family = chat_families.FAMILIES[name]
   renderer = template.TemplateRenderer(
-      chat_families.tokenizer(family).backend_tokenizer,
-      chat_families.image_tokens,
-      chat_template.ChatTemplate(chat_families.source(family), {}, options),
+    chat_families.tokenizer(family).backend_tokenizer,
+    chat_families.image_tokens,
+    chat_template.ChatTemplate(chat_families.source(family), {}, options),
   )
   messages = [{"role": "user", "content": "hi"}]
   text = renderer.decode(renderer.render(messages).tokens)
@@ -296,7 +304,7 @@ def test_the_default_system_prompt_is_the_templates():
   user = {"role": "user", "content": "hi"}
   text = lambda *m: renderer.decode(renderer.render(list(m)).tokens)
   assert text(user).startswith(
-      "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
   )
   own = text({"role": "system", "content": "Be brief."}, user)
   assert own.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
@@ -307,20 +315,20 @@ def test_frames_of_images_are_those_of_transformers_processor():
   family = chat_families.FAMILIES["gemma_vl"]
   fast_tokenizer = chat_families.tokenizer(family)
   tokenizer = transformers.PreTrainedTokenizerFast(
-      tokenizer_object=fast_tokenizer.backend_tokenizer,
-      bos_token="<bos>",
-      extra_special_tokens={
-          "image_token": "<image_soft_token>",
-          "boi_token": "<start_of_image>",
-          "eoi_token": "<end_of_image>",
-      },
+    tokenizer_object=fast_tokenizer.backend_tokenizer,
+    bos_token="<bos>",
+    extra_special_tokens={
+      "image_token": "<image_soft_token>",
+      "boi_token": "<start_of_image>",
+      "eoi_token": "<end_of_image>",
+    },
   )
   count = 5
   processor = transformers.Gemma3Processor(
-      transformers.Gemma3ImageProcessor(size={"height": 28, "width": 28}),
-      tokenizer,
-      chat_template=chat_families.source(family),
-      image_seq_length=count,
+    transformers.Gemma3ImageProcessor(size={"height": 28, "width": 28}),
+    tokenizer,
+    chat_template=chat_families.source(family),
+    image_seq_length=count,
   )
   renderer = chat_families.renderer(family).counting(lambda w, h: count)
   checked = 0
@@ -332,17 +340,22 @@ def test_frames_of_images_are_those_of_transformers_processor():
       if isinstance(parts, str):
         parts = [{"type": "text", "text": parts}]
       pictures += [p["image"] for p in parts if p["type"] == "image"]
-      plain.append({**message, "content": [
-          {"type": "image"} if part["type"] == "image" else part
-          for part in parts
-      ]})  # pyformat: disable
+      plain.append(
+        {
+          **message,
+          "content": [
+            {"type": "image"} if part["type"] == "image" else part
+            for part in parts
+          ],
+        }
+      )
     text = processor.apply_chat_template(
-        plain, tokenize=False, add_generation_prompt=True
+      plain, tokenize=False, add_generation_prompt=True
     )
     shown = [Image.new("RGB", (28, 28)) for _ in pictures]
-    ids = processor(
-        text=text, images=shown or None, add_special_tokens=False
-    )["input_ids"]
+    ids = processor(text=text, images=shown or None, add_special_tokens=False)[
+      "input_ids"
+    ]
     ids = ids[0] if isinstance(ids[0], (list, tuple)) else ids
     got = renderer.render(messages)
     assert got.tokens.tolist() == list(ids), messages
@@ -366,18 +379,18 @@ def test_rows_of_images_are_those_of_transformers_processor(monkeypatch):
   processing = importlib.import_module(f"{_PIXTRAL}.processing_pixtral")
   family = chat_families.FAMILIES["pixtral"]
   processor = processing.PixtralProcessor(
-      pil.PixtralImageProcessorPil(
-          size={"longest_edge": 40}, patch_size={"height": 4, "width": 4}
-      ),
-      chat_families.tokenizer(family),
-      patch_size=4,
-      spatial_merge_size=2,
-      chat_template=chat_families.source(family),
+    pil.PixtralImageProcessorPil(
+      size={"longest_edge": 40}, patch_size={"height": 4, "width": 4}
+    ),
+    chat_families.tokenizer(family),
+    patch_size=4,
+    spatial_merge_size=2,
+    chat_template=chat_families.source(family),
   )
 
   def rows(width, height):
     size = pil.get_resize_output_image_size(
-        np.zeros((height + 4, width + 4, 3)), (40, 40), (8, 8)
+      np.zeros((height + 4, width + 4, 3)), (40, 40), (8, 8)
     )
     return size[0] // 8, size[1] // 8
 
@@ -391,18 +404,18 @@ def test_rows_of_images_are_those_of_transformers_processor(monkeypatch):
       if not isinstance(parts, str):
         pictures += [p["image"] for p in parts if p["type"] == "image"]
         parts = [
-            {"type": "image"} if part["type"] == "image" else part
-            for part in parts
+          {"type": "image"} if part["type"] == "image" else part
+          for part in parts
         ]
       plain.append({**message, "content": parts})
     text = processor.apply_chat_template(
-        plain, tokenize=False, add_generation_prompt=True
+      plain, tokenize=False, add_generation_prompt=True
     )
     shown = [  # Sides of 3 or less would be taken for channels.
-        Image.new("RGB", (p.width + 4, p.height + 4)) for p in pictures
+      Image.new("RGB", (p.width + 4, p.height + 4)) for p in pictures
     ]
     ids = processor(
-        text=[text], images=shown or None, add_special_tokens=False
+      text=[text], images=shown or None, add_special_tokens=False
     )["input_ids"]
     ids = [int(token) for token in ids[0]]
     got = renderer.render(messages)

@@ -16,8 +16,8 @@ def test_no_mutation_breaks_a_promise(name):
   texts = grammar_fuzz.seeds(parser)
   rng = random.Random(name)
   failures = [
-      grammar_fuzz.check(parser, grammar_fuzz.broken(texts, rng))
-      for _ in range(400)
+    grammar_fuzz.check(parser, grammar_fuzz.broken(texts, rng))
+    for _ in range(400)
   ]
   # Both ways are tried: texts that still hold calls, and malformed ones.
   assert sum(calls for calls, _ in failures) > 40
@@ -26,11 +26,11 @@ def test_no_mutation_breaks_a_promise(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "unit",
-    trials.by_default(
-        ["{\"a\":", "Action: type(content='"],
-        ["\n", "{\"a\":", "[f(", "Action: type(content='", "- ", "'''"],
-    ),
+  "unit",
+  trials.by_default(
+    ['{"a":', "Action: type(content='"],
+    ["\n", '{"a":', "[f(", "Action: type(content='", "- ", "'''"],
+  ),
 )
 def test_a_long_response_is_read_in_linear_time(name, unit):
   """Reading such a text in quadratic time took half a minute: a time-out."""

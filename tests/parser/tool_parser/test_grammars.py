@@ -15,11 +15,9 @@ from tunix.rl.multi_turn.parser.tool_parser import gui_table
 Action = gui_action.GuiAction
 Kind = gui_action.GuiActionKind
 GUI = [
-    name
-    for name in tool_parser.tool_parser_names()
-    if issubclass(
-        tool_parser.get_tool_parser(name), tool_parser.GuiActionParser
-    )
+  name
+  for name in tool_parser.tool_parser_names()
+  if issubclass(tool_parser.get_tool_parser(name), tool_parser.GuiActionParser)
 ]
 
 
@@ -235,7 +233,7 @@ EXAMPLES = [
     ("ui_tars_mobile",
      "Thought: t\nAction: long_press(point='<point>1 2</point>')",
      [Action(Kind.LONG_PRESS, x=1, y=2)]),
-]  # pyformat: disable
+]  # fmt: skip
 
 
 def near(action, other, tolerance=1.01):
@@ -277,7 +275,7 @@ BY_ID = [
      [Action(Kind.FILL, element="48", text="blue")]),
     ("drag_and_drop('56', '498')",
      [Action(Kind.DRAG, element="56", element2="498")]),
-]  # pyformat: disable
+]  # fmt: skip
 
 
 class TestElements:
@@ -307,14 +305,16 @@ class TestElements:
       assert prompt.count("noop(") == 1
 
   @pytest.mark.parametrize(
-      "text, words",
-      [
-          ("click()", "needs 'bid'"), ("click('')", "needs 'bid'"),
-          ("fill('3')", "needs 'value'"), ("select_option('3')", "'options'"),
-          ("click('3', button='top')", "button"),
-          ("press('3', 'Kontrol')", "Kontrol"),
-      ],
-  )  # pyformat: disable
+    "text, words",
+    [
+      ("click()", "needs 'bid'"),
+      ("click('')", "needs 'bid'"),
+      ("fill('3')", "needs 'value'"),
+      ("select_option('3')", "'options'"),
+      ("click('3', button='top')", "button"),
+      ("press('3', 'Kontrol')", "Kontrol"),
+    ],
+  )
   def test_wrong_arguments_are_told_to_the_policy(self, text, words):
     parser = parser_of("browsergym").seeing("axtree")
     with pytest.raises(tool_parser.ToolParseError, match=words):
@@ -331,9 +331,12 @@ class TestElements:
 def test_every_grammar_has_an_example_or_a_test_of_its_own(name):
   shown = {example[0] for example in EXAMPLES}
   elsewhere = {
-      "computer_use", "computer_use_absolute", "computer_use_compact",
-      "ui_tars", "ui_tars_absolute",
-  }  # pyformat: disable
+    "computer_use",
+    "computer_use_absolute",
+    "computer_use_compact",
+    "ui_tars",
+    "ui_tars_absolute",
+  }
   assert name in shown | elsewhere
 
 
@@ -346,8 +349,10 @@ def test_prompt_states_actions_and_size(name):
   assert any(word in prompt for word in clicks)
   parser.screen = (1234, 777)
   if parser.coordinates == "absolute" and name not in (
-      "ui_tars_absolute", "ui_tars_mobile", "opencua"
-  ):  # pyformat: disable
+    "ui_tars_absolute",
+    "ui_tars_mobile",
+    "opencua",
+  ):
     assert "1234x777" in parser.get_tool_prompt()
     assert "{screen}" not in prompt + parser.get_tool_prompt()
 
@@ -362,25 +367,27 @@ def test_other_tools_go_where_a_grammar_has_a_place_for_them():
 
 class TestErrors:
   @pytest.mark.parametrize(
-      "name, text, at",
-      [
-          ("mobile_use", 'Tap.\n<tool_call>\n{"name": nope}\n</tool_call>',
-           "nope"),
-          ("openai_computer", 'Now {"type": "click", "x": oops}', "oops"),
-          ("gemini", 'Now {"functionCall": {"name": ?}}', "?}}"),
-          ("browsergym", "Then mouse_click(1, 2 3)", "2 3"),
-          ("browsergym", "Then mouse_click('a", "'a"),
-          ("opencua", "```python\nx = 1\n```", "x = 1"),
-          ("opencua", "```python\npyautogui.click(1, 2)\nos.remove('x')\n```",
-           "os."),
-          ("opencua", "é\n```python\npyautogui.write('é'); foo(\n```", "(\n"),
-          ("mistral", "[TOOL_CALLS]nothing", "nothing"),
-          ("deepseek", "<｜tool▁call▁begin｜>f{", "{"),
-          ("ui_tars", "Thought: t\nAction: click(start_box='(1,2)", "'(1"),
-          ("llama_pythonic", "So [f(1)]", "f(1"),
-          ("gemma", "```tool_code\nf(a=g())\n```", "f(a"),
-      ],
-  )  # pyformat: disable
+    "name, text, at",
+    [
+      ("mobile_use", 'Tap.\n<tool_call>\n{"name": nope}\n</tool_call>', "nope"),
+      ("openai_computer", 'Now {"type": "click", "x": oops}', "oops"),
+      ("gemini", 'Now {"functionCall": {"name": ?}}', "?}}"),
+      ("browsergym", "Then mouse_click(1, 2 3)", "2 3"),
+      ("browsergym", "Then mouse_click('a", "'a"),
+      ("opencua", "```python\nx = 1\n```", "x = 1"),
+      (
+        "opencua",
+        "```python\npyautogui.click(1, 2)\nos.remove('x')\n```",
+        "os.",
+      ),
+      ("opencua", "é\n```python\npyautogui.write('é'); foo(\n```", "(\n"),
+      ("mistral", "[TOOL_CALLS]nothing", "nothing"),
+      ("deepseek", "<｜tool▁call▁begin｜>f{", "{"),
+      ("ui_tars", "Thought: t\nAction: click(start_box='(1,2)", "'(1"),
+      ("llama_pythonic", "So [f(1)]", "f(1"),
+      ("gemma", "```tool_code\nf(a=g())\n```", "f(a"),
+    ],
+  )
   def test_position_is_where_the_text_is_wrong(self, name, text, at):
     (failure,) = parser_of(name).parse_result(text).failures
     assert failure.position == text.index(at)
@@ -395,18 +402,18 @@ class TestErrors:
     assert caught.value.position == text.index("<tool_call>")
 
   @pytest.mark.parametrize(
-      "code",
-      [
-          "__import__('os').system('true')",
-          "pyautogui.click(x=open('/etc/passwd').read(), y=1)",
-          "eval('1')",
-          "pyautogui.write(f'{1}')",
-          "pyautogui.click(*[1, 2])",
-          "[pyautogui.click(1, 2) for _ in range(9)]",
-          "while True: pyautogui.click(1, 2)",
-          "def f(): pass",
-          "x = 1",
-      ],
+    "code",
+    [
+      "__import__('os').system('true')",
+      "pyautogui.click(x=open('/etc/passwd').read(), y=1)",
+      "eval('1')",
+      "pyautogui.write(f'{1}')",
+      "pyautogui.click(*[1, 2])",
+      "[pyautogui.click(1, 2) for _ in range(9)]",
+      "while True: pyautogui.click(1, 2)",
+      "def f(): pass",
+      "x = 1",
+    ],
   )
   def test_code_is_never_run(self, code):
     with pytest.raises(tool_parser.ToolParseError):
@@ -431,7 +438,7 @@ class TestErrors:
           ("mai_ui", tagged({"action": "swipe", "direction": "upp"}), "up"),
           ("mai_ui", tagged({}, tool="search"), "unknown tool"),
       ],
-  )  # pyformat: disable
+  )  # fmt: skip
   def test_what_cannot_be_done_is_told_to_the_policy(self, name, text, reason):
     with pytest.raises(tool_parser.ToolParseError, match=reason):
       read(name, text)
@@ -462,34 +469,34 @@ def cases(draw):
   place = {"x": draw(x), "y": draw(y)}
   end = {"x2": draw(x), "y2": draw(y)}
   action = draw(
-      st.sampled_from([
-          lambda: Action(
-              Kind.CLICK,
-              **place,
-              button=draw(st.sampled_from(["left", "right", "middle"])),
-              count=draw(st.integers(1, 3)),
-              keys=draw(st.sampled_from([(), ("ctrl",), ("ctrl", "shift")])),
-          ),
-          lambda: Action(Kind.MOVE, **place),
-          lambda: Action(Kind.DRAG, **place, **end),
-          lambda: Action(Kind.SCROLL, **place, dy=-draw(steps)),
-          lambda: Action(Kind.SCROLL, **place, dx=draw(steps)),
-          lambda: Action(Kind.TYPE, text=draw(TYPED)),
-          lambda: Action(
-              Kind.KEY, keys=("ctrl", draw(st.sampled_from("az+-")))
-          ),
-          lambda: Action(Kind.WAIT),
-          lambda: Action(Kind.LONG_PRESS, **place),
-          lambda: Action(Kind.SWIPE, **place, **end),
-          lambda: Action(
-              Kind.SYSTEM_BUTTON,
-              text=draw(st.sampled_from(["back", "home", "menu", "enter"])),
-          ),
-          lambda: Action(Kind.OPEN_APP, text=draw(NAMED)),
-          lambda: Action(Kind.ANSWER, text=draw(NAMED)),
-          lambda: Action(Kind.TERMINATE, success=draw(st.booleans())),
-          lambda: Action(Kind.SCREENSHOT),
-      ])
+    st.sampled_from(
+      [
+        lambda: Action(
+          Kind.CLICK,
+          **place,
+          button=draw(st.sampled_from(["left", "right", "middle"])),
+          count=draw(st.integers(1, 3)),
+          keys=draw(st.sampled_from([(), ("ctrl",), ("ctrl", "shift")])),
+        ),
+        lambda: Action(Kind.MOVE, **place),
+        lambda: Action(Kind.DRAG, **place, **end),
+        lambda: Action(Kind.SCROLL, **place, dy=-draw(steps)),
+        lambda: Action(Kind.SCROLL, **place, dx=draw(steps)),
+        lambda: Action(Kind.TYPE, text=draw(TYPED)),
+        lambda: Action(Kind.KEY, keys=("ctrl", draw(st.sampled_from("az+-")))),
+        lambda: Action(Kind.WAIT),
+        lambda: Action(Kind.LONG_PRESS, **place),
+        lambda: Action(Kind.SWIPE, **place, **end),
+        lambda: Action(
+          Kind.SYSTEM_BUTTON,
+          text=draw(st.sampled_from(["back", "home", "menu", "enter"])),
+        ),
+        lambda: Action(Kind.OPEN_APP, text=draw(NAMED)),
+        lambda: Action(Kind.ANSWER, text=draw(NAMED)),
+        lambda: Action(Kind.TERMINATE, success=draw(st.booleans())),
+        lambda: Action(Kind.SCREENSHOT),
+      ]
+    )
   )()
   return action, width, height
 
@@ -527,8 +534,11 @@ def test_writing_and_reading_are_inverse(name, case):
   assert parser.parse_result(text).thought == "So be it."
   (back,) = parser.parse_gui_actions(text, width, height)
   for field, extent in (
-      ("x", width), ("y", height), ("x2", width), ("y2", height)
-  ):  # pyformat: disable
+    ("x", width),
+    ("y", height),
+    ("x2", width),
+    ("y2", height),
+  ):
     expected, got = getattr(action, field), getattr(back, field)
     assert (expected is None) == (got is None)
     if expected is not None:
@@ -549,27 +559,30 @@ def test_a_grid_snaps_every_grammar_s_points():
   for name in GUI:
     parser = parser_of(name)
     texts = {
-        parser.format_gui_action(
-            Action(Kind.CLICK, x=x, y=10), 200, 100, grid=(4, 2)
-        )
-        for x in range(0, 50, 7)
+      parser.format_gui_action(
+        Action(Kind.CLICK, x=x, y=10), 200, 100, grid=(4, 2)
+      )
+      for x in range(0, 50, 7)
     }
     assert len(texts) == 1, name
 
 
 def test_holos_thoughts_and_notes_are_its_thought():
   result = parser_of("holo1_5").parse_result(
-      '{"note": "a", "thought": "b", "action": {"action": "go_back"}}'
+    '{"note": "a", "thought": "b", "action": {"action": "go_back"}}'
   )
   assert result.thought == "a\nb" and result.calls[0].name == "go_back"
 
 
-@pytest.mark.parametrize("text, words", [
+@pytest.mark.parametrize(
+  "text, words",
+  [
     ("<seed:tool_call></seed:tool_call>", "must hold a <function="),
     ("<seed:tool_call><function=click>", "expected </function>"),
     ("<seed:tool_call><function=click><parameter=point>1 2", "never closed"),
     ("<seed:tool_call><function=wait></function> x", "or another <function="),
-])  # pyformat: disable
+  ],
+)
 def test_ui_tars_2s_malformed_calls_are_reported(text, words):
   result = parser_of("ui_tars_2").parse_result(text)
   assert not result.calls and words in result.errors[0]
@@ -579,7 +592,7 @@ def test_ui_tars_2s_malformed_calls_are_reported(text, words):
     ("ui_tars_2", "<seed:tool_call><function=press><parameter=key>a</parameter>"
      "</function></seed:tool_call>"),
     ("holo1_5", '{"action": "goto", "url": "https://a.b"}'),
-])  # pyformat: disable
+])  # fmt: skip
 def test_what_no_gui_action_can_do_is_refused_with_a_hint(name, text):
   with pytest.raises(tool_parser.GuiActionError, match="not available here"):
     read(name, text)

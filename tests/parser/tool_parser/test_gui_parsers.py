@@ -84,16 +84,10 @@ CANONICAL = [
     Action(Kind.SCROLL, x=10, y=20, dy=120),
     '{"action": "scroll", "coordinate": [10, 20], "pixels": -120}',
   ),
-  (
-    Action(Kind.SCROLL, dx=80),
-    '{"action": "hscroll", "pixels": 80}',
-  ),
+  (Action(Kind.SCROLL, dx=80), '{"action": "hscroll", "pixels": 80}'),
   (Action(Kind.TYPE, text="cat"), '{"action": "type", "text": "cat"}'),
   (Action(Kind.TYPE, text='é\n"'), '{"action": "type", "text": "é\\n\\""}'),
-  (
-    Action(Kind.KEY, keys=("enter",)),
-    '{"action": "key", "keys": ["enter"]}',
-  ),
+  (Action(Kind.KEY, keys=("enter",)), '{"action": "key", "keys": ["enter"]}'),
   (Action(Kind.WAIT, duration=2.0), '{"action": "wait", "time": 2}'),
   (Action(Kind.WAIT), '{"action": "wait"}'),
   (Action(Kind.ANSWER, text="8"), '{"action": "answer", "text": "8"}'),
@@ -387,8 +381,8 @@ class TestUiTars:
 
   def test_the_last_action_counts(self):
     text = (
-        "Thought: Action: is a word.\nAction: wait()\n"
-        "Action: hotkey(key='ctrl c')"
+      "Thought: Action: is a word.\nAction: wait()\n"
+      "Action: hotkey(key='ctrl c')"
     )
     assert read(TARS, text) == [Action(Kind.KEY, keys=("ctrl", "c"))]
 

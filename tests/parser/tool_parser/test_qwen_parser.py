@@ -20,10 +20,7 @@ WEATHER = {
     "description": "Weather of a {city}.",
     "parameters": {
       "type": "object",
-      "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer"},
-      },
+      "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
       "required": ["city"],
     },
   },
@@ -162,13 +159,14 @@ class TestXml:
   def test_text_stays_text_unless_the_schema_says_otherwise(self, text):
     call = [ToolCall("get_weather", {"city": text, "note": text})]
     for parser in (
-        XML,
-        XML.for_tools([WEATHER]),
-        tool_parser.get_tool_parser("qwen_xml")(tools_schema=[WEATHER]),
+      XML,
+      XML.for_tools([WEATHER]),
+      tool_parser.get_tool_parser("qwen_xml")(tools_schema=[WEATHER]),
     ):
       assert parser.parse(parser.format(call))[0].arguments == {
-          "city": text, "note": text
-      }  # pyformat: disable
+        "city": text,
+        "note": text,
+      }
 
   @pytest.mark.parametrize(
     "schema,text,value",
@@ -214,7 +212,7 @@ class TestXml:
             "Size": {"type": "object"},
             "Loop": {"$ref": "#/$defs/Loop"},
         },
-    }}}  # pyformat: disable
+    }}}  # fmt: skip
     block = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>"
     block += "\n</function>\n</tool_call>"
     (call,) = XML.for_tools([tool]).parse(block, strict=True)

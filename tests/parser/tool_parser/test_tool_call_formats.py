@@ -10,21 +10,24 @@ from tunix.rl.multi_turn.parser import tool_parser
 FORMATS = (
     "qwen", "qwen_xml", "llama_json", "llama_pythonic", "mistral", "deepseek",
     "gemma", "gemini", "openai_function", "function_gemma",
-)  # pyformat: disable
+)  # fmt: skip
 WEATHER = ("get_weather", {"city": "Paris"})
 ADD = ("add", {"a": 1, "b": 2.5})
-SCHEMA = [{
+SCHEMA = [
+  {
     "type": "function",
     "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object", "properties": {"city": {"type": "string"}}
-        },
+      "name": "get_weather",
+      "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+      },
     },
-}]  # pyformat: disable
+  }
+]
 V3 = (
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-    '```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+  "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+  '```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
 )
 
 # format, a model's text, its calls.
@@ -74,7 +77,7 @@ EXAMPLES = [
     ("openai_function",
      '{"type": "function_call", "call_id": "c", "name": "get_weather",'
      ' "arguments": "{\\"city\\": \\"Paris\\"}"}', [WEATHER]),
-]  # pyformat: disable
+]  # fmt: skip
 
 
 def simple(calls):
@@ -99,7 +102,7 @@ def test_prompt_shows_the_tools_and_the_format(name):
 def test_reasoning_and_plain_text(name):
   parser = tool_parser.make_tool_parser(name)
   assert parser.parse_result("It is 21 °C {today}.").answer == (
-      "It is 21 °C {today}."
+    "It is 21 °C {today}."
   )
   call = parser.format([trajectory.ToolCall(*WEATHER)])
   hidden = parser.parse_result(f"<think>Perhaps {call}</think>\nNo.")
@@ -122,8 +125,8 @@ def test_a_malformed_call_beside_a_good_one_is_reported(name):
 
 
 @pytest.mark.parametrize(
-    "name, style, other",
-    [("mistral", "args", "list"), ("deepseek", "v3", "v3.1")],
+  "name, style, other",
+  [("mistral", "args", "list"), ("deepseek", "v3", "v3.1")],
 )
 def test_styles_are_written_and_both_are_read(name, style, other):
   make = tool_parser.get_tool_parser(name)
@@ -151,20 +154,24 @@ NAME = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(
                               "global", "assert", "async", "await", "elif",
                               "except", "finally", "continue", "nonlocal",
                               "print")
-)  # pyformat: disable
+)  # fmt: skip
 VALUE = st.recursive(
-    st.none() | st.booleans() | st.integers(-1000, 1000) | TEXT
-    | st.floats(-100, 100).filter(lambda v: not float(v).is_integer()),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=6,
-)  # pyformat: disable
+  st.none()
+  | st.booleans()
+  | st.integers(-1000, 1000)
+  | TEXT
+  | st.floats(-100, 100).filter(lambda v: not float(v).is_integer()),
+  lambda inner: (
+    st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
+  ),
+  max_leaves=6,
+)
 CALLS = st.lists(
-    st.builds(
-        trajectory.ToolCall, NAME, st.dictionaries(NAME, VALUE, max_size=3)
-    ),
-    min_size=1,
-    max_size=3,
+  st.builds(
+    trajectory.ToolCall, NAME, st.dictionaries(NAME, VALUE, max_size=3)
+  ),
+  min_size=1,
+  max_size=3,
 )
 
 
@@ -182,43 +189,44 @@ def test_writing_and_reading_are_inverse(name, calls):
 
 def test_function_gemmas_declaration_is_that_of_its_documentation():
   schema = {
-      "name": "get_current_weather",
-      "description": "Gets the current weather in a given location.",
-      "parameters": {
-          "type": "object",
-          "properties": {
-              "location": {
-                  "type": "string",
-                  "description": (
-                      'The city and state, e.g. "San Francisco, CA" or "Tokyo,'
-                      ' JP"'
-                  ),
-              },
-              "unit": {
-                  "type": "string",
-                  "description": "The unit to return the temperature in.",
-                  "enum": ["celsius", "fahrenheit"],
-              },
-          },
-          "required": ["location"],
+    "name": "get_current_weather",
+    "description": "Gets the current weather in a given location.",
+    "parameters": {
+      "type": "object",
+      "properties": {
+        "location": {
+          "type": "string",
+          "description": (
+            'The city and state, e.g. "San Francisco, CA" or "Tokyo, JP"'
+          ),
+        },
+        "unit": {
+          "type": "string",
+          "description": "The unit to return the temperature in.",
+          "enum": ["celsius", "fahrenheit"],
+        },
       },
+      "required": ["location"],
+    },
   }
   parser = tool_parser.make_tool_parser("function_gemma")
   shown = parser.get_tool_prompt([{"type": "function", "function": schema}])
   assert shown == (
-      "You are a model that can do function calling with the following"
-      " functions\n<start_function_declaration>declaration:get_current_weather"
-      "{description:<escape>Gets the current weather in a given location."
-      "<escape>,parameters:{properties:{location:{description:<escape>The city"
-      ' and state, e.g. "San Francisco, CA" or "Tokyo, JP"<escape>,type:'
-      "<escape>STRING<escape>},unit:{description:<escape>The unit to return the"
-      " temperature in.<escape>,enum:[<escape>celsius<escape>,<escape>"
-      "fahrenheit<escape>],type:<escape>STRING<escape>}},required:[<escape>location"
-      "<escape>],type:<escape>OBJECT<escape>}}<end_function_declaration>"
+    "You are a model that can do function calling with the following"
+    " functions\n<start_function_declaration>declaration:get_current_weather"
+    "{description:<escape>Gets the current weather in a given location."
+    "<escape>,parameters:{properties:{location:{description:<escape>The city"
+    ' and state, e.g. "San Francisco, CA" or "Tokyo, JP"<escape>,type:'
+    "<escape>STRING<escape>},unit:{description:<escape>The unit to return the"
+    " temperature in.<escape>,enum:[<escape>celsius<escape>,<escape>"
+    "fahrenheit<escape>],type:<escape>STRING<escape>}},required:[<escape>location"
+    "<escape>],type:<escape>OBJECT<escape>}}<end_function_declaration>"
   )
 
 
-@pytest.mark.parametrize("text, error", [
+@pytest.mark.parametrize(
+  "text, error",
+  [
     ("<start_function_call>get{}<end_function_call>", "expected call:NAME"),
     ("<start_function_call>call:f{a}<end_function_call>", "expected key:value"),
     ("<start_function_call>call:f{a:b}<end_function_call>", "expected a value"),
@@ -227,7 +235,8 @@ def test_function_gemmas_declaration_is_that_of_its_documentation():
     ("<start_function_call>call:f{a:" + "[" * 99, "nested more than 32"),
     ("<start_function_call>call:f{a:1,}<end_function_call>", "expected , or }"),
     ("<start_function_call>call:f{a:1} x", "expected <end_function_call>"),
-])  # pyformat: disable
+  ],
+)
 def test_function_gemmas_malformed_calls_are_reported(text, error):
   result = tool_parser.make_tool_parser("function_gemma").parse_result(text)
   assert not result.calls and error in result.errors[0]

@@ -25,14 +25,14 @@ def clone(play, seed=0, first_step=0, **settings):
   learner = Recorder()
   fields = {"steps": 4, "batch_size": 8, "demonstrations": 16, **settings}
   stage.clone(
-      learner,
-      play,
-      itertools.count(),
-      run_sections.WarmStartConfig(**fields),
-      longest=10,
-      seed=seed,
-      observers=events.Observers(),
-      first_step=first_step,
+    learner,
+    play,
+    itertools.count(),
+    run_sections.WarmStartConfig(**fields),
+    longest=10,
+    seed=seed,
+    observers=events.Observers(),
+    first_step=first_step,
   )
   return learner.batches
 
@@ -97,11 +97,11 @@ def test_an_oracle_that_mostly_fails_ends_the_cloning():
 def test_demonstrations_too_long_for_the_policy_are_left_out():
   kinds = {1: LongSequence, 9: LongSequence}
   batches = clone(
-      lambda pairs: [shown(t, kinds.get(t, Sequence)) for t, _ in pairs]
+    lambda pairs: [shown(t, kinds.get(t, Sequence)) for t, _ in pairs]
   )
   assert not set(itertools.chain(*batches)) & {1, 9}
   assert max(itertools.chain(*batches)) > 9
   with pytest.raises(
-      RuntimeError, match="8 of 8 demonstrations.*10 tokens; raise engine"
+    RuntimeError, match="8 of 8 demonstrations.*10 tokens; raise engine"
   ):
     clone(lambda pairs: [shown(1, LongSequence) for _ in pairs])

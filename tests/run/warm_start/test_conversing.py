@@ -24,17 +24,26 @@ from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.run.warm_start import recorded
 
 pytestmark = pytest.mark.timeout(400)
-TOOL = ("environment=tool", "environment.options.tools=[calculator]",
-        "environment.max_turns=3", "tasks=[add, multiply]")  # pyformat: disable
+TOOL = (
+  "environment=tool",
+  "environment.options.tools=[calculator]",
+  "environment.max_turns=3",
+  "tasks=[add, multiply]",
+)
 CALL = {
-    "role": "assistant",
-    "content": "So:",
-    "tool_calls": [{
-        "id": "x", "type": "function",
-        "function": {"name": "calculator",
-                     "arguments": '{"expression": "2 + 3"}'},
-    }],
-}  # pyformat: disable
+  "role": "assistant",
+  "content": "So:",
+  "tool_calls": [
+    {
+      "id": "x",
+      "type": "function",
+      "function": {
+        "name": "calculator",
+        "arguments": '{"expression": "2 + 3"}',
+      },
+    }
+  ],
+}
 
 
 def converser(*overrides):
@@ -46,7 +55,7 @@ def converser(*overrides):
   tokenizer = checkpoint.load_tokenizer("tiny_vl")
   renderer = qwen.QwenRenderer(tokenizer, lambda width, height: 0)
   return source, conversing.Converser(
-      renderer, factory, source.solve, config.environment.max_turns
+    renderer, factory, source.solve, config.environment.max_turns
   )
 
 
@@ -66,8 +75,8 @@ def test_the_oracle_s_words_are_learned_from_and_tools_answer():
     (sequence,) = episode.sequences
     learned = sequence.tokens[sequence.loss_mask]
     replies = [
-        demonstrations.completion_ids(converser_.renderer, step.model_response)
-        for step in (call, answer)
+      demonstrations.completion_ids(converser_.renderer, step.model_response)
+      for step in (call, answer)
     ]
     assert learned.tolist() == np.concatenate(replies).tolist()
     assert not sequence.logprobs.any()
@@ -75,14 +84,18 @@ def test_the_oracle_s_words_are_learned_from_and_tools_answer():
 
 def test_a_file_s_conversations_are_played_with_the_run_s_tools(tmp_path):
   rows = [
-      {"messages": [
-          {"role": "system", "content": "Elsewhere."},
-          {"role": "user", "content": "What is 2 + 3?"}, CALL,
-          {"role": "tool", "tool_call_id": "x", "content": "not this"},
-          {"role": "assistant", "content": answer},
-      ], "answer": "5"}
-      for answer in ("5", "7")
-  ]  # pyformat: disable
+    {
+      "messages": [
+        {"role": "system", "content": "Elsewhere."},
+        {"role": "user", "content": "What is 2 + 3?"},
+        CALL,
+        {"role": "tool", "tool_call_id": "x", "content": "not this"},
+        {"role": "assistant", "content": answer},
+      ],
+      "answer": "5",
+    }
+    for answer in ("5", "7")
+  ]
   path = tmp_path / "c.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
   source, converser_ = converser(f"warm_start.recordings={path}")
@@ -97,20 +110,24 @@ def test_a_file_s_conversations_are_played_with_the_run_s_tools(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line, words",
-    [
-        ("{", "line 1 is not JSON"),
-        ("[]", "no `messages`"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "no message of"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}',
-         "no question"),
-        ('{"question": "x", "messages": [{"role": "assistant"}]}',
-         "neither content nor tool_calls"),
-        ('{"question": "x", "messages": [{"role": "assistant", "tool_calls":'
-         ' [{"function": {"name": "f", "arguments": "{"}}]}]}', "of 'f'"),
-        ("", "holds no conversation"),
-    ],
-)  # pyformat: disable
+  "line, words",
+  [
+    ("{", "line 1 is not JSON"),
+    ("[]", "no `messages`"),
+    ('{"messages": [{"role": "user", "content": "x"}]}', "no message of"),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}', "no question"),
+    (
+      '{"question": "x", "messages": [{"role": "assistant"}]}',
+      "neither content nor tool_calls",
+    ),
+    (
+      '{"question": "x", "messages": [{"role": "assistant", "tool_calls":'
+      ' [{"function": {"name": "f", "arguments": "{"}}]}]}',
+      "of 'f'",
+    ),
+    ("", "holds no conversation"),
+  ],
+)
 def test_a_line_that_is_no_conversation_is_named(tmp_path, line, words):
   path = tmp_path / "c.jsonl"
   path.write_text(line)
@@ -121,17 +138,22 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path, line, words):
 
 
 @pytest.mark.parametrize(
-    "tool, arguments",
-    [
-        ({"name": "calc", "parameters": {"properties": {"expression": {}}}},
-         {"expression": "6 * 7"}),
-        ({"name": "python", "parameters": {"properties": {"code": {}}}},
-         {"code": "print(6 * 7)"}),
-        ({"name": "multiply",
-          "parameters": {"properties": {"x": {}, "y": {}}}},
-         {"x": 6, "y": 7}),
-    ],
-)  # pyformat: disable
+  "tool, arguments",
+  [
+    (
+      {"name": "calc", "parameters": {"properties": {"expression": {}}}},
+      {"expression": "6 * 7"},
+    ),
+    (
+      {"name": "python", "parameters": {"properties": {"code": {}}}},
+      {"code": "print(6 * 7)"},
+    ),
+    (
+      {"name": "multiply", "parameters": {"properties": {"x": {}, "y": {}}}},
+      {"x": 6, "y": 7},
+    ),
+  ],
+)
 def test_arithmetic_is_demonstrated_with_the_tools_there_are(tool, arguments):
   other = {"function": {"name": "add", "parameters": {}}}
   fields = {"question": "What is 6 * 7?", "answer": "42"}
@@ -152,7 +174,7 @@ def test_held_out_problems_are_of_numbers_that_training_has():
   for split in ("train", "eval"):
     drawn = (getattr(tasks, f"{split}_task")("multiply", i) for i in range(900))
     collected[split] = {
-        tuple(t.params["question"].split()[2:5:2]) for t in drawn
+      tuple(t.params["question"].split()[2:5:2]) for t in drawn
     }
   assert len(collected["train"]) + len(collected["eval"]) == 100
   assert 15 <= len(collected["eval"]) <= 25
@@ -165,8 +187,8 @@ def test_held_out_problems_are_of_numbers_that_training_has():
 
 
 @pytest.mark.parametrize(
-    "family, signs",
-    [("multiply_hundreds", 1), ("words_2", 2), ("words_3", 3), ("words_4", 4)],
+  "family, signs",
+  [("multiply_hundreds", 1), ("words_2", 2), ("words_3", 3), ("words_4", 4)],
 )
 def test_problems_in_words_are_solved_from_the_question_alone(family, signs):
   tools = [{"name": "c", "parameters": {"properties": {"expression": {}}}}]
@@ -184,8 +206,12 @@ def test_problems_in_words_are_solved_from_the_question_alone(family, signs):
   if family in word_problems.FAMILIES:
     assert len(texts["train"]) > len(texts["eval"]) > 1
     assert not texts["train"] & texts["eval"]
-  add = {"function": {"name": "add", "parameters": {"properties": {
-      "x": {}, "y": {}}}}}  # pyformat: disable
+  add = {
+    "function": {
+      "name": "add",
+      "parameters": {"properties": {"x": {}, "y": {}}},
+    }
+  }
   with pytest.raises(LookupError, match="none of the tools add"):
     arithmetic.solve(task.params, [add])
 
@@ -204,10 +230,15 @@ def test_what_cannot_be_demonstrated_is_refused(tmp_path):
   path = tmp_path / "t.jsonl"
   path.write_text('{"question": "x"}')
   with pytest.raises(config_lib.ConfigError, match="has no oracle"):
-    config_lib.load_config([
-        "environment=tool_request", "task_source.source=jsonl",
-        f"task_source.path={path}", "warm_start.steps=1", "tasks=[]",
-    ])  # pyformat: disable
+    config_lib.load_config(
+      [
+        "environment=tool_request",
+        "task_source.source=jsonl",
+        f"task_source.path={path}",
+        "warm_start.steps=1",
+        "tasks=[]",
+      ]
+    )
 
 
 @pytest.mark.slow
@@ -219,7 +250,7 @@ def test_a_run_clones_and_then_trains(tmp_path):
       "collect.min_valid=2", "learner.groups_per_step=2", "engine.slots=4",
       "eval.episodes_per_task=1", "eval.modes=[sampled]",
       "report.progress=none",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   assert status == 0
   summary = small_runs.summary_of(tmp_path / "r")
   assert set(summary["eval"]) == {"initial", "warm_start", "final"}

@@ -34,12 +34,13 @@ def renderer():
 
 def make_agent():
   return tool_agent.ToolAgent(
-      prompts.get_prompt("desktop_compact"), "computer_use_compact"
+    prompts.get_prompt("desktop_compact"), "computer_use_compact"
   )
 
 
 def make(renderer, **changes):
-  return demonstrations.Demonstrator(**{
+  return demonstrations.Demonstrator(
+    **{
       "renderer": renderer,
       "make_agent": make_agent,
       "make_gym": desktop.DesktopGym,
@@ -47,14 +48,15 @@ def make(renderer, **changes):
       "image_store": images.ImageStore(),
       "grid": demonstrations.POINT_GRID,
       **changes,
-  })
+    }
+  )
 
 
 def play(demonstrator, tasks, **kwargs):
   return asyncio.run(
-      demonstrator.episodes(
-          [(task, seed) for seed, task in enumerate(tasks)], **kwargs
-      )
+    demonstrator.episodes(
+      [(task, seed) for seed, task in enumerate(tasks)], **kwargs
+    )
   )
 
 
@@ -110,21 +112,19 @@ def test_demonstrations_win_and_name_what_they_touch(renderer, family):
 
 def test_at_once_changes_nothing(renderer):
   tasks = [TASKS.train_task("enter-text", i) for i in range(5)]
-  one, many = (
-      play(make(renderer), tasks, at_once=n) for n in (1, 4)
-  )
+  one, many = (play(make(renderer), tasks, at_once=n) for n in (1, 4))
   for a, b in zip(one, many):
     assert a.task == b.task
     np.testing.assert_array_equal(a.sequences[0].tokens, b.sequences[0].tokens)
 
 
 @pytest.mark.parametrize(
-    "habit,family,check",
-    [
-        ("skip_focus", "enter-text", lambda a: a.kind is Kind.TYPE),
-        ("single_click", "open-icon", lambda a: a.count == 1),
-        ("wrong_widget", "click-button", lambda a: a.kind is Kind.CLICK),
-    ],
+  "habit,family,check",
+  [
+    ("skip_focus", "enter-text", lambda a: a.kind is Kind.TYPE),
+    ("single_click", "open-icon", lambda a: a.count == 1),
+    ("wrong_widget", "click-button", lambda a: a.kind is Kind.CLICK),
+  ],
 )
 def test_habits_spoil_the_first_move(renderer, habit, family, check):
   tasks = [TASKS.train_task(family, i) for i in range(8)]
@@ -163,7 +163,7 @@ def test_a_broken_demonstration_is_an_error(renderer):
 
 def grounder(renderer, **changes):
   return demonstrations.Grounder(
-      renderer, PARSER, grid=demonstrations.POINT_GRID, **changes
+    renderer, PARSER, grid=demonstrations.POINT_GRID, **changes
   )
 
 
@@ -197,7 +197,7 @@ def test_pairs_teach_where_each_thing_is_and_nothing_else(renderer, kind):
     image = store.put(gym.field(seed, kind).screenshot)
     expressions = gym.referring_expressions()
     sequence = grounder(renderer).pairs_sequence(
-        image, expressions, np.random.default_rng(seed)
+      image, expressions, np.random.default_rng(seed)
     )
     text = renderer.decode(sequence.tokens).split("assistant\n")[1]
     matches = re.findall(r"([A-Za-z]+)(\d+),(\d+)", text)
@@ -206,8 +206,9 @@ def test_pairs_teach_where_each_thing_is_and_nothing_else(renderer, kind):
       ((_, px, py),) = [e for e in expressions if name in e[0].split()]
       assert abs(int(x) * 128 / 1000 - px) <= 2.5
       assert abs(int(y) * 96 / 1000 - py) <= 2.5
-    learned = [renderer.decode([int(t)])
-               for t in sequence.tokens[sequence.loss_mask]]
+    learned = [
+      renderer.decode([int(t)]) for t in sequence.tokens[sequence.loss_mask]
+    ]
     assert learned == [n for _, x, y in matches for n in (x, y)]
 
 
@@ -220,8 +221,9 @@ def test_copies_teach_the_quoted_words_and_nothing_else(renderer):
     text = renderer.decode(sequence.tokens)
     words = re.findall(r'user\n[^"\n]*"(\w+)"', text)
     typed = re.findall(r'"type", "text": "(\w+)"', text)
-    learned = [renderer.decode([int(t)])
-               for t in sequence.tokens[sequence.loss_mask]]
+    learned = [
+      renderer.decode([int(t)]) for t in sequence.tokens[sequence.loss_mask]
+    ]
     assert sorted(words) == ["cat", "violin", "zebra"]
     assert words == typed == learned
     result.add(tuple(words))
@@ -242,10 +244,11 @@ def test_pretraining_leaves_a_policy_a_log_and_its_recipe(tmp_path):
       inventories=4, questions=2, episodes=2,
       late_inventories=2, late_episodes=3, other_scenes=1,
       rows=4, patches=1024, targets=1024,
-  )  # pyformat: disable
+  )  # fmt: skip
   report = pretrain.pretrain(recipe, tmp_path, report_every=2)
-  log = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().split("\n")
-         if x]
+  log = [
+    json.loads(x) for x in (tmp_path / "log.jsonl").read_text().split("\n") if x
+  ]
   assert [r["step"] for r in log] == [2, 4] and log[-1] == report
   assert all(np.isfinite(list(r.values())).all() for r in log)
   saved = json.loads((tmp_path / "recipe.json").read_text())

@@ -31,27 +31,27 @@ def _file(tmp_path_factory):
     assert not command.main([
         "desktop", family, "--by", "oracle", "--episodes", "2", "--out",
         str(path),
-    ])  # pyformat: disable
+    ])  # fmt: skip
   return path
 
 
 def config(path, *overrides):
-  return config_lib.load_config([
-      f"warm_start.recordings={path}", "warm_start.steps=2", *overrides
-  ])
+  return config_lib.load_config(
+    [f"warm_start.recordings={path}", "warm_start.steps=2", *overrides]
+  )
 
 
 def demonstrator(oracle, make_gym, grid):
   _, processor, tokenizer = checkpoint.create_policy("nano")
   return demonstrations.Demonstrator(
-      qwen.QwenRenderer(tokenizer, processor.num_image_tokens),
-      lambda: tool_agent.ToolAgent(
-          prompts.get_prompt("desktop_compact"), "computer_use_compact"
-      ),
-      make_gym,
-      oracle,
-      images.ImageStore(),
-      grid=grid,
+    qwen.QwenRenderer(tokenizer, processor.num_image_tokens),
+    lambda: tool_agent.ToolAgent(
+      prompts.get_prompt("desktop_compact"), "computer_use_compact"
+    ),
+    make_gym,
+    oracle,
+    images.ImageStore(),
+    grid=grid,
   )
 
 
@@ -61,18 +61,16 @@ def test_they_are_the_tokens_that_the_oracle_itself_would_give(file, grid):
   tasks = list(itertools.islice(source.tasks, 8))
   assert len({t.task_id for t in tasks}) == 8
   replayed = asyncio.run(
-      demonstrator(source.oracle, source.make_gym, grid).episodes(
-          [(t, 0) for t in tasks]
-      )
+    demonstrator(source.oracle, source.make_gym, grid).episodes(
+      [(t, 0) for t in tasks]
+    )
   )
   # The same tasks without the recording's name.
-  own = [
-      desktop.DesktopTasks().task(t.family, t.seed) for t in tasks
-  ]
+  own = [desktop.DesktopTasks().task(t.family, t.seed) for t in tasks]
   played = asyncio.run(
-      demonstrator(
-          desktop.GYM.load_oracle(), desktop.DesktopGym, grid
-      ).episodes([(t, 0) for t in own])
+    demonstrator(desktop.GYM.load_oracle(), desktop.DesktopGym, grid).episodes(
+      [(t, 0) for t in own]
+    )
   )
   assert {t.family for t in tasks} == set(FAMILIES)
   for one, other in zip(replayed, played):
@@ -104,9 +102,9 @@ def test_a_person_who_says_done_is_cloned_to_the_end(tmp_path):
   asyncio.run(play())
   source = recorded.for_run(config(path), None)
   (episode,) = asyncio.run(
-      demonstrator(source.oracle, source.make_gym, None).episodes(
-          [(next(source.tasks), 0)]
-      )
+    demonstrator(source.oracle, source.make_gym, None).episodes(
+      [(next(source.tasks), 0)]
+    )
   )
   assert episode.status.value == "succeeded"
   # This grammar has no word for "done", so the action before is the last.
@@ -134,11 +132,11 @@ def test_what_the_grammar_cannot_say_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "overrides, words",
-    [
-        (["gym.width=256", "gym.height=192"], "shows 128x96"),
-        (["warm_start.recordings=/nowhere"], "/nowhere"),
-    ],
+  "overrides, words",
+  [
+    (["gym.width=256", "gym.height=192"], "shows 128x96"),
+    (["warm_start.recordings=/nowhere"], "/nowhere"),
+  ],
 )
 def test_recordings_that_do_not_fit_are_refused(file, overrides, words):
   with pytest.raises(config_lib.ConfigError, match=words):
@@ -152,7 +150,7 @@ def test_recordings_need_steps_and_make_an_oracle_unnecessary(file):
   assert loaded.warm_start.steps == 2
   with pytest.raises(config_lib.ConfigError, match="no oracle"):
     config_lib.load_config(
-        ["gym=gymnasium", "tasks=[FrozenLake-v1]", "warm_start.steps=2"]
+      ["gym=gymnasium", "tasks=[FrozenLake-v1]", "warm_start.steps=2"]
     )
 
 
@@ -161,7 +159,7 @@ def test_failures_are_not_cloned(tmp_path):
   script.write_text('{"kind": "terminate"}')
   path = tmp_path / "d.jsonl"
   command.main(["desktop", "enter-text", "--by", "script", "--script",
-                str(script), "--out", str(path)])  # pyformat: disable
+                str(script), "--out", str(path)])  # fmt: skip
   with pytest.raises(config_lib.ConfigError, match="none of its 1 episodes"):
     recorded.for_run(config(path), None)
 
@@ -176,6 +174,6 @@ def test_a_run_clones_them(tmp_path, file):
       "tasks=[enter-text]", "eval.episodes_per_task=1",
       "eval.modes=[sampled]", "engine.slots=4",
       "report.progress=none", "report.images=false",
-  ])  # pyformat: disable
+  ])  # fmt: skip
   assert status == 0
   assert (tmp_path / "r" / "warm_start" / "model.safetensors").exists()

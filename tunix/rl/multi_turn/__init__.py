@@ -24,14 +24,14 @@ from tunix.rl.multi_turn import moved_rooms
 moved_rooms.install()
 
 _API = {
-    "BusyError": "api.cell",
-    "ConfigError": "config",
-    "Episode": "api.episodes",
-    "EvaluationRun": "api.runs",
-    "Run": "api.runs",
-    "TrainingRun": "api.training",
-    "load": "api.runs",
-    "play": "api.playing",
+  "BusyError": "api.cell",
+  "ConfigError": "config",
+  "Episode": "api.episodes",
+  "EvaluationRun": "api.runs",
+  "Run": "api.runs",
+  "TrainingRun": "api.training",
+  "load": "api.runs",
+  "play": "api.playing",
 }
 
 
@@ -48,12 +48,12 @@ def __getattr__(name: str) -> Any:
 
 
 _DRAWN = {
-    "Trajectory": ("core.trajectory", ("text/html",)),
-    "Step": ("core.trajectory", ("text/html",)),
-    "ImageRef": ("core.token_sequence", ("text/html", "image/png")),
-    "Observation": ("environments.gyms.base", ("text/html", "image/png")),
-    "Task": ("environments.gyms.base", ("text/html",)),
-    "Evaluation": ("environments.gyms.base", ("text/html",)),
+  "Trajectory": ("core.trajectory", ("text/html",)),
+  "Step": ("core.trajectory", ("text/html",)),
+  "ImageRef": ("core.token_sequence", ("text/html", "image/png")),
+  "Observation": ("environments.gyms.base", ("text/html", "image/png")),
+  "Task": ("environments.gyms.base", ("text/html",)),
+  "Evaluation": ("environments.gyms.base", ("text/html",)),
 }
 """Classes that a notebook draws: where they are, and as what."""
 
@@ -68,7 +68,7 @@ def _draw_in(formatters: Mapping[str, Any]) -> None:
   for name, (module, mimes) in _DRAWN.items():
     for mime in mimes:
       formatters[mime].for_type_by_name(
-          f"{__name__}.{module}", name, functools.partial(_draw, name, mime)
+        f"{__name__}.{module}", name, functools.partial(_draw, name, mime)
       )
 
 

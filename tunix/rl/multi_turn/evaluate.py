@@ -45,8 +45,8 @@ INTERRUPTED = 130
 
 
 def main(
-    argv: Sequence[str] | None = None,
-    config: config_lib.EvaluationConfig | None = None,
+  argv: Sequence[str] | None = None,
+  config: config_lib.EvaluationConfig | None = None,
 ) -> int:
   """The command; returns the exit status.
 
@@ -73,7 +73,7 @@ def main(
 
 
 def build(
-    config: config_lib.EvaluationConfig, choose: evaluator.Choose | None = None
+  config: config_lib.EvaluationConfig, choose: evaluator.Choose | None = None
 ) -> Evaluation:
   """The evaluation of a configuration, not begun; see `Evaluation`.
 
@@ -100,9 +100,9 @@ def run_to_end(evaluation: Evaluation, *, quiet: bool = False) -> int:
   status, written = 0, None
   try:
     with (
-        interrupts.asked(evaluation.stop, "stopping; ended episodes are kept"),
-        disk_full.reported_once(),
-        evaluation,
+      interrupts.asked(evaluation.stop, "stopping; ended episodes are kept"),
+      disk_full.reported_once(),
+      evaluation,
     ):
       if not quiet:
         print(f"evaluation: {evaluation.directory}", file=sys.stderr)
@@ -148,9 +148,11 @@ def _show(written: dict[str, Any]) -> None:
   for name, label in (("pass_at_k", "pass@"), ("pass_hat_k", "pass^")):
     table = results.get(name, {})
     if table:
-      print("  ".join(
+      print(
+        "  ".join(
           f"{label}{k} {figures['rate']:.3f}" for k, figures in table.items()
-      ))
+        )
+      )
   for line in written.get("digest", {}).get("lines", ()):
     print(line)
   compared = written.get("comparison") or {}
@@ -166,8 +168,8 @@ def _failures(written: dict[str, Any]) -> Iterator[str]:
     yield f"{compared['with']}: {compared['error']}"
   elif written["results"]["success_rate"] is None:
     yield (
-        "no episode was valid: gym or server broke each of them; see the errors"
-        " in episodes.jsonl"
+      "no episode was valid: gym or server broke each of them; see the errors"
+      " in episodes.jsonl"
     )
 
 

@@ -18,34 +18,45 @@ from typing import Any
 _HERE = __name__.rpartition(".")[0]
 
 ROOMS = {
-    "monitor": "training_monitor",
-    "environments.gym_server": "cua_gyms.gym_server",
-    **{
-        f"environments.gyms.{name}": f"cua_gyms.{name}"
-        for name in (
-            "android_world", "browser", "chromium", "computer", "gbox", "genv",
-            "gymnasium", "miniwob", "openenv", "osworld", "xdesktop",
-        )
-    },
-    "agents.runs.settings": "tunix.rl.multi_turn.agents.settings",
-    "environments.workers": "cua_gyms.workers",
-    "environments.gyms.machines": "cua_gyms.machines",
-    **{
-        f"environments.gyms.xdesktop.{former}": (
-            f"tunix.rl.multi_turn.tools.sandbox.{now}"
-        )
-        for former, now in (
-            ("errors", "errors"), ("files", "files"),
-            ("processes", "processes"), ("sandbox", "rooms"),
-        )
-    },
-    "agents.run_agent": "agent_services.runs.run_agent",
-    "agents.run_service": "agent_services.run_service",
-    "agents.runs": "agent_services.runs",
-    "clients.cua_workflow": "agent_services.cua_workflow",
-    "clients.run_episodes": "agent_services.runs.run_episodes",
-    "serving": "agent_services.serving",
-    "trajectory_collector.buffer_service": "agent_services.rollout_buffer",
+  "monitor": "training_monitor",
+  "environments.gym_server": "cua_gyms.gym_server",
+  **{
+    f"environments.gyms.{name}": f"cua_gyms.{name}"
+    for name in (
+      "android_world",
+      "browser",
+      "chromium",
+      "computer",
+      "gbox",
+      "genv",
+      "gymnasium",
+      "miniwob",
+      "openenv",
+      "osworld",
+      "xdesktop",
+    )
+  },
+  "agents.runs.settings": "tunix.rl.multi_turn.agents.settings",
+  "environments.workers": "cua_gyms.workers",
+  "environments.gyms.machines": "cua_gyms.machines",
+  **{
+    f"environments.gyms.xdesktop.{former}": (
+      f"tunix.rl.multi_turn.tools.sandbox.{now}"
+    )
+    for former, now in (
+      ("errors", "errors"),
+      ("files", "files"),
+      ("processes", "processes"),
+      ("sandbox", "rooms"),
+    )
+  },
+  "agents.run_agent": "agent_services.runs.run_agent",
+  "agents.run_service": "agent_services.run_service",
+  "agents.runs": "agent_services.runs",
+  "clients.cua_workflow": "agent_services.cua_workflow",
+  "clients.run_episodes": "agent_services.runs.run_episodes",
+  "serving": "agent_services.serving",
+  "trajectory_collector.buffer_service": "agent_services.rollout_buffer",
 }
 """Former names below `tunix.rl.multi_turn`, and what they are now."""
 
@@ -73,7 +84,9 @@ class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     if spec is None:
       return None
     alias = importlib.machinery.ModuleSpec(
-        fullname, self, origin=spec.origin  # `python -m` makes it sys.argv[0].
+      fullname,
+      self,
+      origin=spec.origin,  # `python -m` makes it sys.argv[0].
     )
     alias.submodule_search_locations = spec.submodule_search_locations
     return alias
@@ -96,7 +109,7 @@ class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def where(name: str, package: str) -> str:
   """Tells which package of this repository has something, and its fix."""
   folders = " ".join(
-      f"-e packages/{one}" for one in (*NEEDS.get(package, ()), package)
+    f"-e packages/{one}" for one in (*NEEDS.get(package, ()), package)
   )
   return f"{name} needs the package {package}; pip install {folders}"
 

@@ -43,11 +43,11 @@ from tunix.rl.multi_turn.policy import memory_limits  # noqa: E402
 human = memory_limits.human
 
 ASSUMPTIONS = (
-    "matrix products at the chip's peak, memory and links at theirs, and all"
-    " three at a time",
-    "every row of a call full; each token of a row attends to half of it, and"
-    " of a decode step to the whole window",
-    "no time for the gym, the host, or waiting",
+  "matrix products at the chip's peak, memory and links at theirs, and all"
+  " three at a time",
+  "every row of a call full; each token of a row attends to half of it, and"
+  " of a decode step to the whole window",
+  "no time for the gym, the host, or waiting",
 )
 
 
@@ -65,10 +65,12 @@ def split(argv: Sequence[str]) -> tuple[str, bool, bool, list[str]]:
     elif argument not in ("--json", "--analytic"):
       arguments.append(argument)
   if not topology:
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         "topology= is missing; name the slice, for example topology=v5e:16x16"
         f" (chips: {', '.join(chips.CHIPS)})"
-    ])
+      ]
+    )
   return topology, "--json" in argv, "--analytic" in argv, arguments
 
 
@@ -122,12 +124,12 @@ class Plan:
       seconds = work.seconds(chip, ici)
       bound = max(seconds, key=seconds.__getitem__)
       by_program[name] = {
-          "flops": work.flops * work.devices,
-          "seconds": seconds,
-          "bound": bound,
-          "tokens_per_second_per_chip": (
-              work.tokens / seconds[bound] / work.devices
-          ),
+        "flops": work.flops * work.devices,
+        "seconds": seconds,
+        "bound": bound,
+        "tokens_per_second_per_chip": (
+          work.tokens / seconds[bound] / work.devices
+        ),
       }
     return by_program
 
@@ -152,9 +154,7 @@ def make(
     if report is not None:
       report(f"compiled {name} in {compiled.seconds:.0f} s")
   parts = {
-      name: size
-      for name, size in predicted.items()
-      if "temporary" not in name
+    name: size for name, size in predicted.items() if "temporary" not in name
   }
   for name, compiled in programs.items():
     turn = "update" if name in ("accumulate", "apply") else "rollout"
@@ -199,17 +199,20 @@ def knobs(config: config_lib.TrainConfig, name: str) -> Iterator[list[str]]:
     if mesh.fsdp % factor == 0:
       rows = max(1, learner.rows // factor)
       yield [
-          f"mesh.fsdp={mesh.fsdp // factor}",
-          f"mesh.sequence={mesh.sequence * factor}",
-          f"learner.rows={rows}",
+        f"mesh.fsdp={mesh.fsdp // factor}",
+        f"mesh.sequence={mesh.sequence * factor}",
+        f"learner.rows={rows}",
       ]
   for factor in (2, 4):
     length = learner.row_length // factor
     context = min(engine.context_length, length)
     yield [
-        f"learner.row_length={length}",
-        *([f"engine.context_length={context}"]
-          if context < engine.context_length else []),
+      f"learner.row_length={length}",
+      *(
+        [f"engine.context_length={context}"]
+        if context < engine.context_length
+        else []
+      ),
     ]
   if not config.policy.lora_rank:
     if not learner.freeze_vision:
@@ -218,7 +221,7 @@ def knobs(config: config_lib.TrainConfig, name: str) -> Iterator[list[str]]:
 
 
 def fixes(
-    arguments: Sequence[str], run: planned_run.PlannedRun
+  arguments: Sequence[str], run: planned_run.PlannedRun
 ) -> list[tuple[list[str], int]]:
   """Settings and the predicted total with them, those that fit first.
 
@@ -254,7 +257,7 @@ def fixes(
 
 
 def spending(
-    arguments: Sequence[str], run: planned_run.PlannedRun
+  arguments: Sequence[str], run: planned_run.PlannedRun
 ) -> list[tuple[list[str], int, float]]:
   """Settings that make updates faster with memory to spare, fastest first.
 
@@ -278,7 +281,7 @@ def spending(
 
 
 def _again(
-    arguments: Sequence[str], run: planned_run.PlannedRun, settings: list[str]
+  arguments: Sequence[str], run: planned_run.PlannedRun, settings: list[str]
 ) -> planned_run.PlannedRun | None:
   """The run with further settings; None where they are refused."""
   try:
@@ -292,41 +295,41 @@ def _again(
 
 
 def as_dict(
-    plan: Plan,
-    turned: Sequence[tuple[list[str], int]],
-    spent: Sequence[tuple[list[str], int, float]],
+  plan: Plan,
+  turned: Sequence[tuple[list[str], int]],
+  spent: Sequence[tuple[list[str], int, float]],
 ) -> dict[str, Any]:
   """The plan for programs."""
   run, chip = plan.run, plan.run.topology.chip
   return {
-      "policy": run.name,
-      "topology": run.topology.name,
-      "devices": run.topology.devices,
-      "hosts": run.topology.hosts,
-      "mesh": dict(run.mesh.shape),
-      "engine_mesh": dict(run.engine_mesh.shape),
-      "how": plan.how,
-      "fits": plan.fits,
-      "memory": plan.parts,
-      "predicted": plan.predicted,
-      "total": plan.total,
-      "gathers_whole": plan.gathers_whole,
-      "predicted_total": planned_run.total(plan.predicted),
-      "available": chip.memory,
-      "programs": {
-          name: dataclasses.asdict(program) | {"received": program.received}
-          for name, program in plan.programs.items()
-      },
-      "roofline": plan.rates(),
-      "chip": dataclasses.asdict(chip),
-      "assumptions": list(ASSUMPTIONS),
-      "fixes": [
-          {"settings": settings, "total": total} for settings, total in turned
-      ],
-      "faster": [
-          {"settings": settings, "total": total, "update": gain}
-          for settings, total, gain in spent
-      ],
+    "policy": run.name,
+    "topology": run.topology.name,
+    "devices": run.topology.devices,
+    "hosts": run.topology.hosts,
+    "mesh": dict(run.mesh.shape),
+    "engine_mesh": dict(run.engine_mesh.shape),
+    "how": plan.how,
+    "fits": plan.fits,
+    "memory": plan.parts,
+    "predicted": plan.predicted,
+    "total": plan.total,
+    "gathers_whole": plan.gathers_whole,
+    "predicted_total": planned_run.total(plan.predicted),
+    "available": chip.memory,
+    "programs": {
+      name: dataclasses.asdict(program) | {"received": program.received}
+      for name, program in plan.programs.items()
+    },
+    "roofline": plan.rates(),
+    "chip": dataclasses.asdict(chip),
+    "assumptions": list(ASSUMPTIONS),
+    "fixes": [
+      {"settings": settings, "total": total} for settings, total in turned
+    ],
+    "faster": [
+      {"settings": settings, "total": total, "update": gain}
+      for settings, total, gain in spent
+    ],
   }
 
 
@@ -336,10 +339,10 @@ def _figures(value: float) -> str:
 
 
 def text_of(
-    plan: Plan,
-    chosen: Sequence[str],
-    turned: Sequence[tuple[list[str], int]],
-    spent: Sequence[tuple[list[str], int, float]],
+  plan: Plan,
+  chosen: Sequence[str],
+  turned: Sequence[tuple[list[str], int]],
+  spent: Sequence[tuple[list[str], int, float]],
 ) -> str:
   """The plan for people."""
   run, chip = plan.run, plan.run.topology.chip
@@ -349,16 +352,16 @@ def text_of(
   if planned_run.has_engine(run.config):
     buckets = run.buckets
     engine = (
-        f"{show(run.engine_mesh)} on each host; {buckets.decode_rows[-1]} rows"
-        f" x {buckets.windows[-1]} tokens"
+      f"{show(run.engine_mesh)} on each host; {buckets.decode_rows[-1]} rows"
+      f" x {buckets.windows[-1]} tokens"
     )
   lines = [
-      f"{run.name} on {run.topology.name}: {run.topology.devices} chips,"
-      f" {run.topology.hosts} hosts",
-      f"  learner  {show(run.mesh)}; {shape.rows} rows x {shape.row_length}"
-      f" tokens, {shape.patches} patches and {shape.targets} sampled tokens a"
-      " shard",
-      f"  engine   {engine}",
+    f"{run.name} on {run.topology.name}: {run.topology.devices} chips,"
+    f" {run.topology.hosts} hosts",
+    f"  learner  {show(run.mesh)}; {shape.rows} rows x {shape.row_length}"
+    f" tokens, {shape.patches} patches and {shape.targets} sampled tokens a"
+    " shard",
+    f"  engine   {engine}",
   ]
   if chosen:
     lines.append(f"  chosen   {' '.join(chosen)}")
@@ -387,27 +390,29 @@ def text_of(
             for name, program in plan.programs.items()
             for kind, sent in program.sent.items()
         ),
-    ])  # pyformat: disable
+    ])  # fmt: skip
     if plan.gathers_whole:
       lines.append("  the update gathers a whole embedding, or its logits")
   lines += ["", "roofline: no call is faster"]
   kinds = ("compute", "memory", "network")
   rates = [["program", "TFLOP", *kinds, "tokens/s/chip"]]
   for name, rate in plan.rates().items():
-    rates.append([
+    rates.append(
+      [
         name,
         _figures(rate["flops"] / 1e12),
         *(
-            f"{_figures(1e3 * rate['seconds'][kind])} ms"
-            + "*" * (kind == rate["bound"])
-            for kind in kinds
+          f"{_figures(1e3 * rate['seconds'][kind])} ms"
+          + "*" * (kind == rate["bound"])
+          for kind in kinds
         ),
         f"{rate['tokens_per_second_per_chip']:.0f}",
-    ])
+      ]
+    )
   lines += dry_run.aligned(rates)
   lines.append(
-      f"  {chip.name}: {chip.flops / 1e12:g} TFLOP/s, memory"
-      f" {chip.hbm / 1e9:g} GB/s, links {chip.ici / 1e9:g} GB/s; * bounds it."
+    f"  {chip.name}: {chip.flops / 1e12:g} TFLOP/s, memory"
+    f" {chip.hbm / 1e9:g} GB/s, links {chip.ici / 1e9:g} GB/s; * bounds it."
   )
   lines += [f"  Assumed: {text}." for text in ASSUMPTIONS]
   lines.append("")
@@ -417,13 +422,13 @@ def text_of(
     if spent:
       lines.append("  for speed, each planned anew (predicted):")
     lines += [
-        f"    {' '.join(settings)}: {human(total)}, the update's bound"
-        f" {gain:.2f}x as fast"
-        for settings, total, gain in spent
+      f"    {' '.join(settings)}: {human(total)}, the update's bound"
+      f" {gain:.2f}x as fast"
+      for settings, total, gain in spent
     ]
     return "\n".join(lines)
   lines.append(
-      f"does not fit: {human(plan.total)} of {human(chip.memory)} a device"
+    f"does not fit: {human(plan.total)} of {human(chip.memory)} a device"
   )
   lines.append("  to turn, each planned anew (predicted):")
   for settings, total in turned:
@@ -451,8 +456,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       devices, host = tpu_compiler.devices_of(topology)
     elif not analytic:
       note(
-          "libtpu is not installed (pip install libtpu, or make tpu-plan):"
-          " everything below is predicted"
+        "libtpu is not installed (pip install libtpu, or make tpu-plan):"
+        " everything below is predicted"
       )
     run = planned_run.PlannedRun.of(config, policy, topology, devices, host)
     plan = make(run, bool(compiler), note)

@@ -64,26 +64,31 @@ def execute(run: Run) -> tuple[str, str | None]:
   if run.resuming:
     step = resuming.checkpoint_step(config)
     measured = run.processes.of_first(
-        "measured", resuming.stages_measured(run.directory)
+      "measured", resuming.stages_measured(run.directory)
     )
   run.attach_observers(step)
   run.observers.on_event(
-      events.RunStarted(
-          config.run.name, config.to_dict(), config_lib.changed(config)
-      )
+    events.RunStarted(
+      config.run.name, config.to_dict(), config_lib.changed(config)
+    )
   )
   listed = getattr(run.task_source, "listed", ())
   for start in range(0, len(listed), events.TASKS_LISTED):
-    run.observers.on_event(events.TasksListed(tuple(
-        task.to_record() for task in listed[start:start + events.TASKS_LISTED]
-    )))  # pyformat: disable
+    run.observers.on_event(
+      events.TasksListed(
+        tuple(
+          task.to_record()
+          for task in listed[start : start + events.TASKS_LISTED]
+        )
+      )
+    )
   details = run.own_directory / TRACEBACK
   details.unlink(missing_ok=True)
   status, error, trace = "completed", None, ""
   try:
     run.warm_up()
     run.processes.together(
-        "try rollout.agent", lambda: evaluation.try_outside_agent(run)
+      "try rollout.agent", lambda: evaluation.try_outside_agent(run)
     )
     evaluates = config.evaluates
     if evaluates and run.warm_start.clones and "initial" not in measured:
@@ -104,8 +109,8 @@ def execute(run: Run) -> tuple[str, str | None]:
     if disk_full.is_full(failure):
       error = disk_full.describe(run.directory)
     elif isinstance(
-        failure,
-        (watchdog.RunStopped, peers_lib.PeerError, config_lib.ConfigError),
+      failure,
+      (watchdog.RunStopped, peers_lib.PeerError, config_lib.ConfigError),
     ):
       error = str(failure)
     else:
@@ -117,7 +122,7 @@ def execute(run: Run) -> tuple[str, str | None]:
       raise
   finally:
     run.observers.on_event(
-        events.RunFinished(status, error, trace, tuple(run.notes))
+      events.RunFinished(status, error, trace, tuple(run.notes))
     )
   return status, error
 
@@ -147,8 +152,8 @@ def build(config: config_lib.TrainConfig) -> Run:
 
 
 def main(
-    argv: Sequence[str] | str | None = None,
-    config: config_lib.TrainConfig | None = None,
+  argv: Sequence[str] | str | None = None,
+  config: config_lib.TrainConfig | None = None,
 ) -> int:
   """The command; returns the exit status.
 
@@ -180,10 +185,10 @@ def main(
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
       print(
-          f"error: there is no memory for this run ({text[:200]}); --dry-run"
-          " lists what it takes: lower engine.slots, engine.context_length or"
-          " the size of the policy",
-          file=sys.stderr,
+        f"error: there is no memory for this run ({text[:200]}); --dry-run"
+        " lists what it takes: lower engine.slots, engine.context_length or"
+        " the size of the policy",
+        file=sys.stderr,
       )
       return 2
     raise
@@ -203,9 +208,9 @@ def run_to_end(run: Run, *, quiet: bool = False) -> int:
   """
   try:
     with (
-        interrupts.asked(run.stop, "stopping after this step and saving"),
-        disk_full.reported_once(),
-        run,
+      interrupts.asked(run.stop, "stopping after this step and saving"),
+      disk_full.reported_once(),
+      run,
     ):
       if not quiet:
         print(f"run directory: {run.directory}", file=sys.stderr)

@@ -30,38 +30,38 @@ class QueueConfig:
   """The queue between collecting and learning."""
 
   max_staleness: int = settings.setting(
-      default=0,
-      doc="Versions the oldest token of a batch may lag behind the learner. 0 ="
-      " synchronous.",
-      unit="versions",
-      ge=0,
+    default=0,
+    doc="Versions the oldest token of a batch may lag behind the learner. 0 ="
+    " synchronous.",
+    unit="versions",
+    ge=0,
   )
   capacity: int = settings.setting(
-      default=0,
-      doc="Groups held; finished ones wait beyond. 0 = (max_staleness + 1) *"
-      " groups_per_step, as many as are admitted.",
-      unit="groups",
-      ge=0,
+    default=0,
+    doc="Groups held; finished ones wait beyond. 0 = (max_staleness + 1) *"
+    " groups_per_step, as many as are admitted.",
+    unit="groups",
+    ge=0,
   )
   stale_policy: Literal["drop", "trim", "error"] = settings.setting(
-      default="drop",
-      doc="drop: a group with a token that is too old is dropped and counted."
-      " trim: such tokens leave the loss and stay as context; a group is"
-      " dropped when none of its tokens is left. error: the run fails.",
+    default="drop",
+    doc="drop: a group with a token that is too old is dropped and counted."
+    " trim: such tokens leave the loss and stay as context; a group is"
+    " dropped when none of its tokens is left. error: the run fails.",
   )
   admission: Literal["started", "recent", "finished"] = settings.setting(
-      default="started",
-      doc="Groups that count against the admission of new ones. started: all"
-      " that run or wait. recent: those that wait, and those that started less"
-      " than max_staleness versions ago; one that runs longer is late, and"
-      " another starts in its place. finished: those that wait. With recent"
-      " and finished a new group also needs room in collect.concurrency; use"
-      " them with stale_policy=trim.",
+    default="started",
+    doc="Groups that count against the admission of new ones. started: all"
+    " that run or wait. recent: those that wait, and those that started less"
+    " than max_staleness versions ago; one that runs longer is late, and"
+    " another starts in its place. finished: those that wait. With recent"
+    " and finished a new group also needs room in collect.concurrency; use"
+    " them with stale_policy=trim.",
   )
   path: str = settings.setting(
-      default=AUTO,
-      doc="File that makes accepted groups survive a crash. auto = queue.db in"
-      ' the run directory. "" = memory only.',
+    default=AUTO,
+    doc="File that makes accepted groups survive a crash. auto = queue.db in"
+    ' the run directory. "" = memory only.',
   )
 
   @property

@@ -26,7 +26,7 @@ class AsyncCondition:
   def __init__(self):
     self._cond = threading.Condition()
     self._async_waiters: set[
-        tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
+      tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
     ] = set()
 
   def __enter__(self) -> AsyncCondition:
@@ -54,10 +54,10 @@ class AsyncCondition:
         pass
 
   def wait(
-      self,
-      attempt: Callable[[], T | None],
-      timeout: float | None,
-      expired: Callable[[], Exception],
+    self,
+    attempt: Callable[[], T | None],
+    timeout: float | None,
+    expired: Callable[[], Exception],
   ) -> T:
     """Blocks until `attempt` succeeds; returns its result.
 
@@ -78,10 +78,10 @@ class AsyncCondition:
         self._cond.wait(remaining)
 
   async def wait_async(
-      self,
-      attempt: Callable[[], T | None],
-      timeout: float | None,
-      expired: Callable[[], Exception],
+    self,
+    attempt: Callable[[], T | None],
+    timeout: float | None,
+    expired: Callable[[], Exception],
   ) -> T:
     """`wait` without blocking the event loop."""
     loop = asyncio.get_running_loop()

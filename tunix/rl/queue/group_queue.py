@@ -69,28 +69,28 @@ class GroupQueue(_QueueBase):
   """See the module docstring."""
 
   def __init__(
-      self,
-      groups_per_step: int,
-      config: QueueConfig = QueueConfig(),
-      *,
-      order: str = "ready",
-      version: int = 0,
-      store: GroupStore | None = None,
-      on_drop: Callable[[TrajectoryGroup, str], None] | None = None,
+    self,
+    groups_per_step: int,
+    config: QueueConfig = QueueConfig(),
+    *,
+    order: str = "ready",
+    version: int = 0,
+    store: GroupStore | None = None,
+    on_drop: Callable[[TrajectoryGroup, str], None] | None = None,
   ):
     """Args:
 
-      groups_per_step: groups the learner consumes per version.
-      config: staleness and capacity. The default capacity is what admission
-        lets in, so that an admitted group never waits in `put`.
-      order: "ready" delivers ready groups, oldest admission first, as their
-        tokens are the next to grow too old; a slow group may end up dropped.
-        "admission" delivers strictly in the order of admission and waits for
-        slow groups instead; batches are then the same in every run.
-      version: the learner's, when it resumes.
-      store: durability; groups it still holds are ready at once.
-      on_drop: receives each group dropped at delivery, and the reason. Must
-        return at once.
+    groups_per_step: groups the learner consumes per version.
+    config: staleness and capacity. The default capacity is what admission
+      lets in, so that an admitted group never waits in `put`.
+    order: "ready" delivers ready groups, oldest admission first, as their
+      tokens are the next to grow too old; a slow group may end up dropped.
+      "admission" delivers strictly in the order of admission and waits for
+      slow groups instead; batches are then the same in every run.
+    version: the learner's, when it resumes.
+    store: durability; groups it still holds are ready at once.
+    on_drop: receives each group dropped at delivery, and the reason. Must
+      return at once.
     """
     self._ledger = ledger.Ledger(groups_per_step, config, order, version)
     self._store: GroupStore = store or MemoryGroupStore()
@@ -99,12 +99,12 @@ class GroupQueue(_QueueBase):
     self._on_drop = on_drop
     self._condition = async_condition.AsyncCondition()
     self._ledger.restore(
-        [
-            ledger.QueuedGroup.of(group, index)
-            for index, group in self._store.load()
-        ],
-        self._store.known(),
-        self._store.lost,
+      [
+        ledger.QueuedGroup.of(group, index)
+        for index, group in self._store.load()
+      ],
+      self._store.known(),
+      self._store.lost,
     )
 
   # --- State ----------------------------------------------------------------
@@ -178,7 +178,7 @@ class GroupQueue(_QueueBase):
     with self._condition:
       if version < self.version:
         raise ValueError(
-            f"version must not go back from {self.version} to {version}"
+          f"version must not go back from {self.version} to {version}"
         )
       self._ledger.version = version
       dropped = self._ledger.purge()
@@ -188,7 +188,7 @@ class GroupQueue(_QueueBase):
   # --- Producers ------------------------------------------------------------
 
   def acquire_start(
-      self, timeout: float | None = None, *, index: int | None = None
+    self, timeout: float | None = None, *, index: int | None = None
   ) -> Ticket:
     """Waits for permission to start a group.
 
@@ -202,19 +202,19 @@ class GroupQueue(_QueueBase):
       queue.Full: time was up.
     """
     return self._condition.wait(
-        lambda: self._ledger.start([index]),
-        timeout,
-        self._late(std_queue.Full, timeout),
+      lambda: self._ledger.start([index]),
+      timeout,
+      self._late(std_queue.Full, timeout),
     )[0]
 
   async def acquire_start_async(
-      self, timeout: float | None = None, *, index: int | None = None
+    self, timeout: float | None = None, *, index: int | None = None
   ) -> Ticket:
     """`acquire_start` without blocking the event loop."""
     return (await self.acquire_parts_async([index], timeout))[0]
 
   async def acquire_parts_async(
-      self, indices: Sequence[int | None], timeout: float | None = None
+    self, indices: Sequence[int | None], timeout: float | None = None
   ) -> list[Ticket]:
     """`acquire_start_async` for the parts of a group, all of them at once.
 
@@ -224,9 +224,9 @@ class GroupQueue(_QueueBase):
       timeout: See `acquire_start`.
     """
     return await self._condition.wait_async(
-        lambda: self._ledger.start(indices),
-        timeout,
-        self._late(std_queue.Full, timeout),
+      lambda: self._ledger.start(indices),
+      timeout,
+      self._late(std_queue.Full, timeout),
     )
 
   def expect(self, indices: Iterable[int], next_index: int = 0) -> None:
@@ -253,10 +253,10 @@ class GroupQueue(_QueueBase):
       self._condition.notify()
 
   def put(
-      self,
-      item: TrajectoryGroup,
-      ticket: Ticket | None = None,
-      timeout: float | None = None,
+    self,
+    item: TrajectoryGroup,
+    ticket: Ticket | None = None,
+    timeout: float | None = None,
   ) -> None:
     """Hands a finished group over; waits while the queue is full.
 
@@ -272,24 +272,24 @@ class GroupQueue(_QueueBase):
     """
     entry = self._entry(item)
     self._condition.wait(
-        lambda: self._ledger.reserve(entry, ticket),
-        timeout,
-        self._late(std_queue.Full, timeout),
+      lambda: self._ledger.reserve(entry, ticket),
+      timeout,
+      self._late(std_queue.Full, timeout),
     )
     self._persist_and_commit(entry, ticket)
 
   async def aput(
-      self,
-      item: TrajectoryGroup,
-      ticket: Ticket | None = None,
-      timeout: float | None = None,
+    self,
+    item: TrajectoryGroup,
+    ticket: Ticket | None = None,
+    timeout: float | None = None,
   ) -> None:
     """`put` without blocking the event loop."""
     entry = self._entry(item)
     await self._condition.wait_async(
-        lambda: self._ledger.reserve(entry, ticket),
-        timeout,
-        self._late(std_queue.Full, timeout),
+      lambda: self._ledger.reserve(entry, ticket),
+      timeout,
+      self._late(std_queue.Full, timeout),
     )
     if isinstance(self._store, MemoryGroupStore):
       self._persist_and_commit(entry, ticket)
@@ -297,7 +297,7 @@ class GroupQueue(_QueueBase):
     # Once it is on its way to the disk it is accepted, cancelled or not.
     try:
       work = asyncio.get_running_loop().run_in_executor(
-          self._writer, self._persist_and_commit, entry, ticket
+        self._writer, self._persist_and_commit, entry, ticket
       )
     except RuntimeError:  # The writer has ended.
       with self._condition:
@@ -314,13 +314,13 @@ class GroupQueue(_QueueBase):
   # --- Consumers ------------------------------------------------------------
 
   def get(
-      self, block: bool = True, timeout: float | None = None
+    self, block: bool = True, timeout: float | None = None
   ) -> TrajectoryGroup:
     """Takes one group; see `get_batch`."""
     return self.get_batch(1, timeout if block else 0.0)[0]
 
   def get_batch(
-      self, n: int | None = None, timeout: float | None = None
+    self, n: int | None = None, timeout: float | None = None
   ) -> list[TrajectoryGroup]:
     """Takes exactly `n` groups at once, ordered by admission.
 
@@ -339,9 +339,9 @@ class GroupQueue(_QueueBase):
     dropped: list[ledger.QueuedGroup] = []
     try:
       return self._condition.wait(
-          lambda: self._take(n, dropped),
-          timeout,
-          self._late(std_queue.Empty, timeout),
+        lambda: self._take(n, dropped),
+        timeout,
+        self._late(std_queue.Empty, timeout),
       )
     finally:
       self._report(dropped)
@@ -351,16 +351,16 @@ class GroupQueue(_QueueBase):
     return (await self.aget_batch(1, timeout))[0]
 
   async def aget_batch(
-      self, n: int | None = None, timeout: float | None = None
+    self, n: int | None = None, timeout: float | None = None
   ) -> list[TrajectoryGroup]:
     """`get_batch` without blocking the event loop."""
     n = self._ledger.check_batch(n)
     dropped: list[ledger.QueuedGroup] = []
     try:
       return await self._condition.wait_async(
-          lambda: self._take(n, dropped),
-          timeout,
-          self._late(std_queue.Empty, timeout),
+        lambda: self._take(n, dropped),
+        timeout,
+        self._late(std_queue.Empty, timeout),
       )
     finally:
       self._report(dropped)
@@ -423,13 +423,12 @@ class GroupQueue(_QueueBase):
   def _entry(group: TrajectoryGroup) -> ledger.QueuedGroup:
     if not isinstance(group, TrajectoryGroup):
       raise TypeError(
-          "a group queue holds TrajectoryGroups, got"
-          f" {type(group).__name__}"
+        f"a group queue holds TrajectoryGroups, got {type(group).__name__}"
       )
     return ledger.QueuedGroup.of(group)
 
   def _persist_and_commit(
-      self, entry: ledger.QueuedGroup, ticket: Ticket | None
+    self, entry: ledger.QueuedGroup, ticket: Ticket | None
   ) -> None:
     try:
       self._store.append(entry.index, entry.group)
@@ -445,7 +444,7 @@ class GroupQueue(_QueueBase):
     self._report(dropped)
 
   def _take(
-      self, n: int, dropped: list[ledger.QueuedGroup]
+    self, n: int, dropped: list[ledger.QueuedGroup]
   ) -> list[TrajectoryGroup] | None:
     """An attempt; adds groups found too old to `dropped`."""
     stale = self._ledger.purge()
@@ -472,8 +471,8 @@ class GroupQueue(_QueueBase):
       if self._ledger.config.stale_policy == "trim":
         which, version = "newest", entry.newest
       reason = (
-          f"its {which} token is of version {version}, more than"
-          f" {self.max_staleness} behind the learner"
+        f"its {which} token is of version {version}, more than"
+        f" {self.max_staleness} behind the learner"
       )
       try:
         self._on_drop(entry.group, reason)
@@ -481,9 +480,9 @@ class GroupQueue(_QueueBase):
         _LOG.exception("on_drop failed for group %s", entry.group.group_id)
 
   def _late(
-      self, expired: type[Exception], timeout: float | None
+    self, expired: type[Exception], timeout: float | None
   ) -> Callable[[], Exception]:
     """Makes the exception of a timeout."""
     return lambda: expired(
-        f"nothing after {timeout:g} s: {self._ledger.describe()}"
+      f"nothing after {timeout:g} s: {self._ledger.describe()}"
     )

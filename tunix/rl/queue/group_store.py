@@ -85,8 +85,7 @@ class GroupStore(Protocol):
     ones not."""
     ...
 
-  def close(self) -> None:
-    ...
+  def close(self) -> None: ...
 
 
 class MemoryGroupStore:
@@ -118,18 +117,18 @@ class SqliteGroupStore:
   """A `GroupStore` in one file; see the module docstring."""
 
   def __init__(
-      self,
-      path: str | pathlib.Path,
-      timeout: float = 30.0,
-      *,
-      images: images_lib.ImageStore | None = None,
+    self,
+    path: str | pathlib.Path,
+    timeout: float = 30.0,
+    *,
+    images: images_lib.ImageStore | None = None,
   ):
     """Args:
 
-      path: database file, made with its folder when missing.
-      timeout: seconds to wait for another connection's lock.
-      images: has the images of the groups' training sequences, and receives
-        those of loaded ones; None leaves them to the caller.
+    path: database file, made with its folder when missing.
+    timeout: seconds to wait for another connection's lock.
+    images: has the images of the groups' training sequences, and receives
+      those of loaded ones; None leaves them to the caller.
     """
     self.lost = 0
     self._images = images
@@ -137,13 +136,13 @@ class SqliteGroupStore:
     path.parent.mkdir(parents=True, exist_ok=True)
     self._lock = threading.Lock()
     self._db = sqlite3.connect(
-        path, timeout=timeout, check_same_thread=False, isolation_level=None
+      path, timeout=timeout, check_same_thread=False, isolation_level=None
     )
     self._db.execute("PRAGMA journal_mode=WAL")
     self._db.execute("PRAGMA synchronous=FULL")
     self._db.executescript(_SCHEMA)
     self._stored = {
-        row[0] for row in self._db.execute("SELECT sha256 FROM images")
+      row[0] for row in self._db.execute("SELECT sha256 FROM images")
     }
 
   def append(self, index: int, group: TrajectoryGroup) -> None:
@@ -158,9 +157,9 @@ class SqliteGroupStore:
       refs = {ref.sha256: ref for ref in _images_of(group)}
     payload = _sealed(json.dumps(group.to_json(), separators=(",", ":")))
     packed = {
-        sha: self._packed(ref)
-        for sha, ref in refs.items()
-        if sha not in self._stored
+      sha: self._packed(ref)
+      for sha, ref in refs.items()
+      if sha not in self._stored
     }
     with self._lock:
       for sha in refs.keys() - self._stored - packed.keys():
@@ -168,23 +167,23 @@ class SqliteGroupStore:
       self._db.execute("BEGIN IMMEDIATE")
       try:
         self._db.execute(
-            "INSERT INTO groups (idx, group_id, payload) VALUES (?, ?, ?)",
-            (index, group.group_id, payload),
+          "INSERT INTO groups (idx, group_id, payload) VALUES (?, ?, ?)",
+          (index, group.group_id, payload),
         )
         self._db.executemany(
-            "INSERT OR IGNORE INTO images (sha256, pixels) VALUES (?, ?)",
-            packed.items(),
+          "INSERT OR IGNORE INTO images (sha256, pixels) VALUES (?, ?)",
+          packed.items(),
         )
         self._db.executemany(
-            "INSERT INTO uses (idx, sha256) VALUES (?, ?)",
-            [(index, sha) for sha in refs],
+          "INSERT INTO uses (idx, sha256) VALUES (?, ?)",
+          [(index, sha) for sha in refs],
         )
         self._db.execute("COMMIT")
       except BaseException as e:
         self._rollback()
         if isinstance(e, sqlite3.IntegrityError):
           raise ValueError(
-              f"group {index} was accepted before; it would be trained twice"
+            f"group {index} was accepted before; it would be trained twice"
           ) from e
         raise
       self._stored.update(packed)
@@ -204,7 +203,7 @@ class SqliteGroupStore:
       self._db.execute("BEGIN IMMEDIATE")
       try:
         self._db.executemany(
-            "UPDATE groups SET done = 1, payload = NULL WHERE idx = ?", rows
+          "UPDATE groups SET done = 1, payload = NULL WHERE idx = ?", rows
         )
         self._free(rows)
         self._db.execute("COMMIT")
@@ -222,15 +221,14 @@ class SqliteGroupStore:
   def _count_stored(self) -> None:
     if self._stored:
       self._stored = {
-          row[0] for row in self._db.execute("SELECT sha256 FROM images")
+        row[0] for row in self._db.execute("SELECT sha256 FROM images")
       }
 
   def load(self) -> list[tuple[int, TrajectoryGroup]]:
     """Accepted groups that are not done, by index; see `GroupStore`."""
     with self._lock:
       rows = self._db.execute(
-          "SELECT idx, group_id, payload FROM groups WHERE done = 0"
-          " ORDER BY idx"
+        "SELECT idx, group_id, payload FROM groups WHERE done = 0 ORDER BY idx"
       ).fetchall()
     groups = []
     for index, name, payload in rows:
@@ -239,9 +237,12 @@ class SqliteGroupStore:
         self._restore_images(group)
       except Exception as e:  # pylint: disable=broad-except
         _LOG.warning(
-            "group %s (index %d) cannot be read and is lost: %s: %s",
-            name, index, type(e).__name__, e,
-        )  # pyformat: disable
+          "group %s (index %d) cannot be read and is lost: %s: %s",
+          name,
+          index,
+          type(e).__name__,
+          e,
+        )
         self.lost += 1
         with self._lock:
           self._free([(index,)])
@@ -259,7 +260,7 @@ class SqliteGroupStore:
         continue
       with self._lock:
         row = self._db.execute(
-            "SELECT pixels FROM images WHERE sha256 = ?", (ref.sha256,)
+          "SELECT pixels FROM images WHERE sha256 = ?", (ref.sha256,)
         ).fetchone()
       if row is None:
         raise KeyError(f"its image {ref.sha256[:12]}… is gone")
@@ -299,10 +300,10 @@ def _digest(text: str) -> str:
 def _images_of(group: TrajectoryGroup) -> list[trajectory.ImageRef]:
   """Images of its training sequences, with repetitions."""
   return [
-      span.image
-      for member in group
-      for sequence in member.sequences
-      for span in sequence.images
+    span.image
+    for member in group
+    for sequence in member.sequences
+    for span in sequence.images
   ]
 
 
@@ -314,9 +315,9 @@ INSERT INTO {table} SELECT {columns} FROM (
 
 
 def redeal(
-    sources: Sequence[pathlib.Path],
-    targets: Sequence[pathlib.Path],
-    timeout: float = 30.0,
+  sources: Sequence[pathlib.Path],
+  targets: Sequence[pathlib.Path],
+  timeout: float = 30.0,
 ) -> None:
   """Copies the groups of n stores into m new ones.
 
@@ -343,18 +344,16 @@ def redeal(
           continue
         db.execute("ATTACH ? AS old", (str(source),))
         db.execute("BEGIN IMMEDIATE")
-        place = dict(
-            of=len(sources), at=at, count=len(targets), index=index
-        )
+        place = dict(of=len(sources), at=at, count=len(targets), index=index)
         there = f"number / {len(targets)}"
         for table, columns in (
-            ("groups", f"{there}, group_id, done, payload"),
-            ("uses", f"{there}, sha256"),
+          ("groups", f"{there}, group_id, done, payload"),
+          ("uses", f"{there}, sha256"),
         ):
           db.execute(_MOVE.format(table=table, columns=columns, **place))
         db.execute(
-            "INSERT OR IGNORE INTO images SELECT * FROM old.images WHERE"
-            " sha256 IN (SELECT sha256 FROM uses)"
+          "INSERT OR IGNORE INTO images SELECT * FROM old.images WHERE"
+          " sha256 IN (SELECT sha256 FROM uses)"
         )
         db.execute("COMMIT")
         db.execute("DETACH old")

@@ -20,9 +20,9 @@ from tunix.rl.queue import admission
 Ticket = admission.Ticket
 
 COUNTED = (
-    *("started", "put", "delivered", "acked", "released"),
-    *("dropped_stale", "refunded", "forfeited", "restored", "lost"),
-    "trimmed_tokens",
+  *("started", "put", "delivered", "acked", "released"),
+  *("dropped_stale", "refunded", "forfeited", "restored", "lost"),
+  "trimmed_tokens",
 )
 
 
@@ -43,7 +43,7 @@ class QueuedGroup:
 
   @classmethod
   def of(
-      cls, group: trajectory.TrajectoryGroup, index: int = -1
+    cls, group: trajectory.TrajectoryGroup, index: int = -1
   ) -> QueuedGroup:
     return cls(index, group, group.oldest_version, group.newest_version)
 
@@ -60,11 +60,11 @@ class Ledger:
   """
 
   def __init__(
-      self,
-      groups_per_step: int,
-      config: admission.QueueConfig,
-      order: str,
-      version: int,
+    self,
+    groups_per_step: int,
+    config: admission.QueueConfig,
+    order: str,
+    version: int,
   ):
     capacity = config.capacity_for(groups_per_step)
     if groups_per_step < 1:
@@ -73,12 +73,12 @@ class Ledger:
       raise ValueError(f"version must be >= 0, got {version}")
     if order not in admission.ORDERS:
       raise ValueError(
-          f"order must be one of {admission.ORDERS}, got {order!r}"
+        f"order must be one of {admission.ORDERS}, got {order!r}"
       )
     if capacity < groups_per_step:
       raise ValueError(
-          f"capacity must be at least groups_per_step={groups_per_step}, or a"
-          f" batch never fits; got {capacity}"
+        f"capacity must be at least groups_per_step={groups_per_step}, or a"
+        f" batch never fits; got {capacity}"
       )
     self.groups_per_step = groups_per_step
     self.config = config
@@ -89,7 +89,7 @@ class Ledger:
     self.error: BaseException | None = None
     self.counts: collections.Counter[str] = collections.Counter()
     self._ready: collections.OrderedDict[int, QueuedGroup] = (
-        collections.OrderedDict()
+      collections.OrderedDict()
     )
     self._running: dict[int, Ticket] = {}
     self._putting: set[int] = set()
@@ -103,7 +103,7 @@ class Ledger:
     self._lag_sum = 0
 
   def restore(
-      self, entries: Iterable[QueuedGroup], indices: Iterable[int], lost: int
+    self, entries: Iterable[QueuedGroup], indices: Iterable[int], lost: int
   ) -> None:
     """Takes over a store's groups; none of `indices` is given again."""
     for entry in entries:
@@ -122,21 +122,21 @@ class Ledger:
     """See `GroupQueue.counters`."""
     delivered = self.counts["delivered"]
     return {
-        **{name: self.counts[name] for name in COUNTED},
-        "ready": len(self._ready),
-        "running": len(self._running),
-        "accepted": self._accepted,
-        "version": self.version,
-        "max_lag": self._max_lag,
-        "mean_lag": self._lag_sum / delivered if delivered else 0.0,
+      **{name: self.counts[name] for name in COUNTED},
+      "ready": len(self._ready),
+      "running": len(self._running),
+      "accepted": self._accepted,
+      "version": self.version,
+      "max_lag": self._max_lag,
+      "mean_lag": self._lag_sum / delivered if delivered else 0.0,
     }
 
   def describe(self) -> str:
     """The state in one line, for errors."""
     return (
-        f"version {self.version}, {len(self._ready)} groups ready,"
-        f" {len(self._running)} running, {self._accepted} accepted of"
-        f" {self._limit()} admitted"
+      f"version {self.version}, {len(self._ready)} groups ready,"
+      f" {len(self._running)} running, {self._accepted} accepted of"
+      f" {self._limit()} admitted"
     )
 
   # --- Admission ------------------------------------------------------------
@@ -180,7 +180,7 @@ class Ledger:
     """See `GroupQueue.expect`."""
     self._expected.update(indices)
     self._next_index = max(
-        self._next_index, next_index, max(self._expected, default=-1) + 1
+      self._next_index, next_index, max(self._expected, default=-1) + 1
     )
 
   def refresh(self, ticket: Ticket) -> Ticket:
@@ -209,7 +209,7 @@ class Ledger:
   # --- Acceptance -----------------------------------------------------------
 
   def reserve(
-      self, entry: QueuedGroup, ticket: Ticket | None
+    self, entry: QueuedGroup, ticket: Ticket | None
   ) -> QueuedGroup | None:
     """Makes room for a group that is about to be stored; gives it an index."""
     self._check_open()
@@ -221,9 +221,9 @@ class Ledger:
       # In admission order the consumer may be waiting for this very group
       # while later ones fill the queue: it must get in.
       awaited = (
-          self.order == "admission"
-          and ticket is not None
-          and ticket.index == min(self._running)
+        self.order == "admission"
+        and ticket is not None
+        and ticket.index == min(self._running)
       )
       if not awaited:
         return None
@@ -254,9 +254,9 @@ class Ledger:
     """Takes groups that are too old out of the ready ones."""
     bound, trims = self._bound(), self.config.stale_policy == "trim"
     dropped = [
-        e
-        for e in self._ready.values()
-        if (e.newest if trims else e.oldest) < bound
+      e
+      for e in self._ready.values()
+      if (e.newest if trims else e.oldest) < bound
     ]
     for entry in dropped:
       del self._ready[entry.index]
@@ -267,9 +267,9 @@ class Ledger:
     if dropped and is_error and self.error is None:
       worst = min(dropped, key=lambda e: e.oldest)
       self.error = admission.StaleGroupError(
-          f"group {worst.group.group_id!r} holds a token of version"
-          f" {worst.oldest}; the learner is at {self.version} and"
-          f" max_staleness is {self.config.max_staleness}"
+        f"group {worst.group.group_id!r} holds a token of version"
+        f" {worst.oldest}; the learner is at {self.version} and"
+        f" max_staleness is {self.config.max_staleness}"
       )
     return dropped
 
@@ -287,8 +287,8 @@ class Ledger:
         raise self._failure()
       if self.closed:
         raise admission.QueueClosed(
-            f"the group queue is closed; {len(self._ready)} groups are ready,"
-            f" {n} were asked for"
+          f"the group queue is closed; {len(self._ready)} groups are ready,"
+          f" {n} were asked for"
         )
       return None
     for entry in entries:
@@ -329,16 +329,16 @@ class Ledger:
       raise ValueError(f"a batch needs at least 1 group, got n={n}")
     if n > self.capacity:
       raise ValueError(
-          f"a batch of {n} groups never fits the queue's capacity of"
-          f" {self.capacity}; raise capacity or groups_per_step"
+        f"a batch of {n} groups never fits the queue's capacity of"
+        f" {self.capacity}; raise capacity or groups_per_step"
       )
     staleness = self.config.max_staleness
     admitted = (staleness + 1) * self.groups_per_step
     if n > admitted and self.counts["started"]:
       raise ValueError(
-          f"a batch of {n} groups is never admitted: max_staleness"
-          f" {staleness} and groups_per_step {self.groups_per_step}"
-          f" let {admitted} groups in between two versions"
+        f"a batch of {n} groups is never admitted: max_staleness"
+        f" {staleness} and groups_per_step {self.groups_per_step}"
+        f" let {admitted} groups in between two versions"
       )
     return n
 
@@ -373,7 +373,7 @@ class Ledger:
 
   def _failure(self) -> admission.QueueFailed:
     error = admission.QueueFailed(
-        f"collecting failed: {type(self.error).__name__}: {self.error}"
+      f"collecting failed: {type(self.error).__name__}: {self.error}"
     )
     error.__cause__ = self.error
     return error
@@ -381,8 +381,7 @@ class Ledger:
   def _require_running(self, ticket: Ticket) -> None:
     if ticket.index not in self._running:
       raise ValueError(
-          f"ticket {ticket.index} is not running: it was put or released"
-          " before"
+        f"ticket {ticket.index} is not running: it was put or released before"
       )
 
 

@@ -39,42 +39,71 @@ _METAVARS = {"s": "S", "MiB": "MIB", "GiB": "GIB"}
 
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.trajectory_collector.buffer_service",
-      description="Serve rollout buffers: agents write episodes, trainers read"
-      " groups of them.",
-      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    prog="python -m tunix.rl.multi_turn.trajectory_collector.buffer_service",
+    description="Serve rollout buffers: agents write episodes, trainers read"
+    " groups of them.",
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
   add = out.add_argument
   add("--host", default="127.0.0.1", help="address to bind")
   add("--port", type=int, default=PORT, help="0: any free one")
-  add("--dir", type=pathlib.Path, default=pathlib.Path("rollout_buffer"),
-      help="holds the items; a service that starts again goes on with them")
-  add("--public-url", default="", metavar="URL",
-      help="of this service as generators reach it; else as it is bound")
-  add("--token-file", type=pathlib.Path,
-      help=f"holds the token of clients; or set {TOKEN_VARIABLE}")
-  add("--generators", type=pathlib.Path, action="append", default=[],
-      metavar="DIR", help="a folder with generators of your own")
-  add("--save-reads", type=pathlib.Path, metavar="DIR",
-      help="a file of JSON lines for each read")
+  add(
+    "--dir",
+    type=pathlib.Path,
+    default=pathlib.Path("rollout_buffer"),
+    help="holds the items; a service that starts again goes on with them",
+  )
+  add(
+    "--public-url",
+    default="",
+    metavar="URL",
+    help="of this service as generators reach it; else as it is bound",
+  )
+  add(
+    "--token-file",
+    type=pathlib.Path,
+    help=f"holds the token of clients; or set {TOKEN_VARIABLE}",
+  )
+  add(
+    "--generators",
+    type=pathlib.Path,
+    action="append",
+    default=[],
+    metavar="DIR",
+    help="a folder with generators of your own",
+  )
+  add(
+    "--save-reads",
+    type=pathlib.Path,
+    metavar="DIR",
+    help="a file of JSON lines for each read",
+  )
   for field in settings_lib.fields(settings.BufferLimits):
     choices = typing.get_args(field.type) or None  # Of a Literal.
-    add(f"--{field.name.replace('_', '-')}",
-        type=str if choices else field.type, choices=choices,
-        default=field.default, help=field.doc,
-        metavar=None if choices else _METAVARS.get(field.unit, "N"))
+    add(
+      f"--{field.name.replace('_', '-')}",
+      type=str if choices else field.type,
+      choices=choices,
+      default=field.default,
+      help=field.doc,
+      metavar=None if choices else _METAVARS.get(field.unit, "N"),
+    )
   for field in settings_lib.fields(rights.Rights):
-    add(f"--{field.name.replace('_', '-')}", default=",".join(field.default),
-        help=field.doc, metavar="A[,B]")
+    add(
+      f"--{field.name.replace('_', '-')}",
+      default=",".join(field.default),
+      help=field.doc,
+      metavar="A[,B]",
+    )
   http_server.add_options(out, max_client_connections=4096)
-  return out  # pyformat: disable
+  return out
 
 
 def _limits(args: argparse.Namespace) -> settings.BufferLimits:
   """Raises ValueError, naming the option."""
   values = {
-      field.name: getattr(args, field.name)
-      for field in settings_lib.fields(settings.BufferLimits)
+    field.name: getattr(args, field.name)
+    for field in settings_lib.fields(settings.BufferLimits)
   }
   try:
     return settings.BufferLimits(**values)
@@ -85,14 +114,16 @@ def _limits(args: argparse.Namespace) -> settings.BufferLimits:
 
 def _rights(args: argparse.Namespace) -> rights.Rights:
   """Raises ValueError, ImportError or TypeError: a gym that does not exist."""
-  listed = rights.Rights(**{
+  listed = rights.Rights(
+    **{
       field.name: tuple(
-          name.strip()
-          for name in getattr(args, field.name).split(",")
-          if name.strip()
+        name.strip()
+        for name in getattr(args, field.name).split(",")
+        if name.strip()
       )
       for field in settings_lib.fields(rights.Rights)
-  })
+    }
+  )
   for gym in listed.gyms:
     try:
       spec = gyms.get(gym, "operator")
@@ -112,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   args = parser().parse_args(argv)
   logging.basicConfig(
-      level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+    level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
   )
   connections.raise_open_files()
   try:
@@ -123,13 +154,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     listening = http_server.listen(args.host, args.port, _BACKLOG)
     url = http_server.url_of(args.host, listening)
     buffers = service.Service(
-        args.dir,
-        limits=limits,
-        rights=allowed,
-        generators=args.generators,
-        token=token,
-        url=args.public_url or url,
-        save_reads=args.save_reads,
+      args.dir,
+      limits=limits,
+      rights=allowed,
+      generators=args.generators,
+      token=token,
+      url=args.public_url or url,
+      save_reads=args.save_reads,
     )
   except (OSError, ValueError, ImportError) as error:
     print(f"error: {json_models.refusal(error)}", file=sys.stderr)
@@ -137,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   app = app_lib.App(buffers, token=token)
   print(f"serving rollout buffers of {args.dir} at {url}", flush=True)
   config = http_server.config(
-      app.asgi, connection_limits, backlog=_BACKLOG, log_config=None
+    app.asgi, connection_limits, backlog=_BACKLOG, log_config=None
   )
   try:
     uvicorn.Server(config).run(sockets=[listening])

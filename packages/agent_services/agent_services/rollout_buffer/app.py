@@ -68,40 +68,44 @@ class App(applications.Application):
   def __init__(self, service: service_lib.Service, *, token: str = ""):
     """Args:
 
-      service: the buffers; closed when the application ends.
-      token: Bearer token of clients; "" asks for none.
+    service: the buffers; closed when the application ends.
+    token: Bearer token of clients; "" asks for none.
     """
     self._service = service
     self._limits = service.limits
     self._token = token
     self._metrics = applications.Metrics(
-        "buffer", (.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100)
-    )  # pyformat: disable
+      "buffer", (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+    )
     self._items = prometheus_client.Counter(
-        "buffer_items", "Items, by what became of them.", ("buffer", "fate"),
-        registry=self._metrics.registry,
-    )  # pyformat: disable
+      "buffer_items",
+      "Items, by what became of them.",
+      ("buffer", "fate"),
+      registry=self._metrics.registry,
+    )
     post, get = applications.POST, applications.GET
     of_buffer: list[applications.Route] = [
-        ("/buffer/write", self._write, post),
-        ("/get_rollout_data", self._get_rollout_data, post),
-        ("/buffer/read", self._read, post),
-        ("/start_rollout", self._start, post),
-        ("/stop_rollout", self._stop, post),
-        ("/buffer/ack", self._ack, post),
-        ("/buffer/release", self._release, post),
-        ("/buffer/known", self._known, post),
-        ("/buffer/peek", self._peek, get),
-        ("/buffer/stats", self._stats, get),
+      ("/buffer/write", self._write, post),
+      ("/get_rollout_data", self._get_rollout_data, post),
+      ("/buffer/read", self._read, post),
+      ("/start_rollout", self._start, post),
+      ("/stop_rollout", self._stop, post),
+      ("/buffer/ack", self._ack, post),
+      ("/buffer/release", self._release, post),
+      ("/buffer/known", self._known, post),
+      ("/buffer/peek", self._peek, get),
+      ("/buffer/stats", self._stats, get),
     ]
-    self._serve([
+    self._serve(
+      [
         *of_buffer,
         *((f"/b/{{buffer}}{path}", run, how) for path, run, how in of_buffer),
         ("/buffers", self._list, get),
         ("/", self._root, get),
         ("/health", self._health, get),
         ("/metrics", self._show_metrics, get),
-    ])
+      ]
+    )
 
   # --- around every request ---------------------------------------------------
 
@@ -115,7 +119,7 @@ class App(applications.Application):
       _LOG.exception("groups that are overdue were not dropped")
 
   def _done(
-      self, route: str, request: Request, response: Response, seconds: float
+    self, route: str, request: Request, response: Response, seconds: float
   ) -> None:
     del request
     self._metrics.count(route, response, seconds)
@@ -124,10 +128,10 @@ class App(applications.Application):
     header = request.headers.get("authorization", "")
     kind, _, presented = header.partition(" ")
     applications.authorize(
-        request.headers,
-        presented.strip() if kind.lower() == "bearer" else "",
-        self._token,
-        public=route in ("/", "/health"),
+      request.headers,
+      presented.strip() if kind.lower() == "bearer" else "",
+      self._token,
+      public=route in ("/", "/health"),
     )
 
   async def _object(self, request: Request) -> dict[str, Any]:
@@ -163,9 +167,7 @@ class App(applications.Application):
       named = data.get("buffer", request.query_params.get("buffer"))
     return items.buffer_name(named)
 
-  def _found(
-      self, request: Request, data: Mapping[str, Any]
-  ) -> buffers.Buffer:
+  def _found(self, request: Request, data: Mapping[str, Any]) -> buffers.Buffer:
     return self._service.buffer(self._name(request, data), make=False)
 
   # --- rollouts ---------------------------------------------------------------
@@ -196,7 +198,7 @@ class App(applications.Application):
       written = await _parsed(items.read, raw, of_path)
       if len({item.buffer for item in written}) > 1:
         raise items.ItemError(
-            "the items of one body go to one buffer; send a body for each"
+          "the items of one body go to one buffer; send a body for each"
         )
     except items.ItemError as error:
       # The status that clients of the protocol know; the code tells it from a
@@ -215,10 +217,10 @@ class App(applications.Application):
     else:
       shown = b",".join(item.body for item in written)
     return Response(
-        b'{"success":true,"message":"%s","data":{"data":[%s],'
-        b'"meta_info":"write to buffer"},"new":%d}'
-        % (_WRITTEN.encode(), shown, fresh),
-        media_type="application/json",
+      b'{"success":true,"message":"%s","data":{"data":[%s],'
+      b'"meta_info":"write to buffer"},"new":%d}'
+      % (_WRITTEN.encode(), shown, fresh),
+      media_type="application/json",
     )
 
   async def _stored(self, written: list[items.Item]) -> int:
@@ -242,21 +244,21 @@ class App(applications.Application):
     return await asyncio.to_thread(self._answer, buffer, data, size, True)
 
   def _answer(
-      self,
-      buffer: buffers.Buffer,
-      data: Mapping[str, Any],
-      size: int,
-      of_rollout: bool,
+    self,
+    buffer: buffers.Buffer,
+    data: Mapping[str, Any],
+    size: int,
+    of_rollout: bool,
   ) -> Response:
     """The answer to a read; blocks."""
     lease_s, lease = self._lease(data)
     buffer.allow(requests.allowed_items(data))
     result = buffer.read(
-        size,
-        lease_s=lease_s,
-        lease=lease,
-        exact=of_rollout and size > 0,
-        clear=of_rollout,
+      size,
+      lease_s=lease_s,
+      lease=lease,
+      exact=of_rollout and size > 0,
+      clear=of_rollout,
     )
     if result.count:
       self._items.labels(buffer.name, "read").inc(result.count)
@@ -264,8 +266,8 @@ class App(applications.Application):
     success = False
     if of_rollout and result.short and size > 0:
       message = (
-          f"Not enough data. Requested {size} items but only"
-          f" {result.available} available."
+        f"Not enough data. Requested {size} items but only"
+        f" {result.available} available."
       )
     elif of_rollout:
       message = "No data available to read"
@@ -274,7 +276,7 @@ class App(applications.Application):
     else:
       success, message = True, "Successfully read 0 items"
     return Response(
-        _read_body(success, message, result), media_type="application/json"
+      _read_body(success, message, result), media_type="application/json"
     )
 
   def _lease(self, data: Mapping[str, Any]) -> tuple[float | None, str]:
@@ -285,7 +287,7 @@ class App(applications.Application):
         raise ValueError("lease needs lease_s, the seconds until its ack")
       return None, ""
     seconds = requests.number(
-        data, "lease_s", above=0, most=self._limits.max_lease
+      data, "lease_s", above=0, most=self._limits.max_lease
     )
     return seconds, "" if lease is None else requests.lease(data)
 
@@ -311,14 +313,14 @@ class App(applications.Application):
   async def _ack(self, request: Request) -> Response:
     data = await self._object(request)
     count = await asyncio.to_thread(
-        self._found(request, data).acknowledge, requests.lease(data)
+      self._found(request, data).acknowledge, requests.lease(data)
     )
     return _json({"success": True, "message": f"Acknowledged {count} items"})
 
   async def _release(self, request: Request) -> Response:
     data = await self._object(request)
     count = await asyncio.to_thread(
-        self._found(request, data).release, requests.lease(data)
+      self._found(request, data).release, requests.lease(data)
     )
     return _json({"success": True, "message": f"Released {count} items"})
 
@@ -327,12 +329,12 @@ class App(applications.Application):
     uids = data.get("uids")
     if not isinstance(uids, list) or len(uids) > requests.MOST_IDS:
       raise ValueError(
-          f"uids must be a list of up to {requests.MOST_IDS} texts, got"
-          f" {json_models.short(uids)}"
+        f"uids must be a list of up to {requests.MOST_IDS} texts, got"
+        f" {json_models.short(uids)}"
       )
     texts = [items.text_id(uid, "uids") for uid in uids]
     buffer = await asyncio.to_thread(
-        self._service.buffer, self._name(request, data)
+      self._service.buffer, self._name(request, data)
     )
     known_uids = await asyncio.to_thread(self._service.known, buffer, texts)
     return _json({"known": known_uids})
@@ -342,14 +344,16 @@ class App(applications.Application):
     buffer = self._found(request, data)
     count = requests.whole_number({"batch_size": 1, **data}, "batch_size")
     bodies = await asyncio.to_thread(buffer.peek, min(count, 1000))
-    return _json({
+    return _json(
+      {
         "success": True,
         "message": f"Successfully previewed {len(bodies)} items",
         "data": {
-            "data": [orjson.Fragment(item) for item in bodies],
-            "meta_info": {},
+          "data": [orjson.Fragment(item) for item in bodies],
+          "meta_info": {},
         },
-    })
+      }
+    )
 
   # --- about the service ------------------------------------------------------
 
@@ -357,11 +361,13 @@ class App(applications.Application):
     data = {**request.query_params, **await self._object(request)}
     name = self._name(request, data)
     figures = await asyncio.to_thread(self._service.stats, name)
-    return _json({
+    return _json(
+      {
         "success": True,
         "message": "Buffer stats retrieved successfully",
         "data": {"data": [figures], "meta_info": {}},
-    })
+      }
+    )
 
   async def _list(self, request: Request) -> Response:
     del request
@@ -380,21 +386,21 @@ class App(applications.Application):
     store_of_items = self._service.store
     lines = []
     gauges = {
-        "buffer_waiting_bytes": store_of_items.waiting_bytes,
-        "buffer_commits": store_of_items.commits,
-        "buffer_commit_failures": store_of_items.failures,
+      "buffer_waiting_bytes": store_of_items.waiting_bytes,
+      "buffer_commits": store_of_items.commits,
+      "buffer_commit_failures": store_of_items.failures,
     }
     for name, value in gauges.items():
       lines.append(f"# TYPE {name} gauge\n{name} {value}\n")
     every = {
-        name: self._service.buffer(name, make=False).counts()
-        for name in self._service.names
+      name: self._service.buffer(name, make=False).counts()
+      for name in self._service.names
     }
     for gauge in ("items", "bytes", "waiting_groups", "leases"):
       lines.append(f"# TYPE buffer_held_{gauge} gauge\n")
       lines += [
-          f'buffer_held_{gauge}{{buffer="{name}"}} {counts[gauge]}\n'
-          for name, counts in every.items()
+        f'buffer_held_{gauge}{{buffer="{name}"}} {counts[gauge]}\n'
+        for name, counts in every.items()
       ]
     return self._metrics.page(lines)
 
@@ -410,11 +416,11 @@ async def _parsed(read: Callable[..., Any], raw: bytes, *args: Any) -> Any:
     nodes = raw.count(b"[") + raw.count(b"{")
     if raw.count(b",") + _NODE * nodes > _NODE * _MOST_NODES:
       raise request_bodies.BodyRefused(
-          413,
-          f"the body holds more than {_MOST_NODES:,} lists and objects, or"
-          f" {_NODE * _MOST_NODES:,} values, by its brackets and commas; send"
-          " it in several",
-          "too_large",
+        413,
+        f"the body holds more than {_MOST_NODES:,} lists and objects, or"
+        f" {_NODE * _MOST_NODES:,} values, by its brackets and commas; send"
+        " it in several",
+        "too_large",
       )
     return read(raw, *args)
 
@@ -424,11 +430,13 @@ async def _parsed(read: Callable[..., Any], raw: bytes, *args: Any) -> Any:
 
 
 def _read_body(success: bool, message: str, result: buffers.Read) -> bytes:
-  return orjson.dumps({
+  return orjson.dumps(
+    {
       "success": success,
       "message": message,
       "data": orjson.Fragment(result.data),
-  })
+    }
+  )
 
 
 class _Delivery(Response):
@@ -442,8 +450,8 @@ class _Delivery(Response):
 
   def __init__(self, buffer: buffers.Buffer, result: buffers.Read):
     super().__init__(
-        _read_body(True, f"Successfully read {result.count} items", result),
-        media_type="application/json",
+      _read_body(True, f"Successfully read {result.count} items", result),
+      media_type="application/json",
     )
     self._buffer = buffer
     self._result = result
@@ -451,11 +459,13 @@ class _Delivery(Response):
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
     sent = False
     try:
-      await send({
+      await send(
+        {
           "type": "http.response.start",
           "status": self.status_code,
           "headers": self.raw_headers,
-      })
+        }
+      )
       end = len(self.body) - 1
       for start in range(0, end, _CHUNK):
         part = self.body[start : min(start + _CHUNK, end)]
@@ -486,8 +496,8 @@ def _part(body: bytes | memoryview, more: bool) -> dict[str, Any]:
 
 
 def _json(
-    data: Any, status: int = 200, headers: Mapping[str, str] | None = None
+  data: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
   return Response(
-      orjson.dumps(data), status, headers, media_type="application/json"
+    orjson.dumps(data), status, headers, media_type="application/json"
   )

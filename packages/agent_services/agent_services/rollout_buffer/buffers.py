@@ -104,22 +104,22 @@ class Buffer:
   """
 
   def __init__(
-      self,
-      buffer: int,
-      name: str,
-      item_store: store.Store,
-      limits: settings.BufferLimits,
-      clock: Callable[[], float] = time.monotonic,
-      on_read: OnRead | None = None,
+    self,
+    buffer: int,
+    name: str,
+    item_store: store.Store,
+    limits: settings.BufferLimits,
+    clock: Callable[[], float] = time.monotonic,
+    on_read: OnRead | None = None,
   ):
     """Args:
 
-      buffer, name: in the store.
-      item_store: The store.
-      limits: Bounds of the service.
-      clock: seconds; groups' ages and leases are measured with it.
-      on_read: called with the buffer, the read's number and its items, before
-        a read is committed; an error of it ends the read.
+    buffer, name: in the store.
+    item_store: The store.
+    limits: Bounds of the service.
+    clock: seconds; groups' ages and leases are measured with it.
+    on_read: called with the buffer, the read's number and its items, before
+      a read is committed; an error of it ends the read.
     """
     self.id, self.name = buffer, name
     self.judge = judging.Judge(name, item_store, limits)
@@ -135,9 +135,9 @@ class Buffer:
     self._deliveries = itertools.count(1)
     self._max_bytes = limits.max_gib * (1 << 30)
     self._tally = tally.Tally(
-        max(limits.max_items, limits.remembered_uids),
-        limits.max_items,
-        self._max_bytes,
+      max(limits.max_items, limits.remembered_uids),
+      limits.max_items,
+      self._max_bytes,
     )
     self._items = self._bytes = self._reserved = self._reserved_bytes = 0
     self.allowed_items: int | None = None
@@ -148,13 +148,14 @@ class Buffer:
   # --- state from the disk ----------------------------------------------------
 
   def configure(
-      self, rollout_rules: rules.GroupRules, hooks: rules.Hooks, task_type: str
+    self, rollout_rules: rules.GroupRules, hooks: rules.Hooks, task_type: str
   ) -> None:
     """Takes a rollout's rules, and forms the groups anew from the store.
 
     Ages of groups begin anew; leases run again from their beginning, and those
     of final reads, whose answers are not complete, are over.
     """
+
     def load(contents: store_work.Contents) -> None:
       with self._lock:
         self.judge.rules, self.judge.hooks = rollout_rules, hooks
@@ -164,9 +165,7 @@ class Buffer:
     with self._taking:
       # By the writing thread, so that no write is missed or taken twice.
       needed = hooks.get_group_data_meta_info is not None
-      self._wait(
-          self._store.call(store_work.contents(self.id, needed), load)
-      )
+      self._wait(self._store.call(store_work.contents(self.id, needed), load))
 
   def _load(self, contents: store_work.Contents) -> None:
     now = self._clock()
@@ -178,14 +177,16 @@ class Buffer:
     lent: dict[tuple[str, int], groups.Group] = {}
     for record in contents.records:
       member = groups.Member(record.seq, record.reward, record.size)
-      self._tally.add(tally.Counted(
+      self._tally.add(
+        tally.Counted(
           record.seq, record.instance_id, record.reward, record.size
-      ))  # pyformat: disable
+        )
+      )
       if record.state in (store.WAITS, store.LENT):
         self._items += 1
         self._bytes += record.size
       if record.state == store.WAITS or (
-          record.state == store.LENT and record.lease not in contents.seconds
+        record.state == store.LENT and record.lease not in contents.seconds
       ):
         self._groups.add(record.instance_id, member, now)
       elif record.state == store.LENT:
@@ -201,16 +202,14 @@ class Buffer:
       due = now + seconds if seconds else -math.inf
       delivery = before[lease].delivery if lease in before else 0
       self._leases.setdefault(
-          lease, _Lease([], seconds, due, delivery)
+        lease, _Lease([], seconds, due, delivery)
       ).groups.append(group)
 
   def reset(self) -> None:
     """Forgets all items, their uids and leases."""
     with self._taking:
       self._wait(
-          self._store.call(
-              store_work.reset(self.id), lambda _: self._forget()
-          )
+        self._store.call(store_work.reset(self.id), lambda _: self._forget())
       )
 
   def _forget(self) -> None:
@@ -241,16 +240,16 @@ class Buffer:
       if count > self._limits.max_items:
         self.refused += 1
         raise BufferFull(
-            f"buffer {self.name!r} holds {items_now} items, which is as many"
-            f" as it may (--max-items={self._limits.max_items}); read from it,"
-            " or write again later"
+          f"buffer {self.name!r} holds {items_now} items, which is as many"
+          f" as it may (--max-items={self._limits.max_items}); read from it,"
+          " or write again later"
         )
       if total > self._max_bytes:
         self.refused += 1
         raise BufferFull(
-            f"buffer {self.name!r} holds {held_bytes} bytes, which is as many"
-            f" as it may (--max-gib={self._limits.max_gib:g}); read from it,"
-            " or write again later"
+          f"buffer {self.name!r} holds {held_bytes} bytes, which is as many"
+          f" as it may (--max-gib={self._limits.max_gib:g}); read from it,"
+          " or write again later"
         )
       self._reserved += len(written)
       self._reserved_bytes += size
@@ -269,7 +268,7 @@ class Buffer:
         member = groups.Member(seq, item.reward, len(item.body))
         self._groups.add(item.instance_id, member, now)
         self._tally.add(
-            tally.Counted(seq, item.instance_id, item.reward, member.size)
+          tally.Counted(seq, item.instance_id, item.reward, member.size)
         )
         self._items += 1
         self._bytes += member.size
@@ -277,13 +276,13 @@ class Buffer:
   # --- reading ----------------------------------------------------------------
 
   def read(
-      self,
-      batch_size: int = -1,
-      *,
-      lease_s: float | None = None,
-      lease: str = "",
-      exact: bool = False,
-      clear: bool = True,
+    self,
+    batch_size: int = -1,
+    *,
+    lease_s: float | None = None,
+    lease: str = "",
+    exact: bool = False,
+    clear: bool = True,
   ) -> Read:
     """Takes groups until they have `batch_size` items, or all there are.
 
@@ -315,17 +314,17 @@ class Buffer:
         self._drop(dropped)
         return Read(short=batch_size > 0)
       return self._deliver(
-          usable, dropped, batch_size, lease_s, lease or uuid.uuid4().hex, clear
+        usable, dropped, batch_size, lease_s, lease or uuid.uuid4().hex, clear
       )
 
   def _deliver(
-      self,
-      usable: list[groups.Group],
-      dropped: list[groups.Group],
-      batch_size: int,
-      lease_s: float | None,
-      lease: str,
-      clear: bool,
+    self,
+    usable: list[groups.Group],
+    dropped: list[groups.Group],
+    batch_size: int,
+    lease_s: float | None,
+    lease: str,
+    clear: bool,
   ) -> Read:
     with self._lock:
       counted = self._tally.counted
@@ -367,13 +366,13 @@ class Buffer:
       self._on_read(self, self._reads() + 1, written)
     cleared = counted[-1].seq if clear and counted else 0
     take = store_work.take(
-        self.id,
-        [(group.number, group.seqs) for group in lent],
-        [seq for group in dropped for seq in group.seqs],
-        retained.released,
-        lease=(lease, lease_s or 0.0),
-        cleared=cleared,
-        remembered=self._limits.remembered_uids,
+      self.id,
+      [(group.number, group.seqs) for group in lent],
+      [seq for group in dropped for seq in group.seqs],
+      retained.released,
+      lease=(lease, lease_s or 0.0),
+      cleared=cleared,
+      remembered=self._limits.remembered_uids,
     )
     try:
       self._wait(self._store.call(take))
@@ -389,17 +388,16 @@ class Buffer:
       self._tally.keep(retained)
       self._tally.clear(cleared, unreported)
     return Read(
-        data, len(written), available, lease=lease, final=final,
-        delivery=delivery,
-    )  # pyformat: disable
+      data, len(written), available, lease=lease, final=final, delivery=delivery
+    )
 
   def _again(self, lease: str) -> Read:
     """Returns the groups of a lease again; its time begins anew."""
     again = self._leases[lease]
     members = [
-        tally.Counted(member.seq, group.instance_id, member.reward, member.size)
-        for group in again.groups
-        for member in group.members
+      tally.Counted(member.seq, group.instance_id, member.reward, member.size)
+      for group in again.groups
+      for member in group.members
     ]
     meta = self.judge.meta_info(members)
     names = (group.instance_id for group in again.groups)
@@ -414,7 +412,7 @@ class Buffer:
     again.due = self._clock() + again.seconds
     again.delivery = next(self._deliveries)
     return Read(
-        data, len(written), len(members), lease=lease, delivery=again.delivery
+      data, len(written), len(members), lease=lease, delivery=again.delivery
     )
 
   def available(self) -> int:
@@ -434,9 +432,9 @@ class Buffer:
       sizes = itertools.accumulate(m.size for m in members)
       most = self._limits.read_mib << 20
       seqs = [
-          m.seq
-          for m, size in zip(members, sizes)
-          if size <= most or m is members[0]
+        m.seq
+        for m, size in zip(members, sizes)
+        if size <= most or m is members[0]
       ]
       return [body for body in self._store.bodies(seqs) if body is not None]
 
@@ -448,11 +446,9 @@ class Buffer:
       if self._tally.cleared > self._forgotten:
         cleared = self._tally.cleared
         self._wait(
-            self._store.call(
-                store_work.forget(
-                    self.id, cleared, self._limits.remembered_uids
-                )
-            )
+          self._store.call(
+            store_work.forget(self.id, cleared, self._limits.remembered_uids)
+          )
         )
         self._forgotten = cleared
         with self._lock:  # Their contents are gone from the disk.
@@ -492,19 +488,20 @@ class Buffer:
       current = self._leases.get(lease)
       if current is None:
         if self._store.rows(
-            "SELECT 1 FROM leases WHERE id = ? AND buffer = ? AND"
-            " acknowledged > 0",
-            lease, self.id,
-        ):  # pyformat: disable
+          "SELECT 1 FROM leases WHERE id = ? AND buffer = ? AND"
+          " acknowledged > 0",
+          lease,
+          self.id,
+        ):
           return 0
         raise UnknownLease(
-            f"lease {lease!r} is over or never was; its groups are read again"
+          f"lease {lease!r} is over or never was; its groups are read again"
         )
       seqs = [seq for group in current.groups for seq in group.seqs]
       self._wait(
-          self._store.call(
-              store_work.acknowledge(self.id, lease, seqs, current.seconds > 0)
-          )
+        self._store.call(
+          store_work.acknowledge(self.id, lease, seqs, current.seconds > 0)
+        )
       )
       with self._lock:
         del self._leases[lease]
@@ -533,9 +530,11 @@ class Buffer:
     now = self._clock()
     for lease in [i for i, one in self._leases.items() if now > one.due]:
       _LOG.warning(
-          "buffer %s: lease %s was not acknowledged in time; its groups are"
-          " read again", self.name, lease,
-      )  # pyformat: disable
+        "buffer %s: lease %s was not acknowledged in time; its groups are"
+        " read again",
+        self.name,
+        lease,
+      )
       self._return(lease)
 
   def _return(self, lease: str) -> int:
@@ -571,8 +570,8 @@ class Buffer:
   def _kept_with(self, dropped: Sequence[groups.Group]) -> tally.Kept:
     with self._lock:
       return self._tally.kept_with(
-          [member for group in dropped for member in group.members],
-          self.judge.needs_contents,
+        [member for group in dropped for member in group.members],
+        self.judge.needs_contents,
       )
 
   def _uncount(self, departures: Sequence[groups.Group]) -> None:
@@ -586,54 +585,52 @@ class Buffer:
     with self._taking:
       usable, _ = self._judge()
       (row,) = self._store.rows(
-          "SELECT written, read, dropped, reads FROM buffers WHERE id = ?",
-          self.id,
+        "SELECT written, read, dropped, reads FROM buffers WHERE id = ?",
+        self.id,
       )
       with self._lock:
         lent = sum(
-            len(group.members)
-            for current in self._leases.values()
-            for group in current.groups
+          len(group.members)
+          for current in self._leases.values()
+          for group in current.groups
         )
         return {
-            "current_size": sum(len(group.members) for group in usable),
-            "max_size": self._limits.max_items,
-            "total_written": row[0],
-            "total_read": row[1],
-            "total_dropped": row[2],
-            "reads": row[3],
-            "buffer": self.name,
-            "task_type": self.judge.task_type,
-            "group_size": self.judge.rules.group_size,
-            "group_rules": "raw" if self.judge.rules.raw else "normalized",
-            "allowed_items": self.allowed_items,
-            "items": self._items,
-            "bytes": self._bytes,
-            "kept_items": self._tally.kept_items,
-            "kept_bytes": self._tally.kept_bytes,
-            "waiting_items": self._groups.items,
-            "waiting_groups": len(self._groups),
-            "leased_items": lent,
-            "leases": len(self._leases),
-            "refused_writes": self.refused,
-            "hook_failures": self.judge.failures,
-            "errors": list(self.judge.errors),
+          "current_size": sum(len(group.members) for group in usable),
+          "max_size": self._limits.max_items,
+          "total_written": row[0],
+          "total_read": row[1],
+          "total_dropped": row[2],
+          "reads": row[3],
+          "buffer": self.name,
+          "task_type": self.judge.task_type,
+          "group_size": self.judge.rules.group_size,
+          "group_rules": "raw" if self.judge.rules.raw else "normalized",
+          "allowed_items": self.allowed_items,
+          "items": self._items,
+          "bytes": self._bytes,
+          "kept_items": self._tally.kept_items,
+          "kept_bytes": self._tally.kept_bytes,
+          "waiting_items": self._groups.items,
+          "waiting_groups": len(self._groups),
+          "leased_items": lent,
+          "leases": len(self._leases),
+          "refused_writes": self.refused,
+          "hook_failures": self.judge.failures,
+          "errors": list(self.judge.errors),
         }
 
   def counts(self) -> dict[str, float]:
     """Gauges that cost nothing to take."""
     with self._lock:
       return {
-          "items": self._items,
-          "bytes": self._bytes,
-          "waiting_groups": len(self._groups),
-          "leases": len(self._leases),
+        "items": self._items,
+        "bytes": self._bytes,
+        "waiting_groups": len(self._groups),
+        "leases": len(self._leases),
       }
 
   def _reads(self) -> int:
-    (row,) = self._store.rows(
-        "SELECT reads FROM buffers WHERE id = ?", self.id
-    )
+    (row,) = self._store.rows("SELECT reads FROM buffers WHERE id = ?", self.id)
     return row[0]
 
   def _wait(self, future: Any) -> Any:
@@ -653,21 +650,21 @@ class Buffer:
 
 def _used(lease: str) -> LeaseUsed:
   return LeaseUsed(
-      f"lease={lease!r} was acknowledged, or is another buffer's; give each"
-      " read an id of its own"
+    f"lease={lease!r} was acknowledged, or is another buffer's; give each"
+    " read an id of its own"
   )
 
 
 def _data(
-    written: Sequence[bytes],
-    meta: Mapping[str, Any],
-    numbers: Sequence[int],
-    lease: str,
+  written: Sequence[bytes],
+  meta: Mapping[str, Any],
+  numbers: Sequence[int],
+  lease: str,
 ) -> bytes:
   """Encodes the `data` of a `Read`, around items that are JSON."""
   data: dict[str, Any] = {
-      "data": [orjson.Fragment(item) for item in written],
-      "meta_info": meta,
+    "data": [orjson.Fragment(item) for item in written],
+    "meta_info": meta,
   }
   if lease:
     data.update(lease=lease, groups=numbers)

@@ -47,12 +47,12 @@ class BufferClient:
   """One buffer of a service; an async context manager."""
 
   def __init__(
-      self,
-      url: str,
-      *,
-      buffer: str = "",
-      token: str | None = None,
-      connections: int = 64,
+    self,
+    url: str,
+    *,
+    buffer: str = "",
+    token: str | None = None,
+    connections: int = 64,
   ):
     """Args:
 
@@ -68,15 +68,15 @@ class BufferClient:
     self.url = f"{base}/b/{buffer}" if buffer else base
     token = os.environ.get(_VARIABLE, "") if token is None else token
     self._http = http.Http(
-        BufferError,
-        headers={"authorization": f"Bearer {token}"} if token else {},
-        connections=connections,
+      BufferError,
+      headers={"authorization": f"Bearer {token}"} if token else {},
+      connections=connections,
     )
     self._retry = http.RetryPolicy(
-        tries=1000,  # The deadline ends them.
-        wait=tenacity.wait_random_exponential(multiplier=0.2, max=10.0),
-        retry=tenacity.retry_if_exception(_passes),
-        jitter=1.0,
+      tries=1000,  # The deadline ends them.
+      wait=tenacity.wait_random_exponential(multiplier=0.2, max=10.0),
+      retry=tenacity.retry_if_exception(_passes),
+      jitter=1.0,
     )
 
   async def __aenter__(self) -> BufferClient:
@@ -90,9 +90,9 @@ class BufferClient:
     await self._http.aclose()
 
   async def write(
-      self,
-      items: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-      seconds: float = _WRITE_S,
+    self,
+    items: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    seconds: float = _WRITE_S,
   ) -> int:
     """Writes an item, or several that are stored together or not at all.
 
@@ -103,35 +103,38 @@ class BufferClient:
       BufferError: they are refused, or time was up.
     """
     answer = await self._http.ask(
-        "POST",
-        f"{self.url}/buffer/write",
-        seconds,
-        body=items if isinstance(items, Mapping) else list(items),
-        headers={"prefer": "return=minimal"},
-        retry=self._retry,
+      "POST",
+      f"{self.url}/buffer/write",
+      seconds,
+      body=items if isinstance(items, Mapping) else list(items),
+      headers={"prefer": "return=minimal"},
+      retry=self._retry,
     )
     return int(answer.get("new", 0))
 
   async def known(
-      self, uids: Sequence[str], seconds: float = _WRITE_S
+    self, uids: Sequence[str], seconds: float = _WRITE_S
   ) -> set[str]:
     """Returns the uids that were written already."""
     known_uids: set[str] = set()
     for start in range(0, len(uids), 10_000):
       part = list(uids[start : start + 10_000])
       answer = await self._http.ask(
-          "POST", f"{self.url}/buffer/known", seconds, body={"uids": part},
-          retry=self._retry,
-      )  # pyformat: disable
+        "POST",
+        f"{self.url}/buffer/known",
+        seconds,
+        body={"uids": part},
+        retry=self._retry,
+      )
       known_uids.update(answer["known"])
     return known_uids
 
   async def read(
-      self,
-      batch_size: int | None = None,
-      *,
-      lease_s: float | None = None,
-      seconds: float = _CALL_S,
+    self,
+    batch_size: int | None = None,
+    *,
+    lease_s: float | None = None,
+    seconds: float = _CALL_S,
   ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
     """(items, meta information, lease) of `/get_rollout_data`.
 
@@ -149,31 +152,38 @@ class BufferClient:
     if lease_s is not None:
       body.update(lease_s=lease_s, lease=uuid.uuid4().hex)
     answer = await self._http.ask(
-        "POST", f"{self.url}/get_rollout_data", seconds, body=body,
-        limit=2 << 30, retry=None if lease_s is None else self._retry,
-    )  # pyformat: disable
+      "POST",
+      f"{self.url}/get_rollout_data",
+      seconds,
+      body=body,
+      limit=2 << 30,
+      retry=None if lease_s is None else self._retry,
+    )
     data = answer["data"]
     return data["data"], data["meta_info"], data.get("lease", "")
 
   async def ack(self, lease: str, seconds: float = _CALL_S) -> None:
     """Ends a lease: its items are never read again. May be repeated."""
     await self._http.ask(
-        "POST", f"{self.url}/buffer/ack", seconds, body={"lease": lease},
-        retry=self._retry,
-    )  # pyformat: disable
+      "POST",
+      f"{self.url}/buffer/ack",
+      seconds,
+      body={"lease": lease},
+      retry=self._retry,
+    )
 
   async def release(self, lease: str, seconds: float = _CALL_S) -> None:
     """Gives a lease's items back, to be read again at once."""
     await self._http.ask(
-        "POST", f"{self.url}/buffer/release", seconds, body={"lease": lease}
+      "POST", f"{self.url}/buffer/release", seconds, body={"lease": lease}
     )
 
   async def start(
-      self, payload: Mapping[str, Any], seconds: float = _CALL_S
+    self, payload: Mapping[str, Any], seconds: float = _CALL_S
   ) -> None:
     """Starts a rollout; the payload is that of `/start_rollout`."""
     await self._http.ask(
-        "POST", f"{self.url}/start_rollout", seconds, body=dict(payload)
+      "POST", f"{self.url}/start_rollout", seconds, body=dict(payload)
     )
 
   async def stop(self, seconds: float = _CALL_S) -> None:
@@ -183,6 +193,6 @@ class BufferClient:
   async def stats(self, seconds: float = _CALL_S) -> dict[str, Any]:
     """The figures of `/buffer/stats`."""
     answer = await self._http.ask(
-        "GET", f"{self.url}/buffer/stats", seconds, retry=self._retry
+      "GET", f"{self.url}/buffer/stats", seconds, retry=self._retry
     )
     return answer["data"]["data"][0]

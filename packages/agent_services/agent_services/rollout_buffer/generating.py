@@ -56,11 +56,16 @@ _BATCH = 10_000
 PRIVATE = "private: "
 """Begins a line for the service's log, which clients do not see."""
 _SAMPLING = {
-    "max_tokens": int, "max_completion_tokens": int, "top_k": int,
-    "temperature": float, "top_p": float, "min_p": float,
-    "presence_penalty": float, "frequency_penalty": float,
-    "repetition_penalty": float,
-}  # pyformat: disable
+  "max_tokens": int,
+  "max_completion_tokens": int,
+  "top_k": int,
+  "temperature": float,
+  "top_p": float,
+  "min_p": float,
+  "presence_penalty": float,
+  "frequency_penalty": float,
+  "repetition_penalty": float,
+}
 
 
 class GeneratorError(ValueError):
@@ -100,13 +105,13 @@ def rows_of(path: Any) -> list[dict[str, Any]]:
   """
   if not isinstance(path, str) or not path:
     raise GeneratorError(
-        f"input_file={path!r} must be a file that the service can read"
+      f"input_file={path!r} must be a file that the service can read"
     )
   try:
     lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
   except (OSError, UnicodeDecodeError) as error:
     raise GeneratorError(
-        f"input_file={path} cannot be read by the service: {error}"
+      f"input_file={path} cannot be read by the service: {error}"
     ) from None
   rows = []
   for number, line in enumerate(lines, 1):
@@ -119,8 +124,8 @@ def rows_of(path: Any) -> list[dict[str, Any]]:
     name = row.get("instance_id") if isinstance(row, dict) else None
     if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
       raise GeneratorError(
-          f"{path}, line {number}: it has no instance_id; give each task one,"
-          " or let agent_rollout.assign_instance_id write them"
+        f"{path}, line {number}: it has no instance_id; give each task one,"
+        " or let agent_rollout.assign_instance_id write them"
       )
     rows.append({**row, "instance_id": str(name)})
   if not rows:
@@ -129,7 +134,7 @@ def rows_of(path: Any) -> list[dict[str, Any]]:
 
 
 def jobs(
-    rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]
+  rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]
 ) -> Iterator[Job]:
   """The episodes of a rollout, in order.
 
@@ -150,10 +155,13 @@ def jobs(
         continue
       for number in range(size):
         yield Job(
-            row, name, epoch, number,
-            f"{rollout[:12]}-{epoch}-{name}-{number}",
-            seeds.derive_seed(rollout, epoch, name, number),
-        )  # pyformat: disable
+          row,
+          name,
+          epoch,
+          number,
+          f"{rollout[:12]}-{epoch}-{name}-{number}",
+          seeds.derive_seed(rollout, epoch, name, number),
+        )
 
 
 def sampling_of(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +182,7 @@ def sampling_of(data: Mapping[str, Any]) -> dict[str, Any]:
       numbers[key] = kind(value) if kind else value
     except (TypeError, ValueError):
       raise GeneratorError(
-          f"sampling_params.{key}={value!r} must be a number"
+        f"sampling_params.{key}={value!r} must be a number"
       ) from None
   return numbers
 
@@ -188,8 +196,8 @@ def engine_url(data: Mapping[str, Any]) -> str:
   url = str(data.get("remote_engine_url") or "").rstrip("/")
   if not url:
     raise GeneratorError(
-        "remote_engine_url is missing; give the OpenAI-compatible server that"
-        " is to be sampled from"
+      "remote_engine_url is missing; give the OpenAI-compatible server that"
+      " is to be sampled from"
     )
   return url if url.endswith("/v1") else f"{url}/v1"
 
@@ -208,7 +216,7 @@ async def generate(data: Mapping[str, Any], play: Play) -> int:
   """`run`, in an event loop; returns the number of episodes written."""
   rows = await asyncio.to_thread(rows_of, data.get("input_file"))
   async with client.BufferClient(
-      str(data["remote_buffer_url"]), buffer=str(data.get("buffer") or "")
+    str(data["remote_buffer_url"]), buffer=str(data.get("buffer") or "")
   ) as buffer:
     todo = _missing(jobs(rows, data), buffer)
     advancing = asyncio.Lock()
@@ -240,7 +248,7 @@ async def generate(data: Mapping[str, Any], play: Play) -> int:
 
 
 async def _missing(
-    every: Iterator[Job], buffer: client.BufferClient
+  every: Iterator[Job], buffer: client.BufferClient
 ) -> AsyncIterator[Job]:
   """Yields the episodes of which the buffer has no item."""
   while batch := list(itertools.islice(every, _BATCH)):
@@ -284,7 +292,7 @@ async def _played(job: Job, play: Play, state: _State) -> dict[str, Any] | None:
   for attempt in range(_TRIES):
     try:
       got = await concurrency.with_deadline(
-          play(job), _EPISODE_S, f"episode {job.uid}"
+        play(job), _EPISODE_S, f"episode {job.uid}"
       )
     except GeneratorError:
       raise
@@ -299,7 +307,7 @@ async def _played(job: Job, play: Play, state: _State) -> dict[str, Any] | None:
       state.in_a_row += 1
       if state.in_a_row >= _MOST_FAILURES * _TRIES:
         raise GeneratorError(
-            f"{state.in_a_row} tries in a row failed, the last with: {reason}"
+          f"{state.in_a_row} tries in a row failed, the last with: {reason}"
         ) from error
       if attempt + 1 < _TRIES:
         await asyncio.sleep(_PAUSE_S * 5**attempt)
@@ -313,25 +321,27 @@ async def _played(job: Job, play: Play, state: _State) -> dict[str, Any] | None:
 def _item(job: Job, got: Mapping[str, Any]) -> dict[str, Any]:
   turns = [m for m in got["messages"] if m.get("role") == "assistant"]
   return {
-      **got,
-      "uid": job.uid,
-      "instance_id": job.instance_id,
-      "extra_info": {
-          "timestamp": str(time.time()),
-          "round_number": len(turns),
-          "epoch": job.epoch,
-          **got.get("extra_info", {}),
-      },
+    **got,
+    "uid": job.uid,
+    "instance_id": job.instance_id,
+    "extra_info": {
+      "timestamp": str(time.time()),
+      "round_number": len(turns),
+      "epoch": job.epoch,
+      **got.get("extra_info", {}),
+    },
   }
 
 
 def quotes_server(error: BaseException) -> bool:
   """Whether an error, or one that it came from, holds a server's words."""
   inner = [
-      error.__cause__, error.__context__, *getattr(error, "exceptions", ())
-  ]  # pyformat: disable
+    error.__cause__,
+    error.__context__,
+    *getattr(error, "exceptions", ()),
+  ]
   return isinstance(error, http.CallError) or any(
-      quotes_server(one) for one in inner if one is not None
+    quotes_server(one) for one in inner if one is not None
   )
 
 

@@ -47,14 +47,14 @@ class GeneratorRun:
   """
 
   def __init__(
-      self,
-      generator: plugins.Generator,
-      payload: Mapping[str, Any],
-      *,
-      timeout_s: float,
-      grace_s: float,
-      token: str = "",
-      on_end: Callable[[GeneratorRun], None] = lambda run: None,
+    self,
+    generator: plugins.Generator,
+    payload: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    grace_s: float,
+    token: str = "",
+    on_end: Callable[[GeneratorRun], None] = lambda run: None,
   ):
     """Starts it.
 
@@ -81,12 +81,12 @@ class GeneratorRun:
     if token:
       environment["TUNIX_BUFFER_TOKEN"] = token
     self._process = subprocess.Popen(
-        [sys.executable, *_command(environment)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        start_new_session=True,
+      [sys.executable, *_command(environment)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      env=environment,
+      start_new_session=True,
     )
     order = {"file": str(generator.path.resolve()), "payload": dict(payload)}
     assert self._process.stdin is not None
@@ -103,12 +103,12 @@ class GeneratorRun:
   def describe(self) -> dict[str, Any]:
     """JSON for `/buffer/stats`."""
     return {
-        "task_type": self.generator.task_type,
-        "file": str(self.generator.path),
-        "state": self.state,
-        "error": self.error,
-        "started": self.started,
-        "log": list(self._lines),
+      "task_type": self.generator.task_type,
+      "file": str(self.generator.path),
+      "state": self.state,
+      "error": self.error,
+      "started": self.started,
+      "log": list(self._lines),
     }
 
   def stop(self) -> None:
@@ -121,8 +121,8 @@ class GeneratorRun:
 
   def _end(self) -> None:
     for sign, wait in (
-        (signal.SIGTERM, self._grace_s),
-        (signal.SIGKILL, _END_S),
+      (signal.SIGTERM, self._grace_s),
+      (signal.SIGKILL, _END_S),
     ):
       # Its children, too; those may be left after it has ended itself.
       with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -171,7 +171,7 @@ class GeneratorRun:
 
   def _thread(self, target: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(
-        target=target, name="tunix-generator", daemon=True
+      target=target, name="tunix-generator", daemon=True
     )
     thread.start()
     return thread

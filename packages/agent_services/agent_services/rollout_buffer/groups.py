@@ -105,10 +105,10 @@ class Groups:
 
 
 def verdict(
-    group: Group,
-    rollout_rules: rules.GroupRules,
-    now: float,
-    judged: tuple[bool, bool] | None = None,
+  group: Group,
+  rollout_rules: rules.GroupRules,
+  now: float,
+  judged: tuple[bool, bool] | None = None,
 ) -> rules.Verdict:
   """Decides what becomes of a group now.
 
@@ -120,8 +120,8 @@ def verdict(
   """
   if judged is None:
     judged = rules.is_valid_group(
-        [m.reward for m in group.members], rollout_rules
+      [m.reward for m in group.members], rollout_rules
     )
   return rules.verdict(
-      *judged, len(group.members), now - group.last, rollout_rules
+    *judged, len(group.members), now - group.last, rollout_rules
   )

@@ -83,8 +83,8 @@ def buffer_name(value: Any) -> str:
     return DEFAULT_BUFFER
   if not isinstance(value, str) or not _NAME.fullmatch(value):
     raise ItemError(
-        f"buffer={json_models.short(value)} must be a name of up to 64 letters,"
-        " digits, '.', '_' and '-'"
+      f"buffer={json_models.short(value)} must be a name of up to 64 letters,"
+      " digits, '.', '_' and '-'"
     )
   return value
 
@@ -153,7 +153,7 @@ def _parse(raw: bytes) -> Any:
   except ValueError as error:
     if "depth limit" in str(error) or "ecursion" in str(error):
       raise ItemError(
-          f"the body is not JSON: it nests deeper than {DEEPEST} levels"
+        f"the body is not JSON: it nests deeper than {DEEPEST} levels"
       ) from None
     if "infinity" not in str(error):
       raise ItemError(f"the body is not JSON: {error}") from None
@@ -190,12 +190,12 @@ def encoded(item: Any) -> bytes:
 def _item(value: Any, buffer: str | None) -> Item:
   if not isinstance(value, dict):
     raise ItemError(
-        f"an item must be an object, got {json_models.short(value)}"
+      f"an item must be an object, got {json_models.short(value)}"
     )
   missing = [key for key in REQUIRED if key not in value]
   if missing:
     raise ItemError(
-        f"{missing[0]} is missing; an item needs {', '.join(REQUIRED)}"
+      f"{missing[0]} is missing; an item needs {', '.join(REQUIRED)}"
     )
   for key in ("uid", "instance_id"):
     value[key] = text_id(value[key], key)
@@ -205,8 +205,8 @@ def _item(value: Any, buffer: str | None) -> Item:
   _check_messages(value["messages"])
   if not isinstance(value["extra_info"], dict):
     raise ItemError(
-        f"extra_info={json_models.short(value['extra_info'])} must be an"
-        " object; {} where there is nothing to say"
+      f"extra_info={json_models.short(value['extra_info'])} must be an"
+      " object; {} where there is nothing to say"
     )
   if value.get("raw_reward") is not None:
     check_reward(value["raw_reward"], "raw_reward")
@@ -218,12 +218,12 @@ def _item(value: Any, buffer: str | None) -> Item:
     raise ItemError(str(error)) from None
   body = encoded(value)
   return Item(
-      buffer_name(value.get("buffer")) if buffer is None else buffer,
-      value["uid"],
-      value["instance_id"],
-      float(value["reward"]),
-      body,
-      crc32(body),
+    buffer_name(value.get("buffer")) if buffer is None else buffer,
+    value["uid"],
+    value["instance_id"],
+    float(value["reward"]),
+    body,
+    crc32(body),
   )
 
 
@@ -249,33 +249,37 @@ def text_id(value: Any, key: str) -> str:
     if len(digits := str(value)) <= MOST_ID:
       return digits
   raise ItemError(
-      f"{key}={json_models.short(value)} must be a text of 1 to {MOST_ID}"
-      " characters, or a whole number"
+    f"{key}={json_models.short(value)} must be a text of 1 to {MOST_ID}"
+    " characters, or a whole number"
   )
 
 
 def _check_messages(messages: Any) -> None:
   if not isinstance(messages, list):
     raise ItemError(
-        f"messages={json_models.short(messages)} must be a list of objects"
-        " with 'role' and 'content'"
+      f"messages={json_models.short(messages)} must be a list of objects"
+      " with 'role' and 'content'"
     )
   for number, message in enumerate(messages):
     if not isinstance(message, dict) or not isinstance(
-        message.get("role"), str
+      message.get("role"), str
     ):
       raise ItemError(
-          f"messages.{number}={json_models.short(message)} must be an object"
-          " with a text 'role'"
+        f"messages.{number}={json_models.short(message)} must be an object"
+        " with a text 'role'"
       )
   try:
     trajectory.decode(messages)
   except (
-      ValueError, TypeError, LookupError, AttributeError, RecursionError
-  ) as error:  # pyformat: disable
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+  ) as error:
     raise ItemError(
-        f"messages hold a damaged value ({type(error).__name__}: {error});"
-        " $type is this package's own key"
+      f"messages hold a damaged value ({type(error).__name__}: {error});"
+      " $type is this package's own key"
     ) from None
 
 
@@ -286,12 +290,12 @@ def _check_images(value: Mapping[str, Any]) -> None:
     return
   if not isinstance(images, dict):
     raise ItemError(
-        f"images={json_models.short(images)} must be an object, SHA-256 to"
-        " base64 PNG, or the list of a sequence's images"
+      f"images={json_models.short(images)} must be an object, SHA-256 to"
+      " base64 PNG, or the list of a sequence's images"
     )
   for sha256, picture in images.items():
     if not _SHA256.fullmatch(sha256) or not isinstance(picture, str):
       raise ItemError(
-          f"images.{sha256[:80]}={json_models.short(picture)} must be a base64"
-          " PNG under the 64 hex digits of its SHA-256"
+        f"images.{sha256[:80]}={json_models.short(picture)} must be a base64"
+        " PNG under the 64 hex digits of its SHA-256"
       )

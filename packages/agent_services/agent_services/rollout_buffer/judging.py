@@ -38,22 +38,20 @@ class Judge:
   """
 
   def __init__(
-      self, name: str, item_store: store.Store, limits: settings.BufferLimits
+    self, name: str, item_store: store.Store, limits: settings.BufferLimits
   ):
     """Args:
 
-      name: Name of the buffer, for errors.
-      item_store: The store.
-      limits: Bounds of the service.
+    name: Name of the buffer, for errors.
+    item_store: The store.
+    limits: Bounds of the service.
     """
     self.rules = rules.GroupRules(
-        group_size=limits.group_size, raw=limits.group_rules == "raw"
+      group_size=limits.group_size, raw=limits.group_rules == "raw"
     )
     self.hooks = rules.Hooks()
     self.task_type = ""
-    self.errors: collections.deque[str] = collections.deque(
-        maxlen=_MOST_ERRORS
-    )
+    self.errors: collections.deque[str] = collections.deque(maxlen=_MOST_ERRORS)
     self.failures = 0
     self._name = name
     self._store = item_store
@@ -64,9 +62,7 @@ class Judge:
     """Whether statistics need the contents of dropped items."""
     return self.hooks.get_group_data_meta_info is not None
 
-  def judged(
-      self, group: groups.Group, count: int
-  ) -> tuple[bool, bool] | None:
+  def judged(self, group: groups.Group, count: int) -> tuple[bool, bool] | None:
     """A hook's judgement, made once for each size of a group."""
     hook = self.hooks.is_valid_group
     if hook is None or self.rules.raw:
@@ -75,12 +71,12 @@ class Judge:
       try:
         contents = self._parsed(group.seqs[:count])
         answer = rules.judged(
-            self._call(
-                hook,
-                (group.instance_id, contents),
-                self.rules.min_valid_group_size,
-                self.task_type,
-            )
+          self._call(
+            hook,
+            (group.instance_id, contents),
+            self.rules.min_valid_group_size,
+            self.task_type,
+          )
         )
       except Exception as error:  # pylint: disable=broad-except
         self._note(f"is_valid_group of group {group.instance_id!r}", error)
@@ -148,10 +144,10 @@ class Judge:
 
   def _call(self, hook: Callable[..., Any], *args: Any) -> Any:
     return concurrency.call(
-        hook,
-        *args,
-        seconds=self._limits.hook_timeout,
-        what=f"the generator's {getattr(hook, '__name__', 'hook')}",
+      hook,
+      *args,
+      seconds=self._limits.hook_timeout,
+      what=f"the generator's {getattr(hook, '__name__', 'hook')}",
     )
 
   def _note(self, what: str, error: Exception) -> None:

@@ -80,8 +80,8 @@ def discover(folders: Sequence[pathlib.Path]) -> Found:
       first = here.setdefault(generator.task_type, generator)
       if first is not generator:
         problems.append(
-            f"{path}: TASK_TYPE={generator.task_type!r} is that of"
-            f" {first.path.name}, too; give each its own"
+          f"{path}: TASK_TYPE={generator.task_type!r} is that of"
+          f" {first.path.name}, too; give each its own"
         )
     generators.update(here)
   return Found(generators, tuple(problems))
@@ -101,7 +101,7 @@ def _read(path: pathlib.Path) -> Generator | None:
       raise ValueError(f"it defines no {name}")
   constant = names["TASK_TYPE"]
   if not isinstance(constant, ast.Constant) or not (
-      isinstance(constant.value, str) and constant.value
+    isinstance(constant.value, str) and constant.value
   ):
     raise ValueError('TASK_TYPE must be a text in quotes, e.g. "math"')
   hooks = tuple(name for name in rules.HOOKS if name in names)
@@ -118,8 +118,8 @@ def _reads(value: Any) -> tuple[str, ...]:
     keys = (None,)
   if strange := [key for key in keys if key not in rights.GUARDED]:
     raise ValueError(
-        f"READS holds {strange[0]!r}; it must be a list of"
-        f" {', '.join(rights.GUARDED)}"
+      f"READS holds {strange[0]!r}; it must be a list of"
+      f" {', '.join(rights.GUARDED)}"
     )
   return keys
 
@@ -170,11 +170,11 @@ def hooks_of(generator: Generator) -> rules.Hooks:
     return rules.Hooks()
   try:
     module = concurrency.call(
-        load, generator.path, seconds=_LOAD_S, what=str(generator.path)
+      load, generator.path, seconds=_LOAD_S, what=str(generator.path)
     )
   except Exception as error:  # pylint: disable=broad-except
     raise ValueError(
-        f"{generator.path} cannot be imported: {concurrency.describe(error)}"
+      f"{generator.path} cannot be imported: {concurrency.describe(error)}"
     ) from error
   hooks = {name: getattr(module, name, None) for name in generator.hooks}
   for name, hook in hooks.items():

@@ -39,27 +39,27 @@ class Rights:
   """Choices that the payload of a start may make."""
 
   gyms: tuple[str, ...] = settings_lib.setting(
-      default=("desktop",),
-      doc="Gyms that a start may play: registered names, or paths"
-      " package.module:attribute.",
+    default=("desktop",),
+    doc="Gyms that a start may play: registered names, or paths"
+    " package.module:attribute.",
   )
   client_settings: tuple[str, ...] = settings_lib.setting(
-      default=(), doc="Settings of gyms that a start may choose (gym_settings)."
+    default=(), doc="Settings of gyms that a start may choose (gym_settings)."
   )
   input_roots: tuple[str, ...] = settings_lib.setting(
-      default=(),
-      doc="Folders below which a start's input_file and tokenizer_path lie;"
-      " none: a start that needs a file is refused.",
+    default=(),
+    doc="Folders below which a start's input_file and tokenizer_path lie;"
+    " none: a start that needs a file is refused.",
   )
   allow_hosts: tuple[str, ...] = settings_lib.setting(
-      default=(),
-      doc="Hosts, each with :PORT or for any port, of a start's"
-      " remote_engine_url and remote_buffer_url, besides this machine's"
-      " loopback interface.",
+    default=(),
+    doc="Hosts, each with :PORT or for any port, of a start's"
+    " remote_engine_url and remote_buffer_url, besides this machine's"
+    " loopback interface.",
   )
 
   def check(
-      self, payload: Mapping[str, Any], reads: tuple[str, ...], own_url: str
+    self, payload: Mapping[str, Any], reads: tuple[str, ...], own_url: str
   ) -> None:
     """Refuses what the operator did not list.
 
@@ -74,21 +74,21 @@ class Rights:
     gym = payload.get("gym")
     if gym is not None and gym not in self.gyms:
       raise ValueError(
-          f"gym={json_models.short(gym)} is not played here; choose one of"
-          f" {', '.join(self.gyms) or 'none'}, or start the service with"
-          " --gyms to list it"
+        f"gym={json_models.short(gym)} is not played here; choose one of"
+        f" {', '.join(self.gyms) or 'none'}, or start the service with"
+        " --gyms to list it"
       )
     settings = payload.get("gym_settings")
     if settings is not None and not isinstance(settings, Mapping):
       raise ValueError(
-          f"gym_settings={json_models.short(settings)} must be an object"
+        f"gym_settings={json_models.short(settings)} must be an object"
       )
     for name in settings or ():
       if name not in self.client_settings:
         raise ValueError(
-            f"gym_settings.{name} is not a client's to set; choose from"
-            f" {', '.join(self.client_settings) or 'none'}, or start the"
-            " service with --client-settings to list it"
+          f"gym_settings.{name} is not a client's to set; choose from"
+          f" {', '.join(self.client_settings) or 'none'}, or start the"
+          " service with --client-settings to list it"
         )
     for key in reads:
       value = payload.get(key)
@@ -102,7 +102,7 @@ class Rights:
   def _check_file(self, key: str, value: Any) -> None:
     if not isinstance(value, str) or "\0" in value:
       raise ValueError(
-          f"{key}={json_models.short(value)} must be the path of a file"
+        f"{key}={json_models.short(value)} must be the path of a file"
       )
     try:
       path = pathlib.Path(value).resolve()
@@ -110,14 +110,14 @@ class Rights:
       roots.append(_FRAMEWORK)
     except (OSError, RuntimeError) as error:  # A loop of links.
       raise ValueError(
-          f"{key}={json_models.short(value)} cannot be resolved: {error}"
+        f"{key}={json_models.short(value)} cannot be resolved: {error}"
       ) from None
     if not any(path.is_relative_to(root) for root in roots):
       listed = ", ".join(self.input_roots) or "none is listed"
       raise ValueError(
-          f"{key}={json_models.short(value)} is outside of the folders that"
-          f" this service reads ({listed}); move it there, or start the service"
-          " with --input-roots to list its folder"
+        f"{key}={json_models.short(value)} is outside of the folders that"
+        f" this service reads ({listed}); move it there, or start the service"
+        " with --input-roots to list its folder"
       )
 
   def _check_address(self, key: str, value: Any, own_url: str) -> None:
@@ -128,10 +128,10 @@ class Rights:
     shown = f"[{host}]" if ":" in host else host
     if not {shown, f"{shown}:{port}"} & {h.lower() for h in self.allow_hosts}:
       raise ValueError(
-          f"{key}={json_models.short(value)}: host {host!r} is not one that"
-          " this service calls; use its own machine"
-          f" ({', '.join(['127.0.0.1', *self.allow_hosts])}), or start the"
-          " service with --allow-hosts to list it"
+        f"{key}={json_models.short(value)}: host {host!r} is not one that"
+        " this service calls; use its own machine"
+        f" ({', '.join(['127.0.0.1', *self.allow_hosts])}), or start the"
+        " service with --allow-hosts to list it"
       )
 
 

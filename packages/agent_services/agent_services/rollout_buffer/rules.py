@@ -33,12 +33,12 @@ Group = tuple[str, Items]
 Verdict = Literal["waits", "use", "drop"]
 EPSILON = 1e-8
 HOOKS = (
-    "is_valid_group",
-    "filter_item",
-    "normalize_group_data",
-    "pad_group_data",
-    "transform_group",
-    "get_group_data_meta_info",
+  "is_valid_group",
+  "filter_item",
+  "normalize_group_data",
+  "pad_group_data",
+  "transform_group",
+  "get_group_data_meta_info",
 )
 
 
@@ -93,7 +93,7 @@ class HookError(ValueError):
 
 
 def is_valid_group(
-    rewards: Sequence[float], rules: GroupRules
+  rewards: Sequence[float], rules: GroupRules
 ) -> tuple[bool, bool]:
   """(valid, finished) of a group by its rewards: the default.
 
@@ -103,9 +103,7 @@ def is_valid_group(
   """
   finished = len(rewards) >= max(1, rules.min_valid_group_size)
   differ = (
-      rules.raw
-      or rules.group_size == 1
-      or not reward_equality.all_equal(rewards)
+    rules.raw or rules.group_size == 1 or not reward_equality.all_equal(rewards)
   )
   return finished and differ, finished
 
@@ -122,18 +120,17 @@ def judged(answer: Any) -> tuple[bool, bool]:
     valid = finished = answer
   else:
     raise HookError(
-        f"is_valid_group returned {answer!r}; return (valid, finished), or a"
-        " bool"
+      f"is_valid_group returned {answer!r}; return (valid, finished), or a bool"
     )
   if valid and not finished:
     raise HookError(
-        "is_valid_group returned (True, False); a valid group is finished"
+      "is_valid_group returned (True, False); a valid group is finished"
     )
   return valid, finished
 
 
 def verdict(
-    valid: bool, finished: bool, size: int, idle_s: float, rules: GroupRules
+  valid: bool, finished: bool, size: int, idle_s: float, rules: GroupRules
 ) -> Verdict:
   """Decides what becomes of a group.
 
@@ -183,8 +180,8 @@ def normalize_group_data(group: Group, epsilon: float = EPSILON) -> Group:
     else:
       change = lambda r: (r - mean) / (deviation + epsilon)
   return name, [
-      {**item, "reward": change(r) if 0 <= r <= 1 else r, "raw_reward": r}
-      for item, r in zip(items, rewards)
+    {**item, "reward": change(r) if 0 <= r <= 1 else r, "raw_reward": r}
+    for item, r in zip(items, rewards)
   ]
 
 
@@ -203,13 +200,13 @@ def pad_group_data(group: Group, group_size: int) -> Group:
   copies = [size // count + (p < size % count) for p in range(count)]
   scale = group_size / count
   return name, [
-      {**items[p], "reward": items[p]["reward"] * scale / copies[p]}
-      for p in places
+    {**items[p], "reward": items[p]["reward"] * scale / copies[p]}
+    for p in places
   ]
 
 
 def delivered(
-    group: Group, rules: GroupRules, hooks: Hooks, task_type: str
+  group: Group, rules: GroupRules, hooks: Hooks, task_type: str
 ) -> Items | None:
   """The items that a reader gets of a group that may be used.
 
@@ -244,7 +241,7 @@ def _items_of(answer: Any) -> Items:
   right = isinstance(answer, (tuple, list)) and len(answer) == 2
   if not right or not isinstance(answer[1], list):
     raise HookError(
-        f"a hook returned {str(answer)[:80]!r}; return (instance_id, items)"
+      f"a hook returned {str(answer)[:80]!r}; return (instance_id, items)"
     )
   if not all(isinstance(item, dict) for item in answer[1]):
     raise HookError("a hook returned an item that is no dict")
@@ -267,9 +264,14 @@ def meta_info(rewards: Mapping[str, Sequence[float]]) -> dict[str, Any]:
   every = [r for group in rewards.values() for r in group]
   if not every:
     keys = (
-        "total_samples", "num_groups", "avg_group_size", "avg_reward",
-        "reward_std", "reward_min", "reward_max",
-    )  # pyformat: disable
+      "total_samples",
+      "num_groups",
+      "avg_group_size",
+      "avg_reward",
+      "reward_std",
+      "reward_min",
+      "reward_max",
+    )
     return dict.fromkeys(keys, 0)
   mean = math.fsum(every) / len(every)
   spread = 0.0
@@ -277,11 +279,11 @@ def meta_info(rewards: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     squares = math.fsum((r - mean) ** 2 for r in every)
     spread = math.sqrt(squares / (len(every) - 1))
   return {
-      "total_samples": len(every),
-      "num_groups": len(rewards),
-      "avg_group_size": len(every) / len(rewards),
-      "avg_reward": mean,
-      "reward_std": spread,
-      "reward_min": min(every),
-      "reward_max": max(every),
+    "total_samples": len(every),
+    "num_groups": len(rewards),
+    "avg_group_size": len(every) / len(rewards),
+    "avg_reward": mean,
+    "reward_std": spread,
+    "reward_min": min(every),
+    "reward_max": max(every),
   }

@@ -53,16 +53,16 @@ class Service:
   """
 
   def __init__(
-      self,
-      folder: pathlib.Path,
-      *,
-      limits: settings.BufferLimits = settings.BufferLimits(),
-      rights: rights_lib.Rights = rights_lib.Rights(),
-      generators: Sequence[pathlib.Path] = (),
-      token: str = "",
-      url: str = "",
-      save_reads: pathlib.Path | None = None,
-      clock: Callable[[], float] = time.monotonic,
+    self,
+    folder: pathlib.Path,
+    *,
+    limits: settings.BufferLimits = settings.BufferLimits(),
+    rights: rights_lib.Rights = rights_lib.Rights(),
+    generators: Sequence[pathlib.Path] = (),
+    token: str = "",
+    url: str = "",
+    save_reads: pathlib.Path | None = None,
+    clock: Callable[[], float] = time.monotonic,
   ):
     """Args:
 
@@ -99,7 +99,7 @@ class Service:
     self.store = store.Store(folder / "buffer.db", limits.queue_mib << 20)
     try:
       for name, text in self.store.rows(
-          "SELECT name, rollout FROM buffers ORDER BY id"
+        "SELECT name, rollout FROM buffers ORDER BY id"
       ):
         self._restore(name, json.loads(text) if text else None)
       self.buffer(items.DEFAULT_BUFFER)
@@ -125,14 +125,14 @@ class Service:
       return current
     if not make:
       raise KeyError(
-          f"no buffer is called {name!r}; there is {', '.join(self._buffers)}"
+        f"no buffer is called {name!r}; there is {', '.join(self._buffers)}"
       )
     with self._lock:
       if name not in self._buffers:
         if len(self._buffers) >= self.limits.max_buffers:
           raise TooManyBuffers(
-              f"there are {len(self._buffers)} buffers, as many as there may be"
-              f" (--max-buffers); no {name!r} is made"
+            f"there are {len(self._buffers)} buffers, as many as there may be"
+            f" (--max-buffers); no {name!r} is made"
           )
         current = self._make(name)
         current.configure(current.judge.rules, current.judge.hooks, "")
@@ -142,16 +142,16 @@ class Service:
   def _make(self, name: str) -> buffers.Buffer:
     number = self.store.call(store_work.make_buffer(name)).result(_COMMIT_S)
     return buffers.Buffer(
-        number,
-        name,
-        self.store,
-        self.limits,
-        self._clock,
-        self._save if self._save_reads is not None else None,
+      number,
+      name,
+      self.store,
+      self.limits,
+      self._clock,
+      self._save if self._save_reads is not None else None,
     )
 
   def _save(
-      self, buffer: buffers.Buffer, read: int, written: list[bytes]
+    self, buffer: buffers.Buffer, read: int, written: list[bytes]
   ) -> None:
     assert self._save_reads is not None
     path = self._save_reads / f"rollout_data_{buffer.name}_{read:06d}.jsonl"
@@ -184,16 +184,14 @@ class Service:
     buffer.allowed_items = requests.allowed_items(rollout.payload)
     skip = [*rollout.payload["skip_instance_ids"], *self._written(buffer)]
     _LOG.info("buffer %s: its rollout is resumed", name)
-    self._run(
-        buffer, generator, {**rollout.payload, "skip_instance_ids": skip}
-    )
+    self._run(buffer, generator, {**rollout.payload, "skip_instance_ids": skip})
 
   def _written(self, buffer: buffers.Buffer) -> list[str]:
     """The instance of each whole group that was written."""
     rows = self.store.rows(
-        "SELECT instance_id, COUNT(*) FROM items WHERE buffer = ? GROUP BY"
-        " instance_id",
-        buffer.id,
+      "SELECT instance_id, COUNT(*) FROM items WHERE buffer = ? GROUP BY"
+      " instance_id",
+      buffer.id,
     )
     size = buffer.judge.rules.group_size
     return [name for name, count in rows for _ in range(count // size)]
@@ -205,9 +203,10 @@ class Service:
       part = uids[start : start + 500]
       marks = ",".join("?" * len(part))
       rows = self.store.rows(
-          f"SELECT uid FROM items WHERE buffer = ? AND uid IN ({marks})",
-          buffer.id, *part,
-      )  # pyformat: disable
+        f"SELECT uid FROM items WHERE buffer = ? AND uid IN ({marks})",
+        buffer.id,
+        *part,
+      )
       known_uids.extend(uid for (uid,) in rows)
     return known_uids
 
@@ -219,13 +218,13 @@ class Service:
     if generator is None:
       why = f" ({'; '.join(discovery.problems)})" if discovery.problems else ""
       raise UnknownTaskType(
-          f"task_type={task_type!r} has no generator; there is"
-          f" {', '.join(sorted(discovery.generators))}{why}"
+        f"task_type={task_type!r} has no generator; there is"
+        f" {', '.join(sorted(discovery.generators))}{why}"
       )
     return generator
 
   def _check(
-      self, rollout: requests.Rollout, generator: plugins.Generator
+    self, rollout: requests.Rollout, generator: plugins.Generator
   ) -> None:
     """Raises ValueError unless the operator allows the rollout."""
     self._rights.check(rollout.payload, generator.reads, self.url)
@@ -265,10 +264,10 @@ class Service:
       self._starts[name] = (time.monotonic(), payload)
 
   def _run(
-      self,
-      buffer: buffers.Buffer,
-      generator: plugins.Generator,
-      payload: Mapping[str, Any],
+    self,
+    buffer: buffers.Buffer,
+    generator: plugins.Generator,
+    payload: Mapping[str, Any],
   ) -> None:
     def ended(run: generators_run.GeneratorRun) -> None:
       try:
@@ -277,27 +276,27 @@ class Service:
         _LOG.error("buffer %s: %s", buffer.name, error)
 
     self._runs[buffer.name] = generators_run.GeneratorRun(
-        generator,
-        {
-            **payload,
-            "buffer": buffer.name,
-            rights_lib.ALLOWED: {
-                "gyms": self._rights.gyms,
-                "client_settings": self._rights.client_settings,
-            },
+      generator,
+      {
+        **payload,
+        "buffer": buffer.name,
+        rights_lib.ALLOWED: {
+          "gyms": self._rights.gyms,
+          "client_settings": self._rights.client_settings,
         },
-        timeout_s=self.limits.rollout_timeout,
-        grace_s=self.limits.stop_grace,
-        token=self._token,
-        on_end=ended,
+      },
+      timeout_s=self.limits.rollout_timeout,
+      grace_s=self.limits.stop_grace,
+      token=self._token,
+      on_end=ended,
     )
 
   def _keep(
-      self,
-      buffer: buffers.Buffer,
-      payload: Mapping[str, Any],
-      state: str,
-      run: Mapping[str, Any] | None = None,
+    self,
+    buffer: buffers.Buffer,
+    payload: Mapping[str, Any],
+    state: str,
+    run: Mapping[str, Any] | None = None,
   ) -> None:
     if payload.get("remote_buffer_url") == self.url:
       # This one's own, which may be another when it starts again.
@@ -314,14 +313,14 @@ class Service:
         return False
       run.stop()
       (row,) = self.store.rows(
-          "SELECT rollout FROM buffers WHERE id = ?", buffer.id
+        "SELECT rollout FROM buffers WHERE id = ?", buffer.id
       )
       self._keep(
-          buffer,
-          json.loads(row[0])["payload"],
-          "stopped",
-          # It may take longer to end than a stop waits.
-          {**run.describe(), "state": "stopped"},
+        buffer,
+        json.loads(row[0])["payload"],
+        "stopped",
+        # It may take longer to end than a stop waits.
+        {**run.describe(), "state": "stopped"},
       )
       return True
 
@@ -339,7 +338,7 @@ class Service:
       figures["errors"].append(self._problems[name])
     if last and last["error"] and last["state"] != "stopped":
       figures["errors"].append(
-          f"generator {last['task_type']}: {last['error']}"
+        f"generator {last['task_type']}: {last['error']}"
       )
     figures["store_failures"] = self.store.failures
     figures["store_error"] = self.store.last_error

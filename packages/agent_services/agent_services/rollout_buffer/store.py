@@ -143,8 +143,8 @@ class Store:
     except OSError:
       self._lock_file.close()
       raise ValueError(
-          f"{path} is held by another buffer service; stop that one, or give"
-          " this one another --dir"
+        f"{path} is held by another buffer service; stop that one, or give"
+        " this one another --dir"
       ) from None
     try:
       self._db = self._connect()
@@ -157,8 +157,8 @@ class Store:
     except sqlite3.DatabaseError as error:
       self._lock_file.close()
       raise ValueError(
-          f"{path} is no database of a buffer service ({error}); give another"
-          " --dir"
+        f"{path} is no database of a buffer service ({error}); give another"
+        " --dir"
       ) from None
     self._reader = self._connect()
     self._reading = threading.Lock()
@@ -170,13 +170,13 @@ class Store:
     self.commits = self.failures = 0
     self.last_error = ""
     self._thread = threading.Thread(
-        target=self._run, name="tunix-buffer-writer", daemon=True
+      target=self._run, name="tunix-buffer-writer", daemon=True
     )
     self._thread.start()
 
   def _connect(self) -> sqlite3.Connection:
     return sqlite3.connect(
-        self._path, timeout=30.0, check_same_thread=False, isolation_level=None
+      self._path, timeout=30.0, check_same_thread=False, isolation_level=None
     )
 
   @property
@@ -186,10 +186,10 @@ class Store:
   # --- writing ----------------------------------------------------------------
 
   def put(
-      self,
-      buffer: int,
-      written: Sequence[items.Item],
-      stored: Callable[[list[tuple[int, items.Item]]], None],
+    self,
+    buffer: int,
+    written: Sequence[items.Item],
+    stored: Callable[[list[tuple[int, items.Item]]], None],
   ) -> Any:
     """Stores items, all of them or none.
 
@@ -210,25 +210,23 @@ class Store:
       loop = asyncio.get_running_loop()
     except RuntimeError:
       loop = None
-    future: Any = (
-        loop.create_future() if loop else concurrent.futures.Future()
-    )
+    future: Any = loop.create_future() if loop else concurrent.futures.Future()
     size = sum(len(item.body) for item in written)
     with self._lock:
       if self._closed:
         raise StoreError("the service is stopping; write again later")
       if self._waiting and self._waiting + size > self._most_waiting:
         raise StoreFull(
-            f"{self._waiting} bytes wait for the disk; write again later"
+          f"{self._waiting} bytes wait for the disk; write again later"
         )
       self._waiting += size
       self._queue.put(_Put(buffer, written, stored, loop, future, size))
     return future
 
   def call(
-      self,
-      work: Callable[[sqlite3.Connection], Any],
-      then: Callable[[Any], None] = lambda result: None,
+    self,
+    work: Callable[[sqlite3.Connection], Any],
+    then: Callable[[Any], None] = lambda result: None,
   ) -> concurrent.futures.Future[Any]:
     """Does other work in a transaction.
 
@@ -289,9 +287,9 @@ class Store:
 
   def _commit(self, work: list[Any]) -> None:
     work = [
-        one
-        for one in work
-        if isinstance(one, _Put) or one.future.set_running_or_notify_cancel()
+      one
+      for one in work
+      if isinstance(one, _Put) or one.future.set_running_or_notify_cancel()
     ]
     results: list[Any] = []
     try:
@@ -306,8 +304,8 @@ class Store:
       self.last_error = f"{type(error).__name__}: {error}"
       _LOG.error("the buffer's disk does not take a write: %s", self.last_error)
       failure = StoreError(
-          f"the disk does not take it now ({self.last_error}); nothing of it"
-          " was stored, write again later"
+        f"the disk does not take it now ({self.last_error}); nothing of it"
+        " was stored, write again later"
       )
       _resolve([(one, failure) for one in work])
       return
@@ -345,34 +343,37 @@ class Store:
     one.seqs.clear()
     for item in one.written:
       cursor = self._db.execute(
-          "INSERT OR IGNORE INTO items (buffer, uid, instance_id, reward, crc,"
-          " size) VALUES (?, ?, ?, ?, ?, ?)",
-          (
-              one.buffer, item.uid, item.instance_id, item.reward, item.crc,
-              len(item.body),
-          ),
-      )  # pyformat: disable
+        "INSERT OR IGNORE INTO items (buffer, uid, instance_id, reward, crc,"
+        " size) VALUES (?, ?, ?, ?, ?, ?)",
+        (
+          one.buffer,
+          item.uid,
+          item.instance_id,
+          item.reward,
+          item.crc,
+          len(item.body),
+        ),
+      )
       if cursor.rowcount:
         seq = cursor.lastrowid
         self._db.execute(
-            "INSERT INTO payloads (seq, body) VALUES (?, ?)", (seq, item.body)
+          "INSERT INTO payloads (seq, body) VALUES (?, ?)", (seq, item.body)
         )
         one.seqs.append(seq)
         continue
       (crc,) = self._db.execute(
-          "SELECT crc FROM items WHERE buffer = ? AND uid = ?",
-          (one.buffer, item.uid),
+        "SELECT crc FROM items WHERE buffer = ? AND uid = ?",
+        (one.buffer, item.uid),
       ).fetchone()
       if crc != item.crc:
         raise UidConflict(
-            f"uid={item.uid!r} was written before with another content; give"
-            " each episode a uid of its own"
+          f"uid={item.uid!r} was written before with another content; give"
+          " each episode a uid of its own"
         )
       one.seqs.append(None)
     new = sum(seq is not None for seq in one.seqs)
     self._db.execute(
-        "UPDATE buffers SET written = written + ? WHERE id = ?",
-        (new, one.buffer),
+      "UPDATE buffers SET written = written + ? WHERE id = ?", (new, one.buffer)
     )
     return [seq is not None for seq in one.seqs]
 
@@ -384,7 +385,7 @@ class Store:
       return self._reader.execute(query, values).fetchall()
 
   def bodies(
-      self, seqs: Iterable[int], may_lack: bool = False
+    self, seqs: Iterable[int], may_lack: bool = False
   ) -> list[bytes | None]:
     """Returns the content of each item, in order; None for missing content.
 
@@ -396,9 +397,8 @@ class Store:
     with self._reading:
       for seq in seqs:
         row = self._reader.execute(
-            "SELECT body, crc FROM payloads JOIN items USING (seq)"
-            " WHERE seq = ?",
-            (seq,),
+          "SELECT body, crc FROM payloads JOIN items USING (seq) WHERE seq = ?",
+          (seq,),
         ).fetchone()
         if row is None and may_lack:
           contents.append(None)

@@ -29,30 +29,30 @@ class Contents(NamedTuple):
 
 
 def _each(
-    db: sqlite3.Connection, query: str, seqs: Iterable[int], *values: Any
+  db: sqlite3.Connection, query: str, seqs: Iterable[int], *values: Any
 ) -> None:
   db.executemany(query, ((*values, seq) for seq in seqs))
 
 
 def _done(db: sqlite3.Connection, seqs: Sequence[int]) -> None:
   _each(
-      db,
-      "UPDATE items SET state = ?, lease = NULL, grp = NULL WHERE seq = ?",
-      seqs,
-      store.DONE,
+    db,
+    "UPDATE items SET state = ?, lease = NULL, grp = NULL WHERE seq = ?",
+    seqs,
+    store.DONE,
   )
   _each(db, "DELETE FROM payloads WHERE seq = ?", seqs)
 
 
 def take(
-    buffer: int,
-    lent: Sequence[tuple[int, Sequence[int]]],
-    dropped: Sequence[int],
-    obsolete: Sequence[int],
-    *,
-    lease: tuple[str, float],
-    cleared: int,
-    remembered: int,
+  buffer: int,
+  lent: Sequence[tuple[int, Sequence[int]]],
+  dropped: Sequence[int],
+  obsolete: Sequence[int],
+  *,
+  lease: tuple[str, float],
+  cleared: int,
+  remembered: int,
 ) -> Work:
   """A read.
 
@@ -68,20 +68,22 @@ def take(
   def work(db: sqlite3.Connection) -> None:
     seqs = [seq for _, members in lent for seq in members]
     db.execute(
-        "INSERT INTO leases (id, buffer, seconds) VALUES (?, ?, ?)",
-        (lease[0], buffer, lease[1]),
+      "INSERT INTO leases (id, buffer, seconds) VALUES (?, ?, ?)",
+      (lease[0], buffer, lease[1]),
     )
     for number, members in lent:
       _each(
-          db,
-          "UPDATE items SET state = ?, lease = ?, grp = ? WHERE seq = ?",
-          members,
-          store.LENT, lease[0], number,
-      )  # pyformat: disable
+        db,
+        "UPDATE items SET state = ?, lease = ?, grp = ? WHERE seq = ?",
+        members,
+        store.LENT,
+        lease[0],
+        number,
+      )
     drop(buffer, dropped, obsolete)(db)
     db.execute(
-        "UPDATE buffers SET read = read + ?, reads = reads + 1 WHERE id = ?",
-        (len(seqs), buffer),
+      "UPDATE buffers SET read = read + ?, reads = reads + 1 WHERE id = ?",
+      (len(seqs), buffer),
     )
     forget(buffer, cleared, remembered)(db)
 
@@ -100,19 +102,19 @@ def forget(buffer: int, cleared: int, remembered: int) -> Work:
   def work(db: sqlite3.Connection) -> None:
     if cleared:
       db.execute(
-          "UPDATE buffers SET cleared = MAX(cleared, ?) WHERE id = ?",
-          (cleared, buffer),
+        "UPDATE buffers SET cleared = MAX(cleared, ?) WHERE id = ?",
+        (cleared, buffer),
       )
       dropped_seqs = db.execute(
-          "SELECT seq FROM items WHERE buffer = ? AND state = 2 AND seq <= ?",
-          (buffer, cleared),
+        "SELECT seq FROM items WHERE buffer = ? AND state = 2 AND seq <= ?",
+        (buffer, cleared),
       ).fetchall()
       _done(db, [seq for (seq,) in dropped_seqs])
     db.execute(
-        "DELETE FROM items WHERE +buffer = ?1 AND state = ?2 AND seq <= (SELECT"
-        " MAX(seq) FROM items) - ?3 AND seq <= (SELECT cleared FROM buffers"
-        " WHERE id = ?1)",
-        (buffer, store.DONE, remembered),
+      "DELETE FROM items WHERE +buffer = ?1 AND state = ?2 AND seq <= (SELECT"
+      " MAX(seq) FROM items) - ?3 AND seq <= (SELECT cleared FROM buffers"
+      " WHERE id = ?1)",
+      (buffer, store.DONE, remembered),
     )
 
   return work
@@ -131,15 +133,15 @@ def drop(buffer: int, seqs: Sequence[int], obsolete: Sequence[int]) -> Work:
     _each(db, "UPDATE items SET state = ? WHERE seq = ?", seqs, store.DROPPED)
     _each(db, "DELETE FROM payloads WHERE seq = ?", obsolete)
     db.execute(
-        "UPDATE buffers SET dropped = dropped + ? WHERE id = ?",
-        (len(seqs), buffer),
+      "UPDATE buffers SET dropped = dropped + ? WHERE id = ?",
+      (len(seqs), buffer),
     )
 
   return work
 
 
 def acknowledge(
-    buffer: int, lease: str, seqs: Sequence[int], repeatable: bool
+  buffer: int, lease: str, seqs: Sequence[int], repeatable: bool
 ) -> Work:
   """Ends a lease for good.
 
@@ -157,14 +159,14 @@ def acknowledge(
       db.execute("DELETE FROM leases WHERE id = ?", (lease,))
       return
     (newest,) = db.execute(
-        "SELECT MAX(acknowledged) FROM leases WHERE buffer = ?", (buffer,)
+      "SELECT MAX(acknowledged) FROM leases WHERE buffer = ?", (buffer,)
     ).fetchone()
     db.execute(
-        "UPDATE leases SET acknowledged = ? WHERE id = ?", (newest + 1, lease)
+      "UPDATE leases SET acknowledged = ? WHERE id = ?", (newest + 1, lease)
     )
     db.execute(
-        "DELETE FROM leases WHERE buffer = ? AND acknowledged BETWEEN 1 AND ?",
-        (buffer, newest + 1 - _MOST_LEASES),
+      "DELETE FROM leases WHERE buffer = ? AND acknowledged BETWEEN 1 AND ?",
+      (buffer, newest + 1 - _MOST_LEASES),
     )
 
   return work
@@ -178,16 +180,17 @@ def give_back(lease: str, seqs: Sequence[int]) -> Work:
 
   def work(db: sqlite3.Connection) -> bool:
     _each(
-        db,
-        "UPDATE items SET state = ?, lease = NULL, grp = NULL WHERE state = ?"
-        " AND lease = ? AND seq = ?",
-        seqs,
-        store.WAITS, store.LENT, lease,
-    )  # pyformat: disable
+      db,
+      "UPDATE items SET state = ?, lease = NULL, grp = NULL WHERE state = ?"
+      " AND lease = ? AND seq = ?",
+      seqs,
+      store.WAITS,
+      store.LENT,
+      lease,
+    )
     db.execute("DELETE FROM leases WHERE id = ? AND acknowledged = 0", (lease,))
     row = db.execute(
-        "SELECT 1 FROM items WHERE seq = ? AND state = ?",
-        (seqs[0], store.WAITS),
+      "SELECT 1 FROM items WHERE seq = ? AND state = ?", (seqs[0], store.WAITS)
     ).fetchone()
     return row is not None
 
@@ -199,16 +202,16 @@ def reset(buffer: int) -> Work:
 
   def work(db: sqlite3.Connection) -> None:
     db.execute(
-        "DELETE FROM payloads WHERE seq IN (SELECT seq FROM items WHERE"
-        " buffer = ?)",
-        (buffer,),
+      "DELETE FROM payloads WHERE seq IN (SELECT seq FROM items WHERE"
+      " buffer = ?)",
+      (buffer,),
     )
     for table in ("items", "leases"):
       db.execute(f"DELETE FROM {table} WHERE buffer = ?", (buffer,))
     db.execute(
-        "UPDATE buffers SET cleared = 0, written = 0, read = 0, dropped = 0,"
-        " reads = 0 WHERE id = ?",
-        (buffer,),
+      "UPDATE buffers SET cleared = 0, written = 0, read = 0, dropped = 0,"
+      " reads = 0 WHERE id = ?",
+      (buffer,),
     )
 
   return work
@@ -226,33 +229,33 @@ def contents(buffer: int, keep_dropped: bool) -> Work:
     dropped = "buffer = ? AND state = 2"
     if not keep_dropped:
       db.execute(
-          "DELETE FROM payloads WHERE seq IN (SELECT seq FROM items WHERE"
-          f" {dropped})",
-          (buffer,),
+        "DELETE FROM payloads WHERE seq IN (SELECT seq FROM items WHERE"
+        f" {dropped})",
+        (buffer,),
       )
     records = db.execute(
-        "SELECT seq, instance_id, reward, size, state, lease, grp FROM items"
-        " WHERE buffer = ?1 AND (state < 3 OR seq > (SELECT cleared FROM"
-        " buffers WHERE id = ?1)) ORDER BY seq",
-        (buffer,),
+      "SELECT seq, instance_id, reward, size, state, lease, grp FROM items"
+      " WHERE buffer = ?1 AND (state < 3 OR seq > (SELECT cleared FROM"
+      " buffers WHERE id = ?1)) ORDER BY seq",
+      (buffer,),
     ).fetchall()
     (cleared,) = db.execute(
-        "SELECT cleared FROM buffers WHERE id = ?", (buffer,)
+      "SELECT cleared FROM buffers WHERE id = ?", (buffer,)
     ).fetchone()
     seconds = db.execute(
-        "SELECT id, seconds FROM leases WHERE buffer = ? AND acknowledged = 0",
-        (buffer,),
+      "SELECT id, seconds FROM leases WHERE buffer = ? AND acknowledged = 0",
+      (buffer,),
     ).fetchall()
     retained = db.execute(
-        f"SELECT seq, size FROM items WHERE {dropped} AND EXISTS (SELECT 1"
-        " FROM payloads WHERE payloads.seq = items.seq)",
-        (buffer,),
+      f"SELECT seq, size FROM items WHERE {dropped} AND EXISTS (SELECT 1"
+      " FROM payloads WHERE payloads.seq = items.seq)",
+      (buffer,),
     ).fetchall()
     return Contents(
-        [store.Record(*row) for row in records],
-        cleared,
-        dict(seconds),
-        dict(retained),
+      [store.Record(*row) for row in records],
+      cleared,
+      dict(seconds),
+      dict(retained),
     )
 
   return work
@@ -264,7 +267,7 @@ def make_buffer(name: str) -> Work:
   def work(db: sqlite3.Connection) -> int:
     db.execute("INSERT OR IGNORE INTO buffers (name) VALUES (?)", (name,))
     (number,) = db.execute(
-        "SELECT id FROM buffers WHERE name = ?", (name,)
+      "SELECT id FROM buffers WHERE name = ?", (name,)
     ).fetchone()
     return number
 

@@ -55,8 +55,8 @@ class Tally:
   def __init__(self, most: int, max_items: int, max_bytes: float):
     """Args:
 
-      most: items that are counted.
-      max_items, max_bytes: bounds of the buffer.
+    most: items that are counted.
+    max_items, max_bytes: bounds of the buffer.
     """
     self._most = most
     self._most_kept = max_items // _SHARE
@@ -109,9 +109,7 @@ class Tally:
     stays = {s: n for s, n in self._kept.items() if s > self.cleared}
     self.keep(Kept(stays, []))
 
-  def kept_with(
-      self, members: Sequence[groups.Member], needed: bool
-  ) -> Kept:
+  def kept_with(self, members: Sequence[groups.Member], needed: bool) -> Kept:
     """The contents that are kept once these items are dropped, too.
 
     Args:

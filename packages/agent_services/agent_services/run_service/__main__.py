@@ -29,27 +29,47 @@ _BACKLOG = 1024
 
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.agents.run_service",
-      description="Play whole episodes for programs that ask over HTTP.",
-      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    prog="python -m tunix.rl.multi_turn.agents.run_service",
+    description="Play whole episodes for programs that ask over HTTP.",
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
   add = out.add_argument
   add("--host", default="127.0.0.1", help="address to bind")
   add("--port", type=int, default=3000, help="0: any free one")
-  add("--public-url", default="", metavar="URL",
-      help="of this service as others reach it, for addresses of screenshots")
-  add("--token-file", type=pathlib.Path,
-      help=f"holds the token of clients; or set {TOKEN_VARIABLE}")
-  add("--gyms", default="desktop", metavar="A[,B]",
-      help="gyms that runs may play in this process: registered names, or"
-      " paths package.module:attribute")
-  add("--client-settings", default="", metavar="A[,B]",
-      help="settings of these gyms that a run may choose (env.settings)")
+  add(
+    "--public-url",
+    default="",
+    metavar="URL",
+    help="of this service as others reach it, for addresses of screenshots",
+  )
+  add(
+    "--token-file",
+    type=pathlib.Path,
+    help=f"holds the token of clients; or set {TOKEN_VARIABLE}",
+  )
+  add(
+    "--gyms",
+    default="desktop",
+    metavar="A[,B]",
+    help="gyms that runs may play in this process: registered names, or"
+    " paths package.module:attribute",
+  )
+  add(
+    "--client-settings",
+    default="",
+    metavar="A[,B]",
+    help="settings of these gyms that a run may choose (env.settings)",
+  )
   for field in settings_lib.fields(app_lib.RunLimits):
-    add(f"--{field.name.replace('_', '-')}", type=field.type,
-        default=field.default, metavar="N", help=field.doc)
+    add(
+      f"--{field.name.replace('_', '-')}",
+      type=field.type,
+      default=field.default,
+      metavar="N",
+      help=field.doc,
+    )
   http_server.add_options(out)
-  return out  # pyformat: disable
+  return out
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -64,18 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser().parse_args(argv)
   connections.raise_open_files()
   try:
-    limits = app_lib.RunLimits(**{
+    limits = app_lib.RunLimits(
+      **{
         field.name: getattr(args, field.name)
         for field in settings_lib.fields(app_lib.RunLimits)
-    })
+      }
+    )
     connection_limits = http_server.limits_of(args)
     token = http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
     app = app_lib.App(
-        gyms=_names(args.gyms),
-        client_settings=_names(args.client_settings),
-        limits=limits,
-        token=token,
-        base_url=args.public_url,
+      gyms=_names(args.gyms),
+      client_settings=_names(args.client_settings),
+      limits=limits,
+      token=token,
+      base_url=args.public_url,
     )
     listening = http_server.listen(args.host, args.port, _BACKLOG)
   except (OSError, ValueError, ImportError) as error:

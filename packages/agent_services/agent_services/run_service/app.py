@@ -65,38 +65,37 @@ class RunLimits:
   """Bounds of a run service."""
 
   max_runs: int = _setting(
-      default=64, doc="Runs that play at a time; others get 429.", ge=1,
-      le=4096,
-  )  # pyformat: disable
+    default=64, doc="Runs that play at a time; others get 429.", ge=1, le=4096
+  )
   max_megapixels: int = _setting(
-      default=160,
-      doc="Screens of all runs that play in this process, together; a run"
-      " beyond it gets 429. A megapixel takes some 16 MB while it is drawn.",
-      unit="megapixels",
-      ge=1,
-      le=65_536,
+    default=160,
+    doc="Screens of all runs that play in this process, together; a run"
+    " beyond it gets 429. A megapixel takes some 16 MB while it is drawn.",
+    unit="megapixels",
+    ge=1,
+    le=65_536,
   )
   max_kept: int = _setting(
-      default=512, doc="Ended runs that can still be read.", ge=1, le=65_536
+    default=512, doc="Ended runs that can still be read.", ge=1, le=65_536
   )
   record_memory: int = _setting(
-      default=2048,
-      doc="Events and steps of all runs. Beyond it the runs that ended first"
-      " are forgotten, then a run that records more fails.",
-      unit="MiB",
-      ge=1,
+    default=2048,
+    doc="Events and steps of all runs. Beyond it the runs that ended first"
+    " are forgotten, then a run that records more fails.",
+    unit="MiB",
+    ge=1,
   )
   keep_s: float = _setting(
-      default=3600.0, doc="How long an ended run is kept.", unit="s", gt=0
+    default=3600.0, doc="How long an ended run is kept.", unit="s", gt=0
   )
   image_memory: int = _setting(
-      default=512, doc="Memory for screenshots.", unit="MiB", ge=1
+    default=512, doc="Memory for screenshots.", unit="MiB", ge=1
   )
   url_lifetime: float = _setting(
-      default=3600.0,
-      doc="How long the address of a screenshot is valid.",
-      unit="s",
-      gt=0,
+    default=3600.0,
+    doc="How long the address of a screenshot is valid.",
+    unit="s",
+    gt=0,
   )
 
 
@@ -112,13 +111,13 @@ class App(applications.Application):
   _wrong_method = "not_found"
 
   def __init__(
-      self,
-      *,
-      gyms: Collection[str] = ("desktop",),
-      client_settings: Collection[str] = (),
-      limits: RunLimits = RunLimits(),
-      token: str = "",
-      base_url: str = "",
+    self,
+    *,
+    gyms: Collection[str] = ("desktop",),
+    client_settings: Collection[str] = (),
+    limits: RunLimits = RunLimits(),
+    token: str = "",
+    base_url: str = "",
   ):
     """Args:
 
@@ -133,26 +132,27 @@ class App(applications.Application):
     """
     for name in gyms:
       gym_registry.get(name, "operator").check_client_settings(
-          client_settings, "--client-settings"
+        client_settings, "--client-settings"
       )
     self._gyms = tuple(gyms)
     self._client_settings = tuple(client_settings)
     self._token = token
     self.limits = limits
     self._images = images_lib.ImageStore(
-        capacity_bytes=limits.image_memory << 19
+      capacity_bytes=limits.image_memory << 19
     )
     store = content_store.ContentStore(limits.image_memory << 19)
     self.urls = content_store.SignedUrls(
-        base_url, lifetime_s=limits.url_lifetime
+      base_url, lifetime_s=limits.url_lifetime
     )
     self._pictures = runs_lib.Pictures(
-        data_urls.DataUrls(self._images), store, self.urls
+      data_urls.DataUrls(self._images), store, self.urls
     )
     self.runs: dict[str, runs_lib.Run] = {}
     self._tasks: dict[str, asyncio.Task[None]] = {}
     post, get = applications.POST, applications.GET
-    self._serve([
+    self._serve(
+      [
         ("/runs", self._create, post),
         ("/runs/{run}", self._status, get),
         ("/runs/{run}/events", self._events, get),
@@ -163,7 +163,8 @@ class App(applications.Application):
         ("/runs/{run}/cancel", self._cancel, post),
         (_IMAGES, self._image, get),
         ("/health", self._health, get),
-    ])
+      ]
+    )
 
   @property
   def playing(self) -> int:
@@ -185,12 +186,12 @@ class App(applications.Application):
 
   def _authorize(self, request: Request, route: str) -> None:
     applications.authorize(
-        request.headers,
-        http_server.bearer_of(request.headers),
-        self._token,
-        public=route in _PUBLIC,
-        # The signature of an image's address holds at any name of this service.
-        any_host=route == _IMAGES,
+      request.headers,
+      http_server.bearer_of(request.headers),
+      self._token,
+      public=route in _PUBLIC,
+      # The signature of an image's address holds at any name of this service.
+      any_host=route == _IMAGES,
     )
 
   # --- runs -------------------------------------------------------------------
@@ -201,35 +202,35 @@ class App(applications.Application):
     self._forget_old()
     if len(self._tasks) >= self.limits.max_runs:
       raise _Error(
-          429,
-          f"{len(self._tasks)} runs play, which is max_runs; ask again, or end"
-          " one",
-          "full",
-          1.0,
+        429,
+        f"{len(self._tasks)} runs play, which is max_runs; ask again, or end"
+        " one",
+        "full",
+        1.0,
       )
     try:
       body = json_models.validate(
-          schemas.CreateBody, applications.check_object(value)
+        schemas.CreateBody, applications.check_object(value)
       )
       self._check_pixels(body)
       agent = schemas.make_agent(body)
       env = environments.make_environment(
-          body.env,
-          instruction=body.task,
-          parser=agent.tool_parser,
-          max_steps=body.maxSteps,
-          on_parse_error=body.agentConfig.onParseError,
-          images=self._images,
-          allowed_gyms=self._gyms,
-          client_settings=self._client_settings,
+        body.env,
+        instruction=body.task,
+        parser=agent.tool_parser,
+        max_steps=body.maxSteps,
+        on_parse_error=body.agentConfig.onParseError,
+        images=self._images,
+        allowed_gyms=self._gyms,
+        client_settings=self._client_settings,
       )
       run = runs_lib.Run(
-          body,
-          agent,
-          env,
-          self._pictures,
-          environments.judges_itself(body.env),
-          self._make_room,
+        body,
+        agent,
+        env,
+        self._pictures,
+        environments.judges_itself(body.env),
+        self._make_room,
       )
     except (ValueError, ImportError) as error:
       raise _Error(422, str(error), "invalid_request") from None
@@ -252,21 +253,21 @@ class App(applications.Application):
     most = self.limits.max_megapixels
     if pixels > most * 1_000_000:
       raise ValueError(
-          f"env.width={body.env['width']} and env.height={body.env['height']}"
-          f" are {pixels} pixels, and all runs have max_megapixels={most}"
+        f"env.width={body.env['width']} and env.height={body.env['height']}"
+        f" are {pixels} pixels, and all runs have max_megapixels={most}"
       )
     playing = sum(
-        schemas.pixels(run.body)
-        for run in self.runs.values()
-        if run.ended is None
+      schemas.pixels(run.body)
+      for run in self.runs.values()
+      if run.ended is None
     )
     if playing + pixels > most * 1_000_000:
       raise _Error(
-          429,
-          f"the screens of runs that play have {playing} pixels, and {pixels}"
-          f" more exceed max_megapixels={most}; ask again, or end one",
-          "full",
-          1.0,
+        429,
+        f"the screens of runs that play have {playing} pixels, and {pixels}"
+        f" more exceed max_megapixels={most}; ask again, or end one",
+        "full",
+        1.0,
       )
 
   def _make_room(self, run: runs_lib.Run, size: int) -> None:
@@ -284,9 +285,9 @@ class App(applications.Application):
       del self.runs[old.id]
     if total > most:
       raise runs_lib.RecordsFull(
-          f"the events of this run take {(run.size + size) >> 20} MiB, and"
-          f" those of all runs record_memory={self.limits.record_memory} MiB;"
-          " set images=url, or play fewer or shorter runs"
+        f"the events of this run take {(run.size + size) >> 20} MiB, and"
+        f" those of all runs record_memory={self.limits.record_memory} MiB;"
+        " set images=url, or play fewer or shorter runs"
       )
 
   def _forget_old(self) -> None:
@@ -301,7 +302,7 @@ class App(applications.Application):
     run = self.runs.get(request.path_params["run"])
     if run is None:
       raise _Error(
-          404, "there is no such run, or it is no longer kept", "unknown_run"
+        404, "there is no such run, or it is no longer kept", "unknown_run"
       )
     return run
 
@@ -328,11 +329,13 @@ class App(applications.Application):
 
   async def _trajectory(self, request: Request) -> Response:
     run = self._run(request)
-    return await _large({
+    return await _large(
+      {
         "trajectory": [
-            {"step": index, **step} for index, step in enumerate(run.steps)
+          {"step": index, **step} for index, step in enumerate(run.steps)
         ]
-    })
+      }
+    )
 
   async def _tokens(self, request: Request) -> Response:
     run = self._run(request)
@@ -342,15 +345,17 @@ class App(applications.Application):
         continue
       reply = event["modelOutput"]
       choice = reply["choices"][0] if reply.get("choices") else {}
-      rows.append({
+      rows.append(
+        {
           "step": event["step"],
           "prompt_token_ids": reply.get("prompt_token_ids"),
           "token_ids": choice.get("token_ids"),
           "logprobs": [
-              entry.get("logprob")
-              for entry in (choice.get("logprobs") or {}).get("content") or ()
+            entry.get("logprob")
+            for entry in (choice.get("logprobs") or {}).get("content") or ()
           ],
-      })
+        }
+      )
     return await _large({"tokens": rows})
 
   async def _steps(self, request: Request) -> Response:
@@ -364,9 +369,9 @@ class App(applications.Application):
       raise _Error(422, str(error), "invalid_request") from None
     if index >= len(run.steps):
       raise _Error(
-          404,
-          f"index={index}: the run has {len(run.steps)} steps, from 0",
-          "unknown_step",
+        404,
+        f"index={index}: the run has {len(run.steps)} steps, from 0",
+        "unknown_step",
       )
     return await _large({"step": run.steps[index]})
 
@@ -379,9 +384,9 @@ class App(applications.Application):
     if picture is None:
       raise _Error(404, "the image is no longer kept", "unknown_image")
     return Response(
-        picture[0],
-        media_type=picture[1],
-        headers={"x-content-type-options": "nosniff"},
+      picture[0],
+      media_type=picture[1],
+      headers={"x-content-type-options": "nosniff"},
     )
 
   async def _health(self, request: Request) -> Response:
@@ -405,15 +410,13 @@ def _time(request: Request, name: str, default: float) -> float:
     return round(at.timestamp() * 1000)
   except (ValueError, OverflowError):
     raise _Error(
-        422,
-        f"{name}={text[:40]!r} must be a time in ISO-8601, or milliseconds in"
-        f" [0, {_LATEST_MS}]",
-        "invalid_request",
+      422,
+      f"{name}={text[:40]!r} must be a time in ISO-8601, or milliseconds in"
+      f" [0, {_LATEST_MS}]",
+      "invalid_request",
     ) from None
 
 
 async def _large(value: Mapping[str, Any]) -> Response:
   """Encodes a JSON answer in a thread, as it may hold screenshots."""
-  return await concurrency.acall(
-      lambda: Json(value), what="encoding an answer"
-  )
+  return await concurrency.acall(lambda: Json(value), what="encoding an answer")

@@ -22,15 +22,15 @@ from tunix.rl.multi_turn.tools import screenshot
 
 
 def make_environment(
-    env: Mapping[str, Any],
-    *,
-    instruction: str,
-    parser: Any,
-    max_steps: int,
-    on_parse_error: str,
-    images: images_lib.ImageStore,
-    allowed_gyms: Collection[str],
-    client_settings: Collection[str] = (),
+  env: Mapping[str, Any],
+  *,
+  instruction: str,
+  parser: Any,
+  max_steps: int,
+  on_parse_error: str,
+  images: images_lib.ImageStore,
+  allowed_gyms: Collection[str],
+  client_settings: Collection[str] = (),
 ) -> cua_env.CUAEnv:
   """Returns the environment of one run.
 
@@ -55,17 +55,17 @@ def make_environment(
     gym, task = _gym(env, instruction, allowed_gyms, client_settings)
   retry = on_parse_error == "retry"
   environment = cua_env.CUAEnv(
-      gym,
-      screenshot.ScreenshotTool(images),
-      task,
-      action_parser=parser,
-      max_steps=max_steps,
-      on_text="retry" if retry else "end",
-      on_invalid="observe" if retry else "end",
+    gym,
+    screenshot.ScreenshotTool(images),
+    task,
+    action_parser=parser,
+    max_steps=max_steps,
+    on_text="retry" if retry else "end",
+    on_invalid="observe" if retry else "end",
   )
-  environment.runs_inline = kind == "genv" or gyms.get(
-      env["gym"], "operator"
-  ).runs_inline
+  environment.runs_inline = (
+    kind == "genv" or gyms.get(env["gym"], "operator").runs_inline
+  )
   return environment
 
 
@@ -81,30 +81,26 @@ def _text(env: Mapping[str, Any], name: str) -> str:
   return value
 
 
-def _genv(
-    env: Mapping[str, Any], instruction: str
-) -> tuple[Any, base.Task]:
+def _genv(env: Mapping[str, Any], instruction: str) -> tuple[Any, base.Task]:
   if not instruction:
     raise ValueError("task must be the instruction, got ''")
   gym = genv_gym.AttachedGym(
-      _text(env, "gymBaseUrl"),
-      _text(env, "gymId"),
-      _text(env, "executionId"),
+    _text(env, "gymBaseUrl"), _text(env, "gymId"), _text(env, "executionId")
   )
   return gym, base.Task(_text(env, "executionId"), "runs", instruction)
 
 
 def _gym(
-    env: Mapping[str, Any],
-    instruction: str,
-    allowed: Collection[str],
-    client_settings: Collection[str],
+  env: Mapping[str, Any],
+  instruction: str,
+  allowed: Collection[str],
+  client_settings: Collection[str],
 ) -> tuple[Any, base.Task]:
   name = _text(env, "gym")
   if name not in allowed:
     raise ValueError(
-        f"env.gym={name!r} is not played here; known:"
-        f" {', '.join(sorted(allowed)) or 'none, see --gyms'}"
+      f"env.gym={name!r} is not played here; known:"
+      f" {', '.join(sorted(allowed)) or 'none, see --gyms'}"
     )
   data = env.get("task")
   if not isinstance(data, Mapping):
@@ -115,14 +111,14 @@ def _gym(
   for setting in settings:
     if setting in spec.set_by_run:
       raise ValueError(
-          f"env.settings.{setting}={settings[setting]!r} is not an option here;"
-          " env.width, env.height and env.task decide it"
+        f"env.settings.{setting}={settings[setting]!r} is not an option here;"
+        " env.width, env.height and env.task decide it"
       )
     if setting not in client_settings:
       raise ValueError(
-          f"env.settings.{setting} is not a client's to set; choose from"
-          f" {', '.join(client_settings) or 'none'}, or start the service with"
-          " --client-settings to list it"
+        f"env.settings.{setting} is not a client's to set; choose from"
+        f" {', '.join(client_settings) or 'none'}, or start the service with"
+        " --client-settings to list it"
       )
   if problems := list(spec.out_of_bounds(settings, "env.settings.")):
     raise ValueError(problems[0])
@@ -135,17 +131,15 @@ def _gym(
   width, height = env.get("width"), env.get("height")
   if width is None or height is None:
     raise ValueError(
-        f"env.width and env.height must be pixels, got {(width, height)}"
+      f"env.width and env.height must be pixels, got {(width, height)}"
     )
   if "family" in spec.set_by_run.values() and ":" in task.family:
     raise ValueError(
-        f"env.task.family={task.family!r} is a path to code, which a request"
-        " may not name; use one that is registered"
+      f"env.task.family={task.family!r} is a path to code, which a request"
+      " may not name; use one that is registered"
     )
   facts = spec.options_of(task.family, size=(width, height), concurrency=1)
   try:
     return spec.make_gym({**facts, **settings}), task
   except TypeError as error:
     raise ValueError(f"env.settings: {error}") from None
-
-

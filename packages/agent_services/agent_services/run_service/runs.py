@@ -40,7 +40,7 @@ from agent_services.run_service import schemas
 _LOG = logging.getLogger(__name__)
 _CLOSE_S = 15.0
 _CONTEXT = re.compile(
-    r"maximum context length is (\d{1,9})\D[^0-9]*(\d{1,9})\b"
+  r"maximum context length is (\d{1,9})\D[^0-9]*(\d{1,9})\b"
 )
 _MAX_REPLY = 64 << 20  # Bytes of a model's answer.
 _NODE_BYTES = 64  # Of a JSON value in memory, without its text.
@@ -101,22 +101,22 @@ class Run:
   """
 
   def __init__(
-      self,
-      body: schemas.CreateBody,
-      agent: tool_agent.ToolAgent,
-      env: Any,
-      pictures: Pictures,
-      judges_itself: bool,
-      make_room: Callable[[Run, int], None] = lambda run, size: None,
+    self,
+    body: schemas.CreateBody,
+    agent: tool_agent.ToolAgent,
+    env: Any,
+    pictures: Pictures,
+    judges_itself: bool,
+    make_room: Callable[[Run, int], None] = lambda run, size: None,
   ):
     """Args:
 
-      body: The request.
-      agent, env: Of this run's own.
-      pictures: Gives screenshots their addresses.
-      judges_itself: Whether the environment's evaluation counts.
-      make_room: Called with the bytes of each event before it is recorded;
-        raises RecordsFull where there is no memory for it.
+    body: The request.
+    agent, env: Of this run's own.
+    pictures: Gives screenshots their addresses.
+    judges_itself: Whether the environment's evaluation counts.
+    make_room: Called with the bytes of each event before it is recorded;
+      raises RecordsFull where there is no memory for it.
     """
     self.id = uuid.uuid4().hex
     self.body = body
@@ -137,12 +137,12 @@ class Run:
     self._answer = ""
     model = body.model
     base = http.address(
-        model.baseUrl, "model.baseUrl", "http://127.0.0.1:8000/v1"
+      model.baseUrl, "model.baseUrl", "http://127.0.0.1:8000/v1"
     )
     self._url = base if base.endswith("/v1") else f"{base}/v1"
     key = model.apiKey
     self._http = http.Http(
-        ModelError, headers={"authorization": f"Bearer {key}"} if key else {}
+      ModelError, headers={"authorization": f"Bearer {key}"} if key else {}
     )
 
   async def play(self) -> None:
@@ -151,7 +151,7 @@ class Run:
     extra: dict[str, Any] = {}
     try:
       status, reason, extra = await concurrency.with_deadline(
-          self._play(), self.body.maxRunTimeSec, "the run"
+        self._play(), self.body.maxRunTimeSec, "the run"
       )
     except concurrency.DeadlineExceeded as error:
       reason = f"timeout: {error}"
@@ -170,7 +170,7 @@ class Run:
       if status == "failed":
         self._emit("error", False, message=reason)
       self._emit(
-          "run_end", False, ok=status == "completed", reason=reason, **extra
+        "run_end", False, ok=status == "completed", reason=reason, **extra
       )
       self.reason, self.status = reason, status
       self.ended = time.monotonic()
@@ -182,8 +182,8 @@ class Run:
 
   async def _close(self) -> None:
     for what, closing in (
-        ("environment", self._env.close()),
-        ("connections", self._http.aclose()),
+      ("environment", self._env.close()),
+      ("connections", self._http.aclose()),
     ):
       try:
         await concurrency.with_deadline(closing, _CLOSE_S, f"closing {what}")
@@ -195,7 +195,7 @@ class Run:
     body, agent = self.body, self._agent
     limit = body.maxStepTimeSec
     observation, info = await concurrency.with_deadline(
-        self._env.reset(), limit, "the environment's start"
+      self._env.reset(), limit, "the environment's start"
     )
     agent.reset()
     agent.update_from_env(observation, 0.0, False, info)
@@ -203,7 +203,7 @@ class Run:
       self._step = step
       self._emit("step_start")
       ended = await concurrency.with_deadline(
-          self._turn(), limit, f"step {step} (maxStepTimeSec)"
+        self._turn(), limit, f"step {step} (maxStepTimeSec)"
       )
       self._emit("step_end")
       if ended is not None:
@@ -222,18 +222,18 @@ class Run:
     self._emit("model_call", modelSpecificInput=shown)
     try:
       answer = await self._http.call(
-          "POST",
-          f"{self._url}/chat/completions",
-          self.body.maxStepTimeSec,
-          body=request,
-          limit=_MAX_REPLY,
+        "POST",
+        f"{self._url}/chat/completions",
+        self.body.maxStepTimeSec,
+        body=request,
+        limit=_MAX_REPLY,
       )
     except ModelError as error:
       if not _is_context_limit(error):
         raise
       evaluation = await env.evaluate()
       verdict = self._verdict(
-          evaluation.reward, bool(evaluation.metadata.get("success"))
+        evaluation.reward, bool(evaluation.metadata.get("success"))
       )
       verdict["message"] = _refusal(error)
       _LOG.info("run %s: %s", self.id, self._masked(str(error)))
@@ -250,28 +250,30 @@ class Run:
       return None
     self._answer = str(info.get("answer") or "")
     reason = {"max_turns": "max_steps", "parse_error": "parse_error"}.get(
-        str(info.get("status")), "finished"
+      str(info.get("status")), "finished"
     )
-    return "completed", reason, self._verdict(
-        float(reward), bool(info.get("success"))
+    return (
+      "completed",
+      reason,
+      self._verdict(float(reward), bool(info.get("success"))),
     )
 
   def _verdict(self, score: float, success: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {"answer": self._answer} if self._answer else {}
     if self._judges_itself:
       fields["evaluation"] = {
-          "score": score,
-          "success": success,
-          "seconds": getattr(self._env, "evaluation_seconds", None),
+        "score": score,
+        "success": success,
+        "seconds": getattr(self._env, "evaluation_seconds", None),
       }
     return fields
 
   def _request(self, messages: list[Any]) -> dict[str, Any]:
     model = self.body.model
     request: dict[str, Any] = {
-        "model": model.name,
-        "messages": messages,
-        **model.sampling.model_dump(exclude_none=True),
+      "model": model.name,
+      "messages": messages,
+      **model.sampling.model_dump(exclude_none=True),
     }
     if model.sampling.seed is not None:
       request["seed"] = seeds.derive_seed(model.sampling.seed, self._step - 1)
@@ -286,7 +288,7 @@ class Run:
     return request
 
   async def _written(
-      self, messages: Sequence[trajectory.Message], form: str
+    self, messages: Sequence[trajectory.Message], form: str
   ) -> list[dict[str, Any]]:
     """Returns the messages in OpenAI's form."""
     out = []
@@ -311,26 +313,22 @@ class Run:
     """Returns the request's messages, as events show them."""
     if self.body.images == self.body.model.images:
       return sent
-    return await self._written(
-        self._agent.chat_completions, self.body.images
-    )
+    return await self._written(self._agent.chat_completions, self.body.images)
 
   async def _record(
-      self,
-      text: str,
-      action: trajectory.Action,
-      info: Mapping[str, Any],
-      shown: Mapping[str, Any],
-      screens: tuple[Any, Any],
-      started: int,
+    self,
+    text: str,
+    action: trajectory.Action,
+    info: Mapping[str, Any],
+    shown: Mapping[str, Any],
+    screens: tuple[Any, Any],
+    started: int,
   ) -> None:
     """Events of a step's actions, and the step itself."""
     form = self.body.images
     shots = [
-        {"name": name, "url": await self._pictures.of(image, form)}
-        for name, image in zip(
-            ("screenshot_before", "screenshot_after"), screens
-        )
+      {"name": name, "url": await self._pictures.of(image, form)}
+      for name, image in zip(("screenshot_before", "screenshot_after"), screens)
     ]
     ended = self._now()
     calls = action.tool_calls
@@ -338,39 +336,41 @@ class Run:
     for index, gui_action in enumerate(info.get("gui_actions") or ()):
       call_id = calls[index].call_id if index < len(calls) else ""
       executed = {
-          "name": gui_action["kind"],
-          "toolName": calls[index].name if index < len(calls) else None,
-          "args": _args(gui_action),
-          "callId": call_id,
-          "rawFeedback": "; ".join(info.get("invalid_actions") or ()),
-          "rawResult": gui_action,
-          "obs": {"screenshots": shots},
+        "name": gui_action["kind"],
+        "toolName": calls[index].name if index < len(calls) else None,
+        "args": _args(gui_action),
+        "callId": call_id,
+        "rawFeedback": "; ".join(info.get("invalid_actions") or ()),
+        "rawResult": gui_action,
+        "obs": {"screenshots": shots},
       }
       actions.append(executed)
       self._emit(
-          "action_executed",
-          actionIndex=index,
-          action=executed,
-          startTs=started,
-          endTs=ended,
-          durationMs=ended - started,
+        "action_executed",
+        actionIndex=index,
+        action=executed,
+        startTs=started,
+        endTs=ended,
+        durationMs=ended - started,
       )
     newest = self._agent.current_step
-    self._record_step({
+    self._record_step(
+      {
         "thinking": newest.thought if newest is not None else "",
         "text": text,
         "messages": [
-            *shown["messages"][-1:],
-            {
-                "callId": STEP_IMAGE,
-                "role": "user",
-                "content": [{
-                    "type": "image_url", "image_url": {"url": shots[0]["url"]},
-                }],
-            },
+          *shown["messages"][-1:],
+          {
+            "callId": STEP_IMAGE,
+            "role": "user",
+            "content": [
+              {"type": "image_url", "image_url": {"url": shots[0]["url"]}}
+            ],
+          },
         ],
         "actions": actions,
-    })  # pyformat: disable
+      }
+    )
 
   def _record_step(self, step: dict[str, Any]) -> None:
     self._count(step)
@@ -391,13 +391,15 @@ class Run:
     if counts:
       self._count(fields)
     at = datetime.datetime.fromtimestamp(self._now() / 1000, datetime.UTC)
-    self.events.append({
+    self.events.append(
+      {
         "type": kind,
         "ts": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         "tsMs": self._last_ms,
         "step": self._step,
         **fields,
-    })
+      }
+    )
 
 
 def _reply_of(answer: bytes) -> dict[str, Any]:
@@ -412,9 +414,9 @@ def _reply_of(answer: bytes) -> dict[str, Any]:
     reply = None
   if not isinstance(reply, dict):
     raise ReplyError(
-        "the answer, of status 200, cannot be used: it is no JSON object, or"
-        " holds what cannot be written again: half a surrogate pair, NaN, a"
-        " number larger than any float, more than 200 levels"
+      "the answer, of status 200, cannot be used: it is no JSON object, or"
+      " holds what cannot be written again: half a surrogate pair, NaN, a"
+      " number larger than any float, more than 200 levels"
     )
   return reply
 
@@ -433,8 +435,8 @@ def _text_of(reply: Mapping[str, Any]) -> str:
       raise TypeError
   except (KeyError, IndexError, TypeError):
     raise ReplyError(
-        "the answer, of status 200, cannot be used: it is no chat completion"
-        " with a text at choices[0].message.content"
+      "the answer, of status 200, cannot be used: it is no chat completion"
+      " with a text at choices[0].message.content"
     ) from None
   return text
 
@@ -442,7 +444,7 @@ def _text_of(reply: Mapping[str, Any]) -> str:
 def _is_context_limit(error: http.CallError) -> bool:
   text = str(error)
   return error.status == 400 and (
-      "context_length_exceeded" in text or "maximum context length" in text
+    "context_length_exceeded" in text or "maximum context length" in text
   )
 
 
@@ -452,8 +454,8 @@ def _refusal(error: http.CallError) -> str:
   if numbers is None:
     return "the prompt is too long for the model's context"
   return (
-      f"the model's maximum context length is {numbers[1]} tokens, and the"
-      f" prompt has {numbers[2]}"
+    f"the model's maximum context length is {numbers[1]} tokens, and the"
+    f" prompt has {numbers[2]}"
   )
 
 
@@ -502,5 +504,3 @@ def _args(gui_action: Mapping[str, Any]) -> dict[str, Any]:
   if gui_action.get("duration") is not None:
     fields["durationMs"] = int(1000 * gui_action["duration"])
   return fields
-
-

@@ -24,7 +24,7 @@ from tunix.rl.multi_turn.parser import tool_parser
 
 class _Body(json_models.Request):
   model_config = pydantic.ConfigDict(
-      extra="forbid", strict=True, allow_inf_nan=False
+    extra="forbid", strict=True, allow_inf_nan=False
   )
 
 
@@ -115,7 +115,7 @@ class _OfEnv:
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     del source
     return core_schema.no_info_after_validator_function(
-        Env.model_dump, handler.generate_schema(Env)
+      Env.model_dump, handler.generate_schema(Env)
     )
 
 
@@ -155,14 +155,14 @@ class Preset:
 
 
 PRESETS: Mapping[tuple[str, str], Preset] = {
-    ("tool", "pc"): Preset("computer_use", "desktop"),
-    ("tool", "mobile"): Preset("computer_use", "mobile"),
-    # The prompt that the shipped policy has learned; 200 tokens instead of
-    # 1,500.
-    ("compact", "pc"): Preset("computer_use_compact", "desktop_compact"),
-    ("qwen3-vl", "pc"): Preset("computer_use", "desktop"),
-    ("qwen3-vl", "mobile"): Preset("mobile_use", "mobile"),
-    ("mai-ui", "mobile"): Preset("mai_ui", "mobile"),
+  ("tool", "pc"): Preset("computer_use", "desktop"),
+  ("tool", "mobile"): Preset("computer_use", "mobile"),
+  # The prompt that the shipped policy has learned; 200 tokens instead of
+  # 1,500.
+  ("compact", "pc"): Preset("computer_use_compact", "desktop_compact"),
+  ("qwen3-vl", "pc"): Preset("computer_use", "desktop"),
+  ("qwen3-vl", "mobile"): Preset("mobile_use", "mobile"),
+  ("mai-ui", "mobile"): Preset("mai_ui", "mobile"),
 }
 """(agent, standardActionSpace) -> its preset."""
 
@@ -177,8 +177,8 @@ def make_agent(body: CreateBody) -> tool_agent.ToolAgent:
   if preset is None:
     offered = ", ".join(f"{a} ({s})" for a, s in PRESETS)
     raise ValueError(
-        f"agent={body.agent!r} with standardActionSpace="
-        f"{body.standardActionSpace!r} is not played here; known: {offered}"
+      f"agent={body.agent!r} with standardActionSpace="
+      f"{body.standardActionSpace!r} is not played here; known: {offered}"
     )
   chosen = body.agentConfig
   parser = preset.parser if chosen.parser is None else chosen.parser
@@ -190,9 +190,9 @@ def make_agent(body: CreateBody) -> tool_agent.ToolAgent:
   except ValueError as error:
     raise ValueError(f"agentConfig.parser: {error}") from None
   return tool_agent.ToolAgent(
-      system_prompt=prompt,
-      parser_name=grammar,
-      on_parse_error=chosen.onParseError,
-      max_images=chosen.maxImages,
-      image_stride=chosen.imageStride,
+    system_prompt=prompt,
+    parser_name=grammar,
+    on_parse_error=chosen.onParseError,
+    max_images=chosen.maxImages,
+    image_stride=chosen.imageStride,
   )

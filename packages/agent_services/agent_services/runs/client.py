@@ -41,12 +41,12 @@ class RunTimeout(RunServiceError):
 def _passes(error: BaseException) -> bool:
   """Whether the same poll may succeed later."""
   return isinstance(error, RunServiceError) and (
-      error.answer is None or error.status >= 500
+    error.answer is None or error.status >= 500
   )
 
 
 _POLLS = http.RetryPolicy(
-    5, tenacity.wait_fixed(0.5), tenacity.retry_if_exception(_passes)
+  5, tenacity.wait_fixed(0.5), tenacity.retry_if_exception(_passes)
 )
 _STARTS = http.RetryPolicy(wait=tenacity.wait_fixed(1.0), jitter=0.5)
 
@@ -55,13 +55,13 @@ class RunServiceClient:
   """A client of one run service; `aclose` when done."""
 
   def __init__(
-      self,
-      base_url: str = DEFAULT_BASE_URL,
-      *,
-      token: str = "",
-      timeout_s: float = 30.0,
-      poll_s: float = 3.0,
-      connections: int = 256,
+    self,
+    base_url: str = DEFAULT_BASE_URL,
+    *,
+    token: str = "",
+    timeout_s: float = 30.0,
+    poll_s: float = 3.0,
+    connections: int = 256,
   ):
     """Args:
 
@@ -81,9 +81,9 @@ class RunServiceClient:
     self._timeout_s = timeout_s
     self._poll_s = poll_s
     self._http = http.Http(
-        RunServiceError,
-        headers={"authorization": f"Bearer {token}"} if token else {},
-        connections=connections,
+      RunServiceError,
+      headers={"authorization": f"Bearer {token}"} if token else {},
+      connections=connections,
     )
 
   async def start(self, body: Mapping[str, Any], wait_s: float = 0.0) -> str:
@@ -99,7 +99,7 @@ class RunServiceClient:
 
     async def ask() -> dict[str, Any]:
       return await self._http.ask(
-          "POST", f"{self.base_url}/runs", self._timeout_s, body=dict(body)
+        "POST", f"{self.base_url}/runs", self._timeout_s, body=dict(body)
       )
 
     due = asyncio.get_running_loop().time() + wait_s
@@ -107,7 +107,7 @@ class RunServiceClient:
     run_id = reply.get("runId")
     if not isinstance(run_id, str) or not run_id:
       raise RunServiceError(
-          f"{self.base_url} started a run without a runId: {str(reply)[:80]!r}"
+        f"{self.base_url} started a run without a runId: {str(reply)[:80]!r}"
       )
     return run_id
 
@@ -123,13 +123,12 @@ class RunServiceClient:
     name = reply.get("status") if isinstance(reply, Mapping) else None
     if not isinstance(name, str):
       raise RunServiceError(
-          f"{self.base_url} names no status of run {run_id}:"
-          f" {str(reply)[:80]!r}"
+        f"{self.base_url} names no status of run {run_id}: {str(reply)[:80]!r}"
       )
     return name, str(reply.get("reason") or "")
 
   async def events(
-      self, run_id: str, first: Any = None, last: Any = None
+    self, run_id: str, first: Any = None, last: Any = None
   ) -> list[dict[str, Any]]:
     """Events from `first` (inclusive) to `last` (exclusive).
 
@@ -142,9 +141,7 @@ class RunServiceClient:
     """
     params = {"from": first, "to": last}
     return await self._list(
-        run_id,
-        "events",
-        {k: str(v) for k, v in params.items() if v is not None},
+      run_id, "events", {k: str(v) for k, v in params.items() if v is not None}
     )
 
   async def trajectory(self, run_id: str) -> list[dict[str, Any]]:
@@ -173,7 +170,7 @@ class RunServiceClient:
     raise RunServiceError(f"a step must be an object, got {str(reply)[:80]!r}")
 
   async def follow(
-      self, run_id: str, seconds: float
+    self, run_id: str, seconds: float
   ) -> AsyncIterator[dict[str, Any]]:
     """Yields the run's events in order, each once, until it has ended.
 
@@ -201,7 +198,7 @@ class RunServiceClient:
           events = await self.events(run_id, first=newest)
       except TimeoutError:
         raise RunTimeout(
-            f"run {run_id} of {self.base_url} did not end within {seconds:g} s"
+          f"run {run_id} of {self.base_url} did not end within {seconds:g} s"
         ) from None
       for event in events:
         key = event_key(event)
@@ -216,8 +213,8 @@ class RunServiceClient:
           return
         late = True
       pause = min(
-          min(self._poll_s, _LATE_S) if late else self._poll_s,
-          max(0.0, due - asyncio.get_running_loop().time()),
+        min(self._poll_s, _LATE_S) if late else self._poll_s,
+        max(0.0, due - asyncio.get_running_loop().time()),
       )
       await asyncio.sleep(pause)
 
@@ -225,7 +222,7 @@ class RunServiceClient:
     """Ends a run, if the service can. Never raises `RunServiceError`."""
     try:
       await self._http.call(
-          "POST", f"{self._url(run_id)}/cancel", _CANCEL_S, limit=1 << 20
+        "POST", f"{self._url(run_id)}/cancel", _CANCEL_S, limit=1 << 20
       )
     except RunServiceError as error:
       if error.status not in (404, 405):
@@ -244,12 +241,10 @@ class RunServiceClient:
     """
     if not self.owns(url):
       raise RunServiceError(
-          f"a screenshot's address {url[:60]!r} is not of the service at"
-          f" {self.base_url}; let it send base64"
+        f"a screenshot's address {url[:60]!r} is not of the service at"
+        f" {self.base_url}; let it send base64"
       )
-    return await self._http.call(
-        "GET", url, self._timeout_s, limit=_MAX_ANSWER
-    )
+    return await self._http.call("GET", url, self._timeout_s, limit=_MAX_ANSWER)
 
   async def aclose(self) -> None:
     """Ends the connections. Idempotent."""
@@ -259,19 +254,19 @@ class RunServiceClient:
     return f"{self.base_url}/runs/{urllib.parse.quote(run_id, safe='')}"
 
   async def _poll(
-      self, run_id: str, path: str, params: Mapping[str, str] | None = None
+    self, run_id: str, path: str, params: Mapping[str, str] | None = None
   ) -> Any:
     return await self._http.json(
-        "GET",
-        self._url(run_id) + path,
-        self._timeout_s,
-        params=params,
-        retry=_POLLS,
-        limit=_MAX_ANSWER,
+      "GET",
+      self._url(run_id) + path,
+      self._timeout_s,
+      params=params,
+      retry=_POLLS,
+      limit=_MAX_ANSWER,
     )
 
   async def _list(
-      self, run_id: str, name: str, params: Mapping[str, str] | None = None
+    self, run_id: str, name: str, params: Mapping[str, str] | None = None
   ) -> list[dict[str, Any]]:
     try:
       reply = await self._poll(run_id, f"/{name}", params)
@@ -282,11 +277,11 @@ class RunServiceClient:
     if isinstance(reply, Mapping):
       reply = reply.get(name)
     if not isinstance(reply, list) or not all(
-        isinstance(item, dict) for item in reply
+      isinstance(item, dict) for item in reply
     ):
       raise RunServiceError(
-          f"{self.base_url} answers {name} of run {run_id} with no list of"
-          f" objects: {str(reply)[:80]!r}"
+        f"{self.base_url} answers {name} of run {run_id} with no list of"
+        f" objects: {str(reply)[:80]!r}"
       )
     return reply
 
@@ -301,8 +296,8 @@ async def model_name(base_url: str, seconds: float, token: str = "") -> str:
   base = http.address(base_url, "model.baseUrl", "http://127.0.0.1:8000/v1")
   base = base if base.endswith("/v1") else f"{base}/v1"
   client = http.Http(
-      RunServiceError,
-      headers={"authorization": f"Bearer {token}"} if token else {},
+    RunServiceError,
+    headers={"authorization": f"Bearer {token}"} if token else {},
   )
   try:
     reply = await client.ask("GET", f"{base}/models", seconds)

@@ -81,9 +81,9 @@ def turns_of(events: Iterable[Mapping[str, Any]]) -> list[Turn]:
 
 
 def untrained_of(
-    turns: Sequence[Turn],
-    rule: sampling_rule.SamplingRule,
-    records: Mapping[str, str],
+  turns: Sequence[Turn],
+  rule: sampling_rule.SamplingRule,
+  records: Mapping[str, str],
 ) -> dict[int, str]:
   """Reasons by index of the turns whose tokens are not trained on.
 
@@ -108,25 +108,25 @@ def untrained_of(
 
 
 def samples_of(
-    events: Iterable[Mapping[str, Any]], weight: float = 1.0
+  events: Iterable[Mapping[str, Any]], weight: float = 1.0
 ) -> list[tuple[list[dict[str, Any]], str, float]]:
   """(messages, response text, weight) of each turn, for behaviour cloning."""
   return [
-      ([dict(m) for m in turn.messages], turn.text, float(weight))
-      for turn in turns_of(events)
+    ([dict(m) for m in turn.messages], turn.text, float(weight))
+    for turn in turns_of(events)
   ]
 
 
 def sequences_of(
-    turns: Sequence[Turn],
-    images: Sequence[Sequence[trajectory.ImageRef]],
-    image_token_id: int | None,
-    *,
-    image_break_id: int | None = None,
-    on_missing: str = "refuse",
-    encode: Callable[[Turn], tuple[Sequence[int], Sequence[int]]] | None = None,
-    version: int = 0,
-    untrained: Iterable[int] = (),
+  turns: Sequence[Turn],
+  images: Sequence[Sequence[trajectory.ImageRef]],
+  image_token_id: int | None,
+  *,
+  image_break_id: int | None = None,
+  on_missing: str = "refuse",
+  encode: Callable[[Turn], tuple[Sequence[int], Sequence[int]]] | None = None,
+  version: int = 0,
+  untrained: Iterable[int] = (),
 ) -> tuple[list[trajectory.TokenSequence], int]:
   """(training sequences, turns that were made by `encode`).
 
@@ -147,7 +147,7 @@ def sequences_of(
   """
   if on_missing not in ON_MISSING:
     raise ValueError(
-        f"on_missing must be one of {', '.join(ON_MISSING)}; got {on_missing!r}"
+      f"on_missing must be one of {', '.join(ON_MISSING)}; got {on_missing!r}"
     )
   sequences: list[_Growing] = []
   encoded = 0
@@ -155,9 +155,9 @@ def sequences_of(
     if not turn.is_exact:
       if on_missing == "refuse" or encode is None:
         raise MissingTokens(
-            f"turn {index} has no {_missing(turn)}; let the service ask its"
-            " model for logprobs and return_token_ids, or set"
-            " on_missing=fallback"
+          f"turn {index} has no {_missing(turn)}; let the service ask its"
+          " model for logprobs and return_token_ids, or set"
+          " on_missing=fallback"
         )
       turn, encoded = _encoded(turn, encode), encoded + 1
     if not sequences or not sequences[-1].extends(turn):
@@ -183,11 +183,11 @@ def _encoded(turn: Turn, encode: Callable[[Turn], Any]) -> Turn:
   if versions is not None and len(versions) != len(ids):
     versions = None
   return dataclasses.replace(
-      turn,
-      prompt_ids=np.asarray(prompt, np.int32),
-      token_ids=ids,
-      logprobs=np.zeros(len(ids), np.float32),
-      versions=versions,
+    turn,
+    prompt_ids=np.asarray(prompt, np.int32),
+    token_ids=ids,
+    logprobs=np.zeros(len(ids), np.float32),
+    versions=versions,
   )
 
 
@@ -204,28 +204,33 @@ class _Growing:
     assert turn.prompt_ids is not None
     length = len(self._tokens)
     return len(turn.prompt_ids) >= length and bool(
-        np.array_equal(turn.prompt_ids[:length], self._tokens)
+      np.array_equal(turn.prompt_ids[:length], self._tokens)
     )
 
   def add(
-      self,
-      turn: Turn,
-      index: int,
-      images: Sequence[trajectory.ImageRef],
-      version: int,
+    self,
+    turn: Turn,
+    index: int,
+    images: Sequence[trajectory.ImageRef],
+    version: int,
   ) -> None:
     assert turn.prompt_ids is not None and turn.token_ids is not None
     earlier = list(self._images)
     if list(images[: len(earlier)]) != earlier:
       raise ValueError(
-          f"turn {index}: its tokens extend the turn before, its screenshots"
-          " do not; are its events complete?"
+        f"turn {index}: its tokens extend the turn before, its screenshots"
+        " do not; are its events complete?"
       )
     self._images = images
-    self._parts.append((
+    self._parts.append(
+      (
         len(turn.prompt_ids) - len(self._tokens),
-        len(turn.token_ids), turn, index, version,
-    ))  # pyformat: disable
+        len(turn.token_ids),
+        turn,
+        index,
+        version,
+      )
+    )
     self._tokens = np.concatenate([turn.prompt_ids, turn.token_ids])
 
   def build(self) -> trajectory.TokenSequence:
@@ -243,16 +248,20 @@ class _Growing:
       versions[run] = version if turn.versions is None else turn.versions
       at = run.stop
     return trajectory.TokenSequence(
-        self._tokens, mask, logprobs, versions, turn_ids,
-        _spans(self._tokens, self._images, *self._image_ids),
-    )  # pyformat: disable
+      self._tokens,
+      mask,
+      logprobs,
+      versions,
+      turn_ids,
+      _spans(self._tokens, self._images, *self._image_ids),
+    )
 
 
 def _spans(
-    tokens_T: np.ndarray,
-    images: Sequence[trajectory.ImageRef],
-    image_token_id: int | None,
-    image_break_id: int | None,
+  tokens_T: np.ndarray,
+  images: Sequence[trajectory.ImageRef],
+  image_token_id: int | None,
+  image_break_id: int | None,
 ) -> tuple[trajectory.ImageSpan, ...]:
   """Each run of placeholders, breaks between rows included, with its image."""
   is_image = np.zeros(len(tokens_T) + 2, np.int8)
@@ -266,17 +275,15 @@ def _spans(
   starts, ends = np.flatnonzero(change == 1), np.flatnonzero(change == -1)
   if len(starts) != len(images):
     raise ValueError(
-        f"the prompt has {len(starts)} runs of image placeholders for"
-        f" {len(images)} screenshots; let the model server return prompts with"
-        " placeholders expanded"
+      f"the prompt has {len(starts)} runs of image placeholders for"
+      f" {len(images)} screenshots; let the model server return prompts with"
+      " placeholders expanded"
     )
   spans = []
   for image, start, end in zip(images, starts, ends):
     breaks = np.flatnonzero(is_break[start:end])
     row = int(breaks[0]) if len(breaks) else 0
-    spans.append(
-        trajectory.ImageSpan(image, int(start), int(end - start), row)
-    )
+    spans.append(trajectory.ImageSpan(image, int(start), int(end - start), row))
   return tuple(spans)
 
 
@@ -321,7 +328,7 @@ def _turn(output: Any, call: Mapping[str, Any]) -> Turn:
       raise TypeError
   except (KeyError, IndexError, TypeError, AttributeError):
     raise ValueError(
-        f"a model_output holds no chat completion: {str(output)[:80]!r}"
+      f"a model_output holds no chat completion: {str(output)[:80]!r}"
     ) from None
   ids = _ids(choice.get("token_ids"))
   # vLLM's prompt is beside the choices, SGLang's in each.
@@ -337,15 +344,15 @@ def _turn(output: Any, call: Mapping[str, Any]) -> Turn:
     versions = _versions(spans, len(ids))
   request = _call_of(call)
   return Turn(
-      messages_of(call),
-      text,
-      prompt,
-      ids,
-      logprobs,
-      versions,
-      request if isinstance(request, Mapping) else call,
-      str(output.get("id") or ""),
-      str(choice.get("untrained") or ""),
+    messages_of(call),
+    text,
+    prompt,
+    ids,
+    logprobs,
+    versions,
+    request if isinstance(request, Mapping) else call,
+    str(output.get("id") or ""),
+    str(choice.get("untrained") or ""),
   )
 
 
@@ -362,12 +369,12 @@ def _logprobs(value: Any) -> np.ndarray | None:
   if not isinstance(content, list) or not content:
     return None
   values = [
-      entry.get("logprob") if isinstance(entry, Mapping) else None
-      for entry in content
+    entry.get("logprob") if isinstance(entry, Mapping) else None
+    for entry in content
   ]
   if not all(
-      isinstance(n, (int, float)) and math.isfinite(n) and n <= 1e-4
-      for n in values
+    isinstance(n, (int, float)) and math.isfinite(n) and n <= 1e-4
+    for n in values
   ):
     return None
   return np.array(values, np.float32)

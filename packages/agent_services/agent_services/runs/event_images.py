@@ -22,17 +22,17 @@ class EventImages:
   """Stores the screenshots of events, each once."""
 
   def __init__(
-      self,
-      runs: client_lib.RunServiceClient,
-      store: images_lib.ImageStore,
-      loader: Any = None,
+    self,
+    runs: client_lib.RunServiceClient,
+    store: images_lib.ImageStore,
+    loader: Any = None,
   ):
     """Args:
 
-      runs: client of the service, whose own addresses are fetched.
-      store: receives the pixels.
-      loader: a `serving.media.MediaLoader` of that store, for addresses
-        elsewhere; None refuses them.
+    runs: client of the service, whose own addresses are fetched.
+    store: receives the pixels.
+    loader: a `serving.media.MediaLoader` of that store, for addresses
+      elsewhere; None refuses them.
     """
     self._runs = runs
     self._store = store
@@ -60,16 +60,14 @@ class EventImages:
       else:
         content = embedded[0]
       pixels = await concurrency.acall(
-          images_lib.decode, content, what="decoding a screenshot"
+        images_lib.decode, content, what="decoding a screenshot"
       )
       self._known[name] = self._store.put(pixels)
     return self._known[name]
 
 
 def encode_turn(
-    turn: conversion.Turn,
-    images: Sequence[trajectory.ImageRef],
-    renderer: Any,
+  turn: conversion.Turn, images: Sequence[trajectory.ImageRef], renderer: Any
 ) -> tuple[Sequence[int], Sequence[int]]:
   """Returns (prompt ids, ids of the text), made by the renderer."""
   references = iter(images)
@@ -78,10 +76,10 @@ def encode_turn(
     content = message.get("content")
     if isinstance(content, list):
       content = [
-          {"type": "image", "image": next(references)}
-          if part.get("type") == "image_url"
-          else part
-          for part in content
+        {"type": "image", "image": next(references)}
+        if part.get("type") == "image_url"
+        else part
+        for part in content
       ]
     messages.append({**message, "content": content})
   sampled = [*renderer.encode(turn.text).tolist(), renderer.end_of_turn_id]

@@ -67,10 +67,10 @@ class RunAgent(base_agent.BaseAgent):
   # --- the run ----------------------------------------------------------------
 
   async def start(
-      self,
-      client: client_lib.RunServiceClient,
-      body: Mapping[str, Any],
-      seconds: float,
+    self,
+    client: client_lib.RunServiceClient,
+    body: Mapping[str, Any],
+    seconds: float,
   ) -> str:
     """Starts the run; returns its id.
 
@@ -133,7 +133,7 @@ class RunAgent(base_agent.BaseAgent):
     assert self._ended is not None
     if self._ended.status != "completed":
       raise RunFailed(
-          f"run {self._run_id} {self._ended.status}: {self._ended.reason}"
+        f"run {self._run_id} {self._ended.status}: {self._ended.reason}"
       )
     return self._ended
 
@@ -153,7 +153,7 @@ class RunAgent(base_agent.BaseAgent):
       await client.cancel(self._run_id)
 
   async def _follow(
-      self, client: client_lib.RunServiceClient, seconds: float
+    self, client: client_lib.RunServiceClient, seconds: float
   ) -> None:
     try:
       async for event in client.follow(self._run_id, seconds):
@@ -180,7 +180,7 @@ class RunAgent(base_agent.BaseAgent):
       if self._ended is not None:
         if self._ended.status != "completed":
           raise RunFailed(
-              f"run {self._run_id} {self._ended.status}: {self._ended.reason}"
+            f"run {self._run_id} {self._ended.status}: {self._ended.reason}"
           )
         return None
       if self._pump is None:
@@ -202,11 +202,11 @@ class RunAgent(base_agent.BaseAgent):
     return self._trajectory
 
   def update_from_env(
-      self,
-      observation: Any,
-      reward: float,
-      done: bool,
-      info: Mapping[str, Any] | None = None,
+    self,
+    observation: Any,
+    reward: float,
+    done: bool,
+    info: Mapping[str, Any] | None = None,
   ) -> None:
     info = info or {}
     if self._trajectory.task is None:
@@ -221,11 +221,11 @@ class RunAgent(base_agent.BaseAgent):
   def update_from_model(self, response: str) -> trajectory_lib.Action:
     action = trajectory_lib.Action(response)
     self._trajectory.steps.append(
-        trajectory_lib.Step(
-            chat_completions=self.chat_completions,
-            action=action,
-            model_response=response,
-        )
+      trajectory_lib.Step(
+        chat_completions=self.chat_completions,
+        action=action,
+        model_response=response,
+      )
     )
     return action
 
@@ -233,9 +233,7 @@ class RunAgent(base_agent.BaseAgent):
     self._trajectory = trajectory_lib.Trajectory()
 
 
-def _end(
-    events: list[dict[str, Any]], status: str, reason: str
-) -> RunEnd:
+def _end(events: list[dict[str, Any]], status: str, reason: str) -> RunEnd:
   answer, message, evaluation = "", "", None
   for event in events:
     if event.get("type") == "run_end":
@@ -246,8 +244,9 @@ def _end(
       evaluation = verdict if isinstance(verdict, Mapping) else None
     action = event.get("action")
     if isinstance(action, Mapping) and action.get("name") in (
-        "finished", "answer",
-    ):  # pyformat: disable
+      "finished",
+      "answer",
+    ):
       args = action.get("args")
       if isinstance(args, Mapping) and args.get("content"):
         answer = str(args["content"])

@@ -41,9 +41,9 @@ from agent_services.runs import run_agent
 
 Status = trajectory.TrajectoryStatus
 _STATUSES = {
-    "max_steps": Status.MAX_TURNS,
-    "parse_error": Status.PARSE_ERROR,
-    "context_limit": Status.CONTEXT_LIMIT,
+  "max_steps": Status.MAX_TURNS,
+  "parse_error": Status.PARSE_ERROR,
+  "context_limit": Status.CONTEXT_LIMIT,
 }
 
 
@@ -60,18 +60,18 @@ class RunEnvironment(base_env.BaseEnv):
   runs_inline = True
 
   def __init__(
-      self,
-      agent: run_agent.RunAgent,
-      task: gym_base.Task,
-      gym: tuple[str, Mapping[str, Any], tuple[int, int]],
-      extra: Mapping[str, Any] | None = None,
+    self,
+    agent: run_agent.RunAgent,
+    task: gym_base.Task,
+    gym: tuple[str, Mapping[str, Any], tuple[int, int]],
+    extra: Mapping[str, Any] | None = None,
   ):
     """Args:
 
-      agent: Agent that follows the run.
-      task: Task of the episode.
-      gym: (name, options, (width, height)).
-      extra: Further fields of the run's `env`.
+    agent: Agent that follows the run.
+    task: Task of the episode.
+    gym: (name, options, (width, height)).
+    extra: Further fields of the run's `env`.
     """
     self.agent = agent
     self.task = task
@@ -88,18 +88,18 @@ class RunEnvironment(base_env.BaseEnv):
     if name == "genv":
       self._genv = genv_gym.make_client(options)
       self._context = await execution.start_genv_execution(
-          self.task, self._genv, resolve=False
+        self.task, self._genv, resolve=False
       )
       self.payload = {**self._context.agent_env(), **self._extra}
     else:
       self.payload = {
-          "type": "gym",
-          "gym": name,
-          "settings": dict(options),
-          "task": self.task.to_json(),
-          "width": width,
-          "height": height,
-          **self._extra,
+        "type": "gym",
+        "gym": name,
+        "settings": dict(options),
+        "task": self.task.to_json(),
+        "width": width,
+        "height": height,
+        **self._extra,
       }
     return {"instruction": self.task.instruction}, {"task": self.task.to_json()}
 
@@ -108,10 +108,8 @@ class RunEnvironment(base_env.BaseEnv):
     self._turn += 1
     actions = await self.agent.actions(self._turn)
     info: dict[str, Any] = {
-        "gui_actions": [a.get("rawResult") or _brief(a) for a in actions],
-        "tool_names": [
-            a.get("toolName") or str(a.get("name")) for a in actions
-        ],
+      "gui_actions": [a.get("rawResult") or _brief(a) for a in actions],
+      "tool_names": [a.get("toolName") or str(a.get("name")) for a in actions],
     }
     feedback = [str(a["rawFeedback"]) for a in actions if a.get("rawFeedback")]
     observation = {"text": "\n".join(feedback)}
@@ -122,7 +120,9 @@ class RunEnvironment(base_env.BaseEnv):
       return observation, 0.0, False, info
     reward, success, details = await self._judge(end)
     info["evaluation"] = {
-        "score": reward, "success": success, "details": details
+      "score": reward,
+      "success": success,
+      "details": details,
     }
     status = _STATUSES.get(end.reason, Status.FAILED)
     info["success"] = success
@@ -153,7 +153,7 @@ class RunEnvironment(base_env.BaseEnv):
         await self._genv.aclose()
 
   async def _judge(
-      self, end: run_agent.RunEnd
+    self, end: run_agent.RunEnd
   ) -> tuple[float, bool, dict[str, Any]]:
     """Returns (reward, success, the judge's details).
 
@@ -164,7 +164,7 @@ class RunEnvironment(base_env.BaseEnv):
       result = {"answer": end.answer} if end.answer else {}
       started = time.perf_counter()
       reward, success, details = await execution.evaluate_execution(
-          self._context, self._genv, result
+        self._context, self._genv, result
       )
       self.evaluation_seconds = time.perf_counter() - started
       return reward, success, dict(details)
@@ -172,8 +172,8 @@ class RunEnvironment(base_env.BaseEnv):
     score = verdict.get("score")
     if not isinstance(score, (int, float)) or isinstance(score, bool):
       raise run_agent.RunFailed(
-          f"the service ended the run ({end.reason}) without an evaluation; for"
-          " a service that does not judge, use gym=genv"
+        f"the service ended the run ({end.reason}) without an evaluation; for"
+        " a service that does not judge, use gym=genv"
       )
     seconds = verdict.get("seconds")
     if isinstance(seconds, (int, float)):
@@ -187,9 +187,9 @@ def _brief(action: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_episode(
-    task: gym_base.Task,
-    gym: tuple[str, Mapping[str, Any], tuple[int, int]],
-    extra: Mapping[str, Any] | None = None,
+  task: gym_base.Task,
+  gym: tuple[str, Mapping[str, Any], tuple[int, int]],
+  extra: Mapping[str, Any] | None = None,
 ) -> tuple[run_agent.RunAgent, RunEnvironment]:
   """Returns an agent and its environment; see `RunEnvironment`."""
   agent = run_agent.RunAgent()
@@ -200,26 +200,26 @@ class RunConnection(proxy.ProxyConnection):
   """Connects the run service's episodes to the run's server."""
 
   def __init__(
-      self,
-      *args: Any,
-      service: settings_lib.RunServiceConfig,
-      public_url: str,
-      episode_s: float,
-      turn_s: float,
-      max_turns: int,
-      agent_config: Mapping[str, Any],
-      renderer: Any = None,
-      **options: Any,
+    self,
+    *args: Any,
+    service: settings_lib.RunServiceConfig,
+    public_url: str,
+    episode_s: float,
+    turn_s: float,
+    max_turns: int,
+    agent_config: Mapping[str, Any],
+    renderer: Any = None,
+    **options: Any,
   ):
     """Args:
 
-      *args, **options: see `ProxyConnection`.
-      service: Settings of the service.
-      public_url: URL of the run's server as the service reaches it.
-      episode_s, turn_s: Deadlines of a run and of its steps, in seconds.
-      max_turns: Steps of a run, unless its task has its own.
-      agent_config: The agent's settings, for this package's service.
-      renderer: The policy's renderer, for `tokens=events`.
+    *args, **options: see `ProxyConnection`.
+    service: Settings of the service.
+    public_url: URL of the run's server as the service reaches it.
+    episode_s, turn_s: Deadlines of a run and of its steps, in seconds.
+    max_turns: Steps of a run, unless its task has its own.
+    agent_config: The agent's settings, for this package's service.
+    renderer: The policy's renderer, for `tokens=events`.
     """
     super().__init__(*args, **options)
     self.service = service
@@ -231,10 +231,10 @@ class RunConnection(proxy.ProxyConnection):
     self.renderer = renderer
     self.image_store: images_lib.ImageStore = args[2]
     self.runs = client_lib.RunServiceClient(
-        service.url,
-        token=service.token,
-        timeout_s=service.timeout_s,
-        poll_s=service.poll_s,
+      service.url,
+      token=service.token,
+      timeout_s=service.timeout_s,
+      poll_s=service.poll_s,
     )
 
   def model(self, sampling: policy_client.SamplingParams) -> Any:
@@ -251,7 +251,7 @@ class RunModel(proxy.ProxyModel):
   connection: RunConnection
 
   def new_session_for(
-      self, agent: Any, env: Any, name: str, seed: int | None
+    self, agent: Any, env: Any, name: str, seed: int | None
   ) -> RunSession:
     """Returns the session of the episode that `agent` follows.
 
@@ -260,8 +260,8 @@ class RunModel(proxy.ProxyModel):
     """
     if not isinstance(env, RunEnvironment) or env.agent is not agent:
       raise ValueError(
-          "a run service's episode needs a RunEnvironment and its agent, got"
-          f" {type(env).__name__} and {type(agent).__name__}"
+        "a run service's episode needs a RunEnvironment and its agent, got"
+        f" {type(env).__name__} and {type(agent).__name__}"
       )
     return RunSession(self, env, name, seed)
 
@@ -272,11 +272,7 @@ class RunSession(proxy.ProxySession):
   _connection: RunConnection
 
   def __init__(
-      self,
-      model: RunModel,
-      env: RunEnvironment,
-      name: str,
-      seed: int | None,
+    self, model: RunModel, env: RunEnvironment, name: str, seed: int | None
   ):
     super().__init__(model, name, seed)
     self._env = env
@@ -284,7 +280,7 @@ class RunSession(proxy.ProxySession):
     self._unusable = ""
 
   async def _reply(
-      self, messages: Sequence[trajectory.Message], turn: int
+    self, messages: Sequence[trajectory.Message], turn: int
   ) -> model_calls.Reply:
     del messages  # The service writes its own.
     if turn == 0:
@@ -294,12 +290,12 @@ class RunSession(proxy.ProxySession):
       end = self._agent.ended
       if end is not None and end.reason == "context_limit":
         raise policy_client.ContextLimitError(
-            "the model's server has no room for the run's next prompt"
-            + (f": {end.message}" if end.message else "")
+          "the model's server has no room for the run's next prompt"
+          + (f": {end.message}" if end.message else "")
         )
       raise run_agent.RunFailed(
-          f"the run ended ({end.reason if end else 'unknown'}) without an"
-          " answer of its model"
+        f"the run ended ({end.reason if end else 'unknown'}) without an"
+        " answer of its model"
       )
     self._answers += 1
     (read,) = conversion.turns_of([output])
@@ -308,12 +304,12 @@ class RunSession(proxy.ProxySession):
     reason = reply["choices"][0].get("finish_reason")
     service = self._connection.service
     return model_calls.Reply(
-        read.text,
-        truncated=reason == "length",
-        cancelled=reason == "abort",
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        sampled_tokens=int(usage.get("completion_tokens") or 0),
-        fallback=service.tokens == "events" and not read.is_exact,
+      read.text,
+      truncated=reason == "length",
+      cancelled=reason == "abort",
+      prompt_tokens=int(usage.get("prompt_tokens") or 0),
+      sampled_tokens=int(usage.get("completion_tokens") or 0),
+      fallback=service.tokens == "events" and not read.is_exact,
     )
 
   async def _begin(self) -> None:
@@ -321,7 +317,7 @@ class RunSession(proxy.ProxySession):
     started = await connection.start(self._name, self._sampling)
     self._id = started["session_id"]
     await self._agent.start(
-        connection.runs, self._body(started), connection.episode_s
+      connection.runs, self._body(started), connection.episode_s
     )
 
   def _body(self, started: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,21 +326,21 @@ class RunSession(proxy.ProxySession):
     by_url = service.key == "url"
     name = started["api_key"] if by_url else started["session_id"]
     model: dict[str, Any] = {
-        "baseUrl": f"{connection.public_url}/sessions/{name}/v1",
-        "name": service.model or connection.name,
-        "provider": "openai",
+      "baseUrl": f"{connection.public_url}/sessions/{name}/v1",
+      "name": service.model or connection.name,
+      "provider": "openai",
     }
     if not by_url:
       model["apiKey"] = started["api_key"]
     body: dict[str, Any] = {
-        "task": env.task.instruction,
-        "agent": service.agent,
-        "maxSteps": env.task.max_turns or connection.max_turns,
-        "maxRunTimeSec": connection.episode_s,
-        "maxStepTimeSec": connection.turn_s,
-        "model": model,
-        "env": env.payload,
-        "standardActionSpace": service.action_space,
+      "task": env.task.instruction,
+      "agent": service.agent,
+      "maxSteps": env.task.max_turns or connection.max_turns,
+      "maxRunTimeSec": connection.episode_s,
+      "maxStepTimeSec": connection.turn_s,
+      "model": model,
+      "env": env.payload,
+      "standardActionSpace": service.action_space,
     }
     if service.backend == "run_service":
       body["agentConfig"] = connection.agent_config
@@ -356,10 +352,10 @@ class RunSession(proxy.ProxySession):
   def _sampling_fields(self) -> dict[str, Any]:
     sampling = self._sampling
     fields: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_tokens": sampling.max_new_tokens,
+      "temperature": sampling.temperature,
+      "top_p": sampling.top_p,
+      "top_k": sampling.top_k,
+      "max_tokens": sampling.max_new_tokens,
     }
     if sampling.min_p:
       fields["min_p"] = sampling.min_p
@@ -393,9 +389,9 @@ class RunSession(proxy.ProxySession):
     sampled = self.untrained_tokens + sum(one.num_sampled for one in sequences)
     if self._answers and not sampled:
       raise ValueError(
-          "the run's server has no record of the service's"
-          f" {self._answers} answers: the service asked another model; let it"
-          " use model.baseUrl"
+        "the run's server has no record of the service's"
+        f" {self._answers} answers: the service asked another model; let it"
+        " use model.baseUrl"
       )
     return sequences
 
@@ -414,24 +410,23 @@ class RunSession(proxy.ProxySession):
     encode = None
     if renderer is not None:
       encode = lambda turn: event_images.encode_turn(
-          turn, placed[id(turn)], renderer
+        turn, placed[id(turn)], renderer
       )
     rule = sampling_rule.SamplingRule(
-        **sampling_rule.fields_of(self._sampling),
-        other=connection.other_sampling,
+      **sampling_rule.fields_of(self._sampling), other=connection.other_sampling
     )
     reasons = conversion.untrained_of(turns, rule, self._untrained)
     sequences, _ = conversion.sequences_of(
-        turns,
-        images,
-        None if renderer is None else renderer.image_token_id,
-        on_missing=connection.service.on_missing,
-        encode=encode,
-        untrained=reasons,
+      turns,
+      images,
+      None if renderer is None else renderer.image_token_id,
+      on_missing=connection.service.on_missing,
+      encode=encode,
+      untrained=reasons,
     )
     tokens = sum(
-        0 if (ids := turns[index].token_ids) is None else len(ids)
-        for index in reasons
+      0 if (ids := turns[index].token_ids) is None else len(ids)
+      for index in reasons
     )
     self._report_untrained(tokens, reasons.values())
     return sequences

@@ -57,7 +57,7 @@ TOKEN_VARIABLE = arguments.TOKEN_VARIABLE
 USUAL_SCREENS = (
     (1920, 1080), (1280, 720), (1024, 768), (640, 480), (360, 640), (320, 240),
     (160, 210), (128, 96),
-)  # pyformat: disable
+)  # fmt: skip
 """(width, height) in pixels, the first that fits is the default."""
 _BACKLOG = 2048  # Connections that wait while the policy is compiled.
 
@@ -85,38 +85,36 @@ def _template_options(text: str) -> dict[str, Any]:
     options = None
   if not isinstance(options, dict):
     raise ValueError(
-        f"--default-chat-template-kwargs={text}: write a JSON object such as"
-        ' {"enable_thinking": false}'
+      f"--default-chat-template-kwargs={text}: write a JSON object such as"
+      ' {"enable_thinking": false}'
     )
   return options
 
 
 def _renderer(
-    args: argparse.Namespace, policy: checkpoint.Loaded
+  args: argparse.Namespace, policy: checkpoint.Loaded
 ) -> choice.AnyRenderer:
   """Raises ValueError by the option that does not go with the policy."""
   options = _template_options(args.default_chat_template_kwargs)
   try:
     renderer = choice.make_renderer(
-        policy[2],
-        base.layout_of(policy[1]),
-        policy_files.chat_template(args.policy, options),
-        args.renderer,
+      policy[2],
+      base.layout_of(policy[1]),
+      policy_files.chat_template(args.policy, options),
+      args.renderer,
     )
   except ValueError as error:
     raise ValueError(f"--renderer={args.renderer}: {error}") from None
   if options and not choice.takes_options(renderer):
     raise ValueError(
-        "--default-chat-template-kwargs="
-        f"{args.default_chat_template_kwargs}: {args.policy} has no chat"
-        " template with these variables; leave them out"
+      "--default-chat-template-kwargs="
+      f"{args.default_chat_template_kwargs}: {args.policy} has no chat"
+      " template with these variables; leave them out"
     )
   return renderer
 
 
-def _usual_screens(
-    processor: Any, context: int
-) -> tuple[tuple[int, int], ...]:
+def _usual_screens(processor: Any, context: int) -> tuple[tuple[int, int], ...]:
   """Returns the largest usual size that the policy takes and whose tokens fill
   at most half of the context; () for a text policy, or without such a size."""
   for size in USUAL_SCREENS if processor.patches_per_token else ():
@@ -129,7 +127,7 @@ def _usual_screens(
 
 
 def _check_screens(
-    text: str, sizes: Sequence[tuple[int, int]], processor: Any, context: int
+  text: str, sizes: Sequence[tuple[int, int]], processor: Any, context: int
 ) -> None:
   for size in sizes:
     fix = "name the sizes that clients send, none larger, e.g. --screen 640x480"
@@ -140,8 +138,8 @@ def _check_screens(
       raise ValueError(f"--screen={text}: {why}; {fix}") from None
     if tokens >= context:
       raise ValueError(
-          f"--screen={text}: a screenshot has {tokens} tokens, as many as"
-          f" --max-model-len={context} or more; raise that, or {fix}"
+        f"--screen={text}: a screenshot has {tokens} tokens, as many as"
+        f" --max-model-len={context} or more; raise that, or {fix}"
       )
 
 
@@ -149,8 +147,8 @@ def _features(text: str) -> tuple[engine_config.Feature, ...]:
   names = _words(text)
   if unknown := sorted(set(names) - set(engine_config.FEATURES)):
     raise ValueError(
-        f"--features={text}: {unknown[0]!r} is none of"
-        f" {', '.join(engine_config.FEATURES)}"
+      f"--features={text}: {unknown[0]!r} is none of"
+      f" {', '.join(engine_config.FEATURES)}"
     )
   return tuple(f for name in names for f in engine_config.FEATURES if f == name)
 
@@ -160,11 +158,11 @@ def _engine_settings(args: argparse.Namespace) -> engine_config.EngineConfig:
   features = _features(args.features)
   try:
     return engine_config.EngineConfig(
-        slots=args.slots,
-        cache_tokens=args.cache_tokens,
-        context_length=args.max_model_len,
-        weights=args.weights,
-        features=features,
+      slots=args.slots,
+      cache_tokens=args.cache_tokens,
+      context_length=args.max_model_len,
+      weights=args.weights,
+      features=features,
     )
   except pydantic.ValidationError as error:
     problems = []
@@ -179,9 +177,9 @@ def _engine_settings(args: argparse.Namespace) -> engine_config.EngineConfig:
 
 
 _OPTIONS = {
-    "slots": "--slots",
-    "cache_tokens": "--cache-tokens",
-    "context_length": "--max-model-len",
+  "slots": "--slots",
+  "cache_tokens": "--cache-tokens",
+  "context_length": "--max-model-len",
 }
 
 
@@ -192,8 +190,8 @@ def _images_limit(text: str) -> int:
     limit = None
   if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
     raise ValueError(
-        f"--limit-mm-per-prompt={text}: write a JSON object such as"
-        ' {"image": 64}'
+      f"--limit-mm-per-prompt={text}: write a JSON object such as"
+      ' {"image": 64}'
     )
   return limit
 
@@ -251,18 +249,16 @@ def _checked(args: argparse.Namespace) -> _Arguments:
   """
   all_of = _Collected()
   token = all_of.of(
-      lambda: http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
+    lambda: http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
   )
   screens = all_of.of(lambda: _screens(args.screen))
-  all_of.of(
-      lambda: _template_options(args.default_chat_template_kwargs)
-  )
+  all_of.of(lambda: _template_options(args.default_chat_template_kwargs))
   settings = all_of.of(lambda: _engine_settings(args))
   connection_limits = all_of.of(lambda: http_server.limits_of(args))
   all_of.of(lambda: _check_numbers(args))
   images_limit = all_of.of(lambda: _images_limit(args.limit_mm_per_prompt))
   media_limits = all_of.of(
-      lambda: _media_limits(_words(args.allowed_media_domains))
+    lambda: _media_limits(_words(args.allowed_media_domains))
   )
   all_of.of(lambda: _sampling(args))
   all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser, "operator"))
@@ -270,7 +266,7 @@ def _checked(args: argparse.Namespace) -> _Arguments:
   if args.image_dir is not None:
     all_of.of(lambda: _make_folder(args.image_dir))
   listening = all_of.of(
-      lambda: http_server.listen(args.host, args.port, _BACKLOG)
+    lambda: http_server.listen(args.host, args.port, _BACKLOG)
   )
   try:
     all_of.end()
@@ -279,40 +275,40 @@ def _checked(args: argparse.Namespace) -> _Arguments:
       listening().close()
     raise
   limits = requests.RequestLimits(
-      max_new_tokens=args.max_tokens, images=images_limit()
+    max_new_tokens=args.max_tokens, images=images_limit()
   )
   return _Arguments(
-      token(),
-      screens(),
-      settings(),
-      limits,
-      media_limits(),
-      connection_limits(),
-      listening(),
+    token(),
+    screens(),
+    settings(),
+    limits,
+    media_limits(),
+    connection_limits(),
+    listening(),
   )
 
 
 def _sampling(args: argparse.Namespace) -> session_sampling.SessionSampling:
   return sampling_rule.of_text(
-      args.sampling, args.other_sampling, session_sampling.SessionSampling
+    args.sampling, args.other_sampling, session_sampling.SessionSampling
   )
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
   wrong = [
-      f"--{name.replace('_', '-')}={getattr(args, name)} must be {accepted}"
-      for name, right, accepted in (
-          ("max_tokens", args.max_tokens >= 1, "1 or more"),
-          ("max_sessions", args.max_sessions >= 1, "1 or more"),
-          (
-              "session_timeout",
-              0 < args.session_timeout < 1e9,
-              "a number of seconds > 0",
-          ),
-          ("image_memory", args.image_memory >= 1, "1 or more; it is in MiB"),
-          ("seed", 0 <= args.seed < 2**63, ">= 0 and < 2**63"),
-      )
-      if not right
+    f"--{name.replace('_', '-')}={getattr(args, name)} must be {accepted}"
+    for name, right, accepted in (
+      ("max_tokens", args.max_tokens >= 1, "1 or more"),
+      ("max_sessions", args.max_sessions >= 1, "1 or more"),
+      (
+        "session_timeout",
+        0 < args.session_timeout < 1e9,
+        "a number of seconds > 0",
+      ),
+      ("image_memory", args.image_memory >= 1, "1 or more; it is in MiB"),
+      ("seed", 0 <= args.seed < 2**63, ">= 0 and < 2**63"),
+    )
+    if not right
   ]
   if wrong:
     raise ValueError("\n".join(wrong))
@@ -330,30 +326,30 @@ def _make_folder(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:
     raise ValueError(
-        f"--image-dir={folder} cannot be made ({error.strerror}); give a folder"
-        " that can be written"
+      f"--image-dir={folder} cannot be made ({error.strerror}); give a folder"
+      " that can be written"
     ) from None
 
 
 def _check_memory(
-    args: argparse.Namespace,
-    policy: checkpoint.Loaded,
-    settings: engine_config.EngineConfig,
-    screens: tuple[tuple[int, int], ...],
+  args: argparse.Namespace,
+  policy: checkpoint.Loaded,
+  settings: engine_config.EngineConfig,
+  screens: tuple[tuple[int, int], ...],
 ) -> None:
   caches = cache_memory.of_engine(policy[0], policy[1], settings, screens)
   there, needed = memory_limits.device_bytes(), caches.kv + caches.vision
   if there is not None and needed > there:
     raise ValueError(
-        f"--slots={args.slots} --max-model-len={args.max_model_len}: their"
-        f" caches take {memory_limits.human(needed)}, and a device has"
-        f" {memory_limits.human(there)}; lower one of them, or set"
-        " --cache-tokens"
+      f"--slots={args.slots} --max-model-len={args.max_model_len}: their"
+      f" caches take {memory_limits.human(needed)}, and a device has"
+      f" {memory_limits.human(there)}; lower one of them, or set"
+      " --cache-tokens"
     )
 
 
 def _make(
-    args: argparse.Namespace, checked: _Arguments
+  args: argparse.Namespace, checked: _Arguments
 ) -> tuple[engine_lib.RolloutEngine, app_lib.OpenAIApp]:
   """Returns the engine and the application.
 
@@ -363,7 +359,7 @@ def _make(
   """
   largest = max(checked.screens, key=lambda s: s[0] * s[1], default=None)
   policy = checkpoint.load_policy(
-      args.policy, screen=largest, compute_dtype=args.dtype
+    args.policy, screen=largest, compute_dtype=args.dtype
   )
   renderer = _renderer(args, policy)
   context = args.max_model_len
@@ -376,28 +372,28 @@ def _make(
   all_of.end()
   store = images.ImageStore(args.image_dir, args.image_memory << 20)
   engine = engine_lib.RolloutEngine(
-      policy[0],
-      policy[1],
-      store,
-      checked.settings,
-      image_sizes=screens,
-      banned_token_ids=policy[0].config.banned_token_ids,
-      seed=args.seed,
+    policy[0],
+    policy[1],
+    store,
+    checked.settings,
+    image_sizes=screens,
+    banned_token_ids=policy[0].config.banned_token_ids,
+    seed=args.seed,
   )
   app = server.make_app(
-      args.name or args.policy,
-      engine,
-      policy,
-      store,
-      parser=args.tool_parser,
-      limits=checked.limits,
-      media_limits=checked.media_limits,
-      max_sessions=args.max_sessions,
-      session_timeout_s=args.session_timeout,
-      token=checked.token,
-      renderer=renderer,
-      export_arrays=args.export_arrays,
-      sampling=_sampling(args),
+    args.name or args.policy,
+    engine,
+    policy,
+    store,
+    parser=args.tool_parser,
+    limits=checked.limits,
+    media_limits=checked.media_limits,
+    max_sessions=args.max_sessions,
+    session_timeout_s=args.session_timeout,
+    token=checked.token,
+    renderer=renderer,
+    export_arrays=args.export_arrays,
+    sampling=_sampling(args),
   )
   return engine, app
 
@@ -433,9 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     url = http_server.url_of(args.host, listening)
     print(f"serving {args.name or args.policy} at {url}/v1", flush=True)
     # Requests that run have a moment to end; sessions do not outlive it.
-    config = http_server.config(
-        app.asgi, checked.connections, backlog=_BACKLOG
-    )
+    config = http_server.config(app.asgi, checked.connections, backlog=_BACKLOG)
     uvicorn.Server(config).run(sockets=[listening])
   return 0
 

@@ -24,9 +24,9 @@ from agent_services.serving import interactions
 from agent_services.serving import requests
 
 _REASONS = {
-    policy_client.FinishReason.STOP: "stop",
-    policy_client.FinishReason.LENGTH: "length",
-    policy_client.FinishReason.CANCELLED: "abort",
+  policy_client.FinishReason.STOP: "stop",
+  policy_client.FinishReason.LENGTH: "length",
+  policy_client.FinishReason.CANCELLED: "abort",
 }
 
 
@@ -93,11 +93,11 @@ class SampledAnswer:
 
 
 def make_choice(
-    completion: policy_client.Completion,
-    text: str,
-    parser: parser_base.ToolParser | None,
-    stop: str | None = None,
-    only_calls: bool = False,
+  completion: policy_client.Completion,
+  text: str,
+  parser: parser_base.ToolParser | None,
+  stop: str | None = None,
+  only_calls: bool = False,
 ) -> Choice:
   """Cuts the text into content and tool calls.
 
@@ -117,15 +117,15 @@ def make_choice(
     if result.calls:
       message["content"] = result.thought or None
       message["tool_calls"] = [
-          {
-              "id": f"call_{secrets.token_hex(12)}",
-              "type": "function",
-              "function": {
-                  "name": call.name,
-                  "arguments": json.dumps(call.arguments, ensure_ascii=False),
-              },
-          }
-          for call in result.calls
+        {
+          "id": f"call_{secrets.token_hex(12)}",
+          "type": "function",
+          "function": {
+            "name": call.name,
+            "arguments": json.dumps(call.arguments, ensure_ascii=False),
+          },
+        }
+        for call in result.calls
       ]
       reason = "tool_calls" if reason == "stop" else reason
     elif reason == "length" and only_calls:
@@ -138,21 +138,21 @@ def make_choice(
 def usage(answer: SampledAnswer) -> dict[str, Any]:
   sampled, prompt = answer.num_sampled, answer.num_prompt_tokens
   return {
-      "prompt_tokens": prompt,
-      "completion_tokens": sampled,
-      "total_tokens": prompt + sampled,
-      "prompt_tokens_details": {"cached_tokens": answer.reused_tokens},
+    "prompt_tokens": prompt,
+    "completion_tokens": sampled,
+    "total_tokens": prompt + sampled,
+    "prompt_tokens_details": {"cached_tokens": answer.reused_tokens},
   }
 
 
 def extras(
-    request: requests.SamplingRequest, answer: SampledAnswer, index: int
+  request: requests.SamplingRequest, answer: SampledAnswer, index: int
 ) -> dict[str, Any]:
   """Returns a choice's fields beyond OpenAI's."""
   completion = answer.choices[index].completion
   fields: dict[str, Any] = {
-      "policy_versions": version_spans(completion.versions),
-      "interaction_id": interaction_id(answer.id, index),
+    "policy_versions": version_spans(completion.versions),
+    "interaction_id": interaction_id(answer.id, index),
   }
   if request.return_token_ids:
     fields["token_ids"] = completion.tokens.tolist()
@@ -162,7 +162,7 @@ def extras(
 
 
 def extras_of_one(
-    request: requests.SamplingRequest, answer: SampledAnswer
+  request: requests.SamplingRequest, answer: SampledAnswer
 ) -> dict[str, Any]:
   """Returns the fields beyond the API's of an answer with one choice."""
   fields = extras(request, answer, 0)
@@ -209,17 +209,17 @@ class TokenDecoder:
   _BYTES = _byte_of_character()
 
   def __init__(
-      self,
-      text: Callable[[Sequence[int]], str],
-      tokenizer: Any,
-      end: int | None = None,
+    self,
+    text: Callable[[Sequence[int]], str],
+    tokenizer: Any,
+    end: int | None = None,
   ):
     """Args:
 
-      text: the renderer's `decode`.
-      tokenizer: a byte-level `tokenizers.Tokenizer`, or a transformers
-        tokenizer around one.
-      end: the renderer's `end_of_turn_id`.
+    text: the renderer's `decode`.
+    tokenizer: a byte-level `tokenizers.Tokenizer`, or a transformers
+      tokenizer around one.
+    end: the renderer's `end_of_turn_id`.
     """
     self.end = end
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
@@ -249,39 +249,39 @@ class TokenDecoder:
 
 
 def logprobs(
-    completion: policy_client.Completion,
-    decoder: TokenDecoder,
-    as_ids: bool = False,
+  completion: policy_client.Completion,
+  decoder: TokenDecoder,
+  as_ids: bool = False,
 ) -> list[dict[str, Any]]:
   """Returns a completion's tokens in the shape of chat completions'
   `logprobs`; `as_ids` names each "token_id:17" in place of its text."""
   of = lambda token, logprob: {
-      "token": f"token_id:{token}" if as_ids else decoder.token(token),
-      "logprob": logprob,
-      "bytes": list(decoder.bytes(token)),
+    "token": f"token_id:{token}" if as_ids else decoder.token(token),
+    "logprob": logprob,
+    "bytes": list(decoder.bytes(token)),
   }
   return [
-      of(token, logprob) | {"top_logprobs": [of(*one) for one in top]}
-      for token, logprob, top in zip(
-          completion.tokens.tolist(),
-          completion.logprobs.tolist(),
-          alternatives(completion),
-      )
+    of(token, logprob) | {"top_logprobs": [of(*one) for one in top]}
+    for token, logprob, top in zip(
+      completion.tokens.tolist(),
+      completion.logprobs.tolist(),
+      alternatives(completion),
+    )
   ]
 
 
 def alternatives(
-    completion: policy_client.Completion,
+  completion: policy_client.Completion,
 ) -> list[list[tuple[int, float]]]:
   """Each position's likeliest tokens with log-probs; empty unless the request
   asks for them."""
   if completion.top_tokens is None or completion.top_logprobs is None:
     return [[] for _ in completion.tokens]
   return [
-      [(t, p) for t, p in zip(tokens, logprobs) if p > -np.inf]
-      for tokens, logprobs in zip(
-          completion.top_tokens.tolist(), completion.top_logprobs.tolist()
-      )
+    [(t, p) for t, p in zip(tokens, logprobs) if p > -np.inf]
+    for tokens, logprobs in zip(
+      completion.top_tokens.tolist(), completion.top_logprobs.tolist()
+    )
   ]
 
 
@@ -346,19 +346,19 @@ class StopStrings:
   """Watches one completion for stop strings; a `guidance.StopWhen`."""
 
   def __init__(
-      self,
-      strings: Sequence[str],
-      token_bytes: Callable[[int], bytes],
-      ends: Sequence[int],
-      included: Sequence[str] = (),
+    self,
+    strings: Sequence[str],
+    token_bytes: Callable[[int], bytes],
+    ends: Sequence[int],
+    included: Sequence[str] = (),
   ):
     """Args:
 
-      strings: Strings that end the completion; its text ends before them. None
-        is empty.
-      token_bytes: Returns the bytes of an id.
-      ends: Ids that end a turn and have no text.
-      included: Strings that end the completion and its text. None is empty.
+    strings: Strings that end the completion; its text ends before them. None
+      is empty.
+    token_bytes: Returns the bytes of an id.
+    ends: Ids that end a turn and have no text.
+    included: Strings that end the completion and its text. None is empty.
     """
     self._strings = tuple(strings)
     self._bytes = [s.encode() for s in (*strings, *included)]

@@ -62,10 +62,10 @@ Response = applications.Response
 Handler = applications.Handler
 
 ENDPOINTS = (
-    chat.ENDPOINT,
-    completions.ENDPOINT,
-    responses.ENDPOINT,
-    messages.ENDPOINT,
+  chat.ENDPOINT,
+  completions.ENDPOINT,
+  responses.ENDPOINT,
+  messages.ENDPOINT,
 )
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -78,60 +78,60 @@ class OpenAIApp(applications.Application):
   """
 
   def __init__(
-      self,
-      service: service_lib.Service,
-      *,
-      token: str = "",
-      stats: Callable[[], dict[str, float]] | None = None,
-      export_arrays: str = "lists",
+    self,
+    service: service_lib.Service,
+    *,
+    token: str = "",
+    stats: Callable[[], dict[str, float]] | None = None,
+    export_arrays: str = "lists",
   ):
     """Args:
 
-      service: Service that answers requests.
-      token: Token that clients must present; "" requires none.
-      stats: Returns gauges for `/metrics`.
-      export_arrays: One of `session_routes.ARRAYS`.
+    service: Service that answers requests.
+    token: Token that clients must present; "" requires none.
+    stats: Returns gauges for `/metrics`.
+    export_arrays: One of `session_routes.ARRAYS`.
     """
     self.service = self._service = service
     self._limits = service.limits
     self._token = token
     self._stats = stats or (lambda: {})
     self._metrics = applications.Metrics(
-        "rollout", (.01, .03, .1, .3, 1, 3, 10, 30, 100, 300)
-    )  # pyformat: disable
+      "rollout", (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+    )
     self._sessions = session_routes.SessionRoutes(
-        service, self._object, self._check_own, export_arrays
+      service, self._object, self._check_own, export_arrays
     )
     post, get = applications.POST, applications.GET
     endpoints: list[applications.Route] = [
-        *((api.path, self._answering(api), post) for api in ENDPOINTS),
-        *((c.path, self._counting(c), post) for c in counting.ENDPOINTS),
-        ("models", self._models, get),
-        ("models/{model:path}", self._one_model, get),
-        ("responses/{response}", self._kept_response, get),
+      *((api.path, self._answering(api), post) for api in ENDPOINTS),
+      *((c.path, self._counting(c), post) for c in counting.ENDPOINTS),
+      ("models", self._models, get),
+      ("models/{model:path}", self._one_model, get),
+      ("responses/{response}", self._kept_response, get),
     ]
     routes = [(f"/v1/{path}", run, how) for path, run, how in endpoints]
     routes += [
-        ("/health", self._health, get),
-        ("/metrics", self._show_metrics, get),
-        ("/openapi.json", self._openapi, get),
-        ("/rl/start_session", self._sessions.start, post),
-        ("/export_trajectories", self._sessions.export, post),
-        ("/grant_capacity", self._sessions.grant_capacity, post),
-        # AReaL's clients name a session by its key alone, and no version.
-        ("/rl/set_reward", self._sessions.set_reward, post),
-        ("/rl/end_session", self._sessions.end, post),
-        *((f"/{api[0]}", *api[1:]) for api in endpoints if api[2] is post),
+      ("/health", self._health, get),
+      ("/metrics", self._show_metrics, get),
+      ("/openapi.json", self._openapi, get),
+      ("/rl/start_session", self._sessions.start, post),
+      ("/export_trajectories", self._sessions.export, post),
+      ("/grant_capacity", self._sessions.grant_capacity, post),
+      # AReaL's clients name a session by its key alone, and no version.
+      ("/rl/set_reward", self._sessions.set_reward, post),
+      ("/rl/end_session", self._sessions.end, post),
+      *((f"/{api[0]}", *api[1:]) for api in endpoints if api[2] is post),
     ]
     for prefix in ("/sessions/{session}", "/{session}"):
       for path, run, how in endpoints:
         routes += [
-            (f"{prefix}/v1/{path}", run, how),
-            (f"{prefix}/{path}", run, how),
+          (f"{prefix}/v1/{path}", run, how),
+          (f"{prefix}/{path}", run, how),
         ]
       routes += [
-          (f"{prefix}/rl/set_reward", self._sessions.set_reward, post),
-          (f"{prefix}/rl/end_session", self._sessions.end, post),
+        (f"{prefix}/rl/set_reward", self._sessions.set_reward, post),
+        (f"{prefix}/rl/end_session", self._sessions.end, post),
       ]
     self._serve(routes)
 
@@ -154,12 +154,12 @@ class OpenAIApp(applications.Application):
     return _error(_as_api(error, route))
 
   def _done(
-      self, route: str, request: Request, response: Response, seconds: float
+    self, route: str, request: Request, response: Response, seconds: float
   ) -> None:
     client_id = request.headers.get("x-request-id", "")
     is_valid = _REQUEST_ID.fullmatch(client_id)
     response.headers["x-request-id"] = (
-        client_id if is_valid else f"req_{secrets.token_hex(12)}"
+      client_id if is_valid else f"req_{secrets.token_hex(12)}"
     )
     self._metrics.count(route, response, seconds)
 
@@ -181,17 +181,16 @@ class OpenAIApp(applications.Application):
       # Without its session, the request would be lost to training.
       if not self._token or presented != self._token:
         raise errors.ApiError(
-            401,
-            "no session has this key any more; start another one",
-            code="unknown_session",
+          401,
+          "no session has this key any more; start another one",
+          code="unknown_session",
         )
     # The route, not the URL, which contains the client's Host header.
     if not trusted and by_key is None and route != "/health":
       raise errors.ApiError(
-          401,
-          "give the server's token, or a session's key, as Authorization:"
-          " Bearer",
-          code="invalid_api_key",
+        401,
+        "give the server's token, or a session's key, as Authorization: Bearer",
+        code="invalid_api_key",
       )
     # A key opens its own session and nothing else.
     request.state.only = None if by_key is None else by_key.id
@@ -205,18 +204,18 @@ class OpenAIApp(applications.Application):
     """Refuses a session's key for another session, or for none."""
     if request.state.only not in (None, session):
       raise errors.ApiError(
-          403,
-          "a session's key opens that session only; use the server's token",
-          code="wrong_session",
+        403,
+        "a session's key opens that session only; use the server's token",
+        code="wrong_session",
       )
 
   async def _not_served(self, request: Request, error: Any) -> Response:
     return _error(
-        errors.ApiError(
-            error.status_code,
-            f"{request.method} {request.url.path} is not served here",
-            code="not_found",
-        )
+      errors.ApiError(
+        error.status_code,
+        f"{request.method} {request.url.path} is not served here",
+        code="not_found",
+      )
     )
 
   # --- completions ------------------------------------------------------------
@@ -230,7 +229,7 @@ class OpenAIApp(applications.Application):
 
     def checked() -> Any:
       fields = bodies.read_json(
-          body, self._limits.body_bytes, self._limits.values
+        body, self._limits.body_bytes, self._limits.values
       )
       return read(fields, self._limits)
 
@@ -253,17 +252,17 @@ class OpenAIApp(applications.Application):
       if sampling_request.stream:
         return await self._stream(request, api, sampling_request, key)
       answer = await http_server.unless_gone(
-          request,
-          self._service.complete(
-              sampling_request,
-              session=request.state.session,
-              key=key,
-              answer_id=service_lib.new_id(api.prefix),
-          ),
+        request,
+        self._service.complete(
+          sampling_request,
+          session=request.state.session,
+          key=key,
+          answer_id=service_lib.new_id(api.prefix),
+        ),
       )
       return _json(
-          api.to_json(sampling_request, answer, self._service.policy.decoder),
-          headers=self._ignored(sampling_request),
+        api.to_json(sampling_request, answer, self._service.policy.decoder),
+        headers=self._ignored(sampling_request),
       )
 
     return run
@@ -283,11 +282,11 @@ class OpenAIApp(applications.Application):
     return run
 
   async def _stream(
-      self,
-      request: Request,
-      api: streams.Endpoint,
-      sampling_request: requests.SamplingRequest,
-      key: str,
+    self,
+    request: Request,
+    api: streams.Endpoint,
+    sampling_request: requests.SamplingRequest,
+    key: str,
   ) -> Response:
     """Answers in server-sent events: text while it is sampled, tool calls last.
 
@@ -298,18 +297,18 @@ class OpenAIApp(applications.Application):
     session = request.state.session
     id_ = service_lib.new_id(api.prefix)
     task = asyncio.ensure_future(
-        self._service.complete(
-            sampling_request,
-            session=session,
-            key=key,
-            on_tokens=lambda i, tokens: news.put_nowait((i, tokens)),
-            answer_id=id_,
-        )
+      self._service.complete(
+        sampling_request,
+        session=session,
+        key=key,
+        on_tokens=lambda i, tokens: news.put_nowait((i, tokens)),
+        answer_id=id_,
+      )
     )
     task.add_done_callback(lambda _: news.put_nowait(None))
     try:
       first = await http_server.unless_gone(
-          request, asyncio.wait_for(news.get(), streams.KEEP_ALIVE_S)
+        request, asyncio.wait_for(news.get(), streams.KEEP_ALIVE_S)
       )
     except asyncio.TimeoutError:
       first = streams.NOTHING
@@ -321,16 +320,14 @@ class OpenAIApp(applications.Application):
     # Only now: one of two equal requests may repeat the other.
     id_ = self._service.known_id(session, key) or id_
     writer = api.stream(
-        sampling_request, id_, int(time.time()), self._service.policy.decoder
+      sampling_request, id_, int(time.time()), self._service.policy.decoder
     )
     return starlette_responses.StreamingResponse(
-        streams.write(
-            writer, task, news, first, lambda error: _as_api(error, "a stream")
-        ),
-        media_type="text/event-stream",
-        headers={
-            "cache-control": "no-cache", **self._ignored(sampling_request)
-        },
+      streams.write(
+        writer, task, news, first, lambda error: _as_api(error, "a stream")
+      ),
+      media_type="text/event-stream",
+      headers={"cache-control": "no-cache", **self._ignored(sampling_request)},
     )
 
   def _ignored(self, request: requests.SamplingRequest) -> dict[str, str]:
@@ -343,11 +340,11 @@ class OpenAIApp(applications.Application):
   def _model(self) -> dict[str, Any]:
     policy = self._service.policy
     return {
-        "id": policy.name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "tunix",
-        "max_model_len": policy.context_length,
+      "id": policy.name,
+      "object": "model",
+      "created": 0,
+      "owned_by": "tunix",
+      "max_model_len": policy.context_length,
     }
 
   async def _models(self, request: Request) -> Response:
@@ -361,10 +358,10 @@ class OpenAIApp(applications.Application):
   async def _kept_response(self, request: Request) -> Response:
     session = request.state.session
     sampling_request, answer = self._service.conversations.answer(
-        request.path_params["response"], session.id if session else None
+      request.path_params["response"], session.id if session else None
     )
     return _json(
-        responses.whole(sampling_request, answer, self._service.policy.decoder)
+      responses.whole(sampling_request, answer, self._service.policy.decoder)
     )
 
   async def _openapi(self, request: Request) -> Response:
@@ -375,32 +372,31 @@ class OpenAIApp(applications.Application):
     del request
     healthy = self._service.policy.healthy()
     return starlette_responses.JSONResponse(
-        {"status": "ok" if healthy else "the rollout engine has failed"},
-        200 if healthy else 503,
+      {"status": "ok" if healthy else "the rollout engine has failed"},
+      200 if healthy else 503,
     )
 
   async def _show_metrics(self, request: Request) -> Response:
     del request
     lines = [
-        "# HELP rollout_tokens Tokens of prompts and completions.\n"
-        "# TYPE rollout_tokens counter\n"
+      "# HELP rollout_tokens Tokens of prompts and completions.\n"
+      "# TYPE rollout_tokens counter\n"
     ]
     for kind, count in self._service.tokens.items():
       lines.append(f'rollout_tokens_total{{kind="{kind}"}} {count}\n')
     for name, value in sorted(self._stats().items()):
       lines.append(
-          f"# TYPE rollout_engine_{name} gauge\nrollout_engine_{name} {value}\n"
+        f"# TYPE rollout_engine_{name} gauge\nrollout_engine_{name} {value}\n"
       )
     lines.append(
-        "# TYPE rollout_running gauge\n"
-        f"rollout_running {self._service.running}\n"
+      f"# TYPE rollout_running gauge\nrollout_running {self._service.running}\n"
     )
     return self._metrics.page(lines)
 
   async def _object(self, request: Request) -> dict[str, Any]:
     body = await request_bodies.read(request, self._limits.body_bytes)
     return bodies.read_json(
-        body or b"{}", self._limits.body_bytes, self._limits.values
+      body or b"{}", self._limits.body_bytes, self._limits.values
     )
 
 
@@ -417,16 +413,16 @@ def _as_api(error: Exception, where: str) -> errors.ApiError:
     return error
   if isinstance(error, request_bodies.BodyRefused):
     return errors.ApiError(
-        error.status,
-        error.message,
-        code="request_too_large" if error.status == 413 else error.code,
-        retry_after_s=error.retry_after_s,
+      error.status,
+      error.message,
+      code="request_too_large" if error.status == 413 else error.code,
+      retry_after_s=error.retry_after_s,
     )
   _LOG.error("%s failed", where, exc_info=error)
   return errors.ApiError(
-      500,
-      f"the server failed: {type(error).__name__}: {error}",
-      code="internal_error",
+    500,
+    f"the server failed: {type(error).__name__}: {error}",
+    code="internal_error",
   )
 
 
@@ -435,10 +431,10 @@ def _error(error: errors.ApiError) -> Response:
 
 
 def _json(
-    content: dict[str, Any],
-    status: int = 200,
-    headers: dict[str, str] | None = None,
+  content: dict[str, Any],
+  status: int = 200,
+  headers: dict[str, str] | None = None,
 ) -> Response:
   return Response(
-      bodies.write_json(content), status, headers, media_type="application/json"
+    bodies.write_json(content), status, headers, media_type="application/json"
   )

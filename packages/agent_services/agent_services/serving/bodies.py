@@ -51,10 +51,10 @@ def shown(value: Any) -> str:
 def unsupported(name: str, value: Any, nearest: str = "") -> errors.ApiError:
   hint = f"; did you mean {nearest}?" if nearest else ""
   return errors.invalid(
-      name,
-      f"{name}={shown(value)} is not supported by this server; leave"
-      f" {name.rpartition('.')[2]} out{hint}",
-      "unsupported_parameter",
+    name,
+    f"{name}={shown(value)} is not supported by this server; leave"
+    f" {name.rpartition('.')[2]} out{hint}",
+    "unsupported_parameter",
   )
 
 
@@ -62,7 +62,7 @@ def unsupported(name: str, value: Any, nearest: str = "") -> errors.ApiError:
 
 
 def read_json(
-    body: bytes, max_bytes: int, max_values: int | None = None
+  body: bytes, max_bytes: int, max_values: int | None = None
 ) -> dict[str, Any]:
   """Parses a request's body.
 
@@ -80,19 +80,19 @@ def read_json(
   """
   if len(body) > max_bytes:
     raise errors.ApiError(
-        413,
-        f"the body has more than {max_bytes:,} bytes; send fewer or smaller"
-        " images",
-        code="request_too_large",
+      413,
+      f"the body has more than {max_bytes:,} bytes; send fewer or smaller"
+      " images",
+      code="request_too_large",
     )
   if max_values is not None and len(body) > _COUNTED:
     if json_text.parts(body) > max_values:
       raise errors.ApiError(
-          413,
-          f"the body holds more than {max_values:,} values by its commas and"
-          " brackets, more than any prompt that fits the context; send a"
-          " shorter one",
-          code="request_too_large",
+        413,
+        f"the body holds more than {max_values:,} values by its commas and"
+        " brackets, more than any prompt that fits the context; send a"
+        " shorter one",
+        code="request_too_large",
       )
   try:
     try:
@@ -102,7 +102,7 @@ def read_json(
     json_text.check_depth(value)
   except (ValueError, RecursionError) as error:
     raise errors.invalid(
-        None, f"the body is not JSON: {error}", "invalid_json"
+      None, f"the body is not JSON: {error}", "invalid_json"
     ) from None
   if not isinstance(value, dict):
     raise errors.invalid(None, "the body must be a JSON object", "invalid_json")
@@ -152,8 +152,8 @@ def _check_characters(body: Any) -> None:
       for name in value:
         _check_text(where or "the body", name)
       inner = [
-          (f"{where}.{name}" if where else name, one)
-          for name, one in value.items()
+        (f"{where}.{name}" if where else name, one)
+        for name, one in value.items()
       ]
       pending += reversed(inner)
 
@@ -163,9 +163,9 @@ def _check_text(where: str, value: str) -> None:
     value.encode()
   except UnicodeEncodeError as error:
     raise errors.invalid(
-        where,
-        f"{where} holds half a surrogate pair at character {error.start}; send"
-        " whole characters",
+      where,
+      f"{where} holds half a surrogate pair at character {error.start}; send"
+      " whole characters",
     ) from None
 
 
@@ -180,7 +180,7 @@ class Body(pydantic.BaseModel):
   """
 
   model_config = pydantic.ConfigDict(
-      extra="forbid", strict=True, frozen=True, allow_inf_nan=False
+    extra="forbid", strict=True, frozen=True, allow_inf_nan=False
   )
   KEEPS_NULL: ClassVar[frozenset[str]] = frozenset()
   _names: ClassVar[frozenset[str]] = frozenset()
@@ -195,10 +195,10 @@ class Body(pydantic.BaseModel):
     cls._names = frozenset(names)
     cls._required = frozenset(n for n, f in names.items() if f.is_required())
     cls._ignored = {
-        name: one
-        for name, field in cls.model_fields.items()
-        for one in field.metadata
-        if isinstance(one, Ignored)
+      name: one
+      for name, field in cls.model_fields.items()
+      for one in field.metadata
+      if isinstance(one, Ignored)
     }
     cls._nested = tuple(n for n in cls.model_fields if n not in cls._ignored)
 
@@ -209,9 +209,9 @@ class Body(pydantic.BaseModel):
       raise refusal("must be an object")
     if None in value.values():
       value = {
-          name: one
-          for name, one in value.items()
-          if one is not None or name in cls.KEEPS_NULL
+        name: one
+        for name, one in value.items()
+        if one is not None or name in cls.KEEPS_NULL
       }
     names = value.keys()
     if not names <= cls._names or not cls._required <= names:
@@ -224,9 +224,7 @@ class Body(pydantic.BaseModel):
       name = next(n for n in value if n not in cls._names)
       near = difflib.get_close_matches(name[:99], cls._names, 1, 0.8)
       nearest = near[0] if near else ""
-      raise refusal(
-          "", "unsupported_parameter", field=name, nearest=nearest
-      )
+      raise refusal("", "unsupported_parameter", field=name, nearest=nearest)
     for name, field in cls.model_fields.items():
       name = field.alias or name
       if name in cls._required and name not in value:
@@ -242,7 +240,7 @@ def _expected(field: Any) -> str:
 
 
 def refusal(
-    text: str, code: str = "invalid_value", **context: Any
+  text: str, code: str = "invalid_value", **context: Any
 ) -> PydanticCustomError:
   """Error for validators to raise; `field` names a field of the object."""
   return PydanticCustomError(code, "{text}", {"text": text, **context})  # type: ignore[arg-type]
@@ -341,10 +339,10 @@ class Must:
 
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     return core_schema.custom_error_schema(
-        handler(source),
-        custom_error_type=self.code,
-        custom_error_message="{text}",
-        custom_error_context={"text": self.text},
+      handler(source),
+      custom_error_type=self.code,
+      custom_error_message="{text}",
+      custom_error_context={"text": self.text},
     )
 
 
@@ -448,9 +446,9 @@ class ByField:
 
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     models = {
-        name: model
-        for model in typing.get_args(source) or (source,)
-        for name in _literals(model, self.field)
+      name: model
+      for model in typing.get_args(source) or (source,)
+      for name in _literals(model, self.field)
     }
     first = f"({next(iter(models))})"
     text = f"must be {', '.join(models)}"
@@ -466,14 +464,11 @@ class ByField:
       return f"({name})"
 
     return core_schema.tagged_union_schema(
-        {f"({n})": handler.generate_schema(m) for n, m in models.items()},
-        pick,
-        custom_error_type=self.code,
-        custom_error_message="{text}",
-        custom_error_context={
-            "text": text,
-            "field": self.field,
-        },
+      {f"({n})": handler.generate_schema(m) for n, m in models.items()},
+      pick,
+      custom_error_type=self.code,
+      custom_error_message="{text}",
+      custom_error_context={"text": text, "field": self.field},
     )
 
   def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
@@ -488,9 +483,9 @@ def _literals(hint: Any, field: str) -> list[str]:
   if typing.get_origin(hint) is typing.Annotated:  # A nested union.
     hint = typing.get_args(hint)[0]
   return [
-      name
-      for model in typing.get_args(hint) or (hint,)
-      for name in typing.get_args(typing.get_type_hints(model)[field])
+    name
+    for model in typing.get_args(hint) or (hint,)
+    for name in typing.get_args(typing.get_type_hints(model)[field])
   ]
 
 
@@ -502,14 +497,14 @@ class ByShape:
 
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     return core_schema.tagged_union_schema(
-        {
-            f"({_shape(one)})": handler.generate_schema(one)
-            for one in typing.get_args(source)
-        },
-        lambda value: f"({type(value).__name__})",
-        custom_error_type="invalid_value",
-        custom_error_message="{text}",
-        custom_error_context={"text": self.text},
+      {
+        f"({_shape(one)})": handler.generate_schema(one)
+        for one in typing.get_args(source)
+      },
+      lambda value: f"({type(value).__name__})",
+      custom_error_type="invalid_value",
+      custom_error_message="{text}",
+      custom_error_context={"text": self.text},
     )
 
 
@@ -559,9 +554,7 @@ class TokenIds:
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     del source, handler
     return core_schema.with_info_plain_validator_function(
-        lambda value, info: self._read(
-            str(info.field_name), value, info.context
-        )
+      lambda value, info: self._read(str(info.field_name), value, info.context)
     )
 
   def _read(self, name: str, value: Any, limits: Any) -> tuple[int, ...]:
@@ -579,14 +572,14 @@ class TokenIds:
 
 
 TOKEN_IDS_SCHEMA: dict[str, Any] = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
-    LIMIT: "prompt_tokens",
+  "type": "array",
+  "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+  LIMIT: "prompt_tokens",
 }
 
 
 def token_ids(
-    where: str, value: Any, most: int | None = None
+  where: str, value: Any, most: int | None = None
 ) -> tuple[int, ...]:
   """Checks a list of token ids, as far as possible without a vocabulary.
 
@@ -598,21 +591,21 @@ def token_ids(
   """
   if most is not None and isinstance(value, list) and len(value) > most:
     raise errors.invalid(
-        where,
-        f"This model's maximum context length is {most} tokens, the {where}"
-        f" has {len(value)}; shorten the {where}",
-        "context_length_exceeded",
+      where,
+      f"This model's maximum context length is {most} tokens, the {where}"
+      f" has {len(value)}; shorten the {where}",
+      "context_length_exceeded",
     )
   # A bool is an int, too. Set and extrema are fast on long lists.
   good = isinstance(value, list) and (
-      not value
-      or set(map(type, value)) == {int}
-      and 0 <= min(value)
-      and max(value) < 2**31
+    not value
+    or set(map(type, value)) == {int}
+    and 0 <= min(value)
+    and max(value) < 2**31
   )
   if not good:
     raise errors.invalid(
-        where, f"{where} must be a list of token ids, got {shown(value)}"
+      where, f"{where} must be a list of token ids, got {shown(value)}"
     )
   return tuple(value)
 
@@ -621,27 +614,25 @@ class Spoken(typing.Protocol):
   """A message's body."""
 
   @property
-  def role(self) -> str:
-    ...
+  def role(self) -> str: ...
 
   @property
-  def content(self) -> Any:
-    ...
+  def content(self) -> Any: ...
 
 
 _Bounded = pydantic.Field(json_schema_extra=BY_BODY)
 Text = typing.Annotated[
-    str,
-    pydantic.StringConstraints(min_length=1),
-    Must("must be a string, not empty"),
-    _Bounded,
+  str,
+  pydantic.StringConstraints(min_length=1),
+  Must("must be a string, not empty"),
+  _Bounded,
 ]
 AnyText = typing.Annotated[str, Must("must be a string"), _Bounded]
 JsonText = typing.Annotated[str, Must("must be JSON text"), _Bounded]
 Name = typing.Annotated[
-    str,
-    pydantic.StringConstraints(min_length=1, max_length=MAX_NAME),
-    Must(f"must be a string of 1 to {MAX_NAME} characters"),
+  str,
+  pydantic.StringConstraints(min_length=1, max_length=MAX_NAME),
+  Must(f"must be a string of 1 to {MAX_NAME} characters"),
 ]
 Flag = typing.Annotated[bool, Must("must be true or false")]
 Object = typing.Annotated[dict[str, Any], Must("must be an object"), _Bounded]

@@ -40,10 +40,10 @@ class SessionCache:
   def __init__(self, session_id: str):
     self.by_body: dict[str, asyncio.Task[answers.SampledAnswer]] = {}
     self._unstored: collections.OrderedDict[str, None] = (
-        collections.OrderedDict()
+      collections.OrderedDict()
     )
     self._waiting: collections.Counter[asyncio.Task[Any]] = (
-        collections.Counter()
+      collections.Counter()
     )
     self.count = 0
     self.closed = False
@@ -53,7 +53,7 @@ class SessionCache:
     self._idle: collections.OrderedDict[str, None] = collections.OrderedDict()
 
   async def wait_for(
-      self, task: asyncio.Task[answers.SampledAnswer], key: str
+    self, task: asyncio.Task[answers.SampledAnswer], key: str
   ) -> answers.SampledAnswer:
     self._waiting[task] += 1
     try:
@@ -61,7 +61,7 @@ class SessionCache:
     except asyncio.CancelledError:
       if self.closed and task.cancelled():
         raise errors.ApiError(
-            409, "the session was ended", code="session_ended"
+          409, "the session was ended", code="session_ended"
         ) from None
       raise
     finally:
@@ -76,7 +76,7 @@ class SessionCache:
           await asyncio.wait({task})  # Its slot is free when this returns.
 
   def ended(
-      self, key: str, task: asyncio.Task[answers.SampledAnswer], stored: bool
+    self, key: str, task: asyncio.Task[answers.SampledAnswer], stored: bool
   ) -> None:
     """Forgets a request that failed, so that a repetition is a new one, and
     later the answer that is not `stored` as an interaction."""
@@ -91,8 +91,7 @@ class SessionCache:
         del self.by_body[self._unstored.popitem(last=False)[0]]
 
   def take_cache(self, parent: str | None) -> str:
-    """Returns the client's session that holds `parent`'s tokens, or a new one.
-    """
+    """Returns the client's session that holds `parent`'s tokens, or a new one."""
     name = self._cache_of.get(parent) if parent else None
     if name is not None and name in self._idle:
       del self._idle[name]
@@ -127,24 +126,24 @@ class ConversationCache:
   def __init__(self, max_answers: int = 4096, max_characters: int = 64 << 20):
     """Args:
 
-      max_answers: Largest number of answers.
-      max_characters: Largest number of characters of their messages, counted
-        anew for each answer, though the answers of one conversation share their
-        contents.
+    max_answers: Largest number of answers.
+    max_characters: Largest number of characters of their messages, counted
+      anew for each answer, though the answers of one conversation share their
+      contents.
     """
     self._max_answers = max_answers
     self._max_characters = max_characters
     self._characters = 0
     self._kept: collections.OrderedDict[
-        str, tuple[str | None, tuple[requests.Message, ...], int, Answered]
+      str, tuple[str | None, tuple[requests.Message, ...], int, Answered]
     ] = collections.OrderedDict()
 
   def put(
-      self,
-      answer_id: str,
-      session: str | None,
-      messages: Sequence[requests.Message],
-      answered: Answered,
+    self,
+    answer_id: str,
+    session: str | None,
+    messages: Sequence[requests.Message],
+    answered: Answered,
   ) -> None:
     """Keeps an answer for `session` only.
 
@@ -159,13 +158,13 @@ class ConversationCache:
     self._kept[answer_id] = session, tuple(messages), size, answered
     self._characters += size
     while (
-        len(self._kept) > self._max_answers
-        or self._characters > self._max_characters
+      len(self._kept) > self._max_answers
+      or self._characters > self._max_characters
     ):
       self._forget(next(iter(self._kept)))
 
   def get(
-      self, answer_id: str, session: str | None
+    self, answer_id: str, session: str | None
   ) -> tuple[requests.Message, ...]:
     """Returns the messages up to the answer, the answer included.
 
@@ -173,11 +172,11 @@ class ConversationCache:
       ApiError: The answer is unknown, or another session's.
     """
     return self._own(
-        answer_id,
-        session,
-        "; send its input and output items again",
-        code="previous_response_not_found",
-        param="previous_response_id",
+      answer_id,
+      session,
+      "; send its input and output items again",
+      code="previous_response_not_found",
+      param="previous_response_id",
     )[1]
 
   def answer(self, answer_id: str, session: str | None) -> Answered:
@@ -189,14 +188,14 @@ class ConversationCache:
     return self._own(answer_id, session, "", code="response_not_found")[3]
 
   def _own(
-      self, answer_id: str, session: str | None, advice: str, **fields: str
+    self, answer_id: str, session: str | None, advice: str, **fields: str
   ) -> Any:
     entry = self._kept.get(answer_id)
     if entry is None or entry[0] != session:
       raise errors.ApiError(
-          404,
-          f"no response {answer_id!r} is kept here any more{advice}",
-          **fields,  # type: ignore[arg-type]
+        404,
+        f"no response {answer_id!r} is kept here any more{advice}",
+        **fields,  # type: ignore[arg-type]
       )
     self._kept.move_to_end(answer_id)
     return entry

@@ -42,8 +42,8 @@ class ImagePart(bodies.Body):
 
   type: Literal["image_url"]
   image_url: Annotated[
-      bodies.AnyText | ImageUrl,
-      bodies.ByShape("must be a URL or an object with one"),
+    bodies.AnyText | ImageUrl,
+    bodies.ByShape("must be a URL or an object with one"),
   ]
   cache_control: Annotated[Any, bodies.Ignored()] = None
 
@@ -56,7 +56,7 @@ class ImagePart(bodies.Body):
 _CONTENT = bodies.ByShape("must be a string or a list of parts")
 _TextPart = Annotated[TextPart, bodies.ByField("type", "unsupported_content")]
 _AnyPart = Annotated[
-    TextPart | ImagePart, bodies.ByField("type", "unsupported_content")
+  TextPart | ImagePart, bodies.ByField("type", "unsupported_content")
 ]
 _LIST = bodies.Items("must be a list of parts")
 Texts = Annotated[bodies.AnyText | Annotated[list[_TextPart], _LIST], _CONTENT]
@@ -109,7 +109,7 @@ class ToolCall(bodies.Body):
 
   id: bodies.Text | None = None
   type: Annotated[
-      Literal["function"], bodies.Must("", "unsupported_parameter")
+    Literal["function"], bodies.Must("", "unsupported_parameter")
   ] = "function"
   function: CalledFunction
   index: bodies.Unread = None
@@ -136,14 +136,14 @@ class AssistantMessage(_Message):
   generation_log_probs: Annotated[Any, bodies.Ignored()] = None
   content: Texts | None = None
   tool_calls: Annotated[
-      list[ToolCall], bodies.Items("must be a list of calls")
+    list[ToolCall], bodies.Items("must be a list of calls")
   ] = []
 
   @pydantic.model_validator(mode="after")
   def _check_said(self) -> AssistantMessage:
     if self.content is None and not self.tool_calls:
       raise bodies.refusal(
-          "must be given where there are no tool_calls", field="content"
+        "must be given where there are no tool_calls", field="content"
       )
     return self
 
@@ -177,17 +177,17 @@ class Tool(bodies.Body):
 
 
 Messages = Annotated[
-    list[
-        Annotated[
-            SystemMessage | UserMessage | AssistantMessage | ToolMessage,
-            bodies.ByField("role"),
-        ]
-    ],
-    bodies.Items("must be a list with an entry", 1),
+  list[
+    Annotated[
+      SystemMessage | UserMessage | AssistantMessage | ToolMessage,
+      bodies.ByField("role"),
+    ]
+  ],
+  bodies.Items("must be a list with an entry", 1),
 ]
 Tools = Annotated[
-    list[Annotated[Tool, bodies.ByField("type")]],
-    bodies.Items("must be a list of tools"),
+  list[Annotated[Tool, bodies.ByField("type")]],
+  bodies.Items("must be a list of tools"),
 ]
 
 
@@ -196,7 +196,7 @@ class ChatBody(requests.ChoicesBody, requests.ToolsBody):
 
   messages: Messages
   max_completion_tokens: (
-      Annotated[int, bodies.UpTo("max_new_tokens")] | None
+    Annotated[int, bodies.UpTo("max_new_tokens")] | None
   ) = None
   logprobs: bodies.Flag = False
   return_tokens_as_token_ids: bodies.Flag = False
@@ -214,7 +214,7 @@ class ChatBody(requests.ChoicesBody, requests.ToolsBody):
 
 
 def read(
-    body: Mapping[str, Any], limits: requests.RequestLimits
+  body: Mapping[str, Any], limits: requests.RequestLimits
 ) -> requests.SamplingRequest:
   """Checks a body.
 
@@ -225,13 +225,13 @@ def read(
   lengths = {fields.max_tokens, fields.max_completion_tokens} - {None}
   if len(lengths) > 1:
     raise errors.invalid(
-        "max_tokens", "give max_tokens or max_completion_tokens, not both"
+      "max_tokens", "give max_tokens or max_completion_tokens, not both"
     )
   length = lengths.pop() if lengths else None
   # As sent: the policy reads the tools' fields in the client's order.
   tools = tuple(body.get("tools") or ())
   parse_tools, guide = fields.guide_with_calls(
-      tools, fields.called, fields.parallel_tool_calls, fields.format_guide
+    tools, fields.called, fields.parallel_tool_calls, fields.format_guide
   )
   messages = tuple(one.message() for one in fields.messages)
   limits.check_images(requests.count_images(messages), "messages")
@@ -242,44 +242,44 @@ def read(
     messages = (*messages[:-1], {**messages[-1], "content": text})
   elif not fields.add_generation_prompt:
     raise errors.invalid(
-        "add_generation_prompt",
-        "add_generation_prompt=false needs continue_final_message=true; leave"
-        " it out",
-        "unsupported_parameter",
+      "add_generation_prompt",
+      "add_generation_prompt=false needs continue_final_message=true; leave"
+      " it out",
+      "unsupported_parameter",
     )
   if fields.prompt_token_ids is not None:
     _check_images_only(fields.prompt_token_ids, messages, tools)
   return fields.request(
-      fields.sampling(
-          length, limits, fields.alternatives(fields.logprobs, "logprobs=true")
-      ),
-      messages=messages,
-      tokens=fields.prompt_token_ids,
-      kept_by_client=fields.prompt_token_ids is not None,
-      n=fields.n,
-      logprobs=fields.logprobs,
-      tokens_as_ids=fields.return_tokens_as_token_ids,
-      stop=fields.stops,
-      guide=guide,
-      # Shown also where none may be called: hidden, they would break the
-      # session's sequence.
-      tools=requests.shown_tools(tools),
-      parse_tools=parse_tools,
-      one_call=requests.ends_after_call(
-          parse_tools, fields.parallel_tool_calls, guide
-      ),
-      continues=fields.continue_final_message,
-      thinking=requests.Thinking.by_effort(
-          "reasoning_effort", fields.reasoning_effort
-      ),
+    fields.sampling(
+      length, limits, fields.alternatives(fields.logprobs, "logprobs=true")
+    ),
+    messages=messages,
+    tokens=fields.prompt_token_ids,
+    kept_by_client=fields.prompt_token_ids is not None,
+    n=fields.n,
+    logprobs=fields.logprobs,
+    tokens_as_ids=fields.return_tokens_as_token_ids,
+    stop=fields.stops,
+    guide=guide,
+    # Shown also where none may be called: hidden, they would break the
+    # session's sequence.
+    tools=requests.shown_tools(tools),
+    parse_tools=parse_tools,
+    one_call=requests.ends_after_call(
+      parse_tools, fields.parallel_tool_calls, guide
+    ),
+    continues=fields.continue_final_message,
+    thinking=requests.Thinking.by_effort(
+      "reasoning_effort", fields.reasoning_effort
+    ),
   )
 
 
 def _check_continuation(
-    fields: ChatBody,
-    messages: tuple[requests.Message, ...],
-    parse_tools: bool,
-    guide: requests.Guide | None,
+  fields: ChatBody,
+  messages: tuple[requests.Message, ...],
+  parse_tools: bool,
+  guide: requests.Guide | None,
 ) -> None:
   """Checks that the last message can be continued.
 
@@ -290,37 +290,36 @@ def _check_continuation(
   last, where = messages[-1], f"messages[{len(messages) - 1}]"
   if fields.add_generation_prompt:
     problem = (
-        f"{name}=true needs add_generation_prompt=false: the answer begins with"
-        " the last message, not with a header of its own"
+      f"{name}=true needs add_generation_prompt=false: the answer begins with"
+      " the last message, not with a header of its own"
     )
   elif fields.prompt_token_ids is not None:
     problem = (
-        f"{name}=true and prompt_token_ids exclude each other; append the"
-        " answer's first tokens to prompt_token_ids"
+      f"{name}=true and prompt_token_ids exclude each other; append the"
+      " answer's first tokens to prompt_token_ids"
     )
   elif guide is not None or parse_tools:
     other = guide.field if guide is not None else "tools"
     problem = (
-        f"{name}=true and {other} exclude each other: {other} is about whole"
-        " answers; leave one out, or set tool_choice to none"
+      f"{name}=true and {other} exclude each other: {other} is about whole"
+      " answers; leave one out, or set tool_choice to none"
     )
   elif len(messages) < 2:
     field = "messages"
     problem = (
-        f"with {name}=true messages must hold one before the last; what is"
-        " continued needs something to answer"
+      f"with {name}=true messages must hold one before the last; what is"
+      " continued needs something to answer"
     )
   elif last["role"] != "assistant":
     field = f"{where}.role"
     problem = (
-        f"{field}={last['role']!r} cannot be continued; with {name}=true"
-        " the last message is the assistant's"
+      f"{field}={last['role']!r} cannot be continued; with {name}=true"
+      " the last message is the assistant's"
     )
   elif last.get("tool_calls"):
     field = f"{where}.tool_calls"
     problem = (
-        f"{field} cannot be continued; with {name}=true the last message is"
-        " text"
+      f"{field} cannot be continued; with {name}=true the last message is text"
     )
   elif not requests.text_of(last):
     field = f"{where}.content"
@@ -331,15 +330,15 @@ def _check_continuation(
 
 
 def _check_images_only(
-    tokens: tuple[int, ...],
-    messages: tuple[requests.Message, ...],
-    tools: tuple[Any, ...],
+  tokens: tuple[int, ...],
+  messages: tuple[requests.Message, ...],
+  tools: tuple[Any, ...],
 ) -> None:
   """Checks a prompt in tokens: messages hold its placeholders' images only."""
   if not tokens:
     raise errors.invalid(
-        "prompt_token_ids",
-        "prompt_token_ids must be a list of token ids, not empty",
+      "prompt_token_ids",
+      "prompt_token_ids must be a list of token ids, not empty",
     )
   for message in messages:
     content = message["content"]
@@ -350,18 +349,18 @@ def _check_images_only(
     if texts or tools or message["role"] != "user":
       # They would not be read, or read twice.
       raise errors.invalid(
-          "messages",
-          "with prompt_token_ids, messages hold the images of its placeholders"
-          " and nothing else; put texts and tools into the tokens",
+        "messages",
+        "with prompt_token_ids, messages hold the images of its placeholders"
+        " and nothing else; put texts and tools into the tokens",
       )
 
 
 def tool_call(call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
   """Returns a call in the form of assistant messages."""
   return {
-      "id": call_id,
-      "type": "function",
-      "function": {"name": name, "arguments": arguments},
+    "id": call_id,
+    "type": "function",
+    "function": {"name": name, "arguments": arguments},
   }
 
 
@@ -369,36 +368,38 @@ def tool_call(call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
 
 
 def whole(
-    request: requests.SamplingRequest,
-    answer: answers.SampledAnswer,
-    decoder: answers.TokenDecoder,
+  request: requests.SamplingRequest,
+  answer: answers.SampledAnswer,
+  decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
   """Returns the JSON object of an answer that is not streamed."""
   choices = []
   for i, choice in enumerate(answer.choices):
-    choices.append({
+    choices.append(
+      {
         "index": i,
         "message": choice.message | {"refusal": None},
         "finish_reason": choice.finish_reason,
         "logprobs": (
-            {
-                "content": answers.logprobs(
-                    choice.completion, decoder, request.tokens_as_ids
-                ),
-                "refusal": None,
-            }
-            if request.logprobs
-            else None
+          {
+            "content": answers.logprobs(
+              choice.completion, decoder, request.tokens_as_ids
+            ),
+            "refusal": None,
+          }
+          if request.logprobs
+          else None
         ),
         **answers.extras(request, answer, i),
-    })
+      }
+    )
   result = {
-      "id": answer.id,
-      "object": "chat.completion",
-      "created": answer.created,
-      "model": answer.model,
-      "choices": choices,
-      "usage": answers.usage(answer),
+    "id": answer.id,
+    "object": "chat.completion",
+    "created": answer.created,
+    "model": answer.model,
+    "choices": choices,
+    "usage": answers.usage(answer),
   }
   if request.return_token_ids:
     result["prompt_token_ids"] = answer.prompt_tokens.tolist()
@@ -418,7 +419,7 @@ class ChatStream(streams.ChoiceStream):
     return self._delta({"content": text})
 
   def _ending(
-      self, answer: answers.SampledAnswer, index: int
+    self, answer: answers.SampledAnswer, index: int
   ) -> Iterator[dict[str, Any]]:
     request, choice = self._request, answer.choices[index]
     for delta in self._rest(index, choice):
@@ -426,18 +427,18 @@ class ChatStream(streams.ChoiceStream):
     extra = answers.extras(request, answer, index)
     if request.logprobs:
       content = answers.logprobs(
-          choice.completion, self._decoder, request.tokens_as_ids
+        choice.completion, self._decoder, request.tokens_as_ids
       )
       extra["logprobs"] = {"content": content, "refusal": None}
     event = self._chunk(
-        index, self._delta({}), finish_reason=choice.finish_reason, **extra
+      index, self._delta({}), finish_reason=choice.finish_reason, **extra
     )
     if request.return_token_ids:
       event["prompt_token_ids"] = answer.prompt_tokens.tolist()
     yield event
 
   def _rest(
-      self, index: int, choice: answers.Choice
+    self, index: int, choice: answers.Choice
   ) -> Iterator[dict[str, Any]]:
     calls = choice.message.get("tool_calls")
     content = choice.message["content"] or ""
@@ -452,5 +453,5 @@ class ChatStream(streams.ChoiceStream):
 
 
 ENDPOINT = streams.Endpoint(
-    "chat/completions", "chatcmpl-", ChatBody, read, whole, ChatStream
+  "chat/completions", "chatcmpl-", ChatBody, read, whole, ChatStream
 )

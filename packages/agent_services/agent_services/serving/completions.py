@@ -33,15 +33,15 @@ class _Prompt:
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     del source, handler
     return core_schema.with_info_plain_validator_function(
-        lambda value, info: _prompt(value, info.context.prompt_tokens)
+      lambda value, info: _prompt(value, info.context.prompt_tokens)
     )
 
   def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
     text = {"type": "string", "minLength": 1, **bodies.BY_BODY}
     one = [text, bodies.TOKEN_IDS_SCHEMA]
     listed = [
-        {"type": "array", "items": i, "minItems": 1, bodies.LIMIT: "n"}
-        for i in one
+      {"type": "array", "items": i, "minItems": 1, bodies.LIMIT: "n"}
+      for i in one
     ]
     return {"anyOf": [*one, *listed]}
 
@@ -52,7 +52,7 @@ class CompletionBody(requests.ChoicesBody):
   prompt: Annotated[tuple[requests.Prompt, ...], _Prompt()]
   # The number of alternatives, beside the sampled token.
   logprobs: (
-      Annotated[int, bodies.Range(0, policy_client.MAX_TOP_LOGPROBS)] | None
+    Annotated[int, bodies.Range(0, policy_client.MAX_TOP_LOGPROBS)] | None
   ) = None
   best_of: bodies.Unread = None
   echo: bodies.Flag = False
@@ -60,7 +60,7 @@ class CompletionBody(requests.ChoicesBody):
 
 
 def read(
-    body: Mapping[str, Any], limits: requests.RequestLimits
+  body: Mapping[str, Any], limits: requests.RequestLimits
 ) -> requests.SamplingRequest:
   """Checks a body.
 
@@ -73,38 +73,38 @@ def read(
     raise bodies.unsupported("best_of", fields.best_of)
   if (count := len(fields.prompt)) * fields.n > limits.n:
     raise errors.invalid(
-        "prompt",
-        f"prompt holds {count} prompts for n={fields.n} completions each, a"
-        f" request has at most {limits.n} completions; send several requests",
+      "prompt",
+      f"prompt holds {count} prompts for n={fields.n} completions each, a"
+      f" request has at most {limits.n} completions; send several requests",
     )
   (first, *more) = fields.prompt
   return fields.request(
-      fields.sampling(fields.max_tokens, limits, fields.logprobs or 0),
-      text=first if isinstance(first, str) and not more else None,
-      tokens=None if isinstance(first, str) or more else first,
-      prompts=fields.prompt if more else (),
-      repeat_prompt=fields.echo,
-      n=fields.n,
-      logprobs=fields.logprobs is not None,
-      stop=fields.stops,
-      guide=fields.guide(fields.format_guide),
+    fields.sampling(fields.max_tokens, limits, fields.logprobs or 0),
+    text=first if isinstance(first, str) and not more else None,
+    tokens=None if isinstance(first, str) or more else first,
+    prompts=fields.prompt if more else (),
+    repeat_prompt=fields.echo,
+    n=fields.n,
+    logprobs=fields.logprobs is not None,
+    stop=fields.stops,
+    guide=fields.guide(fields.format_guide),
   )
 
 
 def _prompt(value: Any, most: int | None) -> tuple[requests.Prompt, ...]:
   if not isinstance(value, list) or not any(
-      isinstance(p, (str, list)) for p in value
+    isinstance(p, (str, list)) for p in value
   ):
     return (_one_prompt("prompt", value, most),)
   kinds = {str if isinstance(one, str) else list for one in value}
   if len(kinds) > 1:
     raise errors.invalid(
-        "prompt",
-        "prompt holds texts and others; send texts alone, or lists of token ids"
-        " alone",
+      "prompt",
+      "prompt holds texts and others; send texts alone, or lists of token ids"
+      " alone",
     )
   return tuple(
-      _one_prompt(f"prompt[{i}]", one, most) for i, one in enumerate(value)
+    _one_prompt(f"prompt[{i}]", one, most) for i, one in enumerate(value)
   )
 
 
@@ -116,9 +116,9 @@ def _one_prompt(where: str, value: Any, most: int | None) -> requests.Prompt:
   if where == "prompt":
     raise bodies.refusal(_Prompt.text)
   raise errors.invalid(
-      where,
-      f"{where} must be a text or a list of token ids, not empty, got"
-      f" {bodies.shown(value)}",
+    where,
+    f"{where} must be a text or a list of token ids, not empty, got"
+    f" {bodies.shown(value)}",
   )
 
 
@@ -126,9 +126,7 @@ def _one_prompt(where: str, value: Any, most: int | None) -> requests.Prompt:
 
 
 def _logprobs(
-    choice: answers.Choice,
-    prompt: Sequence[int],
-    decoder: answers.TokenDecoder,
+  choice: answers.Choice, prompt: Sequence[int], decoder: answers.TokenDecoder
 ) -> dict[str, Any]:
   """Returns the log-probs of a choice; `prompt` are the tokens that it begins
   with, [] without `echo`."""
@@ -138,10 +136,10 @@ def _logprobs(
     # The first token has no log-prob: no token comes before it.
     logprobs = [None, *_echoed_logprobs(choice), *logprobs]
   return {
-      "tokens": [decoder.token(t) for t in tokens],
-      "token_logprobs": logprobs,
-      "top_logprobs": _alternatives(choice, prompt, decoder),
-      "text_offset": answers.text_offsets(tokens, decoder),
+    "tokens": [decoder.token(t) for t in tokens],
+    "token_logprobs": logprobs,
+    "top_logprobs": _alternatives(choice, prompt, decoder),
+    "text_offset": answers.text_offsets(tokens, decoder),
   }
 
 
@@ -151,7 +149,7 @@ def _echoed_logprobs(choice: answers.Choice) -> list[float]:
 
 
 def _echoes(
-    request: requests.SamplingRequest, decoder: answers.TokenDecoder
+  request: requests.SamplingRequest, decoder: answers.TokenDecoder
 ) -> list[str]:
   """Returns the text of the prompt that each choice begins with."""
   if not request.repeat_prompt:
@@ -161,9 +159,7 @@ def _echoes(
 
 
 def _alternatives(
-    choice: answers.Choice,
-    prompt: Sequence[int],
-    decoder: answers.TokenDecoder,
+  choice: answers.Choice, prompt: Sequence[int], decoder: answers.TokenDecoder
 ) -> list[dict[str, float] | None] | None:
   """Log-probs by token text, the sampled token included; non-text by bytes."""
   completion = choice.completion
@@ -191,10 +187,10 @@ def _alternatives(
 
 
 def _ending(
-    request: requests.SamplingRequest,
-    answer: answers.SampledAnswer,
-    decoder: answers.TokenDecoder,
-    index: int,
+  request: requests.SamplingRequest,
+  answer: answers.SampledAnswer,
+  decoder: answers.TokenDecoder,
+  index: int,
 ) -> dict[str, Any]:
   """Fields of a choice beside its index and text."""
   choice = answer.choices[index]
@@ -202,11 +198,11 @@ def _ending(
   if request.repeat_prompt:
     prompt = answer.prompt_tokens_of(index).tolist()
   ending = {
-      "finish_reason": choice.finish_reason,
-      "logprobs": (
-          _logprobs(choice, prompt, decoder) if request.logprobs else None
-      ),
-      **answers.extras(request, answer, index),
+    "finish_reason": choice.finish_reason,
+    "logprobs": (
+      _logprobs(choice, prompt, decoder) if request.logprobs else None
+    ),
+    **answers.extras(request, answer, index),
   }
   if request.return_token_ids:
     ending["prompt_token_ids"] = answer.prompt_tokens_of(index).tolist()
@@ -214,27 +210,27 @@ def _ending(
 
 
 def whole(
-    request: requests.SamplingRequest,
-    answer: answers.SampledAnswer,
-    decoder: answers.TokenDecoder,
+  request: requests.SamplingRequest,
+  answer: answers.SampledAnswer,
+  decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
   """Returns the JSON object of an answer that is not streamed."""
   return {
-      "id": answer.id,
-      "object": "text_completion",
-      "created": answer.created,
-      "model": answer.model,
-      "choices": [
-          {
-              "index": i,
-              "text": echo + choice.message["content"],
-              **_ending(request, answer, decoder, i),
-          }
-          for i, (choice, echo) in enumerate(
-              zip(answer.choices, _echoes(request, decoder))
-          )
-      ],
-      "usage": answers.usage(answer),
+    "id": answer.id,
+    "object": "text_completion",
+    "created": answer.created,
+    "model": answer.model,
+    "choices": [
+      {
+        "index": i,
+        "text": echo + choice.message["content"],
+        **_ending(request, answer, decoder, i),
+      }
+      for i, (choice, echo) in enumerate(
+        zip(answer.choices, _echoes(request, decoder))
+      )
+    ],
+    "usage": answers.usage(answer),
   }
 
 
@@ -252,7 +248,7 @@ class CompletionStream(streams.ChoiceStream):
     return {"text": text}
 
   def _ending(
-      self, answer: answers.SampledAnswer, index: int
+    self, answer: answers.SampledAnswer, index: int
   ) -> Iterator[dict[str, Any]]:
     unsent = self._texts[index].rest(answer.choices[index].message["content"])
     ending = _ending(self._request, answer, self._decoder, index)
@@ -260,5 +256,5 @@ class CompletionStream(streams.ChoiceStream):
 
 
 ENDPOINT = streams.Endpoint(
-    "completions", "cmpl-", CompletionBody, read, whole, CompletionStream
+  "completions", "cmpl-", CompletionBody, read, whole, CompletionStream
 )

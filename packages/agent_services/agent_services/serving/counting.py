@@ -36,7 +36,7 @@ class Endpoint:
   path: str
   body: type[pydantic.BaseModel]
   read: Callable[
-      [Mapping[str, Any], requests.RequestLimits], requests.SamplingRequest
+    [Mapping[str, Any], requests.RequestLimits], requests.SamplingRequest
   ]
   to_json: Callable[[policy_client.TokenPrompt, int], dict[str, Any]]
 
@@ -63,36 +63,36 @@ class TokenizeBody(bodies.Body):
 
 
 def _read_text_or_messages(
-    body: Mapping[str, Any], limits: requests.RequestLimits
+  body: Mapping[str, Any], limits: requests.RequestLimits
 ) -> requests.SamplingRequest:
   fields = bodies.parse(TokenizeBody, body, limits)
   if (fields.messages is None) == (fields.prompt is None):
     raise errors.invalid("messages", "give messages or prompt, one of them")
   if fields.prompt is not None:
     return completions.read(
-        {"model": fields.model, "prompt": fields.prompt}, limits
+      {"model": fields.model, "prompt": fields.prompt}, limits
     )
   names = ("model", "messages", "tools", "chat_template_kwargs")
   return chat.read({k: body[k] for k in names if k in body}, limits)
 
 
 def _tokens(
-    prompt: policy_client.TokenPrompt, context_length: int
+  prompt: policy_client.TokenPrompt, context_length: int
 ) -> dict[str, Any]:
   return {
-      "count": len(prompt),
-      "max_model_len": context_length,
-      "tokens": prompt.tokens.tolist(),
-      "token_strs": None,
+    "count": len(prompt),
+    "max_model_len": context_length,
+    "tokens": prompt.tokens.tolist(),
+    "token_strs": None,
   }
 
 
 ENDPOINTS = (
-    Endpoint(
-        "messages/count_tokens",
-        CountBody,
-        lambda body, limits: messages.read(body, limits, CountBody),
-        lambda prompt, _: {"input_tokens": len(prompt)},
-    ),
-    Endpoint("tokenize", TokenizeBody, _read_text_or_messages, _tokens),
+  Endpoint(
+    "messages/count_tokens",
+    CountBody,
+    lambda body, limits: messages.read(body, limits, CountBody),
+    lambda prompt, _: {"input_tokens": len(prompt)},
+  ),
+  Endpoint("tokenize", TokenizeBody, _read_text_or_messages, _tokens),
 )

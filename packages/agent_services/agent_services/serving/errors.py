@@ -18,14 +18,14 @@ class ApiError(Exception):
   """
 
   def __init__(
-      self,
-      status: int,
-      message: str,
-      *,
-      code: str | None = None,
-      param: str | None = None,
-      details: dict[str, Any] | None = None,
-      retry_after_s: float | None = None,
+    self,
+    status: int,
+    message: str,
+    *,
+    code: str | None = None,
+    param: str | None = None,
+    details: dict[str, Any] | None = None,
+    retry_after_s: float | None = None,
   ):
     super().__init__(message)
     self.status = status
@@ -45,10 +45,10 @@ class ApiError(Exception):
 
   def body(self) -> dict[str, Any]:
     error: dict[str, Any] = {
-        "message": _whole(self.message),
-        "type": self.type,
-        "param": None if self.param is None else _whole(self.param),
-        "code": self.code,
+      "message": _whole(self.message),
+      "type": self.type,
+      "param": None if self.param is None else _whole(self.param),
+      "code": self.code,
     }
     if self.details is not None:
       error["details"] = self.details
@@ -68,7 +68,7 @@ def _whole(text: str) -> str:
 
 
 def invalid(
-    param: str | None, message: str, code: str = "invalid_value"
+  param: str | None, message: str, code: str = "invalid_value"
 ) -> ApiError:
   """Returns the error of a request whose field `param` has to change."""
   return ApiError(400, message, code=code, param=param)

@@ -41,9 +41,9 @@ _TEXT = "~"  # Is written in strings only.
 # JSON as `json.dumps` writes it, or without blanks: a policy that may write
 # blanks at will may never end.
 _JSON: JsonCompileOptions = {
-    "whitespace_flexible": False,
-    "item_separator": ", ?",
-    "key_separator": ": ?",
+  "whitespace_flexible": False,
+  "item_separator": ", ?",
+  "key_separator": ": ?",
 }
 
 
@@ -55,12 +55,12 @@ class Grammars:
   """Makes grammars for one vocabulary. Thread-safe."""
 
   def __init__(
-      self,
-      token_bytes: Callable[[int], bytes],
-      encode: Callable[[str], typing.Iterable[int]],
-      vocabulary: int,
-      special: Collection[int],
-      stop_token_ids: Sequence[int],
+    self,
+    token_bytes: Callable[[int], bytes],
+    encode: Callable[[str], typing.Iterable[int]],
+    vocabulary: int,
+    special: Collection[int],
+    stop_token_ids: Sequence[int],
   ):
     """Args:
 
@@ -78,7 +78,7 @@ class Grammars:
       import llguidance.numpy  # pylint: disable=g-import-not-at-top
     except ImportError as error:
       raise ImportError(
-          "grammars need llguidance; pip install 'tunix-multi-turn[grammar]'"
+        "grammars need llguidance; pip install 'tunix-multi-turn[grammar]'"
       ) from error
     self._lib = llguidance
     self._fill = llguidance.numpy.fill_next_token_bitmask
@@ -90,14 +90,13 @@ class Grammars:
     # A token without text could be sampled for ever.
     empty = {i for i, name in enumerate(names) if not name}
     vocabulary_of = _Tokens(
-        [name or b"<%d>" % i for i, name in enumerate(names)],
-        sorted({*special, *stop_token_ids, *empty}),
-        stop_token_ids[0],
-        encode,
+      [name or b"<%d>" % i for i, name in enumerate(names)],
+      sorted({*special, *stop_token_ids, *empty}),
+      stop_token_ids[0],
+      encode,
     )
     self._tokens = llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(vocabulary_of),
-        eos_token=list(stop_token_ids),
+      llguidance.TokenizerWrapper(vocabulary_of), eos_token=list(stop_token_ids)
     )
     self._lock = threading.Lock()
     self._compiled = functools.lru_cache(_KEPT)(self._compile)
@@ -112,7 +111,7 @@ class Grammars:
       schema = {"type": "object"}
     with _refusing():
       return self._lib.LLMatcher.grammar_from_json_schema(
-          json.dumps(schema), overrides=_JSON
+        json.dumps(schema), overrides=_JSON
       )
 
   def regex(self, pattern: str) -> str:
@@ -125,13 +124,13 @@ class Grammars:
       return self._lib.LLMatcher.grammar_from_regex(pattern)
 
   def calls(
-      self,
-      parser: parser_base.ToolParser,
-      tools: Sequence[Mapping[str, Any]],
-      *,
-      many: bool = False,
-      free: bool = False,
-      otherwise: Mapping[str, Any] | None = None,
+    self,
+    parser: parser_base.ToolParser,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    many: bool = False,
+    free: bool = False,
+    otherwise: Mapping[str, Any] | None = None,
   ) -> str:
     """Returns a grammar of calls to these tools.
 
@@ -149,8 +148,8 @@ class Grammars:
     """
     if not isinstance(parser, qwen.QwenToolParser) or parser.style != "json":
       raise GrammarError(
-          f"calls of {type(parser).__name__} have no grammar; use the tool"
-          " parser qwen"
+        f"calls of {type(parser).__name__} have no grammar; use the tool"
+        " parser qwen"
       )
     heads, shapes = [], []
     for tool in tools:
@@ -170,20 +169,21 @@ class Grammars:
     if free:
       # Lazy, so that a call is recognised at its head and not at its end.
       start = (
-          "start: call* TEXT\nTEXT: /(.|\\n)*/\n"
-          'opening[lazy]: TEXT "<tool_call>"'
+        'start: call* TEXT\nTEXT: /(.|\\n)*/\nopening[lazy]: TEXT "<tool_call>"'
       )
       opening = 'opening "\\n"'
     bodies = " | ".join(f'H{i} c{i} "}}"' for i in range(len(heads)))
     with _refusing():
       return self._lib.LLMatcher.grammar_from_lark(
-          "\n".join([
-              start,
-              f'call: {opening} body "\\n</tool_call>"',
-              f"body: {bodies}",
-              *(f"H{i}: /{head}/" for i, head in enumerate(heads)),
-              *(f"c{i}: %json {json.dumps(s)}" for i, s in enumerate(shapes)),
-          ])
+        "\n".join(
+          [
+            start,
+            f'call: {opening} body "\\n</tool_call>"',
+            f"body: {bodies}",
+            *(f"H{i}: /{head}/" for i, head in enumerate(heads)),
+            *(f"c{i}: %json {json.dumps(s)}" for i, s in enumerate(shapes)),
+          ]
+        )
       )
 
   def start(self, source: str, length: int | None = None) -> Matcher:
@@ -242,11 +242,11 @@ class Matcher:
   """
 
   def __init__(
-      self,
-      matcher: Any,
-      fill: Callable[..., None],
-      words: int,
-      end: _End | None = None,
+    self,
+    matcher: Any,
+    fill: Callable[..., None],
+    words: int,
+    end: _End | None = None,
   ):
     self._matcher = matcher
     self._fill = fill
@@ -298,8 +298,9 @@ class Matcher:
     """
     matcher = self._matcher.deep_copy()
     tokens: list[int] = []
-    fits = lambda text: (token := end.ids.get(text)) is not None and (
-        matcher.validate_tokens([token]) == 1
+    fits = lambda text: (
+      (token := end.ids.get(text)) is not None
+      and (matcher.validate_tokens([token]) == 1)
     )
     while len(tokens) < end.remaining and not matcher.is_error():
       if matcher.is_accepting():
@@ -328,8 +329,8 @@ class Matcher:
       error = self._matcher.get_error().splitlines()[0]
       if error == "NoExtensionBias":
         error = (
-            "nothing can be a text of it; does a $ref lead to itself, with"
-            " nothing between?"
+          "nothing can be a text of it; does a $ref lead to itself, with"
+          " nothing between?"
         )
       raise GrammarError(error)
 
@@ -351,11 +352,11 @@ class _Tokens:
   bos_token_id = None
 
   def __init__(
-      self,
-      tokens: list[bytes],
-      special_token_ids: list[int],
-      eos_token_id: int,
-      encode: Callable[[str], typing.Iterable[int]],
+    self,
+    tokens: list[bytes],
+    special_token_ids: list[int],
+    eos_token_id: int,
+    encode: Callable[[str], typing.Iterable[int]],
   ):
     self.tokens = tokens
     self.special_token_ids = special_token_ids

@@ -40,20 +40,20 @@ _TEXT = frozenset({
     "bad_words", "content", "description", "ebnf", "input", "instructions",
     "output", "prompt", "reasoning", "reasoning_content", "refusal", "regex",
     "stop", "suffix", "system", "text", "thinking", "title",
-})  # pyformat: disable
+})  # fmt: skip
 # Schemas, calls of tools and notes, where requests have them: no server looks
 # for media in these.
 _MESSAGE = r"(messages|input)\[\d+\](\[\d+\])?"
 _UNREAD = re.compile(
-    r"function_call|functions|metadata|response_format|text\.format\.schema"
-    r"|(sampling_params(\[\d+\])?\.)?"
-    r"(guided_json|json_schema|structured_outputs)"
-    rf"|({_MESSAGE}\.)?tools\[\d+\](\.tools\[\d+\])?\."
-    r"(function|input_schema|parameters)"
-    r"|tool_choice\.function"
-    rf"|{_MESSAGE}\.(annotations|arguments|function_call"
-    r"|tool_calls\[\d+\]\.function"
-    r"|content\[\d+\](\.content\[\d+\])?\.(annotations|citations))"
+  r"function_call|functions|metadata|response_format|text\.format\.schema"
+  r"|(sampling_params(\[\d+\])?\.)?"
+  r"(guided_json|json_schema|structured_outputs)"
+  rf"|({_MESSAGE}\.)?tools\[\d+\](\.tools\[\d+\])?\."
+  r"(function|input_schema|parameters)"
+  r"|tool_choice\.function"
+  rf"|{_MESSAGE}\.(annotations|arguments|function_call"
+  r"|tool_calls\[\d+\]\.function"
+  r"|content\[\d+\](\.content\[\d+\])?\.(annotations|citations))"
 )
 # The input of a tool's call in Anthropic's messages.
 _TOOL_INPUT = re.compile(rf"{_MESSAGE}\.content\[\d+\]\.input")
@@ -61,25 +61,27 @@ _IMAGES = frozenset({"image", "image_data", "image_url"})
 _OTHER_MEDIA = frozenset({
     "audio", "audio_data", "audio_url", "file_url", "video", "video_data",
     "video_url",
-})  # pyformat: disable
+})  # fmt: skip
 # These make vLLM and SGLang call a machine that the request names.
-_PEERS = frozenset({
-    "bootstrap_host", "ec_transfer_params", "kv_transfer_params",
-})  # pyformat: disable
+_PEERS = frozenset(
+  {"bootstrap_host", "ec_transfer_params", "kv_transfer_params"}
+)
 _BARE = (
-    ("iVBORw0KGgo", "png"), ("/9j/", "jpeg"), ("R0lGOD", "gif"),
-    ("UklGR", "webp"),
-)  # pyformat: disable
+  ("iVBORw0KGgo", "png"),
+  ("/9j/", "jpeg"),
+  ("R0lGOD", "gif"),
+  ("UklGR", "webp"),
+)
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _ADDRESS = re.compile(
-    r"[a-z][a-z0-9+.-]*:[\\/]{2}|[\\/]{2}"
-    r"|(https?|ftps?|file|s3|gs|hf|oss|tos|wss?):",
-    re.I,
+  r"[a-z][a-z0-9+.-]*:[\\/]{2}|[\\/]{2}"
+  r"|(https?|ftps?|file|s3|gs|hf|oss|tos|wss?):",
+  re.I,
 )
 _INVISIBLE = re.compile(
-    r"[\s\x00-\x20\x7f-\xa0\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f"
-    r"\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff"
-    r"\uffa0\ufff0-\uffff]*"
+  r"[\s\x00-\x20\x7f-\xa0\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f"
+  r"\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff"
+  r"\uffa0\ufff0-\uffff]*"
 )
 
 
@@ -109,7 +111,7 @@ _ROUTES = {
         "messages/render", "messages/count_tokens", "embeddings", "pooling",
         "tokenize",
     ), Route()),
-}  # pyformat: disable
+}  # fmt: skip
 # The shortest prefix: completions end as those of chats do.
 _ROUTE = re.compile(rf"(.*?)/({'|'.join(_ROUTES)})/?", re.S)
 _PREFIX = re.compile(r"(/sessions/[^/]+|/[^/]+)?(/v1)?")
@@ -143,24 +145,24 @@ def examine(body: bytes, path: str) -> tuple[Any, list[Place]]:
       that would reach the server behind; names its place.
   """
   for kind, count, most in (
-      ("values by its commas and brackets", json_text.parts(body), MOST_VALUES),
-      ("lists and objects", body.count(b"[") + body.count(b"{"), MOST_WALKED),
-      ("texts by its quotation marks", body.count(b'"') // 2, MOST_WALKED),
+    ("values by its commas and brackets", json_text.parts(body), MOST_VALUES),
+    ("lists and objects", body.count(b"[") + body.count(b"{"), MOST_WALKED),
+    ("texts by its quotation marks", body.count(b'"') // 2, MOST_WALKED),
   ):
     if count > most:
       raise errors.ApiError(
-          413,
-          f"the body holds more than {most:,} {kind}; send fewer",
-          code="request_too_large",
+        413,
+        f"the body holds more than {most:,} {kind}; send fewer",
+        code="request_too_large",
       )
   try:
     value = json_models.parse(body)
   except ValueError as error:
     raise errors.invalid(
-        None,
-        f"the body is not JSON: {error}; send JSON in UTF-8 (RFC 8259),"
-        " without NaN, halves of surrogate pairs and a byte order mark",
-        "invalid_json",
+      None,
+      f"the body is not JSON: {error}; send JSON in UTF-8 (RFC 8259),"
+      " without NaN, halves of surrogate pairs and a byte order mark",
+      "invalid_json",
     ) from None
   places: list[Place] = []
   match = _ROUTE.fullmatch(path)
@@ -185,7 +187,7 @@ def _walk(value: Any, where: str, places: list[Place]) -> None:
 
 
 def _walk_object(
-    value: dict[str, Any], where: str, places: list[Place], skip: str = ""
+  value: dict[str, Any], where: str, places: list[Place], skip: str = ""
 ) -> None:
   """Handles all fields but `skip`."""
   for key, item in value.items():
@@ -196,7 +198,7 @@ def _walk_object(
 
 
 def _walk_field(
-    holder: dict[str, Any], key: str, item: Any, path: str, places: list[Place]
+  holder: dict[str, Any], key: str, item: Any, path: str, places: list[Place]
 ) -> None:
   """Handles one field of an object.
 
@@ -208,10 +210,10 @@ def _walk_field(
   """
   if key in _PEERS and item is not None:
     raise errors.invalid(
-        path,
-        f"{path} makes the server call another machine and is not passed on;"
-        " omit it",
-        "peer_not_allowed",
+      path,
+      f"{path} makes the server call another machine and is not passed on;"
+      " omit it",
+      "peer_not_allowed",
     )
   if _UNREAD.fullmatch(path):
     return
@@ -239,10 +241,10 @@ def _walk_field(
     name = item.get("format") or ""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9.+-]*", name):
       raise errors.invalid(
-          f"{path}.format",
-          f"{path}.format={str(name)[:60]!r} must be the name of a format, such"
-          " as wav",
-          "invalid_value",
+        f"{path}.format",
+        f"{path}.format={str(name)[:60]!r} must be the name of a format, such"
+        " as wav",
+        "invalid_value",
       )
     _walk(item, path, places)
   else:
@@ -261,9 +263,7 @@ def _flat_part(part: Any, where: str, places: list[Place]) -> None:
   _walk_object(part, where, places, "url")
 
 
-def _images(
-    holder: Any, key: Any, where: str, places: list[Place]
-) -> None:
+def _images(holder: Any, key: Any, where: str, places: list[Place]) -> None:
   """Collects the places of an address, an object with `url`, or lists."""
   value = holder[key]
   if isinstance(value, str):
@@ -289,9 +289,9 @@ def _only_data(value: Any, where: str, places: list[Place]) -> None:
   if isinstance(value, str):
     if value[:5].lower() != "data:":
       raise errors.invalid(
-          where,
-          f"{where}: only images are fetched; send this one as a data URL",
-          "media_not_supported",
+        where,
+        f"{where}: only images are fetched; send this one as a data URL",
+        "media_not_supported",
       )
   elif isinstance(value, list):
     for index, item in enumerate(value):
@@ -323,11 +323,11 @@ def _refuse(text: str, where: str) -> None:
 
 def _not_allowed(where: str) -> errors.ApiError:
   return errors.invalid(
-      where or None,
-      f"{where or 'the body'}: an address in this place is not passed on, as"
-      " the server behind may fetch it; send an image as image_url of a"
-      " message, or omit it",
-      "address_not_allowed",
+    where or None,
+    f"{where or 'the body'}: an address in this place is not passed on, as"
+    " the server behind may fetch it; send an image as image_url of a"
+    " message, or omit it",
+    "address_not_allowed",
   )
 
 

@@ -69,17 +69,23 @@ _MAX_BODY = 256 << 20
 _AT_ONCE = 8  # Fetches of one request.
 _ALL_AT_ONCE = 64  # Of all requests.
 _KINDS = (
-    (b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"),
-    (b"GIF8", "gif"),
-)  # pyformat: disable
+  (b"\x89PNG\r\n\x1a\n", "png"),
+  (b"\xff\xd8\xff", "jpeg"),
+  (b"GIF8", "gif"),
+)
 _HOP_BY_HOP = frozenset({
     "connection", "content-length", "keep-alive", "proxy-authenticate", "te",
     "trailer", "transfer-encoding", "upgrade",
-})  # pyformat: disable
+})  # fmt: skip
 _DROPPED = _HOP_BY_HOP | {
-    "accept-encoding", "content-encoding", "content-type", "expect", "host",
-    "proxy-authorization", "x-forwarded-for",
-}  # pyformat: disable
+  "accept-encoding",
+  "content-encoding",
+  "content-type",
+  "expect",
+  "host",
+  "proxy-authorization",
+  "x-forwarded-for",
+}
 _JSON = re.compile(r"|application/([\w.-]+\+)?json")
 _TARGET = re.compile(rb"[!-\"$-~]+")  # No `#`: httpx leaves out what follows.
 # What a client or server on the way may resolve to another path.
@@ -100,17 +106,17 @@ class ImageProxy:
   """
 
   def __init__(
-      self,
-      upstream: str,
-      limits: media.MediaLimits,
-      *,
-      token: str = "",
-      upstream_token: str = "",
-      max_images: int = 64,
-      keep_bytes: int = 512 << 20,
-      timeout_s: float = 600.0,
-      loader: media.MediaLoader | None = None,
-      rule: sampling_rule.SamplingRule | None = None,
+    self,
+    upstream: str,
+    limits: media.MediaLimits,
+    *,
+    token: str = "",
+    upstream_token: str = "",
+    max_images: int = 64,
+    keep_bytes: int = 512 << 20,
+    timeout_s: float = 600.0,
+    loader: media.MediaLoader | None = None,
+    rule: sampling_rule.SamplingRule | None = None,
   ):
     """Args:
 
@@ -133,8 +139,8 @@ class ImageProxy:
     self._upstream = base.removesuffix("/v1")
     if max_images < 1 or keep_bytes < 1 or not timeout_s > 0:
       raise ValueError(
-          "max_images, keep_bytes and timeout_s must be > 0, got"
-          f" {max_images}, {keep_bytes} and {timeout_s}"
+        "max_images, keep_bytes and timeout_s must be > 0, got"
+        f" {max_images}, {keep_bytes} and {timeout_s}"
       )
     self._token = token
     self._upstream_token = upstream_token
@@ -149,15 +155,15 @@ class ImageProxy:
     self._fetching: dict[str, asyncio.Task[str]] = {}
     self._gate = asyncio.Semaphore(_ALL_AT_ONCE)
     self._client = httpx.AsyncClient(
-        timeout=httpx.Timeout(timeout_s, connect=30.0),
-        limits=httpx.Limits(max_connections=None),
-        trust_env=False,
-        follow_redirects=False,
+      timeout=httpx.Timeout(timeout_s, connect=30.0),
+      limits=httpx.Limits(max_connections=None),
+      trust_env=False,
+      follow_redirects=False,
     )
     methods = ["GET", "POST", "DELETE"]
     self.asgi = applications.Starlette(
-        routes=[routing.Route("/{path:path}", self._answer, methods=methods)],
-        lifespan=self._lifespan,
+      routes=[routing.Route("/{path:path}", self._answer, methods=methods)],
+      lifespan=self._lifespan,
     )
 
   @contextlib.asynccontextmanager
@@ -181,21 +187,21 @@ class ImageProxy:
       return await self._passed_on(request, url, body, untrained)
     except request_bodies.BodyRefused as refused:
       error = errors.ApiError(
-          refused.status,
-          refused.message,
-          code=refused.code,
-          retry_after_s=refused.retry_after_s,
+        refused.status,
+        refused.message,
+        code=refused.code,
+        retry_after_s=refused.retry_after_s,
       )
     except starlette_requests.ClientDisconnect:
       error = errors.ApiError(499, "the client went away", code="cancelled")
     except concurrency.DeadlineExceeded as late:
       error = errors.ApiError(
-          503, f"{late}; send it again later", code="busy", retry_after_s=1.0
+        503, f"{late}; send it again later", code="busy", retry_after_s=1.0
       )
     except errors.ApiError as api_error:
       error = api_error
     return starlette_responses.JSONResponse(
-        error.body(), error.status, headers=error.headers()
+      error.body(), error.status, headers=error.headers()
     )
 
   def _authorize(self, request: Request) -> None:
@@ -208,9 +214,10 @@ class ImageProxy:
       return
     if not http_server.is_token(http_server.bearer_of(headers), self._token):
       raise errors.ApiError(
-          401, "give the proxy's token as Authorization: Bearer",
-          code="invalid_api_key",
-      )  # pyformat: disable
+        401,
+        "give the proxy's token as Authorization: Bearer",
+        code="invalid_api_key",
+      )
 
   def _url(self, request: Request) -> str:
     """Returns the address at the upstream, its path as the client wrote it."""
@@ -219,27 +226,30 @@ class ImageProxy:
     url = self._upstream.encode() + path + (b"?" + query if query else b"")
     if not path.startswith(b"/") or not _TARGET.fullmatch(url):
       raise errors.ApiError(
-          400, "the address has a character that must be percent-encoded",
-          code="invalid_address",
-      )  # pyformat: disable
+        400,
+        "the address has a character that must be percent-encoded",
+        code="invalid_address",
+      )
     # Decoded twice: a server behind the upstream may do so, too.
     if _UNSAFE.search(parse.unquote(request.scope["path"])):
       raise errors.ApiError(
-          400, "the path has a segment . or .., an empty one or a backslash;"
-          " send the path that these lead to", code="invalid_address",
-      )  # pyformat: disable
+        400,
+        "the path has a segment . or .., an empty one or a backslash;"
+        " send the path that these lead to",
+        code="invalid_address",
+      )
     return url.decode("ascii")
 
   async def _passed_on(
-      self, request: Request, url: str, body: bytes, untrained: str
+    self, request: Request, url: str, body: bytes, untrained: str
   ) -> Response:
     own = request.headers.get("connection", "").lower().split(",")
     dropped = _DROPPED.union(name.strip() for name in own)
     headers = [
-        (name, value)
-        for name, value in request.headers.raw
-        if name.decode("latin-1") not in dropped
-        and not (name == b"authorization" and self._token)
+      (name, value)
+      for name, value in request.headers.raw
+      if name.decode("latin-1") not in dropped
+      and not (name == b"authorization" and self._token)
     ]
     if self._upstream_token:
       headers = [h for h in headers if h[0] != b"authorization"]
@@ -250,23 +260,21 @@ class ImageProxy:
       headers.append((b"content-type", b"application/json"))
     try:
       answer = await http_server.unless_gone(
-          request,
-          http_lib.send(
-              self._client,
-              self._client.build_request(
-                  request.method, url, headers=headers, content=body
-              ),
+        request,
+        http_lib.send(
+          self._client,
+          self._client.build_request(
+            request.method, url, headers=headers, content=body
           ),
+        ),
       )
     except httpx.LocalProtocolError as error:
       raise errors.invalid(
-          None, f"the request cannot be passed on: {error}", "invalid_request"
+        None, f"the request cannot be passed on: {error}", "invalid_request"
       ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
       raise self._upstream_failed("does not answer", error) from None
-    passed = {
-        k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP
-    }
+    passed = {k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP}
     if untrained:
       passed["x-untrained"] = untrained.encode("ascii", "replace").decode()
       if passed.get("content-type", "").startswith("application/json"):
@@ -277,26 +285,24 @@ class ImageProxy:
         finally:
           await answer.aclose()
         return starlette_responses.Response(
-            _marked(content, untrained), answer.status_code, passed
+          _marked(content, untrained), answer.status_code, passed
         )
     return starlette_responses.StreamingResponse(
-        _parts(answer),
-        answer.status_code,
-        passed,
+      _parts(answer), answer.status_code, passed
     )
 
   def _upstream_failed(self, what: str, error: Exception) -> errors.ApiError:
     return errors.ApiError(
-        502,
-        f"{self._upstream} {what}: {type(error).__name__}: {error}",
-        code="upstream_failed",
-        retry_after_s=1.0,
+      502,
+      f"{self._upstream} {what}: {type(error).__name__}: {error}",
+      code="upstream_failed",
+      retry_after_s=1.0,
     )
 
   # --- requests ---------------------------------------------------------------
 
   async def _rewritten(
-      self, request: Request, body: bytes
+    self, request: Request, body: bytes
   ) -> tuple[bytes, str]:
     """Returns (the body of data URLs and the run's sampling, reason against
     it).
@@ -309,28 +315,27 @@ class ImageProxy:
     """
     path, size = request.scope["path"], len(body)
     value, places = await http_lib.read(
-        lambda: image_addresses.examine(body, path),
-        len(body), 30.0, "a request",
-    )  # pyformat: disable
+      lambda: image_addresses.examine(body, path), len(body), 30.0, "a request"
+    )
     untrained = ""
     if self._rule is not None:
       route = image_addresses.route_of(path)
       name = path.rstrip("/").rpartition("/")[2]
       if route is None and _MAY_SAMPLE.search(name):
         raise errors.invalid(
-            None,
-            f"{path[:80]} may sample in a form that cannot be held to the run's"
-            " sampling; use /v1/chat/completions",
-            "unsupported_route",
+          None,
+          f"{path[:80]} may sample in a form that cannot be held to the run's"
+          " sampling; use /v1/chat/completions",
+          "unsupported_route",
         )
       if route is not None and route.fields and isinstance(value, dict):
         untrained = self._sample_as_the_run(value, route)
     if len(places) > self._max_images:
       raise errors.invalid(
-          places[self._max_images].where,
-          f"{len(places)} images are to be fetched, at most {self._max_images}"
-          " are; send fewer",
-          "too_many_images",
+        places[self._max_images].where,
+        f"{len(places)} images are to be fetched, at most {self._max_images}"
+        " are; send fewer",
+        "too_many_images",
       )
     gate = asyncio.Semaphore(_AT_ONCE)
 
@@ -341,20 +346,20 @@ class ImageProxy:
           data_url = await self._data_url(place.holder[place.key])
         except media.MediaError as error:
           raise errors.ApiError(
-              502 if error.retryable else 400,
-              f"{place.where}: {error}",
-              code=error.code,
-              param=place.where,
-              retry_after_s=1.0 if error.retryable else None,
+            502 if error.retryable else 400,
+            f"{place.where}: {error}",
+            code=error.code,
+            param=place.where,
+            retry_after_s=1.0 if error.retryable else None,
           ) from None
       size += len(data_url)
       if size > _MAX_BODY:
         raise errors.ApiError(
-            413,
-            f"{place.where}: with this image the request takes more than"
-            f" {_MAX_BODY >> 20} MiB; send fewer or smaller images",
-            code="request_too_large",
-            param=place.where,
+          413,
+          f"{place.where}: with this image the request takes more than"
+          f" {_MAX_BODY >> 20} MiB; send fewer or smaller images",
+          code="request_too_large",
+          param=place.where,
         )
       await request_bodies.hold(request, len(data_url))
       place.holder[place.key] = data_url
@@ -366,12 +371,12 @@ class ImageProxy:
     except* (errors.ApiError, request_bodies.BodyRefused) as failed:
       raise failed.exceptions[0] from None
     written = await http_lib.read(
-        lambda: _written(value), size, 30.0, "a request"
+      lambda: _written(value), size, 30.0, "a request"
     )
     return written, untrained
 
   def _sample_as_the_run(
-      self, request: dict[str, Any], route: image_addresses.Route
+    self, request: dict[str, Any], route: image_addresses.Route
   ) -> str:
     """Fills in what the request leaves out; returns the reason against it.
 
@@ -388,9 +393,9 @@ class ImageProxy:
       holders = params if isinstance(params, list) else [params]
       if not holders or not all(isinstance(one, dict) for one in holders):
         raise errors.invalid(
-            "sampling_params",
-            "sampling_params must be an object or a list of objects",
-            "invalid_value",
+          "sampling_params",
+          "sampling_params must be an object or a list of objects",
+          "invalid_value",
         )
     reason = ""
     try:
@@ -398,9 +403,7 @@ class ImageProxy:
         reason = reason or self._rule.reason_against(holder)
     except sampling_rule.OtherSampling as error:
       field = str(error).partition("=")[0].partition(" ")[0]
-      raise errors.invalid(
-          field, str(error), "unsupported_parameter"
-      ) from None
+      raise errors.invalid(field, str(error), "unsupported_parameter") from None
     for holder in holders:
       for name in route.fields:
         if holder.get(name) is None:
@@ -438,10 +441,10 @@ class ImageProxy:
       kind = "webp"
     if not kind:
       raise media.MediaError(
-          "invalid_image", "its server sent no PNG, JPEG, WebP or GIF"
+        "invalid_image", "its server sent no PNG, JPEG, WebP or GIF"
       )
     data = await concurrency.acall(
-        lambda: base64.b64encode(content).decode(), what="encoding an image"
+      lambda: base64.b64encode(content).decode(), what="encoding an image"
     )
     data_url = f"data:image/{kind};base64,{data}"
     self._kept[url] = data_url
@@ -482,18 +485,18 @@ def _check_kind(request: Request) -> None:
   names = [kind.partition(";")[0].strip().lower() for kind in kinds]
   if not all(_JSON.fullmatch(name) for name in names):
     raise errors.ApiError(
-        415,
-        f"content-type {names[0][:60]!r} is not passed on; send JSON as"
-        " application/json",
-        code="unsupported_content_type",
+      415,
+      f"content-type {names[0][:60]!r} is not passed on; send JSON as"
+      " application/json",
+      code="unsupported_content_type",
     )
   for encoding in request.headers.getlist("content-encoding"):
     if encoding.strip().lower() not in ("", "identity"):
       raise errors.ApiError(
-          415,
-          f"content-encoding {encoding[:60]!r} is not passed on; send the body"
-          " uncompressed",
-          code="unsupported_content_encoding",
+        415,
+        f"content-encoding {encoding[:60]!r} is not passed on; send the body"
+        " uncompressed",
+        code="unsupported_content_encoding",
       )
 
 
@@ -507,9 +510,10 @@ def _written(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False).encode("ascii")
   except ValueError as error:
     raise errors.invalid(
-        None, f"the body has a number that JSON cannot hold: {error}",
-        "invalid_json",
-    ) from None  # pyformat: disable
+      None,
+      f"the body has a number that JSON cannot hold: {error}",
+      "invalid_json",
+    ) from None
 
 
 async def _parts(answer: httpx.Response) -> AsyncIterator[bytes]:
@@ -525,38 +529,62 @@ async def _parts(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.serving.image_proxy",
-      description="Send screenshots along to a model's server.",
-      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    prog="python -m tunix.rl.multi_turn.serving.image_proxy",
+    description="Send screenshots along to a model's server.",
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
   add = out.add_argument
-  add("--upstream", required=True, metavar="URL",
-      help="the model's server, without /v1")
-  add("--allow-host", action="append", default=[], metavar="HOST[:PORT]",
-      help="exact host that images are fetched from; may be repeated")
-  add("--private-host", action="append", default=[], metavar="HOST[:PORT]",
-      help="such a host that may be at a private address")
+  add(
+    "--upstream",
+    required=True,
+    metavar="URL",
+    help="the model's server, without /v1",
+  )
+  add(
+    "--allow-host",
+    action="append",
+    default=[],
+    metavar="HOST[:PORT]",
+    help="exact host that images are fetched from; may be repeated",
+  )
+  add(
+    "--private-host",
+    action="append",
+    default=[],
+    metavar="HOST[:PORT]",
+    help="such a host that may be at a private address",
+  )
   add("--allow-http", action="store_true", help="fetch http: addresses, too")
   add("--host", default="127.0.0.1", help="address to bind")
   add("--port", type=int, default=8200, help="0: any free one")
-  add("--token-file", type=pathlib.Path,
-      help=f"holds the token of clients; or set {TOKEN_VARIABLE}; the"
-      f" upstream's own is ${UPSTREAM_VARIABLE}")
+  add(
+    "--token-file",
+    type=pathlib.Path,
+    help=f"holds the token of clients; or set {TOKEN_VARIABLE}; the"
+    f" upstream's own is ${UPSTREAM_VARIABLE}",
+  )
   add("--max-images", type=int, default=64, metavar="N", help="of a request")
-  add("--sampling", metavar="JSON",
-      help="the run's temperature, top_p, top_k and min_p, e.g."
-      " '{\"temperature\": 0.7}'; without, any request is passed on")
-  add("--other-sampling", choices=("mask", "refuse", "train"), default="mask",
-      help="for requests of another distribution than --sampling")
-  add("--timeout", type=float, default=600.0, metavar="S",
-      help="of the upstream")
+  add(
+    "--sampling",
+    metavar="JSON",
+    help="the run's temperature, top_p, top_k and min_p, e.g."
+    " '{\"temperature\": 0.7}'; without, any request is passed on",
+  )
+  add(
+    "--other-sampling",
+    choices=("mask", "refuse", "train"),
+    default="mask",
+    help="for requests of another distribution than --sampling",
+  )
+  add(
+    "--timeout", type=float, default=600.0, metavar="S", help="of the upstream"
+  )
   http_server.add_options(out)
-  return out  # pyformat: disable
+  return out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
-
 
   from tunix.rl.multi_turn.core import connections  # pylint: disable=g-import-not-at-top
   import uvicorn  # pylint: disable=g-import-not-at-top
@@ -570,17 +598,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.sampling:
       rule = sampling_rule.of_text(args.sampling, args.other_sampling)
     proxy = ImageProxy(
-        args.upstream,
-        media.MediaLimits(
-            allowed_hosts=(*args.allow_host, *args.private_host),
-            private_hosts=tuple(args.private_host),
-            allow_http=args.allow_http,
-        ),
-        token=token,
-        upstream_token=os.environ.get(UPSTREAM_VARIABLE, ""),
-        max_images=args.max_images,
-        timeout_s=args.timeout,
-        rule=rule,
+      args.upstream,
+      media.MediaLimits(
+        allowed_hosts=(*args.allow_host, *args.private_host),
+        private_hosts=tuple(args.private_host),
+        allow_http=args.allow_http,
+      ),
+      token=token,
+      upstream_token=os.environ.get(UPSTREAM_VARIABLE, ""),
+      max_images=args.max_images,
+      timeout_s=args.timeout,
+      rule=rule,
     )
     listening = http_server.listen(args.host, args.port, 1024)
   except (OSError, ValueError, ImportError) as error:

@@ -69,9 +69,7 @@ class PendingPrompt:
   # Of a request without messages: its text up to the sampled one, None where
   # it came as tokens.
   _raw: bool = False
-  _text: RunningHash | None = dataclasses.field(
-      default=None, repr=False
-  )
+  _text: RunningHash | None = dataclasses.field(default=None, repr=False)
   # Text of the client's that the answer begins with, not sampled here; and the
   # node of the messages before it, where it is not at the end of `_path`.
   _prefix: str = ""
@@ -190,7 +188,7 @@ class Node:
 
 
 def read_all(
-    messages: Sequence[Message], tools: Sequence[Any] | None, apart: str = ""
+  messages: Sequence[Message], tools: Sequence[Any] | None, apart: str = ""
 ) -> tuple[list[tuple[Message, Key]], tuple[Key, ...]]:
   """Returns snapshots of the messages with their keys, and the path of keys.
 
@@ -212,8 +210,8 @@ def read(message: Message, where: str) -> tuple[Message, Key]:
     if not isinstance(content, str):
       copy["content"] = [{**part} for part in content]
       content = tuple(
-          part["text"] if part["type"] == "text" else (part["image"],)
-          for part in content
+        part["text"] if part["type"] == "text" else (part["image"],)
+        for part in content
       )
       if len(content) == 1 and isinstance(content[0], str):
         content = content[0]
@@ -226,8 +224,8 @@ def read(message: Message, where: str) -> tuple[Message, Key]:
     hash(key)
   except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
     raise InteractionError(
-        "bad_message",
-        f"{where} is not one of text, ImageRefs and tool calls: {e!r}",
+      "bad_message",
+      f"{where} is not one of text, ImageRefs and tool calls: {e!r}",
     ) from e
   return copy, key
 
@@ -360,8 +358,8 @@ class Exporter:
 
 
 def to_tensor_dict(
-    exported: Exported,
-    multi_modal: Callable[[Sequence[trajectory.ImageSpan]], Any] | None = None,
+  exported: Exported,
+  multi_modal: Callable[[Sequence[trajectory.ImageSpan]], Any] | None = None,
 ) -> dict[str, Any]:
   """Returns a sequence as AReaL's batch of one row.
 
@@ -378,7 +376,7 @@ def to_tensor_dict(
 
 
 def _sequence(
-    chain: Sequence[Interaction], trained: Sequence[str]
+  chain: Sequence[Interaction], trained: Sequence[str]
 ) -> trajectory.TokenSequence:
   last, prompt = chain[-1].completion, chain[-1].prompt
   own = [i.completion for i in chain if i.id in trained]

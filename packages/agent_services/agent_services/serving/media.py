@@ -52,8 +52,8 @@ _PORTS = {"http": 80, "https": 443}
 # Global by the book, but relays, documentation, or IPv4 in disguise (6to4,
 # Teredo). IPv6 outside 2000::/3 has further disguises (mapped, NAT64).
 _NOT_PUBLIC = tuple(
-    ipaddress.ip_network(n)
-    for n in ("192.88.99.0/24", "2001::/23", "2002::/16", "3fff::/20")
+  ipaddress.ip_network(n)
+  for n in ("192.88.99.0/24", "2001::/23", "2002::/16", "3fff::/20")
 )
 
 
@@ -99,30 +99,30 @@ class MediaLimits:
   def __post_init__(self):
     if isinstance(self.allowed_hosts, str):
       raise ValueError(
-          f"allowed_hosts must be a tuple, got {self.allowed_hosts!r}; write"
-          f" ({self.allowed_hosts!r},)"
+        f"allowed_hosts must be a tuple, got {self.allowed_hosts!r}; write"
+        f" ({self.allowed_hosts!r},)"
       )
     hosts = tuple(host.lower() for host in self.allowed_hosts)
     object.__setattr__(self, "allowed_hosts", hosts)
     for host in hosts:
       if not _HOST.fullmatch(host) or int(host.partition(":")[2] or 1) > 65535:
         raise ValueError(
-            f"allowed_hosts: {host!r} is not an exact host name; write"
-            " 'host.example' or 'host.example:8443', without scheme, path or"
-            " wildcard, and a name outside ASCII in its xn-- form"
+          f"allowed_hosts: {host!r} is not an exact host name; write"
+          " 'host.example' or 'host.example:8443', without scheme, path or"
+          " wildcard, and a name outside ASCII in its xn-- form"
         )
     private = tuple(host.lower() for host in self.private_hosts)
     object.__setattr__(self, "private_hosts", private)
     if stray := sorted(set(private) - set(hosts)):
       raise ValueError(
-          f"private_hosts: {stray[0]!r} is not in allowed_hosts; list it there,"
-          " too"
+        f"private_hosts: {stray[0]!r} is not in allowed_hosts; list it there,"
+        " too"
       )
     for name, low, high, kind in (
-        ("max_bytes", 1, math.inf, ">= 1"),
-        ("max_pixels", 1, 89_478_485, "in 1…89478485, Pillow's own limit"),
-        ("timeout_s", 1e-9, 1e9, "finite and > 0"),
-        ("max_redirects", 0, math.inf, ">= 0"),
+      ("max_bytes", 1, math.inf, ">= 1"),
+      ("max_pixels", 1, 89_478_485, "in 1…89478485, Pillow's own limit"),
+      ("timeout_s", 1e-9, 1e9, "finite and > 0"),
+      ("max_redirects", 0, math.inf, ">= 0"),
     ):
       if not low <= getattr(self, name) <= high:
         raise ValueError(f"{name} must be {kind}, got {getattr(self, name)}")
@@ -178,13 +178,13 @@ class MediaLoader:
   """
 
   def __init__(
-      self,
-      store: images.ImageStore,
-      limits: MediaLimits = MediaLimits(),
-      *,
-      _resolve: Callable[[str, int], Awaitable[Sequence[str]]] | None = None,
-      _is_allowed_address: Callable[[str], bool] = _is_public,
-      _ssl_context: ssl.SSLContext | None = None,
+    self,
+    store: images.ImageStore,
+    limits: MediaLimits = MediaLimits(),
+    *,
+    _resolve: Callable[[str, int], Awaitable[Sequence[str]]] | None = None,
+    _is_allowed_address: Callable[[str], bool] = _is_public,
+    _ssl_context: ssl.SSLContext | None = None,
   ):
     if limits.allowed_hosts and _ssl_context is None:
       _ssl_context = httpx.create_ssl_context(trust_env=False)
@@ -196,10 +196,10 @@ class MediaLoader:
     self._threads = concurrent.futures.ThreadPoolExecutor(2, "tunix-media")
     # Resolving may hang; threads of this pool can be abandoned.
     self._resolvers = concurrency.CallRunner(
-        concurrency.WorkerPool(8, 8, name="tunix-media-resolve"), grace=0.0
+      concurrency.WorkerPool(8, 8, name="tunix-media-resolve"), grace=0.0
     )
     self._known: collections.OrderedDict[bytes, trajectory.ImageRef] = (
-        collections.OrderedDict()
+      collections.OrderedDict()
     )
     self._decoding: dict[bytes, asyncio.Future[trajectory.ImageRef]] = {}
 
@@ -228,7 +228,7 @@ class MediaLoader:
       return await self._fetch(url)
 
   async def load_all(
-      self, urls: Iterable[str]
+    self, urls: Iterable[str]
   ) -> list[trajectory.ImageRef | MediaError | None]:
     """Returns the image of each URL, or its error.
 
@@ -265,8 +265,8 @@ class MediaLoader:
     match = _DATA_URL.match(url)
     if match is None:
       raise MediaError(
-          "invalid_image_url",
-          "a data URL begins with data:image/png;base64, (or jpeg, webp, gif)",
+        "invalid_image_url",
+        "a data URL begins with data:image/png;base64, (or jpeg, webp, gif)",
       )
     start = match.end()
     padding = url.count("=", max(start, len(url) - 2))
@@ -312,9 +312,9 @@ class MediaLoader:
   def _check_bytes(self, count: int) -> None:
     if count > self._limits.max_bytes:
       raise MediaError(
-          "image_too_large",
-          f"{count} bytes or more, max_bytes is {self._limits.max_bytes}; send"
-          " a smaller image",
+        "image_too_large",
+        f"{count} bytes or more, max_bytes is {self._limits.max_bytes}; send"
+        " a smaller image",
       )
 
   def _decode_base64(self, url: str, start: int) -> trajectory.ImageRef:
@@ -325,9 +325,9 @@ class MediaLoader:
       data = pybase64.b64decode(url[start:], validate=True)
     except ValueError as e:
       raise MediaError(
-          "invalid_image_url",
-          f"not strict base64 ({e}); encode it in the standard alphabet, with"
-          " padding, without line breaks",
+        "invalid_image_url",
+        f"not strict base64 ({e}); encode it in the standard alphabet, with"
+        " padding, without line breaks",
       ) from None
     return self._decode(data)
 
@@ -344,9 +344,9 @@ class MediaLoader:
       return await concurrency.with_deadline(self._follow(url), seconds)
     except concurrency.DeadlineExceeded:
       raise MediaError(
-          "image_fetch_failed",
-          f"not fetched within timeout_s={seconds:g}; send a data: URL",
-          retryable=True,
+        "image_fetch_failed",
+        f"not fetched within timeout_s={seconds:g}; send a data: URL",
+        retryable=True,
       ) from None
 
   async def _follow(self, url: str) -> bytes:
@@ -356,9 +356,9 @@ class MediaLoader:
         return answer
       url = answer
     raise MediaError(
-        "image_fetch_failed",
-        f"more redirects than max_redirects={self._limits.max_redirects}; send"
-        " the last URL",
+      "image_fetch_failed",
+      f"more redirects than max_redirects={self._limits.max_redirects}; send"
+      " the last URL",
     )
 
   def _check(self, url: str) -> httpx.URL:
@@ -366,14 +366,14 @@ class MediaLoader:
     hosts, scheme = self._limits.allowed_hosts, url.partition(":")[0].lower()
     if scheme != "https" and not (scheme == "http" and self._limits.allow_http):
       raise MediaError(
-          "invalid_image_url",
-          f"scheme {scheme[:20]!r} is not fetched; send a data:image/…;base64,"
-          " or an https: URL",
+        "invalid_image_url",
+        f"scheme {scheme[:20]!r} is not fetched; send a data:image/…;base64,"
+        " or an https: URL",
       )
     if not hosts:
       raise MediaError(
-          "image_host_not_allowed",
-          "fetching is off, as allowed_hosts is empty; send a data: URL",
+        "image_host_not_allowed",
+        "fetching is off, as allowed_hosts is empty; send a data: URL",
       )
     try:
       target = httpx.URL(url)
@@ -381,20 +381,20 @@ class MediaLoader:
       raise MediaError("invalid_image_url", f"not a URL: {e}") from None
     if target.userinfo:
       raise MediaError(
-          "invalid_image_url", "a user name before '@' is not sent; omit it"
+        "invalid_image_url", "a user name before '@' is not sent; omit it"
       )
     host, port = target.raw_host.decode(), _port(target)  # Lower case, IDNA.
     if f"{host}:{port}" in hosts or (host in hosts and port == _PORTS[scheme]):
       return target
     raise MediaError(
-        "image_host_not_allowed",
-        f"'{host[:80]}:{port}' is not in allowed_hosts; send a data: URL, or"
-        " list exactly this host",
+      "image_host_not_allowed",
+      f"'{host[:80]}:{port}' is not in allowed_hosts; send a data: URL, or"
+      " list exactly this host",
     )
 
   async def _getaddrinfo(self, host: str, port: int) -> list[str]:
     infos = await self._resolvers.call(
-        lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+      lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     )
     return list(dict.fromkeys(info[4][0] for info in infos))
 
@@ -403,7 +403,7 @@ class MediaLoader:
       addresses = list(await self._resolve(host, port))
     except (OSError, RuntimeError, UnicodeError) as e:
       raise MediaError(
-          "image_fetch_failed", f"{host!r} is not resolved: {e}", True
+        "image_fetch_failed", f"{host!r} is not resolved: {e}", True
       ) from e
     private = self._limits.private_hosts
     if host in private or f"{host}:{port}" in private:
@@ -411,8 +411,8 @@ class MediaLoader:
     for address in addresses:
       if not self._is_allowed_address(address):
         raise MediaError(
-            "image_host_not_allowed",
-            f"{host!r} is at {address}, no public address; send a data: URL",
+          "image_host_not_allowed",
+          f"{host!r} is at {address}, no public address; send a data: URL",
         )
     return addresses
 
@@ -422,9 +422,9 @@ class MediaLoader:
     addresses = await self._addresses(host, _port(target))
     share = self._limits.timeout_s / max(1, len(addresses))
     headers = {
-        "Host": target.netloc.decode(),
-        "User-Agent": "tunix-multi-turn",
-        "Accept-Encoding": "identity",
+      "Host": target.netloc.decode(),
+      "User-Agent": "tunix-multi-turn",
+      "Accept-Encoding": "identity",
     }
     extensions = {"sni_hostname": host, "timeout": {"connect": share}}
     failure: Exception = OSError("no address")
@@ -433,16 +433,16 @@ class MediaLoader:
       # its pool knows connections by address, and would send this over one
       # whose certificate was verified for another name.
       async with httpx.AsyncHTTPTransport(
-          verify=self._ssl_context or True, trust_env=False
+        verify=self._ssl_context or True, trust_env=False
       ) as transport:
         try:
           response = await transport.handle_async_request(
-              httpx.Request(
-                  "GET",
-                  target.copy_with(host=address),
-                  headers=headers,
-                  extensions=extensions,
-              )
+            httpx.Request(
+              "GET",
+              target.copy_with(host=address),
+              headers=headers,
+              extensions=extensions,
+            )
           )
           async with contextlib.aclosing(response):
             return await self._read(response, target)
@@ -452,9 +452,9 @@ class MediaLoader:
           failure = e
           break
     raise MediaError(
-        "image_fetch_failed",
-        f"{host!r} gives no image: {failure or type(failure).__name__}",
-        retryable="CERTIFICATE_VERIFY_FAILED" not in str(failure),
+      "image_fetch_failed",
+      f"{host!r} gives no image: {failure or type(failure).__name__}",
+      retryable="CERTIFICATE_VERIFY_FAILED" not in str(failure),
     ) from failure
 
   async def _read(self, response: httpx.Response, target: httpx.URL):
@@ -466,9 +466,9 @@ class MediaLoader:
         raise MediaError("invalid_image_url", f"redirected: {e}") from None
     if status != 200:
       raise MediaError(
-          "image_fetch_failed",
-          f"its server answered {status}, not 200; check the URL",
-          retryable=status >= 500 or status in (408, 425, 429),
+        "image_fetch_failed",
+        f"its server answered {status}, not 200; check the URL",
+        retryable=status >= 500 or status in (408, 425, 429),
       )
     length = response.headers.get("content-length", "")
     self._check_bytes(int(length) if length.isdigit() else 0)

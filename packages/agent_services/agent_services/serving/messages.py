@@ -55,11 +55,11 @@ class Base64Source(bodies.Body):
 
   type: Literal["base64"]
   media_type: Annotated[
-      Literal["image/jpeg", "image/png", "image/gif", "image/webp"],
-      bodies.Must(
-          "must be image/jpeg, image/png, image/gif or image/webp",
-          "unsupported_content",
-      ),
+    Literal["image/jpeg", "image/png", "image/gif", "image/webp"],
+    bodies.Must(
+      "must be image/jpeg, image/png, image/gif or image/webp",
+      "unsupported_content",
+    ),
   ]
   data: bodies.Text
 
@@ -84,7 +84,7 @@ class ImageBlock(_Block):
 
   type: Literal["image"]
   source: Annotated[
-      Base64Source | UrlSource, bodies.ByField("type", "unsupported_content")
+    Base64Source | UrlSource, bodies.ByField("type", "unsupported_content")
   ]
 
   def part(self) -> dict[str, Any]:
@@ -109,10 +109,10 @@ _LIST = bodies.Items("must be a string or a list of blocks")
 _CONTENT = bodies.ByShape("must be a string or a list of blocks")
 _TextBlock = Annotated[TextBlock, bodies.ByField("type", "unsupported_content")]
 _Texts = Annotated[
-    bodies.AnyText | Annotated[list[_TextBlock], _LIST], _CONTENT
+  bodies.AnyText | Annotated[list[_TextBlock], _LIST], _CONTENT
 ]
 _Shown = Annotated[
-    TextBlock | ImageBlock, bodies.ByField("type", "unsupported_content")
+  TextBlock | ImageBlock, bodies.ByField("type", "unsupported_content")
 ]
 
 
@@ -125,17 +125,17 @@ class ToolResultBlock(_Block):
   type: Literal["tool_result"]
   tool_use_id: bodies.Text
   content: Annotated[
-      bodies.AnyText | Annotated[list[_Shown], _LIST], _CONTENT
+    bodies.AnyText | Annotated[list[_Shown], _LIST], _CONTENT
   ] = ""
   is_error: Annotated[Any, bodies.Ignored(False)] = None
 
 
 _UserBlock = Annotated[
-    TextBlock | ImageBlock | ToolResultBlock,
-    bodies.ByField("type", "unsupported_content"),
+  TextBlock | ImageBlock | ToolResultBlock,
+  bodies.ByField("type", "unsupported_content"),
 ]
 _AnswerBlock = Annotated[
-    TextBlock | ToolUseBlock, bodies.ByField("type", "unsupported_content")
+  TextBlock | ToolUseBlock, bodies.ByField("type", "unsupported_content")
 ]
 
 
@@ -153,7 +153,7 @@ class UserMessage(bodies.Body):
 
   role: Literal["user"]
   content: Annotated[
-      bodies.AnyText | Annotated[list[_UserBlock], _LIST], _CONTENT
+    bodies.AnyText | Annotated[list[_UserBlock], _LIST], _CONTENT
   ]
 
   def messages(self) -> Iterator[requests.Message]:
@@ -169,9 +169,9 @@ class UserMessage(bodies.Body):
         yield {"role": "user", "content": _parts(shown)}
         shown = []
       yield {
-          "role": "tool",
-          "content": _parts(block.content),
-          "tool_call_id": block.tool_use_id,
+        "role": "tool",
+        "content": _parts(block.content),
+        "tool_call_id": block.tool_use_id,
       }
     if shown:
       yield {"role": "user", "content": _parts(shown)}
@@ -182,7 +182,7 @@ class AssistantMessage(bodies.Body):
 
   role: Literal["assistant"]
   content: Annotated[
-      bodies.AnyText | Annotated[list[_AnswerBlock], _LIST], _CONTENT
+    bodies.AnyText | Annotated[list[_AnswerBlock], _LIST], _CONTENT
   ]
 
   def messages(self) -> Iterator[requests.Message]:
@@ -202,11 +202,11 @@ class Tool(bodies.Body):
   """A tool that the policy may call."""
 
   type: Annotated[
-      Literal["custom"],
-      bodies.Must(
-          "must be 'custom': Anthropic's own tools are not served here",
-          "unsupported_parameter",
-      ),
+    Literal["custom"],
+    bodies.Must(
+      "must be 'custom': Anthropic's own tools are not served here",
+      "unsupported_parameter",
+    ),
   ] = "custom"
   name: bodies.Text
   description: bodies.AnyText = ""
@@ -231,7 +231,7 @@ class ToolChoice(bodies.Body):
     if self.type == "tool":
       if self.name is None:
         raise errors.invalid(
-            "tool_choice.name", "tool_choice.name must name one of the tools"
+          "tool_choice.name", "tool_choice.name must name one of the tools"
         )
       return self.name
     return "required" if self.type == "any" else self.type
@@ -241,8 +241,8 @@ class Thinking(bodies.Body):
   """Whether the policy reasons. Nothing bounds its reasoning but max_tokens."""
 
   type: Annotated[
-      Literal["enabled", "adaptive", "disabled"],
-      bodies.Must("must be enabled, adaptive or disabled"),
+    Literal["enabled", "adaptive", "disabled"],
+    bodies.Must("must be enabled, adaptive or disabled"),
   ]
   budget_tokens: Annotated[Any, bodies.Ignored()] = None
   display: Annotated[Any, bodies.Ignored()] = None
@@ -266,20 +266,18 @@ class MessagesBody(requests.SamplingBody):
   """A body of `/v1/messages`."""
 
   messages: Annotated[
-      list[
-          Annotated[UserMessage | AssistantMessage, bodies.ByField("role")]
-      ],
-      bodies.Items("must be a list with an entry", 1),
+    list[Annotated[UserMessage | AssistantMessage, bodies.ByField("role")]],
+    bodies.Items("must be a list with an entry", 1),
   ]
   max_tokens: Annotated[int, bodies.UpTo("max_new_tokens")]
   system: _Texts = ""
   stop_sequences: Annotated[
-      list[bodies.Text],
-      bodies.Items(
-          f"must be a list of up to {requests.MAX_STOPS} strings, none empty",
-          0,
-          requests.MAX_STOPS,
-      ),
+    list[bodies.Text],
+    bodies.Items(
+      f"must be a list of up to {requests.MAX_STOPS} strings, none empty",
+      0,
+      requests.MAX_STOPS,
+    ),
   ] = []
   tools: Annotated[list[Tool], bodies.Items("must be a list of tools")] = []
   tool_choice: ToolChoice = ToolChoice(type="auto")
@@ -294,9 +292,9 @@ class MessagesBody(requests.SamplingBody):
 
 
 def read(
-    body: Mapping[str, Any],
-    limits: requests.RequestLimits,
-    kind: type[MessagesBody] = MessagesBody,
+  body: Mapping[str, Any],
+  limits: requests.RequestLimits,
+  kind: type[MessagesBody] = MessagesBody,
 ) -> requests.SamplingRequest:
   """Checks a body of one kind.
 
@@ -316,7 +314,7 @@ def read(
     schema = output.format.schema_
     shape = requests.Guide("json", schema, "output_config.format.schema")
   parse_tools, guide = fields.guide_with_calls(
-      tools, choice.called, many, shape
+    tools, choice.called, many, shape
   )
   messages = [m for one in fields.messages for m in one.messages()]
   continues = isinstance(fields.messages[-1], AssistantMessage)
@@ -329,20 +327,20 @@ def read(
     messages.insert(0, {"role": "system", "content": system})
   limits.check_images(requests.count_images(messages), "messages")
   return fields.request(
-      fields.sampling(fields.max_tokens, limits),
-      messages=tuple(messages),
-      stop=tuple(fields.stop_sequences),
-      guide=guide,
-      tools=requests.shown_tools(tools),
-      parse_tools=parse_tools,
-      one_call=requests.ends_after_call(parse_tools, many, guide),
-      continues=continues,
-      thinking=_thinking(fields.thinking)
-      or requests.Thinking.by_effort("output_config.effort", output.effort),
-      ignored=(
-          *bodies.ignored(fields),
-          *(["thinking"] if fields.thinking is not None else ()),
-      ),
+    fields.sampling(fields.max_tokens, limits),
+    messages=tuple(messages),
+    stop=tuple(fields.stop_sequences),
+    guide=guide,
+    tools=requests.shown_tools(tools),
+    parse_tools=parse_tools,
+    one_call=requests.ends_after_call(parse_tools, many, guide),
+    continues=continues,
+    thinking=_thinking(fields.thinking)
+    or requests.Thinking.by_effort("output_config.effort", output.effort),
+    ignored=(
+      *bodies.ignored(fields),
+      *(["thinking"] if fields.thinking is not None else ()),
+    ),
   )
 
 
@@ -350,12 +348,12 @@ def _no_threads() -> errors.ApiError:
   """Returns the error at which a client sends its whole history instead."""
   code = "thread_unsupported_request"
   return errors.ApiError(
-      400,
-      "thread: the server holds no threads; send all messages without thread,"
-      " a session continues its own answers",
-      code=code,
-      param="thread",
-      details={"error_code": code, "unsupported": ["thread"]},
+    400,
+    "thread: the server holds no threads; send all messages without thread,"
+    " a session continues its own answers",
+    code=code,
+    param="thread",
+    details={"error_code": code, "unsupported": ["thread"]},
   )
 
 
@@ -367,10 +365,10 @@ def _thinking(field: Thinking | None) -> requests.Thinking | None:
 
 
 def _beginning(
-    fields: MessagesBody,
-    last: requests.Message,
-    parse_tools: bool,
-    guide: requests.Guide | None,
+  fields: MessagesBody,
+  last: requests.Message,
+  parse_tools: bool,
+  guide: requests.Guide | None,
 ) -> requests.Message:
   """Returns the last message, an assistant's, which the answer continues."""
   where = f"messages[{len(fields.messages) - 1}]"
@@ -383,8 +381,8 @@ def _beginning(
   elif parse_tools or guide is not None:
     other = "tools" if parse_tools or guide is None else guide.field
     wrong = (
-        f"begins the answer, and {other} are about whole answers; set"
-        " tool_choice to none, or end with the user's message"
+      f"begins the answer, and {other} are about whole answers; set"
+      " tool_choice to none, or end with the user's message"
     )
   elif fields.thinking is not None and fields.thinking.type != "disabled":
     wrong = "begins the answer behind its reasoning; leave thinking out"
@@ -410,23 +408,23 @@ def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(
-    answer_id: str, model: str, prompt: int = 0, reused: int = 0
+  answer_id: str, model: str, prompt: int = 0, reused: int = 0
 ) -> dict[str, Any]:
   """Returns the object of an answer that has not begun."""
   return {
-      "id": answer_id,
-      "type": "message",
-      "role": "assistant",
-      "model": model,
-      "content": [],
-      "stop_reason": None,
-      "stop_sequence": None,
-      "usage": {
-          "input_tokens": prompt - reused,
-          "cache_creation_input_tokens": 0,
-          "cache_read_input_tokens": reused,
-          "output_tokens": 0,
-      },
+    "id": answer_id,
+    "type": "message",
+    "role": "assistant",
+    "model": model,
+    "content": [],
+    "stop_reason": None,
+    "stop_sequence": None,
+    "usage": {
+      "input_tokens": prompt - reused,
+      "cache_creation_input_tokens": 0,
+      "cache_read_input_tokens": reused,
+      "output_tokens": 0,
+    },
   }
 
 
@@ -438,9 +436,9 @@ def _reason(choice: answers.Choice) -> str:
 
 
 def whole(
-    request: requests.SamplingRequest,
-    answer: answers.SampledAnswer,
-    decoder: answers.TokenDecoder,
+  request: requests.SamplingRequest,
+  answer: answers.SampledAnswer,
+  decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
   """Returns the JSON object of an answer that is not streamed."""
   del decoder
@@ -450,21 +448,23 @@ def whole(
   if choice.message["content"]:
     content.append({"type": "text", "text": choice.message["content"]})
   for call in calls:
-    content.append({
+    content.append(
+      {
         "type": "tool_use",
         "id": call["id"],
         "name": call["function"]["name"],
         "input": json.loads(call["function"]["arguments"]),
-    })
+      }
+    )
   result = _message(
-      answer.id, answer.model, answer.num_prompt_tokens, answer.reused_tokens
+    answer.id, answer.model, answer.num_prompt_tokens, answer.reused_tokens
   )
   result["usage"]["output_tokens"] = answer.num_sampled
   result |= {
-      "content": content,
-      "stop_reason": _reason(choice),
-      "stop_sequence": choice.stop,
-      **answers.extras_of_one(request, answer),
+    "content": content,
+    "stop_reason": _reason(choice),
+    "stop_sequence": choice.stop,
+    **answers.extras_of_one(request, answer),
   }
   return result
 
@@ -477,8 +477,8 @@ class MessageStream(streams.AnswerStream):
 
   def start(self) -> Iterator[dict[str, Any]]:
     yield {
-        "type": "message_start",
-        "message": _message(self._id, self._request.model),
+      "type": "message_start",
+      "message": _message(self._id, self._request.model),
     }
 
   def finish(self, answer: answers.SampledAnswer) -> Iterator[dict[str, Any]]:
@@ -491,13 +491,13 @@ class MessageStream(streams.AnswerStream):
       yield {"type": "content_block_stop", "index": i}
     own = {k: v for k, v in message.items() if k not in _OF_START}
     yield {
-        "type": "message_delta",
-        "delta": {
-            "stop_reason": message["stop_reason"],
-            "stop_sequence": message["stop_sequence"],
-        },
-        "usage": message["usage"],
-        **own,
+      "type": "message_delta",
+      "delta": {
+        "stop_reason": message["stop_reason"],
+        "stop_sequence": message["stop_sequence"],
+      },
+      "usage": message["usage"],
+      **own,
     }
     yield {"type": "message_stop"}
 
@@ -506,38 +506,38 @@ class MessageStream(streams.AnswerStream):
 
   def _begin(self) -> Iterator[dict[str, Any]]:
     yield {
-        "type": "content_block_start",
-        "index": 0,
-        "content_block": {"type": "text", "text": ""},
+      "type": "content_block_start",
+      "index": 0,
+      "content_block": {"type": "text", "text": ""},
     }
 
   def _new(self, text: str) -> dict[str, Any]:
     return {
-        "type": "content_block_delta",
-        "index": 0,
-        "delta": {"type": "text_delta", "text": text},
+      "type": "content_block_delta",
+      "index": 0,
+      "delta": {"type": "text_delta", "text": text},
     }
 
   def _call(
-      self, index: int, block: dict[str, Any]
+    self, index: int, block: dict[str, Any]
   ) -> Iterator[dict[str, Any]]:
     yield {
-        "type": "content_block_start",
-        "index": index,
-        "content_block": block | {"input": {}},
+      "type": "content_block_start",
+      "index": index,
+      "content_block": block | {"input": {}},
     }
     yield {
-        "type": "content_block_delta",
-        "index": index,
-        "delta": {
-            "type": "input_json_delta",
-            "partial_json": json.dumps(block["input"], ensure_ascii=False),
-        },
+      "type": "content_block_delta",
+      "index": index,
+      "delta": {
+        "type": "input_json_delta",
+        "partial_json": json.dumps(block["input"], ensure_ascii=False),
+      },
     }
 
 
 _OF_START = frozenset(_message("", "")) | {"token_logprobs"}
 
 ENDPOINT = streams.Endpoint(
-    "messages", PREFIX, MessagesBody, read, whole, MessageStream
+  "messages", PREFIX, MessagesBody, read, whole, MessageStream
 )

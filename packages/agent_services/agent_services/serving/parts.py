@@ -73,16 +73,16 @@ class Part:
     if cache is None:
       return list(self.names)
     return [
-        old
-        for name, id_ in zip(self.names, self.ids)
-        for old in cache.give_back(
-            name, (id_ if self.pending else _TOKENS) if stored else None
-        )
+      old
+      for name, id_ in zip(self.names, self.ids)
+      for old in cache.give_back(
+        name, (id_ if self.pending else _TOKENS) if stored else None
+      )
     ]
 
 
 async def score(
-    policy: prompts.ServedPolicy, part: Part, most: int
+  policy: prompts.ServedPolicy, part: Part, most: int
 ) -> policy_client.Completion | None:
   """Returns the prompt's tokens after the first, as if they were sampled.
 
@@ -104,20 +104,20 @@ async def score(
   where = part.request.prompt_field
   if len(tokens_T) > most:
     raise errors.invalid(
-        where,
-        f"echo with logprobs reads a prompt a token a step, {most} at most;"
-        f" {where} has {len(tokens_T)}: shorten it, or leave logprobs out",
+      where,
+      f"echo with logprobs reads a prompt a token a step, {most} at most;"
+      f" {where} has {len(tokens_T)}: shorten it, or leave logprobs out",
     )
   grammar = prompts.forced(tokens_T[1:], part.request, policy)
   name = f"{part.ids[0]}/echo"
   try:
     completion = await policy.client.generate(
-        policy_client.TokenPrompt(tokens_T[:1]),
-        policy_client.SamplingParams(
-            max_new_tokens=len(tokens_T) - 1, raw_logprobs=True
-        ),
-        session=name,
-        grammar=grammar,
+      policy_client.TokenPrompt(tokens_T[:1]),
+      policy_client.SamplingParams(
+        max_new_tokens=len(tokens_T) - 1, raw_logprobs=True
+      ),
+      session=name,
+      grammar=grammar,
     )
     assert completion.raw_logprobs is not None
     scored = dataclasses.replace(completion, logprobs=completion.raw_logprobs)
@@ -126,32 +126,32 @@ async def score(
     return scored
   except ValueError as error:
     raise errors.invalid(
-        where,
-        f"{where} holds a token that this policy never samples, and that"
-        f" has no log-prob ({error}); leave echo or logprobs out",
+      where,
+      f"{where} holds a token that this policy never samples, and that"
+      f" has no log-prob ({error}); leave echo or logprobs out",
     ) from None
   finally:
     await policy.client.release(name)
 
 
 async def _with_alternatives(
-    policy: prompts.ServedPolicy,
-    part: Part,
-    scored: policy_client.Completion,
-    name: str,
+  policy: prompts.ServedPolicy,
+  part: Part,
+  scored: policy_client.Completion,
+  name: str,
 ) -> policy_client.Completion:
   """Samples one token after each beginning of the prompt, from all of them."""
   tokens_T = part.prompt.tokens
   sampling = policy_client.SamplingParams(
-      max_new_tokens=1,
-      top_logprobs=part.sampling.top_logprobs,
-      raw_logprobs=True,
-      seed=0,
+    max_new_tokens=1,
+    top_logprobs=part.sampling.top_logprobs,
+    raw_logprobs=True,
+    seed=0,
   )
   tops, logprobs = [], []
   for end in range(1, len(tokens_T)):
     one = await policy.client.generate(
-        policy_client.TokenPrompt(tokens_T[:end]), sampling, session=name
+      policy_client.TokenPrompt(tokens_T[:end]), sampling, session=name
     )
     assert one.raw_logprobs is not None and one.top_logprobs is not None
     # Log of the mass that allowed tokens have in the policy's distribution.
@@ -159,7 +159,7 @@ async def _with_alternatives(
     tops.append(one.top_tokens[0])  # type: ignore[index]
     logprobs.append(one.top_logprobs[0] + log_allowed)
   return dataclasses.replace(
-      scored,
-      top_tokens=np.stack(tops),
-      top_logprobs=np.minimum(np.stack(logprobs), 0.0).astype(np.float32),
+    scored,
+    top_tokens=np.stack(tops),
+    top_logprobs=np.minimum(np.stack(logprobs), 0.0).astype(np.float32),
   )

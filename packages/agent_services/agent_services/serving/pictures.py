@@ -65,17 +65,17 @@ def decode(data: bytes, max_pixels: int) -> np.ndarray:
       return _to_rgb(image)
   except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
     raise PictureError(
-        "image_too_large",
-        f"too many pixels ({e}), max_pixels is {max_pixels}; send a smaller"
-        " image",
+      "image_too_large",
+      f"too many pixels ({e}), max_pixels is {max_pixels}; send a smaller"
+      " image",
     ) from None
   except (PictureError, MemoryError):
     raise
   except Exception as e:  # Broken files make decoders raise anything.
     raise PictureError(
-        "invalid_image",
-        f"no readable PNG, JPEG, WebP or GIF ({type(e).__name__}); send a"
-        " whole file of one of these",
+      "invalid_image",
+      f"no readable PNG, JPEG, WebP or GIF ({type(e).__name__}); send a"
+      " whole file of one of these",
     ) from e
 
 
@@ -104,7 +104,7 @@ def stored(data: bytes) -> bytes | None:
   return b"".join((
       head, struct.pack(">I", len(body)), name, body,
       struct.pack(">I", check), _END,
-  ))  # pyformat: disable
+  ))  # fmt: skip
 
 
 def _raw_size(data: bytes) -> int:
@@ -112,7 +112,7 @@ def _raw_size(data: bytes) -> int:
   if data[:8] != _SIGNATURE or data[12:16] != b"IHDR":
     return 0
   width, height, depth, colour, _, _, interlaced = struct.unpack_from(
-      ">IIBBBBB", data, 16
+    ">IIBBBBB", data, 16
   )
   if interlaced or colour not in _CHANNELS:
     return 0

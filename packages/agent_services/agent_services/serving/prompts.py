@@ -32,16 +32,15 @@ class ServedClient(policy_client.PolicyClient, Protocol):
   """Client whose completions can be watched and constrained."""
 
   async def generate(
-      self,
-      prompt: policy_client.TokenPrompt,
-      sampling: policy_client.SamplingParams,
-      *,
-      session: str,
-      on_tokens: Callable[[np.ndarray], None] | None = None,
-      stop_when: constrained_decoding.StopWhen | None = None,
-      grammar: constrained_decoding.Grammar | None = None,
-  ) -> policy_client.Completion:
-    ...
+    self,
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    *,
+    session: str,
+    on_tokens: Callable[[np.ndarray], None] | None = None,
+    stop_when: constrained_decoding.StopWhen | None = None,
+    grammar: constrained_decoding.Grammar | None = None,
+  ) -> policy_client.Completion: ...
 
 
 @dataclasses.dataclass
@@ -76,10 +75,10 @@ class ServedPolicy:
   healthy: Callable[[], bool] = lambda: True
   streams: bool = True
   _shown: tuple[Any, bool] = dataclasses.field(
-      default=(None, False), init=False, repr=False
+    default=(None, False), init=False, repr=False
   )
   _renderings: thinking.Renderings | None = dataclasses.field(
-      default=None, init=False, repr=False
+    default=None, init=False, repr=False
   )
 
   def rendering(self, request: requests.SamplingRequest) -> thinking.Rendering:
@@ -89,7 +88,7 @@ class ServedPolicy:
       ApiError: naming a field that this policy cannot follow.
     """
     if self._renderings is None or (
-        self._renderings.renderer is not self.renderer
+      self._renderings.renderer is not self.renderer
     ):
       self._renderings = thinking.Renderings(self.renderer)
     return self._renderings.of(request)
@@ -117,10 +116,10 @@ class ServedPolicy:
 
 
 def render(
-    request: requests.SamplingRequest,
-    messages: Sequence[requests.Message],
-    session: session_store.ServedSession | None,
-    policy: ServedPolicy,
+  request: requests.SamplingRequest,
+  messages: Sequence[requests.Message],
+  session: session_store.ServedSession | None,
+  policy: ServedPolicy,
 ) -> policy_client.TokenPrompt | interactions.PendingPrompt:
   """Returns the request's prompt, in a session the next one of that session.
 
@@ -169,14 +168,12 @@ def render(
     return renderer.render(messages)
   except (KeyError, RecursionError, TypeError, ValueError) as error:
     raise errors.invalid(
-        "messages", f"the messages cannot be rendered: {error}"
+      "messages", f"the messages cannot be rendered: {error}"
     ) from None
 
 
 def continued(
-    renderer: Any,
-    messages: Sequence[requests.Message],
-    tools: Sequence[Any] = (),
+  renderer: Any, messages: Sequence[requests.Message], tools: Sequence[Any] = ()
 ) -> policy_client.TokenPrompt:
   """Returns a prompt whose last message is the beginning of the answer.
 
@@ -186,41 +183,41 @@ def continued(
   prompt = renderer.render(messages[:-1], **shown)
   text = renderer.encode(requests.text_of(messages[-1]))
   return policy_client.TokenPrompt(
-      np.concatenate([prompt.tokens, text]), prompt.images
+    np.concatenate([prompt.tokens, text]), prompt.images
   )
 
 
 def check_room(
-    length: int, request: requests.SamplingRequest, policy: ServedPolicy
+  length: int, request: requests.SamplingRequest, policy: ServedPolicy
 ) -> int:
   """Returns the number of tokens that fit after a prompt of `length`; at least
   one."""
   room = policy.context_length - length
   if room < 1:
     raise errors.invalid(
-        request.prompt_field,
-        f"This model's maximum context length is {policy.context_length}"
-        f" tokens, the prompt has {length}; shorten the {request.prompt_field}",
-        "context_length_exceeded",
+      request.prompt_field,
+      f"This model's maximum context length is {policy.context_length}"
+      f" tokens, the prompt has {length}; shorten the {request.prompt_field}",
+      "context_length_exceeded",
     )
   return room
 
 
 def _token_prompt(
-    tokens: tuple[int, ...],
-    request: requests.SamplingRequest,
-    messages: Sequence[requests.Message],
-    session: session_store.ServedSession | None,
-    policy: ServedPolicy,
+  tokens: tuple[int, ...],
+  request: requests.SamplingRequest,
+  messages: Sequence[requests.Message],
+  session: session_store.ServedSession | None,
+  policy: ServedPolicy,
 ) -> policy_client.TokenPrompt | interactions.PendingPrompt:
   check_room(len(tokens), request, policy)  # Before reading them.
   renderer = policy.renderer
   if request.kept_by_client:
     pictures = [
-        part["image"]
-        for message in messages
-        if isinstance(message["content"], list)
-        for part in message["content"]
+      part["image"]
+      for message in messages
+      if isinstance(message["content"], list)
+      for part in message["content"]
     ]
     try:
       return renderer.prompt_of_tokens(tokens, pictures)
@@ -228,9 +225,9 @@ def _token_prompt(
       raise errors.invalid(request.prompt_field, str(error)) from None
   if renderer.image_token_id in tokens:
     raise errors.invalid(
-        "prompt",
-        f"prompt holds {renderer.image_token_id}, which stands for an image;"
-        " send images in the messages of a chat completion",
+      "prompt",
+      f"prompt holds {renderer.image_token_id}, which stands for an image;"
+      " send images in the messages of a chat completion",
     )
   if session is not None:
     return session.prompt_tokens(tokens)
@@ -238,22 +235,22 @@ def _token_prompt(
 
 
 def _check_characters(
-    size: int, request: requests.SamplingRequest, policy: ServedPolicy
+  size: int, request: requests.SamplingRequest, policy: ServedPolicy
 ) -> None:
   if size > policy.context_length * policy.renderer.longest_token:
     raise errors.invalid(
-        request.prompt_field,
-        f"This model's maximum context length is {policy.context_length}"
-        f" tokens, which the {request.prompt_field} cannot fit ({size}"
-        f" characters); shorten the {request.prompt_field}",
-        "context_length_exceeded",
+      request.prompt_field,
+      f"This model's maximum context length is {policy.context_length}"
+      f" tokens, which the {request.prompt_field} cannot fit ({size}"
+      f" characters); shorten the {request.prompt_field}",
+      "context_length_exceeded",
     )
 
 
 def _with_tools(
-    messages: Sequence[requests.Message],
-    tools: Sequence[Any],
-    parser: parser_base.ToolParser,
+  messages: Sequence[requests.Message],
+  tools: Sequence[Any],
+  parser: parser_base.ToolParser,
 ) -> list[requests.Message]:
   """Returns the messages with the tools where Qwen's template shows them."""
   messages = list(messages)
@@ -263,7 +260,7 @@ def _with_tools(
     shown = parser.get_tool_prompt(tools)
   except ValueError as error:
     raise errors.invalid(
-        "tools", f"tools cannot be shown to this policy: {error}"
+      "tools", f"tools cannot be shown to this policy: {error}"
     ) from None
   if messages[0]["role"] != "system":
     return [{"role": "system", "content": shown}, *messages]
@@ -293,7 +290,7 @@ def _characters(messages: Sequence[requests.Message]) -> int:
 
 
 def stop_token_ids(
-    request: requests.SamplingRequest, policy: ServedPolicy
+  request: requests.SamplingRequest, policy: ServedPolicy
 ) -> tuple[int, ...]:
   """Returns the renderer's own stop ids, then the request's further ones."""
   own = tuple(policy.renderer.stop_token_ids)
@@ -302,15 +299,15 @@ def stop_token_ids(
   most = policy.max_stop_token_ids
   if most is not None and len(own) + len(more) > most:
     raise errors.invalid(
-        "stop_token_ids",
-        f"stop_token_ids holds {len(more)} different ids beside the end of a"
-        f" turn, at most {most - len(own)} are accepted",
+      "stop_token_ids",
+      f"stop_token_ids holds {len(more)} different ids beside the end of a"
+      f" turn, at most {most - len(own)} are accepted",
     )
   return own + more
 
 
 def stop_strings(
-    request: requests.SamplingRequest, policy: ServedPolicy
+  request: requests.SamplingRequest, policy: ServedPolicy
 ) -> answers.StopStrings | None:
   """Watches one completion for the request's stop strings, and for the end of
   its first call where it may hold no other."""
@@ -318,25 +315,25 @@ def stop_strings(
   if request.one_call:
     if not policy.parser.call_end:
       raise errors.invalid(
-          "parallel_tool_calls",
-          "parallel_tool_calls=false: calls of"
-          f" {type(policy.parser).__name__} have no end of their own; leave it"
-          " out",
-          "unsupported_parameter",
+        "parallel_tool_calls",
+        "parallel_tool_calls=false: calls of"
+        f" {type(policy.parser).__name__} have no end of their own; leave it"
+        " out",
+        "unsupported_parameter",
       )
     call_ends = (policy.parser.call_end,)
   if not request.stop and not call_ends:
     return None
   return answers.StopStrings(
-      request.stop,
-      policy.decoder.bytes,
-      policy.renderer.stop_token_ids,
-      call_ends,
+    request.stop,
+    policy.decoder.bytes,
+    policy.renderer.stop_token_ids,
+    call_ends,
   )
 
 
 def start_grammar(
-    guide: requests.Guide, policy: ServedPolicy, length: int
+  guide: requests.Guide, policy: ServedPolicy, length: int
 ) -> grammars_lib.Matcher:
   """Compiles a grammar for one completion of up to `length` tokens.
 
@@ -348,10 +345,10 @@ def start_grammar(
   grammars = policy.grammars
   if grammars is None:
     raise errors.invalid(
-        guide.field,
-        f"{guide.field} needs a server with llguidance; install"
-        " 'tunix-multi-turn[grammar]' where it runs",
-        "unsupported_parameter",
+      guide.field,
+      f"{guide.field} needs a server with llguidance; install"
+      " 'tunix-multi-turn[grammar]' where it runs",
+      "unsupported_parameter",
     )
   try:
     if guide.kind == "json":
@@ -363,11 +360,11 @@ def start_grammar(
       if guide.otherwise is not None and shape is None:
         shape = {"type": "object"}
       source = grammars.calls(
-          policy.parser,
-          guide.value,
-          many=guide.many,
-          free=guide.free,
-          otherwise=shape,
+        policy.parser,
+        guide.value,
+        many=guide.many,
+        free=guide.free,
+        otherwise=shape,
       )
     return grammars.start(source, length)
   except grammars_lib.GrammarError as error:
@@ -375,9 +372,9 @@ def start_grammar(
 
 
 def hold_back_stops(
-    request: requests.SamplingRequest,
-    stop_token_ids: Sequence[int],
-    policy: ServedPolicy,
+  request: requests.SamplingRequest,
+  stop_token_ids: Sequence[int],
+  policy: ServedPolicy,
 ) -> constrained_decoding.MinTokens:
   """Constrains one completion to the request's `min_tokens`.
 
@@ -385,14 +382,14 @@ def hold_back_stops(
     ApiError: the client samples without constraints.
   """
   return constrained_decoding.MinTokens(
-      request.min_tokens,
-      stop_token_ids,
-      _vocabulary(policy, f"min_tokens={request.min_tokens}", "min_tokens"),
+    request.min_tokens,
+    stop_token_ids,
+    _vocabulary(policy, f"min_tokens={request.min_tokens}", "min_tokens"),
   )
 
 
 def forced(
-    tokens: np.ndarray, request: requests.SamplingRequest, policy: ServedPolicy
+  tokens: np.ndarray, request: requests.SamplingRequest, policy: ServedPolicy
 ) -> constrained_decoding.Forced:
   """Constrains a completion to int32[T] tokens of a prompt.
 
@@ -404,9 +401,9 @@ def forced(
   where = request.prompt_field
   if int(tokens.max()) >= size:
     raise errors.invalid(
-        where,
-        f"{where} holds {int(tokens.max())}; the policy's vocabulary is 0 to"
-        f" {size - 1}",
+      where,
+      f"{where} holds {int(tokens.max())}; the policy's vocabulary is 0 to"
+      f" {size - 1}",
     )
   return constrained_decoding.Forced(tokens.tolist(), size)
 
@@ -414,17 +411,17 @@ def forced(
 def _vocabulary(policy: ServedPolicy, what: str, field: str) -> int:
   if policy.vocabulary is None:
     raise errors.invalid(
-        field,
-        f"{what} is not supported by the engine of this server; leave {field}"
-        " out",
-        "unsupported_parameter",
+      field,
+      f"{what} is not supported by the engine of this server; leave {field}"
+      " out",
+      "unsupported_parameter",
     )
   return policy.vocabulary
 
 
 def refused_grammar(
-    guide: requests.Guide, error: grammars_lib.GrammarError
+  guide: requests.Guide, error: grammars_lib.GrammarError
 ) -> errors.ApiError:
   return errors.invalid(
-      guide.field, f"{guide.field} cannot constrain the answer: {error}"
+    guide.field, f"{guide.field} cannot constrain the answer: {error}"
   )

@@ -58,10 +58,10 @@ class RequestLimits:
   def check_images(self, count: int, where: str) -> None:
     if count > self.images:
       raise errors.invalid(
-          where,
-          f"{where} holds {count} images, a prompt may hold at most"
-          f" {self.images}; drop older screenshots",
-          "too_many_images",
+        where,
+        f"{where} holds {count} images, a prompt may hold at most"
+        f" {self.images}; drop older screenshots",
+        "too_many_images",
       )
 
 
@@ -209,9 +209,9 @@ class SamplingRequest:
     least, most = self.min_tokens, self.sampling.max_new_tokens
     if least > most:
       raise errors.invalid(
-          "min_tokens",
-          f"min_tokens={least} exceeds the {most} tokens that a completion may"
-          " have; lower it, or raise max_tokens",
+        "min_tokens",
+        f"min_tokens={least} exceeds the {most} tokens that a completion may"
+        " have; lower it, or raise max_tokens",
       )
     other = ""
     if self.stop:
@@ -222,9 +222,9 @@ class SamplingRequest:
       other = "parallel_tool_calls=false"
     if other:
       raise errors.invalid(
-          "min_tokens",
-          f"min_tokens={least} and {other} exclude each other: {other} may end"
-          " the completion before; leave one out",
+        "min_tokens",
+        f"min_tokens={least} and {other} exclude each other: {other} may end"
+        " the completion before; leave one out",
       )
 
   @property
@@ -237,14 +237,14 @@ class SamplingRequest:
     if not self.prompts:
       return (self,)
     return tuple(
-        dataclasses.replace(
-            self,
-            prompts=(),
-            text=prompt if isinstance(prompt, str) else None,
-            tokens=None if isinstance(prompt, str) else prompt,
-            index=index,
-        )
-        for index, prompt in enumerate(self.prompts)
+      dataclasses.replace(
+        self,
+        prompts=(),
+        text=prompt if isinstance(prompt, str) else None,
+        tokens=None if isinstance(prompt, str) else prompt,
+        index=index,
+      )
+      for index, prompt in enumerate(self.prompts)
     )
 
   @property
@@ -292,9 +292,9 @@ class NamedTool(bodies.Body):
 
 _CHOICES = "must be auto, none, required or the name of one of the tools"
 ToolChoice = Annotated[
-    Annotated[Literal["auto", "none", "required"], bodies.Must(_CHOICES)]
-    | NamedTool,
-    bodies.ByShape(_CHOICES),
+  Annotated[Literal["auto", "none", "required"], bodies.Must(_CHOICES)]
+  | NamedTool,
+  bodies.ByShape(_CHOICES),
 ]
 
 
@@ -348,7 +348,7 @@ class FlatSchemaFormat(JsonSchema):
 
 
 ResponseFormat = Annotated[
-    TextFormat | JsonFormat | SchemaFormat, bodies.ByField("type")
+  TextFormat | JsonFormat | SchemaFormat, bodies.ByField("type")
 ]
 # The policy's own processor decides the size of every image.
 Detail = Annotated[Any, bodies.Ignored("auto", "high", "original")]
@@ -359,10 +359,10 @@ class TemplateOptions(bodies.Body):
   """`chat_template_kwargs`: the switches of reasoning; no other variable."""
 
   enable_thinking: Annotated[
-      bool | None, bodies.Must("must be true or false"), bodies.Ignored(False)
+    bool | None, bodies.Must("must be true or false"), bodies.Ignored(False)
   ] = None
   thinking: Annotated[
-      bool | None, bodies.Must("must be true or false"), bodies.Ignored(False)
+    bool | None, bodies.Must("must be true or false"), bodies.Ignored(False)
   ] = None
   add_vision_id: Annotated[Any, bodies.Neutral(False)] = None
 
@@ -385,11 +385,14 @@ class SamplingBody(bodies.Body):
   return_token_ids: bodies.Flag = False
   return_prompt_token_ids: bodies.Flag = False  # SGLang's; here with the above.
   return_raw_logprobs: bodies.Flag = False
-  guided_regex: Annotated[
+  guided_regex: (
+    Annotated[
       str,
       pydantic.StringConstraints(min_length=1, max_length=1 << 16),
       bodies.Must(f"must be a pattern of 1 to {1 << 16} characters"),
-  ] | None = None
+    ]
+    | None
+  ) = None
   user: bodies.Unread = None
   metadata: bodies.Unread = None
   safety_identifier: bodies.Unread = None
@@ -406,26 +409,26 @@ class SamplingBody(bodies.Body):
   service_tier: Annotated[Any, bodies.Ignored("auto", "default")] = None
 
   def sampling(
-      self, length: int | None, limits: RequestLimits, alternatives: int = 0
+    self, length: int | None, limits: RequestLimits, alternatives: int = 0
   ) -> policy_client.SamplingParams:
     """Returns the request's sampling: up to `length` tokens; None takes the
     limit."""
     return policy_client.SamplingParams(
-        max_new_tokens=limits.max_new_tokens if length is None else length,
-        temperature=self.temperature,
-        top_p=self.top_p,
-        top_k=max(0, self.top_k),
-        seed=self.seed,
-        stop_token_ids=self.stop_token_ids,
-        min_p=self.min_p,
-        frequency_penalty=self.frequency_penalty,
-        presence_penalty=self.presence_penalty,
-        top_logprobs=alternatives,
-        raw_logprobs=self.return_raw_logprobs,
+      max_new_tokens=limits.max_new_tokens if length is None else length,
+      temperature=self.temperature,
+      top_p=self.top_p,
+      top_k=max(0, self.top_k),
+      seed=self.seed,
+      stop_token_ids=self.stop_token_ids,
+      min_p=self.min_p,
+      frequency_penalty=self.frequency_penalty,
+      presence_penalty=self.presence_penalty,
+      top_logprobs=alternatives,
+      raw_logprobs=self.return_raw_logprobs,
     )
 
   def request(
-      self, sampling: policy_client.SamplingParams, **fields: Any
+    self, sampling: policy_client.SamplingParams, **fields: Any
   ) -> SamplingRequest:
     """Returns the checked request.
 
@@ -434,15 +437,15 @@ class SamplingBody(bodies.Body):
       **fields: Fields of the endpoint's own.
     """
     shared = SamplingRequest(
-        model=self.model,
-        sampling=sampling,
-        chosen=frozenset(self.model_fields_set),
-        stream=self.stream,
-        include_usage=self.include_usage,
-        return_token_ids=self.wants_token_ids,
-        min_tokens=self.min_tokens,
-        template_options=self.template_options,
-        ignored=bodies.ignored(self),
+      model=self.model,
+      sampling=sampling,
+      chosen=frozenset(self.model_fields_set),
+      stream=self.stream,
+      include_usage=self.include_usage,
+      return_token_ids=self.wants_token_ids,
+      min_tokens=self.min_tokens,
+      template_options=self.template_options,
+      ignored=bodies.ignored(self),
     )
     return dataclasses.replace(shared, **fields)
 
@@ -451,8 +454,8 @@ class SamplingBody(bodies.Body):
     """Variables of the chat template that the request sets."""
     options = self.chat_template_kwargs
     values = {
-        name: getattr(options, name, None)
-        for name in ("enable_thinking", "thinking")
+      name: getattr(options, name, None)
+      for name in ("enable_thinking", "thinking")
     }
     return {k: value for k, value in values.items() if value is not None}
 
@@ -470,11 +473,11 @@ class SamplingBody(bodies.Body):
     return self.stream_options.include_usage
 
   def guide_with_calls(
-      self,
-      tools: Sequence[Mapping[str, Any]],
-      called: str | None,
-      many: bool,
-      shape: Guide | None,
+    self,
+    tools: Sequence[Mapping[str, Any]],
+    called: str | None,
+    many: bool,
+    shape: Guide | None,
   ) -> tuple[bool, Guide | None]:
     """Whether calls are read, and the one grammar of the completion.
 
@@ -492,9 +495,9 @@ class SamplingBody(bodies.Body):
     guide = self.guide(calls, shape)
     if parse_tools and guide is not None and guide is not calls:
       raise errors.invalid(
-          guide.field,
-          f"{guide.field} leaves no room for tool calls; leave tools out, or"
-          " set tool_choice to none",
+        guide.field,
+        f"{guide.field} leaves no room for tool calls; leave tools out, or"
+        " set tool_choice to none",
       )
     return parse_tools, guide
 
@@ -506,7 +509,7 @@ class SamplingBody(bodies.Body):
     if len(requested) > 1:
       names = " and ".join(one.field for one in requested)
       raise errors.invalid(
-          requested[0].field, f"{names} exclude each other; leave one out"
+        requested[0].field, f"{names} exclude each other; leave one out"
       )
     return requested[0] if requested else None
 
@@ -517,9 +520,9 @@ class ChoicesBody(SamplingBody):
   n: Annotated[int, bodies.UpTo("n")] = 1
   max_tokens: Annotated[int, bodies.UpTo("max_new_tokens")] | None = None
   stop: Annotated[
-      bodies.AnyText
-      | Annotated[list[bodies.Text], bodies.Items(_STOP, 0, MAX_STOPS)],
-      bodies.Must(_STOP),
+    bodies.AnyText
+    | Annotated[list[bodies.Text], bodies.Items(_STOP, 0, MAX_STOPS)],
+    bodies.Must(_STOP),
   ] = ""
   response_format: ResponseFormat | None = None
 
@@ -532,9 +535,9 @@ class ChoicesBody(SamplingBody):
   def check_n(self) -> None:
     if self.n > 1 and self.temperature == 0:
       raise errors.invalid(
-          "n",
-          f"n={self.n} with temperature=0 samples the same {self.n} times; use"
-          " n=1",
+        "n",
+        f"n={self.n} with temperature=0 samples the same {self.n} times; use"
+        " n=1",
       )
 
   @property
@@ -550,14 +553,14 @@ class ToolsBody(SamplingBody):
   tool_choice: ToolChoice | None = None
   parallel_tool_calls: bodies.Flag = True
   top_logprobs: Annotated[
-      int, bodies.Range(0, policy_client.MAX_TOP_LOGPROBS)
+    int, bodies.Range(0, policy_client.MAX_TOP_LOGPROBS)
   ] = 0
 
   def alternatives(self, with_logprobs: bool, need: str) -> int:
     """`top_logprobs`, which needs log-probs to be `wanted`."""
     if self.top_logprobs and not with_logprobs:
       raise errors.invalid(
-          "top_logprobs", f"top_logprobs={self.top_logprobs} needs {need}"
+        "top_logprobs", f"top_logprobs={self.top_logprobs} needs {need}"
       )
     return self.top_logprobs
 
@@ -571,9 +574,7 @@ class ToolsBody(SamplingBody):
     return choice.name if choice.function is None else choice.function.name
 
 
-def ends_after_call(
-    parse_tools: bool, many: bool, guide: Guide | None
-) -> bool:
+def ends_after_call(parse_tools: bool, many: bool, guide: Guide | None) -> bool:
   """Whether the end of its first call ends a completion."""
   if guide is not None and guide.otherwise is not None:
     return False  # The grammar does, and JSON may spell a call's end.
@@ -581,7 +582,7 @@ def ends_after_call(
 
 
 def call_rules(
-    choice: str | None, many: bool, tools: Sequence[Mapping[str, Any]]
+  choice: str | None, many: bool, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[bool, Guide | None]:
   """Whether calls of `tools` are read, and the grammar that they follow.
 
@@ -603,23 +604,24 @@ def call_rules(
   called = [t for t in tools if t["function"]["name"] == choice]
   if not called:
     raise errors.invalid(
-        "tool_choice",
-        f"tool_choice={bodies.shown(choice)} must be auto, none, required or"
-        " the name of one of the tools",
+      "tool_choice",
+      f"tool_choice={bodies.shown(choice)} must be auto, none, required or"
+      " the name of one of the tools",
     )
   return True, Guide("calls", tuple(called), "tools")
 
 
 def shown_tools(
-    tools: Sequence[Mapping[str, Any]],
+  tools: Sequence[Mapping[str, Any]],
 ) -> tuple[Mapping[str, Any], ...]:
   """Returns the tools as the policy reads them: `strict` is not for it."""
   return tuple(
-      {**tool, "function": {
-          k: v for k, v in tool["function"].items() if k != "strict"
-      }}
-      for tool in tools
-  )  # pyformat: disable
+    {
+      **tool,
+      "function": {k: v for k, v in tool["function"].items() if k != "strict"},
+    }
+    for tool in tools
+  )
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -633,8 +635,8 @@ def text_of(message: Mapping[str, Any]) -> str:
 def count_images(messages: Any) -> int:
   """Returns the number of images in messages, as URLs or loaded."""
   return sum(
-      part["type"] != "text"
-      for message in messages
-      if isinstance(message.get("content"), list)
-      for part in message["content"]
+    part["type"] != "text"
+    for message in messages
+    if isinstance(message.get("content"), list)
+    for part in message["content"]
   )

@@ -64,17 +64,16 @@ _CONTENT = bodies.ByShape("must be a string or a list of parts, not empty")
 _LIST = bodies.Items("must be a string or a list of parts, not empty", 1)
 _PART = bodies.ByField("type", "unsupported_content")
 _Texts = Annotated[
-    bodies.AnyText | Annotated[list[Annotated[InputText, _PART]], _LIST],
-    _CONTENT,
+  bodies.AnyText | Annotated[list[Annotated[InputText, _PART]], _LIST], _CONTENT
 ]
 _Outputs = Annotated[
-    bodies.AnyText | Annotated[list[Annotated[OutputText, _PART]], _LIST],
-    _CONTENT,
+  bodies.AnyText | Annotated[list[Annotated[OutputText, _PART]], _LIST],
+  _CONTENT,
 ]
 _Parts = Annotated[
-    bodies.AnyText
-    | Annotated[list[Annotated[InputText | InputImage, _PART]], _LIST],
-    _CONTENT,
+  bodies.AnyText
+  | Annotated[list[Annotated[InputText | InputImage, _PART]], _LIST],
+  _CONTENT,
 ]
 
 
@@ -138,7 +137,7 @@ class FunctionCall(_Item):
     if not messages or messages[-1]["role"] != "assistant":
       messages.append({"role": "assistant", "content": None})
     messages[-1].setdefault("tool_calls", []).append(
-        chat.tool_call(self.call_id, self.name, self.arguments)
+      chat.tool_call(self.call_id, self.name, self.arguments)
     )
 
 
@@ -150,23 +149,25 @@ class FunctionOutput(_Item):
   output: _Parts
 
   def add_to(self, messages: list[requests.Message]) -> None:
-    messages.append({
+    messages.append(
+      {
         "role": "tool",
         "content": _content(self.output),
         "tool_call_id": self.call_id,
-    })
+      }
+    )
 
 
 _Message = Annotated[
-    SystemItem | UserItem | AssistantItem, bodies.ByField("role")
+  SystemItem | UserItem | AssistantItem, bodies.ByField("role")
 ]
 _InputItem = Annotated[
-    _Message | FunctionCall | FunctionOutput,
-    bodies.ByField(
-        "type",
-        "unsupported_content",
-        lambda item: "message" if "role" in item else None,
-    ),
+  _Message | FunctionCall | FunctionOutput,
+  bodies.ByField(
+    "type",
+    "unsupported_content",
+    lambda item: "message" if "role" in item else None,
+  ),
 ]
 
 
@@ -182,13 +183,11 @@ class TextOptions(bodies.Body):
   verbosity: Annotated[Any, bodies.Ignored()] = None
 
   format: (
-      Annotated[
-          requests.TextFormat
-          | requests.JsonFormat
-          | requests.FlatSchemaFormat,
-          bodies.ByField("type"),
-      ]
-      | None
+    Annotated[
+      requests.TextFormat | requests.JsonFormat | requests.FlatSchemaFormat,
+      bodies.ByField("type"),
+    ]
+    | None
   ) = None
 
 
@@ -199,42 +198,40 @@ class ResponseBody(requests.ToolsBody):
   """A body of `/v1/responses`."""
 
   input: Annotated[
-      bodies.Text | Annotated[list[_InputItem], bodies.Items(_INPUT, 1)],
-      bodies.ByShape(_INPUT),
+    bodies.Text | Annotated[list[_InputItem], bodies.Items(_INPUT, 1)],
+    bodies.ByShape(_INPUT),
   ]
   instructions: bodies.Text | None = None
-  max_output_tokens: (
-      Annotated[int, bodies.UpTo("max_new_tokens")] | None
-  ) = None
+  max_output_tokens: Annotated[int, bodies.UpTo("max_new_tokens")] | None = None
   tools: Annotated[
-      list[Annotated[ResponseTool, bodies.ByField("type")]],
-      bodies.Items("must be a list of tools"),
+    list[Annotated[ResponseTool, bodies.ByField("type")]],
+    bodies.Items("must be a list of tools"),
   ] = []
   previous_response_id: bodies.Name | None = None
   store: bodies.Flag = True
   include: Annotated[
-      list[
-          Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-      ],
-      pydantic.Field(max_length=16),
-      bodies.Must(
-          f"may hold {_LOGPROBS!r} and 'reasoning.encrypted_content'",
-          "unsupported_parameter",
-      ),
+    list[
+      Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+    ],
+    pydantic.Field(max_length=16),
+    bodies.Must(
+      f"may hold {_LOGPROBS!r} and 'reasoning.encrypted_content'",
+      "unsupported_parameter",
+    ),
   ] = []
   text: TextOptions = TextOptions()
   background: Annotated[Any, bodies.Neutral(False)] = None
   reasoning: Annotated[
-      Any, bodies.Ignored({}, {"effort": None}, {"effort": "none"})
+    Any, bodies.Ignored({}, {"effort": None}, {"effort": "none"})
   ] = None
   # "auto" would drop items of a prompt that does not fit: that is refused.
   truncation: Annotated[
-      Literal["auto", "disabled"], bodies.Must("must be auto or disabled")
+    Literal["auto", "disabled"], bodies.Must("must be auto or disabled")
   ] = "disabled"
 
 
 def read(
-    body: Mapping[str, Any], limits: requests.RequestLimits
+  body: Mapping[str, Any], limits: requests.RequestLimits
 ) -> requests.SamplingRequest:
   """Checks a body.
 
@@ -250,10 +247,10 @@ def read(
   tools = tuple(map(_chat_tool, body.get("tools") or ()))
   shape = fields.text.format
   parse_tools, guide = fields.guide_with_calls(
-      tools,
-      fields.called,
-      fields.parallel_tool_calls,
-      None if shape is None else shape.guide("text.format"),
+    tools,
+    fields.called,
+    fields.parallel_tool_calls,
+    None if shape is None else shape.guide("text.format"),
   )
   effort = fields.reasoning
   if isinstance(effort, dict):
@@ -261,35 +258,35 @@ def read(
   messages = _messages(fields.input)
   limits.check_images(requests.count_images(messages), "input")
   return fields.request(
-      fields.sampling(fields.max_output_tokens, limits, alternatives),
-      messages=tuple(messages),
-      logprobs=logprobs,
-      guide=guide,
-      tools=requests.shown_tools(tools),
-      parse_tools=parse_tools,
-      one_call=requests.ends_after_call(
-          parse_tools, fields.parallel_tool_calls, guide
-      ),
-      instructions=fields.instructions,
-      previous=fields.previous_response_id,
-      remember=fields.store,
-      echo={
-          "instructions": fields.instructions,
-          "max_output_tokens": fields.max_output_tokens,
-          "metadata": fields.metadata or {},
-          "previous_response_id": fields.previous_response_id,
-          "store": fields.store,
-          "temperature": fields.temperature,
-          "tool_choice": body.get("tool_choice") or "auto",
-          "parallel_tool_calls": fields.parallel_tool_calls,
-          "text": {"format": {"type": "text"}, **(body.get("text") or {})},
-          "top_logprobs": alternatives,
-          "tools": body.get("tools") or [],
-          "top_p": fields.top_p,
-          "truncation": fields.truncation,
-          "user": fields.user,
-      },
-      thinking=requests.Thinking.by_effort("reasoning", effort),
+    fields.sampling(fields.max_output_tokens, limits, alternatives),
+    messages=tuple(messages),
+    logprobs=logprobs,
+    guide=guide,
+    tools=requests.shown_tools(tools),
+    parse_tools=parse_tools,
+    one_call=requests.ends_after_call(
+      parse_tools, fields.parallel_tool_calls, guide
+    ),
+    instructions=fields.instructions,
+    previous=fields.previous_response_id,
+    remember=fields.store,
+    echo={
+      "instructions": fields.instructions,
+      "max_output_tokens": fields.max_output_tokens,
+      "metadata": fields.metadata or {},
+      "previous_response_id": fields.previous_response_id,
+      "store": fields.store,
+      "temperature": fields.temperature,
+      "tool_choice": body.get("tool_choice") or "auto",
+      "parallel_tool_calls": fields.parallel_tool_calls,
+      "text": {"format": {"type": "text"}, **(body.get("text") or {})},
+      "top_logprobs": alternatives,
+      "tools": body.get("tools") or [],
+      "top_p": fields.top_p,
+      "truncation": fields.truncation,
+      "user": fields.user,
+    },
+    thinking=requests.Thinking.by_effort("reasoning", effort),
   )
 
 
@@ -312,66 +309,66 @@ def _messages(items: Any) -> list[requests.Message]:
 
 
 def _response(
-    request: requests.SamplingRequest, answer_id: str, created: float
+  request: requests.SamplingRequest, answer_id: str, created: float
 ) -> dict[str, Any]:
   """Returns the object of an answer that has not begun."""
   return {
-      "id": answer_id,
-      "object": "response",
-      "created_at": created,
-      "model": request.model,
-      "status": "in_progress",
-      "background": False,
-      "error": None,
-      "incomplete_details": None,
-      "output": [],
-      "reasoning": {"effort": None, "summary": None},
-      "usage": None,
-      **request.echo,
+    "id": answer_id,
+    "object": "response",
+    "created_at": created,
+    "model": request.model,
+    "status": "in_progress",
+    "background": False,
+    "error": None,
+    "incomplete_details": None,
+    "output": [],
+    "reasoning": {"effort": None, "summary": None},
+    "usage": None,
+    **request.echo,
   }
 
 
 def _text_part(
-    text: str, logprobs: list[dict[str, Any]] | None = None
+  text: str, logprobs: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
   return {
-      "type": "output_text",
-      "text": text,
-      "annotations": [],
-      "logprobs": logprobs or [],
+    "type": "output_text",
+    "text": text,
+    "annotations": [],
+    "logprobs": logprobs or [],
   }
 
 
 def _message_item(
-    answer_id: str, status: str, content: list[dict[str, Any]]
+  answer_id: str, status: str, content: list[dict[str, Any]]
 ) -> dict[str, Any]:
   return {
-      "id": f"msg_{answer_id.removeprefix(PREFIX)}",
-      "type": "message",
-      "role": "assistant",
-      "status": status,
-      "content": content,
+    "id": f"msg_{answer_id.removeprefix(PREFIX)}",
+    "type": "message",
+    "role": "assistant",
+    "status": status,
+    "content": content,
   }
 
 
 def _call_items(answer: answers.SampledAnswer) -> list[dict[str, Any]]:
   return [
-      {
-          "id": f"fc_{answer.id.removeprefix(PREFIX)}_{i}",
-          "type": "function_call",
-          "call_id": call["id"],
-          "name": call["function"]["name"],
-          "arguments": call["function"]["arguments"],
-          "status": "completed",
-      }
-      for i, call in enumerate(answer.choices[0].message.get("tool_calls", ()))
+    {
+      "id": f"fc_{answer.id.removeprefix(PREFIX)}_{i}",
+      "type": "function_call",
+      "call_id": call["id"],
+      "name": call["function"]["name"],
+      "arguments": call["function"]["arguments"],
+      "status": "completed",
+    }
+    for i, call in enumerate(answer.choices[0].message.get("tool_calls", ()))
   ]
 
 
 def whole(
-    request: requests.SamplingRequest,
-    answer: answers.SampledAnswer,
-    decoder: answers.TokenDecoder,
+  request: requests.SamplingRequest,
+  answer: answers.SampledAnswer,
+  decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
   """Returns the JSON object of an answer that is not streamed."""
   choice = answer.choices[0]
@@ -386,17 +383,17 @@ def whole(
     part = _text_part(choice.message["content"] or "", logprobs)
     output.append(_message_item(answer.id, status, [part]))
   return _response(request, answer.id, answer.created) | {
-      "status": status,
-      "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-      "output": output + calls,
-      "usage": {
-          "input_tokens": answer.num_prompt_tokens,
-          "input_tokens_details": {"cached_tokens": answer.reused_tokens},
-          "output_tokens": answer.num_sampled,
-          "output_tokens_details": {"reasoning_tokens": 0},
-          "total_tokens": answer.num_prompt_tokens + answer.num_sampled,
-      },
-      **answers.extras_of_one(request, answer),
+    "status": status,
+    "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+    "output": output + calls,
+    "usage": {
+      "input_tokens": answer.num_prompt_tokens,
+      "input_tokens_details": {"cached_tokens": answer.reused_tokens},
+      "output_tokens": answer.num_sampled,
+      "output_tokens_details": {"reasoning_tokens": 0},
+      "total_tokens": answer.num_prompt_tokens + answer.num_sampled,
+    },
+    **answers.extras_of_one(request, answer),
   }
 
 
@@ -408,18 +405,18 @@ class ResponseStream(streams.AnswerStream):
   """
 
   def __init__(
-      self,
-      request: requests.SamplingRequest,
-      answer_id: str,
-      created: int,
-      decoder: answers.TokenDecoder,
+    self,
+    request: requests.SamplingRequest,
+    answer_id: str,
+    created: int,
+    decoder: answers.TokenDecoder,
   ):
     super().__init__(request, answer_id, created, decoder)
     self._numbers = itertools.count()
     self._message = {
-        "item_id": _message_item(answer_id, "", [])["id"],
-        "output_index": 0,
-        "content_index": 0,
+      "item_id": _message_item(answer_id, "", [])["id"],
+      "output_index": 0,
+      "content_index": 0,
     }
 
   def start(self) -> Iterator[dict[str, Any]]:
@@ -450,50 +447,46 @@ class ResponseStream(streams.AnswerStream):
     item = _message_item(self._id, "in_progress", [])
     yield self._event("response.output_item.added", output_index=0, item=item)
     yield self._event(
-        "response.content_part.added", **self._message, part=_text_part("")
+      "response.content_part.added", **self._message, part=_text_part("")
     )
 
   def _new(self, text: str) -> dict[str, Any]:
     return self._event(
-        "response.output_text.delta", **self._message, delta=text, logprobs=[]
+      "response.output_text.delta", **self._message, delta=text, logprobs=[]
     )
 
   def _end_message(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     (part,) = item["content"]
     yield from self._delta(self._texts[0].rest(part["text"]))
     yield self._event(
-        "response.output_text.done",
-        **self._message,
-        text=part["text"],
-        logprobs=part["logprobs"],
+      "response.output_text.done",
+      **self._message,
+      text=part["text"],
+      logprobs=part["logprobs"],
     )
-    yield self._event(
-        "response.content_part.done", **self._message, part=part
-    )
+    yield self._event("response.content_part.done", **self._message, part=part)
     yield self._event("response.output_item.done", output_index=0, item=item)
 
-  def _call(
-      self, place: int, item: dict[str, Any]
-  ) -> Iterator[dict[str, Any]]:
+  def _call(self, place: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     begun = item | {"arguments": "", "status": "in_progress"}
     yield self._event(
-        "response.output_item.added", output_index=place, item=begun
+      "response.output_item.added", output_index=place, item=begun
     )
     at = {"item_id": item["id"], "output_index": place}
     yield self._event(
-        "response.function_call_arguments.delta", **at, delta=item["arguments"]
+      "response.function_call_arguments.delta", **at, delta=item["arguments"]
     )
     yield self._event(
-        "response.function_call_arguments.done",
-        **at,
-        name=item["name"],
-        arguments=item["arguments"],
+      "response.function_call_arguments.done",
+      **at,
+      name=item["name"],
+      arguments=item["arguments"],
     )
     yield self._event(
-        "response.output_item.done", output_index=place, item=item
+      "response.output_item.done", output_index=place, item=item
     )
 
 
 ENDPOINT = streams.Endpoint(
-    "responses", PREFIX, ResponseBody, read, whole, ResponseStream
+  "responses", PREFIX, ResponseBody, read, whole, ResponseStream
 )

@@ -24,11 +24,11 @@ from agent_services.serving import session_store
 
 
 def make_run_app(
-    *policy: Any,
-    max_new_tokens: int,
-    max_images: int,
-    sampling: sampling_rule.SamplingRule,
-    **options: Any,
+  *policy: Any,
+  max_new_tokens: int,
+  max_images: int,
+  sampling: sampling_rule.SamplingRule,
+  **options: Any,
 ) -> app_lib.OpenAIApp:
   """Builds the application of a run's own episodes; see `make_app`.
 
@@ -40,35 +40,35 @@ def make_run_app(
     **options: Keyword arguments of `make_app`.
   """
   return make_app(
-      *policy,
-      limits=requests.RequestLimits(
-          max_new_tokens=max_new_tokens, images=max_images
-      ),
-      sampling=session_sampling.SessionSampling(
-          **sampling.fields, other=sampling.other
-      ),
-      **options,
+    *policy,
+    limits=requests.RequestLimits(
+      max_new_tokens=max_new_tokens, images=max_images
+    ),
+    sampling=session_sampling.SessionSampling(
+      **sampling.fields, other=sampling.other
+    ),
+    **options,
   )
 
 
 def make_app(
-    name: str,
-    engine: engine_lib.RolloutEngine,
-    policy: tuple[Any, Any, Any],
-    image_store: images.ImageStore,
-    *,
-    parser: str = "qwen",
-    limits: requests.RequestLimits = requests.RequestLimits(),
-    media_limits: media.MediaLimits = media.MediaLimits(),
-    max_sessions: int = 1024,
-    session_timeout_s: float = 3600.0,
-    max_concurrent: int = 256,
-    token: str = "",
-    renderer: choice.AnyRenderer | None = None,
-    export_arrays: str = "lists",
-    sampling: session_sampling.SessionSampling = (
-        session_sampling.SessionSampling()
-    ),
+  name: str,
+  engine: engine_lib.RolloutEngine,
+  policy: tuple[Any, Any, Any],
+  image_store: images.ImageStore,
+  *,
+  parser: str = "qwen",
+  limits: requests.RequestLimits = requests.RequestLimits(),
+  media_limits: media.MediaLimits = media.MediaLimits(),
+  max_sessions: int = 1024,
+  session_timeout_s: float = 3600.0,
+  max_concurrent: int = 256,
+  token: str = "",
+  renderer: choice.AnyRenderer | None = None,
+  export_arrays: str = "lists",
+  sampling: session_sampling.SessionSampling = (
+    session_sampling.SessionSampling()
+  ),
 ) -> app_lib.OpenAIApp:
   """Builds the application around an engine.
 
@@ -94,41 +94,41 @@ def make_app(
   if renderer is None:
     renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
   decoder = answers.TokenDecoder(
-      renderer.decode, tokenizer, renderer.end_of_turn_id
+    renderer.decode, tokenizer, renderer.end_of_turn_id
   )
   try:
     grammars = grammars_lib.Grammars(
-        decoder.bytes,
-        renderer.encode,
-        engine.vocabulary,
-        decoder.special,
-        renderer.stop_token_ids,
+      decoder.bytes,
+      renderer.encode,
+      engine.vocabulary,
+      decoder.special,
+      renderer.stop_token_ids,
     )
   except ImportError:  # Requests that need one are refused with the reason.
     grammars = None
   service = service_lib.Service(
-      prompts.ServedPolicy(
-          name=name,
-          client=engine,
-          renderer=renderer,
-          parser=tool_parser.make_tool_parser(parser, "operator"),
-          decoder=decoder,
-          grammars=grammars,
-          context_length=engine.context_length,
-          max_stop_token_ids=programs.MAX_STOP_TOKENS,
-          vocabulary=engine.vocabulary,
-          healthy=lambda: engine.healthy,
-      ),
-      session_store.SessionStore(
-          renderer,
-          max_sessions=max_sessions,
-          timeout_s=session_timeout_s,
-          sampling=sampling,
-      ),
-      media.MediaLoader(image_store, media_limits),
-      limits=limits,
-      max_concurrent=max_concurrent,
+    prompts.ServedPolicy(
+      name=name,
+      client=engine,
+      renderer=renderer,
+      parser=tool_parser.make_tool_parser(parser, "operator"),
+      decoder=decoder,
+      grammars=grammars,
+      context_length=engine.context_length,
+      max_stop_token_ids=programs.MAX_STOP_TOKENS,
+      vocabulary=engine.vocabulary,
+      healthy=lambda: engine.healthy,
+    ),
+    session_store.SessionStore(
+      renderer,
+      max_sessions=max_sessions,
+      timeout_s=session_timeout_s,
+      sampling=sampling,
+    ),
+    media.MediaLoader(image_store, media_limits),
+    limits=limits,
+    max_concurrent=max_concurrent,
   )
   return app_lib.OpenAIApp(
-      service, token=token, stats=engine.stats, export_arrays=export_arrays
+    service, token=token, stats=engine.stats, export_arrays=export_arrays
   )

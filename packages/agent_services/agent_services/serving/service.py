@@ -53,31 +53,29 @@ class Service:
   """Answers requests; see the module docstring."""
 
   def __init__(
-      self,
-      policy: prompts.ServedPolicy,
-      store: session_store.SessionStore,
-      loader: media.MediaLoader,
-      *,
-      limits: requests.RequestLimits = requests.RequestLimits(),
-      max_concurrent: int = 256,
-      seed: int = 0,
+    self,
+    policy: prompts.ServedPolicy,
+    store: session_store.SessionStore,
+    loader: media.MediaLoader,
+    *,
+    limits: requests.RequestLimits = requests.RequestLimits(),
+    max_concurrent: int = 256,
+    seed: int = 0,
   ):
     """Args:
 
-      policy: Policy that samples.
-      store: Store of the sessions.
-      loader: Loader that fetches and decodes images.
-      limits: Limits of a request.
-      max_concurrent: Largest number of requests in progress.
-      seed: Seed for requests in sessions without a seed of their own, so that a
-        repeated request samples the same.
+    policy: Policy that samples.
+    store: Store of the sessions.
+    loader: Loader that fetches and decodes images.
+    limits: Limits of a request.
+    max_concurrent: Largest number of requests in progress.
+    seed: Seed for requests in sessions without a seed of their own, so that a
+      repeated request samples the same.
     """
     self.policy = policy
     self.store = store
     if limits.prompt_tokens is None:
-      limits = dataclasses.replace(
-          limits, prompt_tokens=policy.context_length
-      )
+      limits = dataclasses.replace(limits, prompt_tokens=policy.context_length)
     self.limits = limits
     self.conversations = caches.ConversationCache()
     self.tokens = dict.fromkeys(("prompt", "reused", "sampled", "untrained"), 0)
@@ -91,13 +89,13 @@ class Service:
   # --- completions ------------------------------------------------------------
 
   async def complete(
-      self,
-      request: requests.SamplingRequest,
-      *,
-      answer_id: str,
-      session: session_store.ServedSession | None = None,
-      key: str = "",
-      on_tokens: OnTokens | None = None,
+    self,
+    request: requests.SamplingRequest,
+    *,
+    answer_id: str,
+    session: session_store.ServedSession | None = None,
+    key: str = "",
+    on_tokens: OnTokens | None = None,
   ) -> answers.SampledAnswer:
     """Answers a request.
 
@@ -122,19 +120,19 @@ class Service:
     task = cache.by_body.get(key)
     if task is None:
       task = asyncio.create_task(
-          self._fresh(request, session, cache, on_tokens, answer_id),
-          name=answer_id,
+        self._fresh(request, session, cache, on_tokens, answer_id),
+        name=answer_id,
       )
       cache.by_body[key] = task
       task.add_done_callback(
-          lambda ended: cache.ended(key, ended, not request.kept_by_client)
+        lambda ended: cache.ended(key, ended, not request.kept_by_client)
       )
     return await cache.wait_for(task, key)
 
   async def render(
-      self,
-      request: requests.SamplingRequest,
-      session: session_store.ServedSession | None = None,
+    self,
+    request: requests.SamplingRequest,
+    session: session_store.ServedSession | None = None,
   ) -> policy_client.TokenPrompt:
     """Returns the prompt that the request would be sampled from.
 
@@ -165,15 +163,15 @@ class Service:
   def _check_running(self) -> None:
     if self.running >= self._max:
       raise errors.ApiError(
-          429,
-          f"{self.running} requests are being answered, no more are accepted;"
-          " repeat this one later",
-          code="too_many_requests",
-          retry_after_s=1.0,
+        429,
+        f"{self.running} requests are being answered, no more are accepted;"
+        " repeat this one later",
+        code="too_many_requests",
+        retry_after_s=1.0,
       )
 
   def known_id(
-      self, session: session_store.ServedSession | None, key: str
+    self, session: session_store.ServedSession | None, key: str
   ) -> str | None:
     """Id of the answer to a body in its session, finished or not."""
     cache = self._caches.get(session.id) if session else None
@@ -183,16 +181,16 @@ class Service:
     return None if task is None else task.get_name()
 
   async def _fresh(
-      self,
-      request: requests.SamplingRequest,
-      session: session_store.ServedSession | None,
-      cache: caches.SessionCache | None,
-      on_tokens: OnTokens | None,
-      answer_id: str,
+    self,
+    request: requests.SamplingRequest,
+    session: session_store.ServedSession | None,
+    cache: caches.SessionCache | None,
+    on_tokens: OnTokens | None,
+    answer_id: str,
   ) -> answers.SampledAnswer:
     if not self.policy.healthy():
       raise errors.ApiError(
-          503, "the rollout engine has failed", code="engine_dead"
+        503, "the rollout engine has failed", code="engine_dead"
       )
     self.check_model(request.model)
     self._check_running()
@@ -208,14 +206,14 @@ class Service:
             stack.enter_context(session.reserve(room))
         messages = await self._messages(request, session)
         answer = await self._sample(
-            request, messages, session, cache, on_tokens, answer_id
+          request, messages, session, cache, on_tokens, answer_id
         )
         if request.remember:
           self.conversations.put(
-              answer_id,
-              session.id if session else None,
-              [*messages, answer.choices[0].message],
-              (dataclasses.replace(request, messages=None), answer),
+            answer_id,
+            session.id if session else None,
+            [*messages, answer.choices[0].message],
+            (dataclasses.replace(request, messages=None), answer),
           )
         self.tokens["prompt"] += answer.num_prompt_tokens
         self.tokens["reused"] += answer.reused_tokens
@@ -231,16 +229,16 @@ class Service:
     """Raises ApiError for a model that is not served."""
     if name not in (self.policy.name, *DEFAULT_MODELS):
       raise errors.ApiError(
-          404,
-          f"the model {name!r} is not served here; use {self.policy.name!r}",
-          code="model_not_found",
-          param="model",
+        404,
+        f"the model {name!r} is not served here; use {self.policy.name!r}",
+        code="model_not_found",
+        param="model",
       )
 
   async def _messages(
-      self,
-      request: requests.SamplingRequest,
-      session: session_store.ServedSession | None,
+    self,
+    request: requests.SamplingRequest,
+    session: session_store.ServedSession | None,
   ) -> list[requests.Message]:
     """Returns the conversation, with images in place of their URLs."""
     if request.messages is None:
@@ -248,24 +246,24 @@ class Service:
     before: Sequence[requests.Message] = ()
     if request.previous is not None:
       before = self.conversations.get(
-          request.previous, session.id if session else None
+        request.previous, session.id if session else None
       )
       images = requests.count_images([*before, *request.messages])
       self.limits.check_images(images, "the conversation")
     ordered = tool_results.in_order(
-        [*before, *request.messages], request.prompt_field
+      [*before, *request.messages], request.prompt_field
     )
     new = ordered[len(before) :]  # What comes before is in order.
     return [*before, *await self._load_images(new)]
 
   async def _sample(
-      self, request, messages, session, cache, on_tokens, answer_id
+    self, request, messages, session, cache, on_tokens, answer_id
   ) -> answers.SampledAnswer:
     ids = [answers.interaction_id(answer_id, i) for i in range(request.choices)]
     with api_errors():
       parts = [
-          self._part(part, messages, session, cache, ids, number)
-          for number, part in enumerate(request.parts())
+        self._part(part, messages, session, cache, ids, number)
+        for number, part in enumerate(request.parts())
       ]
     # Once nothing can refuse the request any more: they are returned below.
     parts = [part.with_names(cache) for part in parts]
@@ -276,12 +274,12 @@ class Service:
         with api_errors():
           for choice, id_ in zip(own, part.ids if part.pending else ()):
             session.add(
-                part.pending,
-                _without_details(choice.completion),
-                id=id_,
-                assistant_message=choice.message,
-                sampling=sampling_rule.fields_of(part.sampling),
-                untrained=part.untrained,
+              part.pending,
+              _without_details(choice.completion),
+              id=id_,
+              assistant_message=choice.message,
+              sampling=sampling_rule.fields_of(part.sampling),
+              untrained=part.untrained,
             )
             self._count_untrained(session, part, choice)
       stored = True
@@ -291,35 +289,35 @@ class Service:
           await self.policy.client.release(name)
     firsts = [own[0].completion.metrics for own in choices]
     return answers.SampledAnswer(
-        id=answer_id,
-        created=int(time.time()),
-        model=self.policy.name,
-        prompts=tuple(part.rendered for part in parts),
-        num_prompt_tokens=sum(len(part.prompt) for part in parts),
-        reused_tokens=sum(int(m.get("reused_tokens", 0)) for m in firsts),
-        choices=tuple(choice for own in choices for choice in own),
+      id=answer_id,
+      created=int(time.time()),
+      model=self.policy.name,
+      prompts=tuple(part.rendered for part in parts),
+      num_prompt_tokens=sum(len(part.prompt) for part in parts),
+      reused_tokens=sum(int(m.get("reused_tokens", 0)) for m in firsts),
+      choices=tuple(choice for own in choices for choice in own),
     )
 
   def _count_untrained(
-      self,
-      session: session_store.ServedSession,
-      part: parts_lib.Part,
-      choice: answers.Choice,
+    self,
+    session: session_store.ServedSession,
+    part: parts_lib.Part,
+    choice: answers.Choice,
   ) -> None:
     if not part.untrained:
       return
     self.tokens["untrained"] += len(choice.completion.tokens)
     if session.untrained_answers == 1:
       _LOG.warning(
-          "session %s of task %r: %s; the answer's tokens are not trained on,"
-          " nor are those of further answers like it",
-          session.id,
-          session.task_id,
-          part.untrained,
+        "session %s of task %r: %s; the answer's tokens are not trained on,"
+        " nor are those of further answers like it",
+        session.id,
+        session.task_id,
+        part.untrained,
       )
 
   def _part(
-      self, request, messages, session, cache, ids, number
+    self, request, messages, session, cache, ids, number
   ) -> parts_lib.Part:
     """Returns a prompt of the request, with what its sampling needs."""
     rendered = prompts.render(request, messages, session, self.policy)
@@ -335,9 +333,9 @@ class Service:
       sampling = session.sampling.complete(request)
       untrained = session.sampling.difference(request, sampling)
     sampling = dataclasses.replace(
-        sampling,
-        max_new_tokens=min(request.sampling.max_new_tokens, room),
-        stop_token_ids=stops,
+      sampling,
+      max_new_tokens=min(request.sampling.max_new_tokens, room),
+      stop_token_ids=stops,
     )
     turn = 0
     if cache is not None:
@@ -352,26 +350,26 @@ class Service:
     first = number * request.n
     own = ids[first : first + request.n]
     return parts_lib.Part(
-        request,
-        rendered,
-        prompt,
-        pending,
-        sampling,
-        seed,
-        first,
-        own,
-        parser=parser,
-        untrained=untrained,
+      request,
+      rendered,
+      prompt,
+      pending,
+      sampling,
+      seed,
+      first,
+      own,
+      parser=parser,
+      untrained=untrained,
     )
 
   async def _choices(
-      self, parts: Sequence[parts_lib.Part], on_tokens: OnTokens | None
+    self, parts: Sequence[parts_lib.Part], on_tokens: OnTokens | None
   ) -> list[list[answers.Choice]]:
     """Returns the choices of each part."""
     return await _all(self._choices_of(part, on_tokens) for part in parts)
 
   async def _choices_of(
-      self, part: parts_lib.Part, on_tokens: OnTokens | None
+    self, part: parts_lib.Part, on_tokens: OnTokens | None
   ) -> list[answers.Choice]:
     request = part.request
     watches = [prompts.stop_strings(request, self.policy) for _ in part.names]
@@ -395,27 +393,27 @@ class Service:
     return choices
 
   async def _generate(
-      self,
-      part: parts_lib.Part,
-      on_tokens: OnTokens | None,
-      watches: Sequence[answers.StopStrings | None],
+    self,
+    part: parts_lib.Part,
+    on_tokens: OnTokens | None,
+    watches: Sequence[answers.StopStrings | None],
   ) -> list[policy_client.Completion]:
     """Returns one completion a name; all are cancelled if one fails."""
     request, names, seed = part.request, part.names, part.seed
     grammars: list[Any] = [None] * len(names)
     if (guide := request.guide) is not None:
       grammars = await asyncio.to_thread(
-          lambda: [
-              prompts.start_grammar(
-                  guide, self.policy, part.sampling.max_new_tokens
-              )
-              for _ in names
-          ]
+        lambda: [
+          prompts.start_grammar(
+            guide, self.policy, part.sampling.max_new_tokens
+          )
+          for _ in names
+        ]
       )
     elif request.min_tokens:
       stops = part.sampling.stop_token_ids
       grammars = [
-          prompts.hold_back_stops(request, stops, self.policy) for _ in names
+        prompts.hold_back_stops(request, stops, self.policy) for _ in names
       ]
 
     async def one(i: int, name: str) -> policy_client.Completion:
@@ -427,12 +425,12 @@ class Service:
       if grammars[i] is not None:
         options["grammar"] = grammars[i]
       return await self.policy.client.generate(
-          part.prompt,
-          dataclasses.replace(
-              part.sampling, seed=None if seed is None else (seed + i) % 2**31
-          ),
-          session=name,
-          **options,
+        part.prompt,
+        dataclasses.replace(
+          part.sampling, seed=None if seed is None else (seed + i) % 2**31
+        ),
+        session=name,
+        **options,
       )
 
     with self._client_errors(part):
@@ -446,7 +444,7 @@ class Service:
       yield
     except policy_client.ContextLimitError as error:
       raise errors.invalid(
-          request.prompt_field, str(error), "context_length_exceeded"
+        request.prompt_field, str(error), "context_length_exceeded"
       ) from None
     except grammars_lib.GrammarError as error:  # Too large by now.
       assert request.guide is not None
@@ -457,35 +455,35 @@ class Service:
       # Not the client's fault. It sends the images again with the next request,
       # unless it names the conversation.
       raise errors.ApiError(
-          503,
-          "the server no longer holds an image of this prompt; send it again,"
-          " or start the server with more --image-memory or an --image-dir",
-          code="image_lost",
-          retry_after_s=1.0 if request.previous is None else None,
+        503,
+        "the server no longer holds an image of this prompt; send it again,"
+        " or start the server with more --image-memory or an --image-dir",
+        code="image_lost",
+        retry_after_s=1.0 if request.previous is None else None,
       ) from None
     except RuntimeError as error:  # The engine's.
       raise errors.ApiError(500, str(error), code="engine_error") from None
 
   async def _load_images(
-      self, messages: Sequence[requests.Message]
+    self, messages: Sequence[requests.Message]
   ) -> list[requests.Message]:
     """Returns the messages with images in place of their URLs."""
     urls = {
-        (i, j): part["url"]
-        for i, message in enumerate(messages)
-        if isinstance(message.get("content"), list)
-        for j, part in enumerate(message["content"])
-        if part["type"] == "image_url"
+      (i, j): part["url"]
+      for i, message in enumerate(messages)
+      if isinstance(message.get("content"), list)
+      for j, part in enumerate(message["content"])
+      if part["type"] == "image_url"
     }
     images = dict(zip(urls, await self._loader.load_all(urls.values())))
     for (i, j), image in images.items():
       if isinstance(image, media.MediaError):
         raise errors.ApiError(
-            503 if image.retryable else 400,
-            str(image),
-            code=image.code,
-            param=f"messages[{i}].content[{j}].image_url",
-            retry_after_s=1.0 if image.retryable else None,
+          503 if image.retryable else 400,
+          str(image),
+          code=image.code,
+          param=f"messages[{i}].content[{j}].image_url",
+          retry_after_s=1.0 if image.retryable else None,
         )
     result = []
     for i, message in enumerate(messages):
@@ -501,10 +499,10 @@ class Service:
   # --- sessions ---------------------------------------------------------------
 
   def start(
-      self,
-      task_id: str = "",
-      request: str = "",
-      sampling: session_sampling.SessionSampling | None = None,
+    self,
+    task_id: str = "",
+    request: str = "",
+    sampling: session_sampling.SessionSampling | None = None,
   ) -> session_store.ServedSession:
     """Opens a session, or returns the one that `request` opened before.
 
@@ -567,13 +565,13 @@ def new_id(prefix: str) -> str:
 
 
 _STATUS = {
-    "unknown_session": 404,
-    "unknown_interaction": 404,
-    "session_ended": 409,
-    "session_full": 409,
-    "reward_already_discounted": 409,
-    "capacity": 429,
-    "request_differs": 422,
+  "unknown_session": 404,
+  "unknown_interaction": 404,
+  "session_ended": 409,
+  "session_full": 409,
+  "reward_already_discounted": 409,
+  "capacity": 429,
+  "request_differs": 422,
 }
 
 
@@ -585,19 +583,19 @@ def api_errors() -> Iterator[None]:
   except interactions.InteractionError as error:
     status = _STATUS.get(error.code, 400)
     raise errors.ApiError(
-        status,
-        str(error),
-        code=error.code,
-        retry_after_s=1.0 if status == 429 else None,
+      status,
+      str(error),
+      code=error.code,
+      retry_after_s=1.0 if status == 429 else None,
     ) from None
 
 
 def _without_details(
-    completion: policy_client.Completion,
+  completion: policy_client.Completion,
 ) -> policy_client.Completion:
   """Returns the fields that training needs; a session holds no others."""
   return dataclasses.replace(
-      completion, raw_logprobs=None, top_tokens=None, top_logprobs=None
+    completion, raw_logprobs=None, top_tokens=None, top_logprobs=None
   )
 
 
@@ -610,6 +608,6 @@ def _param(message: str, request: requests.SamplingRequest) -> str | None:
 
 def _seed_of(seed: int, session: str, number: int) -> int:
   digest = hashlib.blake2b(
-      f"{seed}/{session}/{number}".encode(), digest_size=8
+    f"{seed}/{session}/{number}".encode(), digest_size=8
   ).digest()
   return int.from_bytes(digest, "big") & 0x7FFFFFFF

@@ -56,18 +56,21 @@ class StartBody(bodies.Body):
   """A body of `/rl/start_session`."""
 
   task_id: Annotated[
-      str,
-      pydantic.Field(max_length=bodies.MAX_NAME),
-      bodies.Must(f"must be a string of up to {bodies.MAX_NAME} characters"),
+    str,
+    pydantic.Field(max_length=bodies.MAX_NAME),
+    bodies.Must(f"must be a string of up to {bodies.MAX_NAME} characters"),
   ] = ""
   sampling: SamplingFields | None = None
-  other_sampling: Annotated[
+  other_sampling: (
+    Annotated[
       Literal["mask", "refuse", "train"],
       bodies.Must("must be one of mask, refuse, train"),
-  ] | None = None
+    ]
+    | None
+  ) = None
 
   def session_sampling(
-      self, default: session_sampling.SessionSampling
+    self, default: session_sampling.SessionSampling
   ) -> session_sampling.SessionSampling:
     """Returns the session's sampling; the server's fills fields left out."""
     changes: dict[str, Any] = {}
@@ -84,9 +87,9 @@ class RewardBody(bodies.Body):
   """A body of `/sessions/{id}/rl/set_reward`; None is the last answer's."""
 
   reward: Annotated[
-      float,
-      pydantic.Field(gt=-_MAX_REWARD, lt=_MAX_REWARD),
-      bodies.Must("must be a number"),
+    float,
+    pydantic.Field(gt=-_MAX_REWARD, lt=_MAX_REWARD),
+    bodies.Must("must be a number"),
   ]
   interaction_id: bodies.Name | None = None
 
@@ -98,14 +101,14 @@ class ExportBody(bodies.Body):
 
   session_id: bodies.Name
   style: Annotated[
-      Literal["individual", "concat"],
-      bodies.Must("must be one of individual, concat"),
+    Literal["individual", "concat"],
+    bodies.Must("must be one of individual, concat"),
   ] = "individual"
   discount: Annotated[float, bodies.Range(0.0, 1.0)] = 1.0
   drop: bodies.Flag = False
   arrays: Annotated[
-      Literal["", "lists", "tensors"],
-      bodies.Must("must be one of lists, tensors"),
+    Literal["", "lists", "tensors"],
+    bodies.Must("must be one of lists, tensors"),
   ] = ""
 
 
@@ -113,11 +116,11 @@ class SessionRoutes:
   """Handles the routes of sessions."""
 
   def __init__(
-      self,
-      service: service_lib.Service,
-      read_object: Callable[[Request], Any],
-      check_own: Callable[[Request, str | None], None],
-      arrays: str = "lists",
+    self,
+    service: service_lib.Service,
+    read_object: Callable[[Request], Any],
+    check_own: Callable[[Request, str | None], None],
+    arrays: str = "lists",
   ):
     """Args:
 
@@ -132,7 +135,7 @@ class SessionRoutes:
     """
     if arrays not in ARRAYS:
       raise ValueError(
-          f"arrays must be one of {', '.join(ARRAYS)}; got {arrays!r}"
+        f"arrays must be one of {', '.join(ARRAYS)}; got {arrays!r}"
       )
     self._arrays = arrays
     self._service = service
@@ -150,20 +153,22 @@ class SessionRoutes:
     name = request.headers.get("idempotency-key", "")
     if len(name) > _LONGEST_NAME:
       raise errors.invalid(
-          "Idempotency-Key",
-          f"Idempotency-Key has {len(name)} characters, at most"
-          f" {_LONGEST_NAME} are accepted",
+        "Idempotency-Key",
+        f"Idempotency-Key has {len(name)} characters, at most"
+        f" {_LONGEST_NAME} are accepted",
       )
     sampling = fields.session_sampling(self._service.store.sampling)
     session = self._service.start(fields.task_id, name, sampling)
     base = str(request.base_url).rstrip("/")
-    return starlette_responses.JSONResponse({
+    return starlette_responses.JSONResponse(
+      {
         "session_id": session.id,
         "api_key": session.key,
         "base_url": f"{base}/sessions/{session.id}/v1",
         "sampling": session.sampling.fields,
         "other_sampling": session.sampling.other,
-    })
+      }
+    )
 
   async def grant_capacity(self, request: Request) -> Response:
     """Accepts AReaL's capacity grants; this server ignores them and answers
@@ -177,9 +182,9 @@ class SessionRoutes:
     fields = bodies.parse(RewardBody, await self._read(request))
     if self._dropped[session.id]:
       raise errors.ApiError(
-          409,
-          "the session is being exported and dropped; set rewards before that",
-          code="session_ended",
+        409,
+        "the session is being exported and dropped; set rewards before that",
+        code="session_ended",
       )
     with service_lib.api_errors():
       session.set_reward(fields.interaction_id, fields.reward)
@@ -199,11 +204,13 @@ class SessionRoutes:
     reasons = {i.untrained for i in session.interactions}
     if reasons and "" not in reasons:
       _LOG.error(
-          "session %s of task %r: none of its sampled tokens is trainable: %s;"
-          " leave these fields out of the requests, or name the sampling at the"
-          " session's start",
-          session.id, session.task_id, "; ".join(sorted(reasons)),
-      )  # pyformat: disable
+        "session %s of task %r: none of its sampled tokens is trainable: %s;"
+        " leave these fields out of the requests, or name the sampling at the"
+        " session's start",
+        session.id,
+        session.task_id,
+        "; ".join(sorted(reasons)),
+      )
     chosen = fields.arrays or self._arrays
     write = _tensor if chosen == "tensors" else _array
     if fields.drop:
@@ -214,14 +221,14 @@ class SessionRoutes:
     else:
       with service_lib.api_errors():
         sent = self._sent(
-            session.exporter(fields.style, fields.discount), write
+          session.exporter(fields.style, fields.discount), write
         )
     return starlette_responses.StreamingResponse(
-        sent, media_type="application/json"
+      sent, media_type="application/json"
     )
 
   async def _sent(
-      self, exporter: interactions.Exporter, write: Writer
+    self, exporter: interactions.Exporter, write: Writer
   ) -> AsyncIterator[bytes]:
     pieces = _encoded(exporter, write)
     loop = asyncio.get_running_loop()
@@ -229,7 +236,7 @@ class SessionRoutes:
       yield piece
 
   async def _dropping(
-      self, session: Any, style: str, discount: float, write: Writer
+    self, session: Any, style: str, discount: float, write: Writer
   ) -> AsyncIterator[bytes]:
     """Yields the body; the ended session is dropped once all of it was read."""
     self._dropped[session.id] += 1
@@ -244,7 +251,7 @@ class SessionRoutes:
 
 
 def _encoded(
-    exporter: interactions.Exporter, write: Writer | None = None
+  exporter: interactions.Exporter, write: Writer | None = None
 ) -> Iterator[bytes]:
   """Yields the JSON text of an export, a sequence at a time."""
   write = write or _array
@@ -253,45 +260,47 @@ def _encoded(
     # AReaL's arrays; images by reference, beside them.
     row = interactions.to_tensor_dict(one, lambda spans: {})
     tensors = b", ".join(
-        b"%s: %s" % (orjson.dumps(k), write(v))
-        for k, v in row.items()
-        if isinstance(v, np.ndarray)
+      b"%s: %s" % (orjson.dumps(k), write(v))
+      for k, v in row.items()
+      if isinstance(v, np.ndarray)
     )
-    about = orjson.dumps({
+    about = orjson.dumps(
+      {
         "interaction_id": one.id,
         "reward": one.reward,
         "untrained_tokens": one.untrained_tokens,
         "sampling": [
-            {
-                "interaction_id": i.id,
-                "turn_id": i.index,
-                **i.sampling,
-                "untrained": i.untrained,
-            }
-            for i in one.new
+          {
+            "interaction_id": i.id,
+            "turn_id": i.index,
+            **i.sampling,
+            "untrained": i.untrained,
+          }
+          for i in one.new
         ],
         "images": [
-            {
-                "sha256": span.image.sha256,
-                "width": span.image.width,
-                "height": span.image.height,
-                "offset": span.offset,
-                "num_tokens": span.num_tokens,
-                **({"row": span.row} if span.row else {}),
-            }
-            for span in one.sequence.images
+          {
+            "sha256": span.image.sha256,
+            "width": span.image.width,
+            "height": span.image.height,
+            "offset": span.offset,
+            "num_tokens": span.num_tokens,
+            **({"row": span.row} if span.row else {}),
+          }
+          for span in one.sequence.images
         ],
-    })
+      }
+    )
     # Beside the tensors: every row of AReaL's batches must have the same keys.
     more_arrays = b'"turn_ids": ' + _array(one.sequence.turn_ids)
     if one.sequence.entropies is not None:
       more_arrays += b', "entropies": ' + _array(one.sequence.entropies)
     yield b'%s%s: %s, %s, "tensor_dict": {%s}}' % (
-        separator,
-        orjson.dumps(one.id),
-        about[:-1],
-        more_arrays,
-        tensors,
+      separator,
+      orjson.dumps(one.id),
+      about[:-1],
+      more_arrays,
+      tensors,
     )
     separator = b", "
   yield b"}}" if separator == b", " else b'{"interactions": {}}'
@@ -304,11 +313,11 @@ def _array(values: np.ndarray) -> bytes:
   if values.dtype == np.float32:
     values = values.astype(np.float64)  # All digits, as in answers.
   parts = (
-      orjson.dumps(
-          np.ascontiguousarray(values[i : i + _AT_ONCE]),
-          option=orjson.OPT_SERIALIZE_NUMPY,
-      )[1:-1]
-      for i in range(0, len(values), _AT_ONCE)
+    orjson.dumps(
+      np.ascontiguousarray(values[i : i + _AT_ONCE]),
+      option=orjson.OPT_SERIALIZE_NUMPY,
+    )[1:-1]
+    for i in range(0, len(values), _AT_ONCE)
   )
   return b"[%s]" % b", ".join(parts)
 
@@ -316,21 +325,23 @@ def _array(values: np.ndarray) -> bytes:
 def _tensor(values: np.ndarray) -> bytes:
   """Returns an array as AReaL's `SerializedTensor`."""
   data = base64.b64encode(np.ascontiguousarray(values).data)
-  return orjson.dumps({
+  return orjson.dumps(
+    {
       "type": "tensor",
       "data": data.decode("ascii"),
       "shape": list(values.shape),
       "dtype": f"torch.{values.dtype.name}",
-  })
+    }
+  )
 
 
 def _named(request: Request) -> Any:
   """Returns the session that the request's path or key names."""
   if request.state.session is None:
     raise errors.ApiError(
-        401,
-        "name a session: by its api_key as Authorization: Bearer, or in the"
-        " path, /sessions/{id}/rl/…",
-        code="unknown_session",
+      401,
+      "name a session: by its api_key as Authorization: Bearer, or in the"
+      " path, /sessions/{id}/rl/…",
+      code="unknown_session",
     )
   return request.state.session

@@ -25,21 +25,21 @@ class SessionSampling(sampling_rule.SamplingRule):
   """
 
   def complete(
-      self, request: requests.SamplingRequest
+    self, request: requests.SamplingRequest
   ) -> policy_client.SamplingParams:
     """Returns the request's sampling; fields that it leaves out are the
     session's."""
     own = {
-        name: value
-        for name, value in self.fields.items()
-        if name not in request.chosen
+      name: value
+      for name, value in self.fields.items()
+      if name not in request.chosen
     }
     return dataclasses.replace(request.sampling, **own)
 
   def difference(
-      self,
-      request: requests.SamplingRequest,
-      sampling: policy_client.SamplingParams,
+    self,
+    request: requests.SamplingRequest,
+    sampling: policy_client.SamplingParams,
   ) -> str:
     """Names what makes the distribution another one; "" if nothing does.
 
@@ -71,10 +71,9 @@ class SessionSampling(sampling_rule.SamplingRule):
     if self.other != "refuse":
       return reason
     raise errors.invalid(
-        field,
-        f"{reason}: a session's tokens are trained on as drawn with"
-        f" {sampling_rule.shown(self.fields)}; leave {field} out, ask outside"
-        " of a session, or open the session with other_sampling=mask",
-        "unsupported_parameter",
+      field,
+      f"{reason}: a session's tokens are trained on as drawn with"
+      f" {sampling_rule.shown(self.fields)}; leave {field} out, ask outside"
+      " of a session, or open the session with other_sampling=mask",
+      "unsupported_parameter",
     )
-

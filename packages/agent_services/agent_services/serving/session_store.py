@@ -59,14 +59,14 @@ class ServedSession:
   """
 
   def __init__(
-      self,
-      renderer: Any,
-      session_id: str,
-      key: str = "",
-      task_id: str = "",
-      max_interactions: int = 1024,
-      clock: Callable[[], float] = time.monotonic,
-      sampling: session_sampling.SessionSampling = _DEFAULT_SAMPLING,
+    self,
+    renderer: Any,
+    session_id: str,
+    key: str = "",
+    task_id: str = "",
+    max_interactions: int = 1024,
+    clock: Callable[[], float] = time.monotonic,
+    sampling: session_sampling.SessionSampling = _DEFAULT_SAMPLING,
   ):
     """`renderer` is one of `parser/renderer`: render, bridge, decode."""
     self.id, self.key, self.task_id = session_id, key, task_id
@@ -81,7 +81,7 @@ class ServedSession:
     self._root = interactions.Node(None)
     self._by_tokens = interactions.Prefixes[Interaction]()
     self._by_text = interactions.Prefixes[
-        tuple[Interaction, interactions.RunningHash]
+      tuple[Interaction, interactions.RunningHash]
     ]()
     self._reserved = 0
     self._interactions: dict[str, Interaction] = {}
@@ -99,8 +99,8 @@ class ServedSession:
       interaction_id = next(reversed(self._interactions), None)
     if interaction_id not in self._interactions:
       raise InteractionError(
-          "unknown_interaction",
-          f"session {self.id!r} has no answer {interaction_id!r}",
+        "unknown_interaction",
+        f"session {self.id!r} has no answer {interaction_id!r}",
       )
     return self._interactions[interaction_id]
 
@@ -119,10 +119,10 @@ class ServedSession:
     free = self._max_interactions - len(self._interactions) - self._reserved
     if count > free:
       raise InteractionError(
-          "session_full",
-          f"session {self.id!r} has room for {max(0, free)} more answers of"
-          f" {self._max_interactions}, {count} are asked for; continue in a"
-          " new session",
+        "session_full",
+        f"session {self.id!r} has room for {max(0, free)} more answers of"
+        f" {self._max_interactions}, {count} are asked for; continue in a"
+        " new session",
       )
     self._reserved += count
     try:
@@ -131,11 +131,11 @@ class ServedSession:
       self._reserved -= count
 
   def prompt(
-      self,
-      messages: Sequence[Message],
-      tools: Sequence[Any] | None = None,
-      show_tools: bool = False,
-      rendering: thinking.Rendering | None = None,
+    self,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None = None,
+    show_tools: bool = False,
+    rendering: thinking.Rendering | None = None,
   ) -> PendingPrompt:
     """Renders a request.
 
@@ -155,28 +155,28 @@ class ServedSession:
       if before is None:
         shown = {"tools": list(tools or ())} if show_tools else {}
         extension = renderer.render(
-            messages, add_generation_prompt=True, **shown
+          messages, add_generation_prompt=True, **shown
         )
       else:
         extension = renderer.bridge(
-            messages[depth:], last_sampled_is_eot=before.closed
+          messages[depth:], last_sampled_is_eot=before.closed
         )
     self.touch()
     return PendingPrompt(
-        session_id=self.id,
-        before=before,
-        new_messages=tuple(copy for copy, _ in read[max(depth - 1, 0) :]),
-        extension=extension,
-        _path=keys if before is None else keys[depth + 1 :],
-        _renderer=renderer,
+      session_id=self.id,
+      before=before,
+      new_messages=tuple(copy for copy, _ in read[max(depth - 1, 0) :]),
+      extension=extension,
+      _path=keys if before is None else keys[depth + 1 :],
+      _renderer=renderer,
     )
 
   def prompt_continuing(
-      self,
-      messages: Sequence[Message],
-      tools: Sequence[Any] | None = None,
-      show_tools: bool = False,
-      rendering: thinking.Rendering | None = None,
+    self,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None = None,
+    show_tools: bool = False,
+    rendering: thinking.Rendering | None = None,
   ) -> PendingPrompt:
     """Renders a request whose last message, text, is its answer's beginning.
 
@@ -191,27 +191,27 @@ class ServedSession:
     text = keys[-1][0][1]
     before, depth = self._find(keys)
     if (
-        before is None
-        or depth < len(messages)
-        or before.closed
-        or before.whole_text != text
-        or before._renderer is not rendering.renderer
+      before is None
+      or depth < len(messages)
+      or before.closed
+      or before.whole_text != text
+      or before._renderer is not rendering.renderer
     ):
       pending = self.prompt(messages[:-1], tools, show_tools, rendering)
       tokens = np.concatenate(
-          [pending.extension.tokens, self._renderer.encode(text)]
+        [pending.extension.tokens, self._renderer.encode(text)]
       )
       extension = TokenPrompt(tokens, pending.extension.images)
       return dataclasses.replace(pending, extension=extension, _prefix=text)
     self.touch()
     return PendingPrompt(
-        session_id=self.id,
-        before=before,
-        new_messages=(read[-1][0],),
-        extension=TokenPrompt(np.zeros(0, np.int32)),
-        _prefix=text,
-        _renderer=before._renderer,
-        _node_before=before._node_before,
+      session_id=self.id,
+      before=before,
+      new_messages=(read[-1][0],),
+      extension=TokenPrompt(np.zeros(0, np.int32)),
+      _prefix=text,
+      _renderer=before._renderer,
+      _node_before=before._node_before,
     )
 
   def prompt_tokens(self, tokens: Sequence[int]) -> PendingPrompt:
@@ -240,34 +240,32 @@ class ServedSession:
     new = data[length:].decode()
     extension = TokenPrompt(self._renderer.encode(new))
     self.touch()
-    return self._raw_prompt(
-        before, extension, prefix.extended(data[length:])
-    )
+    return self._raw_prompt(before, extension, prefix.extended(data[length:]))
 
   def _raw_prompt(
-      self,
-      before: Interaction | None,
-      extension: TokenPrompt,
-      text: RunningHash | None = None,
+    self,
+    before: Interaction | None,
+    extension: TokenPrompt,
+    text: RunningHash | None = None,
   ) -> PendingPrompt:
     return PendingPrompt(
-        session_id=self.id,
-        before=before,
-        new_messages=(),
-        extension=extension,
-        _raw=True,
-        _text=text,
+      session_id=self.id,
+      before=before,
+      new_messages=(),
+      extension=extension,
+      _raw=True,
+      _text=text,
     )
 
   def add(
-      self,
-      pending: PendingPrompt,
-      completion: Completion,
-      *,
-      assistant_message: Message,
-      id: str | None = None,  # pylint: disable=redefined-builtin
-      sampling: Mapping[str, float] | None = None,
-      untrained: str = "",
+    self,
+    pending: PendingPrompt,
+    completion: Completion,
+    *,
+    assistant_message: Message,
+    id: str | None = None,  # pylint: disable=redefined-builtin
+    sampling: Mapping[str, float] | None = None,
+    untrained: str = "",
   ) -> Interaction:
     """Records an answer to a request of this session.
 
@@ -279,18 +277,18 @@ class ServedSession:
     self._check_open()
     if pending.session_id != self.id:
       raise InteractionError(
-          "unknown_prompt", f"pending is of session {pending.session_id!r}"
+        "unknown_prompt", f"pending is of session {pending.session_id!r}"
       )
     if id in self._interactions:
       raise InteractionError(
-          "duplicate_interaction", f"id {id!r} is taken; use another one"
+        "duplicate_interaction", f"id {id!r} is taken; use another one"
       )
     self._check_completion(completion)
     answer, key = interactions.read(assistant_message, "assistant_message")
     if (role := answer["role"]) != "assistant":
       raise InteractionError("bad_message", f"role of the answer: {role!r}")
     text, closed = completion_checks.read(
-        completion, self._renderer, self._renderer.stop_token_ids
+      completion, self._renderer, self._renderer.stop_token_ids
     )
     if pending._prefix:
       content = pending._prefix + (answer.get("content") or "")
@@ -305,19 +303,19 @@ class ServedSession:
     if pending._text is not None and not closed:  # No text stands for the end.
       all_text = pending._text.extended(text.encode())
     interaction = Interaction(
-        **{**vars(pending), "_node_before": node_before},
-        id=secrets.token_urlsafe(18) if id is None else id,
-        index=len(self._interactions),
-        completion=completion,
-        text=text,
-        answer=answer,
-        closed=closed,
-        created=self._clock(),
-        sampling=sampling or self.sampling.fields,
-        untrained=untrained,
-        _node=node,
-        _all_tokens=_all_tokens(pending, completion),
-        _all_text=all_text,
+      **{**vars(pending), "_node_before": node_before},
+      id=secrets.token_urlsafe(18) if id is None else id,
+      index=len(self._interactions),
+      completion=completion,
+      text=text,
+      answer=answer,
+      closed=closed,
+      created=self._clock(),
+      sampling=sampling or self.sampling.fields,
+      untrained=untrained,
+      _node=node,
+      _all_tokens=_all_tokens(pending, completion),
+      _all_text=all_text,
     )
     if node is not None:
       node.interaction = interaction
@@ -325,7 +323,7 @@ class ServedSession:
       self._by_tokens.add(interaction._all_tokens, interaction)
     if pending._text is not None and interaction._all_text is not None:
       self._by_text.add(
-          interaction._all_text, (interaction, interaction._all_text)
+        interaction._all_text, (interaction, interaction._all_text)
       )
       sent = answer.get("content")
       # As with messages: a stop string was sampled, and not sent.
@@ -344,7 +342,7 @@ class ServedSession:
     # Exports hold float32, in which a larger one is infinite.
     if not isinstance(reward, numbers.Real) or not abs(reward) < 3e38:
       raise InteractionError(
-          "bad_reward", f"reward must be a finite number, got {reward!r}"
+        "bad_reward", f"reward must be a finite number, got {reward!r}"
       )
     self._replace_rewards({interaction.id: float(reward)})
     self.touch()
@@ -360,7 +358,7 @@ class ServedSession:
     self._discounted = True
 
   def exporter(
-      self, style: str = "individual", discount: float | None = 1.0
+    self, style: str = "individual", discount: float | None = 1.0
   ) -> Exporter:
     """Returns a snapshot as training sequences, see `interactions.Exporter`.
 
@@ -369,7 +367,7 @@ class ServedSession:
     """
     if style not in interactions.STYLES:
       raise InteractionError(
-          "bad_style", f"style must be 'individual' or 'concat', got {style!r}"
+        "bad_style", f"style must be 'individual' or 'concat', got {style!r}"
       )
     rewards = {i.id: i.reward or 0.0 for i in self.interactions}
     if discount is not None and not self._discounted:
@@ -377,7 +375,7 @@ class ServedSession:
     return Exporter(self.interactions, rewards, style)
 
   def export(
-      self, style: str = "individual", discount: float | None = 1.0
+    self, style: str = "individual", discount: float | None = 1.0
   ) -> list[Exported]:
     """Returns all sequences of `exporter`. Changes nothing."""
     return list(self.exporter(style, discount))
@@ -412,17 +410,17 @@ class ServedSession:
       raise InteractionError("session_ended", f"session {self.id!r} has ended")
     if len(self._interactions) >= self._max_interactions:
       raise InteractionError(
-          "session_full",
-          f"session {self.id!r} is full; continue in a new session, or raise"
-          " max_interactions",
+        "session_full",
+        f"session {self.id!r} is full; continue in a new session, or raise"
+        " max_interactions",
       )
 
   def _check_not_discounted(self) -> None:
     if self._discounted:
       raise InteractionError(
-          "reward_already_discounted",
-          f"rewards of session {self.id!r} are final: they were discounted;"
-          " set all rewards before",
+        "reward_already_discounted",
+        f"rewards of session {self.id!r} are final: they were discounted;"
+        " set all rewards before",
       )
 
   def _check_completion(self, completion: Completion) -> None:
@@ -441,7 +439,7 @@ class ServedSession:
   def _returns(self, discount: float) -> dict[str, float]:
     if not isinstance(discount, numbers.Real) or not 0 <= discount <= 1:
       raise InteractionError(
-          "bad_discount", f"discount must be in [0, 1], got {discount!r}"
+        "bad_discount", f"discount must be in [0, 1], got {discount!r}"
       )
     returns, later = {}, 0.0
     for interaction in reversed(self.interactions):
@@ -458,20 +456,20 @@ class SessionStore:
   """
 
   def __init__(
-      self,
-      renderer: Any,
-      max_sessions: int = 256,
-      timeout_s: float = 3600.0,
-      max_interactions: int = 1024,
-      clock: Callable[[], float] = time.monotonic,
-      sampling: session_sampling.SessionSampling = _DEFAULT_SAMPLING,
+    self,
+    renderer: Any,
+    max_sessions: int = 256,
+    timeout_s: float = 3600.0,
+    max_interactions: int = 1024,
+    clock: Callable[[], float] = time.monotonic,
+    sampling: session_sampling.SessionSampling = _DEFAULT_SAMPLING,
   ):
     self.sampling = sampling
     if min(max_sessions, max_interactions) < 1 or not timeout_s > 0:
       limits = f"{max_sessions=}, {max_interactions=}, {timeout_s=}"
       raise ValueError(f"limits must be positive, got {limits}")
     self._new_session = functools.partial(
-        ServedSession, renderer, max_interactions=max_interactions, clock=clock
+      ServedSession, renderer, max_interactions=max_interactions, clock=clock
     )
     self._max_sessions = max_sessions
     self._timeout_s = timeout_s
@@ -490,10 +488,10 @@ class SessionStore:
     return max(0, self._max_sessions - len(self))
 
   def start(
-      self,
-      task_id: str = "",
-      request: str = "",
-      sampling: session_sampling.SessionSampling | None = None,
+    self,
+    task_id: str = "",
+    request: str = "",
+    sampling: session_sampling.SessionSampling | None = None,
   ) -> ServedSession:
     """Opens a session with an id and a key that cannot be guessed.
 
@@ -506,22 +504,22 @@ class SessionStore:
     if (existing := self._by_request.get(request)) is not None:
       if existing.task_id != task_id:
         raise InteractionError(
-            "request_differs",
-            f"the same request started a session of task {existing.task_id!r},"
-            f" not of {task_id!r}; send another Idempotency-Key",
+          "request_differs",
+          f"the same request started a session of task {existing.task_id!r},"
+          f" not of {task_id!r}; send another Idempotency-Key",
         )
       return existing
     if len(self) >= self._max_sessions:
       raise InteractionError(
-          "capacity",
-          f"{len(self)} sessions are held, no more are accepted; drop ended"
-          " ones, or wait",
+        "capacity",
+        f"{len(self)} sessions are held, no more are accepted; drop ended"
+        " ones, or wait",
       )
     session = self._new_session(
-        secrets.token_urlsafe(18),
-        KEY_PREFIX + secrets.token_urlsafe(32),
-        task_id,
-        sampling=sampling or self.sampling,
+      secrets.token_urlsafe(18),
+      KEY_PREFIX + secrets.token_urlsafe(32),
+      task_id,
+      sampling=sampling or self.sampling,
     )
     self._sessions[session.id] = self._by_key[session.key] = session
     if request:
@@ -532,17 +530,17 @@ class SessionStore:
   def get(self, session_id: str) -> ServedSession:
     if session_id not in self._sessions:
       raise InteractionError(
-          "unknown_session",
-          f"no session {session_id!r} is held any more; start another one",
+        "unknown_session",
+        f"no session {session_id!r} is held any more; start another one",
       )
     return self._sessions[session_id]
 
   def of_tasks(self, prefix: str) -> list[ServedSession]:
     """Sessions held whose task's id begins so."""
     return [
-        session
-        for session in self._sessions.values()
-        if session.task_id.startswith(prefix)
+      session
+      for session in self._sessions.values()
+      if session.task_id.startswith(prefix)
     ]
 
   def by_key(self, key: str) -> ServedSession:
@@ -577,7 +575,7 @@ class SessionStore:
 
 
 def _all_tokens(
-    pending: PendingPrompt, completion: Completion
+  pending: PendingPrompt, completion: Completion
 ) -> RunningHash | None:
   """Returns the hash of prompt and completion; None where there are images."""
   if pending.before is not None:
@@ -587,7 +585,7 @@ def _all_tokens(
   if before is None or pending.extension.images:
     return None
   return before.extended(
-      pending.extension.tokens.tobytes(), completion.tokens.tobytes()
+    pending.extension.tokens.tobytes(), completion.tokens.tobytes()
   )
 
 
@@ -598,5 +596,5 @@ def _rendering() -> Iterator[None]:
     yield
   except (KeyError, RecursionError, TypeError, ValueError) as error:
     raise InteractionError(
-        "bad_message", f"the request cannot be rendered: {error}"
+      "bad_message", f"the request cannot be rendered: {error}"
     ) from error

@@ -66,23 +66,23 @@ class Endpoint:
   prefix: str
   body: type[pydantic.BaseModel]
   read: Callable[
-      [Mapping[str, Any], requests.RequestLimits], requests.SamplingRequest
+    [Mapping[str, Any], requests.RequestLimits], requests.SamplingRequest
   ]
   to_json: Callable[
-      [requests.SamplingRequest, answers.SampledAnswer, answers.TokenDecoder],
-      dict[str, Any],
+    [requests.SamplingRequest, answers.SampledAnswer, answers.TokenDecoder],
+    dict[str, Any],
   ]
   stream: Callable[
-      [requests.SamplingRequest, str, int, answers.TokenDecoder], EventWriter
+    [requests.SamplingRequest, str, int, answers.TokenDecoder], EventWriter
   ]
 
 
 async def write(
-    writer: EventWriter,
-    task: asyncio.Task[answers.SampledAnswer],
-    news: News,
-    first: tuple[int, np.ndarray] | None,
-    as_api: Callable[[Exception], errors.ApiError],
+  writer: EventWriter,
+  task: asyncio.Task[answers.SampledAnswer],
+  news: News,
+  first: tuple[int, np.ndarray] | None,
+  as_api: Callable[[Exception], errors.ApiError],
 ) -> AsyncIterator[bytes]:
   """Yields the body of a stream.
 
@@ -137,19 +137,18 @@ class _Stream:
   """Base of the `EventWriter`s: the request, and the text of each choice."""
 
   def __init__(
-      self,
-      request: requests.SamplingRequest,
-      answer_id: str,
-      created: int,
-      decoder: answers.TokenDecoder,
+    self,
+    request: requests.SamplingRequest,
+    answer_id: str,
+    created: int,
+    decoder: answers.TokenDecoder,
   ):
     self._request = request
     self._id = answer_id
     self._created = created
     self._decoder = decoder
     self._texts = [
-        answers.TextStream(decoder, request.stop)
-        for _ in range(request.choices)
+      answers.TextStream(decoder, request.stop) for _ in range(request.choices)
     ]
 
   def tokens(self, index: int, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
@@ -205,10 +204,10 @@ class ChoiceStream(_Stream):
   @property
   def _head(self) -> dict[str, Any]:
     return {
-        "id": self._id,
-        "object": self.kind,
-        "created": self._created,
-        "model": self._request.model,
+      "id": self._id,
+      "object": self.kind,
+      "created": self._created,
+      "model": self._request.model,
     }
 
   def start(self) -> Iterator[dict[str, Any]]:
@@ -231,19 +230,19 @@ class ChoiceStream(_Stream):
     raise NotImplementedError
 
   def _ending(
-      self, answer: answers.SampledAnswer, index: int
+    self, answer: answers.SampledAnswer, index: int
   ) -> Iterator[dict[str, Any]]:
     """Returns a choice's last events."""
     raise NotImplementedError
 
   def _chunk(
-      self, index: int, new: Mapping[str, Any], **ending: Any
+    self, index: int, new: Mapping[str, Any], **ending: Any
   ) -> dict[str, Any]:
     choice = {
-        "index": index,
-        **new,
-        "finish_reason": None,
-        "logprobs": None,
-        **ending,
+      "index": index,
+      **new,
+      "finish_reason": None,
+      "logprobs": None,
+      **ending,
     }
     return {**self._head, "choices": [choice]}

@@ -84,10 +84,10 @@ class Renderings:
     except ValueError as error:
       field = min(fields)
       raise errors.invalid(
-          field,
-          f"{field}: this policy's chat template cannot be used so: {error};"
-          f" leave {field} out",
-          "unsupported_parameter",
+        field,
+        f"{field}: this policy's chat template cannot be used so: {error};"
+        f" leave {field} out",
+        "unsupported_parameter",
       ) from None
     apart = ""
     if not own.writes_alike(renderer):
@@ -101,16 +101,14 @@ class Renderings:
     if any(self.renderer.changed_by({name: False}) for name in _SWITCHES):
       return  # It is switched on.
     raise errors.invalid(
-        thinking.field,
-        f"{thinking.field} is not supported by this policy, whose chat template"
-        f" has no switch for reasoning; leave {thinking.field} out",
-        "unsupported_parameter",
+      thinking.field,
+      f"{thinking.field} is not supported by this policy, whose chat template"
+      f" has no switch for reasoning; leave {thinking.field} out",
+      "unsupported_parameter",
     )
 
 
-def _asked(
-    request: requests.SamplingRequest,
-) -> Iterator[tuple[str, Any, str]]:
+def _asked(request: requests.SamplingRequest) -> Iterator[tuple[str, Any, str]]:
   """Yields (variable, value, field) of each, the most exact last."""
   thinking = request.thinking
   if thinking is not None:

@@ -48,7 +48,7 @@ def in_order(messages: Sequence[Message], field: str) -> list[Message]:
 
 
 def _matched(
-    calls: Sequence[str | None], results: Sequence[Message], field: str
+  calls: Sequence[str | None], results: Sequence[Message], field: str
 ) -> Sequence[Message]:
   """Returns the results of calls with these ids, in their order."""
   ids = [result.get("tool_call_id") for result in results]
@@ -67,28 +67,27 @@ def _matched(
   for id_ in ids:
     if id_ is None:
       raise _refused(
-          field,
-          f"a tool result has no tool_call_id, and the calls before it are"
-          f" {names}; name the call that it answers",
+        field,
+        f"a tool result has no tool_call_id, and the calls before it are"
+        f" {names}; name the call that it answers",
       )
     if id_ not in called:
       raise _refused(
-          field,
-          f"a tool result has tool_call_id {id_!r}, and the calls before it"
-          f" are {names}; send the result after the answer that made the call",
+        field,
+        f"a tool result has tool_call_id {id_!r}, and the calls before it"
+        f" are {names}; send the result after the answer that made the call",
       )
     if id_ in answered:
       raise _refused(
-          field,
-          f"the call {id_!r} has two tool results; send one of them",
+        field, f"the call {id_!r} has two tool results; send one of them"
       )
     answered.add(id_)
   for id_ in calls:
     if id_ not in by_id:
       raise _refused(
-          field,
-          f"the call {id_!r} has no tool result; send one for each of the"
-          f" calls {names} before the next message of the assistant",
+        field,
+        f"the call {id_!r} has no tool result; send one for each of the"
+        f" calls {names} before the next message of the assistant",
       )
   return [by_id[id_] for id_ in calls]
 

@@ -40,12 +40,14 @@ def test_a_leased_read_tells_the_groups_of_one_instance_apart(buffer):
   buffer.write(*({**i, "uid": f"{i['uid']}-2"} for i in group("a")))
   first = buffer.read(lease_s=60)["data"]
   numbers = first["groups"]
-  apart = {n: {i["uid"] for i, m in zip(first["data"], numbers) if m == n}
-           for n in numbers}  # pyformat: disable
+  apart = {
+    n: {i["uid"] for i, m in zip(first["data"], numbers) if m == n}
+    for n in numbers
+  }
   assert sorted(map(sorted, apart.values())) == [
-      [f"a-{i}" for i in range(4)],
-      [f"a-{i}-2" for i in range(4)],
-      [f"b-{i}" for i in range(4)],
+    [f"a-{i}" for i in range(4)],
+    [f"a-{i}-2" for i in range(4)],
+    [f"b-{i}" for i in range(4)],
   ]
   buffer.clock.now += 61
   assert buffer.read(lease_s=60)["data"]["groups"] == numbers
@@ -64,17 +66,17 @@ def test_a_lease_is_given_back_in_its_old_place(buffer):
 
 
 @pytest.mark.parametrize(
-    "path, body, fault",
-    [
-        ("/get_rollout_data", {"lease_s": 0}, "lease_s=0 must be a number > 0"),
-        ("/get_rollout_data", {"lease_s": 1e9}, "<= 86400"),
-        ("/get_rollout_data", {"batch_size": "x"}, "batch_size='x' must be a"),
-        ("/get_rollout_data", {"batch_size": -2}, "batch_size=-2 must be a"),
-        ("/buffer/read", {"timeout": 1e6}, "timeout=1000000.0 must be"),
-        ("/buffer/ack", {}, "lease is missing"),
-        ("/buffer/known", {"uids": "a"}, "uids must be a list"),
-        ("/get_rollout_data", [1], "the body must be an object, got a list"),
-    ],
+  "path, body, fault",
+  [
+    ("/get_rollout_data", {"lease_s": 0}, "lease_s=0 must be a number > 0"),
+    ("/get_rollout_data", {"lease_s": 1e9}, "<= 86400"),
+    ("/get_rollout_data", {"batch_size": "x"}, "batch_size='x' must be a"),
+    ("/get_rollout_data", {"batch_size": -2}, "batch_size=-2 must be a"),
+    ("/buffer/read", {"timeout": 1e6}, "timeout=1000000.0 must be"),
+    ("/buffer/ack", {}, "lease is missing"),
+    ("/buffer/known", {"uids": "a"}, "uids must be a list"),
+    ("/get_rollout_data", [1], "the body must be an object, got a list"),
+  ],
 )
 def test_wrong_reads_name_their_key(buffer, path, body, fault):
   answer = buffer.post(path, body)
@@ -97,16 +99,19 @@ def test_unread_paths_and_bodies_have_their_errors(buffer):
 
 def test_buffers_of_several_names_do_not_know_each_other(buffer):
   buffer.start(buffer="left", num_repeat_per_sample=2)
-  assert buffer.post(
+  assert (
+    buffer.post(
       "/b/right/start_rollout",
       {"task_type": "external", "num_repeat_per_sample": 2},
-  ).status_code == 200
+    ).status_code
+    == 200
+  )
   pair = lambda name: [item("u0", name, 0.0), item("u1", name, 1.0)]
   buffer.write(*pair("r"), path="/b/right/buffer/write")
   for one in pair("l"):
     buffer.write({**one, "buffer": "left"})
   assert {"default", "left", "right"} <= set(
-      buffer.client.get("/buffers").json()["buffers"]
+    buffer.client.get("/buffers").json()["buffers"]
   )
   assert not buffer.read()["success"]
   left_rows = buffer.read(buffer="left")["data"]["data"]
@@ -119,7 +124,7 @@ def test_buffers_of_several_names_do_not_know_each_other(buffer):
 
 
 @pytest.mark.parametrize(
-    "limit, holds", [({"max_items": 3}, 3), ({"max_gib": 1e-5}, 5)]
+  "limit, holds", [({"max_items": 3}, 3), ({"max_gib": 1e-5}, 5)]
 )
 def test_a_full_buffer_answers_429_until_it_is_read(tmp_path, limit, holds):
   limits = settings.BufferLimits(group_size=2, **limit)
@@ -149,7 +154,7 @@ def test_a_read_is_bounded_in_size_and_the_next_goes_on(tmp_path):
 
 def test_a_preview_is_bounded_in_size(tmp_path):
   with buffer_services.Running(
-      tmp_path, limits=settings.BufferLimits(group_size=4, read_mib=1)
+    tmp_path, limits=settings.BufferLimits(group_size=4, read_mib=1)
   ) as bounded:
     for one in group("a"):
       bounded.write({**one, "text": "x" * 400_000})
@@ -164,15 +169,14 @@ def test_a_preview_is_bounded_in_size(tmp_path):
 
 @pytest.mark.parametrize("path", ["/buffer/write", "/buffer/stats"])
 @pytest.mark.parametrize(
-    "part, fits, beyond",
-    [("[]", 1_700_000, 1_800_000), ("1", 2_100_000, None)],
+  "part, fits, beyond", [("[]", 1_700_000, 1_800_000), ("1", 2_100_000, None)]
 )
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
-    buffer, path, part, fits, beyond
+  buffer, path, part, fits, beyond
 ):
   method = "GET" if path.endswith("stats") else "POST"
   ask = lambda n: buffer.client.request(
-      method, path, content="[" + ",".join([part] * n) + "]"
+    method, path, content="[" + ",".join([part] * n) + "]"
   )
   assert ask(fits).json()["code"] in ("invalid_item", "invalid_request")
   if beyond is not None:
@@ -185,17 +189,22 @@ def test_the_screens_of_a_desktop_are_bounded_together(tmp_path):
   rows = tmp_path / "in.jsonl"
   rows.write_text('{"instance_id": "a", "family": "click-button"}\n\n')
   payload = dict(
-      task_type="desktop", num_repeat_per_sample=1, input_file=str(rows),
-      width=1000, height="1000", num_process=3, num_epoch=2,
-      remote_engine_url="http://127.0.0.1:9",
-  )  # pyformat: disable
+    task_type="desktop",
+    num_repeat_per_sample=1,
+    input_file=str(rows),
+    width=1000,
+    height="1000",
+    num_process=3,
+    num_epoch=2,
+    remote_engine_url="http://127.0.0.1:9",
+  )
   limits = settings.BufferLimits(max_megapixels=2)
   with buffer_services.Running(tmp_path / "b", limits=limits) as bounded:
     refused = bounded.post("/start_rollout", {**payload, "num_epoch": 3})
     assert refused.status_code == 422
     for words in (
-        "width=1000 and height=1000 of 3 episodes at a time (num_process=3)",
-        "--max-megapixels=2",
+      "width=1000 and height=1000 of 3 episodes at a time (num_process=3)",
+      "--max-megapixels=2",
     ):
       assert words in refused.json()["detail"]
     for fits in ({}, {"num_epoch": 3, "num_process": 2}):  # Two screens.
@@ -209,16 +218,18 @@ def test_the_screens_of_a_desktop_are_bounded_together(tmp_path):
 def test_reads_are_saved_where_that_is_asked_for(tmp_path):
   folder = tmp_path / "reads"
   with buffer_services.Running(
-      tmp_path / "b", save_reads=folder,
-      limits=settings.BufferLimits(group_size=2),
-  ) as saving:  # pyformat: disable
+    tmp_path / "b",
+    save_reads=folder,
+    limits=settings.BufferLimits(group_size=2),
+  ) as saving:
     for name in "ab":
       saving.write(item(f"{name}0", name, 0.0), item(f"{name}1", name, 1.0))
       got = saving.read()["data"]["data"]
     names = sorted(p.name for p in folder.iterdir())
     assert names == [
-        "rollout_data_default_000001.jsonl", "rollout_data_default_000002.jsonl"
-    ]  # pyformat: disable
+      "rollout_data_default_000001.jsonl",
+      "rollout_data_default_000002.jsonl",
+    ]
     lines = (folder / names[1]).read_text().splitlines()
     assert [json.loads(line) for line in lines] == got
 
@@ -227,10 +238,13 @@ def test_a_token_is_demanded_on_every_route_but_health(tmp_path):
   with buffer_services.Running(tmp_path, token="secret") as guarded:
     assert guarded.client.get("/health").status_code == 200
     for method, path in (
-        ("POST", "/buffer/write"), ("POST", "/get_rollout_data"),
-        ("POST", "/start_rollout"), ("GET", "/buffer/stats"),
-        ("GET", "/metrics"), ("POST", "/b/x/buffer/ack"),
-    ):  # pyformat: disable
+      ("POST", "/buffer/write"),
+      ("POST", "/get_rollout_data"),
+      ("POST", "/start_rollout"),
+      ("GET", "/buffer/stats"),
+      ("GET", "/metrics"),
+      ("POST", "/b/x/buffer/ack"),
+    ):
       for headers in ({}, {"authorization": "Bearer wrong"}):
         answer = guarded.client.request(method, path, headers=headers)
         assert answer.status_code == 401, path
@@ -239,7 +253,7 @@ def test_a_token_is_demanded_on_every_route_but_health(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "headers", [{"origin": "http://evil.example"}, {"host": "evil.example"}]
+  "headers", [{"origin": "http://evil.example"}, {"host": "evil.example"}]
 )
 def test_web_pages_are_not_answered(buffer, headers):
   answer = buffer.client.get("/buffer/stats", headers=headers)
@@ -255,8 +269,8 @@ def test_a_slow_reader_does_not_hold_up_512_writers(buffer):
   with socket.create_connection((address[0], int(address[1]))) as slow:
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.sendall(
-        b"POST /get_rollout_data HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        b"Content-Length: 2\r\n\r\n{}"
+      b"POST /get_rollout_data HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+      b"Content-Length: 2\r\n\r\n{}"
     )
     assert slow.recv(100)  # It is answered, and reads no further.
 
@@ -264,8 +278,8 @@ def test_a_slow_reader_does_not_hold_up_512_writers(buffer):
       body = json.dumps(item(f"w{number}", f"w{number // 2}")).encode()
       reader, writer = await asyncio.open_connection(*address)
       writer.write(
-          b"POST /buffer/write HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-          b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        b"POST /buffer/write HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
       )
       writer.write(body)
       answer = await reader.read()
@@ -284,7 +298,7 @@ def test_a_slow_reader_does_not_hold_up_512_writers(buffer):
 
 # --- what is dropped ----------------------------------------------------------
 
-COUNTING = '''
+COUNTING = """
 TASK_TYPE = "counting"
 
 def run_rollout(data):
@@ -292,7 +306,7 @@ def run_rollout(data):
 
 def get_group_data_meta_info(groups):
   return {"seen": sorted(i["uid"] for items in groups.values() for i in items)}
-'''
+"""
 
 
 def rows_of(running, table):
@@ -305,10 +319,10 @@ def same(name):
 
 
 def test_contents_of_dropped_groups_leave_the_disk_before_anybody_reads(
-    tmp_path,
+  tmp_path,
 ):
   limits = settings.BufferLimits(
-      group_size=2, max_items=20, max_gib=1e-5, remembered_uids=30
+    group_size=2, max_items=20, max_gib=1e-5, remembered_uids=30
   )
   with buffer_services.Running(tmp_path, limits=limits) as bounded:
     for number in range(100):
@@ -355,13 +369,15 @@ def test_contents_that_statistics_need_are_kept_within_the_bounds(tmp_path):
     assert again.stats()["kept_items"] == 6
     meta = again.read()["data"]["meta_info"]
     assert meta["seen"] == sorted(
-        [f"g{n}-{i}" for n in range(97, 100) for i in range(2)]
-        + [f"x{n}" for n in range(18)]
+      [f"g{n}-{i}" for n in range(97, 100) for i in range(2)]
+      + [f"x{n}" for n in range(18)]
     )
     stats = again.stats()
     assert (stats["kept_items"], stats["kept_bytes"], stats["errors"]) == (
-        0, 0, []
-    )  # pyformat: disable
+      0,
+      0,
+      [],
+    )
     assert rows_of(again, "payloads") == 0
 
 
@@ -369,7 +385,7 @@ def test_contents_that_statistics_need_are_kept_within_the_bounds(tmp_path):
 def test_statistics_of_a_hook_do_without_what_another_read_has_taken(tmp_path):
   (tmp_path / "counting_generator.py").write_text(COUNTING)
   with buffer_services.Running(
-      tmp_path / "b", generators=[tmp_path]
+    tmp_path / "b", generators=[tmp_path]
   ) as counting:
     counting.start(task_type="counting", num_repeat_per_sample=2)
     counting.write(*group("a", (0.0, 1.0)))
@@ -381,15 +397,16 @@ def test_statistics_of_a_hook_do_without_what_another_read_has_taken(tmp_path):
 
 
 def test_a_step_that_a_buffer_cannot_hold_is_refused_with_both_numbers(
-    tmp_path,
+  tmp_path,
 ):
   """Else its trainer would wait without end."""
   limits = settings.BufferLimits(group_size=2, max_items=24)
   with buffer_services.Running(tmp_path / "buffer", limits=limits) as running:
     payload = {
-        "task_type": "external", "num_repeat_per_sample": 5,
-        "rollout_batch_size": 5,
-    }  # pyformat: disable
+      "task_type": "external",
+      "num_repeat_per_sample": 5,
+      "rollout_batch_size": 5,
+    }
     refused = running.post("/start_rollout", payload)
     assert refused.status_code == 422
     assert "rollout_batch_size=5 groups of" in refused.json()["detail"]

@@ -21,11 +21,14 @@ def rounds_of(tmp_path, **options):
   settings.write_text(json.dumps({
       "state": str(tmp_path / "state.json"), "group_size": 2, "groups": 2,
       **options,
-  }))  # pyformat: disable
+  }))  # fmt: skip
   process = subprocess.run(
-      [sys.executable, "-I", buffer_trainer.__file__, str(settings)],
-      capture_output=True, text=True, timeout=120, check=False,
-  )  # pyformat: disable
+    [sys.executable, "-I", buffer_trainer.__file__, str(settings)],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
   assert not process.returncode, process.stderr
   return [json.loads(line) for line in process.stdout.splitlines()]
 
@@ -57,16 +60,20 @@ def test_mathematics(tmp_path):
       {"instance_id": f"math_{i}", "prompt": f"What is {i} + 1?",
        "label": str(i + 1)}
       for i in range(400)
-  ])  # pyformat: disable
+  ])  # fmt: skip
   with (
-      chat_server.serving() as (engine, server),
-      buffer_services.Running(tmp_path / "buffer") as running,
+    chat_server.serving() as (engine, server),
+    buffer_services.Running(tmp_path / "buffer") as running,
   ):
     server.wrong = lambda a, b, seed: seed % 2
     items = two_rounds_and_a_third(
-        tmp_path, running, engine=engine, task_type="math", input_file=tasks,
-        more={"reward": "numeric_match"},
-    )  # pyformat: disable
+      tmp_path,
+      running,
+      engine=engine,
+      task_type="math",
+      input_file=tasks,
+      more={"reward": "numeric_match"},
+    )
   for item in items:
     assert item["messages"][-1]["role"] == "assistant"
     assert item["raw_reward"] in (0.0, 1.0)
@@ -79,10 +86,13 @@ def test_mathematics(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_desktop(tmp_path):
-  tasks = write_tasks(tmp_path / "tasks.jsonl", [
+  tasks = write_tasks(
+    tmp_path / "tasks.jsonl",
+    [
       {"instance_id": f"gui_{i}", "family": "click-button", "index": i}
       for i in range(120)
-  ])  # pyformat: disable
+    ],
+  )
 
   def answer(method, path, body):
     if path.endswith("/models"):
@@ -90,14 +100,18 @@ def test_the_desktop(tmp_path):
     return 200, run_services.completion(TERMINATE)
 
   with (
-      run_services.scripted(answer) as (engine, _),
-      buffer_services.Running(tmp_path / "buffer") as running,
+    run_services.scripted(answer) as (engine, _),
+    buffer_services.Running(tmp_path / "buffer") as running,
   ):
     # A policy that always does the same: its groups would be dropped.
     items = two_rounds_and_a_third(
-        tmp_path, running, engine=engine, task_type="desktop",
-        input_file=tasks, more={"group_rules": "raw"},
-    )  # pyformat: disable
+      tmp_path,
+      running,
+      engine=engine,
+      task_type="desktop",
+      input_file=tasks,
+      more={"group_rules": "raw"},
+    )
   assert all(0 <= item["reward"] <= 1 for item in items)
   assert all(item["extra_info"]["round_number"] == 1 for item in items)
 

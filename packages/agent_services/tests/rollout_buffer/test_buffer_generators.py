@@ -57,31 +57,45 @@ def payload(running, path, **changes):
       "task_type": "math", "num_repeat_per_sample": "2", "num_process": "4",
       "num_epoch": "1", "input_file": path, "rollout_id": "r",
       "remote_buffer_url": running.url, "sampling_params": {}, **changes,
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 # --- mathematics --------------------------------------------------------------
 
 
 def test_mathematics_is_played_checked_and_read(running, tmp_path):
-  rows = write_rows(tmp_path / "in.jsonl", [
-      {"instance_id": f"m{i}", "label": str(i + 1), "prompt": [
-          {"role": "user", "content": f"What is {i} + 1?"}]}
+  rows = write_rows(
+    tmp_path / "in.jsonl",
+    [
+      {
+        "instance_id": f"m{i}",
+        "label": str(i + 1),
+        "prompt": [{"role": "user", "content": f"What is {i} + 1?"}],
+      }
       for i in range(3)
-  ] + [{"instance_id": 7, "prompt": "What is 1 + 1?", "answer": 2}])
+    ]
+    + [{"instance_id": 7, "prompt": "What is 1 + 1?", "answer": 2}],
+  )
   with chat_server.serving() as (url, server):
     server.wrong = lambda a, b, seed: seed % 2
     data = payload(
-        running, rows, remote_engine_url=url, reward="numeric_match",
-        num_repeat_per_sample="4", max_tokens="64", skip_instance_ids=["m1"],
-        sampling_params={"max_tokens": "32", "temperature": "0.8", "top_p": 1},
-    )  # pyformat: disable
+      running,
+      rows,
+      remote_engine_url=url,
+      reward="numeric_match",
+      num_repeat_per_sample="4",
+      max_tokens="64",
+      skip_instance_ids=["m1"],
+      sampling_params={"max_tokens": "32", "temperature": "0.8", "top_p": 1},
+    )
     running.start(num_repeat_per_sample=4, group_rules="raw")
     play("math", data)
   items = running.read()["data"]["data"]
   assert collections.Counter(i["instance_id"] for i in items) == {
-      "m0": 4, "m2": 4, "7": 4
-  }  # pyformat: disable
+    "m0": 4,
+    "m2": 4,
+    "7": 4,
+  }
   assert len({i["uid"] for i in items}) == 12
   for item in items:
     roles = [m["role"] for m in item["messages"]]
@@ -93,28 +107,33 @@ def test_mathematics_is_played_checked_and_read(running, tmp_path):
     assert item["extra_info"]["token_exact"] is False
     assert float(item["extra_info"]["timestamp"]) > 1e9
     assert item["sampling_params"] == {
-        "max_tokens": 32, "temperature": 0.8, "top_p": 1.0
-    }  # pyformat: disable
+      "max_tokens": 32,
+      "temperature": 0.8,
+      "top_p": 1.0,
+    }
   assert {i["reward"] for i in items} == {0.0, 1.0}
   seeds = [b["seed"] for b in server.bodies]
   assert len(set(seeds)) == 12
   for body in server.bodies:
     assert (body["max_tokens"], body["temperature"], body["top_p"]) == (
-        32, 0.8, 1.0
-    )  # pyformat: disable
+      32,
+      0.8,
+      1.0,
+    )
     assert body["logprobs"] and body["return_token_ids"]
 
 
 def test_sampled_tokens_are_kept_where_the_server_returns_them(
-    running, tmp_path
+  running, tmp_path
 ):
-  rows = write_rows(tmp_path / "in.jsonl", [
-      {"instance_id": "a", "prompt": "2 + 2?", "label": "4"}
-  ])  # pyformat: disable
+  rows = write_rows(
+    tmp_path / "in.jsonl",
+    [{"instance_id": "a", "prompt": "2 + 2?", "label": "4"}],
+  )
   parts = [
-      run_services.completion("4") | {},
-      run_services.completion("The answer"),
-      run_services.completion(" is 4"),
+    run_services.completion("4") | {},
+    run_services.completion("The answer"),
+    run_services.completion(" is 4"),
   ]
   parts[0]["choices"][0]["policy_versions"] = [[0, 3]]
   parts[1]["choices"][0]["finish_reason"] = "abort"
@@ -132,7 +151,7 @@ def test_sampled_tokens_are_kept_where_the_server_returns_them(
     play("math", payload(
         running, rows, remote_engine_url=url, reward="numeric_match",
         num_process=1, max_tokens=10,
-    ))  # pyformat: disable
+    ))  # fmt: skip
   exact, text = running.read()["data"]["data"]
   (sequence,) = exact["sequences"]
   assert sequence["tokens"] == [1, 2, 5, 6]
@@ -148,8 +167,9 @@ def test_sampled_tokens_are_kept_where_the_server_returns_them(
   assert bodies[2]["continue_final_message"] is True
   assert bodies[2]["max_tokens"] == 8
   assert bodies[2]["messages"][-1] == {
-      "role": "assistant", "content": "The answer"
-  }  # pyformat: disable
+    "role": "assistant",
+    "content": "The answer",
+  }
 
 
 def test_a_group_of_mathematics_needs_an_answer_of_each_member():
@@ -162,21 +182,22 @@ def test_a_group_of_mathematics_needs_an_answer_of_each_member():
 
 
 @pytest.mark.parametrize(
-    "rows, fault",
-    [
-        ([], "holds no task"),
-        ([{"prompt": "x"}], "line 1: it has no instance_id; give each"),
-        ([{"instance_id": "a"}], "prompt must be a text or a list of messages"),
-        ([{"instance_id": "a", "prompt": "x"}], "give each task its answer"),
-    ],
+  "rows, fault",
+  [
+    ([], "holds no task"),
+    ([{"prompt": "x"}], "line 1: it has no instance_id; give each"),
+    ([{"instance_id": "a"}], "prompt must be a text or a list of messages"),
+    ([{"instance_id": "a", "prompt": "x"}], "give each task its answer"),
+  ],
 )
 def test_a_wrong_input_is_one_line(running, tmp_path, rows, fault):
   path = write_rows(tmp_path / "in.jsonl", rows)
   with chat_server.serving() as (url, _):
     with pytest.raises((generating.GeneratorError, ExceptionGroup)) as caught:
-      play("math", payload(
-          running, path, remote_engine_url=url, reward="numeric_match"
-      ))  # pyformat: disable
+      play(
+        "math",
+        payload(running, path, remote_engine_url=url, reward="numeric_match"),
+      )
   error = caught.value
   while isinstance(error, ExceptionGroup):
     error = error.exceptions[0]
@@ -187,10 +208,13 @@ def test_a_wrong_input_is_one_line(running, tmp_path, rows, fault):
 
 
 def test_the_desktop_is_played_by_an_openai_server(running, tmp_path):
-  rows = write_rows(tmp_path / "in.jsonl", [
+  rows = write_rows(
+    tmp_path / "in.jsonl",
+    [
       {"instance_id": "d0", "family": "click-button", "index": 0},
       {"instance_id": "d1", "family": "enter-text"},
-  ])  # pyformat: disable
+    ],
+  )
   turns = collections.Counter()
 
   def answer(method, path, body):
@@ -211,7 +235,7 @@ def test_the_desktop_is_played_by_an_openai_server(running, tmp_path):
     play("desktop", payload(
         running, rows, task_type="desktop", remote_engine_url=url,
         image_token_id=9, sampling_params={"temperature": 0.6},
-    ))  # pyformat: disable
+    ))  # fmt: skip
   items = running.read()["data"]["data"]
   assert len(items) == 4 and turns[1] >= 1
   for item in items:
@@ -233,7 +257,7 @@ def test_the_desktop_is_played_by_an_openai_server(running, tmp_path):
 
 
 PLUGINS = {
-    "echo_generator.py": """
+  "echo_generator.py": """
         import helper, json, os, time, urllib.request
         TASK_TYPE = "echo"
         def run_rollout(data):
@@ -254,17 +278,17 @@ PLUGINS = {
         def get_group_data_meta_info(temp_data):
           return {"total_samples": sum(map(len, temp_data.values())), "mine": 1}
     """,
-    "helper.py": """
+  "helper.py": """
         def item(row, k):
           return {"uid": f"{row}-{k}", "instance_id": row, "messages": [],
                   "reward": k, "extra_info": {}}
     """,
-    "failing_generator.py": """
+  "failing_generator.py": """
         TASK_TYPE = "failing"
         def run_rollout(data):
           raise RuntimeError("it has no wood")
     """,
-    "hanging_generator.py": """
+  "hanging_generator.py": """
         import subprocess, sys, time, signal
         TASK_TYPE = "hanging"
         def run_rollout(data):
@@ -274,14 +298,14 @@ PLUGINS = {
           print("child", child.pid, flush=True)
           time.sleep(600)
     """,
-    "broken_generator.py": "def run_rollout(:\n",
-    "untold_generator.py": "def run_rollout(data): pass\n",
-    "computed_generator.py": "TASK_TYPE = str(1)\ndef run_rollout(d): pass\n",
-    "double_generator.py": "TASK_TYPE = 'echo'\ndef run_rollout(d): pass\n",
-    "unimportable_generator.py": (
-        "import nowhere_at_all\nTASK_TYPE = 'unimportable'\n"
-        "def run_rollout(d): pass\ndef filter_item(i, t): return True\n"
-    ),
+  "broken_generator.py": "def run_rollout(:\n",
+  "untold_generator.py": "def run_rollout(data): pass\n",
+  "computed_generator.py": "TASK_TYPE = str(1)\ndef run_rollout(d): pass\n",
+  "double_generator.py": "TASK_TYPE = 'echo'\ndef run_rollout(d): pass\n",
+  "unimportable_generator.py": (
+    "import nowhere_at_all\nTASK_TYPE = 'unimportable'\n"
+    "def run_rollout(d): pass\ndef filter_item(i, t): return True\n"
+  ),
 }
 
 
@@ -296,18 +320,25 @@ def folder_fixture(tmp_path_factory):
 def test_generators_are_found_by_file_and_broken_ones_listed(folder):
   plugin_set = plugins.discover([folder])
   assert set(plugin_set.generators) == {
-      "desktop", "external", "math", "echo", "failing", "hanging",
-      "unimportable",
-  }  # pyformat: disable
+    "desktop",
+    "external",
+    "math",
+    "echo",
+    "failing",
+    "hanging",
+    "unimportable",
+  }
   assert plugin_set.generators["echo"].path.name in (
-      "double_generator.py", "echo_generator.py"
-  )  # pyformat: disable
+    "double_generator.py",
+    "echo_generator.py",
+  )
   problems = "\n".join(plugin_set.problems)
   for part in (
-      "broken_generator.py: ", "untold_generator.py: it defines no TASK_TYPE",
-      "computed_generator.py: TASK_TYPE must be a text in quotes",
-      "TASK_TYPE='echo' is that of",
-  ):  # pyformat: disable
+    "broken_generator.py: ",
+    "untold_generator.py: it defines no TASK_TYPE",
+    "computed_generator.py: TASK_TYPE must be a text in quotes",
+    "TASK_TYPE='echo' is that of",
+  ):
     assert part in problems
   assert "helper.py" not in problems
 
@@ -316,20 +347,20 @@ def test_plug_ins_run_fail_and_are_stopped(folder, tmp_path):
   (folder / "double_generator.py").unlink(missing_ok=True)
   limits = settings.BufferLimits(stop_grace=0.2)
   with buffer_services.Running(
-      tmp_path, generators=[folder], limits=limits
+    tmp_path, generators=[folder], limits=limits
   ) as running:
     # It runs, with hooks of the newer form; one group fails in a hook.
-    answer = running.start(
-        task_type="echo", num_repeat_per_sample="2", rows=3
-    )
+    answer = running.start(task_type="echo", num_repeat_per_sample="2", rows=3)
     assert answer.json() == {"message": "Rollout started"}
     until(lambda: running.stats()["generator"]["state"] == "finished")
     got = running.read()["data"]
     assert [i["uid"] for i in got["data"]] == ["0-0", "0-1", "2-0", "2-1"]
     assert {i["by"] for i in got["data"]} == {"echo"}
     assert got["meta_info"] == {
-        "total_samples": 6, "mine": 1, "finished_groups": ["0", "2", "1"]
-    }  # pyformat: disable
+      "total_samples": 6,
+      "mine": 1,
+      "finished_groups": ["0", "2", "1"],
+    }
     stats = running.stats()
     assert stats["hook_failures"] == 1
     assert "group '1': RuntimeError: this group is odd" in stats["errors"][0]
@@ -348,19 +379,21 @@ def test_plug_ins_run_fail_and_are_stopped(folder, tmp_path):
 
     # It hangs, ignores SIGTERM and has a child: both are gone.
     running.start(task_type="hanging")
-    until(lambda: any(
+    until(
+      lambda: any(
         line.startswith("child") for line in running.stats()["generator"]["log"]
-    ))
+      )
+    )
     log = running.stats()["generator"]["log"]
     child = int(next(li for li in log if li.startswith("child")).split()[1])
     assert alive(child)
     assert running.post("/stop_rollout").json() == {
-        "message": "Rollout stopped"
+      "message": "Rollout stopped"
     }
     assert running.stats()["generator"]["state"] == "stopped"
     until(lambda: not alive(child), 10)
     assert running.post("/stop_rollout").json() == {
-        "message": "No rollout was running"
+      "message": "No rollout was running"
     }
 
 
@@ -373,13 +406,14 @@ def alive(pid):
 
 
 @pytest.mark.slow
-def test_a_rollout_goes_on_with_a_service_that_starts_again(
-    tmp_path
-):
-  rows = write_rows(tmp_path / "in.jsonl", [
+def test_a_rollout_goes_on_with_a_service_that_starts_again(tmp_path):
+  rows = write_rows(
+    tmp_path / "in.jsonl",
+    [
       {"instance_id": f"m{i}", "prompt": f"What is {i} + 1?", "label": i + 1}
       for i in range(6)
-  ])  # pyformat: disable
+    ],
+  )
   with chat_server.serving() as (url, server):
     slow, answer = [True], server.complete
 
@@ -391,9 +425,13 @@ def test_a_rollout_goes_on_with_a_service_that_starts_again(
     server.complete = complete
     with buffer_services.Running(tmp_path / "b") as first:
       first.start(
-          task_type="math", input_file=rows, remote_engine_url=url,
-          reward="numeric_match", num_repeat_per_sample="2", num_process=1,
-      )  # pyformat: disable
+        task_type="math",
+        input_file=rows,
+        remote_engine_url=url,
+        reward="numeric_match",
+        num_repeat_per_sample="2",
+        num_process=1,
+      )
       until(lambda: first.stats()["total_written"] >= 4)
     slow[0] = False
     before = len(server.bodies)
@@ -401,7 +439,7 @@ def test_a_rollout_goes_on_with_a_service_that_starts_again(
       until(lambda: second.stats()["generator"]["state"] == "finished")
       assert second.stats()["total_written"] == 12
       stored_rows = second.service.store.rows(
-          "SELECT instance_id, COUNT(*) FROM items GROUP BY instance_id"
+        "SELECT instance_id, COUNT(*) FROM items GROUP BY instance_id"
       )
       assert dict(stored_rows) == {f"m{i}": 2 for i in range(6)}
     # What was written is not played again.
@@ -411,18 +449,18 @@ def test_a_rollout_goes_on_with_a_service_that_starts_again(
       assert (state["state"], state["task_type"]) == ("finished", "math")
 
 
-ENDING = '''
+ENDING = """
 TASK_TYPE = "ending"
 
 def run_rollout(data):
   print("it was here", flush=True)
   if data["fails"]:
     raise RuntimeError("no wood")
-'''
+"""
 
 
 @pytest.mark.parametrize(
-    "fails, state", [(True, "failed"), (False, "finished")]
+  "fails, state", [(True, "failed"), (False, "finished")]
 )
 def test_how_a_generator_ended_is_known_after_a_restart(tmp_path, fails, state):
   (tmp_path / "ending_generator.py").write_text(ENDING)
@@ -431,9 +469,12 @@ def test_how_a_generator_ended_is_known_after_a_restart(tmp_path, fails, state):
     first.start(task_type="ending", fails=fails)
     until(lambda: first.stats()["generator"]["state"] == state)
     before = first.stats()
-    until(lambda: '"run": {' in first.service.store.rows(
-        "SELECT rollout FROM buffers"
-    )[0][0])  # pyformat: disable
+    until(
+      lambda: (
+        '"run": {'
+        in first.service.store.rows("SELECT rollout FROM buffers")[0][0]
+      )
+    )
   for _ in range(2):
     with buffer_services.Running(tmp_path / "b", **options) as again:
       after = again.stats()
@@ -453,13 +494,17 @@ def test_how_a_generator_ended_is_known_after_a_restart(tmp_path, fails, state):
 def test_each_skip_leaves_out_one_group_of_a_task():
   rows = [{"instance_id": n} for n in "abc"]
   data = {
-      "num_repeat_per_sample": "2", "num_epoch": "3", "rollout_id": "r",
-      "skip_instance_ids": ["a", "a", "b", "unknown"],
-  }  # pyformat: disable
+    "num_repeat_per_sample": "2",
+    "num_epoch": "3",
+    "rollout_id": "r",
+    "skip_instance_ids": ["a", "a", "b", "unknown"],
+  }
   result = list(generating.jobs(rows, data))
   assert collections.Counter(j.instance_id for j in result) == {
-      "a": 2, "b": 4, "c": 6
-  }  # pyformat: disable
+    "a": 2,
+    "b": 4,
+    "c": 6,
+  }
   assert len({j.uid for j in result}) == len({j.seed for j in result}) == 12
   assert [j.uid for j in result] == [j.uid for j in generating.jobs(rows, data)]
   names = [j.instance_id for j in result]
@@ -467,7 +512,7 @@ def test_each_skip_leaves_out_one_group_of_a_task():
 
 
 def test_episodes_that_keep_failing_end_the_rollout(
-    running, tmp_path, monkeypatch
+  running, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(generating, "_PAUSE_S", 0.0)
   rows = write_rows(tmp_path / "in.jsonl", [{"instance_id": "a"}])
@@ -488,7 +533,7 @@ def test_episodes_that_keep_failing_end_the_rollout(
   with pytest.raises(ExceptionGroup) as caught:
     asyncio.run(generating.generate(data, never))
   assert "tries in a row failed, the last with: RuntimeError: the model is" in (
-      str(caught.value.exceptions[0])
+    str(caught.value.exceptions[0])
   )
 
 
@@ -499,9 +544,7 @@ def test_episodes_are_listed_as_they_are_played(running, tmp_path):
   async def refused(job):
     raise generating.GeneratorError(f"{job.uid} is not played")
 
-  data = payload(
-      running, rows, num_repeat_per_sample=65_536, num_epoch=65_536
-  )
+  data = payload(running, rows, num_repeat_per_sample=65_536, num_epoch=65_536)
   began = time.monotonic()
   with pytest.raises(ExceptionGroup) as caught:
     asyncio.run(generating.generate(data, refused))
@@ -513,7 +556,7 @@ def test_a_group_begins_only_while_the_trainer_allows_it(running, tmp_path):
   """Groups of two; the second is dropped, as its rewards are equal."""
   tasks = [{"instance_id": name} for name in "abcdefgh"]
   data = payload(
-      running, write_rows(tmp_path / "in.jsonl", tasks), allowed_items=4
+    running, write_rows(tmp_path / "in.jsonl", tasks), allowed_items=4
   )
   second = list(generating.jobs(tasks, data))[2].instance_id
   began = collections.Counter()
@@ -560,15 +603,17 @@ def test_a_bound_outlives_the_service(tmp_path):
     rows = write_rows(tmp_path / "in.jsonl", [{"instance_id": "a"}])
     # No model answers, so the next service resumes the rollout.
     first.start(
-        task_type="math", input_file=rows, allowed_items=16,
-        remote_engine_url="http://127.0.0.1:1/v1",
-    )  # pyformat: disable
+      task_type="math",
+      input_file=rows,
+      allowed_items=16,
+      remote_engine_url="http://127.0.0.1:1/v1",
+    )
   with buffer_services.Running(tmp_path / "b") as second:
     assert second.stats()["allowed_items"] == 16
 
 
 def test_what_is_written_is_not_played_again_in_any_batch(
-    running, tmp_path, monkeypatch
+  running, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(generating, "_BATCH", 3)
   rows = write_rows(tmp_path / "in.jsonl", [{"instance_id": "a"}])
@@ -587,35 +632,40 @@ def test_what_is_written_is_not_played_again_in_any_batch(
 
 @pytest.mark.parametrize("named", [{}, {"model": "m"}])
 def test_words_of_the_model_s_server_stay_in_the_service_s_log(
-    running, tmp_path, monkeypatch, caplog, capfd, named
+  running, tmp_path, monkeypatch, caplog, capfd, named
 ):
   """Both where it ends the rollout at once, and where an episode fails."""
   caplog.set_level("INFO")
   rows = write_rows(
-      tmp_path / "in.jsonl",
-      [{"instance_id": "a", "prompt": "2 + 2?", "label": "4"}],
+    tmp_path / "in.jsonl",
+    [{"instance_id": "a", "prompt": "2 + 2?", "label": "4"}],
   )
   answer = lambda *_: (404, {"error": "the key sk-hidden is wrong"})
   with run_services.scripted(answer) as (url, _):
     if not named:
       running.start(
-          task_type="math", num_repeat_per_sample=1, input_file=rows,
-          remote_engine_url=url,
-      )  # pyformat: disable
+        task_type="math",
+        num_repeat_per_sample=1,
+        input_file=rows,
+        remote_engine_url=url,
+      )
       until(lambda: running.stats()["generator"]["state"] == "failed")
       stats = json.dumps(running.stats())
       assert "the answer has status 404" in running.stats()["errors"][-1]
       log = caplog.text
     else:
       monkeypatch.setattr(generating, "_PAUSE_S", 0.0)
-      play("math", payload(
+      play(
+        "math",
+        payload(
           running, rows, num_repeat_per_sample=1, remote_engine_url=url, **named
-      ))  # pyformat: disable
+        ),
+      )
       log = capfd.readouterr().err
       stats = "\n".join(
-          line
-          for line in log.splitlines()
-          if not line.startswith(generating.PRIVATE)
+        line
+        for line in log.splitlines()
+        if not line.startswith(generating.PRIVATE)
       )
       assert "(try 3): ModelError: the answer has status 404" in stats
   assert "sk-hidden" in log and "sk-hidden" not in stats
@@ -652,9 +702,9 @@ def test_a_writer_waits_for_room_and_repeats_what_was_not_answered(tmp_path):
 
 def test_a_write_is_repeated_through_failures_of_the_service():
   answers = [
-      (503, {"detail": "the disk", "code": "disk"}),
-      (500, {"detail": "it failed", "code": "internal_error"}),
-      (200, {"success": True, "new": 1}),
+    (503, {"detail": "the disk", "code": "disk"}),
+    (500, {"detail": "it failed", "code": "internal_error"}),
+    (200, {"success": True, "new": 1}),
   ]
 
   async def use(url):
@@ -671,7 +721,7 @@ def test_a_run_that_has_ended_is_sent_no_signal(tmp_path, monkeypatch):
   path = tmp_path / "short_generator.py"
   path.write_text("TASK_TYPE = 'short'\ndef run_rollout(data): pass\n")
   run = generators_run.GeneratorRun(
-      plugins.Generator("short", path, ()), {}, timeout_s=60, grace_s=1
+    plugins.Generator("short", path, ()), {}, timeout_s=60, grace_s=1
   )
   until(lambda: not run.running)
   sent = []

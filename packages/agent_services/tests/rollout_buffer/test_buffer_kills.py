@@ -51,7 +51,7 @@ class Clients:
     self.late = self.repeats = 0
     self.faults = []
     self._http = httpx.Client(
-        base_url=url, timeout=10, trust_env=False, verify=False
+      base_url=url, timeout=10, trust_env=False, verify=False
     )
 
   def call(self, path, body):
@@ -68,10 +68,15 @@ class Clients:
     number = 0
     while not self.ending.is_set() or number % GROUP:
       uid = f"{writer}-{number}"
-      answer = self.call("/buffer/write", buffer_services.item(
-          uid, f"{writer}-{number // GROUP}", float(number % 2),
+      answer = self.call(
+        "/buffer/write",
+        buffer_services.item(
+          uid,
+          f"{writer}-{number // GROUP}",
+          float(number % 2),
           text="x" * random.Random(uid).randrange(60_000),
-      ))  # pyformat: disable
+        ),
+      )
       assert answer.status_code == 200, answer.text
       self.written.add(uid)
       number += 1
@@ -89,7 +94,7 @@ class Clients:
     """A reader in any language, which leaves the ids to the service."""
     while not self._over():
       got = self.call(
-          "/get_rollout_data", {"lease_s": LEASE_S, "batch_size": GROUP}
+        "/get_rollout_data", {"lease_s": LEASE_S, "batch_size": GROUP}
       )
       data = got.json().get("data", {})
       if not data.get("data"):
@@ -134,7 +139,7 @@ class Clients:
     calls = [(self.write, n) for n in range(WRITERS)]
     calls += [(self.read,), (self.read_with_client,)]
     threads = [
-        threading.Thread(target=self.guarded, args=call) for call in calls
+      threading.Thread(target=self.guarded, args=call) for call in calls
     ]
     for thread in threads:
       thread.start()
@@ -174,7 +179,7 @@ def kill_often(folder, kills):
 def account(folder, clients, kills):
   """Follows each item by its id, in the clients' books and the service's."""
   deliveries = collections.Counter(
-      uid for uids in clients.leases.values() for uid in uids
+    uid for uids in clients.leases.values() for uid in uids
   )
   assert len(clients.written) >= kills * GROUP
   assert not clients.written - deliveries.keys(), "acknowledged, and lost"
@@ -188,9 +193,9 @@ def account(folder, clients, kills):
     leases = dict(db.execute("SELECT id, acknowledged FROM leases"))
     assert all(leases[lease] for lease in clients.leases)
   print(
-      f"{kills} kills, {len(clients.written)} items acknowledged and each"
-      f" delivered once, {len(clients.leases)} leases, {clients.late} late,"
-      f" {clients.repeats} calls repeated"
+    f"{kills} kills, {len(clients.written)} items acknowledged and each"
+    f" delivered once, {len(clients.leases)} leases, {clients.late} late,"
+    f" {clients.repeats} calls repeated"
   )
 
 
@@ -230,11 +235,12 @@ def test_an_acknowledgement_that_a_kill_cut_off_may_be_repeated(tmp_path):
     assert (used.status_code, used.json()["code"]) == (409, "lease_used")
     unknown = clients.call("/buffer/ack", {"lease": "other"})
     assert (unknown.status_code, unknown.json()["code"]) == (
-        404, "unknown_lease",
-    )  # pyformat: disable
+      404,
+      "unknown_lease",
+    )
 
     large = [
-        {**one, "text": "x" * 2_000_000} for one in buffer_services.group("b")
+      {**one, "text": "x" * 2_000_000} for one in buffer_services.group("b")
     ]
     assert clients.call("/buffer/write", large).status_code == 200
     line = socket.socket()
@@ -242,8 +248,8 @@ def test_an_acknowledgement_that_a_kill_cut_off_may_be_repeated(tmp_path):
     line.connect(("127.0.0.1", port))
     with line:
       line.sendall(
-          b"POST /get_rollout_data HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-          b"Content-Length: 2\r\n\r\n{}"
+        b"POST /get_rollout_data HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        b"Content-Length: 2\r\n\r\n{}"
       )
       assert line.recv(100)
       kill()

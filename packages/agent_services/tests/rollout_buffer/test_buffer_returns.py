@@ -51,9 +51,7 @@ def test_an_item_of_too_many_levels_is_refused_when_it_is_written(buffer):
   near = item("near", "near", extra_info={"x": nested(most + 1)})
   refusal = buffer.post("/buffer/write", near).json()["detail"]
   assert "nests deeper than 128 levels" in refusal
-  deep = [
-      {**one, "extra_info": {"x": nested(most)}} for one in group("most")
-  ]
+  deep = [{**one, "extra_info": {"x": nested(most)}} for one in group("most")]
   buffer.write(*deep)
   peeked = buffer.client.get("/buffer/peek?batch_size=9").json()["data"]["data"]
   assert peeked == group("g") + deep
@@ -62,20 +60,20 @@ def test_an_item_of_too_many_levels_is_refused_when_it_is_written(buffer):
 
 
 @pytest.mark.parametrize(
-    "value, fault",
-    [
-        ("1e400", "item 1: extra_info.x is larger than any float"),
-        ("[0.5, [-1e999]]", "item 1: extra_info.x.1.0 is larger than any"),
-        ("18446744073709551616", "64-bit"),
-        ("-9223372036854775809", "64-bit"),
-        ("9" * 5000, "not JSON"),
-        ("NaN", "not JSON"),
-        ("-Infinity", "not JSON"),
-        (r'"\ud800"', "not JSON"),
-        (r'{"\udfff": 1}', "not JSON"),
-        ('"\x01"', "not JSON"),
-        ("\ufeff1", "not JSON"),
-    ],
+  "value, fault",
+  [
+    ("1e400", "item 1: extra_info.x is larger than any float"),
+    ("[0.5, [-1e999]]", "item 1: extra_info.x.1.0 is larger than any"),
+    ("18446744073709551616", "64-bit"),
+    ("-9223372036854775809", "64-bit"),
+    ("9" * 5000, "not JSON"),
+    ("NaN", "not JSON"),
+    ("-Infinity", "not JSON"),
+    (r'"\ud800"', "not JSON"),
+    (r'{"\udfff": 1}', "not JSON"),
+    ('"\x01"', "not JSON"),
+    ("\ufeff1", "not JSON"),
+  ],
 )
 def test_values_that_no_encoder_writes_are_refused(buffer, value, fault):
   bodies = [json.dumps(item(f"u{n}", extra_info={"x": 0})) for n in (0, 1)]
@@ -96,38 +94,40 @@ def test_a_repeated_key_hides_no_number_that_no_float_holds(buffer):
 
 
 _NUMBERS = st.one_of(
-    st.integers(-(2**63), 2**64 - 1),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.sampled_from([5e-324, -0.0, 1e308, 2**64 - 1, -(2**63)]),
+  st.integers(-(2**63), 2**64 - 1),
+  st.floats(allow_nan=False, allow_infinity=False),
+  st.sampled_from([5e-324, -0.0, 1e308, 2**64 - 1, -(2**63)]),
 )
 _REFUSED = st.sampled_from(
-    [math.nan, math.inf, 2**64, -(2**63) - 1, 2**200, "\ud800", nested(300)]
+  [math.nan, math.inf, 2**64, -(2**63) - 1, 2**200, "\ud800", nested(300)]
 )
 _TEXTS = st.one_of(
-    st.text(max_size=8),
-    st.sampled_from(["\x00", "\x85\u2028", "null", "\U0010ffff"]),
+  st.text(max_size=8),
+  st.sampled_from(["\x00", "\x85\u2028", "null", "\U0010ffff"]),
 )
 _VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), _NUMBERS, _TEXTS),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(_TEXTS, inner, max_size=3)
-    ),
-    max_leaves=6,
+  st.one_of(st.none(), st.booleans(), _NUMBERS, _TEXTS),
+  lambda inner: st.one_of(
+    st.lists(inner, max_size=3), st.dictionaries(_TEXTS, inner, max_size=3)
+  ),
+  max_leaves=6,
 )
 _MINE = st.one_of(
-    _VALUES, _VALUES, _REFUSED, st.builds(nested, st.integers(120, 140))
+  _VALUES, _VALUES, _REFUSED, st.builds(nested, st.integers(120, 140))
 )
 _ID = itertools.count()
 _ITEMS = st.builds(
-    lambda uid, instance_id, reward, **values: item(
-        f"{uid}{next(_ID)}" if isinstance(uid, str) else next(_ID),
-        instance_id, reward, **values,
-    ),  # pyformat: disable
-    uid=st.one_of(_TEXTS, st.just(0)),
-    instance_id=st.one_of(_TEXTS.filter(bool), st.integers(0, 9)),
-    reward=st.one_of(st.floats(0, 1), st.sampled_from([0, 1, 1e300, 7])),
-    extra_info=st.dictionaries(_TEXTS, _MINE, max_size=2),
-    mine=_VALUES,
+  lambda uid, instance_id, reward, **values: item(
+    f"{uid}{next(_ID)}" if isinstance(uid, str) else next(_ID),
+    instance_id,
+    reward,
+    **values,
+  ),
+  uid=st.one_of(_TEXTS, st.just(0)),
+  instance_id=st.one_of(_TEXTS.filter(bool), st.integers(0, 9)),
+  reward=st.one_of(st.floats(0, 1), st.sampled_from([0, 1, 1e300, 7])),
+  extra_info=st.dictionaries(_TEXTS, _MINE, max_size=2),
+  mine=_VALUES,
 )
 
 
@@ -137,7 +137,7 @@ def same(one, other):
     return False
   if isinstance(one, dict):
     return one.keys() == other.keys() and all(
-        same(one[key], other[key]) for key in one
+      same(one[key], other[key]) for key in one
     )
   if isinstance(one, list):
     return len(one) == len(other) and all(map(same, one, other))
@@ -151,10 +151,10 @@ def test_what_is_accepted_is_returned_as_it_was_sent(buffer):
   accepted = 0
 
   @hypothesis.settings(
-      max_examples=300,
-      deadline=None,
-      derandomize=True,
-      suppress_health_check=list(hypothesis.HealthCheck),
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(hypothesis.HealthCheck),
   )
   @hypothesis.given(st.lists(_ITEMS, min_size=1, max_size=3), st.booleans())
   def sent_and_read(sent, ascii_only):
@@ -182,13 +182,13 @@ def test_an_item_that_an_earlier_version_took_costs_its_own_group(buffer):
   buffer.write(*group("b"))
   got = buffer.read()["data"]
   assert [one["uid"] for one in got["data"]] == [
-      one["uid"] for one in group("a") + group("b")
+    one["uid"] for one in group("a") + group("b")
   ]
   assert "old" in got["meta_info"]["finished_groups"]
   assert "nests deeper than 128" in buffer.stats()["errors"][0]
 
 
-ODD = '''
+ODD = """
 TASK_TYPE = "odd"
 
 def run_rollout(data):
@@ -210,7 +210,7 @@ def transform_group(group, task_type):
 DEEP = []
 for _ in range(300):
   DEEP = [DEEP]
-'''
+"""
 
 
 def test_a_hook_that_returns_no_json_costs_its_group_only(tmp_path):
@@ -245,8 +245,8 @@ def ask_and_hang_up(buffer, body, received=4096, before=lambda: None):
   line.connect((address[0], int(address[1])))
   with line:
     line.sendall(
-        b"POST /get_rollout_data HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        b"Content-Length: %d\r\n\r\n%s" % (len(raw), raw)
+      b"POST /get_rollout_data HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+      b"Content-Length: %d\r\n\r\n%s" % (len(raw), raw)
     )
     size = 0
     while size < received:
@@ -284,8 +284,9 @@ def test_a_final_read_that_is_not_acknowledged_is_broken_off(buffer):
   """The disk fails between the body and its last byte."""
   buffer.write(*group("a"))
   broken = buffer.service.buffer("default")
-  acknowledge, broken.acknowledge = broken.acknowledge, lambda lease: (
-      (_ for _ in ()).throw(store.StoreError("no disk"))
+  acknowledge, broken.acknowledge = (
+    broken.acknowledge,
+    lambda lease: (_ for _ in ()).throw(store.StoreError("no disk")),
   )
   try:
     with pytest.raises(buffer_services.httpx.RemoteProtocolError):
@@ -296,7 +297,7 @@ def test_a_final_read_that_is_not_acknowledged_is_broken_off(buffer):
 
 
 def test_an_answer_that_is_broken_off_leaves_the_lease_to_a_later_one(
-    buffer, monkeypatch
+  buffer, monkeypatch
 ):
   text = "x" * 4_000_000
   buffer.write(*({**one, "text": text} for one in group("a")))
@@ -311,12 +312,12 @@ def test_an_answer_that_is_broken_off_leaves_the_lease_to_a_later_one(
   monkeypatch.setattr(app_lib._Delivery, "_give_back", observed)
   again = []
   ask_and_hang_up(
-      buffer, query, before=lambda: again.append(buffer.read(**query)["data"])
+    buffer, query, before=lambda: again.append(buffer.read(**query)["data"])
   )
   assert ended.wait(20)
   assert not buffer.read(lease_s=60, lease="another")["success"]
   assert [one["uid"] for one in again[0]["data"]] == [
-      one["uid"] for one in group("a")
+    one["uid"] for one in group("a")
   ]
   assert buffer.post("/buffer/ack", {"lease": "mine"}).status_code == 200
   # The lease of a read that is made again later under the same id, too.
@@ -328,7 +329,7 @@ def test_an_answer_that_is_broken_off_leaves_the_lease_to_a_later_one(
     again.append(buffer.read(lease_s=60, lease="next"))
 
   ask_and_hang_up(
-      buffer, {**query, "lease": "next"}, before=given_back_and_read_again
+    buffer, {**query, "lease": "next"}, before=given_back_and_read_again
   )
   assert ended.wait(20) and buffer.stats()["leases"] == 1
 
@@ -343,7 +344,7 @@ def keep_busy(buffer, free):
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("by_client", [False, True])
 def test_an_acknowledgement_that_waits_too_long_loses_nothing(
-    buffer, monkeypatch, begun, by_client
+  buffer, monkeypatch, begun, by_client
 ):
   """The disk is busy before the acknowledgement begins, or in it."""
   buffer.write(*group("a"))
@@ -353,9 +354,11 @@ def test_an_acknowledgement_that_waits_too_long_loses_nothing(
   free = threading.Event()
   acknowledge = store_work.acknowledge
   if begun:
-    monkeypatch.setattr(store_work, "acknowledge", lambda *args: lambda db: (
-        free.wait(20), acknowledge(*args)(db)
-    ))  # pyformat: disable
+    monkeypatch.setattr(
+      store_work,
+      "acknowledge",
+      lambda *args: lambda db: (free.wait(20), acknowledge(*args)(db)),
+    )
   else:
     keep_busy(buffer, free)
   with pytest.raises(TimeoutError):
@@ -368,7 +371,7 @@ def test_an_acknowledgement_that_waits_too_long_loses_nothing(
     buffer.clock.now += 61
   got = buffer.read()["data"]["data"]
   assert [one["uid"] for one in got] == (
-      [] if begun else [one["uid"] for one in group("a")]
+    [] if begun else [one["uid"] for one in group("a")]
   )
   assert (buffer.stats()["items"], buffer.stats()["leases"]) == (0, 0)
   assert not buffer.stats()["errors"]
@@ -389,8 +392,10 @@ def test_a_read_may_be_repeated_under_the_id_of_its_lease(buffer):
   buffer.clock.now += 50
   again = buffer.read(**query)["data"]
   assert (again["data"], again["lease"], again["groups"]) == (
-      first["data"], "mine", first["groups"],
-  )  # pyformat: disable
+    first["data"],
+    "mine",
+    first["groups"],
+  )
   assert again["meta_info"]["finished_groups"] == ["a"]
   assert again["meta_info"]["total_samples"] == 4
   assert buffer.stats()["leased_items"] == 4
@@ -401,7 +406,7 @@ def test_a_read_may_be_repeated_under_the_id_of_its_lease(buffer):
     used = buffer.post(path, query)
     assert used.status_code == 409 and used.json()["code"] == "lease_used"
   assert buffer.read(lease_s=60, lease="next")["data"]["data"][0]["uid"] == (
-      "b-0"
+    "b-0"
   )
 
 
@@ -413,12 +418,12 @@ def test_a_lease_s_id_is_one_buffer_s_also_of_reads_at_once(buffer):
   keep_busy(buffer, free)
   with concurrent.futures.ThreadPoolExecutor() as pool:
     reads = [
-        pool.submit(
-            buffer.post,
-            f"/b/{name}/get_rollout_data",
-            {"lease_s": 60, "lease": "mine"},
-        )
-        for name in ("left", "right")
+      pool.submit(
+        buffer.post,
+        f"/b/{name}/get_rollout_data",
+        {"lease_s": 60, "lease": "mine"},
+      )
+      for name in ("left", "right")
     ]
     due = time.monotonic() + 20
     while buffer.service.store._queue.qsize() < 2:  # pylint: disable=protected-access
@@ -433,13 +438,13 @@ def test_a_lease_s_id_is_one_buffer_s_also_of_reads_at_once(buffer):
 
 
 @pytest.mark.parametrize(
-    "body, fault",
-    [
-        ({"lease": "x"}, "lease needs lease_s"),
-        ({"lease": "", "lease_s": 9}, "lease='' must be the id of a lease"),
-        ({"lease": "x" * 65, "lease_s": 9}, "1 to 64 characters"),
-        ({"lease": 7, "lease_s": 9}, "lease=7 must be"),
-    ],
+  "body, fault",
+  [
+    ({"lease": "x"}, "lease needs lease_s"),
+    ({"lease": "", "lease_s": 9}, "lease='' must be the id of a lease"),
+    ({"lease": "x" * 65, "lease_s": 9}, "1 to 64 characters"),
+    ({"lease": 7, "lease_s": 9}, "lease=7 must be"),
+  ],
 )
 def test_a_wrong_lease_is_named(buffer, body, fault):
   answer = buffer.post("/get_rollout_data", body)
@@ -457,8 +462,8 @@ def test_the_newest_acknowledgements_may_be_repeated(buffer, monkeypatch):
       assert answer.status_code == 200
     answers[n] = lease
   again = [
-      buffer.post("/buffer/ack", {"lease": lease}).status_code
-      for lease in answers.values()
+    buffer.post("/buffer/ack", {"lease": lease}).status_code
+    for lease in answers.values()
   ]
   assert again == [404] * 3 + [200] * 3
 
@@ -486,9 +491,9 @@ def test_the_client_repeats_a_read_whose_answer_was_cut_off(tmp_path):
 
       cut = cuts.pop(0) if cuts else 0
       await asyncio.gather(
-          pump(reader, upstream[1], 0),
-          pump(upstream[0], writer, cut),
-          return_exceptions=True,
+        pump(reader, upstream[1], 0),
+        pump(upstream[0], writer, cut),
+        return_exceptions=True,
       )
 
     async def read():

@@ -17,8 +17,8 @@ import trials
 
 Rules = rules.GroupRules
 REWARDS = st.one_of(
-    st.sampled_from([0.0, 1.0, 0.5, -1.0, 2.0]),
-    st.floats(-0.5, 1.5, allow_nan=False),
+  st.sampled_from([0.0, 1.0, 0.5, -1.0, 2.0]),
+  st.floats(-0.5, 1.5, allow_nan=False),
 )
 GROUPS = st.lists(REWARDS, min_size=1, max_size=12)
 SHARES = st.sampled_from([0.0, 0.3, 0.5, 0.7, 1.0])
@@ -26,8 +26,8 @@ SHARES = st.sampled_from([0.0, 0.3, 0.5, 0.7, 1.0])
 
 def items_of(rewards):
   return [
-      {"uid": str(i), "instance_id": "g", "messages": [], "reward": r}
-      for i, r in enumerate(rewards)
+    {"uid": str(i), "instance_id": "g", "messages": [], "reward": r}
+    for i, r in enumerate(rewards)
   ]
 
 
@@ -67,9 +67,7 @@ def expected_items(rewards, size, item_ratio):
     out.append(rows[len(out) % len(rows)])
   count = {id(r): sum(o is r for o in out) for r in rows}
   shared = [(row[0] / count[id(row)], row[1], row[2]) for row in out]
-  assert math.isclose(
-      math.fsum(s[0] for s in shared), total, abs_tol=1e-6
-  )
+  assert math.isclose(math.fsum(s[0] for s in shared), total, abs_tol=1e-6)
   return shared
 
 
@@ -78,28 +76,34 @@ def expected_items(rewards, size, item_ratio):
 
 @hypothesis_settings(max_examples=trials.count(400), deadline=None)
 @given(
-    GROUPS, st.floats(0, 1000), st.integers(1, 12), SHARES,
-    st.sampled_from([1.0, 300.0]), SHARES,
-)  # pyformat: disable
+  GROUPS,
+  st.floats(0, 1000),
+  st.integers(1, 12),
+  SHARES,
+  st.sampled_from([1.0, 300.0]),
+  SHARES,
+)
 def test_a_group_waits_is_used_or_dropped_as_the_protocol_has_it(
-    rewards, idle, size, ratio, timeout, timeout_ratio
+  rewards, idle, size, ratio, timeout, timeout_ratio
 ):
   settings = Rules(
-      group_size=size, min_valid_group_size_ratio=ratio,
-      group_timeout_seconds=timeout, min_timeout_group_size_ratio=timeout_ratio,
-  )  # pyformat: disable
+    group_size=size,
+    min_valid_group_size_ratio=ratio,
+    group_timeout_seconds=timeout,
+    min_timeout_group_size_ratio=timeout_ratio,
+  )
   valid, finished = rules.is_valid_group(rewards, settings)
   assert not valid or finished
   got = rules.verdict(valid, finished, len(rewards), idle, settings)
   assert got == expected_verdict(
-      rewards, idle, size, ratio, timeout, timeout_ratio
+    rewards, idle, size, ratio, timeout, timeout_ratio
   )
 
 
 @hypothesis_settings(max_examples=trials.count(400), deadline=None)
 @given(GROUPS, st.integers(1, 12), SHARES)
 def test_what_a_reader_gets_is_filtered_normalised_and_padded(
-    rewards, size, ratio
+  rewards, size, ratio
 ):
   settings = Rules(group_size=size, min_valid_item_size_ratio=ratio)
   items = items_of(rewards)
@@ -163,7 +167,7 @@ def test_padding_repeats_items_as_often_as_it_must():
   assert math.isclose(sum(i["reward"] for i in items), 0.9 * 5 / 2)
   _, items = rules.pad_group_data(("g", items_of([1.0] * 3)), 4)
   assert [i["reward"] for i in items] == pytest.approx(
-      [4 / 6, 4 / 3, 4 / 3, 4 / 6]
+    [4 / 6, 4 / 3, 4 / 3, 4 / 6]
   )
 
 
@@ -177,49 +181,50 @@ def test_raw_groups_leave_as_they_came():
 
 def test_hooks_of_the_older_form_replace_their_step():
   hooks = rules.Hooks(
-      filter_item=lambda item, task_type: item["uid"] != "0",
-      normalize_group_data=lambda g: (g[0], [{**i, "reward": 9} for i in g[1]]),
-      pad_group_data=lambda g, size: (g[0], g[1] * size),
+    filter_item=lambda item, task_type: item["uid"] != "0",
+    normalize_group_data=lambda g: (g[0], [{**i, "reward": 9} for i in g[1]]),
+    pad_group_data=lambda g, size: (g[0], g[1] * size),
   )
   settings = Rules(group_size=2, min_valid_item_size_ratio=0.5)
   got = rules.delivered(("g", items_of([0.0, 5.0])), settings, hooks, "math")
   assert [(i["uid"], i["reward"], i["raw_reward"]) for i in got] == [
-      ("1", 9, 9), ("1", 9, 9)
-  ]  # pyformat: disable
+    ("1", 9, 9),
+    ("1", 9, 9),
+  ]
 
 
 def test_a_hook_of_the_newer_form_replaces_all_of_them():
   hooks = rules.Hooks(
-      transform_group=lambda g, task_type: (g[0], [{**g[1][0], "t": task_type}])
+    transform_group=lambda g, task_type: (g[0], [{**g[1][0], "t": task_type}])
   )
   got = rules.delivered(
-      ("g", items_of([5.0, 5.0])), Rules(group_size=2), hooks, "math"
+    ("g", items_of([5.0, 5.0])), Rules(group_size=2), hooks, "math"
   )
   assert [(i["reward"], i["raw_reward"], i["t"]) for i in got] == [
-      (5.0, 5.0, "math")
+    (5.0, 5.0, "math")
   ]
 
 
 @pytest.mark.parametrize(
-    "answer, judged",
-    [
-        (True, (True, True)),
-        (False, (False, False)),
-        ((True, True), (True, True)),
-        ([False, True], (False, True)),
-    ],
+  "answer, judged",
+  [
+    (True, (True, True)),
+    (False, (False, False)),
+    ((True, True), (True, True)),
+    ([False, True], (False, True)),
+  ],
 )
 def test_both_forms_of_is_valid_group_are_read(answer, judged):
   assert rules.judged(answer) == judged
 
 
 @pytest.mark.parametrize(
-    "answer, fault",
-    [
-        ((True, False), "a valid group is finished"),
-        (None, "return (valid, finished), or a bool"),
-        ((1, 2, 3), "return (valid, finished), or a bool"),
-    ],
+  "answer, fault",
+  [
+    ((True, False), "a valid group is finished"),
+    (None, "return (valid, finished), or a bool"),
+    ((1, 2, 3), "return (valid, finished), or a bool"),
+  ],
 )
 def test_other_answers_of_is_valid_group_are_refused(answer, fault):
   with pytest.raises(rules.HookError, match="is_valid_group") as caught:

@@ -25,41 +25,45 @@ group = buffer_services.group
 
 def test_every_documented_reply_is_word_for_word(buffer):
   assert buffer.client.get("/").json() == {
-      "message": "Rollout Buffer Server is running"
+    "message": "Rollout Buffer Server is running"
   }
   assert buffer.start(group_timeout_seconds=1).json() == {
-      "message": "Rollout started"
+    "message": "Rollout started"
   }
   one = item("a", "g", 0.0)
   written = buffer.post("/buffer/write", one)
   assert written.status_code == 200
   assert written.json() == {
-      "success": True,
-      "message": "Data has been successfully written to buffer",
-      "data": {"data": [one], "meta_info": "write to buffer"},
-      "new": 1,
+    "success": True,
+    "message": "Data has been successfully written to buffer",
+    "data": {"data": [one], "meta_info": "write to buffer"},
+    "new": 1,
   }
   nothing = {"data": [], "meta_info": {}}
   assert buffer.read() == {
-      "success": False, "message": "No data available to read", "data": nothing
-  }  # pyformat: disable
+    "success": False,
+    "message": "No data available to read",
+    "data": nothing,
+  }
   assert buffer.read(batch_size=8) == {
-      "success": False,
-      "message": "Not enough data. Requested 8 items but only 0 available.",
-      "data": nothing,
+    "success": False,
+    "message": "Not enough data. Requested 8 items but only 0 available.",
+    "data": nothing,
   }
   waited = buffer.post("/buffer/read", {"batch_size": 1, "timeout": 0})
   assert waited.json() == {
-      "success": False,
-      "message": "Timeout waiting, no data available to read",
-      "data": nothing,
+    "success": False,
+    "message": "Timeout waiting, no data available to read",
+    "data": nothing,
   }
   assert buffer.post("/buffer/read", {"wait": False}).json() == {
-      "success": True, "message": "Successfully read 0 items", "data": nothing
-  }  # pyformat: disable
+    "success": True,
+    "message": "Successfully read 0 items",
+    "data": nothing,
+  }
   buffer.write(*(item(n, "g", r) for n, r in (("b", 1.0), ("c", 0), ("d", 1))))
   peeked = buffer.client.request(
-      "GET", "/buffer/peek", json={"batch_size": 2}
+    "GET", "/buffer/peek", json={"batch_size": 2}
   ).json()
   assert peeked["message"] == "Successfully previewed 2 items"
   assert peeked["data"]["data"][0] == one
@@ -74,10 +78,15 @@ def test_every_documented_reply_is_word_for_word(buffer):
   assert got["success"] and got["message"] == "Successfully read 4 items"
   meta = got["data"]["meta_info"]
   assert meta == {
-      "total_samples": 4, "num_groups": 1, "avg_group_size": 4.0,
-      "avg_reward": 0.5, "reward_std": pytest.approx(math.sqrt(1 / 3)),
-      "reward_min": 0.0, "reward_max": 1.0, "finished_groups": ["g"],
-  }  # pyformat: disable
+    "total_samples": 4,
+    "num_groups": 1,
+    "avg_group_size": 4.0,
+    "avg_reward": 0.5,
+    "reward_std": pytest.approx(math.sqrt(1 / 3)),
+    "reward_min": 0.0,
+    "reward_max": 1.0,
+    "finished_groups": ["g"],
+  }
   assert [i["uid"] for i in got["data"]["data"]] == ["a", "b", "c", "d"]
   for one in got["data"]["data"]:
     assert set(one) == {*items.REQUIRED, "raw_reward"}
@@ -87,10 +96,10 @@ def test_every_documented_reply_is_word_for_word(buffer):
 
 
 DEFAULTS = {
-    "min_valid_group_size_ratio": ("min_valid_group_size_ratio", 1.0),
-    "min_valid_item_size_ratio": ("min_valid_item_size_ratio", 0.7),
-    "group_timeout_seconds": ("group_timeout_seconds", 300.0),
-    "min_timeout_group_size_ratio": ("min_timeout_group_size_ratio", 0.7),
+  "min_valid_group_size_ratio": ("min_valid_group_size_ratio", 1.0),
+  "min_valid_item_size_ratio": ("min_valid_item_size_ratio", 0.7),
+  "group_timeout_seconds": ("group_timeout_seconds", 300.0),
+  "min_timeout_group_size_ratio": ("min_timeout_group_size_ratio", 0.7),
 }
 
 
@@ -108,25 +117,30 @@ def test_defaults_of_a_start_are_the_documented_ones():
 def sent(**changes):
   """The payload as a trainer sends it, numbers as texts."""
   return {
-      "num_process": "100", "num_epoch": "3",
-      "remote_engine_url": "http://127.0.0.1:30000",
-      "remote_buffer_url": "http://127.0.0.1:8889", "task_type": "math",
-      "input_file": "in.jsonl", "num_repeat_per_sample": "8",
-      "max_tokens": "8192",
-      "sampling_params": {"max_tokens": "8192", "temperature": 0.8, "top_p": 1},
-      "tokenizer_path": "/t", "skip_instance_ids": ["a", 7], **changes,
-  }  # pyformat: disable
+    "num_process": "100",
+    "num_epoch": "3",
+    "remote_engine_url": "http://127.0.0.1:30000",
+    "remote_buffer_url": "http://127.0.0.1:8889",
+    "task_type": "math",
+    "input_file": "in.jsonl",
+    "num_repeat_per_sample": "8",
+    "max_tokens": "8192",
+    "sampling_params": {"max_tokens": "8192", "temperature": 0.8, "top_p": 1},
+    "tokenizer_path": "/t",
+    "skip_instance_ids": ["a", 7],
+    **changes,
+  }
 
 
 @pytest.mark.parametrize("number", [str, int, float])
 def test_numbers_of_a_start_may_be_texts(number):
   request = requests.rollout(
-      sent(
-          num_repeat_per_sample=number(8),
-          group_timeout_seconds=number(60),
-          min_valid_item_size_ratio=str(0.5),
-          task_arg={"mine": [1]},
-      )
+    sent(
+      num_repeat_per_sample=number(8),
+      group_timeout_seconds=number(60),
+      min_valid_item_size_ratio=str(0.5),
+      task_arg={"mine": [1]},
+    )
   )
   assert request.rules.group_size == 8
   assert request.rules.group_timeout_seconds == 60.0
@@ -139,33 +153,33 @@ def test_numbers_of_a_start_may_be_texts(number):
   without = sent()
   del without["remote_buffer_url"]
   assert (
-      requests.rollout(without, "http://me:1").payload["remote_buffer_url"]
-      == "http://me:1"
+    requests.rollout(without, "http://me:1").payload["remote_buffer_url"]
+    == "http://me:1"
   )
 
 
 @pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"task_type": None}, "task_type=None must name a generator"),
-        ({"task_type": 3}, "task_type=3 must name a generator"),
-        ({"num_repeat_per_sample": None}, "num_repeat_per_sample is missing"),
-        ({"num_repeat_per_sample": "0"}, "num_repeat_per_sample='0' must be a"),
-        ({"num_repeat_per_sample": "x"}, "num_repeat_per_sample='x' must be a"),
-        ({"num_repeat_per_sample": 2.5}, "num_repeat_per_sample=2.5 must be a"),
-        ({"num_process": True}, "num_process=True must be a whole number"),
-        ({"num_epoch": "1e99"}, "num_epoch='1e99' must be a whole number"),
-        ({"max_tokens": "-1"}, "max_tokens='-1' must be a whole number"),
-        ({"sampling_params": [1]}, "sampling_params=[1] must be an object"),
-        ({"skip_instance_ids": "a"}, "skip_instance_ids='a' must be a list"),
-        ({"skip_instance_ids": [[]]}, "skip_instance_ids=[] must be a text"),
-        ({"group_timeout_seconds": 0}, "group_timeout_seconds=0 must be"),
-        ({"group_timeout_seconds": "nan"}, "group_timeout_seconds='nan'"),
-        ({"min_valid_group_size_ratio": 2}, "min_valid_group_size_ratio=2"),
-        ({"min_timeout_group_size_ratio": "x"}, "min_timeout_group_size_ratio"),
-        ({"group_rules": "none"}, "group_rules='none' must be one of"),
-        ({"remote_engine_url": "here"}, "remote_engine_url='here' must be an"),
-    ],
+  "changes, named",
+  [
+    ({"task_type": None}, "task_type=None must name a generator"),
+    ({"task_type": 3}, "task_type=3 must name a generator"),
+    ({"num_repeat_per_sample": None}, "num_repeat_per_sample is missing"),
+    ({"num_repeat_per_sample": "0"}, "num_repeat_per_sample='0' must be a"),
+    ({"num_repeat_per_sample": "x"}, "num_repeat_per_sample='x' must be a"),
+    ({"num_repeat_per_sample": 2.5}, "num_repeat_per_sample=2.5 must be a"),
+    ({"num_process": True}, "num_process=True must be a whole number"),
+    ({"num_epoch": "1e99"}, "num_epoch='1e99' must be a whole number"),
+    ({"max_tokens": "-1"}, "max_tokens='-1' must be a whole number"),
+    ({"sampling_params": [1]}, "sampling_params=[1] must be an object"),
+    ({"skip_instance_ids": "a"}, "skip_instance_ids='a' must be a list"),
+    ({"skip_instance_ids": [[]]}, "skip_instance_ids=[] must be a text"),
+    ({"group_timeout_seconds": 0}, "group_timeout_seconds=0 must be"),
+    ({"group_timeout_seconds": "nan"}, "group_timeout_seconds='nan'"),
+    ({"min_valid_group_size_ratio": 2}, "min_valid_group_size_ratio=2"),
+    ({"min_timeout_group_size_ratio": "x"}, "min_timeout_group_size_ratio"),
+    ({"group_rules": "none"}, "group_rules='none' must be one of"),
+    ({"remote_engine_url": "here"}, "remote_engine_url='here' must be an"),
+  ],
 )
 def test_a_wrong_start_names_its_key(buffer, changes, named):
   answer = buffer.post("/start_rollout", sent(**changes))
@@ -178,9 +192,9 @@ def test_an_unknown_task_type_is_an_error_that_lists_the_known(buffer):
   answer = buffer.start(task_type="chess")
   assert answer.status_code == 404
   assert answer.json() == {
-      "detail": "task_type='chess' has no generator; there is desktop,"
-      " external, math",
-      "code": "unknown_task_type",
+    "detail": "task_type='chess' has no generator; there is desktop,"
+    " external, math",
+    "code": "unknown_task_type",
   }
 
 
@@ -199,58 +213,57 @@ def test_each_required_key_is_required(buffer, key):
 
 
 EXACT = {
-    "tokens": [1, 2, 3], "loss_mask": [0, 1, 1],
-    "logprobs": [None, -0.5, None], "versions": [None, 0, 1],
-}  # pyformat: disable
+  "tokens": [1, 2, 3],
+  "loss_mask": [0, 1, 1],
+  "logprobs": [None, -0.5, None],
+  "versions": [None, 0, 1],
+}
 HASH = "ab" * 32
 SPAN = {"sha256": HASH, "width": 2, "height": 3, "start": 0, "num_tokens": 1}
 
 
 @pytest.mark.parametrize(
-    "changes, fault",
-    [
-        ({"uid": ""}, "uid='' must be a text"),
-        ({"uid": None}, "uid=None must be a text"),
-        ({"instance_id": 1.5}, "instance_id=1.5 must be a text"),
-        ({"instance_id": True}, "instance_id=True must be a text"),
-        ({"reward": "1"}, "reward='1' must be a finite number"),
-        ({"reward": 1e300}, "a reward of 1e+300 is larger than"),
-        ({"messages": {}}, "messages={} must be a list"),
-        ({"messages": [1]}, "messages.0=1 must be an object"),
-        ({"messages": [{"content": "x"}]}, "with a text 'role'"),
-        ({"extra_info": []}, "extra_info=[] must be an object"),
-        ({"buffer": "../x"}, "buffer='../x' must be a name"),
-        ({"raw_reward": "1"}, "raw_reward='1' must be a finite number"),
-        ({"messages": [{"role": "user", "content": {"$type": "x"}}]}, "$type"),
-        ({"tokens": [1]}, "sequences[0] lacks loss_mask"),
-        ({**EXACT, "loss_mask": [1]}, "loss_mask has 1 entries for 3 tokens"),
-        ({**EXACT, "loss_mask": [0, 1, 2]}, "loss_mask must be 0 or 1"),
-        ({**EXACT, "tokens": [1, -2, 3]}, "tokens must be ids >= 0"),
-        ({**EXACT, "tokens": [1, 2**31, 3]}, "tokens must be ids >= 0"),
-        ({**EXACT, "tokens": [1, 2.0, 3]}, "tokens must be a flat list of"),
-        ({**EXACT, "logprobs": [0, "a", -1]}, "logprobs must be a flat list"),
-        ({**EXACT, "logprobs": [0, 0.5, -1]}, "logprobs must be <= 0"),
-        ({**EXACT, "logprobs": [0, -1e300, 0]}, "logprobs must be finite"),
-        ({**EXACT, "versions": [0, 0.5, 2]}, "versions must be a flat list"),
-        ({**EXACT, "versions": [0, 1, 2**40]}, "versions must be numbers of"),
-        ({**EXACT, "versions": [0]}, "versions has 1 entries for 3 tokens"),
-        ({**EXACT, "turn_ids": [1, 0, 0]}, "turn_ids must not decrease"),
-        ({**EXACT, "turn_ids": [0, 0, 2**40]}, "turn_ids must be >= 0"),
-        ({**EXACT, "entropies": [0, -1, 1]}, "entropies must be >= 0"),
-        ({**EXACT, "support": 3}, "support must be a list of token ids"),
-        ({**EXACT, "support": [[1], [1]]}, "is outside of its support"),
-        ({**EXACT, "images": [{"sha256": "x"}]}, "images: each needs sha256"),
-        (
-            {**EXACT, "images": [{**SPAN, "num_tokens": 4}]},
-            "leaves the 3 tokens",
-        ),
-        ({**EXACT, "images": [{**SPAN, "start": 1}]}, "marked as sampled"),
-        ({"images": {"ab": "aGk="}}, "images.ab='aGk=' must be a base64 PNG"),
-        ({"images": 3}, "images=3 must be an object"),
-        ({"sequences": {}}, "sequences must be a list, got {}"),
-        ({"sequences": [{}]}, "sequences[0] lacks tokens"),
-        ({"sequences": [{**EXACT, "loss_mask": 0}]}, "sequences[0].loss_mask"),
-    ],
+  "changes, fault",
+  [
+    ({"uid": ""}, "uid='' must be a text"),
+    ({"uid": None}, "uid=None must be a text"),
+    ({"instance_id": 1.5}, "instance_id=1.5 must be a text"),
+    ({"instance_id": True}, "instance_id=True must be a text"),
+    ({"reward": "1"}, "reward='1' must be a finite number"),
+    ({"reward": 1e300}, "a reward of 1e+300 is larger than"),
+    ({"messages": {}}, "messages={} must be a list"),
+    ({"messages": [1]}, "messages.0=1 must be an object"),
+    ({"messages": [{"content": "x"}]}, "with a text 'role'"),
+    ({"extra_info": []}, "extra_info=[] must be an object"),
+    ({"buffer": "../x"}, "buffer='../x' must be a name"),
+    ({"raw_reward": "1"}, "raw_reward='1' must be a finite number"),
+    ({"messages": [{"role": "user", "content": {"$type": "x"}}]}, "$type"),
+    ({"tokens": [1]}, "sequences[0] lacks loss_mask"),
+    ({**EXACT, "loss_mask": [1]}, "loss_mask has 1 entries for 3 tokens"),
+    ({**EXACT, "loss_mask": [0, 1, 2]}, "loss_mask must be 0 or 1"),
+    ({**EXACT, "tokens": [1, -2, 3]}, "tokens must be ids >= 0"),
+    ({**EXACT, "tokens": [1, 2**31, 3]}, "tokens must be ids >= 0"),
+    ({**EXACT, "tokens": [1, 2.0, 3]}, "tokens must be a flat list of"),
+    ({**EXACT, "logprobs": [0, "a", -1]}, "logprobs must be a flat list"),
+    ({**EXACT, "logprobs": [0, 0.5, -1]}, "logprobs must be <= 0"),
+    ({**EXACT, "logprobs": [0, -1e300, 0]}, "logprobs must be finite"),
+    ({**EXACT, "versions": [0, 0.5, 2]}, "versions must be a flat list"),
+    ({**EXACT, "versions": [0, 1, 2**40]}, "versions must be numbers of"),
+    ({**EXACT, "versions": [0]}, "versions has 1 entries for 3 tokens"),
+    ({**EXACT, "turn_ids": [1, 0, 0]}, "turn_ids must not decrease"),
+    ({**EXACT, "turn_ids": [0, 0, 2**40]}, "turn_ids must be >= 0"),
+    ({**EXACT, "entropies": [0, -1, 1]}, "entropies must be >= 0"),
+    ({**EXACT, "support": 3}, "support must be a list of token ids"),
+    ({**EXACT, "support": [[1], [1]]}, "is outside of its support"),
+    ({**EXACT, "images": [{"sha256": "x"}]}, "images: each needs sha256"),
+    ({**EXACT, "images": [{**SPAN, "num_tokens": 4}]}, "leaves the 3 tokens"),
+    ({**EXACT, "images": [{**SPAN, "start": 1}]}, "marked as sampled"),
+    ({"images": {"ab": "aGk="}}, "images.ab='aGk=' must be a base64 PNG"),
+    ({"images": 3}, "images=3 must be an object"),
+    ({"sequences": {}}, "sequences must be a list, got {}"),
+    ({"sequences": [{}]}, "sequences[0] lacks tokens"),
+    ({"sequences": [{**EXACT, "loss_mask": 0}]}, "sequences[0].loss_mask"),
+  ],
 )
 def test_a_wrong_item_names_field_value_and_fix(buffer, changes, fault):
   answer = buffer.post("/buffer/write", {**item("a"), **changes})
@@ -261,13 +274,19 @@ def test_a_wrong_item_names_field_value_and_fix(buffer, changes, fault):
 def test_the_service_takes_no_item_that_its_reader_refuses():
   """Each value of an item in turn is replaced by ones of every kind."""
   pictures = {"images": {HASH: "aGk="}, "raw_reward": 0.2}
-  complete = {**EXACT, "turn_ids": [0, 0, 0], "entropies": [None, 0.1, 0.2],
-           "support": [[2, 5], [3]], "images": [SPAN]}  # pyformat: disable
+  complete = {
+    **EXACT,
+    "turn_ids": [0, 0, 0],
+    "entropies": [None, 0.1, 0.2],
+    "support": [[2, 5], [3]],
+    "images": [SPAN],
+  }
   count = 0
   for one in (
-      item("a", **complete), item("a", sequences=[complete]),
-      item("a", **pictures),
-  ):  # pyformat: disable
+    item("a", **complete),
+    item("a", sequences=[complete]),
+    item("a", **pictures),
+  ):
     for path in list(paths_of(one)):
       for value in OF_EVERY_KIND:
         raw = json.dumps(replaced(one, path, value)).encode()
@@ -291,12 +310,13 @@ class Watched(bytes):
     return part
 
 
-@pytest.mark.parametrize("digits, place", [
-    *((19, n) for n in (0, 1, 17, 18, 19, 20, 4095, 4096)), (40, 4080), (18, 7),
-])  # pyformat: disable
+@pytest.mark.parametrize(
+  "digits, place",
+  [*((19, n) for n in (0, 1, 17, 18, 19, 20, 4095, 4096)), (40, 4080), (18, 7)],
+)
 @pytest.mark.parametrize("before", [b"", b",", b".", b"7"])
 def test_long_integers_are_searched_for_in_parts(
-    monkeypatch, digits, place, before
+  monkeypatch, digits, place, before
 ):
   """A search of a whole body would hold up every other thread."""
   monkeypatch.setattr(items, "_SLICE", 64)
@@ -331,7 +351,7 @@ OF_EVERY_KIND = (
     {"$type": "ndarray", "data": [300], "dtype": "uint8"},
     {"$type": "ndarray", "data": ["a"], "dtype": "S4000000000"},
     functools.reduce(lambda inner, _: [inner], range(900), []),
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def paths_of(value, path=()):
@@ -368,9 +388,9 @@ def test_whole_numbers_are_ids_and_leave_as_texts(buffer):
 
 def test_token_exact_items_leave_as_they_came(buffer):
   exact = {**EXACT, "images": {HASH: "cGljdHVyZQ=="}}
-  several = {"sequences": [
-      {**EXACT, "images": [SPAN]}, {"tokens": [], "loss_mask": []}
-  ]}  # pyformat: disable
+  several = {
+    "sequences": [{**EXACT, "images": [SPAN]}, {"tokens": [], "loss_mask": []}]
+  }
   for number, more in enumerate((exact, several, exact, several)):
     buffer.write(item(f"u{number}", "g", number % 2, **more, mine={"x": None}))
   for got, more in zip(buffer.read()["data"]["data"], (exact, several) * 2):
@@ -408,7 +428,7 @@ def test_a_write_that_is_repeated_is_one_item_also_after_it_was_read(buffer):
 
 def test_an_answer_is_short_where_its_client_prefers_so(buffer):
   answer = buffer.post(
-      "/buffer/write", item("a"), headers={"prefer": "return=minimal"}
+    "/buffer/write", item("a"), headers={"prefer": "return=minimal"}
   ).json()
   assert answer["data"]["data"] == [] and answer["new"] == 1
 
@@ -420,7 +440,7 @@ def test_a_read_takes_whole_groups_and_leaves_the_rest(buffer):
   for name in ("a", "b", "c"):
     buffer.write(*group(name))
   assert buffer.read(batch_size=13)["message"] == (
-      "Not enough data. Requested 13 items but only 12 available."
+    "Not enough data. Requested 13 items but only 12 available."
   )
   first = buffer.read(batch_size="5")["data"]
   assert [i["uid"][0] for i in first["data"]] == list("aaaabbbb")
@@ -483,11 +503,17 @@ def test_a_write_renews_a_group_s_time(buffer):
 def test_further_items_of_an_instance_are_its_next_group(buffer):
   buffer.write(*group("g"), *(item(f"n{i}", "g", i % 2) for i in range(3)))
   assert [i["uid"] for i in buffer.read()["data"]["data"]] == [
-      "g-0", "g-1", "g-2", "g-3"
-  ]  # pyformat: disable
+    "g-0",
+    "g-1",
+    "g-2",
+    "g-3",
+  ]
   buffer.write(item("n3", "g", 1.0))
   assert [i["uid"] for i in buffer.read()["data"]["data"]] == [
-      "n0", "n1", "n2", "n3"
+    "n0",
+    "n1",
+    "n2",
+    "n3",
   ]
 
 
@@ -502,7 +528,7 @@ def test_groups_may_be_read_raw(buffer):
 def test_a_waiting_read_returns_once_there_is_enough(buffer):
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     reading = pool.submit(
-        buffer.post, "/buffer/read", {"batch_size": 4, "timeout": "20"}
+      buffer.post, "/buffer/read", {"batch_size": 4, "timeout": "20"}
     )
     time.sleep(0.2)
     buffer.write(*group("g"))
@@ -526,16 +552,16 @@ def test_a_start_replaces_what_the_buffer_holds_unless_it_is_kept(buffer):
 
 
 @pytest.mark.parametrize(
-    "argv, fault",
-    [
-        (["--host", "0.0.0.0", "--port", "0"], "needs a token"),
-        (["--max-items", "0"], "--max-items must be >= 1, got 0"),
-        (["--generators", "/nowhere"], "--generators=/nowhere is no folder"),
-        (["--token-file", "/nowhere"], "/nowhere: No such file"),
-    ],
+  "argv, fault",
+  [
+    (["--host", "0.0.0.0", "--port", "0"], "needs a token"),
+    (["--max-items", "0"], "--max-items must be >= 1, got 0"),
+    (["--generators", "/nowhere"], "--generators=/nowhere is no folder"),
+    (["--token-file", "/nowhere"], "/nowhere: No such file"),
+  ],
 )
 def test_a_wrong_argument_ends_the_command_with_one_line(
-    tmp_path, capsys, argv, fault
+  tmp_path, capsys, argv, fault
 ):
   argv = ["--port", "0", "--dir", str(tmp_path), *argv]
   assert __main__.main(argv) == 2

@@ -44,16 +44,19 @@ def says(*texts, **fields):
 def body(model_url, **changes):
   task = DESKTOP.train_task("click-button", 0, 0)
   return {
-      "task": "Click the button.",
-      "agent": "tool",
-      "maxSteps": 3,
-      "model": {"baseUrl": model_url, "name": "m", "provider": "openai"},
-      "env": {
-          "type": "gym", "gym": "desktop", "task": task.to_json(),
-          "width": 128, "height": 96,
-      },
-      **changes,
-  }  # pyformat: disable
+    "task": "Click the button.",
+    "agent": "tool",
+    "maxSteps": 3,
+    "model": {"baseUrl": model_url, "name": "m", "provider": "openai"},
+    "env": {
+      "type": "gym",
+      "gym": "desktop",
+      "task": task.to_json(),
+      "width": 128,
+      "height": 96,
+    },
+    **changes,
+  }
 
 
 async def played(url, request, seconds=30.0, **options):
@@ -77,8 +80,8 @@ async def test_a_run_s_events_are_in_order_and_hold_the_whole_reply():
   replies = [reply, run_services.completion(TERMINATE)]
   answer = lambda *_: (200, replies.pop(0))
   with (
-      run_services.scripted(answer) as (model, server),
-      run_services.serving() as (url, _),
+    run_services.scripted(answer) as (model, server),
+    run_services.serving() as (url, _),
   ):
     status, reason, events = await played(url, body(model))
     assert (status, reason) == ("completed", "finished")
@@ -87,7 +90,7 @@ async def test_a_run_s_events_are_in_order_and_hold_the_whole_reply():
         "step_end",
         "step_start", "model_call", "model_output", "action_executed",
         "step_end", "run_end",
-    ]  # pyformat: disable
+    ]  # fmt: skip
     assert events[2]["modelOutput"] == reply
     assert [e["step"] for e in events] == [1] * 5 + [2] * 6
     times = [e["tsMs"] for e in events]
@@ -109,8 +112,8 @@ async def test_log_probs_are_asked_for_by_setting_and_change_no_event(form):
   events_by_setting = {}
   for asked_for in (True, False):
     with (
-        run_services.scripted(says(MOVE, TERMINATE)) as (model, server),
-        run_services.serving() as (url, _),
+      run_services.scripted(says(MOVE, TERMINATE)) as (model, server),
+      run_services.serving() as (url, _),
     ):
       request = body(model, images=form)
       request["model"]["logprobs"] = asked_for
@@ -123,12 +126,12 @@ async def test_log_probs_are_asked_for_by_setting_and_change_no_event(form):
 
 
 @pytest.mark.parametrize(
-    "agent, space", [("qwen3-vl", "pc"), ("mai-ui", "mobile")]
+  "agent, space", [("qwen3-vl", "pc"), ("mai-ui", "mobile")]
 )
 async def test_each_agent_asks_for_log_probs(agent, space):
   with (
-      run_services.scripted(says("no action at all")) as (model, server),
-      run_services.serving() as (url, _),
+    run_services.scripted(says("no action at all")) as (model, server),
+    run_services.serving() as (url, _),
   ):
     request = body(model, agent=agent, standardActionSpace=space, maxSteps=1)
     request["model"] |= {"logprobs": True, "topLogprobs": 1}
@@ -139,10 +142,10 @@ async def test_each_agent_asks_for_log_probs(agent, space):
 
 async def test_a_server_without_log_probs_still_works():
   with (
-      run_services.scripted(
-          says(TERMINATE, ids=None, logprobs=None, prompt=None)
-      ) as (model, _),
-      run_services.serving() as (url, _),
+    run_services.scripted(
+      says(TERMINATE, ids=None, logprobs=None, prompt=None)
+    ) as (model, _),
+    run_services.serving() as (url, _),
   ):
     status, reason, _ = await played(url, body(model))
   assert (status, reason) == ("completed", "finished")
@@ -150,8 +153,8 @@ async def test_a_server_without_log_probs_still_works():
 
 async def test_events_hold_addresses_of_screenshots_and_no_base64():
   with (
-      run_services.scripted(says(MOVE, TERMINATE)) as (model, server),
-      run_services.serving() as (url, app),
+    run_services.scripted(says(MOVE, TERMINATE)) as (model, server),
+    run_services.serving() as (url, app),
   ):
     request = body(model)
     request["model"]["images"] = "url"
@@ -159,7 +162,7 @@ async def test_events_hold_addresses_of_screenshots_and_no_base64():
     assert "base64" not in json.dumps(events)
     sent = json.loads(server.requests[0][-1])
     (part,) = [
-        p for p in sent["messages"][-1]["content"] if p["type"] == "image_url"
+      p for p in sent["messages"][-1]["content"] if p["type"] == "image_url"
     ]
     address = part["image_url"]["url"]
     assert address.startswith(f"{url}/images/")
@@ -171,10 +174,10 @@ async def test_events_hold_addresses_of_screenshots_and_no_base64():
       # Another content, another signature, or later: refused.
       name = urllib.parse.urlsplit(address).path.rpartition("/")[2]
       for wrong in (
-          address.replace(name, "0" * 64),
-          address[:-1] + ("0" if address[-1] != "0" else "1"),
-          address.replace("expires=", "expires=9"),
-          f"{url}/images/{name}",
+        address.replace(name, "0" * 64),
+        address[:-1] + ("0" if address[-1] != "0" else "1"),
+        address.replace("expires=", "expires=9"),
+        f"{url}/images/{name}",
       ):
         assert (await http.get(wrong)).status_code == 403, wrong
       app.urls._clock = lambda: 1e11
@@ -184,8 +187,8 @@ async def test_events_hold_addresses_of_screenshots_and_no_base64():
 
 async def test_events_with_base64_need_no_network_to_read():
   with (
-      run_services.scripted(says(TERMINATE)) as (model, _),
-      run_services.serving() as (url, _),
+    run_services.scripted(says(TERMINATE)) as (model, _),
+    run_services.serving() as (url, _),
   ):
     _, _, events = await played(url, body(model, images="base64"))
   (call,) = [e for e in events if e["type"] == "model_call"]
@@ -196,17 +199,13 @@ async def test_events_with_base64_need_no_network_to_read():
 
 async def test_an_execution_of_a_gym_server_is_played_and_left_to_its_owner():
   with (
-      gym_servers.serving() as (gym_url, gym_app),
-      run_services.scripted(says(MOVE, TERMINATE)) as (model, _),
-      run_services.serving() as (url, _),
+    gym_servers.serving() as (gym_url, gym_app),
+    run_services.scripted(says(MOVE, TERMINATE)) as (model, _),
+    run_services.serving() as (url, _),
   ):
     genv = genv_client.GenvClient(gym_url, "desktop")
-    context = await execution.start_genv_execution(
-        "click-button-train-0", genv
-    )
-    status, _, events = await played(
-        url, body(model, env=context.agent_env())
-    )
+    context = await execution.start_genv_execution("click-button-train-0", genv)
+    status, _, events = await played(url, body(model, env=context.agent_env()))
     assert status == "completed"
     assert "evaluation" not in events[-1]
     reward, success, _ = await execution.evaluate_execution(context, genv)
@@ -217,8 +216,8 @@ async def test_an_execution_of_a_gym_server_is_played_and_left_to_its_owner():
 
 async def test_the_other_ways_to_read_a_run():
   with (
-      run_services.scripted(says(MOVE, TERMINATE)) as (model, _),
-      run_services.serving() as (url, _),
+    run_services.scripted(says(MOVE, TERMINATE)) as (model, _),
+    run_services.serving() as (url, _),
   ):
     runs = client_lib.RunServiceClient(url, poll_s=0.02)
     run_id = await runs.start(body(model))
@@ -235,8 +234,8 @@ async def test_the_other_ways_to_read_a_run():
     assert tokens[0]["logprobs"] == [-0.5, -0.25]
     # From inclusive, to exclusive; ISO-8601 or milliseconds.
     for first, last in (
-        (events[2]["ts"], events[5]["ts"]),
-        (events[2]["tsMs"], events[5]["tsMs"]),
+      (events[2]["ts"], events[5]["ts"]),
+      (events[2]["tsMs"], events[5]["tsMs"]),
     ):
       assert await runs.events(run_id, first, last) == events[2:5]
     assert await runs.events("nobody") == []
@@ -249,21 +248,21 @@ async def test_the_other_ways_to_read_a_run():
 
 
 @pytest.mark.parametrize(
-    "answer, reason",
-    [
-        (lambda *_: (500, {"error": "no"}), "the answer has status 500"),
-        (lambda *_: (200, b"<html>"), "of status 200, cannot be used"),
-        (lambda *_: (200, {"choices": []}), "it is no chat completion"),
-        (lambda *_: asyncio.sleep(2, (200, {})), "timeout"),
-    ],
-    ids=["500", "html", "empty", "hang"],
+  "answer, reason",
+  [
+    (lambda *_: (500, {"error": "no"}), "the answer has status 500"),
+    (lambda *_: (200, b"<html>"), "of status 200, cannot be used"),
+    (lambda *_: (200, {"choices": []}), "it is no chat completion"),
+    (lambda *_: asyncio.sleep(2, (200, {})), "timeout"),
+  ],
+  ids=["500", "html", "empty", "hang"],
 )
 async def test_a_model_server_that_fails_ends_the_run_with_a_reason(
-    answer, reason
+  answer, reason
 ):
   with (
-      run_services.scripted(answer) as (model, _),
-      run_services.serving() as (url, app),
+    run_services.scripted(answer) as (model, _),
+    run_services.serving() as (url, app),
   ):
     status, why, events = await played(url, body(model, maxRunTimeSec=0.5))
     assert status == "failed" and reason in why, why
@@ -273,24 +272,24 @@ async def test_a_model_server_that_fails_ends_the_run_with_a_reason(
 
 
 @pytest.mark.parametrize(
-    "value, recorded",
-    [
-        ("NaN", False),
-        ("-1e400", False),
-        (r'"\ud800"', False),
-        ("[" * 300 + "]" * 300, False),
-        ("[" * 190 + "]" * 190, True),
-        (r'"\u0000\u2028"', True),
-        (str(2**64), True),
-    ],
+  "value, recorded",
+  [
+    ("NaN", False),
+    ("-1e400", False),
+    (r'"\ud800"', False),
+    ("[" * 300 + "]" * 300, False),
+    ("[" * 190 + "]" * 190, True),
+    (r'"\u0000\u2028"', True),
+    (str(2**64), True),
+  ],
 )
 async def test_what_a_run_records_can_be_read(value, recorded):
   """An answer of the model that cannot be written again ends the run."""
   raw = json.dumps(run_services.completion(TERMINATE))
   raw = f'{raw[:-1]}, "mine": {value}}}'.encode()
   with (
-      run_services.scripted(lambda *_: (200, raw)) as (model, _),
-      run_services.serving() as (url, _),
+    run_services.scripted(lambda *_: (200, raw)) as (model, _),
+    run_services.serving() as (url, _),
   ):
     runs = client_lib.RunServiceClient(url, poll_s=0.02)
     run_id = await runs.start(body(model))
@@ -310,8 +309,8 @@ async def test_what_a_run_records_can_be_read(value, recorded):
 async def test_a_prompt_that_does_not_fit_is_the_policy_s_outcome():
   error = {"error": {"code": "context_length_exceeded", "message": "x"}}
   with (
-      run_services.scripted(lambda *_: (400, error)) as (model, _),
-      run_services.serving() as (url, _),
+    run_services.scripted(lambda *_: (400, error)) as (model, _),
+    run_services.serving() as (url, _),
   ):
     status, reason, _ = await played(url, body(model))
   assert (status, reason) == ("completed", "context_limit")
@@ -329,24 +328,24 @@ async def test_the_last_step_and_text_without_a_call_end_a_run():
 
 
 @pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"maxSteps": 0}, "maxSteps must be >= 1"),
-        ({"agent": "gpt"}, "agent='gpt'"),
-        ({"model": {"name": "m"}}, "model.baseUrl"),
-        ({"surprise": 1}, "surprise"),
-        ({"env": {"type": "moon"}}, "env.type='moon' must be one of genv, gym"),
-        ({"env": {"type": "gym", "gym": "xdesktop"}}, "not played here"),
-        ({"env": {"type": "genv"}}, "env.gymBaseUrl"),
-        ({"agentConfig": {"parser": "os:system"}}, "agentConfig.parser"),
-        ({"agentConfig": {"parser": "nonsense"}}, "agentConfig.parser"),
-    ],
+  "change, words",
+  [
+    ({"maxSteps": 0}, "maxSteps must be >= 1"),
+    ({"agent": "gpt"}, "agent='gpt'"),
+    ({"model": {"name": "m"}}, "model.baseUrl"),
+    ({"surprise": 1}, "surprise"),
+    ({"env": {"type": "moon"}}, "env.type='moon' must be one of genv, gym"),
+    ({"env": {"type": "gym", "gym": "xdesktop"}}, "not played here"),
+    ({"env": {"type": "genv"}}, "env.gymBaseUrl"),
+    ({"agentConfig": {"parser": "os:system"}}, "agentConfig.parser"),
+    ({"agentConfig": {"parser": "nonsense"}}, "agentConfig.parser"),
+  ],
 )
 async def test_a_wrong_request_is_refused_by_its_field(change, words):
   with run_services.serving() as (url, app):
     async with httpx.AsyncClient() as http:
       answer = await http.post(
-          f"{url}/runs", json=body("http://127.0.0.1:1/v1", **change)
+        f"{url}/runs", json=body("http://127.0.0.1:1/v1", **change)
       )
       assert answer.status_code == 422, answer.text
       assert words in answer.json()["detail"], answer.text
@@ -355,12 +354,8 @@ async def test_a_wrong_request_is_refused_by_its_field(change, words):
 
 async def test_runs_are_bounded_and_can_be_ended():
   with (
-      run_services.scripted(
-          lambda *_: asyncio.sleep(2, (200, {}))
-      ) as (model, _),
-      run_services.serving(
-          limits=app_lib.RunLimits(max_runs=1)
-      ) as (url, app),
+    run_services.scripted(lambda *_: asyncio.sleep(2, (200, {}))) as (model, _),
+    run_services.serving(limits=app_lib.RunLimits(max_runs=1)) as (url, app),
   ):
     async with httpx.AsyncClient() as http:
       first = (await http.post(f"{url}/runs", json=body(model))).json()
@@ -389,12 +384,12 @@ async def test_strangers_are_refused():
 
 
 @pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--host", "0.0.0.0"], "needs a token"),
-        (["--gyms", "moon"], "moon"),
-        (["--max-runs", "0"], "max_runs"),
-    ],
+  "argv, words",
+  [
+    (["--host", "0.0.0.0"], "needs a token"),
+    (["--gyms", "moon"], "moon"),
+    (["--max-runs", "0"], "max_runs"),
+  ],
 )
 def test_the_command_refuses_what_cannot_be(argv, words, capsys, monkeypatch):
   monkeypatch.delenv(command.TOKEN_VARIABLE, raising=False)
@@ -405,18 +400,18 @@ def test_the_command_refuses_what_cannot_be(argv, words, capsys, monkeypatch):
 
 async def test_a_gym_that_is_missing_or_breaks_ends_the_run_with_a_reason():
   with (
-      run_services.scripted(says(MOVE)) as (model, _),
-      run_services.serving() as (url, app),
-      gym_servers.serving() as (gym_url, _),
+    run_services.scripted(says(MOVE)) as (model, _),
+    run_services.serving() as (url, app),
+    gym_servers.serving() as (gym_url, _),
   ):
     for env in (
         {"type": "genv", "gymBaseUrl": "http://127.0.0.1:1",
          "gymId": "desktop", "executionId": "x"},
         {"type": "genv", "gymBaseUrl": gym_url, "gymId": "desktop",
          "executionId": "nobody"},
-    ):  # pyformat: disable
+    ):  # fmt: skip
       status, reason, events = await played(
-          url, body(model, env=env, maxRunTimeSec=3.0)
+        url, body(model, env=env, maxRunTimeSec=3.0)
       )
       assert status == "failed" and reason, reason
       assert kinds(events) == ["error", "run_end"]
@@ -426,14 +421,17 @@ async def test_a_gym_that_is_missing_or_breaks_ends_the_run_with_a_reason():
 def test_the_service_needs_no_jax():
   """As the light launcher starts it."""
   program = (
-      "import tunix_multi_turn; tunix_multi_turn.light()\n"
-      "from agent_services.run_service import app\n"
-      "app.App()\n"
-      "import sys; assert 'jax' not in sys.modules\n"
+    "import tunix_multi_turn; tunix_multi_turn.light()\n"
+    "from agent_services.run_service import app\n"
+    "app.App()\n"
+    "import sys; assert 'jax' not in sys.modules\n"
   )
   process = subprocess.run(
-      [sys.executable, "-c", program],
-      cwd=pathlib.Path(__file__).resolve().parents[4],
-      capture_output=True, text=True, timeout=60, check=False,
-  )  # pyformat: disable
+    [sys.executable, "-c", program],
+    cwd=pathlib.Path(__file__).resolve().parents[4],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
   assert process.returncode == 0, process.stderr

@@ -17,15 +17,18 @@ KEY = "sk-the-key-of-the-model"
 
 def body(model_url, width=128, height=96, **changes):
   return {
-      "agent": "tool",
-      "maxSteps": 2,
-      "model": {"baseUrl": model_url, "name": "m", "apiKey": KEY},
-      "env": {
-          "type": "gym", "gym": "desktop", "task": TASK.to_json(),
-          "width": width, "height": height,
-      },
-      **changes,
-  }  # pyformat: disable
+    "agent": "tool",
+    "maxSteps": 2,
+    "model": {"baseUrl": model_url, "name": "m", "apiKey": KEY},
+    "env": {
+      "type": "gym",
+      "gym": "desktop",
+      "task": TASK.to_json(),
+      "width": width,
+      "height": height,
+    },
+    **changes,
+  }
 
 
 def hangs():
@@ -33,16 +36,16 @@ def hangs():
 
 
 @pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"width": 10**6, "height": 10**6}, "env.width must be <= 8192, got"),
-        ({"width": 8192, "height": 8192}, "and a screen has at most 32000000"),
-        ({"settings": {"width": 10**6}}, "env.settings.width=1000000 is not"),
-        ({"settings": {"time_decay": 7}}, "env.settings.time_decay=7 must be"),
-        ({"task": {"x": 2**64}}, "env.task: must hold whole numbers of 64"),
-        ({"task": {"x": [[]] * 20_000}}, "must hold at most 10000 values"),
-        ({"task": TASK.to_json() | {"params": 1e308}}, "params must be an obj"),
-    ],
+  "change, words",
+  [
+    ({"width": 10**6, "height": 10**6}, "env.width must be <= 8192, got"),
+    ({"width": 8192, "height": 8192}, "and a screen has at most 32000000"),
+    ({"settings": {"width": 10**6}}, "env.settings.width=1000000 is not"),
+    ({"settings": {"time_decay": 7}}, "env.settings.time_decay=7 must be"),
+    ({"task": {"x": 2**64}}, "env.task: must hold whole numbers of 64"),
+    ({"task": {"x": [[]] * 20_000}}, "must hold at most 10000 values"),
+    ({"task": TASK.to_json() | {"params": 1e308}}, "params must be an obj"),
+  ],
 )
 async def test_a_number_beyond_its_bound_is_refused_by_its_field(change, words):
   request = body("http://127.0.0.1:1")
@@ -93,8 +96,8 @@ async def test_the_records_of_all_runs_are_bounded_together():
   move = run_services.call(action="mouse_move", coordinate=[500, 500])
   reply = run_services.completion(move) | {"extra": "x" * 700_000}
   with (
-      run_services.scripted(lambda *_: (200, reply)) as (model, _),
-      run_services.serving(limits=limits) as (url, app),
+    run_services.scripted(lambda *_: (200, reply)) as (model, _),
+    run_services.serving(limits=limits) as (url, app),
   ):
     runs = client_lib.RunServiceClient(url, poll_s=0.02)
     first = await runs.start(body(model, maxSteps=1))
@@ -137,13 +140,13 @@ async def test_health_is_answered_while_large_screens_are_drawn(monkeypatch):
 @pytest.mark.parametrize("status", [200, 400, 401, 500])
 @pytest.mark.parametrize("as_json", [True, False])
 async def test_a_server_that_echoes_the_key_puts_it_into_no_record(
-    status, as_json, caplog
+  status, as_json, caplog
 ):
   error = {"code": "context_length_exceeded", "message": f"no {KEY}"}
   content = {"error": error} if as_json else f"you sent {KEY}".encode()
   with (
-      run_services.scripted(lambda *_: (status, content)) as (model, server),
-      run_services.serving() as (url, _),
+    run_services.scripted(lambda *_: (status, content)) as (model, server),
+    run_services.serving() as (url, _),
   ):
     runs = client_lib.RunServiceClient(url, poll_s=0.02)
     run = await runs.start(body(model))

@@ -84,7 +84,7 @@ class Load:
               "type": "gym", "gym": "desktop", "task": task.to_json(),
               "width": 128, "height": 96,
           },
-      })  # pyformat: disable
+      })  # fmt: skip
     except client_lib.RunServiceError as error:
       if error.answer is not None:
         self.faults.append(error)
@@ -102,8 +102,10 @@ class Load:
       return
     kinds = collections.Counter(event["type"] for event in events)
     if (kinds["model_output"], kinds["run_end"], self.calls[name]) != (
-        STEPS, 1, STEPS
-    ):  # pyformat: disable
+      STEPS,
+      1,
+      STEPS,
+    ):
       self.faults.append(f"run {name}: {kinds}, {self.calls[name]} calls")
     self.whole.add(name)
 
@@ -122,13 +124,13 @@ async def test_kills_lose_runs_as_typed_failures_and_leave_nothing():
   load = Load(f"http://127.0.0.1:{port}")
   children = set()
   with (
-      nursery.Nursery(SERVICE) as service,
-      run_services.scripted(load.answer) as (load.model_url, _),
+    nursery.Nursery(SERVICE) as service,
+    run_services.scripted(load.answer) as (load.model_url, _),
   ):
     await asyncio.to_thread(service.start, "--port", port)
     async with (
-        asyncio.TaskGroup() as clients,
-        httpx.AsyncClient(verify=False, trust_env=False) as direct,
+      asyncio.TaskGroup() as clients,
+      httpx.AsyncClient(verify=False, trust_env=False) as direct,
     ):
       for number in range(CLIENTS):
         clients.create_task(load.play(number))
@@ -142,15 +144,16 @@ async def test_kills_lose_runs_as_typed_failures_and_leave_nothing():
         for path in ("", "/events", "/steps", "/trajectory", "/tokens"):
           reply = await direct.get(f"{load.url}/runs/{former}{path}")
           assert (reply.status_code, reply.json()["code"]) == (
-              404, "unknown_run",
-          )  # pyformat: disable
+            404,
+            "unknown_run",
+          )
       await load.more()
       load.ending = True
     await asyncio.sleep(1.0)
     children |= nursery.descendants(service.pid)
   print(
-      f"{kills} kills: {len(load.whole)} runs whole, {len(load.lost)} lost,"
-      f" {load.refused} starts unanswered, {sum(load.calls.values())} calls"
+    f"{kills} kills: {len(load.whole)} runs whole, {len(load.lost)} lost,"
+    f" {load.refused} starts unanswered, {sum(load.calls.values())} calls"
   )
   assert not load.faults
   assert load.lost and load.whole

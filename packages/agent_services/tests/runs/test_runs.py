@@ -37,10 +37,10 @@ def said(prompt, ids=(5, 6), **fields):
 @pytest.mark.parametrize("wrapped", [False, True])
 async def test_bare_and_wrapped_answers_are_read(wrapped):
   rows = {
-      "events": [event("step_start", 1)],
-      "trajectory": [{"step": 0}],
-      "tokens": [{"token_ids": [1]}],
-      "steps": [{"text": "a"}],
+    "events": [event("step_start", 1)],
+    "trajectory": [{"step": 0}],
+    "tokens": [{"token_ids": [1]}],
+    "steps": [{"text": "a"}],
   }
 
   def answer(method, path, body):
@@ -105,7 +105,7 @@ async def test_a_run_is_followed_to_its_end_and_no_event_is_seen_twice():
 
 
 @pytest.mark.parametrize(
-    "names", [("step_start", "step_end"), ("turn_start", "turn_end")]
+  "names", [("step_start", "step_end"), ("turn_start", "turn_end")]
 )
 async def test_an_agent_plays_by_the_service_s_documented_exchange(names):
   """gbox-mini-agent's: bare lists, 404 until there are events, times as ISO
@@ -117,7 +117,7 @@ async def test_an_agent_plays_by_the_service_s_documented_exchange(names):
   def action(index, name, **args):
     return {"actionIndex": index, "action": {
         "name": name, "args": args, "callId": f"c{index}",
-        "rawFeedback": "", "rawResult": {}, "obs": shot}}  # pyformat: disable
+        "rawFeedback": "", "rawResult": {}, "obs": shot}}  # fmt: skip
 
   rows = [
       {"type": begin, "step": 1},
@@ -133,7 +133,7 @@ async def test_an_agent_plays_by_the_service_s_documented_exchange(names):
       {"type": "action_executed", "step": 2,
        **action(0, "finished", content="42")},
       {"type": "run_end", "ok": True, "reason": "finished"},
-  ]  # pyformat: disable
+  ]  # fmt: skip
   for second, row in enumerate(rows):
     row["ts"] = f"2026-01-01T00:00:{second:02}.000Z"
   polls = itertools.count()
@@ -156,7 +156,7 @@ async def test_an_agent_plays_by_the_service_s_documented_exchange(names):
       "env": {"type": "genv", "gymBaseUrl": "http://g", "gymId": "desktop",
               "executionId": "e"},
       "standardActionSpace": "mobile",
-  }  # pyformat: disable
+  }  # fmt: skip
   with run_services.scripted(answer) as (url, service):
     runs = client_lib.RunServiceClient(url, poll_s=0.01)
     agent = run_agent.RunAgent()
@@ -166,8 +166,10 @@ async def test_an_agent_plays_by_the_service_s_documented_exchange(names):
     assert agent.chat_completions[0]["content"][0]["text"] == "[screenshot u]"
     ended = await agent.finished()
     assert (ended.status, ended.reason, ended.answer) == (
-        "completed", "finished", "42",
-    )  # pyformat: disable
+      "completed",
+      "finished",
+      "42",
+    )
     assert agent.events == rows
     assert await agent.output(2) is None
     await agent.close()
@@ -175,8 +177,9 @@ async def test_an_agent_plays_by_the_service_s_documented_exchange(names):
     first, *later = service.requests
     assert first[:2] == ("POST", "/runs") and json.loads(first[-1]) == body
     assert {r[:2] for r in later} == {
-        ("GET", "/runs/run-1"), ("GET", "/runs/run-1/events"),
-    }  # pyformat: disable
+      ("GET", "/runs/run-1"),
+      ("GET", "/runs/run-1/events"),
+    }
     bounds = [r[2] for r in later if r[1].endswith("events")]
     assert not bounds[0]
     assert bounds[-1] == "from=2026-01-01T00%3A00%3A07.000Z"
@@ -232,18 +235,20 @@ def test_turns_that_extend_one_another_are_one_sequence():
   first = [1, PAD, PAD, 2]
   second = [*first, 5, 6, 3, PAD, 4]
   events = [
-      event("model_call", 1, modelSpecificInput=called("a")),
-      event("model_output", 2, modelOutput=said(first)),
-      event("model_call", 3, modelInput=called("a", "b")),
-      event("model_output", 4, modelOutput=said(second, ids=(7,),
-                                                logprobs=(-0.125,))),
-  ]  # pyformat: disable
+    event("model_call", 1, modelSpecificInput=called("a")),
+    event("model_output", 2, modelOutput=said(first)),
+    event("model_call", 3, modelInput=called("a", "b")),
+    event(
+      "model_output", 4, modelOutput=said(second, ids=(7,), logprobs=(-0.125,))
+    ),
+  ]
   turns = conversion.turns_of(events)
   assert [conversion.image_urls(t.messages) for t in turns] == [
-      ["a"], ["a", "b"],
-  ]  # pyformat: disable
+    ["a"],
+    ["a", "b"],
+  ]
   (sequence,), encoded = conversion.sequences_of(
-      turns, [IMAGES[:1], IMAGES[:2]], PAD, version=4
+    turns, [IMAGES[:1], IMAGES[:2]], PAD, version=4
   )
   assert encoded == 0
   assert sequence.tokens.tolist() == [*second, 7]
@@ -252,8 +257,9 @@ def test_turns_that_extend_one_another_are_one_sequence():
   assert sequence.versions.tolist() == [-1] * 4 + [4, 4] + [-1] * 3 + [4]
   assert sequence.turn_ids.tolist() == [0] * 6 + [1] * 4
   assert [(s.image, s.offset, s.num_tokens) for s in sequence.images] == [
-      (IMAGES[0], 1, 2), (IMAGES[1], 7, 1),
-  ]  # pyformat: disable
+    (IMAGES[0], 1, 2),
+    (IMAGES[1], 7, 1),
+  ]
 
 
 def test_images_of_rows_are_read_with_their_breaks():
@@ -262,17 +268,19 @@ def test_images_of_rows_are_read_with_their_breaks():
   wide = [PAD, PAD, PAD, brk, PAD, PAD, PAD, end]
   flat = [PAD, PAD, end]
   prompt = [1, *wide, *flat, 2]
-  turns = conversion.turns_of([
+  turns = conversion.turns_of(
+    [
       event("model_call", 1, messages=called("a", "b")),
       event("model_output", 2, modelOutput=said(prompt)),
-  ])
+    ]
+  )
   read = functools.partial(
-      conversion.sequences_of, turns, [IMAGES[:2]], PAD, version=0
+    conversion.sequences_of, turns, [IMAGES[:2]], PAD, version=0
   )
   ((sequence,), _) = read(image_break_id=brk)
   assert [
-      (s.offset, s.row, s.numbers(sequence.tokens).tolist())
-      for s in sequence.images
+    (s.offset, s.row, s.numbers(sequence.tokens).tolist())
+    for s in sequence.images
   ] == [(1, 3, [0, 1, 2, -1, 3, 4, 5]), (9, 0, [0, 1])]
   assert [s.image for s in sequence.images] == list(IMAGES[:2])
   again = trajectory.TokenSequence.from_json(sequence.to_json())
@@ -293,11 +301,13 @@ def test_sglang_s_reply_has_the_prompt_in_its_choice():
 
 
 def test_a_rewritten_history_begins_another_sequence():
-  turns = conversion.turns_of([
+  turns = conversion.turns_of(
+    [
       event("model_call", 1, messages=[]),
       event("model_output", 2, modelOutput=said([1, 2])),
       event("model_output", 3, modelOutput=said([1, 3])),
-  ])
+    ]
+  )
   sequences, _ = conversion.sequences_of(turns, [(), ()], None)
   assert [s.tokens.tolist() for s in sequences] == [[1, 2, 5, 6], [1, 3, 5, 6]]
   assert sum(s.num_sampled for s in sequences) == 4
@@ -313,18 +323,18 @@ def test_versions_of_the_reply_win():
 
 
 @pytest.mark.parametrize(
-    "reply, missing",
-    [
-        (said([1], ids=None), "token_ids, logprobs"),
-        (said([1], logprobs=None), "logprobs"),
-        (said([1], logprobs=(-1.0,)), "logprobs"),
-        (said([1], logprobs=(-1.0, float("nan"))), "logprobs"),
-        (said([1], logprobs=(-1.0, 0.5)), "logprobs"),
-        (said(None), "prompt_ids"),
-        (said([1], ids=(5, True)), "token_ids"),
-        (said([1], ids=(5, -1)), "token_ids"),
-        (said([1], ids=(5, "6")), "token_ids"),
-    ],
+  "reply, missing",
+  [
+    (said([1], ids=None), "token_ids, logprobs"),
+    (said([1], logprobs=None), "logprobs"),
+    (said([1], logprobs=(-1.0,)), "logprobs"),
+    (said([1], logprobs=(-1.0, float("nan"))), "logprobs"),
+    (said([1], logprobs=(-1.0, 0.5)), "logprobs"),
+    (said(None), "prompt_ids"),
+    (said([1], ids=(5, True)), "token_ids"),
+    (said([1], ids=(5, -1)), "token_ids"),
+    (said([1], ids=(5, "6")), "token_ids"),
+  ],
 )
 def test_what_the_server_did_not_report_is_refused_or_counted(reply, missing):
   (turn,) = conversion.turns_of([event("model_output", 1, modelOutput=reply)])
@@ -332,9 +342,12 @@ def test_what_the_server_did_not_report_is_refused_or_counted(reply, missing):
   with pytest.raises(conversion.MissingTokens, match=missing):
     conversion.sequences_of([turn], [()], None)
   (sequence,), encoded = conversion.sequences_of(
-      [turn], [()], None, on_missing="fallback",
-      encode=lambda _: ([1, 2], [8, 8, 8]),
-  )  # pyformat: disable
+    [turn],
+    [()],
+    None,
+    on_missing="fallback",
+    encode=lambda _: ([1, 2], [8, 8, 8]),
+  )
   assert encoded == 1
   assert not sequence.logprobs.any() and sequence.num_sampled >= 2
   if turn.token_ids is not None:  # Ids that are known stay.
@@ -342,7 +355,7 @@ def test_what_the_server_did_not_report_is_refused_or_counted(reply, missing):
 
 
 @pytest.mark.parametrize(
-    "output", [None, {}, {"choices": []}, {"choices": [{"message": None}]}, 5]
+  "output", [None, {}, {"choices": []}, {"choices": [{"message": None}]}, 5]
 )
 def test_an_output_that_is_no_completion_is_an_error(output):
   with pytest.raises(ValueError, match="no chat completion"):
@@ -351,38 +364,40 @@ def test_an_output_that_is_no_completion_is_an_error(output):
 
 def test_screenshots_that_do_not_fit_the_prompt_are_an_error():
   turn = conversion.turns_of(
-      [event("model_output", 1, modelOutput=said([1, PAD, 2]))]
+    [event("model_output", 1, modelOutput=said([1, PAD, 2]))]
   )
   for images in ((), IMAGES[:2]):
     with pytest.raises(ValueError, match="placeholders"):
       conversion.sequences_of(turn, [images], PAD)
-  other = conversion.turns_of([
+  other = conversion.turns_of(
+    [
       event("model_output", 1, modelOutput=said([1, PAD, 2])),
       event("model_output", 2, modelOutput=said([1, PAD, 2, 5, 6, 3])),
-  ])
+    ]
+  )
   with pytest.raises(ValueError, match="screenshots"):
     conversion.sequences_of(other, [IMAGES[:1], IMAGES[1:2]], PAD)
 
 
 def test_cloning_samples_are_the_former_form():
   events = [
-      event("model_call", 1, modelSpecificInput=called("a")),
-      event("model_output", 2, modelOutput=said([1])),
+    event("model_call", 1, modelSpecificInput=called("a")),
+    event("model_output", 2, modelOutput=said([1])),
   ]
   ((messages, text, weight),) = conversion.samples_of(events, 0.5)
   assert messages == called("a")["messages"]
   assert (text, weight) == ("t", 0.5)
   # One a turn, each with the messages that its own call sent.
   more = [
-      *events,
-      event("action_executed", 3, action={"name": "click"}),
-      event("model_call", 4, modelSpecificInput=called("a", "b")),
-      event("model_output", 5, modelOutput=said([1, 2])),
-      event("run_end", 6, ok=True),
+    *events,
+    event("action_executed", 3, action={"name": "click"}),
+    event("model_call", 4, modelSpecificInput=called("a", "b")),
+    event("model_output", 5, modelOutput=said([1, 2])),
+    event("run_end", 6, ok=True),
   ]
   assert conversion.samples_of(more) == [
-      (called("a")["messages"], "t", 1.0),
-      (called("a", "b")["messages"], "t", 1.0),
+    (called("a")["messages"], "t", 1.0),
+    (called("a", "b")["messages"], "t", 1.0),
   ]
   assert conversion.samples_of([]) == []
 
@@ -394,7 +409,7 @@ def test_data_urls_become_addresses_that_expire():
   now = [1000.0]
   store = content_store.ContentStore(100)
   urls = content_store.SignedUrls(
-      "http://h:1/", lifetime_s=60, key=b"k", clock=lambda: now[0]
+    "http://h:1/", lifetime_s=60, key=b"k", clock=lambda: now[0]
   )
   value = {"a": ["data:image/png;base64,aGk=", "text", 1], "b": "http://x"}
   message = content_store.externalize(value, store, urls)

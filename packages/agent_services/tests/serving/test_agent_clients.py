@@ -32,8 +32,8 @@ from tunix.rl.multi_turn.policy import checkpoint
 
 _ROOT = pathlib.Path(__file__).parents[4]
 pytestmark = [
-    pytest.mark.slow,  # Their imports take seconds each.
-    pytest.mark.timeout(300),
+  pytest.mark.slow,  # Their imports take seconds each.
+  pytest.mark.timeout(300),
 ]
 CALL = '<tool_call>\n{"name": "click", "arguments": {"x": 3}}\n</tool_call>'
 ANSWER = CALL.replace("click", "Answer").replace('"x": 3', '"text": "Done."')
@@ -44,22 +44,25 @@ AFTER = ("Done.", '{"text": "Done."}', ANSWER)
 
 def browser_actions(page):
   """An answer to browser-use, which describes a page."""
-  index = {
-      tag: int(i) for i, tag in re.findall(r"\[(\d+)\]<(\w+)", page)[::-1]
-  }
+  index = {tag: int(i) for i, tag in re.findall(r"\[(\d+)\]<(\w+)", page)[::-1]}
   if "greeted?name" in page:
-    actions = [{"done": {
-        "text": "Done.", "success": True, "files_to_display": []}}]
+    actions = [
+      {"done": {"text": "Done.", "success": True, "files_to_display": []}}
+    ]
   else:
     actions = [
-        {"input": {"index": index["input"], "text": "3", "clear": True}},
-        {"click": {"index": index["button"]}},
+      {"input": {"index": index["input"], "text": "3", "clear": True}},
+      {"click": {"index": index["button"]}},
     ]
   names = ("thinking", "evaluation_previous_goal", "memory", "next_goal")
-  return json.dumps({
-      **dict.fromkeys(names, ""), "current_plan_item": None,
-      "plan_update": None, "action": actions,
-  })  # pyformat: disable
+  return json.dumps(
+    {
+      **dict.fromkeys(names, ""),
+      "current_plan_item": None,
+      "plan_update": None,
+      "action": actions,
+    }
+  )
 
 
 class Script(scripted_client.ScriptedClient):
@@ -81,14 +84,14 @@ class Script(scripted_client.ScriptedClient):
     return self.grammar._matcher.validate_tokens(tokens) == len(tokens)
 
   async def generate(
-      self,
-      prompt,
-      sampling,
-      *,
-      session,
-      on_tokens=None,
-      stop_when=None,
-      grammar=None,
+    self,
+    prompt,
+    sampling,
+    *,
+    session,
+    on_tokens=None,
+    stop_when=None,
+    grammar=None,
   ):
     self.grammar = grammar
     answer = await super().generate(prompt, sampling, session=session)
@@ -102,10 +105,10 @@ class Script(scripted_client.ScriptedClient):
     for start in range(0, length if on_tokens else 0, 3):
       on_tokens(answer.tokens[start : min(start + 3, length)])
     return dataclasses.replace(
-        answer,
-        tokens=answer.tokens[:length],
-        logprobs=answer.logprobs[:length],
-        versions=answer.versions[:length],
+      answer,
+      tokens=answer.tokens[:length],
+      logprobs=answer.logprobs[:length],
+      versions=answer.versions[:length],
     )
 
 
@@ -127,26 +130,26 @@ def _served():
 
   script = Script(answer)
   decoder = answers.TokenDecoder(
-      renderer.decode, tokenizer, renderer.end_of_turn_id
+    renderer.decode, tokenizer, renderer.end_of_turn_id
   )
   service = service_lib.Service(
-      prompts.ServedPolicy(
-          name="nano",
-          client=script,
-          renderer=renderer,
-          parser=tool_parser.make_tool_parser("qwen"),
-          decoder=decoder,
-          grammars=grammars_lib.Grammars(
-              decoder.bytes,
-              renderer.encode,
-              tokenizer.get_vocab_size(),
-              decoder.special,
-              renderer.stop_token_ids,
-          ),
-          context_length=1 << 16,
+    prompts.ServedPolicy(
+      name="nano",
+      client=script,
+      renderer=renderer,
+      parser=tool_parser.make_tool_parser("qwen"),
+      decoder=decoder,
+      grammars=grammars_lib.Grammars(
+        decoder.bytes,
+        renderer.encode,
+        tokenizer.get_vocab_size(),
+        decoder.special,
+        renderer.stop_token_ids,
       ),
-      session_store.SessionStore(renderer),
-      media.MediaLoader(images_lib.ImageStore()),
+      context_length=1 << 16,
+    ),
+    session_store.SessionStore(renderer),
+    media.MediaLoader(images_lib.ImageStore()),
   )
   with http_server.LoopbackServer(app_lib.OpenAIApp(service).asgi) as server:
     yield server.url, script
@@ -155,18 +158,18 @@ def _served():
 # Whether each turn extends the one before it, so that an episode is one
 # sequence: the others write their history anew.
 PACKAGES = {
-    "openai": True,
-    "anthropic": True,
-    "litellm": True,
-    "agents": True,
-    "smolagents": False,
-    "pydantic_ai": True,
-    "langchain": True,
-    "instructor": False,
-    "dspy": False,
-    "autogen": True,
-    "ai_sdk": True,
-    "browser_use": False,
+  "openai": True,
+  "anthropic": True,
+  "litellm": True,
+  "agents": True,
+  "smolagents": False,
+  "pydantic_ai": True,
+  "langchain": True,
+  "instructor": False,
+  "dspy": False,
+  "autogen": True,
+  "ai_sdk": True,
+  "browser_use": False,
 }
 
 
@@ -174,7 +177,7 @@ def python_of(package):
   """The interpreter that has the package; skips where there is none."""
   target = "browser-use" if package == "browser_use" else "agent-clients"
   if target == "browser-use" and not any(
-      map(shutil.which, ("chromium-headless-shell", "chromium"))
+    map(shutil.which, ("chromium-headless-shell", "chromium"))
   ):
     pytest.skip("no Chromium: make browser")
   variable = target.upper().replace("-", "_") + "_PYTHON"
@@ -185,8 +188,8 @@ def python_of(package):
 
 
 @pytest.mark.parametrize(
-    "package",
-    [pytest.param(name, marks=pytest.mark.peer(name)) for name in PACKAGES],
+  "package",
+  [pytest.param(name, marks=pytest.mark.peer(name)) for name in PACKAGES],
 )
 def test_two_turns_with_a_tool_and_an_image(served, package):
   url, policy = served
@@ -194,27 +197,27 @@ def test_two_turns_with_a_tool_and_an_image(served, package):
   before = policy.sampled
   # Strict tools have a grammar, whose distribution is not the session's own.
   session = httpx.post(
-      f"{url}/rl/start_session", json={"other_sampling": "train"}
+    f"{url}/rl/start_session", json={"other_sampling": "train"}
   ).json()
   ran = subprocess.run(
       [python, _ROOT / "tests/helpers/agent_clients.py", package,
        f"{url}/v1", session["api_key"]],
       capture_output=True, text=True, timeout=240,
-  )  # pyformat: disable
+  )  # fmt: skip
   assert ran.returncode == 0, ran.stderr[-3000:]
   ways = json.loads(ran.stdout.splitlines()[-1])
   assert len(ways) >= 2
   for way, (arguments, final) in ways.items():
     assert arguments == {"x": 3} and final == "Done.", way
   exported = httpx.post(
-      f"{url}/export_trajectories",
-      json={"session_id": session["session_id"], "style": "concat"},
-      timeout=60,
+    f"{url}/export_trajectories",
+    json={"session_id": session["session_id"], "style": "concat"},
+    timeout=60,
   ).json()["interactions"]
   assert all(one["images"] for one in exported.values())
   masks = [
-      np.array(one["tensor_dict"]["loss_mask"]).ravel()
-      for one in exported.values()
+    np.array(one["tensor_dict"]["loss_mask"]).ravel()
+    for one in exported.values()
   ]
   # Every sampled token is trained on once.
   assert sum(mask.sum() for mask in masks) == policy.sampled - before

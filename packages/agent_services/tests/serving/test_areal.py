@@ -19,7 +19,7 @@ from tunix.rl.multi_turn.core import http_server
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 PYTHON = pathlib.Path(
-    os.environ.get("AREAL_PYTHON", ROOT / ".venv-areal/bin/python")
+  os.environ.get("AREAL_PYTHON", ROOT / ".venv-areal/bin/python")
 )
 
 
@@ -43,20 +43,24 @@ def test_tensors_hold_the_numbers_of_the_lists(running):
   body = {"session_id": session["session_id"]}
   lists = rollout_server.export(running, session, discount=0.5)
   tensors = rollout_server.export(
-      running, session, discount=0.5, arrays="tensors"
+    running, session, discount=0.5, arrays="tensors"
   )
   assert list(lists) == list(tensors) and len(lists) == 2
   kinds = {
-      "input_ids": "int32", "attention_mask": "bool", "loss_mask": "int32",
-      "logprobs": "float32", "versions": "int32", "rewards": "float32",
-  }  # pyformat: disable
+    "input_ids": "int32",
+    "attention_mask": "bool",
+    "loss_mask": "int32",
+    "logprobs": "float32",
+    "versions": "int32",
+    "rewards": "float32",
+  }
   for name, one in lists.items():
     other = tensors[name]
     for key, kind in kinds.items():
       tensor = array(other["tensor_dict"][key])
       assert tensor.dtype == kind
       np.testing.assert_array_equal(
-          tensor, np.array(one["tensor_dict"][key], kind)
+        tensor, np.array(one["tensor_dict"][key], kind)
       )
     assert set(other["tensor_dict"]) == set(kinds) == set(one["tensor_dict"])
     assert other["images"] == one["images"] and one["images"]
@@ -72,7 +76,7 @@ def test_a_server_writes_one_of_the_two():
 
 
 @pytest.mark.skipif(
-    not PYTHON.exists(), reason="needs the package areal: make areal"
+  not PYTHON.exists(), reason="needs the package areal: make areal"
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
@@ -80,11 +84,12 @@ def test_areals_own_workflow_plays(running, mode):
   app = app_lib.OpenAIApp(running.app._service, export_arrays="tensors")
   with http_server.LoopbackServer(app.asgi) as server:
     ran = subprocess.run(
-        [PYTHON, ROOT / "tests/helpers/areal_workflow.py", server.url, mode],
-        capture_output=True, text=True, timeout=240,
-        env={**os.environ, "TESTS_SEE_TORCH": "1",
-             "PYTHONDONTWRITEBYTECODE": ""},
-    )  # pyformat: disable
+      [PYTHON, ROOT / "tests/helpers/areal_workflow.py", server.url, mode],
+      capture_output=True,
+      text=True,
+      timeout=240,
+      env={**os.environ, "TESTS_SEE_TORCH": "1", "PYTHONDONTWRITEBYTECODE": ""},
+    )
   assert ran.returncode == 0, ran.stderr[-3000:]
   report = json.loads(ran.stdout.splitlines()[-1])
   assert report == {"rewards": [0.5, 1.0], "rows": 3}

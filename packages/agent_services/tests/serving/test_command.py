@@ -14,31 +14,31 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["no_such_policy"], ["no_such_policy", "tiny_vl"]),
-        (["tiny_vl", "--host", "0.0.0.0"], ["--host=0.0.0.0", "--token-file"]),
-        (["tiny_vl", "--screen", "big"], ["--screen=big", "1280x720"]),
-        (
-            ["tiny_vl", "--limit-mm-per-prompt", "64"],
-            ["--limit-mm-per-prompt=64", '{"image": 64}'],
-        ),
-        (["tiny_vl", "--allowed-media-domains", "*"], ["*"]),
-        (["tiny_vl", "--port", "99999"], ["--port=99999"]),
-        (["tiny_vl", "--features", "magic"], ["--features=magic", "grammar"]),
-        (["tiny_vl", "--slots", "0"], ["--slots=0: ", "equal to 1"]),
-        (
-            ["tiny_vl", "--cache-tokens", "10"],
-            ["--cache-tokens=10 is below --max-model-len=2048", "raise"],
-        ),
-        (["tiny_vl", "--image-memory", "0"], ["--image-memory=0", "MiB"]),
-        (["tiny_vl", "--weights", "int8"], ["int8", "TinyVL"]),
-        (["tiny_vl", "--tool-parser", "telepathy"], ["telepathy", "qwen"]),
-        (["tiny_vl", "--token-file", "/nonexistent"], ["/nonexistent"]),
-    ],
+  "argv, words",
+  [
+    (["no_such_policy"], ["no_such_policy", "tiny_vl"]),
+    (["tiny_vl", "--host", "0.0.0.0"], ["--host=0.0.0.0", "--token-file"]),
+    (["tiny_vl", "--screen", "big"], ["--screen=big", "1280x720"]),
+    (
+      ["tiny_vl", "--limit-mm-per-prompt", "64"],
+      ["--limit-mm-per-prompt=64", '{"image": 64}'],
+    ),
+    (["tiny_vl", "--allowed-media-domains", "*"], ["*"]),
+    (["tiny_vl", "--port", "99999"], ["--port=99999"]),
+    (["tiny_vl", "--features", "magic"], ["--features=magic", "grammar"]),
+    (["tiny_vl", "--slots", "0"], ["--slots=0: ", "equal to 1"]),
+    (
+      ["tiny_vl", "--cache-tokens", "10"],
+      ["--cache-tokens=10 is below --max-model-len=2048", "raise"],
+    ),
+    (["tiny_vl", "--image-memory", "0"], ["--image-memory=0", "MiB"]),
+    (["tiny_vl", "--weights", "int8"], ["int8", "TinyVL"]),
+    (["tiny_vl", "--tool-parser", "telepathy"], ["telepathy", "qwen"]),
+    (["tiny_vl", "--token-file", "/nonexistent"], ["/nonexistent"]),
+  ],
 )
 def test_a_wrong_argument_is_named_with_what_to_do(
-    argv, words, capsys, monkeypatch
+  argv, words, capsys, monkeypatch
 ):
   monkeypatch.delenv(command.TOKEN_VARIABLE, raising=False)
   if "--screen" not in argv:
@@ -65,7 +65,7 @@ def test_all_wrong_arguments_are_named_at_once(capsys):
       "--max-tokens", "0", "--tool-parser", "telepathy", "--host", "0.0.0.0",
       "--allowed-media-domains", "*", "--session-timeout", "nan",
       "--port", "99999", "--image-dir", __file__, "--features", "magic",
-  ]  # pyformat: disable
+  ]  # fmt: skip
   assert command.main(argv) == 2
   lines = capsys.readouterr().err.splitlines()
   assert all(line.startswith("error: ") for line in lines)
@@ -73,7 +73,7 @@ def test_all_wrong_arguments_are_named_at_once(capsys):
       "no_such_policy", "--screen=big", "--seed=-1", "--max-tokens=0",
       "telepathy", "--token-file", "--allowed-media-domains", "99999",
       "--session-timeout=nan", "--image-dir", "--features=magic",
-  ):  # pyformat: disable
+  ):  # fmt: skip
     assert any(word in line for line in lines), word
 
 
@@ -88,12 +88,15 @@ def test_what_the_policy_decides_is_checked_when_it_is_there(capsys):
 
 
 @pytest.mark.parametrize(
-    "policy, context, screen",
-    [("tiny_vl", 2048, (360, 640)), ("tiny_vl", 128, (128, 96)),
-     ("tiny_vl", 8, None)],
-)  # pyformat: disable
+  "policy, context, screen",
+  [
+    ("tiny_vl", 2048, (360, 640)),
+    ("tiny_vl", 128, (128, 96)),
+    ("tiny_vl", 8, None),
+  ],
+)
 def test_the_default_screen_is_the_largest_usual_one_that_fits(
-    policy, context, screen
+  policy, context, screen
 ):
   processor = command.checkpoint.load_policy(policy)[1]
   screens = command._usual_screens(processor, context)
@@ -119,16 +122,16 @@ def test_the_command_serves_and_ends_when_told_to():
       stdout=subprocess.PIPE,
       stderr=subprocess.DEVNULL,
       text=True,
-  ) as process:  # pyformat: disable
+  ) as process:  # fmt: skip
     try:
       line = process.stdout.readline()
       url = re.fullmatch(r"serving mine at (http://127\S+:\d+/v1)\n", line)
       assert url, line
       client = openai.OpenAI(base_url=url[1], api_key="none", timeout=60)
       answer = client.chat.completions.create(
-          model="mine",
-          messages=[{"role": "user", "content": "Say something."}],
-          max_tokens=4,
+        model="mine",
+        messages=[{"role": "user", "content": "Say something."}],
+        max_tokens=4,
       )
       assert answer.usage.completion_tokens >= 1
     finally:

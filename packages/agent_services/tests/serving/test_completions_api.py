@@ -22,7 +22,7 @@ def complete(client, prompt, **options):
 def dense_logprobs(running, ids, banned=()):
   """float32[T, V] of the policy's forward pass, without a cache."""
   model = rollout_references.Recompute(
-      running.model, running.processor, running.images, 64, images=1
+    running.model, running.processor, running.images, 64, images=1
   )
   (logits,) = model.logits([(np.array(ids, np.int32), ())])
   return rollout_references.logprobs_of(logits, banned)
@@ -45,13 +45,13 @@ def test_a_text_and_its_tokens_give_the_same_completion(running):
     assert same.logprobs is None
   logprobs = choice.logprobs
   assert (
-      len(logprobs.token_logprobs)
-      == len(logprobs.tokens)
-      == len(choice.token_ids)
+    len(logprobs.token_logprobs)
+    == len(logprobs.tokens)
+    == len(choice.token_ids)
   )
   assert (
-      all(p <= 0 for p in logprobs.token_logprobs)
-      and logprobs.top_logprobs is None
+    all(p <= 0 for p in logprobs.token_logprobs)
+    and logprobs.top_logprobs is None
   )
   assert logprobs.text_offset[0] == 0
   assert logprobs.text_offset == sorted(logprobs.text_offset)
@@ -61,9 +61,9 @@ def test_a_text_and_its_tokens_give_the_same_completion(running):
   raw = complete(client, chat.prompt_token_ids, logprobs=0)
   assert raw.choices[0].token_ids == chat.choices[0].token_ids
   np.testing.assert_allclose(
-      raw.choices[0].logprobs.token_logprobs,
-      [t.logprob for t in chat.choices[0].logprobs.content],
-      atol=1e-5,
+    raw.choices[0].logprobs.token_logprobs,
+    [t.logprob for t in chat.choices[0].logprobs.content],
+    atol=1e-5,
   )
 
 
@@ -77,13 +77,13 @@ def test_a_stream_adds_up(running):
   options = dict(n=2, max_tokens=20, logprobs=0, temperature=1.5)
   answer = complete(client, "a b c", **options)
   events = list(
-      complete(
-          client,
-          "a b c",
-          stream=True,
-          stream_options={"include_usage": True},
-          **options,
-      )
+    complete(
+      client,
+      "a b c",
+      stream=True,
+      stream_options={"include_usage": True},
+      **options,
+    )
   )
   assert events[-1].choices == [] and events[-1].usage == answer.usage
   assert {e.object for e in events} == {"text_completion"}
@@ -129,7 +129,7 @@ def test_what_goes_on_with_a_completion_keeps_its_tokens(running, by):
 
 @pytest.mark.parametrize("with_stop", [False, True])
 def test_a_text_goes_on_with_what_was_told_before_a_stop_string(
-    running, with_stop
+  running, with_stop
 ):
   plain = complete(running.client(), "once upon").choices[0]
   stop = next(c for c in plain.text if c != plain.text[0])
@@ -210,15 +210,14 @@ def test_tokens_go_on_with_a_chat_and_the_end_of_a_turn_is_no_text(running):
         ({"stream_options": {"include_usage": True}}, "stream_options",
          "stream=true"),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_what_is_not_served_is_refused_by_its_name(
-    running, change, param, words
+  running, change, param, words
 ):
   change = {"prompt": "x"} | change
   if "\ud800" in change["prompt"]:  # The client cannot encode it either.
     answer = running.post(
-        "/v1/completions",
-        content=b'{"model": "nano", "prompt": "a\\ud800"}',
+      "/v1/completions", content=b'{"model": "nano", "prompt": "a\\ud800"}'
     )
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -244,11 +243,11 @@ def test_a_list_of_prompts_is_a_request_for_each(running, by):
     assert (got.text, got.token_ids) == (want.text, want.token_ids)
     assert got.prompt_token_ids == want.prompt_token_ids
     np.testing.assert_allclose(
-        got.logprobs.token_logprobs, want.logprobs.token_logprobs, atol=1e-5
+      got.logprobs.token_logprobs, want.logprobs.token_logprobs, atol=1e-5
     )
   for name in ("prompt_tokens", "completion_tokens"):
     assert getattr(both.usage, name) == sum(
-        getattr(one.usage, name) for one in alone
+      getattr(one.usage, name) for one in alone
     )
   events = list(complete(client, prompts, stream=True, **options))
   for i, choice in enumerate(both.choices):
@@ -268,9 +267,7 @@ def test_prompts_of_a_list_are_turns_of_a_session(running):
   for choice in both.choices[:2]:
     assert choice.prompt_token_ids[: len(prefix)] == prefix
   rows = export(running, session)
-  assert set(rows) == {first.id} | {
-      c.interaction_id for c in both.choices
-  }
+  assert set(rows) == {first.id} | {c.interaction_id for c in both.choices}
   # One that is refused takes the others with it.
   with pytest.raises(openai.BadRequestError):
     complete(client, ["good", "word " * 100_000])
@@ -314,7 +311,7 @@ def test_log_probs_of_an_echo_are_those_of_the_policy(running):
   rows = dense_logprobs(running, ids)
   want = [rows[i, token] for i, token in enumerate(ids[1:])]
   np.testing.assert_allclose(
-      choice.logprobs.token_logprobs[1 : len(ids)], want, atol=1e-3
+    choice.logprobs.token_logprobs[1 : len(ids)], want, atol=1e-3
   )
 
 
@@ -323,13 +320,13 @@ def test_alternatives_of_an_echo_are_the_policys_likeliest(running):
   rows = dense_logprobs(running, ids)
   rows[:, sorted(running.model.config.banned_token_ids)] = -np.inf
   options = dict(logprobs=3, echo=True, n=2, max_tokens=4)
-  answer = complete(
-      running.client(), ids, extra_body={"best_of": 2}, **options
-  )
+  answer = complete(running.client(), ids, extra_body={"best_of": 2}, **options)
   for choice in answer.choices:
     logprobs = choice.logprobs
-    assert len(logprobs.tokens) == len(logprobs.top_logprobs) == (
-        len(ids) + len(choice.token_ids)
+    assert (
+      len(logprobs.tokens)
+      == len(logprobs.top_logprobs)
+      == (len(ids) + len(choice.token_ids))
     )
     assert logprobs.top_logprobs[0] is logprobs.token_logprobs[0] is None
     for i in range(len(ids) - 1):
@@ -337,15 +334,15 @@ def test_alternatives_of_an_echo_are_the_policys_likeliest(running):
       # The likeliest, and the prompt's own where it is none of them.
       assert top[logprobs.tokens[i + 1]] == logprobs.token_logprobs[i + 1]
       np.testing.assert_allclose(
-          sorted(top.values())[-3:], np.sort(rows[i])[-3:], atol=1e-3
+        sorted(top.values())[-3:], np.sort(rows[i])[-3:], atol=1e-3
       )
     for top in logprobs.top_logprobs[len(ids) :]:
       assert len(top) in (3, 4)
   events = complete(running.client(), ids, stream=True, **options)
   ends = {
-      e.choices[0].index: e.choices[0].logprobs
-      for e in events
-      if e.choices[0].logprobs
+    e.choices[0].index: e.choices[0].logprobs
+    for e in events
+    if e.choices[0].logprobs
   }
   assert [ends[i] for i in (0, 1)] == [c.logprobs for c in answer.choices]
   one = complete(running.client(), ids[:1], logprobs=2, echo=True).choices[0]
@@ -370,17 +367,19 @@ def test_min_tokens_holds_back_stop_tokens(running):
   (stop,) = one.choices[0].token_ids
   options = dict(temperature=0, max_tokens=8, logprobs=0)
   short = complete(
-      client, "once upon", extra_body={"stop_token_ids": [stop]}, **options
+    client, "once upon", extra_body={"stop_token_ids": [stop]}, **options
   ).choices[0]
   assert short.token_ids == [stop] and short.finish_reason == "stop"
   choice = complete(
-      client, "once upon",
-      extra_body={
-          "stop_token_ids": [stop], "min_tokens": 3,
-          "return_raw_logprobs": True,
-      },
-      **options,
-  ).choices[0]  # pyformat: disable
+    client,
+    "once upon",
+    extra_body={
+      "stop_token_ids": [stop],
+      "min_tokens": 3,
+      "return_raw_logprobs": True,
+    },
+    **options,
+  ).choices[0]
   assert len(choice.token_ids) > 3 or choice.finish_reason == "length"
   assert stop not in choice.token_ids[:3]
   assert running.renderer.end_of_turn_id not in choice.token_ids[:3]
@@ -390,21 +389,23 @@ def test_min_tokens_holds_back_stop_tokens(running):
   assert np.all(logprobs[:3] >= raw[:3] - 1e-5) and logprobs[0] > raw[0]
   ids = running.renderer.encode("once upon").tolist()
   dense = dense_logprobs(running, ids, running.model.config.banned_token_ids)[
-      -1
+    -1
   ]
   ends = {stop, running.renderer.end_of_turn_id}
   free = 1 - sum(np.exp(dense[t]) for t in ends)
   np.testing.assert_allclose(
-      logprobs[0], dense[choice.token_ids[0]] - np.log(free), atol=1e-3
+    logprobs[0], dense[choice.token_ids[0]] - np.log(free), atol=1e-3
   )
   for endpoint, body in (
-      ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-      ("responses", {"input": "a"}),
-      ("messages", {"messages": [{"role": "user", "content": "a"}],
-                    "max_tokens": 9}),
-  ):  # pyformat: disable
+    ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ("responses", {"input": "a"}),
+    (
+      "messages",
+      {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9},
+    ),
+  ):
     answer = running.post(
-        f"/v1/{endpoint}", {"model": MODEL, "min_tokens": 4, **body}
+      f"/v1/{endpoint}", {"model": MODEL, "min_tokens": 4, **body}
     )
     assert answer.status_code == 200, answer.text
 

@@ -37,42 +37,49 @@ def test_the_answer_goes_on_where_the_message_ends(running):
   renderer = running.renderer
   # Text that is encoded as it was sampled.
   cut = next(
-      n for n in range(4, 0, -1)
-      if renderer.encode(renderer.decode(tokens[:n])).tolist() == tokens[:n]
-  )  # pyformat: disable
+    n
+    for n in range(4, 0, -1)
+    if renderer.encode(renderer.decode(tokens[:n])).tolist() == tokens[:n]
+  )
   text = renderer.decode(tokens[:cut])
   continuation = go_on(
-      client, [screenshot(), USER, said(text)], temperature=0,
-      max_tokens=12 - cut,
-  )  # pyformat: disable
+    client, [screenshot(), USER, said(text)], temperature=0, max_tokens=12 - cut
+  )
   assert continuation.prompt_token_ids == answer.prompt_token_ids + tokens[:cut]
   assert continuation.choices[0].token_ids == tokens[cut:]
   assert text + continuation.choices[0].message.content == (
-      answer.choices[0].message.content
+    answer.choices[0].message.content
   )
   parts = [{"type": "text", "text": part} for part in (text[:2], text[2:])]
   same = go_on(
-      client, [screenshot(), USER, said(parts)], temperature=0,
-      max_tokens=12 - cut,
-  )  # pyformat: disable
+    client,
+    [screenshot(), USER, said(parts)],
+    temperature=0,
+    max_tokens=12 - cut,
+  )
   assert same.choices[0].token_ids == tokens[cut:]
 
 
 @pytest.mark.parametrize("text", ["I will", "a\nb ", "<tool_call>\n{", "🙂"])
 def test_the_prompt_is_that_of_the_chat_template(running, text):
   reference = transformers.AutoTokenizer.from_pretrained(
-      str(policy_files.resolve("tiny_vl"))
+    str(policy_files.resolve("tiny_vl"))
   )
-  messages = [{"role": "system", "content": "Be brief."}, USER, said("b"), USER,
-              said(text)]  # pyformat: disable
+  messages = [
+    {"role": "system", "content": "Be brief."},
+    USER,
+    said("b"),
+    USER,
+    said(text),
+  ]
   shown = reference.apply_chat_template(
-      messages, tokenize=False, continue_final_message=True
+    messages, tokenize=False, continue_final_message=True
   )
   if text.endswith(" "):  # The reference trims, as some templates do.
     shown = shown.rstrip(" ") + " "
   got = go_on(running.client(), messages, max_tokens=2)
   assert got.prompt_token_ids == reference.encode(
-      shown, add_special_tokens=False
+    shown, add_special_tokens=False
   )
 
 
@@ -94,12 +101,8 @@ def test_a_cut_answer_keeps_its_tokens_in_a_session(running):
     for piece in range(3):
       request = [*messages, said(text)] if text else messages
       one = (go_on if text else ask)(
-        client,
-        request,
-        max_tokens=4,
-        seed=10 * turn + piece,
-        temperature=1.5,
-      )  # pyformat: disable
+        client, request, max_tokens=4, seed=10 * turn + piece, temperature=1.5
+      )
       choice = one.choices[0]
       # Nothing comes between the pieces.
       assert one.prompt_token_ids[: len(tokens)] == tokens
@@ -124,16 +127,21 @@ def test_other_text_than_the_sampled_one_starts_its_own_sequence(running):
   text = first.choices[0].message.content
   changed = go_on(client, [USER, said(text + "!")], max_tokens=4)
   assert changed.prompt_token_ids == (
-      first.prompt_token_ids + running.renderer.encode(text + "!").tolist()
+    first.prompt_token_ids + running.renderer.encode(text + "!").tolist()
   )
   rows = export(running, session, style="concat")
   trained = sorted(
-      [t for t, m in zip(*(one["tensor_dict"][k][0] for k in
-                           ("input_ids", "loss_mask"))) if m]
-      for one in rows.values()
-  )  # pyformat: disable
+    [
+      t
+      for t, m in zip(
+        *(one["tensor_dict"][k][0] for k in ("input_ids", "loss_mask"))
+      )
+      if m
+    ]
+    for one in rows.values()
+  )
   assert trained == sorted(
-      [first.choices[0].token_ids, changed.choices[0].token_ids]
+    [first.choices[0].token_ids, changed.choices[0].token_ids]
   )
   # What follows the whole message follows its tokens.
   more = [USER, said(text + "!" + changed.choices[0].message.content), USER]
@@ -148,18 +156,21 @@ def test_an_answer_that_ended_is_not_opened_again(running):
   for seed in range(200):
     one = ask(client, [USER], max_tokens=24, seed=seed, temperature=2.0)
     if one.choices[0].finish_reason == "stop" and (
-        one.choices[0].message.content
+      one.choices[0].message.content
     ):
       break
   text = one.choices[0].message.content
   again = go_on(client, [USER, said(text)], max_tokens=3)
   assert again.prompt_token_ids == (
-      one.prompt_token_ids + running.renderer.encode(text).tolist()
+    one.prompt_token_ids + running.renderer.encode(text).tolist()
   )
 
 
-CALL = {"type": "function", "id": "a",
-        "function": {"name": "f", "arguments": "{}"}}  # pyformat: disable
+CALL = {
+  "type": "function",
+  "id": "a",
+  "function": {"name": "f", "arguments": "{}"},
+}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
@@ -184,7 +195,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
     ({"prompt_token_ids": [1]}, "continue_final_message", "append"),
     ({"messages": [USER, said("word " * 100_000)]}, "messages",
      "context length is 256"),
-])  # pyformat: disable
+])  # fmt: skip
 def test_what_cannot_be_continued_is_refused(running, change, param, words):
   body = {"messages": [USER, said("a")], **CONTINUE} | change
   messages = body.pop("messages")
@@ -196,18 +207,23 @@ def test_what_cannot_be_continued_is_refused(running, change, param, words):
 
 def test_tools_may_be_shown_while_none_is_called(running):
   got = go_on(
-      running.client(), [USER, said("I will")], max_tokens=3,
-      extra_body={"tools": [TOOL], "tool_choice": "none"},
-  )  # pyformat: disable
+    running.client(),
+    [USER, said("I will")],
+    max_tokens=3,
+    extra_body={"tools": [TOOL], "tool_choice": "none"},
+  )
   shown = running.renderer.decode(got.prompt_token_ids)
   assert '"name": "f"' in shown and shown.endswith("assistant\nI will")
 
 
-@pytest.mark.parametrize("endpoint, body", [
+@pytest.mark.parametrize(
+  "endpoint, body",
+  [
     ("completions", {"prompt": "a"}),
     ("responses", {"input": "a"}),
     ("messages", {"messages": [USER], "max_tokens": 4}),
-])  # pyformat: disable
+  ],
+)
 def test_other_endpoints_refuse_it_by_name(running, endpoint, body):
   answer = running.post(f"/v1/{endpoint}", {"model": MODEL, **body, **CONTINUE})
   assert answer.status_code == 400

@@ -9,10 +9,10 @@ from rollout_server import start
 
 pytestmark = pytest.mark.timeout(300)
 TOOL = {
-    "name": "click", "description": "Clicks.",
-    "parameters": {"type": "object", "properties": {
-        "x": {"type": "integer"}}},
-}  # pyformat: disable
+  "name": "click",
+  "description": "Clicks.",
+  "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+}
 TOOLS = [{"type": "function", "function": TOOL}]
 
 
@@ -37,12 +37,14 @@ def test_the_tokens_of_messages_are_the_prompt_of_their_completion(running):
 
 def test_the_tokens_of_a_text_are_the_prompt_of_its_completion(running):
   answer = running.client().completions.create(
-      model=MODEL, prompt="a <b>", max_tokens=2,
-      extra_body={"return_token_ids": True},
-  )  # pyformat: disable
+    model=MODEL,
+    prompt="a <b>",
+    max_tokens=2,
+    extra_body={"return_token_ids": True},
+  )
   (choice,) = answer.model_dump()["choices"]
-  assert tokenized(running, prompt="a <b>")["tokens"] == (
-      choice["prompt_token_ids"]
+  assert (
+    tokenized(running, prompt="a <b>")["tokens"] == (choice["prompt_token_ids"])
   )
 
 
@@ -54,11 +56,15 @@ def test_in_a_session_they_are_the_next_turns(running):
   messages = [screenshot(4)]
   first = ask(running.client(path), messages)
   messages += [
-      {"role": "assistant", "content": first.choices[0].message.content,
-       "prompt_token_ids": [1], "generation_token_ids": [2],
-       "generation_log_probs": [-0.5]},
-      screenshot(5, "on"),
-  ]  # pyformat: disable
+    {
+      "role": "assistant",
+      "content": first.choices[0].message.content,
+      "prompt_token_ids": [1],
+      "generation_token_ids": [2],
+      "generation_log_probs": [-0.5],
+    },
+    screenshot(5, "on"),
+  ]
   before = tokenized(running, path, messages=messages)["tokens"]
   again = tokenized(running, path + "/v1", messages=messages)["tokens"]
   assert before == again
@@ -71,32 +77,35 @@ def test_in_a_session_they_are_the_next_turns(running):
 
 def test_anthropics_count_is_the_usage_of_the_message(running):
   body = {
-      "model": MODEL,
-      "system": "Be short.",
-      "messages": [{"role": "user", "content": "look"}],
-      "tools": [{
-          "name": "click", "description": "Clicks.",
-          "input_schema": TOOL["parameters"],
-      }],
-  }  # pyformat: disable
+    "model": MODEL,
+    "system": "Be short.",
+    "messages": [{"role": "user", "content": "look"}],
+    "tools": [
+      {
+        "name": "click",
+        "description": "Clicks.",
+        "input_schema": TOOL["parameters"],
+      }
+    ],
+  }
   count = running.post("/v1/messages/count_tokens", body).json()
   answer = running.post("/v1/messages", body | {"max_tokens": 1}).json()
   usage = answer["usage"]
   assert count == {
-      "input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]
+    "input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]
   }
 
 
 @pytest.mark.parametrize(
-    "body, param",
-    [
-        ({}, "messages"),
-        ({"prompt": "a", "messages": [screenshot(1)]}, "messages"),
-        ({"prompt": "a", "return_token_strs": True}, "return_token_strs"),
-        ({"messages": [{"role": "x"}]}, "messages[0].role"),
-        ({"prompt": "a" * 10**6}, "prompt"),
-        ({"prompt": "a", "model": "other"}, "model"),
-    ],
+  "body, param",
+  [
+    ({}, "messages"),
+    ({"prompt": "a", "messages": [screenshot(1)]}, "messages"),
+    ({"prompt": "a", "return_token_strs": True}, "return_token_strs"),
+    ({"messages": [{"role": "x"}]}, "messages[0].role"),
+    ({"prompt": "a" * 10**6}, "prompt"),
+    ({"prompt": "a", "model": "other"}, "model"),
+  ],
 )
 def test_a_wrong_body_names_the_field(running, body, param):
   answer = running.post("/tokenize", {"model": MODEL, **body})
@@ -106,12 +115,15 @@ def test_a_wrong_body_names_the_field(running, body, param):
 
 def test_log_probs_may_name_tokens_by_their_ids(running):
   answer = ask(
-      running.client(), [screenshot(6)], logprobs=True, top_logprobs=2,
-      extra_body={"return_tokens_as_token_ids": True},
-  )  # pyformat: disable
+    running.client(),
+    [screenshot(6)],
+    logprobs=True,
+    top_logprobs=2,
+    extra_body={"return_tokens_as_token_ids": True},
+  )
   choice = answer.choices[0]
   assert [t.token for t in choice.logprobs.content] == [
-      f"token_id:{i}" for i in choice.model_dump()["token_ids"]
+    f"token_id:{i}" for i in choice.model_dump()["token_ids"]
   ]
   for token in choice.logprobs.content:
     assert token.top_logprobs[0].token.startswith("token_id:")

@@ -33,17 +33,17 @@ async def test_samples_of_a_group_differ(make):
   engine = make()
   for seeds in ([None] * 4, range(4)):
     got = await asyncio.gather(
-        *(
-            engine.generate(
-                PROMPT, Sampling(max_new_tokens=12, seed=s), session=f"g{i}"
-            )
-            for i, s in enumerate(seeds)
+      *(
+        engine.generate(
+          PROMPT, Sampling(max_new_tokens=12, seed=s), session=f"g{i}"
         )
+        for i, s in enumerate(seeds)
+      )
     )
     assert len({g.tokens.tobytes() for g in got}) == 4
   # A fresh seed for each call, also within a session.
   again = await engine.generate(
-      PROMPT, Sampling(max_new_tokens=12), session="g0"
+    PROMPT, Sampling(max_new_tokens=12), session="g0"
   )
   assert again.tokens.tobytes() not in {g.tokens.tobytes() for g in got}
 
@@ -53,7 +53,7 @@ async def test_engine_seed_decides_unseeded_requests(make):
   for seed in (5, 5, 6):
     engine = make(seed=seed)
     got = await engine.generate(
-        PROMPT, Sampling(max_new_tokens=20), session="a"
+      PROMPT, Sampling(max_new_tokens=20), session="a"
     )
     runs.append(got.tokens.tolist())
   assert runs[0] == runs[1] != runs[2]
@@ -69,7 +69,7 @@ async def test_seeded_request_is_the_same_in_any_company(make):
     for turn in range(4):
       prompt = micro.prompt_of(np.arange(3, 8 + i + turn))
       await engine.generate(
-          prompt, Sampling(max_new_tokens=3 + i, top_k=i), session=f"n{i}"
+        prompt, Sampling(max_new_tokens=3 + i, top_k=i), session=f"n{i}"
       )
 
   noises = [asyncio.create_task(noise(i)) for i in range(6)]
@@ -87,11 +87,11 @@ async def test_banned_tokens_are_never_sampled(make):
   engine = make(model=flat)
   for i in range(4):
     got = await engine.generate(
-        PROMPT, Sampling(max_new_tokens=50), session=f"b{i}"
+      PROMPT, Sampling(max_new_tokens=50), session=f"b{i}"
     )
     assert not np.isin(got.tokens, (micro.PAD, micro.IMAGE)).any()
     np.testing.assert_allclose(
-        got.logprobs, -np.log(micro.VOCAB - 2), atol=1e-5
+      got.logprobs, -np.log(micro.VOCAB - 2), atol=1e-5
     )
 
 
@@ -104,7 +104,7 @@ async def test_bad_requests_fail_alone(make, store):
   unknown = trajectory.ImageRef("ab" * 32, 16, 16)
   large = micro.picture(store, rng, (32, 32))
   lost_tokens, gone_spans = micro.with_image(
-      np.array([3], np.int32), (), unknown
+    np.array([3], np.int32), (), unknown
   )
   big, big_spans = micro.with_image(np.array([3], np.int32), (), large)
   picture = micro.picture(store, rng)
@@ -119,17 +119,18 @@ async def test_bad_requests_fail_alone(make, store):
     (PROMPT, {"stop_token_ids": tuple(range(9))}, "at most 8"),
     (PROMPT, {"stop_token_ids": (99,)}, "stop_token_ids holds 99"),
   ]
+
   async def attempt(i, prompt, options):
     try:
       return await engine.generate(
-          prompt, Sampling(max_new_tokens=3, **options), session=f"bad{i}"
+        prompt, Sampling(max_new_tokens=3, **options), session=f"bad{i}"
       )
     except Exception as error:  # pylint: disable=broad-except
       return error
 
   good = [(PROMPT, {}, None)] * 6
   outcomes = await asyncio.gather(
-      *(attempt(i, p, o) for i, (p, o, _) in enumerate(bad + good))
+    *(attempt(i, p, o) for i, (p, o, _) in enumerate(bad + good))
   )
   for (_, _, pattern), outcome in zip(bad, outcomes):
     assert isinstance(outcome, ValueError)
@@ -143,9 +144,7 @@ async def test_one_session_has_one_request(make):
   engine = make()
   slow_down(engine, 0.05)
   sampling = Sampling(max_new_tokens=8)
-  first = asyncio.create_task(
-      engine.generate(PROMPT, sampling, session="one")
-  )
+  first = asyncio.create_task(engine.generate(PROMPT, sampling, session="one"))
   await until(lambda: engine.stats()["active"] == 1)
   with pytest.raises(ValueError, match="'one' already has a request"):
     await engine.generate(PROMPT, sampling, session="one")
@@ -153,20 +152,20 @@ async def test_one_session_has_one_request(make):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"slots": 0},
-        {"context_length": 1},
-        {"on_update": "forget"},
-        {"update_policy": "never"},
-        {"decode_steps_per_call": 0},
-        {"prefill_buckets": (0,)},
-        {"patch_buckets": (3,)},
-        {"banned_token_ids": (40,)},
-        {"banned_token_ids": tuple(range(40))},
-        {"vision_cache_tokens": -1},
-        {"features": ("telepathy",)},
-    ],
+  "options",
+  [
+    {"slots": 0},
+    {"context_length": 1},
+    {"on_update": "forget"},
+    {"update_policy": "never"},
+    {"decode_steps_per_call": 0},
+    {"prefill_buckets": (0,)},
+    {"patch_buckets": (3,)},
+    {"banned_token_ids": (40,)},
+    {"banned_token_ids": tuple(range(40))},
+    {"vision_cache_tokens": -1},
+    {"features": ("telepathy",)},
+  ],
 )
 def test_bad_options_are_refused(model, store, options):
   with pytest.raises(ValueError):
@@ -188,14 +187,14 @@ async def test_cancelling_frees_the_slot(make):
   await until(lambda: engine.stats()["waiting"] == 0)
   running.cancel()
   got = await engine.generate(
-      PROMPT, Sampling(max_new_tokens=3, seed=1), session="c"
+    PROMPT, Sampling(max_new_tokens=3, seed=1), session="c"
   )
   assert len(got.tokens) == 3
   stats = engine.stats()
   assert stats["cancelled"] == 2 and stats["decode_tokens"] < 50
   # The cancelled session goes on as if nothing had been.
   again = await engine.generate(
-      PROMPT, Sampling(max_new_tokens=3, seed=1), session="a"
+    PROMPT, Sampling(max_new_tokens=3, seed=1), session="a"
   )
   np.testing.assert_array_equal(again.tokens, got.tokens)
 
@@ -204,7 +203,7 @@ async def test_releasing_a_busy_session_fails_its_request(make):
   engine = make()
   slow_down(engine, 0.05)
   task = asyncio.create_task(
-      engine.generate(PROMPT, Sampling(max_new_tokens=50), session="a")
+    engine.generate(PROMPT, Sampling(max_new_tokens=50), session="a")
   )
   await until(lambda: engine.stats()["active"] == 1)
   await engine.release("a")
@@ -287,12 +286,10 @@ def test_close_fails_what_is_pending_and_leaves_no_thread(make):
 
   async def run():
     tasks = [
-        asyncio.create_task(
-            engine.generate(
-                PROMPT, Sampling(max_new_tokens=50), session=f"s{i}"
-            )
-        )
-        for i in range(3)
+      asyncio.create_task(
+        engine.generate(PROMPT, Sampling(max_new_tokens=50), session=f"s{i}")
+      )
+      for i in range(3)
     ]
     await until(lambda: engine.stats()["active"] == 1)
     await asyncio.to_thread(engine.close)
@@ -301,7 +298,7 @@ def test_close_fails_what_is_pending_and_leaves_no_thread(make):
   outcomes = asyncio.run(run())
   assert all(isinstance(o, engine_lib.EngineError) for o in outcomes)
   threads = [
-      t for t in set(threading.enumerate()) - before if "engine" in t.name
+    t for t in set(threading.enumerate()) - before if "engine" in t.name
   ]
   assert not threads and not engine.healthy
   engine.close()
@@ -315,11 +312,11 @@ async def test_nobody_waits_for_a_pause_or_an_update(make, model):
   """Their futures may be cancelled at any time."""
   engine = make()
   completion = await engine.generate(
-      PROMPT, Sampling(max_new_tokens=3), session="a"
+    PROMPT, Sampling(max_new_tokens=3), session="a"
   )
   begun, go = hold_up(engine)
   running = asyncio.ensure_future(
-      engine.generate(PROMPT, Sampling(max_new_tokens=20), session="b")
+    engine.generate(PROMPT, Sampling(max_new_tokens=20), session="b")
   )
   await until(begun.is_set)
   for future in (engine.pause(), engine.update_weights(1, model)):
@@ -334,7 +331,7 @@ async def test_close_ends_requests_beside_cancelled_futures(make, model):
   engine = make()
   begun, go = hold_up(engine)
   running = asyncio.ensure_future(
-      engine.generate(PROMPT, Sampling(max_new_tokens=20), session="a")
+    engine.generate(PROMPT, Sampling(max_new_tokens=20), session="a")
   )
   await until(begun.is_set)
   assert engine.update_weights(1, model).cancel()
@@ -357,7 +354,7 @@ def test_several_event_loops_share_an_engine(make):
     async def run():
       for turn in range(3):
         got = await engine.generate(
-            PROMPT, Sampling(max_new_tokens=3), session=f"l{i}.{turn}"
+          PROMPT, Sampling(max_new_tokens=3), session=f"l{i}.{turn}"
         )
         counts.append(len(got.tokens))
 

@@ -14,13 +14,13 @@ from tunix.rl.multi_turn.policy import checkpoint
 pytestmark = pytest.mark.timeout(200)
 VOCABULARY = 2570  # Ten ids more than the tokenizer has.
 POINT = {
-    "type": "object",
-    "properties": {
-        "x": {"type": "integer", "minimum": 0, "maximum": 99},
-        "to": {"enum": ["left", "right"]},
-    },
-    "required": ["x", "to"],
-    "additionalProperties": False,
+  "type": "object",
+  "properties": {
+    "x": {"type": "integer", "minimum": 0, "maximum": 99},
+    "to": {"enum": ["left", "right"]},
+  },
+  "required": ["x", "to"],
+  "additionalProperties": False,
 }
 PARSER = tool_parser.make_tool_parser("qwen")
 
@@ -39,11 +39,11 @@ class Policy:
     self.decoder = answers.TokenDecoder(self.renderer.decode, tokenizer)
     self.end = self.renderer.end_of_turn_id
     self.grammars = grammars_lib.Grammars(
-        self.decoder.bytes,
-        self.renderer.encode,
-        VOCABULARY,
-        self.decoder.special,
-        self.renderer.stop_token_ids,
+      self.decoder.bytes,
+      self.renderer.encode,
+      VOCABULARY,
+      self.decoder.special,
+      self.renderer.stop_token_ids,
     )
 
   def may(self, grammar):
@@ -98,9 +98,12 @@ def test_json_is_taken_as_it_is_written(policy):
   assert policy.says(source, json.dumps(value))
   assert policy.says(source, json.dumps(value, separators=(",", ":")))
   for wrong in (
-      '{"x": 100, "to": "left"}', '{"x": 7}', '{"x": 7, "to": "up"}',
-      '{"x": 7, "to": "left", "y": 1}', '{"x": 7, "to": "left"} ',
-  ):  # pyformat: disable
+    '{"x": 100, "to": "left"}',
+    '{"x": 7}',
+    '{"x": 7, "to": "up"}',
+    '{"x": 7, "to": "left", "y": 1}',
+    '{"x": 7, "to": "left"} ',
+  ):
     assert not policy.says(source, wrong), wrong
   anything = policy.grammars.json()
   assert policy.says(anything, '{"naïve ☃": [1, {"🦊": null}]}')
@@ -116,9 +119,13 @@ def test_a_pattern_is_matched(policy, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_calls_that_must_be_made_are_read_by_the_parser(policy, seed):
-  tools = [tool("move", POINT), tool("shut", {
-      "type": "object", "properties": {}, "additionalProperties": False,
-  })]  # pyformat: disable
+  tools = [
+    tool("move", POINT),
+    tool(
+      "shut",
+      {"type": "object", "properties": {}, "additionalProperties": False},
+    ),
+  ]
   for many in (False, True):
     source = policy.grammars.calls(PARSER, tools, many=many)
     text, ended = policy.babble(source, seed, most=400)
@@ -128,7 +135,7 @@ def test_calls_that_must_be_made_are_read_by_the_parser(policy, seed):
       assert len(result.calls) >= 1 if many else len(result.calls) == 1
       for call in result.calls:
         assert set(call.arguments) == (
-            {"x", "to"} if call.name == "move" else set()
+          {"x", "to"} if call.name == "move" else set()
         )
     assert not policy.says(source, "No.")
   call = '<tool_call>\n{"name": "shut", "arguments": {}}\n</tool_call>'
@@ -140,34 +147,36 @@ def test_calls_that_must_be_made_are_read_by_the_parser(policy, seed):
 def test_a_strict_tool_is_held_to_its_schema_where_it_is_called(policy):
   tools = [tool("move", POINT, strict=True), tool("say")]
   source = policy.grammars.calls(PARSER, tools, free=True)
-  calls = lambda name, arguments: PARSER.format([
-      tool_parser.base.trajectory.ToolCall(name, arguments)
-  ])
+  calls = lambda name, arguments: PARSER.format(
+    [tool_parser.base.trajectory.ToolCall(name, arguments)]
+  )
   good = calls("move", {"x": 3, "to": "left"})
   for text in (
-      "",
-      "Nothing to do: 1 < 2 > 0.\nReally <tool",
-      good,
-      f"I go.\n{good}",
-      f"{good}\nThen {good} and on.",
-      calls("say", {"any": ["thing"]}),
+    "",
+    "Nothing to do: 1 < 2 > 0.\nReally <tool",
+    good,
+    f"I go.\n{good}",
+    f"{good}\nThen {good} and on.",
+    calls("say", {"any": ["thing"]}),
   ):
     assert policy.says(source, text), text
   for text in (
-      calls("move", {"x": 300, "to": "left"}),
-      "Hm. " + calls("move", {"x": 3}),
-      calls("jump", {}),
-      "<tool_call>oh",
+    calls("move", {"x": 300, "to": "left"}),
+    "Hm. " + calls("move", {"x": 3}),
+    calls("jump", {}),
+    "<tool_call>oh",
   ):
     assert not policy.says(source, text), text
 
 
 def test_a_reference_in_a_tools_schema_begins_at_its_root(policy):
   shape = {
-      "type": "object", "properties": {"to": {"$ref": "#/$defs/way"}},
-      "required": ["to"], "additionalProperties": False,
-      "$defs": {"way": {"anyOf": [{"enum": ["left"]}, {"$ref": "#"}]}},
-  }  # pyformat: disable
+    "type": "object",
+    "properties": {"to": {"$ref": "#/$defs/way"}},
+    "required": ["to"],
+    "additionalProperties": False,
+    "$defs": {"way": {"anyOf": [{"enum": ["left"]}, {"$ref": "#"}]}},
+  }
   for free in (False, True):
     names = ('go/"on"', r"a\d", "go")  # Escaped in three ways.
     tools = [tool(name, shape, strict=True) for name in names]
@@ -187,15 +196,20 @@ def test_an_answer_is_calls_or_json(policy, seed):
   tools = [tool("move", POINT, strict=True), tool("say")]
   source = policy.grammars.calls(PARSER, tools, otherwise=POINT)
   json_text = '{"x": 3, "to": "left"}'
-  call = PARSER.format([
-      tool_parser.base.trajectory.ToolCall("move", json.loads(json_text))
-  ])
+  call = PARSER.format(
+    [tool_parser.base.trajectory.ToolCall("move", json.loads(json_text))]
+  )
   say = call.replace("move", "say").replace('"x"', '"any"')
   assert all(policy.says(source, text) for text in (json_text, call, say))
   for text in (
-      "", "Done.", f"I go.\n{call}", f"{call}\n{json_text}",
-      f"{call}\n{call}", '{"x": 3}', say.replace("say", "move"),
-  ):  # pyformat: disable
+    "",
+    "Done.",
+    f"I go.\n{call}",
+    f"{call}\n{json_text}",
+    f"{call}\n{call}",
+    '{"x": 3}',
+    say.replace("say", "move"),
+  ):
     assert not policy.says(source, text), text
   anything = policy.grammars.calls(PARSER, tools, otherwise={})
   assert policy.says(anything, "[1]") and policy.says(anything, say)
@@ -204,32 +218,32 @@ def test_an_answer_is_calls_or_json(policy, seed):
   assert not policy.says(many, f"{json_text}\n{json_text}")
   text, ended = policy.babble(source, seed)
   assert text.startswith(("<tool_call>", "{")) and (
-      not ended or PARSER.parse_result(text).calls or json.loads(text)
+    not ended or PARSER.parse_result(text).calls or json.loads(text)
   )
 
 
 NESTED = {
-    "type": "object",
-    "properties": {
-        "note": {"type": "string"},
-        "path": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"to": {"enum": ["left", "right"]}},
-                "required": ["to"],
-            },
-            "minItems": 2,
-        },
+  "type": "object",
+  "properties": {
+    "note": {"type": "string"},
+    "path": {
+      "type": "array",
+      "items": {
+        "type": "object",
+        "properties": {"to": {"enum": ["left", "right"]}},
+        "required": ["to"],
+      },
+      "minItems": 2,
     },
-    "required": ["note", "path"],
+  },
+  "required": ["note", "path"],
 }
 
 
 @pytest.mark.parametrize("length", (60, 90))
 @pytest.mark.parametrize("schema", ({"type": "object"}, NESTED))
 def test_an_open_object_is_closed_before_the_length_is_over(
-    policy, schema, length
+  policy, schema, length
 ):
   """One who says anything would nest and write for ever."""
   source, lengths = policy.grammars.json(schema), set()
@@ -240,9 +254,7 @@ def test_an_open_object_is_closed_before_the_length_is_over(
     assert set(value) >= set(schema.get("required", ()))
     lengths.add(len(text))
   assert len(lengths) > 3  # It says what it likes up to there.
-  assert not any(
-      policy.babble(source, seed, length)[1] for seed in range(3)
-  )
+  assert not any(policy.babble(source, seed, length)[1] for seed in range(3))
 
 
 @pytest.mark.parametrize("free", (True, False))
@@ -278,18 +290,21 @@ def test_a_length_without_room_for_the_end_cuts_the_text(policy):
 
 
 @pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda g: g.json({"type": "objekt"}), "objekt"),
-        (lambda g: g.json({"not": {"type": "string"}}), "not"),
-        (lambda g: g.json({"$ref": "#/nowhere"}), "nowhere"),
-        (lambda g: g.json({"$ref": "#"}), r"\$ref lead to itself"),
-        (lambda g: g.json({
-            "$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}
-        }), "nothing can be"),
-        (lambda g: g.regex("a("), "unclosed"),
-        (lambda g: g.calls(PARSER, [tool("f", {"properties": 3})]), "3"),
-    ],
+  "make, words",
+  [
+    (lambda g: g.json({"type": "objekt"}), "objekt"),
+    (lambda g: g.json({"not": {"type": "string"}}), "not"),
+    (lambda g: g.json({"$ref": "#/nowhere"}), "nowhere"),
+    (lambda g: g.json({"$ref": "#"}), r"\$ref lead to itself"),
+    (
+      lambda g: g.json(
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+      ),
+      "nothing can be",
+    ),
+    (lambda g: g.regex("a("), "unclosed"),
+    (lambda g: g.calls(PARSER, [tool("f", {"properties": 3})]), "3"),
+  ],
 )
 def test_a_grammar_that_cannot_be_is_refused(policy, make, words):
   for _ in "ab":  # The second time, too.
@@ -311,8 +326,8 @@ def test_a_schema_that_is_nested_too_deep_is_refused(policy, depth):
 
 def test_a_text_without_bytes_is_no_grammar(policy):
   for make in (
-      lambda: policy.grammars.json({"enum": ["\ud800"]}),
-      lambda: policy.grammars.regex("\ud800"),
+    lambda: policy.grammars.json({"enum": ["\ud800"]}),
+    lambda: policy.grammars.regex("\ud800"),
   ):
     with pytest.raises(grammars_lib.GrammarError):
       policy.grammars.start(make())

@@ -19,25 +19,25 @@ from tunix.rl.multi_turn.parser.tool_parser import qwen
 pytestmark = pytest.mark.timeout(300)
 USER = [{"role": "user", "content": "go"}]
 POINT = {
-    "type": "object",
-    "properties": {
-        "x": {"type": "integer", "minimum": 0, "maximum": 99},
-        "button": {"enum": ["left", "right"]},
-    },
-    "required": ["x", "button"],
-    "additionalProperties": False,
+  "type": "object",
+  "properties": {
+    "x": {"type": "integer", "minimum": 0, "maximum": 99},
+    "button": {"enum": ["left", "right"]},
+  },
+  "required": ["x", "button"],
+  "additionalProperties": False,
 }
 TOOLS = [
     {"type": "function", "function": {"name": "click", "parameters": POINT}},
     {"type": "function", "function": {"name": "wait", "parameters": {
         "type": "object", "properties": {}, "additionalProperties": False}}},
-]  # pyformat: disable
+]  # fmt: skip
 
 
 def schema(value):
   return {
-      "type": "json_schema",
-      "json_schema": {"name": "point", "schema": value, "strict": True},
+    "type": "json_schema",
+    "json_schema": {"name": "point", "schema": value, "strict": True},
   }
 
 
@@ -48,11 +48,11 @@ def test_alternatives_are_told_in_every_shape(running):
   client = running.client()
   decoder = running.app._service.policy.decoder
   chat = ask(
-      client,
-      USER,
-      logprobs=True,
-      top_logprobs=3,
-      extra_body={"return_raw_logprobs": True, "min_p": 0.001},
+    client,
+    USER,
+    logprobs=True,
+    top_logprobs=3,
+    extra_body={"return_raw_logprobs": True, "min_p": 0.001},
   )
   choice = chat.choices[0]
   plain = ask(client, USER, logprobs=True, extra_body={"min_p": 0.001})
@@ -65,28 +65,29 @@ def test_alternatives_are_told_in_every_shape(running):
   assert len(choice.raw_logprobs) == len(choice.token_ids)
   assert not hasattr(plain.choices[0], "raw_logprobs")
   old = client.completions.create(
-      model=MODEL,
-      prompt=chat.prompt_token_ids,
-      logprobs=3,
-      max_tokens=6,
-      seed=1,
-      extra_body={"min_p": 0.001},
+    model=MODEL,
+    prompt=chat.prompt_token_ids,
+    logprobs=3,
+    max_tokens=6,
+    seed=1,
+    extra_body={"min_p": 0.001},
   )
   new = client.responses.create(
-      model=MODEL,
-      input="go",
-      include=["message.output_text.logprobs"],
-      top_logprobs=3,
-      max_output_tokens=6,
-      extra_body={"seed": 1, "min_p": 0.001},
+    model=MODEL,
+    input="go",
+    include=["message.output_text.logprobs"],
+    top_logprobs=3,
+    max_output_tokens=6,
+    extra_body={"seed": 1, "min_p": 0.001},
   )
   parts = new.output[0].content[0].logprobs
   for i, entry in enumerate(choice.logprobs.content):
-    want = {t.token: pytest.approx(t.logprob, abs=1e-4)
-            for t in entry.top_logprobs}  # pyformat: disable
+    want = {
+      t.token: pytest.approx(t.logprob, abs=1e-4) for t in entry.top_logprobs
+    }
     got = old.choices[0].logprobs.top_logprobs[i]
     assert decoder.token(choice.token_ids[i]) in got or any(
-        name.startswith("bytes:") for name in got
+      name.startswith("bytes:") for name in got
     )
     assert {k: v for k, v in got.items() if k in want}.items() <= want.items()
     assert {t.token: t.logprob for t in parts[i].top_logprobs} == want
@@ -94,11 +95,11 @@ def test_alternatives_are_told_in_every_shape(running):
 
 def test_what_cannot_be_sampled_is_no_alternative(running):
   answer = ask(
-      running.client(),
-      USER,
-      logprobs=True,
-      top_logprobs=5,
-      extra_body={"top_k": 2},
+    running.client(),
+    USER,
+    logprobs=True,
+    top_logprobs=5,
+    extra_body={"top_k": 2},
   )
   for entry in answer.choices[0].logprobs.content:
     total = sum(np.exp(t.logprob) for t in entry.top_logprobs)
@@ -136,17 +137,12 @@ def test_a_stop_string_ends_text_before_it_and_tokens_with_it(running, seed):
   assert stop in decode(ids) and stop not in decode(ids[:-1])
   assert len(cut.logprobs.content) == len(ids)
   events = list(
-      ask(
-          running.client(),
-          USER,
-          max_tokens=32,
-          seed=seed,
-          stop=stop,
-          stream=True,
-      )
+    ask(
+      running.client(), USER, max_tokens=32, seed=seed, stop=stop, stream=True
+    )
   )
   streamed = "".join(
-      e.choices[0].delta.content or "" for e in events if e.choices
+    e.choices[0].delta.content or "" for e in events if e.choices
   )
   assert streamed == cut.message.content
   assert events[-1].choices[0].token_ids == ids
@@ -157,7 +153,7 @@ def test_what_comes_after_a_stop_string_keeps_its_tokens(running):
   client = running.client(f"/sessions/{session['session_id']}")
   answer = long_answer(running, 1)
   stop = a_part(
-      answer.message.content, running.renderer.decode, answer.token_ids
+    answer.message.content, running.renderer.decode, answer.token_ids
   )
   first = ask(client, USER, max_tokens=32, stop=stop, seed=1)
   choice = first.choices[0]
@@ -176,20 +172,21 @@ def test_a_completion_whose_stop_string_is_told_again_goes_on(running):
 
   def complete(prompt, **options):
     answer = client.completions.create(
-        model=MODEL, prompt=prompt, seed=2,
-        extra_body={"return_token_ids": True}, **options
-    )  # pyformat: disable
+      model=MODEL,
+      prompt=prompt,
+      seed=2,
+      extra_body={"return_token_ids": True},
+      **options,
+    )
     return answer.choices[0]
 
   free = complete("Think:", max_tokens=32)
   text = running.renderer.decode(free.token_ids)
   # One that ends where its last token does, as an agent's "Observation:" may.
-  ends = [
-      running.renderer.decode(free.token_ids[:i]) for i in range(4, 30)
-  ]
-  end = next(e for e in ends if text.startswith(e) and text.find(e[-3:]) == (
-      len(e) - 3
-  ))  # pyformat: disable
+  ends = [running.renderer.decode(free.token_ids[:i]) for i in range(4, 30)]
+  end = next(
+    e for e in ends if text.startswith(e) and text.find(e[-3:]) == (len(e) - 3)
+  )
   stop = end[-3:]
   cut = complete("Think:", max_tokens=32, stop=stop)
   assert cut.text == end[:-3]
@@ -213,13 +210,13 @@ def test_strings_are_found_where_characters_are_split():
 @pytest.mark.parametrize("seed", range(3))
 def test_an_answer_is_what_its_schema_describes(running, seed):
   answer = ask(
-      running.client(),
-      [screenshot(seed)],
-      response_format=schema(POINT),
-      max_tokens=32,
-      seed=seed,
-      logprobs=True,
-      top_logprobs=20,
+    running.client(),
+    [screenshot(seed)],
+    response_format=schema(POINT),
+    max_tokens=32,
+    seed=seed,
+    logprobs=True,
+    top_logprobs=20,
   )
   choice = answer.choices[0]
   assert choice.finish_reason == "stop"
@@ -238,22 +235,26 @@ def test_every_endpoint_can_hold_its_answers(running):
   client = running.client()
   pattern = "(left|right)-[0-9]{3}"
   texts = [
-      ask(
-          client, USER, max_tokens=32, extra_body={"guided_regex": pattern}
-      ).choices[0].message.content,
-      client.completions.create(
-          model=MODEL, prompt="x", max_tokens=32,
-          extra_body={"guided_regex": pattern},
-      ).choices[0].text,
-      client.responses.create(
-          model=MODEL, input="x", extra_body={"guided_regex": pattern}
-      ).output_text,
-  ]  # pyformat: disable
+    ask(client, USER, max_tokens=32, extra_body={"guided_regex": pattern})
+    .choices[0]
+    .message.content,
+    client.completions.create(
+      model=MODEL,
+      prompt="x",
+      max_tokens=32,
+      extra_body={"guided_regex": pattern},
+    )
+    .choices[0]
+    .text,
+    client.responses.create(
+      model=MODEL, input="x", extra_body={"guided_regex": pattern}
+    ).output_text,
+  ]
   assert all(re.fullmatch(pattern, text) for text in texts), texts
   response = client.responses.create(
-      model=MODEL,
-      input="x",
-      text={"format": {"type": "json_schema", "name": "p", "schema": POINT}},
+    model=MODEL,
+    input="x",
+    text={"format": {"type": "json_schema", "name": "p", "schema": POINT}},
   )
   assert json.loads(response.output_text)["button"] in ("left", "right")
   assert response.text.format.type == "json_schema"
@@ -267,12 +268,12 @@ def test_a_tool_must_be_called_where_it_is_said_so(running, monkeypatch):
   strict = [{**t, "function": t["function"] | {"strict": True}} for t in TOOLS]
   for stream in (False, True):
     answer = ask(
-        client,
-        USER,
-        tools=strict,
-        tool_choice={"type": "function", "function": {"name": "click"}},
-        max_tokens=96,
-        stream=stream,
+      client,
+      USER,
+      tools=strict,
+      tool_choice={"type": "function", "function": {"name": "click"}},
+      max_tokens=96,
+      stream=stream,
     )
     if stream:
       deltas = [e.choices[0].delta for e in answer if e.choices]
@@ -286,22 +287,22 @@ def test_a_tool_must_be_called_where_it_is_said_so(running, monkeypatch):
   names = set()
   for seed in range(6):
     answer = ask(
-        client,
-        USER,
-        tools=TOOLS,
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_tokens=96,
-        seed=seed,
+      client,
+      USER,
+      tools=TOOLS,
+      tool_choice="required",
+      parallel_tool_calls=False,
+      max_tokens=96,
+      seed=seed,
     )
     (call,) = answer.choices[0].message.tool_calls
     names.add(call.function.name)
   assert names <= {"click", "wait"}
   answer = client.responses.create(
-      model=MODEL,
-      input="go",
-      tools=[{"type": "function", **TOOLS[0]["function"], "strict": True}],
-      tool_choice={"type": "function", "name": "click"},
+    model=MODEL,
+    input="go",
+    tools=[{"type": "function", **TOOLS[0]["function"], "strict": True}],
+    tool_choice={"type": "function", "name": "click"},
   )
   (call,) = answer.output
   assert call.type == "function_call"
@@ -310,14 +311,16 @@ def test_a_tool_must_be_called_where_it_is_said_so(running, monkeypatch):
 
 @pytest.mark.parametrize("stream", (False, True))
 def test_a_call_that_its_length_cuts_off_is_no_content(
-    running, monkeypatch, stream
+  running, monkeypatch, stream
 ):
   policy = running.app._service.policy
   monkeypatch.setattr(policy, "parser", qwen.QwenToolParser(compact=True))
   options = {
-      "tools": TOOLS, "tool_choice": "required", "max_tokens": 4,
-      "stream": stream,
-  }  # pyformat: disable
+    "tools": TOOLS,
+    "tool_choice": "required",
+    "max_tokens": 4,
+    "stream": stream,
+  }
   session = start(running)
   client = running.client(f"/sessions/{session['session_id']}")
   answer = ask(client, USER, **options)
@@ -344,7 +347,7 @@ def test_a_call_that_its_length_cuts_off_is_no_content(
 def test_text_before_a_call_that_is_cut_off_is_content():
   parser = tool_parser.make_tool_parser("qwen")
   completion = lambda reason: policy_client.Completion(
-      np.arange(3), np.zeros(3), np.zeros(3), reason
+    np.arange(3), np.zeros(3), np.zeros(3), reason
   )
   text = 'I go.\n<tool_call>\n{"name": "cli'
   cut = answers.make_choice(completion("length"), text, parser)
@@ -367,9 +370,12 @@ def test_an_open_schema_is_answered_with_whole_json(running):
   """Without its end forced, most would be cut."""
   for seed in range(4):
     answer = ask(
-        running.client(), USER, max_tokens=48, seed=seed,
-        response_format={"type": "json_object"},
-    )  # pyformat: disable
+      running.client(),
+      USER,
+      max_tokens=48,
+      seed=seed,
+      response_format={"type": "json_object"},
+    )
     (choice,) = answer.choices
     assert choice.finish_reason == "stop" and len(choice.token_ids) <= 48
     assert isinstance(json.loads(choice.message.content), dict)
@@ -381,11 +387,12 @@ def test_a_strict_tool_need_not_be_called(running, monkeypatch):
   strict = [{**t, "function": t["function"] | {"strict": True}} for t in TOOLS]
   tool_lists = []
   monkeypatch.setattr(
-      policy.grammars, "start",
-      lambda source, length, start=policy.grammars.start: (
-          tool_lists.append(source) or start(source, length)
-      ),
-  )  # pyformat: disable
+    policy.grammars,
+    "start",
+    lambda source, length, start=policy.grammars.start: (
+      tool_lists.append(source) or start(source, length)
+    ),
+  )
   answer = ask(running.client(), USER, tools=strict)
   free = ask(running.client(), USER, tools=TOOLS)
   assert len(tool_lists) == 1 and "lazy" in tool_lists[0]
@@ -395,7 +402,7 @@ def test_a_strict_tool_need_not_be_called(running, monkeypatch):
 
 
 def test_with_tools_and_a_format_an_answer_is_a_call_or_json(
-    running, monkeypatch
+  running, monkeypatch
 ):
   client = running.client()
   policy = running.app._service.policy
@@ -406,9 +413,14 @@ def test_with_tools_and_a_format_an_answer_is_a_call_or_json(
   kinds = set()
   for seed in range(8):
     (choice,) = ask(
-        client, USER, tools=tools, response_format=schema(shape), seed=seed,
-        max_tokens=96, parallel_tool_calls=False,
-    ).choices  # pyformat: disable
+      client,
+      USER,
+      tools=tools,
+      response_format=schema(shape),
+      seed=seed,
+      max_tokens=96,
+      parallel_tool_calls=False,
+    ).choices
     message = choice.message
     kinds.add(choice.finish_reason)
     if choice.finish_reason == "tool_calls":
@@ -420,21 +432,27 @@ def test_with_tools_and_a_format_an_answer_is_a_call_or_json(
   kinds = set()
   for seed in range(8):
     answer = client.responses.create(
-        model=MODEL, input="go", max_output_tokens=96,
-        parallel_tool_calls=False, extra_body={"seed": seed},
-        tools=[{"type": "function", **t["function"]} for t in tools],
-        text={"format": {
-            "type": "json_schema", "name": "p", "schema": shape}},
-    )  # pyformat: disable
+      model=MODEL,
+      input="go",
+      max_output_tokens=96,
+      parallel_tool_calls=False,
+      extra_body={"seed": seed},
+      tools=[{"type": "function", **t["function"]} for t in tools],
+      text={"format": {"type": "json_schema", "name": "p", "schema": shape}},
+    )
     if answer.status == "completed":
       kinds |= {item.type for item in answer.output}
       assert json.loads(answer.output_text or "null") in (None, ends)
   assert kinds == {"message", "function_call"}
   # Where a call must be made, there is no text to have the format.
   forced = ask(
-      client, USER, tools=tools, response_format=schema(shape),
-      tool_choice="required", max_tokens=96,
-  )  # pyformat: disable
+    client,
+    USER,
+    tools=tools,
+    response_format=schema(shape),
+    tool_choice="required",
+    max_tokens=96,
+  )
   assert forced.choices[0].message.tool_calls
 
 
@@ -443,9 +461,14 @@ def test_held_answers_are_trained_on_with_their_log_probs(running):
   session = started.json()
   client = running.client(f"/sessions/{session['session_id']}")
   answer = ask(
-      client, USER, n=2, response_format=schema(POINT), max_tokens=32,
-      logprobs=True, top_logprobs=2,
-  )  # pyformat: disable
+    client,
+    USER,
+    n=2,
+    response_format=schema(POINT),
+    max_tokens=32,
+    logprobs=True,
+    top_logprobs=2,
+  )
   assert len({tuple(c.token_ids) for c in answer.choices}) == 2
   rows = export(running, session)
   for choice in answer.choices:
@@ -453,12 +476,12 @@ def test_held_answers_are_trained_on_with_their_log_probs(running):
     mask = np.array(one["loss_mask"][0], bool)
     assert np.array(one["input_ids"][0])[mask].tolist() == choice.token_ids
     np.testing.assert_allclose(
-        np.array(one["logprobs"][0])[mask],
-        [t.logprob for t in choice.logprobs.content],
-        atol=1e-6,
+      np.array(one["logprobs"][0])[mask],
+      [t.logprob for t in choice.logprobs.content],
+      atol=1e-6,
     )
   interactions = running.app._service.store.get(
-      session["session_id"]
+    session["session_id"]
   ).interactions
   assert all(i.completion.top_tokens is None for i in interactions)
 
@@ -470,17 +493,15 @@ def test_without_the_library_a_grammar_is_refused(running, monkeypatch):
   assert "tunix-multi-turn[grammar]" in refused.value.message
 
 
-def test_tools_that_a_parser_has_no_words_for_are_refused(
-    running, monkeypatch
-):
+def test_tools_that_a_parser_has_no_words_for_are_refused(running, monkeypatch):
   policy = running.app._service.policy
   for parser, options, words in (
-      (tool_parser.make_tool_parser("ui_tars"), {}, "its own actions only"),
-      (
-          qwen.QwenToolParser("xml", compact=True),
-          {"tool_choice": "required"},
-          "no grammar",
-      ),
+    (tool_parser.make_tool_parser("ui_tars"), {}, "its own actions only"),
+    (
+      qwen.QwenToolParser("xml", compact=True),
+      {"tool_choice": "required"},
+      "no grammar",
+    ),
   ):
     monkeypatch.setattr(policy, "parser", parser)
     with pytest.raises(openai.BadRequestError, match=words) as refused:

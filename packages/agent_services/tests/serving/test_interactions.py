@@ -75,7 +75,10 @@ def test_siblings_are_told_apart_by_what_is_sent_back():
   third = answer(session, [user("Hi")], "yes", say("no"))
   ask = lambda text: session.prompt([user("Hi"), say(text)]).parent
   assert (ask("yes"), ask(" yes "), ask("no")) == (
-      second.id, second.id, third.id)  # pyformat: disable
+    second.id,
+    second.id,
+    third.id,
+  )
   assert first.id not in (ask("yes"), ask("no"))
 
 
@@ -84,7 +87,7 @@ def test_a_shared_prefix_is_trained_in_the_first_leaf_only():
   root = answer(session, ASK, "Root")
   pending = session.prompt([*ASK, say("Root"), user("Go on.")])
   leaves = [
-      session.add(pending, spoken(t), assistant_message=say(t)) for t in "ab"
+    session.add(pending, spoken(t), assistant_message=say(t)) for t in "ab"
   ]
   first, second = session.export("concat")
   assert first.trained == (root.id, leaves[0].id)
@@ -106,7 +109,7 @@ def test_what_was_recorded_does_not_change_with_the_clients_objects():
   assert session.prompt(sent_back).parent == interaction.id
   assert interaction.messages[0]["content"][0]["text"] == "Save."
   assert json.loads(
-      interaction.answer["tool_calls"][0]["function"]["arguments"]
+    interaction.answer["tool_calls"][0]["function"]["arguments"]
   ) == {"x": 1}
 
 
@@ -122,7 +125,7 @@ def test_finding_the_parent_costs_a_step_a_message(monkeypatch):
   node = interactions.Node
   follow = node.follow
   monkeypatch.setattr(
-      node, "follow", lambda n, k: steps.append(k) or follow(n, k)
+    node, "follow", lambda n, k: steps.append(k) or follow(n, k)
   )
   pending = session.prompt(history)
   assert len(pending.ancestors) == 40
@@ -130,16 +133,16 @@ def test_finding_the_parent_costs_a_step_a_message(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "logprobs", "versions", "says"),
-    [
-        ([], None, None, "no token"),
-        ([-4], None, None, "negative id"),
-        ([7, 8], [-1, np.nan], None, "finite"),
-        ([7, 8], [-1, -np.inf], None, "finite"),
-        ([7, 8], [-1, 0.01], None, "<= 0"),
-        ([7, 8], None, [0, -1], "version"),
-        ([7, "image"], None, None, "placeholder"),
-    ],
+  ("tokens", "logprobs", "versions", "says"),
+  [
+    ([], None, None, "no token"),
+    ([-4], None, None, "negative id"),
+    ([7, 8], [-1, np.nan], None, "finite"),
+    ([7, 8], [-1, -np.inf], None, "finite"),
+    ([7, 8], [-1, 0.01], None, "<= 0"),
+    ([7, 8], None, [0, -1], "version"),
+    ([7, "image"], None, None, "placeholder"),
+  ],
 )
 def test_what_cannot_be_trained_on_is_refused(tokens, logprobs, versions, says):
   session = new_session()
@@ -147,9 +150,9 @@ def test_what_cannot_be_trained_on_is_refused(tokens, logprobs, versions, says):
   pending = session.prompt(ASK)
   with pytest.raises(interactions.InteractionError, match=says) as caught:
     session.add(
-        pending,
-        completion(tokens, logprobs, versions),
-        assistant_message=say("x"),
+      pending,
+      completion(tokens, logprobs, versions),
+      assistant_message=say("x"),
     )
   assert caught.value.code == "bad_completion"
   assert session.interactions == () and session.export("concat") == []
@@ -198,21 +201,21 @@ def test_each_refusal_has_its_code_and_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        ["hello"],
-        [{"content": "no role"}],
-        [{"role": "robot", "content": "x"}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": [{"type": "text", "text": None}]}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": ""}]}],
-        [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
-        [{"role": "user", "content": [{"type": "image", "image": []}]}],
-        [{"role": "assistant", "tool_calls": ["click"]}],
-        [{"role": "assistant", "tool_calls": [{"function": {}}]}],
-        [calling("c", arguments={"x": object()})],
-    ],
+  "messages",
+  [
+    [],
+    ["hello"],
+    [{"content": "no role"}],
+    [{"role": "robot", "content": "x"}],
+    [{"role": "user", "content": 5}],
+    [{"role": "user", "content": [{"type": "text", "text": None}]}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": ""}]}],
+    [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+    [{"role": "user", "content": [{"type": "image", "image": []}]}],
+    [{"role": "assistant", "tool_calls": ["click"]}],
+    [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+    [calling("c", arguments={"x": object()})],
+  ],
 )
 def test_messages_that_cannot_be_read_are_refused(messages):
   with refused("bad_message"):
@@ -231,8 +234,8 @@ def test_arguments_that_are_no_json_match_as_text():
 
 def test_an_ended_or_discounted_session_takes_no_more():
   for stop, code in (
-      (lambda s: s.end(), "session_ended"),
-      (lambda s: s.apply_reward_discount(1.0), "reward_already_discounted"),
+    (lambda s: s.end(), "session_ended"),
+    (lambda s: s.apply_reward_discount(1.0), "reward_already_discounted"),
   ):
     session = new_session()
     pending = session.prompt(ASK)
@@ -253,7 +256,7 @@ def test_an_ended_or_discounted_session_takes_no_more():
 def test_store_limits_expires_and_drops():
   clock = Clock()
   store = session_store.SessionStore(
-      renderer(), max_sessions=2, timeout_s=10, clock=clock
+    renderer(), max_sessions=2, timeout_s=10, clock=clock
   )
   one, two = store.start("task"), store.start()
   assert one.task_id == "task"
@@ -305,11 +308,11 @@ def test_tensor_dict_is_a_row_of_areals_batch():
   row = interactions.to_tensor_dict(pictured, multi_modal)
   length = len(pictured.sequence)
   for name, dtype in (
-      ("input_ids", np.int32),
-      ("attention_mask", np.bool_),
-      ("loss_mask", np.int32),
-      ("logprobs", np.float32),
-      ("versions", np.int32),
+    ("input_ids", np.int32),
+    ("attention_mask", np.bool_),
+    ("loss_mask", np.int32),
+    ("logprobs", np.float32),
+    ("versions", np.int32),
   ):
     assert row[name].shape == (1, length) and row[name].dtype == dtype
   assert row["rewards"].dtype == np.float32
@@ -321,9 +324,7 @@ def test_tensor_dict_is_a_row_of_areals_batch():
   assert set(row["versions"][0, prompt:].tolist()) == {3}
   assert not row["logprobs"][0, :prompt].any()
   assert all_spans == list(pictured.sequence.images)
-  assert row["multi_modal_input"] == [
-      {"pixel_values": 1, "image_grid_thw": 2}
-  ]
+  assert row["multi_modal_input"] == [{"pixel_values": 1, "image_grid_thw": 2}]
   assert interactions.to_tensor_dict(plain)["multi_modal_input"] == [{}]
   with pytest.raises(ValueError, match="multi_modal"):
     interactions.to_tensor_dict(pictured)
@@ -338,30 +339,30 @@ def test_entropies_go_the_whole_way_of_an_export(style):
   for text in ("one", "two"):
     completion = spoken(text)
     entropies.append(
-        np.linspace(0.25, 2.0, len(completion.tokens), dtype=np.float32)
+      np.linspace(0.25, 2.0, len(completion.tokens), dtype=np.float32)
     )
     completion = dataclasses.replace(completion, entropies=entropies[-1])
     session.add(
-        session.prompt(messages), completion, assistant_message=say(text)
+      session.prompt(messages), completion, assistant_message=say(text)
     )
     messages += [say(text), user("Go on.")]
   exported = json.loads(
-      b"".join(session_routes._encoded(session.exporter(style, 1.0)))
+    b"".join(session_routes._encoded(session.exporter(style, 1.0)))
   )
   sequences = [
-      proxy.sequence_of(one) for one in exported["interactions"].values()
+    proxy.sequence_of(one) for one in exported["interactions"].values()
   ]
   assert sequences == [one.sequence for one in session.export(style=style)]
   trained = [s.entropies[s.loss_mask] for s in sequences]
   np.testing.assert_array_equal(
-      np.concatenate(trained), np.concatenate(entropies)
+    np.concatenate(trained), np.concatenate(entropies)
   )
   # One answer without them, and its sequence has none.
   answer(session, messages, "three")
   last = session.export(style=style)[-1].sequence
   assert last.entropies is None
   exported = json.loads(
-      b"".join(session_routes._encoded(session.exporter(style, 1.0)))
+    b"".join(session_routes._encoded(session.exporter(style, 1.0)))
   )
   silent = list(exported["interactions"].values())[-1]
   assert "entropies" not in silent and "entropies" not in silent["tensor_dict"]
@@ -371,12 +372,12 @@ def test_entropies_go_the_whole_way_of_an_export(style):
 def test_rows_of_placeholders_survive_an_export():
   ref = trajectory.ImageRef("0" * 64, 4, 4)
   sequence = trajectory.TokenSequence(
-      [7, 7, 6, 7, 7, 9],
-      [False] * 5 + [True],
-      [0.0] * 5 + [-0.5],
-      [-1] * 5 + [0],
-      [0] * 6,
-      (trajectory.ImageSpan(ref, 0, 5, 2),),
+    [7, 7, 6, 7, 7, 9],
+    [False] * 5 + [True],
+    [0.0] * 5 + [-0.5],
+    [-1] * 5 + [0],
+    [0] * 6,
+    (trajectory.ImageSpan(ref, 0, 5, 2),),
   )
   one = interactions.Exported("i", 1.0, sequence, ("i",))
   text = b"".join(session_routes._encoded([one]))  # pylint: disable=protected-access

@@ -50,8 +50,7 @@ def same(one, other):
 
 
 class Client:
-  """Sends what it has been told to; keeps the books that the store is held to.
-  """
+  """Sends what it has been told to; keeps the books that the store is held to."""
 
   def __init__(self, draw):
     self.draw = draw
@@ -65,13 +64,13 @@ class Client:
 
   def new_messages(self):
     return self.one_of(
-        [user("Go on.")],
-        [{"role": "user", "content": "Go on."}],
-        [user("Look", IMAGES[0], "here"), user(IMAGES[1])],
-        [NEXT],
-        [NEXT, {**NEXT, "tool_call_id": "d"}, user(IMAGES[1])],
-        [say("A shot."), user("\nMore")],
-        [],
+      [user("Go on.")],
+      [{"role": "user", "content": "Go on."}],
+      [user("Look", IMAGES[0], "here"), user(IMAGES[1])],
+      [NEXT],
+      [NEXT, {**NEXT, "tool_call_id": "d"}, user(IMAGES[1])],
+      [say("A shot."), user("\nMore")],
+      [],
     )
 
   def echo(self, interaction):
@@ -94,8 +93,8 @@ class Client:
       calls = [{**c, "id": None} for c in reply["tool_calls"]]
       reply = {**reply, "tool_calls": calls}
     plain = (
-        not reply.get("tool_calls")
-        and interaction.answer["content"] == interaction.text
+      not reply.get("tool_calls")
+      and interaction.answer["content"] == interaction.text
     )
     return reply, plain
 
@@ -105,7 +104,7 @@ class Client:
     if not self.sent or kind == "new":
       return [*ASK, *self.new_messages()], self.one_of(None, TOOLS), True
     interaction, messages, tools, canonical = self.draw(
-        st.sampled_from(self.sent)
+      st.sampled_from(self.sent)
     )
     if kind == "resample":
       return list(messages), tools, canonical
@@ -123,9 +122,7 @@ class Client:
     text = self.one_of("Click Save.", " trailing ", CALL, None)
     closed = self.one_of(True, True, False)
     if text is None:
-      ids = self.draw(
-          st.lists(st.integers(300, 1500), min_size=1, max_size=3)
-      )
+      ids = self.draw(st.lists(st.integers(300, 1500), min_size=1, max_size=3))
       canonical = False
     else:
       start = renderer().render(messages).tokens
@@ -147,9 +144,9 @@ class Client:
         if at is None:
           return None
       new = (
-          interaction.new_messages[1:]
-          if interaction.before
-          else interaction.new_messages
+        interaction.new_messages[1:]
+        if interaction.before
+        else interaction.new_messages
       )
       end = at + len(new) + 1
       if end > len(messages):
@@ -158,7 +155,7 @@ class Client:
         return None
       message = messages[end - 1]
       fits = same(message, interaction.answer) or same(
-          message, say(interaction.text)
+        message, say(interaction.text)
       )
       return end if fits else None
 
@@ -188,9 +185,9 @@ class Client:
       old = [*before.prompt.tokens, *before.completion.tokens]
       covered = len(before.messages) + 1
       bridge = renderer().bridge(
-          messages[covered:],
-          last_sampled_is_eot=before.completion.tokens[-1]
-          == renderer().end_of_turn_id,
+        messages[covered:],
+        last_sampled_is_eot=before.completion.tokens[-1]
+        == renderer().end_of_turn_id,
       )
       assert tokens == [*old, *bridge.tokens]
       shifted = tuple(s.shifted(len(old)) for s in bridge.images)
@@ -206,20 +203,20 @@ class Client:
       reply = say(self.one_of(text, text.strip()))
       if text == CALL:
         reply = self.one_of(
-            calling(f"c{next(self.serial)}"), calling("c"), calling(None)
+          calling(f"c{next(self.serial)}"), calling("c"), calling(None)
         )
       untrained = self.one_of("", "", "temperature=0.5")
       interaction = self.session.add(
-          pending,
-          completion(ids, logprobs),
-          assistant_message=reply,
-          untrained=untrained,
+        pending,
+        completion(ids, logprobs),
+        assistant_message=reply,
+        untrained=untrained,
       )
       assert interaction.text == text
       if not untrained:
         self.logprobs += logprobs
       self.sent.append(
-          (interaction, messages, tools, canonical and as_template)
+        (interaction, messages, tools, canonical and as_template)
       )
 
 
@@ -229,15 +226,15 @@ def check_export(client, style):
   by_id = {i.id: i for i in session.interactions}
   trained = [t for e in exported for t in e.trained]
   assert sorted(trained) == sorted(
-      i.id for i in session.interactions if not i.untrained
+    i.id for i in session.interactions if not i.untrained
   )
   assert sum(e.untrained_tokens for e in exported) == sum(
-      len(i.completion.tokens) for i in session.interactions if i.untrained
+    len(i.completion.tokens) for i in session.interactions if i.untrained
   )
   # Each sampled token has a log-prob of its own: none twice, none missing.
-  got = np.concatenate([
-      e.sequence.logprobs[e.sequence.loss_mask] for e in exported
-  ])
+  got = np.concatenate(
+    [e.sequence.logprobs[e.sequence.loss_mask] for e in exported]
+  )
   assert sorted(got.tolist()) == sorted(client.logprobs)
   for e in exported:
     last, sequence = by_id[e.id], e.sequence
@@ -246,7 +243,7 @@ def check_export(client, style):
     assert sequence.images == last.prompt.images
     chain = (*last.ancestors, last)
     assert set(sequence.turn_ids.tolist()) == {
-        interaction.index for interaction in chain
+      interaction.index for interaction in chain
     }
     for interaction in chain:
       begin = len(interaction.prompt)
@@ -255,8 +252,8 @@ def check_export(client, style):
       assert np.all(sequence.loss_mask[where] == is_trained)
       assert np.all(sequence.turn_ids[where] == interaction.index)
       assert (
-          sequence.tokens[where].tolist()
-          == interaction.completion.tokens.tolist()
+        sequence.tokens[where].tolist()
+        == interaction.completion.tokens.tolist()
       )
       if is_trained:
         got = sequence.logprobs[where]
@@ -274,9 +271,7 @@ def check_export(client, style):
 
 @given(data=st.data(), turns=st.integers(1, 8))
 @settings(
-    max_examples=100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
+  max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 def test_random_clients(data, turns):
   client = Client(data.draw)
@@ -288,8 +283,8 @@ def test_random_clients(data, turns):
 
 
 @given(
-    rewards=st.lists(st.none() | st.floats(-9, 9), min_size=1, max_size=6),
-    discount=st.floats(0, 1),
+  rewards=st.lists(st.none() | st.floats(-9, 9), min_size=1, max_size=6),
+  discount=st.floats(0, 1),
 )
 @settings(max_examples=30, deadline=None)
 def test_discounted_rewards_are_the_returns(rewards, discount):
@@ -299,8 +294,8 @@ def test_discounted_rewards_are_the_returns(rewards, discount):
     if reward is not None:
       session.set_reward(None, reward)
   want = [
-      sum((r or 0) * discount**k for k, r in enumerate(rewards[at:]))
-      for at in range(len(rewards))
+    sum((r or 0) * discount**k for k, r in enumerate(rewards[at:]))
+    for at in range(len(rewards))
   ]
   got = [e.reward for e in session.export(discount=discount)]
   np.testing.assert_allclose(got, want, atol=1e-9)

@@ -10,17 +10,19 @@ import pytest
 
 MANY = 1 << 30
 SCALARS = (
-    strategies.none()
-    | strategies.booleans()
-    | strategies.integers(-(2**63), 2**64 - 1)
-    | strategies.floats(allow_nan=False, allow_infinity=False)
-    | strategies.text()
+  strategies.none()
+  | strategies.booleans()
+  | strategies.integers(-(2**63), 2**64 - 1)
+  | strategies.floats(allow_nan=False, allow_infinity=False)
+  | strategies.text()
 )
 VALUES = strategies.recursive(
-    SCALARS,
-    lambda inner: strategies.lists(inner, max_size=4)
-    | strategies.dictionaries(strategies.text(), inner, max_size=4),
-    max_leaves=12,
+  SCALARS,
+  lambda inner: (
+    strategies.lists(inner, max_size=4)
+    | strategies.dictionaries(strategies.text(), inner, max_size=4)
+  ),
+  max_leaves=12,
 )
 
 
@@ -30,9 +32,9 @@ def read(body, **limits):
 
 @hypothesis.settings(deadline=None, max_examples=200)
 @hypothesis.given(
-    strategies.dictionaries(strategies.text(), VALUES, max_size=4),
-    strategies.booleans(),
-    strategies.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32-le"]),
+  strategies.dictionaries(strategies.text(), VALUES, max_size=4),
+  strategies.booleans(),
+  strategies.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32-le"]),
 )
 def test_every_object_is_read_and_written_as_it_is(value, ascii_, encoding):
   body = json.dumps(value, ensure_ascii=ascii_).encode(encoding)
@@ -57,20 +59,20 @@ def test_what_only_the_standard_library_reads_is_read():
 
 
 @pytest.mark.parametrize(
-    "body, words",
-    [
-        (b'{"a": NaN}', "NaN is not a finite number"),
-        (b'{"a": -Infinity}', "-Infinity is not a finite number"),
-        (b'{"a": 1e999}', "1e999 is not a finite number"),
-        (b'{"a": "\\ud800"}', "a holds half a surrogate pair"),
-        (b'{"a": [{"b": "\\udc00"}]}', r"a\[0\].b holds half"),
-        (b'{"a": 1', "not JSON"),
-        (b'{"a": "\xff"}', "not JSON"),
-        (b'{"a": "\n"}', "not JSON"),
-        (b"", "not JSON"),
-        (b"[1]", "must be a JSON object"),
-        (b'{"a": ' + b"[" * 200_000, "not JSON"),
-    ],
+  "body, words",
+  [
+    (b'{"a": NaN}', "NaN is not a finite number"),
+    (b'{"a": -Infinity}', "-Infinity is not a finite number"),
+    (b'{"a": 1e999}', "1e999 is not a finite number"),
+    (b'{"a": "\\ud800"}', "a holds half a surrogate pair"),
+    (b'{"a": [{"b": "\\udc00"}]}', r"a\[0\].b holds half"),
+    (b'{"a": 1', "not JSON"),
+    (b'{"a": "\xff"}', "not JSON"),
+    (b'{"a": "\n"}', "not JSON"),
+    (b"", "not JSON"),
+    (b"[1]", "must be a JSON object"),
+    (b'{"a": ' + b"[" * 200_000, "not JSON"),
+  ],
 )
 def test_what_is_wrong_is_said(body, words):
   with pytest.raises(errors.ApiError, match=words) as refused:

@@ -59,22 +59,26 @@ def _palette():
 
 
 @pytest.mark.parametrize(
-    "data, row",
-    [
-        (encoded(_two_colours("RGBA")), [[255, 0, 0], [255, 255, 255]]),
-        (encoded(_two_colours("LA")), [[76] * 3, [255] * 3]),
-        (encoded(_palette(), transparency=b"\xff\0"), [[1, 2, 3], [255] * 3]),
-        (encoded(_two_colours("RGB"), transparency=(0, 0, 0)),
-         [[255, 0, 0], [255, 255, 255]]),
-        (encoded(np.array([[0x1234, 0xFEDC]], np.uint16)),
-         [[0x12] * 3, [0xFE] * 3]),
-        (encoded(Image.new("1", (2, 1), 1)), [[255] * 3] * 2),
-        (encoded(Image.new("CMYK", (2, 1)), "JPEG"), [[255] * 3] * 2),
-    ],
-    ids=["rgba", "la", "palette", "trns", "16-bit", "1-bit", "cmyk"],
+  "data, row",
+  [
+    (encoded(_two_colours("RGBA")), [[255, 0, 0], [255, 255, 255]]),
+    (encoded(_two_colours("LA")), [[76] * 3, [255] * 3]),
+    (encoded(_palette(), transparency=b"\xff\0"), [[1, 2, 3], [255] * 3]),
+    (
+      encoded(_two_colours("RGB"), transparency=(0, 0, 0)),
+      [[255, 0, 0], [255, 255, 255]],
+    ),
+    (
+      encoded(np.array([[0x1234, 0xFEDC]], np.uint16)),
+      [[0x12] * 3, [0xFE] * 3],
+    ),
+    (encoded(Image.new("1", (2, 1), 1)), [[255] * 3] * 2),
+    (encoded(Image.new("CMYK", (2, 1)), "JPEG"), [[255] * 3] * 2),
+  ],
+  ids=["rgba", "la", "palette", "trns", "16-bit", "1-bit", "cmyk"],
 )
 async def test_transparency_shows_white_and_every_mode_becomes_rgb(
-    make, data, row
+  make, data, row
 ):
   store = images.ImageStore()
   ref = await make(store=store).load(data_url(data))
@@ -89,18 +93,18 @@ async def test_animations_are_refused(make, kind):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda b: b + "\n",
-        lambda b: b[:8] + "\n" + b[8:],
-        lambda b: b[:8] + "    " + b[8:],
-        lambda b: b[:8] + "-_-_" + b[8:],
-        lambda b: b[:8] + "====" + b[8:],
-        lambda b: "QUI=" + b,
-        lambda b: b.rstrip("=")[:-1],
-        lambda b: b + "====",
-        lambda b: b[:8] + "\ud800é😀ü" + b[8:],
-    ],
+  "change",
+  [
+    lambda b: b + "\n",
+    lambda b: b[:8] + "\n" + b[8:],
+    lambda b: b[:8] + "    " + b[8:],
+    lambda b: b[:8] + "-_-_" + b[8:],
+    lambda b: b[:8] + "====" + b[8:],
+    lambda b: "QUI=" + b,
+    lambda b: b.rstrip("=")[:-1],
+    lambda b: b + "====",
+    lambda b: b[:8] + "\ud800é😀ü" + b[8:],
+  ],
 )
 async def test_base64_is_strict(make, monkeypatch, change):
   monkeypatch.setattr(media, "_CHUNK", 4)  # Padding at the end of a chunk.
@@ -116,18 +120,29 @@ async def test_a_long_image_is_put_together_from_its_chunks(make, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["data:text/html;base64,AAAA", "data:image/svg+xml;base64,AAAA",
-     "data:image/png,AAAA", "data:image/png;charset=x;base64,AAAA", "data:"],
+  "url",
+  [
+    "data:text/html;base64,AAAA",
+    "data:image/svg+xml;base64,AAAA",
+    "data:image/png,AAAA",
+    "data:image/png;charset=x;base64,AAAA",
+    "data:",
+  ],
 )
 async def test_other_data_urls_are_refused(make, url):
   await refused(make(), url, URL, "data:image/png;base64,")
 
 
 @pytest.mark.parametrize(
-    "data",
-    [b"", b"GIF89a", PNG[:60], PNG[:20] + b"\xff" + PNG[21:], b"<svg/>",
-     encoded(PIXELS, "BMP")],
+  "data",
+  [
+    b"",
+    b"GIF89a",
+    PNG[:60],
+    PNG[:20] + b"\xff" + PNG[21:],
+    b"<svg/>",
+    encoded(PIXELS, "BMP"),
+  ],
 )
 async def test_what_is_no_image_is_refused(make, data):
   await refused(make(), data_url(data), BAD, "PNG")
@@ -138,20 +153,18 @@ async def test_bytes_are_counted_before_base64_is_decoded(make):
   await exact.load(data_url(PNG))
   await exact.aclose()  # Without threads, nothing is decoded or hashed.
   for more in range(1, 4):
-    await refused(
-        exact, data_url(PNG + b"\0" * more), LARGE, "max_bytes"
-    )
+    await refused(exact, data_url(PNG + b"\0" * more), LARGE, "max_bytes")
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(
-    "data",
-    [encoded(Image.new("1", (4097, 4096)))]
-    + [png_header(side, side) for side in (12_000, 30_000, 2**31 - 1)],
-    ids=["whole", "warned", "refused by Pillow", "largest"],
+  "data",
+  [encoded(Image.new("1", (4097, 4096)))]
+  + [png_header(side, side) for side in (12_000, 30_000, 2**31 - 1)],
+  ids=["whole", "warned", "refused by Pillow", "largest"],
 )
 async def test_pixels_are_counted_before_they_are_decoded(
-    make, monkeypatch, data
+  make, monkeypatch, data
 ):
   monkeypatch.setattr(ImageFile.ImageFile, "load", _must_not_be_called)
   await refused(make(), data_url(data), LARGE, "max_pixels")
@@ -203,9 +216,7 @@ async def test_concurrent_loads_decode_once_and_survive_a_cancelled_one(make):
 async def test_a_failure_is_shared_and_tried_again(make):
   loader, url = make(), data_url(PNG[:60])
   for _ in range(2):
-    await asyncio.gather(
-        *(refused(loader, url, BAD) for _ in range(4))
-    )
+    await asyncio.gather(*(refused(loader, url, BAD) for _ in range(4)))
   assert not loader._decoding
 
 
@@ -246,9 +257,7 @@ async def test_the_event_loop_runs_while_an_image_is_read(make, monkeypatch):
 async def test_a_closed_loader_fails_what_waits_and_what_comes(make):
   store = SlowStore()
   loader = make(store=store)
-  urls = [
-      data_url(encoded(np.full((1, 1, 3), i, np.uint8))) for i in range(4)
-  ]
+  urls = [data_url(encoded(np.full((1, 1, 3), i, np.uint8))) for i in range(4)]
   loads = [asyncio.create_task(loader.load(url)) for url in urls]
   await until(lambda: store.puts == 2)  # Both threads are taken.
   await loader.aclose()
@@ -256,7 +265,7 @@ async def test_a_closed_loader_fails_what_waits_and_what_comes(make):
   results = await asyncio.gather(*loads, return_exceptions=True)
   kinds = sorted(type(result).__name__ for result in results)
   assert kinds == ["ImageRef"] * 2 + ["MediaError"] * 2
-  await refused(     loader, data_url(PNG), FETCH, "closed", retryable=True)
+  await refused(loader, data_url(PNG), FETCH, "closed", retryable=True)
   await loader.aclose()
 
 
@@ -264,18 +273,16 @@ async def test_an_error_shows_the_head_of_a_url_only(make):
   loader = make("good.test")
   payload = "QUJD" * 100_000
   for url, code in (
-      (f"data:image/png;base64,{payload}", BAD),
-      (f"data:image/png;base64,{payload}!", URL),
-      (f"data:image/what;base64,{payload}", URL),
-      (f"https://evil.test/{payload[:40_000]}", HOST),
-      (payload, URL),
+    (f"data:image/png;base64,{payload}", BAD),
+    (f"data:image/png;base64,{payload}!", URL),
+    (f"data:image/what;base64,{payload}", URL),
+    (f"https://evil.test/{payload[:40_000]}", HOST),
+    (payload, URL),
   ):
     message = await refused(loader, url, code)
     assert url[:20] in message
     assert url[:61] not in message and len(message) < 300
-  message = await refused(
-      loader, "https://evil.test/a?Signature=s3cret", HOST
-  )
+  message = await refused(loader, "https://evil.test/a?Signature=s3cret", HOST)
   assert "evil.test/a" in message and "s3cret" not in message
-  message = await refused(     loader, "https://me:s3cret@good.test/a", URL)
+  message = await refused(loader, "https://me:s3cret@good.test/a", URL)
   assert "good.test/a" in message and "s3cret" not in message

@@ -23,9 +23,16 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["file:///etc/passwd", "ftp://good.test/i.png", "blob:https://good.test",
-     "good.test/i.png", "//good.test", "", " https://good.test/"],
+  "url",
+  [
+    "file:///etc/passwd",
+    "ftp://good.test/i.png",
+    "blob:https://good.test",
+    "good.test/i.png",
+    "//good.test",
+    "",
+    " https://good.test/",
+  ],
 )
 async def test_other_schemes_are_refused_and_named(make, url):
   message = await refused(make("good.test"), url, URL, "or an https: URL")
@@ -49,14 +56,23 @@ async def test_fetching_is_off_without_a_list(make, site):
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["http://sub.good.test:{port}/", "http://good.test.evil.test:{port}/",
-     "http://good.test.:{port}/", "http://xgood.test:{port}/",
-     "http://good.test/", "http://good.test:1/", "http://good.test:0/",
-     "http://127.0.0.1:{port}/", "http://[::1]:{port}/",
-     "http://good.test%2eevil.test:{port}/", "http:good.test:{port}",
-     "http://evil.test:{port}/#good.test", "http:///good.test:{port}",
-     "http://evil.test:{port}/?good.test"],
+  "url",
+  [
+    "http://sub.good.test:{port}/",
+    "http://good.test.evil.test:{port}/",
+    "http://good.test.:{port}/",
+    "http://xgood.test:{port}/",
+    "http://good.test/",
+    "http://good.test:1/",
+    "http://good.test:0/",
+    "http://127.0.0.1:{port}/",
+    "http://[::1]:{port}/",
+    "http://good.test%2eevil.test:{port}/",
+    "http:good.test:{port}",
+    "http://evil.test:{port}/#good.test",
+    "http:///good.test:{port}",
+    "http://evil.test:{port}/?good.test",
+  ],
 )
 async def test_only_exactly_the_listed_host_is_fetched(make, site, url):
   url = url.format(port=site.port)
@@ -65,10 +81,14 @@ async def test_only_exactly_the_listed_host_is_fetched(make, site, url):
 
 
 @pytest.mark.parametrize(
-    "user, host",
-    [("good.test", "evil.test"), ("good.test:{port}", "evil.test"),
-     ("good.test\\", "evil.test"), ("me:secret", "good.test"),
-     ("evil.test", "good.test")],
+  "user, host",
+  [
+    ("good.test", "evil.test"),
+    ("good.test:{port}", "evil.test"),
+    ("good.test\\", "evil.test"),
+    ("me:secret", "good.test"),
+    ("evil.test", "good.test"),
+  ],
 )
 async def test_a_user_name_is_refused(make, site, user, host):
   url = f"http://{user}@{host}:{{port}}/".format(port=site.port)
@@ -77,10 +97,15 @@ async def test_a_user_name_is_refused(make, site, user, host):
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["http://good.test:x/", "http://\ud800/", "http://a\n/",
-     "http://①.test/", "http://" + "a" * 70_000],
-    ids=["port", "surrogate", "control", "idna", "long"],
+  "url",
+  [
+    "http://good.test:x/",
+    "http://\ud800/",
+    "http://a\n/",
+    "http://①.test/",
+    "http://" + "a" * 70_000,
+  ],
+  ids=["port", "surrogate", "control", "idna", "long"],
 )
 async def test_what_is_no_url_is_refused(make, url):
   await refused(make("good.test"), url, URL, "not a URL")
@@ -97,20 +122,42 @@ async def test_names_are_compared_in_lower_case_and_idna(make, site):
 async def test_a_host_without_port_is_meant_at_its_own_port(make):
   resolve = at("10.0.0.1")
   loader = make("a.test", "b.test:443", _resolve=resolve)
-  for url in ("https://a.test/", "https://a.test:443/", "http://a.test/",
-              "https://b.test/"):
+  for url in (
+    "https://a.test/",
+    "https://a.test:443/",
+    "http://a.test/",
+    "https://b.test/",
+  ):
     await refused(loader, url, HOST, "no public address")
   assert [port for _, port in resolve.asked] == [443, 443, 80, 443]
-  for url in ("https://a.test:80/", "http://a.test:443/", "http://b.test/",
-              "https://b.test:0/"):
+  for url in (
+    "https://a.test:80/",
+    "http://a.test:443/",
+    "http://b.test/",
+    "https://b.test:0/",
+  ):
     await refused(loader, url, HOST, "allowed_hosts")
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["*", "*.good.test", "https://good.test", "good.test/", "good.test:0",
-     "good.test:70000", "good.test:", "", ".good.test", "good.test.", "a b",
-     "bücher.test", "me@good.test", "[::1]", "a" * 64 + ".test"],
+  "host",
+  [
+    "*",
+    "*.good.test",
+    "https://good.test",
+    "good.test/",
+    "good.test:0",
+    "good.test:70000",
+    "good.test:",
+    "",
+    ".good.test",
+    "good.test.",
+    "a b",
+    "bücher.test",
+    "me@good.test",
+    "[::1]",
+    "a" * 64 + ".test",
+  ],
 )
 def test_a_limit_names_exact_hosts(host):
   with pytest.raises(ValueError, match="allowed_hosts"):
@@ -119,9 +166,14 @@ def test_a_limit_names_exact_hosts(host):
 
 def test_impossible_limits_cannot_be_built():
   for name, value in (
-      ("allowed_hosts", "ab"), ("max_bytes", 0), ("max_pixels", 0),
-      ("max_pixels", 10**9), ("timeout_s", 0), ("timeout_s", float("inf")),
-      ("timeout_s", float("nan")), ("max_redirects", -1),
+    ("allowed_hosts", "ab"),
+    ("max_bytes", 0),
+    ("max_pixels", 0),
+    ("max_pixels", 10**9),
+    ("timeout_s", 0),
+    ("timeout_s", float("inf")),
+    ("timeout_s", float("nan")),
+    ("max_redirects", -1),
   ):
     with pytest.raises(ValueError, match=name):
       media.MediaLimits(**{name: value})
@@ -131,13 +183,35 @@ def test_impossible_limits_cannot_be_built():
 
 
 @pytest.mark.parametrize(
-    "address",
-    ["127.0.0.1", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.0.1",
-     "100.64.0.1", "169.254.169.254", "224.0.0.1", "240.0.0.1",
-     "255.255.255.255", "192.88.99.1", "::", "::1", "fe80::1", "fe80::1%1",
-     "fd00:ec2::254", "fec0::1", "ff0e::1", "2001:db8::1", "::ffff:127.0.0.1",
-     "::ffff:8.8.8.8", "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b:1::7f00:1",
-     "2002:7f00:1::1", "2001:0:7f00:1::1"],
+  "address",
+  [
+    "127.0.0.1",
+    "0.0.0.0",
+    "10.1.2.3",
+    "172.16.0.1",
+    "192.168.0.1",
+    "100.64.0.1",
+    "169.254.169.254",
+    "224.0.0.1",
+    "240.0.0.1",
+    "255.255.255.255",
+    "192.88.99.1",
+    "::",
+    "::1",
+    "fe80::1",
+    "fe80::1%1",
+    "fd00:ec2::254",
+    "fec0::1",
+    "ff0e::1",
+    "2001:db8::1",
+    "::ffff:127.0.0.1",
+    "::ffff:8.8.8.8",
+    "::127.0.0.1",
+    "64:ff9b::7f00:1",
+    "64:ff9b:1::7f00:1",
+    "2002:7f00:1::1",
+    "2001:0:7f00:1::1",
+  ],
 )
 async def test_only_public_addresses_are_connected_to(make, address):
   """By the rule that is used when none is injected."""
@@ -164,9 +238,9 @@ async def test_the_connection_goes_to_the_address_that_was_checked(make, site):
     return [addresses.pop(0)]
 
   loader = make(
-      site.name,
-      _resolve=rebinding,
-      _is_allowed_address=lambda a: checked.append(a) is None,
+    site.name,
+    _resolve=rebinding,
+    _is_allowed_address=lambda a: checked.append(a) is None,
   )
   await loader.load(site.url + "/i.png")
   assert addresses == ["127.0.0.2"] and checked == ["127.0.0.1"]
@@ -193,7 +267,7 @@ async def test_a_name_without_address_may_be_tried_again(make):
 
 
 async def test_the_certificate_is_verified_for_the_name(
-    make, tls_site, authority
+  make, tls_site, authority
 ):
   """Also after a connection to the same address, for another name."""
   other = f"other.test:{tls_site.port}"
@@ -225,19 +299,19 @@ async def test_redirects_are_followed_without_cookies(make, site):
 
 
 @pytest.mark.parametrize(
-    "to, code",
-    [
-        ("http://evil.test:{port}/i.png", HOST),
-        ("//evil.test:{port}/i.png", HOST),
-        ("http://sub.good.test:{port}/i.png", HOST),
-        ("http://good.test:1/i.png", HOST),
-        ("http://127.0.0.1:{port}/i.png", HOST),
-        ("http://inside.test:{port}/i.png", HOST),
-        ("http://me@good.test:{port}/i.png", URL),
-        ("file:///etc/passwd", URL),
-        ("data:image/png;base64,AAAA", URL),
-        ("http://good.test:x/", URL),
-    ],
+  "to, code",
+  [
+    ("http://evil.test:{port}/i.png", HOST),
+    ("//evil.test:{port}/i.png", HOST),
+    ("http://sub.good.test:{port}/i.png", HOST),
+    ("http://good.test:1/i.png", HOST),
+    ("http://127.0.0.1:{port}/i.png", HOST),
+    ("http://inside.test:{port}/i.png", HOST),
+    ("http://me@good.test:{port}/i.png", URL),
+    ("file:///etc/passwd", URL),
+    ("data:image/png;base64,AAAA", URL),
+    ("http://good.test:x/", URL),
+  ],
 )
 async def test_each_hop_is_checked_like_the_first(make, site, to, code):
   async def resolve(host, port):
@@ -313,9 +387,14 @@ async def test_a_compressed_body_is_not_inflated(make, site):
 
 
 @pytest.mark.parametrize(
-    "status, later",
-    [("404 Not Found", False), ("304 Not Modified", False),
-     ("206 Partial", False), ("429 Too Many", True), ("503 Down", True)],
+  "status, later",
+  [
+    ("404 Not Found", False),
+    ("304 Not Modified", False),
+    ("206 Partial", False),
+    ("429 Too Many", True),
+    ("503 Down", True),
+  ],
 )
 async def test_a_status_tells_whether_to_try_again(make, site, status, later):
   site.answer("/s", b"", status)

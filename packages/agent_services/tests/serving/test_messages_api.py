@@ -11,10 +11,10 @@ from rollout_server import start
 
 pytestmark = pytest.mark.timeout(300)
 TOOL = {
-    "name": "click", "description": "Clicks.",
-    "input_schema": {"type": "object", "properties": {
-        "x": {"type": "integer"}}},
-}  # pyformat: disable
+  "name": "click",
+  "description": "Clicks.",
+  "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}},
+}
 CALL = '{"name": "click", "arguments": {"x": 3}}'
 SAID = f"Left.\n<tool_call>\n{CALL}\n</tool_call>"
 
@@ -35,9 +35,9 @@ def events_of(answer):
   lines = answer.text.splitlines()
   names = [l.removeprefix("event: ") for l in lines if l.startswith("event: ")]
   events = [
-      json.loads(l.removeprefix("data: "))
-      for l in lines
-      if l.startswith("data: ")
+    json.loads(l.removeprefix("data: "))
+    for l in lines
+    if l.startswith("data: ")
   ]
   assert names == [e["type"] for e in events]
   return events
@@ -49,9 +49,9 @@ def _saying(running, monkeypatch):
 
   def say(text):
     monkeypatch.setattr(
-        running.app._service.policy.renderer,
-        "decode",
-        lambda ids: text if len(ids) else "",
+      running.app._service.policy.renderer,
+      "decode",
+      lambda ids: text if len(ids) else "",
     )
 
   return say
@@ -75,7 +75,7 @@ def test_a_message_is_the_chat_completion_of_its_blocks(running):
       system=[{"type": "text", "text": "Use it."}],
       tools=[TOOL],
       return_token_ids=True,
-  ).json()  # pyformat: disable
+  ).json()  # fmt: skip
   chat = ask(
       running.client(),
       [
@@ -96,7 +96,7 @@ def test_a_message_is_the_chat_completion_of_its_blocks(running):
           "parameters": TOOL["input_schema"]}}],
       max_tokens=8,
       seed=5,
-  )  # pyformat: disable
+  )  # fmt: skip
   assert answer["prompt_token_ids"] == chat.prompt_token_ids
   assert answer["token_ids"] == chat.choices[0].token_ids
   (block,) = answer["content"]
@@ -113,18 +113,18 @@ def test_a_stream_adds_up(running):
   conversation = [{"role": "user", "content": "a b c"}]
   answer = messages(running, conversation, max_tokens=20).json()
   events = events_of(
-      messages(running, conversation, max_tokens=20, stream=True)
+    messages(running, conversation, max_tokens=20, stream=True)
   )
   kinds = [e["type"] for e in events]
   deltas = [e for e in events if e["type"] == "content_block_delta"]
   assert len(deltas) > 1
   assert kinds == [
-      "message_start",
-      "content_block_start",
-      *["content_block_delta"] * len(deltas),
-      "content_block_stop",
-      "message_delta",
-      "message_stop",
+    "message_start",
+    "content_block_start",
+    *["content_block_delta"] * len(deltas),
+    "content_block_stop",
+    "message_delta",
+    "message_stop",
   ]
   text = "".join(e["delta"]["text"] for e in deltas)
   assert text == answer["content"][0]["text"]
@@ -158,11 +158,14 @@ def test_a_turn_with_a_call_goes_on_in_its_session(running, saying, stream):
   assert text == {"type": "text", "text": "Left."}
   assert call["name"] == "click" and call["input"] == {"x": 3}
   conversation += [
-      {"role": "assistant", "content": content},
-      {"role": "user", "content": [{
-          "type": "tool_result", "tool_use_id": call["id"],
-          "content": "clicked"}]},
-  ]  # pyformat: disable
+    {"role": "assistant", "content": content},
+    {
+      "role": "user",
+      "content": [
+        {"type": "tool_result", "tool_use_id": call["id"], "content": "clicked"}
+      ],
+    },
+  ]
   saying("Done.")
   assert messages(running, conversation, path, **options).status_code == 200
   assert len(export(running, session, style="concat")) == 1
@@ -171,11 +174,11 @@ def test_a_turn_with_a_call_goes_on_in_its_session(running, saying, stream):
 def test_the_stop_sequence_is_named(running):
   conversation = [{"role": "user", "content": "a b c"}]
   text = messages(running, conversation, max_tokens=20).json()["content"][0][
-      "text"
+    "text"
   ]
   stop = text[3:6]
   answer = messages(
-      running, conversation, max_tokens=20, stop_sequences=[stop]
+    running, conversation, max_tokens=20, stop_sequences=[stop]
   ).json()
   assert answer["stop_reason"] == "stop_sequence"
   assert answer["stop_sequence"] == stop
@@ -187,18 +190,22 @@ def test_one_call_at_a_time_ends_the_completion(running, monkeypatch):
   """By the tokens that spell the end of a call."""
   policy = running.app._service.policy
   full_answer = messages(
-      running, [{"role": "user", "content": "a"}], max_tokens=24,
-      return_token_ids=True,
-  ).json()  # pyformat: disable
+    running,
+    [{"role": "user", "content": "a"}],
+    max_tokens=24,
+    return_token_ids=True,
+  ).json()
   text = full_answer["content"][0]["text"]
   end = text[4:7]
   monkeypatch.setattr(policy.parser, "call_end", end)
   answer = messages(
-      running, [{"role": "user", "content": "a"}], max_tokens=24,
-      return_token_ids=True,
-      tools=[TOOL], tool_choice={
-          "type": "auto", "disable_parallel_tool_use": True},
-  ).json()  # pyformat: disable
+    running,
+    [{"role": "user", "content": "a"}],
+    max_tokens=24,
+    return_token_ids=True,
+    tools=[TOOL],
+    tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+  ).json()
   content = "".join(b["text"] for b in answer["content"])
   # Kept, and at the end; tools change the prompt, hence the text.
   assert end not in content or content.endswith(end)
@@ -227,9 +234,9 @@ def test_one_call_at_a_time_ends_the_completion(running, monkeypatch):
          "not supported"),
         ({"temperatur": 1}, "temperatur", "did you mean temperature"),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_what_is_not_served_is_refused_by_its_name(
-    running, change, param, words
+  running, change, param, words
 ):
   body = {"messages": [{"role": "user", "content": "x"}]} | change
   answer = messages(running, body.pop("messages"), **body)
@@ -242,10 +249,13 @@ def test_what_is_not_served_is_refused_by_its_name(
 
 def test_a_session_key_opens_its_session_as_x_api_key(running):
   session = start(running)
-  body = {"model": MODEL, "max_tokens": 4,
-          "messages": [{"role": "user", "content": "x"}]}  # pyformat: disable
+  body = {
+    "model": MODEL,
+    "max_tokens": 4,
+    "messages": [{"role": "user", "content": "x"}],
+  }
   answer = running.post(
-      "/v1/messages", body, **{"x-api-key": session["api_key"]}
+    "/v1/messages", body, **{"x-api-key": session["api_key"]}
   )
   assert answer.json()["id"] in export(running, session)
 
@@ -255,12 +265,16 @@ def test_a_session_key_opens_its_session_as_x_api_key(running):
 
 def test_fields_that_change_nothing_are_accepted_and_named(running):
   plain = [
-      {"role": "user", "content": [
-          {"type": "text", "text": "a"},
-          {"type": "image_url", "image_url": {"url": data_url(3)}}]},
-      {"role": "assistant", "content": "b"},
-      {"role": "user", "content": "c"},
-  ]  # pyformat: disable
+    {
+      "role": "user",
+      "content": [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": data_url(3)}},
+      ],
+    },
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+  ]
   body = {"model": "default", "max_tokens": 6, "seed": 3, "messages": plain}
   before = running.post("/v1/chat/completions", body)
   assert "x-ignored-fields" not in before.headers
@@ -269,46 +283,53 @@ def test_fields_that_change_nothing_are_accepted_and_named(running):
   noisy[0]["content"][0]["cache_control"] = {"type": "ephemeral"}
   noisy[0]["content"][1]["image_url"]["detail"] = "low"
   noisy[1] |= {
-      "reasoning_content": "hm", "provider_specific_fields": {"refusal": None},
-      "refusal": None, "audio": None, "function_call": None, "tool_calls": None,
-  }  # pyformat: disable
+    "reasoning_content": "hm",
+    "provider_specific_fields": {"refusal": None},
+    "refusal": None,
+    "audio": None,
+    "function_call": None,
+    "tool_calls": None,
+  }
   more = {
       "prompt_cache_key": "k", "reasoning_effort": "high", "verbosity": "low",
       "parallel_tool_calls": False, "min_tokens": 0, "echo": None,
       "chat_template_kwargs": {"enable_thinking": True}, "user": "u",
       "continue_final_message": False, "max_completion_tokens": 6,
-  }  # pyformat: disable
+  }  # fmt: skip
   after = running.post(
-      "/v1/chat/completions", body | more | {"messages": noisy}
+    "/v1/chat/completions", body | more | {"messages": noisy}
   )
   assert after.status_code == 200, after.text
   assert set(after.headers["x-ignored-fields"].split(", ")) == {
-      "messages[].name",
-      "messages[].content[].cache_control",
-      "messages[].content[].image_url.detail",
-      "messages[].reasoning_content",
-      "messages[].provider_specific_fields",
-      "prompt_cache_key",
-      "reasoning_effort",
-      "verbosity",
-      "chat_template_kwargs.enable_thinking",
+    "messages[].name",
+    "messages[].content[].cache_control",
+    "messages[].content[].image_url.detail",
+    "messages[].reasoning_content",
+    "messages[].provider_specific_fields",
+    "prompt_cache_key",
+    "reasoning_effort",
+    "verbosity",
+    "chat_template_kwargs.enable_thinking",
   }
   sampled_part = lambda reply: (reply.json()["choices"], reply.json()["usage"])
   for choice in (*sampled_part(before)[0], *sampled_part(after)[0]):
     choice.pop("interaction_id")
   texts = lambda choices: [
-      (c["message"]["content"], c["finish_reason"]) for c in choices
+    (c["message"]["content"], c["finish_reason"]) for c in choices
   ]
   assert texts(sampled_part(before)[0]) == texts(sampled_part(after)[0])
   assert before.json()["model"] == MODEL
 
 
 @pytest.mark.parametrize(
-    "field",
-    [{"continue_final_message": True}, {"add_generation_prompt": False},
-     {"chat_template_kwargs": {"add_vision_id": True}},
-     {"chat_template_kwargs": {"tools_first": True}}],
-)  # pyformat: disable
+  "field",
+  [
+    {"continue_final_message": True},
+    {"add_generation_prompt": False},
+    {"chat_template_kwargs": {"add_vision_id": True}},
+    {"chat_template_kwargs": {"tools_first": True}},
+  ],
+)
 def test_what_would_change_the_answer_is_refused(running, field):
   body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
   answer = running.post("/v1/chat/completions", body | field)
@@ -317,8 +338,11 @@ def test_what_would_change_the_answer_is_refused(running, field):
 
 
 def test_an_answer_has_a_request_id(running):
-  body = {"model": MODEL, "max_tokens": 2,
-          "messages": [{"role": "user", "content": "x"}]}  # pyformat: disable
+  body = {
+    "model": MODEL,
+    "max_tokens": 2,
+    "messages": [{"role": "user", "content": "x"}],
+  }
   own = running.post("/v1/chat/completions", body, **{"x-request-id": "mine-1"})
   assert own.headers["x-request-id"] == "mine-1"
   streamed = running.post("/v1/chat/completions", body | {"stream": True})
@@ -331,7 +355,7 @@ def test_a_model_and_a_response_are_found_by_their_ids(running):
   client = running.client()
   assert client.models.retrieve(MODEL).id == MODEL
   answer = client.responses.create(
-      model=MODEL, input="a", max_output_tokens=4, instructions="b"
+    model=MODEL, input="a", max_output_tokens=4, instructions="b"
   )
   stored = client.responses.retrieve(answer.id)
   assert stored.output_text == answer.output_text
@@ -339,11 +363,13 @@ def test_a_model_and_a_response_are_found_by_their_ids(running):
   session = start(running)
   session_client = running.client(key=session["api_key"])
   for path in (f"/v1/responses/{answer.id}", "/v1/responses/none"):
-    status = session_client._client.get(running.url + path, headers={
-        "authorization": f"Bearer {session['api_key']}"}).status_code
+    status = session_client._client.get(
+      running.url + path,
+      headers={"authorization": f"Bearer {session['api_key']}"},
+    ).status_code
     assert status == 404  # It belongs to the session.
   dropped = client.responses.create(
-      model=MODEL, input="a", max_output_tokens=4, store=False
+    model=MODEL, input="a", max_output_tokens=4, store=False
   )
   with pytest.raises(Exception, match="is kept here"):
     client.responses.retrieve(dropped.id)

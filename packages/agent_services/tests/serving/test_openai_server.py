@@ -31,7 +31,7 @@ def test_a_completion_carries_what_training_needs(running):
   choice = answer.choices[0]
   ids = choice.token_ids
   assert 1 <= len(ids) <= 6 == answer.usage.completion_tokens or (
-      choice.finish_reason == "stop"
+    choice.finish_reason == "stop"
   )
   assert len(choice.logprobs.content) == len(ids)
   assert all(t.logprob <= 0 for t in choice.logprobs.content)
@@ -60,18 +60,16 @@ def test_a_stream_adds_up_to_the_whole_answer(running):
   messages = [{"role": "user", "content": "a b c"}]
   answer = ask(client, messages, max_tokens=20)
   events = list(
-      ask(
-          client,
-          messages,
-          max_tokens=20,
-          stream=True,
-          stream_options={"include_usage": True},
-      )
+    ask(
+      client,
+      messages,
+      max_tokens=20,
+      stream=True,
+      stream_options={"include_usage": True},
+    )
   )
   assert events[0].choices[0].delta.role == "assistant"
-  text = "".join(
-      e.choices[0].delta.content or "" for e in events if e.choices
-  )
+  text = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
   assert text == answer.choices[0].message.content
   ends = [e for e in events if e.choices and e.choices[0].finish_reason]
   assert len(ends) == 1
@@ -135,9 +133,9 @@ def test_a_stream_adds_up_to_the_whole_answer(running):
             "type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
          "messages[0].content[0].image_url", "file"),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_what_is_not_served_is_refused_by_its_name(
-    running, change, param, words
+  running, change, param, words
 ):
   change = dict(change)
   messages = change.pop("messages", [{"role": "user", "content": "x"}])
@@ -153,13 +151,13 @@ def test_other_refusals_have_the_same_shape(running):
     ask(running.client(), [screenshot()], model="gpt-5")
   assert "'nano'" in refused.value.message
   for path, status in (("/v1/embeddings", 404), ("/sessions/x/v1/models", 404)):
-    answer = running.post(path) if "emb" in path else httpx.get(
-        running.url + path
+    answer = (
+      running.post(path) if "emb" in path else httpx.get(running.url + path)
     )
     assert answer.status_code == status
     assert answer.json()["error"]["code"]
   answer = httpx.post(
-      f"{running.url}/v1/chat/completions", content=b"{not json", timeout=60
+    f"{running.url}/v1/chat/completions", content=b"{not json", timeout=60
   )
   assert answer.status_code == 400
   assert answer.json()["error"]["code"] == "invalid_json"
@@ -180,20 +178,20 @@ def test_models_health_and_metrics(running):
 
 
 def test_tools_are_shown_and_calls_are_read(running, monkeypatch):
-  tools = [{
+  tools = [
+    {
       "type": "function",
       "function": {"name": "click", "parameters": {"properties": {}}},
-  }]
+    }
+  ]
   text = '<tool_call>\n{"name": "click", "arguments": {"x": 3}}\n</tool_call>'
   real = running.renderer.decode
   service = running.app._service
   monkeypatch.setattr(
-      service.policy.renderer, "decode", lambda ids: text if len(ids) else ""
+    service.policy.renderer, "decode", lambda ids: text if len(ids) else ""
   )
   for stream in (False, True):
-    answer = ask(
-        running.client(), [screenshot()], tools=tools, stream=stream
-    )
+    answer = ask(running.client(), [screenshot()], tools=tools, stream=stream)
     if stream:
       deltas = [e.choices[0].delta for e in answer if e.choices]
       (call,) = [c for d in deltas for c in d.tool_calls or ()]
@@ -234,7 +232,7 @@ def test_an_episode_is_one_token_exact_sequence(running, by):
   prefilled = running.settled()["prefilled_tokens"] - before
   assert prefilled <= len(tokens) + 3
   running.post(
-      f"/sessions/{session['session_id']}/rl/set_reward", {"reward": 1.0}
+    f"/sessions/{session['session_id']}/rl/set_reward", {"reward": 1.0}
   )
   (row,) = export(running, session, style="concat").values()
   tensors = row["tensor_dict"]
@@ -270,22 +268,22 @@ def test_tools_that_may_not_be_called_do_not_break_the_sequence(running):
   first = ask(client, history, tools=tools, tool_choice="none")
   content = first.choices[0].message.content
   history += [
-      {"role": "assistant", "content": content},
-      {"role": "user", "content": "b"},
+    {"role": "assistant", "content": content},
+    {"role": "user", "content": "b"},
   ]
   ask(client, history, tools=tools)
   assert len(export(running, session, style="concat")) == 1
 
 
 def test_answers_that_the_client_keeps_are_not_kept_for_ever(
-    running, monkeypatch
+  running, monkeypatch
 ):
   monkeypatch.setattr(caches.SessionCache, "_UNSTORED", 3)
   session = start(running)
   client = running.client(f"/sessions/{session['session_id']}")
   empty = [{"role": "user", "content": ""}]
   play = lambda i: ask(
-      client, empty, max_tokens=1, extra_body={"prompt_token_ids": [300 + i]}
+    client, empty, max_tokens=1, extra_body={"prompt_token_ids": [300 + i]}
   )
   ids = [play(i).id for i in range(8)]
   turns = running.app._service._caches[session["session_id"]]
@@ -322,16 +320,16 @@ def _calls(count, **function):
 
 @pytest.mark.parametrize("in_session", [False, True])
 @pytest.mark.parametrize(
-    "messages",
-    [
-        _calls(1, arguments="the cat " * 10_000),
-        _calls(1, name="f" * 80_000),
-        _calls(2_000),
-        [{"role": "user", "content": ""}] * 1_000,
-    ],
+  "messages",
+  [
+    _calls(1, arguments="the cat " * 10_000),
+    _calls(1, name="f" * 80_000),
+    _calls(2_000),
+    [{"role": "user", "content": ""}] * 1_000,
+  ],
 )
 def test_what_cannot_fit_counts_whole_messages(
-    running, monkeypatch, messages, in_session
+  running, monkeypatch, messages, in_session
 ):
   renderer = running.app._service.policy.renderer
   monkeypatch.setattr(renderer, "_encode_text", None)
@@ -342,26 +340,27 @@ def test_what_cannot_fit_counts_whole_messages(
 
 
 def test_tokens_that_cannot_fit_are_refused_before_they_are_looked_at(
-    running, monkeypatch
+  running, monkeypatch
 ):
   renderer = running.app._service.policy.renderer
   monkeypatch.setattr(renderer, "prompt_of_tokens", None)
   reason = "maximum context length is 256 tokens"
   with pytest.raises(openai.BadRequestError, match=reason) as refused:
     ask(
-        running.client(),
-        [{"role": "user", "content": ""}],
-        extra_body={"prompt_token_ids": [renderer.image_token_id] * 300},
+      running.client(),
+      [{"role": "user", "content": ""}],
+      extra_body={"prompt_token_ids": [renderer.image_token_id] * 300},
     )
   assert refused.value.param == "prompt_token_ids"
-  answer = running.post("/v1/completions", {
-      "model": MODEL, "prompt": [renderer.image_token_id] * 300
-  })  # pyformat: disable
+  answer = running.post(
+    "/v1/completions",
+    {"model": MODEL, "prompt": [renderer.image_token_id] * 300},
+  )
   assert reason in answer.json()["error"]["message"]
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
-    running, monkeypatch
+  running, monkeypatch
 ):
   renderer = running.app._service.policy.renderer
   monkeypatch.setattr(renderer, "_encode_text", None)
@@ -374,9 +373,10 @@ def test_a_repeated_request_gets_the_same_completion(running):
   session = start(running)
   url = f"{running.url}/sessions/{session['session_id']}/v1/chat/completions"
   body = {
-      "model": MODEL, "max_tokens": 24,
-      "messages": [{"role": "user", "content": "again"}],
-  }  # pyformat: disable
+    "model": MODEL,
+    "max_tokens": 24,
+    "messages": [{"role": "user", "content": "again"}],
+  }
 
   async def both():
     async with httpx.AsyncClient(timeout=60) as client:
@@ -402,8 +402,8 @@ def test_a_streamed_turn_is_an_interaction_too(running):
     text = "".join(e.choices[0].delta.content or "" for e in events)
   assert ids[0] == ids[1] and set(export(running, session)) == ids[0]
   history += [
-      {"role": "assistant", "content": text},
-      {"role": "user", "content": "go on"},
+    {"role": "assistant", "content": text},
+    {"role": "user", "content": "go on"},
   ]
   answer = ask(client, history)
   (row,) = export(running, session, style="concat").values()
@@ -415,7 +415,7 @@ def test_a_streamed_turn_is_an_interaction_too(running):
 def test_a_client_that_goes_away_frees_its_slot_and_leaves_no_trace(running):
   session = start(running)
   client = running.client(
-      f"/sessions/{session['session_id']}", max_retries=0
+    f"/sessions/{session['session_id']}", max_retries=0
   ).with_options(timeout=0.001)
   for _ in range(3):
     with contextlib.suppress(openai.APITimeoutError):
@@ -423,7 +423,7 @@ def test_a_client_that_goes_away_frees_its_slot_and_leaves_no_trace(running):
   running.settled()
   assert len(export(running, session)) <= 1
   answer = ask(
-      running.client(f"/sessions/{session['session_id']}"), [screenshot(5)]
+    running.client(f"/sessions/{session['session_id']}"), [screenshot(5)]
   )
   assert answer.choices[0].token_ids
 
@@ -431,10 +431,7 @@ def test_a_client_that_goes_away_frees_its_slot_and_leaves_no_trace(running):
 def test_who_still_waits_is_answered_when_the_first_sender_has_gone(running):
   session = start(running)
   url = f"{running.url}/sessions/{session['session_id']}/v1/chat/completions"
-  body = {
-      "model": MODEL, "max_tokens": 32,
-      "messages": [screenshot(9, "wait")],
-  }  # pyformat: disable
+  body = {"model": MODEL, "max_tokens": 32, "messages": [screenshot(9, "wait")]}
 
   async def impatient_and_patient():
     async with httpx.AsyncClient(timeout=60) as client:
@@ -475,12 +472,12 @@ def test_a_start_that_is_repeated_gives_the_same_session(running):
 
 
 @pytest.mark.parametrize(
-    "body, header, words",
-    [
-        ({"task_id": 3}, {}, "task_id must be a string"),
-        ({"task": "t"}, {}, "task='t' is not supported"),
-        ({}, {"idempotency-key": "x" * 300}, "Idempotency-Key has 300"),
-    ],
+  "body, header, words",
+  [
+    ({"task_id": 3}, {}, "task_id must be a string"),
+    ({"task": "t"}, {}, "task='t' is not supported"),
+    ({}, {"idempotency-key": "x" * 300}, "Idempotency-Key has 300"),
+  ],
 )
 def test_a_start_that_cannot_be_meant_is_refused(running, body, header, words):
   answer = running.post("/rl/start_session", body, **header)
@@ -500,11 +497,10 @@ def test_an_ended_session_refuses_and_still_exports(running):
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["evil.example", "localhost.evil.example:80", "10.0.0.1", "a@[", "["],
+  "host", ["evil.example", "localhost.evil.example:80", "10.0.0.1", "a@[", "["]
 )
 def test_without_a_token_only_names_of_the_loopback_interface_are_answered(
-    running, host
+  running, host
 ):
   for path in ("/rl/start_session", "/v1/completions"):
     answer = running.post(path, host=host)
@@ -513,7 +509,7 @@ def test_without_a_token_only_names_of_the_loopback_interface_are_answered(
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:1", "127.0.0.1:80", "127.8.0.1", "[::1]:9"]
+  "host", ["localhost", "LOCALHOST:1", "127.0.0.1:80", "127.8.0.1", "[::1]:9"]
 )
 def test_names_of_the_loopback_interface_are_answered(running, host):
   answer = running.post("/rl/start_session", host=host)
@@ -529,25 +525,29 @@ def test_a_dropped_session_makes_room_and_its_key_opens_nothing(running):
   with pytest.raises(openai.AuthenticationError):
     ask(client, [{"role": "user", "content": "y"}])
   reply = running.post(
-      "/export_trajectories", {"session_id": session["session_id"]}
+    "/export_trajectories", {"session_id": session["session_id"]}
   )
   assert reply.status_code == 404
   assert not running.app._service._caches.get(session["session_id"])
 
 
 @pytest.mark.parametrize(
-    "path, body",
-    [
-        ("/export_trajectories", {"discount": None}),
-        ("/export_trajectories", {"discount": 2}),
-        ("/sessions/{}/rl/set_reward", {"reward": 10**400}),
-        ("/sessions/{}/rl/set_reward", {"reward": 1, "interaction_id": [1]}),
-        ("/sessions/{}/v1/chat/completions", {
-            "model": MODEL, "temperature": 10**400,
-            "messages": [{"role": "user", "content": "x"}],
-        }),
-    ],
-)  # pyformat: disable
+  "path, body",
+  [
+    ("/export_trajectories", {"discount": None}),
+    ("/export_trajectories", {"discount": 2}),
+    ("/sessions/{}/rl/set_reward", {"reward": 10**400}),
+    ("/sessions/{}/rl/set_reward", {"reward": 1, "interaction_id": [1]}),
+    (
+      "/sessions/{}/v1/chat/completions",
+      {
+        "model": MODEL,
+        "temperature": 10**400,
+        "messages": [{"role": "user", "content": "x"}],
+      },
+    ),
+  ],
+)
 def test_bad_values_are_the_clients_fault(running, path, body):
   session = start(running)
   name = session["session_id"]
@@ -568,25 +568,25 @@ def test_a_session_exports_whatever_it_accepted(running):
           "function": {"name": "f", "arguments": deep},
       }]},
       {"role": "tool", "tool_call_id": "c", "content": deep},
-  ])  # pyformat: disable
+  ])  # fmt: skip
   session = start(running, task_id="\x00\u2028")
   path = f"/sessions/{session['session_id']}"
   accepted = 0
   for one in messages:
     body = {"model": MODEL, "messages": one, "max_tokens": 2}
     answer = running.post(
-        f"{path}/v1/chat/completions", content=json.dumps(body).encode()
+      f"{path}/v1/chat/completions", content=json.dumps(body).encode()
     )
     assert answer.status_code in (200, 400), answer.text
     if answer.status_code == 200:
       accepted += 1
       for reward in (1e400, -9e29, 5e-324, 2**70):
         reply = running.post(
-            f"{path}/rl/set_reward",
-            content=json.dumps({
-                "reward": reward, "interaction_id": answer.json()["id"]
-            }).encode(),
-        )  # pyformat: disable
+          f"{path}/rl/set_reward",
+          content=json.dumps(
+            {"reward": reward, "interaction_id": answer.json()["id"]}
+          ).encode(),
+        )
         assert reply.status_code == (400 if reward == 1e400 else 200)
   assert accepted > 2
   for style in ("individual", "concat"):
@@ -634,7 +634,7 @@ def test_a_token_is_asked_for_and_capacity_is_told():
         assert client.models.list().data
     assert httpx.get(f"{running.url}/health").status_code == 200
     sly = httpx.post(
-        f"{running.url}/v1/chat/completions", headers={"host": "x/health?"}
+      f"{running.url}/v1/chat/completions", headers={"host": "x/health?"}
     )
     assert sly.status_code == 401
     header = {"Authorization": "Bearer secret"}
@@ -644,13 +644,13 @@ def test_a_token_is_asked_for_and_capacity_is_told():
     key = {"Authorization": f"Bearer {first['api_key']}"}
     export_body = {"session_id": first["session_id"]}
     assert (
-        running.post("/export_trajectories", export_body, **key).status_code
-        == 200
+      running.post("/export_trajectories", export_body, **key).status_code
+      == 200
     )
     for path, body in (
-        ("/export_trajectories", {"session_id": "another"}),
-        ("/sessions/another/rl/end_session", {}),
-        ("/rl/start_session", {}),
+      ("/export_trajectories", {"session_id": "another"}),
+      ("/sessions/another/rl/end_session", {}),
+      ("/rl/start_session", {}),
     ):
       refused = running.post(path, body, **key)
       assert refused.status_code == 403, path
@@ -668,14 +668,14 @@ def test_a_token_is_asked_for_and_capacity_is_told():
 
 
 def test_arguments_have_the_types_that_the_requests_tools_declare(
-    running, monkeypatch
+  running, monkeypatch
 ):
   """The policy writes the arguments as XML, where all values are text."""
   policy = running.app._service.policy
   text = (
-      "<tool_call>\n<function=book>\n<parameter=name>\n12\n</parameter>\n"
-      "<parameter=seats>\n12\n</parameter>\n<parameter=note>\nnull\n"
-      "</parameter>\n</function>\n</tool_call>"
+    "<tool_call>\n<function=book>\n<parameter=name>\n12\n</parameter>\n"
+    "<parameter=seats>\n12\n</parameter>\n<parameter=note>\nnull\n"
+    "</parameter>\n</function>\n</tool_call>"
   )
 
   async def says(prompt, sampling, **options):
@@ -683,7 +683,7 @@ def test_arguments_have_the_types_that_the_requests_tools_declare(
     tokens = np.array([*ids, *sampling.stop_token_ids])
     zeros = np.zeros(len(tokens))
     return policy_client.Completion(
-        tokens, zeros, zeros.astype(np.int32), policy_client.FinishReason.STOP
+      tokens, zeros, zeros.astype(np.int32), policy_client.FinishReason.STOP
     )
 
   monkeypatch.setattr(policy, "parser", qwen.QwenXmlToolParser())
@@ -693,10 +693,12 @@ def test_arguments_have_the_types_that_the_requests_tools_declare(
       "properties": {
           "name": {"type": "string"}, "seats": {"type": "integer"},
       },
-  }}}  # pyformat: disable
+  }}}  # fmt: skip
   user = [{"role": "user", "content": "book"}]
   message = ask(running.client(), user, tools=[tool]).choices[0].message
   (call,) = message.tool_calls
   assert json.loads(call.function.arguments) == {
-      "name": "12", "seats": 12, "note": "null"
-  }  # pyformat: disable
+    "name": "12",
+    "seats": 12,
+    "note": "null",
+  }

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.timeout(300)
 # Of each operation; a search of an hour is one of some thousands.
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "12"))
 CHECKS = [
-    schemathesis.checks.not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_schema_conformance,
+  schemathesis.checks.not_a_server_error,
+  checks.status_code_conformance,
+  checks.content_type_conformance,
+  checks.response_schema_conformance,
 ]
 
 
@@ -33,11 +33,11 @@ def test_every_operation_answers_as_its_document_describes(running):
     operation = result.ok()
 
     @hypothesis.settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+      max_examples=EXAMPLES,
+      deadline=None,
+      derandomize=True,
+      database=None,
+      suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(case=operation.as_strategy())
     def try_it(case):
@@ -56,9 +56,9 @@ def test_every_operation_answers_as_its_document_describes(running):
 
     try_it()
   documented = {
-      f"{method.upper()} {path}"
-      for path, methods in openapi.document(app.ENDPOINTS)["paths"].items()
-      for method in methods
+    f"{method.upper()} {path}"
+    for path, methods in openapi.document(app.ENDPOINTS)["paths"].items()
+    for method in methods
   }
   # schemathesis leaves out the document's own path.
   assert set(tried) == documented - {"GET /openapi.json"}

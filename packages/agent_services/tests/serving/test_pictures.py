@@ -102,10 +102,15 @@ def test_the_detour_changes_no_pixel(mode, level, monkeypatch):
 def test_the_detour_changes_no_pixel_of_small_depths_and_palettes(monkeypatch):
   monkeypatch.setattr(pictures, "_SMALL", 1)
   for mode, options in (
-      ("1", {}), ("L", {}), ("P", {}), ("P", {"transparency": 3}),
-      ("P", {"bits": 4}), ("P", {"transparency": bytes(range(0, 250, 7))}),
-      ("L", {"transparency": 200}), ("RGB", {"transparency": (200, 200, 200)}),
-  ):  # pyformat: disable
+    ("1", {}),
+    ("L", {}),
+    ("P", {}),
+    ("P", {"transparency": 3}),
+    ("P", {"bits": 4}),
+    ("P", {"transparency": bytes(range(0, 250, 7))}),
+    ("L", {"transparency": 200}),
+    ("RGB", {"transparency": (200, 200, 200)}),
+  ):
     data = png(picture(mode), **options)
     assert pictures.stored(data) is not None
     want = by_pillow(data, monkeypatch)
@@ -142,30 +147,33 @@ def test_what_is_unusual_is_left_to_pillow(monkeypatch):
   idat = [n for n, _ in pieces].index(b"IDAT")
   late = [*pieces[:-1], (b"tEXt", b"a\0b"), pieces[-1]]
   split = [
-      *pieces[:idat], (b"IDAT", body[:500]), (b"tEXt", b"a\0b"),
-      (b"IDAT", body[500:]), pieces[-1],
-  ]  # pyformat: disable
+    *pieces[:idat],
+    (b"IDAT", body[:500]),
+    (b"tEXt", b"a\0b"),
+    (b"IDAT", body[500:]),
+    pieces[-1],
+  ]
   header = bytearray(pieces[0][1])
   header[12] = 1  # Interlaced, it says.
   cases = {
-      "cut": plain[: len(plain) // 2],
-      "cut at the end": plain[:-5],
-      "more after the end": plain + b"more",
-      "a chunk after the pixels": joined(late),
-      "pixels in two places": joined(split),
-      "interlaced": joined([(b"IHDR", bytes(header)), *pieces[1:]]),
-      "too few pixels": rewritten(plain, lambda raw: raw[:-700]),
-      "too many": rewritten(plain, lambda raw: raw + bytes(700)),
-      "not deflate": joined([*pieces[:idat], (b"IDAT", b"x" * 9), pieces[-1]]),
-      "a wrong sum": joined([
-          *pieces[:idat], (b"IDAT", body[:-4] + b"abcd"), pieces[-1],
-      ]),
-      "more after the stream": joined([
-          *pieces[:idat], (b"IDAT", body + b"more"), pieces[-1],
-      ]),
-      "a chunk longer than the file": plain[:-12] + b"\xff\0\0\0tEXt",
-      "no pixels": joined([*pieces[:idat], pieces[-1]]),
-  }  # pyformat: disable
+    "cut": plain[: len(plain) // 2],
+    "cut at the end": plain[:-5],
+    "more after the end": plain + b"more",
+    "a chunk after the pixels": joined(late),
+    "pixels in two places": joined(split),
+    "interlaced": joined([(b"IHDR", bytes(header)), *pieces[1:]]),
+    "too few pixels": rewritten(plain, lambda raw: raw[:-700]),
+    "too many": rewritten(plain, lambda raw: raw + bytes(700)),
+    "not deflate": joined([*pieces[:idat], (b"IDAT", b"x" * 9), pieces[-1]]),
+    "a wrong sum": joined(
+      [*pieces[:idat], (b"IDAT", body[:-4] + b"abcd"), pieces[-1]]
+    ),
+    "more after the stream": joined(
+      [*pieces[:idat], (b"IDAT", body + b"more"), pieces[-1]]
+    ),
+    "a chunk longer than the file": plain[:-12] + b"\xff\0\0\0tEXt",
+    "no pixels": joined([*pieces[:idat], pieces[-1]]),
+  }
   for name, data in cases.items():
     assert pictures.stored(data) is None, name
     assert same(decoded(data), by_pillow(data, monkeypatch)), name
@@ -188,11 +196,13 @@ def test_any_broken_byte_is_treated_as_pillow_treats_it(monkeypatch):
 def test_what_inflates_without_end_is_cut_off():
   width, height = 300, 300
   body = zlib.compress(bytes(200 << 20), 9)  # 200 KB of 200 MB.
-  data = joined([
+  data = joined(
+    [
       (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
       (b"IDAT", body),
       (b"IEND", b""),
-  ])
+    ]
+  )
   assert pictures.stored(data) is None
   decoded(data)  # Pillow decodes it: its pixels are complete.
   with pytest.raises(pictures.PictureError, match="too many pixels"):

@@ -37,19 +37,22 @@ def test_the_answer_goes_on_where_the_message_ends(running):
     assert answer["prompt_token_ids"] == plain + begun
     # As the same tokens sent without any messages.
     same = running.post(
-        "/v1/completions",
-        {"model": MODEL, "prompt": plain + begun, "temperature": 0,
-         "max_tokens": 8, "return_token_ids": True},
-    ).json()["choices"][0]  # pyformat: disable
+      "/v1/completions",
+      {
+        "model": MODEL,
+        "prompt": plain + begun,
+        "temperature": 0,
+        "max_tokens": 8,
+        "return_token_ids": True,
+      },
+    ).json()["choices"][0]
     assert answer["token_ids"] == same["token_ids"]
     assert text_of(answer) == same["text"]
 
 
 def test_a_session_trains_the_sampled_tokens_alone(running):
   session = start(running, sampling={"temperature": 1.5})
-  first = ask(
-      running, [USER, said("I will")], session, seed=4, temperature=1.5
-  )
+  first = ask(running, [USER, said("I will")], session, seed=4, temperature=1.5)
   begun = running.renderer.encode("I will").tolist()
   assert first["prompt_token_ids"][-len(begun) :] == begun
   text = "I will" + text_of(first)
@@ -59,9 +62,7 @@ def test_a_session_trains_the_sampled_tokens_alone(running):
   (exported,) = export(running, session, style="concat").values()
   row = exported["tensor_dict"]
   trained = [
-      token
-      for token, on in zip(row["input_ids"][0], row["loss_mask"][0])
-      if on
+    token for token, on in zip(row["input_ids"][0], row["loss_mask"][0]) if on
   ]
   assert trained == first["token_ids"] + second["token_ids"]
 
@@ -70,7 +71,7 @@ def test_a_cut_answer_goes_on_by_its_tokens(running):
   session = start(running)
   for seed in range(50):
     one = ask(
-        running, [USER], session, max_tokens=4, seed=seed, temperature=1.5
+      running, [USER], session, max_tokens=4, seed=seed, temperature=1.5
     )
     text = text_of(one)
     if one["stop_reason"] == "max_tokens" and text and text == text.rstrip():
@@ -80,14 +81,18 @@ def test_a_cut_answer_goes_on_by_its_tokens(running):
 
 
 def test_a_stream_has_the_new_text_alone(running):
-  body = {"messages": [USER, said("I will")], "max_tokens": 8, "seed": 4,
-          "model": MODEL}  # pyformat: disable
+  body = {
+    "messages": [USER, said("I will")],
+    "max_tokens": 8,
+    "seed": 4,
+    "model": MODEL,
+  }
   answer = running.post("/v1/messages", body).json()
   streamed = running.post("/v1/messages", body | {"stream": True}).text
   text = "".join(
-      event["delta"]["text"]
-      for event in map(_data, streamed.split("\n\n"))
-      if event.get("delta", {}).get("type") == "text_delta"
+    event["delta"]["text"]
+    for event in map(_data, streamed.split("\n\n"))
+    if event.get("delta", {}).get("type") == "text_delta"
   )
   assert text == text_of(answer)
 
@@ -97,7 +102,9 @@ def _data(event):
   return json.loads(lines[0][6:]) if lines else {}
 
 
-@pytest.mark.parametrize("change, words", [
+@pytest.mark.parametrize(
+  "change, words",
+  [
     ({"messages": [said("a")]}, "needs a message before it"),
     ({"messages": [USER, said("")]}, "does not end with blanks"),
     ({"messages": [USER, said("a ")]}, "does not end with blanks"),
@@ -107,7 +114,8 @@ def _data(event):
     ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tools are about"),
     ({"guided_regex": "a+"}, "guided_regex are about whole answers"),
     ({"thinking": {"type": "adaptive"}}, "leave thinking out"),
-])  # pyformat: disable
+  ],
+)
 def test_what_cannot_be_continued_is_refused(running, change, words):
   body = {"model": MODEL, "max_tokens": 4, "messages": [USER, said("a")]}
   answer = running.post("/v1/messages", body | change)
@@ -120,8 +128,7 @@ def test_what_cannot_be_continued_is_refused(running, change, words):
 
 def test_tools_may_be_shown_while_none_is_called(running):
   got = ask(
-      running, [USER, said("I will")], tools=[TOOL],
-      tool_choice={"type": "none"},
-  )  # pyformat: disable
+    running, [USER, said("I will")], tools=[TOOL], tool_choice={"type": "none"}
+  )
   shown = running.renderer.decode(got["prompt_token_ids"])
   assert '"name": "f"' in shown and shown.endswith("assistant\nI will")

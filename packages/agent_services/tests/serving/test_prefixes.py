@@ -10,11 +10,10 @@ _TEXTS = st.text("ab", max_size=8).map(str.encode)
 
 @settings(deadline=None, max_examples=300)
 @given(
-    sequences=st.lists(_TEXTS, max_size=12),
-    queries=st.lists(_TEXTS, min_size=1),
+  sequences=st.lists(_TEXTS, max_size=12), queries=st.lists(_TEXTS, min_size=1)
 )
 def test_the_longest_beginning_is_found_and_of_equal_ones_the_newest(
-    sequences, queries
+  sequences, queries
 ):
   prefixes = interactions.Prefixes[int]()
   for i, text in enumerate(sequences, 1):
@@ -25,12 +24,8 @@ def test_the_longest_beginning_is_found_and_of_equal_ones_the_newest(
     prefixes.add(grown, i)
   for text in queries:
     best = max(
-        (
-            (len(k), i)
-            for i, k in enumerate(sequences, 1)
-            if text.startswith(k)
-        ),
-        default=(0, None),
+      ((len(k), i) for i, k in enumerate(sequences, 1) if text.startswith(k)),
+      default=(0, None),
     )
     assert prefixes.longest(text) == (best[1], best[0])
 

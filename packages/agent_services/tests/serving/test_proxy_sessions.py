@@ -34,7 +34,7 @@ def _served():
 @contextlib.asynccontextmanager
 async def connected(served, play=None, url=None):
   connection = agent_session.AgentConnection(
-      url or served.url, small_server.MODEL, served.images, play=play
+    url or served.url, small_server.MODEL, served.images, play=play
   )
   try:
     yield connection
@@ -71,9 +71,7 @@ class AlwaysCalls(parser_base.ToolParser):
   def parse_result(self, model_response):
     del model_response
     return parser_base.ParseResult(
-        calls=tuple(
-            trajectory.ToolCall("add", {"a": 1, "b": b}) for b in (1, 2)
-        )
+      calls=tuple(trajectory.ToolCall("add", {"a": 1, "b": b}) for b in (1, 2))
     )
 
   def get_tool_prompt(self, tools_schema=None):
@@ -85,17 +83,17 @@ class AlwaysCalls(parser_base.ToolParser):
 
 async def episode(model):
   return await collector_lib.TrajectoryCollectEngine(
-      tool_agent.ToolAgent(parser_name=AlwaysCalls, tool_map={"add": Adds}),
-      tool_environment.ToolEnvironment("q", {"add": Adds}, max_steps=3),
-      model,
-      max_steps=3,
-      seed=11,
+    tool_agent.ToolAgent(parser_name=AlwaysCalls, tool_map={"add": Adds}),
+    tool_environment.ToolEnvironment("q", {"add": Adds}, max_steps=3),
+    model,
+    max_steps=3,
+    seed=11,
   ).collect()
 
 
 async def test_tool_outputs_go_through_the_server(served):
   inside = model_calls.PolicyModel(
-      served.engine, served.renderer, SAMPLING, runs_inline=True
+    served.engine, served.renderer, SAMPLING, runs_inline=True
   )
   shown = []
 
@@ -103,7 +101,7 @@ async def test_tool_outputs_go_through_the_server(served):
     messages = [{"role": "system", "content": "add"}, await computer.reset()]
     while True:
       answer = await client.chat.completions.create(
-          model=model, messages=messages, **options
+        model=model, messages=messages, **options
       )
       text = answer.choices[0].message.content
       observation = await computer.act(text)
@@ -211,7 +209,7 @@ async def test_a_start_whose_answer_is_lost_is_repeated_and_makes_one(served):
       assert (await played(connection)).build()
     assert asgi.asked == 2 and not held(served)
     client = openai_client.OpenAIClient(
-        f"{url}/v1", small_server.MODEL, served.images
+      f"{url}/v1", small_server.MODEL, served.images
     )
     asgi.lost = (3,)
     await client.generate(served.prompt(), served.sampling(), session="s")
@@ -230,14 +228,14 @@ async def test_who_goes_away_while_it_opens_leaves_no_session(served, via):
   for number in range(12):
     async with connected(served) as connection:
       client = openai_client.OpenAIClient(
-          f"{served.url}/v1", small_server.MODEL, served.images
+        f"{served.url}/v1", small_server.MODEL, served.images
       )
       if via == "proxy":
         session = connection.model(SAMPLING).new_session("e", 1)
         asking = session.reply(HELLO, 0, call)
       else:
         asking = client.generate(
-            served.prompt(), served.sampling(), session="s"
+          served.prompt(), served.sampling(), session="s"
         )
       task = asyncio.ensure_future(asking)
       await asyncio.sleep(0.0006 * number)
@@ -272,7 +270,7 @@ async def test_an_agent_that_will_not_end_loses_nothing(served, monkeypatch):
 
   async def stubborn(client, model, computer, **options):
     answer = await client.chat.completions.create(
-        model=model, messages=[await computer.reset()], **options
+      model=model, messages=[await computer.reset()], **options
     )
     await computer.act(answer.choices[0].message.content)
     while not freed.is_set():
@@ -327,14 +325,19 @@ async def test_an_observation_answers_the_act_it_came_of(served):
       if not turn:
         await asyncio.sleep(0.15)
       messages = messages + [
-          {"role": "assistant", "content": text},
-          {"role": "user", "content": f"seen {turn + 1}"},
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": f"seen {turn + 1}"},
       ]
     for name in session.sessions():
       await session.release(name)
   assert log == [
-      "seen 0", "timeout", "act was called", "seen 0", "seen 2", None
-  ]  # pyformat: disable
+    "seen 0",
+    "timeout",
+    "act was called",
+    "seen 0",
+    "seen 2",
+    None,
+  ]
   assert not held(served)
 
 
@@ -344,24 +347,31 @@ def test_areals_client_names_its_session_by_the_key_alone(running):
   body = {"task_id": "t", "api_key": None}
   started = running.post("/rl/start_session", body, **admin).json()
   own = {"Authorization": f"Bearer {started['api_key']}"}
-  request = {"model": "default", "max_tokens": 4, "seed": 2,
-           "messages": [{"role": "user", "content": "go"}]}  # pyformat: disable
+  request = {
+    "model": "default",
+    "max_tokens": 4,
+    "seed": 2,
+    "messages": [{"role": "user", "content": "go"}],
+  }
   chat = running.post("/chat/completions", request, **own).json()
   answer = running.post(
-      "/responses", {"model": "default", "input": "go"}, **own
+    "/responses", {"model": "default", "input": "go"}, **own
   ).json()
   for reward, id_ in ((0.25, chat["id"]), (1.0, None)):
     reply = running.post(
-        "/rl/set_reward", {"interaction_id": id_, "reward": reward}, **own
+      "/rl/set_reward", {"interaction_id": id_, "reward": reward}, **own
     )
     assert reply.json() == {"message": "success"}
   assert running.post("/rl/end_session", **own).status_code == 200
   exported = running.post(
-      "/export_trajectories",
-      {"session_id": started["session_id"], "discount": 0.0,
-       "style": "individual"},
-      **admin,
-  ).json()["interactions"]  # pyformat: disable
+    "/export_trajectories",
+    {
+      "session_id": started["session_id"],
+      "discount": 0.0,
+      "style": "individual",
+    },
+    **admin,
+  ).json()["interactions"]
   assert [one["reward"] for one in exported.values()] == [0.25, 1.0]
   assert next(iter(exported)) == chat["id"] and len(exported) == 2
   assert answer["object"] == "response"

@@ -14,13 +14,15 @@ from rollout_server import SIZE
 from rollout_server import start
 
 pytestmark = pytest.mark.timeout(300)
-TOOLS = [{
+TOOLS = [
+  {
     "type": "function",
     "name": "click",
     "description": "Clicks.",
     "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
     "strict": False,
-}]
+  }
+]
 CALL = '{"name": "click", "arguments": {"x": 3}}'
 SAID = f"Left.\n<tool_call>\n{CALL}\n</tool_call>"
 
@@ -38,9 +40,9 @@ def _saying(running, monkeypatch):
 
   def say(text):
     monkeypatch.setattr(
-        running.app._service.policy.renderer,
-        "decode",
-        lambda ids: text if len(ids) else "",
+      running.app._service.policy.renderer,
+      "decode",
+      lambda ids: text if len(ids) else "",
     )
 
   return say
@@ -61,13 +63,13 @@ def test_a_response_is_the_chat_completion_of_its_items(running):
           {"type": "input_text", "text": "done"},
           {"type": "input_image", "image_url": data_url(2)},
       ]},
-  ]  # pyformat: disable
+  ]  # fmt: skip
   answer = respond(
-      client,
-      items,
-      instructions="Use it.",
-      tools=TOOLS,
-      include=["message.output_text.logprobs"],
+    client,
+    items,
+    instructions="Use it.",
+    tools=TOOLS,
+    include=["message.output_text.logprobs"],
   )
   function = {k: v for k, v in TOOLS[0].items() if k not in ("type", "strict")}
   chat = ask(
@@ -90,7 +92,7 @@ def test_a_response_is_the_chat_completion_of_its_items(running):
       max_tokens=8,
       seed=5,
       logprobs=True,
-  )  # pyformat: disable
+  )  # fmt: skip
   assert answer.prompt_token_ids == chat.prompt_token_ids
   assert answer.token_ids == chat.choices[0].token_ids
   assert answer.output_text == chat.choices[0].message.content
@@ -116,15 +118,15 @@ def test_a_stream_has_its_events_in_order_and_adds_up(running):
   deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
   assert len(deltas) > 1
   assert kinds == [
-      "response.created",
-      "response.in_progress",
-      "response.output_item.added",
-      "response.content_part.added",
-      *["response.output_text.delta"] * len(deltas),
-      "response.output_text.done",
-      "response.content_part.done",
-      "response.output_item.done",
-      f"response.{answer.status}",
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    *["response.output_text.delta"] * len(deltas),
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+    f"response.{answer.status}",
   ]
   assert [e.sequence_number for e in events] == list(range(len(events)))
   assert "".join(deltas) == answer.output_text
@@ -135,7 +137,7 @@ def test_a_stream_has_its_events_in_order_and_adds_up(running):
   assert events[0].response.id == last.id
   # The client's own way of putting a stream together.
   with client.responses.stream(
-      model=MODEL, input="a b c", max_output_tokens=20, extra_body={"seed": 5}
+    model=MODEL, input="a b c", max_output_tokens=20, extra_body={"seed": 5}
   ) as stream:
     for _ in stream:
       pass
@@ -160,24 +162,26 @@ def test_calls_are_items_and_their_outputs_go_on(running, saying, monkeypatch):
       "output_item.added", "function_call_arguments.delta",
       "function_call_arguments.done", "output_item.done",
       events[-1].type.removeprefix("response."),
-  ]  # pyformat: disable
+  ]  # fmt: skip
   assert events[-3].arguments == call.arguments
   monkeypatch.undo()
   # By its items as the client dumps them, and by its name: the same prompt.
   output = {
-      "type": "function_call_output", "call_id": call.call_id, "output": "ok"
-  }  # pyformat: disable
+    "type": "function_call_output",
+    "call_id": call.call_id,
+    "output": "ok",
+  }
   by_items = respond(
-      client,
-      [
-          {"role": "user", "content": "Click."},
-          *[item.model_dump() for item in first.output],
-          output,
-      ],
-      tools=TOOLS,
+    client,
+    [
+      {"role": "user", "content": "Click."},
+      *[item.model_dump() for item in first.output],
+      output,
+    ],
+    tools=TOOLS,
   )
   by_name = respond(
-      client, [output], tools=TOOLS, previous_response_id=first.id
+    client, [output], tools=TOOLS, previous_response_id=first.id
   )
   assert by_items.prompt_token_ids == by_name.prompt_token_ids
   prefix = first.prompt_token_ids + first.token_ids
@@ -190,15 +194,20 @@ def test_an_episode_by_names_is_one_token_exact_sequence(running):
   previous, tokens, mask = None, [], []
   for turn in range(3):
     answer = respond(
-        client,
-        [{"role": "user", "content": [
+      client,
+      [
+        {
+          "role": "user",
+          "content": [
             {"type": "input_text", "text": f"turn {turn}"},
             {"type": "input_image", "image_url": data_url(turn)},
-        ]}],
-        instructions="Use it.",
-        previous_response_id=previous,
-        extra_body={"seed": turn},
-    )  # pyformat: disable
+          ],
+        }
+      ],
+      instructions="Use it.",
+      previous_response_id=previous,
+      extra_body={"seed": turn},
+    )
     previous = answer.id
     assert answer.prompt_token_ids[: len(tokens)] == tokens
     new = len(answer.prompt_token_ids) - len(tokens)
@@ -214,12 +223,15 @@ def test_an_episode_by_names_is_one_token_exact_sequence(running):
   # A fourth image is one too many, wherever it comes from.
   with pytest.raises(openai.BadRequestError, match="at most 3"):
     respond(
-        client,
-        [{"role": "user", "content": [
-            {"type": "input_image", "image_url": data_url(9)},
-        ]}],
-        previous_response_id=previous,
-    )  # pyformat: disable
+      client,
+      [
+        {
+          "role": "user",
+          "content": [{"type": "input_image", "image_url": data_url(9)}],
+        }
+      ],
+      previous_response_id=previous,
+    )
   # What was said in a session is not found outside of it.
   with pytest.raises(openai.NotFoundError) as refused:
     respond(running.client(), "x", previous_response_id=previous)
@@ -249,7 +261,7 @@ def test_a_stream_that_fails_says_so(running, monkeypatch):
     raise RuntimeError("broken")
 
   monkeypatch.setattr(
-      running.app._service.policy.client, "generate", fails_later
+    running.app._service.policy.client, "generate", fails_later
   )
   with pytest.raises(openai.APIError, match="broken"):
     list(respond(running.client(), "x", stream=True))
@@ -288,9 +300,9 @@ def test_a_stream_that_fails_says_so(running, monkeypatch):
         ({"extra_body": {"n": 2}}, "n", "not supported"),
         ({"extra_body": {"stop": "x"}}, "stop", "not supported"),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_what_is_not_served_is_refused_by_its_name(
-    running, change, param, words
+  running, change, param, words
 ):
   change = dict(change)
   items = change.pop("input", "x")

@@ -57,9 +57,9 @@ pytestmark = pytest.mark.timeout(300)
         ({"role": "tool", "content": "x", "tool_call_id": 3},
          "messages[0].tool_call_id"),
     ],
-)  # pyformat: disable
+)  # fmt: skip
 def test_a_field_of_a_message_that_is_not_used_is_refused(
-    running, message, param
+  running, message, param
 ):
   with pytest.raises(openai.BadRequestError) as refused:
     ask(running.client(), [message])
@@ -68,10 +68,10 @@ def test_a_field_of_a_message_that_is_not_used_is_refused(
 
 def test_a_tool_that_cannot_be_shown_as_meant_is_refused(running):
   for change, param in (
-      ({"strict": "yes"}, "tools[0].function.strict"),
-      ({"returns": {}}, "tools[0].function.returns"),
-      ({"parameters": "x"}, "tools[0].function.parameters"),
-      ({"name": ""}, "tools[0].function.name"),
+    ({"strict": "yes"}, "tools[0].function.strict"),
+    ({"returns": {}}, "tools[0].function.returns"),
+    ({"parameters": "x"}, "tools[0].function.parameters"),
+    ({"name": ""}, "tools[0].function.name"),
   ):
     tool = {"type": "function", "function": {"name": "f"} | change}
     with pytest.raises(openai.BadRequestError) as refused:
@@ -98,26 +98,26 @@ def test_half_a_character_is_refused(running):
 
 
 @pytest.mark.parametrize(
-    "path, field, param",
-    [
-        ("chat/completions", '"\\ud800": 1', "the body"),
-        ("responses", '"user": "\\ud800"', "user"),
-        ("responses", '"metadata": {"a": ["\\udfff"]}', "metadata.a[0]"),
-        ("responses", '"metadata": {"\\ud800": "a"}', "metadata"),
-        ("responses", '"metadata": {"a": NaN}', None),
-        ("responses", '"metadata": {"a": 1e999}', None),
-        ("completions", '"temperature": -Infinity', None),
-    ],
+  "path, field, param",
+  [
+    ("chat/completions", '"\\ud800": 1', "the body"),
+    ("responses", '"user": "\\ud800"', "user"),
+    ("responses", '"metadata": {"a": ["\\udfff"]}', "metadata.a[0]"),
+    ("responses", '"metadata": {"\\ud800": "a"}', "metadata"),
+    ("responses", '"metadata": {"a": NaN}', None),
+    ("responses", '"metadata": {"a": 1e999}', None),
+    ("completions", '"temperature": -Infinity', None),
+  ],
 )
 def test_what_could_not_be_written_back_is_refused_before_it_is_sampled(
-    running, path, field, param
+  running, path, field, param
 ):
   session = start(running)
   body = '"model": "nano", "messages": [{"role": "user", "content": "x"}]'
   body = '"model": "nano", "input": "x"' if path == "responses" else body
   answer = running.post(
-      f"/sessions/{session['session_id']}/v1/{path}",
-      content=f"{{{body}, {field}}}".encode(),
+    f"/sessions/{session['session_id']}/v1/{path}",
+    content=f"{{{body}, {field}}}".encode(),
   )
   assert answer.status_code == 400
   assert answer.json()["error"]["param"] == param
@@ -136,33 +136,35 @@ def test_an_error_that_has_no_bytes_is_told_all_the_same():
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [
-        {"type": "function", "function": "f"},
-        {"type": "function", "function": ["f"]},
-        ["auto"],
-        True,
-    ],
+  "choice",
+  [
+    {"type": "function", "function": "f"},
+    {"type": "function", "function": ["f"]},
+    ["auto"],
+    True,
+  ],
 )
 def test_a_tool_choice_of_another_shape_is_refused(running, choice):
   tool = {"type": "function", "function": {"name": "f"}}
   with pytest.raises(openai.BadRequestError) as refused:
     ask(
-        running.client(),
-        [{"role": "user", "content": "x"}],
-        tools=[tool],
-        tool_choice=choice,
+      running.client(),
+      [{"role": "user", "content": "x"}],
+      tools=[tool],
+      tool_choice=choice,
     )
   assert refused.value.param.startswith("tool_choice")
 
 
 def test_a_schema_that_is_nested_too_deep_is_refused(running):
   shape = {"name": "x", "schema": {"a": "X"}}
-  body = json.dumps({
+  body = json.dumps(
+    {
       "model": MODEL,
       "messages": [{"role": "user", "content": "x"}],
       "response_format": {"type": "json_schema", "json_schema": shape},
-  })
+    }
+  )
   body = body.replace('"X"', "[" * 900 + "]" * 900)
   answer = running.post("/v1/chat/completions", content=body.encode())
   assert answer.status_code == 400
@@ -181,8 +183,8 @@ def test_an_image_that_is_too_large_names_the_servers_option(running):
   message = screenshot(1)
   message["content"][1]["image_url"]["url"] = url
   answer = running.post(
-      "/v1/chat/completions",
-      {"model": MODEL, "messages": [message], "max_tokens": 1},
+    "/v1/chat/completions",
+    {"model": MODEL, "messages": [message], "max_tokens": 1},
   )
   assert answer.status_code == 400
   error = answer.json()["error"]
@@ -232,7 +234,7 @@ def test_images_beyond_the_memory_are_found_in_the_folder(tmp_path):
 
 
 def test_a_silent_stream_is_kept_alive_whatever_is_sampled(
-    running, monkeypatch
+  running, monkeypatch
 ):
   monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.05)
 
@@ -247,10 +249,11 @@ def test_a_silent_stream_is_kept_alive_whatever_is_sampled(
   client = running.app._service.policy.client
   monkeypatch.setattr(client, "generate", slow)
   body = {
-      "model": MODEL, "stream": True,
-      "messages": [{"role": "user", "content": "x"}],
-      "tools": [{"type": "function", "function": {"name": "f"}}],
-  }  # pyformat: disable
+    "model": MODEL,
+    "stream": True,
+    "messages": [{"role": "user", "content": "x"}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+  }
   url = f"{running.url}/v1/chat/completions"
   began = time.monotonic()
   with httpx.stream("POST", url, json=body, timeout=60) as stream:
@@ -274,9 +277,10 @@ def test_a_stream_begins_before_anything_is_sampled(running, monkeypatch):
   session = start(running)
   url = f"{running.url}/sessions/{session['session_id']}/v1/chat/completions"
   body = {
-      "model": MODEL, "stream": True,
-      "messages": [{"role": "user", "content": "x"}],
-  }  # pyformat: disable
+    "model": MODEL,
+    "stream": True,
+    "messages": [{"role": "user", "content": "x"}],
+  }
 
   async def read(client):
     async with client.stream("POST", url, json=body) as stream:
@@ -292,10 +296,10 @@ def test_a_stream_begins_before_anything_is_sampled(running, monkeypatch):
     assert lines[-1] == "data: [DONE]"
   # The second is a repeated request, and says so from the start.
   ids_of = {
-      json.loads(line[5:])["id"]
-      for lines in first_lines
-      for line in lines
-      if line.startswith("data: {")
+    json.loads(line[5:])["id"]
+    for lines in first_lines
+    for line in lines
+    if line.startswith("data: {")
   }
   assert ids_of == set(export(running, session)) and len(ids_of) == 1
 
@@ -336,12 +340,14 @@ def test_requests_at_a_time_do_not_take_the_same_room(running, narrow):
 
   async def both():
     async with httpx.AsyncClient(timeout=60) as client:
-      return await asyncio.gather(*(
+      return await asyncio.gather(
+        *(
           client.post(
-              url, json=body | {"messages": [{"role": "user", "content": c}]}
+            url, json=body | {"messages": [{"role": "user", "content": c}]}
           )
           for c in "ab"
-      ))
+        )
+      )
 
   statuses = sorted(a.status_code for a in asyncio.run(both()))
   assert statuses == [200, 409]
@@ -409,14 +415,14 @@ def test_an_export_is_what_json_would_write_and_holds_up_nobody(running):
     tokens = np.full(length, 300 + turn, np.int32)
     reply = {"role": "assistant", "content": running.renderer.decode(tokens)}
     session.add(
-        pending,
-        policy_client.Completion(
-            tokens,
-            np.full(length, -0.25),
-            np.full(length, turn),
-            policy_client.FinishReason.LENGTH,
-        ),
-        assistant_message=reply,
+      pending,
+      policy_client.Completion(
+        tokens,
+        np.full(length, -0.25),
+        np.full(length, turn),
+        policy_client.FinishReason.LENGTH,
+      ),
+      assistant_message=reply,
     )
     messages.append(reply)
   session.set_reward(None, 1.0)
@@ -435,9 +441,13 @@ def test_an_export_is_what_json_would_write_and_holds_up_nobody(running):
       assert tensors["logprobs"] == [sequence.logprobs.tolist()]
       assert tensors["loss_mask"] == [[int(m) for m in sequence.loss_mask]]
       assert tensors["attention_mask"] == [[True] * len(sequence)]
-  assert json.loads(b"".join(session_routes._encoded(
-      session_store.ServedSession(running.renderer, "t").exporter()
-  ))) == {"interactions": {}}  # pyformat: disable
+  assert json.loads(
+    b"".join(
+      session_routes._encoded(
+        session_store.ServedSession(running.renderer, "t").exporter()
+      )
+    )
+  ) == {"interactions": {}}
 
 
 def test_an_export_runs_in_a_thread_of_its_own(running, monkeypatch):
@@ -484,14 +494,12 @@ def _disconnected(monkeypatch):
 
     await original(self, scope, listening, send)
 
-  monkeypatch.setattr(
-      starlette_responses.StreamingResponse, "__call__", call
-  )
+  monkeypatch.setattr(starlette_responses.StreamingResponse, "__call__", call)
   return heard
 
 
 def test_nothing_is_taken_that_a_dropping_export_would_lose(
-    running, monkeypatch
+  running, monkeypatch
 ):
   session = start(running)
   path = f"/sessions/{session['session_id']}"
@@ -500,7 +508,7 @@ def test_nothing_is_taken_that_a_dropping_export_would_lose(
   begun, go = _held_up(monkeypatch)
   exports = []
   sending = threading.Thread(
-      target=lambda: exports.append(export(running, session, drop=True))
+    target=lambda: exports.append(export(running, session, drop=True))
   )
   sending.start()
   try:
@@ -517,13 +525,13 @@ def test_nothing_is_taken_that_a_dropping_export_would_lose(
   with pytest.raises(openai.NotFoundError):
     ask(client, [{"role": "user", "content": "y"}])
   with pytest.raises(openai.AuthenticationError):
-    ask(running.client(key=session["api_key"]), [
-        {"role": "user", "content": "y"}
-    ])  # pyformat: disable
+    ask(
+      running.client(key=session["api_key"]), [{"role": "user", "content": "y"}]
+    )
 
 
 def test_a_dropping_export_that_was_cut_off_can_be_asked_for_again(
-    running, monkeypatch
+  running, monkeypatch
 ):
   session = start(running)
   path = f"/sessions/{session['session_id']}"
@@ -532,7 +540,7 @@ def test_a_dropping_export_that_was_cut_off_can_be_asked_for_again(
   heard = _disconnected(monkeypatch)
   body = {"session_id": session["session_id"], "drop": True}
   with httpx.stream(
-      "POST", f"{running.url}/export_trajectories", json=body, timeout=30
+    "POST", f"{running.url}/export_trajectories", json=body, timeout=30
   ):
     assert begun.wait(30)
   assert heard.wait(30)
@@ -564,7 +572,7 @@ def test_bytes_of_split_characters_concatenate(running, monkeypatch):
   client = running.app._service.policy.client
   monkeypatch.setattr(client, "generate", says)
   answer = ask(
-      running.client(), [{"role": "user", "content": "x"}], logprobs=True
+    running.client(), [{"role": "user", "content": "x"}], logprobs=True
   )
   content = answer.choices[0].logprobs.content
   assert len(content) == len(tokens) + 1
@@ -593,10 +601,10 @@ def test_two_servers_cannot_have_one_address():
 
 
 @pytest.mark.parametrize(
-    "path, status", [("chat/completions", 400), ("tokenize", 200)]
+  "path, status", [("chat/completions", 400), ("tokenize", 200)]
 )
 def test_health_is_answered_while_thousands_of_parts_are_read(
-    running, monkeypatch, path, status
+  running, monkeypatch, path, status
 ):
   reading, answered = threading.Event(), threading.Event()
   parse = bodies.parse
@@ -626,10 +634,10 @@ def test_a_dead_engine_is_told_everywhere():
     assert answer.status_code == 503
     assert answer.json()["status"] != "ok"
     for call in (
-        lambda: ask(client, [{"role": "user", "content": "x"}]),
-        lambda: client.completions.create(model=MODEL, prompt="x"),
-        lambda: client.responses.create(model=MODEL, input="x"),
-        lambda: client.responses.create(model=MODEL, input="x", stream=True),
+      lambda: ask(client, [{"role": "user", "content": "x"}]),
+      lambda: client.completions.create(model=MODEL, prompt="x"),
+      lambda: client.responses.create(model=MODEL, input="x"),
+      lambda: client.responses.create(model=MODEL, input="x", stream=True),
     ):
       with pytest.raises(openai.InternalServerError) as refused:
         call()
@@ -638,14 +646,14 @@ def test_a_dead_engine_is_told_everywhere():
 
 
 @pytest.mark.parametrize(
-    "path, body",
-    [
-        ("chat/completions", {"messages": 3}),
-        ("chat/completions", {"messages": [3]}),
-        ("completions", {"prompt": {"a": 1}}),
-        ("responses", {"input": 3}),
-        ("responses", {"input": [[]]}),
-    ],
+  "path, body",
+  [
+    ("chat/completions", {"messages": 3}),
+    ("chat/completions", {"messages": [3]}),
+    ("completions", {"prompt": {"a": 1}}),
+    ("responses", {"input": 3}),
+    ("responses", {"input": [[]]}),
+  ],
 )
 def test_a_wrong_type_is_a_400_that_names_the_field(running, path, body):
   answer = running.post(f"/v1/{path}", {"model": MODEL, **body})

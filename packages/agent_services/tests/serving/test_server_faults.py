@@ -45,28 +45,28 @@ def _server(policy):
   model, processor, _ = policy
   store = images_lib.ImageStore()
   with engine_lib.RolloutEngine(
-      model,
-      processor,
-      store,
-      engine_config.EngineConfig(
-          slots=SLOTS,
-          context_length=CONTEXT,
-          decode_steps_per_call=4,
-          decode_rows=(SLOTS,),
-          prefill_rows=(SLOTS,),
-          prefill_buckets=(64,),
-          window_buckets=(CONTEXT,),
-      ),
-      image_sizes=references.SIZES[:1],
-      banned_token_ids=model.config.banned_token_ids,
+    model,
+    processor,
+    store,
+    engine_config.EngineConfig(
+      slots=SLOTS,
+      context_length=CONTEXT,
+      decode_steps_per_call=4,
+      decode_rows=(SLOTS,),
+      prefill_rows=(SLOTS,),
+      prefill_buckets=(64,),
+      window_buckets=(CONTEXT,),
+    ),
+    image_sizes=references.SIZES[:1],
+    banned_token_ids=model.config.banned_token_ids,
   ) as engine:
     engine.warm_up()
     with rollout_server_runner.Server(
-        MODEL,
-        engine,
-        policy,
-        store,
-        limits=requests_lib.RequestLimits(max_new_tokens=256),
+      MODEL,
+      engine,
+      policy,
+      store,
+      limits=requests_lib.RequestLimits(max_new_tokens=256),
     ) as server:
       yield server
     assert engine.stats()["compiles_after_warm_up"] == 0
@@ -76,11 +76,11 @@ def _server(policy):
 async def _client(server):
   """The real client; the engine is whole and empty when a test has ended."""
   async with openai.AsyncOpenAI(
-      base_url=f"{server.url}/v1",
-      api_key="none",
-      timeout=100,
-      # Reading certificates would take longer than many a request.
-      http_client=openai.DefaultAsyncHttpxClient(verify=False),
+    base_url=f"{server.url}/v1",
+    api_key="none",
+    timeout=100,
+    # Reading certificates would take longer than many a request.
+    http_client=openai.DefaultAsyncHttpxClient(verify=False),
   ) as client:
     async with asyncio.timeout(200):
       yield client
@@ -112,14 +112,14 @@ async def all_slots_are_free(server):
   await until(lambda: service.running == 0)
   prompt = policy_client.TokenPrompt(np.arange(300, 310))
   tasks = [
-      asyncio.create_task(
-          server.engine.generate(
-              prompt,
-              policy_client.SamplingParams(max_new_tokens=300),
-              session=f"probe{i}",
-          )
+    asyncio.create_task(
+      server.engine.generate(
+        prompt,
+        policy_client.SamplingParams(max_new_tokens=300),
+        session=f"probe{i}",
       )
-      for i in range(SLOTS)
+    )
+    for i in range(SLOTS)
   ]
   most = 0
   with slow_decode(server.engine):
@@ -196,10 +196,10 @@ class Session:
   def request(self, **options):
     options = {"max_tokens": 8, "logprobs": True} | options
     return self.client.chat.completions.create(
-        model=MODEL,
-        messages=self.messages,
-        extra_body={"return_token_ids": True},
-        **options,
+      model=MODEL,
+      messages=self.messages,
+      extra_body={"return_token_ids": True},
+      **options,
     )
 
   async def ask(self, **options):
@@ -234,27 +234,27 @@ class Session:
 
   def book(self, id_, choice):
     logprobs = [
-        (t["logprob"] if isinstance(t, dict) else t.logprob)
-        for t in (
-            choice.logprobs["content"]
-            if isinstance(choice.logprobs, dict)
-            else choice.logprobs.content
-        )
+      (t["logprob"] if isinstance(t, dict) else t.logprob)
+      for t in (
+        choice.logprobs["content"]
+        if isinstance(choice.logprobs, dict)
+        else choice.logprobs.content
+      )
     ]
     spans = [*choice.policy_versions, [len(choice.token_ids), None]]
     versions = [
-        version
-        for (start, version), (end, _) in zip(spans, spans[1:])
-        for _ in range(end - start)
+      version
+      for (start, version), (end, _) in zip(spans, spans[1:])
+      for _ in range(end - start)
     ]
     sampled = (list(choice.token_ids), logprobs, versions)
     assert self.told.setdefault(id_, sampled) == sampled, (
-        "two answers of one id"
+      "two answers of one id"
     )
 
   async def export(self, style):
     answer = await self._server.post(
-        "/export_trajectories", {"session_id": self.id, "style": style}
+      "/export_trajectories", {"session_id": self.id, "style": style}
     )
     return answer.json()["interactions"]
 
@@ -267,8 +267,8 @@ class Session:
       tensors = apart[id_]["tensor_dict"]
       mask = np.array(tensors["loss_mask"][0], bool)
       ids, rates, created = (
-          np.array(tensors[name][0])[mask]
-          for name in ("input_ids", "logprobs", "versions")
+        np.array(tensors[name][0])[mask]
+        for name in ("input_ids", "logprobs", "versions")
       )
       assert ids.tolist() == tokens and created.tolist() == versions
       np.testing.assert_allclose(rates, logprobs, atol=1e-6)
@@ -284,7 +284,7 @@ class Session:
       want.update(tokens)
     assert trained == want and count == want.total()
     await self._server.post(
-        "/export_trajectories", {"session_id": self.id, "drop": True}
+      "/export_trajectories", {"session_id": self.id, "drop": True}
     )
 
 
@@ -299,7 +299,7 @@ def data_url(seed):
 
 async def open_sessions(server, client, count):
   return await asyncio.gather(
-      *(Session.open(server, client) for _ in range(count))
+    *(Session.open(server, client) for _ in range(count))
   )
 
 
@@ -342,7 +342,7 @@ async def test_streams_that_are_left_for_good_leave_no_trace(server, client):
 
 
 async def test_who_leaves_while_it_waits_for_a_slot_is_not_served(
-    server, client
+  server, client
 ):
   busy = await open_sessions(server, client, SLOTS)
   waiting = await open_sessions(server, client, SLOTS)
@@ -449,9 +449,7 @@ async def test_a_duplicate_outlives_the_stream_it_repeats(server, client):
     session.messages.pop()
     stream = asyncio.create_task(session.stream(max_tokens=LONG))
     await asyncio.sleep(0.02)
-    other = Session(
-        server, client, {"session_id": session.id, "base_url": ""}
-    )
+    other = Session(server, client, {"session_id": session.id, "base_url": ""})
     other.client, other.messages = session.client, session.messages[:1]
     cut_off = await other.stream(leave_after=1, max_tokens=LONG)
     assert cut_off is None
@@ -527,7 +525,7 @@ async def test_the_client_is_told_not_to_repeat_what_failed(server, client):
 
 
 async def test_weights_that_are_broken_fail_requests_and_train_nothing(
-    server, client, policy
+  server, client, policy
 ):
   sessions = await open_sessions(server, client, SLOTS)
   good = nnx.state(policy[0], nnx.Param)
@@ -547,9 +545,7 @@ async def test_weights_that_are_broken_fail_requests_and_train_nothing(
   async def train():
     await until(lambda: server.engine.stats()["active"] >= SLOTS // 2)
     version = server.engine.version
-    await asyncio.wrap_future(
-        server.engine.update_weights(version + 1, broken)
-    )
+    await asyncio.wrap_future(server.engine.update_weights(version + 1, broken))
     await until(lambda: failures)
     await asyncio.wrap_future(server.engine.update_weights(version + 2, good))
 
@@ -658,6 +654,6 @@ async def test_the_check_sees_what_is_lost_or_doubled(server, client):
   await session.check(turns=1)
   async with httpx.AsyncClient() as plain:
     reply = await plain.post(
-        f"{server.url}/export_trajectories", json={"session_id": session.id}
+      f"{server.url}/export_trajectories", json={"session_id": session.id}
     )
   assert reply.status_code == 404

@@ -19,28 +19,28 @@ from tunix.rl.multi_turn.learner import logprobs as learner_logprobs
 pytestmark = pytest.mark.timeout(300)
 GO = [{"role": "user", "content": "go"}]
 SCHEMA = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "x",
-        "schema": {
-            "type": "object",
-            "properties": {"a": {"type": "boolean"}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
+  "type": "json_schema",
+  "json_schema": {
+    "name": "x",
+    "schema": {
+      "type": "object",
+      "properties": {"a": {"type": "boolean"}},
+      "required": ["a"],
+      "additionalProperties": False,
     },
+  },
 }
 OTHERS = {
-    "temperature": {"temperature": 0.5},
-    "greedy": {"temperature": 0},
-    "hot": {"temperature": 1.5},
-    "top_p": {"top_p": 0.5},
-    "top_k": {"extra_body": {"top_k": 3}},
-    "min_p": {"extra_body": {"min_p": 0.2}},
-    "min_tokens": {"extra_body": {"min_tokens": 3}},
-    "frequency_penalty": {"frequency_penalty": 0.3},
-    "presence_penalty": {"presence_penalty": -1},
-    "response_format": {"response_format": SCHEMA, "max_tokens": 60},
+  "temperature": {"temperature": 0.5},
+  "greedy": {"temperature": 0},
+  "hot": {"temperature": 1.5},
+  "top_p": {"top_p": 0.5},
+  "top_k": {"extra_body": {"top_k": 3}},
+  "min_p": {"extra_body": {"min_p": 0.2}},
+  "min_tokens": {"extra_body": {"min_tokens": 3}},
+  "frequency_penalty": {"frequency_penalty": 0.3},
+  "presence_penalty": {"presence_penalty": -1},
+  "response_format": {"response_format": SCHEMA, "max_tokens": 60},
 }
 
 
@@ -56,15 +56,15 @@ def gaps(running, exported, temperature):
   tensors = [one["tensor_dict"] for one in exported]
   sequences = [(np.array(t["input_ids"][0], np.int32), ()) for t in tensors]
   logits = references.Recompute(
-      running.model, running.processor, running.images, 256, 1
+    running.model, running.processor, running.images, 256, 1
   ).logits(sequences)
   banned = learner_logprobs.banned_mask(
-      logits[0].shape[-1], running.model.config.banned_token_ids
+    logits[0].shape[-1], running.model.config.banned_token_ids
   )
   differences = []
   for (tokens, _), row, tensor in zip(sequences, logits, tensors):
     scores = learner_logprobs.score(
-        jnp.asarray(row[:-1]), jnp.asarray(tokens[1:]), temperature, banned
+      jnp.asarray(row[:-1]), jnp.asarray(tokens[1:]), temperature, banned
     )
     sampled = np.array(tensor["logprobs"][0], np.float32)[1:]
     mask = np.array(tensor["loss_mask"][0], bool)[1:]
@@ -77,11 +77,16 @@ def test_a_turn_of_another_distribution_is_answered_and_masked(running, name):
   """The session's own turns before and after it train."""
   session, client = opened(running)
   first = ask(client, GO).choices[0].message
-  history = [*GO, {"role": "assistant", "content": first.content},
-             {"role": "user", "content": "on"}]  # pyformat: disable
+  history = [
+    *GO,
+    {"role": "assistant", "content": first.content},
+    {"role": "user", "content": "on"},
+  ]
   other = ask(client, history, **OTHERS[name]).choices[0]
-  history += [{"role": "assistant", "content": other.message.content},
-              {"role": "user", "content": "and on"}]  # pyformat: disable
+  history += [
+    {"role": "assistant", "content": other.message.content},
+    {"role": "user", "content": "and on"},
+  ]
   last = ask(client, history).choices[0]
   (one,) = export(running, session, style="concat").values()
   turns = {t["turn_id"]: t for t in one["sampling"]}
@@ -130,9 +135,9 @@ def test_a_session_may_train_on_them_with_their_own_log_probs(running, name):
     return
   assert mask.sum() == len(answer.token_ids) and not one["untrained_tokens"]
   np.testing.assert_allclose(
-      np.array(one["tensor_dict"]["logprobs"][0])[mask],
-      [t.logprob for t in answer.logprobs.content],
-      atol=1e-6,
+    np.array(one["tensor_dict"]["logprobs"][0])[mask],
+    [t.logprob for t in answer.logprobs.content],
+    atol=1e-6,
   )
 
 
@@ -148,7 +153,7 @@ def test_the_learner_scores_a_session_as_it_was_sampled(running, temperature):
   ask(client, GO, max_tokens=20, seed=5, temperature=2.0)
   *_, last = export(running, session).values()
   assert last["untrained_tokens"] and not any(
-      last["tensor_dict"]["loss_mask"][0]
+    last["tensor_dict"]["loss_mask"][0]
   )
 
 
@@ -163,7 +168,7 @@ def test_a_screenshots_turn_is_masked_too_and_counted(running):
 
 
 def test_an_export_of_which_nothing_is_trainable_is_an_error_in_the_log(
-    running, caplog
+  running, caplog
 ):
   session, client = opened(running, sampling={"temperature": 0.7})
   assert session["sampling"]["temperature"] == 0.7
@@ -175,7 +180,7 @@ def test_an_export_of_which_nothing_is_trainable_is_an_error_in_the_log(
   export(running, session)
   (record,) = logged()
   assert "none of its sampled tokens is trainable: temperature=0, not" in (
-      record.getMessage()
+    record.getMessage()
   )
   ask(client, GO)
   export(running, session)
@@ -188,7 +193,7 @@ def test_what_ends_a_turn_does_not_change_its_distribution(running):
   ask(client, GO, extra_body={"stop_token_ids": [5]}, n=2)
   for one in export(running, session).values():
     assert not one["untrained_tokens"] and any(
-        one["tensor_dict"]["loss_mask"][0]
+      one["tensor_dict"]["loss_mask"][0]
     )
 
 
@@ -198,13 +203,13 @@ def test_requests_outside_of_sessions_are_free(running):
 
 
 @pytest.mark.parametrize(
-    "body,field",
-    [
-        ({"sampling": {"temperature": -1}}, "sampling.temperature"),
-        ({"sampling": {"top_p": 0}}, "sampling.top_p"),
-        ({"sampling": {"heat": 1}}, "sampling.heat"),
-        ({"other_sampling": "ignore"}, "other_sampling"),
-    ],
+  "body,field",
+  [
+    ({"sampling": {"temperature": -1}}, "sampling.temperature"),
+    ({"sampling": {"top_p": 0}}, "sampling.top_p"),
+    ({"sampling": {"heat": 1}}, "sampling.heat"),
+    ({"other_sampling": "ignore"}, "other_sampling"),
+  ],
 )
 def test_a_wrong_start_names_the_field(running, body, field):
   answer = running.post("/rl/start_session", body)

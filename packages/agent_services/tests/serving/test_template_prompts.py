@@ -19,22 +19,24 @@ from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import policy_files
 
-TOOLS = [{
+TOOLS = [
+  {
     "type": "function",
     "function": {
-        "name": "click",
-        "description": "Clicks é <|im_end|>",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "integer"}},
-            "required": ["x"],
-        },
+      "name": "click",
+      "description": "Clicks é <|im_end|>",
+      "parameters": {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+        "required": ["x"],
+      },
     },
-}]
+  }
+]
 CALL = {
-    "id": "call_1",
-    "type": "function",
-    "function": {"name": "click", "arguments": '{"x": 3}'},
+  "id": "call_1",
+  "type": "function",
+  "function": {"name": "click", "arguments": '{"x": 3}'},
 }
 
 
@@ -53,12 +55,12 @@ def expected(reference, messages, tools, image_tokens):
     content = message["content"]
     if isinstance(content, list):
       content = [
-          {"type": "image"} if part["type"] == "image_url" else part
-          for part in content
+        {"type": "image"} if part["type"] == "image_url" else part
+        for part in content
       ]
     plain.append({**message, "content": content})
   text = reference.apply_chat_template(
-      plain, tools=tools, tokenize=False, add_generation_prompt=True
+    plain, tools=tools, tokenize=False, add_generation_prompt=True
   )
   text = text.replace("<|image_pad|>", "<|image_pad|>" * image_tokens)
   return reference.encode(text, add_special_tokens=False)
@@ -76,12 +78,12 @@ def conversations():
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
 @pytest.mark.parametrize("in_session", [False, True])
 def test_the_exported_template_renders_what_the_server_renders(
-    running, exported, tools, in_session
+  running, exported, tools, in_session
 ):
   count = running.processor.num_image_tokens(*small_server.SIZE)
   # Its tools spell a special token, which is one in transformers' text.
   safe = tools and [
-      {**tools[0], "function": {**tools[0]["function"], "description": "é"}}
+    {**tools[0], "function": {**tools[0]["function"], "description": "é"}}
   ]
   options = {"tools": safe} if safe else {}
   for messages in conversations():
@@ -89,19 +91,15 @@ def test_the_exported_template_renders_what_the_server_renders(
     if in_session:
       client = running.client(f"/sessions/{start(running)['session_id']}")
     answer = ask(client, messages, max_tokens=2, **options)
-    assert answer.prompt_token_ids == expected(
-        exported, messages, safe, count
-    )
+    assert answer.prompt_token_ids == expected(exported, messages, safe, count)
 
 
 def test_tools_cannot_end_a_turn(running):
-  answer = ask(
-      running.client(), [screenshot(1)], max_tokens=2, tools=TOOLS
-  )
+  answer = ask(running.client(), [screenshot(1)], max_tokens=2, tools=TOOLS)
   ends = answer.prompt_token_ids.count(running.renderer.end_of_turn_id)
   assert ends == 2  # Of the system message and the user's.
   assert "Clicks é <|im_end|>" in running.renderer.decode(
-      answer.prompt_token_ids
+    answer.prompt_token_ids
   )
 
 
@@ -110,56 +108,54 @@ def served(family_name, parser, kind="auto"):
   family = chat_families.FAMILIES[family_name]
   tokenizer = chat_families.tokenizer(family).backend_tokenizer
   renderer = choice.make_renderer(
-      tokenizer,
-      chat_families.image_tokens,
-      chat_template.ChatTemplate(
-          chat_families.source(family),
-          dict(family.roles),
-          dict(family.options),
-      ),
-      kind,
+    tokenizer,
+    chat_families.image_tokens,
+    chat_template.ChatTemplate(
+      chat_families.source(family), dict(family.roles), dict(family.options)
+    ),
+    kind,
   )
   calls = tool_parser.make_tool_parser(parser)
   return prompts.ServedPolicy(
-      name=family_name,
-      client=None,
-      renderer=renderer,
-      parser=calls,
-      decoder=answers.TokenDecoder(renderer.decode, tokenizer),
-      context_length=4096,
+    name=family_name,
+    client=None,
+    renderer=renderer,
+    parser=calls,
+    decoder=answers.TokenDecoder(renderer.decode, tokenizer),
+    context_length=4096,
   )
 
 
 @pytest.mark.parametrize(
-    "family_name, parser, by_template",
-    [
-        ("qwen2_5", "qwen", True),
-        ("qwen3_vl", "qwen", True),
-        ("qwen3_vl_thinking", "qwen", True),
-        ("qwen3_5", "qwen", True),
-        ("qwen3_5", "qwen_xml", True),
-        ("qwen3_coder", "qwen_xml", True),
-        ("llama3", "llama_json", True),
-        ("mistral", "mistral", True),
-        ("deepseek", "deepseek", True),
-        ("qwen2_5_vl", "qwen", False),  # Its template shows none.
-        ("qwen3_vl", "llama_json", False),  # Reads other calls.
-        ("qwen3_vl", "computer_use_compact", False),  # Has its own words.
-    ],
-)  # pyformat: disable
+  "family_name, parser, by_template",
+  [
+    ("qwen2_5", "qwen", True),
+    ("qwen3_vl", "qwen", True),
+    ("qwen3_vl_thinking", "qwen", True),
+    ("qwen3_5", "qwen", True),
+    ("qwen3_5", "qwen_xml", True),
+    ("qwen3_coder", "qwen_xml", True),
+    ("llama3", "llama_json", True),
+    ("mistral", "mistral", True),
+    ("deepseek", "deepseek", True),
+    ("qwen2_5_vl", "qwen", False),  # Its template shows none.
+    ("qwen3_vl", "llama_json", False),  # Reads other calls.
+    ("qwen3_vl", "computer_use_compact", False),  # Has its own words.
+  ],
+)
 def test_tools_stand_where_the_checkpoints_template_puts_them(
-    family_name, parser, by_template
+  family_name, parser, by_template
 ):
   policy = served(family_name, parser)
   assert policy.template_tools is by_template
   family = chat_families.FAMILIES[family_name]
   tools = [{**TOOLS[0], "function": {"name": "click", "parameters": {}}}]
   messages = [
-      {"role": "system", "content": "Be brief."},
-      {"role": "user", "content": "go"},
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "go"},
   ]
   request = requests.SamplingRequest(
-      model="m", sampling=None, messages=tuple(messages), tools=tuple(tools)
+    model="m", sampling=None, messages=tuple(messages), tools=tuple(tools)
   )
   alone = prompts.render(request, messages, None, policy)
   session = session_store.SessionStore(policy.renderer).start("t")
@@ -177,13 +173,13 @@ def test_tools_stand_where_the_checkpoints_template_puts_them(
 def test_a_thinking_policy_is_served_in_its_own_format(tmp_path):
   """The real engine and server, with the renderer that the command makes."""
   (tmp_path / "chat_template.jinja").write_text(
-      chat_templates.TEMPLATES["qwen3_vl_thinking"]
+    chat_templates.TEMPLATES["qwen3_vl_thinking"]
   )
   small = small_server.SmallPolicy()
   renderer = choice.make_renderer(
-      small.policy[2],
-      small.processor.num_image_tokens,
-      policy_files.chat_template(tmp_path),
+    small.policy[2],
+    small.processor.num_image_tokens,
+    policy_files.chat_template(tmp_path),
   )
   small.engine.close()
   with rollout_server.Running(renderer=renderer) as running:
@@ -193,8 +189,8 @@ def test_a_thinking_policy_is_served_in_its_own_format(tmp_path):
     shown = renderer.decode(first.prompt_token_ids)
     assert shown.endswith("<|im_start|>assistant\n<think>\n")
     history += [
-        {"role": "assistant", "content": first.choices[0].message.content},
-        screenshot(1, "on"),
+      {"role": "assistant", "content": first.choices[0].message.content},
+      screenshot(1, "on"),
     ]
     second = ask(client, history)
     before = first.prompt_token_ids + first.choices[0].token_ids

@@ -44,9 +44,8 @@ def test_streamed_text_is_the_whole_text_wherever_tokens_split_it():
   decoder = answers.TokenDecoder(renderer.decode, tokenizer, end)
   rng = np.random.default_rng(0)
   sequences = [
-      t for t in range(tokenizer.get_vocab_size())
-      if t not in decoder.special
-  ]  # pyformat: disable
+    t for t in range(tokenizer.get_vocab_size()) if t not in decoder.special
+  ]
   bytes_ = [t for t in sequences if len(decoder.bytes(t)) == 1]
   ids = renderer.encode("é ☃ 漢字 🙂 e\u0301 \ufffd").tolist()
   special = sorted(decoder.special)
@@ -71,7 +70,6 @@ def test_a_long_stream_looks_at_each_token_once():
   lookups = []
 
   class Counting(Letters):
-
     def bytes(self, token):
       lookups.append(token)
       return super().bytes(token)
@@ -84,7 +82,7 @@ def test_a_long_stream_looks_at_each_token_once():
 
 
 @hypothesis.given(
-    st.text(st.sampled_from("a\"\\\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029é😀"))
+  st.text(st.sampled_from('a"\\\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029é😀'))
 )
 def test_an_event_is_one_line_to_every_client(text):
   """Also to those that read lines as Unicode has them."""

@@ -15,9 +15,9 @@ NAMES = {"a": "weather", "b": "clock"}
 def chat(ids, results, after="and now?"):
   """Of `/v1/chat/completions`: calls with these ids, then these results."""
   calls = [
-      {"type": "function", "function": {"name": NAMES[i], "arguments": "{}"}}
-      | ({"id": i} if has_id else {})
-      for i, has_id in ids
+    {"type": "function", "function": {"name": NAMES[i], "arguments": "{}"}}
+    | ({"id": i} if has_id else {})
+    for i, has_id in ids
   ]
   messages = [{"role": "user", "content": "go"}]
   messages.append({"role": "assistant", "content": None, "tool_calls": calls})
@@ -32,36 +32,44 @@ def chat(ids, results, after="and now?"):
 def responses(ids, results, after="and now?"):
   items = [{"role": "user", "content": "go"}]
   items += [
-      {"type": "function_call", "call_id": i, "name": NAMES[i],
-       "arguments": "{}"}
-      for i, _ in ids
-  ]  # pyformat: disable
+    {"type": "function_call", "call_id": i, "name": NAMES[i], "arguments": "{}"}
+    for i, _ in ids
+  ]
   items += [
-      {"type": "function_call_output", "call_id": i,
-       "output": SEEN.get(i, "it is late")}
-      for i in results
-  ]  # pyformat: disable
+    {
+      "type": "function_call_output",
+      "call_id": i,
+      "output": SEEN.get(i, "it is late"),
+    }
+    for i in results
+  ]
   items += [{"role": "user", "content": after}] if after else []
   return "/responses", {"input": items, "max_output_tokens": 4}
 
 
 def messages(ids, results, after="and now?"):
   blocks = [
-      {"type": "tool_result", "tool_use_id": i,
-       "content": SEEN.get(i, "it is late")}
-      for i in results
-  ]  # pyformat: disable
+    {
+      "type": "tool_result",
+      "tool_use_id": i,
+      "content": SEEN.get(i, "it is late"),
+    }
+    for i in results
+  ]
   blocks += [{"type": "text", "text": after}] if after else []
   return "/messages", {
-      "messages": [
-          {"role": "user", "content": "go"},
-          {"role": "assistant", "content": [
-              {"type": "tool_use", "id": i, "name": NAMES[i], "input": {}}
-              for i, _ in ids
-          ]},
-          {"role": "user", "content": blocks},
-      ],
-  }  # pyformat: disable
+    "messages": [
+      {"role": "user", "content": "go"},
+      {
+        "role": "assistant",
+        "content": [
+          {"type": "tool_use", "id": i, "name": NAMES[i], "input": {}}
+          for i, _ in ids
+        ],
+      },
+      {"role": "user", "content": blocks},
+    ]
+  }
 
 
 ROUTES = (chat, responses, messages)
@@ -81,9 +89,9 @@ def prompts_of(running, session):
   for one in export(running, session).values():
     tensors = one["tensor_dict"]
     prompt = [
-        token
-        for token, mask in zip(tensors["input_ids"][0], tensors["loss_mask"][0])
-        if not mask
+      token
+      for token, mask in zip(tensors["input_ids"][0], tensors["loss_mask"][0])
+      if not mask
     ]
     prompts.append(running.renderer.decode(prompt))
   return prompts
@@ -104,18 +112,18 @@ def test_results_are_shown_in_the_order_of_their_calls(running, route, after):
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
-    "ids,results,reason",
-    [
-        (BOTH, "a", "'b' has no tool result"),
-        (BOTH, "", "'a' has no tool result"),
-        (BOTH, "abc", "tool_call_id 'c'"),
-        (BOTH, "ac", "tool_call_id 'c'"),
-        (BOTH, "aba", "'a' has two tool results"),
-        (BOTH[:1], "b", "tool_call_id 'b'"),
-    ],
+  "ids,results,reason",
+  [
+    (BOTH, "a", "'b' has no tool result"),
+    (BOTH, "", "'a' has no tool result"),
+    (BOTH, "abc", "tool_call_id 'c'"),
+    (BOTH, "ac", "tool_call_id 'c'"),
+    (BOTH, "aba", "'a' has two tool results"),
+    (BOTH[:1], "b", "tool_call_id 'b'"),
+  ],
 )
 def test_what_answers_no_call_and_what_is_missing_is_refused(
-    running, route, ids, results, reason
+  running, route, ids, results, reason
 ):
   session = start(running)
   answer = sent(running, session, *route(ids, results))
@@ -141,8 +149,8 @@ class Counted(str):
 def test_thousands_of_results_are_compared_once_each():
   calls = [Counted(f"call_{i}") for i in range(2000)]
   results = [
-      {"role": "tool", "tool_call_id": Counted(id_), "content": id_}
-      for id_ in reversed(calls)
+    {"role": "tool", "tool_call_id": Counted(id_), "content": id_}
+    for id_ in reversed(calls)
   ]
   answer = {"role": "assistant", "tool_calls": [{"id": id_} for id_ in calls]}
   Counted.comparisons = 0
@@ -158,11 +166,11 @@ def test_a_chats_results_without_ids(running):
   """By their place where calls have none either, or there is one call."""
   session = start(running)
   for ids, results, status in (
-      ((("a", False), ("b", False)), "ab", 200),
-      ((("a", False), ("b", False)), "a", 400),
-      (BOTH[:1], [None], 200),
-      (BOTH, [None, None], 400),
-      (BOTH, ["a", None], 400),
+    ((("a", False), ("b", False)), "ab", 200),
+    ((("a", False), ("b", False)), "a", 400),
+    (BOTH[:1], [None], 200),
+    (BOTH, [None, None], 400),
+    (BOTH, ["a", None], 400),
   ):
     answer = sent(running, session, *chat(ids, results))
     assert answer.status_code == status, (ids, results, answer.text)
@@ -174,19 +182,17 @@ def test_results_after_text_stay_as_they_are_sent(running):
   """An agent that reads the calls out of the text by itself."""
   session = start(running)
   history = [
-      {"role": "user", "content": "go"},
-      {"role": "assistant", "content": "weather()"},
+    {"role": "user", "content": "go"},
+    {"role": "assistant", "content": "weather()"},
   ]
   bare = {"role": "tool", "content": SEEN["a"]}
   own = [
-      {"role": "tool", "content": SEEN[id_], "tool_call_id": id_}
-      for id_ in "ba"
+    {"role": "tool", "content": SEEN[id_], "tool_call_id": id_} for id_ in "ba"
   ]
   for results in ([bare], own):
     answer = sent(
-        running, session, "/chat/completions",
-        {"messages": [*history, *results]},
-    )  # pyformat: disable
+      running, session, "/chat/completions", {"messages": [*history, *results]}
+    )
     assert answer.status_code == 200, answer.text
   last = prompts_of(running, session)[-1]  # As sent.
   assert 0 < last.index(SEEN["b"]) < last.index(SEEN["a"])
@@ -203,9 +209,9 @@ def test_results_of_a_remembered_response_are_ordered_too(running):
   _, example = chat(BOTH, "")
   conversation[-1]["tool_calls"] = example["messages"][1]["tool_calls"]
   outputs = lambda ids: {
-      "previous_response_id": first["id"],
-      "input": responses((), ids, "")[1]["input"][1:],
-      "max_output_tokens": 4,
+    "previous_response_id": first["id"],
+    "input": responses((), ids, "")[1]["input"][1:],
+    "max_output_tokens": 4,
   }
   wrong = sent(running, session, route, outputs("b"))
   assert wrong.status_code == 400 and "'a' has no" in wrong.text

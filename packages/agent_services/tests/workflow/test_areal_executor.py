@@ -29,14 +29,14 @@ import yaml
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 PYTHON = pathlib.Path(
-    os.environ.get("AREAL_PYTHON", ROOT / ".venv-areal/bin/python")
+  os.environ.get("AREAL_PYTHON", ROOT / ".venv-areal/bin/python")
 )
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not PYTHON.exists(), reason="needs the package areal: make areal"
-    ),
+  pytest.mark.slow,
+  pytest.mark.timeout(600),
+  pytest.mark.skipif(
+    not PYTHON.exists(), reason="needs the package areal: make areal"
+  ),
 ]
 TOKENIZER = ROOT / "tunix/rl/multi_turn/policy/data/tiny_vl"
 TOKEN = "s3cret-of-the-monitor"
@@ -79,17 +79,22 @@ def entry_points():
 def play(*command, seconds=300, **variables):
   """Runs AReaL's Python in the clone; returns what it printed."""
   ran = subprocess.run(
-      [PYTHON, *command],
-      capture_output=True, text=True, timeout=seconds, cwd=ROOT,
-      # Nothing is installed there beside AReaL, and its many modules are
-      # compiled once.
-      env={**os.environ,
-           "PYTHONPATH": os.pathsep.join([
-               str(ROOT), *map(str, ROOT.glob("packages/*")),
-               str(entry_points()),
-           ]),
-           "PYTHONDONTWRITEBYTECODE": "", **variables},
-  )  # pyformat: disable
+    [PYTHON, *command],
+    capture_output=True,
+    text=True,
+    timeout=seconds,
+    cwd=ROOT,
+    # Nothing is installed there beside AReaL, and its many modules are
+    # compiled once.
+    env={
+      **os.environ,
+      "PYTHONPATH": os.pathsep.join(
+        [str(ROOT), *map(str, ROOT.glob("packages/*")), str(entry_points())]
+      ),
+      "PYTHONDONTWRITEBYTECODE": "",
+      **variables,
+    },
+  )
   assert ran.returncode == 0, ran.stderr[-6000:]
   return ran.stdout
 
@@ -120,10 +125,13 @@ class Weights:
       self.paths.append((path, sorted(os.listdir(path))))
       if self.load is not None:
         await asyncio.to_thread(self.load, path)
-    await send({
-        "type": "http.response.start", "status": 200,
+    await send(
+      {
+        "type": "http.response.start",
+        "status": 200,
         "headers": [(b"content-type", b"application/json")],
-    })  # pyformat: disable
+      }
+    )
     content = b'{"success": true, "message": ""}'
     await send({"type": "http.response.body", "body": content})
 
@@ -136,40 +144,38 @@ def serving(*overrides, make_load=lambda paths: None):
     serve = lambda app: stack.enter_context(http_server.LoopbackServer(app)).url
     service = run_services.app_lib.App()
     result.service = serve(
-        run_services.Logged(service.asgi, "service", result.log)
+      run_services.Logged(service.asgi, "service", result.log)
     )
     result.gym, result.gym_app = stack.enter_context(
-        gym_servers.serving(
-            gym_servers.desktop(train_tasks=2, eval_tasks=1)
-        )
+      gym_servers.serving(gym_servers.desktop(train_tasks=2, eval_tasks=1))
     )
     paths = stack.enter_context(
-        two_paths.Both("rollout.agent=run_service", *overrides)
+      two_paths.Both("rollout.agent=run_service", *overrides)
     )
     policy = paths.policy
     app = server_lib.make_app(
-        "policy", paths.engine,
-        (policy.model, policy.processor, policy.tokenizer), paths.images,
-        renderer=policy.renderer,
-    )  # pyformat: disable
+      "policy",
+      paths.engine,
+      (policy.model, policy.processor, policy.tokenizer),
+      paths.images,
+      renderer=policy.renderer,
+    )
     result.paths = paths
     result.weights = Weights(app.asgi, make_load(paths))
     result.policy = serve(result.weights)
     result.broken = serve(
-        run_services.Scripted(
-            every_second_fails(policy.renderer.image_token_id)
-        )
+      run_services.Scripted(every_second_fails(policy.renderer.image_token_id))
     )
     result.options = {
-        "gbox_mini_agent_base_url": result.service,
-        "gbox_mini_agent_agent": "tool",
-        "standard_action_space": "pc",
-        "max_turns": 2,
-        "poll_s": 0.05,
-        "run_options": {
-            "agentConfig": paths.proxy.connection.agent_config,
-            "sampling": True,
-        },
+      "gbox_mini_agent_base_url": result.service,
+      "gbox_mini_agent_agent": "tool",
+      "standard_action_space": "pc",
+      "max_turns": 2,
+      "poll_s": 0.05,
+      "run_options": {
+        "agentConfig": paths.proxy.connection.agent_config,
+        "sampling": True,
+      },
     }
     yield result
 
@@ -183,25 +189,32 @@ def _world():
 @pytest.fixture(scope="module", name="played")
 def _played(world):
   rows = [
-      {"task_id": f"{family}-train-0", "gym_id": "desktop",
-       "gym_base_url": world.gym, "description": "Do it."}
-      for family in gym_servers.FAMILIES
-  ]  # pyformat: disable
+    {
+      "task_id": f"{family}-train-0",
+      "gym_id": "desktop",
+      "gym_base_url": world.gym,
+      "description": "Do it.",
+    }
+    for family in gym_servers.FAMILIES
+  ]
   result = play(
-      "tests/helpers/areal_executor.py",
-      json.dumps({
-          "model": world.policy.removeprefix("http://"),
-          "broken": world.broken,
-          "rows": rows,
-          "tokenizer": str(TOKENIZER),
-          "kwargs": world.options,
-      }),
+    "tests/helpers/areal_executor.py",
+    json.dumps(
+      {
+        "model": world.policy.removeprefix("http://"),
+        "broken": world.broken,
+        "rows": rows,
+        "tokenizer": str(TOKENIZER),
+        "kwargs": world.options,
+      }
+    ),
   )
   result = json.loads(result.splitlines()[-1])
   result["runs"] = [
-      path for _, method, path in world.log
-      if method == "POST" and path.endswith("/runs")
-  ]  # pyformat: disable
+    path
+    for _, method, path in world.log
+    if method == "POST" and path.endswith("/runs")
+  ]
   result["open"] = world.gym_app.store.open
   return result
 
@@ -227,19 +240,25 @@ def test_its_tensors_are_those_of_areals_vision_workflow(played):
   for step in played["named"]["steps"]:
     for group in step:
       assert group["dtypes"] == {
-          "input_ids": "int32", "mm_token_type_ids": "int64",
-          "loss_mask": "int32", "versions": "int32", "attention_mask": "bool",
-          "logprobs": "float32", "rewards": "float32",
-      }  # pyformat: disable
+        "input_ids": "int32",
+        "mm_token_type_ids": "int64",
+        "loss_mask": "int32",
+        "versions": "int32",
+        "attention_mask": "bool",
+        "logprobs": "float32",
+        "rewards": "float32",
+      }
       assert all(1 < n < 49 for n in group["sampled"])
       assert group["versions"] == [-1, 0]
       assert group["logprob"] < 0 and group["unsampled"] == 0
       assert all(reward in (0, 1) for reward in group["rewards"])
       assert all(group["images"])
   rewards = [
-      reward for step in played["named"]["steps"] for group in step
-      for reward in group["rewards"]
-  ]  # pyformat: disable
+    reward
+    for step in played["named"]["steps"]
+    for group in step
+    for reward in group["rewards"]
+  ]
   assert played["reward"] == pytest.approx(sum(rewards) / len(rewards))
   both = played["both"]
   assert both["shape"] == [5, 500] and both["lengths"][-1] == 500
@@ -264,17 +283,20 @@ def train(world, tmp_path, *, model, processor, actor=()):
   path = ROOT / "examples/cua_agent/config.yaml"
   config = yaml.safe_load(path.read_text(encoding="utf-8"))
   config |= world.options | {
-      "gym_base_url": world.gym,
-      "processor_path": str(processor),
-      "total_train_steps": 2,
+    "gym_base_url": world.gym,
+    "processor_path": str(processor),
+    "total_train_steps": 2,
   }
   config["cluster"] |= {"fileroot": str(tmp_path / "files")}
   config["cluster"]["name_resolve"]["nfs_record_root"] = str(tmp_path / "names")
   config["actor"] |= {
-      "path": str(model), "backend": "fsdp:d1",
-      "attn_impl": "sdpa", "dtype": "float32", "gradient_checkpointing": False,
-      **dict(actor),
-  }  # pyformat: disable
+    "path": str(model),
+    "backend": "fsdp:d1",
+    "attn_impl": "sdpa",
+    "dtype": "float32",
+    "gradient_checkpointing": False,
+    **dict(actor),
+  }
   config["actor"]["optimizer"]["lr"] = 0.01
   config["rollout"]["backend"] = "vllm:d1"
   config["gconfig"] |= {"n_samples": 2, "max_new_tokens": 24}
@@ -297,10 +319,10 @@ def train(world, tmp_path, *, model, processor, actor=()):
         AREAL_LLM_SERVER_ADDRS=world.policy.removeprefix("http://"),
         TUNIX_MONITOR_URL=monitor.url, TUNIX_MONITOR_TOKEN=TOKEN,
         TUNIX_MONITOR_SPOOL=str(tmp_path / "spool"),
-    )  # pyformat: disable
+    )  # fmt: skip
     rows = {
-        name: monitor.rows(name)
-        for name in ("training", "step", "baseline", "eval", "rollout", "task")
+      name: monitor.rows(name)
+      for name in ("training", "step", "baseline", "eval", "rollout", "task")
     }
   return output, rows
 
@@ -309,9 +331,8 @@ def test_the_example_trains_with_areals_trainer(world, tmp_path):
   """A text actor; the run is at the monitor."""
   play("tests/helpers/areal_model.py", str(TOKENIZER), str(tmp_path))
   output, rows = train(
-      world, tmp_path,
-      model=tmp_path / "model", processor=tmp_path / "processor",
-  )  # pyformat: disable
+    world, tmp_path, model=tmp_path / "model", processor=tmp_path / "processor"
+  )
   assert "4 tasks to train on, 2 held out" in output
   files = [path for path in tmp_path.rglob("*") if path.is_file()]
   assert any(path.name == "config.yaml" for path in files)
@@ -328,8 +349,9 @@ def test_the_example_trains_with_areals_trainer(world, tmp_path):
   assert baseline["status"] == "completed"
   assert [e["step"] for e in rows["eval"]] == [1, 2]
   assert all(e["avg_reward"] is not None for e in rows["eval"])
-  places = [(r["source_type"], r["step_id"], r["eval_id"])
-            for r in rows["rollout"]]  # pyformat: disable
+  places = [
+    (r["source_type"], r["step_id"], r["eval_id"]) for r in rows["rollout"]
+  ]
   assert places.count(("baseline", None, None)) == 2
   for step in steps:
     assert places.count(("step", step["id"], None)) == 4
@@ -338,8 +360,9 @@ def test_the_example_trains_with_areals_trainer(world, tmp_path):
   assert len(places) == 2 + 2 * 4 + 2 * 2
   versions = [pathlib.Path(path).name for path, _ in world.weights.paths]
   assert versions == ["weight_update_v1", "weight_update_v2"]
-  assert all("model.safetensors" in str(names)
-             for _, names in world.weights.paths)  # pyformat: disable
+  assert all(
+    "model.safetensors" in str(names) for _, names in world.weights.paths
+  )
 
 
 def test_a_vision_actor_trains_the_policy_that_plays(tmp_path):
@@ -379,7 +402,7 @@ def test_a_vision_actor_trains_the_policy_that_plays(tmp_path):
                 "lower": 1 - RATIO, "upper": 1 + RATIO,
             },
         },
-    )  # pyformat: disable
+    )  # fmt: skip
   assert [step["status"] for step in rows["step"]] == ["completed"] * 2
   for step in rows["step"]:
     statistics = json.loads(step["metrics_json"])
@@ -393,8 +416,10 @@ def test_a_vision_actor_trains_the_policy_that_plays(tmp_path):
   for old, new in zip(weights, weights[1:]):
     for part in ("visual", "language_model"):
       change = jax.tree.map(
-          lambda a, b: abs(np.asarray(a) - np.asarray(b)).max(),
-          *(nnx.to_pure_dict(nnx.state(getattr(m, part), nnx.Param))
-            for m in (old, new)),
-      )  # pyformat: disable
+        lambda a, b: abs(np.asarray(a) - np.asarray(b)).max(),
+        *(
+          nnx.to_pure_dict(nnx.state(getattr(m, part), nnx.Param))
+          for m in (old, new)
+        ),
+      )
       assert max(jax.tree.leaves(change)) > 1e-3, part

@@ -22,10 +22,10 @@ from tunix.rl.multi_turn.policy import checkpoint
 torch = pytest.importorskip("torch")
 PAD = 9  # Placeholder of images.
 ROW = {
-    "task_id": "click-button-train-0",
-    "name": "click-button-train-0",
-    "description": "Click the button.",
-    "gym_id": "desktop",
+  "task_id": "click-button-train-0",
+  "name": "click-button-train-0",
+  "description": "Click the button.",
+  "gym_id": "desktop",
 }
 MOVE = run_services.call(action="mouse_move", coordinate=[500, 500])
 END = run_services.call(action="terminate", status="success")
@@ -33,15 +33,15 @@ END = run_services.call(action="terminate", status="success")
 
 def as_numpy(batch):
   return {
-      name: value if isinstance(value, list) else value.numpy()
-      for name, value in batch.items()
+    name: value if isinstance(value, list) else value.numpy()
+    for name, value in batch.items()
   }
 
 
 async def play_group(workflow, engine, row, size):
   """The accepted episodes of a row, as AReaL's groups gather them."""
   batches = await asyncio.gather(
-      *(workflow.arun_episode(engine, row) for _ in range(size))
+    *(workflow.arun_episode(engine, row) for _ in range(size))
   )
   return [batch for batch in batches if batch is not None]
 
@@ -58,7 +58,7 @@ def policy(texts=(MOVE, END), **without):
     for _ in range(turn):
       prompt += [5, 6, 3, PAD, PAD, 2]
     return 200, run_services.completion(
-        texts[min(turn, len(texts) - 1)], **{"prompt": prompt, **without}
+      texts[min(turn, len(texts) - 1)], **{"prompt": prompt, **without}
     )
 
   return answer
@@ -84,8 +84,8 @@ class Pixels:
     assert return_tensors == "np"
     assert all(i.shape == (96, 128, 3) for i in images)
     return {
-        "pixel_values": np.ones((4 * len(images), 6), np.float32),
-        "image_grid_thw": np.array([[1, 2, 2]] * len(images)),
+      "pixel_values": np.ones((4 * len(images), 6), np.float32),
+      "image_grid_thw": np.array([[1, 2, 2]] * len(images)),
     }
 
 
@@ -98,7 +98,6 @@ class World:
     self.options = options
 
   def __enter__(self):
-
 
     self._stack = contextlib.ExitStack()
     self.gym_url, gym_app = self._stack.enter_context(gym_servers.serving())
@@ -114,15 +113,14 @@ class World:
 
   def _serve(self, app, name):
     logged = run_services.Logged(app, name, self.log)
-    return self._stack.enter_context(
-        http_server.LoopbackServer(logged)
-    ).url
+    return self._stack.enter_context(http_server.LoopbackServer(logged)).url
 
   def __exit__(self, *exc_info):
     self._stack.close()
 
   def workflow(self, make=cua_workflow.CUAAgentWorkflow, **options):
-    return make(**{
+    return make(
+      **{
         "gbox_mini_agent_base_url": self.url,
         "gbox_mini_agent_agent": "tool",
         "standard_action_space": "pc",
@@ -130,7 +128,8 @@ class World:
         "poll_s": 0.02,
         "max_turns": 3,
         **options,
-    })
+      }
+    )
 
 
 def test_the_code_in_the_documentation_runs():
@@ -138,33 +137,37 @@ def test_the_code_in_the_documentation_runs():
   messages = [{"role": "user", "content": "Click."}]
   with World() as world:
     names = documented_code.run(
-        "docs/run_service.md",
-        {
-            "tokenizer": tokenizer,
-            "messages": [
-                {"role": "user", "content": "2 + 3?"},
-                {"role": "assistant", "content": "5"},
-            ],
-            "tools": None,
-            "gconfig": None,
-            "processor": Pixels(),
-            "engine": Engine(),
-            "row": world.row,
-            "events": [
-                {"type": "model_call", "messages": messages},
-                {"type": "model_output",
-                 "modelOutput": run_services.completion("a click")},
-            ],
-        },  # pyformat: disable
-        {
-            "http://127.0.0.1:3000": world.url,
-            "http://127.0.0.1:8000/v1": f"{world.model}/v1",
-        },
+      "docs/run_service.md",
+      {
+        "tokenizer": tokenizer,
+        "messages": [
+          {"role": "user", "content": "2 + 3?"},
+          {"role": "assistant", "content": "5"},
+        ],
+        "tools": None,
+        "gconfig": None,
+        "processor": Pixels(),
+        "engine": Engine(),
+        "row": world.row,
+        "events": [
+          {"type": "model_call", "messages": messages},
+          {
+            "type": "model_output",
+            "modelOutput": run_services.completion("a click"),
+          },
+        ],
+      },
+      {
+        "http://127.0.0.1:3000": world.url,
+        "http://127.0.0.1:8000/v1": f"{world.model}/v1",
+      },
     )
   masked = names["masked"]  # The newline after the reply is not trained on.
   assert sum(masked.loss_mask) == masked.response_length - 1 > 0
   assert (names["prompt"], names["text"], names["weight"]) == (
-      messages, "a click", 0.5
+    messages,
+    "a click",
+    0.5,
   )
   assert not names["workflow"].rejected
   assert names["batch"]["input_ids"].shape == names["batch"]["loss_mask"].shape
@@ -184,16 +187,19 @@ async def test_an_episode_is_the_documented_sequence_and_gives_tensors():
   assert batch["versions"].tolist() == [[7 if m else -1 for m in mask]]
   pair = iter([-0.5, -0.25] * 2)
   assert batch["logprobs"].tolist() == [
-      [next(pair) if m else 0.0 for m in mask]
+    [next(pair) if m else 0.0 for m in mask]
   ]
   assert {k: str(v.dtype) for k, v in batch.items() if k[:6] != "multi_"} == {
-      "input_ids": "torch.int32", "loss_mask": "torch.int32",
-      "versions": "torch.int32", "attention_mask": "torch.bool",
-      "logprobs": "torch.float32", "rewards": "torch.float32",
-      "mm_token_type_ids": "torch.int64",
-  }  # pyformat: disable
+    "input_ids": "torch.int32",
+    "loss_mask": "torch.int32",
+    "versions": "torch.int32",
+    "attention_mask": "torch.bool",
+    "logprobs": "torch.float32",
+    "rewards": "torch.float32",
+    "mm_token_type_ids": "torch.int64",
+  }
   assert batch["mm_token_type_ids"].tolist() == [
-      [int(token == PAD) for token in tokens]
+    [int(token == PAD) for token in tokens]
   ]
   assert batch["rewards"].shape == (1,)
   (pictures,) = batch["multi_modal_input"]
@@ -212,7 +218,7 @@ async def test_an_episode_is_the_documented_sequence_and_gives_tensors():
   assert order == [
       "create", "run", "model", "step", "model", "step", "evaluate",
       "terminate",
-  ]  # pyformat: disable
+  ]  # fmt: skip
 
 
 async def test_a_policy_whose_images_are_rows_is_read_as_any_other():
@@ -224,8 +230,8 @@ async def test_a_policy_whose_images_are_rows_is_read_as_any_other():
     def image_processor(self, images, return_tensors):
       arrays = super().image_processor(images, return_tensors)
       return {
-          "pixel_values": arrays["pixel_values"],
-          "image_sizes": [(16, 16)] * len(images),
+        "pixel_values": arrays["pixel_values"],
+        "image_sizes": [(16, 16)] * len(images),
       }
 
   prompt = [1, PAD, PAD, 8, PAD, PAD, 7, 2]
@@ -244,13 +250,13 @@ async def test_it_collates_with_another_sample():
     batch = await world.workflow().arun_episode(Engine(world.model), world.row)
   row = as_numpy(batch)
   other = {  # As AReaL's VisionRLVRWorkflow makes them.
-      "input_ids": np.arange(15, dtype=np.int32)[None],
-      "attention_mask": np.ones((1, 15), bool),
-      "loss_mask": np.ones((1, 15), np.int32),
-      "logprobs": np.zeros((1, 15), np.float32),
-      "versions": np.zeros((1, 15), np.int32),
-      "rewards": np.ones(1, np.float32),
-      "mm_token_type_ids": np.zeros((1, 15), np.int64),
+    "input_ids": np.arange(15, dtype=np.int32)[None],
+    "attention_mask": np.ones((1, 15), bool),
+    "loss_mask": np.ones((1, 15), np.int32),
+    "logprobs": np.zeros((1, 15), np.float32),
+    "versions": np.zeros((1, 15), np.int32),
+    "rewards": np.ones(1, np.float32),
+    "mm_token_type_ids": np.zeros((1, 15), np.int64),
   }
   both = tensor_rows.collate([row, other])
   assert both["input_ids"].shape == (2, 15)
@@ -258,39 +264,39 @@ async def test_it_collates_with_another_sample():
   assert both["loss_mask"][0, 12:].tolist() == [0, 0, 0]
   assert both["rewards"].shape == (2,)
   assert [sorted(m) for m in both["multi_modal_input"]] == [
-      ["image_grid_thw", "pixel_values"], [],
-  ]  # pyformat: disable
+    ["image_grid_thw", "pixel_values"],
+    [],
+  ]
   with pytest.raises(ValueError, match="versions"):
-    tensor_rows.collate([row, {k: v for k, v in other.items()
-                                if k != "versions"}])
+    tensor_rows.collate(
+      [row, {k: v for k, v in other.items() if k != "versions"}]
+    )
 
 
 @pytest.mark.parametrize(
-    "answer, cause",
-    [
-        (lambda *_: (500, {"error": "no"}), "RunFailed"),
-        (lambda *_: asyncio.sleep(3, (200, {})), "timeout"),
-        (lambda *_: (200, b"<html>"), "RunFailed"),
-        (policy(ids=None), "MissingTokens"),
-        (policy(logprobs=(-1.0,)), "MissingTokens"),
-        (policy(prompt=[1, 2]), "MissingTokens"),
-    ],
-    ids=["500", "hang", "garbage", "no ids", "short logprobs", "no image"],
+  "answer, cause",
+  [
+    (lambda *_: (500, {"error": "no"}), "RunFailed"),
+    (lambda *_: asyncio.sleep(3, (200, {})), "timeout"),
+    (lambda *_: (200, b"<html>"), "RunFailed"),
+    (policy(ids=None), "MissingTokens"),
+    (policy(logprobs=(-1.0,)), "MissingTokens"),
+    (policy(prompt=[1, 2]), "MissingTokens"),
+  ],
+  ids=["500", "hang", "garbage", "no ids", "short logprobs", "no image"],
 )
 async def test_what_cannot_be_trained_on_is_none_and_leaves_nothing(
-    answer, cause
+  answer, cause
 ):
   with World(answer) as world:
     workflow = world.workflow(
-        max_task_time_seconds=1.5,
-        gbox_mini_agent_model="m",
-        max_concurrent_rollouts=1,
+      max_task_time_seconds=1.5,
+      gbox_mini_agent_model="m",
+      max_concurrent_rollouts=1,
     )
     for _ in range(2 if cause == "MissingTokens" else 1):  # Its slot is free.
       started = time.monotonic()
-      assert await workflow.arun_episode(
-          Engine(world.model), world.row
-      ) is None
+      assert await workflow.arun_episode(Engine(world.model), world.row) is None
       assert time.monotonic() - started < 10.0
     assert set(workflow.rejected) == {cause}, workflow.rejected
     assert not workflow.running and not workflow.accepted
@@ -305,11 +311,9 @@ async def test_a_service_that_is_not_there_is_none():
   with World() as world:
     for url in ("http://127.0.0.1:1", world.gym_url):
       workflow = world.workflow(
-          gbox_mini_agent_base_url=url, gbox_mini_agent_model="m"
+        gbox_mini_agent_base_url=url, gbox_mini_agent_model="m"
       )
-      assert await workflow.arun_episode(
-          Engine(world.model), world.row
-      ) is None
+      assert await workflow.arun_episode(Engine(world.model), world.row) is None
       assert set(workflow.rejected) == {"RunServiceError"}
 
 
@@ -334,10 +338,10 @@ async def test_fallbacks_are_counted_and_only_when_asked_for():
       from tunix.rl.multi_turn.core import policy_client
 
       images = sum(
-          p["type"] == "image"
-          for m in messages
-          if isinstance(m["content"], list)
-          for p in m["content"]
+        p["type"] == "image"
+        for m in messages
+        if isinstance(m["content"], list)
+        for p in m["content"]
       )
       return policy_client.TokenPrompt(np.array([1, *[PAD, 3] * images]))
 
@@ -367,10 +371,9 @@ class Settings:
     vars(self).update(fields)
 
 
-
 async def test_turns_of_another_sampling_are_masked_and_counted():
   colder = {
-      "gbox_mini_agent_model": {"name": "m", "sampling": {"temperature": 0.5}}
+    "gbox_mini_agent_model": {"name": "m", "sampling": {"temperature": 0.5}}
   }
   with World() as world:
     engine = Engine(world.model)
@@ -384,15 +387,16 @@ async def test_turns_of_another_sampling_are_masked_and_counted():
       assert await other.arun_episode(engine, world.row) is None
       assert other.rejected == {"OtherSampling": 1} and not other.accepted
     corrected = world.workflow(
-        gconfig=Settings(), other_sampling="train", **colder
+      gconfig=Settings(), other_sampling="train", **colder
     )
     batch = await corrected.arun_episode(engine, world.row)
     assert int(batch["loss_mask"].sum()) == 4
     # With `sampling` the service gets the trainer's own.
     sent = world.workflow(
-        gconfig=Settings(0.5, top_k=20), gbox_mini_agent_model="m",
-        run_options={"sampling": True},
-    )  # pyformat: disable
+      gconfig=Settings(0.5, top_k=20),
+      gbox_mini_agent_model="m",
+      run_options={"sampling": True},
+    )
     assert await sent.arun_episode(engine, world.row) is not None
     assert not sent.rejected
 
@@ -429,7 +433,7 @@ async def test_runs_in_flight_are_bounded_across_workflows():
 
     watching = asyncio.create_task(watch())
     groups = await asyncio.gather(
-        *(play_group(w, engine, world.row, 4) for w in both)
+      *(play_group(w, engine, world.row, 4) for w in both)
     )
     watching.cancel()
     assert most == 3 and [w.accepted for w in both] == [4, 4]
@@ -454,7 +458,7 @@ async def test_a_batch_fills_with_the_episodes_that_are_left():
 
   with World(sometimes) as world:
     workflow = world.workflow(
-        gbox_mini_agent_model="m", max_concurrent_rollouts=1
+      gbox_mini_agent_model="m", max_concurrent_rollouts=1
     )
     engine, batches, items = Engine(world.model), [], 0
     while len(batches) < 4:  # As prepare_batch does.
@@ -462,8 +466,11 @@ async def test_a_batch_fills_with_the_episodes_that_are_left():
       batches += await play_group(workflow, engine, world.row, 2)
     assert (items, workflow.accepted) == (4, 4)
     assert workflow.rejected == {"RunFailed": 4} and not workflow.running
-    runs = [p for w, m, p in world.log if (w, m) == ("service", "POST")
-            and p.endswith("/runs")]  # pyformat: disable
+    runs = [
+      p
+      for w, m, p in world.log
+      if (w, m) == ("service", "POST") and p.endswith("/runs")
+    ]
     assert len(runs) == 8  # One an episode.
     full = tensor_rows.collate([as_numpy(b) for b in batches])
     assert full["input_ids"].shape == (4, 12)
@@ -473,22 +480,22 @@ async def test_a_batch_fills_with_the_episodes_that_are_left():
 async def test_wrong_arguments_raise_and_do_not_reject_every_episode():
   make = cua_workflow.CUAAgentWorkflow
   for options, words in (
-      ({"on_missing": "invent"}, "on_missing"),
-      ({"max_turns": 0}, "max_turns"),
-      ({"max_concurrent_rollouts": 0}, "max_concurrent_rollouts"),
-      ({"max_task_time_seconds": 0.0}, "max_task_time_seconds"),
-      ({"model_base_url": "localhost"}, "model_base_url"),
-      ({"gbox_mini_agent_base_url": "moon"}, "base_url"),
-      ({"group_size": 0}, "group_size"),
-      ({"other_sampling": "ignore"}, "other_sampling"),
-      ({"eval_id": "e", "baseline_id": "b"}, "eval_id and baseline_id"),
-      # Before an episode is played, not after it.
-      ({"processor": None}, "pass the policy's processor"),
+    ({"on_missing": "invent"}, "on_missing"),
+    ({"max_turns": 0}, "max_turns"),
+    ({"max_concurrent_rollouts": 0}, "max_concurrent_rollouts"),
+    ({"max_task_time_seconds": 0.0}, "max_task_time_seconds"),
+    ({"model_base_url": "localhost"}, "model_base_url"),
+    ({"gbox_mini_agent_base_url": "moon"}, "base_url"),
+    ({"group_size": 0}, "group_size"),
+    ({"other_sampling": "ignore"}, "other_sampling"),
+    ({"eval_id": "e", "baseline_id": "b"}, "eval_id and baseline_id"),
+    # Before an episode is played, not after it.
+    ({"processor": None}, "pass the policy's processor"),
   ):
     with pytest.raises(ValueError, match=words):
       make(**{"processor": Pixels(), **options})
   workflow = make(
-      gbox_mini_agent_base_url="http://127.0.0.1:1", processor=Pixels()
+    gbox_mini_agent_base_url="http://127.0.0.1:1", processor=Pixels()
   )
   row = {**ROW, "gym_base_url": "http://127.0.0.1:1"}
   with pytest.raises(ValueError, match="model_base_url"):
@@ -503,34 +510,32 @@ def test_the_address_of_the_service_is_also_the_environment_s(monkeypatch):
   workflow = cua_workflow.CUAAgentWorkflow(processor=Pixels())
   assert workflow._service_url == "http://gbox.lan:3000"
   explicit = cua_workflow.CUAAgentWorkflow(
-      gbox_mini_agent_base_url="http://other:1", processor=Pixels()
+    gbox_mini_agent_base_url="http://other:1", processor=Pixels()
   )
   assert explicit._service_url == "http://other:1"
 
 
 async def test_episodes_are_recorded_at_the_monitor_also_rejected_ones(
-    tmp_path,
+  tmp_path,
 ):
   target = tmp_path / "monitor.db"
   monitor_databases.new_sqlite(target)
   names = iter(("good", "bad"))
   answers = {"now": policy()}
   with (
-      monitor_server.MonitorServer(
-          str(target), tmp_path / "files"
-      ) as monitor,
-      World(lambda *args: answers["now"](*args)) as world,
-      ingest_client.IngestClient(
-          monitor.url, timeout_seconds=10, spool_dir=tmp_path / "spool"
-      ) as client,
+    monitor_server.MonitorServer(str(target), tmp_path / "files") as monitor,
+    World(lambda *args: answers["now"](*args)) as world,
+    ingest_client.IngestClient(
+      monitor.url, timeout_seconds=10, spool_dir=tmp_path / "spool"
+    ) as client,
   ):
     training = client.post_training(run_name="x", status="running")
     step = client.post_step({"training_id": training, "step": 1})
     workflow = world.workflow(
-        gbox_mini_agent_model="m",
-        make_recorder=lambda row: http_rollout_recorder.HttpRolloutRecorder(
-            client, next(names), training, "step", "m", step_id=step
-        ),
+      gbox_mini_agent_model="m",
+      make_recorder=lambda row: http_rollout_recorder.HttpRolloutRecorder(
+        client, next(names), training, "step", "m", step_id=step
+      ),
     )
     engine = Engine(world.model)
     assert await workflow.arun_episode(engine, world.row) is not None
@@ -597,35 +602,40 @@ async def test_turns_are_counted_from_one_however_the_service_counts(first):
             event["step"] += first - 1
           message = {**message, "body": json.dumps(reply).encode()}
         elif message["type"] == "http.response.start" and scope[
-            "path"
+          "path"
         ].endswith("/events"):
           message = {
-              **message,
-              "headers": [h for h in message["headers"]
-                          if h[0].lower() != b"content-length"],
-          }  # pyformat: disable
+            **message,
+            "headers": [
+              h for h in message["headers"] if h[0].lower() != b"content-length"
+            ],
+          }
         await send(message)
 
       await self.app(scope, receive, shifted)
 
-  with World() as world, http_server.LoopbackServer(
-      Shifted(world.service.asgi)
-  ) as front:
+  with (
+    World() as world,
+    http_server.LoopbackServer(Shifted(world.service.asgi)) as front,
+  ):
     workflow = world.workflow(
-        gbox_mini_agent_base_url=front.url,
-        make_recorder=lambda row: Recorder(),
+      gbox_mini_agent_base_url=front.url, make_recorder=lambda row: Recorder()
     )
     batch = await workflow.arun_episode(Engine(world.model), world.row)
     assert batch is not None, workflow.rejected
   assert turns == [
-      ("start", 1), ("move", 1), ("end", 1),
-      ("start", 2), ("terminate", 2), ("end", 2),
-  ]  # pyformat: disable
+    ("start", 1),
+    ("move", 1),
+    ("end", 1),
+    ("start", 2),
+    ("terminate", 2),
+    ("end", 2),
+  ]
   assert ended["num_turns"] == 2
 
 
 async def test_the_record_is_named_by_arguments_or_by_the_process(
-    tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   """The example's class, in one process and as in AReaL's rollout workers."""
   monkeypatch.syspath_prepend(documented_code.ROOT)
@@ -640,42 +650,40 @@ async def test_the_record_is_named_by_arguments_or_by_the_process(
   target = tmp_path / "monitor.db"
   monitor_databases.new_sqlite(target)
   with (
-      monitor_server.MonitorServer(
-          str(target), tmp_path / "files"
-      ) as monitor,
-      World() as world,
-      ingest_client.IngestClient(
-          monitor.url, timeout_seconds=10, spool_dir=tmp_path / "spool"
-      ) as client,
+    monitor_server.MonitorServer(str(target), tmp_path / "files") as monitor,
+    World() as world,
+    ingest_client.IngestClient(
+      monitor.url, timeout_seconds=10, spool_dir=tmp_path / "spool"
+    ) as client,
   ):
     engine = Engine(world.model)
     training = client.post_training(run_name="x", status="running")
     name = monitor_training_hooks.step_name(training, 3)
     client.post_step({"training_id": training, "step": 3}, name)
     measured = client.post_eval(
-        {"training_id": training, "step": 3, "model_path": "m"}, "e"
+      {"training_id": training, "step": 3, "model_path": "m"}, "e"
     )
     try:
       monitor_context.set_ingest_client(client)
       for options in (
-          # As a rollout worker of AReaL's has them, without a context.
-          {"training_id": training, "global_step": 3, "batch": 5,
-           "group_size": 2},
-          {"training_id": training, "eval_id": measured},
+        # As a rollout worker of AReaL's has them, without a context.
+        {
+          "training_id": training,
+          "global_step": 3,
+          "batch": 5,
+          "group_size": 2,
+        },
+        {"training_id": training, "eval_id": measured},
       ):
-        workflow = world.workflow(
-            make, gbox_mini_agent_model="m", **options
-        )
+        workflow = world.workflow(make, gbox_mini_agent_model="m", **options)
         for _ in range(2):
           assert await workflow.arun_episode(engine, world.row) is not None
       # The process's own step wins over arguments that are of an older one.
       monitor_context.set_training_id(training)
       monitor_context.set_step_id(
-          client.post_step({"training_id": training, "step": 4}, "now")
+        client.post_step({"training_id": training, "step": 4}, "now")
       )
-      workflow = world.workflow(
-          make, gbox_mini_agent_model="m", step_id=name
-      )
+      workflow = world.workflow(make, gbox_mini_agent_model="m", step_id=name)
       assert await workflow.arun_episode(engine, world.row) is not None
     finally:
       monitor_context.clear_monitor_context()
@@ -683,10 +691,10 @@ async def test_the_record_is_named_by_arguments_or_by_the_process(
     steps = {row["id"]: row["step"] for row in monitor.rows("step")}
     rollouts = monitor.rows("rollout")
   places = [
-      (r["source_type"], steps.get(r["step_id"]), r["batch"], r["env_index"])
-      for r in rollouts
+    (r["source_type"], steps.get(r["step_id"]), r["batch"], r["env_index"])
+    for r in rollouts
   ]
   assert sorted(places, key=str) == sorted([
       ("step", 3, 5, 0), ("step", 3, 5, 1), ("eval", None, None, 0),
       ("eval", None, None, 0), ("step", 4, None, 0),
-  ], key=str)  # pyformat: disable
+  ], key=str)  # fmt: skip

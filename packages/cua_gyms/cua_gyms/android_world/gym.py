@@ -33,8 +33,10 @@ _LOG = logging.getLogger(__name__)
 Kind = gui_action.GuiActionKind
 DEFAULT_URL = "http://127.0.0.1:5000"
 _BUTTONS = {
-    "back": "navigate_back", "home": "navigate_home", "enter": "keyboard_enter",
-}  # pyformat: disable
+  "back": "navigate_back",
+  "home": "navigate_home",
+  "enter": "keyboard_enter",
+}
 
 
 class AndroidWorldError(http_lib.CallError):
@@ -74,8 +76,8 @@ def to_action(action: gui_action.GuiAction) -> dict[str, Any]:
     return {"action_type": "scroll", "direction": way}
   if kind is Kind.SWIPE:
     way = _direction(
-        (action.x2 or 0.0) - (action.x or 0.0),
-        (action.y2 or 0.0) - (action.y or 0.0),
+      (action.x2 or 0.0) - (action.x or 0.0),
+      (action.y2 or 0.0) - (action.y or 0.0),
     )
     # The server swipes right for "left" and the other way round.
     way = {"left": "right", "right": "left"}.get(way, way)
@@ -107,15 +109,15 @@ class AndroidWorldGym:
   """
 
   def __init__(
-      self,
-      machines: Any = DEFAULT_URL,
-      *,
-      width: int | None = None,
-      height: int | None = None,
-      stabilize: bool = True,
-      call_s: float = 120.0,
-      start_s: float = 600.0,
-      close_s: float = 60.0,
+    self,
+    machines: Any = DEFAULT_URL,
+    *,
+    width: int | None = None,
+    height: int | None = None,
+    stabilize: bool = True,
+    call_s: float = 120.0,
+    start_s: float = 600.0,
+    close_s: float = 60.0,
   ):
     """Args:
 
@@ -131,7 +133,7 @@ class AndroidWorldGym:
     """
     self._machines = machines_lib.addresses(machines, DEFAULT_URL)
     options_lib.check_seconds(
-        {"call_s": call_s, "start_s": start_s, "close_s": close_s}
+      {"call_s": call_s, "start_s": start_s, "close_s": close_s}
     )
     self._size = (width, height)
     self._stabilize = bool(stabilize)
@@ -145,21 +147,21 @@ class AndroidWorldGym:
   async def start(self, task: base.Task) -> base.Observation:
     spec = task.params.get("android_world")
     if not isinstance(spec, Mapping) or not isinstance(
-        spec.get("task_type"), str
+      spec.get("task_type"), str
     ):
       raise ValueError(
-          f"task {task.task_id}: params.android_world must be an object with"
-          " 'task_type' and 'task_idx'"
+        f"task {task.task_id}: params.android_world must be an object with"
+        " 'task_type' and 'task_idx'"
       )
     index = spec.get("task_idx", 0)
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
       raise ValueError(
-          f"task {task.task_id}: params.android_world.task_idx={index!r} must"
-          " be a whole number >= 0"
+        f"task {task.task_id}: params.android_world.task_idx={index!r} must"
+        " be a whole number >= 0"
       )
     await self.close()
     self.url = await machines_lib.require(
-        self._machines, self._start_s, "phones", AndroidWorldError
+      self._machines, self._start_s, "phones", AndroidWorldError
     )
     where = {"task_type": spec["task_type"], "task_idx": index}
     start_s = self._start_s
@@ -171,7 +173,7 @@ class AndroidWorldGym:
     goal = await self._ask("GET", "/task/goal", self._call_s, params=where)
     first = await self._look(instruction=str(goal.get("goal") or ""))
     machines_lib.check_size(
-        f"screen of {self.url}", first.size, self._size, AndroidWorldError
+      f"screen of {self.url}", first.size, self._size, AndroidWorldError
     )
     return first
 
@@ -192,19 +194,21 @@ class AndroidWorldGym:
     if self._where is None:
       raise RuntimeError("no episode to evaluate; call start(task) first")
     reply = await self._ask(
-        "GET", "/task/score", self._call_s, params=self._where
+      "GET", "/task/score", self._call_s, params=self._where
     )
     raw = reply.get("score")
     try:
-      state = wire.number(float(raw) if raw is True or raw is False
-                          else raw, "score")  # pyformat: disable
+      state = wire.number(
+        float(raw) if raw is True or raw is False else raw, "score"
+      )
     except wire.WireError as error:
       raise AndroidWorldError(f"{self.url}: {error}") from None
     score = state if self._ended else 0.0
     return base.Evaluation(
-        score, score >= 1.0,
-        {"state_score": state, "ended_by_policy": self._ended},
-    )  # pyformat: disable
+      score,
+      score >= 1.0,
+      {"state_score": state, "ended_by_policy": self._ended},
+    )
 
   async def close(self) -> None:
     """Tears the task down and gives the phone back; idempotent."""
@@ -216,7 +220,7 @@ class AndroidWorldGym:
       try:
         if begun and url is not None and http is not None:
           await http.ask(
-              "POST", f"{url}/task/tear_down", self._close_s, params=where
+            "POST", f"{url}/task/tear_down", self._close_s, params=where
           )
       except AndroidWorldError as error:
         # The next episode's reset has to cope; the phone is not lost by it.
@@ -232,22 +236,24 @@ class AndroidWorldGym:
 
   async def _look(self, **more: Any) -> base.Observation:
     raw = await self._client().call(
-        "GET", f"{self.url}/screenshot", self._call_s,
-        params={"wait_to_stabilize": "true" if self._stabilize else "false"},
-    )  # pyformat: disable
+      "GET",
+      f"{self.url}/screenshot",
+      self._call_s,
+      params={"wait_to_stabilize": "true" if self._stabilize else "false"},
+    )
     # Millions of numbers in text: not for the event loop.
     pixels = await http_lib.read(
-        lambda: _pixels(raw), len(raw), self._call_s, "a screenshot"
+      lambda: _pixels(raw), len(raw), self._call_s, "a screenshot"
     )
     if isinstance(pixels, str):
       raise AndroidWorldError(f"{self.url}: {pixels}")
     return base.Observation(pixels, **more)
 
   async def _ask(
-      self, method: str, path: str, seconds: float, **more: Any
+    self, method: str, path: str, seconds: float, **more: Any
   ) -> dict[str, Any]:
     return await self._client().ask(
-        method, f"{self.url}{path}", seconds, **more
+      method, f"{self.url}{path}", seconds, **more
     )
 
   def _client(self) -> http_lib.Http:

@@ -23,11 +23,11 @@ _SUITE_S = 600.0
 
 
 def server_tasks(
-    families: Sequence[str] | None = None,
-    *,
-    machines: Any = android_world.DEFAULT_URL,
-    combinations: int = 0,
-    suite_seed: int = 0,
+  families: Sequence[str] | None = None,
+  *,
+  machines: Any = android_world.DEFAULT_URL,
+  combinations: int = 0,
+  suite_seed: int = 0,
 ) -> seeds.IndexedTasks:
   """Returns the tasks of AndroidWorld servers.
 
@@ -41,15 +41,18 @@ def server_tasks(
     AndroidWorldError: a server cannot be asked.
   """
   urls = machines_lib.addresses(
-      machines or android_world.DEFAULT_URL, android_world.DEFAULT_URL
+    machines or android_world.DEFAULT_URL, android_world.DEFAULT_URL
   )
   count, seed = combinations, suite_seed
-  if isinstance(count, bool) or not isinstance(count, int) or count < 0 or (
-      count == 1
+  if (
+    isinstance(count, bool)
+    or not isinstance(count, int)
+    or count < 0
+    or (count == 1)
   ):
     raise ValueError(
-        f"gym.options.combinations={count!r} must be 0 (the suite as it is) or"
-        " at least 2: one instance is held out"
+      f"gym.options.combinations={count!r} must be 0 (the suite as it is) or"
+      " at least 2: one instance is held out"
     )
 
   async def ask() -> dict[str, int]:
@@ -62,14 +65,17 @@ def server_tasks(
       if count:
         for url in urls:
           await get(
-              url, "/suite/reinitialize", _SUITE_S,
-              n_task_combinations=count, seed=seed,
-          )  # pyformat: disable
+            url,
+            "/suite/reinitialize",
+            _SUITE_S,
+            n_task_combinations=count,
+            seed=seed,
+          )
       listed = await get(urls[0], "/suite/task_list", _CALL_S, max_index=-1)
       types = listed.get("task_list")
       if not isinstance(types, list):
         raise android_world.AndroidWorldError(
-            f"{urls[0]}/suite/task_list answered with no list 'task_list'"
+          f"{urls[0]}/suite/task_list answered with no list 'task_list'"
         )
       names = [str(n) for n in types]
       for family in families or ():
@@ -79,13 +85,13 @@ def server_tasks(
       lengths = {}
       for name in families or names:
         reply = await get(
-            urls[0], "/suite/task_length", _CALL_S, task_type=name
+          urls[0], "/suite/task_length", _CALL_S, task_type=name
         )
         length = reply.get("length")
         if isinstance(length, bool) or not isinstance(length, int):
           raise android_world.AndroidWorldError(
-              f"{urls[0]}/suite/task_length of {name!r}: length={length!r} is"
-              " no whole number"
+            f"{urls[0]}/suite/task_length of {name!r}: length={length!r} is"
+            " no whole number"
           )
         lengths[name] = length
       return lengths
@@ -93,19 +99,21 @@ def server_tasks(
       await http.aclose()
 
   lengths = concurrency.call(
-      ask, seconds=_SUITE_S * len(urls) + _CALL_S, what=f"asking {urls[0]}"
+    ask, seconds=_SUITE_S * len(urls) + _CALL_S, what=f"asking {urls[0]}"
   )
   short = [name for name, length in lengths.items() if length < 2]
   if short:
     raise ValueError(
-        f"task type {short[0]!r} has {lengths[short[0]]} instances, none to"
-        " hold out; set gym.options.combinations to 2 or more"
+      f"task type {short[0]!r} has {lengths[short[0]]} instances, none to"
+      " hold out; set gym.options.combinations to 2 or more"
     )
   make = lambda name, i: base.Task(
-      f"android_world/{name}/{i}", name, seed=i,
-      params={"android_world": {"task_type": name, "task_idx": i}},
-  )  # pyformat: disable
+    f"android_world/{name}/{i}",
+    name,
+    seed=i,
+    params={"android_world": {"task_type": name, "task_idx": i}},
+  )
   return seeds.IndexedTasks(
-      {n: [make(n, i) for i in range(k - 1)] for n, k in lengths.items()},
-      {n: [make(n, k - 1)] for n, k in lengths.items()},
+    {n: [make(n, i) for i in range(k - 1)] for n, k in lengths.items()},
+    {n: [make(n, k - 1)] for n, k in lengths.items()},
   )

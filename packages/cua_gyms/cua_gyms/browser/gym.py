@@ -46,13 +46,12 @@ _FLAGS = ("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",)
 _SIDES = (64, 4096)
 _MAX_TEXT = 1 << 20  # Characters of a page that an evaluator is given.
 _STATE = (
-    "[location.href, document.title,"
-    f" (document.body ? document.body.innerText : '').slice(0, {_MAX_TEXT}),"
-    f" document.documentElement.outerHTML.slice(0, {_MAX_TEXT})]"
+  "[location.href, document.title,"
+  f" (document.body ? document.body.innerText : '').slice(0, {_MAX_TEXT}),"
+  f" document.documentElement.outerHTML.slice(0, {_MAX_TEXT})]"
 )
 _META = (
-    "(e => e ? e.content : '')"
-    "(document.querySelector('meta[name=instruction]'))"
+  "(e => e ? e.content : '')(document.querySelector('meta[name=instruction]'))"
 )
 
 Evaluator = Callable[["PageState", base.Task, str], Any]
@@ -110,25 +109,25 @@ class WebGym:
   """
 
   def __init__(
-      self,
-      *,
-      evaluator: str | Evaluator | Mapping[str, str | Evaluator],
-      start_urls: Sequence[str] = (),
-      hosts: Sequence[str] = (),
-      pages: str | Mapping[str, Any] | None = None,
-      width: int = 1280,
-      height: int = 720,
-      scale: float = 1.0,
-      settle_s: float = 3.0,
-      load_s: float = 30.0,
-      accept_dialogs: bool = True,
-      end_on_success: bool = False,
-      timeout_s: float = 30.0,
-      page_deadline_s: float = 120.0,
-      observation: str = "screenshot",
-      tree_characters: int = axtree.LIMIT,
-      max_pages: int | None = None,
-      browser: Browser | None = None,
+    self,
+    *,
+    evaluator: str | Evaluator | Mapping[str, str | Evaluator],
+    start_urls: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+    pages: str | Mapping[str, Any] | None = None,
+    width: int = 1280,
+    height: int = 720,
+    scale: float = 1.0,
+    settle_s: float = 3.0,
+    load_s: float = 30.0,
+    accept_dialogs: bool = True,
+    end_on_success: bool = False,
+    timeout_s: float = 30.0,
+    page_deadline_s: float = 120.0,
+    observation: str = "screenshot",
+    tree_characters: int = axtree.LIMIT,
+    max_pages: int | None = None,
+    browser: Browser | None = None,
   ):
     """Args:
 
@@ -166,14 +165,14 @@ class WebGym:
     self._tree_characters = tree_characters
     if isinstance(start_urls, str) or isinstance(hosts, str):
       raise ValueError(
-          f"start_urls={start_urls!r} and hosts={hosts!r} must be lists"
+        f"start_urls={start_urls!r} and hosts={hosts!r} must be lists"
       )
     if not start_urls and pages is not None:
       start_urls = tasks_lib.start_urls(pages)
     if not start_urls:
       raise ValueError(
-          "start_urls is empty: list the addresses that episodes may start at,"
-          " e.g. start_urls=[http://127.0.0.1:8000/]"
+        "start_urls is empty: list the addresses that episodes may start at,"
+        " e.g. start_urls=[http://127.0.0.1:8000/]"
       )
     for url in start_urls:
       try:
@@ -187,12 +186,14 @@ class WebGym:
     for name, side in (("width", width), ("height", height)):
       if not (_is_number(side) and _SIDES[0] <= side <= _SIDES[1]):
         raise ValueError(
-            f"{name}={side!r} must be in [{_SIDES[0]}, {_SIDES[1]}]"
+          f"{name}={side!r} must be in [{_SIDES[0]}, {_SIDES[1]}]"
         )
     for name, seconds in (
-        ("settle_s", settle_s), ("load_s", load_s), ("timeout_s", timeout_s),
-        ("page_deadline_s", page_deadline_s),
-    ):  # pyformat: disable
+      ("settle_s", settle_s),
+      ("load_s", load_s),
+      ("timeout_s", timeout_s),
+      ("page_deadline_s", page_deadline_s),
+    ):
       if not (_is_number(seconds) and 0 < seconds <= 600):
         raise ValueError(f"{name}={seconds!r} must be in (0, 600] seconds")
     self.scale = float(scale)
@@ -201,8 +202,8 @@ class WebGym:
     self.width, self.height = (round(side * scale) for side in self._view)
     if (self.width, self.height) != (width, height):
       raise ValueError(
-          f"width={width}, height={height} are no multiples of scale={scale:g};"
-          f" e.g. {self.width}x{self.height} are"
+        f"width={width}, height={height} are no multiples of scale={scale:g};"
+        f" e.g. {self.width}x{self.height} are"
       )
     self._settle_s, self._load_s = settle_s, load_s
     self._accept = bool(accept_dialogs)
@@ -233,9 +234,9 @@ class WebGym:
       raise ValueError(f"task {task.task_id!r} has no params.url to start at")
     if not hosts_lib.may_start(url, self._start_urls):
       raise ValueError(
-          f"task {task.task_id!r}: url={url!r} is not below any of"
-          f" start_urls={list(self._start_urls)}; add it there if it may be"
-          " opened"
+        f"task {task.task_id!r}: url={url!r} is not below any of"
+        f" start_urls={list(self._start_urls)}; add it there if it may be"
+        " opened"
       )
     self._judge(task)
     self._discard()
@@ -264,19 +265,19 @@ class WebGym:
     try:
       await self._proxy.open()
       self.page = await browser.acquire(
-          self._page_deadline_s,
-          context={
-              "proxyServer": f"socks5://127.0.0.1:{self._proxy.port}",
-              "proxyBypassList": "<-loopback>",  # Not even the loopback.
-          },
-          settings={
-              "width": self._view[0],
-              "height": self._view[1],
-              "scale": self.scale,
-              "hosts": hosts,
-              "proxy": self._proxy,
-              "accept_dialogs": self._accept,
-          },
+        self._page_deadline_s,
+        context={
+          "proxyServer": f"socks5://127.0.0.1:{self._proxy.port}",
+          "proxyBypassList": "<-loopback>",  # Not even the loopback.
+        },
+        settings={
+          "width": self._view[0],
+          "height": self._view[1],
+          "scale": self.scale,
+          "hosts": hosts,
+          "proxy": self._proxy,
+          "accept_dialogs": self._accept,
+        },
       )
       await self.page.goto(url, self._load_s)
       return self.page
@@ -301,7 +302,7 @@ class WebGym:
         raise page.dead
       self._turns += 1
       outcome = await actions.perform(
-          page, action, self.width, self.height, self.scale, self.tree
+        page, action, self.width, self.height, self.scale, self.tree
       )
       info: dict[str, Any] = outcome.info()
       if action.kind in actions.ENDS and not outcome.ignored:
@@ -338,9 +339,13 @@ class WebGym:
     url, title, text, html = await self.page.evaluate(_STATE)
     state = PageState(url, title, text, html, self.page)
     verdict = await concurrency.acall(
-        self._judge(self.task), state, self.task, self.answer,
-        seconds=self._timeout_s, what="the evaluator",
-    )  # pyformat: disable
+      self._judge(self.task),
+      state,
+      self.task,
+      self.answer,
+      seconds=self._timeout_s,
+      what="the evaluator",
+    )
     return base.as_evaluation(verdict, url=state.url, turns=self._turns)
 
   async def close(self) -> None:
@@ -360,27 +365,24 @@ class WebGym:
     evaluator = self._judges.get(task.family, self._judges.get(""))
     if evaluator is None:
       raise ValueError(
-          f"task {task.task_id!r}: there is no evaluator for family"
-          f" {task.family!r}; there are for {', '.join(self._judges)}"
+        f"task {task.task_id!r}: there is no evaluator for family"
+        f" {task.family!r}; there are for {', '.join(self._judges)}"
       )
     return evaluator
 
   def _observe(
-      self,
-      page: page_lib.WebTab,
-      info: Mapping[str, Any],
-      instruction: str = "",
+    self, page: page_lib.WebTab, info: Mapping[str, Any], instruction: str = ""
   ) -> base.Observation:
     notes = page.notes()
     if self.tree is not None:
       notes = [note for note in (axtree.error_of(info), *notes) if note]
     return base.Observation(
-        self._pixels,
-        instruction=instruction,
-        text="\n".join(notes),
-        done=self._over,
-        info={"turn": self._turns, "url": page.url, **info},
-        axtree=self.tree.text if self.tree is not None else "",
+      self._pixels,
+      instruction=instruction,
+      text="\n".join(notes),
+      done=self._over,
+      info={"turn": self._turns, "url": page.url, **info},
+      axtree=self.tree.text if self.tree is not None else "",
     )
 
 
@@ -401,8 +403,8 @@ def _judges(setting: Any) -> dict[str, Evaluator]:
         raise ValueError(f"{where}={one!r}: {error}") from None
     if not callable(one):
       raise ValueError(
-          f"{where}={one!r} must be a function (page, task, answer) or"
-          " 'package.module:function'"
+        f"{where}={one!r} must be a function (page, task, answer) or"
+        " 'package.module:function'"
       )
     evaluators[family] = one
   return evaluators

@@ -46,7 +46,7 @@ def split(url: str) -> Origin:
 
   if not isinstance(url, str) or not _URL.fullmatch(url):
     raise refuse(
-        "must be an address of printable ASCII without spaces and backslashes"
+      "must be an address of printable ASCII without spaces and backslashes"
     )
   try:
     parts = urllib.parse.urlsplit(url)
@@ -89,7 +89,7 @@ class Hosts:
 
   def _add(self, pattern: str) -> None:
     wrong = ValueError(
-        f"hosts: {pattern!r} must be a host, host:port or *.host:port"
+      f"hosts: {pattern!r} must be a host, host:port or *.host:port"
     )
     if not isinstance(pattern, str):
       raise wrong
@@ -134,8 +134,7 @@ class Hosts:
       return True
     labels = host.split(".")
     return any(
-        (".".join(labels[i:]), port) in self._below
-        for i in range(1, len(labels))
+      (".".join(labels[i:]), port) in self._below for i in range(1, len(labels))
     )
 
   def allow_url(self, url: str) -> bool:
@@ -163,8 +162,10 @@ def may_start(url: str, allowed: Iterable[str]) -> bool:
   for one in allowed:
     base = split(one)
     same = (base.scheme, base.host, base.port) == (
-        target.scheme, target.host, target.port
-    )  # pyformat: disable
+      target.scheme,
+      target.host,
+      target.port,
+    )
     below = base.path.rstrip("/") + "/"
     if same and (target.path == base.path or target.path.startswith(below)):
       return True

@@ -35,8 +35,8 @@ _MOST_AWAITED = 2 * keys_lib.MAX_TYPED
 # Connections that a page keeps open, and what it sends when it is left.
 _NOT_WAITED_FOR = frozenset({"WebSocket", "EventSource", "Ping", "Media"})
 _TWO_FRAMES = (
-    "new Promise(done => requestAnimationFrame(() =>"
-    " requestAnimationFrame(() => done(document.readyState))))"
+  "new Promise(done => requestAnimationFrame(() =>"
+  " requestAnimationFrame(() => done(document.readyState))))"
 )
 
 
@@ -68,13 +68,13 @@ class WebTab(tab_lib.Tab):
     self._notes: list[str] = []
 
   async def _prepare(
-      self,
-      width: int,
-      height: int,
-      scale: float,
-      hosts: hosts_lib.Hosts,
-      proxy: socks.FilteringProxy,
-      accept_dialogs: bool,
+    self,
+    width: int,
+    height: int,
+    scale: float,
+    hosts: hosts_lib.Hosts,
+    proxy: socks.FilteringProxy,
+    accept_dialogs: bool,
   ) -> None:
     """Sets the tab up.
 
@@ -88,26 +88,28 @@ class WebTab(tab_lib.Tab):
     self.width, self.height = width, height
     self._hosts, self._proxy, self._accept = hosts, proxy, accept_dialogs
     for method, callback in (
-        ("Network.requestWillBeSent", self._on_request),
-        ("Network.responseReceived", self._on_response),
-        ("Network.loadingFinished", self._on_request_end),
-        ("Network.loadingFailed", self._on_request_end),
-        ("Page.frameStartedLoading", self._on_loading),
-        ("Page.frameStoppedLoading", self._on_loaded),
-        ("Page.frameNavigated", self._on_navigated),
-        ("Page.windowOpen", self._on_window),
-        ("Page.downloadWillBegin", self._on_download),
-        ("Page.fileChooserOpened", self._on_chooser),
-        ("Fetch.requestPaused", self._on_document),
+      ("Network.requestWillBeSent", self._on_request),
+      ("Network.responseReceived", self._on_response),
+      ("Network.loadingFinished", self._on_request_end),
+      ("Network.loadingFailed", self._on_request_end),
+      ("Page.frameStartedLoading", self._on_loading),
+      ("Page.frameStoppedLoading", self._on_loaded),
+      ("Page.frameNavigated", self._on_navigated),
+      ("Page.windowOpen", self._on_window),
+      ("Page.downloadWillBegin", self._on_download),
+      ("Page.fileChooserOpened", self._on_chooser),
+      ("Fetch.requestPaused", self._on_document),
     ):
       self.listen(method, callback)
     await self.view(width, height, scale)
-    await self.all((
+    await self.all(
+      (
         ("Network.enable", {}),
         # Every document and redirect of one is looked at before it is loaded.
         ("Fetch.enable", {"patterns": [{"resourceType": "Document"}]}),
         ("Page.setInterceptFileChooserDialog", {"enabled": True}),
-    ))
+      )
+    )
 
   # Events of the page.
 
@@ -127,8 +129,8 @@ class WebTab(tab_lib.Tab):
     if result.get("errorText"):
       refused = self.notes()
       raise PageUnreachable(
-          f"{url}: {result['errorText']}{'; ' if refused else ''}"
-          f"{'; '.join(refused)}"
+        f"{url}: {result['errorText']}{'; ' if refused else ''}"
+        f"{'; '.join(refused)}"
       )
     self.url = url
     await self.settle(limit_s)
@@ -186,7 +188,7 @@ class WebTab(tab_lib.Tab):
   async def screenshot(self) -> np.ndarray:
     """uint8[height * scale, width * scale, 3] of the viewport."""
     shot = await self.post(
-        "Page.captureScreenshot", {"format": "png", "optimizeForSpeed": True}
+      "Page.captureScreenshot", {"format": "png", "optimizeForSpeed": True}
     )
     # A large picture takes milliseconds: in a thread, episodes run meanwhile.
     return await asyncio.to_thread(_decode, shot["data"])
@@ -206,8 +208,7 @@ class WebTab(tab_lib.Tab):
     if at < 0 or history["entries"][at]["url"] == "about:blank":
       return "there is no page before this one"
     await self.post(
-        "Page.navigateToHistoryEntry",
-        {"entryId": history["entries"][at]["id"]},
+      "Page.navigateToHistoryEntry", {"entryId": history["entries"][at]["id"]}
     )
     return ""
 
@@ -257,9 +258,9 @@ class WebTab(tab_lib.Tab):
       self.url = frame["url"]
       # Requests of the document that was left send no end event.
       self._requests = {
-          request: document
-          for request, document in self._requests.items()
-          if document == frame["loaderId"]
+        request: document
+        for request, document in self._requests.items()
+        if document == frame["loaderId"]
       }
       self._touch()
 
@@ -273,7 +274,7 @@ class WebTab(tab_lib.Tab):
       self._proxy.note(url[:_NOTE_CHARACTERS])
     # Aborted, and not blocked: the page that is shown stays.
     self.send(
-        "Fetch.failRequest", {"requestId": request, "errorReason": "Aborted"}
+      "Fetch.failRequest", {"requestId": request, "errorReason": "Aborted"}
     )
 
   def _on_window(self, params: Mapping[str, Any]) -> None:

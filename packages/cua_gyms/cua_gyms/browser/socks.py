@@ -143,7 +143,7 @@ class FilteringProxy:
       if len(self._addresses) >= _MAX_NAMES:
         return []
       infos = await asyncio.get_running_loop().getaddrinfo(
-          host, port, type=socket.SOCK_STREAM
+        host, port, type=socket.SOCK_STREAM
       )
       # Of two concurrent look-ups, both use the first result.
       self._addresses.setdefault(host, may_mean(str(i[4][0]) for i in infos))
@@ -154,8 +154,8 @@ class FilteringProxy:
 
   async def _pump_both(self, reader, writer, up_reader, up_writer) -> None:
     pumps = [
-        asyncio.ensure_future(_pump(reader, up_writer)),
-        asyncio.ensure_future(_pump(up_reader, writer)),
+      asyncio.ensure_future(_pump(reader, up_writer)),
+      asyncio.ensure_future(_pump(up_reader, writer)),
     ]
     try:
       await asyncio.gather(*pumps)
@@ -171,8 +171,8 @@ def may_mean(addresses: Iterable[str]) -> list[str]:
   for text in addresses:
     address = ipaddress.ip_address(text.partition("%")[0])
     address = getattr(address, "ipv4_mapped", None) or address
-    if address.is_link_local or address.is_multicast or (
-        address.is_unspecified
+    if (
+      address.is_link_local or address.is_multicast or (address.is_unspecified)
     ):
       continue
     (public if address.is_global else plain).append(address.compressed)

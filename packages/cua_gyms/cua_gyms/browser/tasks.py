@@ -67,8 +67,8 @@ def read_pages(pages: str | Mapping[str, Any]) -> dict[str, Page]:
     for field, value in fields.items():
       if field not in field_types:
         raise ValueError(
-            f"{where}, {name!r}: takes no {field!r}; known:"
-            f" {', '.join(field_types)}"
+          f"{where}, {name!r}: takes no {field!r}; known:"
+          f" {', '.join(field_types)}"
         )
       expected = int if field == "max_turns" else str
       wrong = not isinstance(value, expected) or isinstance(value, bool)
@@ -94,7 +94,7 @@ def start_urls(pages: str | Mapping[str, Any]) -> tuple[str, ...]:
       before = before[: before.rindex("/") + 1]
       if before.count("/") < 3:
         raise ValueError(
-            f"pages: url={page.url!r} has {_SEED} in its host; list start_urls"
+          f"pages: url={page.url!r} has {_SEED} in its host; list start_urls"
         )
     urls.append(before.partition("#")[0])
   return tuple(dict.fromkeys(urls))
@@ -104,10 +104,10 @@ class WebTasks(seeds.SeededTasks):
   """Makes tasks: `browser/<family>/<seed>`. See the module docstring."""
 
   def __init__(
-      self,
-      families: Sequence[str] | None = None,
-      *,
-      pages: str | Mapping[str, Any] | None = None,
+    self,
+    families: Sequence[str] | None = None,
+    *,
+    pages: str | Mapping[str, Any] | None = None,
   ):
     """Args:
 
@@ -119,9 +119,9 @@ class WebTasks(seeds.SeededTasks):
     """
     if pages is None:
       raise ValueError(
-          "the browser gym needs pages: a YAML file with a name and a url for"
-          " each task; gym.options.pages=FILE in a run, --settings"
-          " '{pages: FILE}' elsewhere"
+        "the browser gym needs pages: a YAML file with a name and a url for"
+        " each task; gym.options.pages=FILE in a run, --settings"
+        " '{pages: FILE}' elsewhere"
       )
     try:
       self._pages = read_pages(pages)
@@ -139,22 +139,20 @@ class WebTasks(seeds.SeededTasks):
         [0, 2 * EVAL_SEEDS_FROM).
     """
     if not 0 <= seed < 2 * EVAL_SEEDS_FROM:
-      raise ValueError(
-          f"seed={seed} must be in [0, {2 * EVAL_SEEDS_FROM})"
-      )
+      raise ValueError(f"seed={seed} must be in [0, {2 * EVAL_SEEDS_FROM})")
     page = self._page(family)
     return base.Task(
-        task_id=f"browser/{family}/{seed}",
-        family=family,
-        instruction=page.instruction,
-        seed=seed,
-        max_turns=page.max_turns,
-        params={"url": page.url.replace(_SEED, str(seed))},
+      task_id=f"browser/{family}/{seed}",
+      family=family,
+      instruction=page.instruction,
+      seed=seed,
+      max_turns=page.max_turns,
+      params={"url": page.url.replace(_SEED, str(seed))},
     )
 
   def _page(self, family: str) -> Page:
     if family not in self._pages:
       raise ValueError(
-          registry.unknown_name("browser task family", family, self._pages)
+        registry.unknown_name("browser task family", family, self._pages)
       )
     return self._pages[family]

@@ -44,12 +44,12 @@ class Outcome:
 
 
 async def perform(
-    tab: tab_lib.Tab,
-    action: gui_action.GuiAction,
-    width: int,
-    height: int,
-    scale: float = 1.0,
-    tree: axtree.PageTree | None = None,
+  tab: tab_lib.Tab,
+  action: gui_action.GuiAction,
+  width: int,
+  height: int,
+  scale: float = 1.0,
+  tree: axtree.PageTree | None = None,
 ) -> Outcome:
   """Carries out an action; those of `ENDS` and a screenshot do nothing.
 
@@ -72,7 +72,7 @@ async def perform(
       return Outcome(f"{name} is {number}: no position, distance or duration")
   if action.text is not None and len(action.text) > MAX_TEXT:
     return Outcome(
-        f"text of {len(action.text)} characters; at most {MAX_TEXT} at a time"
+      f"text of {len(action.text)} characters; at most {MAX_TEXT} at a time"
     )
   inside = True
 
@@ -82,12 +82,12 @@ async def perform(
       return tab.pointer
     inside &= 0 <= x < width and 0 <= y < height
     return (
-        min(max(x, 0.0), width - 1.0) / scale,
-        min(max(y, 0.0), height - 1.0) / scale,
+      min(max(x, 0.0), width - 1.0) / scale,
+      min(max(y, 0.0), height - 1.0) / scale,
     )
 
   async def where(
-      element: str | None, x: float | None, y: float | None
+    element: str | None, x: float | None, y: float | None
   ) -> tuple[float, float]:
     if element is None or tree is None or action.kind in _ON_ELEMENT:
       return place(x, y)
@@ -110,11 +110,11 @@ async def perform(
 
 
 async def _do(
-    tab: tab_lib.Tab,
-    action: gui_action.GuiAction,
-    start: tuple[float, float],
-    end: tuple[float, float],
-    scale: float,
+  tab: tab_lib.Tab,
+  action: gui_action.GuiAction,
+  start: tuple[float, float],
+  end: tuple[float, float],
+  scale: float,
 ) -> str:
   kind = action.kind
   seconds = action.duration

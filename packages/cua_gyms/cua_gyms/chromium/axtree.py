@@ -47,18 +47,18 @@ _HIDDEN = 10
 _UNSHOWN = frozenset({
     "editable", "readonly", "level", "settable", "multiline", "invalid",
     "focusable", "url",
-})  # pyformat: disable
+})  # fmt: skip
 _IF_TRUE = frozenset({"required", "focused", "atomic"})
 _WRITTEN_TYPES = frozenset({
     "boolean", "booleanOrUndefined", "tristate", "token", "tokenList",
     "integer", "number", "string",
-})  # pyformat: disable
+})  # fmt: skip
 _NO_LINE = frozenset({"LineBreak", "InlineTextBox"})
 _CLICKABLE_ANYHOW = frozenset({
     "button", "link", "textbox", "searchbox", "checkbox", "radio", "option",
     "tab", "combobox", "listbox", "menuitem", "menuitemcheckbox",
     "menuitemradio", "switch", "slider", "spinbutton", "RootWebArea",
-})  # pyformat: disable
+})  # fmt: skip
 _STYLES = ("overflow-x", "overflow-y", "position")
 
 Box = tuple[float, float, float, float]
@@ -90,12 +90,12 @@ def check(observation: str, tree_characters: int) -> None:
   """
   if observation not in OBSERVATIONS:
     raise ValueError(
-        f"observation={observation!r} must be one of {', '.join(OBSERVATIONS)}"
+      f"observation={observation!r} must be one of {', '.join(OBSERVATIONS)}"
     )
   least, most = spec.BOUNDS["tree_characters"]
   if not least <= tree_characters <= most:
     raise ValueError(
-        f"tree_characters={tree_characters!r} must be in [{least}, {most}]"
+      f"tree_characters={tree_characters!r} must be in [{least}, {most}]"
     )
 
 
@@ -118,13 +118,13 @@ class PageTree:
   """
 
   def __init__(
-      self, tab: tab_lib.Tab, width: float, height: float, limit: int = LIMIT
+    self, tab: tab_lib.Tab, width: float, height: float, limit: int = LIMIT
   ):
     """Args:
 
-      tab: Tab that shows the page.
-      width, height: Size of the viewport that the policy sees, in CSS pixels.
-      limit: Characters of a text.
+    tab: Tab that shows the page.
+    width, height: Size of the viewport that the policy sees, in CSS pixels.
+    limit: Characters of a text.
     """
     self.text = ""
     self.scrolled = False
@@ -142,10 +142,10 @@ class PageTree:
       DevToolsError: the browser failed.
     """
     reading = [
-        self._tab.post("Accessibility.getFullAXTree"),
-        self._tab.post(
-            "DOMSnapshot.captureSnapshot", {"computedStyles": list(_STYLES)}
-        ),
+      self._tab.post("Accessibility.getFullAXTree"),
+      self._tab.post(
+        "DOMSnapshot.captureSnapshot", {"computedStyles": list(_STYLES)}
+      ),
     ]
     tree, snapshot = [await answer for answer in reading]
     self.scrolled = False
@@ -189,7 +189,7 @@ class PageTree:
     return [f"(no longer shown: {', '.join(listed)})"]
 
   def _written(
-      self, nodes: list[dict[str, Any]], layout: _Layout
+    self, nodes: list[dict[str, Any]], layout: _Layout
   ) -> Iterator[tuple[int, int | None, str]]:
     """(depth, node with an id or None, line) of each line, in order."""
     by_id = {node["nodeId"]: node for node in nodes}
@@ -277,13 +277,13 @@ class PageTree:
     try:
       answer = await self._tab.post("DOM.resolveNode", {"backendNodeId": node})
       answer = await self._tab.post(
-          "Runtime.callFunctionOn",
-          {
-              "objectId": answer["object"]["objectId"],
-              "functionDeclaration": function,
-              "arguments": [{"value": value} for value in arguments],
-              "returnByValue": True,
-          },
+        "Runtime.callFunctionOn",
+        {
+          "objectId": answer["object"]["objectId"],
+          "functionDeclaration": function,
+          "arguments": [{"value": value} for value in arguments],
+          "returnByValue": True,
+        },
       )
     except devtools.CommandFailed:
       if self._tab.dead is not None:
@@ -307,8 +307,8 @@ def _states(node: Mapping[str, Any], layout: _Layout) -> Iterator[str]:
   """The states of a line, in BrowserGym's form."""
   role = node.get("role", {}).get("value")
   if (
-      node.get("backendDOMNodeId") in layout.clickable
-      and role not in _CLICKABLE_ANYHOW
+    node.get("backendDOMNodeId") in layout.clickable
+    and role not in _CLICKABLE_ANYHOW
   ):
     yield "clickable"
   for one in node.get("properties", ()):
@@ -316,15 +316,17 @@ def _states(node: Mapping[str, Any], layout: _Layout) -> Iterator[str]:
     if name in _UNSHOWN or value.get("type") not in _WRITTEN_TYPES:
       continue
     if name not in _IF_TRUE:
-      yield f"{name}={_short(value.get('value'))!r}" if isinstance(
-          value.get("value"), str
-      ) else f"{name}={value.get('value')!r}"
+      yield (
+        f"{name}={_short(value.get('value'))!r}"
+        if isinstance(value.get("value"), str)
+        else f"{name}={value.get('value')!r}"
+      )
     elif value.get("value"):
       yield name
 
 
 def _layout(
-    snapshot: Mapping[str, Any], width: float, height: float
+  snapshot: Mapping[str, Any], width: float, height: float
 ) -> _Layout:
   """Reads the main document of a snapshot."""
   document, strings = snapshot["documents"][0], snapshot["strings"]
@@ -333,7 +335,7 @@ def _layout(
   backend, parents = nodes["backendNodeId"], nodes["parentIndex"]
   placed: dict[int, tuple[Box, list[str]]] = {}
   for index, (x, y, w, h), styles in zip(
-      boxes["nodeIndex"], boxes["bounds"], boxes["styles"]
+    boxes["nodeIndex"], boxes["bounds"], boxes["styles"]
   ):
     box = (x - dx, y - dy, x - dx + w, y - dy + h)
     # The first box of a node is its own, others are of its pseudo-elements.
@@ -349,7 +351,7 @@ def _layout(
         clip = view
       part = _common(box, clip)
       visible[backend[index]] = (
-          part[2] - part[0] >= 1 and part[3] - part[1] >= 1
+        part[2] - part[0] >= 1 and part[3] - part[1] >= 1
       )
       # The overflow of html and body is the viewport's.
       name = strings[nodes["nodeName"][index]]
@@ -358,18 +360,16 @@ def _layout(
     clips[index] = clip
   clickable = nodes.get("isClickable", {}).get("index", ())
   return _Layout(
-      visible,
-      frozenset(backend[index] for index in clickable),
-      dy >= 1,
-      # The first box is the window's, of which the policy may see a part.
-      document.get("contentHeight", 0) - dy - placed[0][0][3] - dy >= 1,
+    visible,
+    frozenset(backend[index] for index in clickable),
+    dy >= 1,
+    # The first box is the window's, of which the policy may see a part.
+    document.get("contentHeight", 0) - dy - placed[0][0][3] - dy >= 1,
   )
 
 
 def _common(a: Box, b: Box) -> Box:
-  return (
-      max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
-  )  # pyformat: disable
+  return (max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
 
 
 # --- functions that run in the page -------------------------------------------

@@ -40,66 +40,66 @@ from tunix.rl.multi_turn.core import json_text
 EXECUTABLE_VARIABLE = "TUNIX_CHROMIUM"
 NO_SANDBOX_VARIABLE = "TUNIX_CHROMIUM_NO_SANDBOX"
 EXECUTABLES = (
-    # Debian's command of that name is a shell that waits for this one.
-    "/usr/lib/chromium/chromium-headless-shell",
-    "chromium-headless-shell",
-    "chrome-headless-shell",
-    "chromium",
-    "chromium-browser",
-    "google-chrome-stable",
-    "google-chrome",
+  # Debian's command of that name is a shell that waits for this one.
+  "/usr/lib/chromium/chromium-headless-shell",
+  "chromium-headless-shell",
+  "chrome-headless-shell",
+  "chromium",
+  "chromium-browser",
+  "google-chrome-stable",
+  "google-chrome",
 )
 PROFILE_PREFIX = "tunix-chromium-"
 _ID = re.compile(rb'\{"id":([0-9]{1,15})\b')
 
 _FLAGS = (
-    "--headless",
-    "--remote-debugging-pipe",
-    "--no-first-run",
-    "--no-default-browser-check",
-    "--no-pings",
-    "--mute-audio",
-    "--hide-scrollbars",
-    "--force-device-scale-factor=1",
-    "--force-color-profile=srgb",
-    "--font-render-hinting=none",
-    "--lang=en-US",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-sync",
-    "--disable-extensions",
-    "--disable-breakpad",
-    "--disable-crash-reporter",
-    "--disable-client-side-phishing-detection",
-    "--disable-component-update",
-    "--disable-default-apps",
-    "--disable-background-networking",
-    "--disable-background-timer-throttling",
-    "--disable-backgrounding-occluded-windows",
-    "--disable-renderer-backgrounding",
-    "--disable-back-forward-cache",
-    "--disable-ipc-flooding-protection",
-    "--disable-hang-monitor",
-    "--disable-popup-blocking",
-    "--disable-prompt-on-repost",
-    "--disable-smooth-scrolling",
-    "--disable-dev-shm-usage",
-    # The same page gives the same pixels, whatever was drawn before.
-    "--disable-partial-raster",
-    "--disable-checker-imaging",
-    "--disable-threaded-animation",
-    "--disable-threaded-scrolling",
-    "--disable-image-animation-resync",
-    "--disable-new-content-rendering-timeout",
-    "--password-store=basic",
-    "--use-mock-keychain",
-    # No network: names do not resolve, and all traffic, the loopback's too,
-    # is sent to a proxy on a port where nothing listens.
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--proxy-server=http://127.0.0.1:9",
-    "--proxy-bypass-list=<-loopback>",
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
-    "--dns-prefetch-disable",
+  "--headless",
+  "--remote-debugging-pipe",
+  "--no-first-run",
+  "--no-default-browser-check",
+  "--no-pings",
+  "--mute-audio",
+  "--hide-scrollbars",
+  "--force-device-scale-factor=1",
+  "--force-color-profile=srgb",
+  "--font-render-hinting=none",
+  "--lang=en-US",
+  "--disable-gpu",
+  "--disable-quic",
+  "--disable-sync",
+  "--disable-extensions",
+  "--disable-breakpad",
+  "--disable-crash-reporter",
+  "--disable-client-side-phishing-detection",
+  "--disable-component-update",
+  "--disable-default-apps",
+  "--disable-background-networking",
+  "--disable-background-timer-throttling",
+  "--disable-backgrounding-occluded-windows",
+  "--disable-renderer-backgrounding",
+  "--disable-back-forward-cache",
+  "--disable-ipc-flooding-protection",
+  "--disable-hang-monitor",
+  "--disable-popup-blocking",
+  "--disable-prompt-on-repost",
+  "--disable-smooth-scrolling",
+  "--disable-dev-shm-usage",
+  # The same page gives the same pixels, whatever was drawn before.
+  "--disable-partial-raster",
+  "--disable-checker-imaging",
+  "--disable-threaded-animation",
+  "--disable-threaded-scrolling",
+  "--disable-image-animation-resync",
+  "--disable-new-content-rendering-timeout",
+  "--password-store=basic",
+  "--use-mock-keychain",
+  # No network: names do not resolve, and all traffic, the loopback's too,
+  # is sent to a proxy on a port where nothing listens.
+  "--host-resolver-rules=MAP * ~NOTFOUND",
+  "--proxy-server=http://127.0.0.1:9",
+  "--proxy-bypass-list=<-loopback>",
+  "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+  "--dns-prefetch-disable",
 )
 _FIRST_FREE_FD = 10  # Above 3 and 4, so that mapping onto them cannot clobber.
 _KEPT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "FONTCONFIG_FILE")
@@ -154,8 +154,8 @@ def find_browser(executable: str | None = None) -> str:
     source = "executable" if executable else f"${EXECUTABLE_VARIABLE}"
     raise BrowserNotFound(f"{source} names {chosen!r}, which cannot be run")
   raise BrowserNotFound(
-      "no Chromium found: run `make browser` (Debian: apt-get install"
-      f" chromium-headless-shell) or set ${EXECUTABLE_VARIABLE} to one"
+    "no Chromium found: run `make browser` (Debian: apt-get install"
+    f" chromium-headless-shell) or set ${EXECUTABLE_VARIABLE} to one"
   )
 
 
@@ -189,11 +189,11 @@ class Chromium:
 
   @classmethod
   async def launch(
-      cls,
-      executable: str | None = None,
-      *,
-      extra_flags: tuple[str, ...] = (),
-      deadline_s: float = 30.0,
+    cls,
+    executable: str | None = None,
+    *,
+    extra_flags: tuple[str, ...] = (),
+    deadline_s: float = 30.0,
   ) -> Chromium:
     """Starts a browser with a fresh profile and waits until it answers.
 
@@ -234,31 +234,31 @@ class Chromium:
       for fd in (child_read, child_write):
         ends.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD))
       files = [
-          (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-          (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-          (
-              os.POSIX_SPAWN_OPEN,
-              2,
-              str(self.profile / "stderr.txt"),
-              os.O_CREAT | os.O_WRONLY,
-              0o600,
-          ),
-          *((os.POSIX_SPAWN_CLOSE, fd) for fd in _inheritable_fds()),
-          (os.POSIX_SPAWN_DUP2, ends[0], 3),
-          (os.POSIX_SPAWN_DUP2, ends[1], 4),
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+        (
+          os.POSIX_SPAWN_OPEN,
+          2,
+          str(self.profile / "stderr.txt"),
+          os.O_CREAT | os.O_WRONLY,
+          0o600,
+        ),
+        *((os.POSIX_SPAWN_CLOSE, fd) for fd in _inheritable_fds()),
+        (os.POSIX_SPAWN_DUP2, ends[0], 3),
+        (os.POSIX_SPAWN_DUP2, ends[1], 4),
       ]
       # A plain environment: no proxy, no display, no session bus to talk to.
       environment = {
-          name: os.environ[name] for name in _KEPT if name in os.environ
+        name: os.environ[name] for name in _KEPT if name in os.environ
       } | {"LANG": "C.UTF-8", "TZ": "UTC"}
       self.pid = os.posix_spawn(
-          path,
-          [path, *flags, "about:blank"],
-          environment,
-          file_actions=files,
-          setsid=True,
-          setsigmask=(),
-          setsigdef=(signal.SIGPIPE, signal.SIGINT, signal.SIGTERM),
+        path,
+        [path, *flags, "about:blank"],
+        environment,
+        file_actions=files,
+        setsid=True,
+        setsigmask=(),
+        setsigdef=(signal.SIGPIPE, signal.SIGINT, signal.SIGTERM),
       )
     finally:
       for fd in (child_read, child_write, *ends):
@@ -285,21 +285,21 @@ class Chromium:
   # Commands and events.
 
   async def call(
-      self,
-      method: str,
-      params: Mapping[str, Any] | None = None,
-      session: str | None = None,
-      deadline_s: float = 20.0,
+    self,
+    method: str,
+    params: Mapping[str, Any] | None = None,
+    session: str | None = None,
+    deadline_s: float = 20.0,
   ) -> dict[str, Any]:
     """`post`, awaited."""
     return await self.post(method, params, session, deadline_s)
 
   def post(
-      self,
-      method: str,
-      params: Mapping[str, Any] | None = None,
-      session: str | None = None,
-      deadline_s: float = 20.0,
+    self,
+    method: str,
+    params: Mapping[str, Any] | None = None,
+    session: str | None = None,
+    deadline_s: float = 20.0,
   ) -> asyncio.Future:
     """Sends a command now; the future ends within `deadline_s` seconds.
 
@@ -316,17 +316,17 @@ class Chromium:
       return future
     self._next_id += 1
     timer = self._loop.call_later(
-        deadline_s, self._expire, self._next_id, deadline_s
+      deadline_s, self._expire, self._next_id, deadline_s
     )
     self._pending[self._next_id] = _Command(future, method, session, timer)
     self._send(self._next_id, method, params, session)
     return future
 
   def send(
-      self,
-      method: str,
-      params: Mapping[str, Any] | None = None,
-      session: str | None = None,
+    self,
+    method: str,
+    params: Mapping[str, Any] | None = None,
+    session: str | None = None,
   ) -> None:
     """Sends a command without waiting for its outcome."""
     if self.death is None:
@@ -334,10 +334,10 @@ class Chromium:
       self._send(self._next_id, method, params, session)
 
   def listen(
-      self,
-      session: str | None,
-      method: str,
-      callback: Callable[[Any], None] | None,
+    self,
+    session: str | None,
+    method: str,
+    callback: Callable[[Any], None] | None,
   ) -> None:
     """Calls `callback(params)` on an event; None stops that."""
     if callback is None:
@@ -415,7 +415,7 @@ class Chromium:
     if number and int(number[1]) in self._pending:
       method = self._pending[int(number[1])].method
       self._settle(
-          int(number[1]), error=CommandFailed(f"{method}: the answer: {error}")
+        int(number[1]), error=CommandFailed(f"{method}: the answer: {error}")
       )
 
   def _handle(self, message: dict[str, Any]) -> None:
@@ -453,10 +453,10 @@ class Chromium:
   def _expire(self, number: int, deadline_s: float) -> None:
     method = self._pending[number].method
     self._settle(
-        number,
-        error=CommandTimeout(
-            f"{method} got no answer from the browser in {deadline_s:g} s"
-        ),
+      number,
+      error=CommandTimeout(
+        f"{method} got no answer from the browser in {deadline_s:g} s"
+      ),
     )
 
   # The end.
@@ -599,7 +599,7 @@ def sweep_profiles() -> int:
   """Removes profiles whose owner was killed; returns how many."""
   removed = 0
   for lock in pathlib.Path(tempfile.gettempdir()).glob(
-      f"{PROFILE_PREFIX}*/owner.lock"
+    f"{PROFILE_PREFIX}*/owner.lock"
   ):
     try:
       fd = os.open(lock, os.O_RDWR)

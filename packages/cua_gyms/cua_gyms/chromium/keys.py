@@ -21,27 +21,27 @@ MODIFIERS = {"alt": 1, "ctrl": 2, "meta": 4, "shift": 8}
 
 # name -> (key, code, Windows virtual key code, text)
 _NAMED: dict[str, tuple[str, str, int, str]] = {
-    "alt": ("Alt", "AltLeft", 18, ""),
-    "ctrl": ("Control", "ControlLeft", 17, ""),
-    "meta": ("Meta", "MetaLeft", 91, ""),
-    "shift": ("Shift", "ShiftLeft", 16, ""),
-    "enter": ("Enter", "Enter", 13, "\r"),
-    "tab": ("Tab", "Tab", 9, ""),
-    "space": (" ", "Space", 32, " "),
-    "backspace": ("Backspace", "Backspace", 8, ""),
-    "delete": ("Delete", "Delete", 46, ""),
-    "insert": ("Insert", "Insert", 45, ""),
-    "escape": ("Escape", "Escape", 27, ""),
-    "home": ("Home", "Home", 36, ""),
-    "end": ("End", "End", 35, ""),
-    "pageup": ("PageUp", "PageUp", 33, ""),
-    "pagedown": ("PageDown", "PageDown", 34, ""),
-    "left": ("ArrowLeft", "ArrowLeft", 37, ""),
-    "up": ("ArrowUp", "ArrowUp", 38, ""),
-    "right": ("ArrowRight", "ArrowRight", 39, ""),
-    "down": ("ArrowDown", "ArrowDown", 40, ""),
-    "capslock": ("CapsLock", "CapsLock", 20, ""),
-    "menu": ("ContextMenu", "ContextMenu", 93, ""),
+  "alt": ("Alt", "AltLeft", 18, ""),
+  "ctrl": ("Control", "ControlLeft", 17, ""),
+  "meta": ("Meta", "MetaLeft", 91, ""),
+  "shift": ("Shift", "ShiftLeft", 16, ""),
+  "enter": ("Enter", "Enter", 13, "\r"),
+  "tab": ("Tab", "Tab", 9, ""),
+  "space": (" ", "Space", 32, " "),
+  "backspace": ("Backspace", "Backspace", 8, ""),
+  "delete": ("Delete", "Delete", 46, ""),
+  "insert": ("Insert", "Insert", 45, ""),
+  "escape": ("Escape", "Escape", 27, ""),
+  "home": ("Home", "Home", 36, ""),
+  "end": ("End", "End", 35, ""),
+  "pageup": ("PageUp", "PageUp", 33, ""),
+  "pagedown": ("PageDown", "PageDown", 34, ""),
+  "left": ("ArrowLeft", "ArrowLeft", 37, ""),
+  "up": ("ArrowUp", "ArrowUp", 38, ""),
+  "right": ("ArrowRight", "ArrowRight", 39, ""),
+  "down": ("ArrowDown", "ArrowDown", 40, ""),
+  "capslock": ("CapsLock", "CapsLock", 20, ""),
+  "menu": ("ContextMenu", "ContextMenu", 93, ""),
 } | {f"f{n}": (f"F{n}", f"F{n}", 111 + n, "") for n in range(1, 13)}
 
 # Unshifted and shifted character of each other key.
@@ -54,10 +54,10 @@ _SYMBOL_KEYS = (
     ("Digit3", 51, "3#"), ("Digit4", 52, "4$"), ("Digit5", 53, "5%"),
     ("Digit6", 54, "6^"), ("Digit7", 55, "7&"), ("Digit8", 56, "8*"),
     ("Digit9", 57, "9("), ("Digit0", 48, "0)"),
-)  # pyformat: disable
+)  # fmt: skip
 # character -> (code, Windows virtual key code, needs shift, other character)
 _CHARACTERS: dict[str, tuple[str, int, bool, str]] = {
-    " ": ("Space", 32, False, " ")
+  " ": ("Space", 32, False, " ")
 }
 for _code, _vk, _both in _SYMBOL_KEYS:
   _plain, _shifted = _both[0], _both[1]
@@ -157,10 +157,10 @@ def _event(key: str, modifiers: int, pressed: bool) -> Command:
   if modifiers & ~MODIFIERS["shift"]:
     text = ""  # A shortcut, not input.
   params: dict[str, Any] = {
-      "key": name,
-      "code": code,
-      "windowsVirtualKeyCode": number,
-      "modifiers": modifiers,
+    "key": name,
+    "code": code,
+    "windowsVirtualKeyCode": number,
+    "modifiers": modifiers,
   }
   if not pressed:
     params["type"] = "keyUp"

@@ -63,32 +63,32 @@ class Browser(Generic[T]):
   """
 
   def __init__(
-      self,
-      tab: type[T],
-      *,
-      max_pages: int = 32,
-      spare: int = 0,
-      executable: str | None = None,
-      deadline_s: float = 60.0,
-      idle_s: float = 30.0,
-      max_launches: int = 8,
-      launch_window_s: float = 60.0,
-      flags: tuple[str, ...] = (),
+    self,
+    tab: type[T],
+    *,
+    max_pages: int = 32,
+    spare: int = 0,
+    executable: str | None = None,
+    deadline_s: float = 60.0,
+    idle_s: float = 30.0,
+    max_launches: int = 8,
+    launch_window_s: float = 60.0,
+    flags: tuple[str, ...] = (),
   ):
     """Args:
 
-      tab: the kind of tab that is lent.
-      max_pages: tabs that may be lent at once; about 20 MB each.
-      spare: tabs that may wait besides, for each of the most that were lent
-        at once, 64 in all; about 10 MB each. They are opened when none that
-        waits is what the caller prefers.
-      executable: Chromium to run, None to look for one.
-      deadline_s: Deadline of each command to a tab, in seconds.
-      idle_s: Seconds that a browser without lent tabs stays up.
-      max_launches: starts allowed within `launch_window_s`, so that a browser
-        that always dies does not start for ever.
-      launch_window_s: seconds.
-      flags: Flags of Chromium, besides those of `devtools`.
+    tab: the kind of tab that is lent.
+    max_pages: tabs that may be lent at once; about 20 MB each.
+    spare: tabs that may wait besides, for each of the most that were lent
+      at once, 64 in all; about 10 MB each. They are opened when none that
+      waits is what the caller prefers.
+    executable: Chromium to run, None to look for one.
+    deadline_s: Deadline of each command to a tab, in seconds.
+    idle_s: Seconds that a browser without lent tabs stays up.
+    max_launches: starts allowed within `launch_window_s`, so that a browser
+      that always dies does not start for ever.
+    launch_window_s: seconds.
+    flags: Flags of Chromium, besides those of `devtools`.
     """
     check_pages(max_pages)
     if spare < 0:
@@ -133,12 +133,12 @@ class Browser(Generic[T]):
     return self._chromium.pid
 
   async def acquire(
-      self,
-      deadline_s: float = 120.0,
-      *,
-      context: Mapping[str, Any] | None = None,
-      settings: Mapping[str, Any] | None = None,
-      prefer: Callable[[T], bool] | None = None,
+    self,
+    deadline_s: float = 120.0,
+    *,
+    context: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    prefer: Callable[[T], bool] | None = None,
   ) -> T:
     """Lends a tab to the caller alone, who gives it back with `release`.
 
@@ -159,8 +159,8 @@ class Browser(Generic[T]):
       await asyncio.wait_for(self._free.acquire(), deadline_s)
     except asyncio.TimeoutError:
       raise NoFreePage(
-          f"all {self.max_pages} pages were in use for {deadline_s:g} s; close"
-          " gyms that are not needed, or raise max_pages"
+        f"all {self.max_pages} pages were in use for {deadline_s:g} s; close"
+        " gyms that are not needed, or raise max_pages"
       ) from None
     try:
       self._stop_timer()
@@ -199,7 +199,7 @@ class Browser(Generic[T]):
     shown = collections.Counter(page.url for page in self._idle)
     most = max(shown.values())
     return next(
-        i for i, page in enumerate(self._idle) if shown[page.url] == most
+      i for i, page in enumerate(self._idle) if shown[page.url] == most
     )
 
   def release(self, page: T, *, reuse: bool = True) -> None:
@@ -240,24 +240,22 @@ class Browser(Generic[T]):
   async def _open(self, options, settings) -> T:
     chromium = await self._running()
     created = await chromium.call(
-        "Target.createBrowserContext",
-        {"disposeOnDetach": True, **options},
-        deadline_s=self._deadline_s,
+      "Target.createBrowserContext",
+      {"disposeOnDetach": True, **options},
+      deadline_s=self._deadline_s,
     )
     context = created["browserContextId"]
     self._contexts[context] = ""
     chromium.send(
-        "Browser.setDownloadBehavior",
-        {"behavior": "deny", "browserContextId": context},
+      "Browser.setDownloadBehavior",
+      {"behavior": "deny", "browserContextId": context},
     )
     try:
-      page = await self._tab.open(
-          chromium, context, self._deadline_s, settings
-      )
+      page = await self._tab.open(chromium, context, self._deadline_s, settings)
     except BaseException:
       self._contexts.pop(context, None)
       chromium.send(
-          "Target.disposeBrowserContext", {"browserContextId": context}
+        "Target.disposeBrowserContext", {"browserContextId": context}
       )
       raise
     self._pages[page.target] = page
@@ -273,14 +271,14 @@ class Browser(Generic[T]):
         recent.popleft()
       if len(recent) >= self._max_launches:
         raise devtools.LaunchError(
-            f"the browser was started {len(recent)} times in"
-            f" {self._launch_window_s:g} s and died each time; not starting it"
-            " again for now"
+          f"the browser was started {len(recent)} times in"
+          f" {self._launch_window_s:g} s and died each time; not starting it"
+          " again for now"
         )
       recent.append(now)
       self.launches += 1
       chromium = await devtools.Chromium.launch(
-          self._executable, extra_flags=self._flags
+        self._executable, extra_flags=self._flags
       )
       try:
         chromium.listen(None, "Target.targetCreated", self._on_created)
@@ -355,7 +353,7 @@ class Shared(Generic[T]):
   def __init__(self, make: Callable[[], Browser[T]]):
     self._make = make
     self._browsers: weakref.WeakKeyDictionary[
-        asyncio.AbstractEventLoop, Browser[T]
+      asyncio.AbstractEventLoop, Browser[T]
     ] = weakref.WeakKeyDictionary()
 
   def __call__(self, pages: int | None = None) -> Browser[T]:

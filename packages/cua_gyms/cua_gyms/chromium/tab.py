@@ -44,12 +44,12 @@ class Tab:
   """CSS pixels of the viewport when the tab opens."""
 
   def __init__(
-      self,
-      chromium: devtools.Chromium,
-      context: str,
-      target: str,
-      session: str,
-      deadline_s: float,
+    self,
+    chromium: devtools.Chromium,
+    context: str,
+    target: str,
+    session: str,
+    deadline_s: float,
   ):
     """Use `open`."""
     self.chromium = chromium
@@ -66,11 +66,11 @@ class Tab:
 
   @classmethod
   async def open(
-      cls: type[T],
-      chromium: devtools.Chromium,
-      context: str,
-      deadline_s: float = 60.0,
-      settings: Mapping[str, Any] | None = None,
+    cls: type[T],
+    chromium: devtools.Chromium,
+    context: str,
+    deadline_s: float = 60.0,
+    settings: Mapping[str, Any] | None = None,
   ) -> T:
     """Opens a tab in a browser context.
 
@@ -86,34 +86,36 @@ class Tab:
     call = chromium.call
     width, height = cls.VIEW
     target = await call(
-        "Target.createTarget",
-        {
-            "url": "about:blank",
-            "width": width,
-            "height": height,
-            "browserContextId": context,
-        },
-        deadline_s=deadline_s,
+      "Target.createTarget",
+      {
+        "url": "about:blank",
+        "width": width,
+        "height": height,
+        "browserContextId": context,
+      },
+      deadline_s=deadline_s,
     )
     attached = await call(
-        "Target.attachToTarget",
-        {"targetId": target["targetId"], "flatten": True},
-        deadline_s=deadline_s,
+      "Target.attachToTarget",
+      {"targetId": target["targetId"], "flatten": True},
+      deadline_s=deadline_s,
     )
     self = cls(
-        chromium, context, target["targetId"], attached["sessionId"], deadline_s
+      chromium, context, target["targetId"], attached["sessionId"], deadline_s
     )
     self.listen("Page.javascriptDialogOpening", self._on_dialog)
     self.listen("Input.dragIntercepted", self._on_carried)
-    await self.all((
+    await self.all(
+      (
         ("Page.enable", {}),
         ("Emulation.setFocusEmulationEnabled", {"enabled": True}),
-    ))
+      )
+    )
     await self._prepare(**(settings or {}))
     # Until the blank page has loaded its event could pass for another's.
     await self.evaluate(
-        "new Promise(done => document.readyState === 'complete'"
-        " ? done() : addEventListener('load', () => setTimeout(done)))"
+      "new Promise(done => document.readyState === 'complete'"
+      " ? done() : addEventListener('load', () => setTimeout(done)))"
     )
     return self
 
@@ -124,28 +126,30 @@ class Tab:
     """Sets the viewport, in CSS pixels, and device pixels for each of them."""
     # Were the view itself not scaled, too, each screenshot would scale it while
     # it is taken, and misplace input that comes before that is undone.
-    await self.all((
+    await self.all(
+      (
         (
-            "Emulation.setDeviceMetricsOverride",
-            {
-                "width": width,
-                "height": height,
-                "deviceScaleFactor": scale,
-                "scale": scale,
-                "mobile": False,
-                "dontSetVisibleSize": True,
-            },
+          "Emulation.setDeviceMetricsOverride",
+          {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": scale,
+            "scale": scale,
+            "mobile": False,
+            "dontSetVisibleSize": True,
+          },
         ),
         (
-            "Emulation.setVisibleSize",
-            {
-                "width": math.ceil(width * scale),
-                "height": math.ceil(height * scale),
-            },
+          "Emulation.setVisibleSize",
+          {
+            "width": math.ceil(width * scale),
+            "height": math.ceil(height * scale),
+          },
         ),
         # The browser's own drag and drop takes no notice of a view's scale.
         ("Input.setInterceptDrags", {"enabled": scale != 1}),
-    ))
+      )
+    )
     self.scale = scale
 
   async def evaluate(self, expression: str) -> Any:
@@ -155,8 +159,8 @@ class Tab:
       CommandFailed: the script raised; the message is its exception's text.
     """
     result = await self.post(
-        "Runtime.evaluate",
-        {"expression": expression, "returnByValue": True, "awaitPromise": True},
+      "Runtime.evaluate",
+      {"expression": expression, "returnByValue": True, "awaitPromise": True},
     )
     thrown = result.get("exceptionDetails")
     if thrown:
@@ -167,7 +171,7 @@ class Tab:
   # Input; all positions in CSS pixels.
 
   async def click(
-      self, x: float, y: float, button: str, count: int, modifiers: int = 0
+    self, x: float, y: float, button: str, count: int, modifiers: int = 0
   ) -> None:
     """Moves to (x, y) and clicks `count` times."""
     commands = [self._mouse("mouseMoved", x, y, modifiers=modifiers)]
@@ -181,26 +185,30 @@ class Tab:
 
   async def press(self, x: float, y: float, hold_ms: float) -> None:
     """Moves to (x, y) and holds the left button for a while."""
-    await self.all((
+    await self.all(
+      (
         self._mouse("mouseMoved", x, y),
         self._mouse("mousePressed", x, y, "left", 1),
-    ))
+      )
+    )
     await self.pause(hold_ms)
     await self.all((self._mouse("mouseReleased", x, y, "left", 1),))
 
   async def drag(
-      self, x: float, y: float, x2: float, y2: float, button: str = "left"
+    self, x: float, y: float, x2: float, y2: float, button: str = "left"
   ) -> None:
     """Presses at (x, y), moves in a straight line and releases at the end."""
     self._carried = None
-    await self.all((
+    await self.all(
+      (
         self._mouse("mouseMoved", x, y),
         self._mouse("mousePressed", x, y, button, 1),
-    ))
+      )
+    )
     steps = int(min(8, max(2, np.hypot(x2 - x, y2 - y) // 16)))
     path = [
-        (x + (x2 - x) * step / steps, y + (y2 - y) * step / steps)
-        for step in range(1, steps + 1)
+      (x + (x2 - x) * step / steps, y + (y2 - y) * step / steps)
+      for step in range(1, steps + 1)
     ]
     # Once more: a drop target accepts only when it is moved over, not yet
     # when it is entered; and of a drag we may hear just after its move is over.
@@ -231,7 +239,7 @@ class Tab:
     await self.all(keys_lib.text_events(text))
 
   async def press_keys(
-      self, names: tuple[str, ...], hold_ms: float = 0
+    self, names: tuple[str, ...], hold_ms: float = 0
   ) -> None:
     """Presses keys together.
 
@@ -253,13 +261,15 @@ class Tab:
     await asyncio.sleep(milliseconds / 1000)
 
   def _mouse(
-      self, kind, x, y, button="none", count=0, modifiers=0
+    self, kind, x, y, button="none", count=0, modifiers=0
   ) -> keys_lib.Command:
     self.pointer = (x, y)
     params = {
-        "type": kind, "x": x * self.scale, "y": y * self.scale,
-        "modifiers": modifiers,
-    }  # pyformat: disable
+      "type": kind,
+      "x": x * self.scale,
+      "y": y * self.scale,
+      "modifiers": modifiers,
+    }
     if button != "none":
       params["button"] = button
       params["clickCount"] = count
@@ -270,8 +280,11 @@ class Tab:
   def _carry(self, kind: str, x: float, y: float) -> keys_lib.Command:
     self.pointer = (x, y)
     return "Input.dispatchDragEvent", {
-        "type": kind, "x": x, "y": y, "data": self._carried,
-    }  # pyformat: disable
+      "type": kind,
+      "x": x,
+      "y": y,
+      "data": self._carried,
+    }
 
   def _on_carried(self, params: Mapping[str, Any]) -> None:
     self._carried = params["data"]
@@ -284,7 +297,7 @@ class Tab:
     self.chromium.listen(self.session, method, callback)
 
   def post(
-      self, method: str, params: Mapping[str, Any] | None = None
+    self, method: str, params: Mapping[str, Any] | None = None
   ) -> asyncio.Future:
     """Sends a command now; see `devtools.Chromium.post`."""
     if self.dead is not None:
@@ -332,5 +345,5 @@ class Tab:
       self.chromium.listen(self.session, method, None)
     self._listening.clear()
     self.chromium.send(
-        "Target.disposeBrowserContext", {"browserContextId": self.context}
+      "Target.disposeBrowserContext", {"browserContextId": self.context}
     )

@@ -39,12 +39,12 @@ class ComputerGym:
   """
 
   def __init__(
-      self,
-      computer: Any,
-      *,
-      options: Mapping[str, Any] | None = None,
-      evaluator: Any = None,
-      timeout_s: float = 60.0,
+    self,
+    computer: Any,
+    *,
+    options: Mapping[str, Any] | None = None,
+    evaluator: Any = None,
+    timeout_s: float = 60.0,
   ):
     """Args:
 
@@ -67,7 +67,7 @@ class ComputerGym:
     is_factory = inspect.isclass(computer) or not has_screen
     if is_factory and not callable(computer):
       raise ValueError(
-          f"computer={computer!r} has no screenshot() and makes none"
+        f"computer={computer!r} has no screenshot() and makes none"
       )
     if options and not is_factory:
       raise ValueError("options are for what makes a computer; it is there")
@@ -92,8 +92,8 @@ class ComputerGym:
           raise TypeError(f"{type(self.computer).__name__} has no {name}()")
     if self._evaluator is None and not hasattr(self.computer, "evaluate"):
       raise TypeError(
-          f"{type(self.computer).__name__} has no evaluate(task), and the gym"
-          " no evaluator: nothing decides whether a task is solved"
+        f"{type(self.computer).__name__} has no evaluate(task), and the gym"
+        " no evaluator: nothing decides whether a task is solved"
       )
     self._task, self.answer = task, ""
     result = None
@@ -122,9 +122,8 @@ class ComputerGym:
       raise RuntimeError("no episode to evaluate; call start(task) first")
     if self._evaluator is not None:
       verdict = await self._call(
-          self._evaluator, "the evaluator", self.computer, self._task,
-          self.answer,
-      )  # pyformat: disable
+        self._evaluator, "the evaluator", self.computer, self._task, self.answer
+      )
     else:
       verdict = await self._method("evaluate", self._task)
     return base.as_evaluation(verdict)
@@ -146,9 +145,11 @@ class ComputerGym:
     shot = await self._method("screenshot")
     if isinstance(shot, (bytes, bytearray)):
       pixels = await http.read(
-          lambda: wire.from_png(bytes(shot)), len(shot), self._seconds,
-          "a screenshot",
-      )  # pyformat: disable
+        lambda: wire.from_png(bytes(shot)),
+        len(shot),
+        self._seconds,
+        "a screenshot",
+      )
     else:
       if hasattr(shot, "convert"):  # A PIL image.
         shot = shot.convert("RGB")
@@ -157,14 +158,14 @@ class ComputerGym:
         pixels = np.ascontiguousarray(pixels[:, :, :3])
     if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
       raise TypeError(
-          "screenshot() must give uint8[H, W, 3], a PIL image or a file's"
-          f" bytes, got {pixels.dtype}{list(pixels.shape)}"
+        "screenshot() must give uint8[H, W, 3], a PIL image or a file's"
+        f" bytes, got {pixels.dtype}{list(pixels.shape)}"
       )
     return base.Observation(pixels, **more)
 
   async def _method(self, name: str, *args: Any) -> Any:
     return await self._call(
-        getattr(self.computer, name), f"the computer's {name}", *args
+      getattr(self.computer, name), f"the computer's {name}", *args
     )
 
   async def _call(self, fn: Any, what: str, *args: Any) -> Any:

@@ -3,9 +3,9 @@
 from tunix.rl.multi_turn.environments.gyms import spec
 
 GYM = spec.GymSpec(
-    doc="machines of gbox",
-    make=f"{__name__}.gym:GboxGym",
-    operator_options=("base_url", "evaluator"),
-    size_known_after_start=True,
-    needs=f"{__name__}.gym:needs",
+  doc="machines of gbox",
+  make=f"{__name__}.gym:GboxGym",
+  operator_options=("base_url", "evaluator"),
+  size_known_after_start=True,
+  needs=f"{__name__}.gym:needs",
 )

@@ -59,16 +59,16 @@ class GboxGym:
   """
 
   def __init__(
-      self,
-      *,
-      base_url: str = "",
-      kind: str = "linux",
-      box: Mapping[str, Any] | None = None,
-      evaluator: Any = None,
-      settle_s: float = 0.5,
-      call_s: float = 60.0,
-      create_s: float = 300.0,
-      close_s: float = 20.0,
+    self,
+    *,
+    base_url: str = "",
+    kind: str = "linux",
+    box: Mapping[str, Any] | None = None,
+    evaluator: Any = None,
+    settle_s: float = 0.5,
+    call_s: float = 60.0,
+    create_s: float = 300.0,
+    close_s: float = 20.0,
   ):
     """Args:
 
@@ -88,19 +88,21 @@ class GboxGym:
     if not base_url and os.environ.get(URL_VARIABLE):
       base_url, named = os.environ[URL_VARIABLE], f"${URL_VARIABLE}"
     self._url = http_lib.address(
-        base_url or DEFAULT_BASE_URL, named, DEFAULT_BASE_URL
+      base_url or DEFAULT_BASE_URL, named, DEFAULT_BASE_URL
     )
     if kind not in ("linux", "android"):
       raise ValueError(f"kind={kind!r} must be linux or android")
     options_lib.check_seconds(
-        {"call_s": call_s, "create_s": create_s, "close_s": close_s}
+      {"call_s": call_s, "create_s": create_s, "close_s": close_s}
     )
-    if isinstance(settle_s, bool) or not isinstance(settle_s, (int, float)) or (
-        not 0 <= settle_s <= _LONGEST_WAIT_S
+    if (
+      isinstance(settle_s, bool)
+      or not isinstance(settle_s, (int, float))
+      or (not 0 <= settle_s <= _LONGEST_WAIT_S)
     ):
       raise ValueError(
-          f"settle_s={settle_s!r} must be a number of seconds, at most"
-          f" {_LONGEST_WAIT_S:g}"
+        f"settle_s={settle_s!r} must be a number of seconds, at most"
+        f" {_LONGEST_WAIT_S:g}"
       )
     self._kind = kind
     self._config = {"expiresIn": "60m", **(box or {})}
@@ -126,19 +128,19 @@ class GboxGym:
     if self._evaluator is None:
       check = task.params.get("evaluate")
       if not isinstance(check, Mapping) or not isinstance(
-          check.get("command"), str
+        check.get("command"), str
       ):
         raise ValueError(
-            f"task {task.task_id}: a gbox task needs params.evaluate with a"
-            " 'command', or the gym an evaluator"
+          f"task {task.task_id}: a gbox task needs params.evaluate with a"
+          " 'command', or the gym an evaluator"
         )
     setup = task.params.get("setup") or ()
     if not isinstance(setup, (list, tuple)) or not all(
-        isinstance(command, (str, list)) for command in setup
+      isinstance(command, (str, list)) for command in setup
     ):
       raise ValueError(
-          f"task {task.task_id}: params.setup={setup!r} must be a list of"
-          " commands"
+        f"task {task.task_id}: params.setup={setup!r} must be a list of"
+        " commands"
       )
     await self._end()
     self._task, self._answer, self._pointer = task, "", (0.0, 0.0)
@@ -147,8 +149,8 @@ class GboxGym:
       code, out, err = await self.run(command)
       if code:
         raise GboxError(
-            f"box {self.box_id}: the set-up {command!r} ended with {code}:"
-            f" {(err or out)[-500:]}"
+          f"box {self.box_id}: the set-up {command!r} ended with {code}:"
+          f" {(err or out)[-500:]}"
         )
     return await self._look()
 
@@ -169,9 +171,9 @@ class GboxGym:
       shots: dict[str, Any] = {"phases": []}
       if i + 1 == len(calls):
         shots = {
-            "phases": ["after"],
-            "outputFormat": "base64",
-            "delay": f"{int(self._settle_s * 1000)}ms",
+          "phases": ["after"],
+          "outputFormat": "base64",
+          "delay": f"{int(self._settle_s * 1000)}ms",
         }
       body = {**body, "options": {"screenshot": shots}}
       reply = await self._action(name, body)
@@ -190,11 +192,14 @@ class GboxGym:
       raise RuntimeError("no episode to evaluate; call start(task) first")
     if self._evaluator is not None:
       return base.as_evaluation(
-          await concurrency.acall(
-              self._evaluator, self, self._task, seconds=self._call_s,
-              what="the evaluator",
-          )
-      )  # pyformat: disable
+        await concurrency.acall(
+          self._evaluator,
+          self,
+          self._task,
+          seconds=self._call_s,
+          what="the evaluator",
+        )
+      )
     check = self._task.params["evaluate"]
     code, out, _ = await self.run(check["command"])
     passed = code == 0
@@ -211,15 +216,15 @@ class GboxGym:
     await self._end(http)
 
   async def run(
-      self, command: str | list[str], seconds: float | None = None
+    self, command: str | list[str], seconds: float | None = None
   ) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a command in the box."""
     limit = min(seconds or self._call_s, self._call_s)
     words = ["sh", "-c", command] if isinstance(command, str) else command
     reply = await self._post(
-        f"/boxes/{self._id()}/commands",
-        {"command": words, "timeout": f"{max(1, int(limit))}s"},
-        self._call_s,
+      f"/boxes/{self._id()}/commands",
+      {"command": words, "timeout": f"{max(1, int(limit))}s"},
+      self._call_s,
     )
     code = reply.get("exitCode")
     if isinstance(code, bool) or not isinstance(code, int):
@@ -229,7 +234,7 @@ class GboxGym:
   # --- actions ----------------------------------------------------------------
 
   def _calls(
-      self, action: gui_action.GuiAction
+    self, action: gui_action.GuiAction
   ) -> list[tuple[str, dict[str, Any]]] | str:
     """Returns gbox's calls for an action, or the reason that it has none."""
     kind = action.kind
@@ -275,12 +280,11 @@ class GboxGym:
 
   async def _action(self, name: str, body: Mapping[str, Any]) -> Any:
     return await self._post(
-        f"/boxes/{self._id()}/actions/{name}", body,
-        self._call_s + self._settle_s,
-    )  # pyformat: disable
+      f"/boxes/{self._id()}/actions/{name}", body, self._call_s + self._settle_s
+    )
 
   async def _look(
-      self, text: str = "", ended: bool = False
+    self, text: str = "", ended: bool = False
   ) -> base.Observation:
     shot = await self._action("screenshot", {"outputFormat": "base64"})
     return base.Observation(await self._pixels(shot), text=text, done=ended)
@@ -290,9 +294,11 @@ class GboxGym:
     size = len(uri) if isinstance(uri, str) else 0
     try:
       return await http_lib.read(
-          lambda: wire.screenshot_from_json(uri, "screenshot.uri"), size,
-          self._call_s, "a screenshot",
-      )  # pyformat: disable
+        lambda: wire.screenshot_from_json(uri, "screenshot.uri"),
+        size,
+        self._call_s,
+        "a screenshot",
+      )
     except wire.WireError as error:
       raise GboxError(f"box {self.box_id}: {error}") from None
 
@@ -317,7 +323,7 @@ class GboxGym:
     async def make() -> str:
       try:
         reply = await _post(
-            http, f"{url}/boxes/{self._kind}", body, self._create_s
+          http, f"{url}/boxes/{self._kind}", body, self._create_s
         )
         box, status = reply.get("id"), reply.get("status")
         if not isinstance(box, str) or not box:
@@ -369,20 +375,20 @@ class GboxGym:
     if self._http is None:
       key = os.environ.get(KEY_VARIABLE, "")
       self._http = http_lib.Http(
-          GboxError,
-          headers={"authorization": f"Bearer {key}"} if key else {},
-          proxies=True,
+        GboxError,
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        proxies=True,
       )
     return self._http
 
   async def _post(
-      self, path: str, body: Mapping[str, Any], seconds: float
+    self, path: str, body: Mapping[str, Any], seconds: float
   ) -> dict[str, Any]:
     return await _post(self._client(), self._url + path, body, seconds)
 
 
 async def _post(
-    http: http_lib.Http, url: str, body: Mapping[str, Any], seconds: float
+  http: http_lib.Http, url: str, body: Mapping[str, Any], seconds: float
 ) -> dict[str, Any]:
   try:
     return await http.ask("POST", url, seconds, body=body)

@@ -100,26 +100,30 @@ class Timeouts:
 
 
 def _retry(
-    tries: int, pause_s: float = 0.0, after_500: bool = False
+  tries: int, pause_s: float = 0.0, after_500: bool = False
 ) -> http.RetryPolicy:
   """Repeats calls that no server answered, `after_500` failed ones too."""
   return http.RetryPolicy(
-      tries,
-      tenacity.wait_incrementing(pause_s, pause_s),
-      tenacity.retry_if_exception(
-          lambda error: isinstance(error, GenvUnavailableError)
-          or after_500 and isinstance(error, GenvError) and error.status >= 500
-      ),
-      jitter=0.5,
+    tries,
+    tenacity.wait_incrementing(pause_s, pause_s),
+    tenacity.retry_if_exception(
+      lambda error: (
+        isinstance(error, GenvUnavailableError)
+        or after_500
+        and isinstance(error, GenvError)
+        and error.status >= 500
+      )
+    ),
+    jitter=0.5,
   )
 
 
 RETRIES: Mapping[str, http.RetryPolicy] = {
-    "tasks": _retry(3, 2.0, after_500=True),
-    "create": _retry(3, 10.0, after_500=True),
-    "step": _retry(3, 0.5),
-    "evaluate": _retry(1),
-    "terminate": _retry(2, 0.5),
+  "tasks": _retry(3, 2.0, after_500=True),
+  "create": _retry(3, 10.0, after_500=True),
+  "step": _retry(3, 0.5),
+  "evaluate": _retry(1),
+  "terminate": _retry(2, 0.5),
 }
 
 
@@ -127,13 +131,13 @@ class GenvClient:
   """A client of one gym server; `aclose` when done."""
 
   def __init__(
-      self,
-      base_url: str = DEFAULT_BASE_URL,
-      gym_id: str = "desktop",
-      *,
-      token: str = "",
-      timeouts: Timeouts = Timeouts(),
-      retries: Mapping[str, http.RetryPolicy] = RETRIES,
+    self,
+    base_url: str = DEFAULT_BASE_URL,
+    gym_id: str = "desktop",
+    *,
+    token: str = "",
+    timeouts: Timeouts = Timeouts(),
+    retries: Mapping[str, http.RetryPolicy] = RETRIES,
   ):
     """Args:
 
@@ -153,9 +157,9 @@ class GenvClient:
     self.timeouts = timeouts
     self._retries = {**RETRIES, **retries}
     self._http = http.Http(
-        GenvError,
-        headers={"authorization": f"Bearer {token}"} if token else {},
-        connect_s=timeouts.connect,
+      GenvError,
+      headers={"authorization": f"Bearer {token}"} if token else {},
+      connect_s=timeouts.connect,
     )
 
   # --- tasks ------------------------------------------------------------------
@@ -172,8 +176,8 @@ class GenvClient:
     data = await self._ask("tasks", "GET", "tasks")
     try:
       tasks = [
-          self._read(row, f"task {i} of {self.base_url}")
-          for i, row in enumerate(cua_task.rows_of(data))
+        self._read(row, f"task {i} of {self.base_url}")
+        for i, row in enumerate(cua_task.rows_of(data))
       ]
     except ValueError as error:
       raise GenvError(f"{self.base_url}: {error}") from None
@@ -190,7 +194,7 @@ class GenvClient:
     return tasks
 
   async def task(
-      self, identifier: str, summary: cua_task.CUATask | None = None
+    self, identifier: str, summary: cua_task.CUATask | None = None
   ) -> cua_task.CUATask:
     """Returns the full task of that id, as the server resolves it."""
     data = await self._ask("tasks", "GET", f"tasks/{_quoted(identifier)}")
@@ -224,16 +228,16 @@ class GenvClient:
 
   def _read(self, row: Any, where: str) -> cua_task.CUATask:
     return cua_task.CUATask.from_row(
-        row, where=where, gym_id=self.gym_id, gym_base_url=self.base_url
+      row, where=where, gym_id=self.gym_id, gym_base_url=self.base_url
     )
 
   # --- executions -------------------------------------------------------------
 
   async def create(
-      self,
-      identifier: str,
-      options: Mapping[str, Any] | None = None,
-      key: str | None = None,
+    self,
+    identifier: str,
+    options: Mapping[str, Any] | None = None,
+    key: str | None = None,
   ) -> dict[str, Any]:
     """Starts an execution; the reply has an `execution_id`.
 
@@ -246,58 +250,59 @@ class GenvClient:
       GenvUnknownTaskError, GenvCapacityError, GenvUnavailableError, GenvError.
     """
     reply = await self._object(
-        "create",
-        "POST",
-        f"tasks/{_quoted(identifier)}",
-        {"options": dict(options or {})},
-        headers={"idempotency-key": key or uuid.uuid4().hex},
+      "create",
+      "POST",
+      f"tasks/{_quoted(identifier)}",
+      {"options": dict(options or {})},
+      headers={"idempotency-key": key or uuid.uuid4().hex},
     )
     execution_id = reply.get("execution_id")
     if not isinstance(execution_id, str) or not execution_id:
       raise GenvError(
-          f"{self.base_url} created an execution of {identifier!r} without an"
-          " execution_id"
+        f"{self.base_url} created an execution of {identifier!r} without an"
+        " execution_id"
       )
     return reply
 
   async def step(
-      self, execution_id: str, action: gui_action.GuiAction, number: int
+    self, execution_id: str, action: gui_action.GuiAction, number: int
   ) -> dict[str, Any]:
     """Carries out step `number`, counted from 1."""
     return await self._object(
-        "step",
-        "POST",
-        f"executions/{_quoted(execution_id)}/step",
-        {"action": action.to_json(), "step": number},
+      "step",
+      "POST",
+      f"executions/{_quoted(execution_id)}/step",
+      {"action": action.to_json(), "step": number},
     )
 
   async def screenshot(self, execution_id: str) -> dict[str, Any]:
     return await self._object(
-        "step", "GET",
-        f"executions/{_quoted(execution_id)}/screenshot?format=json",
-    )  # pyformat: disable
+      "step",
+      "GET",
+      f"executions/{_quoted(execution_id)}/screenshot?format=json",
+    )
 
   async def evaluate(
-      self,
-      execution_id: str,
-      *,
-      answer_text: str | None = None,
-      execution_data: Mapping[str, Any] | None = None,
-      context_text: str | None = None,
-      facts: Mapping[str, Any] | None = None,
+    self,
+    execution_id: str,
+    *,
+    answer_text: str | None = None,
+    execution_data: Mapping[str, Any] | None = None,
+    context_text: str | None = None,
+    facts: Mapping[str, Any] | None = None,
   ) -> dict[str, Any]:
     """Returns the server's verdict; sends only the arguments given."""
     arguments = {
-        "answer_text": answer_text,
-        "execution_data": execution_data,
-        "context_text": context_text,
-        "facts": facts,
+      "answer_text": answer_text,
+      "execution_data": execution_data,
+      "context_text": context_text,
+      "facts": facts,
     }
     return await self._object(
-        "evaluate",
-        "POST",
-        f"executions/{_quoted(execution_id)}/evaluate",
-        {k: v for k, v in arguments.items() if v is not None},
+      "evaluate",
+      "POST",
+      f"executions/{_quoted(execution_id)}/evaluate",
+      {k: v for k, v in arguments.items() if v is not None},
     )
 
   async def terminate(self, execution_id: str) -> bool:
@@ -307,7 +312,7 @@ class GenvClient:
     """
     try:
       await self._ask(
-          "terminate", "POST", f"executions/{_quoted(execution_id)}/terminate"
+        "terminate", "POST", f"executions/{_quoted(execution_id)}/terminate"
       )
     except GenvError as error:
       if error.status in (404, 410):
@@ -326,18 +331,18 @@ class GenvClient:
     reply = await self._ask(*args, **more)
     if not isinstance(reply, dict):
       raise GenvError(
-          f"{args[1]} {self.base_url}/…/{args[2]} must answer with an object,"
-          f" got {str(reply)[:80]!r}"
+        f"{args[1]} {self.base_url}/…/{args[2]} must answer with an object,"
+        f" got {str(reply)[:80]!r}"
       )
     return reply
 
   async def _ask(
-      self,
-      kind: str,
-      method: str,
-      path: str,
-      body: Any = None,
-      headers: Mapping[str, str] | None = None,
+    self,
+    kind: str,
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
   ) -> Any:
     """Calls, with retries; returns the reply's JSON."""
     if not path.startswith("/"):
@@ -345,19 +350,19 @@ class GenvClient:
     seconds = getattr(self.timeouts, kind)
     try:
       return await self._http.json(
-          method,
-          self.base_url + path,
-          seconds,
-          body=body,
-          headers=headers,
-          retry=self._retries[kind],
+        method,
+        self.base_url + path,
+        seconds,
+        body=body,
+        headers=headers,
+        retry=self._retries[kind],
       )
     except GenvError as error:
       if not error.late:
         raise
       raise GenvUnavailableError(
-          f"{error}; is the server at {self.base_url} up, and is"
-          f" timeouts.{kind} long enough?"
+        f"{error}; is the server at {self.base_url} up, and is"
+        f" timeouts.{kind} long enough?"
       ) from None
 
 

@@ -18,12 +18,17 @@ from tunix.rl.multi_turn.environments.task_sources import cua_task
 from cua_gyms.genv import client as client_lib
 
 _BOX_KEYS = (
-    "box_id", "gbox_id", "boxId", "container_id", "env_id", "environment_id",
-)  # pyformat: disable
+  "box_id",
+  "gbox_id",
+  "boxId",
+  "container_id",
+  "env_id",
+  "environment_id",
+)
 _BOX_OBJECTS = {
-    "device": ("device_serial", "box_id", "id"),
-    "environment": ("id", "box_id"),
-    "box": ("id",),
+  "device": ("device_serial", "box_id", "id"),
+  "environment": ("id", "box_id"),
+  "box": ("id",),
 }
 
 
@@ -52,10 +57,10 @@ class GenvExecutionContext:
   def agent_env(self) -> dict[str, str]:
     """Variables for the agent service that acts on it."""
     return {
-        "type": "genv",
-        "gymBaseUrl": self.gym_base_url,
-        "gymId": self.gym_id,
-        "executionId": self.execution_id,
+      "type": "genv",
+      "gymBaseUrl": self.gym_base_url,
+      "gymId": self.gym_id,
+      "executionId": self.execution_id,
     }
 
 
@@ -85,17 +90,17 @@ def identifier_of(task: Any) -> str:
     if isinstance(value, str) and value:
       return value
   raise ValueError(
-      f"{type(task).__name__} names no task; give an id, a row with 'task_id',"
-      " a task, or an environment with a 'task'"
+    f"{type(task).__name__} names no task; give an id, a row with 'task_id',"
+    " a task, or an environment with a 'task'"
   )
 
 
 async def start_genv_execution(
-    task: Any,
-    client: client_lib.GenvClient,
-    *,
-    options: Mapping[str, Any] | None = None,
-    resolve: bool = True,
+  task: Any,
+  client: client_lib.GenvClient,
+  *,
+  options: Mapping[str, Any] | None = None,
+  resolve: bool = True,
 ) -> GenvExecutionContext:
   """Creates an execution of `task`.
 
@@ -121,32 +126,36 @@ async def start_genv_execution(
   build = reply.get("env_build")
   if not isinstance(build, Mapping):
     build = {
-        "status": "completed",
-        "total_time": seconds,
-        "stages": [{
-            "name": "create_execution", "status": "completed",
-            "duration": seconds, "details": {},
-        }],
-        "prehook_executed": False,
-        "prehook_output": "",
-    }  # pyformat: disable
+      "status": "completed",
+      "total_time": seconds,
+      "stages": [
+        {
+          "name": "create_execution",
+          "status": "completed",
+          "duration": seconds,
+          "details": {},
+        }
+      ],
+      "prehook_executed": False,
+      "prehook_output": "",
+    }
   return GenvExecutionContext(
-      client.base_url,
-      client.gym_id,
-      reply["execution_id"],
-      identifier,
-      build,
-      number,
-      box_id_of(reply),
-      reply,
+    client.base_url,
+    client.gym_id,
+    reply["execution_id"],
+    identifier,
+    build,
+    number,
+    box_id_of(reply),
+    reply,
   )
 
 
 async def evaluate_execution(
-    context: GenvExecutionContext,
-    client: client_lib.GenvClient,
-    result: Mapping[str, Any] | None = None,
-    **submission: Any,
+  context: GenvExecutionContext,
+  client: client_lib.GenvClient,
+  result: Mapping[str, Any] | None = None,
+  **submission: Any,
 ) -> tuple[float, bool, dict[str, Any]]:
   """(reward, success, the server's answer).
 
@@ -176,7 +185,7 @@ async def evaluate_execution(
 
 
 async def terminate_execution(
-    context: GenvExecutionContext, client: client_lib.GenvClient
+  context: GenvExecutionContext, client: client_lib.GenvClient
 ) -> bool:
   """Ends an execution; True when it is over now. Never raises `GenvError`."""
   return await client.terminate(context.execution_id)

@@ -43,7 +43,7 @@ def read_token(token_file: str = "") -> str:
     return pathlib.Path(token_file).expanduser().read_text("utf-8").strip()
   except OSError as error:
     raise ValueError(
-        f"token_file={token_file}: {error.strerror or error}"
+      f"token_file={token_file}: {error.strerror or error}"
     ) from None
 
 
@@ -57,14 +57,14 @@ def make_client(settings: Mapping[str, Any]) -> client_lib.GenvClient:
   names = {f.name for f in dataclasses.fields(client_lib.Timeouts)}
   if not isinstance(timeouts, Mapping) or set(timeouts) - names:
     raise ValueError(
-        f"timeouts={timeouts!r} must be an object with seconds for"
-        f" {', '.join(sorted(names))}"
+      f"timeouts={timeouts!r} must be an object with seconds for"
+      f" {', '.join(sorted(names))}"
     )
   return client_lib.GenvClient(
-      settings.get("base_url") or client_lib.DEFAULT_BASE_URL,
-      settings.get("gym_id") or "desktop",
-      token=read_token(settings.get("token_file") or ""),
-      timeouts=client_lib.Timeouts(**timeouts),
+    settings.get("base_url") or client_lib.DEFAULT_BASE_URL,
+    settings.get("gym_id") or "desktop",
+    token=read_token(settings.get("token_file") or ""),
+    timeouts=client_lib.Timeouts(**timeouts),
   )
 
 
@@ -76,17 +76,17 @@ class GenvGym:
   """
 
   def __init__(
-      self,
-      base_url: str = client_lib.DEFAULT_BASE_URL,
-      gym_id: str = "desktop",
-      *,
-      token_file: str = "",
-      width: int | None = None,
-      height: int | None = None,
-      lease_s: float | None = None,
-      gym_options: Mapping[str, Any] | None = None,
-      timeouts: Mapping[str, float] | None = None,
-      client: client_lib.GenvClient | None = None,
+    self,
+    base_url: str = client_lib.DEFAULT_BASE_URL,
+    gym_id: str = "desktop",
+    *,
+    token_file: str = "",
+    width: int | None = None,
+    height: int | None = None,
+    lease_s: float | None = None,
+    gym_options: Mapping[str, Any] | None = None,
+    timeouts: Mapping[str, float] | None = None,
+    client: client_lib.GenvClient | None = None,
   ):
     """Args:
 
@@ -102,12 +102,14 @@ class GenvGym:
     Raises:
       ValueError: a setting that cannot be.
     """
-    self._client = client or make_client({
+    self._client = client or make_client(
+      {
         "base_url": base_url,
         "gym_id": gym_id,
         "token_file": token_file,
         "timeouts": timeouts,
-    })
+      }
+    )
     self._size = (width, height)
     self._options: dict[str, Any] = {"observe": True}
     if lease_s is not None:
@@ -137,9 +139,9 @@ class GenvGym:
     expected = self._size[0] or width, self._size[1] or height
     if (width, height) != expected:
       raise client_lib.GenvError(
-          f"the screens of {self._client.base_url} are {width}x{height},"
-          f" {expected[0]}x{expected[1]} was expected; set gym.width={width}"
-          f" gym.height={height}, or serve the gym at the other size"
+        f"the screens of {self._client.base_url} are {width}x{height},"
+        f" {expected[0]}x{expected[1]} was expected; set gym.width={width}"
+        f" gym.height={height}, or serve the gym at the other size"
       )
     self._seen = observation
     info = {**observation.info, "execution_id": self.execution_id}
@@ -154,7 +156,7 @@ class GenvGym:
       # Nothing was done. It is the policy's own fault, and no failure of the
       # environment that would let it out of a bad episode.
       return dataclasses.replace(
-          self._seen, instruction="", text=f"Error: {error.detail}"
+        self._seen, instruction="", text=f"Error: {error.detail}"
       )
     self._steps += 1
     self._seen = await self._read(reply.get("observation"))
@@ -166,8 +168,8 @@ class GenvGym:
       score, success = wire.reward_of(reply)
     except wire.WireError as error:
       raise client_lib.GenvError(
-          f"{self._client.base_url} judged execution {self.execution_id}, but"
-          f" {error}"
+        f"{self._client.base_url} judged execution {self.execution_id}, but"
+        f" {error}"
       ) from None
     result = reply.get("result")
     result = result if isinstance(result, Mapping) else {}
@@ -197,10 +199,10 @@ class GenvGym:
     except client_lib.GenvError as error:
       if error.status in (404, 405) and not error.code:
         raise client_lib.GenvError(
-            f"{self._client.base_url} has no step-level API (see"
-            " docs/gym_server.md); its executions can only be given to an"
-            " agent service that acts by itself",
-            error.status,
+          f"{self._client.base_url} has no step-level API (see"
+          " docs/gym_server.md); its executions can only be given to an"
+          " agent service that acts by itself",
+          error.status,
         ) from error
       raise
 
@@ -212,9 +214,11 @@ class GenvGym:
   async def _read(self, data: Any) -> base.Observation:
     try:
       return await http.read(
-          lambda: wire.observation_from_json(data), _size(data),
-          self._client.timeouts.step, "an observation",
-      )  # pyformat: disable
+        lambda: wire.observation_from_json(data),
+        _size(data),
+        self._client.timeouts.step,
+        "an observation",
+      )
     except wire.WireError as error:
       raise client_lib.GenvError(f"{self._client.base_url}: {error}") from None
 
@@ -229,7 +233,7 @@ class AttachedGym(GenvGym):
   """
 
   def __init__(
-      self, base_url: str, gym_id: str, execution_id: str, **options: Any
+    self, base_url: str, gym_id: str, execution_id: str, **options: Any
   ):
     """Args:
 
@@ -249,7 +253,7 @@ class AttachedGym(GenvGym):
     del task
     if self._steps:
       raise RuntimeError(
-          f"execution {self._attached} has been played; create another one"
+        f"execution {self._attached} has been played; create another one"
       )
     self.execution_id = self._attached
     self._seen = await self._read(await self._screenshot())

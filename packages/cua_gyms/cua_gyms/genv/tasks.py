@@ -34,10 +34,10 @@ class GenvTasks(seeds.SplitTasks):
   """
 
   def __init__(
-      self,
-      gym_id: str,
-      max_turns: Mapping[str, int | None],
-      families: Sequence[str] = (),
+    self,
+    gym_id: str,
+    max_turns: Mapping[str, int | None],
+    families: Sequence[str] = (),
   ):
     """Args:
 
@@ -59,20 +59,20 @@ class GenvTasks(seeds.SplitTasks):
   def _task(self, family: str, split: str, index: int, seed: int) -> base.Task:
     name = f"{family}@{split}:{index}:{seed}"
     return base.Task(
-        task_id=f"{self._gym_id}/{name}",
-        family=family,
-        max_turns=self._max_turns.get(family),
-        params={"genv": {"identifier": name, "gym_id": self._gym_id}},
+      task_id=f"{self._gym_id}/{name}",
+      family=family,
+      max_turns=self._max_turns.get(family),
+      params={"genv": {"identifier": name, "gym_id": self._gym_id}},
     )
 
 
 def server_tasks(
-    families: Sequence[str] | None = None,
-    *,
-    base_url: str = client_lib.DEFAULT_BASE_URL,
-    gym_id: str = DEFAULT_GYM_ID,
-    token_file: str = "",
-    timeouts: Mapping[str, float] | None = None,
+  families: Sequence[str] | None = None,
+  *,
+  base_url: str = client_lib.DEFAULT_BASE_URL,
+  gym_id: str = DEFAULT_GYM_ID,
+  token_file: str = "",
+  timeouts: Mapping[str, float] | None = None,
 ) -> base.TaskSet:
   """Returns the tasks of a gym server.
 
@@ -103,8 +103,10 @@ def server_tasks(
     gym_row = concurrency.call(ask, seconds=_ASK_S, what=f"asking {base_url}")
   except client_lib.GenvUnavailableError as error:
     raise _not_there(server, error) from error
-  if gym_row is not None and isinstance(gym_row.get("max_turns"), dict) and (
-      gym_row.get("instances")
+  if (
+    gym_row is not None
+    and isinstance(gym_row.get("max_turns"), dict)
+    and (gym_row.get("instances"))
   ):
     return GenvTasks(gym_id, gym_row["max_turns"], families or ())
   tasks = list_tasks(**server)
@@ -114,11 +116,11 @@ def server_tasks(
 
 
 def list_tasks(
-    *,
-    base_url: str = client_lib.DEFAULT_BASE_URL,
-    gym_id: str = DEFAULT_GYM_ID,
-    token_file: str = "",
-    timeouts: Mapping[str, float] | None = None,
+  *,
+  base_url: str = client_lib.DEFAULT_BASE_URL,
+  gym_id: str = DEFAULT_GYM_ID,
+  token_file: str = "",
+  timeouts: Mapping[str, float] | None = None,
 ) -> list[cua_task.CUATask]:
   """Returns every task of a server's list, in its order. Blocks.
 
@@ -140,8 +142,10 @@ def list_tasks(
     client = gym_lib.make_client(server)
     try:
       return await concurrency.with_deadline(
-          # Later than that of a single call, whose error has more detail.
-          client.list_tasks(full=True), seconds + 2.0, what
+        # Later than that of a single call, whose error has more detail.
+        client.list_tasks(full=True),
+        seconds + 2.0,
+        what,
       )
     finally:
       await client.aclose()
@@ -153,29 +157,31 @@ def list_tasks(
 
 
 def _not_there(
-    server: Mapping[str, Any], error: client_lib.GenvError
+  server: Mapping[str, Any], error: client_lib.GenvError
 ) -> client_lib.GenvError:
   """Makes the error of a silent server, with the way to start one."""
   parts = urllib.parse.urlsplit(server["base_url"])
   start = shell_hints.command(
-      "environments.gym_server", server["gym_id"], "--port",
-      str(parts.port or 5010),
-  )  # pyformat: disable
+    "environments.gym_server",
+    server["gym_id"],
+    "--port",
+    str(parts.port or 5010),
+  )
   return client_lib.GenvUnavailableError(
-      f"no gym server answers at {server['base_url']} ({error}); start one in"
-      f" another terminal with: {start} , or set gym.options.base_url"
+    f"no gym server answers at {server['base_url']} ({error}); start one in"
+    f" another terminal with: {start} , or set gym.options.base_url"
   )
 
 
 def _settings(
-    base_url: str,
-    gym_id: str,
-    token_file: str,
-    timeouts: Mapping[str, float] | None,
+  base_url: str,
+  gym_id: str,
+  token_file: str,
+  timeouts: Mapping[str, float] | None,
 ) -> dict[str, Any]:
   return {
-      "base_url": base_url or client_lib.DEFAULT_BASE_URL,
-      "gym_id": gym_id or DEFAULT_GYM_ID,
-      "token_file": token_file,
-      "timeouts": timeouts,
+    "base_url": base_url or client_lib.DEFAULT_BASE_URL,
+    "gym_id": gym_id or DEFAULT_GYM_ID,
+    "token_file": token_file,
+    "timeouts": timeouts,
   }

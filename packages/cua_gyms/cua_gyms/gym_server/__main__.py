@@ -39,28 +39,46 @@ _FROM_FILE = ("gym_id", "gym")  # Of a `ServedGym`; the rest are options.
 
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.environments.gym_server",
-      description="Serve gyms over HTTP.",
-      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    prog="python -m tunix.rl.multi_turn.environments.gym_server",
+    description="Serve gyms over HTTP.",
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
   add = out.add_argument
-  add("gyms", nargs="+", metavar="GYM",
-      help="registered gyms, or YAML files with a list of gyms")
+  add(
+    "gyms",
+    nargs="+",
+    metavar="GYM",
+    help="registered gyms, or YAML files with a list of gyms",
+  )
   add("--host", default="127.0.0.1", help="address to bind")
   add("--port", type=int, default=5010, help="0: any free one")
-  add("--token-file", type=pathlib.Path,
-      help=f"holds the token of clients; or set {TOKEN_VARIABLE}")
-  add("--import", dest="imports", action="append", default=[],
-      metavar="MODULE", help="imported first: registers your own gyms")
-  add("--workers", type=int, default=0, metavar="N",
-      help="processes that hold the gyms; 0: the server's own")
+  add(
+    "--token-file",
+    type=pathlib.Path,
+    help=f"holds the token of clients; or set {TOKEN_VARIABLE}",
+  )
+  add(
+    "--import",
+    dest="imports",
+    action="append",
+    default=[],
+    metavar="MODULE",
+    help="imported first: registers your own gyms",
+  )
+  add(
+    "--workers",
+    type=int,
+    default=0,
+    metavar="N",
+    help="processes that hold the gyms; 0: the server's own",
+  )
   for field in settings_lib.fields(catalog.ServedGym):
     if field.name not in _FROM_FILE:
       add(_option(field.name), help=field.doc, **_kind(field.default))
   for field in settings_lib.fields(executions.ExecutionLimits):
     add(_option(field.name), help=field.doc, **_kind(field.default))
   http_server.add_options(out, body_memory=256)
-  return out  # pyformat: disable
+  return out
 
 
 def _option(name: str) -> str:
@@ -109,7 +127,7 @@ def specs(args: argparse.Namespace) -> list[catalog.ServedGym]:
     data = _read(gym)
     if not isinstance(data, list):
       raise ValueError(
-          f"{gym} must hold a list of gyms, e.g. [{{gym: desktop}}]"
+        f"{gym} must hold a list of gyms, e.g. [{{gym: desktop}}]"
       )
     for i, one in enumerate(data):
       gyms.append(_from_file(one, common, f"{gym}, gym {i + 1}"))
@@ -132,7 +150,7 @@ def _read(path: str) -> Any:
     where = f", line {mark.line + 1}" if mark else ""
     why = getattr(error, "problem", None) or str(error).splitlines()[0]
     raise ValueError(
-        f"{path}{where}: {why}; YAML is indented with spaces"
+      f"{path}{where}: {why}; YAML is indented with spaces"
     ) from None
   except RecursionError:
     raise ValueError(f"{path} nests too deeply") from None
@@ -148,13 +166,13 @@ def _import(name: str) -> None:
     registry.import_module(name)
   except (ImportError, ValueError) as error:
     raise ValueError(
-        f"--import={name}: {error}; the module must be importable and register"
-        " gyms"
+      f"--import={name}: {error}; the module must be importable and register"
+      " gyms"
     ) from None
 
 
 def _from_file(
-    data: Any, common: Mapping[str, Any], where: str
+  data: Any, common: Mapping[str, Any], where: str
 ) -> catalog.ServedGym:
   field_names = [f.name for f in settings_lib.fields(catalog.ServedGym)]
   if not isinstance(data, Mapping) or "gym" not in data:
@@ -162,7 +180,7 @@ def _from_file(
   unknown = sorted(set(data) - set(field_names))
   if unknown:
     raise ValueError(
-        f"{where} takes no {unknown[0]!r}; known: {', '.join(field_names)}"
+      f"{where} takes no {unknown[0]!r}; known: {', '.join(field_names)}"
     )
   values = {**common, "gym_id": data["gym"], **data}
   try:
@@ -180,10 +198,10 @@ def make_app(args: argparse.Namespace, token: str = "") -> app_lib.App:
   for name in args.imports:
     _import(name)
   values = {
-      field.name: getattr(
-          args, field.name + ("_timeout" if field.name in _DEADLINES else "")
-      )
-      for field in settings_lib.fields(executions.ExecutionLimits)
+    field.name: getattr(
+      args, field.name + ("_timeout" if field.name in _DEADLINES else "")
+    )
+    for field in settings_lib.fields(executions.ExecutionLimits)
   }
   # The operator's own lease may exceed the bound of clients'.
   values["max_lease"] = max(values["max_lease"], values["lease"])
@@ -213,10 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   url = http_server.url_of(args.host, listening)
   print(f"serving {', '.join(args.gyms)} at {url}", flush=True)
   config = http_server.config(
-      app.asgi,
-      connection_limits,
-      ws_max_size=reading.MAX_BODY,
-      backlog=_BACKLOG,
+    app.asgi, connection_limits, ws_max_size=reading.MAX_BODY, backlog=_BACKLOG
   )
   uvicorn.Server(config).run(sockets=[listening])
   return 0

@@ -62,8 +62,8 @@ from cua_gyms.gym_server import validators
 
 _LOG = logging.getLogger(__name__)
 _PUBLIC = (
-    "/openenv/{gym_id}/health",
-    *(op.path for op in openapi.OPERATIONS if op.public),
+  "/openenv/{gym_id}/health",
+  *(op.path for op in openapi.OPERATIONS if op.public),
 )
 
 Request = starlette_requests.Request
@@ -84,13 +84,13 @@ class App:
   """
 
   def __init__(
-      self,
-      specs: Sequence[catalog_lib.ServedGym],
-      *,
-      limits: executions_lib.ExecutionLimits = executions_lib.ExecutionLimits(),
-      token: str = "",
-      make_gym: MakeGym = gyms.from_config,
-      close: Callable[[], Awaitable[None]] | None = None,
+    self,
+    specs: Sequence[catalog_lib.ServedGym],
+    *,
+    limits: executions_lib.ExecutionLimits = executions_lib.ExecutionLimits(),
+    token: str = "",
+    make_gym: MakeGym = gyms.from_config,
+    close: Callable[[], Awaitable[None]] | None = None,
   ):
     """Args:
 
@@ -109,7 +109,7 @@ class App:
     for spec in specs:
       if spec.gym_id in self._catalogs:
         raise ValueError(
-            f"two gyms are called {spec.gym_id!r}; give each its own gym_id"
+          f"two gyms are called {spec.gym_id!r}; give each its own gym_id"
         )
       self._catalogs[spec.gym_id] = catalog_lib.Catalog(spec)
     self._token = token
@@ -118,41 +118,39 @@ class App:
     self._make_metrics()
     self.store = store_lib.ExecutionStore(limits, on_end=self._on_end)
     handlers: dict[str, Handler] = {
-        "health": self._health,
-        "metrics": self._show_metrics,
-        "gyms": self._gyms,
-        "tasks": self._tasks,
-        "task": self._task,
-        "create": self._create,
-        "executions": self._executions,
-        "execution": self._execution,
-        "step": self._step,
-        "screenshot": self._screenshot,
-        "heartbeat": self._heartbeat,
-        "evaluate": self._evaluate,
-        "terminate": self._terminate,
+      "health": self._health,
+      "metrics": self._show_metrics,
+      "gyms": self._gyms,
+      "tasks": self._tasks,
+      "task": self._task,
+      "create": self._create,
+      "executions": self._executions,
+      "execution": self._execution,
+      "step": self._step,
+      "screenshot": self._screenshot,
+      "heartbeat": self._heartbeat,
+      "evaluate": self._evaluate,
+      "terminate": self._terminate,
     }
     routes = [
-        (op.path, handlers[op.name], [op.method]) for op in openapi.OPERATIONS
+      (op.path, handlers[op.name], [op.method]) for op in openapi.OPERATIONS
     ]
     routes.append(("/openapi.json", self._openapi, ["GET"]))
     self.openenv = openenv.OpenEnv(
-        openenv.Host(
-            self._catalog, self._entry, self._begin, self._authorize, self.store
-        )
+      openenv.Host(
+        self._catalog, self._entry, self._begin, self._authorize, self.store
+      )
     )
     self.asgi = applications.Starlette(
-        routes=[
-            *(
-                routing.Route(path, self._guarded(path, run), methods=methods)
-                for path, run, methods in routes + self.openenv.http_routes()
-            ),
-            self.openenv.socket_route(),
-        ],
-        exception_handlers={
-            starlette_exceptions.HTTPException: self._not_served,
-        },
-        lifespan=self._lifespan,
+      routes=[
+        *(
+          routing.Route(path, self._guarded(path, run), methods=methods)
+          for path, run, methods in routes + self.openenv.http_routes()
+        ),
+        self.openenv.socket_route(),
+      ],
+      exception_handlers={starlette_exceptions.HTTPException: self._not_served},
+      lifespan=self._lifespan,
     )
 
   # --- around every request ---------------------------------------------------
@@ -189,32 +187,30 @@ class App:
     def failed(error: Exception) -> Response:
       if isinstance(error, request_bodies.BodyRefused):
         error = errors.ApiError(
-            error.status,
-            error.message,
-            code=error.code,
-            retry_after_s=error.retry_after_s,
+          error.status,
+          error.message,
+          code=error.code,
+          retry_after_s=error.retry_after_s,
         )
       elif isinstance(error, starlette_requests.ClientDisconnect):
         error = errors.ApiError(499, "the client went away", code="gone")
       elif not isinstance(error, errors.ApiError):
         _LOG.error("%s failed", route, exc_info=error)
         error = errors.ApiError(
-            500,
-            f"the server failed: {type(error).__name__}: {error}",
-            code="internal_error",
+          500,
+          f"the server failed: {type(error).__name__}: {error}",
+          code="internal_error",
         )
       return _error(error)
 
     def done(request: Request, response: Response, seconds: float) -> None:
-      self._requests.labels(
-          request.method, route, response.status_code
-      ).inc()
+      self._requests.labels(request.method, route, response.status_code).inc()
       self._seconds.labels(route).observe(seconds)
 
     return http_server.guarded(run, failed, done)
 
   def _authorize(
-      self, headers: Mapping[str, str], public: bool = False
+    self, headers: Mapping[str, str], public: bool = False
   ) -> None:
     # Also of the pages that this machine shows to the policy.
     if problem := http_server.cross_site(headers, bool(self._token)):
@@ -223,12 +219,12 @@ class App:
       return
     kind, _, presented = headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not hmac.compare_digest(
-        presented.strip().encode("latin-1", "replace"), self._token.encode()
+      presented.strip().encode("latin-1", "replace"), self._token.encode()
     ):
       raise errors.ApiError(
-          401,
-          "give the server's token as Authorization: Bearer …",
-          code="unauthorized",
+        401,
+        "give the server's token as Authorization: Bearer …",
+        code="unauthorized",
       )
 
   async def _not_served(self, request: Request, error: Any) -> Response:
@@ -236,17 +232,15 @@ class App:
       detail = f"{request.method} is not served at {request.url.path}"
       if request.url.path == openapi.GYMS and request.method == "POST":
         detail = (
-            "no client can create a gym: the server's command names its gyms"
-            f" when it starts, and GET {openapi.GYMS} lists them; leave"
-            " createGym out"
+          "no client can create a gym: the server's command names its gyms"
+          f" when it starts, and GET {openapi.GYMS} lists them; leave"
+          " createGym out"
         )
     else:
       detail = f"nothing is served at {request.url.path}"
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
     return Json(
-        {"detail": detail, "code": code},
-        error.status_code,
-        headers=error.headers,
+      {"detail": detail, "code": code}, error.status_code, headers=error.headers
     )
 
   # --- tasks ------------------------------------------------------------------
@@ -255,15 +249,14 @@ class App:
     catalog = self._catalogs.get(gym_id)
     if catalog is None:
       raise errors.ApiError(
-          404,
-          f"no gym is called {gym_id!r}; there is"
-          f" {', '.join(self._catalogs)}",
-          code="unknown_gym",
+        404,
+        f"no gym is called {gym_id!r}; there is {', '.join(self._catalogs)}",
+        code="unknown_gym",
       )
     return catalog
 
   def _entry(
-      self, catalog: catalog_lib.Catalog, identifier: str
+    self, catalog: catalog_lib.Catalog, identifier: str
   ) -> catalog_lib.Entry:
     try:
       return catalog.find(identifier)
@@ -280,10 +273,10 @@ class App:
     catalog = self._catalog(request.path_params["gym_id"])
     query = reading.query(request, schemas.TasksQuery)
     tasks = catalog.list(
-        query.shape or catalog.spec.shape,
-        split=query.split,
-        family=query.family,
-        full=query.full,
+      query.shape or catalog.spec.shape,
+      split=query.split,
+      family=query.family,
+      full=query.full,
     )
     return Json(tasks if query.bare else {"tasks": tasks})
 
@@ -306,38 +299,40 @@ class App:
     body = reading.validated(schemas.Create, data)
     options = body.options
     execution, replayed = await self._begin(
-        catalog, entry, options, body.idempotency_key or ""
+      catalog, entry, options, body.idempotency_key or ""
     )
     width, height = execution.shown.size
     reply: schemas.Created = {
-        **execution.describe(),
-        "box_id": execution.id,
-        "task": entry.to_json("summary", True, catalog.env()),
-        "screen": {"width": width, "height": height},
-        "replayed": replayed,
-        "env_build": {
+      **execution.describe(),
+      "box_id": execution.id,
+      "task": entry.to_json("summary", True, catalog.env()),
+      "screen": {"width": width, "height": height},
+      "replayed": replayed,
+      "env_build": {
+        "status": "completed",
+        "total_time": round(time.monotonic() - began, 6),
+        "stages": [
+          {
+            "name": "create_execution",
             "status": "completed",
-            "total_time": round(time.monotonic() - began, 6),
-            "stages": [{
-                "name": "create_execution",
-                "status": "completed",
-                "duration": round(execution.started_s, 6),
-                "details": {"gym": catalog.spec.gym},
-            }],
-            "prehook_executed": False,
-            "prehook_output": "",
-        },
+            "duration": round(execution.started_s, 6),
+            "details": {"gym": catalog.spec.gym},
+          }
+        ],
+        "prehook_executed": False,
+        "prehook_output": "",
+      },
     }
     if options.observe:
       reply["observation"] = await _observation(execution, options.screenshot)
     return Json(reply)
 
   async def _begin(
-      self,
-      catalog: catalog_lib.Catalog,
-      entry: catalog_lib.Entry,
-      options: schemas.CreateOptions,
-      key: str,
+    self,
+    catalog: catalog_lib.Catalog,
+    entry: catalog_lib.Entry,
+    options: schemas.CreateOptions,
+    key: str,
   ) -> tuple[executions_lib.Execution, bool]:
     """(an execution of the task, whether the key had it already)."""
     lease = options.lease_s
@@ -347,14 +342,14 @@ class App:
     request = json.dumps(options.model_dump(), sort_keys=True)
     try:
       execution, replayed = await self.store.create(
-          catalog.spec.gym_id,
-          entry.task,
-          {"identifier": entry.name, "number": entry.number},
-          lambda: self._make_gym(settings),
-          lease=lease,
-          key=key,
-          request=(entry.task.task_id, request),
-          pixels=math.prod(_screen(gyms.get(catalog.spec.gym), settings)),
+        catalog.spec.gym_id,
+        entry.task,
+        {"identifier": entry.name, "number": entry.number},
+        lambda: self._make_gym(settings),
+        lease=lease,
+        key=key,
+        request=(entry.task.task_id, request),
+        pixels=math.prod(_screen(gyms.get(catalog.spec.gym), settings)),
       )
     except errors.ApiError as error:
       if error.code == "no_capacity":
@@ -366,18 +361,18 @@ class App:
     return execution, replayed
 
   def _settings(
-      self,
-      spec: catalog_lib.ServedGym,
-      task: base.Task,
-      chosen: Mapping[str, Any],
+    self,
+    spec: catalog_lib.ServedGym,
+    task: base.Task,
+    chosen: Mapping[str, Any],
   ) -> dict[str, Any]:
     """Settings of an execution's gym; a client chose some of them."""
     refused = sorted(set(chosen) - set(spec.client_settings))
     if refused:
       allowed = ", ".join(spec.client_settings) or "none"
       raise errors.invalid(
-          f"options.gym.{refused[0]} is not a client's to set; the server"
-          f" allows {allowed}"
+        f"options.gym.{refused[0]} is not a client's to set; the server"
+        f" allows {allowed}"
       )
     gym = gyms.get(spec.gym, "operator")
     if problems := list(gym.out_of_bounds(chosen, "options.gym.")):
@@ -394,11 +389,13 @@ class App:
 
   async def _executions(self, request: Request) -> Response:
     gym_id = self._catalog(request.path_params["gym_id"]).spec.gym_id
-    return Json({
+    return Json(
+      {
         "executions": [
-            e.describe() for e in self.store.live() if e.gym_id == gym_id
+          e.describe() for e in self.store.live() if e.gym_id == gym_id
         ]
-    })
+      }
+    )
 
   async def _execution(self, request: Request) -> Response:
     return Json(self._found(request).describe())
@@ -417,8 +414,8 @@ class App:
     await execution.step(action, body.step)
     self._steps.observe(time.monotonic() - began)
     reply: schemas.Stepped = {
-        "step": execution.steps,
-        "observation": await _observation(execution, body.screenshot),
+      "step": execution.steps,
+      "observation": await _observation(execution, body.screenshot),
     }
     return Json(reply)
 
@@ -443,18 +440,15 @@ class App:
     execution = self._found(request)
     body = await reading.read(request, schemas.Evaluate)
     result = await execution.judge(
-        validators.Submission(
-            body.answer_text,
-            body.context_text,
-            body.facts,
-            body.execution_data,
-        )
+      validators.Submission(
+        body.answer_text, body.context_text, body.facts, body.execution_data
+      )
     )
     reply: schemas.Evaluated = {
-        "success": result["success"],
-        "score": result["score"],
-        "reward": result["score"],
-        "result": result,
+      "success": result["success"],
+      "score": result["score"],
+      "reward": result["score"],
+      "result": result,
     }
     return Json(reply)
 
@@ -469,22 +463,22 @@ class App:
   def _make_metrics(self) -> None:
     self._metrics = prometheus_client.CollectorRegistry()
     counter = functools.partial(
-        prometheus_client.Counter, registry=self._metrics
+      prometheus_client.Counter, registry=self._metrics
     )
-    buckets = (.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100, 300)
+    buckets = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
     histogram = functools.partial(
-        prometheus_client.Histogram, registry=self._metrics, buckets=buckets
+      prometheus_client.Histogram, registry=self._metrics, buckets=buckets
     )
     self._requests = counter(
-        "gym_requests", "Answered requests.", ("method", "route", "status")
+      "gym_requests", "Answered requests.", ("method", "route", "status")
     )
     self._seconds = histogram(
-        "gym_request_seconds", "Time from request to answer.", ("route",)
+      "gym_request_seconds", "Time from request to answer.", ("route",)
     )
     self._created = counter("gym_executions_created", "Gyms started.")
     self._refused = counter("gym_creates_refused", "Creates without room.")
     self._ended = counter(
-        "gym_executions_ended", "Ended executions, by reason.", ("code",)
+      "gym_executions_ended", "Ended executions, by reason.", ("code",)
     )
     self._starts = histogram("gym_start_seconds", "Starts of gyms.")
     self._steps = histogram("gym_step_seconds", "Steps, with waiting.")
@@ -495,9 +489,9 @@ class App:
   async def _show_metrics(self, request: Request) -> Response:
     del request
     gauges = {
-        "gym_executions_open": self.store.open,
-        "gym_executions_capacity": self.store.limits.capacity,
-        "gym_openenv_sessions": self.openenv.sessions,
+      "gym_executions_open": self.store.open,
+      "gym_executions_capacity": self.store.limits.capacity,
+      "gym_openenv_sessions": self.openenv.sessions,
     }
     text = prometheus_client.generate_latest(self._metrics).decode()
     for name, value in gauges.items():
@@ -507,24 +501,22 @@ class App:
   async def _health(self, request: Request) -> Response:
     del request
     reply: schemas.Health = {
-        "status": "ok",
-        "executions": self.store.open,
-        "capacity": self.store.limits.capacity,
+      "status": "ok",
+      "executions": self.store.open,
+      "capacity": self.store.limits.capacity,
     }
     return Json(reply)
 
   async def _openapi(self, request: Request) -> Response:
     del request
     return Json(
-        await asyncio.to_thread(
-            openapi.document, tuple(self._catalogs), bool(self._token)
-        )
+      await asyncio.to_thread(
+        openapi.document, tuple(self._catalogs), bool(self._token)
+      )
     )
 
 
-def _screen(
-    gym: gyms.GymSpec, settings: Mapping[str, Any]
-) -> tuple[int, int]:
+def _screen(gym: gyms.GymSpec, settings: Mapping[str, Any]) -> tuple[int, int]:
   """(width, height) of a gym's screen; (1024, 1024) without a setting."""
   size = []
   for name in ("width", "height"):
@@ -535,7 +527,7 @@ def _screen(
 
 
 async def _observation(
-    execution: executions_lib.Execution, screenshot: bool
+  execution: executions_lib.Execution, screenshot: bool
 ) -> wire.Observation:
   """Returns the newest observation, with its screenshot or without."""
   picture = await execution.picture() if screenshot else None

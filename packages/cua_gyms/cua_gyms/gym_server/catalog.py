@@ -36,36 +36,36 @@ class ServedGym:
   gym_id: str = settings_lib.setting(default="", doc="Name in addresses.")
   gym: str = settings_lib.setting(default="", doc="Registered name.")
   settings: dict[str, Any] = settings_lib.setting(
-      default={},
-      doc="Settings of the gym and of its task set, fixed for every execution,"
-      " e.g. {width: 256, difficulty: 1}.",
+    default={},
+    doc="Settings of the gym and of its task set, fixed for every execution,"
+    " e.g. {width: 256, difficulty: 1}.",
   )
   families: tuple[str, ...] = settings_lib.setting(
-      default=(), doc="Task families to offer; none given: all."
+    default=(), doc="Task families to offer; none given: all."
   )
   train_tasks: int = settings_lib.setting(
-      default=16, doc="Training tasks of each family in the list.", ge=0
+    default=16, doc="Training tasks of each family in the list.", ge=0
   )
   eval_tasks: int = settings_lib.setting(
-      default=4, doc="Held-out tasks of each family in the list.", ge=0
+    default=4, doc="Held-out tasks of each family in the list.", ge=0
   )
   seed: int = settings_lib.setting(
-      default=0, doc="Seed of the list.", ge=0, lt=10**15
+    default=0, doc="Seed of the list.", ge=0, lt=10**15
   )
   client_settings: tuple[str, ...] = settings_lib.setting(
-      default=(), doc="Gym settings that a create may choose."
+    default=(), doc="Gym settings that a create may choose."
   )
   shape: schemas.Shape = settings_lib.setting(
-      default="summary",
-      doc="Of task lists, unless a request names another: flat has the long"
-      " fields of each task, summary and meta leave them out.",
+    default="summary",
+    doc="Of task lists, unless a request names another: flat has the long"
+    " fields of each task, summary and meta leave them out.",
   )
 
   def problems(self) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.gym_id):
       yield (
-          f"gym_id={self.gym_id!r} must be letters, digits, '.', '_' and '-',"
-          " as it is part of an address"
+        f"gym_id={self.gym_id!r} must be letters, digits, '.', '_' and '-',"
+        " as it is part of an address"
       )
     if self.train_tasks + self.eval_tasks < 1:
       yield "train_tasks and eval_tasks are both 0: no task is left"
@@ -82,7 +82,7 @@ class Entry:
   split: str
 
   def to_json(
-      self, shape: str, full: bool, env: Mapping[str, Any]
+    self, shape: str, full: bool, env: Mapping[str, Any]
   ) -> schemas.Task:
     """Returns the task, with all its names; long fields when `full`, or flat.
 
@@ -93,41 +93,41 @@ class Entry:
     title = self.name.replace("-", " ").capitalize()
     description = task.instruction or title
     data: schemas.Task = {
-        "task_id": task.task_id,
-        "id": task.task_id,
-        "name": self.name,
-        "task_name": self.name,
-        "display_name": self.name,
+      "task_id": task.task_id,
+      "id": task.task_id,
+      "name": self.name,
+      "task_name": self.name,
+      "display_name": self.name,
+      "number": self.number,
+      "task_number": self.number,
+      "seed_id": self.uid,
+      "difficulty": level,
+      "family": task.family,
+      "split": self.split,
+      "tags": [t for t in (task.family, self.split, level) if t],
+      "max_turns": task.max_turns,
+      "meta": {
+        "id": self.uid,
         "number": self.number,
-        "task_number": self.number,
-        "seed_id": self.uid,
-        "difficulty": level,
-        "family": task.family,
-        "split": self.split,
-        "tags": [t for t in (task.family, self.split, level) if t],
-        "max_turns": task.max_turns,
-        "meta": {
-            "id": self.uid,
-            "number": self.number,
-            "name": self.name,
-            "displayName": self.name,
-            "description": description,
-        },
+        "name": self.name,
+        "displayName": self.name,
+        "description": description,
+      },
     }
     if not full and shape != "flat":
       return data
     return {
-        **data,
-        "description": description,
-        "instruction": task.instruction,
-        "env_config": {
-            **env,
-            "family": task.family,
-            "seed": task.seed,
-            "max_turns": task.max_turns,
-            "params": dict(task.params),
-        },
-        "evaluation": {"validators": validators.specs(task)},
+      **data,
+      "description": description,
+      "instruction": task.instruction,
+      "env_config": {
+        **env,
+        "family": task.family,
+        "seed": task.seed,
+        "max_turns": task.max_turns,
+        "params": dict(task.params),
+      },
+      "evaluation": {"validators": validators.specs(task)},
     }
 
 
@@ -154,15 +154,15 @@ class Catalog:
   def __init__(self, spec: ServedGym):
     """Raises:
 
-      ValueError: no such gym or family, or a gym without tasks.
-      ImportError: the gym's package is missing.
+    ValueError: no such gym or family, or a gym without tasks.
+    ImportError: the gym's package is missing.
     """
     self.spec = spec
     self._tasks = gyms.get(spec.gym, "operator").make_tasks(
-        spec.families, spec.settings
+      spec.families, spec.settings
     )
     self.families: tuple[str, ...] = tuple(
-        spec.families or self._tasks.families()
+      spec.families or self._tasks.families()
     )
     self._check_settings()
     entries: list[Entry] = []
@@ -171,12 +171,12 @@ class Catalog:
       for family in self.families:
         for index in range(count):
           entries.append(
-              self._entry(
-                  self._make(family, split, index, spec.seed),
-                  split,
-                  f"{family}-{split}-{index}",
-                  f"{len(entries) + 1:03d}",
-              )
+            self._entry(
+              self._make(family, split, index, spec.seed),
+              split,
+              f"{family}-{split}-{index}",
+              f"{len(entries) + 1:03d}",
+            )
           )
     self.entries: Sequence[Entry] = tuple(entries)
     # One look-up for each way to name a task exactly.
@@ -198,29 +198,27 @@ class Catalog:
     """
     spec, gym_spec = self.spec, gyms.get(self.spec.gym, "operator")
     options = gym_spec.options
-    unknown = [
-        name for name in spec.client_settings if name not in options
-    ]
+    unknown = [name for name in spec.client_settings if name not in options]
     if unknown and options:
       raise ValueError(
-          f"client_settings={unknown[0]!r} is no setting of gym {spec.gym!r};"
-          f" known: {', '.join(options)}"
+        f"client_settings={unknown[0]!r} is no setting of gym {spec.gym!r};"
+        f" known: {', '.join(options)}"
       )
     gym_spec.check_client_settings(spec.client_settings, "client_settings")
     gym_spec.check_screenshots(
-        {**dict.fromkeys(spec.client_settings), **spec.settings}
+      {**dict.fromkeys(spec.client_settings), **spec.settings}
     )
     for name in spec.client_settings:
       if gym_spec.unbounded(name):
         raise ValueError(
-            f"client_settings={name!r} is a number without bounds; declare"
-            f" them in the GymSpec of {spec.gym!r} (bounds), or leave it out"
+          f"client_settings={name!r} is a number without bounds; declare"
+          f" them in the GymSpec of {spec.gym!r} (bounds), or leave it out"
         )
     settings = {**gym_spec.options_of(self.families[0]), **spec.settings}
     chosen = set(spec.client_settings) - set(settings)
     if any(
-        options[name].default is inspect.Parameter.empty
-        for name in chosen & options.keys()
+      options[name].default is inspect.Parameter.empty
+      for name in chosen & options.keys()
     ):
       return  # Only a client's choice makes it whole.
     gym = gym_spec.make_gym(settings)
@@ -233,7 +231,7 @@ class Catalog:
     return draw(family, index, seed)
 
   def _entry(
-      self, task: base.Task, split: str, name: str, number: str
+    self, task: base.Task, split: str, name: str, number: str
   ) -> Entry:
     validators.specs(task)  # Raises before a client plays a wrong one.
     uid = uuid.uuid5(_NAMESPACE, f"{self.spec.gym_id}/{task.task_id}")
@@ -256,11 +254,11 @@ class Catalog:
     if (entry := self._spelled.get(_spelling(identifier))) is not None:
       return entry
     return cua_task.resolve(
-        identifier,
-        self.entries,
-        ids=lambda e: (e.task.task_id, e.uid),
-        name=lambda e: e.name,
-        number=lambda e: e.number,
+      identifier,
+      self.entries,
+      ids=lambda e: (e.task.task_id, e.uid),
+      name=lambda e: e.name,
+      number=lambda e: e.number,
     )
 
   def env(self) -> dict[str, Any]:
@@ -268,34 +266,32 @@ class Catalog:
     return {"gym": self.spec.gym, "gym_id": self.spec.gym_id}
 
   def list(
-      self,
-      shape: str,
-      *,
-      split: str | None = None,
-      family: str = "",
-      full: bool = False,
+    self,
+    shape: str,
+    *,
+    split: str | None = None,
+    family: str = "",
+    full: bool = False,
   ) -> list[schemas.Task]:
     """Lists tasks in one of `SHAPES`; None and "" choose all."""
     return [
-        e.to_json(shape, full, self.env())
-        for e in self.entries
-        if (not split or e.split == split)
-        and (not family or e.task.family == family)
+      e.to_json(shape, full, self.env())
+      for e in self.entries
+      if (not split or e.split == split)
+      and (not family or e.task.family == family)
     ]
 
   def describe(self) -> schemas.Gym:
     return {
-        "gym": self.spec.gym,
-        "gym_id": self.spec.gym_id,
-        "families": list(self.families),
-        "tasks": len(self.entries),
-        "instances": "<family>@<train|eval>:<index>:<seed>",
-        # Turns of a family's tasks, for clients that name instances.
-        "max_turns": {
-            f: next(
-                e.task.max_turns for e in self.entries if e.task.family == f
-            )
-            for f in self.families
-        },
-        "client_settings": list(self.spec.client_settings),
+      "gym": self.spec.gym,
+      "gym_id": self.spec.gym_id,
+      "families": list(self.families),
+      "tasks": len(self.entries),
+      "instances": "<family>@<train|eval>:<index>:<seed>",
+      # Turns of a family's tasks, for clients that name instances.
+      "max_turns": {
+        f: next(e.task.max_turns for e in self.entries if e.task.family == f)
+        for f in self.families
+      },
+      "client_settings": list(self.spec.client_settings),
     }

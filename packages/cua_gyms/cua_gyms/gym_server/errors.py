@@ -14,12 +14,12 @@ class ApiError(Exception):
   """
 
   def __init__(
-      self,
-      status: int,
-      detail: str,
-      *,
-      code: str,
-      retry_after_s: float | None = None,
+    self,
+    status: int,
+    detail: str,
+    *,
+    code: str,
+    retry_after_s: float | None = None,
   ):
     super().__init__(detail)
     self.status = status

@@ -41,13 +41,13 @@ State = schemas.State
 
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.CREATING: frozenset(
-        {State.RUNNING, State.TERMINATED, State.FAILED, State.EXPIRED}
-    ),
-    State.RUNNING: frozenset({State.TERMINATED, State.FAILED, State.EXPIRED}),
-    State.TERMINATED: frozenset(),
-    State.FAILED: frozenset(),
-    State.EXPIRED: frozenset(),
+  State.CREATING: frozenset(
+    {State.RUNNING, State.TERMINATED, State.FAILED, State.EXPIRED}
+  ),
+  State.RUNNING: frozenset({State.TERMINATED, State.FAILED, State.EXPIRED}),
+  State.TERMINATED: frozenset(),
+  State.FAILED: frozenset(),
+  State.EXPIRED: frozenset(),
 }
 
 
@@ -56,58 +56,60 @@ class ExecutionLimits:
   """Bounds of a server's executions."""
 
   capacity: int = settings_lib.setting(
-      default=256, doc="Executions held at a time.", ge=1, le=65_536
+    default=256, doc="Executions held at a time.", ge=1, le=65_536
   )
   max_megapixels: int = settings_lib.setting(
-      default=512,
-      doc="Screens of all executions, together; a create beyond it gets 429."
-      " One whose size only its gym knows counts as a megapixel.",
-      unit="megapixels",
-      ge=1,
-      le=65_536,
+    default=512,
+    doc="Screens of all executions, together; a create beyond it gets 429."
+    " One whose size only its gym knows counts as a megapixel.",
+    unit="megapixels",
+    ge=1,
+    le=65_536,
   )
   creating: int = settings_lib.setting(
-      default=32, doc="Gyms that start at a time; further creates wait.", ge=1
+    default=32, doc="Gyms that start at a time; further creates wait.", ge=1
   )
   lease: float = settings_lib.setting(
-      default=300.0, doc="Close an execution that gets no call for so long.",
-      unit="s", gt=0,
+    default=300.0,
+    doc="Close an execution that gets no call for so long.",
+    unit="s",
+    gt=0,
   )
   max_lease: float = settings_lib.setting(
-      default=3600.0,
-      doc="Longest lease that a client may ask for.",
-      unit="s",
-      gt=0,
+    default=3600.0,
+    doc="Longest lease that a client may ask for.",
+    unit="s",
+    gt=0,
   )
   max_seconds: float = settings_lib.setting(
-      default=7200.0, doc="Longest life of an execution.", unit="s", gt=0
+    default=7200.0, doc="Longest life of an execution.", unit="s", gt=0
   )
   start: float = settings_lib.setting(
-      default=120.0, doc="Deadline of a gym's start.", unit="s", gt=0
+    default=120.0, doc="Deadline of a gym's start.", unit="s", gt=0
   )
   step: float = settings_lib.setting(
-      default=60.0, doc="Deadline of a gym's step.", unit="s", gt=0
+    default=60.0, doc="Deadline of a gym's step.", unit="s", gt=0
   )
   evaluate: float = settings_lib.setting(
-      default=60.0, doc="Deadline of a gym's evaluation.", unit="s", gt=0
+    default=60.0, doc="Deadline of a gym's evaluation.", unit="s", gt=0
   )
   close: float = settings_lib.setting(
-      default=30.0, doc="Deadline of a gym's close.", unit="s", gt=0
+    default=30.0, doc="Deadline of a gym's close.", unit="s", gt=0
   )
   retry_after: float = settings_lib.setting(
-      default=1.0, doc="Retry-After of a create without room.", unit="s", gt=0
+    default=1.0, doc="Retry-After of a create without room.", unit="s", gt=0
   )
   remembered: int = settings_lib.setting(
-      default=2048,
-      doc="Ended executions whose reason the server still knows.",
-      ge=1,
+    default=2048,
+    doc="Ended executions whose reason the server still knows.",
+    ge=1,
   )
 
   def problems(self) -> Iterator[str]:
     if self.lease > self.max_lease:
       yield (
-          f"lease={self.lease} exceeds max_lease={self.max_lease}; raise the"
-          " second"
+        f"lease={self.lease} exceeds max_lease={self.max_lease}; raise the"
+        " second"
       )
 
 
@@ -129,13 +131,13 @@ class Execution:
   """
 
   def __init__(
-      self,
-      gym_id: str,
-      task: base.Task,
-      names: Mapping[str, str],
-      lease: float,
-      limits: ExecutionLimits,
-      pixels: int = 0,
+    self,
+    gym_id: str,
+    task: base.Task,
+    names: Mapping[str, str],
+    lease: float,
+    limits: ExecutionLimits,
+    pixels: int = 0,
   ):
     self.id = uuid.uuid4().hex
     self.gym_id = gym_id
@@ -208,7 +210,7 @@ class Execution:
     self._become(State.RUNNING)
 
   async def step(
-      self, action: gui_action.GuiAction, number: int | None
+    self, action: gui_action.GuiAction, number: int | None
   ) -> base.Observation:
     """Carries out an action, once.
 
@@ -225,21 +227,19 @@ class Execution:
         if number == self.steps and self.steps and action == self._last_action:
           return self.shown
         raise errors.ApiError(
-            409,
-            f"step {number} is out of order: {self.steps} are done; send step"
-            f" {self.steps + 1}",
-            code="step_out_of_order",
+          409,
+          f"step {number} is out of order: {self.steps} are done; send step"
+          f" {self.steps + 1}",
+          code="step_out_of_order",
         )
       if self.shown.done:
         raise errors.ApiError(
-            409,
-            "the task has ended; evaluate or terminate the execution",
-            code="task_ended",
+          409,
+          "the task has ended; evaluate or terminate the execution",
+          code="task_ended",
         )
       self.seen = await self._guard(
-          lambda due: self._observe(due, "act", action),
-          self._limits.step,
-          "act",
+        lambda due: self._observe(due, "act", action), self._limits.step, "act"
       )
       self.steps += 1
       self._last_action = action
@@ -253,27 +253,23 @@ class Execution:
       if answer and not self.answered and not self.shown.done:
         say = gui_action.GuiAction(Kind.ANSWER, text=answer)
         self.seen = await self._guard(
-            lambda due: self._observe(due, "act", say),
-            self._limits.step,
-            "act",
+          lambda due: self._observe(due, "act", say), self._limits.step, "act"
         )
         self.answered, self.verdict = True, None
       if self.verdict is None:
         self.verdict = await self._guard(
-            self._judge, self._limits.evaluate, "evaluate"
+          self._judge, self._limits.evaluate, "evaluate"
         )
       return self.verdict
 
-  async def judge(
-      self, submission: validators.Submission
-  ) -> schemas.Result:
+  async def judge(self, submission: validators.Submission) -> schemas.Result:
     """Evaluates the gym and weighs its verdict by `validators.judge`."""
     verdict = await self.evaluate(submission.answer_text)
     try:
       result = validators.judge(self.task, verdict, submission)
     except ValueError as error:
       raise errors.ApiError(
-          500, f"task {self.task.task_id}: {error}", code="bad_task"
+        500, f"task {self.task.task_id}: {error}", code="bad_task"
       ) from error
     return {**result, "details": wire.jsonable(verdict.details)}
 
@@ -284,7 +280,7 @@ class Execution:
       encode = lambda: wire.screenshot_to_json(observation.pixels)
       if observation.pixels.nbytes > _INLINE_BYTES:
         picture = await concurrency.acall(
-            encode, seconds=self._limits.step, what="encoding a screenshot"
+          encode, seconds=self._limits.step, what="encoding a screenshot"
         )
       else:
         picture = encode()
@@ -304,23 +300,25 @@ class Execution:
   def check(self) -> None:
     """Raises:
 
-      ApiError: the execution is over, with the reason, or still starting.
+    ApiError: the execution is over, with the reason, or still starting.
     """
     if self.state is State.RUNNING:
       return
     if self.state is State.CREATING:
       raise errors.ApiError(
-          409, f"execution {self.id} has not started yet", code="not_started",
-          retry_after_s=1.0,
-      )  # pyformat: disable
+        409,
+        f"execution {self.id} has not started yet",
+        code="not_started",
+        retry_after_s=1.0,
+      )
     raise errors.ApiError(
-        410,
-        f"execution {self.id} is over ({self.state.value}): {self.reason}",
-        code=self.code,
+      410,
+      f"execution {self.id} is over ({self.state.value}): {self.reason}",
+      code=self.code,
     )
 
   async def _observe(
-      self, due: float, name: str, *args: Any
+    self, due: float, name: str, *args: Any
   ) -> base.Observation:
     return _observation(await self._invoke(due, name, *args), name)
 
@@ -328,19 +326,19 @@ class Execution:
     verdict = await self._invoke(due, "evaluate")
     if not isinstance(verdict, base.Evaluation):
       raise TypeError(
-          "the gym's evaluate must return an Evaluation, got"
-          f" {type(verdict).__name__}"
+        "the gym's evaluate must return an Evaluation, got"
+        f" {type(verdict).__name__}"
       )
     wire.number(verdict.score, "score")  # Raises unless it is finite.
     return verdict
 
   async def _guard(
-      self, work: Callable[[float], Awaitable[Any]], seconds: float, what: str
+    self, work: Callable[[float], Awaitable[Any]], seconds: float, what: str
   ) -> Any:
     """Runs `work(due)`, due in loop time; a failure ends the execution."""
     due = asyncio.get_running_loop().time() + seconds
     task = asyncio.ensure_future(
-        concurrency.with_deadline(work(due), seconds, f"the gym's {what}")
+      concurrency.with_deadline(work(due), seconds, f"the gym's {what}")
     )
     self._calls.add(task)
     try:
@@ -370,13 +368,16 @@ class Execution:
         reason = error.summary
       self.end(State.FAILED, reason, code)
       _LOG.warning(
-          "execution %s (%s) failed in %s", self.id, self.task.task_id, what,
-          exc_info=code == "gym_error" and error or None,
-      )  # pyformat: disable
+        "execution %s (%s) failed in %s",
+        self.id,
+        self.task.task_id,
+        what,
+        exc_info=code == "gym_error" and error or None,
+      )
       raise errors.ApiError(
-          504 if code == "deadline" else 502,
-          f"the gym failed in {what}: {self.reason}",
-          code=code,
+        504 if code == "deadline" else 502,
+        f"the gym failed in {what}: {self.reason}",
+        code=code,
       ) from error
 
   async def _invoke(self, due: float, name: str, *args: Any) -> Any:
@@ -389,7 +390,7 @@ class Execution:
     if gym is None:
       raise RuntimeError(f"execution {self.id} has no gym")
     return await gym.run(
-        getattr(gym.target, name), *args, at=due + 1.0, what=f"the gym's {name}"
+      getattr(gym.target, name), *args, at=due + 1.0, what=f"the gym's {name}"
     )
 
   # --- the end ----------------------------------------------------------------
@@ -432,15 +433,15 @@ class Execution:
   def describe(self) -> schemas.Execution:
     """Returns the state of the execution, as clients see it."""
     data: schemas.Execution = {
-        "execution_id": self.id,
-        "gym_id": self.gym_id,
-        "task_id": self.task.task_id,
-        "status": self.state,
-        "steps": self.steps,
-        "done": bool(self.seen is not None and self.seen.done),
-        "age_s": round(time.monotonic() - self.created, 3),
-        "lease_s": self.lease,
-        "lease_left_s": round(self.lease_left_s, 3) if self.live else 0.0,
+      "execution_id": self.id,
+      "gym_id": self.gym_id,
+      "task_id": self.task.task_id,
+      "status": self.state,
+      "steps": self.steps,
+      "done": bool(self.seen is not None and self.seen.done),
+      "age_s": round(time.monotonic() - self.created, 3),
+      "lease_s": self.lease,
+      "lease_left_s": round(self.lease_left_s, 3) if self.live else 0.0,
     }
     if self.reason:
       data |= {"reason": self.reason, "code": self.code}
@@ -453,20 +454,21 @@ _CLOSING: set[asyncio.Task[None]] = set()
 def _observation(value: Any, what: str) -> base.Observation:
   if not isinstance(value, base.Observation):
     raise TypeError(
-        f"the gym's {what} must return an Observation, got"
-        f" {type(value).__name__}"
+      f"the gym's {what} must return an Observation, got {type(value).__name__}"
     )
   pixels: Any = value.screenshot
-  if getattr(pixels, "ndim", 0) != 3 or pixels.shape[2] != 3 or (
-      str(pixels.dtype) != "uint8"
+  if (
+    getattr(pixels, "ndim", 0) != 3
+    or pixels.shape[2] != 3
+    or (str(pixels.dtype) != "uint8")
   ):
     raise TypeError(
-        f"the gym's {what} must show uint8[H, W, 3], got"
-        f" {getattr(pixels, 'dtype', '?')}{getattr(pixels, 'shape', '')}"
+      f"the gym's {what} must show uint8[H, W, 3], got"
+      f" {getattr(pixels, 'dtype', '?')}{getattr(pixels, 'shape', '')}"
     )
   if value.axtree:
     raise TypeError(
-        f"the gym's {what} shows an accessibility tree, which a server does"
-        " not pass on; serve it with observation=screenshot"
+      f"the gym's {what} shows an accessibility tree, which a server does"
+      " not pass on; serve it with observation=screenshot"
     )
   return value

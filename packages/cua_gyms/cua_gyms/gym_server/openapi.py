@@ -25,27 +25,30 @@ _BODY = (400, 408, 413, 422)
 _CALL = (404, 409, 410)
 _PATH_TEXT = {"type": "string", "minLength": 1, "maxLength": bounds.MAX_PATH}
 _STATUS = {
-    400: "The body is not JSON.",
-    401: "The token is missing or wrong.",
-    403: "The request comes from a web page.",
-    404: "No such gym, task or execution.",
-    408: "The body is too slow.",
-    409: "Out of order, or a key of another request.",
-    410: "The execution is over; `code` and `detail` give the reason.",
-    413: "The body is too long.",
-    422: "An invalid value; `detail` names the field.",
-    429: "No room; try again after Retry-After seconds.",
-    502: "The gym failed.",
-    503: "The server is stopping.",
-    504: "The gym missed its deadline.",
+  400: "The body is not JSON.",
+  401: "The token is missing or wrong.",
+  403: "The request comes from a web page.",
+  404: "No such gym, task or execution.",
+  408: "The body is too slow.",
+  409: "Out of order, or a key of another request.",
+  410: "The execution is over; `code` and `detail` give the reason.",
+  413: "The body is too long.",
+  422: "An invalid value; `detail` names the field.",
+  429: "No room; try again after Retry-After seconds.",
+  502: "The gym failed.",
+  503: "The server is stopping.",
+  504: "The gym missed its deadline.",
 }
 _KEY = {
-    "name": "Idempotency-Key", "in": "header", "required": False,
-    "schema": {
-        "type": "string", "maxLength": schemas.MAX_KEY,
-        "pattern": "^[A-Za-z0-9._:-]+$",
-    },
-}  # pyformat: disable
+  "name": "Idempotency-Key",
+  "in": "header",
+  "required": False,
+  "schema": {
+    "type": "string",
+    "maxLength": schemas.MAX_KEY,
+    "pattern": "^[A-Za-z0-9._:-]+$",
+  },
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +126,7 @@ OPERATIONS = (
         "terminate", "POST", _EXECUTION + "/terminate", schemas.Terminated,
         (404,),
     ),
-)  # pyformat: disable
+)  # fmt: skip
 _OF_EXECUTIONS = ("step", "screenshot", "evaluate", "heartbeat", "terminate")
 
 
@@ -142,14 +145,14 @@ def document(gym_ids: tuple[str, ...], token: bool) -> dict[str, Any]:
     path = op.path.replace(":path", "")
     paths.setdefault(path, {})[op.method.lower()] = described
   out: dict[str, Any] = {
-      "openapi": "3.1.0",
-      "info": {"title": "Gym server", "version": "1"},
-      "paths": paths,
-      "components": {"schemas": components},
+    "openapi": "3.1.0",
+    "info": {"title": "Gym server", "version": "1"},
+    "paths": paths,
+    "components": {"schemas": components},
   }
   if token:
     out["components"]["securitySchemes"] = {
-        "token": {"type": "http", "scheme": "bearer"}
+      "token": {"type": "http", "scheme": "bearer"}
     }
     out["security"] = [{"token": []}]
   return out
@@ -165,23 +168,23 @@ def _models() -> tuple[dict[str, Any], dict[str, Any]]:
     if model is not None:
       inputs.append((key, "validation", json_models.adapter(model)))
   schemas_by_key, definitions = pydantic.TypeAdapter.json_schemas(
-      inputs, ref_template="#/components/schemas/{model}"
+    inputs, ref_template="#/components/schemas/{model}"
   )
   by_name = {key: schema for (key, _), schema in schemas_by_key.items()}
   return by_name, definitions["$defs"]
 
 
 def _describe(
-    op: Operation, gym_ids: Sequence[str], models: dict[str, Any]
+  op: Operation, gym_ids: Sequence[str], models: dict[str, Any]
 ) -> dict[str, Any]:
   parameters = [
-      {"name": name, "in": "path", "required": True, "schema": schema}
-      for name, schema in (
-          ("gym_id", {"type": "string", "enum": list(gym_ids)}),
-          ("identifier", _PATH_TEXT),
-          ("execution_id", _PATH_TEXT),
-      )
-      if f"{{{name}" in op.path
+    {"name": name, "in": "path", "required": True, "schema": schema}
+    for name, schema in (
+      ("gym_id", {"type": "string", "enum": list(gym_ids)}),
+      ("identifier", _PATH_TEXT),
+      ("execution_id", _PATH_TEXT),
+    )
+    if f"{{{name}" in op.path
   ]
   if op.query is not None:
     fields = op.query.model_json_schema()["properties"]
@@ -190,23 +193,22 @@ def _describe(
       schema = schema.get("anyOf", [schema])[0]
       parameters.append({"name": name, "in": "query", "schema": schema})
   answers: dict[str, Any] = {
-      "200": {
-          "description": "OK",
-          "content": {
-              media: {"schema": _content(op, media, models)}
-              for media in op.media
-          },
-      }
+    "200": {
+      "description": "OK",
+      "content": {
+        media: {"schema": _content(op, media, models)} for media in op.media
+      },
+    }
   }
   for status in sorted({401, 403, *op.failures}):
     answers[str(status)] = {
-        "description": _STATUS[status],
-        "content": {"application/json": {"schema": models["Error"]}},
+      "description": _STATUS[status],
+      "content": {"application/json": {"schema": models["Error"]}},
     }
   out: dict[str, Any] = {
-      "operationId": op.name,
-      "parameters": [*parameters, *op.headers],
-      "responses": answers,
+    "operationId": op.name,
+    "parameters": [*parameters, *op.headers],
+    "responses": answers,
   }
   if op.body is not None:
     body = {"application/json": {"schema": models[f"{op.name}.body"]}}
@@ -229,12 +231,12 @@ def _content(op: Operation, media: str, models: dict[str, Any]) -> Any:
 def _links() -> dict[str, Any]:
   """Links a create's answer to the calls that follow it."""
   return {
-      name: {
-          "operationId": name,
-          "parameters": {
-              "path.gym_id": "$response.body#/gym_id",
-              "path.execution_id": "$response.body#/execution_id",
-          },
-      }
-      for name in _OF_EXECUTIONS
+    name: {
+      "operationId": name,
+      "parameters": {
+        "path.gym_id": "$response.body#/gym_id",
+        "path.execution_id": "$response.body#/execution_id",
+      },
+    }
+    for name in _OF_EXECUTIONS
   }

@@ -57,18 +57,18 @@ _INBOX = 8  # Messages read ahead of the running one.
 # Sending raises these when the client has gone, or the socket is closed.
 _GONE = (starlette_websockets.WebSocketDisconnect, RuntimeError)
 _CODES = {
-    "invalid_json": "INVALID_JSON",
-    "invalid_request": "VALIDATION_ERROR",
-    "unknown_task": "VALIDATION_ERROR",
-    "unknown_type": "UNKNOWN_TYPE",
-    "no_capacity": "CAPACITY_REACHED",
-    "not_started": "SESSION_ERROR",
-    "lease_expired": "SESSION_ERROR",
-    "too_old": "SESSION_ERROR",
-    "terminated": "SESSION_ERROR",
-    "worker_died": "SESSION_ERROR",
-    "server_ended": "SESSION_ERROR",
-    "ending": "SESSION_ERROR",
+  "invalid_json": "INVALID_JSON",
+  "invalid_request": "VALIDATION_ERROR",
+  "unknown_task": "VALIDATION_ERROR",
+  "unknown_type": "UNKNOWN_TYPE",
+  "no_capacity": "CAPACITY_REACHED",
+  "not_started": "SESSION_ERROR",
+  "lease_expired": "SESSION_ERROR",
+  "too_old": "SESSION_ERROR",
+  "terminated": "SESSION_ERROR",
+  "worker_died": "SESSION_ERROR",
+  "server_ended": "SESSION_ERROR",
+  "ending": "SESSION_ERROR",
 }
 """The server's codes -> OpenEnv's; others are EXECUTION_ERROR."""
 
@@ -109,18 +109,18 @@ class OpenEnv:
     get, post = ["GET"], ["POST"]
     task_api = _PREFIX + "/{env_name}"
     return [
-        (_PREFIX + "/health", self._health, get),
-        (_PREFIX + "/metadata", self._metadata, get),
-        (_PREFIX + "/schema", self._schema, get),
-        (_PREFIX + "/state", self._no_state, get),
-        (_PREFIX + "/list_environments", self._environments, get),
-        (_PREFIX + "/reset", self._reset_once, post),
-        (_PREFIX + "/step", self._step_once, post),
-        (task_api + "/splits", self._splits, get),
-        (task_api + "/tasks", self._tasks, post),
-        (task_api + "/num_tasks", self._num_tasks, post),
-        (task_api + "/task", self._task, post),
-        (task_api + "/task_range", self._task_range, post),
+      (_PREFIX + "/health", self._health, get),
+      (_PREFIX + "/metadata", self._metadata, get),
+      (_PREFIX + "/schema", self._schema, get),
+      (_PREFIX + "/state", self._no_state, get),
+      (_PREFIX + "/list_environments", self._environments, get),
+      (_PREFIX + "/reset", self._reset_once, post),
+      (_PREFIX + "/step", self._step_once, post),
+      (task_api + "/splits", self._splits, get),
+      (task_api + "/tasks", self._tasks, post),
+      (task_api + "/num_tasks", self._num_tasks, post),
+      (task_api + "/task", self._task, post),
+      (task_api + "/task_range", self._task_range, post),
     ]
 
   def socket_route(self) -> routing.WebSocketRoute:
@@ -133,10 +133,10 @@ class OpenEnv:
     name = request.path_params.get("env_name", catalog.spec.gym_id)
     if name.lower() != catalog.spec.gym_id.lower():
       raise errors.ApiError(
-          404,
-          f"{request.url.path}: the environment here is called"
-          f" {catalog.spec.gym_id!r}, not {name!r}",
-          code="unknown_gym",
+        404,
+        f"{request.url.path}: the environment here is called"
+        f" {catalog.spec.gym_id!r}, not {name!r}",
+        code="unknown_gym",
       )
     return catalog
 
@@ -146,14 +146,16 @@ class OpenEnv:
 
   async def _metadata(self, request: Request) -> Any:
     spec = self._catalog(request).spec
-    return Json({
+    return Json(
+      {
         "name": spec.gym_id,
         "description": (
-            f"The gym {spec.gym}: screenshots in, GUI actions out, a score by"
-            " state at the end."
+          f"The gym {spec.gym}: screenshots in, GUI actions out, a score by"
+          " state at the end."
         ),
         "version": metadata.version("tunix-multi-turn"),
-    })
+      }
+    )
 
   async def _schema(self, request: Request) -> Any:
     self._catalog(request)
@@ -179,10 +181,10 @@ class OpenEnv:
   async def _step_once(self, request: Request) -> Any:
     self._catalog(request)
     raise errors.ApiError(
-        409,
-        f"{request.url.path}: an HTTP request has an environment of its own,"
-        " which was never reset; step in a session, at /ws",
-        code="not_started",
+      409,
+      f"{request.url.path}: an HTTP request has an environment of its own,"
+      " which was never reset; step in a session, at /ws",
+      code="not_started",
     )
 
   # --- the task API -----------------------------------------------------------
@@ -190,12 +192,12 @@ class OpenEnv:
   async def _splits(self, request: Request) -> Any:
     self._catalog(request)
     # OpenEnv's types of splits are train, validation and test.
-    return Json([
-        {"name": "train", "type": "train"}, {"name": "eval", "type": "test"},
-    ])  # pyformat: disable
+    return Json(
+      [{"name": "train", "type": "train"}, {"name": "eval", "type": "test"}]
+    )
 
   async def _entries(
-      self, request: Request, model: type[Body]
+    self, request: Request, model: type[Body]
   ) -> tuple[catalog_lib.Catalog, list[catalog_lib.Entry], Body]:
     catalog = self._catalog(request)
     body = await reading.read(request, model)
@@ -203,10 +205,12 @@ class OpenEnv:
 
   async def _tasks(self, request: Request) -> Any:
     catalog, entries, _ = await self._entries(request, schemas.SplitBody)
-    return Json({
+    return Json(
+      {
         "tasks": [_row(catalog, e, i) for i, e in enumerate(entries)],
         "env_name": catalog.spec.gym_id,
-    })
+      }
+    )
 
   async def _num_tasks(self, request: Request) -> Any:
     _, entries, _ = await self._entries(request, schemas.SplitBody)
@@ -230,7 +234,7 @@ class OpenEnv:
       catalog = self._host.catalog(socket.path_params["gym_id"])
     except errors.ApiError as error:
       await socket.send_denial_response(
-          Json(error.body(), error.status, headers=error.headers())
+        Json(error.body(), error.status, headers=error.headers())
       )
       return
     await socket.accept()
@@ -260,10 +264,10 @@ class OpenEnv:
 
   async def _refuse(self, socket: Any, limit: int) -> None:
     error = errors.ApiError(
-        429,
-        f"all {limit} sessions are taken; close one, or try again later",
-        code="no_capacity",
-        retry_after_s=self._host.store.limits.retry_after,
+      429,
+      f"all {limit} sessions are taken; close one, or try again later",
+      code="no_capacity",
+      retry_after_s=self._host.store.limits.retry_after,
     )
     with contextlib.suppress(*_GONE):
       await socket.send_text(_dumps(_error(error, self._host.store)))
@@ -283,7 +287,7 @@ class _Connection:
     self._result: schemas.Result | None = None
 
   async def work(
-      self, inbox: asyncio.Queue[str], send: Callable[[str], Awaitable[None]]
+    self, inbox: asyncio.Queue[str], send: Callable[[str], Awaitable[None]]
   ) -> None:
     """Answers messages until a "close"."""
     while True:
@@ -295,12 +299,12 @@ class _Connection:
       except Exception as error:  # pylint: disable=broad-except
         _LOG.error("an OpenEnv message failed", exc_info=error)
         answer = _error(
-            errors.ApiError(
-                500,
-                f"the server failed: {type(error).__name__}: {error}",
-                code="internal_error",
-            ),
-            self._host.store,
+          errors.ApiError(
+            500,
+            f"the server failed: {type(error).__name__}: {error}",
+            code="internal_error",
+          ),
+          self._host.store,
         )
       if answer is None:
         return
@@ -318,10 +322,10 @@ class _Connection:
     if message.type == "close":
       return None
     raise errors.ApiError(
-        422,
-        f"message.type={json_models.short(message.type)} must be one of reset,"
-        " step, state, close",
-        code="unknown_type",
+      422,
+      f"message.type={json_models.short(message.type)} must be one of reset,"
+      " step, state, close",
+      code="unknown_type",
     )
 
   async def reset(self, data: Mapping[str, Any]) -> schemas.EpisodeStep:
@@ -333,10 +337,10 @@ class _Connection:
     self._key = f"openenv-{uuid.uuid4().hex}"
     self._answer, self._result = "", None
     self._execution, _ = await self._host.begin(
-        self._catalog,
-        entry,
-        schemas.CreateOptions(gym=body.gym, lease_s=body.lease_s),
-        self._key,
+      self._catalog,
+      entry,
+      schemas.CreateOptions(gym=body.gym, lease_s=body.lease_s),
+      self._key,
     )
     self._episode_id = body.episode_id or self._execution.id
     return await self._observation(None)
@@ -354,8 +358,8 @@ class _Connection:
       family = families[seed % len(families)]
     elif family not in families:
       raise errors.invalid(
-          f"reset.family={json_models.short(family)} must be one of"
-          f" {', '.join(families)}"
+        f"reset.family={json_models.short(family)} must be one of"
+        f" {', '.join(families)}"
       )
     split = body.split or "train"
     name = f"{family}@{split}:{seed}:{self._catalog.spec.seed}"
@@ -366,13 +370,13 @@ class _Connection:
     execution = self._running()
     if self._result is not None:
       raise errors.ApiError(
-          409, "the episode is over; reset begins another", code="task_ended"
+        409, "the episode is over; reset begins another", code="task_ended"
       )
     execution.check()
     width, height = execution.shown.size
     try:
       action = wire.action_from_json(
-          {k: v for k, v in data.items() if k != "metadata"}, width, height
+        {k: v for k, v in data.items() if k != "metadata"}, width, height
       )
     except wire.WireError as error:
       raise errors.invalid(str(error)) from None
@@ -388,7 +392,7 @@ class _Connection:
 
   async def _over(self) -> schemas.EpisodeStep:
     result = await self._running().judge(
-        validators.Submission(answer_text=self._answer)
+      validators.Submission(answer_text=self._answer)
     )
     self._result = result
     return await self._observation(result["score"])
@@ -399,21 +403,22 @@ class _Connection:
     shown = wire.observation_to_json(execution.shown, picture=None)
     ended = shown["done"] or self._result is not None
     about: schemas.EpisodeMetadata = {
-        "episode_id": self._episode_id, "task_id": execution.task.task_id,
-    }  # pyformat: disable
+      "episode_id": self._episode_id,
+      "task_id": execution.task.task_id,
+    }
     if self._result is not None:
       about["evaluation"] = self._result
     return {
-        "observation": {
-            "instruction": shown["instruction"],
-            "text": shown["text"],
-            "info": shown["info"],
-            "screenshot": picture,
-            "metadata": about,
-        },
-        "reward": reward,
-        "done": ended,
+      "observation": {
+        "instruction": shown["instruction"],
+        "text": shown["text"],
+        "info": shown["info"],
+        "screenshot": picture,
         "metadata": about,
+      },
+      "reward": reward,
+      "done": ended,
+      "metadata": about,
     }
 
   def state(self) -> schemas.EpisodeState:
@@ -422,20 +427,20 @@ class _Connection:
     if execution is None:
       return _state(None)
     return {
-        **_state(self._episode_id, execution.steps),
-        "task_id": execution.task.task_id,
-        "family": execution.task.family,
-        "seed": execution.task.seed,
-        "done": self._result is not None or bool(execution.shown.done),
-        "status": execution.state,
-        "lease_left_s": round(execution.lease_left_s, 3),
-        "evaluation": self._result,
+      **_state(self._episode_id, execution.steps),
+      "task_id": execution.task.task_id,
+      "family": execution.task.family,
+      "seed": execution.task.seed,
+      "done": self._result is not None or bool(execution.shown.done),
+      "status": execution.state,
+      "lease_left_s": round(execution.lease_left_s, 3),
+      "evaluation": self._result,
     }
 
   def _running(self) -> executions_lib.Execution:
     if self._execution is None:
       raise errors.ApiError(
-          409, "no episode is running; reset begins one", code="not_started"
+        409, "no episode is running; reset begins one", code="not_started"
       )
     return self._execution
 
@@ -463,12 +468,12 @@ async def _read(socket: Any, inbox: asyncio.Queue[str]) -> None:
 
 
 def _error(
-    error: errors.ApiError, store: store_lib.ExecutionStore
+  error: errors.ApiError, store: store_lib.ExecutionStore
 ) -> dict[str, Any]:
   data: dict[str, Any] = {
-      "message": error.detail,
-      "code": _CODES.get(error.code, "EXECUTION_ERROR"),
-      "cause": error.code,
+    "message": error.detail,
+    "code": _CODES.get(error.code, "EXECUTION_ERROR"),
+    "cause": error.code,
   }
   if error.retry_after_s is not None:
     data["retry_after_s"] = error.retry_after_s
@@ -494,7 +499,7 @@ def _truncated(data: Mapping[str, Any]) -> bool:
 
 
 def _of_split(
-    catalog: catalog_lib.Catalog, split: str | None
+  catalog: catalog_lib.Catalog, split: str | None
 ) -> list[catalog_lib.Entry]:
   return [e for e in catalog.entries if e.split == split]
 
@@ -504,13 +509,13 @@ def _at(entries: list[catalog_lib.Entry], index: int) -> catalog_lib.Entry:
     raise errors.invalid("the server lists no tasks of that split")
   if not 0 <= index < len(entries):
     raise errors.invalid(
-        f"index must be in [0, {len(entries) - 1}], got"
-        f" {json_models.short(index)}"
+      f"index must be in [0, {len(entries) - 1}], got"
+      f" {json_models.short(index)}"
     )
   return entries[index]
 
 
 def _row(
-    catalog: catalog_lib.Catalog, entry: catalog_lib.Entry, index: int
+  catalog: catalog_lib.Catalog, entry: catalog_lib.Entry, index: int
 ) -> dict[str, Any]:
   return {"index": index, **entry.to_json("summary", True, catalog.env())}

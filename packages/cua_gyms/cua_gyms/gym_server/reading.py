@@ -41,13 +41,13 @@ def object_of(text: str | bytes, what: str) -> dict[str, Any]:
     data = json_models.parse(text)
   except ValueError as error:
     raise errors.ApiError(
-        400, f"{what} is not JSON: {error}", code="invalid_json"
+      400, f"{what} is not JSON: {error}", code="invalid_json"
     ) from None
   if data is None:
     return {}
   if not isinstance(data, dict):
     raise errors.invalid(
-        f"{what} must be an object, got a {type(data).__name__}"
+      f"{what} must be an object, got a {type(data).__name__}"
     )
   return data
 

@@ -82,7 +82,7 @@ class CreateOptions(json_models.Request):
   """`options` of a create; a key stands for all of them."""
 
   model_config = pydantic.ConfigDict(
-      extra="allow", json_schema_extra={"x-maxValues": bounds.MAX_VALUES}
+    extra="allow", json_schema_extra={"x-maxValues": bounds.MAX_VALUES}
   )
 
   observe: Flag = False
@@ -100,9 +100,9 @@ class CreateOptions(json_models.Request):
 
 class Create(json_models.Request):
   options: CreateOptions = CreateOptions()
-  idempotency_key: Annotated[
-      str, pydantic.Field(max_length=MAX_KEY)
-  ] | None = None
+  idempotency_key: Annotated[str, pydantic.Field(max_length=MAX_KEY)] | None = (
+    None
+  )
 
 
 class Step(json_models.Request):
@@ -251,8 +251,8 @@ class Shown(TypedDict):
 
 
 ValidatorResult = TypedDict(
-    "ValidatorResult",
-    {"id": str, "type": str, "pass": bool, "score": float, "weight": float},
+  "ValidatorResult",
+  {"id": str, "type": str, "pass": bool, "score": float, "weight": float},
 )
 
 
@@ -296,9 +296,9 @@ class Reset(json_models.Request):
   index: bounds.Whole | None = None
   family: bounds.Name | None = None
   seed: Annotated[int, pydantic.Field(ge=0, le=MAX_SEED)] | None = None
-  episode_id: Annotated[
-      str, pydantic.Field(min_length=1, max_length=255)
-  ] | None = None
+  episode_id: (
+    Annotated[str, pydantic.Field(min_length=1, max_length=255)] | None
+  ) = None
   gym: bounds.Json = {}
   lease_s: bounds.Seconds | None = None
 
@@ -308,7 +308,7 @@ class Reset(json_models.Request):
     chosen = [name for name in ways if getattr(self, name) is not None]
     if len(chosen) > 1:
       raise ValueError(
-          f"{chosen[0]} and {chosen[1]} both choose the task; give one"
+        f"{chosen[0]} and {chosen[1]} both choose the task; give one"
       )
     if self.seed is None and chosen and self.family is not None:
       raise ValueError(f"{chosen[0]} chooses the task; leave family out")
@@ -380,13 +380,13 @@ def openenv_schemas() -> dict[str, Any]:
   """JSON Schemas of an OpenEnv environment's action, observation and state."""
   observation = json_models.adapter(EpisodeObservation).json_schema()
   return {
-      "action": {
-          "type": "object",
-          "properties": {"kind": {"type": "string"}},
-          "required": ["kind"],
-          "anyOf": wire.kind_schemas({"metadata": {"type": "object"}}),
-      },
-      "observation": observation,
-      "reset_observation": observation,
-      "state": json_models.adapter(EpisodeState).json_schema(),
+    "action": {
+      "type": "object",
+      "properties": {"kind": {"type": "string"}},
+      "required": ["kind"],
+      "anyOf": wire.kind_schemas({"metadata": {"type": "object"}}),
+    },
+    "observation": observation,
+    "reset_observation": observation,
+    "state": json_models.adapter(EpisodeState).json_schema(),
   }

@@ -39,16 +39,16 @@ class ExecutionStore:
   """A server's executions."""
 
   def __init__(
-      self,
-      limits: ExecutionLimits = ExecutionLimits(),
-      *,
-      on_end: Callable[[Execution], None] | None = None,
+    self,
+    limits: ExecutionLimits = ExecutionLimits(),
+    *,
+    on_end: Callable[[Execution], None] | None = None,
   ):
     """`on_end` receives each execution once, after its end."""
     self.limits = limits
     self._all: dict[str, Execution] = {}
     self._ended: collections.OrderedDict[str, Execution] = (
-        collections.OrderedDict()
+      collections.OrderedDict()
     )
     self._keys: dict[tuple[str, str], _Keyed] = {}
     self._starting = asyncio.Semaphore(limits.creating)
@@ -69,7 +69,7 @@ class ExecutionStore:
   def get(self, gym_id: str, execution_id: str) -> Execution:
     """Raises:
 
-      ApiError: no execution has that id, or it ended too long ago.
+    ApiError: no execution has that id, or it ended too long ago.
     """
     kind, _, key = execution_id.partition(":")
     if kind == "key" and (keyed := self._keys.get((gym_id, key))):
@@ -78,23 +78,23 @@ class ExecutionStore:
     execution = self._all.get(execution_id) or self._ended.get(execution_id)
     if execution is None or execution.gym_id != gym_id:
       raise errors.ApiError(
-          404,
-          f"gym {gym_id!r} has no execution {execution_id!r}",
-          code="unknown_execution",
+        404,
+        f"gym {gym_id!r} has no execution {execution_id!r}",
+        code="unknown_execution",
       )
     return execution
 
   async def create(
-      self,
-      gym_id: str,
-      task: base.Task,
-      names: Mapping[str, str],
-      make_gym: Callable[[], Any],
-      *,
-      lease: float | None = None,
-      key: str = "",
-      request: Any = None,
-      pixels: int = 0,
+    self,
+    gym_id: str,
+    task: base.Task,
+    names: Mapping[str, str],
+    make_gym: Callable[[], Any],
+    *,
+    lease: float | None = None,
+    key: str = "",
+    request: Any = None,
+    pixels: int = 0,
   ) -> tuple[Execution, bool]:
     """Starts an execution, or finds the one that `key` stands for.
 
@@ -117,10 +117,10 @@ class ExecutionStore:
     if earlier is not None:
       if earlier.request != request:
         raise errors.ApiError(
-            409,
-            f"idempotency key {key!r} was used for another request; choose a"
-            " new one for each execution",
-            code="key_reused",
+          409,
+          f"idempotency key {key!r} was used for another request; choose a"
+          " new one for each execution",
+          code="key_reused",
         )
       await asyncio.shield(earlier.started)
       earlier.execution.check()
@@ -128,19 +128,19 @@ class ExecutionStore:
       return earlier.execution, True
     if self._closed:
       raise errors.ApiError(
-          503, "the server is stopping", code="ending", retry_after_s=10.0
+        503, "the server is stopping", code="ending", retry_after_s=10.0
       )
     if self.open >= self.limits.capacity:
       raise errors.ApiError(
-          429,
-          f"all {self.limits.capacity} executions are taken; terminate one, or"
-          " try again later",
-          code="no_capacity",
-          retry_after_s=self.limits.retry_after,
+        429,
+        f"all {self.limits.capacity} executions are taken; terminate one, or"
+        " try again later",
+        code="no_capacity",
+        retry_after_s=self.limits.retry_after,
       )
     self._check_pixels(pixels)
     execution = Execution(
-        gym_id, task, names, lease or self.limits.lease, self.limits, pixels
+      gym_id, task, names, lease or self.limits.lease, self.limits, pixels
     )
     self._all[execution.id] = execution
 
@@ -175,18 +175,18 @@ class ExecutionStore:
     most = self.limits.max_megapixels
     if pixels > most * 1_000_000:
       raise errors.invalid(
-          f"options.gym.width and options.gym.height are {pixels} pixels, and"
-          f" all executions have max_megapixels={most}"
+        f"options.gym.width and options.gym.height are {pixels} pixels, and"
+        f" all executions have max_megapixels={most}"
       )
     reserved = sum(e.pixels for e in self._all.values())
     if reserved + pixels > most * 1_000_000:
       raise errors.ApiError(
-          429,
-          f"the screens of running executions have {reserved} pixels, and"
-          f" {pixels} more exceed max_megapixels={most}; terminate one, or try"
-          " again later",
-          code="no_capacity",
-          retry_after_s=self.limits.retry_after,
+        429,
+        f"the screens of running executions have {reserved} pixels, and"
+        f" {pixels} more exceed max_megapixels={most}; terminate one, or try"
+        " again later",
+        code="no_capacity",
+        retry_after_s=self.limits.retry_after,
       )
 
   def _started(self, task: asyncio.Task[None]) -> None:
@@ -199,7 +199,7 @@ class ExecutionStore:
     await execution.closed.wait()
     self._all.pop(execution.id, None)
     execution.seen = execution.seen and dataclasses.replace(
-        execution.seen, screenshot=None
+      execution.seen, screenshot=None
     )
     self._ended[execution.id] = execution
     while len(self._ended) > self.limits.remembered:
@@ -211,9 +211,7 @@ class ExecutionStore:
 
   async def terminate(self, execution: Execution) -> None:
     """Ends an execution and waits for its gym to close; idempotent."""
-    execution.end(
-        State.TERMINATED, "terminated by its client", "terminated"
-    )
+    execution.end(State.TERMINATED, "terminated by its client", "terminated")
     with contextlib.suppress(asyncio.TimeoutError):
       await asyncio.wait_for(execution.closed.wait(), self.limits.close)
 
@@ -248,6 +246,6 @@ class ExecutionStore:
       task.cancel()
     if waiting:
       await asyncio.wait(
-          [asyncio.ensure_future(e.closed.wait()) for e in waiting],
-          timeout=self.limits.close,
+        [asyncio.ensure_future(e.closed.wait()) for e in waiting],
+        timeout=self.limits.close,
       )

@@ -37,7 +37,7 @@ class Submission:
 
 
 Check = Callable[
-    [base.Evaluation, Submission, Mapping[str, Any]], tuple[float, bool]
+  [base.Evaluation, Submission, Mapping[str, Any]], tuple[float, bool]
 ]
 """(the gym's verdict, a submission, settings) -> (score, passed)."""
 
@@ -92,11 +92,13 @@ def specs(task: base.Task) -> list[dict[str, Any]]:
       wrong = registry.unknown_name("validator", kind, CHECKS.names())
       raise ValueError(f"validators[{i}].type: {wrong}")
     weight = one.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not (
-        0 <= weight < math.inf
+    if (
+      isinstance(weight, bool)
+      or not isinstance(weight, (int, float))
+      or not (0 <= weight < math.inf)
     ):
       raise ValueError(
-          f"validators[{i}].weight={weight!r} must be a number >= 0"
+        f"validators[{i}].weight={weight!r} must be a number >= 0"
       )
     out.append({"id": kind, **one, "weight": float(weight)})
   if not sum(one["weight"] for one in out) > 0:
@@ -105,7 +107,7 @@ def specs(task: base.Task) -> list[dict[str, Any]]:
 
 
 def judge(
-    task: base.Task, verdict: base.Evaluation, submission: Submission
+  task: base.Task, verdict: base.Evaluation, submission: Submission
 ) -> schemas.Result:
   """Scores by the weighted mean of the task's validators; success: all pass.
 
@@ -115,17 +117,19 @@ def judge(
   results: list[schemas.ValidatorResult] = []
   for one in specs(task):
     score, passed = CHECKS.get(one["type"])(verdict, submission, one)
-    results.append({
+    results.append(
+      {
         "id": str(one["id"]),
         "type": one["type"],
         "pass": bool(passed),
         "score": float(score),
         "weight": one["weight"],
-    })
+      }
+    )
   return {
-      "score": _mean(results),
-      "success": all(v["pass"] for v in results),
-      "validators": results,
+    "score": _mean(results),
+    "success": all(v["pass"] for v in results),
+    "validators": results,
   }
 
 

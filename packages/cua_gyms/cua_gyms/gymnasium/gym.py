@@ -64,8 +64,8 @@ class KeyAdapter:
     if not self.keys:
       raise ValueError("a KeyAdapter needs at least one key in `keys`")
     normal = {
-        desktop_scene.normal_keys((key,)): value
-        for key, value in self.keys.items()
+      desktop_scene.normal_keys((key,)): value
+      for key, value in self.keys.items()
     }
     object.__setattr__(self, "keys", normal)
 
@@ -79,8 +79,8 @@ class KeyAdapter:
       return self.wait
     if name not in self.keys:
       raise Untranslatable(
-          f"no action of the environment for {action.to_json()}; keys:"
-          f" {', '.join(self.keys)}"
+        f"no action of the environment for {action.to_json()}; keys:"
+        f" {', '.join(self.keys)}"
       )
     return self.keys[name]
 
@@ -100,30 +100,28 @@ class DesktopAdapter:
 
 
 _KNOWN: dict[str, dict[str, Any]] = {
-    "CartPole": {
-        "adapter": {"type": "keys", "keys": {"left": 0, "right": 1}},
-        "instruction": "Keep the pole upright. Press left or right.",
-        "success_end": "truncated",
-        "score": "return",
+  "CartPole": {
+    "adapter": {"type": "keys", "keys": {"left": 0, "right": 1}},
+    "instruction": "Keep the pole upright. Press left or right.",
+    "success_end": "truncated",
+    "score": "return",
+  },
+  "FrozenLake": {
+    "adapter": {
+      "type": "keys",
+      "keys": {"left": 0, "down": 1, "right": 2, "up": 3},
     },
-    "FrozenLake": {
-        "adapter": {
-            "type": "keys",
-            "keys": {"left": 0, "down": 1, "right": 2, "up": 3},
-        },
-        "instruction": (
-            "Walk to the gift, around the holes. Press left, down, right or up."
-        ),
-    },
-    "MountainCar": {
-        "adapter": {
-            "type": "keys", "keys": {"left": 0, "right": 2}, "wait": 1,
-        },
-        "instruction": "Drive up to the flag. Press left or right.",
-        "success_return": -200.0,
-        "score": "return",
-    },
-}  # pyformat: disable
+    "instruction": (
+      "Walk to the gift, around the holes. Press left, down, right or up."
+    ),
+  },
+  "MountainCar": {
+    "adapter": {"type": "keys", "keys": {"left": 0, "right": 2}, "wait": 1},
+    "instruction": "Drive up to the flag. Press left or right.",
+    "success_return": -200.0,
+    "score": "return",
+  },
+}
 
 
 def default_settings(env_id: str) -> dict[str, Any]:
@@ -151,10 +149,10 @@ class _World:
   def __init__(self):
     if len(self.abandoned) >= MAX_ABANDONED:
       raise concurrency.PoolExhaustedError(
-          f"{len(self.abandoned)} calls into gymnasium environments outlived"
-          " their deadlines and still hold their threads, as many as a process"
-          f" may lose (MAX_ABANDONED={MAX_ABANDONED}); mend the environment"
-          " that hangs, or raise collect.deadlines if it is only slow"
+        f"{len(self.abandoned)} calls into gymnasium environments outlived"
+        " their deadlines and still hold their threads, as many as a process"
+        f" may lose (MAX_ABANDONED={MAX_ABANDONED}); mend the environment"
+        " that hangs, or raise collect.deadlines if it is only slow"
       )
     self.env: gymnasium.Env | None = None
     pool = concurrency.WorkerPool(1, 0, idle=None, name="gymnasium-gym")
@@ -172,9 +170,9 @@ class _World:
     stuck.then(self._freed)
     self.runner.close(0.0)
     _LOG.warning(
-        "%s was given up in a call; %d threads are held by such environments",
-        type(self.env).__name__ if self.env else "an environment",
-        len(self.abandoned),
+      "%s was given up in a call; %d threads are held by such environments",
+      type(self.env).__name__ if self.env else "an environment",
+      len(self.abandoned),
     )
 
   def _freed(self) -> None:
@@ -189,39 +187,38 @@ class GymnasiumGym:
   """A gym around a `gymnasium.Env`. Made on any thread, used on one loop."""
 
   def __init__(
-      self,
-      env: str | Callable[[], gymnasium.Env],
-      adapter: Adapter | Mapping[str, Any],
-      *,
-      env_kwargs: Mapping[str, Any] | None = None,
-      instruction: str = "",
-      success_return: float = 1.0,
-      success_end: str = "terminated",
-      score: str = "success",
-      size: Sequence[int] | None = None,
+    self,
+    env: str | Callable[[], gymnasium.Env],
+    adapter: Adapter | Mapping[str, Any],
+    *,
+    env_kwargs: Mapping[str, Any] | None = None,
+    instruction: str = "",
+    success_return: float = 1.0,
+    success_end: str = "terminated",
+    score: str = "success",
+    size: Sequence[int] | None = None,
   ):
     """Args:
 
-      env: gymnasium id, with the module that registers it if need be
-        (`module:Id-v0`), or a function that makes an environment whose render
-        mode is rgb_array.
-      adapter: GuiAction -> environment action; raises `Untranslatable`. Or a
-        mapping of one: `{"type": "keys", "keys": {…}, "wait": …}` or
-        `{"type": "desktop", "width": …, "height": …}`.
-      env_kwargs: Arguments for `gymnasium.make` when `env` is an id.
-      instruction: Instruction of episodes where neither the task nor the
-        environment's `info["instruction"]` has one.
-      success_return: least sum of rewards of a success.
-      success_end: how a successful episode ends: "terminated", "truncated"
-        (surviving to the time limit, as in CartPole) or "any".
-      score: "success" (0 or 1) or "return" (the sum of rewards itself).
-      size: (width, height) to resize frames to; positions of actions are
-        scaled back. None keeps the environment's.
+    env: gymnasium id, with the module that registers it if need be
+      (`module:Id-v0`), or a function that makes an environment whose render
+      mode is rgb_array.
+    adapter: GuiAction -> environment action; raises `Untranslatable`. Or a
+      mapping of one: `{"type": "keys", "keys": {…}, "wait": …}` or
+      `{"type": "desktop", "width": …, "height": …}`.
+    env_kwargs: Arguments for `gymnasium.make` when `env` is an id.
+    instruction: Instruction of episodes where neither the task nor the
+      environment's `info["instruction"]` has one.
+    success_return: least sum of rewards of a success.
+    success_end: how a successful episode ends: "terminated", "truncated"
+      (surviving to the time limit, as in CartPole) or "any".
+    score: "success" (0 or 1) or "return" (the sum of rewards itself).
+    size: (width, height) to resize frames to; positions of actions are
+      scaled back. None keeps the environment's.
     """
     if success_end not in _ENDINGS:
       raise ValueError(
-          f"success_end must be one of {', '.join(_ENDINGS)}, got"
-          f" {success_end!r}"
+        f"success_end must be one of {', '.join(_ENDINGS)}, got {success_end!r}"
       )
     if score not in ("success", "return"):
       raise ValueError(f'score must be "success" or "return", got {score!r}')
@@ -309,13 +306,16 @@ class GymnasiumGym:
       raise RuntimeError("no episode to evaluate; call start(task) first")
     ended = self._end in ("terminated", "truncated")
     success = (
-        ended and self._success_end in (self._end, "any")
-        and self._return >= self._success_return
+      ended
+      and self._success_end in (self._end, "any")
+      and self._return >= self._success_return
     )
     score = self._return if self._score == "return" else float(success)
-    return base.Evaluation(score, success, {
-        "return": self._return, "end": self._end, "turns": self._turns,
-    })
+    return base.Evaluation(
+      score,
+      success,
+      {"return": self._return, "end": self._end, "turns": self._turns},
+    )
 
   async def close(self) -> None:
     """Closes the environment; idempotent."""
@@ -339,17 +339,15 @@ class GymnasiumGym:
 
   def _new_env(self) -> gymnasium.Env:
     if isinstance(self._make, str):
-      env = gymnasium.make(
-          self._make, render_mode="rgb_array", **self._kwargs
-      )
+      env = gymnasium.make(self._make, render_mode="rgb_array", **self._kwargs)
     else:
       env = self._make()
     if env.render_mode != "rgb_array":
       mode = env.render_mode
       env.close()
       raise ValueError(
-          f'the environment has render_mode={mode!r}; make it with'
-          ' render_mode="rgb_array"'
+        f"the environment has render_mode={mode!r}; make it with"
+        ' render_mode="rgb_array"'
       )
     return env
 
@@ -358,9 +356,11 @@ class GymnasiumGym:
     if self._world is None:
       self._world = _World()
     return await self._world.runner.call(
-        function, self._world, what="the environment's call",
-        on_stuck=self._abandon,
-    )  # pyformat: disable
+      function,
+      self._world,
+      what="the environment's call",
+      on_stuck=self._abandon,
+    )
 
   def _abandon(self, stuck: concurrency.StuckCall) -> None:
     world, self._world = self._world, None
@@ -395,7 +395,7 @@ def _adapter(settings: Mapping[str, Any]) -> Adapter:
   makers = {"keys": KeyAdapter, "desktop": DesktopAdapter}
   if kind not in makers:
     raise ValueError(
-        f"adapter type must be one of {', '.join(makers)}, got {kind!r}"
+      f"adapter type must be one of {', '.join(makers)}, got {kind!r}"
     )
   return makers[kind](**settings)
 
@@ -405,8 +405,8 @@ def _render(env: gymnasium.Env) -> np.ndarray:
   frame = np.asarray(env.render())
   if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
     raise ValueError(
-        "the environment's render() must give uint8[H, W, 3], got"
-        f" {frame.dtype}{list(frame.shape)}"
+      "the environment's render() must give uint8[H, W, 3], got"
+      f" {frame.dtype}{list(frame.shape)}"
     )
   return frame
 
@@ -415,13 +415,13 @@ class GymnasiumTasks(seeds.SeededTasks):
   """Tasks of one environment; the instance is its reset seed."""
 
   def __init__(
-      self, family: str, instruction: str = "", max_turns: int | None = None
+    self, family: str, instruction: str = "", max_turns: int | None = None
   ):
     """Args:
 
-      family: name to report success under, usually the environment's id.
-      instruction: Instruction of the tasks, see `base.Task`; may be empty.
-      max_turns: turns an episode may take, None for the run's default.
+    family: name to report success under, usually the environment's id.
+    instruction: Instruction of the tasks, see `base.Task`; may be empty.
+    max_turns: turns an episode may take, None for the run's default.
     """
     self._families = (family,)
     self._instruction = instruction
@@ -432,8 +432,11 @@ class GymnasiumTasks(seeds.SeededTasks):
     if family not in self._families:
       raise ValueError(f"family must be {self._families[0]!r}, got {family!r}")
     return base.Task(
-        task_id=f"gymnasium/{family}/{seed}", family=family,
-        instruction=self._instruction, seed=seed, max_turns=self._max_turns,
+      task_id=f"gymnasium/{family}/{seed}",
+      family=family,
+      instruction=self._instruction,
+      seed=seed,
+      max_turns=self._max_turns,
     )
 
 
@@ -443,8 +446,8 @@ class FamilyTasks:
   def __init__(self, families: Sequence[str] | None):
     if not families:
       raise ValueError(
-          "gymnasium has no tasks of its own; name environments as families,"
-          " e.g. FrozenLake-v1"
+        "gymnasium has no tasks of its own; name environments as families,"
+        " e.g. FrozenLake-v1"
       )
     for family in families:
       module, _, env_id = family.rpartition(":")
@@ -455,9 +458,9 @@ class FamilyTasks:
         gymnasium.spec(env_id)
       except (gymnasium.error.Error, ImportError, ValueError) as error:
         raise ValueError(
-            f"{family!r} is no environment of gymnasium: {error} Name one that"
-            " is registered, with the module that registers it where that is"
-            " not gymnasium itself, e.g. FrozenLake-v1 or my_module:MyEnv-v0"
+          f"{family!r} is no environment of gymnasium: {error} Name one that"
+          " is registered, with the module that registers it where that is"
+          " not gymnasium itself, e.g. FrozenLake-v1 or my_module:MyEnv-v0"
         ) from None
     self._sets = {family: GymnasiumTasks(family) for family in families}
 

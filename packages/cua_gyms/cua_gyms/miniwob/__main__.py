@@ -27,28 +27,28 @@ from cua_gyms.miniwob import tasks as tasks_lib
 
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.environments.gyms.miniwob",
-      description="List the MiniWoB++ tasks, and try them.",
+    prog="python -m tunix.rl.multi_turn.environments.gyms.miniwob",
+    description="List the MiniWoB++ tasks, and try them.",
   )
   commands = out.add_subparsers(dest="command", required=True)
   for name, text in (
-      ("list", "what there is: turns, the page's time limit, what to do"),
-      ("smoke", "play one instance of each with a scripted policy"),
+    ("list", "what there is: turns, the page's time limit, what to do"),
+    ("smoke", "play one instance of each with a scripted policy"),
   ):
     command = commands.add_parser(name, help=text, description=text)
     command.add_argument(
-        "part", nargs="?", default="", help="only names that hold this"
+      "part", nargs="?", default="", help="only names that hold this"
     )
     command.add_argument("--json", action="store_true", help="an object a line")
     if name == "smoke":
       command.add_argument(
-          "--parallel", type=int, default=4, help="tasks at a time (4)"
+        "--parallel", type=int, default=4, help="tasks at a time (4)"
       )
       command.add_argument(
-          "--index", type=int, default=0, help="of the training instance (0)"
+        "--index", type=int, default=0, help="of the training instance (0)"
       )
       command.add_argument(
-          "--seed", type=int, default=0, help="of instances and policy (0)"
+        "--seed", type=int, default=0, help="of instances and policy (0)"
       )
   return out
 
@@ -63,8 +63,8 @@ def _chosen(part: str) -> list[str]:
 def list_tasks(part: str, as_json: bool) -> int:
   """Prints the tasks; returns the exit status."""
   rows = [
-      tasks_lib.about(name, name in oracle.ORACLE_FAMILIES)
-      for name in _chosen(part)
+    tasks_lib.about(name, name in oracle.ORACLE_FAMILIES)
+    for name in _chosen(part)
   ]
   if as_json:
     for row in rows:
@@ -76,12 +76,12 @@ def list_tasks(part: str, as_json: bool) -> int:
     notes = ("oracle " if row.oracle else "") + ("quick" if row.quick else "")
     limit = f"{row.limit_s:g} s"
     print(
-        f"{row.family:{wide}}  {row.max_turns:5}  {limit:>5}  {notes:12} "
-        f" {row.words}"
+      f"{row.family:{wide}}  {row.max_turns:5}  {limit:>5}  {notes:12} "
+      f" {row.words}"
     )
   print(
-      f"\n{len(rows)} tasks. limit: of the page's time, where time_limit=true."
-      " oracle: can be\ndemonstrated. quick: restarts without loading the page."
+    f"\n{len(rows)} tasks. limit: of the page's time, where time_limit=true."
+    " oracle: can be\ndemonstrated. quick: restarts without loading the page."
   )
   return 0
 
@@ -106,11 +106,11 @@ async def _smoke(args: argparse.Namespace) -> int:
         continue
       verdict = "FAIL" if report.problem else "pass"
       print(
-          f"{verdict}  {name:28} {report.turns:3} turns"
-          f"  {'decided' if report.decided else 'open':7}"
-          f" {report.score:6.2f}  start {report.start_ms:5.0f} ms"
-          f"  step {report.step_ms:4.0f} ms  {report.problem}",
-          flush=True,
+        f"{verdict}  {name:28} {report.turns:3} turns"
+        f"  {'decided' if report.decided else 'open':7}"
+        f" {report.score:6.2f}  start {report.start_ms:5.0f} ms"
+        f"  step {report.step_ms:4.0f} ms  {report.problem}",
+        flush=True,
       )
 
   try:
@@ -119,9 +119,9 @@ async def _smoke(args: argparse.Namespace) -> int:
     await browser.close()
   if not args.json:
     print(
-        f"{len(names) - failed} of {len(names)} passed in"
-        f" {time.perf_counter() - began:.0f} s; browser started"
-        f" {browser.launches} times, {browser.crashes} crashed pages"
+      f"{len(names) - failed} of {len(names)} passed in"
+      f" {time.perf_counter() - began:.0f} s; browser started"
+      f" {browser.launches} times, {browser.crashes} crashed pages"
     )
   return 1 if failed else 0
 

@@ -58,7 +58,7 @@ MAX_TURNS = {
     "use-autocomplete-nodelay": 8, "use-colorwheel": 6, "use-colorwheel-2": 6,
     "use-slider": 6, "use-slider-2": 10, "use-spinner": 10,
     "visual-addition": 6,
-}  # pyformat: disable
+}  # fmt: skip
 """Of all families of miniwob 1.1."""
 
 DEFAULT_MAX_TURNS = 10
@@ -74,18 +74,18 @@ QUICK_FAMILIES = frozenset({
     "enter-text-2", "focus-text", "focus-text-2", "grid-coordinate",
     "identify-shape", "login-user", "odd-or-even", "read-table",
     "simple-algebra", "simple-arithmetic", "unicode-test", "use-slider",
-})  # pyformat: disable
+})  # fmt: skip
 """Families whose page, started again without being loaded anew, has shown the
 same pixels as a fresh one throughout: 12 instances of each, after random input
 to an earlier episode and during random input."""
 
 # Of the pages for which the package has no environment.
 _WORDS = {
-    "button-delay": "Click two buttons, the second not before a while.",
-    "chase-circle": "Keep the pointer on a circle that moves.",
-    "hover-shape": "Keep the pointer on a shape that changes its place.",
-    "moving-items": "Click items that fall before they are gone.",
-    "simon-says": "Repeat a sequence of buttons that light up.",
+  "button-delay": "Click two buttons, the second not before a while.",
+  "chase-circle": "Keep the pointer on a circle that moves.",
+  "hover-shape": "Keep the pointer on a shape that changes its place.",
+  "moving-items": "Click items that fall before they are gone.",
+  "simon-says": "Repeat a sequence of buttons that light up.",
 }
 _DEFAULT_LIMIT_S = 10.0
 _LIMIT = re.compile(r"core\.EPISODE_MAX_TIME\s*=\s*(\d+)")
@@ -118,12 +118,12 @@ def about(family: str, page: pathlib.Path, oracle: bool = False) -> Info:
   limit = _LIMIT.search(page.read_text(encoding="utf-8", errors="replace"))
   words = _WORDS.get(family) or _described(page.parents[2]).get(family, "")
   return Info(
-      family=family,
-      max_turns=MAX_TURNS.get(family, DEFAULT_MAX_TURNS),
-      limit_s=int(limit[1]) / 1000 if limit else _DEFAULT_LIMIT_S,
-      quick=family in QUICK_FAMILIES,
-      oracle=oracle,
-      words=words,
+    family=family,
+    max_turns=MAX_TURNS.get(family, DEFAULT_MAX_TURNS),
+    limit_s=int(limit[1]) / 1000 if limit else _DEFAULT_LIMIT_S,
+    quick=family in QUICK_FAMILIES,
+    oracle=oracle,
+    words=words,
   )
 
 
@@ -139,10 +139,10 @@ def _described(package: pathlib.Path) -> dict[str, str]:
       words = re.search(r"## Description\s+(.+)", text)
       for line in node.body:
         if (
-            isinstance(line, ast.Assign)
-            and getattr(line.targets[0], "id", "") == "subdomain"
-            and isinstance(line.value, ast.Constant)
-            and words
+          isinstance(line, ast.Assign)
+          and getattr(line.targets[0], "id", "") == "subdomain"
+          and isinstance(line.value, ast.Constant)
+          and words
         ):
           sentences[str(line.value.value)] = words[1].strip()
   return sentences

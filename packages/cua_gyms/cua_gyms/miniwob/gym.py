@@ -70,47 +70,47 @@ class MiniWobGym:
   """
 
   def __init__(
-      self,
-      *,
-      width: int | None = None,
-      height: int | None = None,
-      scale: float = 1.0,
-      reward: str = "raw",
-      time_limit: bool = False,
-      seconds_per_action: float = 0.5,
-      quick_restart: bool = True,
-      final_screenshot: bool = True,
-      observation: str = "screenshot",
-      tree_characters: int = axtree.LIMIT,
-      page_deadline_s: float = 120.0,
-      max_pages: int | None = None,
-      browser: Browser | None = None,
+    self,
+    *,
+    width: int | None = None,
+    height: int | None = None,
+    scale: float = 1.0,
+    reward: str = "raw",
+    time_limit: bool = False,
+    seconds_per_action: float = 0.5,
+    quick_restart: bool = True,
+    final_screenshot: bool = True,
+    observation: str = "screenshot",
+    tree_characters: int = axtree.LIMIT,
+    page_deadline_s: float = 120.0,
+    max_pages: int | None = None,
+    browser: Browser | None = None,
   ):
     """Args:
 
-      width, height: Size of the screenshots in pixels; None for the task's
-        area, 160 x 210 CSS pixels. Larger ones show the page around it, which
-        lies in the top left corner.
-      scale: pixels for each CSS pixel: 2 draws all twice as large.
-      reward: "raw", the page's verdict, or "timed", the page's verdict made
-        smaller by the page time it took; this needs `time_limit`.
-      time_limit: keep the page's own limit, mostly 10 s of its time, after
-        which the episode ends with -1.
-      seconds_per_action: page time that passes after each action.
-      quick_restart: do not load the page anew when the next task is of the
-        same family and its page is known to show the same pixels either way
-        (`catalogue.QUICK_FAMILIES`): several times faster. False loads it
-        always.
-      final_screenshot: Whether the observation that ends an episode shows the
-        final page; without, it repeats the last screenshot, which saves a
-        frame.
-      observation: "screenshot", "axtree", the accessibility tree without a
-        picture, or "both".
-      tree_characters: Most characters of a tree; what is beyond is left out.
-      page_deadline_s: Seconds to wait for a free tab.
-      max_pages: Number of gyms used at once, each of which holds a tab for an
-        episode; the shared browser allows that number of tabs. None: 32.
-      browser: Browser to use instead of the event loop's shared one.
+    width, height: Size of the screenshots in pixels; None for the task's
+      area, 160 x 210 CSS pixels. Larger ones show the page around it, which
+      lies in the top left corner.
+    scale: pixels for each CSS pixel: 2 draws all twice as large.
+    reward: "raw", the page's verdict, or "timed", the page's verdict made
+      smaller by the page time it took; this needs `time_limit`.
+    time_limit: keep the page's own limit, mostly 10 s of its time, after
+      which the episode ends with -1.
+    seconds_per_action: page time that passes after each action.
+    quick_restart: do not load the page anew when the next task is of the
+      same family and its page is known to show the same pixels either way
+      (`catalogue.QUICK_FAMILIES`): several times faster. False loads it
+      always.
+    final_screenshot: Whether the observation that ends an episode shows the
+      final page; without, it repeats the last screenshot, which saves a
+      frame.
+    observation: "screenshot", "axtree", the accessibility tree without a
+      picture, or "both".
+    tree_characters: Most characters of a tree; what is beyond is left out.
+    page_deadline_s: Seconds to wait for a free tab.
+    max_pages: Number of gyms used at once, each of which holds a tab for an
+      episode; the shared browser allows that number of tabs. None: 32.
+    browser: Browser to use instead of the event loop's shared one.
     """
     if not 0.5 <= scale <= 8:
       raise ValueError(f"scale={scale!r} must be in [0.5, 8]")
@@ -121,12 +121,12 @@ class MiniWobGym:
       raise ValueError(f"reward must be 'raw' or 'timed', got {reward!r}")
     if reward == "timed" and not time_limit:
       raise ValueError(
-          "reward='timed' needs time_limit=True: it falls with the time left"
+        "reward='timed' needs time_limit=True: it falls with the time left"
       )
     if not 0 <= seconds_per_action <= actions.MAX_WAIT_S:
       raise ValueError(
-          f"seconds_per_action must be in [0, {actions.MAX_WAIT_S:g}], got"
-          f" {seconds_per_action}"
+        f"seconds_per_action must be in [0, {actions.MAX_WAIT_S:g}], got"
+        f" {seconds_per_action}"
       )
     axtree.check(observation, tree_characters)
     self.observation = observation
@@ -155,9 +155,9 @@ class MiniWobGym:
       return smallest
     if not smallest <= side <= _MAX_SIDE:
       raise ValueError(
-          f"{name}={side!r} must be in [{smallest}, {_MAX_SIDE}]: the task's"
-          f" area is {page_lib.WIDTH}x{page_lib.HEIGHT}, at"
-          f" scale={self.scale:g}"
+        f"{name}={side!r} must be in [{smallest}, {_MAX_SIDE}]: the task's"
+        f" area is {page_lib.WIDTH}x{page_lib.HEIGHT}, at"
+        f" scale={self.scale:g}"
       )
     return int(side)
 
@@ -173,8 +173,8 @@ class MiniWobGym:
     mode = task.params.get("data_mode", "default")
     if mode not in tasks_lib.DATA_MODES:
       raise ValueError(
-          f"task {task.task_id!r}: data_mode must be one of"
-          f" {', '.join(tasks_lib.DATA_MODES)}; got {mode!r}"
+        f"task {task.task_id!r}: data_mode must be one of"
+        f" {', '.join(tasks_lib.DATA_MODES)}; got {mode!r}"
       )
     self.task = self._shot = None
     try:
@@ -188,11 +188,11 @@ class MiniWobGym:
     self._turns = 0
     self.goal = goal
     return base.Observation(
-        shot.pixels,
-        goal,
-        done=shot.done,
-        info={"turn": 0},
-        axtree=self.tree.text if self.tree is not None else "",
+      shot.pixels,
+      goal,
+      done=shot.done,
+      info={"turn": 0},
+      axtree=self.tree.text if self.tree is not None else "",
     )
 
   async def _begin(self, url: str, task: base.Task):
@@ -202,7 +202,7 @@ class MiniWobGym:
       browser = self._given_browser or shared_browser(self._max_pages)
       self._browser = browser
       self.page = await browser.acquire(
-          self._page_deadline_s, prefer=lambda page: page.url == url
+        self._page_deadline_s, prefer=lambda page: page.url == url
       )
     page = self.page
     view = self.width / self.scale, self.height / self.scale, self.scale
@@ -210,18 +210,18 @@ class MiniWobGym:
       if (page.width, page.height, page.scale) != view:
         await page.show(*view)
       begun = await page.start(
-          url,
-          task.seed,
-          data_mode=task.params.get("data_mode", "default"),
-          time_limit=self._time_limit,
-          images=tasks_lib.images(task.family),
-          reload=not (self._quick and task.family in catalogue.QUICK_FAMILIES),
-          pixels=self._sees_pixels,
+        url,
+        task.seed,
+        data_mode=task.params.get("data_mode", "default"),
+        time_limit=self._time_limit,
+        images=tasks_lib.images(task.family),
+        reload=not (self._quick and task.family in catalogue.QUICK_FAMILIES),
+        pixels=self._sees_pixels,
       )
       self.tree = None
       if self.observation != "screenshot":
         self.tree = axtree.PageTree(
-            page, page.width, page.height, self._tree_characters
+          page, page.width, page.height, self._tree_characters
         )
         await self.tree.look()
       return begun
@@ -247,14 +247,14 @@ class MiniWobGym:
     try:
       self._turns += 1
       outcome = await actions.perform(
-          page, action, self.width, self.height, self.scale, self.tree
+        page, action, self.width, self.height, self.scale, self.tree
       )
       info = outcome.info()
       if action.kind in actions.ENDS and not outcome.ignored:
         self._ended_by, self._answer = action.kind.value, action.text
       else:
         settle = action.kind in _SCROLLING or (
-            self.tree is not None and self.tree.scrolled
+          self.tree is not None and self.tree.scrolled
         )
         self._shot = shot = await self._look(page, shot, settle)
         if self.tree is not None and not shot.done:
@@ -266,7 +266,7 @@ class MiniWobGym:
     return self._observe(shot, info)
 
   async def _look(
-      self, page: page_lib.WobPage, before: page_lib.Shot, settle: bool
+    self, page: page_lib.WobPage, before: page_lib.Shot, settle: bool
   ) -> page_lib.Shot:
     """Returns the page after the time of one action."""
     if not self._sees_pixels:
@@ -288,12 +288,12 @@ class MiniWobGym:
     shot = self._shot
     score = shot.raw_reward if self._reward == "raw" else shot.timed_reward
     details = {
-        "decided": shot.done,
-        "turns": self._turns,
-        "raw_reward": shot.raw_reward,
-        "timed_reward": shot.timed_reward,
-        "reason": shot.reason,
-        "page_ms": shot.page_ms,
+      "decided": shot.done,
+      "turns": self._turns,
+      "raw_reward": shot.raw_reward,
+      "timed_reward": shot.timed_reward,
+      "reason": shot.reason,
+      "page_ms": shot.page_ms,
     }
     if self._answer is not None:
       details["answer"] = self._answer
@@ -326,12 +326,12 @@ class MiniWobGym:
     return ended or self._ended_by is not None
 
   def _observe(
-      self, shot: page_lib.Shot, info: Mapping[str, Any]
+    self, shot: page_lib.Shot, info: Mapping[str, Any]
   ) -> base.Observation:
     return base.Observation(
-        shot.pixels,
-        text=axtree.error_of(info) if self.tree is not None else "",
-        done=self.over,
-        info={"turn": self._turns, **info},
-        axtree=self.tree.text if self.tree is not None else "",
+      shot.pixels,
+      text=axtree.error_of(info) if self.tree is not None else "",
+      done=self.over,
+      info={"turn": self._turns, **info},
+      axtree=self.tree.text if self.tree is not None else "",
     )

@@ -37,49 +37,47 @@ const boxes = wanted => [...document.querySelectorAll('#boxes label')].find(
 
 # Each is an expression of the element to click now.
 _CLICK = {
-    "click-button": "named('#area button', quoted[0])",
-    "click-button-sequence": (
-        "find(buttonsPushed.length ? '#subbtn2' : '#subbtn')"
-    ),
-    "click-checkboxes": (
-        "boxes(/Select (.*) and click/.exec(said)[1].split(', '))"
-    ),
-    "click-color": (
-        "find(`#area [data-color='${/the (.*) colored/.exec(said)[1]}']`)"
-    ),
-    "click-dialog": "find('.ui-dialog button.ui-button')",
-    "click-dialog-2": (
-        "quoted[0] === 'x' ? find('.ui-dialog-titlebar button')"
-        " : named('.ui-dialog-buttonpane button', quoted[0])"
-    ),
-    "click-link": "named('#area .alink', quoted[0])",
-    "click-option": "boxes([/Select (.*) and click/.exec(said)[1]])",
-    "click-tab": "find(`#area a[href='#tabs-${/#(.)/.exec(said)[1]}']`)",
-    "click-test": "find('#subbtn')",
-    "click-test-2": "find('#subbtn')",
-    "click-test-transfer": (
-        "find(/TWO/.test(said) ? '#subbtn2' : '#subbtn')"
-    ),
-    "click-widget": "find(`#area [data-type='${quoted[0]}']`)",
-    "focus-text": "find('#tt')",
-    "focus-text-2": "find(`#tt${/(\\d)/.exec(said)[1]}`)",
-    "unicode-test": "named('#area button', quoted[0])",
-}  # pyformat: disable
+  "click-button": "named('#area button', quoted[0])",
+  "click-button-sequence": (
+    "find(buttonsPushed.length ? '#subbtn2' : '#subbtn')"
+  ),
+  "click-checkboxes": (
+    "boxes(/Select (.*) and click/.exec(said)[1].split(', '))"
+  ),
+  "click-color": (
+    "find(`#area [data-color='${/the (.*) colored/.exec(said)[1]}']`)"
+  ),
+  "click-dialog": "find('.ui-dialog button.ui-button')",
+  "click-dialog-2": (
+    "quoted[0] === 'x' ? find('.ui-dialog-titlebar button')"
+    " : named('.ui-dialog-buttonpane button', quoted[0])"
+  ),
+  "click-link": "named('#area .alink', quoted[0])",
+  "click-option": "boxes([/Select (.*) and click/.exec(said)[1]])",
+  "click-tab": "find(`#area a[href='#tabs-${/#(.)/.exec(said)[1]}']`)",
+  "click-test": "find('#subbtn')",
+  "click-test-2": "find('#subbtn')",
+  "click-test-transfer": ("find(/TWO/.test(said) ? '#subbtn2' : '#subbtn')"),
+  "click-widget": "find(`#area [data-type='${quoted[0]}']`)",
+  "focus-text": "find('#tt')",
+  "focus-text-2": "find(`#tt${/(\\d)/.exec(said)[1]}`)",
+  "unicode-test": "named('#area button', quoted[0])",
+}
 # Each is an expression of the fields to fill in order, with what goes into
 # them; then `#subbtn` is to be clicked.
 _FILL = {
-    "enter-password": (
-        "[[find('#password'), quoted[0]], [find('#verify'), quoted[0]]]"
-    ),
-    "enter-text": "[[find('#tt'), quoted[0]]]",
-    "enter-text-2": (
-        "[[find('#tt'), /upper/.test(said) ? quoted[0].toUpperCase()"
-        " : quoted[0].toLowerCase()]]"
-    ),
-    "enter-text-dynamic": "[[find('#tt'), quoted[0]]]",
-    "login-user": (
-        "[[find('#username'), quoted[0]], [find('#password'), quoted[1]]]"
-    ),
+  "enter-password": (
+    "[[find('#password'), quoted[0]], [find('#verify'), quoted[0]]]"
+  ),
+  "enter-text": "[[find('#tt'), quoted[0]]]",
+  "enter-text-2": (
+    "[[find('#tt'), /upper/.test(said) ? quoted[0].toUpperCase()"
+    " : quoted[0].toLowerCase()]]"
+  ),
+  "enter-text-dynamic": "[[find('#tt'), quoted[0]]]",
+  "login-user": (
+    "[[find('#username'), quoted[0]], [find('#password'), quoted[1]]]"
+  ),
 }
 
 ORACLE_FAMILIES = tuple(sorted({**_CLICK, **_FILL}))
@@ -103,17 +101,16 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
     return await _click(gym, gym.page, gym.task, _CLICK[family])
   if family not in _FILL:
     raise ValueError(
-        f"there is no oracle for {family!r}; known:"
-        f" {', '.join(ORACLE_FAMILIES)}"
+      f"there is no oracle for {family!r}; known: {', '.join(ORACLE_FAMILIES)}"
     )
   # The first field that is not as it should be.
   unfilled = f"""{_FILL[family]}.find(([e, wanted]) => e.value !== wanted)"""
   state = await gym.page.evaluate(
-      "(() => {%s const next = %s; if (!next) return null;"
-      " const [e, wanted] = next;"
-      " return [e.id, wanted, e.value.length, e.selectionEnd -"
-      " e.selectionStart, document.activeElement === e]; })()"
-      % (_PRELUDE, unfilled)
+    "(() => {%s const next = %s; if (!next) return null;"
+    " const [e, wanted] = next;"
+    " return [e.id, wanted, e.value.length, e.selectionEnd -"
+    " e.selectionStart, document.activeElement === e]; })()"
+    % (_PRELUDE, unfilled)
   )
   if state is None:
     return await _click(gym, gym.page, gym.task, "find('#subbtn')")
@@ -125,9 +122,7 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
   return _Action(_Kind.TYPE, text=text)
 
 
-async def describe(
-    gym: gym_lib.MiniWobGym, x: float, y: float
-) -> str | None:
+async def describe(gym: gym_lib.MiniWobGym, x: float, y: float) -> str | None:
   """Returns the name of the element at a pixel; None when it has none.
 
   Raises:
@@ -136,7 +131,7 @@ async def describe(
   if gym.page is None:
     raise RuntimeError("no episode is running; call start(task) first")
   return await gym.page.evaluate(
-      """((x, y) => {
+    """((x, y) => {
         const e = document.elementFromPoint(x, y)
             ?.closest('button, input, textarea, a, label, .alink, .color');
         if (!e) return null;
@@ -153,19 +148,17 @@ async def describe(
         const name = (e.value || e.textContent).trim();
         if (!name) return null;
         return `the ${name} ${e.matches('a, .alink') ? 'link' : 'button'}`;
-      })(%g, %g)""" % (x / gym.scale, y / gym.scale)
+      })(%g, %g)"""
+    % (x / gym.scale, y / gym.scale)
   )
 
 
 async def _click(
-    gym: gym_lib.MiniWobGym,
-    page: page_lib.WobPage,
-    task: base.Task,
-    element: str,
+  gym: gym_lib.MiniWobGym, page: page_lib.WobPage, task: base.Task, element: str
 ) -> _Action:
   """Returns a click on an uncovered point of the element (an expression)."""
   point: list[Any] | None = await page.evaluate(
-      """(() => {
+    """(() => {
         %s
         const e = %s;
         if (!e) return null;
@@ -189,11 +182,11 @@ async def _click(
         }
         return null;
       })()"""
-      % (_PRELUDE, element, gym.width / gym.scale, gym.height / gym.scale)
+    % (_PRELUDE, element, gym.width / gym.scale, gym.height / gym.scale)
   )
   if point is None:
     raise LookupError(
-        f"{task.task_id}: no point of {json.dumps(element)} can be clicked"
+      f"{task.task_id}: no point of {json.dumps(element)} can be clicked"
     )
   x, y = (gym.scale * (c + 0.5) // 1 for c in point)
   return _Action(_Kind.CLICK, x=x, y=y)

@@ -50,9 +50,9 @@ STARTS_PER_TAB = 100
 _STARTS_PER_LOAD = 50  # So that what an instance leaves behind cannot pile up.
 
 _PRELUDE = (
-    (pathlib.Path(__file__).parent / "prelude.js")
-    .read_text(encoding="utf-8")
-    .replace("MARKER_SIZE", str(_MARKER_SIZE))
+  (pathlib.Path(__file__).parent / "prelude.js")
+  .read_text(encoding="utf-8")
+  .replace("MARKER_SIZE", str(_MARKER_SIZE))
 )
 
 
@@ -105,10 +105,12 @@ class WobPage(tab_lib.Tab):
     self.listen("Page.screencastFrame", self._on_frame)
     self.listen("Page.loadEventFired", self._on_load)
     await self.show(WIDTH, HEIGHT)
-    await self.all((
+    await self.all(
+      (
         ("Page.addScriptToEvaluateOnNewDocument", {"source": _PRELUDE}),
         ("Page.startScreencast", {"format": "png", "everyNthFrame": 1}),
-    ))
+      )
+    )
 
   async def show(self, width: float, height: float, scale: float = 1) -> None:
     """Sets the area of a screenshot, from the page's top left corner.
@@ -120,8 +122,8 @@ class WobPage(tab_lib.Tab):
     self.width, self.height = width, height
     self.url = ""  # Laid out for another view: load it anew.
     self._view = (
-        max(_VIEW_WIDTH, math.ceil(width) + _MARGIN),
-        max(_VIEW_HEIGHT, math.ceil(height)),
+      max(_VIEW_WIDTH, math.ceil(width) + _MARGIN),
+      max(_VIEW_HEIGHT, math.ceil(height)),
     )
     await self.view(*self._view, scale)
 
@@ -133,15 +135,15 @@ class WobPage(tab_lib.Tab):
     return self._all_starts >= STARTS_PER_TAB
 
   async def start(
-      self,
-      url: str,
-      seed: int,
-      *,
-      data_mode: str = "default",
-      time_limit: bool = False,
-      images: tuple[str, ...] = (),
-      reload: bool = True,
-      pixels: bool = True,
+    self,
+    url: str,
+    seed: int,
+    *,
+    data_mode: str = "default",
+    time_limit: bool = False,
+    images: tuple[str, ...] = (),
+    reload: bool = True,
+    pixels: bool = True,
   ) -> tuple[Shot, str]:
     """Starts an instance; returns its first screenshot and its goal.
 
@@ -164,7 +166,10 @@ class WobPage(tab_lib.Tab):
     # Away from the task, or what lies under the last click would be hovered.
     await self.move(self._view[0] - 20.0, self._view[1] - 20.0)
     arguments = (
-        int(seed), data_mode, 0 if time_limit else _NO_LIMIT_MS, list(images)
+      int(seed),
+      data_mode,
+      0 if time_limit else _NO_LIMIT_MS,
+      list(images),
     )
     goal = await self.evaluate(f"__tunix.start(...{json.dumps(arguments)})")
     return await (self.shot() if pixels else self.advance(0)), goal
@@ -183,7 +188,7 @@ class WobPage(tab_lib.Tab):
       await asyncio.wait_for(self._loaded, self._deadline_s)
     except asyncio.TimeoutError:
       raise devtools.CommandTimeout(
-          f"{url} was not loaded in {self._deadline_s:g} s"
+        f"{url} was not loaded in {self._deadline_s:g} s"
       ) from None
     self.url = url
 
@@ -222,15 +227,15 @@ class WobPage(tab_lib.Tab):
         self._frame.exception()  # Marked as seen.
       self._frame = None
     raise devtools.CommandTimeout(
-        f"no screenshot of {self.url} in {sum(_FRAME_WAITS_S):.0f} s"
+      f"no screenshot of {self.url} in {sum(_FRAME_WAITS_S):.0f} s"
     )
 
   async def _step(self, milliseconds: float, settle: bool) -> Shot:
     ended, raw, timed, reason, page_ms = await self.evaluate(
-        f"__tunix.step({self._number}, {milliseconds}, {json.dumps(settle)})"
+      f"__tunix.step({self._number}, {milliseconds}, {json.dumps(settle)})"
     )
     return Shot(
-        None, bool(ended), float(raw), float(timed), reason, float(page_ms)
+      None, bool(ended), float(raw), float(timed), reason, float(page_ms)
     )
 
   def _acknowledge(self, identifier: int) -> None:
@@ -245,8 +250,8 @@ class WobPage(tab_lib.Tab):
     self._acknowledge(params["sessionId"])
     picture = Image.open(io.BytesIO(base64.b64decode(params["data"])))
     if any(
-        abs(side - css * self.scale) >= 1
-        for side, css in zip(picture.size, self._view)
+      abs(side - css * self.scale) >= 1
+      for side, css in zip(picture.size, self._view)
     ):
       return  # From before the view was changed.
     pixels = np.asarray(picture.convert("RGB"))

@@ -72,25 +72,25 @@ def _check(holds: object, what: str) -> None:
 
 
 async def try_family(
-    family: str,
-    task: base.Task,
-    browser: gym_lib.Browser,
-    seed: int = 0,
+  family: str, task: base.Task, browser: gym_lib.Browser, seed: int = 0
 ) -> Report:
   """Plays one instance, and then lets its time run out."""
   gym = gym_lib.MiniWobGym(browser=browser, time_limit=True)
   try:
     return await _try(gym, family, task, random.Random(f"{seed}/{family}"))
   except (
-      devtools.DevToolsError, TrialFailed, LookupError, ValueError,
-  ) as error:  # pyformat: disable
+    devtools.DevToolsError,
+    TrialFailed,
+    LookupError,
+    ValueError,
+  ) as error:
     return Report(family, f"{type(error).__name__}: {error}")
   finally:
     await gym.close()
 
 
 async def _try(
-    gym: gym_lib.MiniWobGym, family: str, task: base.Task, rng: random.Random
+  gym: gym_lib.MiniWobGym, family: str, task: base.Task, rng: random.Random
 ) -> Report:
   began = time.perf_counter()
   first = await gym.start(task)
@@ -133,13 +133,18 @@ async def _try(
   if timed_out.details["reason"] == "timed out":
     _check(timed_out.score == -1, f"timed out with {timed_out.score}")
   return Report(
-      family, "", len(steps), decided, verdict.score, start_ms,
-      1000 * sum(steps) / max(1, len(steps)),
-  )  # pyformat: disable
+    family,
+    "",
+    len(steps),
+    decided,
+    verdict.score,
+    start_ms,
+    1000 * sum(steps) / max(1, len(steps)),
+  )
 
 
 async def _any_action(
-    gym: gym_lib.MiniWobGym, rng: random.Random
+  gym: gym_lib.MiniWobGym, rng: random.Random
 ) -> gui_action.GuiAction:
   if gym.page is None:
     raise RuntimeError("no episode is running; call start(task) first")
@@ -147,12 +152,14 @@ async def _any_action(
   if not usable or rng.random() < 0.15:
     x, y = rng.uniform(2, 158), rng.uniform(52, 208)
     x2, y2 = rng.uniform(2, 158), rng.uniform(52, 208)
-    return rng.choice((
+    return rng.choice(
+      (
         _Action(_Kind.CLICK, x, y),
         _Action(_Kind.DRAG, x, y, x2, y2),
         _Action(_Kind.SCROLL, x, y, dy=rng.choice((-60.0, 60.0))),
         _Action(_Kind.MOVE, x, y),
-    ))
+      )
+    )
   x, y, takes_text = rng.choice(usable)
   at_it = (x, y) == gym.page.pointer
   if takes_text and at_it:

@@ -36,7 +36,7 @@ def _pages_in(override: str | None) -> pathlib.Path:
     directory = pathlib.Path(override)
     if not (directory / "click-test.html").is_file():
       raise PagesNotFound(
-          f"${PAGES_VARIABLE} names {override!r}, which has no click-test.html"
+        f"${PAGES_VARIABLE} names {override!r}, which has no click-test.html"
       )
     return directory.resolve()
   spec = importlib.util.find_spec("miniwob")
@@ -45,9 +45,9 @@ def _pages_in(override: str | None) -> pathlib.Path:
     if (directory / "click-test.html").is_file():
       return directory.resolve()
   raise PagesNotFound(
-      "the MiniWoB++ pages are not installed: pip install"
-      " 'tunix-multi-turn[browser]' (or: pip install miniwob==1.1.0), or set"
-      f" ${PAGES_VARIABLE} to a directory that has them"
+    "the MiniWoB++ pages are not installed: pip install"
+    " 'tunix-multi-turn[browser]' (or: pip install miniwob==1.1.0), or set"
+    f" ${PAGES_VARIABLE} to a directory that has them"
   )
 
 
@@ -87,7 +87,7 @@ def page_url(family: str) -> str:
   """
   if family not in families():
     raise ValueError(
-        registry.unknown_name("MiniWoB++ task family", family, families())
+      registry.unknown_name("MiniWoB++ task family", family, families())
     )
   return (pages_directory() / f"{family}.html").as_uri()
 
@@ -109,17 +109,19 @@ def images(family: str) -> tuple[str, ...]:
   text = page.read_text(encoding="utf-8", errors="replace")
   html = pages_directory().parent
   directories = {
-      html / "common" / "special" / name
-      for name in re.findall(r"common/special/([\w-]+)", text)
+    html / "common" / "special" / name
+    for name in re.findall(r"common/special/([\w-]+)", text)
   }
   if "jquery-ui.min.css" in text:
     directories.add(html / "core" / "jquery-ui")
-  return tuple(sorted(
+  return tuple(
+    sorted(
       path.as_uri()
       for directory in directories
       for path in directory.rglob("*")
       if path.suffix in (".png", ".gif", ".jpg", ".svg")
-  ))
+    )
+  )
 
 
 class MiniWobTasks(seeds.SeededTasks):
@@ -131,22 +133,22 @@ class MiniWobTasks(seeds.SeededTasks):
   """
 
   def __init__(
-      self,
-      families: tuple[str, ...] | list[str] | None = None,  # pylint: disable=redefined-outer-name
-      data_mode: str = "default",
+    self,
+    families: tuple[str, ...] | list[str] | None = None,  # pylint: disable=redefined-outer-name
+    data_mode: str = "default",
   ):
     """Args:
 
-      families: Families to offer, None for all.
-      data_mode: Part of their own split that the few pages with one draw from:
-        "default", "train" or "test".
+    families: Families to offer, None for all.
+    data_mode: Part of their own split that the few pages with one draw from:
+      "default", "train" or "test".
     """
     names = tuple(families) if families else globals()["families"]()
     for name in names:
       page_url(name)
     if data_mode not in DATA_MODES:
       raise ValueError(
-          f"data_mode must be one of {', '.join(DATA_MODES)}; got {data_mode!r}"
+        f"data_mode must be one of {', '.join(DATA_MODES)}; got {data_mode!r}"
       )
     self._families = names
     self._data_mode = data_mode
@@ -160,15 +162,13 @@ class MiniWobTasks(seeds.SeededTasks):
     page_url(family)
     if not 0 <= seed < 2 * EVAL_SEEDS_FROM:
       raise ValueError(
-          f"seed must be in [0, {2 * EVAL_SEEDS_FROM}), got {seed}"
+        f"seed must be in [0, {2 * EVAL_SEEDS_FROM}), got {seed}"
       )
     suffix = "" if self._data_mode == "default" else f"/{self._data_mode}"
     return base.Task(
-        task_id=f"miniwob/{family}/{seed}{suffix}",
-        family=family,
-        seed=seed,
-        max_turns=catalogue.MAX_TURNS.get(
-            family, catalogue.DEFAULT_MAX_TURNS
-        ),
-        params={} if not suffix else {"data_mode": self._data_mode},
+      task_id=f"miniwob/{family}/{seed}{suffix}",
+      family=family,
+      seed=seed,
+      max_turns=catalogue.MAX_TURNS.get(family, catalogue.DEFAULT_MAX_TURNS),
+      params={} if not suffix else {"data_mode": self._data_mode},
     )

@@ -24,8 +24,8 @@ _Kind = gui_action.GuiActionKind
 
 _TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _LINE = re.compile(
-    r"^(?P<tabs>\t*)\*?(?:\[(?P<id>\d+)\] )?(?P<role>\w+)"
-    rf"(?: (?P<name>{_TEXT}))?(?: value=(?P<value>{_TEXT}))?(?P<states>.*)$"
+  r"^(?P<tabs>\t*)\*?(?:\[(?P<id>\d+)\] )?(?P<role>\w+)"
+  rf"(?: (?P<name>{_TEXT}))?(?: value=(?P<value>{_TEXT}))?(?P<states>.*)$"
 )
 
 
@@ -50,8 +50,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-  """The goal of an episode and the lines of the tree, as the policy sees them.
-  """
+  """The goal of an episode and the lines of the tree, as the policy sees them."""
 
   goal: str
   lines: Sequence[Line]
@@ -62,13 +61,13 @@ class Page:
     for text in tree.split("\n"):
       if match := _LINE.match(text):
         name, value = (
-            ast.literal_eval(part) if part else ""
-            for part in match.group("name", "value")
+          ast.literal_eval(part) if part else ""
+          for part in match.group("name", "value")
         )
         lines.append(
             Line(match["id"] or "", match["role"], name, value,
                  match["states"], len(match["tabs"]))
-        )  # pyformat: disable
+        )  # fmt: skip
     return cls(goal, lines)
 
   @property
@@ -86,8 +85,9 @@ class Page:
   def all(self, *roles: str, name: str | None = None) -> list[Line]:
     """Elements with one of the roles; with `name`, only those named so."""
     return [
-        line for line in self.lines
-        if line.id and line.role in roles and name in (None, line.name)
+      line
+      for line in self.lines
+      if line.id and line.role in roles and name in (None, line.name)
     ]
 
   def one(self, *roles: str, name: str | None = None, at: int = 0) -> Line:
@@ -214,18 +214,16 @@ def _options(page: Page) -> _Action:
 
 def _date(page: Page) -> _Action:
   month, day, year = page.part(r"(\d+/\d+/\d+)").split("/")
-  return _filled(
-      page, page.one("Date"), f"{year}-{month}-{day}"
-  ) or _button(page, "Submit")
+  return _filled(page, page.one("Date"), f"{year}-{month}-{day}") or _button(
+    page, "Submit"
+  )
 
 
 def _time(page: Page) -> _Action:
-  hour, minute, half = re.search(
-      r"(\d+):(\d+) ?([AP])M", page.goal
-  ).groups()  # type: ignore[union-attr]
+  hour, minute, half = re.search(r"(\d+):(\d+) ?([AP])M", page.goal).groups()  # type: ignore[union-attr]
   hours = int(hour) % 12 + 12 * (half == "P")
   return _filled(
-      page, page.one("InputTime"), f"{hours:02}:{minute}"
+    page, page.one("InputTime"), f"{hours:02}:{minute}"
   ) or _button(page, "Submit")
 
 
@@ -249,39 +247,38 @@ def _sum(page: Page) -> _Action:
 
 
 _SOLVERS: dict[str, Callable[[Page], _Action]] = {
-    "choose-list": _options,
-    "click-button": lambda p: _button(p, p.quoted[0]),
-    "click-button-sequence": _sequence,
-    "click-checkboxes": _boxes,
-    "click-checkboxes-large": _boxes,
-    "click-checkboxes-transfer": _boxes,
-    "click-collapsible": _collapsible,
-    "click-collapsible-2": lambda p: _search(p, "tab", state="expanded=True"),
-    "click-dialog": _dialog,
-    "click-dialog-2": _dialog,
-    "click-link": _link,
-    "click-option": _boxes,
-    "click-scroll-list": _options,
-    "click-tab": _tab,
-    "click-tab-2": lambda p: _search(p, "tab", state="selected=True"),
-    "click-test": _button,
-    "click-test-2": lambda p: _button(p, "ONE"),
-    "click-test-transfer": lambda p: _button(p, p.part("button ([A-Z]+)")),
-    "enter-date": _date,
-    "enter-password": lambda p: _form(p, p.quoted[0], p.quoted[0]),
-    "enter-text": lambda p: _form(p, p.quoted[0]),
-    "enter-text-2": lambda p: _form(
-        p,
-        p.quoted[0].upper() if "upper" in p.goal else p.quoted[0].lower(),
-    ),
-    "enter-text-dynamic": lambda p: _form(p, p.quoted[0]),
-    "enter-time": _time,
-    "focus-text": _focus,
-    "focus-text-2": _focus,
-    "login-user": lambda p: _form(p, *p.quoted[:2]),
-    "read-table": _table,
-    "simple-arithmetic": _sum,
-    "unicode-test": lambda p: _button(p, p.quoted[0]),
+  "choose-list": _options,
+  "click-button": lambda p: _button(p, p.quoted[0]),
+  "click-button-sequence": _sequence,
+  "click-checkboxes": _boxes,
+  "click-checkboxes-large": _boxes,
+  "click-checkboxes-transfer": _boxes,
+  "click-collapsible": _collapsible,
+  "click-collapsible-2": lambda p: _search(p, "tab", state="expanded=True"),
+  "click-dialog": _dialog,
+  "click-dialog-2": _dialog,
+  "click-link": _link,
+  "click-option": _boxes,
+  "click-scroll-list": _options,
+  "click-tab": _tab,
+  "click-tab-2": lambda p: _search(p, "tab", state="selected=True"),
+  "click-test": _button,
+  "click-test-2": lambda p: _button(p, "ONE"),
+  "click-test-transfer": lambda p: _button(p, p.part("button ([A-Z]+)")),
+  "enter-date": _date,
+  "enter-password": lambda p: _form(p, p.quoted[0], p.quoted[0]),
+  "enter-text": lambda p: _form(p, p.quoted[0]),
+  "enter-text-2": lambda p: _form(
+    p, p.quoted[0].upper() if "upper" in p.goal else p.quoted[0].lower()
+  ),
+  "enter-text-dynamic": lambda p: _form(p, p.quoted[0]),
+  "enter-time": _time,
+  "focus-text": _focus,
+  "focus-text-2": _focus,
+  "login-user": lambda p: _form(p, *p.quoted[:2]),
+  "read-table": _table,
+  "simple-arithmetic": _sum,
+  "unicode-test": lambda p: _button(p, p.quoted[0]),
 }
 
 
@@ -294,8 +291,7 @@ def solve(family: str, goal: str, tree: str) -> _Action:
   """
   if family not in _SOLVERS:
     raise ValueError(
-        f"there is no oracle by id for {family!r}; known:"
-        f" {', '.join(_SOLVERS)}"
+      f"there is no oracle by id for {family!r}; known: {', '.join(_SOLVERS)}"
     )
   return _SOLVERS[family](Page.of(goal, tree))
 
@@ -310,8 +306,8 @@ def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
   """
   if gym.task is None or gym.tree is None:
     raise RuntimeError(
-        "no episode with a tree is running; call start(task) of a gym with"
-        " observation=axtree or both"
+      "no episode with a tree is running; call start(task) of a gym with"
+      " observation=axtree or both"
     )
   if gym.over:
     return None

@@ -3,12 +3,12 @@
 from tunix.rl.multi_turn.environments.gyms import spec
 
 GYM = spec.GymSpec(
-    doc="OpenEnv servers, see docs/outside_gyms.md",
-    make=f"{__name__}.gym:OpenEnvGym",
-    operator_options=("actions", "base_url", "token_file"),
-    tasks=f"{__name__}.tasks:server_tasks",
-    set_by_run=spec.SIZE,
-    lists_tasks=True,
-    size_known_after_start=True,
-    bounds={"success_at": (-1e9, 1e9)},
+  doc="OpenEnv servers, see docs/outside_gyms.md",
+  make=f"{__name__}.gym:OpenEnvGym",
+  operator_options=("actions", "base_url", "token_file"),
+  tasks=f"{__name__}.tasks:server_tasks",
+  set_by_run=spec.SIZE,
+  lists_tasks=True,
+  size_known_after_start=True,
+  bounds={"success_at": (-1e9, 1e9)},
 )

@@ -24,7 +24,7 @@ _KEYS = {
     "pagedown": "PageDown", "up": "ArrowUp", "down": "ArrowDown",
     "left": "ArrowLeft", "right": "ArrowRight",
     **{f"f{i}": f"F{i}" for i in range(1, 13)},
-}  # pyformat: disable
+}  # fmt: skip
 
 
 def gui(action: gui_action.GuiAction) -> dict[str, Any]:
@@ -32,9 +32,7 @@ def gui(action: gui_action.GuiAction) -> dict[str, Any]:
   return action.to_json()
 
 
-def browsergym(
-    action: gui_action.GuiAction,
-) -> dict[str, Any] | str | None:
+def browsergym(action: gui_action.GuiAction) -> dict[str, Any] | str | None:
   """BrowserGym's coordinate actions, as OpenEnv's browsergym_env takes them.
 
   Texts are written as Python literals, so that typed text stays text.
@@ -53,7 +51,7 @@ def browsergym(
     if action.x is None:
       return "Error: a drag needs its start, x and y"
     return _call(
-        "mouse_drag_and_drop", action.x, action.y, action.x2, action.y2
+      "mouse_drag_and_drop", action.x, action.y, action.x2, action.y2
     )
   if kind is Kind.SCROLL:
     if action.x is None:
@@ -63,7 +61,7 @@ def browsergym(
     return _call("keyboard_type", action.text)
   if kind is Kind.KEY:
     return _call(
-        "keyboard_press", "+".join(_KEYS.get(k, k) for k in action.keys)
+      "keyboard_press", "+".join(_KEYS.get(k, k) for k in action.keys)
     )
   if kind is Kind.WAIT:
     return _call("noop", int(1000 * (action.duration or 1.0)))

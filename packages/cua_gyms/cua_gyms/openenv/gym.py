@@ -42,10 +42,10 @@ Kind = gui_action.GuiActionKind
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 _MAX_MESSAGE = 256 << 20
 _FIELDS = {
-    "screenshot": "screenshot",
-    "shape": "",
-    "instruction": "instruction",
-    "text": "text",
+  "screenshot": "screenshot",
+  "shape": "",
+  "instruction": "instruction",
+  "text": "text",
 }
 _SCORES = ("return", "last")
 _ANSWERS = {"reset": "observation", "step": "observation", "state": "state"}
@@ -130,25 +130,25 @@ class Session:
   async def connect(self, seconds: float) -> None:
     """Raises:
 
-      OpenEnvError: no session is to be had.
-      ImportError: websockets is not installed.
+    OpenEnvError: no session is to be had.
+    ImportError: websockets is not installed.
     """
     client, exceptions = _websockets()
     headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
     try:
       self._socket = await client.connect(
-          self.url,
-          # Said beside the URL, so that a redirect leads nowhere else.
-          **self._where,
-          additional_headers=headers,
-          open_timeout=seconds,
-          max_size=_MAX_MESSAGE,
-          # Screenshots are compressed already.
-          compression=None,
-          # Calls have deadlines of their own; a busy server is not a dead one.
-          ping_timeout=None,
-          # Gym servers are near: a proxy of the environment is for others.
-          proxy=None,
+        self.url,
+        # Said beside the URL, so that a redirect leads nowhere else.
+        **self._where,
+        additional_headers=headers,
+        open_timeout=seconds,
+        max_size=_MAX_MESSAGE,
+        # Screenshots are compressed already.
+        compression=None,
+        # Calls have deadlines of their own; a busy server is not a dead one.
+        ping_timeout=None,
+        # Gym servers are near: a proxy of the environment is for others.
+        proxy=None,
       )
     except exceptions.InvalidStatus as error:
       raise _refused(self.url, error.response) from None
@@ -156,12 +156,12 @@ class Session:
       raise OpenEnvRequestError(f"{self.url}: {error}") from None
     except (OSError, TimeoutError, exceptions.WebSocketException) as error:
       raise OpenEnvUnavailableError(
-          f"{self.url} cannot be reached within {seconds:g} s:"
-          f" {type(error).__name__}: {error}; is that an OpenEnv server?"
+        f"{self.url} cannot be reached within {seconds:g} s:"
+        f" {type(error).__name__}: {error}; is that an OpenEnv server?"
       ) from None
 
   async def ask(
-      self, kind: str, data: Mapping[str, Any] | None, seconds: float
+    self, kind: str, data: Mapping[str, Any] | None, seconds: float
   ) -> dict[str, Any]:
     """Returns the answer's `data`; without an answer the session is over.
 
@@ -176,7 +176,7 @@ class Session:
       text = json.dumps(message, allow_nan=False)
     except (ValueError, TypeError) as error:
       raise OpenEnvRequestError(
-          f"{self.url}: {kind!r} cannot be sent: {error}"
+        f"{self.url}: {kind!r} cannot be sent: {error}"
       ) from None
     await self._none_left_over(kind)
     answered = False
@@ -190,19 +190,18 @@ class Session:
       answered = True
     except TimeoutError:
       raise OpenEnvUnavailableError(
-          f"{self.url} did not answer {kind!r} within {seconds:g} s"
+        f"{self.url} did not answer {kind!r} within {seconds:g} s"
       ) from None
     except exceptions.ConnectionClosed as error:
       raise OpenEnvSessionLostError(
-          f"{self.url} closed the session instead of answering {kind!r}:"
-          f" {error}"
+        f"{self.url} closed the session instead of answering {kind!r}: {error}"
       ) from None
     finally:
       if not answered:  # An answer that came later would be taken for another.
         self._drop()
     try:
       reply = await http.read(
-          lambda: json_text.parse(raw), len(raw), seconds, "an answer"
+        lambda: json_text.parse(raw), len(raw), seconds, "an answer"
       )
     except ValueError:
       reply = None
@@ -224,23 +223,22 @@ class Session:
       self._data_of(kind, reply, raw)  # Why it is about to close the session.
     self._drop()
     raise OpenEnvError(
-        f"{self.url} sent a message before {kind!r} was asked:"
-        f" {str(raw)[:200]!r}"
+      f"{self.url} sent a message before {kind!r} was asked: {str(raw)[:200]!r}"
     )
 
   def _data_of(self, kind: str, reply: Any, raw: Any) -> dict[str, Any]:
     data = reply.get("data") if isinstance(reply, dict) else None
     if not isinstance(data, dict):
       raise OpenEnvError(
-          f"{self.url} answered {kind!r} with no OpenEnv message:"
-          f" {str(raw)[:200]!r}"
+        f"{self.url} answered {kind!r} with no OpenEnv message:"
+        f" {str(raw)[:200]!r}"
       )
     if reply.get("type") != "error":
       if reply.get("type") != _ANSWERS[kind]:
         self._drop()  # Its answers no longer match the requests.
         raise OpenEnvError(
-            f"{self.url} answered {kind!r} with a message of type"
-            f" {str(reply.get('type'))[:80]!r}, not {_ANSWERS[kind]!r}"
+          f"{self.url} answered {kind!r} with a message of type"
+          f" {str(reply.get('type'))[:80]!r}, not {_ANSWERS[kind]!r}"
         )
       return data
     code, cause = str(data.get("code") or ""), str(data.get("cause") or "")
@@ -303,8 +301,8 @@ def _refused(url: str, response: Any) -> OpenEnvError:
     text += f"; is ${genv_gym.TOKEN_VARIABLE} or token_file right?"
   elif status == 404:
     text += (
-        "; a gym server's environments are at /openenv/<gym>, others mostly at"
-        " the address itself"
+      "; a gym server's environments are at /openenv/<gym>, others mostly at"
+      " the address itself"
     )
   return OpenEnvRequestError(text)
 
@@ -313,18 +311,18 @@ class OpenEnvGym:
   """A gym behind an OpenEnv server; see the module docstring."""
 
   def __init__(
-      self,
-      base_url: str = DEFAULT_BASE_URL,
-      *,
-      token_file: str = "",
-      width: int | None = None,
-      height: int | None = None,
-      actions: Any = "gui",
-      fields: Mapping[str, str] | None = None,
-      reset: Mapping[str, Any] | None = None,
-      score: str = "return",
-      success_at: float = 1.0,
-      timeouts: Mapping[str, float] | None = None,
+    self,
+    base_url: str = DEFAULT_BASE_URL,
+    *,
+    token_file: str = "",
+    width: int | None = None,
+    height: int | None = None,
+    actions: Any = "gui",
+    fields: Mapping[str, str] | None = None,
+    reset: Mapping[str, Any] | None = None,
+    score: str = "return",
+    success_at: float = 1.0,
+    timeouts: Mapping[str, float] | None = None,
   ):
     """Args:
 
@@ -352,7 +350,7 @@ class OpenEnvGym:
     unknown = sorted(set(fields or {}) - set(_FIELDS))
     if unknown:
       raise ValueError(
-          f"fields take no {unknown[0]!r}; known: {', '.join(_FIELDS)}"
+        f"fields take no {unknown[0]!r}; known: {', '.join(_FIELDS)}"
       )
     self._fields = {**_FIELDS, **(fields or {})}
     self._reset = dict(reset or {})
@@ -362,8 +360,8 @@ class OpenEnvGym:
     names = {f.name for f in dataclasses.fields(Timeouts)}
     if not isinstance(timeouts or {}, Mapping) or set(timeouts or {}) - names:
       raise ValueError(
-          f"timeouts={timeouts!r} must be an object with seconds for"
-          f" {', '.join(sorted(names))}"
+        f"timeouts={timeouts!r} must be an object with seconds for"
+        f" {', '.join(sorted(names))}"
       )
     self._timeouts = Timeouts(**(timeouts or {}))
     self._seen: base.Observation | None = None
@@ -374,8 +372,8 @@ class OpenEnvGym:
     arguments = task.params.get("openenv", {"seed": task.seed})
     if not isinstance(arguments, Mapping):
       raise ValueError(
-          f"task {task.task_id}: params.openenv={arguments!r} must be an object"
-          " with the arguments of a reset"
+        f"task {task.task_id}: params.openenv={arguments!r} must be an object"
+        " with the arguments of a reset"
       )
     loop = asyncio.get_running_loop()
     deadline = loop.time() + self._timeouts.start
@@ -386,11 +384,11 @@ class OpenEnvGym:
       await self.close()
       seconds = deadline - loop.time()
       try:
-        seconds = min(self._timeouts.connect, max(seconds, .01))
+        seconds = min(self._timeouts.connect, max(seconds, 0.01))
         await self._session.connect(seconds)
-        seconds = max(deadline - loop.time(), .01)
+        seconds = max(deadline - loop.time(), 0.01)
         return await self._session.ask(
-            "reset", {**self._reset, **arguments}, seconds
+          "reset", {**self._reset, **arguments}, seconds
         )
       except OpenEnvCapacityError as error:
         full = error
@@ -415,7 +413,7 @@ class OpenEnvGym:
     if data is None or isinstance(data, str):
       ends = action.kind in (Kind.ANSWER, Kind.TERMINATE)
       self._seen = dataclasses.replace(
-          self._seen, text=data or "", done=self._seen.done or ends
+        self._seen, text=data or "", done=self._seen.done or ends
       )
       return self._seen
     try:
@@ -426,7 +424,7 @@ class OpenEnvGym:
       # Nothing was done. It is the policy's own fault, and no failure of the
       # environment that would let it out of a bad episode.
       return dataclasses.replace(
-          self._seen, instruction="", text=f"Error: {error.server_text}"
+        self._seen, instruction="", text=f"Error: {error.server_text}"
       )
     return await self._take(reply, False)
 
@@ -437,7 +435,7 @@ class OpenEnvGym:
       # The episode's turns are used: it is judged as it stands.
       end = {"kind": "terminate", "metadata": {"truncated": True}}
       await self._take(
-          await self._session.ask("step", end, self._timeouts.step), False
+        await self._session.ask("step", end, self._timeouts.step), False
       )
     if self._evaluation is not None:
       try:
@@ -446,17 +444,17 @@ class OpenEnvGym:
         raise OpenEnvError(f"{self._session.url}: {error}") from None
       details = self._evaluation.get("details")
       return base.Evaluation(
-          score, success, details if isinstance(details, Mapping) else {}
+        score, success, details if isinstance(details, Mapping) else {}
       )
     if not self._rewards:
       raise OpenEnvError(
-          f"{self._session.url} gave no reward in the whole episode: there is"
-          " nothing to judge it by"
+        f"{self._session.url} gave no reward in the whole episode: there is"
+        " nothing to judge it by"
       )
     last = self._score == "last"
     score = self._rewards[-1] if last else float(sum(self._rewards))
     return base.Evaluation(
-        score, score >= self._success_at, {"rewards": list(self._rewards)}
+      score, score >= self._success_at, {"rewards": list(self._rewards)}
     )
 
   async def close(self) -> None:
@@ -467,7 +465,7 @@ class OpenEnvGym:
   # --- observations -----------------------------------------------------------
 
   async def _take(
-      self, data: Mapping[str, Any], first: bool
+    self, data: Mapping[str, Any], first: bool
   ) -> base.Observation:
     shown, where = data.get("observation"), self._session.url
     if not isinstance(shown, Mapping):
@@ -476,14 +474,15 @@ class OpenEnvGym:
     if reward is not None:
       try:
         self._rewards.append(
-            float(reward) if isinstance(reward, bool)
-            else wire.number(reward, "reward")
-        )  # pyformat: disable
+          float(reward)
+          if isinstance(reward, bool)
+          else wire.number(reward, "reward")
+        )
       except wire.WireError as error:
         raise OpenEnvError(f"{where}: {error}") from None
     for about in (data.get("metadata"), shown.get("metadata")):
       if isinstance(about, Mapping) and isinstance(
-          about.get("evaluation"), Mapping
+        about.get("evaluation"), Mapping
       ):
         self._evaluation = about["evaluation"]
     text = {}
@@ -492,11 +491,11 @@ class OpenEnvGym:
       text[name] = value if isinstance(value, str) else ""
     info = shown.get("info")
     self._seen = base.Observation(
-        await self._pixels(shown),
-        instruction=text["instruction"] if first else "",
-        text=text["text"],
-        done=data.get("done") is True,
-        info=info if isinstance(info, dict) else {},
+      await self._pixels(shown),
+      instruction=text["instruction"] if first else "",
+      text=text["text"],
+      done=data.get("done") is True,
+      info=info if isinstance(info, dict) else {},
     )
     return self._seen
 
@@ -506,10 +505,10 @@ class OpenEnvGym:
     value = _at(shown, path)
     if value is None:
       raise OpenEnvError(
-          f"{where}: the observation has no {path!r} to look at, only"
-          f" {', '.join(map(str, shown)) or 'nothing'}; set"
-          " gym.options.fields.screenshot, or serve an environment with"
-          " pictures"
+        f"{where}: the observation has no {path!r} to look at, only"
+        f" {', '.join(map(str, shown)) or 'nothing'}; set"
+        " gym.options.fields.screenshot, or serve an environment with"
+        " pictures"
       )
     shape = self._fields["shape"] and _at(shown, self._fields["shape"])
     # A list of numbers takes longer to read than any picture of their size.
@@ -518,9 +517,11 @@ class OpenEnvGym:
       size = len(value["data"])
     try:
       return await http.read(
-          lambda: _picture(value, shape, f"observation.{path}"), size,
-          self._timeouts.step, "a screenshot",
-      )  # pyformat: disable
+        lambda: _picture(value, shape, f"observation.{path}"),
+        size,
+        self._timeouts.step,
+        "a screenshot",
+      )
     except wire.WireError as error:
       raise OpenEnvError(f"{where}: {error}") from None
 
@@ -545,7 +546,7 @@ def _picture(value: Any, shape: Any, what: str) -> np.ndarray:
     return wire.from_numbers(pixels, what)
   except wire.WireError as error:
     raise wire.WireError(
-        f"{error}; flat ones need gym.options.fields.shape"
+      f"{error}; flat ones need gym.options.fields.shape"
     ) from None
 
 
@@ -566,7 +567,7 @@ def _websockets() -> Any:
     from websockets.asyncio import client  # pylint: disable=g-import-not-at-top
   except ImportError as error:
     raise ImportError(
-        "talking to an OpenEnv server needs websockets; pip install"
-        " 'tunix-multi-turn[client]'"
+      "talking to an OpenEnv server needs websockets; pip install"
+      " 'tunix-multi-turn[client]'"
     ) from error
   return client, exceptions

@@ -35,16 +35,18 @@ class SeededTasks(seeds.SplitTasks):
     number = int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 2
     number = 2 * number + (split == "eval")
     return base.Task(
-        f"{family}/{split}/{number}", family, seed=number,
-        params={"openenv": {"seed": number}},
-    )  # pyformat: disable
+      f"{family}/{split}/{number}",
+      family,
+      seed=number,
+      params={"openenv": {"seed": number}},
+    )
 
 
 def server_tasks(
-    families: Sequence[str] | None = None,
-    *,
-    base_url: str = openenv.DEFAULT_BASE_URL,
-    token_file: str = "",
+  families: Sequence[str] | None = None,
+  *,
+  base_url: str = openenv.DEFAULT_BASE_URL,
+  token_file: str = "",
 ) -> base.TaskSet:
   """Asks an OpenEnv server for its tasks.
 
@@ -63,9 +65,10 @@ def server_tasks(
   # A server's address may be given as that of its sessions.
   url = "http" + url[2:] if url.startswith("ws") else url
   task_set = concurrency.call(
-      lambda: _ask(url.rstrip("/"), token), seconds=_SECONDS + 5,
-      what=f"asking {url}",
-  )  # pyformat: disable
+    lambda: _ask(url.rstrip("/"), token),
+    seconds=_SECONDS + 5,
+    what=f"asking {url}",
+  )
   for family in families or ():
     if family not in task_set.families():
       wrong = registry.unknown_name("task family", family, task_set.families())
@@ -83,7 +86,7 @@ async def _ask(url: str, token: str) -> Any:
     except http_lib.CallError as error:
       if error.answer is None:
         raise openenv.OpenEnvUnavailableError(
-            f"{error}; is that an OpenEnv server?"
+          f"{error}; is that an OpenEnv server?"
         ) from None
       if error.answer.ok:
         raise openenv.OpenEnvError(f"{url}{path}: no JSON") from None
@@ -116,9 +119,10 @@ async def _listed(url: str, call: Any) -> Any:
     if not isinstance(called, str):
       raise openenv.OpenEnvError(f"{url}: {split!r} is not a split with a name")
     rows = await call(
-        "POST", f"{prefix}/task_range",
-        {"split": called, "start": 0, "stop": _MOST},
-    )  # pyformat: disable
+      "POST",
+      f"{prefix}/task_range",
+      {"split": called, "start": 0, "stop": _MOST},
+    )
     into = train if split.get("type") == "train" else held_out
     listed = rows.get("tasks") if isinstance(rows, dict) else None
     for i, row in enumerate(listed if isinstance(listed, list) else ()):
@@ -128,8 +132,9 @@ async def _listed(url: str, call: Any) -> Any:
   if not both:
     return SeededTasks(name)
   if not train or not held_out:
-    train = {f: [t for i, t in enumerate(ts) if i % 5 < 4]
-             for f, ts in both.items()}  # pyformat: disable
+    train = {
+      f: [t for i, t in enumerate(ts) if i % 5 < 4] for f, ts in both.items()
+    }
     held_out = {f: ts[4::5] for f, ts in both.items() if len(ts) > 4}
   return seeds.IndexedTasks(train, held_out)
 
@@ -139,8 +144,8 @@ def _task(name: str, split: str, index: int, row: Any) -> base.Task:
   family = row.get("family")
   turns = row.get("max_turns")
   return base.Task(
-      f"{name}/{split}/{row.get('id', index)}",
-      family if isinstance(family, str) and family else name,
-      max_turns=turns if isinstance(turns, int) and turns > 0 else None,
-      params={"openenv": {"split": split, "index": index}},
+    f"{name}/{split}/{row.get('id', index)}",
+    family if isinstance(family, str) and family else name,
+    max_turns=turns if isinstance(turns, int) and turns > 0 else None,
+    params={"openenv": {"split": split, "index": index}},
   )

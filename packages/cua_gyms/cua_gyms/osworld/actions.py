@@ -20,14 +20,14 @@ _SAME = (
     "insert", "esc", "home", "end", "pageup", "pagedown", "up", "down", "left",
     "right", "capslock", "numlock", "printscreen", "pause",
     *(f"f{i}" for i in range(1, 13)),
-)  # pyformat: disable
+)  # fmt: skip
 _NAMES = {
     **{k: k for k in _SAME},
     "control": "ctrl", "escape": "esc", "return": "enter", "del": "delete",
     "meta": "win", "super": "win", "win": "win", "cmd": "win", "command": "win",
     "option": "alt", "page_up": "pageup", "page_down": "pagedown",
     "menu": "apps",
-}  # pyformat: disable
+}  # fmt: skip
 _TYPED = frozenset(string.printable) - frozenset("\x0b\x0c")
 _LONGEST_S = 30.0
 
@@ -45,27 +45,29 @@ def code(action: gui_action.GuiAction, scroll_px: float) -> str | None:
   kind = action.kind
   at = "" if action.x is None else f"x={_int(action.x)}, y={_int(action.y)}"
   if kind in (Kind.CLICK, Kind.DRAG) and (
-      action.button not in ("left", "middle", "right")
+    action.button not in ("left", "middle", "right")
   ):
     raise ValueError(f"this machine has no mouse button {action.button!r}")
   if kind is Kind.CLICK:
     click = (
-        f"pyautogui.click({at}, clicks={action.count}, interval=0.05,"
-        f" button={action.button!r})"
+      f"pyautogui.click({at}, clicks={action.count}, interval=0.05,"
+      f" button={action.button!r})"
     )
     keys = [repr(_key(k)) for k in action.keys]
-    return "; ".join([
+    return "; ".join(
+      [
         *(f"pyautogui.keyDown({k})" for k in keys),
         click,
         *(f"pyautogui.keyUp({k})" for k in reversed(keys)),
-    ])
+      ]
+    )
   if kind is Kind.MOVE:
     return f"pyautogui.moveTo({at})"
   if kind in (Kind.DRAG, Kind.SWIPE):
     seconds = min(action.duration or 0.5, _LONGEST_S)
     drag = (
-        f"pyautogui.dragTo(x={_int(action.x2)}, y={_int(action.y2)},"
-        f" duration={seconds:g}, button={action.button!r})"
+      f"pyautogui.dragTo(x={_int(action.x2)}, y={_int(action.y2)},"
+      f" duration={seconds:g}, button={action.button!r})"
     )
     return f"pyautogui.moveTo({at}); {drag}" if at else drag
   if kind is Kind.SCROLL:
@@ -81,18 +83,21 @@ def code(action: gui_action.GuiAction, scroll_px: float) -> str | None:
   if kind is Kind.KEY:
     keys = [repr(_key(k)) for k in action.keys]
     if action.duration:
-      return "; ".join([
+      return "; ".join(
+        [
           *(f"pyautogui.keyDown({k})" for k in keys),
           f"time.sleep({min(action.duration, _LONGEST_S):g})",
           *(f"pyautogui.keyUp({k})" for k in reversed(keys)),
-      ])
+        ]
+      )
     return f"pyautogui.hotkey({', '.join(keys)})"
   if kind is Kind.LONG_PRESS:
-    seconds = min(1.0 if action.duration is None else action.duration,
-                  _LONGEST_S)  # pyformat: disable
+    seconds = min(
+      1.0 if action.duration is None else action.duration, _LONGEST_S
+    )
     return (
-        f"pyautogui.mouseDown({at}); time.sleep({seconds:g});"
-        f" pyautogui.mouseUp({at})"
+      f"pyautogui.mouseDown({at}); time.sleep({seconds:g});"
+      f" pyautogui.mouseUp({at})"
     )
   if kind is Kind.SYSTEM_BUTTON and action.text == "enter":
     return "pyautogui.hotkey('enter')"

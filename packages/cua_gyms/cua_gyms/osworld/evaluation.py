@@ -18,7 +18,7 @@ class Machine(Protocol):
   """The calls that getters make to a machine."""
 
   async def execute(
-      self, command: str | list[str], shell: bool = False
+    self, command: str | list[str], shell: bool = False
   ) -> Mapping[str, Any]:
     """{"output", "error", "returncode"} of a command."""
     ...
@@ -100,8 +100,8 @@ def check_include_exclude(result, rules):
   if result is None:
     return 0.0
   return float(
-      all(r in result for r in rules.get("include", ()))
-      and all(r not in result for r in rules.get("exclude", ()))
+    all(r in result for r in rules.get("include", ()))
+    and all(r not in result for r in rules.get("exclude", ()))
   )
 
 
@@ -152,7 +152,7 @@ def plan(evaluator: Any) -> list[tuple[str, Any, Any, Mapping[str, Any]]]:
       raise ValueError(f"evaluator.{key} must be a list, as func is")
     if len(column) != len(names):
       raise ValueError(
-          f"evaluator.{key} has {len(column)} parts and func {len(names)}"
+        f"evaluator.{key} has {len(column)} parts and func {len(names)}"
       )
     columns.append(column)
   parts = []
@@ -174,7 +174,7 @@ def plan(evaluator: Any) -> list[tuple[str, Any, Any, Mapping[str, Any]]]:
 
 
 async def judge(
-    machine: Machine, evaluator: Mapping[str, Any], failed: bool
+  machine: Machine, evaluator: Mapping[str, Any], failed: bool
 ) -> tuple[float, dict[str, Any]]:
   """(score, the metrics' values), as OSWorld's `DesktopEnv.evaluate` does.
 
@@ -197,14 +197,12 @@ async def judge(
     actual = await GETTERS.get(result["type"])(machine, result)
     arguments = [actual]
     if expected is not None:
-      arguments.append(
-          await GETTERS.get(expected["type"])(machine, expected)
-      )
+      arguments.append(await GETTERS.get(expected["type"])(machine, expected))
     try:
       value = float(METRICS.get(name)(*arguments, **options))
     except (TypeError, KeyError, AttributeError) as error:
       raise ValueError(
-          f"evaluator.func {name}: {type(error).__name__}: {error}"
+        f"evaluator.func {name}: {type(error).__name__}: {error}"
       ) from error
     values.append(value)
     if either and value == 1.0:

@@ -41,23 +41,25 @@ _NO_RESET = "none"
 
 # Set-up steps that are one call: type -> (path, parameters it may have).
 _CALLS = {
-    "launch": ("/setup/launch", ("command", "shell")),
-    "open": ("/setup/open_file", ("path",)),
-    "activate_window": (
-        "/setup/activate_window", ("window_name", "strict", "by_class"),
-    ),
-    "close_window": (
-        "/setup/close_window", ("window_name", "strict", "by_class"),
-    ),
-    "change_wallpaper": ("/setup/change_wallpaper", ("path",)),
-}  # pyformat: disable
+  "launch": ("/setup/launch", ("command", "shell")),
+  "open": ("/setup/open_file", ("path",)),
+  "activate_window": (
+    "/setup/activate_window",
+    ("window_name", "strict", "by_class"),
+  ),
+  "close_window": (
+    "/setup/close_window",
+    ("window_name", "strict", "by_class"),
+  ),
+  "change_wallpaper": ("/setup/change_wallpaper", ("path",)),
+}
 _STEPS = {
-    **{name: fields for name, (_, fields) in _CALLS.items()},
-    "execute": ("command", "shell", "until", "stdout", "stderr"),
-    "command": ("command", "shell", "until", "stdout", "stderr"),
-    "sleep": ("seconds",),
-    "download": ("files",),
-    "upload_file": ("files",),
+  **{name: fields for name, (_, fields) in _CALLS.items()},
+  "execute": ("command", "shell", "until", "stdout", "stderr"),
+  "command": ("command", "shell", "until", "stdout", "stderr"),
+  "sleep": ("seconds",),
+  "download": ("files",),
+  "upload_file": ("files",),
 }
 
 
@@ -68,13 +70,13 @@ class OSWorldError(http_lib.CallError):
 def check_task(task: Mapping[str, Any]) -> None:
   """Raises:
 
-    ValueError: the machine's server alone cannot do a part of the task.
+  ValueError: the machine's server alone cannot do a part of the task.
   """
   osworld_evaluation.plan(task.get("evaluator"))
   evaluator = task["evaluator"]
   for where, steps in (
-      ("config", task.get("config")),
-      ("evaluator.postconfig", evaluator.get("postconfig")),
+    ("config", task.get("config")),
+    ("evaluator.postconfig", evaluator.get("postconfig")),
   ):
     for i, step in enumerate(steps or ()):
       kind = step.get("type") if isinstance(step, Mapping) else None
@@ -84,8 +86,8 @@ def check_task(task: Mapping[str, Any]) -> None:
       unknown = sorted(set(step.get("parameters") or {}) - set(_STEPS[kind]))
       if unknown:
         raise ValueError(
-            f"{where}[{i}]: {kind} takes no {unknown[0]!r}; known:"
-            f" {', '.join(_STEPS[kind])}"
+          f"{where}[{i}]: {kind} takes no {unknown[0]!r}; known:"
+          f" {', '.join(_STEPS[kind])}"
         )
 
 
@@ -97,18 +99,18 @@ class OSWorldGym:
   """
 
   def __init__(
-      self,
-      machines: Any = DEFAULT_URL,
-      *,
-      reset: Any = None,
-      width: int | None = None,
-      height: int | None = None,
-      settle_s: float = 2.0,
-      scroll_px: float = 40.0,
-      upload_root: str = "",
-      call_s: float = 130.0,
-      start_s: float = 600.0,
-      python: str = "python",
+    self,
+    machines: Any = DEFAULT_URL,
+    *,
+    reset: Any = None,
+    width: int | None = None,
+    height: int | None = None,
+    settle_s: float = 2.0,
+    scroll_px: float = 40.0,
+    upload_root: str = "",
+    call_s: float = 130.0,
+    start_s: float = 600.0,
+    python: str = "python",
   ):
     """Args:
 
@@ -130,8 +132,8 @@ class OSWorldGym:
     self._machines = machines_lib.addresses(machines, DEFAULT_URL)
     if reset is None:
       raise ValueError(
-          "the osworld gym needs 'reset': package.module:function that reverts"
-          " a machine, or none to begin where the last episode ended"
+        "the osworld gym needs 'reset': package.module:function that reverts"
+        " a machine, or none to begin where the last episode ended"
       )
     if isinstance(reset, str) and reset != _NO_RESET:
       try:
@@ -139,12 +141,12 @@ class OSWorldGym:
       except ImportError as error:
         raise ValueError(f"reset={reset}: {error}") from None
     self._reset: Callable[[str], Any] | None = (
-        None if reset == _NO_RESET else reset
+      None if reset == _NO_RESET else reset
     )
     options_lib.check_seconds({"call_s": call_s, "start_s": start_s})
     for name, value, right in (
-        ("scroll_px", scroll_px, lambda v: 0 < v < 1e6),
-        ("settle_s", settle_s, lambda v: 0 <= v <= 600),
+      ("scroll_px", scroll_px, lambda v: 0 < v < 1e6),
+      ("settle_s", settle_s, lambda v: 0 <= v <= 600),
     ):
       number = isinstance(value, (int, float)) and not isinstance(value, bool)
       if not number or not right(value):
@@ -167,8 +169,8 @@ class OSWorldGym:
     spec = task.params.get("osworld")
     if not isinstance(spec, Mapping):
       raise ValueError(
-          f"task {task.task_id}: params.osworld must be a task of OSWorld, an"
-          " object with 'instruction', 'config' and 'evaluator'"
+        f"task {task.task_id}: params.osworld must be a task of OSWorld, an"
+        " object with 'instruction', 'config' and 'evaluator'"
       )
     try:
       check_task(spec)
@@ -176,14 +178,17 @@ class OSWorldGym:
       raise ValueError(f"task {task.task_id}: {error}") from None
     await self.close()
     self._held = await machines_lib.require(
-        self._machines, self._start_s, "machines", OSWorldError
+      self._machines, self._start_s, "machines", OSWorldError
     )
     self.url = self._held
     if self._reset is not None:
       moved = await concurrency.acall(
-          self._reset, self._held, seconds=self._start_s,
-          what="the machine's reset", on_stuck=self._note,
-      )  # pyformat: disable
+        self._reset,
+        self._held,
+        seconds=self._start_s,
+        what="the machine's reset",
+        on_stuck=self._note,
+      )
       if moved:
         (self.url,) = machines_lib.addresses(moved, DEFAULT_URL)
     await self._ready()
@@ -211,8 +216,8 @@ class OSWorldGym:
       reply = await self.execute(command)
       if reply.get("returncode"):
         raise OSWorldError(
-            f"{self.url}: an action ended with {reply['returncode']}:"
-            f" {str(reply.get('error'))[-500:]}"
+          f"{self.url}: an action ended with {reply['returncode']}:"
+          f" {str(reply.get('error'))[-500:]}"
         )
       await asyncio.sleep(self._settle_s)
     return await self._look()
@@ -224,7 +229,7 @@ class OSWorldGym:
     await self._set_up("evaluator.postconfig", evaluator.get("postconfig"))
     try:
       score, details = await osworld_evaluation.judge(
-          self, evaluator, self._failed
+        self, evaluator, self._failed
       )
     except ValueError as error:
       raise OSWorldError(f"{self.url}: {error}") from error
@@ -249,7 +254,7 @@ class OSWorldGym:
   # --- the machine ------------------------------------------------------------
 
   async def execute(
-      self, command: str | list[str], shell: bool = False
+    self, command: str | list[str], shell: bool = False
   ) -> Mapping[str, Any]:
     """{"output", "error", "returncode"} of a command, run once."""
     reply = await self.ask("POST", "/execute", command=command, shell=shell)
@@ -269,12 +274,12 @@ class OSWorldGym:
   async def ask(self, method: str, path: str, **body: Any) -> Any:
     """Returns the JSON object that a call answers with."""
     return await self._client().ask(
-        method, self._at(path), self._call_s, body=body or None
+      method, self._at(path), self._call_s, body=body or None
     )
 
   async def _call(self, method: str, path: str, **more: Any) -> bytes:
     return await self._client().call(
-        method, self._at(path), self._call_s, **more
+      method, self._at(path), self._call_s, **more
     )
 
   def _at(self, path: str) -> str:
@@ -301,7 +306,7 @@ class OSWorldGym:
         await asyncio.sleep(0.5)
     width, height = size.get("width"), size.get("height")
     machines_lib.check_size(
-        f"screen of {self.url}", (width, height), self._size, OSWorldError
+      f"screen of {self.url}", (width, height), self._size, OSWorldError
     )
     self._screen = (width, height)
 
@@ -309,7 +314,7 @@ class OSWorldGym:
     data = await self._call("GET", "/screenshot")
     try:
       pixels = await http_lib.read(
-          lambda: wire.from_png(data), len(data), self._call_s, "a screenshot"
+        lambda: wire.from_png(data), len(data), self._call_s, "a screenshot"
       )
     except wire.WireError as error:
       raise OSWorldError(f"{self.url}: {error}") from None
@@ -322,8 +327,8 @@ class OSWorldGym:
         await self._step(kind, fields)
       except (OSWorldError, KeyError, TypeError) as error:
         raise OSWorldError(
-            f"{where}[{i}] ({kind}): {type(error).__name__}: {error}",
-            getattr(error, "status", 0),
+          f"{where}[{i}] ({kind}): {type(error).__name__}: {error}",
+          getattr(error, "status", 0),
         ) from error
 
   async def _step(self, kind: str, fields: dict[str, Any]) -> None:
@@ -347,16 +352,18 @@ class OSWorldGym:
     deadline = asyncio.get_running_loop().time() + self._start_s
     while True:
       reply = await self.execute(command, fields.get("shell", False))
-      if not until or any((
+      if not until or any(
+        (
           "returncode" in until and reply["returncode"] == until["returncode"],
           "stdout" in until and until["stdout"] in reply["output"],
           "stderr" in until and until["stderr"] in reply["error"],
-      )):
+        )
+      ):
         return
       if asyncio.get_running_loop().time() > deadline:
         raise OSWorldError(
-            f"{self.url}: {command!r} did not come to {until!r} within"
-            f" {self._start_s:g} s"
+          f"{self.url}: {command!r} did not come to {until!r} within"
+          f" {self._start_s:g} s"
         )
       await asyncio.sleep(0.3)
 
@@ -366,11 +373,11 @@ class OSWorldGym:
       return [self._filled(word) for word in command]
     width, height = self._screen
     for name, value in (
-        ("CLIENT_PASSWORD", os.environ.get(PASSWORD_VARIABLE, "")),
-        ("SCREEN_WIDTH_HALF", width // 2),
-        ("SCREEN_HEIGHT_HALF", height // 2),
-        ("SCREEN_WIDTH", width),
-        ("SCREEN_HEIGHT", height),
+      ("CLIENT_PASSWORD", os.environ.get(PASSWORD_VARIABLE, "")),
+      ("SCREEN_WIDTH_HALF", width // 2),
+      ("SCREEN_HEIGHT_HALF", height // 2),
+      ("SCREEN_WIDTH", width),
+      ("SCREEN_HEIGHT", height),
     ):
       command = command.replace("{" + name + "}", str(value))
     return command
@@ -378,13 +385,15 @@ class OSWorldGym:
   async def _upload(self, local: str, path: str) -> None:
     if self._root is None:
       raise OSWorldError(
-          "the task uploads a file of this machine; set"
-          " gym.options.upload_root to the directory it may come from"
+        "the task uploads a file of this machine; set"
+        " gym.options.upload_root to the directory it may come from"
       )
     source = (self._root / local).resolve()
     if not source.is_relative_to(self._root) or not source.is_file():
       raise OSWorldError(f"{local!r} is not a file under {self._root}")
     await self._call(
-        "POST", "/setup/upload", data={"file_path": path},
-        files={"file_data": (source.name, source.read_bytes())},
-    )  # pyformat: disable
+      "POST",
+      "/setup/upload",
+      data={"file_path": path},
+      files={"file_data": (source.name, source.read_bytes())},
+    )

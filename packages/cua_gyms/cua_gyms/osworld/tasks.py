@@ -38,18 +38,18 @@ def read_task(path: pathlib.Path) -> base.Task:
     if not isinstance(data, dict) or not data.get(name):
       raise ValueError(f"{path}: {name!r} is missing; is that an OSWorld task?")
   return base.Task(
-      f"osworld/{path.parent.name}/{data['id']}",
-      path.parent.name,
-      str(data["instruction"]),
-      params={"osworld": data},
+    f"osworld/{path.parent.name}/{data['id']}",
+    path.parent.name,
+    str(data["instruction"]),
+    params={"osworld": data},
   )
 
 
 def file_tasks(
-    families: Sequence[str] | None = None,
-    *,
-    tasks_dir: str = "",
-    unsupported: str = "refuse",
+  families: Sequence[str] | None = None,
+  *,
+  tasks_dir: str = "",
+  unsupported: str = "refuse",
 ) -> seeds.IndexedTasks:
   """Returns the tasks of a directory.
 
@@ -65,14 +65,14 @@ def file_tasks(
   root = pathlib.Path(tasks_dir).expanduser()
   if not tasks_dir or not root.is_dir():
     raise ValueError(
-        f"gym.options.tasks_dir={tasks_dir!r} must be a"
-        " directory <domain>/<id>.json, as OSWorld's"
-        " evaluation_examples/examples"
+      f"gym.options.tasks_dir={tasks_dir!r} must be a"
+      " directory <domain>/<id>.json, as OSWorld's"
+      " evaluation_examples/examples"
     )
   if unsupported not in _ON_UNSUPPORTED:
     raise ValueError(
-        f"gym.options.unsupported={unsupported!r} must be one of"
-        f" {', '.join(_ON_UNSUPPORTED)}"
+      f"gym.options.unsupported={unsupported!r} must be one of"
+      f" {', '.join(_ON_UNSUPPORTED)}"
     )
   train: dict[str, list[base.Task]] = {}
   held_out: dict[str, list[base.Task]] = {}
@@ -86,8 +86,7 @@ def file_tasks(
     except ValueError as error:
       if unsupported == "refuse":
         raise ValueError(
-            f"{path}: {error}; gym.options.unsupported=skip leaves such tasks"
-            " out"
+          f"{path}: {error}; gym.options.unsupported=skip leaves such tasks out"
         ) from None
       skipped += 1
       continue
@@ -101,7 +100,7 @@ def file_tasks(
     if family not in task_set.families():
       wrong = registry.unknown_name("domain", family, task_set.families())
       raise ValueError(
-          f"{root}: {wrong}; a domain needs tasks to train on and tasks that"
-          " are held out"
+        f"{root}: {wrong}; a domain needs tasks to train on and tasks that"
+        " are held out"
       )
   return task_set

@@ -36,14 +36,14 @@ class Desktop:
   """An X server with its programs, for one episode."""
 
   def __init__(
-      self,
-      width: int,
-      height: int,
-      *,
-      isolation: str = "auto",
-      directory: str | os.PathLike[str] | None = None,
-      limits: rooms.Limits = rooms.Limits(),
-      launch_s: float = 20.0,
+    self,
+    width: int,
+    height: int,
+    *,
+    isolation: str = "auto",
+    directory: str | os.PathLike[str] | None = None,
+    limits: rooms.Limits = rooms.Limits(),
+    launch_s: float = 20.0,
   ):
     """Starts nothing yet.
 
@@ -61,8 +61,8 @@ class Desktop:
     parent = os.fsencode(directory or tempfile.gettempdir())
     if len(parent) > _MAX_DIRECTORY:
       raise ValueError(
-          f"directory={os.fsdecode(parent)!r} is too long for a socket's"
-          f" address; name one of at most {_MAX_DIRECTORY} bytes"
+        f"directory={os.fsdecode(parent)!r} is too long for a socket's"
+        f" address; name one of at most {_MAX_DIRECTORY} bytes"
       )
     self._size = (width, height)
     self._isolation = isolation
@@ -85,9 +85,11 @@ class Desktop:
     """
     try:
       self._room = rooms.Room(
-          isolation=self._isolation, directory=self._directory,
-          limits=self._limits, deadline_s=self._launch_s,
-      )  # pyformat: disable
+        isolation=self._isolation,
+        directory=self._directory,
+        limits=self._limits,
+        deadline_s=self._launch_s,
+      )
       if self._ended:  # Killed before there was anything to kill.
         raise errors.DesktopLost("the desktop was ended before it came up")
       self._configure()
@@ -140,12 +142,12 @@ class Desktop:
 
     if not self._within(self._launch_s, shown):
       raise errors.AppNotShown(
-          f"{app.title} ({app.command[0]}) showed no window in"
-          f" {self._launch_s:g} s; its output:"
-          f" {self.room.log(log) or 'nothing'}"
+        f"{app.title} ({app.command[0]}) showed no window in"
+        f" {self._launch_s:g} s; its output:"
+        f" {self.room.log(log) or 'nothing'}"
       )
     return [
-        w for w in self.display.windows() if w.window_class == app.window_class
+      w for w in self.display.windows() if w.window_class == app.window_class
     ][-1]
 
   def launch(self, name: str) -> None:
@@ -160,7 +162,7 @@ class Desktop:
 
   def _count(self, app: programs.App) -> int:
     return sum(
-        w.window_class == app.window_class for w in self.display.windows()
+      w.window_class == app.window_class for w in self.display.windows()
     )
 
   def settle(self, quiet_s: float, limit_s: float) -> bool:
@@ -216,26 +218,24 @@ class Desktop:
     source = importlib.resources.files(__package__) / "etc"
     etc = self.room.etc
     items = "\n".join(
-        f'    <item label="{app.title}"><action name="Execute"><command>'
-        f"{' '.join(app.command)}</command></action></item>"
-        for app in programs.APPS.values()
+      f'    <item label="{app.title}"><action name="Execute"><command>'
+      f"{' '.join(app.command)}</command></action></item>"
+      for app in programs.APPS.values()
     )
     for name, target in {
-        "rc.xml": "rc.xml",
-        "menu.xml": "menu.xml",
-        "gtk-settings.ini": "gtk-3.0/settings.ini",
-        # Its status bar shows how much of the machine's disk is free.
-        "pcmanfm.conf": "pcmanfm/default/pcmanfm.conf",
-        "themerc.txt": str(_THEME),
+      "rc.xml": "rc.xml",
+      "menu.xml": "menu.xml",
+      "gtk-settings.ini": "gtk-3.0/settings.ini",
+      # Its status bar shows how much of the machine's disk is free.
+      "pcmanfm.conf": "pcmanfm/default/pcmanfm.conf",
+      "themerc.txt": str(_THEME),
     }.items():
       text = (source / name).read_text(encoding="utf-8")
       text = text.replace("@ETC@", self.room.inside_etc)
       text = text.replace("@ITEMS@", items)
       (etc / target).parent.mkdir(parents=True, exist_ok=True)
       (etc / target).write_text(text, encoding="utf-8")
-    self._cookie = bytes(
-        secrets.choice(range(0x41, 0x5B)) for _ in range(32)
-    )
+    self._cookie = bytes(secrets.choice(range(0x41, 0x5B)) for _ in range(32))
     displays.write_authority(self.room.tmp / ".Xauthority", self._cookie)
 
   def _run(self, command: tuple[str, ...], log: str) -> None:
@@ -248,7 +248,7 @@ class Desktop:
         ("Xvfb", *number, "-screen", "0", f"{width}x{height}x24", "-noreset",
          "-nolisten", "tcp", "-auth", f"{self.room.inside_tmp}/.Xauthority"),
         log="Xvfb.log",
-    )  # pyformat: disable
+    )  # fmt: skip
     address = self.room.tmp / ".X11-unix" / "X0"
     if not private:
       self._number = int(self._await(self._display_number, "Xvfb"))
@@ -273,19 +273,23 @@ class Desktop:
 
   def _start_manager(self) -> None:
     self._run(
-        ("openbox", "--sm-disable", "--config-file",
-         f"{self.room.inside_etc}/rc.xml"),
-        "openbox.log",
-    )  # pyformat: disable
+      (
+        "openbox",
+        "--sm-disable",
+        "--config-file",
+        f"{self.room.inside_etc}/rc.xml",
+      ),
+      "openbox.log",
+    )
     self._await(self.display.managed, "openbox")
 
   def _await(self, look: Callable[[], T | None], what: str) -> T:
     result = self._within(self._launch_s, look)
     if not result:
       raise errors.LaunchError(
-          f"{what} did not come up in {self._launch_s:g} s; its output:"
-          f" {self.room.log(what + '.log') or 'nothing'}; of its supervisor,"
-          f" {self.room.last_words()}"
+        f"{what} did not come up in {self._launch_s:g} s; its output:"
+        f" {self.room.log(what + '.log') or 'nothing'}; of its supervisor,"
+        f" {self.room.last_words()}"
       )
     return result
 
@@ -298,6 +302,6 @@ class Desktop:
         return result
       if not self.room.alive:
         raise errors.DesktopLost(
-            f"the desktop ended while it came up; {self.room.last_words()}"
+          f"the desktop ended while it came up; {self.room.last_words()}"
         )
       time.sleep(_POLL_S)

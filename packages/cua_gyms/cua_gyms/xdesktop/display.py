@@ -39,8 +39,8 @@ try:
   import xcffib.xtest
 except ImportError as error:
   raise ImportError(
-      f"the xdesktop gym needs xcffib ({error}): pip install"
-      " 'tunix-multi-turn[xdesktop]', and sudo make desktop"
+    f"the xdesktop gym needs xcffib ({error}): pip install"
+    " 'tunix-multi-turn[xdesktop]', and sudo make desktop"
   ) from None
 
 COOKIE_NAME = b"MIT-MAGIC-COOKIE-1"
@@ -59,9 +59,7 @@ _TYPE_S = 0.003
 _APART_S = 0.28
 _APART_PIXELS = 16
 _MAX_PROPERTY = 1 << 16  # words
-_GONE = (
-    xproto.BadWindow, xproto.WindowError, xproto.DrawableError,
-)  # pyformat: disable
+_GONE = (xproto.BadWindow, xproto.WindowError, xproto.DrawableError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +102,7 @@ def write_authority(path: pathlib.Path, cookie: bytes) -> None:
   entry = wild + b"".join(map(counted, (b"", b"", COOKIE_NAME, cookie)))
   path.write_bytes(entry)
   path.chmod(0o600)
+
 
 Cursor = tuple[np.ndarray, np.ndarray, int, int]
 """(premultiplied RGB float32[h, w, 3], transparency, hot spot x, y)."""
@@ -163,16 +162,16 @@ class Display:
     self._share()
     self._damage = c.generate_id()
     self._damage_ext.Create(
-        self._damage, self._root, xcffib.damage.ReportLevel.NonEmpty
+      self._damage, self._root, xcffib.damage.ReportLevel.NonEmpty
     )
     self._xfixes.SelectCursorInput(
-        self._root, xcffib.xfixes.CursorNotifyMask.DisplayCursor
+      self._root, xcffib.xfixes.CursorNotifyMask.DisplayCursor
     )
     setup = c.setup
     count = setup.max_keycode - setup.min_keycode + 1
     mapping = c.core.GetKeyboardMapping(setup.min_keycode, count).reply()
     self.keyboard = keyboards.Keyboard(
-        setup.min_keycode, mapping.keysyms_per_keycode, list(mapping.keysyms)
+      setup.min_keycode, mapping.keysyms_per_keycode, list(mapping.keysyms)
     )
     self._per_code = mapping.keysyms_per_keycode
     # The clipboard is asked for by a window.
@@ -180,7 +179,7 @@ class Display:
     c.core.CreateWindow(
         0, self._window, self._root, 0, 0, 1, 1, 0,
         xproto.WindowClass.InputOnly, self._screen.root_visual, 0, [],
-    )  # pyformat: disable
+    )  # fmt: skip
     c.flush()
 
   def _share(self) -> None:
@@ -193,7 +192,7 @@ class Display:
       self._shm = mmap.mmap(memory, size)
       # Blue, green, red and a byte that means nothing.
       self._pixels = np.frombuffer(self._shm, np.uint8).reshape(
-          self.height, self.width, 4
+        self.height, self.width, 4
       )
       self._segment = c.generate_id()
       _send_fd(c, os.dup(memory))
@@ -227,7 +226,7 @@ class Display:
       picture = self._shm_ext.GetImage(
           self._root, 0, 0, self.width, self.height, 0xFFFFFFFF,
           xproto.ImageFormat.ZPixmap, self._segment, 0,
-      )  # pyformat: disable
+      )  # fmt: skip
       where = self._connection.core.QueryPointer(self._root)
       picture.reply()
       at = where.reply()
@@ -253,7 +252,7 @@ class Display:
     return np.stack(parts, -1), clear[..., None], cursor.xhot, cursor.yhot
 
   def _draw_cursor(
-      self, pixels: np.ndarray, cursor: Cursor, x: int, y: int
+    self, pixels: np.ndarray, cursor: Cursor, x: int, y: int
   ) -> None:
     color, clear, hot_x, hot_y = cursor
     cursor_x, cursor_y = x - hot_x, y - hot_y
@@ -306,11 +305,11 @@ class Display:
   # -- input -----------------------------------------------------------------
 
   def _fake(
-      self, kind: int, detail: int, x: int = 0, y: int = 0, after_s: float = 0.0
+    self, kind: int, detail: int, x: int = 0, y: int = 0, after_s: float = 0.0
   ) -> None:
     """Sends input; the server delays it by `after_s`, not this process."""
     self._xtest.FakeInput(
-        kind, detail, round(1000 * after_s), self._root, x, y, 0
+      kind, detail, round(1000 * after_s), self._root, x, y, 0
     )
 
   def _flush(self) -> None:
@@ -332,9 +331,13 @@ class Display:
     return at.root_x, at.root_y
 
   def click(
-      self, x: int, y: int, button: str = "left", count: int = 1,
-      modifiers: Iterable[str] = (),
-  ) -> None:  # pyformat: disable
+    self,
+    x: int,
+    y: int,
+    button: str = "left",
+    count: int = 1,
+    modifiers: Iterable[str] = (),
+  ) -> None:
     """Clicks `count` times, kept apart from clicks before and after.
 
     Raises:
@@ -369,7 +372,7 @@ class Display:
     self._clicked = ("left", x, y, time.monotonic())
 
   def drag(
-      self, x: int, y: int, x2: int, y2: int, button: str = "left"
+    self, x: int, y: int, x2: int, y2: int, button: str = "left"
   ) -> None:
     """Drags in several motions, as programs expect of a hand."""
     self._keep_apart(x, y, button)
@@ -378,7 +381,7 @@ class Display:
     for step in range(1, _DRAG_STEPS + 1):
       part = step / _DRAG_STEPS
       self._fake(
-          _MOTION, 0, round(x + (x2 - x) * part), round(y + (y2 - y) * part)
+        _MOTION, 0, round(x + (x2 - x) * part), round(y + (y2 - y) * part)
       )
       self._flush()
       time.sleep(_DRAG_PAUSE_S)
@@ -433,7 +436,7 @@ class Display:
       borrowed = {s.code: s.keysym for s in batch if s.keysym}
       for code, keysym in borrowed.items():
         self._connection.core.ChangeKeyboardMapping(
-            1, code, self._per_code, [keysym] * self._per_code
+          1, code, self._per_code, [keysym] * self._per_code
         )
       if borrowed:
         self._flush()
@@ -458,7 +461,7 @@ class Display:
   def paint_root(self, color: int) -> None:
     """Gives the desktop one color, 0xRRGGBB."""
     self._connection.core.ChangeWindowAttributes(
-        self._root, xproto.CW.BackPixel, [color]
+      self._root, xproto.CW.BackPixel, [color]
     )
     self._connection.core.ClearArea(False, self._root, 0, 0, 0, 0)
     self._flush()
@@ -501,20 +504,20 @@ class Display:
     names = bytes(self._property(window, "WM_CLASS")).split(b"\0")
     prefix = "_NET_WM_STATE_"
     states = [
-        self._atom_name(atom)
-        for atom in self._words(self._property(window, "_NET_WM_STATE"))
+      self._atom_name(atom)
+      for atom in self._words(self._property(window, "_NET_WM_STATE"))
     ]
     return Window(
-        title=bytes(self._property(window, "_NET_WM_NAME")).decode(
-            "utf-8", errors="replace"
-        ),
-        window_class=(names + [b"", b""])[1].decode(errors="replace"),
-        x=at.dst_x - west,
-        y=at.dst_y - north,
-        width=size.width + west + east,
-        height=size.height + north + south,
-        states=frozenset(s.removeprefix(prefix) for s in states),
-        active=active,
+      title=bytes(self._property(window, "_NET_WM_NAME")).decode(
+        "utf-8", errors="replace"
+      ),
+      window_class=(names + [b"", b""])[1].decode(errors="replace"),
+      x=at.dst_x - west,
+      y=at.dst_y - north,
+      width=size.width + west + east,
+      height=size.height + north + south,
+      states=frozenset(s.removeprefix(prefix) for s in states),
+      active=active,
     )
 
   def clipboard(self, wait_s: float = 2.0) -> str:
@@ -531,7 +534,7 @@ class Display:
       return ""
     target = self._atom("TUNIX_SELECTION")
     core.ConvertSelection(
-        self._window, selection, self._atom("UTF8_STRING"), target, 0
+      self._window, selection, self._atom("UTF8_STRING"), target, 0
     )
     self._connection.flush()
     due = time.monotonic() + wait_s
@@ -548,7 +551,7 @@ class Display:
 
   def _property(self, window: int, name: str) -> Any:
     reply = self._connection.core.GetProperty(
-        False, window, self._atom(name), 0, 0, _MAX_PROPERTY
+      False, window, self._atom(name), 0, 0, _MAX_PROPERTY
     ).reply()
     return reply.value.buf() if reply.value_len else b""
 
@@ -572,9 +575,11 @@ class Display:
 
 class _Auth(ctypes.Structure):
   _fields_ = [
-      ("name_length", ctypes.c_int), ("name", ctypes.c_char_p),
-      ("data_length", ctypes.c_int), ("data", ctypes.c_char_p),
-  ]  # pyformat: disable
+    ("name_length", ctypes.c_int),
+    ("name", ctypes.c_char_p),
+    ("data_length", ctypes.c_int),
+    ("data", ctypes.c_char_p),
+  ]
 
 
 @functools.lru_cache(maxsize=None)

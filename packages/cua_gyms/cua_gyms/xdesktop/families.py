@@ -44,7 +44,7 @@ class Instance:
   opens: tuple[tuple[str, ...], ...] = ()
 
   def oracle(
-      self, look: Callable[[], np.ndarray], zoom: int
+    self, look: Callable[[], np.ndarray], zoom: int
   ) -> Iterator[gui_action.GuiAction]:
     """Runs `script` on the screenshots of `look`; see `hand.Hand`."""
     return self.script(hand_lib.Hand(look, zoom))
@@ -54,8 +54,8 @@ class Instance:
 class Family:
   """Attributes:
 
-    make: a random generator -> an instance.
-    max_turns: about twice what the script needs on a machine at rest.
+  make: a random generator -> an instance.
+  max_turns: about twice what the script needs on a machine at rest.
   """
 
   name: str
@@ -82,7 +82,7 @@ def get(name: str) -> Family:
   """Looks a family up. Raises ValueError with the nearest name."""
   if name not in FAMILIES:
     raise ValueError(
-        registry.unknown_name("xdesktop task family", name, tuple(FAMILIES))
+      registry.unknown_name("xdesktop task family", name, tuple(FAMILIES))
     )
   return FAMILIES[name]
 
@@ -134,7 +134,7 @@ def tree_of(files: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 def expect_tree(
-    state: state_lib.State, expected: Mapping[str, str | None]
+  state: state_lib.State, expected: Mapping[str, str | None]
 ) -> str:
   """Returns the first difference of the home's files, "" for none."""
   expected = tree_of(expected)
@@ -154,7 +154,7 @@ WORDS = (
     "indigo", "juniper", "kestrel", "lagoon", "meadow", "nectar", "orchid",
     "pepper", "quartz", "raven", "saffron", "timber", "umber", "velvet",
     "willow", "yarrow", "zephyr",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def lines(rng: random.Random, count: int) -> list[str]:

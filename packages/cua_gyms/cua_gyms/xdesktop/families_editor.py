@@ -13,9 +13,9 @@ _SAVE = "ctrl+s"
 # From the corner of its window: the View menu, and its entries.
 _VIEW = (164, 36)
 _VIEW_ENTRIES = {
-    "line numbers": (214, 112, "view", "show-line-numbers"),
-    "toolbar": (214, 163, "window", "toolbar-visible"),
-    "statusbar": (214, 188, "window", "statusbar-visible"),
+  "line numbers": (214, 112, "view", "show-line-numbers"),
+  "toolbar": (214, 163, "window", "toolbar-visible"),
+  "statusbar": (214, 188, "window", "statusbar-visible"),
 }
 # From the corner of the dialog to find and replace.
 _REPLACE_FIELD = (257, 86)
@@ -43,12 +43,12 @@ def _append(rng: random.Random) -> Instance:
     yield hand.key(_SAVE)
 
   return Instance(
-      f'Add the line "{new}" at the end of {name}, which is open in the text'
-      " editor, and save the file.",
-      lambda state: families.expect_tree(state, {name: _text([*rows, new])}),
-      script,
-      {name: _text(rows)},
-      (("editor", name),),
+    f'Add the line "{new}" at the end of {name}, which is open in the text'
+    " editor, and save the file.",
+    lambda state: families.expect_tree(state, {name: _text([*rows, new])}),
+    script,
+    {name: _text(rows)},
+    (("editor", name),),
   )
 
 
@@ -66,12 +66,12 @@ def _delete_line(rng: random.Random) -> Instance:
 
   remaining = rows[:target] + rows[target + 1 :]
   return Instance(
-      f'Delete the line "{rows[target]}" from {name}, which is open in the text'
-      " editor, and save the file.",
-      lambda state: families.expect_tree(state, {name: _text(remaining)}),
-      script,
-      {name: _text(rows)},
-      (("editor", name),),
+    f'Delete the line "{rows[target]}" from {name}, which is open in the text'
+    " editor, and save the file.",
+    lambda state: families.expect_tree(state, {name: _text(remaining)}),
+    script,
+    {name: _text(rows)},
+    (("editor", name),),
   )
 
 
@@ -93,12 +93,12 @@ def _replace(rng: random.Random) -> Instance:
 
   changed = [line.replace(old, new) for line in rows]
   return Instance(
-      f'Replace every "{old}" by "{new}" in {name}, which is open in the text'
-      " editor, and save the file.",
-      lambda state: families.expect_tree(state, {name: _text(changed)}),
-      script,
-      {name: _text(rows)},
-      (("editor", name),),
+    f'Replace every "{old}" by "{new}" in {name}, which is open in the text'
+    " editor, and save the file.",
+    lambda state: families.expect_tree(state, {name: _text(changed)}),
+    script,
+    {name: _text(rows)},
+    (("editor", name),),
   )
 
 
@@ -116,12 +116,12 @@ def _new_file(rng: random.Random) -> Instance:
 
   listed = ", ".join(f'"{line}"' for line in rows)
   return Instance(
-      f"Write three lines in the text editor, {listed}, and save them as"
-      f" {name} in the home folder.",
-      lambda state: families.expect_tree(state, {name: _text(rows)}),
-      script,
-      {},
-      (("editor",),),
+    f"Write three lines in the text editor, {listed}, and save them as"
+    f" {name} in the home folder.",
+    lambda state: families.expect_tree(state, {name: _text(rows)}),
+    script,
+    {},
+    (("editor",),),
   )
 
 
@@ -138,14 +138,14 @@ def _save_as(rng: random.Random) -> Instance:
 
   files = {name: _text(rows), folder: None}
   return Instance(
-      f"Save a copy of {name}, which is open in the text editor, as {copy} in"
-      f" the folder {folder}. Keep the original.",
-      lambda state: families.expect_tree(
-          state, {**files, f"{folder}/{copy}": _text(rows)}
-      ),
-      script,
-      files,
-      (("editor", name),),
+    f"Save a copy of {name}, which is open in the text editor, as {copy} in"
+    f" the folder {folder}. Keep the original.",
+    lambda state: families.expect_tree(
+      state, {**files, f"{folder}/{copy}": _text(rows)}
+    ),
+    script,
+    files,
+    (("editor", name),),
   )
 
 
@@ -169,12 +169,12 @@ def _copy_line(rng: random.Random) -> Instance:
     return families.expect_tree(state, {name: _text(rows)})
 
   return Instance(
-      f'Copy the line "{line}" of {name}, which is open in the text editor,'
-      " to the clipboard. Do not change the file.",
-      check,
-      script,
-      {name: _text(rows)},
-      (("editor", name),),
+    f'Copy the line "{line}" of {name}, which is open in the text editor,'
+    " to the clipboard. Do not change the file.",
+    check,
+    script,
+    {name: _text(rows)},
+    (("editor", name),),
   )
 
 
@@ -194,9 +194,9 @@ def _view_setting(rng: random.Random) -> Instance:
     return families.expect_tree(state, {name: _text(rows)})
 
   return Instance(
-      f"Make the text editor show its {what}.",
-      check,
-      script,
-      {name: _text(rows)},
-      (("editor", name),),
+    f"Make the text editor show its {what}.",
+    check,
+    script,
+    {name: _text(rows)},
+    (("editor", name),),
   )

@@ -21,7 +21,7 @@ def _point(index: int) -> tuple[int, int]:
 
 
 def _home(
-    rng: random.Random, folders: int, count: int
+  rng: random.Random, folders: int, count: int
 ) -> tuple[dict[str, str | None], list[str]]:
   """(the files of a home, its entries in the order of their icons)."""
   words = rng.sample(families.WORDS, folders + count)
@@ -46,11 +46,11 @@ def _rename(rng: random.Random) -> Instance:
 
   expected = {new if n == old else n: text for n, text in files.items()}
   return Instance(
-      f"Rename the file {old} in the file manager to {new}.",
-      lambda state: families.expect_tree(state, expected),
-      script,
-      files,
-      _OPENS,
+    f"Rename the file {old} in the file manager to {new}.",
+    lambda state: families.expect_tree(state, expected),
+    script,
+    files,
+    _OPENS,
   )
 
 
@@ -67,11 +67,11 @@ def _new_folder(rng: random.Random) -> Instance:
     yield from hand.switch(hand.key("enter"))
 
   return Instance(
-      f'Make a new folder "{name}" in the home folder.',
-      lambda state: families.expect_tree(state, {**files, name: None}),
-      script,
-      files,
-      _OPENS,
+    f'Make a new folder "{name}" in the home folder.',
+    lambda state: families.expect_tree(state, {**files, name: None}),
+    script,
+    files,
+    _OPENS,
   )
 
 
@@ -87,16 +87,16 @@ def _delete(rng: random.Random) -> Instance:
 
   expected = {n: text for n, text in files.items() if n != target}
   return Instance(
-      f"Move the file {target} to the trash.",
-      lambda state: families.expect_tree(state, expected),
-      script,
-      files,
-      _OPENS,
+    f"Move the file {target} to the trash.",
+    lambda state: families.expect_tree(state, expected),
+    script,
+    files,
+    _OPENS,
   )
 
 
 def _paste(
-    rng: random.Random, take: str, request: str, keeps: bool
+  rng: random.Random, take: str, request: str, keeps: bool
 ) -> Instance:
   """Returns the task to put a file into a folder.
 
@@ -112,9 +112,7 @@ def _paste(
   def script(hand: Hand):
     yield hand.click(*_point(shown.index(name)))
     yield hand.key(take)
-    yield from hand.change(
-        hand.click(*_point(shown.index(folder)), count=2)
-    )
+    yield from hand.change(hand.click(*_point(shown.index(folder)), count=2))
     yield hand.click(*_EMPTY)
     yield from hand.change(hand.key("ctrl+v"))
     yield hand.wait(0.5)
@@ -122,11 +120,11 @@ def _paste(
   expected = {n: text for n, text in files.items() if keeps or n != name}
   expected[f"{folder}/{name}"] = files[name]
   return Instance(
-      request.format(name=name, folder=folder),
-      lambda state: families.expect_tree(state, expected),
-      script,
-      files,
-      _OPENS,
+    request.format(name=name, folder=folder),
+    lambda state: families.expect_tree(state, expected),
+    script,
+    files,
+    _OPENS,
   )
 
 
@@ -157,7 +155,7 @@ def _show_hidden(rng: random.Random) -> Instance:
     return families.expect_tree(state, files)
 
   return Instance(
-      "Make the file manager show hidden files.", check, script, files, _OPENS
+    "Make the file manager show hidden files.", check, script, files, _OPENS
   )
 
 
@@ -172,13 +170,14 @@ def _answer(rng: random.Random) -> Instance:
     yield hand_lib.Action(hand_lib.Kind.ANSWER, text=numbers[person])
 
   return Instance(
-      f"What is {people[person]}'s number in contacts.txt? Answer with the"
-      " number alone.",
-      lambda state: (
-          "" if state.answer.strip() == numbers[person]
-          else "the answer is not the number"
-      ),
-      script,
-      {"contacts.txt": text},
-      (("editor", "contacts.txt"),),
-  )  # pyformat: disable
+    f"What is {people[person]}'s number in contacts.txt? Answer with the"
+    " number alone.",
+    lambda state: (
+      ""
+      if state.answer.strip() == numbers[person]
+      else "the answer is not the number"
+    ),
+    script,
+    {"contacts.txt": text},
+    (("editor", "contacts.txt"),),
+  )

@@ -44,11 +44,11 @@ def _close(rng: random.Random) -> Instance:
     return "" if state.windows("editor") else "the text editor was closed too"
 
   return Instance(
-      "Close the calculator. Leave the text editor open.",
-      check,
-      script,
-      files,
-      (("editor", name), ("calculator",)),
+    "Close the calculator. Leave the text editor open.",
+    check,
+    script,
+    files,
+    (("editor", name), ("calculator",)),
   )
 
 
@@ -61,15 +61,16 @@ def _maximize(rng: random.Random) -> Instance:
     yield from hand.switch(hand.click(_EDITOR_WIDTH - _MAXIMIZE, _BUTTON_Y))
 
   return Instance(
-      "Maximize the window of the text editor.",
-      lambda state: (
-          "" if any(w.maximized for w in state.windows("editor"))
-          else "the text editor is not maximized"
-      ),
-      script,
-      files,
-      (("editor", name),),
-  )  # pyformat: disable
+    "Maximize the window of the text editor.",
+    lambda state: (
+      ""
+      if any(w.maximized for w in state.windows("editor"))
+      else "the text editor is not maximized"
+    ),
+    script,
+    files,
+    (("editor", name),),
+  )
 
 
 @families.family("window-minimize", 4)
@@ -90,11 +91,11 @@ def _minimize(rng: random.Random) -> Instance:
     return "the text editor is minimized too" if hidden else ""
 
   return Instance(
-      "Minimize the calculator. Leave the text editor as it is.",
-      check,
-      script,
-      files,
-      (("editor", name), ("calculator",)),
+    "Minimize the calculator. Leave the text editor as it is.",
+    check,
+    script,
+    files,
+    (("editor", name), ("calculator",)),
   )
 
 
@@ -122,11 +123,11 @@ def _move(rng: random.Random) -> Instance:
     return "" if window.x > 200 else "the text editor is not at the right"
 
   return Instance(
-      f"Drag the window of the text editor to the lower {side} of the screen.",
-      check,
-      script,
-      files,
-      (("editor", name),),
+    f"Drag the window of the text editor to the lower {side} of the screen.",
+    check,
+    script,
+    files,
+    (("editor", name),),
   )
 
 
@@ -144,11 +145,9 @@ def _menu(rng: random.Random) -> Instance:
 
   title = programs.APPS[name].title
   return Instance(
-      f'Open "{title}" from the menu that a right click on the desktop shows.',
-      lambda state: (
-          "" if state.windows(name) else f"{title} has not been opened"
-      ),
-      script,
+    f'Open "{title}" from the menu that a right click on the desktop shows.',
+    lambda state: "" if state.windows(name) else f"{title} has not been opened",
+    script,
   )
 
 
@@ -169,12 +168,12 @@ def _make_folders(rng: random.Random) -> Instance:
   top, *inner = rng.sample(families.WORDS, 3)
   paths = [f"{top}/{name}" for name in inner]
   return Instance(
-      f"In the terminal, make the folder {top} in the home folder, and in it"
-      f" the folders {inner[0]} and {inner[1]}.",
-      lambda state: families.expect_tree(state, {p: None for p in paths}),
-      _in_terminal("mkdir -p " + " ".join(paths)),
-      {},
-      (("terminal",),),
+    f"In the terminal, make the folder {top} in the home folder, and in it"
+    f" the folders {inner[0]} and {inner[1]}.",
+    lambda state: families.expect_tree(state, {p: None for p in paths}),
+    _in_terminal("mkdir -p " + " ".join(paths)),
+    {},
+    (("terminal",),),
   )
 
 
@@ -189,11 +188,11 @@ def _permissions(rng: random.Random) -> Instance:
     return families.expect_tree(state, files)
 
   return Instance(
-      f"In the terminal, make {name} in the home folder executable.",
-      check,
-      _in_terminal(f"chmod +x {name}"),
-      files,
-      (("terminal",),),
+    f"In the terminal, make {name} in the home folder executable.",
+    check,
+    _in_terminal(f"chmod +x {name}"),
+    files,
+    (("terminal",),),
   )
 
 
@@ -201,20 +200,20 @@ def _permissions(rng: random.Random) -> Instance:
 def _count_lines(rng: random.Random) -> Instance:
   word = rng.choice(families.WORDS)
   rows = [
-      f"{i} {word if rng.random() < 0.4 else 'other'}" for i in range(1, 31)
+    f"{i} {word if rng.random() < 0.4 else 'other'}" for i in range(1, 31)
   ]
   rows[0] = f"1 {word}"
   count = sum(word in row for row in rows)
   files = {"events.log": "\n".join(rows) + "\n"}
   return Instance(
-      f'Count the lines of events.log that hold "{word}", and write the number'
-      " into count.txt in the home folder. A terminal is open.",
-      lambda state: families.expect_tree(
-          state, {**files, "count.txt": str(count)}
-      ),
-      _in_terminal(f"grep -c {word} events.log > count.txt"),
-      files,
-      (("terminal",),),
+    f'Count the lines of events.log that hold "{word}", and write the number'
+    " into count.txt in the home folder. A terminal is open.",
+    lambda state: families.expect_tree(
+      state, {**files, "count.txt": str(count)}
+    ),
+    _in_terminal(f"grep -c {word} events.log > count.txt"),
+    files,
+    (("terminal",),),
   )
 
 
@@ -240,16 +239,17 @@ def _calculate(rng: random.Random) -> Instance:
     yield hand.key("ctrl+c")
 
   return Instance(
-      f"Compute {a} times {b} with the calculator and copy the result to the"
-      " clipboard.",
-      lambda state: (
-          "" if state.clipboard().strip() == str(a * b)
-          else "the clipboard does not hold the result"
-      ),
-      script,
-      {},
-      (("calculator",),),
-  )  # pyformat: disable
+    f"Compute {a} times {b} with the calculator and copy the result to the"
+    " clipboard.",
+    lambda state: (
+      ""
+      if state.clipboard().strip() == str(a * b)
+      else "the clipboard does not hold the result"
+    ),
+    script,
+    {},
+    (("calculator",),),
+  )
 
 
 @families.family("calculator-to-file", 40)
@@ -267,12 +267,12 @@ def _calculate_to_file(rng: random.Random) -> Instance:
     yield from hand.insist(hand.key("enter"))
 
   return Instance(
-      f"Compute {a} times {b} with the calculator and save the result, alone,"
-      " as result.txt in the home folder with the text editor.",
-      lambda state: families.expect_tree(state, {"result.txt": str(a * b)}),
-      script,
-      {},
-      (("editor",), ("calculator",)),
+    f"Compute {a} times {b} with the calculator and save the result, alone,"
+    " as result.txt in the home folder with the text editor.",
+    lambda state: families.expect_tree(state, {"result.txt": str(a * b)}),
+    script,
+    {},
+    (("editor",), ("calculator",)),
   )
 
 
@@ -294,10 +294,10 @@ def _infeasible(rng: random.Random) -> Instance:
     return families.expect_tree(state, files)
 
   return Instance(
-      f"Rename the file {absent} in the home folder to final-{absent}. If that"
-      " cannot be done, end the task as failed.",
-      check,
-      script,
-      files,
-      (("files", ""),),
+    f"Rename the file {absent} in the home folder to final-{absent}. If that"
+    " cannot be done, end the task as failed.",
+    check,
+    script,
+    files,
+    (("files", ""),),
   )

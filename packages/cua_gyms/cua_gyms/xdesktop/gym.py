@@ -54,7 +54,7 @@ _ENDS = (_Kind.ANSWER, _Kind.TERMINATE)
 
 
 def unusable(
-    options: Mapping[str, Any], width: int, height: int
+  options: Mapping[str, Any], width: int, height: int
 ) -> Iterator[str]:
   """Yields the reason that this machine cannot isolate desktops as asked.
 
@@ -80,20 +80,20 @@ class XDesktopGym:
   """
 
   def __init__(
-      self,
-      width: int = 1024,
-      height: int = 768,
-      *,
-      zoom: int = 0,
-      isolation: str = "auto",
-      directory: str | None = None,
-      disk_mb: int = 256,
-      max_processes: int = 512,
-      settle_s: float = 0.04,
-      settle_limit_s: float = 3.0,
-      launch_s: float = 20.0,
-      call_s: float = 60.0,
-      pointer: bool = True,
+    self,
+    width: int = 1024,
+    height: int = 768,
+    *,
+    zoom: int = 0,
+    isolation: str = "auto",
+    directory: str | None = None,
+    disk_mb: int = 256,
+    max_processes: int = 512,
+    settle_s: float = 0.04,
+    settle_limit_s: float = 3.0,
+    launch_s: float = 20.0,
+    call_s: float = 60.0,
+    pointer: bool = True,
   ):
     """Args:
 
@@ -118,37 +118,38 @@ class XDesktopGym:
       ValueError: naming the setting.
     """
     for name, seconds in {
-        "settle_s": settle_s, "settle_limit_s": settle_limit_s,
-        "launch_s": launch_s, "call_s": call_s,
-    }.items():  # pyformat: disable
+      "settle_s": settle_s,
+      "settle_limit_s": settle_limit_s,
+      "launch_s": launch_s,
+      "call_s": call_s,
+    }.items():
       if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError(f"{name}={seconds!r} must be > 0 seconds")
     if isolation not in rooms.ISOLATIONS:
       raise ValueError(
-          f"isolation={isolation!r} must be one of"
-          f" {', '.join(rooms.ISOLATIONS)}"
+        f"isolation={isolation!r} must be one of {', '.join(rooms.ISOLATIONS)}"
       )
     if disk_mb < 16 or max_processes < 64:
       raise ValueError(
-          f"disk_mb={disk_mb} must be >= 16 MiB and"
-          f" max_processes={max_processes} >= 64"
+        f"disk_mb={disk_mb} must be >= 16 MiB and"
+        f" max_processes={max_processes} >= 64"
       )
     if width < 1 or height < 1 or zoom < 0:
       raise ValueError(
-          f"width={width}, height={height} must be >= 1 and zoom={zoom} >= 0"
+        f"width={width}, height={height} must be >= 1 and zoom={zoom} >= 0"
       )
     least = max(-(-MIN_SCREEN[0] // width), -(-MIN_SCREEN[1] // height))
     zoom = zoom or least
     if zoom < least:
       raise ValueError(
-          f"width={width}, height={height}, zoom={zoom}: the screen would be"
-          f" {width * zoom}x{height * zoom}, and a desktop needs"
-          f" {MIN_SCREEN[0]}x{MIN_SCREEN[1]}; set zoom={least}, or 0"
+        f"width={width}, height={height}, zoom={zoom}: the screen would be"
+        f" {width * zoom}x{height * zoom}, and a desktop needs"
+        f" {MIN_SCREEN[0]}x{MIN_SCREEN[1]}; set zoom={least}, or 0"
       )
     if width * zoom > MAX_SCREEN[0] or height * zoom > MAX_SCREEN[1]:
       raise ValueError(
-          f"width={width}, height={height}, zoom={zoom}: a screen has at most"
-          f" {MAX_SCREEN[0]}x{MAX_SCREEN[1]} pixels"
+        f"width={width}, height={height}, zoom={zoom}: a screen has at most"
+        f" {MAX_SCREEN[0]}x{MAX_SCREEN[1]} pixels"
       )
     self.width, self.height = int(width), int(height)
     self.task: base.Task | None = None
@@ -157,9 +158,7 @@ class XDesktopGym:
     self._zoom = int(zoom)
     self._isolation = isolation
     self._directory = directory
-    self._limits = rooms.Limits(
-        disk=disk_mb << 20, processes=max_processes
-    )
+    self._limits = rooms.Limits(disk=disk_mb << 20, processes=max_processes)
     self._settle_s = settle_s
     self._settle_limit_s = settle_limit_s
     self._launch_s = launch_s
@@ -197,10 +196,7 @@ class XDesktopGym:
       await self._discard()
       raise
     return self._observe(
-        shot,
-        instance.instruction,
-        turn=0,
-        isolation=self._running.room.isolation,
+      shot, instance.instruction, turn=0, isolation=self._running.room.isolation
     )
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
@@ -214,7 +210,7 @@ class XDesktopGym:
       raise RuntimeError("no episode is running; call start(task) first")
     if self._over:
       return self._observe(
-          self.observation.pixels, ignored="the episode is over"
+        self.observation.pixels, ignored="the episode is over"
       )
     info: dict[str, Any] = {}
     self._turns += 1
@@ -229,9 +225,12 @@ class XDesktopGym:
           if action.kind is _Kind.WAIT:
             await asyncio.sleep(_seconds(action, 1.0))
           ignored = await self._call(
-              action.kind.value, self._perform, action, info,
-              seconds=self._call_s + _seconds(action, 0.0),
-          )  # pyformat: disable
+            action.kind.value,
+            self._perform,
+            action,
+            info,
+            seconds=self._call_s + _seconds(action, 0.0),
+          )
       if ignored:
         info["ignored"] = ignored
       shot = await self._call("screenshot", self._shoot)
@@ -276,13 +275,11 @@ class XDesktopGym:
     if stuck is not None and not stuck.returned:
       # That call still holds the display; it ends with its server.
       desktop.kill()
-      later = threading.Thread(
-          target=_close_late, args=(desktop,), daemon=True
-      )
+      later = threading.Thread(target=_close_late, args=(desktop,), daemon=True)
       stuck.then(later.start)
       return
     await concurrency.acall(
-        desktop.close, _CLOSE_S, seconds=_CLOSE_S + 5, what="xdesktop close"
+      desktop.close, _CLOSE_S, seconds=_CLOSE_S + 5, what="xdesktop close"
     )
 
   # -- for oracles -------------------------------------------------------------
@@ -317,10 +314,12 @@ class XDesktopGym:
     display = self._running.display
     x, y = self._point(x, y, {})
     under = [
-        w for w in display.windows()
-        if not w.minimized
-        and w.x <= x < w.x + w.width and w.y <= y < w.y + w.height
-    ]  # pyformat: disable
+      w
+      for w in display.windows()
+      if not w.minimized
+      and w.x <= x < w.x + w.width
+      and w.y <= y < w.y + w.height
+    ]
     # The window with the keyboard is on top; else the youngest one.
     under.sort(key=lambda w: w.active)
     return under[-1].title if under else None
@@ -334,11 +333,11 @@ class XDesktopGym:
     return self.desktop
 
   async def _call(
-      self,
-      what: str,
-      fn: Callable[..., T],
-      *args: Any,
-      seconds: float | None = None,
+    self,
+    what: str,
+    fn: Callable[..., T],
+    *args: Any,
+    seconds: float | None = None,
   ) -> T:
     """Runs blocking work in a thread; ends the desktop at the deadline."""
 
@@ -348,18 +347,21 @@ class XDesktopGym:
         self.desktop.kill()  # Which makes the call return.
 
     return await concurrency.acall(
-        fn, *args, seconds=seconds or self._call_s, what=f"xdesktop {what}",
-        on_stuck=note,
-    )  # pyformat: disable
+      fn,
+      *args,
+      seconds=seconds or self._call_s,
+      what=f"xdesktop {what}",
+      on_stuck=note,
+    )
 
   def _begin(self, instance: families.Instance) -> None:
     desktop = desktops.Desktop(
-        self.width * self._zoom,
-        self.height * self._zoom,
-        isolation=self._isolation,
-        directory=self._directory,
-        limits=self._limits,
-        launch_s=self._launch_s,
+      self.width * self._zoom,
+      self.height * self._zoom,
+      isolation=self._isolation,
+      directory=self._directory,
+      limits=self._limits,
+      launch_s=self._launch_s,
     )
     self.desktop = desktop  # So that it can be ended while it comes up.
     desktop.start()
@@ -375,10 +377,10 @@ class XDesktopGym:
     return np.asarray(Image.fromarray(pixels).reduce(self._zoom))
 
   def _observe(
-      self, shot: np.ndarray, instruction: str = "", **info: Any
+    self, shot: np.ndarray, instruction: str = "", **info: Any
   ) -> base.Observation:
     self.observation = base.Observation(
-        shot, instruction, done=self._over, info=info
+      shot, instruction, done=self._over, info=info
     )
     return self.observation
 
@@ -394,9 +396,7 @@ class XDesktopGym:
     except errors.DesktopError as error:
       _LOG.warning("%s", error)
 
-  def _perform(
-      self, action: gui_action.GuiAction, info: dict[str, Any]
-  ) -> str:
+  def _perform(self, action: gui_action.GuiAction, info: dict[str, Any]) -> str:
     """Carries out `action`; returns the reason if it did nothing, else ""."""
     desktop = self._running
     display = desktop.display
@@ -418,8 +418,7 @@ class XDesktopGym:
       elif kind is _Kind.LONG_PRESS:
         display.press(x, y, _seconds(action, _LONG_PRESS_S))
       elif kind is _Kind.SCROLL:
-        display.scroll(x, y, self._notches(action.dx),
-                       self._notches(action.dy))  # pyformat: disable
+        display.scroll(x, y, self._notches(action.dx), self._notches(action.dy))
       elif kind is _Kind.TYPE:
         display.type(action.text or "", self._settled)
       elif kind is _Kind.KEY:
@@ -444,18 +443,19 @@ class XDesktopGym:
     notches = round(pixels * self._zoom / _PIXELS_A_NOTCH)
     return notches or int(math.copysign(1, pixels)) if pixels else 0
 
-  def _point(
-      self, x: float, y: float, info: dict[str, Any]
-  ) -> tuple[int, int]:
+  def _point(self, x: float, y: float, info: dict[str, Any]) -> tuple[int, int]:
     """Converts a point of the screenshot to one of the screen."""
     inside = (
-        min(max(x, 0.0), self.width - 1.0), min(max(y, 0.0), self.height - 1.0)
+      min(max(x, 0.0), self.width - 1.0),
+      min(max(y, 0.0), self.height - 1.0),
     )
     if inside != (x, y):
       info["clamped"] = True
     half = self._zoom // 2
-    return (int(inside[0] * self._zoom) + half,
-            int(inside[1] * self._zoom) + half)  # pyformat: disable
+    return (
+      int(inside[0] * self._zoom) + half,
+      int(inside[1] * self._zoom) + half,
+    )
 
 
 def _seconds(action: gui_action.GuiAction, default: float) -> float:
@@ -478,9 +478,7 @@ def _close_late(desktop: desktops.Desktop) -> None:
     _LOG.exception("a desktop did not end")
 
 
-async def oracle_action(
-    gym: XDesktopGym,
-) -> gui_action.GuiAction | None:
+async def oracle_action(gym: XDesktopGym) -> gui_action.GuiAction | None:
   """Returns the next right action in the gym's episode; None when it is over.
 
   Raises:
@@ -494,9 +492,7 @@ async def oracle_action(
   return next(gym.oracle(), None)
 
 
-async def describe(
-    gym: XDesktopGym, x: float, y: float
-) -> str | None:
+async def describe(gym: XDesktopGym, x: float, y: float) -> str | None:
   """Returns the name of the object at a pixel; None when it has none.
 
   Raises:
@@ -506,6 +502,6 @@ async def describe(
   if gym.desktop is None:
     raise RuntimeError("no episode is running; call start(task) first")
   title = await concurrency.acall(
-      gym.window_at, x, y, seconds=_DESCRIBE_S, what="xdesktop describe"
+    gym.window_at, x, y, seconds=_DESCRIBE_S, what="xdesktop describe"
   )
   return None if title is None else f"the window {title!r}"

@@ -23,7 +23,7 @@ _NAMED = {
     "pause": 0xFF13, "menu": 0xFF67, "browserback": 0x1008FF26,
     "browserforward": 0x1008FF27,
     **{f"f{n}": 0xFFBD + n for n in range(1, 25)},
-}  # pyformat: disable
+}  # fmt: skip
 _TYPED = {"\n": 0xFF0D, "\t": 0xFF09}
 # Of multimedia keyboards: "play", "mail". But for `_NAMED` no task needs them.
 _MULTIMEDIA = range(0x1008FE00, 0x10090000)

@@ -32,11 +32,11 @@ class App:
 
 
 APPS: Mapping[str, App] = {
-    "editor": App(("mousepad",), "Mousepad", "Text Editor"),
-    "files": App(("pcmanfm", "--no-desktop"), "Pcmanfm", "File Manager"),
-    "calculator": App(("galculator",), "Galculator", "Calculator"),
-    "terminal": App(("xterm",), "XTerm", "Terminal"),
-    "appearance": App(("lxappearance",), "Lxappearance", "Appearance"),
+  "editor": App(("mousepad",), "Mousepad", "Text Editor"),
+  "files": App(("pcmanfm", "--no-desktop"), "Pcmanfm", "File Manager"),
+  "calculator": App(("galculator",), "Galculator", "Calculator"),
+  "terminal": App(("xterm",), "XTerm", "Terminal"),
+  "appearance": App(("lxappearance",), "Lxappearance", "Appearance"),
 }
 _SERVERS = ("Xvfb", "xkbcomp", "openbox", "prlimit")
 
@@ -77,11 +77,11 @@ def needs(options: Mapping[str, Any]) -> Iterator[str]:
 def require() -> None:
   """Raises:
 
-    ProgramsNotFound: names the missing programs and their packages.
+  ProgramsNotFound: names the missing programs and their packages.
   """
   absent = missing()
   if absent:
     raise errors.ProgramsNotFound(
-        f"a desktop needs {', '.join(absent)}, not found in {rooms.SEARCH};"
-        " install them with: sudo make desktop"
+      f"a desktop needs {', '.join(absent)}, not found in {rooms.SEARCH};"
+      " install them with: sudo make desktop"
     )

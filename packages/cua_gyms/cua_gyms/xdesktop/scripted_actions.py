@@ -33,8 +33,8 @@ class Hand:
   def __init__(self, look: Callable[[], np.ndarray], zoom: int = 1):
     """Args:
 
-      look: the newest screenshot, uint8[H, W, 3].
-      zoom: pixels of the screen a pixel of it.
+    look: the newest screenshot, uint8[H, W, 3].
+    zoom: pixels of the screen a pixel of it.
     """
     self._look = look
     self._zoom = zoom
@@ -86,7 +86,7 @@ class Hand:
     return x // self._zoom, y // self._zoom
 
   def click(
-      self, dx: float, dy: float, *, button: str = "left", count: int = 1
+    self, dx: float, dy: float, *, button: str = "left", count: int = 1
   ) -> Action:
     """Clicks a point of the focused window, relative to its corner."""
     window_x, window_y = self.corner()
@@ -101,7 +101,7 @@ class Hand:
     return Action(Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
 
   def click_desktop(
-      self, x: float, y: float, *, button: str = "left", count: int = 1
+    self, x: float, y: float, *, button: str = "left", count: int = 1
   ) -> Action:
     """Clicks a point of the screen."""
     x, y = self.at(x, y)

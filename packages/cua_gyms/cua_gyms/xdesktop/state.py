@@ -26,17 +26,17 @@ class State:
   """
 
   def __init__(
-      self,
-      desktop: desktops.Desktop,
-      answer: str = "",
-      last: gui_action.GuiAction | None = None,
+    self,
+    desktop: desktops.Desktop,
+    answer: str = "",
+    last: gui_action.GuiAction | None = None,
   ):
     self._desktop = desktop
     self.answer = answer
     self.gave_up = (
-        last is not None
-        and last.kind is gui_action.GuiActionKind.TERMINATE
-        and last.success is False
+      last is not None
+      and last.kind is gui_action.GuiActionKind.TERMINATE
+      and last.success is False
     )
 
   def text(self, name: str) -> str | None:
@@ -78,7 +78,7 @@ class State:
   def setting(self, name: str, section: str, key: str) -> str | None:
     """Returns a value of an INI file of the home; None when there is none."""
     parser = configparser.ConfigParser(
-        interpolation=None, strict=False, allow_no_value=True
+      interpolation=None, strict=False, allow_no_value=True
     )
     try:
       parser.read_string(self.text(name) or "")
@@ -89,9 +89,9 @@ class State:
   def editor_setting(self, group: str, key: str) -> str | None:
     """Returns a setting of the text editor, e.g. ("view", "word-wrap")."""
     return self.setting(
-        ".config/glib-2.0/settings/keyfile",
-        f"org/xfce/mousepad/preferences/{group}",
-        key,
+      ".config/glib-2.0/settings/keyfile",
+      f"org/xfce/mousepad/preferences/{group}",
+      key,
     )
 
   def windows(self, app: str) -> list[displays.Window]:

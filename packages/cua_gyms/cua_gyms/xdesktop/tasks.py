@@ -41,12 +41,12 @@ class XDesktopTasks(seeds.SeededTasks):
     """
     if not 0 <= seed < 2 * EVAL_SEEDS_FROM:
       raise ValueError(
-          f"seed must be in [0, {2 * EVAL_SEEDS_FROM}), got {seed}"
+        f"seed must be in [0, {2 * EVAL_SEEDS_FROM}), got {seed}"
       )
     return base.Task(
-        task_id=f"xdesktop/{family}/{seed}",
-        family=family,
-        instruction=families_lib.instance(family, seed).instruction,
-        seed=seed,
-        max_turns=families_lib.get(family).max_turns,
+      task_id=f"xdesktop/{family}/{seed}",
+      family=family,
+      instruction=families_lib.instance(family, seed).instruction,
+      seed=seed,
+      max_turns=families_lib.get(family).max_turns,
     )

@@ -32,9 +32,6 @@ class Complaints:
 
   def report_losses(self, counters: Mapping[str, int]) -> None:
     """Logs counters of what the monitor did not receive, if there is any."""
-    lost = {
-        k: v for k, v in counters.items()
-        if v and k.startswith(_LOSSES)
-    }  # pyformat: disable
+    lost = {k: v for k, v in counters.items() if v and k.startswith(_LOSSES)}
     if lost:
       _LOG.warning("the monitor did not receive everything: %s", lost)

@@ -19,9 +19,11 @@ _DECIDED = frozenset({Status.SUCCEEDED, Status.FAILED})
 
 
 def turn_times(
-    started: float, measured: Sequence[tuple[float, Mapping[str, float]]],
-    episode: trajectory_lib.Trajectory, end: float,
-) -> list[tuple[float, float, Mapping[str, float]]]:  # pyformat: disable
+  started: float,
+  measured: Sequence[tuple[float, Mapping[str, float]]],
+  episode: trajectory_lib.Trajectory,
+  end: float,
+) -> list[tuple[float, float, Mapping[str, float]]]:
   """Returns (start, end, seconds by stage) of each turn, in order of time.
 
   Args:
@@ -33,7 +35,7 @@ def turn_times(
   times = []
   last = started
   for _, recorded in itertools.zip_longest(
-      episode.steps, measured[: len(episode.steps)]
+    episode.steps, measured[: len(episode.steps)]
   ):
     finish, seconds = recorded or (end, {})
     finish = max(last, min(finish, end) if end > last else last)
@@ -44,9 +46,11 @@ def turn_times(
 
 
 def times(
-    started: float, episode: trajectory_lib.Trajectory, turns: Sequence[Any],
-    end: float,
-) -> dict[str, Any]:  # pyformat: disable
+  started: float,
+  episode: trajectory_lib.Trajectory,
+  turns: Sequence[Any],
+  end: float,
+) -> dict[str, Any]:
   """Returns the times at which the measured stages ended.
 
   The verdict of a gym is part of the last turn, which then ends the task when
@@ -69,11 +73,15 @@ def times(
     else:
       verdict = min(last + judged, end)
   return {
-      "start_time": started, "end_time": end,
-      "env_creation_time": created, "agent_init_time": ready,
-      "task_start_time": first, "task_end_time": last,
-      "validation_time": verdict, "rollout_time": end - started,
-  }  # pyformat: disable
+    "start_time": started,
+    "end_time": end,
+    "env_creation_time": created,
+    "agent_init_time": ready,
+    "task_start_time": first,
+    "task_end_time": last,
+    "validation_time": verdict,
+    "rollout_time": end - started,
+  }
 
 
 def last_info(episode: trajectory_lib.Trajectory) -> Mapping[str, Any]:
@@ -82,14 +90,16 @@ def last_info(episode: trajectory_lib.Trajectory) -> Mapping[str, Any]:
 
 
 def outcome(
-    episode: trajectory_lib.Trajectory, info: Mapping[str, Any]
+  episode: trajectory_lib.Trajectory, info: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns the columns of success, claims and reward."""
   success = episode.status is Status.SUCCEEDED
   claims = [
-      a for step in episode.steps for a in turn_rows.gui_actions(step)
-      if a["kind"] in _ANSWERS
-  ]  # pyformat: disable
+    a
+    for step in episode.steps
+    for a in turn_rows.gui_actions(step)
+    if a["kind"] in _ANSWERS
+  ]
   claimed = None
   if claims:
     # An answer claims success, unless it claims failure.
@@ -98,26 +108,24 @@ def outcome(
   paid = [n for n, s in enumerate(episode.steps, 1) if s.reward > 0]
   first = next(iter(won or paid), None)
   return {
-      "task_completed": episode.status in _DECIDED,
-      "task_success": success,
-      "agent_reported_success": claimed,
-      "validation_passed": (
-          bool(info["success"]) if "success" in info else None
-      ),
-      "ran_out_of_turns": episode.status is Status.MAX_TURNS,
-      "attempted_completion": bool(claims),
-      "turn_first_success": first,
-      "turn_task_completed": (
-          episode.num_turns if episode.status in _DECIDED else None
-      ),
-      "num_turns": episode.num_turns,
-      "current_turn": episode.num_turns,
-      "reward": float(episode.reward),
+    "task_completed": episode.status in _DECIDED,
+    "task_success": success,
+    "agent_reported_success": claimed,
+    "validation_passed": (bool(info["success"]) if "success" in info else None),
+    "ran_out_of_turns": episode.status is Status.MAX_TURNS,
+    "attempted_completion": bool(claims),
+    "turn_first_success": first,
+    "turn_task_completed": (
+      episode.num_turns if episode.status in _DECIDED else None
+    ),
+    "num_turns": episode.num_turns,
+    "current_turn": episode.num_turns,
+    "reward": float(episode.reward),
   }
 
 
 def counts(
-    episode: trajectory_lib.Trajectory, faults: Sequence[dict[str, str]]
+  episode: trajectory_lib.Trajectory, faults: Sequence[dict[str, str]]
 ) -> dict[str, int]:
   """Returns the columns that count actions, errors and contained `faults`."""
   actions = [a for step in episode.steps for a in turn_rows.gui_actions(step)]
@@ -132,19 +140,19 @@ def counts(
     argued += kinds[trajectory_lib.TOOL_ARGUMENTS] + max(0, untyped)
   failed = episode.error is not None and not episode.status.is_policy_outcome
   return {
-      "num_total_actions": len(actions),
-      "consecutive_repeated_actions": sum(
-          a == b for a, b in zip(actions, actions[1:])
-      ),
-      "parse_errors": unparsed,
-      "tool_name_errors": named,
-      "tool_arg_errors": argued,
-      "runtime_errors": max(len(faults), int(failed)),
+    "num_total_actions": len(actions),
+    "consecutive_repeated_actions": sum(
+      a == b for a, b in zip(actions, actions[1:])
+    ),
+    "parse_errors": unparsed,
+    "tool_name_errors": named,
+    "tool_arg_errors": argued,
+    "runtime_errors": max(len(faults), int(failed)),
   }
 
 
 def errors(
-    episode: trajectory_lib.Trajectory, faults: Sequence[dict[str, str]]
+  episode: trajectory_lib.Trajectory, faults: Sequence[dict[str, str]]
 ) -> list[dict[str, Any]]:
   """Returns every failure; parsing and call errors name their turn."""
   entries: list[dict[str, Any]] = list(faults)
@@ -153,7 +161,7 @@ def errors(
   for number, step in enumerate(episode.steps, 1):
     for kind in ("parse_errors", "invalid_actions"):
       entries += [
-          {"kind": kind, "turn": number, "message": str(text)}
-          for text in step.info.get(kind) or ()
+        {"kind": kind, "turn": number, "message": str(text)}
+        for text in step.info.get(kind) or ()
       ]
   return entries

@@ -32,50 +32,53 @@ from training_monitor.core import trajectory as trajectory_lib
 
 _TYPED, _ARRAY, _NUMBER, _IMAGE = 1, 2, 3, 4
 _TYPES: tuple[type[Any], ...] = (
-    events.RunStarted,
-    events.RunFinished,
-    events.TasksListed,
-    events.EpisodeStarted,
-    events.TurnFinished,
-    events.EpisodeFinished,
-    events.GroupFinished,
-    events.Fault,
-    events.UpdateStarted,
-    events.StepFinished,
-    events.WeightsPublished,
-    events.EvalStarted,
-    events.EvalFinished,
-    events.Progress,
-    trajectory_lib.Trajectory,
-    trajectory_lib.TrajectoryGroup,
-    trajectory_lib.Step,
-    trajectory_lib.Action,
-    trajectory_lib.ToolCall,
-    trajectory_lib.ToolOutput,
-    token_sequence.TokenSequence,
-    token_sequence.ImageSpan,
-    ingest_rows.RunningEpisode,
-    task_rows.Verdict,
-    # New ones at the end: a spool names types by their place.
-    events.EnvironmentReady,
-    events.CheckpointSaved,
+  events.RunStarted,
+  events.RunFinished,
+  events.TasksListed,
+  events.EpisodeStarted,
+  events.TurnFinished,
+  events.EpisodeFinished,
+  events.GroupFinished,
+  events.Fault,
+  events.UpdateStarted,
+  events.StepFinished,
+  events.WeightsPublished,
+  events.EvalStarted,
+  events.EvalFinished,
+  events.Progress,
+  trajectory_lib.Trajectory,
+  trajectory_lib.TrajectoryGroup,
+  trajectory_lib.Step,
+  trajectory_lib.Action,
+  trajectory_lib.ToolCall,
+  trajectory_lib.ToolOutput,
+  token_sequence.TokenSequence,
+  token_sequence.ImageSpan,
+  ingest_rows.RunningEpisode,
+  task_rows.Verdict,
+  # New ones at the end: a spool names types by their place.
+  events.EnvironmentReady,
+  events.CheckpointSaved,
 )
 _FIELDS = {
-    # `steps` first: the only field that needs an encoding of its own.
-    kind: tuple(
-        sorted((f.name for f in dataclasses.fields(kind)), key="steps".__ne__)
-    )
-    for kind in _TYPES
+  # `steps` first: the only field that needs an encoding of its own.
+  kind: tuple(
+    sorted((f.name for f in dataclasses.fields(kind)), key="steps".__ne__)
+  )
+  for kind in _TYPES
 }
 _STEP = tuple(
-    f.name
-    for f in dataclasses.fields(trajectory_lib.Step)
-    if f.name != "chat_completions"
+  f.name
+  for f in dataclasses.fields(trajectory_lib.Step)
+  if f.name != "chat_completions"
 )
 _ARRAYS = (
-    ("tokens", "i4"), ("loss_mask", "?"), ("logprobs", "f4"),
-    ("versions", "i4"), ("turn_ids", "i4"),
-)  # pyformat: disable
+  ("tokens", "i4"),
+  ("loss_mask", "?"),
+  ("logprobs", "f4"),
+  ("versions", "i4"),
+  ("turn_ids", "i4"),
+)
 _DTYPE = re.compile(r"[<>|=][biuf]\d{1,2}")
 RECORDED = frozenset(kind for kind in _TYPES if issubclass(kind, events.Event))
 """Types of events that the uploader takes."""
@@ -88,8 +91,8 @@ def _taking(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 _TAKING = {
-    kind: (msgpack.ExtType(_TYPED, bytes([number])), _taking(_FIELDS[kind]))
-    for number, kind in enumerate(_TYPES)
+  kind: (msgpack.ExtType(_TYPED, bytes([number])), _taking(_FIELDS[kind]))
+  for number, kind in enumerate(_TYPES)
 }
 _OF_STEP = _taking(_STEP)
 
@@ -136,7 +139,7 @@ def pack(value: Any) -> bytes:
   """Returns the bytes of a value made of plain values and the types above."""
   # Lax about types: a tuple is a list, an enum its text or number.
   return msgpack.Packer(
-      default=_typed, unicode_errors="surrogatepass", buf_size=1 << 14
+    default=_typed, unicode_errors="surrogatepass", buf_size=1 << 14
   ).pack(value)
 
 
@@ -175,9 +178,7 @@ def _nearest(value: Any) -> Any:
   if isinstance(value, Sequence):
     return list(value)
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
-    return {
-        f.name: getattr(value, f.name) for f in dataclasses.fields(value)
-    }
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
   return str(value)
 
 
@@ -203,24 +204,22 @@ def _fields_of_sequence(sequence: token_sequence.TokenSequence) -> list[Any]:
   if sequence.entropies is not None:
     arrays.append(sequence.entropies)
   return [
-      len(sequence),
-      b"".join(array.tobytes() for array in arrays),
-      [
-          (span.image, span.offset, span.num_tokens, span.row)
-          for span in sequence.images
-      ],
+    len(sequence),
+    b"".join(array.tobytes() for array in arrays),
+    [
+      (span.image, span.offset, span.num_tokens, span.row)
+      for span in sequence.images
+    ],
   ]
 
 
 def _names(group: trajectory_lib.TrajectoryGroup) -> Any:
   return dataclasses.replace(
-      group,
-      trajectories=tuple(
-          type(episode)(
-              trajectory_id=episode.trajectory_id, status=episode.status
-          )
-          for episode in group
-      ),
+    group,
+    trajectories=tuple(
+      type(episode)(trajectory_id=episode.trajectory_id, status=episode.status)
+      for episode in group
+    ),
   )
 
 
@@ -230,9 +229,12 @@ def _names(group: trajectory_lib.TrajectoryGroup) -> Any:
 def unpack(data: bytes) -> Any:
   """Returns the value that `pack` encoded. Raises any error for other bytes."""
   return msgpack.unpackb(
-      data, ext_hook=_extension_back, list_hook=_object_back,
-      strict_map_key=False, unicode_errors="surrogatepass",
-  )  # pyformat: disable
+    data,
+    ext_hook=_extension_back,
+    list_hook=_object_back,
+    strict_map_key=False,
+    unicode_errors="surrogatepass",
+  )
 
 
 def _extension_back(code: int, data: bytes) -> Any:
@@ -274,7 +276,7 @@ def _steps_back(packed: list[Any]) -> Iterator[trajectory_lib.Step]:
 
 
 def _sequence_back(
-    length: int, data: bytes, images: list[Any]
+  length: int, data: bytes, images: list[Any]
 ) -> token_sequence.TokenSequence:
   arrays, at = {}, 0
   for name, dtype in (*_ARRAYS, ("entropies", "f4")):

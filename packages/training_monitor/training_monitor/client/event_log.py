@@ -70,8 +70,8 @@ class RunSpec(run_rows.RunFacts):
   def facts(self) -> dict[str, Any]:
     """Returns the part that the spool keeps: no token, and no address."""
     return {
-        f.name: getattr(self, f.name)
-        for f in dataclasses.fields(run_rows.RunFacts)
+      f.name: getattr(self, f.name)
+      for f in dataclasses.fields(run_rows.RunFacts)
     }
 
 
@@ -79,11 +79,11 @@ class EventLog:
   """An `events.Observer`; see the module docstring. Close it."""
 
   def __init__(
-      self,
-      run: RunSpec,
-      config: settings_lib.MonitorConfig = settings_lib.MonitorConfig(),
-      *,
-      images: images_lib.ImageStore | None = None,
+    self,
+    run: RunSpec,
+    config: settings_lib.MonitorConfig = settings_lib.MonitorConfig(),
+    *,
+    images: images_lib.ImageStore | None = None,
   ):
     """Starts the uploader, and waits until it is ready.
 
@@ -123,18 +123,20 @@ class EventLog:
     """Process id of the uploader that was ready last."""
     self._sending = threading.Lock()
     self._spool = spool_lib.Spool(
-        pathlib.Path(run.spool_dir) / f"{run.name}{spool_lib.SUFFIX}",
-        run.target or run.url.rstrip("/"),
-        run=run.facts(),
-        images=images is not None,
-        max_bytes=config.spool_bytes,
+      pathlib.Path(run.spool_dir) / f"{run.name}{spool_lib.SUFFIX}",
+      run.target or run.url.rstrip("/"),
+      run=run.facts(),
+      images=images is not None,
+      max_bytes=config.spool_bytes,
     )
     self._begin = {
-        "spool": str(self._spool.path), "url": run.url, "token": run.token,
-        "config": dataclasses.asdict(config),
-    }  # pyformat: disable
+      "spool": str(self._spool.path),
+      "url": run.url,
+      "token": run.token,
+      "config": dataclasses.asdict(config),
+    }
     self._supervisor = threading.Thread(
-        target=self._supervise, name="monitor-uploader", daemon=True
+      target=self._supervise, name="monitor-uploader", daemon=True
     )
     self._supervisor.start()
     if not self._started.wait(config.start_timeout_s) or self._refusal:
@@ -143,10 +145,13 @@ class EventLog:
       self._spool.close()
       raise self._refusal or OSError("the monitor's uploader did not start")
     self._writer = spool_writer.SpoolWriter(
-        self._spool, self._record, max_pending=config.max_pending,
-        counters=self._counters, complaints=self._complaints,
-        on_tick=self._report,
-    )  # pyformat: disable
+      self._spool,
+      self._record,
+      max_pending=config.max_pending,
+      counters=self._counters,
+      complaints=self._complaints,
+      on_tick=self._report,
+    )
 
   @property
   def dropped(self) -> int:
@@ -157,7 +162,7 @@ class EventLog:
   def counters(self) -> collections.Counter[str]:
     """Counters of both processes; the uploader's as of its last report."""
     return self._counters + collections.Counter(
-        self._uploaded.get("counters", {})
+      self._uploaded.get("counters", {})
     )
 
   def readings(self) -> dict[str, int]:
@@ -168,7 +173,7 @@ class EventLog:
     if event_types.carried(type(event)) in event_codec.RECORDED:
       # A long turn may be watched: the first one of each tick is written early.
       soon = event_types.is_a(event, events.TurnFinished) and (
-          live_turns.is_watched(event)
+        live_turns.is_watched(event)
       )
       self._writer.put(event, soon=soon)
 
@@ -180,15 +185,15 @@ class EventLog:
     self._direct({"hurry": timeout_s})
     with self._changed:
       delivered = self._changed.wait_for(
-          self._is_delivered, max(0.0, deadline - time.monotonic())
+        self._is_delivered, max(0.0, deadline - time.monotonic())
       )
     self._direct({"hurry": 0.0})
     return delivered
 
   def _is_delivered(self) -> bool:
     return (
-        self._uploaded.get("empty", False)
-        and self._uploaded["acked"] >= self._spool.seq
+      self._uploaded.get("empty", False)
+      and self._uploaded["acked"] >= self._spool.seq
     )
 
   def close(self) -> bool:
@@ -210,7 +215,7 @@ class EventLog:
     self._complaints.report_losses(self.counters)
     if self._writer.pending:
       _LOG.warning(
-          "the monitor did not receive %d events", self._writer.pending
+        "the monitor did not receive %d events", self._writer.pending
       )
     return self._delivered
 
@@ -264,13 +269,12 @@ class EventLog:
       if self._problem is None:
         failures = 0
         _LOG.warning(
-            "the monitor's uploader has ended; it is restarted, and training"
-            " continues"
+          "the monitor's uploader has ended; it is restarted, and training"
+          " continues"
         )
       else:
         self._complaints.complain(
-            "uploader",
-            f"the monitor's uploader does not start: {self._problem}",
+          "uploader", f"the monitor's uploader does not start: {self._problem}"
         )
       failures += 1
       self._finished.wait(min(_MAX_BACKOFF_S, 0.25 * 2 ** min(failures, 10)))
@@ -278,18 +282,18 @@ class EventLog:
   def _run_uploader(self) -> int:
     """Returns the exit status of an uploader. Raises OSError."""
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "training_monitor", COMMAND],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=(self._spool.lock.fileno(),),
-        # Ctrl-C is for the run. A session of its own would make its niceness
-        # meaningless, see `run.monitor`.
-        process_group=0,
+      [sys.executable, "-P", "-m", "training_monitor", COMMAND],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      pass_fds=(self._spool.lock.fileno(),),
+      # Ctrl-C is for the run. A session of its own would make its niceness
+      # meaningless, see `run.monitor`.
+      process_group=0,
     ) as process:
       if hasattr(os, "setpriority"):
         try:
           os.setpriority(
-              os.PRIO_PROCESS, process.pid, self._config.uploader_niceness
+            os.PRIO_PROCESS, process.pid, self._config.uploader_niceness
           )
         except OSError:
           pass
@@ -320,9 +324,7 @@ class EventLog:
   def _write(self, message: Mapping[str, Any]) -> None:
     if self._process is not None and self._process.stdin is not None:
       try:
-        os.write(
-            self._process.stdin.fileno(), orjson.dumps(message) + b"\n"
-        )
+        os.write(self._process.stdin.fileno(), orjson.dumps(message) + b"\n")
       except OSError:
         pass  # It has ended, or hangs.
 
@@ -368,4 +370,4 @@ class EventLog:
     self._reported = now, counters
     self._tell({"counters": {
         **counters, "pending": pending, "spool_bytes": self._spool.bytes,
-    }})  # pyformat: disable
+    }})  # fmt: skip

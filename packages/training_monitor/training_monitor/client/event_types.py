@@ -22,10 +22,10 @@ def _place(kind: type[Any]) -> tuple[str, ...]:
 
 
 _CARRIED = {
-    _place(kind): kind
-    for module in (events, token_sequence, trajectory)
-    for kind in vars(module).values()
-    if isinstance(kind, type) and kind.__module__ == module.__name__
+  _place(kind): kind
+  for module in (events, token_sequence, trajectory)
+  for kind in vars(module).values()
+  if isinstance(kind, type) and kind.__module__ == module.__name__
 }
 
 

@@ -66,9 +66,9 @@ def parsed(data: bytes, mark: bytes) -> Iterator[tuple[Frame, int]]:
 def segments(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
   """Returns (number of the first frame, file) of a log's segments, in order."""
   return sorted(
-      (int(path.stem), path)
-      for path in folder.glob(f"*{SEGMENT}")
-      if path.stem.isdigit()
+    (int(path.stem), path)
+    for path in folder.glob(f"*{SEGMENT}")
+    if path.stem.isdigit()
   )
 
 
@@ -80,20 +80,20 @@ class FrameReader:
   """Reads a log's frames while it grows. For one thread."""
 
   def __init__(
-      self,
-      folder: pathlib.Path,
-      mark: bytes,
-      *,
-      ended: Callable[[], bool],
-      on_segment: Callable[[int], None] = lambda first: None,
+    self,
+    folder: pathlib.Path,
+    mark: bytes,
+    *,
+    ended: Callable[[], bool],
+    on_segment: Callable[[int], None] = lambda first: None,
   ):
     """Args:
 
-      folder: Folder of the log.
-      mark: Mark of its frames.
-      ended: whether nothing more is appended.
-      on_segment: receives the first number of each segment that follows the
-        first one, before its frames are read.
+    folder: Folder of the log.
+    mark: Mark of its frames.
+    ended: whether nothing more is appended.
+    on_segment: receives the first number of each segment that follows the
+      first one, before its frames are read.
     """
     self._folder = folder
     self._mark = mark
@@ -167,7 +167,7 @@ class FrameReader:
     if self.seq >= self.segment > 0 and direct.exists():
       return self.seq + 1, direct
     return next(
-        (s for s in segments(self._folder) if s[0] > self.segment), None
+      (s for s in segments(self._folder) if s[0] > self.segment), None
     )
 
   def _open(self, first: int, path: pathlib.Path) -> None:

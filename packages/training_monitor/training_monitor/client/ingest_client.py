@@ -34,12 +34,16 @@ _PLURALS = {
     "eval": "evals", "step": "steps", "rollout": "rollouts",
     "environment": "environments", "turn": "turns", "action": "actions",
     "observation": "observations", "validation": "validations",
-}  # pyformat: disable
+}  # fmt: skip
 _PARENTS = {
-    "training_id": "training", "baseline_id": "baseline", "eval_id": "eval",
-    "step_id": "step", "turn_id": "turn", "env_id": "environment",
-    "validator_id": "validator",
-}  # pyformat: disable
+  "training_id": "training",
+  "baseline_id": "baseline",
+  "eval_id": "eval",
+  "step_id": "step",
+  "turn_id": "turn",
+  "env_id": "environment",
+  "validator_id": "validator",
+}
 _LEAVES = frozenset({"action", "observation", "validation"})
 """Kinds that nothing refers to."""
 _MOST_IDS = 50_000
@@ -50,15 +54,15 @@ class IngestClient:
   """A project's client. Thread-safe; close it, or leave that to the exit."""
 
   def __init__(
-      self,
-      base_url: str,
-      token: str = "",
-      timeout_seconds: float = 120,
-      *,
-      spool_dir: str | pathlib.Path | None = None,
-      name: str = "",
-      target: str = "",
-      config: settings_lib.MonitorConfig = settings_lib.MonitorConfig(),
+    self,
+    base_url: str,
+    token: str = "",
+    timeout_seconds: float = 120,
+    *,
+    spool_dir: str | pathlib.Path | None = None,
+    name: str = "",
+    target: str = "",
+    config: settings_lib.MonitorConfig = settings_lib.MonitorConfig(),
   ):
     """Args:
 
@@ -78,30 +82,30 @@ class IngestClient:
     """
     self.base_url = base_url.rstrip("/")
     self._ids: collections.OrderedDict[tuple[str, str], int] = (
-        collections.OrderedDict()
+      collections.OrderedDict()
     )
     self._local: collections.OrderedDict[tuple[str, Any], Reference] = (
-        collections.OrderedDict()
+      collections.OrderedDict()
     )
     self._answered = threading.Condition()
     self.sender = sender_lib.Sender(
-        base_url,
-        token,
-        spool_dir or default_spool_dir(),
-        dataclasses.replace(config, timeout_s=float(timeout_seconds)),
-        name=name or uuid.uuid4().hex,
-        target=target,
-        on_reply=self._learn,
+      base_url,
+      token,
+      spool_dir or default_spool_dir(),
+      dataclasses.replace(config, timeout_s=float(timeout_seconds)),
+      name=name or uuid.uuid4().hex,
+      target=target,
+      on_reply=self._learn,
     )
     atexit.register(self.close)
 
   # --- items ----------------------------------------------------------------
 
   def post_training(
-      self,
-      payload: Mapping[str, Any] | None = None,
-      client_id: Reference | None = None,
-      **fields: Any,
+    self,
+    payload: Mapping[str, Any] | None = None,
+    client_id: Reference | None = None,
+    **fields: Any,
   ) -> Reference | None:
     """Posts a training, or changes of it.
 
@@ -132,14 +136,14 @@ class IngestClient:
 
   def post_rollout(self, payload, client_id=None) -> Reference | None:
     return self._post(
-        "rollout", payload, client_id or payload.get("rollout_id")
+      "rollout", payload, client_id or payload.get("rollout_id")
     )
 
   def _post(
-      self,
-      kind: str,
-      payload: Mapping[str, Any],
-      client_id: Reference | None = None,
+    self,
+    kind: str,
+    payload: Mapping[str, Any],
+    client_id: Reference | None = None,
   ) -> Reference | None:
     """Puts an item into the spool.
 
@@ -171,7 +175,7 @@ class IngestClient:
   # --- for recorders that number things themselves ---------------------------
 
   def record(
-      self, kind: str, local_id: Any, payload: Mapping[str, Any]
+    self, kind: str, local_id: Any, payload: Mapping[str, Any]
   ) -> Reference | None:
     """Posts an item that the caller numbers itself.
 
@@ -192,15 +196,11 @@ class IngestClient:
         return None
       self._local.move_to_end((parent, item[field]))
       item[field] = parent_id
-    client_id = self._local.get((kind, local_id)) or item.pop(
-        "client_id", None
-    )
+    client_id = self._local.get((kind, local_id)) or item.pop("client_id", None)
     if kind == "training":
       reference = self.post_training(item, client_id)
     elif kind in ("task", "rollout"):
-      reference = self._post(
-          kind, item, client_id or item.get(f"{kind}_id")
-      )
+      reference = self._post(kind, item, client_id or item.get(f"{kind}_id"))
     else:
       reference = self._post(kind, item, client_id)
     if reference is not None and kind not in _LEAVES:
@@ -234,7 +234,7 @@ class IngestClient:
   # --- the other end --------------------------------------------------------
 
   def remote_id(
-      self, kind: str, client_id: str, timeout_s: float = 0.0
+    self, kind: str, client_id: str, timeout_s: float = 0.0
   ) -> int | None:
     """Returns the server's id of an item; None while it has not answered.
 

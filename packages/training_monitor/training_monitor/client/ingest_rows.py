@@ -40,7 +40,7 @@ class RunningEpisode:
   source: dict[str, Any]
   started: float
   turns: list[tuple[float, Mapping[str, float]]] = dataclasses.field(
-      default_factory=list
+    default_factory=list
   )
   faults: list[dict[str, str]] = dataclasses.field(default_factory=list)
   fields: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -55,7 +55,7 @@ def rollout_status(status: Status) -> str:
 
 
 def begun(
-    running: RunningEpisode, task: Mapping[str, Any], world: task_rows.World
+  running: RunningEpisode, task: Mapping[str, Any], world: task_rows.World
 ) -> dict[str, Any]:
   """Returns the rows of an episode's start."""
   name = running.rollout_id
@@ -74,17 +74,17 @@ def begun(
           **task_rows.environment(name, world),
           "status": "creating", "creation_time": running.started,
       }],
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 def ended(
-    running: RunningEpisode,
-    episode: trajectory_lib.Trajectory,
-    time: float,
-    task: Mapping[str, Any],
-    world: task_rows.World,
-    max_turns: int | None,
-    verdict: task_rows.Verdict = task_rows.Verdict(),
+  running: RunningEpisode,
+  episode: trajectory_lib.Trajectory,
+  time: float,
+  task: Mapping[str, Any],
+  world: task_rows.World,
+  max_turns: int | None,
+  verdict: task_rows.Verdict = task_rows.Verdict(),
 ) -> dict[str, list[dict[str, Any]]]:
   """Returns the rows of an episode that has ended.
 
@@ -99,35 +99,39 @@ def ended(
   """
   name = running.rollout_id
   turns = episode_figures.turn_times(
-      running.started, running.turns, episode, time
+    running.started, running.turns, episode, time
   )
   info = episode_figures.last_info(episode)
   rollout = {
-      "client_id": name, "rollout_id": name, "task_id": task["client_id"],
-      **running.source, **running.fields,
-      **episode_figures.times(running.started, episode, turns, time),
-      **episode_figures.outcome(episode, info),
-      **episode_figures.counts(episode, running.faults),
-      "status": rollout_status(episode.status),
-      "current_phase": "cleanup",
-      "status_message": episode.status.value,
-      "error_message": episode.error,
-      "max_turns": (
-          episode.task.get("max_turns")
-          if isinstance(episode.task, Mapping)
-          else None
-      ) or max_turns,
-      "errors": episode_figures.errors(episode, running.faults),
-      "trajectory_path": world.trajectories or None,
-      "summary_json": {
-          "trajectory_status": episode.status.value,
-          "metrics": dict(episode.metrics),
-          "policy_versions": episode.versions,
-          "tokens": sum(len(s) for s in episode.sequences),
-          "sampled_tokens": episode.num_sampled,
-          "sequences": len(episode.sequences),
-      },
-  }  # pyformat: disable
+    "client_id": name,
+    "rollout_id": name,
+    "task_id": task["client_id"],
+    **running.source,
+    **running.fields,
+    **episode_figures.times(running.started, episode, turns, time),
+    **episode_figures.outcome(episode, info),
+    **episode_figures.counts(episode, running.faults),
+    "status": rollout_status(episode.status),
+    "current_phase": "cleanup",
+    "status_message": episode.status.value,
+    "error_message": episode.error,
+    "max_turns": (
+      episode.task.get("max_turns")
+      if isinstance(episode.task, Mapping)
+      else None
+    )
+    or max_turns,
+    "errors": episode_figures.errors(episode, running.faults),
+    "trajectory_path": world.trajectories or None,
+    "summary_json": {
+      "trajectory_status": episode.status.value,
+      "metrics": dict(episode.metrics),
+      "policy_versions": episode.versions,
+      "tokens": sum(len(s) for s in episode.sequences),
+      "sampled_tokens": episode.num_sampled,
+      "sequences": len(episode.sequences),
+    },
+  }
   broken = episode.status is Status.ENV_ERROR
   part: dict[str, list[dict[str, Any]]] = {
       "tasks": [dict(task)],
@@ -140,18 +144,23 @@ def ended(
           "error_message": episode.error if broken else None,
       }],
       "turns": [], "actions": [], "observations": [], "validations": [],
-  }  # pyformat: disable
+  }  # fmt: skip
   sampled = turn_tokens.by_turn(episode)
   before = _first_image(episode)
   num_messages = 0
   for index, (step, (start, end, seconds)) in enumerate(
-      zip(episode.steps, turns)
+    zip(episode.steps, turns)
   ):
     messages, num_messages = turn_rows.new_messages(step, num_messages)
     rows = turn_rows.of_turn(
-        name, index, step, (start, end, seconds), before,
-        sampled.get(index, turn_tokens.NONE), messages,
-    )  # pyformat: disable
+      name,
+      index,
+      step,
+      (start, end, seconds),
+      before,
+      sampled.get(index, turn_tokens.NONE),
+      messages,
+    )
     for kind, new_rows in rows.items():
       part[kind] += new_rows
     after = live_turns.image_of(step.observation)
@@ -159,8 +168,10 @@ def ended(
   failure = _verdict_failure(episode, running)
   if "success" in info or "evaluation" in info or failure is not None:
     evaluation = info.get("evaluation") or {}
-    part["validations"].append({
-        "client_id": f"{name}:validation", "rollout_id": name,
+    part["validations"].append(
+      {
+        "client_id": f"{name}:validation",
+        "rollout_id": name,
         "validator_id": f"{task['client_id']}:validator",
         "validation_time": rollout["validation_time"],
         "validation_query": verdict.query or f"{world.name}.evaluate",
@@ -170,12 +181,13 @@ def ended(
         "execution_time": episode.metrics.get("seconds_evaluate"),
         "error_message": failure,
         "details_json": trajectory_lib.encode(evaluation),
-    })  # pyformat: disable
+      }
+    )
   return part
 
 
 def _verdict_failure(
-    episode: trajectory_lib.Trajectory, running: RunningEpisode
+  episode: trajectory_lib.Trajectory, running: RunningEpisode
 ) -> str | None:
   """Returns why a verdict is missing; None where none is missing."""
   if episode.status.is_policy_outcome:
@@ -187,9 +199,8 @@ def _verdict_failure(
 
 
 def live_turn(
-    running: RunningEpisode, event: events.TurnFinished
-) -> tuple[dict[str, list[dict[str, Any]]],
-           dict[str, trajectory_lib.ImageRef]]:  # pyformat: disable
+  running: RunningEpisode, event: events.TurnFinished
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, trajectory_lib.ImageRef]]:
   """Returns the rows of a running episode's turn, and their screenshots.
 
   The rows of its end have the same ids and more in them. ({}, {}) of a turn
@@ -204,15 +215,19 @@ def live_turn(
   running.image = live_turns.image_of(step.observation) or before
   start = max(running.started, event.time - sum(event.seconds.values()))
   rows = turn_rows.of_turn(
-      running.rollout_id, event.turn, step,
-      (start, max(start, event.time), event.seconds), before,
-      turn_tokens.NONE, None,
-  )  # pyformat: disable
+    running.rollout_id,
+    event.turn,
+    step,
+    (start, max(start, event.time), event.seconds),
+    before,
+    turn_tokens.NONE,
+    None,
+  )
   return rows, images
 
 
 def images_of(
-    episode: trajectory_lib.Trajectory,
+  episode: trajectory_lib.Trajectory,
 ) -> dict[str, trajectory_lib.ImageRef]:
   """Returns the screenshots that `ended` refers to, by hash."""
   refs = [_first_image(episode)]
@@ -221,11 +236,11 @@ def images_of(
 
 
 def _first_image(
-    episode: trajectory_lib.Trajectory,
+  episode: trajectory_lib.Trajectory,
 ) -> trajectory_lib.ImageRef | None:
   """Returns the policy's input before its first turn."""
   if not episode.steps:
     return None
   return live_turns.first_image(episode.steps[0]) or next(
-      (span.image for s in episode.sequences[:1] for span in s.images), None
+    (span.image for s in episode.sequences[:1] for span in s.images), None
   )

@@ -38,22 +38,24 @@ def shown(event: events.TurnFinished) -> trajectory_lib.Step | None:
   observation = step.observation
   if isinstance(observation, Mapping):
     observation = {
-        k: v for k, v in observation.items()
-        if isinstance(v, str) or event_types.is_a(v, trajectory_lib.ImageRef)
-        or k == "tool_outputs"
-    }  # pyformat: disable
+      k: v
+      for k, v in observation.items()
+      if isinstance(v, str)
+      or event_types.is_a(v, trajectory_lib.ImageRef)
+      or k == "tool_outputs"
+    }
   elif not isinstance(observation, str):
     observation = None
   return dataclasses.replace(
-      step,
-      chat_completions=[]
-      if first is None
-      else [{"role": "user", "content": [{"type": "image", "image": first}]}],
-      observation=observation,
-      thought=step.thought[:_LONGEST],
-      model_response=step.model_response[:_LONGEST],
-      info=dict(step.info),
-  )  # pyformat: disable
+    step,
+    chat_completions=[]
+    if first is None
+    else [{"role": "user", "content": [{"type": "image", "image": first}]}],
+    observation=observation,
+    thought=step.thought[:_LONGEST],
+    model_response=step.model_response[:_LONGEST],
+    info=dict(step.info),
+  )
 
 
 def first_image(step: trajectory_lib.Step) -> trajectory_lib.ImageRef | None:
@@ -62,7 +64,7 @@ def first_image(step: trajectory_lib.Step) -> trajectory_lib.ImageRef | None:
     content = message.get("content")
     for part in content if isinstance(content, (list, tuple)) else ():
       if isinstance(part, Mapping) and event_types.is_a(
-          part.get("image"), trajectory_lib.ImageRef
+        part.get("image"), trajectory_lib.ImageRef
       ):
         return part["image"]
   return None
@@ -78,7 +80,7 @@ def image_of(observation: Any) -> trajectory_lib.ImageRef | None:
 
 
 def images_of(
-    step: trajectory_lib.Step | None,
+  step: trajectory_lib.Step | None,
 ) -> dict[str, trajectory_lib.ImageRef]:
   """Returns the screenshots of a turn that is shown, by hash."""
   if step is None:

@@ -13,11 +13,15 @@ import uuid
 from training_monitor.client import monitor_context as context
 
 _METRICS = {
-    "loss": "loss", "kl": "kl_divergence", "grad_norm": "policy_gradient_norm",
-    "learning_rate": "learning_rate", "reward_mean": "reward_mean",
-    "reward_std": "reward_std", "episodes": "num_trajectories",
-    "tokens": "num_tokens",
-}  # pyformat: disable
+  "loss": "loss",
+  "kl": "kl_divergence",
+  "grad_norm": "policy_gradient_norm",
+  "learning_rate": "learning_rate",
+  "reward_mean": "reward_mean",
+  "reward_std": "reward_std",
+  "episodes": "num_trajectories",
+  "tokens": "num_tokens",
+}
 """Metric of docs/metrics.md -> column of a step."""
 
 
@@ -45,55 +49,67 @@ def _post_step(step: int, **fields: Any) -> Any:
   if client is None or training is None:
     return None
   return client.post_step(
-      {"training_id": training, "step": step, **fields},
-      step_name(training, step),
+    {"training_id": training, "step": step, **fields}, step_name(training, step)
   )
 
 
 def record_step_before_rollout(
-    step: int, model_path: str | None = None, **fields: Any
+  step: int, model_path: str | None = None, **fields: Any
 ) -> Any:
   """Begins a step; its id becomes the context's. Returns the id."""
   now = time.time()
   step_id = _post_step(
-      step, status="rollout_collecting", current_phase="rollout_collection",
-      model_path=model_path, start_time=now, rollout_start_time=now, **fields,
-  )  # pyformat: disable
+    step,
+    status="rollout_collecting",
+    current_phase="rollout_collection",
+    model_path=model_path,
+    start_time=now,
+    rollout_start_time=now,
+    **fields,
+  )
   if step_id is not None:
     context.set_step_id(step_id)
   return step_id
 
 
-def record_step_after_rollout(
-    step: int, model_path: str | None = None
-) -> Any:
+def record_step_after_rollout(step: int, model_path: str | None = None) -> Any:
   return _post_step(
-      step, status="rollout_running", current_phase="rollout_execution",
-      model_path=model_path, rollout_end_time=time.time(),
-  )  # pyformat: disable
+    step,
+    status="rollout_running",
+    current_phase="rollout_execution",
+    model_path=model_path,
+    rollout_end_time=time.time(),
+  )
 
 
 def record_step_before_training(step: int) -> Any:
   return _post_step(
-      step, status="training", current_phase="training",
-      training_start_time=time.time(),
-  )  # pyformat: disable
+    step,
+    status="training",
+    current_phase="training",
+    training_start_time=time.time(),
+  )
 
 
 def record_step_after_training(
-    step: int,
-    model_path: str | None = None,
-    checkpoint_path: str | None = None,
-    metrics: Mapping[str, Any] | None = None,
-    **fields: Any,
+  step: int,
+  model_path: str | None = None,
+  checkpoint_path: str | None = None,
+  metrics: Mapping[str, Any] | None = None,
+  **fields: Any,
 ) -> Any:
   """Completes a step with its metrics."""
   now = time.time()
   return _post_step(
-      step, status="completed", model_path=model_path,
-      checkpoint_path=checkpoint_path, training_end_time=now, end_time=now,
-      **step_fields(metrics or {}), **fields,
-  )  # pyformat: disable
+    step,
+    status="completed",
+    model_path=model_path,
+    checkpoint_path=checkpoint_path,
+    training_end_time=now,
+    end_time=now,
+    **step_fields(metrics or {}),
+    **fields,
+  )
 
 
 def create_baseline_via_monitor(model_path: str) -> Any:
@@ -111,12 +127,14 @@ def _begin(kind: str, name: Any, **fields: Any) -> Any:
   if client is None or training is None:
     return None
   id_ = getattr(client, f"post_{kind}")(
-      {
-          "training_id": training, **fields, "status": "running",
-          "start_time": time.time(),
-      },
-      f"{kind}-{training}-{name}",
-  )  # pyformat: disable
+    {
+      "training_id": training,
+      **fields,
+      "status": "running",
+      "start_time": time.time(),
+    },
+    f"{kind}-{training}-{name}",
+  )
   if id_ is not None:
     getattr(context, f"set_{kind}_id")(id_)
   return id_

@@ -55,9 +55,11 @@ def _is_plain(value: Any) -> bool:
     elif kind is list or kind is tuple:
       first = type(item[0]) if item else None
       numbers = (
-          first in _NUMBERS and _finite_numbers(item)
-          or first is list and _finite_rows(item)
-      )  # pyformat: disable
+        first in _NUMBERS
+        and _finite_numbers(item)
+        or first is list
+        and _finite_rows(item)
+      )
       if not numbers and not _is_plain(item):
         return False
     elif kind is dict:
@@ -71,10 +73,10 @@ def _is_plain(value: Any) -> bool:
 def _numbers_as_they_are(array: np.ndarray) -> bool:
   """Returns whether orjson writes an array as it should be read."""
   return (
-      array.dtype == np.float32
-      and array.ndim == 1
-      and array.flags.c_contiguous
-      and bool(np.isfinite(array).all())
+    array.dtype == np.float32
+    and array.ndim == 1
+    and array.flags.c_contiguous
+    and bool(np.isfinite(array).all())
   )
 
 
@@ -84,8 +86,7 @@ def _plain(value: Any, strict: bool = False) -> Any:
     if strict:
       return {_plain(str(k), True): _plain(v, True) for k, v in value.items()}
     return {
-        str(k): v if type(v) in _AS_IT_IS else _plain(v)
-        for k, v in value.items()
+      str(k): v if type(v) in _AS_IT_IS else _plain(v) for k, v in value.items()
     }
   if kind is str and not strict:
     return value if len(value) <= _MOST_TEXT else _clipped(value)

@@ -29,8 +29,10 @@ _MESSAGE_EVERY_S = 1.0
 _MOST_KNOWN = 100_000
 _LONGEST_TRACEBACK = 30_000
 _STATUS = {
-    "completed": "completed", "failed": "failed", "interrupted": "paused",
-}  # pyformat: disable
+  "completed": "completed",
+  "failed": "failed",
+  "interrupted": "paused",
+}
 
 
 Part = Mapping[str, Any]
@@ -74,7 +76,7 @@ _STATE = (
     "verdicts", "step", "done_step", "version", "eval", "eval_source",
     "eval_fields", "evals", "results", "running", "names", "summaries",
     "steps", "updating", "reported_at",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 class RunRows:
@@ -84,7 +86,7 @@ class RunRows:
     self._run = run
     self._training = dict(run.training)
     self._world = task_rows.World(
-        run.environment, run.task_source, run.trajectories
+      run.environment, run.task_source, run.trajectories
     )
     self._max_turns = run.max_turns
     start_step = run.start_step
@@ -107,22 +109,22 @@ class RunRows:
     """(step, when it began) of the update that is made, or was last."""
     self._reported_at = 0.0
     self._handlers: dict[type, Callable[[Any], Any]] = {
-        events.RunStarted: self._run_started,
-        events.RunFinished: self._run_finished,
-        events.TasksListed: self._tasks_listed,
-        events.EpisodeStarted: self._episode_started,
-        events.EnvironmentReady: self._environment_ready,
-        events.TurnFinished: self._turn_finished,
-        events.EpisodeFinished: self._episode_finished,
-        events.GroupFinished: self._group_finished,
-        events.Fault: self._fault,
-        events.UpdateStarted: self._update_started,
-        events.StepFinished: self._step_finished,
-        events.CheckpointSaved: self._checkpoint_saved,
-        events.WeightsPublished: self._weights_published,
-        events.EvalStarted: self._eval_started,
-        events.EvalFinished: self._eval_finished,
-        events.Progress: self._progress,
+      events.RunStarted: self._run_started,
+      events.RunFinished: self._run_finished,
+      events.TasksListed: self._tasks_listed,
+      events.EpisodeStarted: self._episode_started,
+      events.EnvironmentReady: self._environment_ready,
+      events.TurnFinished: self._turn_finished,
+      events.EpisodeFinished: self._episode_finished,
+      events.GroupFinished: self._group_finished,
+      events.Fault: self._fault,
+      events.UpdateStarted: self._update_started,
+      events.StepFinished: self._step_finished,
+      events.CheckpointSaved: self._checkpoint_saved,
+      events.WeightsPublished: self._weights_published,
+      events.EvalStarted: self._eval_started,
+      events.EvalFinished: self._eval_finished,
+      events.Progress: self._progress,
     }
 
   @property
@@ -154,27 +156,30 @@ class RunRows:
   # --- the run ----------------------------------------------------------------
 
   def _run_started(self, event: events.RunStarted) -> Part:
-    return {"training": {
-        "client_id": self._run.training_id, "run_name": event.run_name,
-        **self._training, "config_json": dict(event.config),
+    return {
+      "training": {
+        "client_id": self._run.training_id,
+        "run_name": event.run_name,
+        **self._training,
+        "config_json": dict(event.config),
         "changed_settings": plain_json.dumps(dict(event.changed)).decode(),
-        "status": "initializing", "current_phase": "initialization",
+        "status": "initializing",
+        "current_phase": "initialization",
         "start_time": event.time if not self._run.session else None,
         "current_step": self._step - 1,
         "status_message": (
-            f"start {self._run.session + 1}"
-            if self._run.session
-            else "started"
+          f"start {self._run.session + 1}" if self._run.session else "started"
         ),
-    }}  # pyformat: disable
+      }
+    }
 
   def _run_finished(self, event: events.RunFinished) -> Part:
     return self._training_part(
-        status=_STATUS.get(event.status, "failed"),
-        status_message=event.status,
-        error_message=event.error,
-        traceback=event.traceback[-_LONGEST_TRACEBACK:] or None,
-        end_time=event.time,
+      status=_STATUS.get(event.status, "failed"),
+      status_message=event.status,
+      error_message=event.error,
+      traceback=event.traceback[-_LONGEST_TRACEBACK:] or None,
+      end_time=event.time,
     )
 
   def _progress(self, event: events.Progress) -> Part | None:
@@ -186,8 +191,7 @@ class RunRows:
     self._reported_at = now
     total = "" if event.total is None else f" of {event.total}"
     return self._training_part(
-        status_message=f"{event.stage}: {event.done}{total} {event.message}"
-        .strip()
+      status_message=f"{event.stage}: {event.done}{total} {event.message}".strip()
     )
 
   def _training_part(self, **fields: Any) -> Part:
@@ -200,15 +204,18 @@ class RunRows:
     training = self._run.training_id
     greedy = event.mode == "greedy"
     self._eval_fields = {
-        "temperature": 0.0 if greedy else self._training.get("temperature"),
+      "temperature": 0.0 if greedy else self._training.get("temperature")
     }
     for name in [n for n in self._names if n.startswith("eval/")]:
       del self._names[name]
     row = {
-        "training_id": training, "status": "running",
-        "current_phase": "rollout", "total_tasks": event.episodes,
-        "model_path": self._model_path(), "status_message": event.name,
-    }  # pyformat: disable
+      "training_id": training,
+      "status": "running",
+      "current_phase": "rollout",
+      "total_tasks": event.episodes,
+      "model_path": self._model_path(),
+      "status_message": event.name,
+    }
     kind = "baseline" if event.name in _BEFORE_TRAINING else "eval"
     name = f"{training}:{kind}:{event.name}"
     self._eval_source = {"source_type": kind, f"{kind}_id": name}
@@ -218,11 +225,11 @@ class RunRows:
       self._eval_source["eval_id"] = name
       row["step"] = event.step
     part = self._training_part(
-        status="running", current_phase="evaluation", status_message=event.name
+      status="running", current_phase="evaluation", status_message=event.name
     )
     return {
-        **part,
-        f"{kind}s": [{"client_id": name, "start_time": event.time, **row}],
+      **part,
+      f"{kind}s": [{"client_id": name, "start_time": event.time, **row}],
     }
 
   def _eval_finished(self, event: events.EvalFinished) -> Part | None:
@@ -237,14 +244,19 @@ class RunRows:
     results = self._results.setdefault(name, {})
     results[event.name] = dict(event.results)
     return {
-        f"{kind}s": [{
-            "client_id": name, "status": "completed",
-            "current_phase": "aggregation", "status_message": event.name,
-            "end_time": event.time, "eval_time": event.time,
-            "metrics_json": dict(results),
-        }],
-        **self._training_part(current_phase="rollout"),
-    }  # pyformat: disable
+      f"{kind}s": [
+        {
+          "client_id": name,
+          "status": "completed",
+          "current_phase": "aggregation",
+          "status_message": event.name,
+          "end_time": event.time,
+          "eval_time": event.time,
+          "metrics_json": dict(results),
+        }
+      ],
+      **self._training_part(current_phase="rollout"),
+    }
 
   # --- tasks ------------------------------------------------------------------
 
@@ -264,10 +276,12 @@ class RunRows:
   def _update_started(self, event: events.UpdateStarted) -> Part:
     part = self._step_part(event.step)
     part["steps"][0] |= {
-        "status": "training", "current_phase": "training",
-        "rollout_end_time": event.time, "training_start_time": event.time,
-        "training_progress": {"completed_substeps": 0},
-    }  # pyformat: disable
+      "status": "training",
+      "current_phase": "training",
+      "rollout_end_time": event.time,
+      "training_start_time": event.time,
+      "training_progress": {"completed_substeps": 0},
+    }
     self._updating = (event.step, event.time)
     return {**part, **self._training_part(current_phase="training")}
 
@@ -279,29 +293,32 @@ class RunRows:
     for old in [s for s in self._steps if s < event.step]:
       del self._steps[old]
     metrics = {
-        k: float(v) if isinstance(v, np.generic) else v
-        for k, v in event.metrics.items()
+      k: float(v) if isinstance(v, np.generic) else v
+      for k, v in event.metrics.items()
     }
     begun = event.time - sum(
-        metrics.get(name) or 0.0
-        for name in ("seconds_publish", "seconds_learn")
+      metrics.get(name) or 0.0 for name in ("seconds_publish", "seconds_learn")
     )
     if self._updating is not None and self._updating[0] == event.step:
       begun = self._updating[1]
     substeps = int(metrics.get("optimizer_steps") or 1)
     (step,) = part["steps"]
     step |= {
-        **hooks.step_fields(metrics), "status": "completed",
-        "current_phase": "training",
-        "batch": event.step, "end_time": event.time,
-        "rollout_end_time": begun, "training_start_time": begun,
-        "training_end_time": event.time,
-        "rollout_progress": _capped(progress) or None,
-        "training_progress": {
-            "completed_substeps": substeps, "total_substeps": substeps,
-        },
-        "model_path": self._model_path(),
-    }  # pyformat: disable
+      **hooks.step_fields(metrics),
+      "status": "completed",
+      "current_phase": "training",
+      "batch": event.step,
+      "end_time": event.time,
+      "rollout_end_time": begun,
+      "training_start_time": begun,
+      "training_end_time": event.time,
+      "rollout_progress": _capped(progress) or None,
+      "training_progress": {
+        "completed_substeps": substeps,
+        "total_substeps": substeps,
+      },
+      "model_path": self._model_path(),
+    }
     learned = []
     for group in event.groups:
       for episode in group.trajectories:
@@ -322,13 +339,14 @@ class RunRows:
             summary["left_out"] = list(left_out)
         learned.append(row)
     return {
-        **part,
-        "rollouts": learned,
-        **self._training_part(
-            current_step=event.step, current_phase="rollout",
-            status_message=f"step {event.step}",
-        ),
-    }  # pyformat: disable
+      **part,
+      "rollouts": learned,
+      **self._training_part(
+        current_step=event.step,
+        current_phase="rollout",
+        status_message=f"step {event.step}",
+      ),
+    }
 
   def _checkpoint_saved(self, event: events.CheckpointSaved) -> Part | None:
     if not event.step:
@@ -341,15 +359,18 @@ class RunRows:
     return f"{self._run.training_id}:step:{step}"
 
   def _step_part(self, step: int) -> dict[str, Any]:
-    return {"steps": [{
-        "client_id": self._step_name(step), "step": step,
-        "training_id": self._run.training_id,
-    }]}  # pyformat: disable
+    return {
+      "steps": [
+        {
+          "client_id": self._step_name(step),
+          "step": step,
+          "training_id": self._run.training_id,
+        }
+      ]
+    }
 
   def _group_finished(self, event: events.GroupFinished) -> Part | None:
-    names = [
-        self._names.get(f"train/{e.trajectory_id}") for e in event.group
-    ]
+    names = [self._names.get(f"train/{e.trajectory_id}") for e in event.group]
     episodes = [n for n in names if n is not None]
     if event.outcome != "accepted":
       message = f"group {event.outcome}: {event.reason}".rstrip(": ")
@@ -360,8 +381,9 @@ class RunRows:
         summary = self._summaries.pop(name, None)
         if summary is not None:
           row["summary_json"] = {
-              **summary, "left_out": f"group_{event.outcome}",
-          }  # pyformat: disable
+            **summary,
+            "left_out": f"group_{event.outcome}",
+          }
         rows.append(row)
       return {"rollouts": rows}
     step = self._current_step()
@@ -375,8 +397,9 @@ class RunRows:
     if self._updating is None or self._updating[0] != step:
       # Groups come in while the update is made, too: it goes on.
       part["steps"][0] |= {
-          "current_phase": "rollout_execution", "status": "rollout_running",
-      }  # pyformat: disable
+        "current_phase": "rollout_execution",
+        "status": "rollout_running",
+      }
     return part
 
   def _current_step(self) -> int:
@@ -392,10 +415,12 @@ class RunRows:
     source = running.source
     if source["source_type"] != "step":
       kind = source["source_type"]
-      more[f"{kind}s"] = [{
+      more[f"{kind}s"] = [
+        {
           "client_id": source[f"{kind}_id"],
           "current_task_index": _last_number(event.group_id),
-      }]  # pyformat: disable
+        }
+      ]
     return {**more, **ingest_rows.begun(running, task, self._world)}
 
   def _environment_ready(self, event: events.EnvironmentReady) -> Part | None:
@@ -404,15 +429,18 @@ class RunRows:
       return None
     name = running.rollout_id
     return {
-        "rollouts": [{
-            "client_id": name, "status": "agent_init",
-            "current_phase": "agent_initialization",
-        }],
-        "environments": [{"client_id": f"{name}:env", "status": "running"}],
-    }  # pyformat: disable
+      "rollouts": [
+        {
+          "client_id": name,
+          "status": "agent_init",
+          "current_phase": "agent_initialization",
+        }
+      ],
+      "environments": [{"client_id": f"{name}:env", "status": "running"}],
+    }
 
   def _begin(
-      self, event: Any, started: float
+    self, event: Any, started: float
   ) -> tuple[str, ingest_rows.RunningEpisode, dict[str, Any]]:
     """Names an episode, and finds its step or evaluation."""
     trajectory_id = getattr(event, "trajectory_id", None)
@@ -433,16 +461,17 @@ class RunRows:
         more = self._begin_step(step, started)
     session = self._run.session
     running = ingest_rows.RunningEpisode(
-        f"{self._run.training_id}/{session}/{place}/{trajectory_id}",
-        source,
-        started,
-        fields={
-            **fields, "model_path": self._model_path(),
-            "group": _last_number(event.group_id),
-            "env_index": _last_number(trajectory_id.rpartition(".")[2]),
-            "max_turns": self._max_turns,
-        },
-    )  # pyformat: disable
+      f"{self._run.training_id}/{session}/{place}/{trajectory_id}",
+      source,
+      started,
+      fields={
+        **fields,
+        "model_path": self._model_path(),
+        "group": _last_number(event.group_id),
+        "env_index": _last_number(trajectory_id.rpartition(".")[2]),
+        "max_turns": self._max_turns,
+      },
+    )
     self._running[key] = running
     self._names[key] = running.rollout_id
     for cache in (self._names, self._summaries):
@@ -455,23 +484,26 @@ class RunRows:
     groups = self._training.get("groups_per_batch") or 0
     size = self._training.get("group_size") or 0
     self._steps[step] = progress = {
-        "completed_groups": 0, "total_groups": groups,
-        "completed_envs": 0, "total_envs": groups * size,
-    }  # pyformat: disable
+      "completed_groups": 0,
+      "total_groups": groups,
+      "completed_envs": 0,
+      "total_envs": groups * size,
+    }
     part = self._step_part(step)
     part["steps"][0] |= {
-        "status": "rollout_collecting", "start_time": started,
-        "current_phase": "rollout_collection", "rollout_start_time": started,
-        "rollout_progress": dict(progress), "model_path": self._model_path(),
-    }  # pyformat: disable
+      "status": "rollout_collecting",
+      "start_time": started,
+      "current_phase": "rollout_collection",
+      "rollout_start_time": started,
+      "rollout_progress": dict(progress),
+      "model_path": self._model_path(),
+    }
     return {
-        **part,
-        **self._training_part(status="running", current_phase="rollout"),
+      **part,
+      **self._training_part(status="running", current_phase="rollout"),
     }
 
-  def _turn_finished(
-      self, event: events.TurnFinished
-  ) -> Part | Rows | None:
+  def _turn_finished(self, event: events.TurnFinished) -> Part | Rows | None:
     running = self._find(event.trajectory_id)
     if running is None:
       return None
@@ -481,22 +513,24 @@ class RunRows:
     begun = event.time - sum(event.seconds.values())
     rows, images = ingest_rows.live_turn(running, event)
     part = {
-        "rollouts": [{
-            "client_id": name, "status": "running",
-            "current_phase": "task_execution", "current_turn": event.turn + 1,
-            "task_start_time": max(begun, running.started) if first else None,
-        }],
-        # Its start may have been dropped.
-        "environments": [
-            {"client_id": f"{name}:env", "status": "running"}
-        ] if first else [],
-        **rows,
-    }  # pyformat: disable
+      "rollouts": [
+        {
+          "client_id": name,
+          "status": "running",
+          "current_phase": "task_execution",
+          "current_turn": event.turn + 1,
+          "task_start_time": max(begun, running.started) if first else None,
+        }
+      ],
+      # Its start may have been dropped.
+      "environments": [{"client_id": f"{name}:env", "status": "running"}]
+      if first
+      else [],
+      **rows,
+    }
     return Rows(part, images) if rows else part
 
-  def _episode_finished(
-      self, event: events.EpisodeFinished
-  ) -> Rows:
+  def _episode_finished(self, event: events.EpisodeFinished) -> Rows:
     episode = event.trajectory
     key = f"{event.split}/{episode.trajectory_id}"
     running = self._running.pop(key, None)
@@ -506,12 +540,17 @@ class RunRows:
       key, running, more = self._begin(event, event.time - seconds)
       self._running.pop(key, None)
     task = task_rows.task_part(
-        event.task_id, episode.task, self._world, event.split
+      event.task_id, episode.task, self._world, event.split
     )
     part = ingest_rows.ended(
-        running, episode, event.time, task, self._world, self._max_turns,
-        self._verdicts.get(event.task_id, task_rows.Verdict()),
-    )  # pyformat: disable
+      running,
+      episode,
+      event.time,
+      task,
+      self._world,
+      self._max_turns,
+      self._verdicts.get(event.task_id, task_rows.Verdict()),
+    )
     if event.task_id in self._verdicts:
       part["tasks"] = [{k: task[k] for k in ("client_id", "task_id")}]
     if event.split == "train":
@@ -523,12 +562,12 @@ class RunRows:
   def _fault(self, event: events.Fault) -> None:
     running = self._find(event.trajectory_id)
     if running is not None:
-      running.faults.append({
-          "stage": event.stage, "kind": event.kind, "message": event.message,
-      })  # pyformat: disable
+      running.faults.append(
+        {"stage": event.stage, "kind": event.kind, "message": event.message}
+      )
 
   def _find(
-      self, trajectory_id: str | None
+    self, trajectory_id: str | None
   ) -> ingest_rows.RunningEpisode | None:
     for split in ("train", "eval"):
       running = self._running.get(f"{split}/{trajectory_id}")
@@ -546,7 +585,7 @@ def _capped(progress: Mapping[str, int]) -> dict[str, int]:
   for what in ("groups", "envs"):
     if f"total_{what}" in capped:
       capped[f"completed_{what}"] = min(
-          capped[f"completed_{what}"], capped[f"total_{what}"]
+        capped[f"completed_{what}"], capped[f"total_{what}"]
       )
   return capped
 
@@ -555,6 +594,6 @@ def _last_number(name: str) -> int | None:
   """Returns the number in "train-000012-r1", 12; None if there is none."""
   name = name.partition("-r")[0]
   digits = "".join(
-      reversed(list(itertools.takewhile(str.isdigit, reversed(name))))
+    reversed(list(itertools.takewhile(str.isdigit, reversed(name))))
   )
   return int(digits) if digits else None

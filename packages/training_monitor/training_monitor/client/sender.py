@@ -33,15 +33,15 @@ class Sender:
   """See the module docstring. Close it."""
 
   def __init__(
-      self,
-      base_url: str,
-      token: str,
-      folder: str | pathlib.Path,
-      config: settings_lib.MonitorConfig,
-      *,
-      name: str,
-      target: str = "",
-      on_reply: Callable[[Mapping[str, Any]], None] = lambda reply: None,
+    self,
+    base_url: str,
+    token: str,
+    folder: str | pathlib.Path,
+    config: settings_lib.MonitorConfig,
+    *,
+    name: str,
+    target: str = "",
+    on_reply: Callable[[Mapping[str, Any]], None] = lambda reply: None,
   ):
     """Args:
 
@@ -65,23 +65,26 @@ class Sender:
     damaged, images_missing, spool_failures, sent, retries."""
     self._complaints = complaints_lib.Complaints()
     self.spool = spool_lib.Spool(
-        pathlib.Path(folder) / f"{name}{spool_lib.SUFFIX}",
-        target or base_url.rstrip("/"),
-        max_bytes=config.spool_bytes,
+      pathlib.Path(folder) / f"{name}{spool_lib.SUFFIX}",
+      target or base_url.rstrip("/"),
+      max_bytes=config.spool_bytes,
     )
     self._ended = False
     self._undelivered = 0
     self._ships = False
     self._writer = spool_writer.SpoolWriter(
-        self.spool, self._record, max_pending=config.max_pending,
-        counters=self.counters, complaints=self._complaints,
-        on_tick=self._wake,
-    )  # pyformat: disable
+      self.spool,
+      self._record,
+      max_pending=config.max_pending,
+      counters=self.counters,
+      complaints=self._complaints,
+      on_tick=self._wake,
+    )
     self.shipper = shipper_lib.Shipper(
         transport, self.spool.path, self.spool.header, config,
         ended=lambda: self._ended, counters=self.counters,
         complaints=self._complaints, health=self.health, on_reply=on_reply,
-    )  # pyformat: disable
+    )  # fmt: skip
     self._ships = True
 
   def _wake(self, pending: int) -> None:
@@ -91,7 +94,7 @@ class Sender:
       self.shipper.wake()
 
   def put(
-      self, part: run_rows.Part, images: Mapping[str, bytes] | None = None
+    self, part: run_rows.Part, images: Mapping[str, bytes] | None = None
   ) -> bool:
     """Takes a part of a batch, and files of screenshots by their hashes.
 
@@ -100,7 +103,7 @@ class Sender:
     return self._writer.put((part, images or {}))
 
   def _record(
-      self, item: tuple[run_rows.Part, Mapping[str, bytes]]
+    self, item: tuple[run_rows.Part, Mapping[str, bytes]]
   ) -> tuple[int, bytes]:
     part, images = item
     body = plain_json.dumps(part)
@@ -120,7 +123,7 @@ class Sender:
     """Waits until everything is delivered; False when time ran out."""
     deadline = time.monotonic() + timeout_s
     return self.flush(timeout_s) and self.shipper.drain(
-        self.spool.seq, deadline - time.monotonic()
+      self.spool.seq, deadline - time.monotonic()
     )
 
   def close(self, timeout_s: float = 10.0) -> bool:
@@ -135,7 +138,7 @@ class Sender:
     delivered = self._writer.close(timeout_s)
     self._ended = True
     delivered &= self.shipper.drain(
-        self.spool.seq, max(0.0, deadline - time.monotonic())
+      self.spool.seq, max(0.0, deadline - time.monotonic())
     )
     waits = self.counts()
     waiting = max(1, waits["entry"] + waits["image"])
@@ -146,25 +149,25 @@ class Sender:
     self._complaints.report_losses(self.counters)
     if not delivered:
       _LOG.warning(
-          "%d parts wait in the spool %s for the monitor; the next run from"
-          " there delivers them",
-          self._undelivered,
-          self.spool.path,
+        "%d parts wait in the spool %s for the monitor; the next run from"
+        " there delivers them",
+        self._undelivered,
+        self.spool.path,
       )
     return delivered
 
   def counts(self) -> dict[str, int]:
     """Records and screenshots that wait, and records that were refused."""
     return {
-        "entry": self.spool.seq - self.shipper.spool.acked,
-        "image": len(spool_lib.images(self.spool.path)),
-        "dead": len(spool_lib.dead(self.spool.path)),
+      "entry": self.spool.seq - self.shipper.spool.acked,
+      "image": len(spool_lib.images(self.spool.path)),
+      "dead": len(spool_lib.dead(self.spool.path)),
     }
 
   def health(self) -> dict[str, int]:
     """Counters and fill of memory and spool, sent with each batch."""
     return {
-        **self.counters,
-        "pending": self._writer.pending,
-        "spool_bytes": int(self.spool.bytes),
+      **self.counters,
+      "pending": self._writer.pending,
+      "spool_bytes": int(self.spool.bytes),
     }

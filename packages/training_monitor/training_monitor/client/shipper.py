@@ -52,19 +52,19 @@ class Shipper:
   """See the module docstring. Close it."""
 
   def __init__(
-      self,
-      transport: transport_lib.Transport,
-      path: pathlib.Path,
-      header: spool_lib.Header,
-      config: settings_lib.MonitorConfig,
-      *,
-      ended: Callable[[], bool],
-      counters: collections.Counter[str],
-      complaints: complaints_lib.Complaints,
-      health: Callable[[], Mapping[str, int]],
-      on_reply: Callable[[Mapping[str, Any]], None] = lambda reply: None,
-      on_round: Callable[[int, bool], None] = lambda acked, empty: None,
-      on_images_lost: Callable[[list[str]], None] = lambda shas: None,
+    self,
+    transport: transport_lib.Transport,
+    path: pathlib.Path,
+    header: spool_lib.Header,
+    config: settings_lib.MonitorConfig,
+    *,
+    ended: Callable[[], bool],
+    counters: collections.Counter[str],
+    complaints: complaints_lib.Complaints,
+    health: Callable[[], Mapping[str, int]],
+    on_reply: Callable[[Mapping[str, Any]], None] = lambda reply: None,
+    on_round: Callable[[int, bool], None] = lambda acked, empty: None,
+    on_images_lost: Callable[[list[str]], None] = lambda shas: None,
   ):
     """Args:
 
@@ -104,18 +104,17 @@ class Shipper:
     self._images_failed = 0.0
     self._images_due = 0.0
     self._read = functools.partial(
-        spool_reader.SpoolReader,
-        counters=counters, complain=complaints.complain,
-    )  # pyformat: disable
+      spool_reader.SpoolReader, counters=counters, complain=complaints.complain
+    )
     self.spool = self._read(
-        path, header, ended=ended, on_images_lost=on_images_lost
+      path, header, ended=ended, on_images_lost=on_images_lost
     )
     """Reader of the program's spool."""
     self.training: str | int | None = self.spool.training
     """Training that heartbeats are sent for."""
     self._orphans: dict[spool_reader.SpoolReader, spool_lib.Lock] | None = None
     self._thread = threading.Thread(
-        target=self._run, name="monitor-send", daemon=True
+      target=self._run, name="monitor-send", daemon=True
     )
     self._thread.start()
 
@@ -197,21 +196,19 @@ class Shipper:
     if not isinstance(error, Error):
       self._counters["spool_failures"] += isinstance(error, OSError)
       self._complaints.complain(
-          "sending", f"sending to the monitor failed: {error!r}"
+        "sending", f"sending to the monitor failed: {error!r}"
       )
       self._pause(1.0)
       return
     self._counters["retries"] += 1
     self._complaints.complain(
-        f"send{error.status}",
-        f"the monitor does not answer, training continues: {error}",
+      f"send{error.status}",
+      f"the monitor does not answer, training continues: {error}",
     )
     # Many trainers must not retry at the same moment.
     until = time.monotonic() + backoff(error, failures) * random.uniform(0.5, 1)
     # Screenshots become smaller meanwhile, so that more of them have room.
-    self.spool.shrink(
-        lambda: self._hurried or time.monotonic() > until
-    )
+    self.spool.shrink(lambda: self._hurried or time.monotonic() > until)
     self._pause(until - time.monotonic())
 
   @property
@@ -259,7 +256,7 @@ class Shipper:
     path, target = self.spool.path, self.spool.header.target
     locks = {}
     for orphan, header, lock in spool_lib.claim_orphans(
-        path.parent, target, path
+      path.parent, target, path
     ):
       try:
         locks[self._read(orphan, header, ended=lambda: True)] = lock
@@ -315,9 +312,7 @@ class Shipper:
     return len(entries) + len(settled)
 
   def _deliver(
-      self,
-      spool: spool_reader.SpoolReader,
-      entries: Sequence[spool_reader.Entry],
+    self, spool: spool_reader.SpoolReader, entries: Sequence[spool_reader.Entry]
   ) -> None:
     last = entries[-1].seq
     try:
@@ -346,25 +341,26 @@ class Shipper:
     self._on_reply(reply)
 
   def _post(
-      self,
-      spool: spool_reader.SpoolReader,
-      entries: Sequence[spool_reader.Entry],
+    self, spool: spool_reader.SpoolReader, entries: Sequence[spool_reader.Entry]
   ) -> dict[str, Any]:
     delivery = {
-        "spool": spool.header.id, "first": entries[0].seq,
-        "last": entries[-1].seq, "health": self._health(),
-    }  # pyformat: disable
+      "spool": spool.header.id,
+      "first": entries[0].seq,
+      "last": entries[-1].seq,
+      "health": self._health(),
+    }
     # Joined as bytes: parsing them would make many objects for the garbage
     # collector.
     body = b'{"parts":[%b],"delivery":%b}' % (
-        b",".join(entry.body for entry in entries), orjson.dumps(delivery)
+      b",".join(entry.body for entry in entries),
+      orjson.dumps(delivery),
     )
     return self._transport.post("/api/ingest/batch", body)
 
   # --- screenshots ------------------------------------------------------------
 
   def _try_to_bring(
-      self, spool: spool_reader.SpoolReader, shas: Sequence[str]
+    self, spool: spool_reader.SpoolReader, shas: Sequence[str]
   ) -> list[str] | None:
     """Uploads screenshots.
 
@@ -392,8 +388,8 @@ class Shipper:
       if not error.status:
         raise
       self._complaints.complain(
-          f"images{error.status}",
-          f"the monitor takes no screenshots, the spool keeps them: {error}",
+        f"images{error.status}",
+        f"the monitor takes no screenshots, the spool keeps them: {error}",
       )
       return None
     self._image_failures, self._images_due = 0, 0.0
@@ -407,10 +403,10 @@ class Shipper:
     return time.monotonic() >= due
 
   def _bring(
-      self, spool: spool_reader.SpoolReader, shas: Sequence[str]
+    self, spool: spool_reader.SpoolReader, shas: Sequence[str]
   ) -> list[str]:
     reply = self._transport.post(
-        "/api/v1/screenshots/missing", orjson.dumps({"sha256": shas})
+      "/api/v1/screenshots/missing", orjson.dumps({"sha256": shas})
     )
     missing = set(_member(reply, "missing", list))
     settled = [sha for sha in shas if sha not in missing]
@@ -432,12 +428,12 @@ class Shipper:
 
   def _upload(self, images: Mapping[str, bytes]) -> None:
     listed = [{"sha256": k, "bytes": len(v)} for k, v in images.items()]
-    body = b"\n".join((
-        orjson.dumps({"images": listed}), b"".join(images.values())
-    ))
+    body = b"\n".join(
+      (orjson.dumps({"images": listed}), b"".join(images.values()))
+    )
     try:
       reply = self._transport.post(
-          "/api/v1/screenshots", body, "application/octet-stream"
+        "/api/v1/screenshots", body, "application/octet-stream"
       )
       refused = _member(reply, "refused", dict)
     except Error as error:
@@ -451,7 +447,7 @@ class Shipper:
     for why in refused.values():
       self._counters["dead_letters"] += 1
       self._complaints.complain(
-          "image", f"the monitor refuses a screenshot: {why}"
+        "image", f"the monitor refuses a screenshot: {why}"
       )
 
 
@@ -469,7 +465,7 @@ def backoff(error: Error, failures: int) -> float:
 def _no_monitor() -> Error:
   """Returns the error for a 200 that no Training Monitor gave."""
   return Error(
-      "the server there is no Training Monitor, or an answer was truncated"
+    "the server there is no Training Monitor, or an answer was truncated"
   )
 
 

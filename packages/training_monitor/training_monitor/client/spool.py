@@ -48,8 +48,12 @@ EVENT, PART = 1, 2
 """Kinds of frames: an event of `event_codec`, or MessagePack of the part of a
 batch: [hashes of its screenshots, its JSON]."""
 HEADER, LOCK, ACK, DEAD, IMAGES = (
-    "header.json", "lock", "ack", "dead.jsonl", "images",
-)  # pyformat: disable
+  "header.json",
+  "lock",
+  "ack",
+  "dead.jsonl",
+  "images",
+)
 RGB, PNG = ".rgb", ".png"
 RGB_HEAD = struct.Struct(">II")
 """(height, width), before the pixels of a `.rgb`."""
@@ -91,7 +95,7 @@ class Header:
     try:
       header = cls(**json_text.read(folder / HEADER))
       if len(header.mark) != frames_lib.MARK_BYTES or not isinstance(
-          header.target, str
+        header.target, str
       ):
         raise ValueError("no id")
     except (TypeError, ValueError) as error:
@@ -120,7 +124,7 @@ class Lock:
     except BlockingIOError as error:
       self.release()
       raise BlockingIOError(
-          error.errno, "another process has this spool", str(folder)
+        error.errno, "another process has this spool", str(folder)
       ) from None
     _HELD.add(self)
 
@@ -160,13 +164,13 @@ class Spool:
   """The end that appends; see the module docstring."""
 
   def __init__(
-      self,
-      path: str | pathlib.Path,
-      target: str,
-      *,
-      run: Mapping[str, Any] | None = None,
-      images: bool = True,
-      max_bytes: int = 2 << 30,
+    self,
+    path: str | pathlib.Path,
+    target: str,
+    *,
+    run: Mapping[str, Any] | None = None,
+    images: bool = True,
+    max_bytes: int = 2 << 30,
   ):
     """Makes a spool, or opens an existing one.
 
@@ -184,7 +188,7 @@ class Spool:
     self.path = pathlib.Path(path)
     self._max = max_bytes
     self._segment_bytes = max(
-        _LEAST_SEGMENT, min(_MOST_SEGMENT, max_bytes // 8)
+      _LEAST_SEGMENT, min(_MOST_SEGMENT, max_bytes // 8)
     )
     self._file = -1
     self._size = 0
@@ -193,7 +197,7 @@ class Spool:
       self.lock = Lock(self.path)
     else:
       self.lock = _made(
-          self.path, Header(uuid.uuid4().hex, target, run, images)
+        self.path, Header(uuid.uuid4().hex, target, run, images)
       )
     try:
       self.header = Header.read(self.path)
@@ -282,7 +286,7 @@ class Spool:
       path = frames_lib.segment_path(self.path, self.seq + 1)
       # Left empty by a process that was killed, or after a failed write.
       self._file = os.open(
-          path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+        path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
       )
       self._size = os.fstat(self._file).st_size
 
@@ -339,7 +343,7 @@ def _made(path: pathlib.Path, header: Header) -> Lock:
     (new / IMAGES).mkdir(parents=True)
     lock = Lock(new, make=True)
     durable.write_bytes(
-        new / HEADER, json.dumps(dataclasses.asdict(header)).encode()
+      new / HEADER, json.dumps(dataclasses.asdict(header)).encode()
     )
     new.rename(path)
     durable.sync(path.parent)
@@ -358,9 +362,8 @@ def image_path(folder: pathlib.Path, sha: str, suffix: str) -> pathlib.Path:
 def images(folder: pathlib.Path) -> set[str]:
   """Returns the hashes of the screenshots that a spool has."""
   return {
-      name[:-4] for name in _names(folder / IMAGES)
-      if name.endswith((RGB, PNG))
-  }  # pyformat: disable
+    name[:-4] for name in _names(folder / IMAGES) if name.endswith((RGB, PNG))
+  }
 
 
 def read_ack(folder: pathlib.Path) -> int:
@@ -420,12 +423,12 @@ def contents(folder: pathlib.Path) -> Contents:
   header = Header.read(folder)
   last = max(last_frame(folder, header), read_ack(folder))
   return Contents(
-      last - read_ack(folder), len(images(folder)), dead(folder), header.target
+    last - read_ack(folder), len(images(folder)), dead(folder), header.target
   )
 
 
 def claim_orphans(
-    folder: str | pathlib.Path, target: str, own: pathlib.Path
+  folder: str | pathlib.Path, target: str, own: pathlib.Path
 ) -> Iterator[tuple[pathlib.Path, Header, Lock]]:
   """Yields locked spools that ended processes left for this server."""
   for path in sorted(pathlib.Path(folder).glob(f"*{SUFFIX}")):
@@ -482,7 +485,7 @@ def put_aside(path: pathlib.Path, error: Exception) -> None:
     return
   _LOG.warning("the spool %s cannot be read: %s", path, error)
   if isinstance(error, OSError) and not isinstance(
-      error, (FileNotFoundError, NotADirectoryError)
+    error, (FileNotFoundError, NotADirectoryError)
   ):
     return  # A disk that fails may be well again.
   try:
@@ -503,7 +506,7 @@ def _sizes(folder: pathlib.Path) -> Iterator[int]:
   with os.scandir(folder) as entries:
     for entry in entries:
       if entry.name == DEAD or entry.name.endswith(
-          (frames_lib.SEGMENT, RGB, PNG)
+        (frames_lib.SEGMENT, RGB, PNG)
       ):
         with contextlib.suppress(FileNotFoundError):
           yield entry.stat().st_size

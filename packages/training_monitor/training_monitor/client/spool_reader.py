@@ -54,14 +54,14 @@ class SpoolReader:
   """See the module docstring. Close it."""
 
   def __init__(
-      self,
-      path: pathlib.Path,
-      header: spool_lib.Header,
-      *,
-      ended: Callable[[], bool],
-      counters: collections.Counter[str],
-      complain: Callable[[str, str], None],
-      on_images_lost: Callable[[list[str]], None] = lambda shas: None,
+    self,
+    path: pathlib.Path,
+    header: spool_lib.Header,
+    *,
+    ended: Callable[[], bool],
+    counters: collections.Counter[str],
+    complain: Callable[[str, str], None],
+    on_images_lost: Callable[[list[str]], None] = lambda shas: None,
   ):
     """Args:
 
@@ -87,14 +87,14 @@ class SpoolReader:
     if header.run is not None:
       self._rows = run_rows.RunRows(run_rows.RunFacts(**header.run))
     self._frames = frames_lib.FrameReader(
-        path, header.mark, ended=ended, on_segment=self._keep_state
+      path, header.mark, ended=ended, on_segment=self._keep_state
     )
     self._damaged = 0
     self._synced = 0
     self.acked = spool_lib.read_ack(path)
     """Number of the last record that the server has."""
     self._ack_file = os.open(
-        path / spool_lib.ACK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
+      path / spool_lib.ACK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
     )
     self._pending: collections.deque[Entry] = collections.deque()
     self._settled: set[str] = set()
@@ -136,9 +136,10 @@ class SpoolReader:
     self._acknowledge(0)  # Records without rows.
     sizes = itertools.accumulate(len(entry.body) for entry in self._pending)
     return [
-        entry for n, (entry, size) in enumerate(zip(self._pending, sizes))
-        if not n or size <= max_bytes
-    ]  # pyformat: disable
+      entry
+      for n, (entry, size) in enumerate(zip(self._pending, sizes))
+      if not n or size <= max_bytes
+    ]
 
   def _take(self, frame: frames_lib.Frame) -> int:
     """Makes the entry of a record; returns its bytes."""
@@ -173,7 +174,7 @@ class SpoolReader:
     self._damaged = self._frames.damaged
     self._counters["damaged"] += lost
     self._complain(
-        "damaged", f"{lost} records of {self.path} are damaged and left out"
+      "damaged", f"{lost} records of {self.path} are damaged and left out"
     )
 
   def remove_through(self, seq: int) -> None:
@@ -203,26 +204,27 @@ class SpoolReader:
       return
     segments = frames_lib.segments(self.path)
     self._oldest = max(
-        first for first, _ in segments
-        if first == segments[0][0] or first <= self._frames.segment
-        and first - 1 <= self.acked and self._has_state(first)
-    )  # pyformat: disable
+      first
+      for first, _ in segments
+      if first == segments[0][0]
+      or first <= self._frames.segment
+      and first - 1 <= self.acked
+      and self._has_state(first)
+    )
     for first, path in segments:
       if first < self._oldest:
         path.unlink()
         spool_lib.state_path(self.path, first).unlink(missing_ok=True)
 
   def _has_state(self, first: int) -> bool:
-    return (
-        self._rows is None or spool_lib.state_path(self.path, first).exists()
-    )
+    return self._rows is None or spool_lib.state_path(self.path, first).exists()
 
   def bury(self, entry: Entry, reason: str) -> None:
     """Takes an entry that the server will never accept out of the way."""
     line = orjson.dumps({
         "seq": entry.seq, "time": time.time(), "reason": reason,
         "body": entry.body.decode("utf-8", "replace"),
-    }) + b"\n"  # pyformat: disable
+    }) + b"\n"  # fmt: skip
     try:
       with open(self.path / spool_lib.DEAD, "ab") as file:
         file.write(line)
@@ -240,8 +242,8 @@ class SpoolReader:
       return
     try:
       durable.write_bytes(
-          spool_lib.state_path(self.path, first),
-          event_codec.pack(self._rows.state()),
+        spool_lib.state_path(self.path, first),
+        event_codec.pack(self._rows.state()),
       )
     except OSError as error:
       self._trouble(error)  # The segments before it stay.
@@ -257,9 +259,9 @@ class SpoolReader:
     except Exception as error:  # pylint: disable=broad-except
       self._counters["damaged"] += 1
       self._complain(
-          "state",
-          f"the state before {self._oldest} of {self.path} is damaged"
-          f" ({error!r}): episodes that had begun get rows of their ends only",
+        "state",
+        f"the state before {self._oldest} of {self.path} is damaged"
+        f" ({error!r}): episodes that had begun get rows of their ends only",
       )
 
   # --- screenshots ------------------------------------------------------------
@@ -292,9 +294,7 @@ class SpoolReader:
 
   def _encoded(self, sha: str) -> bytes | None:
     try:
-      return spool_lib.image_path(
-          self.path, sha, spool_lib.PNG
-      ).read_bytes()
+      return spool_lib.image_path(self.path, sha, spool_lib.PNG).read_bytes()
     except FileNotFoundError:
       pass
     try:
@@ -304,7 +304,7 @@ class SpoolReader:
     try:
       shape = spool_lib.RGB_HEAD.unpack_from(raw)
       pixels = np.frombuffer(
-          raw, np.uint8, offset=spool_lib.RGB_HEAD.size
+        raw, np.uint8, offset=spool_lib.RGB_HEAD.size
       ).reshape(*shape, 3)
       if images_lib.hash_pixels(pixels) != sha:
         raise ValueError("other pixels")
@@ -338,7 +338,7 @@ class SpoolReader:
           self._on_images_lost([path.stem])
           continue
         durable.write_bytes(
-            path.with_suffix(spool_lib.PNG), file, durably=False
+          path.with_suffix(spool_lib.PNG), file, durably=False
         )
         path.unlink()
       except OSError as error:
@@ -373,7 +373,7 @@ def encode_png(pixels: np.ndarray) -> bytes:
   """
   if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
     raise ValueError(
-        f"need uint8[H, W, 3], got {pixels.dtype}{list(pixels.shape)}"
+      f"need uint8[H, W, 3], got {pixels.dtype}{list(pixels.shape)}"
     )
   height, width, _ = pixels.shape
   rows = np.empty((height, 1 + 3 * width), np.uint8)
@@ -382,12 +382,14 @@ def encode_png(pixels: np.ndarray) -> bytes:
   rows[:1, 1:] = flat[:1]
   np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
   header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-  return b"".join((
+  return b"".join(
+    (
       b"\x89PNG\r\n\x1a\n",
       _chunk(b"IHDR", header),
       _chunk(b"IDAT", zlib.compress(rows.data, 3)),
       _chunk(b"IEND", b""),
-  ))
+    )
+  )
 
 
 def _chunk(name: bytes, data: bytes) -> bytes:

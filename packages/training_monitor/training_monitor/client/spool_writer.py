@@ -30,25 +30,25 @@ class SpoolWriter:
   """See the module docstring. Close it."""
 
   def __init__(
-      self,
-      spool: spool_lib.Spool,
-      encode: Callable[[Any], tuple[int, bytes]],
-      *,
-      max_pending: int,
-      counters: collections.Counter[str],
-      complaints: complaints_lib.Complaints,
-      on_tick: Callable[[int], None] = lambda pending: None,
+    self,
+    spool: spool_lib.Spool,
+    encode: Callable[[Any], tuple[int, bytes]],
+    *,
+    max_pending: int,
+    counters: collections.Counter[str],
+    complaints: complaints_lib.Complaints,
+    on_tick: Callable[[int], None] = lambda pending: None,
   ):
     """Args:
 
-      spool: Owned by the writer from now on.
-      encode: makes (kind, body) of an item's record, on the thread; an item
-        for which it raises OSError is kept for another attempt.
-      max_pending: items in memory.
-      counters: dropped_memory, dropped_disk, failed and spool_failures are
-        counted there.
-      complaints: logs problems.
-      on_tick: receives how many items wait, on the thread, after each round.
+    spool: Owned by the writer from now on.
+    encode: makes (kind, body) of an item's record, on the thread; an item
+      for which it raises OSError is kept for another attempt.
+    max_pending: items in memory.
+    counters: dropped_memory, dropped_disk, failed and spool_failures are
+      counted there.
+    complaints: logs problems.
+    on_tick: receives how many items wait, on the thread, after each round.
     """
     self.spool = spool
     self._encode = encode
@@ -71,7 +71,7 @@ class SpoolWriter:
     self._hurried = -_TICK_S
     self._closing = threading.Event()
     self._thread = threading.Thread(
-        target=self._run, name="monitor-spool", daemon=True
+      target=self._run, name="monitor-spool", daemon=True
     )
     self._thread.start()
 
@@ -142,7 +142,7 @@ class SpoolWriter:
         # Items stay in memory, which is bounded.
         self._counters["spool_failures"] += 1
         self._complaints.complain(
-            "disk", f"{self.spool.path} cannot be written: {error}"
+          "disk", f"{self.spool.path} cannot be written: {error}"
         )
         self._closing.wait(_RETRY_S)
       self._on_tick(self.pending)
@@ -189,8 +189,6 @@ class SpoolWriter:
     try:
       del self._made[: self.spool.append(self._made)]
     except spool_lib.SpoolFull as error:
-      self._complaints.complain(
-          "full", f"the monitor's spool is full: {error}"
-      )
+      self._complaints.complain("full", f"the monitor's spool is full: {error}")
       self._counters["dropped_disk"] += 1
       del self._made[0]

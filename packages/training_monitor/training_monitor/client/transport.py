@@ -28,11 +28,11 @@ class TransportError(Exception):
   """
 
   def __init__(
-      self,
-      message: str,
-      status: int = 0,
-      retry_after_s: float | None = None,
-      body: dict[str, Any] | None = None,
+    self,
+    message: str,
+    status: int = 0,
+    retry_after_s: float | None = None,
+    body: dict[str, Any] | None = None,
   ):
     super().__init__(message)
     self.status = status
@@ -60,11 +60,11 @@ class Transport:
       port = -1
     if url.scheme not in ("http", "https") or not url.hostname or port == -1:
       raise ValueError(
-          f"monitor URL {base_url!r}: give http://host:port or https://host"
+        f"monitor URL {base_url!r}: give http://host:port or https://host"
       )
     if token and not (token.isascii() and token.isprintable()):
       raise ValueError(
-          "the token has characters that no token has; copy it again"
+        "the token has characters that no token has; copy it again"
       )
     if timeout_s <= 0:
       raise ValueError(f"timeout_s={timeout_s}: give more than 0")
@@ -78,7 +78,7 @@ class Transport:
     self._closed = False
 
   def post(
-      self, path: str, body: bytes, media_type: str = "application/json"
+    self, path: str, body: bytes, media_type: str = "application/json"
   ) -> dict[str, Any]:
     """Returns the reply's JSON.
 
@@ -86,8 +86,8 @@ class Transport:
       TransportError: no answer in time, or another than 200.
     """
     headers = {
-        "content-type": media_type,
-        "user-agent": "tunix-multi-turn-monitor/1",
+      "content-type": media_type,
+      "user-agent": "tunix-multi-turn-monitor/1",
     }
     if self._token:
       headers["authorization"] = f"Bearer {self._token}"
@@ -98,7 +98,7 @@ class Transport:
       # AttributeError: closed by another thread in the middle of it.
       self._disconnect()
       raise TransportError(
-          f"{self._server}: {type(error).__name__}: {error}"
+        f"{self._server}: {type(error).__name__}: {error}"
       ) from None
     if response.will_close:
       self._disconnect()
@@ -112,10 +112,10 @@ class Transport:
       return reply
     detail = reply.get("detail") or response.reason
     raise TransportError(
-        f"{self._server} answered {response.status}: {detail}",
-        response.status,
-        _seconds(response.headers.get("retry-after")),
-        reply,
+      f"{self._server} answered {response.status}: {detail}",
+      response.status,
+      _seconds(response.headers.get("retry-after")),
+      reply,
     )
 
   def close(self) -> None:
@@ -134,7 +134,7 @@ class Transport:
       connection.close()
 
   def _exchange(
-      self, path: str, body: bytes, headers: dict[str, str], deadline: float
+    self, path: str, body: bytes, headers: dict[str, str], deadline: float
   ) -> tuple[client.HTTPResponse, bytes]:
     """Sends a request; returns the response and its body. Raises OSError."""
     if self._closed:
@@ -159,10 +159,10 @@ class Transport:
     return response, self._read(connection, response, deadline)
 
   def _read(
-      self,
-      connection: client.HTTPConnection,
-      response: client.HTTPResponse,
-      deadline: float,
+    self,
+    connection: client.HTTPConnection,
+    response: client.HTTPResponse,
+    deadline: float,
   ) -> bytes:
     parts: list[bytes] = []
     size = 0

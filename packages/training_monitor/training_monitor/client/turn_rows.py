@@ -14,11 +14,14 @@ from training_monitor.core import trajectory as trajectory_lib
 
 
 def of_turn(
-    name: str, index: int, step: trajectory_lib.Step,
-    time: tuple[float, float, Mapping[str, float]],
-    before: trajectory_lib.ImageRef | None, tokens: turn_tokens.TurnTokens,
-    messages: list[Any] | None,
-) -> dict[str, list[dict[str, Any]]]:  # pyformat: disable
+  name: str,
+  index: int,
+  step: trajectory_lib.Step,
+  time: tuple[float, float, Mapping[str, float]],
+  before: trajectory_lib.ImageRef | None,
+  tokens: turn_tokens.TurnTokens,
+  messages: list[Any] | None,
+) -> dict[str, list[dict[str, Any]]]:
   """Returns the rows of the turn number `index`, from 0.
 
   Args:
@@ -56,62 +59,63 @@ def of_turn(
               "text_content": _text(step.observation),
           },
       ],
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 def _turn_metrics(
-    step: trajectory_lib.Step, seconds: Mapping[str, float],
-    tokens: turn_tokens.TurnTokens,
-) -> dict[str, Any]:  # pyformat: disable
-  info = {
-      k: v for k, v in step.info.items() if k not in ("gui_actions", "gym")
-  }  # pyformat: disable
+  step: trajectory_lib.Step,
+  seconds: Mapping[str, float],
+  tokens: turn_tokens.TurnTokens,
+) -> dict[str, Any]:
+  info = {k: v for k, v in step.info.items() if k not in ("gui_actions", "gym")}
   return {
-      "seconds": dict(seconds),
-      "thought": step.thought,
-      "model_response": step.model_response,
-      "mc_return": float(step.mc_return),
-      "policy_versions": tokens.versions,
-      "prompt_tokens": tokens.prompt,
-      "entropies": tokens.entropies,
-      "sampled_tokens": len(tokens.ids),
-      "mean_logprob": (
-          sum(tokens.logprobs) / len(tokens.logprobs)
-          if tokens.logprobs
-          else None
-      ),
-      "info": _writable(info),
+    "seconds": dict(seconds),
+    "thought": step.thought,
+    "model_response": step.model_response,
+    "mc_return": float(step.mc_return),
+    "policy_versions": tokens.versions,
+    "prompt_tokens": tokens.prompt,
+    "entropies": tokens.entropies,
+    "sampled_tokens": len(tokens.ids),
+    "mean_logprob": (
+      sum(tokens.logprobs) / len(tokens.logprobs) if tokens.logprobs else None
+    ),
+    "info": _writable(info),
   }
 
 
 def _actions(
-    turn: str, step: trajectory_lib.Step, tokens: turn_tokens.TurnTokens
+  turn: str, step: trajectory_lib.Step, tokens: turn_tokens.TurnTokens
 ) -> list[dict[str, Any]]:
   """Returns a row for each action; the first one has the turn's tokens.
 
   A turn in which nothing could be done has one row all the same.
   """
   calls = (
-      step.action.tool_calls
-      if isinstance(step.action, trajectory_lib.Action)
-      else []
+    step.action.tool_calls
+    if isinstance(step.action, trajectory_lib.Action)
+    else []
   )
   gestures = gui_actions(step)
   rows: list[dict[str, Any]] = []
   for index in range(max(len(gestures), len(calls))):
     call = calls[index] if index < len(calls) else None
     gui = gestures[index] if index < len(gestures) else None
-    rows.append({
+    rows.append(
+      {
         "action_type": gui["kind"] if gui else "invalid",
         "tool_name": call.name if call else _tool_name(step, index),
         # The executed action, in pixels; else the requested one.
         "tool_args": (
-            {k: v for k, v in gui.items() if k != "kind"}
-            if gui
-            else _writable(call.arguments) if call else None
+          {k: v for k, v in gui.items() if k != "kind"}
+          if gui
+          else _writable(call.arguments)
+          if call
+          else None
         ),
         "action_json": _writable(call.to_json()) if call else None,
-    })
+      }
+    )
   if not rows:
     kind = "parse_error" if step.info.get("parse_errors") else "text"
     rows.append({"action_type": kind})
@@ -119,9 +123,10 @@ def _actions(
     row |= {"client_id": f"{turn}:action:{index}", "turn_id": turn}
   if tokens.ids:
     rows[0] |= {
-        "tokens": tokens.ids, "logprobs": tokens.logprobs,
-        "num_tokens": len(tokens.ids),
-    }  # pyformat: disable
+      "tokens": tokens.ids,
+      "logprobs": tokens.logprobs,
+      "num_tokens": len(tokens.ids),
+    }
   return rows
 
 
@@ -132,7 +137,7 @@ def _tool_name(step: trajectory_lib.Step, index: int) -> str | None:
 
 
 def new_messages(
-    step: trajectory_lib.Step, count: int
+  step: trajectory_lib.Step, count: int
 ) -> tuple[list[Any] | None, int]:
   """Messages that this turn's model call had and the one before had not."""
   messages = list(step.chat_completions)
@@ -144,9 +149,7 @@ def new_messages(
 
 def gui_actions(step: trajectory_lib.Step) -> list[dict[str, Any]]:
   """Returns the actions that the gym performed in a turn."""
-  return [
-      dict(a) for a in step.info.get("gui_actions") or () if "kind" in a
-  ]
+  return [dict(a) for a in step.info.get("gui_actions") or () if "kind" in a]
 
 
 def _text(observation: Any) -> str | None:
@@ -155,9 +158,9 @@ def _text(observation: Any) -> str | None:
   if not isinstance(observation, Mapping):
     return None
   texts = [
-      str(observation[k])
-      for k in ("question", "instruction", "axtree", "text")
-      if observation.get(k)
+    str(observation[k])
+    for k in ("question", "instruction", "axtree", "text")
+    if observation.get(k)
   ]
   outputs = observation.get("tool_outputs") or {}
   texts += [f"{k}: {v}" for k, v in outputs.items()]
@@ -173,9 +176,9 @@ def _text_of_messages(messages: list[Any] | None) -> str | None:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     texts += [
-        str(part["text"])
-        for part in parts
-        if isinstance(part, Mapping) and part.get("text")
+      str(part["text"])
+      for part in parts
+      if isinstance(part, Mapping) and part.get("text")
     ]
   return "\n".join(texts) or None
 

@@ -53,11 +53,11 @@ def by_turn(episode: trajectory_lib.Trajectory) -> dict[int, TurnTokens]:
   for turn, parts in sampled.items():
     silent = any(s.entropies is None for s, _ in parts)
     tokens[turn] = TurnTokens(
-        _joined(parts, "tokens").tolist(),
-        _joined(parts, "logprobs").tolist(),
-        _runs(_joined(parts, "versions")),
-        None if silent else _joined(parts, "entropies"),
-        prompts[turn],
+      _joined(parts, "tokens").tolist(),
+      _joined(parts, "logprobs").tolist(),
+      _runs(_joined(parts, "versions")),
+      None if silent else _joined(parts, "entropies"),
+      prompts[turn],
     )
   return tokens
 
@@ -80,7 +80,11 @@ def _runs(values: np.ndarray) -> list[list[int]]:
   """Returns the run-length encoding [value, count] of integers."""
   cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
   cuts.append(len(values))
-  return [
+  return (
+    [
       [value, stop - start]
       for value, start, stop in zip(values[cuts[:-1]].tolist(), cuts, cuts[1:])
-  ] if len(values) else []
+    ]
+    if len(values)
+    else []
+  )

@@ -77,22 +77,20 @@ class _Uploader:
     self._trainers: Mapping[str, int] = {}
     self._sent: dict[str, Any] = {}
     self._shipper = shipper_lib.Shipper(
-        transport_lib.Transport(
-            begin["url"], begin["token"], config.timeout_s
-        ),
-        path, spool_lib.Header.read(path), config,
-        ended=lambda: self._ended, counters=self._counters,
-        complaints=complaints_lib.Complaints(),
-        health=lambda: dict(
-            self._counters + collections.Counter(self._trainers)
-        ),
-        on_round=self._report, on_images_lost=lambda shas: send(lost=shas),
-    )  # pyformat: disable
+      transport_lib.Transport(begin["url"], begin["token"], config.timeout_s),
+      path,
+      spool_lib.Header.read(path),
+      config,
+      ended=lambda: self._ended,
+      counters=self._counters,
+      complaints=complaints_lib.Complaints(),
+      health=lambda: dict(self._counters + collections.Counter(self._trainers)),
+      on_round=self._report,
+      on_images_lost=lambda shas: send(lost=shas),
+    )
 
   def _report(self, acked: int, empty: bool) -> None:
-    report = {
-        "acked": acked, "empty": empty, "counters": dict(self._counters)
-    }  # pyformat: disable
+    report = {"acked": acked, "empty": empty, "counters": dict(self._counters)}
     if report != self._sent:
       self._sent = report
       send(**report)
@@ -114,15 +112,16 @@ class _Uploader:
     self._ended = True
     spool = self._shipper.spool
     delivered = self._shipper.drain(
-        spool_lib.last_frame(spool.path, spool.header), timeout_s
+      spool_lib.last_frame(spool.path, spool.header), timeout_s
     )
     self._shipper.close()
     self._report(spool.acked, delivered)
     if not delivered:
       _LOG.warning(
-          "events wait in the spool %s for the monitor; the next run from there"
-          " delivers them", spool.path,
-      )  # pyformat: disable
+        "events wait in the spool %s for the monitor; the next run from there"
+        " delivers them",
+        spool.path,
+      )
 
 
 def main() -> int:

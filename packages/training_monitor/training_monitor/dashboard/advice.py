@@ -34,14 +34,12 @@ BOUND = 0.5
 
 Row = dict[str, Any]
 _METRICS: dict[str, dict[str, str]] = json_text.read(
-    pathlib.Path(__file__).with_name("metrics.json")
+  pathlib.Path(__file__).with_name("metrics.json")
 )
 """Readings that the framework documents; `make docs` writes the file."""
 
 
-def lines(
-    columns: curves_lib.Columns, evals: Sequence[Row]
-) -> list[Row]:
+def lines(columns: curves_lib.Columns, evals: Sequence[Row]) -> list[Row]:
   """Returns sentences: first about learning, then about throughput.
 
   Args:
@@ -63,21 +61,26 @@ def chart_about(names: Sequence[str]) -> list[Row]:
   for name in names:
     metric = _METRICS.get(curves_lib.DERIVED.get(name, (name,))[0])
     if metric is not None:
-      documented.append({
-          "name": name, "meaning": _MEANING.get(name, metric["meaning"]),
-          "advice": metric["advice"], "unit": metric["unit"],
-      })  # pyformat: disable
+      documented.append(
+        {
+          "name": name,
+          "meaning": _MEANING.get(name, metric["meaning"]),
+          "advice": metric["advice"],
+          "unit": metric["unit"],
+        }
+      )
   return documented or [
-      {"name": names[0], "meaning": text, "advice": "", "unit": ""}
-      for start, text in _PREFIXES.items() if names[0] == start
-  ]  # pyformat: disable
+    {"name": names[0], "meaning": text, "advice": "", "unit": ""}
+    for start, text in _PREFIXES.items()
+    if names[0] == start
+  ]
 
 
 _MEANING = {"engine_idle": "Share of wall time the engine was idle."}
 _PREFIXES = {
-    "success_rate/": "Success of each task family among the valid episodes of"
-    " an update.",
-    "status/": "Shares of the episodes of an update by how they ended.",
+  "success_rate/": "Success of each task family among the valid episodes of"
+  " an update.",
+  "status/": "Shares of the episodes of an update by how they ended.",
 }
 
 
@@ -103,15 +106,17 @@ def _learning(columns: curves_lib.Columns, evals: Sequence[Row]) -> Row | None:
   text = ""
   if now is not None and then is not None:
     word = (
-        "rose" if now > then + 0.02 else "fell" if now < then - 0.02
-        else "stayed"
-    )  # pyformat: disable
+      "rose" if now > then + 0.02 else "fell" if now < then - 0.02 else "stayed"
+    )
     text = (
-        f"Success in training {word} "
-        + (f"at {_percent(now)}" if word == "stayed"
-           else f"from {_percent(then)} to {_percent(now)}")
-        + ", the means of the first and last ten steps."
-    )  # pyformat: disable
+      f"Success in training {word} "
+      + (
+        f"at {_percent(now)}"
+        if word == "stayed"
+        else f"from {_percent(then)} to {_percent(now)}"
+      )
+      + ", the means of the first and last ten steps."
+    )
   if len(evals) > 1:
     last = evals[-1]
     # Updates began from the last baseline, the warm start where there is one.
@@ -119,48 +124,47 @@ def _learning(columns: curves_lib.Columns, evals: Sequence[Row]) -> Row | None:
     first = before[-1]
     apart = last["low"] > first["high"] or last["high"] < first["low"]
     text += (
-        f" Evaluations: {text_lib.percent(first['rate'])} ({first['name']}) to"
-        f" {text_lib.percent(last['rate'])} ({last['name']})"
-        + ("." if apart else ", within their 95 % intervals.")
+      f" Evaluations: {text_lib.percent(first['rate'])} ({first['name']}) to"
+      f" {text_lib.percent(last['rate'])} ({last['name']})"
+      + ("." if apart else ", within their 95 % intervals.")
     )
   return _line("learning", text.strip(), "/evals") if text else None
 
 
 def _bound(columns: curves_lib.Columns) -> Row | None:
   total, wait, learn = (
-      columns.recent(f"seconds_{n}") for n in ("total", "wait", "learn")
+    columns.recent(f"seconds_{n}") for n in ("total", "wait", "learn")
   )
   if not total or wait is None or learn is None:
     return None
   if wait / total >= BOUND:
     text = (
-        "Collecting bounds this run: the learner waits"
-        f" {_percent(wait / total)}"
-        " of a step."
+      "Collecting bounds this run: the learner waits"
+      f" {_percent(wait / total)}"
+      " of a step."
     )
     model, env = columns.recent("model_share"), columns.recent("env_share")
     if model is not None and env is not None:
       text += (
-          f" Episodes spend {_percent(model)} of their time on the model and"
-          f" {_percent(env)} in the environment: "
-          + _helps(columns, model >= env)
-      )  # pyformat: disable
+        f" Episodes spend {_percent(model)} of their time on the model and"
+        f" {_percent(env)} in the environment: " + _helps(columns, model >= env)
+      )
     return _line("throughput", text, "/health")
   if learn / total >= BOUND:
     return _line(
-        "throughput",
-        f"The update bounds this run: it takes {_percent(learn / total)} of a"
-        " step, and episodes wait for it. A larger learner.rows or more"
-        " devices help.",
-        "/health",
+      "throughput",
+      f"The update bounds this run: it takes {_percent(learn / total)} of a"
+      " step, and episodes wait for it. A larger learner.rows or more"
+      " devices help.",
+      "/health",
     )
   remainder = max(0.0, 1 - (wait + learn) / total)
   return _line(
-      "throughput",
-      f"Nothing alone bounds this run: of a step {_percent(wait / total)} is"
-      f" waiting for episodes, {_percent(learn / total)} the update,"
-      f" {_percent(remainder)} publishing weights and the rest.",
-      "/health",
+    "throughput",
+    f"Nothing alone bounds this run: of a step {_percent(wait / total)} is"
+    f" waiting for episodes, {_percent(learn / total)} the update,"
+    f" {_percent(remainder)} publishing weights and the rest.",
+    "/health",
   )
 
 
@@ -171,45 +175,50 @@ def _helps(columns: curves_lib.Columns, waits_for_model: bool) -> str:
   idle = columns.recent("engine_idle")
   if idle is not None and idle > IDLE:
     return (
-        f"the engine is idle {_percent(idle)} of the time, so more engine.slots"
-        " do not help; more episodes at once (collect.concurrency) or a larger"
-        " queue.max_staleness do."
+      f"the engine is idle {_percent(idle)} of the time, so more engine.slots"
+      " do not help; more episodes at once (collect.concurrency) or a larger"
+      " queue.max_staleness do."
     )
   return "more engine.slots or a faster model helps."
 
 
 def _gradients(columns: curves_lib.Columns) -> Row | None:
   share, won = (
-      columns.recent("informative_groups"), columns.recent("success_rate")
+    columns.recent("informative_groups"),
+    columns.recent("success_rate"),
   )
   if share is None or won is None or share >= FEW_GROUPS:
     return None
   about = f"Only {_percent(share)} of the groups have a gradient"
   if won >= SOLVED:
     return _line(
-        "warning", f"{about} at {_percent(won)} success: these tasks are"
-        " solved. Raise gym.options.difficulty or add tasks.",
-        "/tasks?sort=learnable",
+      "warning",
+      f"{about} at {_percent(won)} success: these tasks are"
+      " solved. Raise gym.options.difficulty or add tasks.",
+      "/tasks?sort=learnable",
     )
   if won <= HOPELESS:
     return _line(
-        "warning", f"{about} at {_percent(won)} success: the tasks are too"
-        " hard. Warm-start longer, or begin with easier ones.",
-        "/tasks?solved=never",
+      "warning",
+      f"{about} at {_percent(won)} success: the tasks are too"
+      " hard. Warm-start longer, or begin with easier ones.",
+      "/tasks?solved=never",
     )
   return _line(
-      "warning", f"{about}: most tasks are always or never solved. Set"
-      " task_source.order=curriculum or a larger collect.group_size.",
-      "/tasks?sort=learnable",
+    "warning",
+    f"{about}: most tasks are always or never solved. Set"
+    " task_source.order=curriculum or a larger collect.group_size.",
+    "/tasks?sort=learnable",
   )
 
 
 def _weakest(columns: curves_lib.Columns) -> Row | None:
   rates = {
-      name.partition("/")[2]: rate
-      for name in columns.values if name.startswith("success_rate/")
-      if (rate := columns.recent(name)) is not None
-  }  # pyformat: disable
+    name.partition("/")[2]: rate
+    for name in columns.values
+    if name.startswith("success_rate/")
+    if (rate := columns.recent(name)) is not None
+  }
   if len(rates) < 2:
     return None
   weakest = min(rates, key=lambda name: rates[name])
@@ -217,8 +226,10 @@ def _weakest(columns: curves_lib.Columns) -> Row | None:
   if rates[weakest] > mean - WEAKER:
     return None
   return _line(
-      "warning", f"Weakest family: {weakest} with {_percent(rates[weakest])},"
-      f" all together {_percent(mean)}.", "/tasks",
+    "warning",
+    f"Weakest family: {weakest} with {_percent(rates[weakest])},"
+    f" all together {_percent(mean)}.",
+    "/tasks",
   )
 
 
@@ -228,9 +239,10 @@ def _entropy(columns: curves_lib.Columns) -> Row | None:
   if now is None or not then or now > COLLAPSED * then or (won or 0) > SOLVED:
     return None
   return _line(
-      "warning", f"Entropy fell from {then:.2g} to {now:.2g} nats before the"
-      " tasks were solved: raise algorithm.clip_high or"
-      " algorithm.entropy_coef.",
+    "warning",
+    f"Entropy fell from {then:.2g} to {now:.2g} nats before the"
+    " tasks were solved: raise algorithm.clip_high or"
+    " algorithm.entropy_coef.",
   )
 
 
@@ -239,20 +251,23 @@ def _broken(columns: curves_lib.Columns) -> Row | None:
   if share is None or share <= BROKEN:
     return None
   ends = {
-      name: rate for name in ("env_error", "timeout", "model_error")
-      if (rate := columns.recent(f"status/{name}"))
-  }  # pyformat: disable
+    name: rate
+    for name in ("env_error", "timeout", "model_error")
+    if (rate := columns.recent(f"status/{name}"))
+  }
   most = max(ends, key=lambda name: ends[name]) if ends else ""
   return _line(
-      "warning", f"{_percent(share)} of the episodes are ended by"
-      " infrastructure"
-      + (f", most by {most.replace('_', ' ')}" if most else "") + ".",
-      f"/rollouts?end={most}" if most else "/rollouts?error=broken",
+    "warning",
+    f"{_percent(share)} of the episodes are ended by"
+    " infrastructure"
+    + (f", most by {most.replace('_', ' ')}" if most else "")
+    + ".",
+    f"/rollouts?end={most}" if most else "/rollouts?error=broken",
   )
 
 
 def _share(
-    name: str, limit: float, text: str, path: str | None = None
+  name: str, limit: float, text: str, path: str | None = None
 ) -> Callable[[curves_lib.Columns], Row | None]:
   """Returns a rule that warns of a metric above `limit`.
 
@@ -268,16 +283,15 @@ def _share(
     if share is None or share <= limit:
       return None
     return _line(
-        "warning", text.format(share=f"{share:.2g}", percent=_percent(share)),
-        path,
-    )  # pyformat: disable
+      "warning",
+      text.format(share=f"{share:.2g}", percent=_percent(share)),
+      path,
+    )
 
   return rule
 
 
-def _count(
-    name: str, text: str
-) -> Callable[[curves_lib.Columns], Row | None]:
+def _count(name: str, text: str) -> Callable[[curves_lib.Columns], Row | None]:
   """Returns a rule that warns of a counter that rose in the last steps.
 
   Args:
@@ -291,9 +305,8 @@ def _count(
     if len(counts) < 2 or (rise := counts[-1] - counts[0]) <= 0:
       return None
     return _line(
-        "warning", text.format(count=f"{rise:.0f}", steps=len(counts)),
-        "/health",
-    )  # pyformat: disable
+      "warning", text.format(count=f"{rise:.0f}", steps=len(counts)), "/health"
+    )
 
   return rule
 
@@ -329,4 +342,4 @@ _RULES: tuple[Callable[[curves_lib.Columns], Row | None], ...] = (
         " gradient that is not finite: the run has diverged. Resume an earlier"
         " checkpoint with a lower learner.learning_rate.",
     ),
-)  # pyformat: disable
+)  # fmt: skip

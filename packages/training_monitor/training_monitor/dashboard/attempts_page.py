@@ -52,34 +52,40 @@ class AttemptPages(page_request.RunTab):
     run = self._head(request.project, rollout["training_id"])
     with database.reading(self._engine) as connection:
       other = asks.other or _partner(
-          connection, request.project, rollout, run["id"]
+        connection, request.project, rollout, run["id"]
       )
     if other is None:
       raise errors.ApiError(
-          404,
-          f"rollout {rollout['id']} is the only attempt at its task in this"
-          " run: give another one, other=<id>",
+        404,
+        f"rollout {rollout['id']} is the only attempt at its task in this"
+        " run: give another one, other=<id>",
       )
     if other == rollout["id"]:
       raise errors.ApiError(
-          400, f"other={other}: give another rollout than this one"
+        400, f"other={other}: give another rollout than this one"
       )
     both = [rollout, self._queries.rollout(request.project, str(other))]
     runs = [run, self._head(request.project, both[1]["training_id"])]
     first = max(1, asks.first)
     with database.reading(self._engine) as connection:
       strips = [rollout_page.strip(connection, one["id"]) for one in both]
-      recorded = [_said(connection, strip[first - 1 : first - 1 + _TURNS])
-              for strip in strips]  # pyformat: disable
+      recorded = [
+        _said(connection, strip[first - 1 : first - 1 + _TURNS])
+        for strip in strips
+      ]
       places = [_place(connection, one) for one in both]
     differs = first_difference(*strips)
     count = max(map(len, strips))
     rows = [
-        {"turn": n, "differs": n == differs,
-         "sides": [_side(strip, words, n)
-                   for strip, words in zip(strips, recorded)]}
-        for n in range(first, min(count, first + _TURNS - 1) + 1)
-    ]  # pyformat: disable
+      {
+        "turn": n,
+        "differs": n == differs,
+        "sides": [
+          _side(strip, words, n) for strip, words in zip(strips, recorded)
+        ],
+      }
+      for n in range(first, min(count, first + _TURNS - 1) + 1)
+    ]
     return page_request.Page("beside.html", {
         "run": run, "tab": "beside", "both": list(zip(both, runs, places)),
         "ends": tuple(rollout_list.ENDS), "rows": rows, "differs": differs,
@@ -94,7 +100,7 @@ class AttemptPages(page_request.RunTab):
             None if first <= differs < first + _TURNS
             else 1 + (differs - 1) // _TURNS * _TURNS
         ),
-    })  # pyformat: disable
+    })  # fmt: skip
 
 
 def first_difference(first: Sequence[Row], second: Sequence[Row]) -> int | None:
@@ -108,7 +114,7 @@ def first_difference(first: Sequence[Row], second: Sequence[Row]) -> int | None:
 
 
 def _partner(
-    connection: sa.Connection, project: int, rollout: Row, training: int
+  connection: sa.Connection, project: int, rollout: Row, training: int
 ) -> int | None:
   """Returns an attempt that ended otherwise, of the group or else the run.
 
@@ -117,25 +123,31 @@ def _partner(
   r = tables.rollout
   won = int(bool(rollout["task_success"]))
   other = sa.and_(
-      r.c.task_id + 0 == rollout["task_id"], r.c.id + 0 != rollout["id"],
-      sa.func.coalesce(r.c.status, "") == "completed",
-  )  # pyformat: disable
+    r.c.task_id + 0 == rollout["task_id"],
+    r.c.id + 0 != rollout["id"],
+    sa.func.coalesce(r.c.status, "") == "completed",
+  )
   otherwise = sa.func.coalesce(r.c.task_success, 0) == 1 - won
   source_id = r.c[f"{rollout['source_type']}_id"]
   group = sa.true()
   if rollout["group"] is not None:
     group = r.c.group == rollout["group"]
-  together = list(connection.execute(
-      sa.select(r.c.id, sa.case((otherwise, 1), else_=0).label("otherwise"))
-      .where(source_id == rollout[f"{rollout['source_type']}_id"], group, other)
-  ))  # pyformat: disable
+  together = list(
+    connection.execute(
+      sa.select(
+        r.c.id, sa.case((otherwise, 1), else_=0).label("otherwise")
+      ).where(
+        source_id == rollout[f"{rollout['source_type']}_id"], group, other
+      )
+    )
+  )
   nearest = max(together, key=lambda row: (row.otherwise, row.id), default=None)
   if nearest is not None and nearest.otherwise:
     return nearest.id
   anything = rollout_list.selection(rollout_list.RolloutListQuery())
   for chosen in (anything.narrowed(otherwise), anything):
     places = rollout_list.pick(
-        connection, project, training, chosen.narrowed(other), 1
+      connection, project, training, chosen.narrowed(other), 1
     )
     if places:
       return places[0][1]
@@ -149,26 +161,30 @@ def _said(connection: sa.Connection, strip: Sequence[Row]) -> dict[int, Row]:
   t = tables.turn
   by_turn = {}
   for id_, metrics in connection.execute(
-      sa.select(t.c.id, t.c.metrics_json).where(
-          t.c.id.in_([one["id"] for one in strip])
-      )
+    sa.select(t.c.id, t.c.metrics_json).where(
+      t.c.id.in_([one["id"] for one in strip])
+    )
   ):
     content = text.read_object(metrics)
     by_turn[id_] = {
-        key: str(content[key])[:_LONGEST]
-        for key in ("thought", "model_response") if content.get(key)
-    }  # pyformat: disable
+      key: str(content[key])[:_LONGEST]
+      for key in ("thought", "model_response")
+      if content.get(key)
+    }
   return by_turn
 
 
 def _side(
-    strip: Sequence[Row], recorded: dict[int, Row], number: int
+  strip: Sequence[Row], recorded: dict[int, Row], number: int
 ) -> Row | None:
   if number > len(strip):
     return None
   one = strip[number - 1]
-  return {**one, **{"thought": None, "model_response": None},
-          **recorded.get(one["id"], {})}  # pyformat: disable
+  return {
+    **one,
+    **{"thought": None, "model_response": None},
+    **recorded.get(one["id"], {}),
+  }
 
 
 def _caption(strip: Sequence[Row], number: int) -> str:
@@ -185,6 +201,6 @@ def _place(connection: sa.Connection, rollout: Row) -> str:
     return "before training"
   source = tables.metadata.tables[kind]
   number = connection.execute(
-      sa.select(source.c.step).where(source.c.id == rollout[f"{kind}_id"])
+    sa.select(source.c.step).where(source.c.id == rollout[f"{kind}_id"])
   ).scalar_one()
   return f"{'step' if kind == 'step' else 'evaluation at'} {number}"

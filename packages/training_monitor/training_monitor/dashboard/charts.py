@@ -57,11 +57,12 @@ _SECTIONS: dict[str, tuple[dict[str, Any], ...]] = {
          "names": ("time/rollout_model", "time/rollout_env",
                    "time/rollout_both", "time/rollout_none")},
     ),
-}  # pyformat: disable
+}  # fmt: skip
 CHARTS: tuple[dict[str, Any], ...] = tuple(
-    {**chart, "section": section}
-    for section, charts in _SECTIONS.items() for chart in charts
-)  # pyformat: disable
+  {**chart, "section": section}
+  for section, charts in _SECTIONS.items()
+  for chart in charts
+)
 """Charts of a run, in order; docs/metrics.md explains the readings."""
 
 

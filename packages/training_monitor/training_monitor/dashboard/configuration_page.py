@@ -43,9 +43,9 @@ class ConfigurationPage(page_request.RunTab):
     has_defaults = defaults is not None
     changed = whole(config, defaults or {})
     rows = [
-        (name, value, name in changed, (defaults or {}).get(name))
-        for name, value in (inner(settings, changed) | changed).items()
-        if asks.only is None or name in changed
+      (name, value, name in changed, (defaults or {}).get(name))
+      for name, value in (inner(settings, changed) | changed).items()
+      if asks.only is None or name in changed
     ]
     rows.sort(key=lambda row: (not row[2], row[0]))  # What differs comes first.
     return page_request.Page("config.html", {
@@ -54,18 +54,19 @@ class ConfigurationPage(page_request.RunTab):
         "command": command(changed) if has_defaults and settings and (
             not any(name.startswith("evaluate.") for name in settings)
         ) else "",
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def _defaults(self, training: int) -> dict[str, Any] | None:
     """Returns the defaults of changed settings; None if not recorded."""
     raw = tables.raw_value
     with database.reading(self._engine) as connection:
       value = connection.execute(
-          sa.select(raw.c.value).where(
-              raw.c.kind == "training", raw.c.entity_id == training,
-              raw.c.field == "changed_settings",
-          )
-      ).scalar()  # pyformat: disable
+        sa.select(raw.c.value).where(
+          raw.c.kind == "training",
+          raw.c.entity_id == training,
+          raw.c.field == "changed_settings",
+        )
+      ).scalar()
     try:
       defaults = json.loads(value or "null")
     except (ValueError, RecursionError):  # Of another client.
@@ -88,13 +89,13 @@ def whole(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inner(
-    settings: Mapping[str, Any], changed: Mapping[str, Any]
+  settings: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Settings without the parts of mappings that `changed` shows whole."""
   return {
-      name: value
-      for name, value in settings.items()
-      if not any(name.startswith(f"{mapping}.") for mapping in changed)
+    name: value
+    for name, value in settings.items()
+    if not any(name.startswith(f"{mapping}.") for mapping in changed)
   }
 
 
@@ -105,17 +106,19 @@ def command(changed: Mapping[str, Any]) -> str:
     changed: dotted key -> value, of settings that are not their default.
   """
   words = [
-      shlex.quote(f"{name}={_text(value)}")
-      for name, value in sorted(changed.items())
-      if name not in _PLACES and _NAME.fullmatch(name)
+    shlex.quote(f"{name}={_text(value)}")
+    for name, value in sorted(changed.items())
+    if name not in _PLACES and _NAME.fullmatch(name)
   ]
   return " ".join(["python -m tunix.rl.multi_turn.train", *words])
 
 
 def _text(value: Any) -> str:
   """Returns the value as YAML, for an override."""
-  if isinstance(value, str) and _PLAIN.fullmatch(value) and (
-      value.lower() not in _WORDS and not value.endswith(":")
+  if (
+    isinstance(value, str)
+    and _PLAIN.fullmatch(value)
+    and (value.lower() not in _WORDS and not value.endswith(":"))
   ):
     return value
   # YAML refuses or folds some characters that JSON takes, and a page shows
@@ -131,8 +134,10 @@ def _escaped(match: re.Match[str]) -> str:
 def _flow(value: Any) -> str:
   """Returns JSON, but for numbers that YAML would read as text."""
   if isinstance(value, Mapping):
-    parts = (f"{json.dumps(k, ensure_ascii=False)}: {_flow(v)}"
-             for k, v in value.items())  # pyformat: disable
+    parts = (
+      f"{json.dumps(k, ensure_ascii=False)}: {_flow(v)}"
+      for k, v in value.items()
+    )
     return "{" + ", ".join(parts) + "}"
   if isinstance(value, list):
     return "[" + ", ".join(map(_flow, value)) + "]"

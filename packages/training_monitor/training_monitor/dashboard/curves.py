@@ -27,11 +27,15 @@ from training_monitor.schema import tables
 _MOST_RUNS = 24
 _MOST_CHANGED = 2000
 _COLUMNS = {
-    "loss": "loss", "kl": "kl_divergence", "grad_norm": "policy_gradient_norm",
-    "reward_mean": "reward_mean", "reward_std": "reward_std",
-    "learning_rate": "learning_rate", "tokens": "num_tokens",
-    "episodes": "num_trajectories",
-}  # pyformat: disable
+  "loss": "loss",
+  "kl": "kl_divergence",
+  "grad_norm": "policy_gradient_norm",
+  "reward_mean": "reward_mean",
+  "reward_std": "reward_std",
+  "learning_rate": "learning_rate",
+  "tokens": "num_tokens",
+  "episodes": "num_trajectories",
+}
 """Metric -> the column of `step` that may hold it as well."""
 
 DERIVED = {"engine_idle": ("engine_busy",)}
@@ -50,9 +54,7 @@ class Columns:
   steps_N: np.ndarray
   values: dict[str, np.ndarray]
 
-  def window(
-      self, first: int | None, last: int | None
-  ) -> tuple[int, int]:
+  def window(self, first: int | None, last: int | None) -> tuple[int, int]:
     """Places of the steps from `first` to `last`."""
     low = 0 if first is None else int(np.searchsorted(self.steps_N, first))
     high = len(self.steps_N)
@@ -119,34 +121,35 @@ class Curves:
       return run.columns
 
   def _update(
-      self, connection: sa.Connection, training: int, run: _Run
+    self, connection: sa.Connection, training: int, run: _Run
   ) -> None:
     change, step = tables.change, tables.step
     oldest, newest = connection.execute(
-        sa.select(
-            sa.select(sa.func.min(change.c.id)).scalar_subquery(),
-            sa.select(sa.func.max(change.c.id)).scalar_subquery(),
-        )
+      sa.select(
+        sa.select(sa.func.min(change.c.id)).scalar_subquery(),
+        sa.select(sa.func.max(change.c.id)).scalar_subquery(),
+      )
     ).one()
     oldest, newest = oldest or 0, newest or 0
     query = sa.select(
-        step.c.step, step.c.metrics_json,
-        *(step.c[c] for c in dict.fromkeys(_COLUMNS.values())),
-    ).where(step.c.training_id == training)  # pyformat: disable
+      step.c.step,
+      step.c.metrics_json,
+      *(step.c[c] for c in dict.fromkeys(_COLUMNS.values())),
+    ).where(step.c.training_id == training)
     reread = run.seen < 0 or run.seen < oldest - 1 or run.seen > newest
     if not reread:
       if run.seen == newest:
         return
       ids = list(
-          connection.scalars(
-              sa.select(change.c.entity_id)
-              .where(
-                  change.c.id > run.seen,
-                  change.c.training_id == training,
-                  change.c.kind == "step",
-              )
-              .limit(_MOST_CHANGED)
+        connection.scalars(
+          sa.select(change.c.entity_id)
+          .where(
+            change.c.id > run.seen,
+            change.c.training_id == training,
+            change.c.kind == "step",
           )
+          .limit(_MOST_CHANGED)
+        )
       )
       reread = len(ids) == _MOST_CHANGED
       if not reread:
@@ -156,7 +159,7 @@ class Curves:
         run.seen = newest
         return
     run.columns = _merged(
-        Columns(np.zeros(0, np.int64), {}), connection.execute(query)
+      Columns(np.zeros(0, np.int64), {}), connection.execute(query)
     )
     run.seen = newest
 
@@ -170,11 +173,9 @@ def _merged(old: Columns, rows: Iterable[Any]) -> Columns:
     except orjson.JSONDecodeError:
       metrics = {}  # Written by raw SQL.
     readings = {
-        name: float(value)
-        for name, value in (
-            metrics.items() if isinstance(metrics, dict) else ()
-        )
-        if isinstance(value, (int, float))
+      name: float(value)
+      for name, value in (metrics.items() if isinstance(metrics, dict) else ())
+      if isinstance(value, (int, float))
     }
     for name, field in _COLUMNS.items():
       value = getattr(row, field)
@@ -209,12 +210,12 @@ def _summary(name: str, readings: np.ndarray) -> float | None:
 
 
 def chart(
-    columns: Columns,
-    names: Sequence[str],
-    first: int | None = None,
-    last: int | None = None,
-    points: int = 1200,
-    minus: Columns | None = None,
+  columns: Columns,
+  names: Sequence[str],
+  first: int | None = None,
+  last: int | None = None,
+  points: int = 1200,
+  minus: Columns | None = None,
 ) -> dict[str, Any]:
   """Returns columns as JSON for charts.
 
@@ -252,9 +253,11 @@ def chart(
   steps = columns.steps_N[low:high]
   ends = np.arange(bucket - 1, count + bucket - 1, bucket)
   return {
-      "step": steps[np.minimum(ends, count - 1)].tolist(),
-      "series": series, "steps": count, "bucket": bucket,
-  }  # pyformat: disable
+    "step": steps[np.minimum(ends, count - 1)].tolist(),
+    "series": series,
+    "steps": count,
+    "bucket": bucket,
+  }
 
 
 def _reading(columns: Columns, name: str) -> np.ndarray:
@@ -293,6 +296,6 @@ def _means(column: np.ndarray, bucket: int) -> np.ndarray:
 def _readable(column: np.ndarray) -> list[float | None]:
   """Returns float values at the precision of the float32 that they were."""
   return [
-      float(f"{v:.7g}") if f else None
-      for v, f in zip(column.tolist(), np.isfinite(column).tolist())
+    float(f"{v:.7g}") if f else None
+    for v, f in zip(column.tolist(), np.isfinite(column).tolist())
   ]

@@ -1,10 +1,10 @@
 """Exports a rollout as a file.
 
-    json  the rows of the database
-    atif  Harbor's Agent Trajectory Interchange Format, version 1.7
-          (github.com/laude-institute/harbor, docs/rfcs/0001-trajectory-format)
-    html  a page that needs no server: pictures are in it, no script is
-    webp  the screens as an animation, with the actions drawn on them
+json  the rows of the database
+atif  Harbor's Agent Trajectory Interchange Format, version 1.7
+      (github.com/laude-institute/harbor, docs/rfcs/0001-trajectory-format)
+html  a page that needs no server: pictures are in it, no script is
+webp  the screens as an animation, with the actions drawn on them
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ class StoredImage:
 def hashes_of(turn: Mapping[str, Any]) -> list[str]:
   """Returns the hashes of a turn's screenshots, in order."""
   candidates = [
-      (o["screenshot_uri"] or "").removeprefix("sha256:")
-      for o in turn["observations"]
+    (o["screenshot_uri"] or "").removeprefix("sha256:")
+    for o in turn["observations"]
   ]
   return [sha for sha in candidates if screenshots_lib.SHA.fullmatch(sha)]
 
 
 def make(
-    name: str,
-    rollout: Mapping[str, Any],
-    training: Mapping[str, Any],
-    images: Mapping[str, StoredImage],
+  name: str,
+  rollout: Mapping[str, Any],
+  training: Mapping[str, Any],
+  images: Mapping[str, StoredImage],
 ) -> page_request.File:
   """Returns a file of a rollout.
 
@@ -108,7 +108,7 @@ def make(
 
 
 def _check_size(
-    rollout: Mapping[str, Any], images: Mapping[str, StoredImage]
+  rollout: Mapping[str, Any], images: Mapping[str, StoredImage]
 ) -> None:
   """Raises ApiError 413 if too much would be inside a file."""
   total = 0
@@ -117,16 +117,16 @@ def _check_size(
       total += images[sha].path.stat().st_size
   if total > _EMBEDDED_BYTES:
     raise errors.ApiError(
-        413,
-        f"the screenshots are {total >> 20} MB, and a file holds"
-        f" {_EMBEDDED_BYTES >> 20}; take the format json, and the screenshots"
-        " by their hashes from /api/v1/screenshots",
+      413,
+      f"the screenshots are {total >> 20} MB, and a file holds"
+      f" {_EMBEDDED_BYTES >> 20}; take the format json, and the screenshots"
+      " by their hashes from /api/v1/screenshots",
     )
 
 
 def _json(value: Any) -> bytes:
   return orjson.dumps(
-      value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
+    value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
   )
 
 
@@ -134,9 +134,9 @@ def _json(value: Any) -> bytes:
 
 
 def atif(
-    rollout: Mapping[str, Any],
-    training: Mapping[str, Any],
-    images: Mapping[str, StoredImage],
+  rollout: Mapping[str, Any],
+  training: Mapping[str, Any],
+  images: Mapping[str, StoredImage],
 ) -> dict[str, Any]:
   """Returns the rollout as an ATIF trajectory.
 
@@ -150,11 +150,15 @@ def atif(
   if first is not None and first in images:
     instruction = [{"type": "text", "text": instruction}, _part(images[first])]
   steps: list[dict[str, Any]] = [
-      _without_none({
-          "step_id": 1, "source": "user", "message": instruction,
-          "timestamp": rollout["start_time"],
-      })
-  ]  # pyformat: disable
+    _without_none(
+      {
+        "step_id": 1,
+        "source": "user",
+        "message": instruction,
+        "timestamp": rollout["start_time"],
+      }
+    )
+  ]
   sampled = 0
   for turn in rollout["turns"]:
     step, count = _atif_step(turn, len(steps) + 1, images)
@@ -186,14 +190,15 @@ def atif(
               for v in rollout["validations"]
           ],
       }),
-  }  # pyformat: disable
+  }  # fmt: skip
 
 
 def _atif_step(
-    turn: Mapping[str, Any], number: int, images: Mapping[str, StoredImage]
+  turn: Mapping[str, Any], number: int, images: Mapping[str, StoredImage]
 ) -> tuple[dict[str, Any], int]:
-  metrics = turn["metrics_json"] if isinstance(
-      turn["metrics_json"], dict) else {}
+  metrics = (
+    turn["metrics_json"] if isinstance(turn["metrics_json"], dict) else {}
+  )
   raw = turn.get("raw") or {}
   calls, ids, logprobs = [], None, None
   for index, action in enumerate(turn["actions"]):
@@ -202,17 +207,22 @@ def _atif_step(
     if action["action_type"] in ("parse_error", "text"):
       continue
     arguments = action["tool_args"]
-    calls.append(_without_none({
-        "tool_call_id": f"call_{turn['turn']}_{index}",
-        "function_name": action["tool_name"] or action["action_type"] or "?",
-        "arguments": arguments if isinstance(arguments, dict) else {},
-        "extra": {"action": action["action_type"]}
-        if action["tool_name"] and action["action_type"] else None,
-    }))  # pyformat: disable
+    calls.append(
+      _without_none(
+        {
+          "tool_call_id": f"call_{turn['turn']}_{index}",
+          "function_name": action["tool_name"] or action["action_type"] or "?",
+          "arguments": arguments if isinstance(arguments, dict) else {},
+          "extra": {"action": action["action_type"]}
+          if action["tool_name"] and action["action_type"]
+          else None,
+        }
+      )
+    )
   content: list[dict[str, Any]] = [
-      {"type": "text", "text": o["text_content"]}
-      for o in turn["observations"]
-      if o["text_content"]
+    {"type": "text", "text": o["text_content"]}
+    for o in turn["observations"]
+    if o["text_content"]
   ]
   content += [_part(images[h]) for h in hashes_of(turn)[1:] if h in images]
   seconds = metrics.get("seconds")
@@ -241,14 +251,14 @@ def _atif_step(
       "extra": _without_none({
           "reward": turn["reward"], "seconds": seconds or None,
       }) or None,
-  })  # pyformat: disable
+  })  # fmt: skip
   return step, len(ids or ())
 
 
 def _part(image: StoredImage) -> dict[str, Any]:
   return {
-      "type": "image",
-      "source": {"media_type": image.media_type, "path": image.data_url()},
+    "type": "image",
+    "source": {"media_type": image.media_type, "path": image.data_url()},
   }
 
 
@@ -267,50 +277,65 @@ def _version() -> str:
 
 
 def page(
-    rollout: Mapping[str, Any],
-    training: Mapping[str, Any],
-    images: Mapping[str, StoredImage],
+  rollout: Mapping[str, Any],
+  training: Mapping[str, Any],
+  images: Mapping[str, StoredImage],
 ) -> str:
   """Returns HTML with everything inside and nothing that runs."""
   style = (_HERE / "templates" / "export.css").read_text(encoding="utf-8")
   digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
   environment = jinja2.Environment(
-      loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True,
-      undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-  )  # pyformat: disable
+    loader=jinja2.FileSystemLoader(_HERE / "templates"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+  )
   environment.filters.update(
-      visible=text.visible, plain=text.plain, number=text.number,
-      clock=text.clock, seconds=text.seconds,
-  )  # pyformat: disable
+    visible=text.visible,
+    plain=text.plain,
+    number=text.number,
+    clock=text.clock,
+    seconds=text.seconds,
+  )
   turns = []
   for turn in rollout["turns"]:
-    metrics = turn["metrics_json"] if isinstance(
-        turn["metrics_json"], dict) else {}
+    metrics = (
+      turn["metrics_json"] if isinstance(turn["metrics_json"], dict) else {}
+    )
     gestures = [pictures.gesture(a) for a in turn["actions"]]
     shown = [images[h] for h in hashes_of(turn) if h in images]
-    turns.append({
-        "turn": turn["turn"], "metrics": metrics, "gestures": gestures,
-        "reward": turn["reward"], "image": shown[0] if shown else None,
+    turns.append(
+      {
+        "turn": turn["turn"],
+        "metrics": metrics,
+        "gestures": gestures,
+        "reward": turn["reward"],
+        "image": shown[0] if shown else None,
         "overlay": pictures.overlay(gestures, shown[0].width, shown[0].height)
-        if shown else "",
+        if shown
+        else "",
         "after": shown[-1] if len(shown) > 1 else None,
         "actions": turn["actions"],
         "reply": [
-            o["text_content"] for o in turn["observations"]
-            if o["text_content"]
+          o["text_content"] for o in turn["observations"] if o["text_content"]
         ],
-    })  # pyformat: disable
+      }
+    )
   return environment.get_template("export.html").render(
-      rollout=rollout, training=training, turns=turns,
-      style=jinja2.utils.markupsafe.Markup(style), digest=digest,
-  )  # pyformat: disable
+    rollout=rollout,
+    training=training,
+    turns=turns,
+    style=jinja2.utils.markupsafe.Markup(style),
+    digest=digest,
+  )
 
 
 # --- an animation -------------------------------------------------------------
 
 
 def animation(
-    rollout: Mapping[str, Any], images: Mapping[str, StoredImage]
+  rollout: Mapping[str, Any], images: Mapping[str, StoredImage]
 ) -> bytes:
   """Returns an animation: each turn's screen with its action, then the last."""
   plan: list[tuple[StoredImage, Sequence[click_overlay.Gesture], str]] = []
@@ -319,8 +344,7 @@ def animation(
     gestures = [pictures.gesture(a) for a in turn["actions"]]
     if shown:
       labels = ", ".join(
-          g.label + (f" {g.text!r}" if g.text else "")
-          for g in gestures
+        g.label + (f" {g.text!r}" if g.text else "") for g in gestures
       )
       plan.append((shown[0], gestures, f"{turn['turn']}  {labels}"))
     if turn is rollout["turns"][-1] and len(shown) > 1:
@@ -328,43 +352,52 @@ def animation(
       plan.append((shown[-1], (), f"{outcome}, reward {rollout['reward']}"))
   if not plan:
     raise errors.ApiError(
-        404, "no screenshot of this rollout is here: nothing to animate"
+      404, "no screenshot of this rollout is here: nothing to animate"
     )
   size = _frame_size(plan[0][0], len(plan))
-  frames = [_frame(image, gestures, label, size)
-            for image, gestures, label in plan]  # pyformat: disable
+  frames = [
+    _frame(image, gestures, label, size) for image, gestures, label in plan
+  ]
   file = io.BytesIO()
   frames[0].save(
-      file, "WEBP", save_all=True, append_images=frames[1:], loop=0,
-      duration=[_FRAME_MS] * (len(frames) - 1) + [3 * _FRAME_MS],
-      quality=80, method=2,
-  )  # pyformat: disable
+    file,
+    "WEBP",
+    save_all=True,
+    append_images=frames[1:],
+    loop=0,
+    duration=[_FRAME_MS] * (len(frames) - 1) + [3 * _FRAME_MS],
+    quality=80,
+    method=2,
+  )
   return file.getvalue()
 
 
 def _frame_size(image: StoredImage, count: int) -> tuple[int, int]:
   """Returns a frame's size: small screens are enlarged for the text."""
   larger = max(image.width, image.height)
-  scale = _LARGEST_FRAME / larger if larger > _LARGEST_FRAME else max(
-      1, 480 // larger
+  scale = (
+    _LARGEST_FRAME / larger
+    if larger > _LARGEST_FRAME
+    else max(1, 480 // larger)
   )
   pixels = image.width * image.height * scale**2 * count
   scale *= min(1.0, math.sqrt(_ANIMATION_PIXELS / pixels))
   return (
-      max(1, round(image.width * scale)), max(1, round(image.height * scale)),
-  )  # pyformat: disable
+    max(1, round(image.width * scale)),
+    max(1, round(image.height * scale)),
+  )
 
 
 def _frame(
-    image: StoredImage,
-    gestures: Sequence[click_overlay.Gesture],
-    label: str,
-    size: tuple[int, int],
+  image: StoredImage,
+  gestures: Sequence[click_overlay.Gesture],
+  label: str,
+  size: tuple[int, int],
 ) -> pillow.Image:
   with pillow.open(image.path) as opened:
     smooth = opened.width > size[0]
     frame = opened.convert("RGB").resize(
-        size, pillow.Resampling.LANCZOS if smooth else pillow.Resampling.NEAREST
+      size, pillow.Resampling.LANCZOS if smooth else pillow.Resampling.NEAREST
     )
   pen = ImageDraw.Draw(frame)
   sx, sy = size[0] / image.width, size[1] / image.height
@@ -374,12 +407,16 @@ def _frame(
         x, y = mark.ring
         draw = pen.rectangle if mark.square else pen.ellipse
         for r in mark.radii:
-          draw(((x - r) * sx, (y - r) * sy, (x + r) * sx, (y + r) * sy),
-               outline=colour, width=width)  # pyformat: disable
+          draw(
+            ((x - r) * sx, (y - r) * sy, (x + r) * sx, (y + r) * sy),
+            outline=colour,
+            width=width,
+          )
       for line in (mark.line, mark.head):
         if line is not None:
-          pen.line([(x * sx, y * sy) for x, y in line], fill=colour,
-                   width=width)  # pyformat: disable
+          pen.line(
+            [(x * sx, y * sy) for x, y in line], fill=colour, width=width
+          )
   caption = label.encode("ascii", "replace").decode()[:120]
   pen.rectangle((0, size[1] - 16, size[0], size[1]), fill=(20, 24, 32))
   pen.text((6, size[1] - 14), caption, fill=_WHITE)

@@ -17,20 +17,23 @@ _R = tables.rollout
 # Not the bare columns: their own indices have nearly all rollouts.
 _TASK = _R.c.task_id + 0
 WON: sa.ColumnElement[bool] = sa.and_(
-    sa.func.coalesce(_R.c.status, "") == "completed",
-    _R.c.task_success == 1, _R.c.num_turns > 0,
-)  # pyformat: disable
+  sa.func.coalesce(_R.c.status, "") == "completed",
+  _R.c.task_success == 1,
+  _R.c.num_turns > 0,
+)
 """`tables.SOLVED` for a query that reads the index of a source's rollouts."""
 _FEW = 0.5
 _MANY = 2000
 """More rollouts than these are better looked for among all than one by one."""
 _TURNS = (
-    sa.func.count(), sa.func.sum(_R.c.num_turns), sa.func.min(_R.c.num_turns)
-)  # pyformat: disable
+  sa.func.count(),
+  sa.func.sum(_R.c.num_turns),
+  sa.func.min(_R.c.num_turns),
+)
 
 
 def in_runs(
-    connection: sa.Connection, own: Mapping[str, sa.Select]
+  connection: sa.Connection, own: Mapping[str, sa.Select]
 ) -> sa.ColumnElement[bool]:
   """Returns the condition of few turns for rollouts of some runs.
 
@@ -42,15 +45,18 @@ def in_runs(
   for source, query in own.items():
     source_id, ids = _R.c[f"{source}_id"], query.subquery()
     rows += connection.execute(
-        sa.select(_TASK, *_TURNS)
-        .select_from(ids.join(_R, source_id == ids.c.id))
-        .where(source_id.is_not(None), WON)
-        .group_by(_TASK)
+      sa.select(_TASK, *_TURNS)
+      .select_from(ids.join(_R, source_id == ids.c.id))
+      .where(source_id.is_not(None), WON)
+      .group_by(_TASK)
     )
-  return sa.or_(sa.false(), *(
+  return sa.or_(
+    sa.false(),
+    *(
       sa.and_(_R.c.num_turns <= most, _TASK.in_(in_text(tasks)))
       for most, tasks in _at_most(rows).items()
-  ))  # pyformat: disable
+    ),
+  )
 
 
 def of_all_runs(connection: sa.Connection) -> list[int] | None:
@@ -59,22 +65,21 @@ def of_all_runs(connection: sa.Connection) -> list[int] | None:
   None where they are many.
   """
   at_most = _at_most(
-      connection.execute(
-          sa.select(_R.c.task_id, *_TURNS)
-          .where(tables.SOLVED)
-          .group_by(_R.c.task_id)
-      )
+    connection.execute(
+      sa.select(_R.c.task_id, *_TURNS)
+      .where(tables.SOLVED)
+      .group_by(_R.c.task_id)
+    )
   )
   rollouts: list[int] = []
   for most, tasks in at_most.items():
     rollouts += connection.scalars(
-        sa.select(_R.c.id)
-        .where(
-            tables.SOLVED, _R.c.task_id.in_(in_text(tasks)),
-            _R.c.num_turns <= most,
-        )
-        .limit(_MANY + 1 - len(rollouts))
-    )  # pyformat: disable
+      sa.select(_R.c.id)
+      .where(
+        tables.SOLVED, _R.c.task_id.in_(in_text(tasks)), _R.c.num_turns <= most
+      )
+      .limit(_MANY + 1 - len(rollouts))
+    )
     if len(rollouts) > _MANY:
       return None
   return rollouts

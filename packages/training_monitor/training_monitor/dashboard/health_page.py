@@ -27,8 +27,8 @@ class Timings:
   def __init__(self):
     self._lock = threading.Lock()
     self._known: dict[str, list[float]] = {}
-    self._slow: collections.deque[tuple[float, str, float]] = (
-        collections.deque(maxlen=_SLOWEST)
+    self._slow: collections.deque[tuple[float, str, float]] = collections.deque(
+      maxlen=_SLOWEST
     )
     self._slow_s = 0.25
 
@@ -45,12 +45,12 @@ class Timings:
     """Returns (means by name, slowest first; slow calls, the last first)."""
     with self._lock:
       means = [
-          {"name": n, "count": int(c), "mean_s": s / c, "most_s": m}
-          for n, (c, s, m) in self._known.items()
+        {"name": n, "count": int(c), "mean_s": s / c, "most_s": m}
+        for n, (c, s, m) in self._known.items()
       ]
       slow = [
-          {"ago_s": time.time() - at, "name": n, "seconds": s}
-          for at, n, s in reversed(self._slow)
+        {"ago_s": time.time() - at, "name": n, "seconds": s}
+        for at, n, s in reversed(self._slow)
       ]
     return sorted(means, key=lambda m: -m["mean_s"]), slow
 
@@ -70,12 +70,12 @@ class HealthPages(page_request.RunTab):
     means, slow = self._timings.read()
     with database.reading(self._engine) as connection:
       steps = list(
-          connection.scalars(
-              sa.select(tables.step.c.id)
-              .where(tables.step.c.training_id == training)
-              .order_by(tables.step.c.step.desc())
-              .limit(_STEPS)
-          )
+        connection.scalars(
+          sa.select(tables.step.c.id)
+          .where(tables.step.c.training_id == training)
+          .order_by(tables.step.c.step.desc())
+          .limit(_STEPS)
+        )
       )
       environments, faults = self._environments(connection, steps)
       turns = self._slow_turns(connection, steps)
@@ -105,70 +105,82 @@ class HealthPages(page_request.RunTab):
                          "skipped_steps")
             if name in columns.values
         ],
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def _environments(
-      self, connection: sa.Connection, steps: list[int]
+    self, connection: sa.Connection, steps: list[int]
   ) -> tuple[list[Row], list[Row]]:
     """States of the environments of some steps, and their faults."""
     r, e = tables.rollout, tables.environment
     own = sa.and_(r.c.source_type == "step", r.c.step_id.in_(steps))
     states = [
-        {"status": status, "count": count}
-        for status, count in connection.execute(
-            sa.select(e.c.status, sa.func.count())
-            .join(r, r.c.id == e.c.rollout_id)
-            .where(own)
-            .group_by(e.c.status)
-            .order_by(sa.func.count().desc())
-        )
+      {"status": status, "count": count}
+      for status, count in connection.execute(
+        sa.select(e.c.status, sa.func.count())
+        .join(r, r.c.id == e.c.rollout_id)
+        .where(own)
+        .group_by(e.c.status)
+        .order_by(sa.func.count().desc())
+      )
     ]
     broken = connection.execute(
-        sa.select(r.c.id, r.c.status_message, r.c.error_message, r.c.errors,
-                  r.c.end_time)
-        .where(
-            own,
-            r.c.status != "cancelled",
-            sa.or_(r.c.status == "failed", r.c.runtime_errors > 0),
-        )
-        .order_by(r.c.id.desc())
-        .limit(_SLOW_TURNS)
+      sa.select(
+        r.c.id, r.c.status_message, r.c.error_message, r.c.errors, r.c.end_time
+      )
+      .where(
+        own,
+        r.c.status != "cancelled",
+        sa.or_(r.c.status == "failed", r.c.runtime_errors > 0),
+      )
+      .order_by(r.c.id.desc())
+      .limit(_SLOW_TURNS)
     )
     environments = []
     for row in broken:
       faults = text.read_json(row.errors)
       first = faults[0] if isinstance(faults, list) and faults else {}
       first = first if isinstance(first, dict) else {}
-      environments.append({
-          "id": row.id, "status": row.status_message, "end": row.end_time,
-          "stage": first.get("stage"), "kind": first.get("kind"),
+      environments.append(
+        {
+          "id": row.id,
+          "status": row.status_message,
+          "end": row.end_time,
+          "stage": first.get("stage"),
+          "kind": first.get("kind"),
           "message": row.error_message or first.get("message"),
-      })  # pyformat: disable
+        }
+      )
     return states, environments
 
   def _slow_turns(
-      self, connection: sa.Connection, steps: list[int]
+    self, connection: sa.Connection, steps: list[int]
   ) -> list[Row]:
     r, t = tables.rollout, tables.turn
     rows = connection.execute(
-        sa.select(t.c.rollout_id, t.c.turn, t.c.turn_time, t.c.metrics_json)
-        .join(r, r.c.id == t.c.rollout_id)
-        .where(r.c.source_type == "step", r.c.step_id.in_(steps),
-               t.c.turn_time.is_not(None))
-        .order_by(t.c.turn_time.desc())
-        .limit(_SLOW_TURNS)
+      sa.select(t.c.rollout_id, t.c.turn, t.c.turn_time, t.c.metrics_json)
+      .join(r, r.c.id == t.c.rollout_id)
+      .where(
+        r.c.source_type == "step",
+        r.c.step_id.in_(steps),
+        t.c.turn_time.is_not(None),
+      )
+      .order_by(t.c.turn_time.desc())
+      .limit(_SLOW_TURNS)
     )
     turns = []
     for row in rows:
       metrics = text.read_json(row.metrics_json)
       spent = metrics.get("seconds") if isinstance(metrics, dict) else None
-      turns.append({
-          "rollout": row.rollout_id, "turn": row.turn,
+      turns.append(
+        {
+          "rollout": row.rollout_id,
+          "turn": row.turn,
           "seconds": row.turn_time,
           "stages": {
-              str(k): v for k, v in (
-                  spent.items() if isinstance(spent, dict) else ()
-              ) if isinstance(v, (int, float))
+            str(k): v
+            for k, v in (spent.items() if isinstance(spent, dict) else ())
+            if isinstance(v, (int, float))
           },
-      })  # pyformat: disable
+        }
+      )
     return turns

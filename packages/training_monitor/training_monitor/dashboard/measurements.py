@@ -56,16 +56,19 @@ def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
     greedy = sa.func.coalesce(r.c.temperature, 1.0) == 0
     sampled = sa.exists().where(own, sa.not_(greedy)).correlate(t)
     # The count follows from a rate and its successes, unless there are none.
-    tries = sa.case((
+    tries = sa.case(
+      (
         t.c.success_rate == 0,
         sa.select(sa.func.count())
         .where(
-            own, r.c.status == "completed",
-            sa.case((greedy, 0), else_=1) == sa.case((sampled, 1), else_=0),
+          own,
+          r.c.status == "completed",
+          sa.case((greedy, 0), else_=1) == sa.case((sampled, 1), else_=0),
         )
         .correlate(t)
         .scalar_subquery(),
-    ))  # pyformat: disable
+      )
+    )
     rows = connection.execute(
         sa.select(
             t.c.id, step.label("step"), t.c.status, t.c.status_message,
@@ -77,7 +80,7 @@ def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
         .where(t.c.training_id == training)
         .order_by(order.desc())
         .limit(_MOST_CHECKPOINTS)
-    )  # pyformat: disable
+    )  # fmt: skip
     for row in reversed(list(rows)):
       one = dict(row._mapping)  # pylint: disable=protected-access
       wins, rate = one["successful_tasks"] or 0, one["success_rate"]
@@ -89,12 +92,12 @@ def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
       measurements.append(
           {**one, "kind": kind, "key": f"{kind}-{one['id']}", "name": name,
            "wins": wins, "done": count, "mode": MODES[one["greedy"]]}
-      )  # pyformat: disable
+      )  # fmt: skip
   return measurements
 
 
 def beside(
-    connection: sa.Connection, training: int, kind: str, id_: int
+  connection: sa.Connection, training: int, kind: str, id_: int
 ) -> list[Row | None]:
   """Returns the measurement before one, that one, and the one after.
 
@@ -103,43 +106,49 @@ def beside(
   """
   b, e = tables.baseline, tables.eval_
   both = sa.union_all(
-      sa.select(
-          sa.literal("baseline").label("kind"), b.c.id,
-          sa.literal(0).label("late"), b.c.id.label("place"),
-          b.c.status_message.label("name"),
-      ).where(b.c.training_id == training),
-      sa.select(
-          sa.literal("eval"), e.c.id, sa.literal(1), e.c.step, sa.null(),
-      ).where(e.c.training_id == training),
-  ).subquery()  # pyformat: disable
+    sa.select(
+      sa.literal("baseline").label("kind"),
+      b.c.id,
+      sa.literal(0).label("late"),
+      b.c.id.label("place"),
+      b.c.status_message.label("name"),
+    ).where(b.c.training_id == training),
+    sa.select(
+      sa.literal("eval"), e.c.id, sa.literal(1), e.c.step, sa.null()
+    ).where(e.c.training_id == training),
+  ).subquery()
   own = connection.execute(
-      sa.select(both).where(both.c.kind == kind, both.c.id == id_)
+    sa.select(both).where(both.c.kind == kind, both.c.id == id_)
   ).one_or_none()
   if own is None:
     return [None, None, None]
   here = sa.tuple_(sa.literal(own.late), sa.literal(own.place))
   at = sa.tuple_(both.c.late, both.c.place)
   neighbours = [
-      connection.execute(
-          sa.select(both).where(condition).order_by(*order).limit(1)
-      ).one_or_none()
-      for condition, order in (
-          (at < here, (both.c.late.desc(), both.c.place.desc())),
-          (at > here, (both.c.late, both.c.place)),
-      )
-  ]  # pyformat: disable
+    connection.execute(
+      sa.select(both).where(condition).order_by(*order).limit(1)
+    ).one_or_none()
+    for condition, order in (
+      (at < here, (both.c.late.desc(), both.c.place.desc())),
+      (at > here, (both.c.late, both.c.place)),
+    )
+  ]
   return [
-      None if one is None else {
-          "kind": one.kind, "id": one.id,
-          "name": f"step {one.place}" if one.kind == "eval"
-          else one.name or one.kind,
-      }
-      for one in (neighbours[0], own, neighbours[1])
-  ]  # pyformat: disable
+    None
+    if one is None
+    else {
+      "kind": one.kind,
+      "id": one.id,
+      "name": f"step {one.place}"
+      if one.kind == "eval"
+      else one.name or one.kind,
+    }
+    for one in (neighbours[0], own, neighbours[1])
+  ]
 
 
 def last_screenshots(
-    connection: sa.Connection, rollouts: Sequence[int]
+  connection: sa.Connection, rollouts: Sequence[int]
 ) -> dict[int, str]:
   """Maps a rollout to the hash of its last turn's last screenshot."""
   if not rollouts:
@@ -147,25 +156,25 @@ def last_screenshots(
   t, o = tables.turn, tables.obs
   later = t.alias("later")
   last = (
-      sa.select(sa.func.max(later.c.turn))
-      .where(later.c.rollout_id == t.c.rollout_id)
-      .correlate(t)
-      .scalar_subquery()
+    sa.select(sa.func.max(later.c.turn))
+    .where(later.c.rollout_id == t.c.rollout_id)
+    .correlate(t)
+    .scalar_subquery()
   )
   rows = connection.execute(
-      sa.select(t.c.rollout_id, o.c.screenshot_uri)
-      .join(o, o.c.turn_id == t.c.id)
-      .where(
-          t.c.rollout_id.in_(rollouts),
-          t.c.turn == last,
-          o.c.screenshot_uri.is_not(None),
-      )
-      .order_by(o.c.id)
+    sa.select(t.c.rollout_id, o.c.screenshot_uri)
+    .join(o, o.c.turn_id == t.c.id)
+    .where(
+      t.c.rollout_id.in_(rollouts),
+      t.c.turn == last,
+      o.c.screenshot_uri.is_not(None),
+    )
+    .order_by(o.c.id)
   )
   return {
-      rollout: uri.removeprefix("sha256:")
-      for rollout, uri in rows
-      if uri.startswith("sha256:")
+    rollout: uri.removeprefix("sha256:")
+    for rollout, uri in rows
+    if uri.startswith("sha256:")
   }
 
 
@@ -175,9 +184,12 @@ def cell(wins: int, tries: int) -> Row | None:
     return None
   low, high = success_rates.wilson_interval(wins, tries)
   return {
-      "wins": wins, "tries": tries, "rate": wins / tries, "low": low,
-      "high": high,
-  }  # pyformat: disable
+    "wins": wins,
+    "tries": tries,
+    "rate": wins / tries,
+    "low": low,
+    "high": high,
+  }
 
 
 class MeasurementPages(page_request.RunTab):
@@ -195,13 +207,12 @@ class MeasurementPages(page_request.RunTab):
       every = checkpoints(connection, training)
       end = len(every) - page * _COLUMNS_SHOWN
       shown = every[max(0, end - _COLUMNS_SHOWN) : max(0, end)]
-      counted = {
-          one["key"]: self._by_family(connection, one) for one in shown
-      }
+      counted = {one["key"]: self._by_family(connection, one) for one in shown}
     modes = [
-        mode for mode in MODES
-        if any(mode in counts for counts in counted.values())
-    ]  # pyformat: disable
+      mode
+      for mode in MODES
+      if any(mode in counts for counts in counted.values())
+    ]
     mode = asks.mode or (modes[0] if modes else MODES[0])
     cells: dict[str, dict[str, Row | None]] = {}
     totals: dict[str, dict[str, Row | None]] = {m: {} for m in modes}
@@ -211,7 +222,7 @@ class MeasurementPages(page_request.RunTab):
       for name in modes:
         sums = counts.get(name, {}).values()
         totals[name][key] = cell(
-            sum(w for w, _ in sums), sum(n for _, n in sums)
+          sum(w for w, _ in sums), sum(n for _, n in sums)
         )
     return page_request.Page("evals.html", {
         "run": run, "tab": "evals", "shown": shown, "all": len(every),
@@ -220,10 +231,10 @@ class MeasurementPages(page_request.RunTab):
         "mode": mode, "modes": modes, "pairs": _neighbours(shown),
         "older": page + 1 if end > _COLUMNS_SHOWN else None,
         "newer": page - 1 if page else None, "every": every,
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def _by_family(
-      self, connection: sa.Connection, one: Row
+    self, connection: sa.Connection, one: Row
   ) -> dict[str, dict[str, tuple[int, int]]]:
     """Maps mode and family to (successes, completed) of a measurement."""
     r, t = tables.rollout, tables.task
@@ -231,15 +242,16 @@ class MeasurementPages(page_request.RunTab):
     greedy = sa.case((r.c.temperature == 0, 1), else_=0)
     by_mode: dict[str, dict[str, tuple[int, int]]] = {}
     for name, mode, wins, tries in connection.execute(
-        sa.select(
-            family, greedy,
-            sa.func.sum(sa.func.coalesce(r.c.task_success, 0)),
-            sa.func.count(),
-        )
-        .join(t, t.c.id == r.c.task_id)
-        .where(*_completed(one))
-        .group_by(family, greedy)
-    ):  # pyformat: disable
+      sa.select(
+        family,
+        greedy,
+        sa.func.sum(sa.func.coalesce(r.c.task_success, 0)),
+        sa.func.count(),
+      )
+      .join(t, t.c.id == r.c.task_id)
+      .where(*_completed(one))
+      .group_by(family, greedy)
+    ):
       # PostgreSQL's sum is a Decimal.
       by_mode.setdefault(MODES[mode], {})[name] = int(wins), tries
     return by_mode
@@ -253,22 +265,20 @@ class MeasurementPages(page_request.RunTab):
       by_key = {one["key"]: one for one in every}
       if len(every) < 2:
         raise errors.ApiError(
-            404, "this run has fewer than two evaluations or baselines yet"
+          404, "this run has fewer than two evaluations or baselines yet"
         )
       asks = request.read(EvalDiffQuery)
-      keys = {
-          "a": asks.a or every[-2]["key"], "b": asks.b or every[-1]["key"],
-      }  # pyformat: disable
+      keys = {"a": asks.a or every[-2]["key"], "b": asks.b or every[-1]["key"]}
       wrong = [
-          errors.fault(side, key, f"give one of {', '.join(by_key)}")
-          for side, key in keys.items()
-          if key not in by_key
+        errors.fault(side, key, f"give one of {', '.join(by_key)}")
+        for side, key in keys.items()
+        if key not in by_key
       ]
       if wrong:
         raise errors.wrong(wrong)
       attempts = {
-          side: self._attempts(connection, by_key[key])
-          for side, key in keys.items()
+        side: self._attempts(connection, by_key[key])
+        for side, key in keys.items()
       }
     pairs = paired(attempts["a"], attempts["b"])
     gained = [p for p in pairs if p["b"]["won"] and not p["a"]["won"]]
@@ -284,7 +294,7 @@ class MeasurementPages(page_request.RunTab):
         "alone": {
             side: len(attempts[side]) - len(pairs) for side in ("a", "b")
         },
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def _attempts(self, connection: sa.Connection, one: Row) -> list[Row]:
     r, t = tables.rollout, tables.task
@@ -298,10 +308,10 @@ class MeasurementPages(page_request.RunTab):
         .where(*_completed(one))
         .order_by(r.c.id)
         .limit(_MOST_ROLLOUTS)
-    )  # pyformat: disable
+    )  # fmt: skip
     return [
-        {**row._mapping, "won": bool(row.task_success)}  # pylint: disable=protected-access
-        for row in rows
+      {**row._mapping, "won": bool(row.task_success)}  # pylint: disable=protected-access
+      for row in rows
     ]
 
 
@@ -309,16 +319,16 @@ def _completed(one: Row) -> tuple[sa.ColumnElement[bool], ...]:
   """Returns the conditions on a measurement's completed rollouts."""
   r = tables.rollout
   return (
-      r.c.source_type == one["kind"],
-      r.c[f"{one['kind']}_id"] == one["id"],
-      r.c.status == "completed",
+    r.c.source_type == one["kind"],
+    r.c[f"{one['kind']}_id"] == one["id"],
+    r.c.status == "completed",
   )
 
 
 def _neighbours(shown: Sequence[Row]) -> dict[str, str]:
   """Maps each shown measurement's key to the key of the one before it."""
   return {
-      later["key"]: earlier["key"] for earlier, later in zip(shown, shown[1:])
+    later["key"]: earlier["key"] for earlier, later in zip(shown, shown[1:])
   }
 
 

@@ -24,15 +24,16 @@ def latest(engine: sa.Engine, training: int) -> list[Row]:
   s, r, t = tables.step, tables.rollout, tables.task
   with database.reading(engine) as connection:
     steps = list(
-        connection.scalars(
-            sa.select(s.c.id)
-            .where(s.c.training_id == training)
-            .order_by(s.c.step.desc())
-            .limit(3)
-        )
+      connection.scalars(
+        sa.select(s.c.id)
+        .where(s.c.training_id == training)
+        .order_by(s.c.step.desc())
+        .limit(3)
+      )
     )
-    ended = sa.case((r.c.status == "completed", 2),
-                    (r.c.status == "failed", 1), else_=0)  # pyformat: disable
+    ended = sa.case(
+      (r.c.status == "completed", 2), (r.c.status == "failed", 1), else_=0
+    )
     rows = connection.execute(
         sa.select(
             r.c.id, r.c.status, r.c.task_success, r.c.reward, r.c.num_turns,
@@ -44,7 +45,7 @@ def latest(engine: sa.Engine, training: int) -> list[Row]:
         .where(r.c.source_type == "step", r.c.step_id.in_(steps))
         .order_by(ended.desc(), r.c.id.desc())
         .limit(3 * _LATEST)
-    )  # pyformat: disable
+    )  # fmt: skip
     rollouts = [dict(row._mapping) for row in rows]  # pylint: disable=protected-access
     ids = [row["id"] for row in rollouts]
     last = measurements.last_screenshots(connection, ids)
@@ -58,22 +59,25 @@ def newest_groups(engine: sa.Engine, training: int) -> list[Row]:
   """Returns the newest groups with a gradient, and their first actions."""
   s, r = tables.step, tables.rollout
   with database.reading(engine) as connection:
-    steps = list(connection.execute(
+    steps = list(
+      connection.execute(
         sa.select(s.c.id, s.c.step)
         .where(s.c.training_id == training)
         .order_by(s.c.step.desc())
         .limit(4)
-    ))  # pyformat: disable
+      )
+    )
     groups: list[Row] = []
     for id_, number in steps:
       members = step_page.members_of(
-          connection, sa.and_(r.c.source_type == "step", r.c.step_id == id_),
-          _MOST_MEMBERS,
-      )  # pyformat: disable
+        connection,
+        sa.and_(r.c.source_type == "step", r.c.step_id == id_),
+        _MOST_MEMBERS,
+      )
       groups += [
-          {**group, "step": number}
-          for group in reversed(step_page.grouped(members))
-          if group["has_gradient"]
+        {**group, "step": number}
+        for group in reversed(step_page.grouped(members))
+        if group["has_gradient"]
       ]
       if len(groups) >= _GROUPS_SHOWN:
         break

@@ -85,9 +85,12 @@ class RunTab:
   """Base of the classes that render tabs of a run."""
 
   def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries,
-      curves: curves_lib.Curves, head: Callable[[int, int], dict[str, Any]],
-  ):  # pyformat: disable
+    self,
+    engine: sa.Engine,
+    queries: queries_lib.Queries,
+    curves: curves_lib.Curves,
+    head: Callable[[int, int], dict[str, Any]],
+  ):
     """Keeps what the tabs read.
 
     Args:
@@ -115,9 +118,9 @@ class Link:
 
   def __call__(self, **changes: Any) -> str:
     pairs = [
-        (k, v)
-        for k, v in self._query.multi_items()
-        if k not in changes and k not in ("page", "after")
+      (k, v)
+      for k, v in self._query.multi_items()
+      if k not in changes and k not in ("page", "after")
     ]
     for name, value in changes.items():
       if isinstance(value, (list, tuple)):

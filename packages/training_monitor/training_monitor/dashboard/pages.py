@@ -27,26 +27,26 @@ File = page_request.File
 Link = page_request.Link
 Redirect = page_request.Redirect
 PATHS: tuple[tuple[str, str], ...] = (
-    ("/", "runs"),
-    ("/compare", "compare"),
-    ("/compare/tasks", "compare_tasks"),
-    ("/runs/{id:int}", "run"),
-    ("/runs/{id:int}/rollouts", "run_rollouts"),
-    ("/runs/{id:int}/steps", "steps"),
-    ("/runs/{id:int}/steps/{step:int}", "step"),
-    ("/runs/{id:int}/evals", "evals"),
-    ("/runs/{id:int}/evals/diff", "eval_diff"),
-    ("/runs/{id:int}/tasks", "tasks"),
-    ("/runs/{id:int}/tasks/{task:int}", "task"),
-    ("/runs/{id:int}/health", "health"),
-    ("/runs/{id:int}/search", "search"),
-    ("/runs/{id:int}/log", "log"),
-    ("/runs/{id:int}/config", "config"),
-    ("/runs/{id:int}/{kind}/{measurement:int}", "measurement"),
-    ("/rollouts", "rollouts"),
-    ("/rollouts/{id:int}", "rollout"),
-    ("/rollouts/{id:int}/beside", "beside"),
-    ("/rollouts/{id:int}/export/{format}", "export"),
+  ("/", "runs"),
+  ("/compare", "compare"),
+  ("/compare/tasks", "compare_tasks"),
+  ("/runs/{id:int}", "run"),
+  ("/runs/{id:int}/rollouts", "run_rollouts"),
+  ("/runs/{id:int}/steps", "steps"),
+  ("/runs/{id:int}/steps/{step:int}", "step"),
+  ("/runs/{id:int}/evals", "evals"),
+  ("/runs/{id:int}/evals/diff", "eval_diff"),
+  ("/runs/{id:int}/tasks", "tasks"),
+  ("/runs/{id:int}/tasks/{task:int}", "task"),
+  ("/runs/{id:int}/health", "health"),
+  ("/runs/{id:int}/search", "search"),
+  ("/runs/{id:int}/log", "log"),
+  ("/runs/{id:int}/config", "config"),
+  ("/runs/{id:int}/{kind}/{measurement:int}", "measurement"),
+  ("/rollouts", "rollouts"),
+  ("/rollouts/{id:int}", "rollout"),
+  ("/rollouts/{id:int}/beside", "beside"),
+  ("/rollouts/{id:int}/export/{format}", "export"),
 )
 """Path -> the method of `Pages` that renders it."""
 
@@ -55,24 +55,24 @@ class Pages:
   """Makes every page."""
 
   def __init__(
-      self,
-      engine: sa.Engine,
-      queries: queries_lib.Queries,
-      files: screenshots_lib.ScreenshotFiles,
-      curves: curves_lib.Curves,
-      texts: token_text.TokenTexts,
-      timings: health_page.Timings,
-      writer: object,
+    self,
+    engine: sa.Engine,
+    queries: queries_lib.Queries,
+    files: screenshots_lib.ScreenshotFiles,
+    curves: curves_lib.Curves,
+    texts: token_text.TokenTexts,
+    timings: health_page.Timings,
+    writer: object,
   ):
     """Args:
 
-      engine: Engine of the upgraded database.
-      queries: about it.
-      files: Folder of the screenshots.
-      curves: columns of runs, shared with the API.
-      texts: tokens as text.
-      timings: Timings of the server.
-      writer: Writer of the server, for its counters.
+    engine: Engine of the upgraded database.
+    queries: about it.
+    files: Folder of the screenshots.
+    curves: columns of runs, shared with the API.
+    texts: tokens as text.
+    timings: Timings of the server.
+    writer: Writer of the server, for its counters.
     """
     runs = run_pages.RunPages(engine, queries, curves)
     sources = engine, queries, curves, runs.head

@@ -19,7 +19,7 @@ _CROP_MARKS = 0.5
 
 
 def sparkline(
-    values: Sequence[float | None], width: int = 120, height: int = 24
+  values: Sequence[float | None], width: int = 120, height: int = 24
 ) -> _Markup:
   """Returns a line without axes; missing values are gaps."""
   readings = [v for v in values if v is not None and math.isfinite(v)]
@@ -37,13 +37,13 @@ def sparkline(
     path.append(f"{pen}{x:.1f} {y:.1f}")
     pen = "L"
   return _Markup(
-      '<svg class="spark" width="{w}" height="{h}" viewBox="0 0 {w} {h}"'
-      ' role="img" aria-label="from {a:.3g} to {b:.3g}"><path d="{p}"/></svg>'
+    '<svg class="spark" width="{w}" height="{h}" viewBox="0 0 {w} {h}"'
+    ' role="img" aria-label="from {a:.3g} to {b:.3g}"><path d="{p}"/></svg>'
   ).format(w=width, h=height, a=readings[0], b=readings[-1], p="".join(path))
 
 
 def plot(
-    values: Sequence[float | None], first: str, last: str, width: int = 360
+  values: Sequence[float | None], first: str, last: str, width: int = 360
 ) -> _Markup:
   """Returns readings as dots and a line, with both axes; none without two.
 
@@ -66,17 +66,18 @@ def plot(
       y = bottom - (bottom - top) * (value - low) / (high - low)
       points.append((f"{x:.1f}", f"{y:.1f}"))
   grid = _Markup().join(
-      _Markup(
-          '<path class="grid" d="M{l} {y:.1f}H{r}"/><text class="end" x="{x}"'
-          ' y="{ty:.1f}">{v:.3g}</text>'
-      ).format(l=start, r=end, x=start - 5, y=y, ty=y + 4, v=value)
-      for value, y in (
-          (low, bottom), ((low + high) / 2, (top + bottom) / 2), (high, top)
-      )
+    _Markup(
+      '<path class="grid" d="M{l} {y:.1f}H{r}"/><text class="end" x="{x}"'
+      ' y="{ty:.1f}">{v:.3g}</text>'
+    ).format(l=start, r=end, x=start - 5, y=y, ty=y + 4, v=value)
+    for value, y in (
+      (low, bottom),
+      ((low + high) / 2, (top + bottom) / 2),
+      (high, top),
+    )
   )
   dots = _Markup().join(
-      _Markup('<circle cx="{}" cy="{}" r="2.5"/>').format(*one)
-      for one in points
+    _Markup('<circle cx="{}" cy="{}" r="2.5"/>').format(*one) for one in points
   )
   return _Markup(
       '<svg class="plotted" width="{w}" height="112" viewBox="0 0 {w} 112"'
@@ -88,22 +89,20 @@ def plot(
       w=width, n=len(readings), a=readings[0], b=readings[-1], low=low,
       high=high, grid=grid, dots=dots, l=start, r=end, first=first, last=last,
       path="L".join(" ".join(one) for one in points),
-  )  # pyformat: disable
+  )  # fmt: skip
 
 
-def interval(
-    rate: float, low: float, high: float, width: int = 90
-) -> _Markup:
+def interval(rate: float, low: float, high: float, width: int = 90) -> _Markup:
   """Returns a rate in [0, 1] as a bar with its interval as a whisker."""
   inner = width - 2
   return _Markup(
-      '<svg class="interval" width="{w}" height="12" viewBox="0 0 {w} 12"'
-      ' aria-hidden="true"><rect class="rail" x="1" y="3" width="{i}"'
-      ' height="6"/><rect class="value" x="1" y="3" width="{v:.1f}"'
-      ' height="6"/><path class="whisker" d="M{a:.1f} 6H{b:.1f}M{a:.1f}'
-      ' 3V9M{b:.1f} 3V9"/></svg>'
+    '<svg class="interval" width="{w}" height="12" viewBox="0 0 {w} 12"'
+    ' aria-hidden="true"><rect class="rail" x="1" y="3" width="{i}"'
+    ' height="6"/><rect class="value" x="1" y="3" width="{v:.1f}"'
+    ' height="6"/><path class="whisker" d="M{a:.1f} 6H{b:.1f}M{a:.1f}'
+    ' 3V9M{b:.1f} 3V9"/></svg>'
   ).format(
-      w=width, i=inner, v=inner * rate, a=1 + inner * low, b=1 + inner * high
+    w=width, i=inner, v=inner * rate, a=1 + inner * low, b=1 + inner * high
   )
 
 
@@ -114,14 +113,17 @@ def signed_bar(value: float | None, most: float, width: int = 56) -> _Markup:
   half = width / 2
   length = half * min(1.0, abs(value) / most) if most else 0.0
   return _Markup(
-      '<svg class="signed {c}" width="{w}" height="6" viewBox="0 0 {w} 6"'
-      ' aria-hidden="true"><rect class="rail" width="{w}" height="6"/><rect'
-      ' class="value" x="{x:.1f}" width="{l:.1f}" height="6"/><path'
-      ' d="M{h} 0V6"/></svg>'
+    '<svg class="signed {c}" width="{w}" height="6" viewBox="0 0 {w} 6"'
+    ' aria-hidden="true"><rect class="rail" width="{w}" height="6"/><rect'
+    ' class="value" x="{x:.1f}" width="{l:.1f}" height="6"/><path'
+    ' d="M{h} 0V6"/></svg>'
   ).format(
-      c="up" if value >= 0 else "down", w=width, h=half, l=length,
-      x=half if value >= 0 else half - length,
-  )  # pyformat: disable
+    c="up" if value >= 0 else "down",
+    w=width,
+    h=half,
+    l=length,
+    x=half if value >= 0 else half - length,
+  )
 
 
 def bins(values: Sequence[float], most: int = 20) -> list[dict[str, float]]:
@@ -138,7 +140,7 @@ def bins(values: Sequence[float], most: int = 20) -> list[dict[str, float]]:
   width = high / count - low / count  # Their difference may be infinite.
   edges = [low + width * i for i in range(count)] + [high]
   buckets = [
-      {"low": a, "high": b, "count": 0} for a, b in zip(edges, edges[1:])
+    {"low": a, "high": b, "count": 0} for a, b in zip(edges, edges[1:])
   ]
   for value in values:
     index = min(count - 1, int(value / width - low / width))
@@ -166,16 +168,18 @@ def gesture(action: Mapping[str, Any]) -> click_overlay.Gesture:
 
 
 def overlay(
-    gestures: Sequence[click_overlay.Gesture], width: int, height: int,
-    scale: float = 1.0,
-) -> _Markup:  # pyformat: disable
+  gestures: Sequence[click_overlay.Gesture],
+  width: int,
+  height: int,
+  scale: float = 1.0,
+) -> _Markup:
   """Returns gestures drawn over a screenshot of `width` x `height` pixels."""
   marks = click_overlay.marks(gestures, width, height, scale)
   return _Markup(click_overlay.svg(marks, width, height))
 
 
 def crops(
-    gestures: Sequence[click_overlay.Gesture], images: Sequence[Any]
+  gestures: Sequence[click_overlay.Gesture], images: Sequence[Any]
 ) -> list[_Markup]:
   """Returns crops around a turn's gestures, before and after it, unscaled.
 
@@ -190,14 +194,16 @@ def crops(
   pairs = list(zip(("before", "after"), (images[:1], images[1:][-1:])))
   shown = [(word, overlays[0]) for word, overlays in pairs if overlays]
   return [
-      crop for word, image in shown
-      if not isinstance(image, dict) and not image.missing
-      and (crop := _crop(gestures, word, image))
-  ]  # pyformat: disable
+    crop
+    for word, image in shown
+    if not isinstance(image, dict)
+    and not image.missing
+    and (crop := _crop(gestures, word, image))
+  ]
 
 
 def _crop(
-    gestures: Sequence[click_overlay.Gesture], word: str, image: Any
+  gestures: Sequence[click_overlay.Gesture], word: str, image: Any
 ) -> _Markup | None:
   width, height = _CROP
   if image.width < 1.5 * width or image.height < 1.5 * height:
@@ -206,15 +212,18 @@ def _crop(
   if not points:
     return None
   x, y = (
-      max(0.0, min(_middle([p[axis] for p in points], size) - size / 2,
-                   extent - size))
-      for axis, size, extent in ((0, width, image.width),
-                                (1, height, image.height))
-  )  # pyformat: disable
+    max(
+      0.0,
+      min(_middle([p[axis] for p in points], size) - size / 2, extent - size),
+    )
+    for axis, size, extent in (
+      (0, width, image.width),
+      (1, height, image.height),
+    )
+  )
   marks = click_overlay.marks(
-      gestures if word == "before" else (), image.width, image.height,
-      _CROP_MARKS,
-  )  # pyformat: disable
+    gestures if word == "before" else (), image.width, image.height, _CROP_MARKS
+  )
   return _Markup(
       '<svg class="crop" viewBox="{x:.0f} {y:.0f} {w} {h}" width="{w}"'
       ' height="{h}" role="img" aria-label="around the action, {word}"><image'
@@ -224,7 +233,7 @@ def _crop(
       x=x, y=y, w=width, h=height, word=word, sha=image.sha,
       iw=image.width, ih=image.height,
       marks=_Markup(click_overlay.shapes(marks)),
-  )  # pyformat: disable
+  )  # fmt: skip
 
 
 def _middle(values: Sequence[float], size: float) -> float:

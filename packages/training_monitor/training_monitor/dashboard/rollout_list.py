@@ -39,57 +39,58 @@ _R = tables.rollout
 _STATUS = sa.func.coalesce(_R.c.status, "")
 _TASK = _R.c.task_id + 0
 SORTS: dict[str, sa.ColumnElement[float] | None] = {
-    "newest": None, "reward": _R.c.reward,
-    "turns": sa.cast(_R.c.num_turns, sa.Double()),
-    "seconds": _R.c.rollout_time,
-    "errors": sa.cast(tables.NUM_FAULTS, sa.Double()),
-}  # pyformat: disable
+  "newest": None,
+  "reward": _R.c.reward,
+  "turns": sa.cast(_R.c.num_turns, sa.Double()),
+  "seconds": _R.c.rollout_time,
+  "errors": sa.cast(tables.NUM_FAULTS, sa.Double()),
+}
 """The orders' columns, as doubles: the next page's URL holds one."""
 OUTCOMES = {
-    "success": _R.c.task_success == 1,
-    "failure": sa.and_(
-        _STATUS == "completed", _R.c.task_success == 0
-    ),
-}  # pyformat: disable
+  "success": _R.c.task_success == 1,
+  "failure": sa.and_(_STATUS == "completed", _R.c.task_success == 0),
+}
 ERRORS = {
-    "any": sa.or_(tables.FAULTY, _STATUS == "failed"),
-    "broken": _STATUS == "failed",
-    "parse": _R.c.parse_errors > 0,
-    "tool name": _R.c.tool_name_errors > 0,
-    "tool arguments": _R.c.tool_arg_errors > 0,
-    "runtime": _R.c.runtime_errors > 0,
-}  # pyformat: disable
+  "any": sa.or_(tables.FAULTY, _STATUS == "failed"),
+  "broken": _STATUS == "failed",
+  "parse": _R.c.parse_errors > 0,
+  "tool name": _R.c.tool_name_errors > 0,
+  "tool arguments": _R.c.tool_arg_errors > 0,
+  "runtime": _R.c.runtime_errors > 0,
+}
 
 _DECIDED = _STATUS == "completed"
 _LOST = sa.and_(_DECIDED, _R.c.task_success == 0)
 ENDS = {
-    "succeeded": sa.and_(_DECIDED, _R.c.task_success == 1),
-    "cancelled": _STATUS == "cancelled",
-    # Both conditions on the word, so that the partial index serves.
-    **{
-        word: sa.and_(
-            tables.ENDED, _R.c.status_message == word,
-            _STATUS == "failed"
-            if word in ("timeout", "env_error", "model_error") else _LOST,
-        )
-        for word in tables.UNSOLVED
-    },
-}  # pyformat: disable
+  "succeeded": sa.and_(_DECIDED, _R.c.task_success == 1),
+  "cancelled": _STATUS == "cancelled",
+  # Both conditions on the word, so that the partial index serves.
+  **{
+    word: sa.and_(
+      tables.ENDED,
+      _R.c.status_message == word,
+      _STATUS == "failed"
+      if word in ("timeout", "env_error", "model_error")
+      else _LOST,
+    )
+    for word in tables.UNSOLVED
+  },
+}
 """How an episode ended, in the collector's words."""
 _SHORT = "success in few turns"
 ODD = {
-    "success without reward": sa.and_(
-        _DECIDED, _R.c.task_success == 1, _R.c.reward <= 0
-    ),
-    "reward without success": sa.and_(
-        _DECIDED, _R.c.task_success == 0, _R.c.reward > 0
-    ),
-    "claims success": sa.and_(
-        _DECIDED, _R.c.task_success == 0, _R.c.agent_reported_success == 1
-    ),
-    "repeats itself": _R.c.consecutive_repeated_actions >= 3,
-    _SHORT: few_turns.WON,
-}  # pyformat: disable
+  "success without reward": sa.and_(
+    _DECIDED, _R.c.task_success == 1, _R.c.reward <= 0
+  ),
+  "reward without success": sa.and_(
+    _DECIDED, _R.c.task_success == 0, _R.c.reward > 0
+  ),
+  "claims success": sa.and_(
+    _DECIDED, _R.c.task_success == 0, _R.c.agent_reported_success == 1
+  ),
+  "repeats itself": _R.c.consecutive_repeated_actions >= 3,
+  _SHORT: few_turns.WON,
+}
 """Where a reward may be hacked, or a policy is stuck."""
 
 
@@ -136,12 +137,10 @@ class RolloutListQuery(query_lib.PageQuery):
   label: query_lib.Label | None = None
   sort: Annotated[str, _one_of(SORTS)] = "newest"
   order: query_lib.Order = "down"
-  after: Annotated[
-      tuple[float, int] | None, *query_lib.textual(_place)
-  ] = None
+  after: Annotated[tuple[float, int] | None, *query_lib.textual(_place)] = None
 
   _labels = pydantic.field_validator("outcome", mode="before")(
-      query_lib.outcome_key
+    query_lib.outcome_key
   )
 
 
@@ -204,7 +203,7 @@ class RolloutLists(page_request.RunTab):
     run = self._head(request.project, request.id())
     values = self._values(request, run["id"])
     return page_request.Page(
-        "run_rollouts.html", {"run": run, "tab": "rollouts", **values}
+      "run_rollouts.html", {"run": run, "tab": "rollouts", **values}
     )
 
   def of_all(self, request: page_request.PageRequest) -> page_request.Page:
@@ -212,7 +211,7 @@ class RolloutLists(page_request.RunTab):
     return page_request.Page("rollouts.html", self._values(request, None))
 
   def _values(
-      self, request: page_request.PageRequest, training: int | None
+    self, request: page_request.PageRequest, training: int | None
   ) -> Row:
     asks = request.read(RolloutListQuery)
     chosen = selection(asks)
@@ -224,14 +223,14 @@ class RolloutLists(page_request.RunTab):
       places = pick(connection, request.project, training, chosen)
       rows = _described(connection, [id_ for _, id_ in places[:_PAGE]])
       labels = annotations_lib.every_label(
-          connection, request.project, training
+        connection, request.project, training
       )
       task = None
       if asks.task is not None:
         task = connection.execute(
-            sa.select(tables.task.c.description).where(
-                tables.task.c.id == asks.task
-            )
+          sa.select(tables.task.c.description).where(
+            tables.task.c.id == asks.task
+          )
         ).scalar()
     more = None
     if len(places) > _PAGE:
@@ -254,7 +253,7 @@ class RolloutLists(page_request.RunTab):
         },
         "narrowed": bool(chosen.conditions) or chosen.step is not None
         or len(chosen.sources) < len(vocabulary.SOURCE_TYPES),
-    }  # pyformat: disable
+    }  # fmt: skip
 
 
 def selection(asks: RolloutListQuery) -> Selection:
@@ -286,15 +285,22 @@ def selection(asks: RolloutListQuery) -> Selection:
   if asks.step is not None:  # A baseline is before all of them.
     sources = tuple(s for s in sources if s != "baseline")
   return Selection(
-      tuple(conditions), asks.step, sources, asks.sort, asks.order == "up",
-      asks.after,
-  )  # pyformat: disable
+    tuple(conditions),
+    asks.step,
+    sources,
+    asks.sort,
+    asks.order == "up",
+    asks.after,
+  )
 
 
 def pick(
-    connection: sa.Connection, project: int, training: int | None,
-    chosen: Selection, count: int = _PAGE + 1,
-) -> list[tuple[float, int]]:  # pyformat: disable
+  connection: sa.Connection,
+  project: int,
+  training: int | None,
+  chosen: Selection,
+  count: int = _PAGE + 1,
+) -> list[tuple[float, int]]:
   """Returns (value of the order, id) of the first selected rollouts.
 
   Args:
@@ -309,7 +315,7 @@ def pick(
   places, last = [], chosen.after
   if last is None or last[0] > 0:
     places = _pick(
-        connection, project, training, chosen.narrowed(tables.FAULTY), count
+      connection, project, training, chosen.narrowed(tables.FAULTY), count
     )
   if len(places) == count:
     return places
@@ -317,19 +323,23 @@ def pick(
   # order but the newest first, for which few need to be read.
   id_ = _ALL if last is None or last[0] > 0 else last[1]
   clean = dataclasses.replace(
-      chosen.narrowed(sa.not_(tables.FAULTY)), sort="newest",
-      after=(float(id_), id_),
-  )  # pyformat: disable
+    chosen.narrowed(sa.not_(tables.FAULTY)),
+    sort="newest",
+    after=(float(id_), id_),
+  )
   without_faults = _pick(
-      connection, project, training, clean, count - len(places)
+    connection, project, training, clean, count - len(places)
   )
   return places + [(0.0, id_) for _, id_ in without_faults]
 
 
 def _pick(
-    connection: sa.Connection, project: int, training: int | None,
-    chosen: Selection, count: int,
-) -> list[tuple[float, int]]:  # pyformat: disable
+  connection: sa.Connection,
+  project: int,
+  training: int | None,
+  chosen: Selection,
+  count: int,
+) -> list[tuple[float, int]]:
   """Returns the places of `pick` in one order."""
   if chosen.ids is not None:
     return _of_ids(connection, project, training, chosen, count)
@@ -348,18 +358,18 @@ def _pick(
     source_id = _R.c[f"{source}_id"]
     ids = _walked(own, s, chosen)
     listed = (
-        sa.select(chosen.key, _R.c.id)
-        .select_from(ids.join(_R, source_id == ids.c.id))
-        # The index of the source covers only rollouts that have its id.
-        .where(source_id.is_not(None), *chosen.conditions, *chosen.beyond())
+      sa.select(chosen.key, _R.c.id)
+      .select_from(ids.join(_R, source_id == ids.c.id))
+      # The index of the source covers only rollouts that have its id.
+      .where(source_id.is_not(None), *chosen.conditions, *chosen.beyond())
     )
     if chosen.sort == "reward":
       listed = listed.where(*_within(connection, listed, chosen.up, count))
     places += [
-        (float(value), id_)
-        for value, id_ in connection.execute(
-            listed.order_by(*chosen.order()).limit(count)
-        )
+      (float(value), id_)
+      for value, id_ in connection.execute(
+        listed.order_by(*chosen.order()).limit(count)
+      )
     ]
   # Each is in order and as long as the page: so are the first of all.
   sign = 1 if chosen.up else -1
@@ -368,9 +378,12 @@ def _pick(
 
 
 def _of_ids(
-    connection: sa.Connection, project: int, training: int | None,
-    chosen: Selection, count: int,
-) -> list[tuple[float, int]]:  # pyformat: disable
+  connection: sa.Connection,
+  project: int,
+  training: int | None,
+  chosen: Selection,
+  count: int,
+) -> list[tuple[float, int]]:
   """Returns the places among a few rollouts that are known by id."""
   own = []
   for source in chosen.sources:
@@ -380,14 +393,16 @@ def _of_ids(
       ids = ids.where(s.c.step == chosen.step)
     own.append((_R.c[f"{source}_id"] + 0).in_(ids))
   rows = connection.execute(
-      sa.select(chosen.key, _R.c.id)
-      .where(
-          _R.c.id.in_(few_turns.in_text(chosen.ids or ())), sa.or_(*own),
-          *chosen.conditions, *chosen.beyond(),
-      )
-      .order_by(*chosen.order())
-      .limit(count)
-  )  # pyformat: disable
+    sa.select(chosen.key, _R.c.id)
+    .where(
+      _R.c.id.in_(few_turns.in_text(chosen.ids or ())),
+      sa.or_(*own),
+      *chosen.conditions,
+      *chosen.beyond(),
+    )
+    .order_by(*chosen.order())
+    .limit(count)
+  )
   return [(float(value), id_) for value, id_ in rows]
 
 
@@ -398,7 +413,7 @@ def _walked(own: sa.Select, source: sa.Table, chosen: Selection) -> sa.Subquery:
   a place of the page in vain. By their index later steps come later.
   """
   by: list[sa.ColumnElement[Any]] = [
-      source.c[n] for n in ("training_id", "step") if n in source.c
+    source.c[n] for n in ("training_id", "step") if n in source.c
   ]
   if chosen.sort != "newest" or not chosen.up:
     by = [column.desc() for column in by]
@@ -407,7 +422,7 @@ def _walked(own: sa.Select, source: sa.Table, chosen: Selection) -> sa.Subquery:
 
 
 def _within(
-    connection: sa.Connection, listed: sa.Select, up: bool, count: int
+  connection: sa.Connection, listed: sa.Select, up: bool, count: int
 ) -> list[sa.ColumnElement[bool]]:
   """Returns conditions that keep the first `count` by reward, and few more.
 
@@ -416,11 +431,11 @@ def _within(
   """
   reward = _R.c.reward
   last = connection.execute(
-      listed.with_only_columns(reward)
-      .where(reward.is_not(None))
-      .order_by(reward.asc() if up else reward.desc())
-      .limit(1)
-      .offset(count - 1)
+    listed.with_only_columns(reward)
+    .where(reward.is_not(None))
+    .order_by(reward.asc() if up else reward.desc())
+    .limit(1)
+    .offset(count - 1)
   ).scalar()
   if last is None or not abs(last) < _NOTHING:  # Those without come before it.
     return []
@@ -428,7 +443,7 @@ def _within(
 
 
 def _nearest(
-    connection: sa.Connection, runs: sa.Select, chosen: Selection, count: int
+  connection: sa.Connection, runs: sa.Select, chosen: Selection, count: int
 ) -> list[tuple[float, int]]:
   """Returns the places among the newest, or oldest, rollouts by id."""
   if chosen.up:
@@ -443,20 +458,16 @@ def _nearest(
   for source in chosen.sources:
     s = tables.metadata.tables[source]
     own.append(
-        # By its own index it would be all of them.
-        (_R.c[f"{source}_id"] + 0).in_(
-            sa.select(s.c.id).where(s.c.training_id.in_(runs))
-        )
+      # By its own index it would be all of them.
+      (_R.c[f"{source}_id"] + 0).in_(
+        sa.select(s.c.id).where(s.c.training_id.in_(runs))
+      )
     )
   ids = connection.scalars(
-      sa.select(_R.c.id)
-      .where(
-          near,
-          sa.or_(*own),
-          *chosen.conditions,
-      )
-      .order_by(_R.c.id.asc() if chosen.up else _R.c.id.desc())
-      .limit(count)
+    sa.select(_R.c.id)
+    .where(near, sa.or_(*own), *chosen.conditions)
+    .order_by(_R.c.id.asc() if chosen.up else _R.c.id.desc())
+    .limit(count)
   )
   return [(id_, id_) for id_ in ids]
 
@@ -483,7 +494,7 @@ def _described(connection: sa.Connection, ids: Sequence[int]) -> list[Row]:
       .outerjoin(b, b.c.id == r.c.baseline_id)
       .join(run, run.c.id == owner)
       .where(r.c.id.in_(ids))
-  )  # pyformat: disable
+  )  # fmt: skip
   by_id = {}
   for row in rows:
     one = dict(row._mapping)  # pylint: disable=protected-access
@@ -492,51 +503,55 @@ def _described(connection: sa.Connection, ids: Sequence[int]) -> list[Row]:
   return [by_id[id_] for id_ in ids]
 
 
-def _labelled(
-    connection: sa.Connection, label: str
-) -> sa.ColumnElement[bool]:
+def _labelled(connection: sa.Connection, label: str) -> sa.ColumnElement[bool]:
   """Whether a rollout has a label: few have, so that they are read first."""
   ids = list(connection.scalars(queries_lib.labelled(label)))
   return (_R.c.id + 0).in_(
-      sa.bindparam(None, ids, expanding=True, literal_execute=True)
+    sa.bindparam(None, ids, expanding=True, literal_execute=True)
   )
 
 
 def _few_turns(
-    connection: sa.Connection, project: int, training: int | None,
-    chosen: Selection,
-) -> Selection:  # pyformat: disable
+  connection: sa.Connection,
+  project: int,
+  training: int | None,
+  chosen: Selection,
+) -> Selection:
   """Narrows a selection to rollouts of few turns for their task."""
   if training is None and _has_all_runs(connection, project):
     ids = few_turns.of_all_runs(connection)
     if ids is not None:
       return dataclasses.replace(chosen, ids=tuple(ids))
   own = {
-      source: sa.select(tables.metadata.tables[source].c.id).where(
-          _owned(tables.metadata.tables[source], project, training)
-      )
-      for source in vocabulary.SOURCE_TYPES
+    source: sa.select(tables.metadata.tables[source].c.id).where(
+      _owned(tables.metadata.tables[source], project, training)
+    )
+    for source in vocabulary.SOURCE_TYPES
   }
   return chosen.narrowed(few_turns.in_runs(connection, own))
 
 
 def _has_all_runs(connection: sa.Connection, project: int) -> bool:
   owner = tables.training_project
-  return connection.execute(
-      sa.select(owner.c.training_id).where(owner.c.project_id != project)
+  return (
+    connection.execute(
+      sa.select(owner.c.training_id)
+      .where(owner.c.project_id != project)
       .limit(1)
-  ).scalar() is None  # pyformat: disable
+    ).scalar()
+    is None
+  )
 
 
 def _owned(
-    source: sa.Table, project: int, training: int | None
+  source: sa.Table, project: int, training: int | None
 ) -> sa.ColumnElement[bool]:
   """Returns whether a source is the run's, or one of the project's runs'."""
   if training is not None:
     return source.c.training_id == training
   owner = tables.training_project
   return source.c.training_id.in_(
-      sa.select(owner.c.training_id).where(owner.c.project_id == project)
+    sa.select(owner.c.training_id).where(owner.c.project_id == project)
   )
 
 
@@ -547,12 +562,12 @@ def _tasks(search: str) -> sa.Select:
   for word in search.split():
     like = f"%{page_request.escaped(word)}%"
     query = query.where(
-        sa.or_(
-            *(
-                column.ilike(like, escape="\\")
-                for column in (t.c.task_id, t.c.app_name, t.c.description)
-            )
+      sa.or_(
+        *(
+          column.ilike(like, escape="\\")
+          for column in (t.c.task_id, t.c.app_name, t.c.description)
         )
+      )
     )
   return query
 

@@ -48,9 +48,11 @@ class RolloutPages(page_request.RunTab):
   """See the module docstring."""
 
   def __init__(
-      self, *sources: Any, files: screenshots_lib.ScreenshotFiles,
-      texts: token_text.TokenTexts,
-  ):  # pyformat: disable
+    self,
+    *sources: Any,
+    files: screenshots_lib.ScreenshotFiles,
+    texts: token_text.TokenTexts,
+  ):
     super().__init__(*sources)
     self._files = files
     self._token_view = token_view.TokenView(texts)
@@ -65,7 +67,7 @@ class RolloutPages(page_request.RunTab):
       annotations_lib.add(connection, turns, "id")
       members = self._group(connection, rollout)
     place = next(
-        (n for n, m in enumerate(members) if m["id"] == rollout["id"]), 0
+      (n for n, m in enumerate(members) if m["id"] == rollout["id"]), 0
     )
     rollout["advantage"] = members[place]["advantage"] if members else None
     running = rollout["status"] not in vocabulary.FINISHED["rollout"]
@@ -94,24 +96,24 @@ class RolloutPages(page_request.RunTab):
             name for name in exports.FORMATS
             if name != "webp" or any(s["before"] or s["after"] for s in turns)
         ],
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def export(self, request: page_request.PageRequest) -> page_request.File:
     name = request.where["format"]
     if name not in exports.FORMATS:
       raise errors.ApiError(
-          404, f"format={name[:30]!r}: give one of {', '.join(exports.FORMATS)}"
+        404, f"format={name[:30]!r}: give one of {', '.join(exports.FORMATS)}"
       )
     rollout = self._queries.rollout(request.project, str(request.id()))
     rollout["turns"] = self._queries.turns(request.project, str(request.id()))[
-        "items"
+      "items"
     ]
     training = self._queries.one(
-        request.project, "training", rollout["training_id"]
+      request.project, "training", rollout["training_id"]
     )
-    hashes = sorted({
-        sha for turn in rollout["turns"] for sha in exports.hashes_of(turn)
-    })
+    hashes = sorted(
+      {sha for turn in rollout["turns"] for sha in exports.hashes_of(turn)}
+    )
     images = self._images(hashes)
     if name == "json":
       return exports.make(name, rollout, training, images)
@@ -130,9 +132,9 @@ class RolloutPages(page_request.RunTab):
     r = tables.rollout
     kind = rollout["source_type"]
     condition = sa.and_(
-        r.c.source_type == kind,
-        r.c[f"{kind}_id"] == rollout[f"{kind}_id"],
-        r.c.task_id == rollout["task_id"],
+      r.c.source_type == kind,
+      r.c[f"{kind}_id"] == rollout[f"{kind}_id"],
+      r.c.task_id == rollout["task_id"],
     )
     if rollout["group"] is not None:
       condition = sa.and_(condition, r.c.group == rollout["group"])
@@ -148,18 +150,18 @@ class RolloutPages(page_request.RunTab):
     if kind == "step":
       with database.reading(self._engine) as connection:
         step = connection.execute(
-            sa.select(t.c.step).where(t.c.id == id_)
+          sa.select(t.c.step).where(t.c.id == id_)
         ).scalar_one()
       return {"name": f"step {step}", "path": f"/runs/{run['id']}/steps/{step}"}
     return {"name": f"{kind} {id_}", "path": f"/runs/{run['id']}/{kind}/{id_}"}
 
   def _turn(
-      self, project: int, rollout: Row, strip: Sequence[Row], number: int
+    self, project: int, rollout: Row, strip: Sequence[Row], number: int
   ) -> Row | None:
     if not strip:
       return None
     turn = self._queries.turn(
-        project, str(rollout["id"]), strip[number - 1]["id"]
+      project, str(rollout["id"]), strip[number - 1]["id"]
     )
     return described(turn, self._images(exports.hashes_of(turn)))
 
@@ -167,15 +169,18 @@ class RolloutPages(page_request.RunTab):
     s = tables.screenshot
     with database.reading(self._engine) as connection:
       rows = list(
-          connection.execute(sa.select(s).where(s.c.sha256.in_(hashes)))
+        connection.execute(sa.select(s).where(s.c.sha256.in_(hashes)))
       )
     images = {
-        row.sha256: exports.StoredImage(
-            row.sha256, row.media_type, row.width, row.height,
-            self._files.path(row.sha256, row.media_type),
-        )
-        for row in rows
-    }  # pyformat: disable
+      row.sha256: exports.StoredImage(
+        row.sha256,
+        row.media_type,
+        row.width,
+        row.height,
+        self._files.path(row.sha256, row.media_type),
+      )
+      for row in rows
+    }
     return {sha: i for sha, i in images.items() if i.path.exists()}
 
 
@@ -185,14 +190,15 @@ def _otherwise(members: Sequence[Row], place: int) -> int | None:
     return None
   won = bool(members[place]["task_success"])
   candidates = [
-      (abs(n - place), m["id"]) for n, m in enumerate(members)
-      if m["status"] == "completed" and bool(m["task_success"]) != won
-  ]  # pyformat: disable
+    (abs(n - place), m["id"])
+    for n, m in enumerate(members)
+    if m["status"] == "completed" and bool(m["task_success"]) != won
+  ]
   return min(candidates)[1] if candidates else None
 
 
 def strip(
-    connection: sa.Connection, rollout: int, most: int = _MOST_TURNS
+  connection: sa.Connection, rollout: int, most: int = _MOST_TURNS
 ) -> list[Row]:
   """Returns the first turns of a rollout, small: screens, actions, reward.
 
@@ -200,63 +206,69 @@ def strip(
   """
   t, o, a = tables.turn, tables.obs, tables.action
   turns = {
-      row.id: {
-          "id": row.id, "turn": row.turn, "reward": row.reward,
-          "seconds": row.turn_time, "before": None, "after": None,
-          "actions": [],
-      }
-      for row in connection.execute(
-          sa.select(t.c.id, t.c.turn, t.c.reward, t.c.turn_time)
-          .where(t.c.rollout_id == rollout)
-          .order_by(t.c.turn)
-          .limit(most)
-      )
-  }  # pyformat: disable
+    row.id: {
+      "id": row.id,
+      "turn": row.turn,
+      "reward": row.reward,
+      "seconds": row.turn_time,
+      "before": None,
+      "after": None,
+      "actions": [],
+    }
+    for row in connection.execute(
+      sa.select(t.c.id, t.c.turn, t.c.reward, t.c.turn_time)
+      .where(t.c.rollout_id == rollout)
+      .order_by(t.c.turn)
+      .limit(most)
+    )
+  }
   own_turns: Any = list(turns)
   if len(turns) > _FEW_TURNS:
     own_turns = sa.select(t.c.id).where(t.c.rollout_id == rollout)
   for id_, uri in connection.execute(
-      sa.select(o.c.turn_id, o.c.screenshot_uri)
-      .where(o.c.turn_id.in_(own_turns), o.c.screenshot_uri.is_not(None))
-      .order_by(o.c.id)
+    sa.select(o.c.turn_id, o.c.screenshot_uri)
+    .where(o.c.turn_id.in_(own_turns), o.c.screenshot_uri.is_not(None))
+    .order_by(o.c.id)
   ):
     sha = uri.removeprefix("sha256:")
     if id_ in turns and screenshots_lib.SHA.fullmatch(sha):
       key = "before" if turns[id_]["before"] is None else "after"
       turns[id_][key] = sha
   for row in connection.execute(
-      sa.select(a.c.turn_id, a.c.action_type, a.c.tool_name, a.c.tool_args)
-      .where(a.c.turn_id.in_(own_turns))
-      .order_by(a.c.id)
+    sa.select(a.c.turn_id, a.c.action_type, a.c.tool_name, a.c.tool_args)
+    .where(a.c.turn_id.in_(own_turns))
+    .order_by(a.c.id)
   ):
     if row.turn_id in turns:
       turns[row.turn_id]["actions"].append(
-          pictures.gesture({
-              **row._mapping,  # pylint: disable=protected-access
-              "tool_args": text.read_json(row.tool_args),
-          })
+        pictures.gesture(
+          {
+            **row._mapping,  # pylint: disable=protected-access
+            "tool_args": text.read_json(row.tool_args),
+          }
+        )
       )
   sizes = _sizes(connection, [one["before"] for one in turns.values()])
   for one in turns.values():
     one["size"] = sizes.get(one["before"])
     one["unchanged"] = (
-        one["before"] is not None and one["before"] == one["after"]
+      one["before"] is not None and one["before"] == one["after"]
     )
   return list(turns.values())
 
 
 def _sizes(
-    connection: sa.Connection, hashes: Sequence[str | None]
+  connection: sa.Connection, hashes: Sequence[str | None]
 ) -> dict[str | None, tuple[int, int]]:
   """Returns (width, height) of screenshots, px."""
   s = tables.screenshot
   return {
-      row.sha256: (row.width, row.height)
-      for row in connection.execute(
-          sa.select(s.c.sha256, s.c.width, s.c.height).where(
-              s.c.sha256.in_({h for h in hashes if h})
-          )
+    row.sha256: (row.width, row.height)
+    for row in connection.execute(
+      sa.select(s.c.sha256, s.c.width, s.c.height).where(
+        s.c.sha256.in_({h for h in hashes if h})
       )
+    )
   }
 
 
@@ -270,30 +282,33 @@ def described(turn: Row, images: Mapping[str, Any]) -> Row:
   turn["response"] = recorded.get("model_response") or raw.get("model_response")
   spent = recorded.get("seconds")
   turn["seconds"] = {
-      str(k): v
-      for k, v in (spent.items() if isinstance(spent, dict) else ())
-      if isinstance(v, (int, float))
+    str(k): v
+    for k, v in (spent.items() if isinstance(spent, dict) else ())
+    if isinstance(v, (int, float))
   }
   turn["images"] = [
-      images.get(sha) or {"sha": sha, "missing": True}
-      for sha in exports.hashes_of(turn)
+    images.get(sha) or {"sha": sha, "missing": True}
+    for sha in exports.hashes_of(turn)
   ]
   turn["links"] = [
-      uri for o in turn["observations"]
-      if str(uri := o["screenshot_uri"]).startswith(("https://", "http://"))
-  ]  # pyformat: disable
+    uri
+    for o in turn["observations"]
+    if str(uri := o["screenshot_uri"]).startswith(("https://", "http://"))
+  ]
   turn["gestures"] = [pictures.gesture(a) for a in turn["actions"]]
   turn["messages"] = [
-      m
-      for o in turn["observations"]
-      for m in (
-          o["model_input_json"]
-          if isinstance(o["model_input_json"], list)
-          else [o["model_input_json"]] if o["model_input_json"] else []
-      )
+    m
+    for o in turn["observations"]
+    for m in (
+      o["model_input_json"]
+      if isinstance(o["model_input_json"], list)
+      else [o["model_input_json"]]
+      if o["model_input_json"]
+      else []
+    )
   ]
   turn["reply"] = [
-      o["text_content"] for o in turn["observations"] if o["text_content"]
+    o["text_content"] for o in turn["observations"] if o["text_content"]
   ]
   info = recorded.get("info")
   turn["info"] = info if isinstance(info, dict) else {}

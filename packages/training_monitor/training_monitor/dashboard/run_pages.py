@@ -33,9 +33,14 @@ _PAGE = 50
 _SPARK_POINTS = 40
 _RECENT_STEPS = 30
 _COMPARED = (
-    "reward_mean", "success_rate", "entropy", "kl", "grad_norm",
-    "rollout_tokens_per_second", "seconds_total",
-)  # pyformat: disable
+  "reward_mean",
+  "success_rate",
+  "entropy",
+  "kl",
+  "grad_norm",
+  "rollout_tokens_per_second",
+  "seconds_total",
+)
 STATES = ("running", "silent", "paused", "completed", "failed", "cancelled")
 
 Row = dict[str, Any]
@@ -97,7 +102,7 @@ class CompareQuery(CurvesPageQuery):
   """
 
   run: Annotated[
-      tuple[query_lib.Id, ...], pydantic.Field(validate_default=True)
+    tuple[query_lib.Id, ...], pydantic.Field(validate_default=True)
   ] = ()
   base: query_lib.Id | None = None
   differences: query_lib.Flag = True
@@ -108,7 +113,7 @@ class CompareQuery(CurvesPageQuery):
     chosen = tuple(dict.fromkeys(runs))
     if not 2 <= len(chosen) <= MOST_COMPARED:
       raise ValueError(
-          f"choose 2 to {MOST_COMPARED} runs to compare, not {len(chosen)}"
+        f"choose 2 to {MOST_COMPARED} runs to compare, not {len(chosen)}"
       )
     return chosen
 
@@ -126,9 +131,11 @@ class RunPages:
   """See the module docstring."""
 
   def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries,
-      curves: curves_lib.Curves,
-  ):  # pyformat: disable
+    self,
+    engine: sa.Engine,
+    queries: queries_lib.Queries,
+    curves: curves_lib.Curves,
+  ):
     self._engine = engine
     self._queries = queries
     self._curves = curves
@@ -141,25 +148,25 @@ class RunPages:
     chosen_state, after = asks.state, asks.after
     t, owner = tables.training, tables.training_project
     query = (
-        sa.select(*(c for c in t.c if c.name != "config_json"))
-        .join(owner, owner.c.training_id == t.c.id)
-        .where(
-            owner.c.project_id == request.project, *queries_lib.tagged(asks.tag)
-        )
-        .order_by(t.c.id.desc())
+      sa.select(*(c for c in t.c if c.name != "config_json"))
+      .join(owner, owner.c.training_id == t.c.id)
+      .where(
+        owner.c.project_id == request.project, *queries_lib.tagged(asks.tag)
+      )
+      .order_by(t.c.id.desc())
     )
     for word in asks.q.split():
       like = f"%{page_request.escaped(word)}%"
       query = query.where(
-          sa.or_(
-              t.c.run_name.ilike(like, escape="\\"),
-              t.c.model_name.ilike(like, escape="\\"),
-              t.c.status_message.ilike(like, escape="\\"),
-          )
+        sa.or_(
+          t.c.run_name.ilike(like, escape="\\"),
+          t.c.model_name.ilike(like, escape="\\"),
+          t.c.status_message.ilike(like, escape="\\"),
+        )
       )
     if chosen_state in ("running", "silent"):
       query = query.where(
-          t.c.status.in_(("pending", "initializing", "running"))
+        t.c.status.in_(("pending", "initializing", "running"))
       )
     elif chosen_state:
       query = query.where(t.c.status == chosen_state)
@@ -189,18 +196,18 @@ class RunPages:
       row["reward"] = recent[row["id"]]
       row["eval"] = evals.get(row["id"])
       row["seconds"] = text.between(
-          row["start_time"] or row["created_at"],
-          row["end_time"] if row["end_time"] else row["last_heartbeat"],
+        row["start_time"] or row["created_at"],
+        row["end_time"] if row["end_time"] else row["last_heartbeat"],
       )
     return page_request.Page("runs.html", {
         "rows": rows, "q": asks.q, "state": chosen_state or "", "more": more,
         "states": STATES, "tags": asks.tag,
         "every_tag": self._queries.tags(request.project)["items"],
         "chosen": {i for i in asks.run if i.isdigit()},
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def _sparks(
-      self, connection: sa.Connection, rows: Sequence[Row]
+    self, connection: sa.Connection, rows: Sequence[Row]
   ) -> dict[int, list[float]]:
     """Returns mean rewards of a few steps of each run."""
     s = tables.step
@@ -210,54 +217,57 @@ class RunPages:
       if last <= 0:
         continue
       count = min(last, _SPARK_POINTS)
-      steps = {round(1 + (last - 1) * i / max(1, count - 1))
-               for i in range(count)}  # pyformat: disable
+      steps = {
+        round(1 + (last - 1) * i / max(1, count - 1)) for i in range(count)
+      }
       conditions.append(
-          sa.and_(s.c.training_id == row["id"], s.c.step.in_(steps))
+        sa.and_(s.c.training_id == row["id"], s.c.step.in_(steps))
       )
     rewards: dict[int, list[float]] = {}
     # One SELECT a run keeps each an index look-up.
     for condition in conditions:
       for training, reward in connection.execute(
-          sa.select(s.c.training_id, s.c.reward_mean)
-          .where(condition)
-          .order_by(s.c.step)
+        sa.select(s.c.training_id, s.c.reward_mean)
+        .where(condition)
+        .order_by(s.c.step)
       ):
         rewards.setdefault(training, []).append(reward)
     return rewards
 
   def _recent_rewards(
-      self, connection: sa.Connection, rows: Sequence[Row]
+    self, connection: sa.Connection, rows: Sequence[Row]
   ) -> dict[int, float | None]:
     """Maps a run to the mean reward of its last steps, as its page shows it."""
     s = tables.step
     means = {}
     for row in rows:
       last = connection.scalars(
-          sa.select(s.c.reward_mean)
-          .where(s.c.training_id == row["id"], s.c.reward_mean.is_not(None))
-          .order_by(s.c.step.desc())
-          .limit(success_rates.RECENT_STEPS)
+        sa.select(s.c.reward_mean)
+        .where(s.c.training_id == row["id"], s.c.reward_mean.is_not(None))
+        .order_by(s.c.step.desc())
+        .limit(success_rates.RECENT_STEPS)
       ).all()
       means[row["id"]] = statistics.fmean(last) if last else None
     return means
 
   def _last_evals(
-      self, connection: sa.Connection, trainings: Sequence[int]
+    self, connection: sa.Connection, trainings: Sequence[int]
   ) -> dict[int, Row]:
     e = tables.eval_
     last = (
-        sa.select(sa.func.max(e.c.step))
-        .where(e.c.training_id == tables.training.c.id,
-               e.c.success_rate.is_not(None))
-        .correlate(tables.training)
-        .scalar_subquery()
+      sa.select(sa.func.max(e.c.step))
+      .where(
+        e.c.training_id == tables.training.c.id, e.c.success_rate.is_not(None)
+      )
+      .correlate(tables.training)
+      .scalar_subquery()
     )
     rows = connection.execute(
-        sa.select(e.c.training_id, e.c.step, e.c.success_rate,
-                  e.c.successful_tasks)
-        .join(tables.training, tables.training.c.id == e.c.training_id)
-        .where(e.c.training_id.in_(trainings), e.c.step == last)
+      sa.select(
+        e.c.training_id, e.c.step, e.c.success_rate, e.c.successful_tasks
+      )
+      .join(tables.training, tables.training.c.id == e.c.training_id)
+      .where(e.c.training_id.in_(trainings), e.c.step == last)
     )
     return {r.training_id: dict(r._mapping) for r in rows}  # pylint: disable=protected-access
 
@@ -275,8 +285,8 @@ class RunPages:
     columns = self._curves.of(training)
     run["eta_s"] = eta(run, columns)
     run["seconds"] = text.between(
-        run["start_time"] or run["created_at"],
-        run["end_time"] or run["last_heartbeat"],
+      run["start_time"] or run["created_at"],
+      run["end_time"] or run["last_heartbeat"],
     )
     return run
 
@@ -291,26 +301,27 @@ class RunPages:
     flat_ones = [] if asks.flat else [c for c in shown if _flat(columns, c)]
     shown = [chart for chart in shown if chart not in flat_ones]
     uncharted = sorted(
-        n for n in columns.values
-        if n not in charted and not n.startswith(("success_rate/", "status/"))
-        and n not in ("step", "version", "time")
-    )  # pyformat: disable
+      n
+      for n in columns.values
+      if n not in charted
+      and not n.startswith(("success_rate/", "status/"))
+      and n not in ("step", "version", "time")
+    )
     more = [n for n in asks.more if n in uncharted]
     shown += [
-        {"key": n, "title": n, "names": (n,), "section": "more"} for n in more
+      {"key": n, "title": n, "names": (n,), "section": "more"} for n in more
     ]
     shown = [
-        {**chart, "about": advice.chart_about(chart["names"])}
-        for chart in shown
+      {**chart, "about": advice.chart_about(chart["names"])} for chart in shown
     ]
     against = self._against(request.project, training, asks.against)
     other_columns = None if against is None else self._curves.of(against["id"])
     named = [{"id": training, "name": run["run_name"]}]
     difference = against is not None and asks.difference
     if against is not None and not difference:
-      named.append({
-          "id": against["id"], "name": against["run_name"], "baseline": True,
-      })  # pyformat: disable
+      named.append(
+        {"id": against["id"], "name": against["run_name"], "baseline": True}
+      )
     return page_request.Page("run.html", {
         "run": run, "tab": "overview",
         "tiles": _tiles(columns, evals, other_columns), "against": against,
@@ -326,10 +337,10 @@ class RunPages:
              "value": columns.recent(c["names"][0])}
             for c in flat_ones
         ],
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def _against(
-      self, project: int, training: int, other: int | None
+    self, project: int, training: int, other: int | None
   ) -> Row | None:
     """Returns the run whose curves are drawn too, or subtracted.
 
@@ -340,7 +351,7 @@ class RunPages:
       return None
     if other == training:
       raise errors.ApiError(
-          400, f"against={other}: give another run than this one"
+        400, f"against={other}: give another run than this one"
       )
     return self._queries.one(project, "training", other)
 
@@ -355,18 +366,19 @@ class RunPages:
       query = query.where(s.c.step < before)
     with database.reading(self._engine) as connection:
       rows = [
-          dict(r._mapping)  # pylint: disable=protected-access
-          for r in connection.execute(
-              query.order_by(s.c.step.desc()).limit(_PAGE + 1)
-          )
+        dict(r._mapping)  # pylint: disable=protected-access
+        for r in connection.execute(
+          query.order_by(s.c.step.desc()).limit(_PAGE + 1)
+        )
       ]
     more = rows[_PAGE - 1]["step"] if len(rows) > _PAGE else None
     for row in rows:
       row["metrics"] = text.read_object(row["metrics_json"])
       row["progress"] = text.read_object(row["rollout_progress"])
-    return page_request.Page("steps.html", {
-        "run": run, "tab": "steps", "rows": rows[:_PAGE], "more": more,
-    })  # pyformat: disable
+    return page_request.Page(
+      "steps.html",
+      {"run": run, "tab": "steps", "rows": rows[:_PAGE], "more": more},
+    )
 
   def eval_points(self, training: int, minus: int | None = None) -> list[Row]:
     """Returns the success of each evaluation, for the chart.
@@ -378,10 +390,10 @@ class RunPages:
     if minus is not None:
       other_rates = {e["step"]: e["rate"] for e in self.eval_points(minus)}
       return [
-          {k: e[k] for k in ("step", "name", "kind", "id", "n")}
-          | {"rate": e["rate"] - other_rates[e["step"]]}
-          for e in self.eval_points(training)
-          if e["step"] in other_rates
+        {k: e[k] for k in ("step", "name", "kind", "id", "n")}
+        | {"rate": e["rate"] - other_rates[e["step"]]}
+        for e in self.eval_points(training)
+        if e["step"] in other_rates
       ]
     points = []
     with database.reading(self._engine) as connection:
@@ -392,13 +404,13 @@ class RunPages:
               "step": one["step"], "name": one["name"], "kind": one["kind"],
               "id": one["id"], "rate": one["wins"] / one["done"], "low": low,
               "high": high, "n": one["done"], "mode": one["mode"],
-          })  # pyformat: disable
+          })  # fmt: skip
     return points
 
   # --- several ----------------------------------------------------------------
 
   def compare(
-      self, request: page_request.PageRequest
+    self, request: page_request.PageRequest
   ) -> page_request.Page | page_request.Redirect:
     """Curves and configurations; `base` is the run that others differ from."""
     asks = request.read(CompareQuery)
@@ -426,22 +438,27 @@ class RunPages:
     columns = {i: self._curves.of(i) for i in ids}
     measured = lambda name: any(_has(c, name) for c in columns.values())
     shown = [
-        {
-            **chart, "names": chart["names"][:1],
-            "title": chart["title"] if len(chart["names"]) == 1
-            else f"{chart['title']}: {chart['names'][0]}",
-        }
-        for chart in charts_lib.measured(measured)
-        if not chart["names"][0].endswith("/") and measured(chart["names"][0])
+      {
+        **chart,
+        "names": chart["names"][:1],
+        "title": chart["title"]
+        if len(chart["names"]) == 1
+        else f"{chart['title']}: {chart['names'][0]}",
+      }
+      for chart in charts_lib.measured(measured)
+      if not chart["names"][0].endswith("/") and measured(chart["names"][0])
     ]
     results = []
     for name in _COMPARED:
       values = [columns[i].recent(name) for i in ids]
       if any(v is not None for v in values):
-        results.append({
-            "name": name, "values": values,
+        results.append(
+          {
+            "name": name,
+            "values": values,
             "ahead": [columns[i].ahead(columns[base], name) for i in ids],
-        })  # pyformat: disable
+          }
+        )
     points = {i: self.eval_points(i) for i in ids}
     for run in runs:
       run["eval"] = points[run["id"]][-1] if points[run["id"]] else None
@@ -450,11 +467,11 @@ class RunPages:
     with database.reading(self._engine) as connection:
       for i in ids:
         if i != base and (
-            comparison := task_comparison.between_runs(connection, base, i)
+          comparison := task_comparison.between_runs(connection, base, i)
         ):
-          by_task.append({
-              "first": by_id[base], "second": by_id[i], "found": comparison,
-          })  # pyformat: disable
+          by_task.append(
+            {"first": by_id[base], "second": by_id[i], "found": comparison}
+          )
     return page_request.Page("compare.html", {
         "by_task": by_task,
         "runs": runs, "named": [
@@ -465,11 +482,11 @@ class RunPages:
         "base_place": ids.index(base), "only": only,
         "all": len(names), "charts": shown, "results": results,
         "smooth": asks.smooth, "axis": asks.x,
-    })  # pyformat: disable
+    })  # fmt: skip
 
 
 def eta(
-    training: Mapping[str, Any], columns: curves_lib.Columns
+  training: Mapping[str, Any], columns: curves_lib.Columns
 ) -> float | None:
   """Returns the seconds that a run still needs; None if unknown."""
   total, times = training["total_steps"], columns.values.get("time")
@@ -514,21 +531,24 @@ def _flat(columns: curves_lib.Columns, chart: Mapping[str, Any]) -> bool:
   if chart.get("evals"):
     return False
   for name in chart["names"]:
-    for key in [k for k in columns.values
-                if k == name or name.endswith("/") and k.startswith(name)]:
+    for key in [
+      k
+      for k in columns.values
+      if k == name or name.endswith("/") and k.startswith(name)
+    ]:
       readings = columns.values[key]
       readings = readings[np.isfinite(readings)]
       if len(readings) < success_rates.RECENT_STEPS or np.ptp(readings) > max(
-          1e-9, 1e-9 * float(np.abs(readings).max())
+        1e-9, 1e-9 * float(np.abs(readings).max())
       ):
         return False
   return any(name in columns.values for name in chart["names"])
 
 
 def _tiles(
-    columns: curves_lib.Columns,
-    evals: Sequence[Row],
-    other: curves_lib.Columns | None = None,
+  columns: curves_lib.Columns,
+  evals: Sequence[Row],
+  other: curves_lib.Columns | None = None,
 ) -> list[Row]:
   """Returns the headline figures of a run.
 
@@ -539,34 +559,38 @@ def _tiles(
   """
   tiles = []
   for name, title, kind in (
-      ("reward_mean", "reward", "number"),
-      ("success_rate", "success", "percent"),
-      ("entropy", "entropy", "number"),
-      ("rollout_tokens_per_second", "tokens/s", "number"),
-      ("rollout_calls_per_second", "model calls/s", "number"),
-      ("staleness_max", "staleness, max", "number"),
-      ("seconds_total", "step time", "seconds"),
+    ("reward_mean", "reward", "number"),
+    ("success_rate", "success", "percent"),
+    ("entropy", "entropy", "number"),
+    ("rollout_tokens_per_second", "tokens/s", "number"),
+    ("rollout_calls_per_second", "model calls/s", "number"),
+    ("staleness_max", "staleness, max", "number"),
+    ("seconds_total", "step time", "seconds"),
   ):
     value = columns.recent(name)
     if value is None:
       continue
-    tiles.append({
-        "title": title, "kind": kind, "value": value,
+    tiles.append(
+      {
+        "title": title,
+        "kind": kind,
+        "value": value,
         "spark": curves_lib.sample(columns.values[name]),
         "ahead": other and columns.ahead(other, name),
-    })  # pyformat: disable
+      }
+    )
   if evals:
     last = evals[-1]
     tiles.insert(2, {
         "title": f"evaluation, {last['name']}", "kind": "percent",
         "value": last["rate"], "low": last["low"], "high": last["high"],
         "n": last["n"], "mode": last["mode"],
-    })  # pyformat: disable
+    })  # fmt: skip
   return tiles
 
 
 def _rows(connection: sa.Connection, query: sa.Select) -> list[Row]:
   return [
-      dict(r._mapping)  # pylint: disable=protected-access
-      for r in connection.execute(query)
+    dict(r._mapping)  # pylint: disable=protected-access
+    for r in connection.execute(query)
   ]

@@ -51,7 +51,7 @@ class SearchQuery(query_lib.PageQuery):
   after: query_lib.Id | None = None
 
   _labels = pydantic.field_validator("outcome", mode="before")(
-      query_lib.outcome_key
+    query_lib.outcome_key
   )
 
 
@@ -71,27 +71,28 @@ class SearchPages(page_request.RunTab):
       elif asks.q:
         turns, reached, why = _found(connection, run["id"], asks)
       labels = annotations_lib.every_label(
-          connection, request.project, run["id"]
+        connection, request.project, run["id"]
       )
       annotations_lib.add(connection, turns, "id")
     return page_request.Page("search.html", {
         "run": run, "tab": "search", "q": asks.q, "found": turns,
         "outcome": asks.outcome or "", "label": asks.label or "",
         "labels": labels, "reached": reached, "why": why,
-    })  # pyformat: disable
+    })  # fmt: skip
 
 
 def _found(
-    connection: sa.Connection, training: int, asks: SearchQuery
+  connection: sa.Connection, training: int, asks: SearchQuery
 ) -> tuple[list[Row], Row | None, str]:
   """Returns (turns, place reached, why turns were read; "" by the index)."""
   words = text_index.words_of(asks.q)
   why = "the index has no words of this kind"
   if not text_index.ready(connection):
     why = (
-        "there is no index, as this server's SQLite has no FTS5"
-        if connection.dialect.name == "sqlite" else "there is no index"
-    )  # pyformat: disable
+      "there is no index, as this server's SQLite has no FTS5"
+      if connection.dialect.name == "sqlite"
+      else "there is no index"
+    )
   elif words is not None:
     try:
       with connection.begin_nested():
@@ -102,9 +103,11 @@ def _found(
 
 
 def _by_index(
-    connection: sa.Connection, training: int, words: Sequence[str],
-    asks: SearchQuery,
-) -> tuple[list[Row], Row | None]:  # pyformat: disable
+  connection: sa.Connection,
+  training: int,
+  words: Sequence[str],
+  asks: SearchQuery,
+) -> tuple[list[Row], Row | None]:
   """Returns (turns, {turn, when} of the place reached, or None at the end)."""
   until = time.perf_counter() + _BUDGET_S
   turns: list[Row] = []
@@ -114,7 +117,7 @@ def _by_index(
   while True:
     ids = text_index.find(connection, training, words, before, count)
     rows = connection.execute(
-        _base(asks).where(tables.turn.c.id.in_(ids)), {"training": training}
+      _base(asks).where(tables.turn.c.id.in_(ids)), {"training": training}
     )
     for row in rows:
       one = _matched(row, words, _begins)
@@ -131,9 +134,11 @@ def _by_index(
 
 
 def _labelled(
-    connection: sa.Connection, training: int, words: Sequence[str],
-    asks: SearchQuery,
-) -> tuple[list[Row], Row | None]:  # pyformat: disable
+  connection: sa.Connection,
+  training: int,
+  words: Sequence[str],
+  asks: SearchQuery,
+) -> tuple[list[Row], Row | None]:
   """The same for turns of a label, which are few, so that all are read."""
   query = _base(asks)
   if asks.after is not None:
@@ -150,9 +155,11 @@ def _labelled(
 
 
 def _by_reading(
-    connection: sa.Connection, training: int, words: Sequence[str],
-    asks: SearchQuery,
-) -> tuple[list[Row], Row | None]:  # pyformat: disable
+  connection: sa.Connection,
+  training: int,
+  words: Sequence[str],
+  asks: SearchQuery,
+) -> tuple[list[Row], Row | None]:
   """Returns the same without an index, a chunk of turns at a time."""
   t = tables.turn
   until = time.perf_counter() + _BUDGET_S
@@ -163,10 +170,15 @@ def _by_reading(
   turns: list[Row] = []
   while end > 1:
     start = max(1, end - _CHUNK)
-    rows = connection.execute(query, {
-        "training": training, "start": start, "end": end,
+    rows = connection.execute(
+      query,
+      {
+        "training": training,
+        "start": start,
+        "end": end,
         **{f"w{n}": _like(word) for n, word in enumerate(words)},
-    })  # pyformat: disable
+      },
+    )
     for row in rows:
       one = _matched(row, words, _holds)
       if one is not None:
@@ -182,24 +194,25 @@ def _by_reading(
 def _typed() -> sa.ScalarSelect:
   a = tables.action
   return (
-      sa.select(sa.func.aggregate_strings(a.c.tool_args, "\n"))
-      .where(a.c.turn_id == tables.turn.c.id, a.c.action_type == "type")
-      .correlate(tables.turn)
-      .scalar_subquery()
+    sa.select(sa.func.aggregate_strings(a.c.tool_args, "\n"))
+    .where(a.c.turn_id == tables.turn.c.id, a.c.action_type == "type")
+    .correlate(tables.turn)
+    .scalar_subquery()
   )
 
 
 def _raw_values() -> sa.ScalarSelect:
   v = tables.raw_value
   return (
-      sa.select(sa.func.aggregate_strings(v.c.value, "\n"))
-      .where(
-          v.c.kind == "turn", v.c.entity_id == tables.turn.c.id,
-          v.c.field.in_(text_index.RAW_FIELDS),
-      )
-      .correlate(tables.turn)
-      .scalar_subquery()
-  )  # pyformat: disable
+    sa.select(sa.func.aggregate_strings(v.c.value, "\n"))
+    .where(
+      v.c.kind == "turn",
+      v.c.entity_id == tables.turn.c.id,
+      v.c.field.in_(text_index.RAW_FIELDS),
+    )
+    .correlate(tables.turn)
+    .scalar_subquery()
+  )
 
 
 def _base(asks: SearchQuery) -> sa.Select:
@@ -223,17 +236,17 @@ def _base(asks: SearchQuery) -> sa.Select:
           == sa.bindparam("training"),
       )
       .order_by(t.c.id.desc())
-  )  # pyformat: disable
+  )  # fmt: skip
   if asks.outcome is not None:
     query = query.where(
-        # Not the bare column: its index has nearly all rollouts.
-        sa.func.coalesce(r.c.status, "") == "completed",
-        r.c.task_success == (1 if asks.outcome == "success" else 0),
+      # Not the bare column: its index has nearly all rollouts.
+      sa.func.coalesce(r.c.status, "") == "completed",
+      r.c.task_success == (1 if asks.outcome == "success" else 0),
     )
   if asks.label is not None:
     n = tables.annotation
     query = query.where(
-        t.c.id.in_(sa.select(n.c.turn_id).where(n.c.label == asks.label))
+      t.c.id.in_(sa.select(n.c.turn_id).where(n.c.label == asks.label))
     )
   return query
 
@@ -241,18 +254,20 @@ def _base(asks: SearchQuery) -> sa.Select:
 def _reading(words: Sequence[str], asks: SearchQuery) -> sa.Select:
   t = tables.turn
   query = _base(asks).where(
-      t.c.id >= sa.bindparam("start"), t.c.id < sa.bindparam("end")
+    t.c.id >= sa.bindparam("start"), t.c.id < sa.bindparam("end")
   )
   for number in range(len(words)):
     word: sa.BindParameter[str] = sa.bindparam(f"w{number}")
-    query = query.where(sa.or_(
+    query = query.where(
+      sa.or_(
         t.c.metrics_json.ilike(word, escape="\\"),
         _typed().ilike(word, escape="\\"),
         _raw_values().ilike(word, escape="\\"),
         sa.and_(
-            t.c.turn <= 1, tables.task.c.description.ilike(word, escape="\\")
+          t.c.turn <= 1, tables.task.c.description.ilike(word, escape="\\")
         ),
-    ))  # pyformat: disable
+      )
+    )
   return query
 
 
@@ -271,14 +286,13 @@ def _begins(word: str, content: str) -> int:
   """Returns the position of a whole word, or of its prefix; -1: nowhere."""
   end = "" if word[-1] == "*" else r"(?![^\W_])"
   match = re.search(
-      rf"(?<![^\W_]){re.escape(word.rstrip('*'))}{end}", content,
-      re.IGNORECASE,
-  )  # pyformat: disable
+    rf"(?<![^\W_]){re.escape(word.rstrip('*'))}{end}", content, re.IGNORECASE
+  )
   return -1 if match is None else match.start()
 
 
 def _matched(
-    row: Any, words: Sequence[str], place: Callable[[str, str], int]
+  row: Any, words: Sequence[str], place: Callable[[str, str], int]
 ) -> Row | None:
   """The turn, if its texts have all words: JSON has more than texts, and the
   index may have more than the turn."""
@@ -301,24 +315,27 @@ def _matched(
     if at >= 0:
       stop = at + length
       return {
-          **row._mapping,  # pylint: disable=protected-access
-          "where": name.replace("model_", ""),
-          "before": "…" * (at > _AROUND) + content[max(0, at - _AROUND) : at],
-          "match": content[at:stop],
-          "behind": content[stop : stop + _AROUND]
-          + "…" * (stop + _AROUND < len(content)),
+        **row._mapping,  # pylint: disable=protected-access
+        "where": name.replace("model_", ""),
+        "before": "…" * (at > _AROUND) + content[max(0, at - _AROUND) : at],
+        "match": content[at:stop],
+        "behind": content[stop : stop + _AROUND]
+        + "…" * (stop + _AROUND < len(content)),
       }
   return {
-      **row._mapping,  # pylint: disable=protected-access
-      "where": "", "before": "", "match": "", "behind": "",
-  }  # pyformat: disable
+    **row._mapping,  # pylint: disable=protected-access
+    "where": "",
+    "before": "",
+    "match": "",
+    "behind": "",
+  }
 
 
 def _reached(connection: sa.Connection, turn: int) -> Row:
   when = connection.execute(
-      sa.select(tables.turn.c.start_time)
-      .where(tables.turn.c.id >= turn)
-      .order_by(tables.turn.c.id)
-      .limit(1)
+    sa.select(tables.turn.c.start_time)
+    .where(tables.turn.c.id >= turn)
+    .order_by(tables.turn.c.id)
+    .limit(1)
   ).scalar()
   return {"turn": turn, "when": when}

@@ -29,12 +29,12 @@ _LOOK_BACK = 64
 
 Row = dict[str, Any]
 SORTS: dict[str, Callable[[Row], float] | None] = {
-    "group": None,
-    "reward": lambda r: _or_low(r["reward"]),
-    "advantage": lambda r: _or_low(r["advantage"]),
-    "turns": lambda r: _or_low(r["num_turns"]),
-    "seconds": lambda r: _or_low(r["rollout_time"]),
-    "errors": lambda r: r["faults"],
+  "group": None,
+  "reward": lambda r: _or_low(r["reward"]),
+  "advantage": lambda r: _or_low(r["advantage"]),
+  "turns": lambda r: _or_low(r["num_turns"]),
+  "seconds": lambda r: _or_low(r["rollout_time"]),
+  "errors": lambda r: r["faults"],
 }
 OUTCOMES = ("success", "failure", "broken", "errors")
 _FAULTS = tables.FAULTS
@@ -43,7 +43,7 @@ _COLUMNS = (
     "status_message", "error_message", "task_success", "reward", "num_turns",
     "current_turn", "max_turns", "rollout_time", "temperature", "batch",
     "num_total_actions", "summary_json", *_FAULTS,
-)  # pyformat: disable
+)  # fmt: skip
 
 
 class StepQuery(query_lib.PageQuery):
@@ -70,7 +70,7 @@ class StepQuery(query_lib.PageQuery):
   turn: query_lib.Id = 0
 
   _labels = pydantic.field_validator("outcome", mode="before")(
-      query_lib.outcome_key
+    query_lib.outcome_key
   )
 
 
@@ -98,21 +98,24 @@ def recorded_advantage(summary: Any) -> float | None:
 
 
 def members_of(
-    connection: sa.Connection, condition: sa.ColumnElement[bool],
-    limit: int = _MOST_ROLLOUTS,
-) -> list[Row]:  # pyformat: disable
+  connection: sa.Connection,
+  condition: sa.ColumnElement[bool],
+  limit: int = _MOST_ROLLOUTS,
+) -> list[Row]:
   """Rollouts with their tasks and advantages, by group and place in it."""
   r, t = tables.rollout, tables.task
   rows = connection.execute(
-      sa.select(
-          *(r.c[c] for c in _COLUMNS), t.c.task_id.label("task_name"),
-          t.c.description, t.c.app_name,
-      )
-      .join(t, t.c.id == r.c.task_id)
-      .where(condition)
-      .order_by(r.c.group, r.c.env_index, r.c.id)
-      .limit(limit)
-  )  # pyformat: disable
+    sa.select(
+      *(r.c[c] for c in _COLUMNS),
+      t.c.task_id.label("task_name"),
+      t.c.description,
+      t.c.app_name,
+    )
+    .join(t, t.c.id == r.c.task_id)
+    .where(condition)
+    .order_by(r.c.group, r.c.env_index, r.c.id)
+    .limit(limit)
+  )
   members = [dict(row._mapping) for row in rows]  # pylint: disable=protected-access
   for row in members:
     row["faults"] = sum(row[name] or 0 for name in _FAULTS)
@@ -130,34 +133,34 @@ class StepPages(page_request.RunTab):
     s, r = tables.step, tables.rollout
     with database.reading(self._engine) as connection:
       id_ = connection.execute(
-          sa.select(s.c.id).where(
-              s.c.training_id == training, s.c.step == number
-          )
+        sa.select(s.c.id).where(s.c.training_id == training, s.c.step == number)
       ).scalar()
       if id_ is None:
         raise errors.ApiError(404, f"this run has no step {number}")
       near = {}
       for name, condition, order in (
-          ("previous", s.c.step < number, s.c.step.desc()),
-          ("following", s.c.step > number, s.c.step),
+        ("previous", s.c.step < number, s.c.step.desc()),
+        ("following", s.c.step > number, s.c.step),
       ):
         near[name] = connection.execute(
-            sa.select(s.c.step)
-            .where(s.c.training_id == training, condition)
-            .order_by(order)
-            .limit(1)
+          sa.select(s.c.step)
+          .where(s.c.training_id == training, condition)
+          .order_by(order)
+          .limit(1)
         ).scalar()
       if by == "begun":
         condition = sa.and_(r.c.source_type == "step", r.c.step_id == id_)
       else:
         around = sa.select(s.c.id).where(
-            s.c.training_id == training,
-            s.c.step > number - _LOOK_BACK, s.c.step <= number,
-        )  # pyformat: disable
+          s.c.training_id == training,
+          s.c.step > number - _LOOK_BACK,
+          s.c.step <= number,
+        )
         condition = sa.and_(
-            r.c.source_type == "step", r.c.step_id.in_(around),
-            r.c.batch == number,
-        )  # pyformat: disable
+          r.c.source_type == "step",
+          r.c.step_id.in_(around),
+          r.c.batch == number,
+        )
       members = members_of(connection, condition)
     step = self._queries.one(request.project, "step", id_)
     base = f"/runs/{training}/steps/"
@@ -170,7 +173,7 @@ class StepPages(page_request.RunTab):
         else f"{base}{near['following']}",
         "previous_name": f"step {near['previous']}",
         "following_name": f"step {near['following']}",
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def measurement(self, request: page_request.PageRequest) -> page_request.Page:
     """Returns the rollouts of an evaluation or a baseline."""
@@ -182,44 +185,42 @@ class StepPages(page_request.RunTab):
     r = tables.rollout
     with database.reading(self._engine) as connection:
       previous, own, following = measurements.beside(
-          connection, training, kind, id_
+        connection, training, kind, id_
       )
       if own is None:
         raise errors.ApiError(404, f"this run has no {kind} {id_}")
       members = members_of(
-          connection,
-          sa.and_(r.c.source_type == kind, r.c[f"{kind}_id"] == id_),
+        connection, sa.and_(r.c.source_type == kind, r.c[f"{kind}_id"] == id_)
       )
     one = self._queries.one(request.project, kind, id_)
     near = {}
     for name, other in (("previous", previous), ("following", following)):
-      near[name] = other and (
-          f"/runs/{training}/{other['kind']}/{other['id']}"
-      )
+      near[name] = other and (f"/runs/{training}/{other['kind']}/{other['id']}")
       near[f"{name}_name"] = other and f"{other['kind']} {other['name']}"
     return self._page(request, run, members, {
         "tab": "evals", "kind": kind, "one": one, "by": "begun",
         "title": f"{kind.capitalize()}, {own['name']}", **near,
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def _page(
-      self,
-      request: page_request.PageRequest,
-      run: Row,
-      members: list[Row],
-      values: Row,
+    self,
+    request: page_request.PageRequest,
+    run: Row,
+    members: list[Row],
+    values: Row,
   ) -> page_request.Page:
     asks = request.read(StepQuery)
     outcome, family, sort = asks.outcome or "", asks.task, asks.sort
     low, high, up = asks.low, asks.high, asks.order == "up"
     rewards = [m["reward"] for m in members if m["reward"] is not None]
     chosen = [
-        m for m in members
-        if _matches(m, outcome)
-        and (not family or family == (m["app_name"] or m["task_name"]))
-        and (low is None or (m["reward"] is not None and m["reward"] >= low))
-        and (high is None or (m["reward"] is not None and m["reward"] <= high))
-    ]  # pyformat: disable
+      m
+      for m in members
+      if _matches(m, outcome)
+      and (not family or family == (m["app_name"] or m["task_name"]))
+      and (low is None or (m["reward"] is not None and m["reward"] >= low))
+      and (high is None or (m["reward"] is not None and m["reward"] <= high))
+    ]
     page = asks.page
     groups: list[Row] = []
     listed: list[Row] = []
@@ -277,7 +278,7 @@ class StepPages(page_request.RunTab):
         "with_gradient": sum(g["has_gradient"] for g in all_groups),
         "all_groups": len(all_groups), "outcomes": OUTCOMES,
         "sorts": tuple(SORTS), "truncated": len(members) >= _MOST_ROLLOUTS,
-    })  # pyformat: disable
+    })  # fmt: skip
 
 
 def grouped(members: Sequence[Row]) -> list[Row]:
@@ -287,16 +288,19 @@ def grouped(members: Sequence[Row]) -> list[Row]:
     key = member["group"], member["task_id"]
     if key not in groups:
       groups[key] = {
-          "group": member["group"], "task": member["description"],
-          "task_id": member["task_id"], "members": [],
-          "family": member["app_name"] or member["task_name"],
-      }  # pyformat: disable
+        "group": member["group"],
+        "task": member["description"],
+        "task_id": member["task_id"],
+        "members": [],
+        "family": member["app_name"] or member["task_name"],
+      }
     groups[key]["members"].append(member)
   for group in groups.values():
     valid = [
-        m["reward"] for m in group["members"]
-        if m["status"] == "completed" and m["reward"] is not None
-    ]  # pyformat: disable
+      m["reward"]
+      for m in group["members"]
+      if m["status"] == "completed" and m["reward"] is not None
+    ]
     group["won"] = sum(bool(m["task_success"]) for m in group["members"])
     group["mean"] = statistics.fmean(valid) if valid else None
     group["has_gradient"] = not reward_equality.all_equal(valid)
@@ -304,7 +308,7 @@ def grouped(members: Sequence[Row]) -> list[Row]:
 
 
 def histogram(
-    rewards: Sequence[float], low: float | None, high: float | None
+  rewards: Sequence[float], low: float | None, high: float | None
 ) -> list[Row]:
   """Bins with the places of their bars, in a picture 100 wide and 40 high."""
   buckets = pictures.bins(rewards)
@@ -317,10 +321,10 @@ def histogram(
     # A bin ends before the next one begins; a filter includes its ends.
     one["to"] = one["high"] if one["last"] else _before(one["high"])
     one["chosen"] = (
-        low is not None
-        and high is not None
-        and low <= one["low"]
-        and one["to"] <= high
+      low is not None
+      and high is not None
+      and low <= one["low"]
+      and one["to"] <= high
     )
   return buckets
 
@@ -333,11 +337,14 @@ def _wins(kind: str, valid: Sequence[Row]) -> list[tuple[str, Row | None]]:
     sampled = [m for m in valid if m["temperature"] != 0]
     modes = [(n, m) for n, m in zip(measurements.MODES, (sampled, greedy)) if m]
   return [
-      (mode, measurements.cell(
-          sum(bool(m["task_success"]) for m in attempts), len(attempts)
-      ))
-      for mode, attempts in modes or [("", valid)]
-  ]  # pyformat: disable
+    (
+      mode,
+      measurements.cell(
+        sum(bool(m["task_success"]) for m in attempts), len(attempts)
+      ),
+    )
+    for mode, attempts in modes or [("", valid)]
+  ]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -50,11 +50,11 @@ class TaskComparisonPage:
     asks = request.read(TasksQuery)
     with database.reading(self._engine) as connection:
       sides = {
-          name: _side(connection, request.project, name, getattr(asks, name))
-          for name in ("a", "b")
+        name: _side(connection, request.project, name, getattr(asks, name))
+        for name in ("a", "b")
       }
       outcome = compare(
-          connection, sides["a"]["one"], sides["b"]["one"], asks.mode
+        connection, sides["a"]["one"], sides["b"]["one"], asks.mode
       )
     rows = outcome["rows"] if outcome else []
     if not asks.all:
@@ -62,11 +62,11 @@ class TaskComparisonPage:
     return page_request.Page("compare_tasks.html", {
         **sides, "found": outcome, "rows": rows[:_MOST], "all": asks.all,
         "more": max(0, len(rows) - _MOST), "modes": measurements.MODES,
-    })  # pyformat: disable
+    })  # fmt: skip
 
 
 def between_runs(
-    connection: sa.Connection, first: int, second: int
+  connection: sa.Connection, first: int, second: int
 ) -> Row | None:
   """Compares the last measurements of two runs that have attempts.
 
@@ -85,7 +85,7 @@ def between_runs(
 
 
 def compare(
-    connection: sa.Connection, first: Row, second: Row, mode: str | None
+  connection: sa.Connection, first: Row, second: Row, mode: str | None
 ) -> Row | None:
   """Returns the paired comparison; None without a common task.
 
@@ -108,7 +108,7 @@ def compare(
   mode = mode or both[0]
   first_outcomes, second_outcomes = sides[0][mode], sides[1][mode]
   summary = comparison.compare(
-      _outcomes(mode, second_outcomes), _outcomes(mode, first_outcomes)
+    _outcomes(mode, second_outcomes), _outcomes(mode, first_outcomes)
   )
   rows = []
   for task in common[mode]:
@@ -119,14 +119,12 @@ def compare(
         "task_id": task, "name": a["name"], "description": a["description"],
         "family": a["family"], "a": a, "b": b, "by": by,
         "pair": (a[pair[0]] or a["any"], b[pair[1]] or b["any"]),
-    })  # pyformat: disable
+    })  # fmt: skip
   rows.sort(key=lambda row: (-abs(row["by"]), row["name"]))
   return {"mode": mode, "modes": both, "summary": summary[mode], "rows": rows}
 
 
-def _tasks(
-    connection: sa.Connection, one: Row
-) -> dict[str, dict[int, Row]]:
+def _tasks(connection: sa.Connection, one: Row) -> dict[str, dict[int, Row]]:
   """Maps mode and task to the completed attempts of a measurement."""
   r, t = tables.rollout, tables.task
   greedy = sa.case((r.c.temperature == 0, 1), else_=0)
@@ -134,25 +132,27 @@ def _tasks(
   lost = sa.case((sa.func.coalesce(r.c.task_success, 0) == 0, r.c.id))
   by_mode: dict[str, dict[int, Row]] = {}
   for row in connection.execute(
-      sa.select(
-          r.c.task_id, greedy.label("greedy"), t.c.task_id.label("name"),
-          t.c.description,
-          sa.func.coalesce(t.c.app_name, t.c.task_id).label("family"),
-          sa.func.sum(sa.func.coalesce(r.c.task_success, 0)).label("wins"),
-          sa.func.count().label("tries"), sa.func.min(r.c.id).label("any"),
-          sa.func.min(won).label("won"), sa.func.min(lost).label("lost"),
-      )
-      .join(t, t.c.id == r.c.task_id)
-      .where(
-          r.c.source_type == one["kind"],
-          r.c[f"{one['kind']}_id"] == one["id"],
-          # Not the bare column: its index has nearly all rollouts.
-          sa.func.coalesce(r.c.status, "") == "completed",
-      )
-      .group_by(
-          r.c.task_id, greedy, t.c.task_id, t.c.description, t.c.app_name
-      )
-  ):  # pyformat: disable
+    sa.select(
+      r.c.task_id,
+      greedy.label("greedy"),
+      t.c.task_id.label("name"),
+      t.c.description,
+      sa.func.coalesce(t.c.app_name, t.c.task_id).label("family"),
+      sa.func.sum(sa.func.coalesce(r.c.task_success, 0)).label("wins"),
+      sa.func.count().label("tries"),
+      sa.func.min(r.c.id).label("any"),
+      sa.func.min(won).label("won"),
+      sa.func.min(lost).label("lost"),
+    )
+    .join(t, t.c.id == r.c.task_id)
+    .where(
+      r.c.source_type == one["kind"],
+      r.c[f"{one['kind']}_id"] == one["id"],
+      # Not the bare column: its index has nearly all rollouts.
+      sa.func.coalesce(r.c.status, "") == "completed",
+    )
+    .group_by(r.c.task_id, greedy, t.c.task_id, t.c.description, t.c.app_name)
+  ):
     task = {**row._mapping, "wins": int(row.wins)}  # pylint: disable=protected-access
     task["rate"] = task["wins"] / task["tries"]
     by_mode.setdefault(measurements.MODES[row.greedy], {})[row.task_id] = task
@@ -161,18 +161,20 @@ def _tasks(
 
 def _outcomes(mode: str, tasks: Mapping[int, Row]) -> Sequence[Row]:
   return [
-      {
-          "mode": mode, "index": 0, "task_id": str(id_),
-          "family": task["family"], "success": n < task["wins"], "valid": True,
-      }
-      for id_, task in tasks.items()
-      for n in range(task["tries"])
-  ]  # pyformat: disable
+    {
+      "mode": mode,
+      "index": 0,
+      "task_id": str(id_),
+      "family": task["family"],
+      "success": n < task["wins"],
+      "valid": True,
+    }
+    for id_, task in tasks.items()
+    for n in range(task["tries"])
+  ]
 
 
-def _side(
-    connection: sa.Connection, project: int, name: str, key: str
-) -> Row:
+def _side(connection: sa.Connection, project: int, name: str, key: str) -> Row:
   """Returns {"one": a measurement, "every": those of its run, "run"}.
 
   Raises:
@@ -183,19 +185,24 @@ def _side(
   if kind in ("eval", "baseline") and query_lib.is_id(number):
     t = tables.metadata.tables[kind]
     row = connection.execute(
-        sa.select(run.c.id, run.c.run_name)
-        .join(t, t.c.training_id == run.c.id)
-        .join(owner, owner.c.training_id == run.c.id)
-        .where(t.c.id == int(number), owner.c.project_id == project)
+      sa.select(run.c.id, run.c.run_name)
+      .join(t, t.c.training_id == run.c.id)
+      .join(owner, owner.c.training_id == run.c.id)
+      .where(t.c.id == int(number), owner.c.project_id == project)
     ).one_or_none()
     if row is not None:
       every = measurements.checkpoints(connection, row.id)
       one = next((one for one in every if one["key"] == key), None)
       if one is not None:
         return {
-            "one": one, "every": every,
-            "run": {"id": row.id, "run_name": row.run_name},
-        }  # pyformat: disable
-  raise errors.wrong([errors.fault(
-      name, key, "give an evaluation or baseline of this project, as eval-7",
-  )])  # pyformat: disable
+          "one": one,
+          "every": every,
+          "run": {"id": row.id, "run_name": row.run_name},
+        }
+  raise errors.wrong(
+    [
+      errors.fault(
+        name, key, "give an evaluation or baseline of this project, as eval-7"
+      )
+    ]
+  )

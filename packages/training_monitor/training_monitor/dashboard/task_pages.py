@@ -72,27 +72,32 @@ class TaskPages(page_request.RunTab):
       measured = _measured(connection, training, every)
       named = _named(connection, every, asks.q)
       rows = [
-          {**row, **named[id_]} for id_, row in every.items() if id_ in named
+        {**row, **named[id_]} for id_, row in every.items() if id_ in named
       ]
       counts = {
-          word: sum(row["solved"] == word for row in rows) for word in SOLVED
+        word: sum(row["solved"] == word for row in rows) for word in SOLVED
       }
       splits = {
-          word: sum(row["split"] == word for row in rows) for word in SPLITS
+        word: sum(row["split"] == word for row in rows) for word in SPLITS
       }
       rows = [
-          row for row in rows
-          if asks.solved in (None, row["solved"])
-          and asks.split in (None, row["split"])
-      ]  # pyformat: disable
+        row
+        for row in rows
+        if asks.solved in (None, row["solved"])
+        and asks.split in (None, row["split"])
+      ]
       _order(rows, asks.sort, asks.order == "up")
       pages = -(-len(rows) // _TASKS)
       shown = rows[asks.page * _TASKS : (asks.page + 1) * _TASKS]
       for row in shown:
         row["tries"] = _tries(
-            connection, training, row["id"], row["first"], row["last"],
-            most=_TRIES_LISTED,
-        )  # pyformat: disable
+          connection,
+          training,
+          row["id"],
+          row["first"],
+          row["last"],
+          most=_TRIES_LISTED,
+        )
         row["groups"] = _mixed(row["tries"])
     return page_request.Page("tasks.html", {
         "run": run, "tab": "tasks",
@@ -102,7 +107,7 @@ class TaskPages(page_request.RunTab):
         "splits": splits, "sort": asks.sort, "up": asks.order == "up",
         "sorts": SORTS, "page": asks.page, "pages": pages,
         "more": asks.page + 1 < pages, "measured": measured,
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def task(self, request: page_request.PageRequest) -> page_request.Page:
     """Renders the attempts at one task over the run's checkpoints."""
@@ -118,13 +123,13 @@ class TaskPages(page_request.RunTab):
       if row is not None:
         last = row["last"] if after is None else min(row["last"], after - 1)
         tries = _tries(
-            connection, training, task, row["first"], last, most=_TRIES
+          connection, training, task, row["first"], last, most=_TRIES
         )
       strips = []
       if row is not None and after is None:
         strips = _checkpoints(connection, training, task)
       screens = measurements.last_screenshots(
-          connection, [x["id"] for x in tries]
+        connection, [x["id"] for x in tries]
       )
     for one in tries:
       one["screenshot"] = screens.get(one["id"])
@@ -132,11 +137,11 @@ class TaskPages(page_request.RunTab):
         "run": run, "tab": "tasks", "task": task_row, "tries": tries[::-1],
         "more": tries[0]["id"] if len(tries) == _TRIES else None,
         "row": row, "measured": measured, "strips": strips,
-    })  # pyformat: disable
+    })  # fmt: skip
 
 
 def _checkpoints(
-    connection: sa.Connection, training: int, task: int
+  connection: sa.Connection, training: int, task: int
 ) -> list[Row]:
   """Returns the first attempt at a task at some checkpoints.
 
@@ -148,11 +153,11 @@ def _checkpoints(
     if source == "step" and len(checkpoints) > 1:
       break
     checkpoints += [
-        {"kind": source, "source": row.source, "step": row.step, "id": row.id}
-        for row in connection.execute(
-            _firsts(source), {"training": training, "task": task}
-        )
-    ]  # pyformat: disable
+      {"kind": source, "source": row.source, "step": row.step, "id": row.id}
+      for row in connection.execute(
+        _firsts(source), {"training": training, "task": task}
+      )
+    ]
   if not checkpoints:  # Every attempt broke off, or goes on.
     return []
   last = len(checkpoints) - 1
@@ -160,24 +165,27 @@ def _checkpoints(
   checkpoints = [checkpoints[place] for place in sorted(places)]
   b = tables.baseline
   names = {
-      row.id: row.status_message
-      for row in connection.execute(
-          sa.select(b.c.id, b.c.status_message)
-          .where(b.c.training_id == training)
-      )
-  }  # pyformat: disable
+    row.id: row.status_message
+    for row in connection.execute(
+      sa.select(b.c.id, b.c.status_message).where(b.c.training_id == training)
+    )
+  }
   for one in checkpoints:
     one["name"] = names.get(one["source"]) if one["kind"] == "baseline" else ""
   r = tables.rollout
   rows = {
-      row.id: dict(row._mapping)  # pylint: disable=protected-access
-      for row in connection.execute(
-          sa.select(
-              r.c.id, r.c.status, r.c.status_message, r.c.task_success,
-              r.c.reward, r.c.num_turns,
-          ).where(r.c.id.in_([one["id"] for one in checkpoints]))
-      )
-  }  # pyformat: disable
+    row.id: dict(row._mapping)  # pylint: disable=protected-access
+    for row in connection.execute(
+      sa.select(
+        r.c.id,
+        r.c.status,
+        r.c.status_message,
+        r.c.task_success,
+        r.c.reward,
+        r.c.num_turns,
+      ).where(r.c.id.in_([one["id"] for one in checkpoints]))
+    )
+  }
   for one in checkpoints:
     one |= rows[one["id"]]
     one["turns"] = rollout_page.strip(connection, one["id"], _STRIP_TURNS)
@@ -190,23 +198,24 @@ def _firsts(source: str) -> sa.Select:
   s, r = tables.metadata.tables[source], tables.rollout
   step = s.c.step if "step" in s.c else sa.literal(0)
   own = (
-      sa.select(s.c.id, step.label("step"))
-      .where(s.c.training_id == sa.bindparam("training"))
-      .subquery()
+    sa.select(s.c.id, step.label("step"))
+    .where(s.c.training_id == sa.bindparam("training"))
+    .subquery()
   )
   source_id = r.c[f"{source}_id"]
   return (
-      sa.select(
-          own.c.id.label("source"), own.c.step, sa.func.min(r.c.id).label("id")
-      )
-      .select_from(own.join(r, source_id == own.c.id))
-      .where(
-          source_id.is_not(None), r.c.task_id + 0 == sa.bindparam("task"),
-          sa.func.coalesce(r.c.status, "") == "completed",
-      )
-      .group_by(own.c.id, own.c.step)
-      .order_by(own.c.step, own.c.id)
-  )  # pyformat: disable
+    sa.select(
+      own.c.id.label("source"), own.c.step, sa.func.min(r.c.id).label("id")
+    )
+    .select_from(own.join(r, source_id == own.c.id))
+    .where(
+      source_id.is_not(None),
+      r.c.task_id + 0 == sa.bindparam("task"),
+      sa.func.coalesce(r.c.status, "") == "completed",
+    )
+    .group_by(own.c.id, own.c.step)
+    .order_by(own.c.step, own.c.id)
+  )
 
 
 def solved(wins: int, tries: int) -> str | None:
@@ -224,16 +233,19 @@ def _families(columns: curves_lib.Columns) -> list[Row]:
       values = columns.values[name]
       readings = values[values == values]
       tenth = max(1, len(readings) // 10)
-      families.append({
-          "name": name.partition("/")[2], "spark": curves_lib.sample(values),
+      families.append(
+        {
+          "name": name.partition("/")[2],
+          "spark": curves_lib.sample(values),
           "first": float(readings[:tenth].mean()) if len(readings) else None,
           "last": float(readings[-tenth:].mean()) if len(readings) else None,
-      })  # pyformat: disable
+        }
+      )
   return families
 
 
 def _attempted(
-    connection: sa.Connection, training: int, task: int | None = None
+  connection: sa.Connection, training: int, task: int | None = None
 ) -> dict[int, Row]:
   """Returns tasks that a run has an attempt at, with their counts.
 
@@ -249,14 +261,13 @@ def _attempted(
   tasks: dict[int, Row] = {}
   for source in ("step", "baseline", "eval"):
     for row in connection.execute(
-        _counted(source, task is not None),
-        {"training": training, "task": task},
+      _counted(source, task is not None), {"training": training, "task": task}
     ):
       one = tasks.setdefault(row.task_id, {
           "id": row.task_id, "first": row.first, "last": row.last,
           "split": "held-out", "cell": None, "early": None, "late": None,
           "attempts": 0, "solved": None, "initial": None, "final": None,
-      })  # pyformat: disable
+      })  # fmt: skip
       one["first"] = min(one["first"], row.first)
       one["last"] = max(one["last"], row.last)
       if source == "step":
@@ -264,17 +275,19 @@ def _attempted(
         late = int(row.late_wins or 0), int(row.late_tries or 0)
         early = wins - late[0], tries - late[1]
         one |= {
-            "split": "training", "attempts": tries,
-            "cell": measurements.cell(wins, tries),
-            "early": measurements.cell(*early),
-            "late": measurements.cell(*late),
-            "solved": solved(*(late if late[1] else early)),
-        }  # pyformat: disable
+          "split": "training",
+          "attempts": tries,
+          "cell": measurements.cell(wins, tries),
+          "early": measurements.cell(*early),
+          "late": measurements.cell(*late),
+          "solved": solved(*(late if late[1] else early)),
+        }
   for one in tasks.values():
     one["change"] = (
-        one["late"]["rate"] - one["early"]["rate"]
-        if one["late"] and one["early"] else None
-    )  # pyformat: disable
+      one["late"]["rate"] - one["early"]["rate"]
+      if one["late"] and one["early"]
+      else None
+    )
   return tasks
 
 
@@ -289,9 +302,7 @@ def _counted(source: str, single: bool) -> sa.Select:
   own = s.c.training_id == sa.bindparam("training")
   late: sa.ColumnElement[Any] = sa.literal(1)
   if source == "step":
-    middle = (
-        sa.select(sa.func.max(s.c.step) / 2).where(own).scalar_subquery()
-    )
+    middle = sa.select(sa.func.max(s.c.step) / 2).where(own).scalar_subquery()
     late = sa.case((s.c.step > middle, 1), else_=0)
   ids = sa.select(s.c.id, late.label("late")).where(own).subquery()
   valid = r.c.status == "completed"
@@ -301,22 +312,24 @@ def _counted(source: str, single: bool) -> sa.Select:
   task = r.c.task_id + 0
   count = lambda condition: sa.func.sum(sa.case((condition, 1), else_=0))
   query = (
-      sa.select(
-          task.label("task_id"), sa.func.min(r.c.id).label("first"),
-          sa.func.max(r.c.id).label("last"), count(valid).label("tries"),
-          count(won).label("wins"),
-          count(sa.and_(valid, ids.c.late == 1)).label("late_tries"),
-          count(sa.and_(won, ids.c.late == 1)).label("late_wins"),
-      )
-      .select_from(ids.join(r, source_id == ids.c.id))
-      .where(source_id.is_not(None))
-      .group_by(task)
-  )  # pyformat: disable
+    sa.select(
+      task.label("task_id"),
+      sa.func.min(r.c.id).label("first"),
+      sa.func.max(r.c.id).label("last"),
+      count(valid).label("tries"),
+      count(won).label("wins"),
+      count(sa.and_(valid, ids.c.late == 1)).label("late_tries"),
+      count(sa.and_(won, ids.c.late == 1)).label("late_wins"),
+    )
+    .select_from(ids.join(r, source_id == ids.c.id))
+    .where(source_id.is_not(None))
+    .group_by(task)
+  )
   return query.where(task == sa.bindparam("task")) if single else query
 
 
 def _measured(
-    connection: sa.Connection, training: int, every: Mapping[int, Row]
+  connection: sa.Connection, training: int, every: Mapping[int, Row]
 ) -> Row:
   """Adds each task's success at the first and the last measurement.
 
@@ -324,33 +337,36 @@ def _measured(
     {initial, final: the measurements, or None; mode: of their attempts}.
   """
   rates = [
-      one for one in measurements.checkpoints(connection, training)
-      if one["done"]
-  ]  # pyformat: disable
+    one for one in measurements.checkpoints(connection, training) if one["done"]
+  ]
   ends: Row = {
-      "initial": rates[0] if len(rates) > 1 else None,
-      "final": rates[-1] if rates else None, "mode": None,
-  }  # pyformat: disable
+    "initial": rates[0] if len(rates) > 1 else None,
+    "final": rates[-1] if rates else None,
+    "mode": None,
+  }
   r = tables.rollout
   for name in ("initial", "final"):
     one = ends[name]
     if one is None:
       continue
     greedy = sa.case((r.c.temperature == 0, 1), else_=0)
-    rows = list(connection.execute(
+    rows = list(
+      connection.execute(
         sa.select(
-            r.c.task_id, greedy.label("greedy"),
-            sa.func.sum(sa.func.coalesce(r.c.task_success, 0)).label("wins"),
-            sa.func.count().label("tries"),
+          r.c.task_id,
+          greedy.label("greedy"),
+          sa.func.sum(sa.func.coalesce(r.c.task_success, 0)).label("wins"),
+          sa.func.count().label("tries"),
         )
         .where(
-            r.c.source_type == one["kind"],
-            r.c[f"{one['kind']}_id"] == one["id"],
-            r.c.status == "completed", r.c.task_id.in_(list(every))
-            if len(every) == 1 else sa.true(),
+          r.c.source_type == one["kind"],
+          r.c[f"{one['kind']}_id"] == one["id"],
+          r.c.status == "completed",
+          r.c.task_id.in_(list(every)) if len(every) == 1 else sa.true(),
         )
         .group_by(r.c.task_id, greedy)
-    ))  # pyformat: disable
+      )
+    )
     headline = 0 if any(not row.greedy for row in rows) else 1
     ends["mode"] = measurements.MODES[headline]
     for row in rows:
@@ -363,7 +379,7 @@ def _measured(
 
 
 def _named(
-    connection: sa.Connection, every: Mapping[int, Row], search: str
+  connection: sa.Connection, every: Mapping[int, Row], search: str
 ) -> dict[int, Row]:
   """Returns the tasks whose id, text or app has every word of the search."""
   t = tables.task
@@ -372,13 +388,13 @@ def _named(
   for word in search.split():
     like = f"%{page_request.escaped(word)}%"
     query = query.where(
-        sa.or_(*(c.ilike(like, escape="\\") for c in columns[1:]))
+      sa.or_(*(c.ilike(like, escape="\\") for c in columns[1:]))
     )
   rows = {}
   ids = list(every)
   for start in range(0, len(ids), 900):  # Fewer than SQLite's parameters.
     for row in connection.execute(
-        query.where(t.c.id.in_(ids[start : start + 900]))
+      query.where(t.c.id.in_(ids[start : start + 900]))
     ):
       rows[row.id] = dict(row._mapping)  # pylint: disable=protected-access
   return rows
@@ -386,6 +402,7 @@ def _named(
 
 def _order(rows: list[Row], sort: str, up: bool) -> None:
   """Sorts in place; tasks without the value come last either way."""
+
   def rate(row: Row) -> float | None:
     one = row["late"] or row["early"] or row["final"]
     return one["rate"] if one else None
@@ -401,15 +418,17 @@ def _order(rows: list[Row], sort: str, up: bool) -> None:
   rows.sort(key=lambda row: row["task_id"], reverse=sort == "name" and up)
   if sort != "name":
     sign = 1 if up else -1
-    rows.sort(
-        key=lambda row: (key(row) is None, sign * (key(row) or 0.0))
-    )
+    rows.sort(key=lambda row: (key(row) is None, sign * (key(row) or 0.0)))
 
 
 def _tries(
-    connection: sa.Connection, training: int, task: int, first: int,
-    last: int, most: int,
-) -> list[Row]:  # pyformat: disable
+  connection: sa.Connection,
+  training: int,
+  task: int,
+  first: int,
+  last: int,
+  most: int,
+) -> list[Row]:
   """Returns a run's last attempts at a task, the oldest of them first.
 
   Args:
@@ -421,12 +440,15 @@ def _tries(
     most: how many.
   """
   rows = connection.execute(
-      _tries_query(),
-      {
-          "training": training, "task": task, "first": first, "last": last,
-          "most": most,
-      },
-  )  # pyformat: disable
+    _tries_query(),
+    {
+      "training": training,
+      "task": task,
+      "first": first,
+      "last": last,
+      "most": most,
+    },
+  )
   tries = []
   for row in rows:
     one = dict(row._mapping)  # pylint: disable=protected-access
@@ -462,18 +484,20 @@ def _tries_query() -> sa.Select:
       )
       .order_by(r.c.id.desc())
       .limit(sa.bindparam("most"))
-  )  # pyformat: disable
+  )  # fmt: skip
 
 
 def _mixed(tries: Sequence[Row]) -> tuple[int, int]:
   """Returns (groups whose rewards differ, groups) among training attempts."""
   groups: dict[Any, list[float]] = {}
   for one in tries:
-    if one["source_type"] == "step" and one["valid"] and (
-        one["reward"] is not None
+    if (
+      one["source_type"] == "step"
+      and one["valid"]
+      and (one["reward"] is not None)
     ):
       groups.setdefault((one["step_id"], one["group"]), []).append(
-          one["reward"]
+        one["reward"]
       )
   several = [rewards for rewards in groups.values() if len(rewards) > 1]
   differing = [r for r in several if not reward_equality.all_equal(r)]

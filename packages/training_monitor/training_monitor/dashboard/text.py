@@ -15,12 +15,12 @@ import markupsafe
 import orjson
 
 HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # Controls but tab and newline.
-    "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e"
-    "\u200b-\u200f\u2028-\u202e\u2060-\u206f"  # Zero width, bidi, isolates.
-    "\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb"
-    "\ud800-\udfff"
-    "\U000e0000-\U000e0fff]"
+  "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # Controls but tab and newline.
+  "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e"
+  "\u200b-\u200f\u2028-\u202e\u2060-\u206f"  # Zero width, bidi, isolates.
+  "\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb"
+  "\ud800-\udfff"
+  "\U000e0000-\U000e0fff]"
 )
 _LONGEST = 20_000
 NOTHING = "–"
@@ -43,19 +43,17 @@ def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
   for match in HIDDEN.finditer(text):
     parts.append(markupsafe.escape(text[last : match.start()]))
     code = f"U+{ord(match.group()):04X}"
-    parts.append(
-        markupsafe.Markup(f'<span class="hidden-char">{code}</span>')
-    )
+    parts.append(markupsafe.Markup(f'<span class="hidden-char">{code}</span>'))
     last = match.end()
   parts.append(markupsafe.escape(text[last:]))
   if cut > 0 and most < _LONGEST:
     parts.append(markupsafe.Markup("…"))  # A name or a line of a table.
   elif cut > 0:
     parts.append(
-        markupsafe.Markup(
-            f' <span class="faint">… {cut:,} more characters: download the'
-            " JSON</span>"
-        )
+      markupsafe.Markup(
+        f' <span class="faint">… {cut:,} more characters: download the'
+        " JSON</span>"
+      )
     )
   return markupsafe.Markup("").join(parts)
 
@@ -72,9 +70,8 @@ def dump(value: Any) -> str:
   """Returns JSON, indented; text for values that JSON lacks."""
   try:
     return orjson.dumps(
-        value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS,
-        default=str,
-    ).decode()  # pyformat: disable
+      value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str
+    ).decode()
   except (TypeError, ValueError):
     return str(value)
 
@@ -158,8 +155,8 @@ def clock(value: Any) -> markupsafe.Markup:
   if instant is None:
     return markupsafe.Markup(NOTHING)
   return markupsafe.Markup('<time datetime="{}">{}</time>').format(
-      instant.isoformat(timespec="milliseconds"),
-      instant.strftime("%Y-%m-%d %H:%M:%S"),
+    instant.isoformat(timespec="milliseconds"),
+    instant.strftime("%Y-%m-%d %H:%M:%S"),
   )
 
 

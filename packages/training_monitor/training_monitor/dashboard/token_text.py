@@ -19,14 +19,14 @@ _BUILT_IN = pathlib.Path(__file__).with_name("tiny_vl_tokenizer.json")
 _BUILT_IN_NAMES = (
     "", "tiny", "tiny_vl", "qwen3_vl_tiny", "qwen3_5_tiny",
     "qwen2_5_vl_tiny", "qwen2_vl_tiny", "qwen3_text_tiny",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 class TokenTexts:
   """Model names -> their tokenizers, loaded when first needed."""
 
   def __init__(
-      self, tokenizers: Mapping[str, str | pathlib.Path] | None = None
+    self, tokenizers: Mapping[str, str | pathlib.Path] | None = None
   ):
     """Args:
 
@@ -42,8 +42,8 @@ class TokenTexts:
         path /= "tokenizer.json"
       if not path.is_file():
         raise ValueError(
-            f"--tokenizer {name}={target}: there is no {path}; give a"
-            " tokenizer.json, or the folder of a model that has one"
+          f"--tokenizer {name}={target}: there is no {path}; give a"
+          " tokenizer.json, or the folder of a model that has one"
         )
       self._paths[name] = path
     self._loaded: dict[pathlib.Path, tokenizers_lib.Tokenizer | None] = {}
@@ -65,9 +65,7 @@ class TokenTexts:
     if tokenizer is None:
       return None
     try:
-      return [
-          tokenizer.decode([i], skip_special_tokens=False) for i in ids
-      ]
+      return [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
     except (OverflowError, TypeError):
       return None  # Ids that no tokenizer has.
 

@@ -18,19 +18,24 @@ _MOST_ALIKE = 4  # More in a row are shown as one, with their number.
 _SHADES = 9
 MASK = "loss mask"
 HEATS = (
-    "probability", "log-prob", "entropy", "advantage", MASK, "policy version",
-)  # pyformat: disable
+  "probability",
+  "log-prob",
+  "entropy",
+  "advantage",
+  MASK,
+  "policy version",
+)
 REASONS = {
-    "invalid": "the episode was ended by infrastructure",
-    "zero_advantage": "no token of the sequence has an advantage",
-    "too_long": "the sequence is longer than learner.row_length",
-    "stale": "its weights were older than queue.max_staleness",
-    "untrained": "it was sampled from another distribution than the run's",
-    "truncated": "a limit ended the episode, and algorithm.filter_truncated",
-    "low_entropy": "its turn's entropy is below algorithm.entropy_share's",
-    "group_dropped": "its group was dropped",
-    "group_requeued": "its group was dropped and its task tried anew",
-    "measurement": "a measurement: no update learns from it",
+  "invalid": "the episode was ended by infrastructure",
+  "zero_advantage": "no token of the sequence has an advantage",
+  "too_long": "the sequence is longer than learner.row_length",
+  "stale": "its weights were older than queue.max_staleness",
+  "untrained": "it was sampled from another distribution than the run's",
+  "truncated": "a limit ended the episode, and algorithm.filter_truncated",
+  "low_entropy": "its turn's entropy is below algorithm.entropy_share's",
+  "group_dropped": "its group was dropped",
+  "group_requeued": "its group was dropped and its task tried anew",
+  "measurement": "a measurement: no update learns from it",
 }
 """Why sampled tokens are not in the loss."""
 
@@ -68,9 +73,7 @@ class TokenView:
     heats = [(h, "" if h in measures else _absent(h, rollout)) for h in HEATS]
     if heat not in measures:
       heat = next((h for h in HEATS if h in measures), "")
-    tokens = self._tokens(
-        rollout, ids[:_MOST_TOKENS], measures
-    )
+    tokens = self._tokens(rollout, ids[:_MOST_TOKENS], measures)
     legend: list[Row] = []
     if heat == MASK:
       prompt = self._prompt(rollout, turn["metrics"].get("prompt_tokens"))
@@ -79,25 +82,32 @@ class TokenView:
     else:
       shade(tokens, heat)
     return {
-        "tokens": tokens, "sampled": len(ids), "heats": heats, "heat": heat,
-        "legend": legend,
-    }  # pyformat: disable
+      "tokens": tokens,
+      "sampled": len(ids),
+      "heats": heats,
+      "heat": heat,
+      "legend": legend,
+    }
 
   def _tokens(
-      self,
-      rollout: Row,
-      ids: Sequence[int],
-      measures: Mapping[str, Sequence[float]],
+    self,
+    rollout: Row,
+    ids: Sequence[int],
+    measures: Mapping[str, Sequence[float]],
   ) -> list[Row]:
     texts = self._texts.of(rollout["model_path"] or "", ids)
     return [
-        {
-            "id": id_, "text": texts[n] if texts else str(id_), "times": 1,
-            "known": {k: v[n] for k, v in measures.items()},
-            "number": texts is None, "shade": None, "mark": "",
-        }
-        for n, id_ in enumerate(ids)
-    ]  # pyformat: disable
+      {
+        "id": id_,
+        "text": texts[n] if texts else str(id_),
+        "times": 1,
+        "known": {k: v[n] for k, v in measures.items()},
+        "number": texts is None,
+        "shade": None,
+        "mark": "",
+      }
+      for n, id_ in enumerate(ids)
+    ]
 
   def _prompt(self, rollout: Row, runs: Any) -> list[Row]:
     """Tokens that the turn added to the prompt; repeats of one are joined."""
@@ -106,10 +116,10 @@ class TokenView:
     except (TypeError, ValueError):
       return []
     places = [
-        (id_, times)
-        for id_, n in pairs
-        if n > 0
-        for times in ([1] * n if n <= _MOST_ALIKE else [n])
+      (id_, times)
+      for id_, n in pairs
+      if n > 0
+      for times in ([1] * n if n <= _MOST_ALIKE else [n])
     ][:_MOST_TOKENS]
     tokens = self._tokens(rollout, [id_ for id_, _ in places], {})
     for token, (_, times) in zip(tokens, places):
@@ -119,7 +129,7 @@ class TokenView:
 
 
 def _known(
-    rollout: Row, turn: Row, action: Row, count: int
+  rollout: Row, turn: Row, action: Row, count: int
 ) -> tuple[dict[str, list[float]], str]:
   """Returns values of each of `count` tokens; why they are not in the loss."""
   measures: dict[str, list[float]] = {}
@@ -142,10 +152,13 @@ def _known(
   # Other recorders' values of each token, under any name.
   raw = {**(turn.get("raw") or {}), **(action.get("raw") or {})}
   for field, name in (
-      ("entropies", "entropy"), ("entropy", "entropy"),
-      ("loss_mask", MASK), ("mask", MASK),
-      ("advantages", "advantage"), ("versions", "policy version"),
-  ):  # pyformat: disable
+    ("entropies", "entropy"),
+    ("entropy", "entropy"),
+    ("loss_mask", MASK),
+    ("mask", MASK),
+    ("advantages", "advantage"),
+    ("versions", "policy version"),
+  ):
     values = _numbers(text.read_json(raw.get(field)), count)
     if values is None:
       values = _numbers(metrics.get(field), count)
@@ -154,9 +167,7 @@ def _known(
   return measures, reason
 
 
-def _trained(
-    rollout: Row, turn: Row, summary: Row
-) -> tuple[bool | None, str]:
+def _trained(rollout: Row, turn: Row, summary: Row) -> tuple[bool | None, str]:
   """Returns whether an update put the turn's tokens into its loss, and why not.
 
   None where it was not recorded.
@@ -185,7 +196,7 @@ def _absent(heat: str, rollout: Row) -> str:
 
 
 def mark(
-    prompt: Sequence[Row], sampled: Sequence[Row], reason: str
+  prompt: Sequence[Row], sampled: Sequence[Row], reason: str
 ) -> list[Row]:
   """Sets `mark` of each token by its loss mask; returns the legend."""
   counts = {"in": 0, "out": 0, "prompt": 0}
@@ -196,13 +207,14 @@ def mark(
     token["mark"] = "in" if token["known"].get(MASK) else "out"
     counts[token["mark"]] += 1
   names = {
-      "in": "trained on", "prompt": "prompt",
-      "out": f"sampled and left out: {reason}" if reason else "left out",
-  }  # pyformat: disable
+    "in": "trained on",
+    "prompt": "prompt",
+    "out": f"sampled and left out: {reason}" if reason else "left out",
+  }
   return [
-      {"mark": kind, "name": names[kind], "count": count}
-      for kind, count in counts.items()
-      if count
+    {"mark": kind, "name": names[kind], "count": count}
+    for kind, count in counts.items()
+    if count
   ]
 
 

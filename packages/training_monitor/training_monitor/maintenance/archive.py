@@ -39,8 +39,13 @@ _MAX_MANIFEST = 256 << 20
 MaintenanceError = runs_lib.MaintenanceError
 Row = dict[str, Any]
 _BROKEN = (
-    KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error,
-)  # pyformat: disable
+  KeyError,
+  ValueError,
+  EOFError,
+  OSError,
+  zipfile.BadZipFile,
+  zlib.error,
+)
 """Errors of reading a damaged archive."""
 
 
@@ -53,7 +58,7 @@ class ArchiveWriter:
     self._members: dict[str, dict[str, Any]] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     self._zip = zipfile.ZipFile(
-        self._partial, "w", zipfile.ZIP_DEFLATED, compresslevel=4
+      self._partial, "w", zipfile.ZIP_DEFLATED, compresslevel=4
     )
 
   def __enter__(self) -> ArchiveWriter:
@@ -80,11 +85,13 @@ class ArchiveWriter:
   def finish(self, manifest: Mapping[str, Any]) -> None:
     """Writes the manifest, and lets the file appear."""
     complete = {
-        "format": FORMAT, "version": VERSION, **manifest,
-        "tables": self._members,
-    }  # pyformat: disable
+      "format": FORMAT,
+      "version": VERSION,
+      **manifest,
+      "tables": self._members,
+    }
     self._zip.writestr(
-        _MANIFEST, orjson.dumps(complete, option=orjson.OPT_INDENT_2)
+      _MANIFEST, orjson.dumps(complete, option=orjson.OPT_INDENT_2)
     )
     self._zip.close()
     with open(self._partial, "rb") as file:
@@ -126,7 +133,7 @@ class ArchiveReader:
       raise MaintenanceError(f"{path}: there is no such file") from None
     except (OSError, zipfile.BadZipFile) as error:
       raise MaintenanceError(
-          f"{path} is not a whole archive ({error}); export it again"
+        f"{path} is not a whole archive ({error}); export it again"
       ) from None
     try:
       self.manifest = self._read_manifest()
@@ -138,22 +145,20 @@ class ArchiveReader:
     try:
       if self._zip.getinfo(_MANIFEST).file_size > _MAX_MANIFEST:
         raise ValueError("its manifest is too long")
-      manifest = json_text.check_depth(
-          orjson.loads(self._zip.read(_MANIFEST))
-      )
+      manifest = json_text.check_depth(orjson.loads(self._zip.read(_MANIFEST)))
       if manifest["format"] != FORMAT:
         raise ValueError(f"format is {manifest['format']!r}")
       for key in ("runs", "tables", "screenshots"):
         manifest[key]  # pylint: disable=pointless-statement
     except (KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
       raise MaintenanceError(
-          f"{self._path} is not an archive of the monitor ({error}); give a"
-          " file that `monitor export` made"
+        f"{self._path} is not an archive of the monitor ({error}); give a"
+        " file that `monitor export` made"
       ) from None
     if manifest["version"] != VERSION:
       raise MaintenanceError(
-          f"{self._path} has version {manifest['version']} of the format, and"
-          f" this program reads {VERSION}; use the program that wrote it"
+        f"{self._path} has version {manifest['version']} of the format, and"
+        f" this program reads {VERSION}; use the program that wrote it"
       )
     return manifest
 
@@ -196,8 +201,7 @@ class ArchiveReader:
 
   def _damaged(self, name: str, why: Any) -> MaintenanceError:
     return MaintenanceError(
-        f"{self._path}: {name} is damaged ({why}); copy or export the file"
-        " again"
+      f"{self._path}: {name} is damaged ({why}); copy or export the file again"
     )
 
   def __enter__(self) -> ArchiveReader:
@@ -219,10 +223,10 @@ def screenshot(sha: str, suffix: str) -> str:
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
   return {
-      str(k): v.isoformat(" ", "microseconds")
-      if isinstance(v, datetime.datetime)
-      else v
-      for k, v in row.items()
+    str(k): v.isoformat(" ", "microseconds")
+    if isinstance(v, datetime.datetime)
+    else v
+    for k, v in row.items()
   }
 
 

@@ -31,54 +31,63 @@ def add(commands: Any) -> list[argparse.ArgumentParser]:
   export.add_argument("file", type=pathlib.Path, help="to be made, a .zip")
   export.add_argument("--no-screenshots", action="store_true")
   export.add_argument(
-      "--force", action="store_true", help="replace a file that is there"
+    "--force", action="store_true", help="replace a file that is there"
   )
   bring = commands.add_parser("import", help="take runs from such a file")
   bring.add_argument("file", type=pathlib.Path)
   prune = commands.add_parser(
-      "prune",
-      help="delete runs, and screenshots that no episode shows",
-      description="Deletes the runs that all given criteria hold for, then"
-      " screenshots that no observation shows. Runs under way and pinned"
-      " baselines stay.",
+    "prune",
+    help="delete runs, and screenshots that no episode shows",
+    description="Deletes the runs that all given criteria hold for, then"
+    " screenshots that no observation shows. Runs under way and pinned"
+    " baselines stay.",
   )
   prune.add_argument(
-      "--older-than", type=_age, metavar="30d",
-      help="not heard of for so long (m, h, d, w)",
-  )  # pyformat: disable
-  prune.add_argument(
-      "--keep-best", type=_count, metavar="N",
-      help="all but the N with the best last success rate",
-  )  # pyformat: disable
-  prune.add_argument(
-      "--episodes-only", action="store_true",
-      help="keep the runs and their curves, delete turns, actions and"
-      " observations",
-  )  # pyformat: disable
-  prune.add_argument(
-      "--dry-run", action="store_true", help="only list what would be deleted"
+    "--older-than",
+    type=_age,
+    metavar="30d",
+    help="not heard of for so long (m, h, d, w)",
   )
   prune.add_argument(
-      "--no-vacuum", action="store_true",
-      help="keep the space for later rows, which is faster",
-  )  # pyformat: disable
+    "--keep-best",
+    type=_count,
+    metavar="N",
+    help="all but the N with the best last success rate",
+  )
+  prune.add_argument(
+    "--episodes-only",
+    action="store_true",
+    help="keep the runs and their curves, delete turns, actions and"
+    " observations",
+  )
+  prune.add_argument(
+    "--dry-run", action="store_true", help="only list what would be deleted"
+  )
+  prune.add_argument(
+    "--no-vacuum",
+    action="store_true",
+    help="keep the space for later rows, which is faster",
+  )
   look = commands.add_parser(
-      "doctor",
-      help="find faults and their fixes",
-      description="Exits with 1 if something is lost, damaged or about to be.",
+    "doctor",
+    help="find faults and their fixes",
+    description="Exits with 1 if something is lost, damaged or about to be.",
   )
   look.add_argument(
-      "--spool", type=pathlib.Path, action="append", default=[],
-      help="a folder of spools to look into, monitor_spool beside the runs;"
-      " may be repeated",
-  )  # pyformat: disable
+    "--spool",
+    type=pathlib.Path,
+    action="append",
+    default=[],
+    help="a folder of spools to look into, monitor_spool beside the runs;"
+    " may be repeated",
+  )
   look.add_argument(
-      "--deep", action="store_true", help="read every screenshot, too"
+    "--deep", action="store_true", help="read every screenshot, too"
   )
   look.add_argument("--json", action="store_true", help="an object a line")
   for one in (export, prune):
     one.add_argument(
-        "--run", action="append", default=[], help="name or id; may be repeated"
+      "--run", action="append", default=[], help="name or id; may be repeated"
     )
   for one in (export, bring, prune):
     one.add_argument("--project", default="")
@@ -88,9 +97,10 @@ def add(commands: Any) -> list[argparse.ArgumentParser]:
   for one, call in zip(parsers, (_export, _import, _prune, _doctor)):
     one.set_defaults(call=call)
     one.add_argument(
-        "--files", default="",
-        help="folder of screenshots and videos (beside the SQLite file)",
-    )  # pyformat: disable
+      "--files",
+      default="",
+      help="folder of screenshots and videos (beside the SQLite file)",
+    )
   return parsers
 
 
@@ -113,8 +123,8 @@ def _opened(target: str, *, make: bool = False) -> sa.Engine:
   if url.get_backend_name() == "sqlite" and not make:
     if not database.file_of(url).exists():
       raise MaintenanceError(
-          f"--database={target}: there is no such file; it is monitor.db beside"
-          " the runs, or what the server was started with"
+        f"--database={target}: there is no such file; it is monitor.db beside"
+        " the runs, or what the server was started with"
       )
   engine = database.connect(target)
   database.upgrade(engine)
@@ -124,28 +134,33 @@ def _opened(target: str, *, make: bool = False) -> sa.Engine:
 def _export(args: argparse.Namespace, files_of: FilesOf) -> int:
   if args.file.exists() and not args.force:
     raise MaintenanceError(
-        f"{args.file} is there already; give another name, or --force"
+      f"{args.file} is there already; give another name, or --force"
     )
   files = files_of(args.database, args.files)
   engine = _opened(args.database)
   try:
     manifest = exporting.export(
-        engine, files, args.file, project=args.project, names=tuple(args.run),
-        with_screenshots=not args.no_screenshots, quiet=args.quiet,
-    )  # pyformat: disable
+      engine,
+      files,
+      args.file,
+      project=args.project,
+      names=tuple(args.run),
+      with_screenshots=not args.no_screenshots,
+      quiet=args.quiet,
+    )
   finally:
     engine.dispose()
   rows = sum(run["rows"] for run in manifest["runs"])
   print(
-      f"{args.file}: {len(manifest['runs'])} runs, {rows} rows,"
-      f" {len(manifest['screenshots'])} screenshots,"
-      f" {args.file.stat().st_size / 1e6:.1f} MB"
+    f"{args.file}: {len(manifest['runs'])} runs, {rows} rows,"
+    f" {len(manifest['screenshots'])} screenshots,"
+    f" {args.file.stat().st_size / 1e6:.1f} MB"
   )
   if manifest["missing"]:
     print(
-        f"{len(manifest['missing'])} screenshots are shown and not here; the"
-        " manifest names them",
-        file=sys.stderr,
+      f"{len(manifest['missing'])} screenshots are shown and not here; the"
+      " manifest names them",
+      file=sys.stderr,
     )
   return 0
 
@@ -157,36 +172,38 @@ def _import(args: argparse.Namespace, files_of: FilesOf) -> int:
   engine = _opened(args.database, make=True)
   try:
     outcome = importing.import_(
-        engine, files, args.file, project=args.project, quiet=args.quiet
+      engine, files, args.file, project=args.project, quiet=args.quiet
     )
   finally:
     engine.dispose()
   print(
-      f"{len(outcome.imported)} runs imported, {len(outcome.replaced)} replaced"
-      f" by a later state, {len(outcome.present)} here already; {outcome.rows}"
-      f" rows, of which {outcome.renumbered} under new ids;"
-      f" {outcome.screenshots} screenshots"
+    f"{len(outcome.imported)} runs imported, {len(outcome.replaced)} replaced"
+    f" by a later state, {len(outcome.present)} here already; {outcome.rows}"
+    f" rows, of which {outcome.renumbered} under new ids;"
+    f" {outcome.screenshots} screenshots"
   )
   return 0
 
 
 def _prune(args: argparse.Namespace, files_of: FilesOf) -> int:
   criteria = pruning.Criteria(
-      args.project, tuple(args.run), args.older_than, args.keep_best,
-      args.episodes_only,
-  )  # pyformat: disable
+    args.project,
+    tuple(args.run),
+    args.older_than,
+    args.keep_best,
+    args.episodes_only,
+  )
   if not criteria.chooses and (args.project or args.episodes_only):
     raise MaintenanceError(
-        "prune: which runs? give --run, --older-than or --keep-best"
-        " (--older-than 0m is every run that is not under way)"
+      "prune: which runs? give --run, --older-than or --keep-best"
+      " (--older-than 0m is every run that is not under way)"
     )
   files = files_of(args.database, args.files)
   engine = _opened(args.database)
   try:
     outcome = pruning.prune(
-        engine, files, criteria, dry_run=args.dry_run,
-        vacuum=not args.no_vacuum,
-    )  # pyformat: disable
+      engine, files, criteria, dry_run=args.dry_run, vacuum=not args.no_vacuum
+    )
   finally:
     engine.dispose()
   would = "would delete" if args.dry_run else "deleted"
@@ -197,14 +214,14 @@ def _prune(args: argparse.Namespace, files_of: FilesOf) -> int:
     print(f"left run {run.name}, which is {run.status}")
   for run in outcome.pinned:
     print(
-        f"left run {run.name}, which is the baseline of {run.project}; unpin"
-        " it first"
+      f"left run {run.name}, which is the baseline of {run.project}; unpin"
+      " it first"
     )
   print(
-      f"{would} {len(outcome.runs)} runs,"
-      f" {'' if args.dry_run else f'{outcome.rows} rows, '}"
-      f"{outcome.screenshots} screenshots and {outcome.thumbnails} thumbnails"
-      f" ({outcome.bytes / 1e6:.1f} MB)"
+    f"{would} {len(outcome.runs)} runs,"
+    f" {'' if args.dry_run else f'{outcome.rows} rows, '}"
+    f"{outcome.screenshots} screenshots and {outcome.thumbnails} thumbnails"
+    f" ({outcome.bytes / 1e6:.1f} MB)"
   )
   return 0
 
@@ -212,9 +229,11 @@ def _prune(args: argparse.Namespace, files_of: FilesOf) -> int:
 def _doctor(args: argparse.Namespace, files_of: FilesOf) -> int:
   worst = doctor.OK
   for finding in doctor.examine(
-      args.database, files_of(args.database, args.files), args.spool,
-      deep=args.deep,
-  ):  # pyformat: disable
+    args.database,
+    files_of(args.database, args.files),
+    args.spool,
+    deep=args.deep,
+  ):
     if args.json:
       print(json.dumps(vars(finding)), flush=True)
     else:

@@ -27,14 +27,14 @@ RAW_FIELDS = ("screenshot_uri", "screen_before", "screen_after")
 
 
 def export(
-    engine: sa.Engine,
-    files: pathlib.Path,
-    path: pathlib.Path,
-    *,
-    project: str = "",
-    names: tuple[str, ...] = (),
-    with_screenshots: bool = True,
-    quiet: bool = False,
+  engine: sa.Engine,
+  files: pathlib.Path,
+  path: pathlib.Path,
+  *,
+  project: str = "",
+  names: tuple[str, ...] = (),
+  with_screenshots: bool = True,
+  quiet: bool = False,
 ) -> dict[str, Any]:
   """Writes an archive.
 
@@ -59,27 +59,32 @@ def export(
     chosen = runs_lib.find(connection, project, names)
     if not chosen:
       raise runs_lib.MaintenanceError("there are no runs to export")
-    with archive.ArchiveWriter(path) as writer, tqdm_auto.tqdm(
-        total=_count(connection, chosen), unit="row", disable=quiet,
+    with (
+      archive.ArchiveWriter(path) as writer,
+      tqdm_auto.tqdm(
+        total=_count(connection, chosen),
+        unit="row",
+        disable=quiet,
         desc="exporting",
-    ) as bar:  # pyformat: disable
+      ) as bar,
+    ):
       shas: set[str] = set()
       manifest = {
-          "schema": migrations.revision_of(connection),
-          "runs": [
-              {
-                  "id": run.id,
-                  "run_name": run.name,
-                  "project": run.project,
-                  "pinned": run.pinned,
-                  "rows": _write_run(connection, writer, run, shas, bar),
-              }
-              for run in chosen
-          ],
+        "schema": migrations.revision_of(connection),
+        "runs": [
+          {
+            "id": run.id,
+            "run_name": run.name,
+            "project": run.project,
+            "pinned": run.pinned,
+            "rows": _write_run(connection, writer, run, shas, bar),
+          }
+          for run in chosen
+        ],
       }
       _write_tasks(connection, writer, chosen, bar)
       manifest |= _write_screenshots(
-          connection, writer, folder, shas if with_screenshots else set(), bar
+        connection, writer, folder, shas if with_screenshots else set(), bar
       )
       writer.finish(manifest)
   return manifest
@@ -87,18 +92,18 @@ def export(
 
 def _count(connection: sa.Connection, chosen: list[runs_lib.StoredRun]) -> int:
   return sum(
-      connection.execute(
-          sa.select(sa.func.count()).select_from(
-              runs_lib.ids(kind, run.id).subquery()
-          )
-      ).scalar_one()
-      for run in chosen
-      for kind in runs_lib.OWN
+    connection.execute(
+      sa.select(sa.func.count()).select_from(
+        runs_lib.ids(kind, run.id).subquery()
+      )
+    ).scalar_one()
+    for run in chosen
+    for kind in runs_lib.OWN
   )
 
 
 def stream(
-    connection: sa.Connection, query: sa.Select
+  connection: sa.Connection, query: sa.Select
 ) -> Iterator[dict[str, Any]]:
   # An option of the statement: of the connection, it would be of all others.
   options = {"yield_per": _BATCH}
@@ -107,11 +112,11 @@ def stream(
 
 
 def _write_run(
-    connection: sa.Connection,
-    writer: archive.ArchiveWriter,
-    run: runs_lib.StoredRun,
-    shas: set[str],
-    bar: Any,
+  connection: sa.Connection,
+  writer: archive.ArchiveWriter,
+  run: runs_lib.StoredRun,
+  shas: set[str],
+  bar: Any,
 ) -> int:
   """Writes a run's tables; collects the screenshots that they refer to."""
   count = 0
@@ -130,23 +135,23 @@ def _write_run(
     t = tables.metadata.tables[kind]
     own = runs_lib.ids(kind, run.id)
     put(
-        kind,
-        seen(stream(
-            connection, sa.select(t).where(t.c.id.in_(own)).order_by(t.c.id)
-        )),
-    )  # pyformat: disable
+      kind,
+      seen(
+        stream(connection, sa.select(t).where(t.c.id.in_(own)).order_by(t.c.id))
+      ),
+    )
   h, raw, c = tables.status_history, tables.raw_value, tables.client_ids
   owner = tables.training_project
   project = sa.select(owner.c.project_id).where(owner.c.training_id == run.id)
 
   def of_kinds(
-      table: sa.Table, kinds: Iterable[str], kind: str, *more: Any
+    table: sa.Table, kinds: Iterable[str], kind: str, *more: Any
   ) -> Iterator[dict[str, Any]]:
     for name in kinds:
       query = sa.select(table).where(
-          table.c[kind] == name,
-          table.c.entity_id.in_(runs_lib.ids(name, run.id)),
-          *more,
+        table.c[kind] == name,
+        table.c.entity_id.in_(runs_lib.ids(name, run.id)),
+        *more,
       )
       if "id" in table.c:
         query = query.order_by(table.c.id)
@@ -156,27 +161,27 @@ def _write_run(
   put("raw_value", seen(of_kinds(raw, runs_lib.OWN, "kind")))
   g = tables.training_tag
   put(
-      "training_tag",
-      stream(
-          connection,
-          sa.select(g).where(g.c.training_id == run.id).order_by(g.c.tag),
-      ),
+    "training_tag",
+    stream(
+      connection,
+      sa.select(g).where(g.c.training_id == run.id).order_by(g.c.tag),
+    ),
   )
   n = tables.annotation
   put(
-      "annotation",
-      stream(
-          connection,
-          sa.select(n)
-          .where(n.c.rollout_id.in_(runs_lib.ids("rollout", run.id)))
-          .order_by(n.c.id),
-      ),
+    "annotation",
+    stream(
+      connection,
+      sa.select(n)
+      .where(n.c.rollout_id.in_(runs_lib.ids("rollout", run.id)))
+      .order_by(n.c.id),
+    ),
   )
   put(
-      "client_id",
-      of_kinds(
-          c, runs_lib.OWN, "kind", c.c.project_id == project.scalar_subquery()
-      ),
+    "client_id",
+    of_kinds(
+      c, runs_lib.OWN, "kind", c.c.project_id == project.scalar_subquery()
+    ),
   )
   return count
 
@@ -193,28 +198,30 @@ def references(row: dict[str, Any]) -> set[str]:
 
 
 def _write_tasks(
-    connection: sa.Connection,
-    writer: archive.ArchiveWriter,
-    chosen: list[runs_lib.StoredRun],
-    bar: Any,
+  connection: sa.Connection,
+  writer: archive.ArchiveWriter,
+  chosen: list[runs_lib.StoredRun],
+  bar: Any,
 ) -> None:
   t, v, r = tables.task, tables.validator, tables.rollout
-  task_ids = sorted({
+  task_ids = sorted(
+    {
       id_
       for run in chosen
       for id_ in connection.scalars(
-          sa.select(r.c.task_id)
-          .where(r.c.id.in_(runs_lib.ids("rollout", run.id)))
-          .distinct()
+        sa.select(r.c.task_id)
+        .where(r.c.id.in_(runs_lib.ids("rollout", run.id)))
+        .distinct()
       )
-  })
+    }
+  )
 
   def among(table: sa.Table, column: sa.Column) -> Iterator[dict[str, Any]]:
     for start in range(0, len(task_ids), _BATCH):
       part = task_ids[start : start + _BATCH]
       for row in stream(
-          connection,
-          sa.select(table).where(column.in_(part)).order_by(table.c.id),
+        connection,
+        sa.select(table).where(column.in_(part)).order_by(table.c.id),
       ):
         bar.update()
         yield row
@@ -224,19 +231,19 @@ def _write_tasks(
 
 
 def _write_screenshots(
-    connection: sa.Connection,
-    writer: archive.ArchiveWriter,
-    folder: screenshots.ScreenshotFiles,
-    shas: set[str],
-    bar: Any,
+  connection: sa.Connection,
+  writer: archive.ArchiveWriter,
+  folder: screenshots.ScreenshotFiles,
+  shas: set[str],
+  bar: Any,
 ) -> dict[str, Any]:
   s = tables.screenshot
   referenced = sorted(shas)
   stored: list[dict[str, Any]] = []
   for start in range(0, len(referenced), _BATCH):
     stored += stream(
-        connection,
-        sa.select(s).where(s.c.sha256.in_(referenced[start : start + _BATCH])),
+      connection,
+      sa.select(s).where(s.c.sha256.in_(referenced[start : start + _BATCH])),
     )
   bar.total += len(stored)
   written = []

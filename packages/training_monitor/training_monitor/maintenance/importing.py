@@ -60,12 +60,12 @@ class ImportResult:
 
 
 def import_(
-    engine: sa.Engine,
-    files: pathlib.Path,
-    path: pathlib.Path,
-    *,
-    project: str = "",
-    quiet: bool = False,
+  engine: sa.Engine,
+  files: pathlib.Path,
+  path: pathlib.Path,
+  *,
+  project: str = "",
+  quiet: bool = False,
 ) -> ImportResult:
   """Reads an archive into a database.
 
@@ -87,15 +87,15 @@ def import_(
     schema = reader.manifest.get("schema")
     if schema not in migrations.REVISIONS:
       raise MaintenanceError(
-          f"{path} has schema {schema}, and this program knows"
-          f" {', '.join(sorted(migrations.REVISIONS))}; use the version that"
-          " wrote it"
+        f"{path} has schema {schema}, and this program knows"
+        f" {', '.join(sorted(migrations.REVISIONS))}; use the version that"
+        " wrote it"
       )
     runs = reader.manifest["runs"]
     total = sum(t["rows"] for t in reader.manifest["tables"].values())
     total += len(reader.manifest["screenshots"])
     with tqdm_auto.tqdm(
-        total=total, unit="row", disable=quiet, desc="importing"
+      total=total, unit="row", disable=quiet, desc="importing"
     ) as bar:
       _bring_screenshots(engine, reader, files, outcome, bar)
       for run in runs:
@@ -104,11 +104,11 @@ def import_(
 
 
 def _bring_screenshots(
-    engine: sa.Engine,
-    reader: archive.ArchiveReader,
-    files: pathlib.Path,
-    outcome: ImportResult,
-    bar: Any,
+  engine: sa.Engine,
+  reader: archive.ArchiveReader,
+  files: pathlib.Path,
+  outcome: ImportResult,
+  bar: Any,
 ) -> None:
   """Imports the screenshots, before the rows that refer to them."""
   folder = screenshots.ScreenshotFiles(files / "screenshots")
@@ -118,10 +118,10 @@ def _bring_screenshots(
     part = {w["sha256"]: w["suffix"] for w in listed[start : start + 100]}
     with runs_lib.reading(engine) as connection:
       here = {
-          row.sha256: folder.path(row.sha256, row.media_type)
-          for row in connection.execute(
-              sa.select(s).where(s.c.sha256.in_(list(part)))
-          )
+        row.sha256: folder.path(row.sha256, row.media_type)
+        for row in connection.execute(
+          sa.select(s).where(s.c.sha256.in_(list(part)))
+        )
       }
     rows = []
     for sha, suffix in part.items():
@@ -147,13 +147,13 @@ class _RunImport:
   """One run's way into the database."""
 
   def __init__(
-      self,
-      engine: sa.Engine,
-      reader: archive.ArchiveReader,
-      run: Mapping[str, Any],
-      project: str,
-      outcome: ImportResult,
-      bar: Any,
+    self,
+    engine: sa.Engine,
+    reader: archive.ArchiveReader,
+    run: Mapping[str, Any],
+    project: str,
+    outcome: ImportResult,
+    bar: Any,
   ):
     self._engine = engine
     self._reader = reader
@@ -195,62 +195,62 @@ class _RunImport:
       self._bring_history()
       self._bring_names()
       connection.execute(
-          sa.insert(tables.training_project).values(
-              training_id=self._mapped("training", training["id"]),
-              project_id=self._project,
-          )
+        sa.insert(tables.training_project).values(
+          training_id=self._mapped("training", training["id"]),
+          project_id=self._project,
+        )
       )
       self._bring_marks(*marks)
       self._bring_annotations(noted)
       connection.execute(
-          sa.insert(tables.change).values(
-              training_id=self._mapped("training", training["id"]),
-              kind="training",
-              entity_id=self._mapped("training", training["id"]),
-              changed_at=database.now(),
-          )
+        sa.insert(tables.change).values(
+          training_id=self._mapped("training", training["id"]),
+          kind="training",
+          entity_id=self._mapped("training", training["id"]),
+          changed_at=database.now(),
+        )
       )
       self._advance_sequences()
       self._sql.close()
     (self._outcome.imported if here is None else self._outcome.replaced).append(
-        name
+      name
     )
     self._outcome.rows += self._rows
     self._outcome.renumbered += self._renumbered
 
   # --- existing rows ----------------------------------------------------------
 
-  def _here(
-      self, training: Row
-  ) -> tuple[int, datetime.datetime] | None:
+  def _here(self, training: Row) -> tuple[int, datetime.datetime] | None:
     """Returns (id, last change) of this run in this database.
 
     A run is the same one if it was made at the same moment under the same
     name; its name here may have got a number.
     """
     t, owner, p, raw = (
-        tables.training, tables.training_project, tables.project,
-        tables.raw_value,
-    )  # pyformat: disable
+      tables.training,
+      tables.training_project,
+      tables.project,
+      tables.raw_value,
+    )
     rows = self._connection.execute(
-        sa.select(t.c.id, t.c.run_name, t.c.updated_at)
-        .join(owner, owner.c.training_id == t.c.id)
-        .join(p, p.c.id == owner.c.project_id)
-        .where(
-            p.c.name == self._project_name,
-            t.c.created_at == training["created_at"],
-        )
+      sa.select(t.c.id, t.c.run_name, t.c.updated_at)
+      .join(owner, owner.c.training_id == t.c.id)
+      .join(p, p.c.id == owner.c.project_id)
+      .where(
+        p.c.name == self._project_name, t.c.created_at == training["created_at"]
+      )
     ).fetchall()
     names = {training["run_name"], self._raw_name()}
     for row in rows:
       other_names = set(
-          self._connection.scalars(
-              sa.select(raw.c.value).where(
-                  raw.c.kind == "training", raw.c.entity_id == row.id,
-                  raw.c.field == "run_name",
-              )
+        self._connection.scalars(
+          sa.select(raw.c.value).where(
+            raw.c.kind == "training",
+            raw.c.entity_id == row.id,
+            raw.c.field == "run_name",
           )
-      )  # pyformat: disable
+        )
+      )
       if names & ({row.run_name} | other_names):
         return row.id, row.updated_at
     return None
@@ -258,7 +258,7 @@ class _RunImport:
   def _raw_name(self) -> str:
     """Returns the client's name of the run, if the database has another."""
     for row in self._reader.rows(
-        archive.run_table(self._run["id"], "raw_value")
+      archive.run_table(self._run["id"], "raw_value")
     ):
       if (row["kind"], row["field"]) == ("training", "run_name"):
         return row["value"]
@@ -268,7 +268,7 @@ class _RunImport:
     """Returns the run's name, with a number if another run has it."""
     t, free, number = tables.training, name, 1
     while self._connection.execute(
-        sa.select(t.c.id).where(t.c.run_name == free)
+      sa.select(t.c.id).where(t.c.run_name == free)
     ).first():
       number += 1
       free = f"{name}-{number}"
@@ -279,9 +279,9 @@ class _RunImport:
 
   def _rows_of(self, table: str) -> Iterator[Row]:
     yield from _typed(
-        self._reader.rows(archive.run_table(self._run["id"], table)),
-        tables.metadata.tables[table],
-        table,
+      self._reader.rows(archive.run_table(self._run["id"], table)),
+      tables.metadata.tables[table],
+      table,
     )
 
   def _mapped(self, kind: str, id_: int | None) -> int | None:
@@ -304,17 +304,15 @@ class _RunImport:
     for row in _typed(self._reader.rows("validators.jsonl"), v, "validator"):
       row["task_id"] = self._mapped("task", row["task_id"])
       same = (
-          v.c[name].is_not_distinct_from(row[name])
-          for name in row
-          if name not in ("id", "created_at")
+        v.c[name].is_not_distinct_from(row[name])
+        for name in row
+        if name not in ("id", "created_at")
       )
       if self._is_new("validator", row, *same):
         fresh.append(row)
     self._bring("validator", fresh, parents=False)
 
-  def _is_new(
-      self, kind: str, row: Row, *same: sa.ColumnElement[bool]
-  ) -> bool:
+  def _is_new(self, kind: str, row: Row, *same: sa.ColumnElement[bool]) -> bool:
     """Looks for a row that is the `same`, whose id `row` then gets."""
     query = sa.select(tables.metadata.tables[kind].c.id).where(*same)
     here = self._connection.execute(query).scalar()
@@ -323,7 +321,7 @@ class _RunImport:
     return here is None
 
   def _bring(
-      self, kind: str, rows: list[Row] | None = None, parents: bool = True
+    self, kind: str, rows: list[Row] | None = None, parents: bool = True
   ) -> None:
     """Writes rows of a table, under ids that are free."""
     table = tables.metadata.tables[kind]
@@ -343,16 +341,14 @@ class _RunImport:
       return
     old = [row["id"] for row in part]
     used_ids = set(
-        self._connection.scalars(
-            sa.select(table.c.id).where(table.c.id.in_(old))
-        )
+      self._connection.scalars(sa.select(table.c.id).where(table.c.id.in_(old)))
     )
     if kind == "environment":
       waiting = tables.pending_environment
       used_ids |= set(
-          self._connection.scalars(
-              sa.select(waiting.c.id).where(waiting.c.id.in_(old))
-          )
+        self._connection.scalars(
+          sa.select(waiting.c.id).where(waiting.c.id.in_(old))
+        )
       )
     if used_ids:
       self._renumber(kind, part, used_ids)
@@ -360,10 +356,10 @@ class _RunImport:
       self._connection.execute(sa.insert(table), part)
     except sa.exc.IntegrityError as error:
       raise MaintenanceError(
-          f"run {self._run['run_name']}: its {kind} rows cannot be here"
-          f" ({str(error.orig).splitlines()[0]}); perhaps another run here has"
-          " the same episodes: prune that first, or import into another"
-          " database"
+        f"run {self._run['run_name']}: its {kind} rows cannot be here"
+        f" ({str(error.orig).splitlines()[0]}); perhaps another run here has"
+        " the same episodes: prune that first, or import into another"
+        " database"
       ) from None
     self._rows += len(part)
     self._bar.update(len(part))
@@ -388,7 +384,7 @@ class _RunImport:
   def _all(self, kind: str) -> Iterator[Row]:
     shared = {"task": "tasks.jsonl", "validator": "validators.jsonl"}
     return self._reader.rows(
-        shared.get(kind) or archive.run_table(self._run["id"], kind)
+      shared.get(kind) or archive.run_table(self._run["id"], kind)
     )
 
   def _raise_sequence(self, kind: str, least: int) -> None:
@@ -396,14 +392,14 @@ class _RunImport:
     self._next[kind] = least
     if self._sql.sqlite:
       rows = self._sql.rows(
-          "SELECT seq FROM sqlite_sequence WHERE name = ?", (kind,)
+        "SELECT seq FROM sqlite_sequence WHERE name = ?", (kind,)
       )
       self._next[kind] = max(least, rows[0][0] if rows else 0)
     else:
       self._sql.rows(
-          f"SELECT setval('{kind}_id_seq', GREATEST(?, (SELECT last_value FROM"
-          f" {kind}_id_seq)))",
-          (max(least, 1),),
+        f"SELECT setval('{kind}_id_seq', GREATEST(?, (SELECT last_value FROM"
+        f" {kind}_id_seq)))",
+        (max(least, 1),),
       )
 
   def _advance_sequences(self) -> None:
@@ -412,8 +408,8 @@ class _RunImport:
       return
     for kind in (*items.BY_NAME, "status_history"):
       self._sql.rows(
-          f"SELECT setval('{kind}_id_seq', GREATEST((SELECT COALESCE(max(id),"
-          f' 1) FROM "{kind}"), (SELECT last_value FROM {kind}_id_seq)))'
+        f"SELECT setval('{kind}_id_seq', GREATEST((SELECT COALESCE(max(id),"
+        f' 1) FROM "{kind}"), (SELECT last_value FROM {kind}_id_seq)))'
       )
 
   # --- rows beside the entities ----------------------------------------------
@@ -424,10 +420,10 @@ class _RunImport:
     for kind in vocabulary.STATEFUL:
       training = self._training
       self._connection.execute(
-          sa.delete(h).where(
-              h.c.entity_type == kind,
-              h.c.entity_id.in_(runs_lib.ids(kind, training)),
-          )
+        sa.delete(h).where(
+          h.c.entity_type == kind,
+          h.c.entity_id.in_(runs_lib.ids(kind, training)),
+        )
       )
     part: list[Row] = []
     for row in self._rows_of("status_history"):
@@ -444,45 +440,45 @@ class _RunImport:
     raw = list(self._named("raw_value"))
     values = [(r["kind"], r["entity_id"], r["field"], r["value"]) for r in raw]
     if self._renamed is not None and not any(
-        v[::2] == ("training", "run_name") for v in values
+      v[::2] == ("training", "run_name") for v in values
     ):
       values.append(("training", training, "run_name", self._renamed))
     self._sql.many(
-        sql.upsert(
-            "monitor_raw_value", ("kind", "entity_id", "field"), ("value",)
-        ),
-        values,
+      sql.upsert(
+        "monitor_raw_value", ("kind", "entity_id", "field"), ("value",)
+      ),
+      values,
     )
     names = [
-        (self._project, r["kind"], r["client_id"], r["entity_id"])
-        for r in self._named("client_id")
+      (self._project, r["kind"], r["client_id"], r["entity_id"])
+      for r in self._named("client_id")
     ]
     # Tasks are named by their own id.
     t, r = tables.task, tables.rollout
     own = sa.select(r.c.task_id).where(
-        r.c.id.in_(runs_lib.ids("rollout", training))
+      r.c.id.in_(runs_lib.ids("rollout", training))
     )
     names += [
-        (self._project, "task", row.task_id, row.id)
-        for row in self._connection.execute(
-            sa.select(t.c.id, t.c.task_id).where(t.c.id.in_(own))
-        )
+      (self._project, "task", row.task_id, row.id)
+      for row in self._connection.execute(
+        sa.select(t.c.id, t.c.task_id).where(t.c.id.in_(own))
+      )
     ]
     # A name with another meaning here keeps it.
     self._sql.many(
-        "INSERT INTO monitor_client_id (project_id, kind, client_id, entity_id)"
-        " VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
-        names,
+      "INSERT INTO monitor_client_id (project_id, kind, client_id, entity_id)"
+      " VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+      names,
     )
 
   def _marks_of(self, training: int) -> tuple[list[Row], bool]:
     """Returns (tags, whether it is pinned) of a run that is here."""
     g, pin = tables.training_tag, tables.pinned_baseline
     tags = self._connection.execute(
-        sa.select(g).where(g.c.training_id == training)
+      sa.select(g).where(g.c.training_id == training)
     ).mappings()
     pinned = self._connection.execute(
-        sa.select(pin.c.project_id).where(pin.c.training_id == training)
+      sa.select(pin.c.project_id).where(pin.c.training_id == training)
     ).first()
     return [dict(row) for row in tags], pinned is not None
 
@@ -491,13 +487,11 @@ class _RunImport:
     g, pin = tables.training_tag, tables.pinned_baseline
     training = self._training
     brought = list(
-        _typed(
-            self._reader.rows(
-                archive.run_table(self._run["id"], "training_tag")
-            ),
-            g,
-            "training_tag",
-        )
+      _typed(
+        self._reader.rows(archive.run_table(self._run["id"], "training_tag")),
+        g,
+        "training_tag",
+      )
     )
     by_tag = {row["tag"]: row for row in [*tags, *brought]}
     for row in by_tag.values():
@@ -507,41 +501,49 @@ class _RunImport:
     self._bar.update(len(brought))
     if not pinned and not self._run.get("pinned"):
       return
-    if self._connection.execute(
-        sa.select(pin.c.training_id).where(pin.c.project_id == self._project)
-    ).first() is None:  # pyformat: disable
+    if (
       self._connection.execute(
-          sa.insert(pin).values(
-              project_id=self._project, training_id=training,
-              pinned_at=database.now(),
-          )
+        sa.select(pin.c.training_id).where(pin.c.project_id == self._project)
+      ).first()
+      is None
+    ):
+      self._connection.execute(
+        sa.insert(pin).values(
+          project_id=self._project,
+          training_id=training,
+          pinned_at=database.now(),
+        )
       )
 
   def _annotations_of(self, training: int) -> list[Row]:
     """Returns labels and notes of a present run by their rollout's name."""
     n, r, t = tables.annotation, tables.rollout, tables.turn
     return [
-        dict(row)
-        for row in self._connection.execute(
-            sa.select(
-                n.c.label, n.c.note, n.c.created_at,
-                r.c.rollout_id.label("name"), t.c.turn,
-            )
-            .join(r, r.c.id == n.c.rollout_id)
-            .outerjoin(t, t.c.id == n.c.turn_id)
-            .where(r.c.id.in_(runs_lib.ids("rollout", training)))
-            .order_by(n.c.id)
-        ).mappings()
-    ]  # pyformat: disable
+      dict(row)
+      for row in self._connection.execute(
+        sa.select(
+          n.c.label,
+          n.c.note,
+          n.c.created_at,
+          r.c.rollout_id.label("name"),
+          t.c.turn,
+        )
+        .join(r, r.c.id == n.c.rollout_id)
+        .outerjoin(t, t.c.id == n.c.turn_id)
+        .where(r.c.id.in_(runs_lib.ids("rollout", training)))
+        .order_by(n.c.id)
+      ).mappings()
+    ]
 
   def _bring_annotations(self, noted: list[Row]) -> None:
     """Merges the archive's labels and notes with those of the present run."""
     n, r, t = tables.annotation, tables.rollout, tables.turn
     merged: dict[tuple[Any, ...], Row] = {}
     for row in _typed(
-        self._reader.rows(archive.run_table(self._run["id"], "annotation")),
-        n, "annotation",
-    ):  # pyformat: disable
+      self._reader.rows(archive.run_table(self._run["id"], "annotation")),
+      n,
+      "annotation",
+    ):
       del row["id"]
       for kind in ("rollout", "turn"):
         row[f"{kind}_id"] = self._mapped(kind, row[f"{kind}_id"])
@@ -549,20 +551,25 @@ class _RunImport:
       self._bar.update()
     for row in noted:
       where = self._connection.execute(
-          sa.select(r.c.id, t.c.id.label("turn_id"))
-          .outerjoin(
-              t, sa.and_(t.c.rollout_id == r.c.id, t.c.turn == row["turn"])
-          )
-          .where(r.c.rollout_id == row["name"])
+        sa.select(r.c.id, t.c.id.label("turn_id"))
+        .outerjoin(
+          t, sa.and_(t.c.rollout_id == r.c.id, t.c.turn == row["turn"])
+        )
+        .where(r.c.rollout_id == row["name"])
       ).one_or_none()
       if where is None or (row["turn"] is not None and where.turn_id is None):
         continue  # The later state has no such episode or turn.
       key = (where.id, where.turn_id, row["label"], row["note"])
-      merged.setdefault(key, {
-          "rollout_id": where.id, "turn_id": where.turn_id,
-          "label": row["label"], "note": row["note"],
+      merged.setdefault(
+        key,
+        {
+          "rollout_id": where.id,
+          "turn_id": where.turn_id,
+          "label": row["label"],
+          "note": row["note"],
           "created_at": row["created_at"],
-      })  # pyformat: disable
+        },
+      )
     if merged:
       self._connection.execute(sa.insert(n), list(merged.values()))
       self._rows += len(merged)
@@ -587,8 +594,8 @@ def _typed(rows: Iterator[Row], table: sa.Table, name: str) -> Iterator[Row]:
     if not isinstance(row, dict) or not row.keys() <= columns:
       wrong = sorted(set(row) - columns)[0] if isinstance(row, dict) else row
       raise MaintenanceError(
-          f"{name}: there is no column {str(wrong)[:80]!r}; the archive is of"
-          " another version"
+        f"{name}: there is no column {str(wrong)[:80]!r}; the archive is of"
+        " another version"
       )
     typed: Row = {column: row.get(column) for column in names}
     for column in times:

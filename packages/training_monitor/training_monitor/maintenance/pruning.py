@@ -56,7 +56,7 @@ class Criteria:
   def chooses(self) -> bool:
     """Whether it names any runs at all."""
     return bool(self.names) or not (
-        self.older_than_s is None and self.keep_best is None
+      self.older_than_s is None and self.keep_best is None
     )
 
 
@@ -97,9 +97,9 @@ def seconds(text: str) -> float:
 
 
 def choose(
-    engine: sa.Engine, criteria: Criteria, now: datetime.datetime | None = None
+  engine: sa.Engine, criteria: Criteria, now: datetime.datetime | None = None
 ) -> tuple[
-    list[runs_lib.StoredRun], list[runs_lib.StoredRun], list[runs_lib.StoredRun]
+  list[runs_lib.StoredRun], list[runs_lib.StoredRun], list[runs_lib.StoredRun]
 ]:
   """Returns (chosen runs, runs under way, pinned runs).
 
@@ -112,9 +112,9 @@ def choose(
   if criteria.keep_best is not None:
     unknown = float("-inf")
     best = sorted(
-        candidates,
-        key=lambda r: (unknown if r.score is None else r.score, r.id),
-        reverse=True,
+      candidates,
+      key=lambda r: (unknown if r.score is None else r.score, r.id),
+      reverse=True,
     )[: criteria.keep_best]
     candidates = [run for run in candidates if run not in best]
   age = lambda run: (now - run.last_sign).total_seconds()
@@ -122,7 +122,7 @@ def choose(
     candidates = [run for run in candidates if age(run) > criteria.older_than_s]
   # A clock that went back makes an age negative: under way, then.
   active = [
-      r for r in candidates if r.status in runs_lib.ACTIVE and age(r) < _GRACE_S
+    r for r in candidates if r.status in runs_lib.ACTIVE and age(r) < _GRACE_S
   ]
   candidates = [run for run in candidates if run not in active]
   pinned = [run for run in candidates if run.pinned]
@@ -130,13 +130,13 @@ def choose(
 
 
 def prune(
-    engine: sa.Engine,
-    files: pathlib.Path,
-    criteria: Criteria,
-    *,
-    dry_run: bool = False,
-    vacuum: bool = True,
-    grace_s: float = _GRACE_S,
+  engine: sa.Engine,
+  files: pathlib.Path,
+  criteria: Criteria,
+  *,
+  dry_run: bool = False,
+  vacuum: bool = True,
+  grace_s: float = _GRACE_S,
 ) -> PruneResult:
   """Takes runs and screenshots away.
 
@@ -160,14 +160,18 @@ def prune(
   if not dry_run:
     for run in outcome.runs:
       outcome.rows += runs_lib.delete(
-          engine, run.id, episodes_only=criteria.episodes_only
+        engine, run.id, episodes_only=criteria.episodes_only
       )
     with runs_lib.writing(engine) as connection:  # Also those of raw SQL.
       runs_lib.forget_names(connection)
   _prune_screenshots(
-      engine, files / "screenshots", outcome, deleted if dry_run else [],
-      dry_run, grace_s,
-  )  # pyformat: disable
+    engine,
+    files / "screenshots",
+    outcome,
+    deleted if dry_run else [],
+    dry_run,
+    grace_s,
+  )
   _prune_thumbnails(engine, files, outcome, dry_run)
   if vacuum and not dry_run and (outcome.rows or outcome.screenshots):
     _vacuum(engine)
@@ -178,16 +182,16 @@ def prune(
 
 
 def _shown(
-    connection: sa.Connection,
-    shas: set[str],
-    after: int = 0,
-    without: Iterable[int] = (),
+  connection: sa.Connection,
+  shas: set[str],
+  after: int = 0,
+  without: Iterable[int] = (),
 ) -> tuple[set[str], int]:
   """Returns the hashes that rows refer to, and the last observation read."""
   o, raw = tables.obs, tables.raw_value
-  query = sa.select(
-      o.c.id, o.c.screenshot_uri, o.c.model_input_json
-  ).where(o.c.id > after)
+  query = sa.select(o.c.id, o.c.screenshot_uri, o.c.model_input_json).where(
+    o.c.id > after
+  )
   for run in without:
     query = query.where(o.c.id.not_in(runs_lib.ids("obs", run)))
   shown: set[str] = set()
@@ -196,7 +200,7 @@ def _shown(
     last = row["id"]
     shown |= exporting.references(row) & shas
   values = sa.select(raw.c.field, raw.c.value).where(
-      raw.c.field.in_(exporting.RAW_FIELDS)
+    raw.c.field.in_(exporting.RAW_FIELDS)
   )
   for value in exporting.stream(connection, values):
     shown |= exporting.references(value) & shas
@@ -204,12 +208,12 @@ def _shown(
 
 
 def _prune_screenshots(
-    engine: sa.Engine,
-    directory: pathlib.Path,
-    outcome: PruneResult,
-    without: list[int],
-    dry_run: bool,
-    grace_s: float,
+  engine: sa.Engine,
+  directory: pathlib.Path,
+  outcome: PruneResult,
+  without: list[int],
+  dry_run: bool,
+  grace_s: float,
 ) -> None:
   folder = screenshots.ScreenshotFiles(directory)
   s = tables.screenshot
@@ -217,10 +221,10 @@ def _prune_screenshots(
   before = database.now() - datetime.timedelta(seconds=grace_s)
   with runs_lib.reading(engine) as connection:
     rows = {
-        row.sha256: row
-        for row in connection.execute(
-            sa.select(s).where(s.c.created_at <= before)
-        )
+      row.sha256: row
+      for row in connection.execute(
+        sa.select(s).where(s.c.created_at <= before)
+      )
     }
     shown, last = _shown(connection, set(rows), without=without)
   unshown = sorted(set(rows) - shown)
@@ -237,11 +241,11 @@ def _prune_screenshots(
         again, _ = _shown(connection, set(part), after=last)
         # Or is a client about to show one?
         again |= set(part).difference(
-            connection.scalars(
-                sa.select(s.c.sha256).where(
-                    s.c.sha256.in_(part), s.c.created_at <= before
-                )
+          connection.scalars(
+            sa.select(s.c.sha256).where(
+              s.c.sha256.in_(part), s.c.created_at <= before
             )
+          )
         )
         for sha in again:
           outcome.screenshots -= 1
@@ -267,7 +271,7 @@ def _prune_screenshots(
 
 
 def _empty_trash(
-    engine: sa.Engine, directory: pathlib.Path, dry_run: bool
+  engine: sa.Engine, directory: pathlib.Path, dry_run: bool
 ) -> None:
   """Remains of a killed prune, and files without a row.
 
@@ -289,7 +293,7 @@ def _empty_trash(
         else:
           path.unlink()
       elif path.stat().st_mtime < old and (
-          sha not in stored or path.suffix == ".part"
+        sha not in stored or path.suffix == ".part"
       ):
         path.unlink()
     except FileNotFoundError:
@@ -297,7 +301,7 @@ def _empty_trash(
 
 
 def stray_thumbnails(
-    engine: sa.Engine, files: pathlib.Path
+  engine: sa.Engine, files: pathlib.Path
 ) -> list[pathlib.Path]:
   """Returns thumbnails without a screenshot, and partial files."""
   s = tables.screenshot
@@ -321,7 +325,7 @@ def stray_thumbnails(
 
 
 def _prune_thumbnails(
-    engine: sa.Engine, files: pathlib.Path, outcome: PruneResult, dry_run: bool
+  engine: sa.Engine, files: pathlib.Path, outcome: PruneResult, dry_run: bool
 ) -> None:
   """Deletes stray thumbnails; a dry run only counts them."""
   for path in stray_thumbnails(engine, files):
@@ -346,9 +350,9 @@ def _vacuum(engine: sa.Engine) -> None:
     free = status.f_bavail * status.f_frsize
     if free < size:
       raise MaintenanceError(
-          f"pruned, but giving the space back needs up to {size >> 20} MiB free"
-          f" beside the database and there are {free >> 20}; the space is"
-          " reused anyway, or make room and prune again"
+        f"pruned, but giving the space back needs up to {size >> 20} MiB free"
+        f" beside the database and there are {free >> 20}; the space is"
+        " reused anyway, or make room and prune again"
       )
     with runs_lib.writing(engine) as writing:
       text_index.rebuild(writing)  # It never leaves anything out by itself.
@@ -363,8 +367,8 @@ def _vacuum(engine: sa.Engine) -> None:
     driver.execute("VACUUM")
   except database.driver_of(engine).OperationalError as error:
     raise MaintenanceError(
-        f"pruned, but the space could not be given back ({error}); it is"
-        " reused anyway, or prune again while no server runs"
+      f"pruned, but the space could not be given back ({error}); it is"
+      " reused anyway, or prune again while no server runs"
     ) from None
   finally:
     connection.invalidate()  # It has settings that others do not want.

@@ -20,9 +20,7 @@ from training_monitor.schema import triggers
 from training_monitor.schema import vocabulary
 from training_monitor.server import items
 
-OWN = tuple(
-    k.name for k in items.KINDS if k.name not in ("task", "validator")
-)
+OWN = tuple(k.name for k in items.KINDS if k.name not in ("task", "validator"))
 """Kinds that belong to a run, parents before children."""
 EPISODE_PARTS = ("validation", "obs", "action", "turn", "environment")
 """Tables of an episode, children before parents."""
@@ -59,9 +57,7 @@ class StoredRun:
 
 
 def find(
-    connection: sa.Connection,
-    project: str = "",
-    names: Sequence[str] = (),
+  connection: sa.Connection, project: str = "", names: Sequence[str] = ()
 ) -> list[StoredRun]:
   """Returns runs, oldest first.
 
@@ -76,40 +72,40 @@ def find(
   t, owner, p = tables.training, tables.training_project, tables.project
   pin = tables.pinned_baseline
   query = (
-      sa.select(
-          t.c.id,
-          t.c.run_name,
-          p.c.name.label("project"),
-          t.c.status,
-          sa.func.coalesce(
-              t.c.last_heartbeat, t.c.end_time, t.c.updated_at, t.c.created_at
-          ).label("last_sign"),
-          pin.c.training_id.is_not(None).label("pinned"),
-      )
-      .join(owner, owner.c.training_id == t.c.id)
-      .join(p, p.c.id == owner.c.project_id)
-      .outerjoin(pin, pin.c.training_id == t.c.id)
-      .order_by(t.c.id)
+    sa.select(
+      t.c.id,
+      t.c.run_name,
+      p.c.name.label("project"),
+      t.c.status,
+      sa.func.coalesce(
+        t.c.last_heartbeat, t.c.end_time, t.c.updated_at, t.c.created_at
+      ).label("last_sign"),
+      pin.c.training_id.is_not(None).label("pinned"),
+    )
+    .join(owner, owner.c.training_id == t.c.id)
+    .join(p, p.c.id == owner.c.project_id)
+    .outerjoin(pin, pin.c.training_id == t.c.id)
+    .order_by(t.c.id)
   )
   if project:
     projects = list(connection.scalars(sa.select(p.c.name).order_by(p.c.id)))
     if project not in projects:
       raise MaintenanceError(
-          f"--project={project}: there is none of this name; there are"
-          f" {', '.join(projects) or 'none yet'}"
+        f"--project={project}: there is none of this name; there are"
+        f" {', '.join(projects) or 'none yet'}"
       )
     query = query.where(p.c.name == project)
   runs = [
-      StoredRun(
-          row.id,
-          row.run_name,
-          row.project,
-          row.status,
-          row.last_sign,
-          _score(connection, row.id),
-          bool(row.pinned),
-      )
-      for row in connection.execute(query)
+    StoredRun(
+      row.id,
+      row.run_name,
+      row.project,
+      row.status,
+      row.last_sign,
+      _score(connection, row.id),
+      bool(row.pinned),
+    )
+    for row in connection.execute(query)
   ]
   if not names:
     return runs
@@ -122,9 +118,9 @@ def find(
   if missing:
     shown = ", ".join(r.name for r in runs[:10]) or "none"
     raise MaintenanceError(
-        f"--run={missing[0]}: there is no run of this name or id"
-        f"{f' in project {project}' if project else ''}; there are {shown}"
-        f"{', …' if len(runs) > 10 else ''}"
+      f"--run={missing[0]}: there is no run of this name or id"
+      f"{f' in project {project}' if project else ''}; there are {shown}"
+      f"{', …' if len(runs) > 10 else ''}"
     )
   return [run for run in runs if run in chosen]
 
@@ -132,12 +128,12 @@ def find(
 def _score(connection: sa.Connection, training: int) -> float | None:
   e, s = tables.eval_, tables.step
   for query in (
-      sa.select(e.c.success_rate)
-      .where(e.c.training_id == training, e.c.success_rate.is_not(None))
-      .order_by(e.c.step.desc()),
-      sa.select(s.c.reward_mean)
-      .where(s.c.training_id == training, s.c.reward_mean.is_not(None))
-      .order_by(s.c.step.desc()),
+    sa.select(e.c.success_rate)
+    .where(e.c.training_id == training, e.c.success_rate.is_not(None))
+    .order_by(e.c.step.desc()),
+    sa.select(s.c.reward_mean)
+    .where(s.c.training_id == training, s.c.reward_mean.is_not(None))
+    .order_by(s.c.step.desc()),
   ):
     value = connection.execute(query.limit(1)).scalar()
     if value is not None:
@@ -154,21 +150,19 @@ def ids(kind: str, training: int) -> sa.Select:
     return sa.select(t.c.id).where(t.c.training_id == training)
   if kind in ("rollout", "monitor_group"):
     parts = [
-        sa.select(t.c.id).where(
-            *([t.c.source_type == source] if kind == "rollout" else []),
-            t.c[f"{source}_id"].in_(ids(source, training)),
-        )
-        for source in vocabulary.SOURCE_TYPES
+      sa.select(t.c.id).where(
+        *([t.c.source_type == source] if kind == "rollout" else []),
+        t.c[f"{source}_id"].in_(ids(source, training)),
+      )
+      for source in vocabulary.SOURCE_TYPES
     ]
     return sa.select(sa.union_all(*parts).subquery().c.id)
   parent = "turn" if kind in ("action", "obs") else "rollout"
-  return sa.select(t.c.id).where(
-      t.c[f"{parent}_id"].in_(ids(parent, training))
-  )
+  return sa.select(t.c.id).where(t.c[f"{parent}_id"].in_(ids(parent, training)))
 
 
 def delete(
-    engine: sa.Engine, training: int, *, episodes_only: bool = False
+  engine: sa.Engine, training: int, *, episodes_only: bool = False
 ) -> int:
   """Takes a run away, some of its episodes at a time.
 
@@ -210,17 +204,17 @@ def delete_whole(connection: sa.Connection, training: int) -> int:
     count += _delete(connection, "rollout", part)
   for kind in ("monitor_group", *reversed(vocabulary.SOURCE_TYPES)):
     count += _delete(
-        connection, kind, list(connection.scalars(ids(kind, training)))
+      connection, kind, list(connection.scalars(ids(kind, training)))
     )
   connection.execute(
-      sa.delete(tables.change).where(tables.change.c.training_id == training)
+    sa.delete(tables.change).where(tables.change.c.training_id == training)
   )
   for table in (
-      tables.training_tag, tables.pinned_baseline, tables.training_project,
-  ):  # pyformat: disable
-    connection.execute(
-        sa.delete(table).where(table.c.training_id == training)
-    )
+    tables.training_tag,
+    tables.pinned_baseline,
+    tables.training_project,
+  ):
+    connection.execute(sa.delete(table).where(table.c.training_id == training))
   return count + _delete(connection, "training", [training])
 
 
@@ -231,11 +225,13 @@ def delete_parts(connection: sa.Connection, rollouts: Sequence[int]) -> int:
   turns = sa.select(turn.c.id).where(turn.c.rollout_id.in_(rollouts))
   for kind in EPISODE_PARTS:
     t = tables.metadata.tables[kind]
-    own = t.c.turn_id.in_(turns) if kind in ("action", "obs") else (
-        t.c.rollout_id.in_(rollouts)
-    )  # pyformat: disable
+    own = (
+      t.c.turn_id.in_(turns)
+      if kind in ("action", "obs")
+      else (t.c.rollout_id.in_(rollouts))
+    )
     count += _delete(
-        connection, kind, list(connection.scalars(sa.select(t.c.id).where(own)))
+      connection, kind, list(connection.scalars(sa.select(t.c.id).where(own)))
     )
   return count
 
@@ -271,7 +267,7 @@ def forget_names(connection: sa.Connection) -> int:
       waiting = tables.pending_environment
       deleted &= ~sa.exists().where(waiting.c.id == c.c.entity_id)
     count += connection.execute(
-        sa.delete(c).where(c.c.kind == kind, deleted)
+      sa.delete(c).where(c.c.kind == kind, deleted)
     ).rowcount
   return count
 
@@ -299,11 +295,9 @@ def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
     database.hold_writers(connection)
     yield connection
     meta = tables.meta
+    connection.execute(sa.delete(meta).where(meta.c.key == triggers.GENERATION))
     connection.execute(
-        sa.delete(meta).where(meta.c.key == triggers.GENERATION)
-    )
-    connection.execute(
-        sa.insert(meta).values(key=triggers.GENERATION, value=uuid.uuid4().hex)
+      sa.insert(meta).values(key=triggers.GENERATION, value=uuid.uuid4().hex)
     )
 
 

@@ -37,7 +37,7 @@ _RESERVED = 2  # Connections that readers leave to the writer.
 _READER_S = 20.0
 _upgrading = threading.Lock()
 _readers: weakref.WeakKeyDictionary[sa.Engine, threading.Semaphore] = (
-    weakref.WeakKeyDictionary()
+  weakref.WeakKeyDictionary()
 )
 
 
@@ -81,8 +81,7 @@ def url_of(target: str | pathlib.Path) -> sa.URL:
   if "://" not in text:
     if not text.strip():
       raise DatabaseError(
-          "database='': give a file, or a URL such as"
-          " postgresql://user@host/name"
+        "database='': give a file, or a URL such as postgresql://user@host/name"
       )
     path = pathlib.Path(text).expanduser().absolute()
     return sa.URL.create("sqlite", database=str(path))
@@ -91,9 +90,9 @@ def url_of(target: str | pathlib.Path) -> sa.URL:
   except sa.exc.ArgumentError as error:
     shown = credentials.masked(text)
     raise DatabaseError(
-        f"database={shown!r} is not a URL:"
-        f" {credentials.masked(str(error))}; give a path, or"
-        " postgresql://user@host/name"
+      f"database={shown!r} is not a URL:"
+      f" {credentials.masked(str(error))}; give a path, or"
+      " postgresql://user@host/name"
     ) from None
   kind = url.get_backend_name()
   if kind == "postgres":
@@ -103,9 +102,9 @@ def url_of(target: str | pathlib.Path) -> sa.URL:
   if kind == "sqlite" and url.database and url.database != ":memory:":
     return url
   raise DatabaseError(
-      f"database={url.render_as_string(hide_password=True)}: the monitor runs"
-      " on a SQLite file or on PostgreSQL; give a path, or"
-      " postgresql://user@host/name"
+    f"database={url.render_as_string(hide_password=True)}: the monitor runs"
+    " on a SQLite file or on PostgreSQL; give a path, or"
+    " postgresql://user@host/name"
   )
 
 
@@ -119,10 +118,10 @@ def connect(target: str | pathlib.Path, *, pool_size: int = 8) -> sa.Engine:
   if url.get_backend_name() == "sqlite":
     file_of(url).parent.mkdir(parents=True, exist_ok=True)
     engine = sa.create_engine(
-        url,
-        connect_args={"timeout": _BUSY_S, "check_same_thread": False},
-        pool_size=pool_size,
-        max_overflow=0,
+      url,
+      connect_args={"timeout": _BUSY_S, "check_same_thread": False},
+      pool_size=pool_size,
+      max_overflow=0,
     )
     _limit_readers(engine, pool_size)
     sa.event.listen(engine, "connect", _set_up_sqlite)
@@ -130,20 +129,20 @@ def connect(target: str | pathlib.Path, *, pool_size: int = 8) -> sa.Engine:
     return engine
   try:
     engine = sa.create_engine(
-        url,
-        connect_args={
-            "connect_timeout": 10,
-            "options": "-c timezone=UTC -c statement_timeout=60000",
-        },
-        pool_size=pool_size,
-        max_overflow=0,
-        pool_pre_ping=True,
+      url,
+      connect_args={
+        "connect_timeout": 10,
+        "options": "-c timezone=UTC -c statement_timeout=60000",
+      },
+      pool_size=pool_size,
+      max_overflow=0,
+      pool_pre_ping=True,
     )
     _limit_readers(engine, pool_size)
     return engine
   except ImportError as error:
     raise DatabaseError(
-        f"PostgreSQL needs psycopg ({error}); pip install 'psycopg[binary]'"
+      f"PostgreSQL needs psycopg ({error}); pip install 'psycopg[binary]'"
     ) from None
 
 
@@ -156,12 +155,12 @@ def _set_up_sqlite(connection: Any, record: Any) -> None:
   # SQLAlchemy begins transactions, not the driver.
   connection.isolation_level = None
   for pragma in (
-      "journal_mode=WAL",
-      "synchronous=FULL",
-      "foreign_keys=ON",
-      f"busy_timeout={int(_BUSY_S * 1000)}",
-      "journal_size_limit=67108864",
-      "cache_size=-65536",
+    "journal_mode=WAL",
+    "synchronous=FULL",
+    "foreign_keys=ON",
+    f"busy_timeout={int(_BUSY_S * 1000)}",
+    "journal_size_limit=67108864",
+    "cache_size=-65536",
   ):
     connection.execute(f"PRAGMA {pragma}").fetchall()
 
@@ -204,7 +203,7 @@ def _reading(engine: sa.Engine) -> Iterator[sa.Connection]:
   with engine.connect() as connection:
     if engine.dialect.name == "postgresql":
       connection = connection.execution_options(
-          isolation_level="REPEATABLE READ", postgresql_readonly=True
+        isolation_level="REPEATABLE READ", postgresql_readonly=True
       )
     with connection.begin():
       yield connection
@@ -213,9 +212,7 @@ def _reading(engine: sa.Engine) -> Iterator[sa.Connection]:
 def hold_writers(connection: sa.Connection) -> None:
   """Makes a transaction the only one that writes; SQLite's always is."""
   if connection.dialect.name == "postgresql":
-    connection.exec_driver_sql(
-        f"SELECT pg_advisory_xact_lock({_WRITERS_LOCK})"
-    )
+    connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_WRITERS_LOCK})")
 
 
 def upgrade(engine: sa.Engine) -> None:
@@ -229,7 +226,7 @@ def upgrade(engine: sa.Engine) -> None:
     with connection.begin():
       if engine.dialect.name == "postgresql":
         connection.exec_driver_sql(
-            f"SELECT pg_advisory_xact_lock({_POSTGRES_LOCK})"
+          f"SELECT pg_advisory_xact_lock({_POSTGRES_LOCK})"
         )
       revision = _check_revision(engine, connection)
       if revision != migrations.REVISIONS[0]:
@@ -241,24 +238,22 @@ def upgrade(engine: sa.Engine) -> None:
       _install_triggers(connection)
 
 
-def _check_revision(
-    engine: sa.Engine, connection: sa.Connection
-) -> str | None:
+def _check_revision(engine: sa.Engine, connection: sa.Connection) -> str | None:
   """Returns the schema that the database has; None for an empty database."""
   where = engine.url.render_as_string(hide_password=True)
   revision = migrations.revision_of(connection)
   if revision is not None and revision not in migrations.REVISIONS:
     raise DatabaseError(
-        f"{where} has schema {revision}, which this version does not know; use"
-        " the newer version that wrote it, or another database"
+      f"{where} has schema {revision}, which this version does not know; use"
+      " the newer version that wrote it, or another database"
     )
   if revision is None:
     present = set(sa.inspect(connection).get_table_names())
     clash = sorted(present & set(tables.metadata.tables))
     if clash:
       raise DatabaseError(
-          f"{where} has a table {clash[0]!r} that the monitor did not make;"
-          " give it a database of its own"
+        f"{where} has a table {clash[0]!r} that the monitor did not make;"
+        " give it a database of its own"
       )
   return revision
 
@@ -276,7 +271,7 @@ def _install_triggers(connection: sa.Connection) -> None:
     connection.exec_driver_sql(statement)
   _forget_triggers(connection)
   connection.execute(
-      sa.insert(tables.meta).values(key=_TRIGGERS, value=_digest(statements))
+    sa.insert(tables.meta).values(key=_TRIGGERS, value=_digest(statements))
   )
 
 
@@ -284,9 +279,9 @@ def _drop_views(connection: sa.Connection) -> None:
   if later_views.has_foreign_group(connection):
     where = connection.engine.url.render_as_string(hide_password=True)
     raise DatabaseError(
-        f"{where} has a table or view 'group' that the monitor did not make;"
-        " the monitor has a view of this name: rename yours, or give the"
-        " monitor a database of its own"
+      f"{where} has a table or view 'group' that the monitor did not make;"
+      " the monitor has a view of this name: rename yours, or give the"
+      " monitor a database of its own"
     )
   later_views.drop(connection)
 
@@ -300,16 +295,18 @@ def triggers_are_current(connection: sa.Connection) -> bool:
   """Returns whether the installed triggers and views are this version's."""
   meta = tables.meta
   digest = connection.execute(
-      sa.select(meta.c.value).where(meta.c.key == _TRIGGERS)
+    sa.select(meta.c.value).where(meta.c.key == _TRIGGERS)
   ).scalar()
   return digest == _digest(_made_of_code(connection.dialect.name))
 
 
 def _made_of_code(dialect: str) -> list[str]:
   return [
-      *triggers.statements(dialect), *later_views.statements(dialect),
-      *later_writes.statements(dialect), *text_index.statements(dialect),
-  ]  # pyformat: disable
+    *triggers.statements(dialect),
+    *later_views.statements(dialect),
+    *later_writes.statements(dialect),
+    *text_index.statements(dialect),
+  ]
 
 
 def _digest(statements: list[str]) -> str:

@@ -25,19 +25,20 @@ from training_monitor.schema import triggers
 from training_monitor.schema import vocabulary
 
 _ALIASES = {
-    ("rollout", "group"): "group_num", ("action", "tool_name"): "action_name",
-    ("action", "tool_args"): "args",
-}  # pyformat: disable
+  ("rollout", "group"): "group_num",
+  ("action", "tool_name"): "action_name",
+  ("action", "tool_args"): "args",
+}
 """(table, column) -> the later schema's name of the column."""
 _DERIVED = frozenset({"group_id", "env_id", "source_type", *_ALIASES.values()})
 """Added columns that are no raw values."""
 _GROUP_NUM = (
-    "(SELECT g.group_num FROM monitor_group g WHERE g.id = NEW.group_id)"
+  "(SELECT g.group_num FROM monitor_group g WHERE g.id = NEW.group_id)"
 )
 _NEXT_ENVIRONMENT = (
-    "(SELECT max(n) + 1 FROM (SELECT 0 AS n UNION ALL SELECT max(id) FROM"
-    " environment UNION ALL SELECT max(id) FROM monitor_pending_environment"
-    " UNION ALL SELECT seq FROM sqlite_sequence WHERE name = 'environment'))"
+  "(SELECT max(n) + 1 FROM (SELECT 0 AS n UNION ALL SELECT max(id) FROM"
+  " environment UNION ALL SELECT max(id) FROM monitor_pending_environment"
+  " UNION ALL SELECT seq FROM sqlite_sequence WHERE name = 'environment'))"
 )
 
 
@@ -49,12 +50,11 @@ def statements(dialect: str) -> list[str]:
   """
   ddl = []
   for view, table, added in (
-      *((f"{later_views.PREFIX}{k}", k, n)
-        for k, n in later_views.ADDED.items()),
-      (f"{later_views.PREFIX}environment", "environment", ()),
-      (f"{later_views.PREFIX}group", "monitor_group", later_views.GROUP),
-      ("group", "monitor_group", later_views.GROUP),
-  ):  # pyformat: disable
+    *((f"{later_views.PREFIX}{k}", k, n) for k, n in later_views.ADDED.items()),
+    (f"{later_views.PREFIX}environment", "environment", ()),
+    (f"{later_views.PREFIX}group", "monitor_group", later_views.GROUP),
+    ("group", "monitor_group", later_views.GROUP),
+  ):
     ddl += _Writes(view, tables.metadata.tables[table], added, dialect).ddl()
   return ddl
 
@@ -63,7 +63,7 @@ class _Writes:
   """Triggers of one view."""
 
   def __init__(
-      self, view: str, table: sa.Table, added: Iterable[str], dialect: str
+    self, view: str, table: sa.Table, added: Iterable[str], dialect: str
   ):
     self._view = view
     self._table = table
@@ -78,27 +78,28 @@ class _Writes:
 
   def ddl(self) -> list[str]:
     bodies = {
-        "INSERT": self._insert(), "UPDATE": self._update(),
-        "DELETE": self._delete(),
-    }  # pyformat: disable
+      "INSERT": self._insert(),
+      "UPDATE": self._update(),
+      "DELETE": self._delete(),
+    }
     name = self._view.removeprefix("monitor_")
     if self._sqlite:
       return [
-          f"CREATE TRIGGER {triggers.PREFIX}{name}_{event.lower()} INSTEAD OF"
-          f' {event} ON "{self._view}" BEGIN {"; ".join(body)}; END'
-          for event, body in bodies.items()
+        f"CREATE TRIGGER {triggers.PREFIX}{name}_{event.lower()} INSTEAD OF"
+        f' {event} ON "{self._view}" BEGIN {"; ".join(body)}; END'
+        for event, body in bodies.items()
       ]
     parts = "".join(
-        f" IF TG_OP = '{event}' THEN {'; '.join(body)}; RETURN"
-        f" {'OLD' if event == 'DELETE' else 'NEW'}; END IF;"
-        for event, body in bodies.items()
+      f" IF TG_OP = '{event}' THEN {'; '.join(body)}; RETURN"
+      f" {'OLD' if event == 'DELETE' else 'NEW'}; END IF;"
+      for event, body in bodies.items()
     )
     return [
-        f"CREATE OR REPLACE FUNCTION monitor_fn_{name}() RETURNS trigger AS $$"
-        f" BEGIN{parts} END $$ LANGUAGE plpgsql",
-        f"CREATE TRIGGER {triggers.PREFIX}{name} INSTEAD OF INSERT OR UPDATE OR"
-        f' DELETE ON "{self._view}" FOR EACH ROW EXECUTE FUNCTION'
-        f" monitor_fn_{name}()",
+      f"CREATE OR REPLACE FUNCTION monitor_fn_{name}() RETURNS trigger AS $$"
+      f" BEGIN{parts} END $$ LANGUAGE plpgsql",
+      f"CREATE TRIGGER {triggers.PREFIX}{name} INSTEAD OF INSERT OR UPDATE OR"
+      f' DELETE ON "{self._view}" FOR EACH ROW EXECUTE FUNCTION'
+      f" monitor_fn_{name}()",
     ]
 
   # --- the row ----------------------------------------------------------------
@@ -106,9 +107,7 @@ class _Writes:
   def _insert(self) -> list[str]:
     body = self._checks()
     if not self._sqlite:
-      body.append(
-          f"NEW.id := COALESCE(NEW.id, nextval('{self._name}_id_seq'))"
-      )
+      body.append(f"NEW.id := COALESCE(NEW.id, nextval('{self._name}_id_seq'))")
     names = ", ".join(f'"{c}"' for c in self._columns)
     values = ", ".join(map(self._inserted, self._columns))
     insert = f'INSERT INTO "{self._name}" ({names})'
@@ -117,31 +116,32 @@ class _Writes:
     else:
       body.append(f"{insert} SELECT {values} WHERE NEW.rollout_id IS NOT NULL")
       body.append(
-          "INSERT INTO monitor_pending_environment (id, project_id,"
-          f" fields_json, created_at) SELECT {self._inserted('id')}, 0,"
-          f" {self._pending()}, CURRENT_TIMESTAMP WHERE NEW.rollout_id IS NULL"
+        "INSERT INTO monitor_pending_environment (id, project_id,"
+        f" fields_json, created_at) SELECT {self._inserted('id')}, 0,"
+        f" {self._pending()}, CURRENT_TIMESTAMP WHERE NEW.rollout_id IS NULL"
       )
     return [*body, *self._keep_raw(new=True), *self._take_environment()]
 
   def _update(self) -> list[str]:
     sets = ", ".join(
-        f'"{c}" = {self._updated(c)}' for c in self._columns if c != "id"
+      f'"{c}" = {self._updated(c)}' for c in self._columns if c != "id"
     )
     body = [
-        *self._checks(), f'UPDATE "{self._name}" SET {sets} WHERE id = OLD.id'
-    ]  # pyformat: disable
+      *self._checks(),
+      f'UPDATE "{self._name}" SET {sets} WHERE id = OLD.id',
+    ]
     if self._name != "environment":
       body += self._unless_ignored()
     else:
       names = ", ".join(f'"{c}"' for c in self._columns)
       values = ", ".join(f'NEW."{c}"' for c in self._columns)
       body += [
-          "UPDATE monitor_pending_environment SET fields_json ="
-          f" {self._pending()} WHERE id = OLD.id",
-          f"INSERT INTO environment ({names}) SELECT {values} WHERE"
-          " OLD.rollout_id IS NULL AND NEW.rollout_id IS NOT NULL",
-          "DELETE FROM monitor_pending_environment WHERE id = OLD.id AND"
-          " NEW.rollout_id IS NOT NULL",
+        "UPDATE monitor_pending_environment SET fields_json ="
+        f" {self._pending()} WHERE id = OLD.id",
+        f"INSERT INTO environment ({names}) SELECT {values} WHERE"
+        " OLD.rollout_id IS NULL AND NEW.rollout_id IS NOT NULL",
+        "DELETE FROM monitor_pending_environment WHERE id = OLD.id AND"
+        " NEW.rollout_id IS NOT NULL",
       ]
     return [*body, *self._keep_raw(new=False), *self._take_environment()]
 
@@ -149,8 +149,8 @@ class _Writes:
     body = [f'DELETE FROM "{self._name}" WHERE id = OLD.id']
     if self._name == "environment":  # One that waits has no row.
       body += [
-          "DELETE FROM monitor_pending_environment WHERE id = OLD.id",
-          *triggers.after_delete("environment", self._sqlite),
+        "DELETE FROM monitor_pending_environment WHERE id = OLD.id",
+        *triggers.after_delete("environment", self._sqlite),
       ]
     return body
 
@@ -177,12 +177,12 @@ class _Writes:
     grouped = ""
     if column == "group":
       grouped = (
-          f" WHEN {self._changed('group_id')} AND NEW.group_id IS NOT NULL THEN"
-          f" {_GROUP_NUM}"
+        f" WHEN {self._changed('group_id')} AND NEW.group_id IS NOT NULL THEN"
+        f" {_GROUP_NUM}"
       )
     return (
-        f'CASE WHEN {self._changed(alias)} THEN NEW."{alias}"{grouped} ELSE'
-        f' NEW."{column}" END'
+      f'CASE WHEN {self._changed(alias)} THEN NEW."{alias}"{grouped} ELSE'
+      f' NEW."{column}" END'
     )
 
   def _changed(self, column: str) -> str:
@@ -195,11 +195,11 @@ class _Writes:
     if self._name != "monitor_group":
       return []
     wrong = " OR ".join(
-        f"(NEW.source_type = '{s}' AND NEW.{s}_id IS NULL)"
-        for s in vocabulary.SOURCE_TYPES
+      f"(NEW.source_type = '{s}' AND NEW.{s}_id IS NULL)"
+      for s in vocabulary.SOURCE_TYPES
     )
     return self._refuse(
-        wrong, "group.source_type: the id that it names is NULL"
+      wrong, "group.source_type: the id that it names is NULL"
     )
 
   def _unless_ignored(self) -> list[str]:
@@ -213,8 +213,8 @@ class _Writes:
     if self._sqlite:
       return [f"SELECT RAISE(ABORT, '{why}') WHERE {condition}"]
     return [
-        f"IF {condition} THEN RAISE EXCEPTION '{why}' USING ERRCODE ="
-        " 'check_violation'; END IF"
+      f"IF {condition} THEN RAISE EXCEPTION '{why}' USING ERRCODE ="
+      " 'check_violation'; END IF"
     ]
 
   def _keep_raw(self, new: bool) -> list[str]:
@@ -222,21 +222,21 @@ class _Writes:
     if not self._raw:
       return []
     rows = " UNION ALL ".join(
-        f"SELECT '{n}' AS field, CAST(NEW.\"{n}\" AS TEXT) AS value"
-        + ("" if new else f" WHERE {self._changed(n)}")
-        for n in self._raw
+      f"SELECT '{n}' AS field, CAST(NEW.\"{n}\" AS TEXT) AS value"
+      + ("" if new else f" WHERE {self._changed(n)}")
+      for n in self._raw
     )
     keep = (
-        "INSERT INTO monitor_raw_value (kind, entity_id, field, value) SELECT"
-        f" '{self._name}', {self._id if new else 'OLD.id'}, c.field, c.value"
-        f" FROM ({rows}) c WHERE c.value IS NOT NULL"
+      "INSERT INTO monitor_raw_value (kind, entity_id, field, value) SELECT"
+      f" '{self._name}', {self._id if new else 'OLD.id'}, c.field, c.value"
+      f" FROM ({rows}) c WHERE c.value IS NOT NULL"
     )
     if new:
       return [keep]
     return [
-        f"DELETE FROM monitor_raw_value WHERE kind = '{self._name}' AND"
-        f" entity_id = OLD.id AND field IN (SELECT c.field FROM ({rows}) c)",
-        keep,
+      f"DELETE FROM monitor_raw_value WHERE kind = '{self._name}' AND"
+      f" entity_id = OLD.id AND field IN (SELECT c.field FROM ({rows}) c)",
+      keep,
     ]
 
   def _pending(self) -> str:
@@ -256,15 +256,15 @@ class _Writes:
     columns = ", ".join(f'"{n}"' for n in names)
     view = f"{later_views.PREFIX}environment"
     return [
-        f'INSERT INTO environment (rollout_id, {columns}) SELECT {self._id},'
-        f" {columns} FROM {view} WHERE id = NEW.env_id AND rollout_id IS NULL",
-        "DELETE FROM monitor_pending_environment WHERE id = NEW.env_id",
-        *self._refuse(
-            "NEW.env_id IS NOT NULL AND NOT EXISTS (SELECT 1 FROM environment e"
-            f" WHERE e.id = NEW.env_id AND e.rollout_id = {self._id})",
-            "rollout.env_id: there is no such environment, or it is another"
-            " rollout''s",
-        ),
+      f"INSERT INTO environment (rollout_id, {columns}) SELECT {self._id},"
+      f" {columns} FROM {view} WHERE id = NEW.env_id AND rollout_id IS NULL",
+      "DELETE FROM monitor_pending_environment WHERE id = NEW.env_id",
+      *self._refuse(
+        "NEW.env_id IS NOT NULL AND NOT EXISTS (SELECT 1 FROM environment e"
+        f" WHERE e.id = NEW.env_id AND e.rollout_id = {self._id})",
+        "rollout.env_id: there is no such environment, or it is another"
+        " rollout''s",
+      ),
     ]
 
 

@@ -30,9 +30,9 @@ def share(status: str | None, count: int | None, total: int | None) -> float:
 
 
 def step(
-    status: str | None,
-    rollout_progress: Mapping[str, Any] | None,
-    training_progress: Mapping[str, Any] | None,
+  status: str | None,
+  rollout_progress: Mapping[str, Any] | None,
+  training_progress: Mapping[str, Any] | None,
 ) -> float:
   """Returns the progress: half for the rollouts, half for the update.
 
@@ -52,16 +52,19 @@ def step(
     rollouts = ratio(collected.get("completed_envs"), collected["total_envs"])
   else:
     rollouts = ratio(
-        collected.get("completed_groups"), collected.get("total_groups")
+      collected.get("completed_groups"), collected.get("total_groups")
     )
   substeps = ratio(
-      updated.get("completed_substeps"), updated.get("total_substeps")
+    updated.get("completed_substeps"), updated.get("total_substeps")
   )
   share = _ROLLOUT_SHARE / 100.0
   return share * rollouts + (1.0 - share) * substeps
 
 
 ROLLOUT_PROGRESS_KEYS = (
-    "completed_groups", "total_groups", "completed_envs", "total_envs",
-)  # pyformat: disable
+  "completed_groups",
+  "total_groups",
+  "completed_envs",
+  "total_envs",
+)
 TRAINING_PROGRESS_KEYS = ("completed_substeps", "total_substeps")

@@ -42,7 +42,7 @@ _RAW = ", ".join(f"'{name}'" for name in RAW_FIELDS)
 _WORD = re.compile(r"[^\W_]+\*?")
 # Written without spaces: no index by words finds a part of them.
 _UNSPACED = re.compile(
-    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\U0003ffff]"
+  "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\U0003ffff]"
 )
 _PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
@@ -88,7 +88,7 @@ def install(connection: sa.Connection) -> None:
     return
   if connection.dialect.name == "sqlite":
     connection.exec_driver_sql(
-        f"CREATE TABLE IF NOT EXISTS {_PENDING} (turn_id INTEGER PRIMARY KEY)"
+      f"CREATE TABLE IF NOT EXISTS {_PENDING} (turn_id INTEGER PRIMARY KEY)"
     )
   if ready(connection):
     return
@@ -104,9 +104,12 @@ def install(connection: sa.Connection) -> None:
 def ready(connection: sa.Connection) -> bool:
   """Returns whether the index has every turn."""
   meta = tables.meta
-  return connection.execute(
+  return (
+    connection.execute(
       sa.select(meta.c.value).where(meta.c.key == _KEY)
-  ).scalar() == _VERSION  # pyformat: disable
+    ).scalar()
+    == _VERSION
+  )
 
 
 def rebuild(connection: sa.Connection) -> None:
@@ -115,7 +118,7 @@ def rebuild(connection: sa.Connection) -> None:
     return
   if connection.dialect.name == "sqlite":
     connection.exec_driver_sql(
-        f"INSERT INTO {TABLE} ({TABLE}) VALUES ('delete-all')"
+      f"INSERT INTO {TABLE} ({TABLE}) VALUES ('delete-all')"
     )
     connection.exec_driver_sql(f"DELETE FROM {_PENDING}")
   else:
@@ -125,10 +128,14 @@ def rebuild(connection: sa.Connection) -> None:
 
 def pending(connection: sa.Connection) -> bool:
   """Returns whether `catch_up` has turns to index."""
-  return connection.dialect.name == "sqlite" and ready(connection) and bool(
+  return (
+    connection.dialect.name == "sqlite"
+    and ready(connection)
+    and bool(
       connection.exec_driver_sql(
-          f"SELECT EXISTS (SELECT 1 FROM {_PENDING})"
+        f"SELECT EXISTS (SELECT 1 FROM {_PENDING})"
       ).scalar()
+    )
   )
 
 
@@ -143,14 +150,16 @@ def catch_up(connection: sa.Connection, most: int) -> bool:
     return False
   run = connection.exec_driver_sql
   last, count = run(
-      f"SELECT max(turn_id), count(*) FROM (SELECT turn_id FROM {_PENDING}"
-      " ORDER BY turn_id LIMIT ?)", (most,)
-  ).one()  # pyformat: disable
+    f"SELECT max(turn_id), count(*) FROM (SELECT turn_id FROM {_PENDING}"
+    " ORDER BY turn_id LIMIT ?)",
+    (most,),
+  ).one()
   run(
-      f"INSERT INTO {TABLE} (rowid, words) SELECT t.id,"
-      f" {_sqlite_words()} FROM {_PENDING} p JOIN turn t ON t.id = p.turn_id"
-      " WHERE p.turn_id <= ? ORDER BY p.turn_id", (last,)
-  )  # pyformat: disable
+    f"INSERT INTO {TABLE} (rowid, words) SELECT t.id,"
+    f" {_sqlite_words()} FROM {_PENDING} p JOIN turn t ON t.id = p.turn_id"
+    " WHERE p.turn_id <= ? ORDER BY p.turn_id",
+    (last,),
+  )
   run(f"DELETE FROM {_PENDING} WHERE turn_id <= ?", (last,))
   return count == most
 
@@ -163,9 +172,12 @@ def drop(connection: sa.Connection) -> None:
 
 
 def find(
-    connection: sa.Connection, training: int, words: Sequence[str],
-    before: int | None, count: int,
-) -> list[int]:  # pyformat: disable
+  connection: sa.Connection,
+  training: int,
+  words: Sequence[str],
+  before: int | None,
+  count: int,
+) -> list[int]:
   """Returns turns that may be of the run and have every word, newest first.
 
   A word that ends in an asterisk is found by its beginning. FTS5 reads every
@@ -184,78 +196,83 @@ def find(
   behind = "" if before is None else f" AND {{}} < {int(before)}"
   if connection.dialect.name == "sqlite":
     query = " AND ".join(
-        f'"{word.rstrip("*")}"{"*" if word[-1] == "*" else ""}'
-        for word in words
+      f'"{word.rstrip("*")}"{"*" if word[-1] == "*" else ""}' for word in words
     )
-    turns = set(connection.scalars(
+    turns = set(
+      connection.scalars(
         sa.text(
-            f"SELECT rowid FROM {TABLE} WHERE {TABLE} MATCH :query"
-            f"{behind.format('rowid')} ORDER BY rowid DESC LIMIT :count"
+          f"SELECT rowid FROM {TABLE} WHERE {TABLE} MATCH :query"
+          f"{behind.format('rowid')} ORDER BY rowid DESC LIMIT :count"
         ),
         {"query": f'"{_RUN}{training:d}" AND {query}', "count": count},
-    ))  # pyformat: disable
-    turns.update(connection.scalars(
+      )
+    )
+    turns.update(
+      connection.scalars(
         sa.text(
-            f"SELECT turn_id FROM {_PENDING} WHERE"
-            f" TRUE{behind.format('turn_id')} ORDER BY turn_id DESC LIMIT"
-            " :count"
+          f"SELECT turn_id FROM {_PENDING} WHERE"
+          f" TRUE{behind.format('turn_id')} ORDER BY turn_id DESC LIMIT"
+          " :count"
         ),
         {"count": count},
-    ))  # pyformat: disable
+      )
+    )
     return sorted(turns, reverse=True)[:count]
   query = " & ".join(
-      f"'{word.rstrip('*')}'{':*' if word[-1] == '*' else ''}" for word in words
+    f"'{word.rstrip('*')}'{':*' if word[-1] == '*' else ''}" for word in words
   )
-  return list(connection.scalars(
+  return list(
+    connection.scalars(
       sa.text(
-          f"SELECT turn_id FROM {TABLE} WHERE training_id = :training AND words"
-          f" @@ to_tsquery('simple', :query){behind.format('turn_id')} ORDER BY"
-          " turn_id DESC LIMIT :count"
+        f"SELECT turn_id FROM {TABLE} WHERE training_id = :training AND words"
+        f" @@ to_tsquery('simple', :query){behind.format('turn_id')} ORDER BY"
+        " turn_id DESC LIMIT :count"
       ),
       {"training": training, "query": query, "count": count},
-  ))  # pyformat: disable
+    )
+  )
 
 
 # --- SQL ---------------------------------------------------------------------
 
 _TABLES = {
-    "sqlite": [
-        f"CREATE VIRTUAL TABLE {TABLE} USING fts5(words, content='',"
-        " columnsize=0, detail=none, tokenize=\"unicode61"
-        " remove_diacritics 0\")"
-    ],
-    "postgresql": [
-        f"CREATE TABLE {TABLE} (turn_id bigint PRIMARY KEY REFERENCES turn (id)"
-        " ON DELETE CASCADE, training_id bigint NOT NULL, words tsvector NOT"
-        " NULL)",
-        f"CREATE INDEX idx_{TABLE} ON {TABLE} USING gin (words)",
-        f"CREATE INDEX idx_{TABLE}_run ON {TABLE} (training_id, turn_id)",
-    ],
-}  # pyformat: disable
+  "sqlite": [
+    f"CREATE VIRTUAL TABLE {TABLE} USING fts5(words, content='',"
+    ' columnsize=0, detail=none, tokenize="unicode61'
+    ' remove_diacritics 0")'
+  ],
+  "postgresql": [
+    f"CREATE TABLE {TABLE} (turn_id bigint PRIMARY KEY REFERENCES turn (id)"
+    " ON DELETE CASCADE, training_id bigint NOT NULL, words tsvector NOT"
+    " NULL)",
+    f"CREATE INDEX idx_{TABLE} ON {TABLE} USING gin (words)",
+    f"CREATE INDEX idx_{TABLE}_run ON {TABLE} (training_id, turn_id)",
+  ],
+}
 
 _RUN_OF = (
-    "(SELECT COALESCE(s.training_id, e.training_id, b.training_id) FROM rollout"
-    " r LEFT JOIN step s ON s.id = r.step_id LEFT JOIN eval e ON e.id ="
-    " r.eval_id LEFT JOIN baseline b ON b.id = r.baseline_id WHERE r.id ="
-    " {rollout})"
+  "(SELECT COALESCE(s.training_id, e.training_id, b.training_id) FROM rollout"
+  " r LEFT JOIN step s ON s.id = r.step_id LEFT JOIN eval e ON e.id ="
+  " r.eval_id LEFT JOIN baseline b ON b.id = r.baseline_id WHERE r.id ="
+  " {rollout})"
 )
 _TASK_OF = (
-    "(SELECT k.description FROM rollout r JOIN task k ON k.id = r.task_id WHERE"
-    " r.id = {rollout})"
+  "(SELECT k.description FROM rollout r JOIN task k ON k.id = r.task_id WHERE"
+  " r.id = {rollout})"
 )
 
 
 def _fill(connection: sa.Connection) -> None:
   if connection.dialect.name == "sqlite":
     connection.exec_driver_sql(
-        f"INSERT INTO {TABLE} (rowid, words) SELECT t.id, {_sqlite_words()}"
-        " FROM turn t ORDER BY t.id"
+      f"INSERT INTO {TABLE} (rowid, words) SELECT t.id, {_sqlite_words()}"
+      " FROM turn t ORDER BY t.id"
     )
     return
   for statement in _functions():
     connection.exec_driver_sql(statement.replace("%", "%%"))
   connection.exec_driver_sql(
-      "SELECT monitor_fn_index_turn(t.id) FROM turn t ORDER BY t.id"
+    "SELECT monitor_fn_index_turn(t.id) FROM turn t ORDER BY t.id"
   )
 
 
@@ -266,24 +283,25 @@ def _cut(text: str) -> str:
 def _sqlite_words() -> str:
   """Returns the words of a row `t` of `turn`."""
   metrics = (
-      "CASE WHEN json_valid(t.metrics_json) THEN"
-      " json_extract(t.metrics_json, '$.{}') END"
+    "CASE WHEN json_valid(t.metrics_json) THEN"
+    " json_extract(t.metrics_json, '$.{}') END"
   )
   typed = (
-      "CASE WHEN json_valid(a.tool_args) THEN json_extract(a.tool_args,"
-      " '$.text') END"
+    "CASE WHEN json_valid(a.tool_args) THEN json_extract(a.tool_args,"
+    " '$.text') END"
   )
   run, task = (of.format(rollout="t.rollout_id") for of in (_RUN_OF, _TASK_OF))
   parts = [
-      f"'{_RUN}' || {run}",
-      _cut(metrics.format("thought")), _cut(metrics.format("model_response")),
-      f"CASE WHEN t.turn <= 1 THEN {_cut(task)} ELSE '' END",
-      f"COALESCE((SELECT group_concat({_cut(typed)}, ' ') FROM action a WHERE"
-      " a.turn_id = t.id AND a.action_type = 'type'), '')",
-      f"COALESCE((SELECT group_concat({_cut('v.value')}, ' ') FROM"
-      " monitor_raw_value v WHERE v.kind = 'turn' AND v.entity_id = t.id AND"
-      f" v.field IN ({_RAW})), '')",
-  ]  # pyformat: disable
+    f"'{_RUN}' || {run}",
+    _cut(metrics.format("thought")),
+    _cut(metrics.format("model_response")),
+    f"CASE WHEN t.turn <= 1 THEN {_cut(task)} ELSE '' END",
+    f"COALESCE((SELECT group_concat({_cut(typed)}, ' ') FROM action a WHERE"
+    " a.turn_id = t.id AND a.action_type = 'type'), '')",
+    f"COALESCE((SELECT group_concat({_cut('v.value')}, ' ') FROM"
+    " monitor_raw_value v WHERE v.kind = 'turn' AND v.entity_id = t.id AND"
+    f" v.field IN ({_RAW})), '')",
+  ]
   return " || ' ' || ".join(parts)
 
 
@@ -291,12 +309,12 @@ def _sqlite() -> list[str]:
   """Returns triggers that note turns whose words change as pending."""
   of = f"INSERT OR IGNORE INTO {_PENDING} VALUES (NEW.{{}})".format
   every = (
-      f"INSERT OR IGNORE INTO {_PENDING} SELECT t.id FROM rollout r JOIN turn t"
-      " ON t.rollout_id = r.id WHERE {}"
+    f"INSERT OR IGNORE INTO {_PENDING} SELECT t.id FROM rollout r JOIN turn t"
+    " ON t.rollout_id = r.id WHERE {}"
   ).format
   is_raw = f"NEW.kind = 'turn' AND NEW.field IN ({_RAW})"
   moved = " OR ".join(
-      f"NEW.{c} IS NOT OLD.{c}" for c in ("step_id", "eval_id", "baseline_id")
+    f"NEW.{c} IS NOT OLD.{c}" for c in ("step_id", "eval_id", "baseline_id")
   )
   specs = (
       ("turn_made", "AFTER INSERT ON turn", "", of("id")),
@@ -328,11 +346,11 @@ def _sqlite() -> list[str]:
           "NEW.description <> OLD.description",
           every("r.task_id = NEW.id AND t.turn <= 1"),
       ),
-  )  # pyformat: disable
+  )  # fmt: skip
   return [
-      f"CREATE TRIGGER {triggers.PREFIX}words_{name} {event}"
-      f"{f' WHEN {when}' if when else ''} BEGIN {does}; END"
-      for name, event, when, does in specs
+    f"CREATE TRIGGER {triggers.PREFIX}words_{name} {event}"
+    f"{f' WHEN {when}' if when else ''} BEGIN {does}; END"
+    for name, event, when, does in specs
   ]
 
 
@@ -342,40 +360,40 @@ def _functions() -> list[str]:
   marks = _PUNCTUATION.replace("'", "''")
   text = lambda name: f"monitor_fn_json_text(one.metrics_json, '{name}')"
   return [
-      later_views.JSON_TEXT,
-      # What is left has no word of more than one part.
-      "CREATE OR REPLACE FUNCTION monitor_fn_words(given text) RETURNS tsvector"
-      " AS $$ SELECT strip(to_tsvector('simple', translate(COALESCE(left(given,"
-      f" {_MOST}), ''), '{marks}', '{spaces}'))) $$ LANGUAGE sql IMMUTABLE",
-      "CREATE OR REPLACE FUNCTION monitor_fn_index_turn(wanted bigint) RETURNS"
-      " void AS $$ DECLARE one turn; run bigint; have tsvector; BEGIN SELECT *"
-      " INTO one FROM turn WHERE id = wanted; IF NOT FOUND THEN RETURN; END"
-      f" IF; SELECT {_RUN_OF.format(rollout='one.rollout_id')} INTO run; IF"
-      " run IS NULL THEN RETURN; END IF; have :="
-      f" monitor_fn_words({text('thought')}) ||"
-      f" monitor_fn_words({text('model_response')}); IF one.turn <= 1 THEN"
-      " have := have ||"
-      f" monitor_fn_words({_TASK_OF.format(rollout='one.rollout_id')}); END"
-      " IF; SELECT have || monitor_fn_words(string_agg("
-      " monitor_fn_json_text(tool_args, 'text'), ' ')) INTO have FROM action"
-      " WHERE turn_id = wanted AND action_type = 'type'; SELECT have ||"
-      " monitor_fn_words(string_agg(value, ' ')) INTO have FROM"
-      " monitor_raw_value WHERE kind = 'turn' AND entity_id = wanted AND field"
-      f" IN ({_RAW}); INSERT INTO {TABLE} VALUES (wanted, run, have) ON"
-      " CONFLICT (turn_id) DO UPDATE SET training_id = excluded.training_id,"
-      " words = excluded.words; END $$ LANGUAGE plpgsql",
+    later_views.JSON_TEXT,
+    # What is left has no word of more than one part.
+    "CREATE OR REPLACE FUNCTION monitor_fn_words(given text) RETURNS tsvector"
+    " AS $$ SELECT strip(to_tsvector('simple', translate(COALESCE(left(given,"
+    f" {_MOST}), ''), '{marks}', '{spaces}'))) $$ LANGUAGE sql IMMUTABLE",
+    "CREATE OR REPLACE FUNCTION monitor_fn_index_turn(wanted bigint) RETURNS"
+    " void AS $$ DECLARE one turn; run bigint; have tsvector; BEGIN SELECT *"
+    " INTO one FROM turn WHERE id = wanted; IF NOT FOUND THEN RETURN; END"
+    f" IF; SELECT {_RUN_OF.format(rollout='one.rollout_id')} INTO run; IF"
+    " run IS NULL THEN RETURN; END IF; have :="
+    f" monitor_fn_words({text('thought')}) ||"
+    f" monitor_fn_words({text('model_response')}); IF one.turn <= 1 THEN"
+    " have := have ||"
+    f" monitor_fn_words({_TASK_OF.format(rollout='one.rollout_id')}); END"
+    " IF; SELECT have || monitor_fn_words(string_agg("
+    " monitor_fn_json_text(tool_args, 'text'), ' ')) INTO have FROM action"
+    " WHERE turn_id = wanted AND action_type = 'type'; SELECT have ||"
+    " monitor_fn_words(string_agg(value, ' ')) INTO have FROM"
+    " monitor_raw_value WHERE kind = 'turn' AND entity_id = wanted AND field"
+    f" IN ({_RAW}); INSERT INTO {TABLE} VALUES (wanted, run, have) ON"
+    " CONFLICT (turn_id) DO UPDATE SET training_id = excluded.training_id,"
+    " words = excluded.words; END $$ LANGUAGE plpgsql",
   ]
 
 
 def _postgresql() -> list[str]:
   ddl = _functions()
   changed = " OR ".join(
-      f"NEW.{c} IS DISTINCT FROM OLD.{c}"
-      for c in ("step_id", "eval_id", "baseline_id")
+    f"NEW.{c} IS DISTINCT FROM OLD.{c}"
+    for c in ("step_id", "eval_id", "baseline_id")
   )
   each = (
-      "PERFORM monitor_fn_index_turn(t.id) FROM rollout r JOIN turn t ON"
-      " t.rollout_id = r.id WHERE {}"
+    "PERFORM monitor_fn_index_turn(t.id) FROM rollout r JOIN turn t ON"
+    " t.rollout_id = r.id WHERE {}"
   )
   is_raw = f"NEW.kind = 'turn' AND NEW.field IN ({_RAW})"
   specs = (
@@ -401,14 +419,14 @@ def _postgresql() -> list[str]:
           "NEW.description IS DISTINCT FROM OLD.description",
           each.format("r.task_id = NEW.id AND t.turn <= 1"),
       ),
-  )  # pyformat: disable
+  )  # fmt: skip
   for name, table, event, when, does in specs:
     function = f"monitor_fn_words_{name}"
     ddl += [
-        f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger AS $$ BEGIN"
-        f" {does}; RETURN NULL; END $$ LANGUAGE plpgsql",
-        f"CREATE TRIGGER {triggers.PREFIX}words_{name} AFTER {event} ON"
-        f' "{table}" FOR EACH ROW'
-        f"{f' WHEN ({when})' if when else ''} EXECUTE FUNCTION {function}()",
+      f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger AS $$ BEGIN"
+      f" {does}; RETURN NULL; END $$ LANGUAGE plpgsql",
+      f"CREATE TRIGGER {triggers.PREFIX}words_{name} AFTER {event} ON"
+      f' "{table}" FOR EACH ROW'
+      f"{f' WHEN ({when})' if when else ''} EXECUTE FUNCTION {function}()",
     ]
   return ddl

@@ -27,7 +27,7 @@ STATUSES: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
         "failed", "cancelled",
     ),
     "environment": ("pending", "creating", "running", "terminated", "error"),
-})  # pyformat: disable
+})  # fmt: skip
 """Table -> the values of its `status`. The first is the default."""
 
 PHASES: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
@@ -43,7 +43,7 @@ PHASES: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
         "env_creation", "agent_initialization", "task_execution", "validation",
         "cleanup",
     ),
-})  # pyformat: disable
+})  # fmt: skip
 """Table -> the values of its `current_phase`."""
 
 LONGEST_NOTE = 4000
@@ -54,12 +54,11 @@ SOURCE_TYPES = ("step", "eval", "baseline")
 
 BOX_TYPES = ("android", "linux")
 
-CHOICES: Mapping[tuple[str, str], tuple[str, ...]] = types.MappingProxyType({
+CHOICES: Mapping[tuple[str, str], tuple[str, ...]] = types.MappingProxyType(
+  {
     ("training", "box_type"): BOX_TYPES,
     ("task", "difficulty"): ("easy", "medium", "hard"),
-    ("task", "category"): (
-        "system", "navigation", "settings", "app", "input",
-    ),
+    ("task", "category"): ("system", "navigation", "settings", "app", "input"),
     ("task", "validation_type"): ("state", "screenshot", "api"),
     ("rollout", "source_type"): SOURCE_TYPES,
     ("obs", "obs_type"): ("screenshot", "text", "multimodal"),
@@ -67,15 +66,16 @@ CHOICES: Mapping[tuple[str, str], tuple[str, ...]] = types.MappingProxyType({
     ("environment", "box_type"): BOX_TYPES,
     **{(table, "status"): values for table, values in STATUSES.items()},
     **{(table, "current_phase"): values for table, values in PHASES.items()},
-})  # pyformat: disable
+  }
+)
 """(table, column) -> the values it may have."""
 
 
 def _forward(*order: str, ends: tuple[str, ...]) -> dict[str, set[str]]:
   """Maps each word of `order` to its later words and every end."""
-  return {
-      word: {*order[i + 1 :], *ends} for i, word in enumerate(order)
-  } | {end: set() for end in ends}
+  return {word: {*order[i + 1 :], *ends} for i, word in enumerate(order)} | {
+    end: set() for end in ends
+  }
 
 
 def _training() -> dict[str, set[str]]:
@@ -91,14 +91,14 @@ def _training() -> dict[str, set[str]]:
 
 def _environment() -> dict[str, set[str]]:
   table = _forward(
-      "pending", "creating", "running", ends=("terminated", "error")
+    "pending", "creating", "running", ends=("terminated", "error")
   )
   table["error"] = {"terminated"}  # Its remains are cleared away.
   return table
 
 
 _MEASURING = _forward(
-    "pending", "running", ends=("completed", "failed", "cancelled")
+  "pending", "running", ends=("completed", "failed", "cancelled")
 )
 
 TRANSITIONS: Mapping[str, Mapping[str, frozenset[str]]] = (
@@ -121,36 +121,44 @@ TRANSITIONS: Mapping[str, Mapping[str, frozenset[str]]] = (
             "environment": _environment(),
         }.items()
     })
-)  # pyformat: disable
+)  # fmt: skip
 """Table -> status -> the statuses that may follow. To stay is no transition.
 
 Words may be skipped, as a client need not send them all; none may be taken
 back, and an end stays, except as the tables above say.
 """
 
-FINISHED: Mapping[str, frozenset[str]] = types.MappingProxyType({
+FINISHED: Mapping[str, frozenset[str]] = types.MappingProxyType(
+  {
     "training": frozenset({"completed", "failed", "cancelled"}),
     "baseline": frozenset({"completed", "failed", "cancelled"}),
     "eval": frozenset({"completed", "failed", "cancelled"}),
     "step": frozenset({"completed", "failed"}),
     "rollout": frozenset({"completed", "failed", "cancelled"}),
     "environment": frozenset({"terminated", "error"}),
-})
+  }
+)
 
 STATEFUL = tuple(STATUSES)
 """Tables with a status: those that `status_history` is about."""
 
 _MEASURED_STATUSES = {
-    "success": "completed", "done": "completed", "error": "failed",
-    "canceled": "cancelled",
-}  # pyformat: disable
+  "success": "completed",
+  "done": "completed",
+  "error": "failed",
+  "canceled": "cancelled",
+}
 _MEASURED_PHASES = {
-    "init": "initialization", "rollout_execution": "rollout",
-    "evaluation": "validation",
-}  # pyformat: disable
+  "init": "initialization",
+  "rollout_execution": "rollout",
+  "evaluation": "validation",
+}
 _BOXES = {
-    "mobile": "android", "pc": "linux", "desktop": "linux", "browser": "linux",
-}  # pyformat: disable
+  "mobile": "android",
+  "pc": "linux",
+  "desktop": "linux",
+  "browser": "linux",
+}
 ALIASES: Mapping[tuple[str, str], Mapping[str, str]] = types.MappingProxyType({
     ("training", "status"): {
         "started": "running", "success": "completed", "succeeded": "completed",
@@ -207,7 +215,7 @@ ALIASES: Mapping[tuple[str, str], Mapping[str, str]] = types.MappingProxyType({
         "image": "screenshot",
     },
     ("task", "difficulty"): {"simple": "easy", "difficult": "hard"},
-})  # pyformat: disable
+})  # fmt: skip
 """(table, column) -> alias -> the word of the database."""
 
 

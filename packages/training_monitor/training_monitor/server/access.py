@@ -55,22 +55,22 @@ def project_id(connection: sa.Connection, name: str) -> int:
   """
   if not _NAME.fullmatch(name):
     raise ValueError(
-        f"project={name!r}: use letters, digits, '.', '_', '-' and spaces, at"
-        " most 100"
+      f"project={name!r}: use letters, digits, '.', '_', '-' and spaces, at"
+      " most 100"
     )
   project = tables.project
   id_ = connection.execute(
-      sa.select(project.c.id).where(project.c.name == name)
+    sa.select(project.c.id).where(project.c.name == name)
   ).scalar()
   if id_ is not None:
     return id_
   return connection.execute(
-      sa.insert(project).values(name=name).returning(project.c.id)
+    sa.insert(project).values(name=name).returning(project.c.id)
   ).scalar_one()
 
 
 def make_token(
-    engine: sa.Engine, project: str, scopes: tuple[str, ...], note: str = ""
+  engine: sa.Engine, project: str, scopes: tuple[str, ...], note: str = ""
 ) -> str:
   """Makes a token; only its hash is stored.
 
@@ -80,17 +80,17 @@ def make_token(
   unknown = sorted(set(scopes) - set(SCOPES))
   if unknown or not scopes:
     raise ValueError(
-        f"scopes={','.join(scopes)}: give some of {', '.join(SCOPES)}"
+      f"scopes={','.join(scopes)}: give some of {', '.join(SCOPES)}"
     )
   token = "tm_" + secrets.token_urlsafe(32)
   with database.writing(engine) as connection:
     connection.execute(
-        sa.insert(tables.access_token).values(
-            project_id=project_id(connection, project),
-            note=note,
-            token_hash=_hash(token),
-            scopes=",".join(sorted(scopes)),
-        )
+      sa.insert(tables.access_token).values(
+        project_id=project_id(connection, project),
+        note=note,
+        token_hash=_hash(token),
+        scopes=",".join(sorted(scopes)),
+      )
     )
   return token
 
@@ -98,9 +98,9 @@ def make_token(
 def has_tokens(engine: sa.Engine) -> bool:
   with database.reading(engine) as connection:
     return bool(
-        connection.execute(
-            sa.select(sa.func.count()).select_from(tables.access_token)
-        ).scalar()
+      connection.execute(
+        sa.select(sa.func.count()).select_from(tables.access_token)
+      ).scalar()
     )
 
 
@@ -110,10 +110,10 @@ class Access:
   def __init__(self, engine: sa.Engine, token: str = "", open_to_all=False):
     """Args:
 
-      engine: Engine of the upgraded database.
-      token: one more, of the default project, with all scopes.
-      open_to_all: ask for no token as long as the database has none; only for
-        a server that is not reachable from other machines.
+    engine: Engine of the upgraded database.
+    token: one more, of the default project, with all scopes.
+    open_to_all: ask for no token as long as the database has none; only for
+      a server that is not reachable from other machines.
     """
     self._engine = engine
     self._own = token.encode()
@@ -141,7 +141,7 @@ class Access:
       return self._open_to_all
 
   def check(
-      self, headers: Mapping[str, str], scope: str, *, form: bool = False
+    self, headers: Mapping[str, str], scope: str, *, form: bool = False
   ) -> Principal:
     """Returns the principal of a request.
 
@@ -167,7 +167,7 @@ class Access:
       return everything
     if kind.lower() != "bearer" or not token.strip():
       raise errors.ApiError(
-          401, "give a project's token, as Authorization: Bearer <token>"
+        401, "give a project's token, as Authorization: Bearer <token>"
       )
     token = token.strip()
     if self._is_own(token):
@@ -175,14 +175,13 @@ class Access:
     principal = self._find(_hash(token))
     if principal is None:
       raise errors.ApiError(
-          401,
-          "this token is not known; make one with: tunix-monitor token",
+        401, "this token is not known; make one with: tunix-monitor token"
       )
     if scope not in principal.scopes:
       raise errors.ApiError(
-          403,
-          f"this token may {', '.join(sorted(principal.scopes))}, not {scope};"
-          f" use one with the scope {scope}",
+        403,
+        f"this token may {', '.join(sorted(principal.scopes))}, not {scope};"
+        f" use one with the scope {scope}",
       )
     return principal
 
@@ -209,7 +208,7 @@ class Access:
 
   def _is_own(self, token: str) -> bool:
     return bool(self._own) and hmac.compare_digest(
-        token.encode("utf-8", "replace"), self._own
+      token.encode("utf-8", "replace"), self._own
     )
 
   def _find(self, digest: str) -> Principal | None:
@@ -219,13 +218,15 @@ class Access:
     table = tables.access_token
     with database.reading(self._engine) as connection:
       row = connection.execute(
-          sa.select(table.c.project_id, table.c.scopes).where(
-              table.c.token_hash == digest
-          )
+        sa.select(table.c.project_id, table.c.scopes).where(
+          table.c.token_hash == digest
+        )
       ).one_or_none()
-    principal = None if row is None else Principal(
-        row.project_id, frozenset(row.scopes.split(","))
-    )  # pyformat: disable
+    principal = (
+      None
+      if row is None
+      else Principal(row.project_id, frozenset(row.scopes.split(",")))
+    )
     if len(self._known) >= _MOST_REMEMBERED:
       self._known.clear()
     self._known[digest] = time.monotonic() + _REMEMBERED_S, principal
@@ -250,10 +251,11 @@ def check_same_site(headers: Mapping[str, str]) -> None:
   origin = headers.get("origin")
   host = headers.get("host", "")
   if headers.get("sec-fetch-site", "same-origin") not in (
-      "same-origin", "none",
+    "same-origin",
+    "none",
   ) or (origin and _netloc(origin) != host):
     raise errors.ApiError(
-        403, f"this form was sent by another site ({str(origin)[:100]})"
+      403, f"this form was sent by another site ({str(origin)[:100]})"
     )
 
 
@@ -269,9 +271,9 @@ def check_own_form(headers: Mapping[str, str]) -> None:
   check_same_site(headers)
   if not headers.get("origin") and not headers.get("sec-fetch-site"):
     raise errors.ApiError(
-        403,
-        "this form has no Origin header, which a browser sends;"
-        " programs use /api/v1, see /api/v1/openapi.json",
+      403,
+      "this form has no Origin header, which a browser sends;"
+      " programs use /api/v1, see /api/v1/openapi.json",
     )
 
 
@@ -280,9 +282,9 @@ def _check_host(headers: Mapping[str, str]) -> None:
   host = headers.get("host", "")
   if not host or not http_server.names_loopback(host):
     raise errors.ApiError(
-        403,
-        f"Host: {host[:100]} is not this machine; a server without tokens"
-        " answers to localhost only",
+      403,
+      f"Host: {host[:100]} is not this machine; a server without tokens"
+      " answers to localhost only",
     )
 
 
@@ -291,9 +293,9 @@ def _check_origin(headers: Mapping[str, str]) -> None:
   origin = headers.get("origin")
   if origin and _netloc(origin) != headers.get("host", ""):
     raise errors.ApiError(
-        403,
-        f"Origin: {origin[:100]} is another site; its pages cannot read from"
-        " this server",
+      403,
+      f"Origin: {origin[:100]} is another site; its pages cannot read from"
+      " this server",
     )
 
 

@@ -36,9 +36,7 @@ Response = responses.Response
 class Annotations:
   """Changes labels and notes; has the API's handlers, too."""
 
-  def __init__(
-      self, writer: writer_lib.Writer, queries: queries_lib.Queries
-  ):
+  def __init__(self, writer: writer_lib.Writer, queries: queries_lib.Queries):
     self._writer = writer
     self._queries = queries
 
@@ -60,10 +58,10 @@ class Annotations:
       raise query_lib.refusal(query_lib.Annotation, error) from None
     if annotation.label is None and annotation.note is None:
       raise errors.wrong(
-          [errors.fault("label", None, "give a label, a note or both")]
+        [errors.fault("label", None, "give a label, a note or both")]
       )
     await writer_lib.durable(
-        self._writer.run(lambda t: _add(t, project, rollout, annotation))
+      self._writer.run(lambda t: _add(t, project, rollout, annotation))
     )
 
   async def remove(self, project: int, rollout: int, id_: int) -> None:
@@ -73,33 +71,46 @@ class Annotations:
       ApiError: 404, the rollout has no such one.
     """
     await writer_lib.durable(
-        self._writer.run(lambda t: _remove(t, project, rollout, id_))
+      self._writer.run(lambda t: _remove(t, project, rollout, id_))
     )
 
   def add_routes(
-      self, add: Callable[..., None], get: Callable[..., None]
+    self, add: Callable[..., None], get: Callable[..., None]
   ) -> None:
     """Adds them; see `app.MonitorApp`."""
     path = "/api/v1/rollouts/{name}/annotations"
     get(
-        path, "annotations", "Labels and notes of a rollout and its turns.",
-        lambda p, r: self._queries.annotations(p, http_io.name_of(r)),
-    )  # pyformat: disable
+      path,
+      "annotations",
+      "Labels and notes of a rollout and its turns.",
+      lambda p, r: self._queries.annotations(p, http_io.name_of(r)),
+    )
     get(
-        "/api/v1/labels", "labels", "Labels, with how many rollouts have them.",
-        lambda p, r: self._queries.labels(p),
-    )  # pyformat: disable
+      "/api/v1/labels",
+      "labels",
+      "Labels, with how many rollouts have them.",
+      lambda p, r: self._queries.labels(p),
+    )
     add(
-        "POST", path, "annotate", "Adds a label or a note.", self._post,
-        scope="ingest", body="annotation",
-    )  # pyformat: disable
+      "POST",
+      path,
+      "annotate",
+      "Adds a label or a note.",
+      self._post,
+      scope="ingest",
+      body="annotation",
+    )
     add(
-        "DELETE", f"{path}/{{id:int}}", "remove_annotation",
-        "Takes a label or a note away.", self._delete, scope="ingest",
-    )  # pyformat: disable
+      "DELETE",
+      f"{path}/{{id:int}}",
+      "remove_annotation",
+      "Takes a label or a note away.",
+      self._delete,
+      scope="ingest",
+    )
 
   async def _post(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     body = await http_io.read_body(request, _MAX_BODY)
     fields = http_io.parse_plain(body, '{"turn": 3, "label": "…", "note": "…"}')
@@ -108,26 +119,24 @@ class Annotations:
     return await self._answer(request, who)
 
   async def _delete(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     rollout = await self._rollout(request, who)
     await self.remove(who.project, rollout, http_io.id_of(request))
     return await self._answer(request, who)
 
-  async def _rollout(
-      self, request: Request, who: access_lib.Principal
-  ) -> int:
+  async def _rollout(self, request: Request, who: access_lib.Principal) -> int:
     return await http_io.in_thread(
-        self._queries.rollout_id, who.project, http_io.name_of(request)
+      self._queries.rollout_id, who.project, http_io.name_of(request)
     )
 
   async def _answer(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     return http_io.json_answer(
-        await http_io.in_thread(
-            self._queries.annotations, who.project, http_io.name_of(request)
-        )
+      await http_io.in_thread(
+        self._queries.annotations, who.project, http_io.name_of(request)
+      )
     )
 
 
@@ -138,63 +147,66 @@ def _require(t: apply.Transaction, project: int, rollout: int) -> int:
   if ("rollout", rollout) not in checker.mine:
     raise errors.ApiError(404, f"this project has no rollout {rollout}")
   ((training,),) = t.sql.rows(
-      "SELECT COALESCE(s.training_id, e.training_id, b.training_id) FROM"
-      " rollout r LEFT JOIN step s ON s.id = r.step_id LEFT JOIN eval e ON"
-      " e.id = r.eval_id LEFT JOIN baseline b ON b.id = r.baseline_id WHERE"
-      " r.id = ?",
-      (rollout,),
+    "SELECT COALESCE(s.training_id, e.training_id, b.training_id) FROM"
+    " rollout r LEFT JOIN step s ON s.id = r.step_id LEFT JOIN eval e ON"
+    " e.id = r.eval_id LEFT JOIN baseline b ON b.id = r.baseline_id WHERE"
+    " r.id = ?",
+    (rollout,),
   )
   return training
 
 
 def _add(
-    t: apply.Transaction, project: int, rollout: int,
-    annotation: query_lib.Annotation,
-) -> None:  # pyformat: disable
+  t: apply.Transaction,
+  project: int,
+  rollout: int,
+  annotation: query_lib.Annotation,
+) -> None:
   training = _require(t, project, rollout)
   turn = None
   if annotation.turn is not None:
     rows = t.sql.rows(
-        "SELECT id FROM turn WHERE rollout_id = ? AND turn = ?",
-        (rollout, annotation.turn),
+      "SELECT id FROM turn WHERE rollout_id = ? AND turn = ?",
+      (rollout, annotation.turn),
     )
     if not rows:
       raise errors.ApiError(
-          404, f"rollout {rollout} has no turn {annotation.turn}"
+        404, f"rollout {rollout} has no turn {annotation.turn}"
       )
     turn = rows[0][0]
   before = t.sql.rows(
-      "SELECT turn_id, label FROM monitor_annotation WHERE rollout_id = ?",
-      (rollout,),
+    "SELECT turn_id, label FROM monitor_annotation WHERE rollout_id = ?",
+    (rollout,),
   )
   fresh = [
-      (rollout, turn, label, note, t.now)
-      for label, note in ((annotation.label, None), (None, annotation.note))
-      if (label or note) and (label is None or (turn, label) not in before)
+    (rollout, turn, label, note, t.now)
+    for label, note in ((annotation.label, None), (None, annotation.note))
+    if (label or note) and (label is None or (turn, label) not in before)
   ]
   if len(before) + len(fresh) > _MOST:
-    raise errors.wrong([errors.fault(
-        "label", annotation.label,
-        f"a rollout has at most {_MOST} labels and notes; take some away",
-    )])  # pyformat: disable
+    raise errors.wrong(
+      [
+        errors.fault(
+          "label",
+          annotation.label,
+          f"a rollout has at most {_MOST} labels and notes; take some away",
+        )
+      ]
+    )
   t.sql.many(
-      "INSERT INTO monitor_annotation (rollout_id, turn_id, label, note,"
-      " created_at) VALUES (?, ?, ?, ?, ?)",
-      fresh,
+    "INSERT INTO monitor_annotation (rollout_id, turn_id, label, note,"
+    " created_at) VALUES (?, ?, ?, ?, ?)",
+    fresh,
   )
   if fresh:
     t.changed(training, "rollout", rollout)
 
 
-def _remove(
-    t: apply.Transaction, project: int, rollout: int, id_: int
-) -> None:
+def _remove(t: apply.Transaction, project: int, rollout: int, id_: int) -> None:
   training = _require(t, project, rollout)
   if not t.sql.run(
-      "DELETE FROM monitor_annotation WHERE id = ? AND rollout_id = ?",
-      (id_, rollout),
+    "DELETE FROM monitor_annotation WHERE id = ? AND rollout_id = ?",
+    (id_, rollout),
   ):
-    raise errors.ApiError(
-        404, f"rollout {rollout} has no label or note {id_}"
-    )
+    raise errors.ApiError(404, f"rollout {rollout} has no label or note {id_}")
   t.changed(training, "rollout", rollout)

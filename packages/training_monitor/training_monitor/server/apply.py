@@ -29,19 +29,19 @@ Item = items_lib.Item
 Kind = items_lib.ItemKind
 _CHANGES_KEPT = 500_000
 _WATCHED = frozenset(
-    {"training", "baseline", "eval", "step", "rollout", "environment"}
+  {"training", "baseline", "eval", "step", "rollout", "environment"}
 )
 _MEASURED = frozenset(
-    {"status", "reward", "task_success", "num_turns", "eval_id", "baseline_id"}
+  {"status", "reward", "task_success", "num_turns", "eval_id", "baseline_id"}
 )
 _NATURAL = {
-    "training": ("run_name",),
-    "task": ("task_id",),
-    "eval": ("training_id", "step"),
-    "step": ("training_id", "step"),
-    "rollout": ("rollout_id",),
-    "turn": ("rollout_id", "turn"),
-    "environment": ("rollout_id",),
+  "training": ("run_name",),
+  "task": ("task_id",),
+  "eval": ("training_id", "step"),
+  "step": ("training_id", "step"),
+  "rollout": ("rollout_id",),
+  "turn": ("rollout_id", "turn"),
+  "environment": ("rollout_id",),
 }
 _TABLE_SQL = {k.name: f'"{k.name}"' for k in items_lib.KINDS}
 
@@ -50,13 +50,13 @@ class Transaction:
   """Batches that are committed together."""
 
   def __init__(
-      self, sql: sql_lib.Sql, shared: references.CommittedIds, now: str
+    self, sql: sql_lib.Sql, shared: references.CommittedIds, now: str
   ):
     """Args:
 
-      sql: Cursor of the open transaction.
-      shared: committed ids, from earlier transactions.
-      now: the time, in the database's form.
+    sql: Cursor of the open transaction.
+    shared: committed ids, from earlier transactions.
+    now: the time, in the database's form.
     """
     self.sql = sql
     self.shared = shared
@@ -91,21 +91,21 @@ class Transaction:
     """
     if prune:
       self.sql.run(
-          "DELETE FROM monitor_change WHERE id <= (SELECT max(id) FROM"
-          f" monitor_change) - {_CHANGES_KEPT:d}"
+        "DELETE FROM monitor_change WHERE id <= (SELECT max(id) FROM"
+        f" monitor_change) - {_CHANGES_KEPT:d}"
       )
     for kind, id_ in sorted(self._measured):
       side_rows.update_figures(self.sql, kind, id_, self.now)
       if (owner := self._owner(kind, id_)) is not None:
         self._changes[owner, kind, id_] = None
     self.sql.many(
-        "UPDATE training SET last_heartbeat = ?, updated_at = ? WHERE id = ?",
-        [(self.now, self.now, id_) for id_ in sorted(self._alive)],
+      "UPDATE training SET last_heartbeat = ?, updated_at = ? WHERE id = ?",
+      [(self.now, self.now, id_) for id_ in sorted(self._alive)],
     )
     self.sql.many(
-        "INSERT INTO monitor_change (training_id, kind, entity_id, changed_at)"
-        " VALUES (?, ?, ?, ?)",
-        [(*change, self.now) for change in self._changes],
+      "INSERT INTO monitor_change (training_id, kind, entity_id, changed_at)"
+      " VALUES (?, ?, ?, ?)",
+      [(*change, self.now) for change in self._changes],
     )
 
   def changed(self, training: int, kind: str, id_: int) -> None:
@@ -115,9 +115,9 @@ class Transaction:
   def tag(self, tags: list[tuple[int, str]]) -> None:
     """Adds (training, tag) pairs; existing ones stay."""
     self.sql.many(
-        "INSERT INTO monitor_training_tag (training_id, tag, created_at)"
-        " VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
-        [(*one, self.now) for one in tags],
+      "INSERT INTO monitor_training_tag (training_id, tag, created_at)"
+      " VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+      [(*one, self.now) for one in tags],
     )
 
   def committed(self) -> None:
@@ -147,10 +147,10 @@ class _Work:
     self._whole = False
     """Whether one item that cannot be stored refuses the batch."""
     self._who = references.References(
-        self._sql, project, transaction.ids, transaction.shared.ids
+      self._sql, project, transaction.ids, transaction.shared.ids
     )
     self._waiting = side_rows.PendingEnvironments(
-        self._sql, project, transaction.now
+      self._sql, project, transaction.now
     )
     self._taken: list[int] = []
     self._names: list[tuple[int, str, str, int]] = []
@@ -172,14 +172,14 @@ class _Work:
         return {"duplicate": True, "applied_to": applied}
       if applied >= delivery.first:
         raise errors.ApiError(
-            409,
-            f"entries up to {applied} of spool {delivery.spool} are applied"
-            " already; send those after it",
-            extra={"applied_to": applied},
+          409,
+          f"entries up to {applied} of spool {delivery.spool} are applied"
+          " already; send those after it",
+          extra={"applied_to": applied},
         )
     if batch.training not in (None, ""):
       self._training = self._who.resolve_one(
-          "training", batch.training, "training_id"
+        "training", batch.training, "training_id"
       )
     reply: dict[str, Any] = {}
     self._who.look_up_all(batch.items)
@@ -189,26 +189,26 @@ class _Work:
         stored = self._apply_kind(kind, items)
         if kind.name != "training":
           reply[kind.plural] = [
-              {"client_id": item.client_id, "id": id_} for id_, item in stored
+            {"client_id": item.client_id, "id": id_} for id_, item in stored
           ]
         elif stored:
           self._training = reply["training_id"] = stored[0][0]
     paths = {item.path for item in self._left_out}
     left_out = [  # A field of an item that is left out has no entry of its own.
-        *(
-            one for one in batch.ignored
-            if "times" in one or one["field"].rpartition(".")[0] not in paths
-        ),
-        *self._refused,
-    ]  # pyformat: disable
+      *(
+        one
+        for one in batch.ignored
+        if "times" in one or one["field"].rpartition(".")[0] not in paths
+      ),
+      *self._refused,
+    ]
     if self._refused and not any(reply.values()):
       raise errors.invalid(left_out)
     self._sql.many(
-        sql_lib.upsert(
-            "monitor_client_id", ("project_id", "kind", "client_id"),
-            ("entity_id",),
-        ),
-        self._names,
+      sql_lib.upsert(
+        "monitor_client_id", ("project_id", "kind", "client_id"), ("entity_id",)
+      ),
+      self._names,
     )
     if self._training is not None:
       reply.setdefault("training_id", self._training)
@@ -218,40 +218,42 @@ class _Work:
     if delivery is not None:
       reply["applied_to"] = delivery.last
       self._sql.run(
-          sql_lib.upsert(
-              "monitor_delivery", ("project_id", "spool"),
-              ("last_seq", "health_json", "updated_at"),
-          ),
-          (
-              self._project, delivery.spool, delivery.last, delivery.health,
-              self._tx.now,
-          ),
-      )  # pyformat: disable
+        sql_lib.upsert(
+          "monitor_delivery",
+          ("project_id", "spool"),
+          ("last_seq", "health_json", "updated_at"),
+        ),
+        (
+          self._project,
+          delivery.spool,
+          delivery.last,
+          delivery.health,
+          self._tx.now,
+        ),
+      )
     return reply
 
   def _delivered(self, delivery: items_lib.SpoolRange) -> int:
     rows = self._sql.rows(
-        "SELECT last_seq FROM monitor_delivery WHERE project_id = ? AND spool"
-        " = ?",
-        (self._project, delivery.spool),
+      "SELECT last_seq FROM monitor_delivery WHERE project_id = ? AND spool"
+      " = ?",
+      (self._project, delivery.spool),
     )
     return rows[0][0] if rows else 0
 
   # --- a kind ----------------------------------------------------------------
 
-  def _refuse(
-      self, kind: Kind, item: Item, error: errors.ApiError
-  ) -> None:
+  def _refuse(self, kind: Kind, item: Item, error: errors.ApiError) -> None:
     """Leaves an item out for what `error` says, or raises it."""
     if self._whole:
       raise error
     self._left_out.add(item)
     errors.add_refused(
-        self._refused, kind.name, item.client_id, error.faults[0]
+      self._refused, kind.name, item.client_id, error.faults[0]
     )
 
   def _apply_kind(
-      self, kind: Kind, items: list[Item]
+    self, kind: Kind, items: list[Item]
   ) -> list[tuple[int, Item]]:
     """Returns (id, item) of the items that are stored."""
     refuse = lambda item, error: self._refuse(kind, item, error)
@@ -317,12 +319,12 @@ class _Work:
     """Returns an unused id; reserves up to `most` at a time."""
     if not self._taken:
       self._taken = list(
-          reversed(self._sql.next_ids(kind.name, most, self._tx.last_id))
+        reversed(self._sql.next_ids(kind.name, most, self._tx.last_id))
       )
     return self._taken.pop()
 
   def _natural(
-      self, kind: Kind, item: Item
+    self, kind: Kind, item: Item
   ) -> tuple[tuple[str, ...], tuple[Any, ...]] | None:
     """Returns (columns, values) of an item's unique key beside the id."""
     if kind.name == "monitor_group":
@@ -352,26 +354,31 @@ class _Work:
       return
     columns = status_rules.COLUMNS[kind]
     rows = self._sql.among(
-        f"SELECT id, status, {', '.join(columns)} FROM {_TABLE_SQL[kind]}"
-        " WHERE id {among}",
-        (),
-        missing,
+      f"SELECT id, status, {', '.join(columns)} FROM {_TABLE_SQL[kind]}"
+      " WHERE id {among}",
+      (),
+      missing,
     )
     for id_, status, *values in rows:
       self._state[kind, id_] = status_rules.EntityState(
-          status, dict(zip(columns, values))
+        status, dict(zip(columns, values))
       )
 
   def _existing(
-      self, kind: Kind, item: Item, fresh: Mapping[tuple[Any, ...], int]
+    self, kind: Kind, item: Item, fresh: Mapping[tuple[Any, ...], int]
   ) -> int | None:
     """Returns the id of the row that an item is about; None for a new one."""
     if item.id is not None:
       if (kind.name, item.id) not in self._who.mine:
-        raise errors.invalid([errors.fault(
-            f"{item.path}.id", item.id,
-            f"this project has no {kind.name} of this id",
-        )])  # pyformat: disable
+        raise errors.invalid(
+          [
+            errors.fault(
+              f"{item.path}.id",
+              item.id,
+              f"this project has no {kind.name} of this id",
+            )
+          ]
+        )
       return item.id
     if item.client_id is not None:
       id_ = self._who.found(kind.name).get(item.client_id)
@@ -389,7 +396,7 @@ class _Work:
     columns, key = unique_key
     where = " AND ".join(f"{c} = ?" for c in columns)
     rows = self._sql.rows(
-        f"SELECT id FROM {_TABLE_SQL[kind.name]} WHERE {where}", key
+      f"SELECT id FROM {_TABLE_SQL[kind.name]} WHERE {where}", key
     )
     if not rows:
       return None
@@ -399,11 +406,16 @@ class _Work:
     if kind.name == "rollout":
       self._who.check_numbers("rollout", [id_])
       if ("rollout", id_) not in self._who.mine:
-        raise errors.invalid([errors.fault(
-            f"{item.path}.rollout_id", key[0],
-            "another project has a rollout of this name; use one that is"
-            " unique, such as a UUID",
-        )])  # pyformat: disable
+        raise errors.invalid(
+          [
+            errors.fault(
+              f"{item.path}.rollout_id",
+              key[0],
+              "another project has a rollout of this name; use one that is"
+              " unique, such as a UUID",
+            )
+          ]
+        )
     if kind.name in status_rules.COLUMNS:
       self._load(kind.name, [id_])
     return id_
@@ -419,7 +431,7 @@ class _Work:
       return id_
     name, number = item.values["run_name"], 2
     while self._sql.rows(
-        "SELECT 1 FROM training WHERE run_name = ?", (f"{name}-{number}",)
+      "SELECT 1 FROM training WHERE run_name = ?", (f"{name}-{number}",)
     ):
       number += 1
     item.raw["run_name"] = name
@@ -430,18 +442,18 @@ class _Work:
     """Keeps the number behind the name of a resumed run."""
     name = item.values.get("run_name")
     if name is not None and self._sql.rows(
-        "SELECT 1 FROM training WHERE run_name = ? AND id <> ?", (name, id_)
+      "SELECT 1 FROM training WHERE run_name = ? AND id <> ?", (name, id_)
     ):
       del item.values["run_name"]
 
   # --- environments before their rollouts ------------------------------------
 
   def _more_of_waiting(
-      self,
-      id_: int,
-      item: Item,
-      waiting: dict[str, Any],
-      inserts: list[tuple[int, Item]],
+    self,
+    id_: int,
+    item: Item,
+    waiting: dict[str, Any],
+    inserts: list[tuple[int, Item]],
   ) -> None:
     """Adds to a waiting environment; inserts it once its rollout is known."""
     item.values = {**waiting, **item.values}
@@ -495,11 +507,16 @@ class _Work:
       values.setdefault("model_path", self._model_of(values))
     for column in (*kind.required, *_NEEDS.get(kind.name, ())):
       if values.get(column) is None:
-        raise errors.invalid([errors.fault(
-            f"{item.path}.{column}", None,
-            f"a new {kind.name} needs it; no {kind.name} of client_id"
-            f" {item.client_id!r} is known",
-        )])  # pyformat: disable
+        raise errors.invalid(
+          [
+            errors.fault(
+              f"{item.path}.{column}",
+              None,
+              f"a new {kind.name} needs it; no {kind.name} of client_id"
+              f" {item.client_id!r} is known",
+            )
+          ]
+        )
     if kind.name == "rollout":
       status_rules.check_source(item, status_rules.EntityState(None, {}))
     if placed is not None:
@@ -527,9 +544,9 @@ class _Work:
     self._sql.many(sql_lib.insert(kind.name), rows)
     if kind.name == "training":
       self._sql.many(
-          "INSERT INTO monitor_training_project (training_id, project_id)"
-          " VALUES (?, ?)",
-          [(id_, self._project) for id_, _ in items],
+        "INSERT INTO monitor_training_project (training_id, project_id)"
+        " VALUES (?, ?)",
+        [(id_, self._project) for id_, _ in items],
       )
     elif kind.name == "rollout":
       self._new_rollouts.update(id_ for id_, _ in items)
@@ -541,8 +558,8 @@ class _Work:
   def _update(self, kind: Kind, items: list[tuple[int, Item]]) -> None:
     stateful = kind.name in status_rules.COLUMNS
     dated = "updated_at" in sql_lib.columns(kind.name)
-    grouped: dict[tuple[str, ...], list[list[Any]]] = (
-        collections.defaultdict(list)
+    grouped: dict[tuple[str, ...], list[list[Any]]] = collections.defaultdict(
+      list
     )
     waiting: dict[int, tuple[str, ...]] = {}
     if stateful:
@@ -583,7 +600,7 @@ class _Work:
       side_rows.note_raw_status(self._sql, kind.name, id_, item, old)
 
   def _flush(
-      self, kind: Kind, grouped: dict[tuple[str, ...], list[list[Any]]]
+    self, kind: Kind, grouped: dict[tuple[str, ...], list[list[Any]]]
   ) -> None:
     for names, rows in grouped.items():
       self._sql.many(sql_lib.update(kind.name, names), rows)
@@ -600,7 +617,7 @@ class _Work:
   # --- statuses and progress ------------------------------------------------
 
   def _advance(
-      self, kind: str, item: Item, row: status_rules.EntityState
+    self, kind: str, item: Item, row: status_rules.EntityState
   ) -> None:
     if kind == "rollout":
       source = row.fields.get("source_type")
@@ -635,7 +652,7 @@ class _Work:
       if (owner := owners.get((kind, id_))) is not None:
         return owner
     rows = self._sql.rows(
-        f"SELECT training_id FROM {_TABLE_SQL[kind]} WHERE id = ?", (id_,)
+      f"SELECT training_id FROM {_TABLE_SQL[kind]} WHERE id = ?", (id_,)
     )
     if not rows:
       return None
@@ -644,14 +661,14 @@ class _Work:
 
 
 _NEEDS = {
-    "validator": ("task_id",),
-    "baseline": ("training_id",),
-    "eval": ("training_id",),
-    "step": ("training_id",),
-    "rollout": ("task_id",),
-    "turn": ("rollout_id",),
-    "action": ("turn_id",),
-    "obs": ("turn_id",),
-    "validation": ("rollout_id",),
+  "validator": ("task_id",),
+  "baseline": ("training_id",),
+  "eval": ("training_id",),
+  "step": ("training_id",),
+  "rollout": ("task_id",),
+  "turn": ("rollout_id",),
+  "action": ("turn_id",),
+  "obs": ("turn_id",),
+  "validation": ("rollout_id",),
 }
 """Parents that a new entity must have."""

@@ -20,13 +20,13 @@ class ApiError(Exception):
   """
 
   def __init__(
-      self,
-      status: int,
-      message: str,
-      *,
-      faults: list[dict[str, Any]] | None = None,
-      retry_after_s: float | None = None,
-      extra: dict[str, Any] | None = None,
+    self,
+    status: int,
+    message: str,
+    *,
+    faults: list[dict[str, Any]] | None = None,
+    retry_after_s: float | None = None,
+    extra: dict[str, Any] | None = None,
   ):
     super().__init__(message)
     self.status = status
@@ -54,7 +54,7 @@ def fault(field: str, value: Any, message: str) -> dict[str, Any]:
   """Returns one wrong field; a long value is cut."""
   try:
     is_number = isinstance(value, float) or (
-        isinstance(value, int) and abs(value) < 1 << 63
+      isinstance(value, int) and abs(value) < 1 << 63
     )
     shown = value if is_number else str(value)
   except (RecursionError, ValueError):  # Nested, or a number of many digits.
@@ -62,21 +62,23 @@ def fault(field: str, value: Any, message: str) -> dict[str, Any]:
   if isinstance(shown, str):
     # Half a surrogate pair cannot be written.
     shown = shown[:200].encode(errors="backslashreplace").decode() + (
-        "…" if len(shown) > 200 else ""
+      "…" if len(shown) > 200 else ""
     )
   field = field.encode(errors="backslashreplace").decode()
   return {"field": field, "value": shown, "message": message}
 
 
 def add_refused(
-    refused: list[dict[str, Any]], kind: str, client_id: str | None,
-    fault_: dict[str, Any],
-) -> None:  # pyformat: disable
+  refused: list[dict[str, Any]],
+  kind: str,
+  client_id: str | None,
+  fault_: dict[str, Any],
+) -> None:
   """Adds what is left out; of very many, the last entry counts the rest."""
   if len(refused) < MAX_REFUSED:
-    refused.append({
-        "kind": kind, "client_id": client_id, **fault_, "kept": "nothing",
-    })  # pyformat: disable
+    refused.append(
+      {"kind": kind, "client_id": client_id, **fault_, "kept": "nothing"}
+    )
   else:
     refused[-1]["times"] = refused[-1].get("times", 1) + 1
 
@@ -86,9 +88,9 @@ def wrong(faults: list[dict[str, Any]], ending: str = "") -> ApiError:
   first = faults[0]
   more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
   return ApiError(
-      400,
-      f"{first['field']}={first['value']!r}: {first['message']}{more}{ending}",
-      faults=faults,
+    400,
+    f"{first['field']}={first['value']!r}: {first['message']}{more}{ending}",
+    faults=faults,
   )
 
 

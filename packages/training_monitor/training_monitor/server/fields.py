@@ -34,7 +34,7 @@ _LATEST = 253402300799.0  # The end of the year 9999.
 _LONE = re.compile("[\ud800-\udfff]")
 _WHOLE = re.compile(r"[+-]?[0-9]{1,19}")
 _DECIMAL = re.compile(
-    r"[+-]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
+  r"[+-]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
 )
 _MAX_DECIMAL = 400  # The longest finite float has 309 digits before the point.
 _FLAGS_AS_TEXT = {"true": 1, "1": 1, "false": 0, "0": 0}
@@ -98,7 +98,7 @@ def integer(value: Any) -> int:
 def real(value: Any) -> Any:
   kind = type(value)
   decimal = (
-      kind is str and len(value) <= _MAX_DECIMAL and _DECIMAL.fullmatch(value)
+    kind is str and len(value) <= _MAX_DECIMAL and _DECIMAL.fullmatch(value)
   )
   if kind is float or kind is int or decimal:
     try:
@@ -111,8 +111,8 @@ def real(value: Any) -> Any:
   if kind is str and value in NOT_FINITE:
     return Normalised(None, value)
   raise WrongValue(
-      f"give a number, or one of {', '.join(sorted(NOT_FINITE))}, not a"
-      f" {_kind(value)}"
+    f"give a number, or one of {', '.join(sorted(NOT_FINITE))}, not a"
+    f" {_kind(value)}"
   )
 
 
@@ -141,7 +141,7 @@ def time(value: Any) -> str:
       moment = datetime.datetime.fromisoformat(value[:_MAX_TIME])
     except ValueError:
       raise WrongValue(
-          "give a time as ISO 8601 (2026-01-31T12:00:00Z) or seconds since 1970"
+        "give a time as ISO 8601 (2026-01-31T12:00:00Z) or seconds since 1970"
       ) from None
   elif kind is float or kind is int:
     if abs(value) >= _MILLISECONDS_FROM:
@@ -153,7 +153,7 @@ def time(value: Any) -> str:
     return moment.isoformat(" ", "microseconds")[:26]
   else:
     raise WrongValue(
-        f"give a time as ISO 8601 or seconds, not a {_kind(value)}"
+      f"give a time as ISO 8601 or seconds, not a {_kind(value)}"
     )
   if moment.tzinfo is not None:
     try:
@@ -212,7 +212,7 @@ def json_text(value: Any, array: bool = False) -> str:
         content = python_json(value)
       except (ValueError, OverflowError):
         raise WrongValue(
-            "is text that is not JSON; give an array or an object, or its JSON"
+          "is text that is not JSON; give an array or an object, or its JSON"
         ) from None
       value = orjson.dumps(content).decode()
   else:
@@ -227,7 +227,7 @@ def json_text(value: Any, array: bool = False) -> str:
     raise WrongValue(f"has {len(value)} characters; at most {MAX_TEXT}")
   if too_deep(value, content):
     raise WrongValue(
-        f"is nested more than {DEEPEST} levels deep; send a flatter value"
+      f"is nested more than {DEEPEST} levels deep; send a flatter value"
     )
   return value.replace("\\u0000", "\\u2400") if "\\u0000" in value else value
 
@@ -259,20 +259,20 @@ def choice(table: str, column: str) -> Callable[[Any], Any]:
 
 
 _JSON_ARRAYS = frozenset(
-    {"tags", "prerequisites", "errors", "tokens", "logprobs"}
+  {"tags", "prerequisites", "errors", "tokens", "logprobs"}
 )
 _JSON = _JSON_ARRAYS | {
     "config_json", "rollout_progress", "training_progress", "metrics_json",
     "summary_json", "tool_args", "model_input_json", "details_json",
-}  # pyformat: disable
-_KEYS = frozenset({
-    ("training", "run_name"), ("task", "task_id"), ("rollout", "rollout_id"),
-})  # pyformat: disable
+}  # fmt: skip
+_KEYS = frozenset(
+  {("training", "run_name"), ("task", "task_id"), ("rollout", "rollout_id")}
+)
 _FLAGS = frozenset({
     "is_eval", "task_completed", "task_success", "agent_reported_success",
     "validation_passed", "ran_out_of_turns", "attempted_completion",
     "episode_done", "success",
-})  # pyformat: disable
+})  # fmt: skip
 
 
 def reader(table: str, column: sa.Column) -> Callable[[Any], Any]:
@@ -300,34 +300,41 @@ def reader(table: str, column: sa.Column) -> Callable[[Any], Any]:
 
 
 _REAL = {
-    "anyOf": [
-        {"type": "number", "minimum": -sys.float_info.max,
-         "maximum": sys.float_info.max},
-        {"enum": [*sorted(NOT_FINITE), None]},
-    ]
-}  # pyformat: disable
+  "anyOf": [
+    {
+      "type": "number",
+      "minimum": -sys.float_info.max,
+      "maximum": sys.float_info.max,
+    },
+    {"enum": [*sorted(NOT_FINITE), None]},
+  ]
+}
 _JSON_SCHEMA = {"x-maxBytes": MAX_TEXT}
 _SCHEMAS: dict[Callable[[Any], Any], dict[str, Any]] = {
-    text: {"type": ["string", "null"], "maxLength": MAX_TEXT},
-    key: {"type": ["string", "null"], "minLength": 1, "maxLength": _MAX_KEY},
-    integer: {
-        "type": ["integer", "null"], "minimum": -_INT64, "maximum": _INT64 - 1,
-    },
-    real: _REAL,
-    flag: {"enum": [True, False, 1, 0, None]},
-    percent: {
-        "anyOf": [{"type": "number", "minimum": 0, "maximum": 100},
-                  _REAL["anyOf"][1]],
-    },
-    time: {
-        "anyOf": [
-            {"type": ["string", "null"], "maxLength": _MAX_TIME},
-            {"type": "number", "minimum": 0, "maximum": 1000 * _LATEST},
-        ]
-    },
-    json_text: _JSON_SCHEMA,
-    json_array: _JSON_SCHEMA,
-}  # pyformat: disable
+  text: {"type": ["string", "null"], "maxLength": MAX_TEXT},
+  key: {"type": ["string", "null"], "minLength": 1, "maxLength": _MAX_KEY},
+  integer: {
+    "type": ["integer", "null"],
+    "minimum": -_INT64,
+    "maximum": _INT64 - 1,
+  },
+  real: _REAL,
+  flag: {"enum": [True, False, 1, 0, None]},
+  percent: {
+    "anyOf": [
+      {"type": "number", "minimum": 0, "maximum": 100},
+      _REAL["anyOf"][1],
+    ]
+  },
+  time: {
+    "anyOf": [
+      {"type": ["string", "null"], "maxLength": _MAX_TIME},
+      {"type": "number", "minimum": 0, "maximum": 1000 * _LATEST},
+    ]
+  },
+  json_text: _JSON_SCHEMA,
+  json_array: _JSON_SCHEMA,
+}
 
 
 def schema(reader_: Callable[[Any], Any]) -> dict[str, Any]:
@@ -337,7 +344,12 @@ def schema(reader_: Callable[[Any], Any]) -> dict[str, Any]:
 
 def _kind(value: Any) -> str:
   names = {
-      bool: "boolean", int: "number", float: "number", str: "text",
-      list: "list", dict: "object", type(None): "null",
-  }  # pyformat: disable
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    str: "text",
+    list: "list",
+    dict: "object",
+    type(None): "null",
+  }
   return names.get(type(value), type(value).__name__)

@@ -21,10 +21,10 @@ from training_monitor.server import query as query_lib
 MAX_PATH = 4000
 
 PRIVATE = {
-    "x-content-type-options": "nosniff",
-    "content-security-policy": "default-src 'none'; sandbox",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
+  "x-content-type-options": "nosniff",
+  "content-security-policy": "default-src 'none'; sandbox",
+  "cross-origin-resource-policy": "same-origin",
+  "cache-control": "no-store",
 }
 """Default headers of every answer: nothing in it runs, no page of another site
 shows it, no cache keeps it."""
@@ -42,7 +42,7 @@ class ShortPaths:
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] == "http" and len(scope["path"]) > MAX_PATH:
       error = errors.ApiError(
-          414, f"the path has more than {MAX_PATH} characters"
+        414, f"the path has more than {MAX_PATH} characters"
       )
       await refusal(error)(scope, receive, send)
     else:
@@ -62,13 +62,13 @@ async def read_body(request: Request, limit: int) -> bytes:
   encoding = request.headers.get("content-encoding", "identity")
   if encoding != "identity":
     raise errors.ApiError(
-        415, f"Content-Encoding: {encoding[:50]}: send the body as it is"
+      415, f"Content-Encoding: {encoding[:50]}: send the body as it is"
     )
   try:
     return await request_bodies.read(request, limit)
   except request_bodies.BodyRefused as error:
     raise errors.ApiError(
-        error.status, error.message, retry_after_s=error.retry_after_s
+      error.status, error.message, retry_after_s=error.retry_after_s
     ) from None
 
 
@@ -109,9 +109,7 @@ def parse_plain(body: bytes, remedy: str) -> Any:
   try:
     return fields.plain(json_text.parse(body))
   except (ValueError, OverflowError):  # A whole number that no float holds.
-    raise errors.ApiError(
-        400, f"the body is not JSON; give {remedy}"
-    ) from None
+    raise errors.ApiError(400, f"the body is not JSON; give {remedy}") from None
 
 
 def json_answer(data: Any) -> Response:
@@ -122,10 +120,10 @@ def json_answer(data: Any) -> Response:
 def refusal(error: errors.ApiError) -> Response:
   """Returns the answer for an error."""
   return Response(
-      orjson.dumps(error.body()),
-      status_code=error.status,
-      media_type="application/json",
-      headers=PRIVATE | error.headers(),
+    orjson.dumps(error.body()),
+    status_code=error.status,
+    media_type="application/json",
+    headers=PRIVATE | error.headers(),
   )
 
 
@@ -138,9 +136,9 @@ def id_of(request: Request, name: str = "id") -> int:
   value = request.path_params[name]
   if value > query_lib.MAX_ID:
     raise errors.ApiError(
-        404,
-        f"there is no {name}={str(value)[:30]}; give a number in"
-        f" [0, {query_lib.MAX_ID}]",
+      404,
+      f"there is no {name}={str(value)[:30]}; give a number in"
+      f" [0, {query_lib.MAX_ID}]",
     )
   return value
 

@@ -1,7 +1,7 @@
 """Serves screenshots and videos as files.
 
-    GET /api/v1/screenshots/{sha256}, …/thumbnail, /api/screenshots/{sha256}
-    GET /api/rollouts/{name}/screenshot/{obs}, /api/videos
+GET /api/v1/screenshots/{sha256}, …/thumbnail, /api/screenshots/{sha256}
+GET /api/rollouts/{name}/screenshot/{obs}, /api/videos
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Images:
   """Handlers; `routes` adds `observed` and `video`."""
 
   def __init__(
-      self,
-      queries: queries_lib.Queries,
-      files: screenshots.ScreenshotFiles,
-      thumbnails: thumbnails_lib.Thumbnails,
-      videos: pathlib.Path,
+    self,
+    queries: queries_lib.Queries,
+    files: screenshots.ScreenshotFiles,
+    thumbnails: thumbnails_lib.Thumbnails,
+    videos: pathlib.Path,
   ):
     self._queries = queries
     self._files = files
@@ -47,18 +47,21 @@ class Images:
     """Adds them by `add(method, path, name, summary, handler, ...)`."""
     sha = "/api/v1/screenshots/{sha256}"
     for path, name in (
-        (sha, "screenshot"), ("/api/screenshots/{sha256}", "screenshot_0"),
-    ):  # pyformat: disable
-      add(
-          "GET", path, name, "A screenshot.", self._screenshot, answer="image"
-      )
+      (sha, "screenshot"),
+      ("/api/screenshots/{sha256}", "screenshot_0"),
+    ):
+      add("GET", path, name, "A screenshot.", self._screenshot, answer="image")
     add(
-        "GET", f"{sha}/thumbnail", "thumbnail",
-        "A screenshot, small and lossy.", self._thumbnail, answer="image",
-    )  # pyformat: disable
+      "GET",
+      f"{sha}/thumbnail",
+      "thumbnail",
+      "A screenshot, small and lossy.",
+      self._thumbnail,
+      answer="image",
+    )
 
   async def _thumbnail(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     del who
     sha = screenshots.check_sha(request.path_params["sha256"])
@@ -70,26 +73,26 @@ class Images:
       return await self._image(sha)
     try:
       path = await concurrency.run_in_threadpool(
-          self._thumbnails.of, sha, source
+        self._thumbnails.of, sha, source
       )
     except FileNotFoundError:
       raise errors.ApiError(
-          404, f"the file of screenshot {sha} is gone"
+        404, f"the file of screenshot {sha} is gone"
       ) from None
     except OSError as error:
       raise errors.ApiError(
-          503, f"the thumbnail cannot be made: {error}", retry_after_s=5
+        503, f"the thumbnail cannot be made: {error}", retry_after_s=5
       ) from None
     return responses.FileResponse(
-        path, media_type="image/webp", headers=_IMMUTABLE
+      path, media_type="image/webp", headers=_IMMUTABLE
     )
 
   async def _screenshot(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     del who
     return await self._image(
-        screenshots.check_sha(request.path_params["sha256"])
+      screenshots.check_sha(request.path_params["sha256"])
     )
 
   async def _image(self, sha: str) -> Response:
@@ -97,37 +100,36 @@ class Images:
     if row is None:
       raise errors.ApiError(404, f"no screenshot {sha}")
     if not await concurrency.run_in_threadpool(
-        self._files.path(sha, row["media_type"]).exists
+      self._files.path(sha, row["media_type"]).exists
     ):
       raise errors.ApiError(
-          404,
-          f"the file of screenshot {sha} is gone; run monitor doctor",
+        404, f"the file of screenshot {sha} is gone; run monitor doctor"
       )
     return responses.FileResponse(
-        self._files.path(sha, row["media_type"]),
-        media_type=row["media_type"],
-        headers=_IMMUTABLE,
+      self._files.path(sha, row["media_type"]),
+      media_type=row["media_type"],
+      headers=_IMMUTABLE,
     )
 
   async def observed(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     row = await concurrency.run_in_threadpool(
-        self._queries.observation,
-        who.project,
-        http_io.name_of(request),
-        http_io.id_of(request, "obs"),
+      self._queries.observation,
+      who.project,
+      http_io.name_of(request),
+      http_io.id_of(request, "obs"),
     )
     uri = row["screenshot_uri"] or ""
     sha = uri.removeprefix("sha256:")
     if not screenshots.SHA.fullmatch(sha):
       raise errors.ApiError(
-          404, f"this observation's screenshot is not here but at {uri!r}"
+        404, f"this observation's screenshot is not here but at {uri!r}"
       )
     return await self._image(sha)
 
   async def video(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     del who
     name = query_lib.VideoQuery.read(request.query_params).path

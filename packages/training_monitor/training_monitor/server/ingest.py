@@ -58,11 +58,11 @@ class Ingest:
   """Handlers of ingest requests."""
 
   def __init__(
-      self,
-      writer: writer_lib.Writer,
-      queries: queries_lib.Queries,
-      files: screenshots.ScreenshotFiles,
-      limits: IngestLimits,
+    self,
+    writer: writer_lib.Writer,
+    queries: queries_lib.Queries,
+    files: screenshots.ScreenshotFiles,
+    limits: IngestLimits,
   ):
     self._writer = writer
     self._queries = queries
@@ -74,30 +74,48 @@ class Ingest:
     """Adds them by `add(method, path, name, summary, handler, ...)`."""
     v1 = "/api/v1"
     for path, name in (
-        ("/api/ingest/batch", "ingest"), (f"{v1}/ingest/batch", "ingest_v1"),
-    ):  # pyformat: disable
+      ("/api/ingest/batch", "ingest"),
+      (f"{v1}/ingest/batch", "ingest_v1"),
+    ):
       add(
-          "POST", path, name, "Stores a batch; 200 means that it is durable.",
-          self._ingest, scope="ingest", body="batch",
-      )  # pyformat: disable
+        "POST",
+        path,
+        name,
+        "Stores a batch; 200 means that it is durable.",
+        self._ingest,
+        scope="ingest",
+        body="batch",
+      )
     add(
-        "POST", f"{v1}/screenshots/missing", "missing_screenshots",
-        "The hashes among these whose screenshots are missing.", self._missing,
-        scope="ingest", body="hashes",
-    )  # pyformat: disable
+      "POST",
+      f"{v1}/screenshots/missing",
+      "missing_screenshots",
+      "The hashes among these whose screenshots are missing.",
+      self._missing,
+      scope="ingest",
+      body="hashes",
+    )
     add(
-        "POST", f"{v1}/screenshots", "post_screenshots",
-        "Stores screenshots.", self._post_screenshots, scope="ingest",
-        body="images",
-    )  # pyformat: disable
+      "POST",
+      f"{v1}/screenshots",
+      "post_screenshots",
+      "Stores screenshots.",
+      self._post_screenshots,
+      scope="ingest",
+      body="images",
+    )
     add(
-        "PUT", f"{v1}/screenshots/{{sha256}}", "put_screenshot",
-        "Stores a screenshot.", self._put_screenshot, scope="ingest",
-        body="image",
-    )  # pyformat: disable
+      "PUT",
+      f"{v1}/screenshots/{{sha256}}",
+      "put_screenshot",
+      "Stores a screenshot.",
+      self._put_screenshot,
+      scope="ingest",
+      body="image",
+    )
 
   async def _ingest(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     body = await http_io.read_body(request, self._limits.batch)
     if len(body) > _INLINE_BYTES:
@@ -128,10 +146,14 @@ class Ingest:
         encoded = re.sub(r"\s+", "", uri[match.end() :])  # type: ignore[union-attr]
         data = base64.b64decode(encoded, validate=True)
       except (AttributeError, ValueError):
-        wrong.append((
-            item, uri[:40], "give data:image/png;base64,… of an image, a URL,"
+        wrong.append(
+          (
+            item,
+            uri[:40],
+            "give data:image/png;base64,… of an image, a URL,"
             " or sha256:<hash> of a screenshot that was sent",
-        ))  # pyformat: disable
+          )
+        )
         continue
       async with self._decoding:
         data = await concurrency.run_in_threadpool(_as_stored, data)
@@ -154,7 +176,7 @@ class Ingest:
     batch.ignored.extend(faults)
 
   async def _missing(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     del who
     body = await http_io.read_body(request, self._limits.other)
@@ -164,7 +186,7 @@ class Ingest:
         raise ValueError
     except (ValueError, TypeError, KeyError):
       raise errors.ApiError(
-          400, "give {sha256: [at most 1000 hashes]}"
+        400, "give {sha256: [at most 1000 hashes]}"
       ) from None
     for sha in shas:
       screenshots.check_sha(str(sha))
@@ -182,7 +204,7 @@ class Ingest:
       return []
     time = writer_lib.now()
     refreshed = await writer_lib.durable(
-        self._writer.run(lambda t: screenshots.renew(t.sql, old, time))
+      self._writer.run(lambda t: screenshots.renew(t.sql, old, time))
     )
     return [sha for sha in old if sha not in refreshed]
 
@@ -201,7 +223,7 @@ class Ingest:
     return absent, old
 
   async def _put_screenshot(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     del who
     sha = screenshots.check_sha(request.path_params["sha256"])
@@ -212,7 +234,7 @@ class Ingest:
     return http_io.json_answer({"sha256": sha, "stored": bool(stored)})
 
   async def _post_screenshots(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     del who
     body = await http_io.read_body(request, self._limits.screenshot)
@@ -220,28 +242,28 @@ class Ingest:
     return http_io.json_answer({"stored": stored, "refused": refused})
 
   async def _store(
-      self, images: list[tuple[str, bytes]]
+    self, images: list[tuple[str, bytes]]
   ) -> tuple[list[str], dict[str, str]]:
     """Returns (hashes stored now, hash -> why it is refused)."""
     try:
       # Pixels take many times a file's memory: a few images at a time.
       async with self._decoding:
         absent, old = await concurrency.run_in_threadpool(
-            self._absent, [sha for sha, _ in images]
+          self._absent, [sha for sha, _ in images]
         )
         absent += await self._gone(old)
         by_sha = dict(images)
         stored, refused = await concurrency.run_in_threadpool(
-            self._files.store_all, [(sha, by_sha[sha]) for sha in absent]
+          self._files.store_all, [(sha, by_sha[sha]) for sha in absent]
         )
     except OSError as error:
       raise errors.ApiError(
-          503, f"the screenshot cannot be written: {error}", retry_after_s=5
+        503, f"the screenshot cannot be written: {error}", retry_after_s=5
       ) from None
     if stored:
       rows = [(*image, writer_lib.now()) for image in stored]
       await writer_lib.durable(
-          self._writer.run(lambda t: t.sql.many(screenshots.UPSERT, rows))
+        self._writer.run(lambda t: t.sql.many(screenshots.UPSERT, rows))
       )
     return [image.sha for image in stored], refused
 

@@ -63,36 +63,34 @@ class ItemKind:
   readers: Mapping[str, tuple[str, Callable[[Any], Any]]]
 
 
-_TIMING = (
-    "avg_turn_time", "estimated_total_time", "estimated_remaining_time",
-)  # pyformat: disable
+_TIMING = ("avg_turn_time", "estimated_total_time", "estimated_remaining_time")
 
 
 def _kind(
-    name: str,
-    plural: str,
-    parents: Mapping[str, str] | None = None,
-    required: tuple[str, ...] = (),
-    aliases: Mapping[str, str] | None = None,
-    raw_fields: tuple[str, ...] = (),
+  name: str,
+  plural: str,
+  parents: Mapping[str, str] | None = None,
+  required: tuple[str, ...] = (),
+  aliases: Mapping[str, str] | None = None,
+  raw_fields: tuple[str, ...] = (),
 ) -> ItemKind:
   parents = parents or {}
   table = tables.metadata.tables[name]
   readers = {
-      str(c.name): (str(c.name), fields.reader(name, c))
-      for c in table.c
-      if c.name != "id" and c.name not in parents
+    str(c.name): (str(c.name), fields.reader(name, c))
+    for c in table.c
+    if c.name != "id" and c.name not in parents
   }
   readers |= {alias: readers[c] for alias, c in (aliases or {}).items()}
   return ItemKind(
-      name, plural, parents, required, frozenset(raw_fields), readers
+    name, plural, parents, required, frozenset(raw_fields), readers
   )
 
 
 KINDS: tuple[ItemKind, ...] = (
     _kind("training", "training", raw_fields=(
         *_TIMING, "project_id", "traceback", "changed_settings",
-    )),  # pyformat: disable
+    )),
     _kind(
         "task", "tasks", required=("task_id",),
         raw_fields=("instruction", "env_config", "evaluation", "seed_id"),
@@ -159,7 +157,7 @@ KINDS: tuple[ItemKind, ...] = (
         {"rollout_id": "rollout", "validator_id": "validator"},
         ("success",), raw_fields=("screenshot_uri",),
     ),
-)  # pyformat: disable
+)  # fmt: skip
 """In an order in which parents come first."""
 
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -186,7 +184,7 @@ class Item:
   __slots__ = (
       "client_id", "values", "parents", "raw", "id", "environment", "tags",
       "path",
-  )  # pyformat: disable
+  )  # fmt: skip
 
   def __init__(self, path: str):
     self.path = path
@@ -273,9 +271,13 @@ class _Faults:
       raise errors.invalid(self.found)
 
   def ignore(
-      self, kind: str, path: str, value: Any, message: Callable[[], str],
-      stored: str,
-  ) -> None:  # pyformat: disable
+    self,
+    kind: str,
+    path: str,
+    value: Any,
+    message: Callable[[], str],
+    stored: str,
+  ) -> None:
     """Records a value that is not stored as sent, once a kind and field.
 
     Of very many fields, `_REST` counts those that have no entry; one whose
@@ -287,31 +289,41 @@ class _Faults:
       return
     if len(self.ignored) >= _MAX_FAULTS:
       last = stored == "nothing" and next(
-          (k for k, one in self.ignored.items()
-           if k != _REST and one["kept"] != "nothing"),
-          None,
-      )  # pyformat: disable
+        (
+          k
+          for k, one in self.ignored.items()
+          if k != _REST and one["kept"] != "nothing"
+        ),
+        None,
+      )
       if not last:
         self._count(stored, 1)
         return
       one = self.ignored.pop(last)
       self._count(one["kept"], one.get("times", 1))
     self.ignored[key] = {
-        "kind": kind, **errors.fault(path, value, message()), "kept": stored,
-    }  # pyformat: disable
+      "kind": kind,
+      **errors.fault(path, value, message()),
+      "kept": stored,
+    }
 
   def _count(self, stored: str, times: int) -> None:
-    entry = self.ignored.setdefault(_REST, {
-        "kind": "batch", **errors.fault("…", "…", "is one of more fields than"
-        " an answer names"), "kept": stored, "times": 0,
-    })  # pyformat: disable
+    entry = self.ignored.setdefault(
+      _REST,
+      {
+        "kind": "batch",
+        **errors.fault("…", "…", "is one of more fields than an answer names"),
+        "kept": stored,
+        "times": 0,
+      },
+    )
     entry["times"] += times
     if stored == "nothing":
       entry["kept"] = stored
 
   def refuse(self, kind: str, path: str, value: Any, message: str) -> None:
     errors.add_refused(
-        self.refused, kind, None, errors.fault(path, value, message)
+      self.refused, kind, None, errors.fault(path, value, message)
     )
 
 
@@ -324,7 +336,7 @@ def read(body: bytes) -> IngestBatch:
   data = http_io.parse(body)
   if not isinstance(data, dict):
     raise errors.ApiError(
-        400, "the body must be an object with training, tasks, rollouts, …"
+      400, "the body must be an object with training, tasks, rollouts, …"
     )
   faults = _Faults()
   for key in data:
@@ -355,7 +367,7 @@ def _joined(data: dict[str, Any], faults: _Faults) -> dict[str, Any]:
 
 
 def _join(
-    joined: dict[str, Any], key: str, value: Any, path: str, faults: _Faults
+  joined: dict[str, Any], key: str, value: Any, path: str, faults: _Faults
 ) -> None:
   before = joined.get(key)
   if key not in _PART:
@@ -372,16 +384,18 @@ def _join(
     for name in _ONCE:
       if name in before and name in value and before[name] != value[name]:
         faults.add(
-            f"{path}.{name}", value[name],
-            f"a part before it has {before[name]!r}; send it in a batch of"
-            " its own",
-        )  # pyformat: disable
+          f"{path}.{name}",
+          value[name],
+          f"a part before it has {before[name]!r}; send it in a batch of"
+          " its own",
+        )
     before.update(value)
   elif before != value:
     faults.add(
-        path, value, "is not that of a part before it; send it in a batch of"
-        " its own",
-    )  # pyformat: disable
+      path,
+      value,
+      "is not that of a part before it; send it in a batch of its own",
+    )
 
 
 def _batch(data: dict[str, Any], faults: _Faults, size: int) -> IngestBatch:
@@ -394,14 +408,12 @@ def _batch(data: dict[str, Any], faults: _Faults, size: int) -> IngestBatch:
     if kind.name == "training":
       entries = [entries]
     if not isinstance(entries, list):
-      faults.refuse(
-          kind.name, kind.plural, entries, "give an array of objects"
-      )
+      faults.refuse(kind.name, kind.plural, entries, "give an array of objects")
       continue
     count += len(entries)
     if count > MAX_ITEMS:
       raise errors.ApiError(
-          413, f"the batch has more than {MAX_ITEMS} items; send smaller ones"
+        413, f"the batch has more than {MAX_ITEMS} items; send smaller ones"
       )
     if good := _read_all(kind, entries, faults):
       items[kind.name] = good
@@ -423,7 +435,7 @@ def _batch(data: dict[str, Any], faults: _Faults, size: int) -> IngestBatch:
 
 
 def _read_all(
-    kind: ItemKind, entries: list[Any], faults: _Faults
+  kind: ItemKind, entries: list[Any], faults: _Faults
 ) -> list[Item]:
   result = []
   single = kind.name == "training"
@@ -444,7 +456,7 @@ def _read_all(
 
 
 def _read(
-    kind: ItemKind, data: Mapping[str, Any], path: str, faults: _Faults
+  kind: ItemKind, data: Mapping[str, Any], path: str, faults: _Faults
 ) -> Item | None:
   item = Item(path)
   readers, values = kind.readers, item.values
@@ -470,7 +482,7 @@ def _read(
     elif field == "client_id":
       if not _is_name(value):
         raise _WrongItem(
-            f"{path}.{field}", value, f"give text of 1 to {MAX_ID} characters"
+          f"{path}.{field}", value, f"give text of 1 to {MAX_ID} characters"
         )
       item.client_id = value
     elif field in kind.parents:
@@ -520,7 +532,7 @@ def _read(
 
 
 def _keep_unknown(
-    kind: ItemKind, item: Item, field: str, value: Any, faults: _Faults
+  kind: ItemKind, item: Item, field: str, value: Any, faults: _Faults
 ) -> None:
   """Keeps a field of no known name as a raw value, for the answer to name."""
   stored, more = "nothing", ""
@@ -546,7 +558,7 @@ _CHECKED = frozenset({"rollout", "task", "action", "step"})
 
 
 def _check(
-    kind: ItemKind, item: Item, data: Mapping[str, Any]
+  kind: ItemKind, item: Item, data: Mapping[str, Any]
 ) -> list[tuple[str, str, Any, str]]:
   """Checks across the fields of an item, and takes out those that are wrong.
 
@@ -568,8 +580,8 @@ def _check(
   elif name == "step":
     wrong = []
     for field, keys in (
-        ("rollout_progress", progress.ROLLOUT_PROGRESS_KEYS),
-        ("training_progress", progress.TRAINING_PROGRESS_KEYS),
+      ("rollout_progress", progress.ROLLOUT_PROGRESS_KEYS),
+      ("training_progress", progress.TRAINING_PROGRESS_KEYS),
     ):
       if field in values and not _are_counts(values[field], keys):
         why = f"give counts: {{{', '.join(keys)}}}"
@@ -579,7 +591,7 @@ def _check(
 
 
 def _check_tokens(
-    item: Item, data: Mapping[str, Any]
+  item: Item, data: Mapping[str, Any]
 ) -> list[tuple[str, str, Any, str]]:
   sizes = {}
   for field in {"tokens", "logprobs"} & item.values.keys():
@@ -602,8 +614,8 @@ def _check_tokens(
 def _are_counts(value: str, keys: tuple[str, ...]) -> bool:
   counts = orjson.loads(value)
   return isinstance(counts, dict) and all(
-      k in keys and (v is None or (type(v) is int and v >= 0))
-      for k, v in counts.items()
+    k in keys and (v is None or (type(v) is int and v >= 0))
+    for k, v in counts.items()
   )
 
 
@@ -620,7 +632,7 @@ def _name_the_nameless(items: list[tuple[Any, Item]]) -> None:
     if item.client_id is not None:
       continue
     digest = hashlib.sha256(
-        orjson.dumps(data, option=orjson.OPT_SORT_KEYS)
+      orjson.dumps(data, option=orjson.OPT_SORT_KEYS)
     ).hexdigest()
     copies[digest] = number = copies.get(digest, -1) + 1
     item.client_id = f"content:{digest}:{number}"
@@ -629,7 +641,7 @@ def _name_the_nameless(items: list[tuple[Any, Item]]) -> None:
 def _is_name(value: Any) -> bool:
   """Returns whether a value can be a client id."""
   return (
-      isinstance(value, str) and 0 < len(value) <= MAX_ID and "\0" not in value
+    isinstance(value, str) and 0 < len(value) <= MAX_ID and "\0" not in value
   )
 
 
@@ -639,7 +651,7 @@ def _reference(path: str, value: Any) -> int | str:
   if _is_name(value):
     return value
   raise _WrongItem(
-      path, value, "give the server's id (a number) or a client id (text)"
+    path, value, "give the server's id (a number) or a client id (text)"
   )
 
 
@@ -647,7 +659,7 @@ def _own_id(path: str, value: Any) -> int:
   if type(value) is int and 0 < value < 1 << 63:
     return value
   raise _WrongItem(
-      path, value, "give the server's id (a number), or use client_id"
+    path, value, "give the server's id (a number), or use client_id"
   )
 
 
@@ -657,12 +669,12 @@ def _delivery(value: Any, faults: _Faults) -> SpoolRange | None:
   if isinstance(value, dict):
     spool, first, last = (value.get(k) for k in ("spool", "first", "last"))
     if (
-        isinstance(spool, str)
-        and 0 < len(spool) <= 100
-        and "\0" not in spool
-        and type(first) is int
-        and type(last) is int
-        and 0 < first <= last < 1 << 63
+      isinstance(spool, str)
+      and 0 < len(spool) <= 100
+      and "\0" not in spool
+      and type(first) is int
+      and type(last) is int
+      and 0 < first <= last < 1 << 63
     ):
       health = value.get("health")
       try:
@@ -672,7 +684,7 @@ def _delivery(value: Any, faults: _Faults) -> SpoolRange | None:
         return None
       return SpoolRange(spool, first, last, text)
   faults.add(
-      "delivery", value, "give {spool: text, first: number, last: number}"
+    "delivery", value, "give {spool: text, first: number, last: number}"
   )
   return None
 

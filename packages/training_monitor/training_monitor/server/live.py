@@ -68,7 +68,7 @@ class Live:
     self._news = asyncio.Event()
 
   async def stream(
-      self, project: int, training: int | None, after: int | None
+    self, project: int, training: int | None, after: int | None
   ) -> AsyncIterator[bytes]:
     """Yields the text of a stream.
 
@@ -82,18 +82,18 @@ class Live:
     """
     if self._listeners >= self._most:
       raise errors.ApiError(
-          503, f"{self._most} listeners are here already", retry_after_s=10
+        503, f"{self._most} listeners are here already", retry_after_s=10
       )
     oldest, newest = await concurrency.run_in_threadpool(self._range)
     return self._events(project, training, after, oldest, newest)
 
   async def _events(
-      self,
-      project: int,
-      training: int | None,
-      after: int | None,
-      oldest: int,
-      newest: int,
+    self,
+    project: int,
+    training: int | None,
+    after: int | None,
+    oldest: int,
+    newest: int,
   ) -> AsyncIterator[bytes]:
     if self._listeners >= self._most:
       return  # Others came while this one asked; it comes again.
@@ -109,18 +109,18 @@ class Live:
       while not self.closing:
         news = self._news
         rows = await concurrency.run_in_threadpool(
-            self._after, project, training, last
+          self._after, project, training, last
         )
         for row in rows:
           last = row.id
           yield _event(
-              "change",
-              last,
-              {
-                  "training_id": row.training_id,
-                  "kind": row.kind,
-                  "id": row.entity_id,
-              },
+            "change",
+            last,
+            {
+              "training_id": row.training_id,
+              "kind": row.kind,
+              "id": row.entity_id,
+            },
           )
         if rows:
           idle = 0.0
@@ -144,18 +144,18 @@ class Live:
     change = tables.change
     with database.reading(self._engine) as connection:
       oldest, newest = connection.execute(
-          sa.select(sa.func.min(change.c.id), sa.func.max(change.c.id))
+        sa.select(sa.func.min(change.c.id), sa.func.max(change.c.id))
       ).one()
     return oldest or 0, newest or 0
 
   def _after(self, project: int, training: int | None, last: int) -> list[Any]:
     change, owner = tables.change, tables.training_project
     query = (
-        sa.select(change)
-        .join(owner, owner.c.training_id == change.c.training_id)
-        .where(change.c.id > last, owner.c.project_id == project)
-        .order_by(change.c.id)
-        .limit(_PAGE)
+      sa.select(change)
+      .join(owner, owner.c.training_id == change.c.training_id)
+      .where(change.c.id > last, owner.c.project_id == project)
+      .order_by(change.c.id)
+      .limit(_PAGE)
     )
     if training is not None:
       query = query.where(change.c.training_id == training)
@@ -165,5 +165,7 @@ class Live:
 
 def _event(name: str, id_: int, data: dict[str, Any]) -> bytes:
   return b"id: %d\nevent: %s\ndata: %s\n\n" % (
-      id_, name.encode(), http_server.event_data(orjson.dumps(data)),
-  )  # pyformat: disable
+    id_,
+    name.encode(),
+    http_server.event_data(orjson.dumps(data)),
+  )

@@ -44,20 +44,20 @@ class Operation:
 
 _BY_BODY = {"x-boundedBy": "body"}
 _REFERENCE = {
-    "type": ["integer", "string", "null"],
-    "minimum": 0,
-    "maximum": query_lib.MAX_ID,
-    "maxLength": items.MAX_ID,
+  "type": ["integer", "string", "null"],
+  "minimum": 0,
+  "maximum": query_lib.MAX_ID,
+  "maxLength": items.MAX_ID,
 }
 _COUNT = {"type": "integer", "minimum": 1, "maximum": query_lib.MAX_ID}
 _REFUSALS = (
     "400", "401", "403", "404", "408", "409", "413", "414", "415", "422",
     "503",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def document(
-    operations: list[Operation], body_bytes: Mapping[str, int]
+  operations: list[Operation], body_bytes: Mapping[str, int]
 ) -> dict[str, Any]:
   """Returns the OpenAPI 3.1 document.
 
@@ -70,55 +70,59 @@ def document(
   for operation in operations:
     path = operation.path.replace(":int}", "}").replace(":path}", "}")
     paths.setdefault(path, {})[operation.method.lower()] = _operation(
-        operation, body_bytes
+      operation, body_bytes
     )
   return {
-      "openapi": "3.1.0",
-      "info": {
-          "title": "Training Monitor",
-          "version": "1",
-          "description": (
-              "Times are ISO 8601 in UTC. Lists come in pages: give a page's"
-              " `next` as `after`. Errors are {detail, errors}. `x-boundedBy:"
-              " body` marks what only the body's `x-maxBytes` bounds."
-          ),
-      },
-      "paths": paths,
-      "components": {
-          "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-          "schemas": _schemas(),
-      },
+    "openapi": "3.1.0",
+    "info": {
+      "title": "Training Monitor",
+      "version": "1",
+      "description": (
+        "Times are ISO 8601 in UTC. Lists come in pages: give a page's"
+        " `next` as `after`. Errors are {detail, errors}. `x-boundedBy:"
+        " body` marks what only the body's `x-maxBytes` bounds."
+      ),
+    },
+    "paths": paths,
+    "components": {
+      "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+      "schemas": _schemas(),
+    },
   }
 
 
 def _operation(
-    operation: Operation, body_bytes: Mapping[str, int]
+  operation: Operation, body_bytes: Mapping[str, int]
 ) -> dict[str, Any]:
   parameters = []
   for part in operation.path.split("/"):
     if part.startswith("{"):
       name, _, kind = part.strip("{}").partition(":")
       kind = "integer" if kind == "int" else name
-      parameters.append({
-          "name": name, "in": "path", "required": True,
+      parameters.append(
+        {
+          "name": name,
+          "in": "path",
+          "required": True,
           "schema": _path_parameter(kind),
-      })  # pyformat: disable
+        }
+      )
   if operation.query is not None:
     for name, schema in operation.query.parameters().items():
       parameters.append({"name": name, "in": "query", "schema": schema})
   failed = {
-      "description": "refused",
-      "content": {
-          "application/json": {"schema": {"$ref": "#/components/schemas/Error"}}
-      },
+    "description": "refused",
+    "content": {
+      "application/json": {"schema": {"$ref": "#/components/schemas/Error"}}
+    },
   }
   answers = {"200": _answer(operation.answer)}
   for status in _REFUSALS:
     answers[status] = failed
   described: dict[str, Any] = {
-      "operationId": operation.name,
-      "summary": operation.summary,
-      "responses": answers,
+    "operationId": operation.name,
+    "summary": operation.summary,
+    "responses": answers,
   }
   if parameters:
     described["parameters"] = parameters
@@ -128,9 +132,9 @@ def _operation(
     described["security"] = [{"token": [operation.scope]}, {}]
   if operation.body:
     described["requestBody"] = {
-        "required": True,
-        "content": _body(operation.body),
-        "x-maxBytes": body_bytes.get(operation.body, body_bytes[""]),
+      "required": True,
+      "content": _body(operation.body),
+      "x-maxBytes": body_bytes.get(operation.body, body_bytes[""]),
     }
   return described
 
@@ -153,19 +157,20 @@ def _answer(kind: str) -> dict[str, Any]:
     schema: Any = {"type": "object"}
     if table == "tags":
       schema = {
-          "type": "object", "required": ["tags"],
-          "properties": {"tags": _tags()},
-      }  # pyformat: disable
+        "type": "object",
+        "required": ["tags"],
+        "properties": {"tags": _tags()},
+      }
     elif table != "object":
       schema = {"$ref": f"#/components/schemas/{table}"}
     if page:
       schema = {
-          "type": "object",
-          "required": ["items", "next"],
-          "properties": {
-              "items": {"type": "array", "items": schema},
-              "next": {"type": ["string", "null"]},
-          },
+        "type": "object",
+        "required": ["items", "next"],
+        "properties": {
+          "items": {"type": "array", "items": schema},
+          "next": {"type": ["string", "null"]},
+        },
       }
     content = {"application/json": {"schema": schema}}
   return {"description": "the answer", "content": content}
@@ -176,20 +181,22 @@ def _body(kind: str) -> dict[str, Any]:
     binary = {"schema": {"type": "string", "format": "binary", **_BY_BODY}}
     return {t: binary for t in ("image/png", "image/jpeg", "image/webp")}
   if kind == "images":
-    return {"application/octet-stream": {
-        "schema": {"type": "string", "format": "binary", **_BY_BODY},
-    }}  # pyformat: disable
+    return {
+      "application/octet-stream": {
+        "schema": {"type": "string", "format": "binary", **_BY_BODY}
+      }
+    }
   if kind == "hashes":
     schema: Any = {
-        "type": "object",
-        "required": ["sha256"],
-        "properties": {
-            "sha256": {
-                "type": "array",
-                "maxItems": 1000,
-                "items": _path_parameter("sha256"),
-            }
-        },
+      "type": "object",
+      "required": ["sha256"],
+      "properties": {
+        "sha256": {
+          "type": "array",
+          "maxItems": 1000,
+          "items": _path_parameter("sha256"),
+        }
+      },
     }
   elif kind == "annotation":
     schema = query_lib.Annotation.model_json_schema()
@@ -206,25 +213,25 @@ def _tags() -> dict[str, Any]:
 
 def _schemas() -> dict[str, Any]:
   schemas: dict[str, Any] = {
-      "Error": {
-          "type": "object",
-          "required": ["detail"],
-          "properties": {
-              "detail": {"type": "string"},
-              "errors": {"type": "array", "items": {"type": "object"}},
-          },
+    "Error": {
+      "type": "object",
+      "required": ["detail"],
+      "properties": {
+        "detail": {"type": "string"},
+        "errors": {"type": "array", "items": {"type": "object"}},
       },
-      "Batch": _batch(),
+    },
+    "Batch": _batch(),
   }
   shown = [*tables.TABLES, tables.delivery, tables.group]
   for table in shown:
     schemas[str(table.name)] = {
-        "type": "object",
-        "properties": {str(c.name): _column(table.name, c) for c in table.c},
+      "type": "object",
+      "properties": {str(c.name): _column(table.name, c) for c in table.c},
     }
   schemas["training"]["properties"] |= {
-      "tags": {"type": "array", "items": {"type": "string"}},
-      "pinned": {"type": "boolean"},
+    "tags": {"type": "array", "items": {"type": "string"}},
+    "pinned": {"type": "boolean"},
   }
   return schemas
 
@@ -249,54 +256,54 @@ def _column(table: str, column: sa.Column) -> dict[str, Any]:
 
 def _batch() -> dict[str, Any]:
   properties: dict[str, Any] = {
-      "training_id": _REFERENCE,
-      "delivery": {
-          "type": ["object", "null"],
-          "properties": {
-              "spool": {"type": "string", "minLength": 1, "maxLength": 100},
-              "first": _COUNT,
-              "last": _COUNT,
-              "health": {"x-maxBytes": fields.MAX_TEXT},
-          },
-          "required": ["spool", "first", "last"],
+    "training_id": _REFERENCE,
+    "delivery": {
+      "type": ["object", "null"],
+      "properties": {
+        "spool": {"type": "string", "minLength": 1, "maxLength": 100},
+        "first": _COUNT,
+        "last": _COUNT,
+        "health": {"x-maxBytes": fields.MAX_TEXT},
       },
-      # Bodies of their own, in order; instead of the rest.
-      "parts": {
-          "type": ["array", "null"],
-          "items": {"type": "object", **_BY_BODY},
-          **_BY_BODY,
-      },
+      "required": ["spool", "first", "last"],
+    },
+    # Bodies of their own, in order; instead of the rest.
+    "parts": {
+      "type": ["array", "null"],
+      "items": {"type": "object", **_BY_BODY},
+      **_BY_BODY,
+    },
   }
   for kind in items.KINDS:
     item: dict[str, Any] = {
-        "type": "object",
-        "properties": {
-            "client_id": {
-                "type": ["string", "null"],
-                "minLength": 1,
-                "maxLength": items.MAX_ID,
-            },
-            **{parent: _REFERENCE for parent in kind.parents},
-            **{
-                field: fields.schema(reader)
-                for field, (_, reader) in kind.readers.items()
-            },
+      "type": "object",
+      "properties": {
+        "client_id": {
+          "type": ["string", "null"],
+          "minLength": 1,
+          "maxLength": items.MAX_ID,
         },
-        # Fields of no known name are kept as they came.
-        "additionalProperties": True,
-        **_BY_BODY,
+        **{parent: _REFERENCE for parent in kind.parents},
+        **{
+          field: fields.schema(reader)
+          for field, (_, reader) in kind.readers.items()
+        },
+      },
+      # Fields of no known name are kept as they came.
+      "additionalProperties": True,
+      **_BY_BODY,
     }
     if kind.name == "training":
-      item["properties"]["tags"] = {
-          **_tags(), "type": ["array", "null"],
-      }  # pyformat: disable
+      item["properties"]["tags"] = {**_tags(), "type": ["array", "null"]}
       properties["training"] = item
     else:
       properties[kind.plural] = {
-          "type": ["array", "null"],
-          "items": item,
-          "maxItems": items.MAX_ITEMS,
+        "type": ["array", "null"],
+        "items": item,
+        "maxItems": items.MAX_ITEMS,
       }
   return {
-      "type": "object", "properties": properties, "additionalProperties": False,
-  }  # pyformat: disable
+    "type": "object",
+    "properties": properties,
+    "additionalProperties": False,
+  }

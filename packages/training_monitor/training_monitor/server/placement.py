@@ -32,16 +32,19 @@ def check_new_group(item: items_lib.Item) -> None:
   """
   sources = [c for c in _SOURCES if item.values.get(c) is not None]
   if len(sources) != 1:
-    raise errors.invalid([errors.fault(
-        f"{item.path}.step_id", sources,
-        "a new group needs one of step_id, eval_id and baseline_id",
-    )])  # pyformat: disable
+    raise errors.invalid(
+      [
+        errors.fault(
+          f"{item.path}.step_id",
+          sources,
+          "a new group needs one of step_id, eval_id and baseline_id",
+        )
+      ]
+    )
 
 
 def by_groups(
-    sql: sql_lib.Sql,
-    who: references.References,
-    items: Sequence[items_lib.Item],
+  sql: sql_lib.Sql, who: references.References, items: Sequence[items_lib.Item]
 ) -> list[dict[str, Any]]:
   """Gives rollouts the source and number of the group that they name.
 
@@ -68,24 +71,28 @@ def by_groups(
   if not own_groups:
     return []
   rows = sql.among(
-      f"SELECT id, group_num, {', '.join(_SOURCES)} FROM monitor_group WHERE"
-      " id {among}",
-      (),
-      own_groups,
+    f"SELECT id, group_num, {', '.join(_SOURCES)} FROM monitor_group WHERE"
+    " id {among}",
+    (),
+    own_groups,
   )
   faults = []
   for id_, number, *sources in rows:
     for item in by_group[id_]:
       values = item.values
       if values.setdefault("group", number) != number:
-        faults.append({
-            "kind": "rollout", "client_id": item.client_id,
-            "field": "group_id", "value": item.raw["group_id"],
+        faults.append(
+          {
+            "kind": "rollout",
+            "client_id": item.client_id,
+            "field": "group_id",
+            "value": item.raw["group_id"],
             "kept": f"group {values['group']}, which the rollout states",
-        })  # pyformat: disable
+          }
+        )
       elif all(values.get(c) is None for c in _SOURCES):
         for kind, column, value in zip(
-            vocabulary.SOURCE_TYPES, _SOURCES, sources
+          vocabulary.SOURCE_TYPES, _SOURCES, sources
         ):
           if value is not None:
             values[column] = value
@@ -94,7 +101,7 @@ def by_groups(
 
 
 def under_newest_step(
-    sql: sql_lib.Sql, training: int | None, item: items_lib.Item
+  sql: sql_lib.Sql, training: int | None, item: items_lib.Item
 ) -> dict[str, Any] | None:
   """Puts a step's rollout that names no step under the run's newest one.
 
@@ -103,20 +110,23 @@ def under_newest_step(
   """
   values = item.values
   if (
-      values.get("source_type") not in (None, "step")
-      or training is None
-      or any(values.get(c) is not None for c in _SOURCES)
+    values.get("source_type") not in (None, "step")
+    or training is None
+    or any(values.get(c) is not None for c in _SOURCES)
   ):
     return None
   rows = sql.rows(
-      "SELECT id, step FROM step WHERE training_id = ? ORDER BY step DESC"
-      " LIMIT 1",
-      (training,),
+    "SELECT id, step FROM step WHERE training_id = ? ORDER BY step DESC"
+    " LIMIT 1",
+    (training,),
   )
   if not rows:
     return None
   values["source_type"], values["step_id"] = "step", rows[0][0]
   return {
-      "kind": "rollout", "client_id": item.client_id, "field": "step_id",
-      "value": None, "kept": f"step {rows[0][1]}, the run's newest",
-  }  # pyformat: disable
+    "kind": "rollout",
+    "client_id": item.client_id,
+    "field": "step_id",
+    "value": None,
+    "kept": f"step {rows[0][1]}, the run's newest",
+  }

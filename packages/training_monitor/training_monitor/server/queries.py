@@ -28,11 +28,11 @@ JSON_COLUMNS = frozenset({
     "tokens", "logprobs", "model_input_json", "details_json", "metadata_json",
     "health_json", "trajectory_data_json", "args", "action_json",
     "model_specific_input_json",
-})  # pyformat: disable
+})  # fmt: skip
 _HEAVY = {
-    "training": {"config_json"},
-    "step": {"metrics_json"},
-    "rollout": {"summary_json"},
+  "training": {"config_json"},
+  "step": {"metrics_json"},
+  "rollout": {"summary_json"},
 }
 """Columns that lists leave out."""
 Row = dict[str, Any]
@@ -46,9 +46,7 @@ class Queries:
 
   # --- lists ----------------------------------------------------------------
 
-  def trainings(
-      self, project: int, selection: query_lib.TrainingsQuery
-  ) -> Row:
+  def trainings(self, project: int, selection: query_lib.TrainingsQuery) -> Row:
     """Returns a page of trainings, newest first."""
     t, owner = tables.training, tables.training_project
     query = _select(t).join(owner, owner.c.training_id == t.c.id)
@@ -66,11 +64,11 @@ class Queries:
     count = sa.func.count().label("runs")
     with database.reading(self._engine) as connection:
       rows = connection.execute(
-          sa.select(g.c.tag, count)
-          .join(owner, owner.c.training_id == g.c.training_id)
-          .where(owner.c.project_id == project)
-          .group_by(g.c.tag)
-          .order_by(g.c.tag)
+        sa.select(g.c.tag, count)
+        .join(owner, owner.c.training_id == g.c.training_id)
+        .where(owner.c.project_id == project)
+        .group_by(g.c.tag)
+        .order_by(g.c.tag)
       )
       return {"items": [_json(row) for row in rows]}
 
@@ -79,18 +77,14 @@ class Queries:
     t, pin = tables.training, tables.pinned_baseline
     with database.reading(self._engine) as connection:
       row = connection.execute(
-          sa.select(t.c.id, t.c.run_name)
-          .join(pin, pin.c.training_id == t.c.id)
-          .where(pin.c.project_id == project)
+        sa.select(t.c.id, t.c.run_name)
+        .join(pin, pin.c.training_id == t.c.id)
+        .where(pin.c.project_id == project)
       ).one_or_none()
     return None if row is None else _json(row)
 
   def of_training(
-      self,
-      project: int,
-      kind: str,
-      training: int,
-      page: query_lib.ListQuery,
+    self, project: int, kind: str, training: int, page: query_lib.ListQuery
   ) -> Row:
     """Returns a run's steps or evaluations by step, or its baselines by id."""
     t = tables.metadata.tables[kind]
@@ -111,9 +105,7 @@ class Queries:
     for kind in vocabulary.SOURCE_TYPES:
       if (id_ := getattr(selection, f"{kind}_id")) is not None:
         # Both columns, so that the index serves.
-        query = query.where(
-            r.c.source_type == kind, r.c[f"{kind}_id"] == id_
-        )
+        query = query.where(r.c.source_type == kind, r.c[f"{kind}_id"] == id_)
     for name in ("task_id", "batch", "group", "status"):
       if (value := getattr(selection, name)) is not None:
         query = query.where(r.c[name] == value)
@@ -127,13 +119,13 @@ class Queries:
     """Returns tasks that the project's clients have sent."""
     t, ids = tables.task, tables.client_ids
     own_tasks = sa.select(ids.c.entity_id).where(
-        ids.c.project_id == project, ids.c.kind == "task"
+      ids.c.project_id == project, ids.c.kind == "task"
     )
     query = _select(t).where(t.c.id.in_(own_tasks))
     return self._page(query, t.c.id, False, page)
 
   def history(
-      self, project: int, kind: str, id_: int, page: query_lib.ListQuery
+    self, project: int, kind: str, id_: int, page: query_lib.ListQuery
   ) -> Row:
     """Returns every status that an entity had, in order."""
     h = tables.status_history
@@ -147,10 +139,10 @@ class Queries:
     d = tables.delivery
     with database.reading(self._engine) as connection:
       rows = connection.execute(
-          _select(d)
-          .where(d.c.project_id == project)
-          .order_by(d.c.updated_at.desc())
-          .limit(query_lib.MAX_LIMIT)
+        _select(d)
+        .where(d.c.project_id == project)
+        .order_by(d.c.updated_at.desc())
+        .limit(query_lib.MAX_LIMIT)
       )
       return {"items": [_json(row) for row in rows]}
 
@@ -159,14 +151,14 @@ class Queries:
     n, r = tables.annotation, tables.rollout
     with database.reading(self._engine) as connection:
       rows = connection.execute(
-          sa.select(
-              n.c.label,
-              sa.func.count(sa.distinct(n.c.rollout_id)).label("rollouts"),
-          )
-          .join(r, r.c.id == n.c.rollout_id)
-          .where(n.c.label.is_not(None), self._is_mine(project))
-          .group_by(n.c.label)
-          .order_by(n.c.label)
+        sa.select(
+          n.c.label,
+          sa.func.count(sa.distinct(n.c.rollout_id)).label("rollouts"),
+        )
+        .join(r, r.c.id == n.c.rollout_id)
+        .where(n.c.label.is_not(None), self._is_mine(project))
+        .group_by(n.c.label)
+        .order_by(n.c.label)
       )
       return {"items": [_json(row) for row in rows]}
 
@@ -216,13 +208,13 @@ class Queries:
       entity["training_id"] = _training_of(connection, entity)
       entity["task"] = self._entity(connection, "task", entity["task_id"])
       for key, table in (
-          ("environments", tables.environment),
-          ("validations", tables.validation),
-          ("turns", tables.turn),
+        ("environments", tables.environment),
+        ("validations", tables.validation),
+        ("turns", tables.turn),
       ):
         order = table.c.turn if key == "turns" else table.c.id
         rows = connection.execute(
-            _select(table).where(table.c.rollout_id == id_).order_by(order)
+          _select(table).where(table.c.rollout_id == id_).order_by(order)
         )
         entity[key] = [_json(row) for row in rows]
       environments = entity.pop("environments")
@@ -238,7 +230,7 @@ class Queries:
       id_ = self._rollout_id(connection, project, name)
       t = tables.turn
       rows = connection.execute(
-          _select(t).where(t.c.rollout_id == id_).order_by(t.c.turn)
+        _select(t).where(t.c.rollout_id == id_).order_by(t.c.turn)
       )
       rows_of_turns = [_json(row) for row in rows]
       self._fill_turns(connection, rows_of_turns)
@@ -254,7 +246,7 @@ class Queries:
     with database.reading(self._engine) as connection:
       id_ = self._rollout_id(connection, project, rollout)
       row = connection.execute(
-          _select(t).where(t.c.rollout_id == id_, t.c.id == turn)
+        _select(t).where(t.c.rollout_id == id_, t.c.id == turn)
       ).one_or_none()
       if row is None:
         raise _absent("turn", turn)
@@ -272,9 +264,9 @@ class Queries:
     with database.reading(self._engine) as connection:
       owner = self._rollout_id(connection, project, rollout)
       row = connection.execute(
-          _select(o)
-          .join(t, t.c.id == o.c.turn_id)
-          .where(t.c.rollout_id == owner, o.c.id == id_)
+        _select(o)
+        .join(t, t.c.id == o.c.turn_id)
+        .where(t.c.rollout_id == owner, o.c.id == id_)
       ).one_or_none()
       if row is None:
         raise _absent("observation", id_)
@@ -288,7 +280,7 @@ class Queries:
       for kind in ("baseline", "eval", "step"):
         t = tables.metadata.tables[kind]
         rows = connection.execute(
-            _select(t, {"metrics_json"}).where(t.c.training_id == training)
+          _select(t, {"metrics_json"}).where(t.c.training_id == training)
         )
         entries += [{"kind": kind, **_json(row)} for row in rows]
     entries.sort(key=lambda e: (e["start_time"] or e["created_at"], e["id"]))
@@ -300,21 +292,21 @@ class Queries:
     with database.reading(self._engine) as connection:
       self._require(connection, project, kind, id_)
       rows = connection.execute(
-          _select(r, _HEAVY["rollout"])
-          .where(r.c.source_type == kind, r.c[f"{kind}_id"] == id_)
-          .order_by(r.c.group, r.c.env_index, r.c.id)
-          .limit(10_000)
+        _select(r, _HEAVY["rollout"])
+        .where(r.c.source_type == kind, r.c[f"{kind}_id"] == id_)
+        .order_by(r.c.group, r.c.env_index, r.c.id)
+        .limit(10_000)
       )
       return {
-          kind: self._entity(connection, kind, id_),
-          "rollouts": [_json(row) for row in rows],
+        kind: self._entity(connection, kind, id_),
+        "rollouts": [_json(row) for row in rows],
       }
 
   def screenshot(self, sha: str) -> Row | None:
     s = tables.screenshot
     with database.reading(self._engine) as connection:
       row = connection.execute(
-          sa.select(s).where(s.c.sha256 == sha)
+        sa.select(s).where(s.c.sha256 == sha)
       ).one_or_none()
     return None if row is None else _json(row)
 
@@ -322,7 +314,7 @@ class Queries:
     """Maps the stored ones of the given hashes to their rows."""
     s = tables.screenshot
     query = sa.select(s.c.sha256, s.c.media_type, s.c.created_at).where(
-        s.c.sha256.in_(shas)
+      s.c.sha256.in_(shas)
     )
     with database.reading(self._engine) as connection:
       return {row.sha256: row for row in connection.execute(query)}
@@ -335,11 +327,11 @@ class Queries:
   # --- helpers --------------------------------------------------------------
 
   def _page(
-      self,
-      query: sa.Select,
-      key: sa.Column,
-      newest_first: bool,
-      page: query_lib.ListQuery,
+    self,
+    query: sa.Select,
+    key: sa.Column,
+    newest_first: bool,
+    page: query_lib.ListQuery,
   ) -> Row:
     limit, after = page.limit, page.after
     if after is not None:
@@ -360,15 +352,13 @@ class Queries:
     return entity
 
   def _add_raw(
-      self, connection: sa.Connection, kind: str, rows: list[Row]
+    self, connection: sa.Connection, kind: str, rows: list[Row]
   ) -> None:
     """Adds `raw`: original values that the columns do not hold."""
     raw = tables.raw_value
     by_id = {row["id"]: row for row in rows}
     values = connection.execute(
-        sa.select(raw).where(
-            raw.c.kind == kind, raw.c.entity_id.in_(list(by_id))
-        )
+      sa.select(raw).where(raw.c.kind == kind, raw.c.entity_id.in_(list(by_id)))
     )
     for row in values:
       by_id[row.entity_id].setdefault("raw", {})[row.field] = row.value
@@ -378,12 +368,13 @@ class Queries:
     _add_later(connection, "turn", turns)
     by_id = {turn["id"]: turn for turn in turns}
     for key, table in (
-        ("actions", tables.action), ("observations", tables.obs),
-    ):  # pyformat: disable
+      ("actions", tables.action),
+      ("observations", tables.obs),
+    ):
       rows = connection.execute(
-          _select(table)
-          .where(table.c.turn_id.in_(list(by_id)))
-          .order_by(table.c.id)
+        _select(table)
+        .where(table.c.turn_id.in_(list(by_id)))
+        .order_by(table.c.id)
       )
       parts = [_json(row) for row in rows]
       self._add_raw(connection, table.name, parts)
@@ -394,18 +385,18 @@ class Queries:
         by_id[row["turn_id"]][key].append(row)
 
   def _rollout_id(
-      self, connection: sa.Connection, project: int, name: str
+    self, connection: sa.Connection, project: int, name: str
   ) -> int:
     r = tables.rollout
     match = r.c.rollout_id == name
     if name.isascii() and name.isdigit() and len(name) < 19:
       match = sa.or_(match, r.c.id == int(name))
     rollout_id = connection.execute(
-        sa.select(r.c.id)
-        .where(match, self._is_mine(project))
-        # A name that looks like an id is the name first.
-        .order_by(sa.case((r.c.rollout_id == name, 0), else_=1))
-        .limit(1)
+      sa.select(r.c.id)
+      .where(match, self._is_mine(project))
+      # A name that looks like an id is the name first.
+      .order_by(sa.case((r.c.rollout_id == name, 0), else_=1))
+      .limit(1)
     ).scalar()
     if rollout_id is None:
       raise _absent("rollout", name)
@@ -414,11 +405,11 @@ class Queries:
   def _is_mine(self, project: int) -> sa.ColumnElement[bool]:
     owner = tables.training_project
     return _in_training(
-        sa.select(owner.c.training_id).where(owner.c.project_id == project)
+      sa.select(owner.c.training_id).where(owner.c.project_id == project)
     )
 
   def _require(
-      self, connection: sa.Connection, project: int, kind: str, id_: int
+    self, connection: sa.Connection, project: int, kind: str, id_: int
   ) -> None:
     """Raises ApiError 404 unless the project has this entity."""
     owner = tables.training_project
@@ -428,27 +419,27 @@ class Queries:
       query = query.where(self._is_mine(project))
     elif kind == "monitor_group":
       own_runs = sa.select(owner.c.training_id).where(
-          owner.c.project_id == project
+        owner.c.project_id == project
       )
       query = query.where(_in_training(own_runs, t))
     elif kind == "environment":
       r = tables.rollout
       query = query.join(r, r.c.id == t.c.rollout_id).where(
-          self._is_mine(project)
+        self._is_mine(project)
       )
     elif kind == "task":
       ids = tables.client_ids
       query = query.where(
-          t.c.id.in_(
-              sa.select(ids.c.entity_id).where(
-                  ids.c.project_id == project, ids.c.kind == "task"
-              )
+        t.c.id.in_(
+          sa.select(ids.c.entity_id).where(
+            ids.c.project_id == project, ids.c.kind == "task"
           )
+        )
       )
     else:
       own = t.c.id if kind == "training" else t.c.training_id
       query = query.join(owner, owner.c.training_id == own).where(
-          owner.c.project_id == project
+        owner.c.project_id == project
       )
     if connection.execute(query).first() is None:
       raise _absent(kind, id_)
@@ -458,10 +449,10 @@ def annotations_of(connection: sa.Connection, rollout: int) -> list[Row]:
   """Returns the labels and notes of a rollout and its turns."""
   n, t = tables.annotation, tables.turn
   rows = connection.execute(
-      sa.select(n.c.id, t.c.turn, n.c.label, n.c.note, n.c.created_at)
-      .outerjoin(t, t.c.id == n.c.turn_id)
-      .where(n.c.rollout_id == rollout)
-      .order_by(n.c.id)
+    sa.select(n.c.id, t.c.turn, n.c.label, n.c.note, n.c.created_at)
+    .outerjoin(t, t.c.id == n.c.turn_id)
+    .where(n.c.rollout_id == rollout)
+    .order_by(n.c.id)
   )
   return [_json(row) for row in rows]
 
@@ -476,25 +467,24 @@ def tagged(tags: Sequence[str]) -> list[sa.ColumnElement[bool]]:
   """Returns conditions that hold for trainings with all of the tags."""
   t, g = tables.training, tables.training_tag
   return [
-      t.c.id.in_(sa.select(g.c.training_id).where(g.c.tag == tag))
-      for tag in tags
+    t.c.id.in_(sa.select(g.c.training_id).where(g.c.tag == tag)) for tag in tags
   ]
 
 
 def add_tags_and_pin(
-    connection: sa.Connection, project: int, rows: Sequence[Row]
+  connection: sa.Connection, project: int, rows: Sequence[Row]
 ) -> None:
   """Adds `tags`, sorted, and `pinned` to trainings of a project."""
   g, pin = tables.training_tag, tables.pinned_baseline
   by_run: dict[int, list[str]] = {}
   for id_, tag in connection.execute(
-      sa.select(g.c.training_id, g.c.tag)
-      .where(g.c.training_id.in_([row["id"] for row in rows]))
-      .order_by(g.c.tag)
+    sa.select(g.c.training_id, g.c.tag)
+    .where(g.c.training_id.in_([row["id"] for row in rows]))
+    .order_by(g.c.tag)
   ):
     by_run.setdefault(id_, []).append(tag)
   pinned = connection.execute(
-      sa.select(pin.c.training_id).where(pin.c.project_id == project)
+    sa.select(pin.c.training_id).where(pin.c.project_id == project)
   ).scalar()
   for row in rows:
     row["tags"] = by_run.get(row["id"], [])
@@ -509,41 +499,41 @@ def _rollouts_of(training: int) -> sa.Subquery:
     t = tables.metadata.tables[kind]
     own = sa.select(t.c.id).where(t.c.training_id == training)
     parts.append(
-        sa.select(r.c.id).where(
-            r.c.source_type == kind, r.c[f"{kind}_id"].in_(own)
-        )
+      sa.select(r.c.id).where(
+        r.c.source_type == kind, r.c[f"{kind}_id"].in_(own)
+      )
     )
   return sa.union_all(*parts).subquery("own")
 
 
 def _in_training(
-    which: sa.Select, r: sa.Table = tables.rollout
+  which: sa.Select, r: sa.Table = tables.rollout
 ) -> sa.ColumnElement[bool]:
   """Returns the condition on rollouts or groups of selected trainings."""
   parts = []
   for kind in vocabulary.SOURCE_TYPES:
     t = tables.metadata.tables[kind]
     parts.append(
-        sa.exists()
-        .where(t.c.id == r.c[f"{kind}_id"], t.c.training_id.in_(which))
-        .correlate(r)
+      sa.exists()
+      .where(t.c.id == r.c[f"{kind}_id"], t.c.training_id.in_(which))
+      .correlate(r)
     )
   return sa.or_(*parts)
 
 
 def _add_later(
-    connection: sa.Connection, kind: str, rows: Sequence[Row]
+  connection: sa.Connection, kind: str, rows: Sequence[Row]
 ) -> None:
   """Adds the columns of the later schema of other monitors."""
   names = later_views.ADDED.get(kind)
   if not names or not rows:
     return
   view = sa.table(
-      f"{later_views.PREFIX}{kind}", *map(sa.column, ("id", *names))
+    f"{later_views.PREFIX}{kind}", *map(sa.column, ("id", *names))
   )
   by_id = {row["id"]: row for row in rows}
   for row in connection.execute(
-      sa.select(view).where(view.c.id.in_(list(by_id)))
+    sa.select(view).where(view.c.id.in_(list(by_id)))
   ):
     later = _json(row)
     by_id[later["id"]].update({name: later[name] for name in names})
@@ -553,7 +543,7 @@ def _training_of(connection: sa.Connection, rollout: Row) -> int:
   kind = rollout["source_type"]
   t = tables.metadata.tables[kind]
   return connection.execute(
-      sa.select(t.c.training_id).where(t.c.id == rollout[f"{kind}_id"])
+    sa.select(t.c.training_id).where(t.c.id == rollout[f"{kind}_id"])
   ).scalar_one()
 
 

@@ -96,35 +96,37 @@ def cursor_of(key: Any) -> str:
 def textual(parse: Callable[[Any], Any]) -> Any:
   """Returns metadata of a parameter that a client sends as text."""
   return (
-      pydantic.BeforeValidator(parse),
-      pydantic.WithJsonSchema(
-          {"type": "string", "maxLength": bounds.MAX_PATH}
-      ),
+    pydantic.BeforeValidator(parse),
+    pydantic.WithJsonSchema({"type": "string", "maxLength": bounds.MAX_PATH}),
   )
 
 
 Id = Annotated[
-    int, pydantic.Field(ge=0, le=MAX_ID), pydantic.BeforeValidator(_whole)
+  int, pydantic.Field(ge=0, le=MAX_ID), pydantic.BeforeValidator(_whole)
 ]
 """The number of a row, or of a step or page."""
 Real = Annotated[float, pydantic.BeforeValidator(_finite)]
 Flag = Annotated[
-    bool,
-    pydantic.BeforeValidator(_flag),
-    pydantic.WithJsonSchema({"type": "integer", "enum": [0, 1]}),
+  bool,
+  pydantic.BeforeValidator(_flag),
+  pydantic.WithJsonSchema({"type": "integer", "enum": [0, 1]}),
 ]
 Search = Annotated[str, pydantic.BeforeValidator(_search)]
 """Words; too many and NUL are cut, not refused."""
 Tags = Annotated[
-    tuple[str, ...],
-    pydantic.BeforeValidator(tags_lib.clean_all),
-    pydantic.WithJsonSchema({
-        "type": "array",
-        "maxItems": tags_lib.MOST,
-        "items": {
-            "type": "string", "minLength": 1, "maxLength": tags_lib.LONGEST,
-        },
-    }),  # pyformat: disable
+  tuple[str, ...],
+  pydantic.BeforeValidator(tags_lib.clean_all),
+  pydantic.WithJsonSchema(
+    {
+      "type": "array",
+      "maxItems": tags_lib.MOST,
+      "items": {
+        "type": "string",
+        "minLength": 1,
+        "maxLength": tags_lib.LONGEST,
+      },
+    }
+  ),
 ]
 Order = Literal["up", "down"]
 _Text = Annotated[str, pydantic.Field(max_length=bounds.MAX_PATH)]
@@ -143,27 +145,25 @@ def _note(value: Any) -> str:
   note = value.replace("\0", "\u2400").replace("\r\n", "\n").strip()
   if not 0 < len(note) <= vocabulary.LONGEST_NOTE:
     raise ValueError(
-        f"a note has 1 to {vocabulary.LONGEST_NOTE} characters, not"
-        f" {len(note)}"
+      f"a note has 1 to {vocabulary.LONGEST_NOTE} characters, not {len(note)}"
     )
   return note
 
 
 Label = Annotated[
-    str,
-    pydantic.BeforeValidator(_label),
-    pydantic.WithJsonSchema({
-        "type": "string", "minLength": 1, "maxLength": tags_lib.LONGEST,
-    }),  # pyformat: disable
+  str,
+  pydantic.BeforeValidator(_label),
+  pydantic.WithJsonSchema(
+    {"type": "string", "minLength": 1, "maxLength": tags_lib.LONGEST}
+  ),
 ]
 """What a person calls a turn or a rollout; checked as a tag is."""
 Note = Annotated[
-    str,
-    pydantic.BeforeValidator(_note),
-    pydantic.WithJsonSchema({
-        "type": "string", "minLength": 1,
-        "maxLength": vocabulary.LONGEST_NOTE,
-    }),  # pyformat: disable
+  str,
+  pydantic.BeforeValidator(_note),
+  pydantic.WithJsonSchema(
+    {"type": "string", "minLength": 1, "maxLength": vocabulary.LONGEST_NOTE}
+  ),
 ]
 
 
@@ -197,9 +197,7 @@ class Query(pydantic.BaseModel):
   """Whether `name=` counts as no value, as a form sends its empty fields."""
 
   @classmethod
-  def read(
-      cls, params: datastructures.QueryParams
-  ) -> typing_extensions.Self:
+  def read(cls, params: datastructures.QueryParams) -> typing_extensions.Self:
     """Parses a URL's query.
 
     Raises:
@@ -235,20 +233,20 @@ class PageQuery(Query):
 
 
 def refusal(
-    model: type[pydantic.BaseModel], error: pydantic.ValidationError
+  model: type[pydantic.BaseModel], error: pydantic.ValidationError
 ) -> errors.ApiError:
   """Returns the error of a model that refuses its values: 400."""
   faults = []
   for detail in error.errors(include_url=False):
     name = str(detail["loc"][0]) if detail["loc"] else "body"
     faults.append(
-        errors.fault(name, detail["input"], _message(model, name, detail))
+      errors.fault(name, detail["input"], _message(model, name, detail))
     )
   return errors.wrong(faults)
 
 
 def _message(
-    model: type[pydantic.BaseModel], name: str, detail: Mapping[str, Any]
+  model: type[pydantic.BaseModel], name: str, detail: Mapping[str, Any]
 ) -> str:
   kind, context = detail["type"], detail.get("ctx", {})
   if kind == "value_error":
@@ -282,9 +280,7 @@ class ListQuery(Query):
   """A page of a list: at most `limit` rows behind `after`."""
 
   limit: Annotated[
-      int,
-      pydantic.Field(ge=1, le=MAX_LIMIT),
-      pydantic.BeforeValidator(_whole),
+    int, pydantic.Field(ge=1, le=MAX_LIMIT), pydantic.BeforeValidator(_whole)
   ] = 50
   after: Annotated[int | None, *textual(_cursor)] = None
 
@@ -323,7 +319,7 @@ class CurvesQuery(Query):
   first: Id | None = None
   last: Id | None = None
   points: Annotated[
-      int, pydantic.Field(ge=2, le=10_000), pydantic.BeforeValidator(_whole)
+    int, pydantic.Field(ge=2, le=10_000), pydantic.BeforeValidator(_whole)
   ] = 1200
   minus: Id | None = None
 
@@ -349,9 +345,7 @@ class TagChange(pydantic.BaseModel):
 
 
 def _turn(value: Any) -> int | None:
-  if value is not None and (
-      type(value) is not int or not 0 <= value <= MAX_ID
-  ):
+  if value is not None and (type(value) is not int or not 0 <= value <= MAX_ID):
     raise ValueError("give the number of a turn")
   return value
 
@@ -368,11 +362,11 @@ class Annotation(pydantic.BaseModel):
   model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
   turn: Annotated[
-      int | None,
-      pydantic.BeforeValidator(_turn),
-      pydantic.WithJsonSchema({
-          "type": ["integer", "null"], "minimum": 0, "maximum": MAX_ID,
-      }),
-  ] = None  # pyformat: disable
+    int | None,
+    pydantic.BeforeValidator(_turn),
+    pydantic.WithJsonSchema(
+      {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_ID}
+    ),
+  ] = None
   label: Label | None = None
   note: Note | None = None

@@ -34,7 +34,7 @@ class CommittedIds:
   def check_generation(self, sql: sql_lib.Sql) -> None:
     """Forgets everything when another program has deleted rows."""
     rows = sql.rows(
-        "SELECT value FROM monitor_meta WHERE key = ?", (triggers.GENERATION,)
+      "SELECT value FROM monitor_meta WHERE key = ?", (triggers.GENERATION,)
     )
     generation = rows[0][0] if rows else None
     if generation != self._generation:
@@ -43,9 +43,9 @@ class CommittedIds:
       self.owners.clear()
 
   def learn(
-      self,
-      ids: Mapping[tuple[int, str, str], int],
-      owners: Mapping[tuple[str, int], int],
+    self,
+    ids: Mapping[tuple[int, str, str], int],
+    owners: Mapping[tuple[str, int], int],
   ) -> None:
     self._keep(self.ids, ids)
     self._keep(self.owners, owners)
@@ -68,9 +68,9 @@ class References:
   def __init__(self, sql: sql_lib.Sql, project: int, *earlier: Ids):
     """Args:
 
-      sql: Cursor of the open transaction.
-      project: Project of the batch.
-      *earlier: Ids of earlier transactions.
+    sql: Cursor of the open transaction.
+    project: Project of the batch.
+    *earlier: Ids of earlier transactions.
     """
     self._sql = sql
     self._project = project
@@ -112,10 +112,11 @@ class References:
     if not pairs:
       return
     rows = self._sql.rows_of(
-        "SELECT kind, client_id, entity_id FROM {pairs} JOIN monitor_client_id"
-        " ON project_id = ? AND kind = {first} AND client_id = {second}",
-        pairs, (self._project,),
-    )  # pyformat: disable
+      "SELECT kind, client_id, entity_id FROM {pairs} JOIN monitor_client_id"
+      " ON project_id = ? AND kind = {first} AND client_id = {second}",
+      pairs,
+      (self._project,),
+    )
     matches: dict[str, dict[str, int]] = collections.defaultdict(dict)
     for kind, name, id_ in rows:
       matches[kind][name] = id_
@@ -129,10 +130,10 @@ class References:
     if not unknown:
       return ids
     rows = self._sql.among(
-        "SELECT client_id, entity_id FROM monitor_client_id WHERE project_id ="
-        " ? AND kind = ? AND client_id {among}",
-        (self._project, kind),
-        unknown,
+      "SELECT client_id, entity_id FROM monitor_client_id WHERE project_id ="
+      " ? AND kind = ? AND client_id {among}",
+      (self._project, kind),
+      unknown,
     )
     self._learn_stored(kind, dict(rows))
     return ids
@@ -147,11 +148,11 @@ class References:
     if kind == "environment":
       tables.append("monitor_pending_environment")
     stored = {
-        row[0]
-        for table in tables
-        for row in self._sql.among(
-            f'SELECT id FROM "{table}" WHERE id {{among}}', (), ids.values()
-        )
+      row[0]
+      for table in tables
+      for row in self._sql.among(
+        f'SELECT id FROM "{table}" WHERE id {{among}}', (), ids.values()
+      )
     }
     for name, id_ in ids.items():
       if id_ in stored:
@@ -170,10 +171,10 @@ class References:
     return unknown
 
   def resolve_parents(
-      self,
-      kind: Kind,
-      items: list[Item],
-      refuse: Callable[[Item, errors.ApiError], None],
+    self,
+    kind: Kind,
+    items: list[Item],
+    refuse: Callable[[Item, errors.ApiError], None],
   ) -> list[Item]:
     """Adds the ids of the parents of each item to its values.
 
@@ -194,14 +195,14 @@ class References:
     for parent, id_set in numbers.items():
       self.check_numbers(parent, sorted(id_set))
     ids: dict[str, Mapping[Any, int]] = {
-        column: self._found[parent] for column, parent in kind.parents.items()
+      column: self._found[parent] for column, parent in kind.parents.items()
     }
     resolved = []
     for item in items:
       try:
         for column, value in item.parents.items():
           item.values[column] = ids[column].get(value) or self.resolve_one(
-              kind.parents[column], value, f"{item.path}.{column}"
+            kind.parents[column], value, f"{item.path}.{column}"
           )
       except errors.ApiError as error:
         refuse(item, error)
@@ -217,16 +218,21 @@ class References:
         value = int(value)  # An id that a client's JSON made text.
       else:
         if id_ is None:
-          raise errors.invalid([errors.fault(
-              path, value,
-              f"no {kind} has this client id; send it before, or in the same"
-              " batch",
-          )])  # pyformat: disable
+          raise errors.invalid(
+            [
+              errors.fault(
+                path,
+                value,
+                f"no {kind} has this client id; send it before, or in the same"
+                " batch",
+              )
+            ]
+          )
         return id_
     self.check_numbers(kind, [value])
     if (kind, value) not in self.mine:
       raise errors.invalid(
-          [errors.fault(path, value, f"this project has no {kind} of this id")]
+        [errors.fault(path, value, f"this project has no {kind} of this id")]
       )
     return value
 
@@ -236,50 +242,47 @@ class References:
     query = _OF_PROJECT.get(kind)
     if missing and query:
       self.mine.update(
-          (kind, row[0])
-          for row in self._sql.among(query, (self._project,), missing)
+        (kind, row[0])
+        for row in self._sql.among(query, (self._project,), missing)
       )
 
 
-
 _TRAINING_OF_ROLLOUT = (
-    "LEFT JOIN step s ON s.id = r.step_id LEFT JOIN eval e ON e.id = r.eval_id"
-    " LEFT JOIN baseline b ON b.id = r.baseline_id JOIN"
-    " monitor_training_project p ON p.training_id = COALESCE(s.training_id,"
-    " e.training_id, b.training_id)"
+  "LEFT JOIN step s ON s.id = r.step_id LEFT JOIN eval e ON e.id = r.eval_id"
+  " LEFT JOIN baseline b ON b.id = r.baseline_id JOIN"
+  " monitor_training_project p ON p.training_id = COALESCE(s.training_id,"
+  " e.training_id, b.training_id)"
 )
 _OF_PROJECT = {
-    "training": (
-        "SELECT training_id FROM monitor_training_project WHERE project_id = ?"
-        " AND training_id {among}"
-    ),
-    **{
-        kind: (
-            f'SELECT x.id FROM "{kind}" x JOIN monitor_training_project p ON'
-            " p.training_id = x.training_id WHERE p.project_id = ? AND x.id"
-            " {among}"
-        )
-        for kind in ("baseline", "eval", "step")
-    },
-    # Runs of all projects share tasks.
-    "task": "SELECT id FROM task WHERE ? > 0 AND id {among}",
-    "validator": "SELECT id FROM validator WHERE ? > 0 AND id {among}",
-    "monitor_group": (
-        f"SELECT r.id FROM monitor_group r {_TRAINING_OF_ROLLOUT} WHERE"
-        " p.project_id = ? AND r.id {among}"
-    ),
-    "rollout": (
-        f"SELECT r.id FROM rollout r {_TRAINING_OF_ROLLOUT} WHERE p.project_id"
-        " = ? AND r.id {among}"
-    ),
-    **{
-        kind: (
-            f"SELECT x.id FROM {kind} x JOIN rollout r ON r.id = x.rollout_id"
-            f" {_TRAINING_OF_ROLLOUT} WHERE p.project_id = ? AND x.id {{among}}"
-        )
-        for kind in ("environment", "turn", "validation")
-    },
+  "training": (
+    "SELECT training_id FROM monitor_training_project WHERE project_id = ?"
+    " AND training_id {among}"
+  ),
+  **{
+    kind: (
+      f'SELECT x.id FROM "{kind}" x JOIN monitor_training_project p ON'
+      " p.training_id = x.training_id WHERE p.project_id = ? AND x.id"
+      " {among}"
+    )
+    for kind in ("baseline", "eval", "step")
+  },
+  # Runs of all projects share tasks.
+  "task": "SELECT id FROM task WHERE ? > 0 AND id {among}",
+  "validator": "SELECT id FROM validator WHERE ? > 0 AND id {among}",
+  "monitor_group": (
+    f"SELECT r.id FROM monitor_group r {_TRAINING_OF_ROLLOUT} WHERE"
+    " p.project_id = ? AND r.id {among}"
+  ),
+  "rollout": (
+    f"SELECT r.id FROM rollout r {_TRAINING_OF_ROLLOUT} WHERE p.project_id"
+    " = ? AND r.id {among}"
+  ),
+  **{
+    kind: (
+      f"SELECT x.id FROM {kind} x JOIN rollout r ON r.id = x.rollout_id"
+      f" {_TRAINING_OF_ROLLOUT} WHERE p.project_id = ? AND x.id {{among}}"
+    )
+    for kind in ("environment", "turn", "validation")
+  },
 }
 """Kind -> which of some ids are a project's."""
-
-

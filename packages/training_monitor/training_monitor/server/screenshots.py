@@ -30,24 +30,23 @@ FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
 MAX_PIXELS = 64 << 20
 UPSERT = sql_lib.upsert(
-    "monitor_screenshot", ("sha256",),
-    ("media_type", "num_bytes", "width", "height", "created_at"),
-)  # pyformat: disable
+  "monitor_screenshot",
+  ("sha256",),
+  ("media_type", "num_bytes", "width", "height", "created_at"),
+)
 """Of a row: a `Stored`'s fields, and when."""
 
 
-def renew(
-    sql: sql_lib.Sql, shas: Sequence[str], time: str
-) -> set[str]:
+def renew(sql: sql_lib.Sql, shas: Sequence[str], time: str) -> set[str]:
   """Renews the time of the stored hashes; returns these hashes."""
   sql.many(
-      "UPDATE monitor_screenshot SET created_at = ? WHERE sha256 = ?",
-      [(time, sha) for sha in shas],
+    "UPDATE monitor_screenshot SET created_at = ? WHERE sha256 = ?",
+    [(time, sha) for sha in shas],
   )
   rows = sql.among(
-      "SELECT sha256 FROM monitor_screenshot WHERE sha256 {among}", (), shas
+    "SELECT sha256 FROM monitor_screenshot WHERE sha256 {among}", (), shas
   )
-  return {sha for sha, in rows}
+  return {sha for (sha,) in rows}
 
 
 class Stored(NamedTuple):
@@ -83,7 +82,7 @@ class ScreenshotFiles:
     return stored[0]
 
   def store_all(
-      self, images: Sequence[tuple[str, bytes]]
+    self, images: Sequence[tuple[str, bytes]]
   ) -> tuple[list[Stored], dict[str, str]]:
     """Writes screenshots; they are durable when this returns.
 
@@ -145,22 +144,22 @@ def unpack(body: bytes) -> list[tuple[str, bytes]]:
   head, _, files = body.partition(b"\n")
   try:
     listed = [
-        (str(image["sha256"]), image["bytes"])
-        for image in orjson.loads(head)["images"]
+      (str(image["sha256"]), image["bytes"])
+      for image in orjson.loads(head)["images"]
     ]
     if any(type(size) is not int or size < 0 for _, size in listed):
       raise ValueError
   except (ValueError, TypeError, KeyError):
     raise errors.ApiError(
-        400,
-        'the body begins with a line {"images": [{"sha256": text, "bytes":'
-        " number}, ...]}, and the files follow",
+      400,
+      'the body begins with a line {"images": [{"sha256": text, "bytes":'
+      " number}, ...]}, and the files follow",
     ) from None
   for sha, _ in listed:
     check_sha(sha)
   if (size := sum(size for _, size in listed)) != len(files):
     raise errors.ApiError(
-        400, f"the images have {size} bytes, and {len(files)} follow"
+      400, f"the images have {size} bytes, and {len(files)} follow"
     )
   images, at = [], 0
   for sha, size in listed:
@@ -173,7 +172,7 @@ def check_sha(sha: str) -> str:
   """Raises ApiError unless `sha` is a SHA-256 in hex."""
   if not SHA.fullmatch(sha):
     raise errors.ApiError(
-        400, f"sha256={sha[:80]!r}: give 64 hexadecimal digits, lower case"
+      400, f"sha256={sha[:80]!r}: give 64 hexadecimal digits, lower case"
     )
   return sha
 
@@ -193,16 +192,16 @@ def _verify(sha: str, data: bytes) -> tuple[str, int, int]:
       width, height = image.size
       if width * height > MAX_PIXELS:
         raise errors.ApiError(
-            400, f"{width}x{height} is larger than {MAX_PIXELS} pixels"
+          400, f"{width}x{height} is larger than {MAX_PIXELS} pixels"
         )
       media_type = FORMATS[image.format or ""]
       if hashlib.sha256(data).hexdigest() != sha:
         pixels = np.asarray(image.convert("RGB"))
         if images_lib.hash_pixels(pixels) != sha:
           raise errors.ApiError(
-              400,
-              f"sha256={sha}: neither the bytes nor the RGB pixels of this"
-              " image have this hash; nothing was stored",
+            400,
+            f"sha256={sha}: neither the bytes nor the RGB pixels of this"
+            " image have this hash; nothing was stored",
           )
       else:
         image.verify()
@@ -211,8 +210,8 @@ def _verify(sha: str, data: bytes) -> tuple[str, int, int]:
   except Exception as error:  # pylint: disable=broad-except
     # Pillow raises nearly any error for a file that is not an image.
     raise errors.ApiError(
-        400,
-        "the body is not a whole PNG, JPEG or WebP image"
-        f" ({type(error).__name__}: {str(error)[:100]})",
+      400,
+      "the body is not a whole PNG, JPEG or WebP image"
+      f" ({type(error).__name__}: {str(error)[:100]})",
     ) from None
   return media_type, width, height

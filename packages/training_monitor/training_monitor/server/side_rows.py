@@ -16,32 +16,32 @@ from training_monitor.server import sql as sql_lib
 
 
 def note_raw_status(
-    sql: sql_lib.Sql, kind: str, id_: int, item: items.Item, old: str | None
+  sql: sql_lib.Sql, kind: str, id_: int, item: items.Item, old: str | None
 ) -> None:
   """Adds the client's own status to the row that the history just got."""
   raw = item.raw.get("status")
   if raw is None or item.values.get("status") in (None, old):
     return
   sql.run(
-      "UPDATE status_history SET metadata_json = ? WHERE id = (SELECT max(id)"
-      " FROM status_history WHERE entity_type = ? AND entity_id = ?)",
-      (orjson.dumps({"raw_status": raw}).decode(), kind, id_),
+    "UPDATE status_history SET metadata_json = ? WHERE id = (SELECT max(id)"
+    " FROM status_history WHERE entity_type = ? AND entity_id = ?)",
+    (orjson.dumps({"raw_status": raw}).decode(), kind, id_),
   )
 
 
 def keep_raw_values(
-    sql: sql_lib.Sql, kind: str, items_by_id: Iterable[tuple[int, items.Item]]
+  sql: sql_lib.Sql, kind: str, items_by_id: Iterable[tuple[int, items.Item]]
 ) -> None:
   """Keeps clients' original values that were normalised or have no column."""
   sql.many(
-      sql_lib.upsert(
-          "monitor_raw_value", ("kind", "entity_id", "field"), ("value",)
-      ),
-      [
-          (kind, id_, field, value)
-          for id_, item in items_by_id
-          for field, value in item.raw.items()
-      ],
+    sql_lib.upsert(
+      "monitor_raw_value", ("kind", "entity_id", "field"), ("value",)
+    ),
+    [
+      (kind, id_, field, value)
+      for id_, item in items_by_id
+      for field, value in item.raw.items()
+    ],
   )
 
 
@@ -61,35 +61,36 @@ class PendingEnvironments:
     """Keeps an environment's values; the id is its own from now on."""
     self._sql.reserve("environment", id_)
     self._sql.run(
-        sql_lib.upsert(
-            "monitor_pending_environment", ("id",),
-            ("project_id", "fields_json", "created_at"),
-        ),
-        (id_, self._project, orjson.dumps(values).decode(), self._now),
-    )  # pyformat: disable
+      sql_lib.upsert(
+        "monitor_pending_environment",
+        ("id",),
+        ("project_id", "fields_json", "created_at"),
+      ),
+      (id_, self._project, orjson.dumps(values).decode(), self._now),
+    )
 
   def get(self, id_: int) -> dict[str, Any] | None:
     """Returns values of a pending environment; None when it is not pending."""
     rows = self._sql.rows(
-        "SELECT fields_json FROM monitor_pending_environment WHERE id = ? AND"
-        " project_id = ?",
-        (id_, self._project),
+      "SELECT fields_json FROM monitor_pending_environment WHERE id = ? AND"
+      " project_id = ?",
+      (id_, self._project),
     )
     return orjson.loads(rows[0][0]) if rows else None
 
   def remove(self, id_: int) -> None:
     self._sql.run(
-        "DELETE FROM monitor_pending_environment WHERE id = ?", (id_,)
+      "DELETE FROM monitor_pending_environment WHERE id = ?", (id_,)
     )
 
   def raw(self, id_: int) -> dict[str, str]:
     """Returns raw values of an environment."""
     return dict(
-        self._sql.rows(
-            "SELECT field, value FROM monitor_raw_value WHERE kind ="
-            " 'environment' AND entity_id = ?",
-            (id_,),
-        )
+      self._sql.rows(
+        "SELECT field, value FROM monitor_raw_value WHERE kind ="
+        " 'environment' AND entity_id = ?",
+        (id_,),
+      )
     )
 
 
@@ -102,31 +103,35 @@ def update_figures(sql: sql_lib.Sql, kind: str, id_: int, now: str) -> None:
   rollout that has ended counts as done.
   """
   rows = sql.rows(
-      "SELECT CASE WHEN temperature = 0 THEN 1 ELSE 0 END AS greedy,"
-      " COUNT(CASE WHEN status IN ('completed', 'failed', 'cancelled')"
-      " THEN 1 END), COUNT(CASE WHEN status = 'completed' THEN 1 END),"
-      " COUNT(CASE WHEN status = 'completed' AND task_success = 1 THEN 1 END),"
-      " AVG(CASE WHEN status = 'completed' THEN reward END), AVG(CASE WHEN"
-      " status = 'completed' THEN num_turns END) FROM rollout WHERE"
-      f" source_type = '{kind}' AND {kind}_id = ? GROUP BY 1 ORDER BY 1",
-      (id_,),
+    "SELECT CASE WHEN temperature = 0 THEN 1 ELSE 0 END AS greedy,"
+    " COUNT(CASE WHEN status IN ('completed', 'failed', 'cancelled')"
+    " THEN 1 END), COUNT(CASE WHEN status = 'completed' THEN 1 END),"
+    " COUNT(CASE WHEN status = 'completed' AND task_success = 1 THEN 1 END),"
+    " AVG(CASE WHEN status = 'completed' THEN reward END), AVG(CASE WHEN"
+    " status = 'completed' THEN num_turns END) FROM rollout WHERE"
+    f" source_type = '{kind}' AND {kind}_id = ? GROUP BY 1 ORDER BY 1",
+    (id_,),
   )
   ended = sum(row[1] for row in rows)
   valid, successes, reward, turns = rows[0][2:] if rows else (0, 0, None, None)
   ((status, total, percent),) = sql.rows(
-      f'SELECT status, total_tasks, progress_percent FROM "{kind}" WHERE id ='
-      " ?",
-      (id_,),
+    f'SELECT status, total_tasks, progress_percent FROM "{kind}" WHERE id = ?',
+    (id_,),
   )
   if total:
     percent = progress.share(status, ended, total)
   sql.run(
-      f'UPDATE "{kind}" SET success_rate = ?, avg_reward = ?, avg_turns = ?,'
-      " successful_tasks = ?, completed_tasks = ?, progress_percent = ?,"
-      " updated_at = ? WHERE id = ?",
-      (
-          successes / valid if valid else None, reward,
-          None if turns is None else float(turns), successes, ended, percent,
-          now, id_,
-      ),
-  )  # pyformat: disable
+    f'UPDATE "{kind}" SET success_rate = ?, avg_reward = ?, avg_turns = ?,'
+    " successful_tasks = ?, completed_tasks = ?, progress_percent = ?,"
+    " updated_at = ? WHERE id = ?",
+    (
+      successes / valid if valid else None,
+      reward,
+      None if turns is None else float(turns),
+      successes,
+      ended,
+      percent,
+      now,
+      id_,
+    ),
+  )

@@ -32,27 +32,27 @@ class Sql:
       self._cursor.executemany(self._of(statement), rows)
 
   def rows(
-      self, statement: str, values: Sequence[Any] = ()
+    self, statement: str, values: Sequence[Any] = ()
   ) -> list[tuple[Any, ...]]:
     return self._cursor.execute(self._of(statement), values).fetchall()
 
   def among(
-      self, statement: str, values: Sequence[Any], among: Iterable[Any]
+    self, statement: str, values: Sequence[Any], among: Iterable[Any]
   ) -> list[tuple[Any, ...]]:
     """Returns rows of a statement whose last condition is `column {among}`."""
     if self.sqlite:
       return self.rows(
-          statement.format(among="IN (SELECT value FROM json_each(?))"),
-          (*values, orjson.dumps(list(among)).decode()),
+        statement.format(among="IN (SELECT value FROM json_each(?))"),
+        (*values, orjson.dumps(list(among)).decode()),
       )
-    return self.rows(
-        statement.format(among="= ANY(?)"), (*values, list(among))
-    )
+    return self.rows(statement.format(among="= ANY(?)"), (*values, list(among)))
 
   def rows_of(
-      self, statement: str, pairs: Sequence[tuple[str, str]],
-      values: Sequence[Any],
-  ) -> list[tuple[Any, ...]]:  # pyformat: disable
+    self,
+    statement: str,
+    pairs: Sequence[tuple[str, str]],
+    values: Sequence[Any],
+  ) -> list[tuple[Any, ...]]:
     """Returns the rows of a statement over pairs of text.
 
     Args:
@@ -62,20 +62,21 @@ class Sql:
     """
     if self.sqlite:
       return self.rows(
-          statement.format(
-              pairs="json_each(?) AS pair CROSS",  # Keeps their order.
-              first="json_extract(pair.value, '$[0]')",
-              second="json_extract(pair.value, '$[1]')",
-          ),
-          (orjson.dumps(pairs).decode(), *values),
+        statement.format(
+          pairs="json_each(?) AS pair CROSS",  # Keeps their order.
+          first="json_extract(pair.value, '$[0]')",
+          second="json_extract(pair.value, '$[1]')",
+        ),
+        (orjson.dumps(pairs).decode(), *values),
       )
     return self.rows(
-        statement.format(
-            pairs="unnest(?::text[], ?::text[]) AS pair (one, two)",
-            first="pair.one", second="pair.two",
-        ),
-        ([p[0] for p in pairs], [p[1] for p in pairs], *values),
-    )  # pyformat: disable
+      statement.format(
+        pairs="unnest(?::text[], ?::text[]) AS pair (one, two)",
+        first="pair.one",
+        second="pair.two",
+      ),
+      ([p[0] for p in pairs], [p[1] for p in pairs], *values),
+    )
 
   def next_ids(self, table: str, count: int, used: dict[str, int]) -> range:
     """Returns ids for `count` new rows, never used before.
@@ -87,23 +88,24 @@ class Sql:
     """
     if not self.sqlite:
       rows = self.rows(
-          f"SELECT nextval('{table}_id_seq') FROM generate_series(1,"
-          f" {count:d})"
+        f"SELECT nextval('{table}_id_seq') FROM generate_series(1, {count:d})"
       )
       ids = [row[0] for row in rows]
       if ids[-1] - ids[0] + 1 != count:  # Another writer took some.
         ((start,),) = self.rows(
-            f"SELECT setval('{table}_id_seq', (SELECT last_value FROM"
-            f" {table}_id_seq) + {count:d}) - {count:d} + 1"
+          f"SELECT setval('{table}_id_seq', (SELECT last_value FROM"
+          f" {table}_id_seq) + {count:d}) - {count:d} + 1"
         )
         return range(start, start + count)
       return range(ids[0], ids[0] + count)
     if not used:
-      used.update(self.rows(
+      used.update(
+        self.rows(
           "SELECT name, max(seq) FROM (SELECT name, seq FROM sqlite_sequence"
           " UNION ALL SELECT 'environment', max(id) FROM"
           " monitor_pending_environment) WHERE seq IS NOT NULL GROUP BY name"
-      ))
+        )
+      )
     last = used.get(table, 0)
     used[table] = last + count
     return range(last + 1, last + 1 + count)
@@ -111,8 +113,8 @@ class Sql:
   def reserve(self, table: str, id_: int) -> None:
     """Reserves an id that no row has yet."""
     if self.sqlite and not self.run(
-        "UPDATE sqlite_sequence SET seq = max(seq, ?) WHERE name = ?",
-        (id_, table),
+      "UPDATE sqlite_sequence SET seq = max(seq, ?) WHERE name = ?",
+      (id_, table),
     ):
       self.run("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, id_))
 
@@ -149,8 +151,8 @@ def insert(table: str) -> str:
   """Inserts all columns."""
   names = columns(table)
   return (
-      f'INSERT INTO "{table}" ({", ".join(_quoted(names))}) VALUES'
-      f" ({', '.join('?' * len(names))})"
+    f'INSERT INTO "{table}" ({", ".join(_quoted(names))}) VALUES'
+    f" ({', '.join('?' * len(names))})"
   )
 
 
@@ -168,9 +170,9 @@ def upsert(table: str, keys: tuple[str, ...], values: tuple[str, ...]) -> str:
   sets = ", ".join(f"{n} = excluded.{n}" for n in values)
   action = f"UPDATE SET {sets}" if values else "NOTHING"
   return (
-      f"INSERT INTO {table} ({', '.join(names)}) VALUES"
-      f" ({', '.join('?' * len(names))}) ON CONFLICT ({', '.join(keys)}) DO"
-      f" {action}"
+    f"INSERT INTO {table} ({', '.join(names)}) VALUES"
+    f" ({', '.join('?' * len(names))}) ON CONFLICT ({', '.join(keys)}) DO"
+    f" {action}"
   )
 
 

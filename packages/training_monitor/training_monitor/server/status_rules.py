@@ -28,14 +28,14 @@ COLUMNS = {
         "eval_id", "baseline_id",
     ),
     "environment": ("rollout_id",),
-}  # pyformat: disable
+}  # fmt: skip
 """Columns that a change of an entity needs, beside its status."""
 _INPUTS = {
-    "training": {"status", "current_step", "total_steps"},
-    "baseline": {"status", "completed_tasks", "total_tasks"},
-    "eval": {"status", "completed_tasks", "total_tasks"},
-    "step": {"status", "rollout_progress", "training_progress"},
-    "rollout": {"status", "current_turn", "max_turns"},
+  "training": {"status", "current_step", "total_steps"},
+  "baseline": {"status", "completed_tasks", "total_tasks"},
+  "eval": {"status", "completed_tasks", "total_tasks"},
+  "step": {"status", "rollout_progress", "training_progress"},
+  "rollout": {"status", "current_turn", "max_turns"},
 }
 """Columns that progress is computed from."""
 _SOURCE_IDS = tuple((w, f"{w}_id") for w in vocabulary.SOURCE_TYPES)
@@ -64,16 +64,21 @@ def check_source(item: items.Item, row: EntityState) -> None:
   kind = now("source_type")
   sources = [w for w, name in _SOURCE_IDS if now(name) is not None]
   if kind is None or sources != [kind]:
-    raise errors.invalid([errors.fault(
-        f"{item.path}.source_type", kind,
-        "a rollout has exactly one of step_id, eval_id and baseline_id, the"
-        f" one that source_type names; this one has"
-        f" {', '.join(f'{w}_id' for w in sources) or 'none'}",
-    )])  # pyformat: disable
+    raise errors.invalid(
+      [
+        errors.fault(
+          f"{item.path}.source_type",
+          kind,
+          "a rollout has exactly one of step_id, eval_id and baseline_id, the"
+          f" one that source_type names; this one has"
+          f" {', '.join(f'{w}_id' for w in sources) or 'none'}",
+        )
+      ]
+    )
 
 
 def refused_status(
-    kind: str, item: items.Item, row: EntityState
+  kind: str, item: items.Item, row: EntityState
 ) -> dict[str, Any] | None:
   """Takes a status out of a change that may not follow the present one.
 
@@ -87,9 +92,12 @@ def refused_status(
     return None
   del item.values["status"]
   return {
-      "kind": kind, "client_id": item.client_id, "field": "status",
-      "value": new, "kept": row.status,
-  }  # pyformat: disable
+    "kind": kind,
+    "client_id": item.client_id,
+    "field": "status",
+    "value": new,
+    "kept": row.status,
+  }
 
 
 def advance(kind: str, row: EntityState, values: dict[str, Any]) -> None:
@@ -109,30 +117,30 @@ def advance(kind: str, row: EntityState, values: dict[str, Any]) -> None:
   if kind == "step" and "progress_percent" in values:
     # A late change does not set a step back.
     values["progress_percent"] = state["progress_percent"] = max(
-        values["progress_percent"], before.get("progress_percent") or 0.0
+      values["progress_percent"], before.get("progress_percent") or 0.0
     )
   row.fields = state
 
 
 _COUNTED = {
-    "training": ("current_step", "total_steps"),
-    "baseline": ("completed_tasks", "total_tasks"),
-    "eval": ("completed_tasks", "total_tasks"),
-    "rollout": ("current_turn", "max_turns"),
+  "training": ("current_step", "total_steps"),
+  "baseline": ("completed_tasks", "total_tasks"),
+  "eval": ("completed_tasks", "total_tasks"),
+  "rollout": ("current_turn", "max_turns"),
 }
 
 
 def _percent(
-    kind: str, status: str | None, state: Mapping[str, Any]
+  kind: str, status: str | None, state: Mapping[str, Any]
 ) -> float | None:
   if kind in _COUNTED:
     count, total = _COUNTED[kind]
     return progress.share(status, state.get(count), state.get(total))
   if kind == "step":
     return progress.step(
-        status,
-        _loads(state.get("rollout_progress")),
-        _loads(state.get("training_progress")),
+      status,
+      _loads(state.get("rollout_progress")),
+      _loads(state.get("training_progress")),
     )
   return None
 
@@ -161,9 +169,7 @@ def fill_defaults(kind: str, item: items.Item, now: str, project: int) -> None:
     values.setdefault("description", values["name"])
   elif kind == "rollout":
     sources = [
-        w
-        for w in vocabulary.SOURCE_TYPES
-        if values.get(f"{w}_id") is not None
+      w for w in vocabulary.SOURCE_TYPES if values.get(f"{w}_id") is not None
     ]
     if len(sources) == 1:
       values.setdefault("source_type", sources[0])

@@ -37,7 +37,7 @@ class TagsAndBaseline:
     self._writer = writer
 
   async def tag(
-      self, project: int, training: int, add: Any = (), remove: Any = ()
+    self, project: int, training: int, add: Any = (), remove: Any = ()
   ) -> list[str]:
     """Adds and removes tags of a run; returns the tags it then has.
 
@@ -46,18 +46,16 @@ class TagsAndBaseline:
         project has no such run.
     """
     return await self._change(
-        project, training, _tag_change({"add": add, "remove": remove})
+      project, training, _tag_change({"add": add, "remove": remove})
     )
 
   async def _change(
-      self, project: int, training: int, change: query_lib.TagChange
+    self, project: int, training: int, change: query_lib.TagChange
   ) -> list[str]:
     return await writer_lib.durable(
-        self._writer.run(
-            lambda t: _change_tags(
-                t, project, training, change.add, change.remove
-            )
-        )
+      self._writer.run(
+        lambda t: _change_tags(t, project, training, change.add, change.remove)
+      )
     )
 
   async def pin(self, project: int, training: int, pinned: bool) -> None:
@@ -67,38 +65,39 @@ class TagsAndBaseline:
       ApiError: 404, the project has no such run.
     """
     await writer_lib.durable(
-        self._writer.run(lambda t: _pin(t, project, training, pinned))
+      self._writer.run(lambda t: _pin(t, project, training, pinned))
     )
 
   def add_routes(self, add: Callable[..., None]) -> None:
     """Adds them by `add(method, path, name, summary, handler, ...)`."""
     one = "/api/v1/trainings/{id:int}"
     add(
-        "POST", f"{one}/tags", "tag_training",
-        "Adds tags to a training and takes others away.", self._tags,
-        scope="ingest", body="tags", answer="tags",
-    )  # pyformat: disable
+      "POST",
+      f"{one}/tags",
+      "tag_training",
+      "Adds tags to a training and takes others away.",
+      self._tags,
+      scope="ingest",
+      body="tags",
+      answer="tags",
+    )
     for method, name, summary in (
-        ("PUT", "pin_training", "Makes a training its project's baseline."),
-        ("DELETE", "unpin_training", "The training is no baseline any more."),
+      ("PUT", "pin_training", "Makes a training its project's baseline."),
+      ("DELETE", "unpin_training", "The training is no baseline any more."),
     ):
-      add(
-          method, f"{one}/pin", name, summary, self._pin, scope="ingest"
-      )
+      add(method, f"{one}/pin", name, summary, self._pin, scope="ingest")
 
   async def _tags(
-      self, request: Request, who: access_lib.Principal
+    self, request: Request, who: access_lib.Principal
   ) -> Response:
     body = await http_io.read_body(request, _MAX_BODY)
     change = _tag_change(
-        http_io.parse_plain(body, '{"add": [tags], "remove": [tags]}')
+      http_io.parse_plain(body, '{"add": [tags], "remove": [tags]}')
     )
     tags = await self._change(who.project, http_io.id_of(request), change)
     return http_io.json_answer({"tags": tags})
 
-  async def _pin(
-      self, request: Request, who: access_lib.Principal
-  ) -> Response:
+  async def _pin(self, request: Request, who: access_lib.Principal) -> Response:
     pinned = request.method == "PUT"
     await self.pin(who.project, http_io.id_of(request), pinned)
     return http_io.json_answer({"pinned": pinned})
@@ -113,43 +112,47 @@ def _tag_change(body: Any) -> query_lib.TagChange:
 
 def _require(t: apply.Transaction, project: int, training: int) -> None:
   if not t.sql.rows(
-      "SELECT 1 FROM monitor_training_project WHERE training_id = ? AND"
-      " project_id = ?",
-      (training, project),
+    "SELECT 1 FROM monitor_training_project WHERE training_id = ? AND"
+    " project_id = ?",
+    (training, project),
   ):
     raise errors.ApiError(404, f"this project has no training {training}")
 
 
 def _tags_of(t: apply.Transaction, training: int) -> list[str]:
   return [
-      row[0]
-      for row in t.sql.rows(
-          "SELECT tag FROM monitor_training_tag WHERE training_id = ? ORDER BY"
-          " tag",
-          (training,),
-      )
+    row[0]
+    for row in t.sql.rows(
+      "SELECT tag FROM monitor_training_tag WHERE training_id = ? ORDER BY tag",
+      (training,),
+    )
   ]
 
 
 def _change_tags(
-    t: apply.Transaction,
-    project: int,
-    training: int,
-    add: Sequence[str],
-    remove: Iterable[str],
+  t: apply.Transaction,
+  project: int,
+  training: int,
+  add: Sequence[str],
+  remove: Iterable[str],
 ) -> list[str]:
   _require(t, project, training)
   before = _tags_of(t, training)
   after = (set(before) | set(add)) - set(remove)
   if len(after) > max(tags_lib.MOST, len(before)):
-    raise errors.wrong([errors.fault(
-        "add", list(add),
-        f"a run has at most {tags_lib.MOST} tags; this one would have"
-        f" {len(after)}, take some away",
-    )])  # pyformat: disable
+    raise errors.wrong(
+      [
+        errors.fault(
+          "add",
+          list(add),
+          f"a run has at most {tags_lib.MOST} tags; this one would have"
+          f" {len(after)}, take some away",
+        )
+      ]
+    )
   t.sql.many(
-      "DELETE FROM monitor_training_tag WHERE training_id = ? AND tag = ?",
-      [(training, tag) for tag in before if tag not in after],
+    "DELETE FROM monitor_training_tag WHERE training_id = ? AND tag = ?",
+    [(training, tag) for tag in before if tag not in after],
   )
   t.tag([(training, tag) for tag in after if tag not in before])
   if after != set(before):
@@ -158,27 +161,26 @@ def _change_tags(
 
 
 def _pin(
-    t: apply.Transaction, project: int, training: int, pinned: bool
+  t: apply.Transaction, project: int, training: int, pinned: bool
 ) -> None:
   _require(t, project, training)
   before = [
-      row[0]
-      for row in t.sql.rows(
-          "SELECT training_id FROM monitor_pinned_baseline WHERE project_id ="
-          " ?",
-          (project,),
-      )
+    row[0]
+    for row in t.sql.rows(
+      "SELECT training_id FROM monitor_pinned_baseline WHERE project_id = ?",
+      (project,),
+    )
   ]
   if pinned == (training in before):
     return
   t.sql.run(
-      "DELETE FROM monitor_pinned_baseline WHERE project_id = ?", (project,)
+    "DELETE FROM monitor_pinned_baseline WHERE project_id = ?", (project,)
   )
   if pinned:
     t.sql.run(
-        "INSERT INTO monitor_pinned_baseline (project_id, training_id,"
-        " pinned_at) VALUES (?, ?, ?)",
-        (project, training, t.now),
+      "INSERT INTO monitor_pinned_baseline (project_id, training_id,"
+      " pinned_at) VALUES (?, ?, ?)",
+      (project, training, t.now),
     )
   for one in {training, *before}:
     _changed(t, one)
@@ -187,6 +189,6 @@ def _pin(
 def _changed(t: apply.Transaction, training: int) -> None:
   """Records a change of the run, which its listeners receive."""
   t.sql.run(
-      "UPDATE training SET updated_at = ? WHERE id = ?", (t.now, training)
+    "UPDATE training SET updated_at = ? WHERE id = ?", (t.now, training)
   )
   t.changed(training, "training", training)

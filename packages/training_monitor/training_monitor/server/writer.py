@@ -51,17 +51,17 @@ class Writer:
   """See the module docstring. Close it."""
 
   def __init__(
-      self,
-      engine: sa.Engine,
-      *,
-      max_waiting_bytes: int = 64 << 20,
-      on_commit: Callable[[], None] = lambda: None,
+    self,
+    engine: sa.Engine,
+    *,
+    max_waiting_bytes: int = 64 << 20,
+    on_commit: Callable[[], None] = lambda: None,
   ):
     """Args:
 
-      engine: Engine of the upgraded database.
-      max_waiting_bytes: Size of waiting batches; more are answered with 503.
-      on_commit: called by the writing thread after each commit.
+    engine: Engine of the upgraded database.
+    max_waiting_bytes: Size of waiting batches; more are answered with 503.
+    on_commit: called by the writing thread after each commit.
     """
     self._engine = engine
     self._max_waiting = max_waiting_bytes
@@ -82,7 +82,7 @@ class Writer:
     self._index_from = 0.0
     self._index_error = ""
     self._thread = threading.Thread(
-        target=self._run, name="monitor-writer", daemon=True
+      target=self._run, name="monitor-writer", daemon=True
     )
     self._thread.start()
 
@@ -95,7 +95,7 @@ class Writer:
     return self._waiting
 
   def submit(
-      self, batch: items.IngestBatch, project: int
+    self, batch: items.IngestBatch, project: int
   ) -> concurrent.futures.Future[dict[str, Any]]:
     """Returns the reply to a batch, once it is durable.
 
@@ -103,9 +103,7 @@ class Writer:
     """
     return self.run(lambda t: t.apply(batch, project), batch.size)
 
-  def run(
-      self, work: Work, size: int = 1000
-  ) -> concurrent.futures.Future[Any]:
+  def run(self, work: Work, size: int = 1000) -> concurrent.futures.Future[Any]:
     """Returns the result of `work`, once its writes are durable.
 
     Args:
@@ -120,17 +118,17 @@ class Writer:
     with self._lock:
       if self._closed or not self._thread.is_alive():
         future.set_exception(
-            errors.ApiError(503, "the server is stopping", retry_after_s=5)
+          errors.ApiError(503, "the server is stopping", retry_after_s=5)
         )
         return future
       if self._waiting and self._waiting + size > self._max_waiting:
         future.set_exception(
-            errors.ApiError(
-                503,
-                f"{self._waiting} bytes wait to be written; send the batch"
-                " again later",
-                retry_after_s=1,
-            )
+          errors.ApiError(
+            503,
+            f"{self._waiting} bytes wait to be written; send the batch"
+            " again later",
+            retry_after_s=1,
+          )
         )
         return future
       self._waiting += size
@@ -165,14 +163,15 @@ class Writer:
           self._waiting -= sum(size for _, size, _ in work)
         if self._index_at is None:
           self._index_at = time.monotonic() + _INDEX_S
-      if self._index_at is not None and not stopping and time.monotonic() >= (
-          self._index_at if work else self._index_from
+      if (
+        self._index_at is not None
+        and not stopping
+        and time.monotonic() >= (self._index_at if work else self._index_from)
       ):
         self._index()
 
   def _take(self) -> list[Any]:
-    """Returns waiting work, `_STOP` last; none if there is time to index.
-    """
+    """Returns waiting work, `_STOP` last; none if there is time to index."""
     timeout_s = None
     if self._index_at is not None:
       timeout_s = min(_IDLE_S, max(0.0, self._index_at - time.monotonic()))
@@ -208,9 +207,9 @@ class Writer:
 
   def _write(self, work: list[Any]) -> None:
     running = [
-        (call, future)
-        for call, _, future in work
-        if future.set_running_or_notify_cancel()
+      (call, future)
+      for call, _, future in work
+      if future.set_running_or_notify_cancel()
     ]
     calls = [call for call, _ in running]
     try:
@@ -236,7 +235,7 @@ class Writer:
     self._on_commit()
 
   def _transact(
-      self, calls: list[Work], *, apart: bool
+    self, calls: list[Work], *, apart: bool
   ) -> tuple[apply.Transaction, list[Any]]:
     """Returns (the transaction, each call's answer or error), committed.
 
@@ -295,12 +294,12 @@ class Writer:
     for _, _, future in work:
       if not future.done():
         future.set_exception(
-            errors.ApiError(
-                503,
-                f"the database cannot be written now ({reason}); nothing of"
-                " the batch was stored",
-                retry_after_s=2,
-            )
+          errors.ApiError(
+            503,
+            f"the database cannot be written now ({reason}); nothing of"
+            " the batch was stored",
+            retry_after_s=2,
+          )
         )
     time.sleep(0.05)  # Pauses before the next attempt.
 
@@ -315,32 +314,32 @@ async def durable(future: concurrent.futures.Future[Any]) -> Any:
     return await asyncio.wait_for(asyncio.wrap_future(future), _COMMIT_S)
   except asyncio.TimeoutError:
     raise errors.ApiError(
-        503,
-        f"the database took longer than {_COMMIT_S:g} s; send it again",
-        retry_after_s=5,
+      503,
+      f"the database took longer than {_COMMIT_S:g} s; send it again",
+      retry_after_s=5,
     ) from None
 
 
 def _refused(error: Exception) -> errors.ApiError:
   """Returns the error for a rule that only the database could check."""
   return errors.ApiError(
-      409, f"the database refuses the batch: {str(error).splitlines()[0]}"
+    409, f"the database refuses the batch: {str(error).splitlines()[0]}"
   )
 
 
 def _impossible(error: Exception) -> errors.ApiError:
   """Returns the error for an unforeseen failure of a batch."""
   return errors.ApiError(
-      422,
-      f"the server cannot apply the batch ({type(error).__name__}:"
-      f" {str(error)[:200]}); nothing of it was stored; read the server's log",
+    422,
+    f"the server cannot apply the batch ({type(error).__name__}:"
+    f" {str(error)[:200]}); nothing of it was stored; read the server's log",
   )
 
 
 def now() -> str:
   """Returns the time in UTC, in the database's form."""
   return (
-      datetime.datetime.now(datetime.timezone.utc)
-      .replace(tzinfo=None)
-      .isoformat(" ", "microseconds")
+    datetime.datetime.now(datetime.timezone.utc)
+    .replace(tzinfo=None)
+    .isoformat(" ", "microseconds")
   )

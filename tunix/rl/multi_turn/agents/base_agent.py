@@ -33,11 +33,11 @@ class BaseAgent(abc.ABC):
 
   @abc.abstractmethod
   def update_from_env(
-      self,
-      observation: Any,
-      reward: float,
-      done: bool,
-      info: Mapping[str, Any] | None = None,
+    self,
+    observation: Any,
+    reward: float,
+    done: bool,
+    info: Mapping[str, Any] | None = None,
   ) -> None:
     """Records the environment's answer; the first observation is the task."""
 

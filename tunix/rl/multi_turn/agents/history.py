@@ -82,12 +82,12 @@ class MessageHistory:
   """
 
   def __init__(
-      self,
-      max_images: int | None = None,
-      image_stride: int = 1,
-      image_note: str = "(an older screenshot)",
-      summary: bool = False,
-      shrink: Shrink | None = None,
+    self,
+    max_images: int | None = None,
+    image_stride: int = 1,
+    image_note: str = "(an older screenshot)",
+    summary: bool = False,
+    shrink: Shrink | None = None,
   ):
     if summary and max_images is None:
       raise ValueError("summary=True needs max_images: all turns are kept else")
@@ -95,8 +95,8 @@ class MessageHistory:
       raise ValueError(f"max_images must be >= 1 or None, got {max_images}")
     if image_stride < 1 or image_stride > (max_images or image_stride):
       raise ValueError(
-          "image_stride must be between 1 and max_images, got"
-          f" {image_stride} with max_images={max_images}"
+        "image_stride must be between 1 and max_images, got"
+        f" {image_stride} with max_images={max_images}"
       )
     self._max_images = max_images
     self._stride = image_stride
@@ -129,9 +129,7 @@ class MessageHistory:
     """Returns a snapshot of `seen` that later turns do not change."""
     return MessageView(self._seen)
 
-  def append(
-      self, message: Message, line: str = "", page: str = ""
-  ) -> None:
+  def append(self, message: Message, line: str = "", page: str = "") -> None:
     """Adds a message.
 
     Args:
@@ -170,10 +168,10 @@ class MessageHistory:
       message = self._seen[index]
       if _has_image(message):
         parts = [
-            {**part, "image": self._shrink(part["image"])}
-            if _is_image(part)
-            else part
-            for part in message["content"]
+          {**part, "image": self._shrink(part["image"])}
+          if _is_image(part)
+          else part
+          for part in message["content"]
         ]
         messages = list(self._seen)
         messages[index] = {**message, "content": parts}
@@ -194,19 +192,20 @@ class MessageHistory:
     """The history from the oldest image that is left, with the summary."""
     first = self._with_images[0][0]
     head = next(
-        (i for i, m in enumerate(messages) if m.get("role") != "system"), 0
+      (i for i, m in enumerate(messages) if m.get("role") != "system"), 0
     )
     self._lines += [
-        self._line_of[id(m)] for m in messages[head:first]
-        if id(m) in self._line_of
+      self._line_of[id(m)]
+      for m in messages[head:first]
+      if id(m) in self._line_of
     ]
     steps = "\n".join(
-        f"Step {i + 1}: {line}" for i, line in enumerate(self._lines)
+      f"Step {i + 1}: {line}" for i, line in enumerate(self._lines)
     )
     about = "\n\n".join(
-        part
-        for part in (self._task, steps and f"Previous actions:\n{steps}")
-        if part
+      part
+      for part in (self._task, steps and f"Previous actions:\n{steps}")
+      if part
     )
     content = messages[first]["content"]
     if about and isinstance(content, str):
@@ -224,7 +223,7 @@ def _text_of(message: Message) -> str:
   if isinstance(content, str):
     return content
   return "\n".join(
-      part["text"] for part in content or () if part.get("type") == "text"
+    part["text"] for part in content or () if part.get("type") == "text"
   )
 
 
@@ -246,15 +245,14 @@ def _without(text: str, page: str, note: str) -> str:
 
 
 def _without_screen(message: Message, page: str, note: str) -> Message:
-  """Returns a copy of the message with its first screen replaced by the note.
-  """
+  """Returns a copy of the message with its first screen replaced by the note."""
   if isinstance(message["content"], str):
     return {**message, "content": _without(message["content"], page, note)}
   parts = [
-      {**part, "text": _without(part["text"], page, "").strip()}
-      if part.get("type") == "text"
-      else part
-      for part in message["content"]
+    {**part, "text": _without(part["text"], page, "").strip()}
+    if part.get("type") == "text"
+    else part
+    for part in message["content"]
   ]
   for i, part in enumerate(parts):
     if _is_image(part):

@@ -21,12 +21,12 @@ _CONTEXT = 16384
 
 
 def _preset(
-    parser: str,
-    *,
-    prompt: str = "",
-    images: int = 0,
-    new_tokens: int = 1024,
-    **agent: Any,
+  parser: str,
+  *,
+  prompt: str = "",
+  images: int = 0,
+  new_tokens: int = 1024,
+  **agent: Any,
 ) -> Mapping[str, Any]:
   """Settings by dotted key.
 
@@ -38,13 +38,13 @@ def _preset(
     **agent: other settings of the section `agent`.
   """
   return {
-      "agent.parser": parser,
-      "agent.system_prompt": prompt,
-      "agent.max_images": images,
-      **{f"agent.{name}": value for name, value in agent.items()},
-      "sampling.max_new_tokens": new_tokens,
-      "engine.context_length": _CONTEXT,
-      "learner.row_length": _CONTEXT,
+    "agent.parser": parser,
+    "agent.system_prompt": prompt,
+    "agent.max_images": images,
+    **{f"agent.{name}": value for name, value in agent.items()},
+    "sampling.max_new_tokens": new_tokens,
+    "engine.context_length": _CONTEXT,
+    "learner.row_length": _CONTEXT,
   }
 
 
@@ -52,112 +52,112 @@ _PLAIN_END: Mapping[str, Any] = {"on_parse_error": "answer"}
 """The model ends an episode by text without a call."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # mm_agents/qwen3vl_agent.py of xlang-ai/OSWorld: four earlier screenshots,
-    # older steps as a list, images of up to 12,800 vision tokens.
-    "qwen3_vl_computer_use": _preset(
-        "computer_use",
-        prompt="qwen3_vl_computer_use",
-        images=5,
-        summary=True,
-        resize="grammar",
-        max_pixels=12800 * 32**2,
-        new_tokens=1500,
-    ),
-    # mm_agents/qwen25vl_agent.py of the same: the same history.
-    "qwen2_5_vl_computer_use": _preset(
-        "computer_use_absolute",
-        prompt="assistant",
-        images=5,
-        summary=True,
-        resize="grammar",
-        new_tokens=1500,
-    ),
-    # cookbooks/mobile_agent.ipynb of QwenLM/Qwen3-VL: one screenshot and the
-    # list of earlier steps.
-    "qwen3_vl_mobile_use": _preset(
-        "mobile_use",
-        prompt="qwen3_vl_mobile_use",
-        images=1,
-        summary=True,
-        resize="grammar",
-    ),
-    "qwen2_5_vl_mobile_use": _preset(
-        "mobile_use_absolute",
-        prompt="assistant",
-        images=1,
-        summary=True,
-        resize="grammar",
-    ),
-    # README and mm_agents/uitars15_v1.py: five screenshots, all texts.
-    "ui_tars_1": _preset("ui_tars", prompt="ui_tars", images=5),
-    "ui_tars_1_5": _preset(
-        "ui_tars_absolute", prompt="ui_tars", images=5, resize="grammar"
-    ),
-    "ui_tars_1_5_mobile": _preset(
-        "ui_tars_mobile", prompt="ui_tars", images=5, resize="grammar"
-    ),
-    # libs/python/agent/agent/loops/uitars2.py of trycua/cua has its prompt. A
-    # history is not published: that of UI-TARS 1.5.
-    "ui_tars_2": _preset("ui_tars_2", images=5, new_tokens=2048),
-    # src/surfer_h_cli/surferh.py of hcompai/surfer-h-cli: three screenshots,
-    # older steps as texts.
-    "holo1_5": _preset("holo1_5", images=3, summary=True, resize="grammar"),
-    "holo2": _preset("holo2", images=3, summary=True, resize="grammar"),
-    # src/mai_naivigation_agent.py of Tongyi-MAI/MAI-UI: history_n=3, all texts.
-    "mai_ui": _preset("mai_ui", images=3, resize="grammar", new_tokens=2048),
-    # mm_agents/opencua_agent.py of xlang-ai/OSWorld: three screenshots, older
-    # steps as texts in one message.
-    "opencua": _preset(
-        "opencua", images=3, summary=True, resize="grammar", new_tokens=1500
-    ),
-    "opencua_relative": _preset(
-        "opencua_relative", images=3, summary=True, new_tokens=1500
-    ),
-    # examples/gui-agent/glm-45v/agent.md of zai-org/GLM-V: four earlier
-    # screenshots at half their sides, older steps as texts.
-    "glm_4_5v": _preset(
-        "glm_v", images=5, summary=True, older_scale=0.5, new_tokens=2048
-    ),
-    # The same page: the current screenshot and the history as text.
-    "glm_4_5v_mobile": _preset(
-        "glm_v_mobile", images=1, summary=True, new_tokens=2048
-    ),
-    # OpenAI keeps every screenshot. Anthropic's and Google's reference
-    # implementations keep the newest three.
-    "openai_computer": _preset("openai_computer", **_PLAIN_END),
-    "anthropic_computer": _preset("anthropic_computer", images=3, **_PLAIN_END),
-    "gemini_computer": _preset("gemini_computer", images=3, **_PLAIN_END),
-    # android_world/agents/m3a.py: one screenshot and a summary of the steps.
-    "android_world": _preset("android_world", images=1, summary=True),
-    # agents/ of ServiceNow/BrowserGym: one page and the earlier actions.
-    "browsergym": _preset("browsergym", images=1, summary=True),
+  # mm_agents/qwen3vl_agent.py of xlang-ai/OSWorld: four earlier screenshots,
+  # older steps as a list, images of up to 12,800 vision tokens.
+  "qwen3_vl_computer_use": _preset(
+    "computer_use",
+    prompt="qwen3_vl_computer_use",
+    images=5,
+    summary=True,
+    resize="grammar",
+    max_pixels=12800 * 32**2,
+    new_tokens=1500,
+  ),
+  # mm_agents/qwen25vl_agent.py of the same: the same history.
+  "qwen2_5_vl_computer_use": _preset(
+    "computer_use_absolute",
+    prompt="assistant",
+    images=5,
+    summary=True,
+    resize="grammar",
+    new_tokens=1500,
+  ),
+  # cookbooks/mobile_agent.ipynb of QwenLM/Qwen3-VL: one screenshot and the
+  # list of earlier steps.
+  "qwen3_vl_mobile_use": _preset(
+    "mobile_use",
+    prompt="qwen3_vl_mobile_use",
+    images=1,
+    summary=True,
+    resize="grammar",
+  ),
+  "qwen2_5_vl_mobile_use": _preset(
+    "mobile_use_absolute",
+    prompt="assistant",
+    images=1,
+    summary=True,
+    resize="grammar",
+  ),
+  # README and mm_agents/uitars15_v1.py: five screenshots, all texts.
+  "ui_tars_1": _preset("ui_tars", prompt="ui_tars", images=5),
+  "ui_tars_1_5": _preset(
+    "ui_tars_absolute", prompt="ui_tars", images=5, resize="grammar"
+  ),
+  "ui_tars_1_5_mobile": _preset(
+    "ui_tars_mobile", prompt="ui_tars", images=5, resize="grammar"
+  ),
+  # libs/python/agent/agent/loops/uitars2.py of trycua/cua has its prompt. A
+  # history is not published: that of UI-TARS 1.5.
+  "ui_tars_2": _preset("ui_tars_2", images=5, new_tokens=2048),
+  # src/surfer_h_cli/surferh.py of hcompai/surfer-h-cli: three screenshots,
+  # older steps as texts.
+  "holo1_5": _preset("holo1_5", images=3, summary=True, resize="grammar"),
+  "holo2": _preset("holo2", images=3, summary=True, resize="grammar"),
+  # src/mai_naivigation_agent.py of Tongyi-MAI/MAI-UI: history_n=3, all texts.
+  "mai_ui": _preset("mai_ui", images=3, resize="grammar", new_tokens=2048),
+  # mm_agents/opencua_agent.py of xlang-ai/OSWorld: three screenshots, older
+  # steps as texts in one message.
+  "opencua": _preset(
+    "opencua", images=3, summary=True, resize="grammar", new_tokens=1500
+  ),
+  "opencua_relative": _preset(
+    "opencua_relative", images=3, summary=True, new_tokens=1500
+  ),
+  # examples/gui-agent/glm-45v/agent.md of zai-org/GLM-V: four earlier
+  # screenshots at half their sides, older steps as texts.
+  "glm_4_5v": _preset(
+    "glm_v", images=5, summary=True, older_scale=0.5, new_tokens=2048
+  ),
+  # The same page: the current screenshot and the history as text.
+  "glm_4_5v_mobile": _preset(
+    "glm_v_mobile", images=1, summary=True, new_tokens=2048
+  ),
+  # OpenAI keeps every screenshot. Anthropic's and Google's reference
+  # implementations keep the newest three.
+  "openai_computer": _preset("openai_computer", **_PLAIN_END),
+  "anthropic_computer": _preset("anthropic_computer", images=3, **_PLAIN_END),
+  "gemini_computer": _preset("gemini_computer", images=3, **_PLAIN_END),
+  # android_world/agents/m3a.py: one screenshot and a summary of the steps.
+  "android_world": _preset("android_world", images=1, summary=True),
+  # agents/ of ServiceNow/BrowserGym: one page and the earlier actions.
+  "browsergym": _preset("browsergym", images=1, summary=True),
 }
 
 FAMILIES: Mapping[str, str] = {
-    "qwen2_5_vl": "qwen2_5_vl_computer_use",
-    "qwen3_vl": "qwen3_vl_computer_use",
-    "qwen3_vl_moe": "qwen3_vl_computer_use",
-    "opencua": "opencua",
-    "glm4v": "glm_4_5v",
-    "glm4v_moe": "glm_4_5v",
+  "qwen2_5_vl": "qwen2_5_vl_computer_use",
+  "qwen3_vl": "qwen3_vl_computer_use",
+  "qwen3_vl_moe": "qwen3_vl_computer_use",
+  "opencua": "opencua",
+  "glm4v": "glm_4_5v",
+  "glm4v_moe": "glm_4_5v",
 }
 """`model_type` of a checkpoint -> the agent of its family."""
 
 _ON_PHONES: Mapping[str, str] = {
-    "qwen2_5_vl_computer_use": "qwen2_5_vl_mobile_use",
-    "qwen3_vl_computer_use": "qwen3_vl_mobile_use",
-    "glm_4_5v": "glm_4_5v_mobile",
-    "ui_tars_1_5": "ui_tars_1_5_mobile",
+  "qwen2_5_vl_computer_use": "qwen2_5_vl_mobile_use",
+  "qwen3_vl_computer_use": "qwen3_vl_mobile_use",
+  "glm_4_5v": "glm_4_5v_mobile",
+  "ui_tars_1_5": "ui_tars_1_5_mobile",
 }
 
 _FINE_TUNES: Mapping[str, str] = {
-    "ui-tars-1.5": "ui_tars_1_5",
-    "ui-tars-2": "ui_tars_2",
-    "ui-tars": "ui_tars_1",
-    "holo1.5": "holo1_5",
-    "holo2": "holo2",
-    "mai-ui": "mai_ui",
-    "opencua": "opencua",
+  "ui-tars-1.5": "ui_tars_1_5",
+  "ui-tars-2": "ui_tars_2",
+  "ui-tars": "ui_tars_1",
+  "holo1.5": "holo1_5",
+  "holo2": "holo2",
+  "mai-ui": "mai_ui",
+  "opencua": "opencua",
 }
 """Part of a checkpoint's path -> the agent of that model, which has the
 `model_type` of the model that it was made from."""
@@ -185,7 +185,7 @@ def of_checkpoint(directory: str, phone: bool = False) -> str:
     text = config.get("text_config") or config
     width = int(text.get("hidden_size", 0))
   except (OSError, ValueError, AttributeError, TypeError, RuntimeError,
-          OverflowError):  # pyformat: disable
+          OverflowError):  # fmt: skip
     return ""  # The policy's loader says what is wrong with it.
   agent = FAMILIES.get(str(config.get("model_type")), "")
   if not agent or width < _LEAST_WIDTH:

@@ -48,7 +48,7 @@ class AgentSpec:
 
 
 AGENTS: registry.Registry[AgentSpec | Callable[..., Any]] = registry.Registry(
-    "agent"
+  "agent"
 )
 AGENTS.register("tool", AgentSpec(_TOOL_AGENT))
 for _name, _preset in presets.PRESETS.items():
@@ -67,14 +67,14 @@ def get(name: str) -> AgentSpec:
 
 
 _PARAMETERS = {
-    "system_prompt": ("system_prompt",),
-    "parser": ("parser_name", "tool_parser_name", "parser"),
-    "show_tools": ("show_tools",),
-    "max_images": ("max_images",),
-    "image_stride": ("image_stride",),
-    "summary": ("summary",),
-    "older_scale": ("older_scale",),
-    "on_parse_error": ("on_parse_error",),
+  "system_prompt": ("system_prompt",),
+  "parser": ("parser_name", "tool_parser_name", "parser"),
+  "show_tools": ("show_tools",),
+  "max_images": ("max_images",),
+  "image_stride": ("image_stride",),
+  "summary": ("summary",),
+  "older_scale": ("older_scale",),
+  "on_parse_error": ("on_parse_error",),
 }
 """Settings of the section `agent` -> parameters that take them."""
 
@@ -86,14 +86,14 @@ class Builder:
   """Builds the agents of a run's episodes."""
 
   def __init__(
-      self,
-      config: settings.AgentConfig,
-      *,
-      system_prompt: str,
-      tools: Mapping[str, Any] | None = None,
-      screen: tuple[int, int] | None = None,
-      observation: str = "screenshot",
-      image_store: Any = None,
+    self,
+    config: settings.AgentConfig,
+    *,
+    system_prompt: str,
+    tools: Mapping[str, Any] | None = None,
+    screen: tuple[int, int] | None = None,
+    observation: str = "screenshot",
+    image_store: Any = None,
   ):
     """Args:
 
@@ -111,19 +111,19 @@ class Builder:
     self.make = get(config.name).factory
     takes = arguments.takes(self.make)
     values: dict[str, Any] = {
-        "system_prompt": system_prompt,
-        "parser": config.parser,
-        "show_tools": config.show_tools,
-        "max_images": config.max_images or None,
-        "image_stride": config.image_stride,
-        "summary": config.summary,
-        "older_scale": config.older_scale,
-        "on_parse_error": config.on_parse_error,
+      "system_prompt": system_prompt,
+      "parser": config.parser,
+      "show_tools": config.show_tools,
+      "max_images": config.max_images or None,
+      "image_stride": config.image_stride,
+      "summary": config.summary,
+      "older_scale": config.older_scale,
+      "on_parse_error": config.on_parse_error,
     }
     default = settings.AgentConfig()
     problems = [
-        f"agent.options.{text}"
-        for _, text in takes.wrong(config.options, f"agent.name={config.name}")
+      f"agent.options.{text}"
+      for _, text in takes.wrong(config.options, f"agent.name={config.name}")
     ]
     self._values: dict[str, Any] = {}
     for field, names in _PARAMETERS.items():
@@ -132,8 +132,8 @@ class Builder:
         self._values[name] = values[field]
       elif field in _OWN and getattr(config, field) != getattr(default, field):
         problems.append(
-            f"agent.{field}={getattr(config, field)}: agent.name={config.name}"
-            f" takes no {names[0]}; leave it out"
+          f"agent.{field}={getattr(config, field)}: agent.name={config.name}"
+          f" takes no {names[0]}; leave it out"
         )
     if tools is not None and "tool_map" in takes.options:
       self._values["tool_map"] = tools
@@ -164,23 +164,21 @@ def screenshot_options(config: settings.AgentConfig) -> dict[str, int]:
   rule = getattr(parser, "resizing", None)
   if rule is None:
     raise ValueError(
-        f"agent.resize=grammar: no resizing of agent.parser={config.parser} is"
-        " published; set agent.resize=none"
+      f"agent.resize=grammar: no resizing of agent.parser={config.parser} is"
+      " published; set agent.resize=none"
     )
   smallest = config.min_pixels or rule.min_pixels
   largest = config.max_pixels or rule.max_pixels
   if smallest > largest:
     raise ValueError(
-        f"agent.min_pixels={smallest} is more than agent.max_pixels={largest}"
-        f" (0 = those of agent.parser={config.parser}); set both"
+      f"agent.min_pixels={smallest} is more than agent.max_pixels={largest}"
+      f" (0 = those of agent.parser={config.parser}); set both"
     )
-  return {
-      "factor": rule.factor, "min_pixels": smallest, "max_pixels": largest
-  }
+  return {"factor": rule.factor, "min_pixels": smallest, "max_pixels": largest}
 
 
 def screenshot_size(
-    config: settings.AgentConfig, width: int, height: int
+  config: settings.AgentConfig, width: int, height: int
 ) -> tuple[int, int]:
   """(width, height) of the screenshots of a screen of width x height.
 

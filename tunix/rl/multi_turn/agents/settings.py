@@ -21,114 +21,113 @@ class AgentConfig:
   """Turns observations into messages, and the policy's text into actions."""
 
   name: str = setting(
-      default="tool",
-      doc="tool: ToolAgent. A model's name (qwen3_vl_computer_use,"
-      " qwen2_5_vl_computer_use, qwen3_vl_mobile_use, ui_tars_1_5, mai_ui,"
-      " opencua, ...; --help agent lists them): ToolAgent with that model's"
-      " grammar, form of prompt, resizing and history as published, each of"
-      " which may be overridden. Or package.module:Class, a BaseAgent or an"
-      " agent of tunix.rl.agentic; it gets those settings of this section that"
-      " its constructor takes.",
-      registry="tunix.rl.multi_turn.agents.registry:AGENTS",
+    default="tool",
+    doc="tool: ToolAgent. A model's name (qwen3_vl_computer_use,"
+    " qwen2_5_vl_computer_use, qwen3_vl_mobile_use, ui_tars_1_5, mai_ui,"
+    " opencua, ...; --help agent lists them): ToolAgent with that model's"
+    " grammar, form of prompt, resizing and history as published, each of"
+    " which may be overridden. Or package.module:Class, a BaseAgent or an"
+    " agent of tunix.rl.agentic; it gets those settings of this section that"
+    " its constructor takes.",
+    registry="tunix.rl.multi_turn.agents.registry:AGENTS",
   )
   parser: str = setting(
-      default="computer_use_compact",
-      doc="Grammar of the policy's calls. GUI actions (environment=cua):"
-      " computer_use, computer_use_absolute, computer_use_compact, mobile_use,"
-      " mobile_use_absolute, mai_ui, ui_tars, ui_tars_absolute, ui_tars_mobile,"
-      " opencua, opencua_relative, glm_v, glm_v_mobile, openai_computer,"
-      " anthropic_computer, gemini_computer, android_world, browsergym. Tool"
-      " calls (the other environments): qwen, qwen_xml, llama_json,"
-      " llama_pythonic, mistral, deepseek, gemma, gemini, openai_function."
-      " Or package.module:Class. See docs/grammars.md.",
-      registry="tunix.rl.multi_turn.parser.tool_parser.registry:PARSERS",
+    default="computer_use_compact",
+    doc="Grammar of the policy's calls. GUI actions (environment=cua):"
+    " computer_use, computer_use_absolute, computer_use_compact, mobile_use,"
+    " mobile_use_absolute, mai_ui, ui_tars, ui_tars_absolute, ui_tars_mobile,"
+    " opencua, opencua_relative, glm_v, glm_v_mobile, openai_computer,"
+    " anthropic_computer, gemini_computer, android_world, browsergym. Tool"
+    " calls (the other environments): qwen, qwen_xml, llama_json,"
+    " llama_pythonic, mistral, deepseek, gemma, gemini, openai_function."
+    " Or package.module:Class. See docs/grammars.md.",
+    registry="tunix.rl.multi_turn.parser.tool_parser.registry:PARSERS",
   )
   system_prompt: str = setting(
-      default="desktop_compact",
-      doc='Name of a registered prompt, or a path to a text file. "" = none.',
+    default="desktop_compact",
+    doc='Name of a registered prompt, or a path to a text file. "" = none.',
   )
   show_tools: bool = setting(
-      default=True,
-      doc="The grammar's prompt stands in place of $tools_prompt in the system"
-      " prompt, or behind it. false: the system prompt is complete, e.g. a"
-      " model's own from a file.",
+    default=True,
+    doc="The grammar's prompt stands in place of $tools_prompt in the system"
+    " prompt, or behind it. false: the system prompt is complete, e.g. a"
+    " model's own from a file.",
   )
   resize: Literal["none", "grammar"] = setting(
-      default="none",
-      doc="Size of the screenshots that the policy sees. none: the gym's."
-      " grammar: as the grammar's model resizes them, so that its pixels are"
-      " theirs.",
+    default="none",
+    doc="Size of the screenshots that the policy sees. none: the gym's."
+    " grammar: as the grammar's model resizes them, so that its pixels are"
+    " theirs.",
   )
   min_pixels: int = setting(
-      default=0,
-      doc="Least area of a screenshot, with resize=grammar. 0 = the grammar's.",
-      unit="pixels",
-      ge=0,
+    default=0,
+    doc="Least area of a screenshot, with resize=grammar. 0 = the grammar's.",
+    unit="pixels",
+    ge=0,
   )
   max_pixels: int = setting(
-      default=0,
-      doc="Largest area of a screenshot, with resize=grammar. 0 = the"
-      " grammar's.",
-      unit="pixels",
-      ge=0,
+    default=0,
+    doc="Largest area of a screenshot, with resize=grammar. 0 = the grammar's.",
+    unit="pixels",
+    ge=0,
   )
   max_images: int = setting(
-      default=0,
-      doc="Newest screenshots, or trees of pages (gym.observation=axtree), kept"
-      " in the prompt. When an older one is dropped a new training sequence"
-      " begins. 0 = keep all.",
-      ge=0,
+    default=0,
+    doc="Newest screenshots, or trees of pages (gym.observation=axtree), kept"
+    " in the prompt. When an older one is dropped a new training sequence"
+    " begins. 0 = keep all.",
+    ge=0,
   )
   image_stride: int = setting(
-      default=1,
-      doc="Screenshots dropped at a time once there are more than max_images: a"
-      " larger stride rewrites the prompt less often.",
-      ge=1,
+    default=1,
+    doc="Screenshots dropped at a time once there are more than max_images: a"
+    " larger stride rewrites the prompt less often.",
+    ge=1,
   )
   summary: bool = setting(
-      default=False,
-      doc="Turns whose screenshot is dropped become a line each in the task's"
-      " message. false: their texts stay.",
+    default=False,
+    doc="Turns whose screenshot is dropped become a line each in the task's"
+    " message. false: their texts stay.",
   )
   older_scale: float = setting(
-      default=1.0,
-      doc="Share of their sides at which screenshots before the newest are"
-      " seen. Below 1 each turn rewrites the prompt and begins a new training"
-      " sequence.",
-      gt=0.0,
-      le=1.0,
+    default=1.0,
+    doc="Share of their sides at which screenshots before the newest are"
+    " seen. Below 1 each turn rewrites the prompt and begins a new training"
+    " sequence.",
+    gt=0.0,
+    le=1.0,
   )
   on_parse_error: Literal["end", "retry", "answer"] = setting(
-      default="end",
-      doc="end: the episode ends with status parse_error. retry: the error is"
-      " shown to the policy as the next message. answer: text without a call"
-      " is the answer, as tool environments want it.",
+    default="end",
+    doc="end: the episode ends with status parse_error. retry: the error is"
+    " shown to the policy as the next message. answer: text without a call"
+    " is the answer, as tool environments want it.",
   )
   options: dict[str, Any] = setting(
-      default={}, doc="Further keyword arguments of the agent's class."
+    default={}, doc="Further keyword arguments of the agent's class."
   )
 
   def problems(self) -> Iterator[str]:
     if self.summary and not self.max_images:
       yield (
-          "summary=true summarizes turns whose screenshot is dropped, and"
-          " max_images=0 drops none; set max_images"
+        "summary=true summarizes turns whose screenshot is dropped, and"
+        " max_images=0 drops none; set max_images"
       )
     if 0 < self.max_images < self.image_stride:
       yield (
-          f"image_stride={self.image_stride} is more than"
-          f" max_images={self.max_images}, all that are seen; lower the first"
+        f"image_stride={self.image_stride} is more than"
+        f" max_images={self.max_images}, all that are seen; lower the first"
       )
     for name in ("min_pixels", "max_pixels"):
       if getattr(self, name) and self.resize == "none":
         yield (
-            f"{name}={getattr(self, name)} resizes nothing with resize=none;"
-            " set resize=grammar"
+          f"{name}={getattr(self, name)} resizes nothing with resize=none;"
+          " set resize=grammar"
         )
     if 0 < self.max_pixels < self.min_pixels:
       yield (
-          f"min_pixels={self.min_pixels} is more than"
-          f" max_pixels={self.max_pixels}; lower the first"
+        f"min_pixels={self.min_pixels} is more than"
+        f" max_pixels={self.max_pixels}; lower the first"
       )
 
 
@@ -137,58 +136,58 @@ class RunServiceConfig:
   """The service that plays episodes with rollout.agent=run_service."""
 
   backend: Literal["run_service", "gbox_mini_agent"] = setting(
-      default="run_service",
-      doc="run_service: this package's, which also gets the agent's settings,"
-      " the sampling and the form of screenshots. gbox_mini_agent: any other"
-      " service, which gets the fields of the protocol and decides these by"
-      " itself.",
+    default="run_service",
+    doc="run_service: this package's, which also gets the agent's settings,"
+    " the sampling and the form of screenshots. gbox_mini_agent: any other"
+    " service, which gets the fields of the protocol and decides these by"
+    " itself.",
   )
   base_url: str = setting(
-      default="",
-      doc=f"Where it listens. \"\" = ${RUN_SERVICE_URL_VARIABLE}, else"
-      f" {_RUN_SERVICE_URL}. Its token is ${RUN_SERVICE_TOKEN_VARIABLE}.",
+    default="",
+    doc=f'Where it listens. "" = ${RUN_SERVICE_URL_VARIABLE}, else'
+    f" {_RUN_SERVICE_URL}. Its token is ${RUN_SERVICE_TOKEN_VARIABLE}.",
   )
   agent: str = setting(
-      default="tool",
-      doc="With backend=gbox_mini_agent, the service's name of the agent, e.g."
-      " compact, qwen3-vl, mai-ui.",
+    default="tool",
+    doc="With backend=gbox_mini_agent, the service's name of the agent, e.g."
+    " compact, qwen3-vl, mai-ui.",
   )
   model: str = setting(
-      default="", doc='Name of the policy in its requests. "" = policy.name.'
+    default="", doc='Name of the policy in its requests. "" = policy.name.'
   )
   env: dict[str, Any] = setting(
-      default={}, doc="Further fields of the run's env, for the service."
+    default={}, doc="Further fields of the run's env, for the service."
   )
   action_space: Literal["pc", "mobile"] = setting(
-      default="pc", doc="Sent as standardActionSpace."
+    default="pc", doc="Sent as standardActionSpace."
   )
   key: Literal["url", "field"] = setting(
-      default="url",
-      doc="How the service gets the episode's key for the policy's server. url:"
-      " in model.baseUrl, for services that send none. field: model.apiKey.",
+    default="url",
+    doc="How the service gets the episode's key for the policy's server. url:"
+    " in model.baseUrl, for services that send none. field: model.apiKey.",
   )
   images: Literal["base64", "url"] = setting(
-      default="base64",
-      doc="With backend=run_service, how the service sends screenshots to the"
-      " policy's server. url: as addresses of the service, which an image proxy"
-      " at rollout.public_url turns into data URLs.",
+    default="base64",
+    doc="With backend=run_service, how the service sends screenshots to the"
+    " policy's server. url: as addresses of the service, which an image proxy"
+    " at rollout.public_url turns into data URLs.",
   )
   tokens: Literal["session", "events"] = setting(
-      default="session",
-      doc="Source of training tokens. session: the record of the policy's own"
-      " server. events: the service's model_output events.",
+    default="session",
+    doc="Source of training tokens. session: the record of the policy's own"
+    " server. events: the service's model_output events.",
   )
   on_missing: Literal["refuse", "fallback"] = setting(
-      default="refuse",
-      doc="With tokens=events, a turn without its tokens or probabilities."
-      " refuse: the episode is a model error. fallback: the tokenizer encodes"
-      " its text as if certain, counted in fallback_turns.",
+    default="refuse",
+    doc="With tokens=events, a turn without its tokens or probabilities."
+    " refuse: the episode is a model error. fallback: the tokenizer encodes"
+    " its text as if certain, counted in fallback_turns.",
   )
   poll_s: float = setting(
-      default=3.0, doc="Pause between two polls of a run.", unit="s", gt=0
+    default=3.0, doc="Pause between two polls of a run.", unit="s", gt=0
   )
   timeout_s: float = setting(
-      default=30.0, doc="Deadline of a call to the service.", unit="s", gt=0
+    default=30.0, doc="Deadline of a call to the service.", unit="s", gt=0
   )
 
   @property
@@ -207,6 +206,6 @@ class RunServiceConfig:
       yield f"base_url={self.base_url!r}: give http://host:port or https://host"
     if self.on_missing == "fallback" and self.tokens == "session":
       yield (
-          "on_missing=fallback is for tokens=events: a session's record misses"
-          " none; set tokens=events, or on_missing=refuse"
+        "on_missing=fallback is for tokens=events: a session's record misses"
+        " none; set tokens=events, or on_missing=refuse"
       )

@@ -36,12 +36,12 @@ Message = trajectory_lib.Message
 _MAX_LINE = 300
 _PARSE_ERROR_MODES = ("answer", "retry", "end")
 _OBSERVATION_KEYS = (
-    "question",
-    "instruction",
-    "tool_outputs",
-    "screenshot",
-    "axtree",
-    "text",
+  "question",
+  "instruction",
+  "tool_outputs",
+  "screenshot",
+  "axtree",
+  "text",
 )
 
 
@@ -55,22 +55,22 @@ class ToolAgent(base_agent.BaseAgent):
   """
 
   def __init__(
-      self,
-      system_prompt: str = "",
-      parser_name: Any = "qwen",
-      tool_map: Mapping[str, Any] | None = None,
-      *,
-      tools_schema: parser_base.ToolsSchema = None,
-      on_parse_error: str = "answer",
-      max_images: int | None = None,
-      image_stride: int = 1,
-      image_note: str = "",
-      summary: bool = False,
-      show_tools: bool = True,
-      screen: tuple[int, int] | None = None,
-      observation: str = "screenshot",
-      older_scale: float = 1.0,
-      image_store: images.ImageStore | None = None,
+    self,
+    system_prompt: str = "",
+    parser_name: Any = "qwen",
+    tool_map: Mapping[str, Any] | None = None,
+    *,
+    tools_schema: parser_base.ToolsSchema = None,
+    on_parse_error: str = "answer",
+    max_images: int | None = None,
+    image_stride: int = 1,
+    image_note: str = "",
+    summary: bool = False,
+    show_tools: bool = True,
+    screen: tuple[int, int] | None = None,
+    observation: str = "screenshot",
+    older_scale: float = 1.0,
+    image_store: images.ImageStore | None = None,
   ):
     """Args:
 
@@ -102,8 +102,8 @@ class ToolAgent(base_agent.BaseAgent):
     """
     if on_parse_error not in _PARSE_ERROR_MODES:
       raise ValueError(
-          f"on_parse_error must be one of {', '.join(_PARSE_ERROR_MODES)}; got"
-          f" {on_parse_error!r}"
+        f"on_parse_error must be one of {', '.join(_PARSE_ERROR_MODES)}; got"
+        f" {on_parse_error!r}"
       )
     if tool_map and tools_schema is not None:
       raise ValueError("give tool_map or tools_schema, not both")
@@ -131,18 +131,16 @@ class ToolAgent(base_agent.BaseAgent):
       if image_store is None:
         raise ValueError(f"older_scale={older_scale} needs an image_store")
       shrink = functools.partial(
-          screenshot.shrunk, image_store, scale=older_scale
+        screenshot.shrunk, image_store, scale=older_scale
       )
     if not image_note:
       kind = "page" if observation == "axtree" else "screenshot"
       image_note = f"(an older {kind})"
-    self._history_args = (
-        max_images, image_stride, image_note, summary, shrink
-    )  # pyformat: disable
+    self._history_args = (max_images, image_stride, image_note, summary, shrink)
     self._summary = summary
     self._system: Message = {
-        "role": "system",
-        "content": prompts.insert_tools(self.system_prompt, self.tools_prompt),
+      "role": "system",
+      "content": prompts.insert_tools(self.system_prompt, self.tools_prompt),
     }
     self.reset()
 
@@ -178,11 +176,11 @@ class ToolAgent(base_agent.BaseAgent):
   # --- environment ----------------------------------------------------------
 
   def update_from_env(
-      self,
-      observation: Any,
-      reward: float = 0.0,
-      done: bool = False,
-      info: Mapping[str, Any] | None = None,
+    self,
+    observation: Any,
+    reward: float = 0.0,
+    done: bool = False,
+    info: Mapping[str, Any] | None = None,
   ) -> None:
     """See the base class.
 
@@ -236,13 +234,13 @@ class ToolAgent(base_agent.BaseAgent):
       step_info["parse_errors"] = errors
     action = trajectory_lib.Action(value)
     self._trajectory.steps.append(
-        trajectory_lib.Step(
-            chat_completions=self._history.view(),
-            thought=result.thought,
-            action=action,
-            model_response=response,
-            info=step_info,
-        )
+      trajectory_lib.Step(
+        chat_completions=self._history.view(),
+        thought=result.thought,
+        action=action,
+        model_response=response,
+        info=step_info,
+      )
     )
     return action
 
@@ -266,13 +264,13 @@ def _to_messages(observation: Any, complaint: str) -> list[Message]:
     observation = {"text": observation}
   if not isinstance(observation, Mapping):
     raise ValueError(
-        "an observation must be a str or a dict, got"
-        f" {type(observation).__name__}"
+      "an observation must be a str or a dict, got"
+      f" {type(observation).__name__}"
     )
   if observation and not any(k in observation for k in _OBSERVATION_KEYS):
     got = ", ".join(map(str, observation))
     raise ValueError(
-        f"an observation needs one of {', '.join(_OBSERVATION_KEYS)}; got {got}"
+      f"an observation needs one of {', '.join(_OBSERVATION_KEYS)}; got {got}"
     )
   images = observation.get("tool_images") or {}
   for call_id, output in (observation.get("tool_outputs") or {}).items():
@@ -280,13 +278,13 @@ def _to_messages(observation: Any, complaint: str) -> list[Message]:
     if images.get(call_id):
       shown = [{"type": "image", "image": ref} for ref in images[call_id]]
       content = [*shown, {"type": "text", "text": content}]
-    messages.append({
-        "role": "user", "tool_call_id": call_id, "content": content
-    })  # pyformat: disable
+    messages.append(
+      {"role": "user", "tool_call_id": call_id, "content": content}
+    )
   texts = [
-      str(observation[key])
-      for key in ("question", "instruction", "axtree", "text")
-      if observation.get(key)
+    str(observation[key])
+    for key in ("question", "instruction", "axtree", "text")
+    if observation.get(key)
   ]
   if complaint:
     texts.append(complaint)
@@ -295,8 +293,8 @@ def _to_messages(observation: Any, complaint: str) -> list[Message]:
   if image is not None:
     if not isinstance(image, trajectory_lib.ImageRef):
       raise ValueError(
-          "a screenshot must be an ImageRef, got"
-          f" {type(image).__name__}; store pixels with ScreenshotTool.capture"
+        "a screenshot must be an ImageRef, got"
+        f" {type(image).__name__}; store pixels with ScreenshotTool.capture"
       )
     parts: list[dict[str, Any]] = [{"type": "image", "image": image}]
     if text:

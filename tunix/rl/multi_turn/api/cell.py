@@ -58,14 +58,14 @@ class Place:
 def take(what: str) -> Place:
   """Raises:
 
-    BusyError: another has it.
+  BusyError: another has it.
   """
   place = Place(what)
   with _lock:
     if _holders:
       raise BusyError(
-          f"{_holders[0].what} in this process; wait for its end, or stop() a"
-          " run and wait() for it, then start another"
+        f"{_holders[0].what} in this process; wait for its end, or stop() a"
+        " run and wait() for it, then start another"
       )
     _holders.append(place)
   return place
@@ -99,12 +99,10 @@ class Cell:
 
     self._total = run.config.learner.steps
     self._present = f"starting {run.config.run.name} in {run.directory}"
-    self._handle = display.display(
-        display.HTML(self._html()), display_id=True
-    )
+    self._handle = display.display(display.HTML(self._html()), display_id=True)
     lines = settings_lib.ReportConfig(progress="lines", progress_s=_INTERVAL_S)
     run.observers.add(
-        progress.ProgressBar(self._total, lines, stream=self)  # type: ignore[arg-type]
+      progress.ProgressBar(self._total, lines, stream=self)  # type: ignore[arg-type]
     )
     run.observers.add(self)
 
@@ -147,7 +145,7 @@ class Cell:
     bar = ""
     if self._share is not None:
       bar = (
-          f'<progress value="{self._share:.4f}" max="1" style="width:100%">'
-          "</progress>"
+        f'<progress value="{self._share:.4f}" max="1" style="width:100%">'
+        "</progress>"
       )
     return f'<pre style="white-space:pre-wrap">{lines}</pre>{bar}'

@@ -32,7 +32,7 @@ _COLUMN_PX, _CAPTION_PX, _COLUMNS = 230, 120, 4  # Of a strip, about.
 _LINE_PX, _LINE_CHARS = 18, 24  # Of a caption in such a column.
 _DIRECTORIES = 64  # Runs whose screenshots are looked for.
 _directories: collections.OrderedDict[pathlib.Path, None] = (
-    collections.OrderedDict()
+  collections.OrderedDict()
 )
 
 
@@ -92,16 +92,14 @@ def trajectory(value: trajectory_lib.Trajectory) -> str:
   if value.num_sampled:
     facts.append(f"{value.num_sampled} sampled tokens")
   head = (
-      f"<p><span class={'good' if good else 'bad'}>"
-      f"{html.escape(value.status.value)}</span>"
-      f" “{html.escape(instruction)}” <small>{', '.join(facts)}</small></p>"
+    f"<p><span class={'good' if good else 'bad'}>"
+    f"{html.escape(value.status.value)}</span>"
+    f" “{html.escape(instruction)}” <small>{', '.join(facts)}</small></p>"
   )
   error = f"<p class=bad>{html.escape(value.error)}</p>" if value.error else ""
   figures = [report.figure(Anywhere(), frame, _WIDTH) for frame in frames]
   body = f"{head}{error}<div class=strip>{''.join(figures)}</div>"
-  return html_lib.framed(
-      repr(value), [body], strip_height(frames)
-  )
+  return html_lib.framed(repr(value), [body], strip_height(frames))
 
 
 def step(value: trajectory_lib.Step) -> str:
@@ -112,8 +110,8 @@ def step(value: trajectory_lib.Step) -> str:
   if value.thought and value.thought not in (frame.text or ""):
     rows.append(f"<p>{html.escape(value.thought)}</p>")
   rows.append(
-      "<div style='max-width:320px'>"
-      f"{report.figure(Anywhere(), frame, _WIDTH)}</div>"
+    "<div style='max-width:320px'>"
+    f"{report.figure(Anywhere(), frame, _WIDTH)}</div>"
   )
   height = int(320 * tallest([frame])) + _CAPTION_PX + 70
   return html_lib.framed(repr(value), ["".join(rows)], height)
@@ -132,29 +130,33 @@ def observation(value: Any) -> str:
   height, width = value.screenshot.shape[:2]
   png = observation_png(value) or b""
   return (
-      f'<img src="{_uri(png)}" alt="{width}x{height}"'
-      f' style="max-width:100%;min-width:{min(320, 2 * width)}px">{paragraphs}'
+    f'<img src="{_uri(png)}" alt="{width}x{height}"'
+    f' style="max-width:100%;min-width:{min(320, 2 * width)}px">{paragraphs}'
   )
 
 
 def task(value: Any) -> str:
-  return _table({
+  return _table(
+    {
       "task": value.task_id,
       "family": value.family,
       "instruction": value.instruction or "(the gym has it)",
       "seed": value.seed,
       "turns at most": value.max_turns or "as the run sets",
       **{str(k): v for k, v in value.params.items()},
-  })
+    }
+  )
 
 
 def evaluation(value: Any) -> str:
   """A gym's verdict."""
-  return _table({
+  return _table(
+    {
       "solved": "yes" if value.success else "no",
       "score": f"{value.score:g}",
       **{str(k): v for k, v in value.details.items()},
-  })
+    }
+  )
 
 
 def image(value: trajectory_lib.ImageRef) -> str | None:
@@ -162,8 +164,8 @@ def image(value: trajectory_lib.ImageRef) -> str | None:
   if Anywhere().open_image(value) is not None:
     return None
   return (
-      f"<p><code>{html.escape(repr(value))}</code>: no store of this process"
-      " and no run that was read has this screenshot</p>"
+    f"<p><code>{html.escape(repr(value))}</code>: no store of this process"
+    " and no run that was read has this screenshot</p>"
   )
 
 
@@ -186,9 +188,9 @@ def _table(rows: Mapping[str, Any]) -> str:
     return html.escape(text if len(text) <= 400 else text[:399] + "…")
 
   lines = "".join(
-      f"<tr><th style='text-align:left'>{cell(name)}</th>"
-      f"<td style='text-align:left'>{cell(value)}</td></tr>"
-      for name, value in rows.items()
+    f"<tr><th style='text-align:left'>{cell(name)}</th>"
+    f"<td style='text-align:left'>{cell(value)}</td></tr>"
+    for name, value in rows.items()
   )
   return f"<table>{lines}</table>"
 
@@ -196,7 +198,7 @@ def _table(rows: Mapping[str, Any]) -> str:
 def tallest(frames: Any) -> float:
   """Heights a width of the tallest screen."""
   return max(
-      (f.image.height / f.image.width for f in frames if f.image), default=0.5
+    (f.image.height / f.image.width for f in frames if f.image), default=0.5
   )
 
 
@@ -211,13 +213,13 @@ def _uri(png: bytes) -> str:
 
 
 DRAWN: Mapping[tuple[str, str], Callable[[Any], Any]] = {
-    ("Trajectory", "text/html"): trajectory,
-    ("Step", "text/html"): step,
-    ("ImageRef", "text/html"): image,
-    ("ImageRef", "image/png"): image_png,
-    ("Observation", "text/html"): observation,
-    ("Observation", "image/png"): observation_png,
-    ("Task", "text/html"): task,
-    ("Evaluation", "text/html"): evaluation,
+  ("Trajectory", "text/html"): trajectory,
+  ("Step", "text/html"): step,
+  ("ImageRef", "text/html"): image,
+  ("ImageRef", "image/png"): image_png,
+  ("Observation", "text/html"): observation,
+  ("Observation", "image/png"): observation_png,
+  ("Task", "text/html"): task,
+  ("Evaluation", "text/html"): evaluation,
 }
 """(class, MIME type) -> what draws it; `tunix.rl.multi_turn` has the names."""

@@ -26,7 +26,7 @@ _TABLE = 40  # Episodes that a table shows.
 _COLUMNS = (
     "index", "split", "family", "task_id", "group_id", "version", "turns",
     "reward",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 class Episode:
@@ -69,7 +69,7 @@ class Episode:
   def trajectory(self) -> trajectory_lib.Trajectory:
     """With its messages, actions, tokens and log-probs."""
     return trajectory_lib.Trajectory.from_json(
-        {k: v for k, v in self._line.items() if k not in run_data.BESIDE}
+      {k: v for k, v in self._line.items() if k not in run_data.BESIDE}
     )
 
   @functools.cached_property
@@ -97,12 +97,12 @@ class Episode:
   def film(self, width: int = 320) -> html_lib.Shown:
     """Its screens in a row, with what was done on each, `width` px wide."""
     config = settings_lib.ReportConfig(
-        film_turns=max(2, len(self.shown.frames)), image_width=width
+      film_turns=max(2, len(self.shown.frames)), image_width=width
     )
     parts = [report.film(self._run, self.shown, config)]
     height = drawings.strip_height(self.shown.frames)
     return html_lib.Shown(
-        html_lib.framed(repr(self), parts, height), repr(self)
+      html_lib.framed(repr(self), parts, height), repr(self)
     )
 
   def _repr_html_(self) -> str:
@@ -110,9 +110,9 @@ class Episode:
 
   def __repr__(self) -> str:
     return (
-        f"Episode({self.split} {self.index}, {self.family},"
-        f" {self.status.value}, reward {self.reward:g}, {self.turns} turns,"
-        f" version {self.version})"
+      f"Episode({self.split} {self.index}, {self.family},"
+      f" {self.status.value}, reward {self.reward:g}, {self.turns} turns,"
+      f" version {self.version})"
     )
 
 
@@ -126,10 +126,10 @@ class Episodes(Sequence[Episode]):
   """
 
   def __init__(
-      self,
-      episodes: Sequence[Episode],
-      unread: int = 0,
-      played: int | None = None,
+    self,
+    episodes: Sequence[Episode],
+    unread: int = 0,
+    played: int | None = None,
   ):
     self._found = tuple(episodes)
     self.unread = unread
@@ -163,23 +163,23 @@ class Episodes(Sequence[Episode]):
       import pandas  # pylint: disable=g-import-not-at-top
     except ImportError as error:
       raise ImportError(
-          "to_pandas needs the package pandas; pip install pandas"
+        "to_pandas needs the package pandas; pip install pandas"
       ) from error
     rows = [
-        {name: getattr(e, name) for name in _COLUMNS}
-        | {"status": e.status.value, "success": e.success}
-        for e in self._found
+      {name: getattr(e, name) for name in _COLUMNS}
+      | {"status": e.status.value, "success": e.success}
+      for e in self._found
     ]
     return pandas.DataFrame(rows, columns=[*_COLUMNS, "status", "success"])
 
   def where(
-      self,
-      *,
-      split: str | None = None,
-      family: str | None = None,
-      task_id: str | None = None,
-      group_id: str | None = None,
-      success: bool | None = None,
+    self,
+    *,
+    split: str | None = None,
+    family: str | None = None,
+    task_id: str | None = None,
+    group_id: str | None = None,
+    success: bool | None = None,
   ) -> Episodes:
     """Returns the episodes that match every argument.
 
@@ -189,26 +189,26 @@ class Episodes(Sequence[Episode]):
     if split not in (None, "train", "eval"):
       raise ValueError(f"split={split!r} must be 'train' or 'eval'")
     criteria = {
-        "split": split,
-        "family": family,
-        "task_id": task_id,
-        "group_id": group_id,
-        "success": success,
+      "split": split,
+      "family": family,
+      "task_id": task_id,
+      "group_id": group_id,
+      "success": success,
     }
     criteria = {k: v for k, v in criteria.items() if v is not None}
-    return Episodes([
+    return Episodes(
+      [
         e
         for e in self._found
         if all(getattr(e, k) == v for k, v in criteria.items())
-    ])
+      ]
+    )
 
   @overload
-  def __getitem__(self, index: int) -> Episode:
-    ...
+  def __getitem__(self, index: int) -> Episode: ...
 
   @overload
-  def __getitem__(self, index: slice) -> Episodes:
-    ...
+  def __getitem__(self, index: slice) -> Episodes: ...
 
   def __getitem__(self, index: int | slice) -> Episode | Episodes:
     if isinstance(index, slice):
@@ -217,7 +217,7 @@ class Episodes(Sequence[Episode]):
       return self._found[index]
     except IndexError:
       raise IndexError(
-          f"there are {len(self)} kept episodes, none at {index}"
+        f"there are {len(self)} kept episodes, none at {index}"
       ) from None
 
   def __len__(self) -> int:
@@ -235,16 +235,16 @@ class Episodes(Sequence[Episode]):
 
   def _repr_html_(self) -> str:
     rows = "".join(
-        f"<tr><td>{number}</td><td>{html.escape(e.split)}</td>"
-        f"<td>{html.escape(e.family)}</td><td>{html.escape(e.task_id)}</td>"
-        f"<td>{e.version}</td><td>{e.turns}</td><td>{e.reward:g}</td>"
-        f"<td>{html.escape(e.status.value)}</td></tr>"
-        for number, e in enumerate(self._found[:_TABLE])
+      f"<tr><td>{number}</td><td>{html.escape(e.split)}</td>"
+      f"<td>{html.escape(e.family)}</td><td>{html.escape(e.task_id)}</td>"
+      f"<td>{e.version}</td><td>{e.turns}</td><td>{e.reward:g}</td>"
+      f"<td>{html.escape(e.status.value)}</td></tr>"
+      for number, e in enumerate(self._found[:_TABLE])
     )
     more = len(self) - _TABLE
     note = f"<p>{more} more; slice or .where(…)</p>" if more > 0 else ""
     return (
-        f"<p>{html.escape(repr(self))}</p><table><tr><th></th><th>split</th>"
-        "<th>family</th><th>task</th><th>version</th><th>turns</th>"
-        f"<th>reward</th><th>status</th></tr>{rows}</table>{note}"
+      f"<p>{html.escape(repr(self))}</p><table><tr><th></th><th>split</th>"
+      "<th>family</th><th>task</th><th>version</th><th>turns</th>"
+      f"<th>reward</th><th>status</th></tr>{rows}</table>{note}"
     )

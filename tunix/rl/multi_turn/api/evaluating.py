@@ -26,11 +26,11 @@ if TYPE_CHECKING:  # It needs JAX.
 
 
 def evaluate(
-    policy: Any = None,
-    tasks: str | Sequence[str] | None = None,
-    *,
-    config: str | pathlib.Path | Mapping[str, Any] | None = None,
-    **settings: Any,
+  policy: Any = None,
+  tasks: str | Sequence[str] | None = None,
+  *,
+  config: str | pathlib.Path | Mapping[str, Any] | None = None,
+  **settings: Any,
 ) -> runs.EvaluationRun:
   """Measures the success of a policy, or of a server's model.
 
@@ -56,9 +56,7 @@ def evaluate(
   return runs.EvaluationRun(evaluation.directory)
 
 
-def play(
-    argv: Sequence[str], choose: evaluator.Choose
-) -> evaluator.Evaluation:
+def play(argv: Sequence[str], choose: evaluator.Choose) -> evaluator.Evaluation:
   """Plays the chosen tasks by an evaluation's settings; returns it, ended.
 
   Raises:
@@ -68,10 +66,10 @@ def play(
 
 
 def arguments(
-    policy: Any,
-    tasks: str | Sequence[str] | None,
-    config: str | pathlib.Path | Mapping[str, Any] | None,
-    settings: Mapping[str, Any],
+  policy: Any,
+  tasks: str | Sequence[str] | None,
+  config: str | pathlib.Path | Mapping[str, Any] | None,
+  settings: Mapping[str, Any],
 ) -> list[str]:
   """The command line of `evaluate` that says the same.
 
@@ -85,10 +83,12 @@ def arguments(
   if isinstance(policy, (str, pathlib.PurePath)):
     text = str(policy)
     if text == "oracle":
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           "policy='oracle': an oracle is not measured; play an episode by it"
           " with mt.play, or give a run or a policy"
-      ])
+        ]
+      )
     if text.startswith(("http://", "https://")):
       values["server"] = text
     elif pathlib.Path(text).expanduser().is_dir():
@@ -97,39 +97,45 @@ def arguments(
     else:
       values["policy"] = text
   elif policy is not None:
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"policy={policy!r}: give a run, a directory, a policy's name or a"
         " server's address"
-    ])
+      ]
+    )
   if isinstance(tasks, str) and tasks.endswith(".jsonl"):
     values |= {"task_source.source": "jsonl", "task_source.path": tasks}
   elif tasks is not None:
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if wrong := [one for one in names if not isinstance(one, str)]:
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           f"tasks={wrong[0]!r} is no family of tasks; give their names, or a"
           " file of tasks (*.jsonl); play() takes a task itself"
-      ])
+        ]
+      )
     values["tasks"] = names
   argv = training.arguments(config, values)
   if cell_lib.current() is not None and not training.sets(
-      argv, "report.progress"
+    argv, "report.progress"
   ):
     argv.append("report.progress=none")  # The cell shows it.
   return [*first, *argv]
 
 
 def _played(
-    argv: Sequence[str], what: str, choose: evaluator.Choose | None = None
+  argv: Sequence[str], what: str, choose: evaluator.Choose | None = None
 ) -> evaluator.Evaluation:
   place = cell_lib.take(what)
   try:
     config = config_lib.load_evaluation(argv)
     if config.run.dry_run:
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           "run.dry_run=true: the command prints what would be played; leave it"
           " out"
-      ])
+        ]
+      )
     evaluation = evaluate_lib.build(config, choose)
     if (cell := cell_lib.current()) is not None:
       cell.follow(evaluation)
@@ -139,12 +145,12 @@ def _played(
     place.release()
   result = runs.EvaluationRun(evaluation.directory)
   if status not in (0, evaluate_lib.INTERRUPTED) or (
-      result.status == "completed" and result.success_rate is None
-  ):  # pyformat: disable
+    result.status == "completed" and result.success_rate is None
+  ):
     again = f"; continue it with evaluate({str(evaluation.directory)!r})"
     raise RuntimeError(
-        f"{result.name} failed: {result.error or _reason(result)}"
-        + (again if choose is None else "")
+      f"{result.name} failed: {result.error or _reason(result)}"
+      + (again if choose is None else "")
     )
   return evaluation
 
@@ -152,7 +158,6 @@ def _played(
 def _reason(evaluation: runs.EvaluationRun) -> str:
   outcomes = evaluation.outcomes_by_key.values()
   errors = [one.error for one in outcomes if one.error]
-  return (
-      "no episode was valid: gym or server broke each of them"
-      + (f", the last one by {errors[-1]}" if errors else "")
+  return "no episode was valid: gym or server broke each of them" + (
+    f", the last one by {errors[-1]}" if errors else ""
   )

@@ -14,14 +14,13 @@ from tunix.rl.multi_turn.reporting import report
 
 
 class Shown:
-  """HTML that a notebook draws when it is a cell's value; `html` is its text.
-  """
+  """HTML that a notebook draws when it is a cell's value; `html` is its text."""
 
   def __init__(self, text: str, plain: str = ""):
     """Args:
 
-      text: HTML of a whole page or a fragment, escaped where it needs it.
-      plain: Text for a terminal.
+    text: HTML of a whole page or a fragment, escaped where it needs it.
+    plain: Text for a terminal.
     """
     self.html = text
     self._plain = plain
@@ -42,6 +41,6 @@ def framed(title: str, parts: Sequence[str], height: int) -> str:
   parts.insert(0, "<style>body{padding:4px;max-width:none}</style>")
   page = html.escape(report.page(title, parts), quote=True)
   return (
-      f'<iframe srcdoc="{page}" title="{html.escape(title, quote=True)}"'
-      f' style="border:0;width:100%;height:{height}px"></iframe>'
+    f'<iframe srcdoc="{page}" title="{html.escape(title, quote=True)}"'
+    f' style="border:0;width:100%;height:{height}px"></iframe>'
   )

@@ -38,14 +38,14 @@ Status = trajectory_lib.TrajectoryStatus
 
 
 def play(
-    policy: Any,
-    task: str | gym_base.Task | None = None,
-    *,
-    index: int = 0,
-    split: str = "eval",
-    mode: str = "sampled",
-    config: str | pathlib.Path | Mapping[str, Any] | None = None,
-    **settings: Any,
+  policy: Any,
+  task: str | gym_base.Task | None = None,
+  *,
+  index: int = 0,
+  split: str = "eval",
+  mode: str = "sampled",
+  config: str | pathlib.Path | Mapping[str, Any] | None = None,
+  **settings: Any,
 ) -> episodes_lib.Episode:
   """Plays a task once and returns the episode, which a notebook draws.
 
@@ -81,10 +81,12 @@ def play(
   if not isinstance(policy, str) and isinstance(policy, Sequence):
     script = list(policy)
     if any(not isinstance(one, gui_action.GuiAction) for one in script):
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           "policy: a script is a list of GuiActions"
           " (tunix.rl.multi_turn.core.gui_action)"
-      ])
+        ]
+      )
   if script is not None or policy == ORACLE:
     return _by_session(chosen, script, config, settings)
   return _by_policy(policy, chosen, mode, config, settings)
@@ -114,29 +116,27 @@ class _Chosen:
 
 
 def _by_policy(
-    policy: Any,
-    chosen: _Chosen,
-    mode: str,
-    config: Any,
-    settings: Mapping[str, Any],
+  policy: Any,
+  chosen: _Chosen,
+  mode: str,
+  config: Any,
+  settings: Mapping[str, Any],
 ) -> episodes_lib.Episode:
   from tunix.rl.multi_turn.api import evaluating  # pylint: disable=g-import-not-at-top
 
   place = tempfile.TemporaryDirectory(prefix="tunix-play-")
   overrides = {
-      "report.progress": "none",
-      **settings,
-      "run.dir": place.name,
-      "run.name": "played",
-      "eval.modes": [mode],
-      "eval.attempts": 1,
-      "report.episodes": 1,
-      "evaluate.give_up_after": 1,
+    "report.progress": "none",
+    **settings,
+    "run.dir": place.name,
+    "run.name": "played",
+    "eval.modes": [mode],
+    "eval.attempts": 1,
+    "report.episodes": 1,
+    "evaluate.give_up_after": 1,
   }
   argv = evaluating.arguments(policy, chosen.families, config, overrides)
-  evaluation = evaluating.play(
-      argv, lambda c, source: [chosen.of(c, source)]
-  )
+  evaluation = evaluating.play(argv, lambda c, source: [chosen.of(c, source)])
   episodes = episodes_lib.Episodes.read(run_data.load(evaluation.directory))
   if not episodes:
     raise RuntimeError(_STOPPED)
@@ -145,10 +145,10 @@ def _by_policy(
 
 
 def _by_session(
-    chosen: _Chosen,
-    script: Sequence[gui_action.GuiAction] | None,
-    config: Any,
-    settings: Mapping[str, Any],
+  chosen: _Chosen,
+  script: Sequence[gui_action.GuiAction] | None,
+  config: Any,
+  settings: Mapping[str, Any],
 ) -> episodes_lib.Episode:
   from tunix.rl.multi_turn.api import evaluating  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.run import episodes as run_episodes  # pylint: disable=g-import-not-at-top
@@ -157,32 +157,38 @@ def _by_session(
   from tunix.rl.multi_turn.run import tasks as run_tasks  # pylint: disable=g-import-not-at-top
 
   c = config_lib.load_evaluation(
-      evaluating.arguments(None, chosen.families, config, settings)
+    evaluating.arguments(None, chosen.families, config, settings)
   )
   if not environment_spec.get(c.environment.name).gym:
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"environment.name={c.environment.name} acts on no gym; oracles and"
         " scripts play environment=cua"
-    ])
+      ]
+    )
   if c.gym.observation != "screenshot":
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"gym.observation={c.gym.observation}: oracles and scripts are recorded"
         " by screenshots; leave it out"
-    ])
+      ]
+    )
   spec = gyms.get(c.gym.name, "operator")
   if script is None and spec.oracle is None:
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"gym.name={c.gym.name} has no oracle; give a policy, or a list of"
         " GuiActions"
-    ])
+      ]
+    )
   c, source = run_tasks.resolve(c)
   task = chosen.of(c, source)
   seconds = c.collect.deadlines.step
   session = session_lib.Session(
-      c.gym.name,
-      run_episodes.make_gym(c, task.family),
-      by=ORACLE if script is None else "script",
-      timeout_s=seconds,
+    c.gym.name,
+    run_episodes.make_gym(c, task.family),
+    by=ORACLE if script is None else "script",
+    timeout_s=seconds,
   )
 
   async def closed() -> None:
@@ -195,7 +201,7 @@ def _by_session(
   try:
     with interrupts.asked(stop, "stopping the episode"):
       loop.wait(
-          session.play(task, iter(script) if script is not None else None), stop
+        session.play(task, iter(script) if script is not None else None), stop
       )
     recording = session.recording()
   except loop_thread.Interrupted:
@@ -207,7 +213,7 @@ def _by_session(
 
 
 def _episode(
-    recording: recordings.Recording, split: str
+  recording: recordings.Recording, split: str
 ) -> episodes_lib.Episode:
   """A recording as an episode."""
   place = tempfile.TemporaryDirectory(prefix="tunix-play-")
@@ -225,7 +231,7 @@ def _episode(
   messages: list[trajectory_lib.Message] = []
   steps = []
   for turn, (action, target) in enumerate(
-      zip(recording.actions, recording.targets)
+    zip(recording.actions, recording.targets)
   ):
     texts = [task.instruction] if not turn else []
     if recording.observations[turn].text:
@@ -234,29 +240,29 @@ def _episode(
     picture = {"type": "image", "image": screens[turn]}
     messages = [*messages, {"role": "user", "content": [picture, *parts]}]
     steps.append(
-        trajectory_lib.Step(
-            chat_completions=messages,
-            action=action.to_json(),
-            observation={"image": screens[turn + 1]},
-            info={
-                "gui_actions": [action.to_json()],
-                **({"target": target} if target else {}),
-            },
-        )
+      trajectory_lib.Step(
+        chat_completions=messages,
+        action=action.to_json(),
+        observation={"image": screens[turn + 1]},
+        info={
+          "gui_actions": [action.to_json()],
+          **({"target": target} if target else {}),
+        },
+      )
     )
   if steps:
     steps[-1].done, steps[-1].reward = True, verdict.score
   trajectory = trajectory_lib.Trajectory(
-      task=task.to_json(),
-      steps=steps,
-      reward=verdict.score,
-      status=Status.SUCCEEDED if verdict.success else Status.FAILED,
+    task=task.to_json(),
+    steps=steps,
+    reward=verdict.score,
+    status=Status.SUCCEEDED if verdict.success else Status.FAILED,
   )
   extra = (
       0, time.time(), split, recording.by, "", task.task_id, task.family, 0
-  )  # pyformat: disable
+  )  # fmt: skip
   episode = episodes_lib.Episode(
-      run, {**trajectory.to_json(), **dict(zip(run_data.BESIDE, extra))}
+    run, {**trajectory.to_json(), **dict(zip(run_data.BESIDE, extra))}
   )
   episode.keep(place)
   return episode

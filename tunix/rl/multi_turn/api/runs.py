@@ -44,7 +44,7 @@ class Evaluations(dict[str, dict[str, Any]]):
       return "<p>no evaluation yet</p>"
     height = _EVALUATION_PX + 34 * len(self)
     return html_lib.framed(
-        "evaluations", [report.evaluations(self._run)], height
+      "evaluations", [report.evaluations(self._run)], height
     )
 
   def __repr__(self) -> str:
@@ -122,9 +122,9 @@ class Run:
 
   def _metric_lines(self) -> list[dict[str, Any]]:
     lines = [
-        line
-        for line in files.read_lines(self.directory / "metrics.jsonl")
-        if isinstance(line.get("step"), (int, float))
+      line
+      for line in files.read_lines(self.directory / "metrics.jsonl")
+      if isinstance(line.get("step"), (int, float))
     ]
     return sorted(lines, key=lambda line: line["step"])
 
@@ -147,8 +147,8 @@ class Run:
     path = self.directory / "policy"
     if not path.is_dir():
       raise FileNotFoundError(
-          f"{self.directory} has no policy yet: it is {self.status}, and the"
-          " policy is saved when training ends"
+        f"{self.directory} has no policy yet: it is {self.status}, and the"
+        " policy is saved when training ends"
       )
     return path
 
@@ -177,7 +177,7 @@ class Run:
     if not names:
       text = html_lib.framed(run.name, [report.training_curve(run)], _CURVE_PX)
       return html_lib.Shown(
-          text or "<p>no update yet</p>", f"curves of {run.name}"
+        text or "<p>no update yet</p>", f"curves of {run.name}"
       )
     measured = sorted({k for line in run.metrics for k in line} - {"step"})
     for name in names:
@@ -189,14 +189,14 @@ class Run:
         raise ValueError(f"{run.name} has no metric {name!r}{hint}")
     rows = -(-len(names) // _CARDS_A_ROW)
     return html_lib.Shown(
-        html_lib.framed(
-            run.name, [report.readings(run, names)], 60 + _CARD_PX * rows
-        ),
-        f"{', '.join(names)} of {run.name}",
+      html_lib.framed(
+        run.name, [report.readings(run, names)], 60 + _CARD_PX * rows
+      ),
+      f"{', '.join(names)} of {run.name}",
     )
 
   def watch(
-      self, episode: int | episodes_lib.Episode = -1, width: int = 480
+    self, episode: int | episodes_lib.Episode = -1, width: int = 480
   ) -> html_lib.Shown:
     """An episode, turn by turn.
 
@@ -212,13 +212,13 @@ class Run:
       episodes = self.episodes
       if not -len(episodes) <= episode < len(episodes):
         raise IndexError(
-            f"{self.name} has {len(episodes)} kept episodes, none at {episode}"
+          f"{self.name} has {len(episodes)} kept episodes, none at {episode}"
         )
       episode = episodes[episode]
     if not isinstance(episode, episodes_lib.Episode):
       raise TypeError(
-          f"episode={episode!r}: give one of run.episodes, or its place among"
-          " them: -1 is the last"
+        f"episode={episode!r}: give one of run.episodes, or its place among"
+        " them: -1 is the last"
       )
     return episode.film(width)
 
@@ -235,27 +235,27 @@ class Run:
     address = self.summary.get("monitor_url")
     if not address:
       raise RuntimeError(
-          f"{self.name} has no Training Monitor: train with"
-          " monitor={'embedded': True}, or monitor={'url': …} of a server"
+        f"{self.name} has no Training Monitor: train with"
+        " monitor={'embedded': True}, or monitor={'url': …} of a server"
       )
     source = html.escape(str(address), quote=True)
     return html_lib.Shown(
-        f'<iframe src="{source}" title="Training Monitor"'
-        f' style="border:0;width:100%;height:{height}px"></iframe>',
-        str(address),
+      f'<iframe src="{source}" title="Training Monitor"'
+      f' style="border:0;width:100%;height:{height}px"></iframe>',
+      str(address),
     )
 
   # --- to give away -----------------------------------------------------------
 
   def push_to_hub(
-      self,
-      repo: str,
-      content: publishing.Content = "policy",
-      *,
-      private: bool | None = None,
-      license: str = "",  # pylint: disable=redefined-builtin
-      base_model: str = "",
-      token: str | None = None,
+    self,
+    repo: str,
+    content: publishing.Content = "policy",
+    *,
+    private: bool | None = None,
+    license: str = "",  # pylint: disable=redefined-builtin
+    base_model: str = "",
+    token: str | None = None,
   ) -> str:
     """Puts the policy, or the kept episodes, on the Hugging Face Hub.
 
@@ -276,21 +276,21 @@ class Run:
         answer.
     """
     return publishing.push(
-        self.directory,
-        content,
-        repo,
-        publishing.Described(license, base_model),
-        private=private,
-        token=token,
+      self.directory,
+      content,
+      repo,
+      publishing.Described(license, base_model),
+      private=private,
+      token=token,
     )
 
   def save_for_hub(
-      self,
-      folder: str | pathlib.Path,
-      content: publishing.Content = "policy",
-      *,
-      license: str = "",  # pylint: disable=redefined-builtin
-      base_model: str = "",
+    self,
+    folder: str | pathlib.Path,
+    content: publishing.Content = "policy",
+    *,
+    license: str = "",  # pylint: disable=redefined-builtin
+    base_model: str = "",
   ) -> pathlib.Path:
     """Writes what `push_to_hub` would send to an absent or empty folder.
 
@@ -314,11 +314,13 @@ class Run:
     run = self._read()
     # A run of this process may not have written its summary yet.
     run = dataclasses.replace(
-        run, summary={**run.summary, "status": self.status}
+      run, summary={**run.summary, "status": self.status}
     )
     parts: Sequence[str] = [
-        report.heading(run), report.tiles(run), report.training_curve(run)
-    ]  # pyformat: disable
+      report.heading(run),
+      report.tiles(run),
+      report.training_curve(run),
+    ]
     height = _HEAD_PX + (_CURVE_PX if run.metrics else 0)
     return html_lib.framed(run.name, parts, height)
 
@@ -365,7 +367,7 @@ class EvaluationRun(Run):
 
   @property
   def outcomes_by_key(
-      self,
+    self,
   ) -> dict[evaluation_journal.Key, evaluation_journal.Outcome]:
     """By (mode, place of the task, its id, attempt), in order of time."""
     return dict(evaluation_journal.load(self.directory))
@@ -396,15 +398,15 @@ class EvaluationRun(Run):
       low, high = interval
       rate_text = f"success {rate:.3f} [{low:.3f}, {high:.3f}]"
     return (
-        f"EvaluationRun({self.name}, {self.status}, {rate_text},"
-        f" {content.get('played', 0)} of {content.get('planned', 0)} episodes)"
+      f"EvaluationRun({self.name}, {self.status}, {rate_text},"
+      f" {content.get('played', 0)} of {content.get('planned', 0)} episodes)"
     )
 
   def _repr_html_(self) -> str:
     run = self._read()
     parts = [report.heading(run), report.evaluations(run)]
     return html_lib.framed(
-        run.name, parts, _EVALUATION_PX + 100 + 34 * len(run.evaluations)
+      run.name, parts, _EVALUATION_PX + 100 + 34 * len(run.evaluations)
     )
 
 

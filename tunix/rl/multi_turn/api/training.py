@@ -73,8 +73,8 @@ class TrainingRun(runs.Run):
     """
     if not self._ended.wait(timeout_s):
       raise TimeoutError(
-          f"{self.name} still trains after {timeout_s:g} s (step {self.step});"
-          " stop() asks it to end"
+        f"{self.name} still trains after {timeout_s:g} s (step {self.step});"
+        " stop() asks it to end"
       )
     if self._failure is not None:
       raise RuntimeError(f"{self.name} failed") from self._failure
@@ -106,16 +106,16 @@ class TrainingRun(runs.Run):
       self._work(quiet)
       return
     self._thread = threading.Thread(
-        target=self._work, args=(quiet,), name="tunix-run", daemon=True
+      target=self._work, args=(quiet,), name="tunix-run", daemon=True
     )
     self._thread.start()
 
 
 def train(
-    config: str | pathlib.Path | Mapping[str, Any] | None = None,
-    *,
-    wait: bool | None = None,
-    **settings: Any,
+  config: str | pathlib.Path | Mapping[str, Any] | None = None,
+  *,
+  wait: bool | None = None,
+  **settings: Any,
 ) -> TrainingRun:
   """Starts a run.
 
@@ -142,9 +142,9 @@ def train(
   try:
     settings_of_run = config_lib.load_config(argv)
     if settings_of_run.run.dry_run:
-      raise config_lib.ConfigError([
-          "run.dry_run=true: the command prints what would run; leave it out"
-      ])
+      raise config_lib.ConfigError(
+        ["run.dry_run=true: the command prints what would run; leave it out"]
+      )
     built = train_lib.build(settings_of_run)
     place.what = f"{built.config.run.name} is still training"
     run = TrainingRun(built, place)
@@ -163,8 +163,8 @@ def train(
 
 
 def arguments(
-    config: str | pathlib.Path | Mapping[str, Any] | None,
-    settings: Mapping[str, Any],
+  config: str | pathlib.Path | Mapping[str, Any] | None,
+  settings: Mapping[str, Any],
 ) -> list[str]:
   """The command line that says the same.
 
@@ -178,7 +178,7 @@ def arguments(
     argv.append(str(config))
     if not argv[0].endswith((".yaml", ".yml")):
       problems.append(
-          f"{argv[0]} is no YAML file; settings are keywords: steps=40"
+        f"{argv[0]} is no YAML file; settings are keywords: steps=40"
       )
   for key, value in settings.items():
     try:
@@ -201,8 +201,8 @@ def _name(value: Any) -> Any:
   if callable(value):
     return importable_name(value)
   raise TypeError(
-      f"a {type(value).__name__} cannot be written to config.yaml; give"
-      " numbers, text, lists, mappings, or functions and classes"
+    f"a {type(value).__name__} cannot be written to config.yaml; give"
+    " numbers, text, lists, mappings, or functions and classes"
   )
 
 
@@ -216,15 +216,15 @@ def importable_name(value: Callable[..., Any]) -> str:
   name = getattr(value, "__qualname__", None)
   if not module or not name or "<" in name:
     raise ValueError(
-        f"{name or value!r} has no name to import it by; define it at the top"
-        " of a module or a cell, with def or class"
+      f"{name or value!r} has no name to import it by; define it at the top"
+      " of a module or a cell, with def or class"
     )
   target: Any = sys.modules.get(module)
   for part in name.split("."):
     target = getattr(target, part, None)
   if target is not value:
     raise ValueError(
-        f"{module}:{name} is not this object any more; give the present one"
+      f"{module}:{name} is not this object any more; give the present one"
     )
   return f"{module}:{name}"
 

@@ -111,10 +111,10 @@ class AgentModel(proxy.ProxyModel):
   """The model of a collector whose episodes an outside agent plays."""
 
   def __init__(
-      self,
-      connection: proxy.ProxyConnection,
-      sampling: policy_client.SamplingParams,
-      play: Play,
+    self,
+    connection: proxy.ProxyConnection,
+    sampling: policy_client.SamplingParams,
+    play: Play,
   ):
     super().__init__(connection, sampling)
     self.play = play
@@ -138,7 +138,7 @@ class AgentSession(proxy.ProxySession):
     self._acting = False  # An act without an observation yet.
 
   async def _reply(
-      self, messages: Sequence[Message], turn: int
+    self, messages: Sequence[Message], turn: int
   ) -> model_calls.Reply:
     del turn
     if self._agent is None:
@@ -152,7 +152,7 @@ class AgentSession(proxy.ProxySession):
     acting = asyncio.ensure_future(self._acts.get())
     try:
       await asyncio.wait(
-          {acting, self._agent}, return_when=asyncio.FIRST_COMPLETED
+        {acting, self._agent}, return_when=asyncio.FIRST_COMPLETED
       )
       if acting.done():
         self._answers += 1
@@ -180,17 +180,17 @@ class AgentSession(proxy.ProxySession):
       await super().release(session)
     if not ended:
       raise RuntimeError(
-          f"the agent ran for {_GRACE_S:g} s after it was cancelled and is"
-          " abandoned; let asyncio.CancelledError pass in it"
+        f"the agent ran for {_GRACE_S:g} s after it was cancelled and is"
+        " abandoned; let asyncio.CancelledError pass in it"
       )
 
   async def _run(self) -> None:
     with self._context_errors():
       await self._play(
-          self._client,
-          self._connection.name,
-          Computer(self),
-          **self._sampling_options(),
+        self._client,
+        self._connection.name,
+        Computer(self),
+        **self._sampling_options(),
       )
 
   async def _seen(self) -> Message | None:
@@ -201,9 +201,9 @@ class AgentSession(proxy.ProxySession):
   async def _acted(self, text: str) -> Message | None:
     if self._acting:
       raise RuntimeError(
-          "act was called before the previous act was done; await that one,"
-          " with no deadline shorter than the run's own"
-          " (collect.deadlines.step)"
+        "act was called before the previous act was done; await that one,"
+        " with no deadline shorter than the run's own"
+        " (collect.deadlines.step)"
       )
     if await self._seen() is None:  # It has not called reset.
       return None

@@ -55,16 +55,16 @@ class ChatConnection:
   """
 
   def __init__(
-      self,
-      url: str,
-      model: str,
-      image_store: images_lib.ImageStore,
-      *,
-      api_key: str = "",
-      key_name: str = "the key",
-      timeout_s: float = 120.0,
-      tries: int = 4,
-      connections: int = 100,
+    self,
+    url: str,
+    model: str,
+    image_store: images_lib.ImageStore,
+    *,
+    api_key: str = "",
+    key_name: str = "the key",
+    timeout_s: float = 120.0,
+    tries: int = 4,
+    connections: int = 100,
   ):
     """Args:
 
@@ -91,12 +91,12 @@ class ChatConnection:
     self._sampled: collections.Counter[str] = collections.Counter()
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     self._http = http.Http(
-        headers=headers, proxies=True, connections=connections
+      headers=headers, proxies=True, connections=connections
     )
     self._retry = http.RetryPolicy(
-        tries=tries,
-        wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
-        retry=tenacity.retry_if_exception(_may_pass),
+      tries=tries,
+      wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
+      retry=tenacity.retry_if_exception(_may_pass),
     )
 
   def model(self, sampling: policy_client.SamplingParams) -> ChatModel:
@@ -106,9 +106,7 @@ class ChatConnection:
   # --- before an episode -----------------------------------------------------
 
   async def check(
-      self,
-      sampling: policy_client.SamplingParams,
-      screen: tuple[int, int] | None,
+    self, sampling: policy_client.SamplingParams, screen: tuple[int, int] | None
   ) -> list[str]:
     """Asks the server for its models, and the model for a few tokens.
 
@@ -144,55 +142,59 @@ class ChatConnection:
         if without is not None or error.status not in (400, 404, 415, 422, 500):
           raise self._refusal(error, "a request") from None
         raise ServerRefusal(
-            f"evaluate.model={self.name} takes no images at {self.url}:"
-            f" {_text(error)}; choose a vision-language model, or an"
-            " environment without screenshots"
+          f"evaluate.model={self.name} takes no images at {self.url}:"
+          f" {_text(error)}; choose a vision-language model, or an"
+          " environment without screenshots"
         ) from None
 
   async def _find_model(self) -> None:
     try:
       answer = await self._http.ask(
-          "GET", f"{self.url}/models", _CHECK_S, limit=_LIMIT
+        "GET", f"{self.url}/models", _CHECK_S, limit=_LIMIT
       )
     except http.CallError as error:
       if error.status not in (404, 405, 501) or error.late:
         raise self._refusal(error, "its list of models") from None
       if not self.name:
         raise ServerRefusal(
-            f"evaluate.server={self.url} lists no models; name one with"
-            " evaluate.model"
+          f"evaluate.server={self.url} lists no models; name one with"
+          " evaluate.model"
         ) from None
       return  # A server without a list: the first request shows it.
     served = [
-        str(entry["id"])
-        for entry in answer.get("data") or ()
-        if isinstance(entry, Mapping) and "id" in entry
+      str(entry["id"])
+      for entry in answer.get("data") or ()
+      if isinstance(entry, Mapping) and "id" in entry
     ]
     if not self.name and len(served) == 1:
       self.name = served[0]
     if not self.name:
       raise ServerRefusal(
-          f"evaluate.server={self.url} serves {len(served)} models"
-          f" ({', '.join(served[:8])}); name one with evaluate.model"
+        f"evaluate.server={self.url} serves {len(served)} models"
+        f" ({', '.join(served[:8])}); name one with evaluate.model"
       )
     if served and self.name not in served:
       wrong = registry.unknown_name("model", self.name, served)
       raise ServerRefusal(f"evaluate.server={self.url}: {wrong}")
 
   async def _try(
-      self, sampling: policy_client.SamplingParams, image: str | None
+    self, sampling: policy_client.SamplingParams, image: str | None
   ) -> None:
     content: list[dict[str, Any]] = [
-        {"type": "text", "text": "Answer with OK."}
+      {"type": "text", "text": "Answer with OK."}
     ]
     if image is not None:
       content.insert(0, {"type": "image_url", "image_url": {"url": image}})
     messages = [{"role": "user", "content": content}]
     body = self._body(messages, sampling, 0) | {self._longest: 16}
     await self._http.ask(
-        "POST", f"{self.url}/chat/completions", _CHECK_S, body=body,
-        limit=_LIMIT, retry=self._retry,
-    )  # pyformat: disable
+      "POST",
+      f"{self.url}/chat/completions",
+      _CHECK_S,
+      body=body,
+      limit=_LIMIT,
+      retry=self._retry,
+    )
 
   def _adapted(self, error: http.CallError) -> str | None:
     """Leaves out the field that an answer refuses; None where there is none."""
@@ -208,8 +210,8 @@ class ChatConnection:
       if named and field not in self.left_out:
         self.left_out.add(field)
         return (
-            f"{self.name} does not take {field} ({reason[:120]}); it is left"
-            " out of every request"
+          f"{self.name} does not take {field} ({reason[:120]}); it is left"
+          " out of every request"
         )
     return None
 
@@ -218,38 +220,38 @@ class ChatConnection:
     if error.status in (401, 403):
       if not self._key:
         return ServerRefusal(
-            f"{where} needs a key ({error.status}); put it into"
-            f" {self._key_name}, or name its variable with"
-            " evaluate.api_key_env"
+          f"{where} needs a key ({error.status}); put it into"
+          f" {self._key_name}, or name its variable with"
+          " evaluate.api_key_env"
         )
       return ServerRefusal(
-          f"{where} refuses the key in {self._key_name} ({error.status})"
+        f"{where} refuses the key in {self._key_name} ({error.status})"
       )
     if error.late:
       return ServerRefusal(
-          f"{where} did not answer {what} within {_CHECK_S:g} s"
+        f"{where} did not answer {what} within {_CHECK_S:g} s"
       )
     if error.answer is None:
       return ServerRefusal(
-          f"{where} cannot be reached ({error}); start the server, or give"
-          " the address that its clients use, with /v1"
+        f"{where} cannot be reached ({error}); start the server, or give"
+        " the address that its clients use, with /v1"
       )
     return ServerRefusal(f"{where} refuses {what}: {_text(error)}")
 
   # --- completions -----------------------------------------------------------
 
   def _body(
-      self,
-      messages: Sequence[Mapping[str, Any]],
-      sampling: policy_client.SamplingParams,
-      seed: int | None,
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    sampling: policy_client.SamplingParams,
+    seed: int | None,
   ) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "model": self.name,
-        "messages": list(messages),
-        self._longest: sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+      "model": self.name,
+      "messages": list(messages),
+      self._longest: sampling.max_new_tokens,
+      "temperature": sampling.temperature,
+      "top_p": sampling.top_p,
     }
     # Extensions of vLLM and SGLang, which OpenAI's own server refuses.
     if sampling.top_k:
@@ -261,10 +263,10 @@ class ChatConnection:
     return {k: v for k, v in body.items() if k not in self.left_out}
 
   async def complete(
-      self,
-      messages: Sequence[Mapping[str, Any]],
-      sampling: policy_client.SamplingParams,
-      seed: int | None,
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    sampling: policy_client.SamplingParams,
+    seed: int | None,
   ) -> Mapping[str, Any]:
     """Returns the server's answer.
 
@@ -278,7 +280,7 @@ class ChatConnection:
 
     async def attempt() -> Mapping[str, Any]:
       return await self._http.ask(
-          "POST", f"{self.url}/chat/completions", None, body=body, limit=_LIMIT
+        "POST", f"{self.url}/chat/completions", None, body=body, limit=_LIMIT
       )
 
     try:
@@ -288,7 +290,7 @@ class ChatConnection:
       reason, _ = _error_of(error)
       code = _field(error, "code")
       if code == "context_length_exceeded" or (
-          error.status == 400 and "context length" in reason.lower()
+        error.status == 400 and "context length" in reason.lower()
       ):
         raise policy_client.ContextLimitError(reason[:300]) from error
       raise
@@ -310,9 +312,7 @@ class ChatModel:
   """The model of a collector; see `model_calls.make_session`."""
 
   def __init__(
-      self,
-      connection: ChatConnection,
-      sampling: policy_client.SamplingParams,
+    self, connection: ChatConnection, sampling: policy_client.SamplingParams
   ):
     self.connection = connection
     self.sampling = sampling
@@ -334,13 +334,13 @@ class ChatSession:
     self.render_seconds = 0.0
 
   async def reply(
-      self, messages: Sequence[Message], turn: int, call: Any
+    self, messages: Sequence[Message], turn: int, call: Any
   ) -> model_calls.Reply:
     """Returns the turn's reply; `call` is the engine's guarded caller."""
     return await call(self._reply, messages, turn, inline=True)
 
   async def _reply(
-      self, messages: Sequence[Message], turn: int
+    self, messages: Sequence[Message], turn: int
   ) -> model_calls.Reply:
     started = time.perf_counter()
     urls = self._connection.urls
@@ -357,18 +357,18 @@ class ChatSession:
       text = None
     if not isinstance(text, str):
       raise RuntimeError(
-          f"{self._connection.url} answered without a message:"
-          f" {json.dumps(answer)[:200]}"
+        f"{self._connection.url} answered without a message:"
+        f" {json.dumps(answer)[:200]}"
       )
     usage = answer.get("usage")
     usage = usage if isinstance(usage, Mapping) else {}
     sampled = int(usage.get("completion_tokens") or 0)
     self._connection.count(self._name, sampled)
     return model_calls.Reply(
-        text,
-        truncated=choice.get("finish_reason") == "length",
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        sampled_tokens=sampled,
+      text,
+      truncated=choice.get("finish_reason") == "length",
+      prompt_tokens=int(usage.get("prompt_tokens") or 0),
+      sampled_tokens=sampled,
     )
 
   def build(self) -> list[trajectory.TokenSequence]:

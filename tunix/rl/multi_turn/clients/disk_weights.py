@@ -107,10 +107,10 @@ class Engine(Protocol):
 
 
 def policy_saver(
-    model: Any,
-    tokenizer: str | pathlib.Path = "tiny_vl",
-    dtype: str = "float32",
-    untied: bool = False,
+  model: Any,
+  tokenizer: str | pathlib.Path = "tiny_vl",
+  dtype: str = "float32",
+  untied: bool = False,
 ) -> Save:
   """Writes parameters as `policy.checkpoint` does, for `transformers` to read.
 
@@ -142,9 +142,7 @@ def _filled(model: Any, params: Any, lock: threading.Lock) -> Any:
   return filled
 
 
-def adapter_saver(
-    model: qwen_text.QwenText, base_model_name: str = ""
-) -> Save:
+def adapter_saver(model: qwen_text.QwenText, base_model_name: str = "") -> Save:
   """Writes the LoRA adapter alone, as PEFT does; for transfer="adapter".
 
   Args:
@@ -169,15 +167,15 @@ class DiskWeights:
   """See the module docstring. `close` it at the end."""
 
   def __init__(
-      self,
-      directory: str | pathlib.Path,
-      save: Save,
-      engines: Sequence[Engine],
-      clients: Sequence[Any] = (),
-      *,
-      keep: int = 2,
-      seen_at: str = "",
-      probes: Sequence[hand_over_probe.Probe] = (),
+    self,
+    directory: str | pathlib.Path,
+    save: Save,
+    engines: Sequence[Engine],
+    clients: Sequence[Any] = (),
+    *,
+    keep: int = 2,
+    seen_at: str = "",
+    probes: Sequence[hand_over_probe.Probe] = (),
   ):
     """Args:
 
@@ -199,7 +197,7 @@ class DiskWeights:
       raise ValueError("engines is empty; give those that sample")
     if probes and len(probes) != len(engines):
       raise ValueError(
-          f"{len(probes)} probes for {len(engines)} engines; give one each"
+        f"{len(probes)} probes for {len(engines)} engines; give one each"
       )
     self._directory = pathlib.Path(directory).expanduser().absolute()
     self._seen_at = pathlib.PurePosixPath(seen_at or str(self._directory))
@@ -229,7 +227,7 @@ class DiskWeights:
     """Why the last load failed: engines may hold half of the weights."""
 
   def publish(
-      self, version: int, params: Any
+    self, version: int, params: Any
   ) -> concurrent.futures.Future[int]:
     """Hands over weights; does not wait.
 
@@ -250,10 +248,10 @@ class DiskWeights:
     with self._lock:
       if version < self._published:
         raise ValueError(
-            f"version {version} is older than {self._published}, which was"
-            " published before; a token's recorded version could be newer than"
-            " its weights. Give older weights a new version, or hand them over"
-            " by another DiskWeights"
+          f"version {version} is older than {self._published}, which was"
+          " published before; a token's recorded version could be newer than"
+          " its weights. Give older weights a new version, or hand them over"
+          " by another DiskWeights"
         )
       # The future first: one that is closed has published nothing.
       job = self._thread.submit(lambda: self._hand_over(version, params))
@@ -324,8 +322,8 @@ class DiskWeights:
   def _load(self, path: str, version: int, engines: Sequence[Engine]) -> None:
     pool = worker_pool.WorkerPool(len(engines), name="tunix-load")
     loads = [
-        pool.submit(functools.partial(engine.load, path, version)).future
-        for engine in engines
+      pool.submit(functools.partial(engine.load, path, version)).future
+      for engine in engines
     ]
     concurrent.futures.wait(loads)
     pool.close()
@@ -347,19 +345,19 @@ class DiskWeights:
           difference = probe.check(params)
       except hand_over_probe.ProbeMismatch as error:
         raise HandOverError(
-            f"{about} does not sample with the weights that it was given, also"
-            f" after a second hand-over: {error}. Check that no other run gives"
-            " it weights, and that the server's --dtype and external.dtype are"
-            f" the same type; {engine.advice}"
+          f"{about} does not sample with the weights that it was given, also"
+          f" after a second hand-over: {error}. Check that no other run gives"
+          " it weights, and that the server's --dtype and external.dtype are"
+          f" the same type; {engine.advice}"
         ) from error
       except HandOverError:
         raise
       except Exception as error:
         raise HandOverError(
-            f"{about}: its weights could not be compared with the policy's:"
-            f" {type(error).__name__}: {error}. Look into the server's log, and"
-            " start it again by the command that `python -m"
-            " tunix.rl.multi_turn.clients.vllm` prints"
+          f"{about}: its weights could not be compared with the policy's:"
+          f" {type(error).__name__}: {error}. Look into the server's log, and"
+          " start it again by the command that `python -m"
+          " tunix.rl.multi_turn.clients.vllm` prints"
         ) from error
       _LOG.info("%s: log-probs within %.2g nats", about, difference)
 
@@ -448,10 +446,10 @@ class _PausedEngine(abc.ABC):
       time.sleep(pause_s)
       try:
         self._http.post(
-            self._resume_path,
-            {},
-            timeout_s=_END_S if ending else _RESUME_S,
-            at_the_end=True,
+          self._resume_path,
+          {},
+          timeout_s=_END_S if ending else _RESUME_S,
+          at_the_end=True,
         )
         return _RESUMED
       except HandOverError as error:
@@ -467,18 +465,18 @@ class VllmEngine(_PausedEngine):
 
   _resume_path = "/resume"
   advice = (
-      "start it with --logprobs-mode processed_logprobs, or use another"
-      " external.transfer"
+    "start it with --logprobs-mode processed_logprobs, or use another"
+    " external.transfer"
   )
 
   def __init__(
-      self,
-      url: str,
-      *,
-      api_key: str = "",
-      timeout_s: float = 600.0,
-      transfer: str = "reload",
-      adapter: str = "",
+    self,
+    url: str,
+    *,
+    api_key: str = "",
+    timeout_s: float = 600.0,
+    transfer: str = "reload",
+    adapter: str = "",
   ):
     """Args:
 
@@ -494,12 +492,12 @@ class VllmEngine(_PausedEngine):
     """
     if transfer not in TRANSFERS:
       raise ValueError(
-          f"transfer={transfer!r} must be one of {', '.join(TRANSFERS)}"
+        f"transfer={transfer!r} must be one of {', '.join(TRANSFERS)}"
       )
     if (transfer == "adapter") != bool(adapter):
       raise ValueError(
-          f"transfer={transfer} and adapter={adapter!r}: an adapter is given a"
-          " name, and nothing else is"
+        f"transfer={transfer} and adapter={adapter!r}: an adapter is given a"
+        " name, and nothing else is"
       )
     super().__init__(url, api_key, timeout_s)
     self.transfer = transfer
@@ -512,7 +510,7 @@ class VllmEngine(_PausedEngine):
       return
     outcome = self._resumed()
     _LOG.warning(
-        "%s was left paused by an earlier run, and %s", self.url, outcome
+      "%s was left paused by an earlier run, and %s", self.url, outcome
     )
     if outcome != _RESUMED:
       raise HandOverError(f"{self.url} is paused and {outcome}; restart it")
@@ -524,9 +522,7 @@ class VllmEngine(_PausedEngine):
     self._transfer_weights(path)
     # Its answers name it from here on; servers before 0.32 cannot.
     self._http.post(
-        "/update_weight_version",
-        {"new_version": str(version)},
-        optional=True,
+      "/update_weight_version", {"new_version": str(version)}, optional=True
     )
     answer = self._http.post("/reset_prefix_cache")
     if isinstance(answer, dict) and answer.get("success") is False:
@@ -535,20 +531,16 @@ class VllmEngine(_PausedEngine):
   def _transfer_weights(self, path: str) -> None:
     if self.transfer == "adapter":
       self._http.post(
-          "/v1/load_lora_adapter",
-          {
-              "lora_name": self._adapter,
-              "lora_path": path,
-              "load_inplace": True,
-          },
+        "/v1/load_lora_adapter",
+        {"lora_name": self._adapter, "lora_path": path, "load_inplace": True},
       )
     else:
       self._http.post(
-          "/collective_rpc",
-          {
-              "method": "reload_weights",
-              "kwargs": {"weights_path": path, "is_checkpoint_format": True},
-          },
+        "/collective_rpc",
+        {
+          "method": "reload_weights",
+          "kwargs": {"weights_path": path, "is_checkpoint_format": True},
+        },
       )
 
 
@@ -558,8 +550,8 @@ class SglangEngine(_PausedEngine):
   _resume_path = "/continue_generation"
   transfer = "update_weights_from_disk"
   advice = (
-      "start it with SGLANG_VLM_CACHE_SIZE_MB=0, or it keeps what an older"
-      " vision tower computed of an image"
+    "start it with SGLANG_VLM_CACHE_SIZE_MB=0, or it keeps what an older"
+    " vision tower computed of an image"
   )
 
   def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0):
@@ -574,13 +566,13 @@ class SglangEngine(_PausedEngine):
 
   def _take(self, path: str, version: int) -> None:
     answer = self._http.post(
-        "/update_weights_from_disk",
-        {
-            "model_path": path,
-            "weight_version": str(version),
-            "abort_all_requests": False,
-            "flush_cache": False,
-        },
+      "/update_weights_from_disk",
+      {
+        "model_path": path,
+        "weight_version": str(version),
+        "abort_all_requests": False,
+        "flush_cache": False,
+      },
     )
     if not isinstance(answer, dict) or answer.get("success") is not True:
       reason = answer.get("message") if isinstance(answer, dict) else answer
@@ -600,9 +592,9 @@ _INTERRUPTED_S = 2 * _END_S
 """Longest wait for a call that was ended, and the resumption after it."""
 
 _NEEDED = {
-    "/v1/load_lora_adapter": (
-        "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (--lora-rank)"
-    ),
+  "/v1/load_lora_adapter": (
+    "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (--lora-rank)"
+  )
 }
 """Path -> what a server must be started with to have it."""
 
@@ -618,7 +610,7 @@ class _Http:
     self._timeout_s = timeout_s
     self._lock = threading.Lock()
     self._calls: set[
-        tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]
+      tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]
     ] = set()
     self.interrupted = False
 
@@ -635,13 +627,13 @@ class _Http:
     return self.call("POST", path, body, **options)
 
   def call(
-      self,
-      method: str,
-      path: str,
-      body: Any = None,
-      optional: bool = False,
-      timeout_s: float = math.inf,
-      at_the_end: bool = False,
+    self,
+    method: str,
+    path: str,
+    body: Any = None,
+    optional: bool = False,
+    timeout_s: float = math.inf,
+    at_the_end: bool = False,
   ) -> Any:
     """Returns the answer's JSON, None for an answer without.
 
@@ -657,7 +649,7 @@ class _Http:
     timeout_s = min(timeout_s, self._timeout_s)
     try:
       return concurrency.drive(
-          self._call(method, url, body, timeout_s, at_the_end)
+        self._call(method, url, body, timeout_s, at_the_end)
       )
     except asyncio.CancelledError:
       raise HandOverError(f"{url}: the run ended before its answer") from None
@@ -673,21 +665,16 @@ class _Http:
         text = f"{url} cannot be reached: {error}"
       elif error.status == 404:
         text = (
-            f"{url} is not served; start vLLM as"
-            " python -m tunix.rl.multi_turn.clients.vllm prints it, with"
-            f" {_NEEDED.get(path, 'VLLM_SERVER_DEV_MODE=1')}"
+          f"{url} is not served; start vLLM as"
+          " python -m tunix.rl.multi_turn.clients.vllm prints it, with"
+          f" {_NEEDED.get(path, 'VLLM_SERVER_DEV_MODE=1')}"
         )
       else:
         text = f"{url} answered {answer.quoted()}"
       raise HandOverError(text) from error
 
   async def _call(
-      self,
-      method: str,
-      url: str,
-      body: Any,
-      timeout_s: float,
-      at_the_end: bool,
+    self, method: str, url: str, body: Any, timeout_s: float, at_the_end: bool
   ) -> Any:
     call = asyncio.get_running_loop(), asyncio.current_task()
     # Under the lock, so that `interrupt` sees each call that it must end.

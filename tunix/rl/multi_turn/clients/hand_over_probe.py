@@ -30,13 +30,11 @@ from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 
-Score = Callable[
-    [Any, Sequence[trajectory.TokenSequence]], "list[np.ndarray]"
-]
+Score = Callable[[Any, Sequence[trajectory.TokenSequence]], "list[np.ndarray]"]
 """(weights, sequences) -> float32[S] log-probs of their sampled tokens."""
 
 SAMPLING = policy_client.SamplingParams(
-    max_new_tokens=16, temperature=2.0, seed=20261
+  max_new_tokens=16, temperature=2.0, seed=20261
 )
 """Sampling of the probe. At temperature 2 log-probs still move where the policy
 has become certain, and a server that reports them before temperature shows."""
@@ -63,20 +61,20 @@ class Probe:
   """See the module docstring. One call at a time."""
 
   def __init__(
-      self,
-      make_client: Callable[[], openai_client.OpenAIClient],
-      prompts: Sequence[policy_client.TokenPrompt],
-      score: Score,
-      tolerance: float,
+    self,
+    make_client: Callable[[], openai_client.OpenAIClient],
+    prompts: Sequence[policy_client.TokenPrompt],
+    score: Score,
+    tolerance: float,
   ):
     """Args:
 
-      make_client: Returns an unused client of the engine at each call.
-      prompts: Prompts to complete; one with an image where the policy sees
-        any, so that its vision tower is compared too.
-      score: Scores tokens with given weights, at the temperature of `SAMPLING`.
-      tolerance: Largest mean difference of log-probs over a completion, in
-        nats.
+    make_client: Returns an unused client of the engine at each call.
+    prompts: Prompts to complete; one with an image where the policy sees
+      any, so that its vision tower is compared too.
+    score: Scores tokens with given weights, at the temperature of `SAMPLING`.
+    tolerance: Largest mean difference of log-probs over a completion, in
+      nats.
     """
     if not tolerance > 0:
       raise ValueError(f"tolerance must be > 0 nats, got {tolerance}")
@@ -99,15 +97,15 @@ class Probe:
     """
     completions = asyncio.run(self._ask())
     scores = self._score(
-        params,
-        [
-            _sequence(prompt, completion)
-            for prompt, completion in zip(self._prompts, completions)
-        ],
+      params,
+      [
+        _sequence(prompt, completion)
+        for prompt, completion in zip(self._prompts, completions)
+      ],
     )
     answers = [
-        _Answer(completion.tokens, completion.logprobs, logprobs)
-        for completion, logprobs in zip(completions, scores)
+      _Answer(completion.tokens, completion.logprobs, logprobs)
+      for completion, logprobs in zip(completions, scores)
     ]
     worst = 0.0
     for prompt, now in zip(self._prompts, answers):
@@ -115,8 +113,8 @@ class Probe:
       worst = max(worst, difference)
       if not difference <= self._tolerance:
         raise ProbeMismatch(
-            f"{self._quoted(prompt, now)}; they differ by {difference:.3g} nats"
-            f" a token, tolerance {self._tolerance:g}"
+          f"{self._quoted(prompt, now)}; they differ by {difference:.3g} nats"
+          f" a token, tolerance {self._tolerance:g}"
         )
     self._check_moved(answers)
     return worst
@@ -129,9 +127,9 @@ class Probe:
     stands still it is the movement itself.
     """
     pairs = [
-        (prompt, before, now)
-        for prompt, before, now in zip(self._prompts, self._before, answers)
-        if before is not None and np.array_equal(before.tokens, now.tokens)
+      (prompt, before, now)
+      for prompt, before, now in zip(self._prompts, self._before, answers)
+      if before is not None and np.array_equal(before.tokens, now.tokens)
     ]
     moved = [True] * len(answers)  # Other tokens begin a new comparison.
     for prompt, before, now in pairs:
@@ -141,21 +139,21 @@ class Probe:
       moved[at] = step > float(np.abs(before.engine - before.policy).mean())
       if moved[at] and engine_step < _STILL * step:
         raise ProbeMismatch(
-            f"{self._quoted(prompt, now)}; the new weights move the latter by"
-            f" {step:.3g} nats a token, and the engine's by {engine_step:.3g}"
+          f"{self._quoted(prompt, now)}; the new weights move the latter by"
+          f" {step:.3g} nats a token, and the engine's by {engine_step:.3g}"
         )
     self._before = [
-        now if is_new or before is None else before
-        for before, now, is_new in zip(self._before, answers, moved)
+      now if is_new or before is None else before
+      for before, now, is_new in zip(self._before, answers, moved)
     ]
 
   def _quoted(self, prompt: policy_client.TokenPrompt, now: _Answer) -> str:
     at = int(np.argmax(np.abs(now.engine - now.policy)))
     return (
-        f"of the probe with {len(prompt.images)} images, token"
-        f" {int(now.tokens[at])} has log-prob {float(now.engine[at]):.6f} in"
-        f" the engine and {float(now.policy[at]):.6f} with the learner's"
-        " weights"
+      f"of the probe with {len(prompt.images)} images, token"
+      f" {int(now.tokens[at])} has log-prob {float(now.engine[at]):.6f} in"
+      f" the engine and {float(now.policy[at]):.6f} with the learner's"
+      " weights"
     )
 
   async def _ask(self) -> list[policy_client.Completion]:
@@ -165,7 +163,7 @@ class Probe:
       for i, prompt in enumerate(self._prompts):
         session = f"hand-over-probe-{i}"
         completions.append(
-            await client.generate(prompt, SAMPLING, session=session)
+          await client.generate(prompt, SAMPLING, session=session)
         )
         await client.release(session)
     finally:
@@ -174,23 +172,23 @@ class Probe:
       if completion.fallback or not len(completion.tokens):
         cause = completion.fallback or "no tokens"
         raise ValueError(
-            f"the engine's answer to the probe cannot be compared ({cause});"
-            " it must return token ids and their log-probs"
+          f"the engine's answer to the probe cannot be compared ({cause});"
+          " it must return token ids and their log-probs"
         )
     return completions
 
 
 def _sequence(
-    prompt: policy_client.TokenPrompt, completion: policy_client.Completion
+  prompt: policy_client.TokenPrompt, completion: policy_client.Completion
 ) -> trajectory.TokenSequence:
   """Returns the completion after its prompt, as a learner reads it."""
   before, after = len(prompt), len(completion.tokens)
   mask = np.arange(before + after) >= before
   return trajectory.TokenSequence(
-      tokens=np.concatenate([prompt.tokens, completion.tokens]),
-      loss_mask=mask,
-      logprobs=np.concatenate([np.zeros(before), completion.logprobs]),
-      versions=np.where(mask, 0, -1),
-      turn_ids=np.zeros(before + after),
-      images=prompt.images,
+    tokens=np.concatenate([prompt.tokens, completion.tokens]),
+    loss_mask=mask,
+    logprobs=np.concatenate([np.zeros(before), completion.logprobs]),
+    versions=np.where(mask, 0, -1),
+    turn_ids=np.zeros(before + after),
+    images=prompt.images,
   )

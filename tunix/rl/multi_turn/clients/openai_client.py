@@ -54,8 +54,7 @@ _RELEASE_S = 10.0
 _ANY = 1 << 31  # Every id of 32 bits.
 
 Recompute = Callable[
-    [policy_client.TokenPrompt, np.ndarray],
-    "np.ndarray | Awaitable[np.ndarray]",
+  [policy_client.TokenPrompt, np.ndarray], "np.ndarray | Awaitable[np.ndarray]"
 ]
 """(prompt, int32[S] sampled tokens) -> float32[S] log-probs."""
 
@@ -77,24 +76,24 @@ class OpenAIClient:
   """
 
   def __init__(
-      self,
-      base_url: str,
-      model: str,
-      image_store: images_lib.ImageStore,
-      *,
-      protocol: str = "tunix",
-      api_key: str = "none",
-      timeout_s: float = 120.0,
-      retries: int = 5,
-      context_length: int | None = None,
-      max_images: int = 64,
-      banned_token_ids: Sequence[int] = (),
-      vocab_size: int | None = None,
-      tokenize: Callable[[str], Sequence[int]] | None = None,
-      end_of_turn_id: int | None = None,
-      recompute: Recompute | None = None,
-      resize: Callable[[np.ndarray], np.ndarray] | None = None,
-      version: int = 0,
+    self,
+    base_url: str,
+    model: str,
+    image_store: images_lib.ImageStore,
+    *,
+    protocol: str = "tunix",
+    api_key: str = "none",
+    timeout_s: float = 120.0,
+    retries: int = 5,
+    context_length: int | None = None,
+    max_images: int = 64,
+    banned_token_ids: Sequence[int] = (),
+    vocab_size: int | None = None,
+    tokenize: Callable[[str], Sequence[int]] | None = None,
+    end_of_turn_id: int | None = None,
+    recompute: Recompute | None = None,
+    resize: Callable[[np.ndarray], np.ndarray] | None = None,
+    version: int = 0,
   ):
     """Args:
 
@@ -128,12 +127,12 @@ class OpenAIClient:
     """
     if protocol not in PROTOCOLS:
       raise ValueError(
-          f"protocol must be one of {', '.join(PROTOCOLS)}; got {protocol!r}"
+        f"protocol must be one of {', '.join(PROTOCOLS)}; got {protocol!r}"
       )
     base_url = base_url.rstrip("/")
     if not base_url.startswith(("http://", "https://")):
       raise ValueError(
-          f"base_url={base_url!r} is not a URL; give http://host:port/v1"
+        f"base_url={base_url!r} is not a URL; give http://host:port/v1"
       )
     if not base_url.endswith("/v1"):
       raise ValueError(f"base_url={base_url!r} must end with /v1")
@@ -151,18 +150,18 @@ class OpenAIClient:
     self._max_images = max_images
     self._banned = tuple(banned_token_ids)
     self._vocabulary = completion_checks.Vocabulary(
-        _ANY if vocab_size is None else vocab_size, frozenset(self._banned)
+      _ANY if vocab_size is None else vocab_size, frozenset(self._banned)
     )
     self._tokenize = tokenize
     self._end_of_turn = end_of_turn_id
     self._recompute = recompute
     self._urls = data_urls.DataUrls(image_store, resize=resize)
     self._http = remote_protocols.JsonRequests(
-        base_url.removesuffix("/v1"),
-        api_key=api_key,
-        timeout_s=timeout_s,
-        retries=retries,
-        counts=self.counts,
+      base_url.removesuffix("/v1"),
+      api_key=api_key,
+      timeout_s=timeout_s,
+      retries=retries,
+      counts=self.counts,
     )
     self._root = self._http.root
     self._sessions: dict[str, asyncio.Future[str]] = {}
@@ -173,11 +172,11 @@ class OpenAIClient:
     """Does nothing: a session starts with its first prompt."""
 
   async def generate(
-      self,
-      prompt: policy_client.TokenPrompt,
-      sampling: policy_client.SamplingParams,
-      *,
-      session: str,
+    self,
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    *,
+    session: str,
   ) -> policy_client.Completion:
     """Samples one completion; cancelling the await ends it at the server.
 
@@ -192,34 +191,34 @@ class OpenAIClient:
       raise ValueError("prompt.tokens is empty; give at least one token")
     if len(prompt.images) > self._max_images:
       raise ValueError(
-          f"the prompt has {len(prompt.images)} images, at most"
-          f" max_images={self._max_images} are taken; drop older screenshots"
+        f"the prompt has {len(prompt.images)} images, at most"
+        f" max_images={self._max_images} are taken; drop older screenshots"
       )
     for name in ("top_logprobs", "raw_logprobs"):
       # The others return a sampling mask in the place of alternatives.
       is_mask = name == "top_logprobs" and self.protocol != "tunix"
       if getattr(sampling, name) and not is_mask:
         raise ValueError(
-            f"{name}={getattr(sampling, name)} is returned by the engine in"
-            " this process only; leave it out"
+          f"{name}={getattr(sampling, name)} is returned by the engine in"
+          " this process only; leave it out"
         )
     for name in ("frequency_penalty", "presence_penalty"):
       if getattr(sampling, name):
         raise ValueError(
-            f"{name}={getattr(sampling, name)} is applied by the engine in this"
-            " process only; leave it out"
+          f"{name}={getattr(sampling, name)} is applied by the engine in this"
+          " process only; leave it out"
         )
     if sampling.seed is None:
       # A repeated request must be the same, another call another one.
       sampling = dataclasses.replace(sampling, seed=secrets.randbelow(1 << 31))
     try:
       return await concurrency.inline_deadline(
-          self._generate(prompt, sampling, session), self._timeout_s
+        self._generate(prompt, sampling, session), self._timeout_s
       )
     except TimeoutError as error:
       raise TimeoutError(
-          f"no completion from {self._root} within timeout_s="
-          f"{self._timeout_s:g} s"
+        f"no completion from {self._root} within timeout_s="
+        f"{self._timeout_s:g} s"
       ) from error
 
   async def release(self, session: str) -> None:
@@ -246,17 +245,17 @@ class OpenAIClient:
     except TimeoutError as error:
       raise TimeoutError(f"{self._root} does not answer") from error
     served = {
-        entry.get("id"): entry
-        for entry in (answer or {}).get("data", ())
-        if isinstance(entry, Mapping)
+      entry.get("id"): entry
+      for entry in (answer or {}).get("data", ())
+      if isinstance(entry, Mapping)
     }
     if self.protocol == "sglang" and len(served) == 1:
       # It calls its one model by the path of the weights that it loaded last.
       served[self.model] = next(iter(served.values()))
     if self.model not in served:
       raise ValueError(
-          f"model={self.model!r} is not served by {self._root}; it serves"
-          f" {', '.join(map(repr, served)) or 'none'}"
+        f"model={self.model!r} is not served by {self._root}; it serves"
+        f" {', '.join(map(repr, served)) or 'none'}"
       )
     length = served[self.model].get("max_model_len")
     if not isinstance(length, int):
@@ -287,10 +286,10 @@ class OpenAIClient:
   # --- one completion --------------------------------------------------------
 
   async def _generate(
-      self,
-      prompt: policy_client.TokenPrompt,
-      sampling: policy_client.SamplingParams,
-      session: str,
+    self,
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    session: str,
   ) -> policy_client.Completion:
     """Asks until the completion is whole."""
     parts: list[policy_client.Completion] = []
@@ -304,8 +303,8 @@ class OpenAIClient:
         if parts:
           break  # It was cut off at its very last token.
         raise policy_client.ContextLimitError(
-            f"prompt of {len(at)} tokens leaves no room in the context of"
-            f" {self.context_length}; shorten the history"
+          f"prompt of {len(at)} tokens leaves no room in the context of"
+          f" {self.context_length}; shorten the history"
         )
       if self.before_request is not None:
         with concurrency.off_the_clock():
@@ -320,7 +319,7 @@ class OpenAIClient:
       parts.append(part)
       remaining = sampling.max_new_tokens - len(sampled) - len(part.tokens)
       if part.finish_reason is not policy_client.FinishReason.CANCELLED or (
-          remaining < 1
+        remaining < 1
       ):
         break
       # Cut off, as servers do when they get new weights.
@@ -330,20 +329,20 @@ class OpenAIClient:
     if last is policy_client.FinishReason.CANCELLED:
       last = policy_client.FinishReason.LENGTH
     return policy_client.Completion(
-        tokens=np.concatenate([p.tokens for p in parts]),
-        logprobs=np.concatenate([p.logprobs for p in parts]),
-        versions=np.concatenate([p.versions for p in parts]),
-        finish_reason=last,
-        metrics={"requests": float(len(parts))},
-        fallback=next((p.fallback for p in parts if p.fallback), ""),
-        support=remote_protocols.joined_support([p.support for p in parts]),
+      tokens=np.concatenate([p.tokens for p in parts]),
+      logprobs=np.concatenate([p.logprobs for p in parts]),
+      versions=np.concatenate([p.versions for p in parts]),
+      finish_reason=last,
+      metrics={"requests": float(len(parts))},
+      fallback=next((p.fallback for p in parts if p.fallback), ""),
+      support=remote_protocols.joined_support([p.support for p in parts]),
     )
 
   async def _ask(
-      self,
-      prompt: policy_client.TokenPrompt,
-      sampling: policy_client.SamplingParams,
-      session: str,
+    self,
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    session: str,
   ) -> remote_protocols.Answer:
     pictures = [await self._urls.of(span.image) for span in prompt.images]
     self.counts["requests"] += 1
@@ -351,34 +350,34 @@ class OpenAIClient:
       return await self._ask_tunix(prompt, sampling, session, pictures)
     if self.protocol == "sglang":
       sglang = remote_protocols.sglang_body(
-          prompt, sampling, pictures, self._banned
+        prompt, sampling, pictures, self._banned
       )
       answer = await self._http.post("/generate", sglang)
       return remote_protocols.of_sglang(answer)
     body = remote_protocols.vllm_body(
-        self.model, prompt, sampling, pictures, self._banned
+      self.model, prompt, sampling, pictures, self._banned
     )
     path = "/inference/v1/generate" if pictures else "/v1/completions"
     return remote_protocols.of_openai(await self._http.post(path, body))
 
   async def _ask_tunix(
-      self, prompt, sampling, session, pictures
+    self, prompt, sampling, session, pictures
   ) -> remote_protocols.Answer:
     content = [
-        {"type": "image_url", "image_url": {"url": url}} for url in pictures
+      {"type": "image_url", "image_url": {"url": url}} for url in pictures
     ]
     body = {
-        "model": self.model,
-        "messages": [{"role": "user", "content": content or ""}],
-        "prompt_token_ids": prompt.tokens.tolist(),
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "seed": sampling.seed,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "logprobs": True,
-        "return_token_ids": True,
+      "model": self.model,
+      "messages": [{"role": "user", "content": content or ""}],
+      "prompt_token_ids": prompt.tokens.tolist(),
+      "max_tokens": sampling.max_new_tokens,
+      "temperature": sampling.temperature,
+      "top_p": sampling.top_p,
+      "top_k": sampling.top_k,
+      "seed": sampling.seed,
+      "stop_token_ids": list(sampling.stop_token_ids),
+      "logprobs": True,
+      "return_token_ids": True,
     }
     if sampling.min_p:
       body["min_p"] = sampling.min_p
@@ -386,7 +385,7 @@ class OpenAIClient:
       name = await self._session(session, sampling)
       try:
         return remote_protocols.of_openai(
-            await self._http.post(f"/sessions/{name}/v1/chat/completions", body)
+          await self._http.post(f"/sessions/{name}/v1/chat/completions", body)
         )
       except SessionGoneError:
         # It was idle for too long. Nothing is lost but its cache.
@@ -396,7 +395,7 @@ class OpenAIClient:
     raise AssertionError("unreachable")
 
   async def _session(
-      self, session: str, sampling: policy_client.SamplingParams
+    self, session: str, sampling: policy_client.SamplingParams
   ) -> str:
     """Returns the server's id of a session; starts a new one."""
     started = self._sessions.get(session)
@@ -412,16 +411,16 @@ class OpenAIClient:
       raise
 
   async def _start(
-      self, session: str, sampling: policy_client.SamplingParams
+    self, session: str, sampling: policy_client.SamplingParams
   ) -> str:
     body = {
-        "task_id": session,
-        "sampling": sampling_rule.fields_of(sampling),
-        # Trained on are the replies' own log-probs, whatever their sampling.
-        "other_sampling": "train",
+      "task_id": session,
+      "sampling": sampling_rule.fields_of(sampling),
+      # Trained on are the replies' own log-probs, whatever their sampling.
+      "other_sampling": "train",
     }
     answer = await self._http.request(
-        "post", "/rl/start_session", body, undo=self._unstart
+      "post", "/rl/start_session", body, undo=self._unstart
     )
     return _id_of(answer)
 
@@ -432,16 +431,16 @@ class OpenAIClient:
     async with asyncio.timeout(min(self._timeout_s, _RELEASE_S)):
       try:
         await self._http.post(
-            "/export_trajectories", {"session_id": name, "drop": True}
+          "/export_trajectories", {"session_id": name, "drop": True}
         )
       except ValueError:
         pass  # It has ended by itself.
 
   async def _completion(
-      self,
-      prompt: policy_client.TokenPrompt,
-      answer: remote_protocols.Answer,
-      version: int,
+    self,
+    prompt: policy_client.TokenPrompt,
+    answer: remote_protocols.Answer,
+    version: int,
   ) -> policy_client.Completion:
     self._compare(prompt, answer)
     tokens, logprobs, cause = answer.tokens, answer.logprobs, ""
@@ -462,7 +461,7 @@ class OpenAIClient:
       logprobs_S = self._numbers("log-probs", logprobs, np.float32)
     elif self._recompute is not None:
       logprobs_S = await concurrency.maybe_await(
-          self._recompute(prompt, tokens_S)
+        self._recompute(prompt, tokens_S)
       )
     else:
       logprobs_S = np.zeros(len(tokens_S), np.float32)
@@ -477,12 +476,12 @@ class OpenAIClient:
     for first, of in starts:
       versions[max(0, first) :] = of
     return policy_client.Completion(
-        tokens_S,
-        logprobs_S,
-        versions,
-        remote_protocols.finish_reason(answer.reason),
-        fallback=cause,
-        support=remote_protocols.support_of(answer, tokens_S, bool(cause)),
+      tokens_S,
+      logprobs_S,
+      versions,
+      remote_protocols.finish_reason(answer.reason),
+      fallback=cause,
+      support=remote_protocols.support_of(answer, tokens_S, bool(cause)),
     )
 
   def _numbers(self, what: str, values: Any, dtype: Any) -> np.ndarray:
@@ -494,29 +493,29 @@ class OpenAIClient:
     except (OverflowError, TypeError, ValueError):
       pass
     raise RemoteError(
-        f"{self._root} answered with {what} that are no list of numbers:"
-        f" {str(values)[:200]}"
+      f"{self._root} answered with {what} that are no list of numbers:"
+      f" {str(values)[:200]}"
     )
 
   def _tokenised(
-      self, answer: remote_protocols.Answer, cause: str
+    self, answer: remote_protocols.Answer, cause: str
   ) -> list[int]:
     if self._tokenize is None:
       contents = {
-          "no_token_ids": "no token ids",
-          "unequal_lengths": (
-              f"{len(answer.tokens or ())} token ids and"
-              f" {len(answer.logprobs or ())} log-probs"
-          ),
+        "no_token_ids": "no token ids",
+        "unequal_lengths": (
+          f"{len(answer.tokens or ())} token ids and"
+          f" {len(answer.logprobs or ())} log-probs"
+        ),
       }[cause]
       raise RemoteError(
-          f"{self._root} returned {contents}; use a server that has"
-          " return_token_ids, or give tokenize= to train on a re-tokenised"
-          " reply"
+        f"{self._root} returned {contents}; use a server that has"
+        " return_token_ids, or give tokenize= to train on a re-tokenised"
+        " reply"
       )
     tokens = [int(i) for i in self._tokenize(answer.text)]
     if answer.reason in ("stop", "tool_calls") and (
-        self._end_of_turn is not None
+      self._end_of_turn is not None
     ):
       tokens.append(self._end_of_turn)
     if not tokens:
@@ -524,7 +523,7 @@ class OpenAIClient:
     return tokens
 
   def _compare(
-      self, prompt: policy_client.TokenPrompt, answer: remote_protocols.Answer
+    self, prompt: policy_client.TokenPrompt, answer: remote_protocols.Answer
   ) -> None:
     """Refuses an answer to another prompt."""
     if answer.prompt is not None:
@@ -537,11 +536,11 @@ class OpenAIClient:
       return
     self.counts["prompt_mismatch"] += 1
     raise PromptMismatchError(
-        f"{self._root} has read a prompt of {length} tokens, not the"
-        f" {len(prompt)} it was sent with {len(prompt.images)} images: its"
-        " image processor or tokenizer differs from the policy's; serve the"
-        " policy's own directory, and screenshots of sizes that both take as"
-        " they are"
+      f"{self._root} has read a prompt of {length} tokens, not the"
+      f" {len(prompt)} it was sent with {len(prompt.images)} images: its"
+      " image processor or tokenizer differs from the policy's; serve the"
+      " policy's own directory, and screenshots of sizes that both take as"
+      " they are"
     )
 
 
@@ -551,7 +550,7 @@ class OpenAIClient:
 def _failed(started: asyncio.Future[str]) -> bool:
   """Whether it is over without a session."""
   return started.done() and (
-      started.cancelled() or started.exception() is not None
+    started.cancelled() or started.exception() is not None
   )
 
 
@@ -561,16 +560,16 @@ def _id_of(answer: Any) -> str:
 
 
 def _rest(
-    sampling: policy_client.SamplingParams, sampled: Sequence[int], number: int
+  sampling: policy_client.SamplingParams, sampled: Sequence[int], number: int
 ) -> policy_client.SamplingParams:
   """Parameters of the rest after `done`, with other random numbers."""
   if not number:
     return sampling
   digest = hashlib.blake2b(
-      f"{sampling.seed}/{number}".encode(), digest_size=8
+    f"{sampling.seed}/{number}".encode(), digest_size=8
   ).digest()
   return dataclasses.replace(
-      sampling,
-      max_new_tokens=sampling.max_new_tokens - len(sampled),
-      seed=int.from_bytes(digest, "big") & 0x7FFFFFFF,
+    sampling,
+    max_new_tokens=sampling.max_new_tokens - len(sampled),
+    seed=int.from_bytes(digest, "big") & 0x7FFFFFFF,
   )

@@ -44,14 +44,14 @@ class ProxyConnection:
   """Connects agents to the server."""
 
   def __init__(
-      self,
-      url: str,
-      model: str,
-      image_store: images_lib.ImageStore,
-      *,
-      token: str = "none",
-      timeout_s: float = 120.0,
-      other_sampling: str = "mask",
+    self,
+    url: str,
+    model: str,
+    image_store: images_lib.ImageStore,
+    *,
+    token: str = "none",
+    timeout_s: float = 120.0,
+    other_sampling: str = "mask",
   ):
     """Args:
 
@@ -73,8 +73,8 @@ class ProxyConnection:
       import openai  # pylint: disable=g-import-not-at-top
     except ImportError as error:
       raise ImportError(
-          "rollout.via=proxy needs the openai package; pip install"
-          " 'tunix-multi-turn[client]'"
+        "rollout.via=proxy needs the openai package; pip install"
+        " 'tunix-multi-turn[client]'"
       ) from error
     if not url.startswith(("http://", "https://")):
       raise ValueError(f"url={url!r} is not a URL; give http://host:port")
@@ -88,17 +88,17 @@ class ProxyConnection:
     # A client checks each of its idle connections at every request: with a
     # hundred episodes that would be most of a turn's cost here.
     self._clients = [
-        openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1",
-            api_key=token,
-            timeout=timeout_s,
-            # Reading certificates, which http does not ask for, takes longer
-            # than many a request.
-            http_client=openai.DefaultAsyncHttpxClient(
-                verify=self.url.startswith("https:")
-            ),
-        )
-        for _ in range(_CLIENTS)
+      openai.AsyncOpenAI(
+        base_url=f"{self.url}/v1",
+        api_key=token,
+        timeout=timeout_s,
+        # Reading certificates, which http does not ask for, takes longer
+        # than many a request.
+        http_client=openai.DefaultAsyncHttpxClient(
+          verify=self.url.startswith("https:")
+        ),
+      )
+      for _ in range(_CLIENTS)
     ]
     self._next = itertools.cycle(self._clients)
     self._dropping: set[asyncio.Future[Any]] = set()
@@ -118,7 +118,7 @@ class ProxyConnection:
     return answer if isinstance(answer, dict) else {}
 
   async def start(
-      self, name: str, sampling: policy_client.SamplingParams
+    self, name: str, sampling: policy_client.SamplingParams
   ) -> dict[str, Any]:
     """Opens a session: its `session_id`, `api_key` and `base_url`.
 
@@ -130,21 +130,21 @@ class ProxyConnection:
         and the one of requests that name no other.
     """
     body = {
-        "task_id": name,
-        "sampling": sampling_rule.fields_of(sampling),
-        "other_sampling": self.other_sampling,
+      "task_id": name,
+      "sampling": sampling_rule.fields_of(sampling),
+      "other_sampling": self.other_sampling,
     }
     # Repeated because the answer was lost, the call returns the same session.
     name_of_request = {"Idempotency-Key": uuid.uuid4().hex}
     return await concurrency.create_or_rollback(
-        self.client.post(
-            f"{self.url}/rl/start_session",
-            body=body,
-            cast_to=object,
-            options={"headers": name_of_request},
-        ),
-        lambda started: self._drop(started["session_id"]),
-        self._dropping,
+      self.client.post(
+        f"{self.url}/rl/start_session",
+        body=body,
+        cast_to=object,
+        options={"headers": name_of_request},
+      ),
+      lambda started: self._drop(started["session_id"]),
+      self._dropping,
     )
 
   async def drop(self, session: str) -> None:
@@ -159,9 +159,9 @@ class ProxyConnection:
     # The answer is not parsed: `release` has fetched the tokens.
     try:
       await self.client.post(
-          f"{self.url}/export_trajectories",
-          body={"session_id": session, "style": "concat", "drop": True},
-          cast_to=str,
+        f"{self.url}/export_trajectories",
+        body={"session_id": session, "style": "concat", "drop": True},
+        cast_to=str,
       )
     except self.openai.NotFoundError:
       pass
@@ -179,9 +179,7 @@ class ProxyModel:
   """The model of a collector whose policy is behind the server."""
 
   def __init__(
-      self,
-      connection: ProxyConnection,
-      sampling: policy_client.SamplingParams,
+    self, connection: ProxyConnection, sampling: policy_client.SamplingParams
   ):
     self.connection = connection
     self.sampling = sampling
@@ -213,7 +211,7 @@ class ProxySession:
     return max(0, len(self._sequences or ()) - 1)
 
   async def reply(
-      self, messages: Sequence[Message], turn: int, call: Any
+    self, messages: Sequence[Message], turn: int, call: Any
   ) -> model_calls.Reply:
     """Returns the turn's reply; `call` is the engine's guarded caller.
 
@@ -223,7 +221,7 @@ class ProxySession:
     return await call(self._reply, messages, turn, inline=True)
 
   async def _reply(
-      self, messages: Sequence[Message], turn: int
+    self, messages: Sequence[Message], turn: int
   ) -> model_calls.Reply:
     if self._client is None:
       await self._open()
@@ -235,20 +233,20 @@ class ProxySession:
       options["seed"] = model_calls.derive_seed(self._seed, turn)
     with self._context_errors():
       answer = await self._client.chat.completions.create(
-          model=self._connection.name,
-          messages=written,
-          **self._sampling_options(),
-          **options,
+        model=self._connection.name,
+        messages=written,
+        **self._sampling_options(),
+        **options,
       )
     self._answers += 1
     choice = answer.choices[0]
     usage = answer.usage
     return model_calls.Reply(
-        choice.message.content or "",
-        truncated=choice.finish_reason == "length",
-        cancelled=choice.finish_reason == "abort",
-        prompt_tokens=usage.prompt_tokens if usage else 0,
-        sampled_tokens=usage.completion_tokens if usage else 0,
+      choice.message.content or "",
+      truncated=choice.finish_reason == "length",
+      cancelled=choice.finish_reason == "abort",
+      prompt_tokens=usage.prompt_tokens if usage else 0,
+      sampled_tokens=usage.completion_tokens if usage else 0,
     )
 
   def _sampling_options(self) -> dict[str, Any]:
@@ -258,10 +256,10 @@ class ProxySession:
     if sampling.min_p:
       extra["min_p"] = sampling.min_p
     return {
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "extra_body": extra,
+      "max_tokens": sampling.max_new_tokens,
+      "temperature": sampling.temperature,
+      "top_p": sampling.top_p,
+      "extra_body": extra,
     }
 
   @contextlib.contextmanager
@@ -285,8 +283,8 @@ class ProxySession:
     if self._sequences is None:
       if self._answers:
         raise ValueError(
-            f"the server at {self._connection.url} did not return the tokens"
-            f" of {self._answers} answers; look into its log for the export"
+          f"the server at {self._connection.url} did not return the tokens"
+          f" of {self._answers} answers; look into its log for the export"
         )
       return []
     return list(self._sequences)
@@ -299,15 +297,15 @@ class ProxySession:
     try:
       # The session is dropped by another request: this one may be repeated.
       answer = await self._connection.post(
-          "/export_trajectories",
-          {"session_id": session, "style": "concat", "arrays": "lists"},
+        "/export_trajectories",
+        {"session_id": session, "style": "concat", "arrays": "lists"},
       )
       exported = answer["interactions"].values()
       self._sequences = [sequence_of(entry) for entry in exported]
       self._untrained = _reasons(exported)
       self._report_untrained(
-          sum(entry.get("untrained_tokens", 0) for entry in exported),
-          self._untrained.values(),
+        sum(entry.get("untrained_tokens", 0) for entry in exported),
+        self._untrained.values(),
       )
     finally:
       await self._connection.drop(session)
@@ -316,19 +314,19 @@ class ProxySession:
     self.untrained_tokens = tokens
     if tokens:
       _LOG.warning(
-          "episode %r: %d tokens are not trained on, as their requests asked"
-          " for another distribution than the run's: %s; let the agent leave"
-          " these fields out",
-          self._name,
-          tokens,
-          "; ".join(dict.fromkeys(reasons)),
+        "episode %r: %d tokens are not trained on, as their requests asked"
+        " for another distribution than the run's: %s; let the agent leave"
+        " these fields out",
+        self._name,
+        tokens,
+        "; ".join(dict.fromkeys(reasons)),
       )
 
   async def _open(self) -> None:
     started = await self._connection.start(self._name, self._sampling)
     self._id = started["session_id"]
     self._client = self._connection.client.copy(
-        base_url=started["base_url"], api_key=started["api_key"]
+      base_url=started["base_url"], api_key=started["api_key"]
     )
 
   async def _write(self, messages: Sequence[Message]) -> list[Message]:
@@ -346,7 +344,7 @@ class ProxySession:
 
 
 async def openai_message(
-    message: Message, urls: data_urls.DataUrls
+  message: Message, urls: data_urls.DataUrls
 ) -> dict[str, Any]:
   """Returns a message in OpenAI's form, its screenshots as data URLs."""
 
@@ -369,10 +367,10 @@ async def openai_message(
 def _reasons(exported: Iterable[Mapping[str, Any]]) -> dict[str, str]:
   """Why tokens of answers are not trained on, by id of the answer."""
   return {
-      turn["interaction_id"]: turn["untrained"]
-      for entry in exported
-      for turn in entry["sampling"]
-      if turn["untrained"]
+    turn["interaction_id"]: turn["untrained"]
+    for entry in exported
+    for turn in entry["sampling"]
+    if turn["untrained"]
   }
 
 
@@ -384,21 +382,19 @@ def sequence_of(exported: Mapping[str, Any]) -> trajectory.TokenSequence:
   """
   tensors = exported["tensor_dict"]
   return trajectory.TokenSequence(
-      tokens=tensors["input_ids"][0],
-      loss_mask=tensors["loss_mask"][0],
-      logprobs=tensors["logprobs"][0],
-      versions=tensors["versions"][0],
-      turn_ids=exported["turn_ids"],
-      images=tuple(
-          trajectory.ImageSpan(
-              trajectory.ImageRef(
-                  image["sha256"], image["width"], image["height"]
-              ),
-              image["offset"],
-              image["num_tokens"],
-              image.get("row", 0),
-          )
-          for image in exported["images"]
-      ),
-      entropies=exported.get("entropies"),
+    tokens=tensors["input_ids"][0],
+    loss_mask=tensors["loss_mask"][0],
+    logprobs=tensors["logprobs"][0],
+    versions=tensors["versions"][0],
+    turn_ids=exported["turn_ids"],
+    images=tuple(
+      trajectory.ImageSpan(
+        trajectory.ImageRef(image["sha256"], image["width"], image["height"]),
+        image["offset"],
+        image["num_tokens"],
+        image.get("row", 0),
+      )
+      for image in exported["images"]
+    ),
+    entropies=exported.get("entropies"),
   )

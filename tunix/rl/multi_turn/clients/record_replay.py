@@ -69,12 +69,12 @@ class RecordedCompletions:
     with part.open("w", encoding="utf-8") as file:
       for key, completion in self:
         line = {
-            "prompt": key,
-            "tokens": completion.tokens.tolist(),
-            "logprobs": completion.logprobs.tolist(),
-            "versions": completion.versions.tolist(),
-            "finish_reason": completion.finish_reason.value,
-            "fallback": completion.fallback,
+          "prompt": key,
+          "tokens": completion.tokens.tolist(),
+          "logprobs": completion.logprobs.tolist(),
+          "versions": completion.versions.tolist(),
+          "finish_reason": completion.finish_reason.value,
+          "fallback": completion.fallback,
         }
         if completion.entropies is not None:
           line["entropies"] = completion.entropies.tolist()
@@ -90,20 +90,20 @@ class RecordedCompletions:
       try:
         line = json_text.parse(text)
         recorded.add(
-            line["prompt"],
-            policy_client.Completion(
-                line["tokens"],
-                line["logprobs"],
-                line["versions"],
-                policy_client.FinishReason(line["finish_reason"]),
-                fallback=line["fallback"],
-                entropies=line.get("entropies"),
-            ),
+          line["prompt"],
+          policy_client.Completion(
+            line["tokens"],
+            line["logprobs"],
+            line["versions"],
+            policy_client.FinishReason(line["finish_reason"]),
+            fallback=line["fallback"],
+            entropies=line.get("entropies"),
+          ),
         )
       except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}, line {number} is not a completion: {error!r}; record it"
-            " again"
+          f"{path}, line {number} is not a completion: {error!r}; record it"
+          " again"
         ) from error
     return recorded
 
@@ -121,16 +121,16 @@ class RecordingClient:
       announce(session)
 
   async def generate(
-      self,
-      prompt: policy_client.TokenPrompt,
-      sampling: policy_client.SamplingParams,
-      *,
-      session: str,
-      **options: Any,
+    self,
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    *,
+    session: str,
+    **options: Any,
   ) -> policy_client.Completion:
     """Returns the client's completion. Errors are not recorded."""
     completion = await self._client.generate(
-        prompt, sampling, session=session, **options
+      prompt, sampling, session=session, **options
     )
     self.recording.add(prompt_key(prompt), completion)
     return completion
@@ -143,15 +143,15 @@ class ReplayClient:
   """Returns recorded completions, each once."""
 
   def __init__(
-      self,
-      completions: Mapping[str, Iterable[policy_client.Completion]],
-      key: Callable[[policy_client.TokenPrompt, str], str] = by_session,
+    self,
+    completions: Mapping[str, Iterable[policy_client.Completion]],
+    key: Callable[[policy_client.TokenPrompt, str], str] = by_session,
   ):
     """Args:
 
-      completions: Completions by key, in the order in which they are returned.
-      key: Function from a prompt and its session to a key, `by_session` or
-        `by_prompt`.
+    completions: Completions by key, in the order in which they are returned.
+    key: Function from a prompt and its session to a key, `by_session` or
+      `by_prompt`.
     """
     self._left = {k: collections.deque(c) for k, c in completions.items()}
     self._key = key
@@ -160,11 +160,11 @@ class ReplayClient:
     """Does nothing."""
 
   async def generate(
-      self,
-      prompt: policy_client.TokenPrompt,
-      sampling: policy_client.SamplingParams,
-      *,
-      session: str,
+    self,
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    *,
+    session: str,
   ) -> policy_client.Completion:
     """Returns the next completion recorded under the key.
 
@@ -176,9 +176,9 @@ class ReplayClient:
     if not remaining:
       which = "no" if remaining is None else "no further"
       raise LookupError(
-          f"{which} completion was recorded for session {session!r} with a"
-          f" prompt of {len(prompt)} tokens and {len(prompt.images)} images;"
-          " record again if the renderer, the gym or the prompts have changed"
+        f"{which} completion was recorded for session {session!r} with a"
+        f" prompt of {len(prompt)} tokens and {len(prompt.images)} images;"
+        " record again if the renderer, the gym or the prompts have changed"
       )
     return remaining.popleft()
 

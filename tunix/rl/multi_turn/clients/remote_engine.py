@@ -36,23 +36,22 @@ _TIES = 4
 """Most tokens that are taken to be equally likely."""
 
 _FLAGS = (
-    ("scale-out", "start vLLM with --enable-scale-out"),
-    (
-        "image(s)",
-        "start vLLM with --limit-mm-per-prompt '{{\"image\":{images}}}'",
-    ),
-    ("maximum context length", "start vLLM with a longer --max-model-len"),
-    ("room in the context", "start vLLM with a longer --max-model-len"),
-    (
-        "image count",
-        "start SGLang with --limit-mm-data-per-request"
-        " '{{\"image\":{images}}}'",
-    ),
-    (
-        "return_sampling_mask requires",
-        "SGLang's log-probs are those of a truncated distribution with a top_k"
-        " only; set sampling.top_k, or sampling.top_p=1 and sampling.min_p=0",
-    ),
+  ("scale-out", "start vLLM with --enable-scale-out"),
+  (
+    "image(s)",
+    "start vLLM with --limit-mm-per-prompt '{{\"image\":{images}}}'",
+  ),
+  ("maximum context length", "start vLLM with a longer --max-model-len"),
+  ("room in the context", "start vLLM with a longer --max-model-len"),
+  (
+    "image count",
+    "start SGLang with --limit-mm-data-per-request '{{\"image\":{images}}}'",
+  ),
+  (
+    "return_sampling_mask requires",
+    "SGLang's log-probs are those of a truncated distribution with a top_k"
+    " only; set sampling.top_k, or sampling.top_p=1 and sampling.min_p=0",
+  ),
 )
 """(part of a refusal, what to do about it)."""
 
@@ -63,27 +62,27 @@ class RemoteEngine:
   weight_bytes = cache_tokens = cache_bytes = 0  # In this process.
 
   def __init__(
-      self,
-      make_client: Callable[[], openai_client.OpenAIClient],
-      weights: disk_weights.DiskWeights,
-      *,
-      context_length: int,
-      prompts: Callable[[], Sequence[policy_client.TokenPrompt]],
-      sampling: policy_client.SamplingParams,
-      adapter: str = "",
-      cpu_problem: str = "",
+    self,
+    make_client: Callable[[], openai_client.OpenAIClient],
+    weights: disk_weights.DiskWeights,
+    *,
+    context_length: int,
+    prompts: Callable[[], Sequence[policy_client.TokenPrompt]],
+    sampling: policy_client.SamplingParams,
+    adapter: str = "",
+    cpu_problem: str = "",
   ):
     """Args:
 
-      make_client: Returns an unused client of the server at each call.
-      weights: Hands weights over to the same server.
-      context_length: Least context of the server, in tokens.
-      prompts: One prompt of each kind that the run will send.
-      sampling: Parameters of the run's requests.
-      adapter: The server's name of the adapter that `weights` hands over and
-        requests ask for; "" where whole weights are handed over.
-      cpu_problem: Why vLLM's CPU build cannot serve the policy
-        (`vllm.head_problem`); "" where it can.
+    make_client: Returns an unused client of the server at each call.
+    weights: Hands weights over to the same server.
+    context_length: Least context of the server, in tokens.
+    prompts: One prompt of each kind that the run will send.
+    sampling: Parameters of the run's requests.
+    adapter: The server's name of the adapter that `weights` hands over and
+      requests ask for; "" where whole weights are handed over.
+    cpu_problem: Why vLLM's CPU build cannot serve the policy
+      (`vllm.head_problem`); "" where it can.
     """
     self._make_client = make_client
     self._client = make_client()
@@ -107,16 +106,16 @@ class RemoteEngine:
     self._client.open_session(session)
 
   async def generate(
-      self,
-      prompt: policy_client.TokenPrompt,
-      sampling: policy_client.SamplingParams,
-      *,
-      session: str,
+    self,
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    *,
+    session: str,
   ) -> policy_client.Completion:
     """See `OpenAIClient.generate`."""
     try:
       completion = await self._client.generate(
-          prompt, sampling, session=session
+        prompt, sampling, session=session
       )
     finally:
       clocks = self._clocks.pop(asyncio.current_task(), ())
@@ -170,7 +169,7 @@ class RemoteEngine:
   def _check_weights(self) -> None:
     if (failure := self._weights.failure) is not None:
       raise openai_client.RemoteError(
-          f"the engine is not sampled from after a failed hand-over: {failure}"
+        f"the engine is not sampled from after a failed hand-over: {failure}"
       )
 
   def _check_versions(self, completion: policy_client.Completion) -> None:
@@ -178,9 +177,9 @@ class RemoteEngine:
     own = self._weights.version
     if 0 <= own < newest and self._weights.loading is None:
       raise openai_client.RemoteError(
-          f"the server answered with weights of version {newest}, and this run"
-          f" has handed over version {own} last: another run gives it weights;"
-          " give each run a server of its own (external.url)"
+        f"the server answered with weights of version {newest}, and this run"
+        f" has handed over version {own} last: another run gives it weights;"
+        " give each run a server of its own (external.url)"
       )
 
   # --- what a run asks of an engine ------------------------------------------
@@ -195,13 +194,13 @@ class RemoteEngine:
     return not self._closed
 
   def update_weights(
-      self, version: int, params: Any
+    self, version: int, params: Any
   ) -> concurrent.futures.Future[int]:
     """See `DiskWeights.publish`."""
     return self._weights.publish(version, params)
 
   def warm_up(
-      self, progress: Callable[[int, int, str], None] | None = None
+    self, progress: Callable[[int, int, str], None] | None = None
   ) -> float:
     """Sends the first requests, to the base model. Not from an event loop.
 
@@ -238,16 +237,14 @@ class RemoteEngine:
   def _check_context(self, length: int | None) -> None:
     if length is not None and length < self.context_length:
       raise ValueError(
-          f"the server's context has {length} tokens, the run's"
-          f" engine.context_length={self.context_length}; start vLLM with"
-          f" --max-model-len {self.context_length}, SGLang with"
-          f" --context-length {self.context_length}, or lower the run's"
+        f"the server's context has {length} tokens, the run's"
+        f" engine.context_length={self.context_length}; start vLLM with"
+        f" --max-model-len {self.context_length}, SGLang with"
+        f" --context-length {self.context_length}, or lower the run's"
       )
 
   async def _ask(
-      self,
-      client: openai_client.OpenAIClient,
-      prompt: policy_client.TokenPrompt,
+    self, client: openai_client.OpenAIClient, prompt: policy_client.TokenPrompt
   ) -> None:
     """Samples from the run's distribution, then from its likeliest token."""
     images = len(prompt.images)
@@ -255,36 +252,40 @@ class RemoteEngine:
     short = dataclasses.replace(self._sampling, max_new_tokens=2, seed=0)
     try:
       answers = [
-          await client.generate(prompt, sampling, session="warm-up")
-          for sampling in (short, dataclasses.replace(short, top_k=1))
+        await client.generate(prompt, sampling, session="warm-up")
+        for sampling in (short, dataclasses.replace(short, top_k=1))
       ]
     except (policy_client.ContextLimitError, ValueError) as error:
       fixes = [fix for sign, fix in _FLAGS if sign in str(error).lower()]
-      fix = fixes[0].format(images=images) if fixes else (
+      fix = (
+        fixes[0].format(images=images)
+        if fixes
+        else (
           "start vLLM by the command that `python -m"
           " tunix.rl.multi_turn.clients.vllm` prints, SGLang by that of"
           " docs/serving.md"
+        )
       )
       raise ValueError(f"{first}: {error}; {fix}") from error
     for answer in answers:
       if answer.fallback:
         raise ValueError(
-            f"{first}: the answer has {answer.fallback.replace('_', ' ')}, and"
-            " a run trains on those of the sampler; use a server that returns"
-            " token ids and log-probs (vLLM 0.32, SGLang)"
+          f"{first}: the answer has {answer.fallback.replace('_', ' ')}, and"
+          " a run trains on those of the sampler; use a server that returns"
+          " token ids and log-probs (vLLM 0.32, SGLang)"
         )
     least = float(answers[1].logprobs.min(initial=0.0))
     # Tokens that tie with the likeliest are left beside it.
     certain = all(
-        any(abs(value + math.log(k)) <= _CERTAIN for k in range(1, _TIES + 1))
-        for value in answers[1].logprobs.tolist()
+      any(abs(value + math.log(k)) <= _CERTAIN for k in range(1, _TIES + 1))
+      for value in answers[1].logprobs.tolist()
     )
     if client.protocol != "tunix" and not certain:
       raise ValueError(
-          f"{first}: with top_k=1 the one token that can be sampled has the"
-          f" log-prob {least:.3g}, not 0: log-probs are not those of the"
-          " distribution sampled from; start vLLM with --logprobs-mode"
-          " processed_logprobs, or use SGLang 0.5.23"
+        f"{first}: with top_k=1 the one token that can be sampled has the"
+        f" log-prob {least:.3g}, not 0: log-probs are not those of the"
+        " distribution sampled from; start vLLM with --logprobs-mode"
+        " processed_logprobs, or use SGLang 0.5.23"
       )
 
   def stats(self) -> dict[str, float]:

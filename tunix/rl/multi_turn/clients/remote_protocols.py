@@ -25,11 +25,11 @@ from tunix.rl.multi_turn.core import policy_client
 
 _SESSION_GONE = ("unknown_session", "session_ended")
 _TOO_LONG = (
-    "context_length_exceeded",  # OpenAI's code, and ours.
-    "maximum context length",
-    "longer than the maximum model length",
-    "longer than the model's context length",
-    "exceeds the maximum allowed length",
+  "context_length_exceeded",  # OpenAI's code, and ours.
+  "maximum context length",
+  "longer than the maximum model length",
+  "longer than the model's context length",
+  "exceeds the maximum allowed length",
 )
 
 
@@ -66,31 +66,31 @@ def _sampling(sampling: policy_client.SamplingParams) -> dict[str, Any]:
   """Parameters of the same name in both. All are sent: a server takes one that
   is left out from generation_config.json."""
   return {
-      "temperature": sampling.temperature,
-      "top_p": sampling.top_p,
-      "top_k": sampling.top_k or -1,
-      "min_p": sampling.min_p,
-      "presence_penalty": 0.0,
-      "frequency_penalty": 0.0,
-      "repetition_penalty": 1.0,
-      "stop_token_ids": list(sampling.stop_token_ids),
-      "skip_special_tokens": False,
+    "temperature": sampling.temperature,
+    "top_p": sampling.top_p,
+    "top_k": sampling.top_k or -1,
+    "min_p": sampling.min_p,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "stop_token_ids": list(sampling.stop_token_ids),
+    "skip_special_tokens": False,
   }
 
 
 def vllm_body(
-    model: str,
-    prompt: policy_client.TokenPrompt,
-    sampling: policy_client.SamplingParams,
-    pictures: Sequence[str],
-    banned: Sequence[int],
+  model: str,
+  prompt: policy_client.TokenPrompt,
+  sampling: policy_client.SamplingParams,
+  pictures: Sequence[str],
+  banned: Sequence[int],
 ) -> dict[str, Any]:
   """Body of /v1/completions, or with images of /inference/v1/generate."""
   params: dict[str, Any] = {
-      "max_tokens": sampling.max_new_tokens,
-      **_sampling(sampling),
-      "seed": sampling.seed,
-      "logprobs": 0,  # Of the sampled token, and of no other.
+    "max_tokens": sampling.max_new_tokens,
+    **_sampling(sampling),
+    "seed": sampling.seed,
+    "logprobs": 0,  # Of the sampled token, and of no other.
   }
   if banned:
     params["logit_bias"] = {str(i): -100 for i in banned}
@@ -98,35 +98,35 @@ def vllm_body(
   if not pictures:
     return body | params | {"prompt": prompt.tokens.tolist()}
   return body | {
-      "token_ids": collapsed(prompt),
-      # Flat, unlike the parts of a chat message.
-      "content_parts": [{"type": "image_url", "url": url} for url in pictures],
-      "sampling_params": params,
+    "token_ids": collapsed(prompt),
+    # Flat, unlike the parts of a chat message.
+    "content_parts": [{"type": "image_url", "url": url} for url in pictures],
+    "sampling_params": params,
   }
 
 
 def sglang_body(
-    prompt: policy_client.TokenPrompt,
-    sampling: policy_client.SamplingParams,
-    pictures: Sequence[str],
-    banned: Sequence[int],
+  prompt: policy_client.TokenPrompt,
+  sampling: policy_client.SamplingParams,
+  pictures: Sequence[str],
+  banned: Sequence[int],
 ) -> dict[str, Any]:
   """Body of SGLang's /generate."""
   params: dict[str, Any] = {
-      "max_new_tokens": sampling.max_new_tokens,
-      **_sampling(sampling),
-      "sampling_seed": sampling.seed,
-      "no_stop_trim": True,
+    "max_new_tokens": sampling.max_new_tokens,
+    **_sampling(sampling),
+    "sampling_seed": sampling.seed,
+    "no_stop_trim": True,
   }
   if banned:
     params["logit_bias"] = {str(i): -100 for i in banned}
   body = {
-      "input_ids": collapsed(prompt),
-      "sampling_params": params,
-      "return_logprob": True,
+    "input_ids": collapsed(prompt),
+    "sampling_params": params,
+    "return_logprob": True,
   }
   if sampling.temperature and (
-      sampling.top_k or sampling.top_p < 1 or sampling.min_p
+    sampling.top_k or sampling.top_p < 1 or sampling.min_p
   ):
     # Without it log-probs are of the whole vocabulary. It needs a top_k.
     body["return_sampling_mask"] = True
@@ -171,17 +171,17 @@ def of_openai(answer: Any) -> Answer:
   if prompt is None:
     prompt = answer.get("prompt_token_ids")
   return Answer(
-      text=choice.get("text") or message.get("content") or "",
-      reason=choice.get("finish_reason") or "stop",
-      tokens=choice.get("token_ids"),
-      logprobs=values,
-      prompt=prompt,
-      prompt_length=(answer.get("usage") or {}).get("prompt_tokens"),
-      versions=(
-          [(int(a), int(v)) for a, v in choice.get("policy_versions") or ()]
-          or _spans(choice.get("weight_versions"))
-      ),
-      support=_support(choice.get("sampling_mask")),
+    text=choice.get("text") or message.get("content") or "",
+    reason=choice.get("finish_reason") or "stop",
+    tokens=choice.get("token_ids"),
+    logprobs=values,
+    prompt=prompt,
+    prompt_length=(answer.get("usage") or {}).get("prompt_tokens"),
+    versions=(
+      [(int(a), int(v)) for a, v in choice.get("policy_versions") or ()]
+      or _spans(choice.get("weight_versions"))
+    ),
+    support=_support(choice.get("sampling_mask")),
   )
 
 
@@ -199,18 +199,18 @@ def of_sglang(answer: Any) -> Answer:
   if not versions:
     versions = _spans([{"start": 0, "version": about.get("weight_version")}])
   return Answer(
-      text=answer.get("text") or "",
-      reason=reason.get("type", "stop") if reason else "stop",
-      tokens=(
-          [int(entry[1]) for entry in sampled]
-          if sampled is not None
-          else answer.get("output_ids")
-      ),
-      logprobs=logprobs,
-      prompt=answer.get("prompt_token_ids"),
-      prompt_length=about.get("prompt_tokens"),
-      versions=versions,
-      support=support,
+    text=answer.get("text") or "",
+    reason=reason.get("type", "stop") if reason else "stop",
+    tokens=(
+      [int(entry[1]) for entry in sampled]
+      if sampled is not None
+      else answer.get("output_ids")
+    ),
+    logprobs=logprobs,
+    prompt=answer.get("prompt_token_ids"),
+    prompt_length=about.get("prompt_tokens"),
+    versions=versions,
+    support=support,
   )
 
 
@@ -230,13 +230,13 @@ def _support(mask: Any) -> list[list[int]] | None:
     return [[int(i) for i in row] for row in mask]
   except (KeyError, TypeError, ValueError) as error:
     raise RemoteError(
-        "the server's answer has a sampling_mask that is no list of token ids"
-        f" a token: {str(mask)[:200]!r}"
+      "the server's answer has a sampling_mask that is no list of token ids"
+      f" a token: {str(mask)[:200]!r}"
     ) from error
 
 
 def support_of(
-    answer: Answer, tokens_S: np.ndarray, is_fallback: bool
+  answer: Answer, tokens_S: np.ndarray, is_fallback: bool
 ) -> np.ndarray | None:
   """Returns int32[S, K] of an answer's sampling mask, see `Completion.support`.
 
@@ -249,32 +249,30 @@ def support_of(
   if rows is None or is_fallback:
     return None
   if len(rows) != len(tokens_S) or any(
-      row and int(token) not in row for row, token in zip(rows, tokens_S)
+    row and int(token) not in row for row, token in zip(rows, tokens_S)
   ):
     raise RemoteError(
-        f"the server's sampling_mask of {len(rows)} tokens is not of the"
-        f" {len(tokens_S)} that it sampled"
+      f"the server's sampling_mask of {len(rows)} tokens is not of the"
+      f" {len(tokens_S)} that it sampled"
     )
-  support = np.full(
-      (len(rows), max([1, *map(len, rows)])), -1, np.int32
-  )
+  support = np.full((len(rows), max([1, *map(len, rows)])), -1, np.int32)
   for i, row in enumerate(rows):
     support[i, : len(row)] = row
   return support
 
 
-def joined_support(
-    parts: Sequence[np.ndarray | None],
-) -> np.ndarray | None:
+def joined_support(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
   """Returns int32[S, K] of a completion in parts; None if one has none."""
   masks = [part for part in parts if part is not None]
   if len(masks) < len(parts) or not masks:
     return None
   width = max(part.shape[1] for part in masks)
-  return np.concatenate([
+  return np.concatenate(
+    [
       np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1)
       for part in masks
-  ])
+    ]
+  )
 
 
 def _spans(entries: Any) -> list[tuple[int, int]]:
@@ -299,8 +297,8 @@ def field(answer: Any, name: str, kind: type) -> Any:
   value = answer.get(name) if isinstance(answer, Mapping) else None
   if not isinstance(value, kind):
     raise RemoteError(
-        f"the server's answer has no {name}: {str(answer)[:200]!r}; is it of"
-        " the protocol that was configured?"
+      f"the server's answer has no {name}: {str(answer)[:200]!r}; is it of"
+      " the protocol that was configured?"
     )
   return value
 
@@ -355,34 +353,34 @@ class JsonRequests:
   """
 
   def __init__(
-      self,
-      root: str,
-      *,
-      api_key: str,
-      timeout_s: float,
-      retries: int,
-      counts: collections.Counter[str],
+    self,
+    root: str,
+    *,
+    api_key: str,
+    timeout_s: float,
+    retries: int,
+    counts: collections.Counter[str],
   ):
     """Args:
 
-      root: URL of the server, without a path.
-      api_key: Key that is presented as a bearer token.
-      timeout_s: Deadline of an attempt, in seconds.
-      retries: Repetitions of a request. A request to a full server (429) is
-        repeated until its caller's deadline.
-      counts: Counter whose "retries" are counted.
+    root: URL of the server, without a path.
+    api_key: Key that is presented as a bearer token.
+    timeout_s: Deadline of an attempt, in seconds.
+    retries: Repetitions of a request. A request to a full server (429) is
+      repeated until its caller's deadline.
+    counts: Counter whose "retries" are counted.
     """
     self.root = root
     self.undoing: set[asyncio.Future[Any]] = set()
     self._counts = counts
     self._timeout_s = timeout_s
     self._policy = http.RetryPolicy(
-        retries + 1, WAIT, tenacity.retry_if_exception(_may_pass)
+      retries + 1, WAIT, tenacity.retry_if_exception(_may_pass)
     )
     self._http = http.Http(
-        headers={"authorization": f"Bearer {api_key}"},
-        proxies=True,
-        connections=1000,
+      headers={"authorization": f"Bearer {api_key}"},
+      proxies=True,
+      connections=1000,
     )
 
   async def post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -390,11 +388,11 @@ class JsonRequests:
     return await self.request("post", path, body)
 
   async def request(
-      self,
-      method: str,
-      path: str,
-      body: Mapping[str, Any] | None,
-      undo: Callable[[Any], Awaitable[Any]] | None = None,
+    self,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None,
+    undo: Callable[[Any], Awaitable[Any]] | None = None,
   ) -> Any:
     """Returns the answer's JSON; retries. The caller sets the deadline.
 
@@ -415,7 +413,7 @@ class JsonRequests:
 
     async def attempt() -> Any:
       call = self._http.json(
-          method.upper(), url, self._timeout_s, body=body, headers=headers
+        method.upper(), url, self._timeout_s, body=body, headers=headers
       )
       if undo is None:
         return await call

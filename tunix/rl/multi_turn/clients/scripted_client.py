@@ -13,8 +13,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 
 PolicyFn = Callable[
-    [policy_client.TokenPrompt, str],
-    "Iterable[int] | Awaitable[Iterable[int]]",
+  [policy_client.TokenPrompt, str], "Iterable[int] | Awaitable[Iterable[int]]"
 ]
 
 
@@ -22,18 +21,18 @@ class ScriptedClient:
   """Samples the tokens that a function of (prompt, session) returns."""
 
   def __init__(
-      self,
-      policy_fn: PolicyFn,
-      version: int = 0,
-      context_length: int | None = None,
+    self,
+    policy_fn: PolicyFn,
+    version: int = 0,
+    context_length: int | None = None,
   ):
     """Args:
 
-      policy_fn: Function that returns the completion's token ids, end-of-turn
-        id included; may be a coroutine function.
-      version: Version of every token; may be changed at any time.
-      context_length: Context in tokens. A prompt that leaves no room in it is
-        refused, as by an engine; None accepts any.
+    policy_fn: Function that returns the completion's token ids, end-of-turn
+      id included; may be a coroutine function.
+    version: Version of every token; may be changed at any time.
+    context_length: Context in tokens. A prompt that leaves no room in it is
+      refused, as by an engine; None accepts any.
     """
     if version < 0:
       raise ValueError(f"version must be >= 0, got {version}")
@@ -45,12 +44,12 @@ class ScriptedClient:
     """Does nothing."""
 
   async def generate(
-      self,
-      prompt: policy_client.TokenPrompt,
-      sampling: policy_client.SamplingParams,
-      *,
-      session: str,
-      on_tokens: Callable[[np.ndarray], None] | None = None,
+    self,
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    *,
+    session: str,
+    on_tokens: Callable[[np.ndarray], None] | None = None,
   ) -> policy_client.Completion:
     """Returns the scripted tokens, cut as an engine cuts them.
 
@@ -62,8 +61,8 @@ class ScriptedClient:
       room = min(room, self._context_length - len(prompt))
       if room < 1:
         raise policy_client.ContextLimitError(
-            f"prompt of {len(prompt)} tokens leaves no room in the context of"
-            f" {self._context_length}"
+          f"prompt of {len(prompt)} tokens leaves no room in the context of"
+          f" {self._context_length}"
         )
     scripted = self._policy_fn(prompt, session)
     if inspect.isawaitable(scripted):
@@ -83,10 +82,10 @@ class ScriptedClient:
     if on_tokens is not None:
       on_tokens(tokens)
     return policy_client.Completion(
-        tokens=tokens,
-        logprobs=np.zeros(len(tokens), np.float32),
-        versions=np.full(len(tokens), self.version, np.int32),
-        finish_reason=reason,
+      tokens=tokens,
+      logprobs=np.zeros(len(tokens), np.float32),
+      versions=np.full(len(tokens), self.version, np.int32),
+      finish_reason=reason,
     )
 
   async def release(self, session: str) -> None:

@@ -13,15 +13,15 @@ from tunix.rl.multi_turn.environments.verifiers import environment
 
 
 async def play(
-    client: Any, model: str, computer: agent_session.Computer, **sampling: Any
+  client: Any, model: str, computer: agent_session.Computer, **sampling: Any
 ) -> None:
   """See `agent_session`; `sampling` are arguments of each completion."""
   await computer.reset()
   session = environment.PolicySession(
-      base_url=str(client.base_url),
-      api_key=client.api_key,
-      model=model,
-      sampling=sampling,
-      timeout_s=float(client.timeout),
+    base_url=str(client.base_url),
+    api_key=client.api_key,
+    model=model,
+    sampling=sampling,
+    timeout_s=float(client.timeout),
   )
   await computer.act(environment.hand_over(session))

@@ -43,8 +43,10 @@ VARIABLE = "TUNIX_VLLM_"
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for --max-lora-rank."""
 
-_HOST = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*"
-                   r"[a-z0-9])?)*")  # pyformat: disable
+_HOST = re.compile(
+  r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*"
+  r"[a-z0-9])?)*"
+)
 
 
 def config_of(directory: str) -> dict[str, Any] | None:
@@ -73,15 +75,15 @@ def head_problem(config: Mapping[str, Any]) -> str:
   it can."""
   text = config.get("text_config") or config
   width = text.get("head_dim") or (
-      text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
+    text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
   )
   if not width or width in CPU_HEAD_WIDTHS:
     return ""
   return (
-      f"has heads {width} wide, of which vLLM's CPU build dies at the first"
-      f" request: it serves widths {', '.join(map(str, CPU_HEAD_WIDTHS))};"
-      " serve a policy of those, or sample in this process"
-      " (rollout.via=in_process)"
+    f"has heads {width} wide, of which vLLM's CPU build dies at the first"
+    f" request: it serves widths {', '.join(map(str, CPU_HEAD_WIDTHS))};"
+    " serve a policy of those, or sample in this process"
+    " (rollout.via=in_process)"
   )
 
 
@@ -133,28 +135,28 @@ class VllmLaunch:
     if self.model.startswith("-"):
       raise ValueError(f"model={self.model!r} would be read as an option")
     for name, low, high in (
-        ("port", 0, 65535),
-        ("max_model_len", 2, 1 << 31),
-        ("images", 0, 1 << 20),
-        ("tensor_parallel", 1, 1 << 16),
-        ("cpu_cache_gib", 0, 1 << 16),
+      ("port", 0, 65535),
+      ("max_model_len", 2, 1 << 31),
+      ("images", 0, 1 << 20),
+      ("tensor_parallel", 1, 1 << 16),
+      ("cpu_cache_gib", 0, 1 << 16),
     ):
       value = getattr(self, name)
       if type(value) is not int or not low <= value <= high:
         raise ValueError(
-            f"{name}={value!r} must be an integer in [{low}, {high}]"
+          f"{name}={value!r} must be an integer in [{low}, {high}]"
         )
     if self.dtype and self.dtype not in DTYPES:
       raise ValueError(
-          f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}"
+        f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}"
       )
     if isinstance(self.allowed_media_domains, str):
       raise ValueError(
-          f"allowed_media_domains={self.allowed_media_domains!r} must be a list"
-          f" of hosts: ({self.allowed_media_domains!r},)"
+        f"allowed_media_domains={self.allowed_media_domains!r} must be a list"
+        f" of hosts: ({self.allowed_media_domains!r},)"
       )
     object.__setattr__(
-        self, "allowed_media_domains", tuple(self.allowed_media_domains)
+      self, "allowed_media_domains", tuple(self.allowed_media_domains)
     )
     object.__setattr__(self, "extra", tuple(self.extra))
     for host in self.allowed_media_domains:
@@ -162,31 +164,30 @@ class VllmLaunch:
         raise ValueError(f"allowed_media_domains: {why}")
     if not 0 <= self.lora_rank <= _LORA_RANKS[-1]:
       raise ValueError(
-          f"lora_rank={self.lora_rank} must be 0 to {_LORA_RANKS[-1]}, which is"
-          " the most that vLLM serves"
+        f"lora_rank={self.lora_rank} must be 0 to {_LORA_RANKS[-1]}, which is"
+        " the most that vLLM serves"
       )
     if self.lora_rank and not self.reload_weights:
       raise ValueError(
-          f"lora_rank={self.lora_rank} needs the endpoints of"
-          " reload_weights=True"
+        f"lora_rank={self.lora_rank} needs the endpoints of reload_weights=True"
       )
     if not _is_local(self.host) and not self.api_key_file:
       raise ValueError(
-          f"host={self.host!r} can be reached from elsewhere; give"
-          " api_key_file, or leave host at 127.0.0.1"
+        f"host={self.host!r} can be reached from elsewhere; give"
+        " api_key_file, or leave host at 127.0.0.1"
       )
     if not _is_local(self.host) and self.reload_weights:
       raise ValueError(
-          f"host={self.host!r} with reload_weights=True: no key protects the"
-          " endpoints that load weights; listen on 127.0.0.1 behind a proxy of"
-          " your own, or set reload_weights=False"
+        f"host={self.host!r} with reload_weights=True: no key protects the"
+        " endpoints that load weights; listen on 127.0.0.1 behind a proxy of"
+        " your own, or set reload_weights=False"
       )
 
   # --- from elsewhere --------------------------------------------------------
 
   @classmethod
   def from_environment(
-      cls, environment: Mapping[str, str] | None = None, **settings: Any
+    cls, environment: Mapping[str, str] | None = None, **settings: Any
   ) -> VllmLaunch:
     """Reads TUNIX_VLLM_<FIELD> variables; `given` takes precedence.
 
@@ -205,8 +206,8 @@ class VllmLaunch:
       name = variable.removeprefix(VARIABLE).lower()
       if name not in fields:
         raise ValueError(
-            f"{variable}={text} is not a setting; known:"
-            f" {', '.join(VARIABLE + f.upper() for f in fields)}"
+          f"{variable}={text} is not a setting; known:"
+          f" {', '.join(VARIABLE + f.upper() for f in fields)}"
         )
       values[name] = _read(variable, text, str(fields[name].type))
     values |= settings
@@ -244,16 +245,18 @@ class VllmLaunch:
         "--generation-config", "vllm",
         "--dtype", self.dtype or self._stored_dtype(),
         "--tensor-parallel-size", str(self.tensor_parallel),
-    ]  # pyformat: disable
+    ]  # fmt: skip
     if self.cpu_cache_gib:
       # A seeded request whose prompt is read in two steps kills the CPU build.
       # Whole prompts of this many sequences fit one step.
       tokens = max(_CPU_BATCH_TOKENS, self.max_model_len)
       arguments += [
-          "--enforce-eager",
-          "--max-num-batched-tokens", str(tokens),
-          "--max-num-seqs", str(min(256, tokens // self.max_model_len)),
-      ]  # pyformat: disable
+        "--enforce-eager",
+        "--max-num-batched-tokens",
+        str(tokens),
+        "--max-num-seqs",
+        str(min(256, tokens // self.max_model_len)),
+      ]
     if self.lora_rank:
       rank = next(r for r in _LORA_RANKS if r >= self.lora_rank)
       arguments += ["--enable-lora", "--max-lora-rank", str(rank)]
@@ -286,15 +289,13 @@ class VllmLaunch:
     """Returns the command for a shell, which reads the key's file when it
     runs."""
     variables = {
-        k: shlex.quote(v)
-        for k, v in dataclasses.replace(self, api_key_file="", host="127.0.0.1")
-        .environment()
-        .items()
+      k: shlex.quote(v)
+      for k, v in dataclasses.replace(self, api_key_file="", host="127.0.0.1")
+      .environment()
+      .items()
     }
     if self.api_key_file:
-      variables["VLLM_API_KEY"] = (
-          f'"$(cat {shlex.quote(self.api_key_file)})"'
-      )
+      variables["VLLM_API_KEY"] = f'"$(cat {shlex.quote(self.api_key_file)})"'
     shown = " ".join(f"{k}={v}" for k, v in variables.items())
     return f"{shown} {shlex.join(self.argv())}"
 
@@ -311,28 +312,28 @@ class VllmLaunch:
       return
     if config.get("model_type") == "tunix_tiny_vl":
       raise ValueError(
-          f"{self.model} is of this package's own architecture, tiny_vl, which"
-          " vLLM does not serve; sample in this process"
-          " (rollout.via=in_process)"
+        f"{self.model} is of this package's own architecture, tiny_vl, which"
+        " vLLM does not serve; sample in this process"
+        " (rollout.via=in_process)"
       )
     text = config.get("text_config") or config
     longest = text.get("max_position_embeddings")
     if isinstance(longest, int) and self.max_model_len > longest:
       raise ValueError(
-          f"max_model_len={self.max_model_len} exceeds the {longest} positions"
-          f" of {self.model}; set max_model_len={longest} or less"
+        f"max_model_len={self.max_model_len} exceeds the {longest} positions"
+        f" of {self.model}; set max_model_len={longest} or less"
       )
     if self.images and "vision_config" not in config:
       raise ValueError(
-          f"images={self.images}: {self.model} has no vision_config, so it"
-          " takes none; serve a vision-language policy, or set images=0"
+        f"images={self.images}: {self.model} has no vision_config, so it"
+        " takes none; serve a vision-language policy, or set images=0"
       )
     if self.dtype and self.dtype != "float32":
       stored = self._stored_dtype()
       if stored != self.dtype:
         raise ValueError(
-            f"dtype={self.dtype} rounds the {stored} weights of {self.model};"
-            f" set dtype={stored} or float32, or save them in {self.dtype}"
+          f"dtype={self.dtype} rounds the {stored} weights of {self.model};"
+          f" set dtype={stored} or float32, or save them in {self.dtype}"
         )
     problem = head_problem(config)
     if self.cpu_cache_gib and problem:
@@ -346,14 +347,14 @@ class VllmLaunch:
     if stored := stored_dtype(self._config() or {}):
       return stored
     raise ValueError(
-        f"dtype='': no config.json in {self.model} says the type of its"
-        " weights, and vLLM would round float32; set dtype to one of"
-        f" {', '.join(DTYPES)}"
+      f"dtype='': no config.json in {self.model} says the type of its"
+      " weights, and vLLM would round float32; set dtype to one of"
+      f" {', '.join(DTYPES)}"
     )
 
 
 def check_command(
-    command: str | Sequence[str], environment: Mapping[str, str] | None = None
+  command: str | Sequence[str], environment: Mapping[str, str] | None = None
 ) -> list[str]:
   """Lists the problems of a command that starts vLLM for computer use.
 
@@ -378,20 +379,20 @@ def check_command(
   problems = []
   if "--max-model-len" not in options:
     problems.append(
-        "--max-model-len is missing: contexts are as short as memory makes"
-        " them; write --max-model-len 262144"
+      "--max-model-len is missing: contexts are as short as memory makes"
+      " them; write --max-model-len 262144"
     )
   elif not _is_count(options["--max-model-len"]):
     problems.append(
-        f"--max-model-len {' '.join(options['--max-model-len'])} is no number"
-        " of tokens; write --max-model-len 262144"
+      f"--max-model-len {' '.join(options['--max-model-len'])} is no number"
+      " of tokens; write --max-model-len 262144"
     )
   problems += _wrong_limit(options.get("--limit-mm-per-prompt"))
   hosts = options.get("--allowed-media-domains")
   if not hosts:
     problems.append(
-        "--allowed-media-domains is missing: images are fetched from any host;"
-        f" list hosts, or write --allowed-media-domains {NO_HOST}"
+      "--allowed-media-domains is missing: images are fetched from any host;"
+      f" list hosts, or write --allowed-media-domains {NO_HOST}"
     )
   for host in hosts or ():
     if why := _wrong_host(host):
@@ -400,28 +401,27 @@ def check_command(
   if mode != ["processed_logprobs"]:
     problem = "is missing" if mode is None else " ".join(["is", *mode])
     problems.append(
-        f"--logprobs-mode {problem}: log-probs are not those of the"
-        " distribution sampled from; write --logprobs-mode processed_logprobs"
+      f"--logprobs-mode {problem}: log-probs are not those of the"
+      " distribution sampled from; write --logprobs-mode processed_logprobs"
     )
   if "--enable-scale-out" not in options:
     problems.append(
-        "--enable-scale-out is missing: requests with images are refused; add"
-        " it"
+      "--enable-scale-out is missing: requests with images are refused; add it"
     )
   if options.get("--dtype", ["auto"]) == ["auto"]:
     problems.append(
-        "--dtype auto rounds float32 weights to bfloat16; write the type of the"
-        " policy's files, such as --dtype float32"
+      "--dtype auto rounds float32 weights to bfloat16; write the type of the"
+      " policy's files, such as --dtype float32"
     )
   if options.get("--generation-config") != ["vllm"]:
     problems.append(
-        "--generation-config is not vllm: penalties of generation_config.json"
-        " apply to requests without them; write --generation-config vllm"
+      "--generation-config is not vllm: penalties of generation_config.json"
+      " apply to requests without them; write --generation-config vllm"
     )
   if hosts and environment.get("VLLM_MEDIA_URL_ALLOW_REDIRECTS") != "0":
     problems.append(
-        "VLLM_MEDIA_URL_ALLOW_REDIRECTS is not 0: a listed host can redirect"
-        " to any other; set it to 0"
+      "VLLM_MEDIA_URL_ALLOW_REDIRECTS is not 0: a listed host can redirect"
+      " to any other; set it to 0"
     )
   return problems
 
@@ -452,8 +452,8 @@ def _wrong_limit(values: Sequence[str] | None) -> list[str]:
   fix = "write --limit-mm-per-prompt '{\"image\":64}', quoted for the shell"
   if values is None:
     return [
-        "--limit-mm-per-prompt is missing: how many images a prompt may have"
-        f" depends on vLLM's version; {fix}"
+      "--limit-mm-per-prompt is missing: how many images a prompt may have"
+      f" depends on vLLM's version; {fix}"
     ]
   text = " ".join(values)
   try:
@@ -469,15 +469,14 @@ def _wrong_host(host: str) -> str:
   """Returns the problem of a host's name; "" for none."""
   if "," in host:
     return (
-        f"{host!r} is one host with a comma in its name; separate hosts by"
-        " spaces"
+      f"{host!r} is one host with a comma in its name; separate hosts by spaces"
     )
   if "*" in host:
     return f"{host!r}: names are compared exactly; list each host"
   if not _HOST.fullmatch(host):
     return (
-        f"{host!r} is not a host name; write host.example, without scheme, port"
-        " or path, in lower case"
+      f"{host!r} is not a host name; write host.example, without scheme, port"
+      " or path, in lower case"
     )
   return ""
 
@@ -511,27 +510,27 @@ def _read(variable: str, text: str, kind: str) -> Any:
 # The texts of --help.
 _METAVARS = {"int": "N", "bool": "true|false", "tuple[str, ...]": "WORD"}
 _HELP = {
-    "model": "directory or name of the policy that it starts with; required",
-    "served_name": "the model's name for clients (--model)",
-    "host": "address to listen on; one for other machines needs --api-key-file",
-    "port": "of that address",
-    "max_model_len": "tokens of a sequence, images included",
-    "images": "most images of a prompt",
-    "allowed_media_domains": (
-        "hosts that image URLs may name, compared exactly (none: images come"
-        " as data URLs)"
-    ),
-    "tensor_parallel": "devices that share each layer",
-    "dtype": f"type to compute in: {', '.join(DTYPES)} (that of the files)",
-    "cpu_cache_gib": (
-        "GiB of the KV cache where a CPU computes; 0 for an accelerator"
-    ),
-    "lora_rank": "of the adapter of external.transfer=adapter (0: none)",
-    "reload_weights": (
-        "open the endpoints that load new weights to anyone on the port"
-    ),
-    "api_key_file": "holds the key that clients must present (none)",
-    "extra": "further arguments of vLLM, at the end",
+  "model": "directory or name of the policy that it starts with; required",
+  "served_name": "the model's name for clients (--model)",
+  "host": "address to listen on; one for other machines needs --api-key-file",
+  "port": "of that address",
+  "max_model_len": "tokens of a sequence, images included",
+  "images": "most images of a prompt",
+  "allowed_media_domains": (
+    "hosts that image URLs may name, compared exactly (none: images come"
+    " as data URLs)"
+  ),
+  "tensor_parallel": "devices that share each layer",
+  "dtype": f"type to compute in: {', '.join(DTYPES)} (that of the files)",
+  "cpu_cache_gib": (
+    "GiB of the KV cache where a CPU computes; 0 for an accelerator"
+  ),
+  "lora_rank": "of the adapter of external.transfer=adapter (0: none)",
+  "reload_weights": (
+    "open the endpoints that load new weights to anyone on the port"
+  ),
+  "api_key_file": "holds the key that clients must present (none)",
+  "extra": "further arguments of vLLM, at the end",
 }
 
 
@@ -545,21 +544,21 @@ def _default(field: dataclasses.Field[Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints the command; returns the exit status."""
   parser = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.clients.vllm",
-      description="Print the command that starts vLLM as the rollout engine.",
-      epilog=f"Each setting may also be a variable, {VARIABLE}MAX_MODEL_LEN.",
+    prog="python -m tunix.rl.multi_turn.clients.vllm",
+    description="Print the command that starts vLLM as the rollout engine.",
+    epilog=f"Each setting may also be a variable, {VARIABLE}MAX_MODEL_LEN.",
   )
   for field in dataclasses.fields(VllmLaunch):
     option = "--" + field.name.replace("_", "-")
     kind = str(field.type)
     parser.add_argument(
-        option,
-        nargs="+" if kind.startswith("tuple") else None,
-        metavar=_METAVARS.get(kind, "TEXT"),
-        help=_HELP[field.name] + _default(field),
+      option,
+      nargs="+" if kind.startswith("tuple") else None,
+      metavar=_METAVARS.get(kind, "TEXT"),
+      help=_HELP[field.name] + _default(field),
     )
   parser.add_argument(
-      "--check", metavar="COMMAND", help="list the problems of this command"
+    "--check", metavar="COMMAND", help="list the problems of this command"
   )
   args = vars(parser.parse_args(argv))
   checked = args.pop("check")

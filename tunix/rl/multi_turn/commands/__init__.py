@@ -9,37 +9,37 @@ lists them, with the commands of other rooms. `try_policy` is a part of
 _HERE = "tunix.rl.multi_turn"
 
 COMMANDS = {
-    f"{_HERE}.train": "Trains a policy.",
-    f"{_HERE}.evaluate": "Measures a policy, or a server's model, on tasks.",
-    f"{_HERE}.commands.rollout": (
-        "Rolls out for a run whose learner is another process."
-    ),
-    f"{_HERE}.commands.collect": (
-        "Collects for a run, with gyms of this machine and no devices."
-    ),
-    f"{_HERE}.plan": (
-        "Plans a run on a TPU slice that is not here: memory, network, speed."
-    ),
-    f"{_HERE}.doctor": "Checks this machine for a run, and what to mend.",
-    f"{_HERE}.environments.play": "Plays a gym by hand and records episodes.",
-    f"{_HERE}.environments.gym_server": "Serves gyms over HTTP.",
-    f"{_HERE}.environments.gyms.miniwob": "Lists and tries MiniWoB++'s tasks.",
-    f"{_HERE}.agents.run_service": "Plays episodes for programs that ask.",
-    f"{_HERE}.serving": "Serves a policy by OpenAI's protocol.",
-    f"{_HERE}.serving.image_proxy": (
-        "Fetches screenshots by address for a model server behind it."
-    ),
-    f"{_HERE}.clients.vllm": "Prints the command that starts vLLM for a run.",
-    f"{_HERE}.monitor": "Stores and shows runs: the Training Monitor.",
-    f"{_HERE}.reporting.report": "Writes report.html of a run directory.",
-    f"{_HERE}.commands.publish": (
-        "Puts a run's policy or episodes on the Hugging Face Hub."
-    ),
-    f"{_HERE}.commands.inspect_policy": (
-        "Reports a policy's sizes, tokens and memory; runs it once."
-    ),
-    f"{_HERE}.commands.loss_mask": (
-        "Turns conversations from elsewhere into tokens and loss masks."
-    ),
+  f"{_HERE}.train": "Trains a policy.",
+  f"{_HERE}.evaluate": "Measures a policy, or a server's model, on tasks.",
+  f"{_HERE}.commands.rollout": (
+    "Rolls out for a run whose learner is another process."
+  ),
+  f"{_HERE}.commands.collect": (
+    "Collects for a run, with gyms of this machine and no devices."
+  ),
+  f"{_HERE}.plan": (
+    "Plans a run on a TPU slice that is not here: memory, network, speed."
+  ),
+  f"{_HERE}.doctor": "Checks this machine for a run, and what to mend.",
+  f"{_HERE}.environments.play": "Plays a gym by hand and records episodes.",
+  f"{_HERE}.environments.gym_server": "Serves gyms over HTTP.",
+  f"{_HERE}.environments.gyms.miniwob": "Lists and tries MiniWoB++'s tasks.",
+  f"{_HERE}.agents.run_service": "Plays episodes for programs that ask.",
+  f"{_HERE}.serving": "Serves a policy by OpenAI's protocol.",
+  f"{_HERE}.serving.image_proxy": (
+    "Fetches screenshots by address for a model server behind it."
+  ),
+  f"{_HERE}.clients.vllm": "Prints the command that starts vLLM for a run.",
+  f"{_HERE}.monitor": "Stores and shows runs: the Training Monitor.",
+  f"{_HERE}.reporting.report": "Writes report.html of a run directory.",
+  f"{_HERE}.commands.publish": (
+    "Puts a run's policy or episodes on the Hugging Face Hub."
+  ),
+  f"{_HERE}.commands.inspect_policy": (
+    "Reports a policy's sizes, tokens and memory; runs it once."
+  ),
+  f"{_HERE}.commands.loss_mask": (
+    "Turns conversations from elsewhere into tokens and loss masks."
+  ),
 }
 """Module of a user's command -> its purpose."""

@@ -34,34 +34,34 @@ _URL, _TOKEN = "TUNIX_FLEET_URL", "TUNIX_FLEET_TOKEN"
 def parser() -> argparse.ArgumentParser:
   """Returns the parser of the command's arguments."""
   result = argparse.ArgumentParser(
-      prog="python -m tunix_multi_turn commands.collect",
-      description=__doc__.partition("\n")[0],
+    prog="python -m tunix_multi_turn commands.collect",
+    description=__doc__.partition("\n")[0],
   )
   result.add_argument(
-      "directory",
-      nargs="?",
-      default="",
-      help=f"the run's directory; without it, ${_URL} and ${_TOKEN}",
+    "directory",
+    nargs="?",
+    default="",
+    help=f"the run's directory; without it, ${_URL} and ${_TOKEN}",
   )
   result.add_argument(
-      "overrides",
-      nargs="*",
-      metavar="key=value",
-      help="this collector's own settings, e.g. gym.options={...}",
+    "overrides",
+    nargs="*",
+    metavar="key=value",
+    help="this collector's own settings, e.g. gym.options={...}",
   )
   result.add_argument(
-      "--patience",
-      type=float,
-      default=600.0,
-      metavar="S",
-      help="seconds to wait for a learner that is not there (%(default)s)",
+    "--patience",
+    type=float,
+    default=600.0,
+    metavar="S",
+    help="seconds to wait for a learner that is not there (%(default)s)",
   )
   result.add_argument(
-      "--episodes",
-      type=int,
-      default=0,
-      metavar="N",
-      help="episodes at a time; 0 = as many as the run wants (%(default)s)",
+    "--episodes",
+    type=int,
+    default=0,
+    metavar="N",
+    help="episodes at a time; 0 = as many as the run wants (%(default)s)",
   )
   return result
 
@@ -74,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "=" in args.directory:  # The first override, where no file is shared.
       args.directory, args.overrides = "", [args.directory, *args.overrides]
     collector = collector_lib.Collector(
-        _learner(args.directory, args.patience),
-        player.overrides_of(args.overrides, "gym.options={...}"),
-        args.episodes,
+      _learner(args.directory, args.patience),
+      player.overrides_of(args.overrides, "gym.options={...}"),
+      args.episodes,
     )
     terminated = asyncio.run(_until_terminated(collector))
   except config_lib.ConfigError as error:
@@ -98,10 +98,12 @@ def _learner(directory: str, patience_s: float) -> player.Learner:
     return player.Learner.of_directory(directory, patience_s)
   url, token = (os.environ.get(name, "") for name in (_URL, _TOKEN))
   if not (url and token):
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"give the run's directory, or its rollout.json's url in ${_URL} and"
         f" token in ${_TOKEN}"
-    ])
+      ]
+    )
   address = {"url": url.rstrip("/"), "token": token}
   address["policy"] = address["url"].removesuffix("/fleet")
   return player.Learner(lambda: address, f"${_URL}={url}", patience_s)

@@ -53,13 +53,13 @@ def usual_screen(processor: Any) -> tuple[int, int]:
 
 
 def describe(
-    policy: policy_facts.Found,
-    screen: tuple[int, int] | None = None,
-    images: int = 16,
-    text_tokens: int = 2000,
-    mesh: dict[str, int] | None = None,
-    remat: str | None = None,
-    lora_rank: int = 0,
+  policy: policy_facts.Found,
+  screen: tuple[int, int] | None = None,
+  images: int = 16,
+  text_tokens: int = 2000,
+  mesh: dict[str, int] | None = None,
+  remat: str | None = None,
+  lora_rank: int = 0,
 ) -> dict[str, Any]:
   """The report without the forward pass.
 
@@ -89,49 +89,52 @@ def describe(
   text = getattr(model.config, "text", None)
   linear = sum(map(text.is_linear, range(sizes.layers))) if text else 0
   per_token = (
-      2 * (sizes.layers - linear) * sizes.kv_heads * sizes.head_dim
-      * jnp.dtype(compute).itemsize
-  )  # pyformat: disable
+    2
+    * (sizes.layers - linear)
+    * sizes.kv_heads
+    * sizes.head_dim
+    * jnp.dtype(compute).itemsize
+  )
   length = images * shot["tokens"] + text_tokens
   axes = dict.fromkeys(sharding.AXES, 1) | (mesh or {})
   plan = update_memory.plan(
-      model,
-      update_memory.abstract_mesh(**axes),
-      update_memory.Work(
-          row_length=max(length, 1),
-          patches=images * shot["patches"],
-          targets=min(_TARGETS, max(length, 1)),
-      ),
-      remat=remat,
-      lora_rank=lora_rank,
+    model,
+    update_memory.abstract_mesh(**axes),
+    update_memory.Work(
+      row_length=max(length, 1),
+      patches=images * shot["patches"],
+      targets=min(_TARGETS, max(length, 1)),
+    ),
+    remat=remat,
+    lora_rank=lora_rank,
   )
   return {
-      "name": policy.name,
-      "sizes": policy_facts.sizes_of(model),
-      "parameters": parameters,
-      "checkpoint_bytes": {
-          "float32": 4 * parameters["total"],
-          "bfloat16": 2 * parameters["total"],
-      },
-      "files": policy_facts.stored_bytes(policy.directory),
-      "screens": [policy_facts.screenshot(processor, *s) for s in screens],
-      "images": getattr(processor, "describe", str)(),
-      "sequence": {
-          "images": images,
-          "text_tokens": text_tokens,
-          "tokens": length,
-          "kv_bytes_per_token": per_token,
-          "kv_bytes": per_token * length,
-          "kv_dtype": compute,
-      },
-      "memory": {
-          "mesh": axes,
-          "lora_rank": lora_rank,
-          "remat": remat or getattr(model.config, "remat", "none"),
-          "param_dtype": getattr(model.config, "param_dtype", "float32"),
-          "compute_dtype": compute,
-          "bytes": plan.as_dict(),
-      },
+    "name": policy.name,
+    "sizes": policy_facts.sizes_of(model),
+    "parameters": parameters,
+    "checkpoint_bytes": {
+      "float32": 4 * parameters["total"],
+      "bfloat16": 2 * parameters["total"],
+    },
+    "files": policy_facts.stored_bytes(policy.directory),
+    "screens": [policy_facts.screenshot(processor, *s) for s in screens],
+    "images": getattr(processor, "describe", str)(),
+    "sequence": {
+      "images": images,
+      "text_tokens": text_tokens,
+      "tokens": length,
+      "kv_bytes_per_token": per_token,
+      "kv_bytes": per_token * length,
+      "kv_dtype": compute,
+    },
+    "memory": {
+      "mesh": axes,
+      "lora_rank": lora_rank,
+      "remat": remat or getattr(model.config, "remat", "none"),
+      "param_dtype": getattr(model.config, "param_dtype", "float32"),
+      "compute_dtype": compute,
+      "bytes": plan.as_dict(),
+    },
   }
 
 
@@ -181,13 +184,13 @@ def text_of(report: dict[str, Any]) -> str:
           *((k.replace("_", " "), human(v)) for k, v in
             memory["bytes"].items()),
       ]),
-  ]  # pyformat: disable
+  ]  # fmt: skip
   if "forward" in report:
     blocks.append(("forward pass", try_policy.rows_of(report["forward"])))
   width = max(len(name) for _, rows in blocks for name, _ in rows)
   return "\n\n".join(
-      title + "\n" + "\n".join(f"  {k.ljust(width)}  {v}" for k, v in rows)
-      for title, rows in blocks
+    title + "\n" + "\n".join(f"  {k.ljust(width)}  {v}" for k, v in rows)
+    for title, rows in blocks
   )
 
 
@@ -195,7 +198,7 @@ def _screen(text: str) -> tuple[int, int]:
   parts = text.lower().split("x")
   if len(parts) != 2 or not all(p.isdigit() and int(p) for p in parts):
     raise argparse.ArgumentTypeError(
-        f"{text!r} is not a size; write WIDTHxHEIGHT, for example 1280x720"
+      f"{text!r} is not a size; write WIDTHxHEIGHT, for example 1280x720"
     )
   return int(parts[0]), int(parts[1])
 
@@ -206,8 +209,8 @@ def _mesh(text: str) -> dict[str, int]:
     name, _, size = part.strip().partition("=")
     if name not in sharding.AXES or not (size.isdigit() and int(size)):
       raise argparse.ArgumentTypeError(
-          f"{part!r} is not a mesh axis; write"
-          " data=1,fsdp=8,sequence=2,tensor=1 (sizes >= 1; others are 1)"
+        f"{part!r} is not a mesh axis; write"
+        " data=1,fsdp=8,sequence=2,tensor=1 (sizes >= 1; others are 1)"
       )
     mesh[name] = int(size)
   return mesh
@@ -221,43 +224,77 @@ def _count(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.commands.inspect_policy",
-      description=commands.COMMANDS[
-          "tunix.rl.multi_turn.commands.inspect_policy"
-      ],
-      epilog=_EXAMPLES,
-      formatter_class=argparse.RawDescriptionHelpFormatter,
+    prog="python -m tunix.rl.multi_turn.commands.inspect_policy",
+    description=commands.COMMANDS[
+      "tunix.rl.multi_turn.commands.inspect_policy"
+    ],
+    epilog=_EXAMPLES,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   out.add_argument(
-      "policy",
-      help="a directory, a built-in (%s), or a published size (%s)"
-      % (", ".join(policy_facts.BUILT_IN), ", ".join(qwen_config.SIZES)),
+    "policy",
+    help="a directory, a built-in (%s), or a published size (%s)"
+    % (", ".join(policy_facts.BUILT_IN), ", ".join(qwen_config.SIZES)),
   )
   add = out.add_argument
-  add("--screen", type=_screen, metavar="WxH",
-      help="size of a screenshot in pixels (1280x720, or 360x640 where that is"
-      " too large)")
+  add(
+    "--screen",
+    type=_screen,
+    metavar="WxH",
+    help="size of a screenshot in pixels (1280x720, or 360x640 where that is"
+    " too large)",
+  )
   add("--images", type=_count, default=16, help="screenshots a sequence (16)")
-  add("--text-tokens", type=_count, default=2000,
-      help="other tokens of the sequence (2000)")
-  add("--mesh", type=_mesh, default={}, metavar="fsdp=8,sequence=2,tensor=1",
-      help="devices that training memory is planned for (one)")
-  add("--dtype", choices=_DTYPES,
-      help="of activations and KV cache (bfloat16 of a published size, else"
-      " as its config)")
-  add("--param-dtype", choices=_DTYPES,
-      help="of weights and gradients (as its config: float32)")
-  add("--remat", choices=update_memory.REMAT,
-      help="what the backward pass computes again (as its config)")
-  add("--lora", type=_count, default=0, metavar="RANK",
-      help="train an adapter of this rank (0: all parameters)")
+  add(
+    "--text-tokens",
+    type=_count,
+    default=2000,
+    help="other tokens of the sequence (2000)",
+  )
+  add(
+    "--mesh",
+    type=_mesh,
+    default={},
+    metavar="fsdp=8,sequence=2,tensor=1",
+    help="devices that training memory is planned for (one)",
+  )
+  add(
+    "--dtype",
+    choices=_DTYPES,
+    help="of activations and KV cache (bfloat16 of a published size, else"
+    " as its config)",
+  )
+  add(
+    "--param-dtype",
+    choices=_DTYPES,
+    help="of weights and gradients (as its config: float32)",
+  )
+  add(
+    "--remat",
+    choices=update_memory.REMAT,
+    help="what the backward pass computes again (as its config)",
+  )
+  add(
+    "--lora",
+    type=_count,
+    default=0,
+    metavar="RANK",
+    help="train an adapter of this rank (0: all parameters)",
+  )
   add("--forward", action="store_true", help="run it once")
-  add("--image", type=pathlib.Path, metavar="FILE",
-      help="picture for --forward (a generated one)")
-  add("--prompt", default=try_policy.PROMPT,
-      help="prompt for --forward (%(default)r)")
+  add(
+    "--image",
+    type=pathlib.Path,
+    metavar="FILE",
+    help="picture for --forward (a generated one)",
+  )
+  add(
+    "--prompt",
+    default=try_policy.PROMPT,
+    help="prompt for --forward (%(default)r)",
+  )
   add("--json", action="store_true", help="print one JSON object")
-  return out  # pyformat: disable
+  return out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -266,20 +303,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     policy = policy_facts.find(args.policy, args.dtype, args.param_dtype)
     report = describe(
-        policy,
-        args.screen,
-        args.images,
-        args.text_tokens,
-        args.mesh,
-        args.remat,
-        args.lora,
+      policy,
+      args.screen,
+      args.images,
+      args.text_tokens,
+      args.mesh,
+      args.remat,
+      args.lora,
     )
     if args.forward:
       report["forward"] = try_policy.run(
-          policy,
-          args.screen or usual_screen(policy.processor),
-          args.image,
-          args.prompt,
+        policy,
+        args.screen or usual_screen(policy.processor),
+        args.image,
+        args.prompt,
       )
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)

@@ -28,20 +28,32 @@ from tunix.rl.multi_turn.trajectory_collector import loss_mask
 def parser() -> argparse.ArgumentParser:
   types = ", ".join(loss_mask.LOSS_MASK_TYPES)
   out = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.commands.loss_mask",
-      description="Turn conversations into tokens and loss masks.",
+    prog="python -m tunix.rl.multi_turn.commands.loss_mask",
+    description="Turn conversations into tokens and loss masks.",
   )
   add = out.add_argument
   add("file", type=pathlib.Path, help="JSON lines: {messages, tools?}")
-  add("--tokenizer", required=True, metavar="NAME",
-      help="a checkpoint's directory, or a policy that the package ships")
-  add("--loss-mask-type", default="qwen", metavar="TYPE",
-      help=f"{types}, or package.module:Class (default: qwen)")
-  add("--imports", default="", metavar="A[,B]",
-      help="modules that register further types")
+  add(
+    "--tokenizer",
+    required=True,
+    metavar="NAME",
+    help="a checkpoint's directory, or a policy that the package ships",
+  )
+  add(
+    "--loss-mask-type",
+    default="qwen",
+    metavar="TYPE",
+    help=f"{types}, or package.module:Class (default: qwen)",
+  )
+  add(
+    "--imports",
+    default="",
+    metavar="A[,B]",
+    help="modules that register further types",
+  )
   add("--show", action="store_true", help="print the text trained on")
   add("--out", type=pathlib.Path, metavar="FILE", help="JSON lines to write")
-  return out  # pyformat: disable
+  return out
 
 
 def _records(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -52,7 +64,7 @@ def _records(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
     ValueError: naming the line.
   """
   for number, line in enumerate(
-      file.read_text(encoding="utf-8").splitlines(), 1
+    file.read_text(encoding="utf-8").splitlines(), 1
   ):
     if not line.strip():
       continue
@@ -64,8 +76,8 @@ def _records(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
       record = {"messages": record}
     if not isinstance(record, dict) or "messages" not in record:
       raise ValueError(
-          f"{file}, line {number}: expected an object with messages, got"
-          f" {line[:80]!r}"
+        f"{file}, line {number}: expected an object with messages, got"
+        f" {line[:80]!r}"
       )
     yield number, record
 
@@ -81,21 +93,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     import transformers  # pylint: disable=g-import-not-at-top
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(
-        str(policy_files.resolve(args.tokenizer))
+      str(policy_files.resolve(args.tokenizer))
     )
     generator = loss_mask.make(args.loss_mask_type, tokenizer)
     lines = []
     for number, record in _records(args.file):
       try:
         masked = loss_mask.masked_tokens(
-            generator, record["messages"], record.get("tools")
+          generator, record["messages"], record.get("tools")
         )
       except ValueError as error:
         raise ValueError(f"{args.file}, line {number}: {error}") from None
       print(
-          f"line {number}: {len(masked.token_ids)} tokens,"
-          f" {sum(masked.loss_mask)} trained, response length"
-          f" {masked.response_length}"
+        f"line {number}: {len(masked.token_ids)} tokens,"
+        f" {sum(masked.loss_mask)} trained, response length"
+        f" {masked.response_length}"
       )
       if args.show:
         ids = [t for t, m in zip(*masked) if m]
@@ -103,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       lines.append(json.dumps({
           **record, "tokens": masked.token_ids, "loss_mask": masked.loss_mask,
           "response_length": masked.response_length,
-      }, ensure_ascii=False))  # pyformat: disable
+      }, ensure_ascii=False))  # fmt: skip
     if args.out:
       args.out.write_text("".join(f"{x}\n" for x in lines), encoding="utf-8")
   except (OSError, ValueError, ImportError) as error:

@@ -27,35 +27,35 @@ examples:
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.commands.publish",
-      description=__doc__.splitlines()[0],
-      epilog=_EXAMPLES,
-      formatter_class=argparse.RawDescriptionHelpFormatter,
+    prog="python -m tunix.rl.multi_turn.commands.publish",
+    description=__doc__.splitlines()[0],
+    epilog=_EXAMPLES,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument("run", type=pathlib.Path, help="a run's directory")
   parser.add_argument(
-      "content",
-      choices=publishing.CONTENTS,
-      help="the trained policy, or the kept episodes",
+    "content",
+    choices=publishing.CONTENTS,
+    help="the trained policy, or the kept episodes",
   )
   place = parser.add_mutually_exclusive_group(required=True)
   place.add_argument("--to", metavar="OWNER/NAME", help="repository on the Hub")
   place.add_argument(
-      "--out", metavar="FOLDER", help="absent or empty folder to write"
+    "--out", metavar="FOLDER", help="absent or empty folder to write"
   )
   parser.add_argument(
-      "--private",
-      action="store_true",
-      help="a new repository is private; one that exists must be",
+    "--private",
+    action="store_true",
+    help="a new repository is private; one that exists must be",
   )
   parser.add_argument(
-      "--license", default="", metavar="ID", help="for the card: apache-2.0, …"
+    "--license", default="", metavar="ID", help="for the card: apache-2.0, …"
   )
   parser.add_argument(
-      "--base-model",
-      default="",
-      metavar="OWNER/NAME",
-      help="for the card: what was trained, on the Hub",
+    "--base-model",
+    default="",
+    metavar="OWNER/NAME",
+    help="for the card: what was trained, on the Hub",
   )
   parser.add_argument("--message", default="", help="of the commit")
   return parser
@@ -69,19 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if parsed.out is not None:
       if parsed.private or parsed.message:
         raise publishing.PublishError(
-            "--private and --message are for --to; a folder has neither"
+          "--private and --message are for --to; a folder has neither"
         )
       place: object = publishing.save(
-          parsed.run, parsed.content, parsed.out, described
+        parsed.run, parsed.content, parsed.out, described
       )
     else:
       place = publishing.push(
-          parsed.run,
-          parsed.content,
-          parsed.to,
-          described,
-          private=True if parsed.private else None,
-          message=parsed.message,
+        parsed.run,
+        parsed.content,
+        parsed.to,
+        described,
+        private=True if parsed.private else None,
+        message=parsed.message,
       )
   except (publishing.PublishError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)

@@ -39,16 +39,16 @@ class RolloutHost(player.GroupPlayer):
   """One host; call `run` on an event loop of its own."""
 
   def __init__(
-      self,
-      directory: str | pathlib.Path,
-      overrides: Mapping[str, Any],
-      patience_s: float,
+    self,
+    directory: str | pathlib.Path,
+    overrides: Mapping[str, Any],
+    patience_s: float,
   ):
     """Args:
 
-      directory: Directory of the run, for its `rollout.json`.
-      overrides: settings of this host in place of the run's, e.g. its mesh.
-      patience_s: longest wait for a learner that is not there.
+    directory: Directory of the run, for its `rollout.json`.
+    overrides: settings of this host in place of the run's, e.g. its mesh.
+    patience_s: longest wait for a learner that is not there.
     """
     super().__init__(player.Learner.of_directory(directory, patience_s))
     self._directory, self._patience_s = directory, patience_s
@@ -95,10 +95,10 @@ class RolloutHost(player.GroupPlayer):
       return False  # Just written, or taken away, which the next call tells.
     former = self._learners[1:]
     self._learners = [self._learner] + [
-        player.Learner.of_directory(
-            self._directory, self._patience_s, self._learner.name, i
-        )
-        for i in range(1, len(self._known))
+      player.Learner.of_directory(
+        self._directory, self._patience_s, self._learner.name, i
+      )
+      for i in range(1, len(self._known))
     ]
     await asyncio.gather(*(l.aclose() for l in former))
     try:
@@ -122,9 +122,9 @@ class RolloutHost(player.GroupPlayer):
 
   def _numbers(self) -> dict[str, float]:
     return {
-        k: float(v)
-        for k, v in self._engine.stats().items()
-        if isinstance(v, (int, float))
+      k: float(v)
+      for k, v in self._engine.stats().items()
+      if isinstance(v, (int, float))
     }
 
   async def _heard(self, answer: Mapping[str, Any]) -> None:
@@ -139,14 +139,14 @@ class RolloutHost(player.GroupPlayer):
     if self._loading is None and answer["serial"] > self._serial:
       # Beside the beats: a host that loads for long is not silent.
       self._loading = asyncio.ensure_future(
-          self._load(answer["serial"], answer["version"])
+        self._load(answer["serial"], answer["version"])
       )
 
   async def _load(self, serial: int, version: int) -> None:
     """Loads weights; newer ones if they have come meanwhile."""
     try:
       raw = await self._learner.call(
-          "GET", f"/weights/{serial}", player.TRANSFER_S, limit=1 << 40
+        "GET", f"/weights/{serial}", player.TRANSFER_S, limit=1 << 40
       )
     except http.CallError as error:
       if error.status == 404:
@@ -174,17 +174,17 @@ class RolloutHost(player.GroupPlayer):
     self._newer = asyncio.Event()
 
   async def _play(
-      self, order: Mapping[str, Any], faults: player.Faults
+    self, order: Mapping[str, Any], faults: player.Faults
   ) -> trajectory_lib.TrajectoryGroup:
     while self._serial < order["serial"]:
       await self._newer.wait()
     collector = episodes.make_collector(
-        self._config,
-        self._episodes,
-        self._engine,
-        self._policy.renderer,
-        observers=faults,
-        mode=order["mode"],
+      self._config,
+      self._episodes,
+      self._engine,
+      self._policy.renderer,
+      observers=faults,
+      mode=order["mode"],
     )
     return await player.collect_order(collector, order)
 
@@ -192,22 +192,22 @@ class RolloutHost(player.GroupPlayer):
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
   parser = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.commands.rollout",
-      description=__doc__.partition("\n")[0],
+    prog="python -m tunix.rl.multi_turn.commands.rollout",
+    description=__doc__.partition("\n")[0],
   )
   parser.add_argument("directory", help="the run's directory")
   parser.add_argument(
-      "overrides",
-      nargs="*",
-      metavar="key=value",
-      help="this host's own settings, e.g. mesh.fsdp=4 engine.slots=32",
+    "overrides",
+    nargs="*",
+    metavar="key=value",
+    help="this host's own settings, e.g. mesh.fsdp=4 engine.slots=32",
   )
   parser.add_argument(
-      "--patience",
-      type=float,
-      default=600.0,
-      metavar="S",
-      help="seconds to wait for a learner that is not there (%(default)s)",
+    "--patience",
+    type=float,
+    default=600.0,
+    metavar="S",
+    help="seconds to wait for a learner that is not there (%(default)s)",
   )
   args = parser.parse_args(argv)
   host_memory.tune()

@@ -30,16 +30,16 @@ PROMPT = "What is on the screen?"
 _IMAGE = "<|image_pad|>"
 _NO_IMAGE = "<|vision_start|><|vision_end|>"
 _CHAT = (
-    "<|im_start|>user\n<|vision_start|>{image}<|vision_end|>{prompt}<|im_end|>"
-    "\n<|im_start|>assistant\n"
+  "<|im_start|>user\n<|vision_start|>{image}<|vision_end|>{prompt}<|im_end|>"
+  "\n<|im_start|>assistant\n"
 )
 
 
 def run(
-    policy: policy_facts.Found,
-    screen: tuple[int, int],
-    image: pathlib.Path | None = None,
-    prompt: str = PROMPT,
+  policy: policy_facts.Found,
+  screen: tuple[int, int],
+  image: pathlib.Path | None = None,
+  prompt: str = PROMPT,
 ) -> dict[str, Any]:
   """One forward pass on the default device.
 
@@ -61,27 +61,27 @@ def run(
     count = policy.processor.num_image_tokens(*size)
   elif image is not None:
     raise ValueError(
-        f"--image={image}: {policy.name} reads text only; leave it out"
+      f"--image={image}: {policy.name} reads text only; leave it out"
     )
   if policy.directory is None and policy.name not in checkpoint.SMALL:
     raise ValueError(
-        f"{policy.name} is a size: its weights and tokenizer are not here. Give"
-        f" the directory of a checkpoint, or one of"
-        f" {', '.join(policy_facts.BUILT_IN)}"
+      f"{policy.name} is a size: its weights and tokenizer are not here. Give"
+      f" the directory of a checkpoint, or one of"
+      f" {', '.join(policy_facts.BUILT_IN)}"
     )
   if isinstance(policy.processor, smolvlm_inputs.SmolVLMProcessor):
     raise ValueError(
-        f"--forward of {policy.name}: its pictures are tiles with text between"
-        " them, which this prompt has not; evaluate it instead (tunix-mt"
-        " evaluate)"
+      f"--forward of {policy.name}: its pictures are tiles with text between"
+      " them, which this prompt has not; evaluate it instead (tunix-mt"
+      " evaluate)"
     )
   need = needed_bytes(policy, count)
   have = free_bytes()
   if need > have:
     raise ValueError(
-        f"--forward of {policy.name} needs about {policy_facts.human(need)},"
-        f" this host has {policy_facts.human(have)} free; use a larger host, a"
-        " smaller policy, or --param-dtype bfloat16"
+      f"--forward of {policy.name} needs about {policy_facts.human(need)},"
+      f" this host has {policy_facts.human(have)} free; use a larger host, a"
+      " smaller policy, or --param-dtype bfloat16"
     )
   random = policy.directory is None
   model, processor, encoder = _load(policy, size)
@@ -89,26 +89,26 @@ def run(
   chances, compile_seconds, seconds = _next_tokens(model, inputs)
   best = np.argsort(-chances, kind="stable")[:5]
   return {
-      "picture": "none" if size is None else str(image or "generated"),
-      "size": "" if size is None else "{}x{}".format(*size),
-      "tokens": int(inputs.tokens.shape[1]),
-      "image_tokens": count,
-      "compile_seconds": round(compile_seconds, 3),
-      "seconds": round(seconds, 3),
-      "random_weights": random,
-      "top": [
-          {
-              "id": int(i),
-              "token": encoder.decode([int(i)], skip_special_tokens=False),
-              "probability": float(chances[i]),
-          }
-          for i in best
-      ],
+    "picture": "none" if size is None else str(image or "generated"),
+    "size": "" if size is None else "{}x{}".format(*size),
+    "tokens": int(inputs.tokens.shape[1]),
+    "image_tokens": count,
+    "compile_seconds": round(compile_seconds, 3),
+    "seconds": round(seconds, 3),
+    "random_weights": random,
+    "top": [
+      {
+        "id": int(i),
+        "token": encoder.decode([int(i)], skip_special_tokens=False),
+        "probability": float(chances[i]),
+      }
+      for i in best
+    ],
   }
 
 
 def _load(
-    policy: policy_facts.Found, screen: tuple[int, int] | None
+  policy: policy_facts.Found, screen: tuple[int, int] | None
 ) -> checkpoint.Loaded:
   """The policy with weights: its directory's, or random ones."""
   config = policy.model.config
@@ -118,15 +118,15 @@ def _load(
       change["param_dtype"] = config.param_dtype
     return checkpoint.load_policy(policy.directory, screen=screen, **change)
   return checkpoint.create_policy(
-      policy.name,
-      screen=screen,
-      compute_dtype=config.compute_dtype,
-      param_dtype=config.param_dtype,
+    policy.name,
+    screen=screen,
+    compute_dtype=config.compute_dtype,
+    param_dtype=config.param_dtype,
   )
 
 
 def _next_tokens(
-    model: base.Policy, inputs: base.PolicyInputs
+  model: base.Policy, inputs: base.PolicyInputs
 ) -> tuple[np.ndarray, float, float]:
   """float64[V] probabilities, seconds of compiling, seconds of the pass."""
   graph, state = nnx.split(model)
@@ -154,21 +154,21 @@ def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:
        f" {result['image_tokens']}"),
       ("time", f"{result['seconds']:.3f} s after"
        f" {result['compile_seconds']:.1f} s of compiling"),
-  ]  # pyformat: disable
+  ]  # fmt: skip
   if result["random_weights"]:
     rows.append(("weights", "random: the next tokens mean nothing"))
   return rows + [
-      (f"next {i}", f"{t['probability']:.4f}  {t['token']!r} ({t['id']})")
-      for i, t in enumerate(result["top"], 1)
+    (f"next {i}", f"{t['probability']:.4f}  {t['token']!r} ({t['id']})")
+    for i, t in enumerate(result["top"], 1)
   ]
 
 
 def make_inputs(
-    processor: base.Processor,
-    encoder: Any,
-    config: Any,
-    pixels: np.ndarray | None,
-    prompt: str,
+  processor: base.Processor,
+  encoder: Any,
+  config: Any,
+  pixels: np.ndarray | None,
+  prompt: str,
 ) -> base.PolicyInputs:
   """One row: a user's turn of a picture (or none) and words, then the answer.
 
@@ -177,7 +177,7 @@ def make_inputs(
   """
   if _IMAGE in prompt:
     raise ValueError(
-        f"--prompt must not hold {_IMAGE}; the picture has its own"
+      f"--prompt must not hold {_IMAGE}; the picture has its own"
     )
   if pixels is None:
     text = _CHAT.format(image="", prompt=prompt).replace(_NO_IMAGE, "")
@@ -189,40 +189,40 @@ def make_inputs(
   places = np.flatnonzero(tokens == config.image_token_id)
   if len(places) != image.num_tokens:
     raise ValueError(
-        f"the tokenizer gives {len(places)} placeholders for"
-        f" {image.num_tokens}; it does not belong to this config"
+      f"the tokenizer gives {len(places)} placeholders for"
+      f" {image.num_tokens}; it does not belong to this config"
     )
   height, width, _ = pixels.shape
   span = trajectory.ImageSpan(
-      image=trajectory.ImageRef(sha256="0" * 64, width=width, height=height),
-      offset=int(places[0]),
-      num_tokens=image.num_tokens,
+    image=trajectory.ImageRef(sha256="0" * 64, width=width, height=height),
+    offset=int(places[0]),
+    num_tokens=image.num_tokens,
   )
   index = np.full(len(tokens), -1, np.int32)
   index[places] = np.arange(image.num_tokens)
   return base.PolicyInputs(
-      tokens=tokens[None].astype(np.int32),
-      positions=processor.positions(tokens, [span])[None],
-      segment_ids=np.ones((1, len(tokens)), np.int32),
-      vision_index=index[None],
-      patches=image.patches[None],
-      patch_segments=np.ones((1, len(image.patches)), np.int32),
-      patch_positions=image.positions[None],
+    tokens=tokens[None].astype(np.int32),
+    positions=processor.positions(tokens, [span])[None],
+    segment_ids=np.ones((1, len(tokens)), np.int32),
+    vision_index=index[None],
+    patches=image.patches[None],
+    patch_segments=np.ones((1, len(image.patches)), np.int32),
+    patch_positions=image.positions[None],
   )
 
 
 def _inputs_of_text(
-    processor: base.Processor, tokens: np.ndarray
+  processor: base.Processor, tokens: np.ndarray
 ) -> base.PolicyInputs:
   nothing = (1, 0)
   return base.PolicyInputs(
-      tokens=tokens[None].astype(np.int32),
-      positions=processor.positions(tokens, [])[None],
-      segment_ids=np.ones((1, len(tokens)), np.int32),
-      vision_index=np.full((1, len(tokens)), -1, np.int32),
-      patches=np.zeros((*nothing, processor.patch_bytes), np.uint8),
-      patch_segments=np.zeros(nothing, np.int32),
-      patch_positions=np.zeros((*nothing, processor.position_axes), np.int32),
+    tokens=tokens[None].astype(np.int32),
+    positions=processor.positions(tokens, [])[None],
+    segment_ids=np.ones((1, len(tokens)), np.int32),
+    vision_index=np.full((1, len(tokens)), -1, np.int32),
+    patches=np.zeros((*nothing, processor.patch_bytes), np.uint8),
+    patch_segments=np.zeros(nothing, np.int32),
+    patch_positions=np.zeros((*nothing, processor.position_axes), np.int32),
   )
 
 
@@ -239,7 +239,7 @@ def picture(width: int, height: int) -> np.ndarray:
   draw.text((left + 4, bar + 4), "Save changes?", (0, 0, 0))
   middle = (left + right) // 2
   draw.rectangle(
-      (middle, (bar + bottom) // 2, right - 2, bottom - 2), (60, 160, 80)
+    (middle, (bar + bottom) // 2, right - 2, bottom - 2), (60, 160, 80)
   )
   draw.text((middle + 4, (bar + bottom) // 2 + 2), "OK", (255, 255, 255))
   return np.asarray(image)
@@ -257,19 +257,19 @@ def needed_bytes(policy: policy_facts.Found, image_tokens: int) -> int:
   patches = image_tokens * policy.processor.patches_per_token
   tokens = image_tokens + 512
   part = update_memory.plan(
-      model,
-      mesh,
-      update_memory.Work(row_length=tokens, patches=patches, targets=1),
-      remat="block",
+    model,
+    mesh,
+    update_memory.Work(row_length=tokens, patches=patches, targets=1),
+    remat="block",
   )
   sizes = update_memory.Sizes.of(model.config)
   scores = 4 * (patches**2 + sizes.heads * tokens * 1024) * 2
   return (
-      part.parameters
-      + part.layer_peak
-      + part.vision_peak
-      + min(scores, 1 << 31)
-      + jnp.dtype(model.config.compute_dtype).itemsize * tokens * sizes.width
+    part.parameters
+    + part.layer_peak
+    + part.vision_peak
+    + min(scores, 1 << 31)
+    + jnp.dtype(model.config.compute_dtype).itemsize * tokens * sizes.width
   )
 
 

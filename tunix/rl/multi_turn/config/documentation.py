@@ -44,8 +44,7 @@ MOST_USED = (
     "gym", "tasks", "policy", "agent", "environment", "reward", "steps",
     "learner.learning_rate", "learner.groups_per_step", "collect.group_size",
     "queue.max_staleness", "name", "resume",
-)  # pyformat: disable
-
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Page:
 
 TRAIN = Page(FIRST_SCREEN, MOST_USED)
 EVALUATE = Page(
-    """\
+  """\
 Measures the success of a policy, or of a server's model, on tasks.
 
 usage: python -m tunix.rl.multi_turn.evaluate [DIR] [file.yaml] [key=value ...]
@@ -96,11 +95,24 @@ Examples:
 
 Exit status: 0 complete, 1 failed, 2 refused, 130 interrupted (and resumable).
 Every key with its meaning: --help all, or docs/configuration.md.""",
-    (
-        "run", "checkpoint", "server", "model", "gym", "tasks", "policy",
-        "agent", "modes", "attempts", "eval.episodes_per_task", "split",
-        "collect.concurrency", "name", "resume", "compare",
-    ),  # pyformat: disable
+  (
+    "run",
+    "checkpoint",
+    "server",
+    "model",
+    "gym",
+    "tasks",
+    "policy",
+    "agent",
+    "modes",
+    "attempts",
+    "eval.episodes_per_task",
+    "split",
+    "collect.concurrency",
+    "name",
+    "resume",
+    "compare",
+  ),
 )
 
 REFERENCE_HEAD = """\
@@ -138,12 +150,12 @@ is one as well.
 
 
 def help_text(
-    cls: type,
-    aliases: Mapping[str, str],
-    presets: Mapping[str, Mapping[str, Any]],
-    topic: str = "",
-    page: Page = TRAIN,
-    chosen: Mapping[str, Any] | None = None,
+  cls: type,
+  aliases: Mapping[str, str],
+  presets: Mapping[str, Mapping[str, Any]],
+  topic: str = "",
+  page: Page = TRAIN,
+  chosen: Mapping[str, Any] | None = None,
 ) -> str:
   """`--help`: a first screen, or the keys of `topic`.
 
@@ -164,11 +176,13 @@ def help_text(
   if topic and "=" not in topic:
     section = topic.rstrip(".")
     if section not in all_sections:
-      raise loader.ConfigError([
+      raise loader.ConfigError(
+        [
           f"--help {topic}: no such section"
           f"{loader.nearest(topic, [*all_sections, 'all'])} There are"
           f" {', '.join(all_sections)}, and all"
-      ])
+        ]
+      )
     return describe(cls, section) + _choices(section, presets)
   keys = loader.leaves(cls)
   lines = []
@@ -181,9 +195,9 @@ def help_text(
       head = f"{key}={default_text(field)}"
     lines.append(f"  {head:<32} {_first_sentence(field.doc)}")
   names = [
-      f"  {name:<12} {_summary(section)}"
-      for name, section in all_sections.items()
-      if "." not in name
+    f"  {name:<12} {_summary(section)}"
+    for name, section in all_sections.items()
+    if "." not in name
   ]
   return page.text.format(keys="\n".join(lines), sections="\n".join(names))
 
@@ -195,11 +209,11 @@ def _choices(section: str, presets: Mapping[str, Mapping[str, Any]]) -> str:
     if choice.startswith(f"{section}=") and values:
       lines.append(f"  {choice}")
       lines += textwrap.wrap(
-          ", ".join(f"{k}={_plain(v)}" for k, v in values.items()),
-          width=78,
-          initial_indent=" " * 6,
-          subsequent_indent=" " * 6,
-          break_on_hyphens=False,
+        ", ".join(f"{k}={_plain(v)}" for k, v in values.items()),
+        width=78,
+        initial_indent=" " * 6,
+        subsequent_indent=" " * 6,
+        break_on_hyphens=False,
       )
   if not lines:
     return ""
@@ -207,9 +221,9 @@ def _choices(section: str, presets: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def reference(
-    cls: type,
-    aliases: Mapping[str, str],
-    presets: Mapping[str, Mapping[str, Any]],
+  cls: type,
+  aliases: Mapping[str, str],
+  presets: Mapping[str, Mapping[str, Any]],
 ) -> str:
   """The text of docs/configuration.md: every section as a table.
 
@@ -220,14 +234,14 @@ def reference(
   """
   short = "\n".join(f"| `{a}` | `{p}` |" for a, p in aliases.items())
   rows = "\n".join(
-      f"| {_code(choice)} | "
-      + ", ".join(f"`{k}={_plain(v)}`" for k, v in values.items())
-      + " |"
-      for choice, values in presets.items()
-      if values
+    f"| {_code(choice)} | "
+    + ", ".join(f"`{k}={_plain(v)}`" for k, v in values.items())
+    + " |"
+    for choice, values in presets.items()
+    if values
   )
   return REFERENCE_HEAD.format(short=short, presets=rows) + (
-      describe_markdown(cls).rstrip() + "\n"
+    describe_markdown(cls).rstrip() + "\n"
   )
 
 
@@ -263,8 +277,8 @@ def _type_name(kind: Any) -> str:
   origin = typing.get_origin(kind)
   if origin in (typing.Union, types.UnionType):
     names = [
-        "null" if member is type(None) else _type_name(member)
-        for member in typing.get_args(kind)
+      "null" if member is type(None) else _type_name(member)
+      for member in typing.get_args(kind)
     ]
     return " or ".join(names)
   if origin is tuple:
@@ -303,16 +317,15 @@ def describe(cls: type, only: str = "") -> str:
         continue
       notes = ", ".join(x for x in (field.unit, field.range) if x)
       head = (
-          f"  {section}.{field.name}={default_text(field)} "
-          f" ({type_name(field)}"
+        f"  {section}.{field.name}={default_text(field)}  ({type_name(field)}"
       )
       lines.append(head + (f"; {notes})" if notes else ")"))
       lines += textwrap.wrap(
-          field.doc,
-          width=78,
-          initial_indent=" " * 6,
-          subsequent_indent=" " * 6,
-          break_on_hyphens=False,
+        field.doc,
+        width=78,
+        initial_indent=" " * 6,
+        subsequent_indent=" " * 6,
+        break_on_hyphens=False,
       )
   return "\n".join(lines).lstrip("\n")
 
@@ -329,10 +342,10 @@ def describe_markdown(cls: type) -> str:
       notes = ", ".join(x for x in (field.unit, field.range) if x)
       meaning = field.doc.replace("|", "\\|")
       lines.append(
-          f"| `{section}.{field.name}` | {kind}"
-          f" | `{default_text(field)}` | {meaning}"
-          + (f" ({notes})" if notes else "")
-          + " |"
+        f"| `{section}.{field.name}` | {kind}"
+        f" | `{default_text(field)}` | {meaning}"
+        + (f" ({notes})" if notes else "")
+        + " |"
       )
     lines.append("")
   return "\n".join(lines)

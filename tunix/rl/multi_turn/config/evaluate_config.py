@@ -22,50 +22,49 @@ class EvaluateConfig:
   """Chooses what `evaluate` measures; of that command only."""
 
   run: str = _setting(
-      default="",
-      doc="Run directory: its settings, and the policy of evaluate.checkpoint."
-      ' "" = the policy that policy.name and warm_start name, or a server\'s.',
+    default="",
+    doc="Run directory: its settings, and the policy of evaluate.checkpoint."
+    ' "" = the policy that policy.name and warm_start name, or a server\'s.',
   )
   checkpoint: str = _setting(
-      default="newest",
-      doc="Weights of the run: newest, best (checkpoint.keep_best), the number"
-      " of an update with a checkpoint, or policy or warm_start, its"
-      " directories.",
+    default="newest",
+    doc="Weights of the run: newest, best (checkpoint.keep_best), the number"
+    " of an update with a checkpoint, or policy or warm_start, its"
+    " directories.",
   )
   server: str = _setting(
-      default="",
-      doc="An OpenAI-compatible server whose model is evaluated instead, e.g."
-      " http://127.0.0.1:8000/v1. Messages and screenshots are sent to it.",
+    default="",
+    doc="An OpenAI-compatible server whose model is evaluated instead, e.g."
+    " http://127.0.0.1:8000/v1. Messages and screenshots are sent to it.",
   )
   model: str = _setting(
-      default="",
-      doc='The server\'s name of the model. "" = the one that it serves.',
+    default="",
+    doc='The server\'s name of the model. "" = the one that it serves.',
   )
   api_key_env: str = _setting(
-      default="OPENAI_API_KEY",
-      doc="Environment variable with the server's key. Unset: none is sent.",
+    default="OPENAI_API_KEY",
+    doc="Environment variable with the server's key. Unset: none is sent.",
   )
   tries: int = _setting(
-      default=4,
-      doc="Attempts at a request to the server whose failure may pass, within"
-      " collect.deadlines.model.",
-      ge=1,
+    default=4,
+    doc="Attempts at a request to the server whose failure may pass, within"
+    " collect.deadlines.model.",
+    ge=1,
   )
   give_up_after: int = _setting(
-      default=16,
-      doc="Episodes in a row that a gym or server broke, after which the"
-      " evaluation ends, to be resumed. 0 = never.",
-      ge=0,
+    default=16,
+    doc="Episodes in a row that a gym or server broke, after which the"
+    " evaluation ends, to be resumed. 0 = never.",
+    ge=0,
   )
   replay_invalid: bool = _setting(
-      default=True,
-      doc="A resumed evaluation plays episodes again that a gym or server"
-      " broke.",
+    default=True,
+    doc="A resumed evaluation plays episodes again that a gym or server broke.",
   )
   compare: str = _setting(
-      default="",
-      doc="Directory of another evaluation of the same tasks, to be compared"
-      " with.",
+    default="",
+    doc="Directory of another evaluation of the same tasks, to be compared"
+    " with.",
   )
 
   def problems(self) -> Iterator[str]:
@@ -86,27 +85,27 @@ class EvaluationConfig(train_config.TrainConfig):
 
 
 ALIASES: Mapping[str, str] = {
-    **{
-        key: value
-        for key, value in train_config.ALIASES.items()
-        if value != "learner.steps" and not value.startswith("buffer.")
-    },
-    "run": "evaluate.run",
-    "checkpoint": "evaluate.checkpoint",
-    "server": "evaluate.server",
-    "model": "evaluate.model",
-    "compare": "evaluate.compare",
-    "attempts": "eval.attempts",
-    "modes": "eval.modes",
-    "split": "eval.split",
-    "dir": "run.dir",
+  **{
+    key: value
+    for key, value in train_config.ALIASES.items()
+    if value != "learner.steps" and not value.startswith("buffer.")
+  },
+  "run": "evaluate.run",
+  "checkpoint": "evaluate.checkpoint",
+  "server": "evaluate.server",
+  "model": "evaluate.model",
+  "compare": "evaluate.compare",
+  "attempts": "eval.attempts",
+  "modes": "eval.modes",
+  "split": "eval.split",
+  "dir": "run.dir",
 }
 
 DEFAULTS: Mapping[str, Any] = {
-    "run.dir": "evaluations",
-    "learner.steps": 0,
-    "warm_start.steps": 0,
-    "eval.split": "all",
+  "run.dir": "evaluations",
+  "learner.steps": 0,
+  "warm_start.steps": 0,
+  "eval.split": "all",
 }
 """Below everything that is given."""
 
@@ -119,21 +118,21 @@ TAKEN = (
     *_POLICY, *_TASKS, "agent.", "collect.", "report.", "rollout.",
     "run_service.", "eval.seed", "eval.modes", "eval.episodes_per_task",
     "run.seed", "run.imports", "run.compile_cache", "queue.max_staleness",
-)  # pyformat: disable
+)  # fmt: skip
 """Settings of a run that its evaluation begins with."""
 
 REPLACED: Mapping[str, tuple[str, ...]] = {
-    "environment.name": (*_TASKS, "agent."),
-    "gym.name": _TASKS,
-    "agent.name": ("agent.", "sampling.max_new_tokens"),
-    "policy.name": _POLICY,
+  "environment.name": (*_TASKS, "agent."),
+  "gym.name": _TASKS,
+  "agent.name": ("agent.", "sampling.max_new_tokens"),
+  "policy.name": _POLICY,
 }
 """Choices that bring presets of their own -> settings of the run that must not
 hide those."""
 
 
 def of_run(
-    recorded: Mapping[str, Any], overrides: Mapping[str, Any]
+  recorded: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns a run's settings as the layer below an evaluation's.
 
@@ -142,15 +141,15 @@ def of_run(
     overrides: The evaluation's settings by dotted key.
   """
   hidden = tuple(
-      prefix
-      for choice, prefixes in REPLACED.items()
-      if choice in overrides
-      for prefix in prefixes
+    prefix
+    for choice, prefixes in REPLACED.items()
+    if choice in overrides
+    for prefix in prefixes
   )
   layer = {
-      key: value
-      for key, value in recorded.items()
-      if key.startswith(TAKEN) and not (hidden and key.startswith(hidden))
+    key: value
+    for key, value in recorded.items()
+    if key.startswith(TAKEN) and not (hidden and key.startswith(hidden))
   }
   if layer.get("rollout.via") in ("external", "hosts", "buffer", "offline"):
     # It is the run's weights that are evaluated, here.

@@ -18,24 +18,24 @@ from tunix.rl.multi_turn.core import monitor_settings as monitor_settings
 
 _LOG = logging.getLogger(__name__)
 SETTINGS: dict[str, str] = {
-    "gym_base_url": "gym.options.base_url",
-    "gym_id": "gym.options.gym_id",
-    "eval_tasks": "task_source.eval_names",
-    "learning_rate": "learner.learning_rate",
-    "lora_rank": "policy.lora_rank",
-    "consumer_batch_size": "learner.groups_per_step",
-    "rollout_backend": "run_service.backend",
-    "gbox_mini_agent_base_url": "run_service.base_url",
-    "gbox_mini_agent_agent": "run_service.agent",
-    "gbox_mini_agent_model": "run_service.model",
-    "gbox_mini_agent_env": "run_service.env",
-    "max_turns": "environment.max_turns",
-    "max_task_time_seconds": "collect.deadlines.episode",
-    "max_turn_time_seconds": "collect.deadlines.turn",
-    "max_concurrent_rollouts": "collect.concurrency",
-    "group_size": "collect.group_size",
-    "groups_per_batch": "learner.groups_per_step",
-    "monitor_base_url": "monitor.url",
+  "gym_base_url": "gym.options.base_url",
+  "gym_id": "gym.options.gym_id",
+  "eval_tasks": "task_source.eval_names",
+  "learning_rate": "learner.learning_rate",
+  "lora_rank": "policy.lora_rank",
+  "consumer_batch_size": "learner.groups_per_step",
+  "rollout_backend": "run_service.backend",
+  "gbox_mini_agent_base_url": "run_service.base_url",
+  "gbox_mini_agent_agent": "run_service.agent",
+  "gbox_mini_agent_model": "run_service.model",
+  "gbox_mini_agent_env": "run_service.env",
+  "max_turns": "environment.max_turns",
+  "max_task_time_seconds": "collect.deadlines.episode",
+  "max_turn_time_seconds": "collect.deadlines.turn",
+  "max_concurrent_rollouts": "collect.concurrency",
+  "group_size": "collect.group_size",
+  "groups_per_batch": "learner.groups_per_step",
+  "monitor_base_url": "monitor.url",
 }
 """Former name -> the setting that it means."""
 _SHARED = ("learner", "share_prompts")
@@ -49,7 +49,7 @@ _GYM_SERVER = {"gym.name": "genv", "task_source.source": "gym"}
 
 
 def take(
-    data: Mapping[str, Any], problems: list[str], former: set[str]
+  data: Mapping[str, Any], problems: list[str], former: set[str]
 ) -> dict[str, Any]:
   """A layer without the former names that are no settings.
 
@@ -64,23 +64,23 @@ def take(
     split = loader.unwrap(layer.pop(SPLIT))
     if split not in ("train", "", None):
       problems.append(
-          f"{SPLIT}={split}: a run trains on the training split of its list and"
-          " is evaluated on the held-out one; leave it out, and name held-out"
-          " tasks by task_source.eval_names"
+        f"{SPLIT}={split}: a run trains on the training split of its list and"
+        " is evaluated on the held-out one; leave it out, and name held-out"
+        " tasks by task_source.eval_names"
       )
   if TOKEN in layer:
     value = layer.pop(TOKEN)
     if not isinstance(value := loader.unwrap(value), str | None):
       problems.append(
-          f"{TOKEN} is read as a {type(value).__name__}, not as text; put"
-          " quotes around it"
+        f"{TOKEN} is read as a {type(value).__name__}, not as text; put"
+        " quotes around it"
       )
       value = ""
     token = value or ""
     present = os.environ.get(_TOKEN_VARIABLE, "")
     if token and present and token != present:
       problems.append(
-          f"{TOKEN} is another token than ${_TOKEN_VARIABLE}; give one of them"
+        f"{TOKEN} is another token than ${_TOKEN_VARIABLE}; give one of them"
       )
     elif token:
       os.environ[_TOKEN_VARIABLE] = token
@@ -88,7 +88,7 @@ def take(
 
 
 def _without_share_prompts(
-    data: Mapping[str, Any], former: set[str]
+  data: Mapping[str, Any], former: set[str]
 ) -> dict[str, Any]:
   """Returns a layer with learner.tree in the place of its former name."""
   layer = dict(data)
@@ -108,7 +108,7 @@ def _without_share_prompts(
 
 
 def implied(
-    former: set[str], settings: Mapping[str, Any], records: bool
+  former: set[str], settings: Mapping[str, Any], records: bool
 ) -> dict[str, Any]:
   """Defaults that the names and the environment bring, below all layers.
 
@@ -134,13 +134,13 @@ def announce(former: set[str]) -> None:
       _LOG.warning("%s is a former name; a run needs none", name)
       continue
     present = (SETTINGS | {".".join(_SHARED): "learner.tree"}).get(
-        name, f"${_TOKEN_VARIABLE}"
+      name, f"${_TOKEN_VARIABLE}"
     )
     _LOG.warning("%s is a former name of %s", name, present)
 
 
 def conflicts(
-    written: Sequence[tuple[str, loader.Raw]], aliases: Mapping[str, str]
+  written: Sequence[tuple[str, loader.Raw]], aliases: Mapping[str, str]
 ) -> Iterator[str]:
   """Settings that a command line gives by two names, with different values.
 
@@ -158,8 +158,8 @@ def conflicts(
     equal = _number(other) == _number(value.value)
     if before != name and not equal and {before, name} & set(SETTINGS):
       yield (
-          f"{before}={other} and {name}={value.value} are both {path}; give one"
-          " of them"
+        f"{before}={other} and {name}={value.value} are both {path}; give one"
+        " of them"
       )
 
 

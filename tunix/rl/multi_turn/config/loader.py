@@ -32,7 +32,7 @@ MISSING = object()
 TOKEN = "project_token"
 """Former name that holds a secret; see `former_names`."""
 _UNITS_S = {"ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600,
-            "d": 86400}  # pyformat: disable
+            "d": 86400}  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -45,13 +45,12 @@ class ConfigError(ValueError):
       text = self.problems[0]
     else:
       text = f"{len(self.problems)} problems:\n" + "\n".join(
-          f"  - {p}" for p in self.problems
+        f"  - {p}" for p in self.problems
       )
     super().__init__(text)
 
   def _render_traceback_(self) -> list[str]:
-    """Returns what a notebook shows: the problems without a traceback.
-    """
+    """Returns what a notebook shows: the problems without a traceback."""
     return [f"ConfigError: {self}"]
 
 
@@ -99,105 +98,105 @@ def sections(cls: type, prefix: str = "") -> Mapping[str, type]:
 
 
 _ELSEWHERE = {
-    "accumulation_steps": ("learner.minibatches", "learner.rows"),
-    "adv_estimator": ("algorithm.advantage",),
-    "advantage_estimator": ("algorithm.advantage",),
-    "async_level": ("queue.max_staleness",),
-    "batch_size": (
-        "learner.groups_per_step", "learner.rows", "warm_start.batch_size",
-    ),
-    "beta": ("algorithm.kl_coef",),
-    "checkpoint_dir": ("run.dir",),
-    "clip_eps": ("algorithm.clip_low", "algorithm.clip_high"),
-    "clip_range": ("algorithm.clip_low", "algorithm.clip_high"),
-    "clip_ratio": ("algorithm.clip_low", "algorithm.clip_high"),
-    "clip_ratio_high": ("algorithm.clip_high",),
-    "clip_ratio_low": ("algorithm.clip_low",),
-    "data": ("task_source.path", "tasks"),
-    "dataset": ("task_source.path", "tasks"),
-    "entropy_coeff": ("algorithm.entropy_coef",),
-    "env": ("gym", "environment"),
-    "env_name": ("gym", "environment"),
-    "epochs": ("learner.epochs",),
-    "epsilon": ("algorithm.clip_low",),
-    "epsilon_high": ("algorithm.clip_high",),
-    "eval_steps": ("eval.every",),
-    "experiment_name": ("name",),
-    "gpu_memory_utilization": ("engine.cache_tokens", "engine.slots"),
-    "gpus": ("mesh.data", "mesh.fsdp"),
-    "gradient_accumulation_steps": ("learner.minibatches", "learner.rows"),
-    "init_kl_coef": ("algorithm.kl_coef",),
-    "kl": ("algorithm.kl_coef",),
-    "kl_beta": ("algorithm.kl_coef",),
-    "kl_loss_coef": ("algorithm.kl_coef",),
-    "learning_rate": ("learner.learning_rate",),
-    "logger": ("tracking.wandb", "tracking.tensorboard", "tracking.mlflow"),
-    "logging_steps": ("report.progress_s",),
-    "lora": ("policy.lora_rank",),
-    "lora_r": ("policy.lora_rank",),
-    "loss_agg_mode": ("algorithm.loss_aggregation",),
-    "loss_type": ("algorithm.loss_aggregation", "algorithm.objective"),
-    "lr": ("learner.learning_rate",),
-    "lr_scheduler_type": ("learner.schedule",),
-    "max_async_level": ("queue.max_staleness",),
-    "max_completion_length": ("sampling.max_new_tokens",),
-    "max_grad_norm": ("learner.grad_clip",),
-    "max_model_len": ("engine.context_length",),
-    "max_off_policy_steps": ("queue.max_staleness",),
-    "max_response_length": ("sampling.max_new_tokens",),
-    "max_seq_len": ("engine.context_length", "learner.row_length"),
-    "max_steps": ("steps", "environment.max_turns"),
-    "max_tokens": ("sampling.max_new_tokens",),
-    "mini_batch_size": ("learner.minibatches",),
-    "model": ("policy",),
-    "model.path": ("policy",),
-    "model_name": ("policy",),
-    "model_name_or_path": ("policy",),
-    "model_path": ("policy",),
-    "n": ("collect.group_size",),
-    "n_gpus_per_node": ("mesh.data", "mesh.fsdp"),
-    "n_samples": ("collect.group_size",),
-    "n_samples_per_prompt": ("collect.group_size",),
-    "num_epochs": ("learner.epochs", "steps"),
-    "num_generations": ("collect.group_size",),
-    "num_gpus": ("mesh.data", "mesh.fsdp"),
-    "num_steps": ("steps",),
-    "num_train_epochs": ("learner.epochs", "steps"),
-    "optim": ("learner.optimizer",),
-    "output_dir": ("run.dir",),
-    "per_device_train_batch_size": ("learner.rows",),
-    "ppo_epochs": ("learner.epochs",),
-    "ppo_mini_batch_size": ("learner.minibatches",),
-    "prompts": ("task_source.path", "tasks"),
-    "report_to": (
-        "tracking.wandb", "tracking.tensorboard", "tracking.mlflow",
-    ),
-    "reward_fn": ("reward",),
-    "reward_funcs": ("reward",),
-    "rollouts_per_example": ("collect.group_size",),
-    "save_freq": ("checkpoint.every",),
-    "save_interval": ("checkpoint.every",),
-    "save_steps": ("checkpoint.every",),
-    "screen": ("gym.width", "gym.height"),
-    "system_prompt": ("agent.system_prompt",),
-    "tensor_parallel_size": ("mesh.tensor",),
-    "test_freq": ("eval.every",),
-    "total_epochs": ("steps",),
-    "total_training_steps": ("steps",),
-    "tp": ("mesh.tensor",),
-    "train_batch_size": ("learner.groups_per_step", "learner.rows"),
-    "train_steps": ("steps",),
-    "use_wandb": ("tracking.wandb",),
-    "vllm": ("rollout.via", "external.url"),
-    "wandb": ("tracking.wandb",),
-    "warmup_ratio": ("learner.warmup_steps",),
-}  # pyformat: disable
+  "accumulation_steps": ("learner.minibatches", "learner.rows"),
+  "adv_estimator": ("algorithm.advantage",),
+  "advantage_estimator": ("algorithm.advantage",),
+  "async_level": ("queue.max_staleness",),
+  "batch_size": (
+    "learner.groups_per_step",
+    "learner.rows",
+    "warm_start.batch_size",
+  ),
+  "beta": ("algorithm.kl_coef",),
+  "checkpoint_dir": ("run.dir",),
+  "clip_eps": ("algorithm.clip_low", "algorithm.clip_high"),
+  "clip_range": ("algorithm.clip_low", "algorithm.clip_high"),
+  "clip_ratio": ("algorithm.clip_low", "algorithm.clip_high"),
+  "clip_ratio_high": ("algorithm.clip_high",),
+  "clip_ratio_low": ("algorithm.clip_low",),
+  "data": ("task_source.path", "tasks"),
+  "dataset": ("task_source.path", "tasks"),
+  "entropy_coeff": ("algorithm.entropy_coef",),
+  "env": ("gym", "environment"),
+  "env_name": ("gym", "environment"),
+  "epochs": ("learner.epochs",),
+  "epsilon": ("algorithm.clip_low",),
+  "epsilon_high": ("algorithm.clip_high",),
+  "eval_steps": ("eval.every",),
+  "experiment_name": ("name",),
+  "gpu_memory_utilization": ("engine.cache_tokens", "engine.slots"),
+  "gpus": ("mesh.data", "mesh.fsdp"),
+  "gradient_accumulation_steps": ("learner.minibatches", "learner.rows"),
+  "init_kl_coef": ("algorithm.kl_coef",),
+  "kl": ("algorithm.kl_coef",),
+  "kl_beta": ("algorithm.kl_coef",),
+  "kl_loss_coef": ("algorithm.kl_coef",),
+  "learning_rate": ("learner.learning_rate",),
+  "logger": ("tracking.wandb", "tracking.tensorboard", "tracking.mlflow"),
+  "logging_steps": ("report.progress_s",),
+  "lora": ("policy.lora_rank",),
+  "lora_r": ("policy.lora_rank",),
+  "loss_agg_mode": ("algorithm.loss_aggregation",),
+  "loss_type": ("algorithm.loss_aggregation", "algorithm.objective"),
+  "lr": ("learner.learning_rate",),
+  "lr_scheduler_type": ("learner.schedule",),
+  "max_async_level": ("queue.max_staleness",),
+  "max_completion_length": ("sampling.max_new_tokens",),
+  "max_grad_norm": ("learner.grad_clip",),
+  "max_model_len": ("engine.context_length",),
+  "max_off_policy_steps": ("queue.max_staleness",),
+  "max_response_length": ("sampling.max_new_tokens",),
+  "max_seq_len": ("engine.context_length", "learner.row_length"),
+  "max_steps": ("steps", "environment.max_turns"),
+  "max_tokens": ("sampling.max_new_tokens",),
+  "mini_batch_size": ("learner.minibatches",),
+  "model": ("policy",),
+  "model.path": ("policy",),
+  "model_name": ("policy",),
+  "model_name_or_path": ("policy",),
+  "model_path": ("policy",),
+  "n": ("collect.group_size",),
+  "n_gpus_per_node": ("mesh.data", "mesh.fsdp"),
+  "n_samples": ("collect.group_size",),
+  "n_samples_per_prompt": ("collect.group_size",),
+  "num_epochs": ("learner.epochs", "steps"),
+  "num_generations": ("collect.group_size",),
+  "num_gpus": ("mesh.data", "mesh.fsdp"),
+  "num_steps": ("steps",),
+  "num_train_epochs": ("learner.epochs", "steps"),
+  "optim": ("learner.optimizer",),
+  "output_dir": ("run.dir",),
+  "per_device_train_batch_size": ("learner.rows",),
+  "ppo_epochs": ("learner.epochs",),
+  "ppo_mini_batch_size": ("learner.minibatches",),
+  "prompts": ("task_source.path", "tasks"),
+  "report_to": ("tracking.wandb", "tracking.tensorboard", "tracking.mlflow"),
+  "reward_fn": ("reward",),
+  "reward_funcs": ("reward",),
+  "rollouts_per_example": ("collect.group_size",),
+  "save_freq": ("checkpoint.every",),
+  "save_interval": ("checkpoint.every",),
+  "save_steps": ("checkpoint.every",),
+  "screen": ("gym.width", "gym.height"),
+  "system_prompt": ("agent.system_prompt",),
+  "tensor_parallel_size": ("mesh.tensor",),
+  "test_freq": ("eval.every",),
+  "total_epochs": ("steps",),
+  "total_training_steps": ("steps",),
+  "tp": ("mesh.tensor",),
+  "train_batch_size": ("learner.groups_per_step", "learner.rows"),
+  "train_steps": ("steps",),
+  "use_wandb": ("tracking.wandb",),
+  "vllm": ("rollout.via", "external.url"),
+  "wandb": ("tracking.wandb",),
+  "warmup_ratio": ("learner.warmup_steps",),
+}
 """Names of other trainers and engines -> the settings to look at instead."""
 
 _PLACES = frozenset({
     "", "algorithm", "collect", "engine", "learner", "policy", "rollout",
     "sampling",
-})  # pyformat: disable
+})  # fmt: skip
 """Sections in which such a name means what it means there, as in a section of
 another trainer's."""
 
@@ -238,9 +237,9 @@ def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
   best = registry.nearest(path, words)
   if not best:
     return (
-        "; sections are"
-        f" {', '.join(name for name in all_sections if '.' not in name)};"
-        " `--help SECTION` lists the keys of one, --help all lists every key"
+      "; sections are"
+      f" {', '.join(name for name in all_sections if '.' not in name)};"
+      " `--help SECTION` lists the keys of one, --help all lists every key"
     )
   return _meant([best] if best in aliases else by_leaf.get(best, [best]))
 
@@ -254,18 +253,20 @@ def parse_override(text: str) -> tuple[str, Raw]:
   key, equals, value = text.partition("=")
   key = key.strip()
   if not equals or not key:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"{text!r} is not an override; write key=value, e.g."
         " learner.steps=100, or give one YAML file before the overrides"
-    ])
+      ]
+    )
   if key == TOKEN:  # A secret is text, and no error repeats it.
     return key, Raw(value, value)
   try:
     parsed = yaml_text.parse(value)
   except yaml_text.YamlError as error:
-    raise ConfigError([
-        f"the value of {key}={value} {error}; quote it"
-    ]) from None
+    raise ConfigError(
+      [f"the value of {key}={value} {error}; quote it"]
+    ) from None
   return key, Raw(value, parsed)
 
 
@@ -279,12 +280,12 @@ def merge(old: Any, new: Any) -> Any:
 
 
 def flatten(
-    data: Mapping[str, Any],
-    cls: type,
-    aliases: Mapping[str, str],
-    source: str,
-    problems: list[str],
-    hidden: Collection[str] = (),
+  data: Mapping[str, Any],
+  cls: type,
+  aliases: Mapping[str, str],
+  source: str,
+  problems: list[str],
+  hidden: Collection[str] = (),
 ) -> dict[str, Any]:
   """One layer as `{"section.field": value}`.
 
@@ -307,7 +308,7 @@ def flatten(
   def put(path: str, value: Any, written: str) -> None:
     if path in flat:
       problems.append(
-          f"{of}{path} is given twice (again as {written!r}); keep one"
+        f"{of}{path} is given twice (again as {written!r}); keep one"
       )
     flat[path] = value
 
@@ -337,8 +338,8 @@ def flatten(
       if plain is not None:  # None: an empty section in a YAML file.
         first = settings.fields(all_sections[path])[0].name
         problems.append(
-            f"{of}{path} is a section, not a value; set one of its"
-            f" fields, e.g. {path}.{first}"
+          f"{of}{path} is a section, not a value; set one of its"
+          f" fields, e.g. {path}.{first}"
         )
     elif path in paths:
       put(path, value, path)
@@ -346,7 +347,7 @@ def flatten(
       below_mapping(parent, path, plain)
     else:
       problems.append(
-          f"{of}unknown key {path!r}{nearest_key(path, cls, shown)}"
+        f"{of}unknown key {path!r}{nearest_key(path, cls, shown)}"
       )
 
   for key, value in data.items():
@@ -355,7 +356,7 @@ def flatten(
 
 
 def _mapping_above(
-    path: str, paths: Mapping[str, settings.Setting]
+  path: str, paths: Mapping[str, settings.Setting]
 ) -> str | None:
   """The field holding a mapping that `path` reaches into, or None."""
   parts = path.split(".")
@@ -372,11 +373,11 @@ def _mapping_above(
 
 
 def build(
-    cls: type,
-    flat: Mapping[str, Any],
-    problems: list[str],
-    prefix: str = "",
-    refused: set[str] | None = None,
+  cls: type,
+  flat: Mapping[str, Any],
+  problems: list[str],
+  prefix: str = "",
+  refused: set[str] | None = None,
 ) -> Any:
   """An instance of `cls` from dotted keys; absent ones keep their default.
 
@@ -394,7 +395,7 @@ def build(
     path = prefix + field.name
     if field.nested:
       values[field.name] = build(
-          field.nested, flat, problems, path + ".", refused
+        field.nested, flat, problems, path + ".", refused
       )
       continue
     if path not in flat:
@@ -412,9 +413,7 @@ def build(
       problems += [_dotted(cls, line, prefix) for line in text.splitlines()]
     nested = {f.name for f in settings.fields(cls) if f.nested}
     if refused is not None:
-      refused |= {
-          prefix + f.name for f in settings.fields(cls) if not f.nested
-      }
+      refused |= {prefix + f.name for f in settings.fields(cls) if not f.nested}
     return cls(**{k: v for k, v in values.items() if k in nested})
 
 
@@ -429,10 +428,9 @@ def _dotted(cls: type, problem: str, prefix: str) -> str:
 
 
 def field_problem(
-    cls: type, field: settings.Setting, value: Any, path: str
+  cls: type, field: settings.Setting, value: Any, path: str
 ) -> str | None:
-  """Describes why `value` does not fit the field, and the fix; None if it fits.
-  """
+  """Describes why `value` does not fit the field, and the fix; None if it fits."""
   try:
     # The field alone: checks between fields run later.
     _adapter(cls, field.name).validate_python(value)
@@ -454,10 +452,10 @@ def _adapter(cls: type, name: str) -> pydantic.TypeAdapter:
   if constraints:
     annotated = typing.Annotated[(kind, *constraints)]
   return pydantic.TypeAdapter(
-      annotated,
-      config=pydantic.ConfigDict(
-          strict=True, allow_inf_nan=False, arbitrary_types_allowed=True
-      ),
+    annotated,
+    config=pydantic.ConfigDict(
+      strict=True, allow_inf_nan=False, arbitrary_types_allowed=True
+    ),
   )
 
 
@@ -552,8 +550,12 @@ def _wanted(field: settings.Setting, error: pydantic.ValidationError) -> str:
     return f"one of {', '.join(choices)}{nearest(wrong, choices)}"
   if kinds & {"finite_number"}:
     return "a finite number"
-  bounds = ("greater_than", "greater_than_equal", "less_than",
-            "less_than_equal")
+  bounds = (
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+  )
   if kinds & set(bounds):
     return field.range_of(details[0]["input"])
   where = next((d["loc"] for d in details if d["loc"]), ())
@@ -625,9 +627,7 @@ def name_problems(config: Any) -> list[str]:
     value = functools.reduce(getattr, path.split("."), config)
     if value == field.default:
       continue
-    names = (
-        tuple(value) if isinstance(value, (tuple, dict)) else (value,)
-    )
+    names = tuple(value) if isinstance(value, (tuple, dict)) else (value,)
     names_of = registry.import_path(field.registry)
     for name in names:
       if not name:

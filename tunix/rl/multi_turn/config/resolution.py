@@ -67,16 +67,14 @@ class _Command:
 
 _TRAIN = _Command(TrainConfig, ALIASES, documentation.TRAIN, "runs/<name>")
 _EVALUATE = _Command(
-    EvaluationConfig,
-    evaluate_config.ALIASES,
-    documentation.EVALUATE,
-    "an evaluation's directory",
+  EvaluationConfig,
+  evaluate_config.ALIASES,
+  documentation.EVALUATE,
+  "an evaluation's directory",
 )
 
 
-def from_dict(
-    data: Mapping[str, Any], source: str = "config"
-) -> TrainConfig:
+def from_dict(data: Mapping[str, Any], source: str = "config") -> TrainConfig:
   """Builds the configuration from nested or dotted keys; others keep defaults.
 
   Raises:
@@ -105,14 +103,12 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
     return {}
   if not isinstance(data, dict):
     raise ConfigError(
-        [f"{source} must hold sections, got a {type(data).__name__}"]
+      [f"{source} must hold sections, got a {type(data).__name__}"]
     )
   return data
 
 
-def _import_modules(
-    settings: Mapping[str, Any], problems: list[str]
-) -> None:
+def _import_modules(settings: Mapping[str, Any], problems: list[str]) -> None:
   """Imports run.imports, which may register names of the user's own."""
   names = loader.coerce(settings.get("run.imports", ()), tuple[str, ...])
   for name in names if isinstance(names, tuple) else ():
@@ -120,22 +116,26 @@ def _import_modules(
       registry.import_module(str(name))
     except (ImportError, ValueError) as error:
       problems.append(
-          f"run.imports={name}: cannot import it: {error}; name a module as"
-          " Python imports it, of an installed package or a folder of"
-          " PYTHONPATH"
+        f"run.imports={name}: cannot import it: {error}; name a module as"
+        " Python imports it, of an installed package or a folder of"
+        " PYTHONPATH"
       )
 
 
 _SHAPES_ROWS = (
-    "learner.row", "policy.", "mesh.", "processes.", "environment.", "agent.",
-)  # pyformat: disable
+  "learner.row",
+  "policy.",
+  "mesh.",
+  "processes.",
+  "environment.",
+  "agent.",
+)
 """Settings that decide what a batch must hold: with one of them given, a gym's
 `batch_preset` need not fit."""
 
 
 def _presets(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the defaults that the chosen names bring; see the module docstring.
-  """
+  """Returns the defaults that the chosen names bring; see the module docstring."""
 
   def chosen(path: str) -> str:
     default = loader.leaves(TrainConfig)[path].default
@@ -270,8 +270,9 @@ def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
       place = {"run.dir": str(pathlib.Path(run) / "evaluations")}
       layers.insert(1, {**of_run, **place})
     elif loader.unwrap(settings.get("task_source.source")) not in (
-        None, "generated"
-    ):  # pyformat: disable
+      None,
+      "generated",
+    ):
       layers[0]["eval.episodes_per_task"] = 0
   config = reader.finished()
   assert isinstance(config, EvaluationConfig)
@@ -326,12 +327,12 @@ class _Reader:
     """Returns one layer as `loader.flatten` has it; notes its former names."""
     layer = former_names.take(data, self.problems, self._former)
     return loader.flatten(
-        layer,
-        self._command.cls,
-        self._command.aliases,
-        source,
-        self.problems,
-        hidden=former_names.SETTINGS,
+      layer,
+      self._command.cls,
+      self._command.aliases,
+      source,
+      self.problems,
+      hidden=former_names.SETTINGS,
     )
 
   def _read(self, path: pathlib.Path) -> dict[str, Any]:
@@ -348,7 +349,7 @@ class _Reader:
     return {}
 
   def recorded(
-      self, directory: str, key: str, command: _Command
+    self, directory: str, key: str, command: _Command
   ) -> dict[str, Any]:
     """Returns the settings in the config.yaml of a directory.
 
@@ -360,8 +361,8 @@ class _Reader:
     file = pathlib.Path(directory).expanduser() / "config.yaml"
     if not file.is_file():
       self.problems.append(
-          f"{key}={directory} is not a run directory (no config.yaml in it);"
-          f" give {command.what}"
+        f"{key}={directory} is not a run directory (no config.yaml in it);"
+        f" give {command.what}"
       )
       return {}
     writer = _Reader(command)  # Its former names are not the user's.
@@ -374,7 +375,7 @@ class _Reader:
     files = self._files
     if len(files) > 1:
       self.problems.append(
-          f"two configuration files, {files[0]} and {files[1]}; give one"
+        f"two configuration files, {files[0]} and {files[1]}; give one"
       )
     self.layers = [self._read(pathlib.Path(file)) for file in files[:1]]
     resume = ""
@@ -386,8 +387,8 @@ class _Reader:
     keys = {path for layer in self.overrides for path in layer}
     if elsewhere := sorted(keys & {"run.name", "run.dir"}):
       self.problems.append(
-          f"{' and '.join(elsewhere)} together with run.resume={resume}: a"
-          " resumed run continues in its own directory; leave out one of them"
+        f"{' and '.join(elsewhere)} together with run.resume={resume}: a"
+        " resumed run continues in its own directory; leave out one of them"
       )
     self.layers = [self.recorded(resume, "run.resume", self._command)]
 
@@ -439,20 +440,19 @@ class _Reader:
   def _show_help(self, topic: str) -> None:
     command = self._command
     shell_hints.show(
-        documentation.help_text(
-            command.cls,
-            command.aliases,
-            choices(),
-            topic,
-            command.page,
-            _presets({}) if command is _TRAIN else evaluate_config.DEFAULTS,
-        )
+      documentation.help_text(
+        command.cls,
+        command.aliases,
+        choices(),
+        topic,
+        command.page,
+        _presets({}) if command is _TRAIN else evaluate_config.DEFAULTS,
+      )
     )
     raise SystemExit(0)
 
   def _read_subject(self, argument: str) -> bool:
-    """Reads a word of `evaluate` that names what is measured; False for others.
-    """
+    """Reads a word of `evaluate` that names what is measured; False for others."""
     if argument.startswith(("http://", "https://")):
       self._override("evaluate.server", argument)
     elif "=" in argument:
@@ -463,19 +463,19 @@ class _Reader:
       self._override(key, argument)
     elif self.overrides:
       self.problems.append(
-          f"{argument}: a second thing to be measured, or families of tasks?"
-          f" Measure one, and write tasks={argument} for families"
+        f"{argument}: a second thing to be measured, or families of tasks?"
+        f" Measure one, and write tasks={argument} for families"
       )
     else:
       self.problems.append(
-          f"{argument} is the directory of no run (config.yaml), policy"
-          " (config.json) or evaluation (evaluation.json), and no key=value;"
-          " give one of them"
+        f"{argument} is the directory of no run (config.yaml), policy"
+        " (config.json) or evaluation (evaluation.json), and no key=value;"
+        " give one of them"
       )
     return True
 
   def _read_flag(
-      self, flag: str, place: int, argv: Sequence[str]
+    self, flag: str, place: int, argv: Sequence[str]
   ) -> tuple[set[int], loader.Raw | None]:
     """Adds the setting that `argv[place]` means to the overrides.
 
@@ -499,7 +499,7 @@ class _Reader:
       self.problems += error.problems
       return used, None
     self.overrides.append(
-        loader.flatten({flag: value}, TrainConfig, ALIASES, "", self.problems)
+      loader.flatten({flag: value}, TrainConfig, ALIASES, "", self.problems)
     )
     return used, value
 
@@ -507,21 +507,20 @@ class _Reader:
     """Refuses an option with dashes; whether the next argument is its value."""
     if former_names.is_token(argument):
       self.problems.append(
-          "settings have no dashes: write project_token=…, or set"
-          " $TUNIX_MONITOR_TOKEN"
+        "settings have no dashes: write project_token=…, or set"
+        " $TUNIX_MONITOR_TOKEN"
       )
       return "=" not in argument
     override, has_value = _as_override(argument, following, self._command)
     if override:
       self.problems.append(
-          f"unknown option {argument}; settings have no dashes: write"
-          f" {override}"
+        f"unknown option {argument}; settings have no dashes: write {override}"
       )
     else:
       hint = loader.nearest(argument, ("--help", "--dry-run"))
       self.problems.append(
-          f"unknown option {argument}{hint or ';'} settings are key=value,"
-          " without dashes"
+        f"unknown option {argument}{hint or ';'} settings are key=value,"
+        " without dashes"
       )
     return has_value
 
@@ -556,14 +555,15 @@ class _Reader:
       for path, value in layer.items():
         settings[path] = loader.merge(settings.get(path), value)
     defaults = former_names.implied(
-        self._former, settings, self._command is _TRAIN
+      self._former, settings, self._command is _TRAIN
     )
     settings = {**defaults, **settings}
     former_names.announce(self._former)
     if agent := checkpoint_agent(settings):
       _LOG.warning(
-          "the checkpoint brings agent.name=%s, its grammar and context; set"
-          " agent.name for another, agent.name=tool for the plain one", agent
+        "the checkpoint brings agent.name=%s, its grammar and context; set"
+        " agent.name for another, agent.name=tool for the plain one",
+        agent,
       )
     _import_modules(settings, problems)
     merged = {**_presets(settings), **settings}
@@ -576,15 +576,15 @@ class _Reader:
     problems += loader.name_problems(config)
     wrong = {p.partition("=")[0].split(":")[0] for p in problems} | refused
     problems += [
-        p
-        for p in checks.contradictions(config)
-        if not any(key and key in p for key in wrong)
+      p
+      for p in checks.contradictions(config)
+      if not any(key and key in p for key in wrong)
     ]
     # Of the values as they were written: a refused one is shown, too.
     secret = [
-        one
-        for path, value in merged.items()
-        for one in credentials.of_settings(loader.unwrap(value), path)
+      one
+      for path, value in merged.items()
+      for one in credentials.of_settings(loader.unwrap(value), path)
     ]
     for one in secret:
       for text in one.secrets:
@@ -608,9 +608,9 @@ def _directory_key(argument: str) -> str:
   """Returns the setting that a directory is the value of; "" for others."""
   place = pathlib.Path(argument).expanduser()
   for file, key in (
-      ("evaluation.json", "run.resume"),
-      ("config.yaml", "evaluate.run"),
-      ("config.json", "policy.name"),
+    ("evaluation.json", "run.resume"),
+    ("config.yaml", "evaluate.run"),
+    ("config.json", "policy.name"),
   ):
     if (place / file).is_file():
       return key
@@ -627,9 +627,9 @@ def _rollout_flag(argument: str) -> str:
 def _with_flags(problems: Sequence[str], argv: Sequence[str]) -> list[str]:
   """Puts an option's name before each problem of the setting it stands for."""
   options = {
-      data_sections.ROLLOUT_FLAGS[flag]: argument.partition("=")[0]
-      for argument in argv
-      if (flag := _rollout_flag(argument))
+    data_sections.ROLLOUT_FLAGS[flag]: argument.partition("=")[0]
+    for argument in argv
+    if (flag := _rollout_flag(argument))
   }
   named = []
   for problem in problems:
@@ -639,7 +639,7 @@ def _with_flags(problems: Sequence[str], argv: Sequence[str]) -> list[str]:
 
 
 def _as_override(
-    argument: str, following: Sequence[str], command: _Command
+  argument: str, following: Sequence[str], command: _Command
 ) -> tuple[str, bool]:
   """Reads `--key value` or `--key=value` as a setting.
 
@@ -653,8 +653,11 @@ def _as_override(
   setting = next((k for k in spellings if k in keys), "")
   if not setting:
     return "", False
-  follows = bool(following) and not equals and "=" not in following[0] and (
-      not following[0].startswith("--")
+  follows = (
+    bool(following)
+    and not equals
+    and "=" not in following[0]
+    and (not following[0].startswith("--"))
   )
   if follows:
     value = following[0]
@@ -671,8 +674,8 @@ def _damage(resume: str) -> str:
   if sealed.is_sealed(text):
     return ""
   return (
-      f"{file} is not as the run wrote it (its last line is no digest of the"
-      " others); restore it from a copy, or correct these values in it"
+    f"{file} is not as the run wrote it (its last line is no digest of the"
+    " others); restore it from a copy, or correct these values in it"
   )
 
 
@@ -692,17 +695,17 @@ def choices() -> dict[str, Mapping[str, Any]]:
     presets_of[f"gym={name}"] = gym.preset
   for name, gym in all_gyms.items():
     presets_of[f"gym={name}, if no setting of {shapes} is given"] = (
-        gym.batch_preset
+      gym.batch_preset
     )
   for name, gym in all_gyms.items():
     presets_of[f"gym={name}, if its oracle knows every task"] = (
-        gym.cloning_preset
+      gym.cloning_preset
     )
   for name in agents.AGENTS.names():
     presets_of[f"agent={name}"] = agents.get(name).preset
   for name in presets.PRESETS.names():
     presets_of[f"algorithm={name}"] = presets.get(name).settings
   presets_of["a policy without weights in this package"] = {
-      "warm_start.source": "none"
+    "warm_start.source": "none"
   }
   return presets_of | data_sections.CHOICES

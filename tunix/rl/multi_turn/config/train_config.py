@@ -56,13 +56,13 @@ class TrainConfig:
   policy: PolicyConfig = _section(default=PolicyConfig())
   sampling: SamplingConfig = _section(default=SamplingConfig())
   rollout: run_sections.RolloutConfig = _section(
-      default=run_sections.RolloutConfig()
+    default=run_sections.RolloutConfig()
   )
   buffer: data_sections.BufferConfig = _section(
-      default=data_sections.BufferConfig()
+    default=data_sections.BufferConfig()
   )
   offline: data_sections.OfflineConfig = _section(
-      default=data_sections.OfflineConfig()
+    default=data_sections.OfflineConfig()
   )
   fleet: run_sections.FleetConfig = _section(default=run_sections.FleetConfig())
   run_service: RunServiceConfig = _section(default=RunServiceConfig())
@@ -74,10 +74,10 @@ class TrainConfig:
   queue: QueueConfig = _section(default=QueueConfig())
   mesh: MeshConfig = _section(default=MeshConfig())
   processes: run_sections.ProcessesConfig = _section(
-      default=run_sections.ProcessesConfig()
+    default=run_sections.ProcessesConfig()
   )
   warm_start: run_sections.WarmStartConfig = _section(
-      default=run_sections.WarmStartConfig()
+    default=run_sections.WarmStartConfig()
   )
   eval: run_sections.EvalConfig = _section(default=run_sections.EvalConfig())
   checkpoint: CheckpointConfig = _section(default=CheckpointConfig())
@@ -98,9 +98,9 @@ class TrainConfig:
     """engine.lockstep with auto resolved."""
     if self.engine.lockstep == "auto":
       return (
-          self.queue.max_staleness == 0
-          and self.rollout.via == "in_process"
-          and not self.fleet.away
+        self.queue.max_staleness == 0
+        and self.rollout.via == "in_process"
+        and not self.fleet.away
       )
     return self.engine.lockstep == "true"
 
@@ -115,10 +115,10 @@ class TrainConfig:
     sampling = self.sampling
     truncated = sampling.top_p < 1 or sampling.top_k or sampling.min_p
     return (
-        self.collects
-        and self.engine.weights == "same"
-        and self.rollout.other_sampling != "train"
-        and (not truncated or self.algorithm.keep_sampling_mask)
+      self.collects
+      and self.engine.weights == "same"
+      and self.rollout.other_sampling != "train"
+      and (not truncated or self.algorithm.keep_sampling_mask)
     )
 
   @property
@@ -157,21 +157,21 @@ class TrainConfig:
 
 
 ALIASES: dict[str, str] = {
-    "environment": "environment.name",
-    "gym": "gym.name",
-    "tasks": "task_source.families",
-    "agent": "agent.name",
-    "policy": "policy.name",
-    "algorithm": "algorithm.name",
-    "reward": "environment.reward",
-    "fleet": "fleet.via",
-    "seed": "run.seed",
-    "steps": "learner.steps",
-    "name": "run.name",
-    "resume": "run.resume",
-    "time_budget_s": "run.time_budget_s",
-    "profile": "report.profile",
-    **data_sections.ROLLOUT_FLAGS,
-    **former_names.SETTINGS,
+  "environment": "environment.name",
+  "gym": "gym.name",
+  "tasks": "task_source.families",
+  "agent": "agent.name",
+  "policy": "policy.name",
+  "algorithm": "algorithm.name",
+  "reward": "environment.reward",
+  "fleet": "fleet.via",
+  "seed": "run.seed",
+  "steps": "learner.steps",
+  "name": "run.name",
+  "resume": "run.resume",
+  "time_budget_s": "run.time_budget_s",
+  "profile": "report.profile",
+  **data_sections.ROLLOUT_FLAGS,
+  **former_names.SETTINGS,
 }
 """Short keys. A section's own name with a plain value is one of them."""

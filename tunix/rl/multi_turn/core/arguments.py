@@ -60,27 +60,27 @@ class Takes:
     return self.anything or name in self.options
 
   def of(
-      self, values: Mapping[str, Any], other: Takes | None = None
+    self, values: Mapping[str, Any], other: Takes | None = None
   ) -> dict[str, Any]:
     """The values that are options of the factory and not of the `other` one."""
     inherited = other.options if other is not None else {}
     return {
-        name: value
-        for name, value in values.items()
-        if name in self.options or (self.anything and name not in inherited)
+      name: value
+      for name, value in values.items()
+      if name in self.options or (self.anything and name not in inherited)
     }
 
   @property
   def required(self) -> tuple[str, ...]:
     """Names of the parameters without a default."""
     return tuple(
-        name
-        for name, option in self.options.items()
-        if option.default is inspect.Parameter.empty
+      name
+      for name, option in self.options.items()
+      if option.default is inspect.Parameter.empty
     )
 
   def wrong(
-      self, values: Mapping[str, Any], what: str
+    self, values: Mapping[str, Any], what: str
   ) -> Iterator[tuple[str, str]]:
     """(name, message) of each value that is unknown or of another type.
 
@@ -93,7 +93,7 @@ class Takes:
       if option is None:
         if not self.anything:
           problem = registry.unknown_name(
-              f"option of {what}:", name, self.options
+            f"option of {what}:", name, self.options
           )
           yield name, f"{name}={value}: {problem}"
       elif not option.accepts(value):
@@ -103,7 +103,7 @@ class Takes:
 @functools.lru_cache(maxsize=None)
 def _adapter(kind: Any) -> pydantic.TypeAdapter:
   return pydantic.TypeAdapter(
-      kind, config=pydantic.ConfigDict(arbitrary_types_allowed=True)
+    kind, config=pydantic.ConfigDict(arbitrary_types_allowed=True)
   )
 
 
@@ -112,7 +112,7 @@ def _parameters(factory: Callable[..., Any]) -> Mapping[str, Any]:
     return inspect.signature(factory).parameters
   except (TypeError, ValueError):  # One of C's: it checks by itself.
     return {
-        "options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)
+      "options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)
     }
 
 
@@ -128,7 +128,8 @@ def takes(factory: Callable[..., Any]) -> Takes:
     if parameter.kind is parameter.VAR_KEYWORD:
       anything = True
     elif parameter.kind not in (
-        parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY
+      parameter.VAR_POSITIONAL,
+      parameter.POSITIONAL_ONLY,
     ):
       written = parameter.annotation
       if written is parameter.empty:
@@ -136,7 +137,7 @@ def takes(factory: Callable[..., Any]) -> Takes:
       elif not isinstance(written, str):
         written = inspect.formatannotation(written)
       options[name] = Option(
-          name, written, _checkable(hints.get(name, Any)), parameter.default
+        name, written, _checkable(hints.get(name, Any)), parameter.default
       )
   return Takes(options, anything)
 

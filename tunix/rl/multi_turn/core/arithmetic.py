@@ -12,17 +12,17 @@ import operator
 from typing import Any, Callable
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
+  ast.Add: operator.add,
+  ast.Sub: operator.sub,
+  ast.Mult: operator.mul,
+  ast.Div: operator.truediv,
+  ast.FloorDiv: operator.floordiv,
+  ast.Mod: operator.mod,
+  ast.Pow: operator.pow,
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
+  ast.UAdd: operator.pos,
+  ast.USub: operator.neg,
 }
 _MAX_CHARS = 1000
 _MAX_BITS = 4096
@@ -36,7 +36,7 @@ def evaluate(expression: str) -> int | float:
   """
   if not isinstance(expression, str):
     raise ValueError(
-        f"an expression must be a str, got {type(expression).__name__}"
+      f"an expression must be a str, got {type(expression).__name__}"
     )
   if len(expression) > _MAX_CHARS:
     raise ValueError(f"an expression has at most {_MAX_CHARS} characters")

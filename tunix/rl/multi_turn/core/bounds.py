@@ -51,17 +51,19 @@ def _bounded(value: Any) -> Any:
 
 
 Json = Annotated[
-    dict[str, Any],
-    pydantic.AfterValidator(_bounded),
-    pydantic.WithJsonSchema({
-        "type": "object",
-        "x-maxValues": MAX_VALUES,
-        "x-maxDepth": _DEPTH,
-        "description": (
-            f"At most {MAX_VALUES} values, nested {_DEPTH} deep; whole numbers"
-            " of 64 bits."
-        ),
-    }),
+  dict[str, Any],
+  pydantic.AfterValidator(_bounded),
+  pydantic.WithJsonSchema(
+    {
+      "type": "object",
+      "x-maxValues": MAX_VALUES,
+      "x-maxDepth": _DEPTH,
+      "description": (
+        f"At most {MAX_VALUES} values, nested {_DEPTH} deep; whole numbers"
+        " of 64 bits."
+      ),
+    }
+  ),
 ]
 """An object without a schema of its own; the body's limit bounds its texts."""
 
@@ -94,13 +96,13 @@ def screen_problem(width: int, height: int, prefix: str = "") -> str:
   for name, side in (("width", width), ("height", height)):
     if not 1 <= side <= MAX_SIDE:
       return (
-          f"{prefix}{name}={json_models.short(side)} must be a whole number of"
-          f" pixels in [1, {MAX_SIDE}]"
+        f"{prefix}{name}={json_models.short(side)} must be a whole number of"
+        f" pixels in [1, {MAX_SIDE}]"
       )
   if width * height > MAX_PIXELS:
     return (
-        f"{prefix}width={width} and {prefix}height={height} are"
-        f" {width * height} pixels, and a screen has at most {MAX_PIXELS}"
+      f"{prefix}width={width} and {prefix}height={height} are"
+      f" {width * height} pixels, and a screen has at most {MAX_PIXELS}"
     )
   return ""
 
@@ -122,6 +124,6 @@ def whole(text: str, name: str, low: int = 0, high: int = LARGEST) -> int:
     if low <= number <= high:
       return number
   raise ValueError(
-      f"{name}={json_models.short(text[:100])} must be a whole number in"
-      f" [{low}, {high}]"
+    f"{name}={json_models.short(text[:100])} must be a whole number in"
+    f" [{low}, {high}]"
   )

@@ -26,14 +26,17 @@ Point = tuple[float, float]
 _POINTED = frozenset({
     "click", "tap", "double_click", "long_press", "move", "left_click",
     "right_click", "double_tap",
-})  # pyformat: disable
+})  # fmt: skip
 _NAMES = {
-    "left_click": ("click", "left", 1), "right_click": ("click", "right", 1),
-    "middle_click": ("click", "middle", 1), "tap": ("tap", "left", 1),
-    "double_click": ("click", "left", 2), "double_tap": ("tap", "left", 2),
-    "triple_click": ("click", "left", 3),
-    "left_click_drag": ("drag", "left", 1),
-}  # pyformat: disable
+  "left_click": ("click", "left", 1),
+  "right_click": ("click", "right", 1),
+  "middle_click": ("click", "middle", 1),
+  "tap": ("tap", "left", 1),
+  "double_click": ("click", "left", 2),
+  "double_tap": ("tap", "left", 2),
+  "triple_click": ("click", "left", 3),
+  "left_click_drag": ("drag", "left", 1),
+}
 """Kinds that name a button or a count: (kind, button, count)."""
 _COUNTS = {2: "double", 3: "triple"}
 _MOST_RINGS = 3
@@ -120,11 +123,10 @@ def gesture(kind: str, arguments: Mapping[str, Any]) -> Gesture:
       or of a tool's own grammar (point, coordinate, start, end, …).
   """
   at = _pair(arguments, "x", "y") or _point(
-      arguments, "point", "coordinate", "start", "start_coordinate",
-      "start_point",
-  )  # pyformat: disable
+    arguments, "point", "coordinate", "start", "start_coordinate", "start_point"
+  )
   to = _pair(arguments, "x2", "y2") or _point(
-      arguments, "end", "coordinate2", "end_coordinate", "end_point"
+    arguments, "end", "coordinate2", "end_coordinate", "end_point"
   )
   name, button, count = _NAMES.get(kind, (kind, "left", 1))
   value = arguments.get("button")
@@ -147,18 +149,16 @@ def gesture(kind: str, arguments: Mapping[str, Any]) -> Gesture:
   return Gesture(
       label, at, to, scroll, _typed(arguments), count if pressed else 0,
       button, kind == "long_press",
-  )  # pyformat: disable
+  )  # fmt: skip
 
 
 def _directions(dx: float, dy: float) -> list[str]:
   """Directions of a scroll with their pixels."""
   return [
-      f"{positive if size > 0 else negative} {abs(size):g}"
-      for size, positive, negative in (
-          (dy, "down", "up"), (dx, "right", "left"),
-      )
-      if size
-  ]  # pyformat: disable
+    f"{positive if size > 0 else negative} {abs(size):g}"
+    for size, positive, negative in ((dy, "down", "up"), (dx, "right", "left"))
+    if size
+  ]
 
 
 def _typed(arguments: Mapping[str, Any]) -> str:
@@ -190,7 +190,7 @@ def _pair(arguments: Mapping[str, Any], x: str, y: str) -> Point | None:
 
 
 def marks(
-    gestures: Sequence[Gesture], width: int, height: int, scale: float = 1.0
+  gestures: Sequence[Gesture], width: int, height: int, scale: float = 1.0
 ) -> list[Mark]:
   """The geometry of gestures on a screenshot; those without a place have none.
 
@@ -214,33 +214,33 @@ def marks(
     if at is None and to is None:
       continue
     result.append(
-        Mark(
-            ring=at,
-            line=None if at is None or to is None else (at, to),
-            head=None if to is None else arrow_head(
-                at or (to[0] - 1, to[1]), to, _HEAD * unit
-            ),
-            number=number if len(gestures) > 1 else 0,
-            unit=unit,
-            rings=min(max(1, one.clicks), _MOST_RINGS),
-            square=one.button != "left",
-            held=one.held,
-        )
+      Mark(
+        ring=at,
+        line=None if at is None or to is None else (at, to),
+        head=None
+        if to is None
+        else arrow_head(at or (to[0] - 1, to[1]), to, _HEAD * unit),
+        number=number if len(gestures) > 1 else 0,
+        unit=unit,
+        rings=min(max(1, one.clicks), _MOST_RINGS),
+        square=one.button != "left",
+        held=one.held,
+      )
     )
   return result
 
 
 def arrow_head(
-    start: Point, end: Point, size: float
+  start: Point, end: Point, size: float
 ) -> tuple[Point, Point, Point]:
   """The three corners of an arrow's head at `end`."""
   angle = math.atan2(end[1] - start[1], end[0] - start[0])
   left, right = (
-      (
-          end[0] - size * math.cos(angle + turn),
-          end[1] - size * math.sin(angle + turn),
-      )
-      for turn in (0.45, -0.45)
+    (
+      end[0] - size * math.cos(angle + turn),
+      end[1] - size * math.sin(angle + turn),
+    )
+    for turn in (0.45, -0.45)
   )
   return left, end, right
 
@@ -248,8 +248,8 @@ def arrow_head(
 def svg(drawn: Sequence[Mark], width: int, height: int) -> str:
   """Marks as an `svg` element that lies over the screenshot."""
   return (
-      f'<svg class="overlay" viewBox="0 0 {width} {height}"'
-      f' aria-hidden="true">{shapes(drawn)}</svg>'
+    f'<svg class="overlay" viewBox="0 0 {width} {height}"'
+    f' aria-hidden="true">{shapes(drawn)}</svg>'
   )
 
 
@@ -263,14 +263,14 @@ def shapes(drawn: Sequence[Mark]) -> str:
       assert mark.ring or mark.head, "a numbered mark has a ring or a head"
       x, y = mark.ring or mark.head[1]  # type: ignore[index]
       parts.append(
-          f'<text x="{x + 3 * mark.unit:.1f}" y="{y - 2 * mark.unit:.1f}"'
-          f' font-size="{3 * mark.unit:.1f}">{mark.number}</text>'
+        f'<text x="{x + 3 * mark.unit:.1f}" y="{y - 2 * mark.unit:.1f}"'
+        f' font-size="{3 * mark.unit:.1f}">{mark.number}</text>'
       )
   return "".join(parts)
 
 
 def svg_of_attempts(
-    attempts: Sequence[tuple[str, Sequence[Mark]]], width: int, height: int
+  attempts: Sequence[tuple[str, Sequence[Mark]]], width: int, height: int
 ) -> str:
   """Marks of several attempts on one screenshot, each of a class of its own.
 
@@ -286,8 +286,8 @@ def svg_of_attempts(
       parts.append(f'<g class="rim">{shapes}</g>')
       parts.append(f'<g class="act {name}">{shapes}</g>')
   return (
-      f'<svg class="overlay" viewBox="0 0 {width} {height}"'
-      f' aria-hidden="true">{"".join(parts)}</svg>'
+    f'<svg class="overlay" viewBox="0 0 {width} {height}"'
+    f' aria-hidden="true">{"".join(parts)}</svg>'
   )
 
 
@@ -298,15 +298,15 @@ def _shapes(mark: Mark) -> str:
     for place, r in enumerate(mark.radii):
       css_class = " held" if mark.held and not place else ""
       shapes.append(
-          f'<rect class="ring{css_class}" x="{x - r:.1f}" y="{y - r:.1f}"'
-          f' width="{2 * r:.1f}" height="{2 * r:.1f}"/>'
-          if mark.square else
-          f'<circle class="ring{css_class}" cx="{x:.1f}" cy="{y:.1f}"'
-          f' r="{r:.1f}"/>'
-      )  # pyformat: disable
+        f'<rect class="ring{css_class}" x="{x - r:.1f}" y="{y - r:.1f}"'
+        f' width="{2 * r:.1f}" height="{2 * r:.1f}"/>'
+        if mark.square
+        else f'<circle class="ring{css_class}" cx="{x:.1f}" cy="{y:.1f}"'
+        f' r="{r:.1f}"/>'
+      )
     shapes.append(
-        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}"'
-        f' r="{_DOT * mark.unit:.1f}"/>'
+      f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}"'
+      f' r="{_DOT * mark.unit:.1f}"/>'
     )
   for line in (mark.line, mark.head):
     if line is not None:

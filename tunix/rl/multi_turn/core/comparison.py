@@ -20,7 +20,7 @@ _SHOWN = 1000
 
 
 def compare(
-    own_outcomes: Iterable[Outcome], other_outcomes: Iterable[Outcome]
+  own_outcomes: Iterable[Outcome], other_outcomes: Iterable[Outcome]
 ) -> dict[str, Any]:
   """The JSON of a comparison, by mode.
 
@@ -46,8 +46,8 @@ def compare(
       by_mode[mode] = {"unpaired": missing, **_of_mode(both, own, other)}
   if not by_mode:
     raise ValueError(
-        "they have no task in common: mode, place and task id are compared;"
-        " evaluate the same gym, tasks, eval.seed and eval.modes"
+      "they have no task in common: mode, place and task id are compared;"
+      " evaluate the same gym, tasks, eval.seed and eval.modes"
     )
   return by_mode
 
@@ -64,24 +64,27 @@ def _of_mode(keys: list[Any], own: Any, other: Any) -> dict[str, Any]:
   better = sum(d > 0 for d in differences)
   worse = sum(d < 0 for d in differences)
   changed = [
-      {
-          "index": k[1], "task_id": k[2], "family": own[k][1],
-          "rate": own[k][0], "their_rate": other[k][0],
-      }
-      for k in keys
-      if own[k][0] != other[k][0]
-  ]  # pyformat: disable
+    {
+      "index": k[1],
+      "task_id": k[2],
+      "family": own[k][1],
+      "rate": own[k][0],
+      "their_rate": other[k][0],
+    }
+    for k in keys
+    if own[k][0] != other[k][0]
+  ]
   return {
-      "tasks": n,
-      "rate": math.fsum(own[k][0] for k in keys) / n,
-      "their_rate": math.fsum(other[k][0] for k in keys) / n,
-      "difference": mean,
-      "interval": interval,
-      "better": better,
-      "worse": worse,
-      "equal": n - better - worse,
-      "p": sign_test(better, worse),
-      "changed": changed[:_SHOWN],
+    "tasks": n,
+    "rate": math.fsum(own[k][0] for k in keys) / n,
+    "their_rate": math.fsum(other[k][0] for k in keys) / n,
+    "difference": mean,
+    "interval": interval,
+    "better": better,
+    "worse": worse,
+    "equal": n - better - worse,
+    "p": sign_test(better, worse),
+    "changed": changed[:_SHOWN],
   }
 
 
@@ -96,7 +99,7 @@ def sign_test(better: int, worse: int) -> float:
 
 
 def _rates(
-    outcomes: Iterable[Outcome],
+  outcomes: Iterable[Outcome],
 ) -> dict[tuple[str, int, str], tuple[float, str]]:
   """Task -> (its success rate, its family)."""
   successes: dict[Any, list[bool]] = collections.defaultdict(list)
@@ -107,8 +110,8 @@ def _rates(
       successes[key].append(bool(one["success"]))
       families[key] = one["family"]
   return {
-      k: (sum(wins) / len(wins), families[k])
-      for k, wins in sorted(successes.items())
+    k: (sum(wins) / len(wins), families[k])
+    for k, wins in sorted(successes.items())
   }
 
 
@@ -119,16 +122,16 @@ def format_table(comparison: Mapping[str, Any], shown: int = 20) -> str:
     interval = one["interval"]
     span = f" [{interval[0]:+.3f}, {interval[1]:+.3f}]" if interval else ""
     lines.append(
-        f"{mode}: {one['rate']:.3f} against {one['their_rate']:.3f}, difference"
-        f" {one['difference']:+.3f}{span} over {one['tasks']} tasks;"
-        f" {one['better']} better, {one['worse']} worse, {one['equal']} equal,"
-        f" p = {one['p']:.3g}"
-        + (f"; {one['unpaired']} unpaired" if one["unpaired"] else "")
+      f"{mode}: {one['rate']:.3f} against {one['their_rate']:.3f}, difference"
+      f" {one['difference']:+.3f}{span} over {one['tasks']} tasks;"
+      f" {one['better']} better, {one['worse']} worse, {one['equal']} equal,"
+      f" p = {one['p']:.3g}"
+      + (f"; {one['unpaired']} unpaired" if one["unpaired"] else "")
     )
     for task in one["changed"][:shown]:
       lines.append(
-          f"  {task['their_rate']:.3f} -> {task['rate']:.3f}"
-          f"  {task['family']}  {task['task_id']}"
+        f"  {task['their_rate']:.3f} -> {task['rate']:.3f}"
+        f"  {task['family']}  {task['task_id']}"
       )
     if len(one["changed"]) > shown:
       lines.append(f"  and {len(one['changed']) - shown} more")

@@ -46,14 +46,14 @@ class Vocabulary:
     outside = (tokens_S < 0) | (tokens_S >= self.size)
     if outside.any():
       raise SamplingContractError(
-          f"token id {int(tokens_S[outside][0])} is outside of the vocabulary"
-          f" of {self.size}: the sampler has another tokenizer or policy"
+        f"token id {int(tokens_S[outside][0])} is outside of the vocabulary"
+        f" of {self.size}: the sampler has another tokenizer or policy"
       )
     banned = self.banned.intersection(tokens_S.tolist())
     if banned:
       raise SamplingContractError(
-          f"token id {min(banned)} is banned from being sampled; the sampler"
-          " must ban the policy's banned_token_ids"
+        f"token id {min(banned)} is banned from being sampled; the sampler"
+        " must ban the policy's banned_token_ids"
       )
 
 
@@ -66,7 +66,7 @@ class Decoder(Protocol):
 
 
 def check(
-    completion: policy_client.Completion, image_token_id: int | None
+  completion: policy_client.Completion, image_token_id: int | None
 ) -> None:
   """Refuses ids, log-probs, versions or entropies that cannot be trained on.
 
@@ -81,19 +81,19 @@ def check(
   tokens_S = completion.tokens
   if image_token_id is not None and (tokens_S == image_token_id).any():
     raise SamplingContractError(
-        f"the policy sampled the image placeholder id {image_token_id}; ban it"
-        " in the sampler"
+      f"the policy sampled the image placeholder id {image_token_id}; ban it"
+      " in the sampler"
     )
   try:
     # What `TokenSequence` refuses later, without making one.
     token_sequence.check_numbers(
-        tokens_S, completion.logprobs, completion.entropies
+      tokens_S, completion.logprobs, completion.entropies
     )
     token_sequence.check_versions(completion.versions)
   except ValueError as error:
     raise SamplingContractError(
-        "the completion's tokens, log-probs or versions cannot be trained on:"
-        f" {error}"
+      "the completion's tokens, log-probs or versions cannot be trained on:"
+      f" {error}"
     ) from error
   check_likely(completion.logprobs)
 
@@ -107,13 +107,13 @@ def check_likely(logprobs_S: np.ndarray) -> None:
   least = float(logprobs_S.min(initial=0.0))
   if least < LEAST_LOGPROB:
     raise SamplingContractError(
-        f"a sampled token's log-prob is {least:g}, below {LEAST_LOGPROB:g}: it"
-        " is not that of the distribution it was sampled from"
+      f"a sampled token's log-prob is {least:g}, below {LEAST_LOGPROB:g}: it"
+      " is not that of the distribution it was sampled from"
     )
 
 
 def check_outside(
-    tokens_S: np.ndarray, logprobs_S: np.ndarray, vocabulary: Vocabulary
+  tokens_S: np.ndarray, logprobs_S: np.ndarray, vocabulary: Vocabulary
 ) -> None:
   """Refuses what another process says it has sampled.
 
@@ -134,9 +134,9 @@ def check_outside(
 
 
 def read(
-    completion: policy_client.Completion,
-    decoder: Decoder,
-    stop_token_ids: Collection[int],
+  completion: policy_client.Completion,
+  decoder: Decoder,
+  stop_token_ids: Collection[int],
 ) -> tuple[str, bool]:
   """The text that was sampled, and whether it ends with a stop token.
 

@@ -78,7 +78,7 @@ class Clock:
   def __init__(self, due: float):
     """Args:
 
-      due: `loop.time()` when the time is up.
+    due: `loop.time()` when the time is up.
     """
     self.stopped_s = 0.0
     self.on_change: Callable[[], None] = lambda: None
@@ -113,7 +113,7 @@ class Clock:
 
 
 _CLOCKS: contextvars.ContextVar[tuple[Clock, ...]] = contextvars.ContextVar(
-    "_CLOCKS", default=()
+  "_CLOCKS", default=()
 )
 
 
@@ -173,9 +173,9 @@ class CallRunner:
   def __init__(self, pool: WorkerPool | None = None, grace: float = 1.0):
     """Args:
 
-      pool: threads for synchronous code; a new one by default.
-      grace: seconds that cancelled code may take to clean up after itself
-        before it counts as stuck.
+    pool: threads for synchronous code; a new one by default.
+    grace: seconds that cancelled code may take to clean up after itself
+      before it counts as stuck.
     """
     if not grace >= 0:
       raise ValueError(f"grace must be >= 0 seconds, got {grace!r}")
@@ -194,14 +194,14 @@ class CallRunner:
     return self.pool.close(timeout)
 
   async def call(
-      self,
-      fn: Callable[..., Any],
-      *args: Any,
-      seconds: float | None = None,
-      at: float = _INF,
-      inline: bool = False,
-      what: str = "",
-      on_stuck: Callable[[StuckCall], None] | None = None,
+    self,
+    fn: Callable[..., Any],
+    *args: Any,
+    seconds: float | None = None,
+    at: float = _INF,
+    inline: bool = False,
+    what: str = "",
+    on_stuck: Callable[[StuckCall], None] | None = None,
   ) -> Any:
     """Returns `fn(*args)`, awaited when it is awaitable.
 
@@ -225,7 +225,7 @@ class CallRunner:
     """
     what = what or _name(fn)
     more: dict[str, Any] = dict(
-        seconds=seconds, at=at, what=what, on_stuck=on_stuck
+      seconds=seconds, at=at, what=what, on_stuck=on_stuck
     )
     if is_async(fn):
       return await self.run(fn(*args), inline=inline, **more)
@@ -239,14 +239,14 @@ class CallRunner:
     return result
 
   async def run(
-      self,
-      awaitable: Awaitable[T],
-      *,
-      seconds: float | None = None,
-      at: float = _INF,
-      inline: bool = False,
-      what: str = "",
-      on_stuck: Callable[[StuckCall], None] | None = None,
+    self,
+    awaitable: Awaitable[T],
+    *,
+    seconds: float | None = None,
+    at: float = _INF,
+    inline: bool = False,
+    what: str = "",
+    on_stuck: Callable[[StuckCall], None] | None = None,
   ) -> T:
     """Awaits under a deadline; arguments and errors as for `call`.
 
@@ -290,9 +290,7 @@ class CallRunner:
       task.add_done_callback(_retrieve)
     return stuck
 
-  async def _run_in_thread(
-      self, fn, args, seconds, at, what, on_stuck
-  ) -> Any:
+  async def _run_in_thread(self, fn, args, seconds, at, what, on_stuck) -> Any:
     job = self.pool.submit(lambda: fn(*args))
     limit = _INF if seconds is None else seconds
     try:
@@ -306,7 +304,7 @@ class CallRunner:
     raise CallTimeout(_late(what, seconds), stuck)
 
   async def _give_up(
-      self, job, what, on_stuck, grace: float = 0.0
+    self, job, what, on_stuck, grace: float = 0.0
   ) -> StuckCall | None:
     """Leaves a thread to itself, after `grace` seconds."""
     try:
@@ -338,19 +336,19 @@ class Guarded:
   """
 
   def __init__(
-      self,
-      target: Any,
-      *,
-      runner: CallRunner | None = None,
-      inline: bool = False,
-      name: str = "",
+    self,
+    target: Any,
+    *,
+    runner: CallRunner | None = None,
+    inline: bool = False,
+    name: str = "",
   ):
     """Args:
 
-      target: the object; its methods are looked up at each call.
-      runner: Runner of its calls; the process's by default.
-      inline: see the attributes.
-      name: Name of the object in errors, e.g. "the gym"; its class by default.
+    target: the object; its methods are looked up at each call.
+    runner: Runner of its calls; the process's by default.
+    inline: see the attributes.
+    name: Name of the object in errors, e.g. "the gym"; its class by default.
     """
     self.target = target
     self.inline = inline
@@ -370,13 +368,16 @@ class Guarded:
     """`run` for the object's method of that name."""
     what = f"{type(self.target).__name__}.{method}"
     return await self.run(
-        getattr(self.target, method), *args, what=what, **limits
+      getattr(self.target, method), *args, what=what, **limits
     )
 
   async def run(
-      self, fn: Callable[..., Any], *args: Any, inline: bool = False,
-      **limits: Any,
-  ) -> Any:  # pyformat: disable
+    self,
+    fn: Callable[..., Any],
+    *args: Any,
+    inline: bool = False,
+    **limits: Any,
+  ) -> Any:
     """Calls `fn`, which uses the object; see `CallRunner.call`.
 
     Raises:
@@ -384,14 +385,14 @@ class Guarded:
     """
     self._check()
     return await self._runner.call(
-        fn, *args, inline=inline or self.inline, on_stuck=self._hold, **limits
+      fn, *args, inline=inline or self.inline, on_stuck=self._hold, **limits
     )
 
   async def close(
-      self,
-      *,
-      seconds: float | None = None,
-      closed_late: Callable[[Exception | None], None] | None = None,
+    self,
+    *,
+    seconds: float | None = None,
+    closed_late: Callable[[Exception | None], None] | None = None,
   ) -> None:
     """Calls the object's `close`, if it has one.
 
@@ -438,7 +439,7 @@ class Guarded:
 
     def in_thread() -> None:
       threading.Thread(
-          target=lambda: asyncio.run(close()), name="tunix-close", daemon=True
+        target=lambda: asyncio.run(close()), name="tunix-close", daemon=True
       ).start()
 
     def returned() -> None:
@@ -456,8 +457,8 @@ class Guarded:
   def _check(self) -> None:
     if self.stuck is not None:
       raise StillRunningError(
-          f"{self.stuck.description} was given up and still runs;"
-          f" {self._name} can only be closed when it returns"
+        f"{self.stuck.description} was given up and still runs;"
+        f" {self._name} can only be closed when it returns"
       )
 
   def _log(self, error: Exception | None) -> None:
@@ -486,9 +487,9 @@ async def to_the_end(awaitable: Awaitable[T]) -> T:
 
 
 async def create_or_rollback(
-    created: Awaitable[T],
-    undo: Callable[[T], Awaitable[Any]],
-    undoing: set[asyncio.Future[Any]],
+  created: Awaitable[T],
+  undo: Callable[[T], Awaitable[Any]],
+  undoing: set[asyncio.Future[Any]],
 ) -> T:
   """Awaits a creation; if the caller is cancelled, undoes it once it completes.
 
@@ -530,7 +531,7 @@ of the same pool comes to a standstill.
 
 
 async def with_deadline(
-    awaitable: Awaitable[T], seconds: float | None, what: str = "call"
+  awaitable: Awaitable[T], seconds: float | None, what: str = "call"
 ) -> T:
   """Awaits at most `seconds` (None: no limit).
 
@@ -546,9 +547,9 @@ async def with_deadline(
 
 
 def finished(
-    future: concurrent.futures.Future[Any],
-    seconds: float,
-    stop: threading.Event | None = None,
+  future: concurrent.futures.Future[Any],
+  seconds: float,
+  stop: threading.Event | None = None,
 ) -> bool:
   """Waits for `future`, in a thread; whether it is done.
 
@@ -570,19 +571,19 @@ def finished(
 
 
 async def inline_deadline(
-    awaitable: Awaitable[T], seconds: float, what: str = "call"
+  awaitable: Awaitable[T], seconds: float, what: str = "call"
 ) -> T:
   """As `with_deadline`, without a task: for code that honours cancellation."""
   return await _RUNNER.run(awaitable, seconds=seconds, what=what, inline=True)
 
 
 async def acall(
-    fn: Callable[..., Any],
-    *args: Any,
-    seconds: float | None = None,
-    what: str = "call",
-    on_stuck: Callable[[StuckCall], None] | None = None,
-    **kwargs: Any,
+  fn: Callable[..., Any],
+  *args: Any,
+  seconds: float | None = None,
+  what: str = "call",
+  on_stuck: Callable[[StuckCall], None] | None = None,
+  **kwargs: Any,
 ) -> Any:
   """Calls sync or async `fn` without blocking the loop; see `CallRunner.call`.
 
@@ -592,17 +593,20 @@ async def acall(
       Exception.
   """
   return await _RUNNER.call(
-      functools.partial(fn, **kwargs) if kwargs else fn,
-      *args, seconds=seconds, what=what, on_stuck=on_stuck,
-  )  # pyformat: disable
+    functools.partial(fn, **kwargs) if kwargs else fn,
+    *args,
+    seconds=seconds,
+    what=what,
+    on_stuck=on_stuck,
+  )
 
 
 def call(
-    fn: Callable[..., Any],
-    *args: Any,
-    seconds: float | None = None,
-    what: str = "call",
-    **kwargs: Any,
+  fn: Callable[..., Any],
+  *args: Any,
+  seconds: float | None = None,
+  what: str = "call",
+  **kwargs: Any,
 ) -> Any:
   """`acall` for code without an event loop (or inside one, blocking it)."""
 

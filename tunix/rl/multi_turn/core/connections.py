@@ -58,9 +58,7 @@ def raise_open_files() -> None:
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   most = _MOST_FILES if hard == resource.RLIM_INFINITY else hard
   if soft != resource.RLIM_INFINITY and soft < min(most, _MOST_FILES):
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (min(most, _MOST_FILES), hard)
-    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, _MOST_FILES), hard))
 
 
 def most_connections(limits: ConnectionLimits) -> int:
@@ -82,7 +80,7 @@ class _Pool:
     self.most = most_connections(limits)
     self.reserve = max(2, min(256, self.most // 4))
     self.of_client = max(
-        1, min(limits.max_client_connections, self.most * 3 // 4)
+      1, min(limits.max_client_connections, self.most * 3 // 4)
     )
     self.open = self.busy = self.num_fresh = 0
     self.held: collections.Counter[str] = collections.Counter()
@@ -106,9 +104,7 @@ class _Pool:
       victim = self._victim()
     elif self.held[one.who] > self.of_client:
       own = [_oldest(pool, one.who) for pool in (self.fresh, self.idle)]
-      count = len(self.fresh.get(one.who, ())) + len(
-          self.idle.get(one.who, ())
-      )
+      count = len(self.fresh.get(one.who, ())) + len(self.idle.get(one.who, ()))
       victim = (own[0] or own[1]) if count > self.reserve else None
     else:
       victim = None
@@ -127,8 +123,8 @@ class _Pool:
   def full_for(self, who: str) -> bool:
     """Whether a further request of this address is one too many."""
     return (
-        self.busy >= self.most - self.reserve
-        or self.busy_of[who] >= self.of_client
+      self.busy >= self.most - self.reserve
+      or self.busy_of[who] >= self.of_client
     )
 
   def set_state(self, one: Any, state: str) -> None:
@@ -195,24 +191,26 @@ def _who(client: tuple[str, int] | None) -> str:
 async def _refuse(scope: Any, receive: Any, send: Any) -> None:
   """The application of requests beyond the limit."""
   del scope, receive
-  await send({
+  await send(
+    {
       "type": "http.response.start",
       "status": 429,
       "headers": [
-          (b"content-type", b"application/json"),
-          (b"content-length", b"%d" % len(_FULL)),
-          (b"retry-after", b"1"),
-          (b"connection", b"close"),
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(_FULL)),
+        (b"retry-after", b"1"),
+        (b"connection", b"close"),
       ],
-  })
+    }
+  )
   await send({"type": "http.response.body", "body": _FULL})
 
 
 _FULL = request_bodies.refusal(
-    429,
-    "the server answers as many requests as it has connections for; repeat"
-    " this one later",
-    "too_many_connections",
+  429,
+  "the server answers as many requests as it has connections for; repeat"
+  " this one later",
+  "too_many_connections",
 )
 
 
@@ -220,32 +218,32 @@ def _raw(status: bytes, text: str, code: str) -> bytes:
   body = request_bodies.refusal(int(status[:3]), text, code)
   retry = b"" if status.startswith(b"400") else b"retry-after: 1\r\n"
   return (
-      b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-      b"%sconnection: close\r\n\r\n%s"
+    b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"%sconnection: close\r\n\r\n%s"
   ) % (status, len(body), retry, body)
 
 
 _NO_ROOM = _raw(
-    b"503 Service Unavailable",
-    "the server has no connection left; connect again later",
-    "too_many_connections",
+  b"503 Service Unavailable",
+  "the server has no connection left; connect again later",
+  "too_many_connections",
 )
 _LATE = _raw(
-    b"408 Request Timeout",
-    "the head of the request came too slowly; send it again",
-    "too_slow",
+  b"408 Request Timeout",
+  "the head of the request came too slowly; send it again",
+  "too_slow",
 )
 _NO_SOCKET = _raw(
-    b"400 Bad Request",
-    "a request for a WebSocket has no body, at most 128 headers, and lines of"
-    " at most 8 KiB",
-    "invalid_head",
+  b"400 Bad Request",
+  "a request for a WebSocket has no body, at most 128 headers, and lines of"
+  " at most 8 KiB",
+  "invalid_head",
 )
 
 
 def protocol(
-    limits: ConnectionLimits = ConnectionLimits(),
-    relieve: Callable[[], None] = lambda: None,
+  limits: ConnectionLimits = ConnectionLimits(),
+  relieve: Callable[[], None] = lambda: None,
 ) -> type[asyncio.Protocol]:
   """A protocol class for uvicorn's `http`, with these limits.
 
@@ -426,13 +424,13 @@ def protocol(
         return
       lingered = self._lingers
       self._lingers = (
-          not self._answering() and self.conn.their_state is h11.SEND_BODY
+        not self._answering() and self.conn.their_state is h11.SEND_BODY
       )
       if self._lingers:
         self._unset_keepalive_if_required()
       elif lingered and self.conn.their_state is h11.IDLE:
         self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
+          self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
       if self._answering() or self.timeout_keep_alive_task is not None:
         self._head = _cancelled(self._head)
@@ -452,7 +450,7 @@ def protocol(
         self.transport.abort()
       else:
         self._stall = self.loop.call_later(
-            limits.stall_timeout, self._look, waiting
+          limits.stall_timeout, self._look, waiting
         )
 
     def resume_writing(self) -> None:

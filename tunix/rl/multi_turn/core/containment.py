@@ -60,7 +60,7 @@ class contained:  # pylint: disable=invalid-name
   def __init__(self, what: str = ""):
     """Args:
 
-      what: names the call in the error of one that cancels itself.
+    what: names the call in the error of one that cancels itself.
     """
     self._what = what or "the called code"
     self._task: asyncio.Task[Any] | None = None
@@ -97,8 +97,8 @@ def run_forever(loop: asyncio.AbstractEventLoop) -> None:
       return
     except (SystemExit, KeyboardInterrupt) as error:
       _LOG.warning(
-          "a task of called code raised %s; the event loop continues",
-          describe(error),
+        "a task of called code raised %s; the event loop continues",
+        describe(error),
       )
 
 

@@ -39,7 +39,7 @@ class ContentStore:
     self._size = 0
     self._lock = threading.Lock()
     self._files: collections.OrderedDict[str, tuple[bytes, str]] = (
-        collections.OrderedDict()
+      collections.OrderedDict()
     )
 
   def put(self, content: bytes, media_type: str) -> str:
@@ -50,8 +50,8 @@ class ContentStore:
     """
     if len(content) > self._capacity:
       raise ValueError(
-          f"{len(content)} bytes exceed capacity_bytes={self._capacity}; raise"
-          " it, or send a smaller image"
+        f"{len(content)} bytes exceed capacity_bytes={self._capacity}; raise"
+        " it, or send a smaller image"
       )
     name = hashlib.sha256(content).hexdigest()
     with self._lock:
@@ -75,23 +75,22 @@ class ContentStore:
 
 
 class SignedUrls:
-  """Makes and checks addresses `{base}/images/{sha256}?expires=…&signature=…`.
-  """
+  """Makes and checks addresses `{base}/images/{sha256}?expires=…&signature=…`."""
 
   def __init__(
-      self,
-      base_url: str = "",
-      *,
-      lifetime_s: float = 3600.0,
-      key: bytes | None = None,
-      clock: Callable[[], float] = time.time,
+    self,
+    base_url: str = "",
+    *,
+    lifetime_s: float = 3600.0,
+    key: bytes | None = None,
+    clock: Callable[[], float] = time.time,
   ):
     """Args:
 
-      base_url: Address of the server that serves them; may be set later.
-      lifetime_s: seconds that an address is valid.
-      key: secret of the signatures; a fresh one by default.
-      clock: seconds since the epoch.
+    base_url: Address of the server that serves them; may be set later.
+    lifetime_s: seconds that an address is valid.
+    key: secret of the signatures; a fresh one by default.
+    clock: seconds since the epoch.
     """
     if not lifetime_s > 0:
       raise ValueError(f"lifetime_s must be > 0 seconds, got {lifetime_s}")
@@ -104,7 +103,7 @@ class SignedUrls:
     """The address of a content, valid from now on for `lifetime_s`."""
     expires = int(self._clock() + self._lifetime)
     query = urllib.parse.urlencode(
-        {"expires": expires, "signature": self._sign(name, expires)}
+      {"expires": expires, "signature": self._sign(name, expires)}
     )
     return f"{self.base_url}/images/{name}?{query}"
 
@@ -115,7 +114,7 @@ class SignedUrls:
       return "the address is not one of this server's"
     signature = query.get("signature", "").encode("utf-8", "replace")
     if not hmac.compare_digest(
-        signature, self._sign(name, int(expires)).encode()
+      signature, self._sign(name, int(expires)).encode()
     ):
       return "the address has a wrong signature; use it exactly as it was given"
     if int(expires) < self._clock():

@@ -19,17 +19,17 @@ _SCHEME = r"(?:[a-zA-Z][a-zA-Z0-9+.\-]*)?://"
 # Up to the last @ before the path: a password may hold one itself.
 _USER = re.compile(rf"({_SCHEME})([^\s/?#'\"]*)@")
 _WORDS = (
-    r"token|secret|passw|pwd|api[_\-]?key|access[_\-]?key|credential|bearer"
+  r"token|secret|passw|pwd|api[_\-]?key|access[_\-]?key|credential|bearer"
 )
 _PARAMETER = re.compile(
-    rf"([?&;#]((?:[\w.\-]*(?:{_WORDS}|auth)[\w.\-]*)|sig|signature|key)=)"
-    r"([^\s&;#'\"]+)",
-    re.I,
+  rf"([?&;#]((?:[\w.\-]*(?:{_WORDS}|auth)[\w.\-]*)|sig|signature|key)=)"
+  r"([^\s&;#'\"]+)",
+  re.I,
 )
 _OPTION = re.compile(rf"^[\w\-]*(?:{_WORDS})[\w\-]*$", re.I)
 # Where the secret lies, and the tokens of language models.
 _HARMLESS = re.compile(
-    r"(?:_|^)(?:file|path|variable|env)$|tokens|tokeni[sz]|token_id", re.I
+  r"(?:_|^)(?:file|path|variable|env)$|tokens|tokeni[sz]|token_id", re.I
 )
 
 
@@ -53,8 +53,7 @@ class Credential:
 def masked(text: str) -> str:
   """`text` with each address's user, password and secret parameters masked."""
   text = _USER.sub(
-      lambda match: f"{match[1]}{MASK}@" if _is_secret(match) else match[0],
-      text,
+    lambda match: f"{match[1]}{MASK}@" if _is_secret(match) else match[0], text
   )
   return _PARAMETER.sub(rf"\1{MASK}", text)
 

@@ -27,25 +27,25 @@ class DataUrls:
   """Data URLs of one store's images. Thread-safe; serves any event loops."""
 
   def __init__(
-      self,
-      store: images.ImageStore,
-      capacity: int = _KEPT,
-      resize: Callable[[np.ndarray], np.ndarray] | None = None,
+    self,
+    store: images.ImageStore,
+    capacity: int = _KEPT,
+    resize: Callable[[np.ndarray], np.ndarray] | None = None,
   ):
     """Args:
 
-      store: holds the pixels.
-      kept: URLs cached; the least recently used are evicted first.
-      resize: Maps the uint8[H, W, 3] pixels to those that are encoded.
+    store: holds the pixels.
+    kept: URLs cached; the least recently used are evicted first.
+    resize: Maps the uint8[H, W, 3] pixels to those that are encoded.
     """
     if capacity < 1:
       raise ValueError(f"kept must be >= 1, got {capacity}")
     self._store, self._resize = store, resize
     self._kept = capacity
     self._lock = threading.Lock()
-    self._urls: collections.OrderedDict[
-        str, concurrent.futures.Future[str]
-    ] = collections.OrderedDict()
+    self._urls: collections.OrderedDict[str, concurrent.futures.Future[str]] = (
+      collections.OrderedDict()
+    )
     self._threads = concurrent.futures.ThreadPoolExecutor(1, "tunix-data-urls")
 
   async def of(self, image: trajectory.ImageRef) -> str:

@@ -169,8 +169,8 @@ def _files(directory: pathlib.Path) -> set[pathlib.Path]:
 
 def _write_sums(directory: pathlib.Path) -> None:
   lines = [
-      f"{_digest(f)}  {f.relative_to(directory).as_posix()}\n"
-      for f in sorted(_files(directory))
+    f"{_digest(f)}  {f.relative_to(directory).as_posix()}\n"
+    for f in sorted(_files(directory))
   ]
   (directory / SUMS).write_text("".join(lines), encoding="utf-8")
 
@@ -191,9 +191,12 @@ def _exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
   if renameat2 is None:
     return False
   status = renameat2(
-      _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other),
-      ctypes.c_uint(_RENAME_EXCHANGE),
-  )  # pyformat: disable
+    _AT_FDCWD,
+    os.fsencode(one),
+    _AT_FDCWD,
+    os.fsencode(other),
+    ctypes.c_uint(_RENAME_EXCHANGE),
+  )
   if status == 0:
     return True
   code = ctypes.get_errno()

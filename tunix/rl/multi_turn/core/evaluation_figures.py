@@ -13,9 +13,9 @@ from typing import Any, Mapping
 from . import pass_at_k
 
 _METRIC = re.compile(
-    r"(?:(?P<mode>greedy|sampled)\.)?"
-    r"(?:(?P<plain>success_rate|mean_reward)"
-    r"|(?P<kind>pass_at|pass_hat)_(?P<k>[1-9]\d*))"
+  r"(?:(?P<mode>greedy|sampled)\.)?"
+  r"(?:(?P<plain>success_rate|mean_reward)"
+  r"|(?P<kind>pass_at|pass_hat)_(?P<k>[1-9]\d*))"
 )
 
 
@@ -24,8 +24,8 @@ def problem(metric: str, modes: tuple[str, ...], attempts: int) -> str:
   match = _METRIC.fullmatch(metric)
   if not match:
     return (
-        "it must be success_rate, mean_reward, pass_at_K or pass_hat_K, or one"
-        " of them after greedy. or sampled."
+      "it must be success_rate, mean_reward, pass_at_K or pass_hat_K, or one"
+      " of them after greedy. or sampled."
     )
   mode = match["mode"] or modes[0]
   if mode not in modes:
@@ -35,8 +35,8 @@ def problem(metric: str, modes: tuple[str, ...], attempts: int) -> str:
     powers = pass_at_k.ks_of(most) if most > 1 else []
     if int(match["k"]) not in powers:
       return (
-          f"with eval.attempts={attempts}, mode {mode} has"
-          f" {match['kind']}_K for K in {powers}"
+        f"with eval.attempts={attempts}, mode {mode} has"
+        f" {match['kind']}_K for K in {powers}"
       )
   return ""
 

@@ -149,10 +149,10 @@ class StepFinished(Event):
   metrics: Mapping[str, float]
   groups: tuple[trajectory.TrajectoryGroup, ...] = ()
   advantages: Mapping[str, tuple[float, ...]] = dataclasses.field(
-      default_factory=dict
+    default_factory=dict
   )
   left_out: Mapping[str, tuple[str, ...]] = dataclasses.field(
-      default_factory=dict
+    default_factory=dict
   )
 
 
@@ -214,8 +214,7 @@ class Observer(Protocol):
   `Observers` sends it no others. Without it, an observer receives all.
   """
 
-  def on_event(self, event: Event) -> None:
-    ...
+  def on_event(self, event: Event) -> None: ...
 
 
 class Observers:
@@ -232,9 +231,9 @@ class Observers:
 
   def _receivers_of(self, kind: type) -> list[Observer]:
     return [
-        observer
-        for observer in self._observers
-        if issubclass(kind, getattr(observer, "receives", object))
+      observer
+      for observer in self._observers
+      if issubclass(kind, getattr(observer, "receives", object))
     ]
 
   def on_event(self, event: Event) -> None:
@@ -249,10 +248,10 @@ class Observers:
         name = type(observer).__name__
         if not self.failures[name]:
           _LOG.error(
-              "observer %s failed on %s (%r); later failures are only counted",
-              name,
-              type(event).__name__,
-              error,
-              exc_info=not isinstance(error, OSError),
+            "observer %s failed on %s (%r); later failures are only counted",
+            name,
+            type(event).__name__,
+            error,
+            exc_info=not isinstance(error, OSError),
           )
         self.failures[name] += 1

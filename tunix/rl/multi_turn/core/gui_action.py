@@ -33,24 +33,25 @@ class GuiActionKind(str, enum.Enum):
 
 # kind -> (required fields, optional fields)
 _FIELDS: dict[GuiActionKind, tuple[set[str], set[str]]] = {
-    GuiActionKind.CLICK: ({"x", "y"}, {"element", "button", "count", "keys"}),
-    GuiActionKind.MOVE: ({"x", "y"}, {"element"}),
-    GuiActionKind.DRAG: (
-        {"x2", "y2"}, {"x", "y", "element", "element2", "button"}
-    ),
-    GuiActionKind.SCROLL: (set(), {"x", "y", "dx", "dy"}),
-    GuiActionKind.TYPE: ({"text"}, set()),
-    GuiActionKind.KEY: ({"keys"}, {"duration"}),
-    GuiActionKind.WAIT: (set(), {"duration"}),
-    GuiActionKind.LONG_PRESS: ({"x", "y"}, {"duration"}),
-    GuiActionKind.SWIPE: ({"x", "y", "x2", "y2"}, {"duration"}),
-    GuiActionKind.SYSTEM_BUTTON: ({"text"}, set()),
-    GuiActionKind.OPEN_APP: ({"text"}, set()),
-    GuiActionKind.ANSWER: ({"text"}, set()),
-    GuiActionKind.TERMINATE: (set(), {"success"}),
-    GuiActionKind.SCREENSHOT: (set(), set()),
-    GuiActionKind.FILL: ({"element", "text"}, set()),
-    GuiActionKind.FOCUS: ({"element"}, set()),
+  GuiActionKind.CLICK: ({"x", "y"}, {"element", "button", "count", "keys"}),
+  GuiActionKind.MOVE: ({"x", "y"}, {"element"}),
+  GuiActionKind.DRAG: (
+    {"x2", "y2"},
+    {"x", "y", "element", "element2", "button"},
+  ),
+  GuiActionKind.SCROLL: (set(), {"x", "y", "dx", "dy"}),
+  GuiActionKind.TYPE: ({"text"}, set()),
+  GuiActionKind.KEY: ({"keys"}, {"duration"}),
+  GuiActionKind.WAIT: (set(), {"duration"}),
+  GuiActionKind.LONG_PRESS: ({"x", "y"}, {"duration"}),
+  GuiActionKind.SWIPE: ({"x", "y", "x2", "y2"}, {"duration"}),
+  GuiActionKind.SYSTEM_BUTTON: ({"text"}, set()),
+  GuiActionKind.OPEN_APP: ({"text"}, set()),
+  GuiActionKind.ANSWER: ({"text"}, set()),
+  GuiActionKind.TERMINATE: (set(), {"success"}),
+  GuiActionKind.SCREENSHOT: (set(), set()),
+  GuiActionKind.FILL: ({"element", "text"}, set()),
+  GuiActionKind.FOCUS: ({"element"}, set()),
 }
 _PLACES = {"element": {"x", "y"}, "element2": {"x2", "y2"}}
 """An element's id stands in place of these."""
@@ -71,7 +72,7 @@ def _kind(value: Any) -> GuiActionKind:
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
     raise ValueError(
-        f"GUI action kind={value!r} is unknown{hint} Known: {', '.join(names)}"
+      f"GUI action kind={value!r} is unknown{hint} Known: {', '.join(names)}"
     ) from None
 
 
@@ -128,12 +129,12 @@ class GuiAction:
         raise ValueError(f"GUI action {self.kind.value!r} needs {name!r}")
       if is_set and name not in required | optional:
         raise ValueError(
-            f"GUI action {self.kind.value!r} takes no {name!r} (got"
-            f" {getattr(self, name)!r})"
+          f"GUI action {self.kind.value!r} takes no {name!r} (got"
+          f" {getattr(self, name)!r})"
         )
     if self.button not in _BUTTONS:
       raise ValueError(
-          f"button must be one of {', '.join(_BUTTONS)}; got {self.button!r}"
+        f"button must be one of {', '.join(_BUTTONS)}; got {self.button!r}"
       )
     if self.count not in (1, 2, 3):
       raise ValueError(f"count must be 1, 2 or 3, got {self.count!r}")
@@ -143,11 +144,11 @@ class GuiAction:
     if sx == 1 and sy == 1:
       return self
     factors = (("x", sx), ("y", sy), ("x2", sx), ("y2", sy), ("dx", sx),
-               ("dy", sy))  # pyformat: disable
+               ("dy", sy))  # fmt: skip
     changes = {
-        name: getattr(self, name) * factor
-        for name, factor in factors
-        if getattr(self, name)  # Neither None nor 0.
+      name: getattr(self, name) * factor
+      for name, factor in factors
+      if getattr(self, name)  # Neither None nor 0.
     }
     return dataclasses.replace(self, **changes) if changes else self
 

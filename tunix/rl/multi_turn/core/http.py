@@ -151,11 +151,11 @@ class RetryPolicy:
   jitter: float = 0.0
 
   async def run(
-      self,
-      attempt: Callable[[], Awaitable[T]],
-      *,
-      due: float = math.inf,
-      before_sleep: Callable[[tenacity.RetryCallState], None] | None = None,
+    self,
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    due: float = math.inf,
+    before_sleep: Callable[[tenacity.RetryCallState], None] | None = None,
   ) -> T:
     """Awaits `attempt()`, retrying until it succeeds or may not be retried.
 
@@ -187,12 +187,12 @@ class RetryPolicy:
       return failures >= self.tries
 
     retrying = tenacity.AsyncRetrying(
-        stop=stop,
-        wait=wait,
-        retry=tenacity.retry_any(_IS_FULL, self.retry),
-        before_sleep=before_sleep,
-        sleep=asyncio.sleep,
-        reraise=True,
+      stop=stop,
+      wait=wait,
+      retry=tenacity.retry_any(_IS_FULL, self.retry),
+      before_sleep=before_sleep,
+      sleep=asyncio.sleep,
+      reraise=True,
     )
     return await retrying(attempt)
 
@@ -203,7 +203,7 @@ def _error_of(state: tenacity.RetryCallState) -> CallError | None:
 
 
 _IS_FULL = tenacity.retry_if_exception(
-    lambda error: isinstance(error, CallError) and error.full
+  lambda error: isinstance(error, CallError) and error.full
 )
 
 
@@ -224,7 +224,7 @@ def address(url: Any, name: str, example: str) -> str:
     raise ValueError(f"{name}={text!r} must be an address such as {example}")
   if parts.username is not None or parts.query or parts.fragment:
     raise ValueError(
-        f"{name} must have no user, query or fragment, only what {example} has"
+      f"{name} must have no user, query or fragment, only what {example} has"
     )
   return text.rstrip("/")
 
@@ -238,11 +238,11 @@ def seconds_of(text: str | None) -> float | None:
 
 
 async def read(
-    fn: Callable[[], T],
-    size: int,
-    seconds: float | None,
-    what: str,
-    inline_bytes: int = _INLINE_BYTES,
+  fn: Callable[[], T],
+  size: int,
+  seconds: float | None,
+  what: str,
+  inline_bytes: int = _INLINE_BYTES,
 ) -> T:
   """`fn()`, which reads `size` bytes; in a thread when these are many."""
   if size <= inline_bytes:
@@ -251,7 +251,7 @@ async def read(
 
 
 async def send(
-    client: httpx.AsyncClient, request: httpx.Request
+  client: httpx.AsyncClient, request: httpx.Request
 ) -> httpx.Response:
   """Sends a request; returns the answer before its body is read.
 
@@ -297,22 +297,22 @@ class Http:
   """Keeps its connections between calls; belongs to one event loop."""
 
   def __init__(
-      self,
-      error: type[CallError] = CallError,
-      *,
-      headers: Mapping[str, str] | None = None,
-      connect_s: float | None = None,
-      proxies: bool = False,
-      connections: int = 100,
+    self,
+    error: type[CallError] = CallError,
+    *,
+    headers: Mapping[str, str] | None = None,
+    connect_s: float | None = None,
+    proxies: bool = False,
+    connections: int = 100,
   ):
     """Args:
 
-      error: raised for every failure, see `CallError.of`.
-      headers: Headers of every call.
-      connect_s: deadline of a connection, None for the call's own.
-      proxies: Whether the service is on the web: a proxy that the environment
-        names is used, and certificates of the web are.
-      connections: open at a time; further calls wait.
+    error: raised for every failure, see `CallError.of`.
+    headers: Headers of every call.
+    connect_s: deadline of a connection, None for the call's own.
+    proxies: Whether the service is on the web: a proxy that the environment
+      names is used, and certificates of the web are.
+    connections: open at a time; further calls wait.
     """
     self._error = error
     self._headers = dict(headers or {})
@@ -322,7 +322,7 @@ class Http:
     self._client: httpx.AsyncClient | None = None
 
   async def call(
-      self, method: str, url: str, seconds: float | None, **request: Any
+    self, method: str, url: str, seconds: float | None, **request: Any
   ) -> bytes:
     """The body of a successful answer.
 
@@ -340,7 +340,7 @@ class Http:
     return answer.content
 
   async def json(
-      self, method: str, url: str, seconds: float | None, **request: Any
+    self, method: str, url: str, seconds: float | None, **request: Any
   ) -> Any:
     """The JSON of a successful answer; see `call`."""
 
@@ -348,15 +348,18 @@ class Http:
       raw = answer.content
       try:
         return await read(
-            lambda: json_text.parse(raw), len(raw), seconds, "an answer",
-            _INLINE_JSON_BYTES,
-        )  # pyformat: disable
+          lambda: json_text.parse(raw),
+          len(raw),
+          seconds,
+          "an answer",
+          _INLINE_JSON_BYTES,
+        )
       except ValueError as error:
         kind = answer.headers.get("content-type")
         wrong = CallError(
-            f"{method} {url} answered with {kind}, not JSON"
-            f" ({str(error).partition(':')[0][:80]}): {answer.excerpt(80)}",
-            answer.status,
+          f"{method} {url} answered with {kind}, not JSON"
+          f" ({str(error).partition(':')[0][:80]}): {answer.excerpt(80)}",
+          answer.status,
         )
         wrong.answer = answer
         raise wrong from None
@@ -364,14 +367,14 @@ class Http:
     return await self._within(seconds, method, url, parse, **request)
 
   async def ask(
-      self, method: str, url: str, seconds: float | None, **request: Any
+    self, method: str, url: str, seconds: float | None, **request: Any
   ) -> dict[str, Any]:
     """The JSON object of a successful answer; see `call`."""
     data = await self.json(method, url, seconds, **request)
     if not isinstance(data, dict):
       raise self._error(
-          f"{method} {url} answered with no object of JSON, but a"
-          f" {type(data).__name__}"
+        f"{method} {url} answered with no object of JSON, but a"
+        f" {type(data).__name__}"
       )
     return data
 
@@ -382,14 +385,14 @@ class Http:
       await client.aclose()
 
   async def _within(
-      self,
-      seconds: float | None,
-      method: str,
-      url: str,
-      parse: Callable[[HttpAnswer], Awaitable[T]],
-      *,
-      retry: RetryPolicy | None = None,
-      **request: Any,
+    self,
+    seconds: float | None,
+    method: str,
+    url: str,
+    parse: Callable[[HttpAnswer], Awaitable[T]],
+    *,
+    retry: RetryPolicy | None = None,
+    **request: Any,
   ) -> T:
     """Makes the call under its deadline, as often as `retry` makes it."""
 
@@ -412,16 +415,16 @@ class Http:
       raise self._error.of(late) from None
 
   async def _exchange(
-      self,
-      method: str,
-      url: str,
-      *,
-      params: Mapping[str, Any] | None = None,
-      body: Any = None,
-      data: Mapping[str, str] | None = None,
-      files: Mapping[str, Any] | None = None,
-      headers: Mapping[str, str] | None = None,
-      limit: int = MAX_BODY,
+    self,
+    method: str,
+    url: str,
+    *,
+    params: Mapping[str, Any] | None = None,
+    body: Any = None,
+    data: Mapping[str, str] | None = None,
+    files: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+    limit: int = MAX_BODY,
   ) -> HttpAnswer:
     what = f"{method} {url}"
     sent = {**self._headers, **(headers or {}), "accept-encoding": "identity"}
@@ -438,14 +441,14 @@ class Http:
       reply = await send(self._client, self._client.build_request(
           method, url, params=params, content=content, data=data,
           files=files, headers=sent,
-      ))  # pyformat: disable
+      ))  # fmt: skip
       try:
         answer = await _received(reply, what, limit, _secrets(sent))
       finally:
         await reply.aclose()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
       raise CallError(
-          f"{what} failed: {type(error).__name__}: {error}"
+        f"{what} failed: {type(error).__name__}: {error}"
       ) from error
     if not answer.ok:
       failure = CallError(f"{what}: {answer.quoted()}", answer.status)
@@ -458,16 +461,16 @@ class Http:
     # A pool of one's own: finding a connection in one that hundreds of
     # episodes share takes longer than the call.
     return httpx.AsyncClient(
-        # Deadlines are the calls', but a connection may have its own.
-        timeout=httpx.Timeout(None, connect=self._connect_s),
-        limits=httpx.Limits(
-            max_connections=self._connections,
-            max_keepalive_connections=max(20, self._connections // 10),
-        ),
-        verify=url.startswith("https:") and _certificates(self._proxies),
-        # Machines are near: a proxy of the environment is for others.
-        trust_env=self._proxies,
-        follow_redirects=False,
+      # Deadlines are the calls', but a connection may have its own.
+      timeout=httpx.Timeout(None, connect=self._connect_s),
+      limits=httpx.Limits(
+        max_connections=self._connections,
+        max_keepalive_connections=max(20, self._connections // 10),
+      ),
+      verify=url.startswith("https:") and _certificates(self._proxies),
+      # Machines are near: a proxy of the environment is for others.
+      trust_env=self._proxies,
+      follow_redirects=False,
     )
 
 
@@ -492,14 +495,14 @@ def _masked(content: bytes, secrets: tuple[bytes, ...]) -> bytes:
 
 
 async def _received(
-    reply: httpx.Response, what: str, limit: int, secrets: tuple[bytes, ...]
+  reply: httpx.Response, what: str, limit: int, secrets: tuple[bytes, ...]
 ) -> HttpAnswer:
   failed = not 200 <= reply.status_code < 300
   kind = reply.headers.get("content-encoding", "identity").strip().lower()
   if kind not in ("", "identity") and not failed:
     raise CallError(
-        f"{what} answered with content-encoding {kind[:40]!r}, which it was"
-        " not asked for"
+      f"{what} answered with content-encoding {kind[:40]!r}, which it was"
+      " not asked for"
     )
   parts, size = [], 0
   async for part in reply.aiter_raw():

@@ -64,7 +64,7 @@ def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
       # A connection is accepted once its request has arrived, so a client
       # that sends at once is not displaced in a flood of connections.
       listening.setsockopt(
-          socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_S
+        socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_S
       )
     listening.bind((host, port))
     if backlog is not None:
@@ -73,8 +73,8 @@ def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
   except (OSError, OverflowError) as error:
     listening.close()
     raise ValueError(
-        f"cannot listen at --host={host} --port={port}: {error}; choose"
-        " another port (0: any free one)"
+      f"cannot listen at --host={host} --port={port}: {error}; choose"
+      " another port (0: any free one)"
     ) from None
   return listening
 
@@ -154,14 +154,14 @@ def cross_site(headers: Mapping[str, str], has_token: bool) -> str:
   """
   if "origin" in headers:
     return (
-        f"a request of a web page (Origin: {headers['origin'][:80]!r}) is not"
-        " answered; call from a program"
+      f"a request of a web page (Origin: {headers['origin'][:80]!r}) is not"
+      " answered; call from a program"
     )
   host = headers.get("host", "")
   if not has_token and not names_loopback(host):
     return (
-        "without a token this server answers at names of its own machine only,"
-        f" not Host: {host[:80]!r}; call 127.0.0.1, or start it with a token"
+      "without a token this server answers at names of its own machine only,"
+      f" not Host: {host[:80]!r}; call 127.0.0.1, or start it with a token"
     )
   return ""
 
@@ -180,8 +180,8 @@ def token(file: pathlib.Path | None, host: str, variable: str) -> str:
       raise ValueError(f"--token-file={file} is empty; write the token to it")
   if not text and not is_loopback(host):
     raise ValueError(
-        f"--host={host} is reachable from other machines, which needs a token:"
-        f" give --token-file, set {variable}, or leave --host at 127.0.0.1"
+      f"--host={host} is reachable from other machines, which needs a token:"
+      f" give --token-file, set {variable}, or leave --host at 127.0.0.1"
     )
   return text
 
@@ -194,15 +194,15 @@ def bearer_of(headers: Mapping[str, str]) -> str:
 def is_token(presented: str, secret: str) -> bool:
   """Whether a client presents the server's token, in constant time."""
   return hmac.compare_digest(
-      presented.encode("latin-1", "replace"), secret.encode()
+    presented.encode("latin-1", "replace"), secret.encode()
   )
 
 
 # --- events -------------------------------------------------------------------
 
 _BREAKS = {
-    character.encode(): b"\\u%04x" % ord(character)
-    for character in "\x85\u2028\u2029"
+  character.encode(): b"\\u%04x" % ord(character)
+  for character in "\x85\u2028\u2029"
 }
 
 
@@ -222,9 +222,9 @@ def event_data(written: bytes) -> bytes:
 
 
 def guarded(
-    handler: Callable[[Any], Awaitable[Any]],
-    failed: Callable[[Exception], Any],
-    done: Callable[[Any, Any, float], None],
+  handler: Callable[[Any], Awaitable[Any]],
+  failed: Callable[[Exception], Any],
+  done: Callable[[Any, Any, float], None],
 ) -> Callable[[Any], Awaitable[Any]]:
   """A route's handler that always answers.
 
@@ -284,9 +284,9 @@ async def unless_gone(request: Any, work: Awaitable[Any]) -> Any:
 
 
 def config(
-    asgi: Any,
-    limits: request_bodies.ConnectionLimits = request_bodies.ConnectionLimits(),
-    **options: Any,
+  asgi: Any,
+  limits: request_bodies.ConnectionLimits = request_bodies.ConnectionLimits(),
+  **options: Any,
 ) -> Any:
   """uvicorn's configuration of a server whose clients are held to `limits`.
 
@@ -302,19 +302,19 @@ def config(
     import uvicorn  # pylint: disable=g-import-not-at-top
   except ImportError as error:
     raise ImportError(
-        "serving needs uvicorn; pip install 'tunix-multi-turn[serve]'"
+      "serving needs uvicorn; pip install 'tunix-multi-turn[serve]'"
     ) from error
   from . import connections  # pylint: disable=g-import-not-at-top
 
   guard = request_bodies.BodyGuard(asgi, limits)
   chosen: dict[str, Any] = dict(
-      http=connections.protocol(limits, guard.relieve),
-      interface="asgi3",
-      # The limits are held in rounds of asyncio's own loop.
-      loop="asyncio",
-      log_level="warning",
-      timeout_keep_alive=limits.idle_timeout,
-      timeout_graceful_shutdown=5,
+    http=connections.protocol(limits, guard.relieve),
+    interface="asgi3",
+    # The limits are held in rounds of asyncio's own loop.
+    loop="asyncio",
+    log_level="warning",
+    timeout_keep_alive=limits.idle_timeout,
+    timeout_graceful_shutdown=5,
   )
   return uvicorn.Config(guard, **{**chosen, **options})
 
@@ -329,11 +329,11 @@ def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
   group = parser.add_argument_group("limits of connections")
   for field in settings_lib.fields(request_bodies.ConnectionLimits):
     group.add_argument(
-        f"--{field.name.replace('_', '-')}",
-        type=field.type,
-        default=defaults.get(field.name, field.default),
-        metavar={"s": "S", "MiB": "MIB"}.get(field.unit, "N"),
-        help=field.doc,
+      f"--{field.name.replace('_', '-')}",
+      type=field.type,
+      default=defaults.get(field.name, field.default),
+      metavar={"s": "S", "MiB": "MIB"}.get(field.unit, "N"),
+      help=field.doc,
     )
 
 
@@ -344,8 +344,8 @@ def limits_of(args: argparse.Namespace) -> request_bodies.ConnectionLimits:
     ValueError: naming the first wrong option.
   """
   values = {
-      field.name: getattr(args, field.name)
-      for field in settings_lib.fields(request_bodies.ConnectionLimits)
+    field.name: getattr(args, field.name)
+    for field in settings_lib.fields(request_bodies.ConnectionLimits)
   }
   try:
     return request_bodies.ConnectionLimits(**values)
@@ -361,14 +361,14 @@ class LoopbackServer:
   """An ASGI application served by a thread; a context manager."""
 
   def __init__(
-      self,
-      asgi: Any,
-      *,
-      host: str = "127.0.0.1",
-      port: int = 0,
-      limits: request_bodies.ConnectionLimits = (
-          request_bodies.ConnectionLimits()
-      ),
+    self,
+    asgi: Any,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    limits: request_bodies.ConnectionLimits = (
+      request_bodies.ConnectionLimits()
+    ),
   ):
     """Args:
 
@@ -390,10 +390,10 @@ class LoopbackServer:
     self.url = url_of(host, self._socket)
     self._server = uvicorn.Server(settings)
     self._thread = threading.Thread(
-        target=self._server.run,
-        kwargs={"sockets": [self._socket]},
-        name="tunix-loopback",
-        daemon=True,
+      target=self._server.run,
+      kwargs={"sockets": [self._socket]},
+      name="tunix-loopback",
+      daemon=True,
     )
 
   def start(self) -> LoopbackServer:
@@ -408,7 +408,7 @@ class LoopbackServer:
       if not self._thread.is_alive() or time.monotonic() > deadline:
         self.close()
         raise TimeoutError(
-            f"the server at {self.url} did not start within {_START_S:g} s"
+          f"the server at {self.url} did not start within {_START_S:g} s"
         )
       time.sleep(0.005)
     return self

@@ -54,12 +54,12 @@ def decode(content: bytes, max_pixels: int = 16_777_216) -> np.ndarray:
 
   try:
     with Image.open(
-        io.BytesIO(content), formats=("PNG", "JPEG", "WEBP")
+      io.BytesIO(content), formats=("PNG", "JPEG", "WEBP")
     ) as image:
       if image.width * image.height > max_pixels:
         raise ValueError(
-            f"the image is {image.width}x{image.height}, more than"
-            f" max_pixels={max_pixels}"
+          f"the image is {image.width}x{image.height}, more than"
+          f" max_pixels={max_pixels}"
         )
       return np.array(image.convert("RGB"))
   except (OSError, SyntaxError, Image.DecompressionBombError) as error:
@@ -79,9 +79,9 @@ def _is_constant(pixels: np.ndarray) -> bool:
   while isinstance(base, np.ndarray):
     base = base.base
   return (
-      isinstance(base, bytes)
-      and len(base) == pixels.nbytes
-      and pixels.flags.c_contiguous
+    isinstance(base, bytes)
+    and len(base) == pixels.nbytes
+    and pixels.flags.c_contiguous
   )
 
 
@@ -113,21 +113,21 @@ class ImageStore:
   """Bounded, content-addressed store of uint8[H, W, 3] screenshots."""
 
   def __init__(
-      self,
-      directory: str | pathlib.Path | None = None,
-      capacity_bytes: int = CAPACITY_BYTES,
+    self,
+    directory: str | pathlib.Path | None = None,
+    capacity_bytes: int = CAPACITY_BYTES,
   ):
     """Args:
 
-      directory: Folder of evicted images, `<sha256>.png`; None forgets them.
-      capacity_bytes: pixels kept in memory, in bytes.
+    directory: Folder of evicted images, `<sha256>.png`; None forgets them.
+    capacity_bytes: pixels kept in memory, in bytes.
     """
     if capacity_bytes <= 0:
       raise ValueError(f"capacity_bytes must be > 0, got {capacity_bytes}")
     self._directory = pathlib.Path(directory) if directory else None
     self._capacity = capacity_bytes
     self._pixels: collections.OrderedDict[str, np.ndarray] = (
-        collections.OrderedDict()
+      collections.OrderedDict()
     )
     self._bytes = 0
     self._lock = threading.Lock()
@@ -143,8 +143,8 @@ class ImageStore:
     pixels = np.asarray(pixels)
     if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
       raise ValueError(
-          "a screenshot must be uint8[H, W, 3], got"
-          f" {pixels.dtype}{list(pixels.shape)}"
+        "a screenshot must be uint8[H, W, 3], got"
+        f" {pixels.dtype}{list(pixels.shape)}"
       )
     sha = hash_pixels(pixels)
     ref = trajectory.ImageRef(sha, pixels.shape[1], pixels.shape[0])
@@ -175,8 +175,8 @@ class ImageStore:
     path = self._path(ref.sha256)
     if path is None or not path.exists():
       raise KeyError(
-          f"image {ref.sha256[:12]}… is not in the store; raise its capacity"
-          f" (now {self._capacity} bytes) or give it a directory"
+        f"image {ref.sha256[:12]}… is not in the store; raise its capacity"
+        f" (now {self._capacity} bytes) or give it a directory"
       )
     from PIL import Image  # pylint: disable=g-import-not-at-top
 
@@ -243,7 +243,7 @@ class ImageStore:
           self._forget(next(iter(self._pixels)))
       elif self._is_over(self._capacity) and self._evicting is None:
         thread = threading.Thread(
-            target=self._evict, name="tunix-image-store", daemon=True
+          target=self._evict, name="tunix-image-store", daemon=True
         )
         try:
           thread.start()
@@ -266,11 +266,11 @@ class ImageStore:
     self.write_failures += 1
     if not self._failing:  # Once, until it works again.
       _LOG.warning(
-          "an evicted screenshot cannot be written to %s; screenshots stay in"
-          " memory, beyond the capacity of %d bytes",
-          self._directory,
-          self._capacity,
-          exc_info=True,
+        "an evicted screenshot cannot be written to %s; screenshots stay in"
+        " memory, beyond the capacity of %d bytes",
+        self._directory,
+        self._capacity,
+        exc_info=True,
       )
     self._failing = True
 
@@ -315,6 +315,6 @@ class ImageStore:
 
 def _damaged(path: pathlib.Path, reason: str) -> ValueError:
   return ValueError(
-      f"{path} is damaged: {reason}; delete it, and a resumed run collects the"
-      " groups again that show it"
+    f"{path} is damaged: {reason}; delete it, and a resumed run collects the"
+    " groups again that show it"
   )

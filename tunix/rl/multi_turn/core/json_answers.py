@@ -20,6 +20,6 @@ class Json(responses.JSONResponse):
 
   def render(self, content: Any) -> bytes:
     text = json.dumps(
-        content, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+      content, ensure_ascii=False, allow_nan=False, separators=(",", ":")
     )
     return text.encode("utf-8", "replace")

@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 Flag = Annotated[
-    bool,
-    pydantic.BeforeValidator(
-        lambda v: _FLAGS.get(v, v) if isinstance(v, str) else v
-    ),
+  bool,
+  pydantic.BeforeValidator(
+    lambda v: _FLAGS.get(v, v) if isinstance(v, str) else v
+  ),
 ]
 """true or false; also as text, as addresses have it."""
 
@@ -48,9 +48,7 @@ class Request(pydantic.BaseModel):
     if not isinstance(data, Mapping):
       return data
     declared = cls.model_fields
-    return {
-        k: v for k, v in data.items() if v is not None or k not in declared
-    }
+    return {k: v for k, v in data.items() if v is not None or k not in declared}
 
 
 def parse(text: str | bytes) -> Any:
@@ -146,25 +144,25 @@ def _fields(model: Any) -> tuple[str, ...]:
 
 
 _PROBLEMS = {
-    "missing": "is missing",
-    "string_type": "must be a string",
-    "float_type": "must be a number",
-    "int_type": "must be a whole number",
-    "bool_type": "must be true or false",
-    "dict_type": "must be an object",
-    "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
-    "list_type": "must be a list",
-    "tuple_type": "must be a list",
-    "finite_number": "must be finite",
-    "greater_than": "must be > {gt:g}",
-    "greater_than_equal": "must be >= {ge:g}",
-    "less_than": "must be < {lt:g}",
-    "less_than_equal": "must be <= {le:g}",
-    "string_unicode": "must not hold half a surrogate pair",
-    "string_too_long": "must have up to {max_length} characters",
-    "string_too_short": "must have at least {min_length} characters",
-    "too_long": "must have up to {max_length} items",
+  "missing": "is missing",
+  "string_type": "must be a string",
+  "float_type": "must be a number",
+  "int_type": "must be a whole number",
+  "bool_type": "must be true or false",
+  "dict_type": "must be an object",
+  "model_type": "must be an object",
+  "model_attributes_type": "must be an object",
+  "list_type": "must be a list",
+  "tuple_type": "must be a list",
+  "finite_number": "must be finite",
+  "greater_than": "must be > {gt:g}",
+  "greater_than_equal": "must be >= {ge:g}",
+  "less_than": "must be < {lt:g}",
+  "less_than_equal": "must be <= {le:g}",
+  "string_unicode": "must not hold half a surrogate pair",
+  "string_too_long": "must have up to {max_length} characters",
+  "string_too_short": "must have at least {min_length} characters",
+  "too_long": "must have up to {max_length} items",
 }
 
 
@@ -178,7 +176,7 @@ def refusal(error: Exception) -> str:
 
 
 def problem(
-    error: pydantic.ValidationError, what: str = "", known: tuple[str, ...] = ()
+  error: pydantic.ValidationError, what: str = "", known: tuple[str, ...] = ()
 ) -> str:
   """One line about the first wrong field.
 

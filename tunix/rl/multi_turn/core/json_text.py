@@ -54,9 +54,7 @@ def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
     return parse(file.read(most_bytes + 1), most_bytes)
 
 
-def lines(
-    file: BinaryIO, most_bytes: int = MOST_BYTES
-) -> Iterator[bytes]:
+def lines(file: BinaryIO, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
   """The lines of a file, without holding one that is too long.
 
   Raises:
@@ -92,9 +90,9 @@ def deeper(value: Any, most: int) -> bool:
     if not level:
       return False
     level = [
-        part
-        for one in level
-        for part in (one.values() if isinstance(one, dict) else one)
+      part
+      for one in level
+      for part in (one.values() if isinstance(one, dict) else one)
     ]
   return True
 
@@ -125,8 +123,8 @@ class _Brief(reprlib.Repr):
     if level <= 0 and x:
       return "{...}"
     items = [
-        f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}"
-        for key, value in itertools.islice(x.items(), 40)
+      f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}"
+      for key, value in itertools.islice(x.items(), 40)
     ]
     return "{" + ", ".join(items + ["..."] * (len(x) > 40)) + "}"
 

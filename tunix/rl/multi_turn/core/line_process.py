@@ -39,15 +39,15 @@ class Worker:
   """One process, which answers any number of requests at a time."""
 
   def __init__(
-      self,
-      command: Sequence[str],
-      name: str,
-      setup: Mapping[str, Any],
-      start_s: float,
-      *,
-      path: str = "",
-      late: str = "",
-      error: type[WorkerError] = WorkerError,
+    self,
+    command: Sequence[str],
+    name: str,
+    setup: Mapping[str, Any],
+    start_s: float,
+    *,
+    path: str = "",
+    late: str = "",
+    error: type[WorkerError] = WorkerError,
   ):
     """Starts it, and waits until it is ready.
 
@@ -76,13 +76,13 @@ class Worker:
       inherited["PYTHONPATH"] = path
     try:
       self._process = subprocess.Popen(
-          list(command),
-          stdin=subprocess.PIPE,
-          stdout=subprocess.PIPE,
-          stderr=subprocess.PIPE,
-          env=inherited,
-          encoding="utf-8",
-          errors="replace",
+        list(command),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=inherited,
+        encoding="utf-8",
+        errors="replace",
       )
     except OSError as cause:
       raise self._error(f"{command[0]} does not start: {cause}") from cause
@@ -104,7 +104,7 @@ class Worker:
     return not self._end and self._process.poll() is None
 
   async def play(
-      self, request: Mapping[str, Any], seconds: float
+    self, request: Mapping[str, Any], seconds: float
   ) -> dict[str, Any]:
     """Answers a request, which ends if the caller is cancelled.
 
@@ -119,8 +119,8 @@ class Worker:
     except TimeoutError:
       self._cancel(number)
       raise self._error(
-          f"{self._name}: the episode was not over after {seconds:g} s"
-          + (f"; raise {self._late}" if self._late else "")
+        f"{self._name}: the episode was not over after {seconds:g} s"
+        + (f"; raise {self._late}" if self._late else "")
       ) from None
     except asyncio.CancelledError:
       self._cancel(number)
@@ -147,8 +147,8 @@ class Worker:
         answer.result(CANCEL_S)
       except concurrent.futures.TimeoutError:
         self.end(
-            f"the worker did not answer for {CANCEL_S:g} s and was ended; the"
-            " environment blocks its event loop"
+          f"the worker did not answer for {CANCEL_S:g} s and was ended; the"
+          " environment blocks its event loop"
         )
       except WorkerError:
         pass  # It has ended.
@@ -186,8 +186,7 @@ class Worker:
     code = self._process.wait()
     stderr = " | ".join(self._stderr)[-600:]
     self.end(
-        f"the worker ended with status {code}"
-        + (f": {stderr}" if stderr else "")
+      f"the worker ended with status {code}" + (f": {stderr}" if stderr else "")
     )
 
   def _take(self, message: dict[str, Any]) -> None:
@@ -218,14 +217,12 @@ class Worker:
 
   def _thread(self, target: Any) -> threading.Thread:
     thread = threading.Thread(
-        target=target, name=f"worker-{self._name}", daemon=True
+      target=target, name=f"worker-{self._name}", daemon=True
     )
     thread.start()
     return thread
 
 
-def _fail(
-    future: concurrent.futures.Future[Any], error: BaseException
-) -> None:
+def _fail(future: concurrent.futures.Future[Any], error: BaseException) -> None:
   if future.set_running_or_notify_cancel():
     future.set_exception(error)

@@ -44,7 +44,7 @@ def pass_hat_k(n: int, successes: int, k: int) -> float:
 
 
 def table(
-    attempts: Sequence[tuple[int, int]], estimator: Estimator
+  attempts: Sequence[tuple[int, int]], estimator: Estimator
 ) -> dict[str, dict[str, Any]]:
   """Mean estimates for k = 1, 2, 4, … and the largest k.
 

@@ -51,17 +51,15 @@ class PeerEnded(PeerError):
 class Store(Protocol):
   """The part of JAX's coordination client that is used."""
 
-  def key_value_set_bytes(self, key: str, value: bytes) -> None:
-    ...
+  def key_value_set_bytes(self, key: str, value: bytes) -> None: ...
 
-  def blocking_key_value_get_bytes(self, key: str, timeout_ms: int) -> bytes:
-    ...
+  def blocking_key_value_get_bytes(
+    self, key: str, timeout_ms: int
+  ) -> bytes: ...
 
-  def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
-    ...
+  def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]: ...
 
-  def key_value_delete(self, key: str) -> None:
-    ...
+  def key_value_delete(self, key: str) -> None: ...
 
 
 class Peers:
@@ -172,14 +170,14 @@ class StorePeers(Peers):
   """Several processes that meet in a key-value store."""
 
   def __init__(
-      self, store: Store, index: int, count: int, deadline_s: float = 3600.0
+    self, store: Store, index: int, count: int, deadline_s: float = 3600.0
   ):
     """Args:
 
-      store: Store that all processes share.
-      index: Number of this process.
-      count: Number of processes.
-      deadline_s: how long a process waits for the others.
+    store: Store that all processes share.
+    index: Number of this process.
+    count: Number of processes.
+    deadline_s: how long a process waits for the others.
     """
     self.index, self.count = index, count
     self._store = store
@@ -197,8 +195,8 @@ class StorePeers(Peers):
   def announced(self, what: str) -> dict[int, str]:
     entries = self._store.key_value_dir_get_bytes(f"{_NOTES}/{what}/")
     notes = {
-        int(key.rpartition("/")[2]): text.decode(errors="replace").strip()
-        for key, text in entries
+      int(key.rpartition("/")[2]): text.decode(errors="replace").strip()
+      for key, text in entries
     }
     notes.pop(self.index, None)
     return notes
@@ -223,8 +221,8 @@ class StorePeers(Peers):
       at, entry = json.loads(self._read(f"{prefix}/{peer}", peer, what, due))
       if at != what:
         raise RuntimeError(
-            f"process {self.index} is at {what!r} where process {peer} is at"
-            f" {at!r}; all processes of a run need the same configuration"
+          f"process {self.index} is at {what!r} where process {peer} is at"
+          f" {at!r}; all processes of a run need the same configuration"
         )
       values.append(entry)
     # A process that has come here has read everything of the step before.
@@ -238,13 +236,12 @@ class StorePeers(Peers):
       seconds_left = due - time.monotonic()
       if seconds_left <= 0:
         raise TimeoutError(
-            f"process {peer} did not come to {what!r} within"
-            f" {self._deadline_s:g} s; look at its log"
+          f"process {peer} did not come to {what!r} within"
+          f" {self._deadline_s:g} s; look at its log"
         )
       try:
         part = self._store.blocking_key_value_get_bytes(
-            f"{prefix}/{len(parts)}",
-            int(1000 * min(seconds_left, _SLICE_S)) + 1,
+          f"{prefix}/{len(parts)}", int(1000 * min(seconds_left, _SLICE_S)) + 1
         )
       except Exception as error:  # pylint: disable=broad-except
         # JAX has one class for all of the service's errors.
@@ -253,7 +250,7 @@ class StorePeers(Peers):
         for failed, text in self.announced(FAILED).items():
           self.parted = True
           raise PeerEnded(
-              f"process {failed} failed: {text}", text.partition(":")[0]
+            f"process {failed} failed: {text}", text.partition(":")[0]
           ) from None
         continue
       parts.append(part[1:])

@@ -60,32 +60,32 @@ class SamplingConfig:
   """The distribution that completions are sampled from."""
 
   temperature: float = settings.setting(
-      default=1.0,
-      doc="Softens (> 1) or sharpens (< 1) the distribution. 0 = the likeliest"
-      " token; log-probs are then those at temperature 1.",
-      ge=0,
+    default=1.0,
+    doc="Softens (> 1) or sharpens (< 1) the distribution. 0 = the likeliest"
+    " token; log-probs are then those at temperature 1.",
+    ge=0,
   )
   top_p: float = settings.setting(
-      default=1.0,
-      doc="Keep the smallest set of tokens with this probability. 1 = all.",
-      gt=0,
-      le=1,
+    default=1.0,
+    doc="Keep the smallest set of tokens with this probability. 1 = all.",
+    gt=0,
+    le=1,
   )
   top_k: int = settings.setting(
-      default=0, doc="Keep this many tokens, the likeliest. 0 = all.", ge=0
+    default=0, doc="Keep this many tokens, the likeliest. 0 = all.", ge=0
   )
   min_p: float = settings.setting(
-      default=0.0,
-      doc="Keep tokens at least this likely, as a share of the likeliest one's"
-      " probability; before top_k, as in vLLM. 0 = all.",
-      ge=0,
-      le=1,
+    default=0.0,
+    doc="Keep tokens at least this likely, as a share of the likeliest one's"
+    " probability; before top_k, as in vLLM. 0 = all.",
+    ge=0,
+    le=1,
   )
   max_new_tokens: int = settings.setting(
-      default=32,
-      doc="A turn's completion is cut here, the end-of-turn token included.",
-      unit="tokens",
-      ge=1,
+    default=32,
+    doc="A turn's completion is cut here, the end-of-turn token included.",
+    unit="tokens",
+    ge=1,
   )
 
 
@@ -94,35 +94,35 @@ class SamplingParams(SamplingConfig):
   """Sampling of one request: a `SamplingConfig` and fields of the request."""
 
   seed: int | None = settings.setting(
-      default=None,
-      doc="Each request with the same seed, prompt and weights gives the same"
-      " tokens. None draws a fresh seed.",
+    default=None,
+    doc="Each request with the same seed, prompt and weights gives the same"
+    " tokens. None draws a fresh seed.",
   )
   stop_token_ids: tuple[int, ...] = settings.setting(
-      default=(), doc="Sampling ends with the first of these, which is kept."
+    default=(), doc="Sampling ends with the first of these, which is kept."
   )
   frequency_penalty: float = settings.setting(
-      default=0.0,
-      doc="Taken from a token's logit for each time the completion has it.",
-      ge=-2,
-      le=2,
+    default=0.0,
+    doc="Taken from a token's logit for each time the completion has it.",
+    ge=-2,
+    le=2,
   )
   presence_penalty: float = settings.setting(
-      default=0.0,
-      doc="Taken from a token's logit once the completion has it.",
-      ge=-2,
-      le=2,
+    default=0.0,
+    doc="Taken from a token's logit once the completion has it.",
+    ge=-2,
+    le=2,
   )
   top_logprobs: int = settings.setting(
-      default=0,
-      doc="Record so many likeliest tokens beside each sampled one.",
-      ge=0,
-      le=MAX_TOP_LOGPROBS,
+    default=0,
+    doc="Record so many likeliest tokens beside each sampled one.",
+    ge=0,
+    le=MAX_TOP_LOGPROBS,
   )
   raw_logprobs: bool = settings.setting(
-      default=False,
-      doc="Record the log-probs of the policy's own distribution, too: nothing"
-      " banned, at temperature 1.",
+    default=False,
+    doc="Record the log-probs of the policy's own distribution, too: nothing"
+    " banned, at temperature 1.",
   )
 
 
@@ -169,34 +169,38 @@ class Completion:
 
   def __post_init__(self):
     for name, dtype, axes in (
-        ("tokens", np.int32, 1),
-        ("logprobs", np.float32, 1),
-        ("versions", np.int32, 1),
-        ("raw_logprobs", np.float32, 1),
-        ("top_tokens", np.int32, 2),
-        ("top_logprobs", np.float32, 2),
-        ("entropies", np.float32, 1),
-        ("support", np.int32, 2),
+      ("tokens", np.int32, 1),
+      ("logprobs", np.float32, 1),
+      ("versions", np.int32, 1),
+      ("raw_logprobs", np.float32, 1),
+      ("top_tokens", np.int32, 2),
+      ("top_logprobs", np.float32, 2),
+      ("entropies", np.float32, 1),
+      ("support", np.int32, 2),
     ):
       if getattr(self, name) is None and name not in _REQUIRED:
         continue
       array = np.array(getattr(self, name), dtype=dtype)
       if array.ndim != axes:
         raise ValueError(
-            f"Completion.{name} must be {axes}-D, got shape {array.shape}"
+          f"Completion.{name} must be {axes}-D, got shape {array.shape}"
         )
       array.flags.writeable = False
       object.__setattr__(self, name, array)
     if not len(self.tokens) == len(self.logprobs) == len(self.versions):
       raise ValueError("Completion needs one log-prob and version a token")
     for name in (
-        "raw_logprobs", "top_tokens", "top_logprobs", "entropies", "support"
-    ):  # pyformat: disable
+      "raw_logprobs",
+      "top_tokens",
+      "top_logprobs",
+      "entropies",
+      "support",
+    ):
       array = getattr(self, name)
       if array is not None and len(array) != len(self.tokens):
         raise ValueError(
-            f"Completion.{name} has {len(array)} entries for"
-            f" {len(self.tokens)} tokens"
+          f"Completion.{name} has {len(array)} entries for"
+          f" {len(self.tokens)} tokens"
         )
 
   def with_support(self) -> Completion:
@@ -227,11 +231,7 @@ class PolicyClient(Protocol):
   """
 
   async def generate(
-      self,
-      prompt: TokenPrompt,
-      sampling: SamplingParams,
-      *,
-      session: str,
+    self, prompt: TokenPrompt, sampling: SamplingParams, *, session: str
   ) -> Completion:
     """Samples one completion.
 

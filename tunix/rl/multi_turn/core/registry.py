@@ -27,7 +27,7 @@ from typing import (
   Literal,
   Sequence,
   TypeVar,
-)  # pyformat: disable
+)
 
 T = TypeVar("T")
 _OURS = ("tunix.rl.multi_turn", "tunix.rl.queue")
@@ -40,26 +40,26 @@ author of a file of tasks."""
 
 
 _SYNONYMS = {
-    "bf16": "bfloat16",
-    "float16": "bfloat16",
-    "fp16": "bfloat16",
-    "fp32": "float32",
-    "hermes": "qwen",
-    "openai": "external",
-    "ppo": "gae",
-    "sglang": "external",
-    "vllm": "external",
-    "accuracy": "exact_match",
-    "android": "android_world",
-    "androidworld": "android_world",
-    "browsergym": "browser",
-    "em": "exact_match",
-    "gsm8k": "math",
-    "playwright": "browser",
-    "react": "tool",
-    "visualwebarena": "browser",
-    "web": "browser",
-    "webarena": "browser",
+  "bf16": "bfloat16",
+  "float16": "bfloat16",
+  "fp16": "bfloat16",
+  "fp32": "float32",
+  "hermes": "qwen",
+  "openai": "external",
+  "ppo": "gae",
+  "sglang": "external",
+  "vllm": "external",
+  "accuracy": "exact_match",
+  "android": "android_world",
+  "androidworld": "android_world",
+  "browsergym": "browser",
+  "em": "exact_match",
+  "gsm8k": "math",
+  "playwright": "browser",
+  "react": "tool",
+  "visualwebarena": "browser",
+  "web": "browser",
+  "webarena": "browser",
 }
 """Names that other projects use -> the name here, where it is registered."""
 
@@ -89,8 +89,8 @@ def unknown_name(kind: str, name: Any, names: Iterable[str]) -> str:
   if str(name).endswith(".py"):
     module = str(name).removesuffix(".py").strip("./").replace("/", ".")
     return (
-        f"unknown {kind} {name!r}; one of your own is module:name, here"
-        f" {module}:NAME"
+      f"unknown {kind} {name!r}; one of your own is module:name, here"
+      f" {module}:NAME"
     )
   if not names:
     return f"unknown {kind} {name!r}; none is registered"
@@ -123,8 +123,8 @@ def import_module(name: str) -> Any:
     missing = error.name or ""
     if missing.startswith("tunix.") and not missing.startswith(_OURS):
       raise ImportError(
-          f"{error}; google-tunix has it: pip install"
-          " 'tunix-multi-turn[google-tunix]'"
+        f"{error}; google-tunix has it: pip install"
+        " 'tunix-multi-turn[google-tunix]'"
       ) from error
     raise
   except ImportError:
@@ -134,8 +134,8 @@ def import_module(name: str) -> Any:
     # command that names it.
     where = _line_of(error)
     raise ImportError(
-        f"importing {name!r} raised {type(error).__name__}: {error}"
-        + (f" ({where})" if where else "")
+      f"importing {name!r} raised {type(error).__name__}: {error}"
+      + (f" ({where})" if where else "")
     ) from error
 
 
@@ -183,9 +183,7 @@ def import_function(path: str) -> Callable[..., Any]:
   return cast(Callable[..., Any], value)
 
 
-def lazy_attributes(
-    package: str, **modules: str
-) -> Callable[[str], Any]:
+def lazy_attributes(package: str, **modules: str) -> Callable[[str], Any]:
   """A package's `__getattr__` that imports public names on first use.
 
   Args:
@@ -193,17 +191,13 @@ def lazy_attributes(
     **modules: submodule -> the names in it, separated by spaces.
   """
   where = {
-      name: module
-      for module, names in modules.items()
-      for name in names.split()
+    name: module for module, names in modules.items() for name in names.split()
   }
 
   def find(name: str) -> Any:
     if name not in where:
       raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    return getattr(
-        importlib.import_module(f"{package}.{where[name]}"), name
-    )
+    return getattr(importlib.import_module(f"{package}.{where[name]}"), name)
 
   return find
 
@@ -211,8 +205,8 @@ def lazy_attributes(
 def _same_definition(old: Any, new: Any) -> bool:
   """Whether both are one definition, of a module that was loaded again."""
   names = [
-      (getattr(e, "__module__", ""), getattr(e, "__qualname__", ""))
-      for e in (old, new)
+    (getattr(e, "__module__", ""), getattr(e, "__qualname__", ""))
+    for e in (old, new)
   ]
   module, name = names[0]
   return names[0] == names[1] and bool(module and name) and "<" not in name
@@ -222,12 +216,12 @@ class Registry(Generic[T]):
   """Name -> object. `kind` is what error messages call an entry."""
 
   def __init__(
-      self,
-      kind: str,
-      *,
-      paths: bool = True,
-      group: str = "",
-      absent: Callable[[str], str] | None = None,
+    self,
+    kind: str,
+    *,
+    paths: bool = True,
+    group: str = "",
+    absent: Callable[[str], str] | None = None,
   ):
     """Makes an empty registry.
 
@@ -247,7 +241,7 @@ class Registry(Generic[T]):
     self._entries: dict[str, T | str] = {}
 
   def register(
-      self, name: str, value: T | str | None = None, *, replace: bool = False
+    self, name: str, value: T | str | None = None, *, replace: bool = False
   ) -> Callable[[T], T]:
     """Adds `value` under `name`; without a value, returns a decorator.
 
@@ -262,15 +256,15 @@ class Registry(Generic[T]):
     """
     if not isinstance(name, str) or not name:
       raise ValueError(
-          f"the name of a {self.kind} must be a non-empty str, got {name!r}"
+        f"the name of a {self.kind} must be a non-empty str, got {name!r}"
       )
 
     def add(entry: Any) -> Any:
       is_taken = not replace and name in self
       if is_taken and not _same_definition(self._entries[name], entry):
         raise ValueError(
-            f"{self.kind} {name!r} is already registered; choose another name,"
-            " unregister it, or pass replace=True"
+          f"{self.kind} {name!r} is already registered; choose another name,"
+          " unregister it, or pass replace=True"
         )
       self._entries[name] = entry
       return entry
@@ -300,9 +294,9 @@ class Registry(Generic[T]):
       if source == "operator":
         return import_path(name)
       raise ValueError(
-          f"{self.kind} {name!r} is a path to code, which only the operator's"
-          " command line and files may name; choose a registered name:"
-          f" {', '.join(self.names())}"
+        f"{self.kind} {name!r} is a path to code, which only the operator's"
+        " command line and files may name; choose a registered name:"
+        f" {', '.join(self.names())}"
       )
     if not isinstance(name, str) or name not in self:
       package = self._absent(str(name)) if self._absent else ""

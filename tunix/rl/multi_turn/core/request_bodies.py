@@ -54,49 +54,49 @@ class ConnectionLimits:
   """Limits of a server's clients. Defaults fit a pod of collectors."""
 
   max_connections: int = _setting(
-      default=0,
-      doc="Connections at a time, at most 4096 by default; 0: as the limit of"
-      " open files allows. When all are taken, a new one displaces the one that"
-      " has waited longest for a request.",
-      unit="connections",
-      ge=0,
+    default=0,
+    doc="Connections at a time, at most 4096 by default; 0: as the limit of"
+    " open files allows. When all are taken, a new one displaces the one that"
+    " has waited longest for a request.",
+    unit="connections",
+    ge=0,
   )
   max_client_connections: int = _setting(
-      default=1024,
-      doc="Connections of one address at a time, and three quarters of all at"
-      " most. Beyond it, an address displaces its own.",
-      unit="connections",
-      ge=1,
+    default=1024,
+    doc="Connections of one address at a time, and three quarters of all at"
+    " most. Beyond it, an address displaces its own.",
+    unit="connections",
+    ge=1,
   )
   head_timeout: float = _setting(
-      default=30.0,
-      doc="Deadline of a request's head, or of a connection without one.",
-      unit="s",
-      gt=0,
+    default=30.0,
+    doc="Deadline of a request's head, or of a connection without one.",
+    unit="s",
+    gt=0,
   )
   body_timeout: float = _setting(
-      default=60.0,
-      doc="Deadline of a request's body, its wait for memory included.",
-      unit="s",
-      gt=0,
+    default=60.0,
+    doc="Deadline of a request's body, its wait for memory included.",
+    unit="s",
+    gt=0,
   )
   stall_timeout: float = _setting(
-      default=60.0,
-      doc="A client must read some of a pending answer this often.",
-      unit="s",
-      gt=0,
+    default=60.0,
+    doc="A client must read some of a pending answer this often.",
+    unit="s",
+    gt=0,
   )
   idle_timeout: float = _setting(
-      default=300.0,
-      doc="A connection is closed after this long without a request.",
-      unit="s",
-      gt=0,
+    default=300.0,
+    doc="A connection is closed after this long without a request.",
+    unit="s",
+    gt=0,
   )
   body_memory: int = _setting(
-      default=1024,
-      doc="Memory for the bodies of all running requests; others wait.",
-      unit="MiB",
-      ge=1,
+    default=1024,
+    doc="Memory for the bodies of all running requests; others wait.",
+    unit="MiB",
+    ge=1,
   )
 
 
@@ -111,11 +111,11 @@ class BodyRefused(Exception):
   """
 
   def __init__(
-      self,
-      status: int,
-      message: str,
-      code: str,
-      retry_after_s: float | None = None,
+    self,
+    status: int,
+    message: str,
+    code: str,
+    retry_after_s: float | None = None,
   ):
     super().__init__(message)
     self.status = status
@@ -137,7 +137,7 @@ async def read(request: Any, most: int, what: str = "the body") -> bytes:
     ClientDisconnect: Starlette's.
   """
   too_large = BodyRefused(
-      413, f"{what} has more than {most:,} bytes; send fewer", "too_large"
+    413, f"{what} has more than {most:,} bytes; send fewer", "too_large"
   )
   # Of a head with a length, before any of the body is asked for.
   if (_declared(request.scope) or 0) > most:
@@ -218,9 +218,9 @@ class BodyGuard:
     self._app = app
     self._limits = limits
     self._free = self._total = limits.body_memory << 20
-    self._waiting: collections.deque[
-        tuple[int, asyncio.Future[None]]
-    ] = collections.deque()
+    self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = (
+      collections.deque()
+    )
     self._receiving: set[_Body] = set()
     self._turn: asyncio.Lock | None = None
     self._looked = 0.0
@@ -275,7 +275,7 @@ class BodyGuard:
         self._release(body)
 
   async def _receive(
-      self, body: _Body, declared: int | None, receive: Receive
+    self, body: _Body, declared: int | None, receive: Receive
   ) -> MutableMapping[str, Any]:
     try:
       async with body.deadline():
@@ -290,16 +290,18 @@ class BodyGuard:
       self._release(body)
       if body.gives_way:
         raise BodyRefused(
-            408, "the body came slowly while others waited; send it again",
-            "too_slow", _REFUSED_S,
-        ) from None  # pyformat: disable
+          408,
+          "the body came slowly while others waited; send it again",
+          "too_slow",
+          _REFUSED_S,
+        ) from None
       if waited:
         raise self._no_memory() from None
       raise BodyRefused(
-          408,
-          f"the body did not arrive within {self._limits.body_timeout:g} s;"
-          " send it again",
-          "too_slow",
+        408,
+        f"the body did not arrive within {self._limits.body_timeout:g} s;"
+        " send it again",
+        "too_slow",
       ) from None
     body.received += len(message.get("body", b""))
     if declared is None:
@@ -315,11 +317,11 @@ class BodyGuard:
 
   def _no_memory(self) -> BodyRefused:
     return BodyRefused(
-        429,
-        f"the bodies of running requests take all of {self._total >> 20} MiB;"
-        " send this one again later",
-        "no_memory",
-        _REFUSED_S,
+      429,
+      f"the bodies of running requests take all of {self._total >> 20} MiB;"
+      " send this one again later",
+      "no_memory",
+      _REFUSED_S,
     )
 
   def _full(self, size: int) -> bool:
@@ -330,10 +332,10 @@ class BodyGuard:
     """Waits until `size` bytes are free; first come, first served."""
     if size > self._total:
       raise BodyRefused(
-          413,
-          f"the request takes {size:,} bytes, more than the {self._total:,} for"
-          " all requests; send fewer",
-          "too_large",
+        413,
+        f"the request takes {size:,} bytes, more than the {self._total:,} for"
+        " all requests; send fewer",
+        "too_large",
       )
     if self._full(size):
       granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -400,6 +402,5 @@ def refusal(status: int, message: str, code: str) -> bytes:
   """JSON of an answer that no application gives, as any client reads it."""
   error = {"message": message, "type": "server_error", "param": None}
   return json.dumps(
-      {"detail": message, "code": code, "error": {**error, "code": code}}
+    {"detail": message, "code": code, "error": {**error, "code": code}}
   ).encode()
-

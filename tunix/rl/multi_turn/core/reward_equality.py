@@ -29,8 +29,8 @@ eps as a rule; parts that are differences of larger numbers by more."""
 
 
 def all_equal(
-    rewards: Sequence[float] | np.ndarray,
-    magnitudes: Sequence[float] | np.ndarray | None = None,
+  rewards: Sequence[float] | np.ndarray,
+  magnitudes: Sequence[float] | np.ndarray | None = None,
 ) -> bool:
   """Whether one number exists of which every reward may be the rounding.
 
@@ -54,7 +54,7 @@ def exceeds(reward: float, bound: float, magnitude: float = 0.0) -> bool:
 
 
 def reaches(
-    rewards: np.ndarray, bound: float, magnitudes: np.ndarray | None = None
+  rewards: np.ndarray, bound: float, magnitudes: np.ndarray | None = None
 ) -> np.ndarray:
   """bool[N]: whether each reward is at least a bound, up to rounding."""
   return rewards + _slack(rewards, magnitudes) >= bound
@@ -75,6 +75,6 @@ def is_rounding(difference: float, magnitude: float) -> bool:
 
 
 def _slack(
-    values: np.ndarray, magnitudes: Sequence[float] | np.ndarray | None
+  values: np.ndarray, magnitudes: Sequence[float] | np.ndarray | None
 ) -> np.ndarray:
   return ROUNDING * np.abs(values if magnitudes is None else magnitudes)

@@ -39,10 +39,10 @@ def of_episode(episode: trajectory_lib.Trajectory) -> dict[str, Part]:
       of_parts = of_key.get("parts")
       entries |= of_parts if isinstance(of_parts, Mapping) else of_key
   return {
-      name: Part(*map(float, pair))
-      for name, entry in entries.items()
-      if isinstance(entry, Mapping)
-      for pair in [(entry.get("reward", math.nan), entry.get("weight", 1.0))]
-      if all(isinstance(v, float) or type(v) is int for v in pair)
-      if all(abs(v) <= 1e308 for v in pair)
+    name: Part(*map(float, pair))
+    for name, entry in entries.items()
+    if isinstance(entry, Mapping)
+    for pair in [(entry.get("reward", math.nan), entry.get("weight", 1.0))]
+    if all(isinstance(v, float) or type(v) is int for v in pair)
+    if all(abs(v) <= 1e308 for v in pair)
   }

@@ -36,15 +36,14 @@ def checked(value: Any, limit: float = MAX_REWARD, setting: str = "") -> float:
     number = float(value)
   except OverflowError:
     raise RewardRangeError(
-        "a reward must be a finite number, got one of"
-        f" {value.bit_length()} bits"
+      f"a reward must be a finite number, got one of {value.bit_length()} bits"
     ) from None
   if not math.isfinite(number):
     raise RewardRangeError(f"a reward must be a finite number, got {number}")
   if abs(number) > limit:
     fix = f"raise {setting} (at most {MAX_REWARD:g})" if setting else ""
     raise RewardRangeError(
-        f"a reward of {number:g} is larger than {limit:g}; scale the rewards"
-        + (f", or {fix}" if fix else "")
+      f"a reward of {number:g} is larger than {limit:g}; scale the rewards"
+      + (f", or {fix}" if fix else "")
     )
   return number

@@ -24,8 +24,8 @@ def clean(tag: Any) -> str:
     raise ValueError(f"a tag has 1 to {LONGEST} characters, not {len(text)}")
   if not text.isprintable():
     raise ValueError(
-        "a tag has letters, digits, marks and spaces, and no character that"
-        " is not seen"
+      "a tag has letters, digits, marks and spaces, and no character that"
+      " is not seen"
     )
   return text
 

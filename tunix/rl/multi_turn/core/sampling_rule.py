@@ -25,26 +25,26 @@ _NESTED = ("extra_body", "sampling_params")
 # Values with which a field changes nothing, beside null, false and what is
 # empty.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "min_tokens": (0,),
-    "min_new_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "typical_p": (1,),
-    "logit_bias": (),
-    "bad_words": (),
-    "allowed_token_ids": (),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
+  "min_tokens": (0,),
+  "min_new_tokens": (0,),
+  "presence_penalty": (0,),
+  "frequency_penalty": (0,),
+  "repetition_penalty": (1,),
+  "typical_p": (1,),
+  "logit_bias": (),
+  "bad_words": (),
+  "allowed_token_ids": (),
+  "response_format": ({"type": "text"},),
+  "tool_choice": ("auto", "none"),
+  "structured_outputs": (),
+  "guided_json": (),
+  "guided_regex": (),
+  "guided_choice": (),
+  "guided_grammar": (),
+  "json_schema": (),
+  "regex": (),
+  "ebnf": (),
+  "structural_tag": (),
 }
 
 
@@ -74,8 +74,8 @@ class SamplingRule:
   def __post_init__(self):
     if self.other not in ACTIONS:
       raise ValueError(
-          f"other_sampling must be one of {', '.join(ACTIONS)}; got"
-          f" {self.other!r}"
+        f"other_sampling must be one of {', '.join(ACTIONS)}; got"
+        f" {self.other!r}"
       )
     policy_client.SamplingParams(**self.fields)  # Checks their ranges.
 
@@ -96,9 +96,9 @@ class SamplingRule:
     difference = self._difference(_flat(request))
     if difference and self.other == "refuse":
       raise OtherSampling(
-          f"{difference}: the run trains on tokens as drawn with"
-          f" {shown(self.fields)}; leave the field out, or set"
-          " rollout.other_sampling=mask"
+        f"{difference}: the run trains on tokens as drawn with"
+        f" {shown(self.fields)}; leave the field out, or set"
+        " rollout.other_sampling=mask"
       )
     return difference
 
@@ -130,7 +130,7 @@ class SamplingRule:
 
 
 def of_text(
-    text: str, other: str, kind: type[SamplingRule] = SamplingRule
+  text: str, other: str, kind: type[SamplingRule] = SamplingRule
 ) -> Any:
   """The rule of a command's `--sampling` and `--other-sampling`.
 
@@ -145,7 +145,7 @@ def of_text(
   except pydantic.ValidationError as error:
     first = error.errors(include_url=False)[0]
     raise ValueError(
-        f"--sampling={text}: {first['loc'][0]}={first['input']}: {first['msg']}"
+      f"--sampling={text}: {first['loc'][0]}={first['input']}: {first['msg']}"
     ) from None
   except (TypeError, ValueError) as error:
     raise ValueError(f"--sampling={text}: {error}") from None

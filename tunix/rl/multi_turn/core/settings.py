@@ -37,15 +37,15 @@ take 64 bits."""
 
 
 def setting(
-    *,
-    default: Any,
-    doc: str,
-    unit: str = "",
-    registry: str = "",
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
+  *,
+  default: Any,
+  doc: str,
+  unit: str = "",
+  registry: str = "",
+  ge: float | None = None,
+  gt: float | None = None,
+  le: float | None = None,
+  lt: float | None = None,
 ) -> Any:
   """A field with its documentation and range.
 
@@ -73,7 +73,7 @@ def setting(
     # Lists are accepted too. Bounds are of the items, which `settings` checks.
     options["strict"] = False
     return pydantic.Field(
-        **options, json_schema_extra={**about, "items": bounds}
+      **options, json_schema_extra={**about, "items": bounds}
     )
   return pydantic.Field(**options, json_schema_extra=about, **bounds)
 
@@ -84,9 +84,7 @@ def section(*, default: Any) -> Any:
 
 
 @typing.dataclass_transform(
-    frozen_default=True,
-    kw_only_default=True,
-    field_specifiers=(setting, section),
+  frozen_default=True, kw_only_default=True, field_specifiers=(setting, section)
 )
 def settings(cls: type[T]) -> type[T]:
   """Makes `cls` a frozen, validated, keyword-only dataclass.
@@ -107,14 +105,14 @@ def settings(cls: type[T]) -> type[T]:
     cls._check_settings = pydantic.model_validator(mode="after")(check)  # type: ignore[attr-defined]
   cls._is_settings = True  # type: ignore[attr-defined]
   make = pydantic.dataclasses.dataclass(
-      frozen=True,
-      kw_only=True,
-      config=pydantic.ConfigDict(
-          extra="forbid",
-          strict=True,
-          allow_inf_nan=False,
-          arbitrary_types_allowed=True,
-      ),
+    frozen=True,
+    kw_only=True,
+    config=pydantic.ConfigDict(
+      extra="forbid",
+      strict=True,
+      allow_inf_nan=False,
+      arbitrary_types_allowed=True,
+    ),
   )
   return cast(type[T], make(cls))
 
@@ -152,10 +150,10 @@ def sign(name: str) -> str:
 
 
 _HOLDS: Mapping[str, Callable[[Any, Any], bool]] = {
-    "ge": lambda item, bound: item >= bound,
-    "gt": lambda item, bound: item > bound,
-    "le": lambda item, bound: item <= bound,
-    "lt": lambda item, bound: item < bound,
+  "ge": lambda item, bound: item >= bound,
+  "gt": lambda item, bound: item > bound,
+  "le": lambda item, bound: item <= bound,
+  "lt": lambda item, bound: item < bound,
 }
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -222,15 +220,15 @@ def fields(cls: Any) -> tuple[Setting, ...]:
         if bound is not None and bound != LARGEST:
           bounds[key] = bound
     declared.append(
-        Setting(
-            name=name,
-            type=hints[name],
-            doc=info.description or "",
-            unit=about.get("unit", ""),
-            registry=about.get("registry", ""),
-            bounds=bounds,
-            item_bounds=about.get("items", {}),
-            _info=info,
-        )
+      Setting(
+        name=name,
+        type=hints[name],
+        doc=info.description or "",
+        unit=about.get("unit", ""),
+        registry=about.get("registry", ""),
+        bounds=bounds,
+        item_bounds=about.get("items", {}),
+        _info=info,
+      )
     )
   return tuple(declared)

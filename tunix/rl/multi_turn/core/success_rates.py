@@ -51,18 +51,18 @@ class EpisodeResult:
 
   def __post_init__(self):
     object.__setattr__(
-        self, "status", trajectory_lib.TrajectoryStatus(self.status)
+      self, "status", trajectory_lib.TrajectoryStatus(self.status)
     )
     if self.mode not in MODES:
       raise ValueError(
-          f"EpisodeResult.mode must be one of {', '.join(MODES)}, got"
-          f" {self.mode!r}"
+        f"EpisodeResult.mode must be one of {', '.join(MODES)}, got"
+        f" {self.mode!r}"
       )
     if self.status is trajectory_lib.TrajectoryStatus.RUNNING:
       raise ValueError("an episode that still runs has no result")
     if self.success and not self.is_valid:
       raise ValueError(
-          f"an episode that ended as {self.status.value} cannot have succeeded"
+        f"an episode that ended as {self.status.value} cannot have succeeded"
       )
 
   @property
@@ -72,28 +72,26 @@ class EpisodeResult:
 
   @classmethod
   def from_trajectory(
-      cls,
-      trajectory: trajectory_lib.Trajectory,
-      family: str,
-      mode: str,
-      task: str = "",
+    cls,
+    trajectory: trajectory_lib.Trajectory,
+    family: str,
+    mode: str,
+    task: str = "",
   ) -> EpisodeResult:
     """The result of a finished trajectory: success is status succeeded."""
     return cls(
-        family=family,
-        mode=mode,
-        status=trajectory.status,
-        success=(
-            trajectory.status is trajectory_lib.TrajectoryStatus.SUCCEEDED
-        ),
-        reward=float(trajectory.reward),
-        turns=trajectory.num_turns,
-        task=task,
+      family=family,
+      mode=mode,
+      status=trajectory.status,
+      success=(trajectory.status is trajectory_lib.TrajectoryStatus.SUCCEEDED),
+      reward=float(trajectory.reward),
+      turns=trajectory.num_turns,
+      task=task,
     )
 
 
 def wilson_interval(
-    successes: float, n: float, z: float = 1.96
+  successes: float, n: float, z: float = 1.96
 ) -> tuple[float, float]:
   """Wilson's score interval of a binomial proportion.
 
@@ -171,29 +169,34 @@ def _rate(results: Sequence[EpisodeResult]) -> dict[str, Any]:
   several = {}
   if n > len(attempts):
     several = {
-        "tasks": len(attempts),
-        **{
-            name: {
-                k: {**figures, "interval": list(wilson_interval(
-                    figures["rate"] * figures["tasks"], figures["tasks"]
-                ))}
-                for k, figures in pass_at_k.table(attempts, one).items()
-            }
-            for name, one in (
-                ("pass_at_k", pass_at_k.pass_at_k),
-                ("pass_hat_k", pass_at_k.pass_hat_k),
-            )
-        },
+      "tasks": len(attempts),
+      **{
+        name: {
+          k: {
+            **figures,
+            "interval": list(
+              wilson_interval(
+                figures["rate"] * figures["tasks"], figures["tasks"]
+              )
+            ),
+          }
+          for k, figures in pass_at_k.table(attempts, one).items()
+        }
+        for name, one in (
+          ("pass_at_k", pass_at_k.pass_at_k),
+          ("pass_hat_k", pass_at_k.pass_hat_k),
+        )
+      },
     }
   return {
-      "success_rate": wins / n if n else None,
-      "interval": [low, high],
-      "episodes": n,
-      "successes": wins,
-      "invalid": len(results) - n,
-      "mean_reward": sum(r.reward for r in valid) / n if n else None,
-      "mean_turns": sum(r.turns for r in valid) / n if n else None,
-      **several,
+    "success_rate": wins / n if n else None,
+    "interval": [low, high],
+    "episodes": n,
+    "successes": wins,
+    "invalid": len(results) - n,
+    "mean_reward": sum(r.reward for r in valid) / n if n else None,
+    "mean_turns": sum(r.turns for r in valid) / n if n else None,
+    **several,
   }
 
 
@@ -203,14 +206,14 @@ def _table(results: Sequence[EpisodeResult]) -> dict[str, Any]:
     families[result.family].append(result)
   statuses = collections.Counter(r.status.value for r in results)
   return {
-      **_rate(results),
-      "by_task": {f: _rate(families[f]) for f in sorted(families)},
-      "statuses": dict(sorted(statuses.items())),
+    **_rate(results),
+    "by_task": {f: _rate(families[f]) for f in sorted(families)},
+    "statuses": dict(sorted(statuses.items())),
   }
 
 
 def summarise(
-    results: Iterable[EpisodeResult], modes: Sequence[str] = MODES
+  results: Iterable[EpisodeResult], modes: Sequence[str] = MODES
 ) -> dict[str, Any]:
   """The JSON of one evaluation.
 
@@ -235,8 +238,8 @@ def summarise(
   for result in results:
     if result.mode not in by_mode:
       raise ValueError(
-          f"a result has mode {result.mode!r}, but only {list(modes)} are"
-          " evaluated"
+        f"a result has mode {result.mode!r}, but only {list(modes)} are"
+        " evaluated"
       )
     by_mode[result.mode].append(result)
   tables = {m: _table(rs) for m, rs in by_mode.items() if rs}
@@ -253,7 +256,7 @@ def text_of(figures: Mapping[str, Any]) -> str:
 
 
 def format_table(
-    summaries: Mapping[str, Mapping[str, Any]], columns: int | None = None
+  summaries: Mapping[str, Mapping[str, Any]], columns: int | None = None
 ) -> str:
   """Evaluations side by side as plain text: a row a family.
 
@@ -273,7 +276,7 @@ def format_table(
 
 
 def _rows(
-    summaries: Mapping[str, Mapping[str, Any]], counts: bool
+  summaries: Mapping[str, Mapping[str, Any]], counts: bool
 ) -> list[list[str]]:
   def cell(figures: Mapping[str, Any] | None) -> str:
     return _cell(figures, counts)
@@ -282,14 +285,13 @@ def _rows(
   rows = [["task", *summaries]]
   for family in families:
     rows.append(
-        [family]
-        + [cell(s["by_task"].get(family)) for s in summaries.values()]
+      [family] + [cell(s["by_task"].get(family)) for s in summaries.values()]
     )
   rows.append(["all", *(cell(s) for s in summaries.values())])
   for mode in MODES:
     if any(mode in s and s["headline"] != mode for s in summaries.values()):
       rows.append(
-          [f"all, {mode}", *(cell(s.get(mode)) for s in summaries.values())]
+        [f"all, {mode}", *(cell(s.get(mode)) for s in summaries.values())]
       )
   return rows
 
@@ -297,8 +299,8 @@ def _rows(
 def _text_of(rows: Sequence[Sequence[str]]) -> str:
   widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
   return "\n".join(
-      "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip()
-      for row in rows
+    "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip()
+    for row in rows
   )
 
 

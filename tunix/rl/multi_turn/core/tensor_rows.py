@@ -23,9 +23,9 @@ IMAGES = "multi_modal_input"
 
 
 def row_of(
-    sequence: token_sequence.TokenSequence,
-    reward: float,
-    multi_modal: MultiModal | None = None,
+  sequence: token_sequence.TokenSequence,
+  reward: float,
+  multi_modal: MultiModal | None = None,
 ) -> dict[str, Any]:
   """A sequence as a batch of one row; see the module docstring.
 
@@ -40,18 +40,18 @@ def row_of(
   if sequence.images and multi_modal is None:
     raise ValueError("the sequence has images; pass multi_modal for them")
   pictures = (
-      [multi_modal(sequence.images)]
-      if sequence.images and multi_modal is not None
-      else [{}]
+    [multi_modal(sequence.images)]
+    if sequence.images and multi_modal is not None
+    else [{}]
   )
   return {
-      "input_ids": sequence.tokens[None].copy(),
-      "attention_mask": np.ones((1, len(sequence)), np.bool_),
-      "loss_mask": sequence.loss_mask[None].astype(np.int32),
-      "logprobs": sequence.logprobs[None].copy(),
-      "versions": sequence.versions[None].copy(),
-      "rewards": np.array([reward], np.float32),
-      IMAGES: pictures,
+    "input_ids": sequence.tokens[None].copy(),
+    "attention_mask": np.ones((1, len(sequence)), np.bool_),
+    "loss_mask": sequence.loss_mask[None].astype(np.int32),
+    "logprobs": sequence.logprobs[None].copy(),
+    "versions": sequence.versions[None].copy(),
+    "rewards": np.array([reward], np.float32),
+    IMAGES: pictures,
   }
 
 
@@ -71,8 +71,8 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     differing = names ^ {name for name in row if name != IMAGES}
     if differing or "attention_mask" not in row:
       raise ValueError(
-          "rows must have the same arrays, attention_mask among them; only"
-          f" some have {sorted(differing) or ['attention_mask']}"
+        "rows must have the same arrays, attention_mask among them; only"
+        f" some have {sorted(differing) or ['attention_mask']}"
       )
   width = max(row["attention_mask"].shape[1] for row in rows)
   columns: dict[str, Any] = {}
@@ -87,9 +87,9 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
       parts.append(part)
     columns[name] = np.concatenate(parts)
   columns[IMAGES] = [
-      entry
-      for row in rows
-      for entry in row.get(IMAGES) or [{}] * len(row["attention_mask"])
+    entry
+    for row in rows
+    for entry in row.get(IMAGES) or [{}] * len(row["attention_mask"])
   ]
   return columns
 

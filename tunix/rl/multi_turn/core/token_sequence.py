@@ -36,11 +36,11 @@ class ImageRef:
   def __post_init__(self):
     if len(self.sha256) != 64 or set(self.sha256) - set("0123456789abcdef"):
       raise ValueError(
-          f"ImageRef.sha256 must be 64 hex digits, got {self.sha256!r}"
+        f"ImageRef.sha256 must be 64 hex digits, got {self.sha256!r}"
       )
     if self.width <= 0 or self.height <= 0:
       raise ValueError(
-          f"ImageRef size must be positive, got {self.width}x{self.height}"
+        f"ImageRef size must be positive, got {self.width}x{self.height}"
       )
 
   def __repr__(self) -> str:
@@ -74,12 +74,12 @@ class ImageSpan:
   def __post_init__(self):
     if not 0 <= self.row <= self.num_tokens:
       raise ValueError(
-          f"ImageSpan of {self.num_tokens} tokens has no runs of {self.row}"
+        f"ImageSpan of {self.num_tokens} tokens has no runs of {self.row}"
       )
     if self.offset < 0 or self.num_tokens <= 0:
       raise ValueError(
-          f"ImageSpan needs offset >= 0 and num_tokens > 0, got {self.offset}"
-          f" and {self.num_tokens}"
+        f"ImageSpan needs offset >= 0 and num_tokens > 0, got {self.offset}"
+        f" and {self.num_tokens}"
       )
 
   @property
@@ -100,19 +100,19 @@ class ImageSpan:
 
   def to_json(self) -> dict[str, Any]:
     return {
-        "image": self.image.to_json(),
-        "offset": self.offset,
-        "num_tokens": self.num_tokens,
-        **({"row": self.row} if self.row else {}),
+      "image": self.image.to_json(),
+      "offset": self.offset,
+      "num_tokens": self.num_tokens,
+      **({"row": self.row} if self.row else {}),
     }
 
   @classmethod
   def from_json(cls, data: Mapping[str, Any]) -> ImageSpan:
     return cls(
-        ImageRef.from_json(data["image"]),
-        int(data["offset"]),
-        int(data["num_tokens"]),
-        int(data.get("row", 0)),
+      ImageRef.from_json(data["image"]),
+      int(data["offset"]),
+      int(data["num_tokens"]),
+      int(data.get("row", 0)),
     )
 
 
@@ -129,8 +129,8 @@ def check_spans(tokens_T: np.ndarray, images: Sequence[ImageSpan]) -> None:
   for span in images:
     if span.offset < cursor or span.end > len(tokens_T):
       raise ValueError(
-          f"image span [{span.offset}, {span.end}) overlaps an earlier one or"
-          f" leaves the {len(tokens_T)} tokens"
+        f"image span [{span.offset}, {span.end}) overlaps an earlier one or"
+        f" leaves the {len(tokens_T)} tokens"
       )
     run = tokens_T[span.offset : span.end]
     if placeholder is None:
@@ -141,26 +141,26 @@ def check_spans(tokens_T: np.ndarray, images: Sequence[ImageSpan]) -> None:
       lengths = np.diff(edges)[::2]
       if not (shown[0] and shown[-1]) or np.any(lengths != span.row):
         raise ValueError(
-            f"image span [{span.offset}, {span.end}) is not made of runs of"
-            f" {span.row} placeholders with other tokens between each two"
+          f"image span [{span.offset}, {span.end}) is not made of runs of"
+          f" {span.row} placeholders with other tokens between each two"
         )
       run = run[shown]
     if not np.all(run == placeholder):
       raise ValueError(
-          f"image span [{span.offset}, {span.end}) holds tokens other than the"
-          f" placeholder id {placeholder}"
+        f"image span [{span.offset}, {span.end}) holds tokens other than the"
+        f" placeholder id {placeholder}"
       )
     cursor = span.end
     covered += len(run)
   if int(np.sum(tokens_T == placeholder)) != covered:
     raise ValueError(
-        f"placeholder id {placeholder} stands outside every image span; a"
-        " policy must be banned from sampling it"
+      f"placeholder id {placeholder} stands outside every image span; a"
+      " policy must be banned from sampling it"
     )
 
 
 def check_numbers(
-    tokens_T: np.ndarray, logprobs_T: np.ndarray, entropies_T: np.ndarray | None
+  tokens_T: np.ndarray, logprobs_T: np.ndarray, entropies_T: np.ndarray | None
 ) -> None:
   """Raises ValueError unless ids, log-probs and entropies can be such."""
   # Every turn comes here, and np.any takes twice as long as an array's any.
@@ -219,11 +219,11 @@ class TokenSequence:
 
   def __post_init__(self):
     fields = {
-        "tokens": np.int32,
-        "loss_mask": np.bool_,
-        "logprobs": np.float32,
-        "versions": np.int32,
-        "turn_ids": np.int32,
+      "tokens": np.int32,
+      "loss_mask": np.bool_,
+      "logprobs": np.float32,
+      "versions": np.int32,
+      "turn_ids": np.int32,
     }
     if self.entropies is not None:
       fields["entropies"] = np.float32
@@ -238,8 +238,8 @@ class TokenSequence:
     for name in fields:
       if len(getattr(self, name)) != length:
         raise ValueError(
-            f"TokenSequence.{name} has {len(getattr(self, name))} entries for"
-            f" {length} tokens"
+          f"TokenSequence.{name} has {len(getattr(self, name))} entries for"
+          f" {length} tokens"
         )
     check_numbers(self.tokens, self.logprobs, self.entropies)
     mask = self.loss_mask
@@ -262,16 +262,16 @@ class TokenSequence:
 
   def __repr__(self) -> str:
     return (
-        f"TokenSequence({len(self.tokens)} tokens, {self.num_sampled} sampled,"
-        f" {len(self.images)} images)"
+      f"TokenSequence({len(self.tokens)} tokens, {self.num_sampled} sampled,"
+      f" {len(self.images)} images)"
     )
 
   def _check_support(self) -> None:
     support: np.ndarray = np.array(self.support, np.int32)
     if support.ndim != 2 or len(support) != len(self.tokens):
       raise ValueError(
-          f"TokenSequence.support has shape {support.shape} for"
-          f" {len(self.tokens)} tokens; it must be [T, K]"
+        f"TokenSequence.support has shape {support.shape} for"
+        f" {len(self.tokens)} tokens; it must be [T, K]"
       )
     # One form for one support: no filling that no token needs.
     support = -np.sort(-support, axis=1)
@@ -293,12 +293,17 @@ class TokenSequence:
     if not isinstance(other, TokenSequence):
       return NotImplemented
     return self.images == other.images and all(
-        np.array_equal(getattr(self, f), getattr(other, f))
-        for f in (
-            "tokens", "loss_mask", "logprobs", "versions", "turn_ids",
-            "entropies", "support",
-        )
-    )  # pyformat: disable
+      np.array_equal(getattr(self, f), getattr(other, f))
+      for f in (
+        "tokens",
+        "loss_mask",
+        "logprobs",
+        "versions",
+        "turn_ids",
+        "entropies",
+        "support",
+      )
+    )
 
   @property
   def num_sampled(self) -> int:
@@ -324,16 +329,14 @@ class TokenSequence:
       return self
     entropies = self.entropies
     return dataclasses.replace(
-        self,
-        loss_mask=self.loss_mask & ~tokens_T,
-        logprobs=np.where(tokens_T, 0, self.logprobs),
-        versions=np.where(tokens_T, -1, self.versions),
-        entropies=None
-        if entropies is None
-        else np.where(tokens_T, 0, entropies),
-        support=None
-        if self.support is None
-        else np.where(tokens_T[:, None], -1, self.support),
+      self,
+      loss_mask=self.loss_mask & ~tokens_T,
+      logprobs=np.where(tokens_T, 0, self.logprobs),
+      versions=np.where(tokens_T, -1, self.versions),
+      entropies=None if entropies is None else np.where(tokens_T, 0, entropies),
+      support=None
+      if self.support is None
+      else np.where(tokens_T[:, None], -1, self.support),
     )
 
   def to_json(self) -> dict[str, Any]:
@@ -344,34 +347,34 @@ class TokenSequence:
     if self.support is not None:
       # Of sampled tokens, without filling.
       record["support"] = [
-          row[row >= 0].tolist() for row in self.support[self.loss_mask]
+        row[row >= 0].tolist() for row in self.support[self.loss_mask]
       ]
     return {
-        "tokens": self.tokens.tolist(),
-        "loss_mask": self.loss_mask.astype(int).tolist(),
-        "logprobs": self.logprobs.tolist(),
-        "versions": self.versions.tolist(),
-        "turn_ids": self.turn_ids.tolist(),
-        "images": [span.to_json() for span in self.images],
-        **record,
+      "tokens": self.tokens.tolist(),
+      "loss_mask": self.loss_mask.astype(int).tolist(),
+      "logprobs": self.logprobs.tolist(),
+      "versions": self.versions.tolist(),
+      "turn_ids": self.turn_ids.tolist(),
+      "images": [span.to_json() for span in self.images],
+      **record,
     }
 
   @classmethod
   def from_json(cls, data: Mapping[str, Any]) -> TokenSequence:
     return cls(
-        tokens=data["tokens"],
-        loss_mask=np.asarray(data["loss_mask"], bool),
-        logprobs=data["logprobs"],
-        versions=data["versions"],
-        turn_ids=data["turn_ids"],
-        images=tuple(ImageSpan.from_json(s) for s in data["images"]),
-        entropies=data.get("entropies"),
-        support=support_of(data.get("support"), data["loss_mask"]),
+      tokens=data["tokens"],
+      loss_mask=np.asarray(data["loss_mask"], bool),
+      logprobs=data["logprobs"],
+      versions=data["versions"],
+      turn_ids=data["turn_ids"],
+      images=tuple(ImageSpan.from_json(s) for s in data["images"]),
+      entropies=data.get("entropies"),
+      support=support_of(data.get("support"), data["loss_mask"]),
     )
 
 
 def support_of(
-    rows: Sequence[Sequence[int]] | None, mask: Sequence[int] | np.ndarray
+  rows: Sequence[Sequence[int]] | None, mask: Sequence[int] | np.ndarray
 ) -> np.ndarray | None:
   """int32[T, K] of the lists of sampled tokens; None of None."""
   if rows is None:

@@ -64,18 +64,23 @@ class TrajectoryStatus(str, enum.Enum):
     return self in _POLICY_OUTCOMES
 
 
-_POLICY_OUTCOMES = frozenset({
+_POLICY_OUTCOMES = frozenset(
+  {
     TrajectoryStatus.SUCCEEDED,
     TrajectoryStatus.FAILED,
     TrajectoryStatus.MAX_TURNS,
     TrajectoryStatus.CONTEXT_LIMIT,
     TrajectoryStatus.PARSE_ERROR,
-})
+  }
+)
 
 
 NO_CALL, TOOL_NAME, TOOL_ARGUMENTS, TOO_MANY_CALLS = INVALID_KINDS = (
-    "no_call", "tool_name", "tool_arguments", "too_many_calls",
-)  # pyformat: disable
+  "no_call",
+  "tool_name",
+  "tool_arguments",
+  "too_many_calls",
+)
 """Why a call was not carried out. `Step.info["invalid_kinds"]` of environments
 has one of them for each such call."""
 
@@ -99,15 +104,15 @@ class ToolCall:
       raise ValueError(f"ToolCall.name must be a non-empty str: {self.name!r}")
     if not isinstance(self.arguments, dict):
       raise ValueError(
-          f"ToolCall.arguments of {self.name!r} must be a dict, got"
-          f" {type(self.arguments).__name__}"
+        f"ToolCall.arguments of {self.name!r} must be a dict, got"
+        f" {type(self.arguments).__name__}"
       )
 
   def to_json(self) -> dict[str, Any]:
     return {
-        "name": self.name,
-        "arguments": encode(self.arguments),
-        "call_id": self.call_id,
+      "name": self.name,
+      "arguments": encode(self.arguments),
+      "call_id": self.call_id,
     }
 
   @classmethod
@@ -148,19 +153,19 @@ class ToolOutput:
 
   def to_json(self) -> dict[str, Any]:
     return {
-        "name": self.name,
-        "output": encode(self.output),
-        "error": self.error,
-        "metadata": encode(self.metadata),
+      "name": self.name,
+      "output": encode(self.output),
+      "error": self.error,
+      "metadata": encode(self.metadata),
     }
 
   @classmethod
   def from_json(cls, data: Mapping[str, Any]) -> ToolOutput:
     return cls(
-        data["name"],
-        decode(data["output"]),
-        data["error"],
-        decode(data["metadata"]),
+      data["name"],
+      decode(data["output"]),
+      data["error"],
+      decode(data["metadata"]),
     )
 
 
@@ -198,7 +203,7 @@ class Step:
 
   def to_json(self) -> dict[str, Any]:
     return {
-        f.name: encode(getattr(self, f.name)) for f in dataclasses.fields(self)
+      f.name: encode(getattr(self, f.name)) for f in dataclasses.fields(self)
     }
 
   def __repr__(self) -> str:
@@ -236,7 +241,7 @@ class Trajectory:
   error: str | None = None
   sequences: list[TokenSequence] = dataclasses.field(default_factory=list)
   trajectory_id: str = dataclasses.field(
-      default_factory=lambda: uuid.uuid4().hex
+    default_factory=lambda: uuid.uuid4().hex
   )
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
   stale_tokens: int = 0
@@ -244,9 +249,9 @@ class Trajectory:
   def __repr__(self) -> str:
     error = f", {_cut(self.error)!r}" if self.error else ""
     return (
-        f"Trajectory({_cut(self.trajectory_id)}, {self.status.value}, reward"
-        f" {self.reward:g}, {self.num_turns} turns, {self.num_sampled} sampled"
-        f" tokens{error})"
+      f"Trajectory({_cut(self.trajectory_id)}, {self.status.value}, reward"
+      f" {self.reward:g}, {self.num_turns} turns, {self.num_sampled} sampled"
+      f" tokens{error})"
     )
 
   @property
@@ -259,8 +264,7 @@ class Trajectory:
 
   @property
   def untrained_tokens(self) -> int:
-    """Tokens sampled from another distribution than the run's: not trained on.
-    """
+    """Tokens sampled from another distribution than the run's: not trained on."""
     return int(self.metrics.get("untrained_tokens", 0))
 
   @property
@@ -287,9 +291,7 @@ class Trajectory:
   @property
   def versions(self) -> tuple[int, int] | None:
     """(oldest, newest) policy version of any sampled token, or None."""
-    sampled = [
-        s.versions[s.loss_mask] for s in self.sequences if s.num_sampled
-    ]
+    sampled = [s.versions[s.loss_mask] for s in self.sequences if s.num_sampled]
     if not sampled:
       return None
     joined = np.concatenate(sampled)
@@ -306,7 +308,7 @@ class Trajectory:
     if not dropped:
       return self
     return dataclasses.replace(
-        self, sequences=sequences, stale_tokens=self.stale_tokens + dropped
+      self, sequences=sequences, stale_tokens=self.stale_tokens + dropped
     )
 
   def to_json(self) -> dict[str, Any]:
@@ -321,21 +323,21 @@ class Trajectory:
           break
         shared += 1
       data["chat_completions"] = {
-          "shared": shared,
-          "new": encode(step.chat_completions[shared:]),
+        "shared": shared,
+        "new": encode(step.chat_completions[shared:]),
       }
       steps.append(data)
       previous = step.chat_completions
     return {
-        "trajectory_id": self.trajectory_id,
-        "task": encode(self.task),
-        "steps": steps,
-        "reward": self.reward,
-        "status": self.status.value,
-        "error": self.error,
-        "sequences": [s.to_json() for s in self.sequences],
-        "metrics": dict(self.metrics),
-        **({"stale_tokens": self.stale_tokens} if self.stale_tokens else {}),
+      "trajectory_id": self.trajectory_id,
+      "task": encode(self.task),
+      "steps": steps,
+      "reward": self.reward,
+      "status": self.status.value,
+      "error": self.error,
+      "sequences": [s.to_json() for s in self.sequences],
+      "metrics": dict(self.metrics),
+      **({"stale_tokens": self.stale_tokens} if self.stale_tokens else {}),
     }
 
   @classmethod
@@ -351,15 +353,15 @@ class Trajectory:
       previous = step.chat_completions
       steps.append(step)
     return cls(
-        task=decode(data["task"]),
-        steps=steps,
-        reward=float(data["reward"]),
-        status=TrajectoryStatus(data["status"]),
-        error=data["error"],
-        sequences=[TokenSequence.from_json(s) for s in data["sequences"]],
-        trajectory_id=data["trajectory_id"],
-        metrics=dict(data["metrics"]),
-        stale_tokens=int(data.get("stale_tokens", 0)),
+      task=decode(data["task"]),
+      steps=steps,
+      reward=float(data["reward"]),
+      status=TrajectoryStatus(data["status"]),
+      error=data["error"],
+      sequences=[TokenSequence.from_json(s) for s in data["sequences"]],
+      trajectory_id=data["trajectory_id"],
+      metrics=dict(data["metrics"]),
+      stale_tokens=int(data.get("stale_tokens", 0)),
     )
 
 
@@ -394,9 +396,9 @@ class TrajectoryGroup:
   def __post_init__(self):
     object.__setattr__(self, "trajectories", tuple(self.trajectories))
     object.__setattr__(
-        self,
-        "peer_rewards",
-        tuple(float(reward_range.checked(r)) for r in self.peer_rewards),
+      self,
+      "peer_rewards",
+      tuple(float(reward_range.checked(r)) for r in self.peer_rewards),
     )
     if not self.trajectories:
       raise ValueError(f"group {self.group_id!r} has no trajectory")
@@ -404,7 +406,7 @@ class TrajectoryGroup:
     for trajectory in (*self.trajectories, *extra):
       if trajectory.status is TrajectoryStatus.RUNNING:
         raise ValueError(
-            f"group {self.group_id!r} holds an unfinished trajectory"
+          f"group {self.group_id!r} holds an unfinished trajectory"
         )
       if trajectory.status.is_policy_outcome:
         try:
@@ -413,15 +415,15 @@ class TrajectoryGroup:
             reward_range.checked(step.reward)
         except (TypeError, ValueError) as e:
           raise ValueError(
-              f"group {self.group_id!r}, episode"
-              f" {trajectory.trajectory_id!r}: {e}"
+            f"group {self.group_id!r}, episode"
+            f" {trajectory.trajectory_id!r}: {e}"
           ) from e
 
   def __repr__(self) -> str:
     return (
-        f"TrajectoryGroup({_cut(self.group_id)}, {_cut(self.task_id)},"
-        f" {len(self.valid)} of {len(self)} valid, mean reward"
-        f" {sum(self.rewards) / max(1, len(self.rewards)):g})"
+      f"TrajectoryGroup({_cut(self.group_id)}, {_cut(self.task_id)},"
+      f" {len(self.valid)} of {len(self)} valid, mean reward"
+      f" {sum(self.rewards) / max(1, len(self.rewards)):g})"
     )
 
   def __len__(self) -> int:
@@ -467,8 +469,8 @@ class TrajectoryGroup:
     if not tokens:
       return ""
     return (
-        f"; {tokens} sampled tokens are not trained on; see"
-        " rollout.other_sampling"
+      f"; {tokens} sampled tokens are not trained on; see"
+      " rollout.other_sampling"
     )
 
   def trimmed(self, oldest: int) -> TrajectoryGroup:
@@ -482,33 +484,29 @@ class TrajectoryGroup:
     """JSON values; `greedy` only where there is one."""
     extra = {} if self.greedy is None else {"greedy": self.greedy.to_json()}
     return {
-        "group_id": self.group_id,
-        "task_id": self.task_id,
-        "start_version": self.start_version,
-        "attempt": self.attempt,
-        "trajectories": [t.to_json() for t in self.trajectories],
-        **(
-            {"peer_rewards": list(self.peer_rewards)}
-            if self.peer_rewards
-            else {}
-        ),
-        **extra,
+      "group_id": self.group_id,
+      "task_id": self.task_id,
+      "start_version": self.start_version,
+      "attempt": self.attempt,
+      "trajectories": [t.to_json() for t in self.trajectories],
+      **(
+        {"peer_rewards": list(self.peer_rewards)} if self.peer_rewards else {}
+      ),
+      **extra,
     }
 
   @classmethod
   def from_json(cls, data: Mapping[str, Any]) -> TrajectoryGroup:
     return cls(
-        group_id=data["group_id"],
-        task_id=data["task_id"],
-        trajectories=tuple(
-            Trajectory.from_json(t) for t in data["trajectories"]
-        ),
-        start_version=int(data["start_version"]),
-        attempt=int(data["attempt"]),
-        peer_rewards=tuple(data.get("peer_rewards", ())),
-        greedy=Trajectory.from_json(data["greedy"])
-        if data.get("greedy")
-        else None,
+      group_id=data["group_id"],
+      task_id=data["task_id"],
+      trajectories=tuple(Trajectory.from_json(t) for t in data["trajectories"]),
+      start_version=int(data["start_version"]),
+      attempt=int(data["attempt"]),
+      peer_rewards=tuple(data.get("peer_rewards", ())),
+      greedy=Trajectory.from_json(data["greedy"])
+      if data.get("greedy")
+      else None,
     )
 
 
@@ -545,18 +543,18 @@ def encode(value: Any) -> Any:
   if isinstance(value, np.ndarray):
     if value.size > 4096:
       raise TypeError(
-          f"an array of shape {value.shape} does not belong in a trajectory;"
-          " store pixels in an ImageStore and keep the ImageRef"
+        f"an array of shape {value.shape} does not belong in a trajectory;"
+        " store pixels in an ImageStore and keep the ImageRef"
       )
     if value.dtype.kind not in "biufU":
       raise TypeError(
-          f"an array of dtype {value.dtype} cannot be written as JSON; hold"
-          " numbers, booleans or text"
+        f"an array of dtype {value.dtype} cannot be written as JSON; hold"
+        " numbers, booleans or text"
       )
     return {
-        _TAG: "ndarray",
-        "dtype": str(value.dtype),
-        "data": encode(value.tolist()),
+      _TAG: "ndarray",
+      "dtype": str(value.dtype),
+      "data": encode(value.tolist()),
     }
   if isinstance(value, Action):
     return {_TAG: "Action", "value": encode(value.action)}
@@ -565,16 +563,15 @@ def encode(value: Any) -> Any:
       return {_TAG: name, **value.to_json()}
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
     return {
-        f.name: encode(getattr(value, f.name))
-        for f in dataclasses.fields(value)
+      f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)
     }
   if isinstance(value, Sequence) and not isinstance(
-      value, (bytes, bytearray, memoryview)
+    value, (bytes, bytearray, memoryview)
   ):
     return [encode(v) for v in value]
   raise TypeError(
-      f"a {type(value).__name__} cannot be written as JSON; hold plain values,"
-      " ImageRef, ToolCall or ToolOutput in trajectories"
+    f"a {type(value).__name__} cannot be written as JSON; hold plain values,"
+    " ImageRef, ToolCall or ToolOutput in trajectories"
   )
 
 
@@ -618,9 +615,9 @@ def _array(data: Any, dtype: np.dtype) -> np.ndarray:
 
 
 _JSON_TYPES: dict[str, Any] = {
-    "ImageRef": ImageRef,
-    "ImageSpan": ImageSpan,
-    "TokenSequence": TokenSequence,
-    "ToolCall": ToolCall,
-    "ToolOutput": ToolOutput,
+  "ImageRef": ImageRef,
+  "ImageSpan": ImageSpan,
+  "TokenSequence": TokenSequence,
+  "ToolCall": ToolCall,
+  "ToolOutput": ToolOutput,
 }

@@ -132,7 +132,7 @@ class _Wakes:
 
 
 _WAKES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Wakes] = (
-    weakref.WeakKeyDictionary()
+  weakref.WeakKeyDictionary()
 )
 _WAKES_LOCK = threading.Lock()
 
@@ -156,16 +156,16 @@ class WorkerPool:
   """
 
   def __init__(
-      self,
-      max_threads: int = 64,
-      max_lost: int = 64,
-      idle: float | None = 10.0,
-      name: str = "tunix-call",
+    self,
+    max_threads: int = 64,
+    max_lost: int = 64,
+    idle: float | None = 10.0,
+    name: str = "tunix-call",
   ):
     if max_threads < 1 or max_lost < 0:
       raise ValueError(
-          "WorkerPool needs max_threads >= 1 and max_lost >= 0, got"
-          f" {max_threads} and {max_lost}"
+        "WorkerPool needs max_threads >= 1 and max_lost >= 0, got"
+        f" {max_threads} and {max_lost}"
       )
     self._max_threads = max_threads
     self._max_lost = max_lost
@@ -251,7 +251,7 @@ class WorkerPool:
     return stuck
 
   def run(
-      self, fn: Callable[[], T], seconds: float | None, what: str = "call"
+    self, fn: Callable[[], T], seconds: float | None, what: str = "call"
   ) -> T:
     """Runs `fn()` in a thread and waits. See `wait`."""
     return self.wait(self.submit(fn), seconds, what)
@@ -276,13 +276,13 @@ class WorkerPool:
         if job.future.done():  # Its own TimeoutError, or done just now.
           return job.future.result()
         raise DeadlineExceeded(
-            f"{what} did not finish within {seconds:g} s"
+          f"{what} did not finish within {seconds:g} s"
         ) from None
     finally:
       self.abandon(job, what)
 
   async def finished(
-      self, job: Job, seconds: float = math.inf, at: float = math.inf
+    self, job: Job, seconds: float = math.inf, at: float = math.inf
   ) -> bool:
     """Waits until `job` is done or its time is up; whether it is done.
 
@@ -352,10 +352,10 @@ class WorkerPool:
 
   def _exhausted(self) -> PoolExhaustedError:
     return PoolExhaustedError(
-        f"{self._lost} calls outlived their deadlines and still hold their"
-        " threads, more than the pool may lose"
-        f" (max_lost={self._max_lost}, max_threads={self._max_threads}); mend"
-        " the code that hangs, or make it async so that it can be cancelled"
+      f"{self._lost} calls outlived their deadlines and still hold their"
+      " threads, more than the pool may lose"
+      f" (max_lost={self._max_lost}, max_threads={self._max_threads}); mend"
+      " the code that hangs, or make it async so that it can be cancelled"
     )
 
   def _spawn(self) -> None:
@@ -398,7 +398,7 @@ class WorkerPool:
         except BaseException as raised:  # pylint: disable=broad-except
           error = raised
           if not isinstance(raised, Exception) or isinstance(
-              raised, StopIteration
+            raised, StopIteration
           ):
             # sys.exit() in a tool must not end the trainer, and asyncio's
             # futures cannot carry StopIteration.
@@ -415,9 +415,9 @@ class WorkerPool:
         if stuck is not None:
           # A replacement may already stand in for this thread.
           _LOG.warning(
-              "%s returned %.1f s after it was given up",
-              stuck.description,
-              time.time() - stuck.since,
+            "%s returned %.1f s after it was given up",
+            stuck.description,
+            time.time() - stuck.since,
           )
           job.future.cancel()
           stuck.mark_returned()

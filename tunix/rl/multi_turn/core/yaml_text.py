@@ -32,8 +32,8 @@ class _Loader(yaml.SafeLoader):
   """Without dates: PyYAML raises on 2026-99-99, and a name may be a date."""
 
   yaml_implicit_resolvers = {
-      first: [pair for pair in pairs if not pair[0].endswith(":timestamp")]
-      for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [pair for pair in pairs if not pair[0].endswith(":timestamp")]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
   }
 
 
@@ -51,7 +51,7 @@ def parse(text: str) -> Any:
     raise YamlError(_DEEP) from None
   except (ValueError, OverflowError, TypeError) as error:
     raise YamlError(
-        f"is not valid YAML: {error}; quote what is meant as text"
+      f"is not valid YAML: {error}; quote what is meant as text"
     ) from None
   for count, (depth, one) in enumerate(_walk(value)):
     if depth > MAX_DEPTH:
@@ -60,8 +60,8 @@ def parse(text: str) -> Any:
       raise YamlError(f"unfolds to more than {MAX_VALUES} values")
     if not isinstance(one, (dict, list, *_PLAIN)):
       raise YamlError(
-          f"holds {type(one).__name__}; write text, numbers, lists and"
-          " mappings only, without tags such as !!binary"
+        f"holds {type(one).__name__}; write text, numbers, lists and"
+        " mappings only, without tags such as !!binary"
       )
   return value
 
@@ -78,7 +78,7 @@ def read(path: pathlib.Path) -> Any:
     raise YamlError(f"{path} cannot be read: {error.strerror}") from None
   except UnicodeDecodeError as error:
     raise YamlError(
-        f"{path} is not text in UTF-8 ({error}); give a YAML file"
+      f"{path} is not text in UTF-8 ({error}); give a YAML file"
     ) from None
   except YamlError as error:
     raise YamlError(f"{path} {error}") from None

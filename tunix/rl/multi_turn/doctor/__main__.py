@@ -29,7 +29,7 @@ TIMEOUT_S = 60.0
 
 
 def examine(
-    argv: Sequence[str], seconds: float = TIMEOUT_S
+  argv: Sequence[str], seconds: float = TIMEOUT_S
 ) -> list[finding.Finding]:
   """All checks of a run, in the order of the table.
 
@@ -45,18 +45,16 @@ def examine(
   weights = facts.get("weights")
   on_cpu = facts.get("platform", "cpu") == "cpu"
   return [
-      *machine.cores(),
-      *machine.memory(
-          weights, on_cpu, config.policy.lora_rank > 0
-      ),
-      *machine.disk(config, weights),
-      *machine.versions(machine.extras_of(config)),
-      *devices.devices(config, facts, why),
-      *devices.preflight(facts, why),
-      *outside.gym(config),
-      *outside.servers(config),
-      *outside.ports(config),
-      *outside.tokens(config),
+    *machine.cores(),
+    *machine.memory(weights, on_cpu, config.policy.lora_rank > 0),
+    *machine.disk(config, weights),
+    *machine.versions(machine.extras_of(config)),
+    *devices.devices(config, facts, why),
+    *devices.preflight(facts, why),
+    *outside.gym(config),
+    *outside.servers(config),
+    *outside.ports(config),
+    *outside.tokens(config),
   ]
 
 
@@ -80,7 +78,7 @@ def read(argv: Sequence[str]) -> tuple[list[str], bool, float]:
         seconds = 0.0
       if not 0 < seconds < 1e6:
         raise config_lib.ConfigError(
-            [f"--timeout={text}: give a number of seconds > 0"]
+          [f"--timeout={text}: give a number of seconds > 0"]
         )
     else:
       arguments.append(word)

@@ -37,8 +37,8 @@ def failed(findings: Sequence[Finding]) -> bool:
 def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
   """The findings for programs."""
   return {
-      "ok": not failed(findings),
-      "findings": [dataclasses.asdict(finding) for finding in findings],
+    "ok": not failed(findings),
+    "findings": [dataclasses.asdict(finding) for finding in findings],
   }
 
 
@@ -49,17 +49,23 @@ def text_of(findings: Sequence[Finding]) -> str:
   for finding in findings:
     head = f"{finding.status:4}  {finding.check.ljust(width)}  "
     lines += textwrap.wrap(
-        finding.found, 80, initial_indent=head,
-        subsequent_indent=" " * len(head), break_long_words=False,
-    )  # pyformat: disable
+      finding.found,
+      80,
+      initial_indent=head,
+      subsequent_indent=" " * len(head),
+      break_long_words=False,
+    )
     lines += textwrap.wrap(
-        finding.fix, 80, initial_indent=" " * len(head) + "-> ",
-        subsequent_indent=" " * len(head) + "   ", break_long_words=False,
-        break_on_hyphens=False,
-    )  # pyformat: disable
+      finding.fix,
+      80,
+      initial_indent=" " * len(head) + "-> ",
+      subsequent_indent=" " * len(head) + "   ",
+      break_long_words=False,
+      break_on_hyphens=False,
+    )
   counts = {s: sum(f.status == s for f in findings) for s in ("fail", "warn")}
   lines.append(
-      f"{len(findings)} checks, {counts['fail']} failed,"
-      f" {counts['warn']} with a warning"
+    f"{len(findings)} checks, {counts['fail']} failed,"
+    f" {counts['warn']} with a warning"
   )
   return "\n".join(lines)

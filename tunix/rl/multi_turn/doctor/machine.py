@@ -49,10 +49,12 @@ def cores() -> Iterator[Finding]:
     yield Finding("cores", "ok", how)
   else:
     yield Finding(
-        "cores", "warn", how,
-        "gyms and the learner share one core; give the machine or container"
-        f" {LEAST_CORES} or more",
-    )  # pyformat: disable
+      "cores",
+      "warn",
+      how,
+      "gyms and the learner share one core; give the machine or container"
+      f" {LEAST_CORES} or more",
+    )
 
 
 def available_bytes() -> int:
@@ -67,7 +69,7 @@ def available_bytes() -> int:
 
 
 def memory(
-    weights: int | None, on_cpu: bool, adapter: bool = False
+  weights: int | None, on_cpu: bool, adapter: bool = False
 ) -> Iterator[Finding]:
   """Free memory against the policy's weights.
 
@@ -84,22 +86,26 @@ def memory(
     how += f"; weights of {human(weights)}"
   if free < need:
     yield Finding(
-        "memory", "fail" if on_cpu else "warn", how,
-        f"training takes {human(need)} at least; end other programs, choose a"
-        " smaller policy.name, or see --dry-run of train",
-    )  # pyformat: disable
+      "memory",
+      "fail" if on_cpu else "warn",
+      how,
+      f"training takes {human(need)} at least; end other programs, choose a"
+      " smaller policy.name, or see --dry-run of train",
+    )
   elif free < LEAST_MEMORY:
     yield Finding(
-        "memory", "warn", how,
-        f"below {human(LEAST_MEMORY)}; end other programs, or lower"
-        " engine.slots and collect.concurrency",
-    )  # pyformat: disable
+      "memory",
+      "warn",
+      how,
+      f"below {human(LEAST_MEMORY)}; end other programs, or lower"
+      " engine.slots and collect.concurrency",
+    )
   else:
     yield Finding("memory", "ok", how)
 
 
 def disk(
-    config: config_lib.TrainConfig, weights: int | None
+  config: config_lib.TrainConfig, weights: int | None
 ) -> Iterator[Finding]:
   """Room where the run writes; preflight finds what cannot be written."""
   place = pathlib.Path(os.path.abspath(config.run_dir))
@@ -113,8 +119,8 @@ def disk(
   if free < max(LEAST_DISK, need):
     if need > free:
       fix = (
-          f"checkpoints take about {human(need)} with checkpoint.keep="
-          f"{config.checkpoint.keep}; {fix}, or lower it"
+        f"checkpoints take about {human(need)} with checkpoint.keep="
+        f"{config.checkpoint.keep}; {fix}, or lower it"
       )
     yield Finding("disk", "fail" if free < LEAST_DISK else "warn", how, fix)
   elif free < SOME_DISK:
@@ -156,10 +162,12 @@ def versions(extras: Sequence[str]) -> Iterator[Finding]:
     needed = metadata.requires(PACKAGE) or []
   except metadata.PackageNotFoundError:
     yield Finding(
-        "versions", "warn", here,
-        "this is a clone that is not installed, so its packages are not"
-        " checked; run make install, or pip install -c constraints.txt -e .",
-    )  # pyformat: disable
+      "versions",
+      "warn",
+      here,
+      "this is a clone that is not installed, so its packages are not"
+      " checked; run make install, or pip install -c constraints.txt -e .",
+    )
     return
   missing, wrong, there = [], [], {}
   for text in needed:
@@ -179,8 +187,8 @@ def versions(extras: Sequence[str]) -> Iterator[Finding]:
   install = f"pip install '{what}'"
   if _CONSTRAINTS.is_file():
     install = (
-        f"{shell_hints.python()} -m pip install -c {_CONSTRAINTS} -e"
-        f" '{_CONSTRAINTS.parent}{what[len(PACKAGE):]}'"
+      f"{shell_hints.python()} -m pip install -c {_CONSTRAINTS} -e"
+      f" '{_CONSTRAINTS.parent}{what[len(PACKAGE) :]}'"
     )
     names = [packages.PACKAGES[e] for e in extras if e in packages.PACKAGES]
     for name in names:
@@ -200,20 +208,22 @@ def _as_tested(here: str, there: dict[str, str], install: str):
     yield Finding("versions", "ok", about)
     return
   pins = dict(
-      line.strip().split("==")
-      for line in _CONSTRAINTS.read_text(encoding="utf-8").splitlines()
-      if "==" in line
+    line.strip().split("==")
+    for line in _CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    if "==" in line
   )
   other = [
-      f"{name} {there[_key(name)]} (tested: {pin})"
-      for name, pin in pins.items()
-      if there.get(_key(name), pin).partition("+")[0] != pin
+    f"{name} {there[_key(name)]} (tested: {pin})"
+    for name, pin in pins.items()
+    if there.get(_key(name), pin).partition("+")[0] != pin
   ]
   if other:
     yield Finding(
-        "versions", "warn", f"{here}; {', '.join(other)}",
-        f"to have what is tested: {install}",
-    )  # pyformat: disable
+      "versions",
+      "warn",
+      f"{here}; {', '.join(other)}",
+      f"to have what is tested: {install}",
+    )
   else:
     yield Finding("versions", "ok", f"{about}, each as tested")
 

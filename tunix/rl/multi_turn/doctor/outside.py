@@ -46,7 +46,7 @@ def gym(config: TrainConfig) -> Iterator[Finding]:
     yield Finding(check, "fail", what, fix or what)
   if not lacking:
     yield Finding(
-        check, "ok", "has what it needs" if spec.needs else "needs nothing"
+      check, "ok", "has what it needs" if spec.needs else "needs nothing"
     )
 
 
@@ -58,9 +58,11 @@ def servers(config: TrainConfig) -> Iterator[Finding]:
   for one in addresses.servers(config):
     if one.problem:
       yield Finding(
-          "server", "fail", f"{one.shown}: {one.problem}",
-          f"start it, or correct {one.key}; a firewall may be between",
-      )  # pyformat: disable
+        "server",
+        "fail",
+        f"{one.shown}: {one.problem}",
+        f"start it, or correct {one.key}; a firewall may be between",
+      )
     else:
       yield Finding("server", "ok", f"{one.shown} takes connections")
 
@@ -85,9 +87,11 @@ def ports(config: TrainConfig) -> Iterator[Finding]:
     except ValueError as error:
       why = str(error).partition(": ")[2].partition(";")[0]
       yield Finding(
-          "port", "fail", f"{shown}: {why}",
-          f"end the program that has it (ss -ltnp), or change {key}",
-      )  # pyformat: disable
+        "port",
+        "fail",
+        f"{shown}: {why}",
+        f"end the program that has it (ss -ltnp), or change {key}",
+      )
 
 
 def _is_here(host: str) -> bool:
@@ -118,17 +122,21 @@ def tokens(config: TrainConfig) -> Iterator[Finding]:
       yield Finding("token", "ok", f"${name} is set, for {key}")
     else:
       yield Finding(
-          "token", "warn", f"${name} is not set, for {key}",
-          f"export {name}=… where its server asks for one",
-      )  # pyformat: disable
+        "token",
+        "warn",
+        f"${name} is not set, for {key}",
+        f"export {name}=… where its server asks for one",
+      )
   if config.tracking.wandb == "online":
     if trackers.has_wandb_login():
       yield Finding("token", "ok", "Weights & Biases has a key")
     else:
       yield Finding(
-          "token", "fail", "tracking.wandb=online without a key",
-          "run wandb login, set WANDB_API_KEY, or tracking.wandb=offline",
-      )  # pyformat: disable
+        "token",
+        "fail",
+        "tracking.wandb=online without a key",
+        "run wandb login, set WANDB_API_KEY, or tracking.wandb=offline",
+      )
 
 
 def _variables(value: Any, key: str) -> Iterator[tuple[str, str]]:

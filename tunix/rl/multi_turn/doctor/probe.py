@@ -39,10 +39,12 @@ def _facts(argv: list[str]) -> dict[str, Any]:
   import jax  # pylint: disable=g-import-not-at-top
 
   devices = [
-      {"kind": one.device_kind,
-       "memory": (one.memory_stats() or {}).get("bytes_limit")}
-      for one in jax.local_devices()
-  ]  # pyformat: disable
+    {
+      "kind": one.device_kind,
+      "memory": (one.memory_stats() or {}).get("bytes_limit"),
+    }
+    for one in jax.local_devices()
+  ]
   from tunix.rl.multi_turn import config as config_lib  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.run import preflight  # pylint: disable=g-import-not-at-top
 
@@ -53,11 +55,11 @@ def _facts(argv: list[str]) -> dict[str, Any]:
   except config_lib.ConfigError as error:
     problems = list(error.problems)
   return {
-      "jax": jax.__version__,
-      "platform": jax.default_backend(),
-      "devices": devices,
-      "problems": problems,
-      "weights": preflight.bytes_of_weights(config),
+    "jax": jax.__version__,
+    "platform": jax.default_backend(),
+    "devices": devices,
+    "problems": problems,
+    "weights": preflight.bytes_of_weights(config),
   }
 
 

@@ -6,9 +6,9 @@
 import importlib
 
 _HOMES = {
-    "EngineConfig": "config",
-    "EngineError": "engine",
-    "RolloutEngine": "engine",
+  "EngineConfig": "config",
+  "EngineError": "engine",
+  "RolloutEngine": "engine",
 }
 __all__ = list(_HOMES)
 

@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 def deal(
-    shard_of: Sequence[int], sizes: Sequence[int], shards: int
+  shard_of: Sequence[int], sizes: Sequence[int], shards: int
 ) -> Iterator[Call]:
   """Calls for all items, whose rows lie in the blocks of their shards.
 
@@ -61,12 +61,12 @@ def deal(
     parts = [items[start : start + most] for items in dealt]
     size = smallest(sizes, shards * max(map(len, parts))) // shards
     rows = [
-        s * size + i for s, part in enumerate(parts) for i in range(len(part))
+      s * size + i for s, part in enumerate(parts) for i in range(len(part))
     ]
     yield Call(
-        [item for part in parts for item in part],
-        np.array(rows, np.int32),
-        size * shards,
+      [item for part in parts for item in part],
+      np.array(rows, np.int32),
+      size * shards,
     )
 
 
@@ -145,11 +145,11 @@ class Buckets:
 
 
 def choose(
-    processor: base.Processor,
-    config: config_lib.EngineConfig,
-    image_sizes: Sequence[tuple[int, int]],
-    shards: int = 1,
-    platform: str = "",
+  processor: base.Processor,
+  config: config_lib.EngineConfig,
+  image_sizes: Sequence[tuple[int, int]],
+  shards: int = 1,
+  platform: str = "",
 ) -> Buckets:
   """Chooses an engine's shapes, by its config and else by the device.
 
@@ -170,15 +170,15 @@ def choose(
   per_token = processor.patches_per_token
   image_tokens = [processor.num_image_tokens(*size) for size in image_sizes]
   patches = config.patch_buckets or tuple(
-      n * per_token for n in image_tokens or [context]
+    n * per_token for n in image_tokens or [context]
   )
   if not per_token:
     patches = ()  # A text policy: nothing is ever encoded.
   for count in patches:
     if count % per_token:
       raise ValueError(
-          f"patch_buckets holds {count}, no multiple of the {per_token} patches"
-          " of a vision token"
+        f"patch_buckets holds {count}, no multiple of the {per_token} patches"
+        " of a vision token"
       )
   on_cpu = (platform or jax.default_backend()) == "cpu"
   decode_rows = config.decode_rows or (16 if on_cpu else slots,)
@@ -186,9 +186,9 @@ def choose(
   image = getattr(processor, "whole_image_tokens", 0)
   if image and max(config.prefill_buckets, default=image) < image:
     raise ValueError(
-        f"prefill_buckets={config.prefill_buckets}: the {image} tokens of an"
-        " image see each other and are computed at once; give one of at least"
-        f" {image}"
+      f"prefill_buckets={config.prefill_buckets}: the {image} tokens of an"
+      " image see each other and are computed at once; give one of at least"
+      f" {image}"
     )
   # A call has the text around an image that it may not part.
   most = max(_MOST_DEFAULT, -(-(image + _PLAIN_TEXT) // 32) * 32 * bool(image))
@@ -205,17 +205,17 @@ def choose(
   page_size = config.page_size or min(min(tokens), context)
   pages_of = lambda positions: -(-positions // page_size)
   return Buckets(
-      decode_rows=tuple(min(split(r), slots) for r in decode_rows),
-      prefill_rows=tuple(min(split(r), slots) for r in prefill_rows),
-      tokens=tuple(min(t, context) for t in tokens),
-      windows=tuple(
-          min(pages_of(w), pages_of(context)) * page_size
-          for w in (*windows, context)
-      ),
-      images=tuple(map(split, config.image_buckets)),
-      patches=patches,
-      steps=config.decode_steps_per_call,
-      page_size=page_size,
-      fixed_rows=config.is_lockstep,
-      copies=(min(split(_COPIES), slots),) if config.shares_prefixes else (),
+    decode_rows=tuple(min(split(r), slots) for r in decode_rows),
+    prefill_rows=tuple(min(split(r), slots) for r in prefill_rows),
+    tokens=tuple(min(t, context) for t in tokens),
+    windows=tuple(
+      min(pages_of(w), pages_of(context)) * page_size
+      for w in (*windows, context)
+    ),
+    images=tuple(map(split, config.image_buckets)),
+    patches=patches,
+    steps=config.decode_steps_per_call,
+    page_size=page_size,
+    fixed_rows=config.is_lockstep,
+    copies=(min(split(_COPIES), slots),) if config.shares_prefixes else (),
   )

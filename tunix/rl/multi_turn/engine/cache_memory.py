@@ -34,10 +34,10 @@ class CacheSizes:
 
 
 def sizes(
-    processor: base.Processor,
-    config: config_lib.EngineConfig,
-    chosen: buckets_lib.Buckets,
-    shards: int = 1,
+  processor: base.Processor,
+  config: config_lib.EngineConfig,
+  chosen: buckets_lib.Buckets,
+  shards: int = 1,
 ) -> CacheSizes:
   """Returns the sizes of the caches of one of `shards` shards.
 
@@ -54,8 +54,8 @@ def sizes(
   if chosen.patches and vision:
     vision = max(vision, chosen.patches[-1] // processor.patches_per_token)
   return CacheSizes(
-      pages=1 + max(pages, pages_of(context)),
-      vision_tokens=vision or max(context, slots * context // 2),
+    pages=1 + max(pages, pages_of(context)),
+    vision_tokens=vision or max(context, slots * context // 2),
   )
 
 
@@ -77,12 +77,12 @@ class CacheBytes:
 
 
 def of_engine(
-    model: base.Policy,
-    processor: base.Processor,
-    config: config_lib.EngineConfig,
-    image_sizes: Sequence[tuple[int, int]] = (),
-    mesh: Any = None,
-    platform: str = "",
+  model: base.Policy,
+  processor: base.Processor,
+  config: config_lib.EngineConfig,
+  image_sizes: Sequence[tuple[int, int]] = (),
+  mesh: Any = None,
+  platform: str = "",
 ) -> CacheBytes:
   """Returns the bytes of the caches of a `RolloutEngine`.
 
@@ -96,9 +96,7 @@ def of_engine(
   """
   config = page_layout.sized(device_state.cache_shapes(model), config)
   shards = cached_attention.row_shards(mesh)
-  chosen = buckets_lib.choose(
-      processor, config, image_sizes, shards, platform
-  )
+  chosen = buckets_lib.choose(processor, config, image_sizes, shards, platform)
   cache_sizes = sizes(processor, config, chosen, shards)
   graphdef, state = nnx.split(cast(nnx.Module, model))
   paged = isinstance(model, device_state.PagedPolicy) and model.reads_pages
@@ -114,40 +112,39 @@ def of_engine(
 
   n = processor.patches_per_token
   image = (
-      jax.ShapeDtypeStruct((1, n, processor.patch_bytes), jnp.uint8),
-      jax.ShapeDtypeStruct((1, n), jnp.bool_),
-      jax.ShapeDtypeStruct((1, n, processor.position_axes), jnp.int32),
+    jax.ShapeDtypeStruct((1, n, processor.patch_bytes), jnp.uint8),
+    jax.ShapeDtypeStruct((1, n), jnp.bool_),
+    jax.ShapeDtypeStruct((1, n, processor.position_axes), jnp.int32),
   )
   heads = 1
   text = getattr(cast(Any, model).config, "text", None)
   linear = getattr(getattr(model.config, "traits", None), "linear", False)
   if (
-      mesh is not None
-      and text is not None
-      and hasattr(model, "cache_axes")
-      and not linear  # States have no such axes, and lie whole on each device.
+    mesh is not None
+    and text is not None
+    and hasattr(model, "cache_axes")
+    and not linear  # States have no such axes, and lie whole on each device.
   ):
     if cached_attention.split_heads(mesh, text.num_key_value_heads):
       heads = mesh.shape["tensor"]
   # Of one, and multiplied here: a cache of any size has a number of bytes.
   return CacheBytes(
-      kv=cache_sizes.pages * _bytes(jax.eval_shape(a_page, state)) // heads,
-      kv_tokens=shards * (cache_sizes.pages - 1) * chosen.page_size,
-      vision=(
-          cache_sizes.vision_tokens
-          * _bytes(jax.eval_shape(a_token, state, *image))
-          if n
-          else 0
-      ),
-      images=max(chosen.images, default=0)
-      // shards
-      * max(chosen.patches, default=0)
-      * processor.patch_bytes,
+    kv=cache_sizes.pages * _bytes(jax.eval_shape(a_page, state)) // heads,
+    kv_tokens=shards * (cache_sizes.pages - 1) * chosen.page_size,
+    vision=(
+      cache_sizes.vision_tokens * _bytes(jax.eval_shape(a_token, state, *image))
+      if n
+      else 0
+    ),
+    images=max(chosen.images, default=0)
+    // shards
+    * max(chosen.patches, default=0)
+    * processor.patch_bytes,
   )
 
 
 def _bytes(tree: Any) -> int:
   return sum(
-      math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
-      for leaf in jax.tree.leaves(tree)
+    math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+    for leaf in jax.tree.leaves(tree)
   )

@@ -45,8 +45,7 @@ class Steered(Hashable, Protocol):
   length: int  # Prompt and sampled tokens.
 
   @property
-  def sampled(self) -> int:
-    ...
+  def sampled(self) -> int: ...
 
 
 _S = TypeVar("_S", bound=Steered)
@@ -62,13 +61,13 @@ class MinTokens:
   """A `Grammar` that holds stop tokens back for the first tokens."""
 
   def __init__(
-      self, least: int, stop_token_ids: Sequence[int], vocabulary: int
+    self, least: int, stop_token_ids: Sequence[int], vocabulary: int
   ):
     """Args:
 
-      least: sampled tokens before one of the stop tokens may come.
-      stop_token_ids: Stop tokens of the request.
-      vocabulary: number of the policy's ids.
+    least: sampled tokens before one of the stop tokens may come.
+    stop_token_ids: Stop tokens of the request.
+    vocabulary: number of the policy's ids.
     """
     tokens_V = np.ones(vocabulary, bool)
     self._any = pack(tokens_V)
@@ -120,7 +119,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def masks(
-    requests: Sequence[_S], unbanned: np.ndarray
+  requests: Sequence[_S], unbanned: np.ndarray
 ) -> tuple[dict[_S, np.ndarray], dict[_S, Exception]]:
   """Returns each request's mask of allowed tokens, or its error.
 
@@ -135,17 +134,18 @@ def masks(
       assert request.grammar is not None
       mask = np.asarray(_call(request.grammar.allowed))
       if mask.shape != unbanned.shape or mask.dtype not in (
-          np.uint32, np.int32
-      ):  # pyformat: disable
+        np.uint32,
+        np.int32,
+      ):
         raise ValueError(
-            f"grammar allows {mask.dtype}{list(mask.shape)}, which is no"
-            f" uint32{list(unbanned.shape)}, a bit a token"
+          f"grammar allows {mask.dtype}{list(mask.shape)}, which is no"
+          f" uint32{list(unbanned.shape)}, a bit a token"
         )
       mask = mask.view(np.uint32)
       if not np.any(mask & unbanned):
         raise ValueError(
-            "grammar allows no token that may be sampled after"
-            f" {request.sampled} tokens; let it end with a stop token"
+          "grammar allows no token that may be sampled after"
+          f" {request.sampled} tokens; let it end with a stop token"
         )
       masks_of[request] = mask
     except Exception as error:  # pylint: disable=broad-except
@@ -154,7 +154,7 @@ def masks(
 
 
 def ends(
-    request: Steered, tokens: np.ndarray, start: int, stopped: bool
+  request: Steered, tokens: np.ndarray, start: int, stopped: bool
 ) -> bool:
   """Shows the tokens sampled from `start` on to grammar and stop condition.
 
@@ -181,12 +181,12 @@ def ends(
     end = begin + operator.index(keep)
   except TypeError:
     raise ValueError(
-        f"stop_when returned {keep!r}, which is not a number of tokens"
+      f"stop_when returned {keep!r}, which is not a number of tokens"
     ) from None
   if not start < end <= request.length:
     raise ValueError(
-        f"stop_when returned {keep}, which is none of the new tokens: it was"
-        f" shown {start - begin} before, and now {request.length - begin}"
+      f"stop_when returned {keep}, which is none of the new tokens: it was"
+      f" shown {start - begin} before, and now {request.length - begin}"
     )
   request.length = end
   return True

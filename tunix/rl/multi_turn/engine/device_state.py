@@ -52,15 +52,15 @@ class PagedPolicy(base.Policy, Protocol):
     ...
 
   def extend_pages(
-      self,
-      tokens: base.Array,
-      positions: base.Array,
-      starts: base.Array,
-      lengths: base.Array,
-      cache: Any,
-      pages: base.Array,
-      vision_index: base.Array | None = None,
-      vision: Any = None,
+    self,
+    tokens: base.Array,
+    positions: base.Array,
+    starts: base.Array,
+    lengths: base.Array,
+    cache: Any,
+    pages: base.Array,
+    vision_index: base.Array | None = None,
+    vision: Any = None,
   ) -> tuple[jax.Array, Any]:
     """`extend` with a cache of pages; `pages` is int32[B, M], each row's."""
     ...
@@ -77,18 +77,18 @@ def leaves_by_path(params: Any) -> dict[Path, Any]:
   for path, leaf in flat:
     # A tree of nnx variables adds an attribute step that a pure dict lacks.
     parts = [
-        str(getattr(p, "key", getattr(p, "idx", None)))
-        for p in path
-        if not isinstance(p, jax.tree_util.GetAttrKey)
+      str(getattr(p, "key", getattr(p, "idx", None)))
+      for p in path
+      if not isinstance(p, jax.tree_util.GetAttrKey)
     ]
     named[tuple(parts)] = leaf
   return named
 
 
 def _checked(
-    params: Any,
-    own: Mapping[Path, jax.ShapeDtypeStruct],
-    required: Collection[Path],
+  params: Any,
+  own: Mapping[Path, jax.ShapeDtypeStruct],
+  required: Collection[Path],
 ) -> dict[Path, Any]:
   """`leaves_by_path` of parameters that fit a policy.
 
@@ -106,14 +106,14 @@ def _checked(
   if missing or unknown:
     show = lambda paths: ", ".join("/".join(p) for p in paths[:5]) or "none"
     raise ValueError(
-        f"weights do not fit the policy: missing {show(missing)};"
-        f" unknown {show(unknown)}"
+      f"weights do not fit the policy: missing {show(missing)};"
+      f" unknown {show(unknown)}"
     )
   for path, value in named.items():
     if np.shape(value) != own[path].shape:
       raise ValueError(
-          f"weight {'/'.join(path)} has shape {np.shape(value)}, the policy"
-          f" needs {own[path].shape}"
+        f"weight {'/'.join(path)} has shape {np.shape(value)}, the policy"
+        f" needs {own[path].shape}"
       )
   return named
 
@@ -131,8 +131,8 @@ def _narrow(model: Any) -> dict[Path, Any]:
   for path, module in nnx.iter_modules(model):
     names: tuple[str, ...] = ()
     if isinstance(module, layers.Linear) or (
-        # The tower's positions are interpolated in float32.
-        isinstance(module, layers.Embedding) and path[:1] != ("visual",)
+      # The tower's positions are interpolated in float32.
+      isinstance(module, layers.Embedding) and path[:1] != ("visual",)
     ):
       names = ("weight",)
     elif isinstance(module, experts.Experts):
@@ -140,7 +140,7 @@ def _narrow(model: Any) -> dict[Path, Any]:
     for name in names:
       dtype = getattr(module, name).dtype
       if jnp.issubdtype(dtype, jnp.floating) and (
-          dtype.itemsize > compute.itemsize
+        dtype.itemsize > compute.itemsize
       ):
         types[(*map(str, path), name)] = compute
   return types
@@ -163,19 +163,19 @@ def types_to_send(model: Any, weights: str = "same") -> dict[Path, Any]:
 
 
 def _int8(
-    model: Any, narrow: dict[Path, Any]
+  model: Any, narrow: dict[Path, Any]
 ) -> tuple[Any, Callable[[dict[Path, Any]], dict[Path, Any]]]:
   """Returns the model's int8 copy and the converter of parameters.
 
   Rounded matrices leave `narrow`. Of a model of shapes, the copy is one, too.
   """
   if any(
-      isinstance(x, jax.ShapeDtypeStruct)
-      for x in jax.tree.leaves(nnx.state(model))
+    isinstance(x, jax.ShapeDtypeStruct)
+    for x in jax.tree.leaves(nnx.state(model))
   ):
     graphdef, state = nnx.split(model)
     copy: Any = nnx.eval_shape(
-        lambda s: int8.quantized(nnx.merge(graphdef, s)), state
+      lambda s: int8.quantized(nnx.merge(graphdef, s)), state
     )
     convert: Any = lambda named: named
   else:
@@ -192,10 +192,10 @@ def _places(state: nnx.State, mesh: jax.sharding.Mesh | None) -> list[Any]:
   if mesh is None:
     return [None] * len(jax.tree.leaves(state))
   return [
-      sharding.parameter_sharding(variable, mesh)
-      for variable in jax.tree.leaves(
-          state, is_leaf=lambda v: isinstance(v, nnx.Variable)
-      )
+    sharding.parameter_sharding(variable, mesh)
+    for variable in jax.tree.leaves(
+      state, is_leaf=lambda v: isinstance(v, nnx.Variable)
+    )
   ]
 
 
@@ -225,19 +225,17 @@ def shards_of(model: Any) -> int:
   """Shards of an engine's caches for a policy of arrays."""
   place = _replicated(tuple(jax.tree.leaves(nnx.state(model))))
   return cached_attention.row_shards(
-      None if place is None else cast(jax.sharding.Mesh, place.mesh)
+    None if place is None else cast(jax.sharding.Mesh, place.mesh)
   )
 
 
-def _replicated(
-    params: tuple[Any, ...],
-) -> jax.sharding.NamedSharding | None:
+def _replicated(params: tuple[Any, ...]) -> jax.sharding.NamedSharding | None:
   """Sharding that replicates on the parameters' mesh; None on one device."""
   for x in params:
     place = getattr(x, "sharding", None)  # numpy arrays have none.
     if isinstance(place, jax.sharding.NamedSharding):
       return jax.sharding.NamedSharding(
-          place.mesh, jax.sharding.PartitionSpec()
+        place.mesh, jax.sharding.PartitionSpec()
       )
   return None
 
@@ -246,7 +244,7 @@ def cache_shapes(model: Any) -> Callable[[int, int], Any]:
   """Shapes of a policy's `init_cache` by rows and tokens; makes none."""
   graphdef, state = nnx.split(model)
   return lambda rows, tokens: jax.eval_shape(
-      lambda s: nnx.merge(graphdef, s).init_cache(rows, tokens), state
+    lambda s: nnx.merge(graphdef, s).init_cache(rows, tokens), state
   )
 
 
@@ -273,15 +271,15 @@ class DeviceState:
   """
 
   def __init__(
-      self,
-      model: base.Policy,
-      processor: base.Processor,
-      *,
-      pages: int,
-      page_size: int,
-      vision_tokens: int,
-      weights: str = "same",
-      mesh: jax.sharding.Mesh | None = None,
+    self,
+    model: base.Policy,
+    processor: base.Processor,
+    *,
+    pages: int,
+    page_size: int,
+    vision_tokens: int,
+    weights: str = "same",
+    mesh: jax.sharding.Mesh | None = None,
   ):
     """Args:
 
@@ -302,8 +300,8 @@ class DeviceState:
     self.vision_tokens = vision_tokens
     self.processor = processor
     self._own = {
-        path: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for path, x in leaves_by_path(nnx.state(model)).items()
+      path: jax.ShapeDtypeStruct(x.shape, x.dtype)
+      for path, x in leaves_by_path(nnx.state(model)).items()
     }
     self._required = set(leaves_by_path(nnx.state(model, nnx.Param)))
     self._convert: Callable[[dict[Path, Any]], dict[Path, Any]] = lambda x: x
@@ -323,38 +321,36 @@ class DeviceState:
     if self._abstract:
       places = _places(state, mesh)
       self.params: tuple[Any, ...] = tuple(
-          jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
-          for x, dtype, place in zip(leaves, dtypes, places, strict=True)
+        jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
+        for x, dtype, place in zip(leaves, dtypes, places, strict=True)
       )
     else:
       # Rounded matrices are new arrays already, and so are narrower ones.
       self.params = tuple(
-          x if x.dtype == jnp.int8 else jnp.array(x, dtype, copy=True)
-          for x, dtype in zip(leaves, dtypes, strict=True)
+        x if x.dtype == jnp.int8 else jnp.array(x, dtype, copy=True)
+        for x, dtype in zip(leaves, dtypes, strict=True)
       )
-    self.merge: Callable[[tuple[jax.Array, ...]], base.Policy] = (
-        lambda params: nnx.merge(
-            graphdef, jax.tree.unflatten(treedef, params)
-        )
+    self.merge: Callable[[tuple[jax.Array, ...]], base.Policy] = lambda params: (
+      nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
     )
     self.place = _replicated(self.params)
     self._mesh = (
-        None if self.place is None else cast(jax.sharding.Mesh, self.place.mesh)
+      None if self.place is None else cast(jax.sharding.Mesh, self.place.mesh)
     )
     self.shards = cached_attention.row_shards(self._mesh)
     self.row_place = self._placed(cached_attention.ROWS)
     self.vocabulary = self._vocabulary()
     self._make_cache(model)
     vision = jax.eval_shape(
-        lambda p, *a: self.merge(p).encode_images(*a),
-        self.params,
-        *self.encode_shapes(1, processor.patches_per_token),
+      lambda p, *a: self.merge(p).encode_images(*a),
+      self.params,
+      *self.encode_shapes(1, processor.patches_per_token),
     )
     self.pool_shape = jax.tree.map(
-        lambda x: self.rows_shape(
-            x.dtype, self.shards, vision_tokens, *x.shape[2:]
-        ),
-        vision,
+      lambda x: self.rows_shape(
+        x.dtype, self.shards, vision_tokens, *x.shape[2:]
+      ),
+      vision,
     )
     self.cache = self.pool = None
     if not self._abstract:
@@ -371,30 +367,28 @@ class DeviceState:
     else:
       make = lambda p: self.merge(p).init_cache(pages, n)
       layout = self.layout = page_layout.PageLayout(
-          lambda batch, length: jax.eval_shape(
-              lambda p: self.merge(p).init_cache(batch, length), self.params
-          ),
-          n,
-          self._mesh,
-          getattr(model, "cache_axes", ()),
+        lambda batch, length: jax.eval_shape(
+          lambda p: self.merge(p).init_cache(batch, length), self.params
+        ),
+        n,
+        self._mesh,
+        getattr(model, "cache_axes", ()),
       )
       place = lambda i: self._placed(*layout.specs[i])
     shapes, tree = jax.tree.flatten(jax.eval_shape(make, self.params))
     self.cache_place: Any = None
     if self._mesh is not None:
       self.cache_place = jax.tree.unflatten(
-          tree, map(place, range(len(shapes)))
+        tree, map(place, range(len(shapes)))
       )
     self.cache_shape = jax.tree.unflatten(
-        tree,
-        [
-            jax.ShapeDtypeStruct(
-                x.shape,
-                x.dtype,
-                sharding=None if self._mesh is None else place(i),
-            )
-            for i, x in enumerate(shapes)
-        ],
+      tree,
+      [
+        jax.ShapeDtypeStruct(
+          x.shape, x.dtype, sharding=None if self._mesh is None else place(i)
+        )
+        for i, x in enumerate(shapes)
+      ],
     )
 
   @property
@@ -407,12 +401,10 @@ class DeviceState:
     """Empties KV cache and vision pool."""
     self.cache = self.pool = None
     self.cache = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
-        self.cache_shape,
+      lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self.cache_shape
     )
     self.pool = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
-        self.pool_shape,
+      lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self.pool_shape
     )
 
   def prepare(self, params: Params) -> tuple[jax.Array, ...]:
@@ -447,22 +439,22 @@ class DeviceState:
     if self._mesh is None:
       return None
     return jax.sharding.NamedSharding(
-        self._mesh, jax.sharding.PartitionSpec(*axes)
+      self._mesh, jax.sharding.PartitionSpec(*axes)
     )
 
   def encode_shapes(
-      self, images: int, patches: int
+    self, images: int, patches: int
   ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Patches, which of them are real, and their positions."""
     shape = self.rows_shape
     return (
-        shape(jnp.uint8, images, patches, self.processor.patch_bytes),
-        shape(jnp.bool_, images, patches),
-        shape(jnp.int32, images, patches, self.processor.position_axes),
+      shape(jnp.uint8, images, patches, self.processor.patch_bytes),
+      shape(jnp.bool_, images, patches),
+      shape(jnp.int32, images, patches, self.processor.position_axes),
     )
 
   def jit(
-      self, function: Callable[..., Any], out: Any = None, **options: Any
+    self, function: Callable[..., Any], out: Any = None, **options: Any
   ) -> Any:
     """`jax.jit` with the results' places fixed (`out`, else `place`).
 
@@ -479,11 +471,11 @@ class DeviceState:
     def one_step(params, tokens, positions, starts, lengths):
       model = self.merge(params)
       hidden, _ = model.extend(
-          tokens, positions, starts, lengths, model.init_cache(1, 8)
+        tokens, positions, starts, lengths, model.init_cache(1, 8)
       )
       return model.logits(hidden)
 
     logits = jax.eval_shape(
-        one_step, self.params, ints(1, 1), ints(1, 1, 3), ints(1), ints(1)
+      one_step, self.params, ints(1, 1), ints(1, 1, 3), ints(1), ints(1)
     )
     return logits.shape[-1]

@@ -77,9 +77,7 @@ class RoundTimer:
   """
 
   def __init__(
-      self,
-      scheduler: scheduler_lib.Scheduler,
-      config: config_lib.EngineConfig,
+    self, scheduler: scheduler_lib.Scheduler, config: config_lib.EngineConfig
   ):
     self.last_arrival = 0.0
     self.paused = False
@@ -122,9 +120,7 @@ class RoundTimer:
       return
     if any(s.request is None for s in slots.sessions.values()):
       scheduler.counters.lockstep_timeouts += 1
-    batch = sorted(
-        slots.waiting, key=lambda r: slots.sessions[r.session].order
-    )
+    batch = sorted(slots.waiting, key=lambda r: slots.sessions[r.session].order)
     slots.start_batch(batch)
 
   def _batch_waits(self) -> bool:
@@ -188,16 +184,16 @@ class RolloutEngine:
   """
 
   def __init__(
-      self,
-      model: base.Policy,
-      processor: base.Processor,
-      image_store: images_lib.ImageStore,
-      config: config_lib.EngineConfig = config_lib.EngineConfig(),
-      *,
-      image_sizes: Sequence[tuple[int, int]] = (),
-      banned_token_ids: Sequence[int] = (),
-      seed: int = 0,
-      version: int = 0,
+    self,
+    model: base.Policy,
+    processor: base.Processor,
+    image_store: images_lib.ImageStore,
+    config: config_lib.EngineConfig = config_lib.EngineConfig(),
+    *,
+    image_sizes: Sequence[tuple[int, int]] = (),
+    banned_token_ids: Sequence[int] = (),
+    seed: int = 0,
+    version: int = 0,
   ):
     """Args:
 
@@ -222,29 +218,27 @@ class RolloutEngine:
     self._lockstep = config.is_lockstep
     sizes = cache_memory.sizes(processor, config, self._buckets, shards)
     self._state = device_state.DeviceState(
-        model,
-        processor,
-        pages=sizes.pages,
-        page_size=self._buckets.page_size,
-        vision_tokens=sizes.vision_tokens,
-        weights=config.weights,
+      model,
+      processor,
+      pages=sizes.pages,
+      page_size=self._buckets.page_size,
+      vision_tokens=sizes.vision_tokens,
+      weights=config.weights,
     )
     if not self._state.copies_pages:
       self._buckets = dataclasses.replace(self._buckets, copies=())
     self._programs = programs_lib.Programs(
-        self._state,
-        banned_token_ids=banned_token_ids,
-        entropies=config.entropies,
+      self._state, banned_token_ids=banned_token_ids, entropies=config.entropies
     )
     self._scheduler = scheduler_lib.Scheduler(
-        self._programs,
-        vision_cache.PatchCache(
-            image_store, processor, config.patch_cache_mib << 20
-        ),
-        self._buckets,
-        config,
-        seed=seed,
-        version=version,
+      self._programs,
+      vision_cache.PatchCache(
+        image_store, processor, config.patch_cache_mib << 20
+      ),
+      self._buckets,
+      config,
+      seed=seed,
+      version=version,
     )
     self._rounds = RoundTimer(self._scheduler, config)
     self._warm: frozenset[programs_lib.Variant] | None = None
@@ -268,15 +262,15 @@ class RolloutEngine:
     self._post(_Open(session))
 
   async def generate(
-      self,
-      prompt: policy_client.TokenPrompt,
-      sampling: policy_client.SamplingParams,
-      *,
-      session: str,
-      on_tokens: Callable[[np.ndarray], None] | None = None,
-      priority: int = 0,
-      stop_when: constrained_decoding.StopWhen | None = None,
-      grammar: constrained_decoding.Grammar | None = None,
+    self,
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    *,
+    session: str,
+    on_tokens: Callable[[np.ndarray], None] | None = None,
+    priority: int = 0,
+    stop_when: constrained_decoding.StopWhen | None = None,
+    grammar: constrained_decoding.Grammar | None = None,
   ) -> policy_client.Completion:
     """Samples one completion; cancelling the await frees its slot.
 
@@ -297,24 +291,24 @@ class RolloutEngine:
       EngineError: the engine failed or is closed.
     """
     requests_lib.check(
-        prompt,
-        sampling,
-        context_length=self.context_length,
-        vocabulary=self._state.vocabulary,
-        processor=self._processor,
+      prompt,
+      sampling,
+      context_length=self.context_length,
+      vocabulary=self._state.vocabulary,
+      processor=self._processor,
     )
     loop = asyncio.get_running_loop()
     future: asyncio.Future[policy_client.Completion] = loop.create_future()
     request = requests_lib.Request(
-        session,
-        prompt,
-        sampling,
-        loop,
-        future,
-        on_tokens,
-        priority,
-        stop_when,
-        grammar,
+      session,
+      prompt,
+      sampling,
+      loop,
+      future,
+      on_tokens,
+      priority,
+      stop_when,
+      grammar,
     )
     self._post(_Submit(request))
     try:
@@ -336,7 +330,7 @@ class RolloutEngine:
     return self._scheduler.version
 
   def update_weights(
-      self, version: int, params: device_state.Params
+    self, version: int, params: device_state.Params
   ) -> concurrent.futures.Future[int]:
     """Hands over new weights. Thread-safe, does not wait.
 
@@ -379,7 +373,7 @@ class RolloutEngine:
     self._post(_Resume())
 
   def warm_up(
-      self, progress: Callable[[int, int, str], None] | None = None
+    self, progress: Callable[[int, int, str], None] | None = None
   ) -> float:
     """Compiles every shape, two at a time; returns the seconds it took.
 
@@ -435,12 +429,12 @@ class RolloutEngine:
     """Bytes of weights, KV cache and vision pool on the fullest device."""
     state = self._state
     return {
-        name: max(_by_device(tree).values(), default=0)
-        for name, tree in (
-            ("weights", state.params),
-            ("kv_cache", state.cache),
-            ("vision_pool", state.pool),
-        )
+      name: max(_by_device(tree).values(), default=0)
+      for name, tree in (
+        ("weights", state.params),
+        ("kv_cache", state.cache),
+        ("vision_pool", state.pool),
+      )
     }
 
   def stats(self) -> dict[str, float]:
@@ -456,22 +450,22 @@ class RolloutEngine:
     compiled = self._programs.compiled
     late = compiled - (compiled if self._warm is None else self._warm)
     on_demand = sum(
-        not buckets_lib.announced(v, self.config.features) for v in late
+      not buckets_lib.announced(v, self.config.features) for v in late
     )
     return {
-        **counters,
-        "batch_occupancy": counters["decode_tokens"] / places,
-        "waiting": len(scheduler.slots.waiting),
-        "active": sum(r is not None for r in scheduler.slots.requests),
-        "sessions": len(scheduler.slots.sessions),
-        "pages": pages,
-        "pages_held": pages - sum(pool.available for pool in pools),
-        "shared_tokens": sum(pool.adopted for pool in pools),
-        "version": scheduler.version,
-        "compile_count": self._programs.compile_count,
-        "compile_seconds": self._programs.compile_seconds,
-        "compiles_after_warm_up": len(late) - on_demand,
-        "compiles_on_demand": on_demand,
+      **counters,
+      "batch_occupancy": counters["decode_tokens"] / places,
+      "waiting": len(scheduler.slots.waiting),
+      "active": sum(r is not None for r in scheduler.slots.requests),
+      "sessions": len(scheduler.slots.sessions),
+      "pages": pages,
+      "pages_held": pages - sum(pool.available for pool in pools),
+      "shared_tokens": sum(pool.adopted for pool in pools),
+      "version": scheduler.version,
+      "compile_count": self._programs.compile_count,
+      "compile_seconds": self._programs.compile_seconds,
+      "compiles_after_warm_up": len(late) - on_demand,
+      "compiles_on_demand": on_demand,
     }
 
   def close(self, timeout_s: float = 30.0) -> None:
@@ -491,8 +485,8 @@ class RolloutEngine:
     if thread.is_alive():
       self._fail_all(EngineError("the engine was closed"))
       raise TimeoutError(
-          f"the engine's thread did not end within {timeout_s} s; a device call"
-          " is stuck"
+        f"the engine's thread did not end within {timeout_s} s; a device call"
+        " is stuck"
       )
 
   def __enter__(self) -> RolloutEngine:
@@ -516,13 +510,13 @@ class RolloutEngine:
         if self._closed:
           raise EngineError("the engine is closed")
         raise EngineError(
-            "the engine has failed for good at"
-            f" {type(self._fatal).__name__}: {self._fatal}"
+          "the engine has failed for good at"
+          f" {type(self._fatal).__name__}: {self._fatal}"
         ) from self._fatal
       self._inbox.append(command)
       if self._thread is None:
         self._thread = threading.Thread(
-            target=self._run, name="rollout-engine", daemon=True
+          target=self._run, name="rollout-engine", daemon=True
         )
         self._thread.start()
       self._wake.notify_all()
@@ -556,7 +550,7 @@ class RolloutEngine:
     except BaseException as error:  # pylint: disable=broad-except
       _LOG.exception("the rollout engine has failed for good")
       reason = EngineError(
-          f"the engine has failed for good at {type(error).__name__}: {error}"
+        f"the engine has failed for good at {type(error).__name__}: {error}"
       )
       reason.__cause__ = error
       self._fatal = error
@@ -611,7 +605,7 @@ class RolloutEngine:
     now_device = counters.seconds_decode + counters.seconds_prefill
     now_device += counters.seconds_vision
     counters.seconds_host += (
-        time.perf_counter() - started - (now_device - device)
+      time.perf_counter() - started - (now_device - device)
     )
 
   def _deliver(self) -> None:

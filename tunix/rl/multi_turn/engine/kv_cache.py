@@ -31,10 +31,10 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 
 def common_prefix(
-    old_T: np.ndarray,
-    old_spans: Sequence[trajectory.ImageSpan],
-    new_T: np.ndarray,
-    new_spans: Sequence[trajectory.ImageSpan],
+  old_T: np.ndarray,
+  old_spans: Sequence[trajectory.ImageSpan],
+  new_T: np.ndarray,
+  new_spans: Sequence[trajectory.ImageSpan],
 ) -> int:
   """Returns the number of leading tokens, pixels included, that are shared."""
   n = min(len(old_T), len(new_T))
@@ -65,15 +65,16 @@ class CachedSequence:
   def __init__(self, pool: page_pool.PagePool, share: bool):
     """Args:
 
-      pool: hands out pages.
-      share: whether to share pages with other sequences.
+    pool: hands out pages.
+    share: whether to share pages with other sequences.
     """
     self._pool = pool
     self._share = share
     # What the last update has dropped; its tokens are to be computed again.
-    self._former: tuple[
-        np.ndarray, tuple[trajectory.ImageSpan, ...]
-    ] = (_NO_TOKENS, ())
+    self._former: tuple[np.ndarray, tuple[trajectory.ImageSpan, ...]] = (
+      _NO_TOKENS,
+      (),
+    )
     self._reset()
 
   def move(self, pool: page_pool.PagePool) -> None:
@@ -95,11 +96,11 @@ class CachedSequence:
     self._programs = page_pool.NO_PROGRAMS
 
   def begin(
-      self,
-      tokens: np.ndarray,
-      spans: tuple[trajectory.ImageSpan, ...],
-      limit: int,
-      plan: Plan | None = None,
+    self,
+    tokens: np.ndarray,
+    spans: tuple[trajectory.ImageSpan, ...],
+    limit: int,
+    plan: Plan | None = None,
   ) -> int:
     """Turns into another sequence; keeps and finds its cached prefix.
 
@@ -117,7 +118,7 @@ class CachedSequence:
     # 1. Keep what the session has cached of the new sequence: whole pages of
     #    it where there are recurrent states or a plan.
     common = common_prefix(
-        self.tokens[: self.cached], self.spans, tokens, spans
+      self.tokens[: self.cached], self.spans, tokens, spans
     )
     shared = min(common, limit)
     if (self._pool.keeps_state or plan) and shared < self.cached:
@@ -227,11 +228,11 @@ class CachedSequence:
     if part:
       own = self.pages[last_block] if last_block < len(self.pages) else None
       copied = pool.copy(
-          self.parent_key(last_block),
-          self.ids(last_block * size, end),
-          0 if pages else cached_part,
-          own,
-          least=part,
+        self.parent_key(last_block),
+        self.ids(last_block * size, end),
+        0 if pages else cached_part,
+        own,
+        least=part,
       )
       if copied is None:
         pool.drop(pages)
@@ -329,7 +330,7 @@ class CachedSequence:
       return
     start = block * self._pool.page_size
     self._pool.announce(
-        self.pages[block], self.parent_key(block), self.ids(start, end)
+      self.pages[block], self.parent_key(block), self.ids(start, end)
     )
 
   def rest(self) -> None:
@@ -373,6 +374,6 @@ class CachedSequence:
       at = slice(i * size, (i + 1) * size)
       tokens, programs = self.tokens[at], self._programs[at]
       self._keys.append(
-          page_pool.page_key(parent, tokens, i * size, self.spans, programs)
+        page_pool.page_key(parent, tokens, i * size, self.spans, programs)
       )
     return self._keys[block]

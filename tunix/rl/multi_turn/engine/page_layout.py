@@ -24,11 +24,11 @@ _UNIT = 64  # Tokens of a page are a multiple of this.
 
 
 def take(
-    leaf: jax.Array,
-    page_axis: int,
-    pages_RN: jax.Array,
-    starts: jax.Array,
-    page_size: int,
+  leaf: jax.Array,
+  page_axis: int,
+  pages_RN: jax.Array,
+  starts: jax.Array,
+  page_size: int,
 ) -> jax.Array:
   """Returns the rows' states after `starts` tokens; any where that is 0."""
   block = jnp.maximum(starts - 1, 0) // page_size
@@ -37,13 +37,13 @@ def take(
 
 
 def put(
-    leaf: jax.Array,
-    new: jax.Array,
-    page_axis: int,
-    pages_RN: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
-    page_size: int,
+  leaf: jax.Array,
+  new: jax.Array,
+  page_axis: int,
+  pages_RN: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  page_size: int,
 ) -> jax.Array:
   """Writes the rows' states after `counts` new tokens, where there are any."""
   last = jnp.maximum(starts + counts - 1, 0) // page_size
@@ -56,7 +56,7 @@ def put(
 
 
 def sized(
-    shape_of: Callable[[int, int], Any], config: config_lib.EngineConfig
+  shape_of: Callable[[int, int], Any], config: config_lib.EngineConfig
 ) -> config_lib.EngineConfig:
   """Returns the settings with a page size that a policy's states are worth.
 
@@ -77,7 +77,7 @@ def sized(
   token = sum(size(b) - size(a) for a, b in zip(one, two))
   pages = -(-states // (max(token, 1) * _UNIT))
   return dataclasses.replace(
-      config, page_size=min(pages * _UNIT, config.context_length)
+    config, page_size=min(pages * _UNIT, config.context_length)
   )
 
 
@@ -88,21 +88,21 @@ def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
     differ = [i for i, (x, y) in enumerate(zip(a.shape, b.shape)) if x != y]
     if len(differ) > 1:
       raise ValueError(
-          f"init_cache made a leaf of shapes {a.shape} and {b.shape}; more than"
-          " one axis depends on one argument"
+        f"init_cache made a leaf of shapes {a.shape} and {b.shape}; more than"
+        " one axis depends on one argument"
       )
     axes.append(differ[0] if differ else None)
   return axes
 
 
 def _spec(
-    axes: Sequence[Any], page_axis: int, ndim: int
+  axes: Sequence[Any], page_axis: int, ndim: int
 ) -> jax.sharding.PartitionSpec:
   named = list(axes) or [None] * ndim
   if len(named) != ndim:
     raise ValueError(
-        f"cache_axes names {len(named)} dimensions of a cache's array that has"
-        f" {ndim}"
+      f"cache_axes names {len(named)} dimensions of a cache's array that has"
+      f" {ndim}"
     )
   named[page_axis] = cached_attention.ROWS
   return jax.sharding.PartitionSpec(*named)
@@ -123,11 +123,11 @@ class PageLayout:
   """
 
   def __init__(
-      self,
-      shape_of: Callable[[int, int], Any],
-      page_size: int,
-      mesh: jax.sharding.Mesh | None = None,
-      axes: Sequence[Any] = (),
+    self,
+    shape_of: Callable[[int, int], Any],
+    page_size: int,
+    mesh: jax.sharding.Mesh | None = None,
+    axes: Sequence[Any] = (),
   ):
     """Args:
 
@@ -152,15 +152,11 @@ class PageLayout:
     self.specs: tuple[jax.sharding.PartitionSpec, ...] = ()
     if mesh is not None:
       self.specs = tuple(
-          _spec(axes, axis, leaf.ndim)
-          for axis, leaf in zip(
-              self._page_axis, jax.tree.leaves(shape_of(1, n))
-          )
+        _spec(axes, axis, leaf.ndim)
+        for axis, leaf in zip(self._page_axis, jax.tree.leaves(shape_of(1, n)))
       )
 
-  def copy(
-      self, cache: Any, sources_R: jax.Array, targets_R: jax.Array
-  ) -> Any:
+  def copy(self, cache: Any, sources_R: jax.Array, targets_R: jax.Array) -> Any:
     """Copies whole pages; a target out of range is dropped.
 
     Args:
@@ -191,7 +187,7 @@ class PageLayout:
     return self._local(self._take, cache, pages_RN, starts)
 
   def _local(
-      self, function: Any, cache: Any, *more: Any, parts: tuple[Any, ...] = ()
+    self, function: Any, cache: Any, *more: Any, parts: tuple[Any, ...] = ()
   ) -> Any:
     """`function(cache, *parts, *more)`, each device on what it holds; `more`
     is split by rows."""
@@ -200,28 +196,22 @@ class PageLayout:
     places = jax.tree.unflatten(jax.tree.structure(cache), self.specs)
     rows = jax.sharding.PartitionSpec(cached_attention.ROWS)
     return jax.shard_map(
-        function,
-        mesh=self._mesh,
-        in_specs=(
-            places, *(places,) * len(parts), *(rows,) * len(more)
-        ),
-        out_specs=places,
-        check_vma=False,
-    )(cache, *parts, *more)  # pyformat: disable
+      function,
+      mesh=self._mesh,
+      in_specs=(places, *(places,) * len(parts), *(rows,) * len(more)),
+      out_specs=places,
+      check_vma=False,
+    )(cache, *parts, *more)
 
   def _take(self, cache: Any, pages_RN, starts) -> Any:
     rows, width = pages_RN.shape
     leaves, tree = jax.tree.flatten(cache)
     part = []
     for leaf, page_axis, token_axis in zip(
-        leaves, self._page_axis, self._token_axis
+      leaves, self._page_axis, self._token_axis
     ):
       if token_axis is None:
-        part.append(
-            take(
-                leaf, page_axis, pages_RN, starts, self._page_size
-            )
-        )
+        part.append(take(leaf, page_axis, pages_RN, starts, self._page_size))
         continue
       leaf = jnp.take(leaf, pages_RN.reshape(-1), axis=page_axis, mode="clip")
       shape = list(leaf.shape)
@@ -233,13 +223,13 @@ class PageLayout:
     return jax.tree.unflatten(tree, part)
 
   def put(
-      self,
-      cache: Any,
-      part: Any,
-      pages_RN: jax.Array,
-      starts: jax.Array,
-      counts: jax.Array,
-      most: int,
+    self,
+    cache: Any,
+    part: Any,
+    pages_RN: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    most: int,
   ) -> Any:
     """Writes back the positions that `extend` added to `take`'s rows.
 
@@ -252,16 +242,16 @@ class PageLayout:
       most: static.
     """
     return self._local(
-        functools.partial(self._put, most=most),
-        cache,
-        pages_RN,
-        starts,
-        counts,
-        parts=(part,),
+      functools.partial(self._put, most=most),
+      cache,
+      pages_RN,
+      starts,
+      counts,
+      parts=(part,),
     )
 
   def _put(
-      self, cache: Any, part: Any, pages_RN, starts, counts, *, most: int
+    self, cache: Any, part: Any, pages_RN, starts, counts, *, most: int
   ) -> Any:
     step = jnp.arange(most)
     position = starts[:, None] + step
@@ -274,19 +264,11 @@ class PageLayout:
     leaves, tree = jax.tree.flatten(cache)
     out = []
     for leaf, new, page_axis, token_axis in zip(
-        leaves, jax.tree.leaves(part), self._page_axis, self._token_axis
+      leaves, jax.tree.leaves(part), self._page_axis, self._token_axis
     ):
       if token_axis is None:
         out.append(
-            put(
-                leaf,
-                new,
-                page_axis,
-                pages_RN,
-                starts,
-                counts,
-                self._page_size,
-            )
+          put(leaf, new, page_axis, pages_RN, starts, counts, self._page_size)
         )
         continue
       at: list[Any] = [slice(None)] * leaf.ndim

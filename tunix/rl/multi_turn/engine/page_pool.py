@@ -34,10 +34,10 @@ _MOST_ALIKE = 64  # Pages that begin with one token after one parent.
 
 
 def content_ids(
-    tokens: np.ndarray,
-    spans: Sequence[trajectory.ImageSpan],
-    start: int,
-    end: int,
+  tokens: np.ndarray,
+  spans: Sequence[trajectory.ImageSpan],
+  start: int,
+  end: int,
 ) -> np.ndarray:
   """Returns uint64[end - start], names of tokens; images' by their pixels.
 
@@ -66,11 +66,11 @@ def _alike(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def page_key(
-    parent: bytes,
-    tokens: np.ndarray,
-    start: int,
-    spans: Sequence[trajectory.ImageSpan],
-    programs: np.ndarray = NO_PROGRAMS,
+  parent: bytes,
+  tokens: np.ndarray,
+  start: int,
+  spans: Sequence[trajectory.ImageSpan],
+  programs: np.ndarray = NO_PROGRAMS,
 ) -> bytes:
   """Names a page's content: its tokens, its pixels, and all before it.
 
@@ -103,20 +103,20 @@ class PagePool:
   """Hands out pages, counts their holders, finds them by key."""
 
   def __init__(
-      self,
-      pages: int,
-      page_size: int,
-      keeps_state: bool = False,
-      copies: bool = False,
+    self,
+    pages: int,
+    page_size: int,
+    keeps_state: bool = False,
+    copies: bool = False,
   ):
     """Args:
 
-      pages: Pages of the cache, page 0 included.
-      page_size: tokens of a page.
-      keeps_state: whether a page holds a state after its last token, see
-        `page_layout`: a sequence goes on from its end or a page's.
-      copies: whether the caller makes the copies that `take_copies` lists;
-        else sequences share whole pages only.
+    pages: Pages of the cache, page 0 included.
+    page_size: tokens of a page.
+    keeps_state: whether a page holds a state after its last token, see
+      `page_layout`: a sequence goes on from its end or a page's.
+    copies: whether the caller makes the copies that `take_copies` lists;
+      else sequences share whole pages only.
     """
     if pages < 2:
       raise ValueError(f"pages must be >= 2, got {pages}")
@@ -160,11 +160,11 @@ class PagePool:
     return -(-tokens // self.page_size)
 
   def table(
-      self,
-      pages_of_rows: Sequence[Sequence[int]],
-      rows: Sequence[int] | np.ndarray,
-      count: int,
-      window: int,
+    self,
+    pages_of_rows: Sequence[Sequence[int]],
+    rows: Sequence[int] | np.ndarray,
+    count: int,
+    window: int,
   ) -> np.ndarray:
     """int32[count, pages of a window]: each sequence's first pages in its row,
     0 where there is none."""
@@ -221,12 +221,12 @@ class PagePool:
     self._places[page] = place
 
   def copy(
-      self,
-      parent: bytes,
-      ids: np.ndarray,
-      cached: int,
-      target: int | None,
-      least: int = 1,
+    self,
+    parent: bytes,
+    ids: np.ndarray,
+    cached: int,
+    target: int | None,
+    least: int = 1,
   ) -> tuple[int, int] | None:
     """Lists a copy of the page that begins with the most of the ids.
 

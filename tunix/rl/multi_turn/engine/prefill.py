@@ -44,8 +44,8 @@ class Positions:
   def __init__(self, processor: base.Processor, text_token: int):
     """Args:
 
-      processor: the policy's host side.
-      text_token: any id of text, to stand for the first sampled one.
+    processor: the policy's host side.
+    text_token: any id of text, to stand for the first sampled one.
     """
     self._processor = processor
     self._text_token = text_token
@@ -58,23 +58,23 @@ class Positions:
       last = prompt.images[-1]
       if last.end >= len(prompt):
         raise ValueError(
-            f"the prompt ends in the image at {last.offset}, whose tokens see"
-            " each other: its last one cannot wait for the first draw; end the"
-            " prompt with text"
+          f"the prompt ends in the image at {last.offset}, whose tokens see"
+          " each other: its last one cannot wait for the first draw; end the"
+          " prompt with text"
         )
     extended = np.append(prompt.tokens, np.int32(self._text_token))
     positions = np.asarray(
-        self._processor.positions(extended, prompt.images, start), np.int32
+      self._processor.positions(extended, prompt.images, start), np.int32
     )
     if positions.shape != (len(extended) - start, 3):
       raise ValueError(
-          f"processor.positions returned shape {positions.shape} for tokens"
-          f" {start} to {len(extended)}"
+        f"processor.positions returned shape {positions.shape} for tokens"
+        f" {start} to {len(extended)}"
       )
     request.positions, request.positions_from = positions, start
 
   def between(
-      self, request: requests_lib.Request, start: int, end: int
+    self, request: requests_lib.Request, start: int, end: int
   ) -> np.ndarray:
     """Returns int32[end - start, 3]; sampled tokens continue the prompt's."""
     if start < request.positions_from:
@@ -121,7 +121,7 @@ class _ComingCalls:
     self._names: set[tuple[int, bytes, bytes]] = set()
 
   def _name(
-      self, sequence: kv_cache.CachedSequence, shard: int
+    self, sequence: kv_cache.CachedSequence, shard: int
   ) -> tuple[int, bytes, bytes] | None:
     """Of what a sequence computes until others can have it, if they can."""
     end = sequence.next_end()
@@ -132,14 +132,14 @@ class _ComingCalls:
     return shard, sequence.parent_key(block), ids.tobytes()
 
   def add(
-      self, sequence: kv_cache.CachedSequence, goal: int, shard: int
+    self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> None:
     """The next call of a sequence will be made."""
     if (name := self._name(sequence, shard)) is not None:
       self._names.add(name)
 
   def serves(
-      self, sequence: kv_cache.CachedSequence, goal: int, shard: int
+    self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> bool:
     """Returns whether another sequence makes the next call of this one."""
     return self._name(sequence, shard) in self._names
@@ -159,7 +159,7 @@ class _ComingPages:
     self._ids: dict[tuple[int, bytes], list[np.ndarray]] = {}
 
   def add(
-      self, sequence: kv_cache.CachedSequence, goal: int, shard: int
+    self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> None:
     """A sequence will be cached up to `goal` tokens."""
     block = sequence.cached // self._size
@@ -169,7 +169,7 @@ class _ComingPages:
     self._ids.setdefault(place, []).append(ids)
 
   def serves(
-      self, sequence: kv_cache.CachedSequence, goal: int, shard: int
+    self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> bool:
     """Returns whether waiting saves a twentieth of a sequence's tokens."""
     block, cached_part = divmod(sequence.cached, self._size)
@@ -186,9 +186,9 @@ class _ComingPages:
     elif least < self._size:
       return False  # Nothing but whole pages can be had.
     return any(
-        np.array_equal(other[:least], ids[:least])
-        for other in coming
-        if len(other) >= least and other[cached_part] == ids[cached_part]
+      np.array_equal(other[:least], ids[:least])
+      for other in coming
+      if len(other) >= least and other[cached_part] == ids[cached_part]
     )
 
 
@@ -196,27 +196,27 @@ class Prefill:
   """Fills the caches of active requests up to their last token."""
 
   def __init__(
-      self,
-      programs: programs_lib.Programs,
-      buckets: buckets_lib.Buckets,
-      slots: requests_lib.SlotTable,
-      vision: vision_cache.VisionCache,
-      positions: Positions,
-      counters: requests_lib.Counters,
-      *,
-      most_calls: int,
-      fail: Callable[[requests_lib.Request, Exception], None],
+    self,
+    programs: programs_lib.Programs,
+    buckets: buckets_lib.Buckets,
+    slots: requests_lib.SlotTable,
+    vision: vision_cache.VisionCache,
+    positions: Positions,
+    counters: requests_lib.Counters,
+    *,
+    most_calls: int,
+    fail: Callable[[requests_lib.Request, Exception], None],
   ):
     """Args:
 
-      programs: the device side.
-      buckets: shapes of calls.
-      slots: the requests; active ones are served.
-      vision: holds images' vision tokens.
-      positions: computes tokens' positions.
-      counters: Counters that this adds to.
-      most_calls: Limit of a round's calls while a request is ready; 0: none.
-      fail: ends a request.
+    programs: the device side.
+    buckets: shapes of calls.
+    slots: the requests; active ones are served.
+    vision: holds images' vision tokens.
+    positions: computes tokens' positions.
+    counters: Counters that this adds to.
+    most_calls: Limit of a round's calls while a request is ready; 0: none.
+    fail: ends a request.
     """
     self._programs = programs
     self._buckets = buckets
@@ -248,12 +248,12 @@ class Prefill:
       size, window = max(groups, key=urgency.__getitem__)
       calls += self._chunks(groups[size, window], size, window)
     jax.block_until_ready(self._programs.state.cache)
-    self._counters.seconds_prefill += time.perf_counter() - started - (
-        self._counters.seconds_vision - vision
+    self._counters.seconds_prefill += (
+      time.perf_counter() - started - (self._counters.seconds_vision - vision)
     )
 
   def _wanting(
-      self,
+    self,
   ) -> tuple[dict[tuple[int, int], list[requests_lib.Request]], bool]:
     """Requests that need a chunk, by (chunk, window); whether any is ready."""
     # Shapes follow from a request alone.
@@ -278,7 +278,7 @@ class Prefill:
     return groups, ready
 
   def _shape(
-      self, request: requests_lib.Request, start: int, goal: int
+    self, request: requests_lib.Request, start: int, goal: int
   ) -> tuple[int, int, int]:
     """Of the call that computes a request's tokens from `start` on.
 
@@ -309,7 +309,7 @@ class Prefill:
     return _before_image(request.prompt.images, end)
 
   def plan(
-      self, request: requests_lib.Request, start: int, goal: int
+    self, request: requests_lib.Request, start: int, goal: int
   ) -> Iterator[tuple[int, int]]:
     """The calls that compute a request's tokens from `start` to `goal`: see
     `kv_cache.Plan`."""
@@ -327,15 +327,15 @@ class Prefill:
       Whether there were any; what they were made from is held no longer.
     """
     copies = [
-        (shard, source, target)
-        for shard, pool in enumerate(self._slots.pools)
-        for source, target in pool.take_copies()
+      (shard, source, target)
+      for shard, pool in enumerate(self._slots.pools)
+      for source, target in pool.take_copies()
     ]
     if not copies:
       return False
     shards = [shard for shard, *_ in copies]
     for call in buckets_lib.deal(
-        shards, self._buckets.copies, len(self._slots.pools)
+      shards, self._buckets.copies, len(self._slots.pools)
     ):
       sources = np.zeros(call.size, np.int32)
       targets = np.full(call.size, _NOWHERE, np.int32)
@@ -346,7 +346,7 @@ class Prefill:
     return True
 
   def _chunks(
-      self, requests: Sequence[requests_lib.Request], size: int, window: int
+    self, requests: Sequence[requests_lib.Request], size: int, window: int
   ) -> int:
     """Appends up to `size` further tokens of each of the requests.
 
@@ -363,9 +363,9 @@ class Prefill:
       start = int(self._slots.start[request.slot])
       end, *_ = self._shape(request, start, request.length - 1)
       own = [
-          (shard, s)
-          for s in request.prompt.images
-          if s.offset < end and s.end > start
+        (shard, s)
+        for s in request.prompt.images
+        if s.offset < end and s.end > start
       ]
       if chunks and not self._vision.fits(spans + own):
         continue  # Another time.
@@ -381,20 +381,20 @@ class Prefill:
     self._vision.ensure(spans)
     shards = [self._slots.shard(chunk.request) for chunk in chunks]
     calls = list(
-        buckets_lib.deal(
-            shards, self._buckets.prefill_rows, len(self._slots.pools)
-        )
+      buckets_lib.deal(
+        shards, self._buckets.prefill_rows, len(self._slots.pools)
+      )
     )
     for call in calls:
       self._call([chunks[item] for item in call.items], call, size, window)
     return len(calls)
 
   def _call(
-      self,
-      chunks: Sequence[_Chunk],
-      call: buckets_lib.Call,
-      size: int,
-      window: int,
+    self,
+    chunks: Sequence[_Chunk],
+    call: buckets_lib.Call,
+    size: int,
+    window: int,
   ) -> None:
     """Prefills one chunk a row."""
     count = call.size
@@ -403,7 +403,7 @@ class Prefill:
     vision = rows["vision"]
     vision[:] = -1
     for r, (request, start, end, images, placed) in zip(
-        call.rows, chunks, strict=True
+      call.rows, chunks, strict=True
     ):
       rows["start"][r], rows["length"][r] = start, end - start
       tokens[r, : end - start] = self._slots.tokens[request.slot, start:end]
@@ -414,10 +414,10 @@ class Prefill:
         numbers = span.numbers(request.prompt.tokens)
         numbers = numbers[a - span.offset : b - span.offset]
         vision[r, a - start : b - start] = np.where(
-            numbers >= 0, places[numbers], -1
+          numbers >= 0, places[numbers], -1
         )
     pages_of_rows = [
-        self._slots.sequence(chunk.request).pages for chunk in chunks
+      self._slots.sequence(chunk.request).pages for chunk in chunks
     ]
     pages = self._slots.pools[0].table(pages_of_rows, call.rows, count, window)
     self._programs.prefill(pages, rows)

@@ -42,7 +42,8 @@ from tunix.rl.multi_turn.policy import compiling
 
 MAX_STOP_TOKENS = 8
 
-DECODE_ROW = np.dtype([
+DECODE_ROW = np.dtype(
+  [
     ("token", np.int32),  # The last one, which the cache does not hold yet.
     ("vision", np.int32),  # Its place in the vision pool; -1: a text token.
     ("position", np.int32, (3,)),  # Its rotary position.
@@ -58,7 +59,8 @@ DECODE_ROW = np.dtype([
     ("presence_penalty", np.float32),
     ("top_k", np.int32),
     ("stops", np.int32, (MAX_STOP_TOKENS,)),  # End the row; -1: none.
-])
+  ]
+)
 """A row of a decode call."""
 
 
@@ -70,13 +72,15 @@ def prefill_row(tokens: int) -> np.dtype:
   changes nothing. tokens, positions: the new ones, with their rotary
   positions. vision: their places in the vision pool, -1 for text.
   """
-  return np.dtype([
+  return np.dtype(
+    [
       ("start", np.int32),
       ("length", np.int32),
       ("tokens", np.int32, (tokens,)),
       ("vision", np.int32, (tokens,)),
       ("positions", np.int32, (tokens, 3)),
-  ])
+    ]
+  )
 
 
 def words(rows_R: np.ndarray) -> np.ndarray:
@@ -89,7 +93,7 @@ def words(rows_R: np.ndarray) -> np.ndarray:
 
 
 def pick(
-    rows: np.ndarray, index_A: np.ndarray, to_A: np.ndarray, count: int
+  rows: np.ndarray, index_A: np.ndarray, to_A: np.ndarray, count: int
 ) -> np.ndarray:
   """Returns `count` rows, of which rows `to` copy the ones at `index`.
 
@@ -172,11 +176,11 @@ class Programs:
   """
 
   def __init__(
-      self,
-      state: device_state.DeviceState,
-      *,
-      banned_token_ids: Sequence[int] = (),
-      entropies: bool = False,
+    self,
+    state: device_state.DeviceState,
+    *,
+    banned_token_ids: Sequence[int] = (),
+    entropies: bool = False,
   ):
     """Args:
 
@@ -193,8 +197,8 @@ class Programs:
     for token in banned_token_ids:
       if not 0 <= token < state.vocabulary:
         raise ValueError(
-            f"banned_token_ids holds {token}; the policy's vocabulary is"
-            f" [0, {state.vocabulary})"
+          f"banned_token_ids holds {token}; the policy's vocabulary is"
+          f" [0, {state.vocabulary})"
         )
       self.banned[token] = True
     if self.banned.all():
@@ -207,11 +211,11 @@ class Programs:
   # --- calls -----------------------------------------------------------------
 
   def encode(
-      self,
-      patches_SPF: np.ndarray,
-      real_SP: np.ndarray,
-      positions_SPA: np.ndarray,
-      destination_SV: np.ndarray,
+    self,
+    patches_SPF: np.ndarray,
+    real_SP: np.ndarray,
+    positions_SPA: np.ndarray,
+    destination_SV: np.ndarray,
   ) -> None:
     """Encodes one image a row into the pool's places `destination`.
 
@@ -222,12 +226,12 @@ class Programs:
     images, patches = real_SP.shape
     state = self.state
     state.pool = self._program(Variant("encode", images, patches))(
-        state.params,
-        state.pool,
-        patches_SPF,
-        real_SP,
-        positions_SPA,
-        destination_SV,
+      state.params,
+      state.pool,
+      patches_SPF,
+      real_SP,
+      positions_SPA,
+      destination_SV,
     )
 
   def copy(self, sources_R: np.ndarray, targets_R: np.ndarray) -> None:
@@ -253,18 +257,18 @@ class Programs:
     window = pages_RN.shape[1] * state.page_size
     program = self._program(Variant("prefill", len(rows_R), tokens, window))
     state.cache = program(
-        state.params, state.cache, state.pool, pages_RN, words(rows_R)
+      state.params, state.cache, state.pool, pages_RN, words(rows_R)
     )
 
   def decode(
-      self,
-      pages_RN: np.ndarray,
-      rows_R: np.ndarray,
-      steps: int,
-      *,
-      details: bool = False,
-      allowed: np.ndarray | None = None,
-      sampled: np.ndarray | None = None,
+    self,
+    pages_RN: np.ndarray,
+    rows_R: np.ndarray,
+    steps: int,
+    *,
+    details: bool = False,
+    allowed: np.ndarray | None = None,
+    sampled: np.ndarray | None = None,
   ) -> Decoded:
     """Samples up to `steps` tokens a row.
 
@@ -284,13 +288,13 @@ class Programs:
     variant = Variant("decode", len(rows_R), steps, window, *features)
     optional = {"allowed": allowed, "sampled": sampled}
     state.cache, *out = self._program(variant)(
-        state.params,
-        state.cache,
-        state.pool,
-        self.banned,
-        pages_RN,
-        words(rows_R),
-        {k: array for k, array in optional.items() if array is not None},
+      state.params,
+      state.cache,
+      state.pool,
+      self.banned,
+      pages_RN,
+      words(rows_R),
+      {k: array for k, array in optional.items() if array is not None},
     )
     tokens, logprobs, counts, ran, entropies, more = jax.device_get(out)
     return Decoded(tokens, logprobs, counts, int(ran), entropies, more)
@@ -319,10 +323,10 @@ class Programs:
   def lower(self, variant: Variant) -> jax.stages.Lowered:
     """Returns a program before it is compiled."""
     build = {
-        "encode": self._build_encode,
-        "prefill": self._build_prefill,
-        "decode": self._build_decode,
-        "copy": self._build_copy,
+      "encode": self._build_encode,
+      "prefill": self._build_prefill,
+      "decode": self._build_decode,
+      "copy": self._build_copy,
     }[variant.kind]
     return build(variant)
 
@@ -345,32 +349,32 @@ class Programs:
     def keep(pool_leaf, new, destination):
       flat = destination.reshape(-1)
       return pool_leaf.at[0, flat].set(
-          new.reshape(-1, *new.shape[2:]), mode="drop"
+        new.reshape(-1, *new.shape[2:]), mode="drop"
       )
 
     if state.row_place is not None:
       rows = state.row_place.spec
       keep = jax.shard_map(
-          keep,
-          mesh=state.row_place.mesh,
-          in_specs=(rows, rows, rows),
-          out_specs=rows,
-          check_vma=False,
+        keep,
+        mesh=state.row_place.mesh,
+        in_specs=(rows, rows, rows),
+        out_specs=rows,
+        check_vma=False,
       )
 
     def encode(params, pool, patches, real, positions, destination):
       vision = state.merge(params).encode_images(patches, real, positions)
       return jax.tree.map(
-          lambda pool_leaf, new: keep(pool_leaf, new, destination), pool, vision
+        lambda pool_leaf, new: keep(pool_leaf, new, destination), pool, vision
       )
 
     return state.jit(encode, state.row_place, donate_argnums=1).lower(
-        state.params,
-        state.pool_shape,
-        *state.encode_shapes(images, patches),
-        state.rows_shape(
-            jnp.int32, images, patches // state.processor.patches_per_token
-        ),
+      state.params,
+      state.pool_shape,
+      *state.encode_shapes(images, patches),
+      state.rows_shape(
+        jnp.int32, images, patches // state.processor.patches_per_token
+      ),
     )
 
   def _build_copy(self, variant: Variant) -> jax.stages.Lowered:
@@ -378,7 +382,7 @@ class Programs:
     assert state.layout is not None
     pages = state.rows_shape(jnp.int32, variant.rows)
     return state.jit(
-        state.layout.copy, state.cache_place, donate_argnums=0
+      state.layout.copy, state.cache_place, donate_argnums=0
     ).lower(state.cache_shape, pages, pages)
 
   def _build_prefill(self, variant: Variant) -> jax.stages.Lowered:
@@ -387,27 +391,27 @@ class Programs:
     def prefill(params, cache, pool, pages, words_RW):
       rows = _fields(words_RW, row)
       extend, part = self._extend(
-          state.merge(params), cache, pages, rows["start"]
+        state.merge(params), cache, pages, rows["start"]
       )
       _, part = extend(
-          rows["tokens"],
-          rows["positions"],
-          rows["start"],
-          rows["length"],
-          part,
-          rows["vision"],
-          pool,
+        rows["tokens"],
+        rows["positions"],
+        rows["start"],
+        rows["length"],
+        part,
+        rows["vision"],
+        pool,
       )
       return self._put(
-          cache, part, pages, rows["start"], rows["length"], variant.tokens
+        cache, part, pages, rows["start"], rows["length"], variant.tokens
       )
 
     return state.jit(prefill, state.cache_place, donate_argnums=1).lower(
-        state.params,
-        state.cache_shape,
-        state.pool_shape,
-        self._pages_shape(variant),
-        state.rows_shape(jnp.int32, variant.rows, row.itemsize // 4),
+      state.params,
+      state.cache_shape,
+      state.pool_shape,
+      self._pages_shape(variant),
+      state.rows_shape(jnp.int32, variant.rows, row.itemsize // 4),
     )
 
   def _build_decode(self, variant: Variant) -> jax.stages.Lowered:
@@ -424,45 +428,45 @@ class Programs:
       def body(carry):
         step, part, token, vision, position, count, live, out, times = carry
         hidden, part = extend(
-            token[:, None],
-            position[:, None],
-            rows["start"] + count,
-            live.astype(jnp.int32),
-            part,
-            vision[:, None],
-            pool,
+          token[:, None],
+          position[:, None],
+          rows["start"] + count,
+          live.astype(jnp.int32),
+          part,
+          vision[:, None],
+          pool,
         )
         drawn, logprob, *more = draw(model.logits(hidden[:, 0]), count, times)
         times = self._counted(times, drawn[:, None], live[:, None])
         # Beyond a resting row's count, nothing is read.
         new = jnp.where(live, drawn, 0), jnp.where(live, logprob, 0.0), *more
         out = jax.tree.map(
-            lambda all_RK, new_R: all_RK.at[:, step].set(new_R), out, new
+          lambda all_RK, new_R: all_RK.at[:, step].set(new_R), out, new
         )
         token = jnp.where(live, drawn, token)
         position = jnp.where(
-            live[:, None], (rows["next_position"] + count)[:, None], position
+          live[:, None], (rows["next_position"] + count)[:, None], position
         )
         vision = jnp.where(live, -1, vision)
         count = count + live
         live &= (count < rows["remaining"]) & ~jnp.any(
-            rows["stops"] == drawn[:, None], axis=-1
+          rows["stops"] == drawn[:, None], axis=-1
         )
         return step + 1, part, token, vision, position, count, live, out, times
 
       carry = (
-          jnp.int32(0),
-          part,
-          rows["token"],
-          rows["vision"],
-          rows["position"],
-          jnp.zeros(variant.rows, jnp.int32),
-          rows["remaining"] > 0,
-          self._outputs(variant),
-          self._times(variant, optional),
+        jnp.int32(0),
+        part,
+        rows["token"],
+        rows["vision"],
+        rows["position"],
+        jnp.zeros(variant.rows, jnp.int32),
+        rows["remaining"] > 0,
+        self._outputs(variant),
+        self._times(variant, optional),
       )
       step, part, _, _, _, count, _, out, _ = lax.while_loop(
-          lambda c: (c[0] < steps) & jnp.any(c[6]), body, carry
+        lambda c: (c[0] < steps) & jnp.any(c[6]), body, carry
       )
       cache = self._put(cache, part, pages, rows["start"], count, steps)
       tokens, logprobs, entropies, details = out
@@ -471,30 +475,28 @@ class Programs:
     optional = {}
     if variant.masked:
       optional["allowed"] = state.rows_shape(
-          jnp.uint32, variant.rows, self.mask_words
+        jnp.uint32, variant.rows, self.mask_words
       )
     if variant.penalized:
       optional["sampled"] = state.rows_shape(
-          jnp.int32, variant.rows, variant.window
+        jnp.int32, variant.rows, variant.window
       )
     places = (state.cache_place, *(state.place,) * 6)
     return state.jit(decode, places, donate_argnums=1).lower(
-        state.params,
-        state.cache_shape,
-        state.pool_shape,
-        state.shape(jnp.bool_, state.vocabulary),
-        self._pages_shape(variant),
-        state.rows_shape(
-            jnp.int32, variant.rows, DECODE_ROW.itemsize // 4
-        ),
-        optional,
+      state.params,
+      state.cache_shape,
+      state.pool_shape,
+      state.shape(jnp.bool_, state.vocabulary),
+      self._pages_shape(variant),
+      state.rows_shape(jnp.int32, variant.rows, DECODE_ROW.itemsize // 4),
+      optional,
     )
 
   # --- parts of the programs -------------------------------------------------
 
   def _pages_shape(self, variant: Variant) -> jax.ShapeDtypeStruct:
     return self.state.rows_shape(
-        jnp.int32, variant.rows, variant.window // self.state.page_size
+      jnp.int32, variant.rows, variant.window // self.state.page_size
     )
 
   def _masked(self, allowed: jax.Array) -> jax.Array:
@@ -518,30 +520,30 @@ class Programs:
       return None
     row_R1 = jnp.arange(len(times_RV))[:, None]
     return times_RV.at[row_R1, jnp.maximum(tokens_RT, 0)].add(
-        real_RT.astype(jnp.float32)
+      real_RT.astype(jnp.float32)
     )
 
   def _sampler(self, rows: dict[str, jax.Array], banned, details: bool):
     """(logits, draws of this call so far, `_times`) -> each row's next draw."""
     truncated = jnp.any(
-        (rows["remaining"] > 0)
-        & (rows["temperature"] > 0)
-        & ((rows["top_k"] > 0) | (rows["top_p"] < 1.0) | (rows["min_p"] > 0.0))
+      (rows["remaining"] > 0)
+      & (rows["temperature"] > 0)
+      & ((rows["top_k"] > 0) | (rows["top_p"] < 1.0) | (rows["min_p"] > 0.0))
     )
     penalties = rows["frequency_penalty"], rows["presence_penalty"]
     return lambda logits, count, times: sampler.sample(
-        logits,
-        banned,
-        rows["key"],
-        rows["index"] + count,
-        rows["temperature"],
-        rows["top_k"],
-        rows["top_p"],
-        rows["min_p"],
-        truncated,
-        None if times is None else sampler.penalty(times, *penalties),
-        details=details,
-        entropies=self.entropies,
+      logits,
+      banned,
+      rows["key"],
+      rows["index"] + count,
+      rows["temperature"],
+      rows["top_k"],
+      rows["top_p"],
+      rows["min_p"],
+      truncated,
+      None if times is None else sampler.penalty(times, *penalties),
+      details=details,
+      entropies=self.entropies,
     )
 
   def _outputs(self, variant: Variant):
@@ -551,23 +553,19 @@ class Programs:
     if variant.details:
       k = min(sampler.MAX_TOP_LOGPROBS, self.state.vocabulary)
       details = sampler.Details(
-          jnp.zeros(shape, jnp.float32),
-          jnp.zeros((*shape, k), jnp.int32),
-          jnp.zeros((*shape, k), jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, k), jnp.int32),
+        jnp.zeros((*shape, k), jnp.float32),
       )
     return (
-        jnp.zeros(shape, jnp.int32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros(shape, jnp.float32) if self.entropies else None,
-        details,
+      jnp.zeros(shape, jnp.int32),
+      jnp.zeros(shape, jnp.float32),
+      jnp.zeros(shape, jnp.float32) if self.entropies else None,
+      details,
     )
 
   def _extend(
-      self,
-      model: base.Policy,
-      cache: Any,
-      pages_RN: jax.Array,
-      starts: jax.Array,
+    self, model: base.Policy, cache: Any, pages_RN: jax.Array, starts: jax.Array
   ):
     """The policy's `extend`, and the cache to give it first."""
     if self.state.layout is not None:
@@ -576,7 +574,7 @@ class Programs:
 
     def extend(tokens, positions, starts, lengths, cache, vision, pool):
       return paged.extend_pages(
-          tokens, positions, starts, lengths, cache, pages_RN, vision, pool
+        tokens, positions, starts, lengths, cache, pages_RN, vision, pool
       )
 
     return extend, cache

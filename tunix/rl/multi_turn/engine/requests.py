@@ -59,7 +59,7 @@ class KnownPrefixes:
     self._known.clear()
 
   def add(
-      self, tokens: np.ndarray, spans: Sequence[trajectory.ImageSpan]
+    self, tokens: np.ndarray, spans: Sequence[trajectory.ImageSpan]
   ) -> int:
     """Returns the length of the longest prefix added before; adds all prefixes.
 
@@ -147,7 +147,7 @@ class Request:
   reused: int = 0
   preempted: Preempted | None = None
   details: list[tuple[np.ndarray, ...]] = dataclasses.field(
-      default_factory=list
+    default_factory=list
   )
   outcome: policy_client.Completion | BaseException | None = None
 
@@ -224,20 +224,20 @@ class SlotTable:
   """
 
   def __init__(
-      self,
-      slots: int,
-      width: int,
-      pools: Sequence[page_pool.PagePool],
-      share: bool,
-      entropies: bool = False,
+    self,
+    slots: int,
+    width: int,
+    pools: Sequence[page_pool.PagePool],
+    share: bool,
+    entropies: bool = False,
   ):
     """Args:
 
-      slots: requests that run at a time, a multiple of the pools.
-      width: tokens of a slot.
-      pools: Pools of the cache's pages, one a shard.
-      share: whether sessions share pages.
-      entropies: whether sampled tokens come with their entropies.
+    slots: requests that run at a time, a multiple of the pools.
+    width: tokens of a slot.
+    pools: Pools of the cache's pages, one a shard.
+    share: whether sessions share pages.
+    entropies: whether sampled tokens come with their entropies.
     """
     self.size = slots
     self.pools = pools
@@ -247,9 +247,7 @@ class SlotTable:
     self.tokens = np.zeros((slots, width), np.int32)
     self.logprobs = np.zeros((slots, width), np.float32)
     self.versions = np.zeros((slots, width), np.int32)
-    self.entropies = (
-        np.zeros((slots, width), np.float32) if entropies else None
-    )
+    self.entropies = np.zeros((slots, width), np.float32) if entropies else None
     self.requests: list[Request | None] = [None] * slots
     self.sessions: dict[str, Session] = {}
     self.waiting: list[Request] = []
@@ -257,8 +255,8 @@ class SlotTable:
     self._released: list[Session] = []  # That keep their pages until a batch.
     each = slots // len(pools)
     self._free = [
-        list(range((s + 1) * each - 1, s * each - 1, -1))
-        for s in range(len(pools))
+      list(range((s + 1) * each - 1, s * each - 1, -1))
+      for s in range(len(pools))
     ]
     self._clock = itertools.count(1)
     self._opened = itertools.count()
@@ -297,8 +295,8 @@ class SlotTable:
     for other in self.holders:
       cached_sessions[other.shard] += bool(other.sequence.pages)
     return sorted(
-        range(len(self.pools)),
-        key=lambda s: (-len(self._free[s]), cached_sessions[s], s),
+      range(len(self.pools)),
+      key=lambda s: (-len(self._free[s]), cached_sessions[s], s),
     )
 
   def has_slot(self, shard: int) -> bool:
@@ -315,9 +313,9 @@ class SlotTable:
     session = self.sessions.get(name)
     if session is None:
       session = Session(
-          name,
-          next(self._opened),
-          kv_cache.CachedSequence(self.pools[0], self._share),
+        name,
+        next(self._opened),
+        kv_cache.CachedSequence(self.pools[0], self._share),
       )
       self.sessions[name] = session
     return session
@@ -334,8 +332,8 @@ class SlotTable:
     session = self.open(request.session)
     if session.request is not None:
       raise ValueError(
-          f"session {request.session!r} already has a request under way; a"
-          " session is one sequence, await its completion first"
+        f"session {request.session!r} already has a request under way; a"
+        " session is one sequence, await its completion first"
       )
     session.request = request
     request.number = next(self._arrived)
@@ -380,24 +378,24 @@ class SlotTable:
     slot, n = request.slot, request.length
     assert slot is not None
     request.preempted = Preempted(
-        self.rows[slot].copy(),
-        self.tokens[slot, :n].copy(),
-        tuple(array[slot, :n].copy() for array in self.sampled),
+      self.rows[slot].copy(),
+      self.tokens[slot, :n].copy(),
+      tuple(array[slot, :n].copy() for array in self.sampled),
     )
     self._leave(request)
     bisect.insort(self.waiting, request, key=lambda r: r.turn)
     self.sequence(request).clear()
 
   def completion(
-      self, request: Request, stopped: bool
+    self, request: Request, stopped: bool
   ) -> policy_client.Completion:
     """Returns the completion of a running request."""
     span = slice(len(request.prompt), request.length)
     more: dict[str, Any] = {}
     if request.detailed:
       raw, tops, top_logprobs = (
-          np.concatenate(arrays)[: request.sampled]
-          for arrays in zip(*request.details)
+        np.concatenate(arrays)[: request.sampled]
+        for arrays in zip(*request.details)
       )
       k = request.sampling.top_logprobs
       if k:
@@ -408,17 +406,17 @@ class SlotTable:
       more["entropies"] = self.entropies[request.slot, span]
     reason = policy_client.FinishReason
     return policy_client.Completion(
-        tokens=self.tokens[request.slot, span],
-        logprobs=self.logprobs[request.slot, span],
-        versions=self.versions[request.slot, span],
-        finish_reason=reason.STOP if stopped else reason.LENGTH,
-        metrics={
-            "prefilled_tokens": float(request.prefilled),
-            "reused_tokens": float(request.reused),
-            "queue_seconds": request.admitted - request.submitted,
-            "seconds": time.monotonic() - request.submitted,
-        },
-        **more,
+      tokens=self.tokens[request.slot, span],
+      logprobs=self.logprobs[request.slot, span],
+      versions=self.versions[request.slot, span],
+      finish_reason=reason.STOP if stopped else reason.LENGTH,
+      metrics={
+        "prefilled_tokens": float(request.prefilled),
+        "reused_tokens": float(request.reused),
+        "queue_seconds": request.admitted - request.submitted,
+        "seconds": time.monotonic() - request.submitted,
+      },
+      **more,
     )
 
   def finish(self, request: Request) -> None:
@@ -475,20 +473,20 @@ class SlotTable:
     near = [s for s in self.holders if s.sequence.pages and s.shard == shard]
     # In lockstep a request for the next batch may have come, or not yet.
     idle = [
-        s
-        for s in near
-        if s.request is None
-        or (self.batch is not None and s.request not in self.batch)
+      s
+      for s in near
+      if s.request is None
+      or (self.batch is not None and s.request not in self.batch)
     ]
     if idle:
       return min(idle, key=lambda s: s.last_used)
     waiting = [
-        (r.turn, s)
-        for s in near
-        if s not in idle
-        and (r := s.request) is not None
-        and r is not request
-        and r.slot is None
+      (r.turn, s)
+      for s in near
+      if s not in idle
+      and (r := s.request) is not None
+      and r is not request
+      and r.slot is None
     ]
     return max(waiting, key=lambda pair: pair[0], default=(None, None))[1]
 
@@ -541,12 +539,12 @@ class Counters:
 
 
 def check(
-    prompt: policy_client.TokenPrompt,
-    sampling: policy_client.SamplingParams,
-    *,
-    context_length: int,
-    vocabulary: int,
-    processor: base.Processor,
+  prompt: policy_client.TokenPrompt,
+  sampling: policy_client.SamplingParams,
+  *,
+  context_length: int,
+  vocabulary: int,
+  processor: base.Processor,
 ) -> None:
   """Refuses a request that the policy cannot read or the engine not sample.
 
@@ -566,27 +564,27 @@ def check(
     raise ValueError("prompt.tokens is empty; give at least one token")
   if n >= context_length:
     raise policy_client.ContextLimitError(
-        f"prompt of {n} tokens leaves no room to sample in the context of"
-        f" {context_length}; shorten the history or raise"
-        " context_length"
+      f"prompt of {n} tokens leaves no room to sample in the context of"
+      f" {context_length}; shorten the history or raise"
+      " context_length"
     )
   low, high = int(prompt.tokens.min()), int(prompt.tokens.max())
   if low < 0 or high >= vocabulary:
     raise ValueError(
-        f"prompt.tokens holds id {low if low < 0 else high}, outside of the"
-        f" policy's vocabulary [0, {vocabulary})"
+      f"prompt.tokens holds id {low if low < 0 else high}, outside of the"
+      f" policy's vocabulary [0, {vocabulary})"
     )
   most = programs_lib.MAX_STOP_TOKENS
   if len(sampling.stop_token_ids) > most:
     raise ValueError(
-        f"stop_token_ids has {len(sampling.stop_token_ids)} entries, the"
-        f" engine takes at most {most}"
+      f"stop_token_ids has {len(sampling.stop_token_ids)} entries, the"
+      f" engine takes at most {most}"
     )
   for token in sampling.stop_token_ids:
     if not 0 <= token < vocabulary:
       raise ValueError(
-          f"stop_token_ids holds {token}, outside of the policy's vocabulary"
-          f" [0, {vocabulary})"
+        f"stop_token_ids holds {token}, outside of the policy's vocabulary"
+        f" [0, {vocabulary})"
       )
   for span in prompt.images:
     image = span.image
@@ -594,9 +592,9 @@ def check(
     shown = int(span.numbers(prompt.tokens).max(initial=-1)) + 1
     if tokens != shown:
       raise ValueError(
-          f"an image of {image.width}x{image.height} becomes {tokens} tokens;"
-          f" the prompt holds {shown} placeholders for it at token"
-          f" {span.offset}"
+        f"an image of {image.width}x{image.height} becomes {tokens} tokens;"
+        f" the prompt holds {shown} placeholders for it at token"
+        f" {span.offset}"
       )
 
 

@@ -57,7 +57,7 @@ def _threshold(keys_RV, weights_RV, goal_R) -> jax.Array:
   def body(i, t_R):
     candidate = t_R | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
     mass = jnp.sum(
-        jnp.where(keys_RV >= candidate[:, None], weights_RV, 0.0), axis=-1
+      jnp.where(keys_RV >= candidate[:, None], weights_RV, 0.0), axis=-1
     )
     return jnp.where(mass >= goal_R, candidate, t_R)
 
@@ -65,10 +65,10 @@ def _threshold(keys_RV, weights_RV, goal_R) -> jax.Array:
 
 
 def truncate(
-    scaled_RV: jax.Array,
-    top_k_R: jax.Array,
-    top_p_R: jax.Array,
-    min_p_R: jax.Array,
+  scaled_RV: jax.Array,
+  top_k_R: jax.Array,
+  top_p_R: jax.Array,
+  min_p_R: jax.Array,
 ) -> jax.Array:
   """Truncates by min-p, then top-k, then top-p of the rest: -inf elsewhere.
 
@@ -107,9 +107,9 @@ def _first_above(mass: jax.Array, u: jax.Array) -> jax.Array:
   cdf = jnp.matmul(mass, triangle, precision=lax.Precision.HIGHEST)
   inside = (cdf > u[:, None] * cdf[:, -1:]) & (mass > 0)
   return jnp.where(
-      jnp.any(inside, axis=-1),
-      jnp.argmax(inside, axis=-1),
-      jnp.argmax(mass, axis=-1),
+    jnp.any(inside, axis=-1),
+    jnp.argmax(inside, axis=-1),
+    jnp.argmax(mass, axis=-1),
   )
 
 
@@ -139,7 +139,7 @@ def uniforms(keys_R2: jax.Array, index_R: jax.Array) -> jax.Array:
 
 
 def penalty(
-    times_RV: jax.Array, frequency_R: jax.Array, presence_R: jax.Array
+  times_RV: jax.Array, frequency_R: jax.Array, presence_R: jax.Array
 ) -> jax.Array:
   """Returns float32[R, V] that OpenAI's penalties take from the logits.
 
@@ -184,18 +184,18 @@ def _entropy(peaked_RV: jax.Array, weights_RV: jax.Array) -> jax.Array:
 
 
 def sample(
-    logits_RV: jax.Array,
-    banned_V: jax.Array,
-    keys_R2: jax.Array,
-    index_R: jax.Array,
-    temperature_R: jax.Array,
-    top_k_R: jax.Array,
-    top_p_R: jax.Array,
-    min_p_R: jax.Array,
-    any_truncated: jax.Array,
-    penalty_RV: jax.Array | None = None,
-    details: bool = False,
-    entropies: bool = False,
+  logits_RV: jax.Array,
+  banned_V: jax.Array,
+  keys_R2: jax.Array,
+  index_R: jax.Array,
+  temperature_R: jax.Array,
+  top_k_R: jax.Array,
+  top_p_R: jax.Array,
+  min_p_R: jax.Array,
+  any_truncated: jax.Array,
+  penalty_RV: jax.Array | None = None,
+  details: bool = False,
+  entropies: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Details | None]:
   """Draws one token a row.
 
@@ -228,15 +228,15 @@ def sample(
     peaked_RV = _peaked(logits_RV - penalty_RV, banned_V)
   scaled_RV = peaked_RV / jnp.where(greedy_R, 1.0, temperature_R)[:, None]
   scaled_RV = lax.cond(
-      any_truncated,
-      lambda x: truncate(
-          x,
-          jnp.where(greedy_R, 0, top_k_R),
-          jnp.where(greedy_R, 1.0, top_p_R),
-          jnp.where(greedy_R, 0.0, min_p_R),
-      ),
-      lambda x: x,
-      scaled_RV,
+    any_truncated,
+    lambda x: truncate(
+      x,
+      jnp.where(greedy_R, 0, top_k_R),
+      jnp.where(greedy_R, 1.0, top_p_R),
+      jnp.where(greedy_R, 0.0, min_p_R),
+    ),
+    lambda x: x,
+    scaled_RV,
   )
   weights_RV = jnp.exp(scaled_RV)
   drawn_R = _draw(weights_RV, uniforms(keys_R2, index_R))
@@ -256,9 +256,9 @@ def sample(
     # of the distribution itself, which saves exp of a whole vocabulary.
     own = ~any_truncated & jnp.all(greedy_R | (temperature_R == 1.0))
     entropy_R = lax.cond(
-        own if penalty_RV is None else False,
-        lambda: _entropy(own_RV, weights_RV),
-        lambda: _entropy(own_RV, jnp.exp(own_RV)),
+      own if penalty_RV is None else False,
+      lambda: _entropy(own_RV, weights_RV),
+      lambda: _entropy(own_RV, jnp.exp(own_RV)),
     )
   if not details:
     return token_R, logprob_R, entropy_R, None
@@ -267,6 +267,9 @@ def sample(
   k = min(MAX_TOP_LOGPROBS, scaled_RV.shape[-1])
   top_RK, top_tokens_RK = lax.top_k(scaled_RV, k)
   top_RK = jnp.minimum(top_RK - log_sum_R[:, None], 0.0)
-  return token_R, logprob_R, entropy_R, Details(
-      jnp.minimum(raw_R, 0.0), top_tokens_RK.astype(jnp.int32), top_RK
+  return (
+    token_R,
+    logprob_R,
+    entropy_R,
+    Details(jnp.minimum(raw_R, 0.0), top_tokens_RK.astype(jnp.int32), top_RK),
   )

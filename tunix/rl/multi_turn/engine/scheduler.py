@@ -56,23 +56,23 @@ class Scheduler:
   """
 
   def __init__(
-      self,
-      programs: programs_lib.Programs,
-      patches: vision_cache.PatchCache,
-      buckets: buckets_lib.Buckets,
-      config: config_lib.EngineConfig,
-      *,
-      seed: int,
-      version: int = 0,
+    self,
+    programs: programs_lib.Programs,
+    patches: vision_cache.PatchCache,
+    buckets: buckets_lib.Buckets,
+    config: config_lib.EngineConfig,
+    *,
+    seed: int,
+    version: int = 0,
   ):
     """Args:
 
-      programs: the device side.
-      patches: makes images' patches.
-      buckets: shapes of calls.
-      config: the engine's settings.
-      seed: Seed of the randomness of requests without a seed.
-      version: Version of the present weights.
+    programs: the device side.
+    patches: makes images' patches.
+    buckets: shapes of calls.
+    config: the engine's settings.
+    seed: Seed of the randomness of requests without a seed.
+    version: Version of the present weights.
     """
     self.version = version
     self.counters = requests_lib.Counters()
@@ -80,39 +80,39 @@ class Scheduler:
     self._buckets = buckets
     self._config = config
     self._vision = vision_cache.VisionCache(
-        programs, patches, self.counters, buckets
+      programs, patches, self.counters, buckets
     )
     self._rng = np.random.default_rng(seed)
     state = programs.state
     self._shards = state.shards
     self.pools = [
-        page_pool.PagePool(
-            state.pages,
-            state.page_size,
-            state.layout is not None and state.layout.keeps_state,
-            copies=bool(buckets.copies),
-        )
-        for _ in range(state.shards)
+      page_pool.PagePool(
+        state.pages,
+        state.page_size,
+        state.layout is not None and state.layout.keeps_state,
+        copies=bool(buckets.copies),
+      )
+      for _ in range(state.shards)
     ]
     self.slots = requests_lib.SlotTable(
-        -(-config.slots // state.shards) * state.shards,
-        config.context_length + buckets.steps,
-        self.pools,
-        config.shares_prefixes,
-        programs.entropies,
+      -(-config.slots // state.shards) * state.shards,
+      config.context_length + buckets.steps,
+      self.pools,
+      config.shares_prefixes,
+      programs.entropies,
     )
     self._positions = prefill_lib.Positions(
-        state.processor, int(np.argmin(programs.banned))
+      state.processor, int(np.argmin(programs.banned))
     )
     self._prefill = prefill_lib.Prefill(
-        programs,
-        buckets,
-        self.slots,
-        self._vision,
-        self._positions,
-        self.counters,
-        most_calls=0 if config.is_lockstep else config.prefill_calls_per_round,
-        fail=self._end,
+      programs,
+      buckets,
+      self.slots,
+      self._vision,
+      self._positions,
+      self.counters,
+      most_calls=0 if config.is_lockstep else config.prefill_calls_per_round,
+      fail=self._end,
     )
     self._prefixes = requests_lib.KnownPrefixes()
     self._unbanned = constrained_decoding.pack(~programs.banned)
@@ -140,7 +140,7 @@ class Scheduler:
     if self._weights is None:
       return
     if self._config.update_policy == "between_turns" and (
-        self.busy or any(r.preempted for r in self.slots.waiting)
+      self.busy or any(r.preempted for r in self.slots.waiting)
     ):
       return
     self.version, self._programs.state.params = self._weights
@@ -173,8 +173,8 @@ class Scheduler:
     open_session = self.slots.sessions.get(session)
     if open_session is not None and open_session.request is not None:
       self._end(
-          open_session.request,
-          EngineError(f"session {session!r} was released during its request"),
+        open_session.request,
+        EngineError(f"session {session!r} was released during its request"),
       )
     self.slots.release(session)
 
@@ -182,7 +182,7 @@ class Scheduler:
     """After a device failure: fails active requests, starts from empty."""
     for request in self.slots.active:
       wrapped = EngineError(
-          f"the engine failed at {type(error).__name__}: {error}"
+        f"the engine failed at {type(error).__name__}: {error}"
       )
       wrapped.__cause__ = error
       self._end(request, wrapped)
@@ -267,7 +267,7 @@ class Scheduler:
     before = sequence.cached
     plan = functools.partial(self._prefill.plan, request, goal=n - 1)
     shared = sequence.begin(
-        tokens, prompt.images, n - 1, plan if self._buckets.fixed_rows else None
+      tokens, prompt.images, n - 1, plan if self._buckets.fixed_rows else None
     )
     # 2. Reserve pages, for the first decode call too, or the request would be
     #    preempted there.
@@ -327,7 +327,7 @@ class Scheduler:
     stops = sampling.stop_token_ids
     row["stops"][: len(stops)] = stops
     row["remaining"] = min(
-        sampling.max_new_tokens, self._config.context_length - n
+      sampling.max_new_tokens, self._config.context_length - n
     )
 
   # --- pages -----------------------------------------------------------------
@@ -350,7 +350,7 @@ class Scheduler:
     return True
 
   def _make_room_running(
-      self, request: requests_lib.Request, tokens: int
+    self, request: requests_lib.Request, tokens: int
   ) -> bool:
     """As `_make_room`, if need be from later requests that run.
 
@@ -360,8 +360,8 @@ class Scheduler:
     shard = self.slots.shard(request)
     while not self._make_room(request, tokens):
       last = max(
-          (r for r in self.slots.active if self.slots.shard(r) == shard),
-          key=lambda r: r.turn,
+        (r for r in self.slots.active if self.slots.shard(r) == shard),
+        key=lambda r: r.turn,
       )
       self.slots.preempt(last)
       self.counters.preemptions += 1
@@ -410,13 +410,13 @@ class Scheduler:
     return int(slots.start[slot] + min(slots.remaining[slot], steps))
 
   def _decode_call(
-      self,
-      active: Sequence[requests_lib.Request],
-      call: buckets_lib.Call,
-      window: int,
-      details: bool,
-      masks: dict[requests_lib.Request, np.ndarray] | None,
-      penalized: bool,
+    self,
+    active: Sequence[requests_lib.Request],
+    call: buckets_lib.Call,
+    window: int,
+    details: bool,
+    masks: dict[requests_lib.Request, np.ndarray] | None,
+    penalized: bool,
   ) -> None:
     """Samples up to K tokens for each of the requests in `active`."""
     started = time.perf_counter()
@@ -440,12 +440,12 @@ class Scheduler:
         room = self.pools[0].room(int(rows[place]["start"]))
         rows[place]["remaining"] = min(int(rows[place]["remaining"]), room)
     decoded = self._programs.decode(
-        self.pools[0].table(pages_of_rows, call.rows, call.size, window),
-        rows,
-        steps,
-        details=details,
-        allowed=allowed,
-        sampled=sampled,
+      self.pools[0].table(pages_of_rows, call.rows, call.size, window),
+      rows,
+      steps,
+      details=details,
+      allowed=allowed,
+      sampled=sampled,
     )
     self.counters.seconds_decode += time.perf_counter() - started
     self.counters.decode_calls += 1
@@ -454,20 +454,18 @@ class Scheduler:
     if decoded.details is not None:
       for i, request in zip(call.rows, active, strict=True):
         request.details.append(
-            tuple(
-                np.asarray(array)[i, : decoded.counts[i]]
-                for array in decoded.details
-            )
+          tuple(
+            np.asarray(array)[i, : decoded.counts[i]]
+            for array in decoded.details
+          )
         )
     program = page_pool.program_name(
-        "decode", steps, window, details, masks is not None, penalized
+      "decode", steps, window, details, masks is not None, penalized
     )
     self._harvest(active, slots_A, call.rows, decoded, program)
 
   def _check_images(
-      self,
-      request: requests_lib.Request,
-      spans: Sequence[vision_cache.Placed],
+    self, request: requests_lib.Request, spans: Sequence[vision_cache.Placed]
   ) -> bool:
     """Returns whether these images can be had; fails the request if not."""
     try:
@@ -490,8 +488,8 @@ class Scheduler:
       if self.slots.start[request.slot] < request.length - 1:
         continue  # Still to be prefilled.
       images = request.prompt.images
-      if request.sampled or not images or (
-          images[-1].end < len(request.prompt)
+      if (
+        request.sampled or not images or (images[-1].end < len(request.prompt))
       ):
         ready.append(request)
         continue
@@ -508,12 +506,12 @@ class Scheduler:
     return ready + ending
 
   def _harvest(
-      self,
-      active: Sequence[requests_lib.Request],
-      slots_A: np.ndarray,
-      at: np.ndarray,
-      decoded: programs_lib.Decoded,
-      program: int,
+    self,
+    active: Sequence[requests_lib.Request],
+    slots_A: np.ndarray,
+    at: np.ndarray,
+    decoded: programs_lib.Decoded,
+    program: int,
   ) -> None:
     """Records the tokens of a decode call; ends requests that are over.
 
@@ -542,7 +540,7 @@ class Scheduler:
     finite_A = np.asarray(finite_AK.all(axis=1))
     # 2. Advance the rows: the last token is fed to the next call.
     rows = programs_lib.pick(
-        slots.rows, slots_A, np.arange(len(active)), len(active)
+      slots.rows, slots_A, np.arange(len(active)), len(active)
     )
     rows["token"] = last_A
     rows["vision"] = -1
@@ -557,9 +555,9 @@ class Scheduler:
     over_A = stopped_A | (rows["remaining"] <= 0) | ~finite_A
     self.counters.decode_tokens += int(counts_A.sum())
     self.counters.mixed_tokens += sum(
-        int(count)
-        for request, count in zip(active, counts_A)
-        if slots.sequence(request).outdated
+      int(count)
+      for request, count in zip(active, counts_A)
+      if slots.sequence(request).outdated
     )
     self._poisoned |= not finite_A.all()
     # 4. Publish full pages, show the new tokens, and end what is over.
@@ -570,12 +568,12 @@ class Scheduler:
       request.length += int(counts_A[i])
       if not finite_A[i]:
         self._end(
-            request,
-            EngineError(
-                "the policy's logits are not finite (weights version"
-                f" {self.version}); training has diverged or the weights are"
-                " broken"
-            ),
+          request,
+          EngineError(
+            "the policy's logits are not finite (weights version"
+            f" {self.version}); training has diverged or the weights are"
+            " broken"
+          ),
         )
         continue
       if counts_A[i]:
@@ -590,7 +588,7 @@ class Scheduler:
         self._end(request, slots.completion(request, bool(stopped_A[i])))
 
   def _show(
-      self, request: requests_lib.Request, start: int, stopped: bool
+    self, request: requests_lib.Request, start: int, stopped: bool
   ) -> bool:
     """Shows the tokens from `start` on to grammar, stop condition and caller.
 
@@ -600,7 +598,7 @@ class Scheduler:
     tokens = self.slots.tokens[request.slot]
     sampled = request.length
     ended = request.is_constrained and constrained_decoding.ends(
-        request, tokens, start, stopped
+      request, tokens, start, stopped
     )
     if ended:
       self.counters.surplus_tokens += sampled - request.length
@@ -611,10 +609,10 @@ class Scheduler:
     return ended
 
   def _end(
-      self,
-      request: requests_lib.Request,
-      outcome: policy_client.Completion | BaseException,
-      deliver: bool = True,
+    self,
+    request: requests_lib.Request,
+    outcome: policy_client.Completion | BaseException,
+    deliver: bool = True,
   ) -> None:
     request.outcome = outcome
     if isinstance(outcome, policy_client.Completion):

@@ -48,8 +48,8 @@ class PatchCache(patch_cache.PatchCache):
       return super().get(span)
     except KeyError as error:
       raise ValueError(
-          f"image {span.image.sha256[:12]}… at token {span.offset} is not in"
-          f" the engine's ImageStore: {error.args[0]}"
+        f"image {span.image.sha256[:12]}… at token {span.offset} is not in"
+        f" the engine's ImageStore: {error.args[0]}"
       ) from error
 
 
@@ -60,19 +60,19 @@ class VisionPool:
   """
 
   def __init__(
-      self,
-      capacity: int,
-      size_of: Callable[[trajectory.ImageSpan], int] = lambda s: s.num_tokens,
+    self,
+    capacity: int,
+    size_of: Callable[[trajectory.ImageSpan], int] = lambda s: s.num_tokens,
   ):
     """Args:
 
-      capacity: vision tokens that the pool, or a shard of it, holds.
-      size_of: Returns the vision tokens of a span's image.
+    capacity: vision tokens that the pool, or a shard of it, holds.
+    size_of: Returns the vision tokens of a span's image.
     """
     self.capacity = capacity
     self._size_of = size_of
     self._places: collections.OrderedDict[str, np.ndarray] = (
-        collections.OrderedDict()
+      collections.OrderedDict()
     )
     self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
     self._num_free = capacity
@@ -99,7 +99,7 @@ class VisionPool:
     return sum(sizes.values()) <= self.capacity
 
   def reserve(
-      self, spans: Sequence[trajectory.ImageSpan]
+    self, spans: Sequence[trajectory.ImageSpan]
   ) -> list[trajectory.ImageSpan]:
     """Gives every image a place; returns one span of each new image.
 
@@ -123,8 +123,8 @@ class VisionPool:
         self._release(sha)
     if self._num_free < room:
       raise ValueError(
-          f"{len(needed)} images need {room} more vision tokens than the pool"
-          f" of {self.capacity} can free; raise vision_cache_tokens"
+        f"{len(needed)} images need {room} more vision tokens than the pool"
+        f" of {self.capacity} can free; raise vision_cache_tokens"
       )
     for span in new:
       end = self._num_free
@@ -147,26 +147,26 @@ class VisionCache:
   """Encodes images into the device's pool and finds their places."""
 
   def __init__(
-      self,
-      programs: programs_lib.Programs,
-      patches: PatchCache,
-      counters: requests_lib.Counters,
-      buckets: buckets_lib.Buckets,
+    self,
+    programs: programs_lib.Programs,
+    patches: PatchCache,
+    counters: requests_lib.Counters,
+    buckets: buckets_lib.Buckets,
   ):
     """Args:
 
-      programs: the device side.
-      patches: makes images' patches.
-      counters: added to.
-      buckets: shapes of encode calls.
+    programs: the device side.
+    patches: makes images' patches.
+    counters: added to.
+    buckets: shapes of encode calls.
     """
     self._programs = programs
     self._patches = patches
     self._counters = counters
     self._buckets = buckets
     self._pools = [
-        VisionPool(programs.state.vision_tokens, self._size_of)
-        for _ in range(programs.state.shards)
+      VisionPool(programs.state.vision_tokens, self._size_of)
+      for _ in range(programs.state.shards)
     ]
 
   def _size_of(self, span: trajectory.ImageSpan) -> int:
@@ -182,8 +182,8 @@ class VisionCache:
   def fits(self, spans: Sequence[Placed]) -> bool:
     """Returns whether the devices can hold these images at one time."""
     return all(
-        pool.fits(span for s, span in spans if s == shard)
-        for shard, pool in enumerate(self._pools)
+      pool.fits(span for s, span in spans if s == shard)
+      for shard, pool in enumerate(self._pools)
     )
 
   def places(self, shard: int, span: trajectory.ImageSpan) -> np.ndarray:
@@ -204,17 +204,17 @@ class VisionCache:
       if len(patched.patches) > largest:
         size = f"{span.image.width}x{span.image.height}"
         raise ValueError(
-            f"an image of {size} has {len(patched.patches)} patches, the engine"
-            f" takes up to {largest}: send a smaller one, serve with --screen"
-            f" {size}, or raise engine.patch_buckets"
+          f"an image of {size} has {len(patched.patches)} patches, the engine"
+          f" takes up to {largest}: send a smaller one, serve with --screen"
+          f" {size}, or raise engine.patch_buckets"
         )
     if not self.fits(spans):
       shards = len(self._pools)
       raise ValueError(
-          f"{len(spans)} images of one chunk do not fit the vision pool of"
-          f" {self._pools[0].capacity} tokens"
-          + f", a shard of {shards}," * (shards > 1)
-          + "; raise vision_cache_tokens"
+        f"{len(spans)} images of one chunk do not fit the vision pool of"
+        f" {self._pools[0].capacity} tokens"
+        + f", a shard of {shards}," * (shards > 1)
+        + "; raise vision_cache_tokens"
       )
 
   def ensure(self, spans: Sequence[Placed]) -> None:
@@ -237,9 +237,7 @@ class VisionCache:
         groups.setdefault(size, []).append((shard, span))
       for size, group in groups.items():
         for call in buckets_lib.deal(
-            [shard for shard, _ in group],
-            self._buckets.images,
-            len(self._pools),
+          [shard for shard, _ in group], self._buckets.images, len(self._pools)
         ):
           self._encode([group[item] for item in call.items], call, size)
       jax.block_until_ready(self._programs.state.pool)
@@ -250,7 +248,7 @@ class VisionCache:
     self._counters.seconds_vision += time.perf_counter() - started
 
   def _encode(
-      self, spans: Sequence[Placed], call: buckets_lib.Call, size: int
+    self, spans: Sequence[Placed], call: buckets_lib.Call, size: int
   ) -> None:
     count = call.size
     state = self._programs.state
@@ -259,9 +257,9 @@ class VisionCache:
     real = np.zeros((count, size), bool)
     positions = np.zeros((count, size, processor.position_axes), np.int32)
     destination = np.full(
-        (count, size // processor.patches_per_token),
-        state.vision_tokens,
-        np.int32,
+      (count, size // processor.patches_per_token),
+      state.vision_tokens,
+      np.int32,
     )
     for i, (shard, span) in zip(call.rows, spans, strict=True):
       patched = self._patches.get(span)

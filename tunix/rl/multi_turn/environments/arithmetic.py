@@ -23,11 +23,11 @@ from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
 
 _FAMILIES = {
-    "add": ("+", 10, lambda a, b: a + b),
-    "subtract": ("-", 10, lambda a, b: a - b),
-    "multiply": ("*", 10, lambda a, b: a * b),
-    "add_tens": ("+", 100, lambda a, b: a + b),
-    "multiply_hundreds": ("*", 1000, lambda a, b: a * b),
+  "add": ("+", 10, lambda a, b: a + b),
+  "subtract": ("-", 10, lambda a, b: a - b),
+  "multiply": ("*", 10, lambda a, b: a * b),
+  "add_tens": ("+", 100, lambda a, b: a + b),
+  "multiply_hundreds": ("*", 1000, lambda a, b: a * b),
 }
 _ALL_FAMILIES = (*_FAMILIES, *word_problems.FAMILIES)
 _HELD_OUT = 5  # One pair of numbers in five is held out.
@@ -45,7 +45,7 @@ class ArithmeticTasks(seeds.SplitTasks):
     for family in families or ():
       if family not in _ALL_FAMILIES:
         raise ValueError(
-            registry.unknown_name("task family", family, _ALL_FAMILIES)
+          registry.unknown_name("task family", family, _ALL_FAMILIES)
         )
     self._families = tuple(families or ("add",))
 
@@ -57,16 +57,16 @@ class ArithmeticTasks(seeds.SplitTasks):
     else:
       question, answer = _two_numbers(family, held_out, draw)
     return base.Task(
-        task_id=f"{family}/{split}/{index}/{seed}",
-        family=family,
-        instruction=question,
-        seed=seed,
-        params={"question": question, "answer": str(answer)},
+      task_id=f"{family}/{split}/{index}/{seed}",
+      family=family,
+      instruction=question,
+      seed=seed,
+      params={"question": question, "answer": str(answer)},
     )
 
 
 def _two_numbers(
-    family: str, held_out: bool, draw: random.Random
+  family: str, held_out: bool, draw: random.Random
 ) -> tuple[str, int]:
   """Returns a question about two numbers, and its answer."""
   sign, limit, result = _FAMILIES[family]
@@ -91,7 +91,7 @@ _VERBS = {"+": "add", "-": "subtract", "*": "multiply"}
 
 
 def solve(
-    fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+  fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
   """Returns the turns that solve a problem of this module.
 
@@ -107,15 +107,11 @@ def solve(
   """
   question = str(fields.get("question", ""))
   match = _PROBLEM.fullmatch(question)
-  expression = (
-      word_problems.expression(question)
-      if match is None
-      else match[1]
-  )
+  expression = word_problems.expression(question) if match is None else match[1]
   if expression is None:
     raise LookupError(
-        f"{fields.get('question')!r:.80} is not an arithmetic problem of"
-        " environment.name=tool"
+      f"{fields.get('question')!r:.80} is not an arithmetic problem of"
+      " environment.name=tool"
     )
   answer = {"role": "assistant", "content": str(fields["answer"])}
   if not tools:
@@ -129,14 +125,14 @@ def solve(
       return [{"role": "assistant", "tool_calls": calls}, answer]
   names = ", ".join(str(t.get("function", t).get("name")) for t in tools)
   raise LookupError(
-      f"none of the tools {names} can compute {question!r}; offer one"
-      " with a parameter `expression` or `code`, or of two numbers called"
-      f" {', '.join(_VERBS.values())}"
+    f"none of the tools {names} can compute {question!r}; offer one"
+    " with a parameter `expression` or `code`, or of two numbers called"
+    f" {', '.join(_VERBS.values())}"
   )
 
 
 def _arguments(
-    function: Mapping[str, Any], expression: str
+  function: Mapping[str, Any], expression: str
 ) -> dict[str, Any] | None:
   """Arguments with which this tool computes it; None: it cannot."""
   parameters = function.get("parameters") or {}

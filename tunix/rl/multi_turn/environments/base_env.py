@@ -55,8 +55,8 @@ class BaseEnv(abc.ABC):
 
       if "type" not in args:
         raise ValueError(
-            "an environment config needs 'type', one of"
-            f" {', '.join(registry.env_names())}"
+          "an environment config needs 'type', one of"
+          f" {', '.join(registry.env_names())}"
         )
       return registry.get_env(args.pop("type")).from_dict(args)
     return cls(**args)
@@ -114,10 +114,7 @@ class SyncEnv:
     if self._loop is None:
       self._loop = asyncio.new_event_loop()
       threading.Thread(
-          target=_run_loop,
-          args=(self._loop,),
-          name="tunix-sync-env",
-          daemon=True,
+        target=_run_loop, args=(self._loop,), name="tunix-sync-env", daemon=True
       ).start()
     return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 

@@ -58,10 +58,10 @@ def _conversation(line: str, number: int) -> Conversation:
     raise ValueError(f"{where} is not JSON: {error}") from None
   messages = row.get("messages") if isinstance(row, dict) else None
   if not isinstance(messages, list) or not all(
-      isinstance(m, dict) for m in messages
+    isinstance(m, dict) for m in messages
   ):
     raise ValueError(
-        f"{where} has no `messages`, a list of OpenAI's chat messages"
+      f"{where} has no `messages`, a list of OpenAI's chat messages"
     )
   turns = tuple(m for m in messages if m.get("role") == "assistant")
   if not turns:
@@ -76,14 +76,14 @@ def _conversation(line: str, number: int) -> Conversation:
   question = row.get("question") or first_user_message.get("content")
   if not isinstance(question, str) or not question:
     raise ValueError(
-        f"{where} has no question; give a user message with text first"
+      f"{where} has no question; give a user message with text first"
     )
   fields = {k: v for k, v in row.items() if k != "messages"}
   task = base.Task(
-      task_id=f"recording-{number}",
-      family=str(row.get("family") or "recorded"),
-      instruction=question,
-      params={**fields, "question": question},
+    task_id=f"recording-{number}",
+    family=str(row.get("family") or "recorded"),
+    instruction=question,
+    params={**fields, "question": question},
   )
   return Conversation(task, turns)
 
@@ -115,7 +115,7 @@ def _call(call: Any) -> trajectory.ToolCall:
   name = function.get("name") if isinstance(function, Mapping) else None
   if not isinstance(name, str) or not name:
     raise ValueError(
-        f"a tool call needs `function` with a `name`, got {call!r:.80}"
+      f"a tool call needs `function` with a `name`, got {call!r:.80}"
     )
   arguments = function.get("arguments") or {}
   if isinstance(arguments, str):  # As servers answer them.

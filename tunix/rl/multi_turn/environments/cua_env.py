@@ -62,17 +62,17 @@ class CUAEnv(base_env.BaseEnv):
   runs_inline = False
 
   def __init__(
-      self,
-      gym: Any,
-      screenshot_tool: screenshot.ScreenshotTool,
-      task: gym_base.Task | Mapping[str, Any],
-      *,
-      action_parser: Any = "computer_use",
-      max_steps: int | None = None,
-      reward: Any = "score",
-      on_text: str = "end",
-      on_invalid: str = "observe",
-      max_actions_per_step: int = 10,
+    self,
+    gym: Any,
+    screenshot_tool: screenshot.ScreenshotTool,
+    task: gym_base.Task | Mapping[str, Any],
+    *,
+    action_parser: Any = "computer_use",
+    max_steps: int | None = None,
+    reward: Any = "score",
+    on_text: str = "end",
+    on_invalid: str = "observe",
+    max_actions_per_step: int = 10,
   ):
     """Args:
 
@@ -96,12 +96,12 @@ class CUAEnv(base_env.BaseEnv):
     """
     if on_text not in _ON_TEXT:
       raise ValueError(
-          f"on_text must be one of {', '.join(_ON_TEXT)}; got {on_text!r}"
+        f"on_text must be one of {', '.join(_ON_TEXT)}; got {on_text!r}"
       )
     if on_invalid not in _ON_INVALID:
       raise ValueError(
-          f"on_invalid must be one of {', '.join(_ON_INVALID)}; got"
-          f" {on_invalid!r}"
+        f"on_invalid must be one of {', '.join(_ON_INVALID)}; got"
+        f" {on_invalid!r}"
       )
     if not isinstance(task, gym_base.Task):
       task = gym_base.Task.from_json(task)
@@ -109,14 +109,14 @@ class CUAEnv(base_env.BaseEnv):
       max_steps = task.max_turns or 10
     if max_steps < 1 or max_actions_per_step < 1:
       raise ValueError(
-          "max_steps and max_actions_per_step must be >= 1, got"
-          f" {max_steps} and {max_actions_per_step}"
+        "max_steps and max_actions_per_step must be >= 1, got"
+        f" {max_steps} and {max_actions_per_step}"
       )
     parser = tool_parser.make_tool_parser(action_parser, "operator")
     if not isinstance(parser, tool_parser.GuiActionParser):
       raise ValueError(
-          f"action_parser {type(parser).__name__} has no GUI actions; use one"
-          " such as 'computer_use'"
+        f"action_parser {type(parser).__name__} has no GUI actions; use one"
+        " such as 'computer_use'"
       )
     if reward not in ("score", "success") and isinstance(reward, str):
       reward = rewards.get_reward_fn(reward, "operator")
@@ -124,7 +124,7 @@ class CUAEnv(base_env.BaseEnv):
     self.screenshot_tool = screenshot_tool
     self.task = task
     self.action_parser = parser.seeing(
-        getattr(gym, "observation", parser.observation)
+      getattr(gym, "observation", parser.observation)
     )
     self.max_steps = max_steps
     self.step_count = 0
@@ -140,7 +140,7 @@ class CUAEnv(base_env.BaseEnv):
     self._answer = ""
     self._running = False
     self._calls = concurrency.Guarded(
-        gym, inline=bool(getattr(gym, "runs_inline", False)), name="the gym"
+      gym, inline=bool(getattr(gym, "runs_inline", False)), name="the gym"
     )
 
   @property
@@ -193,8 +193,8 @@ class CUAEnv(base_env.BaseEnv):
         latest = await self._calls.call("act", gui.scaled(*self._scale))
         if not isinstance(latest, gym_base.Observation):
           raise TypeError(
-              f"{type(self.gym).__name__}.act must return an Observation, got"
-              f" {type(latest).__name__}"
+            f"{type(self.gym).__name__}.act must return an Observation, got"
+            f" {type(latest).__name__}"
           )
         ended = ended or latest.done
       if ended or gui.kind in (Kind.ANSWER, Kind.TERMINATE):
@@ -274,7 +274,7 @@ class CUAEnv(base_env.BaseEnv):
     if isinstance(parser, str):
       args["action_parser"] = tool_parser.make_tool_parser(parser)
     if args.get("reward") not in (None, "score", "success") and isinstance(
-        args["reward"], str
+      args["reward"], str
     ):
       args["reward"] = rewards.get_reward_fn(args["reward"])
     if isinstance(parser, Mapping):
@@ -282,7 +282,7 @@ class CUAEnv(base_env.BaseEnv):
       if "name" not in parser:
         raise ValueError(f"the action_parser config needs 'name': {parser!r}")
       args["action_parser"] = tool_parser.get_tool_parser(parser.pop("name"))(
-          **parser
+        **parser
       )
     store = args.pop("image_store", None)
     if store is None:
@@ -294,7 +294,7 @@ class CUAEnv(base_env.BaseEnv):
     return cls(gym, tool, args.pop("task"), **args)
 
   def _read(
-      self, action: Any
+    self, action: Any
   ) -> tuple[list[gui_action.GuiAction], list[str], list[str], Status | None]:
     """(actions, errors, their kinds, status when the episode must end)."""
     if isinstance(action, gui_action.GuiAction):
@@ -308,7 +308,7 @@ class CUAEnv(base_env.BaseEnv):
         return [], [error], [kind], None
       return [], [error], [kind], Status.PARSE_ERROR
     if isinstance(action, (list, tuple)) and all(
-        isinstance(a, gui_action.GuiAction) for a in action
+      isinstance(a, gui_action.GuiAction) for a in action
     ):
       return list(action), [], [], None
     actions: list[gui_action.GuiAction] = []
@@ -320,16 +320,14 @@ class CUAEnv(base_env.BaseEnv):
         kinds.append(trajectory.TOO_MANY_CALLS)
         break
       try:
-        actions.extend(
-            self.action_parser.to_gui_actions(call, *self.size)
-        )
+        actions.extend(self.action_parser.to_gui_actions(call, *self.size))
       except tool_parser.ToolParseError as error:
         # Later calls may depend on it, so they are not carried out.
         errors.append(str(error))
         kinds.append(
-            trajectory.TOOL_NAME
-            if isinstance(error, tool_parser.UnknownActionError)
-            else trajectory.TOOL_ARGUMENTS
+          trajectory.TOOL_NAME
+          if isinstance(error, tool_parser.UnknownActionError)
+          else trajectory.TOOL_ARGUMENTS
         )
         break
     status = None
@@ -338,13 +336,13 @@ class CUAEnv(base_env.BaseEnv):
     return actions, errors, kinds, status
 
   async def _shown(
-      self, gym_observation: gym_base.Observation
+    self, gym_observation: gym_base.Observation
   ) -> dict[str, Any]:
     """Stores the screenshot; returns what the policy sees of the screen."""
     if not isinstance(gym_observation, gym_base.Observation):
       raise TypeError(
-          f"{type(self.gym).__name__} must return an Observation, got"
-          f" {type(gym_observation).__name__}"
+        f"{type(self.gym).__name__} must return an Observation, got"
+        f" {type(gym_observation).__name__}"
       )
     pixels, tree = gym_observation.screenshot, gym_observation.axtree
     if pixels is None:
@@ -366,15 +364,15 @@ class CUAEnv(base_env.BaseEnv):
     self.evaluation_seconds = time.perf_counter() - started
     if not isinstance(evaluation, gym_base.Evaluation):
       raise TypeError(
-          f"{type(self.gym).__name__}.evaluate must return an Evaluation, got"
-          f" {type(evaluation).__name__}"
+        f"{type(self.gym).__name__}.evaluate must return an Evaluation, got"
+        f" {type(evaluation).__name__}"
       )
     score = rewards.as_reward(evaluation.score, "the gym's score").reward
     info["success"] = bool(evaluation.success)
     info["evaluation"] = {
-        "score": score,
-        "success": bool(evaluation.success),
-        "details": dict(evaluation.details),
+      "score": score,
+      "success": bool(evaluation.success),
+      "details": dict(evaluation.details),
     }
     if self._answer:
       info["answer"] = self._answer
@@ -383,11 +381,11 @@ class CUAEnv(base_env.BaseEnv):
     if self._reward == "success":
       return float(evaluation.success)
     output = await rewards.evaluate_async(
-        self._reward,
-        self.task.to_json(),
-        self._answer,
-        {**info, "step_count": self.step_count},
-        timeout=None,
+      self._reward,
+      self.task.to_json(),
+      self._answer,
+      {**info, "step_count": self.step_count},
+      timeout=None,
     )
     info["reward_metadata"] = output.metadata
     return output.reward

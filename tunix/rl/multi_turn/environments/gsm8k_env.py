@@ -19,8 +19,8 @@ class Gsm8kEnv(text_env.BaseEnv):
   def __init__(self, tool: stateful.BaseTool, sample: Mapping[str, Any]):
     """Args:
 
-      tool: Tool that judges the answer.
-      sample: Mapping with `question` and `answer`.
+    tool: Tool that judges the answer.
+    sample: Mapping with `question` and `answer`.
     """
     for key in ("question", "answer"):
       if key not in sample:
@@ -35,7 +35,7 @@ class Gsm8kEnv(text_env.BaseEnv):
     await self.close()
     self.turns = [("user", self.sample["question"])]
     self.instance_id = await self.tool.create(
-        ground_truth=self.sample["answer"]
+      ground_truth=self.sample["answer"]
     )
     self.done = False
     return self._get_obs()
@@ -45,7 +45,7 @@ class Gsm8kEnv(text_env.BaseEnv):
       raise RuntimeError("the episode is over; call reset first")
     self.turns.append(("assistant", action))
     result, reward, info = await self.tool.execute(
-        self.instance_id, parameters={"answer": action}
+      self.instance_id, parameters={"answer": action}
     )
     self.turns.append(("tool", result))
     self.done = True
@@ -64,14 +64,13 @@ class Gsm8kEnvironment(text_env.TextEnvAdapter):
   """`Gsm8kEnv` for the engine: `from_dict({"question": …, "answer": …})`."""
 
   def __init__(
-      self, question: str, answer: Any, tool: stateful.BaseTool | None = None
+    self, question: str, answer: Any, tool: stateful.BaseTool | None = None
   ):
     super().__init__(
-        Gsm8kEnv(
-            tool or gsm8k_tool.Gsm8kTool(),
-            {"question": question, "answer": answer},
-        ),
-        max_steps=1,
+      Gsm8kEnv(
+        tool or gsm8k_tool.Gsm8kTool(), {"question": question, "answer": answer}
+      ),
+      max_steps=1,
     )
     self.task = {"question": question, "answer": answer}
 

@@ -23,7 +23,7 @@ def yaml_object(text: str, name: str) -> dict[str, Any]:
     data, why = None, f" {error}"
   if not isinstance(data, dict):
     raise ValueError(
-        f"{name}={text}{why}: write an object such as '{{width: 256}}'"
+      f"{name}={text}{why}: write an object such as '{{width: 256}}'"
     )
   return data
 
@@ -42,10 +42,12 @@ def check_seconds(seconds: Any, prefix: str = "") -> None:
   if dataclasses.is_dataclass(seconds):
     seconds, prefix = dataclasses.asdict(seconds), "timeouts."
   for name, value in seconds.items():
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or (
-        not 0 < value <= _LONGEST_S
+    if (
+      isinstance(value, bool)
+      or not isinstance(value, (int, float))
+      or (not 0 < value <= _LONGEST_S)
     ):
       raise ValueError(
-          f"{prefix}{name}={value!r} must be a number of seconds > 0, and"
-          f" {_LONGEST_S} at most"
+        f"{prefix}{name}={value!r} must be a number of seconds > 0, and"
+        f" {_LONGEST_S} at most"
       )

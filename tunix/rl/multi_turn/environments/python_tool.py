@@ -33,21 +33,19 @@ from tunix.rl.multi_turn.tools.sandbox import files
 from tunix.rl.multi_turn.tools.sandbox import rooms
 
 PYTHON_SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "python",
-        "description": (
-            "Runs Python code and returns what it prints. Files in the working"
-            " directory are kept between calls, variables are not."
-        ),
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "code": {"type": "string", "description": "A program."}
-            },
-            "required": ["code"],
-        },
+  "type": "function",
+  "function": {
+    "name": "python",
+    "description": (
+      "Runs Python code and returns what it prints. Files in the working"
+      " directory are kept between calls, variables are not."
+    ),
+    "parameters": {
+      "type": "object",
+      "properties": {"code": {"type": "string", "description": "A program."}},
+      "required": ["code"],
     },
+  },
 }
 _START_S = 20.0
 _KILLED = 137
@@ -90,9 +88,9 @@ class PythonTool(stateful.BaseTool):
   """See the module docstring. An instance is a sandbox, made when needed."""
 
   def __init__(
-      self,
-      config: Mapping[str, Any] | None = None,
-      tool_schema: Mapping[str, Any] | None = None,
+    self,
+    config: Mapping[str, Any] | None = None,
+    tool_schema: Mapping[str, Any] | None = None,
   ):
     """Args:
 
@@ -130,7 +128,7 @@ class PythonTool(stateful.BaseTool):
     return instance_id
 
   async def execute(
-      self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
   ) -> tuple[str, float, dict[str, Any]]:
     """Runs `parameters["code"]`.
 
@@ -142,7 +140,7 @@ class PythonTool(stateful.BaseTool):
     instance = self._instances.get(instance_id)
     if instance is None:
       raise stateful.UnknownInstanceError(
-          f"tool python has no instance {instance_id!r}"
+        f"tool python has no instance {instance_id!r}"
       )
     code = parameters.get("code")
     if not isinstance(code, str):
@@ -171,8 +169,8 @@ class PythonTool(stateful.BaseTool):
       if status is None or status == _KILLED:
         instance.drop()  # With every process that the code has started.
         raise CodeError(
-            f"{text}\nkilled: it took longer than {self.limits.seconds:g} s, or"
-            " too much memory; the working directory is empty now".strip()
+          f"{text}\nkilled: it took longer than {self.limits.seconds:g} s, or"
+          " too much memory; the working directory is empty now".strip()
         )
       if status != 0:
         raise CodeError(text.strip() or f"it ended with status {status}")
@@ -181,19 +179,19 @@ class PythonTool(stateful.BaseTool):
   def _make_room(self) -> rooms.Room:
     limits = self.limits
     return rooms.Room(
-        isolation=self._isolation,
-        limits=rooms.Limits(
-            memory=limits.memory_mb << 20,
-            files=128,
-            file_size=(limits.disk_mb << 20) // 2,
-            processes=limits.processes,
-            disk=limits.disk_mb << 20,
-        ),
-        deadline_s=_START_S,
+      isolation=self._isolation,
+      limits=rooms.Limits(
+        memory=limits.memory_mb << 20,
+        files=128,
+        file_size=(limits.disk_mb << 20) // 2,
+        processes=limits.processes,
+        disk=limits.disk_mb << 20,
+      ),
+      deadline_s=_START_S,
     )
 
   def _call(
-      self, room: rooms.Room, instance: _Instance, code: str
+    self, room: rooms.Room, instance: _Instance, code: str
   ) -> tuple[int | None, str]:
     """(exit status, None past the deadline; output) of one program."""
     for end in _ENDS if instance.last else ():
@@ -201,17 +199,17 @@ class PythonTool(stateful.BaseTool):
     # Earlier code cannot know the name, nor lead this out of the room by it.
     name = instance.last = f"call-{secrets.token_hex(8)}"
     fd = os.open(
-        room.tmp / f"{name}.py",
-        os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW,
-        0o600,
+      room.tmp / f"{name}.py",
+      os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW,
+      0o600,
     )
     with open(fd, "wb") as file:
       file.write(code.encode("utf-8", "replace"))
     inside = f"{room.inside_tmp}/{name}"
     script = (
-        f'cd "$HOME"; timeout -s KILL {self.limits.seconds:g}'
-        f" {self._python} -IB {inside}.py; echo $? >{inside}.status.part;"
-        f" mv {inside}.status.part {inside}.status"
+      f'cd "$HOME"; timeout -s KILL {self.limits.seconds:g}'
+      f" {self._python} -IB {inside}.py; echo $? >{inside}.status.part;"
+      f" mv {inside}.status.part {inside}.status"
     )
     room.run(["sh", "-c", script], log=f"{name}.out")
     due = time.monotonic() + self.limits.seconds + 2.0

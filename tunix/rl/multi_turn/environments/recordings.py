@@ -51,18 +51,18 @@ class Recording:
       object.__setattr__(self, name, tuple(getattr(self, name)))
     if len(self.observations) != len(self.actions) + 1:
       raise ValueError(
-          "a recording needs one observation more than actions, got"
-          f" {len(self.observations)} and {len(self.actions)}"
+        "a recording needs one observation more than actions, got"
+        f" {len(self.observations)} and {len(self.actions)}"
       )
     if any(o.screenshot is None or o.axtree for o in self.observations):
       raise ValueError(
-          "a recording holds screenshots and no accessibility trees; record"
-          f" {self.gym} with observation=screenshot"
+        "a recording holds screenshots and no accessibility trees; record"
+        f" {self.gym} with observation=screenshot"
       )
     if len(self.targets) != len(self.actions):
       raise ValueError(
-          f"a recording needs one target an action, got {len(self.targets)}"
-          f" and {len(self.actions)}"
+        f"a recording needs one target an action, got {len(self.targets)}"
+        f" and {len(self.actions)}"
       )
 
   @property
@@ -71,54 +71,52 @@ class Recording:
 
   def to_json(self) -> dict[str, Any]:
     return {
-        "version": VERSION,
-        "gym": self.gym,
-        "by": self.by,
-        "task": self.task.to_json(),
-        "actions": [a.to_json() for a in self.actions],
-        "targets": list(self.targets),
-        "evaluation": {
-            "score": float(self.evaluation.score),
-            "success": bool(self.evaluation.success),
-            "details": wire.jsonable(self.evaluation.details),
-        },
-        "observations": [
-            wire.observation_to_json(
-                shown, picture=wire.screenshot_to_json(shown.screenshot)
-            )
-            for shown in self.observations
-        ],
+      "version": VERSION,
+      "gym": self.gym,
+      "by": self.by,
+      "task": self.task.to_json(),
+      "actions": [a.to_json() for a in self.actions],
+      "targets": list(self.targets),
+      "evaluation": {
+        "score": float(self.evaluation.score),
+        "success": bool(self.evaluation.success),
+        "details": wire.jsonable(self.evaluation.details),
+      },
+      "observations": [
+        wire.observation_to_json(
+          shown, picture=wire.screenshot_to_json(shown.screenshot)
+        )
+        for shown in self.observations
+      ],
     }
 
   @classmethod
   def from_json(cls, data: Any, where: str = "a recording") -> Recording:
     """Raises:
 
-      ValueError: naming `where` and the wrong field.
+    ValueError: naming `where` and the wrong field.
     """
     if not isinstance(data, Mapping) or data.get("version") != VERSION:
       raise ValueError(
-          f"{where} is not a recording of version {VERSION}; record it with"
-          f" {shell_hints.command('environments.play')}"
+        f"{where} is not a recording of version {VERSION}; record it with"
+        f" {shell_hints.command('environments.play')}"
       )
     try:
       return cls(
-          gym=str(data["gym"]),
-          task=base.Task.from_json(data["task"]),
-          observations=tuple(
-              wire.observation_from_json(o) for o in data["observations"]
-          ),
-          actions=tuple(
-              gui_action.GuiAction.from_json(a) for a in data["actions"]
-          ),
-          targets=tuple(data["targets"]),
-          evaluation=base.Evaluation(**data["evaluation"]),
-          by=str(data.get("by", "person")),
+        gym=str(data["gym"]),
+        task=base.Task.from_json(data["task"]),
+        observations=tuple(
+          wire.observation_from_json(o) for o in data["observations"]
+        ),
+        actions=tuple(
+          gui_action.GuiAction.from_json(a) for a in data["actions"]
+        ),
+        targets=tuple(data["targets"]),
+        evaluation=base.Evaluation(**data["evaluation"]),
+        by=str(data.get("by", "person")),
       )
     except (KeyError, TypeError, ValueError) as error:
-      raise ValueError(
-          f"{where}: {type(error).__name__}: {error}"
-      ) from None
+      raise ValueError(f"{where}: {type(error).__name__}: {error}") from None
 
 
 def append(path: str | os.PathLike[str], recording: Recording) -> None:
@@ -175,7 +173,7 @@ class ReplayGym:
     self._all = {r.task.task_id: r for r in recordings}
     if len(self._all) != len(recordings):
       raise ValueError(
-          "two recordings have the same task id; replay them with two gyms"
+        "two recordings have the same task id; replay them with two gyms"
       )
     self._now: Recording | None = None
     self._step = 0
@@ -190,8 +188,8 @@ class ReplayGym:
       return dataclasses.replace(now.observations[-1], done=True)
     if action.kind is not expected.kind:
       raise ValueError(
-          f"step {self._step + 1} of {now.task.task_id} was a"
-          f" {expected.kind.value}, not a {action.kind.value}"
+        f"step {self._step + 1} of {now.task.task_id} was a"
+        f" {expected.kind.value}, not a {action.kind.value}"
       )
     self._step += 1
     return now.observations[self._step]

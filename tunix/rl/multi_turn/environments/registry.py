@@ -9,9 +9,9 @@ from tunix.rl.multi_turn.core import registry
 _ENVS: registry.Registry[Any] = registry.Registry("environment")
 _HERE = "tunix.rl.multi_turn.environments"
 for _name, _path in {
-    "tool": "tool_environment:ToolEnvironment",
-    "cua": "cua_env:CUAEnv",
-    "gsm8k": "gsm8k_env:Gsm8kEnvironment",
+  "tool": "tool_environment:ToolEnvironment",
+  "cua": "cua_env:CUAEnv",
+  "gsm8k": "gsm8k_env:Gsm8kEnvironment",
 }.items():
   _ENVS.register(_name, f"{_HERE}.{_path}")
 

@@ -41,11 +41,9 @@ _TOOLS = arguments.Option("tools", "", Any, None)
 class Env(Protocol):
   """An environment as the collector drives it; methods sync or async."""
 
-  def reset(self) -> Any:
-    ...
+  def reset(self) -> Any: ...
 
-  def step(self, action: Any) -> Any:
-    ...
+  def step(self, action: Any) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,50 +81,50 @@ class EnvironmentSpec:
 
 
 _TEXT_PRESET = {
-    "agent.parser": "qwen",
-    "agent.on_parse_error": "answer",
-    "agent.system_prompt": "tool",
+  "agent.parser": "qwen",
+  "agent.on_parse_error": "answer",
+  "agent.system_prompt": "tool",
 }
 
 ENVIRONMENTS: registry.Registry[EnvironmentSpec] = registry.Registry(
-    "environment"
+  "environment"
 )
 for _name, _spec in {
-    "cua": EnvironmentSpec(f"{_HERE}.cua_env:CUAEnv", "gui", gym=True),
-    "tool": EnvironmentSpec(
-        f"{_HERE}.tool_environment:ToolEnvironment",
-        "tool",
-        tasks=f"{_HERE}.arithmetic:ArithmeticTasks",
-        preset={**_TEXT_PRESET, "environment.reward": "numeric_match"},
-        oracle=f"{_HERE}.arithmetic:solve",
-    ),
-    "tool_request": EnvironmentSpec(
-        f"{_HERE}.tool_request_env:ToolRequestEnvironment",
-        "tool",
-        preset=_TEXT_PRESET,
-    ),
-    "gsm8k": EnvironmentSpec(
-        f"{_HERE}.gsm8k_env:Gsm8kEnvironment",
-        "any",
-        tasks=f"{_HERE}.arithmetic:ArithmeticTasks",
-        preset={**_TEXT_PRESET, "agent.system_prompt": ""},
-        oracle=f"{_HERE}.arithmetic:solve",
-    ),
-    "verifiers": EnvironmentSpec(
-        f"{_HERE}.verifiers.environment:VerifiersEnvironment",
-        "any",
-        tasks=f"{_HERE}.verifiers.environment:VerifiersTasks",
-        preset={
-            **_TEXT_PRESET,
-            "agent.system_prompt": "",
-            "rollout.via": "proxy",
-            "rollout.agent": "tunix.rl.multi_turn.clients.verifiers_agent:play",
-            # A step is an episode; the first reset imports the package.
-            "collect.deadlines.reset": 150.0,
-            "collect.deadlines.step": 300.0,
-            "collect.deadlines.turn": 330.0,
-        },
-    ),
+  "cua": EnvironmentSpec(f"{_HERE}.cua_env:CUAEnv", "gui", gym=True),
+  "tool": EnvironmentSpec(
+    f"{_HERE}.tool_environment:ToolEnvironment",
+    "tool",
+    tasks=f"{_HERE}.arithmetic:ArithmeticTasks",
+    preset={**_TEXT_PRESET, "environment.reward": "numeric_match"},
+    oracle=f"{_HERE}.arithmetic:solve",
+  ),
+  "tool_request": EnvironmentSpec(
+    f"{_HERE}.tool_request_env:ToolRequestEnvironment",
+    "tool",
+    preset=_TEXT_PRESET,
+  ),
+  "gsm8k": EnvironmentSpec(
+    f"{_HERE}.gsm8k_env:Gsm8kEnvironment",
+    "any",
+    tasks=f"{_HERE}.arithmetic:ArithmeticTasks",
+    preset={**_TEXT_PRESET, "agent.system_prompt": ""},
+    oracle=f"{_HERE}.arithmetic:solve",
+  ),
+  "verifiers": EnvironmentSpec(
+    f"{_HERE}.verifiers.environment:VerifiersEnvironment",
+    "any",
+    tasks=f"{_HERE}.verifiers.environment:VerifiersTasks",
+    preset={
+      **_TEXT_PRESET,
+      "agent.system_prompt": "",
+      "rollout.via": "proxy",
+      "rollout.agent": "tunix.rl.multi_turn.clients.verifiers_agent:play",
+      # A step is an episode; the first reset imports the package.
+      "collect.deadlines.reset": 150.0,
+      "collect.deadlines.step": 300.0,
+      "collect.deadlines.turn": 330.0,
+    },
+  ),
 }.items():
   ENVIRONMENTS.register(_name, _spec)
 
@@ -147,12 +145,7 @@ def get(name: str) -> EnvironmentSpec:
 class Builder:
   """Builds the environments of a run's episodes."""
 
-  def __init__(
-      self,
-      config: settings.EnvironmentConfig,
-      *,
-      reward: Any,
-  ):
+  def __init__(self, config: settings.EnvironmentConfig, *, reward: Any):
     """Args:
 
       config: Names the environment and its options. The option `tools` names
@@ -172,19 +165,19 @@ class Builder:
     takes = self._takes
     if "tool_map" in takes.options:
       takes = dataclasses.replace(
-          takes, options={"tools": _TOOLS, **takes.options}
+        takes, options={"tools": _TOOLS, **takes.options}
       )
       if "tools" in self._options:
         self.tools = tool_registry.ToolSet(self._options.pop("tools"))
     name = f"environment.name={config.name}"
     problems = [
-        f"environment.options.{text}"
-        for _, text in takes.wrong(self._options, name)
+      f"environment.options.{text}"
+      for _, text in takes.wrong(self._options, name)
     ]
     if reward != "score" and not self._takes_any(REWARD_NAMES):
       problems.append(
-          f"environment.reward={config.reward}: environment.name={config.name}"
-          " takes no reward function and rewards by itself; leave it at score"
+        f"environment.reward={config.reward}: environment.name={config.name}"
+        " takes no reward function and rewards by itself; leave it at score"
       )
     if problems:
       raise ValueError("\n".join(problems))
@@ -208,10 +201,10 @@ class Builder:
     row: Any = task if self.spec.gym else fields_of(task)
     turns = task.max_turns or self._config.max_turns
     offered = {
-        **{name: row for name in TASK_NAMES},
-        **{name: turns for name in TURN_NAMES},
-        **self._provided,
-        **provided,
+      **{name: row for name in TASK_NAMES},
+      **{name: turns for name in TURN_NAMES},
+      **self._provided,
+      **provided,
     }
     if self.tools is not None:
       offered["tool_map"] = self.tools.for_task(row)
@@ -221,14 +214,14 @@ class Builder:
         return from_dict({**row, **self._options})
       offered = {**row, **offered}
     values = {
-        name: offered[name] for name in self._takes.options if name in offered
+      name: offered[name] for name in self._takes.options if name in offered
     } | self._options
     missing = [name for name in self._takes.required if name not in values]
     if missing:
       raise ValueError(
-          f"environment.name={self._config.name} needs {missing[0]!r}, which"
-          f" task {task.task_id} does not have; give"
-          f" environment.options.{missing[0]}, or tasks with that field"
+        f"environment.name={self._config.name} needs {missing[0]!r}, which"
+        f" task {task.task_id} does not have; give"
+        f" environment.options.{missing[0]}, or tasks with that field"
       )
     return self._make(**values)
 

@@ -60,8 +60,8 @@ class TextEnvAdapter(base_env.BaseEnv):
       action = action.action
     if not isinstance(action, str):
       raise ValueError(
-          "a text environment takes the policy's text, got"
-          f" {type(action).__name__}"
+        "a text environment takes the policy's text, got"
+        f" {type(action).__name__}"
       )
     self.step_count += 1
     text, reward, ended, info = await self._call("step", action)

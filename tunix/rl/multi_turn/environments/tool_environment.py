@@ -54,17 +54,17 @@ class ToolEnvironment(base_env.BaseEnv):
   """
 
   def __init__(
-      self,
-      task: Mapping[str, Any] | str,
-      tool_map: Mapping[str, Any] | None = None,
-      reward_fn: Any = None,
-      max_steps: int = 10,
-      *,
-      tool_timeout: float | None = 30.0,
-      reward_timeout: float | None = 30.0,
-      parallel: bool = True,
-      tool_rewards: Literal["episode", "turn"] = "episode",
-      screenshot_tool: screenshot.ScreenshotTool | None = None,
+    self,
+    task: Mapping[str, Any] | str,
+    tool_map: Mapping[str, Any] | None = None,
+    reward_fn: Any = None,
+    max_steps: int = 10,
+    *,
+    tool_timeout: float | None = 30.0,
+    reward_timeout: float | None = 30.0,
+    parallel: bool = True,
+    tool_rewards: Literal["episode", "turn"] = "episode",
+    screenshot_tool: screenshot.ScreenshotTool | None = None,
   ):
     """Args:
 
@@ -87,14 +87,14 @@ class ToolEnvironment(base_env.BaseEnv):
     """
     if tool_rewards not in ("episode", "turn"):
       raise ValueError(
-          f"tool_rewards must be episode or turn, got {tool_rewards!r}"
+        f"tool_rewards must be episode or turn, got {tool_rewards!r}"
       )
     if isinstance(task, str):
       task = {"question": task}
     if not any(key in task for key in _QUESTION_KEYS):
       raise ValueError(
-          f"a task needs one of {', '.join(_QUESTION_KEYS)}; got"
-          f" {', '.join(map(str, task)) or 'nothing'}"
+        f"a task needs one of {', '.join(_QUESTION_KEYS)}; got"
+        f" {', '.join(map(str, task)) or 'nothing'}"
       )
     if max_steps < 1:
       raise ValueError(f"max_steps must be >= 1, got {max_steps}")
@@ -102,12 +102,13 @@ class ToolEnvironment(base_env.BaseEnv):
       reward_fn = rewards.get_reward_fn(reward_fn, "operator")
     self.task = dict(task)
     for name, seconds in (
-        ("tool_timeout", tool_timeout), ("reward_timeout", reward_timeout)
-    ):  # pyformat: disable
+      ("tool_timeout", tool_timeout),
+      ("reward_timeout", reward_timeout),
+    ):
       if seconds is not None and not seconds > 0:
         raise ValueError(
-            f"environment.options.{name}={seconds} must be > 0 seconds, or null"
-            " for no deadline"
+          f"environment.options.{name}={seconds} must be > 0 seconds, or null"
+          " for no deadline"
         )
     self.tool_manager = manager.ToolManager(tool_map, timeout=tool_timeout)
     self.reward_fn = reward_fn
@@ -163,28 +164,30 @@ class ToolEnvironment(base_env.BaseEnv):
     outputs = await self.tool_manager.outputs_async(calls, self._parallel)
     texts = {call_id: str(output) for call_id, output in outputs.items()}
     for call in calls:
-      self._calls.append({
+      self._calls.append(
+        {
           "name": call.name,
           "arguments": call.arguments,
           "output": texts[call.call_id],
           "error": outputs[call.call_id].is_error,
-      })
+        }
+      )
     failed = sum(output.is_error for output in outputs.values())
     info: dict[str, Any] = {"tool_calls": len(calls), "tool_errors": failed}
     refused = [
-        kind for output in outputs.values()
-        if (kind := output.metadata.get("error_type"))
-        in trajectory.INVALID_KINDS
-    ]  # pyformat: disable
+      kind
+      for output in outputs.values()
+      if (kind := output.metadata.get("error_type")) in trajectory.INVALID_KINDS
+    ]
     if refused:
       info["invalid_kinds"] = refused
     reward = 0.0
     if self._per_turn:
       reward = math.fsum(
-          rewards.as_reward(
-              output.metadata.get("reward", 0.0), f"tool {output.name!r}"
-          ).reward
-          for output in outputs.values()
+        rewards.as_reward(
+          output.metadata.get("reward", 0.0), f"tool {output.name!r}"
+        ).reward
+        for output in outputs.values()
       )
     observation: dict[str, Any] = {"tool_outputs": texts}
     if images := await self._images(outputs, texts):
@@ -192,9 +195,7 @@ class ToolEnvironment(base_env.BaseEnv):
     return observation, reward, False, info
 
   async def _images(
-      self,
-      outputs: Mapping[str, trajectory.ToolOutput],
-      texts: dict[str, str],
+    self, outputs: Mapping[str, trajectory.ToolOutput], texts: dict[str, str]
   ) -> dict[str, list[trajectory.ImageRef]]:
     """Stored images of each call that returned any; notes go to `texts`."""
     stored: dict[str, list[trajectory.ImageRef]] = {}
@@ -216,18 +217,18 @@ class ToolEnvironment(base_env.BaseEnv):
     return stored
 
   async def _finish(
-      self, answer: str, info: dict[str, Any]
+    self, answer: str, info: dict[str, Any]
   ) -> base_env.StepResult:
     self._done = True
     reward = rewards.RewardOutput(0.0)
     try:
       if self.reward_fn is not None:
         reward = await rewards.evaluate_async(
-            self.reward_fn,
-            self.task,
-            answer,
-            {"tool_calls": self._calls, "step_count": self.step_count, **info},
-            timeout=self._reward_timeout,
+          self.reward_fn,
+          self.task,
+          answer,
+          {"tool_calls": self._calls, "step_count": self.step_count, **info},
+          timeout=self._reward_timeout,
         )
       tool_rewards = {} if self._per_turn else await self._tool_rewards()
     finally:
@@ -238,10 +239,10 @@ class ToolEnvironment(base_env.BaseEnv):
     if not isinstance(success, (bool, int, float)):  # Or a sum's part.
       success = total > 0
     info = {
-        "answer": answer,
-        "success": bool(success),
-        "reward_metadata": reward.metadata,
-        **info,
+      "answer": answer,
+      "success": bool(success),
+      "reward_metadata": reward.metadata,
+      **info,
     }
     if tool_rewards:
       info["tool_rewards"] = tool_rewards
@@ -255,28 +256,30 @@ class ToolEnvironment(base_env.BaseEnv):
   def _renew_adapters(self) -> None:
     shared: dict[Any, Any] = {}
     self._adapters = {
-        name: tool.fresh(shared)
-        for name, tool in self.tool_manager.tools.items()
-        if isinstance(tool, stateful.EpisodeTool)
+      name: tool.fresh(shared)
+      for name, tool in self.tool_manager.tools.items()
+      if isinstance(tool, stateful.EpisodeTool)
     }
     self.tool_manager.tools.update(self._adapters)
 
   async def _tool_rewards(self) -> dict[str, float]:
     """Reward that each stateful tool returns for its instance."""
-    values = await asyncio.gather(*(
+    values = await asyncio.gather(
+      *(
         concurrency.with_deadline(
-            adapter.calc_reward(), self._reward_timeout, f"{name}.calc_reward"
+          adapter.calc_reward(), self._reward_timeout, f"{name}.calc_reward"
         )
         for name, adapter in self._adapters.items()
-    ))
+      )
+    )
     return {n: float(value) for n, value in zip(self._adapters, values)}
 
   async def _release(self) -> None:
     retired, self._retired = self._retired, []
     # The manager sets the deadline of everything that its tools do.
     await stateful.release_all(
-        [(adapter.name, adapter.release) for adapter in retired],
-        self.tool_manager.timeout,
+      [(adapter.name, adapter.release) for adapter in retired],
+      self.tool_manager.timeout,
     )
 
 

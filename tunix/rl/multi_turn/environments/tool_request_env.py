@@ -35,13 +35,13 @@ class ToolRequestEnvironment(base_env.BaseEnv):
   action_grammar = "tool"
 
   def __init__(
-      self,
-      task: Mapping[str, Any],
-      tool_map: Mapping[str, stateful.StatefulToolAdapter | stateful.BaseTool],
-      max_steps: int = 10,
-      *,
-      tool_timeout: float | None = 30.0,
-      tool_rewards: Literal["episode", "turn"] = "episode",
+    self,
+    task: Mapping[str, Any],
+    tool_map: Mapping[str, stateful.StatefulToolAdapter | stateful.BaseTool],
+    max_steps: int = 10,
+    *,
+    tool_timeout: float | None = 30.0,
+    tool_rewards: Literal["episode", "turn"] = "episode",
   ):
     """Args:
 
@@ -60,7 +60,7 @@ class ToolRequestEnvironment(base_env.BaseEnv):
       raise ValueError(f"max_steps must be >= 1, got {max_steps}")
     if tool_rewards not in ("episode", "turn"):
       raise ValueError(
-          f"tool_rewards must be episode or turn, got {tool_rewards!r}"
+        f"tool_rewards must be episode or turn, got {tool_rewards!r}"
       )
     self._per_turn = tool_rewards == "turn"
     self._tools: dict[str, stateful.BaseTool] = {}
@@ -69,8 +69,8 @@ class ToolRequestEnvironment(base_env.BaseEnv):
         tool = tool.tool
       if not isinstance(tool, stateful.BaseTool):
         raise ValueError(
-            f"tool {name!r} is not a stateful tool, so it has no instance for"
-            " an episode; use it with environment=tool"
+          f"tool {name!r} is not a stateful tool, so it has no instance for"
+          " an episode; use it with environment=tool"
         )
       self._tools[name] = tool
     row = dict(task)
@@ -123,8 +123,9 @@ class ToolRequestEnvironment(base_env.BaseEnv):
       texts = await tools.execute(calls)
     rewards = request.call_rewards[done_before:]
     info: dict[str, Any] = {
-        "tool_calls": len(calls), "tool_errors": len(calls) - len(rewards)
-    }  # pyformat: disable
+      "tool_calls": len(calls),
+      "tool_errors": len(calls) - len(rewards),
+    }
     if last:
       info["status"] = trajectory.TrajectoryStatus.MAX_TURNS.value
       return await self._finish(request, tools, FinishReason.LENGTH, info)
@@ -133,11 +134,11 @@ class ToolRequestEnvironment(base_env.BaseEnv):
     return {"tool_outputs": texts}, reward, False, info
 
   async def _finish(
-      self,
-      request: request_lib.ToolRequest,
-      tools: request_lib.RequestTools,
-      reason: FinishReason,
-      more: dict[str, Any],
+    self,
+    request: request_lib.ToolRequest,
+    tools: request_lib.RequestTools,
+    reason: FinishReason,
+    more: dict[str, Any],
   ) -> base_env.StepResult:
     rewards = await tools.calc_rewards()
     self._held = None
@@ -150,11 +151,11 @@ class ToolRequestEnvironment(base_env.BaseEnv):
       ran = more.get("tool_calls", 0) - more.get("tool_errors", 0)
       total = math.fsum(request.call_rewards[len(request.call_rewards) - ran :])
     info = {
-        "finish_reason": reason.value,
-        "tool_rewards": rewards,
-        "call_rewards": list(request.call_rewards),
-        "success": sum(rewards.values()) > 0,
-        **more,
+      "finish_reason": reason.value,
+      "tool_rewards": rewards,
+      "call_rewards": list(request.call_rewards),
+      "success": sum(rewards.values()) > 0,
+      **more,
     }
     return {}, total, True, info
 

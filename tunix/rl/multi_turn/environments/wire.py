@@ -71,8 +71,8 @@ def from_png(data: bytes, what: str = "screenshot") -> np.ndarray:
     with Image.open(io.BytesIO(data), formats=_FORMATS) as picture:
       if picture.width * picture.height > MAX_PIXELS:
         raise WireError(
-            f"{what} has {picture.width}x{picture.height} pixels, more than"
-            f" {MAX_PIXELS}; send a smaller one"
+          f"{what} has {picture.width}x{picture.height} pixels, more than"
+          f" {MAX_PIXELS}; send a smaller one"
         )
       return np.asarray(picture.convert("RGB"))
   except WireError:
@@ -82,9 +82,7 @@ def from_png(data: bytes, what: str = "screenshot") -> np.ndarray:
     raise WireError(f"{what} is not a picture: {error}") from error
 
 
-def from_numbers(
-    pixels: np.ndarray, what: str = "screenshot"
-) -> np.ndarray:
+def from_numbers(pixels: np.ndarray, what: str = "screenshot") -> np.ndarray:
   """uint8[H, W, 3] of whole numbers in [H, W, 3 or 4].
 
   Raises:
@@ -94,8 +92,8 @@ def from_numbers(
   right = right and pixels.dtype.kind in "iu"
   if not right or pixels.min() < 0 or pixels.max() > 255:
     raise WireError(
-        f"{what} must be whole numbers from 0 to 255 in [H, W, 3], got"
-        f" {pixels.dtype}{list(pixels.shape)}"
+      f"{what} must be whole numbers from 0 to 255 in [H, W, 3], got"
+      f" {pixels.dtype}{list(pixels.shape)}"
     )
   return np.ascontiguousarray(pixels[:, :, :3], dtype=np.uint8)
 
@@ -103,10 +101,10 @@ def from_numbers(
 def screenshot_to_json(pixels: np.ndarray) -> Screenshot:
   """uint8[H, W, 3] in JSON's form."""
   return {
-      "format": "png",
-      "width": int(pixels.shape[1]),
-      "height": int(pixels.shape[0]),
-      "data": base64.b64encode(to_png(pixels)).decode("ascii"),
+    "format": "png",
+    "width": int(pixels.shape[1]),
+    "height": int(pixels.shape[0]),
+    "data": base64.b64encode(to_png(pixels)).decode("ascii"),
   }
 
 
@@ -128,8 +126,8 @@ def screenshot_file(data: Any, what: str = "screenshot") -> bytes:
   text = data.get("data") if isinstance(data, Mapping) else data
   if not isinstance(text, str):
     raise WireError(
-        f"{what} must be an object with 'data', a picture in base64; got"
-        f" {json_models.short(data)}"
+      f"{what} must be an object with 'data', a picture in base64; got"
+      f" {json_models.short(data)}"
     )
   if text.startswith("data:"):
     text = text.partition(",")[2]
@@ -153,14 +151,14 @@ class Observation(TypedDict):
 
 
 def observation_to_json(
-    observation: base.Observation, *, picture: Screenshot | None
+  observation: base.Observation, *, picture: Screenshot | None
 ) -> Observation:
   """`picture` is `screenshot_to_json`'s, or None to leave it out."""
   data: Observation = {
-      "instruction": observation.instruction,
-      "text": observation.text,
-      "done": bool(observation.done),
-      "info": jsonable(observation.info),
+    "instruction": observation.instruction,
+    "text": observation.text,
+    "done": bool(observation.done),
+    "info": jsonable(observation.info),
   }
   if picture is not None:
     data["screenshot"] = picture
@@ -170,23 +168,23 @@ def observation_to_json(
 def observation_from_json(data: Any) -> base.Observation:
   """Raises:
 
-    WireError: no observation with a screenshot.
+  WireError: no observation with a screenshot.
   """
   if not isinstance(data, Mapping):
     raise WireError(
-        f"observation must be an object, got {json_models.short(data)}"
+      f"observation must be an object, got {json_models.short(data)}"
     )
   info = data.get("info")
   if info is not None and not isinstance(info, Mapping):
     raise WireError(
-        f"observation.info must be an object, got {json_models.short(info)}"
+      f"observation.info must be an object, got {json_models.short(info)}"
     )
   return base.Observation(
-      screenshot_from_json(data.get("screenshot"), "observation.screenshot"),
-      instruction=str(data.get("instruction") or ""),
-      text=str(data.get("text") or ""),
-      done=data.get("done") is True,
-      info=info or {},
+    screenshot_from_json(data.get("screenshot"), "observation.screenshot"),
+    instruction=str(data.get("instruction") or ""),
+    text=str(data.get("text") or ""),
+    done=data.get("done") is True,
+    info=info or {},
   )
 
 
@@ -202,7 +200,7 @@ def reward_of(reply: Any) -> tuple[float, bool]:
   """
   if not isinstance(reply, Mapping):
     raise WireError(
-        f"an evaluation must be an object, got {json_models.short(reply)}"
+      f"an evaluation must be an object, got {json_models.short(reply)}"
     )
   result = reply.get("result")
   result = result if isinstance(result, Mapping) else {}
@@ -210,10 +208,10 @@ def reward_of(reply: Any) -> tuple[float, bool]:
   if success is None:
     success = reply.get("success")
   candidates = [
-      ("result.score", result.get("score")),
-      ("result.validators", _weighted(result.get("validators"))),
-      ("reward", reply.get("reward")),
-      ("score", reply.get("score")),
+    ("result.score", result.get("score")),
+    ("result.validators", _weighted(result.get("validators"))),
+    ("reward", reply.get("reward")),
+    ("score", reply.get("score")),
   ]
   for name, value in candidates:
     if value is not None:
@@ -221,8 +219,8 @@ def reward_of(reply: Any) -> tuple[float, bool]:
       return score, bool(score >= 1.0 if success is None else success)
   if success is None:
     raise WireError(
-        "an evaluation needs result.score, result.validators, reward, score or"
-        f" success; got {json_models.short(reply)}"
+      "an evaluation needs result.score, result.validators, reward, score or"
+      f" success; got {json_models.short(reply)}"
     )
   return float(bool(success)), bool(success)
 
@@ -235,8 +233,10 @@ def _weighted(validators: Any) -> float | None:
     if not isinstance(one, Mapping):
       raise WireError(f"result.validators[{i}] must be an object")
     weight = one.get("weight")
-    weight = 1.0 if weight is None else number(
-        weight, f"result.validators[{i}].weight"
+    weight = (
+      1.0
+      if weight is None
+      else number(weight, f"result.validators[{i}].weight")
     )
     score = one.get("score")
     if score is None:
@@ -255,9 +255,7 @@ _Pixels = Annotated[float, pydantic.Field(ge=-1e6, le=1e6)]
 _Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 _MAX_S = 3_600.0
 _DEEPEST = 100  # Levels of a value that is a gym's own.
-_STRICT = pydantic.ConfigDict(
-    strict=True, allow_inf_nan=False, extra="forbid"
-)
+_STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
 @pydantic.with_config(_STRICT)
@@ -288,7 +286,7 @@ class _Tap(TypedDict):
 @pydantic.with_config(_STRICT)
 class _LongPress(_Tap):
   duration_ms: NotRequired[
-      Annotated[float, pydantic.Field(ge=0, le=_MAX_S * 1000)]
+    Annotated[float, pydantic.Field(ge=0, le=_MAX_S * 1000)]
   ]
 
 
@@ -309,28 +307,27 @@ class _SystemKey(TypedDict):
 
 
 _GENV: dict[str, tuple[Kind, Any]] = {
-    "tap": (Kind.CLICK, _Tap),
-    "swipe": (Kind.SWIPE, _Swipe),
-    "type": (Kind.TYPE, _Type),
-    "key": (Kind.SYSTEM_BUTTON, _SystemKey),
-    "long_press": (Kind.LONG_PRESS, _LongPress),
+  "tap": (Kind.CLICK, _Tap),
+  "swipe": (Kind.SWIPE, _Swipe),
+  "type": (Kind.TYPE, _Type),
+  "key": (Kind.SYSTEM_BUTTON, _SystemKey),
+  "long_press": (Kind.LONG_PRESS, _LongPress),
 }
 
 
 def _genv_action(
-    data: Mapping[str, Any], width: int, height: int
+  data: Mapping[str, Any], width: int, height: int
 ) -> gui_action.GuiAction:
   name, args = data["name"], data.get("args")
   if not isinstance(name, str) or name not in _GENV:
     raise WireError(
-        f"action.name={json_models.short(name)} must be one of"
-        f" {', '.join(_GENV)}"
+      f"action.name={json_models.short(name)} must be one of {', '.join(_GENV)}"
     )
   if args is None:
     args = {k: v for k, v in data.items() if k not in ("name", "args")}
   if not isinstance(args, Mapping):
     raise WireError(
-        f"action.args must be an object, got {json_models.short(args)}"
+      f"action.args must be an object, got {json_models.short(args)}"
     )
   kind, model = _GENV[name]
   args = json_models.validate(model, _given(args), "action")
@@ -352,7 +349,7 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def action_from_json(
-    data: Any, width: int, height: int
+  data: Any, width: int, height: int
 ) -> gui_action.GuiAction:
   """Converts an action of either vocabulary to pixels of the screen.
 
@@ -363,9 +360,9 @@ def action_from_json(
     raise WireError(f"action must be an object, got {json_models.short(data)}")
   if "kind" not in data and "name" not in data:
     raise WireError(
-        "action needs 'kind' (one of"
-        f" {', '.join(k.value for k in Kind)}) or 'name' (one of"
-        f" {', '.join(_GENV)})"
+      "action needs 'kind' (one of"
+      f" {', '.join(k.value for k in Kind)}) or 'name' (one of"
+      f" {', '.join(_GENV)})"
     )
   try:
     if "kind" not in data:
@@ -376,7 +373,7 @@ def action_from_json(
   except ValueError as error:
     text = str(error)  # `GuiAction` raises without the word "action".
     raise WireError(
-        text if text.startswith("action") else f"action: {text}"
+      text if text.startswith("action") else f"action: {text}"
     ) from None
 
 
@@ -390,16 +387,20 @@ def kind_schemas(extra: Mapping[str, Any] | None = None) -> list[Any]:
     if "element" in required:
       continue  # Messages hold no ids: no gym server shows a tree.
     fields = {
-        n: s for n, s in field_schemas.items() if n in required or n in optional
+      n: s for n, s in field_schemas.items() if n in required or n in optional
     }
-    variants.append({
+    variants.append(
+      {
         "type": "object",
         "properties": {
-            "kind": {"const": kind.value}, **fields, **(extra or {}),
+          "kind": {"const": kind.value},
+          **fields,
+          **(extra or {}),
         },
         "required": ["kind", *sorted(required)],
         "additionalProperties": False,
-    })  # pyformat: disable
+      }
+    )
   return variants
 
 
@@ -407,20 +408,20 @@ def _action_schema() -> dict[str, Any]:
   """JSON Schema of both vocabularies."""
   genv = []
   for name, (_, args) in _GENV.items():
-    genv.append({
+    genv.append(
+      {
         "type": "object",
         "properties": {
-            "name": {"const": name},
-            "args": json_models.adapter(args).json_schema(),
+          "name": {"const": name},
+          "args": json_models.adapter(args).json_schema(),
         },
         "required": ["name", "args"],
-    })
+      }
+    )
   return {"anyOf": [*kind_schemas(), *genv]}
 
 
-Action = Annotated[
-    dict[str, Any], pydantic.WithJsonSchema(_action_schema())
-]
+Action = Annotated[dict[str, Any], pydantic.WithJsonSchema(_action_schema())]
 """An action in a message; `action_from_json` checks and converts it."""
 
 
@@ -459,7 +460,7 @@ def number(value: Any, what: str) -> float:
   try:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
       raise WireError(
-          f"{what} must be a number, got {json_models.short(value)}"
+        f"{what} must be a number, got {json_models.short(value)}"
       )
     result = float(value)
   except OverflowError:

@@ -120,7 +120,7 @@ _TEMPLATES: Mapping[str, _Templates] = {
                " keep?", "({a} + {b}) * {c} - {d} - {e}"),
         ),
     ),
-}  # pyformat: disable
+}  # fmt: skip
 FAMILIES = tuple(_TEMPLATES)
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo")
 THINGS = ("apples", "books", "cards", "eggs", "pens", "shells", "stamps")
@@ -170,9 +170,9 @@ def expression(question: str) -> str | None:
 @functools.cache
 def _patterns() -> tuple[tuple[re.Pattern[str], _Template], ...]:
   return tuple(
-      (re.compile(_pattern(template.text)), template)
-      for templates in _TEMPLATES.values()
-      for template in templates.train + templates.held_out
+    (re.compile(_pattern(template.text)), template)
+    for templates in _TEMPLATES.values()
+    for template in templates.train + templates.held_out
   )
 
 

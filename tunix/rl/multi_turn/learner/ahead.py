@@ -20,14 +20,14 @@ from tunix.rl.multi_turn.learner.algorithms import parts
 
 
 def compile_update(
-    programs: update.UpdatePrograms,
-    split: update.SplitModel,
-    placement: update.Placement,
-    algorithm: parts.Algorithm,
-    weights: tuple[Any, Any, Any],
-    batch: batching.Batch,
-    *,
-    scores: bool,
+  programs: update.UpdatePrograms,
+  split: update.SplitModel,
+  placement: update.Placement,
+  algorithm: parts.Algorithm,
+  weights: tuple[Any, Any, Any],
+  batch: batching.Batch,
+  *,
+  scores: bool,
 ) -> None:
   """Compiles an optimizer step, and the scores before it.
 
@@ -41,22 +41,22 @@ def compile_update(
   params, opt_state, frozen = weights
   config = algorithm.config
   scalar: Any = jax.ShapeDtypeStruct(
-      (), jnp.float32, sharding=placement.replicated
+    (), jnp.float32, sharding=placement.replicated
   )
   extra = update.Extra(
-      batch.logprobs,
-      batch.logprobs,
-      kl_coef=scalar if config.kl_target and config.kl_in_loss else None,
-      teacher=batch.logprobs if config.distill_coef else None,
+    batch.logprobs,
+    batch.logprobs,
+    kl_coef=scalar if config.kl_target and config.kl_in_loss else None,
+    teacher=batch.logprobs if config.distill_coef else None,
   )
   if scores:
     own = jax.eval_shape(split.rounded, params)
     acting = params | {
-        name: program.shape_of(x, placement.params[name])
-        for name, x in own.items()
+      name: program.shape_of(x, placement.params[name])
+      for name, x in own.items()
     }
     programs.score.prepare(acting, frozen, batch)
   warming = config.value_warmup and algorithm.has_critic
   programs.prepare_step(
-      params, opt_state, frozen, batch, extra, (scalar,) if warming else ()
+    params, opt_state, frozen, batch, extra, (scalar,) if warming else ()
   )

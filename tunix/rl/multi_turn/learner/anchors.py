@@ -27,18 +27,15 @@ class Looks:
   """Digest of an image; each image is decoded once."""
 
   def __init__(
-      self,
-      store: images.ImageStore,
-      mask: Sequence[float] = (),
-      cells: int = 0,
+    self, store: images.ImageStore, mask: Sequence[float] = (), cells: int = 0
   ):
     """Args:
 
-      store: Holds the screenshots.
-      mask: left, top, right, bottom of each part to leave out, as shares of
-        the screen.
-      cells: Cells along each side that the rest is reduced to; 0 keeps every
-        pixel.
+    store: Holds the screenshots.
+    mask: left, top, right, bottom of each part to leave out, as shares of
+      the screen.
+    cells: Cells along each side that the rest is reduced to; 0 keeps every
+      pixel.
     """
     self._store = store
     self._mask = np.reshape(np.asarray(mask, np.float64), (-1, 4))
@@ -75,7 +72,7 @@ class Looks:
 
 
 def look_of(
-    config: config_lib.AlgorithmConfig, store: images.ImageStore
+  config: config_lib.AlgorithmConfig, store: images.ImageStore
 ) -> Looks | None:
   """Returns the digest that the settings choose; None for the exact bytes."""
   if not (config.gigpo_mask or config.gigpo_cells):

@@ -87,30 +87,30 @@ class Packer:
   """
 
   def __init__(
-      self,
-      processor: base.Processor,
-      store: image_lib.ImageStore,
-      *,
-      tree: bool = False,
-      pad_token_id: int = 0,
-      banned_token_ids: Sequence[int] = (),
-      cache_bytes: int = PATCH_CACHE_BYTES,
-      streams: Sequence[str] = (),
-      support: int = 0,
+    self,
+    processor: base.Processor,
+    store: image_lib.ImageStore,
+    *,
+    tree: bool = False,
+    pad_token_id: int = 0,
+    banned_token_ids: Sequence[int] = (),
+    cache_bytes: int = PATCH_CACHE_BYTES,
+    streams: Sequence[str] = (),
+    support: int = 0,
   ):
     """Args:
 
-      processor: host side of the policy.
-      store: pixels of the images that sequences refer to.
-      tree: whether sequences share the tokens they begin with; the policy
-        must read `PolicyInputs.seen_until`.
-      pad_token_id: fills rows.
-      banned_token_ids: a target among them is refused: its log-prob is -inf.
-      cache_bytes: Most bytes of patched images.
-      streams: names of `Example.streams` that batches hold; 0 where an example
-        has none of that name.
-      support: K of `Batch.support`, the most tokens of a sampling mask for a
-        sampled token; 0 holds none.
+    processor: host side of the policy.
+    store: pixels of the images that sequences refer to.
+    tree: whether sequences share the tokens they begin with; the policy
+      must read `PolicyInputs.seen_until`.
+    pad_token_id: fills rows.
+    banned_token_ids: a target among them is refused: its log-prob is -inf.
+    cache_bytes: Most bytes of patched images.
+    streams: names of `Example.streams` that batches hold; 0 where an example
+      has none of that name.
+    support: K of `Batch.support`, the most tokens of a sampling mask for a
+      sampled token; 0 holds none.
     """
     self._processor = processor
     self._patches = patch_cache.PatchCache(store, processor, cache_bytes)
@@ -134,9 +134,9 @@ class Packer:
         wrong = np.intersect1d(targets, self._banned)
         if len(wrong):
           raise ValueError(
-              f"example {i} holds the sampled token {int(wrong[0])}, which"
-              " samplers are banned from drawing; its log-prob is -inf. The"
-              " sampler and the learner must use the same banned_token_ids"
+            f"example {i} holds the sampled token {int(wrong[0])}, which"
+            " samplers are banned from drawing; its log-prob is -inf. The"
+            " sampler and the learner must use the same banned_token_ids"
           )
       if self._support:
         self._check_support(i, sequence)
@@ -145,30 +145,30 @@ class Packer:
     return long
 
   def _check_support(
-      self, number: int, sequence: trajectory.TokenSequence
+    self, number: int, sequence: trajectory.TokenSequence
   ) -> None:
     if sequence.support is None:
       raise ValueError(
-          f"example {number} has no sampling mask, which keep_sampling_mask"
-          " needs; sample with it, or set keep_sampling_mask=False"
+        f"example {number} has no sampling mask, which keep_sampling_mask"
+        " needs; sample with it, or set keep_sampling_mask=False"
       )
     width = int((sequence.support >= 0).sum(axis=1).max(initial=0))
     if width > self._support:
       raise ValueError(
-          f"example {number} has a sampling mask of {width} tokens, a batch"
-          f" holds {self._support}; lower sampling.top_k"
+        f"example {number} has a sampling mask of {width} tokens, a batch"
+        f" holds {self._support}; lower sampling.top_k"
       )
 
   def suggest(
-      self,
-      examples: Sequence[Example],
-      rows: int,
-      row_length: int,
-      buffers: int,
-      patches: int = 0,
-      targets: int = 0,
-      image_patches: int = 0,
-      aligned: bool = True,
+    self,
+    examples: Sequence[Example],
+    rows: int,
+    row_length: int,
+    buffers: int,
+    patches: int = 0,
+    targets: int = 0,
+    image_patches: int = 0,
+    aligned: bool = True,
   ) -> packing.BatchShape:
     """Returns the shape for examples like these; 0 = as these need.
 
@@ -180,13 +180,13 @@ class Packer:
     ppt = self._processor.patches_per_token
     per_buffer = max(rows // max(buffers, 1), 1) * row_length
     most = packing.BatchShape(
-        rows,
-        row_length,
-        buffers,
-        per_buffer * ppt,
-        per_buffer,
-        image_patches,
-        aligned,
+      rows,
+      row_length,
+      buffers,
+      per_buffer * ppt,
+      per_buffer,
+      image_patches,
+      aligned,
     )
     if image_patches and aligned:
       # Windows may be half empty, all but the last.
@@ -205,15 +205,15 @@ class Packer:
     roomy_patches = _round_up(used_patches, 1.1, 32 * max(ppt, 1))
     roomy_targets = _round_up(used_targets, 1.1, 32)
     shape = dataclasses.replace(
-        most,
-        patches=patches
-        or max(row_length * ppt, min(roomy_patches, most.patches)),
-        targets=targets or max(row_length, min(roomy_targets, most.targets)),
+      most,
+      patches=patches
+      or max(row_length * ppt, min(roomy_patches, most.patches)),
+      targets=targets or max(row_length, min(roomy_targets, most.targets)),
     )
     return shape.bounded(image_patches, multiple=max(ppt, 1))
 
   def places_of_one(
-      self, examples: Sequence[Example], shape: packing.BatchShape
+    self, examples: Sequence[Example], shape: packing.BatchShape
   ) -> int:
     """Returns the most places that an example's images take when alone.
 
@@ -228,15 +228,13 @@ class Packer:
       if sum(sizes) > shape.patches:
         continue  # Refused by `plan`.
       windows = dataclasses.replace(
-          shape, patches=len(sizes) * shape.image_patches
+        shape, patches=len(sizes) * shape.image_patches
       ).windows()
       windows.take(sizes)
       most = max(most, windows.used)
     return most
 
-  def largest_image(
-      self, examples: Sequence[Example], limit: int = 0
-  ) -> int:
+  def largest_image(self, examples: Sequence[Example], limit: int = 0) -> int:
     """Returns the patches of the examples' largest image, 0 without images.
 
     Args:
@@ -247,22 +245,20 @@ class Packer:
       ValueError: an image has more.
     """
     most = 0
-    for image in {
-        span.image for e in examples for span in e.sequence.images
-    }:
+    for image in {span.image for e in examples for span in e.sequence.images}:
       size = self._image_size(image)
       most = max(most, size)
       if limit and size > limit:
         raise ValueError(
-            f"an image of {image.width}x{image.height} has {size} patches,"
-            f" policy.config.max_image_patches={limit}; raise it (0 = no"
-            " limit), or lower policy.config.max_pixels or the size of the"
-            " screenshots"
+          f"an image of {image.width}x{image.height} has {size} patches,"
+          f" policy.config.max_image_patches={limit}; raise it (0 = no"
+          " limit), or lower policy.config.max_pixels or the size of the"
+          " screenshots"
         )
     return most
 
   def plan(
-      self, examples: Sequence[Example], shape: packing.BatchShape
+    self, examples: Sequence[Example], shape: packing.BatchShape
   ) -> packing.Plan:
     """Places examples.
 
@@ -271,8 +267,8 @@ class Packer:
     """
     if shape.image_patches % max(self._processor.patches_per_token, 1):
       raise ValueError(
-          f"BatchShape.image_patches={shape.image_patches} must be a multiple"
-          f" of a vision token's {self._processor.patches_per_token} patches"
+        f"BatchShape.image_patches={shape.image_patches} must be a multiple"
+        f" of a vision token's {self._processor.patches_per_token} patches"
       )
     # 1. Make items: sequences, or trees of sequences that begin alike.
     items = packing.make_items(examples, shape.row_length, self._tree)
@@ -284,16 +280,16 @@ class Packer:
           sizes[image.sha256] = self._image_size(image)
         if 0 < shape.image_patches < sizes[image.sha256]:
           raise ValueError(
-              f"image {image.sha256[:12]}… of {image.width}x{image.height} has"
-              f" {sizes[image.sha256]} patches, BatchShape.image_patches="
-              f"{shape.image_patches}: patches further apart would not see"
-              " each other; raise it to `image_bound(largest_image(examples))`"
+            f"image {image.sha256[:12]}… of {image.width}x{image.height} has"
+            f" {sizes[image.sha256]} patches, BatchShape.image_patches="
+            f"{shape.image_patches}: patches further apart would not see"
+            " each other; raise it to `image_bound(largest_image(examples))`"
           )
     # 3. Halve items that no empty buffer holds.
     items = [
-        part
-        for item in items
-        for part in self._split(examples, item, sizes, shape)
+      part
+      for item in items
+      for part in self._split(examples, item, sizes, shape)
     ]
     # 4. Place the longest first: short ones fill the gaps. Equal lengths keep
     #    their order, hence their group.
@@ -308,22 +304,19 @@ class Packer:
       placed[row // shape.rows].append((row % shape.rows, items[i], new))
       used_patches += sum(sizes[s] for s in new)
     stats = packing.PackStats(
-        batches=len(placed),
-        sequences=len(examples),
-        sequence_tokens=sum(packing.used_length(e.sequence) for e in examples),
-        row_tokens=sum(item.length for item in items),
-        row_capacity=len(placed) * shape.rows * shape.row_length,
-        targets=sum(item.targets for item in items),
-        patches=used_patches,
-        patch_capacity=len(placed) * shape.buffers * shape.patches,
+      batches=len(placed),
+      sequences=len(examples),
+      sequence_tokens=sum(packing.used_length(e.sequence) for e in examples),
+      row_tokens=sum(item.length for item in items),
+      row_capacity=len(placed) * shape.rows * shape.row_length,
+      targets=sum(item.targets for item in items),
+      patches=used_patches,
+      patch_capacity=len(placed) * shape.buffers * shape.patches,
     )
     return packing.Plan(shape, placed, stats)
 
   def fill(
-      self,
-      plan: packing.Plan,
-      examples: Sequence[Example],
-      weights_N: np.ndarray,
+    self, plan: packing.Plan, examples: Sequence[Example], weights_N: np.ndarray
   ) -> list[Batch]:
     """Returns the batches of a plan.
 
@@ -337,8 +330,8 @@ class Packer:
       ValueError: an image's placeholders do not match its size.
     """
     return [
-        self._fill_one(plan.shape, placed, examples, weights_N)
-        for placed in plan.placed
+      self._fill_one(plan.shape, placed, examples, weights_N)
+      for placed in plan.placed
     ]
 
   # -- one image, one item --
@@ -349,63 +342,63 @@ class Packer:
 
   def _size(self, sha: str, item: packing.Item) -> int:
     return next(
-        self._image_size(image) for image in item.images if image.sha256 == sha
+      self._image_size(image) for image in item.images if image.sha256 == sha
     )
 
   def _split(
-      self,
-      examples: Sequence[Example],
-      item: packing.Item,
-      sizes: dict[str, int],
-      shape: packing.BatchShape,
+    self,
+    examples: Sequence[Example],
+    item: packing.Item,
+    sizes: dict[str, int],
+    shape: packing.BatchShape,
   ) -> list[packing.Item]:
     """Halves an item with several pieces until it fits an empty buffer."""
     shown = [sizes[image.sha256] for image in item.images]
     patches = sum(shown)
     if (
-        item.length <= shape.row_length
-        and shape.windows().fit(shown) is not None
-        and item.targets <= shape.targets
+      item.length <= shape.row_length
+      and shape.windows().fit(shown) is not None
+      and item.targets <= shape.targets
     ):
       return [item]
     if len(item.pieces) == 1:
       for kind, need, have, field in (
-          ("tokens", item.length, shape.row_length, "row_length"),
-          ("patches", patches, shape.patches, "patches"),
-          ("sampled tokens", item.targets, shape.targets, "targets"),
+        ("tokens", item.length, shape.row_length, "row_length"),
+        ("patches", patches, shape.patches, "patches"),
+        ("sampled tokens", item.targets, shape.targets, "targets"),
       ):
         if need > have:
           raise ValueError(
-              f"example {item.pieces[0].example} has {need} {kind}, a batch"
-              f" takes {have}; raise {field}"
+            f"example {item.pieces[0].example} has {need} {kind}, a batch"
+            f" takes {have}; raise {field}"
           )
       raise ValueError(
-          f"example {item.pieces[0].example} has {len(shown)} images of"
-          f" {patches} patches, which do not fit {shape.patches} patches in"
-          f" windows of {shape.image_patches}; raise patches"
+        f"example {item.pieces[0].example} has {len(shown)} images of"
+        f" {patches} patches, which do not fit {shape.patches} patches in"
+        f" windows of {shape.image_patches}; raise patches"
       )
     members = [(p.example, p.start) for p in item.pieces]
     middle = len(members) // 2
     return [
-        part
-        for half in (members[:middle], members[middle:])
-        for part in self._split(
-            examples, packing.make_item(examples, half), sizes, shape
-        )
+      part
+      for half in (members[:middle], members[middle:])
+      for part in self._split(
+        examples, packing.make_item(examples, half), sizes, shape
+      )
     ]
 
   # -- one batch --
 
   def _fill_one(
-      self,
-      shape: packing.BatchShape,
-      placed: Sequence[tuple[int, packing.Item, list[str]]],
-      examples: Sequence[Example],
-      weights_N: np.ndarray,
+    self,
+    shape: packing.BatchShape,
+    placed: Sequence[tuple[int, packing.Item, list[str]]],
+    examples: Sequence[Example],
+    weights_N: np.ndarray,
   ) -> Batch:
     # 1. Images first: a row refers to the places of their vision tokens.
     patches, patch_segments, patch_positions, first_token = self._buffers(
-        shape, placed, examples
+      shape, placed, examples
     )
     rows = _Rows(shape, self._pad, self._streams, self._support)
     for row, item, _ in placed:
@@ -422,9 +415,9 @@ class Packer:
         path = np.concatenate([path, np.arange(here.start, here.stop)])
         rows.tokens[row, here] = sequence.tokens[piece.start : piece.end]
         rows.positions[row, here] = self._processor.positions(
-            sequence.tokens[: piece.end],
-            [i for i in sequence.images if i.offset < piece.end],
-            piece.start,
+          sequence.tokens[: piece.end],
+          [i for i in sequence.images if i.offset < piece.end],
+          piece.start,
         )
         for span in sequence.images:
           if piece.start <= span.offset < piece.end:
@@ -432,46 +425,44 @@ class Packer:
             numbers = span.numbers(sequence.tokens)
             first = first_token[buffer, span.image.sha256]
             rows.vision[row, where : where + span.num_tokens] = np.where(
-                numbers >= 0, first + numbers, -1
+              numbers >= 0, first + numbers, -1
             )
         rows.add_targets(
-            row,
-            piece.example,
-            examples[piece.example],
-            path,
-            weights_N[piece.example],
+          row,
+          piece.example,
+          examples[piece.example],
+          path,
+          weights_N[piece.example],
         )
       rows.close(row, path, 0)
     extra = {"seen_until": rows.seen_until} if self._tree else {}
     inputs = base.PolicyInputs(
-        tokens=rows.tokens,
-        positions=rows.positions,
-        segment_ids=rows.segments,
-        vision_index=rows.vision,
-        patches=patches,
-        patch_segments=patch_segments,
-        patch_positions=patch_positions,
-        image_patches=shape.image_patches,
-        aligned_images=shape.aligned and bool(shape.image_patches),
-        **extra,
+      tokens=rows.tokens,
+      positions=rows.positions,
+      segment_ids=rows.segments,
+      vision_index=rows.vision,
+      patches=patches,
+      patch_segments=patch_segments,
+      patch_positions=patch_positions,
+      image_patches=shape.image_patches,
+      aligned_images=shape.aligned and bool(shape.image_patches),
+      **extra,
     )
     return Batch(
-        inputs=inputs,
-        mask=rows.mask,
-        streams=rows.streams,
-        support=rows.support,
-        **rows.ints,
-        **rows.floats,
+      inputs=inputs,
+      mask=rows.mask,
+      streams=rows.streams,
+      support=rows.support,
+      **rows.ints,
+      **rows.floats,
     )
 
   def _buffers(
-      self,
-      shape: packing.BatchShape,
-      placed: Sequence[tuple[int, packing.Item, list[str]]],
-      examples: Sequence[Example],
-  ) -> tuple[
-      np.ndarray, np.ndarray, np.ndarray, dict[tuple[int, str], int]
-  ]:
+    self,
+    shape: packing.BatchShape,
+    placed: Sequence[tuple[int, packing.Item, list[str]]],
+    examples: Sequence[Example],
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[tuple[int, str], int]]:
     """Patch buffers, and where each image's vision tokens begin."""
     s, p = shape.buffers, shape.patches
     ppt = self._processor.patches_per_token
@@ -484,9 +475,9 @@ class Packer:
     for row, item, new in placed:
       buffer = row // shape.rows_per_buffer
       spans = {
-          span.image.sha256: span
-          for piece in item.pieces
-          for span in examples[piece.example].sequence.images
+        span.image.sha256: span
+        for piece in item.pieces
+        for span in examples[piece.example].sequence.images
       }
       starts = windows[buffer].take([self._size(sha, item) for sha in new])
       for sha, at in zip(new, starts):
@@ -504,11 +495,11 @@ class _Rows:
   """Rows and targets of one batch while they are filled."""
 
   def __init__(
-      self,
-      shape: packing.BatchShape,
-      pad: int,
-      streams: Sequence[str],
-      support: int,
+    self,
+    shape: packing.BatchShape,
+    pad: int,
+    streams: Sequence[str],
+    support: int,
   ):
     b, t, s, m = shape.rows, shape.row_length, shape.buffers, shape.targets
     self._shape = shape
@@ -519,21 +510,21 @@ class _Rows:
     self.seen_until = np.tile(np.arange(1, t + 1, dtype=np.int32), (b, 1))
     self.vision = np.full((b, t), -1, np.int32)
     self.ints = {
-        name: np.full((s, m), fill, np.int32)
-        for name, fill in (
-            ("index", 0),
-            ("targets", 0),
-            ("versions", -1),
-            ("sequences", -1),
-            ("groups", -1),
-        )
+      name: np.full((s, m), fill, np.int32)
+      for name, fill in (
+        ("index", 0),
+        ("targets", 0),
+        ("versions", -1),
+        ("sequences", -1),
+        ("groups", -1),
+      )
     }
     self.floats = {
-        name: np.zeros((s, m), np.float32)
-        for name in ("logprobs", "advantages", "weights")
+      name: np.zeros((s, m), np.float32)
+      for name in ("logprobs", "advantages", "weights")
     }
     self.streams: dict[str, base.Array] = {
-        name: np.zeros((s, m), np.float32) for name in streams
+      name: np.zeros((s, m), np.float32) for name in streams
     }
     self.support = np.full((s, m, support), -1, np.int32) if support else None
     self.mask = np.zeros((s, m), bool)
@@ -559,12 +550,12 @@ class _Rows:
     return path[:length]
 
   def add_targets(
-      self,
-      row: int,
-      number: int,
-      example: Example,
-      path: np.ndarray,
-      weight: float,
+    self,
+    row: int,
+    number: int,
+    example: Example,
+    path: np.ndarray,
+    weight: float,
   ) -> None:
     """Adds the sampled tokens of a sequence.
 

@@ -54,7 +54,7 @@ class _RaisedOnce(logging.Filter):
     frames = traceback.extract_tb(record.exc_info[2])
     origins = [record.pathname, *(frame.filename for frame in frames)]
     return not any(
-        "orbax/checkpoint" in origin.replace(os.sep, "/") for origin in origins
+      "orbax/checkpoint" in origin.replace(os.sep, "/") for origin in origins
     )
 
 
@@ -72,7 +72,7 @@ def _report_once() -> None:
   def report(unraisable: Any) -> None:
     # Callbacks of an event loop that orbax has closed.
     closed = isinstance(unraisable.exc_value, RuntimeError) and (
-        "Event loop is closed" in str(unraisable.exc_value)
+      "Event loop is closed" in str(unraisable.exc_value)
     )
     code = getattr(unraisable.object, "cr_code", None)
     if not closed and "orbax" not in getattr(code, "co_filename", ""):
@@ -94,17 +94,17 @@ def checksums(arrays: Any) -> dict[str, int]:
   # Fetched one by one: on a mesh each is a collective, and many of them in
   # flight at a time can block one another for ever.
   return {
-      f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}": (
-          int(_checksum(leaf)) if isinstance(leaf, jax.Array) else 0
-      )
-      for path, leaf in jax.tree_util.tree_leaves_with_path(arrays)
+    f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}": (
+      int(_checksum(leaf)) if isinstance(leaf, jax.Array) else 0
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays)
   }
 
 
 @jax.jit
 def _checksum(array: jax.Array) -> jax.Array:
   words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}.get(
-      array.dtype.itemsize, jnp.uint32
+    array.dtype.itemsize, jnp.uint32
   )
   if array.dtype == jnp.bool_:
     bits = array.astype(jnp.uint32)
@@ -131,29 +131,31 @@ class _NewestAndPinned:
     self._pinned = pinned
 
   def should_preserve(
-      self, checkpoints: Sequence[Any], *, context: Any
+    self, checkpoints: Sequence[Any], *, context: Any
   ) -> list[bool]:
     del context
     first = len(checkpoints) - self._newest
     return [
-        place >= first or one.step in self._pinned
-        for place, one in enumerate(checkpoints)
+      place >= first or one.step in self._pinned
+      for place, one in enumerate(checkpoints)
     ]
 
 
 def _trained_shapes(
-    model: Any, left_out: Sequence[str] = ()
+  model: Any, left_out: Sequence[str] = ()
 ) -> tuple[update.SplitModel, dict[str, Any]]:
   """Returns a model's trained parameters and their shapes in a checkpoint."""
   split = update.SplitModel(model, left_out)
-  return split, {"params": {
+  return split, {
+    "params": {
       name: jax.ShapeDtypeStruct(
-          shape.shape, shape.dtype, sharding=value.sharding
+        shape.shape, shape.dtype, sharding=value.sharding
       )
       for (name, value), shape in zip(
-          split.params_of(model).items(), split.shapes
+        split.params_of(model).items(), split.shapes
       )
-  }}
+    }
+  }
 
 
 class LearnerCheckpoints:
@@ -165,22 +167,22 @@ class LearnerCheckpoints:
   """
 
   def __init__(
-      self,
-      directory: str | pathlib.Path,
-      config: CheckpointConfig = CheckpointConfig(),
-      *,
-      background: bool = True,
-      read_only: bool = False,
+    self,
+    directory: str | pathlib.Path,
+    config: CheckpointConfig = CheckpointConfig(),
+    *,
+    background: bool = True,
+    read_only: bool = False,
   ):
     """Args:
 
-      directory: made if absent.
-      config: how many stay, and for how long a save may run; its `every` is
-        for the learner's loop.
-      background: return from `save` once arrays are copied, before they are
-        written.
-      read_only: nothing is saved, made or deleted: another process may save
-        there.
+    directory: made if absent.
+    config: how many stay, and for how long a save may run; its `every` is
+      for the learner's loop.
+    background: return from `save` once arrays are copied, before they are
+      written.
+    read_only: nothing is saved, made or deleted: another process may save
+      there.
     """
     self.config = config
     self.directory = pathlib.Path(directory).absolute()
@@ -191,23 +193,23 @@ class LearnerCheckpoints:
     # Not the pool of gyms' calls, which stuck gyms may fill.
     self._thread = worker_pool.WorkerPool(1, 1, name="tunix-checkpoints")
     self._manager = ocp.CheckpointManager(
-        self.directory,
-        options=ocp.CheckpointManagerOptions(
-            preservation_policy=_NewestAndPinned(config.keep, self.pinned),
-            create=not read_only,
-            read_only=read_only,
-            save_interval_steps=0 if read_only else 1,
-            enable_async_checkpointing=background,
-            async_options=ocp.options.AsyncOptions(
-                timeout_secs=_NO_TIMEOUT_S,
-                # A failed one would leave threads that wait for it for ever.
-                create_directories_asynchronously=False,
-            ),
+      self.directory,
+      options=ocp.CheckpointManagerOptions(
+        preservation_policy=_NewestAndPinned(config.keep, self.pinned),
+        create=not read_only,
+        read_only=read_only,
+        save_interval_steps=0 if read_only else 1,
+        enable_async_checkpointing=background,
+        async_options=ocp.options.AsyncOptions(
+          timeout_secs=_NO_TIMEOUT_S,
+          # A failed one would leave threads that wait for it for ever.
+          create_directories_asynchronously=False,
         ),
+      ),
     )
 
   def save(
-      self, learner: learner_lib.Learner, extras: dict[str, Any] | None = None
+    self, learner: learner_lib.Learner, extras: dict[str, Any] | None = None
   ) -> int:
     """Saves; returns the checkpoint's number, the learner's version.
 
@@ -222,23 +224,21 @@ class LearnerCheckpoints:
     step = learner.version
     if step in self._manager.all_steps():
       raise ValueError(
-          f"{self.directory} already has a checkpoint of version {step}"
+        f"{self.directory} already has a checkpoint of version {step}"
       )
     arrays = learner.arrays()
     progress = {
-        "learner": learner.progress(),
-        "extras": extras or {},
-        "checksums": checksums(arrays),
+      "learner": learner.progress(),
+      "extras": extras or {},
+      "checksums": checksums(arrays),
     }
     self._in_time(
-        self._manager.save,
-        step,
-        args=ocp.args.Composite(
-            arrays=ocp.args.StandardSave(arrays),
-            progress=ocp.args.JsonSave(
-                {**progress, "digest": _digest(progress)}
-            ),
-        ),
+      self._manager.save,
+      step,
+      args=ocp.args.Composite(
+        arrays=ocp.args.StandardSave(arrays),
+        progress=ocp.args.JsonSave({**progress, "digest": _digest(progress)}),
+      ),
     )
     self._unsynced.add(step)
     return step
@@ -248,7 +248,7 @@ class LearnerCheckpoints:
     return sorted(self._manager.all_steps())
 
   def restore(
-      self, learner: learner_lib.Learner, step: int | None = None
+    self, learner: learner_lib.Learner, step: int | None = None
   ) -> dict[str, Any]:
     """Loads into `learner`; returns the extras.
 
@@ -267,20 +267,19 @@ class LearnerCheckpoints:
       step = steps[-1] if steps else None
     if step is None or step not in steps:
       raise FileNotFoundError(
-          f"{self.directory} has no checkpoint"
-          + ("" if step is None else f" {step}; it has {steps}")
+        f"{self.directory} has no checkpoint"
+        + ("" if step is None else f" {step}; it has {steps}")
       )
     progress = self._progress(step)
     reason = ""
     targets = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-        learner.arrays(),
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      learner.arrays(),
     )
     expected = progress.get("checksums")
     try:
       restored = self._manager.restore(
-          step,
-          args=ocp.args.Composite(arrays=ocp.args.StandardRestore(targets)),
+        step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(targets))
       )
     except Exception as error:  # pylint: disable=broad-except
       # Orbax has no class of its own for a file that is damaged.
@@ -291,15 +290,15 @@ class LearnerCheckpoints:
       raise self._damaged(step, reason)
     arrays = restored["arrays"]
     if expected is not None and (
-        other := [k for k in checksums(targets) if k not in expected]
+      other := [k for k in checksums(targets) if k not in expected]
     ):
       raise ValueError(
-          f"{self.directory / str(step)} holds no {other[0]}, which this"
-          " learner trains; policy.config.param_dtype, learner.optimizer,"
-          " learner.freeze_vision and algorithm.advantage=gae (its value head)"
-          " must be as they were, and checkpoints of bfloat16 parameters"
-          " without float32 masters cannot be resumed: start a new run from"
-          " its policy directory (policy=runs/<name>/policy)"
+        f"{self.directory / str(step)} holds no {other[0]}, which this"
+        " learner trains; policy.config.param_dtype, learner.optimizer,"
+        " learner.freeze_vision and algorithm.advantage=gae (its value head)"
+        " must be as they were, and checkpoints of bfloat16 parameters"
+        " without float32 masters cannot be resumed: start a new run from"
+        " its policy directory (policy=runs/<name>/policy)"
       )
     if expected is not None:
       wrong = [k for k, v in checksums(arrays).items() if expected.get(k) != v]
@@ -333,7 +332,7 @@ class LearnerCheckpoints:
     """
     if step not in self.steps():
       raise FileNotFoundError(
-          f"{self.directory} has no checkpoint {step}; it has {self.steps()}"
+        f"{self.directory} has no checkpoint {step}; it has {self.steps()}"
       )
     expected = self._progress(step).get("checksums")
     split, targets = _trained_shapes(model)
@@ -341,26 +340,24 @@ class LearnerCheckpoints:
     if expected is not None and other:
       # A run with learner.freeze_vision keeps the tower of its model.
       split, targets = _trained_shapes(
-          model, getattr(model, "vision_modules", ())
+        model, getattr(model, "vision_modules", ())
       )
       missing = [k for k in checksums(targets) if k not in expected]
       other = other if missing else []
     if expected is not None and other:
       raise ValueError(
-          f"{self.directory / str(step)} holds no {other[0]}: it is of another"
-          " policy, or with another policy.lora_rank"
+        f"{self.directory / str(step)} holds no {other[0]}: it is of another"
+        " policy, or with another policy.lora_rank"
       )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
       try:
         restored = reader.restore(
-            self.directory / str(step) / "arrays",
-            args=ocp.args.PyTreeRestore(
-                item=targets,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(
-                    targets
-                ),
-                partial_restore=True,
-            ),
+          self.directory / str(step) / "arrays",
+          args=ocp.args.PyTreeRestore(
+            item=targets,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
+            partial_restore=True,
+          ),
         )
       except Exception as error:  # pylint: disable=broad-except
         # Orbax has no class of its own for a file that is damaged.
@@ -384,7 +381,7 @@ class LearnerCheckpoints:
   def _progress(self, step: int) -> dict[str, Any]:
     try:
       progress = self._manager.restore(
-          step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
+        step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
       )["progress"]
       digest = progress.pop("digest", None)
       is_complete = {"learner", "extras"} <= set(progress)
@@ -401,8 +398,8 @@ class LearnerCheckpoints:
       instead = f"the run resumes from {other_steps[-1]}"
     text = " ".join(str(reason).split())
     return DamagedCheckpoint(
-        f"{self.directory / str(step)} is damaged: {text[:300]}; restore it"
-        f" from a copy, or delete the directory, after which {instead}"
+      f"{self.directory / str(step)} is damaged: {text[:300]}; restore it"
+      f" from a copy, or delete the directory, after which {instead}"
     )
 
   def wait(self) -> None:
@@ -441,9 +438,9 @@ class LearnerCheckpoints:
       except worker_pool.DeadlineExceeded:
         self._hangs = True
     raise worker_pool.DeadlineExceeded(
-        f"{what} took longer than checkpoint.deadline_s={seconds:g} s; is the"
-        " disk there, or was the clock set back? The run resumes from the"
-        " newest checkpoint that is whole"
+      f"{what} took longer than checkpoint.deadline_s={seconds:g} s; is the"
+      " disk there, or was the clock set back? The run resumes from the"
+      " newest checkpoint that is whole"
     )
 
   def __enter__(self) -> LearnerCheckpoints:

@@ -48,8 +48,8 @@ Score = Callable[[Sequence[trajectory.TokenSequence]], "list[np.ndarray]"]
 def shapes(width: int) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the head's parameters for hidden states of this width."""
   return {
-      WEIGHT: jax.ShapeDtypeStruct((width,), jnp.float32),
-      BIAS: jax.ShapeDtypeStruct((), jnp.float32),
+    WEIGHT: jax.ShapeDtypeStruct((width,), jnp.float32),
+    BIAS: jax.ShapeDtypeStruct((), jnp.float32),
   }
 
 
@@ -65,16 +65,16 @@ def width_of(model: base.Policy, processor: base.Processor, rows: int) -> int:
   # Shapes in place of arrays.
   ints: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   pixels: Any = jax.ShapeDtypeStruct(
-      (rows, patches, processor.patch_bytes), jnp.uint8
+    (rows, patches, processor.patch_bytes), jnp.uint8
   )
   inputs = base.PolicyInputs(
-      tokens=ints(rows, length),
-      positions=ints(rows, length, 3),
-      segment_ids=ints(rows, length),
-      vision_index=ints(rows, length),
-      patches=pixels,
-      patch_segments=ints(rows, patches),
-      patch_positions=ints(rows, patches, processor.position_axes),
+    tokens=ints(rows, length),
+    positions=ints(rows, length, 3),
+    segment_ids=ints(rows, length),
+    vision_index=ints(rows, length),
+    patches=pixels,
+    patch_segments=ints(rows, patches),
+    patch_positions=ints(rows, patches, processor.position_axes),
   )
   return int(jax.eval_shape(lambda arrays: model(arrays), inputs).shape[-1])
 
@@ -87,7 +87,7 @@ def values(params: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:
 
 
 def value_loss(
-    new: jax.Array, old: jax.Array, targets: jax.Array, clip: float
+  new: jax.Array, old: jax.Array, targets: jax.Array, clip: float
 ) -> tuple[jax.Array, jax.Array]:
   """(loss, 1.0 where the clip holds), each of the inputs' shape.
 
@@ -122,14 +122,14 @@ class TokenAdvantages:
 
 
 def of_groups(
-    groups: Sequence[trajectory.TrajectoryGroup],
-    algorithm: parts.Algorithm,
-    gamma: float,
-    row_length: int,
-    score: Score,
-    *,
-    extra: Mapping[str, np.ndarray] | None = None,
-    processes: peers_lib.Peers = peers_lib.ALONE,
+  groups: Sequence[trajectory.TrajectoryGroup],
+  algorithm: parts.Algorithm,
+  gamma: float,
+  row_length: int,
+  score: Score,
+  *,
+  extra: Mapping[str, np.ndarray] | None = None,
+  processes: peers_lib.Peers = peers_lib.ALONE,
 ) -> tuple[dict[str, TokenAdvantages], dict[str, float]]:
   """Computes the advantages of the valid members' tokens, and readings.
 
@@ -160,10 +160,10 @@ def of_groups(
       if example_lib.length_in_row(sequence) > row_length:
         continue
       if (
-          bootstrap
-          and i == sampled[-1]
-          and example_lib.was_truncated(member)
-          and len(sequence) <= row_length
+        bootstrap
+        and i == sampled[-1]
+        and example_lib.was_truncated(member)
+        and len(sequence) <= row_length
       ):
         sequence = _with_end(sequence)
         ends.add(member.trajectory_id)
@@ -175,23 +175,21 @@ def of_groups(
   out: dict[str, TokenAdvantages] = {}
   for member in members:
     out[member.trajectory_id] = _of_episode(
-        member,
-        {
-            i: scores[place[member.trajectory_id, i]]
-            for i in range(len(member.sequences))
-            if (member.trajectory_id, i) in place
-        },
-        member.trajectory_id in ends,
-        algorithm,
-        options,
-        (extra or {}).get(member.trajectory_id),
+      member,
+      {
+        i: scores[place[member.trajectory_id, i]]
+        for i in range(len(member.sequences))
+        if (member.trajectory_id, i) in place
+      },
+      member.trajectory_id in ends,
+      algorithm,
+      options,
+      (extra or {}).get(member.trajectory_id),
     )
   # 3. Readings are of advantages before they are normalised.
   readings = _readings(members, out)
   if algorithm.config.gae_normalise:
-    out = _normalised(
-        members, out, algorithm.config.std_eps, processes
-    )
+    out = _normalised(members, out, algorithm.config.std_eps, processes)
   return out, readings
 
 
@@ -204,25 +202,25 @@ def _with_end(sequence: trajectory.TokenSequence) -> trajectory.TokenSequence:
   sampled = int(sequence.tokens[np.flatnonzero(sequence.loss_mask)[-1]])
   append = lambda array, value: np.append(array, value)
   return trajectory.TokenSequence(
-      tokens=append(sequence.tokens, sampled),
-      loss_mask=append(sequence.loss_mask, True),
-      logprobs=append(sequence.logprobs, 0.0),
-      versions=append(sequence.versions, max(sequence.versions.max(), 0)),
-      turn_ids=append(sequence.turn_ids, sequence.turn_ids[-1]),
-      images=sequence.images,
-      support=None
-      if sequence.support is None
-      else np.pad(sequence.support, ((0, 1), (0, 0)), constant_values=-1),
+    tokens=append(sequence.tokens, sampled),
+    loss_mask=append(sequence.loss_mask, True),
+    logprobs=append(sequence.logprobs, 0.0),
+    versions=append(sequence.versions, max(sequence.versions.max(), 0)),
+    turn_ids=append(sequence.turn_ids, sequence.turn_ids[-1]),
+    images=sequence.images,
+    support=None
+    if sequence.support is None
+    else np.pad(sequence.support, ((0, 1), (0, 0)), constant_values=-1),
   )
 
 
 def _of_episode(
-    member: trajectory.Trajectory,
-    scores: Mapping[int, np.ndarray],
-    has_end: bool,
-    algorithm: parts.Algorithm,
-    options: gae.GaeOptions,
-    extra: np.ndarray | None,
+  member: trajectory.Trajectory,
+  scores: Mapping[int, np.ndarray],
+  has_end: bool,
+  algorithm: parts.Algorithm,
+  options: gae.GaeOptions,
+  extra: np.ndarray | None,
 ) -> TokenAdvantages:
   """Advantages and targets of a member, not normalised."""
   rewards_K = example_lib.turn_rewards(member)
@@ -240,35 +238,35 @@ def _of_episode(
     # Rewards before the first token of the loss were earned by tokens that
     # left it.
     rewards_K = np.where(
-        np.arange(len(rewards_K)) < turn_ids_M[0], 0.0, rewards_K
+      np.arange(len(rewards_K)) < turn_ids_M[0], 0.0, rewards_K
     )
   values_M = np.concatenate(values_of or [none])
   last = float(scores[used[-1][0]][-1]) if has_end else 0.0
   estimator = algorithm.estimate
   assert isinstance(estimator, gae.TokenEstimator)
   advantages_M, targets_M = estimator.apply(
-      gae.EpisodeValues(rewards_K, turn_ids_M, values_M, last), options
+    gae.EpisodeValues(rewards_K, turn_ids_M, values_M, last), options
   )
   count_K = np.bincount(turn_ids_M, minlength=len(rewards_K))
   sum_K = np.bincount(
-      turn_ids_M, weights=advantages_M, minlength=len(rewards_K)
+    turn_ids_M, weights=advantages_M, minlength=len(rewards_K)
   )
   per_sequence, at = {}, 0
   for i, sequence in used:
     here = slice(at, at + sequence.num_sampled)
     at = here.stop
     per_sequence[i] = (
-        _spread(advantages_M[here], sequence),
-        {
-            VALUES: _spread(values_M[here], sequence),
-            TARGETS: _spread(targets_M[here], sequence),
-        },
+      _spread(advantages_M[here], sequence),
+      {
+        VALUES: _spread(values_M[here], sequence),
+        TARGETS: _spread(targets_M[here], sequence),
+      },
     )
   return TokenAdvantages(per_sequence, sum_K / np.maximum(count_K, 1))
 
 
 def _spread(
-    values_M: np.ndarray, sequence: trajectory.TokenSequence
+  values_M: np.ndarray, sequence: trajectory.TokenSequence
 ) -> np.ndarray:
   """Returns float32[T]: numbers of a sequence's sampled tokens, 0 elsewhere."""
   out = np.zeros(len(sequence), np.float32)
@@ -277,15 +275,15 @@ def _spread(
 
 
 def _tokens(
-    members: Sequence[trajectory.Trajectory],
-    advantages_of: Mapping[str, TokenAdvantages],
-    name: str = "",
+  members: Sequence[trajectory.Trajectory],
+  advantages_of: Mapping[str, TokenAdvantages],
+  name: str = "",
 ) -> np.ndarray:
   """float64: advantages or a stream of all sampled tokens."""
   out = [np.zeros(0)]
   for member in members:
     for i, (values_T, streams) in advantages_of[
-        member.trajectory_id
+      member.trajectory_id
     ].per_sequence.items():
       mask = member.sequences[i].loss_mask
       out.append((streams[name] if name else values_T)[mask])
@@ -293,21 +291,21 @@ def _tokens(
 
 
 def _normalised(
-    members: Sequence[trajectory.Trajectory],
-    advantages_of: Mapping[str, TokenAdvantages],
-    std_eps: float,
-    processes: peers_lib.Peers,
+  members: Sequence[trajectory.Trajectory],
+  advantages_of: Mapping[str, TokenAdvantages],
+  std_eps: float,
+  processes: peers_lib.Peers,
 ) -> dict[str, TokenAdvantages]:
   """(A - mean) / (std + eps) over all sampled tokens of the update."""
   flat = _tokens(members, advantages_of)
   of_all = processes.gather(
-      "token advantages",
-      [
-          len(flat),
-          float(flat.sum()),
-          float(np.square(flat).sum()),
-          *([float(flat.min()), float(flat.max())] if len(flat) else ()),
-      ],
+    "token advantages",
+    [
+      len(flat),
+      float(flat.sum()),
+      float(np.square(flat).sum()),
+      *([float(flat.min()), float(flat.max())] if len(flat) else ()),
+    ],
   )
   count, total, squares = (sum(part) for part in zip(*(p[:3] for p in of_all)))
   ends = [end for part in of_all for end in part[3:]]
@@ -318,26 +316,26 @@ def _normalised(
 
   def of(one: TokenAdvantages, member: trajectory.Trajectory):
     return TokenAdvantages(
-        {
-            i: (
-                np.where(
-                    member.sequences[i].loss_mask, (a - mean) * scale, 0.0
-                ).astype(np.float32),
-                streams,
-            )
-            for i, (a, streams) in one.per_sequence.items()
-        },
-        (one.turns_K - mean) * scale,
+      {
+        i: (
+          np.where(
+            member.sequences[i].loss_mask, (a - mean) * scale, 0.0
+          ).astype(np.float32),
+          streams,
+        )
+        for i, (a, streams) in one.per_sequence.items()
+      },
+      (one.turns_K - mean) * scale,
     )
 
   return {
-      m.trajectory_id: of(advantages_of[m.trajectory_id], m) for m in members
+    m.trajectory_id: of(advantages_of[m.trajectory_id], m) for m in members
   }
 
 
 def _readings(
-    members: Sequence[trajectory.Trajectory],
-    advantages_of: Mapping[str, TokenAdvantages],
+  members: Sequence[trajectory.Trajectory],
+  advantages_of: Mapping[str, TokenAdvantages],
 ) -> dict[str, float]:
   """Returns readings of how well the values predict the targets."""
   values_M, targets_M = (_tokens(members, advantages_of, n) for n in STREAMS)
@@ -346,10 +344,10 @@ def _readings(
   spread = float(targets_M.var())
   residual = float((targets_M - values_M).var())
   return {
-      "value_mean": float(values_M.mean()),
-      "value_target_mean": float(targets_M.mean()),
-      # Targets are float32: less of their size is rounding.
-      "explained_variance": 1.0 - residual / spread
-      if spread > 1e-12 * float(np.square(targets_M).mean())
-      else 0.0,
+    "value_mean": float(values_M.mean()),
+    "value_target_mean": float(targets_M.mean()),
+    # Targets are float32: less of their size is rounding.
+    "explained_variance": 1.0 - residual / spread
+    if spread > 1e-12 * float(np.square(targets_M).mean())
+    else 0.0,
   }

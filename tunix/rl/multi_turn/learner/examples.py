@@ -55,19 +55,17 @@ class Example:
     mask = self.sequence.loss_mask
     if values.shape != mask.shape:
       raise ValueError(
-          f"Example.advantages has shape {values.shape} for {len(mask)} tokens"
+        f"Example.advantages has shape {values.shape} for {len(mask)} tokens"
       )
     for name, stream in {"advantages": values, **self.streams}.items():
       if np.shape(stream) != mask.shape or not np.all(np.isfinite(stream)):
-        raise ValueError(
-            f"Example.{name} must be {len(mask)} finite numbers"
-        )
+        raise ValueError(f"Example.{name} must be {len(mask)} finite numbers")
     if not mask.any():
       raise ValueError("an Example needs at least one sampled token")
     if mask[0]:
       raise ValueError(
-          "the first token of a sequence is marked as sampled, but nothing"
-          " precedes it to predict it from; begin sequences with a prompt"
+        "the first token of a sequence is marked as sampled, but nothing"
+        " precedes it to predict it from; begin sequences with a prompt"
       )
     object.__setattr__(self, "advantages", np.where(mask, values, 0))
     place = {turn_groups.STREAM: turn_groups.stream_T(self.sequence)}
@@ -101,20 +99,20 @@ class GroupStats:
   success: float
   turns: float
   advantages: Mapping[str, np.ndarray] = dataclasses.field(
-      default_factory=dict, compare=False
+    default_factory=dict, compare=False
   )
   low_entropy: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def metrics(self) -> dict[str, float]:
     return {
-        "groups": float(self.groups),
-        "zero_advantage_groups": float(self.zero_groups),
-        "episodes": float(self.episodes),
-        "valid_episodes": float(self.valid),
-        "reward_mean": self.reward_mean,
-        "reward_std": self.reward_std,
-        "success_rate": self.success,
-        "turns_mean": self.turns,
+      "groups": float(self.groups),
+      "zero_advantage_groups": float(self.zero_groups),
+      "episodes": float(self.episodes),
+      "valid_episodes": float(self.valid),
+      "reward_mean": self.reward_mean,
+      "reward_std": self.reward_std,
+      "success_rate": self.success,
+      "turns_mean": self.turns,
     }
 
 
@@ -153,7 +151,7 @@ def turn_tokens(episode: trajectory.Trajectory, turns: int) -> np.ndarray:
 
 
 def turn_states(
-    episode: trajectory.Trajectory, turns: int, look: Look | None = None
+  episode: trajectory.Trajectory, turns: int, look: Look | None = None
 ) -> tuple[str, ...]:
   """Digest of the observation before each of `turns` turns.
 
@@ -188,10 +186,12 @@ def _looked_at(value: Any, look: Look | None) -> Any:
   return value
 
 
-_LIMITS = frozenset({
+_LIMITS = frozenset(
+  {
     trajectory.TrajectoryStatus.MAX_TURNS,
     trajectory.TrajectoryStatus.CONTEXT_LIMIT,
-})
+  }
+)
 
 
 def was_truncated(episode: trajectory.Trajectory) -> bool:
@@ -200,18 +200,18 @@ def was_truncated(episode: trajectory.Trajectory) -> bool:
   The last is `Step.info["response_truncated"]` of its last turn.
   """
   cut = bool(episode.steps) and bool(
-      episode.steps[-1].info.get("response_truncated")
+    episode.steps[-1].info.get("response_truncated")
   )
   return cut or episode.status in _LIMITS
 
 
 def group_rewards(
-    group: trajectory.TrajectoryGroup,
-    *,
-    with_states: bool = False,
-    with_parts: bool = False,
-    look: Look | None = None,
-    extra: Mapping[str, np.ndarray] | None = None,
+  group: trajectory.TrajectoryGroup,
+  *,
+  with_states: bool = False,
+  with_parts: bool = False,
+  look: Look | None = None,
+  extra: Mapping[str, np.ndarray] | None = None,
 ) -> advantages.GroupRewards:
   """Returns a group's rewards: of its valid members, then of their peers.
 
@@ -240,30 +240,30 @@ def group_rewards(
         totals[i] += float(added.sum())
     if group.peer_rewards:
       return advantages.GroupRewards(
-          np.array([*totals, *group.peer_rewards], np.float64),
-          (*turns, *(np.array([r]) for r in group.peer_rewards)),
-          group_id=group.group_id,
-          task_id=group.task_id,
-      )
-    return advantages.GroupRewards(
-        np.array(totals, np.float64),
-        tuple(turns),
-        tokens=tuple(turn_tokens(m, len(t)) for m, t in zip(members, turns)),
-        states=tuple(
-            turn_states(m, len(t), look) for m, t in zip(members, turns)
-        ) if with_states else (),
-        episode_ids=tuple(m.trajectory_id for m in members),
-        **(_parts_of(members) if with_parts else {}),
+        np.array([*totals, *group.peer_rewards], np.float64),
+        (*turns, *(np.array([r]) for r in group.peer_rewards)),
         group_id=group.group_id,
         task_id=group.task_id,
-        greedy=None if group.greedy is None else float(group.greedy.reward),
+      )
+    return advantages.GroupRewards(
+      np.array(totals, np.float64),
+      tuple(turns),
+      tokens=tuple(turn_tokens(m, len(t)) for m, t in zip(members, turns)),
+      states=tuple(turn_states(m, len(t), look) for m, t in zip(members, turns))
+      if with_states
+      else (),
+      episode_ids=tuple(m.trajectory_id for m in members),
+      **(_parts_of(members) if with_parts else {}),
+      group_id=group.group_id,
+      task_id=group.task_id,
+      greedy=None if group.greedy is None else float(group.greedy.reward),
     )
   except ValueError as error:
     raise ValueError(f"group {group.group_id!r}: {error}") from error
 
 
 def _parts_of(
-    members: Sequence[trajectory.Trajectory],
+  members: Sequence[trajectory.Trajectory],
 ) -> dict[str, dict[str, Any]]:
   """`parts` and `part_weights` of members; a part that a member lacks is 0.
 
@@ -273,21 +273,21 @@ def _parts_of(
   weights = {name: p.weight for of_one in parts for name, p in of_one.items()}
   nothing = reward_parts.Part(0.0)
   return {
-      "parts": {
-          name: np.array([of_one.get(name, nothing).value for of_one in parts])
-          for name in weights
-      },
-      "part_weights": weights,
+    "parts": {
+      name: np.array([of_one.get(name, nothing).value for of_one in parts])
+      for name in weights
+    },
+    "part_weights": weights,
   }
 
 
 def turn_advantages(
-    groups: Sequence[trajectory.TrajectoryGroup],
-    estimator: advantages.AnyEstimator,
-    options: advantages.AdvantageOptions,
-    *,
-    extra: Mapping[str, np.ndarray] | None = None,
-    look: Look | None = None,
+  groups: Sequence[trajectory.TrajectoryGroup],
+  estimator: advantages.AnyEstimator,
+  options: advantages.AdvantageOptions,
+  *,
+  extra: Mapping[str, np.ndarray] | None = None,
+  look: Look | None = None,
 ) -> dict[str, np.ndarray]:
   """Trajectory id -> float32[K], of the turns of valid members.
 
@@ -295,43 +295,38 @@ def turn_advantages(
     ValueError: The cases of `from_groups`.
   """
   reads = {
-      "with_states": getattr(estimator, "needs_states", False),
-      "with_parts": getattr(estimator, "needs_parts", False),
+    "with_states": getattr(estimator, "needs_states", False),
+    "with_parts": getattr(estimator, "needs_parts", False),
   }
   counted = [g for g in groups if g.valid]
   per_group = advantages.of_step(
-      estimator,
-      [
-          group_rewards(g, look=look, extra=extra, **reads)
-          for g in counted
-      ],
-      options,
+    estimator,
+    [group_rewards(g, look=look, extra=extra, **reads) for g in counted],
+    options,
   )
   return {
-      member.trajectory_id: np.asarray(values, np.float32)
-      for group, per_turn in zip(counted, per_group, strict=True)
-      # The peers' are behind the members'.
-      for member, values in zip(
-          group.valid, per_turn[: len(group.valid)], strict=True
-      )
+    member.trajectory_id: np.asarray(values, np.float32)
+    for group, per_turn in zip(counted, per_group, strict=True)
+    # The peers' are behind the members'.
+    for member, values in zip(
+      group.valid, per_turn[: len(group.valid)], strict=True
+    )
   }
 
 
-Tokens = Mapping[
-    str, Mapping[int, tuple[np.ndarray, Mapping[str, np.ndarray]]]
-]
+Tokens = Mapping[str, Mapping[int, tuple[np.ndarray, Mapping[str, np.ndarray]]]]
 """Trajectory id -> number of its sequence -> float32[T] advantages, streams."""
 
 
 def from_groups(
-    groups: Sequence[trajectory.TrajectoryGroup],
-    estimator: advantages.AnyEstimator,
-    options: advantages.AdvantageOptions,
-    *,
-    extra: Mapping[str, np.ndarray] | None = None,
-    borrowed: frozenset[str] = frozenset(),
-    look: Look | None = None,
-    entropy_share: float = 1.0,
+  groups: Sequence[trajectory.TrajectoryGroup],
+  estimator: advantages.AnyEstimator,
+  options: advantages.AdvantageOptions,
+  *,
+  extra: Mapping[str, np.ndarray] | None = None,
+  borrowed: frozenset[str] = frozenset(),
+  look: Look | None = None,
+  entropy_share: float = 1.0,
 ) -> tuple[list[list[Example]], GroupStats]:
   """Examples of each group, and the groups' statistics.
 
@@ -348,19 +343,19 @@ def from_groups(
     ValueError: a reward or advantage is not finite, naming the group.
   """
   per_episode = turn_advantages(
-      groups, estimator, options, extra=extra, look=look
+    groups, estimator, options, extra=extra, look=look
   )
   return from_advantages(
-      groups, per_episode, borrowed=borrowed, entropy_share=entropy_share
+    groups, per_episode, borrowed=borrowed, entropy_share=entropy_share
   )
 
 
 def from_advantages(
-    groups: Sequence[trajectory.TrajectoryGroup],
-    per_episode: Mapping[str, np.ndarray],
-    tokens: Tokens | None = None,
-    borrowed: frozenset[str] = frozenset(),
-    entropy_share: float = 1.0,
+  groups: Sequence[trajectory.TrajectoryGroup],
+  per_episode: Mapping[str, np.ndarray],
+  tokens: Tokens | None = None,
+  borrowed: frozenset[str] = frozenset(),
+  entropy_share: float = 1.0,
 ) -> tuple[list[list[Example]], GroupStats]:
   """As `from_groups`, of advantages that are known.
 
@@ -398,24 +393,22 @@ def from_advantages(
           if not chosen.num_sampled:
             continue
           examples.append(
-              Example(
-                  chosen,
-                  values_T,
-                  episode=episode_number,
-                  group=number,
-                  trajectory_id=member.trajectory_id,
-                  truncated=truncated,
-                  streams=streams,
-              )
+            Example(
+              chosen,
+              values_T,
+              episode=episode_number,
+              group=number,
+              trajectory_id=member.trajectory_id,
+              truncated=truncated,
+              streams=streams,
+            )
           )
       episode_number += 1
       if member.trajectory_id in borrowed:
         continue
       rewards.append(float(member.reward))
       magnitudes.append(member.reward_magnitude)
-      successes.append(
-          member.status is trajectory.TrajectoryStatus.SUCCEEDED
-      )
+      successes.append(member.status is trajectory.TrajectoryStatus.SUCCEEDED)
       turns.append(member.num_turns)
     zero += not any(e.has_gradient for e in examples)
     out.append(examples)
@@ -423,24 +416,22 @@ def from_advantages(
   if tokens is not None:
     zero = len(out) if even else 0
   stats = GroupStats(
-      groups=len(out),
-      zero_groups=zero,
-      episodes=sum(len(g) for g in groups) - len(borrowed),
-      valid=len(rewards),
-      reward_mean=float(np.mean(rewards)) if rewards else 0.0,
-      reward_std=0.0 if even else float(np.std(rewards)),
-      success=float(np.mean(successes)) if successes else 0.0,
-      turns=float(np.mean(turns)) if turns else 0.0,
-      advantages={
-          k: v for k, v in per_episode.items() if k not in borrowed
-      },
-      low_entropy=low,
+    groups=len(out),
+    zero_groups=zero,
+    episodes=sum(len(g) for g in groups) - len(borrowed),
+    valid=len(rewards),
+    reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+    reward_std=0.0 if even else float(np.std(rewards)),
+    success=float(np.mean(successes)) if successes else 0.0,
+    turns=float(np.mean(turns)) if turns else 0.0,
+    advantages={k: v for k, v in per_episode.items() if k not in borrowed},
+    low_entropy=low,
   )
   return out, stats
 
 
 def low_entropy_turns(
-    members: Sequence[trajectory.Trajectory], share: float
+  members: Sequence[trajectory.Trajectory], share: float
 ) -> dict[str, tuple[int, ...]]:
   """Trajectory id -> turns that are not trained on for their low entropy.
 
@@ -484,9 +475,9 @@ below that of the `algorithm.entropy_share` trained on."""
 
 
 def left_out(
-    groups: Sequence[trajectory.TrajectoryGroup],
-    skipped: Sequence[tuple[Example, str]],
-    low_entropy: Mapping[str, Sequence[int]] | None = None,
+  groups: Sequence[trajectory.TrajectoryGroup],
+  skipped: Sequence[tuple[Example, str]],
+  low_entropy: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, tuple[str, ...]]:
   """Trajectory id -> of each turn, the reason to leave it out; "" if trained.
 
@@ -508,7 +499,7 @@ def left_out(
       if masked and not reason:
         why = STALE if member.stale_tokens else UNTRAINED
         reasons_of[member.trajectory_id] = [
-            "" if tokens else why for tokens in turn_tokens(member, turns)
+          "" if tokens else why for tokens in turn_tokens(member, turns)
         ]
   for name, low_turns in (low_entropy or {}).items():
     for turn in low_turns:
@@ -521,7 +512,7 @@ def left_out(
 
 
 def from_sequences(
-    sequences: Sequence[trajectory.TokenSequence],
+  sequences: Sequence[trajectory.TokenSequence],
 ) -> list[Example]:
   """Demonstrations: every sampled token counts 1, each sequence an episode.
 
@@ -529,6 +520,6 @@ def from_sequences(
     ValueError: a sequence without a sampled token.
   """
   return [
-      Example(s, s.loss_mask.astype(np.float32), episode=i, group=i)
-      for i, s in enumerate(sequences)
+    Example(s, s.loss_mask.astype(np.float32), episode=i, group=i)
+    for i, s in enumerate(sequences)
   ]

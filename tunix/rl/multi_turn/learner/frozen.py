@@ -7,7 +7,7 @@ from tunix.rl.multi_turn.policy import base
 
 
 def modules(
-    model: base.Policy, config: config_lib.LearnerConfig
+  model: base.Policy, config: config_lib.LearnerConfig
 ) -> tuple[str, ...]:
   """Submodules that `learner.freeze_vision` leaves out; () without it.
 
@@ -19,7 +19,7 @@ def modules(
   names = tuple(getattr(model, "vision_modules", ()))
   if not names:
     raise ValueError(
-        f"freeze_vision=True, but {type(model).__name__} names no"
-        " vision_modules; set learner.freeze_vision=false"
+      f"freeze_vision=True, but {type(model).__name__} names no"
+      " vision_modules; set learner.freeze_vision=false"
     )
   return names

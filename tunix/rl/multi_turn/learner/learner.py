@@ -102,20 +102,20 @@ class Learner:
   """
 
   def __init__(
-      self,
-      model: base.Policy,
-      processor: base.Processor,
-      image_store: image_lib.ImageStore,
-      config: LearnerConfig = LearnerConfig(),
-      algorithm: AlgorithmConfig = AlgorithmConfig(),
-      *,
-      sampling: policy_client.SamplingParams = policy_client.SamplingParams(),
-      gamma: float = 1.0,
-      seed: int = 0,
-      mesh: Mesh | None = None,
-      reference: base.Policy | None = None,
-      processes: peers_lib.Peers = peers_lib.ALONE,
-      teacher: base.Policy | None = None,
+    self,
+    model: base.Policy,
+    processor: base.Processor,
+    image_store: image_lib.ImageStore,
+    config: LearnerConfig = LearnerConfig(),
+    algorithm: AlgorithmConfig = AlgorithmConfig(),
+    *,
+    sampling: policy_client.SamplingParams = policy_client.SamplingParams(),
+    gamma: float = 1.0,
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    reference: base.Policy | None = None,
+    processes: peers_lib.Peers = peers_lib.ALONE,
+    teacher: base.Policy | None = None,
   ):
     """Args:
 
@@ -161,36 +161,34 @@ class Learner:
     about = model.config
     banned = tuple(about.banned_token_ids)
     self._programs = update.UpdatePrograms(
-        self._split,
-        config,
-        self.algorithm,
-        logprobs.banned_mask(about.vocab_size, banned),
-        self._placement,
-        temperature=sampling.temperature,
-        width=critic.width_of(model, processor, config.rows)
-        if self.algorithm.has_critic
-        else 0,
+      self._split,
+      config,
+      self.algorithm,
+      logprobs.banned_mask(about.vocab_size, banned),
+      self._placement,
+      temperature=sampling.temperature,
+      width=critic.width_of(model, processor, config.rows)
+      if self.algorithm.has_critic
+      else 0,
     )
     self._begin(module, reference)
     self._teacher = reference_lib.Teacher.of(
-        self.algorithm, teacher, model, mesh, sampling, config
+      self.algorithm, teacher, model, mesh, sampling, config
     )
     self._schedule = optimizer.make_schedule(config)
     self._images = image_store
     self._minibatches = minibatch_lib.Minibatches(
-        model,
-        processor,
-        image_store,
-        config,
-        self.algorithm,
-        self._placement,
-        mesh,
-        processes,
+      model,
+      processor,
+      image_store,
+      config,
+      self.algorithm,
+      self._placement,
+      mesh,
+      processes,
     )
 
-  def _begin(
-      self, module: nnx.Module, reference: base.Policy | None
-  ) -> None:
+  def _begin(self, module: nnx.Module, reference: base.Policy | None) -> None:
     """Takes over a policy's weights, with a new optimizer state.
 
     Those of before are let go first, unless the new ones are refused: the
@@ -202,22 +200,22 @@ class Learner:
     self._params, self._frozen, self._opt_state = {}, {}, None
     self._reference = None
     self._params = {
-        **self._programs.masters(self._put_params(params)),
-        **self._programs.init_head(),
+      **self._programs.masters(self._put_params(params)),
+      **self._programs.init_head(),
     }
     self._frozen = {
-        name: sharding.put(value, self._placement.frozen[name])
-        for name, value in frozen_params.items()
+      name: sharding.put(value, self._placement.frozen[name])
+      for name, value in frozen_params.items()
     }
     if referred is not None:
       self._reference = reference_lib.Reference(
-          self._programs.publish(self._put_params(referred)),
-          self.config.reference_on == "host",
+        self._programs.publish(self._put_params(referred)),
+        self.config.reference_on == "host",
       )
     self._opt_state = self._programs.init_optimizer(self._params)
 
   def begin_from(
-      self, model: base.Policy, reference: base.Policy | None = None
+    self, model: base.Policy, reference: base.Policy | None = None
   ) -> None:
     """Replaces the weights before the first update.
 
@@ -235,8 +233,8 @@ class Learner:
     """
     if self.counters.updates:
       raise ValueError(
-          f"the learner has made {self.counters.updates} updates; begin from"
-          " other weights with a new learner"
+        f"the learner has made {self.counters.updates} updates; begin from"
+        " other weights with a new learner"
       )
     self._begin(cast(nnx.Module, model), reference)
 
@@ -254,24 +252,24 @@ class Learner:
     # No array from here on: an update may donate them, and other weights
     # replace them.
     weights = program_lib.shapes_of(
-        (self._params, self._opt_state, self._frozen)
+      (self._params, self._opt_state, self._frozen)
     )
     batch = self._minibatches.batch_shapes()
     if batch is None or self._processes.count > 1:
       return False
     ahead.compile_update(
-        self._programs,
-        self._split,
-        self._placement,
-        self.algorithm,
-        weights,
-        batch,
-        scores=self.algorithm.config.kl_in_loss or self._scores_first,
+      self._programs,
+      self._split,
+      self._placement,
+      self.algorithm,
+      weights,
+      batch,
+      scores=self.algorithm.config.kl_in_loss or self._scores_first,
     )
     return True
 
   def _params_of_reference(
-      self, model: base.Policy | None
+    self, model: base.Policy | None
   ) -> dict[str, jax.Array] | None:
     """Returns the reference's parameters, not copied; None without KL."""
     kl_coef = self.algorithm.config.kl_coef
@@ -279,8 +277,8 @@ class Learner:
       return None
     if model is None:
       raise ValueError(
-          f"kl_coef={kl_coef} needs a reference model; pass reference="
-          " (the model itself, to stay near where training starts)"
+        f"kl_coef={kl_coef} needs a reference model; pass reference="
+        " (the model itself, to stay near where training starts)"
       )
     return self._split.params_of(cast(nnx.Module, model))
 
@@ -330,9 +328,9 @@ class Learner:
   # --- learning -------------------------------------------------------------
 
   def update(
-      self,
-      groups: Sequence[trajectory.TrajectoryGroup],
-      borrowed: Collection[str] = (),
+    self,
+    groups: Sequence[trajectory.TrajectoryGroup],
+    borrowed: Collection[str] = (),
   ) -> Metrics:
     """Learns from groups; the version is one higher afterwards.
 
@@ -354,33 +352,33 @@ class Learner:
     config = self.config
     with clock("score" if self.algorithm.config.kl_in_reward else "pack"):
       prices, priced = reward_prices.of_groups(
-          groups,
-          self.algorithm,
-          self.kl_coef,
-          config.row_length,
-          lambda sequences: self._logprobs(self._referred(), sequences),
+        groups,
+        self.algorithm,
+        self.kl_coef,
+        config.row_length,
+        lambda sequences: self._logprobs(self._referred(), sequences),
       )
     per_group, stats = self._examples(
-        groups, prices, priced, clock, frozenset(borrowed)
+      groups, prices, priced, clock, frozenset(borrowed)
     )
     self.advantages = stats.advantages
     metrics = stats.metrics() | priced
     metrics |= readings_lib.of_samples(
-        [e for group in per_group for e in group], self.version
+      [e for group in per_group for e in group], self.version
     )
     order = np.arange(len(per_group))
     if config.minibatches > 1:
       rng = np.random.default_rng([self.seed, self.counters.updates])
       order = rng.permutation(order)
     minibatches = [
-        [e for i in part for e in per_group[i]]
-        for part in np.array_split(order, config.minibatches)
+      [e for i in part for e in per_group[i]]
+      for part in np.array_split(order, config.minibatches)
     ]
     learned, skipped = self._learn(minibatches, clock)
     reasons = example_lib.left_out(groups, skipped, stats.low_entropy)
     self.left_out = {k: v for k, v in reasons.items() if k not in borrowed}
     metrics = readings_lib.of_all(
-        self._processes.gather("metrics", metrics | learned)
+      self._processes.gather("metrics", metrics | learned)
     )
     target = self.algorithm.config.kl_target
     if target and "kl" in metrics:
@@ -389,48 +387,48 @@ class Learner:
     return metrics
 
   def _examples(
-      self,
-      groups: Sequence[trajectory.TrajectoryGroup],
-      prices: reward_prices.Prices,
-      readings: Metrics,
-      clock: readings_lib.Clock,
-      borrowed: frozenset[str] = frozenset(),
+    self,
+    groups: Sequence[trajectory.TrajectoryGroup],
+    prices: reward_prices.Prices,
+    readings: Metrics,
+    clock: readings_lib.Clock,
+    borrowed: frozenset[str] = frozenset(),
   ) -> tuple[list[list[Example]], example_lib.GroupStats]:
     """Examples of each group; readings of a critic are added to `readings`."""
     estimate = self.algorithm.estimate
     if not isinstance(estimate, gae.TokenEstimator):
       with clock("pack"):
         return example_lib.from_groups(
-            groups,
-            advantages.over_processes(estimate, self._processes),
-            self.algorithm.advantage_options(self.gamma),
-            extra=prices,
-            borrowed=borrowed,
-            look=anchors.look_of(self.algorithm.config, self._images),
-            entropy_share=self.algorithm.config.entropy_share,
+          groups,
+          advantages.over_processes(estimate, self._processes),
+          self.algorithm.advantage_options(self.gamma),
+          extra=prices,
+          borrowed=borrowed,
+          look=anchors.look_of(self.algorithm.config, self._images),
+          entropy_share=self.algorithm.config.entropy_share,
         )
     with clock("score"):
       token_advantages, more = critic.of_groups(
-          groups,
-          self.algorithm,
-          self.gamma,
-          self.config.row_length,
-          lambda sequences: self._scored(
-              self._programs.value, self._acting(), sequences
-          ),
-          extra=prices,
-          processes=self._processes,
+        groups,
+        self.algorithm,
+        self.gamma,
+        self.config.row_length,
+        lambda sequences: self._scored(
+          self._programs.value, self._acting(), sequences
+        ),
+        extra=prices,
+        processes=self._processes,
       )
     readings |= more
     return example_lib.from_advantages(
-        groups,
-        {k: v.turns_K.astype(np.float32) for k, v in token_advantages.items()},
-        {k: v.per_sequence for k, v in token_advantages.items()},
-        entropy_share=self.algorithm.config.entropy_share,
+      groups,
+      {k: v.turns_K.astype(np.float32) for k, v in token_advantages.items()},
+      {k: v.per_sequence for k, v in token_advantages.items()},
+      entropy_share=self.algorithm.config.entropy_share,
     )
 
   def update_on_sequences(
-      self, sequences: Sequence[trajectory.TokenSequence]
+    self, sequences: Sequence[trajectory.TokenSequence]
   ) -> Metrics:
     """Learns to imitate demonstrations; for objectives without advantages.
 
@@ -439,8 +437,8 @@ class Learner:
     """
     if self.algorithm.objective.uses_advantages:
       raise ValueError(
-          f"objective {self.algorithm.config.objective!r} learns from rewarded"
-          " groups; use update(groups), or objective='behaviour_cloning'"
+        f"objective {self.algorithm.config.objective!r} learns from rewarded"
+        " groups; use update(groups), or objective='behaviour_cloning'"
       )
     if not sequences and self._processes.count == 1:
       raise ValueError("an update needs at least one sequence")
@@ -449,14 +447,14 @@ class Learner:
       all_examples = example_lib.from_sequences(sequences)
     order = np.arange(len(all_examples))
     minibatches = [
-        [all_examples[i] for i in part]
-        for part in np.array_split(order, self.config.minibatches)
+      [all_examples[i] for i in part]
+      for part in np.array_split(order, self.config.minibatches)
     ]
     learned, _ = self._learn(minibatches, clock)
     return readings_lib.of_all(self._processes.gather("metrics", learned))
 
   def sequence_logprobs(
-      self, sequences: Sequence[trajectory.TokenSequence]
+    self, sequences: Sequence[trajectory.TokenSequence]
   ) -> list[np.ndarray]:
     """Returns float32[T] log-probs of the sampled tokens, 0 elsewhere.
 
@@ -466,18 +464,18 @@ class Learner:
     return self._logprobs(self._acting(), sequences)
 
   def _logprobs(
-      self,
-      params: dict[str, jax.Array],
-      sequences: Sequence[trajectory.TokenSequence],
+    self,
+    params: dict[str, jax.Array],
+    sequences: Sequence[trajectory.TokenSequence],
   ) -> list[np.ndarray]:
     """As `sequence_logprobs`, of other weights."""
     return self._scored(self._programs.score, params, sequences)
 
   def _scored(
-      self,
-      program: Any,
-      params: dict[str, jax.Array],
-      sequences: Sequence[trajectory.TokenSequence],
+    self,
+    program: Any,
+    params: dict[str, jax.Array],
+    sequences: Sequence[trajectory.TokenSequence],
   ) -> list[np.ndarray]:
     """Runs a program: float32[T] of each sequence, 0 at unsampled tokens.
 
@@ -489,9 +487,7 @@ class Learner:
     packed = self._minibatches.pack(all_examples, np.ones(len(all_examples)))
     out = [np.zeros(len(s), np.float32) for s in sequences]
     for batch in packed.batches:
-      values = sharding.local_rows(
-          program(params, self._frozen, batch)
-      )
+      values = sharding.local_rows(program(params, self._frozen, batch))
       mask = sharding.local_rows(batch.mask)
       number = sharding.local_rows(batch.sequences)
       for i in np.unique(number[mask]):
@@ -499,7 +495,7 @@ class Learner:
     return out
 
   def _learn(
-      self, minibatches: Sequence[Sequence[Example]], clock: readings_lib.Clock
+    self, minibatches: Sequence[Sequence[Example]], clock: readings_lib.Clock
   ) -> tuple[Metrics, list[tuple[Example, str]]]:
     """Optimizer steps on minibatches, `epochs` times.
 
@@ -536,7 +532,7 @@ class Learner:
         with clock("step"):
           readings.append(self._step(minibatch))
     counters.dropped_sequences += sum(
-        reason == example_lib.TOO_LONG for _, reason in skipped
+      reason == example_lib.TOO_LONG for _, reason in skipped
     )
     counters.updates += 1
     counters.version += 1
@@ -547,26 +543,24 @@ class Learner:
     learned = readings_lib.with_turn_means(readings_lib.mean(readings))
     if learned:
       learned["learning_rate"] = float(
-          self._schedule(max(counters.optimizer_steps - 1, 0))
+        self._schedule(max(counters.optimizer_steps - 1, 0))
       )
     metrics = (
-        learned
-        | stats.metrics()
-        | {
-            "optimizer_steps": float(counters.optimizer_steps),
-            "skipped_steps": float(counters.skipped_steps),
-            "empty_updates": float(counters.empty_updates),
-            "dropped_sequences": float(counters.dropped_sequences),
-            "compiles": float(sum(self.compiles.values())),
-            "version": float(counters.version),
-            "seconds_learn": seconds,
-            "learner_tokens_per_second": (
-                stats.sequence_tokens
-                * self.config.epochs
-                / max(seconds, 1e-9)
-            ),
-        }
-        | {f"seconds_{k}": v for k, v in clock.seconds.items()}
+      learned
+      | stats.metrics()
+      | {
+        "optimizer_steps": float(counters.optimizer_steps),
+        "skipped_steps": float(counters.skipped_steps),
+        "empty_updates": float(counters.empty_updates),
+        "dropped_sequences": float(counters.dropped_sequences),
+        "compiles": float(sum(self.compiles.values())),
+        "version": float(counters.version),
+        "seconds_learn": seconds,
+        "learner_tokens_per_second": (
+          stats.sequence_tokens * self.config.epochs / max(seconds, 1e-9)
+        ),
+      }
+      | {f"seconds_{k}": v for k, v in clock.seconds.items()}
     )
     return metrics, skipped
 
@@ -577,26 +571,25 @@ class Learner:
       minibatch.set("kl_coef", lambda _: coef)
 
   def _score_into(
-      self, minibatches: Sequence[Minibatch], field: str, params: Any
+    self, minibatches: Sequence[Minibatch], field: str, params: Any
   ) -> None:
     for minibatch in minibatches:
       minibatch.set(
-          field,
-          lambda batch: self._programs.score(params, self._frozen, batch),
+        field, lambda batch: self._programs.score(params, self._frozen, batch)
       )
 
   def _step(self, minibatch: Minibatch) -> Metrics:
     """One optimizer step; its readings."""
     programs = self._programs
     grads, sums = programs.start(
-        self._params, self._frozen, minibatch.batches[0], minibatch.extras[0]
+      self._params, self._frozen, minibatch.batches[0], minibatch.extras[0]
     )
     for batch, extra in zip(minibatch.batches, minibatch.extras):
       grads, sums = programs.accumulate(
-          self._params, grads, sums, self._frozen, batch, extra
+        self._params, grads, sums, self._frozen, batch, extra
       )
     self._params, self._opt_state, norm, was_applied = programs.apply(
-        self._params, self._opt_state, grads, sums.weighted, *self._warming()
+      self._params, self._opt_state, grads, sums.weighted, *self._warming()
     )
     sums, norm, was_applied = jax.device_get((sums, norm, was_applied))
     self.counters.optimizer_steps += int(was_applied)
@@ -625,8 +618,8 @@ class Learner:
   def _put_params(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Parameters at their place; not copied if they lie there already."""
     return {
-        name: sharding.put(value, self._placement.params[name])
-        for name, value in params.items()
+      name: sharding.put(value, self._placement.params[name])
+      for name, value in params.items()
     }
 
   def _acting(self) -> dict[str, jax.Array]:
@@ -648,10 +641,10 @@ class Learner:
     Random choices are functions of the seed and these counters.
     """
     return {
-        "counters": dataclasses.asdict(self.counters),
-        "shape": dataclasses.asdict(self.shape) if self.shape else None,
-        "seed": self.seed,
-        "kl_coef": self.kl_coef,
+      "counters": dataclasses.asdict(self.counters),
+      "shape": dataclasses.asdict(self.shape) if self.shape else None,
+      "seed": self.seed,
+      "kl_coef": self.kl_coef,
     }
 
   def load(self, arrays: dict[str, Any], progress: dict[str, Any]) -> None:
@@ -663,14 +656,14 @@ class Learner:
     old, new = jax.tree.structure(self.arrays()), jax.tree.structure(arrays)
     if bool(old != new):  # type: ignore[operator]
       raise ValueError(
-          "the checkpoint's arrays do not have this learner's structure;"
-          " policy, optimizer, weight_decay, grad_clip, freeze_vision and a"
-          " value head must be as they were"
+        "the checkpoint's arrays do not have this learner's structure;"
+        " policy, optimizer, weight_decay, grad_clip, freeze_vision and a"
+        " value head must be as they were"
       )
     if progress["seed"] != self.seed:
       raise ValueError(
-          f"the checkpoint was made with seed {progress['seed']}, this learner"
-          f" has seed {self.seed}"
+        f"the checkpoint was made with seed {progress['seed']}, this learner"
+        f" has seed {self.seed}"
       )
     self._params = arrays["params"]
     self._opt_state = arrays["optimizer"]

@@ -58,11 +58,11 @@ def gather_hidden(hidden_BTD: jax.Array, index_SM: base.Array) -> jax.Array:
 
 
 def score(
-    logits: jax.Array,
-    targets: base.Array,
-    temperature: float,
-    banned_V: np.ndarray | None,
-    support: base.Array | None = None,
+  logits: jax.Array,
+  targets: base.Array,
+  temperature: float,
+  banned_V: np.ndarray | None,
+  support: base.Array | None = None,
 ) -> TokenScores:
   """Scores of targets [...] under logits [..., V].
 
@@ -82,15 +82,16 @@ def score(
   log_total = jnp.log(total)
   # A comparison and a sum instead of a gather: with the vocabulary split over
   # devices each sums its part, and no logits are moved.
-  hit = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == (
-      targets[..., None]
+  hit = (
+    lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    == (targets[..., None])
   )
   chosen = jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
   mean = jnp.sum(exp * shifted, axis=-1) / total
   if support is not None:
     in_support = jnp.asarray(support) >= 0
     of_kept = jnp.take_along_axis(
-        shifted, jnp.where(in_support, support, 0), axis=-1
+      shifted, jnp.where(in_support, support, 0), axis=-1
     )
     truncated = jnp.any(in_support, axis=-1)
     # The likeliest of them is at 0 again: another's weights may rank a token
@@ -98,9 +99,9 @@ def score(
     highest = jnp.max(jnp.where(in_support, of_kept, _BANNED), axis=-1)
     peak = lax.stop_gradient(jnp.where(truncated, highest, 0.0))
     exp = jnp.where(
-        in_support,
-        jnp.exp(jnp.where(in_support, of_kept - peak[..., None], 0.0)),
-        0.0,
+      in_support,
+      jnp.exp(jnp.where(in_support, of_kept - peak[..., None], 0.0)),
+      0.0,
     )
     part = jnp.where(truncated, jnp.sum(exp, axis=-1), 1.0)
     log_part = jnp.log(part) + peak
@@ -109,21 +110,21 @@ def score(
     log_total = jnp.where(truncated, log_part, log_total)
     mean = jnp.where(truncated, own_mean, mean)
   return TokenScores(
-      logprobs=chosen - log_total,
-      entropy=log_total - mean,
-      top=(lax.stop_gradient(chosen) >= 0.0).astype(jnp.float32),
+    logprobs=chosen - log_total,
+    entropy=log_total - mean,
+    top=(lax.stop_gradient(chosen) >= 0.0).astype(jnp.float32),
   )
 
 
 def token_scores(
-    model: base.Policy,
-    hidden_SMD: jax.Array,
-    targets_SM: base.Array,
-    *,
-    temperature: float = 1.0,
-    banned_V: np.ndarray | None = None,
-    chunk: int = 1024,
-    support_SMK: base.Array | None = None,
+  model: base.Policy,
+  hidden_SMD: jax.Array,
+  targets_SM: base.Array,
+  *,
+  temperature: float = 1.0,
+  banned_V: np.ndarray | None = None,
+  chunk: int = 1024,
+  support_SMK: base.Array | None = None,
 ) -> TokenScores:
   """Scores of targets given the hidden states that predict them.
 
@@ -139,7 +140,7 @@ def token_scores(
   s, m, d = hidden_SMD.shape
   if m <= chunk:
     return score(
-        model.logits(hidden_SMD), targets_SM, temperature, banned_V, support_SMK
+      model.logits(hidden_SMD), targets_SM, temperature, banned_V, support_SMK
     )
   steps = -(-m // chunk)
   chunk = -(-m // steps)
@@ -151,7 +152,7 @@ def token_scores(
   arrays: tuple[jax.Array, ...] = (hidden, targets)
   if support_SMK is not None:
     padded = jnp.pad(
-        support_SMK, ((0, 0), (0, fill), (0, 0)), constant_values=-1
+      support_SMK, ((0, 0), (0, fill), (0, 0)), constant_values=-1
     )
     arrays += (padded.reshape(s, steps, chunk, -1).swapaxes(0, 1),)
 
@@ -162,17 +163,17 @@ def token_scores(
 
   _, scores = lax.scan(lambda _, x: (None, one(*x)), None, arrays)
   return jax.tree.map(
-      lambda x: x.swapaxes(0, 1).reshape(s, steps * chunk)[:, :m], scores
+    lambda x: x.swapaxes(0, 1).reshape(s, steps * chunk)[:, :m], scores
   )
 
 
 def batch_scores(
-    model: base.Policy,
-    batch: batching.Batch,
-    *,
-    temperature: float = 1.0,
-    banned_V: np.ndarray | None = None,
-    chunk: int = 1024,
+  model: base.Policy,
+  batch: batching.Batch,
+  *,
+  temperature: float = 1.0,
+  banned_V: np.ndarray | None = None,
+  chunk: int = 1024,
 ) -> tuple[TokenScores, jax.Array]:
   """Scores of every target of a packed batch, [S, M]; padding holds zeros.
 
@@ -181,19 +182,19 @@ def batch_scores(
   """
   hidden = gather_hidden(model(batch.inputs), batch.index)
   scores = token_scores(
-      model,
-      hidden,
-      batch.targets,
-      temperature=temperature,
-      banned_V=banned_V,
-      chunk=chunk,
-      support_SMK=batch.support,
+    model,
+    hidden,
+    batch.targets,
+    temperature=temperature,
+    banned_V=banned_V,
+    chunk=chunk,
+    support_SMK=batch.support,
   )
   return jax.tree.map(lambda x: jnp.where(batch.mask, x, 0.0), scores), hidden
 
 
 def banned_mask(
-    vocabulary: int, banned_token_ids: Sequence[int]
+  vocabulary: int, banned_token_ids: Sequence[int]
 ) -> np.ndarray | None:
   """Returns bool[V] of banned ids; None when there is none.
 
@@ -206,7 +207,7 @@ def banned_mask(
   for token in banned_token_ids:
     if not 0 <= token < vocabulary:
       raise ValueError(
-          f"banned_token_ids holds {token}, the vocabulary has {vocabulary}"
+        f"banned_token_ids holds {token}, the vocabulary has {vocabulary}"
       )
     mask[token] = True
   return mask

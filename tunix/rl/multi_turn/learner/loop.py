@@ -93,7 +93,7 @@ class StepSeconds:
     step, self._since = self._at - self._since, self._at
     spent, self._seconds = self._seconds, {}
     return {"time/step": step} | {
-        f"time/{phase}": spent.get(phase, 0.0) for phase in (*PHASES, "other")
+      f"time/{phase}": spent.get(phase, 0.0) for phase in (*PHASES, "other")
     }
 
   def _advance(self, phase: str) -> None:
@@ -107,12 +107,10 @@ class DataQueue(Protocol):
   """The methods that the loop calls; google-tunix's queues have them too."""
 
   def get(
-      self, block: bool = True, timeout: float | None = None
-  ) -> trajectory.TrajectoryGroup:
-    ...
+    self, block: bool = True, timeout: float | None = None
+  ) -> trajectory.TrajectoryGroup: ...
 
-  def qsize(self) -> int:
-    ...
+  def qsize(self) -> int: ...
 
 
 @runtime_checkable
@@ -122,27 +120,20 @@ class GatedQueue(Protocol):
   max_staleness: int
 
   def get_batch(
-      self, n: int | None = None, timeout: float | None = None
-  ) -> list[trajectory.TrajectoryGroup]:
-    ...
+    self, n: int | None = None, timeout: float | None = None
+  ) -> list[trajectory.TrajectoryGroup]: ...
 
-  def set_version(self, version: int) -> None:
-    ...
+  def set_version(self, version: int) -> None: ...
 
-  def unacked(self) -> list[int]:
-    ...
+  def unacked(self) -> list[int]: ...
 
-  def ack(self, indices: Iterable[int] | None = None) -> None:
-    ...
+  def ack(self, indices: Iterable[int] | None = None) -> None: ...
 
-  def refund(self, n: int) -> None:
-    ...
+  def refund(self, n: int) -> None: ...
 
-  def forfeit(self, n: int) -> None:
-    ...
+  def forfeit(self, n: int) -> None: ...
 
-  def qsize(self) -> int:
-    ...
+  def qsize(self) -> int: ...
 
 
 class StarvedError(TimeoutError):
@@ -158,66 +149,66 @@ class LearnerLoop:
   """
 
   def __init__(
-      self,
-      learner: learner_lib.Learner,
-      queue: DataQueue | GatedQueue,
-      publish: Publish,
-      *,
-      observers: events.Observer | None = None,
-      checkpoints: checkpoint_lib.LearnerCheckpoints | None = None,
-      extras: Callable[[], dict[str, Any]] | None = None,
-      updated: Callable[[], None] = lambda: None,
-      parts: int = 1,
-      publish_ahead: bool = False,
-      wait_timeout_s: float | None = None,
-      publish_timeout_s: float = 120.0,
-      processes: peers_lib.Peers = peers_lib.ALONE,
-      share_timeout_s: float | None = None,
-      replay: replay_lib.SuccessReplay | None = None,
-      prepare: Callable[
-          [list[trajectory.TrajectoryGroup]], list[trajectory.TrajectoryGroup]
-      ] = lambda groups: groups,
+    self,
+    learner: learner_lib.Learner,
+    queue: DataQueue | GatedQueue,
+    publish: Publish,
+    *,
+    observers: events.Observer | None = None,
+    checkpoints: checkpoint_lib.LearnerCheckpoints | None = None,
+    extras: Callable[[], dict[str, Any]] | None = None,
+    updated: Callable[[], None] = lambda: None,
+    parts: int = 1,
+    publish_ahead: bool = False,
+    wait_timeout_s: float | None = None,
+    publish_timeout_s: float = 120.0,
+    processes: peers_lib.Peers = peers_lib.ALONE,
+    share_timeout_s: float | None = None,
+    replay: replay_lib.SuccessReplay | None = None,
+    prepare: Callable[
+      [list[trajectory.TrajectoryGroup]], list[trajectory.TrajectoryGroup]
+    ] = lambda groups: groups,
   ):
     """Args:
 
-      learner: the learner; its settings give `groups_per_step` and
-        `publish_every`.
-      queue: Queue of groups. A `GatedQueue` also receives versions and
-        acknowledgements; of any other queue only `get` is used.
-      publish: e.g. the rollout engine's `update_weights`.
-      observers: receive StepFinished and WeightsPublished.
-      checkpoints: saved to every `checkpoints.config.every` updates; None
-        never saves.
-      extras: called at each save; returns values that the checkpoint holds
-        beside the learner and `CONSUMED`.
-      updated: called after each update, before the queue admits groups of its
-        version.
-      parts: Number of parts that each group comes in; a step takes that many
-        times `groups_per_step` from the queue.
-      publish_ahead: do not wait, after an update, until its weights have
-        arrived, but before the next ones are published. For an engine that
-        serves requests sent after `publish` returns with these weights or
-        newer ones, as the rollout engine in the process does.
-      wait_timeout_s: longest wait for a step's next groups, in seconds,
-        however many times other processes are asked meanwhile; None waits
-        until the queue closes or fails.
-      publish_timeout_s: longest wait for published weights to arrive.
-      processes: Processes that learn together, each from a queue of its own.
-      share_timeout_s: longest wait for this process's share of a step's groups
-        before others' take their place; None waits without end. Where nothing
-        of it came, the next step does not wait, and after n such waits 2^n at
-        most.
-      replay: lends successes to groups that failed; None lends none.
-      prepare: called with the groups of each update; learned from are those
-        that it returns.
+    learner: the learner; its settings give `groups_per_step` and
+      `publish_every`.
+    queue: Queue of groups. A `GatedQueue` also receives versions and
+      acknowledgements; of any other queue only `get` is used.
+    publish: e.g. the rollout engine's `update_weights`.
+    observers: receive StepFinished and WeightsPublished.
+    checkpoints: saved to every `checkpoints.config.every` updates; None
+      never saves.
+    extras: called at each save; returns values that the checkpoint holds
+      beside the learner and `CONSUMED`.
+    updated: called after each update, before the queue admits groups of its
+      version.
+    parts: Number of parts that each group comes in; a step takes that many
+      times `groups_per_step` from the queue.
+    publish_ahead: do not wait, after an update, until its weights have
+      arrived, but before the next ones are published. For an engine that
+      serves requests sent after `publish` returns with these weights or
+      newer ones, as the rollout engine in the process does.
+    wait_timeout_s: longest wait for a step's next groups, in seconds,
+      however many times other processes are asked meanwhile; None waits
+      until the queue closes or fails.
+    publish_timeout_s: longest wait for published weights to arrive.
+    processes: Processes that learn together, each from a queue of its own.
+    share_timeout_s: longest wait for this process's share of a step's groups
+      before others' take their place; None waits without end. Where nothing
+      of it came, the next step does not wait, and after n such waits 2^n at
+      most.
+    replay: lends successes to groups that failed; None lends none.
+    prepare: called with the groups of each update; learned from are those
+      that it returns.
     """
     publish_every = learner.config.publish_every
     gated = queue if isinstance(queue, GatedQueue) else None
     if gated is not None and publish_every - 1 > gated.max_staleness:
       raise ValueError(
-          f"publish_every={publish_every} lets tokens lag by"
-          f" {publish_every - 1} versions, but"
-          f" max_staleness={gated.max_staleness}; every group would be dropped"
+        f"publish_every={publish_every} lets tokens lag by"
+        f" {publish_every - 1} versions, but"
+        f" max_staleness={gated.max_staleness}; every group would be dropped"
       )
     self.learner = learner
     self.seconds = StepSeconds()
@@ -249,9 +240,7 @@ class LearnerLoop:
     self._deadline: float | None = None  # Of the groups that come next.
     self._before: set[int] = set()
     self._replaceable = (
-        learner.config.dynamic_sampling
-        * learner.config.groups_per_step
-        * parts
+      learner.config.dynamic_sampling * learner.config.groups_per_step * parts
     )
     self._consumed: set[int] = set()  # Trained on and not acknowledged.
     self._unacknowledged = False
@@ -282,8 +271,8 @@ class LearnerLoop:
         if stop is not None and stop.is_set():
           return False
         raise TimeoutError(
-            f"weights of version {version} did not reach the rollout engine"
-            f" within {self._publish_timeout_s:g} s"
+          f"weights of version {version} did not reach the rollout engine"
+          f" within {self._publish_timeout_s:g} s"
         )
       arriving.result()
     self._arriving = None
@@ -301,11 +290,11 @@ class LearnerLoop:
     if not self._publish_ahead and not self.await_weights(stop):
       return
     self._observers.on_event(
-        events.WeightsPublished(version, time.perf_counter() - started)
+      events.WeightsPublished(version, time.perf_counter() - started)
     )
 
   def step(
-      self, stop: threading.Event | None = None
+    self, stop: threading.Event | None = None
   ) -> learner_lib.Metrics | None:
     """One update; None when `stop` was set while waiting for groups.
 
@@ -330,7 +319,7 @@ class LearnerLoop:
     replaced, self._replaced = self._replaced, 0
     waited = time.perf_counter() - started
     self._observers.on_event(
-        events.UpdateStarted(self.learner.counters.updates + 1)
+      events.UpdateStarted(self.learner.counters.updates + 1)
     )
     with self.seconds("learn"):
       groups = self._prepare(groups)
@@ -344,24 +333,24 @@ class LearnerLoop:
     if self._gated is not None:
       self._gated.set_version(self.learner.version)
     metrics |= {
-        "seconds_wait": waited,
-        "seconds_publish": time.perf_counter() - published,
-        "seconds_total": time.perf_counter() - started,
+      "seconds_wait": waited,
+      "seconds_publish": time.perf_counter() - published,
+      "seconds_total": time.perf_counter() - started,
     }
     if self._replaceable:
       metrics["replaced_groups"] = float(replaced)
     if self._processes.count > 1:
       metrics["dealt_groups"] = float(dealt)
     advantages = {
-        k: tuple(v.tolist()) for k, v in self.learner.advantages.items()
+      k: tuple(v.tolist()) for k, v in self.learner.advantages.items()
     }
     finished = events.StepFinished(
-        step,
-        self.learner.version,
-        metrics | self.seconds.take(),
-        tuple(groups),
-        advantages,
-        self.learner.left_out,
+      step,
+      self.learner.version,
+      metrics | self.seconds.take(),
+      tuple(groups),
+      advantages,
+      self.learner.left_out,
     )
     metrics = dict(finished.metrics)
     with self.seconds("report"):
@@ -372,7 +361,7 @@ class LearnerLoop:
     return metrics
 
   def _update(
-      self, groups: list[trajectory.TrajectoryGroup]
+    self, groups: list[trajectory.TrajectoryGroup]
   ) -> learner_lib.Metrics:
     if self._replay is None:
       return self.learner.update(groups)
@@ -417,9 +406,7 @@ class LearnerLoop:
         if self._processes.first:
           path = self._checkpoints.directory / str(self.learner.version)
           self._observers.on_event(
-              events.CheckpointSaved(
-                  self.learner.counters.updates, str(path)
-              )
+            events.CheckpointSaved(self.learner.counters.updates, str(path))
           )
     self._unacknowledged = True
 
@@ -467,7 +454,7 @@ class LearnerLoop:
     while True:
       wait = 0.0 if skip or out else seconds
       states = self._processes.together(
-          "take", functools.partial(self._take, stop, wait)
+        "take", functools.partial(self._take, stop, wait)
       )
       if _STOPPED in states:
         return False
@@ -480,13 +467,13 @@ class LearnerLoop:
         return True
       index = self._processes.index
       self._processes.together(
-          "take what is ready", self._take_ready if late[index] else _nothing
+        "take what is ready", self._take_ready if late[index] else _nothing
       )
       missing = self._wanted - len(self._kept)
       over = out or self._closed is not None
       shares = self._processes.gather("deal", [missing, over])
       taking = [
-          i for i, (_, ended) in enumerate(shares) if not (ended or late[i])
+        i for i, (_, ended) in enumerate(shares) if not (ended or late[i])
       ]
       if not taking:  # No process to deal to: wait for groups instead.
         skip = False
@@ -558,9 +545,9 @@ class LearnerLoop:
         self._gated.refund(len(flat))
       for group in flat:
         self._observers.on_event(
-            events.GroupFinished(
-                group, "dropped", "all its episodes got the same reward"
-            )
+          events.GroupFinished(
+            group, "dropped", "all its episodes got the same reward"
+          )
         )
     if self._closed is None:
       return _READY
@@ -569,7 +556,7 @@ class LearnerLoop:
     return _READY if self._kept else _CLOSED
 
   def _take_rest(
-      self, most: int, stop: threading.Event | None
+    self, most: int, stop: threading.Event | None
   ) -> list[trajectory.TrajectoryGroup] | None:
     """Takes up to `most` groups of the closed queue; None when stopped.
 
@@ -594,19 +581,19 @@ class LearnerLoop:
   def _check_deadline(self, count: int) -> None:
     if self._deadline is not None and time.monotonic() > self._deadline:
       raise StarvedError(
-          f"no {count} groups came within"
-          f" {self._wait_timeout_s:g} s (ready: {self._queue.qsize()}); are"
-          " episodes failing? See the counts of faults"
+        f"no {count} groups came within"
+        f" {self._wait_timeout_s:g} s (ready: {self._queue.qsize()}); are"
+        " episodes failing? See the counts of faults"
       )
 
   def _lends_to(self, group: trajectory.TrajectoryGroup) -> bool:
     """Returns whether a success would make the group vary."""
     return self._replay is not None and self._replay.lends_to(
-        group, self.learner.version
+      group, self.learner.version
     )
 
   def _take_exactly(
-      self, count: int, stop: threading.Event | None, due: float | None
+    self, count: int, stop: threading.Event | None, due: float | None
   ) -> list[trajectory.TrajectoryGroup] | None:
     """Exactly `count` groups; None when stopped, or at the time `due`."""
     while True:

@@ -54,13 +54,11 @@ class Minibatch:
   extras: list[update.Extra]
   stats: batching.PackStats
 
-  def set(
-      self, field: str, value: Callable[[batching.Batch], Any]
-  ) -> None:
+  def set(self, field: str, value: Callable[[batching.Batch], Any]) -> None:
     """Gives `update.Extra.<field>` of each batch its value, and waits."""
     self.extras = [
-        dataclasses.replace(extra, **{field: value(batch)})
-        for extra, batch in zip(self.extras, self.batches)
+      dataclasses.replace(extra, **{field: value(batch)})
+      for extra, batch in zip(self.extras, self.batches)
     ]
     jax.block_until_ready(self.extras)
 
@@ -74,15 +72,15 @@ class Minibatches:
   """
 
   def __init__(
-      self,
-      model: base.Policy,
-      processor: base.Processor,
-      image_store: image_lib.ImageStore,
-      config: LearnerConfig,
-      algorithm: parts.Algorithm,
-      placement: update.Placement,
-      mesh: Mesh | None,
-      processes: peers_lib.Peers,
+    self,
+    model: base.Policy,
+    processor: base.Processor,
+    image_store: image_lib.ImageStore,
+    config: LearnerConfig,
+    algorithm: parts.Algorithm,
+    placement: update.Placement,
+    mesh: Mesh | None,
+    processes: peers_lib.Peers,
   ):
     """Args:
 
@@ -96,8 +94,8 @@ class Minibatches:
     """
     if config.groups_per_step % processes.count:
       raise ValueError(
-          f"groups_per_step={config.groups_per_step} must be a multiple of the"
-          f" {processes.count} processes, which give as many each"
+        f"groups_per_step={config.groups_per_step} must be a multiple of the"
+        f" {processes.count} processes, which give as many each"
       )
     _check_division(config, placement.shards, mesh)
     self._config = config
@@ -109,25 +107,23 @@ class Minibatches:
     self._rows = config.rows * self._buffers // placement.shards
     about = model.config
     self.packer = batching.Packer(
-        processor,
-        image_store,
-        tree=uses_tree(config, model),
-        pad_token_id=getattr(about, "pad_token_id", 0),
-        banned_token_ids=tuple(about.banned_token_ids),
-        streams=streams_of(algorithm),
-        support=support_of(algorithm),
+      processor,
+      image_store,
+      tree=uses_tree(config, model),
+      pad_token_id=getattr(about, "pad_token_id", 0),
+      banned_token_ids=tuple(about.banned_token_ids),
+      streams=streams_of(algorithm),
+      support=support_of(algorithm),
     )
     self._aligned = aligns_images(model)
-    self.shape = _fixed_shape(
-        config, self._rows, self._buffers, self._aligned
-    )
+    self.shape = _fixed_shape(config, self._rows, self._buffers, self._aligned)
     # Whether the policy's programs depend on the largest image.
     self._bounded = bool(getattr(model, "reads_image_patches", False))
     self._image_multiple = max(processor.patches_per_token, 1)
     self._image_limit = int(getattr(about, "max_image_patches", 0))
 
   def prepare(
-      self, examples: Sequence[Example]
+    self, examples: Sequence[Example]
   ) -> tuple[Minibatch | None, list[tuple[Example, str]]]:
     """Returns a minibatch (None without a gradient) and what it leaves out."""
     fitting, long = self._in_all("check", lambda: self._fitting(examples))
@@ -138,14 +134,14 @@ class Minibatches:
     weighed = self.weigh(fitting)
     learned_from = {id(e) for e in weighed[0]} if weighed else set()
     skipped += [
-        (e, example_lib.ZERO_ADVANTAGE)
-        for e in fitting
-        if id(e) not in learned_from
+      (e, example_lib.ZERO_ADVANTAGE)
+      for e in fitting
+      if id(e) not in learned_from
     ]
     return None if weighed is None else self.pack(*weighed), skipped
 
   def _fitting(
-      self, examples: Sequence[Example]
+    self, examples: Sequence[Example]
   ) -> tuple[list[Example], list[Example]]:
     """Examples that fit a row, and those that do not."""
     row_length = self._config.row_length
@@ -153,18 +149,18 @@ class Minibatches:
     if long and self._config.overlong == "error":
       worst = max(len(examples[i].sequence) for i in long)
       raise ValueError(
-          f"{len(long)} of {len(examples)} sequences are longer than"
-          f" row_length={row_length} tokens (the longest has {worst}); raise"
-          " learner.row_length, lower engine.context_length, or leave them"
-          " out with learner.overlong=drop"
+        f"{len(long)} of {len(examples)} sequences are longer than"
+        f" row_length={row_length} tokens (the longest has {worst}); raise"
+        " learner.row_length, lower engine.context_length, or leave them"
+        " out with learner.overlong=drop"
       )
     return (
-        [e for i, e in enumerate(examples) if i not in long],
-        [e for i, e in enumerate(examples) if i in long],
+      [e for i, e in enumerate(examples) if i not in long],
+      [e for i, e in enumerate(examples) if i in long],
     )
 
   def weigh(
-      self, examples: Sequence[Example]
+    self, examples: Sequence[Example]
   ) -> tuple[list[Example], np.ndarray] | None:
     """Examples with a gradient and their tokens' weights; None without one.
 
@@ -183,7 +179,7 @@ class Minibatches:
   def _weights(self, examples: Sequence[Example]) -> np.ndarray:
     """float[N] weight of each example's tokens in the step of all processes."""
     of_all = self._processes.gather(
-        "weigh", [[e.sequence.num_sampled, e.episode] for e in examples]
+      "weigh", [[e.sequence.num_sampled, e.episode] for e in examples]
     )
     first = sum(len(counts) for counts in of_all[: self._processes.index])
     episodes: dict[tuple[int, int], int] = {}
@@ -196,22 +192,22 @@ class Minibatches:
     if not sampled:
       return np.zeros(0)
     weights = self._algorithm.aggregate(
-        aggregation.StepTokens(
-            np.array(sampled, np.int64),
-            np.array(numbers, np.int64),
-            self._algorithm.config.loss_length or self._config.row_length,
-        )
+      aggregation.StepTokens(
+        np.array(sampled, np.int64),
+        np.array(numbers, np.int64),
+        self._algorithm.config.loss_length or self._config.row_length,
+      )
     )
     return weights[first : first + len(examples)]
 
   def pack(
-      self, examples: Sequence[Example], weights_N: np.ndarray
+    self, examples: Sequence[Example], weights_N: np.ndarray
   ) -> Minibatch:
     largest = max(
-        self._processes.together(
-            "largest image",
-            lambda: self.packer.largest_image(examples, self._image_limit),
-        )
+      self._processes.together(
+        "largest image",
+        lambda: self.packer.largest_image(examples, self._image_limit),
+      )
     )
     shape = self._shape_for(examples, largest if self._bounded else 0)
     plan = self._in_all("plan", lambda: self.packer.plan(examples, shape))
@@ -219,7 +215,7 @@ class Minibatches:
     # A process with fewer rows joins in with empty ones.
     plan.placed.extend([] for _ in range(most - len(plan.placed)))
     filled = self._in_all(
-        "fill", lambda: self.packer.fill(plan, examples, weights_N)
+      "fill", lambda: self.packer.fill(plan, examples, weights_N)
     )
     batches = [self._put(batch) for batch in filled]
     extras = [update.Extra(b.logprobs, b.logprobs) for b in batches]
@@ -240,7 +236,7 @@ class Minibatches:
     return jax.tree.map(lambda x: program.shape_of(x, place), batch)
 
   def _shape_for(
-      self, examples: Sequence[Example], largest: int
+    self, examples: Sequence[Example], largest: int
   ) -> batching.BatchShape:
     """Returns the shape, grown where these examples need it.
 
@@ -256,15 +252,15 @@ class Minibatches:
       self.shape = self._grown(self.shape, bound)
     if bound:
       places = self._processes.gather(
-          "places", self.packer.places_of_one(examples, self.shape)
+        "places", self.packer.places_of_one(examples, self.shape)
       )
       self.shape = self._grown(
-          self.shape, self.shape.image_patches, max(places)
+        self.shape, self.shape.image_patches, max(places)
       )
     return self.shape
 
   def _grown(
-      self, shape: batching.BatchShape, bound: int, places: int = 0
+    self, shape: batching.BatchShape, bound: int, places: int = 0
   ) -> batching.BatchShape:
     """See `BatchShape.bounded`."""
     return shape.bounded(bound, places, multiple=self._image_multiple)
@@ -282,17 +278,17 @@ class Minibatches:
     return dataclasses.replace(shape, patches=patches, targets=targets)
 
   def suggest(
-      self, examples: Sequence[Example], image_patches: int = 0
+    self, examples: Sequence[Example], image_patches: int = 0
   ) -> batching.BatchShape:
     return self.packer.suggest(
-        examples,
-        self._rows,
-        self._config.row_length,
-        self._buffers,
-        self._config.patches,
-        self._config.targets,
-        image_patches,
-        self._aligned,
+      examples,
+      self._rows,
+      self._config.row_length,
+      self._buffers,
+      self._config.patches,
+      self._config.targets,
+      image_patches,
+      self._aligned,
     )
 
   def restore_shape(self, stored: Mapping[str, Any]) -> None:
@@ -305,9 +301,9 @@ class Minibatches:
     # Another mesh or row length needs another shape, and a shape that some
     # row would not fit is of no use either.
     same = (shape.rows, shape.row_length, shape.buffers) == (
-        least.rows,
-        least.row_length,
-        least.buffers,
+      least.rows,
+      least.row_length,
+      least.buffers,
     )
     enough = same and shape.patches >= least.patches
     if self.shape is None:
@@ -322,9 +318,9 @@ class Minibatches:
 
   def _put(self, batch: batching.Batch) -> batching.Batch:
     put = functools.partial(
-        sharding.put_rows,
-        where=self._placement.batch,
-        processes=self._processes.count,
+      sharding.put_rows,
+      where=self._placement.batch,
+      processes=self._processes.count,
     )
     return jax.tree.map(put, batch)
 
@@ -345,9 +341,9 @@ def uses_tree(config: LearnerConfig, model: base.Policy) -> bool:
   if getattr(model, "supports_tree", False):
     return config.tree == "true" or compiling.backend() != "tpu"
   reason = (
-      f"{type(model).__name__} computes the sequences of an update one by one:"
-      " a layer's state goes on from each token of a row to the next, or the"
-      " class does not declare supports_tree"
+    f"{type(model).__name__} computes the sequences of an update one by one:"
+    " a layer's state goes on from each token of a row to the next, or the"
+    " class does not declare supports_tree"
   )
   if hasattr(model, "supports_prefix_ids"):
     reason += " (supports_prefix_ids and prefix_ids were its former names)"
@@ -373,32 +369,32 @@ def support_of(algorithm: parts.Algorithm) -> int:
 
 
 def _fixed_shape(
-    config: LearnerConfig, rows: int, buffers: int, aligned: bool
+  config: LearnerConfig, rows: int, buffers: int, aligned: bool
 ) -> batching.BatchShape | None:
   """Returns the configured shape; None where the first batch decides it."""
   if not (config.patches and config.targets):
     return None
   return batching.BatchShape(
-      rows,
-      config.row_length,
-      buffers,
-      config.patches,
-      config.targets,
-      aligned=aligned,
+    rows,
+    config.row_length,
+    buffers,
+    config.patches,
+    config.targets,
+    aligned=aligned,
   )
 
 
 def _check_division(
-    config: LearnerConfig, buffers: int, mesh: Mesh | None
+  config: LearnerConfig, buffers: int, mesh: Mesh | None
 ) -> None:
   """Raises ValueError unless rows and their tokens divide over the mesh."""
   if config.rows % buffers:
     raise ValueError(
-        f"rows={config.rows} must be a multiple of the {buffers} batch"
-        " shards of the mesh (data x fsdp)"
+      f"rows={config.rows} must be a multiple of the {buffers} batch"
+      " shards of the mesh (data x fsdp)"
     )
   if mesh is not None and config.row_length % mesh.shape["sequence"]:
     raise ValueError(
-        f"row_length={config.row_length} must be a multiple of the"
-        f" {mesh.shape['sequence']} shards of the mesh's axis sequence"
+      f"row_length={config.row_length} must be a multiple of the"
+      f" {mesh.shape['sequence']} shards of the mesh's axis sequence"
     )

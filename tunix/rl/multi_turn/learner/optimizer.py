@@ -34,7 +34,7 @@ def master_dtype(dtype: Any) -> jnp.dtype:
 
 
 def make_schedule(
-    config: config_lib.LearnerConfig, peak: float | None = None
+  config: config_lib.LearnerConfig, peak: float | None = None
 ) -> optax.Schedule:
   """Learning rate of optimizer step 0, 1, 2, …
 
@@ -49,9 +49,9 @@ def make_schedule(
   after = config.optimizer_steps - warmup
   if config.schedule != "constant" and after <= 0:
     raise ValueError(
-        f"schedule={config.schedule!r} ends after"
-        f" {config.optimizer_steps} optimizer steps, but"
-        f" warmup_steps={warmup}; lower the second"
+      f"schedule={config.schedule!r} ends after"
+      f" {config.optimizer_steps} optimizer steps, but"
+      f" warmup_steps={warmup}; lower the second"
     )
   if config.schedule == "constant":
     main = optax.constant_schedule(peak)
@@ -66,24 +66,24 @@ def make_schedule(
 
 
 def make_optimizer(
-    config: config_lib.LearnerConfig,
+  config: config_lib.LearnerConfig,
 ) -> optax.GradientTransformation:
   """Clipping, then the optimizer with decay of matrices and the schedule."""
   steps = []
   if config.grad_clip:
     steps.append(optax.clip_by_global_norm(config.grad_clip))
   adam = optax.adamw(
-      make_schedule(config),
-      b1=config.b1,
-      b2=config.b2,
-      eps=config.adam_eps,
-      weight_decay=config.weight_decay,
-      mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
+    make_schedule(config),
+    b1=config.b1,
+    b2=config.b2,
+    eps=config.adam_eps,
+    weight_decay=config.weight_decay,
+    mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
   )
   if config.optimizer == "muon":
     muon = optax.contrib.muon(
-        make_schedule(config, config.muon_learning_rate),
-        weight_decay=config.weight_decay,
+      make_schedule(config, config.muon_learning_rate),
+      weight_decay=config.weight_decay,
     )
     steps.append(optax.multi_transform({"adam": adam, "muon": muon}, _labels))
   else:
@@ -96,10 +96,10 @@ HEAD, POLICY = "value_head", "policy"
 
 
 def with_head(
-    policy: optax.GradientTransformation,
-    config: config_lib.LearnerConfig,
-    names: Collection[str],
-    learning_rate: float,
+  policy: optax.GradientTransformation,
+  config: config_lib.LearnerConfig,
+  names: Collection[str],
+  learning_rate: float,
 ) -> optax.GradientTransformation:
   """`policy`, and Adam with clipping of its own for the value head's names.
 
@@ -110,16 +110,16 @@ def with_head(
   if config.grad_clip:
     steps.append(optax.clip_by_global_norm(config.grad_clip))
   steps.append(
-      optax.adam(learning_rate, b1=config.b1, b2=config.b2, eps=config.adam_eps)
+    optax.adam(learning_rate, b1=config.b1, b2=config.b2, eps=config.adam_eps)
   )
   return optax.multi_transform(
-      {POLICY: policy, HEAD: optax.chain(*steps)},
-      lambda params: {k: HEAD if k in names else POLICY for k in params},
+    {POLICY: policy, HEAD: optax.chain(*steps)},
+    lambda params: {k: HEAD if k in names else POLICY for k in params},
   )
 
 
 def _labels(params: dict[str, jax.Array]) -> dict[str, str]:
   return {
-      name: "muon" if x.ndim == 2 and not _TABLES.search(name) else "adam"
-      for name, x in params.items()
+    name: "muon" if x.ndim == 2 and not _TABLES.search(name) else "adam"
+    for name, x in params.items()
   }

@@ -60,13 +60,13 @@ class BatchShape:
         least = 0
       if getattr(self, field.name) < least:
         raise ValueError(
-            f"BatchShape.{field.name} must be >= {least}, got"
-            f" {getattr(self, field.name)}"
+          f"BatchShape.{field.name} must be >= {least}, got"
+          f" {getattr(self, field.name)}"
         )
     if self.rows % self.buffers:
       raise ValueError(
-          f"rows={self.rows} must be a multiple of the {self.buffers} batch"
-          " shards (data x fsdp)"
+        f"rows={self.rows} must be a multiple of the {self.buffers} batch"
+        " shards (data x fsdp)"
       )
 
   @property
@@ -78,7 +78,7 @@ class BatchShape:
     return Windows(self.patches, self.image_patches * self.aligned)
 
   def bounded(
-      self, image_patches: int, patches: int = 0, *, multiple: int = 1
+    self, image_patches: int, patches: int = 0, *, multiple: int = 1
   ) -> BatchShape:
     """Returns this shape for images of up to `image_patches` patches.
 
@@ -99,7 +99,7 @@ class BatchShape:
     elif image_patches and patches > kernels.SPLASH_BLOCK:
       patches = _up_to(patches, math.lcm(kernels.SPLASH_BLOCK, multiple))
     return dataclasses.replace(
-        self, image_patches=image_patches, patches=patches
+      self, image_patches=image_patches, patches=patches
     )
 
 
@@ -113,8 +113,8 @@ class Windows:
   def __init__(self, places: int, window: int = 0):
     """Args:
 
-      places: Places of the buffer.
-      window: places of a window; 0 = the buffer is one.
+    places: Places of the buffer.
+    window: places of a window; 0 = the buffer is one.
     """
     window = window or max(places, 1)
     self._start = np.arange(0, places, window)
@@ -184,11 +184,11 @@ class PackStats:
 
   def metrics(self) -> dict[str, float]:
     out = {
-        "micro_batches": float(self.batches),
-        "sequences": float(self.sequences),
-        "tokens": float(self.sequence_tokens),
-        "sampled_tokens": float(self.targets),
-        "shared_tokens": float(self.sequence_tokens - self.row_tokens),
+      "micro_batches": float(self.batches),
+      "sequences": float(self.sequences),
+      "tokens": float(self.sequence_tokens),
+      "sampled_tokens": float(self.targets),
+      "shared_tokens": float(self.sequence_tokens - self.row_tokens),
     }
     if self.batches:
       out["packing_efficiency"] = self.row_tokens / self.row_capacity
@@ -247,7 +247,7 @@ def used_length(sequence: trajectory.TokenSequence) -> int:
 
 
 def make_items(
-    examples: Sequence[Example], row_length: int, tree: bool
+  examples: Sequence[Example], row_length: int, tree: bool
 ) -> list[Item]:
   """Makes items of at most `row_length` tokens where sequences allow it.
 
@@ -263,7 +263,7 @@ def make_items(
   images: dict[str, int] = {}
   codes = [_codes(example.sequence, images) for example in examples]
   order = sorted(
-      range(len(examples)), key=lambda i: codes[i].astype(">i8").tobytes()
+    range(len(examples)), key=lambda i: codes[i].astype(">i8").tobytes()
   )
   shared = [_common(codes[i], codes[j]) for i, j in zip(order, order[1:])]
   # 2. Walk the branching points, the deepest first. The clusters below one are
@@ -298,7 +298,7 @@ class _Cluster:
 
 
 def _merged(
-    clusters: Sequence[_Cluster], depth: int, row_length: int
+  clusters: Sequence[_Cluster], depth: int, row_length: int
 ) -> list[_Cluster]:
   """Merges clusters that share `depth` tokens: first-fit decreasing."""
   merged: list[_Cluster] = []
@@ -315,7 +315,7 @@ def _merged(
 
 
 def _codes(
-    sequence: trajectory.TokenSequence, images: dict[str, int]
+  sequence: trajectory.TokenSequence, images: dict[str, int]
 ) -> np.ndarray:
   """Returns int64[T], equal for equal tokens of equal pixels.
 
@@ -338,7 +338,7 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def make_item(
-    examples: Sequence[Example], members: Sequence[tuple[int, int]]
+  examples: Sequence[Example], members: Sequence[tuple[int, int]]
 ) -> Item:
   """Returns the item of members, depth first.
 
@@ -350,20 +350,20 @@ def make_item(
   numbers = [number for number, _ in members]
   starts = [0, *(start for _, start in members[1:])]
   pieces = tuple(
-      Piece(i, start, used_length(examples[i].sequence))
-      for i, start in zip(numbers, starts)
+    Piece(i, start, used_length(examples[i].sequence))
+    for i, start in zip(numbers, starts)
   )
   images = {
-      span.image.sha256: span.image
-      for piece in pieces
-      for span in examples[piece.example].sequence.images
-      if span.offset < piece.end
+    span.image.sha256: span.image
+    for piece in pieces
+    for span in examples[piece.example].sequence.images
+    if span.offset < piece.end
   }
   return Item(
-      pieces=pieces,
-      length=sum(p.end - p.start for p in pieces),
-      targets=sum(examples[i].sequence.num_sampled for i in numbers),
-      images=tuple(images.values()),
+    pieces=pieces,
+    length=sum(p.end - p.start for p in pieces),
+    targets=sum(examples[i].sequence.num_sampled for i in numbers),
+    images=tuple(images.values()),
   )
 
 
@@ -387,18 +387,17 @@ class Bins:
     shape = self._shape
     first = self.batches * shape.buffers
     self.free_R = np.concatenate(
-        [self.free_R, np.full(shape.rows, shape.row_length)]
+      [self.free_R, np.full(shape.rows, shape.row_length)]
     )
-    self.buffer_R = np.concatenate([
-        self.buffer_R,
-        first + np.arange(shape.rows) // shape.rows_per_buffer,
-    ])
+    self.buffer_R = np.concatenate(
+      [self.buffer_R, first + np.arange(shape.rows) // shape.rows_per_buffer]
+    )
     self.windows += [shape.windows() for _ in range(shape.buffers)]
     self.patches_free = np.concatenate(
-        [self.patches_free, np.full(shape.buffers, shape.patches)]
+      [self.patches_free, np.full(shape.buffers, shape.patches)]
     )
     self.targets_free = np.concatenate(
-        [self.targets_free, np.full(shape.buffers, shape.targets)]
+      [self.targets_free, np.full(shape.buffers, shape.targets)]
     )
     self.batches += 1
 
@@ -411,9 +410,9 @@ class Bins:
       assert row is not None, "an item that fits no empty batch was let in"
     buffer = int(self.buffer_R[row])
     new = [
-        image.sha256
-        for image in item.images
-        if buffer not in self.holders.get(image.sha256, ())
+      image.sha256
+      for image in item.images
+      if buffer not in self.holders.get(image.sha256, ())
     ]
     self.windows[buffer].take([sizes[sha] for sha in new])
     for sha in new:
@@ -446,9 +445,9 @@ class Bins:
       if buffer in full:
         continue
       new = [
-          sizes[image.sha256]
-          for image in item.images
-          if buffer not in self.holders.get(image.sha256, ())
+        sizes[image.sha256]
+        for image in item.images
+        if buffer not in self.holders.get(image.sha256, ())
       ]
       if self.windows[buffer].fit(new) is not None:
         return int(row)

@@ -27,7 +27,7 @@ _PREFIX = "turn_group/"
 
 
 def turn_sums(
-    stream_SM: jax.Array, mask_SM: jax.Array, values_VSM: tuple[jax.Array, ...]
+  stream_SM: jax.Array, mask_SM: jax.Array, values_VSM: tuple[jax.Array, ...]
 ) -> jax.Array:
   """float32[1 + V, 2, G]: tokens and sums of the values, by group."""
   number = stream_SM.astype(jnp.int32)
@@ -36,16 +36,18 @@ def turn_sums(
   values = jnp.stack([jnp.ones_like(mask_SM, jnp.float32), *values_VSM])
   masked = jnp.where(mask_SM, jax.lax.stop_gradient(values), 0.0)
   return jnp.einsum(
-      "vsm,bsmg->vbg", masked, is_of.astype(jnp.float32),
-      precision=jax.lax.Precision.HIGHEST,
-  )  # pyformat: disable
+    "vsm,bsmg->vbg",
+    masked,
+    is_of.astype(jnp.float32),
+    precision=jax.lax.Precision.HIGHEST,
+  )
 
 
 def turns_of_step(sums_VBG: np.ndarray, tokens: float) -> Metrics:
   """A step's sums for each token of it, to be averaged over steps."""
   return {
-      f"{_PREFIX}{index}": float(value) / tokens
-      for index, value in enumerate(np.ravel(sums_VBG))
+    f"{_PREFIX}{index}": float(value) / tokens
+    for index, value in enumerate(np.ravel(sums_VBG))
   }
 
 
@@ -53,7 +55,7 @@ def with_turn_means(learned: Metrics) -> Metrics:
   """Averaged readings with the means of each group in place of sums."""
   out = {k: v for k, v in learned.items() if not k.startswith(_PREFIX)}
   flat = [
-      learned.get(f"{_PREFIX}{i}", 0.0) for i in range(int(np.prod(TURN_SHAPE)))
+    learned.get(f"{_PREFIX}{i}", 0.0) for i in range(int(np.prod(TURN_SHAPE)))
   ]
   counts, *values = np.reshape(flat, TURN_SHAPE)
   for b, by in enumerate(turn_groups.BY):
@@ -84,23 +86,23 @@ class Clock:
 
 
 def of_samples(
-    examples: Sequence[example_lib.Example], version: int
+  examples: Sequence[example_lib.Example], version: int
 ) -> Metrics:
   """Staleness and advantages of sampled tokens, skipped ones included."""
   if not examples:
     return {}
   masks = [e.sequence.loss_mask for e in examples]
   lag = version - np.concatenate(
-      [e.sequence.versions[m] for e, m in zip(examples, masks)]
+    [e.sequence.versions[m] for e, m in zip(examples, masks)]
   )
   values = np.concatenate([e.advantages[m] for e, m in zip(examples, masks)])
   return {
-      "staleness_mean": float(lag.mean()),
-      "staleness_max": float(lag.max()),
-      "advantage_mean": float(values.mean()),
-      "advantage_std": float(values.std()),
-      "advantage_abs_max": float(np.abs(values).max()),
-      "completion_tokens": float(len(values)),
+    "staleness_mean": float(lag.mean()),
+    "staleness_max": float(lag.max()),
+    "advantage_mean": float(values.mean()),
+    "advantage_std": float(values.std()),
+    "advantage_abs_max": float(np.abs(values).max()),
+    "completion_tokens": float(len(values)),
   }
 
 
@@ -122,19 +124,19 @@ _SUMS = (
     "groups", "zero_advantage_groups", "episodes", "valid_episodes",
     "completion_tokens", "sequences", "tokens", "sampled_tokens",
     "shared_tokens", "dropped_sequences", "learner_tokens_per_second",
-)  # pyformat: disable
+)  # fmt: skip
 _POOLED = {
-    "reward": "valid_episodes",
-    "success_rate": "valid_episodes",
-    "turns": "valid_episodes",
-    "staleness": "completion_tokens",
-    "kl": "completion_tokens",
-    "overlong_price": "valid_episodes",
-    "advantage": "completion_tokens",
-    "value": "completion_tokens",
-    "value_target": "completion_tokens",
-    "packing_efficiency": "micro_batches",
-    "patch_efficiency": "micro_batches",
+  "reward": "valid_episodes",
+  "success_rate": "valid_episodes",
+  "turns": "valid_episodes",
+  "staleness": "completion_tokens",
+  "kl": "completion_tokens",
+  "overlong_price": "valid_episodes",
+  "advantage": "completion_tokens",
+  "value": "completion_tokens",
+  "value_target": "completion_tokens",
+  "packing_efficiency": "micro_batches",
+  "patch_efficiency": "micro_batches",
 }
 """Means, and the counts that weigh them; their names may end in `_mean`."""
 

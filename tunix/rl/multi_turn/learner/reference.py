@@ -43,50 +43,50 @@ class Scorer:
   """See the module docstring."""
 
   def __init__(
-      self,
-      model: base.Policy,
-      processor: base.Processor,
-      image_store: image_lib.ImageStore,
-      *,
-      row_length: int,
-      temperature: float = 1.0,
-      stored: str = "float32",
-      merged: bool = False,
+    self,
+    model: base.Policy,
+    processor: base.Processor,
+    image_store: image_lib.ImageStore,
+    *,
+    row_length: int,
+    temperature: float = 1.0,
+    stored: str = "float32",
+    merged: bool = False,
   ):
     """Args:
 
-      model: The architecture; its weights are not read.
-      processor: Host side of the policy.
-      image_store: Pixels of the sequences' images.
-      row_length: Tokens of the longest sequence.
-      temperature: Temperature that the tokens were sampled at.
-      stored: Type to which weights are rounded first.
-      merged: Whether an adapter is added to the weights before that, as
-        `disk_weights.policy_saver` does.
+    model: The architecture; its weights are not read.
+    processor: Host side of the policy.
+    image_store: Pixels of the sequences' images.
+    row_length: Tokens of the longest sequence.
+    temperature: Temperature that the tokens were sampled at.
+    stored: Type to which weights are rounded first.
+    merged: Whether an adapter is added to the weights before that, as
+      `disk_weights.policy_saver` does.
     """
     mesh = getattr(model, "mesh", None)
     split = update.SplitModel(model)  # type: ignore[arg-type]
     placement = update.Placement.of(split, model, mesh)
     config = config_lib.LearnerConfig(
-        rows=placement.shards,
-        row_length=row_length,
-        groups_per_step=1,
-        tree="false",
+      rows=placement.shards,
+      row_length=row_length,
+      groups_per_step=1,
+      tree="false",
     )
     self._model = model
     self._minibatches = minibatch_lib.Minibatches(
-        model,
-        processor,
-        image_store,
-        config,
-        parts.Algorithm.of(config_lib.AlgorithmConfig()),
-        placement,
-        mesh,
-        peers_lib.ALONE,
+      model,
+      processor,
+      image_store,
+      config,
+      parts.Algorithm.of(config_lib.AlgorithmConfig()),
+      placement,
+      mesh,
+      peers_lib.ALONE,
     )
     about = model.config
     banned = logprobs.banned_mask(
-        about.vocab_size, tuple(about.banned_token_ids)
+      about.vocab_size, tuple(about.banned_token_ids)
     )
     self._merged = merged
 
@@ -97,22 +97,22 @@ class Scorer:
       return lax.reduce_precision(value, *bits)
 
     def score(
-        graphdef: Any, state: nnx.State, batch: batching.Batch
+      graphdef: Any, state: nnx.State, batch: batching.Batch
     ) -> jax.Array:
       with jax.default_matmul_precision("highest"):
         scores, _ = logprobs.batch_scores(
-            nnx.merge(graphdef, jax.tree.map(rounded, state)),
-            batch,
-            temperature=temperature,
-            banned_V=banned,
-            chunk=config.logit_chunk,
+          nnx.merge(graphdef, jax.tree.map(rounded, state)),
+          batch,
+          temperature=temperature,
+          banned_V=banned,
+          chunk=config.logit_chunk,
         )
       return scores.logprobs
 
     self._score = program.Program(jax.jit(score))
 
   def __call__(
-      self, params: Any, sequences: Sequence[trajectory.TokenSequence]
+    self, params: Any, sequences: Sequence[trajectory.TokenSequence]
   ) -> list[np.ndarray]:
     """Returns float32[S] log-probs of each sequence's sampled tokens.
 
@@ -143,14 +143,14 @@ class Teacher:
   """A frozen policy; see the module docstring."""
 
   def __init__(
-      self,
-      model: base.Policy,
-      student: base.Policy,
-      mesh: Mesh | None,
-      *,
-      temperature: float,
-      chunk: int,
-      tree: bool,
+    self,
+    model: base.Policy,
+    student: base.Policy,
+    mesh: Mesh | None,
+    *,
+    temperature: float,
+    chunk: int,
+    tree: bool,
   ):
     """Args:
 
@@ -166,56 +166,53 @@ class Teacher:
     """
     if model.config.vocab_size < student.config.vocab_size:
       raise ValueError(
-          f"the teacher has a vocabulary of {model.config.vocab_size} tokens,"
-          f" the policy one of {student.config.vocab_size}; a teacher needs the"
-          " policy's tokenizer"
+        f"the teacher has a vocabulary of {model.config.vocab_size} tokens,"
+        f" the policy one of {student.config.vocab_size}; a teacher needs the"
+        " policy's tokenizer"
       )
     if tree and not getattr(model, "supports_tree", False):
       raise ValueError(
-          f"the teacher, a {type(model).__name__}, reads no trees; set"
-          " learner.tree=false"
+        f"the teacher, a {type(model).__name__}, reads no trees; set"
+        " learner.tree=false"
       )
     module = cast(nnx.Module, model)
     split = update.SplitModel(module)
     placement = update.Placement.of(split, model, mesh)
     put = lambda arrays, places: {
-        name: sharding.put(value, places[name])
-        for name, value in arrays.items()
+      name: sharding.put(value, places[name]) for name, value in arrays.items()
     }
     self._params = put(split.params_of(module), placement.params)
     self._frozen = put(split.frozen_of(module), placement.frozen)
     # Ids beyond the student's vocabulary are never sampled either.
     banned = logprobs.banned_mask(
-        model.config.vocab_size,
-        (
-            *student.config.banned_token_ids,
-            *range(student.config.vocab_size, model.config.vocab_size),
-        ),
+      model.config.vocab_size,
+      (
+        *student.config.banned_token_ids,
+        *range(student.config.vocab_size, model.config.vocab_size),
+      ),
     )
 
     def score(params: Any, frozen: Any, batch: batching.Batch) -> jax.Array:
       scores, _ = logprobs.batch_scores(
-          split.merge(params, frozen),
-          batch,
-          temperature=temperature,
-          banned_V=banned,
-          chunk=chunk,
+        split.merge(params, frozen),
+        batch,
+        temperature=temperature,
+        banned_V=banned,
+        chunk=chunk,
       )
       return scores.logprobs
 
-    self._score = program.Program(
-        jax.jit(score, out_shardings=placement.batch)
-    )
+    self._score = program.Program(jax.jit(score, out_shardings=placement.batch))
 
   @classmethod
   def of(
-      cls,
-      algorithm: parts.Algorithm,
-      model: base.Policy | None,
-      student: base.Policy,
-      mesh: Mesh | None,
-      sampling: policy_client.SamplingParams,
-      config: config_lib.LearnerConfig,
+    cls,
+    algorithm: parts.Algorithm,
+    model: base.Policy | None,
+    student: base.Policy,
+    mesh: Mesh | None,
+    sampling: policy_client.SamplingParams,
+    config: config_lib.LearnerConfig,
   ) -> Teacher | None:
     """Returns the teacher of a learner; None without distillation.
 
@@ -228,12 +225,12 @@ class Teacher:
     if model is None:
       raise ValueError(f"distill_coef={coef} needs a teacher; pass teacher=")
     return cls(
-        model,
-        student,
-        mesh,
-        temperature=sampling.temperature,
-        chunk=config.logit_chunk,
-        tree=minibatches.uses_tree(config, student),
+      model,
+      student,
+      mesh,
+      temperature=sampling.temperature,
+      chunk=config.logit_chunk,
+      tree=minibatches.uses_tree(config, student),
     )
 
   def score(self, batch: batching.Batch) -> jax.Array:
@@ -244,8 +241,8 @@ class Teacher:
   def bytes(self) -> int:
     """Of its weights, over all devices."""
     return sum(
-        int(np.prod(x.shape)) * x.dtype.itemsize
-        for x in (*self._params.values(), *self._frozen.values())
+      int(np.prod(x.shape)) * x.dtype.itemsize
+      for x in (*self._params.values(), *self._frozen.values())
     )
 
 
@@ -255,16 +252,16 @@ class Reference:
   def __init__(self, params: Mapping[str, jax.Array], on_host: bool):
     """Args:
 
-      params: copied already, at their place on the devices.
-      on_host: whether they wait in the hosts' memory.
+    params: copied already, at their place on the devices.
+    on_host: whether they wait in the hosts' memory.
     """
     self._places = {name: x.sharding for name, x in params.items()}
     self._on_host = on_host
     self._kept = dict(params)
     if on_host:
       self._kept = {
-          name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-          for name, x in params.items()
+        name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+        for name, x in params.items()
       }
 
   def params(self) -> dict[str, jax.Array]:
@@ -272,6 +269,6 @@ class Reference:
     if not self._on_host:
       return self._kept
     return {
-        name: jax.device_put(x, self._places[name])
-        for name, x in self._kept.items()
+      name: jax.device_put(x, self._places[name])
+      for name, x in self._kept.items()
     }

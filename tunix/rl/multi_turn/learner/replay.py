@@ -32,17 +32,13 @@ _SUCCEEDED = trajectory.TrajectoryStatus.SUCCEEDED
 class Store(Protocol):
   """The part of a `GroupStore` that is used: of groups of one success."""
 
-  def append(self, index: int, group: TrajectoryGroup) -> None:
-    ...
+  def append(self, index: int, group: TrajectoryGroup) -> None: ...
 
-  def remove(self, indices: Iterable[int]) -> None:
-    ...
+  def remove(self, indices: Iterable[int]) -> None: ...
 
-  def load(self) -> list[tuple[int, TrajectoryGroup]]:
-    ...
+  def load(self) -> list[tuple[int, TrajectoryGroup]]: ...
 
-  def known(self) -> set[int]:
-    ...
+  def known(self) -> set[int]: ...
 
 
 class SuccessReplay:
@@ -71,7 +67,7 @@ class SuccessReplay:
     return len(self._kept)
 
   def lend(
-      self, groups: Sequence[TrajectoryGroup], version: int
+    self, groups: Sequence[TrajectoryGroup], version: int
   ) -> tuple[list[TrajectoryGroup], frozenset[str]]:
     """Extends each all-failed group by one stored success of its task.
 
@@ -93,7 +89,7 @@ class SuccessReplay:
         borrowed.add(name)
         lent = dataclasses.replace(stored, trajectory_id=name)
         group = dataclasses.replace(
-            group, trajectories=(*group.trajectories, lent)
+          group, trajectories=(*group.trajectories, lent)
         )
       out.append(group)
     self._keep(groups)
@@ -105,7 +101,7 @@ class SuccessReplay:
     return self._for(group, version) is not None
 
   def _for(
-      self, group: TrajectoryGroup, version: int
+    self, group: TrajectoryGroup, version: int
   ) -> trajectory.Trajectory | None:
     """Returns the success that a group borrows.
 
@@ -115,13 +111,11 @@ class SuccessReplay:
       return None
     return self._newest(group.task_id, version)
 
-  def _newest(
-      self, task_id: str, version: int
-  ) -> trajectory.Trajectory | None:
+  def _newest(self, task_id: str, version: int) -> trajectory.Trajectory | None:
     candidates = [
-        (entry.oldest_version, index)
-        for index, entry in self._kept.items()
-        if entry.task_id == task_id and entry.oldest_version <= version
+      (entry.oldest_version, index)
+      for index, entry in self._kept.items()
+      if entry.task_id == task_id and entry.oldest_version <= version
     ]
     if not candidates:
       return None
@@ -129,9 +123,9 @@ class SuccessReplay:
 
   def _forget_old(self, version: int) -> None:
     old = [
-        index
-        for index, entry in self._kept.items()
-        if version - entry.oldest_version > self._max_age
+      index
+      for index, entry in self._kept.items()
+      if version - entry.oldest_version > self._max_age
     ]
     self._remove(old)
 
@@ -143,7 +137,7 @@ class SuccessReplay:
         continue
       best = max(won, key=lambda m: (m.reward, (m.versions or (0,))[0]))
       newest[group.task_id] = TrajectoryGroup(
-          group.group_id, group.task_id, (best,), group.start_version
+        group.group_id, group.task_id, (best,), group.start_version
       )
     for entry in newest.values():
       index, self._next = self._next, self._next + 1

@@ -26,11 +26,11 @@ Prices = dict[str, np.ndarray]
 
 
 def of_groups(
-    groups: Sequence[trajectory.TrajectoryGroup],
-    algorithm: parts.Algorithm,
-    kl_coef: float,
-    row_length: int,
-    score: Score,
+  groups: Sequence[trajectory.TrajectoryGroup],
+  algorithm: parts.Algorithm,
+  kl_coef: float,
+  row_length: int,
+  score: Score,
 ) -> tuple[Prices, dict[str, float]]:
   """Returns the prices of the groups' valid members, and readings of them.
 
@@ -52,53 +52,49 @@ def of_groups(
     for member in members:
       tokens = example_lib.turn_tokens(member, turns[member.trajectory_id])
       prices[member.trajectory_id] = length_price(
-          tokens, config.overlong_tokens, config.overlong_begin
+        tokens, config.overlong_tokens, config.overlong_begin
       )
     readings["overlong_price"] = float(
-        np.mean([-p.sum() for p in prices.values()])
+      np.mean([-p.sum() for p in prices.values()])
     )
   if config.kl_in_reward:
     readings["kl"] = _add_kl(
-        prices, members, turns, algorithm, kl_coef, row_length, score
+      prices, members, turns, algorithm, kl_coef, row_length, score
     )
   return prices, readings
 
 
 def _add_kl(
-    prices: Prices,
-    members: Sequence[trajectory.Trajectory],
-    turns: dict[str, int],
-    algorithm: parts.Algorithm,
-    kl_coef: float,
-    row_length: int,
-    score: Score,
+  prices: Prices,
+  members: Sequence[trajectory.Trajectory],
+  turns: dict[str, int],
+  algorithm: parts.Algorithm,
+  kl_coef: float,
+  row_length: int,
+  score: Score,
 ) -> float:
   """Adds each member's KL to its prices; returns the mean KL a token."""
   pairs = [
-      (member.trajectory_id, sequence)
-      for member in members
-      for sequence in member.sequences
-      if sequence.num_sampled and len(sequence) <= row_length
+    (member.trajectory_id, sequence)
+    for member in members
+    for sequence in member.sequences
+    if sequence.num_sampled and len(sequence) <= row_length
   ]
   references = score([sequence for _, sequence in pairs])
   total, tokens = 0.0, 0
   for (name, sequence), reference in zip(pairs, references, strict=True):
     mask = sequence.loss_mask
     nats = np.asarray(
-        algorithm.kl(sequence.logprobs[mask], reference[mask]), np.float64
+      algorithm.kl(sequence.logprobs[mask], reference[mask]), np.float64
     )
-    price = kl_price(
-        nats, sequence.turn_ids[mask], kl_coef, turns[name]
-    )
+    price = kl_price(nats, sequence.turn_ids[mask], kl_coef, turns[name])
     prices[name] = prices.get(name, 0.0) + price
     total += float(nats.sum())
     tokens += len(nats)
   return total / max(tokens, 1)
 
 
-def soft_overlong(
-    lengths_N: np.ndarray, limit: int, cache: int
-) -> np.ndarray:
+def soft_overlong(lengths_N: np.ndarray, limit: int, cache: int) -> np.ndarray:
   """Returns float64[N], 0 up to limit - cache tokens, falling to -1 at limit.
 
   Yu et al. 2025, "DAPO", equation 13 (arXiv:2503.14476), with L_max = limit
@@ -114,7 +110,7 @@ def soft_overlong(
 
 
 def kl_price(
-    kl_T: np.ndarray, turn_ids_T: np.ndarray, coef: float, turns: int
+  kl_T: np.ndarray, turn_ids_T: np.ndarray, coef: float, turns: int
 ) -> np.ndarray:
   """Returns float64[K]: -coef times the sum of each turn's KL.
 
@@ -132,9 +128,7 @@ def kl_price(
   return -coef * total_K
 
 
-def length_price(
-    tokens_K: np.ndarray, limit: int, cache: int
-) -> np.ndarray:
+def length_price(tokens_K: np.ndarray, limit: int, cache: int) -> np.ndarray:
   """Returns float64[K]: `soft_overlong` of an episode, at its last turn."""
   out = np.zeros(len(tokens_K), np.float64)
   if len(out):

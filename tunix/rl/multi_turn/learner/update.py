@@ -72,9 +72,7 @@ class _Leaves:
   def __init__(self, state: nnx.State):
     paths, self._treedef = jax.tree_util.tree_flatten_with_path(state)
     self.names = [_name(path) for path, _ in paths]
-    self.shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in paths
-    ]
+    self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in paths]
     if len(set(self.names)) != len(self.names):
       raise ValueError("two parameters of the model have the same name")
 
@@ -82,13 +80,13 @@ class _Leaves:
     leaves, treedef = jax.tree.flatten(state)
     if bool(treedef != self._treedef):  # type: ignore[operator]
       raise ValueError(
-          "the module's parameters differ in structure from the learner's"
+        "the module's parameters differ in structure from the learner's"
       )
     return dict(zip(self.names, leaves))
 
   def state(self, params: Params) -> nnx.State:
     return jax.tree.unflatten(
-        self._treedef, [params[name] for name in self.names]
+      self._treedef, [params[name] for name in self.names]
     )
 
 
@@ -105,16 +103,14 @@ class SplitModel:
   def __init__(self, model: nnx.Module, left_out: Collection[str] = ()):
     """Args:
 
-      model: the module.
-      left_out: names of its submodules that are not trained.
+    model: the module.
+    left_out: names of its submodules that are not trained.
     """
     adapter = jax.tree.leaves(nnx.state(model, layers.LoRAParam))
     kind = layers.LoRAParam if adapter else nnx.Param
     names = frozenset(left_out)
     self.trained: Any = nnx.All(
-        kind,
-        nnx.Not(layers.FixedParam),
-        lambda path, value: path[0] not in names,
+      kind, nnx.Not(layers.FixedParam), lambda path, value: path[0] not in names
     )
     parts: Any = nnx.split(model, self.trained, nnx.Param, ...)
     self._graphdef, state, frozen, self._rest = parts
@@ -122,8 +118,8 @@ class SplitModel:
     self.names, own = self._trained.names, self._trained.shapes
     self._dtypes = {name: x.dtype for name, x in zip(self.names, own)}
     self.shapes = [
-        jax.ShapeDtypeStruct(x.shape, optimizer.master_dtype(x.dtype))
-        for x in own
+      jax.ShapeDtypeStruct(x.shape, optimizer.master_dtype(x.dtype))
+      for x in own
     ]
     self.rounds = any(a.dtype != b.dtype for a, b in zip(own, self.shapes))
 
@@ -143,15 +139,15 @@ class SplitModel:
   def state(self, params: Params, frozen: Params) -> nnx.State:
     """Returns an nnx.State of all Params around these arrays."""
     return nnx.merge_state(
-        self._trained.state(self.rounded(params)), self._frozen.state(frozen)
+      self._trained.state(self.rounded(params)), self._frozen.state(frozen)
     )
 
   def merge(self, params: Params, frozen: Params) -> Any:
     return nnx.merge(
-        self._graphdef,
-        self._trained.state(self.rounded(params)),
-        self._frozen.state(frozen),
-        self._rest,
+      self._graphdef,
+      self._trained.state(self.rounded(params)),
+      self._frozen.state(frozen),
+      self._rest,
     )
 
 
@@ -183,32 +179,32 @@ class Placement:
     """Returns places on `mesh` by the parameters' `axes`, or on one device."""
     if mesh is None:
       here: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(
-          jax.local_devices()[0]
+        jax.local_devices()[0]
       )
       frozen = dict.fromkeys(split.frozen_of(model), here)
       return cls(dict.fromkeys(split.names, here), frozen, here, here, 1)
     placed = nnx.merge(
-        *nnx.split(model)[:1],
-        jax.tree.map(
-            lambda v: v.replace(sharding.parameter_sharding(v, mesh)),
-            nnx.state(model),
-            is_leaf=lambda v: isinstance(v, nnx.Variable),
-        ),
+      *nnx.split(model)[:1],
+      jax.tree.map(
+        lambda v: v.replace(sharding.parameter_sharding(v, mesh)),
+        nnx.state(model),
+        is_leaf=lambda v: isinstance(v, nnx.Variable),
+      ),
     )
     # Shardings lie where the arrays were.
     trained: Any = split.params_of(placed)
     rest_of_model: Any = split.frozen_of(placed)
     return cls(
-        trained,
-        rest_of_model,
-        sharding.batch_sharding(mesh),
-        sharding.replicated(mesh),
-        sharding.batch_shards(mesh),
+      trained,
+      rest_of_model,
+      sharding.batch_sharding(mesh),
+      sharding.replicated(mesh),
+      sharding.batch_shards(mesh),
     )
 
 
 def _name(path: Any) -> str:
-  """"blocks.0.q" of a tree path; the step into the variable is left out."""
+  """ "blocks.0.q" of a tree path; the step into the variable is left out."""
   parts = []
   for key in path:
     if isinstance(key, jax.tree_util.GetAttrKey):
@@ -261,24 +257,24 @@ class UpdatePrograms:
   """The compiled programs of one model and configuration."""
 
   def __init__(
-      self,
-      split: SplitModel,
-      config: config_lib.LearnerConfig,
-      algorithm: parts.Algorithm,
-      banned_V: np.ndarray | None,
-      placement: Placement,
-      temperature: float = 1.0,
-      width: int = 0,
+    self,
+    split: SplitModel,
+    config: config_lib.LearnerConfig,
+    algorithm: parts.Algorithm,
+    banned_V: np.ndarray | None,
+    placement: Placement,
+    temperature: float = 1.0,
+    width: int = 0,
   ):
     """Args:
 
-      split: the model.
-      config: Settings of the learner.
-      algorithm: makes the loss.
-      banned_V: bool[V] or None, see `logprobs.score`.
-      placement: Shardings of the arrays.
-      temperature: Temperature of the sampler.
-      width: Width of the model's hidden states; read with a critic.
+    split: the model.
+    config: Settings of the learner.
+    algorithm: makes the loss.
+    banned_V: bool[V] or None, see `logprobs.score`.
+    placement: Shardings of the arrays.
+    temperature: Temperature of the sampler.
+    width: Width of the model's hidden states; read with a critic.
     """
     self._split = split
     self._width = width
@@ -293,10 +289,7 @@ class UpdatePrograms:
     shapes = dict(zip(split.names, split.shapes))
     if algorithm.has_critic:
       self._tx = optimizer.with_head(
-          self._tx,
-          config,
-          critic.NAMES,
-          algorithm.config.value_learning_rate,
+        self._tx, config, critic.NAMES, algorithm.config.value_learning_rate
       )
       params |= placement.head
       shapes |= critic.shapes(width)
@@ -309,43 +302,41 @@ class UpdatePrograms:
       return one
 
     self.optimizer_placement = jax.tree_util.tree_map_with_path(
-        place, jax.eval_shape(self._tx.init, shapes)
+      place, jax.eval_shape(self._tx.init, shapes)
     )
     self.accumulate = program.Program(
-        jax.jit(
-            self._accumulate,
-            donate_argnums=(1, 2),
-            out_shardings=(params, one),
-        )
+      jax.jit(
+        self._accumulate, donate_argnums=(1, 2), out_shardings=(params, one)
+      )
     )
     self.apply = program.Program(
-        jax.jit(
-            self._apply,
-            donate_argnums=(0, 1),
-            out_shardings=(params, self.optimizer_placement, one, one),
-        )
+      jax.jit(
+        self._apply,
+        donate_argnums=(0, 1),
+        out_shardings=(params, self.optimizer_placement, one, one),
+      )
     )
     self.score = program.Program(
-        jax.jit(self._score, out_shardings=placement.batch)
+      jax.jit(self._score, out_shardings=placement.batch)
     )
     self.value = program.Program(
-        jax.jit(self._value, out_shardings=placement.batch)
+      jax.jit(self._value, out_shardings=placement.batch)
     )
     self._start: tuple[program.Program, Sums] | None = None
     self._start_lock = threading.Lock()
     self._all_placement = params
     dtypes = {name: shape.dtype for name, shape in shapes.items()}
     self.masters = jax.jit(
-        lambda params: {
-            name: jnp.array(x, dtypes[name], copy=True)
-            for name, x in params.items()
-            if name in policy_params
-        },
-        out_shardings=policy_params,
+      lambda params: {
+        name: jnp.array(x, dtypes[name], copy=True)
+        for name, x in params.items()
+        if name in policy_params
+      },
+      out_shardings=policy_params,
     )
     self.publish = jax.jit(
-        lambda params: jax.tree.map(jnp.copy, split.rounded(params)),
-        out_shardings=policy_params,
+      lambda params: jax.tree.map(jnp.copy, split.rounded(params)),
+      out_shardings=policy_params,
     )
 
   @property
@@ -360,10 +351,10 @@ class UpdatePrograms:
     if not self._algorithm.has_critic:
       return {}
     return {
-        name: sharding.put(
-            np.zeros(shape.shape, shape.dtype), self._placement.head[name]
-        )
-        for name, shape in critic.shapes(self._width).items()
+      name: sharding.put(
+        np.zeros(shape.shape, shape.dtype), self._placement.head[name]
+      )
+      for name, shape in critic.shapes(self._width).items()
     }
 
   def init_optimizer(self, params: Params) -> optax.OptState:
@@ -374,11 +365,7 @@ class UpdatePrograms:
   # -- programs --
 
   def loss(
-      self,
-      params: Params,
-      frozen: Params,
-      batch: batching.Batch,
-      extra: Extra,
+    self, params: Params, frozen: Params, batch: batching.Batch, extra: Extra
   ) -> tuple[jax.Array, Sums]:
     """Sum of weight x token loss over a batch, and its readings."""
     scores, hidden = self._scores(params, frozen, batch)
@@ -388,11 +375,11 @@ class UpdatePrograms:
     return self.loss_of_scores(scores, batch, extra, values)
 
   def loss_of_scores(
-      self,
-      scores: logprobs.TokenScores,
-      batch: batching.Batch,
-      extra: Extra,
-      values: jax.Array | None = None,
+    self,
+    scores: logprobs.TokenScores,
+    batch: batching.Batch,
+    extra: Extra,
+    values: jax.Array | None = None,
   ) -> tuple[jax.Array, Sums]:
     """As `loss`, from the scores of the batch's tokens and their values."""
     algorithm, config = self._algorithm, self._algorithm.config
@@ -404,11 +391,11 @@ class UpdatePrograms:
       proximal = jnp.asarray(extra.proximal)
     # The parts of an algorithm see one buffer at a time.
     anchor, weight = jax.vmap(
-        functools.partial(
-            importance.corrected,
-            algorithm.correction,
-            options=algorithm.importance_options,
-        )
+      functools.partial(
+        importance.corrected,
+        algorithm.correction,
+        options=algorithm.importance_options,
+      )
     )(proximal, jnp.asarray(batch.logprobs), jnp.asarray(batch.sequences))
     options = algorithm.objective_options
     advantages = jnp.asarray(batch.advantages)
@@ -416,18 +403,18 @@ class UpdatePrograms:
       # The sampled token's part of the reverse KL, as an advantage.
       further = jax.lax.stop_gradient(jnp.asarray(extra.teacher) - anchor)
       advantages = advantages + config.distill_coef * jnp.clip(
-          further, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
+        further, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
       )
     token_loss, readings = jax.vmap(
-        lambda tokens: algorithm.objective.apply(tokens, options)
+      lambda tokens: algorithm.objective.apply(tokens, options)
     )(
-        objectives.TokenBatch(
-            logprobs=lp,
-            anchor=jax.lax.stop_gradient(anchor),
-            weight=jax.lax.stop_gradient(weight),
-            advantages=advantages,
-            sequences=jnp.asarray(batch.sequences),
-        )
+      objectives.TokenBatch(
+        logprobs=lp,
+        anchor=jax.lax.stop_gradient(anchor),
+        weight=jax.lax.stop_gradient(weight),
+        advantages=advantages,
+        sequences=jnp.asarray(batch.sequences),
+      )
     )
     readings = dict(readings)
     readings["policy_loss"] = token_loss
@@ -438,9 +425,7 @@ class UpdatePrograms:
     weighted = jnp.ones_like(lp, bool)
     if algorithm.objective.uses_advantages:
       weighted = (weight != 0) & (advantages != 0)
-      moved = jnp.clip(
-          lp - batch.logprobs, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
-      )
+      moved = jnp.clip(lp - batch.logprobs, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO)
       ratio = jnp.exp(moved)
       readings["ratio_mean"] = ratio
       readings["sampler_kl"] = jnp.expm1(moved) - moved
@@ -461,10 +446,10 @@ class UpdatePrograms:
       readings["teacher_kl"] = lp - jnp.asarray(extra.teacher)
     if values is not None:
       value_loss, clipped = critic.value_loss(
-          values,
-          jnp.asarray(batch.streams[critic.VALUES]),
-          jnp.asarray(batch.streams[critic.TARGETS]),
-          config.value_clip,
+        values,
+        jnp.asarray(batch.streams[critic.VALUES]),
+        jnp.asarray(batch.streams[critic.TARGETS]),
+        config.value_clip,
       )
       token_loss = token_loss + config.value_coef * value_loss
       weighted |= config.value_coef != 0
@@ -474,44 +459,36 @@ class UpdatePrograms:
     by_turn = jnp.zeros(readings_lib.TURN_SHAPE, jnp.float32)
     if turn_groups.STREAM in batch.streams and "sampler_kl" in readings:
       by_turn = readings_lib.turn_sums(
-          jnp.asarray(batch.streams[turn_groups.STREAM]),
-          jnp.asarray(mask),
-          tuple(readings[name] for name in readings_lib.TURN_VALUES),
+        jnp.asarray(batch.streams[turn_groups.STREAM]),
+        jnp.asarray(mask),
+        tuple(readings[name] for name in readings_lib.TURN_VALUES),
       )
     # Selected before the product: a padding token's loss may be anything.
     loss = jnp.sum(jnp.where(mask, token_loss, 0.0) * batch.weights)
     sums = Sums(
-        loss=loss,
-        total={
-            name: jnp.sum(jnp.where(mask, jax.lax.stop_gradient(x), 0.0))
-            for name, x in readings.items()
-        },
-        most={
-            name: jnp.max(jnp.where(mask, jax.lax.stop_gradient(x), -jnp.inf))
-            for name, x in most.items()
-        },
-        tokens=jnp.sum(mask.astype(jnp.float32)),
-        weighted=jnp.sum((mask & weighted).astype(jnp.float32)),
-        by_turn=by_turn,
+      loss=loss,
+      total={
+        name: jnp.sum(jnp.where(mask, jax.lax.stop_gradient(x), 0.0))
+        for name, x in readings.items()
+      },
+      most={
+        name: jnp.max(jnp.where(mask, jax.lax.stop_gradient(x), -jnp.inf))
+        for name, x in most.items()
+      },
+      tokens=jnp.sum(mask.astype(jnp.float32)),
+      weighted=jnp.sum((mask & weighted).astype(jnp.float32)),
+      by_turn=by_turn,
     )
     return loss, sums
 
   def start(
-      self,
-      params: Params,
-      frozen: Params,
-      batch: batching.Batch,
-      extra: Extra,
+    self, params: Params, frozen: Params, batch: batching.Batch, extra: Extra
   ) -> tuple[Params, Sums]:
     """Zero gradients, and readings of no tokens as `loss` will report them."""
     return self._starting(params, frozen, batch, extra)[0](params)
 
   def _starting(
-      self,
-      params: Params,
-      frozen: Params,
-      batch: batching.Batch,
-      extra: Extra,
+    self, params: Params, frozen: Params, batch: batching.Batch, extra: Extra
   ) -> tuple[program.Program, Sums]:
     """Returns the program of `start` and the shapes of its readings."""
     with self._start_lock:
@@ -522,30 +499,30 @@ class UpdatePrograms:
         def zeros(params):
           zero = jnp.zeros((), jnp.float32)
           return jax.tree.map(jnp.zeros_like, params), Sums(
-              loss=zero,
-              total={name: zero for name in sums.total},
-              most={name: zero - jnp.inf for name in sums.most},
-              tokens=zero,
-              weighted=zero,
-              by_turn=jnp.zeros(readings_lib.TURN_SHAPE, jnp.float32),
+            loss=zero,
+            total={name: zero for name in sums.total},
+            most={name: zero - jnp.inf for name in sums.most},
+            tokens=zero,
+            weighted=zero,
+            by_turn=jnp.zeros(readings_lib.TURN_SHAPE, jnp.float32),
           )
 
         self._start = (
-            program.Program(
-                jax.jit(zeros, out_shardings=(self._all_placement, here))
-            ),
-            jax.tree.map(lambda x: program.shape_of(x, here), sums),
+          program.Program(
+            jax.jit(zeros, out_shardings=(self._all_placement, here))
+          ),
+          jax.tree.map(lambda x: program.shape_of(x, here), sums),
         )
       return self._start
 
   def prepare_step(
-      self,
-      params: Params,
-      opt_state: optax.OptState,
-      frozen: Params,
-      batch: batching.Batch,
-      extra: Extra,
-      acting: tuple[Any, ...] = (),
+    self,
+    params: Params,
+    opt_state: optax.OptState,
+    frozen: Params,
+    batch: batching.Batch,
+    extra: Extra,
+    acting: tuple[Any, ...] = (),
   ) -> None:
     """Compiles what a step calls; the arguments are shapes (`shapes_of`)."""
     start, sums = self._starting(params, frozen, batch, extra)
@@ -555,33 +532,31 @@ class UpdatePrograms:
     self.apply.prepare(params, opt_state, params, sums.weighted, *acting)
 
   def _accumulate(
-      self,
-      params: Params,
-      grads: Params,
-      sums: Sums,
-      frozen: Params,
-      batch: batching.Batch,
-      extra: Extra,
+    self,
+    params: Params,
+    grads: Params,
+    sums: Sums,
+    frozen: Params,
+    batch: batching.Batch,
+    extra: Extra,
   ) -> tuple[Params, Sums]:
-    new, here = jax.grad(self.loss, has_aux=True)(
-        params, frozen, batch, extra
-    )
+    new, here = jax.grad(self.loss, has_aux=True)(params, frozen, batch, extra)
     return jax.tree.map(jnp.add, grads, new), Sums(
-        loss=sums.loss + here.loss,
-        total=jax.tree.map(jnp.add, sums.total, here.total),
-        most=jax.tree.map(jnp.maximum, sums.most, here.most),
-        tokens=sums.tokens + here.tokens,
-        weighted=sums.weighted + here.weighted,
-        by_turn=sums.by_turn + here.by_turn,
+      loss=sums.loss + here.loss,
+      total=jax.tree.map(jnp.add, sums.total, here.total),
+      most=jax.tree.map(jnp.maximum, sums.most, here.most),
+      tokens=sums.tokens + here.tokens,
+      weighted=sums.weighted + here.weighted,
+      by_turn=sums.by_turn + here.by_turn,
     )
 
   def _apply(
-      self,
-      params: Params,
-      opt_state: optax.OptState,
-      grads: Params,
-      weighted: base.Array,
-      acting: base.Array | None = None,
+    self,
+    params: Params,
+    opt_state: optax.OptState,
+    grads: Params,
+    weighted: base.Array,
+    acting: base.Array | None = None,
   ) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
     """Makes an optimizer step; with `acting` 0 the value head alone moves.
 
@@ -602,32 +577,32 @@ class UpdatePrograms:
 
     keep_all = jax.tree_util.tree_map_with_path
     return (
-        keep_all(keep, new_params, params),
-        keep_all(keep, new_state, opt_state),
-        norm,
-        ok.astype(jnp.float32),
+      keep_all(keep, new_params, params),
+      keep_all(keep, new_state, opt_state),
+      norm,
+      ok.astype(jnp.float32),
     )
 
   def _score(
-      self, params: Params, frozen: Params, batch: batching.Batch
+    self, params: Params, frozen: Params, batch: batching.Batch
   ) -> jax.Array:
     return self._scores(params, frozen, batch)[0].logprobs
 
   def _value(
-      self, params: Params, frozen: Params, batch: batching.Batch
+    self, params: Params, frozen: Params, batch: batching.Batch
   ) -> jax.Array:
     model = self._split.merge(params, frozen)
     hidden = logprobs.gather_hidden(model(batch.inputs), batch.index)
     return jnp.where(batch.mask, critic.values(params, hidden), 0.0)
 
   def _scores(
-      self, params: Params, frozen: Params, batch: batching.Batch
+    self, params: Params, frozen: Params, batch: batching.Batch
   ) -> tuple[logprobs.TokenScores, jax.Array]:
     """Scores [S, M] and the hidden states [S, M, D] they are of."""
     return logprobs.batch_scores(
-        self._split.merge(params, frozen),
-        batch,
-        temperature=self._temperature,
-        banned_V=self._banned,
-        chunk=self._config.logit_chunk,
+      self._split.merge(params, frozen),
+      batch,
+      temperature=self._temperature,
+      banned_V=self._banned,
+      chunk=self._config.logit_chunk,
     )

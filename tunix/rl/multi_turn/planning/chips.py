@@ -45,14 +45,14 @@ class Chip:
 
 
 CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip("v5e", int(15.75 * GIB), 197e12, 819e9, 200e9),
-        Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, host_topology="2x2x1"),
-        Chip("v6e", int(31.25 * GIB), 918e12, 1640e9, 400e9),
-        Chip("h100", int(75.6 * GIB), 989e12, 3350e9, 450e9, 8, "8", gpu=True),
-        Chip("h200", int(133 * GIB), 989e12, 4800e9, 450e9, 8, "8", gpu=True),
-    )
+  chip.name: chip
+  for chip in (
+    Chip("v5e", int(15.75 * GIB), 197e12, 819e9, 200e9),
+    Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, host_topology="2x2x1"),
+    Chip("v6e", int(31.25 * GIB), 918e12, 1640e9, 400e9),
+    Chip("h100", int(75.6 * GIB), 989e12, 3350e9, 450e9, 8, "8", gpu=True),
+    Chip("h200", int(133 * GIB), 989e12, 4800e9, 450e9, 8, "8", gpu=True),
+  )
 }
 
 
@@ -83,20 +83,20 @@ class Topology:
     chip = CHIPS.get(generation)
     if chip is None:
       raise ValueError(
-          f"topology={name}: chip {generation!r} is not known; write one of"
-          f" {', '.join(CHIPS)}, for example v5e:16x16"
+        f"topology={name}: chip {generation!r} is not known; write one of"
+        f" {', '.join(CHIPS)}, for example v5e:16x16"
       )
     sides = chip.host_topology.count("x") + 1
     if not re.fullmatch("x".join([r"[1-9]\d*"] * sides), shape):
       raise ValueError(
-          f"topology={name}: {generation} takes {sides} whole numbers joined"
-          f" by x; write for example {generation}:{'x'.join(['4'] * sides)}"
+        f"topology={name}: {generation} takes {sides} whole numbers joined"
+        f" by x; write for example {generation}:{'x'.join(['4'] * sides)}"
       )
     devices = math.prod(map(int, shape.split("x")))
     if chip.gpu and devices > chip.host:
       raise ValueError(
-          f"topology={name}: a plan covers one machine of up to {chip.host}"
-          f" GPUs; write {generation}:{chip.host}"
+        f"topology={name}: a plan covers one machine of up to {chip.host}"
+        f" GPUs; write {generation}:{chip.host}"
       )
     # A slice of up to eight v5e or v6e chips may be one machine.
     hosts = max(1, devices // chip.host)

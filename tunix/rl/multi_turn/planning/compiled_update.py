@@ -30,11 +30,11 @@ from tunix.rl.multi_turn.policy import base
 
 
 def least_shape(
-    config: config_lib.LearnerConfig,
-    processor: base.Processor,
-    shards: int,
-    image_patches: int = 0,
-    aligned: bool = True,
+  config: config_lib.LearnerConfig,
+  processor: base.Processor,
+  shards: int,
+  image_patches: int = 0,
+  aligned: bool = True,
 ) -> packing.BatchShape:
   """Returns the smallest batch that a learner with these settings compiles.
 
@@ -45,24 +45,24 @@ def least_shape(
   length = config.row_length
   ppt = max(processor.patches_per_token, 1)
   return packing.BatchShape(
-      config.rows,
-      length,
-      shards,
-      config.patches or length * processor.patches_per_token,
-      config.targets or length,
-      aligned=aligned,
+    config.rows,
+    length,
+    shards,
+    config.patches or length * processor.patches_per_token,
+    config.targets or length,
+    aligned=aligned,
   ).bounded(packing.image_bound(image_patches, ppt), multiple=ppt)
 
 
 def activations(
-    model: base.Policy,
-    processor: base.Processor,
-    config: config_lib.LearnerConfig,
-    algorithm: config_lib.AlgorithmConfig,
-    *,
-    sampling: policy_client.SamplingConfig,
-    mesh: Mesh | None = None,
-    image_patches: int = 0,
+  model: base.Policy,
+  processor: base.Processor,
+  config: config_lib.LearnerConfig,
+  algorithm: config_lib.AlgorithmConfig,
+  *,
+  sampling: policy_client.SamplingConfig,
+  mesh: Mesh | None = None,
+  image_patches: int = 0,
 ) -> int | None:
   """Returns the bytes that the update of a micro-batch takes on each device.
 
@@ -83,20 +83,20 @@ def activations(
     ValueError: an unknown algorithm.
   """
   lowered = programs(
-      model,
-      processor,
-      config,
-      algorithm,
-      sampling=sampling,
-      mesh=mesh,
-      image_patches=image_patches,
+    model,
+    processor,
+    config,
+    algorithm,
+    sampling=sampling,
+    mesh=mesh,
+    image_patches=image_patches,
   )
   compiled = lowered.accumulate.compile()
   memory = compiled.memory_analysis()
   if memory is None:
     return None
   return memory.temp_size_in_bytes + max(
-      0, memory.argument_size_in_bytes - lowered.weights
+    0, memory.argument_size_in_bytes - lowered.weights
   )
 
 
@@ -118,14 +118,14 @@ class Programs(NamedTuple):
 
 
 def programs(
-    model: base.Policy,
-    processor: base.Processor,
-    config: config_lib.LearnerConfig,
-    algorithm: config_lib.AlgorithmConfig,
-    *,
-    sampling: policy_client.SamplingConfig,
-    mesh: Mesh | None = None,
-    image_patches: int = 0,
+  model: base.Policy,
+  processor: base.Processor,
+  config: config_lib.LearnerConfig,
+  algorithm: config_lib.AlgorithmConfig,
+  *,
+  sampling: policy_client.SamplingConfig,
+  mesh: Mesh | None = None,
+  image_patches: int = 0,
 ) -> Programs:
   """Lowers an update; see `activations`."""
   module = cast(nnx.Module, model)
@@ -137,49 +137,49 @@ def programs(
   if operators.has_critic:
     width = critic.width_of(model, processor, config.rows)
   steps = update.UpdatePrograms(
-      split,
-      config,
-      operators,
-      logprobs.banned_mask(about.vocab_size, tuple(about.banned_token_ids)),
-      placement,
-      temperature=sampling.temperature,
-      width=width,
+    split,
+    config,
+    operators,
+    logprobs.banned_mask(about.vocab_size, tuple(about.banned_token_ids)),
+    placement,
+    temperature=sampling.temperature,
+    width=width,
   )
 
   def placed(shape: Any, place: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
 
   params = {
-      name: placed(shape, placement.params[name])
-      for name, shape in zip(split.names, split.shapes)
+    name: placed(shape, placement.params[name])
+    for name, shape in zip(split.names, split.shapes)
   }
   if operators.has_critic:
     params |= {
-        name: placed(shape, placement.head[name])
-        for name, shape in critic.shapes(width).items()
+      name: placed(shape, placement.head[name])
+      for name, shape in critic.shapes(width).items()
     }
   frozen = {
-      name: placed(value, placement.frozen[name])
-      for name, value in split.frozen_of(module).items()
+    name: placed(value, placement.frozen[name])
+    for name, value in split.frozen_of(module).items()
   }
   size = least_shape(
-      config,
-      processor,
-      placement.shards,
-      image_patches,
-      minibatches.aligns_images(model),
+    config,
+    processor,
+    placement.shards,
+    image_patches,
+    minibatches.aligns_images(model),
   )
   batch = _batch(
-      size,
-      processor,
-      placement.batch,
-      tree=minibatches.uses_tree(config, model),
-      algorithm=operators,
+    size,
+    processor,
+    placement.batch,
+    tree=minibatches.uses_tree(config, model),
+    algorithm=operators,
   )
   extra = update.Extra(
-      batch.logprobs,
-      batch.logprobs,
-      teacher=batch.logprobs if algorithm.distill_coef else None,
+    batch.logprobs,
+    batch.logprobs,
+    teacher=batch.logprobs if algorithm.distill_coef else None,
   )
   _, sums = jax.eval_shape(steps.loss, params, frozen, batch, extra)
   sums = jax.tree.map(lambda x: placed(x, placement.replicated), sums)
@@ -190,10 +190,10 @@ def programs(
     return steps.apply.lower(params, state, params, sums.weighted)
 
   return Programs(
-      steps.accumulate.lower(params, params, sums, frozen, batch, extra),
-      apply,
-      sum(map(_device_bytes, jax.tree.leaves((params, params, frozen)))),
-      size,
+    steps.accumulate.lower(params, params, sums, frozen, batch, extra),
+    apply,
+    sum(map(_device_bytes, jax.tree.leaves((params, params, frozen)))),
+    size,
   )
 
 
@@ -203,12 +203,12 @@ def _device_bytes(shape: jax.ShapeDtypeStruct) -> int:
 
 
 def _batch(
-    shape: packing.BatchShape,
-    processor: base.Processor,
-    place: jax.sharding.Sharding,
-    *,
-    tree: bool,
-    algorithm: parts.Algorithm,
+  shape: packing.BatchShape,
+  processor: base.Processor,
+  place: jax.sharding.Sharding,
+  *,
+  tree: bool,
+  algorithm: parts.Algorithm,
 ) -> batching.Batch:
   """Returns a `batching.Batch` of shapes."""
   b, t, s, m = shape.rows, shape.row_length, shape.buffers, shape.targets
@@ -219,26 +219,26 @@ def _batch(
 
   i32, f32 = jnp.int32, jnp.float32
   inputs = base.PolicyInputs(
-      tokens=array(i32, b, t),
-      positions=array(i32, b, t, 3),
-      segment_ids=array(i32, b, t),
-      vision_index=array(i32, b, t),
-      patches=array(jnp.uint8, s, p, processor.patch_bytes),
-      patch_segments=array(i32, s, p),
-      patch_positions=array(i32, s, p, processor.position_axes),
-      seen_until=array(i32, b, t) if tree else None,
-      image_patches=shape.image_patches,
-      aligned_images=shape.aligned and bool(shape.image_patches),
+    tokens=array(i32, b, t),
+    positions=array(i32, b, t, 3),
+    segment_ids=array(i32, b, t),
+    vision_index=array(i32, b, t),
+    patches=array(jnp.uint8, s, p, processor.patch_bytes),
+    patch_segments=array(i32, s, p),
+    patch_positions=array(i32, s, p, processor.position_axes),
+    seen_until=array(i32, b, t) if tree else None,
+    image_patches=shape.image_patches,
+    aligned_images=shape.aligned and bool(shape.image_patches),
   )
   ints = ("index", "targets", "versions", "sequences", "groups")
   floats = ("logprobs", "advantages", "weights")
   streams = minibatches.streams_of(algorithm)
   support = minibatches.support_of(algorithm)
   return batching.Batch(
-      inputs=inputs,
-      mask=array(jnp.bool_, s, m),
-      streams={name: array(f32, s, m) for name in streams},
-      support=array(i32, s, m, support) if support else None,
-      **{name: array(i32, s, m) for name in ints},
-      **{name: array(f32, s, m) for name in floats},
+    inputs=inputs,
+    mask=array(jnp.bool_, s, m),
+    streams={name: array(f32, s, m) for name in streams},
+    support=array(i32, s, m, support) if support else None,
+    **{name: array(i32, s, m) for name in ints},
+    **{name: array(f32, s, m) for name in floats},
   )

@@ -32,8 +32,8 @@ def describe(run: run_lib.Run) -> str:
   cache = "KV cache in another process"
   if engine.cache_tokens:
     cache = (
-        f"KV cache of {engine.cache_tokens} tokens,"
-        f" {memory_limits.human(engine.cache_bytes)}"
+      f"KV cache of {engine.cache_tokens} tokens,"
+      f" {memory_limits.human(engine.cache_bytes)}"
     )
   screen = "none"
   if episodes.acts_on_gym and config.gym.observation == "axtree":
@@ -41,47 +41,45 @@ def describe(run: run_lib.Run) -> str:
   elif episodes.acts_on_gym:
     gym = config.gym
     width, height = agent_registry.screenshot_size(
-        config.agent, gym.width, gym.height
+      config.agent, gym.width, gym.height
     )
     tokens = policy.processor.num_image_tokens(width, height)
     screen = f"{width}x{height}, {tokens} tokens"
   # How the policy sees images, if its processor reports it.
   images = getattr(policy.processor, "describe", None)
   shapes = [
-      ("policy", f"{config.policy.name}, {parameters:,} parameters"),
-      ("devices", f"{jax.device_count()} x {jax.default_backend()}"),
-      ("system prompt", f"{len(policy.renderer.render(messages))} tokens"),
-      ("renderer", choice.described(policy.renderer)),
-      ("screenshot", screen),
-      *([("images", images())] if callable(images) else []),
-      (
-          "rollout",
-          f"{config.engine.slots} requests at a time of up to"
-          f" {config.engine.context_length} tokens, {cache}",
-      ),
-      (
-          "learner batch",
-          f"{config.learner.rows} rows x {config.learner.row_length} tokens",
-      ),
-      (
-          "step",
-          f"{config.learner.groups_per_step} groups x"
-          f" {config.collect.group_size} episodes",
-      ),
-      ("algorithm", _algorithm(config.algorithm)),
-      ("run directory", str(run.directory)),
+    ("policy", f"{config.policy.name}, {parameters:,} parameters"),
+    ("devices", f"{jax.device_count()} x {jax.default_backend()}"),
+    ("system prompt", f"{len(policy.renderer.render(messages))} tokens"),
+    ("renderer", choice.described(policy.renderer)),
+    ("screenshot", screen),
+    *([("images", images())] if callable(images) else []),
+    (
+      "rollout",
+      f"{config.engine.slots} requests at a time of up to"
+      f" {config.engine.context_length} tokens, {cache}",
+    ),
+    (
+      "learner batch",
+      f"{config.learner.rows} rows x {config.learner.row_length} tokens",
+    ),
+    (
+      "step",
+      f"{config.learner.groups_per_step} groups x"
+      f" {config.collect.group_size} episodes",
+    ),
+    ("algorithm", _algorithm(config.algorithm)),
+    ("run directory", str(run.directory)),
   ]
   memory = aligned(run.memory.table())
-  return "\n".join(
-      [config.to_yaml(), *aligned(shapes), "", "memory", *memory]
-  )
+  return "\n".join([config.to_yaml(), *aligned(shapes), "", "memory", *memory])
 
 
 def _algorithm(config: algorithm_config.AlgorithmConfig) -> str:
   """The preset with its source, and the parts that make the loss."""
   parts = (
-      f"advantage {config.advantage}, objective {config.objective}, importance"
-      f" {config.importance}, {config.loss_aggregation}"
+    f"advantage {config.advantage}, objective {config.objective}, importance"
+    f" {config.importance}, {config.loss_aggregation}"
   )
   if not config.name:
     return parts
@@ -99,9 +97,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
   widths = [max(map(len, column)) for column in zip(*rows)]
   right = len(widths) > 2
   return [
-      "  " + "  ".join(
-          cell.rjust(width) if right and i else cell.ljust(width)
-          for i, (cell, width) in enumerate(zip(row, widths))
-      ).rstrip()
-      for row in rows
+    "  "
+    + "  ".join(
+      cell.rjust(width) if right and i else cell.ljust(width)
+      for i, (cell, width) in enumerate(zip(row, widths))
+    ).rstrip()
+    for row in rows
   ]

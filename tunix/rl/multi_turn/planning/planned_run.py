@@ -46,7 +46,7 @@ _STAND_IN = "qwen3_vl_tiny"
 
 
 def load(
-    arguments: Sequence[str], topology: chips.Topology
+  arguments: Sequence[str], topology: chips.Topology
 ) -> tuple[config_lib.TrainConfig, str, list[str]]:
   """The configuration of a run on the slice.
 
@@ -72,26 +72,32 @@ def load(
   written = config_lib.load_config([*arguments, "--dry-run"])
   plain = config_lib.load_config(["--dry-run"])
   own = ("agent", "environment")
-  if name and not any(key.startswith(own) for key in keys) and (
+  if (
+    name
+    and not any(key.startswith(own) for key in keys)
+    and (
       # A file may hold them, too.
       (written.agent.name, written.agent.parser, written.environment.name)
       == (plain.agent.name, plain.agent.parser, plain.environment.name)
+    )
   ):
     agent = agent_presets.FAMILIES.get(qwen_config.SIZES[name].family)
     chosen += [f"agent.name={agent}"] if agent else []
   if written.mesh.devices == 1 < topology.devices and not any(
-      key.startswith("mesh.") for key in keys
+    key.startswith("mesh.") for key in keys
   ):
     chosen.append(f"mesh.fsdp={topology.devices}")
   if f"mesh.fsdp={topology.devices}" in chosen and "learner.rows" not in keys:
     chosen.append(f"learner.rows={topology.devices}")
   config = config_lib.load_config([*arguments, *chosen, "--dry-run"])
   if config.mesh.devices != topology.devices:
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
         f" {config.mesh.devices}, but {topology.name} has {topology.devices}"
         " chips; set them to multiply to that"
-    ])
+      ]
+    )
   return config, name or config.policy.name, chosen
 
 
@@ -126,12 +132,12 @@ class PlannedRun:
 
   @classmethod
   def of(
-      cls,
-      config: config_lib.TrainConfig,
-      name: str,
-      topology: chips.Topology,
-      devices: Sequence[Any] | None = None,
-      host_devices: Sequence[Any] | None = None,
+    cls,
+    config: config_lib.TrainConfig,
+    name: str,
+    topology: chips.Topology,
+    devices: Sequence[Any] | None = None,
+    host_devices: Sequence[Any] | None = None,
   ) -> PlannedRun:
     """The shapes of a run.
 
@@ -160,9 +166,9 @@ class PlannedRun:
     else:
       about = {"compute_dtype": config.policy.dtype} | about
     changes = {
-        key: value
-        for key, value in about.items()
-        if key in {f.name for f in dataclasses.fields(base.model.config)}
+      key: value
+      for key, value in about.items()
+      if key in {f.name for f in dataclasses.fields(base.model.config)}
     }
     policy = dataclasses.replace(base.model.config, **changes)
     if getattr(policy, "remat", "") == config_checks.AUTO:
@@ -170,21 +176,21 @@ class PlannedRun:
       policy = dataclasses.replace(policy, remat=remat)
     # What is compiled needs real meshes, and what is predicted none.
     on = lambda where: _shapes(
-        type(base.model),
-        policy,
-        config.policy.lora_rank,
-        config.policy.lora_experts,
-        None if devices is None else where,
+      type(base.model),
+      policy,
+      config.policy.lora_rank,
+      config.policy.lora_experts,
+      None if devices is None else where,
     )
     return cls(
-        config,
-        base.name,
-        topology,
-        on(mesh),
-        on(engine_mesh),
-        base.processor,
-        mesh,
-        engine_mesh,
+      config,
+      base.name,
+      topology,
+      on(mesh),
+      on(engine_mesh),
+      base.processor,
+      mesh,
+      engine_mesh,
     )
 
   @property
@@ -194,9 +200,7 @@ class PlannedRun:
       return ()
     gym = self.config.gym
     return (
-        agent_registry.screenshot_size(
-            self.config.agent, gym.width, gym.height
-        ),
+      agent_registry.screenshot_size(self.config.agent, gym.width, gym.height),
     )
 
   @property
@@ -231,11 +235,11 @@ class PlannedRun:
   def buckets(self) -> buckets_lib.Buckets:
     """Shapes of the engine's calls."""
     return buckets_lib.choose(
-        self.processor,
-        self.engine_config,
-        self.screens,
-        cached_attention.row_shards(self.engine_mesh),
-        "tpu",
+      self.processor,
+      self.engine_config,
+      self.screens,
+      cached_attention.row_shards(self.engine_mesh),
+      "tpu",
     )
 
   @property
@@ -244,16 +248,16 @@ class PlannedRun:
     with compiling.compile_for("tpu"):
       aligned = minibatches.aligns_images(self.model)
     return compiled_update.least_shape(
-        self.config.learner,
-        self.processor,
-        sharding.batch_shards(self.mesh),
-        self.image_patches,
-        aligned,
+      self.config.learner,
+      self.processor,
+      sharding.batch_shards(self.mesh),
+      self.image_patches,
+      aligned,
     )
 
 
 def _settled(
-    config: config_lib.TrainConfig, name: str, topology: chips.Topology
+  config: config_lib.TrainConfig, name: str, topology: chips.Topology
 ) -> str:
   """The remat that a run chooses there, see `run_memory.settle_remat`."""
   room = update_memory.ROOM * topology.chip.memory
@@ -261,7 +265,7 @@ def _settled(
   for remat in faster:
     about = dict(config.policy.config) | {"remat": remat}
     tried = dataclasses.replace(
-        config, policy=dataclasses.replace(config.policy, config=about)
+      config, policy=dataclasses.replace(config.policy, config=about)
     )
     if total(memory(PlannedRun.of(tried, name, topology))) <= room:
       return remat
@@ -273,7 +277,7 @@ _find_policy = functools.cache(policy_facts.find)
 
 @functools.cache
 def _shapes(
-    kind: Any, policy: Any, lora_rank: int, experts: bool, mesh: Any
+  kind: Any, policy: Any, lora_rank: int, experts: bool, mesh: Any
 ) -> Any:
   def make() -> Any:
     if issubclass(kind, qwen_text.QwenText):
@@ -283,8 +287,7 @@ def _shapes(
       return model
     if lora_rank:
       raise ValueError(
-          f"policy.lora_rank={lora_rank}: {kind.__name__} takes"
-          " no adapter; set 0"
+        f"policy.lora_rank={lora_rank}: {kind.__name__} takes no adapter; set 0"
       )
     return kind(policy, random_keys.Keys())
 
@@ -302,19 +305,17 @@ def memory(run: PlannedRun) -> dict[str, int]:
   """
   config, shape = run.config, run.shape
   work = update_memory.Work(
-      row_length=shape.row_length,
-      rows=shape.rows_per_buffer,
-      patches=shape.patches,
-      targets=shape.targets,
-      logit_chunk=config.learner.logit_chunk,
+    row_length=shape.row_length,
+    rows=shape.rows_per_buffer,
+    patches=shape.patches,
+    targets=shape.targets,
+    logit_chunk=config.learner.logit_chunk,
   )
-  planned = update_memory.plan(
-      run.model, run.mesh, work, left_out=run.left_out
-  )
+  planned = update_memory.plan(run.model, run.mesh, work, left_out=run.left_out)
   parts = {
-      "parameters": planned.parameters,
-      "gradients": planned.gradients,
-      "optimizer": _optimizer_bytes(run, planned),
+    "parameters": planned.parameters,
+    "gradients": planned.gradients,
+    "optimizer": _optimizer_bytes(run, planned),
   }
   if config.algorithm.kl_coef and config.learner.reference_on == "device":
     # Of what is trained, in the model's own type.
@@ -324,20 +325,20 @@ def memory(run: PlannedRun) -> dict[str, int]:
   if has_engine(config):
     caches = _caches(run, run.engine_config)
     weights = device_state.weight_bytes(
-        run.engine_model, run.engine_mesh, config.engine.weights
+      run.engine_model, run.engine_mesh, config.engine.weights
     )
     parts |= {
-        "rollout weights": weights,
-        "KV cache": caches.kv,
-        "vision cache": caches.vision,
+      "rollout weights": weights,
+      "KV cache": caches.kv,
+      "vision cache": caches.vision,
     }
     if config.eval.beside:
       slots = config.eval.slots or config.engine.slots
       second = dataclasses.replace(run.engine_config, slots=slots)
       caches = _caches(run, second)
       parts |= {
-          "evaluation's weights": weights,
-          "evaluation's caches": caches.kv + caches.vision,
+        "evaluation's weights": weights,
+        "evaluation's caches": caches.kv + caches.vision,
       }
   parts["batch"] = planned.batch
   parts["update, temporary"] = planned.alive + planned.heap_gaps
@@ -345,16 +346,16 @@ def memory(run: PlannedRun) -> dict[str, int]:
 
 
 def _caches(
-    run: PlannedRun, config: engine_config_lib.EngineConfig
+  run: PlannedRun, config: engine_config_lib.EngineConfig
 ) -> cache_memory.CacheBytes:
   with compiling.compile_for("tpu"):
     return cache_memory.of_engine(
-        run.engine_model,
-        run.processor,
-        config,
-        run.screens,
-        run.engine_mesh,
-        "tpu",
+      run.engine_model,
+      run.processor,
+      config,
+      run.screens,
+      run.engine_mesh,
+      "tpu",
     )
 
 
@@ -367,9 +368,7 @@ def _teacher_bytes(run: PlannedRun) -> int:
   return update_memory.parameter_bytes(model, run.mesh)
 
 
-def _optimizer_bytes(
-    run: PlannedRun, planned: update_memory.MemoryPlan
-) -> int:
+def _optimizer_bytes(run: PlannedRun, planned: update_memory.MemoryPlan) -> int:
   # Two moments of AdamW, one of Muon and of momentum.
   one = planned.gradients
   return 2 * one if run.config.learner.optimizer == "adamw" else one
@@ -404,19 +403,23 @@ class Work:
   ici: float
 
   def seconds(
-      self, chip: chips.Chip, ici: float | None = None
+    self, chip: chips.Chip, ici: float | None = None
   ) -> dict[str, float]:
     """Resource -> seconds at its peak; the largest bounds the program."""
     return {
-        "compute": self.flops / chip.flops,
-        "memory": self.hbm / chip.hbm,
-        "network": (self.ici if ici is None else ici) / chip.ici,
+      "compute": self.flops / chip.flops,
+      "memory": self.hbm / chip.hbm,
+      "network": (self.ici if ici is None else ici) / chip.ici,
     }
 
 
 def forward_flops(
-    model: Any, tokens: int, attended: float, logits: int, patches: int,
-    image_patches: int,
+  model: Any,
+  tokens: int,
+  attended: float,
+  logits: int,
+  patches: int,
+  image_patches: int,
 ) -> float:
   """Matrix products of a forward pass, two operations a multiplication.
 
@@ -431,7 +434,7 @@ def forward_flops(
     logits: tokens whose logits are computed.
     patches: Patches that go through the vision tower.
     image_patches: Patches that each of them attends to.
-  """  # pyformat: disable
+  """
   sizes = update_memory.Sizes.of(model.config)
   parts = policy_facts.parameters_by_part(model)
   tables = parts["embedding"] + parts["head"]
@@ -468,12 +471,7 @@ def _accumulate(run: PlannedRun, planned: dict[str, int]) -> Work:
   shape, mesh, about = run.shape, run.mesh, run.model.config
   tokens, patches = shape.rows * shape.row_length, shape.buffers * shape.patches
   decoder = forward_flops(
-      run.model,
-      tokens,
-      shape.row_length / 2,
-      shape.buffers * shape.targets,
-      0,
-      0,
+    run.model, tokens, shape.row_length / 2, shape.buffers * shape.targets, 0, 0
   )
   tower = forward_flops(run.model, 0, 0, 0, patches, run.image_patches)
   remat = getattr(about, "remat", "none") == "block"
@@ -522,19 +520,19 @@ def _rollout(run: PlannedRun, parts: dict[str, int]) -> dict[str, Work]:
   work_of = {}
   rows = chosen.decode_rows[-1]
   work_of["decode step"] = Work(
-      rows,
-      devices,
-      forward_flops(model, rows, window, rows, 0, 0) / devices,
-      parts["rollout weights"] + gathered - own + rows * row / devices,
-      gathered - own,
+    rows,
+    devices,
+    forward_flops(model, rows, window, rows, 0, 0) / devices,
+    parts["rollout weights"] + gathered - own + rows * row / devices,
+    gathered - own,
   )
   rows, tokens = chosen.prefill_rows[-1], chosen.tokens[-1]
   count = rows * tokens
   work_of["prefill"] = Work(
-      count,
-      devices,
-      forward_flops(model, count, window / 2, 0, 0, 0) / devices,
-      parts["rollout weights"] + gathered - own + rows * row / devices,
-      gathered - own,
+    count,
+    devices,
+    forward_flops(model, count, window / 2, 0, 0, 0) / devices,
+    parts["rollout weights"] + gathered - own + rows * row / devices,
+    gathered - own,
   )
   return work_of

@@ -47,7 +47,7 @@ class Found:
 
 
 def find(
-    name: str, dtype: str | None = None, param_dtype: str | None = None
+  name: str, dtype: str | None = None, param_dtype: str | None = None
 ) -> Found:
   """The policy of a published name, a built-in or a directory.
 
@@ -71,11 +71,12 @@ def find(
     # Stacked layers are made in a fraction of the time.
     change = {"compute_dtype": "bfloat16", "scan_layers": True} | change
     config = dataclasses.replace(qwen_config.SIZES[key], **change)
-  elif name in checkpoint.SMALL and not (
-      policy_files.DATA / name / "config.json"
-  ).is_file():
+  elif (
+    name in checkpoint.SMALL
+    and not (policy_files.DATA / name / "config.json").is_file()
+  ):
     config = qwen_checkpoint.small_config(
-        name, checkpoint.tokenizer_of(name), **change
+      name, checkpoint.tokenizer_of(name), **change
     )
   else:
     directory = _directory(name)
@@ -97,9 +98,9 @@ def _directory(name: str) -> pathlib.Path:
     return policy_files.resolve(name)
   except FileNotFoundError:
     raise FileNotFoundError(
-        f"{name!r} is no directory, no built-in policy"
-        f" ({', '.join(BUILT_IN)}) and no published size"
-        f" ({', '.join(qwen_config.SIZES)}); give one of these"
+      f"{name!r} is no directory, no built-in policy"
+      f" ({', '.join(BUILT_IN)}) and no published size"
+      f" ({', '.join(qwen_config.SIZES)}); give one of these"
     ) from None
 
 
@@ -109,7 +110,7 @@ def parameters_by_part(model: nnx.Module) -> dict[str, int]:
   A tied head is the embedding and counts once.
   """
   parts = dict.fromkeys(
-      ("vision tower", "mergers", "embedding", "decoder layers", "head"), 0
+    ("vision tower", "mergers", "embedding", "decoder layers", "head"), 0
   )
   idle = 0
   text = getattr(model.config, "text", None)
@@ -131,9 +132,11 @@ def _part(path: tuple[Any, ...]) -> str:
     return "mergers"
   if first in ("visual", "stem", "vision_blocks", "vision_norm"):
     return "vision tower"
-  if first == "embedding" or second == "embed_tokens" or first in (
-      "axis_x", "axis_y", "axis_number",
-  ):  # pyformat: disable
+  if (
+    first == "embedding"
+    or second == "embed_tokens"
+    or first in ("axis_x", "axis_y", "axis_number")
+  ):
     return "embedding"
   return "head" if first in ("lm_head", "axis_gate") else "decoder layers"
 
@@ -144,29 +147,29 @@ def sizes_of(model: nnx.Module) -> dict[str, Any]:
   sizes = update_memory.Sizes.of(config)
   qwen, vision = hasattr(config, "text"), getattr(config, "vision", None)
   facts = {
-      "family": config.family if qwen else "tiny_vl",
-      "layers": sizes.layers,
-      "width": sizes.width,
-      "heads": sizes.heads,
-      "kv_heads": sizes.kv_heads,
-      "head_dim": sizes.head_dim,
-      "mlp": config.text.intermediate_size if qwen else config.mlp,
-      "vocabulary": sizes.vocabulary,
-      "tied_head": config.tie_word_embeddings if qwen else True,
+    "family": config.family if qwen else "tiny_vl",
+    "layers": sizes.layers,
+    "width": sizes.width,
+    "heads": sizes.heads,
+    "kv_heads": sizes.kv_heads,
+    "head_dim": sizes.head_dim,
+    "mlp": config.text.intermediate_size if qwen else config.mlp,
+    "vocabulary": sizes.vocabulary,
+    "tied_head": config.tie_word_embeddings if qwen else True,
   }
   if vision is not None or not qwen:
     facts |= {
-        "vision_blocks": sizes.blocks,
-        "vision_width": sizes.vision_width,
-        "vision_heads": vision.num_heads if qwen else config.vision_heads,
-        "vision_mlp": sizes.vision_mlp,
-        "patch": vision.patch_size if qwen else vision_inputs.CELL,
+      "vision_blocks": sizes.blocks,
+      "vision_width": sizes.vision_width,
+      "vision_heads": vision.num_heads if qwen else config.vision_heads,
+      "vision_mlp": sizes.vision_mlp,
+      "patch": vision.patch_size if qwen else vision_inputs.CELL,
     }
   if qwen and config.text.num_experts:
     facts |= {
-        "experts": config.text.num_experts,
-        "experts_per_token": config.text.num_experts_per_tok,
-        "expert_mlp": config.text.moe_intermediate_size,
+      "experts": config.text.num_experts,
+      "experts_per_token": config.text.num_experts_per_tok,
+      "expert_mlp": config.text.moe_intermediate_size,
     }
   return facts
 
@@ -180,10 +183,10 @@ def screenshot(processor: Any, width: int, height: int) -> dict[str, Any]:
   except ValueError as error:
     return {"screen": f"{width}x{height}", "refused": str(error)}
   return {
-      "screen": f"{width}x{height}",
-      "resized": "{}x{}".format(*resized),
-      "tokens": tokens,
-      "patches": tokens * processor.patches_per_token,
+    "screen": f"{width}x{height}",
+    "resized": "{}x{}".format(*resized),
+    "tokens": tokens,
+    "patches": tokens * processor.patches_per_token,
   }
 
 

@@ -83,23 +83,22 @@ class Memory:
   def total(self, on_host: bool, least: bool = False) -> int:
     """Bytes of the parts in one kind of memory; `least` without bounds."""
     return sum(
-        part.bytes
-        for part in self.parts
-        if (self.shared or part.on_host == on_host)
-        and not (least and part.bound)
+      part.bytes
+      for part in self.parts
+      if (self.shared or part.on_host == on_host) and not (least and part.bound)
     )
 
   def table(self) -> list[tuple[str, str]]:
     """(name, figure) rows for people."""
     rows = [
-        (part.name, human(part.bytes) + (f" ({part.how})" if part.how else ""))
-        for part in self.parts
+      (part.name, human(part.bytes) + (f" ({part.how})" if part.how else ""))
+      for part in self.parts
     ]
     for where, on_host, there in self._kinds():
       free = human(there) if there is not None else "unknown"
-      rows.append((
-          f"in all, {where}", f"{human(self.total(on_host))} of {free}"
-      ))
+      rows.append(
+        (f"in all, {where}", f"{human(self.total(on_host))} of {free}")
+      )
     return rows
 
   def problems(self, config: config_lib.TrainConfig) -> list[str]:
@@ -110,20 +109,20 @@ class Memory:
       if there is None or total <= there:
         continue
       parts = [
-          part for part in self.parts if self.shared or part.on_host == on_host
+        part for part in self.parts if self.shared or part.on_host == on_host
       ]
       # The largest that a setting decides; the rest is not the fault.
       worst = max(
-          (part for part in parts if part.settings and not part.bound),
-          key=lambda part: part.bytes,
+        (part for part in parts if part.settings and not part.bound),
+        key=lambda part: part.bytes,
       )
       values = ", ".join(
-          f"{key}={loader.value_of(config, key)}" for key in worst.settings
+        f"{key}={loader.value_of(config, key)}" for key in worst.settings
       )
       refusals.append(
-          f"{values}: the run takes {human(total)} at least, of it {worst.name}"
-          f" {human(worst.bytes)}, and {where} has {human(there)};"
-          f" {_fix(worst.settings)}"
+        f"{values}: the run takes {human(total)} at least, of it {worst.name}"
+        f" {human(worst.bytes)}, and {where} has {human(there)};"
+        f" {_fix(worst.settings)}"
       )
     return refusals
 
@@ -142,12 +141,12 @@ def _fix(settings: tuple[str, ...]) -> str:
 
 
 def of_run(
-    config: config_lib.TrainConfig,
-    model: Any,
-    processor: Any,
-    mesh: jax.sharding.Mesh | None,
-    *,
-    exact: bool | None,
+  config: config_lib.TrainConfig,
+  model: Any,
+  processor: Any,
+  mesh: jax.sharding.Mesh | None,
+  *,
+  exact: bool | None,
 ) -> Memory:
   """The memory of a run of this policy.
 
@@ -164,32 +163,36 @@ def of_run(
   parts = _weights(config, model, mesh)
   parts += _engine(config, model, processor, mesh)
   if config.learner.steps or config.warm_start.steps:
-    parts.append(_activations(
-        config, model, processor, mesh, exact=exact, there=device
-    ))
-  parts.append(Part(
+    parts.append(
+      _activations(config, model, processor, mesh, exact=exact, there=device)
+    )
+  parts.append(
+    Part(
       "image cache",
       images_lib.CAPACITY_BYTES,
       on_host=True,
       how="at most",
       bound=True,
-  ))
-  parts.append(Part(
+    )
+  )
+  parts.append(
+    Part(
       "image patches",
       (config.engine.patch_cache_mib << 20) + batching.PATCH_CACHE_BYTES,
       ("engine.patch_cache_mib",),
       on_host=True,
       how="at most",
       bound=True,
-  ))
+    )
+  )
   return Memory(tuple(parts), device, host, shared)
 
 
 def settle_remat(
-    config: config_lib.TrainConfig,
-    model: Any,
-    processor: Any,
-    mesh: jax.sharding.Mesh | None,
+  config: config_lib.TrainConfig,
+  model: Any,
+  processor: Any,
+  mesh: jax.sharding.Mesh | None,
 ) -> str | None:
   """Chooses the remat of a policy whose configuration leaves it to the run.
 
@@ -232,18 +235,18 @@ def of_weights(config: config_lib.TrainConfig, size: int) -> Memory:
   """
   changed = tuple(f"policy.config.{key}" for key in config.policy.config)
   part = Part(
-      "parameters",
-      size // max(1, config.mesh.devices // config.mesh.data),
-      ("policy.name", *changed),
+    "parameters",
+    size // max(1, config.mesh.devices // config.mesh.data),
+    ("policy.name", *changed),
   )
   shared = jax.default_backend() == "cpu"
   return Memory(
-      (part,), memory_limits.device_bytes(), memory_limits.host_bytes(), shared
+    (part,), memory_limits.device_bytes(), memory_limits.host_bytes(), shared
   )
 
 
 def _weights(
-    config: config_lib.TrainConfig, model: Any, mesh: Any
+  config: config_lib.TrainConfig, model: Any, mesh: Any
 ) -> list[Part]:
   mesh = mesh or update_memory.abstract_mesh()
   adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
@@ -253,14 +256,10 @@ def _weights(
   weights = update_memory.weight_bytes(model, mesh, 0, 4, left_out)
   trained, masters = weights.own, weights.masters
   shapes = {
-      name: jax.ShapeDtypeStruct(
-          value.shape, optimizer.master_dtype(value.dtype)
-      )
-      for name, value in _named(model, kind, left_out).items()
+    name: jax.ShapeDtypeStruct(value.shape, optimizer.master_dtype(value.dtype))
+    for name, value in _named(model, kind, left_out).items()
   }
-  state = jax.eval_shape(
-      optimizer.make_optimizer(config.learner).init, shapes
-  )
+  state = jax.eval_shape(optimizer.make_optimizer(config.learner).init, shapes)
   trained_bytes = _tree_bytes(shapes)
   grows = ("policy.name",)
   each = lambda size, count: f"{size / max(count, 1):.3g} bytes a parameter"
@@ -272,51 +271,55 @@ def _weights(
   learns = bool(config.learner.steps or config.warm_start.steps)
   if learns:
     out += [
-        Part(
-            "parameters that are trained, a copy",
-            masters,
-            grows,
-            how=copied + ", float32 masters" * (masters > trained),
-        ),
-        Part("gradients", masters, grows, how=copied),
-        Part(
-            "optimizer state",
-            moments,
-            (*grows, "learner.optimizer"),
-            how=each(moments, masters // 4),
-        ),
+      Part(
+        "parameters that are trained, a copy",
+        masters,
+        grows,
+        how=copied + ", float32 masters" * (masters > trained),
+      ),
+      Part("gradients", masters, grows, how=copied),
+      Part(
+        "optimizer state",
+        moments,
+        (*grows, "learner.optimizer"),
+        how=each(moments, masters // 4),
+      ),
     ]
   if learns and config.algorithm.kl_coef:
     out.append(
-        Part(
-            "KL reference",
-            trained,
-            (*grows, "algorithm.kl_coef"),
-            on_host=config.learner.reference_on == "host",
-        )
+      Part(
+        "KL reference",
+        trained,
+        (*grows, "algorithm.kl_coef"),
+        on_host=config.learner.reference_on == "host",
+      )
     )
   if learns and config.algorithm.teacher:
     size = _bytes_of_files(config.algorithm.teacher)
     out.append(
-        Part("teacher", size, ("algorithm.teacher",), how="by its files")
+      Part("teacher", size, ("algorithm.teacher",), how="by its files")
     )
   if config.samples and config.rollout.via not in ("external", "hosts"):
     local = update_memory.process_mesh(mesh, jax.process_count())
     copy = device_state.weight_bytes(model, local, config.engine.weights)
     here = update_memory.parameter_bytes(model, local, itemsize=1)
-    out.append(Part(
+    out.append(
+      Part(
         "rollout copy of the parameters",
         copy,
         (*grows, "engine.weights"),
         how=each(copy, here),
-    ))
+      )
+    )
     if config.eval.beside:
-      out.append(Part(
+      out.append(
+        Part(
           "evaluation's copy of the parameters",
           copy,
           (*grows, "eval.beside"),
           how=each(copy, here),
-      ))
+        )
+      )
   return out
 
 
@@ -329,7 +332,7 @@ def _left_out(config: config_lib.TrainConfig, model: Any) -> tuple[str, ...]:
 
 
 def _engine(
-    config: config_lib.TrainConfig, model: Any, processor: Any, mesh: Any
+  config: config_lib.TrainConfig, model: Any, processor: Any, mesh: Any
 ) -> list[Part]:
   if not config.samples or config.rollout.via in ("external", "hosts"):
     return []
@@ -337,11 +340,11 @@ def _engine(
 
   def caches_of(slots: int) -> cache_memory.CacheBytes:
     return cache_memory.of_engine(
-        model,
-        processor,
-        dataclasses.replace(config.engine, slots=slots),
-        ((config.gym.width, config.gym.height),) if has_screen else (),
-        update_memory.process_mesh(mesh, jax.process_count()),
+      model,
+      processor,
+      dataclasses.replace(config.engine, slots=slots),
+      ((config.gym.width, config.gym.height),) if has_screen else (),
+      update_memory.process_mesh(mesh, jax.process_count()),
     )
 
   evaluation = []
@@ -357,55 +360,55 @@ def _engine(
   if config.engine.page_size:
     tokens += ("engine.page_size",)
   buckets = tuple(
-      f"engine.{name}"
-      for name in ("image_buckets", "patch_buckets")
-      if getattr(config.engine, name)
+    f"engine.{name}"
+    for name in ("image_buckets", "patch_buckets")
+    if getattr(config.engine, name)
   )
   return [
-      Part(
-          "KV cache",
-          caches.kv,
-          ("engine.cache_tokens",) if config.engine.cache_tokens else tokens,
-          how=f"{caches.kv_tokens} tokens",
-      ),
-      Part(
-          "vision cache",
-          caches.vision,
-          ("engine.vision_cache_tokens",)
-          if config.engine.vision_cache_tokens
-          else tokens,
-      ),
-      Part("images of an encode call", caches.images, buckets),
-      *evaluation,
+    Part(
+      "KV cache",
+      caches.kv,
+      ("engine.cache_tokens",) if config.engine.cache_tokens else tokens,
+      how=f"{caches.kv_tokens} tokens",
+    ),
+    Part(
+      "vision cache",
+      caches.vision,
+      ("engine.vision_cache_tokens",)
+      if config.engine.vision_cache_tokens
+      else tokens,
+    ),
+    Part("images of an encode call", caches.images, buckets),
+    *evaluation,
   ]
 
 
 def _activations(
-    config: config_lib.TrainConfig,
-    model: Any,
-    processor: Any,
-    mesh: Any,
-    *,
-    exact: bool | None,
-    there: int | None,
+  config: config_lib.TrainConfig,
+  model: Any,
+  processor: Any,
+  mesh: Any,
+  *,
+  exact: bool | None,
+  there: int | None,
 ) -> Part:
   learner = config.learner
   shards = 1 if mesh is None else sharding.batch_shards(mesh)
   shape = compiled_update.least_shape(learner, processor, shards)
   work = update_memory.Work(
-      row_length=shape.row_length,
-      rows=shape.rows_per_buffer,
-      patches=shape.patches,
-      targets=shape.targets,
-      logit_chunk=learner.logit_chunk,
+    row_length=shape.row_length,
+    rows=shape.rows_per_buffer,
+    patches=shape.patches,
+    targets=shape.targets,
+    logit_chunk=learner.logit_chunk,
   )
   predicted = None
   if update_memory.Sizes.known(model.config):
     plan = update_memory.plan(
-        model,
-        mesh or update_memory.abstract_mesh(),
-        work,
-        left_out=_left_out(config, model),
+      model,
+      mesh or update_memory.abstract_mesh(),
+      work,
+      left_out=_left_out(config, model),
     )
     predicted = plan.alive + plan.heap_gaps + plan.batch
   settings = ("learner.rows", "learner.row_length")
@@ -419,43 +422,41 @@ def _activations(
   compiled = None
   if exact is not None and not hopeless and (exact or not far):
     compiled = compiled_update.activations(
-        model,
-        processor,
-        learner,
-        config.algorithm,
-        sampling=config.sampling,
-        mesh=mesh,
-        image_patches=_screenshot_patches(config, processor),
+      model,
+      processor,
+      learner,
+      config.algorithm,
+      sampling=config.sampling,
+      mesh=mesh,
+      image_patches=_screenshot_patches(config, processor),
     )
   if compiled is not None:
     return Part(name, compiled, settings, how="compiled" + remat)
   how = (
-      "predicted" + remat
-      if predicted is not None
-      else "not known for this policy"
+    "predicted" + remat
+    if predicted is not None
+    else "not known for this policy"
   )
   return Part(name, predicted or 0, settings, how=how)
 
 
-def _screenshot_patches(
-    config: config_lib.TrainConfig, processor: Any
-) -> int:
+def _screenshot_patches(config: config_lib.TrainConfig, processor: Any) -> int:
   """Patches of a screenshot; 0 where the policy sees none."""
   if not processor.patches_per_token or not config.sees_screenshots:
     return 0
   screen = agent_registry.screenshot_size(
-      config.agent, config.gym.width, config.gym.height
+    config.agent, config.gym.width, config.gym.height
   )
   return processor.num_image_tokens(*screen) * processor.patches_per_token
 
 
 def _named(
-    model: Any, kind: Any, left_out: Sequence[str] = ()
+  model: Any, kind: Any, left_out: Sequence[str] = ()
 ) -> dict[str, Any]:
   return {
-      "/".join(map(str, path)): variable
-      for path, variable in nnx.to_flat_state(nnx.state(model, kind))
-      if path[0] not in left_out
+    "/".join(map(str, path)): variable
+    for path, variable in nnx.to_flat_state(nnx.state(model, kind))
+    if path[0] not in left_out
   }
 
 
@@ -470,7 +471,6 @@ def _bytes_of_files(policy: str) -> int:
 
 def _tree_bytes(tree: Any) -> int:
   return sum(
-      math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
-      for x in jax.tree.leaves(tree)
+    math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+    for x in jax.tree.leaves(tree)
   )
-

@@ -38,18 +38,33 @@ from tunix.rl.multi_turn.policy import sharding
 
 _CLONE = pathlib.Path(__file__).parents[4] / ".venv-tpu/libtpu/libtpu.so"
 _KINDS = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all",
-    "collective-permute",
-)  # pyformat: disable
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4,
-          "s32": 4, "u32": 4, "s16": 2, "u16": 2, "s64": 8, "u64": 8}
+  "all-gather",
+  "all-reduce",
+  "reduce-scatter",
+  "all-to-all",
+  "collective-permute",
+)
+_BYTES = {
+  "pred": 1,
+  "s8": 1,
+  "u8": 1,
+  "bf16": 2,
+  "f16": 2,
+  "f32": 4,
+  "s32": 4,
+  "u32": 4,
+  "s16": 2,
+  "u16": 2,
+  "s64": 8,
+  "u64": 8,
+}
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _OP = re.compile(r" = (.*?) (" + "|".join(_KINDS) + r")(-start)?\(")
 _CALLED = re.compile(
-    r"(?:to_apply|calls|body|condition)=(%?[\w.\-]+)"
-    r"|(?:branch_computations|called_computations)=\{([^}]*)\}"
+  r"(?:to_apply|calls|body|condition)=(%?[\w.\-]+)"
+  r"|(?:branch_computations|called_computations)=\{([^}]*)\}"
 )
-_TRIPS = re.compile(r'known_trip_count[^0-9]*(\d+)')
+_TRIPS = re.compile(r"known_trip_count[^0-9]*(\d+)")
 
 
 def find_compiler() -> str:
@@ -74,14 +89,14 @@ def devices_of(topology: chips.Topology) -> tuple[list[Any], list[Any]]:
   chip = topology.chip
   try:
     all_chips, host = (
-        list(topologies.get_topology_desc(name, platform="tpu").devices)
-        for name in (topology.name, f"{chip.name}:{chip.host_topology}")
+      list(topologies.get_topology_desc(name, platform="tpu").devices)
+      for name in (topology.name, f"{chip.name}:{chip.host_topology}")
     )
   except (jax.errors.JaxRuntimeError, ValueError, RuntimeError) as error:
     text = " ".join(str(error).split())
     raise ValueError(
-        f"topology={topology.name}: libtpu gives no such slice"
-        f" ({text[:200]}); choose a published one, or --analytic"
+      f"topology={topology.name}: libtpu gives no such slice"
+      f" ({text[:200]}); choose a published one, or --analytic"
     ) from None
   return all_chips, host
 
@@ -165,9 +180,9 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 def _shapes(text: str) -> list[tuple[int, int]]:
   """(numbers, bytes a number) of each array of a result; counters left out."""
   return [
-      (math.prod(int(n) for n in dims.split(",") if n), _BYTES[dtype])
-      for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", text)
-      if dtype in _BYTES and dims
+    (math.prod(int(n) for n in dims.split(",") if n), _BYTES[dtype])
+    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", text)
+    if dtype in _BYTES and dims
   ]
 
 
@@ -182,13 +197,15 @@ def _group(line: str, devices: int) -> int:
 def _received(kind: str, size: int, group: int) -> int:
   """Returns the bytes that a device receives for a result, by a ring."""
   share = (group - 1) / group
-  return round({
+  return round(
+    {
       "all-gather": size * share,
       "all-reduce": 2 * size * share,
       "reduce-scatter": size * (group - 1),
       "all-to-all": size * share,
       "collective-permute": size,
-  }[kind])
+    }[kind]
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,13 +238,13 @@ def compile_all(run: planned_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
   """(name, figures) of the run's programs, as each is compiled."""
   with compiling.compile_for("tpu"):
     update = compiled_update.programs(
-        run.model,
-        run.processor,
-        run.config.learner,
-        run.config.algorithm,
-        sampling=run.config.sampling,
-        mesh=run.mesh,
-        image_patches=run.image_patches,
+      run.model,
+      run.processor,
+      run.config.learner,
+      run.config.algorithm,
+      sampling=run.config.sampling,
+      mesh=run.mesh,
+      image_patches=run.image_patches,
     )
     yield "accumulate", _compile(lambda: update.accumulate, run.mesh)
     yield "apply", _compile(update.apply, run.mesh)
@@ -238,37 +255,40 @@ def compile_all(run: planned_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
     window = chosen.windows[-1]
     engine = _engine(run)
     for name, call in {
-        "decode": variant("decode", chosen.decode_rows[-1], chosen.steps,
-                          window),
-        "prefill": variant("prefill", chosen.prefill_rows[-1],
-                           chosen.tokens[-1], window),
-        **({"encode": variant("encode", chosen.images[-1],
-                              chosen.patches[-1])} if chosen.patches else {}),
-    }.items():  # pyformat: disable
+      "decode": variant("decode", chosen.decode_rows[-1], chosen.steps, window),
+      "prefill": variant(
+        "prefill", chosen.prefill_rows[-1], chosen.tokens[-1], window
+      ),
+      **(
+        {"encode": variant("encode", chosen.images[-1], chosen.patches[-1])}
+        if chosen.patches
+        else {}
+      ),
+    }.items():
       yield name, _compile(lambda v=call: engine.lower(v), run.engine_mesh)
     yield "weight copy", _compile(lambda: _copy(run), run.mesh)
 
 
 def _engine(run: planned_run.PlannedRun) -> engine_programs.Programs:
   sizes = cache_memory.sizes(
-      run.processor,
-      run.engine_config,
-      run.buckets,
-      cached_attention.row_shards(run.engine_mesh),
+    run.processor,
+    run.engine_config,
+    run.buckets,
+    cached_attention.row_shards(run.engine_mesh),
   )
   state = device_state.DeviceState(
-      run.engine_model,
-      run.processor,
-      pages=sizes.pages,
-      page_size=run.buckets.page_size,
-      vision_tokens=sizes.vision_tokens,
-      weights=run.config.engine.weights,
-      mesh=run.engine_mesh,
+    run.engine_model,
+    run.processor,
+    pages=sizes.pages,
+    page_size=run.buckets.page_size,
+    vision_tokens=sizes.vision_tokens,
+    weights=run.config.engine.weights,
+    mesh=run.engine_mesh,
   )
   return engine_programs.Programs(
-      state,
-      banned_token_ids=run.model.config.banned_token_ids,
-      entropies=run.config.engine.entropies,
+    state,
+    banned_token_ids=run.model.config.banned_token_ids,
+    entropies=run.config.engine.entropies,
   )
 
 
@@ -276,14 +296,14 @@ def _copy(run: planned_run.PlannedRun) -> jax.stages.Lowered:
   """The parameters' way from the learner's mesh to every host's engine."""
   mesh, hosts = run.mesh, run.topology.hosts
   variables = jax.tree.leaves(
-      nnx.state(run.model, nnx.Param),
-      is_leaf=lambda v: isinstance(v, nnx.Variable),
+    nnx.state(run.model, nnx.Param),
+    is_leaf=lambda v: isinstance(v, nnx.Variable),
   )
   shapes = [
-      jax.ShapeDtypeStruct(
-          v.shape, v.dtype, sharding=sharding.parameter_sharding(v, mesh)
-      )
-      for v in variables
+    jax.ShapeDtypeStruct(
+      v.shape, v.dtype, sharding=sharding.parameter_sharding(v, mesh)
+    )
+    for v in variables
   ]
   if hosts == 1:
     places = [x.sharding for x in shapes]
@@ -292,14 +312,13 @@ def _copy(run: planned_run.PlannedRun) -> jax.stages.Lowered:
     # arguments' order of chips, so that of the mesh stands for the hosts'.
     local = tuple(run.engine_mesh.shape[axis] for axis in sharding.AXES)
     everywhere = jax.sharding.Mesh(
-        mesh.devices.reshape(hosts, *local),
-        ("process", *sharding.AXES),
+      mesh.devices.reshape(hosts, *local), ("process", *sharding.AXES)
     )
     places = [
-        jax.sharding.NamedSharding(
-            everywhere, sharding.parameter_sharding(v, run.engine_mesh).spec
-        )
-        for v in variables
+      jax.sharding.NamedSharding(
+        everywhere, sharding.parameter_sharding(v, run.engine_mesh).spec
+      )
+      for v in variables
     ]
   return jax.jit(lambda *x: x, out_shardings=tuple(places)).lower(*shapes)
 
@@ -314,14 +333,14 @@ def _compile(lower: Callable[[], jax.stages.Lowered], mesh: Any) -> Compiled:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     return Compiled(
-        refused=" ".join(str(error).split())[:400],
-        seconds=time.perf_counter() - started,
+      refused=" ".join(str(error).split())[:400],
+      seconds=time.perf_counter() - started,
     )
   memory = compiled.memory_analysis()
   return Compiled(
-      memory.argument_size_in_bytes,
-      memory.output_size_in_bytes - memory.alias_size_in_bytes,
-      memory.temp_size_in_bytes,
-      collectives(compiled.as_text(), mesh.size),
-      time.perf_counter() - started,
+    memory.argument_size_in_bytes,
+    memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    memory.temp_size_in_bytes,
+    collectives(compiled.as_text(), mesh.size),
+    time.perf_counter() - started,
   )

@@ -85,9 +85,9 @@ class Sizes:
   def known(cls, config: Any) -> bool:
     """Returns whether `of` takes this policy's config."""
     kinds = (
-        qwen_text_config.QwenTextConfig,
-        qwen_config.QwenVLConfig,
-        tiny_vl_config.TinyVLConfig,
+      qwen_text_config.QwenTextConfig,
+      qwen_config.QwenVLConfig,
+      tiny_vl_config.TinyVLConfig,
     )
     return isinstance(config, kinds)
 
@@ -96,20 +96,20 @@ class Sizes:
     """Sizes of a `QwenVLConfig`, a `QwenTextConfig` or a `TinyVLConfig`."""
     if isinstance(config, tiny_vl_config.TinyVLConfig):
       return cls(
-          layers=config.layers,
-          width=config.width,
-          heads=config.heads,
-          kv_heads=config.kv_heads,
-          head_dim=config.head_dim,
-          mlp=config.mlp,
-          mlp_copies=0,
-          full_layers=config.layers,
-          linear_state=0,
-          vocabulary=config.vocab_size,
-          blocks=config.vision_layers,
-          vision_width=config.width,
-          vision_mlp=config.vision_mlp,
-          patch_bytes=24 * 24 * 3,
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        mlp=config.mlp,
+        mlp_copies=0,
+        full_layers=config.layers,
+        linear_state=0,
+        vocabulary=config.vocab_size,
+        blocks=config.vision_layers,
+        vision_width=config.width,
+        vision_mlp=config.vision_mlp,
+        patch_bytes=24 * 24 * 3,
       )
     text = config.text
     tower: dict[str, int] = {}
@@ -120,33 +120,33 @@ class Sizes:
     if isinstance(config, qwen_config.QwenVLConfig):
       vision = config.vision
       tower = {
-          "blocks": vision.depth,
-          "vision_width": vision.hidden_size,
-          "vision_mlp": vision.intermediate_size,
-          "deep": len(vision.deepstack_visual_indexes),
-          "patches_per_token": vision.patches_per_token,
-          "patch_bytes": 3 * vision.patch_size**2,
+        "blocks": vision.depth,
+        "vision_width": vision.hidden_size,
+        "vision_mlp": vision.intermediate_size,
+        "deep": len(vision.deepstack_visual_indexes),
+        "patches_per_token": vision.patches_per_token,
+        "patch_bytes": 3 * vision.patch_size**2,
       }
     return cls(
-        layers=text.num_hidden_layers,
-        width=text.hidden_size,
-        heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        head_dim=text.head_dim,
-        mlp=experts or text.intermediate_size,
-        mlp_copies=copies,
-        **_kinds_of_layers(text),
-        vocabulary=text.vocab_size,
-        **tower,
+      layers=text.num_hidden_layers,
+      width=text.hidden_size,
+      heads=text.num_attention_heads,
+      kv_heads=text.num_key_value_heads,
+      head_dim=text.head_dim,
+      mlp=experts or text.intermediate_size,
+      mlp_copies=copies,
+      **_kinds_of_layers(text),
+      vocabulary=text.vocab_size,
+      **tower,
     )
 
 
 def _kinds_of_layers(text: Any) -> dict[str, int]:
   count = text.num_hidden_layers
   state = (
-      text.linear_num_value_heads
-      * text.linear_key_head_dim
-      * text.linear_value_head_dim
+    text.linear_num_value_heads
+    * text.linear_key_head_dim
+    * text.linear_value_head_dim
   )
   linear = sum(map(text.is_linear, range(count)))
   return {"full_layers": count - linear, "linear_state": state}
@@ -244,15 +244,15 @@ class MemoryPlan:
 
   def as_dict(self) -> dict[str, int]:
     return dataclasses.asdict(self) | {
-        "activations": self.activations,
-        "heap_gaps": self.heap_gaps,
-        "accumulate": self.accumulate,
-        "total": self.total,
+      "activations": self.activations,
+      "heap_gaps": self.heap_gaps,
+      "accumulate": self.accumulate,
+      "total": self.total,
     }
 
 
 def abstract_mesh(
-    data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1
+  data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1
 ) -> jax.sharding.AbstractMesh:
   """Returns a mesh of devices that need not exist.
 
@@ -264,7 +264,7 @@ def abstract_mesh(
     if size < 1:
       raise ValueError(f"mesh axis {name} must be >= 1, got {size}")
   return jax.sharding.AbstractMesh(
-      sizes, sharding.AXES, axis_types=(AxisType.Auto,) * len(sizes)
+    sizes, sharding.AXES, axis_types=(AxisType.Auto,) * len(sizes)
   )
 
 
@@ -282,10 +282,7 @@ def process_mesh(mesh: Any, processes: int) -> Any:
 
 
 def parameter_bytes(
-    model: nnx.Module,
-    mesh: Any,
-    kind: Any = nnx.Param,
-    itemsize: int = 0,
+  model: nnx.Module, mesh: Any, kind: Any = nnx.Param, itemsize: int = 0
 ) -> int:
   """Returns the bytes of a model's parameters on one device of `mesh`.
 
@@ -325,11 +322,11 @@ class WeightBytes:
 
 
 def weight_bytes(
-    model: nnx.Module,
-    mesh: Any,
-    param_itemsize: int,
-    compute_itemsize: int,
-    left_out: Collection[str] = (),
+  model: nnx.Module,
+  mesh: Any,
+  param_itemsize: int,
+  compute_itemsize: int,
+  left_out: Collection[str] = (),
 ) -> WeightBytes:
   """Counts a learner's weights, tensor by tensor.
 
@@ -363,15 +360,15 @@ def weight_bytes(
 
 
 def plan(
-    model: Any,
-    mesh: Any,
-    work: Work,
-    *,
-    remat: str | None = None,
-    param_dtype: str | None = None,
-    compute_dtype: str | None = None,
-    lora_rank: int = 0,
-    left_out: Collection[str] = (),
+  model: Any,
+  mesh: Any,
+  work: Work,
+  *,
+  remat: str | None = None,
+  param_dtype: str | None = None,
+  compute_dtype: str | None = None,
+  lora_rank: int = 0,
+  left_out: Collection[str] = (),
 ) -> MemoryPlan:
   """Plans the memory of a step of `model` on each device of `mesh`.
 
@@ -402,23 +399,19 @@ def plan(
   item = jnp.dtype(param_dtype).itemsize if param_dtype else 0
   weights = weight_bytes(model, mesh, item, wide, left_out)
   return MemoryPlan(
-      parameters=weights.masters + weights.frozen,
-      gradients=weights.masters,
-      new_gradients=weights.own,
-      cast=weights.cast,
-      optimizer=2 * weights.masters,
-      **_decoder(sizes, work, mesh, remat, wide),
-      **_tower(
-          sizes, work, mesh, remat, wide, _trains_tower(model, left_out)
-      ),
-      logits=_logits(sizes, work, mesh, wide),
-      batch=_batch(sizes, work),
+    parameters=weights.masters + weights.frozen,
+    gradients=weights.masters,
+    new_gradients=weights.own,
+    cast=weights.cast,
+    optimizer=2 * weights.masters,
+    **_decoder(sizes, work, mesh, remat, wide),
+    **_tower(sizes, work, mesh, remat, wide, _trains_tower(model, left_out)),
+    logits=_logits(sizes, work, mesh, wide),
+    batch=_batch(sizes, work),
   )
 
 
-def with_adapter(
-    model: qwen_text.QwenText, rank: int
-) -> qwen_text.QwenText:
+def with_adapter(model: qwen_text.QwenText, rank: int) -> qwen_text.QwenText:
   """Returns the shapes of a Qwen policy with a LoRA adapter on its decoder.
 
   Raises:
@@ -426,8 +419,8 @@ def with_adapter(
   """
   if not isinstance(model, qwen_text.QwenText):
     raise ValueError(
-        f"LoRA is for Qwen policies, got {type(model).__name__}; leave the"
-        " rank at 0"
+      f"LoRA is for Qwen policies, got {type(model).__name__}; leave the"
+      " rank at 0"
     )
 
   def build() -> qwen_text.QwenText:
@@ -439,7 +432,7 @@ def with_adapter(
 
 
 def _decoder(
-    sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int
+  sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int
 ) -> dict[str, int]:
   # Tokens are exchanged for heads around attention: as many bytes.
   sequence, split = mesh.shape["sequence"], mesh.shape["tensor"]
@@ -452,17 +445,17 @@ def _decoder(
   attention = 3 * heads + 3 * kv
   hidden = 3 * mlp + sizes.mlp_copies * width
   residuals = {
-      "block": width,
-      "dots": 2 * width + heads + 2 * kv + 2 * mlp,
-      "none": 6 * width + attention + hidden,
+    "block": width,
+    "dots": 2 * width + heads + 2 * kv + 2 * mlp,
+    "none": 6 * width + attention + hidden,
   }[remat]
   # A layer that is differentiated has been computed again as a whole: while
   # the MLP's gradients are made, attention's activations wait. q and the
   # kernel's output exist in the kernel's layout, too.
   inside = 2 * hidden + attention + 2 * heads + kv + 6 * width
   return {
-      "layer_residuals": sizes.layers * tokens * residuals * wide,
-      "layer_peak": tokens * inside * wide,
+    "layer_residuals": sizes.layers * tokens * residuals * wide,
+    "layer_peak": tokens * inside * wide,
   }
 
 
@@ -478,15 +471,15 @@ def _trains_tower(model: Any, left_out: Collection[str]) -> bool:
 
 
 def _tower(
-    sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int, trained: bool
+  sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int, trained: bool
 ) -> dict[str, int]:
   """`trained`: whether it has gradients; else its blocks keep nothing."""
   sequence = mesh.shape["sequence"]
   patches, width = -(-work.patches // sequence), sizes.vision_width
   residuals = {
-      "block": width,
-      "dots": 5 * width + sizes.vision_mlp,
-      "none": 9 * width + 2 * sizes.vision_mlp,
+    "block": width,
+    "dots": 5 * width + sizes.vision_mlp,
+    "none": 9 * width + 2 * sizes.vision_mlp,
   }[remat]
   # Heads narrower than a tile of 128 take twice their bytes.
   inside = 20 * width + 4 * sizes.vision_mlp
@@ -501,10 +494,10 @@ def _tower(
   if not trained:
     residuals = merged = 0
   return {
-      "vision_residuals": (
-          (sizes.blocks * patches * residuals + out) * wide + merged
-      ),
-      "vision_peak": patches * inside * wide,
+    "vision_residuals": (
+      (sizes.blocks * patches * residuals + out) * wide + merged
+    ),
+    "vision_peak": patches * inside * wide,
   }
 
 
@@ -527,7 +520,7 @@ def _logits(sizes: Sizes, work: Work, mesh: Any, wide: int) -> int:
 def _batch(sizes: Sizes, work: Work) -> int:
   tokens = work.rows * work.row_length
   return (
-      tokens * 6 * 4
-      + work.patches * (sizes.patch_bytes + 5 * 4)
-      + work.targets * (10 * 4 + 1)
+    tokens * 6 * 4
+    + work.patches * (sizes.patch_bytes + 5 * 4)
+    + work.targets * (10 * 4 + 1)
   )

@@ -9,14 +9,14 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "PatchedImage": "base",
-    "Policy": "base",
-    "PolicyInputs": "base",
-    "Processor": "base",
-    "create_policy": "checkpoint",
-    "load_policy": "checkpoint",
-    "load_tokenizer": "checkpoint",
-    "save_policy": "checkpoint",
+  "PatchedImage": "base",
+  "Policy": "base",
+  "PolicyInputs": "base",
+  "Processor": "base",
+  "create_policy": "checkpoint",
+  "load_policy": "checkpoint",
+  "load_tokenizer": "checkpoint",
+  "save_policy": "checkpoint",
 }
 __all__ = list(_HOMES)
 

@@ -64,11 +64,9 @@ class PolicyInputs:
   patch_segments: Array
   patch_positions: Array
   seen_until: Array | None = None
-  image_patches: int = dataclasses.field(
-      default=0, metadata={"static": True}
-  )
+  image_patches: int = dataclasses.field(default=0, metadata={"static": True})
   aligned_images: bool = dataclasses.field(
-      default=False, metadata={"static": True}
+    default=False, metadata={"static": True}
   )
 
 
@@ -116,10 +114,10 @@ class Processor(Protocol):
     ...
 
   def positions(
-      self,
-      tokens: np.ndarray,
-      images: Sequence[trajectory.ImageSpan],
-      start: int = 0,
+    self,
+    tokens: np.ndarray,
+    images: Sequence[trajectory.ImageSpan],
+    start: int = 0,
   ) -> np.ndarray:
     """Returns int32[T, 3], rotary positions of tokens[start:] of a sequence."""
     ...
@@ -157,7 +155,7 @@ class Policy(Protocol):
     ...
 
   def encode_images(
-      self, patches: Array, patch_segments: Array, patch_positions: Array
+    self, patches: Array, patch_segments: Array, patch_positions: Array
   ) -> jax.Array:
     """Vision tokens [S, V, …] from [S, P, F], [S, P], [S, P, A].
 
@@ -178,14 +176,14 @@ class Policy(Protocol):
     ...
 
   def extend(
-      self,
-      tokens: Array,
-      positions: Array,
-      starts: Array,
-      lengths: Array,
-      cache: Any,
-      vision_index: Array | None = None,
-      vision: Array | None = None,
+    self,
+    tokens: Array,
+    positions: Array,
+    starts: Array,
+    lengths: Array,
+    cache: Any,
+    vision_index: Array | None = None,
+    vision: Array | None = None,
   ) -> tuple[jax.Array, Any]:
     """Appends tokens to cached sequences: prefill and decode alike.
 

@@ -86,16 +86,16 @@ class _Rule(NamedTuple):
 
 
 def attend(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segments_BT: jax.Array,
-    until_BT: jax.Array | None = None,
-    *,
-    causal: bool,
-    last_BT: jax.Array | None = None,
-    window: int = 0,
-    depth_BT: jax.Array | None = None,
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  segments_BT: jax.Array,
+  until_BT: jax.Array | None = None,
+  *,
+  causal: bool,
+  last_BT: jax.Array | None = None,
+  window: int = 0,
+  depth_BT: jax.Array | None = None,
 ) -> jax.Array:
   """Computes attention to the own segment: [B, T, N, H].
 
@@ -155,18 +155,18 @@ def attend(
   if window and depth_BT is None:
     depth_BT = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
   bounds = (
-      places(until_BT, 1),
-      places(last_BT),
-      places(depth_BT if window else None),
+    places(until_BT, 1),
+    places(last_BT),
+    places(depth_BT if window else None),
   )
   reachable = _reachable(own, rule, *bounds)
   of_heads = functools.partial(jnp.repeat, repeats=kv, axis=0)
   inputs = _Inputs(
-      q.reshape(b * kv, count, group * size, h),
-      keys(k_BTKH),
-      keys(v_BTKH),
-      *map(of_heads, (own, reachable)),
-      *(None if x is None else of_heads(x) for x in bounds),
+    q.reshape(b * kv, count, group * size, h),
+    keys(k_BTKH),
+    keys(v_BTKH),
+    *map(of_heads, (own, reachable)),
+    *(None if x is None else of_heads(x) for x in bounds),
   )
   mixed = _attend(rule, inputs.q, inputs.k, inputs.v, inputs[3:])
   mixed = mixed.reshape(b, kv, count, group, size, h)
@@ -183,11 +183,11 @@ def _most(causal: bool) -> int:
 
 
 def _reachable(
-    own_BIQ: jax.Array,
-    rule: _Rule,
-    until_BIQ: jax.Array | None,
-    last_BIQ: jax.Array | None,
-    depth_BIQ: jax.Array | None,
+  own_BIQ: jax.Array,
+  rule: _Rule,
+  until_BIQ: jax.Array | None,
+  last_BIQ: jax.Array | None,
+  depth_BIQ: jax.Array | None,
 ) -> jax.Array:
   """Returns bool[B, I, I], the pairs of blocks of which one may see the other:
   their ranges of segments meet, or a key is seen as far as the queries begin.
@@ -224,7 +224,7 @@ def _row_peaks(scores: jax.Array) -> jax.Array:
 
 
 def _hidden(
-    inputs: _Inputs, i: jax.Array, j: jax.Array, rule: _Rule
+  inputs: _Inputs, i: jax.Array, j: jax.Array, rule: _Rule
 ) -> jax.Array:
   """Returns bool[Q, Q], queries of block `i` that do not see keys of `j`."""
   place = np.arange(inputs.ids.shape[-1])
@@ -258,9 +258,7 @@ def _forward(rule, q, k, v, masks) -> tuple[jax.Array, Any]:
   return mixed, (q, k, v, masks, mixed, norms)
 
 
-def _forward_one(
-    rule: _Rule, inputs: _Inputs
-) -> tuple[jax.Array, jax.Array]:
+def _forward_one(rule: _Rule, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
   """Returns the mix [I, G * Q, H], and peaks and inverse sums [I, 2, G * Q]."""
   count, rows, h = inputs.q.shape
   size = inputs.k.shape[1]
@@ -286,14 +284,13 @@ def _forward_one(
 
     def maybe(j, carry):
       return jax.lax.cond(
-          inputs.reachable[i, j],
-          lambda carry: turn(j, carry),
-          lambda x: x,
-          carry,
+        inputs.reachable[i, j], lambda carry: turn(j, carry), lambda x: x, carry
       )
 
     nothing = (
-        jnp.full(rows, _NEG, jnp.float32), _zeros(rows), _zeros((rows, h))
+      jnp.full(rows, _NEG, jnp.float32),
+      _zeros(rows),
+      _zeros((rows, h)),
     )
     peak, total, mixed = jax.lax.fori_loop(*_range(inputs, i), maybe, nothing)
     mixed = (mixed / total[:, None]).astype(q.dtype)
@@ -341,7 +338,7 @@ def _backward_one(rule, packed) -> tuple[jax.Array, jax.Array, jax.Array]:
       return to_q + own, to_k.at[j].add(k), to_v.at[j].add(v)
 
     own, to_k, to_v = jax.lax.fori_loop(
-        *_range(inputs, i), maybe, (_zeros((h, rows)), to_k, to_v)
+      *_range(inputs, i), maybe, (_zeros((h, rows)), to_k, to_v)
     )
     return to_q.at[i].set(own.T.astype(to_q.dtype)), to_k, to_v
 

@@ -19,16 +19,16 @@ from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import settings
 
 BUILT_IN = {
-    name: settings.POLICIES.get(name)
-    for name in settings.POLICIES
-    if name not in settings.PRETRAINED
+  name: settings.POLICIES.get(name)
+  for name in settings.POLICIES
+  if name not in settings.PRETRAINED
 }
 """policy.name of a policy that needs no directory -> its size."""
 
 SHIPPED = tuple(
-    name
-    for name in BUILT_IN
-    if (policy_files.DATA / name / "config.json").is_file()
+  name
+  for name in BUILT_IN
+  if (policy_files.DATA / name / "config.json").is_file()
 )
 """Of these, the ones that come with weights."""
 
@@ -52,31 +52,30 @@ class NamedPolicy(Protocol):
   brings_weights: bool
 
   @property
-  def takes_image_budget(self) -> bool:
-    ...
+  def takes_image_budget(self) -> bool: ...
 
   def create(
-      self,
-      seed: int = 0,
-      mesh: jax.sharding.Mesh | None = None,
-      screen: tuple[int, int] | None = None,
-      **changes: Any,
+    self,
+    seed: int = 0,
+    mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
+    **changes: Any,
   ) -> checkpoint.Loaded:
     """Returns the policy with random weights; `changes` to its config."""
     ...
 
   def load(
-      self,
-      source: str | pathlib.Path,
-      mesh: jax.sharding.Mesh | None = None,
-      screen: tuple[int, int] | None = None,
-      **changes: Any,
+    self,
+    source: str | pathlib.Path,
+    mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
+    **changes: Any,
   ) -> checkpoint.Loaded:
     """Returns the policy with the weights of a directory or shipped name."""
     ...
 
   def check(
-      self, source: str | pathlib.Path, model: nnx.Module, **changes: Any
+    self, source: str | pathlib.Path, model: nnx.Module, **changes: Any
   ) -> None:
     """Refuses weights that cannot take the place of `model`'s."""
     ...
@@ -123,7 +122,6 @@ class _Files:
 
 
 class _BuiltIn(_Files):
-
   def __init__(self, name: str):
     super().__init__(name)
     self.tokenizer = checkpoint.tokenizer_of(name)
@@ -135,7 +133,7 @@ class _BuiltIn(_Files):
 
   def create(self, seed=0, mesh=None, screen=None, **changes):
     return checkpoint.create_policy(
-        BUILT_IN[self.name], seed, self.tokenizer, mesh, screen, **changes
+      BUILT_IN[self.name], seed, self.tokenizer, mesh, screen, **changes
     )
 
 

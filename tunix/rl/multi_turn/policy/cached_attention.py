@@ -49,29 +49,29 @@ def split_heads(mesh: jax.sharding.Mesh, kv_heads: int) -> str | None:
 
 def _local(function: Any, mesh: jax.sharding.Mesh, places: Any, out: Any):
   return jax.shard_map(
-      function, mesh=mesh, in_specs=places, out_specs=out, check_vma=False
+    function, mesh=mesh, in_specs=places, out_specs=out, check_vma=False
   )
 
 
 def init_rows(
-    batch: int, length: int, kv_heads: int, head_dim: int, dtype
+  batch: int, length: int, kv_heads: int, head_dim: int, dtype
 ) -> tuple[jax.Array, jax.Array]:
   """Keys [B, K, H, C] and values [B, K, C, H] of one layer."""
   return (
-      jnp.zeros((batch, kv_heads, head_dim, length), dtype),
-      jnp.zeros((batch, kv_heads, length, head_dim), dtype),
+    jnp.zeros((batch, kv_heads, head_dim, length), dtype),
+    jnp.zeros((batch, kv_heads, length, head_dim), dtype),
   )
 
 
 def attend_rows(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    cache: tuple[jax.Array, jax.Array],
-    starts_B: jax.Array,
-    lengths_B: jax.Array,
-    mesh: jax.sharding.Mesh | None = None,
-    sight: kernels.Sight | None = None,
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  cache: tuple[jax.Array, jax.Array],
+  starts_B: jax.Array,
+  lengths_B: jax.Array,
+  mesh: jax.sharding.Mesh | None = None,
+  sight: kernels.Sight | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   """Writes new keys and values, and attends to all up to the own token.
 
@@ -101,8 +101,7 @@ def attend_rows(
     if sight is not None:
       places, arrays = (*places, P(rows)), (*arrays, sight.last_BT)
       function = lambda *args: attend_rows(
-          *args[:-1],
-          sight=kernels.Sight(args[-1], sight.window, sight.lookahead),
+        *args[:-1], sight=kernels.Sight(args[-1], sight.window, sight.lookahead)
       )
     return _local(function, mesh, places, (new, (kept_at, kept_at)))(*arrays)
   k_BKHC, v_BKCH = cache
@@ -134,21 +133,21 @@ def pages_apply(head_dim: int, kv_heads: int, dtype: jnp.dtype) -> bool:
 
 
 def init_pages(
-    layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype
+  layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype
 ) -> jax.Array:
   """Returns [L * P, S, 2 K, H]: keys and values of a head are neighbours."""
   return jnp.zeros((layers * pages, page_size, 2 * kv_heads, head_dim), dtype)
 
 
 def attend_pages(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    cache: jax.Array,
-    table_BM: jax.Array,
-    starts_B: jax.Array,
-    lengths_B: jax.Array,
-    mesh: jax.sharding.Mesh | None = None,
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  cache: jax.Array,
+  table_BM: jax.Array,
+  starts_B: jax.Array,
+  lengths_B: jax.Array,
+  mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """As `attend_rows`, with a cache in pages.
 
@@ -174,15 +173,15 @@ def attend_pages(
     rows, shards = q_BTNH.shape[0], row_shards(mesh)
     if rows % shards:
       raise ValueError(
-          f"{rows} rows of a cache of {shards} shards; give a multiple"
+        f"{rows} rows of a cache of {shards} shards; give a multiple"
       )
     P = jax.sharding.PartitionSpec
     new = P(ROWS, None, split_heads(mesh, k_BTKH.shape[2]), None)
     return _local(
-        attend_pages,
-        mesh,
-        (new, new, new, new, P(ROWS), P(ROWS), P(ROWS)),
-        (new, new),
+      attend_pages,
+      mesh,
+      (new, new, new, new, P(ROWS), P(ROWS), P(ROWS)),
+      (new, new),
     )(q_BTNH, k_BTKH, v_BTKH, cache, table_BM, starts_B, lengths_B)
   size, total = cache.shape[1], cache.shape[0]
   b, t, _, h = q_BTNH.shape
@@ -213,19 +212,19 @@ def _ragged(q_BTNH, cache, table_BM, queries_B, keys_B) -> jax.Array:
   blocks = {}
   if jax.default_backend() != "tpu":  # On TPU the kernel has tuned defaults.
     blocks = dict(
-        num_kv_pages_per_block=min(8, table_BM.shape[1]),
-        num_queries_per_block=min(32, b * t),
+      num_kv_pages_per_block=min(8, table_BM.shape[1]),
+      num_queries_per_block=min(32, b * t),
     )
   kernel = functools.partial(
-      rpa.ragged_paged_attention, sm_scale=h**-0.5, **blocks
+    rpa.ragged_paged_attention, sm_scale=h**-0.5, **blocks
   )
   mixed = kernel(
-      flat,
-      cache,
-      keys_B.astype(jnp.int32),
-      table_BM,
-      jnp.concatenate([jnp.zeros(1, jnp.int32), ends_B.astype(jnp.int32)]),
-      jnp.full(1, b, jnp.int32),
+    flat,
+    cache,
+    keys_B.astype(jnp.int32),
+    table_BM,
+    jnp.concatenate([jnp.zeros(1, jnp.int32), ends_B.astype(jnp.int32)]),
+    jnp.full(1, b, jnp.int32),
   )
   if t > 1:
     first = (ends_B - queries_B)[:, None] + jnp.arange(t)

@@ -49,12 +49,12 @@ def tokenizer_of(size: str) -> str:
 
 
 def create_policy(
-    size: str = "tiny",
-    seed: int = 0,
-    tokenizer: str | pathlib.Path = "",
-    mesh: jax.sharding.Mesh | None = None,
-    screen: tuple[int, int] | None = None,
-    **changes: Any,
+  size: str = "tiny",
+  seed: int = 0,
+  tokenizer: str | pathlib.Path = "",
+  mesh: jax.sharding.Mesh | None = None,
+  screen: tuple[int, int] | None = None,
+  **changes: Any,
 ) -> Loaded:
   """Creates a policy with fresh weights.
 
@@ -72,37 +72,37 @@ def create_policy(
     ValueError: no such size, or a field it does not have.
   """
   for family, sizes in (
-      (tiny_vl_checkpoint, tiny_vl.SIZES),
-      (qwen_checkpoint, SMALL),
+    (tiny_vl_checkpoint, tiny_vl.SIZES),
+    (qwen_checkpoint, SMALL),
   ):
     if size in sizes:
       tokenizer = tokenizer or tokenizer_of(size)
       return family.create(size, seed, tokenizer, mesh, screen, **changes)
   raise ValueError(
-      f"no policy is called {size!r}; known:"
-      f" {', '.join([*tiny_vl.SIZES, *SMALL])}"
+    f"no policy is called {size!r}; known:"
+    f" {', '.join([*tiny_vl.SIZES, *SMALL])}"
   )
 
 
 def create_like(
-    path: str | pathlib.Path,
-    seed: int = 0,
-    mesh: jax.sharding.Mesh | None = None,
-    screen: tuple[int, int] | None = None,
-    **changes: Any,
+  path: str | pathlib.Path,
+  seed: int = 0,
+  mesh: jax.sharding.Mesh | None = None,
+  screen: tuple[int, int] | None = None,
+  **changes: Any,
 ) -> Loaded:
   """Creates a policy of a directory's architecture with fresh weights."""
   directory = resolve(path)
   return _family(directory).create_like(
-      directory, seed, mesh, screen, **changes
+    directory, seed, mesh, screen, **changes
   )
 
 
 def load_policy(
-    path: str | pathlib.Path,
-    mesh: jax.sharding.Mesh | None = None,
-    screen: tuple[int, int] | None = None,
-    **changes: Any,
+  path: str | pathlib.Path,
+  mesh: jax.sharding.Mesh | None = None,
+  screen: tuple[int, int] | None = None,
+  **changes: Any,
 ) -> Loaded:
   """Loads a policy directory or a shipped policy by name ("tiny_vl").
 
@@ -122,11 +122,11 @@ def load_policy(
 
 
 def save_policy(
-    path: str | pathlib.Path,
-    model: Any,
-    tokenizer: str | pathlib.Path = "",
-    dtype: str = "float32",
-    untied: bool = False,
+  path: str | pathlib.Path,
+  model: Any,
+  tokenizer: str | pathlib.Path = "",
+  dtype: str = "float32",
+  untied: bool = False,
 ) -> pathlib.Path:
   """Writes a policy directory.
 
@@ -161,7 +161,7 @@ def load_config(path: str | pathlib.Path, **changes: Any) -> Any:
 
 
 def parameter_bytes(
-    size_or_path: str | pathlib.Path, **changes: Any
+  size_or_path: str | pathlib.Path, **changes: Any
 ) -> int | None:
   """Returns the bytes of a policy's parameters, without making or reading them.
 
@@ -180,8 +180,8 @@ def parameter_bytes(
     config = tiny_vl.config_for(encoder, str(size_or_path), **changes)
     model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, random_keys.Keys()))
     return sum(
-        math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize
-        for _, variable in policy_files.parameters(model)
+      math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize
+      for _, variable in policy_files.parameters(model)
     )
   if size_or_path in SMALL:
     return None  # A few megabytes.
@@ -205,16 +205,16 @@ def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
   load_tokenizer(directory)
   old, new = dataclasses.asdict(stored), dataclasses.asdict(model.config)
   differing = [
-      name
-      for name in {**old, **new}
-      if name not in (*qwen_config.RUN_FIELDS, "banned_token_ids")
-      and old.get(name) != new.get(name)
+    name
+    for name in {**old, **new}
+    if name not in (*qwen_config.RUN_FIELDS, "banned_token_ids")
+    and old.get(name) != new.get(name)
   ]
   if differing:
     name = differing[0]
     raise ValueError(
-        f"weights of another architecture ({name} is"
-        f" {old.get(name, 'absent')} there, {new.get(name, 'absent')} here)"
+      f"weights of another architecture ({name} is"
+      f" {old.get(name, 'absent')} there, {new.get(name, 'absent')} here)"
     )
   family.check(directory, model)
 
@@ -223,15 +223,14 @@ def _family(directory: pathlib.Path) -> Any:
   kind = policy_files.model_type(directory)
   families = {tiny_vl_checkpoint.MODEL_TYPE: tiny_vl_checkpoint}
   families |= dict.fromkeys(
-      (*qwen_checkpoint.FAMILIES, *qwen_checkpoint.TEXT_FAMILIES),
-      qwen_checkpoint,
+    (*qwen_checkpoint.FAMILIES, *qwen_checkpoint.TEXT_FAMILIES), qwen_checkpoint
   )
   if kind in families:
     return families[kind]
   if kind == custom_policy.MODEL_TYPE:
     raise ValueError(custom_policy.refusal(directory))
   raise ValueError(
-      f"{directory} holds a model of type"
-      f" {kind!r}{config_checks.why_not(kind)}; policies here are"
-      f" {', '.join(families)}"
+    f"{directory} holds a model of type"
+    f" {kind!r}{config_checks.why_not(kind)}; policies here are"
+    f" {', '.join(families)}"
   )

@@ -16,14 +16,14 @@ from tunix.rl.multi_turn.policy import layers
 # Other spellings of a key, for reading: of Qwen2.5-VL before transformers
 # 4.52, as in the published files.
 _OLD_PREFIXES = (
-    ("model.language_model.", "model."),
-    ("model.visual.", "visual."),
-    # Of Gemma 3 as transformers 4.52 and later, and 5, write it.
-    ("vision_tower.vision_model.", "vision_tower."),
-    ("vision_tower.vision_model.", "model.vision_tower.vision_model."),
-    ("multi_modal_projector.", "model.multi_modal_projector."),
-    ("language_model.model.", "model.language_model."),
-    ("language_model.lm_head.", "lm_head."),
+  ("model.language_model.", "model."),
+  ("model.visual.", "visual."),
+  # Of Gemma 3 as transformers 4.52 and later, and 5, write it.
+  ("vision_tower.vision_model.", "vision_tower."),
+  ("vision_tower.vision_model.", "model.vision_tower.vision_model."),
+  ("multi_modal_projector.", "model.multi_modal_projector."),
+  ("language_model.model.", "model.language_model."),
+  ("language_model.lm_head.", "lm_head."),
 )
 
 
@@ -41,16 +41,16 @@ class Tensor:
   """
 
   def __init__(
-      self,
-      path: tuple[Any, ...],
-      variable: nnx.Variable,
-      prefixes: Sequence[tuple[str, str]] = (),
+    self,
+    path: tuple[Any, ...],
+    variable: nnx.Variable,
+    prefixes: Sequence[tuple[str, str]] = (),
   ):
     """Args:
 
-      path: Path of the parameter in the module.
-      variable: the parameter.
-      prefixes: (ours, the file's) beginnings of keys.
+    path: Path of the parameter in the module.
+    variable: the parameter.
+    prefixes: (ours, the file's) beginnings of keys.
     """
     metadata = variable.get_metadata()
     self.path = path
@@ -70,8 +70,7 @@ class Tensor:
     if self.stacked:
       at = names.index("layers") + 1
       self.keys = tuple(
-          key([*names[:at], str(i), *names[at:]])
-          for i in range(shape[0])
+        key([*names[:at], str(i), *names[at:]]) for i in range(shape[0])
       )
       shape = shape[1:]
     else:
@@ -102,9 +101,9 @@ def tensors_of(model: Any) -> list[Tensor]:
   """Returns a published checkpoint's parameters, without adapters'."""
   flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
   tensors = [
-      Tensor(path, variable, model.config.traits.prefixes)
-      for path, variable in flat
-      if not str(path[-1]).startswith("lora_")
+    Tensor(path, variable, model.config.traits.prefixes)
+    for path, variable in flat
+    if not str(path[-1]).startswith("lora_")
   ]
   return sorted(tensors, key=lambda tensor: tensor.keys)
 
@@ -134,7 +133,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(
-    tensors: Sequence[Tensor], experts_apart: bool = False
+  tensors: Sequence[Tensor], experts_apart: bool = False
 ) -> dict[str, Piece]:
   """Returns the tensors of a checkpoint's files, by key.
 
@@ -155,7 +154,7 @@ def pieces_of(
       for expert in range(tensor.shape[0]):
         for half, part in halves:
           pieces[f"{home}.{expert}.{part}.weight"] = Piece(
-              tensor, layer, expert, half
+            tensor, layer, expert, half
           )
   return pieces
 
@@ -163,5 +162,5 @@ def pieces_of(
 def spellings(key: str) -> list[str]:
   """Names that files may use for `key`, ours first."""
   return [key] + [
-      old + key[len(new) :] for new, old in _OLD_PREFIXES if key.startswith(new)
+    old + key[len(new) :] for new, old in _OLD_PREFIXES if key.startswith(new)
   ]

@@ -26,8 +26,8 @@ from tunix.rl.multi_turn.policy import tensor_files
 FLOAT8 = tensor_files.FLOAT8
 _SCALE = "_scale_inv"
 _EXPERT = re.compile(
-    r"(?P<experts>.*\.experts)\.(?P<number>\d+)"
-    r"\.(?P<part>gate|up|down)_proj\.weight"
+  r"(?P<experts>.*\.experts)\.(?P<number>\d+)"
+  r"\.(?P<part>gate|up|down)_proj\.weight"
 )
 
 
@@ -82,10 +82,10 @@ class Dequantized:
       self.dtypes[key] = tensor_files.DTYPES["float32"]
       if scale_shape != want:
         raise ValueError(
-            f"{self.directory}: tensor {key} is {FLOAT8} and needs"
-            f" {key}{_SCALE} of shape {list(want)}, got"
-            f" {scale_shape and list(scale_shape)}; copy or download the"
-            " checkpoint again"
+          f"{self.directory}: tensor {key} is {FLOAT8} and needs"
+          f" {key}{_SCALE} of shape {list(want)}, got"
+          f" {scale_shape and list(scale_shape)}; copy or download the"
+          " checkpoint again"
         )
 
   def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -131,8 +131,8 @@ class JoinedExperts:
     for experts, numbers in layers.items():
       for name, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
         keys = [
-            tuple(f"{experts}.{i}.{part}_proj.weight" for part in parts)
-            for i in range(max(numbers) + 1)
+          tuple(f"{experts}.{i}.{part}_proj.weight" for part in parts)
+          for i in range(max(numbers) + 1)
         ]
         self._join(f"{experts}.{name}_proj", keys)
 
@@ -142,9 +142,9 @@ class JoinedExperts:
     for key in (key for parts in keys for key in parts):
       if shapes.get(key) is None or shapes[key] != first:
         raise ValueError(
-            f"{self.directory}: tensor {key} has shape {shapes.get(key)}, the"
-            f" other experts' have {first}; copy or download the checkpoint"
-            " again"
+          f"{self.directory}: tensor {key} has shape {shapes.get(key)}, the"
+          f" other experts' have {first}; copy or download the checkpoint"
+          " again"
         )
     assert first is not None
     self._keys[name] = keys

@@ -74,10 +74,12 @@ def enable(choice: str = AUTO) -> pathlib.Path | None:
     probe.unlink()
   except OSError as error:
     _LOG.warning(
-        "compiled programs are not kept: %s cannot be written (%s); choose"
-        " another directory with run.compile_cache or %s",
-        folder, error, _VARIABLE,
-    )  # pyformat: disable
+      "compiled programs are not kept: %s cannot be written (%s); choose"
+      " another directory with run.compile_cache or %s",
+      folder,
+      error,
+      _VARIABLE,
+    )
     return None
   jax.config.update("jax_compilation_cache_dir", str(folder))
   if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:

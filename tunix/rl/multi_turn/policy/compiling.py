@@ -15,20 +15,17 @@ import jax
 import jax.numpy as jnp
 
 _UPDATE_OPTIONS = (
-    ("xla_cpu_experimental_ynn_fusion_type", ""),
-    ("xla_cpu_prefer_vector_width", 512),
+  ("xla_cpu_experimental_ynn_fusion_type", ""),
+  ("xla_cpu_prefer_vector_width", 512),
 )
 
 _WAITING_OPTIONS = {
-    "cpu": (("xla_backend_optimization_level", 1),),
-    "gpu": (
-        ("xla_gpu_autotune_level", 0),
-        ("xla_gpu_enable_triton_gemm", False),
-    ),
+  "cpu": (("xla_backend_optimization_level", 1),),
+  "gpu": (("xla_gpu_autotune_level", 0), ("xla_gpu_enable_triton_gemm", False)),
 }
 
 _target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "target", default=None
+  "target", default=None
 )
 
 
@@ -72,16 +69,16 @@ def update_options() -> dict[str, Any]:
 def _taken(options: Sequence[tuple[str, Any]]) -> dict[str, Any]:
   """Returns the options that this XLA has and the user did not set."""
   return {
-      option: value
-      for option, value in options
-      if not _chosen(option) and _takes(option, value)
+    option: value
+    for option, value in options
+    if not _chosen(option) and _takes(option, value)
   }
 
 
 def _chosen(option: str) -> bool:
   """Returns whether the environment or the user decided on `option`."""
   return bool(
-      jax.config.read("jax_disable_most_optimizations")
+    jax.config.read("jax_disable_most_optimizations")
   ) or option in os.environ.get("XLA_FLAGS", "")
 
 

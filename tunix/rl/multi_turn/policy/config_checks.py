@@ -14,14 +14,14 @@ REMATS = ("none", "dots", "block")
 results of its matrix products, all of it. Fastest, and largest, first."""
 AUTO = "auto"
 
-NOT_HERE: Mapping[str, str] = types.MappingProxyType({
-    "gemma3n": "Gemma 3n has another decoder and tower than Gemma 3",
-})
+NOT_HERE: Mapping[str, str] = types.MappingProxyType(
+  {"gemma3n": "Gemma 3n has another decoder and tower than Gemma 3"}
+)
 """Known `model_type`s without a policy here that are near one, and why."""
 
 
 def why_not(model_type: object) -> str:
-  """" (reason)" for a model_type of `NOT_HERE`, else nothing."""
+  """ " (reason)" for a model_type of `NOT_HERE`, else nothing."""
   reason = NOT_HERE.get(str(model_type))
   return f" ({reason})" if reason else ""
 
@@ -29,12 +29,13 @@ def why_not(model_type: object) -> str:
 def check_dtypes(compute_dtype: str, param_dtype: str) -> None:
   """Raises a ValueError unless both are of `DTYPES`."""
   for name, value in (
-      ("compute_dtype", compute_dtype), ("param_dtype", param_dtype)
-  ):  # pyformat: disable
+    ("compute_dtype", compute_dtype),
+    ("param_dtype", param_dtype),
+  ):
     if value not in DTYPES:
       raise ValueError(
-          f"{name}={value!r} must be one of {', '.join(DTYPES)}; a narrower"
-          " type has no exponent or no precision to spare for gradients"
+        f"{name}={value!r} must be one of {', '.join(DTYPES)}; a narrower"
+        " type has no exponent or no precision to spare for gradients"
       )
 
 
@@ -42,7 +43,7 @@ def check_remat(remat: str) -> None:
   """Raises a ValueError unless it is one of `REMATS` or `AUTO`."""
   if remat not in (*REMATS, AUTO):
     raise ValueError(
-        f"remat must be one of {', '.join((*REMATS, AUTO))}, got {remat!r}"
+      f"remat must be one of {', '.join((*REMATS, AUTO))}, got {remat!r}"
     )
 
 
@@ -74,8 +75,8 @@ def refuse_quantized(raw: Mapping[str, Any]) -> None:
     if isinstance(section, Mapping):
       method = section.get("quant_method")
     raise ValueError(
-        f"config.json: quantization_config.quant_method={method!r}, quantized"
-        " weights are neither trained nor unpacked here but for fp8 in e4m3"
-        " with weight_block_size; give the bfloat16 checkpoint that they were"
-        " made from (for the name without -FP8, -AWQ or -GPTQ-Int4)"
+      f"config.json: quantization_config.quant_method={method!r}, quantized"
+      " weights are neither trained nor unpacked here but for fp8 in e4m3"
+      " with weight_block_size; give the bfloat16 checkpoint that they were"
+      " made from (for the name without -FP8, -AWQ or -GPTQ-Int4)"
     )

@@ -50,9 +50,7 @@ Loaded = tuple[Any, base.Processor, tokenizers.Tokenizer]
 FROM_RUN = ("seed", "mesh", "compute_dtype", "screen", "image_budget")
 """Arguments that the run gives to a factory that takes them."""
 
-_MODEL_METHODS = (
-    "__call__", "encode_images", "init_cache", "extend", "logits",
-)  # pyformat: disable
+_MODEL_METHODS = ("__call__", "encode_images", "init_cache", "extend", "logits")
 _CONFIG_FIELDS = ("vocab_size", "banned_token_ids")
 _PROCESSOR_METHODS = ("num_image_tokens", "patchify", "positions")
 _PROCESSOR_SIZES = ("patch_bytes", "patches_per_token", "position_axes")
@@ -83,36 +81,34 @@ class CustomPolicy:
       self._factory: Callable[..., Loaded] = registry.import_path(name)
     except (ImportError, ValueError) as error:
       raise ValueError(
-          f"{name}: {error}; give package.module:factory of a module that"
-          " Python finds (PYTHONPATH, or the working directory)"
+        f"{name}: {error}; give package.module:factory of a module that"
+        " Python finds (PYTHONPATH, or the working directory)"
       ) from error
     if not callable(self._factory):
       raise ValueError(
-          f"{name} is a {type(self._factory).__name__}; give a function or"
-          " class that returns (model, processor, tokenizer)"
+        f"{name} is a {type(self._factory).__name__}; give a function or"
+        " class that returns (model, processor, tokenizer)"
       )
     try:
       signature = inspect.signature(self._factory)
     except ValueError:
       raise ValueError(f"{name} has no signature in Python") from None
     self._takes = {
-        parameter.name: parameter
-        for parameter in signature.parameters.values()
-        if parameter.kind
-        in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+      parameter.name: parameter
+      for parameter in signature.parameters.values()
+      if parameter.kind
+      in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     self._takes_any = any(
-        parameter.kind is parameter.VAR_KEYWORD
-        for parameter in signature.parameters.values()
+      parameter.kind is parameter.VAR_KEYWORD
+      for parameter in signature.parameters.values()
     )
-    hooks = [
-        hook for hook in ("save", "load") if hasattr(self._factory, hook)
-    ]
+    hooks = [hook for hook in ("save", "load") if hasattr(self._factory, hook)]
     if len(hooks) == 1:
       raise ValueError(
-          f"{name} has the attribute {hooks[0]}, but not its counterpart; give"
-          " it both save(directory, model) and load(directory, model), or"
-          " neither"
+        f"{name} has the attribute {hooks[0]}, but not its counterpart; give"
+        " it both save(directory, model) and load(directory, model), or"
+        " neither"
       )
     self._own_files = bool(hooks)
 
@@ -123,11 +119,11 @@ class CustomPolicy:
   # --- making ----------------------------------------------------------------
 
   def create(
-      self,
-      seed: int = 0,
-      mesh: jax.sharding.Mesh | None = None,
-      screen: tuple[int, int] | None = None,
-      **changes: Any,
+    self,
+    seed: int = 0,
+    mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
+    **changes: Any,
   ) -> Loaded:
     """Calls the factory and checks its result.
 
@@ -143,16 +139,18 @@ class CustomPolicy:
     dtype = arguments.get("compute_dtype", "float32")
     if "compute_dtype" not in self._takes and dtype != "float32":
       raise ValueError(
-          f"{self.name} takes no compute_dtype, so policy.dtype={dtype} would"
-          " have no effect; add the argument, or leave policy.dtype=float32"
+        f"{self.name} takes no compute_dtype, so policy.dtype={dtype} would"
+        " have no effect; add the argument, or leave policy.dtype=float32"
       )
     self._check_arguments(arguments)
     model, processor, tokenizer = self._checked(
-        self._factory(**{
-            key: value
-            for key, value in arguments.items()
-            if key in self._takes or key not in FROM_RUN
-        })
+      self._factory(
+        **{
+          key: value
+          for key, value in arguments.items()
+          if key in self._takes or key not in FROM_RUN
+        }
+      )
     )
     if mesh is not None and "mesh" not in self._takes:
       sharding.shard_model(model, mesh)
@@ -165,28 +163,28 @@ class CustomPolicy:
         continue
       near = difflib.get_close_matches(key, own, 1, 0.0)
       raise ValueError(
-          f"{self.name} takes no argument {key!r}"
-          + (f"; did you mean {near[0]!r}?" if near else "")
-          + f" policy.config may hold: {', '.join(own) or 'nothing'}"
+        f"{self.name} takes no argument {key!r}"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+        + f" policy.config may hold: {', '.join(own) or 'nothing'}"
       )
     for key in own:
       needed = self._takes[key].default is inspect.Parameter.empty
       if needed and key not in arguments:
         raise ValueError(
-            f"{self.name} needs the argument {key!r}; set policy.config.{key}"
+          f"{self.name} needs the argument {key!r}; set policy.config.{key}"
         )
 
   def _checked(self, result: Any) -> Loaded:
     if not isinstance(result, tuple) or len(result) != 3:
       raise ValueError(
-          f"{self.name} returned a {type(result).__name__}; it must return the"
-          " tuple (model, processor, tokenizer)"
+        f"{self.name} returned a {type(result).__name__}; it must return the"
+        " tuple (model, processor, tokenizer)"
       )
     model, processor, tokenizer = result
     if not isinstance(model, nnx.Module):
       raise ValueError(
-          f"{self.name}: the model is a {type(model).__name__}; it must be a"
-          " flax.nnx.Module"
+        f"{self.name}: the model is a {type(model).__name__}; it must be a"
+        " flax.nnx.Module"
       )
     self._need(model, "model", _MODEL_METHODS, method=True)
     self._need(model, "model", ("config",))
@@ -195,59 +193,53 @@ class CustomPolicy:
     self._need(processor, "processor", _PROCESSOR_METHODS, method=True)
     if not isinstance(tokenizer, tokenizers.Tokenizer):
       raise ValueError(
-          f"{self.name}: the tokenizer is a {type(tokenizer).__name__}; it must"
-          " be a tokenizers.Tokenizer"
+        f"{self.name}: the tokenizer is a {type(tokenizer).__name__}; it must"
+        " be a tokenizers.Tokenizer"
       )
     own_template = getattr(processor, "chat_template", None)
-    lacking = [
-        t for t in qwen.CHAT_TOKENS if tokenizer.token_to_id(t) is None
-    ]
+    lacking = [t for t in qwen.CHAT_TOKENS if tokenizer.token_to_id(t) is None]
     if lacking and own_template is None:
       raise ValueError(
-          f"{self.name}: the tokenizer has no token {', '.join(lacking)}, which"
-          " the renderer writes; add them (add_special_tokens), use the"
-          " shipped one, policy.load_tokenizer('tiny_vl'), or give the"
-          " processor a chat_template"
+        f"{self.name}: the tokenizer has no token {', '.join(lacking)}, which"
+        " the renderer writes; add them (add_special_tokens), use the"
+        " shipped one, policy.load_tokenizer('tiny_vl'), or give the"
+        " processor a chat_template"
       )
     if tokenizer.get_vocab_size() > model.config.vocab_size:
       raise ValueError(
-          f"{self.name}: model.config.vocab_size={model.config.vocab_size} is"
-          f" below the tokenizer's {tokenizer.get_vocab_size()} tokens"
+        f"{self.name}: model.config.vocab_size={model.config.vocab_size} is"
+        f" below the tokenizer's {tokenizer.get_vocab_size()} tokens"
       )
     for token in template.PLACEHOLDERS:
       placeholder = tokenizer.token_to_id(token)
       if placeholder in (None, *model.config.banned_token_ids):
         continue
       raise ValueError(
-          f"{self.name}: model.config.banned_token_ids lacks {placeholder}, the"
-          f" id of {token}, which stands for pixels and must never be sampled"
+        f"{self.name}: model.config.banned_token_ids lacks {placeholder}, the"
+        f" id of {token}, which stands for pixels and must never be sampled"
       )
     return model, processor, tokenizer
 
   def _need(
-      self,
-      subject: Any,
-      part: str,
-      names: tuple[str, ...],
-      method: bool = False,
+    self, subject: Any, part: str, names: tuple[str, ...], method: bool = False
   ) -> None:
     for name in names:
       value = getattr(subject, name, None)
       if value is None or (method and not callable(value)):
         kind = "method" if method else "attribute"
         raise ValueError(
-            f"{self.name}: {part} ({type(subject).__name__}) has no {kind}"
-            f" {name!r}; policy/base.py documents the protocol"
+          f"{self.name}: {part} ({type(subject).__name__}) has no {kind}"
+          f" {name!r}; policy/base.py documents the protocol"
         )
 
   # --- files -----------------------------------------------------------------
 
   def load(
-      self,
-      source: str | pathlib.Path,
-      mesh: jax.sharding.Mesh | None = None,
-      screen: tuple[int, int] | None = None,
-      **changes: Any,
+    self,
+    source: str | pathlib.Path,
+    mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
+    **changes: Any,
   ) -> Loaded:
     """Returns a policy of the factory with the weights of a saved directory.
 
@@ -273,7 +265,7 @@ class CustomPolicy:
     return model, processor, tokenizer
 
   def check(
-      self, source: str | pathlib.Path, model: nnx.Module, **changes: Any
+    self, source: str | pathlib.Path, model: nnx.Module, **changes: Any
   ) -> None:
     """Refuses weights that cannot take the place of `model`'s; reads none.
 
@@ -300,19 +292,19 @@ class CustomPolicy:
       self._factory.save(directory, model)
     else:
       tensors = {
-          name: _as_stored(value)
-          for name, value in policy_files.named_parameters(model).items()
+        name: _as_stored(value)
+        for name, value in policy_files.named_parameters(model).items()
       }
       tensor_files.save(directory / WEIGHTS, tensors)
     config = {"model_type": MODEL_TYPE, "factory": self.name}
     # Last: a directory with a config.json has its weights.
     durable.write_bytes(
-        directory / "config.json", tensor_files.json_bytes(config)
+      directory / "config.json", tensor_files.json_bytes(config)
     )
 
 
 def chat_template(
-    processor: Any, options: Mapping[str, Any]
+  processor: Any, options: Mapping[str, Any]
 ) -> template_lib.ChatTemplate | None:
   """Returns the template that a factory's processor brings; None for none.
 
@@ -324,8 +316,7 @@ def chat_template(
     return None
   if not isinstance(source, str):
     raise ValueError(
-        f"processor.chat_template is a {type(source).__name__}; give Jinja's"
-        " text"
+      f"processor.chat_template is a {type(source).__name__}; give Jinja's text"
     )
   special = getattr(processor, "special_tokens", None)
   return template_lib.ChatTemplate(source, special, options)
@@ -335,9 +326,9 @@ def refusal(directory: pathlib.Path) -> str:
   """Tells how to load a custom policy's directory, which names no code."""
   raw = tensor_files.read_json(directory / "config.json")
   return (
-      f"{directory} holds weights of a custom policy; load them with"
-      f" policy={raw.get('factory')} warm_start.source=path"
-      f" warm_start.path={directory}"
+    f"{directory} holds weights of a custom policy; load them with"
+    f" policy={raw.get('factory')} warm_start.source=path"
+    f" warm_start.path={directory}"
   )
 
 
@@ -345,7 +336,7 @@ def _directory(source: str | pathlib.Path) -> pathlib.Path:
   directory = pathlib.Path(source).expanduser()
   if not directory.is_dir():
     raise FileNotFoundError(
-        f"{str(source)!r} is not a directory; give that of a saved policy"
+      f"{str(source)!r} is not a directory; give that of a saved policy"
     )
   return directory
 

@@ -43,7 +43,7 @@ class Router(nnx.Module):
 
   def __init__(self, text: qwen_shapes.TextConfig, init: layers.Init):
     self.weight = init.normal(
-        (text.hidden_size, text.num_experts), ("fsdp", None), transposed=True
+      (text.hidden_size, text.num_experts), ("fsdp", None), transposed=True
     )
     self.top_k = text.num_experts_per_tok
 
@@ -65,7 +65,7 @@ class SigmoidRouter(nnx.Module):
 
   def __init__(self, text: qwen_shapes.TextConfig, init: layers.Init):
     self.weight = init.normal(
-        (text.hidden_size, text.num_experts), ("fsdp", None), transposed=True
+      (text.hidden_size, text.num_experts), ("fsdp", None), transposed=True
     )
     self.e_score_correction_bias = init.fixed(text.num_experts)
     self.top_k = text.num_experts_per_tok
@@ -74,11 +74,11 @@ class SigmoidRouter(nnx.Module):
 
   def __call__(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
     scores_TE = jax.nn.sigmoid(
-        jnp.matmul(
-            x_TD.astype(jnp.float32),
-            self.weight[...].astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
-        )
+      jnp.matmul(
+        x_TD.astype(jnp.float32),
+        self.weight[...].astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+      )
     )
     choice_TE = scores_TE + self.e_score_correction_bias[...]
     if self.groups > 1:
@@ -87,7 +87,7 @@ class SigmoidRouter(nnx.Module):
       _, best = jax.lax.top_k(of_groups, self.top_groups)
       in_best = jax.nn.one_hot(best, self.groups).sum(-2) > 0
       choice_TE = jnp.where(in_best[..., None], grouped, -jnp.inf).reshape(
-          choice_TE.shape
+        choice_TE.shape
       )
     _, experts = jax.lax.top_k(choice_TE, self.top_k)
     weights = jnp.take_along_axis(scores_TE, experts, axis=-1)
@@ -104,10 +104,10 @@ class Experts(nnx.Module):
     # Gate and up lie side by side on the last axis: split over "tensor" they
     # would come apart, so the axis of experts is split instead.
     self.gate_up_proj = init.normal(
-        (count, width, 2 * hidden), ("tensor", "fsdp", None)
+      (count, width, 2 * hidden), ("tensor", "fsdp", None)
     )
     self.down_proj = init.normal(
-        (count, hidden, width), ("tensor", None, "fsdp")
+      (count, hidden, width), ("tensor", None, "fsdp")
     )
     self.gate_up_proj_scale = nnx.data(None)
     self.down_proj_scale = nnx.data(None)
@@ -127,13 +127,13 @@ class Experts(nnx.Module):
   def matrices(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Gate and up [E, D, 2 I], down [E, I, D]; of an int8 copy restored."""
     return tuple(
-        weight[...].astype(dtype)
-        if scale is None
-        else (weight[...] * scale[...]).astype(dtype)
-        for weight, scale in (
-            (self.gate_up_proj, self.gate_up_proj_scale),
-            (self.down_proj, self.down_proj_scale),
-        )
+      weight[...].astype(dtype)
+      if scale is None
+      else (weight[...] * scale[...]).astype(dtype)
+      for weight, scale in (
+        (self.gate_up_proj, self.gate_up_proj_scale),
+        (self.down_proj, self.down_proj_scale),
+      )
     )
 
 
@@ -157,18 +157,18 @@ class SparseMLP(nnx.Module):
   """
 
   def __init__(
-      self,
-      text: qwen_shapes.TextConfig,
-      init: layers.Init,
-      mesh: jax.sharding.Mesh | None,
-      sigmoid_router: bool = False,
+    self,
+    text: qwen_shapes.TextConfig,
+    init: layers.Init,
+    mesh: jax.sharding.Mesh | None,
+    sigmoid_router: bool = False,
   ):
     """Args:
 
-      text: sizes.
-      init: Maker of fresh weights.
-      mesh: Mesh that the weights lie on, if any.
-      sigmoid_router: see `qwen_families.Family`.
+    text: sizes.
+    init: Maker of fresh weights.
+    mesh: Mesh that the weights lie on, if any.
+    sigmoid_router: see `qwen_families.Family`.
     """
     self.gate = (SigmoidRouter if sigmoid_router else Router)(text, init)
     self.experts = Experts(text, init)
@@ -198,13 +198,18 @@ class SparseMLP(nnx.Module):
     up, down = self.experts.matrices(x_BTD.dtype)
     low = self.experts.adapters(x_BTD.dtype)
     args = (
-        x_BTD, weights.reshape(b, t, k), experts.reshape(b, t, k), up, down, low
-    )  # pyformat: disable
+      x_BTD,
+      weights.reshape(b, t, k),
+      experts.reshape(b, t, k),
+      up,
+      down,
+      low,
+    )
     mesh, count = self.mesh, up.shape[0]
     if mesh is None or not (
-        b % sharding.batch_shards(mesh) == 0
-        and t % mesh.shape["sequence"] == 0
-        and count % mesh.shape["tensor"] == 0
+      b % sharding.batch_shards(mesh) == 0
+      and t % mesh.shape["sequence"] == 0
+      and count % mesh.shape["tensor"] == 0
     ):
       return _through_experts(*args, first=0)
     P = jax.sharding.PartitionSpec
@@ -216,22 +221,22 @@ class SparseMLP(nnx.Module):
 
     batch, split = P(*sharding.TOKENS), P("tensor")
     return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(batch, batch, batch, split, split, split),
-        out_specs=batch,
-        check_vma=False,
+      local,
+      mesh=mesh,
+      in_specs=(batch, batch, batch, split, split, split),
+      out_specs=batch,
+      check_vma=False,
     )(*args)
 
 
 def _through_experts(
-    x_BTD: jax.Array,
-    weights_BTK: jax.Array,
-    experts_BTK: jax.Array,
-    up_EDI: jax.Array,
-    down_EID: jax.Array,
-    low: LowRank,
-    first: int | jax.Array,
+  x_BTD: jax.Array,
+  weights_BTK: jax.Array,
+  experts_BTK: jax.Array,
+  up_EDI: jax.Array,
+  down_EID: jax.Array,
+  low: LowRank,
+  first: int | jax.Array,
 ) -> jax.Array:
   """Sums a token's chosen experts from this call's: first, first + 1, …."""
   b, t, d = x_BTD.shape
@@ -264,7 +269,9 @@ def _through_experts(
   #    computed, so they may hold anything.
   weight = jnp.where(is_local, weights_BTK.reshape(-1), 0)[order]
   y_XD = jnp.where(weight[:, None] != 0, y_XD * weight[:, None], 0)
-  summed = jnp.zeros((b * t, d), jnp.float32).at[order // k].add(
-      y_XD.astype(jnp.float32)
+  summed = (
+    jnp.zeros((b * t, d), jnp.float32)
+    .at[order // k]
+    .add(y_XD.astype(jnp.float32))
   )
   return summed.astype(x_BTD.dtype).reshape(b, t, d)

@@ -29,32 +29,32 @@ class DecoderLayer(nnx.Module):
   """Attention and MLP, each with a norm before and behind it."""
 
   def __init__(
-      self,
-      config: qwen_text_config.AnyConfig,
-      init: layers.Init,
-      kind: tuple[bool, bool],
-      mesh: jax.sharding.Mesh | None,
+    self,
+    config: qwen_text_config.AnyConfig,
+    init: layers.Init,
+    kind: tuple[bool, bool],
+    mesh: jax.sharding.Mesh | None,
   ):
     del kind, mesh  # Every layer has attention and a dense MLP.
     text = config.text
     norm = lambda: layers.RMSNorm(
-        text.hidden_size, init, text.rms_norm_eps, 1.0
+      text.hidden_size, init, text.rms_norm_eps, 1.0
     )
     self.input_layernorm = norm()
     self.self_attn = qwen_decoder.Attention(config, init)
     self.post_attention_layernorm = norm()
     self.pre_feedforward_layernorm = norm()
     self.mlp = layers.GatedMLP(
-        text.hidden_size, text.intermediate_size, init, act=layers.gelu_tanh
+      text.hidden_size, text.intermediate_size, init, act=layers.gelu_tanh
     )
     self.post_feedforward_layernorm = norm()
 
   def __call__(
-      self,
-      x_BTD: jax.Array,
-      rotation: qwen_decoder.Rotation,
-      mix: qwen_decoder.Mix,
-      recur: qwen_decoder.Recur,
+    self,
+    x_BTD: jax.Array,
+    rotation: qwen_decoder.Rotation,
+    mix: qwen_decoder.Mix,
+    recur: qwen_decoder.Recur,
   ) -> tuple[jax.Array, Any]:
     del recur
     mixed, cache = self.self_attn(self.input_layernorm(x_BTD), rotation, mix)
@@ -69,15 +69,15 @@ class Decoder(qwen_decoder.Decoder):
   layer_class = DecoderLayer
 
   def rotations(
-      self, positions_BT3: jax.Array
+    self, positions_BT3: jax.Array
   ) -> Callable[[Any], qwen_decoder.Rotation]:
     text = self.config.text
     full = self.rotation(positions_BT3)
     axes = layers.mrope_axes(text.mrope_section, False)
     local = layers.mrope(
-        positions_BT3,
-        axes,
-        layers.rope_frequencies(2 * len(axes), text.local_rope_theta),
+      positions_BT3,
+      axes,
+      layers.rope_frequencies(2 * len(axes), text.local_rope_theta),
     )
     return lambda layer: local if text.window(layer) else full
 
@@ -93,10 +93,10 @@ class Gemma3Text(qwen_text.QwenText):
     return x * jnp.asarray(self.config.text.hidden_size**0.5, x.dtype)
 
   def _last_seen(
-      self,
-      vision_index_BT: base.Array | None,
-      segments_BT: jax.Array,
-      until_BT: base.Array | None = None,
+    self,
+    vision_index_BT: base.Array | None,
+    segments_BT: jax.Array,
+    until_BT: base.Array | None = None,
   ) -> jax.Array | None:
     place = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
     return jnp.broadcast_to(place, segments_BT.shape)
@@ -110,10 +110,10 @@ class Gemma3(Gemma3Text, qwen_vl.QwenVL):
     return self.config.whole_image_tokens
 
   def _last_seen(
-      self,
-      vision_index_BT: base.Array | None,
-      segments_BT: jax.Array,
-      until_BT: base.Array | None = None,
+    self,
+    vision_index_BT: base.Array | None,
+    segments_BT: jax.Array,
+    until_BT: base.Array | None = None,
   ) -> jax.Array | None:
     if vision_index_BT is None:
       return super()._last_seen(vision_index_BT, segments_BT)
@@ -121,9 +121,9 @@ class Gemma3(Gemma3Text, qwen_vl.QwenVL):
 
 
 def last_seen(
-    is_image_BT: jax.Array,
-    segments_BT: jax.Array,
-    until_BT: base.Array | None = None,
+  is_image_BT: jax.Array,
+  segments_BT: jax.Array,
+  until_BT: base.Array | None = None,
 ) -> jax.Array:
   """Returns int32[B, T]: the last place that a token sees.
 

@@ -42,8 +42,8 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
     super().__post_init__()
     if self.side**2 != self.max_pixels or self.min_pixels != self.max_pixels:
       raise ValueError(
-          f"min_pixels={self.min_pixels} and max_pixels={self.max_pixels} must"
-          " both be the area of the square that images are resized to"
+        f"min_pixels={self.min_pixels} and max_pixels={self.max_pixels} must"
+        " both be the area of the square that images are resized to"
       )
 
   @property
@@ -59,9 +59,10 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
   def describe(self) -> str:
     """Returns the settings and their source, in a line for people."""
     return (
-        f"all of {self.side}x{self.side}, patches of {self.patch_size},"
-        f" {self.merge_size}x{self.merge_size} a token"
-        + f" ({self.source})" * bool(self.source)
+      f"all of {self.side}x{self.side}, patches of {self.patch_size},"
+      f" {self.merge_size}x{self.merge_size} a token"
+      + f" ({self.source})"
+      * bool(self.source)
     )
 
   def image_size(self, width: int, height: int) -> tuple[int, int]:
@@ -75,10 +76,10 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
     return self.side, self.side
 
   def positions(
-      self,
-      tokens: np.ndarray,
-      images: Sequence[trajectory.ImageSpan],
-      start: int = 0,
+    self,
+    tokens: np.ndarray,
+    images: Sequence[trajectory.ImageSpan],
+    start: int = 0,
   ) -> np.ndarray:
     """Returns the places in the sequence, see `QwenVLProcessor.positions`.
 
@@ -89,35 +90,35 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
     for before, after in zip(images, images[1:]):
       if before.end == after.offset:
         raise ValueError(
-            f"the image at {after.offset} follows another one immediately, and"
-            " Gemma 3's vision tokens see all of the run they stand in; put"
-            " <end_of_image> and <start_of_image> between them, as its"
-            " processor does"
+          f"the image at {after.offset} follows another one immediately, and"
+          " Gemma 3's vision tokens see all of the run they stand in; put"
+          " <end_of_image> and <start_of_image> between them, as its"
+          " processor does"
         )
     return positions_T3
 
 
 def default_settings(
-    config: qwen_shapes.QwenVLConfig,
+  config: qwen_shapes.QwenVLConfig,
 ) -> image_settings.ImageSettings:
   """Settings in place of missing files: those that config.json implies."""
   vision = config.vision
   side = round(vision.num_position_embeddings**0.5) * vision.patch_size
   values = {
-      "image_size": side,
-      "image_mean": vision.image_mean,
-      "image_std": vision.image_std,
+    "image_size": side,
+    "image_mean": vision.image_mean,
+    "image_std": vision.image_std,
   }
   return image_settings.ImageSettings(
-      values, "no processor file: config.json's image_size"
+    values, "no processor file: config.json's image_size"
   )
 
 
 def processor(
-    settings: image_settings.ImageSettings,
-    config: qwen_shapes.QwenVLConfig,
-    pixels: Mapping[str, Any],
-    budget: tuple[int, int] | None = None,
+  settings: image_settings.ImageSettings,
+  config: qwen_shapes.QwenVLConfig,
+  pixels: Mapping[str, Any],
+  budget: tuple[int, int] | None = None,
 ) -> Gemma3Processor:
   """Returns the host side of a config.
 
@@ -135,22 +136,22 @@ def processor(
   for name in _PIXELS:
     if pixels.get(name, side**2) != side**2:
       raise ValueError(
-          f"{name}={pixels[name]}: Gemma 3 sees every image at {side}x{side} ="
-          f" {side**2} pixels; leave it out"
+        f"{name}={pixels[name]}: Gemma 3 sees every image at {side}x{side} ="
+        f" {side**2} pixels; leave it out"
       )
   if budget is not None and budget[0] < budget[1] * side**2:
     raise ValueError(
-        f"trajectory_pixels={budget[0]} of {budget[1]} images: Gemma 3 sees"
-        f" every image at {side}x{side} = {side**2} pixels; raise it to"
-        f" {budget[1] * side**2}, keep fewer images, or leave it at 0"
+      f"trajectory_pixels={budget[0]} of {budget[1]} images: Gemma 3 sees"
+      f" every image at {side}x{side} = {side**2} pixels; raise it to"
+      f" {budget[1] * side**2}, keep fewer images, or leave it at 0"
     )
   return Gemma3Processor(
-      patch_size=vision.patch_size,
-      merge_size=vision.spatial_merge_size,
-      min_pixels=side**2,
-      max_pixels=side**2,
-      image_token_id=config.image_token_id,
-      mean=settings.values["image_mean"],
-      std=settings.values["image_std"],
-      source=settings.source,
+    patch_size=vision.patch_size,
+    merge_size=vision.spatial_merge_size,
+    min_pixels=side**2,
+    max_pixels=side**2,
+    image_token_id=config.image_token_id,
+    mean=settings.values["image_mean"],
+    std=settings.values["image_std"],
+    source=settings.source,
   )

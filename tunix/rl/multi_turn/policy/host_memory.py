@@ -37,10 +37,10 @@ def tune() -> bool:
   except (OSError, AttributeError):
     return False
   settings = (
-      (_M_MMAP_MAX, 0),  # A step's buffer is above any mmap threshold.
-      (_M_TRIM_THRESHOLD, -1),  # Never.
-      (_M_TOP_PAD, 1 << 26),
-      # Other arenas than the main one cannot hold large blocks.
-      (_M_ARENA_MAX, 1),
+    (_M_MMAP_MAX, 0),  # A step's buffer is above any mmap threshold.
+    (_M_TRIM_THRESHOLD, -1),  # Never.
+    (_M_TOP_PAD, 1 << 26),
+    # Other arenas than the main one cannot hold large blocks.
+    (_M_ARENA_MAX, 1),
   )
   return all(mallopt(name, value) == 1 for name, value in settings)

@@ -33,14 +33,15 @@ SECTION = "image_processor"
 FILES = (PREPROCESSOR, f"{PROCESSOR}:{SECTION}")
 
 IMAGE_PROCESSORS = (
-    "Qwen2VLImageProcessor",
-    "Qwen2VLImageProcessorFast",
-    "Qwen2VLImageProcessorPil",
-    "Qwen2_5_VLImageProcessor",  # Of transformers before 4.49.
+  "Qwen2VLImageProcessor",
+  "Qwen2VLImageProcessorFast",
+  "Qwen2VLImageProcessorPil",
+  "Qwen2_5_VLImageProcessor",  # Of transformers before 4.49.
 )
 """Values of `image_processor_type` whose images are computed here."""
 
-DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
+DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
+  {
     "patch_size": 14,
     "merge_size": 2,
     "temporal_patch_size": 2,
@@ -48,60 +49,66 @@ DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
     "max_pixels": 28 * 28 * 1280,
     "image_mean": (0.48145466, 0.4578275, 0.40821073),
     "image_std": (0.26862954, 0.26130258, 0.27577711),
-})
+  }
+)
 """Of transformers' Qwen2VLImageProcessor (5.12.1), for fields not in a file."""
 
 GLM_PROCESSORS = (
-    "Glm4vImageProcessor", "Glm4vImageProcessorFast", "Glm4vImageProcessorPil",
-)  # pyformat: disable
+  "Glm4vImageProcessor",
+  "Glm4vImageProcessorFast",
+  "Glm4vImageProcessorPil",
+)
 """Likewise, of GLM-V."""
 
-GLM_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
-    **DEFAULTS,
-    "min_pixels": 112 * 112 // 2,
-    "max_pixels": 28 * 28 * 15000 // 2,
-})
+GLM_DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
+  {**DEFAULTS, "min_pixels": 112 * 112 // 2, "max_pixels": 28 * 28 * 15000 // 2}
+)
 """Of transformers' Glm4vImageProcessor (5.12.1), for one frame."""
 
 GEMMA_PROCESSORS = (
-    "Gemma3ImageProcessor", "Gemma3ImageProcessorFast",
-    "Gemma3ImageProcessorPil",
-)  # pyformat: disable
+  "Gemma3ImageProcessor",
+  "Gemma3ImageProcessorFast",
+  "Gemma3ImageProcessorPil",
+)
 """Likewise, of Gemma 3."""
 
-GEMMA_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
+GEMMA_DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
+  {
     "image_size": 224,
     "image_mean": (0.5, 0.5, 0.5),
     "image_std": (0.5, 0.5, 0.5),
-})
+  }
+)
 """Of transformers' Gemma3ImageProcessor (5.12.1); the size is a side's."""
 
 TILE_PROCESSORS = tuple(
-    f"{family}ImageProcessor{kind}"
-    for family in ("Idefics3", "SmolVLM")
-    for kind in ("", "Fast", "Pil")
+  f"{family}ImageProcessor{kind}"
+  for family in ("Idefics3", "SmolVLM")
+  for kind in ("", "Fast", "Pil")
 )
 """Likewise, of SmolVLM and Idefics3, whose images are the same."""
 
-TILE_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
+TILE_DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
+  {
     **GEMMA_DEFAULTS,
     "image_size": 364,
     "max_pixels": (4 * 364) ** 2,
     "do_image_splitting": True,
-})
+  }
+)
 """Of transformers' Idefics3ImageProcessor (5.12.1): the sides of a tile and, as
 an area, of `size.longest_edge`."""
 
 _STEPS = {
-    "do_resize": (True,),
-    "do_rescale": (True,),
-    "do_normalize": (True,),
-    "rescale_factor": (1 / 255, 0.00392156862745098),
+  "do_resize": (True,),
+  "do_rescale": (True,),
+  "do_normalize": (True,),
+  "rescale_factor": (1 / 255, 0.00392156862745098),
 }
 _GEMMA_STEPS = {
-    **_STEPS,
-    "do_pan_and_scan": (False,),
-    "resample": (2,),  # Bilinear.
+  **_STEPS,
+  "do_pan_and_scan": (False,),
+  "resample": (2,),  # Bilinear.
 }
 _TILE_STEPS = {**_STEPS, "resample": (1,)}  # Lanczos'.
 """The steps that are computed, by field: the values it may have."""
@@ -109,7 +116,7 @@ _TILE_STEPS = {**_STEPS, "resample": (1,)}  # Lanczos'.
 _PLAIN = (
     "patch_size", "merge_size", "temporal_patch_size", "do_resize",
     "do_rescale", "do_normalize", "resample", "rescale_factor",
-)  # pyformat: disable
+)  # fmt: skip
 _LIMITS = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
 _CHANNELS = ("image_mean", "image_std")
 
@@ -156,14 +163,14 @@ def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
     return None
   glm = _is_glm(family)
   read_from = {
-      name: (
-          _tiles(raw, directory / name)
-          if _is_tiled(family)
-          else _square(raw, directory / name)
-          if _is_gemma(family)
-          else _canonical(raw, directory / name, 1 + glm)
-      )
-      for name, raw in sections.items()
+    name: (
+      _tiles(raw, directory / name)
+      if _is_tiled(family)
+      else _square(raw, directory / name)
+      if _is_gemma(family)
+      else _canonical(raw, directory / name, 1 + glm)
+    )
+    for name, raw in sections.items()
   }
   if len(sections) == 2:
     _agree(directory, read_from[PREPROCESSOR], read_from[PROCESSOR])
@@ -176,9 +183,7 @@ def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
   defaults = GEMMA_DEFAULTS if _is_gemma(family) else defaults
   defaults = TILE_DEFAULTS if _is_tiled(family) else defaults
   return ImageSettings(
-      {**defaults, **values},
-      " and ".join(sections),
-      types.MappingProxyType(raw),
+    {**defaults, **values}, " and ".join(sections), types.MappingProxyType(raw)
   )
 
 
@@ -203,14 +208,14 @@ def _section(raw: Any, file: pathlib.Path, family: str) -> dict[str, Any]:
   classes = TILE_PROCESSORS if _is_tiled(family) else classes
   if kind is not None and kind not in classes:
     raise ValueError(
-        f"{file} has image_processor_type={kind!r}, whose images are not"
-        f" computed here for {family}; one of {', '.join(classes)} is"
+      f"{file} has image_processor_type={kind!r}, whose images are not"
+      f" computed here for {family}; one of {', '.join(classes)} is"
     )
   return raw
 
 
 def _canonical(
-    raw: Mapping[str, Any], file: pathlib.Path, frames: int
+  raw: Mapping[str, Any], file: pathlib.Path, frames: int
 ) -> dict[str, Any]:
   """Returns the fields that a section gives, each under one name.
 
@@ -228,8 +233,8 @@ def _canonical(
     limit = next((v for v in spellings if v is not None), None)
     if limit is not None and limit % frames:
       raise ValueError(
-          f"{file} has size.{edge}={limit}, the pixels of {frames} frames; make"
-          f" it a multiple of {frames}"
+        f"{file} has size.{edge}={limit}, the pixels of {frames} frames; make"
+        f" it a multiple of {frames}"
       )
     out[name] = None if limit is None else limit // frames
   return _given(out | _channels(raw))
@@ -263,8 +268,8 @@ def _square(raw: Mapping[str, Any], file: pathlib.Path) -> dict[str, Any]:
     side = size.get("height")
     if size.get("width", side) != side or not isinstance(side, int):
       raise ValueError(
-          f"{file} has size={dict(size)}, Gemma 3's images are squares: give"
-          " height and width, equal"
+        f"{file} has size={dict(size)}, Gemma 3's images are squares: give"
+        " height and width, equal"
       )
   return _given({"image_size": side} | _channels(raw))
 
@@ -283,22 +288,24 @@ def _tiles(raw: Mapping[str, Any], file: pathlib.Path) -> dict[str, Any]:
     edges[name] = edge
     if size is not None and not isinstance(edge, int):
       raise ValueError(
-          f"{file} has {name}={size}, images become tiles by"
-          f" {name}.longest_edge; give that"
+        f"{file} has {name}={size}, images become tiles by"
+        f" {name}.longest_edge; give that"
       )
   edge = edges["size"]
-  return _given({
+  return _given(
+    {
       "image_size": edges["max_image_size"],
       "max_pixels": None if edge is None else edge**2,
       "do_image_splitting": raw.get("do_image_splitting"),
       **_channels(raw),
-  })
+    }
+  )
 
 
 def _check_steps(
-    raw: Mapping[str, Any],
-    file: pathlib.Path,
-    steps: Mapping[str, tuple[Any, ...]],
+  raw: Mapping[str, Any],
+  file: pathlib.Path,
+  steps: Mapping[str, tuple[Any, ...]],
 ) -> None:
   for name, allowed in steps.items():
     value = raw.get(name)
@@ -307,28 +314,25 @@ def _check_steps(
       if name == "do_pan_and_scan":
         why = "; crops beside an image are not made here: set it to false"
       raise ValueError(
-          f"{file} has {name}={value}, only {allowed[0]} is computed here{why}"
+        f"{file} has {name}={value}, only {allowed[0]} is computed here{why}"
       )
 
 
 def _agree(
-    directory: pathlib.Path, old: Mapping[str, Any], new: Mapping[str, Any]
+  directory: pathlib.Path, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> None:
   for name in old:
     if new.get(name, old[name]) != old[name]:
       raise ValueError(
-          f"{directory / PREPROCESSOR} has {name}={old[name]},"
-          f" {PROCESSOR} {new[name]}; transformers 4 reads the first and"
-          " transformers 5 the second: make them equal, or delete the one"
-          " that is out of date"
+        f"{directory / PREPROCESSOR} has {name}={old[name]},"
+        f" {PROCESSOR} {new[name]}; transformers 4 reads the first and"
+        " transformers 5 the second: make them equal, or delete the one"
+        " that is out of date"
       )
 
 
 def check_model(
-    settings: ImageSettings,
-    patch_size: int,
-    merge_size: int,
-    image_size: int = 0,
+  settings: ImageSettings, patch_size: int, merge_size: int, image_size: int = 0
 ) -> None:
   """Refuses settings that contradict config.json's vision_config.
 
@@ -336,19 +340,19 @@ def check_model(
     ValueError: naming the field and both values.
   """
   for name, of_model, want in (
-      ("patch_size", "patch_size", patch_size),
-      ("merge_size", "spatial_merge_size", merge_size),
-      ("image_size", "image_size", image_size),
+    ("patch_size", "patch_size", patch_size),
+    ("merge_size", "spatial_merge_size", merge_size),
+    ("image_size", "image_size", image_size),
   ):  # Files of Qwen-VL and of Gemma 3 have different ones of them.
     if settings.values.get(name, want) != want:
       raise ValueError(
-          f"{settings.source} has {name}={settings.values[name]},"
-          f" config.json vision_config.{of_model}={want}; make them equal"
+        f"{settings.source} has {name}={settings.values[name]},"
+        f" config.json vision_config.{of_model}={want}; make them equal"
       )
 
 
 def write(
-    directory: pathlib.Path, values: Mapping[str, Any], family: str
+  directory: pathlib.Path, values: Mapping[str, Any], family: str
 ) -> None:
   """Makes a directory's processor files give `values`.
 
@@ -370,14 +374,14 @@ def write(
   nested = directory / PROCESSOR
   nested_raw = tensor_files.read_json(nested) if nested.is_file() else {}
   same = current is not None and all(
-      current.values.get(name) == value for name, value in values.items()
+    current.values.get(name) == value for name, value in values.items()
   )
   if same and SECTION not in nested_raw:
     return
   raw = dict(current.raw) if current else {}
   raw |= {
-      name: list(value) if name in _CHANNELS else value
-      for name, value in values.items()
+    name: list(value) if name in _CHANNELS else value
+    for name, value in values.items()
   }
   if _is_gemma(family):
     side = raw.pop("image_size")

@@ -67,8 +67,8 @@ class Converter:
     """
     if not isinstance(model, qwen_text.QwenText):
       raise ValueError(
-          f"int8 weights are for Qwen policies, not {type(model).__name__};"
-          " roll out with the weights as they are"
+        f"int8 weights are for Qwen policies, not {type(model).__name__};"
+        " roll out with the weights as they are"
       )
     refuse(model)
     self._model = model
@@ -95,15 +95,13 @@ class Converter:
     for path, value in named.items():
       if path in self._paths:
         result[path], result[(*path[:-1], path[-1] + _SCALE)] = self._round(
-            path, value
+          path, value
         )
       else:
         result[path] = value
     return result
 
-  def _round(
-      self, path: Path, value: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
+  def _round(self, path: Path, value: jax.Array) -> tuple[jax.Array, jax.Array]:
     last = self._last.get(path)
     if last is None or last[0]() is not value:
       last = self._last[path] = (weakref.ref(value), *quantize(value))
@@ -130,13 +128,13 @@ def refuse(model: nnx.Module) -> None:
     for name in _names(module):
       if getattr(module, name + _SCALE) is not None:
         raise ValueError(
-            f"{'.'.join(map(str, path))} is rounded to int8, which is for"
-            " rollout only; use the policy that the copy was made of"
+          f"{'.'.join(map(str, path))} is rounded to int8, which is for"
+          " rollout only; use the policy that the copy was made of"
         )
 
 
 def _matrices(
-    model: qwen_text.QwenText,
+  model: qwen_text.QwenText,
 ) -> Iterator[tuple[Path, nnx.Module, str]]:
   """(path, module, attribute) of each matrix to round."""
   for path, module in nnx.iter_modules(model):

@@ -120,10 +120,10 @@ def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def dot_wide(x: jax.Array, table: jax.Array) -> jax.Array:
   """Returns [..., I] times the transpose of [O, I], kept in float32."""
   return jax.lax.dot_general(
-      x,
-      table.astype(x.dtype),
-      (((x.ndim - 1,), (1,)), ((), ())),
-      preferred_element_type=jnp.float32,
+    x,
+    table.astype(x.dtype),
+    (((x.ndim - 1,), (1,)), ((), ())),
+    preferred_element_type=jnp.float32,
   )
 
 
@@ -156,20 +156,14 @@ def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def attend(
-    q_BTNH: jax.Array,
-    k_BKCH: jax.Array,
-    v_BKCH: jax.Array,
-    mask_BTC: jax.Array,
+  q_BTNH: jax.Array, k_BKCH: jax.Array, v_BKCH: jax.Array, mask_BTC: jax.Array
 ) -> jax.Array:
   """Grouped-query attention under a mask; [B, T, N, H]."""
   return _attend(q_BTNH, k_BKCH, "xqh,xch->xqc", v_BKCH, mask_BTC)
 
 
 def attend_cached(
-    q_BTNH: jax.Array,
-    k_BKHC: jax.Array,
-    v_BKCH: jax.Array,
-    mask_BTC: jax.Array,
+  q_BTNH: jax.Array, k_BKHC: jax.Array, v_BKCH: jax.Array, mask_BTC: jax.Array
 ) -> jax.Array:
   """As `attend`, with keys as a cache holds them: few queries read all of
   them, which on a CPU takes half as long from rows of places."""
@@ -198,13 +192,13 @@ def _attend(q_BTNH, keys, product, v_BKCH, mask_BTC) -> jax.Array:
 
 
 def causal_attention(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segments_BT: jax.Array,
-    until_BT: jax.Array | np.ndarray | None = None,
-    mesh: jax.sharding.Mesh | None = None,
-    sight: Sight | None = None,
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  segments_BT: jax.Array,
+  until_BT: jax.Array | np.ndarray | None = None,
+  mesh: jax.sharding.Mesh | None = None,
+  sight: Sight | None = None,
 ) -> jax.Array:
   """Attention to earlier tokens of the own segment; [B, T, N, H].
 
@@ -230,10 +224,7 @@ def causal_attention(
     ids = segments_BT, sight.last_BT, *ids[1:], *depth
     flash = "cudnn" if _cudnn_applies(q_BTNH, q_BTNH.shape[1]) else None
     run = functools.partial(
-        _seen_local,
-        window=sight.window,
-        lookahead=sight.lookahead,
-        flash=flash,
+      _seen_local, window=sight.window, lookahead=sight.lookahead, flash=flash
     )
   elif until_BT is None and _splash_applies(q_BTNH):
     run = _splash_local
@@ -243,27 +234,26 @@ def causal_attention(
 
 
 def _causal_local(
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT=None, *, flash=None
+  q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT=None, *, flash=None
 ) -> jax.Array:
   """Attends in chunks of queries, by XLA or an implementation of `jax.nn`."""
   b, t = segments_BT.shape
   if not flash and _blocks_apply(t):
     return blocks_lib.attend(
-        q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT, causal=True
+      q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT, causal=True
     )
   masked = lambda q, k, v: _causal_chunks(
-      q, k, v, segments_BT, until_BT, flash=flash
+    q, k, v, segments_BT, until_BT, flash=flash
   )
   if flash and _packed_applies(t):
     return _packed(
-        q_BTNH, k_BTKH, v_BTKH, segments_BT, ROW_SEGMENTS, masked, True,
-        until_BT,
-    )  # pyformat: disable
+      q_BTNH, k_BTKH, v_BTKH, segments_BT, ROW_SEGMENTS, masked, True, until_BT
+    )
   return masked(q_BTNH, k_BTKH, v_BTKH)
 
 
 def _causal_chunks(
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT=None, *, flash=None
+  q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT=None, *, flash=None
 ) -> jax.Array:
   """As `causal_attention`, a chunk of queries at a time under its mask."""
   b, t = segments_BT.shape
@@ -296,17 +286,17 @@ def _chunks(k_BTKH, v_BTKH, rows: int, flash: str | None):
 
 
 def _seen_local(
-    q_BTNH,
-    k_BTKH,
-    v_BTKH,
-    segments_BT,
-    last_BT,
-    until_BT=None,
-    depth_BT=None,
-    *,
-    window,
-    lookahead,
-    flash,
+  q_BTNH,
+  k_BTKH,
+  v_BTKH,
+  segments_BT,
+  last_BT,
+  until_BT=None,
+  depth_BT=None,
+  *,
+  window,
+  lookahead,
+  flash,
 ) -> jax.Array:
   """As `_causal_local`, under a `Sight`."""
   b, t = segments_BT.shape
@@ -314,7 +304,7 @@ def _seen_local(
     return blocks_lib.attend(
         q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT,
         causal=True, last_BT=last_BT, window=window, depth_BT=depth_BT,
-    )  # pyformat: disable
+    )  # fmt: skip
   k, v, axis, chunk, attend_ = _chunks(k_BTKH, v_BTKH, b, flash)
 
   def part(start: int, end: int) -> jax.Array:
@@ -336,7 +326,7 @@ def _seen_local(
       farthest = depth_BT[:, start:end, None] - window
       mask &= depth_BT[:, None, low:high] > farthest
     keys_values = (
-        jax.lax.slice_in_dim(x, low, high, axis=axis) for x in (k, v)
+      jax.lax.slice_in_dim(x, low, high, axis=axis) for x in (k, v)
     )
     return attend_(q_BTNH[:, start:end], *keys_values, mask)
 
@@ -352,15 +342,15 @@ def _blocks_apply(tokens: int) -> bool:
 
 
 def image_attention(
-    q_SPNH: jax.Array,
-    k_SPNH: jax.Array,
-    v_SPNH: jax.Array,
-    segments_SP: jax.Array,
-    reach: int,
-    cut: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
-    tensor: str | None = None,
-    aligned: bool = False,
+  q_SPNH: jax.Array,
+  k_SPNH: jax.Array,
+  v_SPNH: jax.Array,
+  segments_SP: jax.Array,
+  reach: int,
+  cut: bool = False,
+  mesh: jax.sharding.Mesh | None = None,
+  tensor: str | None = None,
+  aligned: bool = False,
 ) -> jax.Array:
   """Attention to all patches of the own segment; [S, P, N, H].
 
@@ -391,34 +381,26 @@ def image_attention(
   else:
     flash = "cudnn" if _cudnn_applies(q_SPNH, reach) else None
     run = functools.partial(
-        _image_local, reach=reach, cut=cut, flash=flash, aligned=aligned
+      _image_local, reach=reach, cut=cut, flash=flash, aligned=aligned
     )
   return _over_mesh(run, q_SPNH, k_SPNH, v_SPNH, (segments_SP,), mesh, tensor)
 
 
 def _image_local(
-    q_SPNH,
-    k_SPNH,
-    v_SPNH,
-    segments_SP,
-    *,
-    reach,
-    cut,
-    flash=None,
-    aligned=False,
+  q_SPNH, k_SPNH, v_SPNH, segments_SP, *, reach, cut, flash=None, aligned=False
 ):
   """Blocks of queries with their neighbourhoods; see `_causal_local`."""
   s, p, heads, head_dim = q_SPNH.shape
   if aligned and p > reach:  # Each block is a buffer of its own.
     fill = -p % reach
     split = lambda x: jnp.pad(
-        x, [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2)
+      x, [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2)
     ).reshape(-1, reach, *x.shape[2:])
     mixed = _image_local(
-        *map(split, (q_SPNH, k_SPNH, v_SPNH, segments_SP)),
-        reach=reach,
-        cut=cut,
-        flash=flash,
+      *map(split, (q_SPNH, k_SPNH, v_SPNH, segments_SP)),
+      reach=reach,
+      cut=cut,
+      flash=flash,
     )
     return mixed.reshape(s, p + fill, heads, head_dim)[:, :p]
   if not (cut or flash) and _blocks_apply(p):
@@ -432,14 +414,19 @@ def _image_local(
   near = functools.partial(_neighbourhoods, block=block, cut=cut, flash=flash)
   if flash and blocks == 1 and not cut and _packed_applies(p):
     return _packed(
-        q_SPNH, k_SPNH, v_SPNH, segments_SP, IMAGE_SEGMENTS,
-        lambda q, k, v: near(q, k, v, segments_SP), False,
-    )  # pyformat: disable
+      q_SPNH,
+      k_SPNH,
+      v_SPNH,
+      segments_SP,
+      IMAGE_SEGMENTS,
+      lambda q, k, v: near(q, k, v, segments_SP),
+      False,
+    )
   return near(q_SPNH, k_SPNH, v_SPNH, segments_SP)
 
 
 def _neighbourhoods(
-    q_SPNH, k_SPNH, v_SPNH, segments_SP, *, block, cut, flash
+  q_SPNH, k_SPNH, v_SPNH, segments_SP, *, block, cut, flash
 ) -> jax.Array:
   """Attends in blocks of queries to the blocks around them, under masks."""
   s, p, heads, head_dim = q_SPNH.shape
@@ -460,10 +447,10 @@ def _neighbourhoods(
     def neighbours(x):
       x = pad(x, block, block + fill)
       parts = [
-          x[:, i * block : (i + blocks) * block].reshape(
-              s * blocks, block, *x.shape[2:]
-          )
-          for i in range(3)
+        x[:, i * block : (i + blocks) * block].reshape(
+          s * blocks, block, *x.shape[2:]
+        )
+        for i in range(3)
       ]
       return jnp.concatenate(parts, axis=1)
 
@@ -510,13 +497,13 @@ def _attend_where(q_SPNH, k_SPNH, v_SPNH, real_SP) -> jax.Array:
 
 
 def _over_mesh(
-    run: Callable[..., jax.Array],
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    ids: tuple[jax.Array, ...],
-    mesh: jax.sharding.Mesh | None,
-    tensor: str | None,
+  run: Callable[..., jax.Array],
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  ids: tuple[jax.Array, ...],
+  mesh: jax.sharding.Mesh | None,
+  tensor: str | None,
 ) -> jax.Array:
   """run(q, k, v, *ids) on each device with its rows and heads, all tokens."""
   if mesh is None or q_BTNH.shape[0] % sharding.batch_shards(mesh):
@@ -533,17 +520,17 @@ def _over_mesh(
     k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
   # Where projections leave them; else the compiler might rather move weights.
   q_BTNH, k_BTKH, v_BTKH = (
-      sharding.constrain(x, mesh, *sharding.TOKENS, tensor)
-      for x in (q_BTNH, k_BTKH, v_BTKH)
+    sharding.constrain(x, mesh, *sharding.TOKENS, tensor)
+    for x in (q_BTNH, k_BTKH, v_BTKH)
   )
   P = jax.sharding.PartitionSpec
   wide = P(sharding.BATCH_AXES, None, tuple(axes), None)
   mixed = jax.shard_map(
-      run,
-      mesh=mesh,
-      in_specs=(wide, wide, wide, *(P(sharding.BATCH_AXES) for _ in ids)),
-      out_specs=wide,
-      check_vma=False,
+    run,
+    mesh=mesh,
+    in_specs=(wide, wide, wide, *(P(sharding.BATCH_AXES) for _ in ids)),
+    out_specs=wide,
+    check_vma=False,
   )(q_BTNH, k_BTKH, v_BTKH, *ids)
   return sharding.constrain(mixed, mesh, *sharding.TOKENS, tensor)
 
@@ -563,11 +550,11 @@ def _cudnn_applies(q_BTNH: jax.Array, block: int) -> bool:
 def _flash(q_BTNH, k_BCKH, v_BCKH, mask_BTC, *, implementation) -> jax.Array:
   """As `attend`, but tokens lie outside heads; no scores are ever stored."""
   return jax.nn.dot_product_attention(
-      q_BTNH,
-      k_BCKH,
-      v_BCKH,
-      mask=mask_BTC[:, None],
-      implementation=implementation,
+    q_BTNH,
+    k_BCKH,
+    v_BCKH,
+    mask=mask_BTC[:, None],
+    implementation=implementation,
   )
 
 
@@ -581,14 +568,14 @@ def _packed_applies(places: int) -> bool:
 
 
 def _packed(
-    q_BTNH,
-    k_BTKH,
-    v_BTKH,
-    segments_BT,
-    most: int,
-    masked: Callable[..., jax.Array],
-    causal: bool,
-    until_BT=None,
+  q_BTNH,
+  k_BTKH,
+  v_BTKH,
+  segments_BT,
+  most: int,
+  masked: Callable[..., jax.Array],
+  causal: bool,
+  until_BT=None,
 ) -> jax.Array:
   """Attends within each run of equal ids; ids of a row lie in one run each.
 
@@ -614,11 +601,16 @@ def _packed(
     ends = jnp.where((starts >= 0) & (ends < 0), t, ends)
     lengths = jnp.where(starts >= 0, ends - starts, -1)[:, :most]
     return cudnn.dot_product_attention(
-        q, k, v,
-        q_seqlen=lengths, kv_seqlen=lengths,
-        q_offsets=starts, kv_offsets=starts,
-        scale=q.shape[-1] ** -0.5, mask_type=kind,
-    )  # pyformat: disable
+      q,
+      k,
+      v,
+      q_seqlen=lengths,
+      kv_seqlen=lengths,
+      q_offsets=starts,
+      kv_offsets=starts,
+      scale=q.shape[-1] ** -0.5,
+      mask_type=kind,
+    )
 
   if q_BTNH.size >= 2**31:  # The kernel's places are int32.
     return masked(q_BTNH, k_BTKH, v_BTKH)
@@ -647,7 +639,7 @@ def _splash_takes_images(head_dim: int) -> bool:
 
 
 def _splash_local(
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret=False, reach=None
+  q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret=False, reach=None
 ):
   """The kernel on one device's rows and heads.
 
@@ -658,33 +650,30 @@ def _splash_local(
   _, t, n, _ = q_BTNH.shape
   block = next(b for b in (512, 256, 128) if t % b == 0)
   sizes = splash.BlockSizes(
-      block_q=block,
-      block_kv=block,
-      block_kv_compute=block,
-      block_q_dkv=block,
-      block_kv_dkv=block,
-      block_kv_dkv_compute=block,
-      block_q_dq=block,
-      block_kv_dq=block,
+    block_q=block,
+    block_kv=block,
+    block_kv_compute=block,
+    block_q_dkv=block,
+    block_kv_dkv=block,
+    block_kv_dkv_compute=block,
+    block_q_dq=block,
+    block_kv_dq=block,
   )
   if reach is None:
     mask = splash.CausalMask((t, t))
   else:
     mask = splash.LocalMask((t, t), (reach, reach), 0)
   kernel = splash.make_splash_mha(
-      mask=splash.MultiHeadMask([mask] * n),
-      block_sizes=sizes,
-      head_shards=1,
-      q_seq_shards=1,
-      interpret=interpret,
+    mask=splash.MultiHeadMask([mask] * n),
+    block_sizes=sizes,
+    head_shards=1,
+    q_seq_shards=1,
+    interpret=interpret,
   )
   segments_BT = segments_BT.astype(jnp.int32)
   ids = splash.SegmentIds(q=segments_BT, kv=segments_BT)
   scaled = q_BTNH * q_BTNH.shape[-1] ** -0.5
   mixed = jax.vmap(kernel)(
-      scaled.swapaxes(1, 2),
-      k_BTKH.swapaxes(1, 2),
-      v_BTKH.swapaxes(1, 2),
-      ids,
+    scaled.swapaxes(1, 2), k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), ids
   )
   return mixed.swapaxes(1, 2).astype(q_BTNH.dtype)

@@ -41,10 +41,10 @@ class Init:
   stack: tuple[int, ...] = ()
 
   def normal(
-      self, shape: tuple[int, ...], axes: Axes, transposed: bool = False
+    self, shape: tuple[int, ...], axes: Axes, transposed: bool = False
   ) -> nnx.Param:
     value = jax.random.normal(
-        self.rngs.params(), self.stack + shape, jnp.float32
+      self.rngs.params(), self.stack + shape, jnp.float32
     )
     return self._param((value * self.std).astype(self.dtype), axes, transposed)
 
@@ -55,25 +55,25 @@ class Init:
   def fixed(self, *shape: int) -> FixedParam:
     """Zeros that are not trained."""
     return FixedParam(
-        jnp.zeros(self.stack + shape, jnp.float32),
-        axes=(None,) * (len(self.stack) + len(shape)),
-        transposed=False,
-        stacked=bool(self.stack),
+      jnp.zeros(self.stack + shape, jnp.float32),
+      axes=(None,) * (len(self.stack) + len(shape)),
+      transposed=False,
+      stacked=bool(self.stack),
     )
 
   def log_uniform(self, most: float, *shape: int) -> nnx.Param:
     """Logarithms of numbers drawn from (0, most)."""
     drawn = jax.random.uniform(
-        self.rngs.params(), self.stack + shape, jnp.float32, 1e-3, most
+      self.rngs.params(), self.stack + shape, jnp.float32, 1e-3, most
     )
     return self._param(
-        jnp.log(drawn).astype(self.dtype), (None,) * len(shape), False
+      jnp.log(drawn).astype(self.dtype), (None,) * len(shape), False
     )
 
   def _param(self, value: jax.Array, axes: Axes, transposed: bool):
     axes = (None,) * len(self.stack) + tuple(axes)
     return nnx.Param(
-        value, axes=axes, transposed=transposed, stacked=bool(self.stack)
+      value, axes=axes, transposed=transposed, stacked=bool(self.stack)
     )
 
 
@@ -94,7 +94,7 @@ class Linear(nnx.Module):
   """
 
   def __init__(
-      self, inputs: int, outputs: int, init: Init, axes: Axes, bias: bool
+    self, inputs: int, outputs: int, init: Init, axes: Axes, bias: bool
   ):
     self.weight = init.normal((inputs, outputs), axes, transposed=True)
     self.weight_scale = nnx.data(None)
@@ -114,7 +114,7 @@ class Linear(nnx.Module):
     if self.lora_a is not None:
       low = kernels.dot(x, self.lora_a[...])
       y += kernels.dot(low, self.lora_b[...]) * jnp.asarray(
-          self.lora_scale, x.dtype
+        self.lora_scale, x.dtype
       )
     if self.bias is not None:
       y += self.bias[...].astype(x.dtype)
@@ -125,7 +125,7 @@ class RMSNorm(nnx.Module):
   """x / rms(x) * (offset + weight) over the last axis."""
 
   def __init__(
-      self, width: int, init: Init, eps: float = 1e-6, offset: float = 0.0
+    self, width: int, init: Init, eps: float = 1e-6, offset: float = 0.0
   ):
     self.weight = init.full(1.0 - offset, width)
     self.eps = eps
@@ -170,13 +170,13 @@ class GatedMLP(nnx.Module):
   """down(act(gate(x)) * up(x)), where the activation is silu unless given."""
 
   def __init__(
-      self,
-      width: int,
-      hidden: int,
-      init: Init,
-      tensor: str | None = "tensor",
-      bias: bool = False,
-      act: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    self,
+    width: int,
+    hidden: int,
+    init: Init,
+    tensor: str | None = "tensor",
+    bias: bool = False,
+    act: Callable[[jax.Array], jax.Array] = jax.nn.silu,
   ):
     self.act = act
     self.gate_proj = Linear(width, hidden, init, ("fsdp", tensor), bias)
@@ -196,7 +196,7 @@ class FusedMLP(nnx.Module):
 
   def __init__(self, width: int, hidden: int, init: Init):
     self.gate_up_proj = Linear(
-        width, 2 * hidden, init, ("fsdp", "tensor"), False
+      width, 2 * hidden, init, ("fsdp", "tensor"), False
     )
     self.down_proj = Linear(hidden, width, init, ("tensor", "fsdp"), False)
 
@@ -213,19 +213,19 @@ class PatchEmbed(nnx.Module):
   """
 
   def __init__(
-      self,
-      patch_size: int,
-      width: int,
-      init: Init,
-      mean: tuple[float, ...],
-      std: tuple[float, ...],
-      bias: bool,
+    self,
+    patch_size: int,
+    width: int,
+    init: Init,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    bias: bool,
   ):
     side = patch_size
     # As a module of its own for the sake of the parameter's path.
     self.proj = _Kernel(
-        init.normal((width, 3, 2, side, side), (None,) * 5),
-        init.full(0.0, width) if bias else None,
+      init.normal((width, 3, 2, side, side), (None,) * 5),
+      init.full(0.0, width) if bias else None,
     )
     self.mean, self.std = tuple(mean), tuple(std)
 
@@ -240,10 +240,10 @@ class PatchEmbed(nnx.Module):
 
 
 def normalised(
-    patches_SPF: jax.Array,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    dtype: Any,
+  patches_SPF: jax.Array,
+  mean: tuple[float, ...],
+  std: tuple[float, ...],
+  dtype: Any,
 ) -> jax.Array:
   """Returns (patches / 255 - mean) / std, [S, P, F], by colour channel."""
   s, p, f = patches_SPF.shape
@@ -253,7 +253,6 @@ def normalised(
 
 
 class _Kernel(nnx.Module):
-
   def __init__(self, weight: nnx.Param, bias: nnx.Param | None):
     self.weight = weight
     self.bias = bias
@@ -277,15 +276,12 @@ class Embedding(nnx.Module):
 def rope_frequencies(dim: int, theta: float) -> np.ndarray:
   """Returns float32[dim / 2]."""
   return (1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / dim)).astype(
-      np.float32
+    np.float32
   )
 
 
 def rotate(
-    x_BTNH: jax.Array,
-    cos_BTH: jax.Array,
-    sin_BTH: jax.Array,
-    pairs: bool = False,
+  x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array, pairs: bool = False
 ) -> jax.Array:
   """Turns the halves of each head by angles [B, T, H / 2].
 
@@ -310,7 +306,7 @@ def rotate(
 
 
 def vision_rotation(
-    positions_SP: jax.Array, head_dim: int
+  positions_SP: jax.Array, head_dim: int
 ) -> tuple[jax.Array, jax.Array]:
   """cos and sin [S, P, H / 2] of (row, column) [S, P, 2]: half a head each."""
   frequencies = rope_frequencies(head_dim // 2, 10000.0)
@@ -335,7 +331,7 @@ def mrope_axes(section: tuple[int, int, int], interleaved: bool) -> np.ndarray:
 
 
 def mrope(
-    positions_BT3: jax.Array, axes_H: np.ndarray, frequencies_H: np.ndarray
+  positions_BT3: jax.Array, axes_H: np.ndarray, frequencies_H: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
   """cos and sin [B, T, H / 2] of the decoder's positions."""
   chosen = jnp.asarray(positions_BT3)[..., axes_H].astype(jnp.float32)
@@ -364,10 +360,10 @@ def set_remat(model: nnx.Module, remat: str) -> None:
 
 
 def repeat(
-    run: Callable[[Any, jax.Array], jax.Array],
-    blocks: Any,
-    x: jax.Array,
-    scan: bool,
+  run: Callable[[Any, jax.Array], jax.Array],
+  blocks: Any,
+  x: jax.Array,
+  scan: bool,
 ) -> jax.Array:
   """`x` through run(block, x) of equal modules, one after the other.
 

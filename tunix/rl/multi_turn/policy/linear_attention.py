@@ -49,8 +49,8 @@ def init_state(text: qwen_shapes.TextConfig, batch: int, dtype) -> State:
   heads, lead = text.linear_num_value_heads, text.linear_conv_kernel_dim - 1
   wide, out = text.linear_key_head_dim, text.linear_value_head_dim
   return (
-      jnp.zeros((batch, lead, _channels(text)), dtype),
-      jnp.zeros((batch, heads, wide, out), jnp.float32),
+    jnp.zeros((batch, lead, _channels(text)), dtype),
+    jnp.zeros((batch, heads, wide, out), jnp.float32),
   )
 
 
@@ -63,12 +63,12 @@ def _channels(text: qwen_shapes.TextConfig) -> int:
 
 
 def step(
-    q_BNH: jax.Array,
-    k_BNH: jax.Array,
-    v_BNV: jax.Array,
-    g_BN: jax.Array,
-    beta_BN: jax.Array,
-    state_BNHV: jax.Array,
+  q_BNH: jax.Array,
+  k_BNH: jax.Array,
+  v_BNV: jax.Array,
+  g_BN: jax.Array,
+  beta_BN: jax.Array,
+  state_BNHV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """One token: what it reads [B, N, V], and the new state; float32."""
   state = state_BNHV * jnp.exp(g_BN)[..., None, None]
@@ -79,14 +79,14 @@ def step(
 
 
 def delta_rule(
-    q_BTNH: jax.Array,
-    k_BTNH: jax.Array,
-    v_BTNV: jax.Array,
-    g_BTN: jax.Array,
-    beta_BTN: jax.Array,
-    segments_BT: jax.Array,
-    state_BNHV: jax.Array,
-    chunk: int = CHUNK,
+  q_BTNH: jax.Array,
+  k_BTNH: jax.Array,
+  v_BTNV: jax.Array,
+  g_BTN: jax.Array,
+  beta_BTN: jax.Array,
+  segments_BT: jax.Array,
+  state_BNHV: jax.Array,
+  chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
   """Computes tokens one after the other, in chunks.
 
@@ -108,7 +108,7 @@ def delta_rule(
   t = q_BTNH.shape[1]
   fill = -t % chunk
   pad = lambda x, mode="constant": jnp.pad(
-      x, [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2), mode=mode
+    x, [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2), mode=mode
   )
 
   def chunks(x):  # [B, T, N, …] to [M, B, N, C, …]
@@ -152,9 +152,9 @@ def delta_rule(
     return after, q @ state + scores @ new
 
   state, out = jax.lax.scan(
-      one,
-      state_BNHV.astype(jnp.float32),
-      (values, stored, scores, q * reached, k * remaining, state_decay),
+    one,
+    state_BNHV.astype(jnp.float32),
+    (values, stored, scores, q * reached, k * remaining, state_decay),
   )
   out = jnp.moveaxis(out, (0, 2), (1, 3))  # [B, M, C, N, V]
   out = out.reshape(out.shape[0], -1, *out.shape[3:])
@@ -182,11 +182,11 @@ def _inverse(strict: jax.Array) -> jax.Array:
 
 
 def _over_mesh(
-    run: Callable[..., tuple[jax.Array, jax.Array]],
-    arrays: tuple[jax.Array, ...],
-    segments_BT: jax.Array,
-    state_BNHV: jax.Array,
-    mesh: jax.sharding.Mesh | None,
+  run: Callable[..., tuple[jax.Array, jax.Array]],
+  arrays: tuple[jax.Array, ...],
+  segments_BT: jax.Array,
+  state_BNHV: jax.Array,
+  mesh: jax.sharding.Mesh | None,
 ) -> tuple[jax.Array, jax.Array]:
   """run(*arrays, segments, state), each device its rows and heads."""
   if mesh is None or segments_BT.shape[0] % sharding.batch_shards(mesh):
@@ -200,11 +200,11 @@ def _over_mesh(
   wide = P(sharding.BATCH_AXES, None, tuple(axes))
   states = P(sharding.BATCH_AXES, tuple(axes))
   return jax.shard_map(
-      run,
-      mesh=mesh,
-      in_specs=(*(wide for _ in arrays), rows, states),
-      out_specs=(wide, states),
-      check_vma=False,
+    run,
+    mesh=mesh,
+    in_specs=(*(wide for _ in arrays), rows, states),
+    out_specs=(wide, states),
+    check_vma=False,
   )(*arrays, segments_BT, state_BNHV)
 
 
@@ -233,7 +233,7 @@ class Convolution(nnx.Module):
     self.width = width
 
   def __call__(
-      self, x_BTX: jax.Array, before_BWX: jax.Array, segments_BT: jax.Array
+    self, x_BTX: jax.Array, before_BWX: jax.Array, segments_BT: jax.Array
   ) -> jax.Array:
     """[B, T, X]; `before`, the inputs ahead, are of the first's segment."""
     t, lead = x_BTX.shape[1], self.width - 1
@@ -256,10 +256,10 @@ class GatedDeltaNet(nnx.Module):
   """See the module docstring."""
 
   def __init__(
-      self,
-      text: qwen_shapes.TextConfig,
-      init: layers.Init,
-      mesh: jax.sharding.Mesh | None,
+    self,
+    text: qwen_shapes.TextConfig,
+    init: layers.Init,
+    mesh: jax.sharding.Mesh | None,
   ):
     self.text = text
     self.mesh = mesh
@@ -284,11 +284,11 @@ class GatedDeltaNet(nnx.Module):
     return self._run(x_BTD, segments_BT, real_BT, state)[0]
 
   def extend(
-      self,
-      x_BTD: jax.Array,
-      starts_B: jax.Array,
-      lengths_B: jax.Array,
-      state: State,
+    self,
+    x_BTD: jax.Array,
+    starts_B: jax.Array,
+    lengths_B: jax.Array,
+    state: State,
   ) -> tuple[jax.Array, State]:
     """Continues rows: returns [B, T, D] and the state after real tokens.
 
@@ -305,7 +305,7 @@ class GatedDeltaNet(nnx.Module):
     real_BT = jnp.arange(x_BTD.shape[1]) < jnp.asarray(lengths_B)[:, None]
     segments_BT = jnp.ones(real_BT.shape, jnp.int32)
     out, mixed, matrix = self._run(
-        x_BTD, segments_BT, real_BT, (inputs, matrix)
+      x_BTD, segments_BT, real_BT, (inputs, matrix)
     )
     window = jnp.concatenate([inputs.astype(mixed.dtype), mixed], axis=1)
     last = jnp.asarray(lengths_B)[:, None] + jnp.arange(inputs.shape[1])
@@ -313,11 +313,11 @@ class GatedDeltaNet(nnx.Module):
     return out, (latest.astype(inputs.dtype), matrix)
 
   def _run(
-      self,
-      x_BTD: jax.Array,
-      segments_BT: jax.Array,
-      real_BT: jax.Array,
-      state: State,
+    self,
+    x_BTD: jax.Array,
+    segments_BT: jax.Array,
+    real_BT: jax.Array,
+    state: State,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns [B, T, D], the convolution's inputs, and the new matrix."""
     text, (before, matrix) = self.text, state
@@ -326,8 +326,8 @@ class GatedDeltaNet(nnx.Module):
     gate = self.in_proj_z(x_BTD).reshape(b, t, -1, text.linear_value_head_dim)
     beta = jax.nn.sigmoid(self.in_proj_b(x_BTD))
     step_size = jax.nn.softplus(
-        self.in_proj_a(x_BTD).astype(jnp.float32)
-        + self.dt_bias[...].astype(jnp.float32)
+      self.in_proj_a(x_BTD).astype(jnp.float32)
+      + self.dt_bias[...].astype(jnp.float32)
     )
     g = -jnp.exp(self.A_log[...].astype(jnp.float32)) * step_size
     real = real_BT[..., None]
@@ -347,7 +347,7 @@ class GatedDeltaNet(nnx.Module):
       out = out[:, None]
     else:
       out, matrix = _over_mesh(
-          delta_rule, parts, segments_BT, matrix, self.mesh
+        delta_rule, parts, segments_BT, matrix, self.mesh
       )
     out = self.norm(out.astype(x_BTD.dtype), gate)
     return self.out_proj(out.reshape(b, t, -1)), mixed, matrix

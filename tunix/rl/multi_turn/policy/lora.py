@@ -35,7 +35,7 @@ from tunix.rl.multi_turn.policy import sharding
 
 TARGETS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-)  # pyformat: disable
+)  # fmt: skip
 """Every matrix of a dense decoder layer with full attention."""
 
 FUSED_TARGETS = ("gate_up_proj",)
@@ -65,10 +65,10 @@ class Layer:
   columns: slice | None = None
 
   def __init__(
-      self,
-      path: tuple[Any, ...],
-      linear: layers.Linear,
-      prefixes: Sequence[tuple[str, str]] = (),
+    self,
+    path: tuple[Any, ...],
+    linear: layers.Linear,
+    prefixes: Sequence[tuple[str, str]] = (),
   ):
     self.linear: Any = linear
     self.owner: tuple[Any, str] = linear, "weight"
@@ -102,11 +102,11 @@ class ExpertLayer(Layer):
   expert = True
 
   def __init__(
-      self,
-      path: tuple[Any, ...],
-      experts: experts_lib.Experts,
-      part: str,
-      prefixes: Sequence[tuple[str, str]],
+    self,
+    path: tuple[Any, ...],
+    experts: experts_lib.Experts,
+    part: str,
+    prefixes: Sequence[tuple[str, str]],
   ):
     self.linear = getattr(experts, part + "_lora")
     name = "down_proj" if part == "down_proj" else "gate_up_proj"
@@ -116,7 +116,7 @@ class ExpertLayer(Layer):
     self.lead = tuple(self.weight.shape[:-2])
     homes = [key.removesuffix(f".{name}") for key in tensor.keys]
     self.names = tuple(
-        f"{home}.{i}.{part}" for home in homes for i in range(self.lead[-1])
+      f"{home}.{i}.{part}" for home in homes for i in range(self.lead[-1])
     )
     if name == "gate_up_proj":  # Side by side on the last axis.
       half = self.weight.shape[-1] // 2
@@ -133,7 +133,7 @@ def linears(model: Any) -> list[Layer]:
       matches.append(Layer(path, node, prefixes))
     elif isinstance(node, experts_lib.Experts):
       matches += [
-          ExpertLayer(path, node, part, prefixes) for part in experts_lib.PARTS
+        ExpertLayer(path, node, part, prefixes) for part in experts_lib.PARTS
       ]
   return matches
 
@@ -148,7 +148,7 @@ def need_adapter(model: nnx.Module) -> list[Layer]:
   adapters = adapted(model)
   if not adapters:
     raise ValueError(
-        "the model has no LoRA adapter; lora.add or lora_files.load one"
+      "the model has no LoRA adapter; lora.add or lora_files.load one"
     )
   return adapters
 
@@ -157,8 +157,7 @@ def need_none(model: nnx.Module) -> None:
   """Raises ValueError if the model has an adapter."""
   if has_adapter(model):
     raise ValueError(
-        "the model has a LoRA adapter already; lora.merge or lora.remove it"
-        " first"
+      "the model has a LoRA adapter already; lora.merge or lora.remove it first"
     )
 
 
@@ -171,13 +170,13 @@ def ends_with(name: str, target: str) -> bool:
 
 
 def add(
-    model: qwen_text.QwenText,
-    rank: int = 16,
-    alpha: float = 32.0,
-    targets: Sequence[str] | None = None,
-    seed: int = 0,
-    vision: bool = False,
-    experts: bool = False,
+  model: qwen_text.QwenText,
+  rank: int = 16,
+  alpha: float = 32.0,
+  targets: Sequence[str] | None = None,
+  seed: int = 0,
+  vision: bool = False,
+  experts: bool = False,
 ) -> None:
   """Gives the model a fresh adapter, in place; its outputs stay equal.
 
@@ -208,38 +207,40 @@ def add(
     targets = default_targets(model)
   if isinstance(targets, str) or not targets:
     raise ValueError(
-        f"targets must be a list of names, got {targets!r}; for example"
-        f" {list(TARGETS)}"
+      f"targets must be a list of names, got {targets!r}; for example"
+      f" {list(TARGETS)}"
     )
   everything = linears(model)
   if experts and not any(a.expert for a in everything):
     raise ValueError(
-        f"experts=True, but {model.config.family} as configured has none; leave"
-        " it out"
+      f"experts=True, but {model.config.family} as configured has none; leave"
+      " it out"
     )
   layers_ = [
-      a
-      for a in everything
-      if (vision or not a.vision) and (experts or not a.expert)
+    a
+    for a in everything
+    if (vision or not a.vision) and (experts or not a.expert)
   ]
   _check_targets(model, everything, layers_, targets, vision)
   if experts and not any(
-      a.expert and any(a.matches(t) for t in targets) for a in layers_
+    a.expert and any(a.matches(t) for t in targets) for a in layers_
   ):
     raise ValueError(
-        f"experts=True, but no target is of experts; add some of"
-        f" {', '.join(experts_lib.PARTS)} to targets"
+      f"experts=True, but no target is of experts; add some of"
+      f" {', '.join(experts_lib.PARTS)} to targets"
     )
   for layer in layers_:
     if any(layer.matches(target) for target in targets):
       wide, out = layer.sizes
       bound = 1.0 / math.sqrt(wide)
-      a = np.stack([
+      a = np.stack(
+        [
           np.random.default_rng([seed, zlib.crc32(name.encode())])
           .uniform(-bound, bound, (wide, rank))
           .astype(np.float32)
           for name in layer.names
-      ])
+        ]
+      )
       b = np.zeros((len(layer.names), rank, out), np.float32)
       attach(layer, a, b, alpha / rank)
 
@@ -255,11 +256,11 @@ def default_targets(model: qwen_text.QwenText) -> tuple[str, ...]:
 
 
 def _check_targets(
-    model: nnx.Module,
-    everything: Sequence[Layer],
-    allowed: Sequence[Layer],
-    targets: Sequence[str],
-    vision: bool,
+  model: nnx.Module,
+  everything: Sequence[Layer],
+  allowed: Sequence[Layer],
+  targets: Sequence[str],
+  vision: bool,
 ) -> None:
   sparse = model.config.text.num_experts > 0
   short_names = sorted({a.names[0].rsplit(".", 1)[-1] for a in allowed})
@@ -267,29 +268,29 @@ def _check_targets(
   experts = [t for t in lost if sparse and t.split(".")[-1] in _EXPERTS]
   if len(experts) == len(targets):
     raise ValueError(
-        f"targets {', '.join(experts)} are of experts only; pass experts=True"
-        f" (their matrices are {', '.join(experts_lib.PARTS)}), or choose among"
-        f" {', '.join(short_names)}"
+      f"targets {', '.join(experts)} are of experts only; pass experts=True"
+      f" (their matrices are {', '.join(experts_lib.PARTS)}), or choose among"
+      f" {', '.join(short_names)}"
     )
   for target in lost:
     if target in experts:
       continue
     if any(a.matches(target) for a in everything):
       raise ValueError(
-          f"target {target!r} is in the vision tower only; pass vision=True to"
-          " adapt it"
+        f"target {target!r} is in the vision tower only; pass vision=True to"
+        " adapt it"
       )
     near = difflib.get_close_matches(target, short_names, 1, 0.0)
     raise ValueError(
-        f"target {target!r} matches no linear layer; did you mean {near[0]!r}?"
-        f" There are {', '.join(short_names)}"
+      f"target {target!r} matches no linear layer; did you mean {near[0]!r}?"
+      f" There are {', '.join(short_names)}"
     )
   tower = [a for a in allowed if a.vision]
   if vision and not any(a.matches(t) for a in tower for t in targets):
     names = sorted({a.names[0].rsplit(".", 1)[-1] for a in tower})
     raise ValueError(
-        f"vision=True, but no target is in the tower; add some of"
-        f" {', '.join(names)} to targets"
+      f"vision=True, but no target is in the tower; add some of"
+      f" {', '.join(names)} to targets"
     )
 
 
@@ -303,14 +304,14 @@ def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
   def param(value: np.ndarray, ends: tuple[Any, Any]) -> layers.LoRAParam:
     value = value.reshape(*layer.lead, *value.shape[-2:])
     parameter = layers.LoRAParam(
-        jax.ShapeDtypeStruct(value.shape, value.dtype),
-        axes=(*lead, *ends),
-        transposed=True,
-        stacked=layer.stacked,
+      jax.ShapeDtypeStruct(value.shape, value.dtype),
+      axes=(*lead, *ends),
+      transposed=True,
+      stacked=layer.stacked,
     )
     if isinstance(place, jax.sharding.NamedSharding):
       value = sharding.put(
-          value, sharding.parameter_sharding(parameter, place.mesh)
+        value, sharding.parameter_sharding(parameter, place.mesh)
       )
     parameter.set_value(jnp.asarray(value))
     return parameter
@@ -349,8 +350,8 @@ def disabled(model: nnx.Module) -> Iterator[None]:
     ValueError: there is no adapter.
   """
   adapters = [
-      (a.linear, a.linear.lora_a, a.linear.lora_b, a.linear.lora_scale)
-      for a in need_adapter(model)
+    (a.linear, a.linear.lora_a, a.linear.lora_b, a.linear.lora_scale)
+    for a in need_adapter(model)
   ]
   for linear, *_ in adapters:
     _detach(linear)
@@ -394,12 +395,12 @@ def merge(model: nnx.Module) -> None:
     weight = layer.weight.get_value()
     columns = layer.columns or slice(0, weight.shape[-1])
     merged = _merged(
-        weight,
-        linear.lora_a.get_value(),
-        linear.lora_b.get_value(),
-        np.float32(linear.lora_scale),
-        span=(columns.start, columns.stop),
-        stacked=layer.stacked,
+      weight,
+      linear.lora_a.get_value(),
+      linear.lora_b.get_value(),
+      np.float32(linear.lora_scale),
+      span=(columns.start, columns.stop),
+      stacked=layer.stacked,
     )
     if isinstance(weight.sharding, jax.sharding.NamedSharding):
       merged = jax.device_put(merged, weight.sharding)
@@ -411,13 +412,13 @@ def merge(model: nnx.Module) -> None:
 
 @functools.partial(jax.jit, static_argnames=("span", "stacked"))
 def _merged(
-    weight: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    scale: jax.Array,
-    *,
-    span: tuple[int, int],
-    stacked: bool,
+  weight: jax.Array,
+  a: jax.Array,
+  b: jax.Array,
+  scale: jax.Array,
+  *,
+  span: tuple[int, int],
+  stacked: bool,
 ) -> jax.Array:
   def one(weight, a, b):
     change = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

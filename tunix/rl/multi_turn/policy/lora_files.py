@@ -30,31 +30,31 @@ _PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 # Fields of PEFT's LoraConfig that change the computation, and the values with
 # which they do not. Others (dropout, author, …) make no difference.
 _NEUTRAL = {
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "use_qalora": (False, None),
-    "use_bdlora": (False, None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "bias": ("none", None),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "alora_invocation_tokens": (None, []),
-    "arrow_config": (None, {}),
-    # Others (PiSSA, LoftQ, …) change the base weights as well.
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}  # pyformat: disable
+  "use_dora": (False, None),
+  "use_rslora": (False, None),
+  "use_qalora": (False, None),
+  "use_bdlora": (False, None),
+  "lora_bias": (False, None),
+  "fan_in_fan_out": (False, None),
+  "bias": ("none", None),
+  "modules_to_save": (None, []),
+  "rank_pattern": (None, {}),
+  "alpha_pattern": (None, {}),
+  "layers_to_transform": (None, []),
+  "layer_replication": (None, []),
+  "target_parameters": (None, []),
+  "trainable_token_indices": (None, [], {}),
+  "alora_invocation_tokens": (None, []),
+  "arrow_config": (None, {}),
+  # Others (PiSSA, LoftQ, …) change the base weights as well.
+  "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
 
 
 def save(
-    directory: str | pathlib.Path,
-    model: qwen_text.QwenText,
-    base_model_name: str = "",
+  directory: str | pathlib.Path,
+  model: qwen_text.QwenText,
+  base_model_name: str = "",
 ) -> pathlib.Path:
   """Writes the adapter alone, as PEFT does.
 
@@ -73,7 +73,7 @@ def save(
   kinds = {(a.linear.lora_a.shape[-1], a.linear.lora_scale) for a in adapters}
   if len(kinds) > 1:
     raise ValueError(
-        f"layers differ in (rank, scale): {sorted(kinds)}; one adapter has one"
+      f"layers differ in (rank, scale): {sorted(kinds)}; one adapter has one"
     )
   ((rank, scale),) = kinds
   tensors = {}
@@ -85,28 +85,28 @@ def save(
         key = f"{_PREFIX}{name}.{peft_part}.weight"
         tensors[key] = np.ascontiguousarray(one.T)
   config = {
-      "peft_type": "LORA",
-      "task_type": "CAUSAL_LM",
-      "base_model_name_or_path": base_model_name,
-      "r": rank,
-      "lora_alpha": _alpha(scale, rank),
-      "target_modules": _target_modules(model, adapters),
-      "lora_dropout": 0.0,
-      "bias": "none",
-      "fan_in_fan_out": False,
-      "inference_mode": True,
-      "init_lora_weights": True,
-      "layers_to_transform": None,
-      "modules_to_save": None,
-      "rank_pattern": {},
-      "alpha_pattern": {},
-      "use_dora": False,
-      "use_rslora": False,
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": base_model_name,
+    "r": rank,
+    "lora_alpha": _alpha(scale, rank),
+    "target_modules": _target_modules(model, adapters),
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layers_to_transform": None,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "use_dora": False,
+    "use_rslora": False,
   }
   directory = pathlib.Path(directory).expanduser()
   directory.mkdir(parents=True, exist_ok=True)
   weights, text = (
-      tensor_files.part(directory / name) for name in (WEIGHTS, CONFIG)
+    tensor_files.part(directory / name) for name in (WEIGHTS, CONFIG)
   )
   safetensors_numpy.save_file(tensors, weights, metadata={"format": "pt"})
   text.write_bytes(tensor_files.json_bytes(config))
@@ -124,7 +124,7 @@ def _alpha(scale: float, rank: int) -> float | int:
 
 
 def _target_modules(
-    model: nnx.Module, adapters: Sequence[lora.Layer]
+  model: nnx.Module, adapters: Sequence[lora.Layer]
 ) -> list[str]:
   """Short names if they mean just these layers, else the layers' own.
 
@@ -134,9 +134,9 @@ def _target_modules(
   names = {name for layer in adapters for name in layer.names}
   short = sorted({name.rsplit(".", 1)[-1] for name in names})
   modules = {
-      key.rpartition(".")[0]
-      for tensor in hf_checkpoint.tensors_of(model)
-      for key in tensor.keys
+    key.rpartition(".")[0]
+    for tensor in hf_checkpoint.tensors_of(model)
+    for key in tensor.keys
   }
   modules |= {name for layer in lora.linears(model) for name in layer.names}
   matches = {m for m in modules if any(lora.ends_with(m, s) for s in short)}
@@ -162,8 +162,8 @@ def load(directory: str | pathlib.Path, model: qwen_text.QwenText) -> None:
   for name in (CONFIG, WEIGHTS):
     if not (directory / name).is_file():
       raise FileNotFoundError(
-          f"{directory} has no {name}; give a directory that lora_files.save or"
-          " PEFT's save_pretrained (with safe_serialization) has written"
+        f"{directory} has no {name}; give a directory that lora_files.save or"
+        " PEFT's save_pretrained (with safe_serialization) has written"
       )
   config = _read_config(directory / CONFIG)
   with tensor_files.opened(directory / WEIGHTS) as file:
@@ -181,18 +181,18 @@ def load(directory: str | pathlib.Path, model: qwen_text.QwenText) -> None:
     problems.append("it holds no tensor")
   if problems:
     raise ValueError(
-        f"{directory} does not fit the model: {'; '.join(problems[:5])}; was it"
-        f" trained on {config.get('base_model_name_or_path')!r}?"
+      f"{directory} does not fit the model: {'; '.join(problems[:5])}; was it"
+      f" trained on {config.get('base_model_name_or_path')!r}?"
     )
   for layer, a, b in adapters:
     lora.attach(layer, a, b, config["lora_alpha"] / config["r"])
 
 
 def _take(
-    layer: lora.Layer,
-    tensors: dict[str, np.ndarray],
-    config: Mapping[str, Any],
-    problems: list[str],
+  layer: lora.Layer,
+  tensors: dict[str, np.ndarray],
+  config: Mapping[str, Any],
+  problems: list[str],
 ) -> tuple[np.ndarray, np.ndarray] | None:
   """Takes a layer's A [names, in, r] and B [names, r, out] out of `tensors`.
 
@@ -211,12 +211,12 @@ def _take(
       value = tensors.pop(key)
       if name not in targets:  # PEFT would leave it out.
         problems.append(
-            f"tensor {key} is of a layer that target_modules does not name"
+          f"tensor {key} is of a layer that target_modules does not name"
         )
       if value.shape != shape:
         problems.append(
-            f"tensor {key} has shape {list(value.shape)}, r={rank} and the"
-            f" model need {list(shape)}"
+          f"tensor {key} has shape {list(value.shape)}, r={rank} and the"
+          f" model need {list(shape)}"
         )
         value = np.zeros(shape, np.float32)
       values[part].append(value.astype(np.float32).T)
@@ -225,8 +225,8 @@ def _take(
     return None
   if counts != {len(layer.names)}:
     problems.append(
-        f"tensors of {layer.names[0]} are missing"
-        + (" in some of the layers" if counts != {0} else "")
+      f"tensors of {layer.names[0]} are missing"
+      + (" in some of the layers" if counts != {0} else "")
     )
     return None
   a, b = (np.stack(v) for v in values.values())
@@ -247,15 +247,15 @@ def _read_config(file: pathlib.Path) -> dict[str, Any]:
   config = tensor_files.read_json(file)
   if config.get("peft_type") != "LORA":
     raise ValueError(
-        f"{file} holds peft_type={config.get('peft_type')!r}; only LORA"
-        " adapters can be loaded"
+      f"{file} holds peft_type={config.get('peft_type')!r}; only LORA"
+      " adapters can be loaded"
     )
   for field, neutral in _NEUTRAL.items():
     value = config.get(field)
     if not any(n == value and type(n) is type(value) for n in neutral):
       raise ValueError(
-          f"{file} holds {field}={value!r}, which is not computed here; merge"
-          " the adapter into its base with PEFT and load the result"
+        f"{file} holds {field}={value!r}, which is not computed here; merge"
+        " the adapter into its base with PEFT and load the result"
       )
   rank, alpha = config.get("r"), config.get("lora_alpha")
   if not isinstance(rank, int) or rank < 1:

@@ -19,22 +19,22 @@ class PatchCache:
   """Patched images by hash, the least recently used leaves first."""
 
   def __init__(
-      self,
-      store: images_lib.ImageStore,
-      processor: base.Processor,
-      capacity_bytes: int = 256 << 20,
+    self,
+    store: images_lib.ImageStore,
+    processor: base.Processor,
+    capacity_bytes: int = 256 << 20,
   ):
     """Args:
 
-      store: Store of the images' pixels.
-      processor: Processor of the policy.
-      capacity_bytes: patches kept, in bytes.
+    store: Store of the images' pixels.
+    processor: Processor of the policy.
+    capacity_bytes: patches kept, in bytes.
     """
     self._store = store
     self._processor = processor
     self._capacity = capacity_bytes
     self._images: collections.OrderedDict[str, base.PatchedImage] = (
-        collections.OrderedDict()
+      collections.OrderedDict()
     )
     self._bytes = 0
     self.misses = 0
@@ -61,8 +61,8 @@ class PatchCache:
     # Placeholders of several runs are counted by `Processor.positions`.
     if not span.row and patched.num_tokens != span.num_tokens:
       raise ValueError(
-          f"image {image.sha256[:12]}… of {image.width}x{image.height} becomes"
-          f" {patched.num_tokens} tokens, the prompt holds {span.num_tokens}"
-          f" placeholders for it at token {span.offset}"
+        f"image {image.sha256[:12]}… of {image.width}x{image.height} becomes"
+        f" {patched.num_tokens} tokens, the prompt holds {span.num_tokens}"
+        f" placeholders for it at token {span.offset}"
       )
     return patched

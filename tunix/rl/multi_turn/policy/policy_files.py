@@ -25,11 +25,11 @@ from tunix.rl.multi_turn.policy import tiktoken_files
 
 DATA = pathlib.Path(__file__).parent / "data"
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "special_tokens_map.json",
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "chat_template.jinja",
+  "chat_template.json",
+  "special_tokens_map.json",
 )
 
 
@@ -57,7 +57,7 @@ def write_generation(directory: str | pathlib.Path) -> None:
         **ids,
         # As the policy is trained: of the whole distribution.
         "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
-    })  # pyformat: disable
+    })  # fmt: skip
   path = directory / "config.json"
   config = tensor_files.read_json(path)
   completed = _with_ids(config, ids)
@@ -76,7 +76,7 @@ def generation_ids(directory: pathlib.Path) -> dict[str, int]:
   named = tensor_files.read_json(path)
   added = tensor_files.read_json(directory / "tokenizer.json")
   added_ids = {
-      token["content"]: token["id"] for token in added.get("added_tokens", ())
+    token["content"]: token["id"] for token in added.get("added_tokens", ())
   }
   for role in ("eos", "pad"):
     token = named.get(f"{role}_token")
@@ -126,9 +126,9 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   shipped = sorted(p.parent.name for p in DATA.glob("*/config.json"))
   near = difflib.get_close_matches(str(path), shipped, n=1)
   raise FileNotFoundError(
-      f"{str(path)!r} is neither a policy directory nor one of the shipped"
-      f" policies {shipped}"
-      + (f"; did you mean {near[0]!r}?" if near else _download(str(path)))
+    f"{str(path)!r} is neither a policy directory nor one of the shipped"
+    f" policies {shipped}"
+    + (f"; did you mean {near[0]!r}?" if near else _download(str(path)))
   )
 
 
@@ -140,8 +140,8 @@ def _refuse_two(directory: pathlib.Path) -> None:
   both = any(directory.glob("*.safetensors"))
   files = f"{file.name} beside safetensors" if both else file.name
   raise ValueError(
-      f"{directory} holds {files}; give {file}"
-      + (", or move one of them elsewhere" if both else "")
+    f"{directory} holds {files}; give {file}"
+    + (", or move one of them elsewhere" if both else "")
   )
 
 
@@ -156,8 +156,8 @@ def _download(name: str) -> str:
     return "; there is no such directory"
   place = f"./{name.rpartition('/')[2]}"
   return (
-      f"; download it with: hf download {name} --local-dir {place}, and give"
-      f" {place}"
+    f"; download it with: hf download {name} --local-dir {place}, and give"
+    f" {place}"
   )
 
 
@@ -165,8 +165,8 @@ def file_of(directory: pathlib.Path, name: str) -> pathlib.Path:
   file = directory / name
   if not file.is_file():
     raise FileNotFoundError(
-        f"{directory} has no {name}; give the directory of a whole checkpoint,"
-        " as it was downloaded or as a run wrote it"
+      f"{directory} has no {name}; give the directory of a whole checkpoint,"
+      " as it was downloaded or as a run wrote it"
     )
   return file
 
@@ -205,19 +205,19 @@ def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
   except Exception as error:  # pylint: disable=broad-except
     # The library raises no narrower class.
     raise ValueError(
-        f"{file} is not a whole tokenizer ({error}); copy or download it again"
+      f"{file} is not a whole tokenizer ({error}); copy or download it again"
     ) from None
 
 
 def _by_ranks(directory: pathlib.Path) -> bool:
   """Returns whether a directory's tokenizer is tiktoken's alone."""
   return (directory / tiktoken_files.RANKS).is_file() and not (
-      directory / "tokenizer.json"
+    directory / "tokenizer.json"
   ).is_file()
 
 
 def chat_template(
-    path: str | pathlib.Path, options: Mapping[str, Any] | None = None
+  path: str | pathlib.Path, options: Mapping[str, Any] | None = None
 ) -> template_lib.ChatTemplate | None:
   """Returns the chat template of a policy directory or shipped name.
 
@@ -249,9 +249,9 @@ def chat_template(
     source = named.get("default")
     if source is None:
       raise ValueError(
-          f"{directory} has the chat templates {sorted(map(str, named))}, none"
-          " of them called default; put the one to use into"
-          " chat_template.jinja"
+        f"{directory} has the chat templates {sorted(map(str, named))}, none"
+        " of them called default; put the one to use into"
+        " chat_template.jinja"
       )
   tokens = {**_json_of(directory / "special_tokens_map.json"), **config}
   special = {}
@@ -276,9 +276,7 @@ def _json_of(file: pathlib.Path) -> dict[str, Any]:
   return value
 
 
-def copy_tokenizer(
-    source: str | pathlib.Path, directory: pathlib.Path
-) -> None:
+def copy_tokenizer(source: str | pathlib.Path, directory: pathlib.Path) -> None:
   """Copies the tokenizer's files of a policy directory or shipped name.
 
   Only tokenizer.json has to be there: published checkpoints differ in where
@@ -298,8 +296,8 @@ def copy_tokenizer(
 def named_parameters(model: nnx.Module) -> dict[str, jax.Array]:
   """Parameter name ("blocks.0.q") to array."""
   return {
-      ".".join(map(str, path)): variable[...]
-      for path, variable in parameters(model)
+    ".".join(map(str, path)): variable[...]
+    for path, variable in parameters(model)
   }
 
 
@@ -311,8 +309,8 @@ def misfit(weights: pathlib.Path, model: nnx.Module) -> str:
   for name in sorted({*there, *here}):
     if there.get(name) != here.get(name):
       return (
-          f"tensor {name} is {there.get(name, 'absent')} there,"
-          f" {here.get(name, 'absent')} here"
+        f"tensor {name} is {there.get(name, 'absent')} there,"
+        f" {here.get(name, 'absent')} here"
       )
   return ""
 
@@ -321,5 +319,5 @@ def parameters(model: nnx.Module) -> list[tuple[Any, nnx.Variable]]:
   """(path, variable) of every parameter, in the order of their paths."""
   state = nnx.state(model, nnx.Param)
   return sorted(
-      nnx.to_flat_state(state), key=lambda item: tuple(map(str, item[0]))
+    nnx.to_flat_state(state), key=lambda item: tuple(map(str, item[0]))
   )

@@ -30,13 +30,13 @@ Rotation = tuple[jax.Array, jax.Array]
 Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """(q [B, T, N, H], k, v [B, T, K, H]) -> (attended [B, T, N, H], cache)."""
 Recur = Callable[
-    [linear_attention.GatedDeltaNet, jax.Array], tuple[jax.Array, Any]
+  [linear_attention.GatedDeltaNet, jax.Array], tuple[jax.Array, Any]
 ]
 """(linear attention, x [B, T, D]) -> (mixed [B, T, D], cache)."""
 
 
 def _norm(
-    config: qwen_text_config.AnyConfig, width: int, init: layers.Init
+  config: qwen_text_config.AnyConfig, width: int, init: layers.Init
 ) -> layers.RMSNorm:
   offset = 1.0 if config.traits.offset_norms else 0.0
   return layers.RMSNorm(width, init, config.text.rms_norm_eps, offset)
@@ -59,7 +59,7 @@ class Attention(nnx.Module):
     bias = config.traits.qkv_bias
     into, back = ("fsdp", "tensor"), ("tensor", "fsdp")
     self.q_proj = layers.Linear(
-        width, q_width * (1 + self.gated), init, into, bias
+      width, q_width * (1 + self.gated), init, into, bias
     )
     self.k_proj = layers.Linear(width, kv_width, init, into, bias)
     self.v_proj = layers.Linear(width, kv_width, init, into, bias)
@@ -69,7 +69,7 @@ class Attention(nnx.Module):
     self.k_norm = _norm(config, text.head_dim, init) if normed else None
 
   def __call__(
-      self, x_BTD: jax.Array, rotation: Rotation, mix: Mix
+    self, x_BTD: jax.Array, rotation: Rotation, mix: Mix
   ) -> tuple[jax.Array, Any]:
     b, t, _ = x_BTD.shape
     q = self.q_proj(x_BTD).reshape(b, t, -1, self.head_dim * (1 + self.gated))
@@ -92,13 +92,12 @@ class Attention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-
   def __init__(
-      self,
-      config: qwen_text_config.AnyConfig,
-      init: layers.Init,
-      kind: tuple[bool, bool],
-      mesh: jax.sharding.Mesh | None,
+    self,
+    config: qwen_text_config.AnyConfig,
+    init: layers.Init,
+    kind: tuple[bool, bool],
+    mesh: jax.sharding.Mesh | None,
   ):
     text, (linear, sparse) = config.text, kind
     self.input_layernorm = _norm(config, text.hidden_size, init)
@@ -111,22 +110,20 @@ class DecoderLayer(nnx.Module):
     sandwich = config.traits.sandwich
     width = text.hidden_size
     self.post_self_attn_layernorm = (
-        _norm(config, width, init) if sandwich else None
+      _norm(config, width, init) if sandwich else None
     )
     self.post_mlp_layernorm = _norm(config, width, init) if sandwich else None
     if sparse:
       self.mlp = experts.SparseMLP(
-          text, init, mesh, config.traits.sigmoid_router
+        text, init, mesh, config.traits.sigmoid_router
       )
     elif config.traits.fused_mlp:
       self.mlp = layers.FusedMLP(width, text.intermediate_size, init)
     else:
-      self.mlp = layers.GatedMLP(
-          text.hidden_size, text.intermediate_size, init
-      )
+      self.mlp = layers.GatedMLP(text.hidden_size, text.intermediate_size, init)
 
   def __call__(
-      self, x_BTD: jax.Array, rotation: Rotation, mix: Mix, recur: Recur
+    self, x_BTD: jax.Array, rotation: Rotation, mix: Mix, recur: Recur
   ) -> tuple[jax.Array, Any]:
     x = self.input_layernorm(x_BTD)
     if self.is_linear:
@@ -153,10 +150,10 @@ class Decoder(nnx.Module):
   layer_class: Any = DecoderLayer
 
   def __init__(
-      self,
-      config: qwen_text_config.AnyConfig,
-      init: layers.Init,
-      mesh: jax.sharding.Mesh | None,
+    self,
+    config: qwen_text_config.AnyConfig,
+    init: layers.Init,
+    mesh: jax.sharding.Mesh | None,
   ):
     text = config.text
     self.config = config
@@ -164,37 +161,35 @@ class Decoder(nnx.Module):
     # Over both model axes: a lookup in the local part and a sum over devices
     # move activations, where gathering the table would move all of it.
     self.embed_tokens = layers.Embedding(
-        text.vocab_size, text.hidden_size, init, (("fsdp", "tensor"), None)
+      text.vocab_size, text.hidden_size, init, (("fsdp", "tensor"), None)
     )
     kinds = [
-        (text.is_linear(i), text.is_sparse(i))
-        for i in range(text.num_hidden_layers)
+      (text.is_linear(i), text.is_sparse(i))
+      for i in range(text.num_hidden_layers)
     ]
     self.stacked = (
-        config.scan_layers and len(set(kinds)) == 1 and not text.sliding_window
+      config.scan_layers and len(set(kinds)) == 1 and not text.sliding_window
     )
     if self.stacked:
       stack = layers.Init(
-          init.rngs, init.dtype, init.std, (text.num_hidden_layers,)
+        init.rngs, init.dtype, init.std, (text.num_hidden_layers,)
       )
       self.layers = self.layer_class(config, stack, kinds[0], mesh)
     else:
       self.layers = nnx.List(
-          [self.layer_class(config, init, kind, mesh) for kind in kinds]
+        [self.layer_class(config, init, kind, mesh) for kind in kinds]
       )
     self.norm = _norm(config, text.hidden_size, init)
 
   def rotation(self, positions_BT3: jax.Array) -> Rotation:
     text = self.config.text
-    axes = layers.mrope_axes(
-        text.mrope_section, self.config.traits.interleaved
-    )
+    axes = layers.mrope_axes(text.mrope_section, self.config.traits.interleaved)
     frequencies = layers.rope_frequencies(2 * len(axes), text.rope_theta)
     scaling = text.rope_scaling
     if scaling is None:
       return layers.mrope(positions_BT3, axes, frequencies)
     cos, sin = layers.mrope(
-        positions_BT3, axes, scaling.scaled(frequencies, text.rope_theta)
+      positions_BT3, axes, scaling.scaled(frequencies, text.rope_theta)
     )
     return cos * scaling.attention_factor, sin * scaling.attention_factor
 
@@ -204,13 +199,13 @@ class Decoder(nnx.Module):
     return lambda layer: rotation
 
   def __call__(
-      self,
-      x_BTD: jax.Array,
-      positions_BT3: jax.Array,
-      mix: Callable[..., tuple[jax.Array, Any]],
-      recur: Callable[..., tuple[jax.Array, Any]],
-      cache: Any = None,
-      early: tuple[jax.Array, ...] = (),
+    self,
+    x_BTD: jax.Array,
+    positions_BT3: jax.Array,
+    mix: Callable[..., tuple[jax.Array, Any]],
+    recur: Callable[..., tuple[jax.Array, Any]],
+    cache: Any = None,
+    early: tuple[jax.Array, ...] = (),
   ) -> tuple[jax.Array, Any]:
     """Runs all layers.
 
@@ -232,10 +227,10 @@ class Decoder(nnx.Module):
 
     def run(layer, x, extra, cache, i):
       x, cache = layer(
-          x,
-          rotations(i),
-          lambda q, k, v: mix(q, k, v, cache, i),
-          lambda net, x: recur(net, x, cache, i),
+        x,
+        rotations(i),
+        lambda q, k, v: mix(q, k, v, cache, i),
+        lambda net, x: recur(net, x, cache, i),
       )
       x = x if extra is None else x + extra
       return sharding.constrain(x, self.mesh, *sharding.TOKENS), cache
@@ -266,13 +261,11 @@ class Decoder(nnx.Module):
 
     order = jnp.arange(self.config.text.num_hidden_layers)
     for some, extra in (
-        (slice(0, n), jnp.stack(early) if n else None),
-        (slice(n, None), None),
+      (slice(0, n), jnp.stack(early) if n else None),
+      (slice(n, None), None),
     ):
       if some.start == some.stop:
         continue
       part = jax.tree.map(lambda p, at=some: p[at], state)
-      (x, cache), _ = jax.lax.scan(
-          step, (x, cache), (part, extra, order[some])
-      )
+      (x, cache), _ = jax.lax.scan(step, (x, cache), (part, extra, order[some]))
     return self.norm(x), cache

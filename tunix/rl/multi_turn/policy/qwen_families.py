@@ -58,7 +58,7 @@ class Family:
 
   architecture: str
   tower: Literal[
-      "", "qwen2", "qwen2_5", "qwen3", "glm4v", "siglip", "idefics3"
+    "", "qwen2", "qwen2_5", "qwen3", "glm4v", "siglip", "idefics3"
   ] = ""
   deepstack: bool = False
   qkv_bias: bool = False
@@ -90,119 +90,114 @@ class Family:
 
 
 _IDEFICS3 = dict(
-    tower="idefics3",
-    own_head_dim=True,
-    flat_positions=True,
-    text_type="llama",
-    prefixes=(
-        ("model.visual.projector.", "model.connector."),
-        ("model.visual.", "model.vision_model."),
-        ("model.language_model.", "model.text_model."),
-    ),
+  tower="idefics3",
+  own_head_dim=True,
+  flat_positions=True,
+  text_type="llama",
+  prefixes=(
+    ("model.visual.projector.", "model.connector."),
+    ("model.visual.", "model.vision_model."),
+    ("model.language_model.", "model.text_model."),
+  ),
 )
-_QWEN3 = dict(
-    tower="qwen3", qk_norm=True, interleaved=True, own_head_dim=True
-)  # pyformat: disable
+_QWEN3 = dict(tower="qwen3", qk_norm=True, interleaved=True, own_head_dim=True)
 
 VISION_LANGUAGE: Mapping[str, Family] = {
-    "qwen3_vl": Family(
-        "Qwen3VLForConditionalGeneration", deepstack=True, **_QWEN3
+  "qwen3_vl": Family(
+    "Qwen3VLForConditionalGeneration", deepstack=True, **_QWEN3
+  ),
+  "qwen3_vl_moe": Family(
+    "Qwen3VLMoeForConditionalGeneration", deepstack=True, experts=True, **_QWEN3
+  ),
+  "qwen3_5": Family(
+    "Qwen3_5ForConditionalGeneration",
+    linear=True,
+    offset_norms=True,
+    partial_rotary=True,
+    **_QWEN3,
+  ),
+  "qwen3_5_moe": Family(
+    "Qwen3_5MoeForConditionalGeneration",
+    linear=True,
+    offset_norms=True,
+    partial_rotary=True,
+    experts=True,
+    **_QWEN3,
+  ),
+  "qwen2_5_vl": Family(
+    "Qwen2_5_VLForConditionalGeneration", tower="qwen2_5", qkv_bias=True
+  ),
+  "qwen2_vl": Family(
+    "Qwen2VLForConditionalGeneration", tower="qwen2", qkv_bias=True
+  ),
+  "opencua": Family(
+    "OpenCUAForConditionalGeneration",
+    tower="qwen2_5",
+    qkv_bias=True,
+    flat_positions=True,
+    text_type="qwen2",
+    prefixes=(
+      ("model.visual.", "vision_tower."),
+      ("model.language_model.", "language_model.model."),
+      ("lm_head.", "language_model.lm_head."),
     ),
-    "qwen3_vl_moe": Family(
-        "Qwen3VLMoeForConditionalGeneration",
-        deepstack=True,
-        experts=True,
-        **_QWEN3,
+  ),
+  "glm4v": Family(
+    "Glm4vForConditionalGeneration",
+    tower="glm4v",
+    qkv_bias=True,
+    partial_rotary=True,
+    rotary_pairs=True,
+    sandwich=True,
+    fused_mlp=True,
+  ),
+  "glm4v_moe": Family(
+    "Glm4vMoeForConditionalGeneration",
+    tower="glm4v",
+    qkv_bias=True,
+    partial_rotary=True,
+    own_head_dim=True,
+    experts=True,
+    sigmoid_router=True,
+    experts_apart=True,
+  ),
+  "gemma3": Family(
+    "Gemma3ForConditionalGeneration",
+    tower="siglip",
+    qk_norm=True,
+    own_head_dim=True,
+    flat_positions=True,
+    windows=True,
+    mutual_images=True,
+    offset_norms=True,
+    tied=True,
+    prefixes=(
+      ("model.visual.projector.", "multi_modal_projector."),
+      ("model.visual.", "vision_tower.vision_model."),
+      ("model.language_model.", "language_model.model."),
+      ("lm_head.", "language_model.lm_head."),
     ),
-    "qwen3_5": Family(
-        "Qwen3_5ForConditionalGeneration",
-        linear=True,
-        offset_norms=True,
-        partial_rotary=True,
-        **_QWEN3,
+    module_prefixes=(
+      ("model.visual.projector.", "model.multi_modal_projector."),
+      ("model.visual.", "model.vision_tower."),
     ),
-    "qwen3_5_moe": Family(
-        "Qwen3_5MoeForConditionalGeneration",
-        linear=True,
-        offset_norms=True,
-        partial_rotary=True,
-        experts=True,
-        **_QWEN3,
-    ),
-    "qwen2_5_vl": Family(
-        "Qwen2_5_VLForConditionalGeneration", tower="qwen2_5", qkv_bias=True
-    ),
-    "qwen2_vl": Family(
-        "Qwen2VLForConditionalGeneration", tower="qwen2", qkv_bias=True
-    ),
-    "opencua": Family(
-        "OpenCUAForConditionalGeneration",
-        tower="qwen2_5",
-        qkv_bias=True,
-        flat_positions=True,
-        text_type="qwen2",
-        prefixes=(
-            ("model.visual.", "vision_tower."),
-            ("model.language_model.", "language_model.model."),
-            ("lm_head.", "language_model.lm_head."),
-        ),
-    ),
-    "glm4v": Family(
-        "Glm4vForConditionalGeneration",
-        tower="glm4v",
-        qkv_bias=True,
-        partial_rotary=True,
-        rotary_pairs=True,
-        sandwich=True,
-        fused_mlp=True,
-    ),
-    "glm4v_moe": Family(
-        "Glm4vMoeForConditionalGeneration",
-        tower="glm4v",
-        qkv_bias=True,
-        partial_rotary=True,
-        own_head_dim=True,
-        experts=True,
-        sigmoid_router=True,
-        experts_apart=True,
-    ),
-    "gemma3": Family(
-        "Gemma3ForConditionalGeneration",
-        tower="siglip",
-        qk_norm=True,
-        own_head_dim=True,
-        flat_positions=True,
-        windows=True,
-        mutual_images=True,
-        offset_norms=True,
-        tied=True,
-        prefixes=(
-            ("model.visual.projector.", "multi_modal_projector."),
-            ("model.visual.", "vision_tower.vision_model."),
-            ("model.language_model.", "language_model.model."),
-            ("lm_head.", "language_model.lm_head."),
-        ),
-        module_prefixes=(
-            ("model.visual.projector.", "model.multi_modal_projector."),
-            ("model.visual.", "model.vision_tower."),
-        ),
-    ),
-    "smolvlm": Family("SmolVLMForConditionalGeneration", **_IDEFICS3),
-    "idefics3": Family("Idefics3ForConditionalGeneration", **_IDEFICS3),
+  ),
+  "smolvlm": Family("SmolVLMForConditionalGeneration", **_IDEFICS3),
+  "idefics3": Family("Idefics3ForConditionalGeneration", **_IDEFICS3),
 }
 """`model_type` -> traits, with a vision tower."""
 
 TEXT: Mapping[str, Family] = {
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, own_head_dim=True),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
-    "llama": Family("LlamaForCausalLM", own_head_dim=True),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        qk_norm=True,
-        own_head_dim=True,
-        windows=True,
-        offset_norms=True,
-        tied=True,
-    ),
+  "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, own_head_dim=True),
+  "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+  "llama": Family("LlamaForCausalLM", own_head_dim=True),
+  "gemma3_text": Family(
+    "Gemma3ForCausalLM",
+    qk_norm=True,
+    own_head_dim=True,
+    windows=True,
+    offset_norms=True,
+    tied=True,
+  ),
 }
 """`model_type` -> traits, text only."""

@@ -18,9 +18,14 @@ from tunix.rl.multi_turn.policy import rope_scaling
 FAMILIES = tuple(qwen_families.VISION_LANGUAGE)
 
 DECODER_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
-)  # pyformat: disable
+  "vocab_size",
+  "hidden_size",
+  "intermediate_size",
+  "num_hidden_layers",
+  "num_attention_heads",
+  "num_key_value_heads",
+  "rms_norm_eps",
+)
 """Fields of `TextConfig` that every family's config.json has by that name."""
 
 
@@ -163,9 +168,9 @@ class TextConfig:
   def is_sparse(self, layer: int) -> bool:
     """Returns whether a layer's MLP is a mixture of experts."""
     return (
-        self.num_experts > 0
-        and layer not in self.mlp_only_layers
-        and (layer + 1) % self.decoder_sparse_step == 0
+      self.num_experts > 0
+      and layer not in self.mlp_only_layers
+      and (layer + 1) % self.decoder_sparse_step == 0
     )
 
 
@@ -217,96 +222,96 @@ class QwenVLConfig:
   def __post_init__(self):
     if self.family not in FAMILIES:
       raise ValueError(
-          f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
+        f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
       )
     config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
     config_checks.check_remat(self.remat)
     text, vision = self.text, self.vision
     mean, std = qwen_defaults.IMAGE_STATISTICS[self.traits.tower]
     vision = dataclasses.replace(
-        vision,
-        image_mean=vision.image_mean or mean,
-        image_std=vision.image_std or std,
+      vision,
+      image_mean=vision.image_mean or mean,
+      image_std=vision.image_std or std,
     )
     object.__setattr__(self, "vision", vision)
     for name, value in (
-        ("text.num_attention_heads", text.num_attention_heads),
-        ("vision.num_heads", vision.num_heads),
+      ("text.num_attention_heads", text.num_attention_heads),
+      ("vision.num_heads", vision.num_heads),
     ):
       if value < 1:
         raise ValueError(f"{name} must be >= 1, got {value}")
     if self.max_image_patches < 0:
       raise ValueError(
-          f"max_image_patches must be >= 0, got {self.max_image_patches}"
+        f"max_image_patches must be >= 0, got {self.max_image_patches}"
       )
     if text.num_attention_heads % text.num_key_value_heads:
       raise ValueError(
-          f"text.num_attention_heads={text.num_attention_heads} is not a"
-          f" multiple of num_key_value_heads={text.num_key_value_heads}"
+        f"text.num_attention_heads={text.num_attention_heads} is not a"
+        f" multiple of num_key_value_heads={text.num_key_value_heads}"
       )
     if text.linear_num_key_heads and (
-        text.linear_num_value_heads % text.linear_num_key_heads
+      text.linear_num_value_heads % text.linear_num_key_heads
     ):
       raise ValueError(
-          f"text.linear_num_value_heads={text.linear_num_value_heads} is not a"
-          f" multiple of linear_num_key_heads={text.linear_num_key_heads}"
+        f"text.linear_num_value_heads={text.linear_num_value_heads} is not a"
+        f" multiple of linear_num_key_heads={text.linear_num_key_heads}"
       )
     if text.num_experts:
       _check_groups(text)
     if sum(text.mrope_section) != text.rotary_dim // 2:
       raise ValueError(
-          f"text.mrope_section={text.mrope_section} must add up to half of"
-          f" head_dim={text.head_dim}"
-          + f" * {text.partial_rotary_factor:g}" * (text.rotary_dim
-          != text.head_dim)
+        f"text.mrope_section={text.mrope_section} must add up to half of"
+        f" head_dim={text.head_dim}"
+        + f" * {text.partial_rotary_factor:g}"
+        * (text.rotary_dim != text.head_dim)
       )
     if vision.hidden_size % vision.num_heads or vision.head_dim % 4:
       raise ValueError(
-          f"vision.hidden_size={vision.hidden_size} gives"
-          f" {vision.num_heads} heads of {vision.head_dim}, which must be a"
-          " multiple of 4"
+        f"vision.hidden_size={vision.hidden_size} gives"
+        f" {vision.num_heads} heads of {vision.head_dim}, which must be a"
+        " multiple of 4"
       )
     if vision.out_hidden_size != text.hidden_size:
       raise ValueError(
-          f"vision.out_hidden_size={vision.out_hidden_size} must equal"
-          f" text.hidden_size={text.hidden_size}"
+        f"vision.out_hidden_size={vision.out_hidden_size} must equal"
+        f" text.hidden_size={text.hidden_size}"
       )
     if (
-        self.traits.tower == "qwen2"
-        and vision.intermediate_size % vision.hidden_size
+      self.traits.tower == "qwen2"
+      and vision.intermediate_size % vision.hidden_size
     ):
       raise ValueError(
-          f"vision.intermediate_size={vision.intermediate_size} must be a"
-          f" multiple of the tower's width {vision.hidden_size}: config.json"
-          " has their ratio, mlp_ratio"
+        f"vision.intermediate_size={vision.intermediate_size} must be a"
+        f" multiple of the tower's width {vision.hidden_size}: config.json"
+        " has their ratio, mlp_ratio"
       )
     side = round(vision.num_position_embeddings**0.5)
     if side * side != vision.num_position_embeddings:
       raise ValueError(
-          f"vision.num_position_embeddings={vision.num_position_embeddings}"
-          " is not a square"
+        f"vision.num_position_embeddings={vision.num_position_embeddings}"
+        " is not a square"
       )
     if self.traits.mutual_images:
       self._check_mutual_images()
     if self.traits.tower == "idefics3" and (
-        not side
-        or side % vision.spatial_merge_size
-        or vision.tile_size // vision.patch_size != side
+      not side
+      or side % vision.spatial_merge_size
+      or vision.tile_size // vision.patch_size != side
     ):
       raise ValueError(
-          f"vision.tile_size={vision.tile_size} (image_size) in patches of"
-          f" {vision.patch_size} must give a side of {side} patches, and"
-          f" spatial_merge_size={vision.spatial_merge_size} (scale_factor)"
-          " divide it"
+        f"vision.tile_size={vision.tile_size} (image_size) in patches of"
+        f" {vision.patch_size} must give a side of {side} patches, and"
+        f" spatial_merge_size={vision.spatial_merge_size} (scale_factor)"
+        " divide it"
       )
     deepest = (*vision.deepstack_visual_indexes, -1)
     if max(deepest) >= vision.depth or (
-        len(vision.deepstack_visual_indexes) > text.num_hidden_layers
+      len(vision.deepstack_visual_indexes) > text.num_hidden_layers
     ):
       raise ValueError(
-          "vision.deepstack_visual_indexes="
-          f"{vision.deepstack_visual_indexes} do not fit {vision.depth} blocks"
-          f" and {text.num_hidden_layers} decoder layers"
+        "vision.deepstack_visual_indexes="
+        f"{vision.deepstack_visual_indexes} do not fit {vision.depth} blocks"
+        f" and {text.num_hidden_layers} decoder layers"
       )
 
   def _check_mutual_images(self) -> None:
@@ -316,14 +321,14 @@ class QwenVLConfig:
     merge = vision.spatial_merge_size
     if not side or side % merge:
       raise ValueError(
-          f"vision.spatial_merge_size={merge} must divide the {side} patches of"
-          " an image's side"
+        f"vision.spatial_merge_size={merge} must divide the {side} patches of"
+        " an image's side"
       )
     if 0 < window < self.whole_image_tokens:
       raise ValueError(
-          f"text.sliding_window={window} is less than an image's"
-          f" {self.whole_image_tokens} tokens (mm_tokens_per_image), which see"
-          " each other in every layer"
+        f"text.sliding_window={window} is less than an image's"
+        f" {self.whole_image_tokens} tokens (mm_tokens_per_image), which see"
+        " each other in every layer"
       )
 
   @property
@@ -356,30 +361,30 @@ def _check_groups(text: TextConfig) -> None:
   size = text.num_experts // max(groups, 1)
   if groups < 1 or text.num_experts % groups:
     raise ValueError(
-        f"text.expert_groups={groups} (n_group) must divide the"
-        f" {text.num_experts} experts"
+      f"text.expert_groups={groups} (n_group) must divide the"
+      f" {text.num_experts} experts"
     )
   if groups > 1 and size < 2:
     raise ValueError(
-        f"text.expert_groups={groups} (n_group) leaves {size} expert a group;"
-        " a group is judged by its best two"
+      f"text.expert_groups={groups} (n_group) leaves {size} expert a group;"
+      " a group is judged by its best two"
     )
   if not 1 <= chosen <= groups or chosen * size < text.num_experts_per_tok:
     raise ValueError(
-        f"text.chosen_groups={chosen} (topk_group) of {groups} hold"
-        f" {max(chosen, 0) * size} experts; num_experts_per_tok is"
-        f" {text.num_experts_per_tok}"
+      f"text.chosen_groups={chosen} (topk_group) of {groups} hold"
+      f" {max(chosen, 0) * size} experts; num_experts_per_tok is"
+      f" {text.num_experts_per_tok}"
     )
 
 
 RUN_FIELDS = (
-    "compute_dtype",
-    "param_dtype",
-    "remat",
-    "scan_layers",
-    "vision_tensor_parallel",
-    "max_image_patches",
-    "min_pixels",
-    "max_pixels",
+  "compute_dtype",
+  "param_dtype",
+  "remat",
+  "scan_layers",
+  "vision_tensor_parallel",
+  "max_image_patches",
+  "min_pixels",
+  "max_pixels",
 )
 """Fields that may differ from a checkpoint's file: those of running it."""

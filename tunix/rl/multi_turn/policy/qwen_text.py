@@ -54,10 +54,10 @@ class QwenText(nnx.Module):
     return not self.config.traits.linear
 
   def __init__(
-      self,
-      config: qwen_text_config.AnyConfig,
-      rngs: random_keys.Source,
-      mesh: jax.sharding.Mesh | None = None,
+    self,
+    config: qwen_text_config.AnyConfig,
+    rngs: random_keys.Source,
+    mesh: jax.sharding.Mesh | None = None,
   ):
     """Args:
 
@@ -88,11 +88,11 @@ class QwenText(nnx.Module):
     vision = None
     if inputs.patches.shape[1]:
       vision = self.encode_images(
-          inputs.patches,
-          inputs.patch_segments,
-          inputs.patch_positions,
-          inputs.image_patches,
-          inputs.aligned_images,
+        inputs.patches,
+        inputs.patch_segments,
+        inputs.patch_positions,
+        inputs.image_patches,
+        inputs.aligned_images,
       )
     x, early = self._embed(inputs.tokens, inputs.vision_index, vision)
     segments = jnp.asarray(inputs.segment_ids)
@@ -105,7 +105,7 @@ class QwenText(nnx.Module):
 
     def mix(q, k, v, nothing, layer):
       mixed = kernels.causal_attention(
-          q, k, v, segments, until, self.mesh, self._sight(last, layer, depth)
+        q, k, v, segments, until, self.mesh, self._sight(last, layer, depth)
       )
       return mixed, nothing
 
@@ -117,12 +117,12 @@ class QwenText(nnx.Module):
     return hidden
 
   def encode_images(
-      self,
-      patches: base.Array,
-      patch_segments: base.Array,
-      patch_positions: base.Array,
-      image_patches: int = 0,
-      aligned_images: bool = False,
+    self,
+    patches: base.Array,
+    patch_segments: base.Array,
+    patch_positions: base.Array,
+    image_patches: int = 0,
+    aligned_images: bool = False,
   ) -> jax.Array:
     """Returns [S, 0, 0]: no vision tokens."""
     del patch_segments, patch_positions, image_patches, aligned_images
@@ -132,24 +132,24 @@ class QwenText(nnx.Module):
     text, dtype = self.config.text, jnp.dtype(self.config.compute_dtype)
     heads, wide = text.num_key_value_heads, text.head_dim
     layers_ = tuple(
-        linear_attention.init_state(text, batch, dtype)
-        if text.is_linear(i)
-        else cached_attention.init_rows(batch, length, heads, wide, dtype)
-        for i in range(text.num_hidden_layers)
+      linear_attention.init_state(text, batch, dtype)
+      if text.is_linear(i)
+      else cached_attention.init_rows(batch, length, heads, wide, dtype)
+      for i in range(text.num_hidden_layers)
     )
     if self.decoder.stacked:
       return jax.tree.map(lambda *x: jnp.stack(x), *layers_)
     return layers_
 
   def extend(
-      self,
-      tokens: base.Array,
-      positions: base.Array,
-      starts: base.Array,
-      lengths: base.Array,
-      cache: Cache,
-      vision_index: base.Array | None = None,
-      vision: base.Array | None = None,
+    self,
+    tokens: base.Array,
+    positions: base.Array,
+    starts: base.Array,
+    lengths: base.Array,
+    cache: Cache,
+    vision_index: base.Array | None = None,
+    vision: base.Array | None = None,
   ) -> tuple[jax.Array, Cache]:
     real = jnp.arange(jnp.shape(tokens)[1]) < jnp.asarray(lengths)[:, None]
     last = self._last_seen(vision_index, real.astype(jnp.int32))
@@ -157,7 +157,7 @@ class QwenText(nnx.Module):
     def mix(q, k, v, cache, layer):
       entry = _of_layer(cache, layer)
       mixed, entry = cached_attention.attend_rows(
-          q, k, v, entry, starts, lengths, self.mesh, self._sight(last, layer)
+        q, k, v, entry, starts, lengths, self.mesh, self._sight(last, layer)
       )
       return mixed, _with_layer(cache, layer, entry)
 
@@ -175,40 +175,40 @@ class QwenText(nnx.Module):
     traits = self.config.traits
     rows = traits.linear or traits.windows or traits.mutual_images
     return not rows and cached_attention.pages_apply(
-        text.head_dim,
-        text.num_key_value_heads,
-        jnp.dtype(self.config.compute_dtype),
+      text.head_dim,
+      text.num_key_value_heads,
+      jnp.dtype(self.config.compute_dtype),
     )
 
   def init_pages(self, pages: int, page_size: int) -> jax.Array:
     text = self.config.text
     cache = cached_attention.init_pages(
-        text.num_hidden_layers,
-        pages,
-        page_size,
-        text.num_key_value_heads,
-        text.head_dim,
-        jnp.dtype(self.config.compute_dtype),
+      text.num_hidden_layers,
+      pages,
+      page_size,
+      text.num_key_value_heads,
+      text.head_dim,
+      jnp.dtype(self.config.compute_dtype),
     )
     return sharding.constrain(cache, self.mesh, *self.page_axes)
 
   def extend_pages(
-      self,
-      tokens: base.Array,
-      positions: base.Array,
-      starts: base.Array,
-      lengths: base.Array,
-      cache: jax.Array,
-      table: base.Array,
-      vision_index: base.Array | None = None,
-      vision: base.Array | None = None,
+    self,
+    tokens: base.Array,
+    positions: base.Array,
+    starts: base.Array,
+    lengths: base.Array,
+    cache: jax.Array,
+    table: base.Array,
+    vision_index: base.Array | None = None,
+    vision: base.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
     pages = cache.shape[0] // self.config.text.num_hidden_layers
     pages //= cached_attention.row_shards(self.mesh)
 
     def mix(q, k, v, cache, layer):
       return cached_attention.attend_pages(
-          q, k, v, cache, table + layer * pages, starts, lengths, self.mesh
+        q, k, v, cache, table + layer * pages, starts, lengths, self.mesh
       )
 
     x, early = self._embed(tokens, vision_index, vision)
@@ -246,7 +246,7 @@ class QwenText(nnx.Module):
     if hidden.ndim != 3:
       return kernels.dot_wide(hidden, table[...])
     if self.mesh is not None and (
-        sharding.split(self.mesh, table.shape[0], _VOCABULARY) == 1
+      sharding.split(self.mesh, table.shape[0], _VOCABULARY) == 1
     ):
       rows = sharding.constrain(table[...], self.mesh)
       hidden = sharding.constrain(hidden, self.mesh, sharding.BATCH_AXES)
@@ -260,36 +260,36 @@ class QwenText(nnx.Module):
     return sharding.constrain(logits, self.mesh, "data", None, _VOCABULARY)
 
   def _embed(
-      self,
-      tokens_BT: base.Array,
-      vision_index_BT: base.Array | None,
-      vision_SVXD: base.Array | None,
+    self,
+    tokens_BT: base.Array,
+    vision_index_BT: base.Array | None,
+    vision_SVXD: base.Array | None,
   ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns [B, T, D], and the additions after each of the first layers."""
     del vision_index_BT, vision_SVXD
     return self._look_up(tokens_BT), ()
 
   def _last_seen(
-      self,
-      vision_index_BT: base.Array | None,
-      segments_BT: jax.Array,
-      until_BT: base.Array | None = None,
+    self,
+    vision_index_BT: base.Array | None,
+    segments_BT: jax.Array,
+    until_BT: base.Array | None = None,
   ) -> jax.Array | None:
     """Returns the last place of a row that each token sees; None = its own."""
     del vision_index_BT, segments_BT, until_BT
     return None
 
   def _sight(
-      self,
-      last_BT: jax.Array | None,
-      layer: int | jax.Array,
-      depth_BT: jax.Array | None = None,
+    self,
+    last_BT: jax.Array | None,
+    layer: int | jax.Array,
+    depth_BT: jax.Array | None = None,
   ) -> kernels.Sight | None:
     """Returns what a layer's tokens see; None = all earlier ones."""
     if last_BT is None:
       return None
     return kernels.Sight(
-        last_BT, self.config.text.window(layer), self._see_ahead, depth_BT
+      last_BT, self.config.text.window(layer), self._see_ahead, depth_BT
     )
 
   def _look_up(self, tokens_BT: base.Array) -> jax.Array:
@@ -307,24 +307,24 @@ class QwenText(nnx.Module):
     # An axis at a time, the innermost first: exchanges, where all at once
     # would be done by gathering everything.
     for axes in (
-        ("data", None, columns),
-        ("data", "sequence", ("fsdp", "tensor")),
-        ("data", "sequence", "fsdp"),
-        sharding.TOKENS,
+      ("data", None, columns),
+      ("data", "sequence", ("fsdp", "tensor")),
+      ("data", "sequence", "fsdp"),
+      sharding.TOKENS,
     ):
       x = sharding.constrain(x, self.mesh, *axes)
     return x
 
 
 def output_matrix(
-    config: qwen_text_config.AnyConfig, init: layers.Init
+  config: qwen_text_config.AnyConfig, init: layers.Init
 ) -> layers.Embedding | None:
   """Makes the output matrix [vocabulary, width]; None if it is tied."""
   if config.tie_word_embeddings:
     return None
   text = config.text
   return layers.Embedding(
-      text.vocab_size, text.hidden_size, init, (_VOCABULARY, None)
+    text.vocab_size, text.hidden_size, init, (_VOCABULARY, None)
   )
 
 
@@ -348,7 +348,7 @@ def _with_layer(cache: Cache, layer: int | jax.Array, entry) -> Cache:
 
 
 def check_heads(
-    mesh: jax.sharding.Mesh | None, kind: str, heads: int, tensor: bool = True
+  mesh: jax.sharding.Mesh | None, kind: str, heads: int, tensor: bool = True
 ) -> None:
   """Refuses heads that attention cannot exchange for a row's tokens.
 
@@ -367,7 +367,7 @@ def check_heads(
   split = sequence * (mesh.shape["tensor"] if tensor else 1)
   if heads % split:
     raise ValueError(
-        f"{heads} {kind} heads cannot be divided among mesh.sequence="
-        f"{sequence} times mesh.tensor={split // sequence}; choose sizes"
-        f" whose product divides {heads}"
+      f"{heads} {kind} heads cannot be divided among mesh.sequence="
+      f"{sequence} times mesh.tensor={split // sequence}; choose sizes"
+      f" whose product divides {heads}"
     )

@@ -63,7 +63,7 @@ class QwenTextConfig:
   def __post_init__(self):
     if self.family not in FAMILIES:
       raise ValueError(
-          f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
+        f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
       )
     config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
     config_checks.check_remat(self.remat)
@@ -73,12 +73,12 @@ class QwenTextConfig:
         raise ValueError(f"{name} must be >= 1, got {getattr(text, name)}")
     if text.num_attention_heads % text.num_key_value_heads:
       raise ValueError(
-          f"num_attention_heads={text.num_attention_heads} is not a multiple"
-          f" of num_key_value_heads={text.num_key_value_heads}"
+        f"num_attention_heads={text.num_attention_heads} is not a multiple"
+        f" of num_key_value_heads={text.num_key_value_heads}"
       )
     if text.head_dim % 2:
       raise ValueError(
-          f"head_dim={text.head_dim} must be even: rotary positions turn pairs"
+        f"head_dim={text.head_dim} must be even: rotary positions turn pairs"
       )
 
   @property
@@ -116,8 +116,8 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
   family = raw.get("model_type")
   if family not in FAMILIES:
     raise ValueError(
-        f"model_type={family!r} is none of {', '.join(FAMILIES)}; other"
-        " architectures have no text policy here"
+      f"model_type={family!r} is none of {', '.join(FAMILIES)}; other"
+      " architectures have no text policy here"
     )
   config_checks.refuse_quantized(raw)
   traits = qwen_families.TEXT[family]
@@ -126,14 +126,14 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
   unknown = sorted(set(changes) - {*RUN_FIELDS, "banned_token_ids"})
   if unknown:
     raise ValueError(
-        f"{unknown[0]!r} of a checkpoint cannot be changed; change one of:"
-        f" {', '.join(RUN_FIELDS)}"
+      f"{unknown[0]!r} of a checkpoint cannot be changed; change one of:"
+      f" {', '.join(RUN_FIELDS)}"
     )
   return QwenTextConfig(
-      family=family,
-      text=text,
-      tie_word_embeddings=bool(raw.get("tie_word_embeddings", traits.tied)),
-      **changes,
+    family=family,
+    text=text,
+    tie_word_embeddings=bool(raw.get("tie_word_embeddings", traits.tied)),
+    **changes,
   )
 
 
@@ -148,35 +148,33 @@ def _text(raw: Mapping[str, Any]) -> qwen_config.TextConfig:
   act = raw["hidden_act"]
   refuse(act != "silu", f"hidden_act={act!r}, only silu is known")
   refuse(
-      bool(raw.get("use_sliding_window")),
-      "use_sliding_window=true, the decoder has no windows here",
+    bool(raw.get("use_sliding_window")),
+    "use_sliding_window=true, the decoder has no windows here",
   )
   kinds = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
   refuse(
-      bool(kinds), f"layer_types holds {kinds}, only full_attention is known"
+    bool(kinds), f"layer_types holds {kinds}, only full_attention is known"
   )
   for name in ("attention_bias", "mlp_bias"):
     refuse(
-        not traits.qkv_bias and bool(raw.get(name)),
-        f"{name}=true, projections of {raw['model_type']} have none here",
+      not traits.qkv_bias and bool(raw.get(name)),
+      f"{name}=true, projections of {raw['model_type']} have none here",
     )
   heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
   head_dim = raw.get("head_dim") or (128 if traits.qk_norm else hidden // heads)
   refuse(
-      not traits.own_head_dim and head_dim * heads != hidden,
-      f"head_dim={head_dim}, qwen2's is hidden_size / num_attention_heads ="
-      f" {hidden} / {heads}",
+    not traits.own_head_dim and head_dim * heads != hidden,
+    f"head_dim={head_dim}, qwen2's is hidden_size / num_attention_heads ="
+    f" {hidden} / {heads}",
   )
   sizes = {name: raw[name] for name in qwen_shapes.DECODER_FIELDS}
   sizes["num_key_value_heads"] = raw["num_key_value_heads"] or heads
   return qwen_config.TextConfig(
-      **sizes,
-      head_dim=head_dim,
-      rope_theta=_rope_theta(raw),
-      mrope_section=plain_rotary(head_dim),
-      rope_scaling=rope_scaling.read(
-          _rope(raw), raw["max_position_embeddings"]
-      ),
+    **sizes,
+    head_dim=head_dim,
+    rope_theta=_rope_theta(raw),
+    mrope_section=plain_rotary(head_dim),
+    rope_scaling=rope_scaling.read(_rope(raw), raw["max_position_embeddings"]),
   )
 
 
@@ -193,16 +191,16 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
   """Returns the base of the rotary frequencies, in either spelling."""
   rope = _rope(raw)
   values = {
-      float(value)
-      for value in (raw.get("rope_theta"), rope.get("rope_theta"))
-      if value is not None
+    float(value)
+    for value in (raw.get("rope_theta"), rope.get("rope_theta"))
+    if value is not None
   }
   if not values:
     return qwen_defaults.rope_theta(raw["model_type"])
   config_checks.refuse(
-      len(values) > 1,
-      f"rope_theta={raw.get('rope_theta')} but rope_parameters.rope_theta="
-      f"{rope.get('rope_theta')}",
+    len(values) > 1,
+    f"rope_theta={raw.get('rope_theta')} but rope_parameters.rope_theta="
+    f"{rope.get('rope_theta')}",
   )
   return values.pop()
 
@@ -214,19 +212,16 @@ def to_hf(config: QwenTextConfig) -> dict[str, Any]:
   if config.traits.windows:
     return architecture | gemma3_config.text_to_hf(config)
   raw: dict[str, Any] = {
-      **architecture,
-      "model_type": config.family,
-      **{name: getattr(text, name) for name in qwen_shapes.DECODER_FIELDS},
-      "hidden_act": "silu",
-      "max_position_embeddings": qwen_defaults.POSITIONS,
-      "tie_word_embeddings": config.tie_word_embeddings,
-      "use_sliding_window": False,
-      # Twice: transformers 4 and what builds on it reads the first only.
-      "rope_theta": text.rope_theta,
-      "rope_parameters": {
-          "rope_type": "default",
-          "rope_theta": text.rope_theta,
-      },
+    **architecture,
+    "model_type": config.family,
+    **{name: getattr(text, name) for name in qwen_shapes.DECODER_FIELDS},
+    "hidden_act": "silu",
+    "max_position_embeddings": qwen_defaults.POSITIONS,
+    "tie_word_embeddings": config.tie_word_embeddings,
+    "use_sliding_window": False,
+    # Twice: transformers 4 and what builds on it reads the first only.
+    "rope_theta": text.rope_theta,
+    "rope_parameters": {"rope_type": "default", "rope_theta": text.rope_theta},
   }
   if text.rope_scaling is not None:
     raw["rope_parameters"] |= text.rope_scaling.to_hf()

@@ -27,12 +27,12 @@ from tunix.rl.multi_turn.policy import siglip
 from tunix.rl.multi_turn.policy import vision_towers
 
 _TOWERS = {
-    "qwen2": vision_towers.Qwen2,
-    "qwen2_5": vision_towers.Qwen2_5,
-    "qwen3": vision_towers.Qwen3,
-    "glm4v": vision_towers.Glm4v,
-    "siglip": siglip.VisionTower,
-    "idefics3": siglip.TiledTower,
+  "qwen2": vision_towers.Qwen2,
+  "qwen2_5": vision_towers.Qwen2_5,
+  "qwen3": vision_towers.Qwen3,
+  "glm4v": vision_towers.Glm4v,
+  "siglip": siglip.VisionTower,
+  "idefics3": siglip.TiledTower,
 }
 
 
@@ -52,7 +52,7 @@ class QwenVL(qwen_text.QwenText):
     """
     config, mesh = self.config, self.mesh
     qwen_text.check_heads(
-        mesh, "vision", config.vision.num_heads, config.vision_tensor_parallel
+      mesh, "vision", config.vision.num_heads, config.vision_tensor_parallel
     )
     tower = _TOWERS[config.traits.tower]
     self.visual = tower(config, init, mesh)
@@ -69,16 +69,16 @@ class QwenVL(qwen_text.QwenText):
     return kernels.windows_help(self.config.vision.head_dim)
 
   def encode_images(
-      self,
-      patches: base.Array,
-      patch_segments: base.Array,
-      patch_positions: base.Array,
-      image_patches: int = 0,
-      aligned_images: bool = False,
+    self,
+    patches: base.Array,
+    patch_segments: base.Array,
+    patch_positions: base.Array,
+    image_patches: int = 0,
+    aligned_images: bool = False,
   ) -> jax.Array:
     """Returns [S, V, 1 + deepstack, D]; the last two as of `PolicyInputs`."""
     patches, patch_segments, patch_positions = map(
-        jnp.asarray, (patches, patch_segments, patch_positions)
+      jnp.asarray, (patches, patch_segments, patch_positions)
     )
     patches = sharding.constrain(patches, self.mesh, *sharding.TOKENS)
     # A buffer of bool segments is one image.
@@ -89,10 +89,10 @@ class QwenVL(qwen_text.QwenText):
     return self.visual(patches, patch_segments, patch_positions, reach)
 
   def _embed(
-      self,
-      tokens_BT: base.Array,
-      vision_index_BT: base.Array | None,
-      vision_SVXD: base.Array | None,
+    self,
+    tokens_BT: base.Array,
+    vision_index_BT: base.Array | None,
+    vision_SVXD: base.Array | None,
   ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns [B, T, D], and the additions after each of the first layers."""
     x = self._look_up(tokens_BT)
@@ -102,7 +102,7 @@ class QwenVL(qwen_text.QwenText):
     s, _, parts, d = vision_SVXD.shape
     # Any token of a row may show any vision token of its buffer.
     vision_SVXD = sharding.constrain(
-        vision_SVXD, self.mesh, cached_attention.ROWS
+      vision_SVXD, self.mesh, cached_attention.ROWS
     )
     index = jnp.asarray(vision_index_BT)
     flat = jnp.maximum(index, 0).reshape(s, b // s * t)
@@ -112,6 +112,6 @@ class QwenVL(qwen_text.QwenText):
     is_vision = (index >= 0)[..., None]
     x = jnp.where(is_vision, vision_BTXD[:, :, 0], x)
     early = tuple(
-        jnp.where(is_vision, vision_BTXD[:, :, i], 0) for i in range(1, parts)
+      jnp.where(is_vision, vision_BTXD[:, :, i], 0) for i in range(1, parts)
     )
     return x, early

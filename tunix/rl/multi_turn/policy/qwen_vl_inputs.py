@@ -28,7 +28,8 @@ from tunix.rl.multi_turn.policy import base
 
 # In the shape of a checkpoint's preprocessor_config.json, so that they can
 # stand in for one: `from_preprocessor_config(QWEN3_VL, max_pixels=…)`.
-QWEN2_5_VL: Mapping[str, Any] = types.MappingProxyType({
+QWEN2_5_VL: Mapping[str, Any] = types.MappingProxyType(
+  {
     "patch_size": 14,
     "merge_size": 2,
     "temporal_patch_size": 2,
@@ -36,10 +37,12 @@ QWEN2_5_VL: Mapping[str, Any] = types.MappingProxyType({
     "max_pixels": 3584 * 3584,
     "image_mean": (0.48145466, 0.4578275, 0.40821073),
     "image_std": (0.26862954, 0.26130258, 0.27577711),
-})
+  }
+)
 """Settings in Qwen2.5-VL's checkpoints."""
 
-QWEN3_VL: Mapping[str, Any] = types.MappingProxyType({
+QWEN3_VL: Mapping[str, Any] = types.MappingProxyType(
+  {
     "patch_size": 16,
     "merge_size": 2,
     "temporal_patch_size": 2,
@@ -47,16 +50,19 @@ QWEN3_VL: Mapping[str, Any] = types.MappingProxyType({
     "max_pixels": 4096 * 4096,
     "image_mean": (0.5, 0.5, 0.5),
     "image_std": (0.5, 0.5, 0.5),
-})
+  }
+)
 """Settings in Qwen3-VL's checkpoints."""
 
 
-GLM_4_1V: Mapping[str, Any] = types.MappingProxyType({
+GLM_4_1V: Mapping[str, Any] = types.MappingProxyType(
+  {
     **QWEN2_5_VL,
     # Half of what the file has, which counts a still as two frames.
     "min_pixels": 112 * 112 // 2,
     "max_pixels": 28 * 28 * 6144,
-})
+  }
+)
 """Settings in GLM-4.1V's and GLM-4.5V's checkpoints."""
 
 
@@ -64,12 +70,12 @@ MAX_ASPECT_RATIO = 200
 
 
 def smart_resize(
-    height: int,
-    width: int,
-    factor: int,
-    min_pixels: int,
-    max_pixels: int,
-    lift_sides: bool = False,
+  height: int,
+  width: int,
+  factor: int,
+  min_pixels: int,
+  max_pixels: int,
+  lift_sides: bool = False,
 ) -> tuple[int, int]:
   """Returns the size an image is resized to before it is cut into patches.
 
@@ -108,9 +114,9 @@ def smart_resize(
     height, width = int(height * lift), int(width * lift)
   if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
     raise ValueError(
-        f"a {width}x{height} image has an aspect ratio of"
-        f" {max(height, width) / min(height, width):.1f}, Qwen-VL takes at most"
-        f" {MAX_ASPECT_RATIO}; crop it or make the gym's screen less narrow"
+      f"a {width}x{height} image has an aspect ratio of"
+      f" {max(height, width) / min(height, width):.1f}, Qwen-VL takes at most"
+      f" {MAX_ASPECT_RATIO}; crop it or make the gym's screen less narrow"
     )
   rows = round(height / factor) * factor
   cols = round(width / factor) * factor
@@ -127,7 +133,7 @@ def smart_resize(
 
 
 def pixel_budget(
-    max_pixels: int, trajectory_pixels: int, images: int, factor: int = 32
+  max_pixels: int, trajectory_pixels: int, images: int, factor: int = 32
 ) -> int:
   """`max_pixels` for each image of a trajectory that has a budget as a whole.
 
@@ -151,10 +157,10 @@ def pixel_budget(
   budget = min(max_pixels, trajectory_pixels // images)
   if budget < factor**2:
     raise ValueError(
-        f"max_pixels={max_pixels} and trajectory_pixels={trajectory_pixels}"
-        f" leave each of {images} images {budget} pixels, one vision token"
-        f" takes {factor**2}; raise them to at least {factor**2} and"
-        f" {images * factor**2}, or keep fewer images"
+      f"max_pixels={max_pixels} and trajectory_pixels={trajectory_pixels}"
+      f" leave each of {images} images {budget} pixels, one vision token"
+      f" takes {factor**2}; raise them to at least {factor**2} and"
+      f" {images * factor**2}, or keep fewer images"
     )
   return budget
 
@@ -204,9 +210,9 @@ class QwenVLProcessor:
         raise ValueError(f"{name} must be an int > 0, got {value!r}")
     if self.max_pixels < max(self.min_pixels, self.factor**2):
       raise ValueError(
-          f"max_pixels={self.max_pixels} is below min_pixels={self.min_pixels}"
-          f" or one vision token's {self.factor**2} pixels; raise it or lower"
-          " min_pixels"
+        f"max_pixels={self.max_pixels} is below min_pixels={self.min_pixels}"
+        f" or one vision token's {self.factor**2} pixels; raise it or lower"
+        " min_pixels"
       )
     for name in ("mean", "std"):
       value = getattr(self, name)
@@ -215,21 +221,21 @@ class QwenVLProcessor:
       object.__setattr__(self, name, tuple(float(v) for v in value))
       if len(value) != 3 or (name == "std" and min(value) <= 0):
         raise ValueError(
-            f"{name} must be three numbers{' > 0' * (name == 'std')}, got"
-            f" {value!r}"
+          f"{name} must be three numbers{' > 0' * (name == 'std')}, got"
+          f" {value!r}"
         )
 
   @classmethod
   def from_preprocessor_config(
-      cls,
-      config: Mapping[str, Any],
-      *,
-      image_token_id: int | None = None,
-      min_pixels: int | None = None,
-      max_pixels: int | None = None,
-      source: str = "",
-      flat_positions: bool = False,
-      lift_sides: bool = False,
+    cls,
+    config: Mapping[str, Any],
+    *,
+    image_token_id: int | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    source: str = "",
+    flat_positions: bool = False,
+    lift_sides: bool = False,
   ) -> QwenVLProcessor:
     """Returns the processor a checkpoint was trained with.
 
@@ -250,45 +256,46 @@ class QwenVLProcessor:
         implemented.
     """
     for name, want in (
-        ("do_resize", True),
-        ("do_rescale", True),
-        ("do_normalize", True),
-        ("resample", int(Image.Resampling.BICUBIC)),
-        ("rescale_factor", 1 / 255),
+      ("do_resize", True),
+      ("do_rescale", True),
+      ("do_normalize", True),
+      ("resample", int(Image.Resampling.BICUBIC)),
+      ("rescale_factor", 1 / 255),
     ):
       got = config.get(name)
       if got is not None and got != want:
         raise ValueError(
-            f"preprocessor_config: {name} must be {want!r}, the only way"
-            f" Qwen-VL's inputs are made here, got {got!r}"
+          f"preprocessor_config: {name} must be {want!r}, the only way"
+          f" Qwen-VL's inputs are made here, got {got!r}"
         )
     if _field(config, "temporal_patch_size") != 2:
       raise ValueError(
-          "preprocessor_config: temporal_patch_size must be 2, the kernel"
-          " that is folded for stills, got"
-          f" {config['temporal_patch_size']!r}"
+        "preprocessor_config: temporal_patch_size must be 2, the kernel"
+        " that is folded for stills, got"
+        f" {config['temporal_patch_size']!r}"
       )
     return cls(
-        patch_size=_field(config, "patch_size"),
-        merge_size=_field(config, "merge_size"),
-        min_pixels=_limit(config, "min_pixels", "shortest_edge", min_pixels),
-        max_pixels=_limit(config, "max_pixels", "longest_edge", max_pixels),
-        image_token_id=image_token_id,
-        mean=_field(config, "image_mean"),
-        std=_field(config, "image_std"),
-        source=source,
-        flat_positions=flat_positions,
-        lift_sides=lift_sides,
+      patch_size=_field(config, "patch_size"),
+      merge_size=_field(config, "merge_size"),
+      min_pixels=_limit(config, "min_pixels", "shortest_edge", min_pixels),
+      max_pixels=_limit(config, "max_pixels", "longest_edge", max_pixels),
+      image_token_id=image_token_id,
+      mean=_field(config, "image_mean"),
+      std=_field(config, "image_std"),
+      source=source,
+      flat_positions=flat_positions,
+      lift_sides=lift_sides,
     )
 
   def describe(self) -> str:
     """Returns the settings and their source, in a line for people."""
     numbers = lambda values: " ".join(f"{v:.4g}" for v in values or ())
     return (
-        f"patches of {self.patch_size}, {self.merge_size}x{self.merge_size} a"
-        f" token, {self.min_pixels:,} to {self.max_pixels:,} pixels, mean"
-        f" {numbers(self.mean)}, std {numbers(self.std)}"
-        + f" ({self.source})" * bool(self.source)
+      f"patches of {self.patch_size}, {self.merge_size}x{self.merge_size} a"
+      f" token, {self.min_pixels:,} to {self.max_pixels:,} pixels, mean"
+      f" {numbers(self.mean)}, std {numbers(self.std)}"
+      + f" ({self.source})"
+      * bool(self.source)
     )
 
   @property
@@ -311,12 +318,12 @@ class QwenVLProcessor:
       ValueError: see `smart_resize`.
     """
     rows, cols = smart_resize(
-        height,
-        width,
-        self.factor,
-        self.min_pixels,
-        self.max_pixels,
-        self.lift_sides,
+      height,
+      width,
+      self.factor,
+      self.min_pixels,
+      self.max_pixels,
+      self.lift_sides,
     )
     return cols, rows
 
@@ -367,9 +374,7 @@ class QwenVLProcessor:
     patch, merge = self.patch_size, self.merge_size
     down, across = (side // self.factor for side in pixels.shape[:2])
     cells = pixels.reshape(down, merge, patch, across, merge, patch, 3)
-    patches = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(
-        -1, self.patch_bytes
-    )
+    patches = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, self.patch_bytes)
     rows, cols = down * merge, across * merge
     positions = np.empty((down, across, merge, merge, 4), np.int32)
     positions[..., 0] = np.arange(rows).reshape(down, 1, merge, 1)
@@ -378,10 +383,10 @@ class QwenVLProcessor:
     return base.PatchedImage(patches, positions.reshape(-1, 4), down * across)
 
   def positions(
-      self,
-      tokens: np.ndarray,
-      images: Sequence[trajectory.ImageSpan],
-      start: int = 0,
+    self,
+    tokens: np.ndarray,
+    images: Sequence[trajectory.ImageSpan],
+    start: int = 0,
   ) -> np.ndarray:
     """M-RoPE positions (time, height, width) of tokens[start:].
 
@@ -406,7 +411,7 @@ class QwenVLProcessor:
     tokens = np.asarray(tokens)
     if not 0 <= start <= len(tokens):
       raise ValueError(
-          f"start must lie within 0 and the {len(tokens)} tokens, got {start}"
+        f"start must lie within 0 and the {len(tokens)} tokens, got {start}"
       )
     out = np.empty((len(tokens) - start, 3), np.int32)
     cursor = 0  # The first token after the last image,
@@ -433,27 +438,27 @@ class QwenVLProcessor:
     return out
 
   def _check_span(
-      self, tokens_T: np.ndarray, span: trajectory.ImageSpan, cursor: int
+    self, tokens_T: np.ndarray, span: trajectory.ImageSpan, cursor: int
   ) -> tuple[int, int]:
     """Rows and columns of vision tokens of a span that may stand here."""
     image = span.image
     name = (
-        f"image span [{span.offset}, {span.end}) of {image.width}x"
-        f"{image.height} image {image.sha256[:12]}…"
+      f"image span [{span.offset}, {span.end}) of {image.width}x"
+      f"{image.height} image {image.sha256[:12]}…"
     )
     if span.offset < cursor or span.end > len(tokens_T):
       raise ValueError(
-          f"{name} begins before {cursor}, where the image before it ends, or"
-          f" leaves the {len(tokens_T)} tokens; give the spans in order, and"
-          " whole"
+        f"{name} begins before {cursor}, where the image before it ends, or"
+        f" leaves the {len(tokens_T)} tokens; give the spans in order, and"
+        " whole"
       )
     grid = self.grid(image.width, image.height)
     rows, cols = (side // self.merge_size for side in grid)
     if rows * cols != span.num_tokens:
       raise ValueError(
-          f"{name} holds {span.num_tokens} tokens, an image of that size takes"
-          f" {rows}x{cols} = {rows * cols}; render the prompt with this"
-          " processor's num_image_tokens"
+        f"{name} holds {span.num_tokens} tokens, an image of that size takes"
+        f" {rows}x{cols} = {rows * cols}; render the prompt with this"
+        " processor's num_image_tokens"
       )
     placeholder = self.image_token_id
     if placeholder is not None:
@@ -461,10 +466,10 @@ class QwenVLProcessor:
       wrong = np.flatnonzero(run != placeholder)
       if len(wrong):
         raise ValueError(
-            f"{name} holds token {int(run[wrong[0]])} at"
-            f" {span.offset + int(wrong[0])}, not the placeholder"
-            f" {placeholder};"
-            " check the span's offset and image_token_id"
+          f"{name} holds token {int(run[wrong[0]])} at"
+          f" {span.offset + int(wrong[0])}, not the placeholder"
+          f" {placeholder};"
+          " check the span's offset and image_token_id"
         )
     return rows, cols
 
@@ -473,13 +478,13 @@ def check_pixels(pixels: np.ndarray) -> None:
   """Raises a ValueError unless they are uint8[H, W, 3]."""
   if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
     raise ValueError(
-        "pixels must be uint8[H, W, 3]: stills only, no video, no batch; got"
-        f" {pixels.dtype}{list(pixels.shape)}"
+      "pixels must be uint8[H, W, 3]: stills only, no video, no batch; got"
+      f" {pixels.dtype}{list(pixels.shape)}"
     )
 
 
 def _count(
-    out: np.ndarray, begin: int, end: int, position: int, start: int
+  out: np.ndarray, begin: int, end: int, position: int, start: int
 ) -> None:
   """Positions of the text tokens[begin:end], of which out[0] is [start]."""
   first = max(begin, start)
@@ -492,14 +497,14 @@ def _field(config: Mapping[str, Any], name: str) -> Any:
   value = config.get(name)
   if value is None:
     raise ValueError(
-        f"preprocessor_config: {name} is missing; is it a Qwen-VL checkpoint's?"
-        " Its defaults are QWEN2_5_VL and QWEN3_VL of this module"
+      f"preprocessor_config: {name} is missing; is it a Qwen-VL checkpoint's?"
+      " Its defaults are QWEN2_5_VL and QWEN3_VL of this module"
     )
   return value
 
 
 def _limit(
-    config: Mapping[str, Any], name: str, edge: str, override: int | None
+  config: Mapping[str, Any], name: str, edge: str, override: int | None
 ) -> int:
   """Returns a limit of an image's area: `override`, else the file's."""
   size = config.get("size")
@@ -508,6 +513,6 @@ def _limit(
     if value is not None:
       return value
   raise ValueError(
-      f"preprocessor_config: neither {name} nor size.{edge} is there; give"
-      f" {name} yourself"
+    f"preprocessor_config: neither {name} nor size.{edge} is there; give"
+    f" {name} yourself"
   )

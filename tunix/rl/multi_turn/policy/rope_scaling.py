@@ -26,8 +26,10 @@ import numpy as np
 KINDS = ("linear", "yarn", "llama3")
 _PLAIN = ("default", "mrope")
 _LLAMA3 = (
-    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-)  # pyformat: disable
+  "low_freq_factor",
+  "high_freq_factor",
+  "original_max_position_embeddings",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +67,13 @@ class RopeScaling:
       raise ValueError(f"rope factor must be > 0, got {self.factor}")
     if self.kind != "linear" and self.original_max_position_embeddings < 1:
       raise ValueError(
-          "original_max_position_embeddings must be >= 1, got"
-          f" {self.original_max_position_embeddings}"
+        "original_max_position_embeddings must be >= 1, got"
+        f" {self.original_max_position_embeddings}"
       )
     if not 0 < self.low_freq_factor < self.high_freq_factor:
       raise ValueError(
-          "rope low_freq_factor must be > 0 and less than high_freq_factor,"
-          f" got {self.low_freq_factor} and {self.high_freq_factor}"
+        "rope low_freq_factor must be > 0 and less than high_freq_factor,"
+        f" got {self.low_freq_factor} and {self.high_freq_factor}"
       )
 
   def scaled(self, frequencies_H: np.ndarray, theta: float) -> np.ndarray:
@@ -81,15 +83,15 @@ class RopeScaling:
       return divided
     if self.kind == "llama3":
       turns = frequencies_H * np.float32(
-          self.original_max_position_embeddings / (2 * math.pi)
+        self.original_max_position_embeddings / (2 * math.pi)
       )
       low, high = self.low_freq_factor, self.high_freq_factor
       ramp = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
       return (frequencies_H * ramp + divided * (1 - ramp)).astype(np.float32)
     half = len(frequencies_H)
     low, high = (
-        self._frequency_of(turns, 2 * half, theta)
-        for turns in (self.beta_fast, self.beta_slow)
+      self._frequency_of(turns, 2 * half, theta)
+      for turns in (self.beta_fast, self.beta_slow)
     )
     if self.truncate:
       low, high = math.floor(low), math.ceil(high)
@@ -110,9 +112,12 @@ class RopeScaling:
     out: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
     if self.kind == "yarn":
       names = (
-          "original_max_position_embeddings", "beta_fast", "beta_slow",
-          "truncate", "attention_factor",
-      )  # pyformat: disable
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+      )
       out |= {name: getattr(self, name) for name in names}
     if self.kind == "llama3":
       out |= {name: getattr(self, name) for name in _LLAMA3}
@@ -120,7 +125,7 @@ class RopeScaling:
 
 
 def read(
-    rope: Mapping[str, Any], max_position_embeddings: int
+  rope: Mapping[str, Any], max_position_embeddings: int
 ) -> RopeScaling | None:
   """Returns the scaling of `rope_parameters` or `rope_scaling`, if any.
 
@@ -134,8 +139,8 @@ def read(
   kind = rope.get("rope_type", rope.get("type", "default"))
   if rope.get("partial_rotary_factor", 1.0) != 1.0:
     raise ValueError(
-        "config.json: partial_rotary_factor="
-        f"{rope['partial_rotary_factor']}, heads are rotated whole here"
+      "config.json: partial_rotary_factor="
+      f"{rope['partial_rotary_factor']}, heads are rotated whole here"
     )
   if kind in _PLAIN:
     return None
@@ -143,15 +148,15 @@ def read(
     why = ""
     if kind == "dynamic":
       why = (
-          ": it follows the longest sequence of a batch, so that cached keys"
-          " and those of a whole pass would differ. Up to"
-          f" max_position_embeddings={max_position_embeddings} tokens it"
-          " changes nothing: remove it from config.json for contexts within"
-          " them"
+        ": it follows the longest sequence of a batch, so that cached keys"
+        " and those of a whole pass would differ. Up to"
+        f" max_position_embeddings={max_position_embeddings} tokens it"
+        " changes nothing: remove it from config.json for contexts within"
+        " them"
       )
     raise ValueError(
-        f"config.json: rope_type={kind!r} is not implemented{why}; scaled"
-        f" rotary positions here are {', '.join(KINDS)}"
+      f"config.json: rope_type={kind!r} is not implemented{why}; scaled"
+      f" rotary positions here are {', '.join(KINDS)}"
     )
   original = rope.get("original_max_position_embeddings")
   original = max_position_embeddings if original is None else original
@@ -167,20 +172,20 @@ def read(
       if rope.get(name) is None:
         raise ValueError(f"config.json: rope_type={kind!r} lacks {name!r}")
     return RopeScaling(
-        kind,
-        float(factor),
-        int(original),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-    )
-  return RopeScaling(
       kind,
       float(factor),
       int(original),
-      float(rope.get("beta_fast") or 32),
-      float(rope.get("beta_slow") or 1),
-      bool(rope.get("truncate", True)),
-      _attention_factor(rope, float(factor)),
+      low_freq_factor=float(rope["low_freq_factor"]),
+      high_freq_factor=float(rope["high_freq_factor"]),
+    )
+  return RopeScaling(
+    kind,
+    float(factor),
+    int(original),
+    float(rope.get("beta_fast") or 32),
+    float(rope.get("beta_slow") or 1),
+    bool(rope.get("truncate", True)),
+    _attention_factor(rope, float(factor)),
   )
 
 

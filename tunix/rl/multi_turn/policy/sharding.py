@@ -45,22 +45,22 @@ def mesh_of(config: settings.MeshConfig) -> Mesh | None:
     return None
   if config.devices != jax.device_count():
     raise ValueError(
-        "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
-        f" {config.devices}, but JAX sees {jax.device_count()}"
-        f" {jax.default_backend()} devices; set them to multiply to that"
+      "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
+      f" {config.devices}, but JAX sees {jax.device_count()}"
+      f" {jax.default_backend()} devices; set them to multiply to that"
     )
   return make_mesh(
-      config.data, config.fsdp, config.tensor, sequence=config.sequence
+    config.data, config.fsdp, config.tensor, sequence=config.sequence
   )
 
 
 def make_mesh(
-    data: int = -1,
-    fsdp: int = 1,
-    tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None,
-    *,
-    sequence: int = 1,
+  data: int = -1,
+  fsdp: int = 1,
+  tensor: int = 1,
+  devices: Sequence[jax.Device] | None = None,
+  *,
+  sequence: int = 1,
 ) -> Mesh:
   """Returns a mesh with axes `AXES`.
 
@@ -73,9 +73,7 @@ def make_mesh(
     ValueError: the sizes do not multiply to the number of devices.
   """
   devices = jax.devices() if devices is None else list(devices)
-  sizes = {
-      "data": data, "fsdp": fsdp, "sequence": sequence, "tensor": tensor
-  }  # pyformat: disable
+  sizes = {"data": data, "fsdp": fsdp, "sequence": sequence, "tensor": tensor}
   free = [name for name, size in sizes.items() if size == -1]
   fixed = 1
   for name, size in sizes.items():
@@ -90,14 +88,14 @@ def make_mesh(
     fixed = len(devices)
   if fixed != len(devices):
     raise ValueError(
-        f"mesh {sizes} does not fit {len(devices)} devices; the sizes must"
-        " multiply to their number"
+      f"mesh {sizes} does not fit {len(devices)} devices; the sizes must"
+      " multiply to their number"
     )
   return jax.make_mesh(
-      tuple(sizes.values()),
-      AXES,
-      axis_types=(AxisType.Auto,) * len(AXES),
-      devices=devices,
+    tuple(sizes.values()),
+    AXES,
+    axis_types=(AxisType.Auto,) * len(AXES),
+    devices=devices,
   )
 
 
@@ -124,11 +122,9 @@ def split(mesh: Mesh, size: int, axes: str | tuple[str, ...]) -> int:
 def shard_model(model: nnx.Module, mesh: Mesh) -> None:
   """Moves the model's parameters to their place on `mesh`, in place."""
   state = jax.tree.map(
-      lambda v: v.replace(
-          put(v[...], parameter_sharding(v, mesh))
-      ),
-      nnx.state(model),
-      is_leaf=lambda v: isinstance(v, nnx.Variable),
+    lambda v: v.replace(put(v[...], parameter_sharding(v, mesh))),
+    nnx.state(model),
+    is_leaf=lambda v: isinstance(v, nnx.Variable),
   )
   nnx.update(model, state)
 
@@ -155,9 +151,9 @@ def local_batch_shards(mesh: Mesh) -> int:
   contiguous = local == list(range(local[0], local[0] + len(local)))
   if together != shards or not contiguous:
     raise ValueError(
-        f"the mesh {dict(mesh.shape)} spreads a row of a batch over several"
-        f" of the {len(holders)} processes; mesh.sequence * mesh.tensor must"
-        f" divide the {jax.local_device_count()} devices of a process"
+      f"the mesh {dict(mesh.shape)} spreads a row of a batch over several"
+      f" of the {len(holders)} processes; mesh.sequence * mesh.tensor must"
+      f" divide the {jax.local_device_count()} devices of a process"
     )
   return len(local)
 
@@ -178,7 +174,7 @@ def put(value: Any, where: jax.sharding.Sharding) -> jax.Array:
     return jax.jit(lambda x: x, out_shardings=where)(value)
   array = np.asarray(value)
   return jax.make_array_from_callback(
-      array.shape, where, lambda index: array[index]
+    array.shape, where, lambda index: array[index]
   )
 
 
@@ -196,8 +192,8 @@ class HostCopies:
   def __init__(self, mesh: Mesh):
     """Args:
 
-      mesh: Mesh of all devices; its axes tensor, sequence and fsdp, in this
-        order, are kept as far as a process's devices go.
+    mesh: Mesh of all devices; its axes tensor, sequence and fsdp, in this
+      order, are kept as far as a process's devices go.
     """
     processes = jax.process_count()
     remaining = mesh.size // processes
@@ -211,26 +207,26 @@ class HostCopies:
     for device in mesh.devices.flat:
       by_process.setdefault(device.process_index, []).append(device)
     order = [
-        make_mesh(
-            data=remaining,
-            devices=sorted(by_process[p], key=lambda d: d.id),
-            **sizes,
-        ).devices
-        for p in sorted(by_process)
+      make_mesh(
+        data=remaining,
+        devices=sorted(by_process[p], key=lambda d: d.id),
+        **sizes,
+      ).devices
+      for p in sorted(by_process)
     ]
     self._everywhere = Mesh(
-        np.stack(order),
-        ("process", *AXES),
-        axis_types=(AxisType.Auto,) * (1 + len(AXES)),
+      np.stack(order),
+      ("process", *AXES),
+      axis_types=(AxisType.Auto,) * (1 + len(AXES)),
     )
     self._copies: dict[Any, Any] = {}
 
   def of_state(self, state: nnx.State) -> nnx.State:
     """Copies `state` with every array on this process's devices."""
     return jax.tree.map(
-        lambda v: v.replace(self.of_parameter(v)),
-        state,
-        is_leaf=lambda v: isinstance(v, nnx.Variable),
+      lambda v: v.replace(self.of_parameter(v)),
+      state,
+      is_leaf=lambda v: isinstance(v, nnx.Variable),
     )
 
   def of_parameter(self, variable: nnx.Variable) -> jax.Array:
@@ -260,12 +256,12 @@ class HostCopies:
     parts = {s.device: s.data for s in copied.addressable_shards}
     order = where.addressable_devices_indices_map(array.shape)
     return jax.make_array_from_single_device_arrays(
-        array.shape, where, [parts[device] for device in order]
+      array.shape, where, [parts[device] for device in order]
     )
 
 
 def put_rows(
-    rows: np.ndarray, where: jax.sharding.Sharding, processes: int
+  rows: np.ndarray, where: jax.sharding.Sharding, processes: int
 ) -> jax.Array:
   """Returns a batch of which each process gives its own rows.
 
@@ -294,7 +290,7 @@ def local_rows(array: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def constrain(
-    x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None
+  x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None
 ) -> jax.Array:
   """`x` laid out over these mesh axes, one for each leading dimension.
 
@@ -317,7 +313,7 @@ def batch_shards(mesh: Mesh) -> int:
 
 
 def _sequenced(
-    axes: Sequence[str | tuple[str, ...] | None], mesh: Mesh
+  axes: Sequence[str | tuple[str, ...] | None], mesh: Mesh
 ) -> Sequence[str | tuple[str, ...] | None]:
   if mesh.shape["sequence"] == 1:
     return axes
@@ -325,7 +321,7 @@ def _sequenced(
 
 
 def _with_sequence(
-    axis: str | tuple[str, ...] | None,
+  axis: str | tuple[str, ...] | None,
 ) -> str | tuple[str, ...] | None:
   names = (axis,) if isinstance(axis, str) else axis
   if not names or "fsdp" not in names or "sequence" in names:
@@ -335,19 +331,17 @@ def _with_sequence(
 
 
 def _fit(
-    axes: Sequence[str | tuple[str, ...] | None],
-    shape: Sequence[int],
-    mesh: Mesh,
+  axes: Sequence[str | tuple[str, ...] | None], shape: Sequence[int], mesh: Mesh
 ) -> PartitionSpec:
   if len(axes) != len(shape):
     raise ValueError(f"axes {axes} do not fit a parameter of shape {shape}")
   return PartitionSpec(
-      *(_divide(axis, size, mesh) for axis, size in zip(axes, shape))
+    *(_divide(axis, size, mesh) for axis, size in zip(axes, shape))
   )
 
 
 def _divide(
-    axis: str | tuple[str, ...] | None, size: int, mesh: Mesh
+  axis: str | tuple[str, ...] | None, size: int, mesh: Mesh
 ) -> str | tuple[str, ...] | None:
   """Returns the longest beginning of the axes that divides a dimension."""
   if axis is None:

@@ -46,20 +46,20 @@ class Embeddings(nnx.Module):
   """A patch's pixels and its place."""
 
   def __init__(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      mesh: jax.sharding.Mesh | None,
+    self,
+    vision: qwen_shapes.VisionConfig,
+    init: layers.Init,
+    mesh: jax.sharding.Mesh | None,
   ):
     self.patch_embedding = PatchEmbed(vision, init)
     self.position_embedding = layers.Embedding(
-        vision.num_position_embeddings, vision.hidden_size, init, (None, "fsdp")
+      vision.num_position_embeddings, vision.hidden_size, init, (None, "fsdp")
     )
     self.side = round(vision.num_position_embeddings**0.5)
     self.mesh = mesh
 
   def __call__(
-      self, patches_SPF: jax.Array, positions_SP4: jax.Array, dtype: Any
+    self, patches_SPF: jax.Array, positions_SP4: jax.Array, dtype: Any
   ) -> jax.Array:
     # A small table: once gathered is cheapest.
     table = sharding.constrain(self.position_embedding.weight[...], self.mesh)
@@ -82,12 +82,12 @@ class Attention(vision_blocks.ImageAttention):
     self.out_proj = linear(back)
 
   def __call__(
-      self, x_SPD: jax.Array, segments_SP: jax.Array, reach: kernels.Reach
+    self, x_SPD: jax.Array, segments_SP: jax.Array, reach: kernels.Reach
   ) -> jax.Array:
     s, p, _ = x_SPD.shape
     heads = [
-        linear(x_SPD).reshape(s, p, self.num_heads, -1)
-        for linear in (self.q_proj, self.k_proj, self.v_proj)
+      linear(x_SPD).reshape(s, p, self.num_heads, -1)
+      for linear in (self.q_proj, self.k_proj, self.v_proj)
     ]
     return self.out_proj(self._mixed(heads, segments_SP, reach))
 
@@ -96,15 +96,12 @@ def _block(make: vision_blocks.Make) -> vision_blocks.VisionBlock:
   vision, init, tensor, _ = make
   width = vision.hidden_size
   return vision_blocks.VisionBlock(
-      lambda: layers.LayerNorm(width, init, vision.rms_norm_eps),
-      Attention(make),
-      vision_blocks.TwoLayerMLP(
-          (width, vision.intermediate_size, width),
-          init,
-          tensor,
-          layers.gelu_tanh,
-      ),
-      ("layer_norm1", "self_attn", "layer_norm2"),
+    lambda: layers.LayerNorm(width, init, vision.rms_norm_eps),
+    Attention(make),
+    vision_blocks.TwoLayerMLP(
+      (width, vision.intermediate_size, width), init, tensor, layers.gelu_tanh
+    ),
+    ("layer_norm1", "self_attn", "layer_norm2"),
   )
 
 
@@ -121,11 +118,11 @@ class Projector(nnx.Module):
   def __init__(self, vision: qwen_shapes.VisionConfig, init: layers.Init):
     self.merge = vision.patches_per_token
     self.mm_soft_emb_norm = layers.RMSNorm(
-        vision.hidden_size, init, vision.rms_norm_eps, 1.0
+      vision.hidden_size, init, vision.rms_norm_eps, 1.0
     )
     # The one matrix that the checkpoint does not hold transposed.
     self.mm_input_projection_weight = init.normal(
-        (vision.hidden_size, vision.out_hidden_size), ("fsdp", None)
+      (vision.hidden_size, vision.out_hidden_size), ("fsdp", None)
     )
 
   def __call__(self, x_SPD: jax.Array) -> jax.Array:
@@ -143,10 +140,10 @@ class VisionTower(nnx.Module):
   projector_class: Callable[..., nnx.Module] = Projector
 
   def __init__(
-      self,
-      config: qwen_shapes.QwenVLConfig,
-      init: layers.Init,
-      mesh: jax.sharding.Mesh | None = None,
+    self,
+    config: qwen_shapes.QwenVLConfig,
+    init: layers.Init,
+    mesh: jax.sharding.Mesh | None = None,
   ):
     vision, tensor = config.vision, vision_blocks.tensor_axis(config)
     self.config = config
@@ -154,16 +151,16 @@ class VisionTower(nnx.Module):
     self.embeddings = Embeddings(vision, init, mesh)
     self.encoder = Encoder(vision_blocks.Make(vision, init, tensor, mesh))
     self.post_layernorm = layers.LayerNorm(
-        vision.hidden_size, init, vision.rms_norm_eps
+      vision.hidden_size, init, vision.rms_norm_eps
     )
     self.projector = self.projector_class(vision, init)
 
   def __call__(
-      self,
-      patches_SPF: jax.Array,
-      segments_SP: jax.Array,
-      positions_SP4: jax.Array,
-      reach: kernels.Reach,
+    self,
+    patches_SPF: jax.Array,
+    segments_SP: jax.Array,
+    positions_SP4: jax.Array,
+    reach: kernels.Reach,
   ) -> jax.Array:
     """Vision tokens [S, V, 1, D]; arguments as of Qwen3-VL's tower."""
     config = self.config
@@ -184,7 +181,7 @@ class _Matrix(nnx.Module):
   def __init__(self, vision: qwen_shapes.VisionConfig, init: layers.Init):
     wide = vision.hidden_size * vision.patches_per_token
     self.proj = layers.Linear(
-        wide, vision.out_hidden_size, init, ("fsdp", None), False
+      wide, vision.out_hidden_size, init, ("fsdp", None), False
     )
 
 
@@ -212,11 +209,11 @@ class TiledTower(VisionTower):
   projector_class = Connector
 
   def __call__(
-      self,
-      patches_SPF: jax.Array,
-      segments_SP: jax.Array,
-      positions_SP4: jax.Array,
-      reach: kernels.Reach,
+    self,
+    patches_SPF: jax.Array,
+    segments_SP: jax.Array,
+    positions_SP4: jax.Array,
+    reach: kernels.Reach,
   ) -> jax.Array:
     """Vision tokens [S, V, 1, D]; arguments as of Qwen3-VL's tower.
 

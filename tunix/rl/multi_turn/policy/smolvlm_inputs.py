@@ -64,10 +64,12 @@ class SmolVLMProcessor(qwen_vl_inputs.QwenVLProcessor):
     side = self.tile_size
     split = f"tiles of {side}x{side} of up to {self.longest_edge} and one of"
     return (
-        split * self.splits
-        + f" all of {side}x{side}, patches of {self.patch_size},"
-        f" {self.merge_size}x{self.merge_size} a token"
-        + f" ({self.source})" * bool(self.source)
+      split
+      * self.splits
+      + f" all of {side}x{side}, patches of {self.patch_size},"
+      f" {self.merge_size}x{self.merge_size} a token"
+      + f" ({self.source})"
+      * bool(self.source)
     ).lstrip()
 
   def image_size(self, width: int, height: int) -> tuple[int, int]:
@@ -140,9 +142,9 @@ class SmolVLMProcessor(qwen_vl_inputs.QwenVLProcessor):
     for number, tile in enumerate(tiles):
       tile.positions[:, 2:] = number, len(tiles)
     return base.PatchedImage(
-        np.concatenate([tile.patches for tile in tiles]),
-        np.concatenate([tile.positions for tile in tiles]),
-        sum(tile.num_tokens for tile in tiles),
+      np.concatenate([tile.patches for tile in tiles]),
+      np.concatenate([tile.positions for tile in tiles]),
+      sum(tile.num_tokens for tile in tiles),
     )
 
   def resize(self, pixels: np.ndarray) -> np.ndarray:
@@ -164,13 +166,13 @@ class SmolVLMProcessor(qwen_vl_inputs.QwenVLProcessor):
       return [np.asarray(image)]
     resized = np.asarray(image)
     return [
-        resized[y : y + side, x : x + side]
-        for y in range(0, image.height, side)
-        for x in range(0, image.width, side)
+      resized[y : y + side, x : x + side]
+      for y in range(0, image.height, side)
+      for x in range(0, image.width, side)
     ] + [np.asarray(image.resize((side, side), self.resample))]
 
   def _check_span(
-      self, tokens_T: np.ndarray, span: trajectory.ImageSpan, cursor: int
+    self, tokens_T: np.ndarray, span: trajectory.ImageSpan, cursor: int
   ) -> tuple[int, int]:
     """Raises a ValueError unless a span is of its image's runs."""
     image = span.image
@@ -180,22 +182,24 @@ class SmolVLMProcessor(qwen_vl_inputs.QwenVLProcessor):
     if cursor <= span.offset and span.end <= len(tokens_T):
       numbers = span.numbers(tokens_T)
       shown = int(numbers.max()) + 1
-    if shown != count or row != self.tile_tokens or (
-        self.image_token_id not in (None, tokens_T[span.offset])
+    if (
+      shown != count
+      or row != self.tile_tokens
+      or (self.image_token_id not in (None, tokens_T[span.offset]))
     ):
       raise ValueError(
-          f"image span [{span.offset}, {span.end}) of {image.width}x"
-          f"{image.height} image {image.sha256[:12]}… must hold {count} tokens"
-          f" {self.image_token_id} in runs of {self.tile_tokens} and lie within"
-          f" {cursor} and {len(tokens_T)}, and holds {shown} in runs of"
-          f" {row}; render the prompt with this"
-          " processor's image_layout"
+        f"image span [{span.offset}, {span.end}) of {image.width}x"
+        f"{image.height} image {image.sha256[:12]}… must hold {count} tokens"
+        f" {self.image_token_id} in runs of {self.tile_tokens} and lie within"
+        f" {cursor} and {len(tokens_T)}, and holds {shown} in runs of"
+        f" {row}; render the prompt with this"
+        " processor's image_layout"
       )
     return 1, count
 
 
 def _of_longest(
-    width: int, height: int, edge: int, even: bool = True
+  width: int, height: int, edge: int, even: bool = True
 ) -> tuple[int, int]:
   """Returns a size whose longer side is `edge`, the other `even` if need be."""
   ratio = width / height
@@ -209,27 +213,27 @@ def _of_longest(
 
 
 def default_settings(
-    config: qwen_shapes.QwenVLConfig,
+  config: qwen_shapes.QwenVLConfig,
 ) -> image_settings.ImageSettings:
   """Settings in place of missing files: four tiles a side, as published."""
   vision = config.vision
   values = {
-      "image_size": vision.tile_size,
-      "max_pixels": (_TILES * vision.tile_size) ** 2,
-      "do_image_splitting": True,
-      "image_mean": vision.image_mean,
-      "image_std": vision.image_std,
+    "image_size": vision.tile_size,
+    "max_pixels": (_TILES * vision.tile_size) ** 2,
+    "do_image_splitting": True,
+    "image_mean": vision.image_mean,
+    "image_std": vision.image_std,
   }
   return image_settings.ImageSettings(
-      values, f"no processor file: config.json's image_size, {_TILES} a side"
+    values, f"no processor file: config.json's image_size, {_TILES} a side"
   )
 
 
 def processor(
-    settings: image_settings.ImageSettings,
-    config: qwen_shapes.QwenVLConfig,
-    pixels: Mapping[str, Any],
-    budget: tuple[int, int] | None = None,
+  settings: image_settings.ImageSettings,
+  config: qwen_shapes.QwenVLConfig,
+  pixels: Mapping[str, Any],
+  budget: tuple[int, int] | None = None,
 ) -> SmolVLMProcessor:
   """Returns the host side of a config.
 
@@ -252,24 +256,24 @@ def processor(
     most = (math.isqrt(min(limits)) // tile * tile) ** 2
   if most < tile**2:
     raise ValueError(
-        f"max_pixels={pixels.get('max_pixels')}, trajectory_pixels of"
-        f" {budget} leave an image {min(limits)} pixels, one tile of"
-        f" {tile}x{tile} takes {tile**2}; raise them, or keep fewer images"
+      f"max_pixels={pixels.get('max_pixels')}, trajectory_pixels of"
+      f" {budget} leave an image {min(limits)} pixels, one tile of"
+      f" {tile}x{tile} takes {tile**2}; raise them, or keep fewer images"
     )
   if pixels.get("min_pixels", tile**2) != tile**2:
     raise ValueError(
-        f"min_pixels={pixels['min_pixels']}: every image is enlarged to"
-        f" {config.family}'s longest edge; leave it out"
+      f"min_pixels={pixels['min_pixels']}: every image is enlarged to"
+      f" {config.family}'s longest edge; leave it out"
     )
   return SmolVLMProcessor(
-      patch_size=vision.patch_size,
-      merge_size=vision.spatial_merge_size,
-      tile_size=tile,
-      splits=settings.values["do_image_splitting"],
-      min_pixels=tile**2,
-      max_pixels=most,
-      image_token_id=config.image_token_id,
-      mean=settings.values["image_mean"],
-      std=settings.values["image_std"],
-      source=settings.source,
+    patch_size=vision.patch_size,
+    merge_size=vision.spatial_merge_size,
+    tile_size=tile,
+    splits=settings.values["do_image_splitting"],
+    min_pixels=tile**2,
+    max_pixels=most,
+    image_token_id=config.image_token_id,
+    mean=settings.values["image_mean"],
+    std=settings.values["image_std"],
+    source=settings.source,
   )

@@ -68,15 +68,15 @@ class Reader:
       names = [SINGLE]
     else:
       raise FileNotFoundError(
-          f"{directory} has neither {SINGLE} nor {INDEX}; give the directory"
-          " of a checkpoint in safetensors format"
+        f"{directory} has neither {SINGLE} nor {INDEX}; give the directory"
+        " of a checkpoint in safetensors format"
       )
     for name in names:
       path = directory / name
       if not path.is_file():
         raise FileNotFoundError(
-            f"{directory} lacks {name}, which {INDEX} lists; copy or download"
-            " that file too"
+          f"{directory} lacks {name}, which {INDEX} lists; copy or download"
+          " that file too"
         )
       with opened(path) as file:
         for key in file.keys():
@@ -105,9 +105,7 @@ class Reader:
 
 
 @functools.lru_cache(maxsize=8)
-def _header(
-    path: pathlib.Path, changed: int
-) -> tuple[int, dict[str, Any]]:
+def _header(path: pathlib.Path, changed: int) -> tuple[int, dict[str, Any]]:
   """Returns the offset of a file's data and its header.
 
   `changed`, the time of its last change, is part of the cache's key.
@@ -125,8 +123,8 @@ def opened(path: pathlib.Path) -> Iterator[Any]:
     file = safetensors.safe_open(str(path), "numpy")
   except safetensors.SafetensorError as error:
     raise ValueError(
-        f"{path} is not a whole safetensors file ({error}); copy or download"
-        " it again"
+      f"{path} is not a whole safetensors file ({error}); copy or download"
+      " it again"
     ) from None
   with file as entered:
     yield entered
@@ -145,10 +143,10 @@ def save(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def write(
-    path: pathlib.Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, str],
-    value_of: Callable[[str], np.ndarray],
+  path: pathlib.Path,
+  shapes: Mapping[str, tuple[int, ...]],
+  dtypes: Mapping[str, str],
+  value_of: Callable[[str], np.ndarray],
 ) -> None:
   """Writes a file, asking for one tensor at a time.
 
@@ -166,9 +164,9 @@ def write(
   for key, shape in shapes.items():
     start, end = end, end + num_bytes(shape, dtypes[key])
     header[key] = {
-        "dtype": DTYPES[dtypes[key]],
-        "shape": list(shape),
-        "data_offsets": [start, end],
+      "dtype": DTYPES[dtypes[key]],
+      "shape": list(shape),
+      "data_offsets": [start, end],
     }
   text = json.dumps(header, separators=(",", ":")).encode()
   text += b" " * (-len(text) % 8)  # Data begin at a multiple of 8.
@@ -197,8 +195,8 @@ def split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
     return {SINGLE: groups[0]}
   total = len(groups)
   return {
-      f"model-{i:05d}-of-{total:05d}.safetensors": keys
-      for i, keys in enumerate(groups, 1)
+    f"model-{i:05d}-of-{total:05d}.safetensors": keys
+    for i, keys in enumerate(groups, 1)
   }
 
 
@@ -222,7 +220,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     value = json_text.read(file)
   except ValueError as error:
     raise ValueError(
-        f"{file} is not valid JSON ({error}); copy or download it again"
+      f"{file} is not valid JSON ({error}); copy or download it again"
     ) from None
   if not isinstance(value, dict):
     raise ValueError(f"{file} is not a JSON object; copy or download it again")

@@ -39,10 +39,10 @@ class TextProcessor:
     self._refuse(width, height)
 
   def positions(
-      self,
-      tokens: np.ndarray,
-      images: Sequence[trajectory.ImageSpan] = (),
-      start: int = 0,
+    self,
+    tokens: np.ndarray,
+    images: Sequence[trajectory.ImageSpan] = (),
+    start: int = 0,
   ) -> np.ndarray:
     """Returns int32[T - start, 3]: start, start + 1, … on all three axes.
 
@@ -56,8 +56,8 @@ class TextProcessor:
 
   def _refuse(self, width: int, height: int) -> NoReturn:
     raise ValueError(
-        f"{self.policy} reads text only, and an image of {width}x{height} was"
-        " given; use a vision-language policy (policy=qwen3_vl_tiny, tiny_vl,"
-        " or a Qwen-VL checkpoint), a gym of web pages with"
-        " gym.observation=axtree, or an environment without screenshots"
+      f"{self.policy} reads text only, and an image of {width}x{height} was"
+      " given; use a vision-language policy (policy=qwen3_vl_tiny, tiny_vl,"
+      " or a Qwen-VL checkpoint), a gym of web pages with"
+      " gym.observation=axtree, or an environment without screenshots"
     )

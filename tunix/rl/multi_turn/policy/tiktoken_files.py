@@ -43,29 +43,31 @@ def read(directory: pathlib.Path) -> tokenizers.Tokenizer:
   special = _special(directory / _CONFIG, len(ranks))
   pattern = _pattern(directory)
   letters = _letters()
-  spelled = {
-      token: "".join(letters[byte] for byte in token) for token in ranks
-  }
+  spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
   model = models.BPE(
-      vocab={spelled[token]: rank for token, rank in ranks.items()},
-      merges=[(spelled[a], spelled[b]) for a, b in _merges(ranks)],
-      ignore_merges=True,
+    vocab={spelled[token]: rank for token, rank in ranks.items()},
+    merges=[(spelled[a], spelled[b]) for a, b in _merges(ranks)],
+    ignore_merges=True,
   )
   tokenizer = tokenizers.Tokenizer(model)
-  tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+  tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    [
       pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
       pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-  ])
+    ]
+  )
   tokenizer.decoder = decoders.ByteLevel()
-  tokenizer.add_special_tokens([
+  tokenizer.add_special_tokens(
+    [
       tokenizers.AddedToken(name, special=True, normalized=False)
       for name in special
-  ])
+    ]
+  )
   for number, name in enumerate(special, len(ranks)):
     if tokenizer.token_to_id(name) != number:
       raise ValueError(
-          f"{directory / _CONFIG} names {name!r} for id {number}, which is"
-          f" {tokenizer.token_to_id(name)} already; copy or download it again"
+        f"{directory / _CONFIG} names {name!r} for id {number}, which is"
+        f" {tokenizer.token_to_id(name)} already; copy or download it again"
       )
   return tokenizer
 
@@ -81,15 +83,15 @@ def _ranks(file: pathlib.Path) -> dict[bytes, int]:
       ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error):
       raise ValueError(
-          f"{file}, line {number}: {line[:40]!r} is not a token in base64 and"
-          " its rank; copy or download it again"
+        f"{file}, line {number}: {line[:40]!r} is not a token in base64 and"
+        " its rank; copy or download it again"
       ) from None
   single = sum(len(token) == 1 for token in ranks)
   if sorted(ranks.values()) != list(range(len(ranks))) or single != 256:
     raise ValueError(
-        f"{file} has {len(ranks)} tokens, {single} of them single bytes, whose"
-        " ranks must be 0, 1, 2, …, and all 256 bytes among them; copy or"
-        " download it again"
+      f"{file} has {len(ranks)} tokens, {single} of them single bytes, whose"
+      " ranks must be 0, 1, 2, …, and all 256 bytes among them; copy or"
+      " download it again"
     )
   return dict(sorted(ranks.items(), key=lambda item: item[1]))
 
@@ -108,28 +110,28 @@ def _special(file: pathlib.Path, first: int) -> list[str]:
   """Names of the tokens `first`, `first` + 1, …"""
   if not file.is_file():
     raise FileNotFoundError(
-        f"{file.parent} has {RANKS} and no {_CONFIG}, which names its special"
-        " tokens; copy or download the whole checkpoint"
+      f"{file.parent} has {RANKS} and no {_CONFIG}, which names its special"
+      " tokens; copy or download the whole checkpoint"
     )
   try:
     raw: dict[str, Any] = json_text.read(file)
     named = {
-        int(number): str(about["content"])
-        for number, about in raw.get("added_tokens_decoder", {}).items()
+      int(number): str(about["content"])
+      for number, about in raw.get("added_tokens_decoder", {}).items()
     }
   except (ValueError, KeyError, TypeError, AttributeError):
     raise ValueError(
-        f"{file}: added_tokens_decoder must be an object of id -> {{'content':"
-        " name}; copy or download it again"
+      f"{file}: added_tokens_decoder must be an object of id -> {{'content':"
+      " name}; copy or download it again"
     ) from None
   if named and min(named) < first:
     raise ValueError(
-        f"{file} names token {min(named)}, which is one of the {first} of"
-        f" {RANKS}; copy or download both again"
+      f"{file} names token {min(named)}, which is one of the {first} of"
+      f" {RANKS}; copy or download both again"
     )
   return [
-      named.get(number, f"<|reserved_token_{number}|>")
-      for number in range(first, max(named, default=first - 1) + 1)
+    named.get(number, f"<|reserved_token_{number}|>")
+    for number in range(first, max(named, default=first - 1) + 1)
   ]
 
 
@@ -142,7 +144,7 @@ def _pattern(directory: pathlib.Path) -> str:
       tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError) as error:
       raise ValueError(
-          f"{file} is not Python ({error}); copy or download it again"
+        f"{file} is not Python ({error}); copy or download it again"
       ) from None
     for node in ast.walk(tree):
       if isinstance(node, ast.ClassDef):
@@ -151,9 +153,9 @@ def _pattern(directory: pathlib.Path) -> str:
   if pattern is None:
     names = ", ".join(file.name for file in files) or "no tokenization_*.py"
     raise ValueError(
-        f"{directory} has {RANKS}, and no class in {names} has a literal"
-        f" {_PATTERN}, by which text is split; copy that file beside it, or"
-        " convert the tokenizer to tokenizer.json"
+      f"{directory} has {RANKS}, and no class in {names} has a literal"
+      f" {_PATTERN}, by which text is split; copy that file beside it, or"
+      " convert the tokenizer to tokenizer.json"
     )
   return pattern
 
@@ -161,14 +163,14 @@ def _pattern(directory: pathlib.Path) -> str:
 def _assigned(line: ast.stmt) -> str | None:
   """Returns the string that a line assigns: a literal, or joined ones."""
   if not isinstance(line, ast.Assign) or not any(
-      isinstance(to, ast.Name) and to.id == _PATTERN for to in line.targets
+    isinstance(to, ast.Name) and to.id == _PATTERN for to in line.targets
   ):
     return None
   value = line.value
   try:
     if isinstance(value, ast.Call):
       joins = isinstance(value.func, ast.Attribute) and (
-          value.func.attr == "join" and len(value.args) == 1
+        value.func.attr == "join" and len(value.args) == 1
       )
       if not joins:
         return None

@@ -76,10 +76,10 @@ def number_features() -> jax.Array:
 
 
 def _param(
-    rngs: random_keys.Source,
-    shape: tuple[int, ...],
-    std: float,
-    axes: tuple[str | None, ...],
+  rngs: random_keys.Source,
+  shape: tuple[int, ...],
+  std: float,
+  axes: tuple[str | None, ...],
 ) -> nnx.Param:
   """Draws a normal parameter; `axes` names each dimension's mesh axis."""
   value = jax.random.normal(rngs.params(), shape, jnp.float32) * std
@@ -105,7 +105,7 @@ def _rms_norm(x: jax.Array, scale: nnx.Param) -> jax.Array:
 
 
 def _rope(
-    x_BTNH: jax.Array, positions_BT: jax.Array, theta: float
+  x_BTNH: jax.Array, positions_BT: jax.Array, theta: float
 ) -> jax.Array:
   """Rotates the two halves of each head by position."""
   half = x_BTNH.shape[-1] // 2
@@ -135,22 +135,18 @@ class Stem(nnx.Module):
     self.conv1 = _param(rngs, (48, c1), 48**-0.5, (None, None))
     self.bias1 = _zeros(c1)
     # 6x6xC1 -> 4x4xC2, kernel 3: the halo is used up here.
-    self.conv2 = _param(
-        rngs, (9 * c1, c2), (2 / (9 * c1)) ** 0.5, (None, None)
-    )
+    self.conv2 = _param(rngs, (9 * c1, c2), (2 / (9 * c1)) ** 0.5, (None, None))
     self.bias2 = _zeros(c2)
     # 4x4xC2 -> 2x2xC3, kernel 2, stride 2.
-    self.conv3 = _param(
-        rngs, (4 * c2, c3), (2 / (4 * c2)) ** 0.5, (None, None)
-    )
+    self.conv3 = _param(rngs, (4 * c2, c3), (2 / (4 * c2)) ** 0.5, (None, None))
     self.bias3 = _zeros(c3)
     # The merger: 2x2 of them are one vision token.
     self.norm = _ones(c3)
     self.up = _param(
-        rngs, (4 * c3, 2 * width), (4 * c3) ** -0.5, ("fsdp", "tensor")
+      rngs, (4 * c3, 2 * width), (4 * c3) ** -0.5, ("fsdp", "tensor")
     )
     self.down = _param(
-        rngs, (2 * width, width), (2 * width) ** -0.5, ("tensor", "fsdp")
+      rngs, (2 * width, width), (2 * width) ** -0.5, ("tensor", "fsdp")
     )
 
   def __call__(self, patches_SPF: jax.Array) -> jax.Array:
@@ -160,8 +156,8 @@ class Stem(nnx.Module):
     x = x.reshape(s, p, 6, 6, 48)
     x = jax.nn.gelu(_dot(x, self.conv1) + self.bias1[...].astype(x.dtype))
     x = jnp.concatenate(
-        [x[:, :, i : i + 4, j : j + 4] for i in range(3) for j in range(3)],
-        axis=-1,
+      [x[:, :, i : i + 4, j : j + 4] for i in range(3) for j in range(3)],
+      axis=-1,
     )
     x = jax.nn.gelu(_dot(x, self.conv2) + self.bias2[...].astype(x.dtype))
     x = x.reshape(s, p, 2, 2, 2, 2, -1).transpose(0, 1, 2, 4, 3, 5, 6)
@@ -183,16 +179,14 @@ class VisionBlock(nnx.Module):
     self.window = config.vision_window
     residual = (2 * config.vision_layers) ** -0.5
     self.norm1 = _ones(width)
-    self.qkv = _param(
-        rngs, (width, 3 * width), width**-0.5, ("fsdp", "tensor")
-    )
+    self.qkv = _param(rngs, (width, 3 * width), width**-0.5, ("fsdp", "tensor"))
     self.out = _param(
-        rngs, (width, width), residual * width**-0.5, ("tensor", "fsdp")
+      rngs, (width, width), residual * width**-0.5, ("tensor", "fsdp")
     )
     self.norm2 = _ones(width)
     self.up = _param(rngs, (width, hidden), width**-0.5, ("fsdp", "tensor"))
     self.down = _param(
-        rngs, (hidden, width), residual * hidden**-0.5, ("tensor", "fsdp")
+      rngs, (hidden, width), residual * hidden**-0.5, ("tensor", "fsdp")
     )
 
   def __call__(self, x_SPD: jax.Array, segments_SP: jax.Array) -> jax.Array:
@@ -200,12 +194,12 @@ class VisionBlock(nnx.Module):
     qkv = _dot(_rms_norm(x_SPD, self.norm1), self.qkv)
     qkv = qkv.reshape(s, p, 3, self.heads, -1)
     mixed = kernels.image_attention(
-        qkv[:, :, 0],
-        qkv[:, :, 1],
-        qkv[:, :, 2],
-        segments_SP,
-        self.window,
-        cut=True,
+      qkv[:, :, 0],
+      qkv[:, :, 1],
+      qkv[:, :, 2],
+      segments_SP,
+      self.window,
+      cut=True,
     )
     x = x_SPD + _dot(mixed.reshape(s, p, -1), self.out)
     hidden = jax.nn.gelu(_dot(_rms_norm(x, self.norm2), self.up))
@@ -230,24 +224,19 @@ class DecoderBlock(nnx.Module):
     self.q_norm = _ones(head)
     self.k_norm = _ones(head)
     self.out = _param(
-        rngs, (q_width, width), residual * q_width**-0.5, ("tensor", "fsdp")
+      rngs, (q_width, width), residual * q_width**-0.5, ("tensor", "fsdp")
     )
     self.norm2 = _ones(width)
     self.gate = _param(
-        rngs, (width, config.mlp), width**-0.5, ("fsdp", "tensor")
+      rngs, (width, config.mlp), width**-0.5, ("fsdp", "tensor")
     )
-    self.up = _param(
-        rngs, (width, config.mlp), width**-0.5, ("fsdp", "tensor")
-    )
+    self.up = _param(rngs, (width, config.mlp), width**-0.5, ("fsdp", "tensor"))
     self.down = _param(
-        rngs,
-        (config.mlp, width),
-        residual * config.mlp**-0.5,
-        ("tensor", "fsdp"),
+      rngs, (config.mlp, width), residual * config.mlp**-0.5, ("tensor", "fsdp")
     )
 
   def project(
-      self, x_BTD: jax.Array, positions_BT: jax.Array
+    self, x_BTD: jax.Array, positions_BT: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [B, T, N, H], keys and values [B, T, K, H]."""
     c = self.config
@@ -286,14 +275,14 @@ class TinyVL(nnx.Module):
     self.axis_y = _param(rngs, (e, d), d**-0.5, (None, "fsdp"))
     self.axis_number = _param(rngs, (e, d), d**-0.5, (None, "fsdp"))
     self.vision_blocks = nnx.List(
-        [VisionBlock(config, rngs) for _ in range(config.vision_layers)]
+      [VisionBlock(config, rngs) for _ in range(config.vision_layers)]
     )
     self.vision_norm = _ones(d)
     self.embedding = _param(
-        rngs, (config.vocab_size, d), d**-0.5, ("tensor", "fsdp")
+      rngs, (config.vocab_size, d), d**-0.5, ("tensor", "fsdp")
     )
     self.blocks = nnx.List(
-        [DecoderBlock(config, rngs) for _ in range(config.layers)]
+      [DecoderBlock(config, rngs) for _ in range(config.layers)]
     )
     self.norm = _ones(d)
     # How much a hidden state asks for an x, for a y.
@@ -301,7 +290,7 @@ class TinyVL(nnx.Module):
 
   def __call__(self, inputs: base.PolicyInputs) -> jax.Array:
     vision = self.encode_images(
-        inputs.patches, inputs.patch_segments, inputs.patch_positions
+      inputs.patches, inputs.patch_segments, inputs.patch_positions
     )
     x = self._embed(inputs.tokens, inputs.vision_index, vision)
     segments = jnp.asarray(inputs.segment_ids)
@@ -312,10 +301,10 @@ class TinyVL(nnx.Module):
     return _rms_norm(x, self.norm)
 
   def encode_images(
-      self,
-      patches: base.Array,
-      patch_segments: base.Array,
-      patch_positions: base.Array,
+    self,
+    patches: base.Array,
+    patch_segments: base.Array,
+    patch_positions: base.Array,
   ) -> jax.Array:
     if patches.shape[1] == 0:
       raise ValueError("a patch buffer needs at least one (padding) patch")
@@ -333,28 +322,26 @@ class TinyVL(nnx.Module):
     c = self.config
     dtype = jnp.dtype(c.compute_dtype)
     return tuple(
-        cached_attention.init_rows(
-            batch, length, c.kv_heads, c.head_dim, dtype
-        )
-        for _ in range(c.layers)
+      cached_attention.init_rows(batch, length, c.kv_heads, c.head_dim, dtype)
+      for _ in range(c.layers)
     )
 
   def extend(
-      self,
-      tokens: base.Array,
-      positions: base.Array,
-      starts: base.Array,
-      lengths: base.Array,
-      cache: Cache,
-      vision_index: base.Array | None = None,
-      vision: base.Array | None = None,
+    self,
+    tokens: base.Array,
+    positions: base.Array,
+    starts: base.Array,
+    lengths: base.Array,
+    cache: Cache,
+    vision_index: base.Array | None = None,
+    vision: base.Array | None = None,
   ) -> tuple[jax.Array, Cache]:
     x = self._embed(tokens, vision_index, vision)
     new_cache = []
     for block, entry in zip(self.blocks, cache, strict=True):
       q, k, v = block.project(x, positions[..., 0])
       mixed, entry = cached_attention.attend_rows(
-          q, k, v, entry, starts, lengths
+        q, k, v, entry, starts, lengths
       )
       new_cache.append(entry)
       x = block.finish(x, mixed)
@@ -370,22 +357,22 @@ class TinyVL(nnx.Module):
     logits = hidden @ self.embedding[...].T.astype(hidden.dtype)
     gate = jax.nn.sigmoid(_dot(hidden, self.axis_gate))
     place = (
-        hidden @ self.axis_number[...].T.astype(hidden.dtype)
-        + gate[..., :1] * (hidden @ self.axis_x[...].T.astype(hidden.dtype))
-        + gate[..., 1:] * (hidden @ self.axis_y[...].T.astype(hidden.dtype))
+      hidden @ self.axis_number[...].T.astype(hidden.dtype)
+      + gate[..., :1] * (hidden @ self.axis_x[...].T.astype(hidden.dtype))
+      + gate[..., 1:] * (hidden @ self.axis_y[...].T.astype(hidden.dtype))
     )
     numbers = place @ number_features().T.astype(hidden.dtype)
     after = c.vocab_size - c.number_start - 1000
     pads = [(0, 0)] * (hidden.ndim - 1) + [(c.number_start, after)]
     return logits.astype(jnp.float32) + jnp.pad(
-        numbers.astype(jnp.float32), pads
+      numbers.astype(jnp.float32), pads
     )
 
   def _embed(
-      self,
-      tokens_BT: base.Array,
-      vision_index_BT: base.Array | None,
-      vision_SVD: base.Array | None,
+    self,
+    tokens_BT: base.Array,
+    vision_index_BT: base.Array | None,
+    vision_SVD: base.Array | None,
   ) -> jax.Array:
     """Returns [B, T, D] from token rows, vision tokens at their indices."""
     c = self.config
@@ -405,5 +392,5 @@ class TinyVL(nnx.Module):
     vision_BTD = jax.vmap(lambda v, i: v[i])(vision_SVD, jnp.maximum(index, 0))
     vision_BTD = _rms_norm(vision_BTD, self.vision_norm).astype(dtype)
     return jnp.where(
-        vision_index_BT[..., None] >= 0, vision_BTD.reshape(b, t, -1), x
+      vision_index_BT[..., None] >= 0, vision_BTD.reshape(b, t, -1), x
     )

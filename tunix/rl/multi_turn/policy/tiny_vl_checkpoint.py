@@ -28,17 +28,17 @@ from tunix.rl.multi_turn.policy import vision_inputs
 
 MODEL_TYPE = "tunix_tiny_vl"
 Loaded = tuple[
-    tiny_vl.TinyVL, vision_inputs.TinyVLProcessor, tokenizers.Tokenizer
+  tiny_vl.TinyVL, vision_inputs.TinyVLProcessor, tokenizers.Tokenizer
 ]
 
 
 def create(
-    size: str = "tiny",
-    seed: int = 0,
-    tokenizer: str | pathlib.Path = "tiny_vl",
-    mesh: jax.sharding.Mesh | None = None,
-    screen: tuple[int, int] | None = None,
-    **changes: Any,
+  size: str = "tiny",
+  seed: int = 0,
+  tokenizer: str | pathlib.Path = "tiny_vl",
+  mesh: jax.sharding.Mesh | None = None,
+  screen: tuple[int, int] | None = None,
+  **changes: Any,
 ) -> Loaded:
   """Returns a policy with fresh weights; see `checkpoint.create_policy`."""
   del screen  # Attention within an image has a fixed reach here.
@@ -51,11 +51,11 @@ def create(
 
 
 def create_like(
-    directory: pathlib.Path,
-    seed: int,
-    mesh: jax.sharding.Mesh | None = None,
-    screen: tuple[int, int] | None = None,
-    **changes: Any,
+  directory: pathlib.Path,
+  seed: int,
+  mesh: jax.sharding.Mesh | None = None,
+  screen: tuple[int, int] | None = None,
+  **changes: Any,
 ) -> Loaded:
   """Returns a policy of a directory's sizes with fresh weights."""
   fields = dataclasses.asdict(load_config(directory)) | changes
@@ -65,10 +65,10 @@ def create_like(
 
 
 def load(
-    directory: pathlib.Path,
-    mesh: jax.sharding.Mesh | None = None,
-    screen: tuple[int, int] | None = None,
-    **changes: Any,
+  directory: pathlib.Path,
+  mesh: jax.sharding.Mesh | None = None,
+  screen: tuple[int, int] | None = None,
+  **changes: Any,
 ) -> Loaded:
   """Returns the policy of a directory; see `checkpoint.load_policy`."""
   del screen
@@ -83,29 +83,29 @@ def load(
 
 
 def save(
-    directory: pathlib.Path,
-    model: tiny_vl.TinyVL,
-    tokenizer: str | pathlib.Path = "tiny_vl",
-    dtype: str = "float32",
+  directory: pathlib.Path,
+  model: tiny_vl.TinyVL,
+  tokenizer: str | pathlib.Path = "tiny_vl",
+  dtype: str = "float32",
 ) -> None:
   """Writes a policy directory; see `checkpoint.save_policy`."""
   if dtype not in ("float32", "float16"):
     raise ValueError(f"dtype must be 'float32' or 'float16', got {dtype!r}")
   policy_files.copy_tokenizer(tokenizer, directory)
   tensors = {
-      name: np.asarray(value, dtype)
-      for name, value in policy_files.named_parameters(model).items()
+    name: np.asarray(value, dtype)
+    for name, value in policy_files.named_parameters(model).items()
   }
   tensor_files.save(directory / "model.safetensors", tensors)
   config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
   # Last: a directory with a config.json has its weights.
   durable.write_bytes(
-      directory / "config.json", tensor_files.json_bytes(config)
+    directory / "config.json", tensor_files.json_bytes(config)
   )
 
 
 def load_config(
-    directory: pathlib.Path, **changes: Any
+  directory: pathlib.Path, **changes: Any
 ) -> tiny_vl.TinyVLConfig:
   """Returns the config of a policy directory, with `changes` applied."""
   file = policy_files.file_of(directory, "config.json")
@@ -132,28 +132,28 @@ def check(directory: pathlib.Path, model: tiny_vl.TinyVL) -> None:
 
 
 def _fill(
-    model: nnx.Module,
-    tensors: dict[str, np.ndarray],
-    mesh: jax.sharding.Mesh | None,
-    source: str,
+  model: nnx.Module,
+  tensors: dict[str, np.ndarray],
+  mesh: jax.sharding.Mesh | None,
+  source: str,
 ) -> None:
   """Replaces the abstract parameters of `model`, strictly."""
   parameters = {
-      ".".join(map(str, path)): (path, v)
-      for path, v in policy_files.parameters(model)
+    ".".join(map(str, path)): (path, v)
+    for path, v in policy_files.parameters(model)
   }
   missing = sorted(set(parameters) - set(tensors))
   extra = sorted(set(tensors) - set(parameters))
   if missing or extra:
     raise ValueError(
-        f"{source} does not fit the config: missing tensors {missing[:5]},"
-        f" unexpected tensors {extra[:5]}"
+      f"{source} does not fit the config: missing tensors {missing[:5]},"
+      f" unexpected tensors {extra[:5]}"
     )
   for name, (_, variable) in parameters.items():
     if tensors[name].shape != variable.shape:
       raise ValueError(
-          f"{source}: tensor {name!r} has shape {tensors[name].shape}, the"
-          f" config needs {variable.shape}"
+        f"{source}: tensor {name!r} has shape {tensors[name].shape}, the"
+        f" config needs {variable.shape}"
       )
   filled = []
   for name, (path, variable) in parameters.items():
@@ -161,8 +161,6 @@ def _fill(
     if mesh is None:
       value = jnp.asarray(value)
     else:
-      value = sharding.put(
-          value, sharding.parameter_sharding(variable, mesh)
-      )
+      value = sharding.put(value, sharding.parameter_sharding(variable, mesh))
     filled.append((path, variable.replace(value)))
   nnx.update(model, nnx.from_flat_state(filled))

@@ -55,9 +55,10 @@ class TinyVLConfig:
 
   def __post_init__(self):
     wrong = [
-        text for _, text in arguments.takes(TinyVLConfig).wrong(
-            dataclasses.asdict(self), "TinyVL"
-        )
+      text
+      for _, text in arguments.takes(TinyVLConfig).wrong(
+        dataclasses.asdict(self), "TinyVL"
+      )
     ]
     if wrong:
       raise ValueError(wrong[0])
@@ -70,40 +71,40 @@ class TinyVLConfig:
     for name in ("layers", "vision_layers"):
       if getattr(self, name) > _MOST_LAYERS:
         raise ValueError(
-            f"{name}={getattr(self, name)} must be <= {_MOST_LAYERS}"
+          f"{name}={getattr(self, name)} must be <= {_MOST_LAYERS}"
         )
     if self.rope_theta <= 1:
       raise ValueError(f"rope_theta={self.rope_theta} must be > 1")
     if self.heads % self.kv_heads:
       raise ValueError(
-          f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}"
+        f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}"
       )
     if self.head_dim % 2:
       raise ValueError(f"head_dim must be even, got {self.head_dim}")
     if self.width % self.vision_heads:
       raise ValueError(
-          f"width={self.width} must be a multiple of"
-          f" vision_heads={self.vision_heads}"
+        f"width={self.width} must be a multiple of"
+        f" vision_heads={self.vision_heads}"
       )
     if not 0 <= self.number_start <= self.vocab_size - 1000:
       raise ValueError(
-          f"number_start={self.number_start} leaves no room for 1000 number"
-          f" tokens in a vocabulary of {self.vocab_size}"
+        f"number_start={self.number_start} leaves no room for 1000 number"
+        f" tokens in a vocabulary of {self.vocab_size}"
       )
     for name in ("image_token_id", "pad_token_id"):
       if not 0 <= getattr(self, name) < self.vocab_size:
         raise ValueError(
-            f"{name}={getattr(self, name)} is outside the vocabulary of"
-            f" {self.vocab_size}"
+          f"{name}={getattr(self, name)} is outside the vocabulary of"
+          f" {self.vocab_size}"
         )
     if self.image_token_id not in self.banned_token_ids:
       raise ValueError(
-          f"image_token_id={self.image_token_id} must be in banned_token_ids"
+        f"image_token_id={self.image_token_id} must be in banned_token_ids"
       )
     if self.compute_dtype not in ("float32", "bfloat16"):
       raise ValueError(
-          "compute_dtype must be 'float32' or 'bfloat16', got"
-          f" {self.compute_dtype!r}"
+        "compute_dtype must be 'float32' or 'bfloat16', got"
+        f" {self.compute_dtype!r}"
       )
 
 
@@ -111,23 +112,23 @@ _COUNTS = (
     "vocab_size", "width", "layers", "vision_layers", "heads", "kv_heads",
     "head_dim", "vision_heads", "vision_window", "mlp", "vision_mlp", "stem",
     "max_cells",
-)  # pyformat: disable
+)  # fmt: skip
 
 _MOST_LAYERS = 1000  # Each is an object, and compiled by itself.
 
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {},
-    "nano": dict(
-        width=32,
-        layers=2,
-        heads=2,
-        kv_heads=1,
-        head_dim=16,
-        vision_heads=2,
-        mlp=64,
-        vision_mlp=64,
-        stem=(8, 8, 16),
-    ),
+  "tiny": {},
+  "nano": dict(
+    width=32,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    vision_heads=2,
+    mlp=64,
+    vision_mlp=64,
+    stem=(8, 8, 16),
+  ),
 }
 """Named sizes: "tiny" is shipped, "nano" is for tests."""
 
@@ -151,27 +152,27 @@ def config_for(tokenizer: Any, size: str = "tiny", **changes) -> TinyVLConfig:
   for n in range(1000):
     if find(str(n)) != start + n:
       raise ValueError(
-          f"token {n} has id {find(str(n))}, expected {start + n}: number"
-          " tokens must be consecutive"
+        f"token {n} has id {find(str(n))}, expected {start + n}: number"
+        " tokens must be consecutive"
       )
   banned = [
-      find(t)
-      for t in (
-          "<|image_pad|>",
-          "<|video_pad|>",
-          "<|vision_pad|>",
-          "<|vision_start|>",
-          "<|vision_end|>",
-          "<|im_start|>",
-          "<|endoftext|>",
-      )
+    find(t)
+    for t in (
+      "<|image_pad|>",
+      "<|video_pad|>",
+      "<|vision_pad|>",
+      "<|vision_start|>",
+      "<|vision_end|>",
+      "<|im_start|>",
+      "<|endoftext|>",
+    )
   ]
   fields = dict(
-      vocab_size=tokenizer.get_vocab_size(),
-      number_start=start,
-      image_token_id=find("<|image_pad|>"),
-      pad_token_id=find("<|endoftext|>"),
-      banned_token_ids=tuple(sorted(banned)),
+    vocab_size=tokenizer.get_vocab_size(),
+    number_start=start,
+    image_token_id=find("<|image_pad|>"),
+    pad_token_id=find("<|endoftext|>"),
+    banned_token_ids=tuple(sorted(banned)),
   )
   for _, text in arguments.takes(TinyVLConfig).wrong(changes, "TinyVL"):
     raise ValueError(text)

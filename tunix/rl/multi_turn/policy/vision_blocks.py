@@ -46,18 +46,18 @@ class ImageAttention(nnx.Module):
     self.tensor, self.mesh = make.tensor, make.mesh
 
   def _mixed(
-      self,
-      queries_keys_values: Sequence[jax.Array],
-      segments_SP: jax.Array,
-      reach: kernels.Reach,
+    self,
+    queries_keys_values: Sequence[jax.Array],
+    segments_SP: jax.Array,
+    reach: kernels.Reach,
   ) -> jax.Array:
     mixed = kernels.image_attention(
-        *queries_keys_values,
-        segments_SP,
-        reach.places,
-        mesh=self.mesh,
-        tensor=self.tensor,
-        aligned=reach.aligned,
+      *queries_keys_values,
+      segments_SP,
+      reach.places,
+      mesh=self.mesh,
+      tensor=self.tensor,
+      aligned=reach.aligned,
     )
     return mixed.reshape(*mixed.shape[:2], -1)
 
@@ -72,11 +72,11 @@ class VisionAttention(ImageAttention):
     self.proj = layers.Linear(width, width, init, (tensor, "fsdp"), bias)
 
   def __call__(
-      self,
-      x_SPD: jax.Array,
-      segments_SP: jax.Array,
-      rotation: tuple[jax.Array, jax.Array],
-      reach: kernels.Reach,
+    self,
+    x_SPD: jax.Array,
+    segments_SP: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    reach: kernels.Reach,
   ) -> jax.Array:
     s, p, _ = x_SPD.shape
     qkv = self.qkv(x_SPD).reshape(s, p, 3, self.num_heads, -1)
@@ -93,12 +93,12 @@ class TwoLayerMLP(nnx.Module):
   """
 
   def __init__(
-      self,
-      widths: tuple[int, int, int],
-      init: layers.Init,
-      tensor: str | None,
-      act: Act,
-      names: tuple[str, str] = ("fc1", "fc2"),
+    self,
+    widths: tuple[int, int, int],
+    init: layers.Init,
+    tensor: str | None,
+    act: Act,
+    names: tuple[str, str] = ("fc1", "fc2"),
   ):
     inputs, hidden, outputs = widths
     self.act, self.names = act, names
@@ -120,11 +120,11 @@ class VisionBlock(nnx.Module):
   """
 
   def __init__(
-      self,
-      norm: Callable[[], nnx.Module],
-      attn: ImageAttention,
-      mlp: nnx.Module,
-      names: tuple[str, str, str] = ("norm1", "attn", "norm2"),
+    self,
+    norm: Callable[[], nnx.Module],
+    attn: ImageAttention,
+    mlp: nnx.Module,
+    names: tuple[str, str, str] = ("norm1", "attn", "norm2"),
   ):
     self.names = names
     for name, part in zip(names, (norm(), attn, norm())):
@@ -143,9 +143,7 @@ def tensor_axis(config: qwen_shapes.QwenVLConfig) -> str | None:
 
 
 def runner(
-    config: qwen_shapes.QwenVLConfig,
-    mesh: jax.sharding.Mesh | None,
-    *inputs: Any,
+  config: qwen_shapes.QwenVLConfig, mesh: jax.sharding.Mesh | None, *inputs: Any
 ) -> Callable[[Any, jax.Array], jax.Array]:
   """Returns run(block, x [S, P, D]) -> [S, P, D] for `layers.repeat`.
 
@@ -158,16 +156,14 @@ def runner(
     *inputs: What a block takes after x.
   """
   return layers.remat(config.remat)(
-      lambda block, x: sharding.constrain(
-          block(x, *inputs), mesh, *sharding.TOKENS
-      )
+    lambda block, x: sharding.constrain(
+      block(x, *inputs), mesh, *sharding.TOKENS
+    )
   )
 
 
 def interpolated(
-    table_ND: jax.Array,
-    side: int,
-    taps: Sequence[tuple[jax.Array, jax.Array]],
+  table_ND: jax.Array, side: int, taps: Sequence[tuple[jax.Array, jax.Array]]
 ) -> jax.Array:
   """Sums weighted neighbours of a square of learned positions: [S, P, D].
 

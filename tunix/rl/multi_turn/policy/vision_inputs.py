@@ -35,7 +35,7 @@ class TinyVLProcessor:
   def __init__(self, max_cells: int = 1600):
     """Args:
 
-      max_cells: screenshots of more cells than this are refused.
+    max_cells: screenshots of more cells than this are refused.
     """
     self.max_cells = max_cells
 
@@ -50,9 +50,9 @@ class TinyVLProcessor:
     cells = -(-width // CELL) * -(-height // CELL)
     if cells > self.max_cells:
       raise ValueError(
-          f"a {width}x{height} screenshot needs {cells} cells of {CELL} pixels,"
-          f" this policy takes {self.max_cells}; make the gym's screen smaller"
-          " or raise max_cells"
+        f"a {width}x{height} screenshot needs {cells} cells of {CELL} pixels,"
+        f" this policy takes {self.max_cells}; make the gym's screen smaller"
+        " or raise max_cells"
       )
     return cells
 
@@ -65,8 +65,7 @@ class TinyVLProcessor:
     pixels = np.asarray(pixels)
     if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
       raise ValueError(
-          "pixels must be uint8[H, W, 3], got"
-          f" {pixels.dtype}{list(pixels.shape)}"
+        f"pixels must be uint8[H, W, 3], got {pixels.dtype}{list(pixels.shape)}"
       )
     height, width, _ = pixels.shape
     num_tokens = self.num_image_tokens(width, height)
@@ -75,14 +74,10 @@ class TinyVLProcessor:
     x = np.clip(np.arange(-HALO, cols * CELL + HALO), 0, width - 1)
     padded = pixels[y[:, None], x[None, :]]
     windows = np.lib.stride_tricks.as_strided(
-        padded,
-        (rows, cols, WINDOW, WINDOW, 3),
-        (
-            CELL * padded.strides[0],
-            CELL * padded.strides[1],
-            *padded.strides,
-        ),
-        writeable=False,
+      padded,
+      (rows, cols, WINDOW, WINDOW, 3),
+      (CELL * padded.strides[0], CELL * padded.strides[1], *padded.strides),
+      writeable=False,
     )
     patches = windows.reshape(num_tokens, self.patch_bytes)
     positions = np.empty((rows, cols, 2), np.int32)
@@ -91,10 +86,10 @@ class TinyVLProcessor:
     return base.PatchedImage(patches, positions.reshape(-1, 2), num_tokens)
 
   def positions(
-      self,
-      tokens: np.ndarray,
-      images: Sequence[trajectory.ImageSpan] = (),
-      start: int = 0,
+    self,
+    tokens: np.ndarray,
+    images: Sequence[trajectory.ImageSpan] = (),
+    start: int = 0,
   ) -> np.ndarray:
     """Returns int32[T - start, 3]: 0, 1, 2, … on all three axes."""
     del images  # Vision tokens count like any other.

@@ -40,21 +40,21 @@ class _Tower(nnx.Module):
   patch_bias = True
 
   def __init__(
-      self,
-      config: qwen_shapes.QwenVLConfig,
-      init: layers.Init,
-      mesh: jax.sharding.Mesh | None = None,
+    self,
+    config: qwen_shapes.QwenVLConfig,
+    init: layers.Init,
+    mesh: jax.sharding.Mesh | None = None,
   ):
     vision = config.vision
     self.config = config
     self.mesh = mesh
     self.patch_embed = layers.PatchEmbed(
-        vision.patch_size,
-        vision.hidden_size,
-        init,
-        vision.image_mean,
-        vision.image_std,
-        bias=self.patch_bias,
+      vision.patch_size,
+      vision.hidden_size,
+      init,
+      vision.image_mean,
+      vision.image_std,
+      bias=self.patch_bias,
     )
     tensor = vision_blocks.tensor_axis(config)
     self._make_parts(vision_blocks.Make(vision, init, tensor, mesh))
@@ -63,24 +63,26 @@ class _Tower(nnx.Module):
     raise NotImplementedError
 
   def _make_blocks(
-      self,
-      make: vision_blocks.Make,
-      norm: Callable[[], nnx.Module],
-      mlp: Callable[[], nnx.Module],
-      attention_bias: bool = True,
+    self,
+    make: vision_blocks.Make,
+    norm: Callable[[], nnx.Module],
+    mlp: Callable[[], nnx.Module],
+    attention_bias: bool = True,
   ) -> nnx.List:
     attention = lambda: vision_blocks.VisionAttention(make, attention_bias)
-    return nnx.List([
+    return nnx.List(
+      [
         vision_blocks.VisionBlock(norm, attention(), mlp())
         for _ in range(make.vision.depth)
-    ])
+      ]
+    )
 
   def __call__(
-      self,
-      patches_SPF: jax.Array,
-      segments_SP: jax.Array,
-      positions_SP4: jax.Array,
-      reach: kernels.Reach,
+    self,
+    patches_SPF: jax.Array,
+    segments_SP: jax.Array,
+    positions_SP4: jax.Array,
+    reach: kernels.Reach,
   ) -> jax.Array:
     """Vision tokens [S, V, 1 + deepstack, D].
 
@@ -94,26 +96,26 @@ class _Tower(nnx.Module):
     x = self.patch_embed(patches_SPF, jnp.dtype(config.compute_dtype))
     x = self._with_positions(x, positions_SP4)
     rotation = layers.vision_rotation(
-        positions_SP4[..., :2], config.vision.head_dim
+      positions_SP4[..., :2], config.vision.head_dim
     )
     run = lambda segments: vision_blocks.runner(
-        config, self.mesh, segments, rotation, reach
+      config, self.mesh, segments, rotation, reach
     )
     return self._merged(x, run, segments_SP, positions_SP4)
 
   def _with_positions(
-      self, x_SPD: jax.Array, positions_SP4: jax.Array
+    self, x_SPD: jax.Array, positions_SP4: jax.Array
   ) -> jax.Array:
     """Adds learned positions, where the family has them."""
     del positions_SP4
     return x_SPD
 
   def _merged(
-      self,
-      x_SPD: jax.Array,
-      run: Callable[[jax.Array], Any],
-      segments_SP: jax.Array,
-      positions_SP4: jax.Array,
+    self,
+    x_SPD: jax.Array,
+    run: Callable[[jax.Array], Any],
+    segments_SP: jax.Array,
+    positions_SP4: jax.Array,
   ) -> jax.Array:
     """Runs the blocks and merges patches; `run` is of some segments."""
     del positions_SP4
@@ -129,9 +131,9 @@ class PatchMerger(nnx.Module):
   """Merges four neighbouring patches to one vision token."""
 
   def __init__(
-      self,
-      make: vision_blocks.Make,
-      norm: type[layers.RMSNorm] | type[layers.LayerNorm] = layers.RMSNorm,
+    self,
+    make: vision_blocks.Make,
+    norm: type[layers.RMSNorm] | type[layers.LayerNorm] = layers.RMSNorm,
   ):
     vision, init, tensor, self.mesh = make
     wide = vision.hidden_size * vision.patches_per_token
@@ -139,11 +141,11 @@ class PatchMerger(nnx.Module):
     self.ln_q = norm(vision.hidden_size, init)
     # The checkpoint numbers the layers with the activation between.
     self.mlp = vision_blocks.TwoLayerMLP(
-        (wide, wide, vision.out_hidden_size),
-        init,
-        tensor,
-        layers.gelu,
-        ("0", "2"),
+      (wide, wide, vision.out_hidden_size),
+      init,
+      tensor,
+      layers.gelu,
+      ("0", "2"),
     )
 
   def __call__(self, x_SPD: jax.Array) -> jax.Array:
@@ -161,11 +163,11 @@ class Qwen2(_Tower):
     vision, init, tensor, _ = make
     width = vision.hidden_size
     self.blocks = self._make_blocks(
-        make,
-        functools.partial(layers.LayerNorm, width, init),
-        lambda: vision_blocks.TwoLayerMLP(
-            (width, vision.intermediate_size, width), init, tensor, quick_gelu
-        ),
+      make,
+      functools.partial(layers.LayerNorm, width, init),
+      lambda: vision_blocks.TwoLayerMLP(
+        (width, vision.intermediate_size, width), init, tensor, quick_gelu
+      ),
     )
     self.merger = PatchMerger(make, layers.LayerNorm)
 
@@ -187,36 +189,34 @@ class Qwen2_5(_Tower):
     vision, init, tensor, _ = make
     width = vision.hidden_size
     self.blocks = self._make_blocks(
-        make,
-        functools.partial(layers.RMSNorm, width, init),
-        lambda: layers.GatedMLP(
-            width, vision.intermediate_size, init, tensor, bias=True
-        ),
+      make,
+      functools.partial(layers.RMSNorm, width, init),
+      lambda: layers.GatedMLP(
+        width, vision.intermediate_size, init, tensor, bias=True
+      ),
     )
     self.merger = PatchMerger(make)
 
   def _merged(
-      self,
-      x_SPD: jax.Array,
-      run: Callable[[jax.Array], Any],
-      segments_SP: jax.Array,
-      positions_SP4: jax.Array,
+    self,
+    x_SPD: jax.Array,
+    run: Callable[[jax.Array], Any],
+    segments_SP: jax.Array,
+    positions_SP4: jax.Array,
   ) -> jax.Array:
     config, x = self.config, x_SPD
     runs = run(self._windows(segments_SP, positions_SP4)), run(segments_SP)
     # Neighbouring blocks that attend alike run as one loop.
-    attends_to_all = (
-        lambda pair: pair[0] in config.vision.fullatt_block_indexes
-    )
+    attends_to_all = lambda pair: pair[0] in config.vision.fullatt_block_indexes
     for to_all, numbered in itertools.groupby(
-        enumerate(self.blocks), attends_to_all
+      enumerate(self.blocks), attends_to_all
     ):
       blocks = [block for _, block in numbered]
       x = layers.repeat(runs[to_all], blocks, x, config.scan_layers)
     return self.merger(x)[:, :, None]
 
   def _windows(
-      self, segments_SP: jax.Array, positions_SP4: jax.Array
+    self, segments_SP: jax.Array, positions_SP4: jax.Array
   ) -> jax.Array:
     """Returns int32[S, P], equal for patches of one window of one image."""
     vision = self.config.vision
@@ -245,7 +245,7 @@ class DeepMerger(vision_blocks.TwoLayerMLP):
     self.merge = vision.patches_per_token
     self.norm_after = norm_after
     self.norm = layers.LayerNorm(
-        wide if norm_after else vision.hidden_size, init
+      wide if norm_after else vision.hidden_size, init
     )
     widths = wide, wide, vision.out_hidden_size
     super().__init__(widths, init, tensor, layers.gelu, _QWEN3_LAYERS)
@@ -268,31 +268,33 @@ class Qwen3(_Tower):
     vision, init, tensor, _ = make
     width = vision.hidden_size
     self.pos_embed = layers.Embedding(
-        vision.num_position_embeddings, width, init, (None, "fsdp")
+      vision.num_position_embeddings, width, init, (None, "fsdp")
     )
     self.blocks = self._make_blocks(
-        make,
-        functools.partial(layers.LayerNorm, width, init),
-        lambda: vision_blocks.TwoLayerMLP(
-            (width, vision.intermediate_size, width),
-            init,
-            tensor,
-            layers.gelu_tanh,
-            _QWEN3_LAYERS,
-        ),
+      make,
+      functools.partial(layers.LayerNorm, width, init),
+      lambda: vision_blocks.TwoLayerMLP(
+        (width, vision.intermediate_size, width),
+        init,
+        tensor,
+        layers.gelu_tanh,
+        _QWEN3_LAYERS,
+      ),
     )
     self.merger = DeepMerger(make, norm_after=False)
-    self.deepstack_merger_list = nnx.List([
+    self.deepstack_merger_list = nnx.List(
+      [
         DeepMerger(make, norm_after=True)
         for _ in vision.deepstack_visual_indexes
-    ])
+      ]
+    )
 
   def _merged(
-      self,
-      x_SPD: jax.Array,
-      run: Callable[[jax.Array], Any],
-      segments_SP: jax.Array,
-      positions_SP4: jax.Array,
+    self,
+    x_SPD: jax.Array,
+    run: Callable[[jax.Array], Any],
+    segments_SP: jax.Array,
+    positions_SP4: jax.Array,
   ) -> jax.Array:
     config, x = self.config, x_SPD
     indexes = config.vision.deepstack_visual_indexes
@@ -307,7 +309,7 @@ class Qwen3(_Tower):
     return jnp.stack([self.merger(x), *deep], axis=2)
 
   def _with_positions(
-      self, x_SPD: jax.Array, positions_SP4: jax.Array
+    self, x_SPD: jax.Array, positions_SP4: jax.Array
   ) -> jax.Array:
     """Adds the square of positions, stretched over the image's grid.
 
@@ -341,8 +343,8 @@ class Downsample(nnx.Module):
   def __init__(self, vision: qwen_shapes.VisionConfig, init: layers.Init):
     side = vision.spatial_merge_size
     self.weight = init.normal(
-        (vision.out_hidden_size, vision.hidden_size, side, side),
-        ("fsdp", None, None, None),
+      (vision.out_hidden_size, vision.hidden_size, side, side),
+      ("fsdp", None, None, None),
     )
     self.bias = init.full(0.0, vision.out_hidden_size)
     self.merge = vision.patches_per_token
@@ -376,7 +378,7 @@ class Embeddings(nnx.Module):
 
   def __init__(self, vision: qwen_shapes.VisionConfig, init: layers.Init):
     self.position_embedding = layers.Embedding(
-        vision.num_position_embeddings, vision.hidden_size, init, (None, "fsdp")
+      vision.num_position_embeddings, vision.hidden_size, init, (None, "fsdp")
     )
 
 
@@ -391,21 +393,21 @@ class Glm4v(_Tower):
     self.embeddings = Embeddings(vision, init)
     # As wide inside as a vision token: `intermediate_size` is the merger's.
     self.blocks = self._make_blocks(
-        make,
-        norm,
-        lambda: layers.GatedMLP(width, vision.out_hidden_size, init, tensor),
-        attention_bias=False,
+      make,
+      norm,
+      lambda: layers.GatedMLP(width, vision.out_hidden_size, init, tensor),
+      attention_bias=False,
     )
     self.post_layernorm = norm()
     self.downsample = Downsample(vision, init)
     self.merger = GatedMerger(make)
 
   def _merged(
-      self,
-      x_SPD: jax.Array,
-      run: Callable[[jax.Array], Any],
-      segments_SP: jax.Array,
-      positions_SP4: jax.Array,
+    self,
+    x_SPD: jax.Array,
+    run: Callable[[jax.Array], Any],
+    segments_SP: jax.Array,
+    positions_SP4: jax.Array,
   ) -> jax.Array:
     scan = self.config.scan_layers
     x = layers.repeat(run(segments_SP), self.blocks, x_SPD, scan)
@@ -414,7 +416,7 @@ class Glm4v(_Tower):
     return x[:, :, None]
 
   def _with_positions(
-      self, x_SPD: jax.Array, positions_SP4: jax.Array
+    self, x_SPD: jax.Array, positions_SP4: jax.Array
   ) -> jax.Array:
     """Adds the square of positions, stretched over the image's grid.
 
@@ -433,8 +435,8 @@ class Glm4v(_Tower):
     low = scaled // (2 * count)
     fraction = (scaled % (2 * count)).astype(jnp.float32) / (2 * count)
     taps = [
-        (jnp.clip(low + step, 0, side - 1), _cubic(fraction - step))
-        for step in (-1, 0, 1, 2)
+      (jnp.clip(low + step, 0, side - 1), _cubic(fraction - step))
+      for step in (-1, 0, 1, 2)
     ]
     places = vision_blocks.interpolated(table, side, taps)
     return x + places.astype(x.dtype)

@@ -11,18 +11,18 @@ from tunix.rl.multi_turn.core import registry
 TOOLS_FIELD = "$tools_prompt"
 
 _PROMPTS: registry.Registry[str] = registry.Registry(
-    "system prompt", paths=False
+  "system prompt", paths=False
 )
 _PROMPT_TEXTS: dict[str, str] = {
-    "tool": """You solve tasks with the help of tools. Call tools until you \
+  "tool": """You solve tasks with the help of tools. Call tools until you \
 know the answer, then give it in plain text without a call.
 
 $tools_prompt""",
-    "math": """You solve mathematical problems. Think first, use the tools for \
+  "math": """You solve mathematical problems. Think first, use the tools for \
 every calculation, and give the final number alone in plain text.
 
 $tools_prompt""",
-    "desktop": """You operate a computer for the user. After every action you \
+  "desktop": """You operate a computer for the user. After every action you \
 see a new screenshot. Look at it, write one short sentence about what to do \
 next, then make one tool call.
 
@@ -31,13 +31,13 @@ next, then make one tool call.
 - When the task is done, or when it cannot be done, call the terminate action.
 
 $tools_prompt""",
-    "desktop_compact": """You see a computer's screen. Do what the user asks, \
+  "desktop_compact": """You see a computer's screen. Do what the user asks, \
 one tool call each turn.
 $tools_prompt""",
-    "assistant": """You are a helpful assistant.
+  "assistant": """You are a helpful assistant.
 
 $tools_prompt""",
-    "qwen3_vl_computer_use": """$tools_prompt
+  "qwen3_vl_computer_use": """$tools_prompt
 
 # Response format
 
@@ -46,7 +46,7 @@ Answer each step in this order:
 2) One <tool_call>...</tool_call> block that holds the JSON alone.
 
 Write nothing else. To finish, call action=terminate.""",
-    "qwen3_vl_mobile_use": """$tools_prompt
+  "qwen3_vl_mobile_use": """$tools_prompt
 
 # Response format
 
@@ -56,7 +56,7 @@ Answer each step in this order:
 3) One <tool_call>...</tool_call> block that holds the JSON alone.
 
 Write nothing else. To finish, call action=terminate.""",
-    "ui_tars": """You are a GUI agent. You get a task and your earlier \
+  "ui_tars": """You are a GUI agent. You get a task and your earlier \
 actions, with screenshots, and make the next action of the task.
 
 $tools_prompt
@@ -65,7 +65,7 @@ $tools_prompt
 - Use English in `Thought`.
 - In `Thought`, plan briefly and end with one sentence that names the next \
 action and its target.""",
-    "mobile": """You operate a phone for the user. After every action you see \
+  "mobile": """You operate a phone for the user. After every action you see \
 a new screenshot. Write one short sentence about what to do next, then make \
 one tool call. When the task is done, or when it cannot be done, call the \
 terminate action.
@@ -82,7 +82,7 @@ def register_prompt(name: str, template: str) -> None:
   """
   if not isinstance(template, str):
     raise ValueError(
-        f"prompt {name!r} must be a str, got {type(template).__name__}"
+      f"prompt {name!r} must be a str, got {type(template).__name__}"
     )
   _PROMPTS.register(name, template)
 

@@ -6,16 +6,16 @@ Names are imported on first use, so that the modules also run as programs.
 import importlib
 
 _HOMES = {
-    "MetricsWriter": "metrics_writer",
-    "ProgressBar": "progress",
-    "RunCounts": "run_counts",
-    "SummaryWriter": "summary_writer",
-    "TraceWriter": "trace_writer",
-    "Tracker": "trackers",
-    "TrajectoryWriter": "trajectory_writer",
-    "build_report": "report",
-    "engine_metrics": "metrics",
-    "group_metrics": "metrics",
+  "MetricsWriter": "metrics_writer",
+  "ProgressBar": "progress",
+  "RunCounts": "run_counts",
+  "SummaryWriter": "summary_writer",
+  "TraceWriter": "trace_writer",
+  "Tracker": "trackers",
+  "TrajectoryWriter": "trajectory_writer",
+  "build_report": "report",
+  "engine_metrics": "metrics",
+  "group_metrics": "metrics",
 }
 __all__ = sorted(_HOMES)
 

@@ -25,10 +25,10 @@ Tally = dict[str, float]
 
 _MOST = "most/"
 _PER_EPISODE = (
-    "truncated_turns",
-    "fallback_turns",
-    "history_rewrites",
-    "untrained_tokens",
+  "truncated_turns",
+  "fallback_turns",
+  "history_rewrites",
+  "untrained_tokens",
 )
 
 
@@ -51,7 +51,7 @@ def of_groups(groups: Iterable[trajectory_lib.TrajectoryGroup]) -> Tally:
 
 
 def _add_stages(
-    tally: Tally, episodes: Iterable[trajectory_lib.Trajectory]
+  tally: Tally, episodes: Iterable[trajectory_lib.Trajectory]
 ) -> None:
   """Adds seconds and turns of episodes that recorded their time."""
   timed = [t for t in episodes if "seconds" in t.metrics]
@@ -67,7 +67,7 @@ def _add_stages(
 
 
 def _add_outcomes(
-    tally: Tally, valid: Iterable[trajectory_lib.Trajectory]
+  tally: Tally, valid: Iterable[trajectory_lib.Trajectory]
 ) -> None:
   """Adds rewards, successes and lengths of valid episodes."""
   for t in valid:
@@ -90,7 +90,7 @@ def _add_outcomes(
 
 
 def _add_turns(
-    tally: Tally, episode: trajectory_lib.Trajectory, solved: bool
+  tally: Tally, episode: trajectory_lib.Trajectory, solved: bool
 ) -> None:
   """Adds an episode's turns and sampled tokens, by turn and by images.
 
@@ -122,7 +122,7 @@ def family_of(trajectory: trajectory_lib.Trajectory) -> str:
 
 
 def _each(
-    episodes: Iterable[trajectory_lib.Trajectory], name: str
+  episodes: Iterable[trajectory_lib.Trajectory], name: str
 ) -> list[float]:
   return [float(t.metrics[name]) for t in episodes if name in t.metrics]
 
@@ -188,13 +188,13 @@ def _stage_readings(tally: Mapping[str, float]) -> dict[str, float]:
   """Shares and seconds of stages; of the environment only where recorded."""
   timed, turns = tally["timed"], tally["timed_turns"]
   total, model, env, setup = (
-      tally[name]
-      for name in ("seconds", "seconds_model", "seconds_env", "seconds_setup")
+    tally[name]
+    for name in ("seconds", "seconds_model", "seconds_env", "seconds_setup")
   )
   out = {
-      "episode_seconds_mean": total / timed,
-      "episode_seconds_max": tally[f"{_MOST}seconds"],
-      "model_share": model / max(total, 1e-9),
+    "episode_seconds_mean": total / timed,
+    "episode_seconds_max": tally[f"{_MOST}seconds"],
+    "model_share": model / max(total, 1e-9),
   }
   if not tally["set_up"]:
     return out
@@ -211,7 +211,7 @@ def _under(prefix: str, tally: Mapping[str, float]) -> list[tuple[str, float]]:
   """(name, value) of the entries `prefix/name`, by name."""
   start = f"{prefix}/"
   return sorted(
-      (name.removeprefix(start), value)
-      for name, value in tally.items()
-      if name.startswith(start)
+    (name.removeprefix(start), value)
+    for name, value in tally.items()
+    if name.startswith(start)
   )

@@ -69,11 +69,11 @@ class Outcome:
 
   @classmethod
   def of(
-      cls,
-      key: Key,
-      family: str,
-      episode: trajectory_lib.Trajectory,
-      tokens: int = 0,
+    cls,
+    key: Key,
+    family: str,
+    episode: trajectory_lib.Trajectory,
+    tokens: int = 0,
   ) -> Outcome:
     """The outcome of a finished trajectory.
 
@@ -86,37 +86,37 @@ class Outcome:
     mode, index, task_id, attempt = key
     metrics = episode.metrics
     return cls(
-        mode=mode,
-        index=index,
-        task_id=task_id,
-        attempt=attempt,
-        family=family,
-        status=episode.status.value,
-        success=episode.status is trajectory_lib.TrajectoryStatus.SUCCEEDED,
-        valid=episode.status.is_policy_outcome,
-        reward=float(episode.reward),
-        turns=episode.num_turns,
-        tokens=episode.num_sampled or tokens,
-        seconds={
-            name: round(float(metrics[metric]), 4)
-            for name, metric in _SECONDS.items()
-            if metric in metrics
-        },
-        error=str(episode.error or "")[:2000],
-        trajectory_id=episode.trajectory_id,
-        time=time.time(),
-        details=_details(episode),
+      mode=mode,
+      index=index,
+      task_id=task_id,
+      attempt=attempt,
+      family=family,
+      status=episode.status.value,
+      success=episode.status is trajectory_lib.TrajectoryStatus.SUCCEEDED,
+      valid=episode.status.is_policy_outcome,
+      reward=float(episode.reward),
+      turns=episode.num_turns,
+      tokens=episode.num_sampled or tokens,
+      seconds={
+        name: round(float(metrics[metric]), 4)
+        for name, metric in _SECONDS.items()
+        if metric in metrics
+      },
+      error=str(episode.error or "")[:2000],
+      trajectory_id=episode.trajectory_id,
+      time=time.time(),
+      details=_details(episode),
     )
 
   def result(self) -> success_rates.EpisodeResult:
     return success_rates.EpisodeResult(
-        family=self.family,
-        mode=self.mode,
-        status=trajectory_lib.TrajectoryStatus(self.status),
-        success=self.success,
-        reward=self.reward,
-        turns=self.turns,
-        task=f"{self.index} {self.task_id}",
+      family=self.family,
+      mode=self.mode,
+      status=trajectory_lib.TrajectoryStatus(self.status),
+      success=self.success,
+      reward=self.reward,
+      turns=self.turns,
+      task=f"{self.index} {self.task_id}",
     )
 
 
@@ -185,18 +185,18 @@ def statistics_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
   """
   valid = [one for one in outcomes if one.valid]
   values_of = {
-      "turns": [float(one.turns) for one in valid],
-      "tokens": [float(one.tokens) for one in valid if one.tokens],
-      "tokens_per_turn": [
-          one.tokens / one.turns for one in valid if one.tokens and one.turns
-      ],
-      "seconds": [one.seconds["all"] for one in valid if "all" in one.seconds],
-      **{
-          f"seconds_{name}": [
-              one.seconds[name] for one in valid if name in one.seconds
-          ]
-          for name in ("model", "env")
-      },
+    "turns": [float(one.turns) for one in valid],
+    "tokens": [float(one.tokens) for one in valid if one.tokens],
+    "tokens_per_turn": [
+      one.tokens / one.turns for one in valid if one.tokens and one.turns
+    ],
+    "seconds": [one.seconds["all"] for one in valid if "all" in one.seconds],
+    **{
+      f"seconds_{name}": [
+        one.seconds[name] for one in valid if name in one.seconds
+      ]
+      for name in ("model", "env")
+    },
   }
   return {name: _spread(values) for name, values in values_of.items() if values}
 
@@ -206,8 +206,8 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
   # The nearest rank: an observed value.
   p90 = ordered[max(0, -(-9 * len(ordered) // 10) - 1)]
   return {
-      "mean": statistics.fmean(ordered),
-      "median": statistics.median(ordered),
-      "p90": p90,
-      "max": ordered[-1],
+    "mean": statistics.fmean(ordered),
+    "median": statistics.median(ordered),
+    "p90": p90,
+    "max": ordered[-1],
   }

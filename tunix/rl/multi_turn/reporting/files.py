@@ -37,9 +37,7 @@ def plain(value: Any) -> Any:
   return str(value)
 
 
-def write_json(
-    path: pathlib.Path, data: Any, *, durably: bool = True
-) -> None:
+def write_json(path: pathlib.Path, data: Any, *, durably: bool = True) -> None:
   """Replaces `path` in one step: a reader sees the old file or the new one.
 
   Args:
@@ -79,7 +77,7 @@ def read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def rewrite_lines(
-    path: pathlib.Path, keep: Callable[[dict[str, Any]], bool]
+  path: pathlib.Path, keep: Callable[[dict[str, Any]], bool]
 ) -> int:
   """Drops the lines whose object `keep` refuses, in one step.
 
@@ -96,8 +94,8 @@ def rewrite_lines(
   partial = path.with_name(f"{path.name}.part")
   try:
     with (
-        path.open("r", encoding="utf-8", errors="replace") as old,
-        partial.open("w", encoding="utf-8") as new,
+      path.open("r", encoding="utf-8", errors="replace") as old,
+      partial.open("w", encoding="utf-8") as new,
     ):
       for line in old:
         try:
@@ -115,8 +113,9 @@ def rewrite_lines(
     raise
   if damaged:
     _LOG.warning(
-        "%s: %d lines are no JSON objects and were left out; the %d others"
-        " stay",
-        path, damaged, remaining,
-    )  # pyformat: disable
+      "%s: %d lines are no JSON objects and were left out; the %d others stay",
+      path,
+      damaged,
+      remaining,
+    )
   return remaining

@@ -31,13 +31,13 @@ class MetricsWriter:
   receives = (events.StepFinished, events.RunFinished)
 
   def __init__(
-      self, path: str | pathlib.Path, *, resume_step: int | None = None
+    self, path: str | pathlib.Path, *, resume_step: int | None = None
   ):
     """Args:
 
-      path: the file; its directory is made.
-      resume_step: keep the lines of steps up to this one and append. None =
-        begin an empty file.
+    path: the file; its directory is made.
+    resume_step: keep the lines of steps up to this one and append. None =
+      begin an empty file.
     """
     self._path = pathlib.Path(path)
     self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,19 +72,18 @@ class MetricsWriter:
     if not isinstance(event, events.StepFinished):
       return
     record = {
-        "step": event.step,
-        "version": event.version,
-        "time": event.time,
-        **event.metrics,
+      "step": event.step,
+      "version": event.version,
+      "time": event.time,
+      **event.metrics,
     }
     line = json.dumps(files.plain(record), ensure_ascii=False)
     unknown = set(metrics_lib.undocumented(record)) - self._unknown
     if unknown:
       self._unknown |= unknown
       _LOG.warning(
-          "metrics without documentation: %s; add them to"
-          " reporting/metrics.py",
-          ", ".join(sorted(unknown)),
+        "metrics without documentation: %s; add them to reporting/metrics.py",
+        ", ".join(sorted(unknown)),
       )
     with self._lock:
       if self._file.closed:

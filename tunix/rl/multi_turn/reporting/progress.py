@@ -23,8 +23,7 @@ from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 _BAR_FORMAT = (
-    "{desc} {n_fmt}/{total_fmt} {bar} {percentage:3.0f}%"
-    " [{elapsed}<{remaining}]"
+  "{desc} {n_fmt}/{total_fmt} {bar} {percentage:3.0f}% [{elapsed}<{remaining}]"
 )
 _BAR_COLUMNS = 32  # Of a bar of ten, its share and its times.
 _COLUMNS = 80  # Of a terminal that does not tell.
@@ -45,27 +44,27 @@ class ProgressBar:
   """Observer; see the module docstring."""
 
   receives = (
-      events.StepFinished,
-      events.Progress,
-      events.EvalFinished,
-      events.RunStarted,
-      events.RunFinished,
+    events.StepFinished,
+    events.Progress,
+    events.EvalFinished,
+    events.RunStarted,
+    events.RunFinished,
   )
 
   def __init__(
-      self,
-      total: int,
-      config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
-      *,
-      stream: TextIO | None = None,
-      start: int = 0,
+    self,
+    total: int,
+    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+    *,
+    stream: TextIO | None = None,
+    start: int = 0,
   ):
     """Args:
 
-      total: learner steps of the run.
-      config: `progress` and `progress_s`.
-      stream: Stream to write to; None = stderr.
-      start: steps already made, when resuming.
+    total: learner steps of the run.
+    config: `progress` and `progress_s`.
+    stream: Stream to write to; None = stderr.
+    start: steps already made, when resuming.
     """
     self._stream = stream or sys.stderr
     mode = config.progress
@@ -82,8 +81,8 @@ class ProgressBar:
     self._stage_line = ("", float("-inf"))
     self._first: float | None = None
     self._recent: dict[str, collections.deque[float]] = {
-        "reward_mean": collections.deque(maxlen=success_rates.RECENT_STEPS),
-        "success_rate": collections.deque(maxlen=success_rates.RECENT_STEPS),
+      "reward_mean": collections.deque(maxlen=success_rates.RECENT_STEPS),
+      "success_rate": collections.deque(maxlen=success_rates.RECENT_STEPS),
     }
 
   def on_event(self, event: events.Event) -> None:
@@ -139,9 +138,9 @@ class ProgressBar:
     if speed is not None:
       parts.append(f"{speed:.0f} tok/s")
     turn = [
-        f"{name} {1000 * seconds:.0f} ms"
-        for name in ("model", "env")
-        if (seconds := metrics.get(f"turn_seconds_{name}")) is not None
+      f"{name} {1000 * seconds:.0f} ms"
+      for name in ("model", "env")
+      if (seconds := metrics.get(f"turn_seconds_{name}")) is not None
     ]
     if turn:
       parts.append(f"turn: {', '.join(turn)}")
@@ -197,12 +196,12 @@ class ProgressBar:
       self._close_bar()
       self._bar_stage = stage
       self._bar = tqdm.tqdm(
-          total=total,
-          desc=stage,
-          initial=self._start if stage == "train" else 0,
-          file=self._stream,
-          dynamic_ncols=True,
-          bar_format=_BAR_FORMAT,
+        total=total,
+        desc=stage,
+        initial=self._start if stage == "train" else 0,
+        file=self._stream,
+        dynamic_ncols=True,
+        bar_format=_BAR_FORMAT,
       )
     return self._bar
 
@@ -214,11 +213,11 @@ class ProgressBar:
   def _print(self, text: str) -> None:
     if self._bar is not None:
       lines = textwrap.wrap(
-          text,
-          self._columns(),
-          subsequent_indent="  ",
-          break_long_words=False,
-          break_on_hyphens=False,
+        text,
+        self._columns(),
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
       )
       self._bar.write("\n".join(lines), file=self._stream)
     else:
@@ -233,13 +232,13 @@ def _evaluation(event: events.EvalFinished) -> str:
     return f"evaluation {event.name}: no valid episode{lost}"
   low, high = event.results.get("interval", (0.0, 1.0))
   tasks = ", ".join(
-      f"{family} {figures['success_rate']:.3f}"
-      for family, figures in event.results.get("by_task", {}).items()
-      if figures.get("success_rate") is not None
+    f"{family} {figures['success_rate']:.3f}"
+    for family, figures in event.results.get("by_task", {}).items()
+    if figures.get("success_rate") is not None
   )
   return (
-      f"evaluation {event.name}: success {rate:.3f} [{low:.2f}, {high:.2f}] of"
-      f" {event.results.get('episodes', 0)} episodes"
-      + (f" ({tasks})" if tasks else "")
-      + lost
+    f"evaluation {event.name}: success {rate:.3f} [{low:.2f}, {high:.2f}] of"
+    f" {event.results.get('episodes', 0)} episodes"
+    + (f" ({tasks})" if tasks else "")
+    + lost
   )

@@ -30,26 +30,26 @@ from tunix.rl.multi_turn.reporting import time_metrics
 TEXT = 220  # Characters of a completion that are shown.
 _CHANGED = 200  # Tasks of a comparison that are listed.
 _DETAILS = (
-    "entropy",
-    "grad_norm",
-    "clip_fraction",
-    "informative_groups",
-    "staleness_mean",
-    "turns_mean",
-    "turn_seconds_model",
-    "turn_seconds_env",
-    "turn_seconds_other",
-    "overlap",
-    "episodes_busy",
-    "invalid_episodes",
-    "rollout_tokens_per_second",
-    "learner_tokens_per_second",
+  "entropy",
+  "grad_norm",
+  "clip_fraction",
+  "informative_groups",
+  "staleness_mean",
+  "turns_mean",
+  "turn_seconds_model",
+  "turn_seconds_env",
+  "turn_seconds_other",
+  "overlap",
+  "episodes_busy",
+  "invalid_episodes",
+  "rollout_tokens_per_second",
+  "learner_tokens_per_second",
 )
 
 
 def build_report(
-    directory: str | pathlib.Path,
-    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+  directory: str | pathlib.Path,
+  config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
 ) -> pathlib.Path:
   """Writes report.html into the run directory, and returns its path.
 
@@ -69,38 +69,40 @@ def build_report(
 
 
 def render(
-    run: run_data.RunDirectory,
-    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+  run: run_data.RunDirectory,
+  config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
 ) -> str:
   """The page as one string."""
   return page(
-      run.name,
-      [
-          heading(run),
-          tiles(run),
-          training_curve(run),
-          evaluations(run),
-          _attempts(run),
-          _comparison(run),
-          _digest(run),
-          _seconds(run),
-          _films(run, config),
-          readings(run),
-          _troubles(run),
-          _config(run),
-      ],
+    run.name,
+    [
+      heading(run),
+      tiles(run),
+      training_curve(run),
+      evaluations(run),
+      _attempts(run),
+      _comparison(run),
+      _digest(run),
+      _seconds(run),
+      _films(run, config),
+      readings(run),
+      _troubles(run),
+      _config(run),
+    ],
   )
 
 
 def page(title: str, parts: Sequence[str]) -> str:
   """A page of its own of parts made here; empty ones are left out."""
-  style = pathlib.Path(__file__).with_name("report_style.css").read_text(
-      encoding="utf-8"
+  style = (
+    pathlib.Path(__file__)
+    .with_name("report_style.css")
+    .read_text(encoding="utf-8")
   )
   head = [
-      "<!doctype html><html lang=en><head><meta charset=utf-8>",
-      "<meta name=viewport content='width=device-width,initial-scale=1'>",
-      f"<title>{_esc(title)}</title><style>{style}</style></head><body>",
+    "<!doctype html><html lang=en><head><meta charset=utf-8>",
+    "<meta name=viewport content='width=device-width,initial-scale=1'>",
+    f"<title>{_esc(title)}</title><style>{style}</style></head><body>",
   ]
   return "\n".join(p for p in (*head, *parts, "</body></html>") if p)
 
@@ -124,8 +126,8 @@ def _card(title: str, *parts: str) -> str:
 
 def _folded(title: str, summary: str, content: str) -> str:
   return (
-      f"<h2>{title}</h2><details class=card><summary>{summary}</summary>"
-      f"{content}</details>"
+    f"<h2>{title}</h2><details class=card><summary>{summary}</summary>"
+    f"{content}</details>"
   )
 
 
@@ -142,7 +144,7 @@ def heading(run: run_data.RunDirectory) -> str:
     words.append(str(summary["error"]))
   lines = [f"<p class=faint>{_esc(' · '.join(words))}</p>"]
   lines += [
-      f"<p class=bad>{_esc(note)}</p>" for note in summary.get("notes") or ()
+    f"<p class=bad>{_esc(note)}</p>" for note in summary.get("notes") or ()
   ]
   return f"<h1>{_esc(run.name)}</h1>{''.join(lines)}"
 
@@ -154,31 +156,30 @@ def tiles(run: run_data.RunDirectory) -> str:
   if rates:
     last = list(rates)[-1]
     low, high = rates[last]["interval"]
-    shown.append((
+    shown.append(
+      (
         f"{rates[last]['success_rate']:.3f}",
         f"success, {last} evaluation [{low:.2f}, {high:.2f}]",
-    ))
+      )
+    )
     before = "warm_start" if "warm_start" in rates else next(iter(rates))
     if before != last:
-      shown.append((
-          f"{rates[before]['success_rate']:.3f}",
-          f"before GRPO ({before})",
-      ))
+      shown.append(
+        (f"{rates[before]['success_rate']:.3f}", f"before GRPO ({before})")
+      )
   if run.metrics:
     shown.append((f"{int(run.metrics[-1]['step'])}", "updates"))
   episodes = run.summary.get("episodes") or {}
-  trained = sum(
-      int(n) for k, n in episodes.items() if k.startswith("train/")
-  )
+  trained = sum(int(n) for k, n in episodes.items() if k.startswith("train/"))
   if trained:
     shown.append((f"{trained}", "training episodes"))
   _, speed = run.series("rollout_tokens_per_second")
   if speed:
     shown.append((f"{sum(speed) / len(speed):.0f}", "sampled tokens/s, mean"))
   cards = [
-      f"<div class='card tile'><b>{_esc(value)}</b><span>{_esc(label)}</span>"
-      "</div>"
-      for value, label in shown
+    f"<div class='card tile'><b>{_esc(value)}</b><span>{_esc(label)}</span>"
+    "</div>"
+    for value, label in shown
   ]
   return f"<div class=tiles>{''.join(cards)}</div>"
 
@@ -195,16 +196,16 @@ def _seconds(run: run_data.RunDirectory) -> str:
     shares = {p: sum(m.get(f"time/{p}") or 0.0 for m in steps) for p in parts}
     if any(shares.values()):
       percentages = ", ".join(
-          f"{part.rpartition('_')[2]} {seconds / total:.0%}"
-          for part, seconds in shares.items()
-          if seconds >= 0.005 * total
+        f"{part.rpartition('_')[2]} {seconds / total:.0%}"
+        for part, seconds in shares.items()
+        if seconds >= 0.005 * total
       )
       rows.append(f"<tr><th>{who}</th><td>{percentages}</td></tr>")
   mean = total / len(steps)
   return _card(
-      "Time",
-      f"<p class=faint>{mean:.2f} s a step, mean of {len(steps)}</p>",
-      f"<table>{''.join(rows)}</table>",
+    "Time",
+    f"<p class=faint>{mean:.2f} s a step, mean of {len(steps)}</p>",
+    f"<table>{''.join(rows)}</table>",
   )
 
 
@@ -214,15 +215,11 @@ def _span_of(count: int) -> int:
 
 
 def _curve(
-    run: run_data.RunDirectory, metric: str, label: str, colour: int
+  run: run_data.RunDirectory, metric: str, label: str, colour: int
 ) -> svg.Line:
   steps, values = run.series(metric)
   return svg.Line(
-      label,
-      steps,
-      values,
-      run_data.smooth(values, _span_of(len(values))),
-      colour,
+    label, steps, values, run_data.smooth(values, _span_of(len(values))), colour
   )
 
 
@@ -247,46 +244,48 @@ def _evaluation_marks(run: run_data.RunDirectory) -> list[svg.Interval]:
 def training_curve(run: run_data.RunDirectory) -> str:
   """Reward and success by update, with evaluations; "" before the first."""
   lines = [
-      _curve(run, "success_rate", "success rate", 2),
-      _curve(run, "reward_mean", "reward", 1),
+    _curve(run, "success_rate", "success rate", 2),
+    _curve(run, "reward_mean", "reward", 1),
   ]
   lines = [line for line in lines if line.x]
   if not lines:
     return ""
   if len(lines) == 2 and lines[0].raw == lines[1].raw:
-    lines = [svg.Line(
+    lines = [
+      svg.Line(
         "success rate (= reward)", lines[0].x, lines[0].raw, lines[0].strong, 2
-    )]
+      )
+    ]
   values = [v for line in lines for v in line.raw]
   inside = min(values) >= 0 and max(values) <= 1
   chart = svg.line_chart(
-      lines,
-      y_range=(0.0, 1.0) if inside else None,
-      marks=_evaluation_marks(run),
-      width=1060,
-      height=300,
+    lines,
+    y_range=(0.0, 1.0) if inside else None,
+    marks=_evaluation_marks(run),
+    width=1060,
+    height=300,
   )
   keys = "".join(
-      f'<span class="key c{line.colour}"><i></i>{_esc(line.label)}</span>'
-      for line in lines
+    f'<span class="key c{line.colour}"><i></i>{_esc(line.label)}</span>'
+    for line in lines
   )
   return _card(
-      "Training episodes",
-      f"<div class=legend>{keys}<span class=faint>thin: one update; thick:"
-      " running mean; circles: held-out evaluation, 95 % interval</span></div>",
-      chart,
+    "Training episodes",
+    f"<div class=legend>{keys}<span class=faint>thin: one update; thick:"
+    " running mean; circles: held-out evaluation, 95 % interval</span></div>",
+    chart,
   )
 
 
 def _headline_names(run: run_data.RunDirectory) -> list[str]:
   names = [
-      n for n in ("initial", "warm_start", "final") if n in run.evaluations
+    n for n in ("initial", "warm_start", "final") if n in run.evaluations
   ]
   return names or list(run.evaluations)[-3:]
 
 
 def _bars(
-    run: run_data.RunDirectory,
+  run: run_data.RunDirectory,
 ) -> tuple[list[str], list[tuple[str, list[Any]]]]:
   """Groups and series for bars: tasks and "all" by evaluation."""
   names = _headline_names(run)
@@ -315,24 +314,24 @@ def evaluations(run: run_data.RunDirectory) -> str:
   chart = svg.interval_bars(groups, series, width=1060, height=280)
   names = list(run.evaluations)
   modes = [
-      m
-      for m in ("greedy", "sampled")
-      if any(m in run.evaluations[n] for n in names)
+    m
+    for m in ("greedy", "sampled")
+    if any(m in run.evaluations[n] for n in names)
   ]
   rows = [
-      _row(
-          _esc(name),
-          *(_rate(results.get(mode)) for mode in modes),
-          int(results.get("episodes", 0)),
-          int(results.get("invalid", 0)),
-      )
-      for name, results in run.evaluations.items()
+    _row(
+      _esc(name),
+      *(_rate(results.get(mode)) for mode in modes),
+      int(results.get("episodes", 0)),
+      int(results.get("invalid", 0)),
+    )
+    for name, results in run.evaluations.items()
   ]
   return _card(
-      "Evaluation on held-out seeds",
-      svg.legend([label for label, _ in series]),
-      chart,
-      _table(["evaluation", *modes, "episodes", "invalid"], rows),
+    "Evaluation on held-out seeds",
+    svg.legend([label for label, _ in series]),
+    chart,
+    _table(["evaluation", *modes, "episodes", "invalid"], rows),
   )
 
 
@@ -351,12 +350,14 @@ def _attempts(run: run_data.RunDirectory) -> str:
     for kind, label in (("pass_at_k", "pass@"), ("pass_hat_k", "pass^")):
       for k, figures in (results.get(kind) or {}).items():
         low, high = figures["interval"]
-        rows.append(_row(
+        rows.append(
+          _row(
             _esc(name),
             f"{label}{_esc(k)}",
             f"{figures['rate']:.3f} <small>[{low:.2f}, {high:.2f}]</small>",
             int(figures["tasks"]),
-        ))
+          )
+        )
   if not rows:
     return ""
   head = ("evaluation", "figure", "rate", "tasks")
@@ -372,20 +373,20 @@ def _comparison(run: run_data.RunDirectory) -> str:
   for mode, one in compared["modes"].items():
     span = one["interval"] or (-1.0, 1.0)
     parts.append(
-        f"<h3>{_esc(mode)}</h3><p>{one['rate']:.3f} against"
-        f" {one['their_rate']:.3f}: {one['difference']:+.3f}"
-        f" <small>[{span[0]:+.3f}, {span[1]:+.3f}]</small> over"
-        f" {int(one['tasks'])} tasks, {int(one['better'])} better,"
-        f" {int(one['worse'])} worse, p = {one['p']:.3g}</p>"
+      f"<h3>{_esc(mode)}</h3><p>{one['rate']:.3f} against"
+      f" {one['their_rate']:.3f}: {one['difference']:+.3f}"
+      f" <small>[{span[0]:+.3f}, {span[1]:+.3f}]</small> over"
+      f" {int(one['tasks'])} tasks, {int(one['better'])} better,"
+      f" {int(one['worse'])} worse, p = {one['p']:.3g}</p>"
     )
     rows = [
-        _row(
-            _esc(t["family"]),
-            _esc(t["task_id"]),
-            f"{t['their_rate']:.3f}",
-            f"{t['rate']:.3f}",
-        )
-        for t in one["changed"][:_CHANGED]
+      _row(
+        _esc(t["family"]),
+        _esc(t["task_id"]),
+        f"{t['their_rate']:.3f}",
+        f"{t['rate']:.3f}",
+      )
+      for t in one["changed"][:_CHANGED]
     ]
     if rows:
       head = ("family", "changed task", "there", "here")
@@ -404,8 +405,8 @@ def _digest(run: run_data.RunDirectory) -> str:
     if file.is_file():
       data = base64.b64encode(file.read_bytes()).decode()
       parts.append(
-          f"<img style='max-width:100%' alt='{_esc(name)}'"
-          f" src='data:image/png;base64,{data}'>"
+        f"<img style='max-width:100%' alt='{_esc(name)}'"
+        f" src='data:image/png;base64,{data}'>"
       )
   return _card("Of the gym", *parts)
 
@@ -414,7 +415,7 @@ def _digest(run: run_data.RunDirectory) -> str:
 
 
 def _films(
-    run: run_data.RunDirectory, config: settings_lib.ReportConfig
+  run: run_data.RunDirectory, config: settings_lib.ReportConfig
 ) -> str:
   stories = run_data.choose_episodes(run.episodes, config.film_strips)
   if not stories:
@@ -429,9 +430,9 @@ def _films(
 
 
 def film(
-    run: Images,
-    episode: run_data.ShownEpisode,
-    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+  run: Images,
+  episode: run_data.ShownEpisode,
+  config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
 ) -> str:
   """An episode's screens in a row, with what was done on each.
 
@@ -442,10 +443,10 @@ def film(
   """
   good = "good" if episode.success else "bad"
   title = (
-      f"<p><span class={good}>{_esc(episode.status.value)}</span>"
-      f" “{_esc(_cut(episode.instruction))}”"
-      f" <small>{_esc(episode.split)}, weights version"
-      f" {episode.version}, reward {episode.reward:g}</small></p>"
+    f"<p><span class={good}>{_esc(episode.status.value)}</span>"
+    f" “{_esc(_cut(episode.instruction))}”"
+    f" <small>{_esc(episode.split)}, weights version"
+    f" {episode.version}, reward {episode.reward:g}</small></p>"
   )
   frames = episode.frames
   most, width = config.film_turns, config.image_width
@@ -468,7 +469,7 @@ def figure(images: Images, frame: run_data.Frame, width: int) -> str:
     picture = "<div class=none>screenshot not kept</div>"
   else:
     picture = svg.marked_screenshot(
-        uri, frame.image.width, frame.image.height, frame.actions
+      uri, frame.image.width, frame.image.height, frame.actions
     )
   acts = ", ".join(run_data.describe_action(a) for a in frame.actions)
   lines = [f"<b>{_esc(frame.label)}</b> {_esc(_cut(acts))}"]
@@ -477,7 +478,7 @@ def figure(images: Images, frame: run_data.Frame, width: int) -> str:
   if frame.text:
     lines.append(f"<span class=say>{_esc(_cut(frame.text))}</span>")
   return (
-      f"<figure>{picture}<figcaption>{'<br>'.join(lines)}</figcaption></figure>"
+    f"<figure>{picture}<figcaption>{'<br>'.join(lines)}</figcaption></figure>"
   )
 
 
@@ -493,9 +494,7 @@ class Images(Protocol):
     """A PIL image; None when it is not there."""
 
 
-def data_uri(
-    images: Images, frame: run_data.Frame, width: int
-) -> str | None:
+def data_uri(images: Images, frame: run_data.Frame, width: int) -> str | None:
   """The frame's screenshot as a data URI; above `width` px smaller, as JPEG."""
   image = None if frame.image is None else images.open_image(frame.image)
   if image is None:
@@ -516,7 +515,7 @@ def data_uri(
 
 
 def readings(
-    run: run_data.RunDirectory, names: Sequence[str] = _DETAILS
+  run: run_data.RunDirectory, names: Sequence[str] = _DETAILS
 ) -> str:
   """A small curve of each metric that was measured."""
   cards = []
@@ -529,8 +528,7 @@ def readings(
     tip = _esc(metric.meaning if metric else "")
     chart = svg.line_chart([line], width=330, height=130)
     cards.append(
-        f'<div class=card title="{tip}"><h3>{_esc(name)}{unit}</h3>'
-        f"{chart}</div>"
+      f'<div class=card title="{tip}"><h3>{_esc(name)}{unit}</h3>{chart}</div>'
     )
   if not cards:
     return ""
@@ -546,9 +544,9 @@ def _troubles(run: run_data.RunDirectory) -> str:
   if not rows:
     return ""
   return _folded(
-      "Counts",
-      "How episodes and groups ended, and which faults were contained",
-      _table(("kind", "outcome", "count"), rows),
+    "Counts",
+    "How episodes and groups ended, and which faults were contained",
+    _table(("kind", "outcome", "count"), rows),
   )
 
 

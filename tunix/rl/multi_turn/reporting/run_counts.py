@@ -60,18 +60,18 @@ class RunCounts:
   """Receives events from the summary's writer; see the module docstring."""
 
   receives = (
-      events.EpisodeFinished,
-      events.GroupFinished,
-      events.Fault,
-      events.StepFinished,
-      events.EvalStarted,
-      events.EvalFinished,
+    events.EpisodeFinished,
+    events.GroupFinished,
+    events.Fault,
+    events.StepFinished,
+    events.EvalStarted,
+    events.EvalFinished,
   )
 
   def __init__(self, parts: int = 1):
     """Args:
 
-      parts: Number of parts of each training group.
+    parts: Number of parts of each training group.
     """
     self._in_parts = parts > 1
     # Where groups come in parts: what of a group was counted, by its key.
@@ -79,9 +79,7 @@ class RunCounts:
     self._lock = threading.Lock()
     self._settled = _new()
     self._open: dict[str, Counts] = {}
-    self._recent: collections.OrderedDict[str, None] = (
-        collections.OrderedDict()
-    )
+    self._recent: collections.OrderedDict[str, None] = collections.OrderedDict()
     self._evaluations: dict[str, Counts] = {}
     self._evaluating: tuple[str, Counts] = ("", _new())
     self._others = _new()
@@ -150,9 +148,12 @@ class RunCounts:
     """
     with self._lock:
       return _total(
-          self._settled, *self._open.values(), *self._evaluations.values(),
-          self._evaluating[1], self._others,
-      )  # pyformat: disable
+        self._settled,
+        *self._open.values(),
+        *self._evaluations.values(),
+        self._evaluating[1],
+        self._others,
+      )
 
   # --- several processes, of which the first writes the summary --------------
 
@@ -167,7 +168,7 @@ class RunCounts:
       return _total(self._evaluating[1])
 
   def set_training_of_others(
-      self, of_processes: Iterable[Mapping[str, Any]]
+    self, of_processes: Iterable[Mapping[str, Any]]
   ) -> None:
     """Takes what each other process has counted in training so far."""
     with self._lock:
@@ -176,7 +177,7 @@ class RunCounts:
         _add(self._others, _new(counts))
 
   def add_evaluation_of_others(
-      self, of_processes: Iterable[Mapping[str, Any]]
+    self, of_processes: Iterable[Mapping[str, Any]]
   ) -> None:
     """Adds what each other process has counted in the present evaluation."""
     with self._lock:
@@ -189,24 +190,25 @@ class RunCounts:
     """JSON for a checkpoint: the counts of training."""
     with self._lock:
       accepted = {
-          group: _json(counts)
-          for group, counts in self._open.items()
-          if counts["groups"]["accepted"]
+        group: _json(counts)
+        for group, counts in self._open.items()
+        if counts["groups"]["accepted"]
       }
       state: dict[str, Any] = {
-          "settled": _json(self._settled), "accepted": accepted
-      }  # pyformat: disable
+        "settled": _json(self._settled),
+        "accepted": accepted,
+      }
       if self._in_parts:
         state["seen"] = {
-            key: sorted(self._seen.get(key, ()))
-            for key in (*accepted, *list(self._recent)[-_RECORDED:])
+          key: sorted(self._seen.get(key, ()))
+          for key in (*accepted, *list(self._recent)[-_RECORDED:])
         }
       return state
 
   def restore_training(
-      self,
-      state: Mapping[str, Any] | None,
-      stored: Iterable[trajectory_lib.TrajectoryGroup] | None,
+    self,
+    state: Mapping[str, Any] | None,
+    stored: Iterable[trajectory_lib.TrajectoryGroup] | None,
   ) -> None:
     """Restores the counts of training from a checkpoint and a queue's store.
 
@@ -237,7 +239,7 @@ class RunCounts:
           self._settled["groups"]["dropped"] += 1
 
   def _add_stored(
-      self, counts: Counts, group: trajectory_lib.TrajectoryGroup
+    self, counts: Counts, group: trajectory_lib.TrajectoryGroup
   ) -> None:
     """Adds a stored group, or what of it was not counted before."""
     extra = () if group.greedy is None else (group.greedy,)

@@ -59,9 +59,9 @@ class ShownEpisode:
 
   def __repr__(self) -> str:
     return (
-        f"ShownEpisode({self.split} {self.index}, {self.family},"
-        f" {self.status.value}, reward {self.reward:g}, {len(self.frames)}"
-        " frames)"
+      f"ShownEpisode({self.split} {self.index}, {self.family},"
+      f" {self.status.value}, reward {self.reward:g}, {len(self.frames)}"
+      " frames)"
     )
 
 
@@ -96,10 +96,9 @@ class RunDirectory:
     if not isinstance(by_name, dict):
       return {}
     usable = {
-        name: results
-        for name, results in by_name.items()
-        if isinstance(results, dict)
-        and results.get("success_rate") is not None
+      name: results
+      for name, results in by_name.items()
+      if isinstance(results, dict) and results.get("success_rate") is not None
     }
     return dict(sorted(usable.items(), key=lambda item: _order(item[0])))
 
@@ -128,8 +127,8 @@ class RunDirectory:
 
   def __repr__(self) -> str:
     return (
-        f"RunDirectory({str(self.directory)!r}, {len(self.metrics)} updates,"
-        f" {len(self.episodes)} episodes)"
+      f"RunDirectory({str(self.directory)!r}, {len(self.metrics)} updates,"
+      f" {len(self.episodes)} episodes)"
     )
 
 
@@ -157,15 +156,15 @@ def load(directory: str | pathlib.Path) -> RunDirectory:
   """
   directory = pathlib.Path(directory)
   metrics = [
-      line
-      for line in files.read_lines(directory / "metrics.jsonl")
-      if isinstance(line.get("step"), (int, float))
+    line
+    for line in files.read_lines(directory / "metrics.jsonl")
+    if isinstance(line.get("step"), (int, float))
   ]
   summary = files.read_json(directory / "summary.json")
   if not metrics and not summary:
     raise FileNotFoundError(
-        f"{directory} is not a run directory: it has neither summary.json nor"
-        f" metrics.jsonl; give {_runs_in(directory) or 'runs/<name>'}"
+      f"{directory} is not a run directory: it has neither summary.json nor"
+      f" metrics.jsonl; give {_runs_in(directory) or 'runs/<name>'}"
     )
   episodes = []
   for line in files.read_lines(directory / "trajectories.jsonl"):
@@ -175,39 +174,45 @@ def load(directory: str | pathlib.Path) -> RunDirectory:
       continue  # Written by another version, or torn.
   config = directory / "config.yaml"
   return RunDirectory(
-      directory=directory,
-      summary=summary,
-      metrics=tuple(sorted(metrics, key=lambda line: line["step"])),
-      episodes=tuple(sorted(episodes, key=lambda e: e.time)),
-      config=config.read_text(encoding="utf-8") if config.exists() else "",
-      evaluation=files.read_json(directory / "evaluation.json"),
+    directory=directory,
+    summary=summary,
+    metrics=tuple(sorted(metrics, key=lambda line: line["step"])),
+    episodes=tuple(sorted(episodes, key=lambda e: e.time)),
+    config=config.read_text(encoding="utf-8") if config.exists() else "",
+    evaluation=files.read_json(directory / "evaluation.json"),
   )
 
 
 BESIDE = (
-    "index", "time", "split", "mode", "group_id", "task_id", "family",
-    "version",
+  "index",
+  "time",
+  "split",
+  "mode",
+  "group_id",
+  "task_id",
+  "family",
+  "version",
 )
 
 
 def shown_episode(line: dict[str, Any]) -> ShownEpisode:
   trajectory = trajectory_lib.Trajectory.from_json(
-      # The tokens are not shown, and the largest part to check.
-      {k: v for k, v in line.items() if k not in BESIDE} | {"sequences": []}
+    # The tokens are not shown, and the largest part to check.
+    {k: v for k, v in line.items() if k not in BESIDE} | {"sequences": []}
   )
   task = trajectory.task if isinstance(trajectory.task, dict) else {}
   return ShownEpisode(
-      index=int(line["index"]),
-      split=str(line["split"]),
-      family=str(line["family"]),
-      task_id=str(line["task_id"]),
-      instruction=str(task.get("instruction") or "") or asked(trajectory),
-      version=int(line["version"]),
-      time=float(line["time"]),
-      status=trajectory.status,
-      reward=trajectory.reward,
-      error=trajectory.error,
-      frames=tuple(frames_of(trajectory)),
+    index=int(line["index"]),
+    split=str(line["split"]),
+    family=str(line["family"]),
+    task_id=str(line["task_id"]),
+    instruction=str(task.get("instruction") or "") or asked(trajectory),
+    version=int(line["version"]),
+    time=float(line["time"]),
+    status=trajectory.status,
+    reward=trajectory.reward,
+    error=trajectory.error,
+    frames=tuple(frames_of(trajectory)),
   )
 
 
@@ -225,9 +230,9 @@ def _text(content: Any) -> str:
     return content
   parts = content if isinstance(content, list) else []
   return " ".join(
-      str(part.get("text", ""))
-      for part in parts
-      if isinstance(part, dict) and part.get("type") == "text"
+    str(part.get("text", ""))
+    for part in parts
+    if isinstance(part, dict) and part.get("type") == "text"
   ).strip()
 
 
@@ -245,14 +250,14 @@ def frames_of(trajectory: trajectory_lib.Trajectory) -> list[Frame]:
     notes = list(info.get("parse_errors") or ())
     notes += list(info.get("invalid_actions") or ())
     frames.append(
-        Frame(
-            image=image,
-            actions=tuple(a for a in actions if isinstance(a, dict)),
-            text=str(step.model_response or ""),
-            note="; ".join(dict.fromkeys(map(str, notes))),
-            label=f"turn {number}",
-            observed="" if image else text,
-        )
+      Frame(
+        image=image,
+        actions=tuple(a for a in actions if isinstance(a, dict)),
+        text=str(step.model_response or ""),
+        note="; ".join(dict.fromkeys(map(str, notes))),
+        label=f"turn {number}",
+        observed="" if image else text,
+      )
     )
   if trajectory.steps:
     last = _image(trajectory.steps[-1].observation)
@@ -277,7 +282,7 @@ def _image(value: Any) -> trajectory_lib.ImageRef | None:
 
 
 def choose_episodes(
-    episodes: tuple[ShownEpisode, ...], count: int
+  episodes: tuple[ShownEpisode, ...], count: int
 ) -> list[tuple[ShownEpisode, ...]]:
   """Chooses episodes to draw: of each family an early failure, a late success.
 

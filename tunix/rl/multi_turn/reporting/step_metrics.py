@@ -25,10 +25,10 @@ from tunix.rl.multi_turn.reporting import metrics
 
 STAGES = ("model", "env")
 _WORKING = {
-    (True, False): "model",
-    (False, True): "env",
-    (True, True): "both",
-    (False, False): "none",
+  (True, False): "model",
+  (False, True): "env",
+  (True, True): "both",
+  (False, False): "none",
 }
 """(the policy works, an environment does) -> its name in `time/rollout_…`."""
 
@@ -79,9 +79,9 @@ class Overlap:
       if not self._seen or seconds <= 0:
         return {}
       return {
-          "episodes_busy": spent / seconds,
-          "overlap": worked["both"] / seconds,
-          **{f"time/rollout_{who}": s for who, s in worked.items()},
+        "episodes_busy": spent / seconds,
+        "overlap": worked["both"] / seconds,
+        **{f"time/rollout_{who}": s for who, s in worked.items()},
       }
 
   def _advance(self) -> None:
@@ -93,15 +93,11 @@ class Overlap:
 
 
 class _Engine(Protocol):
-
-  def stats(self) -> Mapping[str, float]:
-    ...
+  def stats(self) -> Mapping[str, float]: ...
 
 
 class _Queue(Protocol):
-
-  def counters(self) -> Mapping[str, int]:
-    ...
+  def counters(self) -> Mapping[str, int]: ...
 
 
 class StepMetrics:
@@ -112,19 +108,19 @@ class StepMetrics:
   """
 
   def __init__(
-      self,
-      downstream: events.Observers,
-      queue: _Queue,
-      engine: _Engine,
-      processes: peers_lib.Peers = peers_lib.ALONE,
+    self,
+    downstream: events.Observers,
+    queue: _Queue,
+    engine: _Engine,
+    processes: peers_lib.Peers = peers_lib.ALONE,
   ):
     """Args:
 
-      downstream: receives the events.
-      queue, engine: of this process.
-      processes: Processes of the run. Each emits its StepFinished of every
-        step,
-        which waits until all have come to it, as the next step would.
+    downstream: receives the events.
+    queue, engine: of this process.
+    processes: Processes of the run. Each emits its StepFinished of every
+      step,
+      which waits until all have come to it, as the next step would.
     """
     self._downstream = downstream
     self._queue = queue
@@ -155,17 +151,17 @@ class StepMetrics:
       refused, self._refused = self._refused, 0
     stats, counters = _numbers(self._engine.stats()), self._queue.counters()
     own = {
-        "tally": episode_tally.of_groups(event.groups),
-        "engine": [self._stats, stats, now - self._since],
-        "engines": getattr(self._engine, "engines", 1),
-        "readings": {
-            **self._overlap.take(),
-            "refused_groups": float(refused),
-            "queue_size": counters["ready"],
-            "dropped_stale": counters["dropped_stale"],
-            # Pooled by the learner, but for seconds and the like.
-            **event.metrics,
-        },
+      "tally": episode_tally.of_groups(event.groups),
+      "engine": [self._stats, stats, now - self._since],
+      "engines": getattr(self._engine, "engines", 1),
+      "readings": {
+        **self._overlap.take(),
+        "refused_groups": float(refused),
+        "queue_size": counters["ready"],
+        "dropped_stale": counters["dropped_stale"],
+        # Pooled by the learner, but for seconds and the like.
+        **event.metrics,
+      },
     }
     self._stats, self._since = stats, now
     return own
@@ -176,14 +172,14 @@ def _of_all(readings: list[dict[str, Any]]) -> dict[str, float]:
   befores, afters, seconds = zip(*(one["engine"] for one in readings))
   tally = episode_tally.added(one["tally"] for one in readings)
   return {
-      **episode_tally.readings(tally),
-      **metrics.engine_metrics(
-          _sum(befores),
-          _sum(afters),
-          max(seconds),
-          sum(one["engines"] for one in readings),
-      ),
-      **metrics.over_processes([one["readings"] for one in readings]),
+    **episode_tally.readings(tally),
+    **metrics.engine_metrics(
+      _sum(befores),
+      _sum(afters),
+      max(seconds),
+      sum(one["engines"] for one in readings),
+    ),
+    **metrics.over_processes([one["readings"] for one in readings]),
   }
 
 

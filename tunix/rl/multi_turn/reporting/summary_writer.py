@@ -27,35 +27,35 @@ class SummaryWriter:
   """Observer; see the module docstring."""
 
   receives = (
-      *run_counts.RunCounts.receives,
-      events.Progress,
-      events.RunStarted,
-      events.RunFinished,
+    *run_counts.RunCounts.receives,
+    events.Progress,
+    events.RunStarted,
+    events.RunFinished,
   )
 
   def __init__(
-      self,
-      path: str | pathlib.Path,
-      config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
-      *,
-      resume_step: int | None = None,
-      last_metrics: Mapping[str, Any] | None = None,
-      counts: run_counts.RunCounts | None = None,
-      extra: Callable[[], Mapping[str, Any]] | None = None,
+    self,
+    path: str | pathlib.Path,
+    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+    *,
+    resume_step: int | None = None,
+    last_metrics: Mapping[str, Any] | None = None,
+    counts: run_counts.RunCounts | None = None,
+    extra: Callable[[], Mapping[str, Any]] | None = None,
   ):
     """Args:
 
-      path: the file.
-      config: `summary_s`.
-      resume_step: continue an existing file at this step: its counts, and
-        the evaluations of weights that the run still goes through; later
-        steps and the end will come again. None = begin a new file.
-      last_metrics: Metrics of `resume_step`, if known.
-      counts: receives the events it counts; a new one by default. Of an
-        existing file it gets the counts of the evaluations that still hold,
-        and those of training; who knows these better restores them after.
-      extra: called at each write for more keys (parameters, devices, counters
-        of other parts); when it fails they are left out.
+    path: the file.
+    config: `summary_s`.
+    resume_step: continue an existing file at this step: its counts, and
+      the evaluations of weights that the run still goes through; later
+      steps and the end will come again. None = begin a new file.
+    last_metrics: Metrics of `resume_step`, if known.
+    counts: receives the events it counts; a new one by default. Of an
+      existing file it gets the counts of the evaluations that still hold,
+      and those of training; who knows these better restores them after.
+    extra: called at each write for more keys (parameters, devices, counters
+      of other parts); when it fails they are left out.
     """
     self._path = pathlib.Path(path)
     self._interval = config.summary_s
@@ -68,24 +68,24 @@ class SummaryWriter:
       old = _as_of(files.read_json(self._path), resume_step, last_metrics)
       tallies = old.get("counts", {})
       self.counts.restore_evaluations(
-          {k: v for k, v in tallies.get("eval", {}).items() if k in old["eval"]}
+        {k: v for k, v in tallies.get("eval", {}).items() if k in old["eval"]}
       )
       self.counts.restore_training({"settled": tallies.get("training")}, None)
     self._before = float(old.get("seconds") or 0.0)
     self._started = time.monotonic()
     self._data: dict[str, Any] = {
-        "run_name": old.get("run_name", ""),
-        "status": "running",
-        "error": None,
-        "notes": [],
-        "started": old.get("started"),
-        "seconds": self._before,
-        "resumed": old.get("resumed", 0) + (resume_step is not None),
-        "step": old.get("step", 0),
-        "version": old.get("version", 0),
-        "eval": old.get("eval", {}),
-        "last_metrics": old.get("last_metrics", {}),
-        "stage_seconds": old.get("stage_seconds", {}),
+      "run_name": old.get("run_name", ""),
+      "status": "running",
+      "error": None,
+      "notes": [],
+      "started": old.get("started"),
+      "seconds": self._before,
+      "resumed": old.get("resumed", 0) + (resume_step is not None),
+      "step": old.get("step", 0),
+      "version": old.get("version", 0),
+      "eval": old.get("eval", {}),
+      "last_metrics": old.get("last_metrics", {}),
+      "stage_seconds": old.get("stage_seconds", {}),
     }
     self._stage: tuple[str, float] | None = None
 
@@ -97,9 +97,9 @@ class SummaryWriter:
       if isinstance(event, events.StepFinished):
         self._enter("train", event.time)
         data.update(
-            step=event.step,
-            version=event.version,
-            last_metrics=dict(event.metrics),
+          step=event.step,
+          version=event.version,
+          last_metrics=dict(event.metrics),
         )
         write = time.monotonic() - self._written >= self._interval
       elif isinstance(event, events.EvalFinished):
@@ -114,7 +114,7 @@ class SummaryWriter:
       elif isinstance(event, events.RunFinished):
         self._enter("", event.time)
         data.update(
-            status=event.status, error=event.error, notes=list(event.notes)
+          status=event.status, error=event.error, notes=list(event.notes)
         )
         write = durably = True
       if write:
@@ -138,25 +138,25 @@ class SummaryWriter:
       except Exception as error:  # pylint: disable=broad-except
         more = {"extra_error": repr(error)}
     former = {
-        "training": self.counts.training()["settled"],
-        "eval": self.counts.evaluations(),
+      "training": self.counts.training()["settled"],
+      "eval": self.counts.evaluations(),
     }
     files.write_json(
-        self._path,
-        {**self._data, **self.counts.totals(), "counts": former, **more},
-        durably=durably,
+      self._path,
+      {**self._data, **self.counts.totals(), "counts": former, **more},
+      durably=durably,
     )
 
 
 _SHAPE: dict[str, type | tuple[type, ...]] = {
-    "seconds": (int, float),
-    "resumed": int,
-    "step": int,
-    "version": int,
-    "eval": dict,
-    "last_metrics": dict,
-    "stage_seconds": dict,
-    "counts": dict,
+  "seconds": (int, float),
+  "resumed": int,
+  "step": int,
+  "version": int,
+  "eval": dict,
+  "last_metrics": dict,
+  "stage_seconds": dict,
+  "counts": dict,
 }
 
 
@@ -178,14 +178,14 @@ def problem(path: pathlib.Path) -> str | None:
       return f"{name} is {data[name]!r:.40}"
   for name, results in data.get("eval", {}).items():
     if not isinstance(results, dict) or not {"by_task", "headline"} <= set(
-        results
+      results
     ):
       return f"eval.{name} is no evaluation"
   return None
 
 
 def _as_of(
-    data: dict[str, Any], step: int, last_metrics: Mapping[str, Any] | None
+  data: dict[str, Any], step: int, last_metrics: Mapping[str, Any] | None
 ) -> dict[str, Any]:
   """A summary's entries that still hold when its run resumes after `step`."""
   if not data:
@@ -193,12 +193,14 @@ def _as_of(
   data = dict(data)
   if data.get("step", 0) != step:
     data |= {
-        "step": step, "version": step, "last_metrics": dict(last_metrics or {})
-    }  # pyformat: disable
+      "step": step,
+      "version": step,
+      "last_metrics": dict(last_metrics or {}),
+    }
   data["eval"] = {
-      name: results
-      for name, results in data.get("eval", {}).items()
-      if name != "final" and not _step_of(name) > step
+    name: results
+    for name, results in data.get("eval", {}).items()
+    if name != "final" and not _step_of(name) > step
   }
   return data
 

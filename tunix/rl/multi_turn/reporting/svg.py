@@ -49,7 +49,7 @@ def number(value: float) -> str:
 
 
 def ticks(
-    low: float, high: float, count: int = 5, *, integers: bool = False
+  low: float, high: float, count: int = 5, *, integers: bool = False
 ) -> list[float]:
   """Round numbers in [low, high]: `count` at most, and two at least.
 
@@ -77,13 +77,13 @@ def ticks(
 
 
 def line_chart(
-    lines: Sequence[Line],
-    *,
-    width: int = 720,
-    height: int = 260,
-    y_range: tuple[float, float] | None = None,
-    x_label: str = "step",
-    marks: Sequence[Interval] = (),
+  lines: Sequence[Line],
+  *,
+  width: int = 720,
+  height: int = 260,
+  y_range: tuple[float, float] | None = None,
+  x_label: str = "step",
+  marks: Sequence[Interval] = (),
 ) -> str:
   """Curves over a common x axis; "" when there is nothing to draw."""
   lines = [line for line in lines if line.x]
@@ -114,52 +114,52 @@ def line_chart(
   out = [_open(width, height)]
   for y in ticks(y0, y1, max(2, height // 50)):
     out.append(
-        f'<line class="grid" x1="{left}" x2="{width - right}"'
-        f' y1="{py(y):.1f}" y2="{py(y):.1f}"/><text class="tick"'
-        f' text-anchor="end" x="{left - 6}" y="{py(y) + 4:.1f}">'
-        f"{number(y)}</text>"
+      f'<line class="grid" x1="{left}" x2="{width - right}"'
+      f' y1="{py(y):.1f}" y2="{py(y):.1f}"/><text class="tick"'
+      f' text-anchor="end" x="{left - 6}" y="{py(y) + 4:.1f}">'
+      f"{number(y)}</text>"
     )
   integers = all(float(x).is_integer() for x in xs)
   for x in ticks(x0, x1, max(2, width // 90), integers=integers):
     out.append(
-        f'<text class="tick" text-anchor="middle" x="{px(x):.1f}"'
-        f' y="{height - bottom + 16}">{number(x)}</text>'
+      f'<text class="tick" text-anchor="middle" x="{px(x):.1f}"'
+      f' y="{height - bottom + 16}">{number(x)}</text>'
     )
   out.append(
-      f'<text class="tick" text-anchor="end" x="{width - right}"'
-      f' y="{height - 2}">{html.escape(x_label)}</text>'
+    f'<text class="tick" text-anchor="end" x="{width - right}"'
+    f' y="{height - 2}">{html.escape(x_label)}</text>'
   )
   for line in lines:
     for values, kind in ((line.raw, "raw"), (line.strong, "strong")):
       if not values or (kind == "raw" and values == line.strong):
         continue
       points = " ".join(
-          f"{px(x):.1f},{py(y):.1f}" for x, y in zip(line.x, values)
+        f"{px(x):.1f},{py(y):.1f}" for x, y in zip(line.x, values)
       )
       shape = (
-          f'<polyline points="{points}"/>'
-          if len(line.x) > 1
-          else f'<circle cx="{px(line.x[0]):.1f}"'
-          f' cy="{py(values[0]):.1f}" r="2.5"/>'
+        f'<polyline points="{points}"/>'
+        if len(line.x) > 1
+        else f'<circle cx="{px(line.x[0]):.1f}"'
+        f' cy="{py(values[0]):.1f}" r="2.5"/>'
       )
       out.append(f'<g class="{kind} c{line.colour}">{shape}</g>')
   for mark in marks:
     x = px(mark.x)
     out.append(
-        f'<g class="mark"><title>{html.escape(mark.label)}</title>'
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{py(mark.low):.1f}"'
-        f' y2="{py(mark.high):.1f}"/><circle cx="{x:.1f}"'
-        f' cy="{py(mark.y):.1f}" r="4"/></g>'
+      f'<g class="mark"><title>{html.escape(mark.label)}</title>'
+      f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{py(mark.low):.1f}"'
+      f' y2="{py(mark.high):.1f}"/><circle cx="{x:.1f}"'
+      f' cy="{py(mark.y):.1f}" r="4"/></g>'
     )
   return "".join(out) + "</svg>"
 
 
 def interval_bars(
-    groups: Sequence[str],
-    series: Sequence[tuple[str, Sequence[tuple[float, float, float] | None]]],
-    *,
-    width: int = 720,
-    height: int = 260,
+  groups: Sequence[str],
+  series: Sequence[tuple[str, Sequence[tuple[float, float, float] | None]]],
+  *,
+  width: int = 720,
+  height: int = 260,
 ) -> str:
   """Bars of rates in [0, 1] with whiskers, one cluster a group.
 
@@ -181,9 +181,9 @@ def interval_bars(
   out = [_open(width, height)]
   for y in (0, 0.25, 0.5, 0.75, 1):
     out.append(
-        f'<line class="grid" x1="{left}" x2="{width - right}"'
-        f' y1="{py(y):.1f}" y2="{py(y):.1f}"/><text class="tick"'
-        f' text-anchor="end" x="{left - 6}" y="{py(y) + 4:.1f}">{y:g}</text>'
+      f'<line class="grid" x1="{left}" x2="{width - right}"'
+      f' y1="{py(y):.1f}" y2="{py(y):.1f}"/><text class="tick"'
+      f' text-anchor="end" x="{left - 6}" y="{py(y) + 4:.1f}">{y:g}</text>'
     )
   for g, name in enumerate(groups):
     centre = left + slot * (g + 0.5)
@@ -197,32 +197,32 @@ def interval_bars(
       middle = x + bar * 0.45
       tip = f"{label}, {name}: {rate:.3f} [{low:.3f}, {high:.3f}]"
       out.append(
-          f'<g class="bar c{s}"><title>{html.escape(tip)}</title>'
-          f'<rect x="{x:.1f}" width="{bar * 0.9:.1f}" y="{py(rate):.1f}"'
-          f' height="{max(py(0) - py(rate), 1):.1f}"/><line'
-          f' x1="{middle:.1f}" x2="{middle:.1f}" y1="{py(low):.1f}"'
-          f' y2="{py(high):.1f}"/></g><text class="value"'
-          f' text-anchor="middle" x="{middle:.1f}"'
-          f' y="{py(high) - 4:.1f}">{rate:.2f}</text>'
+        f'<g class="bar c{s}"><title>{html.escape(tip)}</title>'
+        f'<rect x="{x:.1f}" width="{bar * 0.9:.1f}" y="{py(rate):.1f}"'
+        f' height="{max(py(0) - py(rate), 1):.1f}"/><line'
+        f' x1="{middle:.1f}" x2="{middle:.1f}" y1="{py(low):.1f}"'
+        f' y2="{py(high):.1f}"/></g><text class="value"'
+        f' text-anchor="middle" x="{middle:.1f}"'
+        f' y="{py(high) - 4:.1f}">{rate:.2f}</text>'
       )
     shown = name if len(name) * 7 < slot else name[: int(slot / 7) - 1] + "…"
     out.append(
-        f'<text class="tick" text-anchor="middle" x="{centre:.1f}"'
-        f' y="{height - bottom + 16}">{html.escape(shown)}</text>'
+      f'<text class="tick" text-anchor="middle" x="{centre:.1f}"'
+      f' y="{height - bottom + 16}">{html.escape(shown)}</text>'
     )
   return "".join(out) + "</svg>"
 
 
 def legend(labels: Sequence[str]) -> str:
   items = "".join(
-      f'<span class="key c{i}"><i></i>{html.escape(label)}</span>'
-      for i, label in enumerate(labels)
+    f'<span class="key c{i}"><i></i>{html.escape(label)}</span>'
+    for i, label in enumerate(labels)
   )
   return f'<div class="legend">{items}</div>'
 
 
 def marked_screenshot(
-    data_uri: str, width: int, height: int, actions: Sequence[dict[str, Any]]
+  data_uri: str, width: int, height: int, actions: Sequence[dict[str, Any]]
 ) -> str:
   """A screenshot with the actions drawn over it.
 
@@ -233,15 +233,15 @@ def marked_screenshot(
     actions: GuiActions as JSON.
   """
   gestures = [
-      click_overlay.gesture(str(action.get("kind", "?")), action)
-      for action in actions
+    click_overlay.gesture(str(action.get("kind", "?")), action)
+    for action in actions
   ]
   # Larger marks: a film strip shows the screenshot small.
   marks = click_overlay.marks(gestures, width, height, scale=1.8)
   return (
-      f'<svg class="screen" viewBox="0 0 {width} {height}" role="img">'
-      f'<image href="{data_uri}" width="{width}" height="{height}"/>'
-      f"{click_overlay.svg(marks, width, height)}</svg>"
+    f'<svg class="screen" viewBox="0 0 {width} {height}" role="img">'
+    f'<image href="{data_uri}" width="{width}" height="{height}"/>'
+    f"{click_overlay.svg(marks, width, height)}</svg>"
   )
 
 

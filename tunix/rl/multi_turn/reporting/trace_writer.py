@@ -43,8 +43,12 @@ _LAST = 512  # Bytes kept for the last event.
 _UPLOADER_S = 1.0  # Between two readings.
 _RUN, _ENGINE, _ENVIRONMENT = 1, 2, 3  # "Processes" of the format: groups.
 _LEARNER, _EVALUATION, _QUEUE, _UPLOADER = 1, 2, 3, 4  # "Threads" of _RUN.
-_NAMES = {_LEARNER: "learner", _EVALUATION: "evaluation", _QUEUE: "queue",
-          _UPLOADER: "uploader"}  # pyformat: disable
+_NAMES = {
+  _LEARNER: "learner",
+  _EVALUATION: "evaluation",
+  _QUEUE: "queue",
+  _UPLOADER: "uploader",
+}
 
 
 class _Lanes:
@@ -60,8 +64,8 @@ class _Lanes:
       return None
     # The fullest that is free, so that few lanes are drawn in a quiet run.
     lane = max(
-        (i for i in range(LANES) if self._ends[i] <= begin),
-        key=lambda i: (self._ends[i], -i),
+      (i for i in range(LANES) if self._ends[i] <= begin),
+      key=lambda i: (self._ends[i], -i),
     )
     self._ends[lane] = end
     return lane + 1
@@ -76,25 +80,29 @@ class TraceWriter:
   """
 
   receives = (
-      events.EvalFinished, events.EvalStarted, events.GroupFinished,
-      events.RunFinished, events.StepFinished, events.TurnFinished,
-  )  # pyformat: disable
+    events.EvalFinished,
+    events.EvalStarted,
+    events.GroupFinished,
+    events.RunFinished,
+    events.StepFinished,
+    events.TurnFinished,
+  )
 
   def __init__(
-      self,
-      directory: str | pathlib.Path,
-      config: settings.ReportConfig,
-      *,
-      resume_step: int | None = None,
-      clock: Callable[[], float] = time.time,
+    self,
+    directory: str | pathlib.Path,
+    config: settings.ReportConfig,
+    *,
+    resume_step: int | None = None,
+    clock: Callable[[], float] = time.time,
   ):
     """Args:
 
-      directory: Directory of the run. A resumed run writes a file of its own,
-        trace-<step>.json.
-      config: `profile_mib` of it.
-      resume_step: step of the checkpoint that the run resumes from.
-      clock: seconds since the epoch, as events have them.
+    directory: Directory of the run. A resumed run writes a file of its own,
+      trace-<step>.json.
+    config: `profile_mib` of it.
+    resume_step: step of the checkpoint that the run resumes from.
+    clock: seconds since the epoch, as events have them.
     """
     name = "trace.json" if resume_step is None else f"trace-{resume_step}.json"
     self.path = pathlib.Path(directory) / name
@@ -111,8 +119,11 @@ class TraceWriter:
     self._written = 0
     self._file = self.path.open("w", encoding="utf-8")
     self._put("[\n")
-    for pid, name in ((_RUN, "run"), (_ENGINE, "engine"),
-                      (_ENVIRONMENT, "environment")):
+    for pid, name in (
+      (_RUN, "run"),
+      (_ENGINE, "engine"),
+      (_ENVIRONMENT, "environment"),
+    ):
       self._name("process_name", pid, 0, name)
     for tid, name in _NAMES.items():
       self._name("thread_name", _RUN, tid, name)
@@ -155,8 +166,8 @@ class TraceWriter:
     middle = event.time - env
     args = {"episode": event.trajectory_id, "turn": event.turn}
     for pid, name, begin, end in (
-        (_ENGINE, "model", middle - model, middle),
-        (_ENVIRONMENT, "env", middle, event.time),
+      (_ENGINE, "model", middle - model, middle),
+      (_ENVIRONMENT, "env", middle, event.time),
     ):
       lane = None
       if self._written < _OF_TURNS * self._room:
@@ -169,20 +180,25 @@ class TraceWriter:
   def _group(self, event: events.GroupFinished) -> None:
     if event.outcome == "accepted":
       self._queued += 1
-      self._counter(_QUEUE, "groups waiting", event.time, {
-          "groups": self._queued
-      })
+      self._counter(
+        _QUEUE, "groups waiting", event.time, {"groups": self._queued}
+      )
     else:
-      self._event({
-          "ph": "i", "s": "t", "pid": _RUN, "tid": _QUEUE,
+      self._event(
+        {
+          "ph": "i",
+          "s": "t",
+          "pid": _RUN,
+          "tid": _QUEUE,
           "name": f"{event.outcome}: {event.reason}"[:120],
           "ts": self._micros(event.time),
-      })  # pyformat: disable
+        }
+      )
 
   def _step(self, event: events.StepFinished) -> None:
     metrics = event.metrics
     spent = {
-        phase: float(metrics.get(f"time/{phase}", 0.0)) for phase in PHASES
+      phase: float(metrics.get(f"time/{phase}", 0.0)) for phase in PHASES
     }
     at = max(event.time - sum(spent.values()), self._published)
     for phase in PHASES:
@@ -194,22 +210,22 @@ class TraceWriter:
           self._within_learn(metrics, at, end)
       at = end
     self._published = event.time
-    self._queued = int(metrics.get(
-        "queue_size", max(0, self._queued - len(event.groups))
-    ))  # pyformat: disable
-    self._counter(_QUEUE, "groups waiting", event.time, {
-        "groups": self._queued
-    })
+    self._queued = int(
+      metrics.get("queue_size", max(0, self._queued - len(event.groups)))
+    )
+    self._counter(
+      _QUEUE, "groups waiting", event.time, {"groups": self._queued}
+    )
     engine = {
-        part: round(float(metrics[f"time/engine_{part}"]), 6)
-        for part in time_metrics.ENGINE
-        if f"time/engine_{part}" in metrics
+      part: round(float(metrics[f"time/engine_{part}"]), 6)
+      for part in time_metrics.ENGINE
+      if f"time/engine_{part}" in metrics
     }
     if engine:
       self._counter(0, "seconds of an update", event.time, engine, _ENGINE)
 
   def _within_learn(
-      self, metrics: Mapping[str, float], at: float, limit: float
+    self, metrics: Mapping[str, float], at: float, limit: float
   ) -> None:
     for name in WITHIN_LEARN:
       end = min(at + float(metrics.get(name, 0.0)), limit)
@@ -230,7 +246,7 @@ class TraceWriter:
     self._event({
         "ph": "i", "s": "g", "pid": _RUN, "tid": _LEARNER, "name": "end",
         "ts": self._micros(began), "args": {"left_out": dict(self.left_out)},
-    }, last=True)  # pyformat: disable
+    }, last=True)  # fmt: skip
     self._file.close()
 
   # --- the format -------------------------------------------------------------
@@ -239,30 +255,38 @@ class TraceWriter:
     return round((at - self._began) * 1e6)
 
   def _slice(
-      self, pid: int, tid: int, name: str, begin: float, end: float,
-      args: Mapping[str, Any] | None = None,
-  ) -> None:  # pyformat: disable
+    self,
+    pid: int,
+    tid: int,
+    name: str,
+    begin: float,
+    end: float,
+    args: Mapping[str, Any] | None = None,
+  ) -> None:
     start = self._micros(begin)
     self._event({
         "ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start,
         "dur": max(0, self._micros(end) - start),
         **({"args": dict(args)} if args else {}),
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def _counter(
-      self, tid: int, name: str, at: float, values: Mapping[str, float],
-      pid: int = _RUN,
-  ) -> None:  # pyformat: disable
+    self,
+    tid: int,
+    name: str,
+    at: float,
+    values: Mapping[str, float],
+    pid: int = _RUN,
+  ) -> None:
     self._event({
         "ph": "C", "pid": pid, "tid": tid, "name": name,
         "ts": self._micros(at), "args": dict(values),
-    })  # pyformat: disable
+    })  # fmt: skip
 
   def _name(self, kind: str, pid: int, tid: int, name: str) -> None:
-    self._event({
-        "ph": "M", "pid": pid, "tid": tid, "name": kind,
-        "args": {"name": name},
-    })  # pyformat: disable
+    self._event(
+      {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
+    )
 
   def _event(self, event: Mapping[str, Any], last: bool = False) -> None:
     line = json.dumps(event) + ("\n]\n" if last else ",\n")

@@ -60,7 +60,7 @@ class EvalMedia:
   def __init__(self, most: int):
     """Args:
 
-      most: strips that are kept.
+    most: strips that are kept.
     """
     self._most = most
     self._strips: dict[bool, list[Strip]] = {True: [], False: []}
@@ -75,7 +75,7 @@ class EvalMedia:
       self.rows.append((
           event.task_id, family, one.status.value, float(one.reward),
           len(steps), (response or "")[:_RESPONSE],
-      ))  # pyformat: disable
+      ))  # fmt: skip
     success = one.status is trajectory_lib.TrajectoryStatus.SUCCEEDED
     strips = self._strips[success]
     if len(strips) >= self._most:
@@ -132,9 +132,7 @@ def _image(value: Any) -> trajectory_lib.ImageRef | None:
   return None
 
 
-def strip(
-    one: Strip, store: images_lib.ImageStore
-) -> np.ndarray | None:
+def strip(one: Strip, store: images_lib.ImageStore) -> np.ndarray | None:
   """uint8[H, W, 3]: the frames side by side, with a ring where it acted.
 
   None when the store has none of the screens any more.
@@ -148,13 +146,13 @@ def strip(
     picture = Image.fromarray(np.ascontiguousarray(pixels))
     scale = _HEIGHT_PX / picture.height
     picture = picture.resize(
-        (max(1, round(picture.width * scale)), _HEIGHT_PX),
-        Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST,
+      (max(1, round(picture.width * scale)), _HEIGHT_PX),
+      Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST,
     )
     if frame.at is not None:
       x, y = (value * scale for value in frame.at)
       ImageDraw.Draw(picture).ellipse(
-          (x - 9, y - 9, x + 9, y + 9), outline=_MARK, width=3
+        (x - 9, y - 9, x + 9, y + 9), outline=_MARK, width=3
       )
     drawn.append(np.asarray(picture.convert("RGB")))
     drawn.append(np.full((_HEIGHT_PX, _GAP_PX, 3), 255, np.uint8))

@@ -47,8 +47,10 @@ from tunix.rl.multi_turn.reporting import tracker_media
 _LOG = logging.getLogger(__name__)
 _IDENTITY = "tracking.json"
 _STATUSES = {
-    "completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED",
-}  # pyformat: disable
+  "completed": "FINISHED",
+  "failed": "FAILED",
+  "interrupted": "KILLED",
+}
 _STOP = object()
 _MOST_METRICS = 1000  # Of a request to MLflow.
 
@@ -62,11 +64,9 @@ Rows = list[tuple[Any, ...]]
 class Backend(Protocol):
   """A tracking service. One thread calls it; calls may raise or be slow."""
 
-  def start(self, run_name: str, config: Mapping[str, Any]) -> None:
-    ...
+  def start(self, run_name: str, config: Mapping[str, Any]) -> None: ...
 
-  def scalars(self, step: int, values: Mapping[str, float]) -> None:
-    ...
+  def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
   def media(self, step: int, pictures: Pictures, rows: Rows) -> None:
     """Shows an evaluation's episodes."""
@@ -84,19 +84,19 @@ class Tracker:
   """
 
   def __init__(
-      self,
-      name: str,
-      open_: Callable[[], Backend],
-      config: settings_lib.TrackingConfig = settings_lib.TrackingConfig(),
-      images: images_lib.ImageStore | None = None,
+    self,
+    name: str,
+    open_: Callable[[], Backend],
+    config: settings_lib.TrackingConfig = settings_lib.TrackingConfig(),
+    images: images_lib.ImageStore | None = None,
   ):
     """Args:
 
-      name: Name of the backend, for people.
-      open_: makes it; called by the tracker's thread.
-      config: `close_timeout_s`, `max_pending`, `give_up_after` and
-        `film_strips`.
-      images: screens of film strips; None draws none.
+    name: Name of the backend, for people.
+    open_: makes it; called by the tracker's thread.
+    config: `close_timeout_s`, `max_pending`, `give_up_after` and
+      `film_strips`.
+    images: screens of film strips; None draws none.
     """
     self.name = name
     self.failures = 0
@@ -114,7 +114,7 @@ class Tracker:
     self._ahead: collections.deque[Any] = collections.deque()
     self._closed = False
     self._thread = threading.Thread(
-        target=self._run, name=f"tracker-{name}", daemon=True
+      target=self._run, name=f"tracker-{name}", daemon=True
     )
     self._thread.start()
 
@@ -208,7 +208,7 @@ class Tracker:
     return steps
 
   def _show(
-      self, backend: Backend, step: int, media: tracker_media.EvalMedia
+    self, backend: Backend, step: int, media: tracker_media.EvalMedia
   ) -> None:
     """Draws the strips: here, and not in the thread that emits."""
     pictures = {}
@@ -228,15 +228,13 @@ class Tracker:
 
   def _complain(self, reason: str) -> None:
     _LOG.warning(
-        "%s receives nothing more of this run, training continues: %s",
-        self.name,
-        credentials.masked(" ".join(reason.split())[:500]),
+      "%s receives nothing more of this run, training continues: %s",
+      self.name,
+      credentials.masked(" ".join(reason.split())[:500]),
     )
 
 
-def _numbers(
-    values: Mapping[str, Any], prefix: str
-) -> dict[str, float]:
+def _numbers(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
   """The numbers of nested mappings, under their names joined by slashes."""
   numbers: dict[str, float] = {}
   for key, value in values.items():
@@ -270,15 +268,15 @@ class TensorBoard:
   def __init__(self, folder: pathlib.Path, resume_step: int | None):
     """Args:
 
-      folder: Folder of the files.
-      resume_step: later steps are removed from the files; None for a new run.
+    folder: Folder of the files.
+    resume_step: later steps are removed from the files; None for a new run.
     """
     writer = _import("tensorboardX", "tensorboardX")
     folder.mkdir(parents=True, exist_ok=True)  # Raises with the reason.
     self._writer = writer.SummaryWriter(
-        str(folder),
-        purge_step=None if resume_step is None else resume_step + 1,
-        flush_secs=10,
+      str(folder),
+      purge_step=None if resume_step is None else resume_step + 1,
+      flush_secs=10,
     )
 
   def start(self, run_name: str, config: Mapping[str, Any]) -> None:
@@ -306,15 +304,15 @@ class TensorBoard:
 def has_wandb_login() -> bool:
   """Whether Weights & Biases has a key here, and need not ask for one."""
   if os.environ.get("WANDB_API_KEY") or os.environ.get(
-      "WANDB_IDENTITY_TOKEN_FILE"
+    "WANDB_IDENTITY_TOKEN_FILE"
   ):
     return True
   url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
   path = os.environ.get("NETRC") or pathlib.Path.home() / ".netrc"
   try:
-    return bool(netrc.netrc(str(path)).authenticators(
-        parse.urlsplit(url).hostname or ""
-    ))  # pyformat: disable
+    return bool(
+      netrc.netrc(str(path)).authenticators(parse.urlsplit(url).hostname or "")
+    )
   except (OSError, netrc.NetrcParseError):
     return False
 
@@ -323,24 +321,28 @@ class WeightsAndBiases:
   """A W&B run, online or kept in files for `wandb sync`."""
 
   def __init__(
-      self, folder: pathlib.Path, project: str, mode: str, id_: str,
-      close_s: float,
-  ):  # pyformat: disable
+    self,
+    folder: pathlib.Path,
+    project: str,
+    mode: str,
+    id_: str,
+    close_s: float,
+  ):
     """Args:
 
-      folder: Parent of the folder `wandb`.
-      project: Project at W&B.
-      mode: "online" or "offline".
-      id_: Id of the run; a known one continues.
-      close_s: deadline of its end.
+    folder: Parent of the folder `wandb`.
+    project: Project at W&B.
+    mode: "online" or "offline".
+    id_: Id of the run; a known one continues.
+    close_s: deadline of its end.
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     self._wandb = _import("wandb", "tunix-multi-turn[tracking]")
     if mode == "online" and not has_wandb_login():
       # It would ask on the terminal, in the middle of the training.
       raise PermissionError(
-          "no API key; run `wandb login`, set WANDB_API_KEY, or use"
-          " tracking.wandb=offline"
+        "no API key; run `wandb login`, set WANDB_API_KEY, or use"
+        " tracking.wandb=offline"
       )
     self._project, self._mode, self._id = project, mode, id_
     self._folder = folder
@@ -350,25 +352,25 @@ class WeightsAndBiases:
   def start(self, run_name: str, config: Mapping[str, Any]) -> None:
     self._folder.mkdir(parents=True, exist_ok=True)
     self._run = self._wandb.init(
-        project=self._project,
-        name=run_name,
-        id=self._id,
-        resume="allow",
-        dir=str(self._folder),
-        config=dict(config),
-        mode=self._mode,
-        reinit="create_new",
-        settings=self._wandb.Settings(
-            console="off",
-            disable_git=True,
-            init_timeout=30.0,
-            finish_timeout=self._close_s,
-            x_save_requirements=False,
-            quiet=True,
-            # Else a button on its page, or an error of its own, sends this
-            # process a Ctrl-C.
-            stop_fn=_not_stopped,
-        ),
+      project=self._project,
+      name=run_name,
+      id=self._id,
+      resume="allow",
+      dir=str(self._folder),
+      config=dict(config),
+      mode=self._mode,
+      reinit="create_new",
+      settings=self._wandb.Settings(
+        console="off",
+        disable_git=True,
+        init_timeout=30.0,
+        finish_timeout=self._close_s,
+        x_save_requirements=False,
+        quiet=True,
+        # Else a button on its page, or an error of its own, sends this
+        # process a Ctrl-C.
+        stop_fn=_not_stopped,
+      ),
     )
     # An axis of our own: W&B's only grows, and a resumed run goes back.
     self._run.define_metric("step")
@@ -379,11 +381,11 @@ class WeightsAndBiases:
 
   def media(self, step: int, pictures: Pictures, rows: Rows) -> None:
     shown: dict[str, Any] = {
-        name: self._wandb.Image(pixels, caption=caption)
-        for name, (pixels, caption) in pictures.items()
+      name: self._wandb.Image(pixels, caption=caption)
+      for name, (pixels, caption) in pictures.items()
     }
     shown["episodes/table"] = self._wandb.Table(
-        columns=list(tracker_media.COLUMNS), data=[list(row) for row in rows]
+      columns=list(tracker_media.COLUMNS), data=[list(row) for row in rows]
     )
     self._run.log({**shown, "step": step})
 
@@ -394,8 +396,8 @@ class WeightsAndBiases:
 
 def _not_stopped() -> None:
   _LOG.warning(
-      "Weights & Biases asks to stop this run; training continues, and Ctrl-C"
-      " where it runs ends it"
+    "Weights & Biases asks to stop this run; training continues, and Ctrl-C"
+    " where it runs ends it"
   )
 
 
@@ -403,19 +405,19 @@ class MLflow:
   """A run of an MLflow tracking server, or of a database file."""
 
   def __init__(
-      self, uri: str, experiment: str, identity: _Identity, request_s: int
+    self, uri: str, experiment: str, identity: _Identity, request_s: int
   ):
     """Args:
 
-      uri: Tracking server: http(s)://host:port or sqlite:///file.
-      experiment: its name; made if it is new.
-      identity: keeps the run's id.
-      request_s: deadline of a request.
+    uri: Tracking server: http(s)://host:port or sqlite:///file.
+    experiment: its name; made if it is new.
+    identity: keeps the run's id.
+    request_s: deadline of a request.
     """
     for name, value in (
-        ("MLFLOW_DISABLE_TELEMETRY", "true"),
-        ("MLFLOW_HTTP_REQUEST_TIMEOUT", str(request_s)),
-        ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2"),
+      ("MLFLOW_DISABLE_TELEMETRY", "true"),
+      ("MLFLOW_HTTP_REQUEST_TIMEOUT", str(request_s)),
+      ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2"),
     ):
       os.environ.setdefault(name, value)
     package = "tunix-multi-turn[tracking]"
@@ -424,9 +426,9 @@ class MLflow:
     self._client = tracking.MlflowClient(tracking_uri=uri)
     existing = self._client.get_experiment_by_name(experiment)
     self._experiment = (
-        existing.experiment_id
-        if existing is not None
-        else self._client.create_experiment(experiment)
+      existing.experiment_id
+      if existing is not None
+      else self._client.create_experiment(experiment)
     )
     self._identity = identity
     self._run = ""
@@ -442,8 +444,8 @@ class MLflow:
     self._run = run.info.run_id
     self._identity.set("mlflow", self._run)
     params = [
-        self._entities.Param(name, str(value)[:6000])
-        for name, value in _flat(config).items()
+      self._entities.Param(name, str(value)[:6000])
+      for name, value in _flat(config).items()
     ]
     for start in range(0, len(params), 100):
       self._client.log_batch(self._run, params=params[start : start + 100])
@@ -451,9 +453,7 @@ class MLflow:
   def scalars(self, step: int, values: Mapping[str, float]) -> None:
     self.series([(step, values)])
 
-  def series(
-      self, steps: Sequence[tuple[int, Mapping[str, float]]]
-  ) -> None:
+  def series(self, steps: Sequence[tuple[int, Mapping[str, float]]]) -> None:
     """Sends several steps' values, after those of requests that failed.
 
     A server keeps one of two equal values of a step and time, so that one may
@@ -461,10 +461,10 @@ class MLflow:
     """
     now = int(time.time() * 1000)
     self._unsent += [
-        self._entities.Metric(name, value, now, step)
-        for step, values in steps
-        for name, value in values.items()
-        if math.isfinite(value)  # No MLflow store takes them all.
+      self._entities.Metric(name, value, now, step)
+      for step, values in steps
+      for name, value in values.items()
+      if math.isfinite(value)  # No MLflow store takes them all.
     ]
     while self._unsent:
       self._client.log_batch(self._run, metrics=self._unsent[:_MOST_METRICS])
@@ -505,11 +505,12 @@ class _Identity:
         pass  # Nothing was tracked.
       except (OSError, ValueError, AttributeError) as error:
         _LOG.warning(
-            "%s is damaged (%s): trackers show the run from here on as a new"
-            " one; restore the file from a copy before resuming to go on in"
-            " the old one",
-            self._path, error,
-        )  # pyformat: disable
+          "%s is damaged (%s): trackers show the run from here on as a new"
+          " one; restore the file from a copy before resuming to go on in"
+          " the old one",
+          self._path,
+          error,
+        )
 
   def get(self, name: str) -> str | None:
     with self._lock:
@@ -525,10 +526,10 @@ class _Identity:
 
 
 def of_run(
-    config: settings_lib.TrackingConfig,
-    run_dir: pathlib.Path,
-    resume_step: int | None,
-    images: images_lib.ImageStore | None = None,
+  config: settings_lib.TrackingConfig,
+  run_dir: pathlib.Path,
+  resume_step: int | None,
+  images: images_lib.ImageStore | None = None,
 ) -> list[Tracker]:
   """Starts the configured trackers of a run.
 
@@ -547,26 +548,26 @@ def of_run(
       id_ = uuid.uuid4().hex[:12]
       identity.set("wandb", id_)
     return WeightsAndBiases(
-        run_dir, config.project, config.wandb, id_, config.close_timeout_s
+      run_dir, config.project, config.wandb, id_, config.close_timeout_s
     )
 
   backends: list[tuple[bool, str, Callable[[], Backend]]] = [
-      (
-          config.tensorboard,
-          "TensorBoard",
-          lambda: TensorBoard(run_dir / "tensorboard", resume_step),
+    (
+      config.tensorboard,
+      "TensorBoard",
+      lambda: TensorBoard(run_dir / "tensorboard", resume_step),
+    ),
+    (config.wandb != "off", "Weights & Biases", open_wandb),
+    (
+      bool(config.mlflow),
+      "MLflow",
+      lambda: MLflow(
+        config.mlflow, config.project, identity, config.request_timeout_s
       ),
-      (config.wandb != "off", "Weights & Biases", open_wandb),
-      (
-          bool(config.mlflow),
-          "MLflow",
-          lambda: MLflow(
-              config.mlflow, config.project, identity, config.request_timeout_s
-          ),
-      ),
+    ),
   ]
   return [
-      Tracker(name, open_, config, images)
-      for is_on, name, open_ in backends
-      if is_on
+    Tracker(name, open_, config, images)
+    for is_on, name, open_ in backends
+    if is_on
   ]

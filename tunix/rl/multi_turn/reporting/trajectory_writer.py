@@ -72,31 +72,31 @@ class TrajectoryWriter:
   """Observer of `EpisodeFinished`; see the module docstring."""
 
   receives = (
-      events.EpisodeFinished,
-      events.EvalStarted,
-      events.WeightsPublished,
-      events.RunFinished,
+    events.EpisodeFinished,
+    events.EvalStarted,
+    events.WeightsPublished,
+    events.RunFinished,
   )
 
   def __init__(
-      self,
-      directory: str | pathlib.Path,
-      image_store: images_lib.ImageStore | None,
-      config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
-      *,
-      resume: bool = False,
-      trains: bool = True,
+    self,
+    directory: str | pathlib.Path,
+    image_store: images_lib.ImageStore | None,
+    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+    *,
+    resume: bool = False,
+    trains: bool = True,
   ):
     """Args:
 
-      directory: the run directory.
-      image_store: pixels of the screenshots; None keeps none. Its own
-        directory, if it has one, must be another than `directory`/images:
-        thinning deletes files there.
-      config: `episodes`, `images` and `max_pending`.
-      resume: append to an existing file.
-      trains: False for a run of evaluations alone, whose episodes then have
-        all the room.
+    directory: the run directory.
+    image_store: pixels of the screenshots; None keeps none. Its own
+      directory, if it has one, must be another than `directory`/images:
+      thinning deletes files there.
+    config: `episodes`, `images` and `max_pending`.
+    resume: append to an existing file.
+    trains: False for a run of evaluations alone, whose episodes then have
+      all the room.
     """
     self._directory = pathlib.Path(directory)
     self._path = self._directory / "trajectories.jsonl"
@@ -104,8 +104,8 @@ class TrajectoryWriter:
     self._store = image_store if config.images else None
     share = config.episodes // 4 if trains else config.episodes
     self._thin = {
-        "train": _Thinner(config.episodes - share),
-        "eval": _Thinner(share),
+      "train": _Thinner(config.episodes - share),
+      "eval": _Thinner(share),
     }
     self._lock = threading.Lock()
     self._pending: queue.Queue[Any] = queue.Queue(config.max_pending)
@@ -120,7 +120,7 @@ class TrajectoryWriter:
       self._recall()
     self._closed = False
     self._thread = threading.Thread(
-        target=self._run, name="trajectory-writer", daemon=True
+      target=self._run, name="trajectory-writer", daemon=True
     )
     self._thread.start()
 
@@ -186,11 +186,7 @@ class TrajectoryWriter:
         self._pending.task_done()
 
   def _write(
-      self,
-      index: int,
-      event: events.EpisodeFinished,
-      version: int,
-      mode: str,
+    self, index: int, event: events.EpisodeFinished, version: int, mode: str
   ) -> None:
     split = _split(event.split)
     thin = self._thin[split]
@@ -198,15 +194,15 @@ class TrajectoryWriter:
       return
     episode = event.trajectory
     record = {
-        "index": index,
-        "time": event.time,
-        "split": split,
-        **({"mode": mode} if mode else {}),
-        "group_id": event.group_id,
-        "task_id": event.task_id,
-        "family": episode_tally.family_of(episode),
-        "version": version,
-        **episode.to_json(),
+      "index": index,
+      "time": event.time,
+      "split": split,
+      **({"mode": mode} if mode else {}),
+      "group_id": event.group_id,
+      "task_id": event.task_id,
+      "family": episode_tally.family_of(episode),
+      "version": version,
+      **episode.to_json(),
     }
     line = json.dumps(record, ensure_ascii=False, allow_nan=False)
     refs = image_refs(record) if self._store is not None else {}
@@ -291,9 +287,9 @@ class TrajectoryWriter:
 def _version_of(episode: trajectory_lib.Trajectory, otherwise: int) -> int:
   """Of the newest sampled token; `otherwise` where none is recorded."""
   newest = [
-      int(sequence.versions.max())
-      for sequence in episode.sequences
-      if len(sequence.versions)
+    int(sequence.versions.max())
+    for sequence in episode.sequences
+    if len(sequence.versions)
   ]
   return max(newest) if newest and max(newest) >= 0 else otherwise
 

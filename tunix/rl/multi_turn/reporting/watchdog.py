@@ -73,11 +73,11 @@ class Rules:
     self._skipped: float | None = None
     self._steps: float | None = None
     self._norms: collections.deque[float] = collections.deque(
-        maxlen=config.window
+      maxlen=config.window
     )
     self._first: dict[str, list[float]] = {"entropy": [], "sampler_kl": []}
     self._recent: dict[str, collections.deque[float]] = {
-        name: collections.deque(maxlen=config.window) for name in self._first
+      name: collections.deque(maxlen=config.window) for name in self._first
     }
     self._holding: set[str] = set()
     # Of the first episodes, while none is valid: (status, error) of each.
@@ -88,15 +88,20 @@ class Rules:
   def step(self, metrics: Metrics) -> list[Finding]:
     """Judges one learner step."""
     return self._new(
-        dict(filter(None, [
+      dict(
+        filter(
+          None,
+          [
             self._without_gradient(metrics),
             self._not_a_number(metrics),
             self._gradient(metrics),
             self._kl(metrics),
             self._entropy(metrics),
             self._gap(metrics),
-        ])),
-        frozenset(settings.WATCHDOG_RULES) - {"environments"},
+          ],
+        )
+      ),
+      frozenset(settings.WATCHDOG_RULES) - {"environments"},
     )
 
   def episode(self, status: trajectory.TrajectoryStatus) -> list[Finding]:
@@ -107,14 +112,14 @@ class Rules:
     diagnoses = {}
     if self._c.failed_episodes and self._failed >= self._c.failed_episodes:
       diagnoses["environments"] = (
-          f"the last {self._failed} episodes were ended by infrastructure, the"
-          f" newest as {status.value}: no environment or no engine works; see"
-          " the faults in summary.json"
+        f"the last {self._failed} episodes were ended by infrastructure, the"
+        f" newest as {status.value}: no environment or no engine works; see"
+        " the faults in summary.json"
       )
     return self._new(diagnoses, frozenset({"environments"}))
 
   def first_episode(
-      self, episode: trajectory.Trajectory, split: str = "train"
+    self, episode: trajectory.Trajectory, split: str = "train"
   ) -> list[Finding]:
     """Judges the end of one of the first episodes, evaluations included."""
     if self._invalid is None or not self._c.invalid_episodes:
@@ -131,8 +136,8 @@ class Rules:
         return []
       if untrained:
         error = (
-            "its sampled tokens are not trained on, as its requests asked for"
-            " another distribution than the run's; see rollout.other_sampling"
+          "its sampled tokens are not trained on, as its requests asked for"
+          " another distribution than the run's; see rollout.other_sampling"
         )
     self._invalid.append((episode.status.value, error))
     self._final = self._final or split != "train"
@@ -155,14 +160,19 @@ class Rules:
     errors = collections.Counter(e for s, e in self._invalid if s == status)
     error = errors.most_common(1)[0][0] or "without an error's text"
     self._invalid = None
-    return [Finding(INVALID, (
-        f"all of the first {number} episodes were invalid, {count} of them by"
-        f" {status}: {error}; nothing can be learned or measured until that is"
-        " mended (watchdog.invalid_episodes=0 runs on)"
-    ))]  # pyformat: disable
+    return [
+      Finding(
+        INVALID,
+        (
+          f"all of the first {number} episodes were invalid, {count} of them by"
+          f" {status}: {error}; nothing can be learned or measured until that is"
+          " mended (watchdog.invalid_episodes=0 runs on)"
+        ),
+      )
+    ]
 
   def _new(
-      self, texts: Mapping[str, str], judged: frozenset[str]
+    self, texts: Mapping[str, str], judged: frozenset[str]
   ) -> list[Finding]:
     """The rules that did not hold before."""
     fresh = [Finding(r, m) for r, m in texts.items() if r not in self._holding]
@@ -179,17 +189,17 @@ class Rules:
     limit = self._c.no_gradient_updates
     if limit and self._unsolved >= limit:
       return "unsolved", (
-          f"no task was solved and no group had a gradient in"
-          f" {self._unsolved} updates: nothing is learned; clone demonstrations"
-          " first (warm_start.steps), or choose tasks that the policy solves"
-          " sometimes"
+        f"no task was solved and no group had a gradient in"
+        f" {self._unsolved} updates: nothing is learned; clone demonstrations"
+        " first (warm_start.steps), or choose tasks that the policy solves"
+        " sometimes"
       )
     if limit and self._even >= limit:
       return "no_variance", (
-          "the episodes of each group got the same reward in"
-          f" {self._even} updates (success {m['success_rate']:.2f}): nothing is"
-          " learned; choose harder tasks, raise collect.group_size or"
-          " sampling.temperature"
+        "the episodes of each group got the same reward in"
+        f" {self._even} updates (success {m['success_rate']:.2f}): nothing is"
+        " learned; choose harder tasks, raise collect.group_size or"
+        " sampling.temperature"
       )
     return None
 
@@ -197,9 +207,9 @@ class Rules:
     skipped = m.get("skipped_steps", 0.0)
     before, self._skipped = self._skipped, skipped
     wrong = [
-        name
-        for name in ("loss", "grad_norm")
-        if name in m and not math.isfinite(m[name])
+      name
+      for name in ("loss", "grad_norm")
+      if name in m and not math.isfinite(m[name])
     ]
     bad = bool(wrong) or skipped > (before or 0.0)
     self._not_finite = self._not_finite + 1 if bad else 0
@@ -208,9 +218,9 @@ class Rules:
       return None
     what = " and ".join(wrong) or "a gradient"
     return "nan", (
-        f"{what} was not finite in {self._not_finite} updates in a row, and"
-        " such steps are not made; resume from an earlier checkpoint with a"
-        " lower learner.learning_rate"
+      f"{what} was not finite in {self._not_finite} updates in a row, and"
+      " such steps are not made; resume from an earlier checkpoint with a"
+      " lower learner.learning_rate"
     )
 
   def _gradient(self, m: Metrics) -> tuple[str, str] | None:
@@ -225,8 +235,8 @@ class Rules:
     if not (factor and full and usual and high):
       return None
     return "gradient", (
-        f"the gradient's norm is {norm:.3g}, {norm / usual:.0f} times its usual"
-        f" {usual:.3g}; lower learner.learning_rate or learner.grad_clip"
+      f"the gradient's norm is {norm:.3g}, {norm / usual:.0f} times its usual"
+      f" {usual:.3g}; lower learner.learning_rate or learner.grad_clip"
     )
 
   def _kl(self, m: Metrics) -> tuple[str, str] | None:
@@ -234,14 +244,13 @@ class Rules:
     if kl is None or not self._c.max_kl or not kl > self._c.max_kl:
       return None
     return "kl", (
-        f"the KL from the reference is {kl:.3g} nats a token, more than"
-        f" {self._c.max_kl:g}: the policy has left it; raise algorithm.kl_coef"
-        " or lower learner.learning_rate"
+      f"the KL from the reference is {kl:.3g} nats a token, more than"
+      f" {self._c.max_kl:g}: the policy has left it; raise algorithm.kl_coef"
+      " or lower learner.learning_rate"
     )
 
   def _drift(self, name: str, m: Metrics) -> tuple[float, float] | None:
-    """(mean over the first window, over the last); None before there are two.
-    """
+    """(mean over the first window, over the last); None before there are two."""
     value = m.get(name)
     if value is None or not math.isfinite(value):
       return None
@@ -263,10 +272,10 @@ class Rules:
     if not now < self._c.entropy_fraction * first:
       return None
     return "entropy", (
-        f"the policy's entropy fell from {first:.3g} to {now:.3g} nats at a"
-        f" success of {m.get('success_rate', 0.0):.2f}: it no longer explores;"
-        " raise algorithm.clip_high or algorithm.entropy_coef, or begin again"
-        " with a lower learner.learning_rate"
+      f"the policy's entropy fell from {first:.3g} to {now:.3g} nats at a"
+      f" success of {m.get('success_rate', 0.0):.2f}: it no longer explores;"
+      " raise algorithm.clip_high or algorithm.entropy_coef, or begin again"
+      " with a lower learner.learning_rate"
     )
 
   def _gap(self, m: Metrics) -> tuple[str, str] | None:
@@ -275,40 +284,42 @@ class Rules:
     kl, limit = m.get("sampler_kl"), self._c.gap_limit
     # Tokens of the weights that the update began with, and moved once.
     same = (
-        m.get("staleness_max") == 0
-        and steps is not None
-        and steps - (before or 0.0) == 1
-        and not m.get("mixed_kv_tokens")
+      m.get("staleness_max") == 0
+      and steps is not None
+      and steps - (before or 0.0) == 1
+      and not m.get("mixed_kv_tokens")
     )
     if same and kl is not None and limit:
       self._apart = 0 if kl <= limit else self._apart + 1
       groups = _gaps_by_group(m)
-      self._apart_by = collections.Counter({
+      self._apart_by = collections.Counter(
+        {
           name: self._apart_by[name] + 1
           for name, gap in groups.items()
           if gap > limit
-      })
+        }
+      )
       # No part of the usual level that later updates are compared with.
       if 0 < self._apart < _APART:
         return None
       if self._apart:
         return "logprob_gap", (
-            "engine and learner disagree on equal weights: at staleness 0 and"
-            " with one optimizer step the KL of their log-probs was above"
-            f" {limit:g} nats a token in {self._apart} updates, last {kl:.2g}"
-            f"{_worst_group(m)}; check that the engine loads every version and"
-            " reports log-probs of the distribution sampled from (after"
-            " temperature, top_p, top_k and min_p)"
+          "engine and learner disagree on equal weights: at staleness 0 and"
+          " with one optimizer step the KL of their log-probs was above"
+          f" {limit:g} nats a token in {self._apart} updates, last {kl:.2g}"
+          f"{_worst_group(m)}; check that the engine loads every version and"
+          " reports log-probs of the distribution sampled from (after"
+          " temperature, top_p, top_k and min_p)"
         )
       late = [n for n, times in self._apart_by.items() if times >= _APART]
       if late:
         worst = max(late, key=lambda name: groups[name])
         return "logprob_gap", (
-            "engine and learner agree on most tokens and not on those of"
-            f" {_of_group(worst)}: on equal weights the KL of their log-probs"
-            f" there was above {limit:g} nats a token in {_APART} updates, last"
-            f" {groups[worst]:.2g} against {kl:.2g} in all; compare positions,"
-            " the order of images and what the history cut in such contexts"
+          "engine and learner agree on most tokens and not on those of"
+          f" {_of_group(worst)}: on equal weights the KL of their log-probs"
+          f" there was above {limit:g} nats a token in {_APART} updates, last"
+          f" {groups[worst]:.2g} against {kl:.2g} in all; compare positions,"
+          " the order of images and what the history cut in such contexts"
         )
     means = self._drift("sampler_kl", m)
     if means is None or not self._c.gap_factor:
@@ -317,11 +328,11 @@ class Rules:
     if not (now > self._c.gap_floor and now > self._c.gap_factor * first):
       return None
     return "logprob_gap", (
-        f"the log-probs of engine and learner drift apart: their KL rose from"
-        f" {first:.2g} to {now:.2g} nats a token{_worst_group(m)}; lower"
-        " queue.max_staleness or the optimizer steps of an update, or set"
-        " algorithm.importance=tis. If neither is above 1, check that the"
-        " engine loads every version"
+      f"the log-probs of engine and learner drift apart: their KL rose from"
+      f" {first:.2g} to {now:.2g} nats a token{_worst_group(m)}; lower"
+      " queue.max_staleness or the optimizer steps of an update, or set"
+      " algorithm.importance=tis. If neither is above 1, check that the"
+      " engine loads every version"
     )
 
 
@@ -329,9 +340,9 @@ def _gaps_by_group(m: Metrics) -> dict[str, float]:
   """KL of the sampler by group, under "turn/03-04" and "images/05-08"."""
   start = "sampler_kl_by_"
   return {
-      name.removeprefix(start): value
-      for name, value in m.items()
-      if name.startswith(start) and math.isfinite(value)
+    name.removeprefix(start): value
+    for name, value in m.items()
+    if name.startswith(start) and math.isfinite(value)
   }
 
 
@@ -353,19 +364,15 @@ def _worst_group(m: Metrics) -> str:
 class Watchdog:
   """Observer around `Rules`; see the module docstring."""
 
-  receives = (
-      events.StepFinished, events.EpisodeFinished, events.GroupFinished
-  )  # pyformat: disable
+  receives = (events.StepFinished, events.EpisodeFinished, events.GroupFinished)
 
   def __init__(
-      self,
-      config: settings.WatchdogConfig,
-      emit: Callable[[events.Event], None],
+    self, config: settings.WatchdogConfig, emit: Callable[[events.Event], None]
   ):
     """Args:
 
-      config: thresholds, and the rules that stop the run.
-      emit: receives a `Fault` for each finding.
+    config: thresholds, and the rules that stop the run.
+    emit: receives a `Fault` for each finding.
     """
     self._config = config
     self._rules = Rules(config)
@@ -391,12 +398,12 @@ class Watchdog:
         findings = self._rules.step(event.metrics)
       elif isinstance(event, events.EpisodeFinished):
         findings = [
-            *self._rules.first_episode(event.trajectory, event.split),
-            *(
-                self._rules.episode(event.trajectory.status)
-                if event.split == "train"
-                else ()
-            ),
+          *self._rules.first_episode(event.trajectory, event.split),
+          *(
+            self._rules.episode(event.trajectory.status)
+            if event.split == "train"
+            else ()
+          ),
         ]
       elif isinstance(event, events.GroupFinished):
         dropped = event.outcome == "dropped"
@@ -409,7 +416,7 @@ class Watchdog:
       stops = finding.rule in (*self._config.stop, INVALID)
       if stops and self._stopped is None:
         self._stopped = RunStopped(
-            f"stopped by the watchdog ({finding.rule}): {finding.message}"
+          f"stopped by the watchdog ({finding.rule}): {finding.message}"
         )
         for call in self._on_stop:
           call(self._stopped)

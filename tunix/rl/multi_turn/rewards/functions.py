@@ -41,7 +41,7 @@ def last_number(text: str) -> float | None:
 
 @registry.register("exact_match")
 def exact_match(
-    task: Mapping[str, Any], action: str, *, ignore_case: bool = False
+  task: Mapping[str, Any], action: str, *, ignore_case: bool = False
 ) -> RewardOutput:
   """1 when answer and truth are equal but for the space around them."""
   answer, truth = str(action).strip(), str(ground_truth(task)).strip()
@@ -59,7 +59,7 @@ def _numeric_options(tolerance: float = 0.0) -> None:
 @registry.register("numeric_match")
 @registry.checked(_numeric_options)
 def numeric_match(
-    task: Mapping[str, Any], action: str, *, tolerance: float = 1e-6
+  task: Mapping[str, Any], action: str, *, tolerance: float = 1e-6
 ) -> RewardOutput:
   """1 when the last number of the answer is the last of the truth.
 
@@ -88,9 +88,9 @@ def calculate(task: Mapping[str, Any], action: str) -> RewardOutput:
   question = str(task.get("question", ""))
   best = None
   for match in sorted(
-      re.findall(r"[-+*/%().\d\s]*\d[-+*/%().\d\s]*", question),
-      key=len,
-      reverse=True,
+    re.findall(r"[-+*/%().\d\s]*\d[-+*/%().\d\s]*", question),
+    key=len,
+    reverse=True,
   ):
     try:
       best = arithmetic.evaluate(match.strip().rstrip("."))
@@ -107,7 +107,7 @@ def calculate(task: Mapping[str, Any], action: str) -> RewardOutput:
 
 @registry.register("success")
 def success(
-    task: Any, action: Any, info: Mapping[str, Any] | None = None
+  task: Any, action: Any, info: Mapping[str, Any] | None = None
 ) -> RewardOutput:
   """1 when the environment reports the task as solved."""
   del task, action
@@ -117,7 +117,7 @@ def success(
 
 @registry.register("score")
 def score(
-    task: Any, action: Any, info: Mapping[str, Any] | None = None
+  task: Any, action: Any, info: Mapping[str, Any] | None = None
 ) -> RewardOutput:
   """Returns the score that the environment's own evaluation gave.
 
@@ -128,19 +128,19 @@ def score(
   evaluation = (info or {}).get("evaluation")
   if not isinstance(evaluation, Mapping) or "score" not in evaluation:
     raise ValueError(
-        "the environment has no score of its own; name another reward"
+      "the environment has no score of its own; name another reward"
     )
   return RewardOutput(float(evaluation["score"]))
 
 
 @registry.register("gui_state")
 def gui_state(
-    task: Any,
-    action: Any,
-    info: Mapping[str, Any] | None = None,
-    *,
-    expect: Mapping[str, Any] | None = None,
-    partial: bool = False,
+  task: Any,
+  action: Any,
+  info: Mapping[str, Any] | None = None,
+  *,
+  expect: Mapping[str, Any] | None = None,
+  partial: bool = False,
 ) -> RewardOutput:
   """1 when the gym's final state has the values that are expected, else 0.
 
@@ -159,7 +159,7 @@ def gui_state(
   evaluation = (info or {}).get("evaluation")
   if not isinstance(evaluation, Mapping):
     raise ValueError(
-        "reward 'gui_state' needs an environment that evaluates a state"
+      "reward 'gui_state' needs an environment that evaluates a state"
     )
   if isinstance(task, Mapping):
     params = task.get("params")
@@ -167,15 +167,15 @@ def gui_state(
     expect = task.get("expect_state") or inner or expect
   if not isinstance(expect, Mapping) or not expect:
     raise ValueError(
-        "reward 'gui_state' expects nothing; give `expect`, or tasks with"
-        " `expect_state`: path -> value"
+      "reward 'gui_state' expects nothing; give `expect`, or tasks with"
+      " `expect_state`: path -> value"
     )
   details = evaluation.get("details", {})
   met = {path: _at(details, path) == want for path, want in expect.items()}
   share = sum(met.values()) / len(met)
   wrong = [path for path, right in met.items() if not right]
   return RewardOutput(
-      share if partial else float(share == 1.0), {"wrong": wrong}
+    share if partial else float(share == 1.0), {"wrong": wrong}
   )
 
 
@@ -195,10 +195,10 @@ def _at(value: Any, path: str) -> Any:
 
 
 registry.REWARDS.register(
-    "math", "tunix.rl.multi_turn.rewards.math_answers:MathReward"
+  "math", "tunix.rl.multi_turn.rewards.math_answers:MathReward"
 )
 registry.REWARDS.register(
-    "llm_judge", "tunix.rl.multi_turn.rewards.llm_judge:LLMJudge"
+  "llm_judge", "tunix.rl.multi_turn.rewards.llm_judge:LLMJudge"
 )
 
 

@@ -74,25 +74,25 @@ class LLMJudge:
   """
 
   def __init__(
-      self,
-      *,
-      base_url: str,
-      model: str,
-      template: str = TEMPLATE,
-      system: str = "",
-      score_pattern: str = SCORE,
-      lowest: float = 0.0,
-      highest: float = 10.0,
-      api_key_env: str = "",
-      temperature: float = 0.0,
-      max_tokens: int = 512,
-      deadline_s: float = 20.0,
-      tries: int = 3,
-      budget: int | None = 10000,
-      cache_size: int = 4096,
-      max_chars: int = 20000,
-      concurrency: int = 16,
-      on_failure: Literal["fail", "zero", "skip"] = "fail",
+    self,
+    *,
+    base_url: str,
+    model: str,
+    template: str = TEMPLATE,
+    system: str = "",
+    score_pattern: str = SCORE,
+    lowest: float = 0.0,
+    highest: float = 10.0,
+    api_key_env: str = "",
+    temperature: float = 0.0,
+    max_tokens: int = 512,
+    deadline_s: float = 20.0,
+    tries: int = 3,
+    budget: int | None = 10000,
+    cache_size: int = 4096,
+    max_chars: int = 20000,
+    concurrency: int = 16,
+    on_failure: Literal["fail", "zero", "skip"] = "fail",
   ):
     """Args:
 
@@ -129,10 +129,13 @@ class LLMJudge:
     if not (temperature >= 0 and math.isfinite(temperature)):
       raise ValueError(f"temperature={temperature} must be >= 0 and finite")
     for name, value, low in (
-        ("tries", tries, 1), ("budget", budget, 0), ("concurrency",
-        concurrency, 1), ("cache_size", cache_size, 0),
-        ("max_chars", max_chars, 100), ("max_tokens", max_tokens, 1),
-    ):  # pyformat: disable
+      ("tries", tries, 1),
+      ("budget", budget, 0),
+      ("concurrency", concurrency, 1),
+      ("cache_size", cache_size, 0),
+      ("max_chars", max_chars, 100),
+      ("max_tokens", max_tokens, 1),
+    ):
       if value is not None and value < low:
         raise ValueError(f"{name}={value} must be >= {low}")
     if not (deadline_s > 0 and math.isfinite(deadline_s)):
@@ -143,13 +146,13 @@ class LLMJudge:
         template = file.read()
     if not _FIELD.search(template):
       raise ValueError(
-          f"template={template!r:.60} is no file, and shows the judge nothing:"
-          f" it needs one of {', '.join('{%s}' % f for f in _FIELDS)}"
+        f"template={template!r:.60} is no file, and shows the judge nothing:"
+        f" it needs one of {', '.join('{%s}' % f for f in _FIELDS)}"
       )
     key = os.environ.get(api_key_env, "") if api_key_env else ""
     if api_key_env and not key:
       raise ValueError(
-          f"api_key_env={api_key_env}: that environment variable is not set"
+        f"api_key_env={api_key_env}: that environment variable is not set"
       )
     self.deadline_s = float(deadline_s)
     self.requests = 0
@@ -158,31 +161,33 @@ class LLMJudge:
     self._range = (float(lowest), float(highest))
     self._headers = {"authorization": f"Bearer {key}"} if key else {}
     self._body = {
-        "model": model, "temperature": temperature, "max_tokens": max_tokens
-    }  # pyformat: disable
+      "model": model,
+      "temperature": temperature,
+      "max_tokens": max_tokens,
+    }
     self._budget, self._max_chars = budget, max_chars
     self._connections = concurrency
     self._on_failure = on_failure
     self._retry = http.RetryPolicy(
-        tries=tries,
-        wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
-        retry=tenacity.retry_if_exception(_may_pass),
+      tries=tries,
+      wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
+      retry=tenacity.retry_if_exception(_may_pass),
     )
     self._lock = threading.Lock()
     self._scores: collections.OrderedDict[str, Scored] = (
-        collections.OrderedDict()
+      collections.OrderedDict()
     )
     self._cache_size = cache_size
     # What belongs to an event loop: connections, and judgements under way.
     self._loops: weakref.WeakKeyDictionary[Any, _OfLoop] = (
-        weakref.WeakKeyDictionary()
+      weakref.WeakKeyDictionary()
     )
 
   async def __call__(
-      self,
-      task: Any,
-      action: Any,
-      trajectory: trajectory_lib.Trajectory | None = None,
+    self,
+    task: Any,
+    action: Any,
+    trajectory: trajectory_lib.Trajectory | None = None,
   ) -> registry.RewardOutput | None:
     """The score in [0, 1]; None when it is skipped.
 
@@ -201,23 +206,22 @@ class LLMJudge:
     low, high = self._range
     value = (min(max(scored.score, low), high) - low) / (high - low)
     return registry.RewardOutput(
-        value,
-        {"score": scored.score, "text": scored.text[:2000], "cached": cached},
+      value,
+      {"score": scored.score, "text": scored.text[:2000], "cached": cached},
     )
 
   def _messages(
-      self, task: Any, action: Any, trajectory: Any
+    self, task: Any, action: Any, trajectory: Any
   ) -> list[dict[str, str]]:
     texts = {
-        "question": _task_text(task, "question", "instruction", "prompt"),
-        "ground_truth": _task_text(task, "ground_truth", "answer"),
-        "answer": "" if action is None else str(action),
-        "transcript": transcript(trajectory),
+      "question": _task_text(task, "question", "instruction", "prompt"),
+      "ground_truth": _task_text(task, "ground_truth", "answer"),
+      "answer": "" if action is None else str(action),
+      "transcript": transcript(trajectory),
     }
     # In one pass: what the policy wrote is not read as a template.
     prompt = _FIELD.sub(
-        lambda match: _shortened(texts[match[1]], self._max_chars),
-        self._template,
+      lambda match: _shortened(texts[match[1]], self._max_chars), self._template
     )
     messages = [{"role": "user", "content": prompt}]
     if self._system:
@@ -225,7 +229,7 @@ class LLMJudge:
     return messages
 
   async def _scored(
-      self, messages: list[dict[str, str]]
+    self, messages: list[dict[str, str]]
   ) -> tuple[Scored, bool]:
     """(score, whether it was known or under way)."""
     body = {**self._body, "messages": messages}
@@ -247,7 +251,7 @@ class LLMJudge:
     return await asyncio.shield(task), not first
 
   def _keep(
-      self, of_loop: _OfLoop, digest: str, task: asyncio.Task[Scored]
+    self, of_loop: _OfLoop, digest: str, task: asyncio.Task[Scored]
   ) -> None:
     of_loop.under_way.pop(digest, None)
     if task.cancelled() or task.exception() is not None:
@@ -262,11 +266,9 @@ class LLMJudge:
     of_loop = self._loops.get(loop)
     if of_loop is None:
       of_loop = self._loops[loop] = _OfLoop(
-          http.Http(
-              headers=self._headers,
-              proxies=True,
-              connections=self._connections,
-          )
+        http.Http(
+          headers=self._headers, proxies=True, connections=self._connections
+        )
       )
     return of_loop
 
@@ -285,8 +287,7 @@ class LLMJudge:
         return await self._retry.run(attempt, due=due)
     except TimeoutError:
       raise JudgeError(
-          f"the judge at {self._url} gave no score within"
-          f" {self.deadline_s:g} s"
+        f"the judge at {self._url} gave no score within {self.deadline_s:g} s"
       ) from None
     except http.CallError as error:
       raise JudgeError(f"the judge failed: {error}") from error
@@ -295,8 +296,8 @@ class LLMJudge:
     with self._lock:
       if self._budget is not None and self.requests >= self._budget:
         raise JudgeError(
-            f"the judge's budget of {self._budget} requests is spent; raise"
-            " environment.reward.llm_judge.budget"
+          f"the judge's budget of {self._budget} requests is spent; raise"
+          " environment.reward.llm_judge.budget"
         )
       self.requests += 1
 
@@ -312,14 +313,14 @@ class LLMJudge:
       text = None
     if not isinstance(text, str):
       raise http.CallError(
-          f"the answer holds no message: {str(data)[:200]!r}", 200
+        f"the answer holds no message: {str(data)[:200]!r}", 200
       )
     try:
       matches = patterns.found(self._pattern, text, "score_pattern")
       score = float(matches[-1].group(1 if matches[-1].re.groups else 0))
     except (IndexError, TypeError, ValueError) as error:
       raise http.CallError(
-          f"no score in the judge's text {text[-200:]!r}: {error}", 200
+        f"no score in the judge's text {text[-200:]!r}: {error}", 200
       ) from None
     if not math.isfinite(score):
       raise http.CallError(f"the judge's score is {score}", 200)
@@ -337,7 +338,7 @@ class _OfLoop:
 def _may_pass(error: BaseException) -> bool:
   """Whether a failure may not come again: no connection, 5xx, garbage."""
   return isinstance(error, http.CallError) and (
-      error.status in (0, 200, 408) or error.status >= 500
+    error.status in (0, 200, 408) or error.status >= 500
   )
 
 
@@ -352,9 +353,9 @@ def transcript(trajectory: trajectory_lib.Trajectory | None) -> str:
     if isinstance(outputs, Mapping):
       lines += [f"[tool] {text}" for text in outputs.values()]
     lines += [
-        f"[environment] {observation[k]}"
-        for k in ("axtree", "text")
-        if isinstance(observation.get(k), str)
+      f"[environment] {observation[k]}"
+      for k in ("axtree", "text")
+      if isinstance(observation.get(k), str)
     ]
   return "\n".join(lines)
 
@@ -362,9 +363,8 @@ def transcript(trajectory: trajectory_lib.Trajectory | None) -> str:
 def _task_text(task: Any, *keys: str) -> str:
   for key in keys:
     value = (
-        task.get(key) if isinstance(task, Mapping)
-        else getattr(task, key, None)
-    )  # pyformat: disable
+      task.get(key) if isinstance(task, Mapping) else getattr(task, key, None)
+    )
     if value is not None and value != "":
       return str(value)
   return ""

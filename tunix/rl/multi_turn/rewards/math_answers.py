@@ -36,13 +36,13 @@ class MathReward:
   """
 
   def __init__(
-      self,
-      *,
-      precision: int = 6,
-      strict: bool = True,
-      deadline_s: float = 5.0,
-      memory_mb: int = 2048,
-      workers: int = 2,
+    self,
+    *,
+    precision: int = 6,
+    strict: bool = True,
+    deadline_s: float = 5.0,
+    memory_mb: int = 2048,
+    workers: int = 2,
   ):
     """Args:
 
@@ -57,13 +57,14 @@ class MathReward:
     """
     if importlib.util.find_spec("math_verify") is None:
       raise ValueError(
-          "reward 'math' needs math-verify; pip install"
-          " 'tunix-multi-turn[math]'"
+        "reward 'math' needs math-verify; pip install 'tunix-multi-turn[math]'"
       )
     for name, value, low in (
-        ("precision", precision, 0), ("deadline_s", deadline_s, 1e-3),
-        ("memory_mb", memory_mb, 256), ("workers", workers, 1),
-    ):  # pyformat: disable
+      ("precision", precision, 0),
+      ("deadline_s", deadline_s, 1e-3),
+      ("memory_mb", memory_mb, 256),
+      ("workers", workers, 1),
+    ):
       if value < low:
         raise ValueError(f"{name}={value} must be >= {low}")
     self._options = {"precision": precision, "strict": strict}
@@ -92,7 +93,7 @@ class MathReward:
     if "error" in answer:
       raise ValueError(f"ground truth {truth!r:.80}: {answer['error']}")
     return registry.RewardOutput(
-        float(answer["equal"]), {"read_as": answer["read_as"]}
+      float(answer["equal"]), {"read_as": answer["read_as"]}
     )
 
 
@@ -112,7 +113,7 @@ class Worker:
     self._process = self._finalizer = None
 
   def ask(
-      self, request: dict[str, Any], seconds: float
+    self, request: dict[str, Any], seconds: float
   ) -> dict[str, Any] | None:
     """Returns the process's answer; None when it took too long or broke down.
 
@@ -140,22 +141,23 @@ class Worker:
     self.close()
     # Not its stderr: sympy writes what it thinks of an answer.
     process = subprocess.Popen(
-        [sys.executable, str(_WORKER), str(self._memory), *sys.path],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )  # pyformat: disable
+      [sys.executable, str(_WORKER), str(self._memory), *sys.path],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+    )
     self._process = process
     self._finalizer = weakref.finalize(self, _end, process)
     if _read_line(process, _START_S) is None:
       self.close()
       raise RuntimeError(
-          f"the process of reward 'math' did not start in {_START_S:g} s"
+        f"the process of reward 'math' did not start in {_START_S:g} s"
       )
     return process
 
 
 def _read_line(
-    process: subprocess.Popen[bytes], seconds: float
+  process: subprocess.Popen[bytes], seconds: float
 ) -> bytes | None:
   """Returns a line that the process writes; None at its end or the deadline."""
   assert process.stdout is not None

@@ -32,16 +32,19 @@ def main() -> None:
     truth: list = []
     for text in (request["truth"], f"${request['truth']}$"):
       truth = truth or math_verify.parse(
-          text, fallback_mode="no_fallback", parsing_timeout=None
+        text, fallback_mode="no_fallback", parsing_timeout=None
       )
     if not truth:
       write({"error": "it does not read as mathematics"})
       continue
     answer = math_verify.parse(request["answer"], parsing_timeout=None)
     equal = bool(answer) and math_verify.verify(
-        truth, answer, float_rounding=request["precision"],
-        strict=request["strict"], timeout_seconds=None,
-    )  # pyformat: disable
+      truth,
+      answer,
+      float_rounding=request["precision"],
+      strict=request["strict"],
+      timeout_seconds=None,
+    )
     read_as = str(answer[-1])[:200] if answer else ""
     write({"equal": bool(equal), "read_as": read_as})
 

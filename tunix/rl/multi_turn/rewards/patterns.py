@@ -14,7 +14,7 @@ def check(pattern: str, name: str) -> None:
     regex.compile(pattern)
   except regex.error as error:
     raise ValueError(
-        f"{name}={pattern!r} is not a regular expression: {error}"
+      f"{name}={pattern!r} is not a regular expression: {error}"
     ) from None
 
 
@@ -29,6 +29,6 @@ def found(pattern: str, text: str, name: str) -> list[regex.Match[str]]:
     return list(regex.finditer(pattern, text, timeout=SECONDS))
   except TimeoutError:
     raise ValueError(
-        f"{name}={pattern!r} took longer than {SECONDS:g} s on a text of"
-        f" {len(text)} characters; write it without nested repetitions"
+      f"{name}={pattern!r} took longer than {SECONDS:g} s on a text of"
+      f" {len(text)} characters; write it without nested repetitions"
     ) from None

@@ -41,10 +41,10 @@ class RewardOutput:
       reward = reward.item()
     if not isinstance(reward, (bool, int, float)):
       raise ValueError(
-          f"a reward must be a finite number, got {self.reward!r:.60}"
+        f"a reward must be a finite number, got {self.reward!r:.60}"
       )
     object.__setattr__(
-        self, "reward", reward_range.checked(reward, sys.float_info.max)
+      self, "reward", reward_range.checked(reward, sys.float_info.max)
     )
 
   def __float__(self) -> float:
@@ -70,9 +70,7 @@ def unregister(name: str) -> bool:
   return REWARDS.unregister(name)
 
 
-def get_reward_fn(
-    name: str, source: registry.Source = "request"
-) -> RewardFn:
+def get_reward_fn(name: str, source: registry.Source = "request") -> RewardFn:
   """Returns the function of that name.
 
   Args:
@@ -132,7 +130,7 @@ def checked(check: Callable[..., None]) -> Callable[[RewardFn], RewardFn]:
 
 
 def _prepare(
-    fn: RewardFn | str, info: Mapping[str, Any] | None
+  fn: RewardFn | str, info: Mapping[str, Any] | None
 ) -> tuple[RewardFn, dict[str, Any], str]:
   if isinstance(fn, str):
     fn = get_reward_fn(fn, "operator")
@@ -148,11 +146,11 @@ def _prepare(
 
 
 def evaluate(
-    fn: RewardFn | str,
-    task: Any,
-    action: Any,
-    info: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
+  fn: RewardFn | str,
+  task: Any,
+  action: Any,
+  info: Mapping[str, Any] | None = None,
+  timeout: float | None = None,
 ) -> RewardOutput:
   """Calls a reward function, by itself or by name, and waits."""
   fn, kwargs, name = _prepare(fn, info)
@@ -163,17 +161,17 @@ def evaluate(
     value = concurrency.call(lambda: value, what=name)
   else:
     value = concurrency.call(
-        fn, task, action, seconds=timeout, what=name, **kwargs
+      fn, task, action, seconds=timeout, what=name, **kwargs
     )
   return as_reward(value, name)
 
 
 async def evaluate_async(
-    fn: RewardFn | str,
-    task: Any,
-    action: Any,
-    info: Mapping[str, Any] | None = None,
-    timeout: float | None = 30.0,
+  fn: RewardFn | str,
+  task: Any,
+  action: Any,
+  info: Mapping[str, Any] | None = None,
+  timeout: float | None = 30.0,
 ) -> RewardOutput:
   """`evaluate` for the event loop: sync functions run in a thread.
 
@@ -182,7 +180,7 @@ async def evaluate_async(
   """
   fn, kwargs, name = _prepare(fn, info)
   value = await concurrency.acall(
-      fn, task, action, seconds=timeout, what=name, **kwargs
+    fn, task, action, seconds=timeout, what=name, **kwargs
   )
   return as_reward(value, name)
 
@@ -200,41 +198,40 @@ def combine_rewards(weights: Mapping[str, float]) -> RewardFn:
     ImportError: no such module or attribute.
   """
   return combine_parts(
-      {
-          name: (get_reward_fn(name, "operator"), w)
-          for name, w in weights.items()
-      }
+    {name: (get_reward_fn(name, "operator"), w) for name, w in weights.items()}
   )
 
 
-def combine_parts(
-    parts: Mapping[str, tuple[RewardFn, float]],
-) -> RewardFn:
+def combine_parts(parts: Mapping[str, tuple[RewardFn, float]]) -> RewardFn:
   """`combine_rewards` of functions: name -> (function, weight)."""
 
   def total(outputs: Mapping[str, RewardOutput]) -> RewardOutput:
     metadata: dict[str, Any] = {
-        name: {**out.metadata, "reward": out.reward, "weight": parts[name][1]}
-        for name, out in outputs.items()
+      name: {**out.metadata, "reward": out.reward, "weight": parts[name][1]}
+      for name, out in outputs.items()
     }
     value = sum(parts[name][1] * out.reward for name, out in outputs.items())
     return RewardOutput(value, metadata)
 
   def combined(
-      task: Any, action: Any, info: Mapping[str, Any] | None = None
+    task: Any, action: Any, info: Mapping[str, Any] | None = None
   ) -> RewardOutput:
-    return total({
+    return total(
+      {
         name: evaluate(fn, task, action, info)
         for name, (fn, _) in parts.items()
-    })
+      }
+    )
 
   async def combined_async(
-      task: Any, action: Any, info: Mapping[str, Any] | None = None
+    task: Any, action: Any, info: Mapping[str, Any] | None = None
   ) -> RewardOutput:
-    return total({
+    return total(
+      {
         name: await evaluate_async(fn, task, action, info)
         for name, (fn, _) in parts.items()
-    })
+      }
+    )
 
   is_async = any(concurrency.is_async(fn) for fn, _ in parts.values())
   return combined_async if is_async else combined

@@ -91,11 +91,11 @@ class EpisodeReward:
     self._parts = tuple(parts)
     self._own = own
     self.deadline_s = max(
-        (float(getattr(p.fn, "deadline_s", 0.0)) for p in parts), default=0.0
+      (float(getattr(p.fn, "deadline_s", 0.0)) for p in parts), default=0.0
     )
 
   async def __call__(
-      self, trajectory: trajectory_lib.Trajectory, task: Any, answer: Any
+    self, trajectory: trajectory_lib.Trajectory, task: Any, answer: Any
   ) -> EpisodeOutput:
     """The weighted sum; metadata `parts` keep each part's reward.
 
@@ -122,16 +122,18 @@ class EpisodeReward:
       for k, value in enumerate(getattr(out, "turns", ())):
         turns[k] += part.weight * value
       parts[part.name] = {
-          **out.metadata, "reward": out.reward, "weight": part.weight
-      }  # pyformat: disable
+        **out.metadata,
+        "reward": out.reward,
+        "weight": part.weight,
+      }
     return EpisodeOutput(total, {"parts": parts}, tuple(turns))
 
 
 async def _judge(
-    part: Part, task: Any, answer: Any, trajectory: trajectory_lib.Trajectory
+  part: Part, task: Any, answer: Any, trajectory: trajectory_lib.Trajectory
 ) -> registry.RewardOutput | None:
   value = await concurrency.acall(
-      part.fn, task, answer, trajectory, what=f"reward {part.name!r}"
+    part.fn, task, answer, trajectory, what=f"reward {part.name!r}"
   )
   if value is None:
     return None
@@ -139,21 +141,21 @@ async def _judge(
   turns = getattr(out, "turns", ())
   if len(turns) > len(trajectory.steps):
     raise ValueError(
-        f"reward {part.name!r} gave {len(turns)} turns a reward; the episode"
-        f" has {len(trajectory.steps)}"
+      f"reward {part.name!r} gave {len(turns)} turns a reward; the episode"
+      f" has {len(trajectory.steps)}"
     )
   return out
 
 
 async def _judge_turns(
-    part: Part, task: Any, steps: Sequence[trajectory_lib.Step]
+  part: Part, task: Any, steps: Sequence[trajectory_lib.Step]
 ) -> registry.RewardOutput | None:
   what = f"reward {part.name!r}"
   if concurrency.is_async(part.fn):
     verdicts = [await part.fn(task, step) for step in steps]
   else:
     verdicts = await concurrency.acall(
-        lambda: [part.fn(task, step) for step in steps], what=what
+      lambda: [part.fn(task, step) for step in steps], what=what
     )
   outs = [None if v is None else registry.as_reward(v, what) for v in verdicts]
   counted = [out.reward for out in outs if out is not None]
@@ -214,7 +216,7 @@ def plan(spec: str | Mapping[str, Any]) -> RewardPlan:
     environment = own = answers[0].name
   elif answers:
     environment = registry.combine_parts(
-        {part.name: (part.fn, part.weight) for part in answers}
+      {part.name: (part.fn, part.weight) for part in answers}
     )
   else:
     environment = registry.get_reward_fn("zero")
@@ -222,7 +224,7 @@ def plan(spec: str | Mapping[str, Any]) -> RewardPlan:
 
 
 def kind_of(fn: Any) -> str:
-  """"answer", "turn" or "episode"; see the module docstring."""
+  """ "answer", "turn" or "episode"; see the module docstring."""
   call = fn.__call__ if inspect.isclass(fn) else fn
   try:
     names = inspect.signature(call).parameters
@@ -243,11 +245,13 @@ def options_of(fn: Any) -> arguments.Takes:
     parameters = inspect.signature(fn).parameters
   except (TypeError, ValueError):
     return takes
-  return arguments.Takes({
+  return arguments.Takes(
+    {
       name: takes.options[name]
       for name, parameter in parameters.items()
       if parameter.kind is parameter.KEYWORD_ONLY
-  })
+    }
+  )
 
 
 def bind(name: str, options: Mapping[str, Any]) -> registry.RewardFn:
@@ -262,9 +266,9 @@ def bind(name: str, options: Mapping[str, Any]) -> registry.RewardFn:
   where = f"environment.reward.{name}."
   wrong = [where + text for _, text in takes.wrong(options, f"reward {name!r}")]
   wrong += [
-      f"{where}{option} is missing; reward {name!r} needs it"
-      for option in takes.required
-      if option not in options
+    f"{where}{option} is missing; reward {name!r} needs it"
+    for option in takes.required
+    if option not in options
   ]
   if wrong:
     raise ValueError("\n".join(wrong))
@@ -292,14 +296,14 @@ def _part(name: str, value: Any) -> Part:
   per = options.pop("per", "episode")
   if isinstance(weight, bool) or not isinstance(weight, (int, float)):
     raise ValueError(
-        f"{where}={weight!r}: give numbers as weights, or a mapping of weight"
-        " and the reward's options"
+      f"{where}={weight!r}: give numbers as weights, or a mapping of weight"
+      " and the reward's options"
     )
   if not math.isfinite(weight):
     raise ValueError(f"{where}.weight={weight} must be finite")
   if per not in _PER:
     raise ValueError(
-        f"{where}.per: " + registry_lib.unknown_name("value", per, _PER)
+      f"{where}.per: " + registry_lib.unknown_name("value", per, _PER)
     )
   try:
     kind = kind_of(registry.get_reward_fn(name, "operator"))
@@ -307,6 +311,6 @@ def _part(name: str, value: Any) -> Part:
     raise ValueError(f"{where}: {error}") from None
   if per == "turn" and kind != "turn":
     raise ValueError(
-        f"{where}.per=turn: it judges no single turn; leave it out"
+      f"{where}.per=turn: it judges no single turn; leave it out"
     )
   return Part(name, bind(name, options), kind, float(weight), per)

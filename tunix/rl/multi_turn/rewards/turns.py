@@ -33,11 +33,7 @@ def _at_least(lowest: Mapping[str, int]) -> Callable[..., None]:
 @registry.register("format")
 @registry.checked(_format_options)
 def format_(
-    task: Any,
-    step: trajectory.Step,
-    *,
-    pattern: str = "",
-    parsed: bool = True,
+  task: Any, step: trajectory.Step, *, pattern: str = "", parsed: bool = True
 ) -> float:
   """1 when a turn's text has the form that is asked for, else 0.
 
@@ -54,8 +50,8 @@ def format_(
   del task
   info = step.info or {}
   if parsed and any(
-      info.get(key)
-      for key in ("parse_error", "parse_errors", "response_truncated")
+    info.get(key)
+    for key in ("parse_error", "parse_errors", "response_truncated")
   ):
     return 0.0
   if not pattern:
@@ -77,7 +73,7 @@ def tool_success(task: Any, step: trajectory.Step) -> float | None:
 @registry.register("length_penalty")
 @registry.checked(_at_least({"limit": 0, "ramp": 1}))
 def length_penalty(
-    task: Any, step: trajectory.Step, *, limit: int = 1000, ramp: int = 1000
+  task: Any, step: trajectory.Step, *, limit: int = 1000, ramp: int = 1000
 ) -> float:
   """0 up to `limit` characters of a turn's text, falling to -1.
 
@@ -93,7 +89,7 @@ def length_penalty(
   del task
   if limit < 0 or ramp < 1:
     raise ValueError(
-        f"length_penalty needs limit >= 0 and ramp >= 1, got {limit}, {ramp}"
+      f"length_penalty needs limit >= 0 and ramp >= 1, got {limit}, {ramp}"
     )
   return -min(1.0, max(0, len(step.model_response) - limit) / ramp)
 
@@ -101,11 +97,11 @@ def length_penalty(
 @registry.register("repetition_penalty")
 @registry.checked(_at_least({"n": 1}))
 def repetition_penalty(
-    task: Any,
-    step: trajectory.Step,
-    *,
-    n: int = 4,
-    unit: Literal["words", "characters"] = "words",
+  task: Any,
+  step: trajectory.Step,
+  *,
+  n: int = 4,
+  unit: Literal["words", "characters"] = "words",
 ) -> float:
   """Minus the share of a turn's n-grams that stood in it before.
 

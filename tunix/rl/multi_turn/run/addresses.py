@@ -84,10 +84,10 @@ def servers(config: TrainConfig, seconds: float = REACH_S) -> list[Server]:
     pending.append((key, url, answer))
     # Daemons: looking a name up cannot be stopped.
     threading.Thread(
-        target=lambda url=url, answer=answer: answer.put(
-            _connected(url, seconds)
-        ),
-        daemon=True,
+      target=lambda url=url, answer=answer: answer.put(
+        _connected(url, seconds)
+      ),
+      daemon=True,
     ).start()
   results = []
   for key, url, answer in pending:
@@ -117,8 +117,8 @@ def _connected(url: str, seconds: float) -> str:
 def unreachable(config: TrainConfig) -> str:
   """Lines about the servers that take no connection, for a dry run."""
   return "".join(
-      f"\n  cannot be reached: {one.shown}: {one.problem}; start it, or correct"
-      f" {one.key}"
-      for one in servers(config)
-      if one.problem
+    f"\n  cannot be reached: {one.shown}: {one.problem}; start it, or correct"
+    f" {one.key}"
+    for one in servers(config)
+    if one.problem
   )

@@ -49,9 +49,9 @@ def load(directory: pathlib.Path) -> Best | None:
   try:
     return Best(int(data["step"]), str(data["metric"]), float(data["value"]))
   except (KeyError, TypeError, ValueError):
-    raise config_lib.ConfigError([
-        f"{file} is damaged; restore it from a copy, or delete it"
-    ]) from None
+    raise config_lib.ConfigError(
+      [f"{file} is damaged; restore it from a copy, or delete it"]
+    ) from None
 
 
 def save(directory: pathlib.Path, best: Best) -> None:
@@ -64,14 +64,16 @@ def save(directory: pathlib.Path, best: Best) -> None:
 
 
 def better(
-    metric: str, step: int, results: Mapping[str, Any], before: Best | None
+  metric: str, step: int, results: Mapping[str, Any], before: Best | None
 ) -> Best | None:
   """Returns the update if it is better than the best so far, else None."""
   value = evaluation_figures.value_of(metric, results)
   if value is None:
     return None
-  if before is not None and before.metric == metric and (
-      (-before.value, before.step) <= (-value, step)
+  if (
+    before is not None
+    and before.metric == metric
+    and ((-before.value, before.step) <= (-value, step))
   ):
     return None
   return Best(step, metric, value)

@@ -21,9 +21,9 @@ from tunix.rl.multi_turn import config as config_lib
 
 _CODES = (errno.ENOSPC, errno.EDQUOT)
 _TEXTS = (
-    "No space left on device",
-    "Disk quota exceeded",
-    "database or disk is full",
+  "No space left on device",
+  "Disk quota exceeded",
+  "database or disk is full",
 )
 
 
@@ -42,15 +42,17 @@ def is_full(error: object) -> bool:
 
 
 def unwritable(
-    directory: pathlib.Path, error: OSError
+  directory: pathlib.Path, error: OSError
 ) -> config_lib.ConfigError:
   """Returns the refusal of a run directory that cannot be written."""
   if is_full(error):
     return config_lib.ConfigError([describe(directory)])
-  return config_lib.ConfigError([
+  return config_lib.ConfigError(
+    [
       f"run directory {directory} cannot be written: {error.strerror}"
       f" ({error.filename}); choose another run.dir, or make it writable"
-  ])
+    ]
+  )
 
 
 def describe(directory: pathlib.Path) -> str:
@@ -59,8 +61,8 @@ def describe(directory: pathlib.Path) -> str:
   with contextlib.suppress(OSError):
     space = f", {shutil.disk_usage(directory).free >> 20} MiB are left"
   return (
-      f"no space left on the disk of {directory}{space}; free some (or lower"
-      " checkpoint.keep), then resume"
+    f"no space left on the disk of {directory}{space}; free some (or lower"
+    " checkpoint.keep), then resume"
   )
 
 
@@ -79,7 +81,6 @@ def reported_once() -> Iterator[None]:
 
 
 class _Filter(logging.Filter):
-
   def __init__(self):
     super().__init__()
     self._first: logging.LogRecord | None = None
@@ -88,9 +89,9 @@ class _Filter(logging.Filter):
     caught = record.exc_info[1] if record.exc_info else None
     arguments = record.args if isinstance(record.args, tuple) else ()
     if not (
-        is_full(caught)
-        or any(is_full(value) for value in arguments)
-        or any(text in record.getMessage() for text in _TEXTS)
+      is_full(caught)
+      or any(is_full(value) for value in arguments)
+      or any(text in record.getMessage() for text in _TEXTS)
     ):
       return True
     self._first = self._first or record

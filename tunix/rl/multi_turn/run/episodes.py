@@ -59,10 +59,12 @@ def system_prompt(name: str) -> str:
         return file.read()
     return prompts.get_prompt(name)
   except (OSError, ValueError) as error:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"agent.system_prompt={name}: {error}; give a prompt's name or a text"
         " file"
-    ]) from None
+      ]
+    ) from None
 
 
 def make_gym(config: TrainConfig, family: str) -> gym_base.Gym:
@@ -73,24 +75,28 @@ def make_gym(config: TrainConfig, family: str) -> gym_base.Gym:
   """
   spec = gyms.get(config.gym.name, "operator")
   facts = spec.options_of(
-      family,
-      size=(config.gym.width, config.gym.height),
-      concurrency=config.collect.concurrency + evaluated_beside(config),
-      observation=config.gym.observation,
+    family,
+    size=(config.gym.width, config.gym.height),
+    concurrency=config.collect.concurrency + evaluated_beside(config),
+    observation=config.gym.observation,
   )
   try:
     return spec.make_gym({**facts, **config.gym.options})
   except (TypeError, ValueError) as error:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"gym.width={config.gym.width}, gym.height={config.gym.height},"
         f" gym.options={config.gym.options}: {error}"
-    ]) from None
+      ]
+    ) from None
   except Exception as error:  # pylint: disable=broad-except
     # A user's own, which may raise anything.
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"gym.name={config.gym.name} cannot be made with"
         f" gym.options={config.gym.options}: {error_text(error)}"
-    ]) from error
+      ]
+    ) from error
 
 
 def evaluated_beside(config: TrainConfig) -> int:
@@ -112,7 +118,7 @@ def error_text(error: BaseException) -> str:
 def screen_size(config: TrainConfig) -> tuple[int, int]:
   """(width, height) of the screenshots that the policy sees."""
   return agent_registry.screenshot_size(
-      config.agent, config.gym.width, config.gym.height
+    config.agent, config.gym.width, config.gym.height
   )
 
 
@@ -126,32 +132,34 @@ class EpisodeFactory:
   def __init__(self, config: TrainConfig, image_store: images_lib.ImageStore):
     """Raises:
 
-      ConfigError: lists each setting whose object cannot be built.
+    ConfigError: lists each setting whose object cannot be built.
     """
     self._config = config
     try:
       self._screenshots = screenshot.ScreenshotTool(
-          image_store, **agent_registry.screenshot_options(config.agent)
+        image_store, **agent_registry.screenshot_options(config.agent)
       )
       reward = rewards.plan(config.environment.reward)
       self.episode_reward = reward.episode
       self._make_environment = environment_spec.Builder(
-          config.environment, reward=reward.environment
+        config.environment, reward=reward.environment
       )
       if self._by_service and not self._make_environment.spec.gym:
-        raise ConfigError([
+        raise ConfigError(
+          [
             f"rollout.agent={RUN_SERVICE} plays on a computer, not on"
             f" environment.name={config.environment.name}; set"
             " environment.name=cua, or leave rollout.agent empty"
-        ])
+          ]
+        )
       tools = self._make_environment.tools
       self.make_agent = agent_registry.Builder(
-          config.agent,
-          system_prompt=system_prompt(config.agent.system_prompt),
-          tools=tools.for_task({}) if tools is not None else None,
-          screen=screen_size(config) if self.acts_on_gym else None,
-          observation=config.gym.observation,
-          image_store=image_store,
+        config.agent,
+        system_prompt=system_prompt(config.agent.system_prompt),
+        tools=tools.for_task({}) if tools is not None else None,
+        screen=screen_size(config) if self.acts_on_gym else None,
+        observation=config.gym.observation,
+        image_store=image_store,
       )
     except (ValueError, ImportError) as error:
       if isinstance(error, ConfigError):
@@ -176,7 +184,7 @@ class EpisodeFactory:
     if shared is not None:
       close = shared
       loop_thread.try_to_close(
-          f"what gym.name={name} shares", lambda: wait(close())
+        f"what gym.name={name} shares", lambda: wait(close())
       )
 
   @property
@@ -192,9 +200,9 @@ class EpisodeFactory:
     try:
       return manager.ToolManager(tools.for_task({})).json
     except TypeError as error:  # google-tunix's, which have other methods.
-      raise config_lib.ConfigError([
-          f"warm_start.steps={steps}: {error}; set warm_start.steps=0"
-      ]) from None
+      raise config_lib.ConfigError(
+        [f"warm_start.steps={steps}: {error}; set warm_start.steps=0"]
+      ) from None
 
   @property
   def _by_service(self) -> bool:
@@ -204,9 +212,9 @@ class EpisodeFactory:
     if self._by_service:
       gym = self._config.gym
       return run_service().make_episode(
-          task,
-          (gym.name, gym.options, (gym.width, gym.height)),
-          self._config.run_service.env,
+        task,
+        (gym.name, gym.options, (gym.width, gym.height)),
+        self._config.run_service.env,
       )
     agent = self.make_agent()
     if not self.acts_on_gym:
@@ -215,20 +223,18 @@ class EpisodeFactory:
     config = self._config
     mode = config.agent.on_parse_error
     env = self._make_environment(
-        task,
-        gym=make_gym(config, task.family),
-        screenshot_tool=self._screenshots,
-        action_parser=getattr(agent, "tool_parser", config.agent.parser),
-        on_text=mode,
-        on_invalid="observe" if mode == "retry" else "end",
+      task,
+      gym=make_gym(config, task.family),
+      screenshot_tool=self._screenshots,
+      action_parser=getattr(agent, "tool_parser", config.agent.parser),
+      on_text=mode,
+      on_invalid="observe" if mode == "retry" else "end",
     )
     env.runs_inline = gyms.get(config.gym.name, "operator").runs_inline
     return agent, env
 
 
-def sampling_of(
-    config: TrainConfig, mode: str
-) -> policy_client.SamplingParams:
+def sampling_of(config: TrainConfig, mode: str) -> policy_client.SamplingParams:
   """Parameters of a mode's requests; see `make_collector`."""
   sampled = dataclasses.asdict(config.sampling)
   if mode == "greedy":
@@ -237,16 +243,16 @@ def sampling_of(
 
 
 def make_collector(
-    config: TrainConfig,
-    episodes: EpisodeFactory,
-    client: policy_client.PolicyClient | Any | None,
-    renderer: choice.AnyRenderer | None,
-    *,
-    observers: Any,
-    mode: str = "train",
-    connection: Any = None,
-    concurrency: int = 0,
-    greedy: bool | None = None,
+  config: TrainConfig,
+  episodes: EpisodeFactory,
+  client: policy_client.PolicyClient | Any | None,
+  renderer: choice.AnyRenderer | None,
+  *,
+  observers: Any,
+  mode: str = "train",
+  connection: Any = None,
+  concurrency: int = 0,
+  greedy: bool | None = None,
 ) -> groups.GroupCollector:
   """Collects groups; `mode` is "train", "sampled" or "greedy" (evaluation).
 
@@ -268,12 +274,12 @@ def make_collector(
     if connection is not None:
       return connection.model(sampling)
     return model_calls.PolicyModel(
-        client,
-        renderer,
-        sampling,
-        max_context_tokens=config.engine.context_length,
-        runs_inline=True,
-        keeps_support=training and config.algorithm.keep_sampling_mask,
+      client,
+      renderer,
+      sampling,
+      max_context_tokens=config.engine.context_length,
+      runs_inline=True,
+      keeps_support=training and config.algorithm.keep_sampling_mask,
     )
 
   greedy_call = None
@@ -284,23 +290,23 @@ def make_collector(
   collect = config.collect
   if not training:
     collect = dataclasses.replace(
-        collect,
-        group_size=1,
-        min_valid=1,
-        part_size=0,
-        concurrency=concurrency or collect.concurrency,
+      collect,
+      group_size=1,
+      min_valid=1,
+      part_size=0,
+      concurrency=concurrency or collect.concurrency,
     )
   make = groups.GroupCollector if remote is None else remote(mode)
   return make(
-      episodes,
-      model_of(sampling),
-      collect,
-      max_turns=config.environment.max_turns,
-      seed=config.run.seed,
-      split="train" if training else "eval",
-      observers=observers,
-      final_reward_fn=episodes.episode_reward,
-      greedy_call=greedy_call,
+    episodes,
+    model_of(sampling),
+    collect,
+    max_turns=config.environment.max_turns,
+    seed=config.run.seed,
+    split="train" if training else "eval",
+    observers=observers,
+    final_reward_fn=episodes.episode_reward,
+    greedy_call=greedy_call,
   )
 
 

@@ -61,14 +61,14 @@ class BesideEvaluations:
     self._run = run
     self._concurrency = episodes.evaluated_beside(config)
     self._planned = evaluation.plan(
-        config, run_tasks.eval_tasks(config, run.task_source)
+      config, run_tasks.eval_tasks(config, run.task_source)
     )
     self._engine = models.make_engine(
-        dataclasses.replace(
-            config, engine=dataclasses.replace(config.engine, slots=slots)
-        ),
-        run.policy,
-        run.images,
+      dataclasses.replace(
+        config, engine=dataclasses.replace(config.engine, slots=slots)
+      ),
+      run.policy,
+      run.images,
     )
     self._now: _UnderWay | None = None
 
@@ -93,29 +93,29 @@ class BesideEvaluations:
       raise RuntimeError(f"evaluation {self._now.name} has not ended")
     run = self._run
     self._engine.update_weights(step, state).result(
-        run.config.external.load_timeout_s
+      run.config.external.load_timeout_s
     )
     outcomes = evaluation.Outcomes()
 
     def make_collector(mode: str) -> Any:
       return episodes.make_collector(
-          run.config,
-          run.episodes,
-          self._engine,
-          run.policy.renderer,
-          observers=run.observers,
-          mode=mode,
-          concurrency=self._concurrency,
+        run.config,
+        run.episodes,
+        self._engine,
+        run.policy.renderer,
+        observers=run.observers,
+        mode=mode,
+        concurrency=self._concurrency,
       )
 
     async def play() -> dict[str, Any]:
       await evaluation.play(
-          self._planned,
-          make_collector,
-          lambda mode: run.observers.on_event(
-              events.EvalStarted(name, mode, len(self._planned), step)
-          ),
-          outcomes.add,
+        self._planned,
+        make_collector,
+        lambda mode: run.observers.on_event(
+          events.EvalStarted(name, mode, len(self._planned), step)
+        ),
+        outcomes.add,
       )
       return outcomes.to_json()
 
@@ -132,7 +132,7 @@ class BesideEvaluations:
       return None
     self._now = None
     results = evaluation.merged(
-        [now.playing.result()], self._run.config.eval.modes
+      [now.playing.result()], self._run.config.eval.modes
     )
     results |= {"beside": True, "seconds_waited": now.waited}
     self._run.observers.on_event(events.EvalFinished(now.name, results))
@@ -191,9 +191,9 @@ Done = Callable[[Planned, trajectory_lib.Trajectory], None]
 
 
 def plan(
-    config: Any,
-    tasks: Sequence[gym_base.Task],
-    number: Callable[[int], int] = lambda place: place,
+  config: Any,
+  tasks: Sequence[gym_base.Task],
+  number: Callable[[int], int] = lambda place: place,
 ) -> list[Planned]:
   """The episodes of an evaluation, in their order.
 
@@ -203,18 +203,18 @@ def plan(
     number: Maps a place in `tasks` to the task's number in the evaluation.
   """
   return [
-      Planned(mode, number(place), attempt, task)
-      for mode in config.eval.modes
-      for place, task in enumerate(tasks)
-      for attempt in range(config.eval.attempts if mode == "sampled" else 1)
+    Planned(mode, number(place), attempt, task)
+    for mode in config.eval.modes
+    for place, task in enumerate(tasks)
+    for attempt in range(config.eval.attempts if mode == "sampled" else 1)
   ]
 
 
 async def play(
-    planned: Sequence[Planned],
-    make_collector: Callable[[str], groups.GroupCollector],
-    started: Callable[[str], None],
-    on_end: Done,
+  planned: Sequence[Planned],
+  make_collector: Callable[[str], groups.GroupCollector],
+  started: Callable[[str], None],
+  on_end: Done,
 ) -> None:
   """Plays episodes, mode after mode, many at a time.
 
@@ -231,21 +231,21 @@ async def play(
 
 
 async def _play(
-    collector: groups.GroupCollector, planned: Sequence[Planned], on_end: Done
+  collector: groups.GroupCollector, planned: Sequence[Planned], on_end: Done
 ) -> None:
   remaining = iter(planned)
 
   async def work() -> None:
     for one in remaining:
       group = await collector.collect(
-          one.task, index=one.index, samples=(one.attempt,)
+        one.task, index=one.index, samples=(one.attempt,)
       )
       (episode,) = group.trajectories
       on_end(one, episode)
 
   workers = [
-      asyncio.ensure_future(work())
-      for _ in range(min(collector.config.concurrency, len(planned)))
+    asyncio.ensure_future(work())
+    for _ in range(min(collector.config.concurrency, len(planned)))
   ]
   try:
     await asyncio.gather(*workers)
@@ -268,12 +268,9 @@ class Outcomes:
 
   def add(self, one: Planned, episode: trajectory_lib.Trajectory) -> None:
     self._found[one.mode, one.index, one.attempt] = (
-        success_rates.EpisodeResult.from_trajectory(
-            episode,
-            one.task.family,
-            one.mode,
-            groups.task_id_of(one.task),
-        )
+      success_rates.EpisodeResult.from_trajectory(
+        episode, one.task.family, one.mode, groups.task_id_of(one.task)
+      )
     )
     for sequence in episode.sequences:
       self._versions |= set(sequence.versions[sequence.loss_mask].tolist())
@@ -281,16 +278,16 @@ class Outcomes:
   def to_json(self) -> dict[str, Any]:
     """For other processes; see `merged`."""
     return {
-        "results": [
-            dataclasses.asdict(self._found[key]) for key in sorted(self._found)
-        ],
-        "versions": sorted(self._versions),
-        "seconds": time.monotonic() - self._since,
+      "results": [
+        dataclasses.asdict(self._found[key]) for key in sorted(self._found)
+      ],
+      "versions": sorted(self._versions),
+      "seconds": time.monotonic() - self._since,
     }
 
 
 def merged(
-    of_all: Sequence[Mapping[str, Any]], modes: Sequence[str]
+  of_all: Sequence[Mapping[str, Any]], modes: Sequence[str]
 ) -> dict[str, Any]:
   """The JSON of an evaluation, of what each process found.
 
@@ -299,9 +296,9 @@ def merged(
   were recorded.
   """
   results = [
-      success_rates.EpisodeResult(**result)
-      for process in of_all
-      for result in process["results"]
+    success_rates.EpisodeResult(**result)
+    for process in of_all
+    for result in process["results"]
   ]
   summary = success_rates.summarise(results, modes)
   summary["seconds"] = max(process["seconds"] for process in of_all)
@@ -336,18 +333,20 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
     count = len(outcomes)
     if count % _REPORT_EVERY == 0 or count == len(planned):
       run.observers.on_event(
-          events.Progress(f"evaluating {name}", count, len(planned))
+        events.Progress(f"evaluating {name}", count, len(planned))
       )
 
   def play_all() -> dict[str, Any]:
-    run.wait(play(
+    run.wait(
+      play(
         planned,
         lambda mode: collector_of(run, run.engine, mode),
         lambda mode: run.observers.on_event(
-            events.EvalStarted(name, mode, len(planned), run.updates)
+          events.EvalStarted(name, mode, len(planned), run.updates)
         ),
         done,
-    ))
+      )
+    )
     return outcomes.to_json()
 
   try:
@@ -386,16 +385,16 @@ def try_outside_agent(run: run_lib.Run) -> None:
   family = config.task_source.families[0]
   task = run.task_source.train_task(family, 0, config.run.seed)
   collector = episodes.make_collector(
-      config,
-      run.episodes,
-      run.engine,
-      run.policy.renderer,
-      observers=None,
-      mode="sampled",
-      connection=run.connection,
+    config,
+    run.episodes,
+    run.engine,
+    run.policy.renderer,
+    observers=None,
+    mode="sampled",
+    connection=run.connection,
   )
   group = run.wait(
-      collector.collect(dataclasses.replace(task, max_turns=1), index=0)
+    collector.collect(dataclasses.replace(task, max_turns=1), index=0)
   )
   (episode,) = group.trajectories
   by_service = agent == episodes.RUN_SERVICE
@@ -403,23 +402,25 @@ def try_outside_agent(run: run_lib.Run) -> None:
   if by_service:
     service = config.run_service
     named += (
-        f", run_service.agent={service.agent} at"
-        f" run_service.base_url={service.url}"
+      f", run_service.agent={service.agent} at"
+      f" run_service.base_url={service.url}"
     )
   status = trajectory_lib.TrajectoryStatus
   context = config.engine.context_length
   if episode.status is status.CONTEXT_LIMIT and not episode.num_sampled:
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"{named}: the first prompt of task {task.task_id} does not fit"
         f" engine.context_length={context} ({episode.error}); raise"
         " engine.context_length and learner.row_length above it, or choose an"
         " agent with a shorter prompt"
         + (" (run_service.agent=compact)" if by_service else "")
-    ])
+      ]
+    )
   if by_service and episode.status is status.MODEL_ERROR:
-    raise config_lib.ConfigError([
-        f"{named} does not play task {task.task_id}: {episode.error}"
-    ])
+    raise config_lib.ConfigError(
+      [f"{named} does not play task {task.task_id}: {episode.error}"]
+    )
 
 
 def evaluate_last(run: run_lib.Run) -> None:
@@ -436,26 +437,24 @@ def evaluate_last(run: run_lib.Run) -> None:
     results = None
     if run.resuming and not run.changed:
       results = run.processes.of_first(
-          name, resuming.evaluations(run.directory).get(name)
+        name, resuming.evaluations(run.directory).get(name)
       )
   if updates and results:
-    run.observers.on_event(
-        events.EvalFinished("final", results, step=updates)
-    )
+    run.observers.on_event(events.EvalFinished("final", results, step=updates))
   else:
     evaluate(run, "final")
 
 
 def collector_of(
-    run: run_lib.Run, engine: Any, mode: str
+  run: run_lib.Run, engine: Any, mode: str
 ) -> groups.GroupCollector:
   """Collects the episodes of a mode with an engine of the run."""
   return episodes.make_collector(
-      run.config,
-      run.episodes,
-      engine,
-      run.policy.renderer,
-      observers=run.observers,
-      mode=mode,
-      connection=run.connection,
+    run.config,
+    run.episodes,
+    engine,
+    run.policy.renderer,
+    observers=run.observers,
+    mode=mode,
+    connection=run.connection,
   )

@@ -60,10 +60,13 @@ _MAY_CHANGE = (
     "rollout.host", "rollout.port", "rollout.public_url", "watchdog.",
     "eval.attempts", "eval.episodes_per_task", "eval.modes", "eval.slots",
     "evaluate.",
-)  # pyformat: disable
+)  # fmt: skip
 _MUST_NOT = (
-    "run.seed", "evaluate.run", "evaluate.checkpoint", "evaluate.model",
-)  # pyformat: disable
+  "run.seed",
+  "evaluate.run",
+  "evaluate.checkpoint",
+  "evaluate.model",
+)
 """Settings that episodes do not depend on, and those among them that they do;
 also more of what may change: attempts, tasks and modes only add episodes."""
 
@@ -87,9 +90,7 @@ class Evaluation:
     notes: Notes for the user, before it begins.
   """
 
-  def __init__(
-      self, config: EvaluationConfig, choose: Choose | None = None
-  ):
+  def __init__(self, config: EvaluationConfig, choose: Choose | None = None):
     """Builds the parts; changes no directory, but locks one that it resumes.
 
     Args:
@@ -107,16 +108,20 @@ class Evaluation:
     self._before = _recorded(self.directory) if self.resuming else {}
     if not self.resuming:
       if (self.directory / FILE).exists():
-        raise ConfigError([
+        raise ConfigError(
+          [
             f"run.name={config.run.name}: {self.directory} holds an evaluation"
             " already; choose another name, or continue it with"
             f" resume={self.directory}"
-        ])
+          ]
+        )
       if (self.directory / "metrics.jsonl").exists():
-        raise ConfigError([
+        raise ConfigError(
+          [
             f"run.name={config.run.name}: {self.directory} holds a run; choose"
             " another name"
-        ])
+          ]
+        )
     elif not config.run.dry_run:
       self._take_lock()
     try:
@@ -140,13 +145,13 @@ class Evaluation:
     self.episodes = episodes.EpisodeFactory(config, self.images)
     first_episode.try_first_episode(config, self.episodes, self._tasks)
     self._planned = evaluation.plan(
-        config,
-        choose(config, self._tasks)
-        if choose is not None
-        else run_tasks.eval_tasks(config, self._tasks),
+      config,
+      choose(config, self._tasks)
+      if choose is not None
+      else run_tasks.eval_tasks(config, self._tasks),
     )
     self.subject = subjects.make(
-        config, self.images, self.episodes.make_agent()
+      config, self.images, self.episodes.make_agent()
     )
     self.observers = events.Observers()
     self._counts = reporting.RunCounts()
@@ -177,7 +182,7 @@ class Evaluation:
       self._open()
       if config.rollout.via == "proxy" and self.subject.engine is not None:
         self._proxy = proxy.RunProxy(
-            config, self.subject.policy, self.subject.engine, self.images
+          config, self.subject.policy, self.subject.engine, self.images
         )
         self._proxy.start()
     except BaseException:
@@ -191,19 +196,19 @@ class Evaluation:
       self.directory.mkdir(parents=True, exist_ok=True)
       self._take_lock()
       durable.write_text(
-          self.directory / resuming.CONFIG,
-          config_lib.seal(resuming.recorded(config).to_yaml()),
+        self.directory / resuming.CONFIG,
+        config_lib.seal(resuming.recorded(config).to_yaml()),
       )
       self._journal = evaluation_journal.Journal(self.directory)
       observers_lib.attach(
-          config,
-          self.observers,
-          self._writers,
-          self.images,
-          directory=self.directory,
-          resume_step=0 if self.resuming else None,
-          facts=lambda: {"evaluates": self._facts},
-          counts=self._counts,
+        config,
+        self.observers,
+        self._writers,
+        self.images,
+        directory=self.directory,
+        resume_step=0 if self.resuming else None,
+        facts=lambda: {"evaluates": self._facts},
+        counts=self._counts,
       )
     except OSError as error:
       raise disk_full.unwritable(self.directory, error) from None
@@ -211,10 +216,12 @@ class Evaluation:
   def _take_lock(self) -> None:
     if self._lock is None:
       if not self.directory.is_dir():
-        raise ConfigError([
+        raise ConfigError(
+          [
             f"run.resume={self.directory} is not a directory; give one that an"
             " evaluation wrote"
-        ])
+          ]
+        )
       self._lock = run_lock.RunLock(self.directory)
 
   def __exit__(self, *exc_info: Any) -> None:
@@ -233,9 +240,7 @@ class Evaluation:
     if self._proxy is not None:
       opened = self._proxy
       loop_thread.try_to_close("the proxy", lambda: opened.close(wait))
-    loop_thread.try_to_close(
-        "the subject", lambda: wait(self.subject.aclose())
-    )
+    loop_thread.try_to_close("the subject", lambda: wait(self.subject.aclose()))
 
   def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
     if self._loop is None:
@@ -251,10 +256,12 @@ class Evaluation:
     before = self._before.get("subject", {}).get("fingerprint")
     if before not in (None, self._facts["fingerprint"]):
       place = self._facts.get("weights") or self._facts.get("model")
-      raise ConfigError([
+      raise ConfigError(
+        [
           f"run.resume={self.directory}: {place} is not what it was when the"
           " evaluation began; begin a new one"
-      ])
+        ]
+      )
 
   # --- playing ---------------------------------------------------------------
 
@@ -267,11 +274,11 @@ class Evaluation:
     """
     status, error = "failed", None
     self.observers.on_event(
-        events.RunStarted(
-            self.config.run.name,
-            self.config.to_dict(),
-            config_lib.changed(self.config),
-        )
+      events.RunStarted(
+        self.config.run.name,
+        self.config.to_dict(),
+        config_lib.changed(self.config),
+      )
     )
     try:
       self._write("running")
@@ -293,7 +300,7 @@ class Evaluation:
 
   def _compiling(self, count: int, total: int, what: str) -> None:
     self.observers.on_event(
-        events.Progress("compiling the engine", count, total, what)
+      events.Progress("compiling the engine", count, total, what)
     )
 
   def _play(self) -> None:
@@ -310,14 +317,14 @@ class Evaluation:
       self.observers.on_event(events.EvalStarted(NAME, mode, total, version))
 
     def ended(
-        one: evaluation.Planned, episode: trajectory_lib.Trajectory
+      one: evaluation.Planned, episode: trajectory_lib.Trajectory
     ) -> None:
       nonlocal played
       if episode.status is trajectory_lib.TrajectoryStatus.CANCELLED:
         return  # Stopped; it is played when the evaluation is resumed.
       tokens = self.subject.tokens_of(episode.trajectory_id)
       outcome = evaluation_journal.Outcome.of(
-          one.key, one.task.family, episode, tokens
+        one.key, one.task.family, episode, tokens
       )
       journal.add(outcome)
       played += 1
@@ -329,13 +336,13 @@ class Evaluation:
       if self._proxy is not None:
         connection = self._proxy.connection
       return episodes.make_collector(
-          self.config,
-          self.episodes,
-          self.subject.engine,
-          None if self.subject.policy is None else self.subject.policy.renderer,
-          observers=self.observers,
-          mode=mode,
-          connection=connection,
+        self.config,
+        self.episodes,
+        self.subject.engine,
+        None if self.subject.policy is None else self.subject.policy.renderer,
+        observers=self.observers,
+        mode=mode,
+        connection=connection,
       )
 
     self._wait(evaluation.play(remaining, make_collector, started, ended))
@@ -352,9 +359,9 @@ class Evaluation:
     most = self.config.evaluate.give_up_after
     if most and self._broken >= most:
       raise GaveUp(
-          f"{self._broken} episodes in a row were broken"
-          f" (evaluate.give_up_after), the last one: {outcome.status},"
-          f" {outcome.error or 'without a reason'}"
+        f"{self._broken} episodes in a row were broken"
+        f" (evaluate.give_up_after), the last one: {outcome.status},"
+        f" {outcome.error or 'without a reason'}"
       )
 
   # --- results ---------------------------------------------------------------
@@ -363,22 +370,23 @@ class Evaluation:
     assert self._journal is not None
     planned = {one.key for one in self._planned}
     outcomes = [
-        one for key, one in sorted(self._journal.outcomes.items())
-        if key in planned
-    ]  # pyformat: disable
+      one
+      for key, one in sorted(self._journal.outcomes.items())
+      if key in planned
+    ]
     data: dict[str, Any] = {
-        "name": self.config.run.name,
-        "status": status,
-        "error": error,
-        "subject": self._facts,
-        "settings": resuming.recorded(self.config).to_dict(),
-        "started": self._before.get("started") or self._started,
-        "seconds": (self._before.get("seconds") or 0.0)
-        + time.monotonic()
-        - self._since,
-        "planned": len(planned),
-        "played": len(outcomes),
-        "results": self._results(outcomes),
+      "name": self.config.run.name,
+      "status": status,
+      "error": error,
+      "subject": self._facts,
+      "settings": resuming.recorded(self.config).to_dict(),
+      "started": self._before.get("started") or self._started,
+      "seconds": (self._before.get("seconds") or 0.0)
+      + time.monotonic()
+      - self._since,
+      "planned": len(planned),
+      "played": len(outcomes),
+      "results": self._results(outcomes),
     }
     if outcomes and self.config.evaluate.compare:
       data["comparison"] = self._compared(outcomes)
@@ -388,7 +396,7 @@ class Evaluation:
     return data
 
   def _digest(
-      self, outcomes: list[evaluation_journal.Outcome]
+    self, outcomes: list[evaluation_journal.Outcome]
   ) -> dict[str, Any]:
     """{"digest": what the gym says of the episodes}; {} for most gyms."""
     if not self.episodes.acts_on_gym:
@@ -396,12 +404,14 @@ class Evaluation:
     digest = gyms.get(self.config.gym.name, "operator").load_digest()
     if digest is None:
       return {}
-    return {"digest": digest(
+    return {
+      "digest": digest(
         [dataclasses.asdict(one) for one in outcomes], self.directory
-    )}  # pyformat: disable
+      )
+    }
 
   def _results(
-      self, outcomes: list[evaluation_journal.Outcome]
+    self, outcomes: list[evaluation_journal.Outcome]
   ) -> dict[str, Any]:
     if not outcomes:
       return {}
@@ -410,18 +420,18 @@ class Evaluation:
     for mode in modes:
       if mode in results:
         results[mode]["spread"] = evaluation_journal.statistics_of(
-            [one for one in outcomes if one.mode == mode]
+          [one for one in outcomes if one.mode == mode]
         )
     results["spread"] = results[results["headline"]]["spread"]
     return results
 
   def _compared(
-      self, outcomes: list[evaluation_journal.Outcome]
+    self, outcomes: list[evaluation_journal.Outcome]
   ) -> dict[str, Any]:
     other = self.config.evaluate.compare
     try:
       by_mode = comparison_lib.compare(
-          map(dataclasses.asdict, outcomes), self._theirs
+        map(dataclasses.asdict, outcomes), self._theirs
       )
     except ValueError as failure:
       return {"with": other, "error": str(failure)}
@@ -438,10 +448,12 @@ def _outcomes(directory: str) -> list[dict[str, Any]]:
   """
   outcomes = evaluation_journal.load(pathlib.Path(directory).expanduser())
   if not outcomes:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"evaluate.compare={directory}: no evaluation with episodes is there"
         f" ({evaluation_journal.NAME}); give the directory of one"
-    ])
+      ]
+    )
   return [dataclasses.asdict(one) for one in outcomes.values()]
 
 
@@ -453,16 +465,16 @@ def _recorded(directory: pathlib.Path) -> dict[str, Any]:
   """
   data = files.read_json(directory / FILE)
   if not data:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"run.resume={directory} holds no evaluation ({FILE} is missing or"
         " damaged); give the directory of one"
-    ])
+      ]
+    )
   return data
 
 
-def _check(
-    config: EvaluationConfig, before: Mapping[str, Any]
-) -> list[str]:
+def _check(config: EvaluationConfig, before: Mapping[str, Any]) -> list[str]:
   """Notes about what an evaluation is resumed with; refuses other episodes.
 
   Raises:
@@ -480,10 +492,9 @@ def _check(
         notes.append(f"{key}={new}, {old} before")
     else:
       problems.append(
-          f"{key}={new}: {config.run.resume} was begun with {old}, which cannot"
-          " change; leave it out, or begin a new evaluation"
+        f"{key}={new}: {config.run.resume} was begun with {old}, which cannot"
+        " change; leave it out, or begin a new evaluation"
       )
   if problems:
     raise ConfigError(problems)
   return notes
-

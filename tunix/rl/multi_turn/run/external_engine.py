@@ -37,11 +37,11 @@ def weights_dtype(config: config_lib.TrainConfig) -> str:
 
 
 def make_engine(
-    config: config_lib.TrainConfig,
-    policy: Any,
-    image_store: images_lib.ImageStore,
-    tokenizer: str,
-    model: Any,
+  config: config_lib.TrainConfig,
+  policy: Any,
+  image_store: images_lib.ImageStore,
+  tokenizer: str,
+  model: Any,
 ) -> remote_engine.RemoteEngine:
   """Makes the client of a running engine; sends no request yet.
 
@@ -65,19 +65,19 @@ def make_engine(
 
   def make_client() -> openai_client.OpenAIClient:
     return openai_client.OpenAIClient(
-        url,
-        external.model or config.policy.name,
-        image_store,
-        protocol=external.protocol,
-        api_key=key or "none",
-        timeout_s=config.collect.deadlines.model,
-        context_length=config.engine.context_length,
-        max_images=_most_images(config),
-        banned_token_ids=policy.model.config.banned_token_ids,
-        vocab_size=policy.model.config.vocab_size,
-        tokenize=renderer.encode,
-        end_of_turn_id=renderer.end_of_turn_id,
-        resize=getattr(policy.processor, "resize", None),
+      url,
+      external.model or config.policy.name,
+      image_store,
+      protocol=external.protocol,
+      api_key=key or "none",
+      timeout_s=config.collect.deadlines.model,
+      context_length=config.engine.context_length,
+      max_images=_most_images(config),
+      banned_token_ids=policy.model.config.banned_token_ids,
+      vocab_size=policy.model.config.vocab_size,
+      tokenize=renderer.encode,
+      end_of_turn_id=renderer.end_of_turn_id,
+      resize=getattr(policy.processor, "resize", None),
     )
 
   served = external.model or config.policy.name
@@ -93,56 +93,53 @@ def make_engine(
       save = disk_weights.adapter_saver(policy.model, served)
     else:
       save = disk_weights.policy_saver(
-          policy.model,
-          tokenizer,
-          dtype,
-          untied=external.protocol == "vllm",
+        policy.model, tokenizer, dtype, untied=external.protocol == "vllm"
       )
     options: dict[str, Any] = dict(api_key=key, timeout_s=timeout_s)
     engine: disk_weights.Engine
     if external.protocol == "vllm":
       engine = disk_weights.VllmEngine(
-          url, transfer=external.transfer, adapter=adapter, **options
+        url, transfer=external.transfer, adapter=adapter, **options
       )
     else:
       engine = disk_weights.SglangEngine(url, **options)
     probe = _make_probe(
-        config, policy, image_store, model, make_adapter_client, dtype
+      config, policy, image_store, model, make_adapter_client, dtype
     )
     return remote_engine.RemoteEngine(
-        make_client,
-        disk_weights.DiskWeights(
-            directory,
-            save,
-            [engine],
-            keep=external.keep,
-            seen_at=external.seen_at,
-            probes=[probe],
-        ),
-        context_length=config.engine.context_length,
-        prompts=lambda: first_prompts(config, policy, image_store),
-        sampling=policy_client.SamplingParams(
-            **dataclasses.asdict(config.sampling),
-            stop_token_ids=tuple(map(int, renderer.stop_token_ids)),
-        ),
-        adapter=adapter,
-        cpu_problem=(
-            vllm.head_problem(vllm.config_of(config.policy.name) or {})
-            if external.protocol == "vllm"
-            else ""
-        ),
+      make_client,
+      disk_weights.DiskWeights(
+        directory,
+        save,
+        [engine],
+        keep=external.keep,
+        seen_at=external.seen_at,
+        probes=[probe],
+      ),
+      context_length=config.engine.context_length,
+      prompts=lambda: first_prompts(config, policy, image_store),
+      sampling=policy_client.SamplingParams(
+        **dataclasses.asdict(config.sampling),
+        stop_token_ids=tuple(map(int, renderer.stop_token_ids)),
+      ),
+      adapter=adapter,
+      cpu_problem=(
+        vllm.head_problem(vllm.config_of(config.policy.name) or {})
+        if external.protocol == "vllm"
+        else ""
+      ),
     )
   except (ImportError, OSError, ValueError) as error:
     raise config_lib.ConfigError([f"rollout.via=external: {error}"]) from None
 
 
 def _make_probe(
-    config: config_lib.TrainConfig,
-    policy: Any,
-    image_store: images_lib.ImageStore,
-    model: Any,
-    make_client: Any,
-    dtype: str,
+  config: config_lib.TrainConfig,
+  policy: Any,
+  image_store: images_lib.ImageStore,
+  model: Any,
+  make_client: Any,
+  dtype: str,
 ) -> hand_over_probe.Probe:
   """Makes the comparison of engine and policy after each hand-over."""
   external = config.external
@@ -151,27 +148,27 @@ def _make_probe(
   longest = max(len(prompt) for prompt in prompts) + sampled
   adapted = external.transfer == "adapter"
   wide = all(
-      kind == "float32"
-      for kind in (
-          dtype,
-          getattr(model.config, "param_dtype", "float32"),
-          getattr(model.config, "compute_dtype", "float32"),
-      )
+    kind == "float32"
+    for kind in (
+      dtype,
+      getattr(model.config, "param_dtype", "float32"),
+      getattr(model.config, "compute_dtype", "float32"),
+    )
   )
   return hand_over_probe.Probe(
-      make_client,
-      prompts,
-      reference.Scorer(
-          model,
-          policy.processor,
-          image_store,
-          row_length=-(-longest // 128) * 128,
-          temperature=hand_over_probe.SAMPLING.temperature,
-          # An adapter on its own is not rounded.
-          stored="float32" if adapted else dtype,
-          merged=not adapted,
-      ),
-      external.probe_tolerance or (1e-3 if wide else 0.1),
+    make_client,
+    prompts,
+    reference.Scorer(
+      model,
+      policy.processor,
+      image_store,
+      row_length=-(-longest // 128) * 128,
+      temperature=hand_over_probe.SAMPLING.temperature,
+      # An adapter on its own is not rounded.
+      stored="float32" if adapted else dtype,
+      merged=not adapted,
+    ),
+    external.probe_tolerance or (1e-3 if wide else 0.1),
   )
 
 
@@ -181,9 +178,9 @@ def _most_images(config: config_lib.TrainConfig) -> int:
 
 
 def first_prompts(
-    config: config_lib.TrainConfig,
-    policy: Any,
-    image_store: images_lib.ImageStore,
+  config: config_lib.TrainConfig,
+  policy: Any,
+  image_store: images_lib.ImageStore,
 ) -> list[policy_client.TokenPrompt]:
   """One prompt of each kind that the run will send.
 
@@ -200,14 +197,14 @@ def first_prompts(
   if not sees or not policy.processor.patches_per_token:
     return [prompt(0)]
   width, height = agent_registry.screenshot_size(
-      config.agent, config.gym.width, config.gym.height
+    config.agent, config.gym.width, config.gym.height
   )
   # Of one colour: a server caches what it computes of it.
   screen = image_store.put(np.full((height, width, 3), 127, np.uint8))
   empty, first = prompt(0), prompt(1)
   room = config.engine.context_length - 2 - len(empty)
   images = min(
-      config.agent.max_images or _most_images(config),
-      room // (len(first) - len(empty)),
+    config.agent.max_images or _most_images(config),
+    room // (len(first) - len(empty)),
   )
   return [empty, first] + ([prompt(images)] if images > 1 else [])

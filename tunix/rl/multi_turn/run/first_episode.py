@@ -42,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def try_first_episode(
-    config: TrainConfig, episodes: episodes_lib.EpisodeFactory, source: Any
+  config: TrainConfig, episodes: episodes_lib.EpisodeFactory, source: Any
 ) -> None:
   """Refuses now what would fail in every episode: see the module docstring.
 
@@ -71,27 +71,27 @@ def try_first_episode(
   if config.run.dry_run:
     return
   if (
-      episodes.acts_on_gym
-      and gyms.get(config.gym.name, "operator").size_known_after_start
+    episodes.acts_on_gym
+    and gyms.get(config.gym.name, "operator").size_known_after_start
   ):
     _check_screen(config, task)
   if (
-      config.run.resume
-      or config.rollout.agent
-      or config.rollout.via == "hosts"
-      or config.fleet.away
+    config.run.resume
+    or config.rollout.agent
+    or config.rollout.via == "hosts"
+    or config.fleet.away
   ):
     return
   own = [
-      part
-      for part in (
-          type(agent),
-          type(env),
-          type(getattr(env, "gym", None)),
-          type(source),
-          *_rewards(config),
-      )
-      if _is_own(part)
+    part
+    for part in (
+      type(agent),
+      type(env),
+      type(getattr(env, "gym", None)),
+      type(source),
+      *_rewards(config),
+    )
+    if _is_own(part)
   ]
   if own and not any(_has_coroutines(part) for part in own):
     _play(config, episodes, task, (agent, env), own)
@@ -121,8 +121,8 @@ def _task_of(config: TrainConfig, source: Any, method: str, seed: int) -> Any:
     raise _refused(config, text) from error
   if not isinstance(task, gym_base.Task):
     raise _refused(
-        config,
-        f"{call} must return a gyms.base.Task, got a {type(task).__name__}",
+      config,
+      f"{call} must return a gyms.base.Task, got a {type(task).__name__}",
     )
   return task
 
@@ -154,8 +154,7 @@ def _is_own(part: Any) -> bool:
 
 def _has_coroutines(part: Any) -> bool:
   return inspect.iscoroutinefunction(part) or any(
-      inspect.iscoroutinefunction(getattr(part, name, None))
-      for name in dir(part)
+    inspect.iscoroutinefunction(getattr(part, name, None)) for name in dir(part)
   )
 
 
@@ -180,8 +179,8 @@ def _is_certain(error: BaseException, stage: str, own: Iterable[Any]) -> bool:
   files = _files(own)
   # Outside the user's code: its arguments or its result are wrong.
   return not any(
-      frame.filename in files
-      for frame in traceback.extract_tb(error.__traceback__)
+    frame.filename in files
+    for frame in traceback.extract_tb(error.__traceback__)
   )
 
 
@@ -203,11 +202,11 @@ def describe(error: BaseException, own: Iterable[Any]) -> str:
 
 
 def _play(
-    config: TrainConfig,
-    episodes: episodes_lib.EpisodeFactory,
-    task: gym_base.Task,
-    pair: tuple[Any, Any],
-    own: list[Any],
+  config: TrainConfig,
+  episodes: episodes_lib.EpisodeFactory,
+  task: gym_base.Task,
+  pair: tuple[Any, Any],
+  own: list[Any],
 ) -> None:
   """Plays one turn of `task`, evaluates it and closes the environment.
 
@@ -216,14 +215,14 @@ def _play(
   """
   agent, env = pair
   engine = episode_lib.TrajectoryCollectEngine(
-      agent,
-      env,
-      lambda messages: _reply(config, agent),
-      episodes.episode_reward,
-      max_steps=1,
-      timeout=config.collect.deadlines.episode,
-      deadlines=config.collect.deadlines,
-      task=task,
+    agent,
+    env,
+    lambda messages: _reply(config, agent),
+    episodes.episode_reward,
+    max_steps=1,
+    timeout=config.collect.deadlines.episode,
+    deadlines=config.collect.deadlines,
+    task=task,
   )
 
   async def collect() -> Any:
@@ -246,8 +245,8 @@ def _play(
   if error is not None and not late:  # The former names a late call's deadline.
     text = describe(error, own)
   text = (
-      f"{_setting(config, stage, error)} fails in a trial of task"
-      f" {task.task_id}, before the run: {text}"
+    f"{_setting(config, stage, error)} fails in a trial of task"
+    f" {task.task_id}, before the run: {text}"
   )
   if error is None or late or _is_certain(error, stage, own):
     raise ConfigError([text]) from error
@@ -267,7 +266,7 @@ def _reply(config: TrainConfig, agent: Any) -> str:
 
 
 def _setting(
-    config: TrainConfig, stage: str, error: BaseException | None
+  config: TrainConfig, stage: str, error: BaseException | None
 ) -> str:
   """The setting that names the part that failed, with its value."""
   if stage == "agent":
@@ -291,31 +290,35 @@ def _check_screen(config: TrainConfig, task: gym_base.Task) -> None:
       return await gym.start(task)
     finally:
       await concurrency.with_deadline(
-          gym.close(), deadlines.close, "closing the gym"
+        gym.close(), deadlines.close, "closing the gym"
       )
 
   try:
     first = concurrency.call(
-        lambda: concurrency.with_deadline(
-            look(),
-            deadlines.reset,
-            f"the first start of gym.name={config.gym.name}",
-        ),
-        seconds=deadlines.reset + deadlines.close + 5.0,
-        what="trying the gym",
+      lambda: concurrency.with_deadline(
+        look(),
+        deadlines.reset,
+        f"the first start of gym.name={config.gym.name}",
+      ),
+      seconds=deadlines.reset + deadlines.close + 5.0,
+      what="trying the gym",
     )
   except Exception as error:  # pylint: disable=broad-except
     # A user's gym may raise anything; no run can be made of it.
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"gym.name={config.gym.name} does not start task {task.task_id}:"
         f" {type(error).__name__}: {error}"
-    ]) from error
+      ]
+    ) from error
   if first.screenshot is None:
     return
   height, width = first.screenshot.shape[:2]
   if (width, height) != (config.gym.width, config.gym.height):
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"gym.width={config.gym.width}, gym.height={config.gym.height}: the"
         f" screen of gym.name={config.gym.name} is {width}x{height}; set"
         f" gym.width={width} gym.height={height}, or the screen's size"
-    ])
+      ]
+    )

@@ -26,8 +26,8 @@ _DEFAULT_HOST = "metadata.google.internal"
 _PRODUCT = pathlib.Path("/sys/class/dmi/id/product_name")
 _PATH = "computeMetadata/v1/instance"
 _STOPPING = {
-    "preempted": "TRUE",
-    "maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE",
+  "preempted": "TRUE",
+  "maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE",
 }
 POLL_S = 5.0
 _ANSWER_S = 3.0
@@ -55,13 +55,13 @@ class PreemptionWatch:
   """A thread; see the module docstring."""
 
   def __init__(
-      self, mode: str, stop: threading.Event, *, poll_s: float = POLL_S
+    self, mode: str, stop: threading.Event, *, poll_s: float = POLL_S
   ):
     """Args:
 
-      mode: Value of `run.preemption`.
-      stop: set at a notice.
-      poll_s: seconds between two looks.
+    mode: Value of `run.preemption`.
+    stop: set at a notice.
+    poll_s: seconds between two looks.
     """
     self._host = metadata_host(mode)
     self._stop = stop
@@ -72,9 +72,9 @@ class PreemptionWatch:
   def start(self) -> None:
     if self._host:
       self._thread = threading.Thread(
-          target=lambda: asyncio.run(self._watch()),
-          name="tunix-preemption",
-          daemon=True,
+        target=lambda: asyncio.run(self._watch()),
+        name="tunix-preemption",
+        daemon=True,
       )
       self._thread.start()
 
@@ -93,17 +93,17 @@ class PreemptionWatch:
           notice, unanswered = "", unanswered + 1
           if unanswered == _GIVE_UP:
             _LOG.warning(
-                "run.preemption: %s; notices of preemption are not seen. Set"
-                " run.preemption=off where there is no metadata server",
-                error,
+              "run.preemption: %s; notices of preemption are not seen. Set"
+              " run.preemption=off where there is no metadata server",
+              error,
             )
             return
         if notice:
           print(
-              f"\nthis machine will be taken away ({notice}): stopping after"
-              " this step and saving",
-              file=sys.stderr,
-              flush=True,
+            f"\nthis machine will be taken away ({notice}): stopping after"
+            " this step and saving",
+            file=sys.stderr,
+            flush=True,
           )
           self._stop.set()
           return
@@ -144,9 +144,9 @@ def asked(stop: threading.Event, announcement: str) -> Iterator[None]:
       signal.signal(signum, signal.SIG_DFL)
       raise KeyboardInterrupt
     print(
-        f"\n{signal.Signals(signum).name}: {announcement}; press Ctrl-C again"
-        " to quit at once",
-        file=sys.stderr,
+      f"\n{signal.Signals(signum).name}: {announcement}; press Ctrl-C again"
+      " to quit at once",
+      file=sys.stderr,
     )
     signals.add(signum)
     stop.set()

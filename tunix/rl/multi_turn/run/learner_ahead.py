@@ -49,13 +49,17 @@ class LearnerAhead:
     # What the learner begins with, even if the model gets other arrays.
     self._weights = _arrays_of(run.policy.model)
     self._made_of: list[Any] = [
-        run.config, run.policy, run.images, run.mesh, run.teacher
-    ]  # pyformat: disable
+      run.config,
+      run.policy,
+      run.images,
+      run.mesh,
+      run.teacher,
+    ]
     self._thread = threading.Thread(
-        target=self._work,
-        args=(self._building,),
-        name="tunix-learner-compile",
-        daemon=True,
+      target=self._work,
+      args=(self._building,),
+      name="tunix-learner-compile",
+      daemon=True,
     )
     self._thread.start()
 
@@ -90,15 +94,15 @@ class LearnerAhead:
       compiled = learner.compile_ahead()
     except Exception:  # pylint: disable=broad-except
       _LOG.warning(
-          "the learner's programs did not compile ahead of the first update,"
-          " which compiles them again",
-          exc_info=True,
+        "the learner's programs did not compile ahead of the first update,"
+        " which compiles them again",
+        exc_info=True,
       )
       return
     if compiled:
       _LOG.info(
-          "the learner's programs compiled ahead of the first update in %.1f s",
-          time.perf_counter() - started,
+        "the learner's programs compiled ahead of the first update in %.1f s",
+        time.perf_counter() - started,
       )
     else:
       _LOG.info("the shape of batches is open: the first update compiles")
@@ -119,7 +123,7 @@ class LearnerAhead:
       learner = self._building.result()
       now = _arrays_of(policy.model)
       same = len(now) == len(self._weights) and all(
-          a is b for a, b in zip(now, self._weights)
+        a is b for a, b in zip(now, self._weights)
       )
     finally:
       self._release()

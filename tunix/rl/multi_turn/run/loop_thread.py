@@ -24,8 +24,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 def try_to_close(name: str, close: Callable[[], object]) -> None:
-  """Closes a part of a run, and logs what it raises: others are yet to close.
-  """
+  """Closes a part of a run, and logs what it raises: others are yet to close."""
   try:
     close()
   except Exception as error:  # pylint: disable=broad-except
@@ -60,7 +59,7 @@ class LoopThread:
     self._on_death: list[Callable[[LoopDiedError], object]] = []
     self._lock = threading.Lock()
     self._thread = threading.Thread(
-        target=self._run, name="tunix-episodes", daemon=True
+      target=self._run, name="tunix-episodes", daemon=True
     )
     self._thread.start()
 
@@ -90,7 +89,7 @@ class LoopThread:
       callback(died)
 
   def submit(
-      self, work: Coroutine[Any, Any, Any]
+    self, work: Coroutine[Any, Any, Any]
   ) -> concurrent.futures.Future[Any]:
     """Begins `work` on the loop; its exits become `ExitRaised`."""
     if not self._thread.is_alive():
@@ -155,7 +154,7 @@ class LoopThread:
 
 
 def close_shared(
-    loop: LoopThread, close: Callable[[], Awaitable[None]] | None
+  loop: LoopThread, close: Callable[[], Awaitable[None]] | None
 ) -> None:
   """Closes the gyms' shared resources on `loop`; see `GymSpec.close_shared`."""
   if close is None:

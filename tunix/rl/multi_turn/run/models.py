@@ -47,6 +47,7 @@ WARM_START = "warm_start"
 """Subdirectory of a run: the policy after cloning."""
 ConfigError = config_lib.ConfigError
 
+
 @dataclasses.dataclass
 class LoadedPolicy:
   """A policy with what belongs to it.
@@ -74,9 +75,9 @@ def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
     mesh = sharding.mesh_of(config.mesh)
     if mesh is None and jax.process_count() > 1:
       raise ValueError(
-          f"mesh={{data: 1, fsdp: 1, …}} is one device, but"
-          f" {jax.process_count()} processes have {jax.device_count()}; set"
-          f" mesh.fsdp={jax.device_count()}, or sizes that multiply to that"
+        f"mesh={{data: 1, fsdp: 1, …}} is one device, but"
+        f" {jax.process_count()} processes have {jax.device_count()}; set"
+        f" mesh.fsdp={jax.device_count()}, or sizes that multiply to that"
       )
     return mesh
   except ValueError as error:
@@ -84,7 +85,7 @@ def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
 
 
 def make_policy(
-    config: TrainConfig, mesh: jax.sharding.Mesh | None, source: str
+  config: TrainConfig, mesh: jax.sharding.Mesh | None, source: str
 ) -> LoadedPolicy:
   """A policy with random weights (`source=""`) or those of a directory.
 
@@ -99,7 +100,7 @@ def make_policy(
   changes = _policy_changes(config)
   name, named = config.policy.name, named_policy(config)
   screen = agent_registry.screenshot_size(
-      config.agent, config.gym.width, config.gym.height
+    config.agent, config.gym.width, config.gym.height
   )
   try:
     if source:
@@ -116,10 +117,12 @@ def make_policy(
     raise ConfigError([_policy_problem(config, source, text)]) from error
   model, processor, tokenizer = loaded
   if config.mesh.sequence > 1 and not isinstance(model, qwen_text.QwenText):
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"mesh.sequence={config.mesh.sequence}: {name} cannot split its rows;"
         " use mesh.fsdp, or a Qwen policy"
-    ])
+      ]
+    )
   _check_screenshots(config, processor, screen)
   add_adapter(config, model)
   run_memory.settle_remat(config, model, processor, mesh)
@@ -128,7 +131,7 @@ def make_policy(
 
 
 def make_renderer(
-    config: TrainConfig, processor: Any, tokenizer: Any
+  config: TrainConfig, processor: Any, tokenizer: Any
 ) -> choice.AnyRenderer:
   """The renderer of a policy, by its chat template.
 
@@ -139,26 +142,28 @@ def make_renderer(
   try:
     if named.tokenizer:
       template = policy_files.chat_template(
-          named.tokenizer, policy.template_options
+        named.tokenizer, policy.template_options
       )
     else:
-      template = custom_policy.chat_template(
-          processor, policy.template_options
-      )
+      template = custom_policy.chat_template(processor, policy.template_options)
     renderer = choice.make_renderer(
-        tokenizer, base.layout_of(processor), template, policy.renderer
+      tokenizer, base.layout_of(processor), template, policy.renderer
     )
   except (OSError, ValueError) as error:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"policy.renderer={policy.renderer}: {error}"
         f" (policy.name={policy.name})"
-    ]) from None
+      ]
+    ) from None
   if policy.template_options and not choice.takes_options(renderer):
     names = ", ".join(policy.template_options)
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"policy.template_options: {policy.name} has no chat template with the"
         f" variables {names}; leave them out"
-    ])
+      ]
+    )
   return renderer
 
 
@@ -173,7 +178,7 @@ def _policy_problem(config: TrainConfig, source: str, problem: str) -> str:
 
 
 def _check_screenshots(
-    config: TrainConfig, processor: Any, screen: tuple[int, int]
+  config: TrainConfig, processor: Any, screen: tuple[int, int]
 ) -> None:
   """Refuses a policy that resizes what the agent has resized for it.
 
@@ -183,22 +188,24 @@ def _check_screenshots(
   parser = tool_parser.get_tool_parser(config.agent.parser, "operator")
   resized = getattr(processor, "image_size", None)
   if (
-      not callable(resized)
-      or config.agent.resize == "none"
-      or getattr(parser, "coordinates", "") != "absolute"
+    not callable(resized)
+    or config.agent.resize == "none"
+    or getattr(parser, "coordinates", "") != "absolute"
   ):
     return
   size = resized(*screen)
   if size != screen:
     width, height = screen
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"agent.parser={config.agent.parser} counts pixels of screenshots of"
         f" {width}x{height}, which policy.name={config.policy.name} sees as"
         f" {size[0]}x{size[1]}; set agent.min_pixels and agent.max_pixels to"
         " the policy's own bounds, choose a grammar of fractions where all"
         " images have one size (Gemma 3), or agent.resize=none for a policy"
         " with patches of its own"
-    ])
+      ]
+    )
 
 
 def add_adapter(config: TrainConfig, model: Any) -> None:
@@ -211,23 +218,27 @@ def add_adapter(config: TrainConfig, model: Any) -> None:
   if not rank:
     return
   if not isinstance(model, qwen_text.QwenText):
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"policy.lora_rank={rank}: policy.name={config.policy.name} takes no"
         " adapter; train all its weights (policy.lora_rank=0), or use a"
         " Qwen policy"
-    ])
+      ]
+    )
   experts = config.policy.lora_experts
   if experts and not model.config.text.num_experts:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"policy.lora_experts=true: policy.name={config.policy.name} has no"
         " experts; set it to false"
-    ])
+      ]
+    )
   lora.add(
-      model,
-      rank=rank,
-      alpha=config.policy.lora_alpha or 2.0 * rank,
-      seed=config.run.seed,
-      experts=experts,
+    model,
+    rank=rank,
+    alpha=config.policy.lora_alpha or 2.0 * rank,
+    seed=config.run.seed,
+    experts=experts,
   )
 
 
@@ -242,7 +253,7 @@ def without_adapter(policy: LoadedPolicy) -> LoadedPolicy:
 
 
 def save_policy(
-    config: TrainConfig, directory: pathlib.Path, model: Any
+  config: TrainConfig, directory: pathlib.Path, model: Any
 ) -> None:
   """Replaces a policy directory in one step.
 
@@ -304,15 +315,15 @@ def named_policy(config: TrainConfig) -> by_name.NamedPolicy:
 def _policy_changes(config: TrainConfig) -> dict[str, Any]:
   policy = config.policy
   if policy.trajectory_pixels and not named_policy(config).takes_image_budget:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"policy.trajectory_pixels={policy.trajectory_pixels}:"
         f" policy.name={policy.name} resizes no screenshot; leave it at 0, or"
         " use a Qwen-VL policy"
-    ])
+      ]
+    )
   # A screenshot comes before the first turn and after each but the last.
-  return policy.changes(
-      config.agent.max_images or config.environment.max_turns
-  )
+  return policy.changes(config.agent.max_images or config.environment.max_turns)
 
 
 def warm_start_source(config: TrainConfig) -> str:
@@ -333,7 +344,7 @@ def starts_random(config: TrainConfig, source: str) -> bool:
 
 
 def check_weights(
-    config: TrainConfig, policy: LoadedPolicy, source: str
+  config: TrainConfig, policy: LoadedPolicy, source: str
 ) -> None:
   """Refuses weights that cannot take the place of `policy`'s; reads none.
 
@@ -344,27 +355,29 @@ def check_weights(
     changes = _policy_changes(config)
     named_policy(config).check(source, policy.model, **changes)
   except (OSError, ValueError, TypeError) as error:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"warm start from {source}: {error}; policy.name and policy.config must"
         " describe the weights, or start from random ones with"
         " warm_start.source=none"
-    ]) from None
+      ]
+    ) from None
 
 
 def make_engine(
-    config: TrainConfig,
-    policy: LoadedPolicy,
-    image_store: images_lib.ImageStore,
-    model: Any = None,
-    version: int = 0,
-    directory: pathlib.Path | None = None,
-    processes: peers_lib.Peers = peers_lib.ALONE,
-    copies: sharding.HostCopies | None = None,
+  config: TrainConfig,
+  policy: LoadedPolicy,
+  image_store: images_lib.ImageStore,
+  model: Any = None,
+  version: int = 0,
+  directory: pathlib.Path | None = None,
+  processes: peers_lib.Peers = peers_lib.ALONE,
+  copies: sharding.HostCopies | None = None,
 ) -> (
-    engine_lib.RolloutEngine
-    | remote_engine.RemoteEngine
-    | remote_hosts.HostsEngine
-    | no_engine.NoEngine
+  engine_lib.RolloutEngine
+  | remote_engine.RemoteEngine
+  | remote_hosts.HostsEngine
+  | no_engine.NoEngine
 ):
   """The rollout engine; not warmed up yet.
 
@@ -383,32 +396,28 @@ def make_engine(
   if config.rollout.via == "hosts":
     types = device_state.types_to_send(policy.model, config.engine.weights)
     return remote_hosts.HostsEngine(
-        config,
-        image_store,
-        directory or config.run_dir,
-        processes,
-        copies,
-        {".".join(path): dtype for path, dtype in types.items()},
+      config,
+      image_store,
+      directory or config.run_dir,
+      processes,
+      copies,
+      {".".join(path): dtype for path, dtype in types.items()},
     )
   model = policy.model if model is None else model
   if config.rollout.via == "external":
     return external_engine.make_engine(
-        config,
-        policy,
-        image_store,
-        named_policy(config).tokenizer,
-        model,
+      config, policy, image_store, named_policy(config).tokenizer, model
     )
   settings = dataclasses.replace(
-      config.engine,
-      lockstep="true" if config.lockstep else "false",
-      entropies=config.engine.entropies
-      or (config.monitor.on and config.monitor.entropies),
+    config.engine,
+    lockstep="true" if config.lockstep else "false",
+    entropies=config.engine.entropies
+    or (config.monitor.on and config.monitor.entropies),
   )
   screens = (
-      agent_registry.screenshot_size(
-          config.agent, config.gym.width, config.gym.height
-      ),
+    agent_registry.screenshot_size(
+      config.agent, config.gym.width, config.gym.height
+    ),
   )
   if config.agent.older_scale < 1:
     older = screenshot.shrunk_size(*screens[0], config.agent.older_scale)
@@ -416,46 +425,46 @@ def make_engine(
   sees_gym = config.sees_screenshots
   try:
     return engine_lib.RolloutEngine(
-        model,
-        policy.processor,
-        image_store,
-        settings,
-        image_sizes=screens if sees_gym else (),
-        banned_token_ids=policy.model.config.banned_token_ids,
-        seed=config.run.seed,
-        version=version,
+      model,
+      policy.processor,
+      image_store,
+      settings,
+      image_sizes=screens if sees_gym else (),
+      banned_token_ids=policy.model.config.banned_token_ids,
+      seed=config.run.seed,
+      version=version,
     )
   except ValueError as error:
     raise ConfigError([f"engine: {error}"]) from None
 
 
 def make_learner(
-    config: TrainConfig,
-    policy: LoadedPolicy,
-    image_store: images_lib.ImageStore,
-    mesh: jax.sharding.Mesh | None,
-    processes: peers_lib.Peers = peers_lib.ALONE,
-    teacher: Any = None,
+  config: TrainConfig,
+  policy: LoadedPolicy,
+  image_store: images_lib.ImageStore,
+  mesh: jax.sharding.Mesh | None,
+  processes: peers_lib.Peers = peers_lib.ALONE,
+  teacher: Any = None,
 ) -> learner_lib.Learner:
   """The learner of GRPO; its KL term is measured to `policy`.
 
   `teacher` is what `make_teacher` gave.
   """
   return _make_learner(
-      config,
-      policy,
-      image_store,
-      mesh,
-      config.learner,
-      config.algorithm,
-      reference=policy.model if config.algorithm.kl_coef else None,
-      processes=processes,
-      teacher=teacher,
+    config,
+    policy,
+    image_store,
+    mesh,
+    config.learner,
+    config.algorithm,
+    reference=policy.model if config.algorithm.kl_coef else None,
+    processes=processes,
+    teacher=teacher,
   )
 
 
 def make_teacher(
-    config: TrainConfig, policy: LoadedPolicy, mesh: jax.sharding.Mesh | None
+  config: TrainConfig, policy: LoadedPolicy, mesh: jax.sharding.Mesh | None
 ) -> Any:
   """The model of algorithm.teacher; None without one.
 
@@ -466,32 +475,34 @@ def make_teacher(
   if not name:
     return None
   screen = agent_registry.screenshot_size(
-      config.agent, config.gym.width, config.gym.height
+    config.agent, config.gym.width, config.gym.height
   )
   try:
     named = by_name.resolve(name)
     if not named.weights:
       raise ValueError("it brings no weights; name a directory, or tiny_vl")
     loaded = named.load(
-        named.weights, mesh, screen, compute_dtype=config.policy.dtype
+      named.weights, mesh, screen, compute_dtype=config.policy.dtype
     )
   except (OSError, ValueError, TypeError) as error:
     raise ConfigError([f"algorithm.teacher={name}: {error}"]) from None
   model, processor, tokenizer = loaded
   for what, other, own in (
-      ("tokenizer", tokenizer.to_str(), policy.tokenizer.to_str()),
-      (
-          "image processor",
-          _patches(processor, screen),
-          _patches(policy.processor, screen),
-      ),
+    ("tokenizer", tokenizer.to_str(), policy.tokenizer.to_str()),
+    (
+      "image processor",
+      _patches(processor, screen),
+      _patches(policy.processor, screen),
+    ),
   ):
     if other != own:
-      raise ConfigError([
+      raise ConfigError(
+        [
           f"algorithm.teacher={name} has another {what} than"
           f" policy.name={config.policy.name}; a teacher must read the policy's"
           " tokens and patches: give one of the same family"
-      ])
+        ]
+      )
   return model
 
 
@@ -503,80 +514,78 @@ def _patches(processor: Any, screen: tuple[int, int]) -> tuple[int, ...]:
 
 
 def make_cloning_learner(
-    config: TrainConfig,
-    policy: LoadedPolicy,
-    image_store: images_lib.ImageStore,
-    mesh: jax.sharding.Mesh | None,
-    processes: peers_lib.Peers = peers_lib.ALONE,
+  config: TrainConfig,
+  policy: LoadedPolicy,
+  image_store: images_lib.ImageStore,
+  mesh: jax.sharding.Mesh | None,
+  processes: peers_lib.Peers = peers_lib.ALONE,
 ) -> learner_lib.Learner:
   """The learner of the warm start's behaviour cloning."""
   warm = config.warm_start
   return _make_learner(
-      config,
-      policy,
-      image_store,
-      mesh,
-      dataclasses.replace(
-          config.learner,
-          steps=warm.steps,
-          minibatches=1,
-          epochs=1,
-          freeze_vision=False,
-          # Fast for a new file, but it would overwrite an existing one.
-          optimizer="adamw" if warm_start_source(config) else "muon",
-          learning_rate=warm.learning_rate,
-          schedule="cosine",
-          warmup_steps=min(20, warm.steps // 2),
-      ),
-      dataclasses.replace(
-          config.algorithm,
-          objective="behaviour_cloning",
-          advantage="grpo",
-          kl_coef=0.0,
-          kl_target=0.0,
-          entropy_coef=0.0,
-          teacher="",
-          distill_coef=0.0,
-          keep_sampling_mask=False,
-      ),
-      processes=processes,
+    config,
+    policy,
+    image_store,
+    mesh,
+    dataclasses.replace(
+      config.learner,
+      steps=warm.steps,
+      minibatches=1,
+      epochs=1,
+      freeze_vision=False,
+      # Fast for a new file, but it would overwrite an existing one.
+      optimizer="adamw" if warm_start_source(config) else "muon",
+      learning_rate=warm.learning_rate,
+      schedule="cosine",
+      warmup_steps=min(20, warm.steps // 2),
+    ),
+    dataclasses.replace(
+      config.algorithm,
+      objective="behaviour_cloning",
+      advantage="grpo",
+      kl_coef=0.0,
+      kl_target=0.0,
+      entropy_coef=0.0,
+      teacher="",
+      distill_coef=0.0,
+      keep_sampling_mask=False,
+    ),
+    processes=processes,
   )
 
 
 def _make_learner(
-    config: TrainConfig,
-    policy: LoadedPolicy,
-    image_store: images_lib.ImageStore,
-    mesh: jax.sharding.Mesh | None,
-    settings: learner_config.LearnerConfig,
-    algorithm: learner_config.AlgorithmConfig,
-    reference: Any = None,
-    processes: peers_lib.Peers = peers_lib.ALONE,
-    teacher: Any = None,
+  config: TrainConfig,
+  policy: LoadedPolicy,
+  image_store: images_lib.ImageStore,
+  mesh: jax.sharding.Mesh | None,
+  settings: learner_config.LearnerConfig,
+  algorithm: learner_config.AlgorithmConfig,
+  reference: Any = None,
+  processes: peers_lib.Peers = peers_lib.ALONE,
+  teacher: Any = None,
 ) -> learner_lib.Learner:
   try:
     return learner_lib.Learner(
-        policy.model,
-        policy.processor,
-        image_store,
-        settings,
-        algorithm,
-        sampling=config.sampling,
-        gamma=config.collect.gamma,
-        seed=config.run.seed,
-        mesh=mesh,
-        reference=reference,
-        processes=processes,
-        teacher=teacher,
+      policy.model,
+      policy.processor,
+      image_store,
+      settings,
+      algorithm,
+      sampling=config.sampling,
+      gamma=config.collect.gamma,
+      seed=config.run.seed,
+      mesh=mesh,
+      reference=reference,
+      processes=processes,
+      teacher=teacher,
     )
   except ValueError as error:
     raise ConfigError([f"learner: {error}"]) from None
 
 
 def make_store(
-    config: TrainConfig,
-    images: images_lib.ImageStore,
-    own: pathlib.Path,
+  config: TrainConfig, images: images_lib.ImageStore, own: pathlib.Path
 ) -> group_store.SqliteGroupStore | None:
   """Opens the queue's durable store; None for `queue.path=""`.
 
@@ -595,23 +604,25 @@ def make_store(
     path = str(own)
   try:
     store = group_store.SqliteGroupStore(
-        pathlib.Path(path).expanduser(), images=images
+      pathlib.Path(path).expanduser(), images=images
     )
     stored = store.known()
   except (OSError, sqlite3.Error) as error:
     advice = "give a file that is new, in a folder that can be written"
     if config.run.resume:
       advice = (
-          "restore it from a copy; or delete it: the groups in it that were"
-          " not trained on are collected again"
+        "restore it from a copy; or delete it: the groups in it that were"
+        " not trained on are collected again"
       )
-    raise ConfigError([
-        f"queue.path={path} cannot be a queue's file: {error}; {advice}"
-    ]) from error
+    raise ConfigError(
+      [f"queue.path={path} cannot be a queue's file: {error}; {advice}"]
+    ) from error
   if stored and not config.run.resume:
     store.close()
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"queue.path={path} holds the {len(stored)} groups of another run;"
         " give a new file, or continue that run with resume="
-    ])
+      ]
+    )
   return store

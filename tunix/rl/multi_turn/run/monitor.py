@@ -44,12 +44,12 @@ class RunMonitor:
   """A run's connection to the monitor; `observer` receives its events."""
 
   def __init__(
-      self,
-      config: config_lib.TrainConfig,
-      images: images_lib.ImageStore,
-      *,
-      resume_step: int | None = None,
-      tokenizer: pathlib.Path | None = None,
+    self,
+    config: config_lib.TrainConfig,
+    images: images_lib.ImageStore,
+    *,
+    resume_step: int | None = None,
+    tokenizer: pathlib.Path | None = None,
   ):
     """Starts the uploader, and the embedded server if it is configured.
 
@@ -73,10 +73,10 @@ class RunMonitor:
       database = _database(config)
       tokenizers = {} if tokenizer is None else {config.policy.name: tokenizer}
       self.server = EmbeddedServer(
-          database,
-          tokenizers,
-          niceness=monitor.server_niceness,
-          start_s=monitor.start_timeout_s,
+        database,
+        tokenizers,
+        niceness=monitor.server_niceness,
+        start_s=monitor.start_timeout_s,
       )
       url, token = self.server.url, ""
       target = f"embedded:{database}"
@@ -84,25 +84,25 @@ class RunMonitor:
     try:
       training, session = _identity(config.run_dir)
       self.observer = event_log.EventLog(
-          event_log.RunSpec(
-              url=url,
-              token=token,
-              target=target,
-              spool_dir=str(_root(config) / "monitor_spool"),
-              name=f"{config.run_dir.name}-{uuid.uuid4().hex[:12]}",
-              training_id=training,
-              session=session,
-              training=_training(config),
-              start_step=resume_step or 0,
-              task_source=_world(config),
-              environment=_box(config),
-              trajectories=str(
-                  config.run_dir.absolute() / "trajectories.jsonl"
-              ) if config.report.episodes else "",
-              max_turns=config.environment.max_turns,
-          ),
-          monitor,
-          images=images if monitor.images else None,
+        event_log.RunSpec(
+          url=url,
+          token=token,
+          target=target,
+          spool_dir=str(_root(config) / "monitor_spool"),
+          name=f"{config.run_dir.name}-{uuid.uuid4().hex[:12]}",
+          training_id=training,
+          session=session,
+          training=_training(config),
+          start_step=resume_step or 0,
+          task_source=_world(config),
+          environment=_box(config),
+          trajectories=str(config.run_dir.absolute() / "trajectories.jsonl")
+          if config.report.episodes
+          else "",
+          max_turns=config.environment.max_turns,
+        ),
+        monitor,
+        images=images if monitor.images else None,
       )
     except Exception as error:
       self._stop_server()
@@ -114,10 +114,10 @@ class RunMonitor:
     self._stop_server()
     if self.server is not None:
       again = shell_hints.command(
-          "monitor", "serve", "--database", _shown(self.server.database)
+        "monitor", "serve", "--database", _shown(self.server.database)
       )
       print(
-          f"training monitor: look at it again with: {again}", file=sys.stderr
+        f"training monitor: look at it again with: {again}", file=sys.stderr
       )
 
   def _stop_server(self) -> None:
@@ -134,12 +134,12 @@ class EmbeddedServer:
   """
 
   def __init__(
-      self,
-      database: pathlib.Path,
-      tokenizers: Mapping[str, pathlib.Path] | None = None,
-      *,
-      niceness: int = 19,
-      start_s: float = 60.0,
+    self,
+    database: pathlib.Path,
+    tokenizers: Mapping[str, pathlib.Path] | None = None,
+    *,
+    niceness: int = 19,
+    start_s: float = 60.0,
   ):
     """Starts it.
 
@@ -156,8 +156,8 @@ class EmbeddedServer:
     database.parent.mkdir(parents=True, exist_ok=True)
     self.database = database
     options = [
-        f"--tokenizer={name}={path.absolute()}"
-        for name, path in (tokenizers or {}).items()
+      f"--tokenizer={name}={path.absolute()}"
+      for name, path in (tokenizers or {}).items()
     ]
     self._log = database.with_suffix(".log")
     with open(self._log, "ab") as log:
@@ -174,7 +174,7 @@ class EmbeddedServer:
           # among sessions first (autogroup), then among their processes.
           process_group=0,
           env={k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE},
-      )  # pyformat: disable
+      )  # fmt: skip
     if hasattr(os, "setpriority"):
       try:  # Training comes first.
         os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
@@ -189,20 +189,22 @@ class EmbeddedServer:
   def _announced(self, start_s: float) -> str:
     lines: list[str] = []
     reading = threading.Thread(
-        target=lambda: lines.append(
-            self._process.stdout.readline().decode("utf-8", "replace")
-        ),
-        daemon=True,
+      target=lambda: lines.append(
+        self._process.stdout.readline().decode("utf-8", "replace")
+      ),
+      daemon=True,
     )
     reading.start()
     reading.join(start_s)
     line = lines[0].strip() if lines else ""
     if "http://" not in line:
       self.close()
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           f"monitor.embedded=true: the server did not start; read {self._log},"
           " or set monitor.embedded=false"
-      ])
+        ]
+      )
     return line[line.index("http://") :]
 
   def close(self) -> None:
@@ -271,19 +273,20 @@ def _identity(run_dir: pathlib.Path) -> tuple[str, int]:
     training, session = uuid.uuid4().hex, 0
   except (OSError, ValueError, KeyError, TypeError) as error:
     _LOG.warning(
-        "%s is damaged (%r): the monitor shows the run from here on as a new"
-        " one; restore the file from a copy before resuming to go on in the"
-        " old one",
-        path, error,
-    )  # pyformat: disable
+      "%s is damaged (%r): the monitor shows the run from here on as a new"
+      " one; restore the file from a copy before resuming to go on in the"
+      " old one",
+      path,
+      error,
+    )
     training, session = uuid.uuid4().hex, 0
   run_dir.mkdir(parents=True, exist_ok=True)
   durable.write_text(
-      path,
-      json.dumps({
-          "training": training, "starts": session + 1, "time": time.time(),
-      }),
-  )  # pyformat: disable
+    path,
+    json.dumps(
+      {"training": training, "starts": session + 1, "time": time.time()}
+    ),
+  )
   return training, session
 
 
@@ -292,8 +295,8 @@ def _tracked(config: config_lib.TrainConfig) -> dict[str, str]:
   if config.tracking.wandb == "off":
     return {}
   return {
-      "wandb_project": config.tracking.project,
-      "wandb_name": config.run.name,
+    "wandb_project": config.tracking.project,
+    "wandb_name": config.run.name,
   }
 
 
@@ -301,23 +304,23 @@ def _training(config: config_lib.TrainConfig) -> dict[str, Any]:
   """Columns of the training's row that the configuration fills."""
   learner, collect = config.learner, config.collect
   return {
-      "log_path": str(config.run_dir.absolute()),
-      "model_name": config.policy.name,
-      # Left out when empty: an older server refuses the field.
-      **({"tags": list(config.monitor.tags)} if config.monitor.tags else {}),
-      **_tracked(config),
-      "lora_rank": config.policy.lora_rank or None,
-      "learning_rate": learner.learning_rate,
-      "batch_size": learner.groups_per_step * collect.group_size,
-      "group_size": collect.group_size,
-      "groups_per_batch": learner.groups_per_step,
-      "max_tokens": config.sampling.max_new_tokens,
-      "temperature": config.sampling.temperature,
-      "kl_penalty_coef": config.algorithm.kl_coef,
-      "num_substeps": learner.minibatches * learner.epochs,
-      "max_turns": config.environment.max_turns,
-      "seed": config.run.seed,
-      "box_type": _box(config),
-      "renderer_name": config.agent.parser,
-      "total_steps": learner.steps,
+    "log_path": str(config.run_dir.absolute()),
+    "model_name": config.policy.name,
+    # Left out when empty: an older server refuses the field.
+    **({"tags": list(config.monitor.tags)} if config.monitor.tags else {}),
+    **_tracked(config),
+    "lora_rank": config.policy.lora_rank or None,
+    "learning_rate": learner.learning_rate,
+    "batch_size": learner.groups_per_step * collect.group_size,
+    "group_size": collect.group_size,
+    "groups_per_batch": learner.groups_per_step,
+    "max_tokens": config.sampling.max_new_tokens,
+    "temperature": config.sampling.temperature,
+    "kl_penalty_coef": config.algorithm.kl_coef,
+    "num_substeps": learner.minibatches * learner.epochs,
+    "max_turns": config.environment.max_turns,
+    "seed": config.run.seed,
+    "box_type": _box(config),
+    "renderer_name": config.agent.parser,
+    "total_steps": learner.steps,
   }

@@ -20,15 +20,15 @@ from tunix.rl.multi_turn.run import monitor as monitor_lib
 
 
 def attach(
-    config: config_lib.TrainConfig,
-    observers: events.Observers,
-    writers: list[Any],
-    images: images_lib.ImageStore,
-    *,
-    directory: pathlib.Path,
-    resume_step: int | None,
-    facts: Callable[[], dict[str, Any]],
-    counts: reporting.RunCounts,
+  config: config_lib.TrainConfig,
+  observers: events.Observers,
+  writers: list[Any],
+  images: images_lib.ImageStore,
+  *,
+  directory: pathlib.Path,
+  resume_step: int | None,
+  facts: Callable[[], dict[str, Any]],
+  counts: reporting.RunCounts,
 ) -> str:
   """Opens the configured observers and adds them.
 
@@ -51,11 +51,11 @@ def attach(
   """
   report = config.report
   trajectories = reporting.TrajectoryWriter(
-      directory,
-      images,
-      report,
-      resume=bool(config.run.resume),
-      trains=bool(config.learner.steps or config.warm_start.steps),
+    directory,
+    images,
+    report,
+    resume=bool(config.run.resume),
+    trains=bool(config.learner.steps or config.warm_start.steps),
   )
   if directory != config.run_dir:
     writers.append(trajectories)
@@ -63,27 +63,25 @@ def attach(
     observers.add(counts)
     return ""
   metrics = reporting.MetricsWriter(
-      directory / "metrics.jsonl", resume_step=resume_step
+    directory / "metrics.jsonl", resume_step=resume_step
   )
   writers += [trajectories, metrics]
   for observer in (
-      metrics,
-      trajectories,
-      reporting.SummaryWriter(
-          directory / "summary.json",
-          report,
-          resume_step=resume_step,
-          last_metrics=metrics.last,
-          counts=counts,
-          extra=facts,
-      ),
-      reporting.ProgressBar(
-          config.learner.steps, report, start=resume_step or 0
-      ),
+    metrics,
+    trajectories,
+    reporting.SummaryWriter(
+      directory / "summary.json",
+      report,
+      resume_step=resume_step,
+      last_metrics=metrics.last,
+      counts=counts,
+      extra=facts,
+    ),
+    reporting.ProgressBar(config.learner.steps, report, start=resume_step or 0),
   ):
     observers.add(observer)
   for tracker in trackers.of_run(
-      config.tracking, directory, resume_step, images
+    config.tracking, directory, resume_step, images
   ):
     writers.append(tracker)
     observers.add(tracker)
@@ -94,10 +92,10 @@ def attach(
     observers.add(trace)
   if config.monitor.on:
     monitor = monitor_lib.RunMonitor(
-        config,
-        images,
-        resume_step=resume_step,
-        tokenizer=models.tokenizer_file(config),
+      config,
+      images,
+      resume_step=resume_step,
+      tokenizer=models.tokenizer_file(config),
     )
     writers.append(monitor)
     observers.add(monitor.observer)

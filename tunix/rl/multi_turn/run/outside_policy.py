@@ -61,13 +61,13 @@ class Outside:
     return self
 
   async def reply(
-      self, messages: Sequence[trajectory.Message], turn: int, call: Any
+    self, messages: Sequence[trajectory.Message], turn: int, call: Any
   ) -> model_calls.Reply:
     """See `model_calls.TextSession`."""
     return await call(self._reply, messages, turn, inline=True)
 
   async def _reply(
-      self, messages: Sequence[trajectory.Message], turn: int
+    self, messages: Sequence[trajectory.Message], turn: int
   ) -> model_calls.Reply:
     del turn
     length = 0
@@ -85,13 +85,13 @@ class Outside:
     content = message.get("content")
     if isinstance(content, list):
       content = [
-          {
-              "type": "image_url",
-              "image_url": {"url": await self._urls.of(part["image"])},
-          }
-          if part.get("type") == "image"
-          else dict(part)
-          for part in content
+        {
+          "type": "image_url",
+          "image_url": {"url": await self._urls.of(part["image"])},
+        }
+        if part.get("type") == "image"
+        else dict(part)
+        for part in content
       ]
     # Agents mark outputs of tools with an id; OpenAI's users have none.
     return {"role": message["role"], "content": content}
@@ -116,7 +116,7 @@ class Episodes:
   def __init__(self, settings: Sequence[str]):
     """Raises:
 
-      ConfigError: naming each setting that is wrong.
+    ConfigError: naming each setting that is wrong.
     """
     config, source = tasks_lib.resolve(config_lib.load_config(list(settings)))
     self._config, self._source = config, source
@@ -132,7 +132,7 @@ class Episodes:
     config = self._config
     training = split == "train"
     families = (
-        config.task_source.families if training else config.evaluated_families
+      config.task_source.families if training else config.evaluated_families
     )
     place, family = divmod(index, len(families))
     if training:
@@ -142,12 +142,12 @@ class Episodes:
   def listed(self, split: str, count: int) -> list[dict[str, Any]]:
     """Describes the first `count` tasks of a split."""
     return [
-        {
-            "task_id": groups.task_id_of(task),
-            "family": str(getattr(task, "family", "")),
-            "instruction": str(getattr(task, "instruction", "") or ""),
-        }
-        for task in (self.task(split, index) for index in range(count))
+      {
+        "task_id": groups.task_id_of(task),
+        "family": str(getattr(task, "family", "")),
+        "instruction": str(getattr(task, "instruction", "") or ""),
+      }
+      for task in (self.task(split, index) for index in range(count))
     ]
 
   async def play(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,16 +175,16 @@ class Episodes:
     name, outside = next(self._names), Outside(self._urls)
     config = self._config
     collector = groups.GroupCollector(
-        self._factory,
-        outside,
-        config.collect,
-        max_turns=config.environment.max_turns,
-        seed=config.run.seed,
-        split=split,
-        final_reward_fn=self._factory.episode_reward,
+      self._factory,
+      outside,
+      config.collect,
+      max_turns=config.environment.max_turns,
+      seed=config.run.seed,
+      split=split,
+      final_reward_fn=self._factory.episode_reward,
     )
     playing = asyncio.ensure_future(
-        collector.collect(self.task(split, index), index=index, group_size=1)
+      collector.collect(self.task(split, index), index=index, group_size=1)
     )
     self._playing[name] = outside, playing
     return {"episode": name, **await self._next(name)}
@@ -227,18 +227,18 @@ def _outcome(episode: trajectory.Trajectory) -> dict[str, Any]:
   status = episode.status
   if not status.is_policy_outcome:
     raise RuntimeError(
-        f"the episode ended with status={status.value}: {episode.error or '?'}"
+      f"the episode ended with status={status.value}: {episode.error or '?'}"
     )
   info = episode.steps[-1].info if episode.steps else {}
   return {
-      "reward": float(episode.reward),
-      "success": status is trajectory.TrajectoryStatus.SUCCEEDED,
-      "status": status.value,
-      "turns": len(episode.steps),
-      "parse_errors": sum(
-          bool(step.info.get("parse_errors")) for step in episode.steps
-      ),
-      "answer": str(info.get("answer", "")),
+    "reward": float(episode.reward),
+    "success": status is trajectory.TrajectoryStatus.SUCCEEDED,
+    "status": status.value,
+    "turns": len(episode.steps),
+    "parse_errors": sum(
+      bool(step.info.get("parse_errors")) for step in episode.steps
+    ),
+    "answer": str(info.get("answer", "")),
   }
 
 

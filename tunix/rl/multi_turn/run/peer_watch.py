@@ -32,21 +32,21 @@ class PeerWatch:
   start."""
 
   def __init__(
-      self,
-      processes: peers_lib.Peers,
-      stop: threading.Event,
-      *,
-      poll_s: float = POLL_S,
-      grace_s: float = GRACE_S,
-      end: Callable[[int], object] = os._exit,
+    self,
+    processes: peers_lib.Peers,
+    stop: threading.Event,
+    *,
+    poll_s: float = POLL_S,
+    grace_s: float = GRACE_S,
+    end: Callable[[int], object] = os._exit,
   ):
     """Args:
 
-      processes: Processes of the run.
-      stop: the run's; announced when it is set, and set when it is announced.
-      poll_s: seconds between two looks.
-      grace_s: see `GRACE_S`.
-      end: ends this process with a status, from any thread.
+    processes: Processes of the run.
+    stop: the run's; announced when it is set, and set when it is announced.
+    poll_s: seconds between two looks.
+    grace_s: see `GRACE_S`.
+    end: ends this process with a status, from any thread.
     """
     self._processes = processes
     self._stop = stop
@@ -59,7 +59,7 @@ class PeerWatch:
   def start(self) -> None:
     if self._processes.count > 1:
       self._thread = threading.Thread(
-          target=self._run, name="tunix-peers", daemon=True
+        target=self._run, name="tunix-peers", daemon=True
       )
       self._thread.start()
 
@@ -80,10 +80,10 @@ class PeerWatch:
       if failed:
         for process, text in failed.items():
           print(
-              f"error: process {process} failed: {text}; this process ends"
-              " with it, resume from the newest checkpoint",
-              file=sys.stderr,
-              flush=True,
+            f"error: process {process} failed: {text}; this process ends"
+            " with it, resume from the newest checkpoint",
+            file=sys.stderr,
+            flush=True,
           )
         threading.Event().wait(self._grace_s)
         self._processes.announce(peers_lib.ENDED)
@@ -95,9 +95,9 @@ class PeerWatch:
       self._processes.announce(peers_lib.STOP)
     elif stops := self._processes.announced(peers_lib.STOP):
       print(
-          f"\nprocess {min(stops)} was asked to stop: stopping after this step"
-          " and saving",
-          file=sys.stderr,
-          flush=True,
+        f"\nprocess {min(stops)} was asked to stop: stopping after this step"
+        " and saving",
+        file=sys.stderr,
+        flush=True,
       )
       self._stop.set()

@@ -49,12 +49,12 @@ def before_building(config: TrainConfig) -> None:
     ConfigError: listing what is wrong.
   """
   problems = [
-      *_directories(config),
-      *_own_agent(config),
-      *_services(config),
-      *_learner(config),
-      *_weights(config),
-      *_beside(config),
+    *_directories(config),
+    *_own_agent(config),
+    *_services(config),
+    *_learner(config),
+    *_weights(config),
+    *_beside(config),
   ]
   if problems:
     raise ConfigError(problems)
@@ -85,10 +85,10 @@ def place_of_evaluation(config: TrainConfig) -> None:
 
 
 def with_policy(
-    config: TrainConfig,
-    policy: models.LoadedPolicy,
-    agent: Any,
-    mesh: jax.sharding.Mesh | None,
+  config: TrainConfig,
+  policy: models.LoadedPolicy,
+  agent: Any,
+  mesh: jax.sharding.Mesh | None,
 ) -> run_memory.Memory:
   """Checks that a first turn fits the context, and that the run fits memory.
 
@@ -112,7 +112,7 @@ def with_policy(
   # First without the seconds that compiling takes.
   for exact in (False, True) if config.run.dry_run else (False,):
     memory = run_memory.of_run(
-        config, policy.model, policy.processor, mesh, exact=exact
+      config, policy.model, policy.processor, mesh, exact=exact
     )
     if problems := memory.problems(config):
       raise ConfigError(problems)
@@ -124,8 +124,8 @@ def taken(config: TrainConfig) -> str:
   if not (config.run_dir / "metrics.jsonl").exists():
     return ""
   return (
-      f"run.name={config.run.name}: {config.run_dir} holds a run already;"
-      f" choose another name, or continue it with resume={config.run_dir}"
+    f"run.name={config.run.name}: {config.run_dir} holds a run already;"
+    f" choose another name, or continue it with resume={config.run_dir}"
   )
 
 
@@ -147,13 +147,13 @@ def _directories(config: TrainConfig) -> Iterator[str]:
     file = ""  # In the run's directory.
   if file and pathlib.Path(file).expanduser().is_dir():
     yield (
-        f"queue.path={file} cannot be a queue's file: it is a directory; give a"
-        " file that is new, in a folder that can be written"
+      f"queue.path={file} cannot be a queue's file: it is a directory; give a"
+      " file that is new, in a folder that can be written"
     )
   for key, folder in (
-      ("queue.path", os.path.dirname(file) if file else ""),
-      ("external.weights_dir", config.external.weights_dir),
-      ("monitor.database", os.path.dirname(config.monitor.database)),
+    ("queue.path", os.path.dirname(file) if file else ""),
+    ("external.weights_dir", config.external.weights_dir),
+    ("monitor.database", os.path.dirname(config.monitor.database)),
   ):
     if folder and (why := _unwritable(pathlib.Path(folder).expanduser())):
       yield f"{key}={loader.value_of(config, key)}: {why}; choose another place"
@@ -226,8 +226,8 @@ def _learner(config: TrainConfig) -> Iterator[str]:
 def _beside(config: TrainConfig) -> Iterator[str]:
   if config.eval.beside and jax.process_count() > 1:
     yield (
-        "eval.beside=true: a run of several processes evaluates while"
-        " collecting waits; leave it out"
+      "eval.beside=true: a run of several processes evaluates while"
+      " collecting waits; leave it out"
     )
 
 
@@ -241,10 +241,10 @@ def bytes_of_weights(config: TrainConfig) -> int | None:
     return None
   try:
     return checkpoint.parameter_bytes(
-        by_name.BUILT_IN.get(name, name),
-        **config.policy.changes(
-            config.agent.max_images or config.environment.max_turns
-        ),
+      by_name.BUILT_IN.get(name, name),
+      **config.policy.changes(
+        config.agent.max_images or config.environment.max_turns
+      ),
     )
   except (OSError, ValueError, TypeError):
     return None  # Making the policy reports it, by its setting.
@@ -257,7 +257,7 @@ def _weights(config: TrainConfig) -> Iterator[str]:
 
 
 def _context(
-    config: TrainConfig, policy: models.LoadedPolicy, agent: Any
+  config: TrainConfig, policy: models.LoadedPolicy, agent: Any
 ) -> Iterator[str]:
   """A context that the first turn of every episode would exceed.
 
@@ -266,8 +266,8 @@ def _context(
   settings of the run's own agent.
   """
   if config.rollout.agent and not (
-      config.rollout.agent == episodes.RUN_SERVICE
-      and config.run_service.backend == "run_service"
+    config.rollout.agent == episodes.RUN_SERVICE
+    and config.run_service.backend == "run_service"
   ):
     return
   messages = getattr(agent, "chat_completions", None) or []
@@ -283,16 +283,16 @@ def _context(
   context = config.engine.context_length
   if prompt + screen >= context:
     yield (
-        f"engine.context_length={context} ends before the first turn: the"
-        f" system prompt (agent.system_prompt={config.agent.system_prompt})"
-        f" has {prompt} tokens and a screenshot {screen}; raise it above"
-        f" {prompt + screen + config.sampling.max_new_tokens}"
-        + (", or lower gym.width and gym.height" if screen else "")
+      f"engine.context_length={context} ends before the first turn: the"
+      f" system prompt (agent.system_prompt={config.agent.system_prompt})"
+      f" has {prompt} tokens and a screenshot {screen}; raise it above"
+      f" {prompt + screen + config.sampling.max_new_tokens}"
+      + (", or lower gym.width and gym.height" if screen else "")
     )
 
 
 def _prompts_of_file(
-    config: TrainConfig, policy: models.LoadedPolicy
+  config: TrainConfig, policy: models.LoadedPolicy
 ) -> Iterator[str]:
   """A file of a buffer's tasks whose first prompts all exceed the context.
 
@@ -317,9 +317,8 @@ def _prompts_of_file(
   context = config.engine.context_length
   if line_of and shortest >= context:
     yield (
-        f"{key}={path}: the shortest prompt of its first {_ROWS} lines (line"
-        f" {line_of}) has {shortest} tokens, and engine.context_length="
-        f"{context}; raise engine.context_length and learner.row_length above"
-        f" {shortest + config.sampling.max_new_tokens}, or shorten the prompts"
+      f"{key}={path}: the shortest prompt of its first {_ROWS} lines (line"
+      f" {line_of}) has {shortest} tokens, and engine.context_length="
+      f"{context}; raise engine.context_length and learner.row_length above"
+      f" {shortest + config.sampling.max_new_tokens}, or shorten the prompts"
     )
-

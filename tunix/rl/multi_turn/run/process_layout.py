@@ -54,7 +54,7 @@ class Layout:
 
   def files(self, directory: pathlib.Path) -> list[pathlib.Path]:
     return [
-        directory_of(directory, i) / self.queue for i in range(self.processes)
+      directory_of(directory, i) / self.queue for i in range(self.processes)
     ]
 
 
@@ -77,9 +77,9 @@ def read(directory: pathlib.Path) -> Layout:
     numbers = [int(p.name) for p in folders if p.name.isdigit()]
     return Layout(1 + max(numbers, default=0))
   except (OSError, ValueError, TypeError) as error:
-    raise config_lib.ConfigError([
-        f"{file} cannot be read: {error}; restore it from a copy"
-    ]) from None
+    raise config_lib.ConfigError(
+      [f"{file} cannot be read: {error}; restore it from a copy"]
+    ) from None
 
 
 def adopt(directory: pathlib.Path, count: int) -> Layout:
@@ -101,11 +101,13 @@ def adopt(directory: pathlib.Path, count: int) -> Layout:
       if any(file.exists() for file in old.files(directory)):
         group_store.redeal(old.files(directory), targets)
     except sqlite3.Error as error:
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           f"the queues of {old.processes} processes in {directory} cannot be"
           f" dealt to {count}: {error}; resume with {old.processes}, or restore"
           " them from a copy"
-      ]) from None
+        ]
+      ) from None
     for file in targets:
       if file.exists():
         durable.sync(file)
@@ -122,7 +124,7 @@ def adopt(directory: pathlib.Path, count: int) -> Layout:
 
 
 def check(
-    directory: pathlib.Path, count: int, config: config_lib.TrainConfig
+  directory: pathlib.Path, count: int, config: config_lib.TrainConfig
 ) -> None:
   """Refuses queues that cannot be dealt to `count` processes.
 
@@ -135,16 +137,18 @@ def check(
   if old.processes == count or not (why := _undealable(config)):
     return
   if any(file.exists() for file in old.files(directory)):
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"{directory} has the queues of {old.processes} processes and this run"
         f" has {count}: {why}; resume with {old.processes}"
-    ])
+      ]
+    )
 
 
 def own_extras(
-    extras: Mapping[str, Any],
-    processes: peers_lib.Peers,
-    config: config_lib.TrainConfig,
+  extras: Mapping[str, Any],
+  processes: peers_lib.Peers,
+  config: config_lib.TrainConfig,
 ) -> dict[str, Any]:
   """The part of a checkpoint's extras that belongs to this process.
 
@@ -160,35 +164,37 @@ def own_extras(
   if len(parts) == processes.count:
     return {**extras, **parts[processes.index]}
   if why := _undealable(config):
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"the checkpoint is of {len(parts)} processes and this run has"
         f" {processes.count}: {why}; resume with {len(parts)}"
-    ])
+      ]
+    )
   return {**extras, **_deal(parts, processes.index, processes.count)}
 
 
 def _undealable(config: config_lib.TrainConfig) -> str:
   if config.task_source.order == "curriculum":
     return (
-        "task_source.order=curriculum draws each process's tasks by what that"
-        " process has seen"
+      "task_source.order=curriculum draws each process's tasks by what that"
+      " process has seen"
     )
   if config.collect.parts > 1:
     return (
-        f"collect.part_size={config.collect.part_size} queues each part of a"
-        " group under a number of its own, and its parts would be dealt to"
-        " different processes"
+      f"collect.part_size={config.collect.part_size} queues each part of a"
+      " group under a number of its own, and its parts would be dealt to"
+      " different processes"
     )
   if not config.queue.path and not config.lockstep:
     return (
-        'with queue.path="" nothing records which groups were trained on out'
-        " of their order"
+      'with queue.path="" nothing records which groups were trained on out'
+      " of their order"
     )
   return ""
 
 
 def _deal(
-    parts: Sequence[Mapping[str, Any]], index: int, count: int
+  parts: Sequence[Mapping[str, Any]], index: int, count: int
 ) -> dict[str, Any]:
   """The extras of process `index` of `count`, from those of each before."""
   of = len(parts)
@@ -204,26 +210,24 @@ def _deal(
         unfinished.append({**item, "index": number // count})
   begun = max(0, -((index - frontier) // count))
   consumed = [
-      number // count
-      for i, part in enumerate(parts)
-      for number in (k * of + i for k in part.get(loop_lib.CONSUMED, ()))
-      if number % count == index
+    number // count
+    for i, part in enumerate(parts)
+    for number in (k * of + i for k in part.get(loop_lib.CONSUMED, ()))
+    if number % count == index
   ]
   return {
-      _COLLECT: {
-          "sampler": _sampler(states[0]["sampler"], of, begun, index, count),
-          _NEXT: begun,
-          "unfinished": sorted(unfinished, key=lambda item: item["index"]),
-      },
-      _COUNTS: _counts(
-          [part.get(_COUNTS) or {} for part in parts], index, count
-      ),
-      loop_lib.CONSUMED: sorted(consumed),
+    _COLLECT: {
+      "sampler": _sampler(states[0]["sampler"], of, begun, index, count),
+      _NEXT: begun,
+      "unfinished": sorted(unfinished, key=lambda item: item["index"]),
+    },
+    _COUNTS: _counts([part.get(_COUNTS) or {} for part in parts], index, count),
+    loop_lib.CONSUMED: sorted(consumed),
   }
 
 
 def _sampler(
-    state: Mapping[str, Any], of: int, begun: int, index: int, count: int
+  state: Mapping[str, Any], of: int, begun: int, index: int, count: int
 ) -> dict[str, Any]:
   """A sampler's state after `begun` draws by process `index` of `count`.
 
@@ -237,7 +241,7 @@ def _sampler(
 
 
 def _counts(
-    parts: Sequence[Mapping[str, Any]], index: int, count: int
+  parts: Sequence[Mapping[str, Any]], index: int, count: int
 ) -> dict[str, Any]:
   """Counts of training: those of a group lie with the process that has it."""
   accepted = {}
@@ -252,6 +256,6 @@ def _counts(
     for kind, counts in (part.get("settled") or {}).items():
       settled.setdefault(kind, collections.Counter()).update(counts)
   return {
-      "settled": {kind: dict(counts) for kind, counts in settled.items()},
-      "accepted": accepted,
+    "settled": {kind: dict(counts) for kind, counts in settled.items()},
+    "accepted": accepted,
   }

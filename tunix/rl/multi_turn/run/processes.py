@@ -31,8 +31,10 @@ _NOTED_S = 5.0
 _OWN = ("host", "port", "public_url")
 """Of `rollout`: of a server that each process has on its own machine."""
 _ADDRESS, _COUNT, _INDEX = (
-    "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-)  # pyformat: disable
+  "JAX_COORDINATOR_ADDRESS",
+  "JAX_NUM_PROCESSES",
+  "JAX_PROCESS_ID",
+)
 
 
 def join(config: ProcessesConfig) -> peers_lib.Peers:
@@ -45,10 +47,12 @@ def join(config: ProcessesConfig) -> peers_lib.Peers:
   if not address:
     for name in ("count", "index"):
       if (value := getattr(config, name)) > 0:
-        raise config_lib.ConfigError([
+        raise config_lib.ConfigError(
+          [
             f"processes.{name}={value} needs processes.coordinator=host:port"
             " of process 0, or auto"
-        ])
+          ]
+        )
     return peers_lib.ALONE
   auto = address == "auto"
   late = threading.Timer(config.join_s, _give_up, (address, config.join_s))
@@ -56,45 +60,47 @@ def join(config: ProcessesConfig) -> peers_lib.Peers:
   late.start()
   try:
     jax.distributed.initialize(
-        coordinator_address=None if auto else address,
-        num_processes=config.count or _number(_COUNT),
-        process_id=_number(_INDEX) if config.index < 0 else config.index,
-        cluster_detection_method=None if auto else "deactivate",
-        initialization_timeout=int(config.join_s) + _AFTER_S,
-        heartbeat_timeout_seconds=int(config.heartbeat_s),
+      coordinator_address=None if auto else address,
+      num_processes=config.count or _number(_COUNT),
+      process_id=_number(_INDEX) if config.index < 0 else config.index,
+      cluster_detection_method=None if auto else "deactivate",
+      initialization_timeout=int(config.join_s) + _AFTER_S,
+      heartbeat_timeout_seconds=int(config.heartbeat_s),
     )
   except (ValueError, TypeError, RuntimeError) as error:
     text = " ".join(str(error).split())
     if auto:
       text += " JAX found no TPU pod, SLURM, MPI or JobSet; give host:port"
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"processes.coordinator={address}: {text[:300]}; start every process"
         " with the same processes.coordinator and processes.count, and its own"
         " processes.index from 0 on"
-    ]) from None
+      ]
+    ) from None
   finally:
     late.cancel()
   # The only door to the service beside the devices' collectives.
   client = distributed.global_state.client
   return peers_lib.StorePeers(
-      client, jax.process_index(), jax.process_count(), config.step_s
+    client, jax.process_index(), jax.process_count(), config.step_s
   )
 
 
 def _give_up(address: str, seconds: float) -> None:
   """Ends the process with a line, where JAX would abort it with a stack."""
   print(
-      f"error: processes.coordinator={address}: not all processes came within"
-      f" processes.join_s={seconds:g} s; start process 0 at that address and"
-      " the others with the same processes.count",
-      file=sys.stderr,
-      flush=True,
+    f"error: processes.coordinator={address}: not all processes came within"
+    f" processes.join_s={seconds:g} s; start process 0 at that address and"
+    " the others with the same processes.count",
+    file=sys.stderr,
+    flush=True,
   )
   os._exit(2)
 
 
 def agreed(
-    processes: peers_lib.Peers, config: config_lib.TrainConfig
+  processes: peers_lib.Peers, config: config_lib.TrainConfig
 ) -> config_lib.TrainConfig:
   """The configuration with the name that process 0 gives the run."""
   name = processes.of_first("name", config.run.name)
@@ -102,9 +108,7 @@ def agreed(
   return dataclasses.replace(config, run=run)
 
 
-def check(
-    processes: peers_lib.Peers, config: config_lib.TrainConfig
-) -> None:
+def check(processes: peers_lib.Peers, config: config_lib.TrainConfig) -> None:
   """Refuses processes that are configured differently.
 
   Raises:
@@ -113,20 +117,26 @@ def check(
   if processes.count == 1:
     return
   if config.rollout.via == "external":
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"rollout.via=external with {processes.count} processes: each would"
         " load its weights into the same server; use in_process"
-    ])
+      ]
+    )
   if not config.collects:
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"rollout.via={config.rollout.via} with {processes.count} processes:"
         " each would train on the same episodes; use one process"
-    ])
+      ]
+    )
   if config.queue.path not in ("", admission.AUTO):
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"queue.path={config.queue.path} with {processes.count} processes: each"
         " needs a file of its own; leave it at auto"
-    ])
+      ]
+    )
   own = dataclasses.replace(config, processes=ProcessesConfig()).to_dict()
   for key in _OWN:
     own["rollout"].pop(key)
@@ -135,8 +145,8 @@ def check(
   for process, other in enumerate(digests):
     if different := _different(digests[0], other):
       problems.append(
-          f"process {process} has {', '.join(different[:5])}; start all with"
-          " the same configuration"
+        f"process {process} has {', '.join(different[:5])}; start all with"
+        " the same configuration"
       )
   if problems:
     raise config_lib.ConfigError(problems)
@@ -145,11 +155,11 @@ def check(
 def _different(one: Any, other: Any, key: str = "") -> list[str]:
   if isinstance(one, dict) and isinstance(other, dict):
     return [
-        name
-        for part in {**one, **other}
-        for name in _different(
-            one.get(part), other.get(part), f"{key}.{part}".lstrip(".")
-        )
+      name
+      for part in {**one, **other}
+      for name in _different(
+        one.get(part), other.get(part), f"{key}.{part}".lstrip(".")
+      )
     ]
   return [] if one == other else [f"{key}={other} (process 0: {one})"]
 

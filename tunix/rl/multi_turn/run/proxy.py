@@ -38,15 +38,15 @@ class RunProxy:
   """
 
   def __init__(
-      self,
-      config: config_lib.TrainConfig,
-      policy: models.LoadedPolicy,
-      engine: engine_lib.RolloutEngine,
-      image_store: images_lib.ImageStore,
-      *,
-      token: str = "",
-      extra_apps: Mapping[str, Any] | None = None,
-      sessions: int = 0,
+    self,
+    config: config_lib.TrainConfig,
+    policy: models.LoadedPolicy,
+    engine: engine_lib.RolloutEngine,
+    image_store: images_lib.ImageStore,
+    *,
+    token: str = "",
+    extra_apps: Mapping[str, Any] | None = None,
+    sessions: int = 0,
   ):
     """Listens, but does not answer before `start`.
 
@@ -68,7 +68,7 @@ class RunProxy:
         raise config_lib.ConfigError([f"rollout.agent: {error}"]) from None
     token = token or secrets.token_urlsafe(32)
     if config.rollout.via == "buffer" and http_server.is_loopback(
-        config.rollout.host
+      config.rollout.host
     ):
       token = ""  # The protocol's generators send none.
     # Evaluations run beside training.
@@ -79,57 +79,61 @@ class RunProxy:
     make_app = packages.part("services", "policy_server", via)
     try:
       self.app = make_app.load()(
-          config.policy.name,
-          engine,
-          (policy.model, policy.processor, policy.tokenizer),
-          image_store,
-          parser=config.agent.parser,
-          max_new_tokens=config.sampling.max_new_tokens,
-          max_images=max(64, config.environment.max_turns + 1),
-          max_sessions=most,
-          max_concurrent=most,
-          session_timeout_s=config.collect.deadlines.episode + 60.0,
-          token=token,
-          renderer=policy.renderer,
-          sampling=sampling_rule.SamplingRule(
-              **sampling_rule.fields_of(config.sampling),
-              other=config.rollout.other_sampling,
-          ),
+        config.policy.name,
+        engine,
+        (policy.model, policy.processor, policy.tokenizer),
+        image_store,
+        parser=config.agent.parser,
+        max_new_tokens=config.sampling.max_new_tokens,
+        max_images=max(64, config.environment.max_turns + 1),
+        max_sessions=most,
+        max_concurrent=most,
+        session_timeout_s=config.collect.deadlines.episode + 60.0,
+        token=token,
+        renderer=policy.renderer,
+        sampling=sampling_rule.SamplingRule(
+          **sampling_rule.fields_of(config.sampling),
+          other=config.rollout.other_sampling,
+        ),
       )
       self._server = http_server.LoopbackServer(
-          _with(self.app.asgi, extra_apps or {}),
-          host=config.rollout.host,
-          port=config.rollout.port,
+        _with(self.app.asgi, extra_apps or {}),
+        host=config.rollout.host,
+        port=config.rollout.port,
       )
       self.url = self._server.url
       public = config.rollout.public_url or self.url
       self.address = f"{public.rstrip('/')}/v1", token
       self.connection = self._connect(config, policy, image_store, token, play)
     except ImportError as error:
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           f"{via}: {error}; pip install 'tunix-multi-turn[serve,client]', or"
           " set rollout.via=in_process"
-      ]) from None
+        ]
+      ) from None
     except ValueError as error:
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           f"rollout.host={config.rollout.host}, rollout.port="
           f"{config.rollout.port}: {error}"
-      ]) from None
+        ]
+      ) from None
 
   def _connect(
-      self,
-      config: config_lib.TrainConfig,
-      policy: models.LoadedPolicy,
-      image_store: images_lib.ImageStore,
-      token: str,
-      play: Any,
+    self,
+    config: config_lib.TrainConfig,
+    policy: models.LoadedPolicy,
+    image_store: images_lib.ImageStore,
+    token: str,
+    play: Any,
   ) -> proxy.ProxyConnection:
     """The episodes' connection to this server."""
     common: dict[str, Any] = dict(
-        # Clients refuse an empty one.
-        token=token or "none",
-        timeout_s=config.collect.deadlines.model,
-        other_sampling=config.rollout.other_sampling,
+      # Clients refuse an empty one.
+      token=token or "none",
+      timeout_s=config.collect.deadlines.model,
+      other_sampling=config.rollout.other_sampling,
     )
     url = self._server.url
     for wildcard, loopback in (("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]")):
@@ -140,21 +144,21 @@ class RunProxy:
     agent = config.agent
     deadlines = config.collect.deadlines
     return episodes.run_service().RunConnection(
-        *arguments,
-        service=config.run_service,
-        public_url=config.rollout.public_url or self._server.url,
-        episode_s=deadlines.episode,
-        turn_s=deadlines.turn,
-        max_turns=config.environment.max_turns,
-        agent_config={
-            "parser": agent.parser,
-            "systemPrompt": episodes.system_prompt(agent.system_prompt),
-            "maxImages": agent.max_images or None,
-            "imageStride": agent.image_stride,
-            "onParseError": agent.on_parse_error,
-        },
-        renderer=policy.renderer,
-        **common,
+      *arguments,
+      service=config.run_service,
+      public_url=config.rollout.public_url or self._server.url,
+      episode_s=deadlines.episode,
+      turn_s=deadlines.turn,
+      max_turns=config.environment.max_turns,
+      agent_config={
+        "parser": agent.parser,
+        "systemPrompt": episodes.system_prompt(agent.system_prompt),
+        "maxImages": agent.max_images or None,
+        "imageStride": agent.image_stride,
+        "onParseError": agent.on_parse_error,
+      },
+      renderer=policy.renderer,
+      **common,
     )
 
   def start(self) -> None:
@@ -183,7 +187,7 @@ def _with(main: Any, extra_apps: Mapping[str, Any]) -> Any:
     if scope["type"] == "http":
       for prefix, application in extra_apps.items():
         if scope["path"].startswith(f"{prefix}/"):
-          inner = {**scope, "path": scope["path"][len(prefix):]}
+          inner = {**scope, "path": scope["path"][len(prefix) :]}
           await application(inner, receive, send)
           return
     await main(scope, receive, send)

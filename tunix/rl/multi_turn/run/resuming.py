@@ -30,61 +30,61 @@ from tunix.rl.multi_turn.run import best_checkpoint
 TrainConfig = config_lib.TrainConfig
 
 _TASKS = (
-    "gym.width",
-    "gym.height",
-    "gym.options",
-    "environment.name",
-    "environment.max_turns",
-    "environment.options",
-    "environment.reward",
-    "agent.name",
-    "agent.options",
-    "agent.image_stride",
-    "agent.parser",
-    "agent.system_prompt",
-    "agent.max_images",
-    "agent.summary",
-    "agent.show_tools",
-    "agent.resize",
-    "agent.min_pixels",
-    "agent.max_pixels",
+  "gym.width",
+  "gym.height",
+  "gym.options",
+  "environment.name",
+  "environment.max_turns",
+  "environment.options",
+  "environment.reward",
+  "agent.name",
+  "agent.options",
+  "agent.image_stride",
+  "agent.parser",
+  "agent.system_prompt",
+  "agent.max_images",
+  "agent.summary",
+  "agent.show_tools",
+  "agent.resize",
+  "agent.min_pixels",
+  "agent.max_pixels",
 )
 _SOURCE = tuple(
-    f"task_source.{field.name}"
-    for field in settings.fields(source.TaskSourceConfig)
+  f"task_source.{field.name}"
+  for field in settings.fields(source.TaskSourceConfig)
 )
 _EVALUATION = (
-    "eval.seed",
-    "eval.episodes_per_task",
-    "eval.attempts",
-    "eval.split",
-    "eval.modes",
+  "eval.seed",
+  "eval.episodes_per_task",
+  "eval.attempts",
+  "eval.split",
+  "eval.modes",
 )
 _FIXED = (
-    "run.seed",
-    "gym.name",
-    "policy.name",
-    "policy.config",
-    "policy.trajectory_pixels",
-    "policy.lora_rank",
-    "policy.lora_alpha",
-    "policy.lora_experts",
-    "warm_start.source",
-    "warm_start.path",
-    "warm_start.steps",
-    "warm_start.recordings",
-    "engine.weights",
-    # Its presets lie below the values that the run recorded.
-    "algorithm.name",
-    "queue.path",
-    # Checkpoints hold positions in the order of recorded groups.
-    "offline.shuffle",
-    "offline.split",
-    # Indices of the queue are those of parts.
-    "collect.part_size",
-    *_TASKS,
-    *_SOURCE,
-    *_EVALUATION,
+  "run.seed",
+  "gym.name",
+  "policy.name",
+  "policy.config",
+  "policy.trajectory_pixels",
+  "policy.lora_rank",
+  "policy.lora_alpha",
+  "policy.lora_experts",
+  "warm_start.source",
+  "warm_start.path",
+  "warm_start.steps",
+  "warm_start.recordings",
+  "engine.weights",
+  # Its presets lie below the values that the run recorded.
+  "algorithm.name",
+  "queue.path",
+  # Checkpoints hold positions in the order of recorded groups.
+  "offline.shuffle",
+  "offline.split",
+  # Indices of the queue are those of parts.
+  "collect.part_size",
+  *_TASKS,
+  *_SOURCE,
+  *_EVALUATION,
 )
 """Settings that determine a run's weights, tasks and random numbers, and those
 that its evaluations must share to be comparable."""
@@ -117,7 +117,7 @@ def recorded(config: TrainConfig) -> TrainConfig:
   processes = type(config.processes)()
   checkpoint = dataclasses.replace(config.checkpoint, resume_from="newest")
   return dataclasses.replace(
-      config, run=repeat, processes=processes, checkpoint=checkpoint
+    config, run=repeat, processes=processes, checkpoint=checkpoint
   )
 
 
@@ -129,9 +129,9 @@ def check_directory(config: TrainConfig) -> None:
   """
   directory = config.run_dir
   if not directory.is_dir():
-    raise config_lib.ConfigError([
-        f"run.resume={config.run.resume} is not a directory; give runs/<name>"
-    ])
+    raise config_lib.ConfigError(
+      [f"run.resume={config.run.resume} is not a directory; give runs/<name>"]
+    )
 
 
 def check_file(config: TrainConfig) -> None:
@@ -165,15 +165,15 @@ def check(config: TrainConfig) -> list[str]:
   problems, notes = [], []
   if wrong := summary_writer.problem(directory / SUMMARY):
     problems.append(
-        f"{directory / SUMMARY} is damaged: {wrong}; restore it from a copy, or"
-        " delete it: the run then resumes without the evaluations in it"
+      f"{directory / SUMMARY} is damaged: {wrong}; restore it from a copy, or"
+      " delete it: the run then resumes without the evaluations in it"
     )
   if before is None and written is not None and not sealed:
     problems.append(
-        f"{directory / CONFIG} is not as the run wrote it (its last line is no"
-        " digest of the others), and the run has no checkpoint to compare it"
-        " with; give the run's settings as a file:"
-        f" train <file>.yaml resume={directory}, without {CONFIG} there"
+      f"{directory / CONFIG} is not as the run wrote it (its last line is no"
+      " digest of the others), and the run has no checkpoint to compare it"
+      " with; give the run's settings as a file:"
+      f" train <file>.yaml resume={directory}, without {CONFIG} there"
     )
   if before is None:
     before = written
@@ -190,8 +190,8 @@ def check(config: TrainConfig) -> list[str]:
       same = same or bool(old) == bool(new)
     if not same:
       problems.append(
-          f"{key}={new}: {config.run.resume} was begun with {old}, which"
-          " cannot change; leave it out, or begin a new run"
+        f"{key}={new}: {config.run.resume} was begun with {old}, which"
+        " cannot change; leave it out, or begin a new run"
       )
   steps = config.learner.steps
   updates = step
@@ -200,9 +200,9 @@ def check(config: TrainConfig) -> list[str]:
   was_lowered = steps != value_of(before, "learner.steps")
   if updates and 0 < steps < updates and was_lowered:
     problems.append(
-        f"learner.steps={steps}: {config.run.resume} has made {updates} updates"
-        " where it goes on, and learner.steps counts them too; for"
-        f" {steps} more give learner.steps={updates + steps}"
+      f"learner.steps={steps}: {config.run.resume} has made {updates} updates"
+      " where it goes on, and learner.steps counts them too; for"
+      f" {steps} more give learner.steps={updates + steps}"
     )
   fixed = {problem.partition("=")[0] for problem in problems}
   for key in loader.leaves(TrainConfig):
@@ -213,9 +213,9 @@ def check(config: TrainConfig) -> list[str]:
     # A file that does not have it leaves its default.
     if not sealed and there in (new, MISSING):
       problems.append(
-          f"{key}={new} in {directory / CONFIG}, which is not as the run wrote"
-          f" it; checkpoint {step} has {old}: write that back, or give"
-          f" {key}={old}"
+        f"{key}={new} in {directory / CONFIG}, which is not as the run wrote"
+        f" it; checkpoint {step} has {old}: write that back, or give"
+        f" {key}={old}"
       )
     else:
       notes.append(f"{key}={new}, {old} before")
@@ -224,9 +224,7 @@ def check(config: TrainConfig) -> list[str]:
   return notes
 
 
-def _written(
-    directory: pathlib.Path,
-) -> tuple[dict[str, Any] | None, bool]:
+def _written(directory: pathlib.Path) -> tuple[dict[str, Any] | None, bool]:
   """(the settings in config.yaml or None, whether its seal holds)."""
   file = directory / CONFIG
   try:
@@ -234,14 +232,14 @@ def _written(
   except FileNotFoundError:
     return None, False
   except (OSError, UnicodeDecodeError) as error:
-    raise config_lib.ConfigError([
-        f"{file} cannot be read: {error}; restore it from a copy"
-    ]) from None
+    raise config_lib.ConfigError(
+      [f"{file} cannot be read: {error}; restore it from a copy"]
+    ) from None
   return config_lib.parse_yaml(text, str(file)), config_lib.is_sealed(text)
 
 
 def _newest(
-    directory: pathlib.Path,
+  directory: pathlib.Path,
 ) -> tuple[int | None, dict[str, Any] | None]:
   """(number of the newest checkpoint, its settings), None without."""
   names = ["checkpoints"]
@@ -290,7 +288,7 @@ def checkpoint_step(config: TrainConfig) -> int:
   steps: list[int] = []
   if (directory / "checkpoints").is_dir():
     with checkpoint_lib.LearnerCheckpoints(
-        directory / "checkpoints", read_only=True
+      directory / "checkpoints", read_only=True
     ) as checkpoints:
       steps = checkpoints.steps()
   if choice == "newest":
@@ -300,10 +298,12 @@ def checkpoint_step(config: TrainConfig) -> int:
     best = best_checkpoint.load(directory)
     step = None if best is None else best.step
   if step not in steps:
-    raise config_lib.ConfigError([
+    raise config_lib.ConfigError(
+      [
         f"checkpoint.resume_from={choice}: {directory} has no such checkpoint;"
         f" there are {', '.join(map(str, steps)) or 'none'}"
-    ])
+      ]
+    )
   return step
 
 

@@ -86,9 +86,9 @@ class Run:
   """
 
   def __init__(
-      self,
-      config: config_lib.TrainConfig,
-      processes: peers_lib.Peers = peers_lib.ALONE,
+    self,
+    config: config_lib.TrainConfig,
+    processes: peers_lib.Peers = peers_lib.ALONE,
   ):
     """Builds the parts; changes no directory, but locks one that it resumes.
 
@@ -105,7 +105,7 @@ class Run:
     processes_lib.check(processes, config)
     self.directory = config.run_dir
     self.own_directory = process_layout.directory_of(
-        self.directory, processes.index
+      self.directory, processes.index
     )
     self.resuming = bool(config.run.resume)
     self.changed: list[str] = []
@@ -139,28 +139,28 @@ class Run:
     if config.plays and self.processes.index == 0:  # It is tried once.
       first_episode.try_first_episode(config, self.episodes, self.task_source)
     self.warm_start = warm_start_lib.WarmStart(
-        config,
-        self.mesh,
-        self.task_source,
-        self.episodes.tool_schemas,
-        self.processes,
+      config,
+      self.mesh,
+      self.task_source,
+      self.episodes.tool_schemas,
+      self.processes,
     )
     self.policy = self.warm_start.policy
     self.teacher = models.make_teacher(config, self.policy, self.mesh)
     self.memory = preflight.with_policy(
-        config, self.policy, self.episodes.make_agent(), self.mesh
+      config, self.policy, self.episodes.make_agent(), self.mesh
     )
     self._copies: sharding.HostCopies | None = None
     if self.mesh is not None and self.processes.count > 1:
       self._copies = sharding.HostCopies(self.mesh)
     self.engine = models.make_engine(
-        config,
-        self.policy,
-        self.images,
-        None if self._hosts else self.here(self.policy.model),
-        directory=self.directory,
-        processes=self.processes,
-        copies=self._copies,
+      config,
+      self.policy,
+      self.images,
+      None if self._hosts else self.here(self.policy.model),
+      directory=self.directory,
+      processes=self.processes,
+      copies=self._copies,
     )
     self.recorded: files.RecordedGroups | None = None
     if config.rollout.via == "offline":
@@ -168,7 +168,7 @@ class Run:
     self.observers = events.Observers()
     watched = config.watchdog
     rounds = config.rollout.via == "external" and (
-        external_engine.weights_dtype(config) != "float32"
+      external_engine.weights_dtype(config) != "float32"
     )
     if rounds or not config.samples_exactly:
       watched = dataclasses.replace(watched, gap_limit=0.0)
@@ -263,16 +263,12 @@ class Run:
       self.processes.together("store", lambda: self._open_store(queues[0]))
       if self.config.fleet.away:
         self.fleet = fleet_lib.Fleet(
-            self.config,
-            self.policy,
-            self.engine,
-            self.images,
-            self.own_directory,
+          self.config, self.policy, self.engine, self.images, self.own_directory
         )
         self.fleet.start()
       elif self.config.rollout.via in ("proxy", "buffer"):
         self._proxy = proxy.RunProxy(
-            self.config, self.policy, self.engine, self.images
+          self.config, self.policy, self.engine, self.images
         )
         self._proxy.start()
     except BaseException:
@@ -281,8 +277,8 @@ class Run:
       raise
     self._loop = loop_thread.LoopThread()
     self._watches = [
-        peer_watch.PeerWatch(self.processes, self.stop),
-        interrupts.PreemptionWatch(self.config.run.preemption, self.stop),
+      peer_watch.PeerWatch(self.processes, self.stop),
+      interrupts.PreemptionWatch(self.config.run.preemption, self.stop),
     ]
     for watch in self._watches:
       watch.start()
@@ -301,8 +297,8 @@ class Run:
       process_layout.check(self.directory, count, config)
       resuming.delete_leftovers(self.directory)
       durable.write_text(
-          self.directory / resuming.CONFIG,
-          config_lib.seal(resuming.recorded(config).to_yaml()),
+        self.directory / resuming.CONFIG,
+        config_lib.seal(resuming.recorded(config).to_yaml()),
       )
       return process_layout.adopt(self.directory, count).queue
     except OSError as error:
@@ -322,7 +318,7 @@ class Run:
     try:
       self.own_directory.mkdir(parents=True, exist_ok=True)
       self.store = models.make_store(
-          self.config, self.images, self.own_directory / queue
+        self.config, self.images, self.own_directory / queue
       )
     except OSError as error:
       raise disk_full.unwritable(self.own_directory, error) from None
@@ -349,7 +345,7 @@ class Run:
         served.close(wait)
     if self.config.rollout.via == "external":
       loop_thread.try_to_close(
-          "the external engine", lambda: wait(self.engine.aclose())
+        "the external engine", lambda: wait(self.engine.aclose())
       )
     loop.close()
 
@@ -363,14 +359,14 @@ class Run:
     """
     try:
       self._monitor_url = observers_lib.attach(
-          self.config,
-          self.observers,
-          self._writers,
-          self.images,
-          directory=self.own_directory,
-          resume_step=resume_step,
-          facts=self._facts,
-          counts=self.counts,
+        self.config,
+        self.observers,
+        self._writers,
+        self.images,
+        directory=self.own_directory,
+        resume_step=resume_step,
+        facts=self._facts,
+        counts=self.counts,
       )
       self.observers.add(self.watchdog)
     except OSError as error:
@@ -384,11 +380,11 @@ class Run:
 
   def _facts(self) -> dict[str, Any]:
     return {
-        "parameters": dry_run.parameter_count(self.policy.model),
-        "devices": [str(d) for d in jax.devices()],
-        "engine": dict(self.engine.stats()),
-        "observer_failures": dict(self.observers.failures),
-        "monitor_url": self._monitor_url,
+      "parameters": dry_run.parameter_count(self.policy.model),
+      "devices": [str(d) for d in jax.devices()],
+      "engine": dict(self.engine.stats()),
+      "observer_failures": dict(self.observers.failures),
+      "monitor_url": self._monitor_url,
     }
 
   def warm_up(self) -> None:
@@ -402,7 +398,7 @@ class Run:
 
     def progress(count: int, total: int, what: str) -> None:
       self.observers.on_event(
-          events.Progress("compiling the engine", count, total, what)
+        events.Progress("compiling the engine", count, total, what)
       )
 
     self.engine.warm_up(progress)
@@ -421,12 +417,12 @@ class Run:
     if self._ahead is not None and not self._ahead.taken:
       return self._ahead.take(self.policy)
     return models.make_learner(
-        self.config,
-        self.policy,
-        self.images,
-        self.mesh,
-        self.processes,
-        self.teacher,
+      self.config,
+      self.policy,
+      self.images,
+      self.mesh,
+      self.processes,
+      self.teacher,
     )
 
   def apply_warm_start(self) -> None:
@@ -439,7 +435,7 @@ class Run:
       if self.stop.is_set():
         raise loop_thread.Interrupted()
       raise TimeoutError(
-          "the first weights did not reach the rollout engine within"
-          f" {seconds:g} s (external.load_timeout_s)"
+        "the first weights did not reach the rollout engine within"
+        f" {seconds:g} s (external.load_timeout_s)"
       )
     arriving.result()

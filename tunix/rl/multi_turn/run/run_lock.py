@@ -56,16 +56,18 @@ class RunLock:
       raise config_lib.ConfigError([problem]) from None
     except OSError as error:
       _LOG.warning(
-          "%s is on a file system without locks (%s): nothing keeps a second"
-          " process from writing to this run; start it once only",
-          directory,
-          error.strerror or error,
+        "%s is on a file system without locks (%s): nothing keeps a second"
+        " process from writing to this run; start it once only",
+        directory,
+        error.strerror or error,
       )
-    self._write({
+    self._write(
+      {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-    })
+      }
+    )
     _held_locks.add(self)
 
   def close(self) -> None:
@@ -132,8 +134,8 @@ def _conflict(directory: pathlib.Path, file: Any) -> str:
     holder = f"process {lock['pid']} on {lock['host']} since {lock['since']}"
     end = f"end it on {lock['host']} (kill -INT {lock['pid']})"
   return (
-      f"{directory} is in use by {holder}: wait until that run has ended, or"
-      f" {end}, then start again; a run of its own needs another run.name"
+    f"{directory} is in use by {holder}: wait until that run has ended, or"
+    f" {end}, then start again; a run of its own needs another run.name"
   )
 
 

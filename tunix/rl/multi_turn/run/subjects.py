@@ -52,22 +52,26 @@ def decided(config: EvaluationConfig) -> EvaluationConfig:
   if name == "best":
     best = best_checkpoint.load(directory)
     if best is None:
-      raise ConfigError([
+      raise ConfigError(
+        [
           f"evaluate.checkpoint=best: {where} has chosen none; train with"
           " checkpoint.keep_best and eval.every, or evaluate"
           f" {', '.join(map(str, [*steps, *there])) or 'another run'}"
-      ])
+        ]
+      )
     name = str(best.step)
   elif name == "newest":
     name = str(steps[-1]) if steps else next(iter(there), "")
   if not name or name not in [*map(str, steps), *there]:
     choices = ", ".join(map(str, [*steps, *there])) or "none"
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"evaluate.checkpoint={chosen.checkpoint}: {where} has"
         f" no such checkpoint; there are {choices}"
-    ])
+      ]
+    )
   return dataclasses.replace(
-      config, evaluate=dataclasses.replace(chosen, checkpoint=name)
+    config, evaluate=dataclasses.replace(chosen, checkpoint=name)
   )
 
 
@@ -76,9 +80,9 @@ def _steps(directory: pathlib.Path) -> list[int]:
   # Not by orbax's manager, which might tidy what another process writes.
   folders = (directory / "checkpoints").glob("[0-9]*")
   return sorted(
-      int(folder.name)
-      for folder in folders
-      if folder.name.isdigit() and (folder / "arrays").is_dir()
+    int(folder.name)
+    for folder in folders
+    if folder.name.isdigit() and (folder / "arrays").is_dir()
   )
 
 
@@ -93,10 +97,7 @@ class PolicySubject:
   connection: Any = None
 
   def __init__(
-      self,
-      config: EvaluationConfig,
-      images: images_lib.ImageStore,
-      agent: Any,
+    self, config: EvaluationConfig, images: images_lib.ImageStore, agent: Any
   ):
     """Loads the weights and builds the engine; compiles nothing.
 
@@ -124,7 +125,7 @@ class PolicySubject:
     self.memory = preflight.with_policy(config, self.policy, agent, mesh)
     self.version = 0 if step is None else step
     self.engine = models.make_engine(
-        config, self.policy, images, version=self.version
+      config, self.policy, images, version=self.version
     )
     self._place = self._weights
     if step is not None:
@@ -134,40 +135,40 @@ class PolicySubject:
     """The weights that a run without a warm start of its own began with."""
     text = (run / "config.yaml").read_text(encoding="utf-8")
     data = config_lib.parse_yaml(text, str(run / "config.yaml"))
-    recorded = config_lib.from_dict({
+    recorded = config_lib.from_dict(
+      {
         name: data[name]
         for name in ("policy", "warm_start", "run", "agent", "environment")
         if name in data
-    })  # pyformat: disable
+      }
+    )
     return models.warm_start_source(recorded)
 
   def _load(self, model: Any, run: pathlib.Path, step: int) -> None:
     try:
       with checkpoint_lib.LearnerCheckpoints(
-          run / "checkpoints", read_only=True
+        run / "checkpoints", read_only=True
       ) as checkpoints:
         state = checkpoints.restore_parameters(model, step)
     except (OSError, ValueError) as error:
-      raise ConfigError([
-          f"evaluate.checkpoint={step} of {run}: {error}"
-      ]) from None
+      raise ConfigError(
+        [f"evaluate.checkpoint={step} of {run}: {error}"]
+      ) from None
     nnx.update(model, state)
 
   def facts(self) -> dict[str, Any]:
     """For evaluation.json."""
     return {
-        "kind": "policy",
-        "weights": self._place,
-        "version": self.version,
-        "fingerprint": fingerprint(self._place),
-        "parameters": dry_run.parameter_count(self.policy.model),
+      "kind": "policy",
+      "weights": self._place,
+      "version": self.version,
+      "fingerprint": fingerprint(self._place),
+      "parameters": dry_run.parameter_count(self.policy.model),
     }
 
-  def describe(
-      self, config: Any, factory: Any, directory: pathlib.Path
-  ) -> str:
+  def describe(self, config: Any, factory: Any, directory: pathlib.Path) -> str:
     return dry_run.describe(
-        config, self.policy, factory, directory, self.engine, self.memory
+      config, self.policy, factory, directory, self.engine, self.memory
     )
 
   def warm_up(self, progress: Any) -> None:
@@ -193,38 +194,34 @@ class ServerSubject:
   policy: Any = None
   engine: Any = None
 
-  def __init__(
-      self, config: EvaluationConfig, images: images_lib.ImageStore
-  ):
+  def __init__(self, config: EvaluationConfig, images: images_lib.ImageStore):
     chosen = config.evaluate
     self._config = config
     self.connection = chat_model.ChatConnection(
-        chosen.server,
-        chosen.model,
-        images,
-        api_key=os.environ.get(chosen.api_key_env, ""),
-        key_name=f"${chosen.api_key_env}",
-        timeout_s=config.collect.deadlines.model,
-        tries=chosen.tries,
-        connections=config.collect.concurrency,
+      chosen.server,
+      chosen.model,
+      images,
+      api_key=os.environ.get(chosen.api_key_env, ""),
+      key_name=f"${chosen.api_key_env}",
+      timeout_s=config.collect.deadlines.model,
+      tries=chosen.tries,
+      connections=config.collect.concurrency,
     )
 
   def facts(self) -> dict[str, Any]:
     return {
-        "kind": "server",
-        "url": self.connection.url,
-        "model": self.connection.name,
-        "fingerprint": self.connection.name,
-        "left_out": sorted(self.connection.left_out),
+      "kind": "server",
+      "url": self.connection.url,
+      "model": self.connection.name,
+      "fingerprint": self.connection.name,
+      "left_out": sorted(self.connection.left_out),
     }
 
-  def describe(
-      self, config: Any, factory: Any, directory: pathlib.Path
-  ) -> str:
+  def describe(self, config: Any, factory: Any, directory: pathlib.Path) -> str:
     del factory
     return (
-        f"{config.to_yaml()}\n  server  {self.connection.url}\n  model  "
-        f" {self.connection.name}\n  directory  {directory}"
+      f"{config.to_yaml()}\n  server  {self.connection.url}\n  model  "
+      f" {self.connection.name}\n  directory  {directory}"
     )
 
   def warm_up(self, progress: Any) -> None:
@@ -233,14 +230,14 @@ class ServerSubject:
   async def check(self) -> list[str]:
     """Raises:
 
-      ConfigError: the server cannot be evaluated.
+    ConfigError: the server cannot be evaluated.
     """
     config = self._config
     sees = config.sees_screenshots
     try:
       return await self.connection.check(
-          episodes.sampling_of(config, config.eval.modes[0]),
-          episodes.screen_size(config) if sees else None,
+        episodes.sampling_of(config, config.eval.modes[0]),
+        episodes.screen_size(config) if sees else None,
       )
     except chat_model.ServerRefusal as error:
       raise ConfigError([str(error)]) from None
@@ -256,11 +253,11 @@ class ServerSubject:
 
 
 def make(
-    config: EvaluationConfig, images: images_lib.ImageStore, agent: Any
+  config: EvaluationConfig, images: images_lib.ImageStore, agent: Any
 ) -> PolicySubject | ServerSubject:
   """Raises:
 
-    ConfigError: it cannot be built.
+  ConfigError: it cannot be built.
   """
   if config.evaluate.server:
     return ServerSubject(config, images)
@@ -290,5 +287,3 @@ def fingerprint(weights: str) -> str:
       data.seek(max(0, size - _EDGE))
       digest.update(data.read(_EDGE))
   return digest.hexdigest()
-
-

@@ -41,10 +41,12 @@ def make_tasks(config: TrainConfig) -> Any:
     if config.eval.families:
       where += " or eval.families"
   if config.task_source.levels and not environment.gym:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"task_source.levels={list(config.task_source.levels)} are a gym's, and"
         f" environment.name={config.environment.name} has none; leave them out"
-    ])
+      ]
+    )
   try:
     if config.task_source.source != "generated":
       where = "task_source"
@@ -52,9 +54,9 @@ def make_tasks(config: TrainConfig) -> Any:
     if environment.gym:
       spec = gyms.get(config.gym.name, "operator")
       size = {
-          name: getattr(config.gym, fact)
-          for name, fact in spec.set_by_run.items()
-          if fact in ("width", "height")
+        name: getattr(config.gym, fact)
+        for name, fact in spec.set_by_run.items()
+        if fact in ("width", "height")
       }
       return spec.make_tasks(families, {**size, **config.gym.options})
     return registry.import_path(environment.tasks)(families)
@@ -62,27 +64,25 @@ def make_tasks(config: TrainConfig) -> Any:
     # A user's own gym or environment may raise anything.
     path = config.task_source.path
     if isinstance(error, OSError) and str(error.filename) == path:
-      raise ConfigError([
-          f"task_source.path={path}: {error.strerror}; give a file of tasks"
-      ]) from error
+      raise ConfigError(
+        [f"task_source.path={path}: {error.strerror}; give a file of tasks"]
+      ) from error
     wrong = source_lib.file_as_family(families) or error
     raise ConfigError([f"{where}: {wrong}"]) from error
 
 
 def _listed(
-    config: TrainConfig, of_gym: bool, families: Sequence[str]
+  config: TrainConfig, of_gym: bool, families: Sequence[str]
 ) -> listed.ListedTasks:
   chosen = config.task_source
   if of_gym:
     tasks = source_lib.read(chosen, config.gym.name, config.gym.options)
   else:
-    tasks = source_lib.read(
-        chosen, as_task=source_lib.CUATask.from_fields
-    )
+    tasks = source_lib.read(chosen, as_task=source_lib.CUATask.from_fields)
   lists = [source_lib.select(tasks, chosen, s) for s in source_lib.SPLITS]
   if config.eval.split == "all":
     return listed.WholeList(
-        [task for of_split in lists for task in of_split], families
+      [task for of_split in lists for task in of_split], families
     )
   return listed.ListedTasks(*lists, families=families)
 
@@ -98,15 +98,17 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Any]:
   """
   source = make_tasks(config)
   if (
-      config.evaluates
-      and not config.eval.episodes_per_task
-      and not hasattr(source, "eval_tasks")
+    config.evaluates
+    and not config.eval.episodes_per_task
+    and not hasattr(source, "eval_tasks")
   ):
-    raise ConfigError([
+    raise ConfigError(
+      [
         "eval.episodes_per_task=0 is every task of a list, and"
         f" task_source.source={config.task_source.source} makes tasks without"
         " end; give a number of them"
-    ])
+      ]
+    )
   chosen = config.task_source
   if not chosen.families:
     chosen = dataclasses.replace(chosen, families=tuple(source.families()))
@@ -140,9 +142,9 @@ class TrainTasks:
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
     if list(state["families"]) != list(self._families):
       raise ValueError(
-          f"the checkpoint was training on {state['families']}, this run on"
-          f" {list(self._families)}; give the same task_source.families to"
-          " resume"
+        f"the checkpoint was training on {state['families']}, this run on"
+        f" {list(self._families)}; give the same task_source.families to"
+        " resume"
       )
     self._position = int(state["position"])
 
@@ -186,17 +188,17 @@ def make_sampler(config: TrainConfig, source: Any) -> Any:
   if isinstance(source, listed.ListedTasks):
     # Each task is an arm of its own.
     tasks = {
-        task.task_id: task
-        for of_family in source.train_tasks().values()
-        for task in of_family
+      task.task_id: task
+      for of_family in source.train_tasks().values()
+      for task in of_family
     }
     arms: Sequence[str] = tuple(tasks)
     draw = lambda arm, index: tasks[arm]
   elif chosen.levels:
     at = {
-        f"{family}/{level}": (family, level)
-        for level in chosen.levels
-        for family in families
+      f"{family}/{level}": (family, level)
+      for level in chosen.levels
+      for family in families
     }
     arms = tuple(at)
 
@@ -208,12 +210,12 @@ def make_sampler(config: TrainConfig, source: Any) -> Any:
     arms = families
     draw = lambda arm, index: source.train_task(arm, index, seed)
   return curriculum.CurriculumSampler(
-      arms,
-      draw,
-      seed=seed,
-      round_size=config.learner.groups_per_step,
-      floor=chosen.curriculum_floor,
-      decay=chosen.curriculum_decay,
+    arms,
+    draw,
+    seed=seed,
+    round_size=config.learner.groups_per_step,
+    floor=chosen.curriculum_floor,
+    decay=chosen.curriculum_decay,
   )
 
 
@@ -224,8 +226,8 @@ def eval_tasks(config: TrainConfig, source: Any) -> list[gym_base.Task]:
     of_family = source.eval_tasks()
     return [task for family in families for task in of_family[family]]
   return [
-      source.eval_task(family, index, config.eval.seed)
-      for index, family in itertools.product(
-          range(config.eval.episodes_per_task), families
-      )
+    source.eval_task(family, index, config.eval.seed)
+    for index, family in itertools.product(
+      range(config.eval.episodes_per_task), families
+    )
   ]

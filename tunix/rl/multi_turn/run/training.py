@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def _nothing_learned(
-    counters: learner_lib.LearnerCounters, uneven: bool
+  counters: learner_lib.LearnerCounters, uneven: bool
 ) -> str:
   """Why training has taught the policy nothing; "" where it may have.
 
@@ -54,25 +54,27 @@ def _nothing_learned(
   """
   if not counters.updates:
     return (
-        "completed without an update: no group of valid episodes reached the"
-        " learner, and the policy is the one that the run began with; see the"
-        " faults in summary.json"
+      "completed without an update: no group of valid episodes reached the"
+      " learner, and the policy is the one that the run began with; see the"
+      " faults in summary.json"
     )
   if counters.optimizer_steps and uneven:
     return ""
-  what = "completed without an update" if not counters.optimizer_steps else (
-      "nothing was learned from rewards"
+  what = (
+    "completed without an update"
+    if not counters.optimizer_steps
+    else ("nothing was learned from rewards")
   )
   if counters.skipped_steps and not counters.optimizer_steps:
     return (
-        f"{what}: no gradient was finite in {counters.updates} steps of the"
-        " learner; lower learner.learning_rate"
+      f"{what}: no gradient was finite in {counters.updates} steps of the"
+      " learner; lower learner.learning_rate"
     )
   return (
-      f"{what}: the episodes of each group got the same reward in all"
-      f" {counters.updates} steps of the learner; check environment.reward,"
-      " clone demonstrations first (warm_start.steps), or choose tasks that the"
-      " policy solves sometimes"
+    f"{what}: the episodes of each group got the same reward in all"
+    f" {counters.updates} steps of the learner; check environment.reward,"
+    " clone demonstrations first (warm_start.steps), or choose tasks that the"
+    " policy solves sometimes"
   )
 
 
@@ -86,13 +88,13 @@ class Training:
     self._config = config
     self._learner = run.make_learner()
     self._checkpoints = checkpoint_lib.LearnerCheckpoints(
-        run.directory / "checkpoints", config.checkpoint
+      run.directory / "checkpoints", config.checkpoint
     )
     extras: dict[str, Any] = {}
     if run.resuming and self._checkpoints.steps():
       step = resuming.checkpoint_step(config)
       extras = process_layout.own_extras(
-          self._checkpoints.restore(self._learner, step), run.processes, config
+        self._checkpoints.restore(self._learner, step), run.processes, config
       )
       if self._checkpoints.delete_newer(step) and run.store is not None:
         # Of weights that the run has not got yet.
@@ -102,8 +104,8 @@ class Training:
     if run.resuming:
       stored = None if run.store is None else run.store.load()
       run.counts.restore_training(
-          extras.get("counts"),
-          None if stored is None else [group for _, group in stored],
+        extras.get("counts"),
+        None if stored is None else [group for _, group in stored],
       )
     self._best = self._best_so_far()
     self._beside: evaluation.BesideEvaluations | None = None
@@ -112,36 +114,36 @@ class Training:
       self._checkpoints.pinned |= set(self._unevaluated())
     self._queue = self._make_queue(self._learner.version, extras)
     metrics = step_metrics.StepMetrics(
-        run.observers, self._queue, run.engine, run.processes
+      run.observers, self._queue, run.engine, run.processes
     )
     self._collecting = self._make_collecting(metrics, extras)
     self._collected: concurrent.futures.Future[None] | None = None
     self._replayed: group_store.SqliteGroupStore | None = None
     self._loop = loop_lib.LearnerLoop(
-        self._learner,
-        self._queue,
-        run.publish,
-        observers=metrics,
-        checkpoints=self._checkpoints,
-        publish_timeout_s=config.external.load_timeout_s,
-        extras=self._extras,
-        updated=self._hold_when_due,
-        parts=config.collect.parts,
-        # An engine elsewhere may serve the next request with older weights.
-        publish_ahead=config.queue.max_staleness > 0
-        and config.rollout.via != "external",
-        processes=run.processes,
-        share_timeout_s=config.processes.share_s or None,
-        replay=self._make_replay(),
-        prepare=self._prepared,
+      self._learner,
+      self._queue,
+      run.publish,
+      observers=metrics,
+      checkpoints=self._checkpoints,
+      publish_timeout_s=config.external.load_timeout_s,
+      extras=self._extras,
+      updated=self._hold_when_due,
+      parts=config.collect.parts,
+      # An engine elsewhere may serve the next request with older weights.
+      publish_ahead=config.queue.max_staleness > 0
+      and config.rollout.via != "external",
+      processes=run.processes,
+      share_timeout_s=config.processes.share_s or None,
+      replay=self._make_replay(),
+      prepare=self._prepared,
     )
 
   def _extras(self) -> dict[str, Any]:
     """State of the run that a checkpoint keeps beside the learner's."""
     state = {
-        "collect": self._collecting.state_dict(),
-        "counts": self._run.counts.training(),
-        resuming.RECORDED: resuming.recorded(self._config).to_dict(),
+      "collect": self._collecting.state_dict(),
+      "counts": self._run.counts.training(),
+      resuming.RECORDED: resuming.recorded(self._config).to_dict(),
     }
     if self._config.rollout.via == "buffer":
       # The number of the last update: of a rollout, where none was dropped.
@@ -149,7 +151,7 @@ class Training:
     return state
 
   def _prepared(
-      self, groups: list[trajectory_lib.TrajectoryGroup]
+    self, groups: list[trajectory_lib.TrajectoryGroup]
   ) -> list[trajectory_lib.TrajectoryGroup]:
     """The groups of an update, as the learner takes them."""
     if self._config.rollout.via == "buffer":
@@ -181,9 +183,9 @@ class Training:
         if run.processes.any("stop", spent or run.stop.is_set()):
           if spent:
             run.notes.append(
-                f"run.time_budget_s={budget:g} ended training after"
-                f" {self._learner.counters.updates} of"
-                f" learner.steps={config.learner.steps} updates"
+              f"run.time_budget_s={budget:g} ended training after"
+              f" {self._learner.counters.updates} of"
+              f" learner.steps={config.learner.steps} updates"
             )
           break
         try:
@@ -196,11 +198,11 @@ class Training:
           if not self._collecting.over:
             raise
           _LOG.warning(
-              "%s; all were trained on or are reported as dropped, and the run"
-              " ends after %d of learner.steps=%d updates",
-              self._collecting.over,
-              self._learner.counters.updates,
-              config.learner.steps,
+            "%s; all were trained on or are reported as dropped, and the run"
+            " ends after %d of learner.steps=%d updates",
+            self._collecting.over,
+            self._learner.counters.updates,
+            config.learner.steps,
           )
           break
         with self._loop.seconds("report"):
@@ -221,11 +223,9 @@ class Training:
       raise
     finally:
       self._end()
-    run.policy = dataclasses.replace(
-        run.policy, model=self._learner.policy()
-    )
+    run.policy = dataclasses.replace(run.policy, model=self._learner.policy())
     if self._is_unfinished() and run.processes.any(
-        "interrupted", run.stop.is_set()
+      "interrupted", run.stop.is_set()
     ):
       raise loop_thread.Interrupted()
     self._publish_latest()
@@ -291,7 +291,7 @@ class Training:
     stop = self._run.stop
     arrived = self._loop.await_weights(stop)
     if arrived and (
-        always or self._run.engine.version != self._learner.version
+      always or self._run.engine.version != self._learner.version
     ):
       arrived = self._loop.publish(stop)
     if not arrived:
@@ -326,7 +326,7 @@ class Training:
       self._collecting.release()
 
   def _evaluate_beside(
-      self, evaluations: evaluation.BesideEvaluations, due: bool
+    self, evaluations: evaluation.BesideEvaluations, due: bool
   ) -> None:
     self._take_finished(evaluations)
     step = self._run.updates
@@ -340,7 +340,7 @@ class Training:
           state = self._learner.policy_state()
         else:
           state = self._checkpoints.restore_parameters(
-              self._run.policy.model, step
+            self._run.policy.model, step
           )
         evaluations.start(f"step_{step}", step, state)
         if due and step != self._run.updates:
@@ -382,10 +382,11 @@ class Training:
       return None
     if best.step not in self._checkpoints.steps():
       _LOG.warning(
-          "checkpoint %d, the best by %s, is not there any more; the best of"
-          " the evaluations to come is kept",
-          best.step, best.metric,
-      )  # pyformat: disable
+        "checkpoint %d, the best by %s, is not there any more; the best of"
+        " the evaluations to come is kept",
+        best.step,
+        best.metric,
+      )
       return None
     self._checkpoints.pinned.add(best.step)
     return best
@@ -422,10 +423,10 @@ class Training:
     config, observers = self._config, self._run.observers
     if config.rollout.via == "offline":
       return sources.make_offline(
-          self._run,
-          self._learner.groups_per_step,
-          extras.get("collect"),
-          extras.get(loop_lib.CONSUMED, ()),
+        self._run,
+        self._learner.groups_per_step,
+        extras.get("collect"),
+        extras.get(loop_lib.CONSUMED, ()),
       )
 
     def dropped(group: trajectory_lib.TrajectoryGroup, reason: str) -> None:
@@ -435,16 +436,16 @@ class Training:
     if config.rollout.via == "buffer":
       make = buffer_loop.LeasedQueue
     return make(
-        self._learner.groups_per_step * config.collect.parts,
-        config.queue,
-        # One order for all collectors, where a step has all groups anyway.
-        order="admission"
-        if config.lockstep
-        or (config.fleet.away and config.queue.max_staleness == 0)
-        else "ready",
-        version=version,
-        store=self._run.store,
-        on_drop=dropped,
+      self._learner.groups_per_step * config.collect.parts,
+      config.queue,
+      # One order for all collectors, where a step has all groups anyway.
+      order="admission"
+      if config.lockstep
+      or (config.fleet.away and config.queue.max_staleness == 0)
+      else "ready",
+      version=version,
+      store=self._run.store,
+      on_drop=dropped,
     )
 
   def _make_replay(self) -> replay_lib.SuccessReplay | None:
@@ -455,12 +456,12 @@ class Training:
     if not self._config.queue.path:
       return replay_lib.SuccessReplay(age)
     self._replayed = group_store.SqliteGroupStore(
-        self._run.own_directory / "replay.db", images=self._run.images
+      self._run.own_directory / "replay.db", images=self._run.images
     )
     return replay_lib.SuccessReplay(age, self._replayed)
 
   def _make_collecting(
-      self, metrics: step_metrics.StepMetrics, extras: dict[str, Any]
+    self, metrics: step_metrics.StepMetrics, extras: dict[str, Any]
   ) -> Any:
     """Returns the loop that fills the queue, restored from `extras`."""
     state = extras.get("collect")
@@ -469,12 +470,12 @@ class Training:
       return self._queue
     if isinstance(self._queue, buffer_loop.LeasedQueue):
       return sources.make_buffer_loop(
-          self._run, self._queue, metrics, state, consumed
+        self._run, self._queue, metrics, state, consumed
       )
     return self._make_collect_loop(metrics, state)
 
   def _make_collect_loop(
-      self, metrics: step_metrics.StepMetrics, state: dict[str, Any] | None
+    self, metrics: step_metrics.StepMetrics, state: dict[str, Any] | None
   ) -> collect_loop.CollectLoop:
     """The loop that fills the queue, from `state` where a run is resumed."""
     run, config = self._run, self._config
@@ -484,18 +485,18 @@ class Training:
     if run.processes.count > 1:
       sampler = run_tasks.DealtTasks(sampler, run.processes)
     collecting = collect_loop.CollectLoop(
-        episodes.make_collector(
-            config,
-            run.episodes,
-            run.engine,
-            run.policy.renderer,
-            observers=metrics,
-            connection=run.connection,
-        ),
-        sampler,
-        self._queue,
-        task_from_json=gym_base.Task.from_json,
-        number=run.processes.number,
+      episodes.make_collector(
+        config,
+        run.episodes,
+        run.engine,
+        run.policy.renderer,
+        observers=metrics,
+        connection=run.connection,
+      ),
+      sampler,
+      self._queue,
+      task_from_json=gym_base.Task.from_json,
+      number=run.processes.number,
     )
     if run.resuming:
       # Also without a checkpoint: the store may hold groups.

@@ -35,7 +35,7 @@ class BaseTool(abc.ABC):
     self.description = description
     if not (self.is_sync or self.is_async):
       raise TypeError(
-          f"{type(self).__name__} must implement forward or async_forward"
+        f"{type(self).__name__} must implement forward or async_forward"
       )
 
   @property
@@ -81,9 +81,9 @@ def as_output(name: str, value: Any) -> ToolOutput:
     str(value)
   except (TypeError, ValueError, RecursionError) as error:
     return ToolOutput(
-        name,
-        error=f"tool {name!r} returned what cannot be shown: {error}",
-        metadata=value.metadata,
+      name,
+      error=f"tool {name!r} returned what cannot be shown: {error}",
+      metadata=value.metadata,
     )
   return value
 
@@ -111,7 +111,7 @@ def normalize_calls(action: Any) -> list[ToolCall]:
     action = [action]
   if not isinstance(action, (list, tuple)):
     raise ValueError(
-        f"expected tool calls, got {type(action).__name__}: {action!r:.80}"
+      f"expected tool calls, got {type(action).__name__}: {action!r:.80}"
     )
   calls = []
   ids: set[str] = set()
@@ -130,7 +130,7 @@ def normalize_calls(action: Any) -> list[ToolCall]:
 def _call_from_dict(item: Any) -> ToolCall:
   if not isinstance(item, Mapping):
     raise ValueError(
-        f"a tool call must be a ToolCall or a dict, got {type(item).__name__}"
+      f"a tool call must be a ToolCall or a dict, got {type(item).__name__}"
     )
   function = item.get("function", item)
   if not isinstance(function, Mapping) or "name" not in function:
@@ -141,12 +141,12 @@ def _call_from_dict(item: Any) -> ToolCall:
       arguments = json_text.parse(arguments)
     except ValueError as error:
       raise ValueError(
-          f"arguments of {function['name']!r} are not JSON: {error}"
+        f"arguments of {function['name']!r} are not JSON: {error}"
       ) from None
   if not isinstance(arguments, Mapping):
     raise ValueError(
-        f"arguments of {function['name']!r} must be an object, got"
-        f" {type(arguments).__name__}"
+      f"arguments of {function['name']!r} must be an object, got"
+      f" {type(arguments).__name__}"
     )
   call_id = item.get("id") or item.get("call_id")
   if call_id:

@@ -12,30 +12,30 @@ class CalculatorTool(base.BaseTool):
   """Evaluates an arithmetic expression."""
 
   def __init__(
-      self,
-      name: str = "calculator",
-      description: str = "Evaluates an arithmetic expression.",
+    self,
+    name: str = "calculator",
+    description: str = "Evaluates an arithmetic expression.",
   ):
     super().__init__(name, description)
 
   @property
   def json(self) -> dict[str, Any]:
     return {
-        "type": "function",
-        "function": {
-            "name": self.name,
-            "description": self.description,
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "expression": {
-                        "type": "string",
-                        "description": "Such as (2 + 3) * 4.",
-                    }
-                },
-                "required": ["expression"],
-            },
+      "type": "function",
+      "function": {
+        "name": self.name,
+        "description": self.description,
+        "parameters": {
+          "type": "object",
+          "properties": {
+            "expression": {
+              "type": "string",
+              "description": "Such as (2 + 3) * 4.",
+            }
+          },
+          "required": ["expression"],
         },
+      },
     }
 
   def forward(self, expression: str) -> base.ToolOutput:

@@ -31,10 +31,10 @@ class ToolManager:
   """
 
   def __init__(
-      self,
-      tool_map: Mapping[str, type[base.BaseTool] | base.BaseTool] | None = None,
-      *,
-      timeout: float | None = 30.0,
+    self,
+    tool_map: Mapping[str, type[base.BaseTool] | base.BaseTool] | None = None,
+    *,
+    timeout: float | None = 30.0,
   ):
     """Args:
 
@@ -55,8 +55,7 @@ class ToolManager:
         tool = tool(name=name, description=_first_paragraph(tool))
       if not isinstance(tool, base.BaseTool):
         raise TypeError(
-            f"tool {name!r} must be a BaseTool or a subclass of it, got"
-            f" {tool!r}"
+          f"tool {name!r} must be a BaseTool or a subclass of it, got {tool!r}"
         )
       self.tools[name] = tool
 
@@ -77,7 +76,7 @@ class ToolManager:
     return concurrency.drive(self.run_async(tool_name, **kwargs))
 
   async def run_async(
-      self, tool_name: str, /, **kwargs: Any
+    self, tool_name: str, /, **kwargs: Any
   ) -> base.ToolOutput:
     """`run` for the event loop."""
     return await self._output(base.ToolCall(tool_name, kwargs))
@@ -93,26 +92,26 @@ class ToolManager:
     return {call_id: str(output) for call_id, output in outputs.items()}
 
   async def execute_calls_async(
-      self, calls: Any, parallel: bool = True
+    self, calls: Any, parallel: bool = True
   ) -> dict[str, str]:
     """`execute_calls` for the event loop."""
     outputs = await self.outputs_async(calls, parallel)
     return {call_id: str(output) for call_id, output in outputs.items()}
 
   def outputs(
-      self, calls: Any, parallel: bool = True
+    self, calls: Any, parallel: bool = True
   ) -> dict[str, base.ToolOutput]:
     """`execute_calls` with the outputs themselves."""
     return concurrency.drive(self.outputs_async(calls, parallel))
 
   async def outputs_async(
-      self, calls: Any, parallel: bool = True
+    self, calls: Any, parallel: bool = True
   ) -> dict[str, base.ToolOutput]:
     """`outputs` for the event loop."""
     calls = base.normalize_calls(calls)
     if parallel and len(calls) > 1:
       results: Sequence[base.ToolOutput] = await asyncio.gather(
-          *(self._output(call) for call in calls)
+        *(self._output(call) for call in calls)
       )
     else:
       results = [await self._output(call) for call in calls]
@@ -123,18 +122,18 @@ class ToolManager:
     tool = self.tools.get(call.name)
     if tool is None:
       return base.ToolOutput(
-          call.name,
-          error=registry.unknown_name("tool", call.name, self.tools),
-          metadata={"error_type": trajectory.TOOL_NAME},
+        call.name,
+        error=registry.unknown_name("tool", call.name, self.tools),
+        metadata={"error_type": trajectory.TOOL_NAME},
       )
     function = tool.json.get("function", {})
     required = (function.get("parameters") or {}).get("required", ())
     missing = [name for name in required if name not in call.arguments]
     if missing:
       return base.ToolOutput(
-          call.name,
-          error=f"missing argument {', '.join(missing)}",
-          metadata={"error_type": trajectory.TOOL_ARGUMENTS},
+        call.name,
+        error=f"missing argument {', '.join(missing)}",
+        metadata={"error_type": trajectory.TOOL_ARGUMENTS},
       )
     return None
 
@@ -147,9 +146,9 @@ class ToolManager:
       tool = self.tools[call.name]
       forward = tool.async_forward if tool.is_async else tool.forward
       value = await concurrency.acall(
-          functools.partial(forward, **call.arguments),
-          seconds=self.timeout,
-          what=f"tool {call.name!r}",
+        functools.partial(forward, **call.arguments),
+        seconds=self.timeout,
+        what=f"tool {call.name!r}",
       )
       with concurrency.contained(f"tool {call.name!r}"):
         return base.as_output(call.name, value)
@@ -164,7 +163,7 @@ def _failure(call: base.ToolCall, error: Exception) -> base.ToolOutput:
     text = concurrency.describe(error)
   _LOG.debug("tool %s failed: %s", call.name, text)
   return base.ToolOutput(
-      call.name, error=text, metadata={"error_type": type(error).__name__}
+    call.name, error=text, metadata={"error_type": type(error).__name__}
   )
 
 

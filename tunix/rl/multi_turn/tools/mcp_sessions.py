@@ -24,7 +24,7 @@ from typing import (
   Iterator,
   Mapping,
   TextIO,
-)  # pyformat: disable
+)
 import weakref
 
 _LOG = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Session:
     return _on_loop(self._with_link(ask, seconds, "list of tools")).result()
 
   async def call(
-      self, tool: str, arguments: Mapping[str, Any]
+    self, tool: str, arguments: Mapping[str, Any]
   ) -> dict[str, Any]:
     """Returns the `CallToolResult` of a call, in JSON.
 
@@ -110,7 +110,7 @@ class Session:
 
     seconds = self._server.call_s
     return await asyncio.wrap_future(
-        _on_loop(self._with_link(ask, seconds, f"result of {tool!r}"))
+      _on_loop(self._with_link(ask, seconds, f"result of {tool!r}"))
     )
 
   async def aclose(self) -> None:
@@ -136,24 +136,21 @@ class Session:
         # For sessions that are dropped, such as a run's when it is over.
         weakref.finalize(self, _give_up, link)
     try:
-      await asyncio.wait_for(
-          asyncio.shield(link.ready), self._server.start_s
-      )
+      await asyncio.wait_for(asyncio.shield(link.ready), self._server.start_s)
     except Exception as error:  # pylint: disable=broad-except
       await self._drop(link)
       why = _reason(error, self._server.start_s) + link.last_words()
       raise SessionError(f"{self._server} did not start: {why}") from None
     request = asyncio.ensure_future(ask(link))
     finished, _ = await asyncio.wait(
-        (request, link.task), timeout=seconds,
-        return_when=asyncio.FIRST_COMPLETED,
-    )  # pyformat: disable
+      (request, link.task), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+    )
     if request not in finished:
       request.cancel()
       await asyncio.wait((request,), timeout=1.0)
       if link.task in finished:
         raise SessionError(
-            f"{self._server} ended before the {what}{link.last_words()}"
+          f"{self._server} ended before the {what}{link.last_words()}"
         )
       raise SessionError(f"{self._server} gave no {what} in {seconds:g} s")
     broken = request.exception()
@@ -161,7 +158,7 @@ class Session:
       if _ends_session(broken):
         link.give_up()
       raise SessionError(
-          f"{self._server} gave no {what}: {_reason(broken, seconds)}"
+        f"{self._server} gave no {what}: {_reason(broken, seconds)}"
       )
     return request.result()
 
@@ -198,8 +195,8 @@ class _Link:
           if not self.ready.done():
             self.ready.set_result(None)
           waits = [
-              asyncio.ensure_future(self._stop.wait()),
-              asyncio.ensure_future(self._gone.wait()),
+            asyncio.ensure_future(self._stop.wait()),
+            asyncio.ensure_future(self._gone.wait()),
           ]
           try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -267,17 +264,17 @@ class _Watched:
 
 @contextlib.asynccontextmanager
 async def _streams(
-    server: Server, heard: Callable[[bytes], None]
+  server: Server, heard: Callable[[bytes], None]
 ) -> AsyncIterator[tuple[Any, Any]]:
   """Streams of messages (from, to) a server; `heard` gets its stderr."""
   if server.command:
     from mcp.client import stdio  # pylint: disable=g-import-not-at-top
 
     parameters = stdio.StdioServerParameters(
-        command=server.command[0],
-        args=list(server.command[1:]),
-        env=None if server.env is None else dict(server.env),
-        cwd=server.cwd,
+      command=server.command[0],
+      args=list(server.command[1:]),
+      env=None if server.env is None else dict(server.env),
+      cwd=server.cwd,
     )
     with _listening(heard) as errors:
       async with stdio.stdio_client(parameters, errors) as streams:
@@ -290,10 +287,10 @@ async def _streams(
   httpx = importlib.import_module("httpx2" if is_second else "httpx")
   timeout = httpx.Timeout(server.start_s, read=server.call_s + server.start_s)
   async with httpx.AsyncClient(
-      headers=dict(server.headers), timeout=timeout, trust_env=False
+    headers=dict(server.headers), timeout=timeout, trust_env=False
   ) as client:
     async with streamable_http.streamable_http_client(
-        server.url, http_client=client
+      server.url, http_client=client
     ) as streams:
       yield streams[0], streams[1]  # Of three in version 1.
 
@@ -310,8 +307,10 @@ def _ends_session(error: BaseException) -> bool:
   refusal = getattr(mcp, "MCPError", None) or mcp.McpError
   # Closed (-32000), or a session that is unknown to the server.
   return not isinstance(error, refusal) or error.error.code in (
-      -32000, 32600, -32600
-  )  # pyformat: disable
+    -32000,
+    32600,
+    -32600,
+  )
 
 
 @contextlib.contextmanager
@@ -368,7 +367,7 @@ def _on_loop(work: Coroutine[Any, Any, Any]) -> Any:
     if _LOOP is None or _LOOP_PID != os.getpid():
       _LOOP, _LOOP_PID = asyncio.new_event_loop(), os.getpid()
       threading.Thread(
-          target=_LOOP.run_forever, name="mcp-sessions", daemon=True
+        target=_LOOP.run_forever, name="mcp-sessions", daemon=True
       ).start()
     loop = _LOOP
   return asyncio.run_coroutine_threadsafe(work, loop)

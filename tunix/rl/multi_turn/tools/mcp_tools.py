@@ -55,20 +55,20 @@ class McpTools:
   is_toolbox = True
 
   def __init__(
-      self,
-      *,
-      command: list[str] | str | None = None,
-      url: str = "",
-      env: dict[str, str] | None = None,
-      cwd: str | None = None,
-      token_env: str = "",
-      per: Literal["run", "episode"] = "run",
-      only: list[str] | None = None,
-      prefix: str = "",
-      start_s: float = 20.0,
-      call_s: float = 30.0,
-      close_s: float = 5.0,
-      max_chars: int = 20000,
+    self,
+    *,
+    command: list[str] | str | None = None,
+    url: str = "",
+    env: dict[str, str] | None = None,
+    cwd: str | None = None,
+    token_env: str = "",
+    per: Literal["run", "episode"] = "run",
+    only: list[str] | None = None,
+    prefix: str = "",
+    start_s: float = 20.0,
+    call_s: float = 30.0,
+    close_s: float = 5.0,
+    max_chars: int = 20000,
   ):
     """Connects once, and reads the server's list of tools.
 
@@ -92,18 +92,19 @@ class McpTools:
     """
     if importlib.util.find_spec("mcp") is None:
       raise ValueError(
-          "MCP tools need the package mcp; pip install"
-          " 'tunix-multi-turn[mcp]'"
+        "MCP tools need the package mcp; pip install 'tunix-multi-turn[mcp]'"
       )
     if bool(command) == bool(url):
       raise ValueError("mcp takes a command or a url, one of the two")
     if isinstance(command, str):
       raise ValueError(
-          f"mcp.command={command!r} must be a list, such as [python, server.py]"
+        f"mcp.command={command!r} must be a list, such as [python, server.py]"
       )
     for name, value in (
-        ("start_s", start_s), ("call_s", call_s), ("close_s", close_s)
-    ):  # pyformat: disable
+      ("start_s", start_s),
+      ("call_s", call_s),
+      ("close_s", close_s),
+    ):
       if not value > 0:
         raise ValueError(f"mcp.{name}={value} must be > 0 seconds")
     if max_chars < 1:
@@ -113,20 +114,20 @@ class McpTools:
       token = os.environ.get(token_env, "")
       if not token:
         raise ValueError(
-            f"mcp.token_env={token_env}: that environment variable is not set"
+          f"mcp.token_env={token_env}: that environment variable is not set"
         )
       headers["Authorization"] = f"Bearer {token}"
     if url:
       url = http.address(url, "mcp.url", "http://tools:8000/mcp")
     self.server = mcp_sessions.Server(
-        command=_with_interpreter(command or ()),
-        env=env,
-        cwd=cwd,
-        url=url,
-        headers=headers,
-        start_s=start_s,
-        call_s=call_s,
-        close_s=close_s,
+      command=_with_interpreter(command or ()),
+      env=env,
+      cwd=cwd,
+      url=url,
+      headers=headers,
+      start_s=start_s,
+      call_s=call_s,
+      close_s=close_s,
     )
     first = mcp_sessions.Session(self.server)
     try:
@@ -139,18 +140,18 @@ class McpTools:
     if missing or not names:
       first.close()
       raise ValueError(
-          f"{self.server} has no tool"
-          f" {', '.join(missing)}; it lists {', '.join(names) or 'none'}"
+        f"{self.server} has no tool"
+        f" {', '.join(missing)}; it lists {', '.join(names) or 'none'}"
       )
     shared = first if per == "run" else None
     if shared is None:
       first.close()
     self.tools: dict[str, McpTool] = {
-        prefix + tool["name"]: McpTool(
-            self.server, tool, prefix + tool["name"], shared, max_chars
-        )
-        for tool in listed
-        if only is None or tool["name"] in only
+      prefix + tool["name"]: McpTool(
+        self.server, tool, prefix + tool["name"], shared, max_chars
+      )
+      for tool in listed
+      if only is None or tool["name"] in only
     }
 
   def close(self) -> None:
@@ -168,12 +169,12 @@ class McpTool(stateful.EpisodeTool):
   """
 
   def __init__(
-      self,
-      server: mcp_sessions.Server,
-      listed: Mapping[str, Any],
-      name: str,
-      session: mcp_sessions.Session | None,
-      max_chars: int,
+    self,
+    server: mcp_sessions.Server,
+    listed: Mapping[str, Any],
+    name: str,
+    session: mcp_sessions.Session | None,
+    max_chars: int,
   ):
     text = listed.get("description") or listed.get("title") or ""
     super().__init__(name, text)
@@ -187,12 +188,12 @@ class McpTool(stateful.EpisodeTool):
   @property
   def json(self) -> dict[str, Any]:
     return {
-        "type": "function",
-        "function": {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self._schema,
-        },
+      "type": "function",
+      "function": {
+        "name": self.name,
+        "description": self.description,
+        "parameters": self._schema,
+      },
     }
 
   def fresh(self, shared: dict[Any, Any]) -> McpTool:
@@ -221,12 +222,12 @@ class McpTool(stateful.EpisodeTool):
     if result.get("isError"):
       return base.ToolOutput(self.name, error=text or "the tool failed")
     return base.ToolOutput(
-        self.name, text, metadata={"images": images} if images else {}
+      self.name, text, metadata={"images": images} if images else {}
     )
 
 
 def _read(
-    result: Mapping[str, Any], max_chars: int
+  result: Mapping[str, Any], max_chars: int
 ) -> tuple[str, list[np.ndarray]]:
   """Returns (text, images as uint8[H, W, 3]) of a call's result."""
   texts, images = [], []

@@ -30,7 +30,7 @@ TOOLS.register("submit_answer", f"{_HERE}.gsm8k_tool:Gsm8kTool")
 TOOLS.register("mcp", f"{_HERE}.mcp_tools:McpTools")
 # Above this floor: the sandbox is the desktop's.
 TOOLS.register(
-    "python", "tunix.rl.multi_turn.environments.python_tool:PythonTool"
+  "python", "tunix.rl.multi_turn.environments.python_tool:PythonTool"
 )
 
 ToolNames = Sequence[str | Mapping[str, Any]] | Mapping[str, Any]
@@ -66,8 +66,8 @@ class ToolSet:
     for key, tool in tools.items():
       if key in self.classes:
         raise ValueError(
-            f"environment.options.tools has two tools {key!r}; give one of them"
-            " another name, or a server's a prefix"
+          f"environment.options.tools has two tools {key!r}; give one of them"
+          " another name, or a server's a prefix"
         )
       self.classes[key] = tool
 
@@ -81,21 +81,21 @@ class ToolSet:
     kwargs = row.get("tools_kwargs") or extra.get("tools_kwargs") or {}
     if extra.get("need_tools_kwargs") and not kwargs:
       _LOG.warning(
-          "task %s needs tools_kwargs and has none", row.get("task_id")
+        "task %s needs tools_kwargs and has none", row.get("task_id")
       )
     for name in kwargs:
       if name not in self.classes:
         raise ValueError(
-            f"task {row.get('task_id')}: "
-            + registry.unknown_name("tool in tools_kwargs", name, self.classes)
+          f"task {row.get('task_id')}: "
+          + registry.unknown_name("tool in tools_kwargs", name, self.classes)
         )
     return {
-        name: stateful.StatefulToolAdapter(
-            self._stateful[name], kwargs.get(name), name=name
-        )
-        if name in self._stateful
-        else make
-        for name, make in self.classes.items()
+      name: stateful.StatefulToolAdapter(
+        self._stateful[name], kwargs.get(name), name=name
+      )
+      if name in self._stateful
+      else make
+      for name, make in self.classes.items()
     }
 
 
@@ -108,7 +108,7 @@ def _entries(names: ToolNames) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     names = [{name: value} for name, value in names.items()]
   if not isinstance(names, Sequence):
     raise ValueError(
-        f"{_FIELD}={names!r:.80} must be a list of names, e.g. [calculator]"
+      f"{_FIELD}={names!r:.80} must be a list of names, e.g. [calculator]"
     )
   for item in names:
     if isinstance(item, str):
@@ -116,8 +116,8 @@ def _entries(names: ToolNames) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
       continue
     if not isinstance(item, Mapping) or len(item) != 1:
       raise ValueError(
-          f"environment.options.tools: {item!r:.80} must be a name, or"
-          " {name: {option: value}}"
+        f"environment.options.tools: {item!r:.80} must be a name, or"
+        " {name: {option: value}}"
       )
     ((name, value),) = item.items()
     if isinstance(value, str):
@@ -129,8 +129,8 @@ def _entries(names: ToolNames) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
       yield name.rpartition(":")[2], path, options
     else:
       raise ValueError(
-          f"environment.options.tools.{name}={value!r:.80} must be a registered"
-          " name, or a mapping of options"
+        f"environment.options.tools.{name}={value!r:.80} must be a registered"
+        " name, or a mapping of options"
       )
 
 

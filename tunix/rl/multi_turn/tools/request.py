@@ -44,21 +44,15 @@ class RequestState(str, enum.Enum):
 
 
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.PENDING: frozenset(
-        (RequestState.RUNNING, RequestState.FAILED)
-    ),
-    RequestState.RUNNING: frozenset((
-        RequestState.TOOL_CALLING,
-        RequestState.COMPLETED,
-        RequestState.FAILED,
-    )),
-    RequestState.TOOL_CALLING: frozenset((
-        RequestState.RUNNING,
-        RequestState.COMPLETED,
-        RequestState.FAILED,
-    )),
-    RequestState.COMPLETED: frozenset(),
-    RequestState.FAILED: frozenset(),
+  RequestState.PENDING: frozenset((RequestState.RUNNING, RequestState.FAILED)),
+  RequestState.RUNNING: frozenset(
+    (RequestState.TOOL_CALLING, RequestState.COMPLETED, RequestState.FAILED)
+  ),
+  RequestState.TOOL_CALLING: frozenset(
+    (RequestState.RUNNING, RequestState.COMPLETED, RequestState.FAILED)
+  ),
+  RequestState.COMPLETED: frozenset(),
+  RequestState.FAILED: frozenset(),
 }
 
 
@@ -92,7 +86,7 @@ class ToolRequest:
 
   messages: list[trajectory.Message]
   tools_kwargs: dict[str, dict[str, dict[str, Any]]] = dataclasses.field(
-      default_factory=dict
+    default_factory=dict
   )
   data_source: str | None = None
   index: int | None = None
@@ -105,9 +99,9 @@ class ToolRequest:
 
   @classmethod
   def from_row(
-      cls,
-      row: Mapping[str, Any],
-      tools: Mapping[str, stateful.BaseTool] | Sequence[str] = (),
+    cls,
+    row: Mapping[str, Any],
+    tools: Mapping[str, stateful.BaseTool] | Sequence[str] = (),
   ) -> ToolRequest:
     """Builds a request from a data set's row.
 
@@ -132,22 +126,22 @@ class ToolRequest:
     source = extra.get("data_source") or row.get("data_source")
     if extra.get("need_tools_kwargs") and not kwargs:
       _LOG.warning(
-          "row %s of %s needs tools_kwargs and has none", index, source
+        "row %s of %s needs tools_kwargs and has none", index, source
       )
     for name in kwargs:
       if name not in tools:
         raise ValueError(
-            f"row {index}: "
-            + registry.unknown_name("tool in tools_kwargs", name, tools)
+          f"row {index}: "
+          + registry.unknown_name("tool in tools_kwargs", name, tools)
         )
     return cls(
-        messages=list(prompt),
-        tools_kwargs={
-            name: stateful.check_tool_kwargs(name, value)
-            for name, value in kwargs.items()
-        },
-        data_source=source,
-        index=index,
+      messages=list(prompt),
+      tools_kwargs={
+        name: stateful.check_tool_kwargs(name, value)
+        for name, value in kwargs.items()
+      },
+      data_source=source,
+      index=index,
     )
 
   def move(self, state: RequestState) -> None:
@@ -158,8 +152,8 @@ class ToolRequest:
     """
     if state not in TRANSITIONS[self.state]:
       raise IllegalTransitionError(
-          f"request {self.request_id} cannot go from {self.state.value} to"
-          f" {state.value}"
+        f"request {self.request_id} cannot go from {self.state.value} to"
+        f" {state.value}"
       )
     self.state = state
 
@@ -168,7 +162,7 @@ class ToolRequest:
     return self.tools_kwargs.get(tool, {}).get(kind, {})
 
   def finalize(
-      self, rewards: Mapping[str, float], reason: FinishReason | None
+    self, rewards: Mapping[str, float], reason: FinishReason | None
   ) -> None:
     """Ends the request: FAILED when it has an error, else COMPLETED."""
     self.rewards = dict(rewards)
@@ -180,17 +174,17 @@ class RequestTools:
   """The instances of a request's tools, from their creation to the release."""
 
   def __init__(
-      self,
-      request: ToolRequest,
-      tools: Mapping[str, stateful.BaseTool],
-      timeout: float | None,
+    self,
+    request: ToolRequest,
+    tools: Mapping[str, stateful.BaseTool],
+    timeout: float | None,
   ):
     """Args:
 
-      request: its keyword arguments go to the tools; it receives messages and
-        rewards.
-      tools: name -> stateful tool.
-      timeout: seconds for each tool method; None for no limit.
+    request: its keyword arguments go to the tools; it receives messages and
+      rewards.
+    tools: name -> stateful tool.
+    timeout: seconds for each tool method; None for no limit.
     """
     self._request = request
     self._tools = tools
@@ -201,11 +195,11 @@ class RequestTools:
     """Makes the instances; their ids are noted before they exist."""
     for name, tool in self._tools.items():
       kwargs, self._instances[name] = stateful.with_instance_id(
-          self._request.kwargs(name, "create_kwargs")
+        self._request.kwargs(name, "create_kwargs")
       )
       try:
         self._instances[name] = await self._guarded(
-            tool.create(**kwargs), f"{name}.create"
+          tool.create(**kwargs), f"{name}.create"
         )
       except concurrency.DeadlineExceeded:
         raise
@@ -214,7 +208,7 @@ class RequestTools:
         raise
 
   async def execute(
-      self, calls: Sequence[trajectory.ToolCall]
+    self, calls: Sequence[trajectory.ToolCall]
   ) -> dict[str, str]:
     """Runs the calls of a turn at once; their texts by call id, in order.
 
@@ -225,11 +219,9 @@ class RequestTools:
     for call, (text, reward) in zip(calls, results):
       if reward is not None:
         self._request.call_rewards.append(reward)
-      self._request.messages.append({
-          "role": "tool",
-          "tool_call_id": call.call_id,
-          "content": text,
-      })
+      self._request.messages.append(
+        {"role": "tool", "tool_call_id": call.call_id, "content": text}
+      )
     return {call.call_id: text for call, (text, _) in zip(calls, results)}
 
   async def calc_rewards(self) -> dict[str, float]:
@@ -240,10 +232,10 @@ class RequestTools:
       kwargs = request.kwargs(name, "calc_reward_kwargs")
       try:
         rewards[name] = float(
-            await self._guarded(
-                self._tools[name].calc_reward(instance_id, **kwargs),
-                f"{name}.calc_reward",
-            )
+          await self._guarded(
+            self._tools[name].calc_reward(instance_id, **kwargs),
+            f"{name}.calc_reward",
+          )
         )
       except Exception as error:  # pylint: disable=broad-except
         request.error = request.error or f"{type(error).__name__}: {error}"
@@ -253,22 +245,22 @@ class RequestTools:
     """Releases every instance, each under its own deadline; idempotent."""
     instances, self._instances = self._instances, {}
     await stateful.release_all(
-        [
-            (
-                name,
-                functools.partial(
-                    self._tools[name].release,
-                    instance_id,
-                    **self._request.kwargs(name, "release_kwargs"),
-                ),
-            )
-            for name, instance_id in instances.items()
-        ],
-        self._timeout,
+      [
+        (
+          name,
+          functools.partial(
+            self._tools[name].release,
+            instance_id,
+            **self._request.kwargs(name, "release_kwargs"),
+          ),
+        )
+        for name, instance_id in instances.items()
+      ],
+      self._timeout,
     )
 
   async def _execute(
-      self, call: trajectory.ToolCall
+    self, call: trajectory.ToolCall
   ) -> tuple[str, float | None]:
     """Returns (text for the model, reward) of one call; reward None when it
     failed."""
@@ -277,12 +269,12 @@ class RequestTools:
       return f"Error: {text}", None
     try:
       text, reward, _ = await self._guarded(
-          self._tools[call.name].execute(
-              self._instances[call.name],
-              dict(call.arguments),
-              **self._request.kwargs(call.name, "execute_kwargs"),
-          ),
-          f"{call.name}.execute",
+        self._tools[call.name].execute(
+          self._instances[call.name],
+          dict(call.arguments),
+          **self._request.kwargs(call.name, "execute_kwargs"),
+        ),
+        f"{call.name}.execute",
       )
       return str(text), float(reward)
     except Exception as error:  # pylint: disable=broad-except

@@ -43,12 +43,12 @@ class Screenshot:
 
 
 def fit_size(
-    width: int,
-    height: int,
-    *,
-    factor: int = 1,
-    min_pixels: int | None = None,
-    max_pixels: int | None = None,
+  width: int,
+  height: int,
+  *,
+  factor: int = 1,
+  min_pixels: int | None = None,
+  max_pixels: int | None = None,
 ) -> tuple[int, int]:
   """Returns the (width, height) at which a Qwen-VL processor leaves an image
   alone.
@@ -59,7 +59,7 @@ def fit_size(
   """
   if width < 1 or height < 1 or factor < 1:
     raise ValueError(
-        f"sizes and factor must be >= 1, got {width}x{height}, {factor}"
+      f"sizes and factor must be >= 1, got {width}x{height}, {factor}"
     )
   w = max(factor, round(width / factor) * factor)
   h = max(factor, round(height / factor) * factor)
@@ -81,7 +81,7 @@ def shrunk_size(width: int, height: int, scale: float) -> tuple[int, int]:
 
 
 def shrunk(
-    store: images.ImageStore, image: trajectory.ImageRef, scale: float
+  store: images.ImageStore, image: trajectory.ImageRef, scale: float
 ) -> trajectory.ImageRef:
   """Returns a stored screenshot at a share of its sides.
 
@@ -99,24 +99,24 @@ class ScreenshotTool(base.BaseTool):
   """Takes a screenshot of the computer."""
 
   def __init__(
-      self,
-      image_store: images.ImageStore,
-      name: str = "screenshot",
-      description: str = "Takes a screenshot of the computer.",
-      *,
-      size: tuple[int, int] | None = None,
-      factor: int = 1,
-      min_pixels: int | None = None,
-      max_pixels: int | None = None,
-      source: Callable[[], np.ndarray] | None = None,
+    self,
+    image_store: images.ImageStore,
+    name: str = "screenshot",
+    description: str = "Takes a screenshot of the computer.",
+    *,
+    size: tuple[int, int] | None = None,
+    factor: int = 1,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    source: Callable[[], np.ndarray] | None = None,
   ):
     """Args:
 
-      image_store: keeps the screenshots.
-      name, description: as for any tool.
-      size: (width, height) every screenshot is brought to.
-      factor, min_pixels, max_pixels: otherwise, see `fit_size`.
-      source: gives uint8[H, W, 3] pixels when the tool is called by a policy.
+    image_store: keeps the screenshots.
+    name, description: as for any tool.
+    size: (width, height) every screenshot is brought to.
+    factor, min_pixels, max_pixels: otherwise, see `fit_size`.
+    source: gives uint8[H, W, 3] pixels when the tool is called by a policy.
     """
     super().__init__(name, description)
     if size is not None and (factor, min_pixels, max_pixels) != (1, None, None):
@@ -124,21 +124,21 @@ class ScreenshotTool(base.BaseTool):
     self.image_store = image_store
     self.size = size
     self._fit: dict[str, Any] = {
-        "factor": factor,
-        "min_pixels": min_pixels,
-        "max_pixels": max_pixels,
+      "factor": factor,
+      "min_pixels": min_pixels,
+      "max_pixels": max_pixels,
     }
     self._source = source
 
   @property
   def json(self) -> dict[str, Any]:
     return {
-        "type": "function",
-        "function": {
-            "name": self.name,
-            "description": self.description,
-            "parameters": {"type": "object", "properties": {}},
-        },
+      "type": "function",
+      "function": {
+        "name": self.name,
+        "description": self.description,
+        "parameters": {"type": "object", "properties": {}},
+      },
     }
 
   def capture(self, pixels: np.ndarray) -> Screenshot:
@@ -150,8 +150,8 @@ class ScreenshotTool(base.BaseTool):
     pixels = np.asarray(pixels)
     if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
       raise ValueError(
-          "a screenshot must be uint8[H, W, 3], got"
-          f" {pixels.dtype}{list(pixels.shape)}"
+        "a screenshot must be uint8[H, W, 3], got"
+        f" {pixels.dtype}{list(pixels.shape)}"
       )
     height, width = pixels.shape[:2]
     target = self.size or fit_size(width, height, **self._fit)
@@ -167,7 +167,7 @@ class ScreenshotTool(base.BaseTool):
       raise ValueError(f"tool {self.name!r} has no source of pixels")
     shot = self.capture(self._source())
     return base.ToolOutput(
-        self.name,
-        f"screenshot of {shot.width}x{shot.height} pixels",
-        metadata={"image": shot.image},
+      self.name,
+      f"screenshot of {shot.width}x{shot.height} pixels",
+      metadata={"image": shot.image},
     )

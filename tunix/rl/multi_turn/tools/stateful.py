@@ -38,7 +38,7 @@ class _Fields(dict[str, Any]):
       return self[name]
     except KeyError:
       raise AttributeError(
-          f"{name!r} is none of {', '.join(self) or 'no keys'}"
+        f"{name!r} is none of {', '.join(self) or 'no keys'}"
       ) from None
 
 
@@ -62,8 +62,8 @@ class OpenAIFunctionToolSchema(_Fields):
     function = self.get("function")
     if not isinstance(function, Mapping) or not function.get("name"):
       raise ValueError(
-          "a tool schema needs function={'name': …, …}, got"
-          f" function={function!r}"
+        "a tool schema needs function={'name': …, …}, got"
+        f" function={function!r}"
       )
 
 
@@ -89,9 +89,9 @@ class BaseTool(abc.ABC):
   """
 
   def __init__(
-      self,
-      config: Mapping[str, Any] | None = None,
-      tool_schema: Mapping[str, Any] | None = None,
+    self,
+    config: Mapping[str, Any] | None = None,
+    tool_schema: Mapping[str, Any] | None = None,
   ):
     self.config = config if config is not None else {}
     self.tool_schema = tool_schema
@@ -115,7 +115,7 @@ class BaseTool(abc.ABC):
 
   @abc.abstractmethod
   async def execute(
-      self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
   ) -> tuple[str, float, dict[str, Any]]:
     """Runs the tool: (text for the policy, reward of this call, metrics).
 
@@ -145,9 +145,9 @@ class InstanceTool(BaseTool):
   """
 
   def __init__(
-      self,
-      config: Mapping[str, Any] | None = None,
-      tool_schema: Mapping[str, Any] | None = None,
+    self,
+    config: Mapping[str, Any] | None = None,
+    tool_schema: Mapping[str, Any] | None = None,
   ):
     super().__init__(config, tool_schema)
     self._instances: dict[str, dict[str, Any]] = {}
@@ -162,8 +162,8 @@ class InstanceTool(BaseTool):
       return self._instances[instance_id]
     except KeyError:
       raise UnknownInstanceError(
-          f"tool {type(self).__name__} has no instance {instance_id!r}; create"
-          " it first, and do not use it after release"
+        f"tool {type(self).__name__} has no instance {instance_id!r}; create"
+        " it first, and do not use it after release"
       ) from None
 
   async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
@@ -212,16 +212,16 @@ class StatefulToolAdapter(EpisodeTool):
   """
 
   def __init__(
-      self,
-      tool: BaseTool,
-      tool_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-      name: str | None = None,
+    self,
+    tool: BaseTool,
+    tool_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    name: str | None = None,
   ):
     """Args:
 
-      tool: the stateful tool.
-      tool_kwargs: `{"create_kwargs": {…}, "execute_kwargs": {…}, …}`.
-      name: the schema's by default.
+    tool: the stateful tool.
+    tool_kwargs: `{"create_kwargs": {…}, "execute_kwargs": {…}, …}`.
+    name: the schema's by default.
     """
     schema = tool.get_openai_tool_schema() or {}
     function = schema.get("function", schema)
@@ -237,9 +237,7 @@ class StatefulToolAdapter(EpisodeTool):
     self._creation: concurrent.futures.Future[str] | None = None
     self._open: list[str] = []  # Every id that may have an instance.
 
-  def fresh(
-      self, shared: dict[Any, Any] | None = None
-  ) -> StatefulToolAdapter:
+  def fresh(self, shared: dict[Any, Any] | None = None) -> StatefulToolAdapter:
     del shared
     other = copy.copy(self)
     other._clear()  # pylint: disable=protected-access
@@ -251,10 +249,10 @@ class StatefulToolAdapter(EpisodeTool):
 
   async def async_forward(self, **kwargs: Any) -> plain.ToolOutput:
     text, reward, metrics = await self.tool.execute(
-        await self._instance(), kwargs, **self._kwargs["execute_kwargs"]
+      await self._instance(), kwargs, **self._kwargs["execute_kwargs"]
     )
     return plain.ToolOutput(
-        self.name, text, metadata={"reward": reward, "metrics": metrics}
+      self.name, text, metadata={"reward": reward, "metrics": metrics}
     )
 
   async def calc_reward(self) -> float:
@@ -263,8 +261,7 @@ class StatefulToolAdapter(EpisodeTool):
     if creation is None:
       return 0.0
     return await self.tool.calc_reward(
-        await asyncio.wrap_future(creation),
-        **self._kwargs["calc_reward_kwargs"],
+      await asyncio.wrap_future(creation), **self._kwargs["calc_reward_kwargs"]
     )
 
   async def release(self) -> None:
@@ -311,8 +308,8 @@ class StatefulToolAdapter(EpisodeTool):
 
 
 async def release_all(
-    releases: Iterable[tuple[str, Callable[[], Awaitable[None]]]],
-    seconds: float | None,
+  releases: Iterable[tuple[str, Callable[[], Awaitable[None]]]],
+  seconds: float | None,
 ) -> None:
   """Releases the instances of several tools at once.
 
@@ -327,9 +324,9 @@ async def release_all(
   async def one(name: str, release: Callable[[], Awaitable[None]]) -> None:
     try:
       await concurrency.with_deadline(
-          release(),
-          RELEASE_SECONDS if seconds is None else seconds,
-          f"{name}.release",
+        release(),
+        RELEASE_SECONDS if seconds is None else seconds,
+        f"{name}.release",
       )
     except (Exception, asyncio.CancelledError) as error:  # pylint: disable=broad-except
       _LOG.warning("releasing %s failed: %r", name, error)
@@ -346,7 +343,7 @@ async def release_all(
 
 
 def with_instance_id(
-    create_kwargs: Mapping[str, Any],
+  create_kwargs: Mapping[str, Any],
 ) -> tuple[dict[str, Any], str]:
   """Arguments of `create` with an id of ours, unless they have one; the id.
 
@@ -359,15 +356,15 @@ def with_instance_id(
 
 
 KWARGS_KINDS = (
-    "create_kwargs",
-    "execute_kwargs",
-    "calc_reward_kwargs",
-    "release_kwargs",
+  "create_kwargs",
+  "execute_kwargs",
+  "calc_reward_kwargs",
+  "release_kwargs",
 )
 
 
 def check_tool_kwargs(
-    name: str, kwargs: Mapping[str, Any]
+  name: str, kwargs: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
   """Returns all four kinds of keyword arguments of a tool, absent ones empty.
 
@@ -377,14 +374,12 @@ def check_tool_kwargs(
   for kind, value in kwargs.items():
     if kind not in KWARGS_KINDS:
       raise ValueError(
-          f"tools_kwargs[{name!r}]: "
-          + registry.unknown_name("kind", kind, KWARGS_KINDS)
+        f"tools_kwargs[{name!r}]: "
+        + registry.unknown_name("kind", kind, KWARGS_KINDS)
       )
     if not isinstance(value, Mapping):
       raise ValueError(
-          f"tools_kwargs[{name!r}][{kind!r}] must be a mapping, got"
-          f" {type(value).__name__}"
+        f"tools_kwargs[{name!r}][{kind!r}] must be a mapping, got"
+        f" {type(value).__name__}"
       )
   return {kind: dict(kwargs.get(kind, {})) for kind in KWARGS_KINDS}
-
-

@@ -6,7 +6,7 @@ from tunix.rl.multi_turn.trajectory_collector.collect_loop import CollectError
 from tunix.rl.multi_turn.trajectory_collector.collect_loop import CollectLoop
 from tunix.rl.multi_turn.trajectory_collector.collect_loop import TaskSampler
 from tunix.rl.multi_turn.trajectory_collector.episode import (
-    TrajectoryCollectEngine,
+  TrajectoryCollectEngine,
 )
 from tunix.rl.multi_turn.trajectory_collector.groups import collect_groups
 from tunix.rl.multi_turn.trajectory_collector.groups import GroupCollector
@@ -14,7 +14,7 @@ from tunix.rl.multi_turn.trajectory_collector.groups import iterate_groups
 from tunix.rl.multi_turn.trajectory_collector.model_calls import derive_seed
 from tunix.rl.multi_turn.trajectory_collector.model_calls import PolicyModel
 from tunix.rl.multi_turn.trajectory_collector.sequence_builder import (
-    SequenceBuilder,
+  SequenceBuilder,
 )
 from tunix.rl.multi_turn.trajectory_collector.settings import CollectConfig
 from tunix.rl.multi_turn.trajectory_collector.settings import Deadlines

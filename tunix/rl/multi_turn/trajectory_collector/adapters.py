@@ -44,19 +44,15 @@ class Agent(Protocol):
   """
 
   @property
-  def chat_completions(self) -> Any:
-    ...
+  def chat_completions(self) -> Any: ...
 
-  def reset(self) -> Any:
-    ...
+  def reset(self) -> Any: ...
 
   def update_from_env(
-      self, observation: Any, reward: Any, done: Any, info: Any
-  ) -> Any:
-    ...
+    self, observation: Any, reward: Any, done: Any, info: Any
+  ) -> Any: ...
 
-  def update_from_model(self, response: Any) -> Any:
-    ...
+  def update_from_model(self, response: Any) -> Any: ...
 
 
 class Env(Protocol):
@@ -67,18 +63,15 @@ class Env(Protocol):
   `runs_inline`, which allows calls on the event loop itself.
   """
 
-  def reset(self) -> Any:
-    ...
+  def reset(self) -> Any: ...
 
-  def step(self, action: Any) -> Any:
-    ...
+  def step(self, action: Any) -> Any: ...
 
-  def close(self) -> Any:
-    ...
+  def close(self) -> Any: ...
 
 
 def reward_value(
-    value: Any, limit: float = reward_range.MAX_REWARD
+  value: Any, limit: float = reward_range.MAX_REWARD
 ) -> tuple[float, dict[str, Any]]:
   """(reward, details) of a number, a RewardOutput or an Evaluation.
 
@@ -98,14 +91,14 @@ def reward_value(
     number = number.item()
   if not isinstance(number, (numbers.Real, np.bool_)):
     raise NoRewardError(
-        "a reward must be a finite number, a RewardOutput or an Evaluation,"
-        f" got {type(value).__name__}"
+      "a reward must be a finite number, a RewardOutput or an Evaluation,"
+      f" got {type(value).__name__}"
     )
   return bounded(number, limit), details
 
 
 def mend_rewards(
-    steps: Sequence[Any], rewards: Sequence[float], limit: float
+  steps: Sequence[Any], rewards: Sequence[float], limit: float
 ) -> str | None:
   """Replaces rewards of steps that an agent has made unusable.
 
@@ -130,14 +123,14 @@ def reset_result(result: Any) -> tuple[Any, dict[str, Any]]:
   """(observation, info) of what `env.reset` returned."""
   if not isinstance(result, tuple) or len(result) != 2:
     raise TypeError(
-        f"reset() must return (observation, info), got {_shape(result)}"
+      f"reset() must return (observation, info), got {_shape(result)}"
     )
   observation, info = result
   return observation, _info(info, "reset")
 
 
 def step_result(
-    result: Any, limit: float = reward_range.MAX_REWARD
+  result: Any, limit: float = reward_range.MAX_REWARD
 ) -> tuple[Any, float, bool, dict[str, Any]]:
   """(observation, reward, done, info) of what `env.step` returned.
 
@@ -149,8 +142,8 @@ def step_result(
   """
   if not isinstance(result, tuple) or len(result) != 4:
     raise TypeError(
-        "step() must return (observation, reward, done, info), got"
-        f" {_shape(result)}"
+      "step() must return (observation, reward, done, info), got"
+      f" {_shape(result)}"
     )
   observation, reward, done, info = result
   details: dict[str, Any] = {}
@@ -193,20 +186,20 @@ def env_evaluation(env: Env) -> Callable[[], Any] | None:
 
 
 _BY_NAME = {
-    "trajectory": "trajectory",
-    "task": "task",
-    "env": "env",
-    "action": "response",
-    "response": "response",
-    "answer": "response",
+  "trajectory": "trajectory",
+  "task": "task",
+  "env": "env",
+  "action": "response",
+  "response": "response",
+  "answer": "response",
 }
 
 
 def reward_arguments(
-    fn: Callable[..., Any],
-    episode: trajectory.Trajectory,
-    last_step: Any,
-    env: Env,
+  fn: Callable[..., Any],
+  episode: trajectory.Trajectory,
+  last_step: Any,
+  env: Env,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
   """Arguments of a final reward function, by its signature.
 
@@ -214,10 +207,10 @@ def reward_arguments(
   the trajectory, two are (task, last response).
   """
   values = {
-      "trajectory": episode,
-      "task": episode.task,
-      "env": env,
-      "response": last_step.model_response,
+    "trajectory": episode,
+    "task": episode.task,
+    "env": env,
+    "response": last_step.model_response,
   }
   try:
     parameters = list(inspect.signature(fn).parameters.values())
@@ -225,13 +218,13 @@ def reward_arguments(
     return (episode,), {}
   required = [p for p in parameters if _is_required(p)]
   named = [
-      p
-      for p in parameters
-      if p.name in _BY_NAME and p.kind in (p.POSITIONAL_OR_KEYWORD,
-                                           p.KEYWORD_ONLY)
+    p
+    for p in parameters
+    if p.name in _BY_NAME
+    and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
   ]
   if all(p.name in _BY_NAME for p in required) and all(
-      p.kind is not p.POSITIONAL_ONLY for p in required
+    p.kind is not p.POSITIONAL_ONLY for p in required
   ):
     if not required and not named and _takes_positional(parameters):
       return (episode,), {}
@@ -239,9 +232,9 @@ def reward_arguments(
   positional = [p for p in required if p.kind is not p.KEYWORD_ONLY]
   if len(required) != len(positional) or len(positional) > 2:
     raise TypeError(
-        f"final_reward_fn {getattr(fn, '__name__', fn)!r} needs arguments the"
-        f" engine does not know: {', '.join(p.name for p in required)}; use"
-        " trajectory, task, env or response"
+      f"final_reward_fn {getattr(fn, '__name__', fn)!r} needs arguments the"
+      f" engine does not know: {', '.join(p.name for p in required)}; use"
+      " trajectory, task, env or response"
     )
   if len(positional) == 1:
     return (episode,), {}
@@ -249,9 +242,7 @@ def reward_arguments(
 
 
 def credit(
-    steps: Sequence[Any],
-    value: Any,
-    limit: float = reward_range.MAX_REWARD,
+  steps: Sequence[Any], value: Any, limit: float = reward_range.MAX_REWARD
 ) -> dict[str, Any]:
   """Adds a final reward to an episode's steps; returns its details.
 
@@ -268,7 +259,7 @@ def credit(
   total((reward, *(float(step.reward) for step in steps)), limit)
   if len(turns) > len(steps):
     raise ValueError(
-        f"a reward for {len(turns)} turns; the episode has {len(steps)}"
+      f"a reward for {len(turns)} turns; the episode has {len(steps)}"
     )
   for step, share in zip(steps, turns):
     step.reward = float(step.reward) + float(share)
@@ -359,14 +350,14 @@ def convert_step(step: Any) -> trajectory.Step:
   if type(action).__name__ == "Action" and hasattr(action, "action"):
     action = trajectory.Action(action.action)
   return trajectory.Step(
-      chat_completions=list(getattr(step, "chat_completions", None) or []),
-      thought=getattr(step, "thought", "") or "",
-      action=action,
-      observation=getattr(step, "observation", None),
-      model_response=getattr(step, "model_response", "") or "",
-      reward=reward_value(getattr(step, "reward", 0.0))[0],
-      done=bool(getattr(step, "done", False)),
-      info=dict(getattr(step, "info", None) or {}),
+    chat_completions=list(getattr(step, "chat_completions", None) or []),
+    thought=getattr(step, "thought", "") or "",
+    action=action,
+    observation=getattr(step, "observation", None),
+    model_response=getattr(step, "model_response", "") or "",
+    reward=reward_value(getattr(step, "reward", 0.0))[0],
+    done=bool(getattr(step, "done", False)),
+    info=dict(getattr(step, "info", None) or {}),
   )
 
 
@@ -377,7 +368,7 @@ def _info(info: Any, method: str) -> dict[str, Any]:
     return info
   if not isinstance(info, Mapping):
     raise TypeError(
-        f"{method}() must return info as a dict, got {type(info).__name__}"
+      f"{method}() must return info as a dict, got {type(info).__name__}"
     )
   return dict(info)
 
@@ -390,9 +381,9 @@ def _shape(result: Any) -> str:
 
 def _is_required(p: inspect.Parameter) -> bool:
   return p.default is p.empty and p.kind in (
-      p.POSITIONAL_ONLY,
-      p.POSITIONAL_OR_KEYWORD,
-      p.KEYWORD_ONLY,
+    p.POSITIONAL_ONLY,
+    p.POSITIONAL_OR_KEYWORD,
+    p.KEYWORD_ONLY,
   )
 
 

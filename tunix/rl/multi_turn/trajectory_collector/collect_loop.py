@@ -50,11 +50,9 @@ class Sampler(Protocol):
     """The next task; StopIteration ends the run."""
     ...
 
-  def state_dict(self) -> dict[str, Any]:
-    ...
+  def state_dict(self) -> dict[str, Any]: ...
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
-    ...
+  def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class TaskSampler:
@@ -64,19 +62,19 @@ class TaskSampler:
   """
 
   def __init__(
-      self,
-      tasks: Sequence[Any],
-      *,
-      seed: int = 0,
-      shuffle: bool = True,
-      epochs: int | None = None,
+    self,
+    tasks: Sequence[Any],
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    epochs: int | None = None,
   ):
     """Args:
 
-      tasks: at least one.
-      seed: Seed of the order.
-      shuffle: False keeps the list's order.
-      epochs: times through the list; None repeats it for ever.
+    tasks: at least one.
+    seed: Seed of the order.
+    shuffle: False keeps the list's order.
+    epochs: times through the list; None repeats it for ever.
     """
     if not tasks:
       raise ValueError("TaskSampler needs at least one task")
@@ -110,9 +108,9 @@ class TaskSampler:
 
   def state_dict(self) -> dict[str, Any]:
     return {
-        "epoch": self._epoch,
-        "position": self._position,
-        "num_tasks": len(self._tasks),
+      "epoch": self._epoch,
+      "position": self._position,
+      "num_tasks": len(self._tasks),
     }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,8 +121,8 @@ class TaskSampler:
     """
     if state["num_tasks"] != len(self._tasks):
       raise ValueError(
-          f"the sampler's state is of {state['num_tasks']} tasks, this list"
-          f" has {len(self._tasks)}"
+        f"the sampler's state is of {state['num_tasks']} tasks, this list"
+        f" has {len(self._tasks)}"
       )
     self._epoch = int(state["epoch"])
     self._position = int(state["position"])
@@ -138,35 +136,35 @@ class CollectLoop:
   """
 
   def __init__(
-      self,
-      collector: groups.GroupCollector,
-      tasks: Sampler | Iterator[Any],
-      queue: group_queue.GroupQueue,
-      *,
-      max_groups: int | None = None,
-      backoff: float = 0.5,
-      max_failed_groups: int = 64,
-      task_from_json: Callable[[Any], Any] | None = None,
-      number: Callable[[int], int] = lambda index: index,
+    self,
+    collector: groups.GroupCollector,
+    tasks: Sampler | Iterator[Any],
+    queue: group_queue.GroupQueue,
+    *,
+    max_groups: int | None = None,
+    backoff: float = 0.5,
+    max_failed_groups: int = 64,
+    task_from_json: Callable[[Any], Any] | None = None,
+    number: Callable[[int], int] = lambda index: index,
   ):
     """Args:
 
-      collector: collects one group; its config holds min_valid and
-        max_requeues.
-      tasks: an iterator; with `state_dict` and `load_state_dict` a run can be
-        resumed.
-      queue: takes the groups.
-      max_groups: groups in flight beside what the queue admits; None for no
-        bound of its own.
-      backoff: seconds before the first retry, doubled for each further one.
-      max_failed_groups: groups dropped in a row, retries included, before the
-        loop gives up with a CollectError: a world in which nothing works must
-        not look like a slow one.
-      task_from_json: Reads an unfinished task of `state_dict`, which holds
-        `task.to_json()` or `trajectory.encode(task)`; None =
-        `trajectory.decode`.
-      number: Number of a group in the whole run, from its index in this queue:
-        another one where several processes collect.
+    collector: collects one group; its config holds min_valid and
+      max_requeues.
+    tasks: an iterator; with `state_dict` and `load_state_dict` a run can be
+      resumed.
+    queue: takes the groups.
+    max_groups: groups in flight beside what the queue admits; None for no
+      bound of its own.
+    backoff: seconds before the first retry, doubled for each further one.
+    max_failed_groups: groups dropped in a row, retries included, before the
+      loop gives up with a CollectError: a world in which nothing works must
+      not look like a slow one.
+    task_from_json: Reads an unfinished task of `state_dict`, which holds
+      `task.to_json()` or `trajectory.encode(task)`; None =
+      `trajectory.decode`.
+    number: Number of a group in the whole run, from its index in this queue:
+      another one where several processes collect.
     """
     if max_groups is not None and max_groups < 1:
       raise ValueError(f"max_groups must be >= 1 or None, got {max_groups}")
@@ -174,7 +172,7 @@ class CollectLoop:
       raise ValueError(f"backoff must be >= 0 seconds, got {backoff}")
     if max_failed_groups < 1:
       raise ValueError(
-          f"max_failed_groups must be >= 1, got {max_failed_groups}"
+        f"max_failed_groups must be >= 1, got {max_failed_groups}"
       )
     self._collector = collector
     self._tasks = tasks
@@ -217,15 +215,15 @@ class CollectLoop:
     sampler = self._sampler()
     with self._lock:
       return {
-          "sampler": sampler.state_dict(),
-          "next_index": self._next_index,
-          "unfinished": [
-              {"index": index, "task": _task_to_json(task)}
-              for index, task in [
-                  *sorted(self._unfinished.items()),
-                  *((None, task) for task in self._pending),
-              ]
-          ],
+        "sampler": sampler.state_dict(),
+        "next_index": self._next_index,
+        "unfinished": [
+          {"index": index, "task": _task_to_json(task)}
+          for index, task in [
+            *sorted(self._unfinished.items()),
+            *((None, task) for task in self._pending),
+          ]
+        ],
       }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,8 +239,8 @@ class CollectLoop:
     self._sampler().load_state_dict(state["sampler"])
     accepted = self._queue.known()
     drawn: list[tuple[int | None, Any]] = [
-        (item["index"], self._from_json(item["task"]))
-        for item in state["unfinished"]
+      (item["index"], self._from_json(item["task"]))
+      for item in state["unfinished"]
     ]
     pending = collections.deque(t for i, t in drawn if i is None)
     resumed = [(i, t) for i, t in drawn if i is not None and i not in accepted]
@@ -257,7 +255,7 @@ class CollectLoop:
           resumed.append((index, task))
       self._next_index += self._parts
     self._queue.expect(
-        (index for index, _ in resumed), next_index=self._next_index
+      (index for index, _ in resumed), next_index=self._next_index
     )
     self._unfinished = dict(resumed)
     self._pending = list(pending)
@@ -266,9 +264,7 @@ class CollectLoop:
       number = index // self._parts
       before, _ = groups_left.get(number, ((), None))
       groups_left[number] = ((*before, index), task)
-    self._resumed = [
-        *groups_left.values(), *(((), task) for task in pending)
-    ]  # pyformat: disable
+    self._resumed = [*groups_left.values(), *(((), task) for task in pending)]
 
   def _indices(self, first: int) -> range:
     """Of a group's parts in the queue."""
@@ -277,8 +273,8 @@ class CollectLoop:
   def _sampler(self) -> Sampler:
     if not hasattr(self._tasks, "state_dict"):
       raise TypeError(
-          f"the task iterator {type(self._tasks).__name__} has no state_dict;"
-          " use TaskSampler to be able to resume"
+        f"the task iterator {type(self._tasks).__name__} has no state_dict;"
+        " use TaskSampler to be able to resume"
       )
     return cast(Sampler, self._tasks)
 
@@ -328,7 +324,7 @@ class CollectLoop:
         self._ended.set()
 
     self._thread = threading.Thread(
-        target=main, name="tunix-collect-loop", daemon=True
+      target=main, name="tunix-collect-loop", daemon=True
     )
     self._thread.start()
 
@@ -433,13 +429,11 @@ class CollectLoop:
       self._running[running] = tickets[0].index
       running.add_done_callback(lambda _: slots.release())
       running.add_done_callback(
-          functools.partial(self._give_back, tickets=tickets)
+        functools.partial(self._give_back, tickets=tickets)
       )
       running.add_done_callback(self._ended_one)
 
-  async def _admit(
-      self, indices: tuple[int, ...]
-  ) -> list[group_queue.Ticket]:
+  async def _admit(self, indices: tuple[int, ...]) -> list[group_queue.Ticket]:
     """Tickets of a group's parts, as of the end of a hold."""
     places: Sequence[int | None] = indices or [None] * self._parts
     tickets = await self._queue.acquire_parts_async(places)
@@ -461,7 +455,7 @@ class CollectLoop:
       self._collector.announce(members + self._collector.beside)
 
   def _give_back(
-      self, ended: asyncio.Task[None], tickets: list[group_queue.Ticket]
+    self, ended: asyncio.Task[None], tickets: list[group_queue.Ticket]
   ) -> None:
     """Releases the tickets of a group cancelled before its first step."""
     if ended.cancelled():
@@ -475,9 +469,7 @@ class CollectLoop:
       except ValueError:
         pass  # Put, or its put was under way and has been completed.
 
-  async def _group(
-      self, task: Any, tickets: list[group_queue.Ticket]
-  ) -> None:
+  async def _group(self, task: Any, tickets: list[group_queue.Ticket]) -> None:
     """One task, until its group is accepted, all parts of it, or given up."""
     remaining = collections.deque(tickets)
     number = self._number(tickets[0].index // self._parts)
@@ -485,13 +477,13 @@ class CollectLoop:
       for attempt in range(self._max_requeues + 1):
         if attempt:
           await asyncio.sleep(
-              min(_MAX_BACKOFF, self._backoff * 2 ** (attempt - 1))
+            min(_MAX_BACKOFF, self._backoff * 2 ** (attempt - 1))
           )
           fresh = map(self._queue.refresh_start, remaining)
           remaining = collections.deque(fresh)
           self._announce(remaining)
         async with contextlib.aclosing(
-            self._collect(task, number, attempt, remaining[0], len(remaining))
+          self._collect(task, number, attempt, remaining[0], len(remaining))
         ) as parts:
           async for group in parts:
             for member in group:
@@ -507,7 +499,7 @@ class CollectLoop:
         if attempt < self._max_requeues:
           self.counts["requeued"] += 1
           self._collector.emit(
-              events.GroupFinished(group, outcome="requeued", reason=reason)
+            events.GroupFinished(group, outcome="requeued", reason=reason)
           )
       if reason is not None:
         self._finished(group, remaining[0], "dropped", reason)
@@ -518,28 +510,24 @@ class CollectLoop:
       self._release(remaining)
 
   async def _collect(
-      self,
-      task: Any,
-      number: int,
-      attempt: int,
-      ticket: group_queue.Ticket,
-      parts: int,
+    self,
+    task: Any,
+    number: int,
+    attempt: int,
+    ticket: group_queue.Ticket,
+    parts: int,
   ) -> AsyncGenerator[trajectory_lib.TrajectoryGroup, None]:
     """The group of a task, or its parts, as they end."""
     version = ticket.start_version
     if self._parts == 1:
       yield await self._collector.collect(
-          task, index=number, attempt=attempt, start_version=version
+        task, index=number, attempt=attempt, start_version=version
       )
       return
     async with contextlib.aclosing(
-        self._collector.collect_parts(
-            task,
-            index=number,
-            attempt=attempt,
-            start_version=version,
-            parts=parts,
-        )
+      self._collector.collect_parts(
+        task, index=number, attempt=attempt, start_version=version, parts=parts
+      )
     ) as outcomes:
       async for part in outcomes:
         yield part
@@ -549,7 +537,7 @@ class CollectLoop:
       self._unfinished.pop(ticket.index, None)
     self.counts["accepted" if outcome == "accepted" else "given_up"] += 1
     self._collector.emit(
-        events.GroupFinished(group, outcome=outcome, reason=reason)
+      events.GroupFinished(group, outcome=outcome, reason=reason)
     )
 
   def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str | None:
@@ -572,8 +560,8 @@ class CollectLoop:
     self._failed_in_row += 1
     if self._failed_in_row >= self._max_failed:
       raise CollectError(
-          f"{self._failed_in_row} groups in a row failed, the last one"
-          f" ({group.group_id}, task {group.task_id}): {reason}"
+        f"{self._failed_in_row} groups in a row failed, the last one"
+        f" ({group.group_id}, task {group.task_id}): {reason}"
       )
 
 

@@ -69,60 +69,60 @@ class TrajectoryCollectEngine:
   """
 
   def __init__(
-      self,
-      agent: adapters.Agent,
-      env: adapters.Env,
-      model_call: model_calls.PolicyModel | Callable[..., Any],
-      final_reward_fn: Callable[..., Any] | None = None,
-      max_steps: int = 10,
-      gamma: float = 1.0,
-      timeout: float = 30.0,
-      *,
-      deadlines: settings.Deadlines = settings.Deadlines(),
-      seed: int | None = None,
-      task: Any = None,
-      success_reward: float = 0.0,
-      max_reward: float = reward_range.MAX_REWARD,
-      observers: events.Observer | Sequence[events.Observer] | None = None,
-      runner: concurrency.CallRunner | None = None,
-      trajectory_id: str | None = None,
-      group_id: str = "",
-      task_id: str = "",
-      split: str = "train",
+    self,
+    agent: adapters.Agent,
+    env: adapters.Env,
+    model_call: model_calls.PolicyModel | Callable[..., Any],
+    final_reward_fn: Callable[..., Any] | None = None,
+    max_steps: int = 10,
+    gamma: float = 1.0,
+    timeout: float = 30.0,
+    *,
+    deadlines: settings.Deadlines = settings.Deadlines(),
+    seed: int | None = None,
+    task: Any = None,
+    success_reward: float = 0.0,
+    max_reward: float = reward_range.MAX_REWARD,
+    observers: events.Observer | Sequence[events.Observer] | None = None,
+    runner: concurrency.CallRunner | None = None,
+    trajectory_id: str | None = None,
+    group_id: str = "",
+    task_id: str = "",
+    split: str = "train",
   ):
     """Args:
 
-      agent: a BaseAgent; upstream `tunix.rl.agentic` agents work too.
-      env: a BaseEnv whose reset, step and close are sync or async. With
-        `runs_inline = True` they are called on the event loop itself (they
-        must be cheap then); otherwise sync ones run in threads.
-      model_call: a `PolicyModel` or another with `new_session` (see
-        `model_calls.make_session`), or a sync or async callable from messages
-        to text (no training sequences then).
-      final_reward_fn: called once the policy has ended the episode, returns a
-        number or a RewardOutput that is added to the last step's reward, its
-        `turns` to theirs; in place of the environment's, or in addition to it
-        where it has a true `beside_environment`. Its
-        arguments go by name: `trajectory`, `task`, `env`, and `action`,
-        `response` or `answer` for the last response; other names get the
-        trajectory if there is one, else (task, last response). None uses
-        `env.final_reward_fn` if it has one.
-      max_steps: turns an episode may take.
-      gamma: discount of `Step.mc_return`, in [0, 1].
-      timeout: seconds an episode may take, counted from the end of reset; in
-        a group `deadlines.episode`, which is not read here.
-      deadlines: Deadlines of the single calls.
-      seed: Seed of this episode's sampling.
-      task: recorded as the trajectory's when the agent records none.
-      success_reward: an episode that ended by itself counts as succeeded when
-        the environment's info has a true `success`, or, without that key, when
-        its reward is above this.
-      max_reward: largest absolute reward of a turn, and of the episode; one
-        beyond it ends the episode as a failure of the environment.
-      observers: receive the events of the episode, its turns and its faults.
-      runner: runs calls under deadlines; the process's own by default.
-      trajectory_id: a fresh one by default.
-      group_id, task_id, split: passed on in events.
+    agent: a BaseAgent; upstream `tunix.rl.agentic` agents work too.
+    env: a BaseEnv whose reset, step and close are sync or async. With
+      `runs_inline = True` they are called on the event loop itself (they
+      must be cheap then); otherwise sync ones run in threads.
+    model_call: a `PolicyModel` or another with `new_session` (see
+      `model_calls.make_session`), or a sync or async callable from messages
+      to text (no training sequences then).
+    final_reward_fn: called once the policy has ended the episode, returns a
+      number or a RewardOutput that is added to the last step's reward, its
+      `turns` to theirs; in place of the environment's, or in addition to it
+      where it has a true `beside_environment`. Its
+      arguments go by name: `trajectory`, `task`, `env`, and `action`,
+      `response` or `answer` for the last response; other names get the
+      trajectory if there is one, else (task, last response). None uses
+      `env.final_reward_fn` if it has one.
+    max_steps: turns an episode may take.
+    gamma: discount of `Step.mc_return`, in [0, 1].
+    timeout: seconds an episode may take, counted from the end of reset; in
+      a group `deadlines.episode`, which is not read here.
+    deadlines: Deadlines of the single calls.
+    seed: Seed of this episode's sampling.
+    task: recorded as the trajectory's when the agent records none.
+    success_reward: an episode that ended by itself counts as succeeded when
+      the environment's info has a true `success`, or, without that key, when
+      its reward is above this.
+    max_reward: largest absolute reward of a turn, and of the episode; one
+      beyond it ends the episode as a failure of the environment.
+    observers: receive the events of the episode, its turns and its faults.
+    runner: runs calls under deadlines; the process's own by default.
+    trajectory_id: a fresh one by default.
+    group_id, task_id, split: passed on in events.
     """
     if max_steps < 1:
       raise ValueError(f"max_steps must be >= 1, got {max_steps}")
@@ -152,9 +152,7 @@ class TrajectoryCollectEngine:
     self._id = trajectory_id or uuid.uuid4().hex
     self._ids = {"group_id": group_id, "task_id": task_id, "split": split}
     self._guarded = concurrency.Guarded(
-        env,
-        runner=self._runner,
-        inline=bool(getattr(env, "runs_inline", False)),
+      env, runner=self._runner, inline=bool(getattr(env, "runs_inline", False))
     )
     self._session: Any = None
     self._started = False
@@ -178,8 +176,8 @@ class TrajectoryCollectEngine:
     """
     if self._started:
       raise RuntimeError(
-          "this engine has already collected its episode; make a new one with"
-          " a new environment"
+        "this engine has already collected its episode; make a new one with"
+        " a new environment"
       )
     self._started = True
     started = time.perf_counter()
@@ -212,9 +210,7 @@ class TrajectoryCollectEngine:
     if isinstance(inside, float):  # Within its last step.
       self._metrics["seconds_evaluate"] = inside
     self.trajectory = self._finish(status, error)
-    self._emit(
-        events.EpisodeFinished, trajectory=self.trajectory, **self._ids
-    )
+    self._emit(events.EpisodeFinished, trajectory=self.trajectory, **self._ids)
     if cancelled is not None:
       raise cancelled
     return self.trajectory
@@ -226,12 +222,10 @@ class TrajectoryCollectEngine:
     try:
       with concurrency.contained():
         self._session = model_calls.make_session(
-            self.model_call, self._id, self._seed, self.agent, self.env
+          self.model_call, self._id, self._seed, self.agent, self.env
         )
     except Exception as e:
-      raise _Stop(
-          Status.MODEL_ERROR, "model", "ModelError", describe(e)
-      ) from e
+      raise _Stop(Status.MODEL_ERROR, "model", "ModelError", describe(e)) from e
     await self._reset()
     self._episode_at = loop.time() + self.timeout
     status = Status.MAX_TURNS
@@ -257,7 +251,7 @@ class TrajectoryCollectEngine:
       observation, info = adapters.reset_result(result)
     except (TypeError, ValueError) as e:
       raise _Stop(
-          Status.ENV_ERROR, "reset", "EnvResetError", describe(e)
+        Status.ENV_ERROR, "reset", "EnvResetError", describe(e)
       ) from e
     self._info = info
     self._emit(events.EnvironmentReady, trajectory_id=self._id)
@@ -266,7 +260,7 @@ class TrajectoryCollectEngine:
     self._steps = []
     self._agent_trajectory = getattr(self.agent, "trajectory", None)
     await self._agent_call(
-        self.agent.update_from_env, observation, 0.0, False, info, limit=limit
+      self.agent.update_from_env, observation, 0.0, False, info, limit=limit
     )
     self._metrics["seconds_agent_init"] = time.perf_counter() - ready
 
@@ -286,17 +280,17 @@ class TrajectoryCollectEngine:
     step = self._step_of(turn, messages, reply, action)
     if reply.cancelled:
       raise _Stop(
-          Status.CANCELLED, "model", "Cancelled", "the client stopped sampling"
+        Status.CANCELLED, "model", "Cancelled", "the client stopped sampling"
       )
     t2 = loop.time()
     try:
       result = await self._env_call(
-          "step", self.env.step, adapters.env_action(action)
+        "step", self.env.step, adapters.env_action(action)
       )
       t3 = loop.time()
       with concurrency.contained("the environment's result"):
         observation, reward, done, info = adapters.step_result(
-            result, self._max_reward
+          result, self._max_reward
         )
         adapters.total((reward, *self._rewards), self._max_reward)
     except _Stop:
@@ -307,13 +301,11 @@ class TrajectoryCollectEngine:
       raise self._reward_stop("step", describe(e)) from e
     except (TypeError, ValueError) as e:
       self._mark_done()
-      raise _Stop(
-          Status.ENV_ERROR, "step", "EnvStepError", describe(e)
-      ) from e
+      raise _Stop(Status.ENV_ERROR, "step", "EnvStepError", describe(e)) from e
     self._info = info
     self._rewards.append(reward)
     await self._agent_call(
-        self.agent.update_from_env, observation, reward, done, info
+      self.agent.update_from_env, observation, reward, done, info
     )
     step.reward = reward
     step.done = self._done = done
@@ -327,11 +319,11 @@ class TrajectoryCollectEngine:
     if self._observers is not None:
       render = self._session.render_seconds
       self._emit(
-          events.TurnFinished,
-          trajectory_id=self._id,
-          turn=turn,
-          seconds={"model": model - render, "env": env, "render": render},
-          step=step,
+        events.TurnFinished,
+        trajectory_id=self._id,
+        turn=turn,
+        seconds={"model": model - render, "env": env, "render": render},
+        step=step,
       )
     return done
 
@@ -346,15 +338,13 @@ class TrajectoryCollectEngine:
         self._mark_done()
         raise self._timeout_stop("model") from e
       raise _Stop(
-          Status.TIMEOUT,
-          "model",
-          "ModelTimeout",
-          f"no reply within {self.deadlines.model:g} s (deadlines.model)",
+        Status.TIMEOUT,
+        "model",
+        "ModelTimeout",
+        f"no reply within {self.deadlines.model:g} s (deadlines.model)",
       ) from e
     except Exception as e:
-      raise _Stop(
-          Status.MODEL_ERROR, "model", "ModelError", describe(e)
-      ) from e
+      raise _Stop(Status.MODEL_ERROR, "model", "ModelError", describe(e)) from e
     metrics = self._metrics
     for name in ("truncated", "fallback"):
       if getattr(reply, name):
@@ -366,11 +356,11 @@ class TrajectoryCollectEngine:
     with concurrency.clocked() as clock:
       try:
         return await self._runner.call(
-            fn,
-            *args,
-            seconds=self.deadlines.model,
-            at=self._turn_at,
-            inline=inline,
+          fn,
+          *args,
+          seconds=self.deadlines.model,
+          at=self._turn_at,
+          inline=inline,
         )
       finally:
         # Waiting for an engine's new weights costs the episode no time.
@@ -397,9 +387,9 @@ class TrajectoryCollectEngine:
         args = adapters.reward_arguments(fn, self._draft(), last, self.env)
       with self._stages("env", "setup", "evaluate"):
         value = await self._guarded.run(
-            lambda: fn(*args[0], **args[1]),
-            seconds=self.deadlines.evaluate,
-            inline=bool(getattr(fn, "runs_inline", False)),
+          lambda: fn(*args[0], **args[1]),
+          seconds=self.deadlines.evaluate,
+          inline=bool(getattr(fn, "runs_inline", False)),
         )
       with concurrency.contained("the reward"):
         details = adapters.credit(self._steps, value, self._max_reward)
@@ -407,20 +397,17 @@ class TrajectoryCollectEngine:
       raise self._reward_stop("reward", describe(e)) from e
     except CallTimeout as e:
       raise _Stop(
-          Status.TIMEOUT,
-          "reward",
-          "RewardTimeout",
-          f"no reward within {self.deadlines.evaluate:g} s"
-          " (deadlines.evaluate)",
+        Status.TIMEOUT,
+        "reward",
+        "RewardTimeout",
+        f"no reward within {self.deadlines.evaluate:g} s (deadlines.evaluate)",
       ) from e
     except Exception as e:
-      raise _Stop(
-          Status.ENV_ERROR, "reward", "RewardError", describe(e)
-      ) from e
+      raise _Stop(Status.ENV_ERROR, "reward", "RewardError", describe(e)) from e
     if details.keys() - {"parts"}:  # A sum's parts are for logs.
       self._hint["final_reward"] = True
       self._hint.update(
-          {k: details[k] for k in ("success", "parse_error") if k in details}
+        {k: details[k] for k in ("success", "parse_error") if k in details}
       )
 
   def _outcome(self, status: Status) -> Status:
@@ -435,16 +422,13 @@ class TrajectoryCollectEngine:
       hint = Status(hint)
       if not hint.is_policy_outcome:
         raise _Stop(
-            hint, "step", "EnvReported",
-            f"the environment reported {hint.value}",
+          hint, "step", "EnvReported", f"the environment reported {hint.value}"
         )
       if "final_reward" not in self._hint or hint is Status.SUCCEEDED:
         return hint
     if success is None:
       success = reward_equality.exceeds(
-          math.fsum(rewards),
-          self._success_reward,
-          math.fsum(map(abs, rewards)),
+        math.fsum(rewards), self._success_reward, math.fsum(map(abs, rewards))
       )
     if success:
       return Status.SUCCEEDED
@@ -469,11 +453,11 @@ class TrajectoryCollectEngine:
       if stage == "step" and self._expired():
         raise self._timeout_stop(stage) from e
       raise _Stop(
-          Status.TIMEOUT,
-          stage,
-          f"Env{stage.capitalize()}Timeout",
-          f"{type(self.env).__name__}.{stage} took longer than {limit:g} s"
-          f" (deadlines.{stage})",
+        Status.TIMEOUT,
+        stage,
+        f"Env{stage.capitalize()}Timeout",
+        f"{type(self.env).__name__}.{stage} took longer than {limit:g} s"
+        f" (deadlines.{stage})",
       ) from e
     except Exception as e:
       kind = f"Env{stage.capitalize()}Error"
@@ -491,22 +475,22 @@ class TrajectoryCollectEngine:
       if limit is None:
         raise self._timeout_stop("agent") from e
       raise _Stop(
-          Status.TIMEOUT,
-          "agent",
-          "AgentTimeout",
-          f"{type(self.agent).__name__} took longer than {limit:g} s before the"
-          " first turn (deadlines.reset)",
+        Status.TIMEOUT,
+        "agent",
+        "AgentTimeout",
+        f"{type(self.agent).__name__} took longer than {limit:g} s before the"
+        " first turn (deadlines.reset)",
       ) from e
     except Exception as e:
       raise self._agent_stop(e) from e
 
   def _teardown(self):
     return teardown.run(
-        self._guarded,
-        self._session,
-        runner=self._runner,
-        seconds=self.deadlines.close,
-        fault=self._fault,
+      self._guarded,
+      self._session,
+      runner=self._runner,
+      seconds=self.deadlines.close,
+      fault=self._fault,
     )
 
   def _expired(self) -> bool:
@@ -516,18 +500,16 @@ class TrajectoryCollectEngine:
     now = asyncio.get_running_loop().time()
     if now >= self._episode_at:
       return _Stop(
-          Status.TIMEOUT,
-          stage,
-          "EpisodeTimeout",
-          f"the episode took longer than {self.timeout:g} s"
-          " (deadlines.episode)",
-      )
-    return _Stop(
         Status.TIMEOUT,
         stage,
-        "TurnTimeout",
-        f"the turn took longer than {self.deadlines.turn:g} s"
-        " (deadlines.turn)",
+        "EpisodeTimeout",
+        f"the episode took longer than {self.timeout:g} s (deadlines.episode)",
+      )
+    return _Stop(
+      Status.TIMEOUT,
+      stage,
+      "TurnTimeout",
+      f"the turn took longer than {self.deadlines.turn:g} s (deadlines.turn)",
     )
 
   def _agent_stop(self, e: BaseException) -> _Stop:
@@ -554,9 +536,9 @@ class TrajectoryCollectEngine:
       step = recorded[turn]
     else:
       step = trajectory_lib.Step(
-          chat_completions=list(messages),
-          action=action,
-          model_response=reply.text,
+        chat_completions=list(messages),
+        action=action,
+        model_response=reply.text,
       )
     if not step.model_response:
       step.model_response = reply.text
@@ -566,26 +548,24 @@ class TrajectoryCollectEngine:
   def _draft(self) -> Trajectory:
     """The episode so far, as reward functions see it."""
     self._refused_reward = self._refused_reward or adapters.mend_rewards(
-        self._steps, self._rewards, self._max_reward
+      self._steps, self._rewards, self._max_reward
     )
     draft = self._agent_trajectory
     if not isinstance(draft, Trajectory):
       draft = Trajectory(
-          steps=[adapters.convert_step(s) for s in self._steps],
-          trajectory_id=self._id,
+        steps=[adapters.convert_step(s) for s in self._steps],
+        trajectory_id=self._id,
       )
       draft.task = getattr(self._agent_trajectory, "task", None)
     elif len(draft.steps) != len(self._steps):
       draft.steps = list(self._steps)
     if draft.task is None:
       draft.task = (
-          self._task
-          if self._task is not None
-          else getattr(self.env, "task", None)
+        self._task
+        if self._task is not None
+        else getattr(self.env, "task", None)
       )
-    draft.reward = reward_equality.total(
-        float(s.reward) for s in self._steps
-    )
+    draft.reward = reward_equality.total(float(s.reward) for s in self._steps)
     return draft
 
   def _finish(self, status: Status, error: str | None) -> Trajectory:
@@ -628,9 +608,9 @@ class TrajectoryCollectEngine:
 
   def _fault(self, stage: str, kind: str, message: str) -> None:
     self._emit(
-        events.Fault,
-        stage=stage,
-        kind=kind,
-        message=message,
-        trajectory_id=self._id,
+      events.Fault,
+      stage=stage,
+      kind=kind,
+      message=message,
+      trajectory_id=self._id,
     )

@@ -78,32 +78,32 @@ class GroupCollector:
   """
 
   def __init__(
-      self,
-      make_episode: EpisodeFactory,
-      model_call: model_calls.PolicyModel | Callable[..., Any],
-      config: settings.CollectConfig = settings.CollectConfig(),
-      *,
-      max_turns: int = 10,
-      seed: int = 0,
-      split: str = "train",
-      success_reward: float = 0.0,
-      final_reward_fn: Callable[..., Any] | None = None,
-      observers: events.Observer | None = None,
-      runner: concurrency.CallRunner | None = None,
-      greedy_call: model_calls.PolicyModel | Callable[..., Any] | None = None,
+    self,
+    make_episode: EpisodeFactory,
+    model_call: model_calls.PolicyModel | Callable[..., Any],
+    config: settings.CollectConfig = settings.CollectConfig(),
+    *,
+    max_turns: int = 10,
+    seed: int = 0,
+    split: str = "train",
+    success_reward: float = 0.0,
+    final_reward_fn: Callable[..., Any] | None = None,
+    observers: events.Observer | None = None,
+    runner: concurrency.CallRunner | None = None,
+    greedy_call: model_calls.PolicyModel | Callable[..., Any] | None = None,
   ):
     """Args:
 
-      make_episode: see `EpisodeFactory`; called once an episode.
-      model_call, success_reward, final_reward_fn, observers, runner: see
-        `TrajectoryCollectEngine`.
-      config: groups, episodes in flight, deadlines.
-      max_turns: turns of an episode, unless the task has its own `max_turns`.
-      seed: the run's.
-      split: "train" or "eval", for events and seeds.
-      greedy_call: Variant of `model_call` that samples the likeliest tokens; it
-        plays `TrajectoryGroup.greedy`, which counts against
-        `config.concurrency` and is no member. None plays none.
+    make_episode: see `EpisodeFactory`; called once an episode.
+    model_call, success_reward, final_reward_fn, observers, runner: see
+      `TrajectoryCollectEngine`.
+    config: groups, episodes in flight, deadlines.
+    max_turns: turns of an episode, unless the task has its own `max_turns`.
+    seed: the run's.
+    split: "train" or "eval", for events and seeds.
+    greedy_call: Variant of `model_call` that samples the likeliest tokens; it
+      plays `TrajectoryGroup.greedy`, which counts against
+      `config.concurrency` and is no member. None plays none.
     """
     if max_turns < 1:
       raise ValueError(f"max_turns must be >= 1, got {max_turns}")
@@ -139,14 +139,14 @@ class GroupCollector:
       await self._room.wait()
 
   async def collect(
-      self,
-      task: Any,
-      *,
-      index: int = 0,
-      attempt: int = 0,
-      start_version: int = 0,
-      group_size: int | None = None,
-      samples: Iterable[int] | None = None,
+    self,
+    task: Any,
+    *,
+    index: int = 0,
+    attempt: int = 0,
+    start_version: int = 0,
+    group_size: int | None = None,
+    samples: Iterable[int] | None = None,
   ) -> TrajectoryGroup:
     """Collects the group of one task.
 
@@ -163,7 +163,7 @@ class GroupCollector:
       samples = range(group_size or self.config.group_size)
     greedy_members = (GREEDY,) * self.beside
     task_id, group_id, members = self._start(
-        task, index, attempt, (*samples, *greedy_members)
+      task, index, attempt, (*samples, *greedy_members)
     )
     try:
       trajectories = list(await asyncio.gather(*members))
@@ -172,22 +172,22 @@ class GroupCollector:
       raise
     greedy = trajectories.pop() if self._greedy_call is not None else None
     return TrajectoryGroup(
-        group_id=group_id,
-        task_id=task_id,
-        trajectories=tuple(trajectories),
-        start_version=start_version,
-        attempt=attempt,
-        greedy=greedy,
+      group_id=group_id,
+      task_id=task_id,
+      trajectories=tuple(trajectories),
+      start_version=start_version,
+      attempt=attempt,
+      greedy=greedy,
     )
 
   async def collect_parts(
-      self,
-      task: Any,
-      *,
-      index: int = 0,
-      attempt: int = 0,
-      start_version: int = 0,
-      parts: int,
+    self,
+    task: Any,
+    *,
+    index: int = 0,
+    attempt: int = 0,
+    start_version: int = 0,
+    parts: int,
   ) -> AsyncGenerator[TrajectoryGroup, None]:
     """Collects the group of one task in parts, in the order of its ends.
 
@@ -208,12 +208,12 @@ class GroupCollector:
 
     def part() -> TrajectoryGroup:
       return TrajectoryGroup(
-          group_id=group_id,
-          task_id=task_id,
-          trajectories=tuple(ended),
-          start_version=start_version,
-          attempt=attempt,
-          peer_rewards=rewards,
+        group_id=group_id,
+        task_id=task_id,
+        trajectories=tuple(ended),
+        start_version=start_version,
+        attempt=attempt,
+        peer_rewards=rewards,
       )
 
     try:
@@ -231,17 +231,21 @@ class GroupCollector:
       await _cancel(members)
 
   def _start(
-      self, task: Any, index: int, attempt: int, samples: Iterable[int | str]
+    self, task: Any, index: int, attempt: int, samples: Iterable[int | str]
   ) -> tuple[str, str, list[asyncio.Task[Trajectory]]]:
     """Starts a group's episodes: its task's id, its own, and its members."""
     task_id = task_id_of(task)
     group_id = self.group_id(index, attempt)
-    return task_id, group_id, [
+    return (
+      task_id,
+      group_id,
+      [
         asyncio.ensure_future(
-            self._episode(task, task_id, group_id, index, attempt, sample)
+          self._episode(task, task_id, group_id, index, attempt, sample)
         )
         for sample in samples
-    ]
+      ],
+    )
 
   def group_id(self, index: int, attempt: int) -> str:
     """Name of a group, with which the names of its episodes begin."""
@@ -253,7 +257,7 @@ class GroupCollector:
       self.observers.on_event(event)
 
   async def _episode(
-      self, task, task_id, group_id, index, attempt, sample
+    self, task, task_id, group_id, index, attempt, sample
   ) -> Trajectory:
     deadlines = self.config.deadlines
     async with self._slot():
@@ -267,26 +271,26 @@ class GroupCollector:
           pair = await self._runner.run(pair, seconds=deadlines.reset)
         agent, env = pair
         collecting = episode.TrajectoryCollectEngine(
-            agent,
-            env,
-            (self._greedy_call if greedy else None) or self._model_call,
-            self._final_reward_fn,
-            max_steps=getattr(task, "max_turns", None) or self._max_turns,
-            gamma=self.config.gamma,
-            timeout=deadlines.episode,
-            deadlines=deadlines,
-            seed=model_calls.derive_seed(
-                self._seed, self._split, index, task_id, attempt, sample
-            ),
-            task=task,
-            success_reward=self._success_reward,
-            max_reward=self.config.max_reward,
-            observers=self.observers,
-            runner=self._runner,
-            trajectory_id=name,
-            group_id=group_id,
-            task_id=task_id,
-            split=self._split,
+          agent,
+          env,
+          (self._greedy_call if greedy else None) or self._model_call,
+          self._final_reward_fn,
+          max_steps=getattr(task, "max_turns", None) or self._max_turns,
+          gamma=self.config.gamma,
+          timeout=deadlines.episode,
+          deadlines=deadlines,
+          seed=model_calls.derive_seed(
+            self._seed, self._split, index, task_id, attempt, sample
+          ),
+          task=task,
+          success_reward=self._success_reward,
+          max_reward=self.config.max_reward,
+          observers=self.observers,
+          runner=self._runner,
+          trajectory_id=name,
+          group_id=group_id,
+          task_id=task_id,
+          split=self._split,
         )
       except Exception as e:  # pylint: disable=broad-except
         if env is not None:
@@ -301,15 +305,15 @@ class GroupCollector:
       self.emit(events.Fault(stage, kind, message, trajectory_id=name))
 
     await teardown.run(
-        concurrency.Guarded(
-            env,
-            runner=self._runner,
-            inline=bool(getattr(env, "runs_inline", False)),
-        ),
-        None,
+      concurrency.Guarded(
+        env,
         runner=self._runner,
-        seconds=self.config.deadlines.close,
-        fault=fault,
+        inline=bool(getattr(env, "runs_inline", False)),
+      ),
+      None,
+      runner=self._runner,
+      seconds=self.config.deadlines.close,
+      fault=fault,
     )
 
   @contextlib.asynccontextmanager
@@ -334,22 +338,17 @@ class GroupCollector:
     """The trajectory of an episode that could not be built."""
     text = concurrency.describe(e)
     result = Trajectory(
-        task=adapters.writable(task),
-        status=Status.ENV_ERROR,
-        error=f"EnvCreateError: {text}",
-        trajectory_id=name,
+      task=adapters.writable(task),
+      status=Status.ENV_ERROR,
+      error=f"EnvCreateError: {text}",
+      trajectory_id=name,
     )
-    common = dict(
-        group_id=group_id, task_id=task_id, split=self._split
-    )
+    common = dict(group_id=group_id, task_id=task_id, split=self._split)
     self.emit(events.EpisodeStarted(trajectory_id=name, **common))
     self.emit(
-        events.Fault(
-            stage="create",
-            kind="EnvCreateError",
-            message=text,
-            trajectory_id=name,
-        )
+      events.Fault(
+        stage="create", kind="EnvCreateError", message=text, trajectory_id=name
+      )
     )
     self.emit(events.EpisodeFinished(trajectory=result, **common))
     return result
@@ -363,12 +362,12 @@ async def _cancel(members: Iterable[asyncio.Task[Trajectory]]) -> None:
 
 
 async def iterate_groups(
-    collector: GroupCollector,
-    tasks: Iterable[Any],
-    *,
-    group_size: int | None = None,
-    max_groups: int | None = None,
-    number: Callable[[int], int] = lambda index: index,
+  collector: GroupCollector,
+  tasks: Iterable[Any],
+  *,
+  group_size: int | None = None,
+  max_groups: int | None = None,
+  number: Callable[[int], int] = lambda index: index,
 ) -> AsyncIterator[TrajectoryGroup]:
   """Groups of the tasks, in the tasks' order, each as soon as it can be.
 
@@ -392,14 +391,14 @@ async def iterate_groups(
   try:
     for index, task in enumerate(tasks):
       running.append(
-          asyncio.ensure_future(
-              collector.collect(task, index=number(index), group_size=size)
-          )
+        asyncio.ensure_future(
+          collector.collect(task, index=number(index), group_size=size)
+        )
       )
       while sum(not r.done() for r in running) >= max_groups:
         await asyncio.wait(
-            [r for r in running if not r.done()],
-            return_when=asyncio.FIRST_COMPLETED,
+          [r for r in running if not r.done()],
+          return_when=asyncio.FIRST_COMPLETED,
         )
       while running and running[0].done():
         yield running.pop(0).result()
@@ -413,16 +412,16 @@ async def iterate_groups(
 
 
 async def collect_groups(
-    collector: GroupCollector,
-    tasks: Iterable[Any],
-    *,
-    group_size: int | None = None,
-    max_groups: int | None = None,
+  collector: GroupCollector,
+  tasks: Iterable[Any],
+  *,
+  group_size: int | None = None,
+  max_groups: int | None = None,
 ) -> list[TrajectoryGroup]:
   """All groups of `iterate_groups`."""
   return [
-      group
-      async for group in iterate_groups(
-          collector, tasks, group_size=group_size, max_groups=max_groups
-      )
+    group
+    async for group in iterate_groups(
+      collector, tasks, group_size=group_size, max_groups=max_groups
+    )
   ]

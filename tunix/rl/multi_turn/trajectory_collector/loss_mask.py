@@ -111,8 +111,8 @@ class MultiTurnLossMaskGenerator:
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, tokenizers.Tokenizer):
       raise ValueError(
-          f"tokenizer: {type(tokenizer).__name__} has no fast backend; load it"
-          " with transformers.AutoTokenizer, or pass a tokenizers.Tokenizer"
+        f"tokenizer: {type(tokenizer).__name__} has no fast backend; load it"
+        " with transformers.AutoTokenizer, or pass a tokenizers.Tokenizer"
       )
     # A copy, in which the control tokens are special and special tokens
     # spelled in text stay text.
@@ -126,14 +126,14 @@ class MultiTurnLossMaskGenerator:
     missing = [token for token, number in ids.items() if number is None]
     if missing:
       raise ValueError(
-          f"tokenizer: it has no token {', '.join(missing)}, which"
-          f" {type(self).__name__} needs; choose the loss mask type of the"
-          f" policy's own family ({', '.join(LOSS_MASK_TYPES)})"
+        f"tokenizer: it has no token {', '.join(missing)}, which"
+        f" {type(self).__name__} needs; choose the loss mask type of the"
+        f" policy's own family ({', '.join(LOSS_MASK_TYPES)})"
       )
     self._control_ids = ids
 
   def pieces(
-      self, messages: Sequence[Message], tools: Sequence[Any] | None
+    self, messages: Sequence[Message], tools: Sequence[Any] | None
   ) -> Iterable[Piece]:
     """The conversation as text, in order.
 
@@ -147,7 +147,7 @@ class MultiTurnLossMaskGenerator:
     raise NotImplementedError(f"{type(self).__name__} must override pieces")
 
   def get_loss_mask(
-      self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    self, messages: Sequence[Message], tools: Sequence[Any] | None = None
   ) -> tuple[list[int], list[int]]:
     """(token ids, loss mask) of equal length; see `MaskedTokens`.
 
@@ -175,7 +175,7 @@ class MultiTurnLossMaskGenerator:
     return MaskedTokens(ids, mask)
 
   def get_response_lengths(
-      self, loss_masks: Iterable[Sequence[int]]
+    self, loss_masks: Iterable[Sequence[int]]
   ) -> list[int]:
     """`response_length` of each mask."""
     return [response_length(mask) for mask in loss_masks]
@@ -191,8 +191,8 @@ class MultiTurnLossMaskGenerator:
       kind: Any = LOSS_MASK_TYPES.get(self.tokenizer_type, "operator")
       if isinstance(self, kind):
         raise ValueError(
-            f"{type(self).__name__} has no masks of the loss mask type"
-            f" {self.tokenizer_type!r}; override get_loss_mask or pieces"
+          f"{type(self).__name__} has no masks of the loss mask type"
+          f" {self.tokenizer_type!r}; override get_loss_mask or pieces"
         )
       self._format = kind(self.tokenizer, self.tokenizer_type)
     return self._format
@@ -201,22 +201,22 @@ class MultiTurnLossMaskGenerator:
     return self._encoder.encode(text, add_special_tokens=False).ids
 
   def _add(
-      self, ids: list[int], mask: list[int], new: list[int], trained: bool
+    self, ids: list[int], mask: list[int], new: list[int], trained: bool
   ) -> None:
     ids.extend(new)
     mask.extend([int(trained)] * len(new))
 
 
 LOSS_MASK_TYPES: registry.Registry[type[MultiTurnLossMaskGenerator]] = (
-    registry.Registry("loss mask type")
+  registry.Registry("loss mask type")
 )
 _TYPES = "tunix.rl.multi_turn.trajectory_collector.loss_mask_types"
 for _name, _class in {
-    "qwen": "QwenLossMask",
-    "qwen3": "Qwen3LossMask",
-    "distill_qwen": "DistillQwenLossMask",
-    "qwen_newline": "QwenNewlineLossMask",
-    "qwen3_newline": "Qwen3NewlineLossMask",
+  "qwen": "QwenLossMask",
+  "qwen3": "Qwen3LossMask",
+  "distill_qwen": "DistillQwenLossMask",
+  "qwen_newline": "QwenNewlineLossMask",
+  "qwen3_newline": "Qwen3NewlineLossMask",
 }.items():
   LOSS_MASK_TYPES.register(_name, f"{_TYPES}:{_class}")
 
@@ -237,17 +237,17 @@ def make(loss_mask_type: str, tokenizer: Any) -> MultiTurnLossMaskGenerator:
   generator = make_generator(tokenizer, loss_mask_type)
   if not callable(getattr(generator, "get_loss_mask", None)):
     raise ValueError(
-        f"loss mask type {loss_mask_type!r} makes a"
-        f" {type(generator).__name__}, which has no get_loss_mask(messages,"
-        " tools); subclass loss_mask.MultiTurnLossMaskGenerator"
+      f"loss mask type {loss_mask_type!r} makes a"
+      f" {type(generator).__name__}, which has no get_loss_mask(messages,"
+      " tools); subclass loss_mask.MultiTurnLossMaskGenerator"
     )
   return generator
 
 
 def masked_tokens(
-    generator: MultiTurnLossMaskGenerator,
-    messages: Sequence[Message],
-    tools: Sequence[Any] | None = None,
+  generator: MultiTurnLossMaskGenerator,
+  messages: Sequence[Message],
+  tools: Sequence[Any] | None = None,
 ) -> MaskedTokens:
   """A generator's result, checked: a user's own may return anything.
 
@@ -255,9 +255,9 @@ def masked_tokens(
     ValueError: not token ids and as many zeros and ones; or the generator's.
   """
   result = (
-      generator.get_loss_mask(messages, tools)
-      if tools
-      else generator.get_loss_mask(messages)
+    generator.get_loss_mask(messages, tools)
+    if tools
+    else generator.get_loss_mask(messages)
   )
   who = f"{type(generator).__name__}.get_loss_mask"
   try:
@@ -265,12 +265,12 @@ def masked_tokens(
     ids, mask = [int(i) for i in ids], [int(m) for m in mask]
   except (TypeError, ValueError):
     raise ValueError(
-        f"{who} must return (token ids, loss mask), got {str(result)[:80]!r}"
+      f"{who} must return (token ids, loss mask), got {str(result)[:80]!r}"
     ) from None
   if len(ids) != len(mask):
     raise ValueError(
-        f"{who} returned {len(ids)} token ids and {len(mask)} mask values;"
-        " return one value a token"
+      f"{who} returned {len(ids)} token ids and {len(mask)} mask values;"
+      " return one value a token"
     )
   if not set(mask) <= {0, 1}:
     raise ValueError(f"{who}: mask values must be 0 or 1, got {set(mask)}")
@@ -287,22 +287,22 @@ def checked(messages: Any) -> Sequence[Message]:
     ValueError: naming the message, the value and the fix.
   """
   if isinstance(messages, (str, bytes, Mapping)) or not isinstance(
-      messages, Sequence
+    messages, Sequence
   ):
     raise ValueError(
-        "messages must be a list of messages, got"
-        f" {type(messages).__name__}: {str(messages)[:80]!r}"
+      "messages must be a list of messages, got"
+      f" {type(messages).__name__}: {str(messages)[:80]!r}"
     )
   for index, message in enumerate(messages):
     if not isinstance(message, Mapping):
       raise ValueError(
-          f"message {index} must be an object with role and content, got"
-          f" {str(message)[:80]!r}"
+        f"message {index} must be an object with role and content, got"
+        f" {str(message)[:80]!r}"
       )
     role = message.get("role")
     if role not in ROLES:
       raise ValueError(
-          f"message {index} has role {role!r}; use one of {', '.join(ROLES)}"
+        f"message {index} has role {role!r}; use one of {', '.join(ROLES)}"
       )
     is_trained(message, index)
   return messages
@@ -318,11 +318,11 @@ def is_trained(message: Message, index: int) -> bool:
   for flag, value in flags.items():
     if not isinstance(value, (int, float)) or value not in (0, 1):
       raise ValueError(
-          f"message {index}: {flag} must be 0 or 1, got {str(value)[:80]!r}"
+        f"message {index}: {flag} must be 0 or 1, got {str(value)[:80]!r}"
       )
   if len({bool(value) for value in flags.values()}) > 1:
     raise ValueError(
-        f"message {index}: {flags} contradict one another; give one of them"
+      f"message {index}: {flags} contradict one another; give one of them"
     )
   return message["role"] == "assistant" and all(flags.values())
 
@@ -340,16 +340,16 @@ def text_of(message: Message, index: int) -> str:
     return content
   if not isinstance(content, (list, tuple)):
     raise ValueError(
-        f"message {index}: content must be text or a list of parts, got"
-        f" {type(content).__name__}"
+      f"message {index}: content must be text or a list of parts, got"
+      f" {type(content).__name__}"
     )
   texts = []
   for part in content:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(part["text"], str):
       raise ValueError(
-          f"message {index}: a part has type {kind!r}; loss masks are of text"
-          " alone, episodes with screenshots come through the policy's server"
+        f"message {index}: a part has type {kind!r}; loss masks are of text"
+        " alone, episodes with screenshots come through the policy's server"
       )
     texts.append(part["text"])
   return "".join(texts)
@@ -364,8 +364,8 @@ def reasoning_of(message: Message, index: int) -> str:
   reasoning = message.get("reasoning_content")
   if reasoning is not None and not isinstance(reasoning, str):
     raise ValueError(
-        f"message {index}: reasoning_content must be text, got"
-        f" {type(reasoning).__name__}"
+      f"message {index}: reasoning_content must be text, got"
+      f" {type(reasoning).__name__}"
     )
   return reasoning or ""
 
@@ -379,16 +379,15 @@ def calls_of(message: Message, index: int) -> Iterator[tuple[str, str]]:
   calls = message.get("tool_calls") or ()
   if not isinstance(calls, (list, tuple)):
     raise ValueError(
-        f"message {index}: tool_calls must be a list, got"
-        f" {type(calls).__name__}"
+      f"message {index}: tool_calls must be a list, got {type(calls).__name__}"
     )
   for call in calls:
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or function.get("arguments") is None:
       raise ValueError(
-          f"message {index}: a tool call needs a name and arguments, got"
-          f" {str(call)[:80]!r}"
+        f"message {index}: a tool call needs a name and arguments, got"
+        f" {str(call)[:80]!r}"
       )
     arguments = function["arguments"]
     if not isinstance(arguments, str):

@@ -21,8 +21,7 @@ from tunix.rl.multi_turn.trajectory_collector import loss_mask
 
 Piece = loss_mask.Piece
 _SYSTEM = re.compile(
-    r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n(?=<\|im_start\|>user)",
-    re.DOTALL,
+  r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n(?=<\|im_start\|>user)", re.DOTALL
 )
 _START = Piece("<|im_start|>", control=True)
 _END = Piece("<|im_end|>", control=True)
@@ -38,7 +37,7 @@ class QwenLossMask(loss_mask.MultiTurnLossMaskGenerator):
 
   control_tokens = ("<|im_start|>", "<|im_end|>")
   untemplated_system = (
-      "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
   )
   """Of a conversation without one, where the tokenizer has no template."""
   trains_newline = False
@@ -50,9 +49,7 @@ class QwenLossMask(loss_mask.MultiTurnLossMaskGenerator):
     self._parts_tools = _parts_tools(tokenizer)
 
   def pieces(
-      self,
-      messages: Sequence[loss_mask.Message],
-      tools: Sequence[Any] | None,
+    self, messages: Sequence[loss_mask.Message], tools: Sequence[Any] | None
   ) -> Iterator[Piece]:
     first = messages[0] if messages else {}
     has_system = first.get("role") == "system"
@@ -67,7 +64,7 @@ class QwenLossMask(loss_mask.MultiTurnLossMaskGenerator):
       yield from self._message(messages, index)
 
   def _message(
-      self, messages: Sequence[loss_mask.Message], index: int
+    self, messages: Sequence[loss_mask.Message], index: int
   ) -> Iterator[Piece]:
     message = messages[index]
     role = message["role"]
@@ -99,8 +96,8 @@ class QwenLossMask(loss_mask.MultiTurnLossMaskGenerator):
     """
     if loss_mask.reasoning_of(message, index):
       raise ValueError(
-          f"message {index} has reasoning_content, for which the loss mask type"
-          " qwen has no place; use qwen3, or write it into content"
+        f"message {index} has reasoning_content, for which the loss mask type"
+        " qwen has no place; use qwen3, or write it into content"
       )
     return _with_calls(loss_mask.text_of(message, index), message, index)
 
@@ -162,25 +159,23 @@ class DistillQwenLossMask(loss_mask.MultiTurnLossMaskGenerator):
   control_tokens = (
       _BEGIN.text, _FINISH, _USER.text, _ASSISTANT.text,
       *_CALLS, *_CALL, *_RESULTS, *_RESULT,
-  )  # pyformat: disable
+  )  # fmt: skip
 
   def pieces(
-      self,
-      messages: Sequence[loss_mask.Message],
-      tools: Sequence[Any] | None,
+    self, messages: Sequence[loss_mask.Message], tools: Sequence[Any] | None
   ) -> Iterator[Piece]:
     if tools:
       raise ValueError(
-          f"tools: {len(tools)} given, but the loss mask type distill_qwen has"
-          " no place for them; write them into the system message"
+        f"tools: {len(tools)} given, but the loss mask type distill_qwen has"
+        " no place for them; write them into the system message"
       )
     if messages:
       yield _BEGIN
     systems = [i for i, m in enumerate(messages) if m["role"] == "system"]
     if len(systems) > 1:
       raise ValueError(
-          f"message {systems[1]} is a second system message, but distill_qwen"
-          " has one place for it; join them"
+        f"message {systems[1]} is a second system message, but distill_qwen"
+        " has one place for it; join them"
       )
     for index in systems:
       yield Piece(loss_mask.text_of(messages[index], index))
@@ -206,7 +201,7 @@ class DistillQwenLossMask(loss_mask.MultiTurnLossMaskGenerator):
         yield from self._reply(message, index, before)
 
   def _reply(
-      self, message: loss_mask.Message, index: int, before: str
+    self, message: loss_mask.Message, index: int, before: str
   ) -> Iterator[Piece]:
     trained = loss_mask.is_trained(message, index)
     text = loss_mask.text_of(message, index)
@@ -220,10 +215,13 @@ class DistillQwenLossMask(loss_mask.MultiTurnLossMaskGenerator):
     calls = list(loss_mask.calls_of(message, index))
     for number, (name, arguments) in enumerate(calls):
       parts: list[tuple[str, bool]] = [
-          ("\n", False) if number else (_CALLS[0], True),
-          (_CALL[0], True), ("function", False), (_CALL[1], True),
-          (f"{name}\n```json\n{arguments}\n```", False), (_CALL[2], True),
-      ]  # pyformat: disable
+        ("\n", False) if number else (_CALLS[0], True),
+        (_CALL[0], True),
+        ("function", False),
+        (_CALL[1], True),
+        (f"{name}\n```json\n{arguments}\n```", False),
+        (_CALL[2], True),
+      ]
       if number + 1 == len(calls):
         parts.append((_CALLS[1], True))
       for part, control in parts:
@@ -242,9 +240,9 @@ def _with_calls(text: str, message: loss_mask.Message, index: int) -> str:
   """The text, then each call in its own block, one a line."""
   for name, arguments in loss_mask.calls_of(message, index):
     text += (
-        ("\n" if text else "")
-        + f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n'
-        + "</tool_call>"
+      ("\n" if text else "")
+      + f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n'
+      + "</tool_call>"
     )
   return text
 
@@ -256,9 +254,9 @@ def _parts_tools(tokenizer: Any) -> bool:
     return True
   tool = {"name": "a", "description": "", "parameters": {}}
   shown = tokenizer.apply_chat_template(
-      [{"role": "system", "content": ""}, {"role": "user", "content": "-"}],
-      tools=[{"type": "function", "function": tool}],
-      tokenize=False,
+    [{"role": "system", "content": ""}, {"role": "user", "content": "-"}],
+    tools=[{"type": "function", "function": tool}],
+    tokenize=False,
   )
   return not shown.startswith("<|im_start|>system\n#")
 
@@ -268,7 +266,7 @@ def _default_system(tokenizer: Any, untemplated: str) -> str:
   if getattr(tokenizer, "chat_template", None) is None:
     return untemplated
   shown = tokenizer.apply_chat_template(
-      [{"role": "user", "content": "-"}], tokenize=False
+    [{"role": "user", "content": "-"}], tokenize=False
   )
   match = _SYSTEM.match(shown)
   return match[1] if match else ""

@@ -52,27 +52,24 @@ class PolicyModel:
   def __post_init__(self):
     if self.keeps_support:
       object.__setattr__(
-          self,
-          "sampling",
-          dataclasses.replace(
-              self.sampling, top_logprobs=policy_client.MAX_TOP_LOGPROBS
-          ),
+        self,
+        "sampling",
+        dataclasses.replace(
+          self.sampling, top_logprobs=policy_client.MAX_TOP_LOGPROBS
+        ),
       )
     if self.max_context_tokens is not None and self.max_context_tokens < 2:
       raise ValueError(
-          "max_context_tokens must be >= 2, got"
-          f" {self.max_context_tokens}"
+        f"max_context_tokens must be >= 2, got {self.max_context_tokens}"
       )
     if not self.sampling.stop_token_ids:
       object.__setattr__(
-          self,
-          "sampling",
-          dataclasses.replace(
-              self.sampling,
-              stop_token_ids=tuple(
-                  int(i) for i in self.renderer.stop_token_ids
-              ),
-          ),
+        self,
+        "sampling",
+        dataclasses.replace(
+          self.sampling,
+          stop_token_ids=tuple(int(i) for i in self.renderer.stop_token_ids),
+        ),
       )
 
   def new_session(self, name: str, seed: int | None) -> TokenSession:
@@ -81,11 +78,11 @@ class PolicyModel:
 
 
 def make_session(
-    model_call: Any,
-    name: str,
-    seed: int | None,
-    agent: Any = None,
-    env: Any = None,
+  model_call: Any,
+  name: str,
+  seed: int | None,
+  agent: Any = None,
+  env: Any = None,
 ) -> Any:
   """One episode's conversation with the policy.
 
@@ -142,8 +139,8 @@ class TextSession:
     text = await call(self._fn, messages, inline=self._inline)
     if not isinstance(text, str):
       raise TypeError(
-          "model_call must return the response as a str, got"
-          f" {type(text).__name__}"
+        "model_call must return the response as a str, got"
+        f" {type(text).__name__}"
       )
     return Reply(text)
 
@@ -192,40 +189,40 @@ class TokenSession:
       self._open()
       await call(self.release, self._sessions[-2], inline=True)
     completion = await call(
-        self._generate,
-        prompt,
-        self._params(turn, len(prompt)),
-        inline=self._model.runs_inline,
+      self._generate,
+      prompt,
+      self._params(turn, len(prompt)),
+      inline=self._model.runs_inline,
     )
     started = time.perf_counter()
     if self._model.keeps_support:
       completion = completion.with_support()
       if completion.support is None:
         raise completion_checks.SamplingContractError(
-            "the sampler returned no sampling mask, which"
-            " keep_sampling_mask=true needs; start vLLM with"
-            " --return-sampling-mask, or use the engine in this process"
+          "the sampler returned no sampling mask, which"
+          " keep_sampling_mask=true needs; start vLLM with"
+          " --return-sampling-mask, or use the engine in this process"
         )
     text = self._builder.append(completion)
     self.render_seconds += time.perf_counter() - started
     reason = completion.finish_reason
     return Reply(
-        text,
-        truncated=reason is policy_client.FinishReason.LENGTH,
-        cancelled=reason is policy_client.FinishReason.CANCELLED,
-        prompt_tokens=len(prompt),
-        sampled_tokens=len(completion.tokens),
-        fallback=bool(completion.fallback),
+      text,
+      truncated=reason is policy_client.FinishReason.LENGTH,
+      cancelled=reason is policy_client.FinishReason.CANCELLED,
+      prompt_tokens=len(prompt),
+      sampled_tokens=len(completion.tokens),
+      fallback=bool(completion.fallback),
     )
 
   async def _generate(self, prompt, params) -> policy_client.Completion:
     completion = await self._model.client.generate(
-        prompt, params, session=self._sessions[-1]
+      prompt, params, session=self._sessions[-1]
     )
     if not isinstance(completion, policy_client.Completion):
       raise TypeError(
-          "PolicyClient.generate must return a Completion, got"
-          f" {type(completion).__name__}"
+        "PolicyClient.generate must return a Completion, got"
+        f" {type(completion).__name__}"
       )
     return completion
 
@@ -238,8 +235,8 @@ class TokenSession:
       room = limit - length
       if room < 1:
         raise policy_client.ContextLimitError(
-            f"the prompt of turn {turn} has {length} tokens; the context holds"
-            f" {limit}"
+          f"the prompt of turn {turn} has {length} tokens; the context holds"
+          f" {limit}"
         )
       if room < self._model.sampling.max_new_tokens:
         changes["max_new_tokens"] = room

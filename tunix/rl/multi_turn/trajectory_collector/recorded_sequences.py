@@ -66,7 +66,7 @@ class Recorded:
     return bool((self.versions[self.loss_mask] >= 0).all())
 
   def token_sequence(
-      self, *, version: int | None = None, placeholder_logprobs: bool = False
+    self, *, version: int | None = None, placeholder_logprobs: bool = False
   ) -> token_sequence.TokenSequence:
     """The sequence.
 
@@ -90,14 +90,14 @@ class Recorded:
       unknown = self.loss_mask & (versions < 0)
       versions = np.where(unknown, version, versions)
     return token_sequence.TokenSequence(
-        self.tokens,
-        self.loss_mask,
-        logprobs,
-        versions,
-        self.turn_ids,
-        self.images,
-        self.entropies,
-        self.support,
+      self.tokens,
+      self.loss_mask,
+      logprobs,
+      versions,
+      self.turn_ids,
+      self.images,
+      self.entropies,
+      self.support,
     )
 
 
@@ -136,7 +136,7 @@ def _whole(values: list[Any], name: str) -> np.ndarray:
     return _packed(values, "q", np.int64)
   except struct.error:
     raise ValueError(
-        f"{name} must be a flat list of numbers, whole ones"
+      f"{name} must be a flat list of numbers, whole ones"
     ) from None
 
 
@@ -150,17 +150,16 @@ def _packed(values: list[Any], code: str, dtype: Any) -> np.ndarray:
 
 
 def _sampled(
-    values: list[Any], name: str, mask_T: np.ndarray, whole: bool = False
+  values: list[Any], name: str, mask_T: np.ndarray, whole: bool = False
 ) -> np.ndarray:
-  """float64[T] of the numbers at sampled tokens; NaN for null, and elsewhere.
-  """
+  """float64[T] of the numbers at sampled tokens; NaN for null, and elsewhere."""
   out = np.full(len(values), np.nan)
   chosen = list(itertools.compress(values, mask_T.tolist()))
   try:
     out[mask_T] = (
-        _packed(chosen, "q", np.int64)
-        if whole
-        else _packed(chosen, "d", np.float64)
+      _packed(chosen, "q", np.int64)
+      if whole
+      else _packed(chosen, "d", np.float64)
     )
     return out
   except (struct.error, OverflowError):
@@ -171,7 +170,7 @@ def _sampled(
     numbers = np.zeros((0, 0))
   present = numbers[~np.isnan(numbers)]
   if numbers.ndim != 1 or (
-      whole and not np.array_equal(present, np.rint(present))
+    whole and not np.array_equal(present, np.rint(present))
   ):
     raise ValueError(f"{name} must be a flat list of numbers or nulls")
   out[mask_T] = numbers
@@ -187,12 +186,12 @@ def _sequence(data: Any, name: str) -> Recorded:
       raise ValueError(f"{name} lacks {key}")
   tokens = _whole(_listed(data["tokens"], f"{name}.tokens"), f"{name}.tokens")
   fields = {
-      key: _listed(data[key], f"{name}.{key}", len(tokens))
-      for key in _PER_TOKEN
-      if data.get(key) is not None
+    key: _listed(data[key], f"{name}.{key}", len(tokens))
+    for key in _PER_TOKEN
+    if data.get(key) is not None
   }
   if len(tokens) and not (
-      0 <= int(tokens.min()) and int(tokens.max()) < 1 << 31
+    0 <= int(tokens.min()) and int(tokens.max()) < 1 << 31
   ):
     raise ValueError(f"{name}.tokens must be ids >= 0 of 31 bits")
   marks = _whole(fields["loss_mask"], f"{name}.loss_mask")
@@ -213,7 +212,7 @@ def _sequence(data: Any, name: str) -> Recorded:
   else:
     turn_ids = _whole(fields["turn_ids"], f"{name}.turn_ids")
     if len(turn_ids) and not (
-        0 <= int(turn_ids.min()) and int(turn_ids.max()) < 1 << 31
+      0 <= int(turn_ids.min()) and int(turn_ids.max()) < 1 << 31
     ):
       raise ValueError(f"{name}.turn_ids must be >= 0 and of 31 bits")
   entropies = None
@@ -222,14 +221,14 @@ def _sequence(data: Any, name: str) -> Recorded:
   # A recorded -0.0 is 0.0, see `NOT_RECORDED`.
   logprobs = np.where(mask, sampled("logprobs") + 0.0, 0.0)
   recorded = Recorded(
-      tokens=tokens.astype(np.int32),
-      loss_mask=mask,
-      logprobs=_single(logprobs),
-      versions=np.where(versions >= 0, versions, -1).astype(np.int32),
-      turn_ids=turn_ids.astype(np.int32),
-      images=_spans(data.get("images"), name),
-      entropies=entropies,
-      support=_support(data.get("support"), mask, name),
+    tokens=tokens.astype(np.int32),
+    loss_mask=mask,
+    logprobs=_single(logprobs),
+    versions=np.where(versions >= 0, versions, -1).astype(np.int32),
+    turn_ids=turn_ids.astype(np.int32),
+    images=_spans(data.get("images"), name),
+    entropies=entropies,
+    support=_support(data.get("support"), mask, name),
   )
   try:  # What the policy's own sequences promise.
     recorded.token_sequence(version=0, placeholder_logprobs=True)
@@ -249,7 +248,7 @@ def _support(rows: Any, mask_T: np.ndarray, name: str) -> np.ndarray | None:
     return token_sequence.support_of(rows, mask_T)
   except (TypeError, ValueError, OverflowError):
     raise ValueError(
-        f"{name}.support must be a list of token ids for each sampled token"
+      f"{name}.support must be a list of token ids for each sampled token"
     ) from None
 
 
@@ -257,7 +256,7 @@ def awaits_logprobs(sequence: token_sequence.TokenSequence) -> bool:
   """Whether placeholders stand for the log-probs of a sequence."""
   logprobs = sequence.logprobs[sequence.loss_mask]
   return bool(
-      len(logprobs) and not logprobs.any() and np.signbit(logprobs).all()
+    len(logprobs) and not logprobs.any() and np.signbit(logprobs).all()
   )
 
 
@@ -272,31 +271,27 @@ def turns_of(loss_mask: np.ndarray) -> np.ndarray:
   return np.minimum(turns, last)  # What follows the last turn belongs to it.
 
 
-def _spans(
-    data: Any, name: str
-) -> tuple[token_sequence.ImageSpan, ...]:
+def _spans(data: Any, name: str) -> tuple[token_sequence.ImageSpan, ...]:
   try:
     return tuple(
-        token_sequence.ImageSpan(
-            token_sequence.ImageRef.from_json(s),
-            int(s["start"]),
-            int(s["num_tokens"]),
-            int(s.get("row", 0)),
-        )
-        for s in data or ()
+      token_sequence.ImageSpan(
+        token_sequence.ImageRef.from_json(s),
+        int(s["start"]),
+        int(s["num_tokens"]),
+        int(s.get("row", 0)),
+      )
+      for s in data or ()
     )
   except (KeyError, TypeError, AttributeError) as error:
     raise ValueError(
-        f"{name}.images: each needs sha256, width, height, start and"
-        f" num_tokens ({error})"
+      f"{name}.images: each needs sha256, width, height, start and"
+      f" num_tokens ({error})"
     ) from None
   except ValueError as error:
     raise ValueError(f"{name}.images: {error}") from None
 
 
-def write(
-    sequence: token_sequence.TokenSequence | Recorded,
-) -> dict[str, Any]:
+def write(sequence: token_sequence.TokenSequence | Recorded) -> dict[str, Any]:
   """JSON of a sequence; null where nothing was sampled or recorded."""
   mask = sequence.loss_mask
   present = mask & ~np.isnan(sequence.logprobs)
@@ -307,25 +302,25 @@ def write(
     return out.tolist()
 
   result: dict[str, Any] = {
-      "tokens": sequence.tokens.tolist(),
-      "loss_mask": mask.astype(int).tolist(),
-      "logprobs": told(sequence.logprobs, present),
-      "versions": told(sequence.versions, mask & (sequence.versions >= 0)),
-      "turn_ids": sequence.turn_ids.tolist(),
-      "images": [
-          {
-              **s.image.to_json(),
-              "start": s.offset,
-              "num_tokens": s.num_tokens,
-              **({"row": s.row} if s.row else {}),
-          }
-          for s in sequence.images
-      ],
+    "tokens": sequence.tokens.tolist(),
+    "loss_mask": mask.astype(int).tolist(),
+    "logprobs": told(sequence.logprobs, present),
+    "versions": told(sequence.versions, mask & (sequence.versions >= 0)),
+    "turn_ids": sequence.turn_ids.tolist(),
+    "images": [
+      {
+        **s.image.to_json(),
+        "start": s.offset,
+        "num_tokens": s.num_tokens,
+        **({"row": s.row} if s.row else {}),
+      }
+      for s in sequence.images
+    ],
   }
   if sequence.entropies is not None:
     result["entropies"] = told(sequence.entropies, mask)
   if sequence.support is not None:
     result["support"] = [
-        row[row >= 0].tolist() for row in sequence.support[mask]
+      row[row >= 0].tolist() for row in sequence.support[mask]
     ]
   return result

@@ -108,11 +108,11 @@ class Record:
     return self.instance_id if task_id is None else str(task_id)
 
   def trajectory(
-      self,
-      sequences: Sequence[recorded_sequences.Recorded] | None = None,
-      *,
-      version: int | None = None,
-      placeholder_logprobs: bool = False,
+    self,
+    sequences: Sequence[recorded_sequences.Recorded] | None = None,
+    *,
+    version: int | None = None,
+    placeholder_logprobs: bool = False,
   ) -> trajectory_lib.Trajectory:
     """The episode.
 
@@ -129,10 +129,10 @@ class Record:
     own = self.sequences if sequences is None else tuple(sequences)
     try:
       built = [
-          s.token_sequence(
-              version=version, placeholder_logprobs=placeholder_logprobs
-          )
-          for s in own
+        s.token_sequence(
+          version=version, placeholder_logprobs=placeholder_logprobs
+        )
+        for s in own
       ]
     except ValueError as error:
       raise ValueError(f"item uid={self.uid!r}: {error}") from None
@@ -160,60 +160,61 @@ def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
   """
   if not isinstance(item, Mapping):
     raise ValueError(
-        f"an item must be a JSON object, got {type(item).__name__}"
+      f"an item must be a JSON object, got {type(item).__name__}"
     )
   missing = [key for key in required if key not in item]
   if missing:
     raise ValueError(
-        f"the item lacks {', '.join(missing)}; it needs {', '.join(required)}"
+      f"the item lacks {', '.join(missing)}; it needs {', '.join(required)}"
     )
   info = item.get("extra_info")
   if info is not None and not isinstance(info, Mapping):
-    raise ValueError(
-        f"extra_info must be an object, got {type(info).__name__}"
-    )
+    raise ValueError(f"extra_info must be an object, got {type(info).__name__}")
   messages = item.get("messages")
   if not isinstance(messages, list) or not all(
-      isinstance(m, Mapping) and isinstance(m.get("role"), str)
-      for m in messages
+    isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
   ):
     raise ValueError(
-        "messages must be a list of objects with a role, got"
-        f" {json_text.short(messages, 60)}"
+      "messages must be a list of objects with a role, got"
+      f" {json_text.short(messages, 60)}"
     )
   try:
     decoded = tuple(trajectory_lib.decode(messages))
   except (
-      ValueError, TypeError, LookupError, AttributeError, RecursionError
-  ) as error:  # pyformat: disable
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+  ) as error:
     raise ValueError(
-        f"messages hold a damaged value ({type(error).__name__}: {error});"
-        " $type is this package's own key"
+      f"messages hold a damaged value ({type(error).__name__}: {error});"
+      " $type is this package's own key"
     ) from None
   raw = item.get("raw_reward")
   return Record(
-      uid=_text(item.get("uid"), "uid"),
-      instance_id=_text(item.get("instance_id"), "instance_id"),
-      messages=decoded,
-      reward=_number(item.get("reward"), "reward"),
-      extra_info=dict(info or {}),
-      raw_reward=None if raw is None else _number(raw, "raw_reward"),
-      sequences=recorded_sequences.of_item(item),
-      data=item,
-      sampling_params=_sampling_params(
-          item.get(SAMPLING) or (info or {}).get(SAMPLING)
-      ),
+    uid=_text(item.get("uid"), "uid"),
+    instance_id=_text(item.get("instance_id"), "instance_id"),
+    messages=decoded,
+    reward=_number(item.get("reward"), "reward"),
+    extra_info=dict(info or {}),
+    raw_reward=None if raw is None else _number(raw, "raw_reward"),
+    sequences=recorded_sequences.of_item(item),
+    data=item,
+    sampling_params=_sampling_params(
+      item.get(SAMPLING) or (info or {}).get(SAMPLING)
+    ),
   )
 
 
 def _sampling_params(value: Any) -> tuple[Mapping[str, Any], ...]:
   listed = [value] if isinstance(value, Mapping) else value or []
   if not isinstance(listed, list) or not all(
-      isinstance(one, Mapping) for one in listed
+    isinstance(one, Mapping) for one in listed
   ):
     raise ValueError(
-        f"{SAMPLING} must be an object, or a list of one a turn, got"
-        f" {json_text.short(value, 60)}"
+      f"{SAMPLING} must be an object, or a list of one a turn, got"
+      f" {json_text.short(value, 60)}"
     )
   return tuple(listed)
 
@@ -242,11 +243,11 @@ def _number(value: Any, name: str) -> float:
 
 
 def write_group(
-    group: trajectory_lib.TrajectoryGroup,
-    images: images_lib.ImageStore | None = None,
-    *,
-    instance_id: str = "",
-    timestamp: float | None = None,
+  group: trajectory_lib.TrajectoryGroup,
+  images: images_lib.ImageStore | None = None,
+  *,
+  instance_id: str = "",
+  timestamp: float | None = None,
 ) -> list[dict[str, Any]]:
   """The items of a group's members, in order.
 
@@ -263,22 +264,22 @@ def write_group(
   items = []
   for index, member in enumerate(group.trajectories):
     about = {
-        "group_id": group.group_id,
-        "task_id": group.task_id,
-        "start_version": group.start_version,
-        "attempt": group.attempt,
-        "index": index,
-        "size": len(group.trajectories),
+      "group_id": group.group_id,
+      "task_id": group.task_id,
+      "start_version": group.start_version,
+      "attempt": group.attempt,
+      "index": index,
+      "size": len(group.trajectories),
     }
     if group.peer_rewards:
       about["peer_rewards"] = list(group.peer_rewards)
     if index == 0 and group.greedy is not None:
       about["greedy"] = group.greedy.to_json()
     item = write(
-        member,
-        instance_id or group.group_id,
-        task_id=group.task_id,
-        timestamp=now,
+      member,
+      instance_id or group.group_id,
+      task_id=group.task_id,
+      timestamp=now,
     )
     item["group"] = about
     if images is not None:
@@ -288,16 +289,14 @@ def write_group(
 
 
 def write(
-    episode: trajectory_lib.Trajectory,
-    instance_id: str,
-    *,
-    task_id: str = "",
-    timestamp: float | None = None,
+  episode: trajectory_lib.Trajectory,
+  instance_id: str,
+  *,
+  task_id: str = "",
+  timestamp: float | None = None,
 ) -> dict[str, Any]:
   """The item of one episode, without pixels; see `write_images`."""
-  messages = (
-      list(episode.steps[-1].chat_completions) if episode.steps else []
-  )
+  messages = list(episode.steps[-1].chat_completions) if episode.steps else []
   fields = episode.to_json()
   for name in ("sequences", "reward"):
     del fields[name]
@@ -306,24 +305,24 @@ def write(
     if history == messages[: len(history)]:
       raw["chat_completions"] = {"messages": len(history)}
   return {
-      "uid": episode.trajectory_id,
-      "instance_id": instance_id,
-      "messages": trajectory_lib.encode(messages),
-      "reward": float(episode.reward),
-      "extra_info": {
-          "timestamp": time.time() if timestamp is None else timestamp,
-          "round_number": episode.num_turns,
-          "finish_reason": LENGTH if episode.status in _CUT else "stop",
-          "status": episode.status.value,
-          **({"task_id": task_id} if task_id else {}),
-      },
-      "sequences": [recorded_sequences.write(s) for s in episode.sequences],
-      "trajectory": fields,
+    "uid": episode.trajectory_id,
+    "instance_id": instance_id,
+    "messages": trajectory_lib.encode(messages),
+    "reward": float(episode.reward),
+    "extra_info": {
+      "timestamp": time.time() if timestamp is None else timestamp,
+      "round_number": episode.num_turns,
+      "finish_reason": LENGTH if episode.status in _CUT else "stop",
+      "status": episode.status.value,
+      **({"task_id": task_id} if task_id else {}),
+    },
+    "sequences": [recorded_sequences.write(s) for s in episode.sequences],
+    "trajectory": fields,
   }
 
 
 def write_images(
-    item: Mapping[str, Any], images: images_lib.ImageStore
+  item: Mapping[str, Any], images: images_lib.ImageStore
 ) -> dict[str, str]:
   """sha256 -> base64 PNG of every screenshot that an item names.
 
@@ -360,9 +359,7 @@ def refs_of(data: Any) -> dict[str, trajectory_lib.ImageRef]:
 # --- Items to trajectories --------------------------------------------------
 
 
-def read_images(
-    item: Mapping[str, Any], images: images_lib.ImageStore
-) -> None:
+def read_images(item: Mapping[str, Any], images: images_lib.ImageStore) -> None:
   """Puts an item's screenshots into the store.
 
   Raises:
@@ -373,8 +370,8 @@ def read_images(
     return
   if not isinstance(pictures, Mapping):
     raise ValueError(
-        "images must be an object sha256 -> base64 PNG, got"
-        f" {json_text.short(pictures, 60)}"
+      "images must be an object sha256 -> base64 PNG, got"
+      f" {json_text.short(pictures, 60)}"
     )
   for sha256, text in pictures.items():
     try:
@@ -387,14 +384,14 @@ def read_images(
       raise ValueError(f"images[{sha256[:12]}…]: {error}") from None
     if digest != sha256:
       raise ValueError(
-          f"images[{sha256[:12]}…] is another image ({digest[:12]}…); its key"
-          ' is the SHA-256 of "rgb8 WxH\\n" and its RGB bytes'
+        f"images[{sha256[:12]}…] is another image ({digest[:12]}…); its key"
+        ' is the SHA-256 of "rgb8 WxH\\n" and its RGB bytes'
       )
 
 
 def read_group(
-    items: Iterable[Mapping[str, Any] | Record],
-    images: images_lib.ImageStore | None = None,
+  items: Iterable[Mapping[str, Any] | Record],
+  images: images_lib.ImageStore | None = None,
 ) -> trajectory_lib.TrajectoryGroup:
   """The group of `write_group`.
 
@@ -409,10 +406,10 @@ def read_group(
 
 
 def group_of(
-    records: Sequence[Record],
-    episodes: Sequence[trajectory_lib.Trajectory],
-    *,
-    start_version: int = 0,
+  records: Sequence[Record],
+  episodes: Sequence[trajectory_lib.Trajectory],
+  *,
+  start_version: int = 0,
 ) -> trajectory_lib.TrajectoryGroup:
   """A group of the records of one instance and their trajectories.
 
@@ -442,21 +439,21 @@ def group_of(
     numbers[episode.trajectory_id] = copies + 1
     if copies:
       episode = dataclasses.replace(
-          episode, trajectory_id=f"{episode.trajectory_id}#{copies + 1}"
+        episode, trajectory_id=f"{episode.trajectory_id}#{copies + 1}"
       )
     members.append(episode)
   first: Mapping[str, Any] = pairs[0][0] if own and pairs[0][0] else {}
   greedy = first.get("greedy")
   return trajectory_lib.TrajectoryGroup(
-      group_id=first.get("group_id", records[0].instance_id),
-      task_id=records[0].task_id,
-      trajectories=tuple(members),
-      start_version=int(first.get("start_version", start_version)),
-      attempt=int(first.get("attempt", 0)),
-      peer_rewards=tuple(first.get("peer_rewards", ())),
-      greedy=None
-      if greedy is None
-      else trajectory_lib.Trajectory.from_json(greedy),
+    group_id=first.get("group_id", records[0].instance_id),
+    task_id=records[0].task_id,
+    trajectories=tuple(members),
+    start_version=int(first.get("start_version", start_version)),
+    attempt=int(first.get("attempt", 0)),
+    peer_rewards=tuple(first.get("peer_rewards", ())),
+    greedy=None
+    if greedy is None
+    else trajectory_lib.Trajectory.from_json(greedy),
   )
 
 
@@ -471,22 +468,22 @@ def _own_trajectory(record: Record) -> trajectory_lib.Trajectory:
       step = trajectory_lib.Step.from_json(raw)
       if "messages" in messages:
         step.chat_completions = [
-            dict(m) for m in record.messages[: messages["messages"]]
+          dict(m) for m in record.messages[: messages["messages"]]
         ]
       else:
         step.chat_completions = [
-            *previous[: messages["shared"]],
-            *trajectory_lib.decode(messages["new"]),
-        ]  # pyformat: disable
+          *previous[: messages["shared"]],
+          *trajectory_lib.decode(messages["new"]),
+        ]
       previous = step.chat_completions
       steps.append(step)
     result = trajectory_lib.Trajectory.from_json(
-        {**data, "steps": [], "sequences": [], "reward": record.reward}
+      {**data, "steps": [], "sequences": [], "reward": record.reward}
     )
   except (KeyError, TypeError, AttributeError) as error:
     raise ValueError(
-        f"item uid={record.uid!r}: trajectory is damaged"
-        f" ({type(error).__name__}: {error})"
+      f"item uid={record.uid!r}: trajectory is damaged"
+      f" ({type(error).__name__}: {error})"
     ) from None
   result.steps = steps
   if record.raw_reward is not None and record.raw_reward != record.reward:
@@ -510,27 +507,27 @@ def _foreign_trajectory(record: Record) -> trajectory_lib.Trajectory:
   else:
     status = Status.SUCCEEDED if raw > 0 else Status.FAILED
   replies = [
-      i for i, m in enumerate(record.messages) if m["role"] == "assistant"
+    i for i, m in enumerate(record.messages) if m["role"] == "assistant"
   ]
   steps = [
-      trajectory_lib.Step(
-          chat_completions=[dict(m) for m in record.messages[: i + 1]],
-          model_response=text_of(record.messages[i]),
-          reward=record.reward if i == replies[-1] else 0.0,
-          done=i == replies[-1],
-      )
-      for i in replies
+    trajectory_lib.Step(
+      chat_completions=[dict(m) for m in record.messages[: i + 1]],
+      model_response=text_of(record.messages[i]),
+      reward=record.reward if i == replies[-1] else 0.0,
+      done=i == replies[-1],
+    )
+    for i in replies
   ]
   metrics = {}
   if record.raw_reward is not None:
     metrics[RAW_REWARD] = record.raw_reward
   return trajectory_lib.Trajectory(
-      task={"task_id": record.task_id, "instance_id": record.instance_id},
-      steps=steps,
-      reward=record.reward,
-      status=status,
-      trajectory_id=record.uid,
-      metrics=metrics,
+    task={"task_id": record.task_id, "instance_id": record.instance_id},
+    steps=steps,
+    reward=record.reward,
+    status=status,
+    trajectory_id=record.uid,
+    metrics=metrics,
   )
 
 
@@ -540,7 +537,7 @@ def text_of(message: Mapping[str, Any]) -> str:
   if isinstance(content, str):
     return content
   return "".join(
-      str(part.get("text", ""))
-      for part in content or ()
-      if isinstance(part, Mapping) and part.get("type") == "text"
+    str(part.get("text", ""))
+    for part in content or ()
+    if isinstance(part, Mapping) and part.get("type") == "text"
   )

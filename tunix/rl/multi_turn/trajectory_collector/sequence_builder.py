@@ -37,13 +37,13 @@ class Renderer(Protocol):
   image_token_id: int | None
 
   def render(
-      self, messages: Sequence[Message], add_generation_prompt: bool = True
+    self, messages: Sequence[Message], add_generation_prompt: bool = True
   ) -> TokenPrompt:
     """Tokens of a whole conversation."""
     ...
 
   def bridge(
-      self, new_messages: Sequence[Message], *, last_sampled_is_eot: bool
+    self, new_messages: Sequence[Message], *, last_sampled_is_eot: bool
   ) -> TokenPrompt:
     """Tokens between a sampled turn and the next one's first token."""
     ...
@@ -59,7 +59,7 @@ def _snapshot(message: Message) -> Message:
   content = copy.get("content")
   if isinstance(content, list):
     copy["content"] = [
-        dict(part) if isinstance(part, dict) else part for part in content
+      dict(part) if isinstance(part, dict) else part for part in content
     ]
   return copy
 
@@ -74,9 +74,9 @@ def _is_sampled_text(message: Message, text: str) -> bool:
   if isinstance(content, list) and len(content) == 1:
     part = content[0]
     return (
-        isinstance(part, dict)
-        and part.get("type") == "text"
-        and part.get("text") == text
+      isinstance(part, dict)
+      and part.get("type") == "text"
+      and part.get("text") == text
     )
   return False
 
@@ -104,12 +104,12 @@ class _Growing:
     if end > len(self.tokens):
       capacity = max(end, 2 * len(self.tokens))
       for name, fill in (
-          ("tokens", None),
-          ("mask", False),
-          ("logprobs", 0),
-          ("versions", -1),
-          ("turn_ids", None),
-          ("entropies", 0),
+        ("tokens", None),
+        ("mask", False),
+        ("logprobs", 0),
+        ("versions", -1),
+        ("turn_ids", None),
+        ("entropies", 0),
       ):
         old = getattr(self, name)
         if old is None:
@@ -163,14 +163,14 @@ class _Growing:
     n = self.length
     entropies = self.entropies
     return trajectory.TokenSequence(
-        tokens=self.tokens[:n],
-        loss_mask=self.mask[:n],
-        logprobs=self.logprobs[:n],
-        versions=self.versions[:n],
-        turn_ids=self.turn_ids[:n],
-        images=tuple(self.images),
-        entropies=None if entropies is None else entropies[:n],
-        support=self._support(),
+      tokens=self.tokens[:n],
+      loss_mask=self.mask[:n],
+      logprobs=self.logprobs[:n],
+      versions=self.versions[:n],
+      turn_ids=self.turn_ids[:n],
+      images=tuple(self.images),
+      entropies=None if entropies is None else entropies[:n],
+      support=self._support(),
     )
 
   def _support(self) -> np.ndarray | None:
@@ -179,10 +179,12 @@ class _Growing:
       return None
     width = max(part.shape[1] for part in self.supports)
     support = np.full((self.length, width), -1, np.int32)
-    support[self.mask[: self.length]] = np.concatenate([
+    support[self.mask[: self.length]] = np.concatenate(
+      [
         np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1)
         for part in self.supports
-    ])
+      ]
+    )
     return support
 
 
@@ -237,11 +239,11 @@ class SequenceBuilder:
     turn = self._turn + 1
     covered = len(self._seen) + 1
     if (
-        self._current is not None
-        and self._text is not None
-        and len(messages) >= covered
-        and self._extends(messages)
-        and _is_sampled_text(messages[covered - 1], self._text)
+      self._current is not None
+      and self._text is not None
+      and len(messages) >= covered
+      and self._extends(messages)
+      and _is_sampled_text(messages[covered - 1], self._text)
     ):
       new = messages[covered:]
       bridge = self._renderer.bridge(new, last_sampled_is_eot=self._ended)
@@ -291,14 +293,14 @@ class SequenceBuilder:
         last = int(np.flatnonzero(built.loss_mask)[-1]) + 1
         entropies, support = built.entropies, built.support
         built = trajectory.TokenSequence(
-            tokens=built.tokens[:last],
-            loss_mask=built.loss_mask[:last],
-            logprobs=built.logprobs[:last],
-            versions=built.versions[:last],
-            turn_ids=built.turn_ids[:last],
-            images=tuple(s for s in built.images if s.end <= last),
-            entropies=None if entropies is None else entropies[:last],
-            support=None if support is None else support[:last],
+          tokens=built.tokens[:last],
+          loss_mask=built.loss_mask[:last],
+          logprobs=built.logprobs[:last],
+          versions=built.versions[:last],
+          turn_ids=built.turn_ids[:last],
+          images=tuple(s for s in built.images if s.end <= last),
+          entropies=None if entropies is None else entropies[:last],
+          support=None if support is None else support[:last],
         )
       sequences.append(built)
     return sequences

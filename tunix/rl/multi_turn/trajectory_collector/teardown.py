@@ -17,12 +17,12 @@ FaultFn = Callable[[str, str, str], None]
 
 
 async def run(
-    env: concurrency.Guarded,
-    session: Any,
-    *,
-    runner: concurrency.CallRunner,
-    seconds: float,
-    fault: FaultFn,
+  env: concurrency.Guarded,
+  session: Any,
+  *,
+  runner: concurrency.CallRunner,
+  seconds: float,
+  fault: FaultFn,
 ) -> dict[str, float]:
   """Cleans up after an episode.
 
@@ -41,12 +41,12 @@ async def run(
       running.
   """
   return await concurrency.to_the_end(
-      _release_and_close(env, session, runner, seconds, fault)
+    _release_and_close(env, session, runner, seconds, fault)
   )
 
 
 async def _release_and_close(
-    env, session, runner, seconds, fault
+  env, session, runner, seconds, fault
 ) -> dict[str, float]:
   for name in session.sessions() if session is not None else ():
     try:
@@ -73,9 +73,9 @@ async def _release_and_close(
     if stuck is None:  # One of the environment's own, inside its close.
       return closed(e)
     fault(
-        "close",
-        "Quarantined",
-        f"{stuck.description} did not stop; {name} stays open until it returns",
+      "close",
+      "Quarantined",
+      f"{stuck.description} did not stop; {name} stays open until it returns",
     )
     return {"quarantined": 1}
   except Exception as e:  # pylint: disable=broad-except

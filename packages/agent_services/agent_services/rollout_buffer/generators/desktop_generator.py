@@ -75,36 +75,42 @@ async def _run(data: Mapping[str, Any]) -> None:
   if not name:
     name = await runs_client.model_name(url, _START_S)
   sampling = {
-      key: value
-      for key, value in generating.sampling_of(data).items()
-      if key in schemas.Sampling.model_fields
+    key: value
+    for key, value in generating.sampling_of(data).items()
+    if key in schemas.Sampling.model_fields
   }
   image_token = _image_token(data)
 
   async def play(job: generating.Job) -> dict[str, Any]:
     return await _episode(
-        job, data, image_token,
-        {"baseUrl": url, "name": name,
-         "sampling": {**sampling, "seed": job.seed}},
-    )  # pyformat: disable
+      job,
+      data,
+      image_token,
+      {
+        "baseUrl": url,
+        "name": name,
+        "sampling": {**sampling, "seed": job.seed},
+      },
+    )
 
   await generating.generate(data, play)
 
 
 async def _episode(
-    job: generating.Job,
-    data: Mapping[str, Any],
-    image_token: int | None,
-    model: Mapping[str, Any],
+  job: generating.Job,
+  data: Mapping[str, Any],
+  image_token: int | None,
+  model: Mapping[str, Any],
 ) -> dict[str, Any]:
   allowed = data.get(rights.ALLOWED) or {}
   gym = str(data.get("gym") or "desktop")
   if gym not in allowed.get("gyms", ()):
     raise generating.GeneratorError(
-        f"gym={gym!r} is not played here; list it with --gyms"
+      f"gym={gym!r} is not played here; list it with --gyms"
     )
   task = _task(gym, job)
-  body = _valid({
+  body = _valid(
+    {
       "task": task["instruction"],
       "agent": data.get("agent") or "tool",
       "agentConfig": data.get("agent_config") or {},
@@ -113,22 +119,29 @@ async def _episode(
       "maxStepTimeSec": _TURN_S,
       "model": dict(model),
       "env": {
-          "type": "gym", "gym": gym, "task": task,
-          "width": int(data.get("width") or requests.SCREEN[0]),
-          "height": int(data.get("height") or requests.SCREEN[1]),
-          "settings": data.get("gym_settings") or {},
+        "type": "gym",
+        "gym": gym,
+        "task": task,
+        "width": int(data.get("width") or requests.SCREEN[0]),
+        "height": int(data.get("height") or requests.SCREEN[1]),
+        "settings": data.get("gym_settings") or {},
       },
       "images": "base64",
-  })  # pyformat: disable
+    }
+  )
   store = images_lib.ImageStore(capacity_bytes=_IMAGE_BYTES)
   try:
     agent = schemas.make_agent(body)
     env = environments.make_environment(
-        body.env, instruction=body.task, parser=agent.tool_parser,
-        max_steps=body.maxSteps, on_parse_error=body.agentConfig.onParseError,
-        images=store, allowed_gyms=allowed["gyms"],
-        client_settings=allowed["client_settings"],
-    )  # pyformat: disable
+      body.env,
+      instruction=body.task,
+      parser=agent.tool_parser,
+      max_steps=body.maxSteps,
+      on_parse_error=body.agentConfig.onParseError,
+      images=store,
+      allowed_gyms=allowed["gyms"],
+      client_settings=allowed["client_settings"],
+    )
   except (ValueError, ImportError) as error:
     raise generating.GeneratorError(str(error)) from None
   pictures = _Pictures(store)
@@ -138,39 +151,39 @@ async def _episode(
     if run.status != "completed":
       raise RuntimeError(run.reason)
     return await asyncio.to_thread(
-        _item, run, agent, store, pictures.refs, image_token
+      _item, run, agent, store, pictures.refs, image_token
     )
   finally:
     pictures.close()
 
 
 def _item(
-    run: runs.Run,
-    agent: Any,
-    store: images_lib.ImageStore,
-    refs: Mapping[str, trajectory.ImageRef],
-    image_token: int | None,
+  run: runs.Run,
+  agent: Any,
+  store: images_lib.ImageStore,
+  refs: Mapping[str, trajectory.ImageRef],
+  image_token: int | None,
 ) -> dict[str, Any]:
   ended = run.events[-1]["evaluation"]
   turns = conversion.turns_of(run.events)
   shown = [
-      [refs[url] for url in conversion.image_urls(turn.messages)]
-      for turn in turns
+    [refs[url] for url in conversion.image_urls(turn.messages)]
+    for turn in turns
   ]
   exact = all(turn.is_exact for turn in turns)
   exact = exact and (image_token is not None or not any(shown))
   item: dict[str, Any] = {
-      "messages": trajectory.encode(list(agent.chat_completions)),
-      "reward": float(ended["score"]),
-      "extra_info": {
-          "finish_reason": "length"
-          if run.reason in ("max_steps", "context_limit")
-          else "stop",
-          "reason": run.reason,
-          "success": ended["success"],
-          "token_exact": exact,
-      },
-      "sampling_params": run.body.model.sampling.model_dump(exclude_none=True),
+    "messages": trajectory.encode(list(agent.chat_completions)),
+    "reward": float(ended["score"]),
+    "extra_info": {
+      "finish_reason": "length"
+      if run.reason in ("max_steps", "context_limit")
+      else "stop",
+      "reason": run.reason,
+      "success": ended["success"],
+      "token_exact": exact,
+    },
+    "sampling_params": run.body.model.sampling.model_dump(exclude_none=True),
   }
   if exact:
     sequences, _ = conversion.sequences_of(turns, shown, image_token)
@@ -190,16 +203,16 @@ def _task(gym: str, job: generating.Job) -> dict[str, Any]:
   family = row.get("family")
   if not isinstance(family, str):
     raise generating.GeneratorError(
-        f"instance_id={job.instance_id!r} has neither task nor family; give a"
-        " gym's task, or a family and an index"
+      f"instance_id={job.instance_id!r} has neither task nor family; give a"
+      " gym's task, or a family and an index"
     )
   try:
     source = _tasks(gym)
     return source.train_task(family, int(row.get("index") or 0)).to_json()
   except (ValueError, KeyError, TypeError) as error:
     raise generating.GeneratorError(
-        f"instance_id={job.instance_id!r}: gym {gym!r} has no task"
-        f" {row.get('index') or 0} of family {family!r}: {error}"
+      f"instance_id={job.instance_id!r}: gym {gym!r} has no task"
+      f" {row.get('index') or 0} of family {family!r}: {error}"
     ) from None
 
 

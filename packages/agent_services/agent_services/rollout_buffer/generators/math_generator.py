@@ -67,29 +67,32 @@ async def _run(data: Mapping[str, Any]) -> None:
     messages = _prompt(job)
     truth = _truth(job)
     request = {
-        "model": name, "messages": messages, "seed": job.seed, **sampling
-    }  # pyformat: disable
+      "model": name,
+      "messages": messages,
+      "seed": job.seed,
+      **sampling,
+    }
     reply, is_complete = await _asked(
-        server, f"{url}/chat/completions", request
+      server, f"{url}/chat/completions", request
     )
     choice = reply["choices"][0]
     text = choice["message"].get("content") or ""
     score = 0.0
     if text.strip():
       score = registry.as_reward(
-          await asyncio.to_thread(reward, {"ground_truth": truth}, text)
+        await asyncio.to_thread(reward, {"ground_truth": truth}, text)
       ).reward
     exact = _sequences(messages, reply) if is_complete else []
     return {
-        "messages": [*messages, {"role": "assistant", "content": text}],
-        "reward": score,
-        "extra_info": {
-            "finish_reason": choice.get("finish_reason"),
-            "token_exact": bool(exact),
-            "label": truth,
-        },
-        "sampling_params": sampling,
-        **({"sequences": exact} if exact else {}),
+      "messages": [*messages, {"role": "assistant", "content": text}],
+      "reward": score,
+      "extra_info": {
+        "finish_reason": choice.get("finish_reason"),
+        "token_exact": bool(exact),
+        "label": truth,
+      },
+      "sampling_params": sampling,
+      **({"sequences": exact} if exact else {}),
     }
 
   with contextlib.ExitStack() as stack:
@@ -116,8 +119,8 @@ def _prompt(job: generating.Job) -> list[dict[str, Any]]:
   if isinstance(prompt, list) and prompt:
     return [dict(message) for message in prompt]
   raise generating.GeneratorError(
-      f"instance_id={job.instance_id!r}: prompt must be a text or a list of"
-      " messages"
+    f"instance_id={job.instance_id!r}: prompt must be a text or a list of"
+    " messages"
   )
 
 
@@ -126,13 +129,13 @@ def _truth(job: generating.Job) -> str:
     if job.row.get(key) is not None:
       return str(job.row[key])
   raise generating.GeneratorError(
-      f"instance_id={job.instance_id!r} has none of {', '.join(_TRUTHS)}; give"
-      " each task its answer"
+    f"instance_id={job.instance_id!r} has none of {', '.join(_TRUTHS)}; give"
+    " each task its answer"
   )
 
 
 async def _asked(
-    server: http.Http, url: str, request: Mapping[str, Any]
+  server: http.Http, url: str, request: Mapping[str, Any]
 ) -> tuple[dict[str, Any], bool]:
   """(reply, whether its tokens are all there are).
 
@@ -149,7 +152,7 @@ async def _asked(
       got = choice["message"].get("content") or ""
     except (KeyError, IndexError, TypeError, AttributeError):
       raise ModelError(
-          f"the model server's answer is no chat completion: {str(reply)[:200]}"
+        f"the model server's answer is no chat completion: {str(reply)[:200]}"
       ) from None
     choice["message"]["content"] = text = text + got
     if choice.get("finish_reason") != "abort":
@@ -158,8 +161,9 @@ async def _asked(
     body = {**request, **extras}
     if text:
       body["messages"] = [
-          *request["messages"], {"role": "assistant", "content": text}
-      ]  # pyformat: disable
+        *request["messages"],
+        {"role": "assistant", "content": text},
+      ]
       body["continue_final_message"] = True
       body["add_generation_prompt"] = False
     if "max_tokens" in request:
@@ -172,8 +176,8 @@ async def _asked(
 def _sequences(messages: Any, reply: Any) -> list[dict[str, Any]]:
   """The sampled tokens; [] where the server did not return them."""
   events = [
-      {"type": "model_call", "messages": messages},
-      {"type": "model_output", "modelOutput": reply},
+    {"type": "model_call", "messages": messages},
+    {"type": "model_output", "modelOutput": reply},
   ]
   turns = conversion.turns_of(events)
   if not all(turn.is_exact for turn in turns):

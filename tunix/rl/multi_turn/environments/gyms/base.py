@@ -132,31 +132,25 @@ def as_evaluation(verdict: Any, **details: Any) -> Evaluation:
   """
   if isinstance(verdict, Evaluation):
     return verdict
-  if isinstance(
-      verdict, (bool, int, float, np.bool_, np.integer, np.floating)
-  ):
+  if isinstance(verdict, (bool, int, float, np.bool_, np.integer, np.floating)):
     if 0 <= verdict <= 1:  # Not so for NaN.
       return Evaluation(float(verdict), bool(verdict >= 1), details)
   raise TypeError(
-      "an evaluator must return an Evaluation, a bool or a number in [0, 1],"
-      f" got {verdict!r}"
+    "an evaluator must return an Evaluation, a bool or a number in [0, 1],"
+    f" got {verdict!r}"
   )
 
 
 class Gym(Protocol):
   """A world that plays one task at a time; `close` must be idempotent."""
 
-  async def start(self, task: Task) -> Observation:
-    ...
+  async def start(self, task: Task) -> Observation: ...
 
-  async def act(self, action: gui_action.GuiAction) -> Observation:
-    ...
+  async def act(self, action: gui_action.GuiAction) -> Observation: ...
 
-  async def evaluate(self) -> Evaluation:
-    ...
+  async def evaluate(self) -> Evaluation: ...
 
-  async def close(self) -> None:
-    ...
+  async def close(self) -> None: ...
 
 
 class TaskSet(Protocol):
@@ -170,11 +164,8 @@ class TaskSet(Protocol):
   trained on, and the last update may be of fewer groups.
   """
 
-  def families(self) -> tuple[str, ...]:
-    ...
+  def families(self) -> tuple[str, ...]: ...
 
-  def train_task(self, family: str, index: int, seed: int) -> Task:
-    ...
+  def train_task(self, family: str, index: int, seed: int) -> Task: ...
 
-  def eval_task(self, family: str, index: int, seed: int) -> Task:
-    ...
+  def eval_task(self, family: str, index: int, seed: int) -> Task: ...

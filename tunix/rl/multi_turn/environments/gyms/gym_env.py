@@ -49,7 +49,7 @@ class _Episode:
     return await self._calls.call("start", self.task)
 
   async def step(
-      self, action: gui_action.GuiAction
+    self, action: gui_action.GuiAction
   ) -> tuple[base.Observation, base.Evaluation | None]:
     """(the observation, the verdict if the episode is over)."""
     observation = await self._calls.call("act", action)
@@ -70,17 +70,17 @@ class GymEnv(desktop_env.TaskEnv):
   """One family of a gym's tasks; see the module docstring."""
 
   def __init__(
-      self,
-      gym: str,
-      family: str = "",
-      *,
-      width: int | None = None,
-      height: int | None = None,
-      split: str = "train",
-      turns: int = 30,
-      timeout: float = 120.0,
-      options: Mapping[str, Any] | None = None,
-      render_mode: str | None = None,
+    self,
+    gym: str,
+    family: str = "",
+    *,
+    width: int | None = None,
+    height: int | None = None,
+    split: str = "train",
+    turns: int = 30,
+    timeout: float = 120.0,
+    options: Mapping[str, Any] | None = None,
+    render_mode: str | None = None,
   ):
     """Args:
 
@@ -106,15 +106,17 @@ class GymEnv(desktop_env.TaskEnv):
     height = height or spec.preset.get("gym.height")
     if not width or not height:
       raise ValueError(
-          f"gym {gym!r} has no size of its own: give width and height"
+        f"gym {gym!r} has no size of its own: give width and height"
       )
     own = dict(options or {})
     spec.check_screenshots(own)
     if not family:
       preset = spec.preset.get("task_source.families")
       family = (preset or spec.make_tasks(None, own).families())[0]
-    own = {**spec.options_of(family, size=(width, height), concurrency=1),
-           **own}  # pyformat: disable
+    own = {
+      **spec.options_of(family, size=(width, height), concurrency=1),
+      **own,
+    }
     if problems := list(spec.misfits(own, width, height)):
       raise ValueError("; ".join(problems))
     self.tasks = spec.make_tasks((family,), own)
@@ -129,7 +131,7 @@ class GymEnv(desktop_env.TaskEnv):
     self._seen: base.Observation | None = None
     self._over = True
     self.observation_space = desktop_env.observation_space(
-        width, height, MAX_INSTRUCTION
+      width, height, MAX_INSTRUCTION
     )
     self.action_space = desktop_env.action_space()
 
@@ -150,7 +152,7 @@ class GymEnv(desktop_env.TaskEnv):
     if self._over:
       raise RuntimeError("call reset() before step()")
     observation, verdict = self._sync.step(
-        desktop_env.decode_action(action, *self._size)
+      desktop_env.decode_action(action, *self._size)
     )
     self._show(observation)
     self._over = verdict is not None
@@ -176,9 +178,9 @@ class GymEnv(desktop_env.TaskEnv):
     height, width = observation.screenshot.shape[:2]
     if (width, height) != self._size:
       raise ValueError(
-          f"the gym shows {width}x{height}, not"
-          f" {self._size[0]}x{self._size[1]}: give width={width},"
-          f" height={height}"
+        f"the gym shows {width}x{height}, not"
+        f" {self._size[0]}x{self._size[1]}: give width={width},"
+        f" height={height}"
       )
     self._seen = observation
 
@@ -186,12 +188,15 @@ class GymEnv(desktop_env.TaskEnv):
     characters = self.observation_space["instruction"].character_set
     text = "".join(c if c in characters else "?" for c in self._instruction)
     return {
-        "screenshot": np.array(self._seen.screenshot),
-        "instruction": text[:MAX_INSTRUCTION],
+      "screenshot": np.array(self._seen.screenshot),
+      "instruction": text[:MAX_INSTRUCTION],
     }
 
   def _info(self, info: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "task_id": self.task.task_id, "instruction": self._instruction,
-        "text": self._seen.text, "success": False, **info,
+      "task_id": self.task.task_id,
+      "instruction": self._instruction,
+      "text": self._seen.text,
+      "success": False,
+      **info,
     }

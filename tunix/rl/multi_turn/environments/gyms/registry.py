@@ -31,16 +31,16 @@ def _absent(name: str) -> str:
 
 
 GYMS: registry.Registry[Any] = registry.Registry(
-    "gym", group="tunix.rl.multi_turn.gyms", absent=_absent
+  "gym", group="tunix.rl.multi_turn.gyms", absent=_absent
 )
 for _name in ("desktop", "grounding"):
   GYMS.register(
-      _name, f"tunix.rl.multi_turn.environments.gyms.{_name}:GYM", replace=True
+    _name, f"tunix.rl.multi_turn.environments.gyms.{_name}:GYM", replace=True
   )
 
 
 def register(
-    name: str, gym: GymSpec | Callable[..., base.Gym] | str | None = None
+  name: str, gym: GymSpec | Callable[..., base.Gym] | str | None = None
 ) -> Any:
   """Adds a gym; without one, a decorator of a gym class.
 
@@ -98,7 +98,7 @@ def make(name: str, **options: Any) -> base.Gym:
 
 
 def from_config(
-    config: str | Mapping[str, Any], source: registry.Source = "request"
+  config: str | Mapping[str, Any], source: registry.Source = "request"
 ) -> base.Gym:
   """Builds a gym from its name, or from {"name": …, and its options}.
 

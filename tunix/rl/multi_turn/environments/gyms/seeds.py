@@ -31,14 +31,14 @@ class SeededTasks:
     return self._families
 
   def train_task(
-      self, family: str, index: int, seed: int = 0, **options: Any
+    self, family: str, index: int, seed: int = 0, **options: Any
   ) -> base.Task:
     """Returns the `index`-th training instance of the run with this `seed`."""
     number = train_seed(family, index, seed, EVAL_SEEDS_FROM)
     return self.task(family, number, **options)
 
   def eval_task(
-      self, family: str, index: int, seed: int = 0, **options: Any
+    self, family: str, index: int, seed: int = 0, **options: Any
   ) -> base.Task:
     """Returns the `index`-th held-out instance; see `eval_seed`."""
     number = eval_seed(family, index, seed, EVAL_SEEDS_FROM)
@@ -67,15 +67,15 @@ class IndexedTasks:
   """Task set of two lists for each family, passed through again and again."""
 
   def __init__(
-      self,
-      train: Mapping[str, Sequence[base.Task]],
-      held_out: Mapping[str, Sequence[base.Task]],
-      families: Sequence[str] = (),
+    self,
+    train: Mapping[str, Sequence[base.Task]],
+    held_out: Mapping[str, Sequence[base.Task]],
+    families: Sequence[str] = (),
   ):
     """Args:
 
-      train, held_out: Tasks by family.
-      families: Families to offer; () for those that both mappings have.
+    train, held_out: Tasks by family.
+    families: Families to offer; () for those that both mappings have.
     """
     self._train, self._eval = train, held_out
     common = tuple(f for f in train if f in held_out)
@@ -93,8 +93,7 @@ class IndexedTasks:
     return tasks[order[place]]
 
   def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """Returns the `index`-th held-out task; the list begins again at its end.
-    """
+    """Returns the `index`-th held-out task; the list begins again at its end."""
     del seed  # Every held-out task is played, so there is nothing to choose.
     tasks = self._eval[family]
     return tasks[index % len(tasks)]

@@ -23,15 +23,7 @@ import dataclasses
 import functools
 import types
 import typing
-from typing import (
-  Any,
-  Callable,
-  Iterable,
-  Iterator,
-  Literal,
-  Mapping,
-  Sequence,
-)  # pyformat: disable
+from typing import Any, Callable, Iterable, Iterator, Literal, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import bounds
@@ -40,28 +32,31 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 
 RunFact = Literal[
-    "family", "width", "height", "size", "concurrency", "observation"
+  "family", "width", "height", "size", "concurrency", "observation"
 ]
 """A value that belongs to the whole run, not to the gym alone. `size` is
 (width, height), `concurrency` the number of episodes that run at a time,
 `observation` what the policy sees of the screen."""
 
-RUN_KEYS: Mapping[RunFact, str] = types.MappingProxyType({
+RUN_KEYS: Mapping[RunFact, str] = types.MappingProxyType(
+  {
     "family": "task_source.families",
     "width": "gym.width",
     "height": "gym.height",
     "size": "gym.width and gym.height",
     "concurrency": "collect.concurrency",
     "observation": "gym.observation",
-})
+  }
+)
 """Keys of a run's configuration that set these."""
 
 SIZE: Mapping[str, RunFact] = types.MappingProxyType(
-    {"width": "width", "height": "height"}
+  {"width": "width", "height": "height"}
 )
 """`set_by_run` of a gym with options `width` and `height`."""
 
-BOUNDS: Mapping[str, tuple[float, float]] = types.MappingProxyType({
+BOUNDS: Mapping[str, tuple[float, float]] = types.MappingProxyType(
+  {
     "width": (1, bounds.MAX_SIDE),
     "height": (1, bounds.MAX_SIDE),
     "size": (1, bounds.MAX_SIDE),
@@ -71,7 +66,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = types.MappingProxyType({
     "max_pages": (1, 256),
     "timeouts": (0, 3600),
     "tree_characters": (200, 1_000_000),
-})
+  }
+)
 """Bounds of the numbers that a client of a service may choose, by the option's
 name; those whose name ends in `_s`, seconds, have (0, 3600). `GymSpec.bounds`
 adds a gym's own."""
@@ -169,9 +165,9 @@ class GymSpec:
   tree_oracle: Oracle | str | None = None
   set_by_run: Mapping[str, RunFact] = dataclasses.field(default_factory=dict)
   family_options: Callable[[str], Mapping[str, Any]] | str | None = None
-  check: (
-      Callable[[Mapping[str, Any], int, int], Iterator[str]] | str | None
-  ) = None
+  check: Callable[[Mapping[str, Any], int, int], Iterator[str]] | str | None = (
+    None
+  )
   needs: Callable[[Mapping[str, Any]], Iterator[str]] | str | None = None
   lists_tasks: bool = False
   task_list: Callable[..., Sequence[Any]] | str | None = None
@@ -179,11 +175,11 @@ class GymSpec:
   size_known_after_start: bool = False
   close_shared: Callable[[], Any] | str | None = None
   bounds: Mapping[str, tuple[float, float]] = dataclasses.field(
-      default_factory=dict
+    default_factory=dict
   )
   runs_inline: bool = False
   digest: (
-      Callable[[Sequence[Mapping[str, Any]], Any], dict[str, Any]] | str | None
+    Callable[[Sequence[Mapping[str, Any]], Any], dict[str, Any]] | str | None
   ) = None
   operator_options: tuple[str, ...] = ()
   box: Literal["linux", "android"] = "linux"
@@ -191,8 +187,8 @@ class GymSpec:
   def __post_init__(self):
     if (self.oracle is None) != (self.describe is None):
       raise ValueError(
-          f"gym {self.name!r}: oracle={self.oracle!r} and"
-          f" describe={self.describe!r} need each other; set both or none"
+        f"gym {self.name!r}: oracle={self.oracle!r} and"
+        f" describe={self.describe!r} need each other; set both or none"
       )
 
   # --- options ---------------------------------------------------------------
@@ -207,12 +203,12 @@ class GymSpec:
     return {**self._tasks_take.options, **self._gym_takes.options}
 
   def problems(
-      self,
-      options: Mapping[str, Any],
-      width: int,
-      height: int,
-      families: Sequence[str] | None,
-      levels: Sequence[int] = (),
+    self,
+    options: Mapping[str, Any],
+    width: int,
+    height: int,
+    families: Sequence[str] | None,
+    levels: Sequence[int] = (),
   ) -> Iterator[str]:
     """Finds errors in a run's configuration of this gym, each with its fix.
 
@@ -226,19 +222,19 @@ class GymSpec:
     if strange := [level for level in levels if level not in self.levels]:
       offered = f"has levels {list(self.levels)}" if self.levels else "has none"
       yield (
-          f"task_source.levels={list(levels)} holds {strange[0]}, and"
-          f" gym.name={self.name} {offered}; choose from these, or leave it out"
+        f"task_source.levels={list(levels)} holds {strange[0]}, and"
+        f" gym.name={self.name} {offered}; choose from these, or leave it out"
       )
     if families is not None and not families and not self.lists_tasks:
       yield (
-          f"{RUN_KEYS['family']} is empty and gym.name={self.name} has no"
-          " default tasks; list at least one, e.g. tasks=[FrozenLake-v1]"
+        f"{RUN_KEYS['family']} is empty and gym.name={self.name} has no"
+        " default tasks; list at least one, e.g. tasks=[FrozenLake-v1]"
       )
     of_run = [name for name in self.set_by_run if name in options]
     for name in of_run:
       yield (
-          f"gym.options.{name}={options[name]}: the whole run has to know"
-          f" this; set {RUN_KEYS[self.set_by_run[name]]} instead"
+        f"gym.options.{name}={options[name]}: the whole run has to know"
+        f" this; set {RUN_KEYS[self.set_by_run[name]]} instead"
       )
     own = {k: v for k, v in options.items() if k not in of_run}
     try:
@@ -250,7 +246,7 @@ class GymSpec:
       yield from self.misfits(own, width, height)
 
   def misfits(
-      self, options: Mapping[str, Any], width: int, height: int
+    self, options: Mapping[str, Any], width: int, height: int
   ) -> Iterator[str]:
     """Problems of options that are right each by itself; see `check`."""
     if self.check is not None:
@@ -269,9 +265,9 @@ class GymSpec:
     for name in names:
       if name in self.operator_options:
         raise ValueError(
-            f"{where}={name!r} would let a client choose code, files or"
-            f" addresses of this machine through gym {self.name!r}; leave it"
-            " out, and set it yourself"
+          f"{where}={name!r} would let a client choose code, files or"
+          f" addresses of this machine through gym {self.name!r}; leave it"
+          " out, and set it yourself"
         )
 
   def bounds_of(self, name: str) -> tuple[float, float] | None:
@@ -286,7 +282,7 @@ class GymSpec:
     return bool(kinds & {int, float}) and self.bounds_of(name) is None
 
   def out_of_bounds(
-      self, options: Mapping[str, Any], prefix: str
+    self, options: Mapping[str, Any], prefix: str
   ) -> Iterator[str]:
     """Problems of option values that a client of a service chose.
 
@@ -298,8 +294,8 @@ class GymSpec:
       option = self.options.get(name)
       if option is not None and not option.accepts(value):
         yield (
-            f"{prefix}{name}={json_models.short(value)} must be"
-            f" {option.annotation}"
+          f"{prefix}{name}={json_models.short(value)} must be"
+          f" {option.annotation}"
         )
       yield from self._numbers_out_of_bounds({name: value}, prefix)
     size = options.get("width"), options.get("height")
@@ -308,7 +304,7 @@ class GymSpec:
         yield problem
 
   def _numbers_out_of_bounds(
-      self, options: Mapping[str, Any], prefix: str
+    self, options: Mapping[str, Any], prefix: str
   ) -> Iterator[str]:
     for name, value in options.items():
       if isinstance(value, Mapping):
@@ -320,13 +316,13 @@ class GymSpec:
         limits = self.bounds_of(name)
         if limits is None:
           yield (
-              f"{prefix}{name}={number!r} is a number without bounds, which"
-              " only the operator sets (GymSpec.bounds)"
+            f"{prefix}{name}={number!r} is a number without bounds, which"
+            " only the operator sets (GymSpec.bounds)"
           )
         elif not limits[0] <= number <= limits[1]:
           yield (
-              f"{prefix}{name}={json_models.short(number)} must be in"
-              f" [{limits[0]}, {limits[1]}]"
+            f"{prefix}{name}={json_models.short(number)} must be in"
+            f" [{limits[0]}, {limits[1]}]"
           )
 
   def missing(self, options: Mapping[str, Any] = _NOTHING) -> Iterator[str]:
@@ -335,12 +331,12 @@ class GymSpec:
       yield from _loaded(self.needs)(options)
 
   def options_of(
-      self,
-      family: str,
-      *,
-      size: tuple[int, int] | None = None,
-      concurrency: int | None = None,
-      observation: str | None = None,
+    self,
+    family: str,
+    *,
+    size: tuple[int, int] | None = None,
+    concurrency: int | None = None,
+    observation: str | None = None,
   ) -> dict[str, Any]:
     """Options for episodes of a family: its defaults, and the run's facts.
 
@@ -360,9 +356,9 @@ class GymSpec:
       facts["observation"] = observation
     defaults = self.family_options and _loaded(self.family_options)(family)
     of_run = {
-        option: facts[fact]
-        for option, fact in self.set_by_run.items()
-        if fact in facts
+      option: facts[fact]
+      for option, fact in self.set_by_run.items()
+      if fact in facts
     }
     return {**(defaults or {}), **of_run}
 
@@ -381,9 +377,9 @@ class GymSpec:
     return factory(**own)
 
   def make_tasks(
-      self,
-      families: Sequence[str] | None = None,
-      options: Mapping[str, Any] = _NOTHING,
+    self,
+    families: Sequence[str] | None = None,
+    options: Mapping[str, Any] = _NOTHING,
   ) -> base.TaskSet:
     """Builds the tasks of the gym; options of the gym alone are left out.
 
@@ -398,9 +394,9 @@ class GymSpec:
     """
     if self.tasks is None:
       raise ValueError(
-          f"gym.name={self.name} makes no tasks of its own; set"
-          " task_source.source=jsonl and task_source.path, or give its GymSpec"
-          " `tasks`"
+        f"gym.name={self.name} makes no tasks of its own; set"
+        " task_source.source=jsonl and task_source.path, or give its GymSpec"
+        " `tasks`"
       )
     self._refuse(options, self._tasks_take)
     own = self._tasks_take.of(options, self._gym_takes)
@@ -417,14 +413,14 @@ class GymSpec:
     """
     if self.task_list is None:
       raise ValueError(
-          f"task_source.source=gym is the list of a gym server, but"
-          f" gym.name={self.name}; set gym.name=genv, or another source"
+        f"task_source.source=gym is the list of a gym server, but"
+        f" gym.name={self.name}; set gym.name=genv, or another source"
       )
     factory = _loaded(self.task_list)
     return factory(**arguments.takes(factory).of(options))
 
   def load_digest(
-      self,
+    self,
   ) -> Callable[[Sequence[Mapping[str, Any]], Any], dict[str, Any]] | None:
     """Returns `digest`, imported; None for a gym without."""
     return None if self.digest is None else _loaded(self.digest)
@@ -440,8 +436,8 @@ class GymSpec:
     observation = options.get("observation", "screenshot")
     if self.has_trees and observation != "screenshot":
       raise ValueError(
-          f"observation={observation!r}: only runs (gym.observation) read"
-          f" trees; leave it out for gym {self.name!r} here"
+        f"observation={observation!r}: only runs (gym.observation) read"
+        f" trees; leave it out for gym {self.name!r} here"
       )
 
   @property
@@ -462,18 +458,18 @@ class GymSpec:
       return _loaded(self.tree_oracle)
     if observation != "screenshot":
       raise ValueError(
-          f"gym {self.name!r} has no oracle that names elements by id; play it"
-          " with gym.observation=screenshot, or give its GymSpec `tree_oracle`"
+        f"gym {self.name!r} has no oracle that names elements by id; play it"
+        " with gym.observation=screenshot, or give its GymSpec `tree_oracle`"
       )
     if self.oracle is None or self.describe is None:
       raise ValueError(
-          f"gym {self.name!r} has no oracle to demonstrate it; play it"
-          " yourself, or give its GymSpec `oracle` and `describe`"
+        f"gym {self.name!r} has no oracle to demonstrate it; play it"
+        " yourself, or give its GymSpec `oracle` and `describe`"
       )
     return Oracle(
-        _loaded(self.oracle),
-        _loaded(self.describe),
-        _loaded(self.oracle_families),
+      _loaded(self.oracle),
+      _loaded(self.describe),
+      _loaded(self.oracle_families),
     )
 
   def load_close_shared(self) -> Callable[[], Any] | None:
@@ -505,11 +501,11 @@ class GymSpec:
   def _refuse(self, options: Mapping[str, Any], takes: arguments.Takes) -> None:
     problems = [text for _, text in self._wrong(options)]
     problems += [
-        f"gym {self.name!r} needs option {name!r}"
-        f" ({takes.options[name].annotation or 'any value'}); set"
-        f" gym.options.{name}"
-        for name in takes.required
-        if name not in options
+      f"gym {self.name!r} needs option {name!r}"
+      f" ({takes.options[name].annotation or 'any value'}); set"
+      f" gym.options.{name}"
+      for name in takes.required
+      if name not in options
     ]
     if problems:
       raise ValueError("\n".join(problems))
@@ -526,8 +522,8 @@ def as_spec(value: Any, name: str = "") -> GymSpec:
   if callable(value):
     return GymSpec(make=value, name=name)
   raise TypeError(
-      f"gym {name!r} must be a GymSpec, or a class or function that makes a"
-      f" gym; got {value!r}"
+    f"gym {name!r} must be a GymSpec, or a class or function that makes a"
+    f" gym; got {value!r}"
   )
 
 

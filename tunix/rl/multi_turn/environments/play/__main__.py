@@ -31,35 +31,59 @@ from tunix.rl.multi_turn.environments.play import terminal
 
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.environments.play",
-      description="Play tasks of a gym, and record demonstrations.",
-      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    prog="python -m tunix.rl.multi_turn.environments.play",
+    description="Play tasks of a gym, and record demonstrations.",
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
   add = out.add_argument
   add("gym", help="a registered gym; genv is a gym server")
   add("task", help="a family of its tasks; of genv, also a task's id or name")
   add("--by", default="person", choices=("person", "oracle", "script"))
-  add("--terminal", action="store_true",
-      help="play here instead of on a page")
-  add("--script", type=pathlib.Path,
-      help="for --by script: a file with an action a line, as JSON")
+  add("--terminal", action="store_true", help="play here instead of on a page")
+  add(
+    "--script",
+    type=pathlib.Path,
+    help="for --by script: a file with an action a line, as JSON",
+  )
   add("--out", type=pathlib.Path, help="file that episodes are appended to")
-  add("--only-solved", action="store_true",
-      help="record episodes that are solved and no others")
-  add("--episodes", type=int, default=1,
-      help="tasks that an oracle or a script plays, one after the other")
+  add(
+    "--only-solved",
+    action="store_true",
+    help="record episodes that are solved and no others",
+  )
+  add(
+    "--episodes",
+    type=int,
+    default=1,
+    help="tasks that an oracle or a script plays, one after the other",
+  )
   add("--split", default="train", choices=("train", "eval"))
   add("--index", type=int, default=0, help="of the first task in its family")
   add("--seed", type=int, default=0, help="of the run whose tasks they are")
-  add("--settings", default="{}", metavar="YAML",
-      help="options of the gym and its tasks, e.g. '{width: 256, height: 192,"
-           " difficulty: 1}'")
-  add("--import", dest="imports", action="append", default=[],
-      metavar="MODULE", help="imported first: registers gyms of your own")
+  add(
+    "--settings",
+    default="{}",
+    metavar="YAML",
+    help="options of the gym and its tasks, e.g. '{width: 256, height: 192,"
+    " difficulty: 1}'",
+  )
+  add(
+    "--import",
+    dest="imports",
+    action="append",
+    default=[],
+    metavar="MODULE",
+    help="imported first: registers gyms of your own",
+  )
   add("--port", type=int, default=0, help="of the page; 0: any that is free")
-  add("--timeout", type=float, default=60.0, metavar="S",
-      help="deadline of each call into the gym")
-  return out  # pyformat: disable
+  add(
+    "--timeout",
+    type=float,
+    default=60.0,
+    metavar="S",
+    help="deadline of each call into the gym",
+  )
+  return out
 
 
 def read_script(path: pathlib.Path) -> list[gui_action.GuiAction]:
@@ -83,14 +107,14 @@ def read_script(path: pathlib.Path) -> list[gui_action.GuiAction]:
 def _check(args: argparse.Namespace) -> None:
   """Raises ValueError naming every number that cannot be."""
   wrong = [
-      f"--{name}={getattr(args, name)} must be {rule}"
-      for name, right, rule in (
-          ("index", 0 <= args.index < 2**63, "0 or more"),
-          ("seed", 0 <= args.seed < 2**63, "0 or more, below 2**63"),
-          ("episodes", args.episodes >= 1, "1 or more"),
-          ("timeout", 0 < args.timeout < 1e7, "a number of seconds > 0"),
-      )
-      if not right
+    f"--{name}={getattr(args, name)} must be {rule}"
+    for name, right, rule in (
+      ("index", 0 <= args.index < 2**63, "0 or more"),
+      ("seed", 0 <= args.seed < 2**63, "0 or more, below 2**63"),
+      ("episodes", args.episodes >= 1, "1 or more"),
+      ("timeout", 0 < args.timeout < 1e7, "a number of seconds > 0"),
+    )
+    if not right
   ]
   if args.out is not None and args.out.is_dir():
     wrong.append(f"--out={args.out} is a directory; give a file")
@@ -120,26 +144,34 @@ async def _play(args: argparse.Namespace) -> int:
   if args.by == "oracle":
     spec.load_oracle()  # Refuses a gym that has none.
   task = session_lib.find_tasks(
-      args.gym, args.task, split=args.split, index=args.index,
-      seed=args.seed, options=settings,
-  )  # pyformat: disable
+    args.gym,
+    args.task,
+    split=args.split,
+    index=args.index,
+    seed=args.seed,
+    options=settings,
+  )
   gym = spec.make_gym({**spec.options_of(args.task), **settings})
   session = session_lib.Session(
-      args.gym, gym, out=args.out, by=args.by, only_solved=args.only_solved,
-      timeout_s=args.timeout,
-  )  # pyformat: disable
+    args.gym,
+    gym,
+    out=args.out,
+    by=args.by,
+    only_solved=args.only_solved,
+    timeout_s=args.timeout,
+  )
   solved = 0
   try:
     if args.by != "person":
       for number in range(args.episodes):
         verdict = await session.play(
-            task(number), iter(script) if script is not None else None
+          task(number), iter(script) if script is not None else None
         )
         solved += verdict.success
         print(
-            f"{session.task.task_id}: {session.task.instruction}"
-            f" -> {'solved' if verdict.success else 'not solved'}"
-            f" in {len(session.actions)} turns"
+          f"{session.task.task_id}: {session.task.instruction}"
+          f" -> {'solved' if verdict.success else 'not solved'}"
+          f" in {len(session.actions)} turns"
         )
     elif args.terminal:
       await terminal.play(session, task(0), out=sys.stdout)
@@ -156,7 +188,7 @@ async def _play(args: argparse.Namespace) -> int:
 
 
 async def _serve(
-    args: argparse.Namespace, session: session_lib.Session, task: Any
+  args: argparse.Namespace, session: session_lib.Session, task: Any
 ) -> None:
   from tunix.rl.multi_turn.environments.play import page as page_lib  # pylint: disable=g-import-not-at-top
   import uvicorn  # pylint: disable=g-import-not-at-top
@@ -167,7 +199,7 @@ async def _serve(
   # Behind '#', the key is not sent, logged or passed on by the browser.
   print(f"open {url}/#{page.key}   (Ctrl-C ends)", flush=True)
   config = http_server.config(
-      page.asgi, log_config=None, timeout_graceful_shutdown=2
+    page.asgi, log_config=None, timeout_graceful_shutdown=2
   )
   await uvicorn.Server(config).serve(sockets=[listening])
 

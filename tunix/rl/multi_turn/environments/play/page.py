@@ -36,9 +36,7 @@ class Page:
   """
 
   def __init__(
-      self,
-      session: session_lib.Session,
-      next_task: Callable[[int], base.Task],
+    self, session: session_lib.Session, next_task: Callable[[int], base.Task]
   ):
     """`next_task(n)` is the n-th task, from 0."""
     self._session = session
@@ -47,26 +45,28 @@ class Page:
     self._busy = asyncio.Lock()
     self.key = secrets.token_urlsafe(16)
     post = ["POST"]
-    self.asgi = applications.Starlette(routes=[
+    self.asgi = applications.Starlette(
+      routes=[
         routing.Route("/", self._page, methods=["GET"]),
         routing.Route("/state", self._guarded(self._state), methods=post),
         routing.Route("/act", self._guarded(self._act), methods=post),
         routing.Route("/help", self._guarded(self._help), methods=post),
         routing.Route("/finish", self._guarded(self._finish), methods=post),
         routing.Route("/next", self._guarded(self._next), methods=post),
-    ])
+      ]
+    )
 
   async def _page(self, request: starlette_requests.Request) -> Any:
     del request  # The page holds no secret; the key is in its address.
     return responses.HTMLResponse(
-        _PAGE.read_text(encoding="utf-8"),
-        headers={
-            "content-security-policy": (
-                "default-src 'none'; img-src data:; style-src 'unsafe-inline';"
-                " script-src 'unsafe-inline'; connect-src 'self'"
-            ),
-            "referrer-policy": "no-referrer",
-        },
+      _PAGE.read_text(encoding="utf-8"),
+      headers={
+        "content-security-policy": (
+          "default-src 'none'; img-src data:; style-src 'unsafe-inline';"
+          " script-src 'unsafe-inline'; connect-src 'self'"
+        ),
+        "referrer-policy": "no-referrer",
+      },
     )
 
   def _guarded(self, work: Callable[[Any], Awaitable[None]]) -> Any:
@@ -97,18 +97,18 @@ class Page:
     session = self._session
     verdict = session.evaluation
     return {
-        "number": self._number,
-        "task_id": session.task.task_id,
-        "instruction": session.task.instruction,
-        "text": session.seen.text,
-        "screenshot": wire.screenshot_to_json(session.seen.screenshot),
-        "actions": [a.to_json() for a in session.actions],
-        "max_turns": session.task.max_turns,
-        "recorded": session.recorded,
-        "evaluation": None if verdict is None else {
-            "score": float(verdict.score), "success": bool(verdict.success),
-        },
-    }  # pyformat: disable
+      "number": self._number,
+      "task_id": session.task.task_id,
+      "instruction": session.task.instruction,
+      "text": session.seen.text,
+      "screenshot": wire.screenshot_to_json(session.seen.screenshot),
+      "actions": [a.to_json() for a in session.actions],
+      "max_turns": session.task.max_turns,
+      "recorded": session.recorded,
+      "evaluation": None
+      if verdict is None
+      else {"score": float(verdict.score), "success": bool(verdict.success)},
+    }
 
   async def _state(self, data: Any) -> None:
     del data

@@ -34,23 +34,23 @@ class Session:
   """
 
   def __init__(
-      self,
-      gym_name: str,
-      gym: Any,
-      *,
-      out: pathlib.Path | None = None,
-      by: str = "person",
-      only_solved: bool = False,
-      timeout_s: float = 60.0,
+    self,
+    gym_name: str,
+    gym: Any,
+    *,
+    out: pathlib.Path | None = None,
+    by: str = "person",
+    only_solved: bool = False,
+    timeout_s: float = 60.0,
   ):
     """Args:
 
-      gym_name: the registered name.
-      gym: built from its declaration.
-      out: file that episodes are appended to; None records nothing.
-      by: the player, e.g. "person" or "oracle".
-      only_solved: write episodes that are solved and no others.
-      timeout_s: deadline of each call into the gym.
+    gym_name: the registered name.
+    gym: built from its declaration.
+    out: file that episodes are appended to; None records nothing.
+    by: the player, e.g. "person" or "oracle".
+    only_solved: write episodes that are solved and no others.
+    timeout_s: deadline of each call into the gym.
     """
     self._gym_name = gym_name
     self._gym = gym
@@ -75,7 +75,7 @@ class Session:
     self.actions, self._targets = [], []
     self.seen = await self._call("start", task)
     self.task = dataclasses.replace(
-        task, instruction=task.instruction or self.seen.instruction
+      task, instruction=task.instruction or self.seen.instruction
     )
     self._observations = [self.seen]
     return self.seen
@@ -102,16 +102,14 @@ class Session:
     if self.evaluation is None:
       self.evaluation = await self._call("evaluate")
       if self._out is not None and (
-          self.evaluation.success or not self._only_solved
+        self.evaluation.success or not self._only_solved
       ):
         recordings.append(self._out, self.recording())
         self.recorded += 1
     return self.evaluation
 
   async def play(
-      self,
-      task: base.Task,
-      script: Iterator[gui_action.GuiAction] | None = None,
+    self, task: base.Task, script: Iterator[gui_action.GuiAction] | None = None
   ) -> base.Evaluation:
     """Plays a task to its end: the actions of `script`, or the oracle's.
 
@@ -131,13 +129,13 @@ class Session:
 
   def recording(self) -> recordings.Recording:
     return recordings.Recording(
-        gym=self._gym_name,
-        task=self.task,
-        observations=tuple(self._observations),
-        actions=tuple(self.actions),
-        targets=tuple(self._targets),
-        evaluation=self.evaluation,
-        by=self._by,
+      gym=self._gym_name,
+      task=self.task,
+      observations=tuple(self._observations),
+      actions=tuple(self.actions),
+      targets=tuple(self._targets),
+      evaluation=self.evaluation,
+      by=self._by,
     )
 
   async def next_right(self) -> gui_action.GuiAction | None:
@@ -157,7 +155,7 @@ class Session:
     if self._oracle is None or action.x is None:
       return None
     return await _value(
-        self._oracle.describe(self._gym, action.x, action.y), self._seconds
+      self._oracle.describe(self._gym, action.x, action.y), self._seconds
     )
 
   async def _call(self, name: str, *args: Any) -> Any:
@@ -171,9 +169,14 @@ async def _value(result: Any, seconds: float) -> Any:
 
 
 def find_tasks(
-    gym_name: str, identifier: str, *, split: str, index: int, seed: int,
-    options: Mapping[str, Any],
-) -> Callable[[int], base.Task]:  # pyformat: disable
+  gym_name: str,
+  identifier: str,
+  *,
+  split: str,
+  index: int,
+  seed: int,
+  options: Mapping[str, Any],
+) -> Callable[[int], base.Task]:
   """n -> the n-th of the tasks that the command line names.
 
   Args:

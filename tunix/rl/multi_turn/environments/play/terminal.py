@@ -32,8 +32,8 @@ def picture(pixels: np.ndarray, columns: int) -> str:
   lines = []
   for y in range(0, rows, 2):
     cells = (
-        "\x1b[38;2;{};{};{}m\x1b[48;2;{};{};{}m▀".format(*top, *below)
-        for top, below in zip(small[y].tolist(), small[y + 1].tolist())
+      "\x1b[38;2;{};{};{}m\x1b[48;2;{};{};{}m▀".format(*top, *below)
+      for top, below in zip(small[y].tolist(), small[y + 1].tolist())
     )
     lines.append("".join(cells) + "\x1b[0m")
   return "\n".join(lines)
@@ -57,8 +57,13 @@ def parse(line: str) -> Action:
     keys = tuple(k for k in arguments.strip().lower().split("+") if k)
     return Action("key", keys=keys)
   counts = {
-      "click": 2, "double": 2, "right": 2, "move": 2, "drag": 4, "scroll": 3,
-  }  # pyformat: disable
+    "click": 2,
+    "double": 2,
+    "right": 2,
+    "move": 2,
+    "drag": 4,
+    "scroll": 3,
+  }
   if word not in counts:
     raise ValueError(f"{word!r} is not an action; write one of\n{HELP}")
   try:
@@ -75,17 +80,20 @@ def parse(line: str) -> Action:
   if word == "scroll":
     return Action("scroll", x=x, y=y, dy=numbers[2])
   return Action(
-      "click", x=x, y=y, button="right" if word == "right" else "left",
-      count=2 if word == "double" else 1,
-  )  # pyformat: disable
+    "click",
+    x=x,
+    y=y,
+    button="right" if word == "right" else "left",
+    count=2 if word == "double" else 1,
+  )
 
 
 async def play(
-    session: session_lib.Session,
-    task: base.Task,
-    *,
-    read: Callable[[str], str] = input,
-    out: TextIO,
+  session: session_lib.Session,
+  task: base.Task,
+  *,
+  read: Callable[[str], str] = input,
+  out: TextIO,
 ) -> None:
   """Plays one task to its end.
 

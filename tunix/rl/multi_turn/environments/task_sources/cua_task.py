@@ -89,7 +89,7 @@ class CUATask:
     """Whether fields are missing that the server's full task has."""
     data = self.genv_task_data
     return not any(
-        data.get(k) for k in ("description", "env_config", "evaluation")
+      data.get(k) for k in ("description", "env_config", "evaluation")
     )
 
   def to_task(self) -> base.Task:
@@ -98,53 +98,53 @@ class CUATask:
     if self.gym_id or self.genv_identifier:
       params["genv"] = {"identifier": self.identifier, "gym_id": self.gym_id}
     return base.Task(
-        task_id=self.id,
-        family=self.family or DEFAULT_FAMILY,
-        instruction=self.instruction or self.description,
-        seed=self.seed,
-        max_turns=self.max_steps,
-        params=params,
+      task_id=self.id,
+      family=self.family or DEFAULT_FAMILY,
+      instruction=self.instruction or self.description,
+      seed=self.seed,
+      max_turns=self.max_steps,
+      params=params,
     )
 
   def to_row(self) -> dict[str, Any]:
     """Returns a dataset's row: flat, the same keys for every task."""
     return {
-        "task_id": self.id,
-        "name": self.name,
-        "description": self.description,
-        "instruction": self.instruction or self.description,
-        "task_number": self.number,
-        "tags": list(self.tags),
-        "gym_base_url": self.gym_base_url,
-        "gym_id": self.gym_id,
-        "difficulty": self.difficulty,
-        "category": self.category,
-        "family": self.family,
-        "max_steps": self.max_steps,
-        "genv_identifier": self.genv_identifier,
-        "seed": self.seed,
-        "params": dict(self.params),
+      "task_id": self.id,
+      "name": self.name,
+      "description": self.description,
+      "instruction": self.instruction or self.description,
+      "task_number": self.number,
+      "tags": list(self.tags),
+      "gym_base_url": self.gym_base_url,
+      "gym_id": self.gym_id,
+      "difficulty": self.difficulty,
+      "category": self.category,
+      "family": self.family,
+      "max_steps": self.max_steps,
+      "genv_identifier": self.genv_identifier,
+      "seed": self.seed,
+      "params": dict(self.params),
     }
 
   def to_record(self) -> dict[str, Any]:
     """Returns the row with the fields that decide success."""
     return {
-        **self.to_row(),
-        "split": self.split,
-        "prerequisites": list(self.prerequisites),
-        "validation_type": self.validation_type,
-        "validation_query": self.validation_query,
-        "expected_result": self.expected_result,
+      **self.to_row(),
+      "split": self.split,
+      "prerequisites": list(self.prerequisites),
+      "validation_type": self.validation_type,
+      "validation_query": self.validation_query,
+      "expected_result": self.expected_result,
     }
 
   @classmethod
   def from_row(
-      cls,
-      row: Any,
-      *,
-      where: str = "task",
-      gym_id: str = "",
-      gym_base_url: str = "",
+    cls,
+    row: Any,
+    *,
+    where: str = "task",
+    gym_id: str = "",
+    gym_base_url: str = "",
   ) -> CUATask:
     """Reads a row of any shape.
 
@@ -160,8 +160,8 @@ class CUATask:
       raise ValueError(f"{where} must be an object, got {type(row).__name__}")
     if isinstance(row.get("tasks"), (list, tuple)):
       raise ValueError(
-          f"{where} holds 'tasks', a list: one row is one task, and a group is"
-          " made by playing it collect.group_size times; write a row for each"
+        f"{where} holds 'tasks', a list: one row is one task, and a group is"
+        " made by playing it collect.group_size times; write a row for each"
       )
     meta = row.get("meta")
     flat: dict[str, Any] = dict(row)
@@ -173,8 +173,8 @@ class CUATask:
     identity = read.text("task_id", "id", "seed_id") or name or number
     if not identity:
       raise ValueError(
-          f"{where} names no task; give it 'task_id' (or 'id', meta.id,"
-          " 'task_name' or 'task_number')"
+        f"{where} names no task; give it 'task_id' (or 'id', meta.id,"
+        " 'task_name' or 'task_number')"
       )
     tags = read.texts("tags")
     category = read.text("category")
@@ -183,7 +183,7 @@ class CUATask:
     split = read.text("split")
     if split not in ("", "train", "eval"):
       raise ValueError(
-          f"{where}: split={split!r} must be train or eval, or left out"
+        f"{where}: split={split!r} must be train or eval, or left out"
       )
     params = flat.get("params", config.get("params"))
     if isinstance(params, str):  # Datasets have one type a column.
@@ -196,32 +196,35 @@ class CUATask:
     if not isinstance(params, Mapping):
       raise ValueError(f"{where}: params must be an object, got {params!r}")
     return cls(
-        id=identity,
-        name=name or identity,
-        description=read.text("description"),
-        difficulty=read.text("difficulty"),
-        category=category,
-        max_steps=read.count("max_steps", "max_turns", default=config.get(
-            "max_turns"
-        )),
-        validation_type=read.text("validation_type"),
-        validation_query=read.text("validation_query"),
-        expected_result=flat.get("expected_result"),
-        tags=tags,
-        prerequisites=read.texts("prerequisites"),
-        genv_identifier=read.text("genv_identifier"),
-        instruction=read.text("instruction"),
-        number=number,
-        family=(
-            read.text("family") or str(config.get("family") or "")
-            or (tags[0] if tags else "") or category or DEFAULT_FAMILY
-        ),
-        split=split,
-        genv_task_data=dict(row),
-        gym_id=read.text("gym_id") or gym_id,
-        gym_base_url=read.text("gym_base_url") or gym_base_url,
-        seed=read.count("seed", default=_whole(config.get("seed")), at_least=0),
-        params=dict(params),
+      id=identity,
+      name=name or identity,
+      description=read.text("description"),
+      difficulty=read.text("difficulty"),
+      category=category,
+      max_steps=read.count(
+        "max_steps", "max_turns", default=config.get("max_turns")
+      ),
+      validation_type=read.text("validation_type"),
+      validation_query=read.text("validation_query"),
+      expected_result=flat.get("expected_result"),
+      tags=tags,
+      prerequisites=read.texts("prerequisites"),
+      genv_identifier=read.text("genv_identifier"),
+      instruction=read.text("instruction"),
+      number=number,
+      family=(
+        read.text("family")
+        or str(config.get("family") or "")
+        or (tags[0] if tags else "")
+        or category
+        or DEFAULT_FAMILY
+      ),
+      split=split,
+      genv_task_data=dict(row),
+      gym_id=read.text("gym_id") or gym_id,
+      gym_base_url=read.text("gym_base_url") or gym_base_url,
+      seed=read.count("seed", default=_whole(config.get("seed")), at_least=0),
+      params=dict(params),
     )
 
   @classmethod
@@ -244,18 +247,18 @@ class CUATask:
     split = read.text("split")
     if split not in ("", "train", "eval"):
       raise ValueError(
-          f"{where}: split={split!r} must be train or eval, or left out"
+        f"{where}: split={split!r} must be train or eval, or left out"
       )
     return cls(
-        id=read.text("task_id", "id") or str(place if index is None else index),
-        max_steps=read.count("max_steps", "max_turns"),
-        tags=read.texts("tags"),
-        family=read.text("family", "data_source") or DEFAULT_FAMILY,
-        instruction=read.text("question", "instruction"),
-        split=split,
-        genv_task_data=dict(row),
-        seed=read.count("seed", at_least=0) or 0,
-        params=dict(row),
+      id=read.text("task_id", "id") or str(place if index is None else index),
+      max_steps=read.count("max_steps", "max_turns"),
+      tags=read.texts("tags"),
+      family=read.text("family", "data_source") or DEFAULT_FAMILY,
+      instruction=read.text("question", "instruction"),
+      split=split,
+      genv_task_data=dict(row),
+      seed=read.count("seed", at_least=0) or 0,
+      params=dict(row),
     )
 
 
@@ -279,7 +282,7 @@ class _Reader:
         return str(value)  # Numbers are written both ways.
       if not isinstance(value, str):
         raise ValueError(
-            f"{self._where}: {name} must be a string, got {value!r}"
+          f"{self._where}: {name} must be a string, got {value!r}"
         )
       return value
     return ""
@@ -289,26 +292,28 @@ class _Reader:
     if value is None:
       return ()
     if not isinstance(value, (list, tuple)) or not all(
-        isinstance(v, str) for v in value
+      isinstance(v, str) for v in value
     ):
       raise ValueError(
-          f"{self._where}: {name} must be a list of strings, got {value!r}"
+        f"{self._where}: {name} must be a list of strings, got {value!r}"
       )
     return tuple(value)
 
   def count(
-      self, *names: str, default: int | None = None, at_least: int = 1
+    self, *names: str, default: int | None = None, at_least: int = 1
   ) -> int | None:
     for name in names:
       value = self._data.get(name)
       if value is None:
         continue
-      if isinstance(value, bool) or not isinstance(value, int) or (
-          value < at_least
+      if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or (value < at_least)
       ):
         raise ValueError(
-            f"{self._where}: {name} must be a whole number >= {at_least}, got"
-            f" {value!r}"
+          f"{self._where}: {name} must be a whole number >= {at_least}, got"
+          f" {value!r}"
         )
       return value
     return default
@@ -328,18 +333,18 @@ def rows_of(data: Any, key: str = "tasks") -> Sequence[Any]:
   if isinstance(data, list):
     return data
   raise ValueError(
-      f"a task list must be a list or an object with {key!r}, got"
-      f" {type(data).__name__}"
+    f"a task list must be a list or an object with {key!r}, got"
+    f" {type(data).__name__}"
   )
 
 
 def resolve(
-    identifier: str,
-    tasks: Iterable[T],
-    *,
-    ids=lambda task: (task.id, task.genv_identifier),
-    name=lambda task: task.name,
-    number=lambda task: task.number,
+  identifier: str,
+  tasks: Iterable[T],
+  *,
+  ids=lambda task: (task.id, task.genv_identifier),
+  name=lambda task: task.name,
+  number=lambda task: task.number,
 ) -> T:
   """Returns the task with that name; see the module docstring.
 
@@ -363,12 +368,14 @@ def resolve(
     return int(text) if re.fullmatch(r"[0-9]{1,11}", text) else -2
 
   rules = [
-      lambda t: identifier and identifier in ids(t),
-      lambda t: identifier and identifier == name(t),
-      lambda t: leading is not None
+    lambda t: identifier and identifier in ids(t),
+    lambda t: identifier and identifier == name(t),
+    lambda t: (
+      leading is not None
       and leading.group() == identifier
-      and number_of(t) == prefix,
-      lambda t: leading is not None and number_of(t) == prefix,
+      and number_of(t) == prefix
+    ),
+    lambda t: leading is not None and number_of(t) == prefix,
   ]
   for rule in rules:
     matches = [t for t in tasks if rule(t)]
@@ -377,12 +384,12 @@ def resolve(
     if matches:
       some = ", ".join(str(ids(t)[0]) for t in matches[:4])
       raise UnknownTaskError(
-          f"{len(matches)} tasks are called {identifier!r}: {some}; use an id"
+        f"{len(matches)} tasks are called {identifier!r}: {some}; use an id"
       )
   identifiers = [n for t in tasks for n in (*ids(t), name(t)) if n]
   near = difflib.get_close_matches(identifier, identifiers, n=1, cutoff=0.4)
   hint = f"; did you mean {near[0]!r}?" if near else ""
   raise UnknownTaskError(
-      f"no task is called {identifier!r}{hint or '.'} There are {len(tasks)}"
-      " tasks; their list has ids, names and numbers"
+    f"no task is called {identifier!r}{hint or '.'} There are {len(tasks)}"
+    " tasks; their list has ids, names and numbers"
   )

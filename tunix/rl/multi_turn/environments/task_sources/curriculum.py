@@ -33,14 +33,14 @@ class CurriculumSampler:
   """See the module docstring; never ends."""
 
   def __init__(
-      self,
-      arms: Sequence[str],
-      draw: Draw,
-      *,
-      seed: int = 0,
-      round_size: int = 1,
-      floor: float = 0.1,
-      decay: float = 0.7,
+    self,
+    arms: Sequence[str],
+    draw: Draw,
+    *,
+    seed: int = 0,
+    round_size: int = 1,
+    floor: float = 0.1,
+    decay: float = 0.7,
   ):
     """Args:
 
@@ -57,7 +57,7 @@ class CurriculumSampler:
     """
     if not arms or len(set(arms)) != len(arms):
       raise ValueError(
-          f"a curriculum needs arms of different names, got {list(arms)[:8]}"
+        f"a curriculum needs arms of different names, got {list(arms)[:8]}"
       )
     if not 0 < floor <= 1:
       raise ValueError(f"floor={floor} must be in (0, 1]")
@@ -77,7 +77,7 @@ class CurriculumSampler:
     self._counts = dict.fromkeys(self._arms, 0)
     # Drawn and not yet decided: task id -> its draws, oldest first.
     self._drawn: dict[str, list[tuple[int, str]]] = collections.defaultdict(
-        list
+      list
     )
     # Decided and not yet used: draw -> (arm, success rate of the group).
     self._results: dict[int, tuple[str, float]] = {}
@@ -119,7 +119,7 @@ class CurriculumSampler:
   def on_event(self, event: events.Event) -> None:
     """Learns how a group of a drawn task went."""
     if not isinstance(event, events.GroupFinished) or (
-        event.outcome == "requeued"
+      event.outcome == "requeued"
     ):
       return
     group = event.group
@@ -141,12 +141,12 @@ class CurriculumSampler:
   def state_dict(self) -> dict[str, Any]:
     with self._lock:
       return {
-          "position": self._position,
-          "arms": list(self._arms),
-          "rates": dict(self._rates),
-          "counts": dict(self._counts),
-          "drawn": {k: [list(d) for d in v] for k, v in self._drawn.items()},
-          "results": {str(k): list(v) for k, v in self._results.items()},
+        "position": self._position,
+        "arms": list(self._arms),
+        "rates": dict(self._rates),
+        "counts": dict(self._counts),
+        "drawn": {k: [list(d) for d in v] for k, v in self._drawn.items()},
+        "results": {str(k): list(v) for k, v in self._results.items()},
       }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,8 +157,8 @@ class CurriculumSampler:
     """
     if list(state.get("arms") or ()) != list(self._arms):
       raise ValueError(
-          "the checkpoint's curriculum has other tasks than this run; give the"
-          " same task_source.families and task_source to resume"
+        "the checkpoint's curriculum has other tasks than this run; give the"
+        " same task_source.families and task_source to resume"
       )
     with self._lock:
       self._position = int(state["position"])
@@ -168,5 +168,5 @@ class CurriculumSampler:
       for task_id, draws in state["drawn"].items():
         self._drawn[task_id] = [(int(i), str(arm)) for i, arm in draws]
       self._results = {
-          int(k): (str(v[0]), float(v[1])) for k, v in state["results"].items()
+        int(k): (str(v[0]), float(v[1])) for k, v in state["results"].items()
       }

@@ -23,10 +23,10 @@ class ListedTasks(seeds.IndexedTasks):
   """
 
   def __init__(
-      self,
-      train: Sequence[cua_task.CUATask],
-      held_out: Sequence[cua_task.CUATask],
-      families: Sequence[str] = (),
+    self,
+    train: Sequence[cua_task.CUATask],
+    held_out: Sequence[cua_task.CUATask],
+    families: Sequence[str] = (),
   ):
     """Args:
 
@@ -48,9 +48,9 @@ class ListedTasks(seeds.IndexedTasks):
           raise ValueError(f"no {name} task: {wrong}")
     if not self._families:
       raise ValueError(
-          "no family has both training and held-out tasks: training"
-          f" {sorted(self._train)}, held out {sorted(self._eval)}; change"
-          " task_source.train_ratio or eval_number_range"
+        "no family has both training and held-out tasks: training"
+        f" {sorted(self._train)}, held out {sorted(self._eval)}; change"
+        " task_source.train_ratio or eval_number_range"
       )
 
   def eval_tasks(self) -> dict[str, list[base.Task]]:
@@ -66,11 +66,11 @@ class WholeList:
   """One list for an evaluation alone: every task of it, `listed`."""
 
   def __init__(
-      self, tasks: Sequence[cua_task.CUATask], families: Sequence[str] = ()
+    self, tasks: Sequence[cua_task.CUATask], families: Sequence[str] = ()
   ):
     """Raises:
 
-      ValueError: no task, or a family without tasks.
+    ValueError: no task, or a family without tasks.
     """
     self.listed = tuple(tasks)
     if not tasks:
@@ -79,7 +79,7 @@ class WholeList:
     for family in families:
       if family not in self._tasks:
         raise ValueError(
-            registry.unknown_name("task family", family, self._tasks)
+          registry.unknown_name("task family", family, self._tasks)
         )
     self._families = tuple(families) or tuple(self._tasks)
 
@@ -99,9 +99,7 @@ class WholeList:
     return {f: list(self._tasks[f]) for f in self._families}
 
 
-def _by_family(
-    tasks: Sequence[cua_task.CUATask],
-) -> dict[str, list[base.Task]]:
+def _by_family(tasks: Sequence[cua_task.CUATask]) -> dict[str, list[base.Task]]:
   tasks_by_family: dict[str, list[base.Task]] = collections.defaultdict(list)
   for task in tasks:
     gym_task = task.to_task()

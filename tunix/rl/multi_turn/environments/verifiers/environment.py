@@ -58,7 +58,7 @@ class PolicySession:
 
 
 _HANDED_OVER: weakref.WeakValueDictionary[str, PolicySession] = (
-    weakref.WeakValueDictionary()
+  weakref.WeakValueDictionary()
 )
 
 
@@ -73,16 +73,16 @@ class VerifiersEnvironment(base_env.BaseEnv):
   """One row of an environment of verifiers. Its only step plays all of it."""
 
   def __init__(
-      self,
-      task: Mapping[str, Any],
-      *,
-      module: str,
-      args: Mapping[str, Any] | None = None,
-      path: str = "",
-      python: str = ".venv-verifiers/bin/python",
-      success_at: float = 1.0,
-      start_s: float = 120.0,
-      episode_s: float = 280.0,
+    self,
+    task: Mapping[str, Any],
+    *,
+    module: str,
+    args: Mapping[str, Any] | None = None,
+    path: str = "",
+    python: str = ".venv-verifiers/bin/python",
+    success_at: float = 1.0,
+    start_s: float = 120.0,
+    episode_s: float = 280.0,
   ):
     """Args:
 
@@ -101,7 +101,7 @@ class VerifiersEnvironment(base_env.BaseEnv):
     for key in ("split", "index", "seed"):
       if key not in task:
         raise ValueError(
-            f"the task needs {key!r}; set task_source.source=generated"
+          f"the task needs {key!r}; set task_source.source=generated"
         )
     if not isinstance(module, str) or not module:
       raise ValueError(f"module={module!r} must name a module")
@@ -109,8 +109,8 @@ class VerifiersEnvironment(base_env.BaseEnv):
     where = pathlib.Path(python).expanduser().absolute()
     if not where.is_file():
       raise ValueError(
-          f"python={python}: no such file; run `make verifiers`, or name the"
-          " interpreter of an environment with verifiers<0.2"
+        f"python={python}: no such file; run `make verifiers`, or name the"
+        " interpreter of an environment with verifiers<0.2"
       )
     folder = str(pathlib.Path(path).expanduser().absolute()) if path else ""
     if folder and not pathlib.Path(folder).is_dir():
@@ -134,11 +134,11 @@ class VerifiersEnvironment(base_env.BaseEnv):
       VerifiersError: the environment cannot be loaded.
     """
     self._worker = await concurrency.acall(
-        shared_worker,
-        self._python,
-        self._request,
-        self._start_s,
-        what="starting verifiers",
+      shared_worker,
+      self._python,
+      self._request,
+      self._start_s,
+      what="starting verifiers",
     )
     split, index = self._task["split"], self._task["index"]
     name = self._request["module"]
@@ -154,12 +154,12 @@ class VerifiersEnvironment(base_env.BaseEnv):
     session = _HANDED_OVER.pop(str(getattr(action, "action", action)), None)
     if session is None or self._worker is None:
       raise ValueError(
-          "an environment of verifiers asks the policy itself; set"
-          " rollout.via=proxy and"
-          " rollout.agent=tunix.rl.multi_turn.clients.verifiers_agent:play"
+        "an environment of verifiers asks the policy itself; set"
+        " rollout.via=proxy and"
+        " rollout.agent=tunix.rl.multi_turn.clients.verifiers_agent:play"
       )
     result = await self._worker.play(
-        {**self._task, **vars(session)}, self._episode_s
+      {**self._task, **vars(session)}, self._episode_s
     )
     reward = float(result["reward"])
     info = {**result, "success": reward >= self._success_at}
@@ -197,10 +197,10 @@ class VerifiersTasks:
 
 def _task(family: str, split: str, index: int, seed: int) -> base.Task:
   return base.Task(
-      task_id=f"{family}/{split}/{index}/{seed}",
-      family=family,
-      seed=seed,
-      params={"split": split, "index": index, "seed": seed},
+    task_id=f"{family}/{split}/{index}/{seed}",
+    family=family,
+    seed=seed,
+    params={"split": split, "index": index, "seed": seed},
   )
 
 
@@ -227,12 +227,12 @@ class Worker(line_process.Worker):
       VerifiersError: the process cannot start, or cannot load the environment.
     """
     super().__init__(
-        [python, "-u", str(_WORKER)],
-        request["module"],
-        request,
-        start_s,
-        late="environment.options.episode_s and collect.deadlines.step",
-        error=VerifiersError,
+      [python, "-u", str(_WORKER)],
+      request["module"],
+      request,
+      start_s,
+      late="environment.options.episode_s and collect.deadlines.step",
+      error=VerifiersError,
     )
 
 
@@ -242,7 +242,7 @@ _STARTING: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
 
 
 def shared_worker(
-    python: str, request: Mapping[str, Any], start_s: float
+  python: str, request: Mapping[str, Any], start_s: float
 ) -> Worker:
   """Returns the worker of that environment, started unless it runs. Blocks.
 

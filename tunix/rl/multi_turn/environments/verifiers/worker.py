@@ -79,13 +79,13 @@ def load(vf, request):
   env = vf.load_environment(request["module"], **request["args"])
   if not isinstance(env, vf.Environment):
     raise TypeError(
-        f"load_environment returned {type(env).__name__}, not a"
-        " verifiers.Environment"
+      f"load_environment returned {type(env).__name__}, not a"
+      " verifiers.Environment"
     )
   if env.requires_group_rollouts:
     raise ValueError(
-        "it has rewards of a whole group, and episodes are played one by one;"
-        " use rewards of single rollouts"
+      "it has rewards of a whole group, and episodes are played one by one;"
+      " use rewards of single rollouts"
     )
   logging.getLogger("verifiers").addHandler(_RewardErrors(logging.ERROR))
   held_out = None
@@ -102,27 +102,27 @@ async def play(vf, env, rows, request):
   _REWARD_ERRORS.set(failed)
   row = dict(rows.pick(request["split"], request["index"], request["seed"]))
   async with openai.AsyncOpenAI(
-      base_url=request["base_url"],
-      api_key=request["api_key"],
-      timeout=request["timeout_s"],
+    base_url=request["base_url"],
+    api_key=request["api_key"],
+    timeout=request["timeout_s"],
   ) as client:
     out = await env.run_rollout(
-        row,
-        vf.OpenAIChatCompletionsClient(client),
-        request["model"],
-        request["sampling"],
+      row,
+      vf.OpenAIChatCompletionsClient(client),
+      request["model"],
+      request["sampling"],
     )
   if out.get("error"):
     raise RuntimeError(f"the rollout failed: {_text(out['error'])}")
   if failed:
     raise RuntimeError("; ".join(failed))
   return {
-      "reward": _finite(out["reward"]),
-      "metrics": {k: float(v) for k, v in (out.get("metrics") or {}).items()},
-      "completion": [_message(m) for m in out.get("completion") or ()],
-      "stop_condition": out.get("stop_condition"),
-      "truncated": bool(out.get("is_truncated")),
-      "example_id": out.get("example_id"),
+    "reward": _finite(out["reward"]),
+    "metrics": {k: float(v) for k, v in (out.get("metrics") or {}).items()},
+    "completion": [_message(m) for m in out.get("completion") or ()],
+    "stop_condition": out.get("stop_condition"),
+    "truncated": bool(out.get("is_truncated")),
+    "example_id": out.get("example_id"),
   }
 
 
@@ -137,15 +137,15 @@ class Tasksets:
     # Without its own settings, the agent is a chat with the taskset's tools.
     # verifiers' default runs programs, in a sandbox of its vendor.
     args.setdefault(
-        "agent", {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+      "agent", {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     )
     self._env = loaders.load_environment(
-        loaders.resolve_env_config({**args, "taskset": taskset})
+      loaders.resolve_env_config({**args, "taskset": taskset})
     )
     if not self._env.taskset.bounded:
       raise ValueError(
-          "its taskset has no end, and tasks are drawn from a list; give it a"
-          " size by args={taskset: {…}}"
+        "its taskset has no end, and tasks are drawn from a list; give it a"
+        " size by args={taskset: {…}}"
       )
     self.rows = Rows(list(self._env.taskset))
     self._start = asyncio.Lock()
@@ -179,12 +179,12 @@ class Tasksets:
     os.environ[variable] = request["api_key"]
     try:
       client = vf.EvalClientConfig(
-          base_url=request["base_url"],
-          api_key_var=variable,
-          timeout={"read": request["timeout_s"]},
+        base_url=request["base_url"],
+        api_key_var=variable,
+        timeout={"read": request["timeout_s"]},
       )
       context = vf.ModelContext(
-          request["model"], client, vf.SamplingConfig(**request["sampling"])
+        request["model"], client, vf.SamplingConfig(**request["sampling"])
       )
       episode = await self._env.run_episode(task, context)
     finally:
@@ -195,22 +195,22 @@ class Tasksets:
       raise RuntimeError(f"the rollout failed: {'; '.join(texts)}")
     if len(episode.traces) != 1:
       raise ValueError(
-          f"its episode has {len(episode.traces)} agents, all of which would be"
-          " trained on; take an environment of one agent"
+        f"its episode has {len(episode.traces)} agents, all of which would be"
+        " trained on; take an environment of one agent"
       )
     (trace,) = episode.traces
     return {
-        "reward": _finite(trace.reward),
-        "metrics": {
-            k: float(v) for k, v in trace.metrics.items() if v is not None
-        },
-        "completion": [
-            node.message.model_dump(mode="json", exclude_none=True)
-            for node in trace.nodes
-        ],
-        "stop_condition": trace.stop_condition,
-        "truncated": bool(trace.is_truncated),
-        "example_id": task.data.idx,
+      "reward": _finite(trace.reward),
+      "metrics": {
+        k: float(v) for k, v in trace.metrics.items() if v is not None
+      },
+      "completion": [
+        node.message.model_dump(mode="json", exclude_none=True)
+        for node in trace.nodes
+      ],
+      "stop_condition": trace.stop_condition,
+      "truncated": bool(trace.is_truncated),
+      "example_id": task.data.idx,
     }
 
 
@@ -228,8 +228,10 @@ def _finite(reward):
 
 def _message(message):
   """A message as JSON, whichever class the environment wrote it with."""
-  return message if isinstance(message, dict) else message.model_dump(
-      mode="json", exclude_none=True
+  return (
+    message
+    if isinstance(message, dict)
+    else message.model_dump(mode="json", exclude_none=True)
   )
 
 
@@ -249,9 +251,7 @@ class Server:
 
   async def run(self, lines):
     loop = asyncio.get_running_loop()
-    threading.Thread(
-        target=self._read, args=(lines, loop), daemon=True
-    ).start()
+    threading.Thread(target=self._read, args=(lines, loop), daemon=True).start()
     await asyncio.Event().wait()  # `_read` ends the process.
 
   def _read(self, lines, loop):
@@ -317,16 +317,16 @@ def prepare(request):
     # Harnesses start programs by uv, which lies beside the interpreter, and
     # tools are processes that import the taskset's module.
     os.environ["PATH"] = os.pathsep.join(
-        [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+      [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
     )
     os.environ["PYTHONPATH"] = request.get("path") or ""
     tasksets = Tasksets(request)
     return {"version": version, **tasksets.rows.sizes}, tasksets.play
   if not version.startswith("0.1."):  # Some of them fail when imported.
     raise ImportError(
-        f"verifiers {version} is not supported; install 'verifiers<0.2' (make"
-        " verifiers) for modules with load_environment, or verifiers==0.4.0"
-        " (make verifiers4) for tasksets"
+      f"verifiers {version} is not supported; install 'verifiers<0.2' (make"
+      " verifiers) for modules with load_environment, or verifiers==0.4.0"
+      " (make verifiers4) for tasksets"
     )
   import verifiers as vf
 

@@ -76,31 +76,33 @@ class GroupRewards:
     tokens = tuple(np.asarray(t, np.int64) for t in self.tokens)
     if total.ndim != 1 or len(total) != len(turns):
       raise ValueError(
-          f"GroupRewards has totals of shape {total.shape} and turns of"
-          f" {len(turns)} members"
+        f"GroupRewards has totals of shape {total.shape} and turns of"
+        f" {len(turns)} members"
       )
     for values in (total, *turns):
       if not np.all(np.abs(values) <= _LIMIT):
         raise ValueError(
-            "GroupRewards holds a reward that is not finite or beyond"
-            f" {_LIMIT:g}: {values}"
+          "GroupRewards holds a reward that is not finite or beyond"
+          f" {_LIMIT:g}: {values}"
         )
     lengths = [len(t) for t in turns]
     for name, per_member in (("tokens", tokens), ("states", self.states)):
       if per_member and [len(member) for member in per_member] != lengths:
         raise ValueError(
-            f"GroupRewards.{name} is of {[len(m) for m in per_member]} turns,"
-            f" turns is of {lengths}"
+          f"GroupRewards.{name} is of {[len(m) for m in per_member]} turns,"
+          f" turns is of {lengths}"
         )
     parts = {k: np.asarray(v, np.float64) for k, v in self.parts.items()}
     for name, values in parts.items():
       weight = self.part_weights.get(name, math.nan)
-      if values.shape != total.shape or not math.isfinite(weight) or not (
-          np.all(np.abs(values) <= _LIMIT / max(1.0, abs(weight)))
+      if (
+        values.shape != total.shape
+        or not math.isfinite(weight)
+        or not (np.all(np.abs(values) <= _LIMIT / max(1.0, abs(weight))))
       ):
         raise ValueError(
-            f"GroupRewards.parts[{name!r}] must be {len(total)} finite numbers"
-            f" with a weight, got {values} and {weight}"
+          f"GroupRewards.parts[{name!r}] must be {len(total)} finite numbers"
+          f" with a weight, got {values} and {weight}"
         )
     object.__setattr__(self, "parts", parts)
     object.__setattr__(self, "total_N", total)
@@ -146,10 +148,9 @@ class AdvantageOptions:
   filter_reward: float = _DEFAULTS.filter_reward
 
 
-Estimator = Callable[
-    [GroupRewards, AdvantageOptions], "tuple[np.ndarray, ...]"
-]
+Estimator = Callable[[GroupRewards, AdvantageOptions], "tuple[np.ndarray, ...]"]
 """Returns N arrays float64[K]: the advantage of each turn of each member."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StepEstimator:
@@ -162,8 +163,8 @@ class StepEstimator:
   """
 
   apply: Callable[
-      [Sequence[GroupRewards], AdvantageOptions],
-      "Sequence[tuple[np.ndarray, ...]]",
+    [Sequence[GroupRewards], AdvantageOptions],
+    "Sequence[tuple[np.ndarray, ...]]",
   ]
   needs_states: bool = False
   needs_parts: bool = False
@@ -189,9 +190,9 @@ AnyEstimator = Estimator | GreedyEstimator | StepEstimator
 
 
 def of_step(
-    estimator: AnyEstimator,
-    groups: Sequence[GroupRewards],
-    options: AdvantageOptions,
+  estimator: AnyEstimator,
+  groups: Sequence[GroupRewards],
+  options: AdvantageOptions,
 ) -> list[tuple[np.ndarray, ...]]:
   """Returns the advantages of each group of a step.
 
@@ -203,30 +204,26 @@ def of_step(
     results = list(estimator.apply(groups, options))
   else:
     one = (
-        estimator.apply
-        if isinstance(estimator, GreedyEstimator)
-        else estimator
+      estimator.apply if isinstance(estimator, GreedyEstimator) else estimator
     )
     results = [_of_group(one, group, options) for group in groups]
   if len(results) != len(groups):
     raise ValueError(
-        f"the advantage estimator returned {len(results)} groups of"
-        f" {len(groups)}"
+      f"the advantage estimator returned {len(results)} groups of {len(groups)}"
     )
   for group, values in zip(groups, results):
     got = [np.shape(v) for v in values]
     want = [t.shape for t in group.turns]
     if got != want:
       raise ValueError(
-          f"group {group.group_id!r}: the advantage estimator returned shapes"
-          f" {got} for turns of {want}"
+        f"group {group.group_id!r}: the advantage estimator returned shapes"
+        f" {got} for turns of {want}"
       )
   return results
 
 
 def over_processes(
-    estimator: AnyEstimator,
-    processes: peers_lib.Peers,
+  estimator: AnyEstimator, processes: peers_lib.Peers
 ) -> AnyEstimator:
   """Makes an estimator see the groups of all processes.
 
@@ -237,14 +234,14 @@ def over_processes(
     return estimator
 
   def apply(
-      groups: Sequence[GroupRewards], options: AdvantageOptions
+    groups: Sequence[GroupRewards], options: AdvantageOptions
   ) -> Sequence[tuple[np.ndarray, ...]]:
     own = [
-        {
-            field.name: _as_lists(getattr(group, field.name))
-            for field in dataclasses.fields(group)
-        }
-        for group in groups
+      {
+        field.name: _as_lists(getattr(group, field.name))
+        for field in dataclasses.fields(group)
+      }
+      for group in groups
     ]
     of_all = processes.gather("rewards", own)
     first = sum(map(len, of_all[: processes.index]))
@@ -265,7 +262,7 @@ def _as_lists(value: Any) -> Any:
 
 
 def _of_group(
-    estimator: Estimator, group: GroupRewards, options: AdvantageOptions
+  estimator: Estimator, group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   try:
     return estimator(group, options)
@@ -274,7 +271,7 @@ def _of_group(
 
 
 def adapted(
-    function: Callable[..., Any] | StepEstimator,
+  function: Callable[..., Any] | StepEstimator,
 ) -> Estimator | StepEstimator:
   """Returns an estimator unchanged, or one around a function of google-tunix.
 
@@ -293,7 +290,7 @@ def adapted(
     return function
 
   def estimate(
-      group: GroupRewards, options: AdvantageOptions
+    group: GroupRewards, options: AdvantageOptions
   ) -> tuple[np.ndarray, ...]:
     del options
     r = group.total_N
@@ -302,8 +299,8 @@ def adapted(
     got = np.asarray(function(r.astype(np.float32), len(r)), np.float64)
     if got.shape != r.shape:
       raise ValueError(
-          f"{function.__module__}:{function.__qualname__} returned shape"
-          f" {got.shape} for {len(r)} rewards"
+        f"{function.__module__}:{function.__qualname__} returned shape"
+        f" {got.shape} for {len(r)} rewards"
       )
     return _spread(group, got)
 
@@ -326,17 +323,17 @@ def _zeros(group: GroupRewards) -> tuple[np.ndarray, ...]:
 
 
 def _spread(
-    group: GroupRewards, advantage_N: np.ndarray
+  group: GroupRewards, advantage_N: np.ndarray
 ) -> tuple[np.ndarray, ...]:
   """One number a member, the same for all its turns."""
   return tuple(
-      np.full(len(t), a, np.float64) for t, a in zip(group.turns, advantage_N)
+    np.full(len(t), a, np.float64) for t, a in zip(group.turns, advantage_N)
   )
 
 
 @ESTIMATORS.register("grpo")
 def grpo(
-    group: GroupRewards, options: AdvantageOptions
+  group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   """(r - mean) / (std + eps), std with N - 1 in the denominator.
 
@@ -350,7 +347,7 @@ def grpo(
 
 @ESTIMATORS.register("dr_grpo")
 def dr_grpo(
-    group: GroupRewards, options: AdvantageOptions
+  group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   """r - mean, without the division that favours easy and hard tasks.
 
@@ -364,7 +361,7 @@ def dr_grpo(
 
 @ESTIMATORS.register("rloo")
 def rloo(
-    group: GroupRewards, options: AdvantageOptions
+  group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   """r - mean of the other members' r.
 
@@ -388,7 +385,7 @@ def discounted_returns(rewards_K: np.ndarray, gamma: float) -> np.ndarray:
 
 
 def turn_values(
-    group: GroupRewards, gamma: float
+  group: GroupRewards, gamma: float
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
   """Of each member: `discounted_returns`, and the magnitudes summed in them."""
   returns = [discounted_returns(t, gamma) for t in group.turns]
@@ -397,7 +394,7 @@ def turn_values(
 
 @ESTIMATORS.register("turn_returns")
 def turn_returns(
-    group: GroupRewards, options: AdvantageOptions
+  group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   """Discounted return from each turn, normalised over all turns of the group.
 
@@ -408,7 +405,7 @@ def turn_returns(
   returns, magnitudes = turn_values(group, options.gamma)
   flat = np.concatenate(returns) if returns else np.zeros(0)
   if len(returns) < 2 or reward_equality.all_equal(
-      flat, np.concatenate(magnitudes)
+    flat, np.concatenate(magnitudes)
   ):
     return _zeros(group)
   scaled = _centred(flat) / (_std(flat, options) or math.inf)
@@ -418,7 +415,7 @@ def turn_returns(
 
 @ESTIMATORS.register("opo")
 def opo(
-    group: GroupRewards, options: AdvantageOptions
+  group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   """r - sum(l r) / sum(l), l the tokens that a member sampled.
 
@@ -435,18 +432,18 @@ def opo(
 
 
 def _remax(
-    group: GroupRewards, options: AdvantageOptions
+  group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   del options
   if group.greedy is None:
     raise ValueError(
-        "remax needs the reward of a greedy episode, GroupRewards.greedy"
+      "remax needs the reward of a greedy episode, GroupRewards.greedy"
     )
   r, greedy = group.total_N, float(group.greedy)
   # A member's reward may be the greedy one's up to rounding.
   same_N = [
-      reward_equality.all_equal((one, greedy), (magnitude, abs(greedy)))
-      for one, magnitude in zip(r, group.magnitudes_N())
+    reward_equality.all_equal((one, greedy), (magnitude, abs(greedy)))
+    for one, magnitude in zip(r, group.magnitudes_N())
   ]
   return _spread(group, np.where(same_N, 0.0, r - greedy))
 
@@ -462,7 +459,7 @@ ESTIMATORS.register("remax", remax)
 
 @ESTIMATORS.register("none")
 def none(
-    group: GroupRewards, options: AdvantageOptions
+  group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   """0: rewards are not learned from, for distillation alone."""
   del options
@@ -471,7 +468,7 @@ def none(
 
 @ESTIMATORS.register("reward")
 def reward(
-    group: GroupRewards, options: AdvantageOptions
+  group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   """r itself: normalised elsewhere, or the weight of an example.
 
@@ -484,7 +481,7 @@ def reward(
 
 @ESTIMATORS.register("filtered")
 def filtered(
-    group: GroupRewards, options: AdvantageOptions
+  group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   """1 where r >= filter_reward, up to rounding, else 0: cloning of the good
   episodes.
@@ -493,14 +490,14 @@ def filtered(
   cloning ("percentile BC", arXiv:2106.01345), with a fixed bound.
   """
   good = reward_equality.reaches(
-      group.total_N, options.filter_reward, group.magnitudes_N()
+    group.total_N, options.filter_reward, group.magnitudes_N()
   )
   return _spread(group, good.astype(np.float64))
 
 
 @ESTIMATORS.register("pass_at_k")
 def pass_at_k(
-    group: GroupRewards, options: AdvantageOptions
+  group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   """Gain in the best of k episodes that a member makes: the unbiased gradient
   of E[max reward of k].
@@ -523,16 +520,16 @@ def pass_at_k(
   # With member i the best of the set and j the second, k - 2 more are of the
   # j members below.
   ways = np.array([math.comb(j, k - 2) for j in range(n)], np.float64)
-  gains = np.array([
-      (ways[:i] * (ascending[i] - ascending[:i])).sum() for i in range(n)
-  ])
+  gains = np.array(
+    [(ways[:i] * (ascending[i] - ascending[:i])).sum() for i in range(n)]
+  )
   advantage_N = np.empty(n)
   advantage_N[order] = gains * n / math.comb(n, k)
   return _spread(group, advantage_N)
 
 
 def _gigpo_group(
-    group: GroupRewards, options: AdvantageOptions
+  group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
   """See `gigpo`."""
   if len(group.states) != len(group.turns):
@@ -557,7 +554,7 @@ def _gigpo_group(
 
 
 def _gigpo(
-    groups: Sequence[GroupRewards], options: AdvantageOptions
+  groups: Sequence[GroupRewards], options: AdvantageOptions
 ) -> list[tuple[np.ndarray, ...]]:
   return [_of_group(_gigpo_group, group, options) for group in groups]
 
@@ -575,6 +572,4 @@ ESTIMATORS.register("gigpo", gigpo)
 _OF_STEPS = "tunix.rl.multi_turn.learner.algorithms.step_advantages"
 for _name in ("reinforce_pp", "reinforce_pp_baseline", "gpg", "gdpo"):
   ESTIMATORS.register(_name, f"{_OF_STEPS}:{_name}")
-ESTIMATORS.register(
-    "gae", "tunix.rl.multi_turn.learner.algorithms.gae:gae"
-)
+ESTIMATORS.register("gae", "tunix.rl.multi_turn.learner.algorithms.gae:gae")

@@ -34,8 +34,8 @@ class StepTokens:
   def __post_init__(self):
     if len(self.tokens_N) != len(self.episode_N):
       raise ValueError(
-          f"StepTokens has {len(self.tokens_N)} sequences and"
-          f" {len(self.episode_N)} episode numbers"
+        f"StepTokens has {len(self.tokens_N)} sequences and"
+        f" {len(self.episode_N)} episode numbers"
       )
     if len(self.tokens_N) and np.min(self.tokens_N) <= 0:
       raise ValueError("a training sequence has no sampled token")
@@ -47,7 +47,7 @@ Aggregator = Callable[[StepTokens], np.ndarray]
 """Returns float64[N]: the weight of every token of each sequence."""
 
 AGGREGATORS: registry.Registry[Aggregator] = registry.Registry(
-    "loss aggregation"
+  "loss aggregation"
 )
 
 
@@ -79,7 +79,7 @@ def episode_mean(step: StepTokens) -> np.ndarray:
   """
   unique, inverse = np.unique(step.episode_N, return_inverse=True)
   per_episode = np.bincount(
-      inverse, weights=step.tokens_N, minlength=len(unique)
+    inverse, weights=step.tokens_N, minlength=len(unique)
   )
   return 1.0 / (per_episode[inverse] * max(len(unique), 1))
 

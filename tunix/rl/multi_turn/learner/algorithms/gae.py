@@ -40,15 +40,15 @@ class EpisodeValues:
   def __post_init__(self):
     if len(self.turn_ids_M) != len(self.values_M):
       raise ValueError(
-          f"EpisodeValues has {len(self.turn_ids_M)} turn ids and"
-          f" {len(self.values_M)} values"
+        f"EpisodeValues has {len(self.turn_ids_M)} turn ids and"
+        f" {len(self.values_M)} values"
       )
     if np.any(np.diff(self.turn_ids_M) < 0):
       raise ValueError("EpisodeValues.turn_ids_M must not decrease")
     if len(self.turn_ids_M) and self.turn_ids_M[-1] >= len(self.rewards_K):
       raise ValueError(
-          f"EpisodeValues has a token of turn {self.turn_ids_M[-1]} and rewards"
-          f" of {len(self.rewards_K)} turns"
+        f"EpisodeValues has a token of turn {self.turn_ids_M[-1]} and rewards"
+        f" of {len(self.rewards_K)} turns"
       )
 
 
@@ -76,13 +76,11 @@ class TokenEstimator:
       float64[M]).
   """
 
-  apply: Callable[
-      [EpisodeValues, GaeOptions], tuple[np.ndarray, np.ndarray]
-  ]
+  apply: Callable[[EpisodeValues, GaeOptions], tuple[np.ndarray, np.ndarray]]
 
 
 def generalized_advantages(
-    episode: EpisodeValues, options: GaeOptions
+  episode: EpisodeValues, options: GaeOptions
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns advantages A [M] and value targets A + V [M].
 

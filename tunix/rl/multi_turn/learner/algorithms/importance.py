@@ -61,11 +61,11 @@ class Correction:
 
 
 def corrected(
-    correction: Correction,
-    proximal: jax.Array,
-    sampled: jax.Array,
-    sequences: jax.Array | np.ndarray,
-    options: ImportanceOptions,
+  correction: Correction,
+  proximal: jax.Array,
+  sampled: jax.Array,
+  sequences: jax.Array | np.ndarray,
+  options: ImportanceOptions,
 ) -> tuple[jax.Array, jax.Array]:
   """(anchor [M], weight [M]) of one buffer, the veto applied."""
   more = {"sequences": sequences} if correction.needs_sequences else {}
@@ -76,12 +76,12 @@ def corrected(
 
 
 CORRECTIONS: registry.Registry[Correction] = registry.Registry(
-    "importance correction"
+  "importance correction"
 )
 
 
 def none(
-    proximal: jax.Array, sampled: jax.Array, options: ImportanceOptions
+  proximal: jax.Array, sampled: jax.Array, options: ImportanceOptions
 ) -> tuple[jax.Array, jax.Array]:
   """The ratio is to the sampler's own log-probs; every token counts fully."""
   del proximal, options
@@ -89,7 +89,7 @@ def none(
 
 
 def truncated(
-    proximal: jax.Array, sampled: jax.Array, options: ImportanceOptions
+  proximal: jax.Array, sampled: jax.Array, options: ImportanceOptions
 ) -> tuple[jax.Array, jax.Array]:
   """The ratio is to the learner at the update's start; weight min(c, p / s).
 
@@ -99,14 +99,12 @@ def truncated(
   Sampling"; for engine mismatch Yao et al. 2025, "Your Efficient RL Framework
   Secretly Brings You Off-Policy RL Training".
   """
-  log_ratio = jnp.clip(
-      proximal - sampled, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
-  )
+  log_ratio = jnp.clip(proximal - sampled, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO)
   return proximal, jnp.minimum(jnp.exp(log_ratio), options.cap)
 
 
 def decoupled(
-    proximal: jax.Array, sampled: jax.Array, options: ImportanceOptions
+  proximal: jax.Array, sampled: jax.Array, options: ImportanceOptions
 ) -> tuple[jax.Array, jax.Array]:
   """As `truncated`, with the whole ratio p / s as weight.
 
@@ -117,11 +115,11 @@ def decoupled(
 
 
 def truncated_sequence(
-    proximal: jax.Array,
-    sampled: jax.Array,
-    options: ImportanceOptions,
-    *,
-    sequences: jax.Array | np.ndarray,
+  proximal: jax.Array,
+  sampled: jax.Array,
+  options: ImportanceOptions,
+  *,
+  sequences: jax.Array | np.ndarray,
 ) -> tuple[jax.Array, jax.Array]:
   """As `truncated`, with min(c, product of p / s over the sequence).
 
@@ -133,7 +131,7 @@ def truncated_sequence(
 
 
 def masked(
-    proximal: jax.Array, sampled: jax.Array, options: ImportanceOptions
+  proximal: jax.Array, sampled: jax.Array, options: ImportanceOptions
 ) -> tuple[jax.Array, jax.Array]:
   """The ratio is to the learner; weight p / s, and 0 outside [low, cap].
 
@@ -144,11 +142,11 @@ def masked(
 
 
 def masked_sequence(
-    proximal: jax.Array,
-    sampled: jax.Array,
-    options: ImportanceOptions,
-    *,
-    sequences: jax.Array | np.ndarray,
+  proximal: jax.Array,
+  sampled: jax.Array,
+  options: ImportanceOptions,
+  *,
+  sequences: jax.Array | np.ndarray,
 ) -> tuple[jax.Array, jax.Array]:
   """As `masked`, with the product of p / s over the sequence.
 
@@ -159,11 +157,11 @@ def masked_sequence(
 
 
 def masked_geometric(
-    proximal: jax.Array,
-    sampled: jax.Array,
-    options: ImportanceOptions,
-    *,
-    sequences: jax.Array | np.ndarray,
+  proximal: jax.Array,
+  sampled: jax.Array,
+  options: ImportanceOptions,
+  *,
+  sequences: jax.Array | np.ndarray,
 ) -> tuple[jax.Array, jax.Array]:
   """As `masked`, with the geometric mean of p / s over the sequence.
 
@@ -176,10 +174,10 @@ def masked_geometric(
 
 
 def kept(
-    proximal: jax.Array,
-    sampled: jax.Array,
-    sequences: jax.Array | np.ndarray,
-    veto: float,
+  proximal: jax.Array,
+  sampled: jax.Array,
+  sequences: jax.Array | np.ndarray,
+  veto: float,
 ) -> jax.Array:
   """Returns float32[M], 0 in a sequence with a ratio < veto, else 1.
 
@@ -208,10 +206,10 @@ CORRECTIONS.register("tis", Correction(truncated, needs_proximal=True))
 CORRECTIONS.register("decoupled", Correction(decoupled, needs_proximal=True))
 CORRECTIONS.register("mis", Correction(masked, needs_proximal=True))
 for _name, _apply in (
-    ("tis_sequence", truncated_sequence),
-    ("mis_sequence", masked_sequence),
-    ("mis_geometric", masked_geometric),
+  ("tis_sequence", truncated_sequence),
+  ("mis_sequence", masked_sequence),
+  ("mis_geometric", masked_geometric),
 ):
   CORRECTIONS.register(
-      _name, Correction(_apply, needs_proximal=True, needs_sequences=True)
+    _name, Correction(_apply, needs_proximal=True, needs_sequences=True)
   )

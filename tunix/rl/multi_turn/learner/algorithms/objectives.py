@@ -92,7 +92,7 @@ OBJECTIVES: registry.Registry[Objective] = registry.Registry("objective")
 
 
 def clipped(
-    tokens: TokenBatch, options: ObjectiveOptions
+  tokens: TokenBatch, options: ObjectiveOptions
 ) -> tuple[jax.Array, Readings]:
   """-w min(ratio A, clip(ratio) A), both clips independent.
 
@@ -106,7 +106,7 @@ def clipped(
 
 
 def sequence_clipped(
-    tokens: TokenBatch, options: ObjectiveOptions
+  tokens: TokenBatch, options: ObjectiveOptions
 ) -> tuple[jax.Array, Readings]:
   """As `clipped`, with the geometric mean of the sequence's ratios.
 
@@ -120,7 +120,7 @@ def sequence_clipped(
 
 
 def sequence_clipped_token(
-    tokens: TokenBatch, options: ObjectiveOptions
+  tokens: TokenBatch, options: ObjectiveOptions
 ) -> tuple[jax.Array, Readings]:
   """As `sequence_clipped` in value, with the gradient of each token's own
   log-prob: for advantages that differ within a sequence.
@@ -128,14 +128,14 @@ def sequence_clipped_token(
   Zheng et al. 2025, "GSPO", equations 13 and 14 (arXiv:2507.18071).
   """
   log_ratio = jax.lax.stop_gradient(
-      sequence_sums.mean(_log_ratio(tokens), tokens.sequences)
+    sequence_sums.mean(_log_ratio(tokens), tokens.sequences)
   )
   own = tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
   return _clipped(log_ratio + own, tokens, options)
 
 
 def cispo(
-    tokens: TokenBatch, options: ObjectiveOptions
+  tokens: TokenBatch, options: ObjectiveOptions
 ) -> tuple[jax.Array, Readings]:
   """-w sg(clip(ratio)) A log p: the weight is clipped, no token is dropped.
 
@@ -149,7 +149,7 @@ def cispo(
 
 
 def policy_gradient(
-    tokens: TokenBatch, options: ObjectiveOptions
+  tokens: TokenBatch, options: ObjectiveOptions
 ) -> tuple[jax.Array, Readings]:
   """-w A log p: no ratio, so one optimizer step an update.
 
@@ -160,7 +160,7 @@ def policy_gradient(
 
 
 def soft_gated(
-    tokens: TokenBatch, options: ObjectiveOptions
+  tokens: TokenBatch, options: ObjectiveOptions
 ) -> tuple[jax.Array, Readings]:
   """-w (4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of A.
 
@@ -176,7 +176,7 @@ def soft_gated(
 
 
 def clip_cov(
-    tokens: TokenBatch, options: ObjectiveOptions
+  tokens: TokenBatch, options: ObjectiveOptions
 ) -> tuple[jax.Array, Readings]:
   """As `clipped`, without the gradient of a few tokens of high covariance.
 
@@ -191,12 +191,12 @@ def clip_cov(
   free = readings["clip_fraction"] == 0
   inside = (cov > options.cov_low) & (cov < options.cov_high) & free
   bits = jax.lax.bitcast_convert_type(
-      jnp.where(
-          jnp.asarray(tokens.sequences) >= 0,
-          jax.lax.stop_gradient(tokens.logprobs),
-          0.0,
-      ),
-      jnp.uint32,
+    jnp.where(
+      jnp.asarray(tokens.sequences) >= 0,
+      jax.lax.stop_gradient(tokens.logprobs),
+      0.0,
+    ),
+    jnp.uint32,
   )
   key = jax.random.fold_in(jax.random.key(0), jnp.sum(bits))
   drawn = jnp.where(inside, jax.random.uniform(key, cov.shape), -1.0)
@@ -206,7 +206,7 @@ def clip_cov(
 
 
 def kl_cov(
-    tokens: TokenBatch, options: ObjectiveOptions
+  tokens: TokenBatch, options: ObjectiveOptions
 ) -> tuple[jax.Array, Readings]:
   """-w ratio A, and beta |log ratio| on the tokens of highest covariance.
 
@@ -231,14 +231,12 @@ def covariances(tokens: TokenBatch) -> jax.Array:
     return real_values - jnp.sum(real_values) / count
 
   cov = centred(jax.lax.stop_gradient(tokens.logprobs)) * centred(
-      jnp.asarray(tokens.advantages)
+    jnp.asarray(tokens.advantages)
   )
   return jnp.where(real, cov, -jnp.inf)
 
 
-def _highest(
-    values: jax.Array, tokens: TokenBatch, share: float
-) -> jax.Array:
+def _highest(values: jax.Array, tokens: TokenBatch, share: float) -> jax.Array:
   """Returns bool[M], the share of real tokens with the highest values."""
   real = jnp.asarray(tokens.sequences) >= 0
   count = jnp.maximum((share * jnp.sum(real)).astype(jnp.int32), 1)
@@ -249,12 +247,12 @@ def _highest(
 
 def _log_ratio(tokens: TokenBatch) -> jax.Array:
   return jnp.clip(
-      tokens.logprobs - tokens.anchor, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
+    tokens.logprobs - tokens.anchor, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
   )
 
 
 def _clipped(
-    log_ratio: jax.Array, tokens: TokenBatch, options: ObjectiveOptions
+  log_ratio: jax.Array, tokens: TokenBatch, options: ObjectiveOptions
 ) -> tuple[jax.Array, Readings]:
   ratio = jnp.exp(log_ratio)
   low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
@@ -266,7 +264,7 @@ def _clipped(
   if options.dual_clip:
     bound = options.dual_clip * a
     readings["clip_fraction_dual"] = ((a < 0) & (gain < bound)).astype(
-        jnp.float32
+      jnp.float32
     )
     gain = jnp.where(a < 0, jnp.maximum(gain, bound), gain)
   return -tokens.weight * gain, readings
@@ -274,14 +272,14 @@ def _clipped(
 
 def _clip_readings(low: jax.Array, high: jax.Array) -> Readings:
   return {
-      "clip_fraction": (low | high).astype(jnp.float32),
-      "clip_fraction_low": low.astype(jnp.float32),
-      "clip_fraction_high": high.astype(jnp.float32),
+    "clip_fraction": (low | high).astype(jnp.float32),
+    "clip_fraction_low": low.astype(jnp.float32),
+    "clip_fraction_high": high.astype(jnp.float32),
   }
 
 
 def behaviour_cloning(
-    tokens: TokenBatch, options: ObjectiveOptions
+  tokens: TokenBatch, options: ObjectiveOptions
 ) -> tuple[jax.Array, Readings]:
   """-log p of the demonstrated token (Pomerleau 1989, "ALVINN")."""
   del options
@@ -289,16 +287,16 @@ def behaviour_cloning(
 
 
 for _name, _apply in (
-    ("grpo", clipped),
-    ("gspo", sequence_clipped),
-    ("gspo_token", sequence_clipped_token),
-    ("cispo", cispo),
-    ("policy_gradient", policy_gradient),
-    ("sapo", soft_gated),
-    ("clip_cov", clip_cov),
-    ("kl_cov", kl_cov),
+  ("grpo", clipped),
+  ("gspo", sequence_clipped),
+  ("gspo_token", sequence_clipped_token),
+  ("cispo", cispo),
+  ("policy_gradient", policy_gradient),
+  ("sapo", soft_gated),
+  ("clip_cov", clip_cov),
+  ("kl_cov", kl_cov),
 ):
   OBJECTIVES.register(_name, Objective(_apply))
 OBJECTIVES.register(
-    "behaviour_cloning", Objective(behaviour_cloning, uses_advantages=False)
+  "behaviour_cloning", Objective(behaviour_cloning, uses_advantages=False)
 )

@@ -53,14 +53,14 @@ class Algorithm:
       ImportError: a path to nothing.
     """
     return cls(
-        config,
-        estimate=advantages.adapted(
-            _find(advantages.ESTIMATORS, config.advantage)
-        ),
-        aggregate=_find(aggregation.AGGREGATORS, config.loss_aggregation),
-        correction=_find(importance.CORRECTIONS, config.importance),
-        objective=_find(objectives.OBJECTIVES, config.objective),
-        kl=_find(kl.ESTIMATORS, config.kl_estimator),
+      config,
+      estimate=advantages.adapted(
+        _find(advantages.ESTIMATORS, config.advantage)
+      ),
+      aggregate=_find(aggregation.AGGREGATORS, config.loss_aggregation),
+      correction=_find(importance.CORRECTIONS, config.importance),
+      objective=_find(objectives.OBJECTIVES, config.objective),
+      kl=_find(kl.ESTIMATORS, config.kl_estimator),
     )
 
   @property
@@ -68,18 +68,18 @@ class Algorithm:
     """Whether a sequence of advantage 0 has no gradient at all."""
     config = self.config
     return (
-        self.objective.uses_advantages
-        and not config.kl_in_loss
-        and config.entropy_coef == 0
-        and config.distill_coef == 0
-        and not self.has_critic
+      self.objective.uses_advantages
+      and not config.kl_in_loss
+      and config.entropy_coef == 0
+      and config.distill_coef == 0
+      and not self.has_critic
     )
 
   @property
   def has_critic(self) -> bool:
     """Whether a value head is trained beside the policy."""
     return self.objective.uses_advantages and isinstance(
-        self.estimate, gae.TokenEstimator
+      self.estimate, gae.TokenEstimator
     )
 
   @property
@@ -96,11 +96,11 @@ class Algorithm:
     """Returns the numbers of the advantages; `gamma` discounts a turn."""
     c = self.config
     return advantages.AdvantageOptions(
-        std_eps=c.std_eps,
-        gamma=gamma,
-        step_weight=c.gigpo_step_weight,
-        pass_k=c.pass_k,
-        filter_reward=c.filter_reward,
+      std_eps=c.std_eps,
+      gamma=gamma,
+      step_weight=c.gigpo_step_weight,
+      pass_k=c.pass_k,
+      filter_reward=c.filter_reward,
     )
 
   @property
@@ -108,7 +108,7 @@ class Algorithm:
     """Numbers of the objective."""
     fields = dataclasses.fields(objectives.ObjectiveOptions)
     return objectives.ObjectiveOptions(
-        **{field.name: getattr(self.config, field.name) for field in fields}
+      **{field.name: getattr(self.config, field.name) for field in fields}
     )
 
   @property
@@ -116,32 +116,32 @@ class Algorithm:
     """Numbers of the correction."""
     c = self.config
     return importance.ImportanceOptions(
-        cap=c.tis_cap, low=c.mis_low, veto=c.veto
+      cap=c.tis_cap, low=c.mis_low, veto=c.veto
     )
 
   def check_sampling(self, sampling: policy_client.SamplingParams) -> None:
     """Raises ValueError unless tokens sampled like this can be learned from."""
     if sampling.temperature <= 0:
       raise ValueError(
-          f"temperature={sampling.temperature} must be > 0: greedy samples"
-          " carry no policy gradient"
+        f"temperature={sampling.temperature} must be > 0: greedy samples"
+        " carry no policy gradient"
       )
     truncated = sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0
     corrected = self.correction.needs_proximal
     has_mask = self.config.keep_sampling_mask
     if has_mask and not 0 < sampling.top_k <= policy_client.MAX_TOP_LOGPROBS:
       raise ValueError(
-          f"keep_sampling_mask=true needs 0 < top_k <="
-          f" {policy_client.MAX_TOP_LOGPROBS}, got top_k={sampling.top_k}: so"
-          " many tokens are kept with each sampled one"
+        f"keep_sampling_mask=true needs 0 < top_k <="
+        f" {policy_client.MAX_TOP_LOGPROBS}, got top_k={sampling.top_k}: so"
+        " many tokens are kept with each sampled one"
       )
     reproduced = has_mask or corrected
     if truncated and self.objective.uses_advantages and not reproduced:
       raise ValueError(
-          f"top_k={sampling.top_k}, top_p={sampling.top_p}: the sampler's"
-          " log-probs are of a truncated distribution, which the learner does"
-          " not reproduce; sample without truncation, or set"
-          " keep_sampling_mask=True or importance='tis'"
+        f"top_k={sampling.top_k}, top_p={sampling.top_p}: the sampler's"
+        " log-probs are of a truncated distribution, which the learner does"
+        " not reproduce; sample without truncation, or set"
+        " keep_sampling_mask=True or importance='tis'"
       )
 
 

@@ -32,9 +32,7 @@ def total(values: jax.Array, sequences: Numbers) -> jax.Array:
   changes = numbers[1:] != numbers[:-1]
   edge = jnp.ones((1,), bool)
   before = _running(values, jnp.concatenate([edge, changes]))
-  after = _running(
-      values[::-1], jnp.concatenate([changes, edge])[::-1]
-  )[::-1]
+  after = _running(values[::-1], jnp.concatenate([changes, edge])[::-1])[::-1]
   return before + after - values
 
 
@@ -55,9 +53,9 @@ def least(values: jax.Array, sequences: Numbers) -> jax.Array:
     return jnp.minimum(a, b)
 
   before = _running(values, jnp.concatenate([edge, changes]), lower)
-  after = _running(
-      values[::-1], jnp.concatenate([changes, edge])[::-1], lower
-  )[::-1]
+  after = _running(values[::-1], jnp.concatenate([changes, edge])[::-1], lower)[
+    ::-1
+  ]
   return jnp.minimum(before, after)
 
 

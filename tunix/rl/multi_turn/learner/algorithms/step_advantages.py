@@ -25,7 +25,7 @@ def _flat(values: PerGroup) -> np.ndarray:
 
 
 def _normalised(
-    groups: Groups, values: PerGroup, magnitudes: PerGroup, std_eps: float
+  groups: Groups, values: PerGroup, magnitudes: PerGroup, std_eps: float
 ) -> PerGroup:
   """(A - mean) / (std + eps) over all sampled tokens of the step.
 
@@ -39,7 +39,7 @@ def _normalised(
   """
   flat = _flat(values)
   lengths = np.concatenate(
-      [t for group in groups for t in group.tokens] or [np.zeros(0)]
+    [t for group in groups for t in group.tokens] or [np.zeros(0)]
   ).astype(np.float64)
   if len(lengths) != len(flat):
     raise ValueError("this estimator needs GroupRewards.tokens")
@@ -57,7 +57,7 @@ def _normalised(
 
 
 def _reinforce_pp(
-    groups: Groups, options: advantages.AdvantageOptions
+  groups: Groups, options: advantages.AdvantageOptions
 ) -> PerGroup:
   pairs = [advantages.turn_values(g, options.gamma) for g in groups]
   returns = [tuple(values) for values, _ in pairs]
@@ -66,7 +66,7 @@ def _reinforce_pp(
 
 
 def _reinforce_pp_baseline(
-    groups: Groups, options: advantages.AdvantageOptions
+  groups: Groups, options: advantages.AdvantageOptions
 ) -> PerGroup:
   centred = [advantages.dr_grpo(group, options) for group in groups]
   # Equal rewards are 0 here already; other differences are what they are.
@@ -78,9 +78,9 @@ def _gpg(groups: Groups, options: advantages.AdvantageOptions) -> PerGroup:
   centred = [advantages.dr_grpo(group, options) for group in groups]
   members = sum(len(g.turns) for g in groups)
   useful = sum(
-      len(g.turns)
-      for g, values in zip(groups, centred)
-      if any(np.any(v) for v in values)
+    len(g.turns)
+    for g, values in zip(groups, centred)
+    if any(np.any(v) for v in values)
   )
   scale = members / useful if useful else 0.0
   return [tuple(scale * v for v in group) for group in centred]
@@ -114,9 +114,9 @@ def _gdpo(groups: Groups, options: advantages.AdvantageOptions) -> PerGroup:
   without = [g.group_id for g in groups if not g.parts and g.differ()]
   if without and not any(group.parts for group in groups):
     raise ValueError(
-        f"group {without[0]!r}: advantage=gdpo normalises the parts of a"
-        " reward, and this one has none; give environment.reward as a"
-        " mapping, e.g. '{success: 1, format: 0.1}'"
+      f"group {without[0]!r}: advantage=gdpo normalises the parts of a"
+      " reward, and this one has none; give environment.reward as a"
+      " mapping, e.g. '{success: 1, format: 0.1}'"
     )
   sums = [_sum_of_parts(group, options.std_eps) for group in groups]
   flat = np.concatenate(sums or [np.zeros(0)])
@@ -125,8 +125,8 @@ def _gdpo(groups: Groups, options: advantages.AdvantageOptions) -> PerGroup:
   # Each group's sum is centred, and the mean over the update is its rounding.
   std = float(flat.std(ddof=1)) + options.std_eps or np.inf
   return [
-      tuple(np.full(len(t), a / std) for t, a in zip(group.turns, of_group))
-      for group, of_group in zip(groups, sums)
+    tuple(np.full(len(t), a / std) for t, a in zip(group.turns, of_group))
+    for group, of_group in zip(groups, sums)
   ]
 
 

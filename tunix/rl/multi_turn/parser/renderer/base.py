@@ -49,20 +49,20 @@ class TokenRenderer:
   format_name = ""
 
   def __init__(
-      self,
-      tokenizer: Any,
-      num_image_tokens: Callable[[int, int], int],
-      cached_texts: int,
-      structure: Collection[str] = (),
+    self,
+    tokenizer: Any,
+    num_image_tokens: Callable[[int, int], int],
+    cached_texts: int,
+    structure: Collection[str] = (),
   ):
     """Args:
 
-      tokenizer: a `tokenizers.Tokenizer`, or a transformers tokenizer around
-        one.
-      num_image_tokens: (width, height) in pixels to number of placeholders.
-      cached_texts: encoded texts kept, least recently used go first.
-      structure: added tokens that text must not become, beside the special
-        ones.
+    tokenizer: a `tokenizers.Tokenizer`, or a transformers tokenizer around
+      one.
+    num_image_tokens: (width, height) in pixels to number of placeholders.
+    cached_texts: encoded texts kept, least recently used go first.
+    structure: added tokens that text must not become, beside the special
+      ones.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     # A copy of our own: special tokens spelled in text stay text in it.
@@ -73,7 +73,7 @@ class TokenRenderer:
     self._cached = functools.lru_cache(maxsize=cached_texts)(self._encode_text)
 
   def prompt_of_tokens(
-      self, ids: Sequence[int], pictures: Sequence[trajectory.ImageRef]
+    self, ids: Sequence[int], pictures: Sequence[trajectory.ImageRef]
   ) -> policy_client.TokenPrompt:
     """Builds a prompt from token ids rendered elsewhere.
 
@@ -90,19 +90,19 @@ class TokenRenderer:
     needed = [count for count, _ in sizes]
     if len(at) != sum(needed):
       raise ValueError(
-          f"the tokens hold {len(at)} image placeholders, their"
-          f" {len(pictures)} images need {sum(needed)}; expand each image's to"
-          " one a vision token"
+        f"the tokens hold {len(at)} image placeholders, their"
+        f" {len(pictures)} images need {sum(needed)}; expand each image's to"
+        " one a vision token"
       )
     starts = np.cumsum([0, *needed])
     spans = tuple(
-        trajectory.ImageSpan(
-            image,
-            int(at[start]),
-            int(at[start + count - 1] - at[start]) + 1 if row else count,
-            row,
-        )
-        for image, start, (count, row) in zip(pictures, starts, sizes)
+      trajectory.ImageSpan(
+        image,
+        int(at[start]),
+        int(at[start + count - 1] - at[start]) + 1 if row else count,
+        row,
+      )
+      for image, start, (count, row) in zip(pictures, starts, sizes)
     )
     return policy_client.TokenPrompt(tokens_T, spans)
 
@@ -115,14 +115,12 @@ class TokenRenderer:
     count = self._num_image_tokens(image.width, image.height)
     if isinstance(count, tuple):
       raise ValueError(
-          "this policy's images are tiles with text between them, which only"
-          " its own chat template and tokens write; choose template"
+        "this policy's images are tiles with text between them, which only"
+        " its own chat template and tokens write; choose template"
       )
     return count, 0
 
-  def counting(
-      self, num_image_tokens: Callable[[int, int], int]
-  ) -> Self:
+  def counting(self, num_image_tokens: Callable[[int, int], int]) -> Self:
     """Returns this renderer with another size of images."""
     renderer = copy.copy(self)
     renderer._num_image_tokens = num_image_tokens  # pylint: disable=protected-access
@@ -186,24 +184,24 @@ class TokenRenderer:
     """
     encode = self._encoder.encode
     if all(
-        encode(text, add_special_tokens=False).tokens[:1] == [text]
-        for text in ("a", "1", "<")
+      encode(text, add_special_tokens=False).tokens[:1] == [text]
+      for text in ("a", "1", "<")
     ):
       return None  # No space came before it.
     encoder = _copied(self._encoder)
     encoder.add_tokens(
-        [tokenizers.AddedToken(_ANCHOR, special=False, normalized=False)]
+      [tokenizers.AddedToken(_ANCHOR, special=False, normalized=False)]
     )
     same = (
-        encoder.encode(_ANCHOR + text, add_special_tokens=False).ids[1:]
-        == encode(text, add_special_tokens=False).ids
-        for text in ("a b", " a", "\na")
+      encoder.encode(_ANCHOR + text, add_special_tokens=False).ids[1:]
+      == encode(text, add_special_tokens=False).ids
+      for text in ("a b", " a", "\na")
     )
     return None if all(same) else encoder
 
 
 def _copied(
-    backend: tokenizers.Tokenizer, special: Collection[str] = ()
+  backend: tokenizers.Tokenizer, special: Collection[str] = ()
 ) -> tokenizers.Tokenizer:
   """Returns a copy that leaves special tokens in text, and `special` with
   them."""
@@ -232,7 +230,7 @@ def check_role(message: trajectory.Message, index: int) -> str:
 
 
 def parts_of(
-    message: trajectory.Message, index: int
+  message: trajectory.Message, index: int
 ) -> Iterable[str | trajectory.ImageRef]:
   """Yields the texts and images of a message's content, in order.
 
@@ -247,8 +245,8 @@ def parts_of(
     return
   if not isinstance(content, (list, tuple)):
     raise ValueError(
-        f"message {index}: content must be a string or a list of parts, got"
-        f" {type(content).__name__}"
+      f"message {index}: content must be a string or a list of parts, got"
+      f" {type(content).__name__}"
     )
   for part in content:
     kind = part.get("type") if isinstance(part, Mapping) else None
@@ -256,22 +254,22 @@ def parts_of(
       text: Any = part.get("text")
       if not isinstance(text, str):
         raise ValueError(
-            f"message {index}: a text part needs a string in 'text', got"
-            f" {type(text).__name__}"
+          f"message {index}: a text part needs a string in 'text', got"
+          f" {type(text).__name__}"
         )
       yield text
     elif kind == "image":
       image = part.get("image")
       if not isinstance(image, trajectory.ImageRef):
         raise ValueError(
-            f"message {index}: an image part needs an ImageRef in 'image',"
-            f" got {type(image).__name__}; put pixels into an ImageStore"
+          f"message {index}: an image part needs an ImageRef in 'image',"
+          f" got {type(image).__name__}; put pixels into an ImageStore"
         )
       yield image
     else:
       raise ValueError(
-          f"message {index}: a part must have type 'text' or 'image', got"
-          f" {kind!r}"
+        f"message {index}: a part must have type 'text' or 'image', got"
+        f" {kind!r}"
       )
 
 
@@ -290,6 +288,6 @@ def call_of(call: Any, index: int) -> tuple[str, Any]:
     name, arguments = None, None
   if not isinstance(name, str) or arguments is None:
     raise ValueError(
-        f"message {index}: a tool call needs a name and arguments, got {call!r}"
+      f"message {index}: a tool call needs a name and arguments, got {call!r}"
     )
   return name, arguments

@@ -39,18 +39,18 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
 ) -> str:
   return json.dumps(
-      value,
-      ensure_ascii=ensure_ascii,
-      indent=indent,
-      separators=separators,
-      sort_keys=sort_keys,
+    value,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
   )
 
 
@@ -60,9 +60,9 @@ def _now(form: str) -> str:
 
 def _environment() -> sandbox.ImmutableSandboxedEnvironment:
   environment = sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True,
-      lstrip_blocks=True,
-      extensions=[_Generation, ext.loopcontrols],
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[_Generation, ext.loopcontrols],
   )
   environment.filters["tojson"] = _to_json
   environment.globals["raise_exception"] = _refuse
@@ -74,10 +74,10 @@ class ChatTemplate:
   """A template with the variables that it is rendered with; thread-safe."""
 
   def __init__(
-      self,
-      source: str,
-      special_tokens: Mapping[str, str] | None = None,
-      options: Mapping[str, Any] | None = None,
+    self,
+    source: str,
+    special_tokens: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
   ):
     """Args:
 
@@ -106,11 +106,11 @@ class ChatTemplate:
     return template
 
   def text(
-      self,
-      messages: Sequence[Mapping[str, Any]],
-      tools: Sequence[Mapping[str, Any]] | None = None,
-      add_generation_prompt: bool = True,
-      options: Mapping[str, Any] | None = None,
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    options: Mapping[str, Any] | None = None,
   ) -> str:
     """Returns the text of a conversation.
 
@@ -125,25 +125,28 @@ class ChatTemplate:
     """
     try:
       return self._template.render(
-          messages=messages,
-          tools=list(tools) if tools else None,
-          documents=None,
-          add_generation_prompt=add_generation_prompt,
-          **{**self._variables, **(options or {})},
+        messages=messages,
+        tools=list(tools) if tools else None,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **{**self._variables, **(options or {})},
       )
     except (
-        ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
-        ValueError, jinja2.TemplateError,
-    ) as error:  # pyformat: disable
+      ArithmeticError,
+      AttributeError,
+      LookupError,
+      RecursionError,
+      TypeError,
+      ValueError,
+      jinja2.TemplateError,
+    ) as error:
       raise TemplateError(
-          f"the chat template refuses the messages: {error}"
+        f"the chat template refuses the messages: {error}"
       ) from error
 
   def variables(self) -> set[str]:
     """Returns the names that the template reads and does not set itself."""
-    return meta.find_undeclared_variables(
-        self._environment.parse(self.source)
-    )
+    return meta.find_undeclared_variables(self._environment.parse(self.source))
 
   def literals(self) -> Iterator[str]:
     """Texts that the template itself may write."""

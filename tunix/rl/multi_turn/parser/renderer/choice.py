@@ -21,17 +21,19 @@ AnyRenderer = qwen.QwenRenderer | template_lib.TemplateRenderer
 KINDS = ("auto", "qwen", "template")
 
 _IMAGE = trajectory.ImageRef("0" * 64, 64, 64)
-_TOOLS = [{
+_TOOLS = [
+  {
     "type": "function",
     "function": {
-        "name": "f",
-        "description": "é <b>",
-        "parameters": {"type": "object", "properties": {"a": {}}},
+      "name": "f",
+      "description": "é <b>",
+      "parameters": {"type": "object", "properties": {"a": {}}},
     },
-}]
+  }
+]
 _CALLS = [
-    {"type": "function", "function": {"name": "f", "arguments": {"a": "ü"}}},
-    {"type": "function", "function": {"name": "g", "arguments": {}}},
+  {"type": "function", "function": {"name": "f", "arguments": {"a": "ü"}}},
+  {"type": "function", "function": {"name": "g", "arguments": {}}},
 ]
 _SYSTEM = {"role": "system", "content": " be brief\n"}
 _USER = {"role": "user", "content": "\nhello "}
@@ -41,27 +43,27 @@ _CALLED = {"role": "assistant", "content": "", "tool_calls": _CALLS}
 _CALLED_TOO = {"role": "assistant", "content": "so", "tool_calls": _CALLS}
 _RESULT = {"role": "tool", "content": "<tool_response>1"}
 _SEEN = {
-    "role": "user",
-    "content": [
-        {"type": "image", "image": _IMAGE},
-        {"type": "text", "text": "look"},
-    ],
+  "role": "user",
+  "content": [
+    {"type": "image", "image": _IMAGE},
+    {"type": "text", "text": "look"},
+  ],
 }
 _SEEN_BY_TOOL = {**_SEEN, "role": "tool"}
 
 _PROBES: Mapping[str, tuple[Sequence[Mapping[str, Any]], bool]] = {
-    "a user message": ([_USER], False),
-    "a system message": ([_SYSTEM, _USER], False),
-    "an earlier answer": ([_USER, _SAID, _USER], False),
-    "earlier reasoning": ([_USER, _THOUGHT, _USER], False),
-    "reasoning before a result": ([_USER, _THOUGHT, _RESULT], False),
-    "tool calls": ([_USER, _CALLED, _RESULT, _RESULT], False),
-    "words before tool calls": ([_USER, _CALLED_TOO, _RESULT, _USER], False),
-    "a screenshot": ([_SYSTEM, _SEEN, _SAID, _SEEN], False),
-    "a screenshot of a tool": ([_USER, _SAID, _SEEN_BY_TOOL], False),
-    "a later system message": ([_USER, _SAID, _SYSTEM, _USER], False),
-    "tools": ([_USER], True),
-    "tools and a system message": ([_SYSTEM, _USER], True),
+  "a user message": ([_USER], False),
+  "a system message": ([_SYSTEM, _USER], False),
+  "an earlier answer": ([_USER, _SAID, _USER], False),
+  "earlier reasoning": ([_USER, _THOUGHT, _USER], False),
+  "reasoning before a result": ([_USER, _THOUGHT, _RESULT], False),
+  "tool calls": ([_USER, _CALLED, _RESULT, _RESULT], False),
+  "words before tool calls": ([_USER, _CALLED_TOO, _RESULT, _USER], False),
+  "a screenshot": ([_SYSTEM, _SEEN, _SAID, _SEEN], False),
+  "a screenshot of a tool": ([_USER, _SAID, _SEEN_BY_TOOL], False),
+  "a later system message": ([_USER, _SAID, _SYSTEM, _USER], False),
+  "tools": ([_USER], True),
+  "tools and a system message": ([_SYSTEM, _USER], True),
 }
 
 
@@ -86,13 +88,12 @@ def difference(one: base.TokenRenderer, other: base.TokenRenderer) -> str:
     (a, why), (b, why_not) = shown
     if a != b or bool(why) != bool(why_not):
       at = next(
-          (i for i, (x, y) in enumerate(zip(a, b)) if x != y),
-          min(len(a), len(b)),
+        (i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b))
       )
       begin = max(0, at - 2)
       texts = [
-          reason or repr(one.decode(tokens[begin : begin + 12]))
-          for tokens, reason in shown
+        reason or repr(one.decode(tokens[begin : begin + 12]))
+        for tokens, reason in shown
       ]
       return f"{name}: {texts[0]} and {texts[1]}"
   return ""
@@ -104,10 +105,10 @@ def _two(width: int, height: int) -> int:
 
 
 def make_renderer(
-    tokenizer: Any,
-    num_image_tokens: Callable[[int, int], int],
-    template: chat_template.ChatTemplate | None,
-    kind: str = "auto",
+  tokenizer: Any,
+  num_image_tokens: Callable[[int, int], int],
+  template: chat_template.ChatTemplate | None,
+  kind: str = "auto",
 ) -> AnyRenderer:
   """Returns the renderer of a policy.
 
@@ -125,8 +126,8 @@ def make_renderer(
     raise ValueError(f"must be one of {', '.join(KINDS)}; got {kind!r}")
   if kind == "template" and template is None:
     raise ValueError(
-        "the policy has no chat template; put its chat_template.jinja beside"
-        " its tokenizer.json, or choose auto"
+      "the policy has no chat template; put its chat_template.jinja beside"
+      " its tokenizer.json, or choose auto"
     )
   if kind == "qwen" or template is None:
     return qwen.QwenRenderer(tokenizer, num_image_tokens)
@@ -134,11 +135,11 @@ def make_renderer(
     own = template_lib.TemplateRenderer(tokenizer, num_image_tokens, template)
   except ValueError as error:
     raise ValueError(
-        f"{error}; choose qwen to have ChatML in its place, which is not what"
-        " the checkpoint was trained on"
+      f"{error}; choose qwen to have ChatML in its place, which is not what"
+      " the checkpoint was trained on"
     ) from None
   if kind == "auto" and all(
-      tokenizer.token_to_id(token) is not None for token in qwen.CHAT_TOKENS
+    tokenizer.token_to_id(token) is not None for token in qwen.CHAT_TOKENS
   ):
     fast = qwen.QwenRenderer(tokenizer, num_image_tokens)
     if not difference(fast, own):
@@ -159,6 +160,6 @@ def described(renderer: base.TokenRenderer) -> str:
   if not renderer.rewrites:
     return renderer.format_name
   return (
-      f"{renderer.format_name}, which rewrites"
-      f" {'; '.join(renderer.rewrites)} (sampled tokens stay)"
+    f"{renderer.format_name}, which rewrites"
+    f" {'; '.join(renderer.rewrites)} (sampled tokens stay)"
   )

@@ -73,9 +73,9 @@ class Frame:
     """
     if isinstance(placeholders, int):
       raise ValueError(
-          f"the chat template's images are rows of {self.placeholder!r} with"
-          f" {self.between!r} between them, and this policy takes one run of"
-          " placeholders; send text"
+        f"the chat template's images are rows of {self.placeholder!r} with"
+        f" {self.between!r} between them, and this policy takes one run of"
+        " placeholders; send text"
       )
     rows, row = placeholders
     return Runs(["", *[self.between] * (rows - 1)], row)
@@ -106,29 +106,29 @@ class _Tiles(Frame):
     """
     if isinstance(placeholders, int):
       raise ValueError(
-          f"the chat template's images are tiles between {self._EDGE!r}, and"
-          " this policy takes one run of placeholders; send text"
+        f"the chat template's images are tiles between {self._EDGE!r}, and"
+        " this policy takes one run of placeholders; send text"
       )
     rows, columns, count = placeholders
     before = [
-        "\n" * (row > 0 and column == 0)
-        + f"{self._EDGE}<row_{row + 1}_col_{column + 1}>"
-        for row in range(rows)
-        for column in range(columns)
+      "\n" * (row > 0 and column == 0)
+      + f"{self._EDGE}<row_{row + 1}_col_{column + 1}>"
+      for row in range(rows)
+      for column in range(columns)
     ]
     before.append("\n\n" * (rows > 0) + f"{self._EDGE}<global-img>")
     return Runs(before, count, self._EDGE)
 
 
 FRAMES = (
-    Frame(
-        "<start_of_image>",
-        "<image_soft_token>",
-        "\n\n<start_of_image>",
-        "<end_of_image>\n\n",
-    ),
-    Frame("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
-    _Tiles("<image>", "<image>", "", ""),
+  Frame(
+    "<start_of_image>",
+    "<image_soft_token>",
+    "\n\n<start_of_image>",
+    "<end_of_image>\n\n",
+  ),
+  Frame("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
+  _Tiles("<image>", "<image>", "", ""),
 )
 
 

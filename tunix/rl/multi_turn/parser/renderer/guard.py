@@ -17,7 +17,7 @@ import secrets
 from typing import Any, Collection, Iterable, Mapping
 
 MARKUP = re.compile(
-    r"</?(?:think|thinking|tool_call|tool_response|tools|arg_key|arg_value)>"
+  r"</?(?:think|thinking|tool_call|tool_response|tools|arg_key|arg_value)>"
 )
 """Tags that a policy writes as text; tokens of some tokenizers."""
 
@@ -26,16 +26,16 @@ class Guard:
   """Covers and uncovers; stateless after construction, thread-safe."""
 
   def __init__(
-      self,
-      tokens: Collection[str],
-      literals: Iterable[str] = (),
-      spoken: Collection[str] = (),
+    self,
+    tokens: Collection[str],
+    literals: Iterable[str] = (),
+    spoken: Collection[str] = (),
   ):
     """Args:
 
-      tokens: Tokens that text must not become.
-      literals: Texts that the template writes between messages' texts.
-      spoken: Those of `tokens` that an assistant's text may hold.
+    tokens: Tokens that text must not become.
+    literals: Texts that the template writes between messages' texts.
+    spoken: Those of `tokens` that an assistant's text may hold.
     """
     nonce = secrets.token_hex(4)
     self._mark = f"\ue000{nonce}%x\ue001"
@@ -45,7 +45,7 @@ class Guard:
     self._heads = _heads(tokens, literals)
 
   def _pattern(
-      self, tokens: Collection[str], spoken: Collection[str]
+    self, tokens: Collection[str], spoken: Collection[str]
   ) -> re.Pattern[str]:
     """Returns a pattern of the places where a token begins, or might begin
     together with the text that follows."""
@@ -67,7 +67,7 @@ class Guard:
     """
     pattern = self._assistant if assistant else self._any
     covered = pattern.sub(
-        lambda match: self._mark % ord(match[0][0]) + match[0][1:], text
+      lambda match: self._mark % ord(match[0][0]) + match[0][1:], text
     )
     begin = covered.lstrip()
     if begin and self._heads:
@@ -82,8 +82,8 @@ class Guard:
       return self.cover(value)
     if isinstance(value, Mapping):
       return {
-          self.cover_all(key): self.cover_all(inner)
-          for key, inner in value.items()
+        self.cover_all(key): self.cover_all(inner)
+        for key, inner in value.items()
       }
     if isinstance(value, (list, tuple)):
       return [self.cover_all(inner) for inner in value]
@@ -95,14 +95,16 @@ class Guard:
     return self._marks.sub(lambda match: chr(int(match[1], 16)), text)
 
 
-def _heads(
-    tokens: Collection[str], literals: Iterable[str]
-) -> tuple[str, ...]:
+def _heads(tokens: Collection[str], literals: Iterable[str]) -> tuple[str, ...]:
   """Returns the ends of tokens whose beginning a literal ends with."""
   ends = {literal[-64:] for literal in literals}
-  return tuple(sorted({
-      token[cut:]
-      for token in tokens
-      for cut in range(1, len(token))
-      if any(end.endswith(token[:cut]) for end in ends)
-  }))
+  return tuple(
+    sorted(
+      {
+        token[cut:]
+        for token in tokens
+        for cut in range(1, len(token))
+        if any(end.endswith(token[:cut]) for end in ends)
+      }
+    )
+  )

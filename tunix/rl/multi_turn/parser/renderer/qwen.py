@@ -30,9 +30,12 @@ from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.parser.tool_parser import qwen as qwen_parser
 
 CHAT_TOKENS = (
-    "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
-    "<|image_pad|>",
-)  # pyformat: disable
+  "<|im_start|>",
+  "<|im_end|>",
+  "<|vision_start|>",
+  "<|vision_end|>",
+  "<|image_pad|>",
+)
 """Tokens that a tokenizer needs for this renderer."""
 
 _TOOLS = qwen_parser.QwenToolParser()
@@ -40,24 +43,23 @@ _PROBE = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
 class QwenRenderer(base.TokenRenderer):
-  """Renderer of one tokenizer; thread-safe. It has the base class's attributes.
-  """
+  """Renderer of one tokenizer; thread-safe. It has the base class's attributes."""
 
   format_name = "ChatML"
 
   def __init__(
-      self,
-      tokenizer: Any,
-      num_image_tokens: Callable[[int, int], int],
-      cached_texts: int = 4096,
+    self,
+    tokenizer: Any,
+    num_image_tokens: Callable[[int, int], int],
+    cached_texts: int = 4096,
   ):
     """Args:
 
-      tokenizer: a `tokenizers.Tokenizer` with Qwen's special tokens, or a
-        transformers tokenizer around one.
-      num_image_tokens: (width, height) in pixels to number of placeholders,
-        the policy's `Processor.num_image_tokens`.
-      cached_texts: encoded texts kept, least recently used go first.
+    tokenizer: a `tokenizers.Tokenizer` with Qwen's special tokens, or a
+      transformers tokenizer around one.
+    num_image_tokens: (width, height) in pixels to number of placeholders,
+      the policy's `Processor.num_image_tokens`.
+    cached_texts: encoded texts kept, least recently used go first.
     """
     super().__init__(tokenizer, num_image_tokens, cached_texts)
     self._start = self._id("<|im_start|>")
@@ -68,10 +70,10 @@ class QwenRenderer(base.TokenRenderer):
     self.stop_token_ids = (self.end_of_turn_id,)
 
   def render(
-      self,
-      messages: Sequence[trajectory.Message],
-      add_generation_prompt: bool = True,
-      tools: Sequence[Mapping[str, Any]] | None = None,
+    self,
+    messages: Sequence[trajectory.Message],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> policy_client.TokenPrompt:
     """Returns the tokens of a whole history.
 
@@ -102,10 +104,10 @@ class QwenRenderer(base.TokenRenderer):
     return out.finish()
 
   def bridge(
-      self,
-      new_messages: Sequence[trajectory.Message],
-      *,
-      last_sampled_is_eot: bool,
+    self,
+    new_messages: Sequence[trajectory.Message],
+    *,
+    last_sampled_is_eot: bool,
   ) -> policy_client.TokenPrompt:
     """Returns the tokens to append after a sampled completion.
 
@@ -137,7 +139,7 @@ class QwenRenderer(base.TokenRenderer):
     return shown == _TOOLS.get_tool_prompt(_PROBE)
 
   def _write(
-      self, out: _Builder, messages: Sequence[trajectory.Message]
+    self, out: _Builder, messages: Sequence[trajectory.Message]
   ) -> None:
     in_tools = False
     for index, message in enumerate(messages):
@@ -171,7 +173,7 @@ class QwenRenderer(base.TokenRenderer):
     out.text("\n")
 
   def _content(
-      self, out: _Builder, message: trajectory.Message, index: int
+    self, out: _Builder, message: trajectory.Message, index: int
   ) -> bool:
     """Writes a message's content; False when there was none."""
     wrote = False
@@ -210,15 +212,13 @@ class _Builder:
 
   def image(self, image: trajectory.ImageRef, count: int) -> None:
     self._flush()
-    self._images.append(
-        trajectory.ImageSpan(image, len(self._tokens), count)
-    )
+    self._images.append(trajectory.ImageSpan(image, len(self._tokens), count))
     self._tokens.extend([self._renderer.image_token_id] * count)  # type: ignore[list-item]
 
   def finish(self) -> policy_client.TokenPrompt:
     self._flush()
     return policy_client.TokenPrompt(
-        np.array(self._tokens, np.int32), tuple(self._images)
+      np.array(self._tokens, np.int32), tuple(self._images)
     )
 
   def _flush(self) -> None:

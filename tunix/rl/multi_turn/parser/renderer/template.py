@@ -39,8 +39,11 @@ Message = Mapping[str, Any]
 _TAG = re.compile(r"""<[^\s<>"\\]+>|\[[^\s\[\]"\\]+\]""")
 
 PLACEHOLDERS = (
-    "<|image_pad|>", "<|image|>", "<|media_pad|>", "<|media_placeholder|>",
-)  # pyformat: disable
+  "<|image_pad|>",
+  "<|image|>",
+  "<|media_pad|>",
+  "<|media_placeholder|>",
+)
 """Tokens that stand for one vision token each."""
 
 # Letters and digits only, so that no template trims, cuts or escapes them.
@@ -48,21 +51,21 @@ _SAID, _ASKED, _THOUGHT = "Zq1answerZq", "Zq2questionZq", "Zq3thoughtZq"
 _CALL_ID = "a1b2c3d4e"  # Of the length that Mistral's templates demand.
 _NAME = "probe_function"
 _CALL: dict[str, Any] = {
-    "id": _CALL_ID,
-    "type": "function",
-    "function": {"name": _NAME, "arguments": {"text": "Zq4argumentZq"}},
+  "id": _CALL_ID,
+  "type": "function",
+  "function": {"name": _NAME, "arguments": {"text": "Zq4argumentZq"}},
 }
 _TOOL = {
-    "type": "function",
-    "function": {
-        "name": _NAME,
-        "description": "Zq5",
-        "parameters": {
-            "type": "object",
-            "properties": {"text": {"type": "string"}},
-            "required": ["text"],
-        },
+  "type": "function",
+  "function": {
+    "name": _NAME,
+    "description": "Zq5",
+    "parameters": {
+      "type": "object",
+      "properties": {"text": {"type": "string"}},
+      "required": ["text"],
     },
+  },
 }
 
 
@@ -84,11 +87,11 @@ class TemplateRenderer(base.TokenRenderer):
   format_name = "chat template"
 
   def __init__(
-      self,
-      tokenizer: Any,
-      num_image_tokens: Callable[[int, int], Any],
-      template: chat_template.ChatTemplate,
-      cached_texts: int = 4096,
+    self,
+    tokenizer: Any,
+    num_image_tokens: Callable[[int, int], Any],
+    template: chat_template.ChatTemplate,
+    cached_texts: int = 4096,
   ):
     """Args:
 
@@ -106,8 +109,8 @@ class TemplateRenderer(base.TokenRenderer):
     self.template = template
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     added = {
-        token.content: token
-        for token in backend.get_added_tokens_decoder().values()
+      token.content: token
+      for token in backend.get_added_tokens_decoder().values()
     }
     self._frame: frames.Frame | None = None
     self._as_parts = not self._keeps([_user()], _ASKED)
@@ -119,17 +122,18 @@ class TemplateRenderer(base.TokenRenderer):
     structure, spoken = self._tokens_of(added)
     super().__init__(tokenizer, num_image_tokens, cached_texts, structure)
     self._guard = guard_lib.Guard(structure, template.literals(), spoken)
-    self._cut = re.compile("|".join(
+    self._cut = re.compile(
+      "|".join(
         re.escape(token)
         for token in sorted(structure, key=lambda t: (-len(t), t))
-    ))
+      )
+    )
     self._ids = {token: self._id(token) for token in structure}
     self._strips = {
-        token: (added[token].lstrip, added[token].rstrip)
-        for token in structure
+      token: (added[token].lstrip, added[token].rstrip) for token in structure
     }
     late = self._try(
-        _user(), _assistant(), {"role": "system", "content": "Zq7"}, _user()
+      _user(), _assistant(), {"role": "system", "content": "Zq7"}, _user()
     )
     self._late_system = "Zq7" in late
     # DeepSeek's templates put every system message first.
@@ -144,10 +148,10 @@ class TemplateRenderer(base.TokenRenderer):
   # --- rendering -------------------------------------------------------------
 
   def render(
-      self,
-      messages: Sequence[trajectory.Message],
-      add_generation_prompt: bool = True,
-      tools: Sequence[Mapping[str, Any]] | None = None,
+    self,
+    messages: Sequence[trajectory.Message],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> policy_client.TokenPrompt:
     """Returns the tokens of a whole history.
 
@@ -167,10 +171,10 @@ class TemplateRenderer(base.TokenRenderer):
     return self._prompt(self._pieces(text), images, inner=False)
 
   def bridge(
-      self,
-      new_messages: Sequence[trajectory.Message],
-      *,
-      last_sampled_is_eot: bool,
+    self,
+    new_messages: Sequence[trajectory.Message],
+    *,
+    last_sampled_is_eot: bool,
   ) -> policy_client.TokenPrompt:
     """Returns the tokens to append after a sampled completion.
 
@@ -205,8 +209,8 @@ class TemplateRenderer(base.TokenRenderer):
       answer = self._conversation([_assistant("", tool_calls=[_CALL])])
       shown = self.template.text(question, [_TOOL])
       before, called = (
-          self.template.text(messages, [_TOOL], add_generation_prompt=False)
-          for messages in (question, [*question, *answer])
+        self.template.text(messages, [_TOOL], add_generation_prompt=False)
+        for messages in (question, [*question, *answer])
       )
     except ValueError:
       return False
@@ -234,9 +238,9 @@ class TemplateRenderer(base.TokenRenderer):
     messages = self._conversation([_user(), _assistant(), _user()])
     own = self.template.text(messages)
     return [
-        name
-        for name, value in options.items()
-        if self.template.text(messages, options={name: value}) != own
+      name
+      for name, value in options.items()
+      if self.template.text(messages, options={name: value}) != own
     ]
 
   def with_options(self, options: Mapping[str, Any]) -> TemplateRenderer:
@@ -245,8 +249,8 @@ class TemplateRenderer(base.TokenRenderer):
     renderer._find_end()
     if renderer.stop_token_ids != self.stop_token_ids:
       raise ValueError(
-          "the chat template ends a turn with other tokens:"
-          f" {renderer.stop_token_ids}, not {self.stop_token_ids}"
+        "the chat template ends a turn with other tokens:"
+        f" {renderer.stop_token_ids}, not {self.stop_token_ids}"
       )
     renderer.rewrites = tuple(renderer._rewritten())
     renderer.answer_prefix = renderer._closing()
@@ -257,31 +261,31 @@ class TemplateRenderer(base.TokenRenderer):
     thought = _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}")
     called = _assistant("", tool_calls=[_CALL])
     return isinstance(other, TemplateRenderer) and all(
-        self._try(*probe, add_generation_prompt=False, **options)
-        == other._try(*probe, add_generation_prompt=False, **options)
-        for probe in (
-            [_user()],
-            [system, _user(), thought, _user()],
-            [_user(), thought],
-            [_user(), called, _RESULT],
-        )
-        for options in ({}, {"tools": [_TOOL]})
+      self._try(*probe, add_generation_prompt=False, **options)
+      == other._try(*probe, add_generation_prompt=False, **options)
+      for probe in (
+        [_user()],
+        [system, _user(), thought, _user()],
+        [_user(), thought],
+        [_user(), called, _RESULT],
+      )
+      for options in ({}, {"tools": [_TOOL]})
     )
 
   def _text(
-      self,
-      plain: Sequence[Message],
-      add_generation_prompt: bool = True,
-      tools: Sequence[Mapping[str, Any]] | None = None,
+    self,
+    plain: Sequence[Message],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> str:
     covered = [self._guard.cover_all(dict(tool)) for tool in tools or ()]
     return self.template.text(plain, covered, add_generation_prompt)
 
   def _plain(
-      self,
-      messages: Sequence[trajectory.Message],
-      images: list[trajectory.ImageRef],
-      first: bool,
+    self,
+    messages: Sequence[trajectory.Message],
+    images: list[trajectory.ImageRef],
+    first: bool,
   ) -> list[dict[str, Any]]:
     """Returns the messages as the template takes them, text covered.
 
@@ -296,12 +300,12 @@ class TemplateRenderer(base.TokenRenderer):
       takes_system = self._late_system if first else self._system_behind
       if role == "system" and not takes_system and (index or not first):
         raise ValueError(
-            f"message {index} is a system message, which this policy's chat"
-            " template has at the beginning only; send it as a user message"
+          f"message {index} is a system message, which this policy's chat"
+          " template has at the beginning only; send it as a user message"
         )
       plain: dict[str, Any] = {
-          "role": role,
-          "content": self._content(message, index, images),
+        "role": role,
+        "content": self._content(message, index, images),
       }
       cover = self._guard.cover
       for key in ("name", "tool_call_id"):
@@ -309,7 +313,7 @@ class TemplateRenderer(base.TokenRenderer):
           plain[key] = cover(str(message[key]))
       if role == "assistant" and message.get("reasoning_content"):
         plain["reasoning_content"] = cover(
-            str(message["reasoning_content"]), assistant=True
+          str(message["reasoning_content"]), assistant=True
         )
       if calls := message.get("tool_calls"):
         plain["tool_calls"] = [self._call(call, index) for call in calls]
@@ -317,10 +321,10 @@ class TemplateRenderer(base.TokenRenderer):
     return plain_messages
 
   def _content(
-      self,
-      message: trajectory.Message,
-      index: int,
-      images: list[trajectory.ImageRef],
+    self,
+    message: trajectory.Message,
+    index: int,
+    images: list[trajectory.ImageRef],
   ) -> str | list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for part in base.parts_of(message, index):
@@ -329,15 +333,15 @@ class TemplateRenderer(base.TokenRenderer):
         parts.append({"type": "text", "text": text})
       elif self.image_token is None:
         raise ValueError(
-            f"message {index}: an image, and this policy's chat template has"
-            " no placeholder for one; send text"
+          f"message {index}: an image, and this policy's chat template has"
+          " no placeholder for one; send text"
         )
       else:
         images.append(part)
         parts.append({"type": "image"})
     # A result's parts are outputs of several calls to GLM's templates.
     listed = isinstance(message.get("content"), (list, tuple)) and (
-        message["role"] != "tool"
+      message["role"] != "tool"
     )
     text_only = all(part["type"] == "text" for part in parts)
     if text_only and not self._as_parts and not (listed and self._takes_parts):
@@ -357,15 +361,15 @@ class TemplateRenderer(base.TokenRenderer):
         arguments = None
     if not isinstance(arguments, Mapping):
       raise ValueError(
-          f"message {index}: the arguments of the call of {name!r} are no JSON"
-          " object, as which chat templates write them"
+        f"message {index}: the arguments of the call of {name!r} are no JSON"
+        " object, as which chat templates write them"
       )
     return self._plain_call(call, name, self._guard.cover_all(arguments))
 
   def _plain_call(self, call: Any, name: str, arguments: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {
-        "type": "function",
-        "function": {"name": self._guard.cover(name), "arguments": arguments},
+      "type": "function",
+      "function": {"name": self._guard.cover(name), "arguments": arguments},
     }
     if isinstance(call, Mapping) and call.get("id"):
       plain["id"] = self._guard.cover(str(call["id"]))
@@ -382,7 +386,7 @@ class TemplateRenderer(base.TokenRenderer):
     for match in (*self._cut.finditer(text), None):
       run = text[at : match.start() if match else len(text)]
       strips_before, strips_after = (
-          self._strips[match[0]] if match else (False, False)
+        self._strips[match[0]] if match else (False, False)
       )
       if strip:
         run = run.lstrip()
@@ -396,10 +400,10 @@ class TemplateRenderer(base.TokenRenderer):
     return pieces
 
   def _prompt(
-      self,
-      pieces: Sequence[str | int],
-      images: Sequence[trajectory.ImageRef],
-      inner: bool,
+    self,
+    pieces: Sequence[str | int],
+    images: Sequence[trajectory.ImageRef],
+    inner: bool,
   ) -> policy_client.TokenPrompt:
     tokens: list[int] = []
     spans: list[trajectory.ImageSpan] = []
@@ -407,8 +411,8 @@ class TemplateRenderer(base.TokenRenderer):
       shown = pieces.count(self.image_token_id)
       if shown != len(images):
         raise ValueError(
-            f"the chat template shows {shown} of the {len(images)} images;"
-            " send images in user messages, where templates have them"
+          f"the chat template shows {shown} of the {len(images)} images;"
+          " send images in user messages, where templates have them"
         )
     for number, piece in enumerate(pieces):
       if isinstance(piece, str):
@@ -422,7 +426,7 @@ class TemplateRenderer(base.TokenRenderer):
           placeholders += [*self._framing(text), *[piece] * length]
         row = self._size(image)[1]
         spans.append(
-            trajectory.ImageSpan(image, len(tokens), len(placeholders), row)
+          trajectory.ImageSpan(image, len(tokens), len(placeholders), row)
         )
         tokens.extend(placeholders)
         tokens.extend(self._framing(after))
@@ -456,8 +460,8 @@ class TemplateRenderer(base.TokenRenderer):
     if not self._as_parts:
       return [dict(message) for message in messages]
     return [
-        {**m, "content": [{"type": "text", "text": m["content"]}]}
-        for m in messages
+      {**m, "content": [{"type": "text", "text": m["content"]}]}
+      for m in messages
     ]
 
   def _keeps(self, messages: Sequence[Message], text: str) -> bool:
@@ -476,37 +480,36 @@ class TemplateRenderer(base.TokenRenderer):
   def _exchange(self, sampled: str = _SAID) -> list[dict[str, Any]]:
     return self._conversation([_user(), _assistant(sampled)])
 
-  def _tokens_of(
-      self, added: Mapping[str, Any]
-  ) -> tuple[set[str], set[str]]:
+  def _tokens_of(self, added: Mapping[str, Any]) -> tuple[set[str], set[str]]:
     """Returns (tokens that text must not become, those of them in tool
     calls)."""
     options = [False, True]
     plain = [
-        self._try(*messages, add_generation_prompt=prompt)
-        for messages in ([_user()], [_user(), _assistant(), _user()])
-        for prompt in options
+      self._try(*messages, add_generation_prompt=prompt)
+      for messages in ([_user()], [_user(), _assistant(), _user()])
+      for prompt in options
     ]
     if not any(plain):
       raise ValueError(
-          "the chat template refuses a conversation of a user and an assistant"
+        "the chat template refuses a conversation of a user and an assistant"
       )
     called = _assistant("", tool_calls=[_CALL])
     result = self._try(_user(), called, _RESULT) or self._try(
-        _user(), _assistant(), _RESULT
+      _user(), _assistant(), _RESULT
     )
     call = self._try(_user(), called, add_generation_prompt=False)
     inside = lambda texts: {
-        token
-        for token in added
-        if any(token in text for text in texts) and _TAG.fullmatch(token)
-        and not guard_lib.MARKUP.fullmatch(token)
+      token
+      for token in added
+      if any(token in text for text in texts)
+      and _TAG.fullmatch(token)
+      and not guard_lib.MARKUP.fullmatch(token)
     }
     spoken = inside([call]) - inside(plain)
     structure = (inside([*plain, result]) | spoken) | {
-        token
-        for token, kind in added.items()
-        if kind.special and not guard_lib.MARKUP.fullmatch(token)
+      token
+      for token, kind in added.items()
+      if kind.special and not guard_lib.MARKUP.fullmatch(token)
     }
     if not structure:
       raise ValueError("the tokenizer has no token of the chat template")
@@ -525,10 +528,7 @@ class TemplateRenderer(base.TokenRenderer):
     return self._frame.placeholder if self._frame else None
 
   def _after(
-      self,
-      before: Sequence[Message],
-      new: Sequence[Message],
-      words: str = _SAID,
+    self, before: Sequence[Message], new: Sequence[Message], words: str = _SAID
   ) -> list[str | int]:
     """Returns the pieces that the template puts behind the last words of
     `before`."""
@@ -542,27 +542,27 @@ class TemplateRenderer(base.TokenRenderer):
     """Finds the tokens that end a turn; refuses a template without bridge."""
     ask = self._conversation([_user()])
     short, long = [
-        self._after(before, ask)
-        for before in (
-            self._exchange(),
-            [*self._exchange("Zq8earlierZq"), *self._exchange()],
-        )
+      self._after(before, ask)
+      for before in (
+        self._exchange(),
+        [*self._exchange("Zq8earlierZq"), *self._exchange()],
+      )
     ]
     if short != long:
       at = next(
-          (i for i, (a, b) in enumerate(zip(short, long)) if a != b),
-          min(len(short), len(long)),
+        (i for i, (a, b) in enumerate(zip(short, long)) if a != b),
+        min(len(short), len(long)),
       )
       raise ValueError(
-          "the chat template puts different tokens behind the first and behind"
-          f" a later answer (piece {at}: {short[at:at + 1]} and"
-          f" {long[at:at + 1]}), so that a conversation cannot be continued"
+        "the chat template puts different tokens behind the first and behind"
+        f" a later answer (piece {at}: {short[at : at + 1]} and"
+        f" {long[at : at + 1]}), so that a conversation cannot be continued"
       )
     if not short or isinstance(short[0], str):
       raise ValueError(
-          "the chat template ends an assistant's message without a token, so"
-          " that sampling has no end; it writes"
-          f" {short[0] if short else 'nothing'!r} there"
+        "the chat template ends an assistant's message without a token, so"
+        " that sampling has no end; it writes"
+        f" {short[0] if short else 'nothing'!r} there"
       )
     ends = short[:1]
     try:
@@ -571,7 +571,7 @@ class TemplateRenderer(base.TokenRenderer):
       pass  # It knows no tool messages.
     self.end_of_turn_id = short[0]
     self.stop_token_ids = tuple(
-        dict.fromkeys(end for end in ends if isinstance(end, int))
+      dict.fromkeys(end for end in ends if isinstance(end, int))
     )
 
   def _closing(self) -> str:
@@ -599,24 +599,24 @@ class TemplateRenderer(base.TokenRenderer):
           continue  # It has no such message.
         # As it stands, or as the template itself writes it.
         last = self._try(
-            _user(), _assistant(answer), add_generation_prompt=False
+          _user(), _assistant(answer), add_generation_prompt=False
         )
         written = last[len(prompt) : last.rfind(_SAID) + len(_SAID)]
         if not any(
-            self._try(_user(), _assistant(sampled), new)
-            == prompt + sampled + bridge
-            for sampled in (answer, written)
-            if kind == "answers" or _THOUGHT in sampled
+          self._try(_user(), _assistant(sampled), new)
+          == prompt + sampled + bridge
+          for sampled in (answer, written)
+          if kind == "answers" or _THOUGHT in sampled
         ):
           rewrites.append(f"{kind} before a {name} message")
     system = {"role": "system", "content": "Zq9"}
     for name, before, options in (
-        ("the system prompt", [system, _user()], {}),
-        ("tools", [_user()], {"tools": [_TOOL]}),
+      ("the system prompt", [system, _user()], {}),
+      ("tools", [_user()], {"tools": [_TOOL]}),
     ):
       beginning = self._try(*before, add_generation_prompt=False, **options)
       conversation = self._try(
-          *before, _assistant(), _user("Zq0nextZq"), **options
+        *before, _assistant(), _user("Zq0nextZq"), **options
       )
       if not conversation.startswith(beginning):
         rewrites.append(f"{name} before a user message")

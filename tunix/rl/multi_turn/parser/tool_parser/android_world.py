@@ -46,9 +46,7 @@ Actions:
 Answer with a reason and one action:
 Reason: ...
 Action: {"action_type": ...}"""
-GOAL_STATUS = {
-    "complete": True, "successful": True, "infeasible": False,
-}  # pyformat: disable
+GOAL_STATUS = {"complete": True, "successful": True, "infeasible": False}
 
 
 class Places:
@@ -57,7 +55,7 @@ class Places:
   def has(self, a: gui_table.Arguments) -> bool:
     if a.has("index") and not a.has("x", "y"):
       raise base.GuiActionError(
-          "elements have no index here; give x and y in pixels"
+        "elements have no index here; give x and y in pixels"
       )
     return a.has("x", "y")
 
@@ -98,27 +96,29 @@ def make_readers(places: Places) -> dict[str, gui_table.Reader]:
     return gui_table.always(Kind.SYSTEM_BUTTON, text=name)
 
   return {
-      "click": at(Kind.CLICK),
-      "double_tap": at(Kind.CLICK, count=2),
-      "long_press": at(Kind.LONG_PRESS),
-      "input_text": input_text,
-      "keyboard_enter": button("enter"),
-      "navigate_home": button("home"),
-      "navigate_back": button("back"),
-      "scroll": scroll,
-      "swipe": swipe,
-      "open_app": lambda a: GuiAction(Kind.OPEN_APP, text=a.name("app_name")),
-      "wait": gui_table.always(Kind.WAIT),
-      "answer": gui_table.text_of(Kind.ANSWER, "text"),
-      "status": lambda a: GuiAction(
-          Kind.TERMINATE, success=a.choice("goal_status", GOAL_STATUS)
-      ),
+    "click": at(Kind.CLICK),
+    "double_tap": at(Kind.CLICK, count=2),
+    "long_press": at(Kind.LONG_PRESS),
+    "input_text": input_text,
+    "keyboard_enter": button("enter"),
+    "navigate_home": button("home"),
+    "navigate_back": button("back"),
+    "scroll": scroll,
+    "swipe": swipe,
+    "open_app": lambda a: GuiAction(Kind.OPEN_APP, text=a.name("app_name")),
+    "wait": gui_table.always(Kind.WAIT),
+    "answer": gui_table.text_of(Kind.ANSWER, "text"),
+    "status": lambda a: GuiAction(
+      Kind.TERMINATE, success=a.choice("goal_status", GOAL_STATUS)
+    ),
   }
 
 
 _BUTTONS = {
-    "enter": "keyboard_enter", "home": "navigate_home", "back": "navigate_back",
-}  # pyformat: disable
+  "enter": "keyboard_enter",
+  "home": "navigate_home",
+  "back": "navigate_back",
+}
 
 
 def make_writers(places: Places) -> dict[Kind, gui_table.Writer]:
@@ -146,25 +146,25 @@ def make_writers(places: Places) -> dict[Kind, gui_table.Writer]:
     return (name, {}) if name else None
 
   return {
-      Kind.CLICK: click,
-      Kind.LONG_PRESS: lambda w: (
-          ("long_press", places.write(w)) if w.action.duration is None else None
-      ),
-      Kind.TYPE: gui_table.writes("input_text", text="text"),
-      Kind.SCROLL: scroll,
-      Kind.SWIPE: swipe,
-      Kind.SYSTEM_BUTTON: button,
-      Kind.OPEN_APP: gui_table.writes("open_app", app_name="text"),
-      Kind.WAIT: lambda w: ("wait", {}) if w.action.duration is None else None,
-      Kind.ANSWER: gui_table.writes("answer", text="text"),
-      Kind.TERMINATE: lambda w: (
-          "status",
-          {
-              "goal_status": (
-                  "infeasible" if w.action.success is False else "complete"
-              )
-          },
-      ),
+    Kind.CLICK: click,
+    Kind.LONG_PRESS: lambda w: (
+      ("long_press", places.write(w)) if w.action.duration is None else None
+    ),
+    Kind.TYPE: gui_table.writes("input_text", text="text"),
+    Kind.SCROLL: scroll,
+    Kind.SWIPE: swipe,
+    Kind.SYSTEM_BUTTON: button,
+    Kind.OPEN_APP: gui_table.writes("open_app", app_name="text"),
+    Kind.WAIT: lambda w: ("wait", {}) if w.action.duration is None else None,
+    Kind.ANSWER: gui_table.writes("answer", text="text"),
+    Kind.TERMINATE: lambda w: (
+      "status",
+      {
+        "goal_status": (
+          "infeasible" if w.action.success is False else "complete"
+        )
+      },
+    ),
   }
 
 
@@ -176,15 +176,15 @@ class AndroidWorldParser(gui_table.TableParser, scanning.JsonCallsParser):
   name_key = "action_type"
   arguments_keys = ()
   noise = re.compile(
-      r"(?m)^[ \t]*(?:Reason|Action):|<\|(?:begin|end)_of_box\|>"
+    r"(?m)^[ \t]*(?:Reason|Action):|<\|(?:begin|end)_of_box\|>"
   )
   readers = make_readers(Places())
   writers = make_writers(Places())
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     return base.with_thought(
-        thought and f"Reason: {thought}",
-        *((f"Action: {self.format_calls(calls)}",) if calls else ()),
+      thought and f"Reason: {thought}",
+      *((f"Action: {self.format_calls(calls)}",) if calls else ()),
     )

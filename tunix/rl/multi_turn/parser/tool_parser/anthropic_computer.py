@@ -47,32 +47,32 @@ Inputs:
 Clicks hold the keys in "text". When the task is done, answer in plain text \
 without a call."""
 _CLICKS = {
-    "left_click": ("left", 1),
-    "right_click": ("right", 1),
-    "middle_click": ("middle", 1),
-    "double_click": ("left", 2),
-    "triple_click": ("left", 3),
+  "left_click": ("left", 1),
+  "right_click": ("right", 1),
+  "middle_click": ("middle", 1),
+  "double_click": ("left", 2),
+  "triple_click": ("left", 3),
 }
 
 _READERS: dict[str, gui_table.Reader] = {
-    **gui_table.clicks_of(_CLICKS, "coordinate", modifiers=("text", "key")),
-    "key": lambda a: GuiAction(Kind.KEY, keys=a.keys("text")),
-    "hold_key": lambda a: GuiAction(
-        Kind.KEY, keys=a.keys("text"), duration=a.seconds("duration", 1.0)
-    ),
-    "type": gui_table.text_of(Kind.TYPE, "text"),
-    "mouse_move": gui_table.point_of(Kind.MOVE, "coordinate"),
-    "left_click_drag": gui_table.drag_from_pointer(
-        "start_coordinate", "coordinate"
-    ),
-    "scroll": gui_table.scroll_of(
-        "scroll_direction", "coordinate", step="scroll_amount"
-    ),
-    "wait": lambda a: GuiAction(Kind.WAIT, duration=a.seconds("duration")),
-    "screenshot": gui_table.always(Kind.SCREENSHOT),
-    "left_mouse_down": gui_table.unavailable("use left_click_drag"),
-    "left_mouse_up": gui_table.unavailable("use left_click_drag"),
-    "cursor_position": gui_table.unavailable("look at the screenshot"),
+  **gui_table.clicks_of(_CLICKS, "coordinate", modifiers=("text", "key")),
+  "key": lambda a: GuiAction(Kind.KEY, keys=a.keys("text")),
+  "hold_key": lambda a: GuiAction(
+    Kind.KEY, keys=a.keys("text"), duration=a.seconds("duration", 1.0)
+  ),
+  "type": gui_table.text_of(Kind.TYPE, "text"),
+  "mouse_move": gui_table.point_of(Kind.MOVE, "coordinate"),
+  "left_click_drag": gui_table.drag_from_pointer(
+    "start_coordinate", "coordinate"
+  ),
+  "scroll": gui_table.scroll_of(
+    "scroll_direction", "coordinate", step="scroll_amount"
+  ),
+  "wait": lambda a: GuiAction(Kind.WAIT, duration=a.seconds("duration")),
+  "screenshot": gui_table.always(Kind.SCREENSHOT),
+  "left_mouse_down": gui_table.unavailable("use left_click_drag"),
+  "left_mouse_up": gui_table.unavailable("use left_click_drag"),
+  "cursor_position": gui_table.unavailable("look at the screenshot"),
 }
 
 
@@ -80,7 +80,8 @@ def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
   if w.action.button != "left":
     return None
   return "left_click_drag", {
-      **w.place("start_coordinate"), "coordinate": w.end()
+    **w.place("start_coordinate"),
+    "coordinate": w.end(),
   }
 
 
@@ -90,7 +91,9 @@ def _write_scroll(w: gui_table.Writing) -> gui_table.Call | None:
     return None
   amount = gui_table.notches(w.action.dx or w.action.dy)
   return "scroll", {
-      **w.place(), "scroll_direction": way, "scroll_amount": amount
+    **w.place(),
+    "scroll_direction": way,
+    "scroll_amount": amount,
   }
 
 
@@ -108,21 +111,19 @@ def _write_wait(w: gui_table.Writing) -> gui_table.Call:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: gui_table.write_clicks(
-        _CLICKS, gui_table.Writing.place, "text"
-    ),
-    Kind.MOVE: lambda w: ("mouse_move", w.place()),
-    Kind.DRAG: _write_drag,
-    Kind.SCROLL: _write_scroll,
-    Kind.TYPE: gui_table.writes("type", text="text"),
-    Kind.KEY: _write_key,
-    Kind.WAIT: _write_wait,
-    Kind.SCREENSHOT: gui_table.writes("screenshot"),
+  Kind.CLICK: gui_table.write_clicks(_CLICKS, gui_table.Writing.place, "text"),
+  Kind.MOVE: lambda w: ("mouse_move", w.place()),
+  Kind.DRAG: _write_drag,
+  Kind.SCROLL: _write_scroll,
+  Kind.TYPE: gui_table.writes("type", text="text"),
+  Kind.KEY: _write_key,
+  Kind.WAIT: _write_wait,
+  Kind.SCREENSHOT: gui_table.writes("screenshot"),
 }
 
 
 class AnthropicComputerParser(
-    gui_table.OneToolParser, scanning.JsonCallsParser
+  gui_table.OneToolParser, scanning.JsonCallsParser
 ):
   """See the module docstring."""
 

@@ -124,12 +124,10 @@ class ToolParser(abc.ABC):
   def __new__(cls, *args: Any, **kwargs: Any) -> ToolParser:
     del args, kwargs
     if (
-        cls.parse is ToolParser.parse
-        and cls.parse_result is ToolParser.parse_result
+      cls.parse is ToolParser.parse
+      and cls.parse_result is ToolParser.parse_result
     ):
-      raise TypeError(
-          f"{cls.__name__} must implement parse_result, or parse"
-      )
+      raise TypeError(f"{cls.__name__} must implement parse_result, or parse")
     return super().__new__(cls)
 
   def parse_result(self, model_response: str) -> ParseResult:
@@ -175,7 +173,7 @@ class ToolParser(abc.ABC):
     return self
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     """Returns the text that parses back to `calls`.
 
@@ -184,8 +182,8 @@ class ToolParser(abc.ABC):
     """
     del calls, thought
     raise NotImplementedError(
-        f"{type(self).__name__} has no format(calls, thought), which writes"
-        " the calls of demonstrations; add it, or set warm_start.steps=0"
+      f"{type(self).__name__} has no format(calls, thought), which writes"
+      " the calls of demonstrations; add it, or set warm_start.steps=0"
     )
 
   @property
@@ -194,7 +192,7 @@ class ToolParser(abc.ABC):
     return type(self).format is not ToolParser.format
 
   def parse(
-      self, model_response: str, strict: bool = False
+    self, model_response: str, strict: bool = False
   ) -> list[trajectory.ToolCall]:
     """Tool calls in order; [] when there is none.
 
@@ -237,7 +235,7 @@ class GuiActionParser(ToolParser):
   by_element = False
 
   def seeing(
-      self, observation: str, screen: tuple[int, int] | None = None
+    self, observation: str, screen: tuple[int, int] | None = None
   ) -> GuiActionParser:
     """Returns a copy for a policy that sees such a screen; itself if equal."""
     screen = screen or self.screen
@@ -249,7 +247,7 @@ class GuiActionParser(ToolParser):
 
   @abc.abstractmethod
   def to_gui_action(
-      self, call: trajectory.ToolCall, width: int, height: int
+    self, call: trajectory.ToolCall, width: int, height: int
   ) -> gui_action.GuiAction:
     """Returns the action in pixels of a screenshot of width x height pixels.
 
@@ -260,7 +258,7 @@ class GuiActionParser(ToolParser):
     """
 
   def to_gui_actions(
-      self, call: trajectory.ToolCall, width: int, height: int
+    self, call: trajectory.ToolCall, width: int, height: int
   ) -> list[gui_action.GuiAction]:
     """Returns the actions of a call that may stand for several ("click, then
     type").
@@ -271,7 +269,7 @@ class GuiActionParser(ToolParser):
     return [self.to_gui_action(call, width, height)]
 
   def parse_gui_actions(
-      self, model_response: str, width: int, height: int
+    self, model_response: str, width: int, height: int
   ) -> list[gui_action.GuiAction]:
     """Returns the actions of a response, in order; [] when it has no call.
 
@@ -283,9 +281,7 @@ class GuiActionParser(ToolParser):
     if result.failures:
       raise result.failures[0]
     actions = []
-    for call, position in itertools.zip_longest(
-        result.calls, result.positions
-    ):
+    for call, position in itertools.zip_longest(result.calls, result.positions):
       try:
         actions.extend(self.to_gui_actions(call, width, height))
       except ToolParseError as error:
@@ -295,12 +291,12 @@ class GuiActionParser(ToolParser):
 
   @abc.abstractmethod
   def format_gui_action(
-      self,
-      action: gui_action.GuiAction,
-      width: int,
-      height: int,
-      thought: str | None = None,
-      grid: tuple[int, int] | None = None,
+    self,
+    action: gui_action.GuiAction,
+    width: int,
+    height: int,
+    thought: str | None = None,
+    grid: tuple[int, int] | None = None,
   ) -> str:
     """Returns the canonical text of an action, as an oracle writes it.
 
@@ -323,15 +319,13 @@ def require_text(model_response: Any) -> str:
   """Returns the argument if it is a str, else raises ToolParseError."""
   if not isinstance(model_response, str):
     raise ToolParseError(
-        "a model response must be a str, got"
-        f" {type(model_response).__name__}"
+      f"a model response must be a str, got {type(model_response).__name__}"
     )
   return model_response
 
 
 def with_thought(thought: str | None, *blocks: str) -> str:
-  """Returns the blocks of calls one a line, after the thought if there is one.
-  """
+  """Returns the blocks of calls one a line, after the thought if there is one."""
   return "\n".join((thought, *blocks) if thought else blocks)
 
 
@@ -363,8 +357,8 @@ def schema_lines(tools_schema: ToolsSchema) -> str:
   if isinstance(tools_schema, str):
     return tools_schema
   return "\n".join(
-      json.dumps(schema, ensure_ascii=False)
-      for schema in as_schemas(tools_schema)
+    json.dumps(schema, ensure_ascii=False)
+    for schema in as_schemas(tools_schema)
   )
 
 

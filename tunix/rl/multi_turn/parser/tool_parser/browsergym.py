@@ -66,51 +66,51 @@ noop(wait_ms=1000)
 send_msg_to_user(text)  # the answer; ends the task
 report_infeasible(reason)  # the task cannot be done"""
 _PROMPTS = {
-    "screenshot": f"{_SCREEN}{_ONE_ACTION}{_COORDINATES}",
-    "axtree": (
-        f"You operate a browser for the user.{_TREE}{_ONE_ACTION}{_ELEMENTS}"
-    ),
-    "both": (
-        f"{_SCREEN}{_TREE}{_ONE_ACTION}"
-        + "\n".join(dict.fromkeys(f"{_ELEMENTS}\n{_COORDINATES}".split("\n")))
-    ),
+  "screenshot": f"{_SCREEN}{_ONE_ACTION}{_COORDINATES}",
+  "axtree": (
+    f"You operate a browser for the user.{_TREE}{_ONE_ACTION}{_ELEMENTS}"
+  ),
+  "both": (
+    f"{_SCREEN}{_TREE}{_ONE_ACTION}"
+    + "\n".join(dict.fromkeys(f"{_ELEMENTS}\n{_COORDINATES}".split("\n")))
+  ),
 }
 _PARAMETERS: dict[str, tuple[str, ...]] = {
-    "mouse_click": ("x", "y", "button"),
-    "mouse_dblclick": ("x", "y", "button"),
-    "mouse_move": ("x", "y"),
-    "mouse_drag_and_drop": ("from_x", "from_y", "to_x", "to_y"),
-    "mouse_down": ("x", "y", "button"),
-    "mouse_up": ("x", "y", "button"),
-    "scroll": ("delta_x", "delta_y"),
-    "scroll_at": ("x", "y", "delta_x", "delta_y"),
-    "keyboard_press": ("key",),
-    "keyboard_type": ("text",),
-    "keyboard_insert_text": ("text",),
-    "keyboard_down": ("key",),
-    "keyboard_up": ("key",),
-    "goto": ("url",),
-    "go_back": (),
-    "go_forward": (),
-    "new_tab": (),
-    "tab_close": (),
-    "tab_focus": ("index",),
-    "noop": ("wait_ms",),
-    "send_msg_to_user": ("text",),
-    "report_infeasible": ("reason",),
+  "mouse_click": ("x", "y", "button"),
+  "mouse_dblclick": ("x", "y", "button"),
+  "mouse_move": ("x", "y"),
+  "mouse_drag_and_drop": ("from_x", "from_y", "to_x", "to_y"),
+  "mouse_down": ("x", "y", "button"),
+  "mouse_up": ("x", "y", "button"),
+  "scroll": ("delta_x", "delta_y"),
+  "scroll_at": ("x", "y", "delta_x", "delta_y"),
+  "keyboard_press": ("key",),
+  "keyboard_type": ("text",),
+  "keyboard_insert_text": ("text",),
+  "keyboard_down": ("key",),
+  "keyboard_up": ("key",),
+  "goto": ("url",),
+  "go_back": (),
+  "go_forward": (),
+  "new_tab": (),
+  "tab_close": (),
+  "tab_focus": ("index",),
+  "noop": ("wait_ms",),
+  "send_msg_to_user": ("text",),
+  "report_infeasible": ("reason",),
 }
 _BY_ID: dict[str, tuple[str, ...]] = {
-    "click": ("bid", "button", "modifiers"),
-    "dblclick": ("bid", "button", "modifiers"),
-    "hover": ("bid",),
-    "fill": ("bid", "value", "enable_autocomplete_menu"),
-    "press": ("bid", "key_comb"),
-    "focus": ("bid",),
-    "clear": ("bid",),
-    "check": ("bid",),
-    "uncheck": ("bid",),
-    "select_option": ("bid", "options"),
-    "drag_and_drop": ("from_bid", "to_bid"),
+  "click": ("bid", "button", "modifiers"),
+  "dblclick": ("bid", "button", "modifiers"),
+  "hover": ("bid",),
+  "fill": ("bid", "value", "enable_autocomplete_menu"),
+  "press": ("bid", "key_comb"),
+  "focus": ("bid",),
+  "clear": ("bid",),
+  "check": ("bid",),
+  "uncheck": ("bid",),
+  "select_option": ("bid", "options"),
+  "drag_and_drop": ("from_bid", "to_bid"),
 }
 _MOUSE_BUTTONS = {name: name for name in ("left", "middle", "right")}
 
@@ -136,7 +136,7 @@ def _click_element(count: int) -> gui_table.Reader:
     button = a.choice("button", _MOUSE_BUTTONS) if a.has("button") else "left"
     keys = a.held_keys("modifiers") if a.has("modifiers") else ()
     return GuiAction(
-        Kind.CLICK, element=_bid(a), button=button, count=count, keys=keys
+      Kind.CLICK, element=_bid(a), button=button, count=count, keys=keys
     )
 
   return read
@@ -153,7 +153,7 @@ def _options(a: gui_table.Arguments) -> str:
 def _scroll(a: gui_table.Arguments) -> GuiAction:
   place = a.xy() if a.has("x", "y") else {}
   return GuiAction(
-      Kind.SCROLL, **place, dx=a.number("delta_x"), dy=a.number("delta_y")
+    Kind.SCROLL, **place, dx=a.number("delta_x"), dy=a.number("delta_y")
   )
 
 
@@ -162,52 +162,50 @@ def _shortcut(*keys: str) -> gui_table.Reader:
 
 
 _READERS: dict[str, gui_table.Reader] = {
-    "mouse_click": _click(1),
-    "mouse_dblclick": _click(2),
-    "mouse_move": lambda a: GuiAction(Kind.MOVE, **a.xy()),
-    "mouse_drag_and_drop": lambda a: GuiAction(
-        Kind.DRAG, **a.xy("from_x", "from_y"), **a.xy("to_x", "to_y", end=True)
-    ),
-    "scroll": _scroll,
-    "scroll_at": _scroll,
-    "keyboard_press": lambda a: GuiAction(Kind.KEY, keys=a.keys("key")),
-    "keyboard_type": gui_table.text_of(Kind.TYPE, "text"),
-    "keyboard_insert_text": gui_table.text_of(Kind.TYPE, "text"),
-    "goto": gui_table.read_url,
-    "go_back": _shortcut("alt", "left"),
-    "go_forward": _shortcut("alt", "right"),
-    "new_tab": _shortcut("ctrl", "t"),
-    "tab_close": _shortcut("ctrl", "w"),
-    "noop": lambda a: GuiAction(
-        Kind.WAIT, duration=a.seconds("wait_ms", 1000.0) / 1000
-    ),
-    "send_msg_to_user": gui_table.text_of(Kind.ANSWER, "text"),
-    "report_infeasible": gui_table.always(Kind.TERMINATE, success=False),
-    "mouse_down": gui_table.unavailable("use mouse_drag_and_drop"),
-    "mouse_up": gui_table.unavailable("use mouse_drag_and_drop"),
-    "keyboard_down": gui_table.unavailable("use keyboard_press"),
-    "keyboard_up": gui_table.unavailable("use keyboard_press"),
-    "tab_focus": gui_table.unavailable("use keyboard_press('Control+Tab')"),
-    "click": _click_element(1),
-    "dblclick": _click_element(2),
-    "hover": lambda a: GuiAction(Kind.MOVE, element=_bid(a)),
-    "fill": lambda a: GuiAction(
-        Kind.FILL, element=_bid(a), text=a.text("value")
-    ),
-    "press": lambda a: [
-        GuiAction(Kind.FOCUS, element=_bid(a)),
-        GuiAction(Kind.KEY, keys=a.keys("key_comb")),
-    ],
-    "focus": lambda a: GuiAction(Kind.FOCUS, element=_bid(a)),
-    "clear": lambda a: GuiAction(Kind.FILL, element=_bid(a), text=""),
-    "check": lambda a: GuiAction(Kind.FILL, element=_bid(a), text="true"),
-    "uncheck": lambda a: GuiAction(Kind.FILL, element=_bid(a), text="false"),
-    "select_option": lambda a: GuiAction(
-        Kind.FILL, element=_bid(a), text=_options(a)
-    ),
-    "drag_and_drop": lambda a: GuiAction(
-        Kind.DRAG, element=_bid(a, "from_bid"), element2=_bid(a, "to_bid")
-    ),
+  "mouse_click": _click(1),
+  "mouse_dblclick": _click(2),
+  "mouse_move": lambda a: GuiAction(Kind.MOVE, **a.xy()),
+  "mouse_drag_and_drop": lambda a: GuiAction(
+    Kind.DRAG, **a.xy("from_x", "from_y"), **a.xy("to_x", "to_y", end=True)
+  ),
+  "scroll": _scroll,
+  "scroll_at": _scroll,
+  "keyboard_press": lambda a: GuiAction(Kind.KEY, keys=a.keys("key")),
+  "keyboard_type": gui_table.text_of(Kind.TYPE, "text"),
+  "keyboard_insert_text": gui_table.text_of(Kind.TYPE, "text"),
+  "goto": gui_table.read_url,
+  "go_back": _shortcut("alt", "left"),
+  "go_forward": _shortcut("alt", "right"),
+  "new_tab": _shortcut("ctrl", "t"),
+  "tab_close": _shortcut("ctrl", "w"),
+  "noop": lambda a: GuiAction(
+    Kind.WAIT, duration=a.seconds("wait_ms", 1000.0) / 1000
+  ),
+  "send_msg_to_user": gui_table.text_of(Kind.ANSWER, "text"),
+  "report_infeasible": gui_table.always(Kind.TERMINATE, success=False),
+  "mouse_down": gui_table.unavailable("use mouse_drag_and_drop"),
+  "mouse_up": gui_table.unavailable("use mouse_drag_and_drop"),
+  "keyboard_down": gui_table.unavailable("use keyboard_press"),
+  "keyboard_up": gui_table.unavailable("use keyboard_press"),
+  "tab_focus": gui_table.unavailable("use keyboard_press('Control+Tab')"),
+  "click": _click_element(1),
+  "dblclick": _click_element(2),
+  "hover": lambda a: GuiAction(Kind.MOVE, element=_bid(a)),
+  "fill": lambda a: GuiAction(Kind.FILL, element=_bid(a), text=a.text("value")),
+  "press": lambda a: [
+    GuiAction(Kind.FOCUS, element=_bid(a)),
+    GuiAction(Kind.KEY, keys=a.keys("key_comb")),
+  ],
+  "focus": lambda a: GuiAction(Kind.FOCUS, element=_bid(a)),
+  "clear": lambda a: GuiAction(Kind.FILL, element=_bid(a), text=""),
+  "check": lambda a: GuiAction(Kind.FILL, element=_bid(a), text="true"),
+  "uncheck": lambda a: GuiAction(Kind.FILL, element=_bid(a), text="false"),
+  "select_option": lambda a: GuiAction(
+    Kind.FILL, element=_bid(a), text=_options(a)
+  ),
+  "drag_and_drop": lambda a: GuiAction(
+    Kind.DRAG, element=_bid(a, "from_bid"), element2=_bid(a, "to_bid")
+  ),
 }
 
 
@@ -243,14 +241,15 @@ def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
   if w.anywhere or w.action.button != "left":
     return None
   return "mouse_drag_and_drop", {
-      **w.xy("from_x", "from_y"), **dict(zip(("to_x", "to_y"), w.end()))
+    **w.xy("from_x", "from_y"),
+    **dict(zip(("to_x", "to_y"), w.end())),
   }
 
 
 def _write_scroll(w: gui_table.Writing) -> gui_table.Call:
   deltas = {
-      "delta_x": gui_table.plain(w.action.dx),
-      "delta_y": gui_table.plain(w.action.dy),
+    "delta_x": gui_table.plain(w.action.dx),
+    "delta_y": gui_table.plain(w.action.dy),
   }
   return "scroll" if w.anywhere else "scroll_at", {**w.xy(), **deltas}
 
@@ -262,27 +261,25 @@ def _write_wait(w: gui_table.Writing) -> gui_table.Call | None:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: _write_click,
-    Kind.MOVE: _write_move,
-    Kind.FILL: _write_fill,
-    Kind.FOCUS: gui_table.writes("focus", bid="element"),
-    Kind.DRAG: _write_drag,
-    Kind.SCROLL: _write_scroll,
-    Kind.KEY: gui_table.write_keys("keyboard_press", "key", "+"),
-    Kind.TYPE: gui_table.writes("keyboard_type", text="text"),
-    Kind.WAIT: _write_wait,
-    Kind.ANSWER: gui_table.writes("send_msg_to_user", text="text"),
-    Kind.TERMINATE: lambda w: (
-        ("report_infeasible", {"reason": "infeasible"})
-        if w.action.success is False
-        else None
-    ),
+  Kind.CLICK: _write_click,
+  Kind.MOVE: _write_move,
+  Kind.FILL: _write_fill,
+  Kind.FOCUS: gui_table.writes("focus", bid="element"),
+  Kind.DRAG: _write_drag,
+  Kind.SCROLL: _write_scroll,
+  Kind.KEY: gui_table.write_keys("keyboard_press", "key", "+"),
+  Kind.TYPE: gui_table.writes("keyboard_type", text="text"),
+  Kind.WAIT: _write_wait,
+  Kind.ANSWER: gui_table.writes("send_msg_to_user", text="text"),
+  Kind.TERMINATE: lambda w: (
+    ("report_infeasible", {"reason": "infeasible"})
+    if w.action.success is False
+    else None
+  ),
 }
 
 
-class BrowserGymParser(
-    gui_table.TableParser, python_calls.PythonCallsParser
-):
+class BrowserGymParser(gui_table.TableParser, python_calls.PythonCallsParser):
   """See the module docstring."""
 
   family = "BrowserGym"
@@ -298,18 +295,18 @@ class BrowserGymParser(
     return _PROMPTS[self.observation]
 
   def to_gui_actions(
-      self, call: trajectory.ToolCall, width: int, height: int
+    self, call: trajectory.ToolCall, width: int, height: int
   ) -> list[GuiAction]:
     if call.name in _BY_ID and self.observation == "screenshot":
       raise base.GuiActionError(
-          f"action {call.name!r} is not available here; use mouse_click and"
-          " keyboard_type"
+        f"action {call.name!r} is not available here; use mouse_click and"
+        " keyboard_type"
       )
     return super().to_gui_actions(call, width, height)
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     return base.with_thought(
-        thought, *(self.write(call.name, call.arguments) for call in calls)
+      thought, *(self.write(call.name, call.arguments) for call in calls)
     )

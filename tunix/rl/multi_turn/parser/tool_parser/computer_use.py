@@ -39,50 +39,50 @@ TOOL_NAME = "computer_use"
 
 # action name -> (button, count)
 _CLICKS = {
-    "left_click": ("left", 1),
-    "right_click": ("right", 1),
-    "middle_click": ("middle", 1),
-    "double_click": ("left", 2),
-    "triple_click": ("left", 3),
+  "left_click": ("left", 1),
+  "right_click": ("right", 1),
+  "middle_click": ("middle", 1),
+  "double_click": ("left", 2),
+  "triple_click": ("left", 3),
 }
 
 # action name -> (what it does, the arguments it reads)
 _ACTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "key": ("press keys together", ("keys",)),
-    "type": ("type text at the keyboard focus", ("text",)),
-    "mouse_move": ("move the pointer", ("coordinate",)),
-    "left_click": ("click", ("coordinate", "text")),
-    "left_click_drag": (
-        "drag with the left button to coordinate",
-        ("start_coordinate", "coordinate"),
-    ),
-    "right_click": ("click the right button", ("coordinate", "text")),
-    "middle_click": ("click the middle button", ("coordinate", "text")),
-    "double_click": ("click twice", ("coordinate", "text")),
-    "triple_click": ("click three times", ("coordinate", "text")),
-    "scroll": ("turn the wheel", ("coordinate", "pixels")),
-    "hscroll": ("scroll sideways", ("coordinate", "pixels")),
-    "wait": ("let time pass", ("time",)),
-    "answer": ("give the answer to a question", ("text",)),
-    "terminate": ("end the task", ("status",)),
+  "key": ("press keys together", ("keys",)),
+  "type": ("type text at the keyboard focus", ("text",)),
+  "mouse_move": ("move the pointer", ("coordinate",)),
+  "left_click": ("click", ("coordinate", "text")),
+  "left_click_drag": (
+    "drag with the left button to coordinate",
+    ("start_coordinate", "coordinate"),
+  ),
+  "right_click": ("click the right button", ("coordinate", "text")),
+  "middle_click": ("click the middle button", ("coordinate", "text")),
+  "double_click": ("click twice", ("coordinate", "text")),
+  "triple_click": ("click three times", ("coordinate", "text")),
+  "scroll": ("turn the wheel", ("coordinate", "pixels")),
+  "hscroll": ("scroll sideways", ("coordinate", "pixels")),
+  "wait": ("let time pass", ("time",)),
+  "answer": ("give the answer to a question", ("text",)),
+  "terminate": ("end the task", ("status",)),
 }
 ACTION_NAMES = tuple(_ACTIONS)
 _ARGUMENT_ORDER = (
-    "coordinate",
-    "start_coordinate",
-    "pixels",
-    "text",
-    "keys",
-    "time",
-    "status",
+  "coordinate",
+  "start_coordinate",
+  "pixels",
+  "text",
+  "keys",
+  "time",
+  "status",
 )
 
 _SPACES = {
-    "relative": (
-        "0 to 999 from the left edge to the right, then from the top to the"
-        " bottom, whatever the screen's size"
-    ),
-    "absolute": "pixels from the left edge, then from the top",
+  "relative": (
+    "0 to 999 from the left edge to the right, then from the top to the"
+    " bottom, whatever the screen's size"
+  ),
+  "absolute": "pixels from the left edge, then from the top",
 }
 
 
@@ -94,9 +94,9 @@ def screen_sentence(coordinates: str, screen: tuple[int, int] | None) -> str:
 
 
 def computer_use_schema(
-    coordinates: str = "relative",
-    actions: Sequence[str] = ACTION_NAMES,
-    screen: tuple[int, int] | None = None,
+  coordinates: str = "relative",
+  actions: Sequence[str] = ACTION_NAMES,
+  screen: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
   """Returns the OpenAI schema of the tool.
 
@@ -107,63 +107,63 @@ def computer_use_schema(
   """
   used = {name for action in actions for name in _ACTIONS[action][1]}
   properties: dict[str, Any] = {
-      "action": {
-          "type": "string",
-          "description": "; ".join(
-              f"{action}: {_ACTIONS[action][0]}" for action in actions
-          ),
-          "enum": list(actions),
-      },
-      "keys": {
-          "type": "array",
-          "items": {"type": "string"},
-          "description": "Keys of the key action.",
-      },
-      "text": {
-          "type": "string",
-          "description": (
-              "Text to type or to answer; for clicks, modifier keys to hold."
-          ),
-      },
-      "coordinate": {
-          "type": "array",
-          "items": {"type": "number"},
-          "description": f"[x, y]: {_SPACES[coordinates]}.",
-      },
-      "start_coordinate": {
-          "type": "array",
-          "items": {"type": "number"},
-          "description": "[x, y] where a drag starts; the pointer if absent.",
-      },
-      "pixels": {
-          "type": "number",
-          "description": "Distance: up is positive, and so is right.",
-      },
-      "time": {"type": "number", "description": "Seconds to wait."},
-      "status": {
-          "type": "string",
-          "description": "Whether the task was done.",
-          "enum": ["success", "failure"],
-      },
+    "action": {
+      "type": "string",
+      "description": "; ".join(
+        f"{action}: {_ACTIONS[action][0]}" for action in actions
+      ),
+      "enum": list(actions),
+    },
+    "keys": {
+      "type": "array",
+      "items": {"type": "string"},
+      "description": "Keys of the key action.",
+    },
+    "text": {
+      "type": "string",
+      "description": (
+        "Text to type or to answer; for clicks, modifier keys to hold."
+      ),
+    },
+    "coordinate": {
+      "type": "array",
+      "items": {"type": "number"},
+      "description": f"[x, y]: {_SPACES[coordinates]}.",
+    },
+    "start_coordinate": {
+      "type": "array",
+      "items": {"type": "number"},
+      "description": "[x, y] where a drag starts; the pointer if absent.",
+    },
+    "pixels": {
+      "type": "number",
+      "description": "Distance: up is positive, and so is right.",
+    },
+    "time": {"type": "number", "description": "Seconds to wait."},
+    "status": {
+      "type": "string",
+      "description": "Whether the task was done.",
+      "enum": ["success", "failure"],
+    },
   }
   return {
-      "type": "function",
-      "function": {
-          "name": TOOL_NAME,
-          "description": (
-              "Mouse and keyboard of the computer whose screenshots you see."
-              + screen_sentence(coordinates, screen)
-          ),
-          "parameters": {
-              "type": "object",
-              "properties": {
-                  name: spec
-                  for name, spec in properties.items()
-                  if name == "action" or name in used
-              },
-              "required": ["action"],
-          },
+    "type": "function",
+    "function": {
+      "name": TOOL_NAME,
+      "description": (
+        "Mouse and keyboard of the computer whose screenshots you see."
+        + screen_sentence(coordinates, screen)
+      ),
+      "parameters": {
+        "type": "object",
+        "properties": {
+          name: spec
+          for name, spec in properties.items()
+          if name == "action" or name in used
+        },
+        "required": ["action"],
       },
+    },
   }
 
 
@@ -190,26 +190,25 @@ def read_terminate(a: gui_table.Arguments) -> GuiAction:
   status = a.values.get("status")
   if status not in (None, "success", "failure"):
     raise base.GuiActionError(
-        "status must be 'success' or 'failure', got"
-        f" {gui_table.short(status)!r}"
+      f"status must be 'success' or 'failure', got {gui_table.short(status)!r}"
     )
   success = None if status is None else status == "success"
   return GuiAction(Kind.TERMINATE, success=success)
 
 
 READERS: dict[str, gui_table.Reader] = {
-    **gui_table.clicks_of(_CLICKS, "coordinate", modifiers=("text",)),
-    "mouse_move": gui_table.point_of(Kind.MOVE, "coordinate"),
-    "left_click_drag": gui_table.drag_from_pointer(
-        "start_coordinate", "coordinate"
-    ),
-    "scroll": _scroll(False),
-    "hscroll": _scroll(True),
-    "type": gui_table.text_of(Kind.TYPE, "text"),
-    "key": lambda a: GuiAction(Kind.KEY, keys=a.keys("keys")),
-    "wait": read_wait,
-    "answer": gui_table.text_of(Kind.ANSWER, "text"),
-    "terminate": read_terminate,
+  **gui_table.clicks_of(_CLICKS, "coordinate", modifiers=("text",)),
+  "mouse_move": gui_table.point_of(Kind.MOVE, "coordinate"),
+  "left_click_drag": gui_table.drag_from_pointer(
+    "start_coordinate", "coordinate"
+  ),
+  "scroll": _scroll(False),
+  "hscroll": _scroll(True),
+  "type": gui_table.text_of(Kind.TYPE, "text"),
+  "key": lambda a: GuiAction(Kind.KEY, keys=a.keys("keys")),
+  "wait": read_wait,
+  "answer": gui_table.text_of(Kind.ANSWER, "text"),
+  "terminate": read_terminate,
 }
 
 
@@ -220,7 +219,8 @@ def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
   if w.action.button != "left":
     return None
   return "left_click_drag", {
-      **w.place("start_coordinate"), "coordinate": w.end()
+    **w.place("start_coordinate"),
+    "coordinate": w.end(),
   }
 
 
@@ -246,21 +246,19 @@ def write_terminate(w: gui_table.Writing) -> gui_table.Call:
 
 
 WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: gui_table.write_clicks(
-        _CLICKS, gui_table.Writing.place, "text"
-    ),
-    Kind.MOVE: lambda w: ("mouse_move", w.place()),
-    Kind.DRAG: _write_drag,
-    Kind.SCROLL: _write_scroll,
-    Kind.TYPE: gui_table.writes("type", text="text"),
-    Kind.KEY: lambda w: (
-        ("key", {"keys": list(w.action.keys)})
-        if w.action.duration is None
-        else None
-    ),
-    Kind.WAIT: write_wait,
-    Kind.ANSWER: gui_table.writes("answer", text="text"),
-    Kind.TERMINATE: write_terminate,
+  Kind.CLICK: gui_table.write_clicks(_CLICKS, gui_table.Writing.place, "text"),
+  Kind.MOVE: lambda w: ("mouse_move", w.place()),
+  Kind.DRAG: _write_drag,
+  Kind.SCROLL: _write_scroll,
+  Kind.TYPE: gui_table.writes("type", text="text"),
+  Kind.KEY: lambda w: (
+    ("key", {"keys": list(w.action.keys)})
+    if w.action.duration is None
+    else None
+  ),
+  Kind.WAIT: write_wait,
+  Kind.ANSWER: gui_table.writes("answer", text="text"),
+  Kind.TERMINATE: write_terminate,
 }
 
 
@@ -274,11 +272,11 @@ class ComputerUseParser(gui_table.OneToolParser, qwen.QwenToolParser):
   writers = WRITERS
 
   def __init__(
-      self,
-      style: str | None = None,
-      compact: bool = False,
-      actions: Sequence[str] = ACTION_NAMES,
-      grid: tuple[int, int] | None = None,
+    self,
+    style: str | None = None,
+    compact: bool = False,
+    actions: Sequence[str] = ACTION_NAMES,
+    grid: tuple[int, int] | None = None,
   ):
     """Args:
 
@@ -295,7 +293,7 @@ class ComputerUseParser(gui_table.OneToolParser, qwen.QwenToolParser):
     for action in actions:
       if action not in _ACTIONS:
         raise ValueError(
-            registry.unknown_name("computer_use action", action, _ACTIONS)
+          registry.unknown_name("computer_use action", action, _ACTIONS)
         )
     if grid is not None and (len(grid) != 2 or min(grid) < 1):
       raise ValueError(f"grid must be (columns, rows) >= 1, got {grid!r}")
@@ -321,14 +319,14 @@ class ComputerUseAbsoluteParser(ComputerUseParser):
 
 # Actions for a small policy: enough for every desktop task.
 COMPACT_ACTIONS = (
-    "left_click",
-    "double_click",
-    "right_click",
-    "left_click_drag",
-    "scroll",
-    "type",
-    "key",
-    "answer",
+  "left_click",
+  "double_click",
+  "right_click",
+  "left_click_drag",
+  "scroll",
+  "type",
+  "key",
+  "answer",
 )
 
 
@@ -347,6 +345,6 @@ class ComputerUseCompactParser(ComputerUseParser):
     used = {a for action in self.actions for a in _ACTIONS[action][1]}
     names = [a for a in _ARGUMENT_ORDER if a in used]
     return (
-        f"<tools>\n{TOOL_NAME}(action: {'|'.join(self.actions)},"
-        f" {', '.join(names)})\n</tools>"
+      f"<tools>\n{TOOL_NAME}(action: {'|'.join(self.actions)},"
+      f" {', '.join(names)})\n</tools>"
     )

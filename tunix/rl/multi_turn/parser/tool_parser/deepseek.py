@@ -34,9 +34,7 @@ class DeepSeekToolParser(scanning.JsonCallsParser):
 
   before = (_OPEN,)
   after = (_CLOSE,)
-  noise = re.compile(
-      f"{_ALL_OPEN}|{_ALL_CLOSE}|<｜end▁of▁sentence｜>"
-  )
+  noise = re.compile(f"{_ALL_OPEN}|{_ALL_CLOSE}|<｜end▁of▁sentence｜>")
   resuming = re.compile(f"{_CLOSE}|{_OPEN}")
   style = "v3.1"
 
@@ -56,18 +54,18 @@ class DeepSeekToolParser(scanning.JsonCallsParser):
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
     example = self.format_calls([trajectory.ToolCall("function_name", {})])
     return (
-        f"## Tools\nYou have these tools:\n{base.schema_lines(tools_schema)}"
-        f"\n\nTo call one, write it in this form:\n{example}"
+      f"## Tools\nYou have these tools:\n{base.schema_lines(tools_schema)}"
+      f"\n\nTo call one, write it in this form:\n{example}"
     )
 
   def read_block(
-      self, text: str, start: int
+    self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     first, where = _word(text, start + len(_OPEN), "a function's name")
     where = scanning.skip_space(text, where)
     if not text.startswith(_SEPARATOR, where):
       raise base.ToolParseError(
-          f"expected {_SEPARATOR}, found {scanning.quote(text, where)}", where
+        f"expected {_SEPARATOR}, found {scanning.quote(text, where)}", where
       )
     where = scanning.skip_space(text, where + len(_SEPARATOR))
     if text.startswith("{", where):
@@ -82,11 +80,11 @@ class DeepSeekToolParser(scanning.JsonCallsParser):
       end = fence.end()
     call = trajectory.ToolCall(name, scanning.as_arguments(value, name, where))
     return (call,), scanning.end_of_block(
-        text,
-        end,
-        (_CLOSE, _ALL_CLOSE),
-        _OPEN,
-        f"{_CLOSE} after the call of {name!r}",
+      text,
+      end,
+      (_CLOSE, _ALL_CLOSE),
+      _OPEN,
+      f"{_CLOSE} after the call of {name!r}",
     )
 
   def format_calls(self, calls: Sequence[trajectory.ToolCall]) -> str:
@@ -99,7 +97,7 @@ class DeepSeekToolParser(scanning.JsonCallsParser):
     if self.style == "v3.1":
       return f"{_OPEN}{call.name}{_SEPARATOR}{body}{_CLOSE}"
     return (
-        f"{_OPEN}function{_SEPARATOR}{call.name}\n```json\n{body}\n```{_CLOSE}"
+      f"{_OPEN}function{_SEPARATOR}{call.name}\n```json\n{body}\n```{_CLOSE}"
     )
 
 
@@ -107,6 +105,6 @@ def _word(text: str, start: int, what: str) -> tuple[str, int]:
   match = _WORD.match(text, start)
   if match is None:
     raise base.ToolParseError(
-        f"expected {what}, found {scanning.quote(text, start)}", start
+      f"expected {what}, found {scanning.quote(text, start)}", start
     )
   return match.group(1), match.end()

@@ -31,7 +31,7 @@ _COLON = re.compile(r"\s*:\s*")
 _WORD = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 _DEEPEST = 32
 _DEVELOPER = (
-    "You are a model that can do function calling with the following functions"
+  "You are a model that can do function calling with the following functions"
 )
 
 
@@ -44,28 +44,28 @@ class FunctionGemmaParser(scanning.ScanningParser):
 
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
     return "\n".join(
-        [_DEVELOPER, "".join(map(_declared, base.as_schemas(tools_schema)))]
+      [_DEVELOPER, "".join(map(_declared, base.as_schemas(tools_schema)))]
     )
 
   def read_block(
-      self, text: str, start: int
+    self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     where = start + len(_OPEN)
     named = _CALL.match(text, where)
     if named is None:
       raise base.ToolParseError(
-          "expected call:NAME{…}, found"
-          f" {scanning.quote(text, scanning.skip_space(text, where))}",
-          where,
+        "expected call:NAME{…}, found"
+        f" {scanning.quote(text, scanning.skip_space(text, where))}",
+        where,
       )
     arguments, end = _read_object(text, named.end(), 0)
     call = trajectory.ToolCall(named.group(1), arguments)
     return (call,), scanning.end_of_block(
-        text, end, (_CLOSE,), _OPEN, f"{_CLOSE} after the call of {call.name!r}"
+      text, end, (_CLOSE,), _OPEN, f"{_CLOSE} after the call of {call.name!r}"
     )
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     block = "".join(map(self._write, calls))
     return base.with_thought(thought, *((block,) if calls else ()))
@@ -100,7 +100,7 @@ def _key(key: str) -> str:
 
 
 def _read_object(
-    text: str, start: int, depth: int
+  text: str, start: int, depth: int
 ) -> tuple[dict[str, Any], int]:
   items: dict[str, Any] = {}
   end = scanning.skip_space(text, start + 1)
@@ -113,7 +113,7 @@ def _read_object(
       key = colon.group(1) if colon else ""
     if colon is None:
       raise base.ToolParseError(
-          f"expected key:value or }}, found {scanning.quote(text, end)}", end
+        f"expected key:value or }}, found {scanning.quote(text, end)}", end
       )
     items[key], end = _read_value(text, colon.end(), depth + 1)
     end = _next(text, end, "}")
@@ -147,7 +147,7 @@ def _read_value(text: str, start: int, depth: int) -> tuple[Any, int]:
   word = _WORD.match(text, start)
   if word is None:
     raise base.ToolParseError(
-        f"expected a value, found {scanning.quote(text, start)}", start
+      f"expected a value, found {scanning.quote(text, start)}", start
     )
   try:
     value, end = scanning.read_json(word.group(), 0)
@@ -155,7 +155,7 @@ def _read_value(text: str, start: int, depth: int) -> tuple[Any, int]:
     raise base.ToolParseError(str(error), start) from None
   if end != len(word.group()):  # A zero before other digits.
     raise base.ToolParseError(
-        f"expected a value, found {scanning.quote(text, start)}", start
+      f"expected a value, found {scanning.quote(text, start)}", start
     )
   return value, word.end()
 
@@ -170,7 +170,7 @@ def _next(text: str, start: int, close: str) -> int:
   elif text.startswith(close, end):
     return end
   raise base.ToolParseError(
-      f"expected , or {close}, found {scanning.quote(text, end)}", end
+    f"expected , or {close}, found {scanning.quote(text, end)}", end
   )
 
 
@@ -181,8 +181,8 @@ def _declared(schema: Mapping[str, Any]) -> str:
   if parameters := function.get("parameters"):
     body["parameters"] = _capitals(_ordered(parameters))
   return (
-      f"<start_function_declaration>declaration:{function['name']}"
-      f"{_described(body)}<end_function_declaration>"
+    f"<start_function_declaration>declaration:{function['name']}"
+    f"{_described(body)}<end_function_declaration>"
   )
 
 
@@ -191,8 +191,8 @@ def _ordered(schema: Mapping[str, Any]) -> dict[str, Any]:
   ordered = {k: v for k, v in schema.items() if k != "type"}
   if isinstance(ordered.get("properties"), Mapping):
     ordered["properties"] = {
-        name: _ordered(one) if isinstance(one, Mapping) else one
-        for name, one in ordered["properties"].items()
+      name: _ordered(one) if isinstance(one, Mapping) else one
+      for name, one in ordered["properties"].items()
     }
   return ordered | {k: v for k, v in schema.items() if k == "type"}
 
@@ -200,8 +200,8 @@ def _ordered(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _capitals(value: Any) -> Any:
   if isinstance(value, Mapping):
     return {
-        k: v.upper() if k == "type" and isinstance(v, str) else _capitals(v)
-        for k, v in value.items()
+      k: v.upper() if k == "type" and isinstance(v, str) else _capitals(v)
+      for k, v in value.items()
     }
   return [_capitals(v) for v in value] if isinstance(value, list) else value
 

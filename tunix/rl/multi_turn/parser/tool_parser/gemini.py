@@ -64,14 +64,14 @@ class GeminiToolParser(scanning.JsonCallsParser):
     return {_WRAPPERS[0]: super().to_object(call)}
 
   def calls_of(
-      self, value: Any, position: int
+    self, value: Any, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     for key in _WRAPPERS:
       if isinstance(value, dict) and key in value:
         return [
-            scanning.call_from_object(
-                value[key], position, self.name_key, self.arguments_keys
-            )
+          scanning.call_from_object(
+            value[key], position, self.name_key, self.arguments_keys
+          )
         ]
     return super().calls_of(value, position)
 
@@ -97,31 +97,29 @@ def _scroll_at(a: gui_table.Arguments) -> GuiAction:
   dx, dy = a.choice("direction", gui_table.DIRECTIONS)
   part = a.seconds("magnitude", float(_MAGNITUDE)) / 1000
   return GuiAction(
-      Kind.SCROLL,
-      **a.xy(),
-      dx=dx * round(part * a.size[0]),
-      dy=dy * round(part * a.size[1]),
+    Kind.SCROLL,
+    **a.xy(),
+    dx=dx * round(part * a.size[0]),
+    dy=dy * round(part * a.size[1]),
   )
 
 
 _READERS: dict[str, gui_table.Reader] = {
-    "click_at": lambda a: GuiAction(Kind.CLICK, **a.xy()),
-    "hover_at": lambda a: GuiAction(Kind.MOVE, **a.xy()),
-    "type_text_at": _type_text,
-    "scroll_document": gui_table.scroll_of("direction", notches=4),
-    "scroll_at": _scroll_at,
-    "drag_and_drop": lambda a: GuiAction(
-        Kind.DRAG,
-        **a.xy(),
-        **a.xy("destination_x", "destination_y", end=True),
-    ),
-    "key_combination": lambda a: GuiAction(Kind.KEY, keys=a.keys("keys")),
-    "navigate": gui_table.read_url,
-    "go_back": gui_table.always(Kind.KEY, keys=("alt", "left")),
-    "go_forward": gui_table.always(Kind.KEY, keys=("alt", "right")),
-    "wait_5_seconds": gui_table.always(Kind.WAIT, duration=_WAIT_S),
-    "open_web_browser": gui_table.always(Kind.OPEN_APP, text="browser"),
-    "search": gui_table.unavailable("use navigate"),
+  "click_at": lambda a: GuiAction(Kind.CLICK, **a.xy()),
+  "hover_at": lambda a: GuiAction(Kind.MOVE, **a.xy()),
+  "type_text_at": _type_text,
+  "scroll_document": gui_table.scroll_of("direction", notches=4),
+  "scroll_at": _scroll_at,
+  "drag_and_drop": lambda a: GuiAction(
+    Kind.DRAG, **a.xy(), **a.xy("destination_x", "destination_y", end=True)
+  ),
+  "key_combination": lambda a: GuiAction(Kind.KEY, keys=a.keys("keys")),
+  "navigate": gui_table.read_url,
+  "go_back": gui_table.always(Kind.KEY, keys=("alt", "left")),
+  "go_forward": gui_table.always(Kind.KEY, keys=("alt", "right")),
+  "wait_5_seconds": gui_table.always(Kind.WAIT, duration=_WAIT_S),
+  "open_web_browser": gui_table.always(Kind.OPEN_APP, text="browser"),
+  "search": gui_table.unavailable("use navigate"),
 }
 
 
@@ -145,22 +143,23 @@ def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
   if w.anywhere or w.action.button != "left":
     return None
   return "drag_and_drop", {
-      **w.xy(), **dict(zip(("destination_x", "destination_y"), w.end()))
+    **w.xy(),
+    **dict(zip(("destination_x", "destination_y"), w.end())),
   }
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: _write_click,
-    Kind.MOVE: lambda w: ("hover_at", w.xy()),
-    Kind.SCROLL: _write_scroll,
-    Kind.DRAG: _write_drag,
-    Kind.KEY: gui_table.write_keys("key_combination", "keys", "+"),
-    Kind.WAIT: lambda w: (
-        ("wait_5_seconds", {}) if w.action.duration == _WAIT_S else None
-    ),
-    Kind.OPEN_APP: lambda w: (
-        ("open_web_browser", {}) if w.action.text == "browser" else None
-    ),
+  Kind.CLICK: _write_click,
+  Kind.MOVE: lambda w: ("hover_at", w.xy()),
+  Kind.SCROLL: _write_scroll,
+  Kind.DRAG: _write_drag,
+  Kind.KEY: gui_table.write_keys("key_combination", "keys", "+"),
+  Kind.WAIT: lambda w: (
+    ("wait_5_seconds", {}) if w.action.duration == _WAIT_S else None
+  ),
+  Kind.OPEN_APP: lambda w: (
+    ("open_web_browser", {}) if w.action.text == "browser" else None
+  ),
 }
 
 

@@ -41,7 +41,7 @@ class GemmaToolParser(scanning.ScanningParser):
   resuming = re.compile(rf"\n{_CLOSE}|{re.escape(_OPEN)}")
 
   def read_block(
-      self, text: str, start: int
+    self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     inside = start + len(_OPEN)
     close = text.find(_CLOSE, inside)
@@ -55,15 +55,15 @@ class GemmaToolParser(scanning.ScanningParser):
     if not calls:
       raise base.ToolParseError("a block of tool_code has no call", start)
     return (
-        [llama.as_tool_call(call) for call in calls],
-        min(len(text), end + len(_CLOSE)),
+      [llama.as_tool_call(call) for call in calls],
+      min(len(text), end + len(_CLOSE)),
     )
 
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
     return _PROMPT.replace("{tools}", base.schema_lines(tools_schema))
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     lines: list[Any] = [thought] if thought else []
     if calls:

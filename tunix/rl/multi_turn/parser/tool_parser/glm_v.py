@@ -74,25 +74,25 @@ Reason: ...
 Action: {"action_type":...}"""
 _WAIT_S = 5.0
 _CLICKS = {
-    "left_click": ("left", 1),
-    "right_click": ("right", 1),
-    "middle_click": ("middle", 1),
-    "left_double_click": ("left", 2),
+  "left_click": ("left", 1),
+  "right_click": ("right", 1),
+  "middle_click": ("middle", 1),
+  "left_double_click": ("left", 2),
 }
 _READERS: dict[str, gui_table.Reader] = {
-    **gui_table.clicks_of(_CLICKS, "start_box"),
-    "hover": gui_table.point_of(Kind.MOVE, "start_box"),
-    "left_drag": lambda a: GuiAction(
-        Kind.DRAG, **a.point("start_box"), **a.point("end_box", end=True)
-    ),
-    "key": lambda a: GuiAction(Kind.KEY, keys=a.keys("keys")),
-    "type": gui_table.text_of(Kind.TYPE, "content"),
-    "scroll": gui_table.scroll_of(
-        "direction", "start_box", step="step", notches=5.0
-    ),
-    "WAIT": gui_table.always(Kind.WAIT, duration=_WAIT_S),
-    "DONE": gui_table.always(Kind.TERMINATE, success=True),
-    "FAIL": gui_table.always(Kind.TERMINATE, success=False),
+  **gui_table.clicks_of(_CLICKS, "start_box"),
+  "hover": gui_table.point_of(Kind.MOVE, "start_box"),
+  "left_drag": lambda a: GuiAction(
+    Kind.DRAG, **a.point("start_box"), **a.point("end_box", end=True)
+  ),
+  "key": lambda a: GuiAction(Kind.KEY, keys=a.keys("keys")),
+  "type": gui_table.text_of(Kind.TYPE, "content"),
+  "scroll": gui_table.scroll_of(
+    "direction", "start_box", step="step", notches=5.0
+  ),
+  "WAIT": gui_table.always(Kind.WAIT, duration=_WAIT_S),
+  "DONE": gui_table.always(Kind.TERMINATE, success=True),
+  "FAIL": gui_table.always(Kind.TERMINATE, success=False),
 }
 
 
@@ -113,18 +113,17 @@ def _write_scroll(w: gui_table.Writing) -> gui_table.Call | None:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: gui_table.write_clicks(_CLICKS, _at),
-    Kind.MOVE: lambda w: ("hover", _at(w)),
-    Kind.DRAG: gui_table.write_drag("left_drag", "start_box", "end_box", _box),
-    Kind.KEY: gui_table.write_keys("key", "keys", "+"),
-    Kind.TYPE: gui_table.writes("type", content="text"),
-    Kind.SCROLL: _write_scroll,
-    Kind.WAIT: lambda w: (
-        ("WAIT", {}) if w.action.duration == _WAIT_S else None
-    ),
-    Kind.TERMINATE: lambda w: (
-        "FAIL" if w.action.success is False else "DONE", {}
-    ),
+  Kind.CLICK: gui_table.write_clicks(_CLICKS, _at),
+  Kind.MOVE: lambda w: ("hover", _at(w)),
+  Kind.DRAG: gui_table.write_drag("left_drag", "start_box", "end_box", _box),
+  Kind.KEY: gui_table.write_keys("key", "keys", "+"),
+  Kind.TYPE: gui_table.writes("type", content="text"),
+  Kind.SCROLL: _write_scroll,
+  Kind.WAIT: lambda w: ("WAIT", {}) if w.action.duration == _WAIT_S else None,
+  Kind.TERMINATE: lambda w: (
+    "FAIL" if w.action.success is False else "DONE",
+    {},
+  ),
 }
 
 
@@ -138,23 +137,22 @@ class GlmVParser(gui_table.TableParser, scanning.ScanningParser):
   readers = _READERS
   writers = _WRITERS
   opening = re.compile(
-      r"(?<![\w.])(?:" + "|".join(map(re.escape, _READERS)) + r")\s*(?=\()"
+    r"(?<![\w.])(?:" + "|".join(map(re.escape, _READERS)) + r")\s*(?=\()"
   )
   noise = re.compile(r"<\|(?:begin|end)_of_box\|>|(?m:^[ \t]*Action:)")
 
   def read_block(
-      self, text: str, start: int
+    self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     call, end = ui_tars.read_action(text, start)
     return (call,), end
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     actions = map(ui_tars.write_action, calls)
     return base.with_thought(
-        thought,
-        *(f"Action: <|begin_of_box|>{a}<|end_of_box|>" for a in actions),
+      thought, *(f"Action: <|begin_of_box|>{a}<|end_of_box|>" for a in actions)
     )
 
 
@@ -179,7 +177,7 @@ class GlmVMobileParser(android_world.AndroidWorldParser):
   space = gui_table.THOUSANDTHS
   boxes = True
   noise = re.compile(
-      r"(?m)^[ \t]*(?:Memory|Reason|Action):|<\|(?:begin|end)_of_box\|>"
+    r"(?m)^[ \t]*(?:Memory|Reason|Action):|<\|(?:begin|end)_of_box\|>"
   )
   readers = android_world.make_readers(_Boxes())
   writers = android_world.make_writers(_Boxes())

@@ -32,10 +32,10 @@ GuiAction = gui_action.GuiAction
 Kind = gui_action.GuiActionKind
 
 DIRECTIONS: Mapping[str, tuple[int, int]] = {
-    "up": (0, -1),
-    "down": (0, 1),
-    "left": (-1, 0),
-    "right": (1, 0),
+  "up": (0, -1),
+  "down": (0, 1),
+  "left": (-1, 0),
+  "right": (1, 0),
 }
 """Direction -> steps along x and y, origin top left."""
 
@@ -77,7 +77,7 @@ class Space:
     if not 0 <= number <= limit:
       top = extent - 1 if self.scale is None else self.top or self.scale
       raise base.GuiActionError(
-          f"{label} must be between 0 and {top:g}, got {number:g}"
+        f"{label} must be between 0 and {top:g}, got {number:g}"
       )
     if self.scale is not None:
       number = number * extent / self.scale
@@ -97,7 +97,7 @@ class Space:
     """
     if not 0 <= pixel <= extent:
       raise base.GuiActionError(
-          f"pixel {pixel:g} lies outside a screenshot side of {extent}"
+        f"pixel {pixel:g} lies outside a screenshot side of {extent}"
       )
     if bins:
       index = min(bins - 1, max(0, int(pixel * bins // extent)))
@@ -186,7 +186,7 @@ class Arguments:
       return value.strip().lower() == "true"
     if not isinstance(value, bool):
       raise base.GuiActionError(
-          f"{field} must be true or false, got {short(value)}"
+        f"{field} must be true or false, got {short(value)}"
       )
     return value
 
@@ -196,7 +196,7 @@ class Arguments:
     option = options.get(str(value).strip().lower(), _MISSING)
     if option is _MISSING:
       raise base.GuiActionError(
-          registry.unknown_name(field, short(value), options)
+        registry.unknown_name(field, short(value), options)
       )
     return option
 
@@ -227,32 +227,28 @@ class Arguments:
     lengths = (2, 4) if self.boxes else (2,)
     if not isinstance(value, (list, tuple)) or len(value) not in lengths:
       raise base.GuiActionError(
-          f"{field} must be [x, y], got {short(self.values[field])}"
+        f"{field} must be [x, y], got {short(self.values[field])}"
       )
     numbers = [
-        as_number(number, f"{field} {'xy'[i % 2]}")
-        for i, number in enumerate(value)
+      as_number(number, f"{field} {'xy'[i % 2]}")
+      for i, number in enumerate(value)
     ]
     if len(numbers) == 4:
       numbers = [(numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2]
     return self._pixels(numbers, (f"{field} x", f"{field} y"), end)
 
-  def xy(
-      self, x: str = "x", y: str = "y", end: bool = False
-  ) -> dict[str, Any]:
+  def xy(self, x: str = "x", y: str = "y", end: bool = False) -> dict[str, Any]:
     """As `point`, of two fields."""
     numbers = [as_number(self.need(field), field) for field in (x, y)]
     return self._pixels(numbers, (x, y), end)
 
   def _pixels(
-      self, numbers: Sequence[float], labels: Sequence[str], end: bool
+    self, numbers: Sequence[float], labels: Sequence[str], end: bool
   ) -> dict[str, Any]:
     names = ("x2", "y2") if end else ("x", "y")
     return {
-        name: self.space.read(number, extent, label)
-        for name, number, extent, label in zip(
-            names, numbers, self.size, labels
-        )
+      name: self.space.read(number, extent, label)
+      for name, number, extent, label in zip(names, numbers, self.size, labels)
     }
 
   def swipe(self, way: str, at: Mapping[str, float] | None) -> GuiAction:
@@ -304,8 +300,8 @@ class Writing:
 
   def _point(self, x: float | None, y: float | None) -> list[Any]:
     return [
-        self.space.write(cast(float, value), extent, bins)
-        for value, extent, bins in zip((x, y), self.size, self.grid)
+      self.space.write(cast(float, value), extent, bins)
+      for value, extent, bins in zip((x, y), self.size, self.grid)
     ]
 
   def place(self, field: str = "coordinate") -> dict[str, Any]:
@@ -318,9 +314,7 @@ class Writing:
 
   def direction(self) -> str | None:
     """Returns the way of a scroll of one axis, None for another."""
-    sign = tuple(
-        (v > 0) - (v < 0) for v in (self.action.dx, self.action.dy)
-    )
+    sign = tuple((v > 0) - (v < 0) for v in (self.action.dx, self.action.dy))
     return next((k for k, v in DIRECTIONS.items() if v == sign), None)
 
   def swipe_direction(self) -> str | None:
@@ -334,15 +328,20 @@ class Writing:
     reading = Arguments({}, "", self.size, ABSOLUTE)
     at = {"x": action.x, "y": action.y}
     moved = math.dist(
-        (action.x, action.y), (action.x2, action.y2)  # type: ignore[arg-type]
+      (action.x, action.y),
+      (action.x2, action.y2),  # type: ignore[arg-type]
     )
     if moved < 1:  # At a screen's edge, as if it were any way.
       return None
     for way in DIRECTIONS:
       swipe = reading.swipe(way, cast(Mapping[str, float], at))
-      if math.dist(
-          (swipe.x2, swipe.y2), (action.x2, action.y2)  # type: ignore[arg-type]
-      ) < _SAME_PX:
+      if (
+        math.dist(
+          (swipe.x2, swipe.y2),
+          (action.x2, action.y2),  # type: ignore[arg-type]
+        )
+        < _SAME_PX
+      ):
         return way
     return None
 
@@ -357,7 +356,7 @@ def unavailable(instead: str) -> Reader:
 
   def read(a: Arguments) -> GuiAction:
     raise base.GuiActionError(
-        f"action {a.action!r} is not available here; {instead}"
+      f"action {a.action!r} is not available here; {instead}"
     )
 
   return read
@@ -379,9 +378,9 @@ def point_of(kind: Kind, *names: str, **fields: Any) -> Reader:
 
 
 def clicks_of(
-    clicks: dict[str, tuple[str, int]],
-    *fields: str,
-    modifiers: Sequence[str] = (),
+  clicks: dict[str, tuple[str, int]],
+  *fields: str,
+  modifiers: Sequence[str] = (),
 ) -> dict[str, Reader]:
   """Returns readers of clicks at the point that is in one of the fields.
 
@@ -394,11 +393,11 @@ def clicks_of(
 
   def reader(button: str, count: int) -> Reader:
     return lambda a: GuiAction(
-        Kind.CLICK,
-        **a.point(*fields),
-        button=button,
-        count=count,
-        keys=next(filter(None, map(a.held_keys, modifiers)), ()),
+      Kind.CLICK,
+      **a.point(*fields),
+      button=button,
+      count=count,
+      keys=next(filter(None, map(a.held_keys, modifiers)), ()),
     )
 
   return {name: reader(*which) for name, which in clicks.items()}
@@ -415,7 +414,7 @@ def drag_from_pointer(start: str, end: str) -> Reader:
 
 
 def scroll_of(
-    way: str, *place: str, step: str = "", notches: float = 1
+  way: str, *place: str, step: str = "", notches: float = 1
 ) -> Reader:
   """Reads a scroll whose direction is in the field `way`.
 
@@ -438,16 +437,16 @@ def scroll_of(
 def read_url(a: Arguments) -> list[GuiAction]:
   """Reads a visit to the page in the field `url`, by the browser's shortcut."""
   return [
-      GuiAction(Kind.KEY, keys=("ctrl", "l")),
-      GuiAction(Kind.TYPE, text=a.name("url")),
-      GuiAction(Kind.KEY, keys=("enter",)),
+    GuiAction(Kind.KEY, keys=("ctrl", "l")),
+    GuiAction(Kind.TYPE, text=a.name("url")),
+    GuiAction(Kind.KEY, keys=("enter",)),
   ]
 
 
 def write_clicks(
-    clicks: dict[str, tuple[str, int]],
-    place: Callable[[Writing], dict[str, Any]],
-    modifiers: str = "",
+  clicks: dict[str, tuple[str, int]],
+  place: Callable[[Writing], dict[str, Any]],
+  modifiers: str = "",
 ) -> Writer:
   """Writes clicks as the first name of their button and count.
 
@@ -468,7 +467,7 @@ def write_clicks(
 
 
 def write_drag(
-    name: str, start: str, end: str, form: Callable[[Sequence[Any]], Any] = list
+  name: str, start: str, end: str, form: Callable[[Sequence[Any]], Any] = list
 ) -> Writer:
   """Writes a drag with the left button, `form` being the text of a point."""
 
@@ -495,7 +494,8 @@ def write_keys(name: str, field: str, joint: str | None) -> Writer:
 def writes(name: str, **fields: str) -> Writer:
   """Writes an action by fields of it: argument="field of the action"."""
   return lambda w: (
-      name, {key: getattr(w.action, field) for key, field in fields.items()}
+    name,
+    {key: getattr(w.action, field) for key, field in fields.items()},
   )
 
 
@@ -531,8 +531,8 @@ class TableParser(base.GuiActionParser):
   @property
   def default_tools(self) -> list[dict[str, Any]]:
     return [
-        {"type": "function", "function": {"name": name}}
-        for name in self.action_names
+      {"type": "function", "function": {"name": name}}
+      for name in self.action_names
     ]
 
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
@@ -570,16 +570,14 @@ class TableParser(base.GuiActionParser):
     return self.readers
 
   def to_gui_actions(
-      self, call: trajectory.ToolCall, width: int, height: int
+    self, call: trajectory.ToolCall, width: int, height: int
   ) -> list[GuiAction]:
     name, values = self.action_of(call)
     if not isinstance(name, str) or name not in self.action_names:
       raise base.UnknownActionError(
-          registry.unknown_name("action", short(name), self.action_names)
+        registry.unknown_name("action", short(name), self.action_names)
       )
-    arguments = Arguments(
-        values, name, (width, height), self.space, self.boxes
-    )
+    arguments = Arguments(values, name, (width, height), self.space, self.boxes)
     try:
       actions = self.readers[name](arguments)
     except base.GuiActionError:
@@ -589,39 +587,39 @@ class TableParser(base.GuiActionParser):
     return actions if isinstance(actions, list) else [actions]
 
   def to_gui_action(
-      self, call: trajectory.ToolCall, width: int, height: int
+    self, call: trajectory.ToolCall, width: int, height: int
   ) -> GuiAction:
     actions = self.to_gui_actions(call, width, height)
     if len(actions) != 1:
       raise base.GuiActionError(
-          f"a call of {call.name!r} stands for {len(actions)} actions; read it"
-          " with to_gui_actions"
+        f"a call of {call.name!r} stands for {len(actions)} actions; read it"
+        " with to_gui_actions"
       )
     return actions[0]
 
   def format_gui_action(
-      self,
-      action: GuiAction,
-      width: int,
-      height: int,
-      thought: str | None = None,
-      grid: tuple[int, int] | None = None,
+    self,
+    action: GuiAction,
+    width: int,
+    height: int,
+    thought: str | None = None,
+    grid: tuple[int, int] | None = None,
   ) -> str:
     """See the base class. `grid` overrides the parser's own."""
     writer = self.writers.get(action.kind)
     writing = Writing(
-        action, (width, height), self.space, grid or self.grid or (0, 0)
+      action, (width, height), self.space, grid or self.grid or (0, 0)
     )
     written = writer(writing) if writer is not None else None
     if written is None:
       raise base.GuiActionError(
-          f"{self.family} cannot express {short(action.to_json())}"
+        f"{self.family} cannot express {short(action.to_json())}"
       )
     name, arguments = written
     if name not in self.action_names:
       raise base.GuiActionError(
-          f"this grammar has no {name!r} action; it has:"
-          f" {', '.join(self.action_names)}"
+        f"this grammar has no {name!r} action; it has:"
+        f" {', '.join(self.action_names)}"
       )
     calls = self.call_of(name, arguments)
     if not isinstance(calls, list):
@@ -641,7 +639,7 @@ class OneToolParser(TableParser):
   def action_of(self, call: trajectory.ToolCall) -> Call:
     if call.name != self.tool_name:
       raise base.UnknownActionError(
-          registry.unknown_name("tool", short(call.name), (self.tool_name,))
+        registry.unknown_name("tool", short(call.name), (self.tool_name,))
       )
     return call.arguments.get("action"), call.arguments  # type: ignore[return-value]
 
@@ -664,7 +662,7 @@ def as_number(value: Any, label: str) -> float:
     return number
   except (ValueError, OverflowError):
     raise base.GuiActionError(
-        f"{label} must be a number, got {short(value)}"
+      f"{label} must be a number, got {short(value)}"
     ) from None
 
 

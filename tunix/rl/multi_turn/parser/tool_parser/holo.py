@@ -53,9 +53,9 @@ what the task asks for, and choose the next action. x and y are {space}.
 def _write_element(a: gui_table.Arguments) -> list[GuiAction]:
   at = a.xy()
   return [
-      GuiAction(Kind.CLICK, **at),
-      GuiAction(Kind.TYPE, text=a.text("content")),
-      GuiAction(Kind.KEY, keys=("enter",)),
+    GuiAction(Kind.CLICK, **at),
+    GuiAction(Kind.TYPE, text=a.text("content")),
+    GuiAction(Kind.KEY, keys=("enter",)),
   ]
 
 
@@ -65,17 +65,17 @@ def _wait(a: gui_table.Arguments) -> GuiAction:
 
 _OTHERWISE = "use click_element on the page instead"
 _READERS: dict[str, gui_table.Reader] = {
-    "click_element": lambda a: GuiAction(Kind.CLICK, **a.xy()),
-    "click_absolute": lambda a: GuiAction(Kind.CLICK, **a.xy()),
-    "write_element_abs": _write_element,
-    "write_element": _write_element,
-    "scroll": gui_table.scroll_of("direction"),
-    "go_back": gui_table.always(Kind.SYSTEM_BUTTON, text="back"),
-    "refresh": gui_table.always(Kind.KEY, keys=("f5",)),
-    "wait": _wait,
-    "answer": gui_table.text_of(Kind.ANSWER, "content"),
-    "goto": gui_table.unavailable(_OTHERWISE),
-    "restart": gui_table.unavailable(_OTHERWISE),
+  "click_element": lambda a: GuiAction(Kind.CLICK, **a.xy()),
+  "click_absolute": lambda a: GuiAction(Kind.CLICK, **a.xy()),
+  "write_element_abs": _write_element,
+  "write_element": _write_element,
+  "scroll": gui_table.scroll_of("direction"),
+  "go_back": gui_table.always(Kind.SYSTEM_BUTTON, text="back"),
+  "refresh": gui_table.always(Kind.KEY, keys=("f5",)),
+  "wait": _wait,
+  "answer": gui_table.text_of(Kind.ANSWER, "content"),
+  "goto": gui_table.unavailable(_OTHERWISE),
+  "restart": gui_table.unavailable(_OTHERWISE),
 }
 
 
@@ -103,14 +103,14 @@ def _write_wait(w: gui_table.Writing) -> gui_table.Call | None:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: _write_click,
-    Kind.SCROLL: _write_scroll,
-    Kind.KEY: _write_key,
-    Kind.WAIT: _write_wait,
-    Kind.SYSTEM_BUTTON: lambda w: (
-        ("go_back", {}) if w.action.text == "back" else None
-    ),
-    Kind.ANSWER: gui_table.writes("answer", content="text"),
+  Kind.CLICK: _write_click,
+  Kind.SCROLL: _write_scroll,
+  Kind.KEY: _write_key,
+  Kind.WAIT: _write_wait,
+  Kind.SYSTEM_BUTTON: lambda w: (
+    ("go_back", {}) if w.action.text == "back" else None
+  ),
+  Kind.ANSWER: gui_table.writes("answer", content="text"),
 }
 
 
@@ -127,7 +127,7 @@ class Holo15Parser(gui_table.TableParser, scanning.JsonCallsParser):
   arguments_keys = ()
 
   def calls_of(
-      self, value: Any, position: int
+    self, value: Any, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     if not isinstance(value, dict) or "action" not in value:
       return None
@@ -135,7 +135,7 @@ class Holo15Parser(gui_table.TableParser, scanning.JsonCallsParser):
     if isinstance(action, dict):
       value = action
     return super().calls_of(value, position) or [
-        scanning.call_from_object(value, position, "action", ())
+      scanning.call_from_object(value, position, "action", ())
     ]
 
   def parse_result(self, model_response: str) -> base.ParseResult:
@@ -147,25 +147,27 @@ class Holo15Parser(gui_table.TableParser, scanning.JsonCallsParser):
     thoughts = [result.thought, *map(step.get, fields)]
     texts = [t for t in thoughts if isinstance(t, str) and t]
     return base.ParseResult(
-        result.calls,
-        "\n".join(texts),
-        result.answer,
-        failures=result.failures,
-        positions=result.positions,
+      result.calls,
+      "\n".join(texts),
+      result.answer,
+      failures=result.failures,
+      positions=result.positions,
     )
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     if not calls:
       return thought or ""
     return "\n".join(
-        scanning.compact_json({
-            "note": "",
-            "thought": "" if number else thought or "",
-            "action": self.to_object(call),
-        })
-        for number, call in enumerate(calls)
+      scanning.compact_json(
+        {
+          "note": "",
+          "thought": "" if number else thought or "",
+          "action": self.to_object(call),
+        }
+      )
+      for number, call in enumerate(calls)
     )
 
 

@@ -15,53 +15,84 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.parser.tool_parser import base
 
 _ALIASES = {
-    "ctrl": "control controll controlr ctrll ctrlr ctl",
-    "shift": "shiftl shiftr",
-    "alt": "altl altr option optionl optionr isolevel3shift altgr",
-    "meta": (
-        "metal metar cmd command super superl superr win winl winr windows os"
-    ),
-    "enter": "return kpenter cr newline",
-    "escape": "esc",
-    "backspace": "back bksp bs",
-    "delete": "del kpdelete",
-    "insert": "ins kpinsert",
-    "tab": "isolefttab kptab",
-    "space": "spacebar kpspace",
-    "up": "arrowup kpup uparrow",
-    "down": "arrowdown kpdown downarrow",
-    "left": "arrowleft kpleft leftarrow",
-    "right": "arrowright kpright rightarrow",
-    "home": "kphome",
-    "end": "kpend",
-    "pageup": "pgup prior kpprior kppageup",
-    "pagedown": "pgdn pgdown next kpnext kppagedown",
-    "capslock": "caps",
-    "numlock": "",
-    "scrolllock": "",
-    "printscreen": "print prtsc prtscr prntscrn sysrq",
-    "pause": "break",
-    "menu": "contextmenu apps",
-    "browserback": "xf86back",
-    "browserforward": "xf86forward",
+  "ctrl": "control controll controlr ctrll ctrlr ctl",
+  "shift": "shiftl shiftr",
+  "alt": "altl altr option optionl optionr isolevel3shift altgr",
+  "meta": (
+    "metal metar cmd command super superl superr win winl winr windows os"
+  ),
+  "enter": "return kpenter cr newline",
+  "escape": "esc",
+  "backspace": "back bksp bs",
+  "delete": "del kpdelete",
+  "insert": "ins kpinsert",
+  "tab": "isolefttab kptab",
+  "space": "spacebar kpspace",
+  "up": "arrowup kpup uparrow",
+  "down": "arrowdown kpdown downarrow",
+  "left": "arrowleft kpleft leftarrow",
+  "right": "arrowright kpright rightarrow",
+  "home": "kphome",
+  "end": "kpend",
+  "pageup": "pgup prior kpprior kppageup",
+  "pagedown": "pgdn pgdown next kpnext kppagedown",
+  "capslock": "caps",
+  "numlock": "",
+  "scrolllock": "",
+  "printscreen": "print prtsc prtscr prntscrn sysrq",
+  "pause": "break",
+  "menu": "contextmenu apps",
+  "browserback": "xf86back",
+  "browserforward": "xf86forward",
 }
 _CHARACTERS = {
-    "plus": "+", "minus": "-", "hyphen": "-", "equal": "=", "equals": "=",
-    "comma": ",", "period": ".", "dot": ".", "slash": "/", "backslash": "\\",
-    "semicolon": ";", "colon": ":", "apostrophe": "'", "quotedbl": '"',
-    "quoteright": "'", "quoteleft": "`", "grave": "`", "bracketleft": "[",
-    "bracketright": "]", "braceleft": "{", "braceright": "}",
-    "parenleft": "(", "parenright": ")", "underscore": "_", "asterisk": "*",
-    "exclam": "!", "at": "@", "numbersign": "#", "dollar": "$",
-    "percent": "%", "asciicircum": "^", "ampersand": "&", "question": "?",
-    "less": "<", "greater": ">", "bar": "|", "asciitilde": "~",
-    "kpadd": "+", "kpsubtract": "-", "kpmultiply": "*", "kpdivide": "/",
-    "kpdecimal": ".",
-    **{f"kp{i}": str(i) for i in range(10)},
-    **{f"numpad{i}": str(i) for i in range(10)},
-    **{f"num{i}": str(i) for i in range(10)},
-    **{f"digit{i}": str(i) for i in range(10)},
-    **{f"key{c}": c for c in "abcdefghijklmnopqrstuvwxyz"},
+  "plus": "+",
+  "minus": "-",
+  "hyphen": "-",
+  "equal": "=",
+  "equals": "=",
+  "comma": ",",
+  "period": ".",
+  "dot": ".",
+  "slash": "/",
+  "backslash": "\\",
+  "semicolon": ";",
+  "colon": ":",
+  "apostrophe": "'",
+  "quotedbl": '"',
+  "quoteright": "'",
+  "quoteleft": "`",
+  "grave": "`",
+  "bracketleft": "[",
+  "bracketright": "]",
+  "braceleft": "{",
+  "braceright": "}",
+  "parenleft": "(",
+  "parenright": ")",
+  "underscore": "_",
+  "asterisk": "*",
+  "exclam": "!",
+  "at": "@",
+  "numbersign": "#",
+  "dollar": "$",
+  "percent": "%",
+  "asciicircum": "^",
+  "ampersand": "&",
+  "question": "?",
+  "less": "<",
+  "greater": ">",
+  "bar": "|",
+  "asciitilde": "~",
+  "kpadd": "+",
+  "kpsubtract": "-",
+  "kpmultiply": "*",
+  "kpdivide": "/",
+  "kpdecimal": ".",
+  **{f"kp{i}": str(i) for i in range(10)},
+  **{f"numpad{i}": str(i) for i in range(10)},
+  **{f"num{i}": str(i) for i in range(10)},
+  **{f"digit{i}": str(i) for i in range(10)},
+  **{f"key{c}": c for c in "abcdefghijklmnopqrstuvwxyz"},
 }
 NAMED_KEYS = frozenset(_ALIASES) | {f"f{i}" for i in range(1, 25)}
 MODIFIERS = frozenset(("ctrl", "shift", "alt", "meta"))
@@ -92,8 +123,7 @@ def normalize_keys(keys: Any) -> tuple[str, ...]:
     items = keys
   else:
     raise base.GuiActionError(
-        "keys must be a string or a list of strings, got"
-        f" {type(keys).__name__}"
+      f"keys must be a string or a list of strings, got {type(keys).__name__}"
     )
   names: list[str] = []
   for item in items:
@@ -101,17 +131,17 @@ def normalize_keys(keys: Any) -> tuple[str, ...]:
       item = str(item)
     if not isinstance(item, str):
       raise base.GuiActionError(
-          f"a key must be a string, got {type(item).__name__}"
+        f"a key must be a string, got {type(item).__name__}"
       )
     if len(item) > _MAX_CHARACTERS:
       raise base.GuiActionError(
-          f"keys are written in at most {_MAX_CHARACTERS} characters, got"
-          f" {len(item)}; use the type action for text"
+        f"keys are written in at most {_MAX_CHARACTERS} characters, got"
+        f" {len(item)}; use the type action for text"
       )
     names.extend(_split(item))
     if len(names) > _MAX_KEYS:
       raise base.GuiActionError(
-          f"a chord has at most {_MAX_KEYS} keys; use the type action for text"
+        f"a chord has at most {_MAX_KEYS} keys; use the type action for text"
       )
   if not names:
     raise base.GuiActionError("keys must name at least one key")

@@ -44,7 +44,7 @@ class LlamaJsonParser(scanning.JsonCallsParser):
 
   def format_calls(self, calls: Sequence[trajectory.ToolCall]) -> str:
     return "; ".join(
-        scanning.compact_json(self.to_object(call)) for call in calls
+      scanning.compact_json(self.to_object(call)) for call in calls
     )
 
 
@@ -55,7 +55,7 @@ class LlamaPythonicParser(scanning.ScanningParser):
   noise = re.compile(_MARKS)
 
   def read_block(
-      self, text: str, start: int
+    self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     end = python_calls.end_of_call(text, start)
     calls = python_calls.read_calls(text[start:end], start)
@@ -65,7 +65,7 @@ class LlamaPythonicParser(scanning.ScanningParser):
     return _PYTHONIC_PROMPT.replace("{tools}", base.schema_lines(tools_schema))
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     block = f"[{', '.join(map(write_tool_call, calls))}]"
     return base.with_thought(thought, *((block,) if calls else ()))
@@ -79,8 +79,8 @@ def as_tool_call(call: python_calls.PythonCall) -> trajectory.ToolCall:
   """
   if call.args:
     raise base.ToolParseError(
-        f"the arguments of {call.function} need names, e.g. name=value",
-        call.position,
+      f"the arguments of {call.function} need names, e.g. name=value",
+      call.position,
     )
   return trajectory.ToolCall(call.function, dict(call.kwargs))
 

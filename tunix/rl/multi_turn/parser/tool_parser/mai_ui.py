@@ -80,24 +80,24 @@ def _swipe(a: gui_table.Arguments) -> GuiAction:
 
 
 _READERS: dict[str, gui_table.Reader] = {
-    "click": gui_table.point_of(Kind.CLICK, "coordinate"),
-    "double_click": gui_table.point_of(Kind.CLICK, "coordinate", count=2),
-    "long_press": mobile_use.read_long_press,
-    "type": gui_table.text_of(Kind.TYPE, "text"),
-    "swipe": _swipe,
-    "open": lambda a: GuiAction(Kind.OPEN_APP, text=a.name("text")),
-    "drag": lambda a: GuiAction(
-        Kind.DRAG,
-        **a.point("start_coordinate"),
-        **a.point("end_coordinate", end=True),
-    ),
-    "system_button": mobile_use.read_button,
-    "wait": computer_use.read_wait,
-    "terminate": lambda a: GuiAction(
-        Kind.TERMINATE, success=a.choice("status", _STATUS)
-    ),
-    "answer": gui_table.text_of(Kind.ANSWER, "text"),
-    "ask_user": gui_table.always(Kind.TERMINATE, success=False),
+  "click": gui_table.point_of(Kind.CLICK, "coordinate"),
+  "double_click": gui_table.point_of(Kind.CLICK, "coordinate", count=2),
+  "long_press": mobile_use.read_long_press,
+  "type": gui_table.text_of(Kind.TYPE, "text"),
+  "swipe": _swipe,
+  "open": lambda a: GuiAction(Kind.OPEN_APP, text=a.name("text")),
+  "drag": lambda a: GuiAction(
+    Kind.DRAG,
+    **a.point("start_coordinate"),
+    **a.point("end_coordinate", end=True),
+  ),
+  "system_button": mobile_use.read_button,
+  "wait": computer_use.read_wait,
+  "terminate": lambda a: GuiAction(
+    Kind.TERMINATE, success=a.choice("status", _STATUS)
+  ),
+  "answer": gui_table.text_of(Kind.ANSWER, "text"),
+  "ask_user": gui_table.always(Kind.TERMINATE, success=False),
 }
 
 
@@ -120,23 +120,21 @@ def _write_button(w: gui_table.Writing) -> gui_table.Call | None:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: _write_click,
-    Kind.LONG_PRESS: lambda w: (
-        ("long_press", w.place()) if w.action.duration is None else None
-    ),
-    Kind.TYPE: gui_table.writes("type", text="text"),
-    Kind.SWIPE: _write_swipe,
-    Kind.DRAG: gui_table.write_drag(
-        "drag", "start_coordinate", "end_coordinate"
-    ),
-    Kind.OPEN_APP: gui_table.writes("open", text="text"),
-    Kind.SYSTEM_BUTTON: _write_button,
-    Kind.WAIT: lambda w: ("wait", {}) if w.action.duration is None else None,
-    Kind.ANSWER: gui_table.writes("answer", text="text"),
-    Kind.TERMINATE: lambda w: (
-        "terminate",
-        {"status": "fail" if w.action.success is False else "success"},
-    ),
+  Kind.CLICK: _write_click,
+  Kind.LONG_PRESS: lambda w: (
+    ("long_press", w.place()) if w.action.duration is None else None
+  ),
+  Kind.TYPE: gui_table.writes("type", text="text"),
+  Kind.SWIPE: _write_swipe,
+  Kind.DRAG: gui_table.write_drag("drag", "start_coordinate", "end_coordinate"),
+  Kind.OPEN_APP: gui_table.writes("open", text="text"),
+  Kind.SYSTEM_BUTTON: _write_button,
+  Kind.WAIT: lambda w: ("wait", {}) if w.action.duration is None else None,
+  Kind.ANSWER: gui_table.writes("answer", text="text"),
+  Kind.TERMINATE: lambda w: (
+    "terminate",
+    {"status": "fail" if w.action.success is False else "success"},
+  ),
 }
 
 
@@ -160,7 +158,7 @@ class MaiUiParser(gui_table.OneToolParser, qwen.QwenToolParser):
     return _PROMPT + section + _NOTE
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     if thought:
       thought = f"<thinking>\n{thought}\n</thinking>"

@@ -53,20 +53,20 @@ To call tools, write [TOOL_CALLS] and a list of JSON objects:
     if self.style == "list":
       return text
     return text[: text.index("\n\n")] + (
-        "\n\nTo call a tool, write"
-        " [TOOL_CALLS]<function-name>[ARGS]<args-json-object>"
+      "\n\nTo call a tool, write"
+      " [TOOL_CALLS]<function-name>[ARGS]<args-json-object>"
     )
 
   def read_block(
-      self, text: str, start: int
+    self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     inside = scanning.skip_space(text, start + len(_MARK))
     if (name := _NAME.match(text, inside)) is None:
       if text[inside : inside + 1] not in ("[", "{"):
         raise base.ToolParseError(
-            f"expected a list of calls or name{_ARGS}, found"
-            f" {scanning.quote(text, inside)}",
-            inside,
+          f"expected a list of calls or name{_ARGS}, found"
+          f" {scanning.quote(text, inside)}",
+          inside,
         )
       return super().read_block(text, start)
     where = scanning.skip_space(text, name.end())
@@ -78,6 +78,6 @@ To call tools, write [TOOL_CALLS] and a list of JSON objects:
     if self.style == "list":
       return _MARK + scanning.compact_json([self.to_object(c) for c in calls])
     return "".join(
-        f"{_MARK}{c.name}{_ARGS}{scanning.compact_json(c.arguments)}"
-        for c in calls
+      f"{_MARK}{c.name}{_ARGS}{scanning.compact_json(c.arguments)}"
+      for c in calls
     )

@@ -28,29 +28,29 @@ TOOL_NAME = "mobile_use"
 
 # action name -> what it does
 _ACTIONS = {
-    "key": "press a key of adb's keyevent, e.g. enter",
-    "click": "tap coordinate",
-    "long_press": "press coordinate for time seconds",
-    "swipe": "move a finger from coordinate to coordinate2",
-    "type": "type text into the active field",
-    "system_button": "press a button of the system",
-    "open": "open the app called text",
-    "wait": "let time seconds pass",
-    "answer": "give the answer to a question",
-    "terminate": "end the task",
+  "key": "press a key of adb's keyevent, e.g. enter",
+  "click": "tap coordinate",
+  "long_press": "press coordinate for time seconds",
+  "swipe": "move a finger from coordinate to coordinate2",
+  "type": "type text into the active field",
+  "system_button": "press a button of the system",
+  "open": "open the app called text",
+  "wait": "let time seconds pass",
+  "answer": "give the answer to a question",
+  "terminate": "end the task",
 }
 BUTTONS = {name: name for name in ("back", "home", "menu", "enter")}
 _SPACES = {
-    "relative": (
-        "0 to 999 from the left edge to the right, then from the top to the"
-        " bottom; the screen counts as 1000x1000"
-    ),
-    "absolute": "pixels from the left edge, then from the top",
+  "relative": (
+    "0 to 999 from the left edge to the right, then from the top to the"
+    " bottom; the screen counts as 1000x1000"
+  ),
+  "absolute": "pixels from the left edge, then from the top",
 }
 
 
 def mobile_use_schema(
-    coordinates: str = "relative", screen: tuple[int, int] | None = None
+  coordinates: str = "relative", screen: tuple[int, int] | None = None
 ) -> dict[str, Any]:
   """Returns the OpenAI schema of the tool.
 
@@ -59,52 +59,49 @@ def mobile_use_schema(
     screen: (width, height) of the screenshots, shown where pixels count.
   """
   point = {
-      "type": "array",
-      "items": {"type": "number"},
-      "description": f"[x, y]: {_SPACES[coordinates]}.",
+    "type": "array",
+    "items": {"type": "number"},
+    "description": f"[x, y]: {_SPACES[coordinates]}.",
   }
   return {
-      "type": "function",
-      "function": {
-          "name": TOOL_NAME,
-          "description": (
-              "Touchscreen and buttons of the phone whose screenshots you see."
-              + computer_use.screen_sentence(coordinates, screen)
-          ),
-          "parameters": {
-              "type": "object",
-              "properties": {
-                  "action": {
-                      "type": "string",
-                      "description": "; ".join(
-                          f"{name}: {does}" for name, does in _ACTIONS.items()
-                      ),
-                      "enum": list(_ACTIONS),
-                  },
-                  "coordinate": point,
-                  "coordinate2": {
-                      **point,
-                      "description": "[x, y] where a swipe ends.",
-                  },
-                  "text": {
-                      "type": "string",
-                      "description": "Of key, type, open and answer.",
-                  },
-                  "time": {"type": "number", "description": "Seconds."},
-                  "button": {
-                      "type": "string",
-                      "description": "Of system_button.",
-                      "enum": [name.capitalize() for name in BUTTONS],
-                  },
-                  "status": {
-                      "type": "string",
-                      "description": "Whether the task was done.",
-                      "enum": ["success", "failure"],
-                  },
-              },
-              "required": ["action"],
+    "type": "function",
+    "function": {
+      "name": TOOL_NAME,
+      "description": (
+        "Touchscreen and buttons of the phone whose screenshots you see."
+        + computer_use.screen_sentence(coordinates, screen)
+      ),
+      "parameters": {
+        "type": "object",
+        "properties": {
+          "action": {
+            "type": "string",
+            "description": "; ".join(
+              f"{name}: {does}" for name, does in _ACTIONS.items()
+            ),
+            "enum": list(_ACTIONS),
           },
+          "coordinate": point,
+          "coordinate2": {**point, "description": "[x, y] where a swipe ends."},
+          "text": {
+            "type": "string",
+            "description": "Of key, type, open and answer.",
+          },
+          "time": {"type": "number", "description": "Seconds."},
+          "button": {
+            "type": "string",
+            "description": "Of system_button.",
+            "enum": [name.capitalize() for name in BUTTONS],
+          },
+          "status": {
+            "type": "string",
+            "description": "Whether the task was done.",
+            "enum": ["success", "failure"],
+          },
+        },
+        "required": ["action"],
       },
+    },
   }
 
 
@@ -117,7 +114,7 @@ def _key(a: gui_table.Arguments) -> GuiAction:
 
 def read_long_press(a: gui_table.Arguments) -> GuiAction:
   return GuiAction(
-      Kind.LONG_PRESS, **a.point("coordinate"), duration=a.seconds("time")
+    Kind.LONG_PRESS, **a.point("coordinate"), duration=a.seconds("time")
   )
 
 
@@ -126,18 +123,18 @@ def read_button(a: gui_table.Arguments) -> GuiAction:
 
 
 _READERS: dict[str, gui_table.Reader] = {
-    "key": _key,
-    "click": gui_table.point_of(Kind.CLICK, "coordinate"),
-    "long_press": read_long_press,
-    "swipe": lambda a: GuiAction(
-        Kind.SWIPE, **a.point("coordinate"), **a.point("coordinate2", end=True)
-    ),
-    "type": gui_table.text_of(Kind.TYPE, "text"),
-    "system_button": read_button,
-    "open": lambda a: GuiAction(Kind.OPEN_APP, text=a.name("text")),
-    "wait": computer_use.read_wait,
-    "answer": gui_table.text_of(Kind.ANSWER, "text"),
-    "terminate": computer_use.read_terminate,
+  "key": _key,
+  "click": gui_table.point_of(Kind.CLICK, "coordinate"),
+  "long_press": read_long_press,
+  "swipe": lambda a: GuiAction(
+    Kind.SWIPE, **a.point("coordinate"), **a.point("coordinate2", end=True)
+  ),
+  "type": gui_table.text_of(Kind.TYPE, "text"),
+  "system_button": read_button,
+  "open": lambda a: GuiAction(Kind.OPEN_APP, text=a.name("text")),
+  "wait": computer_use.read_wait,
+  "answer": gui_table.text_of(Kind.ANSWER, "text"),
+  "terminate": computer_use.read_terminate,
 }
 
 
@@ -168,20 +165,20 @@ def _write_long_press(w: gui_table.Writing) -> gui_table.Call:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: write_tap,
-    Kind.LONG_PRESS: _write_long_press,
-    Kind.SWIPE: lambda w: (
-        ("swipe", {**w.place(), "coordinate2": w.end()})
-        if w.action.duration is None
-        else None
-    ),
-    Kind.TYPE: gui_table.writes("type", text="text"),
-    Kind.KEY: _write_key,
-    Kind.SYSTEM_BUTTON: write_button,
-    Kind.OPEN_APP: gui_table.writes("open", text="text"),
-    Kind.WAIT: computer_use.write_wait,
-    Kind.ANSWER: gui_table.writes("answer", text="text"),
-    Kind.TERMINATE: computer_use.write_terminate,
+  Kind.CLICK: write_tap,
+  Kind.LONG_PRESS: _write_long_press,
+  Kind.SWIPE: lambda w: (
+    ("swipe", {**w.place(), "coordinate2": w.end()})
+    if w.action.duration is None
+    else None
+  ),
+  Kind.TYPE: gui_table.writes("type", text="text"),
+  Kind.KEY: _write_key,
+  Kind.SYSTEM_BUTTON: write_button,
+  Kind.OPEN_APP: gui_table.writes("open", text="text"),
+  Kind.WAIT: computer_use.write_wait,
+  Kind.ANSWER: gui_table.writes("answer", text="text"),
+  Kind.TERMINATE: computer_use.write_terminate,
 }
 
 

@@ -38,23 +38,26 @@ Each turn, write one action as a JSON object:
 {"type": "wait"}
 When the task is done, answer in plain text without an action."""
 _BUTTONS = {
-    "left": "left", "right": "right", "wheel": "middle", "back": "back",
-    "forward": "forward",
-}  # pyformat: disable
+  "left": "left",
+  "right": "right",
+  "wheel": "middle",
+  "back": "back",
+  "forward": "forward",
+}
 _BUTTON_NAMES = {button: name for name, button in _BUTTONS.items()}
 
 
 def _click(a: gui_table.Arguments) -> GuiAction:
   button = a.choice("button", _BUTTONS) if a.has("button") else "left"
   return GuiAction(
-      Kind.CLICK, **a.xy(), button=button, keys=a.held_keys("keys")
+    Kind.CLICK, **a.xy(), button=button, keys=a.held_keys("keys")
   )
 
 
 def _no_keys(a: gui_table.Arguments) -> None:
   if a.values.get("keys"):
     raise base.GuiActionError(
-        f"action {a.action!r} cannot hold keys here; leave keys out"
+      f"action {a.action!r} cannot hold keys here; leave keys out"
     )
 
 
@@ -63,13 +66,13 @@ def _drag(a: gui_table.Arguments) -> GuiAction:
   path = a.need("path")
   if not isinstance(path, (list, tuple)) or len(path) < 2:
     raise base.GuiActionError(
-        f"path must have two points or more, got {gui_table.short(path)}"
+      f"path must have two points or more, got {gui_table.short(path)}"
     )
   ends = gui_table.Arguments(
-      {"path[0]": path[0], "path[-1]": path[-1]}, a.action, a.size, a.space
+    {"path[0]": path[0], "path[-1]": path[-1]}, a.action, a.size, a.space
   )
   return GuiAction(
-      Kind.DRAG, **ends.point("path[0]"), **ends.point("path[-1]", end=True)
+    Kind.DRAG, **ends.point("path[0]"), **ends.point("path[-1]", end=True)
   )
 
 
@@ -86,17 +89,17 @@ def _scroll(a: gui_table.Arguments) -> GuiAction:
 
 
 _READERS: dict[str, gui_table.Reader] = {
-    "click": _click,
-    "double_click": lambda a: GuiAction(
-        Kind.CLICK, **a.xy(), count=2, keys=a.held_keys("keys")
-    ),
-    "drag": _drag,
-    "keypress": lambda a: GuiAction(Kind.KEY, keys=a.keys("keys")),
-    "move": _move,
-    "screenshot": gui_table.always(Kind.SCREENSHOT),
-    "scroll": _scroll,
-    "type": gui_table.text_of(Kind.TYPE, "text"),
-    "wait": gui_table.always(Kind.WAIT),
+  "click": _click,
+  "double_click": lambda a: GuiAction(
+    Kind.CLICK, **a.xy(), count=2, keys=a.held_keys("keys")
+  ),
+  "drag": _drag,
+  "keypress": lambda a: GuiAction(Kind.KEY, keys=a.keys("keys")),
+  "move": _move,
+  "screenshot": gui_table.always(Kind.SCREENSHOT),
+  "scroll": _scroll,
+  "type": gui_table.text_of(Kind.TYPE, "text"),
+  "wait": gui_table.always(Kind.WAIT),
 }
 
 
@@ -118,21 +121,21 @@ def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: _write_click,
-    Kind.DRAG: _write_drag,
-    Kind.KEY: gui_table.write_keys("keypress", "keys", None),
-    Kind.MOVE: lambda w: ("move", w.xy()),
-    Kind.SCREENSHOT: gui_table.writes("screenshot"),
-    Kind.SCROLL: lambda w: (
-        "scroll",
-        {
-            **w.xy(),
-            "scroll_x": gui_table.plain(w.action.dx),
-            "scroll_y": gui_table.plain(w.action.dy),
-        },
-    ),
-    Kind.TYPE: gui_table.writes("type", text="text"),
-    Kind.WAIT: lambda w: ("wait", {}) if w.action.duration is None else None,
+  Kind.CLICK: _write_click,
+  Kind.DRAG: _write_drag,
+  Kind.KEY: gui_table.write_keys("keypress", "keys", None),
+  Kind.MOVE: lambda w: ("move", w.xy()),
+  Kind.SCREENSHOT: gui_table.writes("screenshot"),
+  Kind.SCROLL: lambda w: (
+    "scroll",
+    {
+      **w.xy(),
+      "scroll_x": gui_table.plain(w.action.dx),
+      "scroll_y": gui_table.plain(w.action.dy),
+    },
+  ),
+  Kind.TYPE: gui_table.writes("type", text="text"),
+  Kind.WAIT: lambda w: ("wait", {}) if w.action.duration is None else None,
 }
 _OTHER_ITEMS = ("message", "reasoning", "output_text", "function_call")
 
@@ -148,7 +151,7 @@ class OpenAiComputerParser(gui_table.TableParser, scanning.JsonCallsParser):
   writers = _WRITERS
 
   def calls_of(
-      self, value: Any, position: int
+    self, value: Any, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     if isinstance(value, dict) and value.get("type") == "computer_call":
       actions = value.get("actions")
@@ -157,8 +160,8 @@ class OpenAiComputerParser(gui_table.TableParser, scanning.JsonCallsParser):
       if not isinstance(actions, list):
         raise base.ToolParseError("actions must be a list", position)
       return [
-          scanning.call_from_object(action, position, "type", ())
-          for action in actions
+        scanning.call_from_object(action, position, "type", ())
+        for action in actions
       ]
     if isinstance(value, dict) and value.get("type") in _OTHER_ITEMS:
       return None

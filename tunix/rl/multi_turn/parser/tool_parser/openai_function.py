@@ -32,21 +32,21 @@ To call one, write it as a JSON object; its arguments are JSON in a string:
   def to_object(self, call: trajectory.ToolCall) -> dict[str, Any]:
     arguments = scanning.compact_json(call.arguments)
     return {
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
+      "type": "function",
+      "function": {"name": call.name, "arguments": arguments},
     }
 
   def calls_of(
-      self, value: Any, position: int
+    self, value: Any, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     if not isinstance(value, dict):
       return None
     for key in ("function", "function_call"):
       if key in value:
         return [
-            scanning.call_from_object(
-                value[key], position, self.name_key, self.arguments_keys
-            )
+          scanning.call_from_object(
+            value[key], position, self.name_key, self.arguments_keys
+          )
         ]
     if "tool_calls" in value:
       items = value["tool_calls"]
@@ -57,7 +57,7 @@ To call one, write it as a JSON object; its arguments are JSON in a string:
         calls = self.calls_of(item, position)
         if calls is None:
           raise base.ToolParseError(
-              "an item of tool_calls is no function call", position
+            "an item of tool_calls is no function call", position
           )
         all_calls.extend(calls)
       return all_calls

@@ -53,59 +53,65 @@ functions:
 "properties": {"status": {"type": "string", "enum": ["success", "failure"]}}, \
 "required": ["status"]}}"""
 _FENCE = re.compile(
-    r"```(?:python|code|py)?[ \t]*\r?\n?(.*?)(?:```|\Z)",
-    re.DOTALL | re.IGNORECASE,
+  r"```(?:python|code|py)?[ \t]*\r?\n?(.*?)(?:```|\Z)",
+  re.DOTALL | re.IGNORECASE,
 )
 _BARE = re.compile(r"(?m)^[ \t]*(?:pyautogui|computer)\.\w+\(")
 _HEADERS = re.compile(
-    r"(?m)^#*[ \t]*(?:Step[ \t]*:?[ \t]*\d*|(?:Observation|Thought|Action|Code)"
-    r"[ \t]*:)[ \t]*:?"
+  r"(?m)^#*[ \t]*(?:Step[ \t]*:?[ \t]*\d*|(?:Observation|Thought|Action|Code)"
+  r"[ \t]*:)[ \t]*:?"
 )
 _MAX_PRESSES = 20
 _STATUS = {"success": True, "failure": False, "fail": False}
 _BUTTONS = {
-    "left": "left", "primary": "left", "right": "right", "secondary": "right",
-    "middle": "middle",
-}  # pyformat: disable
+  "left": "left",
+  "primary": "left",
+  "right": "right",
+  "secondary": "right",
+  "middle": "middle",
+}
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {
-    "pyautogui.click": ("x", "y", "clicks", "interval", "button"),
-    "pyautogui.leftClick": ("x", "y"),
-    "pyautogui.rightClick": ("x", "y"),
-    "pyautogui.middleClick": ("x", "y"),
-    "pyautogui.doubleClick": ("x", "y", "interval", "button"),
-    "pyautogui.tripleClick": ("x", "y", "interval", "button"),
-    "computer.triple_click": ("x", "y"),
-    "computer.tripleClick": ("x", "y"),
-    "pyautogui.moveTo": ("x", "y", "duration"),
-    "pyautogui.dragTo": ("x", "y", "duration", "tween", "button"),
-    "pyautogui.scroll": ("clicks", "x", "y"),
-    "pyautogui.vscroll": ("clicks", "x", "y"),
-    "pyautogui.hscroll": ("clicks", "x", "y"),
-    "pyautogui.write": ("message", "interval"),
-    "pyautogui.typewrite": ("message", "interval"),
-    "pyautogui.press": ("keys", "presses", "interval"),
-    "pyautogui.hotkey": (),
-    "pyautogui.keyDown": ("key",),
-    "pyautogui.keyUp": ("key",),
-    "pyautogui.mouseDown": ("x", "y", "button"),
-    "pyautogui.mouseUp": ("x", "y", "button"),
-    "pyautogui.sleep": ("seconds",),
-    "time.sleep": ("seconds",),
-    "computer.wait": ("seconds",),
-    "computer.terminate": ("status", "answer"),
+  "pyautogui.click": ("x", "y", "clicks", "interval", "button"),
+  "pyautogui.leftClick": ("x", "y"),
+  "pyautogui.rightClick": ("x", "y"),
+  "pyautogui.middleClick": ("x", "y"),
+  "pyautogui.doubleClick": ("x", "y", "interval", "button"),
+  "pyautogui.tripleClick": ("x", "y", "interval", "button"),
+  "computer.triple_click": ("x", "y"),
+  "computer.tripleClick": ("x", "y"),
+  "pyautogui.moveTo": ("x", "y", "duration"),
+  "pyautogui.dragTo": ("x", "y", "duration", "tween", "button"),
+  "pyautogui.scroll": ("clicks", "x", "y"),
+  "pyautogui.vscroll": ("clicks", "x", "y"),
+  "pyautogui.hscroll": ("clicks", "x", "y"),
+  "pyautogui.write": ("message", "interval"),
+  "pyautogui.typewrite": ("message", "interval"),
+  "pyautogui.press": ("keys", "presses", "interval"),
+  "pyautogui.hotkey": (),
+  "pyautogui.keyDown": ("key",),
+  "pyautogui.keyUp": ("key",),
+  "pyautogui.mouseDown": ("x", "y", "button"),
+  "pyautogui.mouseUp": ("x", "y", "button"),
+  "pyautogui.sleep": ("seconds",),
+  "time.sleep": ("seconds",),
+  "computer.wait": ("seconds",),
+  "computer.terminate": ("status", "answer"),
 }
 _COUNTS = {
-    "pyautogui.leftClick": ("left", 1),
-    "pyautogui.rightClick": ("right", 1),
-    "pyautogui.middleClick": ("middle", 1),
-    "pyautogui.doubleClick": ("left", 2),
-    "pyautogui.tripleClick": ("left", 3),
-    "computer.triple_click": ("left", 3),
-    "computer.tripleClick": ("left", 3),
+  "pyautogui.leftClick": ("left", 1),
+  "pyautogui.rightClick": ("right", 1),
+  "pyautogui.middleClick": ("middle", 1),
+  "pyautogui.doubleClick": ("left", 2),
+  "pyautogui.tripleClick": ("left", 3),
+  "computer.triple_click": ("left", 3),
+  "computer.tripleClick": ("left", 3),
 }
 _BRIEF = (
-    "pyautogui.press", "pyautogui.scroll", "pyautogui.hscroll", "time.sleep"
+  "pyautogui.press",
+  "pyautogui.scroll",
+  "pyautogui.hscroll",
+  "time.sleep",
 )
 """Functions whose first argument is written without its name."""
 _POINTED = ("pyautogui.click", *_COUNTS)
@@ -123,11 +129,11 @@ def _click(a: gui_table.Arguments) -> GuiAction:
       raise base.GuiActionError(f"clicks must be 1, 2 or 3, got {clicks:g}")
     count = int(clicks)
   return GuiAction(
-      Kind.CLICK,
-      **a.xy(),
-      button=_button(a, button),
-      count=count,
-      keys=a.held_keys("held"),
+    Kind.CLICK,
+    **a.xy(),
+    button=_button(a, button),
+    count=count,
+    keys=a.held_keys("held"),
   )
 
 
@@ -141,9 +147,7 @@ def _scroll(a: gui_table.Arguments) -> GuiAction:
 
 def _drag(a: gui_table.Arguments) -> GuiAction:
   start = a.xy("from_x", "from_y") if a.has("from_x", "from_y") else {}
-  return GuiAction(
-      Kind.DRAG, **start, **a.xy(end=True), button=_button(a)
-  )
+  return GuiAction(Kind.DRAG, **start, **a.xy(end=True), button=_button(a))
 
 
 def _keys(a: gui_table.Arguments) -> GuiAction:
@@ -155,26 +159,26 @@ def _wait(a: gui_table.Arguments) -> GuiAction:
 
 
 _READERS: dict[str, gui_table.Reader] = {
-    **dict.fromkeys(_POINTED, _click),
-    "pyautogui.moveTo": lambda a: GuiAction(Kind.MOVE, **a.xy()),
-    "pyautogui.dragTo": _drag,
-    "pyautogui.scroll": _scroll,
-    "pyautogui.vscroll": _scroll,
-    "pyautogui.hscroll": _scroll,
-    "pyautogui.write": gui_table.text_of(Kind.TYPE, "message"),
-    "pyautogui.typewrite": gui_table.text_of(Kind.TYPE, "message"),
-    "pyautogui.press": _keys,
-    "pyautogui.hotkey": _keys,
-    "pyautogui.mouseDown": gui_table.unavailable("use pyautogui.dragTo"),
-    "pyautogui.mouseUp": gui_table.unavailable("use pyautogui.dragTo"),
-    "pyautogui.sleep": _wait,
-    "time.sleep": _wait,
-    "computer.wait": _wait,
-    "computer.terminate": lambda a: (
-        GuiAction(Kind.ANSWER, text=a.text("answer"))
-        if a.values.get("answer")
-        else GuiAction(Kind.TERMINATE, success=a.choice("status", _STATUS))
-    ),
+  **dict.fromkeys(_POINTED, _click),
+  "pyautogui.moveTo": lambda a: GuiAction(Kind.MOVE, **a.xy()),
+  "pyautogui.dragTo": _drag,
+  "pyautogui.scroll": _scroll,
+  "pyautogui.vscroll": _scroll,
+  "pyautogui.hscroll": _scroll,
+  "pyautogui.write": gui_table.text_of(Kind.TYPE, "message"),
+  "pyautogui.typewrite": gui_table.text_of(Kind.TYPE, "message"),
+  "pyautogui.press": _keys,
+  "pyautogui.hotkey": _keys,
+  "pyautogui.mouseDown": gui_table.unavailable("use pyautogui.dragTo"),
+  "pyautogui.mouseUp": gui_table.unavailable("use pyautogui.dragTo"),
+  "pyautogui.sleep": _wait,
+  "time.sleep": _wait,
+  "computer.wait": _wait,
+  "computer.terminate": lambda a: (
+    GuiAction(Kind.ANSWER, text=a.text("answer"))
+    if a.values.get("answer")
+    else GuiAction(Kind.TERMINATE, success=a.choice("status", _STATUS))
+  ),
 }
 
 
@@ -185,8 +189,11 @@ def _write_click(w: gui_table.Writing) -> gui_table.Call | None:
     return "computer.triple_click", {**w.xy(), **keys}
   if which == ("left", 1):
     return "pyautogui.click", {**w.xy(), **keys}
-  names = {("right", 1): "rightClick", ("middle", 1): "middleClick",
-           ("left", 2): "doubleClick"}  # pyformat: disable
+  names = {
+    ("right", 1): "rightClick",
+    ("middle", 1): "middleClick",
+    ("left", 2): "doubleClick",
+  }
   if which not in names:
     return None
   return f"pyautogui.{names[which]}", {**w.xy(), **keys}
@@ -196,9 +203,9 @@ def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
   if w.action.button not in ("left", "right", "middle"):
     return None
   return "pyautogui.dragTo", {
-      **w.xy("from_x", "from_y"),
-      **dict(zip("xy", w.end())),
-      "button": w.action.button,
+    **w.xy("from_x", "from_y"),
+    **dict(zip("xy", w.end())),
+    "button": w.action.button,
   }
 
 
@@ -227,22 +234,22 @@ def _write_wait(w: gui_table.Writing) -> gui_table.Call:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: _write_click,
-    Kind.MOVE: lambda w: ("pyautogui.moveTo", w.xy()),
-    Kind.DRAG: _write_drag,
-    Kind.SCROLL: _write_scroll,
-    Kind.TYPE: gui_table.writes("pyautogui.write", message="text"),
-    Kind.KEY: _write_key,
-    Kind.WAIT: _write_wait,
-    Kind.ANSWER: lambda w: (
-        ("computer.terminate", {"status": "success", "answer": w.action.text})
-        if w.action.text
-        else None
-    ),
-    Kind.TERMINATE: lambda w: (
-        "computer.terminate",
-        {"status": "failure" if w.action.success is False else "success"},
-    ),
+  Kind.CLICK: _write_click,
+  Kind.MOVE: lambda w: ("pyautogui.moveTo", w.xy()),
+  Kind.DRAG: _write_drag,
+  Kind.SCROLL: _write_scroll,
+  Kind.TYPE: gui_table.writes("pyautogui.write", message="text"),
+  Kind.KEY: _write_key,
+  Kind.WAIT: _write_wait,
+  Kind.ANSWER: lambda w: (
+    ("computer.terminate", {"status": "success", "answer": w.action.text})
+    if w.action.text
+    else None
+  ),
+  Kind.TERMINATE: lambda w: (
+    "computer.terminate",
+    {"status": "failure" if w.action.success is False else "success"},
+  ),
 }
 
 
@@ -260,7 +267,9 @@ class OpenCuaParser(gui_table.TableParser):
     fences = list(_FENCE.finditer(text))
     if fences:
       begins, start, code = (
-          fences[-1].start(), fences[-1].start(1), fences[-1].group(1)
+        fences[-1].start(),
+        fences[-1].start(1),
+        fences[-1].group(1),
       )
     elif (bare := _BARE.search(text)) is not None:
       begins = start = bare.start()
@@ -280,7 +289,7 @@ class OpenCuaParser(gui_table.TableParser):
     return base.ParseResult(calls, thought, positions=positions)
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     parts = [f"Thought:\n{thought}\n\n"] if thought else []
     if calls:
@@ -301,7 +310,7 @@ def _without_headers(text: str) -> str:
 
 
 def _in_order(
-    python: Sequence[python_calls.PythonCall],
+  python: Sequence[python_calls.PythonCall],
 ) -> list[tuple[trajectory.ToolCall, int]]:
   """Returns (call, position) of each action of the code.
 
@@ -315,7 +324,7 @@ def _in_order(
     name = item.function
     if name not in _PARAMETERS:
       raise base.ToolParseError(
-          registry.unknown_name("function", name, _PARAMETERS), item.position
+        registry.unknown_name("function", name, _PARAMETERS), item.position
       )
     if name == "pyautogui.hotkey":
       keys = list(item.args)
@@ -339,13 +348,15 @@ def _in_order(
     elif name == "pyautogui.dragTo" and pointer and _moved(placed):
       placed.pop()  # The drag begins there.
       arguments = {
-          "from_x": pointer.get("x"), "from_y": pointer.get("y"), **arguments
+        "from_x": pointer.get("x"),
+        "from_y": pointer.get("y"),
+        **arguments,
       }
     if pressed and name in (*_POINTED, "pyautogui.press", "pyautogui.hotkey"):
       arguments["held"] = list(pressed)
     placed.extend(
-        (trajectory.ToolCall(name, each), item.position)
-        for each in _repeats(name, arguments, item.position)
+      (trajectory.ToolCall(name, each), item.position)
+      for each in _repeats(name, arguments, item.position)
     )
   return placed
 
@@ -355,7 +366,7 @@ def _moved(placed: Sequence[tuple[trajectory.ToolCall, int]]) -> bool:
 
 
 def _repeats(
-    name: str, arguments: dict[str, Any], position: int
+  name: str, arguments: dict[str, Any], position: int
 ) -> list[dict[str, Any]]:
   """`press` presses each of its keys `presses` times, one after the other."""
   if name != "pyautogui.press":
@@ -364,14 +375,14 @@ def _repeats(
   presses = arguments.get("presses", 1)
   several = keys if isinstance(keys, list) else [keys]
   if (
-      isinstance(presses, bool)
-      or not isinstance(presses, int)
-      or not 1 <= presses * len(several) <= _MAX_PRESSES
+    isinstance(presses, bool)
+    or not isinstance(presses, int)
+    or not 1 <= presses * len(several) <= _MAX_PRESSES
   ):
     raise base.ToolParseError(
-        f"press takes 1 to {_MAX_PRESSES} keys at a time, got"
-        f" {gui_table.short(keys)} {gui_table.short(presses)} times",
-        position,
+      f"press takes 1 to {_MAX_PRESSES} keys at a time, got"
+      f" {gui_table.short(keys)} {gui_table.short(presses)} times",
+      position,
     )
   options = {k: v for k, v in arguments.items() if k not in ("keys", "presses")}
   return [{"keys": key, **options} for key in several] * presses

@@ -29,11 +29,11 @@ _FILE = "<tool call>"
 # Python warns of a policy's literals such as "1or" and "\\l".
 warnings.filterwarnings("ignore", module=_FILE)
 _STRING = re.compile(
-    r"'''(?:[^\\]|\\.)*?'''"
-    r'|"""(?:[^\\]|\\.)*?"""'
-    r"|'(?:[^'\\\n]|\\.)*'"
-    r'|"(?:[^"\\\n]|\\.)*"',
-    re.DOTALL,
+  r"'''(?:[^\\]|\\.)*?'''"
+  r'|"""(?:[^\\]|\\.)*?"""'
+  r"|'(?:[^'\\\n]|\\.)*'"
+  r'|"(?:[^"\\\n]|\\.)*"',
+  re.DOTALL,
 )
 _LINE_ENDS = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
 _STEP = re.compile(r"[()\[\]{}'\"#]")
@@ -63,15 +63,15 @@ class PythonCall:
     """
     if len(self.args) > len(parameters):
       raise base.ToolParseError(
-          f"{self.function} takes at most {len(parameters)} positional"
-          f" arguments, got {len(self.args)}",
-          self.position,
+        f"{self.function} takes at most {len(parameters)} positional"
+        f" arguments, got {len(self.args)}",
+        self.position,
       )
     values = dict(zip(parameters, self.args))
     twice = sorted(set(values) & set(self.kwargs))
     if twice:
       raise base.ToolParseError(
-          f"{self.function} has {twice[0]!r} twice", self.position
+        f"{self.function} has {twice[0]!r} twice", self.position
       )
     return {**values, **self.kwargs}
 
@@ -92,7 +92,7 @@ def end_of_call(text: str, opening: int) -> int:
       depth += 1
       if depth > _MAX_DEPTH:
         raise base.ToolParseError(
-            f"brackets are nested more than {_MAX_DEPTH} deep", step.start()
+          f"brackets are nested more than {_MAX_DEPTH} deep", step.start()
         )
     elif character in ")]}":
       depth -= 1
@@ -108,7 +108,7 @@ def end_of_call(text: str, opening: int) -> int:
       position = string.end()
   if limit < len(text):
     raise base.ToolParseError(
-        f"a call is longer than {MAX_CHARACTERS} characters", opening
+      f"a call is longer than {MAX_CHARACTERS} characters", opening
     )
   raise base.ToolParseError("a call is never closed", opening)
 
@@ -139,7 +139,7 @@ def read_calls(code: str, offset: int = 0) -> list[PythonCall]:
   """
   if len(code) > MAX_CHARACTERS:
     raise base.ToolParseError(
-        f"the code is longer than {MAX_CHARACTERS} characters", offset
+      f"the code is longer than {MAX_CHARACTERS} characters", offset
     )
   lines = _LINE_ENDS.split(code)  # As Python counts them.
   starts = [0]
@@ -157,14 +157,14 @@ def read_calls(code: str, offset: int = 0) -> list[PythonCall]:
     tree = ast.parse(code, _FILE)
   except SyntaxError as error:
     raise base.ToolParseError(
-        f"not Python: {error.msg}",
-        where(error.lineno, max((error.offset or 1) - 1, 0), False),
+      f"not Python: {error.msg}",
+      where(error.lineno, max((error.offset or 1) - 1, 0), False),
     ) from None
   except (ValueError, RecursionError, MemoryError) as error:
     raise base.ToolParseError(f"not Python: {error}", offset) from None
   return [
-      _call(node, where(node.lineno, node.col_offset))
-      for node in _call_nodes(tree, where)
+    _call(node, where(node.lineno, node.col_offset))
+    for node in _call_nodes(tree, where)
   ]
 
 
@@ -177,9 +177,8 @@ def _call_nodes(tree: ast.Module, where: Any) -> Iterator[ast.Call]:
     for item in items:
       if not isinstance(item, ast.Call):
         raise base.ToolParseError(
-            "only calls are understood, found"
-            f" {type(item).__name__.lower()}",
-            where(statement.lineno, statement.col_offset),
+          f"only calls are understood, found {type(item).__name__.lower()}",
+          where(statement.lineno, statement.col_offset),
         )
       yield item
 
@@ -207,9 +206,9 @@ def _literal(node: ast.expr, name: str, position: int) -> Any:
     value = ast.literal_eval(node)
   except (ValueError, TypeError, RecursionError, MemoryError, SyntaxError):
     raise base.ToolParseError(
-        f"the arguments of {name} must be literals, found"
-        f" {type(node).__name__.lower()}",
-        position,
+      f"the arguments of {name} must be literals, found"
+      f" {type(node).__name__.lower()}",
+      position,
     ) from None
   return _plain(value, name, position)
 
@@ -231,19 +230,18 @@ def _plain(value: Any, name: str, position: int) -> Any:
   elif isinstance(value, float) and math.isfinite(value):
     return value
   raise base.ToolParseError(
-      f"{name} has an argument of type {type(value).__name__} that no tool"
-      " takes",
-      position,
+    f"{name} has an argument of type {type(value).__name__} that no tool takes",
+    position,
   )
 
 
 def write_call(
-    function: str, arguments: Mapping[str, Any], positional: int = 0
+  function: str, arguments: Mapping[str, Any], positional: int = 0
 ) -> str:
   """`function(…)`; the first `positional` arguments without their names."""
   parts = [
-      repr(value) if i < positional else f"{name}={value!r}"
-      for i, (name, value) in enumerate(arguments.items())
+    repr(value) if i < positional else f"{name}={value!r}"
+    for i, (name, value) in enumerate(arguments.items())
   ]
   return f"{function}({', '.join(parts)})"
 
@@ -263,7 +261,7 @@ class PythonCallsParser(scanning.ScanningParser):
   def __init_subclass__(cls, **kwargs: Any):
     if "parameters" in vars(cls):
       names = "|".join(
-          re.escape(n) for n in sorted(cls.parameters, key=len, reverse=True)
+        re.escape(n) for n in sorted(cls.parameters, key=len, reverse=True)
       )
       cls.opening = re.compile(rf"(?<![\w.])(?:{names})(?=\()")
     super().__init_subclass__(**kwargs)
@@ -276,5 +274,5 @@ class PythonCallsParser(scanning.ScanningParser):
   def write(self, name: str, arguments: Mapping[str, Any]) -> str:
     """Returns the text of a call."""
     return write_call(
-        name, arguments, len(arguments) if name in self.positional else 0
+      name, arguments, len(arguments) if name in self.positional else 0
     )

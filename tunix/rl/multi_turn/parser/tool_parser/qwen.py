@@ -35,12 +35,12 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _CONTAINERS = {"object": dict, "array": list}
 _JSON_TYPES = {
-    type(None): "null",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    dict: "object",
-    list: "array",
+  type(None): "null",
+  bool: "boolean",
+  int: "integer",
+  float: "number",
+  dict: "object",
+  list: "array",
 }
 _DEEPEST = 8  # Unions and references within one another.
 _RESPONSE = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
@@ -99,16 +99,16 @@ class QwenToolParser(scanning.ScanningParser):
   call_end = "</tool_call>"
 
   def __init__(
-      self,
-      style: str | None = None,
-      tools_schema: base.ToolsSchema = None,
-      compact: bool = False,
+    self,
+    style: str | None = None,
+    tools_schema: base.ToolsSchema = None,
+    compact: bool = False,
   ):
     """Args:
 
-      style: "json" or "xml": how calls are written; None for the class's own.
-      tools_schema: Tools whose declared types XML values have; see `for_tools`.
-      compact: show tools as one-line signatures instead of JSON schemas.
+    style: "json" or "xml": how calls are written; None for the class's own.
+    tools_schema: Tools whose declared types XML values have; see `for_tools`.
+    compact: show tools as one-line signatures instead of JSON schemas.
     """
     if style is not None:
       if style not in ("json", "xml"):
@@ -131,7 +131,7 @@ class QwenToolParser(scanning.ScanningParser):
     return template.format(tools=base.schema_lines(tools_schema))
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     return base.with_thought(thought, *map(self._format_call, calls))
 
@@ -139,14 +139,13 @@ class QwenToolParser(scanning.ScanningParser):
     """Contents of `<tool_response>` blocks, by position ("0", "1", …)."""
     text = base.require_text(model_response)
     return {
-        str(i): match.group(1)
-        for i, match in enumerate(_RESPONSE.finditer(text))
+      str(i): match.group(1) for i, match in enumerate(_RESPONSE.finditer(text))
     }
 
   def _format_call(self, call: trajectory.ToolCall) -> str:
     if self.style == "json":
       body = json.dumps(
-          {"name": call.name, "arguments": call.arguments}, ensure_ascii=False
+        {"name": call.name, "arguments": call.arguments}, ensure_ascii=False
       )
       return f"{_OPEN}\n{body}\n{_CLOSE}"
     lines = [_OPEN, f"<function={call.name}>"]
@@ -155,14 +154,14 @@ class QwenToolParser(scanning.ScanningParser):
         value = json.dumps(value, ensure_ascii=False)
       elif "</parameter>" in value:
         raise base.ToolParseError(
-            f"the XML style cannot carry '</parameter>' in {name!r}"
+          f"the XML style cannot carry '</parameter>' in {name!r}"
         )
       lines.extend((f"<parameter={name}>", value, "</parameter>"))
     lines.extend(("</function>", _CLOSE))
     return "\n".join(lines)
 
   def read_block(
-      self, text: str, start: int
+    self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     start = scanning.skip_space(text, start + len(_OPEN))
     if text.startswith("{", start):
@@ -172,16 +171,16 @@ class QwenToolParser(scanning.ScanningParser):
       call, end = self._read_function(text, function)
     else:
       raise base.ToolParseError(
-          "a <tool_call> must hold a JSON object or a <function=…>, found"
-          f" {scanning.quote(text, start)}",
-          start,
+        "a <tool_call> must hold a JSON object or a <function=…>, found"
+        f" {scanning.quote(text, start)}",
+        start,
       )
     return (call,), scanning.end_of_block(
-        text, end, (_CLOSE,), _OPEN, f"{_CLOSE} after the call of {call.name!r}"
+      text, end, (_CLOSE,), _OPEN, f"{_CLOSE} after the call of {call.name!r}"
     )
 
   def _read_function(
-      self, text: str, function: re.Match[str]
+    self, text: str, function: re.Match[str]
   ) -> tuple[trajectory.ToolCall, int]:
     name = function.group(1).strip()
     if not name:
@@ -194,7 +193,7 @@ class QwenToolParser(scanning.ScanningParser):
       close = text.find("</parameter>", parameter.end())
       if close < 0:
         raise base.ToolParseError(
-            f"<parameter={key}> of {name!r} is never closed", parameter.start()
+          f"<parameter={key}> of {name!r} is never closed", parameter.start()
         )
       raw = text[parameter.end() : close]
       raw = raw.removeprefix("\n").removesuffix("\n")
@@ -204,9 +203,8 @@ class QwenToolParser(scanning.ScanningParser):
     if text.startswith("</function>", tail):
       return trajectory.ToolCall(name, arguments), tail + len("</function>")
     raise base.ToolParseError(
-        f"expected </function> of {name!r}, found"
-        f" {scanning.quote(text, tail)}",
-        tail,
+      f"expected </function> of {name!r}, found {scanning.quote(text, tail)}",
+      tail,
     )
 
 
@@ -226,8 +224,8 @@ def _declared_types(tools_schema: base.ToolsSchema) -> Types:
     function = schema.get("function", schema)
     root = function.get("parameters") or {}
     types[function["name"]] = {
-        key: frozenset(_kinds(spec, root, 0))
-        for key, spec in (root.get("properties") or {}).items()
+      key: frozenset(_kinds(spec, root, 0))
+      for key, spec in (root.get("properties") or {}).items()
     }
   return types
 

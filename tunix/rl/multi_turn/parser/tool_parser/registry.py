@@ -9,50 +9,50 @@ from tunix.rl.multi_turn.parser.tool_parser import base
 
 _PACKAGE = "tunix.rl.multi_turn.parser.tool_parser"
 PARSERS: registry.Registry[type[base.ToolParser]] = registry.Registry(
-    "tool parser"
+  "tool parser"
 )
 _PARSER_REGISTRY = registry.RegistryView(PARSERS)
 """The registry by its name in the source document, as a dict."""
 for _name, _path in {
-    # Calls of any tools.
-    "qwen": "qwen:QwenToolParser",
-    "qwen_xml": "qwen:QwenXmlToolParser",
-    "llama_json": "llama:LlamaJsonParser",
-    "llama_pythonic": "llama:LlamaPythonicParser",
-    "mistral": "mistral:MistralToolParser",
-    "deepseek": "deepseek:DeepSeekToolParser",
-    "gemma": "gemma:GemmaToolParser",
-    "gemini": "gemini:GeminiToolParser",
-    "function_gemma": "function_gemma:FunctionGemmaParser",
-    "openai_function": "openai_function:OpenAiFunctionParser",
-    # GUI actions.
-    "computer_use": "computer_use:ComputerUseParser",
-    "computer_use_absolute": "computer_use:ComputerUseAbsoluteParser",
-    "computer_use_compact": "computer_use:ComputerUseCompactParser",
-    "mobile_use": "mobile_use:MobileUseParser",
-    "mobile_use_absolute": "mobile_use:MobileUseAbsoluteParser",
-    "mai_ui": "mai_ui:MaiUiParser",
-    "ui_tars": "ui_tars:UiTarsParser",
-    "ui_tars_absolute": "ui_tars:UiTarsAbsoluteParser",
-    "ui_tars_mobile": "ui_tars:UiTarsMobileParser",
-    "ui_tars_2": "ui_tars_2:UiTars2Parser",
-    "holo1_5": "holo:Holo15Parser",
-    "holo2": "holo:Holo2Parser",
-    "opencua": "opencua:OpenCuaParser",
-    "opencua_relative": "opencua:OpenCuaRelativeParser",
-    "glm_v": "glm_v:GlmVParser",
-    "glm_v_mobile": "glm_v:GlmVMobileParser",
-    "openai_computer": "openai_computer:OpenAiComputerParser",
-    "anthropic_computer": "anthropic_computer:AnthropicComputerParser",
-    "gemini_computer": "gemini:GeminiComputerParser",
-    "android_world": "android_world:AndroidWorldParser",
-    "browsergym": "browsergym:BrowserGymParser",
+  # Calls of any tools.
+  "qwen": "qwen:QwenToolParser",
+  "qwen_xml": "qwen:QwenXmlToolParser",
+  "llama_json": "llama:LlamaJsonParser",
+  "llama_pythonic": "llama:LlamaPythonicParser",
+  "mistral": "mistral:MistralToolParser",
+  "deepseek": "deepseek:DeepSeekToolParser",
+  "gemma": "gemma:GemmaToolParser",
+  "gemini": "gemini:GeminiToolParser",
+  "function_gemma": "function_gemma:FunctionGemmaParser",
+  "openai_function": "openai_function:OpenAiFunctionParser",
+  # GUI actions.
+  "computer_use": "computer_use:ComputerUseParser",
+  "computer_use_absolute": "computer_use:ComputerUseAbsoluteParser",
+  "computer_use_compact": "computer_use:ComputerUseCompactParser",
+  "mobile_use": "mobile_use:MobileUseParser",
+  "mobile_use_absolute": "mobile_use:MobileUseAbsoluteParser",
+  "mai_ui": "mai_ui:MaiUiParser",
+  "ui_tars": "ui_tars:UiTarsParser",
+  "ui_tars_absolute": "ui_tars:UiTarsAbsoluteParser",
+  "ui_tars_mobile": "ui_tars:UiTarsMobileParser",
+  "ui_tars_2": "ui_tars_2:UiTars2Parser",
+  "holo1_5": "holo:Holo15Parser",
+  "holo2": "holo:Holo2Parser",
+  "opencua": "opencua:OpenCuaParser",
+  "opencua_relative": "opencua:OpenCuaRelativeParser",
+  "glm_v": "glm_v:GlmVParser",
+  "glm_v_mobile": "glm_v:GlmVMobileParser",
+  "openai_computer": "openai_computer:OpenAiComputerParser",
+  "anthropic_computer": "anthropic_computer:AnthropicComputerParser",
+  "gemini_computer": "gemini:GeminiComputerParser",
+  "android_world": "android_world:AndroidWorldParser",
+  "browsergym": "browsergym:BrowserGymParser",
 }.items():
   PARSERS.register(_name, f"{_PACKAGE}.{_path}")
 
 
 def register_tool_parser(
-    name: str, parser: type[base.ToolParser] | None = None
+  name: str, parser: type[base.ToolParser] | None = None
 ) -> Callable[[type[base.ToolParser]], type[base.ToolParser]]:
   """Adds a parser class; without one, returns a class decorator.
 
@@ -68,7 +68,7 @@ def unregister_tool_parser(name: str) -> bool:
 
 
 def get_tool_parser(
-    parser_name: str = "qwen", source: registry.Source = "request"
+  parser_name: str = "qwen", source: registry.Source = "request"
 ) -> type[base.ToolParser]:
   """Returns the parser class of that name.
 
@@ -89,8 +89,8 @@ def tool_parser_names() -> tuple[str, ...]:
 
 
 def make_tool_parser(
-    parser: str | type[base.ToolParser] | base.ToolParser,
-    source: registry.Source = "request",
+  parser: str | type[base.ToolParser] | base.ToolParser,
+  source: registry.Source = "request",
 ) -> base.ToolParser:
   """Returns an instance, from a class, an instance, or a name with its
   source."""

@@ -59,15 +59,15 @@ class ScanningParser(base.ToolParser):
     super().__init_subclass__(**kwargs)
     if "opening" in vars(cls):
       cls._mark_pattern = re.compile(
-          f"(?P<thought_ends>{_THOUGHT_ENDS})|(?:{cls.opening.pattern})",
-          cls.opening.flags,
+        f"(?P<thought_ends>{_THOUGHT_ENDS})|(?:{cls.opening.pattern})",
+        cls.opening.flags,
       )
 
   _mark_pattern: re.Pattern[str]
 
   @abc.abstractmethod
   def read_block(
-      self, text: str, start: int
+    self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     """Returns (calls, where they end) of the block that `opening` matches at
     `start`.
@@ -91,12 +91,12 @@ class ScanningParser(base.ToolParser):
       end = _THOUGHT_END.search(text, think.end())
       if end is None:
         return base.ParseResult(
-            thought=text[think.end() :].strip(),
-            failures=(
-                base.ToolParseError(
-                    f"<{think.group(1)}> is never closed", think.start(1) - 1
-                ),
+          thought=text[think.end() :].strip(),
+          failures=(
+            base.ToolParseError(
+              f"<{think.group(1)}> is never closed", think.start(1) - 1
             ),
+          ),
         )
       thoughts.append(text[think.end() : end.start()])
       position = visible = end.end()
@@ -135,15 +135,15 @@ class ScanningParser(base.ToolParser):
       thoughts.append(text[visible:first_call])
       answer = ""
     thought = "\n".join(
-        t for t in (self._without_noise(t) for t in thoughts) if t
+      t for t in (self._without_noise(t) for t in thoughts) if t
     )
     return base.ParseResult(
-        tuple(calls),
-        thought,
-        answer,
-        failures=tuple(failures),
-        positions=tuple(positions),
-        first_call=first_call if first_call >= 0 else None,
+      tuple(calls),
+      thought,
+      answer,
+      failures=tuple(failures),
+      positions=tuple(positions),
+      first_call=first_call if first_call >= 0 else None,
     )
 
   def _resume(self, text: str, position: int) -> int:
@@ -195,10 +195,10 @@ class JsonCallsParser(ScanningParser):
     return self.prompt.replace("{tools}", base.schema_lines(tools_schema))
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     return base.with_thought(
-        thought, *((self.format_calls(calls),) if calls else ())
+      thought, *((self.format_calls(calls),) if calls else ())
     )
 
   def format_calls(self, calls: Sequence[trajectory.ToolCall]) -> str:
@@ -206,7 +206,7 @@ class JsonCallsParser(ScanningParser):
     before = self.before[0] if self.before else ""
     after = self.after[0] if self.after else ""
     return "\n".join(
-        before + compact_json(self.to_object(call)) + after for call in calls
+      before + compact_json(self.to_object(call)) + after for call in calls
     )
 
   def to_object(self, call: trajectory.ToolCall) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class JsonCallsParser(ScanningParser):
     return {self.name_key: call.name, self.arguments_keys[0]: call.arguments}
 
   def calls_of(
-      self, value: Any, position: int
+    self, value: Any, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     """Returns the calls that a JSON value holds; None when it is not about
     calls.
@@ -228,22 +228,22 @@ class JsonCallsParser(ScanningParser):
       return None
     values = value if isinstance(value, list) else [value]
     return [
-        call_from_object(v, position, self.name_key, self.arguments_keys)
-        for v in values
+      call_from_object(v, position, self.name_key, self.arguments_keys)
+      for v in values
     ]
 
   def _is_call(self, value: Any) -> bool:
     return (
-        isinstance(value, dict)
-        and self.name_key in value
-        and (
-            not self.arguments_keys
-            or any(key in value for key in self.arguments_keys)
-        )
+      isinstance(value, dict)
+      and self.name_key in value
+      and (
+        not self.arguments_keys
+        or any(key in value for key in self.arguments_keys)
+      )
     )
 
   def read_block(
-      self, text: str, start: int
+    self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     where = start
     for mark in self.before:
@@ -263,8 +263,8 @@ class JsonCallsParser(ScanningParser):
     if self._mark_pattern.match(text, tail):
       return calls, tail
     raise base.ToolParseError(
-        f"expected {self.after[0]} after the call, found {quote(text, tail)}",
-        tail,
+      f"expected {self.after[0]} after the call, found {quote(text, tail)}",
+      tail,
     )
 
 
@@ -274,7 +274,7 @@ def skip_space(text: str, position: int) -> int:
 
 
 def end_of_block(
-    text: str, position: int, close: Sequence[str], opening: str, expected: str
+  text: str, position: int, close: Sequence[str], opening: str, expected: str
 ) -> int:
   """Returns where a block ends whose last call ends at `position`.
 
@@ -296,7 +296,7 @@ def end_of_block(
   if tail == len(text) or text.startswith(opening, tail):
     return tail
   raise base.ToolParseError(
-      f"expected {expected}, found {quote(text, tail)}", tail
+    f"expected {expected}, found {quote(text, tail)}", tail
   )
 
 
@@ -323,7 +323,7 @@ def _finite(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(
-    parse_constant=_refuse_constant, parse_float=_finite
+  parse_constant=_refuse_constant, parse_float=_finite
 )
 
 
@@ -342,18 +342,18 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
       compact_json(value).encode()
   except (ValueError, RecursionError) as error:
     raise base.ToolParseError(
-        f"bad JSON in a tool call: {getattr(error, 'msg', error)}, near"
-        f" {quote(text, start)}",
-        getattr(error, "pos", start),
+      f"bad JSON in a tool call: {getattr(error, 'msg', error)}, near"
+      f" {quote(text, start)}",
+      getattr(error, "pos", start),
     ) from None
   return value, end
 
 
 def call_from_object(
-    value: Any,
-    position: int,
-    name_key: str = "name",
-    arguments_keys: Sequence[str] = ("arguments", "parameters"),
+  value: Any,
+  position: int,
+  name_key: str = "name",
+  arguments_keys: Sequence[str] = ("arguments", "parameters"),
 ) -> trajectory.ToolCall:
   """Returns the call of a JSON object.
 
@@ -362,26 +362,26 @@ def call_from_object(
   """
   if not isinstance(value, Mapping):
     raise base.ToolParseError(
-        f"a call must be a JSON object, got {type(value).__name__}", position
+      f"a call must be a JSON object, got {type(value).__name__}", position
     )
   name = value.get(name_key)
   if not isinstance(name, str) or not name:
     raise base.ToolParseError(
-        f'a call needs a "{name_key}" string, got {str(name)[:_MAX_QUOTE]!r}',
-        position,
+      f'a call needs a "{name_key}" string, got {str(name)[:_MAX_QUOTE]!r}',
+      position,
     )
   if not arguments_keys:
     return trajectory.ToolCall(
-        name, {k: v for k, v in value.items() if k != name_key}
+      name, {k: v for k, v in value.items() if k != name_key}
     )
   arguments = next((value[k] for k in arguments_keys if k in value), None)
   return trajectory.ToolCall(
-      name, as_arguments(arguments, name, position, arguments_keys[0])
+    name, as_arguments(arguments, name, position, arguments_keys[0])
   )
 
 
 def as_arguments(
-    arguments: Any, name: str, position: int, key: str = "arguments"
+  arguments: Any, name: str, position: int, key: str = "arguments"
 ) -> dict[str, Any]:
   """Returns the arguments of a call as a dict; also from JSON in a str, or
   None.
@@ -397,15 +397,14 @@ def as_arguments(
       raise base.ToolParseError(str(error), position) from None
     if end != len(inner):
       raise base.ToolParseError(
-          f'"{key}" of {name!r} hold text after the JSON: {quote(inner, end)}',
-          position,
+        f'"{key}" of {name!r} hold text after the JSON: {quote(inner, end)}',
+        position,
       )
   if arguments is None:
     arguments = {}
   if not isinstance(arguments, dict):
     raise base.ToolParseError(
-        f'"{key}" of {name!r} must be an object, got'
-        f" {type(arguments).__name__}",
-        position,
+      f'"{key}" of {name!r} must be an object, got {type(arguments).__name__}',
+      position,
     )
   return arguments

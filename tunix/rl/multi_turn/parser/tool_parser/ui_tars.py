@@ -43,11 +43,11 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 
 # action name -> (button, count)
 _CLICKS = {
-    "click": ("left", 1),
-    "left_single": ("left", 1),
-    "left_double": ("left", 2),
-    "right_single": ("right", 1),
-    "middle_single": ("middle", 1),
+  "click": ("left", 1),
+  "left_single": ("left", 1),
+  "left_double": ("left", 2),
+  "right_single": ("right", 1),
+  "middle_single": ("middle", 1),
 }
 _FORMAT = """## Output Format
 Thought: ...
@@ -99,24 +99,24 @@ def read_finished(a: gui_table.Arguments) -> GuiAction:
 
 
 _READERS: dict[str, gui_table.Reader] = {
-    **gui_table.clicks_of(_CLICKS, *_START),
-    "move": gui_table.point_of(Kind.MOVE, *_START),
-    "hover": gui_table.point_of(Kind.MOVE, *_START),
-    "drag": _drag,
-    "select": _drag,
-    "hotkey": _hotkey,
-    "press": _hotkey,
-    "type": gui_table.text_of(Kind.TYPE, "content"),
-    "scroll": gui_table.scroll_of("direction", *_START),
-    "wait": gui_table.always(Kind.WAIT),
-    "finished": read_finished,
-    "call_user": gui_table.always(Kind.TERMINATE, success=False),
-    "long_press": gui_table.point_of(Kind.LONG_PRESS, *_START),
-    "open_app": lambda a: GuiAction(
-        Kind.OPEN_APP, text=a.name("app_name", "content")
-    ),
-    "press_home": gui_table.always(Kind.SYSTEM_BUTTON, text="home"),
-    "press_back": gui_table.always(Kind.SYSTEM_BUTTON, text="back"),
+  **gui_table.clicks_of(_CLICKS, *_START),
+  "move": gui_table.point_of(Kind.MOVE, *_START),
+  "hover": gui_table.point_of(Kind.MOVE, *_START),
+  "drag": _drag,
+  "select": _drag,
+  "hotkey": _hotkey,
+  "press": _hotkey,
+  "type": gui_table.text_of(Kind.TYPE, "content"),
+  "scroll": gui_table.scroll_of("direction", *_START),
+  "wait": gui_table.always(Kind.WAIT),
+  "finished": read_finished,
+  "call_user": gui_table.always(Kind.TERMINATE, success=False),
+  "long_press": gui_table.point_of(Kind.LONG_PRESS, *_START),
+  "open_app": lambda a: GuiAction(
+    Kind.OPEN_APP, text=a.name("app_name", "content")
+  ),
+  "press_home": gui_table.always(Kind.SYSTEM_BUTTON, text="home"),
+  "press_back": gui_table.always(Kind.SYSTEM_BUTTON, text="back"),
 }
 
 
@@ -149,22 +149,22 @@ def _write_button(w: gui_table.Writing) -> gui_table.Call | None:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: gui_table.write_clicks(_CLICKS, _at),
-    Kind.MOVE: lambda w: ("move", _at(w)),
-    Kind.DRAG: gui_table.write_drag("drag", "start_box", "end_box", _box),
-    Kind.KEY: lambda w: (
-        ("hotkey", {"key": " ".join(w.action.keys)})
-        if w.action.duration is None
-        else None
-    ),
-    Kind.TYPE: gui_table.writes("type", content="text"),
-    Kind.SCROLL: _write_scroll,
-    Kind.WAIT: gui_table.writes("wait"),
-    Kind.LONG_PRESS: lambda w: ("long_press", _at(w)),
-    Kind.OPEN_APP: gui_table.writes("open_app", app_name="text"),
-    Kind.SYSTEM_BUTTON: _write_button,
-    Kind.ANSWER: write_answer,
-    Kind.TERMINATE: write_end,
+  Kind.CLICK: gui_table.write_clicks(_CLICKS, _at),
+  Kind.MOVE: lambda w: ("move", _at(w)),
+  Kind.DRAG: gui_table.write_drag("drag", "start_box", "end_box", _box),
+  Kind.KEY: lambda w: (
+    ("hotkey", {"key": " ".join(w.action.keys)})
+    if w.action.duration is None
+    else None
+  ),
+  Kind.TYPE: gui_table.writes("type", content="text"),
+  Kind.SCROLL: _write_scroll,
+  Kind.WAIT: gui_table.writes("wait"),
+  Kind.LONG_PRESS: lambda w: ("long_press", _at(w)),
+  Kind.OPEN_APP: gui_table.writes("open_app", app_name="text"),
+  Kind.SYSTEM_BUTTON: _write_button,
+  Kind.ANSWER: write_answer,
+  Kind.TERMINATE: write_end,
 }
 
 
@@ -179,7 +179,7 @@ class UiTarsParser(gui_table.TableParser):
   own_prompt = _FORMAT + _SIGNATURES
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     actions = "\n\n".join(map(write_action, calls))
     lines = [f"Thought: {thought}"] if thought else []
@@ -224,13 +224,13 @@ class UiTarsParser(gui_table.TableParser):
         position = gap
     if not calls and not failures:
       failures.append(
-          base.ToolParseError(f"nothing stands after {_ACTION}", start)
+        base.ToolParseError(f"nothing stands after {_ACTION}", start)
       )
     return base.ParseResult(
-        tuple(calls),
-        thought,
-        failures=tuple(failures),
-        positions=tuple(positions),
+      tuple(calls),
+      thought,
+      failures=tuple(failures),
+      positions=tuple(positions),
     )
 
 
@@ -267,8 +267,7 @@ def read_action(text: str, start: int) -> tuple[trajectory.ToolCall, int]:
   match = _NAME.match(text, start)
   if match is None:
     raise base.ToolParseError(
-        f"expected an action, found {text[start : start + 60].strip()!r}",
-        start,
+      f"expected an action, found {text[start : start + 60].strip()!r}", start
     )
   name = match.group(1)
   position = match.end()
@@ -292,9 +291,9 @@ def read_action(text: str, start: int) -> tuple[trajectory.ToolCall, int]:
   close = re.compile(r"\s*\)").match(text, position)
   if close is None:
     raise base.ToolParseError(
-        f"action {name!r} is not closed, at"
-        f" {text[position : position + 60].strip()!r}",
-        position,
+      f"action {name!r} is not closed, at"
+      f" {text[position : position + 60].strip()!r}",
+      position,
     )
   return trajectory.ToolCall(name, arguments), close.end()
 
@@ -317,7 +316,7 @@ def _read_string(text: str, start: int, name: str) -> tuple[str, int]:
     parts.append(character)
     position += 1
   raise base.ToolParseError(
-      f"a string of action {name!r} is never closed", start
+    f"a string of action {name!r} is never closed", start
   )
 
 

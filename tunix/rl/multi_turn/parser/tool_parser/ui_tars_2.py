@@ -63,9 +63,9 @@ finished(content?: the answer)
 A call may hold several functions, one after the other."""
 
 _CLICKS = {
-    "click": ("left", 1),
-    "left_double": ("left", 2),
-    "right_single": ("right", 1),
+  "click": ("left", 1),
+  "left_double": ("left", 2),
+  "right_single": ("right", 1),
 }
 _HELD = "it is not released again; use click, drag or hotkey"
 
@@ -81,22 +81,22 @@ def _wait(a: gui_table.Arguments) -> GuiAction:
 
 
 _READERS: dict[str, gui_table.Reader] = {
-    **gui_table.clicks_of(_CLICKS, "point"),
-    "move_to": gui_table.point_of(Kind.MOVE, "point"),
-    "drag": lambda a: GuiAction(
-        Kind.DRAG, **a.point("start_point"), **a.point("end_point", end=True)
-    ),
-    "scroll": gui_table.scroll_of("direction", "point"),
-    "hotkey": lambda a: GuiAction(Kind.KEY, keys=a.keys("key")),
-    "type": gui_table.text_of(Kind.TYPE, "content"),
-    "wait": _wait,
-    "take_screenshot": gui_table.always(Kind.SCREENSHOT),
-    "call_user": gui_table.always(Kind.TERMINATE, success=False),
-    "finished": ui_tars.read_finished,
-    **{
-        name: gui_table.unavailable(_HELD)
-        for name in ("press", "release", "mouse_down", "mouse_up")
-    },
+  **gui_table.clicks_of(_CLICKS, "point"),
+  "move_to": gui_table.point_of(Kind.MOVE, "point"),
+  "drag": lambda a: GuiAction(
+    Kind.DRAG, **a.point("start_point"), **a.point("end_point", end=True)
+  ),
+  "scroll": gui_table.scroll_of("direction", "point"),
+  "hotkey": lambda a: GuiAction(Kind.KEY, keys=a.keys("key")),
+  "type": gui_table.text_of(Kind.TYPE, "content"),
+  "wait": _wait,
+  "take_screenshot": gui_table.always(Kind.SCREENSHOT),
+  "call_user": gui_table.always(Kind.TERMINATE, success=False),
+  "finished": ui_tars.read_finished,
+  **{
+    name: gui_table.unavailable(_HELD)
+    for name in ("press", "release", "mouse_down", "mouse_up")
+  },
 }
 
 
@@ -124,18 +124,16 @@ def _write_wait(w: gui_table.Writing) -> gui_table.Call | None:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: gui_table.write_clicks(_CLICKS, _at),
-    Kind.MOVE: lambda w: ("move_to", _at(w)),
-    Kind.DRAG: gui_table.write_drag(
-        "drag", "start_point", "end_point", _point
-    ),
-    Kind.SCROLL: _write_scroll,
-    Kind.KEY: gui_table.write_keys("hotkey", "key", " "),
-    Kind.TYPE: gui_table.writes("type", content="text"),
-    Kind.WAIT: _write_wait,
-    Kind.SCREENSHOT: lambda w: ("take_screenshot", {}),
-    Kind.ANSWER: ui_tars.write_answer,
-    Kind.TERMINATE: ui_tars.write_end,
+  Kind.CLICK: gui_table.write_clicks(_CLICKS, _at),
+  Kind.MOVE: lambda w: ("move_to", _at(w)),
+  Kind.DRAG: gui_table.write_drag("drag", "start_point", "end_point", _point),
+  Kind.SCROLL: _write_scroll,
+  Kind.KEY: gui_table.write_keys("hotkey", "key", " "),
+  Kind.TYPE: gui_table.writes("type", content="text"),
+  Kind.WAIT: _write_wait,
+  Kind.SCREENSHOT: lambda w: ("take_screenshot", {}),
+  Kind.ANSWER: ui_tars.write_answer,
+  Kind.TERMINATE: ui_tars.write_end,
 }
 
 
@@ -155,7 +153,7 @@ class UiTars2Parser(gui_table.TableParser, scanning.ScanningParser):
   noise = re.compile(r"</?(?:gui_)?think\w*>")
 
   def read_block(
-      self, text: str, start: int
+    self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     calls: list[trajectory.ToolCall] = []
     end = start + len(_OPEN)
@@ -165,16 +163,16 @@ class UiTars2Parser(gui_table.TableParser, scanning.ScanningParser):
     tail = scanning.skip_space(text, end)
     if not calls:
       raise base.ToolParseError(
-          "a <seed:tool_call> must hold a <function=…>, found"
-          f" {scanning.quote(text, tail)}",
-          tail,
+        "a <seed:tool_call> must hold a <function=…>, found"
+        f" {scanning.quote(text, tail)}",
+        tail,
       )
     return calls, scanning.end_of_block(
-        text, end, (_CLOSE,), _OPEN, f"{_CLOSE} or another <function=…>"
+      text, end, (_CLOSE,), _OPEN, f"{_CLOSE} or another <function=…>"
     )
 
   def _read_function(
-      self, text: str, function: re.Match[str]
+    self, text: str, function: re.Match[str]
   ) -> tuple[trajectory.ToolCall, int]:
     name, end = function.group(1), function.end()
     arguments: dict[str, Any] = {}
@@ -182,8 +180,8 @@ class UiTars2Parser(gui_table.TableParser, scanning.ScanningParser):
       close = text.find(_PARAMETER_END, parameter.end())
       if close < 0:
         raise base.ToolParseError(
-            f"<parameter={parameter.group(1)}> of {name!r} is never closed",
-            parameter.start(1),
+          f"<parameter={parameter.group(1)}> of {name!r} is never closed",
+          parameter.start(1),
         )
       value = text[parameter.end() : close]
       value = value.removeprefix("\n").removesuffix("\n")
@@ -191,19 +189,18 @@ class UiTars2Parser(gui_table.TableParser, scanning.ScanningParser):
       end = close + len(_PARAMETER_END)
     if (tail := _FUNCTION_END.match(text, end)) is None:
       raise base.ToolParseError(
-          f"expected </function> of {name!r}, found"
-          f" {scanning.quote(text, end)}",
-          end,
+        f"expected </function> of {name!r}, found {scanning.quote(text, end)}",
+        end,
       )
     return trajectory.ToolCall(name, arguments), tail.end()
 
   def format(
-      self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
+    self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
     block = f"{_OPEN}{''.join(map(_write_function, calls))}{_CLOSE}"
     return base.with_thought(
-        thought and f"<gui_think> {thought} </gui_think>",
-        *((block,) if calls else ()),
+      thought and f"<gui_think> {thought} </gui_think>",
+      *((block,) if calls else ()),
     )
 
 
@@ -213,7 +210,7 @@ def _write_function(call: trajectory.ToolCall) -> str:
     text = value if isinstance(value, str) else scanning.compact_json(value)
     if _PARAMETER_END in text:
       raise base.GuiActionError(
-          f"UI-TARS-2 cannot write {_PARAMETER_END!r} in {key!r}"
+        f"UI-TARS-2 cannot write {_PARAMETER_END!r} in {key!r}"
       )
     if text[:1] == "\n" or text[-1:] == "\n":  # Not to be read as layout.
       text = f"\n{text}\n"

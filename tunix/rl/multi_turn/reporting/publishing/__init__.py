@@ -29,10 +29,10 @@ CONTENTS = tuple(_MODULES)
 
 
 def save(
-    directory: str | pathlib.Path,
-    content: Content,
-    folder: str | pathlib.Path,
-    described: Described = Described(),
+  directory: str | pathlib.Path,
+  content: Content,
+  folder: str | pathlib.Path,
+  described: Described = Described(),
 ) -> pathlib.Path:
   """Writes the folder that `push` would send.
 
@@ -71,14 +71,14 @@ def save(
 
 
 def push(
-    directory: str | pathlib.Path,
-    content: Content,
-    repo: str,
-    described: Described = Described(),
-    *,
-    private: bool | None = None,
-    token: str | None = None,
-    message: str = "",
+  directory: str | pathlib.Path,
+  content: Content,
+  repo: str,
+  described: Described = Described(),
+  *,
+  private: bool | None = None,
+  token: str | None = None,
+  message: str = "",
 ) -> str:
   """Pushes a run's policy or episodes; see `hub.push` and `save`.
 
@@ -91,22 +91,21 @@ def push(
   if content not in _MODULES:
     raise PublishError(_no_content(content))
   target = hub.Target(
-      repo, "dataset" if content == "episodes" else "model", private, token
+    repo, "dataset" if content == "episodes" else "model", private, token
   )
   hub.check(target)  # Before a folder of gigabytes is made.
   run = run_data.load(directory)
   # Beside the policy, so that weights are linked and not copied.
   with tempfile.TemporaryDirectory(
-      dir=run.directory, prefix=".publish-"
+    dir=run.directory, prefix=".publish-"
   ) as folder:
     save(directory, content, folder, described)
     return hub.push(
-        folder,
-        target,
-        message or f"{content} of {run.name}",
-        _MODULES[content].REPLACED,
+      folder,
+      target,
+      message or f"{content} of {run.name}",
+      _MODULES[content].REPLACED,
     )
-
 
 
 def _no_content(content: str) -> str:

@@ -25,38 +25,36 @@ _SPLITS = ("train", "eval")
 REPLACED = tuple(f"data/{split}-*.parquet" for split in _SPLITS)
 """Files that an earlier push may have left under other names."""
 _COLUMNS = {
-    "episode_id": "name in the run",
-    "split": "train or eval",
-    "mode": "of an evaluation: sampled or greedy",
-    "family, task_id, instruction": "the task",
-    "group_id": "attempts at one task in one update share it",
-    "weights_version": "updates that the policy had when the episode ended",
-    "reward, success, status, error": "the outcome",
-    "turns": (
-        "by turn: `image`, the place in `images` of the screen that the policy"
-        " saw (-1: not kept), its `response`, the `actions` as JSON in pixels"
-        " of that screen, `note` of faults, `reward`"
-    ),
-    "images": "the screenshots, each once",
-    "trajectory": (
-        "the whole episode as JSON with tokens and log-probs, for"
-        " `Trajectory.from_json`"
-    ),
+  "episode_id": "name in the run",
+  "split": "train or eval",
+  "mode": "of an evaluation: sampled or greedy",
+  "family, task_id, instruction": "the task",
+  "group_id": "attempts at one task in one update share it",
+  "weights_version": "updates that the policy had when the episode ended",
+  "reward, success, status, error": "the outcome",
+  "turns": (
+    "by turn: `image`, the place in `images` of the screen that the policy"
+    " saw (-1: not kept), its `response`, the `actions` as JSON in pixels"
+    " of that screen, `note` of faults, `reward`"
+  ),
+  "images": "the screenshots, each once",
+  "trajectory": (
+    "the whole episode as JSON with tokens and log-probs, for"
+    " `Trajectory.from_json`"
+  ),
 }
 
 
 def write(
-    run: run_data.RunDirectory,
-    folder: pathlib.Path,
-    described: public.Described,
+  run: run_data.RunDirectory, folder: pathlib.Path, described: public.Described
 ) -> None:
   """See `publishing.save`."""
   try:
     import datasets  # pylint: disable=g-import-not-at-top
   except ImportError as error:
     raise hub.PublishError(
-        "publishing episodes needs the package datasets; pip install"
-        " 'tunix-multi-turn[hub]'"
+      "publishing episodes needs the package datasets; pip install"
+      " 'tunix-multi-turn[hub]'"
     ) from error
   text = datasets.Value("string")
   features = datasets.Features({
@@ -76,7 +74,7 @@ def write(
       }),
       "images": datasets.List(datasets.Image()),
       "trajectory": text,
-  })  # pyformat: disable
+  })  # fmt: skip
   shards: dict[str, _Shards] = {}
   try:
     for row in _rows(run):
@@ -91,7 +89,7 @@ def write(
       shard.end()
   if not shards:
     raise hub.PublishError(
-        f"{run.directory} kept no episode; train with report.episodes above 0"
+      f"{run.directory} kept no episode; train with report.episodes above 0"
     )
   counts = {split: shard.rows for split, shard in shards.items()}
   card = _card(run, counts, described)
@@ -121,41 +119,41 @@ def _rows(run: run_data.RunDirectory) -> Iterator[dict[str, Any]]:
         images.append({"bytes": body, "path": f"{frame.image.sha256}.png"})
     steps = line["steps"]
     turns = [
-        {
-            "image": _place(frame.image, places),
-            "response": frame.text,
-            "actions": json.dumps(frame.actions, ensure_ascii=False),
-            "note": frame.note,
-            "reward": float(step.get("reward") or 0.0),
-        }
-        # After the turns comes the last screen.
-        for frame, step in zip(shown.frames, steps, strict=False)
+      {
+        "image": _place(frame.image, places),
+        "response": frame.text,
+        "actions": json.dumps(frame.actions, ensure_ascii=False),
+        "note": frame.note,
+        "reward": float(step.get("reward") or 0.0),
+      }
+      # After the turns comes the last screen.
+      for frame, step in zip(shown.frames, steps, strict=False)
     ]
     record = {k: v for k, v in line.items() if k not in run_data.BESIDE}
     error = public.text(shown.error) if shown.error else shown.error
     if error:
       record["error"] = error
     yield {
-        "episode_id": str(line.get("trajectory_id") or shown.index),
-        "split": shown.split,
-        "mode": str(line.get("mode") or ""),
-        "family": shown.family,
-        "task_id": shown.task_id,
-        "instruction": shown.instruction,
-        "group_id": str(line.get("group_id") or ""),
-        "status": shown.status.value,
-        "error": error,
-        "weights_version": shown.version,
-        "reward": shown.reward,
-        "success": shown.success,
-        "turns": turns,
-        "images": images,
-        "trajectory": json.dumps(record, ensure_ascii=False),
+      "episode_id": str(line.get("trajectory_id") or shown.index),
+      "split": shown.split,
+      "mode": str(line.get("mode") or ""),
+      "family": shown.family,
+      "task_id": shown.task_id,
+      "instruction": shown.instruction,
+      "group_id": str(line.get("group_id") or ""),
+      "status": shown.status.value,
+      "error": error,
+      "weights_version": shown.version,
+      "reward": shown.reward,
+      "success": shown.success,
+      "turns": turns,
+      "images": images,
+      "trajectory": json.dumps(record, ensure_ascii=False),
     }
 
 
 def _place(
-    image: trajectory_lib.ImageRef | None, places: dict[str, int]
+  image: trajectory_lib.ImageRef | None, places: dict[str, int]
 ) -> int:
   return -1 if image is None else places.get(image.sha256, -1)
 
@@ -213,28 +211,31 @@ class _Shards:
 
 
 def _card(
-    run: run_data.RunDirectory,
-    counts: dict[str, int],
-    described: public.Described,
+  run: run_data.RunDirectory,
+  counts: dict[str, int],
+  described: public.Described,
 ) -> str:
   import huggingface_hub  # pylint: disable=g-import-not-at-top
 
   data = huggingface_hub.DatasetCardData(
-      license=described.license or None,
-      task_categories=["reinforcement-learning", "image-text-to-text"],
-      tags=["computer-use", "gui-agent", "trajectories", "tunix"],
-      pretty_name=f"Episodes of {run.name}",
-      configs=[{
-          "config_name": "default",
-          "data_files": [
-              {"split": split, "path": f"data/{split}-*.parquet"}
-              for split in counts
-          ],
-      }],
+    license=described.license or None,
+    task_categories=["reinforcement-learning", "image-text-to-text"],
+    tags=["computer-use", "gui-agent", "trajectories", "tunix"],
+    pretty_name=f"Episodes of {run.name}",
+    configs=[
+      {
+        "config_name": "default",
+        "data_files": [
+          {"split": split, "path": f"data/{split}-*.parquet"}
+          for split in counts
+        ],
+      }
+    ],
   )
   gym = policy_folder.chosen(policy_folder.settings(run), "gym", "name")
   sizes = ", ".join(f"{count} of {split}" for split, count in counts.items())
-  return "\n".join([
+  return "\n".join(
+    [
       "---",
       data.to_yaml(),
       "---",
@@ -250,7 +251,7 @@ def _card(
       "",
       f'    rows = datasets.load_dataset("FOLDER", split="{list(counts)[0]}")',
       '    rows[0]["images"][0]',
-      "    kept = json.loads(rows[0][\"trajectory\"])",
+      '    kept = json.loads(rows[0]["trajectory"])',
       "    trajectory.Trajectory.from_json(kept)",
       "",
       "| column | |",
@@ -258,4 +259,5 @@ def _card(
       *(f"| {name} | {text} |" for name, text in _COLUMNS.items()),
       "",
       *policy_folder.evaluation_table(run),
-  ])
+    ]
+  )

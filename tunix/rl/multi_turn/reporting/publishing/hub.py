@@ -51,8 +51,8 @@ def check_name(name: str, field: str = "repo") -> None:
     utils.validate_repo_id(name)
   except errors.HFValidationError as error:
     raise PublishError(
-        f"{field} is {name!r}, which is no name of a repository; give"
-        f" owner/name ({error})"
+      f"{field} is {name!r}, which is no name of a repository; give"
+      f" owner/name ({error})"
     ) from None
 
 
@@ -64,22 +64,22 @@ def check(target: Target) -> None:
   check_name(target.repo)
   if constants.is_offline_mode():
     raise PublishError(
-        "HF_HUB_OFFLINE is set, so nothing can be pushed; unset it, or write a"
-        " folder instead"
+      "HF_HUB_OFFLINE is set, so nothing can be pushed; unset it, or write a"
+      " folder instead"
     )
   if not (target.token or huggingface_hub.get_token()):
     raise PublishError(
-        "there is no token for the Hub; set HF_TOKEN to one that may write, or"
-        " run: hf auth login"
+      "there is no token for the Hub; set HF_TOKEN to one that may write, or"
+      " run: hf auth login"
     )
 
 
 def push(
-    folder: str | pathlib.Path,
-    target: Target,
-    message: str,
-    replaces: Sequence[str] = (),
-    stall_s: float = STALL_S,
+  folder: str | pathlib.Path,
+  target: Target,
+  message: str,
+  replaces: Sequence[str] = (),
+  stall_s: float = STALL_S,
 ) -> str:
   """Makes the repository where it is absent, and commits the folder to it.
 
@@ -108,23 +108,23 @@ def push(
   try:
     with _deadlines(stall_s):
       url = api.create_repo(
-          target.repo,
-          repo_type=target.kind,
-          private=target.private,
-          exist_ok=True,
+        target.repo,
+        repo_type=target.kind,
+        private=target.private,
+        exist_ok=True,
       )
       info = api.repo_info(url.repo_id, repo_type=target.kind)
       if target.private and not info.private:
         raise PublishError(
-            f"{where} exists and is public; make it private there, give another"
-            " name, or ask for no private one"
+          f"{where} exists and is public; make it private there, give another"
+          " name, or ask for no private one"
         )
       api.upload_folder(
-          folder_path=str(folder),
-          repo_id=url.repo_id,
-          repo_type=target.kind,
-          commit_message=message,
-          delete_patterns=list(replaces) or None,
+        folder_path=str(folder),
+        repo_id=url.repo_id,
+        repo_type=target.kind,
+        commit_message=message,
+        delete_patterns=list(replaces) or None,
       )
   except PublishError:
     raise
@@ -143,7 +143,7 @@ def push(
 def _silence(where: str, error: Exception) -> str:
   text = credentials.masked(f"{error}") or type(error).__name__
   return (
-      f"{where} does not answer: {text}; try again, or write a folder instead"
+    f"{where} does not answer: {text}; try again, or write a folder instead"
   )
 
 
@@ -152,13 +152,13 @@ def _refusal(where: str, error: Any) -> str:
   text = error.server_message or f"HTTP {status}"
   if status == 401:
     return (
-        f"{where} does not know the token ({text}); set HF_TOKEN, or run: hf"
-        " auth login"
+      f"{where} does not know the token ({text}); set HF_TOKEN, or run: hf"
+      " auth login"
     )
   if status in (403, 404):
     return (
-        f"{where} may not be written with this token ({text}); give a token"
-        " that may write there, or another name"
+      f"{where} may not be written with this token ({text}); give a token"
+      " that may write there, or another name"
     )
   return f"{where} refused: {text}"
 

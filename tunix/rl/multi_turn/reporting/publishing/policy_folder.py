@@ -26,35 +26,33 @@ _OWN = ("dir", "resume")
 """Settings of `run` that say where it lay."""
 _MARKUP = re.compile(r"[|\\`*\[\]]")
 REPLACED = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "model-*-of-*.safetensors",
+  "model.safetensors",
+  "model.safetensors.index.json",
+  "model-*-of-*.safetensors",
 )
 """Files of weights, which an earlier push may have left under other names."""
 
 
 def write(
-    run: run_data.RunDirectory,
-    folder: pathlib.Path,
-    described: public.Described,
+  run: run_data.RunDirectory, folder: pathlib.Path, described: public.Described
 ) -> None:
   """See `publishing.save`."""
   source = run.directory / "policy"
   if not (source / "config.json").is_file():
     status = run.summary.get("status", "unfinished")
     raise hub.PublishError(
-        f"{run.directory} has no policy yet: it is {status}, and the policy is"
-        " saved when training ends"
+      f"{run.directory} has no policy yet: it is {status}, and the policy is"
+      " saved when training ends"
     )
   if run.summary.get("status") == "running":
     raise hub.PublishError(
-        f"{run.directory} is running, or was killed: its policy is not that of"
-        " its evaluations; wait for its end, or resume it"
+      f"{run.directory} is running, or was killed: its policy is not that of"
+      " its evaluations; wait for its end, or resume it"
     )
   for path in sorted(source.iterdir()):
     if path.is_symlink():
       raise hub.PublishError(
-          f"{path} is a symbolic link; put the file itself there, or delete it"
+        f"{path} is a symbolic link; put the file itself there, or delete it"
       )
     if path.is_file() and path.suffix != ".part" and path.name != "README.md":
       _take(path, folder / path.name)
@@ -81,7 +79,7 @@ def settings(run: run_data.RunDirectory) -> dict[str, Any]:
     parsed = yaml_text.parse(run.config) if run.config else {}
   except yaml_text.YamlError as error:
     raise hub.PublishError(
-        f"{run.directory / 'config.yaml'} {error}; mend or delete it"
+      f"{run.directory / 'config.yaml'} {error}; mend or delete it"
     ) from None
   if not isinstance(parsed, dict):
     return {}
@@ -109,25 +107,26 @@ def _take(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def _card(
-    run: run_data.RunDirectory,
-    config: dict[str, Any],
-    described: public.Described,
+  run: run_data.RunDirectory,
+  config: dict[str, Any],
+  described: public.Described,
 ) -> str:
   import huggingface_hub  # pylint: disable=g-import-not-at-top
 
   sees = any(key.startswith("vision") for key in config)
   data = huggingface_hub.ModelCardData(
-      license=described.license or None,
-      base_model=described.base_model or None,
-      library_name="transformers" if "architectures" in config else "tunix",
-      pipeline_tag="image-text-to-text" if sees else "text-generation",
-      tags=_TAGS,
-      model_name=run.name,
-      eval_results=_results(run) or None,
+    license=described.license or None,
+    base_model=described.base_model or None,
+    library_name="transformers" if "architectures" in config else "tunix",
+    pipeline_tag="image-text-to-text" if sees else "text-generation",
+    tags=_TAGS,
+    model_name=run.name,
+    eval_results=_results(run) or None,
   )
   of = functools.partial(chosen, settings(run))
   origin = described.base_model or of("policy", "name")
-  return "\n".join([
+  return "\n".join(
+    [
       "---",
       data.to_yaml(),
       "---",
@@ -155,7 +154,8 @@ def _card(
       "",
       "with the folder that this repository was downloaded to.",
       "",
-  ])
+    ]
+  )
 
 
 def evaluation_table(run: run_data.RunDirectory) -> list[str]:
@@ -163,23 +163,28 @@ def evaluation_table(run: run_data.RunDirectory) -> list[str]:
   if not run.evaluations:
     return []
   lines = [
-      "## Evaluation",
-      "",
-      "| | success | 95 % interval | episodes |",
-      "|---|---|---|---|",
+    "## Evaluation",
+    "",
+    "| | success | 95 % interval | episodes |",
+    "|---|---|---|---|",
   ]
   for name, results in run.evaluations.items():
     low, high = results.get("interval") or (None, None)
     interval = "–" if low is None else f"{low:.3f} to {high:.3f}"
     lines.append(
-        f"| {inline(name)} | {results['success_rate']:.3f} | {interval} |"
-        f" {results.get('episodes', '–')} |"
+      f"| {inline(name)} | {results['success_rate']:.3f} | {interval} |"
+      f" {results.get('episodes', '–')} |"
     )
   last = list(run.evaluations.values())[-1]
   families = last.get("by_task") or {}
   if families:
-    lines += ["", "Last evaluation by family:", "", "| family | success |",
-              "|---|---|"]  # pyformat: disable
+    lines += [
+      "",
+      "Last evaluation by family:",
+      "",
+      "| family | success |",
+      "|---|---|",
+    ]
     for name, results in families.items():
       rate = results.get("success_rate")
       shown = "–" if rate is None else f"{rate:.3f}"
@@ -202,13 +207,13 @@ def _results(run: run_data.RunDirectory) -> list[Any]:
   name, figures = list(run.evaluations.items())[-1]
   gym = chosen(settings(run), "gym", "name")
   return [
-      huggingface_hub.EvalResult(
-          task_type="reinforcement-learning",
-          task_name="computer use",
-          dataset_type=str(gym),
-          dataset_name=str(gym),
-          metric_type="success_rate",
-          metric_name=f"success rate ({name})",
-          metric_value=round(float(figures["success_rate"]), 4),
-      )
+    huggingface_hub.EvalResult(
+      task_type="reinforcement-learning",
+      task_name="computer use",
+      dataset_type=str(gym),
+      dataset_name=str(gym),
+      metric_type="success_rate",
+      metric_name=f"success rate ({name})",
+      metric_value=round(float(figures["success_rate"]), 4),
+    )
   ]

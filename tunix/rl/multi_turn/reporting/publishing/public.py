@@ -19,12 +19,12 @@ from tunix.rl.multi_turn.reporting.publishing import hub
 _AWAY = "…"
 _WHOLE = re.compile(r"(?:~|/|\.\.?[\\/]|[A-Za-z]:[\\/]|\\\\)[^\n]*")
 _WITHIN = re.compile(
-    r"(?<![\w./\\:~…])(?:~[\w.-]*/|/(?=[^\s/'\"]+/)|(?:\.\./)+|[A-Za-z]:[\\/])"
-    r"[^\s'\"`,;:|<>()\[\]{}]*"
+  r"(?<![\w./\\:~…])(?:~[\w.-]*/|/(?=[^\s/'\"]+/)|(?:\.\./)+|[A-Za-z]:[\\/])"
+  r"[^\s'\"`,;:|<>()\[\]{}]*"
 )
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://[^\s'\"`,;<>()\[\]{}]*")
 _MACHINE = re.compile(
-    r"(?:\d{1,3}(?:\.\d{1,3}){3}|[A-Za-z][\w.-]*(?=:\d\d))(?::\d{2,5})?"
+  r"(?:\d{1,3}(?:\.\d{1,3}){3}|[A-Za-z][\w.-]*(?=:\d\d))(?::\d{2,5})?"
 )
 _HOSTS = re.compile(r"(?:^|_)(?:host|hosts|hostname|address|coordinator)$")
 _ENVIRONMENT = re.compile(r"(?:^|_)env(?:iron|ironment)?$")
@@ -49,8 +49,8 @@ class Described:
   def __post_init__(self):
     if self.license and not _LICENSE.fullmatch(self.license):
       raise hub.PublishError(
-          f"license is {self.license!r}; give the Hub's identifier, such as"
-          " apache-2.0 or cc-by-4.0"
+        f"license is {self.license!r}; give the Hub's identifier, such as"
+        " apache-2.0 or cc-by-4.0"
       )
     if self.base_model:
       hub.check_name(self.base_model, "base_model")
@@ -83,8 +83,8 @@ def settings(value: Any, name: str = "") -> Any:
 def text(value: str) -> str:
   """A text without paths, hosts and passwords of addresses."""
   value = _ADDRESS.sub(
-      lambda match: f"{match[1]}://{_AWAY}" if match[1] != "hf" else match[0],
-      credentials.masked(value),
+    lambda match: f"{match[1]}://{_AWAY}" if match[1] != "hf" else match[0],
+    credentials.masked(value),
   )
   return _WITHIN.sub(lambda match: _last(match[0]), value)
 

@@ -48,18 +48,18 @@ class Collector(player.GroupPlayer):
   """One collector; call `run` on an event loop of its own."""
 
   def __init__(
-      self,
-      learner: player.Learner,
-      overrides: Mapping[str, Any] | None = None,
-      episodes_at_a_time: int = 0,
+    self,
+    learner: player.Learner,
+    overrides: Mapping[str, Any] | None = None,
+    episodes_at_a_time: int = 0,
   ):
     """Args:
 
-      learner: Learner whose address has `policy` beside `url`: the root of its
-        OpenAI-compatible server.
-      overrides: settings of this collector in place of the run's, by dotted
-        key, e.g. gym.options.
-      episodes_at_a_time: 0 = as many as the run wants.
+    learner: Learner whose address has `policy` beside `url`: the root of its
+      OpenAI-compatible server.
+    overrides: settings of this collector in place of the run's, by dotted
+      key, e.g. gym.options.
+    episodes_at_a_time: 0 = as many as the run wants.
     """
     super().__init__(learner)
     self._overrides = dict(overrides or {})
@@ -90,10 +90,12 @@ class Collector(player.GroupPlayer):
     settings = json_text.parse(await self._learner.call("GET", "/run"))
     own = settings.pop(SECTION, None)
     if own is None:
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           "the run takes rollout hosts and no collectors; start"
           " commands.rollout here, or the run with fleet=join"
-      ])
+        ]
+      )
     self._asked = address = dict(self._learner.known)
     with tempfile.TemporaryDirectory(prefix="tunix-collector-") as folder:
       self._build(settings, own, address, pathlib.Path(folder))
@@ -104,11 +106,11 @@ class Collector(player.GroupPlayer):
         await self._close()
 
   def _build(
-      self,
-      settings: Mapping[str, Any],
-      own: Mapping[str, Any],
-      address: Mapping[str, str],
-      folder: pathlib.Path,
+    self,
+    settings: Mapping[str, Any],
+    own: Mapping[str, Any],
+    address: Mapping[str, str],
+    folder: pathlib.Path,
   ) -> None:
     self._config = config = player.config_of(settings, self._overrides, folder)
     self._images = images_lib.ImageStore(folder / "images")
@@ -116,18 +118,18 @@ class Collector(player.GroupPlayer):
     try:
       agent = config.rollout.agent
       self._connection = agent_session.AgentConnection(
-          address["policy"],
-          own["model"],
-          self._images,
-          play=agent_session.load(agent) if agent else None,
-          token=address["token"],
-          timeout_s=config.collect.deadlines.model,
-          other_sampling=config.rollout.other_sampling,
+        address["policy"],
+        own["model"],
+        self._images,
+        play=agent_session.load(agent) if agent else None,
+        token=address["token"],
+        timeout_s=config.collect.deadlines.model,
+        other_sampling=config.rollout.other_sampling,
       )
     except (ImportError, ValueError, KeyError) as error:
-      raise config_lib.ConfigError([
-          f"a collector cannot begin: {error}"
-      ]) from None
+      raise config_lib.ConfigError(
+        [f"a collector cannot begin: {error}"]
+      ) from None
 
   async def _heard(self, answer: Mapping[str, Any]) -> None:
     del answer
@@ -135,30 +137,30 @@ class Collector(player.GroupPlayer):
       raise _Moved
 
   async def _play(
-      self, order: Mapping[str, Any], faults: player.Faults
+    self, order: Mapping[str, Any], faults: player.Faults
   ) -> trajectory_lib.TrajectoryGroup:
     collector = episodes.make_collector(
-        self._config,
-        self._episodes,
-        None,
-        None,
-        observers=faults,
-        mode=order["mode"],
-        connection=self._connection,
-        greedy=order["greedy"],
+      self._config,
+      self._episodes,
+      None,
+      None,
+      observers=faults,
+      mode=order["mode"],
+      connection=self._connection,
+      greedy=order["greedy"],
     )
     return await player.collect_order(collector, order)
 
   async def _close(self) -> None:
     try:
       await concurrency.with_deadline(
-          self._connection.aclose(), _CLOSE_S, "closing connections"
+        self._connection.aclose(), _CLOSE_S, "closing connections"
       )
       if self._episodes.acts_on_gym:
         shared = gyms.get(self._config.gym.name, "operator").load_close_shared()
         if shared is not None:
           await concurrency.with_deadline(
-              shared(), _CLOSE_S, "closing what gyms share"
+            shared(), _CLOSE_S, "closing what gyms share"
           )
     except Exception as error:  # pylint: disable=broad-except
       # A gym's; the learner is yet to be told.
@@ -168,11 +170,13 @@ class Collector(player.GroupPlayer):
     """Gives groups back at once, if the learner answers."""
     try:
       await asyncio.wait_for(
-          self._learner.ask("/beat", leases=[], stats={}, leaving=True),
-          _LEAVE_S,
+        self._learner.ask("/beat", leases=[], stats={}, leaving=True), _LEAVE_S
       )
     except (
-        TimeoutError, http.CallError, player.RunEnded, player.LearnerGone
+      TimeoutError,
+      http.CallError,
+      player.RunEnded,
+      player.LearnerGone,
     ) as error:
       _LOG.info("the learner was not told of the end: %r", error)
 

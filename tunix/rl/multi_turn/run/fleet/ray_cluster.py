@@ -76,8 +76,8 @@ class Cluster:
     self._waiting: dict[Any, str] = {}  # Name, by what ends with its placing.
     claimed = {name: float(n) for name, n in setup["resources"].items()}
     options: dict[str, Any] = {
-        "logging_level": logging.WARNING,
-        "log_to_driver": False,
+      "logging_level": logging.WARNING,
+      "log_to_driver": False,
     }
     if setup["address"]:
       options["address"] = setup["address"]
@@ -86,22 +86,21 @@ class Cluster:
       # Collectors share what this machine has, however many they are.
       needed = math.ceil(setup["cpus"] * setup["collectors"])
       options |= {
-          "address": "local",
-          "num_cpus": max(os.cpu_count() or 1, needed),
-          "include_dashboard": False,
-          "object_store_memory": _STORE_BYTES,
-          "resources": {
-              name: amount * setup["collectors"]
-              for name, amount in claimed.items()
-          },
+        "address": "local",
+        "num_cpus": max(os.cpu_count() or 1, needed),
+        "include_dashboard": False,
+        "object_store_memory": _STORE_BYTES,
+        "resources": {
+          name: amount * setup["collectors"] for name, amount in claimed.items()
+        },
       }
     ray.init(**options)
     # Ctrl-C is the run's, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     claims: dict[str, Any] = {
-        "num_cpus": setup["cpus"],
-        "max_restarts": 0,
-        "max_task_retries": 0,
+      "num_cpus": setup["cpus"],
+      "max_restarts": 0,
+      "max_task_retries": 0,
     }
     if setup["placement"] == "spread":
       claims["scheduling_strategy"] = "SPREAD"
@@ -118,7 +117,7 @@ class Cluster:
       actor = self._class.options(**self._claims).remote()
       placed = actor.__ray_ready__.remote()
       result = actor.collect.remote(
-          self._learner["address"], name, self._learner["patience_s"]
+        self._learner["address"], name, self._learner["patience_s"]
       )
       self._running[name] = actor, result
       self._waiting[placed] = name
@@ -152,14 +151,14 @@ class Cluster:
     nodes = [node for node in self._ray.nodes() if node["Alive"]]
     free = self._ray.available_resources()
     has = "; ".join(
-        _amounts(node["Resources"], claimed) for node in nodes[:_MOST_NODES]
+      _amounts(node["Resources"], claimed) for node in nodes[:_MOST_NODES]
     )
     more = len(nodes) - _MOST_NODES
     return (
-        f"each claims {_amounts(claimed, claimed)}, and the cluster's"
-        f" {len(nodes)} nodes have {has}"
-        + (f"; and {more} more" if more > 0 else "")
-        + f" (free in all: {_amounts(free, claimed)})"
+      f"each claims {_amounts(claimed, claimed)}, and the cluster's"
+      f" {len(nodes)} nodes have {has}"
+      + (f"; and {more} more" if more > 0 else "")
+      + f" (free in all: {_amounts(free, claimed)})"
     )
 
   def _ended(self) -> dict[str, str]:
@@ -180,9 +179,7 @@ class Cluster:
     return reasons
 
 
-def _amounts(
-    amounts: Mapping[str, float], names: Mapping[str, float]
-) -> str:
+def _amounts(amounts: Mapping[str, float], names: Mapping[str, float]) -> str:
   """The amounts of the named resources, for people."""
   texts = []
   for name in names:

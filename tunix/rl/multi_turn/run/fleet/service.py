@@ -117,11 +117,11 @@ class Supervisor:
   """
 
   def __init__(
-      self,
-      launcher: Launcher,
-      book: leases_lib.LeaseBook,
-      config: run_sections.FleetConfig,
-      clock: Callable[[], float] = time.monotonic,
+    self,
+    launcher: Launcher,
+    book: leases_lib.LeaseBook,
+    config: run_sections.FleetConfig,
+    clock: Callable[[], float] = time.monotonic,
   ):
     self._launcher = launcher
     self._book = book
@@ -131,7 +131,7 @@ class Supervisor:
     self._stop = threading.Event()
     self._failed = False
     self._thread = threading.Thread(
-        target=self._run, name="tunix-fleet", daemon=True
+      target=self._run, name="tunix-fleet", daemon=True
     )
     self.starts = 0
 
@@ -179,10 +179,10 @@ class Supervisor:
     if new:
       _LOG.warning("%s", self._no_room())
     if (
-        any(place.waits for place in self._places)
-        and all(place.waits or place.given_up for place in self._places)
-        and not self._book.hosts()
-        and not self._failed
+      any(place.waits for place in self._places)
+      and all(place.waits or place.given_up for place in self._places)
+      and not self._book.hosts()
+      and not self._failed
     ):
       self._failed = True
       self._book.fail(FleetFailed(self._no_room()))
@@ -190,10 +190,10 @@ class Supervisor:
   def _no_room(self) -> str:
     count = sum(place.waits for place in self._places)
     return (
-        f"{count} of {len(self._places)} collectors have waited for a node for"
-        f" fleet.place_s={self._config.place_s:g} s: {self._launcher.room()};"
-        " claim less (fleet.cpus, fleet.memory, fleet.resources), lower"
-        " fleet.collectors, or add nodes"
+      f"{count} of {len(self._places)} collectors have waited for a node for"
+      f" fleet.place_s={self._config.place_s:g} s: {self._launcher.room()};"
+      " claim less (fleet.cpus, fleet.memory, fleet.resources), lower"
+      " fleet.collectors, or add nodes"
     )
 
   def _ended(self, place: _Place, reason: str) -> None:
@@ -206,21 +206,22 @@ class Supervisor:
       _LOG.warning("%s is given up: %s", place.name, place.reason)
       return
     pause = min(
-        _LONGEST_PAUSE_S,
-        self._config.backoff_s * 2 ** max(0, place.failures - 1),
+      _LONGEST_PAUSE_S, self._config.backoff_s * 2 ** max(0, place.failures - 1)
     )
     place.due = self._clock() + pause
     _LOG.warning(
-        "%s ended and is started again in %g s: %s",
-        place.name, pause, place.reason,
-    )  # pyformat: disable
+      "%s ended and is started again in %g s: %s",
+      place.name,
+      pause,
+      place.reason,
+    )
 
   def _why(self) -> str:
     last = self._places[-1]
     return (
-        f"all {len(self._places)} collectors were given up after"
-        f" fleet.restarts={self._config.restarts} ends without a group; the"
-        f" last one: {last.reason}"
+      f"all {len(self._places)} collectors were given up after"
+      f" fleet.restarts={self._config.restarts} ends without a group; the"
+      f" last one: {last.reason}"
     )
 
   def _run(self) -> None:
@@ -237,10 +238,10 @@ class RayLauncher:
   """A `Launcher` on a cluster."""
 
   def __init__(
-      self,
-      config: run_sections.FleetConfig,
-      address: Mapping[str, str],
-      patience_s: float,
+    self,
+    config: run_sections.FleetConfig,
+    address: Mapping[str, str],
+    patience_s: float,
   ):
     """Connects to the cluster, or begins one.
 
@@ -254,10 +255,12 @@ class RayLauncher:
     """
     self._waiting: set[str] = set()
     if importlib.util.find_spec("ray") is None:
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           "fleet.via=ray needs the package ray; pip install"
           " 'tunix-multi-turn[ray]', or set fleet.via=local"
-      ])
+        ]
+      )
     # Where a clone is used without being installed.
     spec = importlib.util.find_spec("tunix_multi_turn")
     package = ""
@@ -266,30 +269,32 @@ class RayLauncher:
     inherited = os.environ.get("PYTHONPATH", "")
     try:
       self._worker = line_process.Worker(
-          [sys.executable, "-m", "tunix_multi_turn", _MODULE],
-          "Ray",
-          {
-              "address": config.address,
-              "collectors": config.collectors,
-              "cpus": config.cpus,
-              "memory": config.memory << 20,
-              "resources": dict(config.resources),
-              "placement": config.placement,
-              "learner": {
-                  "address": json.dumps(dict(address)),
-                  "patience_s": patience_s,
-              },
+        [sys.executable, "-m", "tunix_multi_turn", _MODULE],
+        "Ray",
+        {
+          "address": config.address,
+          "collectors": config.collectors,
+          "cpus": config.cpus,
+          "memory": config.memory << 20,
+          "resources": dict(config.resources),
+          "placement": config.placement,
+          "learner": {
+            "address": json.dumps(dict(address)),
+            "patience_s": patience_s,
           },
-          _START_S,
-          path=os.pathsep.join(filter(None, (package, inherited))),
+        },
+        _START_S,
+        path=os.pathsep.join(filter(None, (package, inherited))),
       )
     except line_process.WorkerError as error:
       text = " ".join(str(error).split())[:400]
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           f"fleet.address={config.address!r}: {text}; give the address of a"
           ' running cluster (ray start --head), or leave it "" for one on this'
           " machine"
-      ]) from None
+        ]
+      ) from None
 
   def start(self, name: str) -> None:
     self._call(start=name)
@@ -338,12 +343,12 @@ class Fleet:
   serial = 0
 
   def __init__(
-      self,
-      config: config_lib.TrainConfig,
-      policy: models.LoadedPolicy,
-      engine: engine_lib.RolloutEngine,
-      images: images_lib.ImageStore,
-      directory: pathlib.Path,
+    self,
+    config: config_lib.TrainConfig,
+    policy: models.LoadedPolicy,
+    engine: engine_lib.RolloutEngine,
+    images: images_lib.ImageStore,
+    directory: pathlib.Path,
   ):
     """Listens, but does not answer before `start`.
 
@@ -358,38 +363,40 @@ class Fleet:
     self._directory = directory
     self.book = leases_lib.LeaseBook(config.rollout.silence_s, exclusive=True)
     settings = lending.settings_of(config) | {
-        collector_lib.SECTION: {
-            "episodes": episodes_of_one(config),
-            "model": config.policy.name,
-        }
+      collector_lib.SECTION: {
+        "episodes": episodes_of_one(config),
+        "model": config.policy.name,
+      }
     }
     try:
       self._routes = server_lib.LeaseRoutes(
-          self.book,
-          images,
-          settings,
-          needs_weights=False,
-          relent=self._drop_sessions,
+        self.book,
+        images,
+        settings,
+        needs_weights=False,
+        relent=self._drop_sessions,
       )
     except ImportError as error:
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           f"fleet.via={config.fleet.via}: {error}; pip install"
           " 'tunix-multi-turn[serve,client]'"
-      ]) from None
+        ]
+      ) from None
     self._proxy = proxy.RunProxy(
-        config,
-        policy,
-        engine,
-        images,
-        token=self._routes.token,
-        extra_apps={PREFIX: self._routes.app},
-        sessions=self._most_sessions(),
+      config,
+      policy,
+      engine,
+      images,
+      token=self._routes.token,
+      extra_apps={PREFIX: self._routes.app},
+      sessions=self._most_sessions(),
     )
     root = config.rollout.public_url or self._proxy.url
     self.address = {
-        "url": root.rstrip("/") + PREFIX,
-        "policy": root.rstrip("/"),
-        "token": self._routes.token,
+      "url": root.rstrip("/") + PREFIX,
+      "policy": root.rstrip("/"),
+      "token": self._routes.token,
     }
     self._supervisor: Supervisor | None = None
     self._launcher: RayLauncher | None = None
@@ -409,20 +416,16 @@ class Fleet:
     """
     fleet = self._config.fleet
     if fleet.via == "ray":
-      self._launcher = RayLauncher(
-          fleet, self.address, _PATIENCE_S
-      )
+      self._launcher = RayLauncher(fleet, self.address, _PATIENCE_S)
     self._proxy.start()
     if self._launcher is not None:
-      self._supervisor = Supervisor(
-          self._launcher, self.book, fleet
-      )
+      self._supervisor = Supervisor(self._launcher, self.book, fleet)
       self._supervisor.start()
     lending.write_address(self._directory, self.address)
     _LOG.info("collectors join at %s", self.address["url"])
 
   def remote_collector(
-      self, mode: str
+    self, mode: str
   ) -> Callable[..., lending.RemoteCollector]:
     """Returns a maker of collectors; see `episodes.make_collector`."""
     return functools.partial(lending.RemoteCollector, self, mode)
@@ -431,9 +434,9 @@ class Fleet:
     """Collectors that were heard of in time, and counters of the leases."""
     supervisor = self._supervisor
     return {
-        "collectors": float(len(self.book.hosts())),
-        "collector_starts": float(supervisor.starts if supervisor else 0),
-        "relent_groups": float(self.book.counts["taken back"]),
+      "collectors": float(len(self.book.hosts())),
+      "collector_starts": float(supervisor.starts if supervisor else 0),
+      "relent_groups": float(self.book.counts["taken back"]),
     }
 
   async def _drop_sessions(self, lease: leases_lib.Lease) -> None:

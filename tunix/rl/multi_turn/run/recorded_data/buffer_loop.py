@@ -63,9 +63,7 @@ def uids_of(group: trajectory_lib.TrajectoryGroup) -> frozenset[str]:
   """The uids of a group's items: copies of a member have its uid."""
   names = [t.trajectory_id for t in group]
   members = set(names)
-  copies = {
-      f"{name}#{n}" for name in names for n in range(2, len(names) + 1)
-  }  # pyformat: disable
+  copies = {f"{name}#{n}" for name in names for n in range(2, len(names) + 1)}
   return frozenset(members - copies)
 
 
@@ -75,21 +73,20 @@ def instance_of(group: trajectory_lib.TrajectoryGroup) -> str:
 
 
 def named(
-    group: trajectory_lib.TrajectoryGroup, instance_id: str, index: int
+  group: trajectory_lib.TrajectoryGroup, instance_id: str, index: int
 ) -> trajectory_lib.TrajectoryGroup:
-  """The group under a name of its own: an instance may come in several passes.
-  """
+  """The group under a name of its own: an instance may come in several passes."""
   return dataclasses.replace(group, group_id=f"{instance_id}@{index}")
 
 
 def announce(
-    observers: events.Observer, group: trajectory_lib.TrajectoryGroup
+  observers: events.Observer, group: trajectory_lib.TrajectoryGroup
 ) -> None:
   """Sends the beginning and the end of each of a group's episodes."""
   for member in group:
     about = dict(group_id=group.group_id, task_id=group.task_id, split="train")
     observers.on_event(
-        events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
+      events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
     )
     observers.on_event(events.EpisodeFinished(trajectory=member, **about))
 
@@ -141,32 +138,32 @@ class BufferLoop:
   """See the module docstring; `await run()` on the run's event loop."""
 
   def __init__(
-      self,
-      make_client: Callable[[], client.BufferClient],
-      reader: reader_lib.EpisodeReader,
-      queue: LeasedQueue,
-      settings: Any,
-      *,
-      batch_size: int,
-      group_size: int = 0,
-      raw: bool = False,
-      min_valid: int,
-      payload: Callable[[list[str]], Mapping[str, Any]] | None,
-      observers: events.Observer,
+    self,
+    make_client: Callable[[], client.BufferClient],
+    reader: reader_lib.EpisodeReader,
+    queue: LeasedQueue,
+    settings: Any,
+    *,
+    batch_size: int,
+    group_size: int = 0,
+    raw: bool = False,
+    min_valid: int,
+    payload: Callable[[list[str]], Mapping[str, Any]] | None,
+    observers: events.Observer,
   ):
     """Args:
 
-      make_client: Makes a client of the service.
-      reader: Makes episodes of the policy.
-      queue: takes the groups.
-      settings: a `BufferConfig`.
-      batch_size: Size of a read, see `BufferClient.read`.
-      group_size: Size of the buffer's groups if other programs write; 0 = any.
-      raw: Whether rewards that other programs write must not be normalised.
-      min_valid: members of a group that can be trained on, at least.
-      payload: instance ids to skip -> body of `/start_rollout`; None starts
-        nothing.
-      observers: receive the episodes.
+    make_client: Makes a client of the service.
+    reader: Makes episodes of the policy.
+    queue: takes the groups.
+    settings: a `BufferConfig`.
+    batch_size: Size of a read, see `BufferClient.read`.
+    group_size: Size of the buffer's groups if other programs write; 0 = any.
+    raw: Whether rewards that other programs write must not be normalised.
+    min_valid: members of a group that can be trained on, at least.
+    payload: instance ids to skip -> body of `/start_rollout`; None starts
+      nothing.
+    observers: receive the episodes.
     """
     self._make_client = make_client
     self._reader = reader
@@ -212,15 +209,15 @@ class BufferLoop:
     with self._lock:
       finished, queued = self._finished.values(), self._queued.items()
       return {
-          "finished": [about.to_json() for about in finished],
-          "queued": [[index, *about.to_json()] for index, about in queued],
+        "finished": [about.to_json() for about in finished],
+        "queued": [[index, *about.to_json()] for index, about in queued],
       }
 
   def load_state_dict(
-      self,
-      state: Mapping[str, Any],
-      consumed: Iterable[int] = (),
-      stored: Iterable[tuple[int, trajectory_lib.TrajectoryGroup]] = (),
+    self,
+    state: Mapping[str, Any],
+    consumed: Iterable[int] = (),
+    stored: Iterable[tuple[int, trajectory_lib.TrajectoryGroup]] = (),
   ) -> None:
     """Restores the loop from a saved state. Call it before `run`.
 
@@ -236,8 +233,8 @@ class BufferLoop:
         finished.append(_About.of(*about))
     self._finished = {about.key: about for about in finished}
     self._queued = {
-        index: _About.of(instance_of(group), uids_of(group))
-        for index, group in stored
+      index: _About.of(instance_of(group), uids_of(group))
+      for index, group in stored
     }
     self._seen = {}
     for about in (*finished, *self._queued.values()):
@@ -267,9 +264,7 @@ class BufferLoop:
         # Kept items count as written, and this run has not read them.
         self._bounded = not body.get("keep_items")
         body = {"allowed_items": self._allowed_items(), **body}
-        answer = await self._tried(
-            lambda: service.start(body), final=_REFUSED
-        )
+        answer = await self._tried(lambda: service.start(body), final=_REFUSED)
         _LOG.info("the rollout buffer: %s", answer)
       await self._ask_stats(service)  # What was dropped is counted from here.
       while not self._stopping and not self.over:
@@ -305,14 +300,13 @@ class BufferLoop:
     self._held = False
 
   def finish(self) -> None:
-    """Waits for acknowledgements, within a deadline, after the last checkpoint.
-    """
+    """Waits for acknowledgements, within a deadline, after the last checkpoint."""
     with self._lock:
       acks = list(self._acks)
     concurrent.futures.wait(acks, _END_S)
 
   async def _tried(
-      self, call: Callable[[], Any], final: Container[int] = ()
+    self, call: Callable[[], Any], final: Container[int] = ()
   ) -> Any:
     """`call()`'s result, repeated until it succeeds or too many have failed.
 
@@ -330,12 +324,10 @@ class BufferLoop:
           raise
         if 0 <= self._settings.retries <= self._failures:
           raise
-        pause = min(
-            _LONGEST_PAUSE_S, self._settings.poll_s * self._failures
-        )
+        pause = min(_LONGEST_PAUSE_S, self._settings.poll_s * self._failures)
         _LOG.warning("the rollout buffer, again in %g s: %s", pause, error)
         self._observers.on_event(
-            events.Fault("buffer", type(error).__name__, str(error))
+          events.Fault("buffer", type(error).__name__, str(error))
         )
         await asyncio.sleep(pause)
 
@@ -353,12 +345,12 @@ class BufferLoop:
       await self._compare(service)
     lease = uuid.uuid4().hex  # Of all tries: an answer may be lost.
     batch = await self._tried(
-        lambda: service.read(
-            self._read_size(),
-            lease_s=self._settings.lease_s,
-            lease=lease,
-            allowed_items=self._allowed_items(),
-        )
+      lambda: service.read(
+        self._read_size(),
+        lease_s=self._settings.lease_s,
+        lease=lease,
+        allowed_items=self._allowed_items(),
+      )
     )
     if batch is None:
       self._empty += 1
@@ -376,9 +368,9 @@ class BufferLoop:
       for group in groups:
         about = _About.of(group.instance_id, group.uids)
         before = {
-            self._seen[about.name, uid]
-            for uid in about.uids
-            if (about.name, uid) in self._seen
+          self._seen[about.name, uid]
+          for uid in about.uids
+          if (about.name, uid) in self._seen
         }
         if before:
           self.counts["repeated"] += 1
@@ -419,9 +411,9 @@ class BufferLoop:
       return  # The last groups may have come after the latest read.
     if state in ("failed", "late"):
       raise GeneratorFailed(
-          f"the generator {run.get('task_type')!r} of the rollout buffer"
-          f" {self._settings.url} failed: {run.get('error')}; see its log in"
-          " /buffer/stats, mend it and resume the run"
+        f"the generator {run.get('task_type')!r} of the rollout buffer"
+        f" {self._settings.url} failed: {run.get('error')}; see its log in"
+        " /buffer/stats, mend it and resume the run"
       )
     if self._batch_size is not None:
       self._batch_size = None  # Less than a whole batch may be left.
@@ -431,14 +423,14 @@ class BufferLoop:
       lent = stats.get("leases", 0) > len(self._leases)
     if not lent and not stats.get("waiting_items", 0):
       self.over = (
-          f"the generator {run.get('task_type')!r} of the rollout buffer is"
-          f" {state}, and nothing is left to read; for more set"
-          f" buffer.num_epoch={self._settings.num_epoch} higher, or give more"
-          " tasks"
+        f"the generator {run.get('task_type')!r} of the rollout buffer is"
+        f" {state}, and nothing is left to read; for more set"
+        f" buffer.num_epoch={self._settings.num_epoch} higher, or give more"
+        " tasks"
       )
 
   async def _ask_stats(
-      self, service: client.BufferClient
+    self, service: client.BufferClient
   ) -> dict[str, Any] | None:
     """The service's figures, of which drops are reported; None: no answer."""
     try:
@@ -494,12 +486,12 @@ class BufferLoop:
     self._refused_in_a_row += 1
     if self._refused_in_a_row >= _MOST_REFUSED:
       raise ValueError(
-          f"{_MOST_REFUSED} groups of the rollout buffer in a row cannot be"
-          f" read; see what its generator writes. The last: {what}"
+        f"{_MOST_REFUSED} groups of the rollout buffer in a row cannot be"
+        f" read; see what its generator writes. The last: {what}"
       )
 
   def _say_dropped(
-      self, about: _About, group: trajectory_lib.TrajectoryGroup, reason: str
+    self, about: _About, group: trajectory_lib.TrajectoryGroup, reason: str
   ) -> None:
     """Reports drops in a row: the 1st, 2nd, 4th, 8th …
 
@@ -522,9 +514,9 @@ class BufferLoop:
       with self._lock:
         self._finish(about)
       raise ValueError(
-          f"{_MOST_REFUSED} groups of the rollout buffer in a row have too few"
-          f" episodes to train on. The last: {what};"
-          f" {reader_lib.diagnosis(group)}"
+        f"{_MOST_REFUSED} groups of the rollout buffer in a row have too few"
+        f" episodes to train on. The last: {what};"
+        f" {reader_lib.diagnosis(group)}"
       )
 
   async def _put(self, waiting: _Group) -> None:
@@ -535,7 +527,7 @@ class BufferLoop:
       version = ticket.start_version
       try:
         group = await asyncio.to_thread(
-            self._group, waiting, ticket.index, version
+          self._group, waiting, ticket.index, version
         )
       except reader_lib.SettingError:
         raise
@@ -548,9 +540,7 @@ class BufferLoop:
       if reason := self._refusal(group):
         self.counts["dropped"] += 1
         self._say_dropped(waiting.about, group, reason)
-        self._observers.on_event(
-            events.GroupFinished(group, "dropped", reason)
-        )
+        self._observers.on_event(events.GroupFinished(group, "dropped", reason))
         with self._lock:
           self._finish(waiting.about)
         self._acknowledge()
@@ -572,11 +562,10 @@ class BufferLoop:
           self._queued.pop(ticket.index, None)
 
   def _group(
-      self, waiting: _Group, index: int, version: int
+    self, waiting: _Group, index: int, version: int
   ) -> trajectory_lib.TrajectoryGroup:
     episodes = [
-        self._reader.episode(record, version=version)
-        for record in waiting.items
+      self._reader.episode(record, version=version) for record in waiting.items
     ]
     group = records.group_of(waiting.items, episodes, start_version=version)
     return named(group, waiting.items[0].instance_id, index)
@@ -585,15 +574,15 @@ class BufferLoop:
     valid = len(group.valid)
     if valid < self._min_valid:
       return (
-          f"{valid} of {len(group)} episodes can be trained on,"
-          f" {self._min_valid} are needed (collect.min_valid)"
-          f"{group.untrained_note}"
+        f"{valid} of {len(group)} episodes can be trained on,"
+        f" {self._min_valid} are needed (collect.min_valid)"
+        f"{group.untrained_note}"
       )
     if group.newest_version > self._queue.version:
       return (
-          f"its newest token is of version {group.newest_version}, and the"
-          f" learner is at {self._queue.version}: of another run, or of one"
-          " that this run was taken back from"
+        f"its newest token is of version {group.newest_version}, and the"
+        f" learner is at {self._queue.version}: of another run, or of one"
+        " that this run was taken back from"
       )
     return ""
 

@@ -67,13 +67,13 @@ class RecordedGroups:
   """
 
   def __init__(
-      self,
-      path: str | pathlib.Path,
-      reader: reader_lib.EpisodeReader,
-      images: images_lib.ImageStore,
-      *,
-      split: str = "train",
-      oldest_version: int = 0,
+    self,
+    path: str | pathlib.Path,
+    reader: reader_lib.EpisodeReader,
+    images: images_lib.ImageStore,
+    *,
+    split: str = "train",
+    oldest_version: int = 0,
   ):
     """Args:
 
@@ -109,8 +109,8 @@ class RecordedGroups:
     self.digest = _digest(groups)
     if not self._groups:
       raise ValueError(
-          f"{path} holds no episode to train on"
-          + (f" ({_counted(self.left_out)} left out)" if self.left_out else "")
+        f"{path} holds no episode to train on"
+        + (f" ({_counted(self.left_out)} left out)" if self.left_out else "")
       )
 
   def __len__(self) -> int:
@@ -141,7 +141,7 @@ class RecordedGroups:
   # --- files -----------------------------------------------------------------
 
   def _all(
-      self, path: pathlib.Path
+    self, path: pathlib.Path
   ) -> Iterator[tuple[Place, Mapping[str, Any]]]:
     if path.is_dir():
       files = [path / RUN_FILE]
@@ -153,7 +153,7 @@ class RecordedGroups:
       yield from self._of_file(file)
 
   def _of_file(
-      self, path: pathlib.Path
+    self, path: pathlib.Path
   ) -> Iterator[tuple[Place, Mapping[str, Any]]]:
     if path.suffix == ".json":
       for number, item in enumerate(self._items(path)):
@@ -188,7 +188,7 @@ class RecordedGroups:
       return _object(file.readline(), place)
 
   def _read(
-      self, place: Place
+    self, place: Place
   ) -> tuple[records.Record, trajectory_lib.Trajectory]:
     data = self._data(place)
     directory = place.path.parent
@@ -197,29 +197,28 @@ class RecordedGroups:
       episode = trajectory_lib.Trajectory.from_json(data)
       self._reader.own(episode)
       record = records.Record(
-          uid=episode.trajectory_id,
-          instance_id=_own_group(data),
-          messages=(),
-          reward=episode.reward,
-          extra_info={"task_id": data.get("task_id", _own_group(data))},
-          raw_reward=None,
-          sequences=(),
-          data={},
+        uid=episode.trajectory_id,
+        instance_id=_own_group(data),
+        messages=(),
+        reward=episode.reward,
+        extra_info={"task_id": data.get("task_id", _own_group(data))},
+        raw_reward=None,
+        sequences=(),
+        data={},
       )
       return record, episode
     record = records.read(_as_item(data, place))
     return record, self._reader.episode(record, directory=directory)
 
-  def _put_images(
-      self, data: Mapping[str, Any], folder: pathlib.Path
-  ) -> None:
+  def _put_images(self, data: Mapping[str, Any], folder: pathlib.Path) -> None:
     for ref in records.refs_of(data).values():
       if ref in self._images:
         continue
       path = folder / f"{ref.sha256}.png"
-      if self._images.put(
-          images_lib.decode(path.read_bytes())
-      ).sha256 != ref.sha256:
+      if (
+        self._images.put(images_lib.decode(path.read_bytes())).sha256
+        != ref.sha256
+      ):
         raise ValueError(f"{path} is another image than its name says")
 
 
@@ -261,8 +260,8 @@ def _as_item(data: Mapping[str, Any], place: Place) -> Mapping[str, Any]:
     return data
   if not isinstance(data.get("messages"), list):
     raise ValueError(
-        "no episode: it has neither steps and sequences, nor uid, instance_id"
-        " and reward, nor messages"
+      "no episode: it has neither steps and sequences, nor uid, instance_id"
+      " and reward, nor messages"
     )
   item = dict(data)
   text = item.pop("response_text", None)
@@ -272,8 +271,8 @@ def _as_item(data: Mapping[str, Any], place: Place) -> Mapping[str, Any]:
     reply = {"role": "assistant", "content": text}
     item["messages"] = [*item["messages"], reply]
   if not any(
-      isinstance(m, Mapping) and m.get("role") == "assistant"
-      for m in item["messages"]
+    isinstance(m, Mapping) and m.get("role") == "assistant"
+    for m in item["messages"]
   ):
     raise ValueError("nothing to learn: no message is the assistant's")
   own = f"{place.path.stem}-{place.number}"

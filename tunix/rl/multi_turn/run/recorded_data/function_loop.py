@@ -46,15 +46,15 @@ class FunctionLoop:
   """See the module docstring; `await run()` on the run's event loop."""
 
   def __init__(
-      self,
-      function: Callable[..., Any],
-      args: argparse.Namespace,
-      reader: reader_lib.EpisodeReader,
-      queue: buffer_loop.LeasedQueue,
-      decode: Callable[[Sequence[int]], str],
-      *,
-      min_valid: int,
-      observers: events.Observer,
+    self,
+    function: Callable[..., Any],
+    args: argparse.Namespace,
+    reader: reader_lib.EpisodeReader,
+    queue: buffer_loop.LeasedQueue,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    min_valid: int,
+    observers: events.Observer,
   ):
     """Args:
 
@@ -97,19 +97,19 @@ class FunctionLoop:
     """JSON: the next rollout, the data buffer, and items not trained on."""
     with self._lock:
       state = {
-          "next_rollout": self._next,
-          "data_buffer": self._buffer.state_dict(),
-          "queued": [[index, group] for index, group in self._queued.items()],
-          "waiting": list(self._waiting),
+        "next_rollout": self._next,
+        "data_buffer": self._buffer.state_dict(),
+        "queued": [[index, group] for index, group in self._queued.items()],
+        "waiting": list(self._waiting),
       }
     # Last: a group that left in between is counted, and made up for.
     return {**state, "dropped": self._all_dropped()}
 
   def load_state_dict(
-      self,
-      state: Mapping[str, Any],
-      consumed: Iterable[int] = (),
-      stored: Iterable[tuple[int, trajectory_lib.TrajectoryGroup]] = (),
+    self,
+    state: Mapping[str, Any],
+    consumed: Iterable[int] = (),
+    stored: Iterable[tuple[int, trajectory_lib.TrajectoryGroup]] = (),
   ) -> None:
     """Restores the state of a checkpoint. Call it before `run`.
 
@@ -196,14 +196,14 @@ class FunctionLoop:
       data = self._waiting[0]
       try:
         group = await asyncio.to_thread(
-            self._group, data, ticket.index, ticket.start_version
+          self._group, data, ticket.index, ticket.start_version
         )
       except reader_lib.SettingError:
         raise
       except ValueError as error:
         self._drop(
-            f"the group of instance {data[0]['instance_id']!r} is dropped:"
-            f" {error}"
+          f"the group of instance {data[0]['instance_id']!r} is dropped:"
+          f" {error}"
         )
         return
       buffer_loop.announce(self._observers, group)
@@ -227,21 +227,19 @@ class FunctionLoop:
 
   async def _fill(self) -> None:
     rollout_id = self._next
-    self._call = _Call(
-        self._function, self._args, rollout_id, self._buffer
-    )
+    self._call = _Call(self._function, self._args, rollout_id, self._buffer)
     result = await self._call.result()
     groups = samples.groups_of(
-        list(result or ()), self._args.n_samples_per_prompt
+      list(result or ()), self._args.n_samples_per_prompt
     )
     size = self._args.rollout_batch_size
     if len(groups) != size:
       raise ValueError(
-          f"the rollout function returned {len(groups)} groups for rollout"
-          f" {rollout_id}, and learner.groups_per_step (--rollout-batch-size)"
-          f" is {size}; return samples of as many index values, each with"
-          f" {self._args.n_samples_per_prompt} samples"
-          " (--n-samples-per-prompt)"
+        f"the rollout function returned {len(groups)} groups for rollout"
+        f" {rollout_id}, and learner.groups_per_step (--rollout-batch-size)"
+        f" is {size}; return samples of as many index values, each with"
+        f" {self._args.n_samples_per_prompt} samples"
+        " (--n-samples-per-prompt)"
       )
     new = [samples.items_of(group) for group in groups]
     with self._lock:
@@ -249,15 +247,15 @@ class FunctionLoop:
       self._next = rollout_id + 1
 
   def _group(
-      self, data: Group, index: int, version: int
+    self, data: Group, index: int, version: int
   ) -> trajectory_lib.TrajectoryGroup:
     members, episodes = [], []
     for item in data:
       reply_ids = [
-          token
-          for sequence in item["sequences"]
-          for token, mask in zip(sequence["tokens"], sequence["loss_mask"])
-          if mask
+        token
+        for sequence in item["sequences"]
+        for token, mask in zip(sequence["tokens"], sequence["loss_mask"])
+        if mask
       ]
       text = self._decode(reply_ids)
       reply = {"role": "assistant", "content": text}
@@ -281,11 +279,11 @@ class FunctionLoop:
       self._dropped_in_a_row = 0
       return False
     self._drop(
-        f"the group of instance {buffer_loop.instance_of(group)!r} is dropped:"
-        f" {valid} of {len(group)} episodes can be trained on,"
-        f" {self._min_valid} are needed (collect.min_valid)"
-        f"{group.untrained_note}",
-        f"; {reader_lib.diagnosis(group)}",
+      f"the group of instance {buffer_loop.instance_of(group)!r} is dropped:"
+      f" {valid} of {len(group)} episodes can be trained on,"
+      f" {self._min_valid} are needed (collect.min_valid)"
+      f"{group.untrained_note}",
+      f"; {reader_lib.diagnosis(group)}",
     )
     return True
 
@@ -306,13 +304,12 @@ class FunctionLoop:
     self._observers.on_event(events.Fault("buffer", "dropped", what))
     if self._dropped_in_a_row >= _MOST_DROPPED:
       raise ValueError(
-          f"{_MOST_DROPPED} groups of the rollout function in a row cannot be"
-          f" trained on. The last: {what}{more}"
+        f"{_MOST_DROPPED} groups of the rollout function in a row cannot be"
+        f" trained on. The last: {what}{more}"
       )
 
   def _settle(self, indices: Iterable[int]) -> None:
-    """Forgets groups that a checkpoint holds the training of, or dropped ones.
-    """
+    """Forgets groups that a checkpoint holds the training of, or dropped ones."""
     with self._lock:
       for index in indices:
         self._queued.pop(index, None)
@@ -356,7 +353,7 @@ class _Call:
         pass
 
     threading.Thread(
-        target=work, name="tunix-rollout-function", daemon=True
+      target=work, name="tunix-rollout-function", daemon=True
     ).start()
     return await future
 

@@ -27,7 +27,7 @@ class NoEngine:
     """Nothing is compiled."""
 
   def update_weights(
-      self, version: int, state: Any
+    self, version: int, state: Any
   ) -> concurrent.futures.Future[int]:
     """Records the version; the future has ended."""
     del state

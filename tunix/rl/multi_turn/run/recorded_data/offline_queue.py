@@ -26,11 +26,9 @@ from tunix.rl.queue import ledger
 class Groups(Protocol):
   """Recorded groups by number."""
 
-  def __len__(self) -> int:
-    ...
+  def __len__(self) -> int: ...
 
-  def __getitem__(self, index: int) -> trajectory_lib.TrajectoryGroup:
-    ...
+  def __getitem__(self, index: int) -> trajectory_lib.TrajectoryGroup: ...
 
 
 class OfflineQueue:
@@ -40,21 +38,21 @@ class OfflineQueue:
   closed = False
 
   def __init__(
-      self,
-      groups: Groups,
-      groups_per_step: int,
-      *,
-      seed: int = 0,
-      epochs: int = 0,
-      shuffle: bool = True,
+    self,
+    groups: Groups,
+    groups_per_step: int,
+    *,
+    seed: int = 0,
+    epochs: int = 0,
+    shuffle: bool = True,
   ):
     """Args:
 
-      groups: recorded.
-      groups_per_step: default of `get_batch`.
-      seed: Seed of the order.
-      epochs: after which the queue is closed; 0 repeats without end.
-      shuffle: False keeps the order of the groups.
+    groups: recorded.
+    groups_per_step: default of `get_batch`.
+    seed: Seed of the order.
+    epochs: after which the queue is closed; 0 repeats without end.
+    shuffle: False keeps the order of the groups.
     """
     self._groups = groups
     self._digest = getattr(groups, "digest", "")
@@ -81,7 +79,7 @@ class OfflineQueue:
   # --- the learner's side ----------------------------------------------------
 
   def get_batch(
-      self, n: int | None = None, timeout: float | None = None
+    self, n: int | None = None, timeout: float | None = None
   ) -> list[trajectory_lib.TrajectoryGroup]:
     """The next `n` groups.
 
@@ -100,7 +98,7 @@ class OfflineQueue:
         raise admission.QueueClosed("the queue was closed")
       if self._epochs and fresh.stop > self._epochs * len(self._groups):
         self.over = (
-            f"the recorded episodes are over after {self._epochs} epochs"
+          f"the recorded episodes are over after {self._epochs} epochs"
         )
         raise admission.QueueClosed(self.over)
       self._again = self._again[count:]
@@ -118,12 +116,12 @@ class OfflineQueue:
       return recorded
     # Ids are unique in a run.
     return dataclasses.replace(
-        recorded,
-        group_id=f"{recorded.group_id}@{epoch}",
-        trajectories=tuple(
-            dataclasses.replace(t, trajectory_id=f"{t.trajectory_id}@{epoch}")
-            for t in recorded.trajectories
-        ),
+      recorded,
+      group_id=f"{recorded.group_id}@{epoch}",
+      trajectories=tuple(
+        dataclasses.replace(t, trajectory_id=f"{t.trajectory_id}@{epoch}")
+        for t in recorded.trajectories
+      ),
     )
 
   def _order(self, epoch: int) -> list[int]:
@@ -133,7 +131,7 @@ class OfflineQueue:
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
       # A step may reach into the next one.
       self._orders = {
-          k: v for k, v in self._orders.items() if k >= epoch - 1
+        k: v for k, v in self._orders.items() if k >= epoch - 1
       } | {epoch: order}
     return self._orders[epoch]
 
@@ -167,15 +165,15 @@ class OfflineQueue:
     with self._lock:
       ready = len(self._groups) - self._next % len(self._groups)
       return {
-          **dict.fromkeys(ledger.COUNTED, 0),
-          **self._counts,
-          "accepted": self._next,
-          "max_lag": 0,
-          "mean_lag": 0.0,
-          "ready": ready,
-          "running": 0,
-          "version": self._version,
-          "epoch": self.epoch,
+        **dict.fromkeys(ledger.COUNTED, 0),
+        **self._counts,
+        "accepted": self._next,
+        "max_lag": 0,
+        "mean_lag": 0.0,
+        "ready": ready,
+        "running": 0,
+        "version": self._version,
+        "epoch": self.epoch,
       }
 
   def close(self) -> None:
@@ -203,14 +201,14 @@ class OfflineQueue:
     """JSON: the next position, and positions taken but not acknowledged."""
     with self._lock:
       return {
-          "groups": len(self._groups),
-          "digest": self._digest,
-          "next": self._next,
-          "unacked": sorted([*self._unacked, *self._again]),
+        "groups": len(self._groups),
+        "digest": self._digest,
+        "next": self._next,
+        "unacked": sorted([*self._unacked, *self._again]),
       }
 
   def load_state_dict(
-      self, state: Mapping[str, Any], consumed: Iterable[int] = ()
+    self, state: Mapping[str, Any], consumed: Iterable[int] = ()
   ) -> None:
     """Restores the queue from a saved state.
 
@@ -223,20 +221,20 @@ class OfflineQueue:
     """
     if "groups" not in state:
       raise ValueError(
-          "the checkpoint was not training on recorded groups; resume it with"
-          " the rollout.via that it was begun with, or begin a new run"
+        "the checkpoint was not training on recorded groups; resume it with"
+        " the rollout.via that it was begun with, or begin a new run"
       )
     if state["groups"] != len(self._groups):
       raise ValueError(
-          f"the checkpoint was training on {state['groups']} recorded groups,"
-          f" and there are {len(self._groups)}; give the same offline.path"
+        f"the checkpoint was training on {state['groups']} recorded groups,"
+        f" and there are {len(self._groups)}; give the same offline.path"
       )
     # Checkpoints of before have no digest.
     if (before := state.get("digest")) and before != self._digest:
       raise ValueError(
-          "its recorded groups have other names or sizes than those that the"
-          " checkpoint was training on, or another order; give the same"
-          " offline.path, or begin a new run"
+        "its recorded groups have other names or sizes than those that the"
+        " checkpoint was training on, or another order; give the same"
+        " offline.path, or begin a new run"
       )
     trained = set(consumed)
     self._next = int(state["next"])

@@ -55,17 +55,17 @@ class EpisodeReader:
   """Records to trajectories, for one policy."""
 
   def __init__(
-      self,
-      renderer: Any,
-      tokenizer: Any,
-      images: images_lib.ImageStore,
-      *,
-      parser: str,
-      loss_mask_type: str = "",
-      missing_logprobs: str = "refuse",
-      setting: str = "offline",
-      vocabulary: completion_checks.Vocabulary | None = None,
-      rule: sampling_rule.SamplingRule | None = None,
+    self,
+    renderer: Any,
+    tokenizer: Any,
+    images: images_lib.ImageStore,
+    *,
+    parser: str,
+    loss_mask_type: str = "",
+    missing_logprobs: str = "refuse",
+    setting: str = "offline",
+    vocabulary: completion_checks.Vocabulary | None = None,
+    rule: sampling_rule.SamplingRule | None = None,
   ):
     """Args:
 
@@ -95,11 +95,11 @@ class EpisodeReader:
       self._generator = loss_mask.make(loss_mask_type, tokenizer)
 
   def episode(
-      self,
-      record: records.Record,
-      *,
-      version: int = 0,
-      directory: pathlib.Path | None = None,
+    self,
+    record: records.Record,
+    *,
+    version: int = 0,
+    directory: pathlib.Path | None = None,
   ) -> trajectory_lib.Trajectory:
     """The episode of a record.
 
@@ -116,17 +116,17 @@ class EpisodeReader:
     text_only = not sequences
     if text_only:
       record = dataclasses.replace(
-          record, messages=self._with_images(record, directory)
+        record, messages=self._with_images(record, directory)
       )
       sequences = self.tokens(record)
     if not self._recompute and not all(s.has_logprobs for s in sequences):
       what = "is text only" if text_only else "lacks log-probs"
       raise SettingError(
-          f"item uid={record.uid!r} {what}; set"
-          f" {self._setting}.missing_logprobs=recompute, or record them"
+        f"item uid={record.uid!r} {what}; set"
+        f" {self._setting}.missing_logprobs=recompute, or record them"
       )
     episode = record.trajectory(
-        sequences, version=version, placeholder_logprobs=True
+      sequences, version=version, placeholder_logprobs=True
     )
     if text_only:
       episode.metrics[TEXT_ONLY] = 1.0
@@ -135,7 +135,7 @@ class EpisodeReader:
     return episode
 
   def _mask_other_sampling(
-      self, record: records.Record, episode: trajectory_lib.Trajectory
+    self, record: records.Record, episode: trajectory_lib.Trajectory
   ) -> None:
     """Masks and counts turns of another distribution than the run's.
 
@@ -146,23 +146,25 @@ class EpisodeReader:
     if self._rule is None or not params:
       return
     name = f"item uid={record.uid!r}"
-    turns = sorted({
+    turns = sorted(
+      {
         turn
         for sequence in episode.sequences
         for turn in sequence.turn_ids[sequence.loss_mask].tolist()
-    })
+      }
+    )
     if len(params) == 1:
       params = params * len(turns)
     if len(params) != len(turns):
       raise ValueError(
-          f"{name}: sampling_params has {len(params)} objects for"
-          f" {len(turns)} turns; give one a turn, or one for all"
+        f"{name}: sampling_params has {len(params)} objects for"
+        f" {len(turns)} turns; give one a turn, or one for all"
       )
     try:
       reasons = {
-          turn: reason
-          for turn, fields in zip(turns, params)
-          if (reason := self._rule.reason_against(fields))
+        turn: reason
+        for turn, fields in zip(turns, params)
+        if (reason := self._rule.reason_against(fields))
       }
     except sampling_rule.OtherSampling as error:
       raise ValueError(f"{name}: {error}") from None
@@ -174,9 +176,11 @@ class EpisodeReader:
     for reason in set(reasons.values()) - self._reported:
       self._reported.add(reason)
       _LOG.warning(
-          "%s: its tokens are not trained on, as those of later items with"
-          " equal parameters: %s; see rollout.other_sampling", name, reason,
-      )  # pyformat: disable
+        "%s: its tokens are not trained on, as those of later items with"
+        " equal parameters: %s; see rollout.other_sampling",
+        name,
+        reason,
+      )
 
   def _check(self, name: str, episode: trajectory_lib.Trajectory) -> None:
     """Refuses tokens and log-probs that the policy cannot have sampled."""
@@ -186,7 +190,7 @@ class EpisodeReader:
       for sequence in episode.sequences:
         mask = sequence.loss_mask
         completion_checks.check_outside(
-            sequence.tokens[mask], sequence.logprobs[mask], self._vocabulary
+          sequence.tokens[mask], sequence.logprobs[mask], self._vocabulary
         )
     except completion_checks.SamplingContractError as error:
       raise ValueError(f"{name}: {error}") from error
@@ -199,13 +203,13 @@ class EpisodeReader:
     """
     if not self._recompute and records.LOGPROBS_MISSING in episode.metrics:
       raise SettingError(
-          f"episode {episode.trajectory_id!r} was recorded without log-probs;"
-          f" set {self._setting}.missing_logprobs=recompute, or leave it out"
+        f"episode {episode.trajectory_id!r} was recorded without log-probs;"
+        f" set {self._setting}.missing_logprobs=recompute, or leave it out"
       )
     self._check(f"episode {episode.trajectory_id!r}", episode)
 
   def tokens(
-      self, record: records.Record
+    self, record: records.Record
   ) -> tuple[recorded_sequences.Recorded, ...]:
     """Sequences of an item of text; their log-probs are unknown.
 
@@ -222,7 +226,7 @@ class EpisodeReader:
       raise ValueError(f"item uid={record.uid!r}: {error}") from None
 
   def _rendered(
-      self, messages: Sequence[Mapping[str, Any]]
+    self, messages: Sequence[Mapping[str, Any]]
   ) -> tuple[recorded_sequences.Recorded, ...]:
     builder = sequence_builder.SequenceBuilder(self._renderer)
     replies: list[dict[str, Any]] = []
@@ -233,11 +237,11 @@ class EpisodeReader:
         continue
       if not loss_mask.is_trained(message, index):
         raise SettingError(
-            f"message {index} is left out of the loss, which"
-            f" {self._setting}.loss_mask_type honours; set it, e.g. to qwen3"
+          f"message {index} is left out of the loss, which"
+          f" {self._setting}.loss_mask_type honours; set it, e.g. to qwen3"
         )
       text, calls = conversations.text_and_calls(
-          {**message, "content": records.text_of(message)}
+        {**message, "content": records.text_of(message)}
       )
       if calls:
         grammar = tool_parser.make_tool_parser(self._parser, "operator")
@@ -245,28 +249,28 @@ class EpisodeReader:
       tokens_S = demonstrations.completion_ids(self._renderer, text)
       builder.prompt(list(replies))
       text = builder.append(
-          policy_client.Completion(
-              tokens_S,
-              np.zeros(len(tokens_S), np.float32),
-              np.zeros(len(tokens_S), np.int32),
-              policy_client.FinishReason.STOP,
-          )
+        policy_client.Completion(
+          tokens_S,
+          np.zeros(len(tokens_S), np.float32),
+          np.zeros(len(tokens_S), np.int32),
+          policy_client.FinishReason.STOP,
+        )
       )
       replies.append({"role": "assistant", "content": text})
     return tuple(
-        recorded_sequences.Recorded(
-            tokens=s.tokens,
-            loss_mask=s.loss_mask,
-            logprobs=np.where(s.loss_mask, np.nan, 0.0).astype(np.float32),
-            versions=np.full(len(s), -1, np.int32),
-            turn_ids=s.turn_ids,
-            images=s.images,
-        )
-        for s in builder.build()
+      recorded_sequences.Recorded(
+        tokens=s.tokens,
+        loss_mask=s.loss_mask,
+        logprobs=np.where(s.loss_mask, np.nan, 0.0).astype(np.float32),
+        versions=np.full(len(s), -1, np.int32),
+        turn_ids=s.turn_ids,
+        images=s.images,
+      )
+      for s in builder.build()
     )
 
   def _with_images(
-      self, record: records.Record, directory: pathlib.Path | None
+    self, record: records.Record, directory: pathlib.Path | None
   ) -> tuple[Mapping[str, Any], ...]:
     """The messages with a reference in the place of each picture."""
     out = []
@@ -314,8 +318,8 @@ def _bytes(source: Any, directory: pathlib.Path | None) -> bytes:
       raise ValueError("an image's data URL is not base64") from None
   if directory is None or "://" in source:
     raise ValueError(
-        f"image {source[:80]!r} is not fetched; give a data URL"
-        + ("" if directory is None else " or a file beside the data")
+      f"image {source[:80]!r} is not fetched; give a data URL"
+      + ("" if directory is None else " or a file beside the data")
     )
   root = directory.resolve()
   path = (root / source).resolve()
@@ -325,7 +329,7 @@ def _bytes(source: Any, directory: pathlib.Path | None) -> bytes:
 
 
 def _awaiting(
-    member: trajectory_lib.Trajectory,
+  member: trajectory_lib.Trajectory,
 ) -> list[trajectory_lib.TokenSequence]:
   """Sequences of a flagged episode whose log-probs are placeholders."""
   sampled = [s for s in member.sequences if s.num_sampled]
@@ -334,11 +338,11 @@ def _awaiting(
 
 
 def fill_logprobs(
-    groups: Sequence[trajectory_lib.TrajectoryGroup],
-    score: Callable[
-        [Sequence[trajectory_lib.TokenSequence]], Sequence[np.ndarray]
-    ],
-    version: int,
+  groups: Sequence[trajectory_lib.TrajectoryGroup],
+  score: Callable[
+    [Sequence[trajectory_lib.TokenSequence]], Sequence[np.ndarray]
+  ],
+  version: int,
 ) -> list[trajectory_lib.TrajectoryGroup]:
   """The groups with log-probs and versions where none were recorded.
 
@@ -348,55 +352,51 @@ def fill_logprobs(
     version: Version of the present weights.
   """
   waiting = [
-      sequence
-      for group in groups
-      for member in group
-      if records.LOGPROBS_MISSING in member.metrics
-      for sequence in _awaiting(member)
+    sequence
+    for group in groups
+    for member in group
+    if records.LOGPROBS_MISSING in member.metrics
+    for sequence in _awaiting(member)
   ]
   if not waiting:
     return list(groups)
   scored = {
-      id(sequence): np.minimum(logprobs, 0.0)
-      for sequence, logprobs in zip(waiting, score(waiting), strict=True)
+    id(sequence): np.minimum(logprobs, 0.0)
+    for sequence, logprobs in zip(waiting, score(waiting), strict=True)
   }
 
-  def filled(
-      member: trajectory_lib.Trajectory,
-  ) -> trajectory_lib.Trajectory:
+  def filled(member: trajectory_lib.Trajectory) -> trajectory_lib.Trajectory:
     if records.LOGPROBS_MISSING not in member.metrics:
       return member
     metrics = dict(member.metrics)
     del metrics[records.LOGPROBS_MISSING]
     metrics[RECOMPUTED] = 1.0
     return dataclasses.replace(
-        member,
-        metrics=metrics,
-        sequences=[
-            dataclasses.replace(
-                s,
-                logprobs=scored[id(s)],
-                versions=np.where(s.loss_mask, version, -1),
-            )
-            if id(s) in scored
-            else s
-            for s in member.sequences
-        ],
+      member,
+      metrics=metrics,
+      sequences=[
+        dataclasses.replace(
+          s, logprobs=scored[id(s)], versions=np.where(s.loss_mask, version, -1)
+        )
+        if id(s) in scored
+        else s
+        for s in member.sequences
+      ],
     )
 
   return [
-      dataclasses.replace(
-          g, trajectories=tuple(filled(t) for t in g.trajectories)
-      )
-      for g in groups
+    dataclasses.replace(
+      g, trajectories=tuple(filled(t) for t in g.trajectories)
+    )
+    for g in groups
   ]
 
 
 def diagnosis(group: trajectory_lib.TrajectoryGroup) -> str:
   """Describes how a group's episodes ended, and a setting that may help."""
   ends = collections.Counter(
-      t.status.value if t.num_sampled else f"{t.status.value} without a token"
-      for t in group
+    t.status.value if t.num_sampled else f"{t.status.value} without a token"
+    for t in group
   )
   text = ", ".join(f"{n} {end}" for end, n in ends.most_common())
   text = f"its episodes ended: {text}"
@@ -406,7 +406,7 @@ def diagnosis(group: trajectory_lib.TrajectoryGroup) -> str:
   cut = trajectory_lib.TrajectoryStatus.CONTEXT_LIMIT
   if any(t.status is cut for t in group):
     return (
-        f"{text}. Their prompts may not fit: raise engine.context_length and"
-        " learner.row_length, or give shorter tasks"
+      f"{text}. Their prompts may not fit: raise engine.context_length and"
+      " learner.row_length, or give shorter tasks"
     )
   return f"{text}. See what its generator writes, and its log in /buffer/stats"

@@ -14,7 +14,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_groups(
-    stats: Mapping[str, Any], url: str, size: int, raw: bool
+  stats: Mapping[str, Any], url: str, size: int, raw: bool
 ) -> None:
   """Refuses a buffer whose groups are of another size, or other rules.
 
@@ -31,17 +31,17 @@ def check_groups(
   problems = []
   if size and served_size != size:
     problems.append(
-        f"the rollout buffer {url} makes groups of {served_size}, and"
-        f" collect.group_size={size}; start it with --group-size={size}"
-        f" (or its rollout with num_repeat_per_sample={size}), or set"
-        f" collect.group_size={served_size}"
+      f"the rollout buffer {url} makes groups of {served_size}, and"
+      f" collect.group_size={size}; start it with --group-size={size}"
+      f" (or its rollout with num_repeat_per_sample={size}), or set"
+      f" collect.group_size={served_size}"
     )
   if raw and stats.get("group_rules") == "normalized":
     problems.append(
-        f"the rollout buffer {url} normalises rewards, which"
-        " algorithm.advantage would do again; start it with"
-        " --group-rules=raw (or its rollout with group_rules=raw), or set"
-        " algorithm.advantage=reward"
+      f"the rollout buffer {url} normalises rewards, which"
+      " algorithm.advantage would do again; start it with"
+      " --group-rules=raw (or its rollout with group_rules=raw), or set"
+      " algorithm.advantage=reward"
     )
   if problems:
     raise ValueError("; ".join(problems))
@@ -53,7 +53,7 @@ class DropReport:
   def __init__(self, observers: events.Observer):
     """Args:
 
-      observers: receive a `Fault` for each time that it is said.
+    observers: receive a `Fault` for each time that it is said.
     """
     self._observers = observers
     # Items that were dropped before; None: nothing was looked at yet.
@@ -75,9 +75,9 @@ class DropReport:
     self._say_from = 2 * count
     size = max(1, stats.get("group_size") or 1)
     what = (
-        f"it dropped {count} episodes since this run began, {count / size:.3g}"
-        f" groups of {size}: the rewards of a group were all equal or outside"
-        " of [0, 1], or it was not complete in time (group_timeout_seconds)"
+      f"it dropped {count} episodes since this run began, {count / size:.3g}"
+      f" groups of {size}: the rewards of a group were all equal or outside"
+      " of [0, 1], or it was not complete in time (group_timeout_seconds)"
     )
     _LOG.warning("the rollout buffer: %s", what)
     self._observers.on_event(events.Fault("buffer", "dropped", what))

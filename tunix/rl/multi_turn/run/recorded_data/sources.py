@@ -40,25 +40,25 @@ def make_reader(run: Any, section: str) -> reader_lib.EpisodeReader:
   about = run.policy.model.config
   try:
     return reader_lib.EpisodeReader(
-        run.policy.renderer,
-        mask_tokenizer(run) if settings.loss_mask_type else None,
-        run.images,
-        parser=run.config.agent.parser,
-        loss_mask_type=settings.loss_mask_type,
-        missing_logprobs=settings.missing_logprobs,
-        setting=section,
-        vocabulary=completion_checks.Vocabulary(
-            about.vocab_size, frozenset(about.banned_token_ids)
-        ),
-        rule=sampling_rule.SamplingRule(
-            **sampling_rule.fields_of(run.config.sampling),
-            other=run.config.rollout.other_sampling,
-        ),
+      run.policy.renderer,
+      mask_tokenizer(run) if settings.loss_mask_type else None,
+      run.images,
+      parser=run.config.agent.parser,
+      loss_mask_type=settings.loss_mask_type,
+      missing_logprobs=settings.missing_logprobs,
+      setting=section,
+      vocabulary=completion_checks.Vocabulary(
+        about.vocab_size, frozenset(about.banned_token_ids)
+      ),
+      rule=sampling_rule.SamplingRule(
+        **sampling_rule.fields_of(run.config.sampling),
+        other=run.config.rollout.other_sampling,
+      ),
     )
   except (ValueError, ImportError) as error:
-    raise ConfigError([
-        f"{section}.loss_mask_type={settings.loss_mask_type}: {error}"
-    ]) from None
+    raise ConfigError(
+      [f"{section}.loss_mask_type={settings.loss_mask_type}: {error}"]
+    ) from None
 
 
 def mask_tokenizer(run: Any) -> Any:
@@ -70,7 +70,7 @@ def mask_tokenizer(run: Any) -> Any:
   if not run.tokenizer_path:
     return run.policy.tokenizer
   return rollout.tokenizer_of(
-      argparse.Namespace(hf_checkpoint=run.tokenizer_path)
+    argparse.Namespace(hf_checkpoint=run.tokenizer_path)
   )
 
 
@@ -83,18 +83,20 @@ def make_groups(run: Any) -> files.RecordedGroups:
   settings = run.config.offline
   try:
     groups = files.RecordedGroups(
-        settings.path,
-        make_reader(run, "offline"),
-        run.images,
-        split=settings.split,
-        oldest_version=settings.oldest_version,
+      settings.path,
+      make_reader(run, "offline"),
+      run.images,
+      split=settings.split,
+      oldest_version=settings.oldest_version,
     )
     groups[0]  # Reports early what holds for all, such as missing log-probs.
   except OSError as error:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"offline.path={settings.path}: {error.strerror or error}"
         + (f" ({error.filename})" if error.filename else "")
-    ]) from None
+      ]
+    ) from None
   except ValueError as error:
     raise ConfigError([f"offline.path={settings.path}: {error}"]) from None
   _LOG.info("%s: %s", settings.path, files.describe(groups))
@@ -102,10 +104,10 @@ def make_groups(run: Any) -> files.RecordedGroups:
 
 
 def make_offline(
-    run: Any,
-    groups_per_step: int,
-    state: Mapping[str, Any] | None,
-    consumed: Sequence[int],
+  run: Any,
+  groups_per_step: int,
+  state: Mapping[str, Any] | None,
+  consumed: Sequence[int],
 ) -> offline_queue.OfflineQueue:
   """The queue of a run with `rollout.via=offline`.
 
@@ -119,11 +121,11 @@ def make_offline(
   """
   settings = run.config.offline
   queue = offline_queue.OfflineQueue(
-      run.recorded,
-      groups_per_step,
-      seed=run.config.run.seed,
-      epochs=settings.epochs,
-      shuffle=settings.shuffle,
+    run.recorded,
+    groups_per_step,
+    seed=run.config.run.seed,
+    epochs=settings.epochs,
+    shuffle=settings.shuffle,
   )
   if state:
     try:
@@ -134,11 +136,11 @@ def make_offline(
 
 
 def make_buffer_loop(
-    run: Any,
-    queue: buffer_loop.LeasedQueue,
-    observers: Any,
-    state: Mapping[str, Any] | None,
-    consumed: Sequence[int],
+  run: Any,
+  queue: buffer_loop.LeasedQueue,
+  observers: Any,
+  state: Mapping[str, Any] | None,
+  consumed: Sequence[int],
 ) -> buffer_loop.BufferLoop | function_loop.FunctionLoop:
   """The loop of a run with `rollout.via=buffer`; arguments as above."""
   config = run.config
@@ -146,32 +148,28 @@ def make_buffer_loop(
   loop: Any
   if settings.makes_rollouts:
     loop = function_loop.FunctionLoop(
-        registry.import_function(
-            settings.function or data_sections.OWN_FUNCTION
-        ),
-        rollout_arguments(run),
-        make_reader(run, "buffer"),
-        queue,
-        run.policy.tokenizer.decode,
-        min_valid=config.collect.min_valid,
-        observers=observers,
+      registry.import_function(settings.function or data_sections.OWN_FUNCTION),
+      rollout_arguments(run),
+      make_reader(run, "buffer"),
+      queue,
+      run.policy.tokenizer.decode,
+      min_valid=config.collect.min_valid,
+      observers=observers,
     )
   else:
     loop = buffer_loop.BufferLoop(
-        functools.partial(
-            client.BufferClient, settings.url, buffer=settings.name
-        ),
-        make_reader(run, "buffer"),
-        queue,
-        settings,
-        batch_size=config.collect.group_size * config.learner.groups_per_step,
-        group_size=config.collect.group_size,
-        raw=config.algorithm.advantage != "reward",
-        min_valid=config.collect.min_valid,
-        payload=functools.partial(start_payload, run)
-        if settings.start
-        else None,
-        observers=observers,
+      functools.partial(
+        client.BufferClient, settings.url, buffer=settings.name
+      ),
+      make_reader(run, "buffer"),
+      queue,
+      settings,
+      batch_size=config.collect.group_size * config.learner.groups_per_step,
+      group_size=config.collect.group_size,
+      raw=config.algorithm.advantage != "reward",
+      min_valid=config.collect.min_valid,
+      payload=functools.partial(start_payload, run) if settings.start else None,
+      observers=observers,
     )
   if run.resuming:
     stored = () if run.store is None else run.store.load()
@@ -190,28 +188,28 @@ def rollout_arguments(run: Any) -> argparse.Namespace:
   url, key = run.policy_server
   image = run.policy.renderer.image_token_id
   args = {
-      flag: loader.value_of(config, path)
-      for flag, path in data_sections.ROLLOUT_FLAGS.items()
+    flag: loader.value_of(config, path)
+    for flag, path in data_sections.ROLLOUT_FLAGS.items()
   }
   server = urllib.parse.urlsplit(url)
   args |= {
-      "prompt_data": config.buffer.input_file or config.task_source.path,
-      "loss_mask_type": config.buffer.loss_mask_type or "qwen",
-      "buffer_filter_path": config.buffer.filter or None,
-      "rollout_top_k": config.sampling.top_k,
-      "rollout_min_p": config.sampling.min_p,
-      "fetch_interval_s": config.buffer.poll_s,
-      "remote_engine_url": url,
-      "remote_engine_key": key,
-      "sglang_router_ip": server.hostname,
-      "sglang_router_port": server.port,
-      "hf_checkpoint": run.tokenizer_path,
-      **({} if run.tokenizer_path else {"tokenizer": run.policy.tokenizer}),
-      "group_rules": "normalized" if config.buffer.normalized else "raw",
-      "model": config.policy.name,
-      "trainer": config.to_dict(),
-      "start_options": config.buffer.options,
-      "use_wandb": False,
+    "prompt_data": config.buffer.input_file or config.task_source.path,
+    "loss_mask_type": config.buffer.loss_mask_type or "qwen",
+    "buffer_filter_path": config.buffer.filter or None,
+    "rollout_top_k": config.sampling.top_k,
+    "rollout_min_p": config.sampling.min_p,
+    "fetch_interval_s": config.buffer.poll_s,
+    "remote_engine_url": url,
+    "remote_engine_key": key,
+    "sglang_router_ip": server.hostname,
+    "sglang_router_port": server.port,
+    "hf_checkpoint": run.tokenizer_path,
+    **({} if run.tokenizer_path else {"tokenizer": run.policy.tokenizer}),
+    "group_rules": "normalized" if config.buffer.normalized else "raw",
+    "model": config.policy.name,
+    "trainer": config.to_dict(),
+    "start_options": config.buffer.options,
+    "use_wandb": False,
   }
   if image is not None:
     args["image_token_id"] = image
@@ -221,39 +219,35 @@ def rollout_arguments(run: Any) -> argparse.Namespace:
 def start_payload(run: Any, skip: Sequence[str]) -> dict[str, Any]:
   """The body of `/start_rollout` for a run that skips instances."""
   return client.start_payload(
-      run.config.buffer.url, rollout_arguments(run), {"0": list(skip)}
+    run.config.buffer.url, rollout_arguments(run), {"0": list(skip)}
   )
 
 
 def prepared(
-    learner: learner_lib.Learner,
-    groups: Sequence[trajectory_lib.TrajectoryGroup],
+  learner: learner_lib.Learner, groups: Sequence[trajectory_lib.TrajectoryGroup]
 ) -> list[trajectory_lib.TrajectoryGroup]:
   """The groups of an update in the order of their instances, log-probs filled
   in; see `fill_logprobs`."""
   ordered = sorted(
-      groups, key=lambda g: samples.natural_key(buffer_loop.instance_of(g))
+    groups, key=lambda g: samples.natural_key(buffer_loop.instance_of(g))
   )
   return fill_logprobs(learner, ordered)
 
 
 def fill_logprobs(
-    learner: learner_lib.Learner,
-    groups: Sequence[trajectory_lib.TrajectoryGroup],
+  learner: learner_lib.Learner, groups: Sequence[trajectory_lib.TrajectoryGroup]
 ) -> list[trajectory_lib.TrajectoryGroup]:
   """The groups of an update, with the learner's log-probs where none were
   recorded; sequences longer than a row keep theirs."""
   length = learner.config.row_length
 
-  def score(
-      sequences: Sequence[trajectory_lib.TokenSequence],
-  ) -> list[Any]:
+  def score(sequences: Sequence[trajectory_lib.TokenSequence]) -> list[Any]:
     fitting = [s for s in sequences if packing.used_length(s) <= length]
     logprobs_of = {
-        id(s): scored
-        for s, scored in zip(
-            fitting, learner.sequence_logprobs(fitting), strict=True
-        )
+      id(s): scored
+      for s, scored in zip(
+        fitting, learner.sequence_logprobs(fitting), strict=True
+      )
     }
     return [logprobs_of.get(id(s), s.logprobs) for s in sequences]
 

@@ -51,18 +51,18 @@ class LeaseBook:
   """See the module docstring."""
 
   def __init__(
-      self,
-      silence_s: float,
-      clock: Callable[[], float] = time.monotonic,
-      *,
-      exclusive: bool = False,
+    self,
+    silence_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    exclusive: bool = False,
   ):
     """Args:
 
-      silence_s: after which a host loses its leases.
-      clock: Returns seconds.
-      exclusive: a group counts from the host that has its lease only, as where
-        what a former host works with is taken away.
+    silence_s: after which a host loses its leases.
+    clock: Returns seconds.
+    exclusive: a group counts from the host that has its lease only, as where
+      what a former host works with is taken away.
     """
     self._silence_s = silence_s
     self._exclusive = exclusive
@@ -72,7 +72,7 @@ class LeaseBook:
     self._open: dict[int, Lease] = {}
     self._waiting: collections.deque[Lease] = collections.deque()
     self._of: collections.defaultdict[str, dict[int, Lease]] = (
-        collections.defaultdict(dict)
+      collections.defaultdict(dict)
     )  # Lent ones, by host.
     self._seen: dict[str, float] = {}
     self._looked = -math.inf  # When silent hosts were looked for.
@@ -142,7 +142,7 @@ class LeaseBook:
     return True
 
   def beat(
-      self, host: str, numbers: Iterable[int], stats: Mapping[str, float]
+    self, host: str, numbers: Iterable[int], stats: Mapping[str, float]
   ) -> list[int]:
     """Hears of a host; returns those of its leases that are not its any more.
 

@@ -37,12 +37,11 @@ class Lender(Protocol):
   book: leases_lib.LeaseBook
 
   @property
-  def serial(self) -> int:
-    ...
+  def serial(self) -> int: ...
 
 
 def write_address(
-    directory: pathlib.Path, *learners: Mapping[str, str]
+  directory: pathlib.Path, *learners: Mapping[str, str]
 ) -> None:
   """Writes the addresses of a run's learners, readable by its owner."""
   address: dict[str, Any] = dict(learners[0])
@@ -66,17 +65,17 @@ def settings_of(config: config_lib.TrainConfig) -> dict[str, Any]:
   keep = (
       "environment", "gym", "task_source", "agent", "policy", "sampling",
       "engine", "collect", "algorithm", "rollout", "run",
-  )  # pyformat: disable
+  )  # fmt: skip
   data = config.to_dict()
   # As `models.make_engine` decides for an engine of the run's own.
   data["engine"]["entropies"] |= config.monitor.on and config.monitor.entropies
   return {name: data[name] for name in keep} | {
-      # Sections that contradict each other in a learner only: steps=0 has none.
-      "learner": {
-          "row_length": data["learner"]["row_length"],
-          "steps": 0,
-          "skip_zero_advantage": False,
-      },
+    # Sections that contradict each other in a learner only: steps=0 has none.
+    "learner": {
+      "row_length": data["learner"]["row_length"],
+      "steps": 0,
+      "skip_zero_advantage": False,
+    }
   }
 
 
@@ -86,27 +85,28 @@ class RemoteCollector(groups.GroupCollector):
   def __init__(self, lender: Lender, mode: str, *args: Any, **kwargs: Any):
     """Args:
 
-      lender: Process that lends the groups.
-      mode: See `episodes.make_collector`.
-      *args, **kwargs: of `GroupCollector`.
+    lender: Process that lends the groups.
+    mode: See `episodes.make_collector`.
+    *args, **kwargs: of `GroupCollector`.
     """
     super().__init__(*args, **kwargs)
     self._lender = lender
     self._mode = mode
 
   async def collect(
-      self,
-      task: Any,
-      *,
-      index: int = 0,
-      attempt: int = 0,
-      start_version: int = 0,
-      group_size: int | None = None,
-      samples: Iterable[int] | None = None,
+    self,
+    task: Any,
+    *,
+    index: int = 0,
+    attempt: int = 0,
+    start_version: int = 0,
+    group_size: int | None = None,
+    samples: Iterable[int] | None = None,
   ) -> groups.TrajectoryGroup:
     book = self._lender.book
     numbers = None if samples is None else list(samples)
-    lease = book.lend({
+    lease = book.lend(
+      {
         "mode": self._mode,
         "task": task.to_json(),
         "index": index,
@@ -117,7 +117,8 @@ class RemoteCollector(groups.GroupCollector):
         "group_size": group_size,
         "samples": numbers,
         "serial": self._lender.serial,
-    })
+      }
+    )
     try:
       group, faults = await asyncio.wrap_future(lease.result)
     finally:
@@ -129,7 +130,7 @@ class RemoteCollector(groups.GroupCollector):
     extra = () if group.greedy is None else (group.greedy,)
     for member in (*group, *extra):
       self.emit(
-          events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
+        events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
       )
       self.emit(events.EpisodeFinished(trajectory=member, **about))
     return group

@@ -24,7 +24,7 @@ MAX_GROUP = 1 << 30
 
 
 def write_group(
-    group: trajectory_lib.TrajectoryGroup, images: images_lib.ImageStore
+  group: trajectory_lib.TrajectoryGroup, images: images_lib.ImageStore
 ) -> dict[str, Any]:
   """JSON of a group and its screenshots.
 
@@ -35,14 +35,12 @@ def write_group(
   pixels = {}
   for ref in set(_refs(data)):
     raw = zlib.compress(images.get(ref).tobytes(), 1)
-    pixels[ref.sha256] = [
-        ref.width, ref.height, base64.b64encode(raw).decode()
-    ]  # pyformat: disable
+    pixels[ref.sha256] = [ref.width, ref.height, base64.b64encode(raw).decode()]
   return {"group": data, "images": pixels}
 
 
 def read_group(
-    data: Mapping[str, Any], images: images_lib.ImageStore
+  data: Mapping[str, Any], images: images_lib.ImageStore
 ) -> trajectory_lib.TrajectoryGroup:
   """The group of `write_group`; its screenshots are put into `images`.
 
@@ -62,7 +60,7 @@ def _refs(data: Any) -> Iterator[trajectory_lib.ImageRef]:
   if isinstance(data, dict):
     if {"sha256", "width", "height"} <= set(data):
       yield trajectory_lib.ImageRef(
-          data["sha256"], data["width"], data["height"]
+        data["sha256"], data["width"], data["height"]
       )
     for value in data.values():
       yield from _refs(value)

@@ -81,19 +81,19 @@ class Learner:
   """
 
   def __init__(
-      self,
-      address: Callable[[], Mapping[str, str]],
-      where: str,
-      patience_s: float,
-      name: str = "",
+    self,
+    address: Callable[[], Mapping[str, str]],
+    where: str,
+    patience_s: float,
+    name: str = "",
   ):
     """Args:
 
-      address: the learner's present `url` and `token`; a FileNotFoundError
-        once there was one is the run's end.
-      where: Place of the address, for errors.
-      patience_s: longest wait for a learner that is not there.
-      name: Name of this player; "" makes one.
+    address: the learner's present `url` and `token`; a FileNotFoundError
+      once there was one is the run's end.
+    where: Place of the address, for errors.
+    patience_s: longest wait for a learner that is not there.
+    name: Name of this player; "" makes one.
     """
     self._address = address
     self._where = where
@@ -105,11 +105,11 @@ class Learner:
 
   @classmethod
   def of_directory(
-      cls,
-      directory: str | pathlib.Path,
-      patience_s: float,
-      name: str = "",
-      process: int = 0,
+    cls,
+    directory: str | pathlib.Path,
+    patience_s: float,
+    name: str = "",
+    process: int = 0,
   ) -> Learner:
     """The learner whose `ADDRESS` is or will be in a directory.
 
@@ -126,7 +126,7 @@ class Learner:
     return cls(read, where, patience_s, name)
 
   async def call(
-      self, method: str, path: str, seconds: float = _ANSWER_S, **request: Any
+    self, method: str, path: str, seconds: float = _ANSWER_S, **request: Any
   ) -> bytes:
     """The body of the answer; waits for a learner that is not there.
 
@@ -140,11 +140,11 @@ class Learner:
       try:
         address = dict(self._address())
         answer = await self._http.call(
-            method,
-            address["url"] + path,
-            seconds,
-            headers={"Authorization": f"Bearer {address['token']}"},
-            **request,
+          method,
+          address["url"] + path,
+          seconds,
+          headers={"Authorization": f"Bearer {address['token']}"},
+          **request,
         )
         self._joined, self.known = True, address
         return answer
@@ -161,14 +161,14 @@ class Learner:
         reason = error  # Not yet whole.
       if time.monotonic() > due:
         raise LearnerGone(
-            f"no learner for {self._patience_s:g} s at {self._where}: {reason}"
+          f"no learner for {self._patience_s:g} s at {self._where}: {reason}"
         ) from None
       await asyncio.sleep(_BEAT_S)
 
   async def ask(self, path: str, **body: Any) -> dict[str, Any]:
     """The JSON that answers a POST."""
     answer = await self.call(
-        "POST", path, TRANSFER_S, body={"host": self.name, **body}
+      "POST", path, TRANSFER_S, body={"host": self.name, **body}
     )
     return json_text.parse(answer)
 
@@ -184,9 +184,9 @@ class Faults:
 
   def on_event(self, event: events.Event) -> None:
     if isinstance(event, events.Fault):
-      self.found.append([
-          event.stage, event.kind, event.message, event.trajectory_id or "",
-      ])  # pyformat: disable
+      self.found.append(
+        [event.stage, event.kind, event.message, event.trajectory_id or ""]
+      )
 
 
 def overrides_of(texts: Iterable[str], example: str) -> dict[str, str]:
@@ -199,31 +199,31 @@ def overrides_of(texts: Iterable[str], example: str) -> dict[str, str]:
   for text in texts:
     key, equals, value = text.partition("=")
     if not equals or "." not in key:
-      raise config_lib.ConfigError([
-          f"{text!r} is no section.key=value, e.g. {example}"
-      ])
+      raise config_lib.ConfigError(
+        [f"{text!r} is no section.key=value, e.g. {example}"]
+      )
     overrides[key] = value
   return overrides
 
 
 async def collect_order(
-    collector: groups.GroupCollector, order: Mapping[str, Any]
+  collector: groups.GroupCollector, order: Mapping[str, Any]
 ) -> trajectory_lib.TrajectoryGroup:
   """Collects the group that a learner's order describes."""
   return await collector.collect(
-      gym_base.Task.from_json(order["task"]),
-      index=order["index"],
-      attempt=order["attempt"],
-      start_version=order["start_version"],
-      group_size=order["group_size"],
-      samples=order["samples"],
+    gym_base.Task.from_json(order["task"]),
+    index=order["index"],
+    attempt=order["attempt"],
+    start_version=order["start_version"],
+    group_size=order["group_size"],
+    samples=order["samples"],
   )
 
 
 def config_of(
-    settings: Mapping[str, Any],
-    overrides: Mapping[str, Any],
-    folder: pathlib.Path,
+  settings: Mapping[str, Any],
+  overrides: Mapping[str, Any],
+  folder: pathlib.Path,
 ) -> config_lib.TrainConfig:
   """The configuration of a player.
 
@@ -258,9 +258,9 @@ def config_of(
     for part in above:
       place = place.setdefault(part, {})
       if not isinstance(place, dict):
-        raise config_lib.ConfigError([
-            f"{key}={value}: {part} has no fields; set {key.rpartition('.')[0]}"
-        ])
+        raise config_lib.ConfigError(
+          [f"{key}={value}: {part} has no fields; set {key.rpartition('.')[0]}"]
+        )
     place[name] = value
   return config_lib.from_dict(data, "the run's settings")
 
@@ -294,7 +294,7 @@ class GroupPlayer:
     """Reacts to a beat's answer, of any learner."""
 
   async def _play(
-      self, order: Mapping[str, Any], faults: Faults
+    self, order: Mapping[str, Any], faults: Faults
   ) -> trajectory_lib.TrajectoryGroup:
     """Collects the group of an order."""
     raise NotImplementedError
@@ -315,16 +315,18 @@ class GroupPlayer:
         # No more are asked than groups find room: each may lend one.
         room = most - sum(self._episodes_of.values())
         while (
-            room > 0
-            and len(asking) < len(turns)
-            and (not asking or len(asking) * self._usual < room)
+          room > 0
+          and len(asking) < len(turns)
+          and (not asking or len(asking) * self._usual < room)
         ):
           turns.rotate(-1)
           if turns[-1] not in asking.values():
             asking[asyncio.ensure_future(self._ask(turns[-1]))] = turns[-1]
         awaited: set[asyncio.Future[Any]] = {
-            *beats, *asking, *self._work.values()
-        }  # pyformat: disable
+          *beats,
+          *asking,
+          *self._work.values(),
+        }
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         for request in [request for request in asking if request.done()]:
           learner = asking.pop(request)
@@ -351,10 +353,10 @@ class GroupPlayer:
     return await learner.ask("/lease", wait_s=_SHORT_S)
 
   async def _begin(
-      self,
-      learner: Learner,
-      lease: Mapping[str, Any],
-      beats: Iterable[asyncio.Task[None]],
+    self,
+    learner: Learner,
+    lease: Mapping[str, Any],
+    beats: Iterable[asyncio.Task[None]],
   ) -> None:
     """Begins a group, unless a beat ends first."""
     key = learner, int(lease["number"])
@@ -364,7 +366,7 @@ class GroupPlayer:
       before.cancel()
       while not before.done():
         ended, _ = await asyncio.wait(
-            [*beats, before], return_when=asyncio.FIRST_COMPLETED
+          [*beats, before], return_when=asyncio.FIRST_COMPLETED
         )
         if before not in ended:
           return
@@ -402,9 +404,9 @@ class GroupPlayer:
     first = learner is self._learner
     while True:
       answer = await learner.ask(
-          "/beat",
-          leases=[number for of, number in self._work if of is learner],
-          stats=self._numbers() if first else {},
+        "/beat",
+        leases=[number for of, number in self._work if of is learner],
+        stats=self._numbers() if first else {},
       )
       if answer["ended"]:
         return
@@ -415,14 +417,14 @@ class GroupPlayer:
       await asyncio.sleep(float(answer["pause_s"]))
 
   async def _collect(
-      self, learner: Learner, number: int, order: Mapping[str, Any]
+    self, learner: Learner, number: int, order: Mapping[str, Any]
   ) -> None:
     faults = Faults()
     group = await self._play(order, faults)
     collected = await asyncio.to_thread(
-        messages.write_group, group, self._images
+      messages.write_group, group, self._images
     )
     answer = await learner.ask(
-        f"/leases/{number}", collected=collected, faults=faults.found
+      f"/leases/{number}", collected=collected, faults=faults.found
     )
     self.collected += bool(answer["taken"])

@@ -51,13 +51,13 @@ class HostsEngine:
   cache_tokens = cache_bytes = 0
 
   def __init__(
-      self,
-      config: config_lib.TrainConfig,
-      images: images_lib.ImageStore,
-      directory: pathlib.Path,
-      processes: peers_lib.Peers = peers_lib.ALONE,
-      copies: sharding.HostCopies | None = None,
-      types: Mapping[str, Any] | None = None,
+    self,
+    config: config_lib.TrainConfig,
+    images: images_lib.ImageStore,
+    directory: pathlib.Path,
+    processes: peers_lib.Peers = peers_lib.ALONE,
+    copies: sharding.HostCopies | None = None,
+    types: Mapping[str, Any] | None = None,
   ):
     """Args:
 
@@ -81,21 +81,23 @@ class HostsEngine:
     self._types = types or {}
     try:
       self._server = server_lib.RolloutServer(
-          self.book,
-          images,
-          lending.settings_of(config),
-          host=config.rollout.host,
-          port=config.rollout.port,
+        self.book,
+        images,
+        lending.settings_of(config),
+        host=config.rollout.host,
+        port=config.rollout.port,
       )
     except ImportError as error:
-      raise config_lib.ConfigError([
-          f"rollout.via=hosts: {error}; pip install 'tunix-multi-turn[serve]'"
-      ]) from None
+      raise config_lib.ConfigError(
+        [f"rollout.via=hosts: {error}; pip install 'tunix-multi-turn[serve]'"]
+      ) from None
     except ValueError as error:
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           f"rollout.host={config.rollout.host}, rollout.port="
           f"{config.rollout.port}: {error}"
-      ]) from None
+        ]
+      ) from None
     self._url = config.rollout.public_url or self._server.url
     self._started = False
     self._kept: list[pathlib.Path] = []
@@ -106,7 +108,7 @@ class HostsEngine:
     return self._server.serial
 
   def remote_collector(
-      self, mode: str
+    self, mode: str
   ) -> Callable[..., lending.RemoteCollector]:
     """Returns a maker of collectors; see `episodes.make_collector`."""
     return functools.partial(lending.RemoteCollector, self, mode)
@@ -125,7 +127,7 @@ class HostsEngine:
     _LOG.info("rollout hosts join at %s", self._url)
 
   def update_weights(
-      self, version: int, state: nnx.State
+    self, version: int, state: nnx.State
   ) -> concurrent.futures.Future[int]:
     """Publishes weights; the future has ended."""
     first = self._processes.first

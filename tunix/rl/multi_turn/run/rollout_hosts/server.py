@@ -52,14 +52,14 @@ class LeaseRoutes:
   """
 
   def __init__(
-      self,
-      book: leases_lib.LeaseBook,
-      images: images_lib.ImageStore,
-      settings: dict[str, Any],
-      *,
-      token: str = "",
-      needs_weights: bool = True,
-      relent: Callable[[leases_lib.Lease], Awaitable[None]] | None = None,
+    self,
+    book: leases_lib.LeaseBook,
+    images: images_lib.ImageStore,
+    settings: dict[str, Any],
+    *,
+    token: str = "",
+    needs_weights: bool = True,
+    relent: Callable[[leases_lib.Lease], Awaitable[None]] | None = None,
   ):
     """Args:
 
@@ -90,20 +90,20 @@ class LeaseRoutes:
     self._settings = settings
     self._responses = responses
     self._loop: asyncio.AbstractEventLoop | None = None
-    self._waiters: collections.deque[asyncio.Future[None]] = (
-        collections.deque()
-    )
+    self._waiters: collections.deque[asyncio.Future[None]] = collections.deque()
     book.on_waiting(self._call)
-    self.app = applications.Starlette(routes=[
+    self.app = applications.Starlette(
+      routes=[
         routing.Route(path, self._guarded(handler), methods=[method])
         for method, path, handler in (
-            ("GET", "/run", self._run),
-            ("POST", "/lease", self._lease),
-            ("POST", "/leases/{number:int}", self._collected),
-            ("POST", "/beat", self._beat),
-            ("GET", "/weights/{serial:int}", self._send_weights),
+          ("GET", "/run", self._run),
+          ("POST", "/lease", self._lease),
+          ("POST", "/leases/{number:int}", self._collected),
+          ("POST", "/beat", self._beat),
+          ("GET", "/weights/{serial:int}", self._send_weights),
         )
-    ])
+      ]
+    )
 
   def publish(self, version: int, weights: pathlib.Path | None) -> None:
     """Makes a file of weights the newest; None where another serves it."""
@@ -126,7 +126,7 @@ class LeaseRoutes:
     async def answer(request: Any) -> Any:
       header = request.headers.get("authorization", "")
       if not hmac.compare_digest(
-          header.encode(), f"Bearer {self.token}".encode()
+        header.encode(), f"Bearer {self.token}".encode()
       ):
         return self._refused(401, "give the token of the run's rollout.json")
       return await handler(request)
@@ -135,7 +135,7 @@ class LeaseRoutes:
       if isinstance(error, request_bodies.BodyRefused):
         return self._refused(error.status, str(error))
       if isinstance(
-          error, (ValueError, KeyError, TypeError, AttributeError, zlib.error)
+        error, (ValueError, KeyError, TypeError, AttributeError, zlib.error)
       ):
         text = f"{type(error).__name__}: {error}"
         return self._refused(400, f"the request is malformed ({text[:200]})")
@@ -206,7 +206,7 @@ class LeaseRoutes:
     body = await self._body(request, messages.MAX_GROUP)
     faults = [tuple(map(str, fault)) for fault in body["faults"]]
     group = await asyncio.to_thread(
-        messages.read_group, body["collected"], self._images
+      messages.read_group, body["collected"], self._images
     )
     number = request.path_params["number"]
     accepted = self._book.finish(number, body["host"], (group, faults))
@@ -219,13 +219,15 @@ class LeaseRoutes:
     if body.get("leaving"):
       self._book.lose(body["host"])
       return self._json({})
-    return self._json({
+    return self._json(
+      {
         "serial": self.serial if self._weights else 0,
         "version": self.version,
         "withdrawn": self._book.beat(body["host"], numbers, stats),
         "ended": self.ended,
         "pause_s": self._pause(_BEAT_S),
-    })
+      }
+    )
 
   async def _send_weights(self, request: Any) -> Any:
     file = self._weights

@@ -15,10 +15,10 @@ from tunix.rl.multi_turn.policy import sharding
 
 
 def tensors_of(
-    state: nnx.State,
-    copies: sharding.HostCopies | None = None,
-    keep: bool = True,
-    types: Mapping[str, Any] | None = None,
+  state: nnx.State,
+  copies: sharding.HostCopies | None = None,
+  keep: bool = True,
+  types: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
   """A state's arrays in host memory, by dotted path.
 
@@ -43,9 +43,7 @@ def tensors_of(
   return tensors
 
 
-def state_like(
-    model: Any, tensors: Mapping[str, np.ndarray]
-) -> nnx.State:
+def state_like(model: Any, tensors: Mapping[str, np.ndarray]) -> nnx.State:
   """The parameters of a module, with other values, placed as its own.
 
   Raises:
@@ -57,7 +55,7 @@ def state_like(
     new = tensors.get(name)
     if new is None or new.shape != old.shape:
       raise ValueError(
-          f"the learner's weights hold no {name} of shape {list(old.shape)}"
+        f"the learner's weights hold no {name} of shape {list(old.shape)}"
       )
     flat.append((path, variable.replace(jax.device_put(new, old.sharding))))
   return nnx.from_flat_state(flat)

@@ -45,7 +45,7 @@ class Converser:
   timeout_s: float = 60.0
 
   async def episode(
-      self, task: gym_base.Task, seed: int
+    self, task: gym_base.Task, seed: int
   ) -> trajectory.Trajectory:
     """One demonstration of `task`; any `seed` gives the same.
 
@@ -67,34 +67,34 @@ class Converser:
       text = next(replies, None)
       if text is None:
         error = LookupError(
-            f"task {task.task_id} is not over after all that was said"
+          f"task {task.task_id} is not over after all that was said"
         )
         unsaid.append(error)
         raise error
       return demonstrations.completion_ids(self.renderer, text)
 
     model = model_calls.PolicyModel(
-        scripted_client.ScriptedClient(speak),
-        self.renderer,
-        policy_client.SamplingParams(max_new_tokens=4096),
-        runs_inline=True,
+      scripted_client.ScriptedClient(speak),
+      self.renderer,
+      policy_client.SamplingParams(max_new_tokens=4096),
+      runs_inline=True,
     )
     engine = engine_lib.TrajectoryCollectEngine(
-        agent,
-        env,
-        model,
-        max_steps=task.max_turns or self.max_turns,
-        timeout=self.timeout_s,
+      agent,
+      env,
+      model,
+      max_steps=task.max_turns or self.max_turns,
+      timeout=self.timeout_s,
     )
     played = await engine.collect()
     if unsaid:
       raise demonstrations.UnsolvableError(str(unsaid[0])) from unsaid[0]
     if (
-        played.status.is_policy_outcome
-        and played.status is not trajectory.TrajectoryStatus.SUCCEEDED
+      played.status.is_policy_outcome
+      and played.status is not trajectory.TrajectoryStatus.SUCCEEDED
     ):
       raise demonstrations.UnsolvableError(
-          f"task {task.task_id} was not solved: {played.status.value}"
+        f"task {task.task_id} was not solved: {played.status.value}"
       )
     return played
 

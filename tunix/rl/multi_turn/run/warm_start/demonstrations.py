@@ -51,7 +51,7 @@ Pairs = Iterable[tuple[gym_base.Task, int]]
 
 
 def single_click(
-    gym: Any, action: GuiAction, rng: np.random.Generator
+  gym: Any, action: GuiAction, rng: np.random.Generator
 ) -> GuiAction:
   """Clicks once where a double click is needed."""
   del gym, rng
@@ -61,15 +61,15 @@ def single_click(
 
 
 def wrong_widget(
-    gym: Any, action: GuiAction, rng: np.random.Generator
+  gym: Any, action: GuiAction, rng: np.random.Generator
 ) -> GuiAction:
   """Clicks another widget than the one asked for."""
   if action.kind is not Kind.CLICK:
     return action
   places = [
-      (x, y)
-      for _, x, y in gym.referring_expressions()
-      if abs(x - action.x) + abs(y - action.y) > 4
+    (x, y)
+    for _, x, y in gym.referring_expressions()
+    if abs(x - action.x) + abs(y - action.y) > 4
   ]
   if not places:
     return action
@@ -78,7 +78,7 @@ def wrong_widget(
 
 
 def skip_focus(
-    gym: Any, action: GuiAction, rng: np.random.Generator
+  gym: Any, action: GuiAction, rng: np.random.Generator
 ) -> GuiAction:
   """Types the quoted text at once instead of clicking the field first."""
   del rng
@@ -89,9 +89,9 @@ def skip_focus(
 
 
 HABITS: dict[str, Habit] = {
-    "single_click": single_click,
-    "wrong_widget": wrong_widget,
-    "skip_focus": skip_focus,
+  "single_click": single_click,
+  "wrong_widget": wrong_widget,
+  "skip_focus": skip_focus,
 }
 
 
@@ -139,7 +139,7 @@ class Demonstrator:
   oracle: gyms.Oracle
   image_store: images.ImageStore
   habits: Mapping[str, tuple[str, float]] = dataclasses.field(
-      default_factory=dict
+    default_factory=dict
   )
   grid: tuple[int, int] | None = None
   screenshots: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -149,16 +149,15 @@ class Demonstrator:
     for family, (name, rate) in self.habits.items():
       if name not in HABITS:
         raise ValueError(
-            f"habit {name!r} of {family!r} is unknown; known:"
-            f" {', '.join(HABITS)}"
+          f"habit {name!r} of {family!r} is unknown; known: {', '.join(HABITS)}"
         )
       if not 0 <= rate <= 1:
         raise ValueError(
-            f"the rate of habit {name!r} must be in [0, 1], got {rate}"
+          f"the rate of habit {name!r} must be in [0, 1], got {rate}"
         )
 
   async def episode(
-      self, task: gym_base.Task, seed: int
+    self, task: gym_base.Task, seed: int
   ) -> trajectory.Trajectory:
     """One demonstration of `task`; `seed` decides whether a habit strikes.
 
@@ -171,10 +170,10 @@ class Demonstrator:
     agent, gym = self.make_agent(), self.make_gym()
     parser = agent.tool_parser
     env = cua_env.CUAEnv(
-        gym,
-        screenshot.ScreenshotTool(self.image_store, **self.screenshots),
-        task,
-        action_parser=parser,
+      gym,
+      screenshot.ScreenshotTool(self.image_store, **self.screenshots),
+      task,
+      action_parser=parser,
     )
 
     unsolvable: list[LookupError] = []
@@ -195,21 +194,18 @@ class Demonstrator:
         target = await _value(self.oracle.describe(gym, action.x, action.y))
       sx, sy = env.scale  # The oracle counts the gym's pixels.
       text = parser.format_gui_action(
-          action.scaled(1 / sx, 1 / sy),
-          *env.size,
-          target,
-          grid=self.grid,
+        action.scaled(1 / sx, 1 / sy), *env.size, target, grid=self.grid
       )
       return completion_ids(self.renderer, text)
 
     model = model_calls.PolicyModel(
-        scripted_client.ScriptedClient(act),
-        self.renderer,
-        policy_client.SamplingParams(max_new_tokens=1024),
-        runs_inline=True,
+      scripted_client.ScriptedClient(act),
+      self.renderer,
+      policy_client.SamplingParams(max_new_tokens=1024),
+      runs_inline=True,
     )
     engine = engine_lib.TrajectoryCollectEngine(
-        agent, env, model, max_steps=env.max_steps, timeout=self.timeout_s
+      agent, env, model, max_steps=env.max_steps, timeout=self.timeout_s
     )
     played = await engine.collect()
     if unsolvable:
@@ -217,25 +213,21 @@ class Demonstrator:
     return played
 
   async def episodes(
-      self, tasks: Pairs, at_once: int = 1
+    self, tasks: Pairs, at_once: int = 1
   ) -> list[trajectory.Trajectory]:
     """Demonstrations of (task, seed) pairs; see `play_all`."""
     return await play_all(self.episode, tasks, at_once)
 
-  async def sequences(
-      self, tasks: Pairs
-  ) -> list[trajectory.TokenSequence]:
+  async def sequences(self, tasks: Pairs) -> list[trajectory.TokenSequence]:
     """Training sequences of all `episodes` of the tasks."""
     played = await self.episodes(tasks)
     return [s for episode in played for s in episode.sequences]
 
 
 async def play_all(
-    play_one: Callable[
-        [gym_base.Task, int], Awaitable[trajectory.Trajectory]
-    ],
-    tasks: Pairs,
-    at_once: int = 1,
+  play_one: Callable[[gym_base.Task, int], Awaitable[trajectory.Trajectory]],
+  tasks: Pairs,
+  at_once: int = 1,
 ) -> list[trajectory.Trajectory]:
   """Demonstrations of the tasks, in order, unsolvable ones left out.
 
@@ -250,7 +242,7 @@ async def play_all(
   slots = asyncio.Semaphore(at_once)
 
   async def play(
-      task: gym_base.Task, seed: int
+    task: gym_base.Task, seed: int
   ) -> trajectory.Trajectory | None:
     async with slots:
       try:
@@ -259,7 +251,7 @@ async def play_all(
         return None
     if not played.status.is_policy_outcome:
       raise RuntimeError(
-          f"the demonstration of {task.task_id} broke: {played.error}"
+        f"the demonstration of {task.task_id} broke: {played.error}"
       )
     return played
 
@@ -273,7 +265,7 @@ async def play_all(
 
 
 def completion_ids(
-    renderer: sequence_builder.Renderer, text: str
+  renderer: sequence_builder.Renderer, text: str
 ) -> np.ndarray:
   """int32[S] of a completion: the text and the end-of-turn token.
 
@@ -281,24 +273,19 @@ def completion_ids(
   """
   text = getattr(renderer, "answer_prefix", "") + text
   return np.append(
-      renderer.encode(text), np.int32(renderer.stop_token_ids[0])
+    renderer.encode(text), np.int32(renderer.stop_token_ids[0])
   ).astype(np.int32)
 
 
 # --- conversations about a screenshot -----------------------------------------
 
-_CLICK_FORMS = (
-    "Click {}.",
-    "Click on {}.",
-    "Press {}.",
-    "Go to {}.",
-)
+_CLICK_FORMS = ("Click {}.", "Click on {}.", "Press {}.", "Go to {}.")
 
 _TYPE_FORMS = (
-    'Type "{}".',
-    'Enter "{}" in the field.',
-    'Type "{}" into the text field.',
-    'Click the field and type "{}".',
+  'Type "{}".',
+  'Enter "{}" in the field.',
+  'Type "{}" into the text field.',
+  'Click the field and type "{}".',
 )
 
 Expressions = Sequence[tuple[str, int, int]]
@@ -306,7 +293,7 @@ Expressions = Sequence[tuple[str, int, int]]
 
 
 def _sample(
-    expressions: Expressions, count: int, rng: np.random.Generator
+  expressions: Expressions, count: int, rng: np.random.Generator
 ) -> Expressions:
   """Up to `count` of the items, in random order."""
   if not expressions:
@@ -315,17 +302,17 @@ def _sample(
 
 
 def _learn_only(
-    sequence: trajectory.TokenSequence, keep_T: np.ndarray
+  sequence: trajectory.TokenSequence, keep_T: np.ndarray
 ) -> trajectory.TokenSequence:
   """Restricts the loss to the tokens of `keep_T`; others count as prompt."""
   mask = sequence.loss_mask & keep_T
   entropies = sequence.entropies
   return dataclasses.replace(
-      sequence,
-      loss_mask=mask,
-      logprobs=np.where(mask, sequence.logprobs, 0.0),
-      versions=np.where(mask, sequence.versions, -1),
-      entropies=None if entropies is None else np.where(mask, entropies, 0.0),
+    sequence,
+    loss_mask=mask,
+    logprobs=np.where(mask, sequence.logprobs, 0.0),
+    versions=np.where(mask, sequence.versions, -1),
+    entropies=None if entropies is None else np.where(mask, entropies, 0.0),
   )
 
 
@@ -350,12 +337,12 @@ class Grounder:
   reverse_rate: float = 0.35
 
   def inventory_sequence(
-      self,
-      image: trajectory.ImageRef,
-      expressions: Expressions,
-      rng: np.random.Generator,
-      items: int = 12,
-      point_rate: float = 0.0,
+    self,
+    image: trajectory.ImageRef,
+    expressions: Expressions,
+    rng: np.random.Generator,
+    items: int = 12,
+    point_rate: float = 0.0,
   ) -> trajectory.TokenSequence:
     """One answer that names up to `items` things and clicks on them.
 
@@ -374,10 +361,10 @@ class Grounder:
     return self._converse(image, turns)
 
   def pairs_sequence(
-      self,
-      image: trajectory.ImageRef,
-      expressions: Expressions,
-      rng: np.random.Generator,
+    self,
+    image: trajectory.ImageRef,
+    expressions: Expressions,
+    rng: np.random.Generator,
   ) -> trajectory.TokenSequence:
     """One answer of names run together with their points: "orange328,562".
 
@@ -395,7 +382,7 @@ class Grounder:
     return _learn_only(talk, np.array(numbers))
 
   def copies_sequence(
-      self, rng: np.random.Generator, words: int = 5
+    self, rng: np.random.Generator, words: int = 5
   ) -> trajectory.TokenSequence:
     """A conversation without a screenshot: typing the quoted words.
 
@@ -418,11 +405,11 @@ class Grounder:
     return _learn_only(talk, np.array(is_word))
 
   def question_sequence(
-      self,
-      image: trajectory.ImageRef,
-      expressions: Expressions,
-      rng: np.random.Generator,
-      questions: int = 6,
+    self,
+    image: trajectory.ImageRef,
+    expressions: Expressions,
+    rng: np.random.Generator,
+    questions: int = 6,
   ) -> trajectory.TokenSequence:
     """Up to `questions` of a user, each answered by one tool call."""
     turns = []
@@ -442,34 +429,32 @@ class Grounder:
     return self._converse(image, turns)
 
   def _format(
-      self,
-      image: trajectory.ImageRef,
-      action: GuiAction,
-      thought: str | None = None,
+    self,
+    image: trajectory.ImageRef,
+    action: GuiAction,
+    thought: str | None = None,
   ) -> str:
     return self.parser.format_gui_action(
-        action, image.width, image.height, thought, grid=self.grid
+      action, image.width, image.height, thought, grid=self.grid
     )
 
   def _click(
-      self,
-      image: trajectory.ImageRef,
-      x: float,
-      y: float,
-      phrase: str | None = None,
+    self,
+    image: trajectory.ImageRef,
+    x: float,
+    y: float,
+    phrase: str | None = None,
   ) -> str:
     action = GuiAction(Kind.CLICK, x=float(x), y=float(y))
     return self._format(image, action, phrase)
 
   def _point(self, image: trajectory.ImageRef, x: float, y: float) -> str:
-    """"[x, y]" in the grammar's coordinates."""
+    """ "[x, y]" in the grammar's coordinates."""
     call = self._click(image, x, y)
     return call[call.rindex("[") : call.rindex("]") + 1]
 
   def _converse(
-      self,
-      image: trajectory.ImageRef | None,
-      turns: Sequence[tuple[str, str]],
+    self, image: trajectory.ImageRef | None, turns: Sequence[tuple[str, str]]
   ) -> trajectory.TokenSequence:
     builder = sequence_builder.SequenceBuilder(self.renderer)
     messages: list[trajectory.Message] = []
@@ -477,19 +462,19 @@ class Grounder:
       content: Any = question
       if number == 0 and image is not None:
         content = [
-            {"type": "image", "image": image},
-            {"type": "text", "text": question},
+          {"type": "image", "image": image},
+          {"type": "text", "text": question},
         ]
       messages.append({"role": "user", "content": content})
       builder.prompt(messages)
       ids = completion_ids(self.renderer, answer)
       text = builder.append(
-          policy_client.Completion(
-              tokens=ids,
-              logprobs=np.zeros(len(ids), np.float32),
-              versions=np.zeros(len(ids), np.int32),
-              finish_reason=policy_client.FinishReason.STOP,
-          )
+        policy_client.Completion(
+          tokens=ids,
+          logprobs=np.zeros(len(ids), np.float32),
+          versions=np.zeros(len(ids), np.int32),
+          finish_reason=policy_client.FinishReason.STOP,
+        )
       )
       messages.append({"role": "assistant", "content": text})
     (sequence,) = builder.build()

@@ -60,9 +60,9 @@ class Conversations:
 
 
 def for_run(
-    config: config_lib.TrainConfig,
-    task_source: Any,
-    tools: Sequence[Mapping[str, Any]] = (),
+  config: config_lib.TrainConfig,
+  task_source: Any,
+  tools: Sequence[Mapping[str, Any]] = (),
 ) -> Source | Conversations:
   """The source that `warm_start` describes.
 
@@ -83,33 +83,37 @@ def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
   steps = config.warm_start.steps
   try:
     oracle = gyms.get(config.gym.name, "operator").load_oracle(
-        config.gym.observation
+      config.gym.observation
     )
   except ValueError as error:
     screenshots = config.gym.observation == "screenshot"
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"warm_start.steps={steps}: {error}; set warm_start.steps=0"
         + (", or warm_start.recordings" if screenshots else "")
-    ]) from None
+      ]
+    ) from None
   solved = oracle.families
   families = config.task_source.families
   unknown = [f for f in families if solved and f not in solved]
   if unknown:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"warm_start.steps={steps}: no oracle can demonstrate"
         f" task_source.families={unknown}, only {', '.join(solved)}; leave"
         " those out or set warm_start.steps=0"
-    ])
+      ]
+    )
   tasks = run_tasks.TrainTasks(
-      task_source, config.task_source.families, config.run.seed + 1
+    task_source, config.task_source.families, config.run.seed + 1
   )
   return Source(oracle, tasks)
 
 
 def _conversations(
-    config: config_lib.TrainConfig,
-    task_source: Any,
-    tools: Sequence[Mapping[str, Any]],
+  config: config_lib.TrainConfig,
+  task_source: Any,
+  tools: Sequence[Mapping[str, Any]],
 ) -> Conversations:
   start = config.warm_start
   if start.recordings:
@@ -120,17 +124,19 @@ def _conversations(
       raise ConfigError([f"{where}: {error}"]) from None
     turns = {c.task.task_id: c.turns for c in chats}
     return Conversations(
-        lambda task: turns[task.task_id],
-        _endless([c.task for c in chats], config.run.seed + 1),
+      lambda task: turns[task.task_id],
+      _endless([c.task for c in chats], config.run.seed + 1),
     )
   name = config.environment.name
   path = environment_spec.get(name).oracle
   if not path:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"warm_start.steps={start.steps} needs demonstrations, and"
         f" environment.name={name} has no oracle; set warm_start.recordings,"
         " or warm_start.steps=0"
-    ])
+      ]
+    )
   oracle = registry.import_path(path)
 
   def solve(task: gym_base.Task) -> Sequence[conversations.Turn]:
@@ -141,12 +147,14 @@ def _conversations(
     for family in families:
       solve(task_source.train_task(family, 0, config.run.seed + 1))
   except LookupError as error:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"warm_start.steps={start.steps}: {error}; or set"
         " warm_start.recordings, or warm_start.steps=0"
-    ]) from None
+      ]
+    ) from None
   return Conversations(
-      solve, run_tasks.TrainTasks(task_source, families, config.run.seed + 1)
+    solve, run_tasks.TrainTasks(task_source, families, config.run.seed + 1)
   )
 
 
@@ -159,41 +167,47 @@ def _recorded(config: config_lib.TrainConfig) -> Source:
     raise ConfigError([f"{where}: {error}"]) from None
   solved = [r for r in episodes if r.success and r.actions]
   if not solved:
-    raise ConfigError([
+    raise ConfigError(
+      [
         f"{where}: none of its {len(episodes)} episodes was solved; record some"
         f" with {shell_hints.command('environments.play')}"
-    ])
+      ]
+    )
   size = (config.gym.height, config.gym.width)
   for recording in solved:
     height, width = recording.observations[0].screenshot.shape[:2]
     if (height, width) != size:
-      raise ConfigError([
+      raise ConfigError(
+        [
           f"{where}: {recording.task.task_id} shows {width}x{height}, the run"
           f" {size[1]}x{size[0]} (gym.width, gym.height); they must be the"
           " same"
-      ])
+        ]
+      )
   parser = tool_parser.make_tool_parser(config.agent.parser, "operator")
   named = []
   for i, recording in enumerate(solved):
     try:
       named.append(_renamed(_sayable(recording, parser), i))
     except tool_parser.ToolParseError as error:
-      raise ConfigError([
+      raise ConfigError(
+        [
           f"{where}: {recording.task.task_id} was solved by what"
           f" agent.parser={config.agent.parser} cannot write: {error}"
-      ]) from None
+        ]
+      ) from None
   oracle = gyms.Oracle(
-      lambda gym: gym.next_action(), lambda gym, x, y: gym.target()
+    lambda gym: gym.next_action(), lambda gym, x, y: gym.target()
   )
   return Source(
-      oracle,
-      _endless([r.task for r in named], config.run.seed + 1),
-      lambda: recordings_lib.ReplayGym(named),
+    oracle,
+    _endless([r.task for r in named], config.run.seed + 1),
+    lambda: recordings_lib.ReplayGym(named),
   )
 
 
 def _sayable(
-    recording: recordings_lib.Recording, parser: Any
+  recording: recordings_lib.Recording, parser: Any
 ) -> recordings_lib.Recording:
   """The recording in the grammar's reach.
 
@@ -217,31 +231,31 @@ def _sayable(
       shown.pop()
       shown[-1] = dataclasses.replace(shown[-1], done=True)
   return dataclasses.replace(
-      recording,
-      actions=tuple(actions),
-      targets=recording.targets[: len(actions)],
-      observations=tuple(shown),
+    recording,
+    actions=tuple(actions),
+    targets=recording.targets[: len(actions)],
+    observations=tuple(shown),
   )
 
 
 def _renamed(
-    recording: recordings_lib.Recording, number: int
+  recording: recordings_lib.Recording, number: int
 ) -> recordings_lib.Recording:
   """Gives each recording's task an id of its own: repeats count separately."""
   task = recording.task
   return dataclasses.replace(
-      recording,
-      task=dataclasses.replace(
-          task,
-          task_id=f"recording-{number}/{task.task_id}",
-          # All of it, and the end that the demonstrator adds.
-          max_turns=len(recording.actions) + 1,
-      ),
+    recording,
+    task=dataclasses.replace(
+      task,
+      task_id=f"recording-{number}/{task.task_id}",
+      # All of it, and the end that the demonstrator adds.
+      max_turns=len(recording.actions) + 1,
+    ),
   )
 
 
 def _endless(
-    tasks: Sequence[gym_base.Task], seed: int
+  tasks: Sequence[gym_base.Task], seed: int
 ) -> Iterator[gym_base.Task]:
   epoch = 0
   while True:

@@ -42,7 +42,7 @@ _RESULT = models.WARM_START
 
 
 Play = Callable[
-    [Sequence[tuple[gym_base.Task, int]]], list[trajectory_lib.Trajectory]
+  [Sequence[tuple[gym_base.Task, int]]], list[trajectory_lib.Trajectory]
 ]
 """(task, seed) pairs -> their demonstrations, in order. Tasks without a
 solution, which some pages draw now and then, are left out."""
@@ -51,17 +51,17 @@ _LEFT_OUT_AT_MOST = 0.2
 
 
 def clone(
-    learner: learner_lib.Learner,
-    play: Play,
-    tasks: Iterator[gym_base.Task],
-    config: run_sections.WarmStartConfig,
-    *,
-    longest: int,
-    seed: int,
-    observers: events.Observer,
-    first_step: int = 0,
-    after_update: Callable[[], None] = lambda: None,
-    processes: peers_lib.Peers = peers_lib.ALONE,
+  learner: learner_lib.Learner,
+  play: Play,
+  tasks: Iterator[gym_base.Task],
+  config: run_sections.WarmStartConfig,
+  *,
+  longest: int,
+  seed: int,
+  observers: events.Observer,
+  first_step: int = 0,
+  after_update: Callable[[], None] = lambda: None,
+  processes: peers_lib.Peers = peers_lib.ALONE,
 ) -> None:
   """Updates `learner` from `first_step` to `config.steps`.
 
@@ -94,9 +94,7 @@ def clone(
     target = min(config.demonstrations, config.batch_size * (step + 1))
     pairs = [(next(tasks), i) for i in range(tried, max(tried, target))]
     shown = play(pairs)
-    fitting = [
-        e for e in shown if all(len(s) <= longest for s in e.sequences)
-    ]
+    fitting = [e for e in shown if all(len(s) <= longest for s in e.sequences)]
     played += fitting
     too_long += len(shown) - len(fitting)
     tried += len(pairs)
@@ -105,20 +103,20 @@ def clone(
     chosen = rng.choice(len(played), config.batch_size)
     if step < first_step:
       observers.on_event(
-          events.Progress("playing demonstrations again", step + 1, first_step)
+        events.Progress("playing demonstrations again", step + 1, first_step)
       )
       continue
     metrics = learner.update_on_sequences(
-        [s for i in processes.share(chosen) for s in played[i].sequences]
+      [s for i in processes.share(chosen) for s in played[i].sequences]
     )
     observers.on_event(
-        events.Progress(
-            "cloning demonstrations",
-            step + 1,
-            config.steps,
-            f"loss {metrics['loss']:.3f}"
-            + (f", {too_long} too long" if too_long else ""),
-        )
+      events.Progress(
+        "cloning demonstrations",
+        step + 1,
+        config.steps,
+        f"loss {metrics['loss']:.3f}"
+        + (f", {too_long} too long" if too_long else ""),
+      )
     )
     after_update()
 
@@ -126,14 +124,14 @@ def clone(
 def _too_few(played: int, tried: int, too_long: int, longest: int) -> str:
   if too_long > tried - played - too_long:
     return (
-        f"{too_long} of {tried} demonstrations have sequences of more than"
-        f" {longest} tokens; raise engine.context_length and"
-        " learner.row_length, or set warm_start.steps=0"
+      f"{too_long} of {tried} demonstrations have sequences of more than"
+      f" {longest} tokens; raise engine.context_length and"
+      " learner.row_length, or set warm_start.steps=0"
     )
   return (
-      f"the oracle could demonstrate only {played + too_long} of {tried} tasks,"
-      " the others offer it nothing to act on; leave out such"
-      " task_source.families or set warm_start.steps=0"
+    f"the oracle could demonstrate only {played + too_long} of {tried} tasks,"
+    " the others offer it nothing to act on; leave out such"
+    " task_source.families or set warm_start.steps=0"
   )
 
 
@@ -147,12 +145,12 @@ class WarmStart:
   """
 
   def __init__(
-      self,
-      config: config_lib.TrainConfig,
-      mesh: jax.sharding.Mesh | None,
-      task_source: Any,
-      tools: Sequence[Mapping[str, Any]] = (),
-      processes: peers_lib.Peers = peers_lib.ALONE,
+    self,
+    config: config_lib.TrainConfig,
+    mesh: jax.sharding.Mesh | None,
+    task_source: Any,
+    tools: Sequence[Mapping[str, Any]] = (),
+    processes: peers_lib.Peers = peers_lib.ALONE,
   ):
     """Builds the policy with the weights that the run begins with.
 
@@ -178,9 +176,7 @@ class WarmStart:
       models.check_weights(config, self.policy, self._load_later)
     self._demonstrations = None
     if self._steps:
-      self._demonstrations = recorded.for_run(
-          config, task_source, tools
-      )
+      self._demonstrations = recorded.for_run(config, task_source, tools)
 
   @property
   def _result(self):
@@ -200,12 +196,14 @@ class WarmStart:
         # removal of the checkpoints.
         checkpoints = self._directory / _CHECKPOINTS
         return (self._result / "config.json").exists() and (
-            not checkpoints.exists()
+          not checkpoints.exists()
         )
-      raise config_lib.ConfigError([
+      raise config_lib.ConfigError(
+        [
           f"{self._result} is damaged: {error}; restore it from a copy, or"
           " delete the directory to clone again"
-      ]) from None
+        ]
+      ) from None
     return True
 
   def apply(self, run: Any) -> models.LoadedPolicy:
@@ -229,34 +227,34 @@ class WarmStart:
     return policy
 
   def _clone(
-      self, run: Any, policy: models.LoadedPolicy
+    self, run: Any, policy: models.LoadedPolicy
   ) -> models.LoadedPolicy:
     """Behaviour cloning on demonstrations."""
     config = self._config
     # Demonstrations may have to teach anything: all weights learn from them.
     learner = models.make_cloning_learner(
-        config,
-        models.without_adapter(policy),
-        run.images,
-        self._mesh,
-        self._processes,
+      config,
+      models.without_adapter(policy),
+      run.images,
+      self._mesh,
+      self._processes,
     )
     source = self._demonstrations
     play = self._demonstrator(run, policy)
     with self._checkpoints(learner) as save_when_due:
       clone(
-          learner,
-          lambda tasks: run.wait(
-              demonstrations.play_all(play, tasks, config.collect.concurrency)
-          ),
-          source.tasks,
-          config.warm_start,
-          longest=config.engine.context_length,
-          seed=config.run.seed,
-          observers=run.observers,
-          first_step=learner.version,
-          after_update=save_when_due,
-          processes=self._processes,
+        learner,
+        lambda tasks: run.wait(
+          demonstrations.play_all(play, tasks, config.collect.concurrency)
+        ),
+        source.tasks,
+        config.warm_start,
+        longest=config.engine.context_length,
+        seed=config.run.seed,
+        observers=run.observers,
+        first_step=learner.version,
+        after_update=save_when_due,
+        processes=self._processes,
       )
     policy = dataclasses.replace(policy, model=learner.policy())
     run.save_policy(_RESULT, policy.model)
@@ -273,25 +271,25 @@ class WarmStart:
     config, source = self._config, self._demonstrations
     if isinstance(source, recorded.Conversations):
       return conversing.Converser(
-          policy.renderer,
-          run.episodes,
-          source.solve,
-          config.environment.max_turns,
+        policy.renderer,
+        run.episodes,
+        source.solve,
+        config.environment.max_turns,
       ).episode
     return demonstrations.Demonstrator(
-        policy.renderer,
-        run.episodes.make_agent,
-        source.make_gym
-        or (lambda: episodes.make_gym(config, config.task_source.families[0])),
-        source.oracle,
-        run.images,
-        grid=demonstrations.POINT_GRID,
-        screenshots=agent_registry.screenshot_options(config.agent),
+      policy.renderer,
+      run.episodes.make_agent,
+      source.make_gym
+      or (lambda: episodes.make_gym(config, config.task_source.families[0])),
+      source.oracle,
+      run.images,
+      grid=demonstrations.POINT_GRID,
+      screenshots=agent_registry.screenshot_options(config.agent),
     ).episode
 
   @contextlib.contextmanager
   def _checkpoints(
-      self, learner: learner_lib.Learner
+    self, learner: learner_lib.Learner
   ) -> Iterator[Callable[[], None]]:
     """Restores a started learner; saves it at the end, also on failure.
 
@@ -300,16 +298,13 @@ class WarmStart:
     """
     every = self._config.checkpoint.every
     with checkpoint_lib.LearnerCheckpoints(
-        self._directory / _CHECKPOINTS, dataclasses.replace(
-            self._config.checkpoint, keep=1
-        )
+      self._directory / _CHECKPOINTS,
+      dataclasses.replace(self._config.checkpoint, keep=1),
     ) as checkpoints:
       if self._resuming and checkpoints.steps():
         checkpoints.restore(learner)
 
-      options = {
-          resuming.RECORDED: resuming.recorded(self._config).to_dict()
-      }
+      options = {resuming.RECORDED: resuming.recorded(self._config).to_dict()}
 
       def save_when_due() -> None:
         if every and learner.version % every == 0:

@@ -80,8 +80,8 @@ def unbounded() -> str:
     path = make_group(name, 1)
   except OSError as error:
     return (
-        "root's processes are bounded by a control group only, and none can be"
-        f" made ({error}); run as another user"
+      "root's processes are bounded by a control group only, and none can be"
+      f" made ({error}); run as another user"
     )
   remove_group(path.name)
   return ""

@@ -60,7 +60,7 @@ MARK = "TUNIX_XDESKTOP"
 # when its owner has gone. `kill 0` reaches the process group; in a namespace,
 # the end of this shell is the end of everything.
 _SUPERVISOR = (
-    'echo ready; while IFS= read -r line; do eval "$line" & done; kill -KILL 0'
+  'echo ready; while IFS= read -r line; do eval "$line" & done; kill -KILL 0'
 )
 
 
@@ -100,7 +100,7 @@ def no_namespaces() -> str:
          "--dev", "/dev", "--perms", "0700", "--size", "65536", "--tmpfs",
          "/tmp", "true"],
         stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False,
-    )  # pyformat: disable
+    )  # fmt: skip
   except (OSError, subprocess.TimeoutExpired) as error:
     return f"bwrap could not be tried: {error}"
   output = tried.stderr.decode(errors="replace").strip()
@@ -118,18 +118,18 @@ _NAMESPACES = (
     "--unshare-uts", "--unshare-cgroup-try", "--disable-userns",
     "--cap-drop", "ALL", "--uid", "1000", "--gid", "1000",
     "--hostname", "desktop", "--new-session",
-)  # pyformat: disable
+)  # fmt: skip
 # Of /etc, only what programs need to be drawn and found.
 _ETC = (
     "fonts", "X11", "xdg", "gtk-2.0", "gtk-3.0", "alternatives", "ld.so.cache",
     "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 _ACCOUNTS = {
-    "passwd": "user:x:1000:1000:User:/home/user:/bin/sh\n",
-    "group": "user:x:1000:\n",
-    "nsswitch.conf": "passwd: files\ngroup: files\n",
+  "passwd": "user:x:1000:1000:User:/home/user:/bin/sh\n",
+  "group": "user:x:1000:\n",
+  "nsswitch.conf": "passwd: files\ngroup: files\n",
 }
 
 
@@ -144,7 +144,7 @@ def resolve_isolation(isolation: str) -> str:
   """
   if isolation not in ISOLATIONS:
     raise ValueError(
-        f"isolation must be one of {', '.join(ISOLATIONS)}; got {isolation!r}"
+      f"isolation must be one of {', '.join(ISOLATIONS)}; got {isolation!r}"
     )
   if isolation == "processes":
     return isolation
@@ -152,10 +152,10 @@ def resolve_isolation(isolation: str) -> str:
   if not why:
     return "namespaces"
   raise errors.IsolationUnavailable(
-      f"isolation={isolation!r}: namespaces cannot be had here: {why}. Allow"
-      " them; or, in a container that holds nothing else, set"
-      " isolation='processes', with which the policy reads and writes what this"
-      " user can"
+    f"isolation={isolation!r}: namespaces cannot be had here: {why}. Allow"
+    " them; or, in a container that holds nothing else, set"
+    " isolation='processes', with which the policy reads and writes what this"
+    " user can"
   )
 
 
@@ -172,17 +172,17 @@ class Room:
   """
 
   def __init__(
-      self,
-      *,
-      isolation: str = "auto",
-      directory: str | os.PathLike[str] | None = None,
-      limits: Limits = Limits(),
-      deadline_s: float = 20.0,
+    self,
+    *,
+    isolation: str = "auto",
+    directory: str | os.PathLike[str] | None = None,
+    limits: Limits = Limits(),
+    deadline_s: float = 20.0,
   ):
     """Raises:
 
-      ValueError: `directory` cannot hold it, or no such isolation.
-      IsolationUnavailable, LaunchError.
+    ValueError: `directory` cannot hold it, or no such isolation.
+    IsolationUnavailable, LaunchError.
     """
     self.isolation = resolve_isolation(isolation)
     parent = pathlib.Path(directory or tempfile.gettempdir()).absolute()
@@ -191,8 +191,8 @@ class Room:
       path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
     except OSError as error:
       raise ValueError(
-          f"directory={str(parent)!r} cannot hold a desktop: {error}; name one"
-          " that can be written"
+        f"directory={str(parent)!r} cannot hold a desktop: {error}; name one"
+        " that can be written"
       ) from None
     self.path = pathlib.Path(path)
     self.home, self.tmp = self.path / "home", self.path / "tmp"
@@ -234,9 +234,7 @@ class Room:
     named = self.isolation == "namespaces"
     return "/etc/xdesktop" if named else str(self.etc)
 
-  def run(
-      self, command: Sequence[str], *, log: str, display: str = ""
-  ) -> None:
+  def run(self, command: Sequence[str], *, log: str, display: str = "") -> None:
     """Starts a program in the room; its output goes to the file tmp/`log`.
 
     Raises:
@@ -262,9 +260,9 @@ class Room:
   @property
   def alive(self) -> bool:
     return (
-        not self._closed
-        and self._process is not None
-        and self._process.poll() is None
+      not self._closed
+      and self._process is not None
+      and self._process.poll() is None
     )
 
   def log(self, name: str) -> str:
@@ -367,8 +365,8 @@ class Room:
       os.close(self._own)
     if survivors or self.path.exists():
       raise errors.DesktopError(
-          f"a desktop did not end within {deadline_s:g} s: processes"
-          f" {survivors}, directory {self.path}"
+        f"a desktop did not end within {deadline_s:g} s: processes"
+        f" {survivors}, directory {self.path}"
       )
 
   def _end(self, due: float) -> None:
@@ -404,32 +402,34 @@ class Room:
     """Environment variables of the room's programs."""
     home, tmp = self.inside_home, self.inside_tmp
     return {
-        MARK: self._name,
-        "HOME": home,
-        "LANG": "C.UTF-8",
-        "LOGNAME": "user",
-        "PATH": SEARCH,
-        "SHELL": "/bin/sh",
-        "TMPDIR": tmp,
-        "TZ": "UTC",
-        "USER": "user",
-        "XAUTHORITY": f"{tmp}/.Xauthority",
-        "XDG_CONFIG_DIRS": f"{self.inside_etc}:/etc/xdg",
-        "XDG_DATA_DIRS": f"{self.inside_etc}/share:/usr/local/share:/usr/share",
-        "XDG_RUNTIME_DIR": tmp,
-        # Settings in a file of the home: there is no bus, no accessibility.
-        "GSETTINGS_BACKEND": "keyfile",
-        "GTK_USE_PORTAL": "0",
-        "NO_AT_BRIDGE": "1",
+      MARK: self._name,
+      "HOME": home,
+      "LANG": "C.UTF-8",
+      "LOGNAME": "user",
+      "PATH": SEARCH,
+      "SHELL": "/bin/sh",
+      "TMPDIR": tmp,
+      "TZ": "UTC",
+      "USER": "user",
+      "XAUTHORITY": f"{tmp}/.Xauthority",
+      "XDG_CONFIG_DIRS": f"{self.inside_etc}:/etc/xdg",
+      "XDG_DATA_DIRS": f"{self.inside_etc}/share:/usr/local/share:/usr/share",
+      "XDG_RUNTIME_DIR": tmp,
+      # Settings in a file of the home: there is no bus, no accessibility.
+      "GSETTINGS_BACKEND": "keyfile",
+      "GTK_USE_PORTAL": "0",
+      "NO_AT_BRIDGE": "1",
     }
 
   def _start(self, limits: Limits, deadline_s: float) -> None:
     env = self.environment()
     limited = [
-        shutil.which("prlimit", path=SEARCH) or "prlimit", "--core=0",
-        f"--as={limits.memory}", f"--nofile={limits.files}",
-        f"--fsize={limits.file_size}",
-    ]  # pyformat: disable
+      shutil.which("prlimit", path=SEARCH) or "prlimit",
+      "--core=0",
+      f"--as={limits.memory}",
+      f"--nofile={limits.files}",
+      f"--fsize={limits.file_size}",
+    ]
     if self.isolation == "namespaces":
       # Elsewhere the limit would count every process of the user.
       limited.append(f"--nproc={limits.processes}")
@@ -449,7 +449,7 @@ class Room:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env,
             cwd=self.path, start_new_session=True, pass_fds=fds,
-        )  # pyformat: disable
+        )  # fmt: skip
       os.close(write_end)
       write_end = -1
       if fds:
@@ -472,8 +472,7 @@ class Room:
       part = os.read(info_fd, 4096) if ready else b""
       if not part:
         raise errors.LaunchError(
-            f"bubblewrap did not come up in {deadline_s:g} s;"
-            f" {self.last_words()}"
+          f"bubblewrap did not come up in {deadline_s:g} s; {self.last_words()}"
         )
       message += part
     return int(json.loads(message)["child-pid"])
@@ -495,20 +494,20 @@ class Room:
     places = []
     for name in (self.inside_home, self.inside_tmp):
       fd = os.open(
-          f"/proc/{self._init_pid}/root{name}", os.O_PATH | os.O_DIRECTORY
+        f"/proc/{self._init_pid}/root{name}", os.O_PATH | os.O_DIRECTORY
       )
       self._mounts.append(fd)
       places.append(pathlib.Path(f"/proc/self/fd/{fd}"))
     self.home, self.tmp = places
 
   def _bwrap(
-      self, env: Mapping[str, str], info_fd: int, limits: Limits
+    self, env: Mapping[str, str], info_fd: int, limits: Limits
   ) -> list[str]:
     command = [
         shutil.which("bwrap", path=SEARCH) or "bwrap", *_NAMESPACES,
         "--info-fd", str(info_fd), "--clearenv",
         "--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev",
-    ]  # pyformat: disable
+    ]  # fmt: skip
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
       root = pathlib.Path("/", name)
       if root.is_symlink():

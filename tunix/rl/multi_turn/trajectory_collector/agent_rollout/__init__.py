@@ -31,11 +31,11 @@ from tunix.rl.multi_turn.trajectory_collector.agent_rollout.samples import (
 )
 
 __all__ = [
-    "ClientError",
-    "DataBuffer",
-    "Sample",
-    "generate_agent_rollout",
-    "get_rollout_data",
-    "log_raw_info",
-    "start_rollout",
+  "ClientError",
+  "DataBuffer",
+  "Sample",
+  "generate_agent_rollout",
+  "get_rollout_data",
+  "log_raw_info",
+  "start_rollout",
 ]

@@ -42,13 +42,13 @@ def rows_of(lines: Iterable[str], where: str) -> Iterator[tuple[int, Any]]:
       raise ValueError(f"{where}, line {number}: no JSON object")
     instance_id = row.get(ID)
     if instance_id is not None and (
-        isinstance(instance_id, bool)
-        or not isinstance(instance_id, (str, int))
-        or instance_id == ""
+      isinstance(instance_id, bool)
+      or not isinstance(instance_id, (str, int))
+      or instance_id == ""
     ):
       raise ValueError(
-          f"{where}, line {number}: instance_id={instance_id!r} must be text"
-          " or a whole number"
+        f"{where}, line {number}: instance_id={instance_id!r} must be text"
+        " or a whole number"
       )
     yield number, row
 
@@ -64,13 +64,13 @@ def check_ids(lines: Iterable[str], where: str) -> list[dict[str, Any]]:
   for number, row in rows_of(lines, where):
     if row.get(ID) is None:
       raise ValueError(
-          f"{where}, line {number}: no instance_id; run assign_instance_id"
+        f"{where}, line {number}: no instance_id; run assign_instance_id"
       )
     name = str(row[ID])
     if name in first_lines:
       raise ValueError(
-          f"{where}, line {number}: instance_id={name} is that of line"
-          f" {first_lines[name]} too"
+        f"{where}, line {number}: instance_id={name} is that of line"
+        f" {first_lines[name]} too"
       )
     first_lines[name] = number
     rows.append(row)
@@ -78,7 +78,7 @@ def check_ids(lines: Iterable[str], where: str) -> list[dict[str, Any]]:
 
 
 def assign(
-    lines: Iterable[str], task_type: str, where: str = "the input"
+  lines: Iterable[str], task_type: str, where: str = "the input"
 ) -> list[dict[str, Any]]:
   """Rows with ids: `{task_type}_{n}` for the n-th, or the next that is free.
 
@@ -93,8 +93,8 @@ def assign(
     name = str(row[ID])
     if name in counts:
       raise ValueError(
-          f"{where}, line {number}: instance_id={name} is that of line"
-          f" {counts[name]} too; make one of them another"
+        f"{where}, line {number}: instance_id={name} is that of line"
+        f" {counts[name]} too; make one of them another"
       )
     counts[name] = number
   out, following = [], 0
@@ -112,8 +112,7 @@ def assign(
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-      prog="assign_instance_id",
-      description=(__doc__ or "").partition("\n")[0],
+    prog="assign_instance_id", description=(__doc__ or "").partition("\n")[0]
   )
   parser.add_argument("--input_path", required=True, type=pathlib.Path)
   parser.add_argument("--task_type", default="math")

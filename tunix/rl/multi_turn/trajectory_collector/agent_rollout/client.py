@@ -39,8 +39,7 @@ _LIMIT = 1 << 30
 
 
 class ClientError(http.CallError, _NetworkError):  # type: ignore[misc, valid-type]
-  """The service did not answer, or refused; aiohttp's where that is installed.
-  """
+  """The service did not answer, or refused; aiohttp's where that is installed."""
 
 
 class Read(NamedTuple):
@@ -87,7 +86,7 @@ class RefusedItemsError(ValueError):
   """
 
   def __init__(
-      self, problem: str, items: list[dict[str, Any]], meta_info: dict[str, Any]
+    self, problem: str, items: list[dict[str, Any]], meta_info: dict[str, Any]
   ):
     super().__init__(problem)
     self.items, self.meta_info = items, meta_info
@@ -107,18 +106,17 @@ class BufferClient:
       ValueError: no http(s) address.
     """
     base = http.address(
-        api_base_url, "the buffer's URL", "http://127.0.0.1:8889"
+      api_base_url, "the buffer's URL", "http://127.0.0.1:8889"
     )
     self._url = base
     self._buffer = buffer
     token = token or os.environ.get(TOKEN_VARIABLE, "")
     self._http = http.Http(
-        ClientError,
-        headers={"authorization": f"Bearer {token}"} if token else {},
+      ClientError, headers={"authorization": f"Bearer {token}"} if token else {}
     )
 
   async def start(
-      self, payload: Mapping[str, Any], seconds: float = START_S
+    self, payload: Mapping[str, Any], seconds: float = START_S
   ) -> dict[str, Any]:
     """POSTs `/start_rollout`; returns the service's answer.
 
@@ -128,12 +126,12 @@ class BufferClient:
     return await self._post("/start_rollout", payload, seconds)
 
   async def read(
-      self,
-      num: int | None = None,
-      seconds: float = 100.0,
-      lease_s: float | None = None,
-      lease: str = "",
-      allowed_items: int | None = None,
+    self,
+    num: int | None = None,
+    seconds: float = 100.0,
+    lease_s: float | None = None,
+    lease: str = "",
+    allowed_items: int | None = None,
   ) -> Read | None:
     """One read; None while no group is ready.
 
@@ -178,11 +176,11 @@ class BufferClient:
       ClientError: the service did not answer, or refused.
     """
     query = urllib.parse.urlencode(
-        {"buffer": self._buffer} if self._buffer else {}
+      {"buffer": self._buffer} if self._buffer else {}
     )
     try:
       answer = await self._http.ask(
-          "GET", f"{self._url}/buffer/stats?{query}", seconds, limit=_LIMIT
+        "GET", f"{self._url}/buffer/stats?{query}", seconds, limit=_LIMIT
       )
     except ClientError as error:
       # Nor one of a buffer that is not made yet.
@@ -200,13 +198,13 @@ class BufferClient:
     await self._http.aclose()
 
   async def _post(
-      self, path: str, body: Mapping[str, Any], seconds: float
+    self, path: str, body: Mapping[str, Any], seconds: float
   ) -> dict[str, Any]:
     sent = dict(body)
     if self._buffer:
       sent["buffer"] = self._buffer
     return await self._http.ask(
-        "POST", self._url + path, seconds, body=sent, limit=_LIMIT
+      "POST", self._url + path, seconds, body=sent, limit=_LIMIT
     )
 
 
@@ -218,8 +216,8 @@ def unpack(answer: Mapping[str, Any]) -> Read | None:
   """
   if "success" not in answer:
     raise ValueError(
-        f"the answer has no field success, but {sorted(answer)[:8]}; is this"
-        " the address of a rollout buffer?"
+      f"the answer has no field success, but {sorted(answer)[:8]}; is this"
+      " the address of a rollout buffer?"
     )
   if not answer["success"]:
     return None
@@ -237,13 +235,13 @@ def unpack(answer: Mapping[str, Any]) -> Read | None:
   if not isinstance(meta, Mapping):
     raise ValueError(f"meta_info must be an object, got {str(meta)[:80]!r}")
   if groups and not (
-      isinstance(groups, list)
-      and len(groups) == len(data)
-      and all(isinstance(number, int) for number in groups)
+    isinstance(groups, list)
+    and len(groups) == len(data)
+    and all(isinstance(number, int) for number in groups)
   ):
     raise ValueError(
-        f"groups must be a list with a whole number for each of {len(data)}"
-        f" items, got {str(groups)[:80]}"
+      f"groups must be a list with a whole number for each of {len(data)}"
+      f" items, got {str(groups)[:80]}"
     )
   items = []
   for item in data:
@@ -279,11 +277,11 @@ def _sifted(items: list[Any], places: list[int]) -> ReadGroup:
   uids = (_id_of(items[place], "uid") for place in places)
   names = (_id_of(items[place], "instance_id") for place in places)
   return ReadGroup(
-      next((name for name in names if name), ""),
-      frozenset(uid for uid in uids if uid),
-      places,
-      usable,
-      problem,
+    next((name for name in names if name), ""),
+    frozenset(uid for uid in uids if uid),
+    places,
+    usable,
+    problem,
   )
 
 
@@ -313,16 +311,16 @@ def _check(read: Read) -> None:
   if problems:
     good = sorted(p for g in groups if not g.problem for p in g.places)
     raise RefusedItemsError(
-        "; ".join(problems), [read.items[p] for p in good], read.meta_info
+      "; ".join(problems), [read.items[p] for p in good], read.meta_info
     )
 
 
 async def get_rollout_data(
-    api_base_url: str,
-    num: int | None = None,
-    timeout: float = 100.0,
-    *,
-    token: str = "",
+  api_base_url: str,
+  num: int | None = None,
+  timeout: float = 100.0,
+  *,
+  token: str = "",
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
   """Waits for generated data.
 
@@ -360,15 +358,15 @@ async def get_rollout_data(
     raise
   except TimeoutError:
     raise TimeoutError(
-        f"{api_base_url} had no group ready within {timeout:g} s; is the"
-        " rollout started, and are its groups valid? See /buffer/stats"
+      f"{api_base_url} had no group ready within {timeout:g} s; is the"
+      " rollout started, and are its groups valid? See /buffer/stats"
     ) from None
   finally:
     await client.aclose()
 
 
 def start_rollout(
-    api_base_url: str, args: Any, metadata: Mapping[str, Any] | None
+  api_base_url: str, args: Any, metadata: Mapping[str, Any] | None
 ) -> dict[str, Any]:
   """Starts the service's generation.
 
@@ -388,7 +386,7 @@ def start_rollout(
 
   async def start() -> dict[str, Any]:
     client = BufferClient(
-        api_base_url, token=getattr(args, "rollout_buffer_token", "") or ""
+      api_base_url, token=getattr(args, "rollout_buffer_token", "") or ""
     )
     try:
       return await client.start(payload)
@@ -401,7 +399,7 @@ def start_rollout(
 
 
 def start_payload(
-    api_base_url: str, args: Any, metadata: Mapping[str, Any] | None
+  api_base_url: str, args: Any, metadata: Mapping[str, Any] | None
 ) -> dict[str, Any]:
   """The body of `/start_rollout`: the documented keys, then every argument.
 
@@ -415,25 +413,25 @@ def start_payload(
   options = values.pop("start_options", None) or {}
   most = _needed(values, "rollout_max_response_len")
   sampling = {
-      "max_tokens": int(most),
-      "temperature": float(values.get("rollout_temperature", 1.0)),
-      "top_p": float(values.get("rollout_top_p", 1.0)),
+    "max_tokens": int(most),
+    "temperature": float(values.get("rollout_temperature", 1.0)),
+    "top_p": float(values.get("rollout_top_p", 1.0)),
   }
   for name in ("top_k", "min_p"):
     if value := values.get(f"rollout_{name}"):
       sampling[name] = value
   payload = {
-      "num_process": str(values.get("rollout_num_process") or 100),
-      "num_epoch": str(values.get("num_epoch") or 3),
-      "remote_engine_url": _engine_url(values),
-      "remote_buffer_url": api_base_url,
-      "task_type": values.get("rollout_task_type") or "math",
-      "input_file": _needed(values, "prompt_data"),
-      "num_repeat_per_sample": str(_needed(values, "n_samples_per_prompt")),
-      "max_tokens": str(most),
-      "sampling_params": sampling,
-      "tokenizer_path": values.get("hf_checkpoint") or "",
-      "skip_instance_ids": flat_ids(metadata),
+    "num_process": str(values.get("rollout_num_process") or 100),
+    "num_epoch": str(values.get("num_epoch") or 3),
+    "remote_engine_url": _engine_url(values),
+    "remote_buffer_url": api_base_url,
+    "task_type": values.get("rollout_task_type") or "math",
+    "input_file": _needed(values, "prompt_data"),
+    "num_repeat_per_sample": str(_needed(values, "n_samples_per_prompt")),
+    "max_tokens": str(most),
+    "sampling_params": sampling,
+    "tokenizer_path": values.get("hf_checkpoint") or "",
+    "skip_instance_ids": flat_ids(metadata),
   }
   if "remote_engine_key" in values:
     payload["remote_engine_key"] = values["remote_engine_key"]
@@ -453,7 +451,7 @@ def _needed(values: Mapping[str, Any], name: str) -> Any:
   value = values.get(name)
   if value is None or value == "":
     raise ValueError(
-        f"--{name.replace('_', '-')} is missing; the rollout buffer needs it"
+      f"--{name.replace('_', '-')} is missing; the rollout buffer needs it"
     )
   return value
 
@@ -464,8 +462,8 @@ def _engine_url(values: Mapping[str, Any]) -> str:
   host, port = values.get("sglang_router_ip"), values.get("sglang_router_port")
   if not (host and port):
     raise ValueError(
-        "--remote-engine-url is missing: the OpenAI-compatible server that"
-        " generators sample from, e.g. http://127.0.0.1:8000/v1"
+      "--remote-engine-url is missing: the OpenAI-compatible server that"
+      " generators sample from, e.g. http://127.0.0.1:8000/v1"
     )
   return f"http://{host}:{port}/v1"
 

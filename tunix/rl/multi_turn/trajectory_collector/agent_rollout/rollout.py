@@ -33,10 +33,10 @@ _started: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 async def generate_agent_rollout(
-    args: Any,
-    rollout_id: int,
-    data_buffer: samples_lib.DataBuffer,
-    evaluation: bool = False,
+  args: Any,
+  rollout_id: int,
+  data_buffer: samples_lib.DataBuffer,
+  evaluation: bool = False,
 ) -> list[samples_lib.Sample]:
   """Collects one rollout.
 
@@ -58,8 +58,8 @@ async def generate_agent_rollout(
   """
   if evaluation:
     raise NotImplementedError(
-        "evaluation=True: a rollout buffer does not evaluate; evaluate a"
-        " checkpoint by itself"
+      "evaluation=True: a rollout buffer does not evaluate; evaluate a"
+      " checkpoint by itself"
     )
   url = args.agent_rollout_buffer_url
   errors = _Errors(getattr(args, "fetch_trajectory_retry_times", -1))
@@ -67,9 +67,9 @@ async def generate_agent_rollout(
     # An argument that is missing is no error that may pass.
     client.start_payload(url, args, data_buffer.get_metadata())
     answer = await errors.until_done(
-        lambda: asyncio.to_thread(
-            client.start_rollout, url, args, data_buffer.get_metadata()
-        )
+      lambda: asyncio.to_thread(
+        client.start_rollout, url, args, data_buffer.get_metadata()
+      )
     )
     _started.add(data_buffer)
     _LOG.info("rollout %d: %s", rollout_id, answer)
@@ -89,12 +89,12 @@ async def generate_agent_rollout(
 
 
 async def _fill(
-    args: Any,
-    url: str,
-    rollout_id: int,
-    data_buffer: samples_lib.DataBuffer,
-    size: int,
-    errors: _Errors,
+  args: Any,
+  url: str,
+  rollout_id: int,
+  data_buffer: samples_lib.DataBuffer,
+  size: int,
+  errors: _Errors,
 ) -> list[dict[str, Any]]:
   """Reads until the data buffer has `size` groups; the reads' meta information.
 
@@ -119,7 +119,7 @@ async def _fill(
 
 
 async def _usable(
-    url: str, options: Mapping[str, Any]
+  url: str, options: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
   """A read without the groups that cannot be used, which are logged.
 
@@ -151,25 +151,28 @@ class _Errors:
         self._count += 1
         if 0 <= self._limit <= self._count:
           raise
-        _LOG.warning("try %d failed, again in %g s: %s", self._count, POLL_S,
-                     error)  # pyformat: disable
+        _LOG.warning(
+          "try %d failed, again in %g s: %s", self._count, POLL_S, error
+        )
         await asyncio.sleep(POLL_S)
 
 
 def _add(
-    args: Any,
-    data_buffer: samples_lib.DataBuffer,
-    items: Sequence[Mapping[str, Any]],
+  args: Any,
+  data_buffer: samples_lib.DataBuffer,
+  items: Sequence[Mapping[str, Any]],
 ) -> None:
   generator = None
   if any("tokens" not in i and "sequences" not in i for i in items):
     generator = loss_mask_lib.make(
-        getattr(args, "loss_mask_type", None) or "qwen", tokenizer_of(args)
+      getattr(args, "loss_mask_type", None) or "qwen", tokenizer_of(args)
     )
-  data_buffer.add_samples([
+  data_buffer.add_samples(
+    [
       [s for item in group for s in samples_lib.make_samples(item, generator)]
       for group in samples_lib.newest_first(items)
-  ])
+    ]
+  )
 
 
 def tokenizer_of(args: Any) -> Any:
@@ -184,23 +187,23 @@ def tokenizer_of(args: Any) -> Any:
   path = getattr(args, "hf_checkpoint", None)
   if not path:
     raise ValueError(
-        "--hf-checkpoint is missing: items of text only need its tokenizer"
+      "--hf-checkpoint is missing: items of text only need its tokenizer"
     )
   import transformers  # pylint: disable=g-import-not-at-top
 
   try:
     return transformers.AutoTokenizer.from_pretrained(
-        path, local_files_only=True
+      path, local_files_only=True
     )
   except (OSError, ValueError) as error:
     raise ValueError(
-        f"--hf-checkpoint {path}: no tokenizer: {str(error).splitlines()[0]}"
+      f"--hf-checkpoint {path}: no tokenizer: {str(error).splitlines()[0]}"
     ) from None
 
 
 def finished_ids(
-    all_meta_info: Sequence[Mapping[str, Any]],
-    items: Sequence[Mapping[str, Any]] = (),
+  all_meta_info: Sequence[Mapping[str, Any]],
+  items: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
   """Instances that are done: those the service names, and those of items."""
   names: dict[str, None] = {}
@@ -212,16 +215,14 @@ def finished_ids(
   return list(names)
 
 
-def raw_info(
-    all_meta_info: Sequence[Mapping[str, Any]],
-) -> dict[str, float]:
+def raw_info(all_meta_info: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   """Totals of the reads' meta information; means are weighed by samples."""
   total = sum(int(m.get("total_samples") or 0) for m in all_meta_info)
   totals: dict[str, float] = {f"{PREFIX}no_filter/total_samples": total}
   weighed = [
-      (float(m["avg_reward"]), int(m.get("total_samples") or 0))
-      for m in all_meta_info
-      if m.get("avg_reward") is not None
+    (float(m["avg_reward"]), int(m.get("total_samples") or 0))
+    for m in all_meta_info
+    if m.get("avg_reward") is not None
   ]
   count = sum(n for _, n in weighed)
   if count:
@@ -231,7 +232,7 @@ def raw_info(
 
 
 def log_raw_info(
-    args: Any, all_meta_info: list[dict[str, Any]], rollout_id: int
+  args: Any, all_meta_info: list[dict[str, Any]], rollout_id: int
 ) -> None:
   """Logs the service's statistics of a rollout, to Weights & Biases too.
 

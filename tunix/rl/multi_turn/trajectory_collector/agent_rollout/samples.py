@@ -76,15 +76,15 @@ class Sample:
 def natural_key(index: str) -> tuple[Any, ...]:
   """Sorts math_2 before math_10, and numbers before words."""
   return tuple(
-      (0, int(part), "") if part.isdecimal() else (1, 0, part)
-      for part in re.split(r"(\d+)", str(index))
-      if part
+    (0, int(part), "") if part.isdecimal() else (1, 0, part)
+    for part in re.split(r"(\d+)", str(index))
+    if part
   )
 
 
 def make_samples(
-    item: Mapping[str, Any] | records.Record,
-    generator: loss_mask_lib.MultiTurnLossMaskGenerator | None,
+  item: Mapping[str, Any] | records.Record,
+  generator: loss_mask_lib.MultiTurnLossMaskGenerator | None,
 ) -> list[Sample]:
   """The samples of one item: one, or one a token sequence.
 
@@ -106,9 +106,9 @@ def make_samples(
     metadata[TEXT_ONLY] = True
   if any(sequence.images for sequence in sequences):
     raise ValueError(
-        f"item uid={record.uid!r} has screenshots, which a sample does not"
-        " hold; leave out --rollout-function-path and --buffer-filter-path:"
-        " the run then reads the service itself"
+      f"item uid={record.uid!r} has screenshots, which a sample does not"
+      " hold; leave out --rollout-function-path and --buffer-filter-path:"
+      " the run then reads the service itself"
     )
   samples = []
   for number, sequence in enumerate(sequences):
@@ -116,24 +116,23 @@ def make_samples(
     start = len(sequence.tokens) - length
     mask = sequence.loss_mask[start:]
     samples.append(
-        Sample(
-            index=record.instance_id,
-            prompt=record.uid,
-            tokens=sequence.tokens.tolist(),
-            response_length=length,
-            reward=record.reward,
-            loss_mask=mask.astype(int).tolist(),
-            status=Status.TRUNCATED if record.truncated else Status.COMPLETED,
-            metadata=dict(metadata),
-            rollout_log_probs=_where(
-                sequence.logprobs[start:],
-                mask & ~np.isnan(sequence.logprobs[start:]),
-            ),
-            weight_versions=_where(
-                sequence.versions[start:], sequence.versions[start:] >= 0
-            ),
-            sequence=number,
-        )
+      Sample(
+        index=record.instance_id,
+        prompt=record.uid,
+        tokens=sequence.tokens.tolist(),
+        response_length=length,
+        reward=record.reward,
+        loss_mask=mask.astype(int).tolist(),
+        status=Status.TRUNCATED if record.truncated else Status.COMPLETED,
+        metadata=dict(metadata),
+        rollout_log_probs=_where(
+          sequence.logprobs[start:], mask & ~np.isnan(sequence.logprobs[start:])
+        ),
+        weight_versions=_where(
+          sequence.versions[start:], sequence.versions[start:] >= 0
+        ),
+        sequence=number,
+      )
     )
   return samples
 
@@ -147,8 +146,8 @@ def _where(values: np.ndarray, present: np.ndarray) -> list[Any] | None:
 
 
 def masked(
-    record: records.Record,
-    generator: loss_mask_lib.MultiTurnLossMaskGenerator | None,
+  record: records.Record,
+  generator: loss_mask_lib.MultiTurnLossMaskGenerator | None,
 ) -> recorded_sequences.Recorded:
   """Tokens of an item of text only, without log-probs and versions.
 
@@ -157,8 +156,8 @@ def masked(
   """
   if generator is None:
     raise ValueError(
-        f"item uid={record.uid!r} has messages only; give a tokenizer and"
-        " --loss-mask-type"
+      f"item uid={record.uid!r} has messages only; give a tokenizer and"
+      " --loss-mask-type"
     )
   try:
     tokens = loss_mask_lib.masked_tokens(generator, record.messages)
@@ -166,11 +165,11 @@ def masked(
     raise ValueError(f"item uid={record.uid!r}: {error}") from None
   mask = np.array(tokens.loss_mask, bool)
   return recorded_sequences.Recorded(
-      tokens=np.array(tokens.token_ids, np.int32),
-      loss_mask=mask,
-      logprobs=np.where(mask, np.nan, 0.0).astype(np.float32),
-      versions=np.full(len(mask), -1, np.int32),
-      turn_ids=recorded_sequences.turns_of(mask),
+    tokens=np.array(tokens.token_ids, np.int32),
+    loss_mask=mask,
+    logprobs=np.where(mask, np.nan, 0.0).astype(np.float32),
+    versions=np.full(len(mask), -1, np.int32),
+    turn_ids=recorded_sequences.turns_of(mask),
   )
 
 
@@ -178,7 +177,7 @@ def masked(
 
 
 def newest_first(
-    items: Sequence[Mapping[str, Any]],
+  items: Sequence[Mapping[str, Any]],
 ) -> list[list[Mapping[str, Any]]]:
   """Groups of the items, the one with the newest timestamp first."""
   groups: dict[str, list[Mapping[str, Any]]] = collections.OrderedDict()
@@ -191,14 +190,12 @@ def newest_first(
   return sorted(groups.values(), key=newest, reverse=True)
 
 
-BufferFilter = Callable[
-    [Any, int, list[list[Sample]], int], list[list[Sample]]
-]
+BufferFilter = Callable[[Any, int, list[list[Sample]], int], list[list[Sample]]]
 """(args, rollout_id, buffer, num_groups) -> groups, removed from `buffer`."""
 
 
 def pop_first(
-    args: Any, rollout_id: int, buffer: list[list[Sample]], num_groups: int
+  args: Any, rollout_id: int, buffer: list[list[Sample]], num_groups: int
 ) -> list[list[Sample]]:
   """The default filter: the groups that came first."""
   del args, rollout_id
@@ -234,8 +231,7 @@ class DataBuffer:
         self._filter = registry.import_function(path)
       except (ValueError, ImportError) as error:
         raise ValueError(
-            f"--buffer-filter-path {path}: {error}; give"
-            " package.module.function"
+          f"--buffer-filter-path {path}: {error}; give package.module.function"
         ) from None
 
   def __len__(self) -> int:
@@ -244,10 +240,9 @@ class DataBuffer:
   get_buffer_length = __len__
 
   def add_samples(
-      self, samples: Iterable[Sample] | Iterable[Sequence[Sample]]
+    self, samples: Iterable[Sample] | Iterable[Sequence[Sample]]
   ) -> None:
-    """Adds groups, or the samples of groups one after another; see `groups_of`.
-    """
+    """Adds groups, or the samples of groups one after another; see `groups_of`."""
     groups = groups_of(list(samples), self._size)
     with self._lock:
       self._groups.extend(groups)
@@ -258,13 +253,11 @@ class DataBuffer:
       self._groups[:0] = groups
 
   def get_samples(
-      self, num_groups: int, rollout_id: int = 0
+    self, num_groups: int, rollout_id: int = 0
   ) -> list[list[Sample]]:
     """Takes groups as the filter chooses them."""
     with self._lock:
-      return list(
-          self._filter(self.args, rollout_id, self._groups, num_groups)
-      )
+      return list(self._filter(self.args, rollout_id, self._groups, num_groups))
 
   @property
   def _size(self) -> int:
@@ -280,24 +273,24 @@ class DataBuffer:
     """JSON that a checkpoint keeps: the metadata, and groups not taken."""
     with self._lock:
       return {
-          "metadata": dict(self.metadata),
-          "groups": [[_to_json(s) for s in group] for group in self._groups],
+        "metadata": dict(self.metadata),
+        "groups": [[_to_json(s) for s in group] for group in self._groups],
       }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
     with self._lock:
       self.metadata = dict(state["metadata"])
       self._groups = [
-          [_from_json(s) for s in group] for group in state["groups"]
+        [_from_json(s) for s in group] for group in state["groups"]
       ]
 
 
 def _to_json(sample: Any) -> dict[str, Any]:
   """A sample as JSON values; also one of another class with its attributes."""
   values = {
-      field.name: getattr(sample, field.name)
-      for field in dataclasses.fields(Sample)
-      if hasattr(sample, field.name)
+    field.name: getattr(sample, field.name)
+    for field in dataclasses.fields(Sample)
+    if hasattr(sample, field.name)
   }
   if "status" in values:
     values["status"] = getattr(values["status"], "value", values["status"])
@@ -325,8 +318,7 @@ def _from_json(data: Mapping[str, Any]) -> Sample:
 
 
 def groups_of(samples: Sequence[Any], size: int) -> list[list[Any]]:
-  """Returns groups unchanged; gathers samples by index, `size` episodes each.
-  """
+  """Returns groups unchanged; gathers samples by index, `size` episodes each."""
   if all(isinstance(group, (list, tuple)) for group in samples):
     return [list(group) for group in samples]
   groups: list[list[Any]] = []
@@ -343,7 +335,7 @@ def groups_of(samples: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 _NEEDED = ("index", "prompt", "tokens", "response_length", "reward",
-           "loss_mask")  # pyformat: disable
+           "loss_mask")  # fmt: skip
 
 
 def items_of(group: Sequence[Any]) -> list[dict[str, Any]]:
@@ -360,8 +352,8 @@ def items_of(group: Sequence[Any]) -> list[dict[str, Any]]:
   for sample in group:
     if missing := [name for name in _NEEDED if not hasattr(sample, name)]:
       raise ValueError(
-          f"a {type(sample).__name__} has no {', '.join(missing)}; a rollout"
-          " function returns samples, see agent_rollout.Sample"
+        f"a {type(sample).__name__} has no {', '.join(missing)}; a rollout"
+        " function returns samples, see agent_rollout.Sample"
       )
     try:
       sequence = _sequence_of(sample)
@@ -370,8 +362,8 @@ def items_of(group: Sequence[Any]) -> list[dict[str, Any]]:
       json.dumps(info)
     except TypeError as error:
       raise ValueError(
-          f"sample {sample.prompt!r} of {sample.index!r}: {error}; give"
-          " numbers, and metadata of JSON values"
+        f"sample {sample.prompt!r} of {sample.index!r}: {error}; give"
+        " numbers, and metadata of JSON values"
       ) from None
     if getattr(sample, "sequence", 0) and items:
       items[-1]["sequences"].append(sequence)
@@ -380,7 +372,8 @@ def items_of(group: Sequence[Any]) -> list[dict[str, Any]]:
     status = getattr(sample, "status", None)
     if getattr(status, "value", status) == Status.TRUNCATED.value:
       info["finish_reason"] = records.LENGTH
-    items.append({
+    items.append(
+      {
         "uid": str(sample.prompt),
         "instance_id": str(sample.index),
         "messages": [],
@@ -388,7 +381,8 @@ def items_of(group: Sequence[Any]) -> list[dict[str, Any]]:
         "extra_info": info,
         "sequences": [sequence],
         **({} if raw is None else {"raw_reward": raw}),
-    })
+      }
+    )
   return items
 
 
@@ -400,24 +394,24 @@ def _sequence_of(sample: Any) -> dict[str, Any]:
   mask = [int(flag) for flag in sample.loss_mask] if length else []
   if len(mask) != length or length > len(tokens):
     raise ValueError(
-        f"sample {sample.prompt!r} of {sample.index!r}: loss_mask has"
-        f" {len(mask)} values, response_length is {length} of {len(tokens)}"
-        " tokens; give one value a token of the response"
+      f"sample {sample.prompt!r} of {sample.index!r}: loss_mask has"
+      f" {len(mask)} values, response_length is {length} of {len(tokens)}"
+      " tokens; give one value a token of the response"
     )
   before = len(tokens) - length
   sequence: dict[str, Any] = {
-      "tokens": tokens, "loss_mask": [0] * before + mask
-  }  # pyformat: disable
+    "tokens": tokens,
+    "loss_mask": [0] * before + mask,
+  }
   readings: tuple[tuple[str, Any, Callable[[Any], Any]], ...] = (
-      ("logprobs", getattr(sample, "rollout_log_probs", None), float),
-      ("versions", getattr(sample, "weight_versions", None), int),
+    ("logprobs", getattr(sample, "rollout_log_probs", None), float),
+    ("versions", getattr(sample, "weight_versions", None), int),
   )
   for key, values, read in readings:
     # A list of another length is of turns, not of tokens.
     if values is not None and length and len(values) == length:
       own = [
-          None if v is None or not m else read(v)
-          for v, m in zip(values, mask)
+        None if v is None or not m else read(v) for v, m in zip(values, mask)
       ]
       sequence[key] = [None] * before + own
   return sequence

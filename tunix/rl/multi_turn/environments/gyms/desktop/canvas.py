@@ -45,7 +45,7 @@ LIGHT = Theme(
     (38, 60, 104), (255, 255, 255), (128, 140, 164), (18, 20, 28),
     (128, 134, 148), (219, 225, 235), (104, 116, 140), (255, 255, 255),
     (30, 100, 220), (255, 255, 255), (255, 255, 255),
-)  # pyformat: disable
+)  # fmt: skip
 THEMES = (
     LIGHT,
     Theme(
@@ -66,7 +66,7 @@ THEMES = (
         (158, 164, 178), (80, 86, 104), (132, 140, 160), (32, 35, 45),
         (92, 150, 255), (8, 12, 24), (240, 242, 248),
     ),
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def _inside(points: tuple[tuple[int, int], ...], x: np.ndarray, y: np.ndarray):
@@ -92,7 +92,7 @@ _POLYGONS = {
     ),
     "down": ((0, 200), (1000, 200), (500, 800)),
     "right": ((200, 0), (800, 500), (200, 1000)),
-}  # pyformat: disable
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -111,7 +111,7 @@ def shape_mask(shape: str, width: int, height: int) -> Image.Image:
     bits = dx * dx + dy * dy <= radius * radius
   else:
     points = tuple(
-        (px * 2 * width, py * 2 * height) for px, py in _POLYGONS[shape]
+      (px * 2 * width, py * 2 * height) for px, py in _POLYGONS[shape]
     )
     bits = _inside(points, (2 * x + 1) * 1000, (2 * y + 1) * 1000)
   return Image.fromarray(np.where(bits, 255, 0).astype(np.uint8))
@@ -124,11 +124,11 @@ def wallpaper(width: int, height: int, theme: Theme) -> Image.Image:
   image = Image.new("RGB", (width, height), theme.wall_bottom)
   for step in range(steps):
     color = tuple(
-        (a * (steps - 1 - step) + b * step) // (steps - 1)
-        for a, b in zip(theme.wall_top, theme.wall_bottom)
+      (a * (steps - 1 - step) + b * step) // (steps - 1)
+      for a, b in zip(theme.wall_top, theme.wall_bottom)
     )
     image.paste(
-        color, (0, height * step // steps, width, height * (step + 1) // steps)
+      color, (0, height * step // steps, width, height * (step + 1) // steps)
     )
   return image
 
@@ -156,7 +156,7 @@ class Canvas:
     self.rect(x + w - 1, y, 1, h, color)
 
   def shape(
-      self, shape: str, x: int, y: int, w: int, h: int, color: Color
+    self, shape: str, x: int, y: int, w: int, h: int, color: Color
   ) -> None:
     if w > 0 and h > 0:
       k = self.k
@@ -169,14 +169,14 @@ class Canvas:
       self.image.paste(color, ((x - self.ox) * k, (y - self.oy) * k), mask)
 
   def box(
-      self, x: int, y: int, w: int, h: int, fill: Color, edge: Color
+    self, x: int, y: int, w: int, h: int, fill: Color, edge: Color
   ) -> None:
     """A filled box with an outline and softened corners."""
     self.shape("round2", x, y, w, h, edge)
     self.shape("round1", x + 1, y + 1, w - 2, h - 2, fill)
 
   def text(
-      self, x: int, y: int, text: str, color: Color, bold: bool = False
+    self, x: int, y: int, text: str, color: Color, bold: bool = False
   ) -> None:
     """One line; (x, y) is the top left of the capitals."""
     if text:
@@ -185,7 +185,7 @@ class Canvas:
       self.image.paste(color, ((x - self.ox) * k, (y - self.oy) * k), mask)
 
   def text_in(
-      self, x: int, y: int, w: int, h: int, text: str, color: Color
+    self, x: int, y: int, w: int, h: int, text: str, color: Color
   ) -> None:
     """One line centred in a box, cut to its width."""
     text = font.fit(text, w)

@@ -84,16 +84,18 @@ class Window(Container):
       self.kind = "dialog"
     self.close_box = None
     if closable:
-      self.close_box = self.add(CloseBox(
-          x + w - CLOSE_WIDTH - 1, y + 1, CLOSE_WIDTH, TITLE_HEIGHT, ""
-      ))
+      self.close_box = self.add(
+        CloseBox(x + w - CLOSE_WIDTH - 1, y + 1, CLOSE_WIDTH, TITLE_HEIGHT, "")
+      )
 
   def client(self, margin: int = 3) -> tuple[int, int, int, int]:
     """x, y, w, h of the room below the title bar."""
     return (
-        self.x + 1 + margin, self.y + 1 + TITLE_HEIGHT + margin,
-        self.w - 2 - 2 * margin, self.h - 2 - TITLE_HEIGHT - 2 * margin,
-    )  # pyformat: disable
+      self.x + 1 + margin,
+      self.y + 1 + TITLE_HEIGHT + margin,
+      self.w - 2 - 2 * margin,
+      self.h - 2 - TITLE_HEIGHT - 2 * margin,
+    )
 
   def title_center(self) -> tuple[int, int]:
     free = self.w - (CLOSE_WIDTH if self.close_box else 0)
@@ -116,8 +118,9 @@ class Window(Container):
     c.rect(x + w, y + 2, 1, h - 1, t.wall_bottom)
     c.rect(x, y, w, h, t.border)
     front = ui.front_window() is self
-    c.rect(x + 1, y + 1, w - 2, TITLE_HEIGHT,
-           t.title if front else t.title_idle)
+    c.rect(
+      x + 1, y + 1, w - 2, TITLE_HEIGHT, t.title if front else t.title_idle
+    )
     c.rect(x + 1, y + 1 + TITLE_HEIGHT, w - 2, h - 2 - TITLE_HEIGHT, t.window)
     room = w - 10 - (CLOSE_WIDTH if self.close_box else 0)
     c.text(x + 5, y + 4, font.fit(self.name, room), t.title_text)
@@ -167,15 +170,18 @@ class ScrollArea(Container):
     inner = c.sub(self.x, self.y, self.w, self.h, t.field)
     inner.oy += self.offset
     for child in self.children:
-      if (child.y < self.y + self.h + self.offset
-          and child.y + child.h > self.y + self.offset):
+      if (
+        child.y < self.y + self.h + self.offset
+        and child.y + child.h > self.y + self.offset
+      ):
         child.draw(inner, ui)
     inner.oy -= self.offset
     bar = self.x + self.w - self.BAR
     inner.rect(bar, self.y, self.BAR, self.h, t.button)
     top, height = self._thumb()
-    inner.box(bar + 1, self.y + top, self.BAR - 2, height, t.faint,
-              t.button_edge)
+    inner.box(
+      bar + 1, self.y + top, self.BAR - 2, height, t.faint, t.button_edge
+    )
     inner.frame(self.x, self.y, self.w, self.h, t.button_edge)
     c.put(inner, self.x, self.y)
 
@@ -212,10 +218,18 @@ class TabView(Container):
     width = min(w // len(names), 60)
     for i, name in enumerate(names):
       last = i == len(names) - 1 and width < 60
-      self.add(items.Tab(x + i * width, y, w - i * width if last else width,
-                           self.HEAD, name, self.tabs))
+      self.add(
+        items.Tab(
+          x + i * width,
+          y,
+          w - i * width if last else width,
+          self.HEAD,
+          name,
+          self.tabs,
+        )
+      )
       self.pages[name] = page = Container(
-          x + 1, y + self.HEAD, w - 2, h - self.HEAD - 1
+        x + 1, y + self.HEAD, w - 2, h - self.HEAD - 1
       )
       page.parent = self
 
@@ -236,10 +250,20 @@ class TabView(Container):
 
   def draw(self, c, ui):
     t = ui.theme
-    c.rect(self.x, self.y + self.HEAD - 1, self.w, self.h - self.HEAD + 1,
-           t.button_edge)
-    c.rect(self.x + 1, self.y + self.HEAD, self.w - 2,
-           self.h - self.HEAD - 1, t.field)
+    c.rect(
+      self.x,
+      self.y + self.HEAD - 1,
+      self.w,
+      self.h - self.HEAD + 1,
+      t.button_edge,
+    )
+    c.rect(
+      self.x + 1,
+      self.y + self.HEAD,
+      self.w - 2,
+      self.h - self.HEAD - 1,
+      t.field,
+    )
     super().draw(c, ui)
 
 
@@ -276,9 +300,11 @@ class Menu(Container):
     super().__init__(x, y, w, len(items) * self.ITEM_HEIGHT + 2)
     self.owner = owner
     for i, item in enumerate(items):
-      self.add(MenuItem(
+      self.add(
+        MenuItem(
           x + 1, y + 1 + i * self.ITEM_HEIGHT, w - 2, self.ITEM_HEIGHT, item
-      ))
+        )
+      )
 
   def phrases(self):
     return ()

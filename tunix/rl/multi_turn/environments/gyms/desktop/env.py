@@ -31,18 +31,20 @@ FLAT_NAMESPACE = "TunixDesktopFlat"
 ACTION_KINDS = (
     "click", "double_click", "triple_click", "right_click", "move", "drag",
     "scroll", "type", "key", "answer", "wait", "terminate",
-)  # pyformat: disable
+)  # fmt: skip
 MAX_TEXT = 128
 _CHARSET = string.ascii_letters + string.digits + string.punctuation + " "
 _CLICKS = {
-    "click": ("left", 1), "double_click": ("left", 2),
-    "triple_click": ("left", 3), "right_click": ("right", 1),
-}  # pyformat: disable
+  "click": ("left", 1),
+  "double_click": ("left", 2),
+  "triple_click": ("left", 3),
+  "right_click": ("right", 1),
+}
 _Kind = gui_action.GuiActionKind
 
 
 def decode_action(
-    action: dict[str, Any], width: int, height: int
+  action: dict[str, Any], width: int, height: int
 ) -> gui_action.GuiAction:
   """Returns an action of the env's space as a GuiAction in pixels."""
   kind = ACTION_KINDS[int(action["kind"])]
@@ -50,7 +52,7 @@ def decode_action(
   if kind in _CLICKS:
     button, count = _CLICKS[kind]
     return gui_action.GuiAction(
-        _Kind.CLICK, x=x, y=y, button=button, count=count
+      _Kind.CLICK, x=x, y=y, button=button, count=count
     )
   if kind == "drag":
     x2, y2 = _pixels(action["target"], width, height)
@@ -74,7 +76,7 @@ def decode_action(
 
 
 def encode_action(
-    action: gui_action.GuiAction, width: int, height: int
+  action: gui_action.GuiAction, width: int, height: int
 ) -> dict[str, Any]:
   """Returns a GuiAction as an action of the env's space.
 
@@ -97,23 +99,23 @@ def encode_action(
   needs_position = kind in ("drag", "scroll")
   if kind not in ACTION_KINDS or (needs_position and action.x is None):
     raise ValueError(
-        f"the {NAMESPACE} action space cannot express {action.to_json()};"
-        f" its kinds: {', '.join(ACTION_KINDS)}, drag and scroll with x, y"
+      f"the {NAMESPACE} action space cannot express {action.to_json()};"
+      f" its kinds: {', '.join(ACTION_KINDS)}, drag and scroll with x, y"
     )
   text = "+".join(action.keys) if kind == "key" else action.text or ""
   if len(text) > MAX_TEXT:
     raise ValueError(
-        f"text of {len(text)} characters; the {NAMESPACE} action space takes"
-        f" {MAX_TEXT} at a time"
+      f"text of {len(text)} characters; the {NAMESPACE} action space takes"
+      f" {MAX_TEXT} at a time"
     )
   return {
-      "kind": np.int64(ACTION_KINDS.index(kind)),
-      "position": _fractions(action.x, action.y, width, height),
-      "target": _fractions(action.x2, action.y2, width, height),
-      "scroll": np.clip(
-          np.array([action.dx / width, action.dy / height], np.float32), -1, 1
-      ),
-      "text": text,
+    "kind": np.int64(ACTION_KINDS.index(kind)),
+    "position": _fractions(action.x, action.y, width, height),
+    "target": _fractions(action.x2, action.y2, width, height),
+    "scroll": np.clip(
+      np.array([action.dx / width, action.dy / height], np.float32), -1, 1
+    ),
+    "text": text,
   }
 
 
@@ -131,36 +133,40 @@ def _fractions(x, y, width: int, height: int) -> np.ndarray:
 def action_space() -> gymnasium.spaces.Dict:
   """See the module docstring."""
   spaces = gymnasium.spaces
-  return spaces.Dict({
+  return spaces.Dict(
+    {
       "kind": spaces.Discrete(len(ACTION_KINDS)),
       "position": spaces.Box(0.0, 1.0, (2,), np.float32),
       "target": spaces.Box(0.0, 1.0, (2,), np.float32),
       "scroll": spaces.Box(-1.0, 1.0, (2,), np.float32),
       "text": spaces.Text(MAX_TEXT, min_length=0, charset=_CHARSET),
-  })
+    }
+  )
 
 
 def observation_space(
-    width: int, height: int, most_text: int = 256
+  width: int, height: int, most_text: int = 256
 ) -> gymnasium.spaces.Dict:
   """See the module docstring; `most_text` characters of instruction."""
   spaces = gymnasium.spaces
-  return spaces.Dict({
+  return spaces.Dict(
+    {
       "screenshot": spaces.Box(0, 255, (height, width, 3), np.uint8),
       "instruction": spaces.Text(most_text, min_length=0, charset=_CHARSET),
-  })
+    }
+  )
 
 
 def check_choices(split: str, render_mode: str | None) -> None:
   """Raises:
 
-    ValueError: naming the argument.
+  ValueError: naming the argument.
   """
   if split not in ("train", "eval"):
     raise ValueError(f'split must be "train" or "eval", got {split!r}')
   if render_mode not in (None, "rgb_array"):
     raise ValueError(
-        f'render_mode must be "rgb_array" or None, got {render_mode!r}'
+      f'render_mode must be "rgb_array" or None, got {render_mode!r}'
     )
 
 
@@ -187,24 +193,24 @@ class DesktopEnv(TaskEnv):
   """One family of desktop tasks; see the module docstring."""
 
   def __init__(
-      self,
-      family: str = "click-button",
-      *,
-      width: int = 128,
-      height: int = 96,
-      difficulty: int = 0,
-      split: str = "train",
-      time_decay: float = 0.0,
-      render_mode: str | None = None,
+    self,
+    family: str = "click-button",
+    *,
+    width: int = 128,
+    height: int = 96,
+    difficulty: int = 0,
+    split: str = "train",
+    time_decay: float = 0.0,
+    render_mode: str | None = None,
   ):
     """Args:
 
-      family: task family.
-      width, height: size of the screenshots in pixels.
-      difficulty: level, 0 to 2.
-      split: "train" or "eval": from which seeds instances are drawn.
-      time_decay: see `DesktopGym`.
-      render_mode: "rgb_array" or None.
+    family: task family.
+    width, height: size of the screenshots in pixels.
+    difficulty: level, 0 to 2.
+    split: "train" or "eval": from which seeds instances are drawn.
+    time_decay: see `DesktopGym`.
+    render_mode: "rgb_array" or None.
     """
     check_choices(split, render_mode)
     self.gym = gym_lib.DesktopGym(width, height, time_decay)
@@ -231,7 +237,7 @@ class DesktopEnv(TaskEnv):
     if self.task is None:
       raise RuntimeError("call reset() before step()")
     observation = self.gym.act_sync(
-        decode_action(action, self.gym.width, self.gym.height)
+      decode_action(action, self.gym.width, self.gym.height)
     )
     result = self.gym.evaluate_sync()
     turns = result.details["turns"]
@@ -245,22 +251,24 @@ class DesktopEnv(TaskEnv):
     """uint8[height, width, 3] of the current screen."""
     if self.render_mode is None:
       gymnasium.logger.warn(
-          'render() without a render mode; make the env with'
-          ' render_mode="rgb_array"'
+        "render() without a render mode; make the env with"
+        ' render_mode="rgb_array"'
       )
       return None
     return self.gym.scene.screenshot().copy()
 
   def _observation(self) -> dict[str, Any]:
     return {
-        "screenshot": self.gym.scene.screenshot().copy(),
-        "instruction": self.task.instruction,
+      "screenshot": self.gym.scene.screenshot().copy(),
+      "instruction": self.task.instruction,
     }
 
   def _info(self, info) -> dict[str, Any]:
     return {
-        "task_id": self.task.task_id, "instruction": self.task.instruction,
-        "success": False, **info,
+      "task_id": self.task.task_id,
+      "instruction": self.task.instruction,
+      "success": False,
+      **info,
     }
 
 
@@ -268,14 +276,14 @@ def register_envs() -> None:
   """Makes every family known to gymnasium; safe to call again."""
   package = __name__.rpartition(".")[0]
   for namespace, entry_point in (
-      (NAMESPACE, f"{__name__}:DesktopEnv"),
-      (FLAT_NAMESPACE, f"{package}.flat:make_flat"),
+    (NAMESPACE, f"{__name__}:DesktopEnv"),
+    (FLAT_NAMESPACE, f"{package}.flat:make_flat"),
   ):
     for name in gym_lib.families():
       env_id = f"{namespace}/{name}-v0"
       if env_id not in gymnasium.registry:
         gymnasium.register(
-            env_id, entry_point=entry_point, kwargs={"family": name}
+          env_id, entry_point=entry_point, kwargs={"family": name}
         )
 
 

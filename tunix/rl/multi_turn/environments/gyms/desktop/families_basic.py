@@ -13,8 +13,8 @@ from tunix.rl.multi_turn.environments.gyms.desktop import words
 def add_buttons(parent, names, spots, height=16):
   """Buttons with `names` at `spots`, as children of `parent`."""
   return [
-      parent.add(widgets.Button(*at, *widgets.Button.size(name, height), name))
-      for name, at in zip(names, spots)
+    parent.add(widgets.Button(*at, *widgets.Button.size(name, height), name))
+    for name, at in zip(names, spots)
   ]
 
 
@@ -43,9 +43,11 @@ def text_fields(win, area, names, order, texts=None, height=15):
   fields = [None] * len(names)
   for i, top in zip(order, layout.column(area, len(names), height)):
     win.add(widgets.Label(x, top + height - 11, names[i]))
-    fields[i] = win.add(widgets.TextField(
+    fields[i] = win.add(
+      widgets.TextField(
         x + label, top, w - label, height, names[i], texts[i] if texts else ""
-    ))
+      )
+    )
   return fields
 
 
@@ -75,10 +77,14 @@ class ClickButton(_Pick):
   def sample(self, rng, level):
     count = rng.randint(2, 3) if level == 0 else 3 + level
     labels = rng.sample(words.BUTTON_LABELS, count)
-    text = rng.choice((
-        "Click the {} button.", "Press {}.", "Click on {}.",
+    text = rng.choice(
+      (
+        "Click the {} button.",
+        "Press {}.",
+        "Click on {}.",
         "Press the button {}.",
-    )).format(labels[0])
+      )
+    ).format(labels[0])
     return family.Spec(text, {"labels": labels})
 
   def build(self, ep, data, rng):
@@ -91,7 +97,7 @@ class ClickButton(_Pick):
       sizes += [(widgets.CheckBox.width(name), 14) for name in extra]
     spots = layout.place(rng, win.client(2), sizes)
     ep.w["buttons"] = add_buttons(win, labels, spots)
-    for name, at in zip(extra, spots[len(labels):]):
+    for name, at in zip(extra, spots[len(labels) :]):
       win.add(widgets.CheckBox(*at, name))
 
 
@@ -115,9 +121,9 @@ class ClickColor(_Pick):
       same_shape = [p for p in pairs if p[1] == target[1] and p != target]
       things = [target, rng.choice(same_color), rng.choice(same_shape)]
       things += rng.sample([p for p in pairs if p not in things], 3)
-    text = rng.choice((
-        "Click the {}.", "Click on the {}.", "Select the {}.",
-    )).format(" ".join(things[0]))
+    text = rng.choice(
+      ("Click the {}.", "Click on the {}.", "Select the {}.")
+    ).format(" ".join(things[0]))
     return family.Spec(text, {"things": things})
 
   def build(self, ep, data, rng):
@@ -126,8 +132,8 @@ class ClickColor(_Pick):
     sizes = [rng.randint(low, high) for _ in data["things"]]
     spots = layout.place(rng, win.client(2), [(s, s) for s in sizes])
     ep.w["shapes"] = [
-        win.add(items.Shape(*at, size, *thing))
-        for thing, size, at in zip(data["things"], sizes, spots)
+      win.add(items.Shape(*at, size, *thing))
+      for thing, size, at in zip(data["things"], sizes, spots)
     ]
 
 
@@ -137,8 +143,9 @@ def _head_shows(scene, win):
   spots = [(win.x + 5, win.y + 7), (win.x + 5 + text, win.y + 7)]
   box = win.close_box
   return all(scene.hit(*spot) is win for spot in spots) and all(
-      scene.hit(x, y) is box
-      for x in (box.x, box.x + box.w - 1) for y in (box.y, box.y + box.h - 1)
+    scene.hit(x, y) is box
+    for x in (box.x, box.x + box.w - 1)
+    for y in (box.y, box.y + box.h - 1)
   )
 
 
@@ -153,27 +160,39 @@ class CloseDialog(family.Family):
     message = rng.choice(words.MESSAGES)
     titles = rng.sample(words.WINDOW_TITLES, 1 + level)
     if level == 2:
-      text = rng.choice((
-          "Close the {} window.", "Close only the window {}.",
-      )).format(titles[0])
+      text = rng.choice(
+        ("Close the {} window.", "Close only the window {}.")
+      ).format(titles[0])
       how = "window"
     elif rng.random() < 0.5:
-      text = rng.choice((
-          "Close the dialog.", "Close the dialog with its close box.",
+      text = rng.choice(
+        (
+          "Close the dialog.",
+          "Close the dialog with its close box.",
           "Dismiss the dialog with the cross.",
-      ))
+        )
+      )
       how = "box"
     else:
-      text = rng.choice((
-          "Press {} in the dialog.", "Answer the dialog with {}.",
+      text = rng.choice(
+        (
+          "Press {} in the dialog.",
+          "Answer the dialog with {}.",
           "Choose {} in the dialog.",
-      )).format(buttons[0])
+        )
+      ).format(buttons[0])
       how = "button"
     order = rng.sample(range(2), 2)
-    return family.Spec(text, {
-        "how": how, "buttons": buttons, "message": message, "titles": titles,
+    return family.Spec(
+      text,
+      {
+        "how": how,
+        "buttons": buttons,
+        "message": message,
+        "titles": titles,
         "order": order,
-    })
+      },
+    )
 
   def build(self, ep, data, rng):
     scene = ep.scene
@@ -186,12 +205,13 @@ class CloseDialog(family.Family):
       back.add(widgets.TextField(x, y + 2, w, 15, ""))
     labels = [data["buttons"][i] for i in data["order"]]
     dialog, buttons = layout.dialog(
-        rng, scene, data["titles"][0], data["message"], labels
+      rng, scene, data["titles"][0], data["message"], labels
     )
     ep.w.update(
-        dialog=dialog,
-        target=dialog.close_box if data["how"] == "box"
-        else buttons[data["order"].index(0)],
+      dialog=dialog,
+      target=dialog.close_box
+      if data["how"] == "box"
+      else buttons[data["order"].index(0)],
     )
 
   def _windows(self, ep, data, rng):
@@ -201,8 +221,8 @@ class CloseDialog(family.Family):
     for attempt in range(60):
       del scene.items[:]
       wins = [
-          layout.window(rng, scene, title, 62, 24, grow=attempt < 30)
-          for title in titles
+        layout.window(rng, scene, title, 62, 24, grow=attempt < 30)
+        for title in titles
       ]
       if all(_head_shows(scene, win) for win in wins):
         break
@@ -220,8 +240,10 @@ class CloseDialog(family.Family):
     if event.kind == "press":
       return event.widget is ep.w["target"]
     if event.kind == "close":
-      return (event.widget is ep.w["dialog"]
-              and ep.w["target"] is ep.w["dialog"].close_box)
+      return (
+        event.widget is ep.w["dialog"]
+        and ep.w["target"] is ep.w["dialog"].close_box
+      )
     return None
 
   def oracle(self, ep):
@@ -239,23 +261,30 @@ class EnterText(family.Family):
     text = rng.choice(words.TYPING_WORDS)
     names = rng.sample(words.FIELD_NAMES, 1 + level)
     if level == 0:
-      pattern = rng.choice((
-          'Type "{0}" into the text field.', 'Enter "{0}" in the field.',
+      pattern = rng.choice(
+        (
+          'Type "{0}" into the text field.',
+          'Enter "{0}" in the field.',
           'Click the field and type "{0}".',
-      ))
+        )
+      )
     else:
-      pattern = rng.choice((
-          'Type "{0}" into the {1} field.', 'Enter "{0}" as {1}.',
+      pattern = rng.choice(
+        (
+          'Type "{0}" into the {1} field.',
+          'Enter "{0}" as {1}.',
           'Set the {1} field to "{0}".',
-      ))
+        )
+      )
     old = ["" for _ in names]
     if level == 2:
       candidates = [w for w in words.TYPING_WORDS if w != text]
       old = rng.sample(candidates, len(names))
     order = rng.sample(range(len(names)), len(names))
-    return family.Spec(pattern.format(text, names[0]), {
-        "text": text, "names": names, "old": old, "order": order,
-    })
+    return family.Spec(
+      pattern.format(text, names[0]),
+      {"text": text, "names": names, "old": old, "order": order},
+    )
 
   def build(self, ep, data, rng):
     names = data["names"]
@@ -266,7 +295,7 @@ class EnterText(family.Family):
       ep.w["fields"] = [win.add(widgets.TextField(*spot, width, 16, ""))]
       return
     ep.w["fields"] = text_fields(
-        win, area, names, data["order"], data["old"], 16
+      win, area, names, data["order"], data["old"], 16
     )
 
   def solved(self, ep):
@@ -296,16 +325,17 @@ class ClickCheckboxes(family.Family):
     ticked = [level == 2 and rng.random() < 0.35 for _ in names]
     if ticked == [i < targets for i in range(count)]:
       ticked[0] = False  # never solved from the start
-    pattern = rng.choice((
-        "Tick {}.", "Check {}.", "Select {}.",
-    ) if level == 0 else (
-        "Tick only {}.", "Check {} and nothing else.", "Select just {}.",
-    ))
+    pattern = rng.choice(
+      ("Tick {}.", "Check {}.", "Select {}.")
+      if level == 0
+      else ("Tick only {}.", "Check {} and nothing else.", "Select just {}.")
+    )
     order = rng.sample(range(count), count)
     named = rng.sample(names[:targets], targets)
-    return family.Spec(pattern.format(family.quote(named)), {
-        "names": names, "wanted": targets, "ticked": ticked, "order": order,
-    })
+    return family.Spec(
+      pattern.format(family.quote(named)),
+      {"names": names, "wanted": targets, "ticked": ticked, "order": order},
+    )
 
   def build(self, ep, data, rng):
     names = data["names"]
@@ -322,16 +352,21 @@ class ClickCheckboxes(family.Family):
       rows = -(-len(names) // columns)
       tops = layout.column(area, rows, 14)
       for place, i in enumerate(data["order"]):
-        boxes[i] = win.add(widgets.CheckBox(
-            area[0] + (place // rows) * half + 1, tops[place % rows],
-            names[i], data["ticked"][i],
-        ))
+        boxes[i] = win.add(
+          widgets.CheckBox(
+            area[0] + (place // rows) * half + 1,
+            tops[place % rows],
+            names[i],
+            data["ticked"][i],
+          )
+        )
     ep.w["boxes"] = boxes
 
   def _wrong(self, ep):
     return [
-        box for i, box in enumerate(ep.w["boxes"])
-        if box.ticked != (i < ep.spec.data["wanted"])
+      box
+      for i, box in enumerate(ep.w["boxes"])
+      if box.ticked != (i < ep.spec.data["wanted"])
     ]
 
   def solved(self, ep):
@@ -354,10 +389,14 @@ class OpenIcon(_Pick):
   def sample(self, rng, level):
     count = (3, 4, 6)[level]
     names = rng.sample(words.ICON_NAMES, count)
-    text = rng.choice((
-        "Open {}.", "Double-click the {} icon.", "Open the {} icon.",
+    text = rng.choice(
+      (
+        "Open {}.",
+        "Double-click the {} icon.",
+        "Open the {} icon.",
         "Start {}.",
-    )).format(names[0])
+      )
+    ).format(names[0])
     return family.Spec(text, {"names": names})
 
   def build(self, ep, data, rng):
@@ -365,7 +404,7 @@ class OpenIcon(_Pick):
     area = (1, 1, scene.w - 2, scene.h - 2)
     if ep.level == 2 and scene.w >= 250:  # a window to look past
       win = layout.window(
-          rng, scene, rng.choice(words.WINDOW_TITLES), 80, 40, grow=False
+        rng, scene, rng.choice(words.WINDOW_TITLES), 80, 40, grow=False
       )
       blocked = [(win.x, win.y, win.w, win.h)]
     else:
@@ -375,5 +414,3 @@ class OpenIcon(_Pick):
     icons = [items.Icon(*at, n) for at, n in zip(spots, data["names"])]
     scene.items[:0] = icons
     ep.w["icons"] = icons
-
-

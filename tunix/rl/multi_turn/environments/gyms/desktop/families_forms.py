@@ -16,7 +16,7 @@ def submit_button(win, area, name="OK"):
   w, h = widgets.Button.size(name)
   x, y, aw, ah = area
   win.default = win.add(
-      widgets.Button(x + aw - w - 1, y + ah - h - 1, w, h, name)
+    widgets.Button(x + aw - w - 1, y + ah - h - 1, w, h, name)
   )
   return win.default
 
@@ -58,12 +58,10 @@ class ChooseRadio(_Form):
     names = rng.sample(words.CHOICES, count)
     targets = names[:1] if level < 2 else [names[0], names[3]]
     text = rng.choice(("Choose {}.", "Select {}.", "Pick {}.")).format(
-        family.quote(targets)
+      family.quote(targets)
     )
     if level:
-      text = text[:-1] + rng.choice((
-          " and press OK.", ", then click OK.",
-      ))
+      text = text[:-1] + rng.choice((" and press OK.", ", then click OK."))
     orders = [rng.sample(range(i, i + 3), 3) for i in range(0, count, 3)]
     return family.Spec(text, {"names": names, "orders": orders})
 
@@ -77,7 +75,7 @@ class ChooseRadio(_Form):
       for i, top in zip(order, layout.column(rows, 3, 14)):
         radio_x = x + 1 + place * (w // 2)
         radio = win.add(
-            widgets.RadioButton(radio_x, top, data["names"][i], group)
+          widgets.RadioButton(radio_x, top, data["names"][i], group)
         )
         if i % 3 == 0:
           ep.w["targets"].append(radio)
@@ -114,17 +112,24 @@ class ChooseOption(_Form):
       old.append(start)
     goals = [o[g] for o, g in zip(options, targets)]
     if level == 0:
-      text = rng.choice((
-          "Choose {} from the list.", "Select {} in the drop-down.",
+      text = rng.choice(
+        (
+          "Choose {} from the list.",
+          "Select {} in the drop-down.",
           "Open the list and pick {}.",
-      )).format(goals[0])
+        )
+      ).format(goals[0])
     else:
-      text = "Set " + family.quote(
+      text = (
+        "Set "
+        + family.quote(
           [f"{name} to {goal}" for name, goal in zip(names, goals)]
-      ) + ("." if level == 1 else ", then press OK.")
-    return family.Spec(text, {
-        "names": names, "options": options, "wanted": targets, "old": old,
-    })
+        )
+        + ("." if level == 1 else ", then press OK.")
+      )
+    return family.Spec(
+      text, {"names": names, "options": options, "wanted": targets, "old": old}
+    )
 
   def build(self, ep, data, rng):
     win, area = families_basic.form(ep, rng)
@@ -133,18 +138,31 @@ class ChooseOption(_Form):
     if ep.level == 0:
       width = max(font.text_width(o) for o in data["options"][0]) + 32
       (spot,) = layout.place(rng, area, [(width, 16)])
-      lists.append(win.add(widgets.DropDown(
-          *spot, width, 16, "", data["options"][0], data["old"][0]
-      )))
+      lists.append(
+        win.add(
+          widgets.DropDown(
+            *spot, width, 16, "", data["options"][0], data["old"][0]
+          )
+        )
+      )
     else:
       label = max(font.text_width(name) for name in data["names"]) + 6
       tops = layout.column((x, y, w, h - 18), len(data["names"]), 16)
       for i, top in enumerate(tops):
         win.add(widgets.Label(x, top + 5, data["names"][i]))
-        lists.append(win.add(widgets.DropDown(
-            x + label, top, min(w - label, 90), 16, data["names"][i],
-            data["options"][i], data["old"][i],
-        )))
+        lists.append(
+          win.add(
+            widgets.DropDown(
+              x + label,
+              top,
+              min(w - label, 90),
+              16,
+              data["names"][i],
+              data["options"][i],
+              data["old"][i],
+            )
+          )
+        )
     if ep.level == 2:
       ep.w["ok"] = submit_button(win, area)
     ep.w["lists"] = lists
@@ -191,8 +209,8 @@ class SetSlider(_Form):
       tops = layout.column((x, y, w, h - 17), 2, widgets.Slider.HEIGHT, 0)
       ep.w["ok"] = submit_button(win, area)
     ep.w["sliders"] = [
-        win.add(widgets.Slider(slider_x, top, width, n, data["steps"], p[1]))
-        for top, n, p in zip(tops, names, data["pairs"])
+      win.add(widgets.Slider(slider_x, top, width, n, data["steps"], p[1]))
+      for top, n, p in zip(tops, names, data["pairs"])
     ]
 
   def right(self, ep):
@@ -215,16 +233,22 @@ class LoginForm(_Form):
 
   def sample(self, rng, level):
     user, secret, old = rng.sample(words.TYPING_WORDS, 3)
-    text = rng.choice((
+    text = rng.choice(
+      (
         'Log in as "{}" with the password "{}".',
         'Enter the user "{}" and the password "{}", then log in.',
         'Sign in: user "{}", password "{}".',
-    )).format(user, secret)
+      )
+    ).format(user, secret)
     swap = level >= 1 and rng.random() < 0.5
-    return family.Spec(text, {
-        "want": [user, secret], "swap": swap,
+    return family.Spec(
+      text,
+      {
+        "want": [user, secret],
+        "swap": swap,
         "old": [old if level == 2 else "", ""],
-    })
+      },
+    )
 
   def build(self, ep, data, rng):
     win, area = families_basic.form(ep, rng, 116, 64)
@@ -236,17 +260,24 @@ class LoginForm(_Form):
     fields = []
     for name, top, old in zip(("user", "password"), tops, data["old"]):
       win.add(widgets.Label(x, top + 5, name))
-      fields.append(win.add(widgets.TextField(
-          x + label, top, w - label - 1, 16, name, old,
-          secret=name == "password",
-      )))
+      fields.append(
+        win.add(
+          widgets.TextField(
+            x + label,
+            top,
+            w - label - 1,
+            16,
+            name,
+            old,
+            secret=name == "password",
+          )
+        )
+      )
     ep.w["fields"] = fields
     ep.w["ok"] = submit_button(win, area, "Log in")
     if ep.level == 2:
       cancel = widgets.Button.size("Cancel")
-      win.add(widgets.Button(
-          x + 1, y + h - cancel[1] - 1, *cancel, "Cancel"
-      ))
+      win.add(widgets.Button(x + 1, y + h - cancel[1] - 1, *cancel, "Cancel"))
 
   def judge(self, ep, event):
     if event.kind == "press" and event.widget is not ep.w["ok"]:
@@ -273,10 +304,13 @@ class FocusField(family.Family):
 
   def sample(self, rng, level):
     names = rng.sample(words.FIELD_NAMES, (2, 3, 4)[level])
-    text = rng.choice((
-        "Click into the {} field.", "Put the cursor into the {} field.",
+    text = rng.choice(
+      (
+        "Click into the {} field.",
+        "Put the cursor into the {} field.",
         "Focus the field {}.",
-    )).format(names[0])
+      )
+    ).format(names[0])
     order = rng.sample(range(len(names)), len(names))
     return family.Spec(text, {"names": names, "order": order})
 
@@ -304,17 +338,20 @@ class CopyText(family.Family):
     texts = rng.sample(words.TYPING_WORDS, len(names))
     if level < 2:
       texts[1] = ""
-    text = rng.choice((
+    text = rng.choice(
+      (
         "Copy the text of the {} field into the {} field.",
-        "Copy {} to {}.", "Paste the text from {} into {}.",
-    )).format(*names[:2])
+        "Copy {} to {}.",
+        "Paste the text from {} into {}.",
+      )
+    ).format(*names[:2])
     order = rng.sample(range(len(names)), len(names))
     return family.Spec(text, {"names": names, "texts": texts, "order": order})
 
   def build(self, ep, data, rng):
     win, area = families_basic.form(ep, rng, 112, 70)
     ep.w["fields"] = families_basic.text_fields(
-        win, area, data["names"], data["order"], data["texts"]
+      win, area, data["names"], data["order"], data["texts"]
     )
 
   def solved(self, ep):
@@ -351,16 +388,16 @@ class SwitchTab(family.Family):
     goal = rng.randrange(1, count)
     boxes = rng.sample(words.CHOICES, count * (1 + (level == 2)))
     if level == 0:
-      text = rng.choice((
-          "Open the {} tab.", "Switch to the {} tab.", "Go to the tab {}.",
-      )).format(names[goal])
+      text = rng.choice(
+        ("Open the {} tab.", "Switch to the {} tab.", "Go to the tab {}.")
+      ).format(names[goal])
       pages = [[] for _ in names]
     else:
       per = len(boxes) // count
-      pages = [boxes[i * per:(i + 1) * per] for i in range(count)]
-      text = rng.choice((
-          "Tick {} on the {} tab.", "Check {} on the tab {}.",
-      )).format(pages[goal][0], names[goal])
+      pages = [boxes[i * per : (i + 1) * per] for i in range(count)]
+      text = rng.choice(
+        ("Tick {} on the {} tab.", "Check {} on the tab {}.")
+      ).format(pages[goal][0], names[goal])
     return family.Spec(text, {"names": names, "goal": goal, "pages": pages})
 
   def build(self, ep, data, rng):
@@ -373,8 +410,8 @@ class SwitchTab(family.Family):
       sizes = [(widgets.CheckBox.width(label), 14) for label in labels]
       spots = layout.place(rng, inner, sizes) if labels else []
       boxes = [
-          page.add(widgets.CheckBox(*at, label))
-          for at, label in zip(spots, labels)
+        page.add(widgets.CheckBox(*at, label))
+        for at, label in zip(spots, labels)
       ]
       if not boxes:
         page.add(widgets.Label(page.x + 4, page.y + 5, name, faint=True))
@@ -395,8 +432,9 @@ class SwitchTab(family.Family):
         if point is not None and box.parent in ep.w["view"].walk():
           return family.click(ep, box)
         tab = next(
-            t for t in ep.w["view"].tabs
-            if ep.w["view"].pages[t.name] is box.parent
+          t
+          for t in ep.w["view"].tabs
+          if ep.w["view"].pages[t.name] is box.parent
         )
         return family.click(ep, tab)
     if not ep.w["tab"].front:

@@ -25,22 +25,25 @@ class ScrollAndClick(family.Family):
     count = (8, 14, 22)[level]
     names = rng.sample(words.CHOICES, count)
     goal = rng.randrange(count)
-    text = rng.choice((
-        "Click {} in the list.", "Scroll the list and choose {}.",
+    text = rng.choice(
+      (
+        "Click {} in the list.",
+        "Scroll the list and choose {}.",
         "Find {} in the list and click it.",
-    )).format(names[goal])
+      )
+    ).format(names[goal])
     return family.Spec(text, {"names": names, "goal": goal})
 
   def build(self, ep, data, rng):
     win, (x, y, w, h) = families_basic.form(ep, rng, 100, 66)
     h = min(h, self.ROW * (len(data["names"]) - 2))  # always worth scrolling
-    area = win.add(containers.ScrollArea(
-        x, y, w, h, len(data["names"]) * self.ROW
-    ))
+    area = win.add(
+      containers.ScrollArea(x, y, w, h, len(data["names"]) * self.ROW)
+    )
     for i, name in enumerate(data["names"]):
-      area.add(items.Row(
-          x + 1, y + i * self.ROW, w - area.BAR - 1, self.ROW, name
-      ))
+      area.add(
+        items.Row(x + 1, y + i * self.ROW, w - area.BAR - 1, self.ROW, name)
+      )
     ep.w.update(area=area, row=area.children[data["goal"]])
 
   def judge(self, ep, event):
@@ -76,14 +79,17 @@ class DragToTarget(family.Family):
     boxes = rng.sample("ABCD", 1 + (level == 2))
     what = " ".join(things[0])
     if len(boxes) == 1:
-      text = rng.choice((
-          "Drag the {} into the box.", "Move the {} into the box.",
+      text = rng.choice(
+        (
+          "Drag the {} into the box.",
+          "Move the {} into the box.",
           "Drop the {} in the box.",
-      )).format(what)
+        )
+      ).format(what)
     else:
-      text = rng.choice((
-          "Drag the {} into box {}.", "Move the {} to box {}.",
-      )).format(what, boxes[0])
+      text = rng.choice(
+        ("Drag the {} into box {}.", "Move the {} to box {}.")
+      ).format(what, boxes[0])
     return family.Spec(text, {"things": things, "boxes": boxes})
 
   def build(self, ep, data, rng):
@@ -94,12 +100,12 @@ class DragToTarget(family.Family):
     spots = layout.place(rng, area, sizes, gap=2)
     names = boxes if len(boxes) > 1 else [""]
     ep.w["boxes"] = [
-        win.add(items.DropZone(*at, side, side, name))
-        for at, name in zip(spots, names)
+      win.add(items.DropZone(*at, side, side, name))
+      for at, name in zip(spots, names)
     ]
     ep.w["shapes"] = [
-        win.add(items.Shape(*at, 18, *thing, movable=True))
-        for at, thing in zip(spots[len(boxes):], things)
+      win.add(items.Shape(*at, 18, *thing, movable=True))
+      for at, thing in zip(spots[len(boxes) :], things)
     ]
 
   def judge(self, ep, event):
@@ -107,8 +113,7 @@ class DragToTarget(family.Family):
       return None
     for box in ep.w["boxes"]:
       if box.contains(*event.widget.center()):
-        return (event.widget is ep.w["shapes"][0]
-                and box is ep.w["boxes"][0])
+        return event.widget is ep.w["shapes"][0] and box is ep.w["boxes"][0]
     return None  # dropped beside: may be taken up again
 
   def oracle(self, ep):
@@ -127,11 +132,13 @@ class RightClickMenu(family.Family):
     names = rng.sample(words.ICON_NAMES, (2, 3, 4)[level])
     items = rng.sample(words.MENU_ITEMS, (3, 3, 4)[level])
     goal = rng.randrange(len(items))
-    text = rng.choice((
+    text = rng.choice(
+      (
         "Choose {1} in the menu of {0}.",
         "Right-click {0} and choose {1}.",
         "Right-click the {0} icon, then pick {1}.",
-    )).format(names[0], items[goal])
+      )
+    ).format(names[0], items[goal])
     return family.Spec(text, {"names": names, "items": items, "goal": goal})
 
   def build(self, ep, data, rng):
@@ -146,8 +153,10 @@ class RightClickMenu(family.Family):
 
   def judge(self, ep, event):
     if event.kind == "menu":
-      return (event.widget is ep.w["icons"][0]
-              and event.value == ep.spec.data["items"][ep.spec.data["goal"]])
+      return (
+        event.widget is ep.w["icons"][0]
+        and event.value == ep.spec.data["items"][ep.spec.data["goal"]]
+      )
     if event.kind == "open":
       return False
     return None
@@ -173,9 +182,11 @@ class PressKey(family.Family):
     keys = words.SHORTCUTS
     pool = (keys[:6], keys[:12], keys)[level]
     combo = rng.choice(pool)
-    text = rng.choice((
-        "Press {}.", "Use the shortcut {}.", "Press the keys {}.",
-    ) if "+" in combo else ("Press {}.", "Press the {} key.")).format(combo)
+    text = rng.choice(
+      ("Press {}.", "Use the shortcut {}.", "Press the keys {}.")
+      if "+" in combo
+      else ("Press {}.", "Press the {} key.")
+    ).format(combo)
     return family.Spec(text, {"combo": combo})
 
   def build(self, ep, data, rng):
@@ -192,7 +203,7 @@ class PressKey(family.Family):
 
   def oracle(self, ep):
     return family.Action(
-        family.Kind.KEY, keys=tuple(ep.spec.data["combo"].split("+"))
+      family.Kind.KEY, keys=tuple(ep.spec.data["combo"].split("+"))
     )
 
 
@@ -229,12 +240,12 @@ class AnswerQuestion(_Question):
       text = f"What is {names[goal]} plus {names[second]}?"
     else:
       answer = str(values[goal])
-      text = rng.choice((
-          "What is the {}?", "What is shown as {}?", "Read the {}.",
-      )).format(names[goal])
-    return family.Spec(text, {
-        "names": names, "values": values, "answer": answer,
-    })
+      text = rng.choice(
+        ("What is the {}?", "What is shown as {}?", "Read the {}.")
+      ).format(names[goal])
+    return family.Spec(
+      text, {"names": names, "values": values, "answer": answer}
+    )
 
   def build(self, ep, data, rng):
     win, area = families_basic.form(ep, rng, 108, 66)
@@ -264,9 +275,9 @@ class CountShapes(_Question):
     else:
       what = "squares" if level == 0 else "shapes"
       number = sum(c == color for c, _ in things)
-    text = rng.choice((
-        "How many {} {} are there?", "Count the {} {}.",
-    )).format(color, what)
+    text = rng.choice(("How many {} {} are there?", "Count the {} {}.")).format(
+      color, what
+    )
     return family.Spec(text, {"things": things, "answer": str(number)})
 
   def build(self, ep, data, rng):
@@ -298,7 +309,7 @@ class ClickSequence(family.Family):
     ep.w["buttons"] = families_basic.add_buttons(win, data["labels"], spots)
 
   def _next(self, ep):
-    for button in ep.w["buttons"][:ep.spec.data["wanted"]]:
+    for button in ep.w["buttons"][: ep.spec.data["wanted"]]:
       if button.enabled:
         return button
     return None
@@ -325,15 +336,17 @@ class MoveWindow(family.Family):
   max_turns = (3, 4, 4)
 
   def sample(self, rng, level):
-    sides = ("left", "right") if level == 0 else (
-        "top left", "top right", "bottom left", "bottom right",
-    )  # pyformat: disable
+    sides = (
+      ("left", "right")
+      if level == 0
+      else ("top left", "top right", "bottom left", "bottom right")
+    )
     start, goal = rng.sample(sides, 2)
     titles = rng.sample(words.WINDOW_TITLES, 1 + (level == 2))
     where = f"{goal} side" if level == 0 else f"{goal} corner"
-    text = rng.choice((
-        "Move the {} window to the {}.", "Drag the {} window to the {}.",
-    )).format(titles[0], where)
+    text = rng.choice(
+      ("Move the {} window to the {}.", "Drag the {} window to the {}.")
+    ).format(titles[0], where)
     return family.Spec(text, {"start": start, "goal": goal, "titles": titles})
 
   def build(self, ep, data, rng):
@@ -378,6 +391,7 @@ class MoveWindow(family.Family):
     dx, dy = self._offsets(ep)
     w, h = ep.scene.w, ep.scene.h
     # From where the pointer can also end up on the screen, if there is one.
-    x, y = min(points, key=lambda p: not (0 <= p[0] + dx < w
-                                        and 0 <= p[1] + dy < h))
+    x, y = min(
+      points, key=lambda p: not (0 <= p[0] + dx < w and 0 <= p[1] + dy < h)
+    )
     return family.drag(ep, x, y, x + dx, y + dy)

@@ -37,16 +37,14 @@ class Episode:
   """One run of one instance: its scene, its outcome and its turns."""
 
   def __init__(
-      self, family: Family, seed: int, level: int, width: int, height: int
+    self, family: Family, seed: int, level: int, width: int, height: int
   ):
     self.family = family
     self.seed = seed
     self.level = level
     self.spec = spec_of(family, seed, level)
     # Strings seed Python's generator by their SHA-512: stable everywhere.
-    rng = random.Random(
-        f"layout/{family.name}/{level}/{seed}/{width}x{height}"
-    )
+    rng = random.Random(f"layout/{family.name}/{level}/{seed}/{width}x{height}")
     theme = canvas.LIGHT if level == 0 else rng.choice(canvas.THEMES)
     self.scene = scene_lib.Scene(width, height, theme)
     self.w: dict[str, Any] = {}  # the widgets that the family needs again
@@ -87,7 +85,7 @@ class Family:
     raise NotImplementedError
 
   def build(
-      self, ep: Episode, data: Mapping[str, Any], rng: random.Random
+    self, ep: Episode, data: Mapping[str, Any], rng: random.Random
   ) -> None:
     """Fills `ep.scene`; keeps objects that are needed later in `ep.w`."""
     raise NotImplementedError
@@ -121,7 +119,7 @@ def register(cls: type[Family]) -> type[Family]:
 def get(name: str) -> Family:
   if name not in FAMILIES:
     raise ValueError(
-        registry.unknown_name("family of desktop tasks", name, FAMILIES)
+      registry.unknown_name("family of desktop tasks", name, FAMILIES)
     )
   return FAMILIES[name]
 
@@ -129,7 +127,7 @@ def get(name: str) -> Family:
 def spec_of(family: Family, seed: int, level: int) -> Spec:
   """Returns the instance of `family` that a seed and a level stand for."""
   return family.sample(
-      random.Random(f"spec/{family.name}/{level}/{seed}"), level
+    random.Random(f"spec/{family.name}/{level}/{seed}"), level
   )
 
 
@@ -185,8 +183,8 @@ def uncover(ep: Episode, widget: widgets.Widget) -> Action:
       down = scene.h - 4 if widget.center()[1] < scene.h // 2 else 2
       return drag(ep, x, y, x, down)
   raise RuntimeError(
-      f"{ep.family.name} seed {ep.seed} level {ep.level}: the"
-      f" {widget.name!r} {widget.kind} cannot be reached any more"
+    f"{ep.family.name} seed {ep.seed} level {ep.level}: the"
+    f" {widget.name!r} {widget.kind} cannot be reached any more"
   )
 
 
@@ -197,8 +195,9 @@ def title_points(ep: Episode, window) -> list[tuple[int, int]]:
   near = window.title_center()[0]
   for y in (middle, middle - 6, middle + 6):
     points = [
-        (x, y) for x in range(window.x, window.x + window.w)
-        if _on_screen(scene, x, y) and scene.hit(x, y) is window
+      (x, y)
+      for x in range(window.x, window.x + window.w)
+      if _on_screen(scene, x, y) and scene.hit(x, y) is window
     ]
     if points:
       return sorted(points, key=lambda p: abs(p[0] - near))
@@ -208,8 +207,10 @@ def title_points(ep: Episode, window) -> list[tuple[int, int]]:
 def drag_to(ep: Episode, widget: widgets.Widget, x2: int, y2: int) -> Action:
   """Returns a drag of a widget's centre, or first an action to uncover it."""
   scene = ep.scene
-  if scene.menu is not None or scene.point(widget) is None or (
-      not _on_screen(scene, x2, y2)
+  if (
+    scene.menu is not None
+    or scene.point(widget) is None
+    or (not _on_screen(scene, x2, y2))
   ):
     return uncover(ep, widget)
   return drag(ep, *widget.center(), x2, y2)
@@ -227,7 +228,7 @@ def _on_screen(scene: scene_lib.Scene, x: int, y: int) -> bool:
 
 
 def spread_point(
-    ep: Episode, x: float, y: float, spread: float, rng: random.Random
+  ep: Episode, x: float, y: float, spread: float, rng: random.Random
 ) -> tuple[int, int]:
   """Draws a pixel of the widget at (x, y), within its middle `spread`."""
   scene = ep.scene
@@ -253,7 +254,7 @@ def enter(ep: Episode, field: widgets.TextField, text: str) -> Action | None:
   low, high = field.selection()
   if field.text and not (low == 0 and high == len(field.text)):
     if text.startswith(field.text) and field.caret == len(field.text):
-      return Action(Kind.TYPE, text=text[len(field.text):])
+      return Action(Kind.TYPE, text=text[len(field.text) :])
     return Action(Kind.KEY, keys=("ctrl", "a"))
   if not text:
     return Action(Kind.KEY, keys=("backspace",))

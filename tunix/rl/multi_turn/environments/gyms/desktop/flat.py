@@ -32,29 +32,32 @@ from tunix.rl.multi_turn.environments.gyms.desktop import env as env_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import font
 
 TEXTS = (
-    "enter", "tab", "backspace", "ctrl+a", "ctrl+c", "ctrl+v",
-    *(str(n) for n in range(100)),
-)  # pyformat: disable
+  "enter",
+  "tab",
+  "backspace",
+  "ctrl+a",
+  "ctrl+c",
+  "ctrl+v",
+  *(str(n) for n in range(100)),
+)
 """Keys and numbers, which an instruction need not name."""
 WORDS = 24
 """Words of an instruction that an action can name."""
 _MARGIN = 2  # Pixels around the written instruction.
 
 
-class FlatDesktop(
-    gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs
-):
+class FlatDesktop(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
   """Arrays in, arrays out; see the module docstring."""
 
   def __init__(
-      self,
-      env: gymnasium.Env,
-      *,
-      columns: int = 64,
-      rows: int = 48,
-      texts: tuple[str, ...] = TEXTS,
-      lines: int = 4,
-      clicks: bool = False,
+    self,
+    env: gymnasium.Env,
+    *,
+    columns: int = 64,
+    rows: int = 48,
+    texts: tuple[str, ...] = TEXTS,
+    lines: int = 4,
+    clicks: bool = False,
   ):
     """Args:
 
@@ -69,18 +72,14 @@ class FlatDesktop(
       ValueError: no cell, or no line.
     """
     gymnasium.utils.RecordConstructorArgs.__init__(
-        self, columns=columns, rows=rows, texts=texts, lines=lines,
-        clicks=clicks,
-    )  # pyformat: disable
+      self, columns=columns, rows=rows, texts=texts, lines=lines, clicks=clicks
+    )
     gymnasium.Wrapper.__init__(self, env)
     if not isinstance(env.unwrapped, env_lib.DesktopEnv):
       raise TypeError(
-          "FlatDesktop wraps a DesktopEnv, got"
-          f" {type(env.unwrapped).__name__}"
+        f"FlatDesktop wraps a DesktopEnv, got {type(env.unwrapped).__name__}"
       )
-    for name, value in (
-        ("columns", columns), ("rows", rows), ("lines", lines),
-    ):  # pyformat: disable
+    for name, value in (("columns", columns), ("rows", rows), ("lines", lines)):
       if value < 1:
         raise ValueError(f"{name}={value} must be a whole number >= 1")
     self._grid = np.array([columns, rows])
@@ -94,7 +93,7 @@ class FlatDesktop(
     height = gym.height + lines * font.LINE + 2 * _MARGIN
     spaces = gymnasium.spaces
     self.observation_space = spaces.Box(
-        0, 255, (height, gym.width, 3), np.uint8
+      0, 255, (height, gym.width, 3), np.uint8
     )
     self.action_space = (
         spaces.Discrete(columns * rows) if clicks
@@ -102,7 +101,7 @@ class FlatDesktop(
             len(env_lib.ACTION_KINDS), columns, rows, columns, rows,
             len(self._texts) + WORDS,
         ])
-    )  # pyformat: disable
+    )  # fmt: skip
 
   def reset(self, *, seed: int | None = None, options: dict | None = None):
     """As `DesktopEnv.reset`.
@@ -138,13 +137,11 @@ class FlatDesktop(
     cells = np.array(parts, np.float32).reshape(2, 2)
     middles = ((cells + 0.5) / self._grid).astype(np.float32)
     return {
-        "kind": np.int64(kind),
-        "position": middles[0],
-        "target": middles[1],
-        "scroll": ((cells[1] - self._grid // 2) / self._half).astype(
-            np.float32
-        ),
-        "text": text,
+      "kind": np.int64(kind),
+      "position": middles[0],
+      "target": middles[1],
+      "scroll": ((cells[1] - self._grid // 2) / self._half).astype(np.float32),
+      "text": text,
     }
 
   def encode(self, action: gui_action.GuiAction) -> np.ndarray:
@@ -169,8 +166,8 @@ class FlatDesktop(
       choices = (*self._texts, *self._words)
       if full["text"] not in choices:
         raise ValueError(
-            f"the flat action space has no text {full['text']!r}: it is"
-            " neither among `texts` nor a word of the instruction"
+          f"the flat action space has no text {full['text']!r}: it is"
+          " neither among `texts` nor a word of the instruction"
         )
       index = choices.index(full["text"])
     return np.array([full["kind"], *start, *end, index], np.int64)
@@ -199,12 +196,12 @@ class FlatDesktop(
       else:
         rows.append(word)
     if len(rows) > self._lines or any(
-        font.text_width(row) > width for row in rows
+      font.text_width(row) > width for row in rows
     ):
       raise ValueError(
-          f"lines={self._lines}: the instruction {instruction!r} does not fit"
-          f" below a screenshot {self._size[0]} pixels wide; give more lines,"
-          " or a wider screen"
+        f"lines={self._lines}: the instruction {instruction!r} does not fit"
+        f" below a screenshot {self._size[0]} pixels wide; give more lines,"
+        " or a wider screen"
       )
     height = self._lines * font.LINE + 2 * _MARGIN
     band = Image.new("RGB", (self._size[0], height), "white")
@@ -221,17 +218,21 @@ def _words(instruction: str) -> tuple[str, ...]:
 
 
 def make_flat(
-    family: str = "click-button",
-    *,
-    columns: int = 64,
-    rows: int = 48,
-    texts: tuple[str, ...] = TEXTS,
-    lines: int = 4,
-    clicks: bool = False,
-    **settings: Any,
+  family: str = "click-button",
+  *,
+  columns: int = 64,
+  rows: int = 48,
+  texts: tuple[str, ...] = TEXTS,
+  lines: int = 4,
+  clicks: bool = False,
+  **settings: Any,
 ) -> FlatDesktop:
   """Returns a flattened `DesktopEnv`; `settings` are that one's."""
   return FlatDesktop(
-      env_lib.DesktopEnv(family, **settings), columns=columns, rows=rows,
-      texts=texts, lines=lines, clicks=clicks,
-  )  # pyformat: disable
+    env_lib.DesktopEnv(family, **settings),
+    columns=columns,
+    rows=rows,
+    texts=texts,
+    lines=lines,
+    clicks=clicks,
+  )

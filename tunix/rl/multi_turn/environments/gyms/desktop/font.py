@@ -161,9 +161,11 @@ def _scale2x(bits: np.ndarray) -> np.ndarray:
   west, east = p[1:-1, :-2], p[1:-1, 2:]
   out = np.repeat(np.repeat(bits, 2, 0), 2, 1)
   corners = (
-      (0, 0, west, north, south, east), (0, 1, north, east, west, south),
-      (1, 0, south, west, east, north), (1, 1, east, south, north, west),
-  )  # pyformat: disable
+    (0, 0, west, north, south, east),
+    (0, 1, north, east, west, south),
+    (1, 0, south, west, east, north),
+    (1, 1, east, south, north, west),
+  )
   for dy, dx, a, b, c, d in corners:
     out[dy::2, dx::2] = bits | (a & b & ~c & ~d)
   return out
@@ -189,8 +191,10 @@ def text_mask(text: str, factor: int = 1, bold: bool = False) -> Image.Image:
       glyph = np.pad(glyph, ((0, 0), (0, 1)))
       glyph = glyph | np.roll(glyph, 1, axis=1)
     columns.append(np.pad(glyph, ((0, 0), (0, 1))))
-  bits = np.concatenate(columns, axis=1)[:, :-1] if columns else (
-      np.zeros((LINE, 1), bool)
+  bits = (
+    np.concatenate(columns, axis=1)[:, :-1]
+    if columns
+    else (np.zeros((LINE, 1), bool))
   )
   bits = enlarge(bits, factor)
   return Image.fromarray(np.where(bits, 255, 0).astype(np.uint8))

@@ -31,9 +31,13 @@ from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import scenes
 
 QUICKSTART_FAMILIES = (
-    "click-button", "click-color", "close-dialog", "enter-text",
-    "click-checkboxes", "open-icon",
-)  # pyformat: disable
+  "click-button",
+  "click-color",
+  "close-dialog",
+  "enter-text",
+  "click-checkboxes",
+  "open-icon",
+)
 
 _INLINE_PIXELS = 1_000_000
 EVAL_SEEDS_FROM = seeds.EVAL_SEEDS_FROM
@@ -47,7 +51,7 @@ def families() -> tuple[str, ...]:
 def _check_level(difficulty: int) -> int:
   if difficulty not in family_lib.LEVELS:
     raise ValueError(
-        f"difficulty must be one of {family_lib.LEVELS}, got {difficulty!r}"
+      f"difficulty must be one of {family_lib.LEVELS}, got {difficulty!r}"
     )
   return int(difficulty)
 
@@ -60,14 +64,12 @@ class DesktopTasks(seeds.SeededTasks):
   """
 
   def __init__(
-      self,
-      families: Sequence[str] | None = None,
-      difficulty: int = 0,
+    self, families: Sequence[str] | None = None, difficulty: int = 0
   ):
     """Args:
 
-      families: task families to offer; None for all.
-      difficulty: level when a call does not give one, 0 (clean) to 2.
+    families: task families to offer; None for all.
+    difficulty: level when a call does not give one, 0 (clean) to 2.
     """
     names = tuple(families) if families else tuple(family_lib.FAMILIES)
     for name in names:
@@ -76,22 +78,20 @@ class DesktopTasks(seeds.SeededTasks):
     self._difficulty = _check_level(difficulty)
 
   def task(
-      self, family: str, seed: int, difficulty: int | None = None
+    self, family: str, seed: int, difficulty: int | None = None
   ) -> base.Task:
     """The instance that a family, a seed >= 0 and a difficulty stand for."""
     if seed < 0:
       raise ValueError(f"seed must be >= 0, got {seed}")
-    level = _check_level(
-        self._difficulty if difficulty is None else difficulty
-    )
+    level = _check_level(self._difficulty if difficulty is None else difficulty)
     kind = family_lib.get(family)
     return base.Task(
-        task_id=f"desktop/{family}/{level}/{seed}",
-        family=family,
-        instruction=family_lib.spec_of(kind, seed, level).instruction,
-        seed=seed,
-        max_turns=kind.max_turns[level],
-        params={"difficulty": level},
+      task_id=f"desktop/{family}/{level}/{seed}",
+      family=family,
+      instruction=family_lib.spec_of(kind, seed, level).instruction,
+      seed=seed,
+      max_turns=kind.max_turns[level],
+      params={"difficulty": level},
     )
 
 
@@ -99,21 +99,21 @@ class DesktopGym:
   """One desktop; `start` may be called again after an episode."""
 
   def __init__(
-      self, width: int = 128, height: int = 96, time_decay: float = 0.0
+    self, width: int = 128, height: int = 96, time_decay: float = 0.0
   ):
     """Args:
 
-      width, height: size of the screenshots in pixels, at least 128 x 96.
-      time_decay: an episode won in turn t scores `(1 - time_decay)^(t - 1)`;
-        0 (the default) scores 1 whenever it is won.
+    width, height: size of the screenshots in pixels, at least 128 x 96.
+    time_decay: an episode won in turn t scores `(1 - time_decay)^(t - 1)`;
+      0 (the default) scores 1 whenever it is won.
     """
     if not 0 <= time_decay < 1:
       raise ValueError(f"time_decay must be in [0, 1), got {time_decay}")
     if width < scene_lib.MIN_WIDTH or height < scene_lib.MIN_HEIGHT:
       raise ValueError(
-          f"a desktop needs at least {scene_lib.MIN_WIDTH}x"
-          f"{scene_lib.MIN_HEIGHT} pixels for its text to be readable, got"
-          f" width={width}, height={height}"
+        f"a desktop needs at least {scene_lib.MIN_WIDTH}x"
+        f"{scene_lib.MIN_HEIGHT} pixels for its text to be readable, got"
+        f" width={width}, height={height}"
       )
     if problem := bounds.screen_problem(width, height):
       raise ValueError(problem)
@@ -129,8 +129,8 @@ class DesktopGym:
     """The scene on the screen now."""
     if self._scene is None:
       raise RuntimeError(
-          "the desktop shows nothing yet; call start(task) or"
-          " random_scene(seed) first"
+        "the desktop shows nothing yet; call start(task) or"
+        " random_scene(seed) first"
       )
     return self._scene
 
@@ -139,7 +139,7 @@ class DesktopGym:
     kind = family_lib.get(task.family)
     level = _check_level(task.params.get("difficulty", 0))
     self.episode = family_lib.Episode(
-        kind, task.seed, level, self.width, self.height
+      kind, task.seed, level, self.width, self.height
     )
     self._scene = self.episode.scene
     return self._observe({}, self.episode.spec.instruction)
@@ -159,16 +159,16 @@ class DesktopGym:
     won = self.episode.outcome is True
     turns = self.episode.turns
     score = (1 - self.time_decay) ** max(0, turns - 1) if won else 0.0
-    return base.Evaluation(score, won, {
-        "decided": self.episode.outcome is not None, "turns": turns,
-    })
+    return base.Evaluation(
+      score, won, {"decided": self.episode.outcome is not None, "turns": turns}
+    )
 
   def _observe(
-      self, info: Mapping[str, Any], instruction: str = ""
+    self, info: Mapping[str, Any], instruction: str = ""
   ) -> base.Observation:
     ended = self.episode is not None and self.episode.outcome is not None
     return base.Observation(
-        self.scene.screenshot(), instruction, done=ended, info=info
+      self.scene.screenshot(), instruction, done=ended, info=info
     )
 
   def random_scene(self, seed: int) -> base.Observation:
@@ -206,7 +206,7 @@ class DesktopGym:
     return await self._drawn(self.act_sync, action)
 
   async def _drawn(
-      self, call: Callable[[Any], base.Observation], argument: Any
+    self, call: Callable[[Any], base.Observation], argument: Any
   ) -> base.Observation:
     """`call(argument)`, in a thread where drawing would delay the loop."""
     if self.width * self.height <= _INLINE_PIXELS:
@@ -223,7 +223,7 @@ class DesktopGym:
 
 
 def oracle_action(
-    gym: DesktopGym, spread: float = 0.0, rng: random.Random | None = None
+  gym: DesktopGym, spread: float = 0.0, rng: random.Random | None = None
 ) -> gui_action.GuiAction | None:
   """Returns the next right action in the gym's episode; None when it is over.
 
@@ -239,8 +239,10 @@ def oracle_action(
   if episode.outcome is not None:
     return None
   action = episode.family.oracle(episode)
-  if not spread or action is None or (
-      action.kind is not gui_action.GuiActionKind.CLICK
+  if (
+    not spread
+    or action is None
+    or (action.kind is not gui_action.GuiActionKind.CLICK)
   ):
     return action
   if rng is None:

@@ -32,14 +32,27 @@ class Shape(widgets.Widget):
     c.shape(self.shape, self.x, self.y, self.w, self.h, edge)
     rim = 1 if self.shape in ("square", "circle") else 0
     if self.shape == "star":  # an outline would eat the points
-      c.shape(self.shape, self.x, self.y, self.w, self.h,
-              words.COLORS[self.color])
+      c.shape(
+        self.shape, self.x, self.y, self.w, self.h, words.COLORS[self.color]
+      )
     elif rim:
-      c.shape(self.shape, self.x + 1, self.y + 1, self.w - 2, self.h - 2,
-              words.COLORS[self.color])
+      c.shape(
+        self.shape,
+        self.x + 1,
+        self.y + 1,
+        self.w - 2,
+        self.h - 2,
+        words.COLORS[self.color],
+      )
     else:
-      c.shape(self.shape, self.x + 2, self.y + 2, self.w - 4, self.h - 4,
-              words.COLORS[self.color])
+      c.shape(
+        self.shape,
+        self.x + 2,
+        self.y + 2,
+        self.w - 4,
+        self.h - 4,
+        words.COLORS[self.color],
+      )
 
   def press(self, ui, x, y, count):
     ui.emit("press", self)
@@ -68,8 +81,9 @@ class DropZone(widgets.Widget):
     edge = self.color or t.text
     c.rect(self.x, self.y, self.w, self.h, edge)
     c.rect(self.x + 2, self.y + 2, self.w - 4, self.h - 4, t.field)
-    c.text_in(self.x + 3, self.y + self.h - 11, self.w - 6, 9, self.name,
-              t.text)
+    c.text_in(
+      self.x + 3, self.y + self.h - 11, self.w - 6, 9, self.name, t.text
+    )
 
 
 class Icon(widgets.Widget):
@@ -88,8 +102,14 @@ class Icon(widgets.Widget):
     if ui.focus is self:
       c.shape("round2", self.x, self.y, self.w, self.h, t.accent)
     draw_icon(c, self.name, self.x + (self.w - 20) // 2, self.y + 1)
-    c.text_in(self.x, self.y + 22, self.w, 9, self.name,
-              t.accent_text if ui.focus is self else t.icon_text)
+    c.text_in(
+      self.x,
+      self.y + 22,
+      self.w,
+      9,
+      self.name,
+      t.accent_text if ui.focus is self else t.icon_text,
+    )
 
   def press(self, ui, x, y, count):
     if count >= 2:
@@ -121,8 +141,12 @@ class Row(widgets.Widget):
     t = ui.theme
     if self.chosen:
       c.rect(self.x, self.y, self.w, self.h, t.accent)
-    c.text(self.x + 4, self.y + (self.h - 7) // 2, self.name,
-           t.accent_text if self.chosen else t.text)
+    c.text(
+      self.x + 4,
+      self.y + (self.h - 7) // 2,
+      self.name,
+      t.accent_text if self.chosen else t.text,
+    )
     c.rect(self.x, self.y + self.h - 1, self.w, 1, t.title_idle)
 
   def press(self, ui, x, y, count):
@@ -148,8 +172,13 @@ class Tab(widgets.Widget):
     t = ui.theme
     top = self.y if self.front else self.y + 2
     c.rect(self.x, top, self.w, self.y + self.h - top, t.button_edge)
-    c.rect(self.x + 1, top + 1, self.w - 2, self.y + self.h - top - 1,
-           t.field if self.front else t.button)
+    c.rect(
+      self.x + 1,
+      top + 1,
+      self.w - 2,
+      self.y + self.h - top - 1,
+      t.field if self.front else t.button,
+    )
     if self.front:
       c.rect(self.x + 1, top, self.w - 2, 2, t.accent)
     c.text_in(self.x + 1, top, self.w - 2, self.h, self.name, t.text)
@@ -179,6 +208,7 @@ def _icon(name: str):
   def register(paint):
     _PAINTERS[name] = paint
     return paint
+
   return register
 
 
@@ -186,7 +216,7 @@ def draw_icon(c: Canvas, name: str, x: int, y: int) -> None:
   """Draws the icon `name` with its top left corner at (x, y)."""
   if name not in _PAINTERS:
     raise KeyError(
-        f"no desktop icon is called {name!r}; known: {', '.join(_PAINTERS)}"
+      f"no desktop icon is called {name!r}; known: {', '.join(_PAINTERS)}"
     )
   _PAINTERS[name](c, x, y)
 

@@ -17,16 +17,15 @@ Rect = tuple[int, int, int, int]
 
 def _overlap(a: Rect, b: Rect, gap: int) -> bool:
   return (
-      a[0] < b[0] + b[2] + gap and b[0] < a[0] + a[2] + gap
-      and a[1] < b[1] + b[3] + gap and b[1] < a[1] + a[3] + gap
-  )  # pyformat: disable
+    a[0] < b[0] + b[2] + gap
+    and b[0] < a[0] + a[2] + gap
+    and a[1] < b[1] + b[3] + gap
+    and b[1] < a[1] + a[3] + gap
+  )
 
 
 def _shelves(
-    rng: random.Random,
-    area: Rect,
-    sizes: Sequence[tuple[int, int]],
-    gap: int,
+  rng: random.Random, area: Rect, sizes: Sequence[tuple[int, int]], gap: int
 ) -> list[tuple[int, int]] | None:
   """Rows from the top with spare room between them; None if they do not fit."""
   ax, ay, aw, ah = area
@@ -58,11 +57,11 @@ def _shelves(
 
 
 def place(
-    rng: random.Random,
-    area: Rect,
-    sizes: Sequence[tuple[int, int]],
-    gap: int = 3,
-    blocked: Sequence[Rect] = (),
+  rng: random.Random,
+  area: Rect,
+  sizes: Sequence[tuple[int, int]],
+  gap: int = 3,
+  blocked: Sequence[Rect] = (),
 ) -> list[tuple[int, int]]:
   """Random top left corners for boxes of `sizes` inside `area`.
 
@@ -77,7 +76,7 @@ def place(
     spots: dict[int, Rect] = {}
     for i in order:
       spot = free_spot(
-          rng, area, sizes[i], (*spots.values(), *blocked), gap, 12
+        rng, area, sizes[i], (*spots.values(), *blocked), gap, 12
       )
       if spot is None:
         break
@@ -96,12 +95,12 @@ def place(
 
 
 def free_spot(
-    rng: random.Random,
-    area: Rect,
-    size: tuple[int, int],
-    occupied: Sequence[Rect],
-    gap: int = 3,
-    tries: int = 10,
+  rng: random.Random,
+  area: Rect,
+  size: tuple[int, int],
+  occupied: Sequence[Rect],
+  gap: int = 3,
+  tries: int = 10,
 ) -> tuple[int, int] | None:
   """Returns a random free corner for one more box; None when none was found."""
   ax, ay, aw, ah = area
@@ -116,15 +115,15 @@ def free_spot(
 
 
 def window(
-    rng: random.Random,
-    scene: scene_lib.Scene,
-    title: str,
-    w: int,
-    h: int,
-    *,
-    grow: bool = True,
-    closable: bool = True,
-    modal: bool = False,
+  rng: random.Random,
+  scene: scene_lib.Scene,
+  title: str,
+  w: int,
+  h: int,
+  *,
+  grow: bool = True,
+  closable: bool = True,
+  modal: bool = False,
 ) -> containers.Window:
   """Adds a window of at least `w` x `h` inside its margins, at random.
 
@@ -133,24 +132,24 @@ def window(
   w, h = w + 8, h + 8 + containers.TITLE_HEIGHT
   if w > scene.w or h > scene.h:
     raise ValueError(
-        f"the window {title!r} of {w}x{h} units does not fit on a desktop of"
-        f" {scene.w}x{scene.h}"
+      f"the window {title!r} of {w}x{h} units does not fit on a desktop of"
+      f" {scene.w}x{scene.h}"
     )
   if grow:
     w += rng.randrange(max(1, (scene.w - w) * 2 // 3 + 1))
     h += rng.randrange(max(1, (scene.h - h) * 2 // 3 + 1))
   x, y = rng.randrange(scene.w - w + 1), rng.randrange(scene.h - h + 1)
   return scene.add(
-      containers.Window(x, y, w, h, title, closable=closable, modal=modal)
+    containers.Window(x, y, w, h, title, closable=closable, modal=modal)
   )
 
 
 def dialog(
-    rng: random.Random,
-    scene: scene_lib.Scene,
-    title: str,
-    message: str,
-    labels: Sequence[str],
+  rng: random.Random,
+  scene: scene_lib.Scene,
+  title: str,
+  message: str,
+  labels: Sequence[str],
 ) -> tuple[containers.Window, list[widgets.Button]]:
   """Adds a modal dialog with a message; returns it and its buttons."""
   sizes = [widgets.Button.size(label) for label in labels]
@@ -162,9 +161,7 @@ def dialog(
   gap = (w - total) // (len(labels) + 1)
   button_x, buttons = x + gap, []
   for size, label in zip(sizes, labels):
-    buttons.append(
-        win.add(widgets.Button(button_x, y + h - 17, *size, label))
-    )
+    buttons.append(win.add(widgets.Button(button_x, y + h - 17, *size, label)))
     button_x += size[0] + gap
   return win, buttons
 

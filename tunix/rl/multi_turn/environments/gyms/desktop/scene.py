@@ -69,12 +69,12 @@ class Scene:
   """Widgets on a desktop of `width` x `height` pixels."""
 
   def __init__(
-      self, width: int, height: int, theme: canvas.Theme = canvas.LIGHT
+    self, width: int, height: int, theme: canvas.Theme = canvas.LIGHT
   ):
     if width < MIN_WIDTH or height < MIN_HEIGHT:
       raise ValueError(
-          f"a desktop needs at least {MIN_WIDTH}x{MIN_HEIGHT} pixels for its"
-          f" text to be readable, got width={width}, height={height}"
+        f"a desktop needs at least {MIN_WIDTH}x{MIN_HEIGHT} pixels for its"
+        f" text to be readable, got width={width}, height={height}"
       )
     self.width, self.height = width, height
     self.k = ui_scale(width, height)
@@ -162,14 +162,14 @@ class Scene:
         if isinstance(widget, containers.Window):
           x, y = widget.title_center()
           inside = 0 <= x < self.w and 0 <= y < self.h
-          point = self.to_px(x, y) if (
-              inside and self.hit(x, y) is widget
-          ) else None
+          point = (
+            self.to_px(x, y) if (inside and self.hit(x, y) is widget) else None
+          )
           centres.setdefault(widget.title_phrase(), []).append(point)
     return [
-        (phrase, *points[0])
-        for phrase, points in centres.items()
-        if len(points) == 1 and points[0] is not None
+      (phrase, *points[0])
+      for phrase, points in centres.items()
+      if len(points) == 1 and points[0] is not None
     ]
 
   def describe(self, x: float, y: float) -> str | None:
@@ -212,8 +212,8 @@ class Scene:
     info: dict[str, Any] = {}
     limits = (self.width, self.height) * 2
     clamped = any(
-        v is not None and not 0 <= v < limit
-        for v, limit in zip(positions, limits)
+      v is not None and not 0 <= v < limit
+      for v, limit in zip(positions, limits)
     )
     if clamped:
       info["clamped"] = True
@@ -258,7 +258,7 @@ class Scene:
       return None, ""  # the press only closes the menu
     modal = self._modal()
     if modal is not None and (
-        widget is None or self._root(widget) is not modal
+      widget is None or self._root(widget) is not modal
     ):
       return None, "a dialog is open"
     if widget is None:
@@ -318,7 +318,7 @@ class Scene:
     self.pointer = (x2, y2)
     if widget is not None:
       widget.drag(
-          self, *self._local(widget, x, y), *self._local(widget, x2, y2)
+        self, *self._local(widget, x, y), *self._local(widget, x2, y2)
       )
     return why
 
@@ -328,9 +328,9 @@ class Scene:
     widget = self.hit(x, y)
     area = self._scroll_area(widget)
     if area is None or isinstance(widget, widgets.Slider):
-      return self._do_drag(dataclasses.replace(
-          action, kind=_Kind.DRAG, duration=None
-      ))
+      return self._do_drag(
+        dataclasses.replace(action, kind=_Kind.DRAG, duration=None)
+      )
     _, why = self._touch(x, y)
     if not why:
       area.scroll(self, y - y2)
@@ -381,7 +381,7 @@ class Scene:
     return self._press_keys(combo)
 
   def _press_keys(self, combo: str) -> str:
-    """Returns why nothing happened, or "". """
+    """Returns why nothing happened, or ""."""
     if self.menu is not None:
       if combo == "escape":
         self.menu = None
@@ -395,8 +395,10 @@ class Scene:
     if focus is not None and focus.key(self, combo):
       return ""
     if focus is not None:
-      char = combo if len(combo) == 1 else (
-          combo[6:].upper() if combo.startswith("shift+") else ""
+      char = (
+        combo
+        if len(combo) == 1
+        else (combo[6:].upper() if combo.startswith("shift+") else "")
       )
       if combo == "space":
         char = " "
@@ -413,8 +415,9 @@ class Scene:
       return ""
     if combo in ("pageup", "pagedown"):
       areas = [
-          w for w in (window.walk() if window is not None else ())
-          if isinstance(w, containers.ScrollArea)
+        w
+        for w in (window.walk() if window is not None else ())
+        if isinstance(w, containers.ScrollArea)
       ]
       if areas:
         step = areas[0].h * 3 // 4
@@ -425,8 +428,12 @@ class Scene:
   def _menu_key(self, combo: str) -> str:
     children = self.menu.children
     at = next(
-        (i for i, c in enumerate(children)
-         if self.pointer is not None and c.contains(*self.pointer)), None
+      (
+        i
+        for i, c in enumerate(children)
+        if self.pointer is not None and c.contains(*self.pointer)
+      ),
+      None,
     )
     if combo == "enter":
       if at is None:
@@ -444,8 +451,10 @@ class Scene:
     window = self.front_window()
     roots = [window] if window is not None else self.items
     ring = [
-        w for root in roots for w in root.walk()
-        if w.focusable and getattr(w, "enabled", True)
+      w
+      for root in roots
+      for w in root.walk()
+      if w.focusable and getattr(w, "enabled", True)
     ]
     if not ring:
       return "nothing here can have the focus"

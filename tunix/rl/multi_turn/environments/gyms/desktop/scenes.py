@@ -39,7 +39,7 @@ def _pieces(rng: random.Random, names: _Names):
     name = names.take(words.BUTTON_LABELS)
     size = widgets.Button.size(name)
     return *size, lambda p, x, y: p.add(
-        widgets.Button(x, y, *size, name, rng.random() > 0.1)
+      widgets.Button(x, y, *size, name, rng.random() > 0.1)
     )
 
   def field():
@@ -57,8 +57,10 @@ def _pieces(rng: random.Random, names: _Names):
   def check():
     name = names.take(words.CHOICES)
     ticked = rng.random() < 0.4
-    return widgets.CheckBox.width(name), 14, lambda p, x, y: p.add(
-        widgets.CheckBox(x, y, name, ticked)
+    return (
+      widgets.CheckBox.width(name),
+      14,
+      lambda p, x, y: p.add(widgets.CheckBox(x, y, name, ticked)),
     )
 
   def radios():
@@ -88,22 +90,24 @@ def _pieces(rng: random.Random, names: _Names):
   def slider():
     name = names.take(words.SLIDER_NAMES)
     width, value = rng.randint(60, 100), rng.randint(0, 10)
-    return width, widgets.Slider.HEIGHT, lambda p, x, y: p.add(
-        widgets.Slider(x, y, width, name, 10, value)
+    return (
+      width,
+      widgets.Slider.HEIGHT,
+      lambda p, x, y: p.add(widgets.Slider(x, y, width, name, 10, value)),
     )
 
   def shape():
     color, form = names.take(_PAIRS).split()
     size = rng.randint(16, 26)
-    return size, size, lambda p, x, y: p.add(
-        items.Shape(x, y, size, color, form)
+    return (
+      size,
+      size,
+      lambda p, x, y: p.add(items.Shape(x, y, size, color, form)),
     )
 
   def box():
     name = names.take(("A", "B", "C", "D"))
-    return 28, 28, lambda p, x, y: p.add(
-        items.DropZone(x, y, 28, 28, name)
-    )
+    return 28, 28, lambda p, x, y: p.add(items.DropZone(x, y, 28, 28, name))
 
   def rows():
     labels = [names.take(words.CHOICES) for _ in range(4)]
@@ -117,8 +121,22 @@ def _pieces(rng: random.Random, names: _Names):
 
     return 64, 42, build
 
-  return (button, button, button, field, field, check, check, radios,
-          drop_down, slider, shape, shape, box, rows)
+  return (
+    button,
+    button,
+    button,
+    field,
+    field,
+    check,
+    check,
+    radios,
+    drop_down,
+    slider,
+    shape,
+    shape,
+    box,
+    rows,
+  )
 
 
 _PAIRS = tuple(f"{c} {s}" for c in words.COLORS for s in words.SHAPES)
@@ -152,23 +170,23 @@ def field(width: int, height: int, seed: int, kind: str) -> scene_lib.Scene:
   """
   if kind not in FIELD_KINDS:
     raise ValueError(
-        f"kind must be one of {', '.join(FIELD_KINDS)}, got {kind!r}"
+      f"kind must be one of {', '.join(FIELD_KINDS)}, got {kind!r}"
     )
   rng = random.Random(f"field/{kind}/{seed}/{width}x{height}")
   theme = rng.choice((canvas.LIGHT,) * 3 + canvas.THEMES)
   scene = scene_lib.Scene(width, height, theme)
   names = _Names(rng)
   pools = {
-      "color": tuple(words.COLORS),
-      "shape": _PAIRS,
-      "icon": words.ICON_NAMES,
-      "button": words.BUTTON_LABELS,
-      "check box": words.CHOICES,
+    "color": tuple(words.COLORS),
+    "shape": _PAIRS,
+    "icon": words.ICON_NAMES,
+    "button": words.BUTTON_LABELS,
+    "check box": words.CHOICES,
   }
   sizes = {
-      "icon": lambda name: items.Icon.SIZE,
-      "button": widgets.Button.size,
-      "check box": lambda name: (widgets.CheckBox.width(name), 14),
+    "icon": lambda name: items.Icon.SIZE,
+    "button": widgets.Button.size,
+    "check box": lambda name: (widgets.CheckBox.width(name), 14),
   }
   occupied: list[layout.Rect] = []
   for _ in range(min(rng.randint(5, 8), len(pools[kind]))):
@@ -218,7 +236,7 @@ def random_scene(width: int, height: int, seed: int) -> scene_lib.Scene:
       label = names.take(words.BUTTON_LABELS)
       size = widgets.Button.size(label)
       spot = layout.free_spot(
-          rng, (page.x + 3, page.y + 3, page.w - 6, page.h - 6), size, []
+        rng, (page.x + 3, page.y + 3, page.w - 6, page.h - 6), size, []
       )
       if spot is not None:
         page.add(widgets.Button(*spot, *size, label))
@@ -227,13 +245,10 @@ def random_scene(width: int, height: int, seed: int) -> scene_lib.Scene:
   if rng.random() < 0.2:
     buttons = rng.sample(words.DIALOG_BUTTONS, 2)
     message = rng.choice(words.MESSAGES)
-    layout.dialog(
-        rng, scene, names.take(words.WINDOW_TITLES), message, buttons
-    )
+    layout.dialog(rng, scene, names.take(words.WINDOW_TITLES), message, buttons)
   layout.clutter(rng, scene, rng.randint(0, 4))
   fields = [
-      widget for item in scene.items for widget in item.walk()
-      if widget.focusable
+    widget for item in scene.items for widget in item.walk() if widget.focusable
   ]
   if fields and rng.random() < 0.3:
     scene.focus = rng.choice(fields)

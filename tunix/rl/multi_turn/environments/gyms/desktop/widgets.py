@@ -53,8 +53,9 @@ class Widget:
     return (f"the {self.name} {self.kind}",) if self.name else ()
 
   def _named_or_kind(self) -> tuple[str, ...]:
-    return (f"the {self.name} {self.kind}" if self.name else
-            f"the {self.kind}",)
+    return (
+      f"the {self.name} {self.kind}" if self.name else f"the {self.kind}",
+    )
 
   def draw(self, c: Canvas, ui: Scene) -> None:
     raise NotImplementedError
@@ -117,8 +118,14 @@ class Button(Widget):
       c.box(self.x, self.y, self.w, self.h, t.window, t.faint)
     else:
       focused = ui.focus is self
-      c.box(self.x, self.y, self.w, self.h, t.button,
-            t.accent if focused else t.button_edge)
+      c.box(
+        self.x,
+        self.y,
+        self.w,
+        self.h,
+        t.button,
+        t.accent if focused else t.button_edge,
+      )
       c.rect(self.x + 2, self.y + self.h - 2, self.w - 4, 1, t.button_edge)
     color = t.text if self.enabled else t.faint
     c.text_in(self.x + 2, self.y, self.w - 4, self.h, self.name, color)
@@ -156,33 +163,39 @@ class TextField(Widget):
   def draw(self, c, ui):
     t = ui.theme
     focused = ui.focus is self
-    c.rect(self.x, self.y, self.w, self.h,
-           t.accent if focused else t.button_edge)
+    c.rect(
+      self.x, self.y, self.w, self.h, t.accent if focused else t.button_edge
+    )
     c.rect(self.x + 1, self.y + 1, self.w - 2, self.h - 2, t.field)
     room = self.w - 8
     shown = "*" * len(self.text) if self.secret else self.text
     first = 0
     # Keep the caret in sight: cut from the left as far as needed.
-    while font.text_width(shown[first:self.caret]) > room:
+    while font.text_width(shown[first : self.caret]) > room:
       first += 1
     part = font.fit(shown[first:], room)
     top = self.y + (self.h - font.ASCENT) // 2
     text_x = self.x + 4
     low, high = self.selection()
     if focused and low < high:
-      a = font.text_width(shown[first:max(low, first)])
+      a = font.text_width(shown[first : max(low, first)])
       b = min(room, font.text_width(shown[first:high]))
-      c.rect(text_x + a + bool(a) - 1, self.y + 2, b - a + 2 - bool(a),
-             self.h - 4, t.accent)
+      c.rect(
+        text_x + a + bool(a) - 1,
+        self.y + 2,
+        b - a + 2 - bool(a),
+        self.h - 4,
+        t.accent,
+      )
       cut = max(0, low - first), max(0, high - first)
-      c.text(text_x, top, part[:cut[0]], t.text)
+      c.text(text_x, top, part[: cut[0]], t.text)
       gap = 1 if cut[0] else 0
-      c.text(text_x + a + gap, top, part[cut[0]:cut[1]], t.accent_text)
-      c.text(text_x + b + 1, top, part[cut[1]:], t.text)
+      c.text(text_x + a + gap, top, part[cut[0] : cut[1]], t.accent_text)
+      c.text(text_x + b + 1, top, part[cut[1] :], t.text)
     else:
       c.text(text_x, top, part, t.text)
     if focused:
-      at = font.text_width(shown[first:self.caret])
+      at = font.text_width(shown[first : self.caret])
       c.rect(text_x + at + (1 if at else 0), self.y + 2, 1, self.h - 4, t.text)
 
   def press(self, ui, x, y, count):
@@ -192,7 +205,7 @@ class TextField(Widget):
     at = x - self.x - 4
     spot = 0
     while spot < len(self.text) and (
-        font.text_width(self.text[: spot + 1]) <= at + 2
+      font.text_width(self.text[: spot + 1]) <= at + 2
     ):
       spot += 1
     self.caret = self.anchor = spot
@@ -231,15 +244,24 @@ class TextField(Widget):
           self._replace(ui, low, high, "")
     elif combo == "ctrl+v":
       self._replace(ui, low, high, ui.clipboard)
-    elif combo in ("left", "right", "home", "end", "shift+left",
-                   "shift+right", "shift+home", "shift+end"):
+    elif combo in (
+      "left",
+      "right",
+      "home",
+      "end",
+      "shift+left",
+      "shift+right",
+      "shift+home",
+      "shift+end",
+    ):
       shift, _, way = combo.rpartition("+")
       target = {
-          "left": low if selected and not shift else max(0, self.caret - 1),
-          "right": high if selected and not shift
-                   else min(len(self.text), self.caret + 1),
-          "home": 0,
-          "end": len(self.text),
+        "left": low if selected and not shift else max(0, self.caret - 1),
+        "right": high
+        if selected and not shift
+        else min(len(self.text), self.caret + 1),
+        "home": 0,
+        "end": len(self.text),
       }[way]
       self.caret = target
       if not shift:
@@ -303,8 +325,14 @@ class RadioButton(Widget):
   def draw(self, c, ui):
     t = ui.theme
     top = self.y + (self.h - 11) // 2
-    c.shape("circle", self.x + 1, top, 11, 11,
-            t.accent if ui.focus is self else t.text)
+    c.shape(
+      "circle",
+      self.x + 1,
+      top,
+      11,
+      11,
+      t.accent if ui.focus is self else t.text,
+    )
     c.shape("circle", self.x + 2, top + 1, 9, 9, t.field)
     if self.chosen:
       c.shape("circle", self.x + 4, top + 3, 5, 5, t.accent)
@@ -344,20 +372,30 @@ class DropDown(Widget):
 
   def draw(self, c, ui):
     t = ui.theme
-    c.rect(self.x, self.y, self.w, self.h,
-           t.accent if ui.focus is self else t.button_edge)
+    c.rect(
+      self.x,
+      self.y,
+      self.w,
+      self.h,
+      t.accent if ui.focus is self else t.button_edge,
+    )
     c.rect(self.x + 1, self.y + 1, self.w - 2, self.h - 2, t.field)
     right = self.x + self.w - self.h
     c.rect(right, self.y + 1, self.h - 1, self.h - 2, t.button)
     c.rect(right, self.y + 1, 1, self.h - 2, t.button_edge)
-    c.shape("down", right + (self.h - 7) // 2, self.y + (self.h - 7) // 2,
-            7, 7, t.text)
+    c.shape(
+      "down",
+      right + (self.h - 7) // 2,
+      self.y + (self.h - 7) // 2,
+      7,
+      7,
+      t.text,
+    )
     text = font.fit(self.options[self.value], self.w - self.h - 6)
     c.text(self.x + 4, self.y + (self.h - 7) // 2, text, t.text)
 
   def press(self, ui, x, y, count):
-    ui.open_menu(self.x, self.y + self.h, self.options, self, self.w,
-                 self.h)
+    ui.open_menu(self.x, self.y + self.h, self.options, self, self.w, self.h)
 
   def choose(self, ui: Scene, index: int) -> None:
     """Sets the value; the menu calls it."""
@@ -410,16 +448,23 @@ class Slider(Widget):
     shown = str(self.value)
     room = self.w - 4 - font.text_width(shown)
     c.text(self.x + 1, self.y + 1, font.fit(self.name, room), t.text)
-    c.text(self.x + self.w - 1 - font.text_width(shown), self.y + 1, shown,
-           t.text)
+    c.text(
+      self.x + self.w - 1 - font.text_width(shown), self.y + 1, shown, t.text
+    )
     track_x, right = self.x + 5, self.x + self.w - 6
     for step in range(self.steps + 1):
       c.rect(self.knob_x(step), mid + 6, 1, 2, t.faint)
     c.rect(track_x - 2, mid - 1, right - track_x + 5, 3, t.button_edge)
     knob = self.knob_x()
     c.rect(track_x - 2, mid - 1, knob - track_x + 2, 3, t.accent)
-    c.box(knob - 4, mid - 6, 9, 12, t.accent,
-          t.text if ui.focus is self else t.button_edge)
+    c.box(
+      knob - 4,
+      mid - 6,
+      9,
+      12,
+      t.accent,
+      t.text if ui.focus is self else t.button_edge,
+    )
 
   def _value_at(self, x: int) -> int:
     span = self.w - 11

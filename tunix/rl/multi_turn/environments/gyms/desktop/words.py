@@ -16,21 +16,21 @@ TYPING_WORDS = (
     "night", "ocean", "olive", "onion", "paper", "pearl", "piano", "planet",
     "queen", "rain", "river", "robot", "salt", "silver", "snow", "spider",
     "sugar", "sun", "table", "tiger", "tree", "violin", "wheel", "zebra",
-)  # pyformat: disable
+)  # fmt: skip
 
 BUTTON_LABELS = (
     "OK", "Save", "Open", "Send", "Next", "Back", "Help", "Yes",
     "No", "Print", "Copy", "Paste", "Edit", "Undo", "Find", "Stop",
-)  # pyformat: disable
+)  # fmt: skip
 
 # Name -> RGB of a coloured shape; far apart in hue and brightness.
 COLORS = {
-    "red": (220, 40, 40),
-    "green": (30, 160, 70),
-    "blue": (40, 90, 225),
-    "yellow": (245, 205, 30),
-    "purple": (145, 60, 190),
-    "orange": (245, 130, 20),
+  "red": (220, 40, 40),
+  "green": (30, 160, 70),
+  "blue": (40, 90, 225),
+  "yellow": (245, 205, 30),
+  "purple": (145, 60, 190),
+  "orange": (245, 130, 20),
 }
 
 SHAPES = ("square", "circle", "triangle", "diamond", "star")
@@ -38,7 +38,7 @@ SHAPES = ("square", "circle", "triangle", "diamond", "star")
 ICON_NAMES = (
     "Mail", "Music", "Files", "Photos", "Clock", "Notes",
     "Maps", "Chat", "Trash", "Games", "Camera", "Books",
-)  # pyformat: disable
+)  # fmt: skip
 
 # Labels of check boxes, radio buttons and list rows.
 CHOICES = (
@@ -46,11 +46,11 @@ CHOICES = (
     "Red", "Green", "Blue", "Gold", "Pink", "Grey",
     "Small", "Large", "Fast", "Slow", "North", "South",
     "East", "West", "Tea", "Milk", "Bread", "Rice",
-)  # pyformat: disable
+)  # fmt: skip
 
 FIELD_NAMES = (
     "name", "city", "email", "phone", "title", "user", "street", "note",
-)  # pyformat: disable
+)  # fmt: skip
 
 DROP_DOWN_NAMES = ("size", "color", "mode", "font", "unit", "day")
 
@@ -58,19 +58,19 @@ SLIDER_NAMES = ("volume", "light", "speed", "zoom", "bass", "heat")
 
 MENU_ITEMS = (
     "Cut", "Copy", "Paste", "Rename", "Delete", "Share", "Rotate", "Pin",
-)  # pyformat: disable
+)  # fmt: skip
 
 TAB_NAMES = ("Home", "View", "Tools", "Files", "Users", "Log")
 
 WINDOW_TITLES = (
     "Editor", "Player", "Report", "Setup", "Viewer", "Wizard", "Studio",
     "Office", "Store", "Travel",
-)  # pyformat: disable
+)  # fmt: skip
 
 MESSAGES = (
     "Save changes?", "File not found", "Disk is full", "Update ready",
     "Low battery", "Try again?", "All done", "Delete file?",
-)  # pyformat: disable
+)  # fmt: skip
 
 DIALOG_BUTTONS = ("OK", "Cancel", "Yes", "No", "Retry", "Later")
 
@@ -79,12 +79,12 @@ SHORTCUTS = (
     "ctrl+s", "ctrl+z", "ctrl+f", "ctrl+p", "ctrl+n", "ctrl+o",
     "enter", "escape", "tab", "f1", "f5", "delete",
     "alt+f4", "ctrl+shift+t", "ctrl+alt+k", "shift+f10",
-)  # pyformat: disable
+)  # fmt: skip
 
 # Subjects of the facts in the question family.
 FACT_NAMES = (
     "Price", "Total", "Room", "Code", "Gate", "Floor", "Seat", "Score",
-)  # pyformat: disable
+)  # fmt: skip
 
 
 def all_words() -> tuple[str, ...]:
@@ -93,5 +93,5 @@ def all_words() -> tuple[str, ...]:
       TYPING_WORDS, BUTTON_LABELS, tuple(COLORS), SHAPES, ICON_NAMES, CHOICES,
       FIELD_NAMES, DROP_DOWN_NAMES, SLIDER_NAMES, MENU_ITEMS, TAB_NAMES,
       WINDOW_TITLES, MESSAGES, DIALOG_BUTTONS, SHORTCUTS, FACT_NAMES,
-  )  # pyformat: disable
+  )  # fmt: skip
   return tuple(dict.fromkeys(word for group in groups for word in group))

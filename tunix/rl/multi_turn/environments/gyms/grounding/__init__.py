@@ -14,7 +14,7 @@ from tunix.rl.multi_turn.environments.gyms import spec
 
 
 def _check(
-    options: Mapping[str, Any], width: int, height: int
+  options: Mapping[str, Any], width: int, height: int
 ) -> Iterator[str]:
   from tunix.rl.multi_turn.environments.gyms.grounding import targets  # pylint: disable=g-import-not-at-top
 
@@ -22,27 +22,27 @@ def _check(
 
 
 GYM = spec.GymSpec(
-    doc="one click on a named thing, to try a checkpoint",
-    make=f"{__name__}.gym:GroundingGym",
-    operator_options=("path",),
-    tasks=f"{__name__}.gym:GroundingTasks",
-    preset={
-        "gym.width": 1920,
-        "gym.height": 1080,
-        "eval.episodes_per_task": 0,
-        "eval.modes": ("greedy",),
-    },
-    oracle=f"{__name__}.gym:oracle_action",
-    describe=f"{__name__}.gym:describe",
-    set_by_run=spec.SIZE,
-    check=_check,
-    lists_tasks=True,
-    digest=f"{__name__}.accuracy:digest",
-    bounds={"count": (0, 100_000)},
+  doc="one click on a named thing, to try a checkpoint",
+  make=f"{__name__}.gym:GroundingGym",
+  operator_options=("path",),
+  tasks=f"{__name__}.gym:GroundingTasks",
+  preset={
+    "gym.width": 1920,
+    "gym.height": 1080,
+    "eval.episodes_per_task": 0,
+    "eval.modes": ("greedy",),
+  },
+  oracle=f"{__name__}.gym:oracle_action",
+  describe=f"{__name__}.gym:describe",
+  set_by_run=spec.SIZE,
+  check=_check,
+  lists_tasks=True,
+  digest=f"{__name__}.accuracy:digest",
+  bounds={"count": (0, 100_000)},
 )
 
 __getattr__ = registry.lazy_attributes(
-    __name__,
-    gym="GroundingGym GroundingTasks oracle_action describe",
-    targets="Target",
+  __name__,
+  gym="GroundingGym GroundingTasks oracle_action describe",
+  targets="Target",
 )

@@ -89,7 +89,7 @@ class Reading:
 
 
 def digest(
-    outcomes: Sequence[Mapping[str, Any]], folder: pathlib.Path
+  outcomes: Sequence[Mapping[str, Any]], folder: pathlib.Path
 ) -> dict[str, Any]:
   """Accuracy and readings of an evaluation; draws its misses.
 
@@ -98,7 +98,7 @@ def digest(
     folder: Gets `misses.png` where a click missed.
   """
   valid = [
-      one for one in outcomes if one["valid"] and one["details"].get("box")
+    one for one in outcomes if one["valid"] and one["details"].get("box")
   ]
   if not valid:
     return {}
@@ -113,7 +113,7 @@ def digest(
     from tunix.rl.multi_turn.environments.gyms.grounding import picture  # pylint: disable=g-import-not-at-top
 
     picture.draw_misses([one["details"] for one in missed]).save(
-        folder / PICTURE
+      folder / PICTURE
     )
     data["pictures"] = [PICTURE]
   return data
@@ -121,10 +121,12 @@ def digest(
 
 def clicks_of(outcomes: Sequence[Mapping[str, Any]]) -> Clicks:
   details = [one["details"] for one in outcomes]
-  return Clicks(*(
+  return Clicks(
+    *(
       np.array([one[name] for one in details], np.float64).reshape(-1, width)
       for name, width in (("point", 2), ("box", 4), ("screen", 2))
-  ))
+    )
+  )
 
 
 # --- accuracy -----------------------------------------------------------------
@@ -134,20 +136,20 @@ def rates(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """{"accuracy", "by_kind", "by_screen", "by_size", "by_place"}: {group:
   {"targets", "accuracy"}}."""
   groups: dict[str, dict[str, list[bool]]] = {
-      name: collections.defaultdict(list) for name in _GROUPS
+    name: collections.defaultdict(list) for name in _GROUPS
   }
   for one in outcomes:
     for name, group_of in _GROUPS.items():
       groups[name][group_of(one["details"])].append(bool(one["success"]))
   return {
-      "accuracy": float(np.mean([bool(one["success"]) for one in outcomes])),
-      **{
-          name: {
-              group: {"targets": len(hits), "accuracy": float(np.mean(hits))}
-              for group, hits in sorted(by.items())
-          }
-          for name, by in groups.items()
-      },
+    "accuracy": float(np.mean([bool(one["success"]) for one in outcomes])),
+    **{
+      name: {
+        group: {"targets": len(hits), "accuracy": float(np.mean(hits))}
+        for group, hits in sorted(by.items())
+      }
+      for name, by in groups.items()
+    },
   }
 
 
@@ -168,16 +170,16 @@ def place_group(details: Mapping[str, Any]) -> str:
   middle = (y1 + y2) / 2, (x1 + x2) / 2
   sides = details["screen"][::-1]
   return " ".join(
-      names[min(2, max(0, int(3 * at / side)))]
-      for names, at, side in zip(_PLACES, middle, sides)
+    names[min(2, max(0, int(3 * at / side)))]
+    for names, at, side in zip(_PLACES, middle, sides)
   )
 
 
 _GROUPS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "by_kind": lambda details: str(details["kind"]),
-    "by_screen": lambda details: "{:g}x{:g}".format(*details["screen"]),
-    "by_size": size_group,
-    "by_place": place_group,
+  "by_kind": lambda details: str(details["kind"]),
+  "by_screen": lambda details: "{:g}x{:g}".format(*details["screen"]),
+  "by_size": size_group,
+  "by_place": place_group,
 }
 
 
@@ -195,9 +197,9 @@ def find_readings(clicks: Clicks) -> list[Reading]:
     nearer = int((after < before - 1e-9).sum())
     moved = nearer + int((after > before + 1e-9).sum())
     if (
-        nearer >= _CLEAR * len(before)
-        and np.median(after) <= _NEARER * np.median(before)
-        and _chance(nearer, moved) < _CHANCE
+      nearer >= _CLEAR * len(before)
+      and np.median(after) <= _NEARER * np.median(before)
+      and _chance(nearer, moved) < _CHANCE
     ):
       accuracy = float(clicks.hits(points).mean())
       reading = Reading(name, text, accuracy, nearer / len(before))
@@ -206,9 +208,9 @@ def find_readings(clicks: Clicks) -> list[Reading]:
   # named mistake that comes close to it says more.
   fits = [after for after, reading in readings if reading.name == "fit"]
   named = [
-      (after, reading)
-      for after, reading in readings
-      if reading.name != "fit" and (not fits or after <= _CLOSE * fits[0])
+    (after, reading)
+    for after, reading in readings
+    if reading.name != "fit" and (not fits or after <= _CLOSE * fits[0])
   ]
   chosen = sorted(named or readings, key=lambda one: one[0])
   return [reading for _, reading in chosen]
@@ -220,60 +222,60 @@ def _chance(nearer: int, moved: int) -> float:
   return ways / 2**moved if moved else 1.0
 
 
-def _corrections(
-    clicks: Clicks,
-) -> Iterator[tuple[str, str, np.ndarray]]:
+def _corrections(clicks: Clicks) -> Iterator[tuple[str, str, np.ndarray]]:
   """(name, text, corrected points) of each mistake."""
   points, screens = clicks.points, clicks.screens
   shares = points / screens
   for swapped in (shares[:, ::-1] * screens, points[:, ::-1]):
     yield (
-        "swapped",
-        "the axes are swapped: the model writes y before x, or the grammar"
-        " reads them so; look at agent.parser",
-        swapped,
+      "swapped",
+      "the axes are swapped: the model writes y before x, or the grammar"
+      " reads them so; look at agent.parser",
+      swapped,
     )
   yield (
-      "thousandths",
-      "the model writes thousandths of the screen, which the grammar reads as"
-      " pixels; choose the grammar without _absolute in agent.parser",
-      points / 1000 * screens,
+    "thousandths",
+    "the model writes thousandths of the screen, which the grammar reads as"
+    " pixels; choose the grammar without _absolute in agent.parser",
+    points / 1000 * screens,
   )
   yield (
-      "pixels",
-      "the model writes pixels, which the grammar reads as thousandths of the"
-      " screen; choose an _absolute grammar in agent.parser",
-      shares * 1000,
+    "pixels",
+    "the model writes pixels, which the grammar reads as thousandths of the"
+    " screen; choose an _absolute grammar in agent.parser",
+    shares * 1000,
   )
   for model, used in ((28, 32), (32, 28)):
     yield (
-        f"factor_{model}",
-        f"the model counts pixels of a screenshot resized to multiples of"
-        f" {model}, and this one was resized to multiples of {used}; look at"
-        " agent.resize and the processor's patch size",
-        points * _sizes(screens, used) / _sizes(screens, model),
+      f"factor_{model}",
+      f"the model counts pixels of a screenshot resized to multiples of"
+      f" {model}, and this one was resized to multiples of {used}; look at"
+      " agent.resize and the processor's patch size",
+      points * _sizes(screens, used) / _sizes(screens, model),
     )
   if (fit := _fitted(clicks)) is not None:
     yield "fit", *fit
 
 
 def _sizes(screens: np.ndarray, factor: int) -> np.ndarray:
-  return np.array([
+  return np.array(
+    [
       screenshot.fit_size(int(width), int(height), factor=factor)
       for width, height in screens
-  ], np.float64)  # pyformat: disable
+    ],
+    np.float64,
+  )
 
 
 def _fitted(clicks: Clicks) -> tuple[str, np.ndarray] | None:
-  """(text, corrected points) of a scale and an offset for each axis and screen.
-  """
+  """(text, corrected points) of a scale and an offset for each axis and screen."""
   points = clicks.points.copy()
   texts = []
   for screen in np.unique(clicks.screens, axis=0):
     rows = np.flatnonzero((clicks.screens == screen).all(axis=1))
     fits = [
-        _line(clicks.points[rows, axis], clicks.middles[rows, axis])
-        for axis in (0, 1)
+      _line(clicks.points[rows, axis], clicks.middles[rows, axis])
+      for axis in (0, 1)
     ]
     if len(rows) < _LEAST or None in fits:
       continue
@@ -281,16 +283,16 @@ def _fitted(clicks: Clicks) -> tuple[str, np.ndarray] | None:
       points[rows, axis] = scale * points[rows, axis] + offset
     (a, b), (c, d) = fits  # type: ignore[misc]
     texts.append(
-        f"{screen[0]:g}x{screen[1]:g}: x {a:.3f}·x{b:+.0f}, y {c:.3f}·y{d:+.0f}"
+      f"{screen[0]:g}x{screen[1]:g}: x {a:.3f}·x{b:+.0f}, y {c:.3f}·y{d:+.0f}"
     )
   if not texts:
     return None
   return (
-      "clicks are off by a scale or an offset (middle of the target of a click"
-      f" at x, y: {'; '.join(texts)}); compare the sizes that the agent and the"
-      " processor resize a screenshot to (agent.resize, agent.max_pixels,"
-      " policy.max_pixels)",
-      points,
+    "clicks are off by a scale or an offset (middle of the target of a click"
+    f" at x, y: {'; '.join(texts)}); compare the sizes that the agent and the"
+    " processor resize a screenshot to (agent.resize, agent.max_pixels,"
+    " policy.max_pixels)",
+    points,
   )
 
 
@@ -310,17 +312,17 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
 
 def _lines(data: Mapping[str, Any]) -> Iterator[str]:
   yield (
-      f"{data['accuracy']:.3f} of {data['targets']} targets hit,"
-      f" {data['without_a_point']} answers without a point"
+    f"{data['accuracy']:.3f} of {data['targets']} targets hit,"
+    f" {data['without_a_point']} answers without a point"
   )
   for name in _GROUPS:
     groups = "  ".join(
-        f"{group} {figures['accuracy']:.3f} ({figures['targets']})"
-        for group, figures in data[name].items()
+      f"{group} {figures['accuracy']:.3f} ({figures['targets']})"
+      for group, figures in data[name].items()
     )
     yield f"{name.replace('_', ' ')}:  {groups}"
   for reading in data["readings"]:
     yield (
-        f"{reading['text']} (so read, {reading['accuracy']:.3f} of the clicks"
-        " would hit)"
+      f"{reading['text']} (so read, {reading['accuracy']:.3f} of the clicks"
+      " would hit)"
     )

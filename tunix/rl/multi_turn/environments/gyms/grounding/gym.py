@@ -29,24 +29,24 @@ class GroundingTasks:
   """
 
   def __init__(
-      self,
-      families: Sequence[str] | None = None,
-      *,
-      path: str = "",
-      sizes: Sequence[str] = (),
-      count: int = 0,
-      width: int = 1920,
-      height: int = 1080,
+    self,
+    families: Sequence[str] | None = None,
+    *,
+    path: str = "",
+    sizes: Sequence[str] = (),
+    count: int = 0,
+    width: int = 1920,
+    height: int = 1080,
   ):
     """Args:
 
-      families: Families to offer; None for all.
-      path: Folder of a local copy of ScreenSpot, -v2 or -Pro; "" draws.
-      sizes: Screens to draw on, such as 1280x720; () for those of
-        `targets.SIZES` that width x height hold.
-      count: Targets drawn for each size, 0 for `targets.COUNT`; of files, how
-        many in all, evenly spaced, 0 for every one.
-      width, height: Size of the largest screen, in pixels.
+    families: Families to offer; None for all.
+    path: Folder of a local copy of ScreenSpot, -v2 or -Pro; "" draws.
+    sizes: Screens to draw on, such as 1280x720; () for those of
+      `targets.SIZES` that width x height hold.
+    count: Targets drawn for each size, 0 for `targets.COUNT`; of files, how
+      many in all, evenly spaced, 0 for every one.
+    width, height: Size of the largest screen, in pixels.
     """
     if count < 0:
       raise ValueError(f"count={count} must be >= 0")
@@ -62,13 +62,14 @@ class GroundingTasks:
       for text in self._sizes:
         for place in range(count or targets.COUNT):
           kind = kinds[place % len(kinds)]
-          number = seeds.eval_seed(kind, place // len(kinds), 0,
-                                   seeds.EVAL_SEEDS_FROM)
+          number = seeds.eval_seed(
+            kind, place // len(kinds), 0, seeds.EVAL_SEEDS_FROM
+          )
           self._add(_drawn_task(text, kind, number))
     for family in families or ():
       if family not in self._eval:
         raise ValueError(
-            registry.unknown_name("family of targets", family, self._eval)
+          registry.unknown_name("family of targets", family, self._eval)
         )
     self._families = tuple(families or self._eval)
 
@@ -79,13 +80,15 @@ class GroundingTasks:
     for place in sorted(chosen):
       if place < len(rows):
         row = rows[place]
-        self._add(base.Task(
+        self._add(
+          base.Task(
             task_id=f"grounding/{row.name}",
             family=row.family,
             instruction=_ACTION.format(row.words),
             max_turns=1,
             params={"place": place},
-        ))
+          )
+        )
 
   def _add(self, task: base.Task) -> None:
     self._eval.setdefault(task.family, []).append(task)
@@ -94,8 +97,7 @@ class GroundingTasks:
     return self._families
 
   def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """Returns a drawn target that no evaluation has; files are only measured.
-    """
+    """Returns a drawn target that no evaluation has; files are only measured."""
     if not self._drawn:
       return self.eval_task(family, index)
     number = seeds.train_seed(family, index, seed, seeds.EVAL_SEEDS_FROM)
@@ -113,11 +115,11 @@ class GroundingTasks:
 
 def _drawn_task(size: str, kind: str, seed: int) -> base.Task:
   return base.Task(
-      task_id=f"grounding/{size}/{kind}/{seed}",
-      family=kind,
-      seed=seed,
-      max_turns=1,
-      params={"size": size},
+    task_id=f"grounding/{size}/{kind}/{seed}",
+    family=kind,
+    seed=seed,
+    max_turns=1,
+    params={"size": size},
   )
 
 
@@ -127,8 +129,8 @@ class GroundingGym:
   def __init__(self, *, path: str = "", width: int = 1920, height: int = 1080):
     """Args:
 
-      path: As of `GroundingTasks`.
-      width, height: Size of the largest screen, in pixels.
+    path: As of `GroundingTasks`.
+    width, height: Size of the largest screen, in pixels.
     """
     self._path = path
     self._pixels = width * height
@@ -148,25 +150,25 @@ class GroundingGym:
       place = task.params.get("place")
       if not isinstance(place, int) or not 0 <= place < len(rows):
         raise ValueError(
-            f"task {task.task_id}: params.place={place!r} is none of the"
-            f" {len(rows)} targets of {self._path}"
+          f"task {task.task_id}: params.place={place!r} is none of the"
+          f" {len(rows)} targets of {self._path}"
         )
       target = rows[place].read()
     else:
       size = targets.parse_size(str(task.params.get("size")))
       if size[0] * size[1] > self._pixels:
         raise ValueError(
-            f"task {task.task_id}: a screen of {size[0]}x{size[1]} is larger"
-            " than gym.width and gym.height hold"
+          f"task {task.task_id}: a screen of {size[0]}x{size[1]} is larger"
+          " than gym.width and gym.height hold"
         )
       if task.family not in targets.KINDS:
         raise ValueError(
-            registry.unknown_name("kind of target", task.family, targets.KINDS)
+          registry.unknown_name("kind of target", task.family, targets.KINDS)
         )
       target = targets.drawn(*size, task.family, task.seed)
     self._target = target
     return base.Observation(
-        target.screenshot, _INSTRUCTION.format(target.words)
+      target.screenshot, _INSTRUCTION.format(target.words)
     )
 
   def act(self, action: gui_action.GuiAction) -> base.Observation:
@@ -177,14 +179,18 @@ class GroundingGym:
   def evaluate(self) -> base.Evaluation:
     target = self.target
     hit = self._point is not None and target.holds(*self._point)
-    return base.Evaluation(float(hit), hit, {
+    return base.Evaluation(
+      float(hit),
+      hit,
+      {
         "point": self._point and list(self._point),
         "box": list(target.box),
         "screen": list(target.screen),
         "kind": target.kind,
         "words": target.words,
         "source": target.source,
-    })
+      },
+    )
 
   def close(self) -> None:
     self._target = None
@@ -200,9 +206,7 @@ class GroundingGym:
 def oracle_action(gym: GroundingGym) -> gui_action.GuiAction:
   """A click on the middle of the target."""
   x1, y1, x2, y2 = gym.target.box
-  return gui_action.GuiAction(
-      _Kind.CLICK, x=(x1 + x2) / 2, y=(y1 + y2) / 2
-  )
+  return gui_action.GuiAction(_Kind.CLICK, x=(x1 + x2) / 2, y=(y1 + y2) / 2)
 
 
 def describe(gym: GroundingGym, x: float, y: float) -> str | None:

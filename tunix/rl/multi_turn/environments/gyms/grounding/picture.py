@@ -50,8 +50,9 @@ def _draw(sheet: Image.Image, miss: Mapping[str, Any], x: int, y: int) -> None:
   def at(px: float, py: float) -> tuple[float, float]:
     # A click outside the screen is drawn on its edge.
     return (
-        x + min(max(px, 0), width) * scale, y + min(max(py, 0), height) * scale
-    )  # pyformat: disable
+      x + min(max(px, 0), width) * scale,
+      y + min(max(py, 0), height) * scale,
+    )
 
   x1, y1, x2, y2 = miss["box"]
   pen.rectangle([at(x1, y1), at(x2, y2)], outline=_BOX, width=2)

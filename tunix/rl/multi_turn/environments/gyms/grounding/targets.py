@@ -36,12 +36,17 @@ them."""
 COUNT = 500
 """Targets drawn for each size of screen."""
 KINDS: Mapping[str, tuple[str, ...]] = {
-    "icon": ("icon", "shape", "close box"),
-    "text": ("button", "row", "tab"),
-    "widget": (
-        "field", "check box", "radio button", "drop-down", "slider", "box",
-    ),
-}  # pyformat: disable
+  "icon": ("icon", "shape", "close box"),
+  "text": ("button", "row", "tab"),
+  "widget": (
+    "field",
+    "check box",
+    "radio button",
+    "drop-down",
+    "slider",
+    "box",
+  ),
+}
 """Kind of target -> kinds of widgets on the embedded desktop."""
 
 _TRIES = 200
@@ -95,8 +100,8 @@ def parse_size(text: str) -> tuple[int, int]:
   size = int(width), int(height)
   if size[0] < scene_lib.MIN_WIDTH or size[1] < scene_lib.MIN_HEIGHT:
     raise ValueError(
-        f"sizes={text!r}: a desktop needs at least {scene_lib.MIN_WIDTH}x"
-        f"{scene_lib.MIN_HEIGHT} pixels"
+      f"sizes={text!r}: a desktop needs at least {scene_lib.MIN_WIDTH}x"
+      f"{scene_lib.MIN_HEIGHT} pixels"
     )
   return size
 
@@ -107,15 +112,15 @@ def drawn(width: int, height: int, kind: str, seed: int) -> Target:
   for _ in range(_TRIES):
     scene = scenes.random_scene(width, height, rng.randrange(2**31))
     choices = [
-        (words, box)
-        for words, widget, box in _in_sight(scene)
-        if widget.kind in KINDS[kind]
+      (words, box)
+      for words, widget, box in _in_sight(scene)
+      if widget.kind in KINDS[kind]
     ]
     if choices:
       words, box = rng.choice(choices)
       return Target(words, kind, box, scene.screenshot(), seed)
   raise RuntimeError(
-      f"no {kind} on {_TRIES} desktops of {width}x{height}; choose larger sizes"
+    f"no {kind} on {_TRIES} desktops of {width}x{height}; choose larger sizes"
   )
 
 
@@ -129,15 +134,13 @@ def _in_sight(scene: scene_lib.Scene) -> Iterator[tuple[str, Any, Box]]:
     x1, y1, x2, y2 = _extent(scene, widget, x // k, y // k)
     if x2 - x1 != widget.w or y2 - y1 != widget.h:
       continue
-    corners = [
-        scene.hit(u, v) for u in (x1, x2 - 1) for v in (y1, y2 - 1)
-    ]
+    corners = [scene.hit(u, v) for u in (x1, x2 - 1) for v in (y1, y2 - 1)]
     if all(corner is widget for corner in corners):
       yield words, widget, (x1 * k, y1 * k, x2 * k, y2 * k)
 
 
 def _extent(
-    scene: scene_lib.Scene, widget: Any, x: int, y: int
+  scene: scene_lib.Scene, widget: Any, x: int, y: int
 ) -> tuple[int, int, int, int]:
   """The widget's part around a position that shows it, in layout units."""
   x1, x2, y1, y2 = x, x + 1, y, y + 1
@@ -188,8 +191,8 @@ class Row:
     across = -1 <= x1 < x2 <= width + 1
     if not (across and -1 <= y1 < y2 <= height + 1):
       raise ValueError(
-          f"{self.name}: bbox {list(self.box)} is not within {self.image.name}"
-          f" of {width}x{height}; is it the benchmark's own image?"
+        f"{self.name}: bbox {list(self.box)} is not within {self.image.name}"
+        f" of {width}x{height}; is it the benchmark's own image?"
       )
     return target
 
@@ -218,8 +221,8 @@ def read_files(path: str) -> tuple[Row, ...]:
   plain = sorted(folder.glob(_SCREENSPOT))
   if not pro and not plain:
     raise ValueError(
-        f"path={path}: neither {_SCREENSPOT} (ScreenSpot, ScreenSpot-v2) nor"
-        f" {_PRO} (ScreenSpot-Pro) is there; give the directory of a copy"
+      f"path={path}: neither {_SCREENSPOT} (ScreenSpot, ScreenSpot-v2) nor"
+      f" {_PRO} (ScreenSpot-Pro) is there; give the directory of a copy"
     )
   images = folder / "images" if pro else _image_folder(folder)
   rows = []
@@ -230,14 +233,14 @@ def read_files(path: str) -> tuple[Row, ...]:
         rows.append(_row(name, entry, images, of_pro=bool(pro)))
       except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"path={path}: entry {place} of {file.name} is not as the benchmark"
-            f" writes it: {type(error).__name__} {error}"
+          f"path={path}: entry {place} of {file.name} is not as the benchmark"
+          f" writes it: {type(error).__name__} {error}"
         ) from None
   missing = [row.image for row in rows if not row.image.is_file()]
   if missing:
     raise ValueError(
-        f"path={path}: {len(missing)} images are missing, the first is"
-        f" {missing[0]}; unpack the archive of images into the folder"
+      f"path={path}: {len(missing)} images are missing, the first is"
+      f" {missing[0]}; unpack the archive of images into the folder"
     )
   return tuple(rows)
 
@@ -247,9 +250,9 @@ def _image_folder(folder: pathlib.Path) -> pathlib.Path:
     if (folder / name).is_dir():
       return folder / name
   raise ValueError(
-      f"path={folder}: no folder screenspotv2_image (ScreenSpot-v2),"
-      " screenspot_imgs (ScreenSpot) or images; unpack the archive of images"
-      " there"
+    f"path={folder}: no folder screenspotv2_image (ScreenSpot-v2),"
+    " screenspot_imgs (ScreenSpot) or images; unpack the archive of images"
+    " there"
   )
 
 
@@ -264,7 +267,7 @@ def _entries(file: pathlib.Path) -> Sequence[Mapping[str, Any]]:
 
 
 def _row(
-    name: str, entry: Mapping[str, Any], images: pathlib.Path, *, of_pro: bool
+  name: str, entry: Mapping[str, Any], images: pathlib.Path, *, of_pro: bool
 ) -> Row:
   a, b, c, d = (float(value) for value in entry["bbox"])
   box = (a, b, c, d) if of_pro else (a, b, a + c, b + d)
@@ -273,17 +276,17 @@ def _row(
   else:
     family = name.split("_")[1].split("/")[0]
   return Row(
-      name=name,
-      family=family,
-      words=str(entry["instruction"]),
-      kind=str(entry["ui_type" if of_pro else "data_type"]),
-      box=box,
-      image=images / str(entry["img_filename"]),
+    name=name,
+    family=family,
+    words=str(entry["instruction"]),
+    kind=str(entry["ui_type" if of_pro else "data_type"]),
+    box=box,
+    image=images / str(entry["img_filename"]),
   )
 
 
 def screen_problems(
-    options: Mapping[str, Any], width: int, height: int
+  options: Mapping[str, Any], width: int, height: int
 ) -> Iterator[str]:
   """Problems of the gym's options, and screens larger than the run's."""
   path, chosen = options.get("path", ""), options.get("sizes", ())
@@ -300,9 +303,9 @@ def screen_problems(
   largest = max(sizes, key=lambda size: size[0] * size[1], default=(0, 0))
   if largest[0] * largest[1] > width * height:
     yield (
-        f"gym.width={width}, gym.height={height}: a screenshot has"
-        f" {largest[0]}x{largest[1]}; set gym.width={largest[0]}"
-        f" gym.height={largest[1]}"
+      f"gym.width={width}, gym.height={height}: a screenshot has"
+      f" {largest[0]}x{largest[1]}; set gym.width={largest[0]}"
+      f" gym.height={largest[1]}"
     )
 
 
@@ -317,8 +320,6 @@ def _size(image: pathlib.Path) -> tuple[int, int]:
 def sizes_within(width: int, height: int) -> tuple[str, ...]:
   """Returns the `SIZES` within a screen, or the screen's own size alone."""
   fitting = tuple(
-      text
-      for text in SIZES
-      if np.prod(parse_size(text)) <= width * height
+    text for text in SIZES if np.prod(parse_size(text)) <= width * height
   )
   return fitting or (f"{width}x{height}",)
