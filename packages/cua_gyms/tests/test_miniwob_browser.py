@@ -87,7 +87,7 @@ async def test_a_page_crash_ends_one_episode_only():
 
 
 async def renderer_of(gym) -> int:
-  """The process that draws the gym's page: the one that its script keeps busy."""
+  """The process that draws the gym's page: the one its script keeps busy."""
 
   def cpu(pid: int) -> int:
     try:

@@ -334,7 +334,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
 
 
 def test_another_factor_shows_with_a_real_grammar(tmp_path):
-  """Qwen2.5-VL's grammar resizes to 28; this model counts in a 32 of its own."""
+  """Qwen2.5-VL's grammar resizes to 28; this model counts in 32."""
 
   def counts_in(factor):
     def write(u, v, w, h):

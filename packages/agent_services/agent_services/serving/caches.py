@@ -91,7 +91,7 @@ class SessionCache:
         del self.by_body[self._unstored.popitem(last=False)[0]]
 
   def take_cache(self, parent: str | None) -> str:
-    """Returns the client's session that holds `parent`'s tokens, or a new one."""
+    """Returns the client's session with `parent`'s tokens, or a new one."""
     name = self._cache_of.get(parent) if parent else None
     if name is not None and name in self._idle:
       del self._idle[name]

@@ -50,7 +50,7 @@ def same(one, other):
 
 
 class Client:
-  """Sends what it has been told to; keeps the books that the store is held to."""
+  """Sends what it is told to; keeps the books that the store is checked by."""
 
   def __init__(self, draw):
     self.draw = draw

@@ -50,7 +50,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-  """The goal of an episode and the lines of the tree, as the policy sees them."""
+  """An episode's goal and the lines of the tree, as the policy sees them."""
 
   goal: str
   lines: Sequence[Line]

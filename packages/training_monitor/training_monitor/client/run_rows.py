@@ -190,9 +190,8 @@ class RunRows:
       return None
     self._reported_at = now
     total = "" if event.total is None else f" of {event.total}"
-    return self._training_part(
-      status_message=f"{event.stage}: {event.done}{total} {event.message}".strip()
-    )
+    message = f"{event.stage}: {event.done}{total} {event.message}"
+    return self._training_part(status_message=message.strip())
 
   def _training_part(self, **fields: Any) -> Part:
     return {"training": {"client_id": self._run.training_id, **fields}}

@@ -245,7 +245,7 @@ def _without(text: str, page: str, note: str) -> str:
 
 
 def _without_screen(message: Message, page: str, note: str) -> Message:
-  """Returns a copy of the message with its first screen replaced by the note."""
+  """Returns a copy of the message, its first screen replaced by the note."""
   if isinstance(message["content"], str):
     return {**message, "content": _without(message["content"], page, note)}
   parts = [

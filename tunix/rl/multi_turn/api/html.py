@@ -14,7 +14,7 @@ from tunix.rl.multi_turn.reporting import report
 
 
 class Shown:
-  """HTML that a notebook draws when it is a cell's value; `html` is its text."""
+  """HTML that a notebook draws as a cell's value; `html` is its text."""
 
   def __init__(self, text: str, plain: str = ""):
     """Args:

@@ -430,7 +430,7 @@ def _dotted(cls: type, problem: str, prefix: str) -> str:
 def field_problem(
   cls: type, field: settings.Setting, value: Any, path: str
 ) -> str | None:
-  """Describes why `value` does not fit the field, and the fix; None if it fits."""
+  """Describes why `value` does not fit the field; None if it fits."""
   try:
     # The field alone: checks between fields run later.
     _adapter(cls, field.name).validate_python(value)

@@ -135,7 +135,7 @@ _SHAPES_ROWS = (
 
 
 def _presets(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the defaults that the chosen names bring; see the module docstring."""
+  """Returns the chosen names' defaults; see the module docstring."""
 
   def chosen(path: str) -> str:
     default = loader.leaves(TrainConfig)[path].default
@@ -452,7 +452,7 @@ class _Reader:
     raise SystemExit(0)
 
   def _read_subject(self, argument: str) -> bool:
-    """Reads a word of `evaluate` that names what is measured; False for others."""
+    """Reads a word of `evaluate` that names its subject; False for others."""
     if argument.startswith(("http://", "https://")):
       self._override("evaluate.server", argument)
     elif "=" in argument:

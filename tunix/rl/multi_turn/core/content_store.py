@@ -75,7 +75,7 @@ class ContentStore:
 
 
 class SignedUrls:
-  """Makes and checks addresses `{base}/images/{sha256}?expires=…&signature=…`."""
+  """Signs and checks URLs `{base}/images/{sha256}?expires=…&signature=…`."""
 
   def __init__(
     self,

@@ -264,7 +264,7 @@ class Trajectory:
 
   @property
   def untrained_tokens(self) -> int:
-    """Tokens sampled from another distribution than the run's: not trained on."""
+    """Tokens sampled from another distribution than the run's: untrained."""
     return int(self.metrics.get("untrained_tokens", 0))
 
   @property

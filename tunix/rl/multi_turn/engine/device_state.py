@@ -330,9 +330,11 @@ class DeviceState:
         x if x.dtype == jnp.int8 else jnp.array(x, dtype, copy=True)
         for x, dtype in zip(leaves, dtypes, strict=True)
       )
-    self.merge: Callable[[tuple[jax.Array, ...]], base.Policy] = lambda params: (
-      nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
-    )
+
+    def merge(params: tuple[jax.Array, ...]) -> base.Policy:
+      return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
+
+    self.merge = merge
     self.place = _replicated(self.params)
     self._mesh = (
       None if self.place is None else cast(jax.sharding.Mesh, self.place.mesh)

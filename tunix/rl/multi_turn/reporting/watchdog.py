@@ -165,7 +165,7 @@ class Rules:
         INVALID,
         (
           f"all of the first {number} episodes were invalid, {count} of them by"
-          f" {status}: {error}; nothing can be learned or measured until that is"
+          f" {status}: {error}; nothing can be learned or measured until it is"
           " mended (watchdog.invalid_episodes=0 runs on)"
         ),
       )
@@ -250,7 +250,7 @@ class Rules:
     )
 
   def _drift(self, name: str, m: Metrics) -> tuple[float, float] | None:
-    """(mean over the first window, over the last); None before there are two."""
+    """(mean over the first window, over the last); None for fewer than two."""
     value = m.get(name)
     if value is None or not math.isfinite(value):
       return None

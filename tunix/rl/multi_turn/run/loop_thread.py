@@ -24,7 +24,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 def try_to_close(name: str, close: Callable[[], object]) -> None:
-  """Closes a part of a run, and logs what it raises: others are yet to close."""
+  """Closes a part of a run and logs what it raises, so that all close."""
   try:
     close()
   except Exception as error:  # pylint: disable=broad-except

@@ -152,7 +152,7 @@ def _packed(values: list[Any], code: str, dtype: Any) -> np.ndarray:
 def _sampled(
   values: list[Any], name: str, mask_T: np.ndarray, whole: bool = False
 ) -> np.ndarray:
-  """float64[T] of the numbers at sampled tokens; NaN for null, and elsewhere."""
+  """float64[T]: the numbers at sampled tokens; NaN for null and elsewhere."""
   out = np.full(len(values), np.nan)
   chosen = list(itertools.compress(values, mask_T.tolist()))
   try:

@@ -93,7 +93,7 @@ class IndexedTasks:
     return tasks[order[place]]
 
   def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """Returns the `index`-th held-out task; the list begins again at its end."""
+    """Returns held-out task `index`; the list begins again at its end."""
     del seed  # Every held-out task is played, so there is nothing to choose.
     tasks = self._eval[family]
     return tasks[index % len(tasks)]

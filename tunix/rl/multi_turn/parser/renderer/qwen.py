@@ -43,7 +43,7 @@ _PROBE = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
 class QwenRenderer(base.TokenRenderer):
-  """Renderer of one tokenizer; thread-safe. It has the base class's attributes."""
+  """Renderer of one tokenizer; thread-safe. Attributes: the base class's."""
 
   format_name = "ChatML"
 

@@ -325,7 +325,7 @@ def require_text(model_response: Any) -> str:
 
 
 def with_thought(thought: str | None, *blocks: str) -> str:
-  """Returns the blocks of calls one a line, after the thought if there is one."""
+  """Returns the thought, if there is one, and the calls' blocks, one a line."""
   return "\n".join((thought, *blocks) if thought else blocks)
 
 

@@ -75,7 +75,7 @@ def instance_of(group: trajectory_lib.TrajectoryGroup) -> str:
 def named(
   group: trajectory_lib.TrajectoryGroup, instance_id: str, index: int
 ) -> trajectory_lib.TrajectoryGroup:
-  """The group under a name of its own: an instance may come in several passes."""
+  """The group under its own name: an instance may come in several passes."""
   return dataclasses.replace(group, group_id=f"{instance_id}@{index}")
 
 
@@ -300,7 +300,7 @@ class BufferLoop:
     self._held = False
 
   def finish(self) -> None:
-    """Waits for acknowledgements, within a deadline, after the last checkpoint."""
+    """Waits for acknowledgements after the last checkpoint, with a deadline."""
     with self._lock:
       acks = list(self._acks)
     concurrent.futures.wait(acks, _END_S)

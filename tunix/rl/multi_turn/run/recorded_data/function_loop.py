@@ -309,7 +309,7 @@ class FunctionLoop:
       )
 
   def _settle(self, indices: Iterable[int]) -> None:
-    """Forgets groups that a checkpoint holds the training of, or dropped ones."""
+    """Forgets dropped groups and those whose training a checkpoint holds."""
     with self._lock:
       for index in indices:
         self._queued.pop(index, None)

@@ -39,7 +39,7 @@ _LIMIT = 1 << 30
 
 
 class ClientError(http.CallError, _NetworkError):  # type: ignore[misc, valid-type]
-  """The service did not answer, or refused; aiohttp's where that is installed."""
+  """The service did not answer, or refused; aiohttp's error if installed."""
 
 
 class Read(NamedTuple):

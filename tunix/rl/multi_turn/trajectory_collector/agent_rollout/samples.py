@@ -242,7 +242,7 @@ class DataBuffer:
   def add_samples(
     self, samples: Iterable[Sample] | Iterable[Sequence[Sample]]
   ) -> None:
-    """Adds groups, or the samples of groups one after another; see `groups_of`."""
+    """Adds groups, or their samples one after another; see `groups_of`."""
     groups = groups_of(list(samples), self._size)
     with self._lock:
       self._groups.extend(groups)
@@ -318,7 +318,7 @@ def _from_json(data: Mapping[str, Any]) -> Sample:
 
 
 def groups_of(samples: Sequence[Any], size: int) -> list[list[Any]]:
-  """Returns groups unchanged; gathers samples by index, `size` episodes each."""
+  """Returns groups unchanged; gathers samples by index, `size` a group."""
   if all(isinstance(group, (list, tuple)) for group in samples):
     return [list(group) for group in samples]
   groups: list[list[Any]] = []

@@ -268,7 +268,7 @@ def _sizes(screens: np.ndarray, factor: int) -> np.ndarray:
 
 
 def _fitted(clicks: Clicks) -> tuple[str, np.ndarray] | None:
-  """(text, corrected points) of a scale and an offset for each axis and screen."""
+  """(text, corrected points) of a scale and an offset per axis and screen."""
   points = clicks.points.copy()
   texts = []
   for screen in np.unique(clicks.screens, axis=0):

@@ -97,7 +97,7 @@ class GroundingTasks:
     return self._families
 
   def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """Returns a drawn target that no evaluation has; files are only measured."""
+    """Returns a drawn target of no evaluation; files are only measured."""
     if not self._drawn:
       return self.eval_task(family, index)
     number = seeds.train_seed(family, index, seed, seeds.EVAL_SEEDS_FROM)
