@@ -23,7 +23,6 @@ Does not: merge adapters, or save the tokenizer; the factory brings it.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import pathlib
 from typing import Any, Callable, Mapping
@@ -161,11 +160,10 @@ class CustomPolicy:
     for key in arguments:
       if key in FROM_RUN or key in self._takes or self._takes_any:
         continue
-      near = difflib.get_close_matches(key, own, 1, 0.0)
       raise ValueError(
         f"{self.name} takes no argument {key!r}"
-        + (f"; did you mean {near[0]!r}?" if near else "")
-        + f" policy.config may hold: {', '.join(own) or 'nothing'}"
+        f"{registry.did_you_mean(key, own) or ';'}"
+        f" policy.config may hold: {', '.join(own) or 'nothing'}"
       )
     for key in own:
       needed = self._takes[key].default is inspect.Parameter.empty

@@ -7,7 +7,6 @@ tokenizer_config.json.
 
 from __future__ import annotations
 
-import difflib
 import json
 import pathlib
 import re
@@ -18,6 +17,7 @@ from flax import nnx
 import jax
 import tokenizers
 from tunix.rl.multi_turn.core import json_text
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
 from tunix.rl.multi_turn.policy import settings
 from tunix.rl.multi_turn.policy import tensor_files
@@ -124,11 +124,10 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   if (DATA / str(path)).is_dir():
     return DATA / str(path)
   shipped = sorted(p.parent.name for p in DATA.glob("*/config.json"))
-  near = difflib.get_close_matches(str(path), shipped, n=1)
+  hint = registry.did_you_mean(path, shipped) or _download(str(path))
   raise FileNotFoundError(
     f"{str(path)!r} is neither a policy directory nor one of the shipped"
-    f" policies {shipped}"
-    + (f"; did you mean {near[0]!r}?" if near else _download(str(path)))
+    f" policies {shipped}{hint}"
   )
 
 
