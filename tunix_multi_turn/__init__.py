@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import runpy
 import sys
 import types
@@ -104,7 +105,12 @@ def is_light() -> bool:
 
 
 def run(module: str) -> None:
-  """Runs a module of `tunix.rl.multi_turn` as `python -m` does."""
+  """Runs a module of `tunix.rl.multi_turn` as `python -m` does.
+
+  A user's modules are found in the current directory.
+  """
+  if not sys.flags.safe_path and os.getcwd() not in sys.path:
+    sys.path.insert(0, os.getcwd())
   light()
   runpy.run_module(f"{_ROOM}.{module}", run_name="__main__", alter_sys=True)
 

@@ -42,7 +42,7 @@ from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tensor_files
 
-MODEL_TYPE = "tunix_custom"
+MODEL_TYPE = policy_files.CUSTOM
 WEIGHTS = "model.safetensors"
 Loaded = tuple[Any, base.Processor, tokenizers.Tokenizer]
 
@@ -318,16 +318,6 @@ def chat_template(
     )
   special = getattr(processor, "special_tokens", None)
   return template_lib.ChatTemplate(source, special, options)
-
-
-def refusal(directory: pathlib.Path) -> str:
-  """Tells how to load a custom policy's directory, which names no code."""
-  raw = tensor_files.read_json(directory / "config.json")
-  return (
-    f"{directory} holds weights of a custom policy; load them with"
-    f" policy={raw.get('factory')} warm_start.source=path"
-    f" warm_start.path={directory}"
-  )
 
 
 def _directory(source: str | pathlib.Path) -> pathlib.Path:

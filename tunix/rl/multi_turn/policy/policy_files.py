@@ -3,6 +3,8 @@
 A published checkpoint keeps its chat template in one of three places: a file of
 its own (transformers 5), chat_template.json (of a processor) or
 tokenizer_config.json.
+
+Does not: import JAX, which `parameters` alone needs.
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ import json
 import pathlib
 import re
 import shutil
-from typing import Any, Mapping
+from typing import Any, Mapping, TYPE_CHECKING
 
-from flax import nnx
-import jax
 import tokenizers
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
+from tunix.rl.multi_turn.policy import config_checks
+from tunix.rl.multi_turn.policy import qwen_families
 from tunix.rl.multi_turn.policy import settings
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import tiktoken_files
+
+if TYPE_CHECKING:
+  from flax import nnx
+  import jax
 
 DATA = pathlib.Path(__file__).parent / "data"
 TOKENIZER_FILES = (
@@ -34,6 +40,8 @@ TOKENIZER_FILES = (
 
 
 GENERATION_FILE = "generation_config.json"
+TINY, CUSTOM = "tunix_tiny_vl", "tunix_custom"
+"""`model_type` of the drawn desktop's policy, and of a user's own factory."""
 
 
 def write_generation(directory: str | pathlib.Path) -> None:
@@ -187,6 +195,31 @@ def model_type(directory: pathlib.Path) -> str:
   return str(kind)
 
 
+def family_of(directory: pathlib.Path) -> str:
+  """Returns the `model_type` of a directory whose policy loads here.
+
+  Raises:
+    FileNotFoundError: no config.json.
+    ValueError: another architecture, or weights of a user's own factory.
+  """
+  kind = model_type(directory)
+  if kind == CUSTOM:
+    factory = json_text.read(directory / "config.json").get("factory")
+    raise ValueError(
+      f"{directory} holds weights of a custom policy; load them with"
+      f" policy={factory} warm_start.source=path"
+      f" warm_start.path={directory}"
+    )
+  families = (TINY, *qwen_families.VISION_LANGUAGE, *qwen_families.TEXT)
+  if kind not in families:
+    raise ValueError(
+      f"{directory} holds a model of type"
+      f" {kind!r}{config_checks.why_not(kind)}; policies here are"
+      f" {', '.join(families)}"
+    )
+  return kind
+
+
 def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
   """Returns the tokenizer of a policy directory or shipped name.
 
@@ -316,6 +349,8 @@ def misfit(weights: pathlib.Path, model: nnx.Module) -> str:
 
 def parameters(model: nnx.Module) -> list[tuple[Any, nnx.Variable]]:
   """(path, variable) of every parameter, in the order of their paths."""
+  from flax import nnx
+
   state = nnx.state(model, nnx.Param)
   return sorted(
     nnx.to_flat_state(state), key=lambda item: tuple(map(str, item[0]))

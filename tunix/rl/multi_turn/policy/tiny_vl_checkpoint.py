@@ -26,7 +26,7 @@ from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.policy import vision_inputs
 
-MODEL_TYPE = "tunix_tiny_vl"
+MODEL_TYPE = policy_files.TINY
 Loaded = tuple[
   tiny_vl.TinyVL, vision_inputs.TinyVLProcessor, tokenizers.Tokenizer
 ]
