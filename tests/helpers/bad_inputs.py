@@ -348,7 +348,7 @@ COMMANDS = [
     ("train", "warm_start.source=path warm_start.path=mydir",
      "warm start from mydir", "config.json"),
     ("train", "warm_start.recordings=none.jsonl warm_start.steps=1",
-     "warm_start.recordings=none.jsonl"),
+     "warm_start.recordings=none.jsonl", "give one of"),
     ("train", "warm_start.recordings=rows.jsonl warm_start.steps=1",
      "warm_start.recordings=rows.jsonl"),
     # --- train: own code ------------------------------------------------------

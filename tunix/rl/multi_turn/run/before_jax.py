@@ -1,6 +1,6 @@
 """Refuses, before JAX is imported, what can be told without it.
 
-Commands call `checked` before their other imports, so that a wrong directory,
+Commands call `checked…` before their other imports, so that a wrong directory,
 task or policy is refused in a second; the run makes the same checks again.
 
 Does not: check what devices, weights or a trial episode tell; see `preflight`
@@ -19,6 +19,8 @@ from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import settings as policy_settings
+from tunix.rl.multi_turn.policy import tensor_files
+from tunix.rl.multi_turn.policy import tiny_vl_config
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import packages
 from tunix.rl.multi_turn.run import resuming
@@ -55,6 +57,20 @@ def checked(config: TrainConfig) -> tuple[TrainConfig, Any]:
   if wrong := [*problems(config), *_policy(config)]:
     raise ConfigError(wrong)
   return config, source
+
+
+def checked_evaluation(
+  config: config_lib.EvaluationConfig,
+) -> config_lib.EvaluationConfig:
+  """Returns the configuration of an evaluation.
+
+  Raises:
+    ConfigError: its policy cannot be loaded.
+  """
+  chosen = config.evaluate
+  if not (chosen.server or chosen.run) and (wrong := [*_policy(config)]):
+    raise ConfigError(wrong)
+  return config
 
 
 def problems(config: TrainConfig) -> Iterator[str]:
@@ -108,6 +124,12 @@ def _directories(config: TrainConfig) -> Iterator[str]:
     yield (
       f"queue.path={file} cannot be a queue's file: it is a directory; give a"
       " file that is new, in a folder that can be written"
+    )
+  recorded = config.warm_start.recordings
+  if recorded and not pathlib.Path(recorded).expanduser().exists():
+    yield (
+      f"warm_start.recordings={recorded}: there is no such file; give one of"
+      " conversations, or one that environments.play --out wrote"
     )
   for key, folder in (
     ("queue.path", os.path.dirname(file) if file else ""),
@@ -165,16 +187,43 @@ def _services(config: TrainConfig) -> Iterator[str]:
 # --- policy -------------------------------------------------------------------
 
 
+def policy_problem(config: TrainConfig, source: str, problem: str) -> str:
+  """Returns a policy's problem under the setting that it is about.
+
+  Args:
+    config: Settings of the run.
+    source: Weights that it is about; "" for random ones.
+    problem: The text, which begins with the field if it is one's.
+  """
+  field = problem.partition("=")[0]
+  if field in config.policy.config:
+    return f"policy.config.{problem} (policy.name={config.policy.name})"
+  if source and source != config.policy.name:
+    return f"warm start from {source}: {problem}"
+  return f"policy.name={config.policy.name}: {problem}"
+
+
 def _policy(config: TrainConfig) -> Iterator[str]:
-  """A directory or shipped policy that is not there, or of no known kind."""
-  name = config.policy.name
-  if (
-    name in policy_settings.POLICIES
-    or policy_settings.is_factory(name)
-    or policy_settings.is_gguf(name)
-  ):
-    return
-  try:
-    policy_files.family_of(policy_files.resolve(name))
-  except (OSError, ValueError) as error:
-    yield f"policy.name={name}: {error}"
+  """Directories that hold no policy, and fields that the tiny one lacks."""
+  name, start = config.policy.name, config.warm_start
+  tiny = name in policy_settings.POLICIES and policy_settings.POLICIES.get(name)
+  if tiny in tiny_vl_config.SIZES and config.policy.config:
+    tokenizer = policy_files.load_tokenizer(name)
+    try:
+      tiny_vl_config.config_for(tokenizer, tiny, **config.policy.config)
+    except (ValueError, TypeError) as error:
+      yield policy_problem(config, "", str(error))
+  sources = [start.path] if start.source == "path" else []
+  if not (name in policy_settings.POLICIES or policy_settings.is_factory(name)):
+    sources.append(name)
+  for source in sources:
+    if policy_settings.is_gguf(source):
+      continue
+    try:
+      directory = policy_files.resolve(source)
+      policy_files.model_type(directory)
+      if source == name:  # Weights of a user's own factory are for it alone.
+        policy_files.family_of(directory)
+      tensor_files.Reader(directory)
+    except (OSError, ValueError) as error:
+      yield policy_problem(config, source, str(error))
