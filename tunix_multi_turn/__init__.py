@@ -30,7 +30,6 @@ Does not change anything once `tunix` has been imported.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 import runpy
@@ -147,9 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not name:
       print(f"error: no command\n{usage()}", file=sys.stderr)
       return 2
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"take {', '.join(COMMANDS)}"
-    print(f"error: tunix-mt has no command {name!r}; {hint}", file=sys.stderr)
+    light()
+    from tunix.rl.multi_turn.core import registry  # pylint: disable=g-import-not-at-top
+
+    hint = registry.did_you_mean(name, COMMANDS)
+    hint = hint or f"; take {', '.join(COMMANDS)}"
+    print(f"error: tunix-mt has no command {name!r}{hint}", file=sys.stderr)
     return 2
   module = COMMANDS[name][0]
   light()

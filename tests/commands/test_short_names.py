@@ -108,7 +108,7 @@ def test_a_command_gets_its_own_arguments(monkeypatch):
 
 def test_an_unknown_command_is_refused_with_the_nearest(capsys):
   assert tunix_multi_turn.main(["trian"]) == 2
-  assert "did you mean train?" in capsys.readouterr().err
+  assert "did you mean 'train'?" in capsys.readouterr().err
   assert tunix_multi_turn.main(["quux"]) == 2
   assert "take train, plan" in capsys.readouterr().err
   assert tunix_multi_turn.main([]) == 2
