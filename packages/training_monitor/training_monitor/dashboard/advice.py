@@ -176,8 +176,8 @@ def _helps(columns: curves_lib.Columns, waits_for_model: bool) -> str:
   if busy is not None and 1 - busy > IDLE:
     return (
       f"the engine is idle {_percent(1 - busy)} of the time, so more"
-      " engine.slots do not help; more episodes at once (collect.concurrency) or a larger"
-      " queue.max_staleness do."
+      " engine.slots do not help; more episodes at once (collect.concurrency)"
+      " or a larger queue.max_staleness do."
     )
   return "more engine.slots or a faster model helps."
 
