@@ -3,8 +3,7 @@
 Commands call `checked…` before their other imports, so that a wrong directory,
 task or policy is refused in a second; the run makes the same checks again.
 
-Does not: check what devices, weights or a trial episode tell; see `preflight`
-and `first_episode`. Import JAX.
+Does not: check what devices or weights tell, see `preflight`; import JAX.
 """
 
 from __future__ import annotations
@@ -17,11 +16,13 @@ from typing import Any, Iterator
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.config import loader
+from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import tiny_vl_config
 from tunix.rl.multi_turn.run import episodes
+from tunix.rl.multi_turn.run import first_episode
 from tunix.rl.multi_turn.run import packages
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run_lock
@@ -35,8 +36,8 @@ ConfigError = config_lib.ConfigError
 def checked(config: TrainConfig) -> tuple[TrainConfig, Any]:
   """Returns (the configuration with its families named, its task source).
 
-  One process of several checks nothing, or the others would wait for it; the
-  task source is then None.
+  A user's own parts play a first turn. One process of several checks nothing,
+  or the others would wait for it; the task source is then None.
 
   Raises:
     ConfigError: listing what is wrong.
@@ -56,6 +57,9 @@ def checked(config: TrainConfig) -> tuple[TrainConfig, Any]:
     resuming.check(config)
   if wrong := [*problems(config), *_policy(config)]:
     raise ConfigError(wrong)
+  factory = episodes.EpisodeFactory(config, images_lib.ImageStore())
+  if config.plays:
+    first_episode.try_first_episode(config, factory, source)
   return config, source
 
 

@@ -128,7 +128,8 @@ class Run:
   def _build(self, config: config_lib.TrainConfig) -> None:
     if self.resuming:
       resuming.check_file(config)
-    if config.plays and self.task_source is None:
+    was_tried = self.task_source is not None
+    if config.plays and not was_tried:
       config, self.task_source = run_tasks.resolve(config)
     self.config = config
     if self.resuming:
@@ -139,7 +140,8 @@ class Run:
     self.mesh = models.make_mesh(config)
     self.images = images_lib.ImageStore(self.own_directory / "image_cache")
     self.episodes = episodes.EpisodeFactory(config, self.images)
-    if config.plays and self.processes.index == 0:  # It is tried once.
+    # It is tried once.
+    if config.plays and self.processes.index == 0 and not was_tried:
       first_episode.try_first_episode(config, self.episodes, self.task_source)
     self.warm_start = warm_start_lib.WarmStart(
       config,
