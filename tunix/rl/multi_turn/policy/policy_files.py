@@ -220,6 +220,24 @@ def family_of(directory: pathlib.Path) -> str:
   return kind
 
 
+def check(path: str, of_factory: bool = False) -> None:
+  """Refuses a directory that lacks the files of a policy; leaves GGUF files.
+
+  Args:
+    path: As of `resolve`.
+    of_factory: Whether weights of a user's own factory are accepted.
+
+  Raises:
+    FileNotFoundError, ValueError: naming what is missing.
+  """
+  if settings.is_gguf(path):
+    return
+  directory = resolve(path)
+  if not (of_factory and model_type(directory) == CUSTOM):
+    family_of(directory)
+  tensor_files.Reader(directory)
+
+
 def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
   """Returns the tokenizer of a policy directory or shipped name.
 

@@ -19,7 +19,6 @@ from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import settings as policy_settings
-from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import tiny_vl_config
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import first_episode
@@ -31,6 +30,8 @@ from tunix.rl.queue import admission
 
 TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+"""Variable of the environment; see `processes.join`."""
 
 
 def checked(config: TrainConfig) -> tuple[TrainConfig, Any]:
@@ -42,10 +43,7 @@ def checked(config: TrainConfig) -> tuple[TrainConfig, Any]:
   Raises:
     ConfigError: listing what is wrong.
   """
-  where = config.processes.coordinator or os.environ.get(
-    "JAX_COORDINATOR_ADDRESS"
-  )
-  if where:
+  if config.processes.coordinator or os.environ.get(ADDRESS):
     return config, None
   source = None
   if config.run.resume:
@@ -53,9 +51,12 @@ def checked(config: TrainConfig) -> tuple[TrainConfig, Any]:
     resuming.check_file(config)
   if config.plays:
     config, source = tasks.resolve(config)
+  wrong = [*problems(config)]
   if config.run.resume:
     resuming.check(config)
-  if wrong := [*problems(config), *_policy(config)]:
+  else:
+    wrong += _policy(config)
+  if wrong:
     raise ConfigError(wrong)
   factory = episodes.EpisodeFactory(config, images_lib.ImageStore())
   if config.plays:
@@ -210,7 +211,8 @@ def policy_problem(config: TrainConfig, source: str, problem: str) -> str:
 def _policy(config: TrainConfig) -> Iterator[str]:
   """Directories that hold no policy, and fields that the tiny one lacks."""
   name, start = config.policy.name, config.warm_start
-  tiny = name in policy_settings.POLICIES and policy_settings.POLICIES.get(name)
+  known = policy_settings.POLICIES
+  tiny = known.get(name) if name in known else None
   if tiny in tiny_vl_config.SIZES and config.policy.config:
     tokenizer = policy_files.load_tokenizer(name)
     try:
@@ -218,16 +220,10 @@ def _policy(config: TrainConfig) -> Iterator[str]:
     except (ValueError, TypeError) as error:
       yield policy_problem(config, "", str(error))
   sources = [start.path] if start.source == "path" else []
-  if not (name in policy_settings.POLICIES or policy_settings.is_factory(name)):
+  if tiny is None and not policy_settings.is_factory(name):
     sources.append(name)
   for source in sources:
-    if policy_settings.is_gguf(source):
-      continue
     try:
-      directory = policy_files.resolve(source)
-      policy_files.model_type(directory)
-      if source == name:  # Weights of a user's own factory are for it alone.
-        policy_files.family_of(directory)
-      tensor_files.Reader(directory)
+      policy_files.check(source, of_factory=source != name)
     except (OSError, ValueError) as error:
       yield policy_problem(config, source, str(error))
