@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, Mapping
 
-from tunix.rl.multi_turn.core import bounds
 from tunix.rl.multi_turn.core import settings
+from tunix.rl.multi_turn.net import bounds
 
 setting = settings.setting
 

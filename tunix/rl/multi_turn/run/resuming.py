@@ -24,7 +24,7 @@ from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.environments.task_sources import source
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import summary_writer
-from tunix.rl.multi_turn.run import best_checkpoint
+from tunix.rl.multi_turn.run.evaluations import best_checkpoint
 
 TrainConfig = config_lib.TrainConfig
 
