@@ -29,7 +29,7 @@ if TYPE_CHECKING:
   from flax import nnx
   import jax
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 TOKENIZER_FILES = (
   "tokenizer.json",
   "tokenizer_config.json",
