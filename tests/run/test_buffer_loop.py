@@ -100,7 +100,7 @@ def loop_of(
   max_staleness=4,
   **settings,
 ):
-  queue = buffer_loop.LeasedQueue(
+  queue = group_queue.GroupQueue(
     groups_per_step, admission.QueueConfig(max_staleness=max_staleness)
   )
   settings = data_sections.BufferConfig(
@@ -114,11 +114,11 @@ def loop_of(
   }
   loop = buffer_loop.BufferLoop(
     lambda: client.BufferClient(running.url),
+    settings,
     reader_lib.EpisodeReader(
       None, None, images_lib.ImageStore(), parser="hermes", rule=rule
     ),
     queue,
-    settings,
     batch_size=2 * groups_per_step,
     group_size=2,
     raw=raw,

@@ -97,6 +97,9 @@ class GroupQueue(_QueueBase):
     # Of its own, as an event loop's may be full of calls that hang.
     self._writer = concurrent.futures.ThreadPoolExecutor(1, "queue-store")
     self._on_drop = on_drop
+    self.on_settled: Callable[[list[int]], None] = lambda indices: None
+    """Receives the indices of groups that never come again: acknowledged, or
+    dropped at delivery."""
     self._condition = async_condition.AsyncCondition()
     self._ledger.restore(
       [
@@ -383,6 +386,7 @@ class GroupQueue(_QueueBase):
       acked = self._ledger.ack(indices)
     if acked:
       self._store.remove(acked)
+      self.on_settled(acked)
 
   def refund(self, n: int) -> None:
     """Admits `n` more groups in place of delivered ones that went into no
@@ -463,10 +467,9 @@ class GroupQueue(_QueueBase):
       return
     entries = list(dropped)
     dropped.clear()
-    self._store.remove([e.index for e in entries])
-    if self._on_drop is None:
-      return
-    for entry in entries:
+    indices = [e.index for e in entries]
+    self._store.remove(indices)
+    for entry in entries if self._on_drop is not None else ():
       which, version = "oldest", entry.oldest
       if self._ledger.config.stale_policy == "trim":
         which, version = "newest", entry.newest
@@ -478,6 +481,7 @@ class GroupQueue(_QueueBase):
         self._on_drop(entry.group, reason)
       except Exception:  # pylint: disable=broad-except
         _LOG.exception("on_drop failed for group %s", entry.group.group_id)
+    self.on_settled(indices)
 
   def _late(
     self, expired: type[Exception], timeout: float | None
