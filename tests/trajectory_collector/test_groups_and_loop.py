@@ -565,12 +565,12 @@ def test_cancelling_the_loop_closes_the_queue():
     queue = group_queue.GroupQueue(1)
     loop = tc.CollectLoop(cases.make_collector(), tc.TaskSampler([1]), queue)
     task = asyncio.ensure_future(loop.run())
-    await queue.aget(timeout=20)
+    assert await queue.lease(1, timeout=20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
       await task
     with pytest.raises(group_queue.QueueClosed):
-      await queue.aget()
+      await queue.lease(1)
     assert len(asyncio.all_tasks()) == 1
 
   asyncio.run(main())

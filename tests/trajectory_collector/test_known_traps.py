@@ -47,7 +47,7 @@ def test_trainer_and_collector_on_one_loop_do_not_wait_for_each_other():
   async def main():
     collecting = asyncio.ensure_future(loop.run())
     for step in range(5):
-      assert len(await queue.aget_batch(timeout=30)) == 2
+      assert len((await queue.lease(timeout=30)).groups) == 2
       client.version = step + 1
       queue.set_version(step + 1)
     loop.stop()

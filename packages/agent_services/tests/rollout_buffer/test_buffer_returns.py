@@ -501,9 +501,9 @@ def test_the_client_repeats_a_read_whose_answer_was_cut_off(tmp_path):
       async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with client.BufferClient(url) as reading:
-          got, _, lease = await reading.read(lease_s=600, seconds=20)
-          await reading.ack(lease)
-          return got
+          lease = await reading.lease(lease_s=600, seconds=20)
+          await reading.acknowledge(lease.id)
+          return [one.data for g in lease.groups for one in g.records]
 
     got = asyncio.run(read())
     assert [one["uid"] for one in got] == [one["uid"] for one in group("a")]

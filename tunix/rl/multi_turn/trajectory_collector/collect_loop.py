@@ -491,7 +491,7 @@ class CollectLoop:
             reason = self._refusal(group)
             if reason is None:
               self._failed_in_row = 0
-              await self._queue.aput(group, remaining[0])
+              await self._queue.push(group, remaining[0])
               self._finished(group, remaining.popleft(), "accepted", "")
         if reason is None or len(remaining) < len(tickets):
           break

@@ -241,16 +241,16 @@ class BufferLoop(feeding.GroupFeed):
   async def _read(self, service: client.BufferClient) -> None:
     if self._group_size or self._raw:
       await self._compare(service)
-    lease = uuid.uuid4().hex  # Of all tries: an answer may be lost.
-    batch = await self._tried(
-      lambda: service.read(
+    lease_id = uuid.uuid4().hex  # Of all tries: an answer may be lost.
+    lease = await self._tried(
+      lambda: service.lease(
         self._read_size(),
         lease_s=self._settings.lease_s,
-        lease=lease,
+        lease_id=lease_id,
         allowed_items=self._allowed_items(),
       )
     )
-    if batch is None:
+    if lease is None:
       self._empty += 1
       if self._empty % _LOOK_EVERY == 0:
         await self._look(service)
@@ -259,11 +259,10 @@ class BufferLoop(feeding.GroupFeed):
       return
     self._empty, self._ended = 0, ""
     self._full += 1
-    groups = client.sift(batch)
     refused = []
     with self._lock:
       open_keys: set[str] = set()
-      for group in groups:
+      for group in lease.groups:
         about = _About.of(group.instance_id, group.uids)
         before = {
           self._seen[about.name, uid]
@@ -281,8 +280,8 @@ class BufferLoop(feeding.GroupFeed):
         else:
           self._waiting.append(_Group(group.records, about))
           open_keys.add(about.key)
-      if batch.lease:
-        self._leases[batch.lease] = open_keys
+      if lease.id:
+        self._leases[lease.id] = open_keys
     for about, problem in refused:
       with self._lock:
         self._settled(about)
@@ -426,7 +425,7 @@ class BufferLoop(feeding.GroupFeed):
   async def _ack(self, lease: str) -> None:
     service = self._make_client()
     try:
-      await service.ack(lease)
+      await service.acknowledge(lease)
     except http.CallError as error:
       # Its groups come again, and are recognised.
       _LOG.warning("the rollout buffer keeps lease %s: %s", lease, error)

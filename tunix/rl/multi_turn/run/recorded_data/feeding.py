@@ -190,7 +190,7 @@ class GroupFeed:
         # Before the queue may deliver it.
         self._waiting.popleft()
         self._queued[ticket.index] = self._note(entry)
-      await self._queue.aput(group, ticket)
+      await self._queue.push(group, ticket)
       self.counts["accepted"] += 1
       self._observers.on_event(events.GroupFinished(group, "accepted"))
     finally:
