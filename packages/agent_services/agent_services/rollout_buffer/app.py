@@ -231,9 +231,12 @@ class App(applications.Application):
     except KeyError:
       buffer = await asyncio.to_thread(self._service.buffer, name)
     with buffer.reserving(written):
-      future = self._service.store.put(buffer.id, written, buffer.stored)
+      future = asyncio.wrap_future(
+        self._service.store.put(buffer.id, written, buffer.stored)
+      )
       # Not cancelled with the request: it is stored all the same.
-      return sum(await asyncio.wait_for(asyncio.shield(future), _COMMIT_S))
+      seqs = await asyncio.wait_for(asyncio.shield(future), _COMMIT_S)
+      return len(seqs) - seqs.count(None)
 
   # --- reading ----------------------------------------------------------------
 
