@@ -368,7 +368,11 @@ class Fleet:
         "model": config.policy.name,
       }
     }
-    try:
+    with server_lib.opening(
+      config,
+      f"fleet.via={config.fleet.via}",
+      "pip install 'tunix-multi-turn[serve,client]'",
+    ):
       self._routes = server_lib.LeaseRoutes(
         self.book,
         images,
@@ -376,13 +380,6 @@ class Fleet:
         needs_weights=False,
         relent=self._drop_sessions,
       )
-    except ImportError as error:
-      raise config_lib.ConfigError(
-        [
-          f"fleet.via={config.fleet.via}: {error}; pip install"
-          " 'tunix-multi-turn[serve,client]'"
-        ]
-      ) from None
     self._proxy = proxy.RunProxy(
       config,
       policy,
