@@ -125,11 +125,6 @@ class GroupQueue(_QueueBase):
     return self._ledger.closed
 
   @property
-  def groups_per_step(self) -> int:
-    """Groups the learner consumes per version."""
-    return self._ledger.groups_per_step
-
-  @property
   def max_staleness(self) -> int:
     """Versions a token may lag behind the learner."""
     return self._ledger.config.max_staleness
@@ -138,16 +133,6 @@ class GroupQueue(_QueueBase):
   def bounds_running(self) -> bool:
     """Whether admission by itself bounds the groups that run."""
     return self._ledger.config.bounds_running
-
-  @property
-  def capacity(self) -> int:
-    """Groups held."""
-    return self._ledger.capacity
-
-  @property
-  def order(self) -> str:
-    """Order of delivery."""
-    return self._ledger.order
 
   def qsize(self) -> int:
     """Groups ready for delivery."""

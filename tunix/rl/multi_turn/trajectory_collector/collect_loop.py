@@ -130,10 +130,7 @@ class TaskSampler:
 
 
 class CollectLoop:
-  """Feeds a `GroupQueue`; see the module docstring.
-
-  `await run()`, or `start()` for a thread with an event loop of its own.
-  """
+  """Feeds a `GroupQueue`; see the module docstring. `await run()`."""
 
   def __init__(
     self,
@@ -201,8 +198,6 @@ class CollectLoop:
     self._crash: BaseException | None = None
     self._stopping = False
     self._cancelling = False
-    self._thread: threading.Thread | None = None
-    self._ended = threading.Event()
     self.over = ""
     """Why no more groups will be started; "" while there may be."""
     self.counts: collections.Counter[str] = collections.Counter()
@@ -304,29 +299,6 @@ class CollectLoop:
         raise
     else:
       self._queue.close()
-    finally:
-      self._ended.set()
-
-  def start(self) -> None:
-    """Runs in a daemon thread of its own."""
-    if self._thread is not None:
-      raise RuntimeError("the loop was started before")
-
-    def main():
-      try:
-        asyncio.run(self.run())
-      except Exception:  # pylint: disable=broad-except
-        pass  # The queue's consumer has it.
-      except BaseException as error:  # pylint: disable=broad-except
-        # An exit of a task that called code had started: the loop is gone.
-        self._queue.fail(concurrency.ExitRaised(concurrency.describe(error)))
-      finally:
-        self._ended.set()
-
-    self._thread = threading.Thread(
-      target=main, name="tunix-collect-loop", daemon=True
-    )
-    self._thread.start()
 
   def stop(self) -> None:
     """Starts no more groups. Thread-safe, returns at once.
@@ -356,14 +328,6 @@ class CollectLoop:
       self._loop.call_soon_threadsafe(self._released.set)
     except RuntimeError:  # The loop has ended already.
       pass
-
-  def join(self, timeout: float | None = None) -> bool:
-    """Waits for a loop that runs elsewhere; True when it has ended."""
-    ended = self._ended.wait(timeout)
-    if ended and self._thread is not None:
-      self._thread.join(timeout)
-      return not self._thread.is_alive()
-    return ended
 
   def _stop_now(self) -> None:
     if self._feeder is not None:
