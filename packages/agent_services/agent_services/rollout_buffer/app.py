@@ -314,18 +314,20 @@ class App(applications.Application):
     return await asyncio.to_thread(self._answer, buffer, data, size, False)
 
   async def _ack(self, request: Request) -> Response:
-    data = await self._object(request)
-    count = await asyncio.to_thread(
-      self._found(request, data).acknowledge, requests.lease(data)
+    return await self._ended(
+      request, buffers.Buffer.acknowledge, "Acknowledged"
     )
-    return _json({"success": True, "message": f"Acknowledged {count} items"})
 
   async def _release(self, request: Request) -> Response:
+    return await self._ended(request, buffers.Buffer.release, "Released")
+
+  async def _ended(
+    self, request: Request, end: Callable[..., int], done: str
+  ) -> Response:
     data = await self._object(request)
-    count = await asyncio.to_thread(
-      self._found(request, data).release, requests.lease(data)
-    )
-    return _json({"success": True, "message": f"Released {count} items"})
+    buffer, lease = self._found(request, data), requests.lease(data)
+    count = await asyncio.to_thread(end, buffer, lease)
+    return _json({"success": True, "message": f"{done} {count} items"})
 
   async def _known(self, request: Request) -> Response:
     data = await self._object(request)

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import dataclasses
-import hashlib
 import logging
 from typing import Any, Callable, Container, Iterable, Mapping, NamedTuple
 import uuid
@@ -56,26 +54,15 @@ def uids_of(group: trajectory_lib.TrajectoryGroup) -> frozenset[str]:
   return frozenset(members - copies)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Group:
-  """Items of one instance that are to be queued."""
-
-  items: list[records.Record]
-  about: _About
-
-
 class _About(NamedTuple):
   """Identity of a group, by which a repeated delivery is recognised."""
 
-  key: str
   name: str  # Of its instance; "" where that is unknown.
   uids: frozenset[str]
 
   @classmethod
   def of(cls, name: str, uids: Iterable[str]) -> _About:
-    text = "\n".join((name, *sorted(uids)))
-    digest = hashlib.blake2b(text.encode(), digest_size=12)
-    return cls(digest.hexdigest(), name, frozenset(uids))
+    return cls(name, frozenset(uids))
 
   def to_json(self) -> list[Any]:
     return [self.name, sorted(self.uids)]
@@ -119,10 +106,10 @@ class BufferLoop(feeding.GroupFeed):
     self._taken = 0  # Items that were read, without repeated ones.
     self._raw = raw and payload is None
     self._payload = payload
-    self._finished: dict[str, _About] = {}  # By its key.
-    # (Instance id, uid) -> key of the group that has it.
-    self._seen: dict[tuple[str, str], str] = {}
-    self._leases: dict[str, set[str]] = {}  # Lease -> keys to be settled.
+    self._finished: dict[_About, None] = {}
+    # (Instance id, uid) -> the group that has it.
+    self._seen: dict[tuple[str, str], _About] = {}
+    self._leases: dict[str, set[_About]] = {}  # Lease -> groups to be settled.
     self._acks: set[concurrent.futures.Future[None]] = set()
     self._failures = 0
     self._empty = 0  # Reads without a group in a row.
@@ -135,7 +122,7 @@ class BufferLoop(feeding.GroupFeed):
   def state_dict(self) -> dict[str, Any]:
     """JSON: what is finished, and what was queued."""
     with self._lock:
-      finished, queued = self._finished.values(), self._queued.items()
+      finished, queued = list(self._finished), self._queued.items()
       return {
         "finished": [about.to_json() for about in finished],
         "queued": [[index, *about.to_json()] for index, about in queued],
@@ -159,7 +146,7 @@ class BufferLoop(feeding.GroupFeed):
     for index, *about in state.get("queued", ()):
       if index in trained:
         finished.append(_About.of(*about))
-    self._finished = {about.key: about for about in finished}
+    self._finished = dict.fromkeys(finished)
     self._queued = {
       index: _About.of(feeding.instance_of(group), uids_of(group))
       for index, group in stored
@@ -171,7 +158,7 @@ class BufferLoop(feeding.GroupFeed):
   def skipped(self) -> list[str]:
     """Instances that the service need not make again, one for each pass."""
     with self._lock:
-      every = (*self._finished.values(), *self._queued.values())
+      every = (*self._finished, *self._queued.values())
     return [about.name for about in every if about.name]
 
   # --- running ---------------------------------------------------------------
@@ -261,9 +248,9 @@ class BufferLoop(feeding.GroupFeed):
     self._full += 1
     refused = []
     with self._lock:
-      open_keys: set[str] = set()
+      open_groups: set[_About] = set()
       for group in lease.groups:
-        about = _About.of(group.instance_id, group.uids)
+        about = self._note(group)
         before = {
           self._seen[about.name, uid]
           for uid in about.uids
@@ -271,17 +258,17 @@ class BufferLoop(feeding.GroupFeed):
         }
         if before:
           self.counts["repeated"] += 1
-          open_keys |= before - set(self._finished)
+          open_groups |= before - self._finished.keys()
           continue
         self._see(about)
         self._taken += len(about.uids)
         if group.problem:
           refused.append((about, group.problem))
         else:
-          self._waiting.append(_Group(group.records, about))
-          open_keys.add(about.key)
+          self._waiting.append(group)
+          open_groups.add(about)
       if lease.id:
-        self._leases[lease.id] = open_keys
+        self._leases[lease.id] = open_groups
     for about, problem in refused:
       with self._lock:
         self._settled(about)
@@ -363,27 +350,27 @@ class BufferLoop(feeding.GroupFeed):
     """
     if not self._bounded:
       return None
-    waiting = sum(len(group.about.uids) for group in self._waiting)
+    waiting = sum(len(group.uids) for group in self._waiting)
     return max(0, self._taken - waiting + self._members * self._room())
 
   def _see(self, about: _About) -> None:
     for uid in about.uids:
-      self._seen[about.name, uid] = about.key
+      self._seen[about.name, uid] = about
 
-  def _name(self, entry: _Group) -> str:
-    return entry.about.name
+  def _name(self, entry: client.ReadGroup) -> str:
+    return entry.instance_id
 
-  def _note(self, entry: _Group) -> _About:
-    return entry.about
+  def _note(self, entry: client.ReadGroup) -> _About:
+    return _About(entry.instance_id, entry.uids)
 
   def _group(
-    self, entry: _Group, index: int, version: int
+    self, entry: client.ReadGroup, index: int, version: int
   ) -> trajectory_lib.TrajectoryGroup:
     episodes = [
-      self._reader.episode(record, version=version) for record in entry.items
+      self._reader.episode(record, version=version) for record in entry.records
     ]
-    group = records.group_of(entry.items, episodes, start_version=version)
-    return feeding.named(group, entry.items[0].instance_id, index)
+    group = records.group_of(entry.records, episodes, start_version=version)
+    return feeding.named(group, entry.records[0].instance_id, index)
 
   def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str:
     if reason := super()._refusal(group):
@@ -399,12 +386,12 @@ class BufferLoop(feeding.GroupFeed):
   # --- leases ----------------------------------------------------------------
 
   def _settled(self, note: _About) -> None:
-    self._finished[note.key] = note
-    for keys in self._leases.values():
-      keys.discard(note.key)
+    self._finished[note] = None
+    for groups in self._leases.values():
+      groups.discard(note)
 
-  def _discarded(self, entry: _Group) -> None:
-    self._settled(entry.about)
+  def _discarded(self, entry: client.ReadGroup) -> None:
+    self._settled(self._note(entry))
 
   def _settle(self, indices: Iterable[int]) -> None:
     super()._settle(indices)

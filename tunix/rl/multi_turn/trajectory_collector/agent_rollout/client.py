@@ -16,12 +16,12 @@ it writes (the service does).
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import json
 import os
 from typing import Any, Iterable, Mapping, NamedTuple, Sequence
 import uuid
 
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.queue import transport
@@ -386,20 +386,8 @@ def _id_of(item: Any, key: str) -> str:
   return str(value)
 
 
-def parse(answer: Mapping[str, Any]) -> Read | None:
-  """Checks an answer and its items; None where nothing is ready.
-
-  Raises:
-    RefusedItemsError: an item that cannot be used; naming what is wrong.
-    ValueError: the answer is none of the protocol's.
-  """
-  result = unpack(answer)
-  if result is not None:
-    _check(result)
-  return result
-
-
-def _check(read: Read) -> None:
+def check(read: Read) -> None:
+  """Raises RefusedItemsError for a read with an item that cannot be used."""
   groups = sift(read)
   problems = [group.problem for group in groups if group.problem]
   if problems:
@@ -443,7 +431,7 @@ async def get_rollout_data(
       while True:
         result = await client.read(num, timeout)
         if result is not None:
-          _check(result)
+          check(result)
           return result.items, result.meta_info
         await asyncio.sleep(POLL_S)
   except ClientError as error:
@@ -487,9 +475,8 @@ def start_rollout(
     finally:
       await client.aclose()
 
-  # In a thread: the caller's own may run an event loop.
-  with concurrent.futures.ThreadPoolExecutor(1, "tunix-start") as pool:
-    return pool.submit(lambda: asyncio.run(start())).result()
+  # Also where the caller's own thread runs an event loop.
+  return concurrency.call(start, what="starting the rollout")
 
 
 def start_payload(
