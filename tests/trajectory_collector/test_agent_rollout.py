@@ -244,7 +244,7 @@ def test_an_item_without_a_required_key_is_a_value_error(key):
     "extra_info": {},
   }
   del item[key]
-  with pytest.raises(ValueError, match=f"item 0: the item lacks {key}"):
+  with pytest.raises(ValueError, match=f"item 0: {key} is missing"):
     client.check(client.unpack({"success": True, "data": {"data": [item]}}))
 
 
