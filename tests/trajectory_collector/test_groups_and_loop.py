@@ -60,15 +60,24 @@ def test_failures_with_a_success_between_them_do_not_end_the_loop():
       raise ConnectionError("down")
     return cases.good_pair(task)
 
-  queue = group_queue.GroupQueue(8)
-  loop = threaded_loop.ThreadedLoop(
-    cases.make_collector(pair=pair, max_requeues=0),
+  client = cases.SeededClient()
+  queue = group_queue.GroupQueue(1)  # Which admits one group at a time.
+  loop = tc.CollectLoop(
+    cases.make_collector(client, pair=pair, max_requeues=0),
     tc.TaskSampler(range(8), shuffle=False, epochs=1),
     queue,
-    max_groups=1,
     max_failed_groups=2,
   )
-  asyncio.run(loop.run())
+
+  async def main():
+    running = asyncio.ensure_future(loop.run())
+    for version in range(1, 5):
+      assert await queue.lease(1, timeout=20)
+      client.version = version
+      queue.set_version(version)
+    await running
+
+  asyncio.run(main())
   assert loop.counts["accepted"] == loop.counts["given_up"] == 4
 
 
@@ -583,20 +592,6 @@ def test_cancelling_the_loop_closes_the_queue():
     assert len(asyncio.all_tasks()) == 1
 
   asyncio.run(main())
-
-
-def test_groups_in_flight_can_be_bounded_further():
-  client = cases.SeededClient(jitter=0.002)
-  queue = group_queue.GroupQueue(8)
-  loop = threaded_loop.ThreadedLoop(
-    cases.make_collector(client, group_size=2),
-    tc.TaskSampler(range(8), epochs=1),
-    queue,
-    max_groups=2,
-  )
-  asyncio.run(loop.run())
-  assert client.peak <= 4
-  assert queue.qsize() == 8
 
 
 # --- Groups in parts ---------------------------------------------------------

@@ -322,12 +322,12 @@ class App(applications.Application):
     return await self._ended(request, buffers.Buffer.release, "Released")
 
   async def _ended(
-    self, request: Request, end: Callable[..., int], done: str
+    self, request: Request, end: Callable[..., int], verb: str
   ) -> Response:
     data = await self._object(request)
     buffer, lease = self._found(request, data), requests.lease(data)
     count = await asyncio.to_thread(end, buffer, lease)
-    return _json({"success": True, "message": f"{done} {count} items"})
+    return _json({"success": True, "message": f"{verb} {count} items"})
 
   async def _known(self, request: Request) -> Response:
     data = await self._object(request)

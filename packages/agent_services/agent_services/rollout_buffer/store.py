@@ -29,6 +29,7 @@ from agent_services.rollout_buffer import items
 
 _LOG = logging.getLogger(__name__)
 WAITS, LENT, DROPPED, DONE = 0, 1, 2, 3
+_COMMIT_S = 120.0
 _MOST_WRITES = 512
 _MOST_BYTES = 32 << 20
 _STOP = object()
@@ -222,6 +223,25 @@ class Store:
       StoreError: the store is closed.
     """
     return self._submit(_Work(work, then))
+
+  def do(
+    self,
+    work: Callable[[sqlite3.Connection], Any],
+    then: Callable[[Any], None] = lambda result: None,
+  ) -> Any:
+    """The result of `call`, awaited in this thread.
+
+    Raises:
+      TimeoutError: the work was not begun in time, and never is; or takes as
+        long again.
+    """
+    future = self.call(work, then)
+    try:
+      return future.result(_COMMIT_S)
+    except TimeoutError:
+      if future.cancel():
+        raise
+      return future.result(_COMMIT_S)
 
   def _submit(self, one: _Work) -> concurrent.futures.Future[Any]:
     with self._lock:

@@ -11,7 +11,6 @@ import threading
 import time
 
 from agent_services.rollout_buffer import app as app_lib
-from agent_services.rollout_buffer import buffers
 from agent_services.rollout_buffer import client
 from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import settings
@@ -350,7 +349,7 @@ def test_an_acknowledgement_that_waits_too_long_loses_nothing(
   buffer.write(*group("a"))
   lent = buffer.service.buffer("default")
   lease = lent.read(lease_s=60).lease
-  monkeypatch.setattr(buffers, "_COMMIT_S", 0.1)
+  monkeypatch.setattr(store, "_COMMIT_S", 0.1)
   free = threading.Event()
   acknowledge = store_work.acknowledge
   if begun:

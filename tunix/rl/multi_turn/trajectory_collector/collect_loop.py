@@ -138,7 +138,6 @@ class CollectLoop:
     tasks: Sampler | Iterator[Any],
     queue: group_queue.GroupQueue,
     *,
-    max_groups: int | None = None,
     backoff: float = 0.5,
     max_failed_groups: int = 64,
     task_from_json: Callable[[Any], Any] | None = None,
@@ -151,8 +150,6 @@ class CollectLoop:
     tasks: an iterator; with `state_dict` and `load_state_dict` a run can be
       resumed.
     queue: takes the groups.
-    max_groups: groups in flight beside what the queue admits; None for no
-      bound of its own.
     backoff: seconds before the first retry, doubled for each further one.
     max_failed_groups: groups dropped in a row, retries included, before the
       loop gives up with a CollectError: a world in which nothing works must
@@ -163,8 +160,6 @@ class CollectLoop:
     number: Number of a group in the whole run, from its index in this queue:
       another one where several processes collect.
     """
-    if max_groups is not None and max_groups < 1:
-      raise ValueError(f"max_groups must be >= 1 or None, got {max_groups}")
     if not backoff >= 0:
       raise ValueError(f"backoff must be >= 0 seconds, got {backoff}")
     if max_failed_groups < 1:
@@ -174,7 +169,6 @@ class CollectLoop:
     self._collector = collector
     self._tasks = tasks
     self._queue = queue
-    self._max_groups = max_groups
     self._max_requeues = collector.config.max_requeues
     self._parts = collector.config.parts
     self._backoff = backoff
@@ -360,10 +354,8 @@ class CollectLoop:
     self._running.clear()
 
   async def _feed(self) -> None:
-    slots = asyncio.Semaphore(self._max_groups or 1 << 30)
     resumed = collections.deque(self._resumed)
     while True:
-      await slots.acquire()
       if not self._queue.bounds_running:
         await self._collector.wait_for_room()
       # Pulled before it is admitted: the end of the tasks must be seen even
@@ -391,7 +383,6 @@ class CollectLoop:
       self._announce(tickets)
       running = asyncio.ensure_future(self._group(task, tickets))
       self._running[running] = tickets[0].index
-      running.add_done_callback(lambda _: slots.release())
       running.add_done_callback(
         functools.partial(self._give_back, tickets=tickets)
       )

@@ -106,7 +106,7 @@ class GroupFeed:
     raise NotImplementedError
 
   def _note(self, entry: Any) -> Any:
-    """What is kept of a group while it is queued."""
+    """Returns the part of a group that is kept while it is queued."""
     return entry
 
   def _settled(self, note: Any) -> None:
@@ -226,7 +226,7 @@ class GroupFeed:
   # --- dropping ---------------------------------------------------------------
 
   def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str:
-    """Why the group is not trained on; "" where it is."""
+    """Returns why the group is not trained on; "" where it is."""
     valid = len(group.valid)
     if valid >= self._min_valid:
       return ""
