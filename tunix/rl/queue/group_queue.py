@@ -99,7 +99,7 @@ class GroupQueue(_QueueBase):
     self._store: GroupStore = store or MemoryGroupStore()
     # Of its own, as an event loop's may be full of calls that hang.
     self._writer = concurrent.futures.ThreadPoolExecutor(1, "queue-store")
-    self._on_drop = on_drop
+    self._on_drop = on_drop or (lambda group, reason: None)
     self.on_settled: Callable[[list[int]], None] = lambda indices: None
     """Receives the indices of groups that never come again: acknowledged, or
     dropped at delivery."""
@@ -470,7 +470,7 @@ class GroupQueue(_QueueBase):
     dropped.clear()
     indices = [e.index for e in entries]
     self._store.remove(indices)
-    for entry in entries if self._on_drop is not None else ():
+    for entry in entries:
       which, version = "oldest", entry.oldest
       if self._ledger.config.stale_policy == "trim":
         which, version = "newest", entry.newest
