@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 from tunix.rl.multi_turn import trajectory_collector as tc
-from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.net import concurrency
 
 
 class ThreadedLoop(tc.CollectLoop):

@@ -11,7 +11,7 @@ So are reads under a lease, and acknowledgements.
 from __future__ import annotations
 
 import tenacity
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 
 BufferError = client.ClientError

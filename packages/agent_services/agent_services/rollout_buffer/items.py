@@ -24,7 +24,7 @@ from typing import Any, Mapping
 
 import orjson
 import pydantic_core
-from tunix.rl.multi_turn.core import json_models
+from tunix.rl.multi_turn.net import json_models
 from tunix.rl.multi_turn.trajectory_collector import records
 
 try:

@@ -22,8 +22,8 @@ import asyncio
 import inspect
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.run.recorded_data import feeding
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples

@@ -29,9 +29,9 @@ from typing import Any, Awaitable, Callable, Iterator
 import zlib
 
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import request_bodies
 from tunix.rl.multi_turn.run.rollout_hosts import leases as leases_lib
 from tunix.rl.multi_turn.run.rollout_hosts import messages
 

@@ -21,8 +21,8 @@ import os
 from typing import Any, Iterable, Mapping, NamedTuple, Sequence
 import uuid
 
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.queue import transport
 
