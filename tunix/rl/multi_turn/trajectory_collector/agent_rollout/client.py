@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from typing import Any, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, Iterable, Mapping, NamedTuple, Self, Sequence
 import uuid
 
 from tunix.rl.multi_turn.net import concurrency
@@ -142,7 +142,7 @@ class BufferClient:
     )
     self._retry = retry
 
-  async def __aenter__(self) -> BufferClient:
+  async def __aenter__(self) -> Self:
     return self
 
   async def __aexit__(self, *exc_info: Any) -> None:
