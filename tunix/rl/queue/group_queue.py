@@ -134,6 +134,11 @@ class GroupQueue(_QueueBase):
     """Whether admission by itself bounds the groups that run."""
     return self._ledger.config.bounds_running
 
+  @property
+  def capacity(self) -> int:
+    """Groups held."""
+    return self._ledger.capacity
+
   def qsize(self) -> int:
     """Groups ready for delivery."""
     with self._condition:
