@@ -224,9 +224,16 @@ METRICS: dict[str, Metric] = {
   ),
   "history_rewrites": Metric(
     "",
-    "New training sequences begun because old screenshots were dropped,"
+    "New training sequences begun because old screenshots were dropped, or"
+    " a summary took the place of turns, mean an episode.",
+    "Each costs a prefill; raise agent.max_images or agent.summary_at.",
+  ),
+  "summary_turns": Metric(
+    "turns",
+    "Turns in which the policy wrote a summary (agent.history=summary),"
     " mean an episode.",
-    "Each costs a prefill; raise agent.max_images.",
+    "Near 0: no episode needs one; near the other turns' number: raise"
+    " agent.summary_at.",
   ),
   "untrained_tokens": Metric(
     "tokens",
