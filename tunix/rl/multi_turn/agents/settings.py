@@ -177,15 +177,15 @@ class AgentConfig:
       )
 
   def _summary_problems(self) -> Iterator[str]:
-    default = AgentConfig.__dataclass_fields__
-    by_summary = self.history == "summary"
-    for name in OF_WINDOWS if by_summary else OF_SUMMARIES:
-      value = getattr(self, name)
-      if value != default[name].default:
-        other = "window" if by_summary else "summary"
+    other = "window" if self.history == "summary" else "summary"
+    unread = OF_WINDOWS if other == "window" else OF_SUMMARIES
+    for field in settings.fields(AgentConfig):
+      value = getattr(self, field.name)
+      if field.name in unread and value != field.default:
         yield (
-          f"{name}={value!r} is of history={other}, and history="
-          f"{self.history}; leave {name} out, or set history={other}"
+          f"{field.name}={value} is of history={other}, and history="
+          f"{self.history}; set {field.name}={field.default}, or"
+          f" history={other}"
         )
     if not self.summary_prompt.strip():
       yield "summary_prompt is empty; write what a summary is to hold"

@@ -260,6 +260,17 @@ def _history(c: TrainConfig) -> Iterator[str]:
       f"{player}={getattr(c.rollout, player)} plays with another, whose"
       " history is its own; set agent.history=window"
     )
+  environment, gym = _environment(c), _gym(c)
+  demonstrates = environment is not None and environment.gym and gym is not None
+  if c.warm_start.steps and (
+    c.warm_start.recordings or not demonstrates or gym.summarize is None
+  ):
+    yield (
+      f"warm_start.steps={c.warm_start.steps} clones demonstrations, and"
+      " these hold no summaries, which agent.history=summary asks for; clone"
+      " with agent.history=window and start from its checkpoint, or set"
+      " warm_start.steps=0"
+    )
 
 
 def _reward(c: TrainConfig) -> Iterator[str]:
