@@ -212,8 +212,9 @@ METRICS: dict[str, Metric] = {
   ),
   "truncated_turns": Metric(
     "turns",
-    "Completions cut at sampling.max_new_tokens, mean an episode.",
-    "Above 0.05: raise sampling.max_new_tokens.",
+    "Completions cut at sampling.max_new_tokens (summaries: at"
+    " agent.summary_tokens), mean an episode.",
+    "Above 0.05: raise it.",
   ),
   "fallback_turns": Metric(
     "turns",

@@ -313,9 +313,7 @@ class TrajectoryCollectEngine:
       step.observation = observation
     if not step.info:
       step.info = dict(info)
-    if reply.truncated:
-      step.info = {**step.info, "response_truncated": True}
-    self._emit_turn(turn, t1 - t0, t3 - t2, step)
+    self._end_turn(turn, reply, step, t1 - t0, t3 - t2)
     return done
 
   async def _summarize(self) -> None:
@@ -335,7 +333,7 @@ class TrajectoryCollectEngine:
     self._rewards.append(0.0)
     counted = self._metrics.get("summary_turns", 0)
     self._metrics["summary_turns"] = counted + 1
-    self._emit_turn(turn, seconds, 0.0, step)
+    self._end_turn(turn, reply, step, seconds, 0.0)
 
   async def _reply(self, messages, turn: int, **limits) -> model_calls.Reply:
     try:
@@ -623,7 +621,16 @@ class TrajectoryCollectEngine:
     if self._observers is not None:
       self._observers.on_event(event_type(**fields))
 
-  def _emit_turn(self, turn: int, model: float, env: float, step: Any) -> None:
+  def _end_turn(
+    self,
+    turn: int,
+    reply: model_calls.Reply,
+    step: Any,
+    model: float,
+    env: float,
+  ) -> None:
+    if reply.truncated:
+      step.info = {**step.info, "response_truncated": True}
     if self._observers is not None:
       render = self._session.render_seconds
       self._emit(
