@@ -286,7 +286,7 @@ class TestPolicySummaries:
     agent.update_from_summary("I pressed 0 and 1.")
     return agent, request
 
-  def test_nothing_is_asked_below_the_bound_or_without_one(self):
+  def test_no_summary_is_requested_below_the_bound_or_without_one(self):
     agent = make(summary_at=100)
     play(agent, 1)
     assert agent.summary_request(99) is None
@@ -314,11 +314,11 @@ class TestPolicySummaries:
     # All of it was said.
     assert len(agent.history) == len(request) + 1
 
-  @pytest.mark.parametrize("kept", [1, 2, 3, 9])
-  def test_as_many_screenshots_stay_as_asked_for(self, kept):
-    agent, _ = self.summarized(3, summary_images=kept)
-    left = images_of(agent.chat_completions)
-    assert left == [image(i) for i in range(4)][-kept:]
+  @pytest.mark.parametrize("count", [1, 2, 3, 9])
+  def test_as_many_screenshots_stay_as_asked_for(self, count):
+    agent, _ = self.summarized(3, summary_images=count)
+    newest = [image(i) for i in range(4)][-count:]
+    assert images_of(agent.chat_completions) == newest
 
   def test_later_turns_extend_it_and_a_second_one_replaces_the_first(self):
     agent, _ = self.summarized(2)

@@ -82,14 +82,16 @@ def test_each_sampled_token_is_trained_once(
   )
   assert result.error is None
   summaries = [bool(s.info.get("summary")) for s in result.steps]
-  asked = sum(summaries)
+  summary_turns = sum(summaries)
   # They do not count as turns of the environment.
-  assert len(result.steps) == len(client.completions) == len(turns) + asked
-  assert result.metrics.get("summary_turns", 0) == asked
+  assert (
+    len(result.steps) == len(client.completions) == len(turns) + summary_turns
+  )
+  assert result.metrics.get("summary_turns", 0) == summary_turns
   if summary_at == 1:
-    assert asked == len(turns) - 1
+    assert summary_turns == len(turns) - 1
   if summary_at == 10**6:
-    assert not asked
+    assert not summary_turns
 
   # 1. Every sampled token is trainable in exactly one sequence, in order,
   #    with its own log-prob and version; nothing else is.
@@ -103,7 +105,7 @@ def test_each_sampled_token_is_trained_once(
 
   # 2. A sequence ends with its summary; the next begins with a new prompt, of
   #    which nothing is trained.
-  assert len(result.sequences) == asked + 1
+  assert len(result.sequences) == summary_turns + 1
   ends = [int(s.turn_ids[-1]) for s in result.sequences[:-1]]
   assert ends == [i for i, one in enumerate(summaries) if one]
   for sequence, one in zip(result.sequences[1:], ends):
@@ -111,14 +113,14 @@ def test_each_sampled_token_is_trained_once(
 
   # 3. Nothing is conditioned on what the policy did not see: each completion
   #    follows the prompt that was sent.
-  for turn, (prompt, done) in enumerate(
+  for turn, (prompt, completion) in enumerate(
     zip(client.prompts, client.completions)
   ):
     (sequence,) = [
       s for s in result.sequences if turn in s.turn_ids[s.loss_mask]
     ]
-    whole = np.concatenate([prompt, done.tokens])
-    assert np.array_equal(sequence.tokens[: len(whole)], whole)
+    expected = np.concatenate([prompt, completion.tokens])
+    assert np.array_equal(sequence.tokens[: len(expected)], expected)
   # 4. Each request has its own budget.
   assert [limit == summary_tokens for limit in client.limits] == (
     [one or summary_tokens == 64 for one in summaries]
@@ -145,10 +147,10 @@ def test_a_summary_has_the_return_of_what_follows_it():
   assert [step.mc_return for step in result.steps] == [
     0.0625, 0.125, 0.25, 0.5, 1.0,
   ]  # fmt: skip
-  # Turns are told in order, those of summaries among them.
-  told = recorder.of(events.TurnFinished)
-  assert [event.turn for event in told] == [0, 1, 2, 3, 4]
-  assert [bool(e.step.info.get("summary")) for e in told] == [
+  # Turns are reported in order, those of summaries among them.
+  finished = recorder.of(events.TurnFinished)
+  assert [event.turn for event in finished] == [0, 1, 2, 3, 4]
+  assert [bool(e.step.info.get("summary")) for e in finished] == [
     False, True, False, True, False,
   ]  # fmt: skip
   # Credit by turns knows them: rewards of 5 turns, tokens of each.
@@ -166,13 +168,13 @@ def test_all_sequences_of_an_episode_are_credited(name):
     step.reward = 0.0
   lost.reward = 0.0
   group = trajectory_lib.TrajectoryGroup("g", "t", (won, lost))
-  (made,), _ = examples.from_groups(
+  (learned,), _ = examples.from_groups(
     [group],
     advantages.ESTIMATORS.get(name, "operator"),
     advantages.AdvantageOptions(),
   )
-  assert [e.episode for e in made] == [0, 0, 0, 1]
-  for example in made[:3]:
+  assert [e.episode for e in learned] == [0, 0, 0, 1]
+  for example in learned[:3]:
     assert (example.advantages[example.sequence.loss_mask] > 0).all()
 
 

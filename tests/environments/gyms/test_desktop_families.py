@@ -210,9 +210,7 @@ def test_pixels_are_the_same_on_every_machine():
 
 def test_the_number_to_recall_is_seen_once_and_needed_twelve_turns_later():
   def frames_with(number):
-    episode = family_lib.Episode(
-      family_lib.get("recall-number"), 3, 0, 128, 96
-    )
+    episode = family_lib.Episode(family_lib.get("recall-number"), 3, 0, 128, 96)
     episode.spec = family_lib.Spec(
       episode.spec.instruction, {**episode.spec.data, "number": number}
     )

@@ -260,7 +260,6 @@ class ToolAgent(base_agent.BaseAgent):
     )
     return action
 
-
   def summary_request(self, context_tokens: int) -> list[Message] | None:
     """See the base class."""
     if not self._summary_at or context_tokens < self._summary_at:

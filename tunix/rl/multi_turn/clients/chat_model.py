@@ -342,9 +342,7 @@ class ChatSession:
     max_new_tokens: int | None = None,
   ) -> model_calls.Reply:
     """Returns the turn's reply; see `model_calls.TokenSession`."""
-    return await call(
-      self._reply, messages, turn, max_new_tokens, inline=True
-    )
+    return await call(self._reply, messages, turn, max_new_tokens, inline=True)
 
   async def _reply(
     self, messages: Sequence[Message], turn: int, max_new_tokens: int | None

@@ -222,9 +222,7 @@ class ProxySession:
     Raises:
       ContextLimitError: no room to sample.
     """
-    return await call(
-      self._reply, messages, turn, max_new_tokens, inline=True
-    )
+    return await call(self._reply, messages, turn, max_new_tokens, inline=True)
 
   async def _reply(
     self,
@@ -244,9 +242,7 @@ class ProxySession:
       options["seed"] = model_calls.derive_seed(self._seed, turn)
     with self._context_errors():
       answer = await self._client.chat.completions.create(
-        model=self._connection.name,
-        messages=written,
-        **options,
+        model=self._connection.name, messages=written, **options
       )
     self._answers += 1
     choice = answer.choices[0]

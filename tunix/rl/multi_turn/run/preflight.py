@@ -303,20 +303,20 @@ def _summaries(
 ) -> Iterator[str]:
   """A bound that each turn passes, or after which a summary has no room."""
   agent, turn = config.agent, config.sampling.max_new_tokens
-  kept = prompt + agent.summary_images * screen + agent.summary_tokens
-  given = f"agent.summary_at={agent.summary_at:g} ({bound} tokens)"
-  if kept >= bound:
+  least = prompt + agent.summary_images * screen + agent.summary_tokens
+  setting = f"agent.summary_at={agent.summary_at:g} ({bound} tokens)"
+  if least >= bound:
     yield (
-      f"{given} is passed by every turn: the system prompt, a summary and"
-      f" agent.summary_images={agent.summary_images} screenshots have {kept}"
-      f" tokens; raise it above {kept + turn}"
+      f"{setting} is passed by every turn: the system prompt, a summary and"
+      f" agent.summary_images={agent.summary_images} screenshots have {least}"
+      f" tokens; raise it above {least + turn}"
     )
   asks = {"role": "user", "content": agent.summary_prompt}
   request = len(policy.renderer.bridge([asks], last_sampled_is_eot=True))
   most = bound + turn + screen + request + agent.summary_tokens
   if most > config.engine.context_length:
     yield (
-      f"{given} leaves no room for a summary in engine.context_length="
+      f"{setting} leaves no room for a summary in engine.context_length="
       f"{config.engine.context_length}: a turn of {turn} tokens, a"
       f" screenshot of {screen}, the request of {request} and"
       f" agent.summary_tokens={agent.summary_tokens} may come on top; lower it"

@@ -470,8 +470,7 @@ class RecallNumber(family.Family):
       rng.shuffle(numbers)
     tells = rng.random() < 0.5
     return family.Spec(
-      text,
-      {"name": name, "number": number, "numbers": numbers, "tells": tells},
+      text, {"name": name, "number": number, "numbers": numbers, "tells": tells}
     )
 
   def build(self, ep, data, rng):

@@ -105,7 +105,7 @@ class Family:
     raise NotImplementedError
 
   def summary(self, ep: Episode) -> str:
-    """Returns what a demonstrator writes about the turns so far."""
+    """Returns a demonstrator's summary of the turns so far."""
     return f"{ep.turns} turns are done."
 
 

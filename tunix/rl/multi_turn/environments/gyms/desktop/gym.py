@@ -198,7 +198,7 @@ class DesktopGym:
     return self.scene.describe(x, y)
 
   def summarize(self) -> str:
-    """What a demonstrator writes when it is asked for a summary."""
+    """Returns what a demonstrator writes as the summary of its turns."""
     if self.episode is None:
       raise RuntimeError("no episode is running; call start(task) first")
     return self.episode.family.summary(self.episode)
