@@ -518,5 +518,5 @@ class RecallNumber(family.Family):
   def summary(self, ep):
     data = ep.spec.data
     if ep.w["page"] > 1 and data["tells"]:
-      return f"{data['name']} is {data['number']}."
+      return f"Number {data['number']}."
     return f"Page {ep.w['page']}."
