@@ -318,17 +318,20 @@ class TrajectoryCollectEngine:
 
   async def _summarize(self) -> None:
     """Asks for a summary, if the agent wants one: a turn without an action."""
-    request = getattr(self.agent, "summary_request", None)
-    if request is None:
+    agent: Any = self.agent  # Upstream's have no such methods.
+    if not hasattr(agent, "summary_request"):
       return
-    messages = await self._agent_call(request, self._context_tokens)
+    messages = await self._agent_call(
+      agent.summary_request, self._context_tokens
+    )
     if messages is None:
       return
     turn, started = len(self._steps), time.perf_counter()
-    longest = self.agent.summary_tokens
-    reply = await self._reply(messages, turn, max_new_tokens=longest)
+    reply = await self._reply(
+      messages, turn, max_new_tokens=agent.summary_tokens
+    )
     seconds = time.perf_counter() - started
-    action = await self._agent_call(self.agent.update_from_summary, reply.text)
+    action = await self._agent_call(agent.update_from_summary, reply.text)
     step = self._step_of(turn, messages, reply, action)
     self._rewards.append(0.0)
     counted = self._metrics.get("summary_turns", 0)
