@@ -26,7 +26,7 @@ import subprocess
 import sys
 from typing import Any, Iterator, Mapping, Sequence
 
-from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.core.statistics import success_rates
 
 CONTEXT = 640
 COMMON = (

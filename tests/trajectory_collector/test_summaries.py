@@ -13,8 +13,8 @@ from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.learner import examples
 from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.learner.batches import examples
 
 SUMMARY = "What I saw: 7."
 
