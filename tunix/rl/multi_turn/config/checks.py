@@ -261,10 +261,13 @@ def _history(c: TrainConfig) -> Iterator[str]:
       " history is its own; set agent.history=window"
     )
   environment, gym = _environment(c), _gym(c)
-  demonstrates = environment is not None and environment.gym and gym is not None
-  if c.warm_start.steps and (
-    c.warm_start.recordings or not demonstrates or gym.summarize is None
-  ):
+  summarizes = (
+    environment is not None
+    and environment.gym
+    and gym is not None
+    and gym.summarize is not None
+  )
+  if c.warm_start.steps and (c.warm_start.recordings or not summarizes):
     yield (
       f"warm_start.steps={c.warm_start.steps} clones demonstrations, and"
       " these hold no summaries, which agent.history=summary asks for; clone"
