@@ -143,6 +143,28 @@ def test_wrong_calls_are_counted_by_kind_and_not_by_words(
   assert row["parse_errors"] == 1
 
 
+def test_a_summary_is_a_turn_without_a_gesture(server, tmp_path, store):
+  emitted = played(store, 1e9, turns=3)
+  steps = emitted[-1].trajectory.steps
+  # As an agent records it: the screen is as before, and nothing was done.
+  steps[1] = dataclasses.replace(
+    steps[1],
+    action=trajectory_lib.Action([]),
+    observation=steps[0].observation,
+    model_response="Price is 7.",
+    info={"summary": True},
+  )
+  tell(server, tmp_path / "s", store, *emitted)
+  (row,) = server.rows("rollout")
+  assert row["num_turns"] == 3 and row["num_total_actions"] == 2
+  assert row["parse_errors"] == row["tool_arg_errors"] == 0
+  kinds = [action["action_type"] for action in server.rows("action")]
+  assert kinds == ["click", "summary", "drag"]
+  page = server.http.get(f"/rollouts/{row['id']}?turn=2").text
+  assert ">summary</b>" in page and "Price is 7." in page
+  assert "The screen did not change." not in page
+
+
 CLICK, DONE = {"kind": "click", "x": 1.0, "y": 2.0}, {"kind": "terminate"}
 ENDS = {
     # Actions of each turn, status, reward of each turn -> the six columns.

@@ -280,9 +280,12 @@ class RunSession(proxy.ProxySession):
     self._unusable = ""
 
   async def _reply(
-    self, messages: Sequence[trajectory.Message], turn: int
+    self,
+    messages: Sequence[trajectory.Message],
+    turn: int,
+    max_new_tokens: int | None = None,
   ) -> model_calls.Reply:
-    del messages  # The service writes its own.
+    del messages, max_new_tokens  # The service writes its own requests.
     if turn == 0:
       await self._begin()
     output = await self._agent.output(turn)

@@ -204,7 +204,7 @@ def _atif_step(
   for index, action in enumerate(turn["actions"]):
     if isinstance(action["tokens"], list):
       ids, logprobs = action["tokens"], action["logprobs"]
-    if action["action_type"] in ("parse_error", "text"):
+    if action["action_type"] in ("parse_error", "summary", "text"):
       continue
     arguments = action["tool_args"]
     calls.append(

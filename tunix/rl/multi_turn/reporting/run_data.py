@@ -255,7 +255,7 @@ def frames_of(trajectory: trajectory_lib.Trajectory) -> list[Frame]:
         actions=tuple(a for a in actions if isinstance(a, dict)),
         text=str(step.model_response or ""),
         note="; ".join(dict.fromkeys(map(str, notes))),
-        label=f"turn {number}",
+        label=f"turn {number}{', a summary' if info.get('summary') else ''}",
         observed="" if image else text,
       )
     )

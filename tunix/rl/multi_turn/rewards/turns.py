@@ -34,8 +34,10 @@ def _at_least(lowest: Mapping[str, int]) -> Callable[..., None]:
 @registry.checked(_format_options)
 def format_(
   task: Any, step: trajectory.Step, *, pattern: str = "", parsed: bool = True
-) -> float:
+) -> float | None:
   """1 when a turn's text has the form that is asked for, else 0.
+
+  A summary, which has a form of its own, is left out.
 
   Args:
     task: not read.
@@ -49,6 +51,8 @@ def format_(
   """
   del task
   info = step.info or {}
+  if info.get("summary"):
+    return None
   if parsed and any(
     info.get(key)
     for key in ("parse_error", "parse_errors", "response_truncated")

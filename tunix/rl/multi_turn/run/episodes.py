@@ -160,6 +160,7 @@ class EpisodeFactory:
         screen=screen_size(config) if self.acts_on_gym else None,
         observation=config.gym.observation,
         image_store=image_store,
+        context_length=config.engine.context_length,
       )
     except (ValueError, ImportError) as error:
       if isinstance(error, ConfigError):

@@ -184,6 +184,39 @@ def _context(
       f" {prompt + screen + config.sampling.max_new_tokens}"
       + (", or lower gym.width and gym.height" if screen else "")
     )
+  bound = config.agent.summary_bound(context)
+  if bound:
+    yield from _summaries(config, policy, prompt, screen, bound)
+
+
+def _summaries(
+  config: TrainConfig,
+  policy: models.LoadedPolicy,
+  prompt: int,
+  screen: int,
+  bound: int,
+) -> Iterator[str]:
+  """A bound that each turn passes, or after which a summary has no room."""
+  agent, turn = config.agent, config.sampling.max_new_tokens
+  least = prompt + agent.summary_images * screen + agent.summary_tokens
+  setting = f"agent.summary_at={agent.summary_at:g} ({bound} tokens)"
+  if least >= bound:
+    yield (
+      f"{setting} is passed by every turn: the system prompt, a summary and"
+      f" agent.summary_images={agent.summary_images} screenshots have {least}"
+      f" tokens; raise it above {least + turn}"
+    )
+  asks = {"role": "user", "content": agent.summary_prompt}
+  request = len(policy.renderer.bridge([asks], last_sampled_is_eot=True))
+  most = bound + turn + screen + request + agent.summary_tokens
+  if most > config.engine.context_length:
+    yield (
+      f"{setting} leaves no room for a summary in engine.context_length="
+      f"{config.engine.context_length}: a turn of {turn} tokens, a"
+      f" screenshot of {screen}, the request of {request} and"
+      f" agent.summary_tokens={agent.summary_tokens} may come on top; lower it"
+      f" to {config.engine.context_length - most + bound}"
+    )
 
 
 def _prompts_of_file(

@@ -118,6 +118,7 @@ def _actions(
     )
   if not rows:
     kind = "parse_error" if step.info.get("parse_errors") else "text"
+    kind = "summary" if step.info.get("summary") else kind
     rows.append({"action_type": kind})
   for index, row in enumerate(rows):
     row |= {"client_id": f"{turn}:action:{index}", "turn_id": turn}

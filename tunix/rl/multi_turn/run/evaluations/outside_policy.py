@@ -119,6 +119,13 @@ class Episodes:
     ConfigError: naming each setting that is wrong.
     """
     config, source = tasks_lib.resolve(config_lib.load_config(list(settings)))
+    if config.agent.history == "summary":
+      raise config_lib.ConfigError(
+        [
+          "agent.history=summary counts the tokens of a context, which the"
+          " program that samples does not report; set agent.history=window"
+        ]
+      )
     self._config, self._source = config, source
     self._images = images_lib.ImageStore()
     self._factory = episodes_lib.EpisodeFactory(config, self._images)

@@ -180,6 +180,9 @@ class Demonstrator:
 
     async def act(prompt: policy_client.TokenPrompt, session: str):
       del prompt, session
+      if getattr(agent, "is_summarizing", False):
+        summary = await _value(self.oracle.summarize(gym))
+        return completion_ids(self.renderer, summary)
       try:
         action = await _value(self.oracle.act(gym))
       except LookupError as error:

@@ -104,6 +104,10 @@ class Family:
     """Returns the next right action, None when nothing is left to do."""
     raise NotImplementedError
 
+  def summary(self, ep: Episode) -> str:
+    """Returns a demonstrator's summary of the turns so far."""
+    return f"{ep.turns} turns are done."
+
 
 FAMILIES: dict[str, Family] = {}
 

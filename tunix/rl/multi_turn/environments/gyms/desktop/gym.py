@@ -197,6 +197,12 @@ class DesktopGym:
     """The phrase for the object at a pixel; None without a unique one."""
     return self.scene.describe(x, y)
 
+  def summarize(self) -> str:
+    """Returns what a demonstrator writes as the summary of its turns."""
+    if self.episode is None:
+      raise RuntimeError("no episode is running; call start(task) first")
+    return self.episode.family.summary(self.episode)
+
   # -- the asynchronous protocol ---------------------------------------------
 
   async def start(self, task: base.Task) -> base.Observation:
