@@ -88,7 +88,7 @@ docs-site: $(STAMP)-docs ## build the documentation as a site, build/site/docs/i
 
 # Every block, command, notebook and example of the documentation, and the site.
 docs-test: TESTS = tests/test_docs.py tests/test_docs_site.py \
-	tests/test_documented_commands.py tests/test_documented_sequence.py \
+	tests/test_documented_commands.py packages/agent_services/tests/training/test_documented_sequence.py \
 	tests/test_example_configs.py tests/test_example_recipes.py \
 	tests/test_examples.py tests/test_notebooks.py
 docs-test: test-all ## run what the documentation tells one to run

@@ -21,7 +21,9 @@ import urllib.parse
 import chromium
 import httpx
 import pytest
-import small_runs
+
+pytest.importorskip("tunix.rl.multi_turn", reason="needs the framework")
+import small_runs  # noqa: E402
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN = (

@@ -12,14 +12,14 @@ import dataclasses
 import time
 
 import numpy as np
+from trainer_core import events
+from trainer_core import images as images_lib
+from trainer_core import monitor_settings as settings_lib
+from trainer_core import success_rates
+from trainer_core import trajectory as trajectory_lib
 from training_monitor.client import event_log
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.agents import tool_agent
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import monitor_settings as settings_lib
-from tunix.rl.multi_turn.core import success_rates
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner.algorithms import advantages
