@@ -22,8 +22,9 @@ import chromium
 import httpx
 import pytest
 
-pytest.importorskip("tunix.rl.multi_turn", reason="needs the framework")
-import small_runs  # noqa: E402
+small_runs = pytest.importorskip(
+  "small_runs", reason="needs the framework, which trains"
+)
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN = (
