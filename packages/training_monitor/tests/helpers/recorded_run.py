@@ -24,7 +24,9 @@ from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy import tiny_vl
+from tunix.rl.multi_turn.policy import vision_inputs
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 
@@ -35,7 +37,9 @@ _HABITS = {"enter-text": "skip_focus", "scroll-and-click": "wrong_widget"}
 
 
 def _demonstrator(store, rate):
-  _, processor, tokenizer = checkpoint.create_policy("nano")
+  tokenizer = policy_files.load_tokenizer("tiny_vl")
+  cells = tiny_vl.config_for(tokenizer, "nano").max_cells
+  processor = vision_inputs.TinyVLProcessor(cells)
   return demonstrations.Demonstrator(
     renderer=qwen.QwenRenderer(tokenizer, processor.num_image_tokens),
     make_agent=lambda: tool_agent.ToolAgent(
