@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 
-from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.net import http_server
 
 
 class Scripted:

@@ -11,8 +11,8 @@ from trainer_core import events
 from trainer_core import images as images_lib
 from trainer_core import trajectory as trajectory_lib
 from training_monitor.client import event_codec
-from training_monitor.client import live_turns
 from training_monitor.client import spool as spool_lib
+from training_monitor.client.rows import live_turns
 
 NAMES = dict(group_id="train-000001", task_id="t")
 

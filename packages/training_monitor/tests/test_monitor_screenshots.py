@@ -22,8 +22,8 @@ from training_monitor.client import event_log
 from training_monitor.client import ingest_client
 from training_monitor.client import spool as spool_lib
 from training_monitor.client import spool_reader
-from training_monitor.core import http_server
 from training_monitor.maintenance import pruning
+from training_monitor.net import http_server
 
 DEAD = "http://127.0.0.1:9"  # No server listens there.
 BATCH, IMAGES = "/api/ingest/batch", "/api/v1/screenshots"

@@ -20,8 +20,8 @@ import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 
-from agent_services.serving import interactions
 from agent_services.serving import requests
+from agent_services.serving.sessions import interactions
 
 _REASONS = {
   policy_client.FinishReason.STOP: "stop",

@@ -8,7 +8,7 @@ from scripted_http import completion  # noqa: F401
 from scripted_http import Logged  # noqa: F401
 from scripted_http import Scripted  # noqa: F401
 from scripted_http import scripted  # noqa: F401
-from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.net import http_server
 
 
 @contextlib.contextmanager

@@ -21,12 +21,12 @@ from training_monitor.client import event_log
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import tiny_vl
-from tunix.rl.multi_turn.policy import vision_inputs
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
+from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 
