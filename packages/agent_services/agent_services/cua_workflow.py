@@ -96,7 +96,7 @@ class CUAAgentWorkflow(_Base):
 
   def __init__(
     self,
-    gconfig: Any = None,
+    gconfig: object = None,
     tokenizer: Any = None,
     *,
     gbox_mini_agent_base_url: str = "",
@@ -658,7 +658,7 @@ def _version_of(engine: Any) -> int:
   return version if isinstance(version, int) and version >= 0 else 0
 
 
-def _rule_of(gconfig: Any, other: str) -> sampling_rule.SamplingRule:
+def _rule_of(gconfig: object, other: str) -> sampling_rule.SamplingRule:
   """The distribution of AReaL's generation settings, as a rule.
 
   Raises:

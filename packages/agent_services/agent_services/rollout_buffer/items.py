@@ -73,7 +73,7 @@ class _Infinite(ItemError):
   """A number that no float holds."""
 
 
-def buffer_name(value: Any) -> str:
+def buffer_name(value: object) -> str:
   """A buffer's name; None is the default buffer's.
 
   Raises:
@@ -166,7 +166,7 @@ def _parse(raw: bytes) -> Any:
   return value
 
 
-def encoded(item: Any) -> bytes:
+def encoded(item: object) -> bytes:
   """The JSON of an item, or of statistics, at most `DEEPEST` levels deep.
 
   An answer has levels around its items, and a reader's parser has a limit of
@@ -187,7 +187,7 @@ def encoded(item: Any) -> bytes:
     raise ItemError(f"it cannot be written as JSON: {what}") from None
 
 
-def _item(value: Any, buffer: str | None) -> Item:
+def _item(value: object, buffer: str | None) -> Item:
   if not isinstance(value, dict):
     raise ItemError(
       f"an item must be an object, got {json_models.short(value)}"
@@ -227,7 +227,7 @@ def _item(value: Any, buffer: str | None) -> Item:
   )
 
 
-def check_reward(value: Any, key: str) -> None:
+def check_reward(value: object, key: str) -> None:
   """Raises ItemError unless a reward is a finite number in its range."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     raise ItemError(f"{key}={json_models.short(value)} must be a finite number")
@@ -237,7 +237,7 @@ def check_reward(value: Any, key: str) -> None:
     raise ItemError(f"{key}: {error}") from None
 
 
-def text_id(value: Any, key: str) -> str:
+def text_id(value: object, key: str) -> str:
   """An id as text; a whole number is its decimal digits.
 
   Raises:

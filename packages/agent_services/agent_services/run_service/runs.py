@@ -376,7 +376,7 @@ class Run:
     self._count(step)
     self.steps.append(step)
 
-  def _count(self, record: Any) -> None:
+  def _count(self, record: object) -> None:
     """Adds a record to `size`; raises RecordsFull where there is no room."""
     size = _size_of(record, self._texts)
     self._make_room(self, size)
@@ -459,7 +459,7 @@ def _refusal(error: http.CallError) -> str:
   )
 
 
-def _size_of(record: Any, texts: set[int]) -> int:
+def _size_of(record: object, texts: set[int]) -> int:
   """Bytes that a record takes, estimated.
 
   Args:

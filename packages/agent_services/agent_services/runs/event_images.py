@@ -25,7 +25,7 @@ class EventImages:
     self,
     runs: client_lib.RunServiceClient,
     store: images_lib.ImageStore,
-    loader: Any = None,
+    loader: object = None,
   ):
     """Args:
 

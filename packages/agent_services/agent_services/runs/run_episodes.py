@@ -103,7 +103,7 @@ class RunEnvironment(base_env.BaseEnv):
       }
     return {"instruction": self.task.instruction}, {"task": self.task.to_json()}
 
-  async def step(self, action: Any) -> base_env.StepResult:
+  async def step(self, action: object) -> base_env.StepResult:
     del action  # The service has carried it out.
     self._turn += 1
     actions = await self.agent.actions(self._turn)

@@ -91,7 +91,7 @@ def read(
   )
 
 
-def _prompt(value: Any, most: int | None) -> tuple[requests.Prompt, ...]:
+def _prompt(value: object, most: int | None) -> tuple[requests.Prompt, ...]:
   if not isinstance(value, list) or not any(
     isinstance(p, (str, list)) for p in value
   ):
@@ -108,7 +108,7 @@ def _prompt(value: Any, most: int | None) -> tuple[requests.Prompt, ...]:
   )
 
 
-def _one_prompt(where: str, value: Any, most: int | None) -> requests.Prompt:
+def _one_prompt(where: str, value: object, most: int | None) -> requests.Prompt:
   if isinstance(value, str) and value:
     return value
   if isinstance(value, list) and value:

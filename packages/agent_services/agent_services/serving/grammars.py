@@ -243,7 +243,7 @@ class Matcher:
 
   def __init__(
     self,
-    matcher: Any,
+    matcher: object,
     fill: Callable[..., None],
     words: int,
     end: _End | None = None,
@@ -272,7 +272,7 @@ class Matcher:
         del self._end.forced[0]
     self._check()
 
-  def _allowed(self, matcher: Any) -> np.ndarray:
+  def _allowed(self, matcher: object) -> np.ndarray:
     self._fill(matcher, self._mask, 0)
     self._check()
     return self._mask[0].view(np.uint32).copy()

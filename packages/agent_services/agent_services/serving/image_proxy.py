@@ -500,7 +500,7 @@ def _check_kind(request: Request) -> None:
       )
 
 
-def _written(value: Any) -> bytes:
+def _written(value: object) -> bytes:
   """JSON in ASCII, which every charset reads alike.
 
   Raises:

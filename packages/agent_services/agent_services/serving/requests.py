@@ -113,7 +113,7 @@ class Thinking:
   needed: bool = False
 
   @classmethod
-  def by_effort(cls, field: str, effort: Any) -> Thinking | None:
+  def by_effort(cls, field: str, effort: object) -> Thinking | None:
     """Of OpenAI's field: "none" switches reasoning off."""
     if not isinstance(effort, str) or effort not in EFFORTS:
       return None

@@ -86,7 +86,7 @@ def _option(name: str) -> str:
   return f"--{name.replace('_', '-')}{suffix}"
 
 
-def _kind(default: Any) -> dict[str, Any]:
+def _kind(default: object) -> dict[str, Any]:
   """Keywords of `add_argument` for a setting with this default."""
   if isinstance(default, tuple):
     return {"default": "", "metavar": "A[,B]"}
@@ -172,7 +172,7 @@ def _import(name: str) -> None:
 
 
 def _from_file(
-  data: Any, common: Mapping[str, Any], where: str
+  data: object, common: Mapping[str, Any], where: str
 ) -> catalog.ServedGym:
   field_names = [f.name for f in settings_lib.fields(catalog.ServedGym)]
   if not isinstance(data, Mapping) or "gym" not in data:

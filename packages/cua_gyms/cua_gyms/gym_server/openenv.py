@@ -483,7 +483,7 @@ def _error(
   return {"type": "error", "data": data}
 
 
-def _dumps(data: Any) -> str:
+def _dumps(data: object) -> str:
   return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 

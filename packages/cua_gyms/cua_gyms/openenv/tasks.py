@@ -80,7 +80,7 @@ async def _ask(url: str, token: str) -> Any:
   headers = {"authorization": f"Bearer {token}"} if token else {}
   http = http_lib.Http(headers=headers)
 
-  async def call(method: str, path: str, body: Any = None) -> Any:
+  async def call(method: str, path: str, body: object = None) -> Any:
     try:
       return await http.json(method, url + path, _SECONDS, body=body)
     except http_lib.CallError as error:
@@ -139,7 +139,7 @@ async def _listed(url: str, call: Any) -> Any:
   return seeds.IndexedTasks(train, held_out)
 
 
-def _task(name: str, split: str, index: int, row: Any) -> base.Task:
+def _task(name: str, split: str, index: int, row: object) -> base.Task:
   row = row if isinstance(row, Mapping) else {}
   family = row.get("family")
   turns = row.get("max_turns")

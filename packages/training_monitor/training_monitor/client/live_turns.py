@@ -70,7 +70,7 @@ def first_image(step: trajectory_lib.Step) -> trajectory_lib.ImageRef | None:
   return None
 
 
-def image_of(observation: Any) -> trajectory_lib.ImageRef | None:
+def image_of(observation: object) -> trajectory_lib.ImageRef | None:
   """Returns the screenshot of an observation."""
   if isinstance(observation, Mapping):
     image = observation.get("screenshot")

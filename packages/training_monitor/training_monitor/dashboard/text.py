@@ -26,7 +26,7 @@ _LONGEST = 20_000
 NOTHING = "–"
 
 
-def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
+def visible(value: object, most: int = _LONGEST) -> markupsafe.Markup:
   """Returns the text as HTML in which no character is invisible.
 
   Args:
@@ -58,7 +58,7 @@ def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
   return markupsafe.Markup("").join(parts)
 
 
-def plain(value: Any, most: int = 300) -> str:
+def plain(value: object, most: int = 300) -> str:
   """Returns the same for attributes and titles: text without markup."""
   text = value if isinstance(value, str) else dump(value)
   if len(text) > most:
@@ -66,7 +66,7 @@ def plain(value: Any, most: int = 300) -> str:
   return HIDDEN.sub(lambda m: f"[U+{ord(m.group()):04X}]", text)
 
 
-def dump(value: Any) -> str:
+def dump(value: object) -> str:
   """Returns JSON, indented; text for values that JSON lacks."""
   try:
     return orjson.dumps(
@@ -90,7 +90,7 @@ def number(value: Any, digits: int = 3) -> str:
   return f"{value:.{digits}g}"
 
 
-def _no_number(value: Any) -> str | None:
+def _no_number(value: object) -> str | None:
   """Text for a value that is not a finite number; None for a finite one."""
   if value is None:
     return NOTHING
@@ -179,7 +179,7 @@ def ago(value: Any) -> markupsafe.Markup:
   return element.format(instant.isoformat(timespec="seconds"), words)
 
 
-def read_json(value: Any) -> Any:
+def read_json(value: object) -> Any:
   """Returns a JSON column; None when it is not JSON."""
   if not isinstance(value, (str, bytes)):
     return value
@@ -189,7 +189,7 @@ def read_json(value: Any) -> Any:
     return None
 
 
-def read_object(value: Any) -> dict[str, Any]:
+def read_object(value: object) -> dict[str, Any]:
   """Returns a JSON column that should hold an object; {} when it does not."""
   content = read_json(value)
   return content if isinstance(content, dict) else {}

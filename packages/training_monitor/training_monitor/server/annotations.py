@@ -40,7 +40,7 @@ class Annotations:
     self._writer = writer
     self._queries = queries
 
-  async def add(self, project: int, rollout: int, body: Any) -> None:
+  async def add(self, project: int, rollout: int, body: object) -> None:
     """Adds a label, a note or both.
 
     Args:

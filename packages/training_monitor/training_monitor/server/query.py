@@ -88,7 +88,7 @@ def _cursor(text: Any) -> int | None:
   return position
 
 
-def cursor_of(key: Any) -> str:
+def cursor_of(key: object) -> str:
   """Returns the `next` of a page whose last row has this key."""
   return base64.urlsafe_b64encode(str(key).encode()).decode().rstrip("=")
 
@@ -132,14 +132,14 @@ Order = Literal["up", "down"]
 _Text = Annotated[str, pydantic.Field(max_length=bounds.MAX_PATH)]
 
 
-def _label(value: Any) -> str:
+def _label(value: object) -> str:
   try:
     return tags_lib.clean(value)
   except ValueError as error:
     raise ValueError(str(error).replace("a tag has", "a label has")) from None
 
 
-def _note(value: Any) -> str:
+def _note(value: object) -> str:
   if not isinstance(value, str):
     raise ValueError(f"give text, not a {type(value).__name__}")
   note = value.replace("\0", "\u2400").replace("\r\n", "\n").strip()
@@ -344,7 +344,7 @@ class TagChange(pydantic.BaseModel):
   remove: Tags = ()
 
 
-def _turn(value: Any) -> int | None:
+def _turn(value: object) -> int | None:
   if value is not None and (type(value) is not int or not 0 <= value <= MAX_ID):
     raise ValueError("give the number of a turn")
   return value

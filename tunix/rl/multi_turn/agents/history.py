@@ -227,7 +227,7 @@ def _text_of(message: Message) -> str:
   )
 
 
-def _is_image(part: Any) -> bool:
+def _is_image(part: object) -> bool:
   return isinstance(part, dict) and part.get("type") == "image"
 
 

@@ -93,7 +93,7 @@ class Builder:
     tools: Mapping[str, Any] | None = None,
     screen: tuple[int, int] | None = None,
     observation: str = "screenshot",
-    image_store: Any = None,
+    image_store: object = None,
   ):
     """Args:
 

@@ -622,7 +622,7 @@ class _Http:
         if task is not None:
           loop.call_soon_threadsafe(task.cancel)
 
-  def post(self, path: str, body: Any = None, **options: Any) -> Any:
+  def post(self, path: str, body: object = None, **options: Any) -> Any:
     """See `call`."""
     return self.call("POST", path, body, **options)
 
@@ -630,7 +630,7 @@ class _Http:
     self,
     method: str,
     path: str,
-    body: Any = None,
+    body: object = None,
     optional: bool = False,
     timeout_s: float = math.inf,
     at_the_end: bool = False,
@@ -674,7 +674,7 @@ class _Http:
       raise HandOverError(text) from error
 
   async def _call(
-    self, method: str, url: str, body: Any, timeout_s: float, at_the_end: bool
+    self, method: str, url: str, body: object, timeout_s: float, at_the_end: bool
   ) -> Any:
     call = asyncio.get_running_loop(), asyncio.current_task()
     # Under the lock, so that `interrupt` sees each call that it must end.

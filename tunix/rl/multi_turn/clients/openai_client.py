@@ -424,7 +424,7 @@ class OpenAIClient:
     )
     return _id_of(answer)
 
-  async def _unstart(self, answer: Any) -> None:
+  async def _unstart(self, answer: object) -> None:
     await self._drop(_id_of(answer))
 
   async def _drop(self, name: str) -> None:
@@ -484,7 +484,7 @@ class OpenAIClient:
       support=remote_protocols.support_of(answer, tokens_S, bool(cause)),
     )
 
-  def _numbers(self, what: str, values: Any, dtype: Any) -> np.ndarray:
+  def _numbers(self, what: str, values: object, dtype: Any) -> np.ndarray:
     """Returns an answer's list as an array of one axis."""
     try:
       numbers = np.array(values, dtype)
@@ -554,7 +554,7 @@ def _failed(started: asyncio.Future[str]) -> bool:
   )
 
 
-def _id_of(answer: Any) -> str:
+def _id_of(answer: object) -> str:
   """Session id in the answer to a start."""
   return remote_protocols.field(answer, "session_id", str)
 

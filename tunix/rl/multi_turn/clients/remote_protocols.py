@@ -288,7 +288,7 @@ def _spans(entries: Any) -> list[tuple[int, int]]:
   return spans
 
 
-def field(answer: Any, name: str, kind: type) -> Any:
+def field(answer: object, name: str, kind: type) -> Any:
   """Returns a field that an answer must have.
 
   Raises:

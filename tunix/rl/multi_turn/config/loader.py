@@ -65,7 +65,7 @@ class Raw:
   value: Any
 
 
-def unwrap(value: Any) -> Any:
+def unwrap(value: object) -> Any:
   return value.value if isinstance(value, Raw) else value
 
 
@@ -73,7 +73,7 @@ def unwrap(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=None)
-def leaves(cls: Any, prefix: str = "") -> Mapping[str, settings.Setting]:
+def leaves(cls: object, prefix: str = "") -> Mapping[str, settings.Setting]:
   """Every dotted key of `cls` with its field, sections expanded, in order."""
   fields: dict[str, settings.Setting] = {}
   for field in settings.fields(cls):
@@ -270,7 +270,7 @@ def parse_override(text: str) -> tuple[str, Raw]:
   return key, Raw(value, parsed)
 
 
-def merge(old: Any, new: Any) -> Any:
+def merge(old: object, new: object) -> Any:
   """`new`, or both key by key where both are mappings."""
   plain = unwrap(new)
   old = unwrap(old)
@@ -305,14 +305,14 @@ def flatten(
   of = f"{source}: " if source else ""
   all_sections, paths = sections(cls), leaves(cls)
 
-  def put(path: str, value: Any, written: str) -> None:
+  def put(path: str, value: object, written: str) -> None:
     if path in flat:
       problems.append(
         f"{of}{path} is given twice (again as {written!r}); keep one"
       )
     flat[path] = value
 
-  def below_mapping(parent: str, path: str, value: Any) -> None:
+  def below_mapping(parent: str, path: str, value: object) -> None:
     inner = unwrap(flat.setdefault(parent, {}))
     if not isinstance(inner, dict):
       problems.append(f"{of}{parent} is given twice; keep one")
@@ -325,7 +325,7 @@ def flatten(
       inner = inner[name]
     inner[names[-1]] = value
 
-  def visit(path: str, value: Any) -> None:
+  def visit(path: str, value: object) -> None:
     plain = unwrap(value)
     if path in all_sections and isinstance(plain, collections.abc.Mapping):
       for name, inner in plain.items():
@@ -465,7 +465,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
   return (kind,)
 
 
-def coerce(value: Any, kind: Any) -> Any:
+def coerce(value: object, kind: Any) -> Any:
   """Converts a value written by hand to the field's type.
 
   A float may be written 1e-3 and an int 1e3; a list as a,b; text as anything.
@@ -483,7 +483,7 @@ def coerce(value: Any, kind: Any) -> Any:
   return plain
 
 
-def _coerce_one(value: Any, kind: Any) -> Any:
+def _coerce_one(value: object, kind: Any) -> Any:
   plain = unwrap(value)
   origin = typing.get_origin(kind)
   if origin is tuple:
@@ -508,7 +508,7 @@ def _coerce_one(value: Any, kind: Any) -> Any:
   return MISSING
 
 
-def _coerce_items(plain: Any, kind: Any) -> Any:
+def _coerce_items(plain: object, kind: Any) -> Any:
   if isinstance(plain, str):
     plain = [item.strip() for item in plain.split(",") if item.strip()]
   elif plain is None:
@@ -520,7 +520,7 @@ def _coerce_items(plain: Any, kind: Any) -> Any:
   return tuple(coerce(item, kind) for item in plain)
 
 
-def _coerce_text(value: Any) -> Any:
+def _coerce_text(value: object) -> Any:
   plain = unwrap(value)
   if isinstance(plain, (collections.abc.Mapping, list, tuple)):
     return MISSING
@@ -536,7 +536,7 @@ def _coerce_text(value: Any) -> Any:
   return str(plain)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
   return repr(list(value) if isinstance(value, tuple) else value)
 
 
@@ -642,7 +642,7 @@ def name_problems(config: Any) -> list[str]:
 # --- out ----------------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
   """Lists in place of tuples, dicts in place of other mappings."""
   if isinstance(value, (list, tuple)):
     return [plain(v) for v in value]

@@ -152,7 +152,7 @@ def off_the_clock() -> Iterator[None]:
       clock.start()
 
 
-async def maybe_await(value: Any) -> Any:
+async def maybe_await(value: object) -> Any:
   """`value`, awaited when it is awaitable: both kinds of code are welcome."""
   if inspect.isawaitable(value):
     return await value
@@ -337,7 +337,7 @@ class Guarded:
 
   def __init__(
     self,
-    target: Any,
+    target: object,
     *,
     runner: CallRunner | None = None,
     inline: bool = False,
@@ -715,7 +715,7 @@ def _late(what: str, seconds: float | None) -> str:
   return f"{what} did not finish within {seconds:g} s"
 
 
-def _name(thing: Any) -> str:
+def _name(thing: object) -> str:
   if isinstance(thing, asyncio.Task):
     thing = thing.get_coro()
   return getattr(thing, "__qualname__", None) or type(thing).__qualname__

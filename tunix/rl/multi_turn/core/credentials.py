@@ -64,7 +64,7 @@ def _is_secret(match: re.Match[str]) -> bool:
   return bool(password) or bool(user) and match[1].lower().startswith("http")
 
 
-def of_settings(value: Any, key: str = "") -> Iterator[Credential]:
+def of_settings(value: object, key: str = "") -> Iterator[Credential]:
   """The credentials within settings.
 
   A user alone is one in an http(s) address only: postgresql://user@host/name

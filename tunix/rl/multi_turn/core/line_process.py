@@ -155,7 +155,7 @@ class Worker:
 
     self._thread(watch)
 
-  def _expect(self, key: Any) -> concurrent.futures.Future[Any]:
+  def _expect(self, key: object) -> concurrent.futures.Future[Any]:
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
     with self._lock:
       if not self._end:

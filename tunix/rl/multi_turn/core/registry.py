@@ -67,7 +67,7 @@ _CUTOFF = 0.6
 """Least similarity of a hint; of three letters, the first is equal too."""
 
 
-def nearest(word: Any, names: Iterable[str]) -> str:
+def nearest(word: object, names: Iterable[str]) -> str:
   """Returns the name closest to `word` by meaning or spelling, or ""."""
   lower = {name.lower(): name for name in names}
   text = str(word).lower()
@@ -83,7 +83,7 @@ def nearest(word: Any, names: Iterable[str]) -> str:
   return lower[min(longer, key=len)] if longer else ""
 
 
-def unknown_name(kind: str, name: Any, names: Iterable[str]) -> str:
+def unknown_name(kind: str, name: object, names: Iterable[str]) -> str:
   """Returns the message for a name that is not among `names`."""
   names = sorted(names)
   if str(name).endswith(".py"):
@@ -202,7 +202,7 @@ def lazy_attributes(package: str, **modules: str) -> Callable[[str], Any]:
   return find
 
 
-def _same_definition(old: Any, new: Any) -> bool:
+def _same_definition(old: object, new: object) -> bool:
   """Whether both are one definition, of a module that was loaded again."""
   names = [
     (getattr(e, "__module__", ""), getattr(e, "__qualname__", ""))

@@ -84,7 +84,7 @@ def read(path: pathlib.Path) -> Any:
     raise YamlError(f"{path} {error}") from None
 
 
-def _walk(value: Any) -> Iterator[tuple[int, Any]]:
+def _walk(value: object) -> Iterator[tuple[int, Any]]:
   """(depth, value) of a value and all within, keys included; lazily."""
   waiting = [(0, value)]
   while waiting:

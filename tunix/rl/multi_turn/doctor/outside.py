@@ -139,7 +139,7 @@ def tokens(config: TrainConfig) -> Iterator[Finding]:
       )
 
 
-def _variables(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _variables(value: object, key: str) -> Iterator[tuple[str, str]]:
   """(setting, variable) of settings that name one: api_key_env, token_env."""
   if isinstance(value, Mapping):
     for name, inner in value.items():

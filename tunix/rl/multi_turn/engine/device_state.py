@@ -60,7 +60,7 @@ class PagedPolicy(base.Policy, Protocol):
     cache: Any,
     pages: base.Array,
     vision_index: base.Array | None = None,
-    vision: Any = None,
+    vision: object = None,
   ) -> tuple[jax.Array, Any]:
     """`extend` with a cache of pages; `pages` is int32[B, M], each row's."""
     ...
@@ -456,7 +456,7 @@ class DeviceState:
     )
 
   def jit(
-    self, function: Callable[..., Any], out: Any = None, **options: Any
+    self, function: Callable[..., Any], out: object = None, **options: Any
   ) -> Any:
     """`jax.jit` with the results' places fixed (`out`, else `place`).
 

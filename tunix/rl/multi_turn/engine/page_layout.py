@@ -81,7 +81,7 @@ def sized(
   )
 
 
-def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
+def _axis_of(shapes_a: object, shapes_b: object) -> list[int | None]:
   """Per leaf the one axis on which two shape trees differ, if any."""
   axes: list[int | None] = []
   for a, b in zip(jax.tree.leaves(shapes_a), jax.tree.leaves(shapes_b)):
@@ -225,7 +225,7 @@ class PageLayout:
   def put(
     self,
     cache: Any,
-    part: Any,
+    part: object,
     pages_RN: jax.Array,
     starts: jax.Array,
     counts: jax.Array,
@@ -251,7 +251,7 @@ class PageLayout:
     )
 
   def _put(
-    self, cache: Any, part: Any, pages_RN, starts, counts, *, most: int
+    self, cache: Any, part: object, pages_RN, starts, counts, *, most: int
   ) -> Any:
     step = jnp.arange(most)
     position = starts[:, None] + step

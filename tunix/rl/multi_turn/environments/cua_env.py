@@ -165,7 +165,7 @@ class CUAEnv(base_env.BaseEnv):
     task = {**self.task.to_json(), "instruction": instruction}
     return observation, {"task": task, "gym": dict(first.info)}
 
-  async def step(self, action: Any) -> base_env.StepResult:
+  async def step(self, action: object) -> base_env.StepResult:
     """Carries out the actions of a turn.
 
     Args:
@@ -294,7 +294,7 @@ class CUAEnv(base_env.BaseEnv):
     return cls(gym, tool, args.pop("task"), **args)
 
   def _read(
-    self, action: Any
+    self, action: object
   ) -> tuple[list[gui_action.GuiAction], list[str], list[str], Status | None]:
     """(actions, errors, their kinds, status when the episode must end)."""
     if isinstance(action, gui_action.GuiAction):

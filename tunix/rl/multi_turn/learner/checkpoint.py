@@ -85,7 +85,7 @@ class DamagedCheckpoint(ValueError):
   """A checkpoint's files cannot be read, or do not hold what was saved."""
 
 
-def checksums(arrays: Any) -> dict[str, int]:
+def checksums(arrays: object) -> dict[str, int]:
   """Path, type and shape -> a number that any changed bit of the array changes.
 
   The sum of the array's words, each with an odd factor of its place, modulo
@@ -131,7 +131,7 @@ class _NewestAndPinned:
     self._pinned = pinned
 
   def should_preserve(
-    self, checkpoints: Sequence[Any], *, context: Any
+    self, checkpoints: Sequence[Any], *, context: object
   ) -> list[bool]:
     del context
     first = len(checkpoints) - self._newest

@@ -174,7 +174,7 @@ class CustomPolicy:
           f"{self.name} needs the argument {key!r}; set policy.config.{key}"
         )
 
-  def _checked(self, result: Any) -> Loaded:
+  def _checked(self, result: object) -> Loaded:
     if not isinstance(result, tuple) or len(result) != 3:
       raise ValueError(
         f"{self.name} returned a {type(result).__name__}; it must return the"
@@ -221,7 +221,7 @@ class CustomPolicy:
     return model, processor, tokenizer
 
   def _need(
-    self, subject: Any, part: str, names: tuple[str, ...], method: bool = False
+    self, subject: object, part: str, names: tuple[str, ...], method: bool = False
   ) -> None:
     for name in names:
       value = getattr(subject, name, None)

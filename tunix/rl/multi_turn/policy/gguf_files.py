@@ -72,7 +72,7 @@ def _split(digits: str) -> list[Any]:
   return [pre_tokenizers.Split(pattern, "isolated")]
 
 
-def _pre_tokenizers(name: Any) -> list[Any]:
+def _pre_tokenizers(name: object) -> list[Any]:
   """Returns the steps before bytes, of `tokenizer.ggml.pre`.
 
   Raises:
@@ -155,7 +155,7 @@ def write_tokenizer(fields: Mapping[str, Any], directory: pathlib.Path) -> None:
 
 
 def _byte_level(
-  pre: Any, vocabulary: Mapping[str, int], merges: Sequence[str]
+  pre: object, vocabulary: Mapping[str, int], merges: Sequence[str]
 ) -> tokenizers.Tokenizer:
   steps = _pre_tokenizers(pre)
   encoder = tokenizers.Tokenizer(

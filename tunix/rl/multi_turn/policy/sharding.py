@@ -158,7 +158,7 @@ def local_batch_shards(mesh: Mesh) -> int:
   return len(local)
 
 
-def put(value: Any, where: jax.sharding.Sharding) -> jax.Array:
+def put(value: object, where: jax.sharding.Sharding) -> jax.Array:
   """`value` laid out as `where` says, also over several processes.
 
   Args:
@@ -234,7 +234,7 @@ class HostCopies:
     where = parameter_sharding(variable, self.mesh)
     return self._copy(variable[...], where)
 
-  def of_module(self, module: Any) -> Any:
+  def of_module(self, module: object) -> Any:
     """Returns a module like `module`, a policy on the whole mesh."""
     graphdef, state = nnx.split(module)
     local = nnx.merge(graphdef, self.of_state(state))

@@ -124,7 +124,7 @@ def _last_image(messages: Any) -> trajectory_lib.ImageRef | None:
   return None
 
 
-def _image(value: Any) -> trajectory_lib.ImageRef | None:
+def _image(value: object) -> trajectory_lib.ImageRef | None:
   if isinstance(value, trajectory_lib.ImageRef):
     return value
   if isinstance(value, Mapping) and "sha256" in value:

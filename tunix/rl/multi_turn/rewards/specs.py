@@ -95,7 +95,7 @@ class EpisodeReward:
     )
 
   async def __call__(
-    self, trajectory: trajectory_lib.Trajectory, task: Any, answer: Any
+    self, trajectory: trajectory_lib.Trajectory, task: object, answer: object
   ) -> EpisodeOutput:
     """The weighted sum; metadata `parts` keep each part's reward.
 
@@ -130,7 +130,7 @@ class EpisodeReward:
 
 
 async def _judge(
-  part: Part, task: Any, answer: Any, trajectory: trajectory_lib.Trajectory
+  part: Part, task: object, answer: object, trajectory: trajectory_lib.Trajectory
 ) -> registry.RewardOutput | None:
   value = await concurrency.acall(
     part.fn, task, answer, trajectory, what=f"reward {part.name!r}"
@@ -148,7 +148,7 @@ async def _judge(
 
 
 async def _judge_turns(
-  part: Part, task: Any, steps: Sequence[trajectory_lib.Step]
+  part: Part, task: object, steps: Sequence[trajectory_lib.Step]
 ) -> registry.RewardOutput | None:
   what = f"reward {part.name!r}"
   if concurrency.is_async(part.fn):
@@ -289,7 +289,7 @@ def bind(name: str, options: Mapping[str, Any]) -> registry.RewardFn:
   return functools.update_wrapper(functools.partial(fn, **options), fn)
 
 
-def _part(name: str, value: Any) -> Part:
+def _part(name: str, value: object) -> Part:
   where = f"environment.reward.{name}"
   options = dict(value) if isinstance(value, Mapping) else {"weight": value}
   weight = options.pop("weight", 1.0)

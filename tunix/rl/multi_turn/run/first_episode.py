@@ -147,12 +147,12 @@ def _rewards(config: TrainConfig) -> list[Callable[..., Any]]:
   return [rewards.get_reward_fn(name, "operator") for name in names]
 
 
-def _is_own(part: Any) -> bool:
+def _is_own(part: object) -> bool:
   module = getattr(part, "__module__", "") or ""
   return module != "builtins" and not module.startswith(_PACKAGE)
 
 
-def _has_coroutines(part: Any) -> bool:
+def _has_coroutines(part: object) -> bool:
   return inspect.iscoroutinefunction(part) or any(
     inspect.iscoroutinefunction(getattr(part, name, None)) for name in dir(part)
   )

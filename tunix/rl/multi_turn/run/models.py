@@ -444,7 +444,7 @@ def make_learner(
   image_store: images_lib.ImageStore,
   mesh: jax.sharding.Mesh | None,
   processes: peers_lib.Peers = peers_lib.ALONE,
-  teacher: Any = None,
+  teacher: object = None,
 ) -> learner_lib.Learner:
   """The learner of GRPO; its KL term is measured to `policy`.
 

@@ -189,7 +189,7 @@ class Episodes:
     self._playing[name] = outside, playing
     return {"episode": name, **await self._next(name)}
 
-  def _episode(self, name: Any) -> tuple[Outside, asyncio.Task[Any]]:
+  def _episode(self, name: object) -> tuple[Outside, asyncio.Task[Any]]:
     if name not in self._playing:
       raise ValueError(f"no episode {name!r} is being played; start another")
     return self._playing[name]

@@ -127,7 +127,7 @@ def _lock(handle: int) -> None:
   fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _conflict(directory: pathlib.Path, file: Any) -> str:
+def _conflict(directory: pathlib.Path, file: object) -> str:
   holder, end = "another process", "end it"
   lock = _holder(file)
   if lock is not None:

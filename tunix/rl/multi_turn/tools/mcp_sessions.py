@@ -243,7 +243,7 @@ class _Link:
 class _Watched:
   """A stream of messages that notes its end: the server's."""
 
-  def __init__(self, stream: Any, disconnected: asyncio.Event):
+  def __init__(self, stream: object, disconnected: asyncio.Event):
     self._stream, self._gone = stream, disconnected
 
   async def __aenter__(self) -> _Watched:

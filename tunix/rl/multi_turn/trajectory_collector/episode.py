@@ -80,7 +80,7 @@ class TrajectoryCollectEngine:
     *,
     deadlines: settings.Deadlines = settings.Deadlines(),
     seed: int | None = None,
-    task: Any = None,
+    task: object = None,
     success_reward: float = 0.0,
     max_reward: float = reward_range.MAX_REWARD,
     observers: events.Observer | Sequence[events.Observer] | None = None,

@@ -148,7 +148,7 @@ class Record:
     return result
 
 
-def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
+def read(item: object, *, required: Sequence[str] = REQUIRED) -> Record:
   """A checked item.
 
   Args:
@@ -207,7 +207,7 @@ def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
   )
 
 
-def _sampling_params(value: Any) -> tuple[Mapping[str, Any], ...]:
+def _sampling_params(value: object) -> tuple[Mapping[str, Any], ...]:
   listed = [value] if isinstance(value, Mapping) else value or []
   if not isinstance(listed, list) or not all(
     isinstance(one, Mapping) for one in listed
@@ -219,7 +219,7 @@ def _sampling_params(value: Any) -> tuple[Mapping[str, Any], ...]:
   return tuple(listed)
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: object, name: str) -> str:
   if isinstance(value, bool) or not isinstance(value, (str, int)):
     raise ValueError(f"{name} must be text or a whole number, got {value!r}")
   if value == "":
@@ -227,7 +227,7 @@ def _text(value: Any, name: str) -> str:
   return str(value)
 
 
-def _number(value: Any, name: str) -> float:
+def _number(value: object, name: str) -> float:
   try:
     if isinstance(value, (str, bytes)) or value is None:
       raise TypeError
@@ -339,7 +339,7 @@ def write_images(
   return out
 
 
-def refs_of(data: Any) -> dict[str, trajectory_lib.ImageRef]:
+def refs_of(data: object) -> dict[str, trajectory_lib.ImageRef]:
   """Every reference to a screenshot in JSON values, by hash."""
   refs: dict[str, trajectory_lib.ImageRef] = {}
   stack = [data]

@@ -18,7 +18,7 @@ FaultFn = Callable[[str, str, str], None]
 
 async def run(
   env: concurrency.Guarded,
-  session: Any,
+  session: object,
   *,
   runner: concurrency.CallRunner,
   seconds: float,

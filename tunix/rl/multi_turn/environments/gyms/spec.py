@@ -511,7 +511,7 @@ class GymSpec:
       raise ValueError("\n".join(problems))
 
 
-def as_spec(value: Any, name: str = "") -> GymSpec:
+def as_spec(value: object, name: str = "") -> GymSpec:
   """`value` as a spec: itself, or a plain gym class or factory with defaults.
 
   Raises:
@@ -527,5 +527,5 @@ def as_spec(value: Any, name: str = "") -> GymSpec:
   )
 
 
-def _loaded(value: Any) -> Any:
+def _loaded(value: object) -> Any:
   return registry.import_path(value) if isinstance(value, str) else value

@@ -366,7 +366,7 @@ class TemplateRenderer(base.TokenRenderer):
       )
     return self._plain_call(call, name, self._guard.cover_all(arguments))
 
-  def _plain_call(self, call: Any, name: str, arguments: Any) -> dict[str, Any]:
+  def _plain_call(self, call: Any, name: str, arguments: object) -> dict[str, Any]:
     plain: dict[str, Any] = {
       "type": "function",
       "function": {"name": self._guard.cover(name), "arguments": arguments},

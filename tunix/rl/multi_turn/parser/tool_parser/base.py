@@ -315,7 +315,7 @@ class GuiActionParser(ToolParser):
     """
 
 
-def require_text(model_response: Any) -> str:
+def require_text(model_response: object) -> str:
   """Returns the argument if it is a str, else raises ToolParseError."""
   if not isinstance(model_response, str):
     raise ToolParseError(

@@ -127,7 +127,7 @@ class Holo15Parser(gui_table.TableParser, scanning.JsonCallsParser):
   arguments_keys = ()
 
   def calls_of(
-    self, value: Any, position: int
+    self, value: object, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     if not isinstance(value, dict) or "action" not in value:
       return None

@@ -151,7 +151,7 @@ class OpenAiComputerParser(gui_table.TableParser, scanning.JsonCallsParser):
   writers = _WRITERS
 
   def calls_of(
-    self, value: Any, position: int
+    self, value: object, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     if isinstance(value, dict) and value.get("type") == "computer_call":
       actions = value.get("actions")

@@ -142,7 +142,7 @@ class BufferLoop:
     make_client: Callable[[], client.BufferClient],
     reader: reader_lib.EpisodeReader,
     queue: LeasedQueue,
-    settings: Any,
+    settings: object,
     *,
     batch_size: int,
     group_size: int = 0,

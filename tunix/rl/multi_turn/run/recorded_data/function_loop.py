@@ -330,7 +330,7 @@ class _Call:
     caller = asyncio.get_running_loop()
     future: asyncio.Future[Any] = caller.create_future()
 
-    def settle(value: Any, error: BaseException | None) -> None:
+    def settle(value: object, error: BaseException | None) -> None:
       if future.done():
         return
       if error is None:

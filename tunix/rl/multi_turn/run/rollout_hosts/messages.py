@@ -55,7 +55,7 @@ def read_group(
   return trajectory_lib.TrajectoryGroup.from_json(data["group"])
 
 
-def _refs(data: Any) -> Iterator[trajectory_lib.ImageRef]:
+def _refs(data: object) -> Iterator[trajectory_lib.ImageRef]:
   """Every reference to an image in JSON."""
   if isinstance(data, dict):
     if {"sha256", "width", "height"} <= set(data):

@@ -146,7 +146,7 @@ class LeaseRoutes:
   def _refused(self, status: int, text: str) -> Any:
     return self._responses.JSONResponse({"detail": text}, status)
 
-  def _json(self, data: Any) -> Any:
+  def _json(self, data: object) -> Any:
     return self._responses.JSONResponse(data)
 
   async def _body(self, request: Any, most: int) -> dict[str, Any]:
