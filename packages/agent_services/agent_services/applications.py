@@ -84,7 +84,7 @@ class Application:
     )
 
   @contextlib.asynccontextmanager
-  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+  async def _lifespan(self, app: object) -> AsyncIterator[None]:
     del app
     sweeping = asyncio.create_task(self._keep_sweeping())
     try:

@@ -17,6 +17,7 @@ Does not know HTTP, run generators, or call hooks (`judging` does).
 
 from __future__ import annotations
 
+from concurrent import futures
 import contextlib
 import dataclasses
 import itertools
@@ -633,7 +634,7 @@ class Buffer:
     (row,) = self._store.rows("SELECT reads FROM buffers WHERE id = ?", self.id)
     return row[0]
 
-  def _wait(self, future: Any) -> Any:
+  def _wait(self, future: futures.Future[Any]) -> Any:
     """Returns the result of the store's work.
 
     Raises:

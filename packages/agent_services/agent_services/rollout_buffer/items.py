@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import orjson
 import pydantic_core
@@ -254,7 +254,7 @@ def text_id(value: object, key: str) -> str:
   )
 
 
-def _check_messages(messages: Any) -> None:
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
   if not isinstance(messages, list):
     raise ItemError(
       f"messages={json_models.short(messages)} must be a list of objects"

@@ -24,7 +24,7 @@ import pathlib
 import queue
 import sqlite3
 import threading
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from agent_services.rollout_buffer import items
 
@@ -431,7 +431,7 @@ def _set_all(pairs: list[tuple[Any, Any]]) -> None:
     _set(future, answer)
 
 
-def _set(future: Any, answer: Any) -> None:
+def _set(future: asyncio.Future[Any], answer: Mapping[str, Any]) -> None:
   if future.cancelled() or future.done():
     return
   if isinstance(answer, Exception):

@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.environments import cua_env
 
 from agent_services.run_service import schemas
 
@@ -104,7 +105,7 @@ class Run:
     self,
     body: schemas.CreateBody,
     agent: tool_agent.ToolAgent,
-    env: Any,
+    env: cua_env.CUAEnv,
     pictures: Pictures,
     judges_itself: bool,
     make_room: Callable[[Run, int], None] = lambda run, size: None,

@@ -13,6 +13,7 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import content_store
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.parser.renderer import choice
 
 from agent_services.runs import client as client_lib
 from agent_services.runs import conversion
@@ -25,7 +26,7 @@ class EventImages:
     self,
     runs: client_lib.RunServiceClient,
     store: images_lib.ImageStore,
-    loader: object = None,
+    loader: Any = None,
   ):
     """Args:
 
@@ -67,7 +68,9 @@ class EventImages:
 
 
 def encode_turn(
-  turn: conversion.Turn, images: Sequence[trajectory.ImageRef], renderer: Any
+  turn: conversion.Turn,
+  images: Sequence[trajectory.ImageRef],
+  renderer: choice.AnyRenderer,
 ) -> tuple[Sequence[int], Sequence[int]]:
   """Returns (prompt ids, ids of the text), made by the renderer."""
   references = iter(images)

@@ -24,6 +24,7 @@ from typing import Any, Mapping, Sequence
 from cua_gyms.genv import execution
 from cua_gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn import rewards
+from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.agents import settings as settings_lib
 from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.core import images as images_lib
@@ -32,6 +33,7 @@ from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 
 from agent_services.runs import client as client_lib
@@ -208,7 +210,7 @@ class RunConnection(proxy.ProxyConnection):
     turn_s: float,
     max_turns: int,
     agent_config: Mapping[str, Any],
-    renderer: Any = None,
+    renderer: choice.AnyRenderer | None = None,
     **options: Any,
   ):
     """Args:
@@ -251,7 +253,11 @@ class RunModel(proxy.ProxyModel):
   connection: RunConnection
 
   def new_session_for(
-    self, agent: Any, env: Any, name: str, seed: int | None
+    self,
+    agent: base_agent.BaseAgent,
+    env: base_env.BaseEnv,
+    name: str,
+    seed: int | None,
   ) -> RunSession:
     """Returns the session of the episode that `agent` follows.
 

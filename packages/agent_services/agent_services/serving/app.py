@@ -33,6 +33,7 @@ import secrets
 import time
 from typing import Any, Callable
 
+from starlette import exceptions
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from tunix.rl.multi_turn.core import http_server
@@ -209,7 +210,9 @@ class OpenAIApp(applications.Application):
         code="wrong_session",
       )
 
-  async def _not_served(self, request: Request, error: Any) -> Response:
+  async def _not_served(
+    self, request: Request, error: exceptions.HTTPException
+  ) -> Response:
     return _error(
       errors.ApiError(
         error.status_code,

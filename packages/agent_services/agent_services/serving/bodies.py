@@ -381,7 +381,9 @@ class UpTo:
 
     return core_schema.with_info_plain_validator_function(check)
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(
+    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
+  ) -> Any:
     return {"type": "integer", "minimum": 1, LIMIT: self.limit}
 
 
@@ -406,7 +408,9 @@ class Neutral:
 
     return core_schema.no_info_plain_validator_function(check)
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(
+    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
+  ) -> Any:
     return {"enum": [*self.values]}
 
 
@@ -423,7 +427,9 @@ class Ignored:
   def __init__(self, *silent: Any):
     object.__setattr__(self, "silent", silent)
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(
+    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
+  ) -> Any:
     return {**handler(schema), **BY_BODY}
 
   def is_silent(self, value: object) -> bool:
@@ -471,7 +477,9 @@ class ByField:
       custom_error_context={"text": text, "field": self.field},
     )
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(
+    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
+  ) -> Any:
     json_schema = handler(schema)
     if "oneOf" in json_schema:
       json_schema["discriminator"] = {"propertyName": self.field}
@@ -537,7 +545,9 @@ class Items:
       inner["max_length"] = self.most
     return core_schema.no_info_before_validator_function(check, inner)
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(
+    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
+  ) -> Any:
     return handler(schema) | (BY_BODY if self.most is None else {})
 
 
@@ -564,7 +574,9 @@ class TokenIds:
       raise refusal(f"must be a list of at most {self.most} token ids")
     return token_ids(name, value)
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(
+    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
+  ) -> Any:
     if self.most is None:
       return TOKEN_IDS_SCHEMA
     items = TOKEN_IDS_SCHEMA["items"]

@@ -101,7 +101,7 @@ class Grammars:
     self._lock = threading.Lock()
     self._compiled = functools.lru_cache(_KEPT)(self._compile)
 
-  def json(self, schema: Any = None) -> str:
+  def json(self, schema: object = None) -> str:
     """Returns a grammar of the JSON that a schema describes; None: any object.
 
     Raises:
@@ -243,7 +243,7 @@ class Matcher:
 
   def __init__(
     self,
-    matcher: object,
+    matcher: Any,
     fill: Callable[..., None],
     words: int,
     end: _End | None = None,

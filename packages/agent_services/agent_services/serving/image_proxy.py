@@ -167,7 +167,7 @@ class ImageProxy:
     )
 
   @contextlib.asynccontextmanager
-  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+  async def _lifespan(self, app: object) -> AsyncIterator[None]:
     del app
     try:
       yield

@@ -632,7 +632,7 @@ def text_of(message: Mapping[str, Any]) -> str:
   return "".join(part["text"] for part in content)
 
 
-def count_images(messages: Any) -> int:
+def count_images(messages: Sequence[Mapping[str, Any]]) -> int:
   """Returns the number of images in messages, as URLs or loaded."""
   return sum(
     part["type"] != "text"

@@ -64,7 +64,7 @@ class GboxGym:
     base_url: str = "",
     kind: str = "linux",
     box: Mapping[str, Any] | None = None,
-    evaluator: object = None,
+    evaluator: Any = None,
     settle_s: float = 0.5,
     call_s: float = 60.0,
     create_s: float = 300.0,

@@ -146,9 +146,10 @@ def _read(path: str) -> Any:
   except UnicodeDecodeError as error:
     raise ValueError(f"{path} is no text in UTF-8: {error.reason}") from None
   except yaml.YAMLError as error:
-    mark = getattr(error, "problem_mark", None)
-    where = f", line {mark.line + 1}" if mark else ""
-    why = getattr(error, "problem", None) or str(error).splitlines()[0]
+    where, why = "", str(error).splitlines()[0]
+    if isinstance(error, yaml.MarkedYAMLError):
+      mark, why = error.problem_mark, error.problem or why
+      where = f", line {mark.line + 1}" if mark else ""
     raise ValueError(
       f"{path}{where}: {why}; YAML is indented with spaces"
     ) from None

@@ -8,7 +8,7 @@ API is given seeds: even ones to train, odd ones to evaluate.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 import urllib.parse
 
 from tunix.rl.multi_turn.core import concurrency
@@ -100,7 +100,7 @@ async def _ask(url: str, token: str) -> Any:
     await http.aclose()
 
 
-async def _listed(url: str, call: Any) -> Any:
+async def _listed(url: str, call: Callable[..., Any]) -> Any:
   """Returns the tasks that the answers of `call(method, path, body)` name."""
   about = await call("GET", "/metadata")
   name = about.get("name") if isinstance(about, dict) else None

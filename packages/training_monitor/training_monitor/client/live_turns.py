@@ -11,7 +11,7 @@ Does not: have tokens, which come with the episode's end.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping
+from typing import Mapping
 
 from training_monitor.client import event_types
 from training_monitor.core import events

@@ -74,7 +74,7 @@ class ConfigurationPage(page_request.RunTab):
     return defaults if isinstance(defaults, dict) else None
 
 
-def whole(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def whole(config: object, defaults: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the values of the settings named in `defaults`."""
   complete: dict[str, Any] = {}
   for name in defaults:

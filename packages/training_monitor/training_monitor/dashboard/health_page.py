@@ -58,7 +58,7 @@ class Timings:
 class HealthPages(page_request.RunTab):
   """See the module docstring."""
 
-  def __init__(self, *sources: Any, timings: Timings, writer: object):
+  def __init__(self, *sources: Any, timings: Timings, writer: Any):
     super().__init__(*sources)
     self._timings = timings
     self._writer = writer

@@ -73,7 +73,7 @@ class Site:
     self,
     access: access_lib.Access,
     pages: pages_lib.Pages,
-    timings: object,
+    timings: Any,
     tags_and_baseline: tags_lib.TagsAndBaseline,
     annotations: annotations_lib.Annotations,
   ):

@@ -149,7 +149,7 @@ def moment(value: str | datetime.datetime | None) -> datetime.datetime | None:
   return value.astimezone(datetime.timezone.utc)
 
 
-def clock(value: Any) -> markupsafe.Markup:
+def clock(value: str | datetime.datetime | None) -> markupsafe.Markup:
   """Returns a time as a `<time>` element, in UTC."""
   instant = moment(value)
   if instant is None:
@@ -160,7 +160,9 @@ def clock(value: Any) -> markupsafe.Markup:
   )
 
 
-def between(start: Any, end: Any) -> float | None:
+def between(
+  start: str | datetime.datetime | None, end: str | datetime.datetime | None
+) -> float | None:
   """Returns seconds from one time to another; to now without the other."""
   first = moment(start)
   if first is None:
@@ -169,7 +171,7 @@ def between(start: Any, end: Any) -> float | None:
   return (last - first).total_seconds()
 
 
-def ago(value: Any) -> markupsafe.Markup:
+def ago(value: str | datetime.datetime | None) -> markupsafe.Markup:
   """Returns the time since `value`, with the time itself as title."""
   instant, since = moment(value), between(value, None)
   if instant is None or since is None:

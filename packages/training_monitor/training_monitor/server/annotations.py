@@ -10,7 +10,7 @@ means that the change is on the disk; a repeated label is stored once.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Callable
 
 import pydantic
 from starlette import requests as starlette_requests

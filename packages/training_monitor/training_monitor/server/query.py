@@ -49,13 +49,13 @@ def is_id(text: str) -> bool:
 # The validator that reads text is the last of a type's metadata: it runs first.
 
 
-def _whole(text: Any) -> int:
+def _whole(text: str) -> int:
   if isinstance(text, str) and is_id(text):
     return int(text)
   raise ValueError(f"give a number in [0, {MAX_ID}]")
 
 
-def _finite(text: Any) -> float:
+def _finite(text: str) -> float:
   try:
     number = float(text) if text.isascii() else math.nan
   except ValueError:
@@ -65,17 +65,17 @@ def _finite(text: Any) -> float:
   return number
 
 
-def _flag(text: Any) -> bool:
+def _flag(text: str) -> bool:
   if text not in ("0", "1"):
     raise ValueError("give 0 or 1")
   return text == "1"
 
 
-def _search(text: Any) -> str:
+def _search(text: str) -> str:
   return text.replace("\0", "")[:_MAX_SEARCH].strip()
 
 
-def _cursor(text: Any) -> int | None:
+def _cursor(text: str) -> int | None:
   if not text:
     return None
   try:
@@ -178,7 +178,7 @@ class one_of:  # pylint: disable=invalid-name
     return core_schema.literal_schema(self._words)
 
 
-def outcome_key(word: Any) -> Any:
+def outcome_key(word: str) -> Any:
   """The key of an outcome that is given by the label that pages show it with.
 
   A page labels the outcome `failure` "failed", so both are understood.

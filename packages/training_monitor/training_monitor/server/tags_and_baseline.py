@@ -10,7 +10,7 @@ takes the first one's place.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Sequence
+from typing import Callable, Iterable, Sequence
 
 import pydantic
 from starlette import requests as starlette_requests

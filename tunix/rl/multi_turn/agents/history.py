@@ -56,7 +56,7 @@ class MessageView(collections.abc.Sequence):
 
   __hash__ = None  # type: ignore[assignment]
 
-  def __add__(self, other: Any) -> list[Message]:
+  def __add__(self, other: list[Message]) -> list[Message]:
     return self[:] + list(other)
 
   def __repr__(self) -> str:

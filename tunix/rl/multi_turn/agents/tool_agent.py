@@ -57,7 +57,7 @@ class ToolAgent(base_agent.BaseAgent):
   def __init__(
     self,
     system_prompt: str = "",
-    parser_name: Any = "qwen",
+    parser_name: str | parser_base.ToolParser = "qwen",
     tool_map: Mapping[str, Any] | None = None,
     *,
     tools_schema: parser_base.ToolsSchema = None,

@@ -38,7 +38,7 @@ import collections
 import dataclasses
 import hashlib
 import secrets
-from typing import Any, Awaitable, Callable, Mapping, Sequence
+from typing import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.clients import remote_protocols
@@ -89,7 +89,7 @@ class OpenAIClient:
     max_images: int = 64,
     banned_token_ids: Sequence[int] = (),
     vocab_size: int | None = None,
-    tokenize: Callable[[str], Sequence[int]] | None = None,
+    tokenize: Callable[[str], Sequence[int] | np.ndarray] | None = None,
     end_of_turn_id: int | None = None,
     recompute: Recompute | None = None,
     resize: Callable[[np.ndarray], np.ndarray] | None = None,
@@ -484,7 +484,9 @@ class OpenAIClient:
       support=remote_protocols.support_of(answer, tokens_S, bool(cause)),
     )
 
-  def _numbers(self, what: str, values: object, dtype: Any) -> np.ndarray:
+  def _numbers(
+    self, what: str, values: object, dtype: np.typing.DTypeLike
+  ) -> np.ndarray:
     """Returns an answer's list as an array of one axis."""
     try:
       numbers = np.array(values, dtype)

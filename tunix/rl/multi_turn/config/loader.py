@@ -459,13 +459,13 @@ def _adapter(cls: type, name: str) -> pydantic.TypeAdapter:
   )
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
+def _members(kind: object) -> tuple[Any, ...]:
   if typing.get_origin(kind) in (typing.Union, types.UnionType):
     return typing.get_args(kind)
   return (kind,)
 
 
-def coerce(value: object, kind: Any) -> Any:
+def coerce(value: object, kind: object) -> Any:
   """Converts a value written by hand to the field's type.
 
   A float may be written 1e-3 and an int 1e3; a list as a,b; text as anything.
@@ -483,7 +483,7 @@ def coerce(value: object, kind: Any) -> Any:
   return plain
 
 
-def _coerce_one(value: object, kind: Any) -> Any:
+def _coerce_one(value: object, kind: object) -> Any:
   plain = unwrap(value)
   origin = typing.get_origin(kind)
   if origin is tuple:
@@ -508,7 +508,7 @@ def _coerce_one(value: object, kind: Any) -> Any:
   return MISSING
 
 
-def _coerce_items(plain: object, kind: Any) -> Any:
+def _coerce_items(plain: object, kind: object) -> Any:
   if isinstance(plain, str):
     plain = [item.strip() for item in plain.split(",") if item.strip()]
   elif plain is None:
@@ -570,7 +570,7 @@ def _wanted(field: settings.Setting, error: pydantic.ValidationError) -> str:
   return words
 
 
-def _seconds(text: Any) -> float:
+def _seconds(text: object) -> float:
   """Of a duration with a unit, as 10m or 2 h; else 0."""
   match = re.fullmatch(r"([\d.]+)\s*([a-z]+)", str(text).strip().lower())
   try:
@@ -579,7 +579,7 @@ def _seconds(text: Any) -> float:
     return 0
 
 
-def _type_words(kind: Any, item: bool = False) -> str:
+def _type_words(kind: object, item: bool = False) -> str:
   words = []
   for member in _members(kind):
     origin = typing.get_origin(member)
@@ -603,7 +603,7 @@ def _type_words(kind: Any, item: bool = False) -> str:
   return " or ".join(words)
 
 
-def literal_choices(kind: Any) -> tuple[str, ...]:
+def literal_choices(kind: object) -> tuple[str, ...]:
   """The values of a `Literal`, or of the `Literal`s in a tuple; else ()."""
   for member in _members(kind):
     if typing.get_origin(member) is tuple:
@@ -613,7 +613,7 @@ def literal_choices(kind: Any) -> tuple[str, ...]:
   return ()
 
 
-def name_problems(config: Any) -> list[str]:
+def name_problems(config: object) -> list[str]:
   """Names that no registry knows: field, value, and the nearest known one.
 
   Imports the registries, so call it after the user's modules are imported. A
@@ -656,14 +656,14 @@ def to_dict(config: Any) -> dict[str, Any]:
   return plain(dataclasses.asdict(config))
 
 
-def value_of(config: Any, path: str) -> Any:
+def value_of(config: object, path: str) -> Any:
   """Returns the plain value of a dotted key, also of one in a mapping."""
   for name in path.split("."):
     config = config[name] if isinstance(config, dict) else getattr(config, name)
   return plain(config)
 
 
-def changed(config: Any) -> dict[str, Any]:
+def changed(config: object) -> dict[str, Any]:
   """Dotted key of each setting that is not its default -> the default, plain.
 
   A value that a preset or another setting chose counts, too.
@@ -676,7 +676,7 @@ def changed(config: Any) -> dict[str, Any]:
   return defaults
 
 
-def to_yaml(config: Any) -> str:
+def to_yaml(config: object) -> str:
   """YAML that reads back as the same values."""
   data = to_dict(config)
   text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=79)

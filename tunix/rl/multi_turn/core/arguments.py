@@ -142,7 +142,7 @@ def takes(factory: Callable[..., Any]) -> Takes:
   return Takes(options, anything)
 
 
-def _checkable(kind: Any) -> Any:
+def _checkable(kind: object) -> Any:
   try:
     _adapter(kind)
   except (pydantic.PydanticUserError, TypeError):

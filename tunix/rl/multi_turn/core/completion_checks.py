@@ -60,7 +60,7 @@ class Vocabulary:
 class Decoder(Protocol):
   """The part of a renderer used here; see `parser/renderer`."""
 
-  def decode(self, ids: object) -> str:
+  def decode(self, ids: Any) -> str:
     """Text of sampled ids, a sequence or int32[S]."""
     ...
 

@@ -167,6 +167,12 @@ def is_async(fn: Callable[..., Any]) -> bool:
   return inspect.iscoroutinefunction(call)
 
 
+def runs_inline(thing: object) -> bool:
+  """Whether a function, gym or environment asks to be called on the event
+  loop itself, by an attribute `runs_inline`."""
+  return bool(getattr(thing, "runs_inline", False))
+
+
 class CallRunner:
   """Runs calls under deadlines; see the module docstring. Thread-safe."""
 

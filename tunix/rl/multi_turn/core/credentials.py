@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Iterator, Mapping
+from typing import Iterator, Mapping
 
 MASK = "***"
 _SCHEME = r"(?:[a-zA-Z][a-zA-Z0-9+.\-]*)?://"

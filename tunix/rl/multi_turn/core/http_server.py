@@ -24,7 +24,7 @@ import pathlib
 import socket
 import threading
 import time
-from typing import Any, Awaitable, Callable, Mapping
+from typing import Any, Awaitable, Callable, Mapping, TYPE_CHECKING
 from urllib import parse
 
 import pydantic
@@ -32,6 +32,10 @@ import pydantic
 from . import json_models
 from . import request_bodies
 from . import settings as settings_lib
+
+if TYPE_CHECKING:
+  from starlette import requests as requests_lib
+  from starlette import types
 
 _START_S = 30.0
 _ACCEPTED = 16
@@ -235,7 +239,7 @@ def guarded(
     done: receives request, response and seconds.
   """
 
-  async def run(request: Any) -> Any:
+  async def run(request: requests_lib.Request) -> Any:
     started = time.monotonic()
     try:
       response = await handler(request)
@@ -249,7 +253,9 @@ def guarded(
   return run
 
 
-async def unless_gone(request: Any, work: Awaitable[Any]) -> Any:
+async def unless_gone(
+  request: requests_lib.Request, work: Awaitable[Any]
+) -> Any:
   """Awaits `work`, which is cancelled when the client disconnects.
 
   Args:
@@ -362,7 +368,7 @@ class LoopbackServer:
 
   def __init__(
     self,
-    asgi: object,
+    asgi: types.ASGIApp,
     *,
     host: str = "127.0.0.1",
     port: int = 0,

@@ -10,7 +10,6 @@ the caller keeps it out.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from starlette import responses
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any, Iterator, Mapping
+from typing import Iterator, Mapping
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents import settings as agent_settings

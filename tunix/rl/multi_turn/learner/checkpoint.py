@@ -28,6 +28,7 @@ import sys
 import traceback
 from typing import Any, Callable, Sequence
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -36,6 +37,7 @@ from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner import update
+from tunix.rl.multi_turn.policy import base
 
 CheckpointConfig = config_lib.CheckpointConfig
 
@@ -142,7 +144,7 @@ class _NewestAndPinned:
 
 
 def _trained_shapes(
-  model: Any, left_out: Sequence[str] = ()
+  model: nnx.Module, left_out: Sequence[str] = ()
 ) -> tuple[update.SplitModel, dict[str, Any]]:
   """Returns a model's trained parameters and their shapes in a checkpoint."""
   split = update.SplitModel(model, left_out)
@@ -340,7 +342,7 @@ class LearnerCheckpoints:
     if expected is not None and other:
       # A run with learner.freeze_vision keeps the tower of its model.
       split, targets = _trained_shapes(
-        model, getattr(model, "vision_modules", ())
+        model, base.optional(model, "vision_modules")
       )
       missing = [k for k in checksums(targets) if k not in expected]
       other = other if missing else []

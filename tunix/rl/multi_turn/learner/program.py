@@ -22,7 +22,7 @@ class Program:
   Calls of several threads that need one compilation wait for the first.
   """
 
-  def __init__(self, function: object):
+  def __init__(self, function: jax.stages.Wrapped):
     self._function = function
     self._compiled: dict[Any, Any] = {}
     self._lock = threading.Lock()

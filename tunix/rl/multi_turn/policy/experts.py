@@ -9,7 +9,7 @@ pairs, r = rank of an adapter.
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Mapping
 
 from flax import nnx
 import jax
@@ -114,7 +114,7 @@ class Experts(nnx.Module):
     for part in PARTS:
       setattr(self, part + "_lora", ExpertAdapter())
 
-  def adapters(self, dtype: Any) -> LowRank:
+  def adapters(self, dtype: jax.typing.DTypeLike) -> LowRank:
     """Of the parts that have one."""
     pairs = {}
     for part in PARTS:
@@ -124,7 +124,9 @@ class Experts(nnx.Module):
         pairs[part] = adapter.lora_a[...].astype(dtype), b.astype(dtype)
     return pairs
 
-  def matrices(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+  def matrices(
+    self, dtype: jax.typing.DTypeLike
+  ) -> tuple[jax.Array, jax.Array]:
     """Gate and up [E, D, 2 I], down [E, I, D]; of an int8 copy restored."""
     return tuple(
       weight[...].astype(dtype)

@@ -24,7 +24,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 import tokenizers
@@ -177,7 +177,7 @@ def _byte_level(
 
 
 def _sentence_piece(
-  get: Any, tokens: Sequence[str], vocabulary: Mapping[str, int]
+  get: Callable[..., Any], tokens: Sequence[str], vocabulary: Mapping[str, int]
 ) -> tokenizers.Tokenizer:
   unknown = get("unknown_token_id")
   encoder = tokenizers.Tokenizer(
@@ -434,7 +434,10 @@ def _short(value: float) -> float:
 
 
 def _scaling(
-  get: Any, tensors: Mapping[str, Any], head_dim: int, theta: float
+  get: Callable[..., Any],
+  tensors: Mapping[str, Any],
+  head_dim: int,
+  theta: float,
 ) -> dict[str, Any] | None:
   """Returns the section `rope_scaling`; None where positions are plain."""
   if _LLAMA3_FACTORS in tensors:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any, Mapping
 
+from tunix.rl.multi_turn.policy import qwen_text_config
+
 _HALF = (0.5, 0.5, 0.5)
 _CLIP = (
   (0.48145466, 0.4578275, 0.40821073),
@@ -280,7 +282,7 @@ def image_tokens(raw: Mapping[str, Any], family: str) -> dict[str, int]:
   }
 
 
-def image_tokens_to_hf(config: Any) -> dict[str, int]:
+def image_tokens_to_hf(config: qwen_text_config.AnyConfig) -> dict[str, int]:
   """Returns the fields of config.json that `image_tokens` reads."""
   names = _NAMES.get(config.family, IMAGE_TOKENS)
   return {

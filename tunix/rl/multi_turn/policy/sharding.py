@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 from tunix.rl.multi_turn.policy import settings
 
+AnyMesh = Mesh | jax.sharding.AbstractMesh
 AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH_AXES = ("data", "fsdp")
 MODEL_AXES = ("fsdp", "sequence", "tensor")
@@ -99,7 +100,7 @@ def make_mesh(
   )
 
 
-def parameter_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
+def parameter_sharding(variable: nnx.Variable, mesh: AnyMesh) -> NamedSharding:
   """Returns a parameter's sharding, from its `axes` metadata and its shape."""
   about = variable.get_metadata()
   axes = about.get("axes", (None,) * len(variable.shape))
@@ -110,7 +111,7 @@ def parameter_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, spec)
 
 
-def split(mesh: Mesh, size: int, axes: str | tuple[str, ...]) -> int:
+def split(mesh: AnyMesh, size: int, axes: str | tuple[str, ...]) -> int:
   """Parts into which a dimension of this size is divided over these axes."""
   names_of_axis = _divide(axes, size, mesh)
   if isinstance(names_of_axis, str):
@@ -313,7 +314,7 @@ def batch_shards(mesh: Mesh) -> int:
 
 
 def _sequenced(
-  axes: Sequence[str | tuple[str, ...] | None], mesh: Mesh
+  axes: Sequence[str | tuple[str, ...] | None], mesh: AnyMesh
 ) -> Sequence[str | tuple[str, ...] | None]:
   if mesh.shape["sequence"] == 1:
     return axes
@@ -331,7 +332,9 @@ def _with_sequence(
 
 
 def _fit(
-  axes: Sequence[str | tuple[str, ...] | None], shape: Sequence[int], mesh: Mesh
+  axes: Sequence[str | tuple[str, ...] | None],
+  shape: Sequence[int],
+  mesh: AnyMesh,
 ) -> PartitionSpec:
   if len(axes) != len(shape):
     raise ValueError(f"axes {axes} do not fit a parameter of shape {shape}")
@@ -341,7 +344,7 @@ def _fit(
 
 
 def _divide(
-  axis: str | tuple[str, ...] | None, size: int, mesh: Mesh
+  axis: str | tuple[str, ...] | None, size: int, mesh: AnyMesh
 ) -> str | tuple[str, ...] | None:
   """Returns the longest beginning of the axes that divides a dimension."""
   if axis is None:

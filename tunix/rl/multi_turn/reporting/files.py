@@ -37,7 +37,9 @@ def plain(value: object) -> Any:
   return str(value)
 
 
-def write_json(path: pathlib.Path, data: object, *, durably: bool = True) -> None:
+def write_json(
+  path: pathlib.Path, data: object, *, durably: bool = True
+) -> None:
   """Replaces `path` in one step: a reader sees the old file or the new one.
 
   Args:

@@ -11,7 +11,7 @@ import queue
 import socket
 import threading
 import time
-from typing import Any, Iterator, Mapping
+from typing import Iterator, Mapping
 import urllib.parse
 
 from tunix.rl.multi_turn import config as config_lib

@@ -16,9 +16,10 @@ import concurrent.futures
 import dataclasses
 import logging
 import time
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence, TYPE_CHECKING
 
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import success_rates
@@ -33,6 +34,9 @@ from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.trajectory_collector import groups
+
+if TYPE_CHECKING:
+  from flax import nnx
 
 _REPORT_EVERY = 20  # Episodes between two progress events.
 
@@ -81,7 +85,7 @@ class BesideEvaluations:
     """Compiles the second engine's programs, before anything waits for it."""
     self._engine.warm_up()
 
-  def start(self, name: str, step: int, state: Any) -> None:
+  def start(self, name: str, step: int, state: nnx.State) -> None:
     """Begins an evaluation; none may be under way.
 
     Args:
@@ -191,7 +195,7 @@ Done = Callable[[Planned, trajectory_lib.Trajectory], None]
 
 
 def plan(
-  config: Any,
+  config: train_config.TrainConfig,
   tasks: Sequence[gym_base.Task],
   number: Callable[[int], int] = lambda place: place,
 ) -> list[Planned]:
@@ -446,7 +450,7 @@ def evaluate_last(run: run_lib.Run) -> None:
 
 
 def collector_of(
-  run: run_lib.Run, engine: Any, mode: str
+  run: run_lib.Run, engine: object, mode: str
 ) -> groups.GroupCollector:
   """Collects the episodes of a mode with an engine of the run."""
   return episodes.make_collector(

@@ -18,10 +18,11 @@ import math
 import os
 import pathlib
 import tempfile
-from typing import Any, Iterator
+from typing import Iterator
 
 import jax
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import json_text
@@ -87,7 +88,7 @@ def place_of_evaluation(config: TrainConfig) -> None:
 def with_policy(
   config: TrainConfig,
   policy: models.LoadedPolicy,
-  agent: Any,
+  agent: base_agent.BaseAgent,
   mesh: jax.sharding.Mesh | None,
 ) -> run_memory.Memory:
   """Checks that a first turn fits the context, and that the run fits memory.
@@ -257,7 +258,7 @@ def _weights(config: TrainConfig) -> Iterator[str]:
 
 
 def _context(
-  config: TrainConfig, policy: models.LoadedPolicy, agent: Any
+  config: TrainConfig, policy: models.LoadedPolicy, agent: base_agent.BaseAgent
 ) -> Iterator[str]:
   """A context that the first turn of every episode would exceed.
 

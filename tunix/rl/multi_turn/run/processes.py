@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import time
-from typing import Any
 
 import jax
 from jax._src import distributed

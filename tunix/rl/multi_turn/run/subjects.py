@@ -13,14 +13,16 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from typing import Any
+from typing import Any, Callable
 
 from flax import nnx
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.clients import chat_model
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.planning import dry_run
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.run import best_checkpoint
 from tunix.rl.multi_turn.run import episodes
@@ -97,7 +99,10 @@ class PolicySubject:
   connection: Any = None
 
   def __init__(
-    self, config: EvaluationConfig, images: images_lib.ImageStore, agent: Any
+    self,
+    config: EvaluationConfig,
+    images: images_lib.ImageStore,
+    agent: base_agent.BaseAgent,
   ):
     """Loads the weights and builds the engine; compiles nothing.
 
@@ -144,7 +149,7 @@ class PolicySubject:
     )
     return models.warm_start_source(recorded)
 
-  def _load(self, model: Any, run: pathlib.Path, step: int) -> None:
+  def _load(self, model: base.Policy, run: pathlib.Path, step: int) -> None:
     try:
       with checkpoint_lib.LearnerCheckpoints(
         run / "checkpoints", read_only=True
@@ -166,12 +171,14 @@ class PolicySubject:
       "parameters": dry_run.parameter_count(self.policy.model),
     }
 
-  def describe(self, config: Any, factory: object, directory: pathlib.Path) -> str:
+  def describe(
+    self, config: Any, factory: object, directory: pathlib.Path
+  ) -> str:
     return dry_run.describe(
       config, self.policy, factory, directory, self.engine, self.memory
     )
 
-  def warm_up(self, progress: Any) -> None:
+  def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
     self.engine.warm_up(progress)
 
   async def check(self) -> list[str]:
@@ -217,14 +224,16 @@ class ServerSubject:
       "left_out": sorted(self.connection.left_out),
     }
 
-  def describe(self, config: Any, factory: object, directory: pathlib.Path) -> str:
+  def describe(
+    self, config: Any, factory: object, directory: pathlib.Path
+  ) -> str:
     del factory
     return (
       f"{config.to_yaml()}\n  server  {self.connection.url}\n  model  "
       f" {self.connection.name}\n  directory  {directory}"
     )
 
-  def warm_up(self, progress: object) -> None:
+  def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
     del progress
 
   async def check(self) -> list[str]:
@@ -253,7 +262,9 @@ class ServerSubject:
 
 
 def make(
-  config: EvaluationConfig, images: images_lib.ImageStore, agent: Any
+  config: EvaluationConfig,
+  images: images_lib.ImageStore,
+  agent: base_agent.BaseAgent,
 ) -> PolicySubject | ServerSubject:
   """Raises:
 

@@ -152,7 +152,7 @@ class TrainTasks:
 class DealtTasks:
   """One process's share of the tasks that a sampler draws."""
 
-  def __init__(self, sampler: object, processes: peers_lib.Peers):
+  def __init__(self, sampler: Any, processes: peers_lib.Peers):
     self._sampler = sampler
     self._processes = processes
     self._begun = False

@@ -127,7 +127,9 @@ class Session:
     if link is not None:
       _on_loop(link.close()).result(self._server.close_s + 5.0)
 
-  async def _with_link(self, ask: Any, seconds: float, what: str) -> Any:
+  async def _with_link(
+    self, ask: Callable[..., Any], seconds: float, what: str
+  ) -> Any:
     """`ask(link)` under its deadline; runs on the loop of sessions."""
     with self._lock:
       link = self._link
@@ -243,7 +245,7 @@ class _Link:
 class _Watched:
   """A stream of messages that notes its end: the server's."""
 
-  def __init__(self, stream: object, disconnected: asyncio.Event):
+  def __init__(self, stream: Any, disconnected: asyncio.Event):
     self._stream, self._gone = stream, disconnected
 
   async def __aenter__(self) -> _Watched:

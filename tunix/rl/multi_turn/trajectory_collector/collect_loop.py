@@ -469,7 +469,9 @@ class CollectLoop:
       except ValueError:
         pass  # Put, or its put was under way and has been completed.
 
-  async def _group(self, task: object, tickets: list[group_queue.Ticket]) -> None:
+  async def _group(
+    self, task: object, tickets: list[group_queue.Ticket]
+  ) -> None:
     """One task, until its group is accepted, all parts of it, or given up."""
     remaining = collections.deque(tickets)
     number = self._number(tickets[0].index // self._parts)

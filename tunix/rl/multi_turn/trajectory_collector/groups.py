@@ -306,9 +306,7 @@ class GroupCollector:
 
     await teardown.run(
       concurrency.Guarded(
-        env,
-        runner=self._runner,
-        inline=bool(getattr(env, "runs_inline", False)),
+        env, runner=self._runner, inline=concurrency.runs_inline(env)
       ),
       None,
       runner=self._runner,

@@ -15,6 +15,7 @@ import time
 from typing import Any, Callable, Sequence
 
 from tunix.rl.multi_turn.core import completion_checks
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.core import trajectory
@@ -81,8 +82,8 @@ def make_session(
   model_call: Any,
   name: str,
   seed: int | None,
-  agent: Any = None,
-  env: Any = None,
+  agent: object = None,
+  env: object = None,
 ) -> Any:
   """One episode's conversation with the policy.
 
@@ -130,7 +131,7 @@ class TextSession:
 
   def __init__(self, fn: Callable[[Sequence[Message]], Any]):
     self._fn = fn
-    self._inline = bool(getattr(fn, "runs_inline", False))
+    self._inline = concurrency.runs_inline(fn)
     self.render_seconds = 0.0
 
   async def reply(self, messages, turn, call) -> Reply:

@@ -140,7 +140,9 @@ def _whole(values: list[Any], name: str) -> np.ndarray:
     ) from None
 
 
-def _packed(values: list[Any], code: str, dtype: Any) -> np.ndarray:
+def _packed(
+  values: list[Any], code: str, dtype: np.typing.DTypeLike
+) -> np.ndarray:
   """The numbers, as `struct` packs them: twice as fast as numpy's own way.
 
   Raises:

@@ -8,7 +8,7 @@ Failures are reported as faults, never raised.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Callable
 
 from tunix.rl.multi_turn.core import concurrency
 

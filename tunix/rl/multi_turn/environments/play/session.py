@@ -36,7 +36,7 @@ class Session:
   def __init__(
     self,
     gym_name: str,
-    gym: Any,
+    gym: base.Gym,
     *,
     out: pathlib.Path | None = None,
     by: str = "person",

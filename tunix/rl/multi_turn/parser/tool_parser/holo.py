@@ -19,7 +19,7 @@ is F5. The description of an element is not used. `goto` and `restart` have no
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Sequence
 
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import trajectory

@@ -12,7 +12,7 @@ and the last point count. Keys held during anything but a click are refused.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Sequence
 
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import trajectory

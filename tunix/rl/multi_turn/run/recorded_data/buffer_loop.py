@@ -142,7 +142,7 @@ class BufferLoop:
     make_client: Callable[[], client.BufferClient],
     reader: reader_lib.EpisodeReader,
     queue: LeasedQueue,
-    settings: object,
+    settings: Any,
     *,
     batch_size: int,
     group_size: int = 0,
