@@ -21,7 +21,7 @@ import collections
 import io
 import json
 import time
-from typing import Any, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import tenacity
 from tunix.rl.multi_turn.clients import proxy
@@ -334,10 +334,7 @@ class ChatSession:
     self.render_seconds = 0.0
 
   async def reply(
-    self,
-    messages: Sequence[Message],
-    turn: int,
-    call: Callable[..., Awaitable[Any]],
+    self, messages: Sequence[Message], turn: int, call: model_calls.GuardedCall
   ) -> model_calls.Reply:
     """Returns the turn's reply; `call` is the engine's guarded caller."""
     return await call(self._reply, messages, turn, inline=True)

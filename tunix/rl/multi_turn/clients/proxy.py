@@ -23,15 +23,7 @@ import contextlib
 import itertools
 import logging
 import time
-from typing import (
-  Any,
-  Awaitable,
-  Callable,
-  Iterable,
-  Iterator,
-  Mapping,
-  Sequence,
-)
+from typing import Any, Iterable, Iterator, Mapping, Sequence
 import uuid
 
 from tunix.rl.multi_turn.core import concurrency
@@ -219,10 +211,7 @@ class ProxySession:
     return max(0, len(self._sequences or ()) - 1)
 
   async def reply(
-    self,
-    messages: Sequence[Message],
-    turn: int,
-    call: Callable[..., Awaitable[Any]],
+    self, messages: Sequence[Message], turn: int, call: model_calls.GuardedCall
   ) -> model_calls.Reply:
     """Returns the turn's reply; `call` is the engine's guarded caller.
 

@@ -25,6 +25,7 @@ from typing import (
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.policy import base
@@ -431,15 +432,11 @@ class DeviceState:
       new[self._index[path]] = jax.device_put(value, old.sharding)
     return tuple(new)
 
-  def shape(
-    self, dtype: jax.typing.DTypeLike, *shape: int
-  ) -> jax.ShapeDtypeStruct:
+  def shape(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
     """Returns an array that is not a parameter, and its place."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place)
 
-  def rows_shape(
-    self, dtype: jax.typing.DTypeLike, *shape: int
-  ) -> jax.ShapeDtypeStruct:
+  def rows_shape(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
     """As `shape`, of an array that is split by rows."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=self.row_place)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import pathlib
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
 from flax import nnx
 import jax
@@ -221,11 +221,7 @@ class CustomPolicy:
     return model, processor, tokenizer
 
   def _need(
-    self,
-    subject: object,
-    part: str,
-    names: tuple[str, ...],
-    method: bool = False,
+    self, subject: object, part: str, names: Sequence[str], method: bool = False
   ) -> None:
     for name in names:
       value = getattr(subject, name, None)

@@ -40,6 +40,7 @@ from tunix.rl.multi_turn.policy import rope_scaling
 from tunix.rl.multi_turn.policy import settings
 from tunix.rl.multi_turn.policy import tensor_files
 
+_Get = Callable[..., Any]
 _LOG = logging.getLogger(__name__)
 
 _VERSION = 1  # Of what is written, part of a directory's name.
@@ -177,7 +178,7 @@ def _byte_level(
 
 
 def _sentence_piece(
-  get: Callable[..., Any], tokens: Sequence[str], vocabulary: Mapping[str, int]
+  get: _Get, tokens: Sequence[str], vocabulary: Mapping[str, int]
 ) -> tokenizers.Tokenizer:
   unknown = get("unknown_token_id")
   encoder = tokenizers.Tokenizer(
@@ -434,10 +435,7 @@ def _short(value: float) -> float:
 
 
 def _scaling(
-  get: Callable[..., Any],
-  tensors: Mapping[str, Any],
-  head_dim: int,
-  theta: float,
+  get: _Get, tensors: Mapping[str, Any], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
   """Returns the section `rope_scaling`; None where positions are plain."""
   if _LLAMA3_FACTORS in tensors:

@@ -11,9 +11,11 @@ Does not: import JAX or transformers.
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Mapping, TYPE_CHECKING
 
-from tunix.rl.multi_turn.policy import qwen_text_config
+if TYPE_CHECKING:
+  from tunix.rl.multi_turn.policy import qwen_text_config
+
 
 _HALF = (0.5, 0.5, 0.5)
 _CLIP = (

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 from tunix.rl.multi_turn.policy import settings
 
+_Axis = str | tuple[str, ...] | None
 AnyMesh = Mesh | jax.sharding.AbstractMesh
 AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -290,9 +291,7 @@ def local_rows(array: jax.Array | np.ndarray) -> np.ndarray:
   return np.concatenate([np.asarray(parts[at]) for at in sorted(parts)])
 
 
-def constrain(
-  x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None
-) -> jax.Array:
+def constrain(x: jax.Array, mesh: Mesh | None, *axes: _Axis) -> jax.Array:
   """`x` laid out over these mesh axes, one for each leading dimension.
 
   Unchanged without a mesh, or where the mesh does not divide a dimension.
@@ -313,17 +312,13 @@ def batch_shards(mesh: Mesh) -> int:
   return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def _sequenced(
-  axes: Sequence[str | tuple[str, ...] | None], mesh: AnyMesh
-) -> Sequence[str | tuple[str, ...] | None]:
+def _sequenced(axes: Sequence[_Axis], mesh: AnyMesh) -> Sequence[_Axis]:
   if mesh.shape["sequence"] == 1:
     return axes
   return [_with_sequence(axis) for axis in axes]
 
 
-def _with_sequence(
-  axis: str | tuple[str, ...] | None,
-) -> str | tuple[str, ...] | None:
+def _with_sequence(axis: _Axis) -> str | tuple[str, ...] | None:
   names = (axis,) if isinstance(axis, str) else axis
   if not names or "fsdp" not in names or "sequence" in names:
     return axis
@@ -332,9 +327,7 @@ def _with_sequence(
 
 
 def _fit(
-  axes: Sequence[str | tuple[str, ...] | None],
-  shape: Sequence[int],
-  mesh: AnyMesh,
+  axes: Sequence[_Axis], shape: Sequence[int], mesh: AnyMesh
 ) -> PartitionSpec:
   if len(axes) != len(shape):
     raise ValueError(f"axes {axes} do not fit a parameter of shape {shape}")
@@ -344,7 +337,7 @@ def _fit(
 
 
 def _divide(
-  axis: str | tuple[str, ...] | None, size: int, mesh: AnyMesh
+  axis: _Axis, size: int, mesh: AnyMesh
 ) -> str | tuple[str, ...] | None:
   """Returns the longest beginning of the axes that divides a dimension."""
   if axis is None:

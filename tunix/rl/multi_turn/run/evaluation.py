@@ -16,8 +16,9 @@ import concurrent.futures
 import dataclasses
 import logging
 import time
-from typing import Any, Callable, Mapping, Sequence, TYPE_CHECKING
+from typing import Any, Callable, Mapping, Sequence
 
+from flax import nnx
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.core import events
@@ -34,9 +35,6 @@ from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.trajectory_collector import groups
-
-if TYPE_CHECKING:
-  from flax import nnx
 
 _REPORT_EVERY = 20  # Episodes between two progress events.
 

@@ -158,9 +158,8 @@ def _is_own(part: object) -> bool:
 
 
 def _has_coroutines(part: object) -> bool:
-  return inspect.iscoroutinefunction(part) or any(
-    inspect.iscoroutinefunction(getattr(part, name, None)) for name in dir(part)
-  )
+  members = (getattr(part, name, None) for name in dir(part))
+  return any(map(inspect.iscoroutinefunction, (part, *members)))
 
 
 def _files(own: Iterable[Any]) -> set[str]:

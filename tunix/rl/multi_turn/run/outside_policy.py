@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import itertools
 import sys
-from typing import Any, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import data_urls
@@ -64,7 +64,7 @@ class Outside:
     self,
     messages: Sequence[trajectory.Message],
     turn: int,
-    call: Callable[..., Awaitable[Any]],
+    call: model_calls.GuardedCall,
   ) -> model_calls.Reply:
     """See `model_calls.TextSession`."""
     return await call(self._reply, messages, turn, inline=True)

@@ -171,9 +171,7 @@ class PolicySubject:
       "parameters": dry_run.parameter_count(self.policy.model),
     }
 
-  def describe(
-    self, config: Any, factory: object, directory: pathlib.Path
-  ) -> str:
+  def describe(self, config: Any, factory: Any, directory: pathlib.Path) -> str:
     return dry_run.describe(
       config, self.policy, factory, directory, self.engine, self.memory
     )
@@ -224,9 +222,7 @@ class ServerSubject:
       "left_out": sorted(self.connection.left_out),
     }
 
-  def describe(
-    self, config: Any, factory: object, directory: pathlib.Path
-  ) -> str:
+  def describe(self, config: Any, factory: Any, directory: pathlib.Path) -> str:
     del factory
     return (
       f"{config.to_yaml()}\n  server  {self.connection.url}\n  model  "

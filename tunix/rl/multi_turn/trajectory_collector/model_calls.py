@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, Callable, Sequence
+from typing import Any, Awaitable, Callable, Sequence
 
 from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import concurrency
@@ -23,6 +23,8 @@ from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 
 Message = trajectory.Message
 derive_seed = seeds.derive_seed
+GuardedCall = Callable[..., Awaitable[Any]]
+"""The engine's caller of one step: (fn, *args, inline) under its deadline."""
 
 
 @dataclasses.dataclass(frozen=True)
