@@ -316,6 +316,8 @@ def _path(loc: tuple[str | int, ...]) -> str:
 
 # --- bounds -------------------------------------------------------------------
 
+_Core = core_schema.CoreSchema
+_Json = pydantic.GetJsonSchemaHandler
 BY_BODY: dict[str, pydantic.JsonValue] = {"x-boundedBy": "body"}
 """Marks, in a JSON schema, a text, a list or any value that only the size of
 the whole body and the number of its values bound. Numbers never are."""
@@ -381,9 +383,7 @@ class UpTo:
 
     return core_schema.with_info_plain_validator_function(check)
 
-  def __get_pydantic_json_schema__(
-    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
-  ) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     return {"type": "integer", "minimum": 1, LIMIT: self.limit}
 
 
@@ -408,9 +408,7 @@ class Neutral:
 
     return core_schema.no_info_plain_validator_function(check)
 
-  def __get_pydantic_json_schema__(
-    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
-  ) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     return {"enum": [*self.values]}
 
 
@@ -427,9 +425,7 @@ class Ignored:
   def __init__(self, *silent: Any):
     object.__setattr__(self, "silent", silent)
 
-  def __get_pydantic_json_schema__(
-    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
-  ) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     return {**handler(schema), **BY_BODY}
 
   def is_silent(self, value: object) -> bool:
@@ -477,9 +473,7 @@ class ByField:
       custom_error_context={"text": text, "field": self.field},
     )
 
-  def __get_pydantic_json_schema__(
-    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
-  ) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     json_schema = handler(schema)
     if "oneOf" in json_schema:
       json_schema["discriminator"] = {"propertyName": self.field}
@@ -545,9 +539,7 @@ class Items:
       inner["max_length"] = self.most
     return core_schema.no_info_before_validator_function(check, inner)
 
-  def __get_pydantic_json_schema__(
-    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
-  ) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     return handler(schema) | (BY_BODY if self.most is None else {})
 
 
@@ -574,9 +566,7 @@ class TokenIds:
       raise refusal(f"must be a list of at most {self.most} token ids")
     return token_ids(name, value)
 
-  def __get_pydantic_json_schema__(
-    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
-  ) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     if self.most is None:
       return TOKEN_IDS_SCHEMA
     items = TOKEN_IDS_SCHEMA["items"]
