@@ -118,7 +118,7 @@ def paths(model: Any) -> frozenset[Path]:
   return frozenset((*path, name) for path, _, name in _matrices(model))
 
 
-def refuse(model: qwen_text.QwenText) -> None:
+def refuse(model: Any) -> None:
   """Refuses an int8 copy, for callers that need the exact weights.
 
   Raises:
