@@ -24,10 +24,10 @@ from typing import Any, Callable
 import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.learner import batching
-from tunix.rl.multi_turn.learner import examples as example_lib
-from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.learner.batches import batching
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
+from tunix.rl.multi_turn.learner.batches import packing
 from tunix.rl.multi_turn.trajectory_collector import records
 
 MEMBERS = 4

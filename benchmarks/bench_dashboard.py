@@ -32,9 +32,9 @@ from PIL import Image
 from starlette import datastructures
 from starlette import routing
 from training_monitor import app as app_lib
-from training_monitor.core import http_server
 from training_monitor.dashboard import charts as charts_lib
 from training_monitor.dashboard import pages as pages_lib
+from training_monitor.net import http_server
 from training_monitor.schema import database
 from training_monitor.schema import triggers
 from training_monitor.server import access

@@ -35,7 +35,7 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.engine import sampler
 from tunix.rl.multi_turn.policy import host_memory
-from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy.layers import kernels
 
 TARGET = 0.6
 

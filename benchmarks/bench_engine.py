@@ -26,8 +26,8 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.policy import tiny_vl
-from tunix.rl.multi_turn.policy import vision_inputs
+from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
+from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 
 IMAGE_TOKEN = 5
 

@@ -20,8 +20,8 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import host_memory
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 
 def parse_args() -> argparse.Namespace:

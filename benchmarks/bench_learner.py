@@ -47,7 +47,7 @@ from peers import policies
 from tunix.rl.multi_turn.core import images as image_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import learner as learner_lib
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 SIDES = ("ours", "torch")
 HISTORIES = ("none", "full", "turns", "window")

@@ -38,11 +38,11 @@ import orjson
 from training_monitor.client import event_log
 from training_monitor.schema import database as database_lib
 from training_monitor.server import access
-from training_monitor.server import apply
-from training_monitor.server import items
-from training_monitor.server import references
 from training_monitor.server import sql as sql_lib
 from training_monitor.server import writer
+from training_monitor.server.batches import apply
+from training_monitor.server.batches import items
+from training_monitor.server.batches import references
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import monitor_settings as settings_lib

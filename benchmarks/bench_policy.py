@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import host_memory
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 
 def best_seconds(call, repeats=5):

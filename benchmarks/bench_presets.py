@@ -27,7 +27,7 @@ import sys
 import time
 from typing import Any, Iterator, Sequence
 
-from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.learner.algorithms import presets
 
 COMMON = (

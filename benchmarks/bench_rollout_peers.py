@@ -49,9 +49,9 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import host_memory
-from tunix.rl.multi_turn.policy import qwen_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 
 COLUMNS = ("ours", "transformers", "by hand", "ours, text", "upstream")
 BESIDE = {"upstream": "ours, text"}

@@ -33,20 +33,20 @@ import time
 from typing import Any, Callable
 
 from agent_services.serving import bodies as bodies_lib
-from agent_services.serving import chat
 from agent_services.serving import media
 from agent_services.serving import requests as requests_lib
 from agent_services.serving import server as server_lib
+from agent_services.serving.endpoints import chat
 import httpx
 import numpy as np
 from PIL import Image
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import host_memory
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 MODEL = "qwen"
 LARGE, SMALL = (1280, 720), (96, 64)

@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import tasks as run_tasks

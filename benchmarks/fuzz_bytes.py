@@ -120,7 +120,7 @@ def _item() -> Target:
 
 def _batch() -> Target:
   from training_monitor.server import errors  # pylint: disable=g-import-not-at-top
-  from training_monitor.server import items  # pylint: disable=g-import-not-at-top
+  from training_monitor.server.batches import items  # pylint: disable=g-import-not-at-top
 
   return Target(items.read, (errors.ApiError,), _requests())
 
@@ -138,7 +138,7 @@ def _chat() -> Target:
 def _events() -> Target:
   """A run's events, as the run service answers them."""
   from agent_services.runs import conversion  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.core import json_models  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.net import json_models  # pylint: disable=g-import-not-at-top
 
   output = {
       "id": "c", "prompt_token_ids": [1, 2, 9], "choices": [{
@@ -175,7 +175,7 @@ def _in_file(name: str, read: Callable[[pathlib.Path], Any]) -> Any:
 def _tensors() -> Target:
   import numpy as np  # pylint: disable=g-import-not-at-top
   from safetensors import numpy as safetensors_numpy  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.policy import tensor_files  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.policy.checkpoints import tensor_files  # pylint: disable=g-import-not-at-top
 
   def read(folder: pathlib.Path) -> None:
     reader = tensor_files.Reader(folder)
@@ -194,7 +194,7 @@ def _tensors() -> Target:
 
 
 def _ranks() -> Target:
-  from tunix.rl.multi_turn.policy import tiktoken_files  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.policy.checkpoints import tiktoken_files  # pylint: disable=g-import-not-at-top
 
   return Target(
     _in_file("tiktoken.model", tiktoken_files.read),

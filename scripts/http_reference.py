@@ -26,9 +26,9 @@ from agent_services.rollout_buffer import service as buffer_service
 from agent_services.run_service import app as run_app
 from agent_services.run_service import schemas as run_schemas
 from agent_services.serving import app as serving_app
-from agent_services.serving import counting as serving_counting
 from agent_services.serving import openapi as serving_openapi
 from agent_services.serving import server as serving_server
+from agent_services.serving.endpoints import counting as serving_counting
 from cua_gyms.gym_server import app as gym_app
 from cua_gyms.gym_server import catalog
 from cua_gyms.gym_server import openapi as gym_openapi
@@ -39,7 +39,7 @@ from training_monitor.server import access
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 PACKAGE = pathlib.Path(images.__file__).resolve().parents[1]
 SERVICES = pathlib.Path(run_app.__file__).resolve().parents[1]

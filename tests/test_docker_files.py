@@ -19,7 +19,7 @@ from cua_gyms.gym_server import __main__ as gym_server
 import pytest
 from training_monitor import serve as monitor
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.net import http_server
 import yaml
 
 import tunix_multi_turn

@@ -26,11 +26,11 @@ from tunix.rl.multi_turn import commands as command_list
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.config import documentation
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments.gyms import registry
 from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.planning import chips
 from tunix.rl.multi_turn.planning import compiled_update
 

@@ -24,7 +24,7 @@ import small_server
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.environments import gyms
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 import yaml
 
 TESTS = pathlib.Path(__file__).resolve().parent

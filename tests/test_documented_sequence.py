@@ -14,7 +14,7 @@ import pytest
 import run_services
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.net import http_server
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 STEPS, GROUPS, MEMBERS = 2, 2, 2

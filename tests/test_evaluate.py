@@ -8,7 +8,7 @@ import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import evaluate
 from tunix.rl.multi_turn.reporting import evaluation_journal
-from tunix.rl.multi_turn.run import evaluator
+from tunix.rl.multi_turn.run.evaluations import evaluator
 
 ADD = (
   "environment=tool",

@@ -20,7 +20,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import plan
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.environments.play import __main__ as play
-from tunix.rl.multi_turn.policy import qwen_sizes
+from tunix.rl.multi_turn.policy.models.qwen import qwen_sizes
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = pathlib.Path(__file__).resolve().parents[1]

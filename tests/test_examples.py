@@ -11,12 +11,12 @@ import browsers
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.clients import proxy
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 pytestmark = pytest.mark.timeout(400)
 ROOT = pathlib.Path(__file__).resolve().parents[1]

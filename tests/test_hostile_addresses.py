@@ -11,7 +11,7 @@ from urllib import parse
 import httpx
 import pytest
 import six_services
-from tunix.rl.multi_turn.core import bounds
+from tunix.rl.multi_turn.net import bounds
 
 VALUES = (
     "-1", str(2**31), str(2**63), str(2**64), str(10**400), "1e400", "\u0661",

@@ -15,7 +15,7 @@ import pytest
 import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.commands import collect
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
 import yaml
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch"

@@ -395,7 +395,7 @@ def test_the_monitors_wheel_is_complete_without_the_framework(monitor_wheel):
     for p in top.rglob("*")
     if p.is_file() and "__pycache__" not in p.parts
   }
-  assert "training_monitor/core/http_server.py" in expected
+  assert "training_monitor/net/http_server.py" in expected
   assert not expected - names, f"not in it: {sorted(expected - names)}"
   assert all(
     n.startswith(("training_monitor/", "tunix_training_monitor-"))

@@ -16,7 +16,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import train_config
-from tunix.rl.multi_turn.core import credentials
+from tunix.rl.multi_turn.net import credentials
 
 SECRET = "pLanTed-s3cret"
 LEAVES = loader.leaves(train_config.TrainConfig)

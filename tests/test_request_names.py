@@ -24,9 +24,9 @@ import monitor_server
 import poisoned_names
 import pytest
 import run_services
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.parser import tool_parser
 
 ROOM = pathlib.Path(registry.__file__).parents[1]

@@ -13,10 +13,10 @@ import pytest
 import run_services
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 import two_paths
 

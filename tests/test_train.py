@@ -23,10 +23,12 @@ import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import lora_files
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import (
+  checkpoint as policy_checkpoint,
+)
+from tunix.rl.multi_turn.policy.checkpoints import lora_files
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.reporting import time_metrics
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models

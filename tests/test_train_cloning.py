@@ -7,7 +7,7 @@ import small_runs
 import trials
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 pytestmark = pytest.mark.timeout(400)
 CLONED = (

@@ -9,7 +9,7 @@ import small_runs
 from tunix.rl.multi_turn import evaluate
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.run import evaluation
+from tunix.rl.multi_turn.run.evaluations import evaluation
 
 pytestmark = pytest.mark.timeout(400)
 NEW = (small_runs.ONE_LAYER, "warm_start.source=none")

@@ -15,7 +15,7 @@ import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.clients import vllm
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.run import external_engine
 
 pytestmark = pytest.mark.timeout(400)

@@ -71,7 +71,7 @@ class Host:
     Raises:
       ValueError: it does not start, or refuses the settings.
     """
-    from tunix.rl.multi_turn.core import line_process  # pylint: disable=g-import-not-at-top
+    from tunix.rl.multi_turn.net import line_process  # pylint: disable=g-import-not-at-top
 
     with self._lock:
       if self._worker is None or not self._worker.alive:

@@ -5,7 +5,7 @@
 
 It is imported where verifiers is installed, and needs nothing else there: the
 episodes run in a process with this package's own interpreter, see
-`tunix.rl.multi_turn.run.outside_policy`. verifiers asks the policy, by the
+`tunix.rl.multi_turn.run.evaluations.outside_policy`. verifiers asks the policy, by the
 messages that the run's agent would send: screenshots are `image_url` parts, and
 an agent's shortened history is the prompt.
 
@@ -180,7 +180,7 @@ class TunixEnv(vf.MultiTurnEnv):
     self._host.end()
 
   async def _ask(self, state: vf.State, request: Mapping[str, Any]) -> Any:
-    from tunix.rl.multi_turn.core import line_process
+    from tunix.rl.multi_turn.net import line_process
 
     try:
       return await state["tunix_worker"].play(request, self._host.turn_s)

@@ -104,7 +104,7 @@ class TunixHarness(vf.Harness[vf.HarnessConfig]):
   async def launch(
     self, ctx, trace, runtime, endpoint, secret, mcp_urls, data
   ) -> vf.ProgramResult:
-    from tunix.rl.multi_turn.core import line_process
+    from tunix.rl.multi_turn.net import line_process
 
     del runtime, mcp_urls  # The episode runs elsewhere, with its own tools.
     host = _host(data.host)

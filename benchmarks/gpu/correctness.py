@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from peers import learner_workload  # noqa: E402
-from tunix.rl.multi_turn.policy import kernels  # noqa: E402
+from tunix.rl.multi_turn.policy.layers import kernels  # noqa: E402
 
 FAMILIES = ("qwen3_vl_tiny", "qwen2_5_vl_tiny", "qwen2_vl_tiny", "qwen3_5_tiny")
 LIMITS = {"float32": 1e-3, "bfloat16": 8e-2}

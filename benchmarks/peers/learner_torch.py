@@ -18,7 +18,7 @@ import pathlib
 from typing import Any
 
 import numpy as np
-from tunix.rl.multi_turn.learner import batching
+from tunix.rl.multi_turn.learner.batches import batching
 
 
 class Trainer:

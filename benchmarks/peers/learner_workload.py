@@ -25,10 +25,10 @@ import numpy as np
 from peers import policies
 from tunix.rl.multi_turn.core import images as image_lib
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
 from tunix.rl.multi_turn.planning import planned_run
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 GROUP = 4
 SAMPLED = 24  # Tokens a turn.

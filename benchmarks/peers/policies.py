@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tunix.rl.multi_turn.policy import qwen_checkpoint
-from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
 SIZES = ("tiny", "small", "2b")
 

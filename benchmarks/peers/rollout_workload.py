@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
 CHECKED = 8  # Greedy tokens that all columns must agree on.
 

@@ -14,7 +14,7 @@ from typing import Any, Mapping
 import uuid
 
 from agent_services import cua_workflow
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import http
 
 from .cua_rl import http_rollout_recorder
 from .cua_rl import ingest_client

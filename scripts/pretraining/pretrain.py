@@ -39,8 +39,8 @@ from tunix.rl.multi_turn.environments.gyms.desktop import scenes
 from tunix.rl.multi_turn.environments.gyms.desktop import words
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import host_memory
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 
 TokenSequence = trajectory.TokenSequence

@@ -31,7 +31,7 @@ from tokenizers import models
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
-from tunix.rl.multi_turn.parser.tool_parser import qwen as qwen_parser
+from tunix.rl.multi_turn.parser.tool_parser.formats import qwen as qwen_parser
 
 # Qwen's rule, except that numbers are cut every three digits, and that the
 # separator of two numbers is one piece.

@@ -21,8 +21,8 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import qwen_vl_inputs
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_vl_inputs
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.warm_start import demonstrations

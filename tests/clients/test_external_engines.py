@@ -24,12 +24,12 @@ from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import vllm as vllm_lib
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import reference
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 Launch = vllm_lib.VllmLaunch

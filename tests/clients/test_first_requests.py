@@ -12,8 +12,8 @@ from starlette import routing
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import vllm
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 

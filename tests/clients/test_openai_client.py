@@ -13,10 +13,10 @@ from starlette import applications
 from starlette import responses
 from starlette import routing
 from tunix.rl.multi_turn.clients import openai_client
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 
 pytestmark = pytest.mark.timeout(300)

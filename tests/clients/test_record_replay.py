@@ -8,7 +8,7 @@ from tunix.rl.multi_turn.clients import scripted_client
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.trajectory_collector import groups

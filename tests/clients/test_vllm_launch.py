@@ -10,8 +10,8 @@ import sys
 
 import pytest
 from tunix.rl.multi_turn.clients import vllm
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import qwen_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 
 
 def Launch(model="/m", **options):

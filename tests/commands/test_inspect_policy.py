@@ -14,8 +14,8 @@ from tunix.rl.multi_turn.commands import try_policy
 from tunix.rl.multi_turn.planning import policy_facts
 from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import by_name
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
 
 def report(capsys, *arguments):
@@ -236,7 +236,8 @@ import json
 import jax
 from flax import nnx
 from tunix.rl.multi_turn.planning import update_memory
-from tunix.rl.multi_turn.policy import checkpoint, sharding
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy import sharding
 out = {}
 for name in ("tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny"):
   make = checkpoint.load_policy if name == "tiny_vl" else (

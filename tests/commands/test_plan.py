@@ -18,10 +18,10 @@ from tunix.rl.multi_turn.planning import chips
 from tunix.rl.multi_turn.planning import planned_run
 from tunix.rl.multi_turn.planning import tpu_compiler
 from tunix.rl.multi_turn.planning import update_memory
-from tunix.rl.multi_turn.policy import cached_attention
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import config_checks
-from tunix.rl.multi_turn.policy import qwen_sizes
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import config_checks
+from tunix.rl.multi_turn.policy.layers import cached_attention
+from tunix.rl.multi_turn.policy.models.qwen import qwen_sizes
 
 TINY = ("policy.name=qwen3_vl_tiny", "topology=v5e:2x4", "--analytic")
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 from tunix.rl.multi_turn import tools
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import concurrency
 
 SHORT = 0.05
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import run_services
 import tenacity
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import http
 
 PASSES = tenacity.retry_if_exception(
   lambda error: isinstance(error, http.CallError) and error.status != 400

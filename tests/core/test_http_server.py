@@ -7,8 +7,8 @@ import time
 
 import httpx
 import pytest
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import request_bodies
 
 
 async def test_an_answer_of_two_parts_does_not_wait_between_them():

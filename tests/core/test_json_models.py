@@ -8,8 +8,8 @@ import hypothesis
 from hypothesis import strategies as st
 import pydantic
 import pytest
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import json_text
+from tunix.rl.multi_turn.net import json_models
 
 
 class Inner(json_models.Request):

@@ -27,12 +27,12 @@ from tunix.rl.multi_turn.environments.play import __main__ as play
 from tunix.rl.multi_turn.environments.task_sources import source
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.tool_parser import scanning
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import tensor_files
-from tunix.rl.multi_turn.policy import tiktoken_files
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import tensor_files
+from tunix.rl.multi_turn.policy.checkpoints import tiktoken_files
 from tunix.rl.multi_turn.reporting import files as report_files
 from tunix.rl.multi_turn.reporting import summary_writer
-from tunix.rl.multi_turn.run import process_layout
+from tunix.rl.multi_turn.run.multiprocess import process_layout
 from tunix.rl.multi_turn.run.recorded_data import files as recorded
 from tunix.rl.multi_turn.run.rollout_hosts import player
 from tunix.rl.multi_turn.tools import base as tools_base
@@ -273,7 +273,7 @@ def test_a_command_ends_with_one_line(tmp_path, command, levels):
 # --- the kind -----------------------------------------------------------------
 
 OWN = {
-    "core/json_text.py", "core/peers.py",
+    "core/json_text.py", "net/peers.py",
     # Written by this package in another process of the same user.
     "doctor/probe.py", "rewards/math_answers.py", "rewards/math_worker.py",
     "environments/verifiers/worker.py", "tools/sandbox/rooms.py",
@@ -281,13 +281,13 @@ OWN = {
     "agent_services/rollout_buffer/generator_process.py",
     "agent_services/rollout_buffer/service.py",  # Its own database.
     # Written by this process a moment before.
-    "parser/tool_parser/function_gemma.py", "parser/renderer/base.py",
+    "parser/tool_parser/formats/function_gemma.py", "parser/renderer/base.py",
     "learner/checkpoint.py",
-    "trajectory_collector/loss_mask.py", "agent_services/serving/messages.py",
+    "trajectory_collector/loss_mask.py", "agent_services/serving/endpoints/messages.py",
     "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.
-    "agent_services/serving/bodies.py", "training_monitor/server/fields.py",
-    "training_monitor/dashboard/configuration_page.py",
+    "agent_services/serving/bodies.py", "training_monitor/server/batches/fields.py",
+    "training_monitor/dashboard/views/configuration_page.py",
 }  # fmt: skip
 
 

@@ -7,11 +7,11 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 import pytest
-from tunix.rl.multi_turn.core import comparison
-from tunix.rl.multi_turn.core import evaluation_figures
-from tunix.rl.multi_turn.core import pass_at_k
-from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.core.statistics import comparison
+from tunix.rl.multi_turn.core.statistics import evaluation_figures
+from tunix.rl.multi_turn.core.statistics import pass_at_k
+from tunix.rl.multi_turn.core.statistics import success_rates
 
 Status = trajectory.TrajectoryStatus
 

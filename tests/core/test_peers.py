@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 import peer_threads
 import pytest
-from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 
 
 @settings(max_examples=20, deadline=None)

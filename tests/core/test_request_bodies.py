@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from starlette import requests as starlette_requests
-from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.net import request_bodies
 
 MIB = 1 << 20
 

@@ -1,7 +1,7 @@
 """A turn's sampling parameters, beside those that a run is trained under."""
 
 import pytest
-from tunix.rl.multi_turn.core import sampling_rule
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 RULE = sampling_rule.SamplingRule(temperature=0.7, top_p=0.9)
 

@@ -6,8 +6,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 import pytest
-from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.core.statistics import success_rates
 
 Status = trajectory.TrajectoryStatus
 

@@ -15,8 +15,8 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 from tests.engine import engine_mesh_script
 

@@ -15,9 +15,9 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 
 MESHES = {"one": None, "mesh": dict(data=1, fsdp=2, sequence=2, tensor=2)}
 GREEDY = policy_client.SamplingParams(max_new_tokens=6, temperature=0.0)

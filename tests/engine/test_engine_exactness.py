@@ -14,8 +14,8 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import tiny_vl
-from tunix.rl.multi_turn.policy import vision_inputs
+from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
+from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 
 # Compiling takes seconds, on a busy machine minutes.
 pytestmark = pytest.mark.timeout(300)

@@ -14,7 +14,7 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.learner import learner as learner_lib
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 

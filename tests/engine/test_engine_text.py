@@ -14,8 +14,8 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 # Compiling takes seconds, on a busy machine minutes.
 pytestmark = pytest.mark.timeout(300)

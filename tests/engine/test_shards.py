@@ -17,8 +17,8 @@ from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import page_pool
 from tunix.rl.multi_turn.engine import requests
 from tunix.rl.multi_turn.planning import update_memory
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_vl
 
 
 @given(

@@ -198,8 +198,8 @@ def test_calls_too_short_for_an_image_are_refused(parts):
 
 @pytest.mark.parametrize("platform, want", [("cpu", (32, 288)), ("", None)])
 def test_default_calls_hold_an_image_and_the_text_around_it(platform, want):
-  from tunix.rl.multi_turn.policy import qwen_checkpoint
-  from tunix.rl.multi_turn.policy import qwen_config
+  from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
+  from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
   processor = qwen_checkpoint.processor_of(qwen_config.SIZES["Gemma-3-4B"])
   chosen = buckets.choose(

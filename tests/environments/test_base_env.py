@@ -4,8 +4,8 @@ import asyncio
 import threading
 
 import pytest
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.environments import base_env
+from tunix.rl.multi_turn.net import concurrency
 
 
 class Env(base_env.BaseEnv):

@@ -13,8 +13,8 @@ from tunix.rl.multi_turn import tools
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import images
-from tunix.rl.multi_turn.core import reward_parts
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.core.statistics import reward_parts
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser import tool_parser

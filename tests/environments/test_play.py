@@ -15,7 +15,6 @@ import httpx
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments import recordings
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
@@ -23,6 +22,7 @@ from tunix.rl.multi_turn.environments.play import __main__ as command
 from tunix.rl.multi_turn.environments.play import page as page_lib
 from tunix.rl.multi_turn.environments.play import session as session_lib
 from tunix.rl.multi_turn.environments.play import terminal
+from tunix.rl.multi_turn.net import http_server
 
 Action = gui_action.GuiAction
 

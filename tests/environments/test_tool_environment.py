@@ -8,10 +8,10 @@ from tunix.rl.multi_turn import agents
 from tunix.rl.multi_turn import environments
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn import tools
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import gsm8k_env
 from tunix.rl.multi_turn.environments import text_env
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.tools import gsm8k_tool
 from tunix.rl.multi_turn.tools import stateful

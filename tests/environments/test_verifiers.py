@@ -20,21 +20,21 @@ from agent_services.serving import app as app_lib
 from agent_services.serving import media
 from agent_services.serving import prompts
 from agent_services.serving import service as service_lib
-from agent_services.serving import session_store
+from agent_services.serving.sessions import session_store
 import httpx
 import numpy as np
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.clients import scripted_client
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import line_process
 from tunix.rl.multi_turn.environments.verifiers import environment
 from tunix.rl.multi_turn.environments.verifiers import worker
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import line_process
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 _ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = pathlib.Path(

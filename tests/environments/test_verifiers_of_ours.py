@@ -13,11 +13,11 @@ import sys
 from agent_services.serving import server as server_lib
 import httpx
 import pytest
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 _ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = pathlib.Path(

@@ -6,9 +6,9 @@ import socket
 import time
 
 try:
-  from tunix.rl.multi_turn.core import request_bodies
+  from tunix.rl.multi_turn.net import request_bodies
 except ImportError:  # The package training_monitor is tested alone.
-  from training_monitor.core import request_bodies
+  from training_monitor.net import request_bodies
 
 MOST = 24
 LIMITS = request_bodies.ConnectionLimits(

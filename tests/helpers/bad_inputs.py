@@ -7,7 +7,7 @@ field, the value and the fix.
 """
 
 from tunix.rl.multi_turn.config import sealed
-from tunix.rl.multi_turn.policy import policy_files as policy_data
+from tunix.rl.multi_turn.policy.checkpoints import policy_files as policy_data
 
 FILES = {
   "list.yaml": b"learner: [1,2]\n",

@@ -8,7 +8,7 @@ from agent_services.rollout_buffer import rights
 from agent_services.rollout_buffer import service as service_lib
 from agent_services.rollout_buffer import settings
 import httpx
-from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.net import http_server
 
 RIGHTS = rights.Rights(input_roots=("/",))
 """Of services whose starts may name every file."""

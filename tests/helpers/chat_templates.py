@@ -3,7 +3,7 @@ families publish, at the width that tests need."""
 
 import json
 
-from tunix.rl.multi_turn.parser.tool_parser import qwen as qwen_parser
+from tunix.rl.multi_turn.parser.tool_parser.formats import qwen as qwen_parser
 
 _JSON_BEFORE, _JSON_AFTER = (
   json.dumps(words)

@@ -16,13 +16,13 @@ import small_server
 from starlette import applications
 from starlette import responses
 from starlette import routing
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 SIZE = small_server.SIZE
 

@@ -11,10 +11,10 @@ from cua_gyms.gym_server import app as app_lib
 from cua_gyms.gym_server import catalog
 from cua_gyms.gym_server import executions
 import numpy as np
-from tunix.rl.multi_turn.core import http_server as serving_lib
-from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import http_server as serving_lib
+from tunix.rl.multi_turn.net import request_bodies
 
 FAMILIES = ("click-button", "enter-text")
 

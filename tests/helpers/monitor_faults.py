@@ -137,8 +137,8 @@ class _Server:
     from training_monitor.schema import database  # pylint: disable=g-import-not-at-top
     from training_monitor.server import access  # pylint: disable=g-import-not-at-top
     from training_monitor.server import errors  # pylint: disable=g-import-not-at-top
-    from training_monitor.server import items  # pylint: disable=g-import-not-at-top
     from training_monitor.server import writer  # pylint: disable=g-import-not-at-top
+    from training_monitor.server.batches import items  # pylint: disable=g-import-not-at-top
 
     self._read, self._error = items.read, errors.ApiError
     self.engine = database.connect(path)

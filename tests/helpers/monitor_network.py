@@ -12,7 +12,7 @@ import time
 import monitor_faults
 import monitor_server
 from training_monitor.client import ingest_client
-from training_monitor.core import http_server
+from training_monitor.net import http_server
 
 
 class Troubled:

@@ -9,9 +9,9 @@ import monitor_databases
 import numpy as np
 from PIL import Image
 from training_monitor import app as app_lib
-from training_monitor.core import http_server
 from training_monitor.core import images as images_lib
-from training_monitor.core import request_bodies
+from training_monitor.net import http_server
+from training_monitor.net import request_bodies
 from training_monitor.schema import database
 from training_monitor.server import access
 

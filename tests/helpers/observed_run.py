@@ -5,7 +5,7 @@ from training_monitor.client import event_log
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import monitor_settings as settings_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
 
 Status = trajectory_lib.TrajectoryStatus
 

@@ -5,7 +5,7 @@ from tunix.rl.multi_turn.agents import ToolAgent
 from tunix.rl.multi_turn.environments import BaseEnv
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import spec
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 
 class LampGym:

@@ -2,7 +2,7 @@
 
 import threading
 
-from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 
 
 class Store:

@@ -25,15 +25,15 @@ import torch
 import transformers
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import gemma3_inputs
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_families
-from tunix.rl.multi_turn.policy import qwen_text
-from tunix.rl.multi_turn.policy import qwen_text_config
-from tunix.rl.multi_turn.policy import qwen_vl_inputs
-from tunix.rl.multi_turn.policy import rope_scaling
-from tunix.rl.multi_turn.policy import smolvlm_inputs
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.layers import rope_scaling
+from tunix.rl.multi_turn.policy.models.gemma3 import gemma3_inputs
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_families
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_vl_inputs
+from tunix.rl.multi_turn.policy.models.smolvlm import smolvlm_inputs
 
 torch.set_num_threads(1)
 

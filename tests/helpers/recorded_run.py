@@ -18,13 +18,13 @@ from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import monitor_settings as settings_lib
-from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 

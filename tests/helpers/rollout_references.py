@@ -19,10 +19,10 @@ import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_vl
-from tunix.rl.multi_turn.policy import qwen_vl_inputs
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_vl
+from tunix.rl.multi_turn.policy.models.qwen import qwen_vl_inputs
 
 TIE = 1e-5
 """Log-probs closer than this may change places by rounding."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agent_services.serving import server as server_lib
 import httpx
-from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.net import http_server
 
 
 class Server:

@@ -5,7 +5,7 @@ import contextlib
 import json
 
 from agent_services.run_service import app as app_lib
-from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.net import http_server
 
 
 @contextlib.contextmanager

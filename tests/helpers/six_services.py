@@ -12,14 +12,14 @@ from agent_services.serving import server as serving_server
 from cua_gyms.gym_server import app as gym_app
 from cua_gyms.gym_server import catalog
 from training_monitor import app as monitor_app
-from training_monitor.core import http_server as monitor_http
+from training_monitor.net import http_server as monitor_http
 from training_monitor.schema import database
 from training_monitor.server import access
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 NAMES = ("run", "gym", "buffer", "policy", "proxy", "monitor")
 

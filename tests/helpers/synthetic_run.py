@@ -8,8 +8,8 @@ from PIL import ImageDraw
 from tunix.rl.multi_turn import reporting
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import settings as settings_lib
 

@@ -1,6 +1,6 @@
 """A user's module with a policy factory: TinyVL, as small as it gets."""
 
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 
 def create(layers=2, *, seed, mesh, compute_dtype):

@@ -2,12 +2,12 @@
 
 import functools
 
-from agent_services.serving import session_store
+from agent_services.serving.sessions import session_store
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 FinishReason = policy_client.FinishReason
 IMAGES = [trajectory.ImageRef(c * 64, 64, 32) for c in "ab"]

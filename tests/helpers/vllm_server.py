@@ -27,8 +27,8 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import reference
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import qwen_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 
 BIN = pathlib.Path(__file__).parents[2] / ".venv-vllm" / "bin"
 START_S = 480

@@ -7,10 +7,10 @@ import numpy as np
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner.algorithms import advantages
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 FIRST_ID, LAST_ID = 1100, 1400  # Ordinary tokens of the shipped tokenizer.
 

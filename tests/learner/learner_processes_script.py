@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from tunix.rl.multi_turn.learner import checkpoint
 from tunix.rl.multi_turn.policy import sharding
-from tunix.rl.multi_turn.run import processes as processes_lib
+from tunix.rl.multi_turn.run.multiprocess import processes as processes_lib
 
 from tests.learner import learner_cases
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import config as config_lib
-from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import logprobs
-from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import aggregation
 from tunix.rl.multi_turn.learner.algorithms import objectives
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
+from tunix.rl.multi_turn.learner.batches import packing
 
 from tests.learner import learner_cases
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import trials
 from tunix.rl.multi_turn.learner import program as program_lib
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 from tests.learner import learner_cases
 

@@ -12,8 +12,8 @@ import types
 import peer_threads
 import pytest
 import queue_groups
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.queue import group_queue
 
 

@@ -14,11 +14,11 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import config as config_lib
-from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import frozen as frozen_lib
 from tunix.rl.multi_turn.learner import logprobs
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy.models.qwen import qwen_vl
 
 from tests.learner import learner_cases
 from tests.policy import qwen_sharding_script

@@ -11,7 +11,6 @@ from tunix.rl import common
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import config as config_lib
-from tunix.rl.multi_turn.learner import examples
 from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import aggregation
@@ -19,6 +18,7 @@ from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import objectives
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.learner.batches import examples
 
 OPTIONS = advantages.AdvantageOptions()
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import batching
-from tunix.rl.multi_turn.learner import examples as example_lib
-from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner.algorithms import advantages
-from tunix.rl.multi_turn.policy import vision_inputs
+from tunix.rl.multi_turn.learner.batches import batching
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
+from tunix.rl.multi_turn.learner.batches import packing
+from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 
 PAD_IMAGE = 999
 PROCESSOR = vision_inputs.TinyVLProcessor()

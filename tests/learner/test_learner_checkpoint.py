@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import trials
-from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.learner import checkpoint
+from tunix.rl.multi_turn.net import worker_pool
 
 from tests.learner import learner_cases
 

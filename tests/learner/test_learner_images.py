@@ -5,14 +5,14 @@ import types
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.learner import batching
-from tunix.rl.multi_turn.learner import examples
-from tunix.rl.multi_turn.learner import minibatches
-from tunix.rl.multi_turn.learner import packing
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.learner.batches import batching
+from tunix.rl.multi_turn.learner.batches import examples
+from tunix.rl.multi_turn.learner.batches import minibatches
+from tunix.rl.multi_turn.learner.batches import packing
 from tunix.rl.multi_turn.policy import compiling
-from tunix.rl.multi_turn.policy import kernels
-from tunix.rl.multi_turn.policy import qwen_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.layers import kernels
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 
 from tests.learner import learner_cases
 

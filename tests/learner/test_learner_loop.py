@@ -10,7 +10,7 @@ import pytest
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.learner import checkpoint
 from tunix.rl.multi_turn.learner import loop as loop_lib
-from tunix.rl.multi_turn.learner import replay
+from tunix.rl.multi_turn.learner.batches import replay
 from tunix.rl.multi_turn.run.recorded_data import offline_queue
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_queue

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
 
 from tests.learner import learner_cases
 

@@ -12,12 +12,12 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
-from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import readings
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import gae
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
 from tunix.rl.multi_turn.planning import compiled_update
 from tunix.rl.multi_turn.policy import lora
 

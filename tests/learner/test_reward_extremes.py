@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import examples
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import gae
+from tunix.rl.multi_turn.learner.batches import examples
 
 MAX = reward_range.MAX_REWARD
 TINY = np.finfo(np.float64).smallest_subnormal

@@ -9,8 +9,8 @@ from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import reference
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 
 @pytest.fixture(scope="module", name="policy")

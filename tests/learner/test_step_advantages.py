@@ -10,14 +10,14 @@ import pytest
 from tunix.rl import algo_core
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import anchors
 from tunix.rl.multi_turn.learner import config as config_lib
-from tunix.rl.multi_turn.learner import examples
-from tunix.rl.multi_turn.learner import reward_prices
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.learner.algorithms import presets
+from tunix.rl.multi_turn.learner.batches import anchors
+from tunix.rl.multi_turn.learner.batches import examples
+from tunix.rl.multi_turn.learner.batches import reward_prices
 
 from tests.learner import learner_cases
 

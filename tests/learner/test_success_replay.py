@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.learner import replay
+from tunix.rl.multi_turn.learner.batches import replay
 from tunix.rl.queue import group_store
 
 

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.learner import config as config_lib
-from tunix.rl.multi_turn.learner import minibatches
 from tunix.rl.multi_turn.learner import reference
+from tunix.rl.multi_turn.learner.batches import minibatches
 from tunix.rl.multi_turn.policy import compiling
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import text_inputs
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 
 from tests.learner import learner_cases
 from tests.policy import qwen_sharding_script

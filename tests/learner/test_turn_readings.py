@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.core import turn_groups
+from tunix.rl.multi_turn.core.statistics import turn_groups
 from tunix.rl.multi_turn.learner import readings
 
 

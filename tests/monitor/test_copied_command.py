@@ -4,8 +4,8 @@ import json
 import shlex
 
 import pytest
-from training_monitor.dashboard import configuration_page
 from training_monitor.dashboard import text as text_lib
+from training_monitor.dashboard.views import configuration_page
 from tunix.rl.multi_turn import config as config_lib
 
 

@@ -8,8 +8,8 @@ import observed_run
 import pytest
 import synthetic_run
 from training_monitor.client import event_codec
-from training_monitor.client import live_turns
 from training_monitor.client import spool as spool_lib
+from training_monitor.client.rows import live_turns
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib

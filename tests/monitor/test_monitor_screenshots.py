@@ -21,9 +21,9 @@ from training_monitor.client import spool as spool_lib
 from training_monitor.client import spool_reader
 from training_monitor.maintenance import pruning
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import monitor_settings as settings_lib
+from tunix.rl.multi_turn.net import http_server
 
 DEAD = "http://127.0.0.1:9"  # No server listens there.
 BATCH, IMAGES = "/api/ingest/batch", "/api/v1/screenshots"

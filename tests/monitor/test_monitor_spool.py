@@ -17,9 +17,9 @@ import pytest
 from training_monitor.client import event_codec
 from training_monitor.client import frames as frames_lib
 from training_monitor.client import plain_json
-from training_monitor.client import run_rows
 from training_monitor.client import spool as spool_lib
 from training_monitor.client import spool_reader
+from training_monitor.client.rows import run_rows
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 

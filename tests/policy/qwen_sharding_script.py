@@ -13,10 +13,10 @@ import sys
 from flax import nnx
 import jax
 import numpy as np
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 
 from tests.learner import learner_cases
 from tests.learner import learner_mesh_script

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import trials
-from tunix.rl.multi_turn.policy import blocks
-from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy.layers import blocks
+from tunix.rl.multi_turn.policy.layers import kernels
 
 B, N, K, H = 2, 4, 2, 8
 

@@ -15,10 +15,10 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.policy import cached_attention
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import compiling
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.layers import cached_attention
+from tunix.rl.multi_turn.policy.models.qwen import qwen_vl
 
 # The interpreter compiles for as long as a busy machine wants.
 pytestmark = pytest.mark.timeout(300)

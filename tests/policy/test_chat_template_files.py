@@ -15,8 +15,8 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.parser.renderer import template
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
-from tunix.rl.multi_turn.policy import checkpoint_views
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import tensor_files
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint_views
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 
 from tests.policy import test_hf_checkpoint as checkpoints
 

@@ -18,12 +18,12 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser.renderer import choice
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import image_settings
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import qwen_checkpoint
-from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import image_settings
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
 from tests.policy import test_hf_checkpoint as checkpoints
 

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 import transformers
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
 
 SHIPPED = "qwen3_vl_tiny"
 

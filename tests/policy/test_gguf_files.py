@@ -14,15 +14,15 @@ from tokenizers import pre_tokenizers
 import transformers
 import trials
 from tunix.rl.multi_turn.policy import by_name
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import checkpoint_names
-from tunix.rl.multi_turn.policy import gguf_files
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import qwen_checkpoint
-from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_text_config
-from tunix.rl.multi_turn.policy import rope_scaling
 from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint_names
+from tunix.rl.multi_turn.policy.checkpoints import gguf_files
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.layers import rope_scaling
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
 
 gguf = pytest.importorskip("gguf")
 

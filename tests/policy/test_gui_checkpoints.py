@@ -9,12 +9,12 @@ import pathlib
 import re
 
 import pytest
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import config_checks
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import qwen_checkpoint
-from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import config_checks
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "policies.md"
 

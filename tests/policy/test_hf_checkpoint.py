@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 import trials
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_defaults
-from tunix.rl.multi_turn.policy import qwen_families
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_defaults
+from tunix.rl.multi_turn.policy.models.qwen import qwen_families
 
 FAMILIES = qwen_config.FAMILIES
 # OpenCUA's classes come with its checkpoints.

@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import tensor_files
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import tensor_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
 from tests.policy import test_hf_checkpoint as checkpoints
 
@@ -69,7 +69,7 @@ import pathlib
 import sys
 import jax
 import numpy as np
-from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
 from tunix.rl.multi_turn.policy import sharding
 
 def parameters(model):
@@ -132,7 +132,7 @@ import sys
 import jax
 import numpy as np
 import safetensors
-from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
 from tunix.rl.multi_turn.policy import sharding
 
 def memory(name):

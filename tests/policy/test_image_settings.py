@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 import pytest
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import image_settings
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import qwen_checkpoint
-from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import image_settings
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -16,9 +16,9 @@ from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 from tests.policy import test_hf_checkpoint as checkpoints
 from tests.policy import test_lora as adapters

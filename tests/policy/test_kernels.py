@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.policy import compiling
-from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy.layers import kernels
 
 from tests.policy import test_blocks
 

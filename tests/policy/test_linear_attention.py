@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.policy import layers
-from tunix.rl.multi_turn.policy import linear_attention
-from tunix.rl.multi_turn.policy import qwen_shapes
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
+from tunix.rl.multi_turn.policy.layers import linear_attention
+from tunix.rl.multi_turn.policy.models.qwen import qwen_shapes
 
 ROWS, TOKENS, HEADS, KEY, VALUE = 2, 150, 3, 16, 8
 

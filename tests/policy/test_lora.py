@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import trials
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import lora_files
-from tunix.rl.multi_turn.policy import qwen_vl_inputs
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import lora_files
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
+from tunix.rl.multi_turn.policy.models.qwen import qwen_vl_inputs
 
 from tests.policy import test_hf_checkpoint as checkpoints
 
@@ -467,9 +467,9 @@ import pathlib
 import sys
 import jax
 import numpy as np
-from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import lora_files
+from tunix.rl.multi_turn.policy.checkpoints import lora_files
 from tunix.rl.multi_turn.policy import sharding
 
 P = jax.sharding.PartitionSpec

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 import trials
-from tunix.rl.multi_turn.policy import experts
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import lora_files
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import lora_files
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
+from tunix.rl.multi_turn.policy.layers import experts
 
 from tests.policy import test_hf_checkpoint as checkpoints
 from tests.policy import test_lora as plain
@@ -194,7 +194,10 @@ import json, sys
 sys.path.insert(0, "tests/helpers")
 import jax, numpy as np
 from flax import nnx
-from tunix.rl.multi_turn.policy import layers, lora, sharding, hf_checkpoint
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
+from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
 from tests.policy import test_lora as plain, test_lora_experts as cases
 one = cases.adapted("qwen3_vl_moe")
 mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)

@@ -11,7 +11,7 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 import trials
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import lora_files
+from tunix.rl.multi_turn.policy.checkpoints import lora_files
 
 from tests.policy import test_hf_checkpoint as checkpoints
 from tests.policy import test_lora as cases

@@ -6,7 +6,7 @@ from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import vision_cache
 from tunix.rl.multi_turn.policy import patch_cache
-from tunix.rl.multi_turn.policy import vision_inputs
+from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 
 PROCESSOR = vision_inputs.TinyVLProcessor()
 

@@ -18,11 +18,11 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.policy import by_name
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import custom_policy
-from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import settings
-from tunix.rl.multi_turn.policy import tiny_vl
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
+from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "policies.md"
 

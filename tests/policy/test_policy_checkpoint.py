@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import tiny_vl
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
 
 
 @pytest.fixture(scope="module")

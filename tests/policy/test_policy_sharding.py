@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import test_tiny_vl as helpers
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy import sharding
 
 assert len(jax.devices()) == 8

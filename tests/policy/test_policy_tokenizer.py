@@ -10,9 +10,9 @@ import train_tokenizer
 import transformers
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms.desktop import words
-from tunix.rl.multi_turn.parser.tool_parser import computer_use
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.parser.tool_parser.grammars import computer_use
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
 
 DIRECTORY = policy_files.DATA / "tiny_vl"
 

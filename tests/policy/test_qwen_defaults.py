@@ -7,8 +7,8 @@ what we read of the file that transformers makes of it.
 import json
 
 import pytest
-from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_text_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 
 import qwen_reference  # noqa: E402
 import trials as cases  # noqa: E402
-from tunix.rl.multi_turn.policy import hf_checkpoint  # noqa: E402
-from tunix.rl.multi_turn.policy import qwen_config  # noqa: E402
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint  # noqa: E402
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config  # noqa: E402
 
 from tests.policy import test_hf_checkpoint as checkpoints  # noqa: E402
 

@@ -21,13 +21,13 @@ import qwen_reference  # noqa: E402
 import transformers  # noqa: E402
 from tunix.rl.multi_turn.core import trajectory  # noqa: E402
 from tunix.rl.multi_turn.policy import base  # noqa: E402
-from tunix.rl.multi_turn.policy import checkpoint  # noqa: E402
-from tunix.rl.multi_turn.policy import hf_checkpoint  # noqa: E402
 from tunix.rl.multi_turn.policy import int8  # noqa: E402
 from tunix.rl.multi_turn.policy import lora  # noqa: E402
-from tunix.rl.multi_turn.policy import policy_files  # noqa: E402
-from tunix.rl.multi_turn.policy import qwen_checkpoint  # noqa: E402
-from tunix.rl.multi_turn.policy import qwen_text_config  # noqa: E402
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint  # noqa: E402
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint  # noqa: E402
+from tunix.rl.multi_turn.policy.checkpoints import policy_files  # noqa: E402
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint  # noqa: E402
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config  # noqa: E402
 
 TOL = 1e-5
 

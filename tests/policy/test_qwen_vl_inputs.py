@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 import pytest
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.policy import qwen_vl_inputs
+from tunix.rl.multi_turn.policy.models.qwen import qwen_vl_inputs
 
 FAMILIES = {
   "qwen2_5_vl": qwen_vl_inputs.QWEN2_5_VL,

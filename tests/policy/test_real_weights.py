@@ -19,9 +19,9 @@ pytest.importorskip("accelerate")  # transformers restores tensors by it.
 from flax import nnx  # noqa: E402
 import transformers  # noqa: E402
 from tunix.rl.multi_turn.parser.renderer import choice  # noqa: E402
-from tunix.rl.multi_turn.policy import checkpoint  # noqa: E402
-from tunix.rl.multi_turn.policy import gguf_files  # noqa: E402
-from tunix.rl.multi_turn.policy import policy_files  # noqa: E402
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint  # noqa: E402
+from tunix.rl.multi_turn.policy.checkpoints import gguf_files  # noqa: E402
+from tunix.rl.multi_turn.policy.checkpoints import policy_files  # noqa: E402
 
 from tests.policy import test_qwen_text  # noqa: E402
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import trials
-from tunix.rl.multi_turn.policy import blocks
-from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import compiling
-from tunix.rl.multi_turn.policy import gemma3
-from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy.layers import blocks
+from tunix.rl.multi_turn.policy.layers import cached_attention
+from tunix.rl.multi_turn.policy.layers import kernels
+from tunix.rl.multi_turn.policy.models.gemma3 import gemma3
 
 from tests.policy import test_blocks
 

@@ -20,12 +20,12 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import image_settings
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import smolvlm_inputs
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import image_settings
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
+from tunix.rl.multi_turn.policy.models.smolvlm import smolvlm_inputs
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
 
 # What stands in OpenCUA's place: classes of which the last one's holds.
 CODE = '''

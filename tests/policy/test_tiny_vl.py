@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import tiny_vl
-from tunix.rl.multi_turn.policy import vision_inputs
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
+from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 
 TOL = 1e-5
 

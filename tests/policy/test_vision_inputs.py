@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.policy import vision_inputs
+from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 
 
 @pytest.mark.parametrize(

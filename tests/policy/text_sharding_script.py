@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 
 from tests.policy import qwen_sharding_script
 

@@ -22,8 +22,8 @@ from safetensors import numpy as safetensors_numpy
 import synthetic_run
 from tunix.rl.multi_turn.api import runs
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
 from tunix.rl.multi_turn.reporting import publishing
 from tunix.rl.multi_turn.reporting.publishing import hub
 import yaml

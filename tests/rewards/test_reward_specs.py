@@ -16,8 +16,8 @@ from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import python_tool
 from tunix.rl.multi_turn.environments import tool_request_env
-from tunix.rl.multi_turn.learner import examples
 from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.learner.batches import examples
 from tunix.rl.multi_turn.reporting import metrics
 from tunix.rl.multi_turn.rewards import specs
 from tunix.rl.multi_turn.tools import mcp_tools

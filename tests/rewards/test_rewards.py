@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from tunix.rl.multi_turn import rewards
-from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.rewards import registry
 
 TASK = {"question": "What is 3 * (4 + 5)?", "ground_truth": "27"}

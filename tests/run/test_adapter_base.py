@@ -7,7 +7,7 @@ import json
 
 import pytest
 import small_runs
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 RUN = (
   "name=q",

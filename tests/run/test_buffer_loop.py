@@ -8,12 +8,12 @@ import buffer_services
 import pytest
 from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import sampling_rule
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.trajectory_collector import records
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.queue import admission
 from tunix.rl.queue import group_queue

@@ -7,12 +7,12 @@ import types
 import buffer_services
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
+from tunix.rl.multi_turn.trajectory_collector import completion_checks
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.queue import admission

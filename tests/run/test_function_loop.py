@@ -7,14 +7,14 @@ import types
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import function_loop
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.trajectory_collector import agent_rollout
+from tunix.rl.multi_turn.trajectory_collector import completion_checks
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
   samples as samples_lib,
 )

@@ -6,7 +6,7 @@ import pytest
 import transformers
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.recorded_data import sources
 from tunix.rl.multi_turn.trajectory_collector import records

@@ -7,7 +7,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments import arithmetic
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.run import outside_policy
+from tunix.rl.multi_turn.run.evaluations import outside_policy
 
 Kind = gui_action.GuiActionKind
 

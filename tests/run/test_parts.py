@@ -9,7 +9,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import images
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import tasks as run_tasks

@@ -3,8 +3,8 @@
 import threading
 
 import peer_threads
-from tunix.rl.multi_turn.core import peers as peers_lib
-from tunix.rl.multi_turn.run import peer_watch
+from tunix.rl.multi_turn.net import peers as peers_lib
+from tunix.rl.multi_turn.run.multiprocess import peer_watch
 
 
 def test_a_stop_of_one_is_a_stop_of_all(capsys):

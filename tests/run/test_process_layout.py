@@ -11,12 +11,12 @@ import pytest
 import queue_groups
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import token_sequence
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
-from tunix.rl.multi_turn.run import process_layout
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
+from tunix.rl.multi_turn.run.multiprocess import process_layout
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 from tunix.rl.queue import group_queue

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.core import peers as peers_lib
-from tunix.rl.multi_turn.run import processes
+from tunix.rl.multi_turn.net import peers as peers_lib
+from tunix.rl.multi_turn.run.multiprocess import processes
 
 
 class BesideAnother(peers_lib.Peers):

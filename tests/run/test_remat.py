@@ -9,9 +9,9 @@ import pytest
 import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.planning import run_memory
-from tunix.rl.multi_turn.policy import config_checks
-from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import memory_limits
+from tunix.rl.multi_turn.policy.checkpoints import config_checks
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
 from tunix.rl.multi_turn.run import models
 
 QWEN = ("policy=qwen3_vl_tiny", "warm_start.source=none")

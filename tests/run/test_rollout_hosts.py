@@ -16,10 +16,10 @@ import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.commands import rollout
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.run.rollout_hosts import leases
 from tunix.rl.multi_turn.run.rollout_hosts import lending
 from tunix.rl.multi_turn.run.rollout_hosts import messages

@@ -14,11 +14,11 @@ import pytest
 import queue_groups
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.engine import device_state
-from tunix.rl.multi_turn.policy import tensor_files
+from tunix.rl.multi_turn.net import peers as peers_lib
+from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 from tunix.rl.multi_turn.run import models
-from tunix.rl.multi_turn.run import processes as processes_lib
+from tunix.rl.multi_turn.run.multiprocess import processes as processes_lib
 from tunix.rl.multi_turn.run.rollout_hosts import leases
 from tunix.rl.multi_turn.run.rollout_hosts import lending
 from tunix.rl.multi_turn.run.rollout_hosts import player

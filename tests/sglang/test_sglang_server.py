@@ -20,8 +20,8 @@ from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import remote_protocols
-from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.net import data_urls
 import vllm_server
 
 GAP = vllm_server.GAP

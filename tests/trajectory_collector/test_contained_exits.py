@@ -14,14 +14,14 @@ import pytest
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.agents import tool_agent
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments import tool_environment
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
-from tunix.rl.multi_turn.parser.tool_parser import computer_use
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.parser.tool_parser.grammars import computer_use
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.tools import screenshot

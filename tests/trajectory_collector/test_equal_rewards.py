@@ -9,14 +9,14 @@ import collector_fakes as fakes
 import loop_cases as cases
 import numpy as np
 import pytest
-from training_monitor.dashboard import step_page
-from training_monitor.dashboard import task_pages
+from training_monitor.dashboard.views import step_page
+from training_monitor.dashboard.views import task_pages
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import examples
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import gae
+from tunix.rl.multi_turn.learner.batches import examples
 from tunix.rl.multi_turn.reporting import episode_tally
 from tunix.rl.multi_turn.reporting import settings
 from tunix.rl.multi_turn.reporting import watchdog

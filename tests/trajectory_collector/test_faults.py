@@ -9,9 +9,9 @@ import threading
 import collector_fakes as fakes
 import pytest
 from tunix.rl.multi_turn import trajectory_collector as tc
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.net import concurrency
 
 pytestmark = pytest.mark.timeout(240)
 Status = trajectory_lib.TrajectoryStatus

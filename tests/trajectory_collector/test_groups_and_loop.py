@@ -12,7 +12,7 @@ from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
-from tunix.rl.multi_turn.learner import examples
+from tunix.rl.multi_turn.learner.batches import examples
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
 

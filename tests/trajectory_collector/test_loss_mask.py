@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import pytest
 import transformers
 from tunix.rl.multi_turn.commands import loss_mask as command
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
 
 CHECKPOINT = "qwen3_vl_tiny"

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 import vllm_server
 
 

@@ -12,10 +12,10 @@ import openai
 import pytest
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import vllm
-from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.net import data_urls
 import vllm_server
 from vllm_server import metric
 

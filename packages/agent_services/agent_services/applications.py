@@ -22,11 +22,11 @@ from starlette import applications
 from starlette import requests
 from starlette import responses
 from starlette import routing
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.core import json_answers
-from tunix.rl.multi_turn.core import json_models
-from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import json_answers
+from tunix.rl.multi_turn.net import json_models
+from tunix.rl.multi_turn.net import request_bodies
 
 _LOG = logging.getLogger(__name__)
 _SWEEP_S = 5.0

@@ -40,16 +40,16 @@ from cua_gyms.genv import execution
 from cua_gyms.genv import gym as genv_gym
 import numpy as np
 from tunix.rl.multi_turn.agents import settings as settings_lib
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import sampling_rule
-from tunix.rl.multi_turn.core import tensor_rows
 from tunix.rl.multi_turn.core import token_sequence
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments.task_sources import cua_task
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.parser.renderer import choice
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
+from agent_services import tensor_rows
 from agent_services.runs import client as client_lib
 from agent_services.runs import conversion
 from agent_services.runs import event_images

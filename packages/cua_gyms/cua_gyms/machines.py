@@ -12,7 +12,7 @@ import asyncio
 import threading
 from typing import Sequence
 
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import http
 
 _POLL_S = 0.05
 _lent: set[str] = set()

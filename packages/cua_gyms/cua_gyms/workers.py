@@ -27,10 +27,10 @@ import threading
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ TASK = base.Task(
 SERVER = """
 import tunix_multi_turn
 tunix_multi_turn.light()
-from tunix.rl.multi_turn.core import connections
+from tunix.rl.multi_turn.net import connections
 from cua_gyms.gym_server import __main__ as server
 from cua_gyms import miniwob
 import uvicorn

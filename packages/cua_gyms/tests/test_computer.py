@@ -10,12 +10,12 @@ import numpy as np
 from PIL import Image
 import pytest
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import first_episode
 from tunix.rl.multi_turn.run import tasks as run_tasks

@@ -7,10 +7,10 @@ import fake_gbox
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http_server as serving_lib
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.net import http_server as serving_lib
 
 Action = gui_action.GuiAction
 CHECK = {"evaluate": {"command": "is-it-solved", "stdout": "True"}}

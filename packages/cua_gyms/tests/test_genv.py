@@ -17,8 +17,6 @@ from starlette import responses
 from starlette import routing
 import tenacity
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http as http_lib
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments import gyms
@@ -26,6 +24,8 @@ from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.task_sources import cua_task
+from tunix.rl.multi_turn.net import http as http_lib
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.tools import screenshot
 
 QUICK = {

@@ -23,11 +23,11 @@ import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.net import request_bodies
 
 Naughty = gym_servers.NaughtyGym
 

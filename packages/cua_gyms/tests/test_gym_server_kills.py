@@ -38,7 +38,7 @@ STEPS = 8
 SERVER = """
 import tunix_multi_turn
 tunix_multi_turn.light()
-from tunix.rl.multi_turn.core import connections
+from tunix.rl.multi_turn.net import connections
 from cua_gyms.gym_server import __main__ as server
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.desktop import gym

@@ -11,8 +11,8 @@ import gym_servers
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.net import http_server
 
 # A process imports everything once, on two cores perhaps shared with others.
 pytestmark = pytest.mark.timeout(240)

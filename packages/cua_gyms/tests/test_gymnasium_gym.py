@@ -9,11 +9,11 @@ from cua_gyms.gymnasium import gym as gymnasium_gym
 import gymnasium
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core.gui_action import GuiAction
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.net import concurrency
 
 
 class Corridor(gymnasium.Env):

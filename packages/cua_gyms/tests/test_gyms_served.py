@@ -15,9 +15,9 @@ from cua_gyms.gym_server import catalog
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
+from tunix.rl.multi_turn.net import http_server
 import web_sites
 
 # A process imports everything once, on two cores perhaps shared with others.

@@ -27,10 +27,10 @@ import numpy as np
 from PIL import Image
 import pytest
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.environments import options
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import http as http_lib
 from websockets.asyncio import server as ws_server
 
 GuiAction = gui_action.GuiAction

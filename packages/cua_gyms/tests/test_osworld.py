@@ -12,10 +12,10 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.net import http_server
 
 GuiAction = gui_action.GuiAction
 

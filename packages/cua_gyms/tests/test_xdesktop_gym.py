@@ -9,9 +9,9 @@ import time
 import numpy as np
 import pytest
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments import gyms
+from tunix.rl.multi_turn.net import concurrency
 
 xdesktop = pytest.importorskip("cua_gyms.xdesktop")
 from cua_gyms.xdesktop import families  # noqa: E402

@@ -15,8 +15,8 @@ import pytest
 from starlette import routing
 from training_monitor import app as app_lib
 from training_monitor import serve
-from training_monitor.core import connections
-from training_monitor.core import http_server
+from training_monitor.net import connections
+from training_monitor.net import http_server
 from training_monitor.schema import database
 from training_monitor.server import access
 

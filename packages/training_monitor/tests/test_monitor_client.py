@@ -24,11 +24,11 @@ from training_monitor.client import monitor_training_hooks as hooks
 from training_monitor.client import plain_json
 from training_monitor.client import spool as spool_lib
 from training_monitor.client import transport
-from training_monitor.client import turn_rows
-from training_monitor.client import turn_tokens
-from training_monitor.core import http_server
+from training_monitor.client.rows import turn_rows
+from training_monitor.client.rows import turn_tokens
 from training_monitor.core import monitor_settings as settings_lib
 from training_monitor.core import trajectory
+from training_monitor.net import http_server
 
 Config = settings_lib.MonitorConfig
 SMALL = Config(spool_mb=20_000 / (1 << 20))

@@ -19,12 +19,12 @@ import pytest
 from training_monitor.client import ingest_client
 from training_monitor.client import spool as spool_lib
 from training_monitor.core import monitor_settings as settings_lib
-from training_monitor.core import request_bodies
+from training_monitor.net import request_bodies
 from training_monitor.schema import database
 from training_monitor.server import access
 from training_monitor.server import errors
-from training_monitor.server import fields
-from training_monitor.server import items
+from training_monitor.server.batches import fields
+from training_monitor.server.batches import items
 
 Config = settings_lib.MonitorConfig
 SMALL = Config(spool_mb=20_000 / (1 << 20))

@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 from training_monitor import app as app_lib
 from training_monitor.schema import progress
-from training_monitor.server import apply
+from training_monitor.server.batches import apply
 
 base, episode, joined = (
   monitor_server.base,

@@ -8,7 +8,7 @@ from starlette import datastructures
 from training_monitor.core import monitor_settings as settings_lib
 from training_monitor.core import settings
 from training_monitor.dashboard import rollout_list
-from training_monitor.dashboard import run_pages
+from training_monitor.dashboard.views import run_pages
 from training_monitor.server import errors
 from training_monitor.server import openapi
 from training_monitor.server import query as query_lib

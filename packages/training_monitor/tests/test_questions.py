@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from training_monitor.dashboard import advice
 from training_monitor.dashboard import curves
-from training_monitor.dashboard import search_page
+from training_monitor.dashboard.views import search_page
 
 W, H = 160, 120
 STEPS = 24

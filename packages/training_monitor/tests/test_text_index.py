@@ -6,7 +6,7 @@ import time
 import monitor_databases
 import monitor_server
 import sqlalchemy as sa
-from training_monitor.dashboard import search_page
+from training_monitor.dashboard.views import search_page
 from training_monitor.maintenance import pruning
 from training_monitor.schema import database
 from training_monitor.schema import text_index

@@ -31,10 +31,10 @@ from starlette import responses
 from starlette import routing
 
 from training_monitor.dashboard import curves as curves_lib
-from training_monitor.dashboard import health_page
 from training_monitor.dashboard import pages as pages_lib
 from training_monitor.dashboard import site as site_lib
 from training_monitor.dashboard import token_text
+from training_monitor.dashboard.views import health_page
 from training_monitor.server import access as access_lib
 from training_monitor.server import annotations as annotations_lib
 from training_monitor.server import errors

@@ -19,12 +19,12 @@ from typing import Sequence
 import uvicorn
 
 from training_monitor import app as app_lib
-from training_monitor.core import connections
-from training_monitor.core import credentials
-from training_monitor.core import http_server
 from training_monitor.core import monitor_settings as settings_lib
 from training_monitor.core import shell_hints
 from training_monitor.maintenance import commands as maintenance
+from training_monitor.net import connections
+from training_monitor.net import credentials
+from training_monitor.net import http_server
 from training_monitor.schema import database
 from training_monitor.server import access as access_lib
 

@@ -17,7 +17,7 @@ from tunix.rl.multi_turn.environments.gyms import grounding
 from tunix.rl.multi_turn.environments.gyms.desktop import scenes
 from tunix.rl.multi_turn.environments.gyms.grounding import accuracy
 from tunix.rl.multi_turn.environments.gyms.grounding import targets
-from tunix.rl.multi_turn.run import evaluator
+from tunix.rl.multi_turn.run.evaluations import evaluator
 from tunix.rl.multi_turn.tools import screenshot
 
 

@@ -11,13 +11,13 @@ import gymnasium
 from gymnasium.utils import env_checker
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core.gui_action import GuiAction
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms import gym_env
 from tunix.rl.multi_turn.environments.gyms.desktop import env as desktop_env
+from tunix.rl.multi_turn.net import concurrency
 
 from tunix_multi_turn import envs
 

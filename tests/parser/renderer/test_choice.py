@@ -43,7 +43,7 @@ def test_our_own_template_is_rendered_the_fast_way():
 
 
 def test_our_policies_come_with_that_template():
-  from tunix.rl.multi_turn.policy import policy_files  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.policy.checkpoints import policy_files  # pylint: disable=g-import-not-at-top
 
   for name in ("tiny_vl", "qwen3_vl_tiny"):
     assert policy_files.chat_template(name).source == (

@@ -9,8 +9,8 @@ import pytest
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser import tool_parser
-from tunix.rl.multi_turn.parser.tool_parser import computer_use
 from tunix.rl.multi_turn.parser.tool_parser import keys as keys_lib
+from tunix.rl.multi_turn.parser.tool_parser.grammars import computer_use
 
 Action = gui_action.GuiAction
 Kind = gui_action.GuiActionKind

@@ -16,7 +16,7 @@ from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.environments import spec
 from tunix.rl.multi_turn.environments import word_problems
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.run.warm_start import conversing

@@ -17,7 +17,7 @@ from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.play import __main__ as command
 from tunix.rl.multi_turn.environments.play import session as session_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.run.warm_start import recorded
 

@@ -25,19 +25,19 @@ if __name__ == "__main__":  # Before the seconds that JAX takes.
   _CONFIG = config_lib.load_first(sys.argv[1:], config_lib.load_evaluation)
 
 import jax
-from tunix.rl.multi_turn.core import command_module
-from tunix.rl.multi_turn.core import comparison
-from tunix.rl.multi_turn.core import credentials
+from tunix.rl.multi_turn.commands import command_module
 from tunix.rl.multi_turn.core import shell_hints
-from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.core.statistics import comparison
+from tunix.rl.multi_turn.core.statistics import success_rates
+from tunix.rl.multi_turn.net import credentials
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.run import addresses
 from tunix.rl.multi_turn.run import disk_full
-from tunix.rl.multi_turn.run import evaluator
 from tunix.rl.multi_turn.run import interrupts
 from tunix.rl.multi_turn.run import loop_thread
+from tunix.rl.multi_turn.run.evaluations import evaluator
 
 Evaluation = evaluator.Evaluation
 INTERRUPTED = 130

@@ -30,13 +30,13 @@ if __name__ == "__main__":  # Before the seconds that JAX takes.
   _CONFIG = config_lib.load_first(sys.argv[1:], config_lib.load_config)
 
 import jax
-from tunix.rl.multi_turn.core import command_module
-from tunix.rl.multi_turn.core import credentials
+from tunix.rl.multi_turn.commands import command_module
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import shell_hints
-from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.core.statistics import success_rates
+from tunix.rl.multi_turn.net import credentials
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.planning import dry_run
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
@@ -44,13 +44,13 @@ from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.reporting import watchdog
 from tunix.rl.multi_turn.run import addresses
 from tunix.rl.multi_turn.run import disk_full
-from tunix.rl.multi_turn.run import evaluation
 from tunix.rl.multi_turn.run import interrupts
 from tunix.rl.multi_turn.run import loop_thread
-from tunix.rl.multi_turn.run import processes as processes_lib
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import training
+from tunix.rl.multi_turn.run.evaluations import evaluation
+from tunix.rl.multi_turn.run.multiprocess import processes as processes_lib
 
 Run = run_lib.Run
 TRACEBACK = "traceback.txt"

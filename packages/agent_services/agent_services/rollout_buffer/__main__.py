@@ -21,10 +21,10 @@ import typing
 from typing import Sequence
 
 import pydantic
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import json_models
 
 from agent_services.rollout_buffer import app as app_lib
 from agent_services.rollout_buffer import rights
@@ -138,7 +138,7 @@ def _rights(args: argparse.Namespace) -> rights.Rights:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
-  from tunix.rl.multi_turn.core import connections  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.net import connections  # pylint: disable=g-import-not-at-top
   import uvicorn  # pylint: disable=g-import-not-at-top
 
   args = parser().parse_args(argv)

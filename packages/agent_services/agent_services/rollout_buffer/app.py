@@ -32,9 +32,9 @@ from typing import Any, Callable, Mapping, TYPE_CHECKING
 
 import orjson
 import prometheus_client
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.core import json_models
-from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import json_models
+from tunix.rl.multi_turn.net import request_bodies
 
 from agent_services import applications
 from agent_services.rollout_buffer import buffers

@@ -19,7 +19,7 @@ from typing import Any, Mapping, Sequence
 import uuid
 
 import tenacity
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import http
 
 _VARIABLE = "TUNIX_BUFFER_TOKEN"
 _CALL_S = 60.0

@@ -38,10 +38,10 @@ from typing import (
   Sequence,
 )
 
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import json_text
-from tunix.rl.multi_turn.core import seeds
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
+from tunix.rl.multi_turn.trajectory_collector import seeds
 
 from agent_services.rollout_buffer import client
 

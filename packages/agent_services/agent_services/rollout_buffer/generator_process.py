@@ -30,7 +30,7 @@ def main() -> int:
   threading.Thread(target=_end_with_parent, daemon=True).start()
   path = pathlib.Path(order["file"])
   sys.path.insert(0, str(path.parent))
-  from tunix.rl.multi_turn.core import http  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.net import http  # pylint: disable=g-import-not-at-top
 
   from agent_services.rollout_buffer import generating  # pylint: disable=g-import-not-at-top
   from agent_services.rollout_buffer import plugins  # pylint: disable=g-import-not-at-top

@@ -24,9 +24,9 @@ from typing import Any, Mapping, Sequence
 
 import orjson
 import pydantic_core
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import json_models
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 
 try:

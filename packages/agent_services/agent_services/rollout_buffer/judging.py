@@ -14,7 +14,7 @@ import logging
 from typing import Any, Callable, Sequence
 
 import orjson
-from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.net import concurrency
 
 from agent_services.rollout_buffer import groups
 from agent_services.rollout_buffer import items

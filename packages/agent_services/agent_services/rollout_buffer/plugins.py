@@ -20,7 +20,7 @@ import pathlib
 import sys
 from typing import Any, Iterator, Sequence
 
-from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.net import concurrency
 
 from agent_services.rollout_buffer import rights
 from agent_services.rollout_buffer import rules

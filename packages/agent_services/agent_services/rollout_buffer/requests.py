@@ -16,10 +16,10 @@ import itertools
 import math
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn.core import bounds
-from tunix.rl.multi_turn.core import http
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import reward_range
+from tunix.rl.multi_turn.net import bounds
+from tunix.rl.multi_turn.net import http
+from tunix.rl.multi_turn.net import json_models
 
 from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import rules

@@ -19,10 +19,10 @@ import pathlib
 from typing import Any, Mapping
 import urllib.parse
 
-from tunix.rl.multi_turn.core import http
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import settings as settings_lib
+from tunix.rl.multi_turn.net import http
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import json_models
 
 FILES = ("input_file", "tokenizer_path")
 ADDRESSES = ("remote_engine_url", "remote_buffer_url")

@@ -17,9 +17,9 @@ import pathlib
 import sys
 from typing import Sequence
 
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import settings as settings_lib
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import json_models
 
 from agent_services.run_service import app as app_lib
 
@@ -78,7 +78,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
-  from tunix.rl.multi_turn.core import connections  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.net import connections  # pylint: disable=g-import-not-at-top
   import uvicorn  # pylint: disable=g-import-not-at-top
 
   args = parser().parse_args(argv)

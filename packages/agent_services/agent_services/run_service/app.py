@@ -28,19 +28,19 @@ import math
 import time
 from typing import Any, Collection, Mapping
 
-from tunix.rl.multi_turn.core import bounds
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import content_store
-from tunix.rl.multi_turn.core import data_urls
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import json_answers
-from tunix.rl.multi_turn.core import json_models
-from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gym_registry
+from tunix.rl.multi_turn.net import bounds
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import data_urls
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import json_answers
+from tunix.rl.multi_turn.net import json_models
+from tunix.rl.multi_turn.net import request_bodies
 
 from agent_services import applications
+from agent_services import content_store
 from agent_services.run_service import environments
 from agent_services.run_service import runs as runs_lib
 from agent_services.run_service import schemas

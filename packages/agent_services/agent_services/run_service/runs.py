@@ -27,15 +27,15 @@ from typing import Any, Callable, Mapping, Sequence
 import uuid
 
 from tunix.rl.multi_turn.agents import tool_agent
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import content_store
-from tunix.rl.multi_turn.core import data_urls
-from tunix.rl.multi_turn.core import http
-from tunix.rl.multi_turn.core import json_models
-from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import cua_env
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import data_urls
+from tunix.rl.multi_turn.net import http
+from tunix.rl.multi_turn.net import json_models
+from tunix.rl.multi_turn.trajectory_collector import seeds
 
+from agent_services import content_store
 from agent_services.run_service import schemas
 
 _LOG = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ import pydantic
 from pydantic_core import core_schema
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.agents import tool_agent
-from tunix.rl.multi_turn.core import bounds
-from tunix.rl.multi_turn.core import json_models
+from tunix.rl.multi_turn.net import bounds
+from tunix.rl.multi_turn.net import json_models
 from tunix.rl.multi_turn.parser import tool_parser
 
 

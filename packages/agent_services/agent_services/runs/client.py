@@ -20,7 +20,7 @@ from typing import Any, AsyncIterator, Mapping
 import urllib.parse
 
 import tenacity
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import http
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_BASE_URL = "http://127.0.0.1:3000"

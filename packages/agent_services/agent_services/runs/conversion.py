@@ -19,8 +19,8 @@ import math
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 ON_MISSING = ("refuse", "fallback")
 

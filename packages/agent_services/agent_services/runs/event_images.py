@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import content_store
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.parser.renderer import choice
 
+from agent_services import content_store
 from agent_services.runs import client as client_lib
 from agent_services.runs import conversion
 

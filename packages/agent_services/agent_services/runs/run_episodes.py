@@ -29,12 +29,12 @@ from tunix.rl.multi_turn.agents import settings as settings_lib
 from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.trajectory_collector import model_calls
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 from agent_services.runs import client as client_lib
 from agent_services.runs import conversion

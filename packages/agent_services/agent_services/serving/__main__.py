@@ -30,27 +30,27 @@ from agent_services.serving import arguments
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
   arguments.parser().parse_args()  # Before the seconds that JAX takes.
 
-from tunix.rl.multi_turn.core import connections
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
-from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.net import connections
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.policy import memory_limits
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 from agent_services.serving import app as app_lib
 from agent_services.serving import media
 from agent_services.serving import requests
 from agent_services.serving import server
-from agent_services.serving import session_sampling
+from agent_services.serving.sessions import session_sampling
 
 T = TypeVar("T")
 TOKEN_VARIABLE = arguments.TOKEN_VARIABLE

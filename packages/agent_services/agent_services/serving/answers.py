@@ -21,8 +21,8 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.parser.renderer import base as renderer_base
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 
-from agent_services.serving import interactions
 from agent_services.serving import requests
+from agent_services.serving.sessions import interactions
 
 _REASONS = {
   policy_client.FinishReason.STOP: "stop",

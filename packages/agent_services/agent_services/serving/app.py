@@ -36,23 +36,23 @@ from typing import Any, Callable
 from starlette import exceptions
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import request_bodies
 
 from agent_services import applications
 from agent_services.serving import bodies
-from agent_services.serving import chat
-from agent_services.serving import completions
-from agent_services.serving import counting
 from agent_services.serving import errors
-from agent_services.serving import messages
 from agent_services.serving import openapi
 from agent_services.serving import requests
-from agent_services.serving import responses
 from agent_services.serving import service as service_lib
-from agent_services.serving import session_routes
-from agent_services.serving import session_store
-from agent_services.serving import streams
+from agent_services.serving.endpoints import chat
+from agent_services.serving.endpoints import completions
+from agent_services.serving.endpoints import counting
+from agent_services.serving.endpoints import messages
+from agent_services.serving.endpoints import responses
+from agent_services.serving.endpoints import session_routes
+from agent_services.serving.endpoints import streams
+from agent_services.serving.sessions import session_store
 
 _LOG = logging.getLogger(__name__)
 _INLINE = 1 << 16

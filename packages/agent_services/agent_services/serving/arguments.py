@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import compile_cache
 

@@ -26,7 +26,7 @@ from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
-from tunix.rl.multi_turn.parser.tool_parser import qwen
+from tunix.rl.multi_turn.parser.tool_parser.formats import qwen
 
 if typing.TYPE_CHECKING:
   from llguidance._lib import JsonCompileOptions

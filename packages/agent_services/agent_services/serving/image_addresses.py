@@ -22,9 +22,9 @@ from typing import Any
 import unicodedata
 from urllib import parse as urllib_parse
 
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import json_text
-from tunix.rl.multi_turn.core import sampling_rule
+from tunix.rl.multi_turn.net import json_models
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 from agent_services.serving import errors
 

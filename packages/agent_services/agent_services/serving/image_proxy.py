@@ -49,13 +49,13 @@ from starlette import applications
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http as http_lib
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
-from tunix.rl.multi_turn.core import request_bodies
-from tunix.rl.multi_turn.core import sampling_rule
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http as http_lib
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import request_bodies
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 from agent_services.serving import errors
 from agent_services.serving import image_addresses
@@ -586,7 +586,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
 
-  from tunix.rl.multi_turn.core import connections  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.net import connections  # pylint: disable=g-import-not-at-top
   import uvicorn  # pylint: disable=g-import-not-at-top
 
   args = parser().parse_args(argv)

@@ -37,9 +37,9 @@ from typing import Any, Awaitable, Callable, Iterable, Iterator, Sequence
 
 import httpx
 import pybase64
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import concurrency
 
 from agent_services.serving import pictures
 

@@ -11,13 +11,13 @@ from typing import Any, Iterable
 
 import pydantic
 from pydantic import json_schema
-from tunix.rl.multi_turn.core import bounds
+from tunix.rl.multi_turn.net import bounds
 
 from agent_services.serving import bodies
-from agent_services.serving import counting
 from agent_services.serving import requests
-from agent_services.serving import session_routes
-from agent_services.serving import streams
+from agent_services.serving.endpoints import counting
+from agent_services.serving.endpoints import session_routes
+from agent_services.serving.endpoints import streams
 
 _SCHEMAS = "#/components/schemas/"
 _ERROR = {

@@ -16,11 +16,11 @@ import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 
-from agent_services.serving import caches
 from agent_services.serving import errors
-from agent_services.serving import interactions
 from agent_services.serving import prompts
 from agent_services.serving import requests
+from agent_services.serving.sessions import caches
+from agent_services.serving.sessions import interactions
 
 _TOKENS = "token prompts"
 """Cache key for token prompts, which have no interaction id."""

@@ -20,10 +20,10 @@ from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from agent_services.serving import answers
 from agent_services.serving import errors
 from agent_services.serving import grammars as grammars_lib
-from agent_services.serving import interactions
 from agent_services.serving import requests
-from agent_services.serving import session_store
 from agent_services.serving import thinking
+from agent_services.serving.sessions import interactions
+from agent_services.serving.sessions import session_store
 
 _CALL = 32  # Fewer characters than any call is written in.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tunix.rl.multi_turn.core import images
-from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.engine import programs
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 from agent_services.serving import answers
 from agent_services.serving import app as app_lib
@@ -19,8 +19,8 @@ from agent_services.serving import media
 from agent_services.serving import prompts
 from agent_services.serving import requests
 from agent_services.serving import service as service_lib
-from agent_services.serving import session_sampling
-from agent_services.serving import session_store
+from agent_services.serving.sessions import session_sampling
+from agent_services.serving.sessions import session_store
 
 
 def make_run_app(

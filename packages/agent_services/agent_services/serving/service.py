@@ -25,20 +25,20 @@ from typing import Any, Awaitable, Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.core import sampling_rule
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 from agent_services.serving import answers
-from agent_services.serving import caches
 from agent_services.serving import errors
 from agent_services.serving import grammars as grammars_lib
-from agent_services.serving import interactions
 from agent_services.serving import media
 from agent_services.serving import parts as parts_lib
 from agent_services.serving import prompts
 from agent_services.serving import requests
-from agent_services.serving import session_sampling
-from agent_services.serving import session_store
 from agent_services.serving import tool_results
+from agent_services.serving.sessions import caches
+from agent_services.serving.sessions import interactions
+from agent_services.serving.sessions import session_sampling
+from agent_services.serving.sessions import session_store
 
 T = typing.TypeVar("T")
 _LOG = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ LEASE_S = 2
 SERVICE = """
 import tunix_multi_turn
 tunix_multi_turn.light()
-from tunix.rl.multi_turn.core import connections
+from tunix.rl.multi_turn.net import connections
 from agent_services.rollout_buffer import (
     __main__ as service)
 import uvicorn

@@ -13,7 +13,7 @@ from agent_services.rollout_buffer import requests
 from agent_services.rollout_buffer import settings
 import buffer_services
 import pytest
-from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.trajectory_collector import records
 
 item = buffer_services.item

@@ -25,7 +25,7 @@ SERVICE = """
 import tunix_multi_turn
 tunix_multi_turn.light()
 from agent_services.run_service import __main__ as service
-from tunix.rl.multi_turn.core import connections
+from tunix.rl.multi_turn.net import connections
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.desktop import gym
 import uvicorn

@@ -5,13 +5,13 @@ import functools
 import itertools
 import json
 
+from agent_services import content_store
 from agent_services.runs import client as client_lib
 from agent_services.runs import conversion
 from agent_services.runs import run_agent
 import numpy as np
 import pytest
 import run_services
-from tunix.rl.multi_turn.core import content_store
 from tunix.rl.multi_turn.core import trajectory
 
 PAD = 9

@@ -11,11 +11,11 @@ import pathlib
 import subprocess
 
 from agent_services.serving import app as app_lib
-from agent_services.serving import session_routes
+from agent_services.serving.endpoints import session_routes
 import numpy as np
 import pytest
 import rollout_server
-from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.net import http_server
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 PYTHON = pathlib.Path(

@@ -14,7 +14,7 @@ from rollout_server import screenshot
 from rollout_server import start
 import told_sessions
 import transformers
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
 
 pytestmark = pytest.mark.timeout(300)
 USER = {"role": "user", "content": "Click the red square."}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 pytestmark = pytest.mark.timeout(200)
 VOCABULARY = 2570  # Ten ids more than the tokenizer has.

@@ -14,7 +14,7 @@ from rollout_server import screenshot
 from rollout_server import start
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.parser import tool_parser
-from tunix.rl.multi_turn.parser.tool_parser import qwen
+from tunix.rl.multi_turn.parser.tool_parser.formats import qwen
 
 pytestmark = pytest.mark.timeout(300)
 USER = [{"role": "user", "content": "go"}]

@@ -19,10 +19,10 @@ from media_sites import site_fixture  # noqa: F401
 import pytest
 import run_services
 import small_server
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import request_bodies
-from tunix.rl.multi_turn.core import sampling_rule
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import request_bodies
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 DATA = "data:image/png;base64," + base64.b64encode(media_sites.PNG).decode()
 

@@ -5,9 +5,9 @@ import dataclasses
 import functools
 import json
 
-from agent_services.serving import interactions
-from agent_services.serving import session_routes
-from agent_services.serving import session_store
+from agent_services.serving.endpoints import session_routes
+from agent_services.serving.sessions import interactions
+from agent_services.serving.sessions import session_store
 import numpy as np
 import pytest
 from told_sessions import answer

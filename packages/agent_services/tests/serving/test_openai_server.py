@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 
-from agent_services.serving import caches
+from agent_services.serving.sessions import caches
 import httpx
 import numpy as np
 import openai
@@ -18,7 +18,7 @@ from rollout_server import SIZE
 from rollout_server import start
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import programs
-from tunix.rl.multi_turn.parser.tool_parser import qwen
+from tunix.rl.multi_turn.parser.tool_parser.formats import qwen
 
 pytestmark = pytest.mark.timeout(300)
 

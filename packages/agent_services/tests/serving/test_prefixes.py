@@ -1,6 +1,6 @@
 """The longest stored beginning of a sequence, compared with a slow search."""
 
-from agent_services.serving import interactions
+from agent_services.serving.sessions import interactions
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -11,10 +11,10 @@ from starlette import responses
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.clients import openai_client
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import tool_environment
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.trajectory_collector import episode as collector_lib

@@ -2,8 +2,8 @@
 
 import json
 
-from agent_services.serving import caches
 from agent_services.serving import errors
+from agent_services.serving.sessions import caches
 import openai
 import pytest
 from rollout_server import ask

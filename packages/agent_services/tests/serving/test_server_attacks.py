@@ -2,7 +2,7 @@
 
 import attacks
 import pytest
-from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.net import http_server
 
 PATH = "/v1/chat/completions"
 

@@ -13,10 +13,10 @@ import time
 from agent_services.serving import answers
 from agent_services.serving import bodies
 from agent_services.serving import errors
-from agent_services.serving import interactions
-from agent_services.serving import session_routes
-from agent_services.serving import session_store
-from agent_services.serving import streams
+from agent_services.serving.endpoints import session_routes
+from agent_services.serving.endpoints import streams
+from agent_services.serving.sessions import interactions
+from agent_services.serving.sessions import session_store
 import httpx
 import numpy as np
 import openai
@@ -29,9 +29,9 @@ from rollout_server import Running
 from rollout_server import screenshot
 from rollout_server import start
 from starlette import responses as starlette_responses
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.net import http_server
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -13,8 +13,8 @@ from rollout_server import ask
 from rollout_server import export
 from rollout_server import screenshot
 from rollout_server import start
-from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.learner import logprobs as learner_logprobs
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 pytestmark = pytest.mark.timeout(300)
 GO = [{"role": "user", "content": "go"}]

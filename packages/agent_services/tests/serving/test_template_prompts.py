@@ -3,7 +3,7 @@
 from agent_services.serving import answers
 from agent_services.serving import prompts
 from agent_services.serving import requests
-from agent_services.serving import session_store
+from agent_services.serving.sessions import session_store
 import chat_families
 import chat_templates
 import pytest
@@ -16,8 +16,8 @@ import transformers
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import chat_template
 from tunix.rl.multi_turn.parser.renderer import choice
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
 
 TOOLS = [
   {

@@ -3,12 +3,12 @@
 import json
 
 from agent_services.serving import answers
-from agent_services.serving import streams
+from agent_services.serving.endpoints import streams
 import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 
 class Letters:

@@ -6,7 +6,7 @@ from agent_services.serving import answers
 from agent_services.serving import errors
 from agent_services.serving import prompts
 from agent_services.serving import requests
-from agent_services.serving import session_store
+from agent_services.serving.sessions import session_store
 import chat_families
 import chat_templates
 import openai

@@ -22,8 +22,8 @@ import monitor_server
 import numpy as np
 import pytest
 import run_services
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 import two_paths
 import yaml
 

@@ -6,6 +6,7 @@ import json
 import time
 
 from agent_services import cua_workflow
+from agent_services import tensor_rows
 import documented_code
 import gym_servers
 import monitor_databases
@@ -15,9 +16,8 @@ import pytest
 import run_services
 from training_monitor.client import http_rollout_recorder
 from training_monitor.client import ingest_client
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.core import tensor_rows
-from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 torch = pytest.importorskip("torch")
 PAD = 9  # Placeholder of images.

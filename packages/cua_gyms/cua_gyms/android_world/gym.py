@@ -19,13 +19,13 @@ import logging
 from typing import Any, Mapping, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http as http_lib
 
 from cua_gyms import machines as machines_lib
 

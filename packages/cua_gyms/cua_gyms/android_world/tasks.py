@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http as http_lib
 
 from cua_gyms import machines as machines_lib
 from cua_gyms.android_world import gym as android_world

@@ -27,10 +27,10 @@ import dataclasses
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
 
 from cua_gyms.browser import hosts as hosts_lib
 from cua_gyms.browser import page as page_lib

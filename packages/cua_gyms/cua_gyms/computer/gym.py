@@ -19,13 +19,13 @@ import inspect
 from typing import Any, Callable, Mapping
 
 import numpy as np
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
 
 _ENDS = (gui_action.GuiActionKind.ANSWER, gui_action.GuiActionKind.TERMINATE)
 

@@ -24,13 +24,13 @@ import os
 from typing import Any, Iterator, Mapping
 import urllib.parse
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http as http_lib
 
 _LOG = logging.getLogger(__name__)
 Kind = gui_action.GuiActionKind

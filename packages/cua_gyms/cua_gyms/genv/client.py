@@ -19,10 +19,10 @@ import uuid
 
 import tenacity
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments.task_sources import cua_task
+from tunix.rl.multi_turn.net import http
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_BASE_URL = "http://127.0.0.1:5010"

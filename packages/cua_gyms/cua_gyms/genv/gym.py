@@ -19,11 +19,11 @@ import pathlib
 from typing import Any, Mapping
 import uuid
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
 
 from cua_gyms.genv import client as client_lib
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, Mapping, Sequence
 import urllib.parse
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import options as options_lib
@@ -18,6 +17,7 @@ from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 from tunix.rl.multi_turn.environments.task_sources import listed
 from tunix.rl.multi_turn.environments.task_sources import source
+from tunix.rl.multi_turn.net import concurrency
 
 from cua_gyms.genv import client as client_lib
 from cua_gyms.genv import gym as gym_lib

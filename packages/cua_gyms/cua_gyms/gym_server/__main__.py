@@ -18,11 +18,11 @@ import sys
 from typing import Any, Mapping, Sequence
 
 import pydantic
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments import options
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import json_models
 import yaml
 
 from cua_gyms import workers as workers_lib
@@ -216,7 +216,7 @@ def make_app(args: argparse.Namespace, token: str = "") -> app_lib.App:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
-  from tunix.rl.multi_turn.core import connections  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.net import connections  # pylint: disable=g-import-not-at-top
   import uvicorn  # pylint: disable=g-import-not-at-top
 
   args = parser().parse_args(argv)

@@ -41,14 +41,14 @@ from starlette import exceptions as starlette_exceptions
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
-from tunix.rl.multi_turn.core import bounds
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.core import json_answers
-from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.task_sources import cua_task
+from tunix.rl.multi_turn.net import bounds
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import json_answers
+from tunix.rl.multi_turn.net import request_bodies
 
 from cua_gyms.gym_server import catalog as catalog_lib
 from cua_gyms.gym_server import errors

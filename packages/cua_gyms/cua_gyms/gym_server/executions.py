@@ -23,12 +23,12 @@ import time
 from typing import Any, Awaitable, Callable, Iterator, Mapping
 import uuid
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
 
 from cua_gyms.gym_server import errors
 from cua_gyms.gym_server import schemas

@@ -13,8 +13,8 @@ import functools
 from typing import Any, Sequence
 
 import pydantic
-from tunix.rl.multi_turn.core import bounds
-from tunix.rl.multi_turn.core import json_models
+from tunix.rl.multi_turn.net import bounds
+from tunix.rl.multi_turn.net import json_models
 
 from cua_gyms.gym_server import schemas
 

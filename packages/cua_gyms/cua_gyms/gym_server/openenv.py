@@ -35,9 +35,9 @@ from starlette import requests as starlette_requests
 from starlette import routing
 from starlette import websockets as starlette_websockets
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import json_answers
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.environments import wire
+from tunix.rl.multi_turn.net import json_answers
+from tunix.rl.multi_turn.net import json_models
 
 from cua_gyms.gym_server import catalog as catalog_lib
 from cua_gyms.gym_server import errors

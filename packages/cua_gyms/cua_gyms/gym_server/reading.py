@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, Mapping, TypeVar
 
 from starlette import requests as starlette_requests
-from tunix.rl.multi_turn.core import json_models
-from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.net import json_models
+from tunix.rl.multi_turn.net import request_bodies
 
 from cua_gyms.gym_server import errors
 

@@ -16,9 +16,9 @@ import functools
 from typing import Annotated, Any, Literal, NotRequired
 
 import pydantic
-from tunix.rl.multi_turn.core import bounds
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.environments import wire
+from tunix.rl.multi_turn.net import bounds
+from tunix.rl.multi_turn.net import json_models
 from typing_extensions import TypedDict
 
 MAX_KEY = 256

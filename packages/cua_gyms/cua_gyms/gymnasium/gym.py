@@ -25,13 +25,13 @@ from typing import Any, Callable, Mapping, Sequence
 import gymnasium
 import numpy as np
 from PIL import Image
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.desktop import env as desktop_env
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as desktop_scene
+from tunix.rl.multi_turn.net import concurrency
 
 Adapter = Callable[[gui_action.GuiAction], Any]
 _Kind = gui_action.GuiActionKind

@@ -25,13 +25,13 @@ from typing import Any, Mapping
 import urllib.parse
 
 import numpy as np
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
 
 from cua_gyms import machines
 from cua_gyms.genv import gym as genv_gym

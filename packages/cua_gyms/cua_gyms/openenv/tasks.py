@@ -11,11 +11,11 @@ import hashlib
 from typing import Any, Callable, Mapping, Sequence
 import urllib.parse
 
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http as http_lib
 
 from cua_gyms.genv import gym as genv_gym
 from cua_gyms.openenv import gym as openenv

@@ -21,13 +21,13 @@ import os
 import pathlib
 from typing import Any, Callable, Mapping, Sequence
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http as http_lib
 
 from cua_gyms import machines as machines_lib
 from cua_gyms.osworld import actions as osworld_actions

@@ -24,9 +24,9 @@ from typing import Any, Callable, Iterator, Mapping, TypeVar
 
 import numpy as np
 from PIL import Image
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.tools.sandbox import errors
 from tunix.rl.multi_turn.tools.sandbox import rooms
 

@@ -23,9 +23,9 @@ import msgpack
 import numpy as np
 
 from training_monitor.client import event_types
-from training_monitor.client import ingest_rows
-from training_monitor.client import live_turns
-from training_monitor.client import task_rows
+from training_monitor.client.rows import ingest_rows
+from training_monitor.client.rows import live_turns
+from training_monitor.client.rows import task_rows
 from training_monitor.core import events
 from training_monitor.core import token_sequence
 from training_monitor.core import trajectory as trajectory_lib

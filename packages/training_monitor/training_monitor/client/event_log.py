@@ -30,11 +30,11 @@ import orjson
 from training_monitor.client import complaints as complaints_lib
 from training_monitor.client import event_codec
 from training_monitor.client import event_types
-from training_monitor.client import ingest_rows
-from training_monitor.client import live_turns
-from training_monitor.client import run_rows
 from training_monitor.client import spool as spool_lib
 from training_monitor.client import spool_writer
+from training_monitor.client.rows import ingest_rows
+from training_monitor.client.rows import live_turns
+from training_monitor.client.rows import run_rows
 from training_monitor.core import events
 from training_monitor.core import images as images_lib
 from training_monitor.core import monitor_settings as settings_lib

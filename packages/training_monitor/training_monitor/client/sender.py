@@ -19,11 +19,11 @@ import msgpack
 
 from training_monitor.client import complaints as complaints_lib
 from training_monitor.client import plain_json
-from training_monitor.client import run_rows
 from training_monitor.client import shipper as shipper_lib
 from training_monitor.client import spool as spool_lib
 from training_monitor.client import spool_writer
 from training_monitor.client import transport as transport_lib
+from training_monitor.client.rows import run_rows
 from training_monitor.core import monitor_settings as settings_lib
 
 _LOG = logging.getLogger(__name__)

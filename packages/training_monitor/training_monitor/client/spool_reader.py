@@ -33,8 +33,8 @@ import orjson
 from training_monitor.client import event_codec
 from training_monitor.client import frames as frames_lib
 from training_monitor.client import plain_json
-from training_monitor.client import run_rows
 from training_monitor.client import spool as spool_lib
+from training_monitor.client.rows import run_rows
 from training_monitor.core import durable
 from training_monitor.core import images as images_lib
 

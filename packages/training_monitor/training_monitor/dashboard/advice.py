@@ -16,7 +16,7 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from training_monitor.core import json_text
-from training_monitor.core import success_rates
+from training_monitor.core.statistics import success_rates
 from training_monitor.dashboard import curves as curves_lib
 from training_monitor.dashboard import text as text_lib
 

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 import sqlalchemy as sa
 
-from training_monitor.core import success_rates
+from training_monitor.core.statistics import success_rates
 from training_monitor.schema import database
 from training_monitor.schema import tables
 

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from training_monitor.dashboard import group_overlays
 from training_monitor.dashboard import measurements
-from training_monitor.dashboard import step_page
+from training_monitor.dashboard.views import step_page
 from training_monitor.schema import database
 from training_monitor.schema import tables
 

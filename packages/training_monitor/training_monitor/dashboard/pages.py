@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from training_monitor.dashboard import attempts_page
-from training_monitor.dashboard import configuration_page
 from training_monitor.dashboard import curves as curves_lib
-from training_monitor.dashboard import health_page
-from training_monitor.dashboard import log_page
 from training_monitor.dashboard import measurements
 from training_monitor.dashboard import page_request
 from training_monitor.dashboard import rollout_list
-from training_monitor.dashboard import rollout_page
-from training_monitor.dashboard import run_pages
-from training_monitor.dashboard import search_page
-from training_monitor.dashboard import step_page
 from training_monitor.dashboard import task_comparison
-from training_monitor.dashboard import task_pages
 from training_monitor.dashboard import token_text
+from training_monitor.dashboard.views import attempts_page
+from training_monitor.dashboard.views import configuration_page
+from training_monitor.dashboard.views import health_page
+from training_monitor.dashboard.views import log_page
+from training_monitor.dashboard.views import rollout_page
+from training_monitor.dashboard.views import run_pages
+from training_monitor.dashboard.views import search_page
+from training_monitor.dashboard.views import step_page
+from training_monitor.dashboard.views import task_pages
 from training_monitor.server import queries as queries_lib
 from training_monitor.server import screenshots as screenshots_lib
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Mapping, Sequence
 
 import sqlalchemy as sa
 
-from training_monitor.core import comparison
+from training_monitor.core.statistics import comparison
 from training_monitor.dashboard import measurements
 from training_monitor.dashboard import page_request
 from training_monitor.schema import database

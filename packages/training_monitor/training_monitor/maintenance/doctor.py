@@ -27,9 +27,9 @@ from training_monitor.schema import migrations
 from training_monitor.schema import tables
 from training_monitor.schema import text_index
 from training_monitor.schema import vocabulary
-from training_monitor.server import items
 from training_monitor.server import screenshots
 from training_monitor.server import thumbnails
+from training_monitor.server.batches import items
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 _SILENT_S = 3600.0

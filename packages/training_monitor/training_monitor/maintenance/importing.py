@@ -27,10 +27,10 @@ from training_monitor.schema import tables
 from training_monitor.schema import vocabulary
 from training_monitor.server import access
 from training_monitor.server import errors
-from training_monitor.server import items
 from training_monitor.server import screenshots
 from training_monitor.server import sql
 from training_monitor.server import writer as writer_lib
+from training_monitor.server.batches import items
 
 if TYPE_CHECKING:
   import tqdm

@@ -18,7 +18,7 @@ from training_monitor.schema import database
 from training_monitor.schema import tables
 from training_monitor.schema import triggers
 from training_monitor.schema import vocabulary
-from training_monitor.server import items
+from training_monitor.server.batches import items
 
 OWN = tuple(k.name for k in items.KINDS if k.name not in ("task", "validator"))
 """Kinds that belong to a run, parents before children."""

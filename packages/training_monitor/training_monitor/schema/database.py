@@ -21,7 +21,7 @@ import weakref
 
 import sqlalchemy as sa
 
-from training_monitor.core import credentials
+from training_monitor.net import credentials
 from training_monitor.schema import later_views
 from training_monitor.schema import later_writes
 from training_monitor.schema import migrations

@@ -24,7 +24,7 @@ from urllib import parse
 
 import sqlalchemy as sa
 
-from training_monitor.core import http_server
+from training_monitor.net import http_server
 from training_monitor.schema import database
 from training_monitor.schema import tables
 from training_monitor.server import errors

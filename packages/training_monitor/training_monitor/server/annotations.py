@@ -17,13 +17,13 @@ from starlette import requests as starlette_requests
 from starlette import responses
 
 from training_monitor.server import access as access_lib
-from training_monitor.server import apply
 from training_monitor.server import errors
 from training_monitor.server import http_io
 from training_monitor.server import queries as queries_lib
 from training_monitor.server import query as query_lib
-from training_monitor.server import references
 from training_monitor.server import writer as writer_lib
+from training_monitor.server.batches import apply
+from training_monitor.server.batches import references
 
 _MAX_BODY = 64 << 10
 _MOST = 500

@@ -14,10 +14,10 @@ from starlette import responses
 from starlette import types
 
 from training_monitor.core import json_text
-from training_monitor.core import request_bodies
+from training_monitor.net import request_bodies
 from training_monitor.server import errors
-from training_monitor.server import fields
 from training_monitor.server import query as query_lib
+from training_monitor.server.batches import fields
 
 MAX_PATH = 4000
 

@@ -28,10 +28,10 @@ from training_monitor.schema import database
 from training_monitor.server import access as access_lib
 from training_monitor.server import errors
 from training_monitor.server import http_io
-from training_monitor.server import items
 from training_monitor.server import queries as queries_lib
 from training_monitor.server import screenshots
 from training_monitor.server import writer as writer_lib
+from training_monitor.server.batches import items
 
 _INLINE_BYTES = 512 << 10
 _MOST_DECODING = 4

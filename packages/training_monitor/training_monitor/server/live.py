@@ -16,7 +16,7 @@ import orjson
 import sqlalchemy as sa
 from starlette import concurrency
 
-from training_monitor.core import http_server
+from training_monitor.net import http_server
 from training_monitor.schema import database
 from training_monitor.schema import tables
 from training_monitor.server import errors

@@ -11,11 +11,11 @@ import sqlalchemy as sa
 
 from training_monitor.schema import tables
 from training_monitor.schema import vocabulary
-from training_monitor.server import fields
 from training_monitor.server import http_io
-from training_monitor.server import items
 from training_monitor.server import queries
 from training_monitor.server import query as query_lib
+from training_monitor.server.batches import fields
+from training_monitor.server.batches import items
 
 
 @dataclasses.dataclass(frozen=True)

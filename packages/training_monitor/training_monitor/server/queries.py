@@ -19,8 +19,8 @@ from training_monitor.schema import later_views
 from training_monitor.schema import tables
 from training_monitor.schema import vocabulary
 from training_monitor.server import errors
-from training_monitor.server import fields
 from training_monitor.server import query as query_lib
+from training_monitor.server.batches import fields
 
 JSON_COLUMNS = frozenset({
     "config_json", "tags", "prerequisites", "rollout_progress",

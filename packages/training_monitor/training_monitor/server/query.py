@@ -26,8 +26,8 @@ from pydantic_core import core_schema
 from starlette import datastructures
 import typing_extensions
 
-from training_monitor.core import bounds
 from training_monitor.core import run_tags as tags_lib
+from training_monitor.net import bounds
 from training_monitor.schema import vocabulary
 from training_monitor.server import errors
 

@@ -18,11 +18,11 @@ from starlette import responses
 
 from training_monitor.core import run_tags as tags_lib
 from training_monitor.server import access as access_lib
-from training_monitor.server import apply
 from training_monitor.server import errors
 from training_monitor.server import http_io
 from training_monitor.server import query as query_lib
 from training_monitor.server import writer as writer_lib
+from training_monitor.server.batches import apply
 
 _MAX_BODY = 64 << 10
 

@@ -23,11 +23,11 @@ import sqlalchemy as sa
 
 from training_monitor.schema import database
 from training_monitor.schema import text_index
-from training_monitor.server import apply
 from training_monitor.server import errors
-from training_monitor.server import items
-from training_monitor.server import references
 from training_monitor.server import sql as sql_lib
+from training_monitor.server.batches import apply
+from training_monitor.server.batches import items
+from training_monitor.server.batches import references
 
 _LOG = logging.getLogger(__name__)
 _MOST_BATCHES = 256

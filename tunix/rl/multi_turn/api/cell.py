@@ -21,7 +21,7 @@ from tunix.rl.multi_turn.reporting import progress
 from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 if TYPE_CHECKING:  # It needs JAX.
-  from tunix.rl.multi_turn.run import evaluator
+  from tunix.rl.multi_turn.run.evaluations import evaluator
 
 _INTERVAL_S = 0.5
 _LINES = 8  # Evaluations and the like above the present line.

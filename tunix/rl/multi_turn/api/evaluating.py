@@ -22,7 +22,7 @@ from tunix.rl.multi_turn.api import runs
 from tunix.rl.multi_turn.api import training
 
 if TYPE_CHECKING:  # It needs JAX.
-  from tunix.rl.multi_turn.run import evaluator
+  from tunix.rl.multi_turn.run.evaluations import evaluator
 
 
 def evaluate(

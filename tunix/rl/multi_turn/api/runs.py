@@ -19,8 +19,8 @@ from typing import Any, Sequence
 
 from tunix.rl.multi_turn.api import episodes as episodes_lib
 from tunix.rl.multi_turn.api import html as html_lib
-from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import yaml_text
+from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import publishing

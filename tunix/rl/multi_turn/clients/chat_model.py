@@ -25,13 +25,13 @@ from typing import Any, Mapping, Sequence
 
 import tenacity
 from tunix.rl.multi_turn.clients import proxy
-from tunix.rl.multi_turn.core import data_urls
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import data_urls
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 
 Message = trajectory.Message

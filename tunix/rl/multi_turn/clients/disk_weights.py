@@ -50,14 +50,14 @@ from typing import Any, Callable, Protocol, Sequence
 from flax import nnx
 from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import locked_dir
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http
-from tunix.rl.multi_turn.core import worker_pool
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
+from tunix.rl.multi_turn.net import worker_pool
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import lora_files
-from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import lora_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 
 _LOG = logging.getLogger(__name__)
 

@@ -42,12 +42,12 @@ from typing import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.clients import remote_protocols
-from tunix.rl.multi_turn.core import completion_checks
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.core import sampling_rule
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import data_urls
+from tunix.rl.multi_turn.trajectory_collector import completion_checks
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 PROTOCOLS = ("tunix", "vllm", "sglang")
 _RELEASE_S = 10.0

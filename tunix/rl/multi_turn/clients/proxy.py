@@ -26,13 +26,13 @@ import time
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 import uuid
 
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import data_urls
 from tunix.rl.multi_turn.trajectory_collector import model_calls
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 Message = trajectory.Message
 _LOG = logging.getLogger(__name__)

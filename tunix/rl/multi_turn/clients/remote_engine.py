@@ -26,8 +26,8 @@ from typing import Any, Callable, Sequence
 
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import openai_client
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.net import concurrency
 
 _CERTAIN = 1e-3
 """Most that a log-prob of the only token left by truncation differs from 0, or

@@ -18,10 +18,10 @@ import uuid
 
 import numpy as np
 import tenacity
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
 
 _SESSION_GONE = ("unknown_session", "session_ended")
 _TOO_LONG = (

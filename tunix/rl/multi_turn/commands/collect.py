@@ -24,7 +24,7 @@ import sys
 from typing import Sequence
 
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.run.fleet import collector as collector_lib
 from tunix.rl.multi_turn.run.rollout_hosts import player
 

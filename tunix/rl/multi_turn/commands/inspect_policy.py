@@ -27,8 +27,8 @@ from tunix.rl.multi_turn.commands import try_policy
 from tunix.rl.multi_turn.planning import policy_facts
 from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
 SCREENS = ((1280, 720), (1920, 1080), (1024, 768), (360, 640))
 _DTYPES = ("float32", "bfloat16")

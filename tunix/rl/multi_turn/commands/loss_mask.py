@@ -21,7 +21,7 @@ from typing import Any, Iterator, Sequence
 
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import registry
-from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
 
 

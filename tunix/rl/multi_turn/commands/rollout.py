@@ -22,13 +22,13 @@ import tempfile
 from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
-from tunix.rl.multi_turn.policy import tensor_files
+from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.rollout_hosts import player

@@ -23,8 +23,8 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.planning import policy_facts
 from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import smolvlm_inputs
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.models.smolvlm import smolvlm_inputs
 
 PROMPT = "What is on the screen?"
 _IMAGE = "<|image_pad|>"

@@ -14,15 +14,15 @@ from tunix.rl.multi_turn.clients import settings as clients_settings
 from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import fleet_checks
 from tunix.rl.multi_turn.config import train_config
-from tunix.rl.multi_turn.core import credentials
-from tunix.rl.multi_turn.core import evaluation_figures
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.core import shell_hints
+from tunix.rl.multi_turn.core.statistics import evaluation_figures
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.learner import config as learner_config
 from tunix.rl.multi_turn.learner.algorithms import presets
+from tunix.rl.multi_turn.net import credentials
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.policy import settings as policy_settings
 

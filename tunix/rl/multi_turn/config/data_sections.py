@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Callable, Iterator, Literal, TYPE_CHECKING
 
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import settings
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any, Iterator, Mapping
 
 from tunix.rl.multi_turn.config import train_config
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import settings
+from tunix.rl.multi_turn.net import http
 
 _setting = settings.setting
 

@@ -22,10 +22,10 @@ import typing
 from typing import Any, Collection, Literal, Mapping, Sequence
 
 import pydantic
-from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.core import yaml_text
+from tunix.rl.multi_turn.net import credentials
 import yaml
 
 MISSING = object()

@@ -31,7 +31,6 @@ from tunix.rl.multi_turn.config import former_names
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import sealed
 from tunix.rl.multi_turn.config import train_config
-from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.core import yaml_text
@@ -39,6 +38,7 @@ from tunix.rl.multi_turn.environments import settings as environment_settings
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.learner.algorithms import presets
+from tunix.rl.multi_turn.net import credentials
 
 TrainConfig = train_config.TrainConfig
 EvaluationConfig = evaluate_config.EvaluationConfig

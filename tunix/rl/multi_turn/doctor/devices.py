@@ -14,8 +14,8 @@ import sys
 from typing import Any, Iterator, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.core import line_process
 from tunix.rl.multi_turn.doctor import finding
+from tunix.rl.multi_turn.net import line_process
 
 Finding = finding.Finding
 _HERE = pathlib.Path(__file__).resolve()

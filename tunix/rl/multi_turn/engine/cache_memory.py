@@ -17,7 +17,7 @@ from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy.layers import cached_attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,12 +29,12 @@ from jax.typing import DTypeLike
 import numpy as np
 from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import cached_attention
-from tunix.rl.multi_turn.policy import experts
 from tunix.rl.multi_turn.policy import int8
-from tunix.rl.multi_turn.policy import layers
-from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.layers import cached_attention
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
+from tunix.rl.multi_turn.policy.layers import experts
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 
 Path = tuple[str, ...]
 Params = nnx.Module | nnx.State | Mapping[str, Any]

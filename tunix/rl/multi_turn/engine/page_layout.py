@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.engine import config as config_lib
-from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy.layers import cached_attention
 
 _UNIT = 64  # Tokens of a page are a multiple of this.
 

@@ -15,8 +15,8 @@ import asyncio
 import threading
 from typing import Any, Awaitable, Coroutine, Mapping
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import containment
+from tunix.rl.multi_turn.net import concurrency
 
 maybe_await = concurrency.maybe_await
 ResetResult = tuple[Any, dict[str, Any]]

@@ -23,13 +23,13 @@ import time
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn import rewards
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.tool_parser import base
 from tunix.rl.multi_turn.tools import base as tools_base

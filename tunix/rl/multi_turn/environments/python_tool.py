@@ -26,7 +26,7 @@ from typing import Any, Mapping
 import uuid
 
 from tunix.rl.multi_turn.core import arguments
-from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.tools import stateful
 from tunix.rl.multi_turn.tools.sandbox import errors
 from tunix.rl.multi_turn.tools.sandbox import files

@@ -10,8 +10,8 @@ from __future__ import annotations
 import abc
 from typing import Any, Iterable
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.environments import base_env
+from tunix.rl.multi_turn.net import concurrency
 
 
 class BaseEnv(abc.ABC):

@@ -29,9 +29,9 @@ from typing import Any, Callable, Literal, Mapping
 
 import numpy as np
 from tunix.rl.multi_turn import rewards
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.tools import manager
 from tunix.rl.multi_turn.tools import screenshot

@@ -23,8 +23,8 @@ import numpy as np
 from PIL import Image
 import pydantic
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import json_models
 from typing_extensions import TypedDict
 
 Kind = gui_action.GuiActionKind

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import program
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.learner.batches import batching
 
 
 def compile_update(

@@ -33,10 +33,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from tunix.rl.multi_turn.core import durable
-from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner import update
+from tunix.rl.multi_turn.net import worker_pool
 from tunix.rl.multi_turn.policy import base
 
 CheckpointConfig = config_lib.CheckpointConfig

@@ -26,12 +26,12 @@ from typing import Any, Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner.algorithms import gae
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.policy import base
 
 WEIGHT, BIAS = "value_head.weight", "value_head.bias"

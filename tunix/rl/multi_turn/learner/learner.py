@@ -32,28 +32,28 @@ import jax
 from jax.sharding import Mesh
 import numpy as np
 from tunix.rl.multi_turn.core import images as image_lib
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import ahead
-from tunix.rl.multi_turn.learner import anchors
-from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
-from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import logprobs
-from tunix.rl.multi_turn.learner import minibatches as minibatch_lib
 from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner import program as program_lib
 from tunix.rl.multi_turn.learner import readings as readings_lib
 from tunix.rl.multi_turn.learner import reference as reference_lib
-from tunix.rl.multi_turn.learner import reward_prices
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import gae
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.learner.batches import anchors
+from tunix.rl.multi_turn.learner.batches import batching
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
+from tunix.rl.multi_turn.learner.batches import minibatches as minibatch_lib
+from tunix.rl.multi_turn.learner.batches import reward_prices
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import sharding
 

@@ -26,7 +26,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
-from tunix.rl.multi_turn.learner import batching
+from tunix.rl.multi_turn.learner.batches import batching
 from tunix.rl.multi_turn.policy import base
 
 # Finite, so that 0 x logit is 0 and not NaN in sums over the vocabulary.

@@ -38,13 +38,13 @@ from typing import (
 )
 
 from flax import nnx
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
-from tunix.rl.multi_turn.learner import replay as replay_lib
+from tunix.rl.multi_turn.learner.batches import replay as replay_lib
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.queue import admission
 
 Publish = Callable[[int, nnx.State], Any]

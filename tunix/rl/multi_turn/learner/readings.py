@@ -14,8 +14,8 @@ from typing import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tunix.rl.multi_turn.core import turn_groups
-from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.core.statistics import turn_groups
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
 
 Metrics = dict[str, float]
 

@@ -18,22 +18,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 from tunix.rl.multi_turn.core import images as image_lib
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
-from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import logprobs
-from tunix.rl.multi_turn.learner import minibatches
-from tunix.rl.multi_turn.learner import minibatches as minibatch_lib
 from tunix.rl.multi_turn.learner import program
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.learner.batches import batching
+from tunix.rl.multi_turn.learner.batches import examples as example_lib
+from tunix.rl.multi_turn.learner.batches import minibatches
+from tunix.rl.multi_turn.learner.batches import minibatches as minibatch_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 
 _BITS = {"bfloat16": (8, 7), "float16": (5, 10)}
 """Type of stored weights -> bits of exponent and mantissa."""

@@ -47,8 +47,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 import optax
-from tunix.rl.multi_turn.core import turn_groups
-from tunix.rl.multi_turn.learner import batching
+from tunix.rl.multi_turn.core.statistics import turn_groups
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import logprobs
@@ -59,9 +58,10 @@ from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import objectives
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.learner.batches import batching
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
 
 Params = dict[str, jax.Array]
 

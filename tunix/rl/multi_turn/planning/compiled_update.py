@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import frozen as frozen_lib
 from tunix.rl.multi_turn.learner import logprobs
-from tunix.rl.multi_turn.learner import minibatches
-from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.learner.batches import batching
+from tunix.rl.multi_turn.learner.batches import minibatches
+from tunix.rl.multi_turn.learner.batches import packing
 from tunix.rl.multi_turn.policy import base
 
 

@@ -12,8 +12,10 @@ from tunix.rl.multi_turn.learner import config as algorithm_config
 from tunix.rl.multi_turn.learner.algorithms import presets
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import memory_limits
+from tunix.rl.multi_turn.policy.checkpoints import (
+  checkpoint as policy_checkpoint,
+)
 
 if TYPE_CHECKING:
   from tunix.rl.multi_turn.run import run as run_lib

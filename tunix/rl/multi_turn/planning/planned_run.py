@@ -26,21 +26,21 @@ from tunix.rl.multi_turn.engine import config as engine_config_lib
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.learner import frozen
-from tunix.rl.multi_turn.learner import minibatches
+from tunix.rl.multi_turn.learner.batches import minibatches
 from tunix.rl.multi_turn.planning import chips
 from tunix.rl.multi_turn.planning import compiled_update
 from tunix.rl.multi_turn.planning import policy_facts
 from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import base as policy_base
-from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import compiling
-from tunix.rl.multi_turn.policy import config_checks
-from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.checkpoints import config_checks
+from tunix.rl.multi_turn.policy.layers import cached_attention
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 
 _STAND_IN = "qwen3_vl_tiny"
 """policy.name in a configuration whose policy is a published size."""

@@ -16,16 +16,16 @@ import safetensors
 from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import by_name
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import qwen_checkpoint
-from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import text_inputs
-from tunix.rl.multi_turn.policy import tiny_vl
-from tunix.rl.multi_turn.policy import vision_inputs
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
+from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
+from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 
 BUILT_IN = tuple(by_name.BUILT_IN)
 

@@ -27,17 +27,17 @@ from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import device_state
-from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import optimizer
+from tunix.rl.multi_turn.learner.batches import batching
 from tunix.rl.multi_turn.planning import compiled_update
 from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import config_checks
-from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import memory_limits
-from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.checkpoints import config_checks
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
 
 COMPILE_WITHIN = 16
 human = memory_limits.human

@@ -32,9 +32,9 @@ from tunix.rl.multi_turn.engine import programs as engine_programs
 from tunix.rl.multi_turn.planning import chips
 from tunix.rl.multi_turn.planning import compiled_update
 from tunix.rl.multi_turn.planning import planned_run
-from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.layers import cached_attention
 
 _CLONE = pathlib.Path(__file__).parents[4] / ".venv-tpu/libtpu/libtpu.so"
 _KINDS = (

@@ -27,15 +27,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import config_checks
-from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_text
-from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
-from tunix.rl.multi_turn.policy import tiny_vl_config
+from tunix.rl.multi_turn.policy.checkpoints import config_checks
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
+from tunix.rl.multi_turn.policy.models.qwen import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
+from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl_config
 
 REMAT = config_checks.REMATS
 AnyMesh = sharding.AnyMesh

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from flax import nnx
 import jax
-from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import custom_policy
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 
 BUILT_IN = {
   name: settings.POLICIES.get(name)

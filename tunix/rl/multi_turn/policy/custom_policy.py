@@ -39,9 +39,9 @@ from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.parser.renderer import template
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import sharding
-from tunix.rl.multi_turn.policy import tensor_files
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 
 MODEL_TYPE = "tunix_custom"
 WEIGHTS = "model.safetensors"

@@ -24,10 +24,10 @@ import weakref
 from flax import nnx
 import jax
 import jax.numpy as jnp
-from tunix.rl.multi_turn.policy import experts
-from tunix.rl.multi_turn.policy import layers
-from tunix.rl.multi_turn.policy import linear_attention
-from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
+from tunix.rl.multi_turn.policy.layers import experts
+from tunix.rl.multi_turn.policy.layers import linear_attention
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 
 Path = tuple[str, ...]
 

@@ -26,12 +26,12 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tunix.rl.multi_turn.policy import experts as experts_lib
-from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import int8
-from tunix.rl.multi_turn.policy import layers
-from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
+from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
+from tunix.rl.multi_turn.policy.layers import experts as experts_lib
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 
 TARGETS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",

@@ -17,9 +17,9 @@ import math
 from typing import Iterable, Mapping
 
 from tunix.rl.multi_turn.core import reward_equality
-from tunix.rl.multi_turn.core import reward_parts
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.core import turn_groups
+from tunix.rl.multi_turn.core.statistics import reward_parts
+from tunix.rl.multi_turn.core.statistics import turn_groups
 
 Tally = dict[str, float]
 

@@ -18,8 +18,8 @@ import threading
 import time
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.reporting import files
 
 NAME = "episodes.jsonl"

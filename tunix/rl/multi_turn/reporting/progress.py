@@ -19,7 +19,7 @@ import threading
 from typing import Any, Mapping, Sequence, TextIO
 
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 _BAR_FORMAT = (

@@ -19,7 +19,7 @@ import time
 from typing import Any, Callable, Iterable, Mapping, Protocol
 
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.reporting import episode_tally
 from tunix.rl.multi_turn.reporting import metrics
 

@@ -37,10 +37,10 @@ from urllib import parse
 import uuid
 
 import numpy as np
-from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
+from tunix.rl.multi_turn.net import credentials
 from tunix.rl.multi_turn.reporting import settings as settings_lib
 from tunix.rl.multi_turn.reporting import tracker_media
 

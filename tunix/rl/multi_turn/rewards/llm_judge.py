@@ -30,8 +30,8 @@ from typing import Any, Literal, Mapping
 import weakref
 
 import tenacity
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.rewards import patterns
 from tunix.rl.multi_turn.rewards import registry
 

@@ -16,9 +16,9 @@ import inspect
 import sys
 from typing import Any, Callable, Mapping
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import reward_range
+from tunix.rl.multi_turn.net import concurrency
 
 RewardFn = Callable[..., Any]
 

@@ -27,9 +27,9 @@ import math
 from typing import Any, Callable, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import arguments
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import registry as registry_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.rewards import registry
 
 _PER = ("episode", "turn")

@@ -24,12 +24,12 @@ from typing import Any, Callable, Iterable
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import base_agent
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.trajectory_collector import episode as episode_lib

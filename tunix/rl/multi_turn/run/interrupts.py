@@ -18,7 +18,7 @@ import sys
 import threading
 from typing import Iterator
 
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import http
 
 _LOG = logging.getLogger(__name__)
 _HOST = "GCE_METADATA_HOST"

@@ -15,8 +15,8 @@ import logging
 import threading
 from typing import Any, Awaitable, Callable, Coroutine
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import containment
+from tunix.rl.multi_turn.net import concurrency
 
 _LOG = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0

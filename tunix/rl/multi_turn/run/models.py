@@ -18,11 +18,11 @@ from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import config as learner_config
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.planning import run_memory
@@ -30,11 +30,11 @@ from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import lora_files
-from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy.checkpoints import lora_files
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 from tunix.rl.multi_turn.run import external_engine
 from tunix.rl.multi_turn.run.recorded_data import no_engine
 from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts

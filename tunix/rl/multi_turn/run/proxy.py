@@ -16,13 +16,13 @@ from typing import Any, Callable, Mapping, TYPE_CHECKING
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.clients import proxy
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import packages
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 if TYPE_CHECKING:
   from starlette import types

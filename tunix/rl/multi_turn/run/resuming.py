@@ -25,7 +25,7 @@ from tunix.rl.multi_turn.environments.task_sources import source
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import summary_writer
-from tunix.rl.multi_turn.run import best_checkpoint
+from tunix.rl.multi_turn.run.evaluations import best_checkpoint
 
 TrainConfig = config_lib.TrainConfig
 

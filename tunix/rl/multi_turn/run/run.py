@@ -26,12 +26,12 @@ import jax
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import reporting
 from tunix.rl.multi_turn.clients import proxy as proxy_lib
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.planning import dry_run
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import sharding
@@ -45,15 +45,15 @@ from tunix.rl.multi_turn.run import learner_ahead
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import observers as observers_lib
-from tunix.rl.multi_turn.run import peer_watch
 from tunix.rl.multi_turn.run import preflight
-from tunix.rl.multi_turn.run import process_layout
-from tunix.rl.multi_turn.run import processes as processes_lib
 from tunix.rl.multi_turn.run import proxy
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run_lock
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.run.fleet import service as fleet_lib
+from tunix.rl.multi_turn.run.multiprocess import peer_watch
+from tunix.rl.multi_turn.run.multiprocess import process_layout
+from tunix.rl.multi_turn.run.multiprocess import processes as processes_lib
 from tunix.rl.multi_turn.run.recorded_data import files
 from tunix.rl.multi_turn.run.recorded_data import sources
 from tunix.rl.multi_turn.run.warm_start import stage as warm_start_lib

@@ -13,7 +13,6 @@ import itertools
 from typing import Any, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -21,6 +20,7 @@ from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.task_sources import curriculum
 from tunix.rl.multi_turn.environments.task_sources import listed
 from tunix.rl.multi_turn.environments.task_sources import source as source_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 
 TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError

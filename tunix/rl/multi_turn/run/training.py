@@ -16,23 +16,23 @@ import time
 from typing import Any
 
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
-from tunix.rl.multi_turn.learner import replay as replay_lib
+from tunix.rl.multi_turn.learner.batches import replay as replay_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
-from tunix.rl.multi_turn.run import best_checkpoint
 from tunix.rl.multi_turn.run import episodes
-from tunix.rl.multi_turn.run import evaluation
 from tunix.rl.multi_turn.run import loop_thread
-from tunix.rl.multi_turn.run import process_layout
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
+from tunix.rl.multi_turn.run.evaluations import best_checkpoint
+from tunix.rl.multi_turn.run.evaluations import evaluation
+from tunix.rl.multi_turn.run.multiprocess import process_layout
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import offline_queue
 from tunix.rl.multi_turn.run.recorded_data import sources

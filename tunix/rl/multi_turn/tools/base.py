@@ -11,9 +11,9 @@ import abc
 import json
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import concurrency
 
 ToolCall = trajectory.ToolCall
 ToolOutput = trajectory.ToolOutput

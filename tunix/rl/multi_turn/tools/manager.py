@@ -14,9 +14,9 @@ import functools
 import logging
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.tools import base
 
 _LOG = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ import sys
 from typing import Any, Literal, Mapping, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.tools import base
 from tunix.rl.multi_turn.tools import mcp_sessions
 from tunix.rl.multi_turn.tools import stateful

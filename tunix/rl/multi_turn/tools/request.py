@@ -27,9 +27,9 @@ import logging
 from typing import Any, Awaitable, Mapping, Sequence
 import uuid
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.tools import stateful
 
 _LOG = logging.getLogger(__name__)

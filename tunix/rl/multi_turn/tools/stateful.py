@@ -19,8 +19,8 @@ import threading
 from typing import Any, Awaitable, Callable, Iterable, Mapping
 import uuid
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.tools import base as plain
 
 

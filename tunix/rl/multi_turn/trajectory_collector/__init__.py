@@ -1,7 +1,7 @@
 """Collects episodes and groups of them, and feeds the queue."""
 
-from tunix.rl.multi_turn.core.concurrency import CallRunner
-from tunix.rl.multi_turn.core.worker_pool import WorkerPool
+from tunix.rl.multi_turn.net.concurrency import CallRunner
+from tunix.rl.multi_turn.net.worker_pool import WorkerPool
 from tunix.rl.multi_turn.trajectory_collector.collect_loop import CollectError
 from tunix.rl.multi_turn.trajectory_collector.collect_loop import CollectLoop
 from tunix.rl.multi_turn.trajectory_collector.collect_loop import TaskSampler

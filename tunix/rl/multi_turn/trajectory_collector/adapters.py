@@ -12,10 +12,10 @@ import numbers
 from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import concurrency
 
 
 class NoRewardError(TypeError):

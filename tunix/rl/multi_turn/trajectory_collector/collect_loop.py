@@ -30,9 +30,9 @@ from typing import (
   Sequence,
 )
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.trajectory_collector import groups
 from tunix.rl.queue import group_queue
 

@@ -29,12 +29,12 @@ import time
 from typing import Any, Callable, Sequence
 import uuid
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.trajectory_collector import adapters
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 from tunix.rl.multi_turn.trajectory_collector import settings

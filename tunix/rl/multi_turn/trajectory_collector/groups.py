@@ -28,9 +28,9 @@ from typing import (
   Iterable,
 )
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.trajectory_collector import adapters
 from tunix.rl.multi_turn.trajectory_collector import episode
 from tunix.rl.multi_turn.trajectory_collector import model_calls

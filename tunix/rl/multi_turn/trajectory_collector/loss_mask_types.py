@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import Any, Iterator, Sequence
 
-from tunix.rl.multi_turn.parser.tool_parser import qwen as qwen_parser
+from tunix.rl.multi_turn.parser.tool_parser.formats import qwen as qwen_parser
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
 
 Piece = loss_mask.Piece

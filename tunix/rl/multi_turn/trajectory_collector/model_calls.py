@@ -14,11 +14,11 @@ import dataclasses
 import time
 from typing import Any, Awaitable, Callable, Sequence
 
-from tunix.rl.multi_turn.core import completion_checks
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.trajectory_collector import completion_checks
+from tunix.rl.multi_turn.trajectory_collector import seeds
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 
 Message = trajectory.Message

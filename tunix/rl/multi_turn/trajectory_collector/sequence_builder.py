@@ -21,9 +21,9 @@ from __future__ import annotations
 from typing import Any, Protocol, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.trajectory_collector import completion_checks
 
 Message = trajectory.Message
 SamplingContractError = completion_checks.SamplingContractError

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.net import concurrency
 
 FaultFn = Callable[[str, str, str], None]
 """(stage, kind, message) -> None."""

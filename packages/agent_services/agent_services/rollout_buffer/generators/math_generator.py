@@ -19,7 +19,7 @@ from agent_services.rollout_buffer import generating
 from agent_services.runs import client as runs_client
 from agent_services.runs import conversion
 from tunix.rl.multi_turn import rewards
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.rewards import registry
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 

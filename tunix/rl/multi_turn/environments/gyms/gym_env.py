@@ -18,13 +18,13 @@ from __future__ import annotations
 from typing import Any, Mapping
 
 import numpy as np
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import registry
 from tunix.rl.multi_turn.environments.gyms import spec as spec_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import env as desktop_env
+from tunix.rl.multi_turn.net import concurrency
 
 MAX_INSTRUCTION = 2048
 _CLOSE_S = 30.0

@@ -26,10 +26,10 @@ import typing
 from typing import Any, Callable, Iterable, Iterator, Literal, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import arguments
-from tunix.rl.multi_turn.core import bounds
-from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import bounds
+from tunix.rl.multi_turn.net import json_models
 
 RunFact = Literal[
   "family", "width", "height", "size", "concurrency", "observation"

@@ -19,7 +19,6 @@ import sys
 from typing import Any, Sequence
 
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments import gyms
@@ -27,6 +26,7 @@ from tunix.rl.multi_turn.environments import options
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.play import session as session_lib
 from tunix.rl.multi_turn.environments.play import terminal
+from tunix.rl.multi_turn.net import http_server
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,12 +16,12 @@ from starlette import applications
 from starlette import requests as starlette_requests
 from starlette import responses
 from starlette import routing
-from tunix.rl.multi_turn.core import json_answers
-from tunix.rl.multi_turn.core import json_models
-from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.play import session as session_lib
+from tunix.rl.multi_turn.net import json_answers
+from tunix.rl.multi_turn.net import json_models
+from tunix.rl.multi_turn.net import request_bodies
 
 _PAGE = pathlib.Path(__file__).with_name("page.html")
 _MAX_BODY = 1 << 16

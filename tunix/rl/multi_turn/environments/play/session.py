@@ -10,11 +10,11 @@ import inspect
 import pathlib
 from typing import Any, Callable, Iterator, Mapping
 
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import recordings
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
 
 Kind = gui_action.GuiActionKind
 ENDS = (Kind.ANSWER, Kind.TERMINATE)

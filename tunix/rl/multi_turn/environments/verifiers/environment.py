@@ -29,11 +29,11 @@ from typing import Any, Mapping, Sequence
 import uuid
 import weakref
 
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import line_process
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.environments import options
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import line_process
 
 _FAMILY = "verifiers"
 

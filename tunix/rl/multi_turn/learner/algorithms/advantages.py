@@ -28,11 +28,11 @@ import math
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.learner import config as config_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 
 _LIMIT = 1e6 * reward_range.MAX_REWARD
 """A turn may hold what is left of its episode's reward beside other turns'."""

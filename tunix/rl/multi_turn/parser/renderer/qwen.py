@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import base
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
-from tunix.rl.multi_turn.parser.tool_parser import qwen as qwen_parser
+from tunix.rl.multi_turn.parser.tool_parser.formats import qwen as qwen_parser
 
 CHAT_TOKENS = (
   "<|im_start|>",

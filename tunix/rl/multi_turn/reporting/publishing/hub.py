@@ -14,7 +14,7 @@ import dataclasses
 import pathlib
 from typing import Any, Iterator, Literal, Sequence
 
-from tunix.rl.multi_turn.core import credentials
+from tunix.rl.multi_turn.net import credentials
 
 STALL_S = 60.0
 """That the Hub may be silent, in seconds."""

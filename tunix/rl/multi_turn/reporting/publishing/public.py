@@ -13,7 +13,7 @@ import dataclasses
 import re
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn.core import credentials
+from tunix.rl.multi_turn.net import credentials
 from tunix.rl.multi_turn.reporting.publishing import hub
 
 _AWAY = "…"

@@ -24,12 +24,12 @@ from typing import Any, Mapping
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import agent_session
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run.rollout_hosts import player
 

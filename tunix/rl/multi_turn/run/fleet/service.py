@@ -32,8 +32,8 @@ from typing import Any, Callable, Mapping, Protocol
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import line_process
 from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.net import line_process
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import proxy
 from tunix.rl.multi_turn.run.fleet import collector as collector_lib

@@ -33,8 +33,8 @@ from typing import Any, Callable, Container, Iterable, Mapping, NamedTuple
 import uuid
 
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.run.recorded_data import service_figures
 from tunix.rl.multi_turn.trajectory_collector import records

@@ -26,17 +26,17 @@ import re
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.run.warm_start import demonstrations
+from tunix.rl.multi_turn.trajectory_collector import completion_checks
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector import records
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
 

@@ -11,18 +11,18 @@ import urllib.parse
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import loader
-from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import registry
-from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
-from tunix.rl.multi_turn.learner import packing
+from tunix.rl.multi_turn.learner.batches import packing
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import files
 from tunix.rl.multi_turn.run.recorded_data import function_loop
 from tunix.rl.multi_turn.run.recorded_data import offline_queue
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
+from tunix.rl.multi_turn.trajectory_collector import completion_checks
+from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import rollout
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples

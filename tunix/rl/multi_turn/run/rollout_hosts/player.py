@@ -28,11 +28,11 @@ import uuid
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.run.rollout_hosts import messages
 from tunix.rl.multi_turn.trajectory_collector import groups
 

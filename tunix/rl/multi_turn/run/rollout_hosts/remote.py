@@ -27,9 +27,9 @@ from flax import nnx
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.policy import sharding
-from tunix.rl.multi_turn.policy import tensor_files
+from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 from tunix.rl.multi_turn.run.rollout_hosts import leases as leases_lib
 from tunix.rl.multi_turn.run.rollout_hosts import lending
 from tunix.rl.multi_turn.run.rollout_hosts import player

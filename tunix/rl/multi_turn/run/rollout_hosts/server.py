@@ -27,9 +27,9 @@ import time
 from typing import Any, Awaitable, Callable, TYPE_CHECKING
 import zlib
 
-from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.net import request_bodies
 from tunix.rl.multi_turn.run.rollout_hosts import leases as leases_lib
 from tunix.rl.multi_turn.run.rollout_hosts import messages
 

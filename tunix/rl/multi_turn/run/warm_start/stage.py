@@ -25,11 +25,11 @@ from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import resuming

@@ -17,7 +17,7 @@ import os
 from typing import Any, Iterable, Mapping, NamedTuple, Sequence
 import urllib.parse
 
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.trajectory_collector import records
 
 try:

@@ -16,7 +16,7 @@ import logging
 from typing import Any, Callable, Mapping, Sequence
 import weakref
 
-from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.trajectory_collector import loss_mask as loss_mask_lib
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (

@@ -18,8 +18,6 @@ import dataclasses
 import random
 from typing import Any, Callable, Mapping, Sequence
 
-from tunix.rl.multi_turn.core import bounds
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
@@ -29,6 +27,8 @@ from tunix.rl.multi_turn.environments.gyms.desktop import families_pointer  # no
 from tunix.rl.multi_turn.environments.gyms.desktop import family as family_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import scenes
+from tunix.rl.multi_turn.net import bounds
+from tunix.rl.multi_turn.net import concurrency
 
 QUICKSTART_FAMILIES = (
   "click-button",

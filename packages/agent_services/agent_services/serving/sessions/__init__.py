@@ -1,0 +1,1 @@
+"""Sessions of the policy server: their turns, their caches."""

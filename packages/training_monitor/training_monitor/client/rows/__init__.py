@@ -1,0 +1,1 @@
+"""Rows of the monitor, made of the events of a run."""

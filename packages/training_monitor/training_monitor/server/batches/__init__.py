@@ -1,0 +1,1 @@
+"""Batches of clients: read, checked, applied."""

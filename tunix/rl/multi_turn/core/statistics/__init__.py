@@ -1,0 +1,1 @@
+"""Success rates, their intervals, pass@k, comparisons of evaluations."""

@@ -1,0 +1,1 @@
+"""From groups of trajectories to packed batches."""

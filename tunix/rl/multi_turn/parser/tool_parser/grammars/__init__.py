@@ -1,0 +1,1 @@
+"""GUI-action grammars, one a model family or benchmark."""

@@ -1,0 +1,1 @@
+"""Reading and writing policies: safetensors, GGUF, adapters, tokenizers."""

@@ -1,0 +1,170 @@
+"""Presents a checkpoint's tensors as the policies hold them.
+
+`views_of` wraps a directory's reader where the files hold weights otherwise:
+
+- FP8 with a scale for each block of a matrix, as Qwen publishes it: a weight is
+  its float8_e4m3fn value times its block's `weight_scale_inv`, a float32
+  product.
+- A mixture's experts one by one (`experts.7.up_proj.weight`), as transformers
+  saves some families: one tensor [experts, out, in], gate and up side by side.
+
+Promises: a slice reads its own part of the files and nothing more; numbers are
+those of the definition, to the bit.
+
+Does not: write either; what is saved has plain tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Mapping, Protocol, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn.policy.checkpoints import config_checks
+from tunix.rl.multi_turn.policy.checkpoints import tensor_files
+
+FLOAT8 = tensor_files.FLOAT8
+_SCALE = "_scale_inv"
+_EXPERT = re.compile(
+  r"(?P<experts>.*\.experts)\.(?P<number>\d+)"
+  r"\.(?P<part>gate|up|down)_proj\.weight"
+)
+
+
+class Tensors(Protocol):
+  """Tensors by key; see `tensor_files.Reader`."""
+
+  directory: Any
+  shapes: dict[str, tuple[int, ...]]
+  dtypes: dict[str, str]
+
+  def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns a slice of a tensor in host memory."""
+    ...
+
+
+def views_of(files: Tensors, raw: Mapping[str, Any]) -> Tensors:
+  """Returns the tensors of a directory whose config.json is `raw`.
+
+  Raises:
+    ValueError: experts that are not all there, or scales that do not fit.
+  """
+  block = config_checks.float8_block(raw)
+  if block:
+    files = Dequantized(files, block)
+  if any(_EXPERT.fullmatch(key) for key in files.shapes):
+    files = JoinedExperts(files)
+  return files
+
+
+class Dequantized:
+  """Tensors of which FP8 ones are multiplied by their blocks' scales."""
+
+  def __init__(self, files: Tensors, block: tuple[int, int]):
+    """Args:
+
+      files: Reader with a tensor `<key>_scale_inv` [rows / block, cols / block]
+        for each of 8 bits, rounded up; leading axes are alike.
+      block: rows and columns that share a scale.
+
+    Raises:
+      ValueError: a scale is missing or of another shape.
+    """
+    self.directory = files.directory
+    self._files, self._block = files, block
+    self.shapes, self.dtypes = dict(files.shapes), dict(files.dtypes)
+    self._scaled = {k for k, kind in files.dtypes.items() if kind == FLOAT8}
+    for key in self._scaled:
+      *lead, rows, columns = files.shapes[key]
+      want = (*lead, -(-rows // block[0]), -(-columns // block[1]))
+      scale_shape = self.shapes.pop(key + _SCALE, None)
+      self.dtypes.pop(key + _SCALE, None)
+      self.dtypes[key] = tensor_files.DTYPES["float32"]
+      if scale_shape != want:
+        raise ValueError(
+          f"{self.directory}: tensor {key} is {FLOAT8} and needs"
+          f" {key}{_SCALE} of shape {list(want)}, got"
+          f" {scale_shape and list(scale_shape)}; copy or download the"
+          " checkpoint again"
+        )
+
+  def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns a slice; float32 of a tensor of 8 bits."""
+    value = self._files.read(key, index)
+    if key not in self._scaled:
+      return value
+    spans = [s.indices(n)[:2] for s, n in zip(index, self.shapes[key])]
+    blocks, parts = [slice(*span) for span in spans[:-2]], []
+    for (start, stop), size in zip(spans[-2:], self._block):
+      blocks.append(slice(start // size, -(-stop // size)))
+      parts.append((size, start % size, stop - start))
+    scale = self._files.read(key + _SCALE, tuple(blocks)).astype(np.float32)
+    for axis, (size, first, count) in zip((-2, -1), parts):
+      scale = np.repeat(scale, size, axis)
+      scale = np.take(scale, np.arange(first, first + count), axis)
+    return value.astype(np.float32) * scale
+
+
+class JoinedExperts:
+  """Tensors of which experts' matrices are one tensor a layer."""
+
+  def __init__(self, files: Tensors):
+    """Args:
+
+      files: Reader with `<layer>.experts.<number>.<part>_proj.weight`, where
+        part is gate, up or down.
+
+    Raises:
+      ValueError: an expert's matrix is missing or of another shape.
+    """
+    self.directory = files.directory
+    self._files = files
+    self.shapes, self.dtypes = {}, {}
+    self._keys: dict[str, list[Sequence[str]]] = {}
+    layers: dict[str, set[int]] = {}
+    for key, shape in files.shapes.items():
+      match = _EXPERT.fullmatch(key)
+      if match:
+        layers.setdefault(match["experts"], set()).add(int(match["number"]))
+      else:
+        self.shapes[key], self.dtypes[key] = shape, files.dtypes[key]
+    for experts, numbers in layers.items():
+      for name, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
+        keys = [
+          tuple(f"{experts}.{i}.{part}_proj.weight" for part in parts)
+          for i in range(max(numbers) + 1)
+        ]
+        self._join(f"{experts}.{name}_proj", keys)
+
+  def _join(self, name: str, keys: list[Sequence[str]]) -> None:
+    shapes = self._files.shapes
+    first = shapes.get(keys[0][0])
+    for key in (key for parts in keys for key in parts):
+      if shapes.get(key) is None or shapes[key] != first:
+        raise ValueError(
+          f"{self.directory}: tensor {key} has shape {shapes.get(key)}, the"
+          f" other experts' have {first}; copy or download the checkpoint"
+          " again"
+        )
+    assert first is not None
+    self._keys[name] = keys
+    self.shapes[name] = (len(keys), len(keys[0]) * first[0], first[1])
+    self.dtypes[name] = self._files.dtypes[keys[0][0]]
+
+  def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns a slice; of experts, each one's own part."""
+    if key not in self._keys:
+      return self._files.read(key, index)
+    rows = self.shapes[key][1]
+    slices = (*index, *(slice(None),) * (3 - len(index)))
+    start, stop, _ = slices[1].indices(rows)
+    experts = []
+    for parts in self._keys[key][slices[0].start or 0 : slices[0].stop]:
+      size = rows // len(parts)
+      halves = []
+      for i, part in enumerate(parts):
+        low, high = max(start - i * size, 0), min(stop - i * size, size)
+        if low < high:
+          halves.append(self._files.read(part, (slice(low, high), slices[2])))
+      experts.append(np.concatenate(halves))
+    return np.stack(experts)

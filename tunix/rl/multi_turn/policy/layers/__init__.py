@@ -1,0 +1,1 @@
+"""Layers that several families share, and their kernels."""

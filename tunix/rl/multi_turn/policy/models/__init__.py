@@ -1,0 +1,1 @@
+"""Policies, a folder a family: configuration, inputs, layers."""

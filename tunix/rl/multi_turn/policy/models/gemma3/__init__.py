@@ -1,0 +1,1 @@
+"""Gemma 3, with images or as text alone."""

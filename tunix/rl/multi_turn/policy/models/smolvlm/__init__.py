@@ -1,0 +1,1 @@
+"""SmolVLM and Idefics3: their inputs; the decoder is shared."""

@@ -1,0 +1,1 @@
+"""TinyVL, the shipped policy of two million parameters."""

@@ -1,0 +1,1 @@
+"""Evaluations of a run: on held-out tasks, by themselves, of other subjects."""
