@@ -75,6 +75,7 @@ docs: $(STAMP)-dev ## write the pages that are made from the code
 	  > packages/training_monitor/training_monitor/dashboard/metrics.json
 	@JAX_PLATFORMS=cpu $(PY) scripts/http_reference.py > docs/http_api.md.part
 	@mv docs/http_api.md.part docs/http_api.md
+	@$(PY) scripts/rooms_picture.py
 
 SITE ?= build/site
 docs-site: $(STAMP)-docs ## build the documentation as a site, build/site/docs/index.html

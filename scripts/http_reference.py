@@ -43,7 +43,7 @@ from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 PACKAGE = pathlib.Path(images.__file__).resolve().parents[1]
 SERVICES = pathlib.Path(run_app.__file__).resolve().parents[1]
-BODIES = PACKAGE / "core" / "request_bodies.py"
+BODIES = PACKAGE / "net" / "request_bodies.py"
 Call = tuple[str, str]  # Method and path.
 Rows = Mapping[Call, Sequence[str]]
 

@@ -391,7 +391,7 @@ def test_the_monitors_wheel_is_complete_without_the_framework(monitor_wheel):
   sources = ROOT / MONITOR / "training_monitor"
   expected = {
     p.relative_to(sources.parent).as_posix()
-    for top in (sources, sources / "core")
+    for top in (sources, sources / "core", sources / "net")
     for p in top.rglob("*")
     if p.is_file() and "__pycache__" not in p.parts
   }

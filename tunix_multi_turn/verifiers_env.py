@@ -5,9 +5,9 @@
 
 It is imported where verifiers is installed, and needs nothing else there: the
 episodes run in a process with this package's own interpreter, see
-`tunix.rl.multi_turn.run.evaluations.outside_policy`. verifiers asks the policy, by the
-messages that the run's agent would send: screenshots are `image_url` parts, and
-an agent's shortened history is the prompt.
+`tunix.rl.multi_turn.run.evaluations.outside_policy`. verifiers asks the policy,
+by the messages that the run's agent would send: screenshots are `image_url`
+parts, and an agent's shortened history is the prompt.
 
 Promises: a rollout that no policy decided (an environment that failed, a
 deadline) has an error, and is no reward of 0; an episode is closed with its

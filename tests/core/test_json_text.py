@@ -283,10 +283,12 @@ OWN = {
     # Written by this process a moment before.
     "parser/tool_parser/formats/function_gemma.py", "parser/renderer/base.py",
     "learner/checkpoint.py",
-    "trajectory_collector/loss_mask.py", "agent_services/serving/endpoints/messages.py",
+    "trajectory_collector/loss_mask.py",
+    "agent_services/serving/endpoints/messages.py",
     "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.
-    "agent_services/serving/bodies.py", "training_monitor/server/batches/fields.py",
+    "agent_services/serving/bodies.py",
+    "training_monitor/server/batches/fields.py",
     "training_monitor/dashboard/views/configuration_page.py",
 }  # fmt: skip
 

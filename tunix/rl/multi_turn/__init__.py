@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
   if name == "TrajectoryCollector":
     return importlib.import_module(f"{__name__}.{name}")
   if name in ("evaluate", "train"):
-    module = importlib.import_module(f"{__name__}.core.command_module")
+    module = importlib.import_module(f"{__name__}.commands.command_module")
     return module.deferred(f"{__name__}.{name}")
   if name in _API:
     module = importlib.import_module(f"{__name__}.{_API[name]}")

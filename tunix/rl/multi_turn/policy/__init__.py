@@ -13,10 +13,10 @@ _HOMES = {
   "Policy": "base",
   "PolicyInputs": "base",
   "Processor": "base",
-  "create_policy": "checkpoint",
-  "load_policy": "checkpoint",
-  "load_tokenizer": "checkpoint",
-  "save_policy": "checkpoint",
+  "create_policy": "checkpoints.checkpoint",
+  "load_policy": "checkpoints.checkpoint",
+  "load_tokenizer": "checkpoints.checkpoint",
+  "save_policy": "checkpoints.checkpoint",
 }
 __all__ = list(_HOMES)
 

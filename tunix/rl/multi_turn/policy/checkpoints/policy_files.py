@@ -23,7 +23,7 @@ from tunix.rl.multi_turn.policy import settings
 from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 from tunix.rl.multi_turn.policy.checkpoints import tiktoken_files
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 TOKENIZER_FILES = (
   "tokenizer.json",
   "tokenizer_config.json",
