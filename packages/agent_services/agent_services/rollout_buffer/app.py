@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any, Callable, Mapping, TYPE_CHECKING
+from typing import Any, Callable, Mapping
 
 import orjson
 import prometheus_client
@@ -42,9 +42,6 @@ from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import requests
 from agent_services.rollout_buffer import service as service_lib
 from agent_services.rollout_buffer import store
-
-if TYPE_CHECKING:
-  from starlette import types
 
 _LOG = logging.getLogger(__name__)
 _SMALL = 8 << 20
@@ -459,9 +456,7 @@ class _Delivery(Response):
     self._buffer = buffer
     self._result = result
 
-  async def __call__(
-    self, scope: types.Scope, receive: types.Receive, send: types.Send
-  ) -> None:
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
     sent = False
     try:
       await send(

@@ -12,7 +12,6 @@ from typing import Any, Sequence
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.net import concurrency
-from tunix.rl.multi_turn.parser.renderer import choice
 
 from agent_services import content_store
 from agent_services.runs import client as client_lib
@@ -68,9 +67,7 @@ class EventImages:
 
 
 def encode_turn(
-  turn: conversion.Turn,
-  images: Sequence[trajectory.ImageRef],
-  renderer: choice.AnyRenderer,
+  turn: conversion.Turn, images: Sequence[trajectory.ImageRef], renderer: Any
 ) -> tuple[Sequence[int], Sequence[int]]:
   """Returns (prompt ids, ids of the text), made by the renderer."""
   references = iter(images)

@@ -24,7 +24,6 @@ from typing import Any, Mapping, Sequence
 from cua_gyms.genv import execution
 from cua_gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn import rewards
-from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.agents import settings as settings_lib
 from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.core import images as images_lib
@@ -253,11 +252,7 @@ class RunModel(proxy.ProxyModel):
   connection: RunConnection
 
   def new_session_for(
-    self,
-    agent: base_agent.BaseAgent,
-    env: base_env.BaseEnv,
-    name: str,
-    seed: int | None,
+    self, agent: Any, env: Any, name: str, seed: int | None
   ) -> RunSession:
     """Returns the session of the episode that `agent` follows.
 

@@ -114,9 +114,7 @@ def _renderer(
   return renderer
 
 
-def _usual_screens(
-  processor: base.Processor, context: int
-) -> tuple[tuple[int, int], ...]:
+def _usual_screens(processor: Any, context: int) -> tuple[tuple[int, int], ...]:
   """Returns the largest usual size that the policy takes and whose tokens fill
   at most half of the context; () for a text policy, or without such a size."""
   for size in USUAL_SCREENS if processor.patches_per_token else ():
@@ -129,10 +127,7 @@ def _usual_screens(
 
 
 def _check_screens(
-  text: str,
-  sizes: Sequence[tuple[int, int]],
-  processor: base.Processor,
-  context: int,
+  text: str, sizes: Sequence[tuple[int, int]], processor: Any, context: int
 ) -> None:
   for size in sizes:
     fix = "name the sizes that clients send, none larger, e.g. --screen 640x480"

@@ -33,7 +33,6 @@ import secrets
 import time
 from typing import Any, Callable
 
-from starlette import exceptions
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from tunix.rl.multi_turn.net import http_server
@@ -210,9 +209,7 @@ class OpenAIApp(applications.Application):
         code="wrong_session",
       )
 
-  async def _not_served(
-    self, request: Request, error: exceptions.HTTPException
-  ) -> Response:
+  async def _not_served(self, request: Request, error: Any) -> Response:
     return _error(
       errors.ApiError(
         error.status_code,

@@ -25,15 +25,12 @@ import asyncio
 import collections
 import ipaddress
 import resource
-from typing import Any, Callable, TYPE_CHECKING
+from typing import Any, Callable
 
 import h11
 from uvicorn.protocols.http import h11_impl
 
 from . import request_bodies
-
-if TYPE_CHECKING:
-  from starlette import types
 
 ConnectionLimits = request_bodies.ConnectionLimits
 
@@ -191,9 +188,7 @@ def _who(client: tuple[str, int] | None) -> str:
   return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
-async def _refuse(
-  scope: types.Scope, receive: types.Receive, send: types.Send
-) -> None:
+async def _refuse(scope: object, receive: object, send: Any) -> None:
   """The application of requests beyond the limit."""
   del scope, receive
   await send(
@@ -331,9 +326,7 @@ def protocol(
         pool.relieve()
       pool.set_state(self, "busy")
 
-    async def _health_only(
-      self, scope: types.Scope, receive: types.Receive, send: types.Send
-    ) -> None:
+    async def _health_only(self, scope: Any, receive: Any, send: Any) -> None:
       answer = self._served if request_bodies.public(scope) else _refuse
       await answer(scope, receive, send)
 

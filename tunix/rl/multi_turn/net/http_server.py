@@ -24,7 +24,7 @@ import pathlib
 import socket
 import threading
 import time
-from typing import Any, Awaitable, Callable, Mapping, TYPE_CHECKING
+from typing import Any, Awaitable, Callable, Mapping
 from urllib import parse
 
 import pydantic
@@ -32,10 +32,6 @@ import pydantic
 from ..core import settings as settings_lib
 from . import json_models
 from . import request_bodies
-
-if TYPE_CHECKING:
-  from starlette import requests as requests_lib
-  from starlette import types
 
 _START_S = 30.0
 _ACCEPTED = 16
@@ -239,7 +235,7 @@ def guarded(
     done: receives request, response and seconds.
   """
 
-  async def run(request: requests_lib.Request) -> Any:
+  async def run(request: Any) -> Any:
     started = time.monotonic()
     try:
       response = await handler(request)
@@ -253,9 +249,7 @@ def guarded(
   return run
 
 
-async def unless_gone(
-  request: requests_lib.Request, work: Awaitable[Any]
-) -> Any:
+async def unless_gone(request: Any, work: Awaitable[Any]) -> Any:
   """Awaits `work`, which is cancelled when the client disconnects.
 
   Args:
@@ -368,7 +362,7 @@ class LoopbackServer:
 
   def __init__(
     self,
-    asgi: types.ASGIApp,
+    asgi: Callable[..., Awaitable[None]],
     *,
     host: str = "127.0.0.1",
     port: int = 0,

@@ -24,20 +24,9 @@ import collections
 import contextlib
 import json
 import time
-from typing import (
-  Any,
-  AsyncIterator,
-  Awaitable,
-  Callable,
-  MutableMapping,
-  TYPE_CHECKING,
-)
+from typing import Any, AsyncIterator, Awaitable, Callable, MutableMapping
 
 from ..core import settings as settings_lib
-
-if TYPE_CHECKING:
-  from starlette import requests
-  from starlette import types
 
 _setting = settings_lib.setting
 Scope = MutableMapping[str, Any]
@@ -162,7 +151,7 @@ async def read(request: Any, most: int, what: str = "the body") -> bytes:
   return b"".join(parts)
 
 
-async def hold(request: requests.Request, size: int) -> None:
+async def hold(request: Any, size: int) -> None:
   """Counts `size` more bytes with the request's body, until it is answered.
 
   Waits until they are free, where the request holds nothing yet. Requests that
@@ -241,9 +230,7 @@ class BodyGuard:
     """Bytes that running requests hold, or have been granted."""
     return self._total - self._free
 
-  async def __call__(
-    self, scope: Scope, receive: Receive, send: types.Send
-  ) -> None:
+  async def __call__(self, scope: Scope, receive: Receive, send: Any) -> None:
     declared = _declared(scope) if scope["type"] == "http" else 0
     if declared == 0:
       await self._app(scope, receive, send)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import Any, Callable, Mapping, TYPE_CHECKING
+from typing import Any, Callable, Mapping
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import agent_session
@@ -23,9 +23,6 @@ from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import packages
 from tunix.rl.multi_turn.trajectory_collector import sampling_rule
-
-if TYPE_CHECKING:
-  from starlette import types
 
 _LOG = logging.getLogger(__name__)
 
@@ -181,14 +178,12 @@ class RunProxy:
     self._server.close()
 
 
-def _with(main: types.ASGIApp, extra_apps: Mapping[str, Any]) -> Any:
+def _with(main: Callable[..., Any], extra_apps: Mapping[str, Any]) -> Any:
   """An ASGI application that hands paths with a prefix to others."""
   if not extra_apps:
     return main
 
-  async def asgi(
-    scope: types.Scope, receive: types.Receive, send: types.Send
-  ) -> None:
+  async def asgi(scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] == "http":
       for prefix, application in extra_apps.items():
         if scope["path"].startswith(f"{prefix}/"):
