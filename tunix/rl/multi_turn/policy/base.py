@@ -219,17 +219,11 @@ class Policy(Protocol):
 
 
 _DEFAULTS: dict[str, Any] = {
-  "whole_image_tokens": 0,
-  "vision_modules": (),
-  "cache_axes": (),
-  "page_axes": (),
-  "family": "",
-  "remat": "",
-  "param_dtype": "float32",
+  "whole_image_tokens": 0, "pad_token_id": 0, "max_image_patches": 0,
+  "vision_modules": (), "cache_axes": (), "page_axes": (),
+  "family": "", "remat": "", "param_dtype": "float32",
   "compute_dtype": "float32",
-  "pad_token_id": 0,
-  "max_image_patches": 0,  # No bound.
-}
+}  # fmt: skip
 """Values of attributes that a policy, its configuration or its processor need
 not have; of the others None."""
 

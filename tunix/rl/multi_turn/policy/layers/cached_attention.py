@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,7 @@ def split_heads(mesh: jax.sharding.Mesh, kv_heads: int) -> str | None:
   return "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
 
 
-def _local(
-  function: Callable[..., Any], mesh: jax.sharding.Mesh, places: Any, out: Any
-):
+def _local(function: Any, mesh: jax.sharding.Mesh, places: Any, out: Any):
   return jax.shard_map(
     function, mesh=mesh, in_specs=places, out_specs=out, check_vma=False
   )
