@@ -17,6 +17,7 @@ Does not know HTTP, run generators, or call hooks (`judging` does).
 
 from __future__ import annotations
 
+from concurrent import futures
 import contextlib
 import dataclasses
 import itertools

@@ -124,7 +124,7 @@ def _check_size(
     )
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
   return orjson.dumps(
     value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
   )

@@ -34,7 +34,7 @@ class BaseAgent(abc.ABC):
   @abc.abstractmethod
   def update_from_env(
     self,
-    observation: Any,
+    observation: object,
     reward: float,
     done: bool,
     info: Mapping[str, Any] | None = None,

@@ -56,7 +56,7 @@ class MessageView(collections.abc.Sequence):
 
   __hash__ = None  # type: ignore[assignment]
 
-  def __add__(self, other: Any) -> list[Message]:
+  def __add__(self, other: list[Message]) -> list[Message]:
     return self[:] + list(other)
 
   def __repr__(self) -> str:
@@ -259,7 +259,7 @@ def _text_of(message: Message) -> str:
   )
 
 
-def _is_image(part: Any) -> bool:
+def _is_image(part: object) -> bool:
   return isinstance(part, dict) and part.get("type") == "image"
 
 

@@ -167,7 +167,7 @@ def screenshot_options(config: settings.AgentConfig) -> dict[str, int]:
   if config.resize == "none":
     return {}
   parser = tool_parser.get_tool_parser(config.parser, "operator")
-  rule = getattr(parser, "resizing", None)
+  rule = parser.resizing
   if rule is None:
     raise ValueError(
       f"agent.resize=grammar: no resizing of agent.parser={config.parser} is"

@@ -60,7 +60,7 @@ class ToolAgent(base_agent.BaseAgent):
   def __init__(
     self,
     system_prompt: str = "",
-    parser_name: Any = "qwen",
+    parser_name: str | parser_base.ToolParser = "qwen",
     tool_map: Mapping[str, Any] | None = None,
     *,
     tools_schema: parser_base.ToolsSchema = None,
@@ -193,7 +193,7 @@ class ToolAgent(base_agent.BaseAgent):
 
   def update_from_env(
     self,
-    observation: Any,
+    observation: object,
     reward: float = 0.0,
     done: bool = False,
     info: Mapping[str, Any] | None = None,
@@ -299,7 +299,7 @@ def _line(result: parser_base.ParseResult, response: str) -> str:
   return "(nothing)"
 
 
-def _to_messages(observation: Any, complaint: str) -> list[Message]:
+def _to_messages(observation: object, complaint: str) -> list[Message]:
   """User messages for an observation; its texts include the parse error."""
   messages: list[Message] = []
   if observation is None:

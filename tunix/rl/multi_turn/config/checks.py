@@ -210,8 +210,7 @@ def _observation(c: TrainConfig) -> Iterator[str]:
     parser = tool_parser.get_tool_parser(c.agent.parser, "operator")
   except (ValueError, ImportError):
     return
-  by_element = getattr(parser, "by_element", False)
-  if chosen == "axtree" and _reads_calls(c) and not by_element:
+  if chosen == "axtree" and _reads_calls(c) and not parser.by_element:
     yield (
       f"agent.parser={c.agent.parser} acts on pixels, and"
       " gym.observation=axtree shows no screenshot; use browsergym, whose"
@@ -230,8 +229,7 @@ def _screenshots(c: TrainConfig) -> Iterator[str]:
     if c.agent.parser in tool_parser.tool_parser_names():
       yield str(error)
     return
-  pixels = getattr(parser, "coordinates", "") == "absolute"
-  if pixels and c.policy.trajectory_pixels:
+  if parser.coordinates == "absolute" and c.policy.trajectory_pixels:
     yield (
       f"policy.trajectory_pixels={c.policy.trajectory_pixels} resizes"
       f" screenshots once more, and agent.parser={c.agent.parser} counts"

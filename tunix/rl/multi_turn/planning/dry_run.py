@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence, TYPE_CHECKING
+from typing import Sequence, TYPE_CHECKING
 
+from flax import nnx
 import jax
 import numpy as np
 from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.learner import config as algorithm_config
 from tunix.rl.multi_turn.learner.algorithms import presets
 from tunix.rl.multi_turn.parser.renderer import choice
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import memory_limits
 from tunix.rl.multi_turn.policy.checkpoints import (
   checkpoint as policy_checkpoint,
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
   from tunix.rl.multi_turn.run import run as run_lib
 
 
-def parameter_count(model: Any) -> int:
+def parameter_count(model: nnx.Module) -> int:
   """Parameters of a policy."""
   named = policy_checkpoint.named_parameters(model)
   return sum(int(np.prod(p.shape)) for p in named.values())
@@ -48,7 +50,7 @@ def describe(run: run_lib.Run) -> str:
     tokens = policy.processor.num_image_tokens(width, height)
     screen = f"{width}x{height}, {tokens} tokens"
   # How the policy sees images, if its processor reports it.
-  images = getattr(policy.processor, "describe", None)
+  images = base.optional(policy.processor, "describe")
   shapes = [
     ("policy", f"{config.policy.name}, {parameters:,} parameters"),
     ("devices", f"{jax.device_count()} x {jax.default_backend()}"),

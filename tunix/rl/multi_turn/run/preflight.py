@@ -16,10 +16,11 @@ from __future__ import annotations
 import itertools
 import math
 import pathlib
-from typing import Any, Iterator
+from typing import Iterator
 
 import jax
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.learner.algorithms import parts
@@ -66,7 +67,7 @@ def size_of_weights(config: TrainConfig) -> None:
 def with_policy(
   config: TrainConfig,
   policy: models.LoadedPolicy,
-  agent: Any,
+  agent: base_agent.BaseAgent,
   mesh: jax.sharding.Mesh | None,
 ) -> run_memory.Memory:
   """Checks that a first turn fits the context, and that the run fits memory.
@@ -152,7 +153,7 @@ def _weights(config: TrainConfig) -> Iterator[str]:
 
 
 def _context(
-  config: TrainConfig, policy: models.LoadedPolicy, agent: Any
+  config: TrainConfig, policy: models.LoadedPolicy, agent: base_agent.BaseAgent
 ) -> Iterator[str]:
   """A context that the first turn of every episode would exceed.
 

@@ -264,7 +264,7 @@ def _newest(
   return None, None
 
 
-def value_of(data: Any, key: str) -> Any:
+def value_of(data: object, key: str) -> Any:
   """Returns the value of a dotted key in nested mappings, or `MISSING`."""
   for name in key.split("."):
     if not isinstance(data, Mapping) or name not in data:

@@ -82,7 +82,7 @@ class TrajectoryCollectEngine:
     *,
     deadlines: settings.Deadlines = settings.Deadlines(),
     seed: int | None = None,
-    task: Any = None,
+    task: object = None,
     success_reward: float = 0.0,
     max_reward: float = reward_range.MAX_REWARD,
     observers: events.Observer | Sequence[events.Observer] | None = None,
@@ -154,7 +154,7 @@ class TrajectoryCollectEngine:
     self._id = trajectory_id or uuid.uuid4().hex
     self._ids = {"group_id": group_id, "task_id": task_id, "split": split}
     self._guarded = concurrency.Guarded(
-      env, runner=self._runner, inline=bool(getattr(env, "runs_inline", False))
+      env, runner=self._runner, inline=concurrency.runs_inline(env)
     )
     self._session: Any = None
     self._started = False
@@ -403,7 +403,7 @@ class TrajectoryCollectEngine:
         value = await self._guarded.run(
           lambda: fn(*args[0], **args[1]),
           seconds=self.deadlines.evaluate,
-          inline=bool(getattr(fn, "runs_inline", False)),
+          inline=concurrency.runs_inline(fn),
         )
       with concurrency.contained("the reward"):
         details = adapters.credit(self._steps, value, self._max_reward)

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, Callable, Sequence
+from typing import Any, Awaitable, Callable, Sequence
 
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.trajectory_collector import completion_checks
 from tunix.rl.multi_turn.trajectory_collector import seeds
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 
 Message = trajectory.Message
 derive_seed = seeds.derive_seed
+GuardedCall = Callable[..., Awaitable[Any]]
+"""The engine's caller of one step: (fn, *args, inline) under its deadline."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +84,8 @@ def make_session(
   model_call: Any,
   name: str,
   seed: int | None,
-  agent: Any = None,
-  env: Any = None,
+  agent: object = None,
+  env: object = None,
 ) -> Any:
   """One episode's conversation with the policy.
 
@@ -130,7 +133,7 @@ class TextSession:
 
   def __init__(self, fn: Callable[[Sequence[Message]], Any]):
     self._fn = fn
-    self._inline = bool(getattr(fn, "runs_inline", False))
+    self._inline = concurrency.runs_inline(fn)
     self.render_seconds = 0.0
 
   async def reply(self, messages, turn, call, max_new_tokens=None) -> Reply:

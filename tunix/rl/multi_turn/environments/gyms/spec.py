@@ -518,7 +518,7 @@ class GymSpec:
       raise ValueError("\n".join(problems))
 
 
-def as_spec(value: Any, name: str = "") -> GymSpec:
+def as_spec(value: object, name: str = "") -> GymSpec:
   """`value` as a spec: itself, or a plain gym class or factory with defaults.
 
   Raises:
@@ -534,5 +534,5 @@ def as_spec(value: Any, name: str = "") -> GymSpec:
   )
 
 
-def _loaded(value: Any) -> Any:
+def _loaded(value: object) -> Any:
   return registry.import_path(value) if isinstance(value, str) else value

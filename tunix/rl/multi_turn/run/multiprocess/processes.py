@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import time
-from typing import Any
 
 import jax
 from jax._src import distributed
@@ -153,7 +152,7 @@ def check(processes: peers_lib.Peers, config: config_lib.TrainConfig) -> None:
     raise config_lib.ConfigError(problems)
 
 
-def _different(one: Any, other: Any, key: str = "") -> list[str]:
+def _different(one: object, other: object, key: str = "") -> list[str]:
   if isinstance(one, dict) and isinstance(other, dict):
     return [
       name

@@ -109,7 +109,7 @@ pretraining, at every screenshot size: it has met no other numbers."""
 _POINTING = (Kind.CLICK, Kind.DRAG)
 
 
-async def _value(value: Any) -> Any:
+async def _value(value: object) -> Any:
   return await value if asyncio.iscoroutine(value) else value
 
 

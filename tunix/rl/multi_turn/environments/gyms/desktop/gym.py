@@ -212,7 +212,7 @@ class DesktopGym:
     return await self._drawn(self.act_sync, action)
 
   async def _drawn(
-    self, call: Callable[[Any], base.Observation], argument: Any
+    self, call: Callable[[Any], base.Observation], argument: object
   ) -> base.Observation:
     """`call(argument)`, in a thread where drawing would delay the loop."""
     if self.width * self.height <= _INLINE_PIXELS:
