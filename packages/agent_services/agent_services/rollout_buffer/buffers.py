@@ -17,7 +17,6 @@ Does not know HTTP, run generators, or call hooks (`judging` does).
 
 from __future__ import annotations
 
-from concurrent import futures
 import contextlib
 import dataclasses
 import itertools

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping
 
 import orjson
 import pydantic_core

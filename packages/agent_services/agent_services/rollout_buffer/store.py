@@ -23,7 +23,7 @@ import pathlib
 import queue
 import sqlite3
 import threading
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 from agent_services.rollout_buffer import items
 

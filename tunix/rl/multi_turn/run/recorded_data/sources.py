@@ -11,7 +11,6 @@ import urllib.parse
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import loader
-from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib

@@ -25,7 +25,7 @@ import json
 import pathlib
 import secrets
 import time
-from typing import Any, Awaitable, Callable, Iterator
+from typing import Any, Awaitable, Callable, Iterator, TYPE_CHECKING
 import zlib
 
 from tunix.rl.multi_turn import config as config_lib
