@@ -30,8 +30,9 @@ FAMILIES = (
     "click-button", "click-color", "close-dialog", "enter-text",
     "click-checkboxes", "open-icon", "choose-radio", "choose-option",
     "set-slider", "login-form", "focus-field", "copy-text", "switch-tab",
-    "scroll-and-click", "drag-to-target", "right-click-menu", "press-key",
-    "answer-question", "count-shapes", "click-sequence", "move-window",
+    "recall-number", "scroll-and-click", "drag-to-target", "right-click-menu",
+    "press-key", "answer-question", "count-shapes", "click-sequence",
+    "move-window",
 )  # fmt: skip
 """The desktop's task families; a test compares them with the gym's own."""
 

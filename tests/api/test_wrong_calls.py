@@ -63,5 +63,5 @@ def test_what_a_run_has_not_is_told(run):
 
 
 def test_an_unknown_kind_of_action_has_the_known_ones():
-  with pytest.raises(ValueError, match="'clik'.*mean 'click'. Known: click,"):
+  with pytest.raises(ValueError, match="'clik'.*mean 'click'. Known: answer,"):
     gui_action.GuiAction("clik", x=1, y=2)
