@@ -19,7 +19,7 @@ import contextlib
 import difflib
 import functools
 import math
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, Sequence, cast
 import zlib
 
 from flax import nnx
@@ -248,7 +248,7 @@ def add(
 def default_targets(model: qwen_text.QwenText) -> tuple[str, ...]:
   """Returns every matrix of the decoder's layers but experts'."""
   traits = model.config.traits
-  targets = TARGETS
+  targets: tuple[str, ...] = TARGETS
   if traits.fused_mlp:
     split = ("gate_proj", "up_proj")
     targets = (*(t for t in TARGETS if t not in split), *FUSED_TARGETS)
@@ -256,7 +256,7 @@ def default_targets(model: qwen_text.QwenText) -> tuple[str, ...]:
 
 
 def _check_targets(
-  model: nnx.Module,
+  model: qwen_text.QwenText,
   everything: Sequence[Layer],
   allowed: Sequence[Layer],
   targets: Sequence[str],
@@ -310,10 +310,11 @@ def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
       stacked=layer.stacked,
     )
     if isinstance(place, jax.sharding.NamedSharding):
-      value = sharding.put(
-        value, sharding.parameter_sharding(parameter, place.mesh)
-      )
-    parameter.set_value(jnp.asarray(value))
+      mesh = cast(jax.sharding.Mesh, place.mesh)  # Of an array, never abstract.
+      where = sharding.parameter_sharding(parameter, mesh)
+      parameter.set_value(sharding.put(value, where))
+    else:
+      parameter.set_value(jnp.asarray(value))
     return parameter
 
   linear.lora_a = param(a, (into, None))

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import pathlib
 import re
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence, cast
 
 from flax import nnx
 import jax
@@ -256,7 +256,7 @@ def _with_statistics(
     vision.spatial_merge_size,
     vision.tile_size or side,
   )
-  statistics = {
+  statistics: dict[str, Any] = {
     name: tuple(float(v) for v in images.values[name])
     for name in ("image_mean", "image_std")
   }
@@ -282,7 +282,9 @@ def _read_placed(
   # Copies of a part on several devices are read once.
   users: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
   for device, index in place.addressable_devices_indices_map(shape).items():
-    spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
+    # Stubs allow None, the index of a device outside the sharding.
+    parts = zip(cast(tuple[slice, ...], index), shape)
+    spans = tuple(s.indices(n)[:2] for s, n in parts)
     users.setdefault(spans, []).append(device)
   arrays = []
   for spans, devices in users.items():

@@ -175,15 +175,17 @@ def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
   if len(sections) == 2:
     _agree(directory, read_from[PREPROCESSOR], read_from[PROCESSOR])
   values: dict[str, Any] = {}
-  raw: dict[str, Any] = {}
+  merged: dict[str, Any] = {}
   for name, section in sections.items():
     values |= read_from[name]
-    raw |= section
+    merged |= section
   defaults = GLM_DEFAULTS if glm else DEFAULTS
   defaults = GEMMA_DEFAULTS if _is_gemma(family) else defaults
   defaults = TILE_DEFAULTS if _is_tiled(family) else defaults
   return ImageSettings(
-    {**defaults, **values}, " and ".join(sections), types.MappingProxyType(raw)
+    {**defaults, **values},
+    " and ".join(sections),
+    types.MappingProxyType(merged),
   )
 
 
@@ -203,7 +205,8 @@ def _section(raw: Any, file: pathlib.Path, family: str) -> dict[str, Any]:
   if not isinstance(raw, dict):
     raise ValueError(f"{file}: {SECTION} must be an object, got {raw!r}")
   kind = raw.get("image_processor_type")
-  classes = GLM_PROCESSORS if _is_glm(family) else IMAGE_PROCESSORS
+  classes: tuple[str, ...] = IMAGE_PROCESSORS
+  classes = GLM_PROCESSORS if _is_glm(family) else classes
   classes = GEMMA_PROCESSORS if _is_gemma(family) else classes
   classes = TILE_PROCESSORS if _is_tiled(family) else classes
   if kind is not None and kind not in classes:
@@ -228,7 +231,7 @@ def _canonical(
   for name, edge in _LIMITS:
     # In transformers min_pixels and max_pixels win over `size`, whose keys had
     # these names before 4.49.
-    spellings = (raw.get(name), size.get(edge), size.get(name))
+    spellings: tuple[Any, ...] = (raw.get(name), size.get(edge), size.get(name))
     spellings = spellings[1:2] if frames > 1 else spellings
     limit = next((v for v in spellings if v is not None), None)
     if limit is not None and limit % frames:

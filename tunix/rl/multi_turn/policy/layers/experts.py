@@ -126,7 +126,7 @@ class Experts(nnx.Module):
 
   def matrices(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Gate and up [E, D, 2 I], down [E, I, D]; of an int8 copy restored."""
-    return tuple(
+    up, down = (
       weight[...].astype(dtype)
       if scale is None
       else (weight[...] * scale[...]).astype(dtype)
@@ -135,6 +135,7 @@ class Experts(nnx.Module):
         (self.down_proj, self.down_proj_scale),
       )
     )
+    return up, down
 
 
 class Gate(nnx.Module):
@@ -185,7 +186,7 @@ class SparseMLP(nnx.Module):
     chosen = self._chosen(x_BTD)
     if self.shared_experts is not None:
       return chosen + self.shared_experts(x_BTD)
-    if self.shared_expert is None:
+    if self.shared_expert is None or self.shared_expert_gate is None:
       return chosen
     share = self.shared_expert_gate(x_BTD)
     return chosen + share * self.shared_expert(x_BTD)
@@ -215,9 +216,10 @@ class SparseMLP(nnx.Module):
     P = jax.sharding.PartitionSpec
     share = count // mesh.shape["tensor"]
 
-    def local(*args):
+    def local(x, weights, experts, up, down, low):
       first = jax.lax.axis_index("tensor") * share
-      return jax.lax.psum(_through_experts(*args, first=first), "tensor")
+      local_sum = _through_experts(x, weights, experts, up, down, low, first)
+      return jax.lax.psum(local_sum, "tensor")
 
     batch, split = P(*sharding.TOKENS), P("tensor")
     return jax.shard_map(

@@ -216,7 +216,7 @@ def causal_attention(
   ids: tuple[jax.Array, ...] = (segments_BT,)
   if until_BT is not None:
     ids = segments_BT, jnp.asarray(until_BT)
-  run = _causal_local
+  run: Callable[..., jax.Array] = _causal_local
   if sight is not None:
     if until_BT is not None and sight.depth_BT is None:
       raise ValueError("in a tree a Sight needs depth_BT")
@@ -278,8 +278,8 @@ def _chunks(k_BTKH, v_BTKH, rows: int, flash: str | None):
   t = k_BTKH.shape[1]
   if flash:
     chunk = max(1, MAX_MASK // (rows * t * 128)) * 128
-    attend_ = functools.partial(_flash, implementation=flash)
-    return k_BTKH, v_BTKH, 1, chunk, attend_
+    flash_ = functools.partial(_flash, implementation=flash)
+    return k_BTKH, v_BTKH, 1, chunk, flash_
   chunk = max(128, -(-t // 1024) * 128)
   attend_ = attend if t <= chunk else jax.checkpoint(attend)
   return k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), 2, chunk, attend_
@@ -459,11 +459,11 @@ def _neighbourhoods(
   if cut:
     distance = np.arange(span)[None, :] - np.arange(block)[:, None]
     mask &= np.abs(distance - (span - block) // 2) <= block
+  attend_: Callable[..., jax.Array] = attend
   if flash:
     attend_ = functools.partial(_flash, implementation=flash)
     at_once = mask.size <= MAX_MASK
   else:
-    attend_ = attend
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     at_once = mask.size * heads <= MAX_SCORES
   if at_once:
@@ -509,7 +509,9 @@ def _over_mesh(
   if mesh is None or q_BTNH.shape[0] % sharding.batch_shards(mesh):
     return run(q_BTNH, k_BTKH, v_BTKH, *ids)
   heads, kv = q_BTNH.shape[2], k_BTKH.shape[2]
-  axes = []  # That heads can be split over; the rest repeat the work.
+  axes: list[
+    str
+  ] = []  # That heads can be split over; the rest repeat the work.
   for axis in (tensor, "sequence"):
     split = math.prod(mesh.shape[a] for a in axes)
     if axis and heads % math.lcm(kv, split * mesh.shape[axis]) == 0:
@@ -659,6 +661,7 @@ def _splash_local(
     block_q_dq=block,
     block_kv_dq=block,
   )
+  mask: splash.Mask
   if reach is None:
     mask = splash.CausalMask((t, t))
   else:

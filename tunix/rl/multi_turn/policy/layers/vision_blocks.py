@@ -51,8 +51,11 @@ class ImageAttention(nnx.Module):
     segments_SP: jax.Array,
     reach: kernels.Reach,
   ) -> jax.Array:
+    q, k, v = queries_keys_values
     mixed = kernels.image_attention(
-      *queries_keys_values,
+      q,
+      k,
+      v,
       segments_SP,
       reach.places,
       mesh=self.mesh,

@@ -13,7 +13,7 @@ Axis names: see `base`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from flax import nnx
 import jax
@@ -45,7 +45,11 @@ class QwenText(nnx.Module):
   """
 
   decoder_class = qwen_decoder.Decoder
-  _see_ahead = 1  # `kernels.Sight.lookahead`: a token sees up to its own place.
+
+  @property
+  def _see_ahead(self) -> int:
+    """`kernels.Sight.lookahead`: a token sees up to its own place."""
+    return 1
 
   @property
   def supports_tree(self) -> bool:
@@ -289,7 +293,10 @@ class QwenText(nnx.Module):
     if last_BT is None:
       return None
     return kernels.Sight(
-      last_BT, self.config.text.window(layer), self._see_ahead, depth_BT
+      last_BT,
+      self.config.text.window(cast(int, layer)),  # Or all layers are alike.
+      self._see_ahead,
+      depth_BT,
     )
 
   def _look_up(self, tokens_BT: base.Array) -> jax.Array:
