@@ -127,7 +127,8 @@ class GymEnv(desktop_env.TaskEnv):
     self.task: base.Task | None = None
     self._size = width, height
     self._episode = _Episode(self.gym, spec, turns)
-    self._sync = base_env.SyncEnv(self._episode, timeout)
+    # Of `_Episode`, whose answers are shorter than an environment's.
+    self._sync: Any = base_env.SyncEnv(self._episode, timeout)
     self._seen: base.Observation | None = None
     self._over = True
     self.observation_space = desktop_env.observation_space(
@@ -143,8 +144,9 @@ class GymEnv(desktop_env.TaskEnv):
       DeadlineExceeded: the gym did not start in time.
     """
     self.task = self._episode.task = self.draw(seed, options)
-    self._show(self._sync.reset())
-    self._instruction = self.task.instruction or self._seen.instruction
+    observation = self._sync.reset()
+    self._show(observation)
+    self._instruction = self.task.instruction or observation.instruction
     self._over = False
     return self._observation(), self._info({})
 
@@ -167,7 +169,7 @@ class GymEnv(desktop_env.TaskEnv):
     """uint8[height, width, 3] of the last screenshot; None before a reset."""
     if self.render_mode is None or self._seen is None:
       return None
-    return self._seen.screenshot.copy()
+    return self._seen.pixels.copy()
 
   def close(self):
     """Closes the gym and what it shares with others of its thread."""
@@ -175,7 +177,7 @@ class GymEnv(desktop_env.TaskEnv):
     self._sync.close()
 
   def _show(self, observation: base.Observation) -> None:
-    height, width = observation.screenshot.shape[:2]
+    width, height = observation.size
     if (width, height) != self._size:
       raise ValueError(
         f"the gym shows {width}x{height}, not"
@@ -185,14 +187,17 @@ class GymEnv(desktop_env.TaskEnv):
     self._seen = observation
 
   def _observation(self) -> dict[str, Any]:
-    characters = self.observation_space["instruction"].character_set
+    assert self._seen is not None
+    spaces: Any = self.observation_space
+    characters = spaces["instruction"].character_set
     text = "".join(c if c in characters else "?" for c in self._instruction)
     return {
-      "screenshot": np.array(self._seen.screenshot),
+      "screenshot": np.array(self._seen.pixels),
       "instruction": text[:MAX_INSTRUCTION],
     }
 
   def _info(self, info: Mapping[str, Any]) -> dict[str, Any]:
+    assert self.task is not None and self._seen is not None
     return {
       "task_id": self.task.task_id,
       "instruction": self._instruction,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tunix.rl.multi_turn.environments.gyms.desktop import font
 from tunix.rl.multi_turn.environments.gyms.desktop import items
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
@@ -154,7 +156,7 @@ class ScrollArea(Container):
   def hit(self, x, y):
     if not self.contains(x, y):
       return None
-    hits = ()
+    hits: Any = ()
     if x < self.x + self.w - self.BAR:
       hits = (c.hit(x, y + self.offset) for c in reversed(self.children))
     return next((widget for widget in hits if widget is not None), self)

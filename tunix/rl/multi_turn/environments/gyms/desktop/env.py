@@ -258,12 +258,14 @@ class DesktopEnv(TaskEnv):
     return self.gym.scene.screenshot().copy()
 
   def _observation(self) -> dict[str, Any]:
+    assert self.task is not None
     return {
       "screenshot": self.gym.scene.screenshot().copy(),
       "instruction": self.task.instruction,
     }
 
   def _info(self, info) -> dict[str, Any]:
+    assert self.task is not None
     return {
       "task_id": self.task.task_id,
       "instruction": self.task.instruction,

@@ -171,7 +171,7 @@ def uncover(ep: Episode, widget: widgets.Widget) -> Action:
       return Action(Kind.CLICK, x=x, y=y)
   x, y = widget.center()
   cover = scene.hit(x, y) if _on_screen(scene, x, y) else None
-  if getattr(cover, "movable", False):
+  if cover is not None and getattr(cover, "movable", False):
     # Just far enough to free the centre, to the roomier side.
     dx = cover.w if x < scene.w // 2 else -cover.w
     return drag(ep, x, y, x + dx, y)

@@ -243,6 +243,8 @@ def oracle_action(
     not spread
     or action is None
     or (action.kind is not gui_action.GuiActionKind.CLICK)
+    or action.x is None
+    or action.y is None
   ):
     return action
   if rng is None:
