@@ -116,7 +116,8 @@ def _frames(steps: Any) -> tuple[Frame, ...]:
 def _last_image(messages: Any) -> trajectory_lib.ImageRef | None:
   for message in reversed(messages or ()):
     content = message.get("content")
-    for part in reversed(content if isinstance(content, list) else ()):
+    parts: list[Any] = content if isinstance(content, list) else []
+    for part in reversed(parts):
       if not isinstance(part, Mapping) or part.get("type") != "image":
         continue
       if image := _image(part.get("image")):
