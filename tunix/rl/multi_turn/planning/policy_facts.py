@@ -22,11 +22,15 @@ from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 from tunix.rl.multi_turn.policy.models.qwen import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
 from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
 from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 
 BUILT_IN = tuple(by_name.BUILT_IN)
+
+
+Model = qwen_text.QwenText | tiny_vl.TinyVL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Found:
   """
 
   name: str
-  model: nnx.Module
+  model: Model
   processor: Any
   directory: pathlib.Path | None
 
@@ -63,13 +67,13 @@ def find(
   """
   published = {key.lower(): key for key in qwen_config.SIZES}
   key = published.get(name.lower().removesuffix("-instruct"))
-  change = {"compute_dtype": dtype, "param_dtype": param_dtype}
+  change: dict[str, Any] = {"compute_dtype": dtype, "param_dtype": param_dtype}
   change = {field: value for field, value in change.items() if value}
   directory = None
   if key is not None:
     name = key
     # Stacked layers are made in a fraction of the time.
-    change = {"compute_dtype": "bfloat16", "scan_layers": True} | change
+    change = {"compute_dtype": "bfloat16", "scan_layers": True, **change}
     config = dataclasses.replace(qwen_config.SIZES[key], **change)
   elif (
     name in checkpoint.SMALL
@@ -82,7 +86,7 @@ def find(
     directory = _directory(name)
     config = checkpoint.load_config(directory, **change)
   if isinstance(config, qwen_text_config.QwenTextConfig):
-    model = hf_checkpoint.abstract_model(config)
+    model: Model = hf_checkpoint.abstract_model(config)
     processor: Any = text_inputs.TextProcessor(name)
   elif isinstance(config, qwen_config.QwenVLConfig):
     model = hf_checkpoint.abstract_model(config)
@@ -104,7 +108,7 @@ def _directory(name: str) -> pathlib.Path:
     ) from None
 
 
-def parameters_by_part(model: nnx.Module) -> dict[str, int]:
+def parameters_by_part(model: Model) -> dict[str, int]:
   """Part -> parameters; "total", and "active" ones a text token goes through.
 
   A tied head is the embedding and counts once.
@@ -113,7 +117,7 @@ def parameters_by_part(model: nnx.Module) -> dict[str, int]:
     ("vision tower", "mergers", "embedding", "decoder layers", "head"), 0
   )
   idle = 0
-  text = getattr(model.config, "text", None)
+  text: Any = getattr(model.config, "text", None)
   for path, variable in policy_files.parameters(model):
     count = math.prod(variable.shape)
     parts[_part(path)] += count
@@ -141,11 +145,12 @@ def _part(path: tuple[Any, ...]) -> str:
   return "head" if first in ("lm_head", "axis_gate") else "decoder layers"
 
 
-def sizes_of(model: nnx.Module) -> dict[str, Any]:
+def sizes_of(model: Model) -> dict[str, Any]:
   """Family, layers, widths and heads."""
-  config = model.config
+  config: Any = model.config
   sizes = update_memory.Sizes.of(config)
-  qwen, vision = hasattr(config, "text"), getattr(config, "vision", None)
+  qwen = hasattr(config, "text")
+  vision: Any = getattr(config, "vision", None)
   facts = {
     "family": config.family if qwen else "tiny_vl",
     "layers": sizes.layers,
