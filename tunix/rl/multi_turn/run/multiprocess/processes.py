@@ -81,7 +81,7 @@ def join(config: ProcessesConfig) -> peers_lib.Peers:
   finally:
     late.cancel()
   # The only door to the service beside the devices' collectives.
-  client = distributed.global_state.client
+  client: Any = distributed.global_state.client
   return peers_lib.StorePeers(
     client, jax.process_index(), jax.process_count(), config.step_s
   )

@@ -84,7 +84,9 @@ def announce(
 ) -> None:
   """Sends the beginning and the end of each of a group's episodes."""
   for member in group:
-    about = dict(group_id=group.group_id, task_id=group.task_id, split="train")
+    about: dict[str, Any] = dict(
+      group_id=group.group_id, task_id=group.task_id, split="train"
+    )
     observers.on_event(
       events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
     )
