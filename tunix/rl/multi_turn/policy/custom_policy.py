@@ -26,7 +26,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import pathlib
-from typing import Any, Mapping, cast
+from typing import Any, cast, Mapping
 
 from flax import nnx
 import jax

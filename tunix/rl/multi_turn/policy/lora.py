@@ -19,7 +19,7 @@ import contextlib
 import difflib
 import functools
 import math
-from typing import Any, Iterator, Sequence, cast
+from typing import Any, cast, Iterator, Sequence
 import zlib
 
 from flax import nnx

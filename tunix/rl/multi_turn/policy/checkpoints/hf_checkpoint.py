@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import pathlib
 import re
-from typing import Any, Iterable, Mapping, Sequence, cast
+from typing import Any, cast, Iterable, Mapping, Sequence
 
 from flax import nnx
 import jax
