@@ -19,7 +19,7 @@ import contextlib
 import difflib
 import functools
 import math
-from typing import Any, cast, Iterator, Sequence
+from typing import Any, Iterator, Sequence
 import zlib
 
 from flax import nnx
@@ -301,7 +301,7 @@ def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
   *lead, into, out = metadata["axes"]
   place = getattr(layer.weight.get_value(), "sharding", None)
 
-  def param(value: np.ndarray, ends: tuple[Any, Any]) -> layers.LoRAParam:
+  def param(value: Any, ends: tuple[Any, Any]) -> layers.LoRAParam:
     value = value.reshape(*layer.lead, *value.shape[-2:])
     parameter = layers.LoRAParam(
       jax.ShapeDtypeStruct(value.shape, value.dtype),
@@ -310,11 +310,9 @@ def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
       stacked=layer.stacked,
     )
     if isinstance(place, jax.sharding.NamedSharding):
-      mesh = cast(jax.sharding.Mesh, place.mesh)  # Of an array, never abstract.
-      where = sharding.parameter_sharding(parameter, mesh)
-      parameter.set_value(sharding.put(value, where))
-    else:
-      parameter.set_value(jnp.asarray(value))
+      mesh: Any = place.mesh
+      value = sharding.put(value, sharding.parameter_sharding(parameter, mesh))
+    parameter.set_value(jnp.asarray(value))
     return parameter
 
   linear.lora_a = param(a, (into, None))

@@ -131,7 +131,7 @@ class GymEnv(desktop_env.TaskEnv):
     self._sync: Any = base_env.SyncEnv(self._episode, timeout)
     self._seen: base.Observation | None = None
     self._over = True
-    self.observation_space = desktop_env.observation_space(
+    self.observation_space: Any = desktop_env.observation_space(
       width, height, MAX_INSTRUCTION
     )
     self.action_space = desktop_env.action_space()
@@ -188,8 +188,7 @@ class GymEnv(desktop_env.TaskEnv):
 
   def _observation(self) -> dict[str, Any]:
     assert self._seen is not None
-    spaces: Any = self.observation_space
-    characters = spaces["instruction"].character_set
+    characters = self.observation_space["instruction"].character_set
     text = "".join(c if c in characters else "?" for c in self._instruction)
     return {
       "screenshot": np.array(self._seen.pixels),

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import pathlib
 import re
-from typing import Any, cast, Iterable, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 from flax import nnx
 import jax
@@ -281,10 +281,9 @@ def _read_placed(
   place = sharding.parameter_sharding(tensor.variable, mesh)
   # Copies of a part on several devices are read once.
   users: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-  for device, index in place.addressable_devices_indices_map(shape).items():
-    # Stubs allow None, the index of a device outside the sharding.
-    parts = zip(cast(tuple[slice, ...], index), shape)
-    spans = tuple(s.indices(n)[:2] for s, n in parts)
+  indices: Any = place.addressable_devices_indices_map(shape)
+  for device, index in indices.items():
+    spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
     users.setdefault(spans, []).append(device)
   arrays = []
   for spans, devices in users.items():

@@ -175,17 +175,15 @@ def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
   if len(sections) == 2:
     _agree(directory, read_from[PREPROCESSOR], read_from[PROCESSOR])
   values: dict[str, Any] = {}
-  merged: dict[str, Any] = {}
+  own: dict[str, Any] = {}
   for name, section in sections.items():
     values |= read_from[name]
-    merged |= section
+    own |= section
   defaults = GLM_DEFAULTS if glm else DEFAULTS
   defaults = GEMMA_DEFAULTS if _is_gemma(family) else defaults
   defaults = TILE_DEFAULTS if _is_tiled(family) else defaults
   return ImageSettings(
-    {**defaults, **values},
-    " and ".join(sections),
-    types.MappingProxyType(merged),
+    {**defaults, **values}, " and ".join(sections), types.MappingProxyType(own)
   )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,26 +96,14 @@ def attend_rows(
     rows = split_rows(mesh, q_BTNH.shape[0])
     heads = split_heads(mesh, k_BTKH.shape[2])
     new, kept_at = P(rows, None, heads), P(rows, heads)
-    places: tuple[Any, ...] = (
-      new,
-      new,
-      new,
-      (kept_at, kept_at),
-      P(rows),
-      P(rows),
-    )
-    arrays: tuple[Any, ...] = q_BTNH, k_BTKH, v_BTKH, cache, starts_B, lengths_B
-    function: Callable[..., Any] = attend_rows
+    places: Any = (new, new, new, (kept_at, kept_at), P(rows), P(rows))
+    arrays: Any = (q_BTNH, k_BTKH, v_BTKH, cache, starts_B, lengths_B)
+    function: Any = attend_rows
     if sight is not None:
       places, arrays = (*places, P(rows)), (*arrays, sight.last_BT)
-      function = lambda q, k, v, cache, starts, lengths, last: attend_rows(
-        q,
-        k,
-        v,
-        cache,
-        starts,
-        lengths,
-        sight=kernels.Sight(last, sight.window, sight.lookahead),
+      reach = sight.window, sight.lookahead
+      function = lambda *args: attend_rows(
+        *(*args[:-1], None, kernels.Sight(args[-1], *reach))
       )
     return _local(function, mesh, places, (new, (kept_at, kept_at)))(*arrays)
   k_BKHC, v_BKCH = cache

@@ -216,10 +216,9 @@ class SparseMLP(nnx.Module):
     P = jax.sharding.PartitionSpec
     share = count // mesh.shape["tensor"]
 
-    def local(x, weights, experts, up, down, low):
+    def local(*args):
       first = jax.lax.axis_index("tensor") * share
-      local_sum = _through_experts(x, weights, experts, up, down, low, first)
-      return jax.lax.psum(local_sum, "tensor")
+      return jax.lax.psum(_through_experts(*(*args, first)), "tensor")
 
     batch, split = P(*sharding.TOKENS), P("tensor")
     return jax.shard_map(

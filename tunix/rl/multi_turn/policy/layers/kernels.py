@@ -509,9 +509,7 @@ def _over_mesh(
   if mesh is None or q_BTNH.shape[0] % sharding.batch_shards(mesh):
     return run(q_BTNH, k_BTKH, v_BTKH, *ids)
   heads, kv = q_BTNH.shape[2], k_BTKH.shape[2]
-  axes: list[
-    str
-  ] = []  # That heads can be split over; the rest repeat the work.
+  axes: list[str] = []  # That split heads; the rest repeat the work.
   for axis in (tensor, "sequence"):
     split = math.prod(mesh.shape[a] for a in axes)
     if axis and heads % math.lcm(kv, split * mesh.shape[axis]) == 0:

@@ -89,7 +89,7 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> AnyConfig:
     )
   family = name.removesuffix("_tiny")
   traits = qwen_families.VISION_LANGUAGE[family]
-  towers: dict[str, dict[str, Any]] = {
+  tower: Any = {
     "qwen2": {},
     "qwen2_5": {"window_size": 64, "fullatt_block_indexes": (1, 3)},
     "qwen3": {"num_position_embeddings": 256},
@@ -99,8 +99,7 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> AnyConfig:
       "tile_size": 64,
       "spatial_merge_size": 4,
     },
-  }
-  tower = towers[traits.tower]
+  }[traits.tower]
   if traits.deepstack:
     tower |= {"deepstack_visual_indexes": (1, 2)}
   text: dict[str, Any] = {"head_dim": 40, "mrope_section": (8, 6, 6)}

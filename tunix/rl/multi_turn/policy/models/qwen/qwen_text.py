@@ -13,7 +13,7 @@ Axis names: see `base`.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from flax import nnx
 import jax
@@ -48,8 +48,7 @@ class QwenText(nnx.Module):
 
   @property
   def _see_ahead(self) -> int:
-    """`kernels.Sight.lookahead`: a token sees up to its own place."""
-    return 1
+    return 1  # `kernels.Sight.lookahead`: a token sees up to its own place.
 
   @property
   def supports_tree(self) -> bool:
@@ -286,17 +285,14 @@ class QwenText(nnx.Module):
   def _sight(
     self,
     last_BT: jax.Array | None,
-    layer: int | jax.Array,
+    layer: Any,
     depth_BT: jax.Array | None = None,
   ) -> kernels.Sight | None:
     """Returns what a layer's tokens see; None = all earlier ones."""
     if last_BT is None:
       return None
     return kernels.Sight(
-      last_BT,
-      self.config.text.window(cast(int, layer)),  # Or all layers are alike.
-      self._see_ahead,
-      depth_BT,
+      last_BT, self.config.text.window(layer), self._see_ahead, depth_BT
     )
 
   def _look_up(self, tokens_BT: base.Array) -> jax.Array:
