@@ -44,7 +44,7 @@ help: ## this text
 train: export TUNIX_MAKE_TARGET = train
 train: export PYTHONDONTWRITEBYTECODE =
 train: $(STAMP)$(BROWSER) $(XDESKTOP) ## train on the built-in desktop; ARGS are overrides
-	@exec $(PY) -m tunix.rl.multi_turn.train $(OWN_MONITOR) $(ARGS)
+	@exec $(PY) -m tunix_multi_turn train $(OWN_MONITOR) $(ARGS)
 
 # Workers and the many processes that tests start read each other's bytecode.
 test: export PYTHONDONTWRITEBYTECODE =

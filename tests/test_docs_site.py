@@ -19,6 +19,11 @@ from tunix.rl.multi_turn import commands
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+READMES = [
+  ROOT / "README.md",
+  ROOT / "examples" / "README.md",
+  *sorted(ROOT.glob("packages/*/README.md")),
+]
 
 
 def test_every_page_is_in_the_site_s_navigation():
@@ -34,6 +39,8 @@ def test_every_page_is_in_the_site_s_navigation():
   for entry in set(named) - {"performance"}:  # It comes with its figures.
     assert (DOCS / f"{entry}.md").resolve().is_file(), entry
   assert {path.stem for path in PAGES} - {"index"} <= set(named)
+  leading = {(DOCS / f"{entry}.md").resolve() for entry in named}
+  assert set(READMES) <= leading
 
 
 def test_every_command_has_its_help_on_the_page():
@@ -85,9 +92,7 @@ def anchors(path: pathlib.Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-  "page",
-  [*PAGES, ROOT / "README.md", ROOT / "examples" / "README.md"],
-  ids=lambda page: page.relative_to(ROOT).as_posix(),
+  "page", [*PAGES, *READMES], ids=lambda page: page.relative_to(ROOT).as_posix()
 )
 def test_links_lead_to_files_and_headings_that_exist(page):
   text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)

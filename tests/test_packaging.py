@@ -476,7 +476,8 @@ def test_make_train_installs_with_constraints_then_trains(
   assert last[1:] == [
     f"{venv}/bin/python",
     "-m",
-    "tunix.rl.multi_turn.train",
+    "tunix_multi_turn",
+    "train",
     *["monitor.embedded=true"] * own,
     *args.split(),
   ]
@@ -496,7 +497,7 @@ def test_a_second_make_installs_nothing_and_the_tests_satisfy_training(
   calls = log.read_text().splitlines()
   assert sum("pip install" in c for c in calls) == 1
   assert sum("-m pytest" in c for c in calls) == 2
-  assert sum("multi_turn.train" in c for c in calls) == 1
+  assert sum("multi_turn train" in c for c in calls) == 1
 
 
 def test_bytecode_is_made_of_what_is_imported_and_kept(tmp_path):

@@ -30,8 +30,8 @@ Does not change anything once `tunix` has been imported.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
+import os
 import runpy
 import sys
 import types
@@ -104,7 +104,12 @@ def is_light() -> bool:
 
 
 def run(module: str) -> None:
-  """Runs a module of `tunix.rl.multi_turn` as `python -m` does."""
+  """Runs a module of `tunix.rl.multi_turn` as `python -m` does.
+
+  A user's modules are found in the current directory.
+  """
+  if not sys.flags.safe_path and os.getcwd() not in sys.path:
+    sys.path.insert(0, os.getcwd())
   light()
   runpy.run_module(f"{_ROOM}.{module}", run_name="__main__", alter_sys=True)
 
@@ -141,9 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not name:
       print(f"error: no command\n{usage()}", file=sys.stderr)
       return 2
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"take {', '.join(COMMANDS)}"
-    print(f"error: tunix-mt has no command {name!r}; {hint}", file=sys.stderr)
+    light()
+    from tunix.rl.multi_turn.core import registry  # pylint: disable=g-import-not-at-top
+
+    hint = registry.did_you_mean(name, COMMANDS)
+    hint = hint or f"; take {', '.join(COMMANDS)}"
+    print(f"error: tunix-mt has no command {name!r}{hint}", file=sys.stderr)
     return 2
   module = COMMANDS[name][0]
   light()

@@ -1,4 +1,4 @@
-"""Sphinx's configuration: README, docs/ and examples/ as one site.
+"""Sphinx's configuration: docs/ and every README as one site.
 
     make docs-site
 
@@ -31,6 +31,7 @@ include_patterns = [
   "CONTRIBUTING.md",
   "docs/*.md",
   "examples/README.md",
+  "packages/*/README.md",
 ]
 exclude_patterns = [".*", "build", "dist", "runs", "tests", "tunix"]
 

@@ -108,7 +108,7 @@ def test_a_command_gets_its_own_arguments(monkeypatch):
 
 def test_an_unknown_command_is_refused_with_the_nearest(capsys):
   assert tunix_multi_turn.main(["trian"]) == 2
-  assert "did you mean train?" in capsys.readouterr().err
+  assert "did you mean 'train'?" in capsys.readouterr().err
   assert tunix_multi_turn.main(["quux"]) == 2
   assert "take train, plan" in capsys.readouterr().err
   assert tunix_multi_turn.main([]) == 2
@@ -126,3 +126,34 @@ def test_a_command_that_is_not_installed_is_named(capsys, monkeypatch):
   )
   assert tunix_multi_turn.main(["gone"]) == 2
   assert f"no {ROOM}.no_such_room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  "argument, words",
+  [
+    ("policy=Qwen/Qwen3-VL-4B-Instruct", "hf download"),
+    ("policy=./nowhere", "no such directory"),
+    ("tasks=[clik-button]", "'click-button'"),
+    ("run.dir=/proc/x", "cannot be written"),
+    ("rollout.agent=no:play", "rollout.agent=no:play"),
+    ("gym=webarena", "'browser'"),
+  ],
+)
+def test_a_wrong_setting_is_refused_without_jax(argument, words, tmp_path):
+  process = subprocess.run(
+    [
+      sys.executable,
+      "-c",
+      "import sys; sys.modules['jax'] = None; import tunix_multi_turn;"
+      " tunix_multi_turn.main(['train', *sys.argv[1:]])",
+      argument,
+      *["rollout.via=proxy"] * argument.startswith("rollout"),
+    ],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=100,
+    check=False,
+  )
+  assert process.returncode == 2, process.stderr
+  assert words in process.stderr

@@ -348,7 +348,7 @@ COMMANDS = [
     ("train", "warm_start.source=path warm_start.path=mydir",
      "warm start from mydir", "config.json"),
     ("train", "warm_start.recordings=none.jsonl warm_start.steps=1",
-     "warm_start.recordings=none.jsonl"),
+     "warm_start.recordings=none.jsonl", "give one of"),
     ("train", "warm_start.recordings=rows.jsonl warm_start.steps=1",
      "warm_start.recordings=rows.jsonl"),
     # --- train: own code ------------------------------------------------------
@@ -534,7 +534,8 @@ COMMANDS = [
     ("commands.inspect_policy", "tiny_vl --lora 4", "LoRA"),
     ("commands.inspect_policy", "mydir", "config.json"),
     ("commands.inspect_policy", "Qwen3-VL-4B --forward", "directory"),
-    ("commands.inspect_policy", "tiny_vl --forward --image afile", "afile"),
+    ("commands.inspect_policy", "tiny_vl --forward --image afile",
+     "--image=afile", "give a picture"),
     ("commands", "--frob", "--frob"),
     ("clients.vllm", "", "TUNIX_VLLM_MODEL"),
     ("clients.vllm", "--model nowhere/x --port 99999", "port=99999"),

@@ -287,6 +287,9 @@ def test_an_environment(tmp_path, monkeypatch, name, words):
   assert words in problem
   with pytest.raises(AssertionError, match="accepted"):
     refusal(tmp_path, monkeypatch, f"environment={HERE}Echo", *settings)
+  rows.write_text(rows.read_text().replace("word", "wrod"))
+  problem = refusal(tmp_path, monkeypatch, f"environment={HERE}Echo", *settings)
+  assert "Echo needs 'word', which task t" in problem
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_nothing_of_a_batch_is_lost_for_one_odd_value(server):
     "rollouts[0].num_total_actions",
     "observations[0].screenshot_uri",
   }
-  assert "do you mean rollouts?" in named["rollout"]["message"]
+  assert "did you mean 'rollouts'?" in named["rollout"]["message"]
   (rollout,), (step,) = server.rows("rollout"), server.rows("step")
   flags = (
     "task_success",

@@ -266,8 +266,6 @@ def test_what_speeds_up_collecting_fits_the_engine(shares, words, absent):
   readings = {"seconds_total": 10.0, "seconds_wait": 7.0, "seconds_learn": 2.0}
   readings |= {n: v for n, v in zip(names, shares) if v is not None}
   values = {n: np.full(12, v) for n, v in readings.items()}
-  if "engine_busy" in values:
-    values["engine_idle"] = 1 - values["engine_busy"]
   lines = advice.lines(curves.Columns(np.arange(12), values), [])
   (line,) = [line for line in lines if line["about"] == "throughput"]
   assert words in line["text"] and absent not in line["text"]

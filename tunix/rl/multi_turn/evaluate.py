@@ -20,9 +20,15 @@ import sys
 from typing import Any, Iterator, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.run import before_jax
 
 if __name__ == "__main__":  # Before the seconds that JAX takes.
-  _CONFIG = config_lib.load_first(sys.argv[1:], config_lib.load_evaluation)
+  _CONFIG = config_lib.load_first(
+    sys.argv[1:],
+    lambda argv: before_jax.checked_evaluation(
+      config_lib.load_evaluation(argv)
+    ),
+  )
 
 import jax
 from tunix.rl.multi_turn.commands import command_module

@@ -22,12 +22,15 @@ import shlex
 import shutil
 import sys
 import traceback
-from typing import Sequence
+from typing import Any, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.run import before_jax
 
 if __name__ == "__main__":  # Before the seconds that JAX takes.
-  _CONFIG = config_lib.load_first(sys.argv[1:], config_lib.load_config)
+  _CONFIG, _TASKS = config_lib.load_first(
+    sys.argv[1:], lambda argv: before_jax.checked(config_lib.load_config(argv))
+  )
 
 import jax
 from tunix.rl.multi_turn.commands import command_module
@@ -138,8 +141,8 @@ def prepare(argv: Sequence[str]) -> Run:
   return build(config_lib.load_config(argv))
 
 
-def build(config: config_lib.TrainConfig) -> Run:
-  """The run of a configuration, not begun.
+def build(config: config_lib.TrainConfig, task_source: Any = None) -> Run:
+  """The run of a configuration, not begun; arguments as of `Run`.
 
   Raises:
     ConfigError: lists the parts that cannot be built.
@@ -148,12 +151,13 @@ def build(config: config_lib.TrainConfig) -> Run:
   host_memory.tune()
   compile_cache.enable(config.run.compile_cache)
   processes = processes_lib.join(config.processes)
-  return Run(processes_lib.agreed(processes, config), processes)
+  return Run(processes_lib.agreed(processes, config), processes, task_source)
 
 
 def main(
   argv: Sequence[str] | str | None = None,
   config: config_lib.TrainConfig | None = None,
+  task_source: Any = None,
 ) -> int:
   """The command; returns the exit status.
 
@@ -161,12 +165,13 @@ def main(
     argv: Arguments, or one text as in a shell. None takes the program's.
     config: The configuration where it is loaded already; then `argv` is not
       read.
+    task_source: As `before_jax.checked` returned it with `config`.
   """
   if isinstance(argv, str):
     argv = shlex.split(argv)
   argv = sys.argv[1:] if argv is None else list(argv)
   try:
-    run = prepare(argv) if config is None else build(config)
+    run = prepare(argv) if config is None else build(config, task_source)
     if run.config.run.dry_run:
       shown = dry_run.describe(
         run.config,
@@ -258,5 +263,5 @@ def _how_to_resume(run: Run) -> str:
 
 
 if __name__ == "__main__":
-  sys.exit(main(config=_CONFIG))
+  sys.exit(main(config=_CONFIG, task_source=_TASKS))
 sys.modules[__name__].__class__ = command_module.CommandModule

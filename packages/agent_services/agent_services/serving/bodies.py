@@ -16,7 +16,6 @@ Does not copy strings: a body is some megabytes of screenshots.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import re
@@ -28,6 +27,7 @@ import pydantic
 from pydantic_core import core_schema
 from pydantic_core import PydanticCustomError
 from tunix.rl.multi_turn.core import json_text
+from tunix.rl.multi_turn.core import registry
 
 from agent_services.serving import errors
 
@@ -222,8 +222,7 @@ class Body(pydantic.BaseModel):
   def _refuse_names(cls, value: Mapping[str, Any]) -> None:
     if not value.keys() <= cls._names:
       name = next(n for n in value if n not in cls._names)
-      near = difflib.get_close_matches(name[:99], cls._names, 1, 0.8)
-      nearest = near[0] if near else ""
+      nearest = registry.nearest(name[:99], cls._names)
       raise refusal("", "unsupported_parameter", field=name, nearest=nearest)
     for name, field in cls.model_fields.items():
       name = field.alias or name

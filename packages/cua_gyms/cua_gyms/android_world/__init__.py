@@ -5,6 +5,7 @@ from tunix.rl.multi_turn.environments.gyms import spec
 GYM = spec.GymSpec(
   box="android",
   doc="phones of AndroidWorld, see docs/outside_gyms.md",
+  also_called=("android", "androidworld"),
   make=f"{__name__}.gym:AndroidWorldGym",
   operator_options=("machines",),
   tasks=f"{__name__}.tasks:server_tasks",

@@ -172,12 +172,12 @@ def _helps(columns: curves_lib.Columns, waits_for_model: bool) -> str:
   """Names the setting that speeds up a run whose learner waits."""
   if not waits_for_model:
     return "more environments at once (collect.concurrency) help."
-  idle = columns.recent("engine_idle")
-  if idle is not None and idle > IDLE:
+  busy = columns.recent("engine_busy")
+  if busy is not None and 1 - busy > IDLE:
     return (
-      f"the engine is idle {_percent(idle)} of the time, so more engine.slots"
-      " do not help; more episodes at once (collect.concurrency) or a larger"
-      " queue.max_staleness do."
+      f"the engine is idle {_percent(1 - busy)} of the time, so more"
+      " engine.slots do not help; more episodes at once (collect.concurrency)"
+      " or a larger queue.max_staleness do."
     )
   return "more engine.slots or a faster model helps."
 

@@ -19,13 +19,16 @@ _CROP_MARKS = 0.5
 
 
 def sparkline(
-  values: Sequence[float | None], width: int = 120, height: int = 24
+  values: Sequence[float | None],
+  width: int = 120,
+  height: int = 24,
+  share: bool = False,
 ) -> _Markup:
-  """Returns a line without axes; missing values are gaps."""
+  """Returns a line without axes, of a `share` from 0 to 1."""
   readings = [v for v in values if v is not None and math.isfinite(v)]
   if len(readings) < 2:
     return _Markup('<span class="faint">–</span>')
-  low, high = min(readings), max(readings)
+  low, high = (0.0, 1.0) if share else (min(readings), max(readings))
   span = (high - low) or 1.0
   right = max(1, len(values) - 1)
   path, pen = [], "M"

@@ -12,13 +12,13 @@ JAX is imported. A run that was cut off shows what it has.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import html
 import pathlib
 from typing import Any, Sequence
 
 from tunix.rl.multi_turn.api import episodes as episodes_lib
 from tunix.rl.multi_turn.api import html as html_lib
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import yaml_text
 from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.reporting import evaluation_journal
@@ -183,9 +183,8 @@ class Run:
     for name in names:
       if name not in measured:
         near = [k for k in measured if k.startswith(f"{name}_")][:3]
-        near = near or difflib.get_close_matches(name, measured, 1, 0.5)
-        suggestion = " or ".join(map(repr, near))
-        hint = f"; did you mean {suggestion}?" if near else ""
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        hint = hint or registry.did_you_mean(name, measured)
         raise ValueError(f"{run.name} has no metric {name!r}{hint}")
     rows = -(-len(names) // _CARDS_A_ROW)
     return html_lib.Shown(

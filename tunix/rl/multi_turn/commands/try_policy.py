@@ -241,8 +241,11 @@ def picture(width: int, height: int) -> np.ndarray:
 
 
 def _read(file: pathlib.Path) -> np.ndarray:
-  with Image.open(file.expanduser()) as image:
-    return np.asarray(image.convert("RGB"))
+  try:
+    with Image.open(file.expanduser()) as image:
+      return np.asarray(image.convert("RGB"))
+  except OSError as error:
+    raise OSError(f"--image={file}: {error}; give a picture's file") from None
 
 
 def needed_bytes(policy: policy_facts.Found, image_tokens: int) -> int:

@@ -12,6 +12,7 @@ import typing
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn.config import loader
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import settings
 
 FIRST_SCREEN = """\
@@ -179,7 +180,7 @@ def help_text(
       raise loader.ConfigError(
         [
           f"--help {topic}: no such section"
-          f"{loader.nearest(topic, [*all_sections, 'all'])} There are"
+          f"{registry.did_you_mean(topic, [*all_sections, 'all'])} There are"
           f" {', '.join(all_sections)}, and all"
         ]
       )

@@ -201,14 +201,9 @@ _PLACES = frozenset({
 another trainer's."""
 
 
-def nearest(word: str, valid: Sequence[str]) -> str:
-  """`; did you mean 'x'?` for the valid word closest to `word`, or ""."""
-  near = registry.nearest(word, valid)
-  return f"; did you mean {near!r}?" if near else ""
-
-
 def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
-  """As `nearest` for a dotted key: a right name in a wrong place counts."""
+  """As `registry.did_you_mean` for a dotted key, which a right name in a wrong
+  place may be."""
   all_sections, keys = sections(cls), leaves(cls)
   section, _, leaf = path.rpartition(".")
   is_elsewhere = section in _PLACES or section not in all_sections
@@ -547,7 +542,8 @@ def _wanted(field: settings.Setting, error: pydantic.ValidationError) -> str:
   choices = literal_choices(field.type)
   if choices and kinds & {"literal_error"}:
     wrong = str(details[0]["input"])
-    return f"one of {', '.join(choices)}{nearest(wrong, choices)}"
+    hint = registry.did_you_mean(wrong, choices, field.also)
+    return f"one of {', '.join(choices)}{hint}"
   if kinds & {"finite_number"}:
     return "a finite number"
   bounds = (

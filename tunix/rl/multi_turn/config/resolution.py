@@ -517,7 +517,7 @@ class _Reader:
         f"unknown option {argument}; settings have no dashes: write {override}"
       )
     else:
-      hint = loader.nearest(argument, ("--help", "--dry-run"))
+      hint = registry.did_you_mean(argument, ("--help", "--dry-run"))
       self.problems.append(
         f"unknown option {argument}{hint or ';'} settings are key=value,"
         " without dashes"

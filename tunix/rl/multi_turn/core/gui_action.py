@@ -7,9 +7,10 @@ superfluous argument is refused at construction, naming the field.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 from typing import Any
+
+from . import registry
 
 
 class GuiActionKind(str, enum.Enum):
@@ -69,11 +70,8 @@ def _kind(value: Any) -> GuiActionKind:
     return GuiActionKind(value)
   except ValueError:
     names = [kind.value for kind in GuiActionKind]
-    near = difflib.get_close_matches(str(value), names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
-    raise ValueError(
-      f"GUI action kind={value!r} is unknown{hint} Known: {', '.join(names)}"
-    ) from None
+    message = registry.unknown_name("GUI action kind", value, names)
+    raise ValueError(message) from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ import collections.abc
 import difflib
 import importlib
 import traceback
+import types
 from typing import (
   Any,
   Callable,
@@ -25,6 +26,7 @@ from typing import (
   Iterable,
   Iterator,
   Literal,
+  Mapping,
   Sequence,
   TypeVar,
 )
@@ -32,6 +34,7 @@ from typing import (
 T = TypeVar("T")
 _OURS = ("tunix.rl.multi_turn", "tunix.rl.queue")
 _MOST_LISTED = 40
+_NONE: Mapping[str, str] = types.MappingProxyType({})
 
 Source = Literal["operator", "request"]
 """Who chose a name. "operator": the command line, a file that it names, or the
@@ -39,41 +42,24 @@ program itself. "request": anyone else, such as a client of a server or the
 author of a file of tasks."""
 
 
-_SYNONYMS = {
-  "bf16": "bfloat16",
-  "float16": "bfloat16",
-  "fp16": "bfloat16",
-  "fp32": "float32",
-  "hermes": "qwen",
-  "openai": "external",
-  "ppo": "gae",
-  "sglang": "external",
-  "vllm": "external",
-  "accuracy": "exact_match",
-  "android": "android_world",
-  "androidworld": "android_world",
-  "browsergym": "browser",
-  "em": "exact_match",
-  "gsm8k": "math",
-  "playwright": "browser",
-  "react": "tool",
-  "visualwebarena": "browser",
-  "web": "browser",
-  "webarena": "browser",
-}
-"""Names that other projects use -> the name here, where it is registered."""
-
 _CUTOFF = 0.6
 """Least similarity of a hint; of three letters, the first is equal too."""
 
 
-def nearest(word: Any, names: Iterable[str]) -> str:
-  """Returns the name closest to `word` by meaning or spelling, or ""."""
+def nearest(
+  word: Any, names: Iterable[str], also: Mapping[str, str] = _NONE
+) -> str:
+  """Returns the name closest to `word` by meaning or spelling, or "".
+
+  Args:
+    word: The unknown name.
+    names: The names here.
+    also: Name in other projects -> the name here.
+  """
   lower = {name.lower(): name for name in names}
   text = str(word).lower()
-  synonym = _SYNONYMS.get(text, "")
-  if synonym in lower:
-    return lower[synonym]
+  if text in also:
+    return also[text]
   like = [n for n in lower if len(text) != 3 or n[:1] == text[:1]]
   match = difflib.get_close_matches(text, like, n=1, cutoff=_CUTOFF)
   if match:
@@ -83,7 +69,17 @@ def nearest(word: Any, names: Iterable[str]) -> str:
   return lower[min(longer, key=len)] if longer else ""
 
 
-def unknown_name(kind: str, name: Any, names: Iterable[str]) -> str:
+def did_you_mean(
+  word: Any, names: Iterable[str], also: Mapping[str, str] = _NONE
+) -> str:
+  """Returns `; did you mean 'x'?` with the `nearest` name, or ""."""
+  near = nearest(word, names, also)
+  return f"; did you mean {near!r}?" if near else ""
+
+
+def unknown_name(
+  kind: str, name: Any, names: Iterable[str], also: Mapping[str, str] = _NONE
+) -> str:
   """Returns the message for a name that is not among `names`."""
   names = sorted(names)
   if str(name).endswith(".py"):
@@ -94,9 +90,9 @@ def unknown_name(kind: str, name: Any, names: Iterable[str]) -> str:
     )
   if not names:
     return f"unknown {kind} {name!r}; none is registered"
-  near = nearest(name, names)
-  hint = f"did you mean {near!r}? Known" if near else "known"
-  return f"unknown {kind} {name!r}; {hint}: {listed(names)}"
+  hint = did_you_mean(name, names, also)
+  known = f"{hint} Known" if hint else "; known"
+  return f"unknown {kind} {name!r}{known}: {listed(names)}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -222,6 +218,7 @@ class Registry(Generic[T]):
     paths: bool = True,
     group: str = "",
     absent: Callable[[str], str] | None = None,
+    also: Callable[[], Mapping[str, str]] | None = None,
   ):
     """Makes an empty registry.
 
@@ -233,15 +230,24 @@ class Registry(Generic[T]):
         names are listed.
       absent: Returns which package has an unknown name, for the message; ""
         for none.
+      also: Returns name in other projects -> name here, for the hints, beside
+        those given to `register`.
     """
     self.kind = kind
     self._paths = paths
     self._group = group
     self._absent = absent
+    self._also_of = also
+    self._also: dict[str, str] = {}
     self._entries: dict[str, T | str] = {}
 
   def register(
-    self, name: str, value: T | str | None = None, *, replace: bool = False
+    self,
+    name: str,
+    value: T | str | None = None,
+    *,
+    replace: bool = False,
+    also: Sequence[str] = (),
   ) -> Callable[[T], T]:
     """Adds `value` under `name`; without a value, returns a decorator.
 
@@ -250,6 +256,7 @@ class Registry(Generic[T]):
       value: the object, or a dotted path "package.module:Name" imported on
         first use.
       replace: allow taking over an existing name.
+      also: Names in other projects, which a hint leads from.
 
     Raises:
       ValueError: the name is taken by another definition, or empty.
@@ -267,6 +274,7 @@ class Registry(Generic[T]):
           " unregister it, or pass replace=True"
         )
       self._entries[name] = entry
+      self._also |= dict.fromkeys(also, name)
       return entry
 
     if value is not None:
@@ -300,7 +308,10 @@ class Registry(Generic[T]):
       )
     if not isinstance(name, str) or name not in self:
       package = self._absent(str(name)) if self._absent else ""
-      raise ValueError(package or unknown_name(self.kind, name, self._entries))
+      also = {**self._also, **(self._also_of() if self._also_of else _NONE)}
+      raise ValueError(
+        package or unknown_name(self.kind, name, self._entries, also)
+      )
     value = self._entries[name]
     if self._paths and isinstance(value, str):
       value = self._entries[name] = import_path(value)

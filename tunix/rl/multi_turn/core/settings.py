@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 import typing
 from typing import Any, Callable, cast, Iterator, Mapping, TypeVar
 
@@ -42,6 +43,7 @@ def setting(
   doc: str,
   unit: str = "",
   registry: str = "",
+  also: Mapping[str, str] = types.MappingProxyType({}),
   ge: float | None = None,
   gt: float | None = None,
   le: float | None = None,
@@ -56,9 +58,14 @@ def setting(
     registry: "package.module:REGISTRY" of the names that a text field, or each
       item of a list of texts, may hold; see `core.registry.Registry`. A
       "module:attribute" path is valid as well.
+    also: Value in other projects -> the choice here, for hints.
     ge, gt, le, lt: bounds of a number, or of each number of a tuple.
   """
-  about: dict[str, Any] = {"unit": unit, "registry": registry}
+  about: dict[str, Any] = {
+    "unit": unit,
+    "registry": registry,
+    "also": dict(also),
+  }
   if type(default) is int and le is None and lt is None:
     le = LARGEST
   limits = {"ge": ge, "gt": gt, "le": le, "lt": lt}
@@ -165,7 +172,7 @@ class Setting:
   Attributes:
     name: Name of the field.
     type: its resolved annotation.
-    doc, unit, registry: as declared.
+    doc, unit, registry, also: as declared.
     bounds: Bounds of a number, by "ge", "gt", "le", "lt".
     item_bounds: Bounds of a tuple's items.
   """
@@ -175,6 +182,7 @@ class Setting:
   doc: str
   unit: str
   registry: str
+  also: Mapping[str, str]
   bounds: Mapping[str, float]
   item_bounds: Mapping[str, float]
   _info: Any
@@ -226,6 +234,7 @@ def fields(cls: Any) -> tuple[Setting, ...]:
         doc=info.description or "",
         unit=about.get("unit", ""),
         registry=about.get("registry", ""),
+        also=about.get("also", {}),
         bounds=bounds,
         item_bounds=about.get("items", {}),
         _info=info,

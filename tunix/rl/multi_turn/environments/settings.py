@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal, Mapping
 
 from tunix.rl.multi_turn.core import settings
+from tunix.rl.multi_turn.net import bounds
 
 setting = settings.setting
 
@@ -70,8 +71,11 @@ class GymConfig:
     doc="Screenshot width. Pages of miniwob need 160x210 or more.",
     unit="px",
     ge=16,
+    le=bounds.MAX_SIDE,
   )
-  height: int = setting(default=96, doc="Screenshot height.", unit="px", ge=16)
+  height: int = setting(
+    default=96, doc="Screenshot height.", unit="px", ge=16, le=bounds.MAX_SIDE
+  )
   observation: Literal["screenshot", "axtree", "both"] = setting(
     default="screenshot",
     doc="What the policy sees of the screen. axtree: the accessibility tree"

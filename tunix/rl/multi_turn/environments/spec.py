@@ -23,9 +23,12 @@ from typing import Any, Callable, Iterable, Literal, Mapping, Protocol
 
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.environments import settings
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.tools import registry as tool_registry
+
+_FROM_DICT = base_env.BaseEnv.from_dict.__func__  # type: ignore[attr-defined]
 
 _HERE = "tunix.rl.multi_turn.environments"
 Grammar = Literal["gui", "tool", "any"]
@@ -210,7 +213,8 @@ class Builder:
       offered["tool_map"] = self.tools.for_task(row)
     if isinstance(row, Mapping) and not self._takes_any(TASK_NAMES):
       from_dict = getattr(self._make, "from_dict", None)
-      if from_dict and not self._takes_any(row):
+      is_own = getattr(from_dict, "__func__", None) is not _FROM_DICT
+      if from_dict and is_own and not self._takes_any(row):
         return from_dict({**row, **self._options})
       offered = {**row, **offered}
     values = {

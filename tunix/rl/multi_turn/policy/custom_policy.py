@@ -23,7 +23,6 @@ Does not: merge adapters, or save the tokenizer; the factory brings it.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import pathlib
 from typing import Any, cast, Mapping
@@ -43,7 +42,7 @@ from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 
-MODEL_TYPE = "tunix_custom"
+MODEL_TYPE = policy_files.CUSTOM
 WEIGHTS = "model.safetensors"
 Loaded = tuple[Any, base.Processor, tokenizers.Tokenizer]
 
@@ -161,11 +160,10 @@ class CustomPolicy:
     for key in arguments:
       if key in FROM_RUN or key in self._takes or self._takes_any:
         continue
-      near = difflib.get_close_matches(key, own, 1, 0.0)
       raise ValueError(
         f"{self.name} takes no argument {key!r}"
-        + (f"; did you mean {near[0]!r}?" if near else "")
-        + f" policy.config may hold: {', '.join(own) or 'nothing'}"
+        f"{registry.did_you_mean(key, own) or ';'}"
+        f" policy.config may hold: {', '.join(own) or 'nothing'}"
       )
     for key in own:
       needed = self._takes[key].default is inspect.Parameter.empty
@@ -321,16 +319,6 @@ def chat_template(
     )
   special = getattr(processor, "special_tokens", None)
   return template_lib.ChatTemplate(source, special, options)
-
-
-def refusal(directory: pathlib.Path) -> str:
-  """Tells how to load a custom policy's directory, which names no code."""
-  raw = tensor_files.read_json(directory / "config.json")
-  return (
-    f"{directory} holds weights of a custom policy; load them with"
-    f" policy={raw.get('factory')} warm_start.source=path"
-    f" warm_start.path={directory}"
-  )
 
 
 def _directory(source: str | pathlib.Path) -> pathlib.Path:

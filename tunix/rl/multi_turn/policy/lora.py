@@ -16,7 +16,6 @@ rank.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import math
 from typing import Any, Iterator, Sequence
@@ -26,6 +25,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
@@ -280,9 +280,9 @@ def _check_targets(
         f"target {target!r} is in the vision tower only; pass vision=True to"
         " adapt it"
       )
-    near = difflib.get_close_matches(target, short_names, 1, 0.0)
+    hint = registry.did_you_mean(target, short_names) or ";"
     raise ValueError(
-      f"target {target!r} matches no linear layer; did you mean {near[0]!r}?"
+      f"target {target!r} matches no linear layer{hint}"
       f" There are {', '.join(short_names)}"
     )
   tower = [a for a in allowed if a.vision]

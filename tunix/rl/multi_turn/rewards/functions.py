@@ -39,7 +39,7 @@ def last_number(text: str) -> float | None:
   return float(numbers[-1].replace(",", "").replace("$", ""))
 
 
-@registry.register("exact_match")
+@registry.REWARDS.register("exact_match", also=("accuracy", "em"))
 def exact_match(
   task: Mapping[str, Any], action: str, *, ignore_case: bool = False
 ) -> RewardOutput:
@@ -195,7 +195,7 @@ def _at(value: Any, path: str) -> Any:
 
 
 registry.REWARDS.register(
-  "math", "tunix.rl.multi_turn.rewards.math_answers:MathReward"
+  "math", "tunix.rl.multi_turn.rewards.math_answers:MathReward", also=("gsm8k",)
 )
 registry.REWARDS.register(
   "llm_judge", "tunix.rl.multi_turn.rewards.llm_judge:LLMJudge"

@@ -35,6 +35,7 @@ from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.checkpoints import lora_files
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.models.qwen import qwen_text
+from tunix.rl.multi_turn.run import before_jax
 from tunix.rl.multi_turn.run import external_engine
 from tunix.rl.multi_turn.run.recorded_data import no_engine
 from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
@@ -114,13 +115,17 @@ def make_policy(
     else:
       loaded = named.create(config.run.seed, mesh, screen, **changes)
   except (OSError, ValueError, TypeError) as error:
-    raise ConfigError([_policy_problem(config, source, str(error))]) from None
+    raise ConfigError(
+      [before_jax.policy_problem(config, source, str(error))]
+    ) from None
   except Exception as error:  # pylint: disable=broad-except
     if not policy_settings.is_factory(name):
       raise
     # A user's factory, which may raise anything.
     text = f"{type(error).__name__}: {error}"
-    raise ConfigError([_policy_problem(config, source, text)]) from error
+    raise ConfigError(
+      [before_jax.policy_problem(config, source, text)]
+    ) from error
   model, processor, tokenizer = loaded
   if config.mesh.sequence > 1 and not isinstance(model, qwen_text.QwenText):
     raise ConfigError(
@@ -171,16 +176,6 @@ def make_renderer(
       ]
     )
   return renderer
-
-
-def _policy_problem(config: TrainConfig, source: str, problem: str) -> str:
-  """The problem under the key of the setting that it is about."""
-  field = problem.partition("=")[0]
-  if field in config.policy.config:
-    return f"policy.config.{problem} (policy.name={config.policy.name})"
-  if source and source != config.policy.name:
-    return f"warm start from {source}: {problem}"
-  return f"policy.name={config.policy.name}: {problem}"
 
 
 def _check_screenshots(

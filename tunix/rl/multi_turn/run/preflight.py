@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import pathlib
-import tempfile
 from typing import Any, Iterator
 
 import jax
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.learner.algorithms import parts
@@ -30,11 +27,9 @@ from tunix.rl.multi_turn.planning import run_memory
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.run import before_jax
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
-from tunix.rl.multi_turn.run import packages
-from tunix.rl.multi_turn.run import run_lock
-from tunix.rl.queue import admission
 
 TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError
@@ -43,15 +38,13 @@ _ROWS = 64
 
 
 def before_building(config: TrainConfig) -> None:
-  """Checks the places that a run writes to, and the size of its weights.
+  """Makes the checks of `before_jax`, and that of the weights' size.
 
   Raises:
     ConfigError: listing what is wrong.
   """
   problems = [
-    *_directories(config),
-    *_own_agent(config),
-    *_services(config),
+    *before_jax.problems(config),
     *_learner(config),
     *_weights(config),
     *_beside(config),
@@ -67,20 +60,6 @@ def size_of_weights(config: TrainConfig) -> None:
     ConfigError: they do not.
   """
   if problems := [*_weights(config)]:
-    raise ConfigError(problems)
-
-
-def place_of_evaluation(config: TrainConfig) -> None:
-  """Checks the directory that an evaluation writes to.
-
-  Raises:
-    ConfigError: it cannot be written, or another process has it.
-  """
-  directory = config.run_dir
-  reasons = [run_lock.conflict(directory)]
-  if why := _unwritable(directory):
-    reasons.append(f"run.dir={config.run.dir}: {why}; choose another directory")
-  if problems := [one for one in reasons if one]:
     raise ConfigError(problems)
 
 
@@ -117,90 +96,6 @@ def with_policy(
     if problems := memory.problems(config):
       raise ConfigError(problems)
   return memory
-
-
-def taken(config: TrainConfig) -> str:
-  """The refusal of a new run whose directory holds one; "" where it is free."""
-  if not (config.run_dir / "metrics.jsonl").exists():
-    return ""
-  return (
-    f"run.name={config.run.name}: {config.run_dir} holds a run already;"
-    f" choose another name, or continue it with resume={config.run_dir}"
-  )
-
-
-# --- places -------------------------------------------------------------------
-
-
-def _directories(config: TrainConfig) -> Iterator[str]:
-  """Places that cannot be written, or hold something else."""
-  directory = config.run_dir
-  if config.run.resume:
-    where = f"run.resume={config.run.resume}"
-  else:
-    where = f"run.dir={config.run.dir}"
-    yield from filter(None, [run_lock.conflict(directory) or taken(config)])
-  if why := _unwritable(directory):
-    yield f"{where}: {why}; choose another directory"
-  file = config.queue.path
-  if file == admission.AUTO:
-    file = ""  # In the run's directory.
-  if file and pathlib.Path(file).expanduser().is_dir():
-    yield (
-      f"queue.path={file} cannot be a queue's file: it is a directory; give a"
-      " file that is new, in a folder that can be written"
-    )
-  for key, folder in (
-    ("queue.path", os.path.dirname(file) if file else ""),
-    ("external.weights_dir", config.external.weights_dir),
-    ("monitor.database", os.path.dirname(config.monitor.database)),
-  ):
-    if folder and (why := _unwritable(pathlib.Path(folder).expanduser())):
-      yield f"{key}={loader.value_of(config, key)}: {why}; choose another place"
-
-
-def _unwritable(directory: pathlib.Path) -> str:
-  """Why no directory can be made or written there; "" if it can."""
-  place = pathlib.Path(os.path.abspath(directory))
-  try:
-    while not os.path.lexists(place):
-      place = place.parent
-    if not place.is_dir():
-      return f"{place} is a file, not a directory"
-    # Without a name: nothing is seen or left behind.
-    with tempfile.TemporaryFile(dir=place):
-      pass
-  except OSError as error:
-    return f"{place} cannot be written ({error.strerror or error})"
-  except ValueError as error:  # A null character.
-    return str(error)
-  return ""
-
-
-# --- an agent of one's own ----------------------------------------------------
-
-
-def _own_agent(config: TrainConfig) -> Iterator[str]:
-  name = config.rollout.agent
-  if name in ("", episodes.RUN_SERVICE):
-    return
-  try:
-    agent_session.load(name)
-  except ValueError as error:
-    yield f"rollout.agent={name}: {error}"
-
-
-def _services(config: TrainConfig) -> Iterator[str]:
-  """Looks for the package that serves the policy to other programs."""
-  setting = f"rollout.via={config.rollout.via}"
-  if config.fleet.away:
-    setting = f"fleet.via={config.fleet.via}"
-  elif config.rollout.via not in ("proxy", "buffer"):
-    return
-  try:
-    packages.part("services", "policy_server", setting)
-  except ConfigError as error:
-    yield from error.problems
 
 
 # --- learner ------------------------------------------------------------------

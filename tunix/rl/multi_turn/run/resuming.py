@@ -22,7 +22,6 @@ from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.environments.task_sources import source
-from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import summary_writer
 from tunix.rl.multi_turn.run.evaluations import best_checkpoint
@@ -248,6 +247,9 @@ def _newest(
   for name in names:
     if not (directory / name).is_dir():
       continue
+    # It imports JAX.
+    from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
+
     try:
       with checkpoint_lib.LearnerCheckpoints(directory / name) as checkpoints:
         if steps := checkpoints.steps():
@@ -287,6 +289,8 @@ def checkpoint_step(config: TrainConfig) -> int:
   directory, choice = config.run_dir, config.checkpoint.resume_from
   steps: list[int] = []
   if (directory / "checkpoints").is_dir():
+    from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
+
     with checkpoint_lib.LearnerCheckpoints(
       directory / "checkpoints", read_only=True
     ) as checkpoints:

@@ -36,6 +36,7 @@ from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.planning import dry_run
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
+from tunix.rl.multi_turn.run import before_jax
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import external_engine
@@ -90,12 +91,14 @@ class Run:
     self,
     config: config_lib.TrainConfig,
     processes: peers_lib.Peers = peers_lib.ALONE,
+    task_source: Any = None,
   ):
     """Builds the parts; changes no directory, but locks one that it resumes.
 
     Args:
       config: equal in all processes.
       processes: Processes of the run; each calls the same methods.
+      task_source: As `before_jax.checked` returned it with `config`.
 
     Raises:
       ConfigError: lists the parts that cannot be built, or names the process
@@ -110,6 +113,7 @@ class Run:
     )
     self.resuming = bool(config.run.resume)
     self.changed: list[str] = []
+    self.task_source = task_source
     self._lock: run_lock.RunLock | None = None
     if self.resuming:
       resuming.check_directory(config)
@@ -125,8 +129,8 @@ class Run:
   def _build(self, config: config_lib.TrainConfig) -> None:
     if self.resuming:
       resuming.check_file(config)
-    self.task_source: Any = None
-    if config.plays:
+    was_tried = self.task_source is not None
+    if config.plays and not was_tried:
       config, self.task_source = run_tasks.resolve(config)
     self.config = config
     if self.resuming:
@@ -137,7 +141,8 @@ class Run:
     self.mesh = models.make_mesh(config)
     self.images = images_lib.ImageStore(self.own_directory / "image_cache")
     self.episodes = episodes.EpisodeFactory(config, self.images)
-    if config.plays and self.processes.index == 0:  # It is tried once.
+    # It is tried once.
+    if config.plays and self.processes.index == 0 and not was_tried:
       first_episode.try_first_episode(config, self.episodes, self.task_source)
     self.warm_start = warm_start_lib.WarmStart(
       config,
@@ -291,7 +296,7 @@ class Run:
     self._take_lock()
     if not self.processes.first:
       return ""
-    if not self.resuming and (problem := preflight.taken(config)):
+    if not self.resuming and (problem := before_jax.taken(config)):
       raise config_lib.ConfigError([problem])
     count = self.processes.count
     try:

@@ -20,13 +20,13 @@ surrogate pair is U+FFFD.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 from typing import Any, Callable, Mapping
 
 import orjson
 
+from training_monitor.core import registry
 from training_monitor.core import run_tags as tags_lib
 from training_monitor.schema import later_views
 from training_monitor.schema import progress
@@ -690,6 +690,5 @@ def _delivery(value: Any, faults: _Faults) -> SpoolRange | None:
 
 
 def _unknown(field: str, names: Any) -> str:
-  near = difflib.get_close_matches(field[:_MAX_NAME], list(names), 1)
-  hint = f"; do you mean {near[0]}?" if near else ""
+  hint = registry.did_you_mean(field[:_MAX_NAME], names)
   return f"there is no such field{hint}"

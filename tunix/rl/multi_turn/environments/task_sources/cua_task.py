@@ -13,11 +13,11 @@ task, or two tasks equally well, is an error.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from typing import Any, get_args, Iterable, Literal, Mapping, Sequence, TypeVar
 
 from tunix.rl.multi_turn.core import json_text
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 
 Difficulty = Literal["easy", "medium", "hard"]
@@ -388,8 +388,7 @@ def resolve(
         f"{len(matches)} tasks are called {identifier!r}: {some}; use an id"
       )
   identifiers = [n for t in tasks for n in (*ids(t), name(t)) if n]
-  near = difflib.get_close_matches(identifier, identifiers, n=1, cutoff=0.4)
-  hint = f"; did you mean {near[0]!r}?" if near else ""
+  hint = registry.did_you_mean(identifier, identifiers)
   raise UnknownTaskError(
     f"no task is called {identifier!r}{hint or '.'} There are {len(tasks)}"
     " tasks; their list has ids, names and numbers"

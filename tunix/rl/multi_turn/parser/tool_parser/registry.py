@@ -48,7 +48,9 @@ for _name, _path in {
   "android_world": "grammars.android_world:AndroidWorldParser",
   "browsergym": "grammars.browsergym:BrowserGymParser",
 }.items():
-  PARSERS.register(_name, f"{_PACKAGE}.{_path}")
+  PARSERS.register(
+    _name, f"{_PACKAGE}.{_path}", also=("hermes",) if _name == "qwen" else ()
+  )
 
 
 def register_tool_parser(

@@ -21,9 +21,7 @@ import jax
 import jax.numpy as jnp
 import tokenizers
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import random_keys
-from tunix.rl.multi_turn.policy.checkpoints import config_checks
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
@@ -220,17 +218,6 @@ def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
 
 
 def _family(directory: pathlib.Path) -> Any:
-  kind = policy_files.model_type(directory)
-  families = {tiny_vl_checkpoint.MODEL_TYPE: tiny_vl_checkpoint}
-  families |= dict.fromkeys(
-    (*qwen_checkpoint.FAMILIES, *qwen_checkpoint.TEXT_FAMILIES), qwen_checkpoint
-  )
-  if kind in families:
-    return families[kind]
-  if kind == custom_policy.MODEL_TYPE:
-    raise ValueError(custom_policy.refusal(directory))
-  raise ValueError(
-    f"{directory} holds a model of type"
-    f" {kind!r}{config_checks.why_not(kind)}; policies here are"
-    f" {', '.join(families)}"
-  )
+  if policy_files.family_of(directory) == policy_files.TINY:
+    return tiny_vl_checkpoint
+  return qwen_checkpoint

@@ -3,25 +3,31 @@
 A published checkpoint keeps its chat template in one of three places: a file of
 its own (transformers 5), chat_template.json (of a processor) or
 tokenizer_config.json.
+
+Does not: import JAX, which `parameters` alone needs.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import pathlib
 import re
 import shutil
-from typing import Any, Mapping
+from typing import Any, Mapping, TYPE_CHECKING
 
-from flax import nnx
-import jax
 import tokenizers
 from tunix.rl.multi_turn.core import json_text
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
 from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy.checkpoints import config_checks
 from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 from tunix.rl.multi_turn.policy.checkpoints import tiktoken_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_families
+
+if TYPE_CHECKING:
+  from flax import nnx
+  import jax
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 TOKENIZER_FILES = (
@@ -34,6 +40,8 @@ TOKENIZER_FILES = (
 
 
 GENERATION_FILE = "generation_config.json"
+TINY, CUSTOM = "tunix_tiny_vl", "tunix_custom"
+"""`model_type` of the drawn desktop's policy, and of a user's own factory."""
 
 
 def write_generation(directory: str | pathlib.Path) -> None:
@@ -124,11 +132,10 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   if (DATA / str(path)).is_dir():
     return DATA / str(path)
   shipped = sorted(p.parent.name for p in DATA.glob("*/config.json"))
-  near = difflib.get_close_matches(str(path), shipped, n=1)
+  hint = registry.did_you_mean(path, shipped) or _download(str(path))
   raise FileNotFoundError(
     f"{str(path)!r} is neither a policy directory nor one of the shipped"
-    f" policies {shipped}"
-    + (f"; did you mean {near[0]!r}?" if near else _download(str(path)))
+    f" policies {shipped}{hint}"
   )
 
 
@@ -186,6 +193,49 @@ def model_type(directory: pathlib.Path) -> str:
   except (KeyError, TypeError):
     raise ValueError(f"{file} does not name a model_type") from None
   return str(kind)
+
+
+def family_of(directory: pathlib.Path) -> str:
+  """Returns the `model_type` of a directory whose policy loads here.
+
+  Raises:
+    FileNotFoundError: no config.json.
+    ValueError: another architecture, or weights of a user's own factory.
+  """
+  kind = model_type(directory)
+  if kind == CUSTOM:
+    factory = json_text.read(directory / "config.json").get("factory")
+    raise ValueError(
+      f"{directory} holds weights of a custom policy; load them with"
+      f" policy={factory} warm_start.source=path"
+      f" warm_start.path={directory}"
+    )
+  families = (TINY, *qwen_families.VISION_LANGUAGE, *qwen_families.TEXT)
+  if kind not in families:
+    raise ValueError(
+      f"{directory} holds a model of type"
+      f" {kind!r}{config_checks.why_not(kind)}; policies here are"
+      f" {', '.join(families)}"
+    )
+  return kind
+
+
+def check(path: str, of_factory: bool = False) -> None:
+  """Refuses a directory that lacks the files of a policy; leaves GGUF files.
+
+  Args:
+    path: As of `resolve`.
+    of_factory: Whether weights of a user's own factory are accepted.
+
+  Raises:
+    FileNotFoundError, ValueError: naming what is missing.
+  """
+  if settings.is_gguf(path):
+    return
+  directory = resolve(path)
+  if not (of_factory and model_type(directory) == CUSTOM):
+    family_of(directory)
+  tensor_files.Reader(directory)
 
 
 def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
@@ -317,6 +367,8 @@ def misfit(weights: pathlib.Path, model: nnx.Module) -> str:
 
 def parameters(model: nnx.Module) -> list[tuple[Any, nnx.Variable]]:
   """(path, variable) of every parameter, in the order of their paths."""
+  from flax import nnx
+
   state = nnx.state(model, nnx.Param)
   return sorted(
     nnx.to_flat_state(state), key=lambda item: tuple(map(str, item[0]))

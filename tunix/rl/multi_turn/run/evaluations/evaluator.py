@@ -36,12 +36,12 @@ from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.reporting import files
+from tunix.rl.multi_turn.run import before_jax
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import first_episode
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import observers as observers_lib
-from tunix.rl.multi_turn.run import preflight
 from tunix.rl.multi_turn.run import proxy
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run_lock
@@ -132,7 +132,7 @@ class Evaluation:
 
   def _build(self, config: EvaluationConfig, choose: Choose | None) -> None:
     if self._lock is None:
-      preflight.place_of_evaluation(config)
+      before_jax.place_of_evaluation(config)
     config = subjects.decided(config)
     config, self._tasks = run_tasks.resolve(config)
     self.config = config

@@ -22,6 +22,7 @@ from jax._src import distributed
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.net import peers as peers_lib
+from tunix.rl.multi_turn.run import before_jax
 from tunix.rl.multi_turn.run.multiprocess import peer_watch
 from tunix.rl.queue import admission
 
@@ -31,7 +32,7 @@ _NOTED_S = 5.0
 _OWN = ("host", "port", "public_url")
 """Of `rollout`: of a server that each process has on its own machine."""
 _ADDRESS, _COUNT, _INDEX = (
-  "JAX_COORDINATOR_ADDRESS",
+  before_jax.ADDRESS,
   "JAX_NUM_PROCESSES",
   "JAX_PROCESS_ID",
 )

@@ -26,7 +26,7 @@ from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
 from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 
-MODEL_TYPE = "tunix_tiny_vl"
+MODEL_TYPE = policy_files.TINY
 Loaded = tuple[
   tiny_vl.TinyVL, vision_inputs.TinyVLProcessor, tokenizers.Tokenizer
 ]
