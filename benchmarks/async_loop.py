@@ -283,7 +283,10 @@ def play(
     wait_timeout_s=600.0,
   )
   loop.publish()
-  collecting.start()
+  thread = threading.Thread(
+    target=lambda: asyncio.run(collecting.run()), daemon=True
+  )
+  thread.start()
   try:
     loop.run(warm)
     with watch._lock:  # pylint: disable=protected-access
@@ -301,7 +304,7 @@ def play(
   finally:
     collecting.stop()
     queue.close()
-    collecting.join(30.0)
+    thread.join(30.0)
   measured = {
     "learn_s": float(np.mean(spent)) / unit,
     "turn_s": float(np.mean(watch.extra)) / costs.turns,

@@ -347,7 +347,7 @@ def test_tokens_of_old_versions_leave_the_loss(recorded, tmp_path):
         ('{"messages": [{"role": "user", "content": "x"}]}\n',
          "line 1: nothing to learn"),
         ('{"messages": [{"role": "assistant", "content": "x"}],'
-         ' "weight": "y"}\n', "line 1: reward must be a number"),
+         ' "weight": "y"}\n', "line 1: reward='y' must be a finite number"),
         ('{"messages": [{"role": "user", "content": [{"type": "image",'
          ' "image": "../x.png"}]}, {"role": "assistant", "content": "x"}]}\n',
          "is outside of"),

@@ -200,11 +200,14 @@ def _waiters(q):
     except BaseException as e:  # pylint: disable=broad-except
       outcomes[name] = e
 
+  async def batch():
+    return (await q.lease(2)).groups
+
   async def main():
     await asyncio.gather(
-      note_async("aget", q.aget_batch(2)),
+      note_async("aget", batch()),
       note_async("astart", q.acquire_start_async()),
-      note_async("aput", q.aput(group("more"))),
+      note_async("aput", q.push(group("more"))),
     )
 
   threads = [
@@ -284,17 +287,17 @@ def test_a_slow_consumer_gets_every_group_after_close():
 def test_a_cancelled_waiter_takes_nothing():
   async def main():
     q = GroupQueue(1)
-    waiter = asyncio.ensure_future(q.aget())
+    waiter = asyncio.ensure_future(q.lease(1))
     await asyncio.sleep(0)
     waiter.cancel()
     await asyncio.gather(waiter, return_exceptions=True)
     assert waiter.cancelled()
-    await q.aput(group("a"))
+    await q.push(group("a"))
     assert not q._condition.waiting
     with pytest.raises(std_queue.Full):
-      await q.aput(group("b"), timeout=0.01)
-    with pytest.raises(std_queue.Empty):
-      await q.aget_batch(1, timeout=0.01) and await q.aget(timeout=0.01)
+      await q.push(group("b"), timeout=0.01)
+    assert (await q.lease(1, timeout=0.01)).groups
+    assert await q.lease(1, timeout=0.01) is None
 
   asyncio.run(main())
 
@@ -341,7 +344,7 @@ def test_stress(order, max_staleness):
         ticket = await q.acquire_start_async()
         item = made(ticket)
         await asyncio.sleep(rng.random() * 0.002)
-        await q.aput(item, ticket)
+        await q.push(item, ticket)
       except group_queue.QueueClosed:
         return
 

@@ -77,7 +77,7 @@ def test_images_are_not_packed_on_the_event_loop(tmp_path):
     1, store=group_store.SqliteGroupStore(tmp_path / "q.sqlite", images=store)
   )
   ref = store.put(picture(1))
-  asyncio.run(queue.aput(group("a", ref)))
+  asyncio.run(queue.push(group("a", ref)))
   assert len(readers) == 1 and readers[0] is not threading.current_thread()
 
 

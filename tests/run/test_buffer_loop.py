@@ -100,7 +100,7 @@ def loop_of(
   max_staleness=4,
   **settings,
 ):
-  queue = buffer_loop.LeasedQueue(
+  queue = group_queue.GroupQueue(
     groups_per_step, admission.QueueConfig(max_staleness=max_staleness)
   )
   settings = data_sections.BufferConfig(
@@ -114,11 +114,11 @@ def loop_of(
   }
   loop = buffer_loop.BufferLoop(
     lambda: client.BufferClient(running.url),
+    settings,
     reader_lib.EpisodeReader(
       None, None, images_lib.ImageStore(), parser="hermes", rule=rule
     ),
     queue,
-    settings,
     batch_size=2 * groups_per_step,
     group_size=2,
     raw=raw,
@@ -268,7 +268,7 @@ def test_programs_elsewhere_may_write_when_the_generator_is_over(running):
     assert not task.done()
     items = [*exact("a"), *exact("b")]
     await asyncio.to_thread(running.write, *items)
-    groups = await queue.aget_batch(2, timeout=20)
+    groups = (await queue.lease(2, timeout=20)).groups
     loop.stop()
     await asyncio.gather(task, return_exceptions=True)
     return groups
@@ -304,7 +304,7 @@ def test_a_buffer_of_other_groups_is_refused_where_others_write(running):
 
   async def scene():
     task = asyncio.ensure_future(loop.run())
-    groups = await queue.aget_batch(2, timeout=20)
+    groups = (await queue.lease(2, timeout=20)).groups
     loop.stop()
     await asyncio.gather(task, return_exceptions=True)
     return groups
@@ -354,7 +354,7 @@ def test_what_the_service_drops_is_told_at_each_doubling(running, caplog):
     running.write(*equal("b"))
     await until(lambda: len(drops(reports)) == 2)
     running.write(*exact("good"))
-    await queue.aget_batch(1, timeout=20)
+    assert await queue.lease(1, timeout=20)
     loop.stop()
     await asyncio.gather(task, return_exceptions=True)
 

@@ -11,11 +11,13 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
+from tunix.rl.multi_turn.run.recorded_data import feeding
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.trajectory_collector import completion_checks
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.queue import admission
+from tunix.rl.queue import group_queue
 
 EXACT = {
   "tokens": [5, 6],
@@ -46,15 +48,15 @@ class _Loop:
 
   def __init__(self, service, state=None):
     self.faults = []
-    self.queue = buffer_loop.LeasedQueue(
+    self.queue = group_queue.GroupQueue(
       1, admission.QueueConfig(max_staleness=100)
     )
     settings = types.SimpleNamespace(poll_s=0.02, retries=-1, lease_s=60.0)
     self.loop = buffer_loop.BufferLoop(
       lambda: client.BufferClient(service.url),
+      settings,
       reader_lib.EpisodeReader(None, None, images_lib.ImageStore(), parser=""),
       self.queue,
-      settings,
       batch_size=-1,
       min_valid=1,
       payload=None,
@@ -129,7 +131,7 @@ def test_pictures_that_cannot_be_read_cost_their_own_group_only(service):
 def test_many_groups_in_a_row_that_cannot_be_read_end_the_run(
   service, monkeypatch
 ):
-  monkeypatch.setattr(buffer_loop, "_MOST_REFUSED", 3)
+  monkeypatch.setattr(feeding, "MOST_BAD", 3)
   for n in range(3):
     service.put(*_group(f"b{n}", **POSITIVE))
   run = _Loop(service)
@@ -149,7 +151,7 @@ UNTRAINED = {
 def test_groups_without_a_sampled_token_are_reported_and_end_the_run(
   service, monkeypatch
 ):
-  monkeypatch.setattr(buffer_loop, "_MOST_REFUSED", 4)
+  monkeypatch.setattr(feeding, "MOST_BAD", 4)
   for n in range(3):
     service.write(*_group(f"b{n}", **UNTRAINED))
   service.write(*_group("a"))  # One between begins the count anew.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.run.recorded_data import buffer_loop
+from tunix.rl.multi_turn.run.recorded_data import feeding
 from tunix.rl.multi_turn.run.recorded_data import function_loop
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.trajectory_collector import agent_rollout
@@ -44,7 +44,7 @@ def rollout(rollout_id, bad=(), useless=(), **more):
 
 
 def loop_of(function, num_rollout=2, reported=None, rule=None):
-  queue = buffer_loop.LeasedQueue(SIZE, admission.QueueConfig(max_staleness=4))
+  queue = group_queue.GroupQueue(SIZE, admission.QueueConfig(max_staleness=4))
   loop = function_loop.FunctionLoop(
     function,
     argparse.Namespace(
@@ -52,6 +52,7 @@ def loop_of(function, num_rollout=2, reported=None, rule=None):
       rollout_batch_size=SIZE,
       n_samples_per_prompt=MEMBERS,
     ),
+    str,
     reader_lib.EpisodeReader(
       None,
       None,
@@ -61,7 +62,6 @@ def loop_of(function, num_rollout=2, reported=None, rule=None):
       rule=rule,
     ),
     queue,
-    str,
     min_valid=1,
     observers=types.SimpleNamespace(
       on_event=([] if reported is None else reported).append
@@ -77,7 +77,7 @@ async def names_of(loop, queue, count):
   try:
     for _ in range(count):
       group = await asyncio.to_thread(queue.get, 10)
-      names.append(buffer_loop.instance_of(group))
+      names.append(feeding.instance_of(group))
   finally:
     queue.close()
     loop.stop()

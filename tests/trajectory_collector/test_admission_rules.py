@@ -60,7 +60,7 @@ async def play(tasks, per_step, config, part_size, seed):
   taken = []
   try:
     while True:
-      batch = await queue.aget_batch(timeout=30)
+      batch = (await queue.lease(timeout=30)).groups
       taken.extend((queue.version, group) for group in batch)
       await asyncio.sleep(rng.random() * 0.01)  # An update.
       client.version = queue.version + 1
@@ -69,7 +69,7 @@ async def play(tasks, per_step, config, part_size, seed):
     pass
   await running
   for _ in range(queue.qsize()):  # Fewer than a batch.
-    taken.append((queue.version, await queue.aget(timeout=30)))
+    taken.append((queue.version, queue.get(timeout=30)))
   return taken, dropped, started, queue
 
 

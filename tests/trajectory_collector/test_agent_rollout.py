@@ -244,8 +244,8 @@ def test_an_item_without_a_required_key_is_a_value_error(key):
     "extra_info": {},
   }
   del item[key]
-  with pytest.raises(ValueError, match=f"item 0: the item lacks {key}"):
-    client.parse({"success": True, "data": {"data": [item]}})
+  with pytest.raises(ValueError, match=f"item 0: {key} is missing"):
+    client.check(client.unpack({"success": True, "data": {"data": [item]}}))
 
 
 def test_groups_beside_one_that_cannot_be_used_are_delivered():
@@ -278,7 +278,7 @@ def test_groups_beside_one_that_cannot_be_used_are_delivered():
 )
 def test_an_answer_of_another_protocol_is_a_value_error(answer, problem):
   with pytest.raises(ValueError, match=problem):
-    client.parse(answer)
+    client.check(client.unpack(answer))
 
 
 def test_items_may_be_wrapped_and_data_a_plain_list():
@@ -289,7 +289,7 @@ def test_items_may_be_wrapped_and_data_a_plain_list():
     "reward": 1,
     "extra_info": {},
   }
-  found = client.parse({"success": True, "data": [{"data": item}]})
+  found = client.unpack({"success": True, "data": [{"data": item}]})
   assert found.items == [item] and found.meta_info == {}
 
 

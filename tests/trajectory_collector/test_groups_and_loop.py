@@ -8,6 +8,7 @@ import collector_fakes as fakes
 import loop_cases as cases
 import numpy as np
 import pytest
+import threaded_loop
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
@@ -59,15 +60,24 @@ def test_failures_with_a_success_between_them_do_not_end_the_loop():
       raise ConnectionError("down")
     return cases.good_pair(task)
 
-  queue = group_queue.GroupQueue(8)
+  client = cases.SeededClient()
+  queue = group_queue.GroupQueue(1)  # Which admits one group at a time.
   loop = tc.CollectLoop(
-    cases.make_collector(pair=pair, max_requeues=0),
+    cases.make_collector(client, pair=pair, max_requeues=0),
     tc.TaskSampler(range(8), shuffle=False, epochs=1),
     queue,
-    max_groups=1,
     max_failed_groups=2,
   )
-  asyncio.run(loop.run())
+
+  async def main():
+    running = asyncio.ensure_future(loop.run())
+    for version in range(1, 5):
+      assert await queue.lease(1, timeout=20)
+      client.version = version
+      queue.set_version(version)
+    await running
+
+  asyncio.run(main())
   assert loop.counts["accepted"] == loop.counts["given_up"] == 4
 
 
@@ -102,7 +112,9 @@ def test_a_task_that_cannot_be_written_gets_an_id_and_its_group():
   assert tc.groups.task_id_of(Opaque()) == tc.groups.task_id_of(Opaque())
   assert tc.groups.task_id_of(Opaque()) != tc.groups.task_id_of(itself)
   queue = group_queue.GroupQueue(1)
-  loop = tc.CollectLoop(cases.make_collector(), iter([Opaque()]), queue)
+  loop = threaded_loop.ThreadedLoop(
+    cases.make_collector(), iter([Opaque()]), queue
+  )
   asyncio.run(loop.run())
   assert len(queue.get(timeout=0).valid) == 4
 
@@ -265,7 +277,7 @@ def test_loop_and_learner(max_staleness):
   queue = group_queue.GroupQueue(
     2, group_queue.QueueConfig(max_staleness=max_staleness)
   )
-  loop = tc.CollectLoop(
+  loop = threaded_loop.ThreadedLoop(
     cases.make_collector(client), tc.TaskSampler(range(5)), queue
   )
   loop.start()
@@ -296,7 +308,7 @@ def test_two_synchronous_runs_are_equal():
 
     client = cases.SeededClient(jitter=0.01)
     queue = group_queue.GroupQueue(3)
-    loop = tc.CollectLoop(
+    loop = threaded_loop.ThreadedLoop(
       cases.make_collector(client, pair, seed=7, max_requeues=1),
       tc.TaskSampler(range(7), seed=1),
       queue,
@@ -328,7 +340,7 @@ def test_dropped_groups_are_tried_again_and_then_given_up():
     return agent, env
 
   queue = group_queue.GroupQueue(2)
-  loop = tc.CollectLoop(
+  loop = threaded_loop.ThreadedLoop(
     cases.make_collector(pair=pair, observers=recorder),
     tc.TaskSampler(["broken", "a", "b"], shuffle=False, epochs=1),
     queue,
@@ -366,7 +378,7 @@ def test_groups_with_enough_valid_members_are_kept():
     return agent, env
 
   queue = group_queue.GroupQueue(1)
-  loop = tc.CollectLoop(
+  loop = threaded_loop.ThreadedLoop(
     cases.make_collector(pair=pair, min_valid=2), iter(["a"]), queue
   )
   asyncio.run(loop.run())
@@ -401,7 +413,7 @@ def test_a_masked_episode_counts_in_a_group_that_has_another():
   assert list(left_out.values()) == [("untrained",), ("",)]
   masked = group(ended(0.0, False), ended(1.0, False))
   assert masked.valid == ()
-  loop = tc.CollectLoop(
+  loop = threaded_loop.ThreadedLoop(
     cases.make_collector(), iter([]), group_queue.GroupQueue(1)
   )
   assert loop._refusal(mixed) is None
@@ -416,7 +428,7 @@ def test_a_world_in_which_nothing_works_is_reported():
     raise OSError("no gym server")
 
   queue = group_queue.GroupQueue(2)
-  loop = tc.CollectLoop(
+  loop = threaded_loop.ThreadedLoop(
     cases.make_collector(pair=pair, max_requeues=1),
     tc.TaskSampler(range(3)),
     queue,
@@ -446,7 +458,7 @@ def test_a_crash_of_the_loop_surfaces_at_the_consumer(where):
 
   queue = group_queue.GroupQueue(2, store=Store() if where == "queue" else None)
   kind = Collector if where == "factory result" else tc.GroupCollector
-  loop = tc.CollectLoop(
+  loop = threaded_loop.ThreadedLoop(
     kind(cases.good_pair, cases.model_of(cases.SeededClient())),
     tasks() if where == "sampler" else tc.TaskSampler(range(9)),
     queue,
@@ -470,7 +482,7 @@ def test_stop():
     return fakes.ListAgent(), envs[-1]
 
   queue = group_queue.GroupQueue(2)
-  loop = tc.CollectLoop(
+  loop = threaded_loop.ThreadedLoop(
     cases.make_collector(pair=pair), tc.TaskSampler(range(9)), queue
   )
   loop.start()
@@ -493,7 +505,7 @@ def test_no_group_starts_during_a_hold():
 
   queue = group_queue.GroupQueue(1)
   client = cases.SeededClient()
-  loop = tc.CollectLoop(
+  loop = threaded_loop.ThreadedLoop(
     cases.make_collector(client, pair=pair, group_size=2),
     tc.TaskSampler(range(9), shuffle=False),
     queue,
@@ -524,12 +536,16 @@ def test_no_group_starts_during_a_hold():
 
 def test_stop_before_the_start_and_closing_the_queue_end_the_loop():
   queue = group_queue.GroupQueue(1)
-  loop = tc.CollectLoop(cases.make_collector(), tc.TaskSampler([1]), queue)
+  loop = threaded_loop.ThreadedLoop(
+    cases.make_collector(), tc.TaskSampler([1]), queue
+  )
   loop.stop()
   asyncio.run(loop.run())
   assert queue.closed
   queue = group_queue.GroupQueue(1)
-  loop = tc.CollectLoop(cases.make_collector(), tc.TaskSampler([1]), queue)
+  loop = threaded_loop.ThreadedLoop(
+    cases.make_collector(), tc.TaskSampler([1]), queue
+  )
   loop.start()
   queue.get(timeout=20)
   queue.close()
@@ -563,31 +579,19 @@ def test_a_group_cancelled_before_its_first_step_gives_its_ticket_back():
 def test_cancelling_the_loop_closes_the_queue():
   async def main():
     queue = group_queue.GroupQueue(1)
-    loop = tc.CollectLoop(cases.make_collector(), tc.TaskSampler([1]), queue)
+    loop = threaded_loop.ThreadedLoop(
+      cases.make_collector(), tc.TaskSampler([1]), queue
+    )
     task = asyncio.ensure_future(loop.run())
-    await queue.aget(timeout=20)
+    assert await queue.lease(1, timeout=20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
       await task
     with pytest.raises(group_queue.QueueClosed):
-      await queue.aget()
+      await queue.lease(1)
     assert len(asyncio.all_tasks()) == 1
 
   asyncio.run(main())
-
-
-def test_groups_in_flight_can_be_bounded_further():
-  client = cases.SeededClient(jitter=0.002)
-  queue = group_queue.GroupQueue(8)
-  loop = tc.CollectLoop(
-    cases.make_collector(client, group_size=2),
-    tc.TaskSampler(range(8), epochs=1),
-    queue,
-    max_groups=2,
-  )
-  asyncio.run(loop.run())
-  assert client.peak <= 4
-  assert queue.qsize() == 8
 
 
 # --- Groups in parts ---------------------------------------------------------
@@ -635,7 +639,9 @@ def test_a_group_comes_in_parts_in_the_order_of_its_ends():
     config = group_queue.QueueConfig(max_staleness=1)
     queue = group_queue.GroupQueue(2, config)
     collector = cases.make_collector(pair=_paced_pair(), part_size=2)
-    loop = tc.CollectLoop(collector, tc.TaskSampler(["a"], epochs=1), queue)
+    loop = threaded_loop.ThreadedLoop(
+      collector, tc.TaskSampler(["a"], epochs=1), queue
+    )
     running = asyncio.ensure_future(loop.run())
     await _until(lambda: len(_Paced.gates) == 4)
     assert queue.counters()["running"] == 2  # A ticket a part.
@@ -673,7 +679,7 @@ def test_a_part_that_never_comes_gives_its_ticket_back():
     for number in range(3, 12):
       _Paced.gates[number] = asyncio.Event()
       _Paced.gates[number].set()
-    loop = tc.CollectLoop(
+    loop = threaded_loop.ThreadedLoop(
       collector, tc.TaskSampler(["a"], epochs=1), queue, backoff=0
     )
     await loop.run()
@@ -689,7 +695,9 @@ def test_a_resumed_run_collects_the_parts_that_are_wanting():
   config = group_queue.QueueConfig(max_staleness=2)
   queue = group_queue.GroupQueue(2, config)
   sampler = tc.TaskSampler(["a", "b", "c"], shuffle=False, epochs=1)
-  loop = tc.CollectLoop(cases.make_collector(part_size=2), sampler, queue)
+  loop = threaded_loop.ThreadedLoop(
+    cases.make_collector(part_size=2), sampler, queue
+  )
   queue.known = lambda: {0, 2, 3}  # As of a store: one part of "a", all of "b".
   loop.load_state_dict(
     {"sampler": sampler.state_dict(), "next_index": 0, "unfinished": []}
@@ -707,7 +715,7 @@ def test_finished_admission_starts_a_group_when_episodes_have_room():
       1, group_queue.QueueConfig(max_staleness=1, admission="finished")
     )
     collector = cases.make_collector(pair=_paced_pair(), concurrency=6)
-    loop = tc.CollectLoop(collector, tc.TaskSampler(["a"]), queue)
+    loop = threaded_loop.ThreadedLoop(collector, tc.TaskSampler(["a"]), queue)
     running = asyncio.ensure_future(loop.run())
     await _until(lambda: len(_Paced.gates) == 6)
     await asyncio.sleep(0.05)

@@ -12,6 +12,7 @@ import threading
 import collector_fakes as fakes
 import numpy as np
 import pytest
+import threaded_loop
 from tunix.rl.multi_turn import tools
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.agents import ToolAgent
@@ -42,12 +43,12 @@ def test_trainer_and_collector_on_one_loop_do_not_wait_for_each_other():
   collector = tc.GroupCollector(
     pair, policy, tc.CollectConfig(group_size=3, min_valid=2, concurrency=1)
   )
-  loop = tc.CollectLoop(collector, tc.TaskSampler(range(3)), queue)
+  loop = threaded_loop.ThreadedLoop(collector, tc.TaskSampler(range(3)), queue)
 
   async def main():
     collecting = asyncio.ensure_future(loop.run())
     for step in range(5):
-      assert len(await queue.aget_batch(timeout=30)) == 2
+      assert len((await queue.lease(timeout=30)).groups) == 2
       client.version = step + 1
       queue.set_version(step + 1)
     loop.stop()
@@ -112,7 +113,9 @@ def test_a_slow_consumer_gets_every_ready_group():
   collector = tc.GroupCollector(
     pair, policy, tc.CollectConfig(group_size=2, min_valid=2)
   )
-  loop = tc.CollectLoop(collector, tc.TaskSampler(range(10), epochs=1), queue)
+  loop = threaded_loop.ThreadedLoop(
+    collector, tc.TaskSampler(range(10), epochs=1), queue
+  )
   loop.start()
   assert loop.join(30)  # It has ended before anything is consumed.
   got = 0
@@ -147,7 +150,7 @@ def test_one_exception_in_a_step_does_not_end_training():
   collector = tc.GroupCollector(
     sometimes, policy, tc.CollectConfig(group_size=4, min_valid=2)
   )
-  loop = tc.CollectLoop(collector, tc.TaskSampler(range(4)), queue)
+  loop = threaded_loop.ThreadedLoop(collector, tc.TaskSampler(range(4)), queue)
   loop.start()
   for step in range(4):
     for group in queue.get_batch(timeout=30):
@@ -279,7 +282,7 @@ def test_a_group_without_enough_members_is_not_statistics():
     policy,
     tc.CollectConfig(group_size=4, min_valid=2, max_requeues=1),
   )
-  loop = tc.CollectLoop(collector, iter(["a"]), queue, backoff=0)
+  loop = threaded_loop.ThreadedLoop(collector, iter(["a"]), queue, backoff=0)
   asyncio.run(loop.run())
   with pytest.raises(group_queue.QueueClosed):
     queue.get()

@@ -166,23 +166,23 @@ def _item(**changes):
 def test_each_required_key_is_demanded_by_name(key):
   item = _item()
   del item[key]
-  with pytest.raises(ValueError, match=f"lacks {key}"):
+  with pytest.raises(ValueError, match=f"{key} is missing"):
     records.read(item)
 
 
 @pytest.mark.parametrize(
   "changes, problem",
   [
-    ({"instance_id": ""}, "instance_id must not be empty"),
-    ({"instance_id": 1.5}, "instance_id must be text"),
-    ({"uid": None}, "uid must be text"),
-    ({"messages": "hello"}, "messages must be a list"),
-    ({"messages": [{"content": "x"}]}, "with a role"),
-    ({"reward": "1"}, "reward must be a number, got '1'"),
+    ({"instance_id": ""}, "instance_id='' must be a text"),
+    ({"instance_id": 1.5}, "instance_id=1.5 must be a text"),
+    ({"uid": None}, "uid=None must be a text"),
+    ({"messages": "hello"}, "messages='hello' must be a list"),
+    ({"messages": [{"content": "x"}]}, "with a text 'role'"),
+    ({"reward": "1"}, "reward='1' must be a finite number"),
     ({"reward": float("nan")}, "reward: .*finite"),
-    ({"reward": None}, "reward must be a number"),
+    ({"reward": None}, "reward=None must be a finite number"),
     ({"raw_reward": float("inf")}, "raw_reward: .*finite"),
-    ({"extra_info": []}, "extra_info must be an object"),
+    ({"extra_info": []}, r"extra_info=\[\] must be an object"),
     ({"tokens": [1, 2]}, "lacks loss_mask"),
     ({"tokens": [1], "loss_mask": [0, 1]}, "2 entries for 1 tokens"),
     ({"tokens": [1], "loss_mask": [2]}, "0 or 1"),

@@ -5,6 +5,7 @@ import json
 import collector_fakes as fakes
 import loop_cases as cases
 import pytest
+import threaded_loop
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.queue import group_queue
@@ -24,7 +25,7 @@ def test_a_crashed_run_resumes(tmp_path):
       version=version,
       store=group_store.SqliteGroupStore(tmp_path / "queue.sqlite"),
     )
-    loop = tc.CollectLoop(
+    loop = threaded_loop.ThreadedLoop(
       cases.make_collector(client, group_size=2),
       tc.TaskSampler(tasks, seed=5, epochs=1),
       queue,
@@ -74,7 +75,7 @@ def test_group_ids_of_a_resumed_run_are_new_without_a_store_too():
   def parts(version):
     client = cases.SeededClient(version)
     queue = group_queue.GroupQueue(1, version=version)
-    loop = tc.CollectLoop(
+    loop = threaded_loop.ThreadedLoop(
       cases.make_collector(client), tc.TaskSampler(range(50)), queue
     )
     return queue, loop, client
@@ -112,7 +113,7 @@ def test_a_drawn_task_outlives_every_interrupt(admitted, kept):
     "unfinished": [{"index": i, "task": task} for i, task in drawn],
   }
   queue = group_queue.GroupQueue(admitted)
-  loop = tc.CollectLoop(
+  loop = threaded_loop.ThreadedLoop(
     cases.make_collector(pair=hanging), tc.TaskSampler(range(9)), queue
   )
   loop.load_state_dict(state)

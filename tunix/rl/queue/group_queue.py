@@ -18,8 +18,10 @@ Promises: a group is delivered at most once; ready groups are delivered even
 when the queue is closed or a producer has failed; `close` and `fail` wake
 every waiter; nothing waits while it holds the lock.
 
-With a `GroupStore`, a group is durable before `put` returns and stays so until
-`ack` confirms that its training is durable too. The rules are `Ledger`'s.
+It is a `transport.GroupTransport`; `put`, `get_batch` and `ack` are the forms
+for threads. With a `GroupStore`, a group is durable before `put` returns and
+stays so until `ack` confirms that its training is durable too. The rules are
+`Ledger`'s.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from tunix.rl.queue import admission
 from tunix.rl.queue import async_condition
 from tunix.rl.queue import group_store
 from tunix.rl.queue import ledger
+from tunix.rl.queue import transport
 
 _LOG = logging.getLogger(__name__)
 _UPSTREAM = "tunix.rl.queue.data_queue"
@@ -96,7 +99,10 @@ class GroupQueue(_QueueBase):
     self._store: GroupStore = store or MemoryGroupStore()
     # Of its own, as an event loop's may be full of calls that hang.
     self._writer = concurrent.futures.ThreadPoolExecutor(1, "queue-store")
-    self._on_drop = on_drop
+    self._on_drop = on_drop or (lambda group, reason: None)
+    self.on_settled: Callable[[list[int]], None] = lambda indices: None
+    """Receives the indices of groups that never come again: acknowledged, or
+    dropped at delivery."""
     self._condition = async_condition.AsyncCondition()
     self._ledger.restore(
       [
@@ -119,11 +125,6 @@ class GroupQueue(_QueueBase):
     return self._ledger.closed
 
   @property
-  def groups_per_step(self) -> int:
-    """Groups the learner consumes per version."""
-    return self._ledger.groups_per_step
-
-  @property
   def max_staleness(self) -> int:
     """Versions a token may lag behind the learner."""
     return self._ledger.config.max_staleness
@@ -137,11 +138,6 @@ class GroupQueue(_QueueBase):
   def capacity(self) -> int:
     """Groups held."""
     return self._ledger.capacity
-
-  @property
-  def order(self) -> str:
-    """Order of delivery."""
-    return self._ledger.order
 
   def qsize(self) -> int:
     """Groups ready for delivery."""
@@ -278,7 +274,7 @@ class GroupQueue(_QueueBase):
     )
     self._persist_and_commit(entry, ticket)
 
-  async def aput(
+  async def push(
     self,
     item: TrajectoryGroup,
     ticket: Ticket | None = None,
@@ -338,32 +334,32 @@ class GroupQueue(_QueueBase):
     n = self._ledger.check_batch(n)
     dropped: list[ledger.QueuedGroup] = []
     try:
-      return self._condition.wait(
+      entries = self._condition.wait(
         lambda: self._take(n, dropped),
         timeout,
         self._late(std_queue.Empty, timeout),
       )
     finally:
       self._report(dropped)
+    return _groups(entries)
 
-  async def aget(self, timeout: float | None = None) -> TrajectoryGroup:
-    """`get` without blocking the event loop."""
-    return (await self.aget_batch(1, timeout))[0]
-
-  async def aget_batch(
+  async def lease(
     self, n: int | None = None, timeout: float | None = None
-  ) -> list[TrajectoryGroup]:
-    """`get_batch` without blocking the event loop."""
+  ) -> transport.Lease[TrajectoryGroup] | None:
+    """`get_batch` without blocking the event loop; None: time was up."""
     n = self._ledger.check_batch(n)
     dropped: list[ledger.QueuedGroup] = []
     try:
-      return await self._condition.wait_async(
+      entries = await self._condition.wait_async(
         lambda: self._take(n, dropped),
         timeout,
         self._late(std_queue.Empty, timeout),
       )
+    except std_queue.Empty:
+      return None
     finally:
       self._report(dropped)
+    return transport.Lease([e.index for e in entries], _groups(entries))
 
   def unacked(self) -> list[int]:
     """Indices of delivered groups without acknowledgement, ascending."""
@@ -383,6 +379,20 @@ class GroupQueue(_QueueBase):
       acked = self._ledger.ack(indices)
     if acked:
       self._store.remove(acked)
+      self.on_settled(acked)
+
+  async def acknowledge(self, lease_id: Sequence[int]) -> None:
+    """`ack` of a lease, without blocking the event loop."""
+    await asyncio.to_thread(self.ack, lease_id)
+
+  async def release(self, lease: transport.Lease[TrajectoryGroup]) -> None:
+    """Makes the groups of a lease ready again."""
+    with self._condition:
+      self._ledger.put_back(
+        ledger.QueuedGroup.of(group, index)
+        for index, group in zip(lease.id, lease.groups)
+      )
+      self._condition.notify()
 
   def refund(self, n: int) -> None:
     """Admits `n` more groups in place of delivered ones that went into no
@@ -445,7 +455,7 @@ class GroupQueue(_QueueBase):
 
   def _take(
     self, n: int, dropped: list[ledger.QueuedGroup]
-  ) -> list[TrajectoryGroup] | None:
+  ) -> list[ledger.QueuedGroup] | None:
     """An attempt; adds groups found too old to `dropped`."""
     stale = self._ledger.purge()
     if stale:
@@ -455,7 +465,7 @@ class GroupQueue(_QueueBase):
     if result is None:
       return None
     self._condition.notify()
-    return [entry.group for entry in result]
+    return result
 
   def _report(self, dropped: list[ledger.QueuedGroup]) -> None:
     """Outside the lock: frees stored groups and calls `on_drop`."""
@@ -463,9 +473,8 @@ class GroupQueue(_QueueBase):
       return
     entries = list(dropped)
     dropped.clear()
-    self._store.remove([e.index for e in entries])
-    if self._on_drop is None:
-      return
+    indices = [e.index for e in entries]
+    self._store.remove(indices)
     for entry in entries:
       which, version = "oldest", entry.oldest
       if self._ledger.config.stale_policy == "trim":
@@ -478,6 +487,7 @@ class GroupQueue(_QueueBase):
         self._on_drop(entry.group, reason)
       except Exception:  # pylint: disable=broad-except
         _LOG.exception("on_drop failed for group %s", entry.group.group_id)
+    self.on_settled(indices)
 
   def _late(
     self, expired: type[Exception], timeout: float | None
@@ -486,3 +496,7 @@ class GroupQueue(_QueueBase):
     return lambda: expired(
       f"nothing after {timeout:g} s: {self._ledger.describe()}"
     )
+
+
+def _groups(entries: list[ledger.QueuedGroup]) -> list[TrajectoryGroup]:
+  return [entry.group for entry in entries]

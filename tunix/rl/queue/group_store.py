@@ -16,9 +16,7 @@ import pathlib
 import sqlite3
 import threading
 from typing import Iterable, Protocol, Sequence
-import zlib
 
-import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
 
@@ -190,7 +188,7 @@ class SqliteGroupStore:
 
   def _packed(self, ref: trajectory.ImageRef) -> bytes:
     assert self._images is not None
-    return zlib.compress(self._images.get(ref).tobytes(), 1)
+    return self._images.pack(ref)
 
   def _rollback(self) -> None:
     if self._db.in_transaction:  # Some errors have ended it already.
@@ -264,10 +262,7 @@ class SqliteGroupStore:
         ).fetchone()
       if row is None:
         raise KeyError(f"its image {ref.sha256[:12]}… is gone")
-      pixels = np.frombuffer(zlib.decompress(row[0]), np.uint8)
-      digest = self._images.put(pixels.reshape(ref.height, ref.width, 3))
-      if digest != ref:
-        raise ValueError(f"its image {ref.sha256[:12]}… is another one")
+      self._images.put_packed(ref, row[0])
 
   def known(self) -> set[int]:
     """Indices of all groups ever accepted, but for lost ones."""

@@ -342,6 +342,14 @@ class Ledger:
       )
     return n
 
+  def put_back(self, entries: Iterable[QueuedGroup]) -> None:
+    """Makes delivered groups ready again that are not acknowledged."""
+    for entry in entries:
+      if entry.index in self._unacked:
+        self._unacked.remove(entry.index)
+        self._ready[entry.index] = entry
+        self.counts["delivered"] -= 1
+
   def unacked(self) -> list[int]:
     """Indices of delivered groups without acknowledgement, ascending."""
     return sorted(self._unacked)

@@ -231,9 +231,12 @@ class App(applications.Application):
     except KeyError:
       buffer = await asyncio.to_thread(self._service.buffer, name)
     with buffer.reserving(written):
-      future = self._service.store.put(buffer.id, written, buffer.stored)
+      future = asyncio.wrap_future(
+        self._service.store.put(buffer.id, written, buffer.stored)
+      )
       # Not cancelled with the request: it is stored all the same.
-      return sum(await asyncio.wait_for(asyncio.shield(future), _COMMIT_S))
+      seqs = await asyncio.wait_for(asyncio.shield(future), _COMMIT_S)
+      return len(seqs) - seqs.count(None)
 
   # --- reading ----------------------------------------------------------------
 
@@ -311,18 +314,20 @@ class App(applications.Application):
     return await asyncio.to_thread(self._answer, buffer, data, size, False)
 
   async def _ack(self, request: Request) -> Response:
-    data = await self._object(request)
-    count = await asyncio.to_thread(
-      self._found(request, data).acknowledge, requests.lease(data)
+    return await self._ended(
+      request, buffers.Buffer.acknowledge, "Acknowledged"
     )
-    return _json({"success": True, "message": f"Acknowledged {count} items"})
 
   async def _release(self, request: Request) -> Response:
+    return await self._ended(request, buffers.Buffer.release, "Released")
+
+  async def _ended(
+    self, request: Request, end: Callable[..., int], verb: str
+  ) -> Response:
     data = await self._object(request)
-    count = await asyncio.to_thread(
-      self._found(request, data).release, requests.lease(data)
-    )
-    return _json({"success": True, "message": f"Released {count} items"})
+    buffer, lease = self._found(request, data), requests.lease(data)
+    count = await asyncio.to_thread(end, buffer, lease)
+    return _json({"success": True, "message": f"{verb} {count} items"})
 
   async def _known(self, request: Request) -> Response:
     data = await self._object(request)

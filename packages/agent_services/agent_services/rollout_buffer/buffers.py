@@ -40,7 +40,6 @@ from agent_services.rollout_buffer import store_work
 from agent_services.rollout_buffer import tally
 
 _LOG = logging.getLogger(__name__)
-_COMMIT_S = 120.0
 _SENDING_S = 600.0
 """Longest time that the answer to a final read takes to leave."""
 OnRead = Callable[["Buffer", int, list[bytes]], None]
@@ -165,7 +164,7 @@ class Buffer:
     with self._taking:
       # By the writing thread, so that no write is missed or taken twice.
       needed = hooks.get_group_data_meta_info is not None
-      self._wait(self._store.call(store_work.contents(self.id, needed), load))
+      self._store.do(store_work.contents(self.id, needed), load)
 
   def _load(self, contents: store_work.Contents) -> None:
     now = self._clock()
@@ -208,9 +207,7 @@ class Buffer:
   def reset(self) -> None:
     """Forgets all items, their uids and leases."""
     with self._taking:
-      self._wait(
-        self._store.call(store_work.reset(self.id), lambda _: self._forget())
-      )
+      self._store.do(store_work.reset(self.id), lambda _: self._forget())
 
   def _forget(self) -> None:
     with self._lock:
@@ -375,7 +372,7 @@ class Buffer:
       remembered=self._limits.remembered_uids,
     )
     try:
-      self._wait(self._store.call(take))
+      self._store.do(take)
     except sqlite3.IntegrityError:  # Another buffer has lent under the id.
       raise _used(lease) from None
     delivery = next(self._deliveries)
@@ -445,10 +442,8 @@ class Buffer:
       self._drop(self._judge()[1])
       if self._tally.cleared > self._forgotten:
         cleared = self._tally.cleared
-        self._wait(
-          self._store.call(
-            store_work.forget(self.id, cleared, self._limits.remembered_uids)
-          )
+        self._store.do(
+          store_work.forget(self.id, cleared, self._limits.remembered_uids)
         )
         self._forgotten = cleared
         with self._lock:  # Their contents are gone from the disk.
@@ -498,10 +493,8 @@ class Buffer:
           f"lease {lease!r} is over or never was; its groups are read again"
         )
       seqs = [seq for group in current.groups for seq in group.seqs]
-      self._wait(
-        self._store.call(
-          store_work.acknowledge(self.id, lease, seqs, current.seconds > 0)
-        )
+      self._store.do(
+        store_work.acknowledge(self.id, lease, seqs, current.seconds > 0)
       )
       with self._lock:
         del self._leases[lease]
@@ -540,7 +533,7 @@ class Buffer:
   def _return(self, lease: str) -> int:
     current = self._leases[lease]
     seqs = [seq for group in current.groups for seq in group.seqs]
-    waits = self._wait(self._store.call(store_work.give_back(lease, seqs)))
+    waits = self._store.do(store_work.give_back(lease, seqs))
     with self._lock:
       del self._leases[lease]
       if not waits:  # It was acknowledged by a commit that came late.
@@ -559,7 +552,7 @@ class Buffer:
     seqs = [seq for group in dropped for seq in group.seqs]
     retained = self._kept_with(dropped)
     released = retained.released
-    self._wait(self._store.call(store_work.drop(self.id, seqs, released)))
+    self._store.do(store_work.drop(self.id, seqs, released))
     with self._lock:
       for group in dropped:
         self._groups.take(group)
@@ -632,20 +625,6 @@ class Buffer:
   def _reads(self) -> int:
     (row,) = self._store.rows("SELECT reads FROM buffers WHERE id = ?", self.id)
     return row[0]
-
-  def _wait(self, future: Any) -> Any:
-    """Returns the result of the store's work.
-
-    Raises:
-      TimeoutError: the work was not begun in time, and never is; or takes as
-        long again.
-    """
-    try:
-      return future.result(_COMMIT_S)
-    except TimeoutError:
-      if future.cancel():
-        raise
-      return future.result(_COMMIT_S)
 
 
 def _used(lease: str) -> LeaseUsed:

@@ -236,7 +236,7 @@ async def generate(data: Mapping[str, Any], play: Play) -> int:
           state.running += 1
         item = await _played(job, play, state)
         if item is not None:
-          await buffer.write(item)
+          await buffer.push(item)
           state.written += 1
         state.running -= 1
 

@@ -7,7 +7,7 @@ and, of a token-exact one, `tokens, loss_mask, logprobs, versions, images`, or
 numbers and are texts from here on; all other keys are the writer's.
 
 Promises: an item that is returned can be read by a trainer: a finite reward,
-messages with roles, sequences that `recorded_sequences` takes. Its body is the
+messages with roles, sequences: all that `records` takes. Its body is the
 JSON of `encoded`, and parses to the values that its writer sent: what no
 encoder writes again (nesting, whole numbers of more than 64 bits, numbers that
 no float holds, half a surrogate pair) is refused.
@@ -24,10 +24,8 @@ from typing import Any, Mapping
 
 import orjson
 import pydantic_core
-from tunix.rl.multi_turn.core import reward_range
-from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.net import json_models
-from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
+from tunix.rl.multi_turn.trajectory_collector import records
 
 try:
   from zlib_ng.zlib_ng import crc32
@@ -35,7 +33,6 @@ except ImportError:
   from zlib import crc32
 
 DEFAULT_BUFFER = "default"
-REQUIRED = ("uid", "instance_id", "messages", "reward", "extra_info")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MOST_ID = 512  # Characters.
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -188,53 +185,26 @@ def encoded(item: Any) -> bytes:
 
 
 def _item(value: Any, buffer: str | None) -> Item:
-  if not isinstance(value, dict):
-    raise ItemError(
-      f"an item must be an object, got {json_models.short(value)}"
-    )
-  missing = [key for key in REQUIRED if key not in value]
-  if missing:
-    raise ItemError(
-      f"{missing[0]} is missing; an item needs {', '.join(REQUIRED)}"
-    )
+  try:
+    record = records.read(value)  # As its reader does.
+    if value["extra_info"] is None:
+      raise ValueError("extra_info=None must be an object")
+  except ValueError as error:
+    raise ItemError(str(error)) from None
   for key in ("uid", "instance_id"):
     value[key] = text_id(value[key], key)
   if isinstance(value["reward"], bool):
-    value["reward"] = float(value["reward"])
-  check_reward(value["reward"], "reward")
-  _check_messages(value["messages"])
-  if not isinstance(value["extra_info"], dict):
-    raise ItemError(
-      f"extra_info={json_models.short(value['extra_info'])} must be an"
-      " object; {} where there is nothing to say"
-    )
-  if value.get("raw_reward") is not None:
-    check_reward(value["raw_reward"], "raw_reward")
+    value["reward"] = record.reward
   _check_images(value)
-  try:
-    # As its reader does.
-    recorded_sequences.of_item(value)
-  except ValueError as error:
-    raise ItemError(str(error)) from None
   body = encoded(value)
   return Item(
     buffer_name(value.get("buffer")) if buffer is None else buffer,
     value["uid"],
     value["instance_id"],
-    float(value["reward"]),
+    record.reward,
     body,
     crc32(body),
   )
-
-
-def check_reward(value: Any, key: str) -> None:
-  """Raises ItemError unless a reward is a finite number in its range."""
-  if isinstance(value, bool) or not isinstance(value, (int, float)):
-    raise ItemError(f"{key}={json_models.short(value)} must be a finite number")
-  try:
-    reward_range.checked(value)
-  except ValueError as error:
-    raise ItemError(f"{key}: {error}") from None
 
 
 def text_id(value: Any, key: str) -> str:
@@ -252,35 +222,6 @@ def text_id(value: Any, key: str) -> str:
     f"{key}={json_models.short(value)} must be a text of 1 to {MOST_ID}"
     " characters, or a whole number"
   )
-
-
-def _check_messages(messages: Any) -> None:
-  if not isinstance(messages, list):
-    raise ItemError(
-      f"messages={json_models.short(messages)} must be a list of objects"
-      " with 'role' and 'content'"
-    )
-  for number, message in enumerate(messages):
-    if not isinstance(message, dict) or not isinstance(
-      message.get("role"), str
-    ):
-      raise ItemError(
-        f"messages.{number}={json_models.short(message)} must be an object"
-        " with a text 'role'"
-      )
-  try:
-    trajectory.decode(messages)
-  except (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-  ) as error:
-    raise ItemError(
-      f"messages hold a damaged value ({type(error).__name__}: {error});"
-      " $type is this package's own key"
-    ) from None
 
 
 def _check_images(value: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Callable, Sequence
 
 import orjson
 from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.trajectory_collector import records
 
 from agent_services.rollout_buffer import groups
 from agent_services.rollout_buffer import items
@@ -98,7 +99,7 @@ class Judge:
       if delivered is None:
         return None
       for item in delivered:
-        items.check_reward(item.get("reward"), "reward")
+        records.number(item.get("reward"), "reward")
       return [items.encoded(item) for item in delivered]
     except Exception as error:  # pylint: disable=broad-except
       # Another read would fail on it again, and all groups behind it wait.

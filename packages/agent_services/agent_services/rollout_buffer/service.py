@@ -32,7 +32,6 @@ from agent_services.rollout_buffer import store
 from agent_services.rollout_buffer import store_work
 
 _LOG = logging.getLogger(__name__)
-_COMMIT_S = 60.0
 
 
 class UnknownTaskType(ValueError):
@@ -140,7 +139,7 @@ class Service:
       return self._buffers[name]
 
   def _make(self, name: str) -> buffers.Buffer:
-    number = self.store.call(store_work.make_buffer(name)).result(_COMMIT_S)
+    number = self.store.do(store_work.make_buffer(name))
     return buffers.Buffer(
       number,
       name,
@@ -302,7 +301,7 @@ class Service:
       # This one's own, which may be another when it starts again.
       payload = {**payload, "remote_buffer_url": ""}
     text = json.dumps({"payload": payload, "state": state, "run": run})
-    self.store.call(store_work.set_rollout(buffer.id, text)).result(_COMMIT_S)
+    self.store.do(store_work.set_rollout(buffer.id, text))
 
   def stop(self, name: str) -> bool:
     """Stops a buffer's generator; whether one ran."""

@@ -15,7 +15,6 @@ Does not know groups (`buffers` does).
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import dataclasses
 import fcntl
@@ -30,6 +29,7 @@ from agent_services.rollout_buffer import items
 
 _LOG = logging.getLogger(__name__)
 WAITS, LENT, DROPPED, DONE = 0, 1, 2, 3
+_COMMIT_S = 120.0
 _MOST_WRITES = 512
 _MOST_BYTES = 32 << 20
 _STOP = object()
@@ -95,26 +95,15 @@ class Record:
 
 
 @dataclasses.dataclass(slots=True)
-class _Put:
-  """A write on its way."""
-
-  buffer: int
-  written: Sequence[items.Item]
-  stored: Callable[[list[tuple[int, items.Item]]], None]
-  loop: asyncio.AbstractEventLoop | None
-  future: Any
-  size: int
-  seqs: list[int | None] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(slots=True)
-class _Call:
-  """Other work of the writing thread."""
+class _Work:
+  """Work of the writing thread; `size` in bytes."""
 
   work: Callable[[sqlite3.Connection], Any]
-  future: concurrent.futures.Future[Any]
   then: Callable[[Any], None]
   size: int = 0
+  future: concurrent.futures.Future[Any] = dataclasses.field(
+    default_factory=concurrent.futures.Future
+  )
 
 
 class Store:
@@ -190,7 +179,7 @@ class Store:
     buffer: int,
     written: Sequence[items.Item],
     stored: Callable[[list[tuple[int, items.Item]]], None],
-  ) -> Any:
+  ) -> concurrent.futures.Future[list[int | None]]:
     """Stores items, all of them or none.
 
     Args:
@@ -200,28 +189,19 @@ class Store:
         with (number, item) of the new ones.
 
     Returns:
-      An asyncio future inside an event loop, else a concurrent one: whether
-      each item was new. It raises `UidConflict` or `StoreError`.
+      The number of each item, None of one that was stored before. It raises
+      `UidConflict` or `StoreError`.
 
     Raises:
       StoreFull: too many bytes wait.
     """
-    try:
-      loop = asyncio.get_running_loop()
-    except RuntimeError:
-      loop = None
-    future: Any = loop.create_future() if loop else concurrent.futures.Future()
+
+    def then(seqs: list[int | None]) -> None:
+      pairs = zip(seqs, written)
+      stored([(seq, item) for seq, item in pairs if seq is not None])
+
     size = sum(len(item.body) for item in written)
-    with self._lock:
-      if self._closed:
-        raise StoreError("the service is stopping; write again later")
-      if self._waiting and self._waiting + size > self._most_waiting:
-        raise StoreFull(
-          f"{self._waiting} bytes wait for the disk; write again later"
-        )
-      self._waiting += size
-      self._queue.put(_Put(buffer, written, stored, loop, future, size))
-    return future
+    return self._submit(_Work(lambda db: _put(db, buffer, written), then, size))
 
   def call(
     self,
@@ -242,12 +222,39 @@ class Store:
     Raises:
       StoreError: the store is closed.
     """
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    return self._submit(_Work(work, then))
+
+  def do(
+    self,
+    work: Callable[[sqlite3.Connection], Any],
+    then: Callable[[Any], None] = lambda result: None,
+  ) -> Any:
+    """The result of `call`, awaited in this thread.
+
+    Raises:
+      TimeoutError: the work was not begun in time, and never is; or takes as
+        long again.
+    """
+    future = self.call(work, then)
+    try:
+      return future.result(_COMMIT_S)
+    except TimeoutError:
+      if future.cancel():
+        raise
+      return future.result(_COMMIT_S)
+
+  def _submit(self, one: _Work) -> concurrent.futures.Future[Any]:
     with self._lock:
       if self._closed:
-        raise StoreError("the service is stopping")
-      self._queue.put(_Call(work, future, then))
-    return future
+        raise StoreError("the service is stopping; write again later")
+      waiting = self._waiting + one.size
+      if one.size and self._waiting and waiting > self._most_waiting:
+        raise StoreFull(
+          f"{self._waiting} bytes wait for the disk; write again later"
+        )
+      self._waiting = waiting
+      self._queue.put(one)
+    return one.future
 
   def close(self, timeout_s: float = 60.0) -> bool:
     """Writes what waits and ends; False when time ran out. Idempotent."""
@@ -285,12 +292,8 @@ class Store:
         with self._lock:
           self._waiting -= sum(one.size for one in work)
 
-  def _commit(self, work: list[Any]) -> None:
-    work = [
-      one
-      for one in work
-      if isinstance(one, _Put) or one.future.set_running_or_notify_cancel()
-    ]
+  def _commit(self, work: list[_Work]) -> None:
+    work = [one for one in work if one.future.set_running_or_notify_cancel()]
     results: list[Any] = []
     try:
       self._db.execute("BEGIN IMMEDIATE")
@@ -307,27 +310,24 @@ class Store:
         f"the disk does not take it now ({self.last_error}); nothing of it"
         " was stored, write again later"
       )
-      _resolve([(one, failure) for one in work])
+      for one in work:
+        one.future.set_exception(failure)
       return
     self.commits += 1
     for one, result in zip(work, results):
-      if isinstance(result, Exception):
-        continue
-      if isinstance(one, _Call):
+      if not isinstance(result, Exception):
         one.then(result)
+    for one, result in zip(work, results):
+      if isinstance(result, Exception):
+        one.future.set_exception(result)
       else:
-        pairs = zip(one.seqs, one.written)
-        one.stored([(seq, item) for seq, item in pairs if seq is not None])
-    _resolve(list(zip(work, results)))
+        one.future.set_result(result)
 
-  def _apply(self, one: Any) -> Any:
+  def _apply(self, one: _Work) -> Any:
     """The result of a piece of work, or the error that is its own fault."""
     self._db.execute("SAVEPOINT one")
     try:
-      if isinstance(one, _Put):
-        result: Any = self._put(one)
-      else:
-        result = one.work(self._db)
+      result: Any = one.work(self._db)
     except (sqlite3.OperationalError, sqlite3.DatabaseError) as error:
       if not isinstance(error, sqlite3.IntegrityError):
         raise  # No work is at fault.
@@ -338,44 +338,6 @@ class Store:
       self._db.execute("ROLLBACK TO one")
     self._db.execute("RELEASE one")
     return result
-
-  def _put(self, one: _Put) -> list[bool]:
-    one.seqs.clear()
-    for item in one.written:
-      cursor = self._db.execute(
-        "INSERT OR IGNORE INTO items (buffer, uid, instance_id, reward, crc,"
-        " size) VALUES (?, ?, ?, ?, ?, ?)",
-        (
-          one.buffer,
-          item.uid,
-          item.instance_id,
-          item.reward,
-          item.crc,
-          len(item.body),
-        ),
-      )
-      if cursor.rowcount:
-        seq = cursor.lastrowid
-        self._db.execute(
-          "INSERT INTO payloads (seq, body) VALUES (?, ?)", (seq, item.body)
-        )
-        one.seqs.append(seq)
-        continue
-      (crc,) = self._db.execute(
-        "SELECT crc FROM items WHERE buffer = ? AND uid = ?",
-        (one.buffer, item.uid),
-      ).fetchone()
-      if crc != item.crc:
-        raise UidConflict(
-          f"uid={item.uid!r} was written before with another content; give"
-          " each episode a uid of its own"
-        )
-      one.seqs.append(None)
-    new = sum(seq is not None for seq in one.seqs)
-    self._db.execute(
-      "UPDATE buffers SET written = written + ? WHERE id = ?", (new, one.buffer)
-    )
-    return [seq is not None for seq in one.seqs]
 
   # --- reading ----------------------------------------------------------------
 
@@ -410,31 +372,37 @@ class Store:
     return contents
 
 
-def _resolve(answers: list[tuple[Any, Any]]) -> None:
-  """Answers all work, with one call into each event loop."""
-  loops: dict[Any, list[tuple[Any, Any]]] = {}
-  for one, answer in answers:
-    loop = getattr(one, "loop", None)
-    if loop is not None:
-      loops.setdefault(loop, []).append((one.future, answer))
-    else:
-      _set(one.future, answer)
-  for loop, pairs in loops.items():
-    try:
-      loop.call_soon_threadsafe(_set_all, pairs)
-    except RuntimeError:
-      pass  # The loop and its waiting callers have ended.
-
-
-def _set_all(pairs: list[tuple[Any, Any]]) -> None:
-  for future, answer in pairs:
-    _set(future, answer)
-
-
-def _set(future: Any, answer: Any) -> None:
-  if future.cancelled() or future.done():
-    return
-  if isinstance(answer, Exception):
-    future.set_exception(answer)
-  else:
-    future.set_result(answer)
+def _put(
+  db: sqlite3.Connection, buffer: int, written: Sequence[items.Item]
+) -> list[int | None]:
+  seqs: list[int | None] = []
+  for item in written:
+    cursor = db.execute(
+      "INSERT OR IGNORE INTO items (buffer, uid, instance_id, reward, crc,"
+      " size) VALUES (?, ?, ?, ?, ?, ?)",
+      (
+        *(buffer, item.uid, item.instance_id),
+        *(item.reward, item.crc, len(item.body)),
+      ),
+    )
+    if cursor.rowcount:
+      seq = cursor.lastrowid
+      db.execute(
+        "INSERT INTO payloads (seq, body) VALUES (?, ?)", (seq, item.body)
+      )
+      seqs.append(seq)
+      continue
+    (crc,) = db.execute(
+      "SELECT crc FROM items WHERE buffer = ? AND uid = ?", (buffer, item.uid)
+    ).fetchone()
+    if crc != item.crc:
+      raise UidConflict(
+        f"uid={item.uid!r} was written before with another content; give"
+        " each episode a uid of its own"
+      )
+    seqs.append(None)
+  db.execute(
+    "UPDATE buffers SET written = written + ? WHERE id = ?",
+    (len(seqs) - seqs.count(None), buffer),
+  )
+  return seqs

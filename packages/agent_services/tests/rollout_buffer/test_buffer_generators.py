@@ -685,10 +685,11 @@ def test_a_writer_waits_for_room_and_repeats_what_was_not_answered(tmp_path):
       waiting = asyncio.create_task(buffer.write(item("c", "h")))
       await asyncio.sleep(0.3)
       assert not waiting.done(), "the buffer is full"
-      items, meta, lease = await buffer.read(lease_s=30)
-      assert len(items) == 2 and meta["num_groups"] == 1
-      await buffer.ack(lease)
-      await buffer.ack(lease)
+      lease = await buffer.lease(lease_s=30)
+      (pair_read,) = lease.groups
+      assert len(pair_read.records) == 2
+      await buffer.acknowledge(lease.id)
+      await buffer.acknowledge(lease.id)
       assert await waiting == 1
       assert await buffer.known(["a", "c", "x"]) == {"a", "c"}
       with pytest.raises(client.BufferError, match="reward is missing"):

@@ -114,17 +114,18 @@ class Clients:
     async def read():
       async with client.BufferClient(self.url) as buffer:
         while not self._over():
-          items, _, lease = await buffer.read(GROUP, lease_s=LEASE_S)
-          if not items:
+          lease = await buffer.lease(GROUP, lease_s=LEASE_S)
+          if lease is None:
             await asyncio.sleep(0.05)
             continue
           try:
-            await buffer.ack(lease)
+            await buffer.acknowledge(lease.id)
           except client.BufferError as error:
             assert error.status == 404, error
             self.late += 1
             continue
-          self._accept(lease, items)
+          items = [one.data for g in lease.groups for one in g.records]
+          self._accept(lease.id, items)
 
     asyncio.run(read())
 

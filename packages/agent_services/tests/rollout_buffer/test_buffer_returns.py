@@ -11,7 +11,6 @@ import threading
 import time
 
 from agent_services.rollout_buffer import app as app_lib
-from agent_services.rollout_buffer import buffers
 from agent_services.rollout_buffer import client
 from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import settings
@@ -350,7 +349,7 @@ def test_an_acknowledgement_that_waits_too_long_loses_nothing(
   buffer.write(*group("a"))
   lent = buffer.service.buffer("default")
   lease = lent.read(lease_s=60).lease
-  monkeypatch.setattr(buffers, "_COMMIT_S", 0.1)
+  monkeypatch.setattr(store, "_COMMIT_S", 0.1)
   free = threading.Event()
   acknowledge = store_work.acknowledge
   if begun:
@@ -501,9 +500,9 @@ def test_the_client_repeats_a_read_whose_answer_was_cut_off(tmp_path):
       async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with client.BufferClient(url) as reading:
-          got, _, lease = await reading.read(lease_s=600, seconds=20)
-          await reading.ack(lease)
-          return got
+          lease = await reading.lease(lease_s=600, seconds=20)
+          await reading.acknowledge(lease.id)
+          return [one.data for g in lease.groups for one in g.records]
 
     got = asyncio.run(read())
     assert [one["uid"] for one in got] == [one["uid"] for one in group("a")]

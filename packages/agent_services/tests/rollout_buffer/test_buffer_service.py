@@ -89,7 +89,7 @@ def test_every_documented_reply_is_word_for_word(buffer):
   }
   assert [i["uid"] for i in got["data"]["data"]] == ["a", "b", "c", "d"]
   for one in got["data"]["data"]:
-    assert set(one) == {*items.REQUIRED, "raw_reward"}
+    assert set(one) == {*records.REQUIRED, "raw_reward"}
     sign = 1 if one["raw_reward"] else -1
     assert one["reward"] == pytest.approx(sign, rel=1e-6)
   assert not buffer.read()["success"]
@@ -201,7 +201,7 @@ def test_an_unknown_task_type_is_an_error_that_lists_the_known(buffer):
 # --- items --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", items.REQUIRED)
+@pytest.mark.parametrize("key", records.REQUIRED)
 def test_each_required_key_is_required(buffer, key):
   one = item("a")
   del one[key]

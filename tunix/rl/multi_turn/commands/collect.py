@@ -24,7 +24,6 @@ import sys
 from typing import Sequence
 
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.run.fleet import collector as collector_lib
 from tunix.rl.multi_turn.run.rollout_hosts import player
 
@@ -43,19 +42,7 @@ def parser() -> argparse.ArgumentParser:
     default="",
     help=f"the run's directory; without it, ${_URL} and ${_TOKEN}",
   )
-  result.add_argument(
-    "overrides",
-    nargs="*",
-    metavar="key=value",
-    help="this collector's own settings, e.g. gym.options={...}",
-  )
-  result.add_argument(
-    "--patience",
-    type=float,
-    default=600.0,
-    metavar="S",
-    help="seconds to wait for a learner that is not there (%(default)s)",
-  )
+  player.add_arguments(result, "gym.options={...}")
   result.add_argument(
     "--episodes",
     type=int,
@@ -70,26 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
   args = parser().parse_args(argv)
   logging.basicConfig(level=logging.WARNING)
-  try:
-    if "=" in args.directory:  # The first override, where no file is shared.
-      args.directory, args.overrides = "", [args.directory, *args.overrides]
+  if "=" in args.directory:  # The first override, where no file is shared.
+    args.directory, args.overrides = "", [args.directory, *args.overrides]
+
+  def play() -> tuple[player.GroupPlayer, str]:
     collector = collector_lib.Collector(
       _learner(args.directory, args.patience),
       player.overrides_of(args.overrides, "gym.options={...}"),
       args.episodes,
     )
     terminated = asyncio.run(_until_terminated(collector))
-  except config_lib.ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  except (player.LearnerGone, http.CallError, ValueError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 1
-  except KeyboardInterrupt:
-    return 130
-  why = "told to end" if terminated else "the run has ended"
-  print(f"{why}; {collector.collected} groups were collected here")
-  return 0
+    return collector, "told to end" if terminated else "the run has ended"
+
+  return player.exit_status(play)
 
 
 def _learner(directory: str, patience_s: float) -> player.Learner:

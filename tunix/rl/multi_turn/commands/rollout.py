@@ -21,7 +21,6 @@ import sys
 import tempfile
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
@@ -196,36 +195,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     description=__doc__.partition("\n")[0],
   )
   parser.add_argument("directory", help="the run's directory")
-  parser.add_argument(
-    "overrides",
-    nargs="*",
-    metavar="key=value",
-    help="this host's own settings, e.g. mesh.fsdp=4 engine.slots=32",
-  )
-  parser.add_argument(
-    "--patience",
-    type=float,
-    default=600.0,
-    metavar="S",
-    help="seconds to wait for a learner that is not there (%(default)s)",
-  )
+  player.add_arguments(parser, "mesh.fsdp=4 engine.slots=32")
   args = parser.parse_args(argv)
   host_memory.tune()
   compile_cache.enable("auto")
-  try:
+
+  def play() -> tuple[player.GroupPlayer, str]:
     overrides = player.overrides_of(args.overrides, "mesh.fsdp=4")
     host = RolloutHost(args.directory, overrides, args.patience)
     asyncio.run(host.run())
-  except config_lib.ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  except (player.LearnerGone, http.CallError, ValueError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 1
-  except KeyboardInterrupt:
-    return 130
-  print(f"the run has ended; {host.collected} groups were collected here")
-  return 0
+    return host, "the run has ended"
+
+  return player.exit_status(play)
 
 
 if __name__ == "__main__":

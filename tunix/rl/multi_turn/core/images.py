@@ -27,6 +27,7 @@ import threading
 import time
 from typing import Any
 import weakref
+import zlib
 
 import numpy as np
 
@@ -190,6 +191,20 @@ class ImageStore:
     pixels.flags.writeable = False
     self._insert(ref.sha256, pixels)
     return pixels
+
+  def pack(self, ref: trajectory.ImageRef) -> bytes:
+    """Compresses the pixels of `ref`. Raises KeyError as `get` does."""
+    return zlib.compress(self.get(ref).tobytes(), 1)
+
+  def put_packed(self, ref: trajectory.ImageRef, packed: bytes) -> None:
+    """Stores the pixels of `pack`.
+
+    Raises:
+      ValueError, zlib.error: they are not those of `ref`.
+    """
+    pixels = np.frombuffer(zlib.decompress(packed), np.uint8)
+    if self.put(pixels.reshape(ref.height, ref.width, 3)) != ref:
+      raise ValueError(f"its image {ref.sha256[:12]}… is another one")
 
   def flush(self, timeout: float | None = None) -> bool:
     """Waits until no eviction is under way.

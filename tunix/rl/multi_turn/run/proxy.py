@@ -21,6 +21,7 @@ from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import packages
+from tunix.rl.multi_turn.run.rollout_hosts import server as server_lib
 from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 _LOG = logging.getLogger(__name__)
@@ -76,7 +77,12 @@ class RunProxy:
     if config.fleet.away:
       via = f"fleet.via={config.fleet.via}"
     make_app = packages.part("services", "policy_server", via)
-    try:
+    with server_lib.opening(
+      config,
+      via,
+      "pip install 'tunix-multi-turn[serve,client]', or set"
+      " rollout.via=in_process",
+    ):
       self.app = make_app.load()(
         config.policy.name,
         engine,
@@ -104,20 +110,6 @@ class RunProxy:
       public = config.rollout.public_url or self.url
       self.address = f"{public.rstrip('/')}/v1", token
       self.connection = self._connect(config, policy, image_store, token, play)
-    except ImportError as error:
-      raise config_lib.ConfigError(
-        [
-          f"{via}: {error}; pip install 'tunix-multi-turn[serve,client]', or"
-          " set rollout.via=in_process"
-        ]
-      ) from None
-    except ValueError as error:
-      raise config_lib.ConfigError(
-        [
-          f"rollout.host={config.rollout.host}, rollout.port="
-          f"{config.rollout.port}: {error}"
-        ]
-      ) from None
 
   def _connect(
     self,

@@ -33,7 +33,6 @@ from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.run.evaluations import best_checkpoint
 from tunix.rl.multi_turn.run.evaluations import evaluation
 from tunix.rl.multi_turn.run.multiprocess import process_layout
-from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import offline_queue
 from tunix.rl.multi_turn.run.recorded_data import sources
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
@@ -257,7 +256,7 @@ class Training:
     self._queue.close()
     try:
       self._save_last()
-      if isinstance(self._queue, buffer_loop.LeasedQueue):
+      if self._config.rollout.via == "buffer":
         self._collecting.finish()
     finally:
       if self._replayed is not None:
@@ -432,10 +431,7 @@ class Training:
     def dropped(group: trajectory_lib.TrajectoryGroup, reason: str) -> None:
       observers.on_event(events.GroupFinished(group, "dropped", reason))
 
-    make = group_queue.GroupQueue
-    if config.rollout.via == "buffer":
-      make = buffer_loop.LeasedQueue
-    return make(
+    return group_queue.GroupQueue(
       self._learner.groups_per_step * config.collect.parts,
       config.queue,
       # One order for all collectors, where a step has all groups anyway.
@@ -468,7 +464,7 @@ class Training:
     consumed = extras.get(loop_lib.CONSUMED, ())
     if isinstance(self._queue, offline_queue.OfflineQueue):
       return self._queue
-    if isinstance(self._queue, buffer_loop.LeasedQueue):
+    if self._config.rollout.via == "buffer":
       return sources.make_buffer_loop(
         self._run, self._queue, metrics, state, consumed
       )

@@ -130,10 +130,7 @@ class TaskSampler:
 
 
 class CollectLoop:
-  """Feeds a `GroupQueue`; see the module docstring.
-
-  `await run()`, or `start()` for a thread with an event loop of its own.
-  """
+  """Feeds a `GroupQueue`; see the module docstring. `await run()`."""
 
   def __init__(
     self,
@@ -141,7 +138,6 @@ class CollectLoop:
     tasks: Sampler | Iterator[Any],
     queue: group_queue.GroupQueue,
     *,
-    max_groups: int | None = None,
     backoff: float = 0.5,
     max_failed_groups: int = 64,
     task_from_json: Callable[[Any], Any] | None = None,
@@ -154,8 +150,6 @@ class CollectLoop:
     tasks: an iterator; with `state_dict` and `load_state_dict` a run can be
       resumed.
     queue: takes the groups.
-    max_groups: groups in flight beside what the queue admits; None for no
-      bound of its own.
     backoff: seconds before the first retry, doubled for each further one.
     max_failed_groups: groups dropped in a row, retries included, before the
       loop gives up with a CollectError: a world in which nothing works must
@@ -166,8 +160,6 @@ class CollectLoop:
     number: Number of a group in the whole run, from its index in this queue:
       another one where several processes collect.
     """
-    if max_groups is not None and max_groups < 1:
-      raise ValueError(f"max_groups must be >= 1 or None, got {max_groups}")
     if not backoff >= 0:
       raise ValueError(f"backoff must be >= 0 seconds, got {backoff}")
     if max_failed_groups < 1:
@@ -177,7 +169,6 @@ class CollectLoop:
     self._collector = collector
     self._tasks = tasks
     self._queue = queue
-    self._max_groups = max_groups
     self._max_requeues = collector.config.max_requeues
     self._parts = collector.config.parts
     self._backoff = backoff
@@ -201,8 +192,6 @@ class CollectLoop:
     self._crash: BaseException | None = None
     self._stopping = False
     self._cancelling = False
-    self._thread: threading.Thread | None = None
-    self._ended = threading.Event()
     self.over = ""
     """Why no more groups will be started; "" while there may be."""
     self.counts: collections.Counter[str] = collections.Counter()
@@ -304,29 +293,6 @@ class CollectLoop:
         raise
     else:
       self._queue.close()
-    finally:
-      self._ended.set()
-
-  def start(self) -> None:
-    """Runs in a daemon thread of its own."""
-    if self._thread is not None:
-      raise RuntimeError("the loop was started before")
-
-    def main():
-      try:
-        asyncio.run(self.run())
-      except Exception:  # pylint: disable=broad-except
-        pass  # The queue's consumer has it.
-      except BaseException as error:  # pylint: disable=broad-except
-        # An exit of a task that called code had started: the loop is gone.
-        self._queue.fail(concurrency.ExitRaised(concurrency.describe(error)))
-      finally:
-        self._ended.set()
-
-    self._thread = threading.Thread(
-      target=main, name="tunix-collect-loop", daemon=True
-    )
-    self._thread.start()
 
   def stop(self) -> None:
     """Starts no more groups. Thread-safe, returns at once.
@@ -356,14 +322,6 @@ class CollectLoop:
       self._loop.call_soon_threadsafe(self._released.set)
     except RuntimeError:  # The loop has ended already.
       pass
-
-  def join(self, timeout: float | None = None) -> bool:
-    """Waits for a loop that runs elsewhere; True when it has ended."""
-    ended = self._ended.wait(timeout)
-    if ended and self._thread is not None:
-      self._thread.join(timeout)
-      return not self._thread.is_alive()
-    return ended
 
   def _stop_now(self) -> None:
     if self._feeder is not None:
@@ -396,10 +354,8 @@ class CollectLoop:
     self._running.clear()
 
   async def _feed(self) -> None:
-    slots = asyncio.Semaphore(self._max_groups or 1 << 30)
     resumed = collections.deque(self._resumed)
     while True:
-      await slots.acquire()
       if not self._queue.bounds_running:
         await self._collector.wait_for_room()
       # Pulled before it is admitted: the end of the tasks must be seen even
@@ -427,7 +383,6 @@ class CollectLoop:
       self._announce(tickets)
       running = asyncio.ensure_future(self._group(task, tickets))
       self._running[running] = tickets[0].index
-      running.add_done_callback(lambda _: slots.release())
       running.add_done_callback(
         functools.partial(self._give_back, tickets=tickets)
       )
@@ -491,7 +446,7 @@ class CollectLoop:
             reason = self._refusal(group)
             if reason is None:
               self._failed_in_row = 0
-              await self._queue.aput(group, remaining[0])
+              await self._queue.push(group, remaining[0])
               self._finished(group, remaining.popleft(), "accepted", "")
         if reason is None or len(remaining) < len(tickets):
           break

@@ -32,6 +32,7 @@ import math
 import time
 from typing import Any, Iterable, Mapping, Sequence
 
+import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import reward_range
@@ -159,25 +160,30 @@ def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
     ValueError: naming the field, the value and what it must be.
   """
   if not isinstance(item, Mapping):
-    raise ValueError(
-      f"an item must be a JSON object, got {type(item).__name__}"
-    )
+    raise ValueError(f"an item must be an object, got {json_text.short(item)}")
   missing = [key for key in required if key not in item]
   if missing:
     raise ValueError(
-      f"the item lacks {', '.join(missing)}; it needs {', '.join(required)}"
+      f"{missing[0]} is missing; an item needs {', '.join(required)}"
     )
   info = item.get("extra_info")
   if info is not None and not isinstance(info, Mapping):
-    raise ValueError(f"extra_info must be an object, got {type(info).__name__}")
-  messages = item.get("messages")
-  if not isinstance(messages, list) or not all(
-    isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
-  ):
     raise ValueError(
-      "messages must be a list of objects with a role, got"
-      f" {json_text.short(messages, 60)}"
+      f"extra_info={json_text.short(info)} must be an object; {{}} where there"
+      " is nothing to say"
     )
+  messages = item.get("messages")
+  if not isinstance(messages, list):
+    raise ValueError(
+      f"messages={json_text.short(messages)} must be a list of objects with"
+      " 'role' and 'content'"
+    )
+  for place, one in enumerate(messages):
+    if not (isinstance(one, Mapping) and isinstance(one.get("role"), str)):
+      raise ValueError(
+        f"messages.{place}={json_text.short(one)} must be an object with a"
+        " text 'role'"
+      )
   try:
     decoded = tuple(trajectory_lib.decode(messages))
   except (
@@ -196,9 +202,9 @@ def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
     uid=_text(item.get("uid"), "uid"),
     instance_id=_text(item.get("instance_id"), "instance_id"),
     messages=decoded,
-    reward=_number(item.get("reward"), "reward"),
+    reward=number(item.get("reward"), "reward"),
     extra_info=dict(info or {}),
-    raw_reward=None if raw is None else _number(raw, "raw_reward"),
+    raw_reward=None if raw is None else number(raw, "raw_reward"),
     sequences=recorded_sequences.of_item(item),
     data=item,
     sampling_params=_sampling_params(
@@ -220,21 +226,24 @@ def _sampling_params(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _text(value: Any, name: str) -> str:
-  if isinstance(value, bool) or not isinstance(value, (str, int)):
-    raise ValueError(f"{name} must be text or a whole number, got {value!r}")
-  if value == "":
-    raise ValueError(f"{name} must not be empty")
+  right = isinstance(value, (str, int)) and not isinstance(value, bool)
+  if not right or value == "":
+    raise ValueError(
+      f"{name}={json_text.short(value)} must be a text, or a whole number"
+    )
   return str(value)
 
 
-def _number(value: Any, name: str) -> float:
+def number(value: Any, name: str) -> float:
+  """A reward that an item may have.
+
+  Raises:
+    ValueError: it is no finite number, or too large a one.
+  """
+  if not isinstance(value, (int, float, np.number)):
+    raise ValueError(f"{name}={json_text.short(value)} must be a finite number")
   try:
-    if isinstance(value, (str, bytes)) or value is None:
-      raise TypeError
     return float(reward_range.checked(value))
-  except TypeError:
-    got = json_text.short(value, 60)
-    raise ValueError(f"{name} must be a number, got {got}") from None
   except ValueError as error:
     raise ValueError(f"{name}: {error}") from None
 

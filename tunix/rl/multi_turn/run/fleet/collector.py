@@ -40,10 +40,6 @@ SECTION = "collector"
 """Of the run's settings: what only collectors take."""
 
 
-class _Moved(Exception):
-  """The learner has another address than the one that is asked for tokens."""
-
-
 class Collector(player.GroupPlayer):
   """One collector; call `run` on an event loop of its own."""
 
@@ -80,7 +76,7 @@ class Collector(player.GroupPlayer):
           return
         except player.RunEnded:
           return
-        except _Moved:
+        except player.Moved:
           continue
     finally:
       await self._leave()
@@ -134,7 +130,7 @@ class Collector(player.GroupPlayer):
   async def _heard(self, answer: Mapping[str, Any]) -> None:
     del answer
     if self._learner.known != self._asked:
-      raise _Moved
+      raise player.Moved
 
   async def _play(
     self, order: Mapping[str, Any], faults: player.Faults

@@ -27,7 +27,7 @@ import pathlib
 import sys
 import threading
 import time
-from typing import Any, Callable, Mapping, Protocol
+from typing import Any, Callable, Mapping
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import run_sections
@@ -57,28 +57,6 @@ _LONGEST_PAUSE_S = 60.0
 
 class FleetFailed(RuntimeError):
   """All collectors of a run are gone for good."""
-
-
-class Launcher(Protocol):
-  """Starts collectors; calls come from one thread."""
-
-  def start(self, name: str) -> None:
-    """Starts the collector of that name; does not wait for it."""
-    ...
-
-  def ended(self) -> dict[str, str]:
-    """The collectors that have ended since the last call, by name: the reason,
-    "" where there is none."""
-    ...
-
-  def waiting(self) -> set[str]:
-    """The collectors that no node has had room for, at the last call of
-    `ended`."""
-    ...
-
-  def room(self) -> str:
-    """Describes what a collector claims and what the cluster has."""
-    ...
 
 
 @dataclasses.dataclass
@@ -117,7 +95,7 @@ class Supervisor:
 
   def __init__(
     self,
-    launcher: Launcher,
+    launcher: RayLauncher,
     book: leases_lib.LeaseBook,
     config: run_sections.FleetConfig,
     clock: Callable[[], float] = time.monotonic,
@@ -234,7 +212,7 @@ class Supervisor:
 
 
 class RayLauncher:
-  """A `Launcher` on a cluster."""
+  """Starts collectors on a cluster; calls come from one thread."""
 
   def __init__(
     self,
@@ -296,17 +274,23 @@ class RayLauncher:
       ) from None
 
   def start(self, name: str) -> None:
+    """Starts the collector of that name; does not wait for it."""
     self._call(start=name)
 
   def ended(self) -> dict[str, str]:
+    """The collectors that have ended since the last call, by name: the reason,
+    "" where there is none."""
     answer = self._call(look=True)
     self._waiting = set(answer["waiting"])
     return answer["ended"]
 
   def waiting(self) -> set[str]:
+    """The collectors that no node has had room for, at the last call of
+    `ended`."""
     return self._waiting
 
   def room(self) -> str:
+    """Describes what a collector claims and what the cluster has."""
     return self._call(room=True)["room"]
 
   def close(self) -> None:
@@ -367,7 +351,11 @@ class Fleet:
         "model": config.policy.name,
       }
     }
-    try:
+    with server_lib.opening(
+      config,
+      f"fleet.via={config.fleet.via}",
+      "pip install 'tunix-multi-turn[serve,client]'",
+    ):
       self._routes = server_lib.LeaseRoutes(
         self.book,
         images,
@@ -375,13 +363,6 @@ class Fleet:
         needs_weights=False,
         relent=self._drop_sessions,
       )
-    except ImportError as error:
-      raise config_lib.ConfigError(
-        [
-          f"fleet.via={config.fleet.via}: {error}; pip install"
-          " 'tunix-multi-turn[serve,client]'"
-        ]
-      ) from None
     self._proxy = proxy.RunProxy(
       config,
       policy,

@@ -1,8 +1,7 @@
 """Feeds a run's queue from a rollout buffer service (`rollout.via=buffer`).
 
-Stands where a run has its collecting loop: groups are admitted, gated by
-staleness, made durable and trained on as always, and only their episodes come
-from the service.
+Groups are admitted, gated by staleness, made durable and trained on as always,
+and only their episodes come from the service.
 
 Promises: what was read under a lease is acknowledged only when it is trained
 on and a checkpoint holds that, or when it was dropped; a group that the service
@@ -13,41 +12,29 @@ row; the consumer never waits for a loop that has ended: one whose generator
 failed fails, and one whose generator is over reads what is left and closes the
 queue.
 
-Does not: decide which groups are valid (the service does), but drops one with
-fewer than collect.min_valid members that can be trained on, and reports and
-drops one with an item that cannot be read; many such in a row, of either kind,
-end the run with what they have in common. What the service itself drops is
-reported, each time that it has doubled.
+Does not: decide which groups are valid (the service does), but drops those that
+cannot be trained on (`feeding`). What the service itself drops is reported,
+each time that it has doubled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import concurrent.futures
-import dataclasses
-import hashlib
 import logging
-import threading
 from typing import Any, Callable, Container, Iterable, Mapping, NamedTuple
 import uuid
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.net import http
-from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
-from tunix.rl.multi_turn.run.recorded_data import service_figures
+from tunix.rl.multi_turn.run.recorded_data import feeding
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
-from tunix.rl.queue import group_queue
-from tunix.rl.queue import ledger
 
 _LOG = logging.getLogger(__name__)
-_HELD_S = 0.05
 _LONGEST_PAUSE_S = 30.0
 _END_S = 10.0
-_MOST_REFUSED = 32
-"""Groups in a row that cannot be read, after which the run ends."""
 _LOOK_EVERY = 5
 """Reads, with groups or without, between two looks at the service."""
 _REFUSED = frozenset((400, 401, 403, 404, 422))
@@ -67,109 +54,49 @@ def uids_of(group: trajectory_lib.TrajectoryGroup) -> frozenset[str]:
   return frozenset(members - copies)
 
 
-def instance_of(group: trajectory_lib.TrajectoryGroup) -> str:
-  """The instance id of a group that this loop has named."""
-  return group.group_id.rpartition("@")[0] or group.group_id
-
-
-def named(
-  group: trajectory_lib.TrajectoryGroup, instance_id: str, index: int
-) -> trajectory_lib.TrajectoryGroup:
-  """The group under its own name: an instance may come in several passes."""
-  return dataclasses.replace(group, group_id=f"{instance_id}@{index}")
-
-
-def announce(
-  observers: events.Observer, group: trajectory_lib.TrajectoryGroup
-) -> None:
-  """Sends the beginning and the end of each of a group's episodes."""
-  for member in group:
-    about: dict[str, Any] = dict(
-      group_id=group.group_id, task_id=group.task_id, split="train"
-    )
-    observers.on_event(
-      events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
-    )
-    observers.on_event(events.EpisodeFinished(trajectory=member, **about))
-
-
-class LeasedQueue(group_queue.GroupQueue):
-  """A `GroupQueue` that reports the groups that are done with."""
-
-  settled: Callable[[Iterable[int]], None] | None = None
-
-  def ack(self, indices: Iterable[int] | None = None) -> None:
-    settled = self.unacked() if indices is None else list(indices)
-    super().ack(settled)
-    if self.settled is not None:
-      self.settled(settled)
-
-  def _report(self, dropped: list[ledger.QueuedGroup]) -> None:
-    indices = [entry.index for entry in dropped]
-    super()._report(dropped)
-    if indices and self.settled is not None:
-      self.settled(indices)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-  """Items of one instance that are to be queued."""
-
-  items: list[records.Record]
-  about: _About
-
-
 class _About(NamedTuple):
   """Identity of a group, by which a repeated delivery is recognised."""
 
-  key: str
   name: str  # Of its instance; "" where that is unknown.
   uids: frozenset[str]
 
   @classmethod
   def of(cls, name: str, uids: Iterable[str]) -> _About:
-    text = "\n".join((name, *sorted(uids)))
-    digest = hashlib.blake2b(text.encode(), digest_size=12)
-    return cls(digest.hexdigest(), name, frozenset(uids))
+    return cls(name, frozenset(uids))
 
   def to_json(self) -> list[Any]:
     return [self.name, sorted(self.uids)]
 
 
-class BufferLoop:
-  """See the module docstring; `await run()` on the run's event loop."""
+class BufferLoop(feeding.GroupFeed):
+  """See the module docstring."""
+
+  source = "rollout buffer"
 
   def __init__(
     self,
     make_client: Callable[[], client.BufferClient],
-    reader: reader_lib.EpisodeReader,
-    queue: LeasedQueue,
     settings: Any,
-    *,
+    *parts: Any,
     batch_size: int,
     group_size: int = 0,
     raw: bool = False,
-    min_valid: int,
     payload: Callable[[list[str]], Mapping[str, Any]] | None,
-    observers: events.Observer,
+    **options: Any,
   ):
     """Args:
 
     make_client: Makes a client of the service.
-    reader: Makes episodes of the policy.
-    queue: takes the groups.
     settings: a `BufferConfig`.
+    *parts, **options: Arguments of `GroupFeed`.
     batch_size: Size of a read, see `BufferClient.read`.
     group_size: Size of the buffer's groups if other programs write; 0 = any.
     raw: Whether rewards that other programs write must not be normalised.
-    min_valid: members of a group that can be trained on, at least.
     payload: instance ids to skip -> body of `/start_rollout`; None starts
       nothing.
-    observers: receive the episodes.
     """
+    super().__init__(*parts, **options)
     self._make_client = make_client
-    self._reader = reader
-    self._queue = queue
     self._settings = settings
     self._batch_size: int | None = batch_size
     # Where it starts the generator, the service takes it from the start.
@@ -178,38 +105,24 @@ class BufferLoop:
     self._members = group_size
     self._taken = 0  # Items that were read, without repeated ones.
     self._raw = raw and payload is None
-    self._min_valid = min_valid
     self._payload = payload
-    self._observers = observers
-    self._lock = threading.Lock()
-    self._finished: dict[str, _About] = {}  # By its key.
-    self._queued: dict[int, _About] = {}  # By its index.
-    # (Instance id, uid) -> key of the group that has it.
-    self._seen: dict[tuple[str, str], str] = {}
-    self._leases: dict[str, set[str]] = {}  # Lease -> keys to be settled.
-    self._waiting: collections.deque[_Group] = collections.deque()
+    self._finished: dict[_About, None] = {}
+    # (Instance id, uid) -> the group that has it.
+    self._seen: dict[tuple[str, str], _About] = {}
+    self._leases: dict[str, set[_About]] = {}  # Lease -> groups to be settled.
     self._acks: set[concurrent.futures.Future[None]] = set()
-    self._loop: asyncio.AbstractEventLoop | None = None
-    self._task: asyncio.Task[Any] | None = None
-    self._stopping = self._held = False
-    self._failures = self._refused_in_a_row = 0
-    self._dropped_in_a_row = self._useless_in_a_row = 0
+    self._failures = 0
     self._empty = 0  # Reads without a group in a row.
     self._full = 0  # Reads with groups.
     self._ended = ""  # State of a generator that the latest look saw end.
-    self._drops = service_figures.DropReport(observers)
-    self.over = ""
-    """Why nothing more will be read; "" while there may be."""
-    self.counts: collections.Counter[str] = collections.Counter()
-    """groups accepted, dropped, refused, repeated; failed calls."""
-    queue.settled = self._settle
+    self._drops = _DropReport(self._report)
 
   # --- state -----------------------------------------------------------------
 
   def state_dict(self) -> dict[str, Any]:
     """JSON: what is finished, and what was queued."""
     with self._lock:
-      finished, queued = self._finished.values(), self._queued.items()
+      finished, queued = list(self._finished), self._queued.items()
       return {
         "finished": [about.to_json() for about in finished],
         "queued": [[index, *about.to_json()] for index, about in queued],
@@ -233,9 +146,9 @@ class BufferLoop:
     for index, *about in state.get("queued", ()):
       if index in trained:
         finished.append(_About.of(*about))
-    self._finished = {about.key: about for about in finished}
+    self._finished = dict.fromkeys(finished)
     self._queued = {
-      index: _About.of(instance_of(group), uids_of(group))
+      index: _About.of(feeding.instance_of(group), uids_of(group))
       for index, group in stored
     }
     self._seen = {}
@@ -245,19 +158,12 @@ class BufferLoop:
   def skipped(self) -> list[str]:
     """Instances that the service need not make again, one for each pass."""
     with self._lock:
-      every = (*self._finished.values(), *self._queued.values())
+      every = (*self._finished, *self._queued.values())
     return [about.name for about in every if about.name]
 
   # --- running ---------------------------------------------------------------
 
-  async def run(self) -> None:
-    """Reads until `stop`, or until the queue closes.
-
-    Raises:
-      Exception: the loop's failure; the queue's consumer gets it too.
-    """
-    self._loop = asyncio.get_running_loop()
-    self._task = asyncio.current_task()
+  async def _feed(self) -> None:
     service = self._make_client()
     try:
       if self._payload is not None:
@@ -270,36 +176,13 @@ class BufferLoop:
         _LOG.info("the rollout buffer: %s", answer)
       await self._ask_stats(service)  # What was dropped is counted from here.
       while not self._stopping and not self.over:
-        if not self._waiting:
-          await self._read(service)
+        if self._waiting:
+          await self._put()
+          self._acknowledge()
         else:
-          await self._put(self._waiting[0])
-          self._waiting.popleft()
-    except (asyncio.CancelledError, group_queue.QueueClosed):
-      if not self._stopping and not self._queue.closed:
-        raise
-    except BaseException as error:
-      self._queue.fail(error)
-      raise
+          await self._read(service)
     finally:
       await service.aclose()
-    self._queue.close()
-
-  def stop(self) -> None:
-    """Reads no more. Thread-safe, returns at once."""
-    self._stopping = True
-    if self._loop is not None and self._task is not None:
-      try:
-        self._loop.call_soon_threadsafe(self._task.cancel)
-      except RuntimeError:  # The loop has ended already.
-        pass
-
-  def hold(self) -> None:
-    """Admits no group until `release`. Thread-safe."""
-    self._held = True
-
-  def release(self) -> None:
-    self._held = False
 
   def finish(self) -> None:
     """Waits for acknowledgements after the last checkpoint, with a deadline."""
@@ -334,27 +217,27 @@ class BufferLoop:
         await asyncio.sleep(pause)
 
   async def _compare(self, service: client.BufferClient) -> None:
-    """See `service_figures.check_groups`."""
+    """See `_check_groups`."""
     stats = await self._tried(service.stats)
     if "group_size" not in stats:  # It is not made yet, or no service of ours.
       return
     size, raw = self._group_size, self._raw
     self._group_size, self._raw = 0, False
-    service_figures.check_groups(stats, self._settings.url, size, raw)
+    _check_groups(stats, self._settings.url, size, raw)
 
   async def _read(self, service: client.BufferClient) -> None:
     if self._group_size or self._raw:
       await self._compare(service)
-    lease = uuid.uuid4().hex  # Of all tries: an answer may be lost.
-    batch = await self._tried(
-      lambda: service.read(
+    lease_id = uuid.uuid4().hex  # Of all tries: an answer may be lost.
+    lease = await self._tried(
+      lambda: service.lease(
         self._read_size(),
         lease_s=self._settings.lease_s,
-        lease=lease,
+        lease_id=lease_id,
         allowed_items=self._allowed_items(),
       )
     )
-    if batch is None:
+    if lease is None:
       self._empty += 1
       if self._empty % _LOOK_EVERY == 0:
         await self._look(service)
@@ -363,12 +246,11 @@ class BufferLoop:
       return
     self._empty, self._ended = 0, ""
     self._full += 1
-    groups = client.sift(batch)
     refused = []
     with self._lock:
-      open_keys: set[str] = set()
-      for group in groups:
-        about = _About.of(group.instance_id, group.uids)
+      open_groups: set[_About] = set()
+      for group in lease.groups:
+        about = self._note(group)
         before = {
           self._seen[about.name, uid]
           for uid in about.uids
@@ -376,19 +258,21 @@ class BufferLoop:
         }
         if before:
           self.counts["repeated"] += 1
-          open_keys |= before - set(self._finished)
+          open_groups |= before - self._finished.keys()
           continue
         self._see(about)
         self._taken += len(about.uids)
         if group.problem:
           refused.append((about, group.problem))
         else:
-          self._waiting.append(_Group(group.records, about))
-          open_keys.add(about.key)
-      if batch.lease:
-        self._leases[batch.lease] = open_keys
+          self._waiting.append(group)
+          open_groups.add(about)
+      if lease.id:
+        self._leases[lease.id] = open_groups
     for about, problem in refused:
-      self._refuse(about, problem)
+      with self._lock:
+        self._settled(about)
+      self._refuse(about.name, problem)
     self._acknowledge()
     if self._full % _LOOK_EVERY == 0:
       await self._ask_stats(service)
@@ -466,120 +350,31 @@ class BufferLoop:
     """
     if not self._bounded:
       return None
-    waiting = sum(len(group.about.uids) for group in self._waiting)
+    waiting = sum(len(group.uids) for group in self._waiting)
     return max(0, self._taken - waiting + self._members * self._room())
 
   def _see(self, about: _About) -> None:
     for uid in about.uids:
-      self._seen[about.name, uid] = about.key
+      self._seen[about.name, uid] = about
 
-  def _refuse(self, about: _About, problem: str) -> None:
-    """Drops a group that cannot be read, and says so.
+  def _name(self, entry: client.ReadGroup) -> str:
+    return entry.instance_id
 
-    Raises:
-      ValueError: many in a row.
-    """
-    what = f"the group of instance {about.name!r} is dropped: {problem}"
-    _LOG.warning("the rollout buffer: %s", what)
-    self.counts["refused"] += 1
-    self._observers.on_event(events.Fault("buffer", "refused", what))
-    with self._lock:
-      self._finish(about)
-    self._refused_in_a_row += 1
-    if self._refused_in_a_row >= _MOST_REFUSED:
-      raise ValueError(
-        f"{_MOST_REFUSED} groups of the rollout buffer in a row cannot be"
-        f" read; see what its generator writes. The last: {what}"
-      )
-
-  def _say_dropped(
-    self, about: _About, group: trajectory_lib.TrajectoryGroup, reason: str
-  ) -> None:
-    """Reports drops in a row: the 1st, 2nd, 4th, 8th …
-
-    Raises:
-      ValueError: many in a row had too little to train on.
-    """
-    self._dropped_in_a_row += 1
-    count = self._dropped_in_a_row
-    what = f"the group of instance {about.name!r} is dropped: {reason}"
-    if count > 1:
-      what += f"; {count} groups in a row were dropped"
-    if count & (count - 1) == 0:
-      _LOG.warning("the rollout buffer: %s", what)
-      self._observers.on_event(events.Fault("buffer", "dropped", what))
-    if len(group.valid) >= self._min_valid:
-      self._useless_in_a_row = 0
-      return
-    self._useless_in_a_row += 1
-    if self._useless_in_a_row >= _MOST_REFUSED:
-      with self._lock:
-        self._finish(about)
-      raise ValueError(
-        f"{_MOST_REFUSED} groups of the rollout buffer in a row have too few"
-        f" episodes to train on. The last: {what};"
-        f" {reader_lib.diagnosis(group)}"
-      )
-
-  async def _put(self, waiting: _Group) -> None:
-    while self._held:
-      await asyncio.sleep(_HELD_S)
-    ticket = await self._queue.acquire_start_async()
-    try:
-      version = ticket.start_version
-      try:
-        group = await asyncio.to_thread(
-          self._group, waiting, ticket.index, version
-        )
-      except reader_lib.SettingError:
-        raise
-      except (ValueError, TypeError, LookupError) as error:
-        self._refuse(waiting.about, str(error))
-        self._acknowledge()
-        return
-      self._refused_in_a_row = 0
-      announce(self._observers, group)
-      if reason := self._refusal(group):
-        self.counts["dropped"] += 1
-        self._say_dropped(waiting.about, group, reason)
-        self._observers.on_event(events.GroupFinished(group, "dropped", reason))
-        with self._lock:
-          self._finish(waiting.about)
-        self._acknowledge()
-        return
-      self._dropped_in_a_row = self._useless_in_a_row = 0
-      with self._lock:
-        # Before the queue may deliver it.
-        self._queued[ticket.index] = waiting.about
-      await self._queue.aput(group, ticket)
-      self.counts["accepted"] += 1
-      self._observers.on_event(events.GroupFinished(group, "accepted"))
-    finally:
-      try:
-        self._queue.release_start(ticket)
-      except ValueError:
-        pass  # It was put.
-      else:
-        with self._lock:
-          self._queued.pop(ticket.index, None)
+  def _note(self, entry: client.ReadGroup) -> _About:
+    return _About(entry.instance_id, entry.uids)
 
   def _group(
-    self, waiting: _Group, index: int, version: int
+    self, entry: client.ReadGroup, index: int, version: int
   ) -> trajectory_lib.TrajectoryGroup:
     episodes = [
-      self._reader.episode(record, version=version) for record in waiting.items
+      self._reader.episode(record, version=version) for record in entry.records
     ]
-    group = records.group_of(waiting.items, episodes, start_version=version)
-    return named(group, waiting.items[0].instance_id, index)
+    group = records.group_of(entry.records, episodes, start_version=version)
+    return feeding.named(group, entry.records[0].instance_id, index)
 
   def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str:
-    valid = len(group.valid)
-    if valid < self._min_valid:
-      return (
-        f"{valid} of {len(group)} episodes can be trained on,"
-        f" {self._min_valid} are needed (collect.min_valid)"
-        f"{group.untrained_note}"
-      )
+    if reason := super()._refusal(group):
+      return reason
     if group.newest_version > self._queue.version:
       return (
         f"its newest token is of version {group.newest_version}, and the"
@@ -590,19 +385,16 @@ class BufferLoop:
 
   # --- leases ----------------------------------------------------------------
 
-  def _finish(self, about: _About) -> None:
-    """Under the lock."""
-    self._finished[about.key] = about
-    for keys in self._leases.values():
-      keys.discard(about.key)
+  def _settled(self, note: _About) -> None:
+    self._finished[note] = None
+    for groups in self._leases.values():
+      groups.discard(note)
+
+  def _discarded(self, entry: client.ReadGroup) -> None:
+    self._settled(self._note(entry))
 
   def _settle(self, indices: Iterable[int]) -> None:
-    """Finishes groups, by index, that were trained on durably or dropped."""
-    with self._lock:
-      for index in indices:
-        about = self._queued.pop(index, None)
-        if about is not None:
-          self._finish(about)
+    super()._settle(indices)
     self._acknowledge()
 
   def _acknowledge(self) -> None:
@@ -620,9 +412,78 @@ class BufferLoop:
   async def _ack(self, lease: str) -> None:
     service = self._make_client()
     try:
-      await service.ack(lease)
+      await service.acknowledge(lease)
     except http.CallError as error:
       # Its groups come again, and are recognised.
       _LOG.warning("the rollout buffer keeps lease %s: %s", lease, error)
     finally:
       await service.aclose()
+
+
+def _check_groups(
+  stats: Mapping[str, Any], url: str, size: int, raw: bool
+) -> None:
+  """Refuses a buffer whose groups are of another size, or other rules.
+
+  Args:
+    stats: the figures.
+    url: Address of the service.
+    size: Size of the groups; 0 = any.
+    raw: rewards must not be normalised.
+
+  Raises:
+    ValueError: naming both.
+  """
+  served_size = stats["group_size"]
+  problems = []
+  if size and served_size != size:
+    problems.append(
+      f"the rollout buffer {url} makes groups of {served_size}, and"
+      f" collect.group_size={size}; start it with --group-size={size}"
+      f" (or its rollout with num_repeat_per_sample={size}), or set"
+      f" collect.group_size={served_size}"
+    )
+  if raw and stats.get("group_rules") == "normalized":
+    problems.append(
+      f"the rollout buffer {url} normalises rewards, which"
+      " algorithm.advantage would do again; start it with"
+      " --group-rules=raw (or its rollout with group_rules=raw), or set"
+      " algorithm.advantage=reward"
+    )
+  if problems:
+    raise ValueError("; ".join(problems))
+
+
+class _DropReport:
+  """Says what the service has dropped: the first, and each doubling."""
+
+  def __init__(self, report: Callable[[str, str], object]):
+    """Args:
+
+    report: Receives the kind and the text of each message.
+    """
+    self._report = report
+    # Items that were dropped before; None: nothing was looked at yet.
+    self._before: int | None = None
+    self._say_from = 1
+
+  def look(self, stats: Mapping[str, Any]) -> None:
+    """Compares figures with the first ones, which are the beginning."""
+    total = stats.get("total_dropped", 0)  # None of one not made yet.
+    if not isinstance(total, int):
+      return
+    if self._before is None:
+      self._before = total
+    elif total < self._before:  # Another rollout has begun.
+      self._before, self._say_from = 0, 1
+    count = total - self._before
+    if count < self._say_from:
+      return
+    self._say_from = 2 * count
+    size = max(1, stats.get("group_size") or 1)
+    what = (
+      f"it dropped {count} episodes since this run began, {count / size:.3g}"
+      f" groups of {size}: the rewards of a group were all equal or outside"
+      " of [0, 1], or it was not complete in time (group_timeout_seconds)"
+    )
+    self._report("dropped", what)

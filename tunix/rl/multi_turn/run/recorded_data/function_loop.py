@@ -1,9 +1,9 @@
 """Feeds a run's queue from a rollout function (`buffer.function`).
 
-Stands where a run has its collecting loop. The function is the rollout buffer
-protocol's: (args, rollout_id, data_buffer) -> samples, plain or async; it runs
-in a thread of its own, and may block it. `args` has the arguments of the
-protocol's trainer under their own names, made of the run's settings.
+The function is the rollout buffer protocol's: (args, rollout_id, data_buffer)
+-> samples, plain or async; it runs in a thread of its own, and may block it.
+`args` has the arguments of the protocol's trainer under their own names, made
+of the run's settings.
 
 Promises: the function is called for rollout_id 0, 1, 2 … as the queue admits
 groups, once for each; a checkpoint holds the number of the next rollout, the
@@ -11,85 +11,61 @@ data buffer, and the samples that the function has returned and that are not
 trained on, so that a resumed run goes on where it was taken and loses none. A
 rollout of another number of groups than learner.groups_per_step ends the run.
 
-Does not: decide which groups are valid (the service or the function does), but
-reports and drops one with a sample that the policy cannot have sampled, or with
-fewer than collect.min_valid members that can be trained on. Many such in a row
-end the run.
+Does not: decide which groups are valid (the service or the function does),
+but drops those that cannot be trained on (`feeding`).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import collections
 import inspect
-import threading
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
-from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.run.recorded_data import buffer_loop
-from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
+from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.run.recorded_data import feeding
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
-from tunix.rl.queue import group_queue
 
 _PAUSE_S = 0.05
-_MOST_DROPPED = 32
-"""Groups in a row that cannot be trained on, after which the run ends."""
 
 Group = list[dict[str, Any]]
 """The items of a group."""
 
 
-class FunctionLoop:
-  """See the module docstring; `await run()` on the run's event loop."""
+class FunctionLoop(feeding.GroupFeed):
+  """See the module docstring."""
+
+  source = "rollout function"
 
   def __init__(
     self,
     function: Callable[..., Any],
     args: argparse.Namespace,
-    reader: reader_lib.EpisodeReader,
-    queue: buffer_loop.LeasedQueue,
     decode: Callable[[Sequence[int]], str],
-    *,
-    min_valid: int,
-    observers: events.Observer,
+    *parts: Any,
+    **options: Any,
   ):
     """Args:
 
       function: The rollout function.
       args: Its first argument; `num_rollout` and `rollout_batch_size` bound
         the loop.
-      reader: Makes episodes of the policy.
-      queue: Receives the groups.
       decode: Token ids to text, for the reports of episodes.
-      min_valid: Members of a group that can be trained on, at least.
-      observers: Receive the episodes.
+      *parts, **options: Arguments of `GroupFeed`.
 
     Raises:
       ValueError: buffer.filter names no function.
     """
+    super().__init__(*parts, **options)
     self._function = function
     self._args = args
-    self._reader = reader
-    self._queue = queue
     self._decode = decode
-    self._min_valid = min_valid
-    self._observers = observers
     self._buffer = samples.DataBuffer(args)
     self._next = 0
-    self._waiting: collections.deque[Group] = collections.deque()
-    self._queued: dict[int, Group] = {}  # By index.
-    self._lock = threading.Lock()
-    self._loop: asyncio.AbstractEventLoop | None = None
-    self._task: asyncio.Task[Any] | None = None
     self._call: _Call | None = None
-    self._stopping = self._paused = False
-    self._dropped = self._dropped_in_a_row = 0
-    self.over = ""
-    """Always "": `num_rollout` alone ends the loop."""
-    queue.settled = self._settle
+    self._dropped = 0
 
   # --- state -----------------------------------------------------------------
 
@@ -131,47 +107,20 @@ class FunctionLoop:
 
   # --- running ---------------------------------------------------------------
 
-  async def run(self) -> None:
-    """Makes rollouts until `stop`, or until the queue closes.
-
-    Raises:
-      Exception: the function's; the queue's consumer gets it too.
-    """
-    self._loop = asyncio.get_running_loop()
-    self._task = asyncio.current_task()
-    try:
-      while not self._stopping:
-        if self._paused or not (self._waiting or self._is_due()):
-          await asyncio.sleep(_PAUSE_S)
-          continue
+  async def _feed(self) -> None:
+    while not self._stopping:
+      if self._waiting or self._is_due():
+        # The group is admitted before the function is called: with
+        # queue.max_staleness=0 a rollout begins after the update before it.
         await self._put()
-    except (asyncio.CancelledError, group_queue.QueueClosed):
-      if not self._stopping and not self._queue.closed:
-        raise
-    except BaseException as error:
-      self._queue.fail(error)
-      raise
+      else:
+        await asyncio.sleep(_PAUSE_S)
 
   def stop(self) -> None:
     """Calls the function no more. Thread-safe, returns at once."""
-    self._stopping = True
+    super().stop()
     if self._call is not None:
       self._call.cancel()
-    if self._loop is not None and self._task is not None:
-      try:
-        self._loop.call_soon_threadsafe(self._task.cancel)
-      except RuntimeError:  # The loop has ended already.
-        pass
-
-  def hold(self) -> None:
-    """Admits no group until `release`. Thread-safe."""
-    self._paused = True
-
-  def release(self) -> None:
-    self._paused = False
-
-  def finish(self) -> None:
-    """Does nothing: no lease is open."""
 
   def _is_due(self) -> bool:
     """Whether the run needs another rollout, groups that were dropped too."""
@@ -183,52 +132,13 @@ class FunctionLoop:
     """Returns the number of groups dropped here and by the queue."""
     return self._dropped + int(self._queue.counters()["dropped_stale"])
 
-  async def _put(self) -> None:
-    """Queues a group; calls the function first where none waits.
-
-    The group is admitted before: with queue.max_staleness=0 a rollout begins
-    after the update before it.
-    """
-    ticket = await self._queue.acquire_start_async()
-    try:
-      if not self._waiting:
-        await self._fill()
-      data = self._waiting[0]
-      try:
-        group = await asyncio.to_thread(
-          self._group, data, ticket.index, ticket.start_version
-        )
-      except reader_lib.SettingError:
-        raise
-      except ValueError as error:
-        self._drop(
-          f"the group of instance {data[0]['instance_id']!r} is dropped:"
-          f" {error}"
-        )
-        return
-      buffer_loop.announce(self._observers, group)
-      if self._is_useless(group):
-        return
-      with self._lock:
-        # Before the queue may deliver it.
-        self._waiting.popleft()
-        self._queued[ticket.index] = data
-      await self._queue.aput(group, ticket)
-      self._observers.on_event(events.GroupFinished(group, "accepted"))
-    finally:
-      try:
-        self._queue.release_start(ticket)
-      except ValueError:
-        pass  # It was put.
-      else:
-        with self._lock:
-          if ticket.index in self._queued:
-            self._waiting.appendleft(self._queued.pop(ticket.index))
-
   async def _fill(self) -> None:
+    """Calls the function for the next rollout."""
     rollout_id = self._next
     self._call = _Call(self._function, self._args, rollout_id, self._buffer)
-    result = await self._call.result()
+    result = await concurrency.acall(
+      self._call.result, what="the rollout function"
+    )
     groups = samples.groups_of(
       list(result or ()), self._args.n_samples_per_prompt
     )
@@ -246,11 +156,17 @@ class FunctionLoop:
       self._waiting.extend(new)
       self._next = rollout_id + 1
 
+  def _name(self, entry: Group) -> str:
+    return str(entry[0]["instance_id"])
+
+  def _discarded(self, entry: Group) -> None:
+    self._dropped += 1
+
   def _group(
-    self, data: Group, index: int, version: int
+    self, entry: Group, index: int, version: int
   ) -> trajectory_lib.TrajectoryGroup:
     members, episodes = [], []
-    for item in data:
+    for item in entry:
       reply_ids = [
         token
         for sequence in item["sequences"]
@@ -266,57 +182,11 @@ class FunctionLoop:
         episode.metrics[samples.TEXT_ONLY] = 1.0
       episodes.append(episode)
     group = records.group_of(members, episodes, start_version=version)
-    return buffer_loop.named(group, members[0].instance_id, index)
-
-  def _is_useless(self, group: trajectory_lib.TrajectoryGroup) -> bool:
-    """Whether the first waiting group is dropped, which is reported.
-
-    Raises:
-      ValueError: many in a row are.
-    """
-    valid = len(group.valid)
-    if valid >= self._min_valid:
-      self._dropped_in_a_row = 0
-      return False
-    self._drop(
-      f"the group of instance {buffer_loop.instance_of(group)!r} is dropped:"
-      f" {valid} of {len(group)} episodes can be trained on,"
-      f" {self._min_valid} are needed (collect.min_valid)"
-      f"{group.untrained_note}",
-      f"; {reader_lib.diagnosis(group)}",
-    )
-    return True
-
-  def _drop(self, what: str, more: str = "") -> None:
-    """Drops the first waiting group, counts it and reports it.
-
-    Args:
-      what: Name of the group, and the reason.
-      more: Text for the error of the last in a row.
-
-    Raises:
-      ValueError: many in a row are dropped.
-    """
-    with self._lock:
-      self._waiting.popleft()
-      self._dropped += 1
-    self._dropped_in_a_row += 1
-    self._observers.on_event(events.Fault("buffer", "dropped", what))
-    if self._dropped_in_a_row >= _MOST_DROPPED:
-      raise ValueError(
-        f"{_MOST_DROPPED} groups of the rollout function in a row cannot be"
-        f" trained on. The last: {what}{more}"
-      )
-
-  def _settle(self, indices: Iterable[int]) -> None:
-    """Forgets dropped groups and those whose training a checkpoint holds."""
-    with self._lock:
-      for index in indices:
-        self._queued.pop(index, None)
+    return feeding.named(group, members[0].instance_id, index)
 
 
 class _Call:
-  """One call of the function, in a daemon thread: it may never return."""
+  """One call of the function; `result` blocks the thread that it gets."""
 
   def __init__(self, function: Callable[..., Any], *arguments: Any):
     self._function = function
@@ -325,37 +195,12 @@ class _Call:
     self._task: asyncio.Task[Any] | None = None
     self._canceled = False
 
-  async def result(self) -> Any:
+  def result(self) -> Any:
     """The function's result, awaited where that is needed."""
-    caller = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = caller.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-      if future.done():
-        return
-      if error is None:
-        future.set_result(value)
-      else:
-        future.set_exception(error)
-
-    def work() -> None:
-      value, problem = None, None
-      try:
-        value = self._function(*self._arguments)
-        if inspect.isawaitable(value):
-          value = asyncio.run(self._awaited(value))
-      except BaseException as error:  # pylint: disable=broad-except
-        # Whatever the user's code raises is the caller's.
-        problem = error
-      try:
-        caller.call_soon_threadsafe(settle, value, problem)
-      except RuntimeError:  # The run has ended.
-        pass
-
-    threading.Thread(
-      target=work, name="tunix-rollout-function", daemon=True
-    ).start()
-    return await future
+    value = self._function(*self._arguments)
+    if inspect.isawaitable(value):
+      return asyncio.run(self._awaited(value))
+    return value
 
   async def _awaited(self, value: Any) -> Any:
     self._own = asyncio.get_running_loop()

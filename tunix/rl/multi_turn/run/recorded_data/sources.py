@@ -16,6 +16,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner.batches import packing
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
+from tunix.rl.multi_turn.run.recorded_data import feeding
 from tunix.rl.multi_turn.run.recorded_data import files
 from tunix.rl.multi_turn.run.recorded_data import function_loop
 from tunix.rl.multi_turn.run.recorded_data import offline_queue
@@ -25,6 +26,7 @@ from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import rollout
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
+from tunix.rl.queue import group_queue
 
 _LOG = logging.getLogger(__name__)
 ConfigError = config_lib.ConfigError
@@ -137,7 +139,7 @@ def make_offline(
 
 def make_buffer_loop(
   run: Any,
-  queue: buffer_loop.LeasedQueue,
+  queue: group_queue.GroupQueue,
   observers: Any,
   state: Mapping[str, Any] | None,
   consumed: Sequence[int],
@@ -145,31 +147,29 @@ def make_buffer_loop(
   """The loop of a run with `rollout.via=buffer`; arguments as above."""
   config = run.config
   settings = config.buffer
+  parts = make_reader(run, "buffer"), queue
+  options = dict(min_valid=config.collect.min_valid, observers=observers)
   loop: Any
   if settings.makes_rollouts:
     loop = function_loop.FunctionLoop(
       registry.import_function(settings.function or data_sections.OWN_FUNCTION),
       rollout_arguments(run),
-      make_reader(run, "buffer"),
-      queue,
       run.policy.tokenizer.decode,
-      min_valid=config.collect.min_valid,
-      observers=observers,
+      *parts,
+      **options,
     )
   else:
     loop = buffer_loop.BufferLoop(
       functools.partial(
         client.BufferClient, settings.url, buffer=settings.name
       ),
-      make_reader(run, "buffer"),
-      queue,
       settings,
+      *parts,
       batch_size=config.collect.group_size * config.learner.groups_per_step,
       group_size=config.collect.group_size,
       raw=config.algorithm.advantage != "reward",
-      min_valid=config.collect.min_valid,
       payload=functools.partial(start_payload, run) if settings.start else None,
-      observers=observers,
+      **options,
     )
   if run.resuming:
     stored = () if run.store is None else run.store.load()
@@ -229,7 +229,7 @@ def prepared(
   """The groups of an update in the order of their instances, log-probs filled
   in; see `fill_logprobs`."""
   ordered = sorted(
-    groups, key=lambda g: samples.natural_key(buffer_loop.instance_of(g))
+    groups, key=lambda g: samples.natural_key(feeding.instance_of(g))
   )
   return fill_logprobs(learner, ordered)
 

@@ -12,12 +12,11 @@ Does not import JAX; weights travel by `weights`.
 from __future__ import annotations
 
 import base64
-from typing import Any, Iterator, Mapping
-import zlib
+from typing import Any, Mapping
 
-import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.trajectory_collector import records
 
 MAX_GROUP = 1 << 30
 """Bytes of a group with its screenshots."""
@@ -32,10 +31,10 @@ def write_group(
     KeyError: the store no longer has one.
   """
   data = group.to_json()
-  pixels = {}
-  for ref in set(_refs(data)):
-    raw = zlib.compress(images.get(ref).tobytes(), 1)
-    pixels[ref.sha256] = [ref.width, ref.height, base64.b64encode(raw).decode()]
+  pixels = {
+    sha256: [ref.width, ref.height, base64.b64encode(images.pack(ref)).decode()]
+    for sha256, ref in records.refs_of(data).items()
+  }
   return {"group": data, "images": pixels}
 
 
@@ -48,22 +47,6 @@ def read_group(
     ValueError, KeyError, TypeError, zlib.error: it is not whole.
   """
   for sha256, (width, height, text) in data["images"].items():
-    raw = zlib.decompress(base64.b64decode(text, validate=True))
-    pixels = np.frombuffer(raw, np.uint8).reshape(height, width, 3)
-    if images.put(pixels).sha256 != sha256:
-      raise ValueError(f"its image {sha256[:12]}… is another one")
+    ref = trajectory_lib.ImageRef(sha256, width, height)
+    images.put_packed(ref, base64.b64decode(text, validate=True))
   return trajectory_lib.TrajectoryGroup.from_json(data["group"])
-
-
-def _refs(data: Any) -> Iterator[trajectory_lib.ImageRef]:
-  """Every reference to an image in JSON."""
-  if isinstance(data, dict):
-    if {"sha256", "width", "height"} <= set(data):
-      yield trajectory_lib.ImageRef(
-        data["sha256"], data["width"], data["height"]
-      )
-    for value in data.values():
-      yield from _refs(value)
-  elif isinstance(data, list):
-    for value in data:
-      yield from _refs(value)

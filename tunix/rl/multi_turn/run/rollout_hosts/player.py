@@ -16,12 +16,14 @@ killed at any time.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import collections
 import copy
 import functools
 import logging
 import pathlib
+import sys
 import time
 from typing import Any, Callable, Iterable, Mapping
 import uuid
@@ -204,6 +206,40 @@ def overrides_of(texts: Iterable[str], example: str) -> dict[str, str]:
       )
     overrides[key] = value
   return overrides
+
+
+def add_arguments(parser: argparse.ArgumentParser, example: str) -> None:
+  """Adds a player's own settings and its patience."""
+  parser.add_argument(
+    "overrides",
+    nargs="*",
+    metavar="key=value",
+    help=f"settings here in place of the run's, e.g. {example}",
+  )
+  parser.add_argument(
+    "--patience",
+    type=float,
+    default=600.0,
+    metavar="S",
+    help="seconds to wait for a learner that is not there (%(default)s)",
+  )
+
+
+def exit_status(play: Callable[[], tuple[GroupPlayer, str]]) -> int:
+  """Runs a player's command; returns its exit status.
+
+  Args:
+    play: Plays to the end; returns the player, and why it has ended.
+  """
+  try:
+    played, why = play()
+  except (LearnerGone, http.CallError, ValueError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2 if isinstance(error, config_lib.ConfigError) else 1
+  except KeyboardInterrupt:
+    return 130
+  print(f"{why}; {played.collected} groups were collected here")
+  return 0
 
 
 async def collect_order(

@@ -79,7 +79,9 @@ class HostsEngine:
     self._processes = processes
     self._copies = copies
     self._types = types or {}
-    try:
+    with server_lib.opening(
+      config, "rollout.via=hosts", "pip install 'tunix-multi-turn[serve]'"
+    ):
       self._server = server_lib.RolloutServer(
         self.book,
         images,
@@ -87,17 +89,6 @@ class HostsEngine:
         host=config.rollout.host,
         port=config.rollout.port,
       )
-    except ImportError as error:
-      raise config_lib.ConfigError(
-        [f"rollout.via=hosts: {error}; pip install 'tunix-multi-turn[serve]'"]
-      ) from None
-    except ValueError as error:
-      raise config_lib.ConfigError(
-        [
-          f"rollout.host={config.rollout.host}, rollout.port="
-          f"{config.rollout.port}: {error}"
-        ]
-      ) from None
     self._url = config.rollout.public_url or self._server.url
     self._started = False
     self._kept: list[pathlib.Path] = []

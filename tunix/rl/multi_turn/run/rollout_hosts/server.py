@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import hmac
 import json
 import pathlib
 import secrets
 import time
-from typing import Any, Awaitable, Callable
+from typing import Any, Awaitable, Callable, Iterator
 import zlib
 
+from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.net import request_bodies
@@ -38,6 +40,31 @@ _LOOK_S = 0.5  # Whether it is still there, and the run.
 _BEAT_S = 0.5
 _CALLS = 400  # Beats a second of all hosts, and asks for leases, at most.
 _SMALL = 1 << 20
+
+
+@contextlib.contextmanager
+def opening(
+  config: config_lib.TrainConfig, via: str, fix: str
+) -> Iterator[None]:
+  """Words the errors of opening a run's server.
+
+  Args:
+    config: Settings of the run.
+    via: The setting that needs the server.
+    fix: What to do where a package is not installed.
+
+  Raises:
+    ConfigError: a package is not installed, or the address is taken.
+  """
+  try:
+    yield
+  except ImportError as error:
+    raise config_lib.ConfigError([f"{via}: {error}; {fix}"]) from None
+  except ValueError as error:
+    where = config.rollout
+    raise config_lib.ConfigError(
+      [f"rollout.host={where.host}, rollout.port={where.port}: {error}"]
+    ) from None
 
 
 class LeaseRoutes:

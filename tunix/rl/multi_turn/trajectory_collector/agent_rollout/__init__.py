@@ -8,34 +8,14 @@ A training run calls `generate_agent_rollout`, or a function of the user's, with
 Does not: generate anything (the service does), or import JAX.
 """
 
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout.client import (
-  ClientError,
-)
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout.client import (
-  get_rollout_data,
-)
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout.client import (
-  start_rollout,
-)
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout.rollout import (
-  generate_agent_rollout,
-)
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout.rollout import (
-  log_raw_info,
-)
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout.samples import (
-  DataBuffer,
-)
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout.samples import (
-  Sample,
-)
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import rollout
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
 
-__all__ = [
-  "ClientError",
-  "DataBuffer",
-  "Sample",
-  "generate_agent_rollout",
-  "get_rollout_data",
-  "log_raw_info",
-  "start_rollout",
-]
+ClientError = client.ClientError
+DataBuffer = samples.DataBuffer
+Sample = samples.Sample
+generate_agent_rollout = rollout.generate_agent_rollout
+get_rollout_data = client.get_rollout_data
+log_raw_info = rollout.log_raw_info
+start_rollout = client.start_rollout

@@ -1,24 +1,30 @@
-"""Asks a rollout buffer service: starts rollouts, reads and acknowledges data.
+"""Calls a rollout buffer service: for writers of episodes, and for readers.
 
 Promises: every call ends within its deadline; an answer's form is checked
 before it is returned, and its items one by one in `sift`, so that one that
 cannot be used costs its own group only; failures are `ClientError` (the network
 or the service), `ValueError` (the data) or `TimeoutError`.
 
-Does not: repeat a failed call (the caller's retry rule does).
+A push is one group all the same when it is repeated (its uids), and a read with
+a lease returns the same groups. A read without one is made once, and an answer
+whose end is lost is lost data.
+
+Does not: repeat a failed call unless it is given a policy, or check items that
+it writes (the service does).
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import json
 import os
-from typing import Any, Iterable, Mapping, NamedTuple, Sequence
-import urllib.parse
+from typing import Any, Iterable, Mapping, NamedTuple, Self, Sequence
+import uuid
 
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.trajectory_collector import records
+from tunix.rl.queue import transport
 
 try:
   from aiohttp import ClientError as _NetworkError
@@ -35,7 +41,12 @@ _SECRET = ("token", "key", "secret", "password")
 """Parts of names whose values stay here."""
 _SENT = ("image_token_id",)
 """Names with such a part that hold no secret."""
-_LIMIT = 1 << 30
+CALL_S = 60.0
+WRITE_S = 600.0
+"""Deadline of a write, which waits while the buffer is full."""
+_READ_S = 100.0
+_MOST_UIDS = 10_000  # Of one call.
+_LIMIT = 2 << 30
 
 
 class ClientError(http.CallError, _NetworkError):  # type: ignore[misc, valid-type]
@@ -93,27 +104,55 @@ class RefusedItemsError(ValueError):
 
 
 class BufferClient:
-  """Connections to one service; belongs to one event loop."""
+  """Connections to one service; belongs to one event loop.
 
-  def __init__(self, api_base_url: str, *, token: str = "", buffer: str = ""):
+  A `transport.GroupTransport`: the service acknowledges what it has on its
+  disk, and lends each group to one reader.
+  """
+
+  def __init__(
+    self,
+    api_base_url: str,
+    *,
+    token: str = "",
+    buffer: str = "",
+    connections: int = 100,
+    retry: http.RetryPolicy | None = None,
+  ):
     """Args:
 
       api_base_url: e.g. http://127.0.0.1:8889.
       token: bearer token; by default that of $TUNIX_BUFFER_TOKEN.
       buffer: name of one of the service's buffers; "" is its default.
+      connections: open at a time.
+      retry: Repeats the calls that may be repeated; None makes them once.
 
     Raises:
       ValueError: no http(s) address.
     """
-    base = http.address(
+    self._url = http.address(
       api_base_url, "the buffer's URL", "http://127.0.0.1:8889"
     )
-    self._url = base
-    self._buffer = buffer
+    self._buffer = {"buffer": buffer} if buffer else {}
     token = token or os.environ.get(TOKEN_VARIABLE, "")
     self._http = http.Http(
-      ClientError, headers={"authorization": f"Bearer {token}"} if token else {}
+      ClientError,
+      headers={"authorization": f"Bearer {token}"} if token else {},
+      connections=connections,
     )
+    self._retry = retry
+
+  async def __aenter__(self) -> Self:
+    return self
+
+  async def __aexit__(self, *exc_info: Any) -> None:
+    await self.aclose()
+
+  async def aclose(self) -> None:
+    """Ends the connections. Idempotent."""
+    await self._http.aclose()
+
+  # --- rollouts ---------------------------------------------------------------
 
   async def start(
     self, payload: Mapping[str, Any], seconds: float = START_S
@@ -121,66 +160,19 @@ class BufferClient:
     """POSTs `/start_rollout`; returns the service's answer.
 
     Raises:
-      ClientError: it did not answer, or refused.
+      ClientError: it did not answer, or refused; as of every call.
     """
-    return await self._post("/start_rollout", payload, seconds)
+    return await self._call("/start_rollout", seconds, body=dict(payload))
 
-  async def read(
-    self,
-    num: int | None = None,
-    seconds: float = 100.0,
-    lease_s: float | None = None,
-    lease: str = "",
-    allowed_items: int | None = None,
-  ) -> Read | None:
-    """One read; None while no group is ready.
+  async def stop(self, seconds: float = CALL_S) -> None:
+    """Ends the rollout's generator; what is written stays."""
+    await self._call("/stop_rollout", seconds, body={})
 
-    Args:
-      num: groups or items to take at most, as the service counts `batch_size`;
-        None takes all.
-      seconds: deadline.
-      lease_s: seconds within which `ack` must follow, or the groups are
-        delivered again; None acknowledges at once.
-      lease: id for the lease; a service that knows such ids returns the same
-        groups to a read that is repeated with it. "" leaves it to the service.
-      allowed_items: Items that the generator may have begun since the start,
-        where that set a bound.
-
-    Raises:
-      ClientError: the service did not answer, or refused.
-      ValueError: the answer is none of the protocol's; not of its items.
-    """
-    body: dict[str, Any] = {}
-    if num is not None:
-      body["batch_size"] = num
-    if lease_s is not None:
-      body["lease_s"] = lease_s
-      if lease:
-        body["lease"] = lease
-    if allowed_items is not None:
-      body["allowed_items"] = allowed_items
-    return unpack(await self._post("/get_rollout_data", body, seconds))
-
-  async def ack(self, lease: str, seconds: float = 30.0) -> None:
-    """Confirms that the groups of a lease are safe elsewhere.
-
-    Raises:
-      ClientError: the service does not know it any more, or did not answer.
-    """
-    await self._post("/buffer/ack", {"lease": lease}, seconds)
-
-  async def stats(self, seconds: float = 30.0) -> dict[str, Any]:
-    """Figures of `/buffer/stats`; {} of a service that has none.
-
-    Raises:
-      ClientError: the service did not answer, or refused.
-    """
-    query = urllib.parse.urlencode(
-      {"buffer": self._buffer} if self._buffer else {}
-    )
+  async def stats(self, seconds: float = CALL_S) -> dict[str, Any]:
+    """Figures of `/buffer/stats`; {} of a service that has none."""
     try:
-      answer = await self._http.ask(
-        "GET", f"{self._url}/buffer/stats?{query}", seconds, limit=_LIMIT
+      answer = await self._call(
+        "/buffer/stats", seconds, method="GET", retry=self._retry
       )
     except ClientError as error:
       # Nor one of a buffer that is not made yet.
@@ -194,18 +186,120 @@ class BufferClient:
       return dict(data[0])
     return {}
 
-  async def aclose(self) -> None:
-    await self._http.aclose()
+  # --- writing ----------------------------------------------------------------
 
-  async def _post(
-    self, path: str, body: Mapping[str, Any], seconds: float
-  ) -> dict[str, Any]:
-    sent = dict(body)
-    if self._buffer:
-      sent["buffer"] = self._buffer
-    return await self._http.ask(
-      "POST", self._url + path, seconds, body=sent, limit=_LIMIT
+  async def push(
+    self,
+    items: Mapping[str, Any] | list[Mapping[str, Any]],
+    seconds: float = WRITE_S,
+  ) -> int:
+    """Writes an item, or several that are stored together or not at all.
+
+    Returns:
+      How many were new; the others had been written before.
+    """
+    answer = await self._call(
+      "/buffer/write",
+      seconds,
+      body=items,
+      headers={"prefer": "return=minimal"},
+      retry=self._retry,
     )
+    return int(answer.get("new", 0))
+
+  async def known(
+    self, uids: Sequence[str], seconds: float = WRITE_S
+  ) -> set[str]:
+    """Returns the uids that were written already."""
+    known_uids: set[str] = set()
+    for start in range(0, len(uids), _MOST_UIDS):
+      body = {"uids": list(uids[start : start + _MOST_UIDS])}
+      answer = await self._call(
+        "/buffer/known", seconds, body=body, retry=self._retry
+      )
+      known_uids.update(answer["known"])
+    return known_uids
+
+  # --- reading ----------------------------------------------------------------
+
+  async def read(
+    self,
+    num: int | None = None,
+    seconds: float = _READ_S,
+    *,
+    retry: http.RetryPolicy | None = None,
+    **more: Any,
+  ) -> Read | None:
+    """One read; None while no group is ready. It is final without a lease.
+
+    Args:
+      num: groups or items to take at most, as the service counts `batch_size`;
+        None takes all.
+      seconds: deadline.
+      retry: Repeats the read, which its lease must name then.
+      **more: Further keys of the body, but for those that are None.
+
+    Raises:
+      ValueError: the answer is none of the protocol's; not of its items.
+    """
+    body = {"batch_size": num, **more}
+    body = {key: value for key, value in body.items() if value is not None}
+    path = "/get_rollout_data"
+    return unpack(await self._call(path, seconds, body=body, retry=retry))
+
+  async def lease(
+    self,
+    count: int | None = None,
+    *,
+    lease_s: float = 600.0,
+    lease_id: str = "",
+    allowed_items: int | None = None,
+    seconds: float = _READ_S,
+  ) -> transport.Lease[ReadGroup] | None:
+    """Borrows groups; None while none is ready.
+
+    Args:
+      count, seconds: `num` and `seconds` of `read`.
+      lease_s: seconds within which `acknowledge` must follow, or the groups
+        are delivered again.
+      lease_id: Id of the lease; a read that is repeated with it returns the
+        same groups. "" makes one.
+      allowed_items: Items that the generator may have begun since the start,
+        where that set a bound.
+
+    Raises:
+      ValueError: See `read`.
+    """
+    batch = await self.read(
+      count,
+      seconds,
+      lease_s=lease_s,
+      lease=lease_id or uuid.uuid4().hex,
+      allowed_items=allowed_items,
+      retry=self._retry,
+    )
+    return batch and transport.Lease(batch.lease, sift(batch))
+
+  async def acknowledge(self, lease_id: str, seconds: float = CALL_S) -> None:
+    """Ends a lease: its groups are safe elsewhere. May be repeated.
+
+    Raises:
+      ClientError: Also where the service does not know it any more (404).
+    """
+    body = {"lease": lease_id}
+    await self._call("/buffer/ack", seconds, body=body, retry=self._retry)
+
+  async def release(
+    self, lease: transport.Lease[ReadGroup], seconds: float = CALL_S
+  ) -> None:
+    """Gives the groups of a lease back, to be read again at once."""
+    await self._call("/buffer/release", seconds, body={"lease": lease.id})
+
+  async def _call(
+    self, path: str, seconds: float, method: str = "POST", **request: Any
+  ) -> dict[str, Any]:
+    request |= {"params": self._buffer, "limit": _LIMIT}
+    return await self._http.ask(method, self._url + path, seconds, **request)
 
 
 def unpack(answer: Mapping[str, Any]) -> Read | None:
@@ -292,20 +386,8 @@ def _id_of(item: Any, key: str) -> str:
   return str(value)
 
 
-def parse(answer: Mapping[str, Any]) -> Read | None:
-  """Checks an answer and its items; None where nothing is ready.
-
-  Raises:
-    RefusedItemsError: an item that cannot be used; naming what is wrong.
-    ValueError: the answer is none of the protocol's.
-  """
-  result = unpack(answer)
-  if result is not None:
-    _check(result)
-  return result
-
-
-def _check(read: Read) -> None:
+def check(read: Read) -> None:
+  """Raises RefusedItemsError for a read with an item that cannot be used."""
   groups = sift(read)
   problems = [group.problem for group in groups if group.problem]
   if problems:
@@ -349,7 +431,7 @@ async def get_rollout_data(
       while True:
         result = await client.read(num, timeout)
         if result is not None:
-          _check(result)
+          check(result)
           return result.items, result.meta_info
         await asyncio.sleep(POLL_S)
   except ClientError as error:
@@ -393,9 +475,8 @@ def start_rollout(
     finally:
       await client.aclose()
 
-  # In a thread: the caller's own may run an event loop.
-  with concurrent.futures.ThreadPoolExecutor(1, "tunix-start") as pool:
-    return pool.submit(lambda: asyncio.run(start())).result()
+  # Also where the caller's own thread runs an event loop.
+  return concurrency.call(start, what="starting the rollout")
 
 
 def start_payload(
