@@ -124,12 +124,11 @@ class GymEnv(desktop_env.TaskEnv):
     self.family = family
     self.split = split
     self.render_mode = render_mode
-    self.task: base.Task | None = None
+    self.task: Any = None  # The `base.Task` that is played.
     self._size = width, height
     self._episode = _Episode(self.gym, spec, turns)
-    # Of `_Episode`, whose answers are shorter than an environment's.
     self._sync: Any = base_env.SyncEnv(self._episode, timeout)
-    self._seen: base.Observation | None = None
+    self._seen: Any = None  # The newest `base.Observation`.
     self._over = True
     self.observation_space: Any = desktop_env.observation_space(
       width, height, MAX_INSTRUCTION
@@ -144,9 +143,8 @@ class GymEnv(desktop_env.TaskEnv):
       DeadlineExceeded: the gym did not start in time.
     """
     self.task = self._episode.task = self.draw(seed, options)
-    observation = self._sync.reset()
-    self._show(observation)
-    self._instruction = self.task.instruction or observation.instruction
+    self._show(self._sync.reset())
+    self._instruction = self.task.instruction or self._seen.instruction
     self._over = False
     return self._observation(), self._info({})
 
@@ -187,7 +185,6 @@ class GymEnv(desktop_env.TaskEnv):
     self._seen = observation
 
   def _observation(self) -> dict[str, Any]:
-    assert self._seen is not None
     characters = self.observation_space["instruction"].character_set
     text = "".join(c if c in characters else "?" for c in self._instruction)
     return {
@@ -196,7 +193,6 @@ class GymEnv(desktop_env.TaskEnv):
     }
 
   def _info(self, info: Mapping[str, Any]) -> dict[str, Any]:
-    assert self.task is not None and self._seen is not None
     return {
       "task_id": self.task.task_id,
       "instruction": self._instruction,

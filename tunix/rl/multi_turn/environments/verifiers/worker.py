@@ -35,9 +35,7 @@ import threading
 import uuid
 
 _HELD_OUT = 5  # One row in five, where no list is for evaluation.
-_REWARD_ERRORS: contextvars.ContextVar[list] = contextvars.ContextVar(
-  "_REWARD_ERRORS"
-)
+_REWARD_ERRORS = contextvars.ContextVar[list]("_REWARD_ERRORS")
 
 
 class _RewardErrors(logging.Handler):

@@ -278,11 +278,10 @@ def _read_placed(
   )
   if mesh is None:  # Left uncommitted, as a fresh model's parameters are.
     return jax.device_put(read([(0, n) for n in shape]))
-  place = sharding.parameter_sharding(tensor.variable, mesh)
+  place: Any = sharding.parameter_sharding(tensor.variable, mesh)
   # Copies of a part on several devices are read once.
   users: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-  indices: Any = place.addressable_devices_indices_map(shape)
-  for device, index in indices.items():
+  for device, index in place.addressable_devices_indices_map(shape).items():
     spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
     users.setdefault(spans, []).append(device)
   arrays = []

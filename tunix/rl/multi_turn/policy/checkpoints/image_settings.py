@@ -32,7 +32,7 @@ VIDEO = "video_preprocessor_config.json"
 SECTION = "image_processor"
 FILES = (PREPROCESSOR, f"{PROCESSOR}:{SECTION}")
 
-IMAGE_PROCESSORS = (
+IMAGE_PROCESSORS: tuple[str, ...] = (
   "Qwen2VLImageProcessor",
   "Qwen2VLImageProcessorFast",
   "Qwen2VLImageProcessorPil",
@@ -53,7 +53,7 @@ DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
 )
 """Of transformers' Qwen2VLImageProcessor (5.12.1), for fields not in a file."""
 
-GLM_PROCESSORS = (
+GLM_PROCESSORS: tuple[str, ...] = (
   "Glm4vImageProcessor",
   "Glm4vImageProcessorFast",
   "Glm4vImageProcessorPil",
@@ -203,8 +203,7 @@ def _section(raw: Any, file: pathlib.Path, family: str) -> dict[str, Any]:
   if not isinstance(raw, dict):
     raise ValueError(f"{file}: {SECTION} must be an object, got {raw!r}")
   kind = raw.get("image_processor_type")
-  classes: tuple[str, ...] = IMAGE_PROCESSORS
-  classes = GLM_PROCESSORS if _is_glm(family) else classes
+  classes = GLM_PROCESSORS if _is_glm(family) else IMAGE_PROCESSORS
   classes = GEMMA_PROCESSORS if _is_gemma(family) else classes
   classes = TILE_PROCESSORS if _is_tiled(family) else classes
   if kind is not None and kind not in classes:

@@ -124,9 +124,9 @@ class Experts(nnx.Module):
         pairs[part] = adapter.lora_a[...].astype(dtype), b.astype(dtype)
     return pairs
 
-  def matrices(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+  def matrices(self, dtype: Any) -> tuple[jax.Array, ...]:
     """Gate and up [E, D, 2 I], down [E, I, D]; of an int8 copy restored."""
-    up, down = (
+    return tuple(
       weight[...].astype(dtype)
       if scale is None
       else (weight[...] * scale[...]).astype(dtype)
@@ -135,7 +135,6 @@ class Experts(nnx.Module):
         (self.down_proj, self.down_proj_scale),
       )
     )
-    return up, down
 
 
 class Gate(nnx.Module):

@@ -191,10 +191,10 @@ def _over_mesh(
   """run(*arrays, segments, state), each device its rows and heads."""
   if mesh is None or segments_BT.shape[0] % sharding.batch_shards(mesh):
     return run(*arrays, segments_BT, state_BNHV)
-  heads = state_BNHV.shape[1]
   axes: list[str] = []
   for axis in ("tensor", "sequence"):
-    if heads % math.prod(mesh.shape[a] for a in (*axes, axis)) == 0:
+    shards = math.prod(mesh.shape[a] for a in (*axes, axis))
+    if state_BNHV.shape[1] % shards == 0:
       axes.append(axis)
   P = jax.sharding.PartitionSpec
   rows = P(sharding.BATCH_AXES)

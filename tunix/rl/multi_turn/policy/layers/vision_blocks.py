@@ -47,15 +47,12 @@ class ImageAttention(nnx.Module):
 
   def _mixed(
     self,
-    queries_keys_values: Sequence[jax.Array],
+    queries_keys_values: tuple[jax.Array, jax.Array, jax.Array],
     segments_SP: jax.Array,
     reach: kernels.Reach,
   ) -> jax.Array:
-    q, k, v = queries_keys_values
     mixed = kernels.image_attention(
-      q,
-      k,
-      v,
+      *queries_keys_values,
       segments_SP,
       reach.places,
       mesh=self.mesh,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tunix.rl.multi_turn.environments.gyms.desktop import font
 from tunix.rl.multi_turn.environments.gyms.desktop import items
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
@@ -156,9 +154,8 @@ class ScrollArea(Container):
   def hit(self, x, y):
     if not self.contains(x, y):
       return None
-    hits: Any = ()
-    if x < self.x + self.w - self.BAR:
-      hits = (c.hit(x, y + self.offset) for c in reversed(self.children))
+    children = self.children if x < self.x + self.w - self.BAR else []
+    hits = (c.hit(x, y + self.offset) for c in reversed(children))
     return next((widget for widget in hits if widget is not None), self)
 
   def _thumb(self) -> tuple[int, int]:

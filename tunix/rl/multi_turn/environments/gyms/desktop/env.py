@@ -218,7 +218,7 @@ class DesktopEnv(TaskEnv):
     self.family = family
     self.split = split
     self.render_mode = render_mode
-    self.task: base.Task | None = None
+    self.task: Any = None  # The `base.Task` that is played.
     self.observation_space = observation_space(width, height)
     self.action_space = action_space()
 
@@ -258,14 +258,12 @@ class DesktopEnv(TaskEnv):
     return self.gym.scene.screenshot().copy()
 
   def _observation(self) -> dict[str, Any]:
-    assert self.task is not None
     return {
       "screenshot": self.gym.scene.screenshot().copy(),
       "instruction": self.task.instruction,
     }
 
   def _info(self, info) -> dict[str, Any]:
-    assert self.task is not None
     return {
       "task_id": self.task.task_id,
       "instruction": self.task.instruction,

@@ -402,8 +402,7 @@ class SwitchTab(family.Family):
 
   def build(self, ep, data, rng):
     win, area = families_basic.form(ep, rng, 118, 70)
-    x, y, w, h = area
-    view = win.add(containers.TabView(x, y, w, h, data["names"]))
+    view = win.add(containers.TabView(*(*area, data["names"])))
     ep.w.update(view=view, tab=view.tabs[data["goal"]], wrong=[])
     for place, (name, labels) in enumerate(zip(data["names"], data["pages"])):
       page = view.pages[name]

@@ -238,13 +238,11 @@ def oracle_action(
     raise RuntimeError("no episode is running; call start(task) first")
   if episode.outcome is not None:
     return None
-  action = episode.family.oracle(episode)
+  action: Any = episode.family.oracle(episode)
   if (
     not spread
     or action is None
     or (action.kind is not gui_action.GuiActionKind.CLICK)
-    or action.x is None
-    or action.y is None
   ):
     return action
   if rng is None:

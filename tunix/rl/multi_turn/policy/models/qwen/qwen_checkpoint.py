@@ -370,9 +370,8 @@ def _processor(
   )
   processor = make(**limits)
   if _BUDGET in pixels:
-    of_trajectory, images = pixels[_BUDGET]
     most = qwen_vl_inputs.pixel_budget(
-      processor.max_pixels, of_trajectory, images, processor.factor
+      *(processor.max_pixels, *pixels[_BUDGET], processor.factor)
     )
     least = processor.min_pixels
     if 4 * least > most:  # Near each other, sides round up past the limit.

@@ -113,9 +113,8 @@ class DecoderLayer(nnx.Module):
       _norm(config, width, init) if sandwich else None
     )
     self.post_mlp_layernorm = _norm(config, width, init) if sandwich else None
-    self.mlp: experts.SparseMLP | layers.FusedMLP | layers.GatedMLP
     if sparse:
-      self.mlp = experts.SparseMLP(
+      self.mlp: Any = experts.SparseMLP(
         text, init, mesh, config.traits.sigmoid_router
       )
     elif config.traits.fused_mlp:

@@ -294,9 +294,8 @@ class TinyVL(nnx.Module):
     )
     x = self._embed(inputs.tokens, inputs.vision_index, vision)
     segments = jnp.asarray(inputs.segment_ids)
-    positions = jnp.asarray(inputs.positions)[..., 0]
     for block in self.blocks:
-      q, k, v = block.project(x, positions)
+      q, k, v = block.project(x, jnp.asarray(inputs.positions)[..., 0])
       mixed = kernels.causal_attention(q, k, v, segments, inputs.seen_until)
       x = block.finish(x, mixed)
     return _rms_norm(x, self.norm)
