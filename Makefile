@@ -48,14 +48,17 @@ train: $(STAMP)$(BROWSER) $(XDESKTOP) ## train on the built-in desktop; ARGS are
 
 # Workers and the many processes that tests start read each other's bytecode.
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(STAMP)-dev ## run the tests; TESTS=path, ARGS='-k name'
-	@exec $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) $(TESTS)
+test: $(STAMP)-dev ## run the framework's tests; TESTS=packages/cua_gyms, ARGS='-k name'
+	@exec $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) \
+	  $(or $(TESTS),$(DEFAULT_TESTS))
 
+DEFAULT_TESTS = tests
+test-all: DEFAULT_TESTS = tests packages
 test-all: ARGS += -m 'slow or not slow'
 test-all: export TUNIX_TEST_EXAMPLES = 1
 # As a user's run compiles; see conftest.py.
 test-all: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
-test-all: test ## the slow ones too, and every example of a property
+test-all: test ## run the packages' tests and the slow ones too, with every example
 
 lint: $(STAMP)-dev ## check style, import floors, words, budgets and types
 	@$(PY) -m ruff check .
@@ -86,7 +89,7 @@ docs-site: $(STAMP)-docs ## build the documentation as a site, build/site/docs/i
 
 # Every block, command, notebook and example of the documentation, and the site.
 docs-test: TESTS = tests/test_docs.py tests/test_docs_site.py \
-	tests/test_documented_commands.py tests/test_documented_sequence.py \
+	tests/test_documented_commands.py packages/agent_services/tests/training/test_documented_sequence.py \
 	tests/test_example_configs.py tests/test_example_recipes.py \
 	tests/test_examples.py tests/test_notebooks.py
 docs-test: test-all ## run what the documentation tells one to run

@@ -48,9 +48,9 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import monitor_settings as settings_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
-sys.path.insert(
-  0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
-)
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+for folder in ("packages/training_monitor/tests/helpers", "tests/helpers"):
+  sys.path.insert(0, str(ROOT / folder))
 import monitor_databases  # noqa: E402
 
 TURNS = 7

@@ -71,7 +71,8 @@ from rich import console as rich_console
 from rich import progress as rich_progress
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
+for folder in ("packages/training_monitor/tests/helpers", "tests/helpers"):
+  sys.path.insert(0, str(HERE.parent / folder))
 TRAINER = HERE / "overhead_trainer.py"
 
 ARMS = ("off", "on", "slow", "dead", "dying", "again")

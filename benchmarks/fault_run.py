@@ -25,8 +25,10 @@ import subprocess
 import sys
 import tempfile
 
-HELPERS = pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers"
-sys.path.insert(0, str(HELPERS))
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+HELPERS = ROOT / "tests" / "helpers"
+MONITOR_HELPERS = ROOT / "packages" / "training_monitor" / "tests" / "helpers"
+sys.path[:0] = [str(HELPERS), str(MONITOR_HELPERS)]
 
 import fault_runs  # noqa: E402
 import monitor_faults  # noqa: E402

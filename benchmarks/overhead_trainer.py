@@ -22,11 +22,11 @@ from training_monitor.schema import database as database_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
 
-sys.path.insert(
-  0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
-)
-import monitor_server  # pylint: disable=g-import-not-at-top
-import told_run  # pylint: disable=g-import-not-at-top
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+for folder in ("packages/training_monitor/tests/helpers", "tests/helpers"):
+  sys.path.insert(0, str(ROOT / folder))
+import monitor_server  # noqa: E402
+import told_run  # noqa: E402
 
 _DRAIN_S = 120.0
 

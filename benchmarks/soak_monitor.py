@@ -29,9 +29,9 @@ import sys
 import tempfile
 import time
 
-sys.path.insert(
-  0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
-)
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+for folder in ("packages/training_monitor/tests/helpers", "tests/helpers"):
+  sys.path.insert(0, str(ROOT / folder))
 import monitor_databases  # noqa: E402
 import monitor_faults  # noqa: E402
 import monitor_kills  # noqa: E402

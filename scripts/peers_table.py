@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Table of what ran against other projects' programs, from a run of the tests.
 
-    make test ARGS="-m 'slow or not slow' --junitxml=run.xml"
+    make test TESTS="tests packages" \
+      ARGS="-m 'slow or not slow' --junitxml=run.xml"
     python scripts/peers_table.py run.xml            # prints it
     python scripts/peers_table.py run.xml --write    # into docs/comparison.md
 

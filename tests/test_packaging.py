@@ -520,6 +520,7 @@ def test_bytecode_is_made_of_what_is_imported_and_kept(tmp_path):
   assert len(started) == 2 and all(c.startswith("[] ") for c in started)
 
 
+@pytest.mark.slow
 def test_a_new_environment_goes_on_with_the_pip_it_has(tmp_path):
   """If no newer pip can be had, installing is slower and does not fail."""
   process = run(
@@ -533,6 +534,7 @@ def test_a_new_environment_goes_on_with_the_pip_it_has(tmp_path):
   assert "note: pip 26.3 could not be installed; using pip " in process.stdout
 
 
+@pytest.mark.slow
 def test_packages_that_cannot_be_imported_leave_no_stamp(tmp_path):
   venv = tmp_path / "venv"
   (venv / "bin").mkdir(parents=True)

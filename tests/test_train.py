@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import io
 import json
 import os
 import pathlib
@@ -39,19 +41,28 @@ from tunix.rl.queue import group_store
 pytestmark = pytest.mark.timeout(400)
 
 
-def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
+FROM_NOTHING = (
+  small_runs.ONE_LAYER,
+  "name=a",
+  "warm_start.source=none",
+  "warm_start.steps=2",
+  "warm_start.batch_size=4",
+  "steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def from_nothing(tmp_path_factory):
+  """Directory and output of a run of two steps, which one test resumes."""
+  folder = tmp_path_factory.mktemp("runs")
+  with contextlib.redirect_stdout(io.StringIO()) as output:
+    assert small_runs.run_train(folder, *FROM_NOTHING) == 0
+  return folder / "a", output.getvalue()
+
+
+def test_a_run_from_nothing_writes_everything(from_nothing):
   """Random weights, cloning, GRPO, evaluation, report."""
-  status = small_runs.run_train(
-    tmp_path,
-    small_runs.NANO,
-    "name=a",
-    "warm_start.source=none",
-    "warm_start.steps=2",
-    "warm_start.batch_size=4",
-    "steps=2",
-  )
-  assert status == 0
-  directory = tmp_path / "a"
+  directory, output = from_nothing
   assert [m["step"] for m in small_runs.metrics_of(directory)] == [1, 2]
   summary = small_runs.summary_of(directory)
   assert summary["status"] == "completed"
@@ -71,7 +82,23 @@ def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
   ):
     assert (directory / path).exists(), path
   assert list((directory / "images").glob("*.png"))
-  assert "initial" in capsys.readouterr().out
+  assert "initial" in output
+
+
+def test_resume_goes_on_where_it_stopped(from_nothing, capsys):
+  directory, _ = from_nothing
+  assert train.main([f"resume={directory}", "steps=4"]) == 0
+  metrics = small_runs.metrics_of(directory)
+  assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+  assert [m["version"] for m in metrics] == [1, 2, 3, 4]
+  summary = small_runs.summary_of(directory)
+  assert set(summary["eval"]) == {"initial", "warm_start", "final"}
+  # Its file repeats the run instead of going on with it.
+  again = config_lib.load_config([str(directory / "config.yaml"), "name=new"])
+  assert again.run_dir == directory.parent / "new" and again.learner.steps == 4
+  # The name is taken now.
+  assert small_runs.run_train(directory.parent, *FROM_NOTHING) == 2
+  assert "resume=" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(600)
@@ -224,30 +251,12 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
   assert not remaining, remaining
 
 
-def test_resume_goes_on_where_it_stopped(tmp_path, capsys):
-  common = (small_runs.NANO, "warm_start.source=none")
-  assert small_runs.run_train(tmp_path, *common, "name=r", "steps=2") == 0
-  directory = tmp_path / "r"
-  assert train.main([f"resume={directory}", "steps=4"]) == 0
-  metrics = small_runs.metrics_of(directory)
-  assert [m["step"] for m in metrics] == [1, 2, 3, 4]
-  assert [m["version"] for m in metrics] == [1, 2, 3, 4]
-  summary = small_runs.summary_of(directory)
-  assert set(summary["eval"]) == {"warm_start", "final"}
-  # Its file repeats the run instead of going on with it.
-  again = config_lib.load_config([str(directory / "config.yaml"), "name=new"])
-  assert again.run_dir == tmp_path / "new" and again.learner.steps == 4
-  # The name is taken now.
-  assert small_runs.run_train(tmp_path, *common, "name=r", "steps=2") == 2
-  assert "resume=" in capsys.readouterr().err
-
-
 def start(tmp_path: pathlib.Path, *overrides: str, **env: str):
   return subprocess.Popen(
       [
           sys.executable, "-m", "tunix.rl.multi_turn.train",
           *small_runs.directory_of(tmp_path, overrides), *small_runs.SMALL,
-          small_runs.NANO,
+          small_runs.ONE_LAYER,
           "warm_start.source=none", *overrides,
       ],
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -471,7 +480,7 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path):
 def test_a_stop_just_after_an_evaluation_is_an_interrupt(tmp_path):
   """Its last update is evaluated, and yet it is not complete."""
   run = small_runs.make_run(
-      tmp_path, small_runs.NANO, "name=s", "steps=3", "eval.every=1",
+      tmp_path, small_runs.ONE_LAYER, "name=s", "steps=3", "eval.every=1",
       "eval.modes=[sampled]", "eval.episodes_per_task=1",
       "warm_start.source=none", "warm_start.steps=0",
       "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",

@@ -274,3 +274,75 @@ class TestOlderScreenshots:
   def test_what_cannot_be_is_refused(self, options, words):
     with pytest.raises(ValueError, match=words):
       tool_agent.ToolAgent("s", "glm_v", **options)
+
+
+class TestPolicySummaries:
+  """`agent.history=summary`: what the policy wrote stands for its turns."""
+
+  def summarized(self, turns, **kwargs):
+    agent = make(summary_at=100, **kwargs)
+    play(agent, turns)
+    request = list(agent.summary_request(100))
+    agent.update_from_summary("I pressed 0 and 1.")
+    return agent, request
+
+  def test_no_summary_is_requested_below_the_bound_or_without_one(self):
+    agent = make(summary_at=100)
+    play(agent, 1)
+    assert agent.summary_request(99) is None
+    assert not agent.is_summarizing
+    assert make().summary_request(10**9) is None
+
+  def test_the_request_ends_the_history_and_the_answer_is_a_turn(self):
+    agent, request = self.summarized(2, summary_prompt="Sum up.")
+    assert request[-1] == {"role": "user", "content": "Sum up."}
+    assert [m["role"] for m in request[-3:]] == ["assistant", "user", "user"]
+    step = agent.current_step
+    assert step.info == {"summary": True} and step.action.tool_calls == []
+    assert list(step.chat_completions)[:-1] == request
+    assert step.chat_completions[-1]["content"] == step.model_response
+    # The screen before the next turn is the one before the summary.
+    assert step.observation == agent.trajectory.steps[-2].observation
+
+  def test_task_summary_and_newest_screenshot_are_left(self):
+    agent, request = self.summarized(2)
+    system, user = agent.chat_completions
+    assert system is request[0]
+    assert images_of([user]) == [image(2)]
+    assert text_of(user) == "Buy milk.\n\nI pressed 0 and 1."
+    assert agent.history_rewrites == 1
+    # All of it was said.
+    assert len(agent.history) == len(request) + 1
+
+  @pytest.mark.parametrize("count", [1, 2, 3, 9])
+  def test_as_many_screenshots_stay_as_asked_for(self, count):
+    agent, _ = self.summarized(3, summary_images=count)
+    newest = [image(i) for i in range(4)][-count:]
+    assert images_of(agent.chat_completions) == newest
+
+  def test_later_turns_extend_it_and_a_second_one_replaces_the_first(self):
+    agent, _ = self.summarized(2)
+    before = list(agent.chat_completions)
+    agent.update_from_model(click("Hm."))
+    agent.update_from_env({"screenshot": image(7)})
+    assert agent.chat_completions[:2] == before
+    request = agent.summary_request(100)
+    assert "I pressed 0" in text_of(request[1])
+    agent.update_from_summary("<think>So?</think>\n\nAll pressed. ")
+    (user,) = agent.chat_completions[1:]
+    assert text_of(user) == "Buy milk.\n\nAll pressed."
+    assert images_of([user]) == [image(7)]
+
+  def test_text_alone_and_outputs_of_tools(self):
+    agent = make(summary_at=1)
+    agent.update_from_env({"question": "What is 2 + 2?"})
+    agent.update_from_model(click("Hm."))
+    agent.update_from_env({"tool_outputs": {"a": "4", "b": "5"}})
+    agent.summary_request(1)
+    agent.update_from_summary("It is 4.")
+    first, second = agent.chat_completions[1:]
+    assert first["tool_call_id"] == "a" and second["tool_call_id"] == "b"
+    assert first["content"] == (
+      "Tool returned result: 4\n\nWhat is 2 + 2?\n\nIt is 4."
+    )
+    assert second["content"] == "Tool returned result: 5"

@@ -19,6 +19,7 @@ import pytest
 from tunix.rl import multi_turn
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import documentation
+from tunix.rl.multi_turn.config import evaluate_config
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import resolution
 from tunix.rl.multi_turn.core import settings as settings_lib
@@ -541,6 +542,54 @@ def test_what_does_not_fit_is_refused_with_what_would(argument, message):
       ["monitor.embedded=true", f"monitor.tags=[lr, {'x' * 51}]"],
       ["monitor.tags", "50 characters"],
     ),
+    (
+      ["agent.summary_at=300"],
+      ["agent.summary_at=300", "agent.history=summary"],
+    ),
+    (["agent.summary_images=2"], ["summary_images=2", "history=summary"]),
+    *(
+      (["agent.history=summary", *argv], fields)
+      for argv, fields in (
+        (["agent.max_images=3"], ["max_images=3", "max_images=0"]),
+        (["agent.older_scale=0.5"], ["older_scale=0.5", "history=window"]),
+        (
+          ["agent.max_images=2", "agent.summary=true"],
+          ["agent.summary=True", "set agent.summary=False"],
+        ),
+        (["agent.summary_at=0"], ["summary_at=0", "> 0"]),
+        (["agent.summary_at=300.5"], ["summary_at=300.5", "whole number"]),
+        (
+          ["agent.summary_at=600"],
+          ["agent.summary_at=600", "set it below 448"],
+        ),
+        (
+          ["agent.summary_at=1"],
+          ["agent.summary_at=1 (512 tokens)", "engine.context_length=512"],
+        ),
+        (
+          ["agent.summary_tokens=300"],
+          ["agent.summary_at=0.6 (307 tokens)", "agent.summary_tokens=300"],
+        ),
+        (["agent.summary_images=0"], ["agent.summary_images=0"]),
+        (["agent.summary_prompt="], ["summary_prompt is empty"]),
+        (
+          ["rollout.via=proxy", "rollout.agent=run_service"],
+          ["rollout.agent=run_service", "agent.history=window"],
+        ),
+        (
+          ["rollout.via=proxy", "rollout.agent=a.b:play"],
+          ["rollout.agent=a.b:play", "agent.history=window"],
+        ),
+        (
+          ["buffer.url=http://127.0.0.1:1", "buffer.start=false"],
+          ["rollout.via=buffer", "agent.history=window"],
+        ),
+        (
+          ["environment=gsm8k", "warm_start.steps=1"],
+          ["warm_start.steps=1", "no summaries"],
+        ),
+      )
+    ),
   ],
   ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -549,6 +598,25 @@ def test_contradictions_name_the_fields_and_the_fix(argv, fields):
   text = refusal(*BASE, *argv)
   for field in fields:
     assert field in text
+
+
+def test_where_a_summary_is_asked_is_a_share_or_tokens():
+  def bound(*argv):
+    return load(*BASE, *argv).agent.summary_bound(512)
+
+  assert bound() == 0
+  assert bound("agent.history=summary") == 307
+  assert bound("agent.history=summary", "agent.summary_at=0.25") == 128
+  assert bound("agent.history=summary", "agent.summary_at=300") == 300
+
+
+def test_an_evaluation_begins_with_the_runs_context_and_row():
+  run = {"engine.context_length": 1280, "learner.row_length": 1280}
+  layer = evaluate_config.of_run({**run, "learner.rows": 4}, {})
+  assert layer == {**run, **evaluate_config.OF_A_RUN}
+  # Those of another policy are its own.
+  layer = evaluate_config.of_run(run, {"policy.name": "./other"})
+  assert layer == evaluate_config.OF_A_RUN
 
 
 def test_every_problem_is_reported_at_once():

@@ -6,7 +6,7 @@ import random
 
 import httpx
 import pytest
-import run_services
+import scripted_http
 import tenacity
 from tunix.rl.multi_turn.net import http
 
@@ -97,7 +97,7 @@ async def test_a_server_that_echoes_a_credential_puts_it_into_no_error(status):
   def echo(method, path, body):
     return status, f"<html>you sent Bearer {secret}</html>".encode()
 
-  with run_services.scripted(echo) as (url, server):
+  with scripted_http.scripted(echo) as (url, server):
     client = http.Http(headers={"authorization": f"Bearer {secret}"})
     with pytest.raises(http.CallError) as caught:
       await client.ask("GET", url, 10)

@@ -27,7 +27,7 @@ DRAWN = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0, seed=3)
 @pytest.fixture(
   scope="module",
   params=trials.by_default(
-    ["glm4v_moe groups", "gemma3", "smolvlm", "llama tied", "gemma3_text wide"],
+    ["glm4v_moe groups", "gemma3", "smolvlm"],
     [
       "glm4v_moe groups",
       "glm4v",

@@ -10,7 +10,7 @@ import time
 
 _MOTHER = """
 import os, signal, sys
-sys.path.insert(0, {helpers!r})
+sys.path[:0] = {helpers!r}
 {program}
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The dead need no wait.
 for line in sys.stdin:
@@ -38,7 +38,8 @@ class Nursery:
         sys.executable,
         "-c",
         _MOTHER.format(
-          helpers=str(pathlib.Path(__file__).parent), program=program
+          helpers=[p for p in sys.path if p.endswith("helpers")],
+          program=program,
         ),
       ],
       stdin=subprocess.PIPE,

@@ -5,13 +5,10 @@ import pathlib
 import numpy as np
 from PIL import Image
 from PIL import ImageDraw
-from tunix.rl.multi_turn import reporting
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.core.statistics import success_rates
-from tunix.rl.multi_turn.reporting import metrics as metrics_lib
-from tunix.rl.multi_turn.reporting import settings as settings_lib
+from trainer_core import events
+from trainer_core import images as images_lib
+from trainer_core import success_rates
+from trainer_core import trajectory as trajectory_lib
 
 Status = trajectory_lib.TrajectoryStatus
 FAMILIES = ("click-button", "enter-text", "drag-<b>file</b>")
@@ -170,6 +167,10 @@ def write(
   directory: pathlib.Path, *, steps: int = 60, limit: int = 60, says: str = ""
 ) -> None:
   """A whole run, told to the observers as `train` would."""
+  from tunix.rl.multi_turn import reporting  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.reporting import metrics as metrics_lib  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.reporting import settings as settings_lib  # pylint: disable=g-import-not-at-top
+
   directory.mkdir(parents=True, exist_ok=True)
   store = images_lib.ImageStore()
   observers = events.Observers(

@@ -98,6 +98,7 @@ def assert_equal(got, want):
     "sampled_tokens",
     "truncated_turns",
     "history_rewrites",
+    "summary_turns",
     "prompt_tokens",
   ):
     assert got.metrics.get(name) == want.metrics.get(name), name

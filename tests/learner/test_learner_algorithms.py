@@ -127,6 +127,21 @@ def test_aggregation_weights(name, want):
     assert np.sum(weights * step.tokens_N) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("name", aggregation.AGGREGATORS.names())
+def test_a_rewritten_history_gives_an_episode_no_more_weight(name):
+  """Unless each sequence is to count: episode 0 as 1, then as 3 sequences."""
+
+  def weight(*tokens):
+    step = aggregation.StepTokens(
+      np.array([*tokens, 6]), np.array([0] * len(tokens) + [1]), 32
+    )
+    weights = aggregation.AGGREGATORS.get(name)(step)
+    return np.sum((weights * step.tokens_N)[:-1])
+
+  grows = weight(2, 5, 5) > weight(12) * (1 + 1e-9)
+  assert grows == (name == "sequence_mean")
+
+
 # --- KL ---------------------------------------------------------------------
 
 

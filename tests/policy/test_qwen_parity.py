@@ -285,7 +285,7 @@ BFLOAT16_BOUNDS = {
 @pytest.mark.parametrize(
   "name",
   cases.by_default(
-    checkpoints.DIFFERENT,
+    ["qwen3_5"],
     BFLOAT16_BOUNDS
     if cases.share() == 1
     else (

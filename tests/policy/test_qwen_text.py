@@ -31,7 +31,11 @@ from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config  # noqa: E40
 
 TOL = 1e-5
 
-configuration = pytest.mark.parametrize("name", qwen_reference.TEXT_CONFIGS)
+DIFFERENT = ("qwen3", "qwen2 tied", "llama tied", "gemma3_text wide")
+"""Each family once, with tied and untied weights."""
+configuration = pytest.mark.parametrize(
+  "name", trials.by_default(DIFFERENT, qwen_reference.TEXT_CONFIGS)
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,7 @@ def draw(seed):
 @pytest.mark.parametrize(
   "name, scan_layers",
   trials.by_default(
-    [(name, False) for name in qwen_reference.TEXT_CONFIGS],
+    [(name, False) for name in DIFFERENT],
     # The scan of stacked layers is that of all families.
     [
       *((name, False) for name in qwen_reference.TEXT_CONFIGS),

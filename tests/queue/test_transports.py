@@ -140,9 +140,9 @@ async def test_groups_of_a_consumer_that_died_come_again(kind):
   async with kind.opened() as transport:
     for name in "abc":
       await kind.push(transport, name)
-    done = await kind.lease(transport)
+    first = await kind.lease(transport)
     assert await leased(kind, transport) == ["b"]  # And never acknowledged.
-    await transport.acknowledge(done.id)
+    await transport.acknowledge(first.id)
   async with kind.opened() as transport:
     kind.holder_died()
     assert await leased(kind, transport, 2) == ["b", "c"]

@@ -135,6 +135,11 @@ def test_an_episode_that_no_policy_decided_is_an_error():
   assert not episodes._playing
 
 
+def test_an_agent_that_summarizes_is_refused():
+  with pytest.raises(config_lib.ConfigError, match="agent.history=window"):
+    outside_policy.Episodes(["agent.history=summary"])
+
+
 def test_a_closed_episode_is_gone():
   episodes = Watched("gym=desktop")
 

@@ -58,6 +58,8 @@ REFUSED = (
   "engine.context_length=64 rollout.via=proxy rollout.agent=run_service",
   "engine.context_length=64 rollout.via=external"
   " external.url=http://127.0.0.1:9",
+  "agent.history=summary agent.summary_at=160",
+  "agent.history=summary agent.summary_at=430",
   "engine.page_size=100000000000",
   "run.dir=/proc/nowhere",
   "queue.path=/proc/nowhere/q.db",
@@ -84,6 +86,20 @@ def test_what_a_dry_run_refuses_a_run_refuses_in_the_same_words(
   assert train.main(argv) == 2
   assert capsys.readouterr().err == dry
   assert dry.startswith("error: ") and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+  "at, fields",
+  [
+    (160, ["agent.summary_at=160", "passed by every turn", "raise it above"]),
+    (430, ["agent.summary_at=430", "no room for a summary", "lower it to 3"]),
+  ],
+)
+def test_a_bound_of_summaries_is_checked_against_the_prompts(at, fields):
+  config = load("agent.history=summary", f"agent.summary_at={at}")
+  with pytest.raises(config_lib.ConfigError) as caught:
+    run_lib.Run(config)
+  assert all(field in str(caught.value) for field in fields), caught.value
 
 
 def test_tasks_of_a_buffer_that_cannot_fit_are_named_by_their_line(

@@ -84,7 +84,7 @@ class Application:
     )
 
   @contextlib.asynccontextmanager
-  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+  async def _lifespan(self, app: object) -> AsyncIterator[None]:
     del app
     sweeping = asyncio.create_task(self._keep_sweeping())
     try:
@@ -198,7 +198,7 @@ def parse_json(raw: bytes) -> Any:
     ) from None
 
 
-def check_object(value: Any) -> dict[str, Any]:
+def check_object(value: object) -> dict[str, Any]:
   """Returns the value of a body. Raises ServiceError 422 unless an object."""
   if not isinstance(value, dict):
     raise ServiceError(

@@ -142,7 +142,7 @@ def read_data_url(url: str) -> tuple[bytes, str] | None:
   return content, match[1].lower()
 
 
-def externalize(value: Any, store: ContentStore, urls: SignedUrls) -> Any:
+def externalize(value: object, store: ContentStore, urls: SignedUrls) -> Any:
   """JSON values with each image's data URL replaced by a signed address.
 
   The value itself is not changed; parts without images are shared with it.

@@ -46,6 +46,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 from agent_services import tensor_rows
@@ -96,7 +97,7 @@ class CUAAgentWorkflow(_Base):
 
   def __init__(
     self,
-    gconfig: Any = None,
+    gconfig: object = None,
     tokenizer: Any = None,
     *,
     gbox_mini_agent_base_url: str = "",
@@ -118,7 +119,7 @@ class CUAAgentWorkflow(_Base):
     processor: Any = None,
     multi_modal: tensor_rows.MultiModal | None = None,
     image_token_id: int | None = None,
-    renderer: Any = None,
+    renderer: choice.AnyRenderer | None = None,
     run_options: Mapping[str, Any] | None = None,
     training_id: str | int | None = None,
     step_id: str | int | None = None,
@@ -264,7 +265,7 @@ class CUAAgentWorkflow(_Base):
     self.rejected: collections.Counter[str] = collections.Counter()
 
   async def arun_episode(
-    self, engine: Any, data: Mapping[str, Any]
+    self, engine: object, data: Mapping[str, Any]
   ) -> dict[str, Any] | None:
     """Plays the task of a row once.
 
@@ -308,7 +309,7 @@ class CUAAgentWorkflow(_Base):
 
   async def _episode(
     self,
-    engine: Any,
+    engine: object,
     data: Mapping[str, Any],
     task: cua_task.CUATask,
     gym: tuple[str, str],
@@ -341,7 +342,8 @@ class CUAAgentWorkflow(_Base):
       await self._record(
         recorder, data, task, agent, model_url, reward=reward, success=success
       )
-      return _native(tensor_rows.collate(rows))
+      batch = tensor_rows.collate(rows)
+      return tensor_rows.as_torch(batch) if tensor_rows.has_torch() else batch
     except TimeoutError:
       cause = f"timeout: not done within {self._task_s:g} s"
     except (
@@ -416,7 +418,7 @@ class CUAAgentWorkflow(_Base):
 
   async def _rows(
     self,
-    engine: Any,
+    engine: object,
     events: Sequence[Mapping[str, Any]],
     reward: float,
     client: client_lib.RunServiceClient,
@@ -544,7 +546,7 @@ class CUAAgentWorkflow(_Base):
 
   # --- around it --------------------------------------------------------------
 
-  def _model_address(self, engine: Any) -> str:
+  def _model_address(self, engine: object) -> str:
     """Returns the policy's server, as its argument or the engine names it.
 
     Raises:
@@ -651,14 +653,14 @@ class CUAAgentWorkflow(_Base):
       _LOG.warning("task %s is not recorded: %r", task.id, error)
 
 
-def _version_of(engine: Any) -> int:
+def _version_of(engine: object) -> int:
   """Returns the engine's weights' version; 0 where it has none."""
   ask = getattr(engine, "get_version", None)
   version = ask() if callable(ask) else 0
   return version if isinstance(version, int) and version >= 0 else 0
 
 
-def _rule_of(gconfig: Any, other: str) -> sampling_rule.SamplingRule:
+def _rule_of(gconfig: object, other: str) -> sampling_rule.SamplingRule:
   """The distribution of AReaL's generation settings, as a rule.
 
   Raises:
@@ -677,10 +679,6 @@ def _rule_of(gconfig: Any, other: str) -> sampling_rule.SamplingRule:
     top_k=0 if top_k >= _TOP_K_OFF else max(0, top_k),
     other=other,
   )
-
-
-def _native(batch: dict[str, Any]) -> dict[str, Any]:
-  return tensor_rows.as_torch(batch) if tensor_rows.has_torch() else batch
 
 
 def _count(reward: float) -> None:

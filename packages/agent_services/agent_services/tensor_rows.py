@@ -98,7 +98,7 @@ def has_torch() -> bool:
   return importlib.util.find_spec("torch") is not None
 
 
-def as_torch(value: Any) -> Any:
+def as_torch(value: object) -> Any:
   """Arrays as torch tensors, in mappings and lists too.
 
   Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any, Sequence
+from typing import Sequence
 
 from tunix.rl.multi_turn.net import http
 
@@ -19,7 +19,7 @@ _lent: set[str] = set()
 _lock = threading.Lock()
 
 
-def addresses(machines: Any, default: str) -> tuple[str, ...]:
+def addresses(machines: str | Sequence[str], default: str) -> tuple[str, ...]:
   """Returns the base addresses that a setting `machines` names.
 
   Raises:

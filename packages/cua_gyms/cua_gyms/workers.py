@@ -169,7 +169,7 @@ class _Worker:
       target=self._read, name="tunix-gym-worker", daemon=True
     ).start()
 
-  async def call(self, gym: int, name: str, argument: Any = None) -> Any:
+  async def call(self, gym: int, name: str, argument: object = None) -> Any:
     if not self.alive:
       raise self._died()
     number = next(self._numbers)
@@ -261,7 +261,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def encode_message(message: dict[str, Any], value: Any = None) -> bytes:
+def encode_message(message: dict[str, Any], value: object = None) -> bytes:
   """Encodes a message.
 
   Args:
@@ -321,7 +321,7 @@ def decode_message(data: bytes) -> tuple[dict[str, Any], Any]:
     raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
   """JSON of the arrays that gyms put into `info`."""
   if isinstance(value, (np.ndarray, np.generic)):
     return value.tolist()
@@ -334,7 +334,7 @@ def _plain(value: Any) -> Any:
 # --- in the process -----------------------------------------------------------
 
 
-def _serve(pipe: Any, imports: tuple[str, ...]) -> None:
+def _serve(pipe: object, imports: tuple[str, ...]) -> None:
   """The process's main function."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
   for name in imports:

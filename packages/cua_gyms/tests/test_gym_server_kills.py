@@ -16,7 +16,7 @@ import gym_servers
 import httpx
 import nursery
 import pytest
-import run_services
+import scripted_http
 import tenacity
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.agents import tool_agent
@@ -170,7 +170,7 @@ async def test_an_episode_whose_server_is_killed_is_the_environment_s_failure():
       del messages
       await asyncio.to_thread(server.end)
       await asyncio.to_thread(start)
-      return run_services.call(action="mouse_move", coordinate=[5, 5])
+      return scripted_http.call(action="mouse_move", coordinate=[5, 5])
 
     await asyncio.to_thread(start)
     env = cua_env.CUAEnv(

@@ -23,7 +23,7 @@ _ROOT = pathlib.Path(__file__).parents[3]
 PYTHON = pathlib.Path(
   os.environ.get("OPENENV_PYTHON", _ROOT / ".venv-openenv/bin/python")
 )
-PEER = _ROOT / "tests/helpers/openenv_peer.py"
+PEER = _ROOT / "packages/cua_gyms/tests/helpers/openenv_peer.py"
 pytestmark = [
   pytest.mark.peer("openenv"),
   pytest.mark.skipif(not PYTHON.exists(), reason="no openenv: make openenv"),

@@ -220,7 +220,7 @@ class MonitorApp:
   # --- around every request -------------------------------------------------
 
   @contextlib.asynccontextmanager
-  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+  async def _lifespan(self, app: object) -> AsyncIterator[None]:
     del app
     self._live.start()
     try:

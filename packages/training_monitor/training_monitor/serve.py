@@ -13,7 +13,8 @@ import pathlib
 import signal
 import sys
 import threading
-from typing import Any, Sequence
+import types
+from typing import Sequence
 
 import uvicorn
 
@@ -220,7 +221,7 @@ class _Server(uvicorn.Server):
     self._app = app
     self._until_eof = until_eof
 
-  def handle_exit(self, sig: int, frame: Any) -> None:
+  def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
     # A signal to all processes of a job must not end a run's server before the
     # run, which still has events to send.
     if not (self._until_eof and sig == signal.SIGTERM):

@@ -1,11 +1,8 @@
 """Any gym as a gymnasium environment."""
 
-import asyncio
 import time
 import warnings
 
-import browsers
-from cua_gyms import miniwob
 import gym_servers
 import gymnasium
 from gymnasium.utils import env_checker
@@ -150,21 +147,3 @@ def test_another_size_than_the_gyms_is_named():
   with pytest.raises(ValueError, match="give width=48, height=32"):
     env.reset(seed=0)
   env.close()
-
-
-class TestWithABrowser:
-  pytestmark = browsers.needed()
-
-  def test_pages_are_made_and_solved_by_their_id(self):
-    env = gymnasium.make("Tunix/miniwob-v0", family="click-test-2")
-    observation, _ = env.reset(seed=0)
-    assert observation["screenshot"].shape == (210, 160, 3)
-    world = env.unwrapped
-    # pylint: disable-next=protected-access
-    oracle = asyncio.run_coroutine_threadsafe(
-      miniwob.oracle_action(world.gym), world._sync._loop
-    ).result(20)
-    encoded = act(oracle, 160, 210)
-    _, reward, ended, _, info = env.step(encoded)
-    assert ended and info["success"] and reward > 0
-    env.close()

@@ -15,6 +15,9 @@ from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.environments.gyms.desktop import (
+  family as desktop_family,
+)
 from tunix.rl.multi_turn.environments.gyms.desktop import scenes
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
@@ -255,3 +258,44 @@ def test_pretraining_leaves_a_policy_a_log_and_its_recipe(tmp_path):
   assert saved["steps"] == 4 and saved["habits"]["open-icon"][1] == 0.7
   model, _, _ = checkpoint.load_policy(tmp_path)
   assert model.config.width == 32
+
+
+def test_a_summary_carries_a_number_out_of_a_windows_sight(renderer):
+  """In turn 14 the window is blind; a summary that tells the number is not."""
+  tasks = [TASKS.train_task("recall-number", i) for i in range(8)]
+
+  def last_turns(**history):
+    def make_agent():
+      return tool_agent.ToolAgent(
+        prompts.get_prompt("desktop_compact"),
+        "computer_use_compact",
+        summary_prompt="Sum up.",
+        **history,
+      )
+
+    return play(make(renderer, make_agent=make_agent), tasks)
+
+  def texts(episode):
+    *seen, _ = episode.steps[-1].chat_completions
+    return json.dumps(trajectory.encode(seen))
+
+  numbers = [
+    desktop_family.spec_of(
+      desktop_family.get("recall-number"), task.seed, 0
+    ).data
+    for task in tasks
+  ]
+  assert {data["tells"] for data in numbers} == {True, False}
+  windows = last_turns(max_images=5, summary=True)
+  summaries = last_turns(summary_at=400)
+  for data, window, summary in zip(numbers, windows, summaries):
+    # All are played to their end, by one who knows the number.
+    assert window.reward == summary.reward == 1.0
+    shown = window.steps[0].observation["screenshot"].sha256
+    assert shown not in texts(window) and shown not in texts(summary)
+    note = f"Number {data['number']}."
+    assert note not in texts(window)
+    assert (note in texts(summary)) == data["tells"]
+    assert max(len(s) for s in summary.sequences) <= 640
+    written = [s for s in summary.steps if s.info.get("summary")]
+    assert 2 <= len(written) == len(summary.sequences) - 1

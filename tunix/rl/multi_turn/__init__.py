@@ -58,7 +58,7 @@ _DRAWN = {
 """Classes that a notebook draws: where they are, and as what."""
 
 
-def _draw(name: str, mime: str, value: Any) -> Any:
+def _draw(name: str, mime: str, value: object) -> Any:
   drawings = importlib.import_module(f"{__name__}.api.drawings")
   return drawings.DRAWN[name, mime](value)
 

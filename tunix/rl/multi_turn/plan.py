@@ -23,7 +23,7 @@ import dataclasses
 import json
 import os
 import sys
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
   print(__doc__)  # Before the seconds that JAX takes.
@@ -135,7 +135,9 @@ class Plan:
 
 
 def make(
-  run: planned_run.PlannedRun, compiling: bool, report: Any = None
+  run: planned_run.PlannedRun,
+  compiling: bool,
+  report: Callable[..., Any] | None = None,
 ) -> Plan:
   """Predicts a run's memory; compiles its programs, too, if asked.
 

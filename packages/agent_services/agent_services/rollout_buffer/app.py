@@ -501,7 +501,7 @@ def _part(body: bytes | memoryview, more: bool) -> dict[str, Any]:
 
 
 def _json(
-  data: Any, status: int = 200, headers: Mapping[str, str] | None = None
+  data: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
   return Response(
     orjson.dumps(data), status, headers, media_type="application/json"

@@ -97,7 +97,7 @@ class Job:
 Play = Callable[[Job], Awaitable[dict[str, Any]]]
 
 
-def rows_of(path: Any) -> list[dict[str, Any]]:
+def rows_of(path: object) -> list[dict[str, Any]]:
   """The objects of a file of JSON lines, each with its `instance_id` as text.
 
   Raises:

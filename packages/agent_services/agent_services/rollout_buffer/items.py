@@ -70,7 +70,7 @@ class _Infinite(ItemError):
   """A number that no float holds."""
 
 
-def buffer_name(value: Any) -> str:
+def buffer_name(value: object) -> str:
   """A buffer's name; None is the default buffer's.
 
   Raises:
@@ -163,7 +163,7 @@ def _parse(raw: bytes) -> Any:
   return value
 
 
-def encoded(item: Any) -> bytes:
+def encoded(item: object) -> bytes:
   """The JSON of an item, or of statistics, at most `DEEPEST` levels deep.
 
   An answer has levels around its items, and a reader's parser has a limit of

@@ -83,7 +83,7 @@ class Rollout:
   payload: dict[str, Any]
 
 
-def rollout(payload: Any, buffer_url: str = "") -> Rollout:
+def rollout(payload: object, buffer_url: str = "") -> Rollout:
   """Reads a start payload.
 
   Args:
@@ -191,7 +191,7 @@ def whole_number(
   return integer
 
 
-def _exact(value: Any) -> int:
+def _exact(value: object) -> int:
   if not isinstance(value, float) or not value.is_integer():
     raise ValueError
   return int(value)

@@ -99,7 +99,7 @@ class Rights:
       else:
         self._check_address(key, value, own_url)
 
-  def _check_file(self, key: str, value: Any) -> None:
+  def _check_file(self, key: str, value: object) -> None:
     if not isinstance(value, str) or "\0" in value:
       raise ValueError(
         f"{key}={json_models.short(value)} must be the path of a file"
@@ -120,7 +120,7 @@ class Rights:
         " with --input-roots to list its folder"
       )
 
-  def _check_address(self, key: str, value: Any, own_url: str) -> None:
+  def _check_address(self, key: str, value: object, own_url: str) -> None:
     http.address(value, key, "http://127.0.0.1:8000")
     host, port = _place(str(value))
     if http_server.is_loopback(host) or (host, port) == _place(own_url):

@@ -108,7 +108,7 @@ def is_valid_group(
   return finished and differ, finished
 
 
-def judged(answer: Any) -> tuple[bool, bool]:
+def judged(answer: object) -> tuple[bool, bool]:
   """(valid, finished) of an `is_valid_group` of either form.
 
   Raises:

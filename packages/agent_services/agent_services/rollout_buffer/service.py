@@ -230,7 +230,7 @@ class Service:
     if rollout.task_type == "desktop":
       requests.check_screens(rollout, self.limits.max_megapixels)
 
-  def start(self, name: str, payload: Any) -> None:
+  def start(self, name: str, payload: object) -> None:
     """Starts a rollout in a buffer, in place of the one that runs there.
 
     Raises:

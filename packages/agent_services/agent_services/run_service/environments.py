@@ -18,6 +18,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.parser.tool_parser import base as base_lib
 from tunix.rl.multi_turn.tools import screenshot
 
 
@@ -25,7 +26,7 @@ def make_environment(
   env: Mapping[str, Any],
   *,
   instruction: str,
-  parser: Any,
+  parser: base_lib.ToolParser,
   max_steps: int,
   on_parse_error: str,
   images: images_lib.ImageStore,

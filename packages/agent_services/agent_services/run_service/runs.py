@@ -28,6 +28,7 @@ import uuid
 
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import data_urls
 from tunix.rl.multi_turn.net import http
@@ -104,7 +105,7 @@ class Run:
     self,
     body: schemas.CreateBody,
     agent: tool_agent.ToolAgent,
-    env: Any,
+    env: cua_env.CUAEnv,
     pictures: Pictures,
     judges_itself: bool,
     make_room: Callable[[Run, int], None] = lambda run, size: None,
@@ -376,7 +377,7 @@ class Run:
     self._count(step)
     self.steps.append(step)
 
-  def _count(self, record: Any) -> None:
+  def _count(self, record: object) -> None:
     """Adds a record to `size`; raises RecordsFull where there is no room."""
     size = _size_of(record, self._texts)
     self._make_room(self, size)
@@ -459,7 +460,7 @@ def _refusal(error: http.CallError) -> str:
   )
 
 
-def _size_of(record: Any, texts: set[int]) -> int:
+def _size_of(record: object, texts: set[int]) -> int:
   """Bytes that a record takes, estimated.
 
   Args:

@@ -44,7 +44,7 @@ class Sampling(_Body):
   seed: bounds.Whole | None = None
 
 
-def _sendable(key: Any) -> str:
+def _sendable(key: object) -> str:
   """Checks that a header can carry the key; its message does not quote it."""
   if not isinstance(key, str) or not re.fullmatch("[!-~]{0,4096}", key):
     raise ValueError("must be up to 4096 printable ASCII characters, no space")

@@ -128,7 +128,7 @@ class RunServiceClient:
     return name, str(reply.get("reason") or "")
 
   async def events(
-    self, run_id: str, first: Any = None, last: Any = None
+    self, run_id: str, first: object = None, last: object = None
   ) -> list[dict[str, Any]]:
     """Events from `first` (inclusive) to `last` (exclusive).
 
@@ -318,7 +318,7 @@ def event_key(event: Mapping[str, Any]) -> tuple[Any, ...]:
   return tuple(str(part) for part in parts)
 
 
-def milliseconds(ts: Any) -> int | None:
+def milliseconds(ts: object) -> int | None:
   """Reads an event's time, ISO-8601 or a number, as ms since the epoch."""
   if isinstance(ts, (int, float)) and not isinstance(ts, bool):
     return int(ts)

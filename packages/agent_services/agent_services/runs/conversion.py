@@ -356,7 +356,7 @@ def _turn(output: Any, call: Mapping[str, Any]) -> Turn:
   )
 
 
-def _ids(value: Any) -> np.ndarray | None:
+def _ids(value: object) -> np.ndarray | None:
   if not isinstance(value, list) or not value:
     return None
   if not all(type(i) is int and 0 <= i < 1 << 31 for i in value):
@@ -364,7 +364,7 @@ def _ids(value: Any) -> np.ndarray | None:
   return np.array(value, np.int32)
 
 
-def _logprobs(value: Any) -> np.ndarray | None:
+def _logprobs(value: object) -> np.ndarray | None:
   content = value.get("content") if isinstance(value, Mapping) else None
   if not isinstance(content, list) or not content:
     return None

@@ -203,7 +203,7 @@ class RunAgent(base_agent.BaseAgent):
 
   def update_from_env(
     self,
-    observation: Any,
+    observation: object,
     reward: float,
     done: bool,
     info: Mapping[str, Any] | None = None,
@@ -261,7 +261,7 @@ def _readable(message: Mapping[str, Any]) -> trajectory_lib.Message:
   return {**message, "content": content}
 
 
-def _readable_part(part: Any) -> Any:
+def _readable_part(part: object) -> Any:
   if not isinstance(part, Mapping) or part.get("type") != "image_url":
     return part
   url = part.get("image_url")

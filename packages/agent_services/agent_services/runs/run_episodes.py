@@ -31,6 +31,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
@@ -103,7 +104,7 @@ class RunEnvironment(base_env.BaseEnv):
       }
     return {"instruction": self.task.instruction}, {"task": self.task.to_json()}
 
-  async def step(self, action: Any) -> base_env.StepResult:
+  async def step(self, action: object) -> base_env.StepResult:
     del action  # The service has carried it out.
     self._turn += 1
     actions = await self.agent.actions(self._turn)
@@ -208,7 +209,7 @@ class RunConnection(proxy.ProxyConnection):
     turn_s: float,
     max_turns: int,
     agent_config: Mapping[str, Any],
-    renderer: Any = None,
+    renderer: choice.AnyRenderer | None = None,
     **options: Any,
   ):
     """Args:
@@ -280,9 +281,12 @@ class RunSession(proxy.ProxySession):
     self._unusable = ""
 
   async def _reply(
-    self, messages: Sequence[trajectory.Message], turn: int
+    self,
+    messages: Sequence[trajectory.Message],
+    turn: int,
+    max_new_tokens: int | None = None,
   ) -> model_calls.Reply:
-    del messages  # The service writes its own.
+    del messages, max_new_tokens  # The service writes its own requests.
     if turn == 0:
       await self._begin()
     output = await self._agent.output(turn)

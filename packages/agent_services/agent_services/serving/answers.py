@@ -18,6 +18,7 @@ from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.parser.renderer import base as renderer_base
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 
 from agent_services.serving import requests
@@ -211,7 +212,7 @@ class TokenDecoder:
   def __init__(
     self,
     text: Callable[[Sequence[int]], str],
-    tokenizer: Any,
+    tokenizer: renderer_base.Tokenizer,
     end: int | None = None,
   ):
     """Args:
@@ -222,7 +223,7 @@ class TokenDecoder:
     end: the renderer's `end_of_turn_id`.
     """
     self.end = end
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    backend = renderer_base.backend_of(tokenizer)
     self.text = text
     self._spelling = backend.id_to_token
     added = backend.get_added_tokens_decoder()

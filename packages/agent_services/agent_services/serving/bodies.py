@@ -40,7 +40,7 @@ _COUNTED = 1 << 20
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # Or one of a whole pair.
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
   """Returns a value for an error message, cut to one line."""
   if isinstance(value, (str, list)):
     value = value[: _SHOWN + 1]  # The rest would be cut off below.
@@ -48,7 +48,7 @@ def shown(value: Any) -> str:
   return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
-def unsupported(name: str, value: Any, nearest: str = "") -> errors.ApiError:
+def unsupported(name: str, value: object, nearest: str = "") -> errors.ApiError:
   hint = f"; did you mean {nearest}?" if nearest else ""
   return errors.invalid(
     name,
@@ -109,7 +109,7 @@ def read_json(
   return value
 
 
-def write_json(value: Any) -> bytes:
+def write_json(value: object) -> bytes:
   """JSON text of a value. Numbers that are not finite become null.
 
   Raises:
@@ -138,7 +138,7 @@ def _finite(text: str) -> float:
   return value
 
 
-def _check_characters(body: Any) -> None:
+def _check_characters(body: object) -> None:
   """Refuses halves of surrogate pairs, naming the first field with one."""
   pending = [("", body)]
   while pending:
@@ -204,7 +204,7 @@ class Body(pydantic.BaseModel):
 
   @pydantic.model_validator(mode="before")
   @classmethod
-  def _check_names(cls, value: Any) -> Any:
+  def _check_names(cls, value: object) -> Any:
     if type(value) is not dict:
       raise refusal("must be an object")
     if None in value.values():
@@ -245,7 +245,7 @@ def refusal(
   return PydanticCustomError(code, "{text}", {"text": text, **context})  # type: ignore[arg-type]
 
 
-def parse(model: type[B], body: Mapping[str, Any], context: Any = None) -> B:
+def parse(model: type[B], body: Mapping[str, Any], context: object = None) -> B:
   """Validates a body.
 
   Args:
@@ -273,7 +273,7 @@ def ignored(body: Body) -> tuple[str, ...]:
   return tuple(paths)
 
 
-def _collect_ignored(value: Any, path: str, paths: dict[str, None]) -> None:
+def _collect_ignored(value: object, path: str, paths: dict[str, None]) -> None:
   if isinstance(value, list):
     if value and not isinstance(value[0], (str, int)):
       for one in value:
@@ -315,6 +315,8 @@ def _path(loc: tuple[str | int, ...]) -> str:
 
 # --- bounds -------------------------------------------------------------------
 
+_Core = core_schema.CoreSchema
+_Json = pydantic.GetJsonSchemaHandler
 BY_BODY: dict[str, pydantic.JsonValue] = {"x-boundedBy": "body"}
 """Marks, in a JSON schema, a text, a list or any value that only the size of
 the whole body and the number of its values bound. Numbers never are."""
@@ -380,7 +382,7 @@ class UpTo:
 
     return core_schema.with_info_plain_validator_function(check)
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     return {"type": "integer", "minimum": 1, LIMIT: self.limit}
 
 
@@ -397,7 +399,7 @@ class Neutral:
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     del source, handler
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> Any:
       for one in self.values:  # `True == 1`: a flag is not a number.
         if value == one and isinstance(value, bool) == isinstance(one, bool):
           return value
@@ -405,7 +407,7 @@ class Neutral:
 
     return core_schema.no_info_plain_validator_function(check)
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     return {"enum": [*self.values]}
 
 
@@ -422,10 +424,10 @@ class Ignored:
   def __init__(self, *silent: Any):
     object.__setattr__(self, "silent", silent)
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     return {**handler(schema), **BY_BODY}
 
-  def is_silent(self, value: Any) -> bool:
+  def is_silent(self, value: object) -> bool:
     return value is None or value in self.silent
 
 
@@ -454,7 +456,7 @@ class ByField:
     if len(models) > 1:
       text = f"must be one of {', '.join(models)}"
 
-    def pick(value: Any) -> str:
+    def pick(value: object) -> str:
       if not isinstance(value, dict):
         return first  # Whose validator refuses it.
       name = value.get(self.field)
@@ -470,14 +472,14 @@ class ByField:
       custom_error_context={"text": text, "field": self.field},
     )
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     json_schema = handler(schema)
     if "oneOf" in json_schema:
       json_schema["discriminator"] = {"propertyName": self.field}
     return json_schema
 
 
-def _literals(hint: Any, field: str) -> list[str]:
+def _literals(hint: object, field: str) -> list[str]:
   """Returns the values of the models' `Literal` field."""
   if typing.get_origin(hint) is typing.Annotated:  # A nested union.
     hint = typing.get_args(hint)[0]
@@ -507,7 +509,7 @@ class ByShape:
     )
 
 
-def _shape(hint: Any) -> str:
+def _shape(hint: object) -> str:
   """Returns the Python type of a JSON value that an annotation describes."""
   if typing.get_origin(hint) is typing.Annotated:
     hint = typing.get_args(hint)[0]
@@ -526,7 +528,7 @@ class Items:
   most: int | None = None
 
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-    def check(value: Any) -> Any:
+    def check(value: object) -> Any:
       if not isinstance(value, list) or len(value) < self.least:
         raise refusal(self.text)
       return value
@@ -536,7 +538,7 @@ class Items:
       inner["max_length"] = self.most
     return core_schema.no_info_before_validator_function(check, inner)
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     return handler(schema) | (BY_BODY if self.most is None else {})
 
 
@@ -563,7 +565,7 @@ class TokenIds:
       raise refusal(f"must be a list of at most {self.most} token ids")
     return token_ids(name, value)
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(self, schema: _Core, handler: _Json) -> Any:
     if self.most is None:
       return TOKEN_IDS_SCHEMA
     items = TOKEN_IDS_SCHEMA["items"]

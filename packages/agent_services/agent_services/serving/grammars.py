@@ -101,7 +101,7 @@ class Grammars:
     self._lock = threading.Lock()
     self._compiled = functools.lru_cache(_KEPT)(self._compile)
 
-  def json(self, schema: Any = None) -> str:
+  def json(self, schema: object = None) -> str:
     """Returns a grammar of the JSON that a schema describes; None: any object.
 
     Raises:
@@ -272,7 +272,7 @@ class Matcher:
         del self._end.forced[0]
     self._check()
 
-  def _allowed(self, matcher: Any) -> np.ndarray:
+  def _allowed(self, matcher: object) -> np.ndarray:
     self._fill(matcher, self._mask, 0)
     self._check()
     return self._mask[0].view(np.uint32).copy()

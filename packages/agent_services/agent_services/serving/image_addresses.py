@@ -175,7 +175,7 @@ def examine(body: bytes, path: str) -> tuple[Any, list[Place]]:
   return value, places
 
 
-def _walk(value: Any, where: str, places: list[Place]) -> None:
+def _walk(value: object, where: str, places: list[Place]) -> None:
   if isinstance(value, str):
     _refuse(value, where)
   elif isinstance(value, list):
@@ -198,7 +198,7 @@ def _walk_object(
 
 
 def _walk_field(
-  holder: dict[str, Any], key: str, item: Any, path: str, places: list[Place]
+  holder: dict[str, Any], key: str, item: object, path: str, places: list[Place]
 ) -> None:
   """Handles one field of an object.
 
@@ -251,7 +251,7 @@ def _walk_field(
     _walk(item, path, places)
 
 
-def _flat_part(part: Any, where: str, places: list[Place]) -> None:
+def _flat_part(part: object, where: str, places: list[Place]) -> None:
   """Handles one of vLLM's parts, which have their address beside the type."""
   if not isinstance(part, dict) or "url" not in part:
     _walk(part, where, places)
@@ -284,7 +284,7 @@ def _images(holder: Any, key: Any, where: str, places: list[Place]) -> None:
     _walk_object(value, where, places, "url")
 
 
-def _only_data(value: Any, where: str, places: list[Place]) -> None:
+def _only_data(value: object, where: str, places: list[Place]) -> None:
   """Refuses every text but a data URL in another medium's place."""
   if isinstance(value, str):
     if value[:5].lower() != "data:":
@@ -302,7 +302,7 @@ def _only_data(value: Any, where: str, places: list[Place]) -> None:
     _walk_object(value, where, places, "url")
 
 
-def _refuse_addresses(value: Any, where: str) -> None:
+def _refuse_addresses(value: object, where: str) -> None:
   """Refuses any address below `value`, keys included."""
   if isinstance(value, str):
     _refuse(value, where)

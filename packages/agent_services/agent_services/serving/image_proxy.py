@@ -167,7 +167,7 @@ class ImageProxy:
     )
 
   @contextlib.asynccontextmanager
-  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+  async def _lifespan(self, app: object) -> AsyncIterator[None]:
     del app
     try:
       yield
@@ -500,7 +500,7 @@ def _check_kind(request: Request) -> None:
       )
 
 
-def _written(value: Any) -> bytes:
+def _written(value: object) -> bytes:
   """JSON in ASCII, which every charset reads alike.
 
   Raises:

@@ -112,7 +112,7 @@ def document(
   }
 
 
-def _limited(schema: Any, limits: requests.RequestLimits) -> Any:
+def _limited(schema: object, limits: requests.RequestLimits) -> Any:
   """Returns the schema with the values of the limits that its parts name."""
   if isinstance(schema, list):
     return [_limited(one, limits) for one in schema]

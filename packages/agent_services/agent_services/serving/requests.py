@@ -113,7 +113,7 @@ class Thinking:
   needed: bool = False
 
   @classmethod
-  def by_effort(cls, field: str, effort: Any) -> Thinking | None:
+  def by_effort(cls, field: str, effort: object) -> Thinking | None:
     """Of OpenAI's field: "none" switches reasoning off."""
     if not isinstance(effort, str) or effort not in EFFORTS:
       return None
@@ -632,7 +632,7 @@ def text_of(message: Mapping[str, Any]) -> str:
   return "".join(part["text"] for part in content)
 
 
-def count_images(messages: Any) -> int:
+def count_images(messages: Sequence[Mapping[str, Any]]) -> int:
   """Returns the number of images in messages, as URLs or loaded."""
   return sum(
     part["type"] != "text"

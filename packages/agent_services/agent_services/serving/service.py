@@ -275,7 +275,13 @@ class Service:
           for choice, id_ in zip(own, part.ids if part.pending else ()):
             session.add(
               part.pending,
-              _without_details(choice.completion),
+              # A session holds the fields that training needs.
+              dataclasses.replace(
+                choice.completion,
+                raw_logprobs=None,
+                top_tokens=None,
+                top_logprobs=None,
+              ),
               id=id_,
               assistant_message=choice.message,
               sampling=sampling_rule.fields_of(part.sampling),
@@ -588,15 +594,6 @@ def api_errors() -> Iterator[None]:
       code=error.code,
       retry_after_s=1.0 if status == 429 else None,
     ) from None
-
-
-def _without_details(
-  completion: policy_client.Completion,
-) -> policy_client.Completion:
-  """Returns the fields that training needs; a session holds no others."""
-  return dataclasses.replace(
-    completion, raw_logprobs=None, top_tokens=None, top_logprobs=None
-  )
 
 
 def _param(message: str, request: requests.SamplingRequest) -> str | None:

@@ -16,6 +16,8 @@ import dataclasses
 import json
 from typing import Any, Iterator
 
+from tunix.rl.multi_turn.parser.renderer import choice
+
 from agent_services.serving import errors
 from agent_services.serving import requests
 
@@ -43,7 +45,7 @@ class Rendering:
 class Renderings:
   """The renderings of one policy, each made once. One event loop."""
 
-  def __init__(self, renderer: Any):
+  def __init__(self, renderer: choice.AnyRenderer):
     self._plain = Rendering(renderer)
     # Bounded: fields hold switches and levels only.
     self._made: dict[Any, Rendering] = {}

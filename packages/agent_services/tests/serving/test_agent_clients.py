@@ -31,6 +31,7 @@ from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 _ROOT = pathlib.Path(__file__).parents[4]
+_HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
 pytestmark = [
   pytest.mark.slow,  # Their imports take seconds each.
   pytest.mark.timeout(300),
@@ -200,7 +201,7 @@ def test_two_turns_with_a_tool_and_an_image(served, package):
     f"{url}/rl/start_session", json={"other_sampling": "train"}
   ).json()
   ran = subprocess.run(
-      [python, _ROOT / "tests/helpers/agent_clients.py", package,
+      [python, _HELPERS / "agent_clients.py", package,
        f"{url}/v1", session["api_key"]],
       capture_output=True, text=True, timeout=240,
   )  # fmt: skip

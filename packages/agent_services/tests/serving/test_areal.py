@@ -18,6 +18,7 @@ import rollout_server
 from tunix.rl.multi_turn.net import http_server
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
+HELPERS = pathlib.Path(__file__).resolve().parents[1] / "helpers"
 PYTHON = pathlib.Path(
   os.environ.get("AREAL_PYTHON", ROOT / ".venv-areal/bin/python")
 )
@@ -84,7 +85,7 @@ def test_areals_own_workflow_plays(running, mode):
   app = app_lib.OpenAIApp(running.app._service, export_arrays="tensors")
   with http_server.LoopbackServer(app.asgi) as server:
     ran = subprocess.run(
-      [PYTHON, ROOT / "tests/helpers/areal_workflow.py", server.url, mode],
+      [PYTHON, HELPERS / "areal_workflow.py", server.url, mode],
       capture_output=True,
       text=True,
       timeout=240,

@@ -43,6 +43,8 @@ def test_a_wrong_argument_is_named_with_what_to_do(
   monkeypatch.delenv(command.TOKEN_VARIABLE, raising=False)
   if "--screen" not in argv:
     argv = [*argv, "--screen=32x32"]
+  if "--port" not in argv:
+    argv = [*argv, "--port=0"]  # Another program may have the default one.
   assert command.main(argv) == 2
   stderr = capsys.readouterr().err
   assert stderr.startswith("error: ") and "Traceback" not in stderr

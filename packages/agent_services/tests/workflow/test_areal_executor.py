@@ -28,6 +28,7 @@ import two_paths
 import yaml
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
+HELPERS = pathlib.Path(__file__).resolve().parents[1] / "helpers"
 PYTHON = pathlib.Path(
   os.environ.get("AREAL_PYTHON", ROOT / ".venv-areal/bin/python")
 )
@@ -198,7 +199,7 @@ def _played(world):
     for family in gym_servers.FAMILIES
   ]
   result = play(
-    "tests/helpers/areal_executor.py",
+    f"{HELPERS}/areal_executor.py",
     json.dumps(
       {
         "model": world.policy.removeprefix("http://"),
@@ -329,7 +330,7 @@ def train(world, tmp_path, *, model, processor, actor=()):
 
 def test_the_example_trains_with_areals_trainer(world, tmp_path):
   """A text actor; the run is at the monitor."""
-  play("tests/helpers/areal_model.py", str(TOKENIZER), str(tmp_path))
+  play(f"{HELPERS}/areal_model.py", str(TOKENIZER), str(tmp_path))
   output, rows = train(
     world, tmp_path, model=tmp_path / "model", processor=tmp_path / "processor"
   )

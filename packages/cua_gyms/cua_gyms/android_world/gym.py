@@ -16,7 +16,7 @@ screen in four directions, and presses enter after a text that is typed.
 from __future__ import annotations
 
 import logging
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import gui_action
@@ -110,7 +110,7 @@ class AndroidWorldGym:
 
   def __init__(
     self,
-    machines: Any = DEFAULT_URL,
+    machines: str | Sequence[str] = DEFAULT_URL,
     *,
     width: int | None = None,
     height: int | None = None,

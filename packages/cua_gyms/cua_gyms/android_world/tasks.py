@@ -25,7 +25,7 @@ _SUITE_S = 600.0
 def server_tasks(
   families: Sequence[str] | None = None,
   *,
-  machines: Any = android_world.DEFAULT_URL,
+  machines: str | Sequence[str] = android_world.DEFAULT_URL,
   combinations: int = 0,
   suite_seed: int = 0,
 ) -> seeds.IndexedTasks:

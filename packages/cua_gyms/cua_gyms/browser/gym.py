@@ -386,11 +386,11 @@ class WebGym:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
   return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _judges(setting: Any) -> dict[str, Evaluator]:
+def _judges(setting: object) -> dict[str, Evaluator]:
   """Family -> evaluator, "" for all others."""
   named = setting if isinstance(setting, Mapping) else {"": setting}
   evaluators = {}

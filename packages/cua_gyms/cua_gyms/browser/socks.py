@@ -170,7 +170,8 @@ def may_mean(addresses: Iterable[str]) -> list[str]:
   public: list[str] = []
   for text in addresses:
     address = ipaddress.ip_address(text.partition("%")[0])
-    address = getattr(address, "ipv4_mapped", None) or address
+    if isinstance(address, ipaddress.IPv6Address):
+      address = address.ipv4_mapped or address
     if (
       address.is_link_local or address.is_multicast or (address.is_unspecified)
     ):

@@ -298,7 +298,7 @@ class PageTree:
     return value
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
   text = str(value)
   return text if len(text) <= _NAME else text[: _NAME - 1] + "…"
 

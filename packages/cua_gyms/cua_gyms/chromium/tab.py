@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any, Mapping, TypeVar
+from typing import Any, Callable, Mapping, TypeVar
 
 import numpy as np
 
@@ -291,7 +291,7 @@ class Tab:
 
   # Plumbing.
 
-  def listen(self, method: str, callback: Any) -> None:
+  def listen(self, method: str, callback: Callable[[Any], None]) -> None:
     """Calls `callback(params)` on an event of this tab."""
     self._listening.append(method)
     self.chromium.listen(self.session, method, callback)

@@ -226,7 +226,7 @@ class GenvClient:
     rows = data.get("gyms") if isinstance(data, Mapping) else None
     return [g for g in rows or () if isinstance(g, dict)]
 
-  def _read(self, row: Any, where: str) -> cua_task.CUATask:
+  def _read(self, row: object, where: str) -> cua_task.CUATask:
     return cua_task.CUATask.from_row(
       row, where=where, gym_id=self.gym_id, gym_base_url=self.base_url
     )
@@ -341,7 +341,7 @@ class GenvClient:
     kind: str,
     method: str,
     path: str,
-    body: Any = None,
+    body: object = None,
     headers: Mapping[str, str] | None = None,
   ) -> Any:
     """Calls, with retries; returns the reply's JSON."""

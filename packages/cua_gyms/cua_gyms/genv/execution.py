@@ -64,7 +64,7 @@ class GenvExecutionContext:
     }
 
 
-def identifier_of(task: Any) -> str:
+def identifier_of(task: object) -> str:
   """Returns the identifier by which a gym server finds any form of task.
 
   Args:
@@ -96,7 +96,7 @@ def identifier_of(task: Any) -> str:
 
 
 async def start_genv_execution(
-  task: Any,
+  task: object,
   client: client_lib.GenvClient,
   *,
   options: Mapping[str, Any] | None = None,

@@ -211,7 +211,7 @@ class GenvGym:
       raise RuntimeError("no episode is running; call start(task) first")
     return self.execution_id
 
-  async def _read(self, data: Any) -> base.Observation:
+  async def _read(self, data: object) -> base.Observation:
     try:
       return await http.read(
         lambda: wire.observation_from_json(data),
@@ -268,7 +268,7 @@ class AttachedGym(GenvGym):
     await self._client.aclose()
 
 
-def _size(data: Any) -> int:
+def _size(data: object) -> int:
   """Characters of an observation's screenshot."""
   shot = data.get("screenshot") if isinstance(data, Mapping) else None
   shot = shot.get("data") if isinstance(shot, Mapping) else shot

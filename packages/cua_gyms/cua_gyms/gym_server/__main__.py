@@ -86,7 +86,7 @@ def _option(name: str) -> str:
   return f"--{name.replace('_', '-')}{suffix}"
 
 
-def _kind(default: Any) -> dict[str, Any]:
+def _kind(default: object) -> dict[str, Any]:
   """Keywords of `add_argument` for a setting with this default."""
   if isinstance(default, tuple):
     return {"default": "", "metavar": "A[,B]"}
@@ -146,9 +146,10 @@ def _read(path: str) -> Any:
   except UnicodeDecodeError as error:
     raise ValueError(f"{path} is no text in UTF-8: {error.reason}") from None
   except yaml.YAMLError as error:
-    mark = getattr(error, "problem_mark", None)
-    where = f", line {mark.line + 1}" if mark else ""
-    why = getattr(error, "problem", None) or str(error).splitlines()[0]
+    where, why = "", str(error).splitlines()[0]
+    if isinstance(error, yaml.MarkedYAMLError):
+      mark, why = error.problem_mark, error.problem or why
+      where = f", line {mark.line + 1}" if mark else ""
     raise ValueError(
       f"{path}{where}: {why}; YAML is indented with spaces"
     ) from None
@@ -172,7 +173,7 @@ def _import(name: str) -> None:
 
 
 def _from_file(
-  data: Any, common: Mapping[str, Any], where: str
+  data: object, common: Mapping[str, Any], where: str
 ) -> catalog.ServedGym:
   field_names = [f.name for f in settings_lib.fields(catalog.ServedGym)]
   if not isinstance(data, Mapping) or "gym" not in data:

@@ -156,7 +156,7 @@ class App:
   # --- around every request ---------------------------------------------------
 
   @contextlib.asynccontextmanager
-  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+  async def _lifespan(self, app: object) -> AsyncIterator[None]:
     del app
     reaping = asyncio.create_task(self._reap())
     try:

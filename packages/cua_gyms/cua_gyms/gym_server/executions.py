@@ -451,7 +451,7 @@ class Execution:
 _CLOSING: set[asyncio.Task[None]] = set()
 
 
-def _observation(value: Any, what: str) -> base.Observation:
+def _observation(value: object, what: str) -> base.Observation:
   if not isinstance(value, base.Observation):
     raise TypeError(
       f"the gym's {what} must return an Observation, got {type(value).__name__}"

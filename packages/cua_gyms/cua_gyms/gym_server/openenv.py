@@ -262,7 +262,9 @@ class OpenEnv:
     with contextlib.suppress(*_GONE):
       await socket.close()
 
-  async def _refuse(self, socket: Any, limit: int) -> None:
+  async def _refuse(
+    self, socket: starlette_websockets.WebSocket, limit: int
+  ) -> None:
     error = errors.ApiError(
       429,
       f"all {limit} sessions are taken; close one, or try again later",
@@ -455,7 +457,9 @@ class _Connection:
       await store.terminate(store.get(gym_id, f"key:{key}"))
 
 
-async def _read(socket: Any, inbox: asyncio.Queue[str]) -> None:
+async def _read(
+  socket: starlette_websockets.WebSocket, inbox: asyncio.Queue[str]
+) -> None:
   """Puts messages into the inbox until the client has gone."""
   while True:
     message = await socket.receive()
@@ -483,7 +487,7 @@ def _error(
   return {"type": "error", "data": data}
 
 
-def _dumps(data: Any) -> str:
+def _dumps(data: object) -> str:
   return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 

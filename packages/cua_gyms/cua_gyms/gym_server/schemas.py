@@ -92,7 +92,7 @@ class CreateOptions(json_models.Request):
 
   @pydantic.model_validator(mode="before")
   @classmethod
-  def _bounded(cls, data: Any) -> Any:
+  def _bounded(cls, data: object) -> Any:
     if problem := bounds.json_problem(data):
       raise ValueError(problem)
     return data
@@ -119,7 +119,7 @@ class Evaluate(json_models.Request):
 
   @pydantic.model_validator(mode="before")
   @classmethod
-  def _find_answer(cls, data: Any) -> Any:
+  def _find_answer(cls, data: object) -> Any:
     """Clients write the answer in either place, by either name."""
     if not isinstance(data, dict) or data.get("answer_text") is not None:
       return data

@@ -93,7 +93,7 @@ class ExecutionStore:
     *,
     lease: float | None = None,
     key: str = "",
-    request: Any = None,
+    request: object = None,
     pixels: int = 0,
   ) -> tuple[Execution, bool]:
     """Starts an execution, or finds the one that `key` stands for.

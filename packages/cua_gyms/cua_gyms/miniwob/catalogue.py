@@ -140,7 +140,8 @@ def _described(package: pathlib.Path) -> dict[str, str]:
       for line in node.body:
         if (
           isinstance(line, ast.Assign)
-          and getattr(line.targets[0], "id", "") == "subdomain"
+          and isinstance(line.targets[0], ast.Name)
+          and line.targets[0].id == "subdomain"
           and isinstance(line.value, ast.Constant)
           and words
         ):

@@ -317,7 +317,7 @@ class OpenEnvGym:
     token_file: str = "",
     width: int | None = None,
     height: int | None = None,
-    actions: Any = "gui",
+    actions: object = "gui",
     fields: Mapping[str, str] | None = None,
     reset: Mapping[str, Any] | None = None,
     score: str = "return",
@@ -550,7 +550,7 @@ def _picture(value: Any, shape: Any, what: str) -> np.ndarray:
     ) from None
 
 
-def _at(data: Any, path: str) -> Any:
+def _at(data: object, path: str) -> Any:
   """Returns the value at a dotted path; None when there is none."""
   if not path:
     return None

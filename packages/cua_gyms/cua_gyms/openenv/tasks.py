@@ -8,7 +8,7 @@ API is given seeds: even ones to train, odd ones to evaluate.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 import urllib.parse
 
 from tunix.rl.multi_turn.core import registry
@@ -80,7 +80,7 @@ async def _ask(url: str, token: str) -> Any:
   headers = {"authorization": f"Bearer {token}"} if token else {}
   http = http_lib.Http(headers=headers)
 
-  async def call(method: str, path: str, body: Any = None) -> Any:
+  async def call(method: str, path: str, body: object = None) -> Any:
     try:
       return await http.json(method, url + path, _SECONDS, body=body)
     except http_lib.CallError as error:
@@ -100,7 +100,7 @@ async def _ask(url: str, token: str) -> Any:
     await http.aclose()
 
 
-async def _listed(url: str, call: Any) -> Any:
+async def _listed(url: str, call: Callable[..., Any]) -> Any:
   """Returns the tasks that the answers of `call(method, path, body)` name."""
   about = await call("GET", "/metadata")
   name = about.get("name") if isinstance(about, dict) else None
@@ -139,7 +139,7 @@ async def _listed(url: str, call: Any) -> Any:
   return seeds.IndexedTasks(train, held_out)
 
 
-def _task(name: str, split: str, index: int, row: Any) -> base.Task:
+def _task(name: str, split: str, index: int, row: object) -> base.Task:
   row = row if isinstance(row, Mapping) else {}
   family = row.get("family")
   turns = row.get("max_turns")

@@ -124,11 +124,11 @@ def file_contains(result, rules):
   return float(all(part in text for part in rules["expected"]))
 
 
-def _listed(value: Any, count: int) -> list[Any]:
+def _listed(value: object, count: int) -> list[Any]:
   return list(value) if isinstance(value, list) else [value] * count
 
 
-def plan(evaluator: Any) -> list[tuple[str, Any, Any, Mapping[str, Any]]]:
+def plan(evaluator: object) -> list[tuple[str, Any, Any, Mapping[str, Any]]]:
   """(metric, result, expected, options) of each part; [] when infeasible.
 
   Raises:

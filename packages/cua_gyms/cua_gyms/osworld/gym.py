@@ -19,7 +19,7 @@ import asyncio
 import logging
 import os
 import pathlib
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import registry
@@ -100,7 +100,7 @@ class OSWorldGym:
 
   def __init__(
     self,
-    machines: Any = DEFAULT_URL,
+    machines: str | Sequence[str] = DEFAULT_URL,
     *,
     reset: Any = None,
     width: int | None = None,
@@ -328,7 +328,7 @@ class OSWorldGym:
       except (OSWorldError, KeyError, TypeError) as error:
         raise OSWorldError(
           f"{where}[{i}] ({kind}): {type(error).__name__}: {error}",
-          getattr(error, "status", 0),
+          error.status if isinstance(error, OSWorldError) else 0,
         ) from error
 
   async def _step(self, kind: str, fields: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ def load(data: bytes) -> events.Event:
 # --- there --------------------------------------------------------------------
 
 
-def pack(value: Any) -> bytes:
+def pack(value: object) -> bytes:
   """Returns the bytes of a value made of plain values and the types above."""
   # Lax about types: a tuple is a list, an enum its text or number.
   return msgpack.Packer(
@@ -164,7 +164,7 @@ def _typed(value: Any) -> Any:
   return _nearest(value)
 
 
-def _nearest(value: Any) -> Any:
+def _nearest(value: object) -> Any:
   if isinstance(value, enum.Enum):
     return value.value
   if isinstance(value, np.generic):

@@ -41,6 +41,6 @@ carried = _Carried().__getitem__
 """Returns the carried class that a class is another copy of, else the class."""
 
 
-def is_a(value: Any, kind: type[T]) -> TypeGuard[T]:
+def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
   """Returns whether a value is of a carried class, or of another copy of it."""
   return carried(type(value)) is kind

@@ -125,8 +125,8 @@ class HttpRolloutRecorder:
     status: str | None = None,
     status_message: str | None = None,
     error_message: str | None = None,
-    termination_time: Any = None,
-    config_json: Any = None,
+    termination_time: object = None,
+    config_json: object = None,
     **kwargs: Any,
   ) -> None:
     """Sends changed columns of the environment."""
@@ -168,7 +168,7 @@ class HttpRolloutRecorder:
     )
 
   def start_turn(
-    self, turn_num: int, start_time: Any = None
+    self, turn_num: int, start_time: object = None
   ) -> Reference | None:
     """Begins a turn; returns its client id."""
     return self._turn(turn_num, start_time=_time(start_time) or time.time())
@@ -176,7 +176,7 @@ class HttpRolloutRecorder:
   def end_turn(
     self,
     turn_num: int,
-    end_time: Any = None,
+    end_time: object = None,
     turn_time: float | None = None,
     reward: float | None = None,
     episode_done: bool | None = None,
@@ -230,14 +230,14 @@ class HttpRolloutRecorder:
   def record_validation(
     self,
     validator_id: Reference | None = None,
-    validation_time: Any = None,
+    validation_time: object = None,
     validation_query: str | None = None,
     expected_result: str | None = None,
     actual_result: str | None = None,
     success: bool | None = None,
     execution_time: float | None = None,
     error_message: str | None = None,
-    details_json: Any = None,
+    details_json: object = None,
     screenshot_uri: str | None = None,
   ) -> None:
     """Records a validation; nothing without a verdict."""
@@ -313,7 +313,7 @@ class HttpRolloutRecorder:
     return f"{self.rollout_uuid}:{kind}:{turn}:{n}"
 
 
-def _time(value: Any) -> Any:
+def _time(value: object) -> Any:
   if isinstance(value, datetime.datetime):
     return value.isoformat()
   return value

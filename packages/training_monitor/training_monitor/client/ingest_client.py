@@ -175,7 +175,7 @@ class IngestClient:
   # --- for recorders that number things themselves ---------------------------
 
   def record(
-    self, kind: str, local_id: Any, payload: Mapping[str, Any]
+    self, kind: str, local_id: object, payload: Mapping[str, Any]
   ) -> Reference | None:
     """Posts an item that the caller numbers itself.
 

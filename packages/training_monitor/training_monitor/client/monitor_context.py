@@ -18,7 +18,7 @@ def _get(name: str) -> Any:
     return _context.get(name)
 
 
-def _set(name: str, value: Any) -> None:
+def _set(name: str, value: object) -> None:
   with _lock:
     _context[name] = value
 
@@ -27,7 +27,7 @@ def get_training_id() -> Any:
   return _get("training_id")
 
 
-def set_training_id(training_id: Any) -> None:
+def set_training_id(training_id: object) -> None:
   _set("training_id", training_id)
 
 
@@ -35,7 +35,7 @@ def get_baseline_id() -> Any:
   return _get("baseline_id")
 
 
-def set_baseline_id(baseline_id: Any) -> None:
+def set_baseline_id(baseline_id: object) -> None:
   _set("baseline_id", baseline_id)
 
 
@@ -43,7 +43,7 @@ def get_eval_id() -> Any:
   return _get("eval_id")
 
 
-def set_eval_id(eval_id: Any) -> None:
+def set_eval_id(eval_id: object) -> None:
   _set("eval_id", eval_id)
 
 
@@ -51,7 +51,7 @@ def get_step_id() -> Any:
   return _get("step_id")
 
 
-def set_step_id(step_id: Any) -> None:
+def set_step_id(step_id: object) -> None:
   _set("step_id", step_id)
 
 
@@ -59,7 +59,7 @@ def get_ingest_client() -> Any:
   return _get("ingest_client")
 
 
-def set_ingest_client(ingest_client: Any) -> None:
+def set_ingest_client(ingest_client: object) -> None:
   _set("ingest_client", ingest_client)
 
 

@@ -39,7 +39,7 @@ def step_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
   return fields
 
 
-def step_name(training: Any, step: int) -> str:
+def step_name(training: object, step: int) -> str:
   """Returns the client id of a step that these hooks post."""
   return f"step-{training}-{step}"
 
@@ -122,7 +122,7 @@ def create_eval_via_monitor(step: int, model_path: str) -> Any:
   return _begin("eval", step, step=step, model_path=model_path)
 
 
-def _begin(kind: str, name: Any, **fields: Any) -> Any:
+def _begin(kind: str, name: object, **fields: Any) -> Any:
   client, training = context.get_ingest_client(), context.get_training_id()
   if client is None or training is None:
     return None

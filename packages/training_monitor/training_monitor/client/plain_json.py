@@ -18,7 +18,7 @@ _AS_IT_IS = frozenset({int, bool, type(None)})
 _NUMBERS = frozenset({int, float})
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: object) -> bytes:
   """Encodes a value; values that JSON lacks become text."""
   try:
     # Mostly it is JSON already, and a copy of it would be more work than it.

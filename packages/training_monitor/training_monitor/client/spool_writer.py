@@ -80,7 +80,7 @@ class SpoolWriter:
     """Items that are not in the spool yet."""
     return len(self._pending) + len(self._made)
 
-  def put(self, item: Any, *, soon: bool = False) -> bool:
+  def put(self, item: object, *, soon: bool = False) -> bool:
     """Takes an item; it must not change afterwards.
 
     Args:
@@ -171,7 +171,7 @@ class SpoolWriter:
       self.spool.sync()
       self._synced = self._handled
 
-  def _make(self, item: Any) -> int:
+  def _make(self, item: object) -> int:
     """Makes an item's record; returns its bytes. Raises OSError."""
     try:
       self._made.append(self._encode(item))

@@ -124,7 +124,7 @@ def _check_size(
     )
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
   return orjson.dumps(
     value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
   )
@@ -204,7 +204,7 @@ def _atif_step(
   for index, action in enumerate(turn["actions"]):
     if isinstance(action["tokens"], list):
       ids, logprobs = action["tokens"], action["logprobs"]
-    if action["action_type"] in ("parse_error", "text"):
+    if action["action_type"] in ("parse_error", "summary", "text"):
       continue
     arguments = action["tool_args"]
     calls.append(

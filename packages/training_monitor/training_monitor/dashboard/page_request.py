@@ -112,7 +112,7 @@ class Link:
   begin again unless `page` or `after` is among the changes.
   """
 
-  def __init__(self, path: str, query: Any):
+  def __init__(self, path: str, query: datastructures.QueryParams):
     self._path = path
     self._query = query
 

@@ -94,7 +94,7 @@ ODD = {
 """Where a reward may be hacked, or a policy is stuck."""
 
 
-def _place(text: Any) -> tuple[float, int]:
+def _place(text: str) -> tuple[float, int]:
   value, _, id_ = text.partition(",")
   try:
     place = float(value), int(id_)

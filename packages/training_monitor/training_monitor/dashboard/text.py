@@ -26,7 +26,7 @@ _LONGEST = 20_000
 NOTHING = "–"
 
 
-def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
+def visible(value: object, most: int = _LONGEST) -> markupsafe.Markup:
   """Returns the text as HTML in which no character is invisible.
 
   Args:
@@ -58,7 +58,7 @@ def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
   return markupsafe.Markup("").join(parts)
 
 
-def plain(value: Any, most: int = 300) -> str:
+def plain(value: object, most: int = 300) -> str:
   """Returns the same for attributes and titles: text without markup."""
   text = value if isinstance(value, str) else dump(value)
   if len(text) > most:
@@ -66,7 +66,7 @@ def plain(value: Any, most: int = 300) -> str:
   return HIDDEN.sub(lambda m: f"[U+{ord(m.group()):04X}]", text)
 
 
-def dump(value: Any) -> str:
+def dump(value: object) -> str:
   """Returns JSON, indented; text for values that JSON lacks."""
   try:
     return orjson.dumps(
@@ -90,7 +90,7 @@ def number(value: Any, digits: int = 3) -> str:
   return f"{value:.{digits}g}"
 
 
-def _no_number(value: Any) -> str | None:
+def _no_number(value: object) -> str | None:
   """Text for a value that is not a finite number; None for a finite one."""
   if value is None:
     return NOTHING
@@ -149,7 +149,7 @@ def moment(value: str | datetime.datetime | None) -> datetime.datetime | None:
   return value.astimezone(datetime.timezone.utc)
 
 
-def clock(value: Any) -> markupsafe.Markup:
+def clock(value: str | datetime.datetime | None) -> markupsafe.Markup:
   """Returns a time as a `<time>` element, in UTC."""
   instant = moment(value)
   if instant is None:
@@ -160,7 +160,9 @@ def clock(value: Any) -> markupsafe.Markup:
   )
 
 
-def between(start: Any, end: Any) -> float | None:
+def between(
+  start: str | datetime.datetime | None, end: str | datetime.datetime | None
+) -> float | None:
   """Returns seconds from one time to another; to now without the other."""
   first = moment(start)
   if first is None:
@@ -169,7 +171,7 @@ def between(start: Any, end: Any) -> float | None:
   return (last - first).total_seconds()
 
 
-def ago(value: Any) -> markupsafe.Markup:
+def ago(value: str | datetime.datetime | None) -> markupsafe.Markup:
   """Returns the time since `value`, with the time itself as title."""
   instant, since = moment(value), between(value, None)
   if instant is None or since is None:
@@ -179,7 +181,7 @@ def ago(value: Any) -> markupsafe.Markup:
   return element.format(instant.isoformat(timespec="seconds"), words)
 
 
-def read_json(value: Any) -> Any:
+def read_json(value: object) -> Any:
   """Returns a JSON column; None when it is not JSON."""
   if not isinstance(value, (str, bytes)):
     return value
@@ -189,7 +191,7 @@ def read_json(value: Any) -> Any:
     return None
 
 
-def read_object(value: Any) -> dict[str, Any]:
+def read_object(value: object) -> dict[str, Any]:
   """Returns a JSON column that should hold an object; {} when it does not."""
   content = read_json(value)
   return content if isinstance(content, dict) else {}

@@ -181,7 +181,7 @@ def _trained(rollout: Row, turn: Row, summary: Row) -> tuple[bool | None, str]:
   return not reason, REASONS.get(reason, reason) if reason else ""
 
 
-def _of_turn(values: Any, turn: Row, otherwise: Any = None) -> Any:
+def _of_turn(values: object, turn: Row, otherwise: object = None) -> Any:
   """Returns a turn's entry; turns are numbered from 1."""
   number = turn["turn"]
   if isinstance(values, list) and 0 < number <= len(values):
@@ -241,7 +241,7 @@ def shade(tokens: Sequence[Row], heat: str) -> None:
     token["shade"] = min(_SHADES - 1, int(share * _SHADES))
 
 
-def _numbers(values: Any, count: int) -> list[float] | None:
+def _numbers(values: object, count: int) -> list[float] | None:
   if not isinstance(values, list) or len(values) != count:
     return None
   if not all(isinstance(v, (int, float)) for v in values):

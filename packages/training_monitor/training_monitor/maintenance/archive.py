@@ -199,7 +199,7 @@ class ArchiveReader:
     except _BROKEN as error:
       raise self._damaged(name, error) from None
 
-  def _damaged(self, name: str, why: Any) -> MaintenanceError:
+  def _damaged(self, name: str, why: object) -> MaintenanceError:
     return MaintenanceError(
       f"{self._path}: {name} is damaged ({why}); copy or export the file again"
     )

@@ -6,7 +6,7 @@ import argparse
 import json
 import pathlib
 import sys
-from typing import Any, Callable
+from typing import Callable
 
 import sqlalchemy as sa
 
@@ -21,7 +21,7 @@ MaintenanceError = runs_lib.MaintenanceError
 FilesOf = Callable[[str, str], pathlib.Path]
 
 
-def add(commands: Any) -> list[argparse.ArgumentParser]:
+def add(commands: argparse._SubParsersAction) -> list[argparse.ArgumentParser]:
   """Adds the commands; each sets `call`, (args, files_of) -> exit status.
 
   Returns:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pathlib
 import re
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, TYPE_CHECKING
 
 import sqlalchemy as sa
 from tqdm import auto as tqdm_auto
@@ -20,6 +20,9 @@ from training_monitor.schema import migrations
 from training_monitor.schema import tables
 from training_monitor.schema import vocabulary
 from training_monitor.server import screenshots
+
+if TYPE_CHECKING:
+  import tqdm
 
 _BATCH = 500
 SHA_TEXT = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
@@ -116,7 +119,7 @@ def _write_run(
   writer: archive.ArchiveWriter,
   run: runs_lib.StoredRun,
   shas: set[str],
-  bar: Any,
+  bar: tqdm.tqdm,
 ) -> int:
   """Writes a run's tables; collects the screenshots that they refer to."""
   count = 0
@@ -201,7 +204,7 @@ def _write_tasks(
   connection: sa.Connection,
   writer: archive.ArchiveWriter,
   chosen: list[runs_lib.StoredRun],
-  bar: Any,
+  bar: tqdm.tqdm,
 ) -> None:
   t, v, r = tables.task, tables.validator, tables.rollout
   task_ids = sorted(
@@ -235,7 +238,7 @@ def _write_screenshots(
   writer: archive.ArchiveWriter,
   folder: screenshots.ScreenshotFiles,
   shas: set[str],
-  bar: Any,
+  bar: tqdm.tqdm,
 ) -> dict[str, Any]:
   s = tables.screenshot
   referenced = sorted(shas)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import pathlib
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator, Mapping, TYPE_CHECKING
 
 import sqlalchemy as sa
 from tqdm import auto as tqdm_auto
@@ -31,6 +31,9 @@ from training_monitor.server import screenshots
 from training_monitor.server import sql
 from training_monitor.server import writer as writer_lib
 from training_monitor.server.batches import items
+
+if TYPE_CHECKING:
+  import tqdm
 
 _BATCH = 500
 _MAX_SCREENSHOT = 32 << 20
@@ -108,7 +111,7 @@ def _bring_screenshots(
   reader: archive.ArchiveReader,
   files: pathlib.Path,
   outcome: ImportResult,
-  bar: Any,
+  bar: tqdm.tqdm,
 ) -> None:
   """Imports the screenshots, before the rows that refer to them."""
   folder = screenshots.ScreenshotFiles(files / "screenshots")
@@ -153,7 +156,7 @@ class _RunImport:
     run: Mapping[str, Any],
     project: str,
     outcome: ImportResult,
-    bar: Any,
+    bar: tqdm.tqdm,
   ):
     self._engine = engine
     self._reader = reader

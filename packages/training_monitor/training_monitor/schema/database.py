@@ -150,7 +150,7 @@ def _limit_readers(engine: sa.Engine, pool_size: int) -> None:
   _readers[engine] = threading.Semaphore(max(1, pool_size - _RESERVED))
 
 
-def _set_up_sqlite(connection: Any, record: Any) -> None:
+def _set_up_sqlite(connection: Any, record: object) -> None:
   del record
   # SQLAlchemy begins transactions, not the driver.
   connection.isolation_level = None

@@ -10,7 +10,7 @@ means that the change is on the disk; a repeated label is stored once.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Callable
 
 import pydantic
 from starlette import requests as starlette_requests
@@ -40,7 +40,7 @@ class Annotations:
     self._writer = writer
     self._queries = queries
 
-  async def add(self, project: int, rollout: int, body: Any) -> None:
+  async def add(self, project: int, rollout: int, body: object) -> None:
     """Adds a label, a note or both.
 
     Args:

@@ -50,7 +50,7 @@ class ApiError(Exception):
     return extra_headers
 
 
-def fault(field: str, value: Any, message: str) -> dict[str, Any]:
+def fault(field: str, value: object, message: str) -> dict[str, Any]:
   """Returns one wrong field; a long value is cut."""
   try:
     is_number = isinstance(value, float) or (

@@ -11,6 +11,7 @@ import orjson
 from starlette import concurrency
 from starlette import requests as starlette_requests
 from starlette import responses
+from starlette import types
 
 from training_monitor.core import json_text
 from training_monitor.net import request_bodies
@@ -36,10 +37,12 @@ Response = responses.Response
 class ShortPaths:
   """Refuses long paths, as the router would read numbers of any length."""
 
-  def __init__(self, app: Any):
+  def __init__(self, app: types.ASGIApp):
     self._app = app
 
-  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+  async def __call__(
+    self, scope: types.Scope, receive: types.Receive, send: types.Send
+  ) -> None:
     if scope["type"] == "http" and len(scope["path"]) > MAX_PATH:
       error = errors.ApiError(
         414, f"the path has more than {MAX_PATH} characters"
@@ -112,7 +115,7 @@ def parse_plain(body: bytes, remedy: str) -> Any:
     raise errors.ApiError(400, f"the body is not JSON; give {remedy}") from None
 
 
-def json_answer(data: Any) -> Response:
+def json_answer(data: object) -> Response:
   """Returns a 200 with JSON."""
   return Response(orjson.dumps(data), media_type="application/json")
 

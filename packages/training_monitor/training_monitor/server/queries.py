@@ -570,5 +570,5 @@ def _json(row: sa.Row) -> Row:
   return content
 
 
-def _absent(kind: str, id_: Any) -> errors.ApiError:
+def _absent(kind: str, id_: object) -> errors.ApiError:
   return errors.ApiError(404, f"this project has no {kind} {str(id_)[:100]}")

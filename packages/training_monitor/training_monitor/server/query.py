@@ -49,13 +49,13 @@ def is_id(text: str) -> bool:
 # The validator that reads text is the last of a type's metadata: it runs first.
 
 
-def _whole(text: Any) -> int:
+def _whole(text: str) -> int:
   if isinstance(text, str) and is_id(text):
     return int(text)
   raise ValueError(f"give a number in [0, {MAX_ID}]")
 
 
-def _finite(text: Any) -> float:
+def _finite(text: str) -> float:
   try:
     number = float(text) if text.isascii() else math.nan
   except ValueError:
@@ -65,17 +65,17 @@ def _finite(text: Any) -> float:
   return number
 
 
-def _flag(text: Any) -> bool:
+def _flag(text: str) -> bool:
   if text not in ("0", "1"):
     raise ValueError("give 0 or 1")
   return text == "1"
 
 
-def _search(text: Any) -> str:
+def _search(text: str) -> str:
   return text.replace("\0", "")[:_MAX_SEARCH].strip()
 
 
-def _cursor(text: Any) -> int | None:
+def _cursor(text: str) -> int | None:
   if not text:
     return None
   try:
@@ -88,7 +88,7 @@ def _cursor(text: Any) -> int | None:
   return position
 
 
-def cursor_of(key: Any) -> str:
+def cursor_of(key: object) -> str:
   """Returns the `next` of a page whose last row has this key."""
   return base64.urlsafe_b64encode(str(key).encode()).decode().rstrip("=")
 
@@ -132,14 +132,14 @@ Order = Literal["up", "down"]
 _Text = Annotated[str, pydantic.Field(max_length=bounds.MAX_PATH)]
 
 
-def _label(value: Any) -> str:
+def _label(value: object) -> str:
   try:
     return tags_lib.clean(value)
   except ValueError as error:
     raise ValueError(str(error).replace("a tag has", "a label has")) from None
 
 
-def _note(value: Any) -> str:
+def _note(value: object) -> str:
   if not isinstance(value, str):
     raise ValueError(f"give text, not a {type(value).__name__}")
   note = value.replace("\0", "\u2400").replace("\r\n", "\n").strip()
@@ -178,7 +178,7 @@ class one_of:  # pylint: disable=invalid-name
     return core_schema.literal_schema(self._words)
 
 
-def outcome_key(word: Any) -> Any:
+def outcome_key(word: str) -> Any:
   """The key of an outcome that is given by the label that pages show it with.
 
   A page labels the outcome `failure` "failed", so both are understood.
@@ -344,7 +344,7 @@ class TagChange(pydantic.BaseModel):
   remove: Tags = ()
 
 
-def _turn(value: Any) -> int | None:
+def _turn(value: object) -> int | None:
   if value is not None and (type(value) is not int or not 0 <= value <= MAX_ID):
     raise ValueError("give the number of a turn")
   return value

@@ -131,8 +131,8 @@ def add_legacy_routes(
   q: queries_lib.Queries,
   get: Callable[..., None],
   add: Callable[..., None],
-  observed: Any,
-  video: Any,
+  observed: object,
+  video: object,
 ) -> None:
   """Adds the routes that the pages of other monitors read, `/api/…`.
 

@@ -10,7 +10,7 @@ takes the first one's place.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Sequence
+from typing import Callable, Iterable, Sequence
 
 import pydantic
 from starlette import requests as starlette_requests
@@ -37,7 +37,7 @@ class TagsAndBaseline:
     self._writer = writer
 
   async def tag(
-    self, project: int, training: int, add: Any = (), remove: Any = ()
+    self, project: int, training: int, add: object = (), remove: object = ()
   ) -> list[str]:
     """Adds and removes tags of a run; returns the tags it then has.
 
@@ -103,7 +103,7 @@ class TagsAndBaseline:
     return http_io.json_answer({"pinned": pinned})
 
 
-def _tag_change(body: Any) -> query_lib.TagChange:
+def _tag_change(body: object) -> query_lib.TagChange:
   try:
     return query_lib.TagChange.model_validate(body)
   except pydantic.ValidationError as error:

@@ -34,7 +34,7 @@ class BaseAgent(abc.ABC):
   @abc.abstractmethod
   def update_from_env(
     self,
-    observation: Any,
+    observation: object,
     reward: float,
     done: bool,
     info: Mapping[str, Any] | None = None,
@@ -48,6 +48,22 @@ class BaseAgent(abc.ABC):
   @abc.abstractmethod
   def reset(self) -> None:
     """Drops the episode's messages and steps."""
+
+  def summary_request(
+    self, context_tokens: int
+  ) -> list[trajectory_lib.Message] | None:
+    """Returns messages that ask the policy for a summary; None for no need.
+
+    Called before each turn. An answer goes to `update_from_summary`, which
+    appends a step without an action; its class then has `summary_tokens`, the
+    longest answer.
+
+    Args:
+      context_tokens: Tokens of the last turn's prompt and reply; 0 where the
+        model counts none.
+    """
+    del context_tokens
+    return None
 
   @property
   def current_step(self) -> trajectory_lib.Step | None:

@@ -56,7 +56,7 @@ class MessageView(collections.abc.Sequence):
 
   __hash__ = None  # type: ignore[assignment]
 
-  def __add__(self, other: Any) -> list[Message]:
+  def __add__(self, other: list[Message]) -> list[Message]:
     return self[:] + list(other)
 
   def __repr__(self) -> str:
@@ -76,6 +76,8 @@ class MessageHistory:
 
   With `shrink`, those before the newest are seen at another size: each new one
   rewrites the history.
+
+  `compact` rewrites it around a summary that the policy wrote.
 
   Each rewrite starts a new token sequence and costs a prefill of the whole
   prompt, so a stride of several turns is cheaper than one.
@@ -138,11 +140,11 @@ class MessageHistory:
       page: Part of a user message's text that shows a page, "" for none.
     """
     self._full.append(message)
-    if self._summary:
-      if message.get("role") == "assistant":
-        self._line_of[id(message)] = line  # `full` keeps the message alive.
-      elif message.get("role") == "user" and not self._task:
-        self._task = _without(_text_of(message), page, "").strip()
+    role = message.get("role")
+    if self._summary and role == "assistant":
+      self._line_of[id(message)] = line  # `full` keeps the message alive.
+    elif role == "user" and not self._task:
+      self._task = _without(_text_of(message), page, "").strip()
     if self._seen is not self._full:
       self._seen.append(message)
     images = sum(map(_is_image, _parts(message)))
@@ -160,6 +162,36 @@ class MessageHistory:
     if self._seen is not before:
       self._snapshot = None
       self.rewrites += 1
+
+  def compact(self, summary: str, images: int) -> None:
+    """Replaces the turns that are seen by the policy's summary of them.
+
+    The history ends with the request of the summary and its answer. Seen from
+    now on are the system's messages and the newest observation, with up to
+    `images` of the newest screenshots, the task and the summary in it.
+    """
+    earlier = self._seen[:-2]
+    head = next(
+      (i for i, m in enumerate(earlier) if m.get("role") != "system"), 0
+    )
+    newest = len(earlier)
+    while newest > head and earlier[newest - 1].get("role") != "assistant":
+      newest -= 1
+    first, *others = earlier[newest:] or [{"role": "user", "content": ""}]
+    shown = [p for m in earlier[newest:] for p in _parts(m) if _is_image(p)]
+    older = [p for m in earlier[:newest] for p in _parts(m) if _is_image(p)]
+    spare = max(images - len(shown), 0)
+    older = older[max(len(older) - spare, 0) :]
+    about = "\n\n".join(filter(None, (self._task, summary)))
+    content = first["content"]
+    if isinstance(content, str):
+      content = [{"type": "text", "text": content}] if content else []
+    content = [*older, *content, {"type": "text", "text": about}]
+    if not any(map(_is_image, content)):
+      content = "\n\n".join(part["text"] for part in content)
+    self._seen = [*earlier[:head], {**first, "content": content}, *others]
+    self._snapshot = None
+    self.rewrites += 1
 
   def _shrink_older(self) -> None:
     """Shrinks the screenshots of the message before the newest with one."""
@@ -227,7 +259,7 @@ def _text_of(message: Message) -> str:
   )
 
 
-def _is_image(part: Any) -> bool:
+def _is_image(part: object) -> bool:
   return isinstance(part, dict) and part.get("type") == "image"
 
 

@@ -74,11 +74,13 @@ _PARAMETERS = {
   "image_stride": ("image_stride",),
   "summary": ("summary",),
   "older_scale": ("older_scale",),
+  "history": ("summary_at",),
+  **{name: (name,) for name in settings.OF_SUMMARIES[1:]},
   "on_parse_error": ("on_parse_error",),
 }
 """Settings of the section `agent` -> parameters that take them."""
 
-_OWN = ("max_images", "image_stride", "summary", "older_scale", "show_tools")
+_OWN = (*settings.OF_WINDOWS, "show_tools", "history")
 """Settings that an agent without the parameter cannot have."""
 
 
@@ -94,6 +96,7 @@ class Builder:
     screen: tuple[int, int] | None = None,
     observation: str = "screenshot",
     image_store: Any = None,
+    context_length: int = 0,
   ):
     """Args:
 
@@ -103,6 +106,7 @@ class Builder:
       screen: (width, height) of the screenshots; None without any.
       observation: What the policy sees of a gym's screen.
       image_store: Store that holds the screenshots.
+      context_length: Tokens of the policy's context, for summaries.
 
     Raises:
       ValueError: lists the settings that the agent does not take, a line
@@ -119,6 +123,8 @@ class Builder:
       "summary": config.summary,
       "older_scale": config.older_scale,
       "on_parse_error": config.on_parse_error,
+      "history": config.summary_bound(context_length),
+      **{name: getattr(config, name) for name in settings.OF_SUMMARIES[1:]},
     }
     default = settings.AgentConfig()
     problems = [
@@ -161,7 +167,7 @@ def screenshot_options(config: settings.AgentConfig) -> dict[str, Any]:
   if config.resize == "none":
     return {}
   parser = tool_parser.get_tool_parser(config.parser, "operator")
-  rule = getattr(parser, "resizing", None)
+  rule = parser.resizing
   if rule is None:
     raise ValueError(
       f"agent.resize=grammar: no resizing of agent.parser={config.parser} is"

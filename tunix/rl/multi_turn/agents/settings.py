@@ -14,6 +14,18 @@ setting = settings.setting
 RUN_SERVICE_URL_VARIABLE = "GBOX_MINI_AGENT_BASE_URL"
 RUN_SERVICE_TOKEN_VARIABLE = "TUNIX_RUN_SERVICE_TOKEN"
 _RUN_SERVICE_URL = "http://127.0.0.1:3000"
+SUMMARY_PROMPT = (
+  "Earlier turns are about to be removed. Write down briefly what you need of"
+  " them to finish the task."
+)
+OF_WINDOWS = ("max_images", "image_stride", "summary", "older_scale")
+OF_SUMMARIES = (
+  "summary_at",
+  "summary_tokens",
+  "summary_images",
+  "summary_prompt",
+)
+"""Settings that the other `AgentConfig.history` does not read."""
 
 
 @settings.settings
@@ -71,6 +83,39 @@ class AgentConfig:
     unit="pixels",
     ge=0,
   )
+  history: Literal["window", "summary"] = setting(
+    default="window",
+    doc="What the policy sees of earlier turns. window: all of them, or as"
+    " max_images, summary and older_scale say. summary: once the context has"
+    " passed summary_at, the policy is asked for a summary, a turn without an"
+    " action that is trained on like any other; the history is then the system"
+    " prompt, the task, the summary and the newest summary_images screenshots,"
+    " and a new training sequence begins.",
+  )
+  summary_at: float = setting(
+    default=0.6,
+    doc="With history=summary, the context after whose passing the policy is"
+    " asked: up to 1 a share of engine.context_length, above it tokens.",
+    unit="share or tokens",
+    gt=0.0,
+  )
+  summary_tokens: int = setting(
+    default=64,
+    doc="With history=summary, a summary is cut here, the end-of-turn token"
+    " included.",
+    unit="tokens",
+    ge=2,
+  )
+  summary_images: int = setting(
+    default=1,
+    doc="With history=summary, newest screenshots that stay beside a summary;"
+    " those of the newest observation always do.",
+    ge=1,
+  )
+  summary_prompt: str = setting(
+    default=SUMMARY_PROMPT,
+    doc="With history=summary, the text that asks for a summary.",
+  )
   max_images: int = setting(
     default=0,
     doc="Newest screenshots, or trees of pages (gym.observation=axtree), kept"
@@ -108,6 +153,7 @@ class AgentConfig:
   )
 
   def problems(self) -> Iterator[str]:
+    yield from self._summary_problems()
     if self.summary and not self.max_images:
       yield (
         "summary=true summarizes turns whose screenshot is dropped, and"
@@ -129,6 +175,32 @@ class AgentConfig:
         f"min_pixels={self.min_pixels} is more than"
         f" max_pixels={self.max_pixels}; lower the first"
       )
+
+  def _summary_problems(self) -> Iterator[str]:
+    other = "window" if self.history == "summary" else "summary"
+    unread = OF_WINDOWS if other == "window" else OF_SUMMARIES
+    for field in settings.fields(AgentConfig):
+      value = getattr(self, field.name)
+      if field.name in unread and value != field.default:
+        yield (
+          f"{field.name}={value} is of history={other}, and history="
+          f"{self.history}; set {field.name}={field.default}, or"
+          f" history={other}"
+        )
+    if not self.summary_prompt.strip():
+      yield "summary_prompt is empty; write what a summary is to hold"
+    if self.summary_at > 1 and self.summary_at != int(self.summary_at):
+      yield (
+        f"summary_at={self.summary_at} is neither a share up to 1 nor a whole"
+        " number of tokens"
+      )
+
+  def summary_bound(self, context_length: int) -> int:
+    """Tokens of context after which a summary is asked for; 0 = never."""
+    if self.history != "summary":
+      return 0
+    at = self.summary_at
+    return int(at) if at > 1 else max(1, int(at * context_length))
 
 
 @settings.settings

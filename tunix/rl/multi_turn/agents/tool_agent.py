@@ -12,7 +12,7 @@
 
 Promises: messages are kept in full and never copied; `update_from_model`
 returns an action for any text, and a malformed call is recorded in the step's
-`info["parse_errors"]`.
+`info["parse_errors"]`; the step of a summary has `info["summary"]`.
 
 Does not: run tools or judge answers; environments do.
 """
@@ -25,6 +25,7 @@ from typing import Any, Mapping
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.agents import history
+from tunix.rl.multi_turn.agents import settings
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.parser import tool_parser
@@ -49,6 +50,8 @@ class ToolAgent(base_agent.BaseAgent):
   """Plays an episode by tool calls; see the module docstring.
 
   Attributes:
+    is_summarizing: whether the policy's next text is a summary.
+    summary_tokens: Longest summary.
     tool_manager: holds the tools' schemas; it runs nothing here.
     tool_parser: reads and writes tool calls.
     tools_prompt: the part of the system prompt that shows the tools.
@@ -57,7 +60,7 @@ class ToolAgent(base_agent.BaseAgent):
   def __init__(
     self,
     system_prompt: str = "",
-    parser_name: Any = "qwen",
+    parser_name: str | parser_base.ToolParser = "qwen",
     tool_map: Mapping[str, Any] | None = None,
     *,
     tools_schema: parser_base.ToolsSchema = None,
@@ -71,6 +74,10 @@ class ToolAgent(base_agent.BaseAgent):
     observation: str = "screenshot",
     older_scale: float = 1.0,
     image_store: images.ImageStore | None = None,
+    summary_at: int = 0,
+    summary_tokens: int = 64,
+    summary_images: int = 1,
+    summary_prompt: str = settings.SUMMARY_PROMPT,
   ):
     """Args:
 
@@ -96,6 +103,10 @@ class ToolAgent(base_agent.BaseAgent):
       older_scale: the share of their sides at which screenshots before the
         newest are seen, in (0, 1].
       image_store: Store of the screenshots; `older_scale` needs it.
+      summary_at: Tokens of context after whose passing the policy is asked for
+        a summary, in place of earlier turns; 0 for never.
+      summary_tokens, summary_images, summary_prompt: see
+        `settings.AgentConfig`.
 
     Raises:
       ValueError: naming the argument.
@@ -138,6 +149,10 @@ class ToolAgent(base_agent.BaseAgent):
       image_note = f"(an older {kind})"
     self._history_args = (max_images, image_stride, image_note, summary, shrink)
     self._summary = summary
+    self._summary_at = summary_at
+    self.summary_tokens = summary_tokens
+    self._summary_images = summary_images
+    self._summary_prompt = summary_prompt
     self._system: Message = {
       "role": "system",
       "content": prompts.insert_tools(self.system_prompt, self.tools_prompt),
@@ -149,6 +164,7 @@ class ToolAgent(base_agent.BaseAgent):
     self._history.append(self._system)
     self._trajectory = trajectory_lib.Trajectory()
     self._complaint = ""
+    self.is_summarizing = False
 
   @property
   def chat_completions(self) -> list[Message]:
@@ -177,7 +193,7 @@ class ToolAgent(base_agent.BaseAgent):
 
   def update_from_env(
     self,
-    observation: Any,
+    observation: object,
     reward: float = 0.0,
     done: bool = False,
     info: Mapping[str, Any] | None = None,
@@ -244,6 +260,34 @@ class ToolAgent(base_agent.BaseAgent):
     )
     return action
 
+  def summary_request(self, context_tokens: int) -> list[Message] | None:
+    """See the base class."""
+    if not self._summary_at or context_tokens < self._summary_at:
+      return None
+    self._history.append({"role": "user", "content": self._summary_prompt})
+    self.is_summarizing = True
+    return self._history.seen
+
+  def update_from_summary(self, response: str) -> trajectory_lib.Action:
+    """Puts the policy's summary in place of earlier turns."""
+    self._history.append({"role": "assistant", "content": response})
+    before = self.current_step
+    action = trajectory_lib.Action([])
+    self._trajectory.steps.append(
+      trajectory_lib.Step(
+        chat_completions=self._history.view(),
+        action=action,
+        # The screen is as before.
+        observation=before.observation if before is not None else None,
+        model_response=response,
+        info={"summary": True},
+      )
+    )
+    summary = response.rpartition("</think>")[2].strip()
+    self._history.compact(summary, self._summary_images)
+    self.is_summarizing = False
+    return action
+
 
 def _line(result: parser_base.ParseResult, response: str) -> str:
   """A turn in a line: what the policy meant to do, else what it wrote."""
@@ -255,7 +299,7 @@ def _line(result: parser_base.ParseResult, response: str) -> str:
   return "(nothing)"
 
 
-def _to_messages(observation: Any, complaint: str) -> list[Message]:
+def _to_messages(observation: object, complaint: str) -> list[Message]:
   """User messages for an observation; its texts include the parse error."""
   messages: list[Message] = []
   if observation is None:

@@ -183,7 +183,7 @@ def observation_png(value: Any) -> bytes | None:
 
 
 def _table(rows: Mapping[str, Any]) -> str:
-  def cell(value: Any) -> str:
+  def cell(value: object) -> str:
     text = str(value)
     return html.escape(text if len(text) <= 400 else text[:399] + "…")
 

@@ -57,7 +57,7 @@ class Episode:
     self.turns = len(line["steps"])
     self._place: Any = None
 
-  def keep(self, place: Any) -> None:
+  def keep(self, place: object) -> None:
     """Keeps an object, its temporary directory, for as long as itself."""
     self._place = place
 

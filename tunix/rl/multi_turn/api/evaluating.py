@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # It needs JAX.
 
 
 def evaluate(
-  policy: Any = None,
+  policy: object = None,
   tasks: str | Sequence[str] | None = None,
   *,
   config: str | pathlib.Path | Mapping[str, Any] | None = None,
@@ -66,7 +66,7 @@ def play(argv: Sequence[str], choose: evaluator.Choose) -> evaluator.Evaluation:
 
 
 def arguments(
-  policy: Any,
+  policy: object,
   tasks: str | Sequence[str] | None,
   config: str | pathlib.Path | Mapping[str, Any] | None,
   settings: Mapping[str, Any],

@@ -38,7 +38,7 @@ Status = trajectory_lib.TrajectoryStatus
 
 
 def play(
-  policy: Any,
+  policy: object,
   task: str | gym_base.Task | None = None,
   *,
   index: int = 0,
@@ -105,7 +105,9 @@ class _Chosen:
     """Value of the setting `tasks`."""
     return self.task if isinstance(self.task, str) else None
 
-  def of(self, config: config_lib.TrainConfig, source: Any) -> gym_base.Task:
+  def of(
+    self, config: config_lib.TrainConfig, source: gym_base.TaskSet
+  ) -> gym_base.Task:
     """Of a configuration and its task source."""
     if isinstance(self.task, gym_base.Task):
       return self.task
@@ -116,10 +118,10 @@ class _Chosen:
 
 
 def _by_policy(
-  policy: Any,
+  policy: object,
   chosen: _Chosen,
   mode: str,
-  config: Any,
+  config: str | pathlib.Path | Mapping[str, Any] | None,
   settings: Mapping[str, Any],
 ) -> episodes_lib.Episode:
   from tunix.rl.multi_turn.api import evaluating  # pylint: disable=g-import-not-at-top
@@ -147,7 +149,7 @@ def _by_policy(
 def _by_session(
   chosen: _Chosen,
   script: Sequence[gui_action.GuiAction] | None,
-  config: Any,
+  config: str | pathlib.Path | Mapping[str, Any] | None,
   settings: Mapping[str, Any],
 ) -> episodes_lib.Episode:
   from tunix.rl.multi_turn.api import evaluating  # pylint: disable=g-import-not-at-top

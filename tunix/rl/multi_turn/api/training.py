@@ -192,7 +192,7 @@ def arguments(
   return argv
 
 
-def _name(value: Any) -> Any:
+def _name(value: object) -> Any:
   """Returns the plain value that a configuration holds for `value`."""
   if isinstance(value, pathlib.PurePath):
     return str(value)

@@ -139,9 +139,12 @@ class AgentSession(proxy.ProxySession):
     self._acting = False  # An act without an observation yet.
 
   async def _reply(
-    self, messages: Sequence[Message], turn: int
+    self,
+    messages: Sequence[Message],
+    turn: int,
+    max_new_tokens: int | None = None,
   ) -> model_calls.Reply:
-    del turn
+    del turn, max_new_tokens  # The agent asks as it likes.
     if self._agent is None:
       await self._open()
       self._agent = asyncio.ensure_future(self._run())

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import collections
+import dataclasses
 import io
 import json
 import time
@@ -334,13 +335,17 @@ class ChatSession:
     self.render_seconds = 0.0
 
   async def reply(
-    self, messages: Sequence[Message], turn: int, call: Any
+    self,
+    messages: Sequence[Message],
+    turn: int,
+    call: Any,
+    max_new_tokens: int | None = None,
   ) -> model_calls.Reply:
-    """Returns the turn's reply; `call` is the engine's guarded caller."""
-    return await call(self._reply, messages, turn, inline=True)
+    """Returns the turn's reply; see `model_calls.TokenSession`."""
+    return await call(self._reply, messages, turn, max_new_tokens, inline=True)
 
   async def _reply(
-    self, messages: Sequence[Message], turn: int
+    self, messages: Sequence[Message], turn: int, max_new_tokens: int | None
   ) -> model_calls.Reply:
     started = time.perf_counter()
     urls = self._connection.urls
@@ -349,7 +354,10 @@ class ChatSession:
     seed = self._seed
     if seed is not None:
       seed = model_calls.derive_seed(seed, turn)
-    answer = await self._connection.complete(written, self._sampling, seed)
+    sampling = self._sampling
+    if max_new_tokens:
+      sampling = dataclasses.replace(sampling, max_new_tokens=max_new_tokens)
+    answer = await self._connection.complete(written, sampling, seed)
     try:
       choice = answer["choices"][0]
       text = choice["message"].get("content") or ""

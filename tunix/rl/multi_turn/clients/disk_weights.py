@@ -53,6 +53,7 @@ from tunix.rl.multi_turn.clients import locked_dir
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.net import worker_pool
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import lora_files
@@ -107,7 +108,7 @@ class Engine(Protocol):
 
 
 def policy_saver(
-  model: Any,
+  model: base.Policy,
   tokenizer: str | pathlib.Path = "tiny_vl",
   dtype: str = "float32",
   untied: bool = False,
@@ -124,7 +125,7 @@ def policy_saver(
   """
   lock = threading.Lock()
 
-  def save(directory: pathlib.Path, params: Any) -> None:
+  def save(directory: pathlib.Path, params: object) -> None:
     filled = _filled(model, params, lock)
     if isinstance(filled, qwen_text.QwenText) and lora.has_adapter(filled):
       lora.merge(filled)
@@ -133,7 +134,7 @@ def policy_saver(
   return save
 
 
-def _filled(model: Any, params: Any, lock: threading.Lock) -> Any:
+def _filled(model: Any, params: object, lock: threading.Lock) -> Any:
   """Returns a copy of the model with these parameters."""
   with lock:
     filled = nnx.clone(model)
@@ -156,7 +157,7 @@ def adapter_saver(model: qwen_text.QwenText, base_model_name: str = "") -> Save:
   lora.need_adapter(model)
   lock = threading.Lock()
 
-  def save(directory: pathlib.Path, params: Any) -> None:
+  def save(directory: pathlib.Path, params: object) -> None:
     filled = _filled(model, params, lock)
     lora_files.save(directory, filled, base_model_name)
 
@@ -227,7 +228,7 @@ class DiskWeights:
     """Why the last load failed: engines may hold half of the weights."""
 
   def publish(
-    self, version: int, params: Any
+    self, version: int, params: object
   ) -> concurrent.futures.Future[int]:
     """Hands over weights; does not wait.
 
@@ -294,7 +295,7 @@ class DiskWeights:
     if self._closing:
       raise HandOverError("the hand-over was ended by close()")
 
-  def _hand_over(self, version: int, params: Any) -> int:
+  def _hand_over(self, version: int, params: object) -> int:
     self._check_open()
     path = self._write(version, params)
     engine_path = str(self._seen_at / self._folder.name / path.name)
@@ -330,7 +331,7 @@ class DiskWeights:
     for load in loads:  # All have ended; raises the first failure.
       load.result()
 
-  def _prove(self, path: str, version: int, params: Any) -> None:
+  def _prove(self, path: str, version: int, params: object) -> None:
     """Compares each engine with the weights; repeats a hand-over once."""
     for engine, probe in zip(self._engines, self._probes):
       about = f"{engine.url} (transfer={engine.transfer}, version {version})"
@@ -361,7 +362,7 @@ class DiskWeights:
         ) from error
       _LOG.info("%s: log-probs within %.2g nats", about, difference)
 
-  def _write(self, version: int, params: Any) -> pathlib.Path:
+  def _write(self, version: int, params: object) -> pathlib.Path:
     """Writes the checkpoint, whole or not at all; returns its folder."""
     folder = self._folder.make()
     self._times += 1  # A version may be published again.
@@ -622,7 +623,7 @@ class _Http:
         if task is not None:
           loop.call_soon_threadsafe(task.cancel)
 
-  def post(self, path: str, body: Any = None, **options: Any) -> Any:
+  def post(self, path: str, body: object = None, **options: Any) -> Any:
     """See `call`."""
     return self.call("POST", path, body, **options)
 
@@ -630,7 +631,7 @@ class _Http:
     self,
     method: str,
     path: str,
-    body: Any = None,
+    body: object = None,
     optional: bool = False,
     timeout_s: float = math.inf,
     at_the_end: bool = False,
@@ -674,7 +675,12 @@ class _Http:
       raise HandOverError(text) from error
 
   async def _call(
-    self, method: str, url: str, body: Any, timeout_s: float, at_the_end: bool
+    self,
+    method: str,
+    url: str,
+    body: object,
+    timeout_s: float,
+    at_the_end: bool,
   ) -> Any:
     call = asyncio.get_running_loop(), asyncio.current_task()
     # Under the lock, so that `interrupt` sees each call that it must end.

@@ -85,7 +85,7 @@ class Probe:
     # Of the last hand-over that moved the log-probs by more than rounding.
     self._before: list[_Answer | None] = [None] * len(self._prompts)
 
-  def check(self, params: Any) -> float:
+  def check(self, params: object) -> float:
     """Compares the engine with `params`; returns the largest difference.
 
     Args:

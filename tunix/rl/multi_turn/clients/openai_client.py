@@ -38,7 +38,7 @@ import collections
 import dataclasses
 import hashlib
 import secrets
-from typing import Any, Awaitable, Callable, Mapping, Sequence
+from typing import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.clients import remote_protocols
@@ -89,7 +89,7 @@ class OpenAIClient:
     max_images: int = 64,
     banned_token_ids: Sequence[int] = (),
     vocab_size: int | None = None,
-    tokenize: Callable[[str], Sequence[int]] | None = None,
+    tokenize: Callable[[str], Sequence[int] | np.ndarray] | None = None,
     end_of_turn_id: int | None = None,
     recompute: Recompute | None = None,
     resize: Callable[[np.ndarray], np.ndarray] | None = None,
@@ -424,7 +424,7 @@ class OpenAIClient:
     )
     return _id_of(answer)
 
-  async def _unstart(self, answer: Any) -> None:
+  async def _unstart(self, answer: object) -> None:
     await self._drop(_id_of(answer))
 
   async def _drop(self, name: str) -> None:
@@ -484,7 +484,9 @@ class OpenAIClient:
       support=remote_protocols.support_of(answer, tokens_S, bool(cause)),
     )
 
-  def _numbers(self, what: str, values: Any, dtype: Any) -> np.ndarray:
+  def _numbers(
+    self, what: str, values: object, dtype: np.typing.DTypeLike
+  ) -> np.ndarray:
     """Returns an answer's list as an array of one axis."""
     try:
       numbers = np.array(values, dtype)
@@ -554,7 +556,7 @@ def _failed(started: asyncio.Future[str]) -> bool:
   )
 
 
-def _id_of(answer: Any) -> str:
+def _id_of(answer: object) -> str:
   """Session id in the answer to a start."""
   return remote_protocols.field(answer, "session_id", str)
 

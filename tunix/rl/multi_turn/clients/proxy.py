@@ -211,32 +211,38 @@ class ProxySession:
     return max(0, len(self._sequences or ()) - 1)
 
   async def reply(
-    self, messages: Sequence[Message], turn: int, call: Any
+    self,
+    messages: Sequence[Message],
+    turn: int,
+    call: Any,
+    max_new_tokens: int | None = None,
   ) -> model_calls.Reply:
-    """Returns the turn's reply; `call` is the engine's guarded caller.
+    """Returns the turn's reply; see `model_calls.TokenSession`.
 
     Raises:
       ContextLimitError: no room to sample.
     """
-    return await call(self._reply, messages, turn, inline=True)
+    return await call(self._reply, messages, turn, max_new_tokens, inline=True)
 
   async def _reply(
-    self, messages: Sequence[Message], turn: int
+    self,
+    messages: Sequence[Message],
+    turn: int,
+    max_new_tokens: int | None = None,
   ) -> model_calls.Reply:
     if self._client is None:
       await self._open()
     started = time.perf_counter()
     written = await self._write(messages)
     self.render_seconds = time.perf_counter() - started
-    options: dict[str, Any] = {}
+    options = self._sampling_options()
+    if max_new_tokens:
+      options["max_tokens"] = max_new_tokens
     if self._seed is not None:
       options["seed"] = model_calls.derive_seed(self._seed, turn)
     with self._context_errors():
       answer = await self._client.chat.completions.create(
-        model=self._connection.name,
-        messages=written,
-        **self._sampling_options(),
-        **options,
+        model=self._connection.name, messages=written, **options
       )
     self._answers += 1
     choice = answer.choices[0]

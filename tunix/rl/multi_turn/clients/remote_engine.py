@@ -194,7 +194,7 @@ class RemoteEngine:
     return not self._closed
 
   def update_weights(
-    self, version: int, params: Any
+    self, version: int, params: object
   ) -> concurrent.futures.Future[int]:
     """See `DiskWeights.publish`."""
     return self._weights.publish(version, params)

@@ -155,7 +155,7 @@ def finish_reason(reason: str) -> policy_client.FinishReason:
   return policy_client.FinishReason.STOP
 
 
-def of_openai(answer: Any) -> Answer:
+def of_openai(answer: Mapping[str, Any]) -> Answer:
   """Reads an answer of completions, chat completions or vLLM's generate."""
   choices = field(answer, "choices", list)
   if not choices or not isinstance(choices[0], Mapping):
@@ -185,7 +185,7 @@ def of_openai(answer: Any) -> Answer:
   )
 
 
-def of_sglang(answer: Any) -> Answer:
+def of_sglang(answer: Mapping[str, Any]) -> Answer:
   """Reads an answer of SGLang's own generate."""
   about = field(answer, "meta_info", dict)
   reason = about.get("finish_reason") or {}
@@ -288,7 +288,7 @@ def _spans(entries: Any) -> list[tuple[int, int]]:
   return spans
 
 
-def field(answer: Any, name: str, kind: type) -> Any:
+def field(answer: object, name: str, kind: type) -> Any:
   """Returns a field that an answer must have.
 
   Raises:

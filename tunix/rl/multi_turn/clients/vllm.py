@@ -485,7 +485,7 @@ def _is_local(host: str) -> bool:
   return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
   return json.dumps(value, separators=(",", ":"))
 
 

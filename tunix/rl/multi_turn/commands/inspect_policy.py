@@ -26,6 +26,7 @@ from tunix.rl.multi_turn import commands
 from tunix.rl.multi_turn.commands import try_policy
 from tunix.rl.multi_turn.planning import policy_facts
 from tunix.rl.multi_turn.planning import update_memory
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
@@ -44,7 +45,7 @@ examples:
 """
 
 
-def usual_screen(processor: Any) -> tuple[int, int]:
+def usual_screen(processor: base.Processor) -> tuple[int, int]:
   """The first of `SCREENS` that the policy takes."""
   for screen in SCREENS:
     if "refused" not in policy_facts.screenshot(processor, *screen):
@@ -86,7 +87,7 @@ def describe(
     images, screens, shot = 0, [], {"tokens": 0, "patches": 0}
   parameters = policy_facts.parameters_by_part(model)
   compute = model.config.compute_dtype
-  text = getattr(model.config, "text", None)
+  text = base.optional(model.config, "text")
   linear = sum(map(text.is_linear, range(sizes.layers))) if text else 0
   per_token = (
     2
@@ -130,8 +131,8 @@ def describe(
     "memory": {
       "mesh": axes,
       "lora_rank": lora_rank,
-      "remat": remat or getattr(model.config, "remat", "none"),
-      "param_dtype": getattr(model.config, "param_dtype", "float32"),
+      "remat": remat or base.optional(model.config, "remat") or "none",
+      "param_dtype": base.optional(model.config, "param_dtype"),
       "compute_dtype": compute,
       "bytes": plan.as_dict(),
     },

@@ -127,7 +127,7 @@ def _next_tokens(
   graph, state = nnx.split(model)
 
   @jax.jit
-  def forward(state: Any, inputs: base.PolicyInputs) -> jax.Array:
+  def forward(state: object, inputs: base.PolicyInputs) -> jax.Array:
     policy = nnx.merge(graph, state)
     return policy.logits(policy(inputs)[:, -1:])[0, 0]
 

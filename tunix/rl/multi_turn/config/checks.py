@@ -38,6 +38,7 @@ def contradictions(config: TrainConfig) -> list[str]:
     *_episode(config),
     *_screenshots(config),
     *_observation(config),
+    *_history(config),
     *_reward(config),
     *_tasks(config),
     *_engine(config),
@@ -209,8 +210,7 @@ def _observation(c: TrainConfig) -> Iterator[str]:
     parser = tool_parser.get_tool_parser(c.agent.parser, "operator")
   except (ValueError, ImportError):
     return
-  by_element = getattr(parser, "by_element", False)
-  if chosen == "axtree" and _reads_calls(c) and not by_element:
+  if chosen == "axtree" and _reads_calls(c) and not parser.by_element:
     yield (
       f"agent.parser={c.agent.parser} acts on pixels, and"
       " gym.observation=axtree shows no screenshot; use browsergym, whose"
@@ -229,13 +229,48 @@ def _screenshots(c: TrainConfig) -> Iterator[str]:
     if c.agent.parser in tool_parser.tool_parser_names():
       yield str(error)
     return
-  pixels = getattr(parser, "coordinates", "") == "absolute"
-  if pixels and c.policy.trajectory_pixels:
+  if parser.coordinates == "absolute" and c.policy.trajectory_pixels:
     yield (
       f"policy.trajectory_pixels={c.policy.trajectory_pixels} resizes"
       f" screenshots once more, and agent.parser={c.agent.parser} counts"
       " their pixels; set it to 0, and agent.resize=grammar with"
       " agent.max_pixels=<pixels of a screenshot>"
+    )
+
+
+def _history(c: TrainConfig) -> Iterator[str]:
+  """A summarizing agent against the context and what else plays episodes."""
+  bound = c.agent.summary_bound(c.engine.context_length)
+  if not bound:
+    return
+  room = c.engine.context_length - c.agent.summary_tokens
+  if bound >= room:
+    yield (
+      f"agent.summary_at={c.agent.summary_at:g} ({bound} tokens) leaves no"
+      f" room for agent.summary_tokens={c.agent.summary_tokens} in"
+      f" engine.context_length={c.engine.context_length}; set it below {room},"
+      " or raise engine.context_length"
+    )
+  if c.rollout.agent or c.rollout.via == "buffer":
+    player = "agent" if c.rollout.agent else "via"
+    yield (
+      "agent.history=summary is of the run's own agent, and rollout."
+      f"{player}={getattr(c.rollout, player)} plays with another, whose"
+      " history is its own; set agent.history=window"
+    )
+  environment, gym = _environment(c), _gym(c)
+  summarizes = (
+    environment is not None
+    and environment.gym
+    and gym is not None
+    and gym.summarize is not None
+  )
+  if c.warm_start.steps and (c.warm_start.recordings or not summarizes):
+    yield (
+      f"warm_start.steps={c.warm_start.steps} clones demonstrations, and"
+      " these hold no summaries, which agent.history=summary asks for; clone"
+      " with agent.history=window and start from its checkpoint, or set"
+      " warm_start.steps=0"
     )
 
 

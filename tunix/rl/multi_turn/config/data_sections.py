@@ -5,12 +5,15 @@ Does not load anything; imports no JAX.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, Literal
+from typing import Any, Callable, Iterator, Literal, TYPE_CHECKING
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
+
+if TYPE_CHECKING:
+  from tunix.rl.multi_turn.config import train_config
 
 setting = settings.setting
 OWN_FUNCTION = (
@@ -223,7 +226,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 """What a setting of the section implies where it is given."""
 
 
-def contradictions(c: Any) -> Iterator[str]:
+def contradictions(c: train_config.TrainConfig) -> Iterator[str]:
   """Values of a `TrainConfig` that cannot go together, of such episodes."""
   via = c.rollout.via
   if via != "buffer" and c.buffer.url:

@@ -260,7 +260,7 @@ def _code(choice: str) -> str:
   return f"`{name}`{comma}{note}" if "=" in name else choice
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
   if isinstance(value, (tuple, list)):
     return "[" + ",".join(map(str, value)) + "]"
   return str(value)

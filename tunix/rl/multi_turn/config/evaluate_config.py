@@ -112,7 +112,8 @@ DEFAULTS: Mapping[str, Any] = {
 OF_A_RUN: Mapping[str, Any] = {"eval.split": "held_out"}
 """Beside them where a run is evaluated: its own tasks were trained on."""
 
-_POLICY = ("policy.", "sampling.", "engine.")
+# A row holds the whole context.
+_POLICY = ("policy.", "sampling.", "engine.", "learner.row_length")
 _TASKS = ("environment.", "gym.", "task_source.")
 TAKEN = (
     *_POLICY, *_TASKS, "agent.", "collect.", "report.", "rollout.",

@@ -65,7 +65,7 @@ class Raw:
   value: Any
 
 
-def unwrap(value: Any) -> Any:
+def unwrap(value: object) -> Any:
   return value.value if isinstance(value, Raw) else value
 
 
@@ -73,7 +73,7 @@ def unwrap(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=None)
-def leaves(cls: Any, prefix: str = "") -> Mapping[str, settings.Setting]:
+def leaves(cls: object, prefix: str = "") -> Mapping[str, settings.Setting]:
   """Every dotted key of `cls` with its field, sections expanded, in order."""
   fields: dict[str, settings.Setting] = {}
   for field in settings.fields(cls):
@@ -265,7 +265,7 @@ def parse_override(text: str) -> tuple[str, Raw]:
   return key, Raw(value, parsed)
 
 
-def merge(old: Any, new: Any) -> Any:
+def merge(old: object, new: object) -> Any:
   """`new`, or both key by key where both are mappings."""
   plain = unwrap(new)
   old = unwrap(old)
@@ -300,14 +300,14 @@ def flatten(
   of = f"{source}: " if source else ""
   all_sections, paths = sections(cls), leaves(cls)
 
-  def put(path: str, value: Any, written: str) -> None:
+  def put(path: str, value: object, written: str) -> None:
     if path in flat:
       problems.append(
         f"{of}{path} is given twice (again as {written!r}); keep one"
       )
     flat[path] = value
 
-  def below_mapping(parent: str, path: str, value: Any) -> None:
+  def below_mapping(parent: str, path: str, value: object) -> None:
     inner = unwrap(flat.setdefault(parent, {}))
     if not isinstance(inner, dict):
       problems.append(f"{of}{parent} is given twice; keep one")
@@ -320,7 +320,7 @@ def flatten(
       inner = inner[name]
     inner[names[-1]] = value
 
-  def visit(path: str, value: Any) -> None:
+  def visit(path: str, value: object) -> None:
     plain = unwrap(value)
     if path in all_sections and isinstance(plain, collections.abc.Mapping):
       for name, inner in plain.items():
@@ -454,13 +454,13 @@ def _adapter(cls: type, name: str) -> pydantic.TypeAdapter:
   )
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
+def _members(kind: object) -> tuple[Any, ...]:
   if typing.get_origin(kind) in (typing.Union, types.UnionType):
     return typing.get_args(kind)
   return (kind,)
 
 
-def coerce(value: Any, kind: Any) -> Any:
+def coerce(value: object, kind: object) -> Any:
   """Converts a value written by hand to the field's type.
 
   A float may be written 1e-3 and an int 1e3; a list as a,b; text as anything.
@@ -478,7 +478,7 @@ def coerce(value: Any, kind: Any) -> Any:
   return plain
 
 
-def _coerce_one(value: Any, kind: Any) -> Any:
+def _coerce_one(value: object, kind: object) -> Any:
   plain = unwrap(value)
   origin = typing.get_origin(kind)
   if origin is tuple:
@@ -503,7 +503,7 @@ def _coerce_one(value: Any, kind: Any) -> Any:
   return MISSING
 
 
-def _coerce_items(plain: Any, kind: Any) -> Any:
+def _coerce_items(plain: object, kind: object) -> Any:
   if isinstance(plain, str):
     plain = [item.strip() for item in plain.split(",") if item.strip()]
   elif plain is None:
@@ -515,7 +515,7 @@ def _coerce_items(plain: Any, kind: Any) -> Any:
   return tuple(coerce(item, kind) for item in plain)
 
 
-def _coerce_text(value: Any) -> Any:
+def _coerce_text(value: object) -> Any:
   plain = unwrap(value)
   if isinstance(plain, (collections.abc.Mapping, list, tuple)):
     return MISSING
@@ -531,7 +531,7 @@ def _coerce_text(value: Any) -> Any:
   return str(plain)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
   return repr(list(value) if isinstance(value, tuple) else value)
 
 
@@ -566,7 +566,7 @@ def _wanted(field: settings.Setting, error: pydantic.ValidationError) -> str:
   return words
 
 
-def _seconds(text: Any) -> float:
+def _seconds(text: object) -> float:
   """Of a duration with a unit, as 10m or 2 h; else 0."""
   match = re.fullmatch(r"([\d.]+)\s*([a-z]+)", str(text).strip().lower())
   try:
@@ -575,7 +575,7 @@ def _seconds(text: Any) -> float:
     return 0
 
 
-def _type_words(kind: Any, item: bool = False) -> str:
+def _type_words(kind: object, item: bool = False) -> str:
   words = []
   for member in _members(kind):
     origin = typing.get_origin(member)
@@ -599,7 +599,7 @@ def _type_words(kind: Any, item: bool = False) -> str:
   return " or ".join(words)
 
 
-def literal_choices(kind: Any) -> tuple[str, ...]:
+def literal_choices(kind: object) -> tuple[str, ...]:
   """The values of a `Literal`, or of the `Literal`s in a tuple; else ()."""
   for member in _members(kind):
     if typing.get_origin(member) is tuple:
@@ -609,7 +609,7 @@ def literal_choices(kind: Any) -> tuple[str, ...]:
   return ()
 
 
-def name_problems(config: Any) -> list[str]:
+def name_problems(config: object) -> list[str]:
   """Names that no registry knows: field, value, and the nearest known one.
 
   Imports the registries, so call it after the user's modules are imported. A
@@ -638,7 +638,7 @@ def name_problems(config: Any) -> list[str]:
 # --- out ----------------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
   """Lists in place of tuples, dicts in place of other mappings."""
   if isinstance(value, (list, tuple)):
     return [plain(v) for v in value]
@@ -652,14 +652,14 @@ def to_dict(config: Any) -> dict[str, Any]:
   return plain(dataclasses.asdict(config))
 
 
-def value_of(config: Any, path: str) -> Any:
+def value_of(config: object, path: str) -> Any:
   """Returns the plain value of a dotted key, also of one in a mapping."""
   for name in path.split("."):
     config = config[name] if isinstance(config, dict) else getattr(config, name)
   return plain(config)
 
 
-def changed(config: Any) -> dict[str, Any]:
+def changed(config: object) -> dict[str, Any]:
   """Dotted key of each setting that is not its default -> the default, plain.
 
   A value that a preset or another setting chose counts, too.
@@ -672,7 +672,7 @@ def changed(config: Any) -> dict[str, Any]:
   return defaults
 
 
-def to_yaml(config: Any) -> str:
+def to_yaml(config: object) -> str:
   """YAML that reads back as the same values."""
   data = to_dict(config)
   text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=79)

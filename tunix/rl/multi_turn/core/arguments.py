@@ -34,7 +34,7 @@ class Option:
   type: Any
   default: Any
 
-  def accepts(self, value: Any) -> bool:
+  def accepts(self, value: object) -> bool:
     """Whether a value, as YAML gives it, is of the type."""
     if self.type is Any:
       return True
@@ -142,7 +142,7 @@ def takes(factory: Callable[..., Any]) -> Takes:
   return Takes(options, anything)
 
 
-def _checkable(kind: Any) -> Any:
+def _checkable(kind: object) -> Any:
   try:
     _adapter(kind)
   except (pydantic.PydanticUserError, TypeError):

@@ -68,7 +68,12 @@ class contained:  # pylint: disable=invalid-name
   def __enter__(self) -> None:
     self._task = _current_task()
 
-  def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    tb: object,
+  ) -> None:
     if error is None or isinstance(error, Exception):
       return
     if isinstance(error, asyncio.CancelledError):

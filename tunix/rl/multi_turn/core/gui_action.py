@@ -65,7 +65,7 @@ def fields_of(kind: GuiActionKind) -> tuple[set[str], set[str]]:
   return set(required), set(optional)
 
 
-def _kind(value: Any) -> GuiActionKind:
+def _kind(value: object) -> GuiActionKind:
   try:
     return GuiActionKind(value)
   except ValueError:

@@ -71,7 +71,7 @@ def parts(raw: bytes) -> int:
   return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
-def check_depth(value: Any) -> Any:
+def check_depth(value: object) -> Any:
   """Returns a parsed value.
 
   Raises:
@@ -97,7 +97,7 @@ def deeper(value: Any, most: int) -> bool:
   return True
 
 
-def short(value: Any, most: int = 80) -> str:
+def short(value: object, most: int = 80) -> str:
   """Returns a value's `repr` for a message, at most `most` characters long.
 
   Reads the first items and outer levels only, so a value of any depth or size

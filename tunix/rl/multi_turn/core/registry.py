@@ -47,7 +47,7 @@ _CUTOFF = 0.6
 
 
 def nearest(
-  word: Any, names: Iterable[str], also: Mapping[str, str] = _NONE
+  word: object, names: Iterable[str], also: Mapping[str, str] = _NONE
 ) -> str:
   """Returns the name closest to `word` by meaning or spelling, or "".
 
@@ -70,7 +70,7 @@ def nearest(
 
 
 def did_you_mean(
-  word: Any, names: Iterable[str], also: Mapping[str, str] = _NONE
+  word: object, names: Iterable[str], also: Mapping[str, str] = _NONE
 ) -> str:
   """Returns `; did you mean 'x'?` with the `nearest` name, or ""."""
   near = nearest(word, names, also)
@@ -78,7 +78,7 @@ def did_you_mean(
 
 
 def unknown_name(
-  kind: str, name: Any, names: Iterable[str], also: Mapping[str, str] = _NONE
+  kind: str, name: object, names: Iterable[str], also: Mapping[str, str] = _NONE
 ) -> str:
   """Returns the message for a name that is not among `names`."""
   names = sorted(names)
@@ -198,7 +198,7 @@ def lazy_attributes(package: str, **modules: str) -> Callable[[str], Any]:
   return find
 
 
-def _same_definition(old: Any, new: Any) -> bool:
+def _same_definition(old: object, new: object) -> bool:
   """Whether both are one definition, of a module that was loaded again."""
   names = [
     (getattr(e, "__module__", ""), getattr(e, "__qualname__", ""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 import unicodedata
 
 LONGEST = 50
@@ -11,7 +10,7 @@ MOST = 50
 """Tags of a run."""
 
 
-def clean(tag: Any) -> str:
+def clean(tag: object) -> str:
   """Returns a tag in NFC, so that two that look alike are equal.
 
   Raises:
@@ -30,7 +29,7 @@ def clean(tag: Any) -> str:
   return text
 
 
-def clean_all(tags: Any) -> tuple[str, ...]:
+def clean_all(tags: object) -> tuple[str, ...]:
   """Several of them, each once, in their order.
 
   Raises:

@@ -39,7 +39,7 @@ take 64 bits."""
 
 def setting(
   *,
-  default: Any,
+  default: object,
   doc: str,
   unit: str = "",
   registry: str = "",
@@ -85,7 +85,7 @@ def setting(
   return pydantic.Field(**options, json_schema_extra=about, **bounds)
 
 
-def section(*, default: Any) -> Any:
+def section(*, default: object) -> Any:
   """Declares a field that holds other settings; their class documents it."""
   return setting(default=default, doc="")
 
@@ -124,17 +124,17 @@ def settings(cls: type[T]) -> type[T]:
   return cast(type[T], make(cls))
 
 
-def _has_item_bounds(declared: Any) -> bool:
+def _has_item_bounds(declared: object) -> bool:
   about = getattr(declared, "json_schema_extra", None)
   return bool(isinstance(about, dict) and about.get("items"))
 
 
-def _own_problems(value: Any) -> Iterator[str]:
+def _own_problems(value: object) -> Iterator[str]:
   problems = getattr(value, "problems", None)
   return problems() if problems else iter(())
 
 
-def _bad_items(value: Any) -> Iterator[str]:
+def _bad_items(value: object) -> Iterator[str]:
   """Numbers of tuples outside the bounds of their field."""
   kind: Any = type(value)
   for field in fields(kind):
@@ -146,7 +146,7 @@ def _bad_items(value: Any) -> Iterator[str]:
           yield f"{field.name}: {item!r} must be {sign(name)} {bound:g}"
 
 
-def holds(name: str, item: Any, bound: float) -> bool:
+def holds(name: str, item: object, bound: float) -> bool:
   """Whether `item` keeps a bound called "ge", "gt", "le" or "lt"."""
   return _HOLDS[name](item, bound)
 
@@ -196,7 +196,7 @@ class Setting:
     """The settings class that the field holds, if it does."""
     return self.type if is_settings(self.type) else None
 
-  def range_of(self, wrong: Any) -> str:
+  def range_of(self, wrong: object) -> str:
     """`range`, for the error of a value outside it."""
     if isinstance(wrong, int) and wrong > LARGEST:
       return ", ".join(filter(None, (self.range, "< 2**63")))
@@ -209,13 +209,13 @@ class Setting:
     return ", ".join(f"{_SIGNS[n]} {value:g}" for n, value in bounds.items())
 
 
-def is_settings(cls: Any) -> bool:
+def is_settings(cls: object) -> bool:
   """Whether `cls` was made by `settings`."""
   return isinstance(cls, type) and hasattr(cls, "_is_settings")
 
 
 @functools.lru_cache(maxsize=None)
-def fields(cls: Any) -> tuple[Setting, ...]:
+def fields(cls: object) -> tuple[Setting, ...]:
   """The fields of a settings class, in order."""
   hints = typing.get_type_hints(cls)
   declared = []

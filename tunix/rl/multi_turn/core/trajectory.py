@@ -516,7 +516,7 @@ _TAG = "$type"
 _AS_IT_IS = frozenset({str, int, bool, type(None)})
 
 
-def encode(value: Any) -> Any:
+def encode(value: object) -> Any:
   """Converts `value` to JSON values; TypeError names the part that cannot be.
 
   Typed values become `{"$type": name, ...}` and come back through `decode`; so
@@ -575,7 +575,7 @@ def encode(value: Any) -> Any:
   )
 
 
-def decode(value: Any) -> Any:
+def decode(value: object) -> Any:
   """Inverse of `encode` for the typed values.
 
   Raises:
@@ -603,7 +603,7 @@ def decode(value: Any) -> Any:
   raise ValueError(f"unknown {_TAG} {tag!r} in JSON")
 
 
-def _array(data: Any, dtype: np.dtype) -> np.ndarray:
+def _array(data: object, dtype: np.dtype) -> np.ndarray:
   if dtype.kind == "U":  # As wide as its texts: the width may be anybody's.
     return np.array(data, dtype="U")
   if dtype.kind not in "biuf":

@@ -84,7 +84,7 @@ def read(path: pathlib.Path) -> Any:
     raise YamlError(f"{path} {error}") from None
 
 
-def _walk(value: Any) -> Iterator[tuple[int, Any]]:
+def _walk(value: object) -> Iterator[tuple[int, Any]]:
   """(depth, value) of a value and all within, keys included; lazily."""
   waiting = [(0, value)]
   while waiting:
@@ -97,10 +97,12 @@ def _walk(value: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _where(error: yaml.YAMLError) -> str:
-  mark = getattr(error, "problem_mark", None)
-  problem = getattr(error, "problem", None)
-  if mark is not None and problem:
-    problem = str(problem).replace("\t", r"\t")
+  if (
+    isinstance(error, yaml.MarkedYAMLError)
+    and (mark := error.problem_mark) is not None
+    and error.problem
+  ):
+    problem = error.problem.replace("\t", r"\t")
     hint = "; indent with spaces, not tabs" if r"\t" in problem else ""
     place = f"line {mark.line + 1}, column {mark.column + 1}"
     return f" at {place}: {problem}{hint}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any, Iterator, Mapping
+from typing import Iterator, Mapping
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents import settings as agent_settings
@@ -139,7 +139,7 @@ def tokens(config: TrainConfig) -> Iterator[Finding]:
       )
 
 
-def _variables(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _variables(value: object, key: str) -> Iterator[tuple[str, str]]:
   """(setting, variable) of settings that name one: api_key_env, token_env."""
   if isinstance(value, Mapping):
     for name, inner in value.items():

@@ -183,7 +183,7 @@ def choose(
   on_cpu = (platform or jax.default_backend()) == "cpu"
   decode_rows = config.decode_rows or (16 if on_cpu else slots,)
   prefill_rows = config.prefill_rows or (8 if on_cpu else slots,)
-  image = getattr(processor, "whole_image_tokens", 0)
+  image = base.optional(processor, "whole_image_tokens")
   if image and max(config.prefill_buckets, default=image) < image:
     raise ValueError(
       f"prefill_buckets={config.prefill_buckets}: the {image} tokens of an"

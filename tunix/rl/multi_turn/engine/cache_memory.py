@@ -81,7 +81,7 @@ def of_engine(
   processor: base.Processor,
   config: config_lib.EngineConfig,
   image_sizes: Sequence[tuple[int, int]] = (),
-  mesh: Any = None,
+  mesh: jax.sharding.Mesh | None = None,
   platform: str = "",
 ) -> CacheBytes:
   """Returns the bytes of the caches of a `RolloutEngine`.
@@ -101,12 +101,12 @@ def of_engine(
   graphdef, state = nnx.split(cast(nnx.Module, model))
   paged = isinstance(model, device_state.PagedPolicy) and model.reads_pages
 
-  def a_page(state: Any) -> Any:
+  def a_page(state: object) -> Any:
     policy: Any = nnx.merge(graphdef, state)
     make = policy.init_pages if paged else policy.init_cache
     return make(1, chosen.page_size)
 
-  def a_token(state: Any, *image: Any) -> Any:
+  def a_token(state: object, *image: Any) -> Any:
     policy: Any = nnx.merge(graphdef, state)
     return policy.encode_images(*image)
 
@@ -117,7 +117,7 @@ def of_engine(
     jax.ShapeDtypeStruct((1, n, processor.position_axes), jnp.int32),
   )
   heads = 1
-  text = getattr(cast(Any, model).config, "text", None)
+  text = base.optional(model.config, "text")
   linear = getattr(getattr(model.config, "traits", None), "linear", False)
   if (
     mesh is not None
@@ -143,7 +143,7 @@ def of_engine(
   )
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: object) -> int:
   return sum(
     math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
     for leaf in jax.tree.leaves(tree)

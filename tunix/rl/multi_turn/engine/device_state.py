@@ -25,6 +25,7 @@ from typing import (
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.policy import base
@@ -57,16 +58,16 @@ class PagedPolicy(base.Policy, Protocol):
     positions: base.Array,
     starts: base.Array,
     lengths: base.Array,
-    cache: Any,
+    cache: object,
     pages: base.Array,
     vision_index: base.Array | None = None,
-    vision: Any = None,
+    vision: object = None,
   ) -> tuple[jax.Array, Any]:
     """`extend` with a cache of pages; `pages` is int32[B, M], each row's."""
     ...
 
 
-def leaves_by_path(params: Any) -> dict[Path, Any]:
+def leaves_by_path(params: Params) -> dict[Path, Any]:
   """Flattens `Params` or any other tree of arrays to {path: array}."""
   if isinstance(params, nnx.Module):
     params = nnx.state(params)
@@ -86,7 +87,7 @@ def leaves_by_path(params: Any) -> dict[Path, Any]:
 
 
 def _checked(
-  params: Any,
+  params: Params,
   own: Mapping[Path, jax.ShapeDtypeStruct],
   required: Collection[Path],
 ) -> dict[Path, Any]:
@@ -118,7 +119,7 @@ def _checked(
   return named
 
 
-def _narrow(model: Any) -> dict[Path, Any]:
+def _narrow(model: base.Policy) -> dict[Path, Any]:
   """Returns the type in which a policy computes with its matrices, by path.
 
   Of a policy whose parameters are wider than that and which casts its matrices
@@ -146,7 +147,7 @@ def _narrow(model: Any) -> dict[Path, Any]:
   return types
 
 
-def types_to_send(model: Any, weights: str = "same") -> dict[Path, Any]:
+def types_to_send(model: base.Policy, weights: str = "same") -> dict[Path, Any]:
   """Narrower types in which parameters may travel to an engine, by path.
 
   The engine's weights are equal bit for bit: it would round them so itself.
@@ -199,7 +200,9 @@ def _places(state: nnx.State, mesh: jax.sharding.Mesh | None) -> list[Any]:
   ]
 
 
-def weight_bytes(model: Any, mesh: Any, weights: str = "same") -> int:
+def weight_bytes(
+  model: base.Policy, mesh: jax.sharding.Mesh, weights: str = "same"
+) -> int:
   """Returns the bytes of an engine's weights on a device.
 
   Args:
@@ -221,7 +224,7 @@ def weight_bytes(model: Any, mesh: Any, weights: str = "same") -> int:
   return total
 
 
-def shards_of(model: Any) -> int:
+def shards_of(model: base.Policy) -> int:
   """Shards of an engine's caches for a policy of arrays."""
   place = _replicated(tuple(jax.tree.leaves(nnx.state(model))))
   return cached_attention.row_shards(
@@ -240,7 +243,7 @@ def _replicated(params: tuple[Any, ...]) -> jax.sharding.NamedSharding | None:
   return None
 
 
-def cache_shapes(model: Any) -> Callable[[int, int], Any]:
+def cache_shapes(model: base.Policy) -> Callable[[int, int], Any]:
   """Shapes of a policy's `init_cache` by rows and tokens; makes none."""
   graphdef, state = nnx.split(model)
   return lambda rows, tokens: jax.eval_shape(
@@ -358,13 +361,13 @@ class DeviceState:
     if not self._abstract:
       self.reset()
 
-  def _make_cache(self, model: Any) -> None:
+  def _make_cache(self, model: base.Policy) -> None:
     """Fills in the cache's shape, where it lies, and its layout."""
     n, pages = self.page_size, self.shards * self.pages
     self.layout = None
     if isinstance(model, PagedPolicy) and model.reads_pages:
       make = lambda p: cast(PagedPolicy, self.merge(p)).init_pages(pages, n)
-      axes = getattr(model, "page_axes", ())
+      axes = base.optional(model, "page_axes")
       place = lambda _: self._placed(*axes)
     else:
       make = lambda p: self.merge(p).init_cache(pages, n)
@@ -374,7 +377,7 @@ class DeviceState:
         ),
         n,
         self._mesh,
-        getattr(model, "cache_axes", ()),
+        base.optional(model, "cache_axes"),
       )
       place = lambda i: self._placed(*layout.specs[i])
     shapes, tree = jax.tree.flatten(jax.eval_shape(make, self.params))
@@ -429,11 +432,11 @@ class DeviceState:
       new[self._index[path]] = jax.device_put(value, old.sharding)
     return tuple(new)
 
-  def shape(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+  def shape(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
     """Returns an array that is not a parameter, and its place."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place)
 
-  def rows_shape(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+  def rows_shape(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
     """As `shape`, of an array that is split by rows."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=self.row_place)
 
@@ -456,7 +459,7 @@ class DeviceState:
     )
 
   def jit(
-    self, function: Callable[..., Any], out: Any = None, **options: Any
+    self, function: Callable[..., Any], out: object = None, **options: Any
   ) -> Any:
     """`jax.jit` with the results' places fixed (`out`, else `place`).
 

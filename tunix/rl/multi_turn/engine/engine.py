@@ -169,7 +169,7 @@ class _Resume:
 _Command = _Open | _Submit | _Cancel | _Release | _SetWeights | _Pause | _Resume
 
 
-def _by_device(tree: Any) -> dict[jax.Device, int]:
+def _by_device(tree: object) -> dict[jax.Device, int]:
   bytes_of: dict[jax.Device, int] = {}
   for array in jax.tree.leaves(tree):
     for shard in array.addressable_shards:

@@ -81,7 +81,7 @@ def sized(
   )
 
 
-def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
+def _axis_of(shapes_a: object, shapes_b: object) -> list[int | None]:
   """Per leaf the one axis on which two shape trees differ, if any."""
   axes: list[int | None] = []
   for a, b in zip(jax.tree.leaves(shapes_a), jax.tree.leaves(shapes_b)):
@@ -156,7 +156,9 @@ class PageLayout:
         for axis, leaf in zip(self._page_axis, jax.tree.leaves(shape_of(1, n)))
       )
 
-  def copy(self, cache: Any, sources_R: jax.Array, targets_R: jax.Array) -> Any:
+  def copy(
+    self, cache: object, sources_R: jax.Array, targets_R: jax.Array
+  ) -> Any:
     """Copies whole pages; a target out of range is dropped.
 
     Args:
@@ -166,7 +168,7 @@ class PageLayout:
     """
     return self._local(self._copy, cache, sources_R, targets_R)
 
-  def _copy(self, cache: Any, sources_R, targets_R) -> Any:
+  def _copy(self, cache: object, sources_R, targets_R) -> Any:
     leaves, tree = jax.tree.flatten(cache)
     out = []
     for leaf, axis in zip(leaves, self._page_axis):
@@ -176,7 +178,7 @@ class PageLayout:
       out.append(leaf.at[tuple(at)].set(pages, mode="drop"))
     return jax.tree.unflatten(tree, out)
 
-  def take(self, cache: Any, pages_RN: jax.Array, starts: jax.Array) -> Any:
+  def take(self, cache: object, pages_RN: jax.Array, starts: jax.Array) -> Any:
     """Returns the rows' pages, side by side: as `init_cache(R, N * page size)`.
 
     Args:
@@ -187,7 +189,11 @@ class PageLayout:
     return self._local(self._take, cache, pages_RN, starts)
 
   def _local(
-    self, function: Any, cache: Any, *more: Any, parts: tuple[Any, ...] = ()
+    self,
+    function: Callable[..., Any],
+    cache: object,
+    *more: Any,
+    parts: tuple[Any, ...] = (),
   ) -> Any:
     """`function(cache, *parts, *more)`, each device on what it holds; `more`
     is split by rows."""
@@ -203,7 +209,7 @@ class PageLayout:
       check_vma=False,
     )(cache, *parts, *more)
 
-  def _take(self, cache: Any, pages_RN, starts) -> Any:
+  def _take(self, cache: object, pages_RN, starts) -> Any:
     rows, width = pages_RN.shape
     leaves, tree = jax.tree.flatten(cache)
     part = []
@@ -224,8 +230,8 @@ class PageLayout:
 
   def put(
     self,
-    cache: Any,
-    part: Any,
+    cache: object,
+    part: object,
     pages_RN: jax.Array,
     starts: jax.Array,
     counts: jax.Array,
@@ -251,7 +257,7 @@ class PageLayout:
     )
 
   def _put(
-    self, cache: Any, part: Any, pages_RN, starts, counts, *, most: int
+    self, cache: object, part: object, pages_RN, starts, counts, *, most: int
   ) -> Any:
     step = jnp.arange(most)
     position = starts[:, None] + step

@@ -49,7 +49,7 @@ class Positions:
     """
     self._processor = processor
     self._text_token = text_token
-    self.whole_images = bool(getattr(processor, "whole_image_tokens", 0))
+    self.whole_images = bool(base.optional(processor, "whole_image_tokens"))
 
   def locate(self, request: requests_lib.Request, start: int) -> None:
     """Fills in the positions from token `start` to one past the prompt."""

@@ -565,7 +565,11 @@ class Programs:
     )
 
   def _extend(
-    self, model: base.Policy, cache: Any, pages_RN: jax.Array, starts: jax.Array
+    self,
+    model: base.Policy,
+    cache: object,
+    pages_RN: jax.Array,
+    starts: jax.Array,
   ):
     """The policy's `extend`, and the cache to give it first."""
     if self.state.layout is not None:

@@ -621,7 +621,7 @@ def _set_outcomes(requests: Sequence[Request]) -> None:
       request.future.set_result(request.outcome)
 
 
-def settle(future: concurrent.futures.Future[Any], outcome: Any) -> None:
+def settle(future: concurrent.futures.Future[Any], outcome: object) -> None:
   """Sets a future's result or exception, unless it was cancelled."""
   if not future.set_running_or_notify_cancel():
     return

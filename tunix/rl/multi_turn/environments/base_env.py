@@ -31,7 +31,7 @@ class BaseEnv(abc.ABC):
     """Starts an episode. May be async."""
 
   @abc.abstractmethod
-  def step(self, action: Any) -> StepResult | Awaitable[StepResult]:
+  def step(self, action: object) -> StepResult | Awaitable[StepResult]:
     """Carries out an action. May be async."""
 
   def close(self) -> Any:
@@ -84,7 +84,7 @@ class SyncEnv:
   def reset(self) -> tuple[Any, dict[str, Any]]:
     return self._wait(self._calls.call("reset", seconds=self.timeout))
 
-  def step(self, action: Any) -> StepResult:
+  def step(self, action: object) -> StepResult:
     return self._wait(self._calls.call("step", action, seconds=self.timeout))
 
   def close(self) -> None:

@@ -31,6 +31,7 @@ from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.tool_parser import base
 from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.tools import screenshot
 
@@ -67,7 +68,7 @@ class CUAEnv(base_env.BaseEnv):
     screenshot_tool: screenshot.ScreenshotTool,
     task: gym_base.Task | Mapping[str, Any],
     *,
-    action_parser: Any = "computer_use",
+    action_parser: str | base.ToolParser = "computer_use",
     max_steps: int | None = None,
     reward: Any = "score",
     on_text: str = "end",
@@ -140,7 +141,7 @@ class CUAEnv(base_env.BaseEnv):
     self._answer = ""
     self._running = False
     self._calls = concurrency.Guarded(
-      gym, inline=bool(getattr(gym, "runs_inline", False)), name="the gym"
+      gym, inline=concurrency.runs_inline(gym), name="the gym"
     )
 
   @property
@@ -165,7 +166,7 @@ class CUAEnv(base_env.BaseEnv):
     task = {**self.task.to_json(), "instruction": instruction}
     return observation, {"task": task, "gym": dict(first.info)}
 
-  async def step(self, action: Any) -> base_env.StepResult:
+  async def step(self, action: object) -> base_env.StepResult:
     """Carries out the actions of a turn.
 
     Args:
@@ -294,7 +295,7 @@ class CUAEnv(base_env.BaseEnv):
     return cls(gym, tool, args.pop("task"), **args)
 
   def _read(
-    self, action: Any
+    self, action: object
   ) -> tuple[list[gui_action.GuiAction], list[str], list[str], Status | None]:
     """(actions, errors, their kinds, status when the episode must end)."""
     if isinstance(action, gui_action.GuiAction):

@@ -64,7 +64,7 @@ class Gsm8kEnvironment(text_env.TextEnvAdapter):
   """`Gsm8kEnv` for the engine: `from_dict({"question": …, "answer": …})`."""
 
   def __init__(
-    self, question: str, answer: Any, tool: stateful.BaseTool | None = None
+    self, question: str, answer: object, tool: stateful.BaseTool | None = None
   ):
     super().__init__(
       Gsm8kEnv(

@@ -91,7 +91,7 @@ class Recording:
     }
 
   @classmethod
-  def from_json(cls, data: Any, where: str = "a recording") -> Recording:
+  def from_json(cls, data: object, where: str = "a recording") -> Recording:
     """Raises:
 
     ValueError: naming `where` and the wrong field.

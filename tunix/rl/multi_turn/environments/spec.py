@@ -46,7 +46,7 @@ class Env(Protocol):
 
   def reset(self) -> Any: ...
 
-  def step(self, action: Any) -> Any: ...
+  def step(self, action: object) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ def get(name: str) -> EnvironmentSpec:
 class Builder:
   """Builds the environments of a run's episodes."""
 
-  def __init__(self, config: settings.EnvironmentConfig, *, reward: Any):
+  def __init__(self, config: settings.EnvironmentConfig, *, reward: object):
     """Args:
 
       config: Names the environment and its options. The option `tools` names

@@ -55,7 +55,7 @@ class TextEnvAdapter(base_env.BaseEnv):
     self.step_count = 0
     return {"question": await self._call("reset")}, {}
 
-  async def step(self, action: Any) -> base_env.StepResult:
+  async def step(self, action: object) -> base_env.StepResult:
     if not isinstance(action, str) and hasattr(action, "action"):
       action = action.action
     if not isinstance(action, str):

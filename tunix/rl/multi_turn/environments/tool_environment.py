@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import Any, Literal, Mapping
+from typing import Any, Callable, Literal, Mapping
 
 import numpy as np
 from tunix.rl.multi_turn import rewards
@@ -57,7 +57,7 @@ class ToolEnvironment(base_env.BaseEnv):
     self,
     task: Mapping[str, Any] | str,
     tool_map: Mapping[str, Any] | None = None,
-    reward_fn: Any = None,
+    reward_fn: Callable[..., Any] | str | None = None,
     max_steps: int = 10,
     *,
     tool_timeout: float | None = 30.0,
@@ -132,7 +132,7 @@ class ToolEnvironment(base_env.BaseEnv):
     question = next(self.task[k] for k in _QUESTION_KEYS if k in self.task)
     return {"question": question}, {"task": self.task}
 
-  async def step(self, action: Any) -> base_env.StepResult:
+  async def step(self, action: object) -> base_env.StepResult:
     """Runs the calls of a turn, or judges the answer.
 
     Args:

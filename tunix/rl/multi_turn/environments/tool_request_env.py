@@ -95,7 +95,7 @@ class ToolRequestEnvironment(base_env.BaseEnv):
     request.move(State.RUNNING)
     return {"question": question}, {"task": self._row}
 
-  async def step(self, action: Any) -> base_env.StepResult:
+  async def step(self, action: object) -> base_env.StepResult:
     """Runs the calls of a turn; a plain text ends the episode.
 
     Raises:

@@ -108,7 +108,7 @@ def screenshot_to_json(pixels: np.ndarray) -> Screenshot:
   }
 
 
-def screenshot_from_json(data: Any, what: str = "screenshot") -> np.ndarray:
+def screenshot_from_json(data: object, what: str = "screenshot") -> np.ndarray:
   """uint8[H, W, 3] of a `Screenshot`, a base64 text or a data URI.
 
   Raises:
@@ -117,7 +117,7 @@ def screenshot_from_json(data: Any, what: str = "screenshot") -> np.ndarray:
   return from_png(screenshot_file(data, what), what)
 
 
-def screenshot_file(data: Any, what: str = "screenshot") -> bytes:
+def screenshot_file(data: object, what: str = "screenshot") -> bytes:
   """Decodes the file in a `Screenshot`, a base64 text or a data URI.
 
   Raises:
@@ -165,7 +165,7 @@ def observation_to_json(
   return data
 
 
-def observation_from_json(data: Any) -> base.Observation:
+def observation_from_json(data: object) -> base.Observation:
   """Raises:
 
   WireError: no observation with a screenshot.
@@ -188,7 +188,7 @@ def observation_from_json(data: Any) -> base.Observation:
   )
 
 
-def reward_of(reply: Any) -> tuple[float, bool]:
+def reward_of(reply: object) -> tuple[float, bool]:
   """(score, success) of an evaluate reply, current or legacy.
 
   The score is `result.score`, else the weighted mean of the validators, else
@@ -225,7 +225,7 @@ def reward_of(reply: Any) -> tuple[float, bool]:
   return float(bool(success)), bool(success)
 
 
-def _weighted(validators: Any) -> float | None:
+def _weighted(validators: object) -> float | None:
   if not isinstance(validators, (list, tuple)) or not validators:
     return None
   total = weights = 0.0
@@ -349,7 +349,7 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def action_from_json(
-  data: Any, width: int, height: int
+  data: object, width: int, height: int
 ) -> gui_action.GuiAction:
   """Converts an action of either vocabulary to pixels of the screen.
 
@@ -428,7 +428,7 @@ Action = Annotated[dict[str, Any], pydantic.WithJsonSchema(_action_schema())]
 # --- values -------------------------------------------------------------------
 
 
-def jsonable(value: Any, levels: int = _DEEPEST) -> Any:
+def jsonable(value: object, levels: int = _DEEPEST) -> Any:
   """Converts `value` to JSON values; other objects become their text.
 
   Numbers that JSON does not have (nan, infinities) become null, and what nests
@@ -451,7 +451,7 @@ def jsonable(value: Any, levels: int = _DEEPEST) -> Any:
   return str(value)
 
 
-def number(value: Any, what: str) -> float:
+def number(value: object, what: str) -> float:
   """`value` as a float; `what` names it in the error.
 
   Raises:

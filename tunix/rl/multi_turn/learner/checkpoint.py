@@ -28,6 +28,7 @@ import sys
 import traceback
 from typing import Any, Callable, Sequence
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -36,6 +37,7 @@ from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.net import worker_pool
+from tunix.rl.multi_turn.policy import base
 
 CheckpointConfig = config_lib.CheckpointConfig
 
@@ -85,7 +87,7 @@ class DamagedCheckpoint(ValueError):
   """A checkpoint's files cannot be read, or do not hold what was saved."""
 
 
-def checksums(arrays: Any) -> dict[str, int]:
+def checksums(arrays: object) -> dict[str, int]:
   """Path, type and shape -> a number that any changed bit of the array changes.
 
   The sum of the array's words, each with an odd factor of its place, modulo
@@ -131,7 +133,7 @@ class _NewestAndPinned:
     self._pinned = pinned
 
   def should_preserve(
-    self, checkpoints: Sequence[Any], *, context: Any
+    self, checkpoints: Sequence[Any], *, context: object
   ) -> list[bool]:
     del context
     first = len(checkpoints) - self._newest
@@ -142,7 +144,7 @@ class _NewestAndPinned:
 
 
 def _trained_shapes(
-  model: Any, left_out: Sequence[str] = ()
+  model: nnx.Module, left_out: Sequence[str] = ()
 ) -> tuple[update.SplitModel, dict[str, Any]]:
   """Returns a model's trained parameters and their shapes in a checkpoint."""
   split = update.SplitModel(model, left_out)
@@ -340,7 +342,7 @@ class LearnerCheckpoints:
     if expected is not None and other:
       # A run with learner.freeze_vision keeps the tower of its model.
       split, targets = _trained_shapes(
-        model, getattr(model, "vision_modules", ())
+        model, base.optional(model, "vision_modules")
       )
       missing = [k for k in checksums(targets) if k not in expected]
       other = other if missing else []

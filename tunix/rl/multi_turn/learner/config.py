@@ -282,8 +282,9 @@ class AlgorithmConfig:
   loss_aggregation: str = settings.setting(
     default="token_mean",
     doc="token_mean: all tokens of the batch count equally. episode_mean: all"
-    " episodes do. sequence_mean: all sequences do. constant: sums over a"
-    " fixed length, no length bias.",
+    " episodes do. sequence_mean: all sequences do, of which an episode whose"
+    " history is rewritten has several. constant: sums over a fixed length, no"
+    " length bias.",
     registry=f"{_ALGORITHMS}.aggregation:AGGREGATORS",
   )
   loss_length: int = settings.setting(

@@ -16,7 +16,7 @@ def modules(
   """
   if not config.freeze_vision:
     return ()
-  names = tuple(getattr(model, "vision_modules", ()))
+  names = tuple(base.optional(model, "vision_modules"))
   if not names:
     raise ValueError(
       f"freeze_vision=True, but {type(model).__name__} names no"

@@ -571,7 +571,7 @@ class Learner:
       minibatch.set("kl_coef", lambda _: coef)
 
   def _score_into(
-    self, minibatches: Sequence[Minibatch], field: str, params: Any
+    self, minibatches: Sequence[Minibatch], field: str, params: object
   ) -> None:
     for minibatch in minibatches:
       minibatch.set(

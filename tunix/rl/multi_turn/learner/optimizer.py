@@ -15,7 +15,7 @@ relative 2^-9.
 from __future__ import annotations
 
 import re
-from typing import Any, Collection
+from typing import Collection
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from tunix.rl.multi_turn.learner import config as config_lib
 _TABLES = re.compile(r"embed|axis|head")
 
 
-def master_dtype(dtype: Any) -> jnp.dtype:
+def master_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
   """Returns the type that such a parameter is trained in: >= float32."""
   dtype = jnp.dtype(dtype)
   narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4

@@ -22,7 +22,7 @@ class Program:
   Calls of several threads that need one compilation wait for the first.
   """
 
-  def __init__(self, function: Any):
+  def __init__(self, function: jax.stages.Wrapped):
     self._function = function
     self._compiled: dict[Any, Any] = {}
     self._lock = threading.Lock()
@@ -62,7 +62,7 @@ def shape_of(array: Any, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
 
 
-def shapes_of(arrays: Any) -> Any:
+def shapes_of(arrays: object) -> Any:
   """Returns a pytree of arrays as their shapes, types and places.
 
   They may have been donated.

@@ -64,7 +64,7 @@ class Scorer:
     merged: Whether an adapter is added to the weights before that, as
       `disk_weights.policy_saver` does.
     """
-    mesh = getattr(model, "mesh", None)
+    mesh = base.optional(model, "mesh")
     split = update.SplitModel(model)  # type: ignore[arg-type]
     placement = update.Placement.of(split, model, mesh)
     config = config_lib.LearnerConfig(
@@ -112,7 +112,7 @@ class Scorer:
     self._score = program.Program(jax.jit(score))
 
   def __call__(
-    self, params: Any, sequences: Sequence[trajectory.TokenSequence]
+    self, params: object, sequences: Sequence[trajectory.TokenSequence]
   ) -> list[np.ndarray]:
     """Returns float32[S] log-probs of each sequence's sampled tokens.
 
@@ -170,7 +170,7 @@ class Teacher:
         f" the policy one of {student.config.vocab_size}; a teacher needs the"
         " policy's tokenizer"
       )
-    if tree and not getattr(model, "supports_tree", False):
+    if tree and not base.optional(model, "supports_tree"):
       raise ValueError(
         f"the teacher, a {type(model).__name__}, reads no trees; set"
         " learner.tree=false"
@@ -192,7 +192,9 @@ class Teacher:
       ),
     )
 
-    def score(params: Any, frozen: Any, batch: batching.Batch) -> jax.Array:
+    def score(
+      params: dict[str, jax.Array], frozen: Any, batch: batching.Batch
+    ) -> jax.Array:
       scores, _ = logprobs.batch_scores(
         split.merge(params, frozen),
         batch,

@@ -203,7 +203,7 @@ class Placement:
     )
 
 
-def _name(path: Any) -> str:
+def _name(path: tuple[Any, ...]) -> str:
   """ "blocks.0.q" of a tree path; the step into the variable is left out."""
   parts = []
   for key in path:
@@ -294,7 +294,7 @@ class UpdatePrograms:
       params |= placement.head
       shapes |= critic.shapes(width)
 
-    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
       """State of a parameter is found under its name and has its shape."""
       name = getattr(path[-1], "key", None) if path else None
       if name in shapes and shapes[name].shape == leaf.shape:
@@ -569,7 +569,9 @@ class UpdatePrograms:
     updates, new_state = self._tx.update(grads, opt_state, params)
     new_params = optax.apply_updates(params, updates)
 
-    def keep(path: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+    def keep(
+      path: tuple[Any, ...], new: jax.Array, old: jax.Array
+    ) -> jax.Array:
       keys = {getattr(key, "key", None) for key in path}
       head = bool(keys & {optimizer.HEAD, *critic.NAMES})
       is_step = ok if acting is None or head else ok & (acting > 0)

@@ -43,7 +43,7 @@ Seconds = Annotated[float, pydantic.Field(gt=0, le=MAX_SECONDS)]
 Side = Annotated[int, pydantic.Field(ge=1, le=MAX_SIDE)]
 
 
-def _bounded(value: Any) -> Any:
+def _bounded(value: object) -> Any:
   problem = json_problem(value)
   if problem:
     raise ValueError(problem)
@@ -68,7 +68,7 @@ Json = Annotated[
 """An object without a schema of its own; the body's limit bounds its texts."""
 
 
-def json_problem(value: Any) -> str:
+def json_problem(value: object) -> str:
   """Names the bound that a value without a schema exceeds; "" for none."""
   pending, count = [(value, 1)], 1
   while pending:

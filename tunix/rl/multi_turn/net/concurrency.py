@@ -152,7 +152,7 @@ def off_the_clock() -> Iterator[None]:
       clock.start()
 
 
-async def maybe_await(value: Any) -> Any:
+async def maybe_await(value: object) -> Any:
   """`value`, awaited when it is awaitable: both kinds of code are welcome."""
   if inspect.isawaitable(value):
     return await value
@@ -165,6 +165,12 @@ def is_async(fn: Callable[..., Any]) -> bool:
     return True
   call = getattr(fn, "__call__", None)
   return inspect.iscoroutinefunction(call)
+
+
+def runs_inline(thing: object) -> bool:
+  """Whether a function, gym or environment asks to be called on the event
+  loop itself, by an attribute `runs_inline`."""
+  return bool(getattr(thing, "runs_inline", False))
 
 
 class CallRunner:
@@ -337,7 +343,7 @@ class Guarded:
 
   def __init__(
     self,
-    target: Any,
+    target: object,
     *,
     runner: CallRunner | None = None,
     inline: bool = False,
@@ -715,7 +721,7 @@ def _late(what: str, seconds: float | None) -> str:
   return f"{what} did not finish within {seconds:g} s"
 
 
-def _name(thing: Any) -> str:
+def _name(thing: object) -> str:
   if isinstance(thing, asyncio.Task):
     thing = thing.get_coro()
   return getattr(thing, "__qualname__", None) or type(thing).__qualname__

@@ -188,7 +188,7 @@ def _who(client: tuple[str, int] | None) -> str:
   return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
-async def _refuse(scope: Any, receive: Any, send: Any) -> None:
+async def _refuse(scope: object, receive: object, send: Any) -> None:
   """The application of requests beyond the limit."""
   del scope, receive
   await send(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Iterator, Mapping
+from typing import Iterator, Mapping
 
 MASK = "***"
 _SCHEME = r"(?:[a-zA-Z][a-zA-Z0-9+.\-]*)?://"
@@ -64,7 +64,7 @@ def _is_secret(match: re.Match[str]) -> bool:
   return bool(password) or bool(user) and match[1].lower().startswith("http")
 
 
-def of_settings(value: Any, key: str = "") -> Iterator[Credential]:
+def of_settings(value: object, key: str = "") -> Iterator[Credential]:
   """The credentials within settings.
 
   A user alone is one in an http(s) address only: postgresql://user@host/name

@@ -207,7 +207,7 @@ _IS_FULL = tenacity.retry_if_exception(
 )
 
 
-def address(url: Any, name: str, example: str) -> str:
+def address(url: object, name: str, example: str) -> str:
   """`url` without the slashes at its end.
 
   Raises:
@@ -261,7 +261,7 @@ async def send(
   """
   begun = cancelled = False
 
-  async def trace(event: str, info: Any) -> None:
+  async def trace(event: str, info: object) -> None:
     nonlocal begun
     del info
     if event.endswith(".send_request_headers.started"):
@@ -420,7 +420,7 @@ class Http:
     url: str,
     *,
     params: Mapping[str, Any] | None = None,
-    body: Any = None,
+    body: object = None,
     data: Mapping[str, str] | None = None,
     files: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,

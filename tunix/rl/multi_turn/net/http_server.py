@@ -362,7 +362,7 @@ class LoopbackServer:
 
   def __init__(
     self,
-    asgi: Any,
+    asgi: Callable[..., Awaitable[None]],
     *,
     host: str = "127.0.0.1",
     port: int = 0,

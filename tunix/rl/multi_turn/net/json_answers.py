@@ -10,7 +10,6 @@ the caller keeps it out.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from starlette import responses
 
@@ -18,7 +17,7 @@ from starlette import responses
 class Json(responses.JSONResponse):
   """See the module docstring; the arguments are `JSONResponse`'s."""
 
-  def render(self, content: Any) -> bytes:
+  def render(self, content: object) -> bytes:
     text = json.dumps(
       content, ensure_ascii=False, allow_nan=False, separators=(",", ":")
     )

@@ -44,7 +44,7 @@ class Request(pydantic.BaseModel):
 
   @pydantic.model_validator(mode="before")
   @classmethod
-  def _drop_nulls(cls, data: Any) -> Any:
+  def _drop_nulls(cls, data: object) -> Any:
     if not isinstance(data, Mapping):
       return data
     declared = cls.model_fields
@@ -66,7 +66,7 @@ def parse(text: str | bytes) -> Any:
   return value
 
 
-def infinite(value: Any) -> str:
+def infinite(value: object) -> str:
   """The place of a float in JSON values that is not finite; "" for none.
 
   Takes memory for lists and objects only, whatever their depth.
@@ -120,7 +120,7 @@ def adapter(model: Any) -> pydantic.TypeAdapter[Any]:
   return pydantic.TypeAdapter(model)
 
 
-def validate(model: type[T], data: Any, what: str = "") -> T:
+def validate(model: type[T], data: object, what: str = "") -> T:
   """`data` as the model.
 
   Args:

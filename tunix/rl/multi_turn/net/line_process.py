@@ -23,7 +23,7 @@ import json
 import os
 import subprocess
 import threading
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from ..core import json_text
 
@@ -155,7 +155,7 @@ class Worker:
 
     self._thread(watch)
 
-  def _expect(self, key: Any) -> concurrent.futures.Future[Any]:
+  def _expect(self, key: object) -> concurrent.futures.Future[Any]:
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
     with self._lock:
       if not self._end:
@@ -215,7 +215,7 @@ class Worker:
       if line.strip():
         self._stderr.append(line.strip())
 
-  def _thread(self, target: Any) -> threading.Thread:
+  def _thread(self, target: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(
       target=target, name=f"worker-{self._name}", daemon=True
     )

@@ -82,7 +82,7 @@ class Peers:
     """Whether this process writes what all share."""
     return self.index == 0
 
-  def gather(self, what: str, value: Any) -> list[Any]:
+  def gather(self, what: str, value: object) -> list[Any]:
     """Every process's value, in the order of the processes.
 
     Args:
@@ -161,7 +161,7 @@ class Peers:
     """Whether the flag is set in some process."""
     return any(self.gather(what, bool(flag)))
 
-  def of_first(self, what: str, value: Any) -> Any:
+  def of_first(self, what: str, value: object) -> Any:
     """The value of process 0."""
     return self.gather(what, value if self.first else None)[0]
 
@@ -201,7 +201,7 @@ class StorePeers(Peers):
     notes.pop(self.index, None)
     return notes
 
-  def gather(self, what: str, value: Any) -> list[Any]:
+  def gather(self, what: str, value: object) -> list[Any]:
     data = json.dumps([what, value]).encode()
     chunks = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)]
     prefix = f"tunix/{self._step}"

@@ -214,7 +214,7 @@ def _batch(
   b, t, s, m = shape.rows, shape.row_length, shape.buffers, shape.targets
   p = shape.patches
 
-  def array(dtype: Any, *dims: int) -> Any:
+  def array(dtype: jax.typing.DTypeLike, *dims: int) -> Any:
     return jax.ShapeDtypeStruct(dims, dtype, sharding=place)
 
   i32, f32 = jnp.int32, jnp.float32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any, Sequence
 
+from flax import nnx
 import jax
 import numpy as np
 from tunix.rl.multi_turn.agents import registry as agent_registry
@@ -12,13 +13,14 @@ from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.learner import config as algorithm_config
 from tunix.rl.multi_turn.learner.algorithms import presets
 from tunix.rl.multi_turn.parser.renderer import choice
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import memory_limits
 from tunix.rl.multi_turn.policy.checkpoints import (
   checkpoint as policy_checkpoint,
 )
 
 
-def parameter_count(model: Any) -> int:
+def parameter_count(model: nnx.Module) -> int:
   """Parameters of a policy."""
   named = policy_checkpoint.named_parameters(model)
   return sum(int(np.prod(p.shape)) for p in named.values())
@@ -55,7 +57,7 @@ def describe(
     tokens = policy.processor.num_image_tokens(width, height)
     screen = f"{width}x{height}, {tokens} tokens"
   # How the policy sees images, if its processor reports it.
-  images = getattr(policy.processor, "describe", None)
+  images = base.optional(policy.processor, "describe")
   shapes = [
     ("policy", f"{config.policy.name}, {parameters:,} parameters"),
     ("devices", f"{jax.device_count()} x {jax.default_backend()}"),

@@ -31,6 +31,7 @@ from tunix.rl.multi_turn.planning import chips
 from tunix.rl.multi_turn.planning import compiled_update
 from tunix.rl.multi_turn.planning import policy_facts
 from tunix.rl.multi_turn.planning import update_memory
+from tunix.rl.multi_turn.policy import base as policy_base
 from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import random_keys
@@ -172,7 +173,7 @@ class PlannedRun:
       if key in {f.name for f in dataclasses.fields(base.model.config)}
     }
     policy: Any = dataclasses.replace(base.model.config, **changes)
-    if getattr(policy, "remat", "") == config_checks.AUTO:
+    if policy_base.optional(policy, "remat") == config_checks.AUTO:
       remat = _settled(config, name, topology)
       policy = dataclasses.replace(policy, remat=remat)
     # What is compiled needs real meshes, and what is predicted none.
@@ -279,7 +280,7 @@ _find_policy = functools.cache(policy_facts.find)
 
 @functools.cache
 def _shapes(
-  kind: Any, policy: Any, lora_rank: int, experts: bool, mesh: Any
+  kind: Any, policy: Any, lora_rank: int, experts: bool, mesh: jax.sharding.Mesh
 ) -> Any:
   def make() -> Any:
     if issubclass(kind, qwen_text.QwenText):
@@ -462,7 +463,9 @@ def works(run: PlannedRun) -> dict[str, Work]:
   return work_of | (_rollout(run, parts) if has_engine(run.config) else {})
 
 
-def _gathered(model: Any, mesh: Any, item: int) -> tuple[int, int]:
+def _gathered(
+  model: nnx.Module, mesh: update_memory.AnyMesh, item: int
+) -> tuple[int, int]:
   """(bytes of the weights that a device computes with, of its own shard)."""
   own = update_memory.parameter_bytes(model, mesh, itemsize=item)
   split = math.prod(mesh.shape[axis] for axis in ("fsdp", "sequence"))
@@ -476,14 +479,18 @@ def _accumulate(run: PlannedRun, planned: dict[str, int]) -> Work:
     run.model, tokens, shape.row_length / 2, shape.buffers * shape.targets, 0, 0
   )
   tower = forward_flops(run.model, 0, 0, 0, patches, run.image_patches)
-  remat = getattr(about, "remat", "none") == "block"
+  remat = policy_base.optional(about, "remat") == "block"
   adapted = bool(jax.tree.leaves(nnx.state(run.model, layers.LoRAParam)))
   passes = 1 + 1 + (not adapted) + remat
   item = jnp.dtype(about.compute_dtype).itemsize
   gathered, own = _gathered(run.model, mesh, item)
   reads = 2 + remat
   # Beside an adapter, which is the decoder's, the tower is frozen, too.
-  still = getattr(run.model, "vision_modules", ()) if adapted else run.left_out
+  still = (
+    policy_base.optional(run.model, "vision_modules")
+    if adapted
+    else run.left_out
+  )
   tower_passes = 1 if still else passes
   once = [_gathered(getattr(run.model, name), mesh, item) for name in still]
   read = reads * gathered - (reads - 1) * sum(part[0] for part in once)
@@ -499,7 +506,7 @@ def _accumulate(run: PlannedRun, planned: dict[str, int]) -> Work:
   return Work(tokens, mesh.size, flops / mesh.size, hbm, ici)
 
 
-def row_bytes(model: Any) -> tuple[int, int]:
+def row_bytes(model: policy_base.Policy) -> tuple[int, int]:
   """(recurrent states of a row, keys and values of a token) of a cache."""
   shape_of = device_state.cache_shapes(model)
   one, two = (jax.tree.leaves(shape_of(1, n)) for n in (1, 2))

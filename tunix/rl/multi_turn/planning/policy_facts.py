@@ -14,6 +14,7 @@ from typing import Any
 from flax import nnx
 import safetensors
 from tunix.rl.multi_turn.planning import update_memory
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import text_inputs
@@ -117,7 +118,7 @@ def parameters_by_part(model: Model) -> dict[str, int]:
     ("vision tower", "mergers", "embedding", "decoder layers", "head"), 0
   )
   idle = 0
-  text: Any = getattr(model.config, "text", None)
+  text = base.optional(model.config, "text")
   for path, variable in policy_files.parameters(model):
     count = math.prod(variable.shape)
     parts[_part(path)] += count
@@ -149,8 +150,7 @@ def sizes_of(model: Model) -> dict[str, Any]:
   """Family, layers, widths and heads."""
   config: Any = model.config
   sizes = update_memory.Sizes.of(config)
-  qwen = hasattr(config, "text")
-  vision: Any = getattr(config, "vision", None)
+  qwen, vision = hasattr(config, "text"), base.optional(config, "vision")
   facts = {
     "family": config.family if qwen else "tiny_vl",
     "layers": sizes.layers,
@@ -179,7 +179,9 @@ def sizes_of(model: Model) -> dict[str, Any]:
   return facts
 
 
-def screenshot(processor: Any, width: int, height: int) -> dict[str, Any]:
+def screenshot(
+  processor: base.Processor, width: int, height: int
+) -> dict[str, Any]:
   """Tokens of a screenshot, and the size that the policy sees it at."""
   resize = getattr(processor, "image_size", lambda w, h: (w, h))
   try:

@@ -32,6 +32,7 @@ from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner.batches import batching
 from tunix.rl.multi_turn.planning import compiled_update
 from tunix.rl.multi_turn.planning import update_memory
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import memory_limits
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.checkpoints import config_checks
@@ -143,7 +144,7 @@ def _fix(settings: tuple[str, ...]) -> str:
 def of_run(
   config: config_lib.TrainConfig,
   model: Any,
-  processor: Any,
+  processor: base.Processor,
   mesh: jax.sharding.Mesh | None,
   *,
   exact: bool | None,
@@ -160,7 +161,7 @@ def of_run(
   """
   host, device = memory_limits.host_bytes(), memory_limits.device_bytes()
   shared = jax.default_backend() == "cpu"
-  parts = _weights(config, model, mesh)
+  parts = _weights(config, model, mesh or update_memory.abstract_mesh())
   parts += _engine(config, model, processor, mesh)
   if config.learner.steps or config.warm_start.steps:
     parts.append(
@@ -191,7 +192,7 @@ def of_run(
 def settle_remat(
   config: config_lib.TrainConfig,
   model: Any,
-  processor: Any,
+  processor: base.Processor,
   mesh: jax.sharding.Mesh | None,
 ) -> str | None:
   """Chooses the remat of a policy whose configuration leaves it to the run.
@@ -206,7 +207,7 @@ def settle_remat(
     The choice; None where the configuration has made one.
   """
   about = getattr(model, "config", None)  # A policy of a user may have none.
-  if getattr(about, "remat", None) != config_checks.AUTO:
+  if base.optional(about, "remat") != config_checks.AUTO:
     return None
   # On a CPU predictions are within a factor of two.
   share = 0.5 if jax.default_backend() == "cpu" else update_memory.ROOM
@@ -246,9 +247,8 @@ def of_weights(config: config_lib.TrainConfig, size: int) -> Memory:
 
 
 def _weights(
-  config: config_lib.TrainConfig, model: Any, mesh: Any
+  config: config_lib.TrainConfig, model: Any, mesh: update_memory.AnyMesh
 ) -> list[Part]:
-  mesh = mesh or update_memory.abstract_mesh()
   adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
   kind = layers.LoRAParam if adapted else nnx.Param
   parameters = update_memory.parameter_bytes(model, mesh)
@@ -323,7 +323,9 @@ def _weights(
   return out
 
 
-def _left_out(config: config_lib.TrainConfig, model: Any) -> tuple[str, ...]:
+def _left_out(
+  config: config_lib.TrainConfig, model: base.Policy
+) -> tuple[str, ...]:
   """Returns the submodules that the learner freezes."""
   try:
     return frozen.modules(model, config.learner)
@@ -332,7 +334,10 @@ def _left_out(config: config_lib.TrainConfig, model: Any) -> tuple[str, ...]:
 
 
 def _engine(
-  config: config_lib.TrainConfig, model: Any, processor: Any, mesh: Any
+  config: config_lib.TrainConfig,
+  model: Any,
+  processor: base.Processor,
+  mesh: jax.sharding.Mesh | None,
 ) -> list[Part]:
   if not config.samples or config.rollout.via in ("external", "hosts"):
     return []
@@ -386,8 +391,8 @@ def _engine(
 def _activations(
   config: config_lib.TrainConfig,
   model: Any,
-  processor: Any,
-  mesh: Any,
+  processor: base.Processor,
+  mesh: jax.sharding.Mesh | None,
   *,
   exact: bool | None,
   there: int | None,
@@ -413,7 +418,7 @@ def _activations(
     predicted = plan.alive + plan.heap_gaps + plan.batch
   settings = ("learner.rows", "learner.row_length")
   name = "activations of an update"
-  remat = getattr(model.config, "remat", "")
+  remat = base.optional(model.config, "remat")
   remat = remat and f", remat={remat}"
   far, hopeless = True, False
   if predicted is not None and there is not None:
@@ -440,7 +445,9 @@ def _activations(
   return Part(name, predicted or 0, settings, how=how)
 
 
-def _screenshot_patches(config: config_lib.TrainConfig, processor: Any) -> int:
+def _screenshot_patches(
+  config: config_lib.TrainConfig, processor: base.Processor
+) -> int:
   """Patches of a screenshot; 0 where the policy sees none."""
   if not processor.patches_per_token or not config.sees_screenshots:
     return 0
@@ -451,7 +458,7 @@ def _screenshot_patches(config: config_lib.TrainConfig, processor: Any) -> int:
 
 
 def _named(
-  model: Any, kind: Any, left_out: Sequence[str] = ()
+  model: nnx.Module, kind: type[nnx.Variable], left_out: Sequence[str] = ()
 ) -> dict[str, Any]:
   return {
     "/".join(map(str, path)): variable
@@ -469,7 +476,7 @@ def _bytes_of_files(policy: str) -> int:
   return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
 
 
-def _tree_bytes(tree: Any) -> int:
+def _tree_bytes(tree: object) -> int:
   return sum(
     math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
     for x in jax.tree.leaves(tree)

@@ -325,7 +325,9 @@ def _copy(run: planned_run.PlannedRun) -> jax.stages.Lowered:
   return jax.jit(lambda *x: x, out_shardings=tuple(places)).lower(*shapes)
 
 
-def _compile(lower: Callable[[], jax.stages.Lowered], mesh: Any) -> Compiled:
+def _compile(
+  lower: Callable[[], jax.stages.Lowered], mesh: jax.sharding.Mesh
+) -> Compiled:
   started = time.perf_counter()
   try:
     # Kernels ask which TPU they are for.

@@ -26,6 +26,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
@@ -37,6 +38,7 @@ from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
 from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl_config
 
 REMAT = config_checks.REMATS
+AnyMesh = sharding.AnyMesh
 ROOM = 0.85
 """Share of a device's memory that a plan may fill which decides a setting."""
 
@@ -82,7 +84,7 @@ class Sizes:
   patch_bytes: int = 0
 
   @classmethod
-  def known(cls, config: Any) -> bool:
+  def known(cls, config: object) -> bool:
     """Returns whether `of` takes this policy's config."""
     kinds = (
       qwen_text_config.QwenTextConfig,
@@ -268,7 +270,7 @@ def abstract_mesh(
   )
 
 
-def process_mesh(mesh: Any, processes: int) -> Any:
+def process_mesh(mesh: AnyMesh | None, processes: int) -> Any:
   """Returns the mesh of one of several processes' own devices, see
   `sharding.HostCopies`; the mesh itself where there is one process."""
   if mesh is None or processes == 1:
@@ -282,7 +284,10 @@ def process_mesh(mesh: Any, processes: int) -> Any:
 
 
 def parameter_bytes(
-  model: nnx.Module, mesh: Any, kind: Any = nnx.Param, itemsize: int = 0
+  model: nnx.Module,
+  mesh: AnyMesh,
+  kind: type[nnx.Variable] = nnx.Param,
+  itemsize: int = 0,
 ) -> int:
   """Returns the bytes of a model's parameters on one device of `mesh`.
 
@@ -323,7 +328,7 @@ class WeightBytes:
 
 def weight_bytes(
   model: nnx.Module,
-  mesh: Any,
+  mesh: AnyMesh,
   param_itemsize: int,
   compute_itemsize: int,
   left_out: Collection[str] = (),
@@ -361,7 +366,7 @@ def weight_bytes(
 
 def plan(
   model: Any,
-  mesh: Any,
+  mesh: AnyMesh,
   work: Work,
   *,
   remat: str | None = None,
@@ -388,7 +393,7 @@ def plan(
     ValueError: an unknown remat policy, or an adapter that cannot be.
   """
   config = model.config
-  remat = remat or getattr(config, "remat", "none")
+  remat = remat or base.optional(config, "remat") or "none"
   remat = "block" if remat == config_checks.AUTO else remat
   if remat not in REMAT:
     raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {remat!r}")
@@ -432,7 +437,7 @@ def with_adapter(model: qwen_text.QwenText, rank: int) -> qwen_text.QwenText:
 
 
 def _decoder(
-  sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int
+  sizes: Sizes, work: Work, mesh: AnyMesh, remat: str, wide: int
 ) -> dict[str, int]:
   # Tokens are exchanged for heads around attention: as many bytes.
   sequence, split = mesh.shape["sequence"], mesh.shape["tensor"]
@@ -459,9 +464,9 @@ def _decoder(
   }
 
 
-def _trains_tower(model: Any, left_out: Collection[str]) -> bool:
+def _trains_tower(model: nnx.Module, left_out: Collection[str]) -> bool:
   """Returns whether anything of the tower has a gradient."""
-  names = set(getattr(model, "vision_modules", ()))
+  names = set(base.optional(model, "vision_modules"))
   if not names:  # Not known: a policy of its own.
     return True
   adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
@@ -471,7 +476,7 @@ def _trains_tower(model: Any, left_out: Collection[str]) -> bool:
 
 
 def _tower(
-  sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int, trained: bool
+  sizes: Sizes, work: Work, mesh: AnyMesh, remat: str, wide: int, trained: bool
 ) -> dict[str, int]:
   """`trained`: whether it has gradients; else its blocks keep nothing."""
   sequence = mesh.shape["sequence"]
@@ -501,7 +506,7 @@ def _tower(
   }
 
 
-def _logits(sizes: Sizes, work: Work, mesh: Any, wide: int) -> int:
+def _logits(sizes: Sizes, work: Work, mesh: AnyMesh, wide: int) -> int:
   """float32 logits of a chunk, split along the vocabulary, and gradients.
 
   Rows of a data shard are computed by all of its devices together; where the

@@ -125,7 +125,7 @@ class Processor(Protocol):
 
 def layout_of(processor: Processor) -> Callable[[int, int], Any]:
   """Returns what a renderer takes as `num_image_tokens`."""
-  return getattr(processor, "image_layout", processor.num_image_tokens)
+  return optional(processor, "image_layout") or processor.num_image_tokens
 
 
 class ModelConfig(Protocol):
@@ -181,7 +181,7 @@ class Policy(Protocol):
     positions: Array,
     starts: Array,
     lengths: Array,
-    cache: Any,
+    cache: object,
     vision_index: Array | None = None,
     vision: Array | None = None,
   ) -> tuple[jax.Array, Any]:
@@ -216,3 +216,18 @@ class Policy(Protocol):
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Returns float32[..., vocabulary] of hidden states [..., D]."""
     ...
+
+
+_DEFAULTS: dict[str, Any] = {
+  "whole_image_tokens": 0, "pad_token_id": 0, "max_image_patches": 0,
+  "vision_modules": (), "cache_axes": (), "page_axes": (),
+  "family": "", "remat": "", "param_dtype": "float32",
+  "compute_dtype": "float32",
+}  # fmt: skip
+"""Values of attributes that a policy, its configuration or its processor need
+not have; of the others None."""
+
+
+def optional(part: object, name: str) -> Any:
+  """Returns an attribute of a policy's part, its default where it has none."""
+  return getattr(part, name, _DEFAULTS.get(name))

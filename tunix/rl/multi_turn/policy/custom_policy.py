@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import inspect
 import pathlib
-from typing import Any, cast, Mapping
+from typing import Any, cast, Mapping, Sequence
 
 from flax import nnx
 import jax
@@ -172,7 +172,7 @@ class CustomPolicy:
           f"{self.name} needs the argument {key!r}; set policy.config.{key}"
         )
 
-  def _checked(self, result: Any) -> Loaded:
+  def _checked(self, result: object) -> Loaded:
     if not isinstance(result, tuple) or len(result) != 3:
       raise ValueError(
         f"{self.name} returned a {type(result).__name__}; it must return the"
@@ -195,7 +195,7 @@ class CustomPolicy:
         f"{self.name}: the tokenizer is a {type(tokenizer).__name__}; it must"
         " be a tokenizers.Tokenizer"
       )
-    own_template = getattr(processor, "chat_template", None)
+    own_template = base.optional(processor, "chat_template")
     lacking = [t for t in qwen.CHAT_TOKENS if tokenizer.token_to_id(t) is None]
     if lacking and own_template is None:
       raise ValueError(
@@ -220,7 +220,7 @@ class CustomPolicy:
     return model, processor, tokenizer
 
   def _need(
-    self, subject: Any, part: str, names: tuple[str, ...], method: bool = False
+    self, subject: object, part: str, names: Sequence[str], method: bool = False
   ) -> None:
     for name in names:
       value = getattr(subject, name, None)
@@ -303,21 +303,21 @@ class CustomPolicy:
 
 
 def chat_template(
-  processor: Any, options: Mapping[str, Any]
+  processor: base.Processor, options: Mapping[str, Any]
 ) -> template_lib.ChatTemplate | None:
   """Returns the template that a factory's processor brings; None for none.
 
   Raises:
     ValueError: it is no Jinja.
   """
-  source = getattr(processor, "chat_template", None)
+  source = base.optional(processor, "chat_template")
   if source is None:
     return None
   if not isinstance(source, str):
     raise ValueError(
       f"processor.chat_template is a {type(source).__name__}; give Jinja's text"
     )
-  special = getattr(processor, "special_tokens", None)
+  special = base.optional(processor, "special_tokens")
   return template_lib.ChatTemplate(source, special, options)
 
 

@@ -108,7 +108,7 @@ class Converter:
     return last[1:]
 
 
-def quantized(model: Any) -> qwen_text.QwenText:
+def quantized(model: qwen_text.QwenText) -> qwen_text.QwenText:
   """Copies a policy with int8 matrices in its decoder; see `Converter`."""
   return Converter(model).copy()
 
@@ -118,7 +118,7 @@ def paths(model: Any) -> frozenset[Path]:
   return frozenset((*path, name) for path, _, name in _matrices(model))
 
 
-def refuse(model: nnx.Module) -> None:
+def refuse(model: Any) -> None:
   """Refuses an int8 copy, for callers that need the exact weights.
 
   Raises:

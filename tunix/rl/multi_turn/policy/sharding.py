@@ -26,6 +26,8 @@ from jax.sharding import PartitionSpec
 import numpy as np
 from tunix.rl.multi_turn.policy import settings
 
+_Axis = str | tuple[str, ...] | None
+AnyMesh = Mesh | jax.sharding.AbstractMesh
 AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH_AXES = ("data", "fsdp")
 MODEL_AXES = ("fsdp", "sequence", "tensor")
@@ -99,7 +101,7 @@ def make_mesh(
   )
 
 
-def parameter_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
+def parameter_sharding(variable: nnx.Variable, mesh: AnyMesh) -> NamedSharding:
   """Returns a parameter's sharding, from its `axes` metadata and its shape."""
   about = variable.get_metadata()
   axes = about.get("axes", (None,) * len(variable.shape))
@@ -110,7 +112,7 @@ def parameter_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, spec)
 
 
-def split(mesh: Mesh, size: int, axes: str | tuple[str, ...]) -> int:
+def split(mesh: AnyMesh, size: int, axes: str | tuple[str, ...]) -> int:
   """Parts into which a dimension of this size is divided over these axes."""
   names_of_axis = _divide(axes, size, mesh)
   if isinstance(names_of_axis, str):
@@ -158,7 +160,7 @@ def local_batch_shards(mesh: Mesh) -> int:
   return len(local)
 
 
-def put(value: Any, where: jax.sharding.Sharding) -> jax.Array:
+def put(value: object, where: jax.sharding.Sharding) -> jax.Array:
   """`value` laid out as `where` says, also over several processes.
 
   Args:
@@ -234,7 +236,7 @@ class HostCopies:
     where = parameter_sharding(variable, self.mesh)
     return self._copy(variable[...], where)
 
-  def of_module(self, module: Any) -> Any:
+  def of_module(self, module: object) -> Any:
     """Returns a module like `module`, a policy on the whole mesh."""
     graphdef, state = nnx.split(module)
     local = nnx.merge(graphdef, self.of_state(state))
@@ -289,9 +291,7 @@ def local_rows(array: jax.Array | np.ndarray) -> np.ndarray:
   return np.concatenate([np.asarray(parts[at]) for at in sorted(parts)])
 
 
-def constrain(
-  x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None
-) -> jax.Array:
+def constrain(x: jax.Array, mesh: Mesh | None, *axes: _Axis) -> jax.Array:
   """`x` laid out over these mesh axes, one for each leading dimension.
 
   Unchanged without a mesh, or where the mesh does not divide a dimension.
@@ -312,17 +312,13 @@ def batch_shards(mesh: Mesh) -> int:
   return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def _sequenced(
-  axes: Sequence[str | tuple[str, ...] | None], mesh: Mesh
-) -> Sequence[str | tuple[str, ...] | None]:
+def _sequenced(axes: Sequence[_Axis], mesh: AnyMesh) -> Sequence[_Axis]:
   if mesh.shape["sequence"] == 1:
     return axes
   return [_with_sequence(axis) for axis in axes]
 
 
-def _with_sequence(
-  axis: str | tuple[str, ...] | None,
-) -> str | tuple[str, ...] | None:
+def _with_sequence(axis: _Axis) -> str | tuple[str, ...] | None:
   names = (axis,) if isinstance(axis, str) else axis
   if not names or "fsdp" not in names or "sequence" in names:
     return axis
@@ -331,7 +327,7 @@ def _with_sequence(
 
 
 def _fit(
-  axes: Sequence[str | tuple[str, ...] | None], shape: Sequence[int], mesh: Mesh
+  axes: Sequence[_Axis], shape: Sequence[int], mesh: AnyMesh
 ) -> PartitionSpec:
   if len(axes) != len(shape):
     raise ValueError(f"axes {axes} do not fit a parameter of shape {shape}")
@@ -341,7 +337,7 @@ def _fit(
 
 
 def _divide(
-  axis: str | tuple[str, ...] | None, size: int, mesh: Mesh
+  axis: _Axis, size: int, mesh: AnyMesh
 ) -> str | tuple[str, ...] | None:
   """Returns the longest beginning of the axes that divides a dimension."""
   if axis is None:

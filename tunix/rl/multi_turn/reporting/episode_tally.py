@@ -28,6 +28,7 @@ _PER_EPISODE = (
   "truncated_turns",
   "fallback_turns",
   "history_rewrites",
+  "summary_turns",
   "untrained_tokens",
 )
 

@@ -16,7 +16,7 @@ from tunix.rl.multi_turn.core import json_text
 _LOG = logging.getLogger(__name__)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
   """`value` as strict JSON: numpy as numbers, non-finite ones as null."""
   if isinstance(value, Mapping):
     return {str(k): plain(v) for k, v in value.items()}
@@ -37,7 +37,9 @@ def plain(value: Any) -> Any:
   return str(value)
 
 
-def write_json(path: pathlib.Path, data: Any, *, durably: bool = True) -> None:
+def write_json(
+  path: pathlib.Path, data: object, *, durably: bool = True
+) -> None:
   """Replaces `path` in one step: a reader sees the old file or the new one.
 
   Args:

@@ -212,8 +212,9 @@ METRICS: dict[str, Metric] = {
   ),
   "truncated_turns": Metric(
     "turns",
-    "Completions cut at sampling.max_new_tokens, mean an episode.",
-    "Above 0.05: raise sampling.max_new_tokens.",
+    "Completions cut at sampling.max_new_tokens (summaries: at"
+    " agent.summary_tokens), mean an episode.",
+    "Above 0.05: raise it.",
   ),
   "fallback_turns": Metric(
     "turns",
@@ -224,9 +225,16 @@ METRICS: dict[str, Metric] = {
   ),
   "history_rewrites": Metric(
     "",
-    "New training sequences begun because old screenshots were dropped,"
+    "New training sequences begun because old screenshots were dropped, or"
+    " a summary took the place of turns, mean an episode.",
+    "Each costs a prefill; raise agent.max_images or agent.summary_at.",
+  ),
+  "summary_turns": Metric(
+    "turns",
+    "Turns in which the policy wrote a summary (agent.history=summary),"
     " mean an episode.",
-    "Each costs a prefill; raise agent.max_images.",
+    "Near 0: no episode needs one; near the other turns' number: raise"
+    " agent.summary_at.",
   ),
   "untrained_tokens": Metric(
     "tokens",

@@ -335,7 +335,7 @@ def evaluations(run: run_data.RunDirectory) -> str:
   )
 
 
-def _rate(figures: Any) -> str:
+def _rate(figures: object) -> str:
   cell = _cell(figures)
   if cell is None:
     return "–"

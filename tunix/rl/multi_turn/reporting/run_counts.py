@@ -35,7 +35,7 @@ _RECORDED = 1024  # Settled groups in a checkpoint, for their later parts.
 Counts = dict[str, collections.Counter[str]]
 
 
-def _new(data: Any = None) -> Counts:
+def _new(data: object = None) -> Counts:
   data = data if isinstance(data, Mapping) else {}
   return {k: collections.Counter(data.get(k) or {}) for k in KINDS}
 

@@ -225,7 +225,7 @@ def asked(trajectory: trajectory_lib.Trajectory) -> str:
   return ""
 
 
-def _text(content: Any) -> str:
+def _text(content: object) -> str:
   if isinstance(content, str):
     return content
   parts = content if isinstance(content, list) else []
@@ -255,7 +255,7 @@ def frames_of(trajectory: trajectory_lib.Trajectory) -> list[Frame]:
         actions=tuple(a for a in actions if isinstance(a, dict)),
         text=str(step.model_response or ""),
         note="; ".join(dict.fromkeys(map(str, notes))),
-        label=f"turn {number}",
+        label=f"turn {number}{', a summary' if info.get('summary') else ''}",
         observed="" if image else text,
       )
     )
@@ -267,7 +267,7 @@ def frames_of(trajectory: trajectory_lib.Trajectory) -> list[Frame]:
   return frames
 
 
-def _image(value: Any) -> trajectory_lib.ImageRef | None:
+def _image(value: object) -> trajectory_lib.ImageRef | None:
   """The last screenshot in a message's content or an observation."""
   if isinstance(value, trajectory_lib.ImageRef):
     return value

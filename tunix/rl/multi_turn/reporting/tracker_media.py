@@ -9,7 +9,7 @@ where `strip` is called.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 from PIL import Image
@@ -91,7 +91,7 @@ class EvalMedia:
     return (*good[: self._most - len(failures)], *failures)
 
 
-def _frames(steps: Any) -> tuple[Frame, ...]:
+def _frames(steps: Sequence[trajectory_lib.Step]) -> tuple[Frame, ...]:
   """The screens that the policy saw, in order, and the one that it left."""
   frames = []
   for step in steps:
@@ -113,7 +113,9 @@ def _frames(steps: Any) -> tuple[Frame, ...]:
   return tuple(frames)
 
 
-def _last_image(messages: Any) -> trajectory_lib.ImageRef | None:
+def _last_image(
+  messages: Sequence[Mapping[str, Any]],
+) -> trajectory_lib.ImageRef | None:
   for message in reversed(messages or ()):
     content = message.get("content")
     parts: list[Any] = content if isinstance(content, list) else []
@@ -125,7 +127,7 @@ def _last_image(messages: Any) -> trajectory_lib.ImageRef | None:
   return None
 
 
-def _image(value: Any) -> trajectory_lib.ImageRef | None:
+def _image(value: object) -> trajectory_lib.ImageRef | None:
   if isinstance(value, trajectory_lib.ImageRef):
     return value
   if isinstance(value, Mapping) and "sha256" in value:

@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 _STOP = object()
 
 
-def image_refs(record: Any) -> dict[str, trajectory_lib.ImageRef]:
+def image_refs(record: object) -> dict[str, trajectory_lib.ImageRef]:
   """Every screenshot in a trajectory's JSON, by hash."""
   refs: dict[str, trajectory_lib.ImageRef] = {}
   stack = [record]

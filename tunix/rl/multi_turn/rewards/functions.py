@@ -18,7 +18,7 @@ RewardOutput = registry.RewardOutput
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
-def ground_truth(task: Any) -> Any:
+def ground_truth(task: object) -> Any:
   """Returns the task's `ground_truth` or `answer`.
 
   Raises:
@@ -107,7 +107,7 @@ def calculate(task: Mapping[str, Any], action: str) -> RewardOutput:
 
 @registry.register("success")
 def success(
-  task: Any, action: Any, info: Mapping[str, Any] | None = None
+  task: object, action: object, info: Mapping[str, Any] | None = None
 ) -> RewardOutput:
   """1 when the environment reports the task as solved."""
   del task, action
@@ -117,7 +117,7 @@ def success(
 
 @registry.register("score")
 def score(
-  task: Any, action: Any, info: Mapping[str, Any] | None = None
+  task: object, action: object, info: Mapping[str, Any] | None = None
 ) -> RewardOutput:
   """Returns the score that the environment's own evaluation gave.
 
@@ -135,8 +135,8 @@ def score(
 
 @registry.register("gui_state")
 def gui_state(
-  task: Any,
-  action: Any,
+  task: object,
+  action: object,
   info: Mapping[str, Any] | None = None,
   *,
   expect: Mapping[str, Any] | None = None,
@@ -182,7 +182,7 @@ def gui_state(
 _ABSENT = object()
 
 
-def _at(value: Any, path: str) -> Any:
+def _at(value: object, path: str) -> Any:
   """Returns the part of nested mappings and lists at a dotted path."""
   for key in str(path).split("."):
     if isinstance(value, Mapping):
@@ -203,7 +203,7 @@ registry.REWARDS.register(
 
 
 @registry.register("zero")
-def zero(task: Any, action: Any) -> RewardOutput:
+def zero(task: object, action: object) -> RewardOutput:
   """Always 0: for environments that reward by themselves."""
   del task, action
   return RewardOutput(0.0)

@@ -185,8 +185,8 @@ class LLMJudge:
 
   async def __call__(
     self,
-    task: Any,
-    action: Any,
+    task: object,
+    action: object,
     trajectory: trajectory_lib.Trajectory | None = None,
   ) -> registry.RewardOutput | None:
     """The score in [0, 1]; None when it is skipped.
@@ -360,7 +360,7 @@ def transcript(trajectory: trajectory_lib.Trajectory | None) -> str:
   return "\n".join(lines)
 
 
-def _task_text(task: Any, *keys: str) -> str:
+def _task_text(task: object, *keys: str) -> str:
   for key in keys:
     value = (
       task.get(key) if isinstance(task, Mapping) else getattr(task, key, None)

@@ -74,7 +74,7 @@ class MathReward:
     for _ in range(workers):
       self._idle.put(Worker(memory_mb << 20))
 
-  def __call__(self, task: Any, action: Any) -> registry.RewardOutput:
+  def __call__(self, task: object, action: object) -> registry.RewardOutput:
     """See the class.
 
     Raises:

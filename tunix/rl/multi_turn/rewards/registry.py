@@ -147,8 +147,8 @@ def _prepare(
 
 def evaluate(
   fn: RewardFn | str,
-  task: Any,
-  action: Any,
+  task: object,
+  action: object,
   info: Mapping[str, Any] | None = None,
   timeout: float | None = None,
 ) -> RewardOutput:
@@ -168,8 +168,8 @@ def evaluate(
 
 async def evaluate_async(
   fn: RewardFn | str,
-  task: Any,
-  action: Any,
+  task: object,
+  action: object,
   info: Mapping[str, Any] | None = None,
   timeout: float | None = 30.0,
 ) -> RewardOutput:
@@ -214,7 +214,7 @@ def combine_parts(parts: Mapping[str, tuple[RewardFn, float]]) -> RewardFn:
     return RewardOutput(value, metadata)
 
   def combined(
-    task: Any, action: Any, info: Mapping[str, Any] | None = None
+    task: object, action: object, info: Mapping[str, Any] | None = None
   ) -> RewardOutput:
     return total(
       {
@@ -224,7 +224,7 @@ def combine_parts(parts: Mapping[str, tuple[RewardFn, float]]) -> RewardFn:
     )
 
   async def combined_async(
-    task: Any, action: Any, info: Mapping[str, Any] | None = None
+    task: object, action: object, info: Mapping[str, Any] | None = None
   ) -> RewardOutput:
     return total(
       {

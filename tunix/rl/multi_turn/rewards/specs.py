@@ -95,7 +95,7 @@ class EpisodeReward:
     )
 
   async def __call__(
-    self, trajectory: trajectory_lib.Trajectory, task: Any, answer: Any
+    self, trajectory: trajectory_lib.Trajectory, task: object, answer: object
   ) -> EpisodeOutput:
     """The weighted sum; metadata `parts` keep each part's reward.
 
@@ -119,7 +119,8 @@ class EpisodeReward:
       if out is None:
         continue
       total += part.weight * out.reward
-      for k, value in enumerate(getattr(out, "turns", ())):
+      shares = out.turns if isinstance(out, EpisodeOutput) else ()
+      for k, value in enumerate(shares):
         turns[k] += part.weight * value
       parts[part.name] = {
         **out.metadata,
@@ -130,7 +131,10 @@ class EpisodeReward:
 
 
 async def _judge(
-  part: Part, task: Any, answer: Any, trajectory: trajectory_lib.Trajectory
+  part: Part,
+  task: object,
+  answer: object,
+  trajectory: trajectory_lib.Trajectory,
 ) -> registry.RewardOutput | None:
   value = await concurrency.acall(
     part.fn, task, answer, trajectory, what=f"reward {part.name!r}"
@@ -138,17 +142,17 @@ async def _judge(
   if value is None:
     return None
   out = registry.as_reward(value, f"reward {part.name!r}")
-  turns = getattr(out, "turns", ())
-  if len(turns) > len(trajectory.steps):
+  turns = len(out.turns) if isinstance(out, EpisodeOutput) else 0
+  if turns > len(trajectory.steps):
     raise ValueError(
-      f"reward {part.name!r} gave {len(turns)} turns a reward; the episode"
+      f"reward {part.name!r} gave {turns} turns a reward; the episode"
       f" has {len(trajectory.steps)}"
     )
   return out
 
 
 async def _judge_turns(
-  part: Part, task: Any, steps: Sequence[trajectory_lib.Step]
+  part: Part, task: object, steps: Sequence[trajectory_lib.Step]
 ) -> registry.RewardOutput | None:
   what = f"reward {part.name!r}"
   if concurrency.is_async(part.fn):
@@ -223,7 +227,7 @@ def plan(spec: str | Mapping[str, Any]) -> RewardPlan:
   return RewardPlan(environment, EpisodeReward(later, own) if later else None)
 
 
-def kind_of(fn: Any) -> str:
+def kind_of(fn: Callable[..., Any]) -> str:
   """ "answer", "turn" or "episode"; see the module docstring."""
   call = fn.__call__ if inspect.isclass(fn) else fn
   try:
@@ -235,7 +239,7 @@ def kind_of(fn: Any) -> str:
   return "episode" if "trajectory" in names else "answer"
 
 
-def options_of(fn: Any) -> arguments.Takes:
+def options_of(fn: Callable[..., Any]) -> arguments.Takes:
   """Returns the options that a reward takes."""
   takes = arguments.takes(fn)
   if inspect.isclass(fn):
@@ -289,7 +293,7 @@ def bind(name: str, options: Mapping[str, Any]) -> registry.RewardFn:
   return functools.update_wrapper(functools.partial(fn, **options), fn)
 
 
-def _part(name: str, value: Any) -> Part:
+def _part(name: str, value: object) -> Part:
   where = f"environment.reward.{name}"
   options = dict(value) if isinstance(value, Mapping) else {"weight": value}
   weight = options.pop("weight", 1.0)

@@ -34,8 +34,10 @@ def _at_least(lowest: Mapping[str, int]) -> Callable[..., None]:
 @registry.checked(_format_options)
 def format_(
   task: Any, step: trajectory.Step, *, pattern: str = "", parsed: bool = True
-) -> float:
+) -> float | None:
   """1 when a turn's text has the form that is asked for, else 0.
+
+  A summary, which has a form of its own, is left out.
 
   Args:
     task: not read.
@@ -49,6 +51,8 @@ def format_(
   """
   del task
   info = step.info or {}
+  if info.get("summary"):
+    return None
   if parsed and any(
     info.get(key)
     for key in ("parse_error", "parse_errors", "response_truncated")
@@ -60,7 +64,7 @@ def format_(
 
 
 @registry.register("tool_success")
-def tool_success(task: Any, step: trajectory.Step) -> float | None:
+def tool_success(task: object, step: trajectory.Step) -> float | None:
   """Share of a turn's tool calls that gave no error; None without a call."""
   del task
   info = step.info or {}
@@ -73,7 +77,7 @@ def tool_success(task: Any, step: trajectory.Step) -> float | None:
 @registry.register("length_penalty")
 @registry.checked(_at_least({"limit": 0, "ramp": 1}))
 def length_penalty(
-  task: Any, step: trajectory.Step, *, limit: int = 1000, ramp: int = 1000
+  task: object, step: trajectory.Step, *, limit: int = 1000, ramp: int = 1000
 ) -> float:
   """0 up to `limit` characters of a turn's text, falling to -1.
 
@@ -97,7 +101,7 @@ def length_penalty(
 @registry.register("repetition_penalty")
 @registry.checked(_at_least({"n": 1}))
 def repetition_penalty(
-  task: Any,
+  task: object,
   step: trajectory.Step,
   *,
   n: int = 4,

@@ -11,7 +11,7 @@ import queue
 import socket
 import threading
 import time
-from typing import Any, Iterator, Mapping
+from typing import Iterator, Mapping
 import urllib.parse
 
 from tunix.rl.multi_turn import config as config_lib
@@ -59,7 +59,7 @@ def addresses(config: TrainConfig) -> dict[str, str]:
   return {key: url for key, url in urls.items() if key not in _OURS}
 
 
-def _of_values(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _of_values(value: object, key: str) -> Iterator[tuple[str, str]]:
   if isinstance(value, Mapping):
     for name, inner in value.items():
       yield from _of_values(inner, f"{key}.{name}" if key else str(name))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import traceback
-from typing import Any, Callable, cast
+from typing import Any, Callable, cast, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -160,6 +161,7 @@ class EpisodeFactory:
         screen=screen_size(config) if self.acts_on_gym else None,
         observation=config.gym.observation,
         image_store=image_store,
+        context_length=config.engine.context_length,
       )
     except (ValueError, ImportError) as error:
       if isinstance(error, ConfigError):
@@ -248,7 +250,7 @@ def make_collector(
   client: policy_client.PolicyClient | Any | None,
   renderer: choice.AnyRenderer | None,
   *,
-  observers: Any,
+  observers: events.Observer | None,
   mode: str = "train",
   connection: Any = None,
   concurrency: int = 0,
@@ -317,5 +319,5 @@ def _needs_greedy(config: TrainConfig) -> bool:
   return parts.Algorithm.of(config.algorithm).needs_greedy
 
 
-def _played_elsewhere(messages: Any) -> str:
+def _played_elsewhere(messages: Sequence[Mapping[str, Any]]) -> str:
   raise RuntimeError(f"{len(messages)} messages: no policy is asked here")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, Callable, TYPE_CHECKING
 
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
@@ -18,6 +18,10 @@ from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import reference
+from tunix.rl.multi_turn.policy import base
+
+if TYPE_CHECKING:
+  from tunix.rl.multi_turn.run import models
 
 ADAPTER = "-adapter"
 """Suffix of the served model's name: the adapter that a run trains on it."""
@@ -38,10 +42,10 @@ def weights_dtype(config: config_lib.TrainConfig) -> str:
 
 def make_engine(
   config: config_lib.TrainConfig,
-  policy: Any,
+  policy: models.LoadedPolicy,
   image_store: images_lib.ImageStore,
   tokenizer: str,
-  model: Any,
+  model: base.Policy,
 ) -> remote_engine.RemoteEngine:
   """Makes the client of a running engine; sends no request yet.
 
@@ -77,7 +81,7 @@ def make_engine(
       vocab_size=policy.model.config.vocab_size,
       tokenize=renderer.encode,
       end_of_turn_id=renderer.end_of_turn_id,
-      resize=getattr(policy.processor, "resize", None),
+      resize=base.optional(policy.processor, "resize"),
     )
 
   served = external.model or config.policy.name
@@ -135,10 +139,10 @@ def make_engine(
 
 def _make_probe(
   config: config_lib.TrainConfig,
-  policy: Any,
+  policy: models.LoadedPolicy,
   image_store: images_lib.ImageStore,
-  model: Any,
-  make_client: Any,
+  model: base.Policy,
+  make_client: Callable[..., Any],
   dtype: str,
 ) -> hand_over_probe.Probe:
   """Makes the comparison of engine and policy after each hand-over."""
@@ -151,8 +155,8 @@ def _make_probe(
     kind == "float32"
     for kind in (
       dtype,
-      getattr(model.config, "param_dtype", "float32"),
-      getattr(model.config, "compute_dtype", "float32"),
+      base.optional(model.config, "param_dtype"),
+      base.optional(model.config, "compute_dtype"),
     )
   )
   return hand_over_probe.Probe(
@@ -179,7 +183,7 @@ def _most_images(config: config_lib.TrainConfig) -> int:
 
 def first_prompts(
   config: config_lib.TrainConfig,
-  policy: Any,
+  policy: models.LoadedPolicy,
   image_store: images_lib.ImageStore,
 ) -> list[policy_client.TokenPrompt]:
   """One prompt of each kind that the run will send.

@@ -23,6 +23,7 @@ from typing import Any, Callable, Iterable
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import rewards
+from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
@@ -42,7 +43,9 @@ _LOG = logging.getLogger(__name__)
 
 
 def try_first_episode(
-  config: TrainConfig, episodes: episodes_lib.EpisodeFactory, source: Any
+  config: TrainConfig,
+  episodes: episodes_lib.EpisodeFactory,
+  source: gym_base.TaskSet,
 ) -> None:
   """Refuses now what would fail in every episode: see the module docstring.
 
@@ -100,7 +103,9 @@ def try_first_episode(
 # --- tasks --------------------------------------------------------------------
 
 
-def _task_of(config: TrainConfig, source: Any, method: str, seed: int) -> Any:
+def _task_of(
+  config: TrainConfig, source: gym_base.TaskSet, method: str, seed: int
+) -> Any:
   """The first task of a split.
 
   Raises:
@@ -147,15 +152,14 @@ def _rewards(config: TrainConfig) -> list[Callable[..., Any]]:
   return [rewards.get_reward_fn(name, "operator") for name in names]
 
 
-def _is_own(part: Any) -> bool:
+def _is_own(part: object) -> bool:
   module = getattr(part, "__module__", "") or ""
   return module != "builtins" and not module.startswith(_PACKAGE)
 
 
-def _has_coroutines(part: Any) -> bool:
-  return inspect.iscoroutinefunction(part) or any(
-    inspect.iscoroutinefunction(getattr(part, name, None)) for name in dir(part)
-  )
+def _has_coroutines(part: object) -> bool:
+  members = (getattr(part, name, None) for name in dir(part))
+  return any(map(inspect.iscoroutinefunction, (part, *members)))
 
 
 def _files(own: Iterable[Any]) -> set[str]:
@@ -253,7 +257,7 @@ def _play(
   _LOG.warning("%s", text)
 
 
-def _reply(config: TrainConfig, agent: Any) -> str:
+def _reply(config: TrainConfig, agent: base_agent.BaseAgent) -> str:
   """A click in the middle of the screen, or a word, in the agent's grammar."""
   parser = getattr(agent, "tool_parser", None)
   if parser is None:

@@ -23,12 +23,16 @@ import concurrent.futures
 import logging
 import threading
 import time
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 from flax import nnx
 import jax
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.run import models
+
+if TYPE_CHECKING:
+  from tunix.rl.multi_turn.run import run
 
 _LOG = logging.getLogger(__name__)
 _Building = concurrent.futures.Future[learner_lib.Learner]
@@ -38,7 +42,7 @@ _NO_UPDATES = "no updates"
 class LearnerAhead:
   """See the module docstring; belongs to the run's main thread."""
 
-  def __init__(self, run: Any):
+  def __init__(self, run: run.Run):
     """Begins, in a thread of its own.
 
     Args:
@@ -64,7 +68,7 @@ class LearnerAhead:
     self._thread.start()
 
   @classmethod
-  def where_it_helps(cls, run: Any) -> LearnerAhead | None:
+  def where_it_helps(cls, run: run.Run) -> LearnerAhead | None:
     """Begins where the run's batches have a known shape; else None."""
     why = _why_not(run)
     if why == _NO_UPDATES:
@@ -146,14 +150,14 @@ class LearnerAhead:
     self._weights, self._made_of = [], []
 
 
-def _why_not(run: Any) -> str:
+def _why_not(run: run.Run) -> str:
   """Why the learner is not built ahead; "" where it is."""
   config = run.config
   if not config.learner.steps:
     return _NO_UPDATES
   if not (config.learner.patches and config.learner.targets):
     return "learner.patches and learner.targets are open until there is data"
-  if getattr(run.policy.model, "reads_image_patches", False):
+  if base.optional(run.policy.model, "reads_image_patches"):
     return "the policy's programs depend on the largest image of the data"
   if config.warm_start.steps:
     return "cloning has a learner of its own before"
@@ -162,6 +166,6 @@ def _why_not(run: Any) -> str:
   return ""
 
 
-def _arrays_of(model: Any) -> list[jax.Array]:
+def _arrays_of(model: base.Policy) -> list[jax.Array]:
   """A model's arrays themselves, by whose identity weights are compared."""
   return jax.tree.leaves(nnx.state(model))

@@ -142,7 +142,7 @@ def make_policy(
 
 
 def make_renderer(
-  config: TrainConfig, processor: Any, tokenizer: Any
+  config: TrainConfig, processor: base.Processor, tokenizer: Any
 ) -> choice.AnyRenderer:
   """The renderer of a policy, by its chat template.
 
@@ -179,7 +179,7 @@ def make_renderer(
 
 
 def _check_screenshots(
-  config: TrainConfig, processor: Any, screen: tuple[int, int]
+  config: TrainConfig, processor: base.Processor, screen: tuple[int, int]
 ) -> None:
   """Refuses a policy that resizes what the agent has resized for it.
 
@@ -187,11 +187,11 @@ def _check_screenshots(
     ConfigError: it does, and the grammar counts its pixels.
   """
   parser = tool_parser.get_tool_parser(config.agent.parser, "operator")
-  resized = getattr(processor, "image_size", None)
+  resized = base.optional(processor, "image_size")
   if (
     not callable(resized)
     or config.agent.resize == "none"
-    or getattr(parser, "coordinates", "") != "absolute"
+    or parser.coordinates != "absolute"
   ):
     return
   size = resized(*screen)
@@ -209,7 +209,7 @@ def _check_screenshots(
     )
 
 
-def add_adapter(config: TrainConfig, model: Any) -> None:
+def add_adapter(config: TrainConfig, model: base.Policy) -> None:
   """Gives the model the adapter that GRPO trains, if one is configured.
 
   Raises:
@@ -254,7 +254,7 @@ def without_adapter(policy: LoadedPolicy) -> LoadedPolicy:
 
 
 def save_policy(
-  config: TrainConfig, directory: pathlib.Path, model: Any
+  config: TrainConfig, directory: pathlib.Path, model: nnx.Module
 ) -> None:
   """Replaces a policy directory in one step.
 
@@ -369,7 +369,7 @@ def make_engine(
   config: TrainConfig,
   policy: LoadedPolicy,
   image_store: images_lib.ImageStore,
-  model: Any = None,
+  model: base.Policy | None = None,
   version: int = 0,
   directory: pathlib.Path | None = None,
   processes: peers_lib.Peers = peers_lib.ALONE,
@@ -440,7 +440,7 @@ def make_learner(
   image_store: images_lib.ImageStore,
   mesh: jax.sharding.Mesh | None,
   processes: peers_lib.Peers = peers_lib.ALONE,
-  teacher: Any = None,
+  teacher: object = None,
 ) -> learner_lib.Learner:
   """The learner of GRPO; its KL term is measured to `policy`.
 
@@ -502,7 +502,9 @@ def make_teacher(
   return model
 
 
-def _patches(processor: Any, screen: tuple[int, int]) -> tuple[int, ...]:
+def _patches(
+  processor: base.Processor, screen: tuple[int, int]
+) -> tuple[int, ...]:
   """Numbers of what a processor makes of a screenshot."""
   per_token = processor.patches_per_token
   tokens = processor.num_image_tokens(*screen) if per_token else 0

@@ -16,10 +16,11 @@ from __future__ import annotations
 import itertools
 import math
 import pathlib
-from typing import Any, Iterator
+from typing import Iterator
 
 import jax
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.learner.algorithms import parts
@@ -66,7 +67,7 @@ def size_of_weights(config: TrainConfig) -> None:
 def with_policy(
   config: TrainConfig,
   policy: models.LoadedPolicy,
-  agent: Any,
+  agent: base_agent.BaseAgent,
   mesh: jax.sharding.Mesh | None,
 ) -> run_memory.Memory:
   """Checks that a first turn fits the context, and that the run fits memory.
@@ -152,7 +153,7 @@ def _weights(config: TrainConfig) -> Iterator[str]:
 
 
 def _context(
-  config: TrainConfig, policy: models.LoadedPolicy, agent: Any
+  config: TrainConfig, policy: models.LoadedPolicy, agent: base_agent.BaseAgent
 ) -> Iterator[str]:
   """A context that the first turn of every episode would exceed.
 
@@ -183,6 +184,39 @@ def _context(
       f" has {prompt} tokens and a screenshot {screen}; raise it above"
       f" {prompt + screen + config.sampling.max_new_tokens}"
       + (", or lower gym.width and gym.height" if screen else "")
+    )
+  bound = config.agent.summary_bound(context)
+  if bound:
+    yield from _summaries(config, policy, prompt, screen, bound)
+
+
+def _summaries(
+  config: TrainConfig,
+  policy: models.LoadedPolicy,
+  prompt: int,
+  screen: int,
+  bound: int,
+) -> Iterator[str]:
+  """A bound that each turn passes, or after which a summary has no room."""
+  agent, turn = config.agent, config.sampling.max_new_tokens
+  least = prompt + agent.summary_images * screen + agent.summary_tokens
+  setting = f"agent.summary_at={agent.summary_at:g} ({bound} tokens)"
+  if least >= bound:
+    yield (
+      f"{setting} is passed by every turn: the system prompt, a summary and"
+      f" agent.summary_images={agent.summary_images} screenshots have {least}"
+      f" tokens; raise it above {least + turn}"
+    )
+  asks = {"role": "user", "content": agent.summary_prompt}
+  request = len(policy.renderer.bridge([asks], last_sampled_is_eot=True))
+  most = bound + turn + screen + request + agent.summary_tokens
+  if most > config.engine.context_length:
+    yield (
+      f"{setting} leaves no room for a summary in engine.context_length="
+      f"{config.engine.context_length}: a turn of {turn} tokens, a"
+      f" screenshot of {screen}, the request of {request} and"
+      f" agent.summary_tokens={agent.summary_tokens} may come on top; lower it"
+      f" to {config.engine.context_length - most + bound}"
     )
 
 

@@ -169,7 +169,7 @@ class RunProxy:
     self._server.close()
 
 
-def _with(main: Any, extra_apps: Mapping[str, Any]) -> Any:
+def _with(main: Callable[..., Any], extra_apps: Mapping[str, Any]) -> Any:
   """An ASGI application that hands paths with a prefix to others."""
   if not extra_apps:
     return main

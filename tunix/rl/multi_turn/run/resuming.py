@@ -38,6 +38,11 @@ _TASKS = (
   "environment.reward",
   "agent.name",
   "agent.options",
+  "agent.history",
+  "agent.summary_at",
+  "agent.summary_tokens",
+  "agent.summary_images",
+  "agent.summary_prompt",
   "agent.image_stride",
   "agent.parser",
   "agent.system_prompt",
@@ -259,7 +264,7 @@ def _newest(
   return None, None
 
 
-def value_of(data: Any, key: str) -> Any:
+def value_of(data: object, key: str) -> Any:
   """Returns the value of a dotted key in nested mappings, or `MISSING`."""
   for name in key.split("."):
     if not isinstance(data, Mapping) or name not in data:

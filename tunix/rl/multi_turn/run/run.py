@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.planning import dry_run
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import before_jax
@@ -237,21 +238,21 @@ class Run:
 
   # --- weights ---------------------------------------------------------------
 
-  def here(self, model: Any) -> Any:
+  def here(self, model: base.Policy) -> Any:
     """A policy's module on the devices of this process.
 
     Where there are several, all of them must call this together.
     """
     return model if self._copies is None else self._copies.of_module(model)
 
-  def publish(self, version: int, state: Any) -> Any:
+  def publish(self, version: int, state: nnx.State) -> Any:
     """Gives the engine weights, as `engine.update_weights`; see `here`."""
     # Rollout hosts' engine copies a tensor at a time, and not to devices.
     if self._copies is not None and not self._hosts:
       state = self._copies.of_state(state)
     return self.engine.update_weights(version, state)
 
-  def save_policy(self, name: str, model: Any) -> None:
+  def save_policy(self, name: str, model: base.Policy) -> None:
     """Writes a policy directory of the run; see `here`."""
     local = self.here(model)
 

@@ -17,7 +17,7 @@ import os
 import pathlib
 import socket
 import time
-from typing import Any
+from typing import Any, IO
 import weakref
 
 from tunix.rl.multi_turn import config as config_lib
@@ -127,7 +127,7 @@ def _lock(handle: int) -> None:
   fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _conflict(directory: pathlib.Path, file: Any) -> str:
+def _conflict(directory: pathlib.Path, file: IO[str]) -> str:
   holder, end = "another process", "end it"
   lock = _holder(file)
   if lock is not None:
@@ -139,7 +139,7 @@ def _conflict(directory: pathlib.Path, file: Any) -> str:
   )
 
 
-def _holder(file: Any) -> dict[str, Any] | None:
+def _holder(file: IO[str]) -> dict[str, Any] | None:
   """The holder that a lock's file names; it may be about to write its name."""
   due = time.monotonic() + _NAMED_WITHIN_S
   while True:

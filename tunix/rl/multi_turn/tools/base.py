@@ -88,7 +88,7 @@ def as_output(name: str, value: Any) -> ToolOutput:
   return value
 
 
-def normalize_calls(action: Any) -> list[ToolCall]:
+def normalize_calls(action: object) -> list[ToolCall]:
   """Tool calls in any of the shapes that agents and clients use.
 
   Args:
@@ -127,7 +127,7 @@ def normalize_calls(action: Any) -> list[ToolCall]:
   return calls
 
 
-def _call_from_dict(item: Any) -> ToolCall:
+def _call_from_dict(item: object) -> ToolCall:
   if not isinstance(item, Mapping):
     raise ValueError(
       f"a tool call must be a ToolCall or a dict, got {type(item).__name__}"

@@ -41,7 +41,7 @@ class Gsm8kTool(stateful.InstanceTool):
   async def create(
     self,
     instance_id: str | None = None,
-    ground_truth: Any = None,
+    ground_truth: object = None,
     **kwargs: Any,
   ) -> str:
     if ground_truth is None:

@@ -81,7 +81,9 @@ class ToolManager:
     """`run` for the event loop."""
     return await self._output(base.ToolCall(tool_name, kwargs))
 
-  def execute_calls(self, calls: Any, parallel: bool = True) -> dict[str, str]:
+  def execute_calls(
+    self, calls: object, parallel: bool = True
+  ) -> dict[str, str]:
     """{call id: text of the output}, in the order of the calls.
 
     Args:
@@ -92,20 +94,20 @@ class ToolManager:
     return {call_id: str(output) for call_id, output in outputs.items()}
 
   async def execute_calls_async(
-    self, calls: Any, parallel: bool = True
+    self, calls: object, parallel: bool = True
   ) -> dict[str, str]:
     """`execute_calls` for the event loop."""
     outputs = await self.outputs_async(calls, parallel)
     return {call_id: str(output) for call_id, output in outputs.items()}
 
   def outputs(
-    self, calls: Any, parallel: bool = True
+    self, calls: object, parallel: bool = True
   ) -> dict[str, base.ToolOutput]:
     """`execute_calls` with the outputs themselves."""
     return concurrency.drive(self.outputs_async(calls, parallel))
 
   async def outputs_async(
-    self, calls: Any, parallel: bool = True
+    self, calls: object, parallel: bool = True
   ) -> dict[str, base.ToolOutput]:
     """`outputs` for the event loop."""
     calls = base.normalize_calls(calls)

@@ -127,7 +127,9 @@ class Session:
     if link is not None:
       _on_loop(link.close()).result(self._server.close_s + 5.0)
 
-  async def _with_link(self, ask: Any, seconds: float, what: str) -> Any:
+  async def _with_link(
+    self, ask: Callable[..., Any], seconds: float, what: str
+  ) -> Any:
     """`ask(link)` under its deadline; runs on the loop of sessions."""
     with self._lock:
       link = self._link

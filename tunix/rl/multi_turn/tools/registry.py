@@ -134,7 +134,7 @@ def _entries(names: ToolNames) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
       )
 
 
-def _make(name: str, make: Any, options: Mapping[str, Any]) -> Any:
+def _make(name: str, make: object, options: Mapping[str, Any]) -> Any:
   """Returns a tool with its options.
 
   Raises:

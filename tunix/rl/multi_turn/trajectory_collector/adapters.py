@@ -22,7 +22,7 @@ class NoRewardError(TypeError):
   """A reward without a number in it."""
 
 
-def bounded(number: Any, limit: float) -> float:
+def bounded(number: object, limit: float) -> float:
   """The reward of a turn or an episode.
 
   Raises:
@@ -49,10 +49,10 @@ class Agent(Protocol):
   def reset(self) -> Any: ...
 
   def update_from_env(
-    self, observation: Any, reward: Any, done: Any, info: Any
+    self, observation: object, reward: object, done: object, info: object
   ) -> Any: ...
 
-  def update_from_model(self, response: Any) -> Any: ...
+  def update_from_model(self, response: object) -> Any: ...
 
 
 class Env(Protocol):
@@ -65,7 +65,7 @@ class Env(Protocol):
 
   def reset(self) -> Any: ...
 
-  def step(self, action: Any) -> Any: ...
+  def step(self, action: object) -> Any: ...
 
   def close(self) -> Any: ...
 
@@ -119,7 +119,7 @@ def mend_rewards(
     return concurrency.describe(e)
 
 
-def reset_result(result: Any) -> tuple[Any, dict[str, Any]]:
+def reset_result(result: object) -> tuple[Any, dict[str, Any]]:
   """(observation, info) of what `env.reset` returned."""
   if not isinstance(result, tuple) or len(result) != 2:
     raise TypeError(
@@ -130,7 +130,7 @@ def reset_result(result: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def step_result(
-  result: Any, limit: float = reward_range.MAX_REWARD
+  result: object, limit: float = reward_range.MAX_REWARD
 ) -> tuple[Any, float, bool, dict[str, Any]]:
   """(observation, reward, done, info) of what `env.step` returned.
 
@@ -159,7 +159,7 @@ def step_result(
   return observation, reward, done, info
 
 
-def env_action(action: Any) -> Any:
+def env_action(action: object) -> Any:
   """The argument of `env.step`.
 
   Our environments take the agent's `Action`; upstream's engine hands its
@@ -242,7 +242,7 @@ def reward_arguments(
 
 
 def credit(
-  steps: Sequence[Any], value: Any, limit: float = reward_range.MAX_REWARD
+  steps: Sequence[Any], value: object, limit: float = reward_range.MAX_REWARD
 ) -> dict[str, Any]:
   """Adds a final reward to an episode's steps; returns its details.
 
@@ -275,13 +275,13 @@ def credit(
   return details
 
 
-def _joined(earlier: Any, later: Any) -> Any:
+def _joined(earlier: object, later: object) -> Any:
   if isinstance(earlier, Mapping) and isinstance(later, Mapping):
     return {**earlier, **later}
   return later
 
 
-def _parts(details: Any) -> Any:
+def _parts(details: object) -> Any:
   return details.get("parts") if isinstance(details, Mapping) else None
 
 
@@ -289,7 +289,7 @@ _PLAIN = (str, float, int, bool, type(None))
 _MAX_DEPTH = 100
 
 
-def writable(value: Any) -> Any:
+def writable(value: object) -> Any:
   """`value`, its parts that cannot be written as JSON shown as "<Type>".
 
   Typed values that `trajectory.encode` writes (ImageRef, ToolCall, …) and
@@ -304,7 +304,7 @@ def writable(value: Any) -> Any:
   return _entry(value)
 
 
-def _entry(value: Any) -> Any:
+def _entry(value: object) -> Any:
   try:
     return _writable(value, 0)
   except Exception:  # pylint: disable=broad-except
@@ -333,7 +333,7 @@ def _writable(value: Any, depth: int) -> Any:
   return value
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
   return f"<{type(value).__name__}>"
 
 
@@ -342,7 +342,7 @@ def is_parse_error(e: BaseException) -> bool:
   return any("ParseError" in t.__name__ for t in type(e).__mro__)
 
 
-def convert_step(step: Any) -> trajectory.Step:
+def convert_step(step: object) -> trajectory.Step:
   """Our Step from any object with the source document's fields."""
   if isinstance(step, trajectory.Step):
     return step
@@ -361,7 +361,7 @@ def convert_step(step: Any) -> trajectory.Step:
   )
 
 
-def _info(info: Any, method: str) -> dict[str, Any]:
+def _info(info: object, method: str) -> dict[str, Any]:
   if info is None:
     return {}
   if type(info) is dict:
@@ -373,7 +373,7 @@ def _info(info: Any, method: str) -> dict[str, Any]:
   return dict(info)
 
 
-def _shape(result: Any) -> str:
+def _shape(result: object) -> str:
   if isinstance(result, tuple):
     return f"a tuple of {len(result)}"
   return type(result).__name__

@@ -424,7 +424,9 @@ class CollectLoop:
       except ValueError:
         pass  # Put, or its put was under way and has been completed.
 
-  async def _group(self, task: Any, tickets: list[group_queue.Ticket]) -> None:
+  async def _group(
+    self, task: object, tickets: list[group_queue.Ticket]
+  ) -> None:
     """One task, until its group is accepted, all parts of it, or given up."""
     remaining = collections.deque(tickets)
     number = self._number(tickets[0].index // self._parts)
@@ -466,7 +468,7 @@ class CollectLoop:
 
   async def _collect(
     self,
-    task: Any,
+    task: object,
     number: int,
     attempt: int,
     ticket: group_queue.Ticket,
@@ -520,7 +522,7 @@ class CollectLoop:
       )
 
 
-def _task_to_json(task: Any) -> Any:
+def _task_to_json(task: object) -> Any:
   if hasattr(task, "to_json"):
     return task.to_json()
   return trajectory_lib.encode(task)

@@ -7,7 +7,9 @@ cleanup, with the trajectory left in `engine.trajectory`.
 
 Order of calls: env.reset, agent.reset, agent.update_from_env; then each turn
 agent.chat_completions, model_call, agent.update_from_model, env.step,
-agent.update_from_env; at the end the final reward, the returns and env.close.
+agent.update_from_env; before a turn, where agent.summary_request wants one, a
+model_call and agent.update_from_summary, which count as a turn of their own
+but not of `max_steps`; at the end the final reward, the returns and env.close.
 
 Promises: every call into the environment, the model and the reward function
 has a deadline; the environment is closed exactly once, and never while one of
@@ -80,7 +82,7 @@ class TrajectoryCollectEngine:
     *,
     deadlines: settings.Deadlines = settings.Deadlines(),
     seed: int | None = None,
-    task: Any = None,
+    task: object = None,
     success_reward: float = 0.0,
     max_reward: float = reward_range.MAX_REWARD,
     observers: events.Observer | Sequence[events.Observer] | None = None,
@@ -152,11 +154,12 @@ class TrajectoryCollectEngine:
     self._id = trajectory_id or uuid.uuid4().hex
     self._ids = {"group_id": group_id, "task_id": task_id, "split": split}
     self._guarded = concurrency.Guarded(
-      env, runner=self._runner, inline=bool(getattr(env, "runs_inline", False))
+      env, runner=self._runner, inline=concurrency.runs_inline(env)
     )
     self._session: Any = None
     self._started = False
     self._steps: list[Any] = []
+    self._context_tokens = 0  # Of the last turn, its reply included.
     self._rewards: list[float] = []  # As the environment gave them.
     self._refused_reward: str | None = None
     self._agent_trajectory: Any = None
@@ -229,12 +232,12 @@ class TrajectoryCollectEngine:
     await self._reset()
     self._episode_at = loop.time() + self.timeout
     status = Status.MAX_TURNS
-    for turn in range(self.max_steps):
+    for _ in range(self.max_steps):
       if loop.time() >= self._episode_at:
         self._mark_done()
         raise self._timeout_stop("episode")
       try:
-        is_done = await self._turn(turn)
+        is_done = await self._turn()
       except policy_client.ContextLimitError as e:
         status = Status.CONTEXT_LIMIT
         self._hint["error"] = f"ContextLimit: {e}"
@@ -264,11 +267,12 @@ class TrajectoryCollectEngine:
     )
     self._metrics["seconds_agent_init"] = time.perf_counter() - ready
 
-  async def _turn(self, turn: int) -> bool:
+  async def _turn(self) -> bool:
     """One turn; True when the environment has ended the episode."""
     loop = asyncio.get_running_loop()
-    t0 = loop.time()
-    self._turn_at = min(self._episode_at, t0 + self.deadlines.turn)
+    self._turn_at = min(self._episode_at, loop.time() + self.deadlines.turn)
+    await self._summarize()
+    turn, t0 = len(self._steps), loop.time()
     try:
       with concurrency.contained("the agent"):
         messages = self.agent.chat_completions
@@ -278,10 +282,6 @@ class TrajectoryCollectEngine:
     t1 = loop.time()
     action = await self._agent_call(self.agent.update_from_model, reply.text)
     step = self._step_of(turn, messages, reply, action)
-    if reply.cancelled:
-      raise _Stop(
-        Status.CANCELLED, "model", "Cancelled", "the client stopped sampling"
-      )
     t2 = loop.time()
     try:
       result = await self._env_call(
@@ -313,24 +313,37 @@ class TrajectoryCollectEngine:
       step.observation = observation
     if not step.info:
       step.info = dict(info)
-    if reply.truncated:
-      step.info = {**step.info, "response_truncated": True}
-    model, env = t1 - t0, t3 - t2
-    if self._observers is not None:
-      render = self._session.render_seconds
-      self._emit(
-        events.TurnFinished,
-        trajectory_id=self._id,
-        turn=turn,
-        seconds={"model": model - render, "env": env, "render": render},
-        step=step,
-      )
+    self._end_turn(turn, reply, step, t1 - t0, t3 - t2)
     return done
 
-  async def _reply(self, messages, turn: int) -> model_calls.Reply:
+  async def _summarize(self) -> None:
+    """Asks for a summary, if the agent wants one: a turn without an action."""
+    agent: Any = self.agent  # Upstream's have no such methods.
+    if not hasattr(agent, "summary_request"):
+      return
+    messages = await self._agent_call(
+      agent.summary_request, self._context_tokens
+    )
+    if messages is None:
+      return
+    turn, started = len(self._steps), time.perf_counter()
+    reply = await self._reply(
+      messages, turn, max_new_tokens=agent.summary_tokens
+    )
+    seconds = time.perf_counter() - started
+    action = await self._agent_call(agent.update_from_summary, reply.text)
+    step = self._step_of(turn, messages, reply, action)
+    self._rewards.append(0.0)
+    counted = self._metrics.get("summary_turns", 0)
+    self._metrics["summary_turns"] = counted + 1
+    self._end_turn(turn, reply, step, seconds, 0.0)
+
+  async def _reply(self, messages, turn: int, **limits) -> model_calls.Reply:
     try:
       with self._stages("model", "model"), concurrency.contained("the model"):
-        reply = await self._session.reply(messages, turn, self._model_call)
+        reply = await self._session.reply(
+          messages, turn, self._model_call, **limits
+        )
     except policy_client.ContextLimitError:
       raise
     except CallTimeout as e:
@@ -350,6 +363,7 @@ class TrajectoryCollectEngine:
       if getattr(reply, name):
         metrics[f"{name}_turns"] = metrics.get(f"{name}_turns", 0) + 1
     metrics["prompt_tokens"] = reply.prompt_tokens
+    self._context_tokens = reply.prompt_tokens + reply.sampled_tokens
     return reply
 
   async def _model_call(self, fn, *args, inline=False):
@@ -389,7 +403,7 @@ class TrajectoryCollectEngine:
         value = await self._guarded.run(
           lambda: fn(*args[0], **args[1]),
           seconds=self.deadlines.evaluate,
-          inline=bool(getattr(fn, "runs_inline", False)),
+          inline=concurrency.runs_inline(fn),
         )
       with concurrency.contained("the reward"):
         details = adapters.credit(self._steps, value, self._max_reward)
@@ -543,6 +557,10 @@ class TrajectoryCollectEngine:
     if not step.model_response:
       step.model_response = reply.text
     self._steps.append(step)
+    if reply.cancelled:
+      raise _Stop(
+        Status.CANCELLED, "model", "Cancelled", "the client stopped sampling"
+      )
     return step
 
   def _draft(self) -> Trajectory:
@@ -605,6 +623,26 @@ class TrajectoryCollectEngine:
   def _emit(self, event_type, **fields) -> None:
     if self._observers is not None:
       self._observers.on_event(event_type(**fields))
+
+  def _end_turn(
+    self,
+    turn: int,
+    reply: model_calls.Reply,
+    step: Any,
+    model: float,
+    env: float,
+  ) -> None:
+    if reply.truncated:
+      step.info = {**step.info, "response_truncated": True}
+    if self._observers is not None:
+      render = self._session.render_seconds
+      self._emit(
+        events.TurnFinished,
+        trajectory_id=self._id,
+        turn=turn,
+        seconds={"model": model - render, "env": env, "render": render},
+        step=step,
+      )
 
   def _fault(self, stage: str, kind: str, message: str) -> None:
     self._emit(

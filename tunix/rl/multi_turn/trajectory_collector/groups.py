@@ -47,7 +47,7 @@ EpisodeFactory = Callable[[Any], Pair | Awaitable[Pair]]
 event loop: slow work belongs into the environment's reset."""
 
 
-def task_id_of(task: Any) -> str:
+def task_id_of(task: object) -> str:
   """`task.task_id`, `task["task_id"]`, or a hash of the task's JSON.
 
   A task that cannot be written as JSON is identified by its repr. A
@@ -140,7 +140,7 @@ class GroupCollector:
 
   async def collect(
     self,
-    task: Any,
+    task: object,
     *,
     index: int = 0,
     attempt: int = 0,
@@ -182,7 +182,7 @@ class GroupCollector:
 
   async def collect_parts(
     self,
-    task: Any,
+    task: object,
     *,
     index: int = 0,
     attempt: int = 0,
@@ -231,7 +231,7 @@ class GroupCollector:
       await _cancel(members)
 
   def _start(
-    self, task: Any, index: int, attempt: int, samples: Iterable[int | str]
+    self, task: object, index: int, attempt: int, samples: Iterable[int | str]
   ) -> tuple[str, str, list[asyncio.Task[Trajectory]]]:
     """Starts a group's episodes: its task's id, its own, and its members."""
     task_id = task_id_of(task)
@@ -306,9 +306,7 @@ class GroupCollector:
 
     await teardown.run(
       concurrency.Guarded(
-        env,
-        runner=self._runner,
-        inline=bool(getattr(env, "runs_inline", False)),
+        env, runner=self._runner, inline=concurrency.runs_inline(env)
       ),
       None,
       runner=self._runner,

@@ -280,7 +280,7 @@ def masked_tokens(
 # --- parts of messages, for the formats ---------------------------------------
 
 
-def checked(messages: Any) -> Sequence[Message]:
+def checked(messages: Sequence[Mapping[str, Any]]) -> Sequence[Message]:
   """The messages, each a mapping of a known role.
 
   Raises:

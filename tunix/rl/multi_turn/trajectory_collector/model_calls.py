@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, Callable, Sequence
+from typing import Any, Awaitable, Callable, Sequence
 
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.trajectory_collector import completion_checks
 from tunix.rl.multi_turn.trajectory_collector import seeds
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 
 Message = trajectory.Message
 derive_seed = seeds.derive_seed
+GuardedCall = Callable[..., Awaitable[Any]]
+"""The engine's caller of one step: (fn, *args, inline) under its deadline."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +84,8 @@ def make_session(
   model_call: Any,
   name: str,
   seed: int | None,
-  agent: Any = None,
-  env: Any = None,
+  agent: object = None,
+  env: object = None,
 ) -> Any:
   """One episode's conversation with the policy.
 
@@ -130,12 +133,12 @@ class TextSession:
 
   def __init__(self, fn: Callable[[Sequence[Message]], Any]):
     self._fn = fn
-    self._inline = bool(getattr(fn, "runs_inline", False))
+    self._inline = concurrency.runs_inline(fn)
     self.render_seconds = 0.0
 
-  async def reply(self, messages, turn, call) -> Reply:
+  async def reply(self, messages, turn, call, max_new_tokens=None) -> Reply:
     """Returns the turn's reply; `call` is the engine's guarded caller."""
-    del turn
+    del turn, max_new_tokens  # A callable's own.
     text = await call(self._fn, messages, inline=self._inline)
     if not isinstance(text, str):
       raise TypeError(
@@ -175,8 +178,14 @@ class TokenSession:
   def num_rewrites(self) -> int:
     return self._builder.num_rewrites
 
-  async def reply(self, messages, turn, call) -> Reply:
-    """Returns the turn's reply; `call` is the engine's guarded caller.
+  async def reply(self, messages, turn, call, max_new_tokens=None) -> Reply:
+    """Returns the turn's reply.
+
+    Args:
+      messages: Messages of the turn.
+      turn: Index of the turn.
+      call: The engine's guarded caller.
+      max_new_tokens: Longest reply; None for that of the sampling.
 
     Raises:
       ContextLimitError: no room to sample.
@@ -191,7 +200,7 @@ class TokenSession:
     completion = await call(
       self._generate,
       prompt,
-      self._params(turn, len(prompt)),
+      self._params(turn, len(prompt), max_new_tokens),
       inline=self._model.runs_inline,
     )
     started = time.perf_counter()
@@ -226,8 +235,11 @@ class TokenSession:
       )
     return completion
 
-  def _params(self, turn: int, length: int) -> policy_client.SamplingParams:
+  def _params(
+    self, turn: int, length: int, max_new_tokens: int | None
+  ) -> policy_client.SamplingParams:
     changes: dict[str, Any] = {}
+    longest = max_new_tokens or self._model.sampling.max_new_tokens
     if self._seed is not None:
       changes["seed"] = derive_seed(self._seed, turn)
     limit = self._model.max_context_tokens
@@ -238,8 +250,9 @@ class TokenSession:
           f"the prompt of turn {turn} has {length} tokens; the context holds"
           f" {limit}"
         )
-      if room < self._model.sampling.max_new_tokens:
-        changes["max_new_tokens"] = room
+      longest = min(longest, room)
+    if longest != self._model.sampling.max_new_tokens:
+      changes["max_new_tokens"] = longest
     if not changes:
       return self._model.sampling
     return dataclasses.replace(self._model.sampling, **changes)

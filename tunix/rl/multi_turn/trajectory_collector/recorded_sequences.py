@@ -122,7 +122,7 @@ def of_item(item: Mapping[str, Any]) -> tuple[Recorded, ...]:
   return tuple(_sequence(s, f"sequences[{i}]") for i, s in enumerate(listed))
 
 
-def _listed(value: Any, name: str, length: int | None = None) -> list[Any]:
+def _listed(value: object, name: str, length: int | None = None) -> list[Any]:
   if not isinstance(value, list):
     raise ValueError(f"{name} must be a list, got {json_text.short(value, 60)}")
   if length is not None and len(value) != length:
@@ -140,7 +140,9 @@ def _whole(values: list[Any], name: str) -> np.ndarray:
     ) from None
 
 
-def _packed(values: list[Any], code: str, dtype: Any) -> np.ndarray:
+def _packed(
+  values: list[Any], code: str, dtype: np.typing.DTypeLike
+) -> np.ndarray:
   """The numbers, as `struct` packs them: twice as fast as numpy's own way.
 
   Raises:
@@ -177,7 +179,7 @@ def _sampled(
   return out
 
 
-def _sequence(data: Any, name: str) -> Recorded:
+def _sequence(data: object, name: str) -> Recorded:
   if not isinstance(data, Mapping):
     got = json_text.short(data, 60)
     raise ValueError(f"{name} must be an object, got {got}")

@@ -149,7 +149,7 @@ class Record:
     return result
 
 
-def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
+def read(item: object, *, required: Sequence[str] = REQUIRED) -> Record:
   """A checked item.
 
   Args:
@@ -213,7 +213,7 @@ def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
   )
 
 
-def _sampling_params(value: Any) -> tuple[Mapping[str, Any], ...]:
+def _sampling_params(value: object) -> tuple[Mapping[str, Any], ...]:
   listed = [value] if isinstance(value, Mapping) else value or []
   if not isinstance(listed, list) or not all(
     isinstance(one, Mapping) for one in listed
@@ -348,7 +348,7 @@ def write_images(
   return out
 
 
-def refs_of(data: Any) -> dict[str, trajectory_lib.ImageRef]:
+def refs_of(data: object) -> dict[str, trajectory_lib.ImageRef]:
   """Every reference to a screenshot in JSON values, by hash."""
   refs: dict[str, trajectory_lib.ImageRef] = {}
   stack = [data]

@@ -178,7 +178,7 @@ def _constraints(values: Mapping[str, Any]) -> Iterator[str]:
     yield f"{name}{text} changes the distribution of the tokens"
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
   """The number, also written as text; None for anything else."""
   if isinstance(value, bool) or not isinstance(value, (int, float, str)):
     return None

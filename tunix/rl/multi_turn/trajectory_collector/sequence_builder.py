@@ -228,6 +228,8 @@ class SequenceBuilder:
     Calling it again before `append` (a retried model call) gives the prompt
     of the same turn.
     """
+    # 1. No completion came for the last prompt: a retry gets the same prompt;
+    #    other messages undo that turn, so that the next one has its number.
     if self._awaiting and self._current is not None:
       if len(messages) == len(self._seen) and self._extends(messages):
         return self._current.prompt()
@@ -236,6 +238,9 @@ class SequenceBuilder:
         self._current = None
         self._seen = []
       self._turn -= 1
+    # 2. The sequence grows if the messages begin with those it covers and then
+    #    the sampled text, unchanged. The sampled ids stay: encoding their text
+    #    again might give others. Only the messages after it are rendered.
     turn = self._turn + 1
     covered = len(self._seen) + 1
     if (
@@ -250,12 +255,15 @@ class SequenceBuilder:
       self._current.extend(bridge, turn)
       self._seen.extend(_snapshot(m) for m in messages[covered - 1 :])
     else:
+      # 3. Else the agent has rewritten its history: the sequence ends, with
+      #    what it has sampled, and a new one begins with a whole rendering.
       full = self._renderer.render(messages, add_generation_prompt=True)
       if self._current is not None:
         self._done.append(self._current)
       self._current = _Growing(turn, len(full))
       self._current.extend(full, turn)
       self._seen = [_snapshot(m) for m in messages]
+    # 4. The prompt is a view of the sequence, not a copy of all its tokens.
     self._text = None
     self._turn = turn
     self._awaiting = True
@@ -272,6 +280,7 @@ class SequenceBuilder:
     """
     if not self._awaiting or self._current is None:
       raise RuntimeError("append() needs a prompt() before it")
+    # 5. Refuse a completion that cannot be trained on before any of it is kept.
     completion_checks.check(completion, self._image_token)
     text, ended = completion_checks.read(completion, self._renderer, self._stop)
     self._current.sample(completion, self._turn)
@@ -282,6 +291,8 @@ class SequenceBuilder:
 
   def build(self) -> list[trajectory.TokenSequence]:
     """The sequences so far; those without a sampled token are left out."""
+    # 6. A sequence ends with its last sampled token: the prompt of a turn that
+    #    was never answered, or a whole such sequence, has no gradient.
     growing = self._done + ([self._current] if self._current else [])
     sequences = []
     for sequence in growing:
@@ -289,7 +300,6 @@ class SequenceBuilder:
         continue
       built = sequence.build()
       if not built.loss_mask[-1]:
-        # A prompt that was extended but never answered has no gradient.
         last = int(np.flatnonzero(built.loss_mask)[-1]) + 1
         entropies, support = built.entropies, built.support
         built = trajectory.TokenSequence(

@@ -8,7 +8,7 @@ Failures are reported as faults, never raised.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Callable
 
 from tunix.rl.multi_turn.net import concurrency
 
@@ -18,7 +18,7 @@ FaultFn = Callable[[str, str, str], None]
 
 async def run(
   env: concurrency.Guarded,
-  session: Any,
+  session: object,
   *,
   runner: concurrency.CallRunner,
   seconds: float,

@@ -32,6 +32,7 @@ from agent_services.run_service import runs
 from agent_services.run_service import schemas
 from agent_services.runs import client as runs_client
 from agent_services.runs import conversion
+from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
@@ -159,7 +160,7 @@ async def _episode(
 
 def _item(
   run: runs.Run,
-  agent: Any,
+  agent: base_agent.BaseAgent,
   store: images_lib.ImageStore,
   refs: Mapping[str, trajectory.ImageRef],
   image_token: int | None,

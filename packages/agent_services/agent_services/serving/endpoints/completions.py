@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Iterator, Mapping, Sequence
 
+import pydantic
 from pydantic_core import core_schema
 from tunix.rl.multi_turn.core import policy_client
 
@@ -36,7 +37,9 @@ class _Prompt:
       lambda value, info: _prompt(value, info.context.prompt_tokens)
     )
 
-  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+  def __get_pydantic_json_schema__(
+    self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
+  ) -> Any:
     text = {"type": "string", "minLength": 1, **bodies.BY_BODY}
     one = [text, bodies.TOKEN_IDS_SCHEMA]
     listed = [
@@ -91,7 +94,7 @@ def read(
   )
 
 
-def _prompt(value: Any, most: int | None) -> tuple[requests.Prompt, ...]:
+def _prompt(value: object, most: int | None) -> tuple[requests.Prompt, ...]:
   if not isinstance(value, list) or not any(
     isinstance(p, (str, list)) for p in value
   ):
@@ -108,7 +111,7 @@ def _prompt(value: Any, most: int | None) -> tuple[requests.Prompt, ...]:
   )
 
 
-def _one_prompt(where: str, value: Any, most: int | None) -> requests.Prompt:
+def _one_prompt(where: str, value: object, most: int | None) -> requests.Prompt:
   if isinstance(value, str) and value:
     return value
   if isinstance(value, list) and value:
@@ -134,18 +137,15 @@ def _logprobs(
   logprobs: list[float | None] = choice.completion.logprobs.tolist()
   if prompt:
     # The first token has no log-prob: no token comes before it.
-    logprobs = [None, *_echoed_logprobs(choice), *logprobs]
+    echoed = choice.echoed
+    before = [] if echoed is None else echoed.logprobs.tolist()
+    logprobs = [None, *before, *logprobs]
   return {
     "tokens": [decoder.token(t) for t in tokens],
     "token_logprobs": logprobs,
     "top_logprobs": _alternatives(choice, prompt, decoder),
     "text_offset": answers.text_offsets(tokens, decoder),
   }
-
-
-def _echoed_logprobs(choice: answers.Choice) -> list[float]:
-  """Returns log-probs of the prompt's tokens after the first."""
-  return [] if choice.echoed is None else choice.echoed.logprobs.tolist()
 
 
 def _echoes(

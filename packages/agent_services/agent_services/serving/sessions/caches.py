@@ -210,7 +210,7 @@ class ConversationCache:
     self._characters -= entry[2] if entry else 0
 
 
-def _characters(message: Any) -> int:
+def _characters(message: object) -> int:
   """Returns the number of characters of a message, and 64 for each value."""
   if isinstance(message, str):
     return 64 + len(message)

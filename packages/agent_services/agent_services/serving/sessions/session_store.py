@@ -27,6 +27,7 @@ import time
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.trajectory_collector import completion_checks
 
 from agent_services.serving import thinking
@@ -60,7 +61,7 @@ class ServedSession:
 
   def __init__(
     self,
-    renderer: Any,
+    renderer: choice.AnyRenderer,
     session_id: str,
     key: str = "",
     task_id: str = "",
@@ -457,7 +458,7 @@ class SessionStore:
 
   def __init__(
     self,
-    renderer: Any,
+    renderer: choice.AnyRenderer,
     max_sessions: int = 256,
     timeout_s: float = 3600.0,
     max_interactions: int = 1024,

@@ -11,7 +11,7 @@ Does not: have tokens, which come with the episode's end.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping
+from typing import Mapping
 
 from training_monitor.client import event_types
 from training_monitor.core import events
@@ -70,7 +70,7 @@ def first_image(step: trajectory_lib.Step) -> trajectory_lib.ImageRef | None:
   return None
 
 
-def image_of(observation: Any) -> trajectory_lib.ImageRef | None:
+def image_of(observation: object) -> trajectory_lib.ImageRef | None:
   """Returns the screenshot of an observation."""
   if isinstance(observation, Mapping):
     image = observation.get("screenshot")

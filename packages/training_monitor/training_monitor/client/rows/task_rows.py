@@ -44,7 +44,7 @@ class Verdict:
 
 
 def task_part(
-  task_id: str, task: Any, world: World, split: str
+  task_id: str, task: object, world: World, split: str
 ) -> dict[str, Any]:
   """Returns the row of an episode's task."""
   fields = task if isinstance(task, Mapping) else {}
@@ -130,7 +130,7 @@ def environment(rollout: str, world: World) -> dict[str, Any]:
   }
 
 
-def _as_text(value: Any) -> str | None:
+def _as_text(value: object) -> str | None:
   if value is None or value == "":
     return None
   return (

@@ -118,6 +118,7 @@ def _actions(
     )
   if not rows:
     kind = "parse_error" if step.info.get("parse_errors") else "text"
+    kind = "summary" if step.info.get("summary") else kind
     rows.append({"action_type": kind})
   for index, row in enumerate(rows):
     row |= {"client_id": f"{turn}:action:{index}", "turn_id": turn}
@@ -152,7 +153,7 @@ def gui_actions(step: trajectory_lib.Step) -> list[dict[str, Any]]:
   return [dict(a) for a in step.info.get("gui_actions") or () if "kind" in a]
 
 
-def _text(observation: Any) -> str | None:
+def _text(observation: object) -> str | None:
   if isinstance(observation, str):
     return observation
   if not isinstance(observation, Mapping):
@@ -187,7 +188,7 @@ def _uri(image: trajectory_lib.ImageRef | None) -> str | None:
   return None if image is None else f"sha256:{image.sha256}"
 
 
-def _writable(value: Any) -> Any:
+def _writable(value: object) -> Any:
   """Returns JSON values, with text for the rest."""
   try:
     return trajectory_lib.encode(value)

@@ -74,7 +74,7 @@ class ConfigurationPage(page_request.RunTab):
     return defaults if isinstance(defaults, dict) else None
 
 
-def whole(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def whole(config: object, defaults: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the values of the settings named in `defaults`."""
   complete: dict[str, Any] = {}
   for name in defaults:
@@ -113,7 +113,7 @@ def command(changed: Mapping[str, Any]) -> str:
   return " ".join(["python -m tunix.rl.multi_turn.train", *words])
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
   """Returns the value as YAML, for an override."""
   if (
     isinstance(value, str)
@@ -131,7 +131,7 @@ def _escaped(match: re.Match[str]) -> str:
   return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
   """Returns JSON, but for numbers that YAML would read as text."""
   if isinstance(value, Mapping):
     parts = (

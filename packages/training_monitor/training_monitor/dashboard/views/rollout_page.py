@@ -251,8 +251,9 @@ def strip(
   sizes = _sizes(connection, [one["before"] for one in turns.values()])
   for one in turns.values():
     one["size"] = sizes.get(one["before"])
+    acts = all(action.label != "summary" for action in one["actions"])
     one["unchanged"] = (
-      one["before"] is not None and one["before"] == one["after"]
+      acts and one["before"] is not None and one["before"] == one["after"]
     )
   return list(turns.values())
 

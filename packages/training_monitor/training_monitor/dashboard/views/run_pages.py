@@ -502,7 +502,7 @@ def eta(
   return seconds if math.isfinite(seconds) else None
 
 
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+def flat(config: object, prefix: str = "") -> dict[str, Any]:
   """Returns nested objects as dotted names; lists are values."""
   if not isinstance(config, Mapping):
     return {prefix or "config": config}

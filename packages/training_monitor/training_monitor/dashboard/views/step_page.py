@@ -82,7 +82,7 @@ def advantage_kind(run: Row) -> str | None:
   return str(kind) if kind else None
 
 
-def recorded_advantage(summary: Any) -> float | None:
+def recorded_advantage(summary: object) -> float | None:
   """Returns an episode's advantage in its update, the mean of its turns.
 
   Args:

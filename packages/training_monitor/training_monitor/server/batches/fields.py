@@ -51,12 +51,12 @@ class Normalised:
 
   __slots__ = ("value", "raw")
 
-  def __init__(self, value: Any, raw: str):
+  def __init__(self, value: object, raw: str):
     self.value = value
     self.raw = raw
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
   if not isinstance(value, str):
     raise WrongValue(f"give text, not a {_kind(value)}")
   if len(value) > MAX_TEXT:
@@ -65,12 +65,12 @@ def text(value: Any) -> str:
   return value.replace("\0", "\u2400") if "\0" in value else value
 
 
-def written_text(value: Any) -> str:
+def written_text(value: object) -> str:
   """Reads text; a number, list or object becomes its JSON."""
   return text(value if isinstance(value, str) else json_text(value))
 
 
-def key(value: Any) -> str:
+def key(value: object) -> str:
   """Reads a text that rows are found by."""
   value = text(value)
   if not 0 < len(value) <= _MAX_KEY:
@@ -78,12 +78,12 @@ def key(value: Any) -> str:
   return value
 
 
-def raw_text(value: Any) -> str:
+def raw_text(value: object) -> str:
   """Returns text unchanged, and any other value as JSON."""
   return text(value) if isinstance(value, str) else json_text(value)
 
 
-def integer(value: Any) -> int:
+def integer(value: object) -> int:
   if isinstance(value, float) and value.is_integer():
     value = int(value)
   elif isinstance(value, str) and _WHOLE.fullmatch(value):
@@ -116,7 +116,7 @@ def real(value: Any) -> Any:
   )
 
 
-def flag(value: Any) -> int:
+def flag(value: object) -> int:
   if value is True or value is False:
     return int(value)
   if type(value) in (int, float) and value in (0, 1):
@@ -126,7 +126,7 @@ def flag(value: Any) -> int:
   raise WrongValue("give true or false, or 1 or 0")
 
 
-def percent(value: Any) -> Any:
+def percent(value: object) -> Any:
   number = real(value)
   if isinstance(number, float) and not 0 <= number <= 100:
     raise WrongValue("give a percentage from 0 to 100")
@@ -163,7 +163,7 @@ def time(value: Any) -> str:
   return moment.replace(tzinfo=None).isoformat(" ", "microseconds")
 
 
-def too_deep(written: str, value: Any) -> bool:
+def too_deep(written: str, value: object) -> bool:
   """Returns whether a value with the JSON `written` nests too deeply."""
   # Few brackets need no look.
   brackets = written.count("[") + written.count("{")
@@ -186,7 +186,7 @@ def python_json(written: str) -> Any:
   return plain(json_text_lib.check_depth(value))
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
   """Returns a parsed value in which every text and number can be written."""
   if isinstance(value, str):
     return _LONE.sub("\ufffd", value)
@@ -199,7 +199,7 @@ def plain(value: Any) -> Any:
   return value
 
 
-def json_text(value: Any, array: bool = False) -> str:
+def json_text(value: object, array: bool = False) -> str:
   """Returns a value as JSON text; text that is JSON already is unchanged.
 
   Text that only Python reads, with a bare NaN, is written anew.
@@ -232,7 +232,7 @@ def json_text(value: Any, array: bool = False) -> str:
   return value.replace("\\u0000", "\\u2400") if "\\u0000" in value else value
 
 
-def json_array(value: Any) -> str:
+def json_array(value: object) -> str:
   return json_text(value, array=True)
 
 
@@ -244,7 +244,7 @@ def choice(table: str, column: str) -> Callable[[Any], Any]:
   words = vocabulary.CHOICES[table, column]
   identity = {word: word for word in words}
 
-  def read(value: Any) -> Any:
+  def read(value: object) -> Any:
     if value.__class__ is str and value in identity:
       return value
     if not isinstance(value, str):
@@ -342,7 +342,7 @@ def schema(reader_: Callable[[Any], Any]) -> dict[str, Any]:
   return _SCHEMAS.get(reader_, _SCHEMAS[text])
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
   names = {
     bool: "boolean",
     int: "number",

@@ -265,7 +265,7 @@ class _Faults:
     self.ignored: dict[tuple[str, str], dict[str, Any]] = {}
     self.refused: list[dict[str, Any]] = []
 
-  def add(self, field: str, value: Any, message: str) -> None:
+  def add(self, field: str, value: object, message: str) -> None:
     self.found.append(errors.fault(field, value, message))
     if len(self.found) >= _MAX_FAULTS:
       raise errors.invalid(self.found)
@@ -274,7 +274,7 @@ class _Faults:
     self,
     kind: str,
     path: str,
-    value: Any,
+    value: object,
     message: Callable[[], str],
     stored: str,
   ) -> None:
@@ -321,7 +321,7 @@ class _Faults:
     if stored == "nothing":
       entry["kept"] = stored
 
-  def refuse(self, kind: str, path: str, value: Any, message: str) -> None:
+  def refuse(self, kind: str, path: str, value: object, message: str) -> None:
     errors.add_refused(
       self.refused, kind, None, errors.fault(path, value, message)
     )
@@ -367,7 +367,7 @@ def _joined(data: dict[str, Any], faults: _Faults) -> dict[str, Any]:
 
 
 def _join(
-  joined: dict[str, Any], key: str, value: Any, path: str, faults: _Faults
+  joined: dict[str, Any], key: str, value: object, path: str, faults: _Faults
 ) -> None:
   before = joined.get(key)
   if key not in _PART:
@@ -532,7 +532,7 @@ def _read(
 
 
 def _keep_unknown(
-  kind: ItemKind, item: Item, field: str, value: Any, faults: _Faults
+  kind: ItemKind, item: Item, field: str, value: object, faults: _Faults
 ) -> None:
   """Keeps a field of no known name as a raw value, for the answer to name."""
   stored, more = "nothing", ""
@@ -638,7 +638,7 @@ def _name_the_nameless(items: list[tuple[Any, Item]]) -> None:
     item.client_id = f"content:{digest}:{number}"
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: object) -> bool:
   """Returns whether a value can be a client id."""
   return (
     isinstance(value, str) and 0 < len(value) <= MAX_ID and "\0" not in value
@@ -655,7 +655,7 @@ def _reference(path: str, value: Any) -> int | str:
   )
 
 
-def _own_id(path: str, value: Any) -> int:
+def _own_id(path: str, value: object) -> int:
   if type(value) is int and 0 < value < 1 << 63:
     return value
   raise _WrongItem(
@@ -663,7 +663,7 @@ def _own_id(path: str, value: Any) -> int:
   )
 
 
-def _delivery(value: Any, faults: _Faults) -> SpoolRange | None:
+def _delivery(value: object, faults: _Faults) -> SpoolRange | None:
   if value is None:
     return None
   if isinstance(value, dict):

@@ -119,7 +119,7 @@ class Evaluation:
   details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def as_evaluation(verdict: Any, **details: Any) -> Evaluation:
+def as_evaluation(verdict: object, **details: Any) -> Evaluation:
   """Turns the verdict of a user's evaluator into an Evaluation.
 
   Args:

@@ -78,18 +78,21 @@ _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-  """Solves a gym's tasks by looking into it. Both may be coroutine functions.
+  """Solves a gym's tasks by looking into it. All may be coroutine functions.
 
   Attributes:
     act: gym -> the next right action, None at the end. LookupError: this task
       cannot be solved.
     describe: (gym, x, y) -> the phrase for the thing at a pixel, or None.
     families: Families that it solves; None = every family of the gym.
+    summarize: gym -> what the policy would write about the turns so far, where
+      it is asked for a summary. None: it writes none.
   """
 
   act: Callable[[Any], Any]
   describe: Callable[[Any, float, float], Any]
   families: tuple[str, ...] | None = None
+  summarize: Callable[[Any], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +120,7 @@ class GymSpec:
       programs compile beside the first evaluation. Defaults where no setting is
       given that rows or patches follow from.
     oracle, describe: see `Oracle.act` and `Oracle.describe`; None: no oracle.
-    oracle_families: see `Oracle.families`.
+    oracle_families, summarize: see `Oracle`.
     tree_oracle: an `Oracle` whose actions name elements of the tree by id;
       None: there is none.
     set_by_run: options that a run sets itself, with the fact they are set to;
@@ -164,6 +167,7 @@ class GymSpec:
   oracle: Callable[[Any], Any] | str | None = None
   describe: Callable[[Any, float, float], Any] | str | None = None
   oracle_families: tuple[str, ...] | str | None = None
+  summarize: Callable[[Any], Any] | str | None = None
   tree_oracle: Oracle | str | None = None
   set_by_run: Mapping[str, RunFact] = dataclasses.field(default_factory=dict)
   family_options: Callable[[str], Mapping[str, Any]] | str | None = None
@@ -472,6 +476,7 @@ class GymSpec:
       _loaded(self.oracle),
       _loaded(self.describe),
       _loaded(self.oracle_families),
+      _loaded(self.summarize),
     )
 
   def load_close_shared(self) -> Callable[[], Any] | None:
@@ -513,7 +518,7 @@ class GymSpec:
       raise ValueError("\n".join(problems))
 
 
-def as_spec(value: Any, name: str = "") -> GymSpec:
+def as_spec(value: object, name: str = "") -> GymSpec:
   """`value` as a spec: itself, or a plain gym class or factory with defaults.
 
   Raises:
@@ -529,5 +534,5 @@ def as_spec(value: Any, name: str = "") -> GymSpec:
   )
 
 
-def _loaded(value: Any) -> Any:
+def _loaded(value: object) -> Any:
   return registry.import_path(value) if isinstance(value, str) else value

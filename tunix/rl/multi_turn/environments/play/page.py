@@ -110,26 +110,26 @@ class Page:
       else {"score": float(verdict.score), "success": bool(verdict.success)},
     }
 
-  async def _state(self, data: Any) -> None:
+  async def _state(self, data: object) -> None:
     del data
 
-  async def _next(self, data: Any) -> None:
+  async def _next(self, data: object) -> None:
     del data
     self._number += 1
     await self._session.start(self._next_task(self._number))
 
-  async def _act(self, data: Any) -> None:
+  async def _act(self, data: object) -> None:
     width, height = self._session.seen.size
     await self._session.act(wire.action_from_json(data, width, height))
 
-  async def _help(self, data: Any) -> None:
+  async def _help(self, data: object) -> None:
     """Carries out the oracle's next action."""
     del data
     action = await self._session.next_right()
     if action is not None:
       await self._session.act(action)
 
-  async def _finish(self, data: Any) -> None:
+  async def _finish(self, data: object) -> None:
     del data
     await self._session.finish()
 

@@ -36,7 +36,7 @@ class Session:
   def __init__(
     self,
     gym_name: str,
-    gym: Any,
+    gym: base.Gym,
     *,
     out: pathlib.Path | None = None,
     by: str = "person",
@@ -163,7 +163,7 @@ class Session:
     return await self._calls.call(name, *args, seconds=self._seconds)
 
 
-async def _value(result: Any, seconds: float) -> Any:
+async def _value(result: object, seconds: float) -> Any:
   if inspect.isawaitable(result):
     return await concurrency.with_deadline(result, seconds, "the oracle")
   return result

@@ -140,7 +140,7 @@ class CUATask:
   @classmethod
   def from_row(
     cls,
-    row: Any,
+    row: object,
     *,
     where: str = "task",
     gym_id: str = "",
@@ -229,7 +229,7 @@ class CUATask:
     )
 
   @classmethod
-  def from_fields(cls, row: Any, *, where: str = "task") -> CUATask:
+  def from_fields(cls, row: object, *, where: str = "task") -> CUATask:
     """Returns a row whose fields an environment without a gym reads itself.
 
     All of the row is kept as `params`. Its id is `task_id`, `id` or
@@ -263,7 +263,7 @@ class CUATask:
     )
 
 
-def _whole(value: Any) -> int:
+def _whole(value: object) -> int:
   return value if isinstance(value, int) and value > 0 else 0
 
 
@@ -323,7 +323,7 @@ class _Reader:
 T = TypeVar("T")
 
 
-def rows_of(data: Any, key: str = "tasks") -> Sequence[Any]:
+def rows_of(data: object, key: str = "tasks") -> Sequence[Any]:
   """Returns the rows of a reply: a bare list, or an object with one.
 
   Raises:

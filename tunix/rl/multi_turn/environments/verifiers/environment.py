@@ -144,7 +144,7 @@ class VerifiersEnvironment(base_env.BaseEnv):
     name = self._request["module"]
     return {"question": f"{name}, {split} {index}"}, {}
 
-  async def step(self, action: Any) -> base_env.StepResult:
+  async def step(self, action: object) -> base_env.StepResult:
     """Plays the rollout with the session that `action` names.
 
     Raises:

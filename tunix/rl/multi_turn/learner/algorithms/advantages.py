@@ -251,7 +251,7 @@ def over_processes(
   return dataclasses.replace(estimator, apply=apply)
 
 
-def _as_lists(value: Any) -> Any:
+def _as_lists(value: object) -> Any:
   if isinstance(value, np.ndarray):
     return value.tolist()
   if isinstance(value, tuple):

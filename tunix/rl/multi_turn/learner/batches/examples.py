@@ -173,7 +173,7 @@ def turn_states(
   return tuple(states) + ("",) * (turns - len(states))
 
 
-def _looked_at(value: Any, look: Look | None) -> Any:
+def _looked_at(value: object, look: Look | None) -> Any:
   """An observation with digests in place of its images."""
   if look is None:
     return value

@@ -110,7 +110,7 @@ class Minibatches:
       processor,
       image_store,
       tree=uses_tree(config, model),
-      pad_token_id=getattr(about, "pad_token_id", 0),
+      pad_token_id=base.optional(about, "pad_token_id"),
       banned_token_ids=tuple(about.banned_token_ids),
       streams=streams_of(algorithm),
       support=support_of(algorithm),
@@ -118,9 +118,9 @@ class Minibatches:
     self._aligned = aligns_images(model)
     self.shape = _fixed_shape(config, self._rows, self._buffers, self._aligned)
     # Whether the policy's programs depend on the largest image.
-    self._bounded = bool(getattr(model, "reads_image_patches", False))
+    self._bounded = bool(base.optional(model, "reads_image_patches"))
     self._image_multiple = max(processor.patches_per_token, 1)
-    self._image_limit = int(getattr(about, "max_image_patches", 0))
+    self._image_limit = int(base.optional(about, "max_image_patches"))
 
   def prepare(
     self, examples: Sequence[Example]
@@ -327,7 +327,7 @@ class Minibatches:
 
 def aligns_images(model: base.Policy) -> bool:
   """Returns whether images are packed in windows: `BatchShape.aligned`."""
-  return bool(getattr(model, "wants_aligned_images", False))
+  return bool(base.optional(model, "wants_aligned_images"))
 
 
 def uses_tree(config: LearnerConfig, model: base.Policy) -> bool:
@@ -338,7 +338,7 @@ def uses_tree(config: LearnerConfig, model: base.Policy) -> bool:
   """
   if config.tree == "false":
     return False
-  if getattr(model, "supports_tree", False):
+  if base.optional(model, "supports_tree"):
     return config.tree == "true" or compiling.backend() != "tpu"
   reason = (
     f"{type(model).__name__} computes the sequences of an update one by one:"

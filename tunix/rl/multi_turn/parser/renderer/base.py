@@ -11,7 +11,17 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from typing import Any, Callable, Collection, Iterable, Mapping, Self, Sequence
+from typing import (
+  Any,
+  Callable,
+  Collection,
+  Iterable,
+  Mapping,
+  Protocol,
+  Self,
+  Sequence,
+  TypeAlias,
+)
 
 import numpy as np
 import tokenizers
@@ -23,6 +33,20 @@ _CACHED_CHARACTERS = 16384
 # Matched although special tokens are not, so that the text behind it is
 # encoded as text in the middle of a prompt.
 _ANCHOR = "\ue0ffanchor\ue0ff"
+
+
+class FastTokenizer(Protocol):
+  """A transformers tokenizer around a `tokenizers.Tokenizer`."""
+
+  backend_tokenizer: tokenizers.Tokenizer
+
+
+Tokenizer: TypeAlias = "tokenizers.Tokenizer | FastTokenizer"
+
+
+def backend_of(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+  """Returns the tokenizer within a transformers one; another one itself."""
+  return getattr(tokenizer, "backend_tokenizer", tokenizer)
 
 
 class TokenRenderer:
@@ -50,7 +74,7 @@ class TokenRenderer:
 
   def __init__(
     self,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     num_image_tokens: Callable[[int, int], int],
     cached_texts: int,
     structure: Collection[str] = (),
@@ -64,7 +88,7 @@ class TokenRenderer:
     structure: added tokens that text must not become, beside the special
       ones.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    backend = backend_of(tokenizer)
     # A copy of our own: special tokens spelled in text stay text in it.
     self._encoder = _copied(backend, structure)
     self._num_image_tokens = num_image_tokens
@@ -273,7 +297,7 @@ def parts_of(
       )
 
 
-def call_of(call: Any, index: int) -> tuple[str, Any]:
+def call_of(call: trajectory.ToolCall, index: int) -> tuple[str, Any]:
   """Returns (name, arguments) of a tool call, an OpenAI dict or a ToolCall.
 
   Raises:

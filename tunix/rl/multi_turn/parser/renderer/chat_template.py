@@ -39,7 +39,7 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(
-  value: Any,
+  value: object,
   ensure_ascii: bool = False,
   indent: int | None = None,
   separators: tuple[str, str] | None = None,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Mapping, Sequence
 
+import tokenizers
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import base
 from tunix.rl.multi_turn.parser.renderer import chat_template
@@ -105,7 +106,7 @@ def _two(width: int, height: int) -> int:
 
 
 def make_renderer(
-  tokenizer: Any,
+  tokenizer: tokenizers.Tokenizer,
   num_image_tokens: Callable[[int, int], int],
   template: chat_template.ChatTemplate | None,
   kind: str = "auto",

@@ -76,7 +76,7 @@ class Guard:
         covered = space + self._mark % ord(begin[0]) + begin[1:]
     return covered
 
-  def cover_all(self, value: Any) -> Any:
+  def cover_all(self, value: object) -> Any:
     """Returns a JSON value with each of its strings covered, keys included."""
     if isinstance(value, str):
       return self.cover(value)

@@ -49,7 +49,7 @@ class QwenRenderer(base.TokenRenderer):
 
   def __init__(
     self,
-    tokenizer: Any,
+    tokenizer: base.Tokenizer,
     num_image_tokens: Callable[[int, int], int],
     cached_texts: int = 4096,
   ):
@@ -228,7 +228,7 @@ class _Builder:
       self._tokens.extend(self._renderer._encode(run, True))  # pylint: disable=protected-access
 
 
-def _tool_call_text(call: Any, index: int) -> str:
+def _tool_call_text(call: trajectory.ToolCall, index: int) -> str:
   """Returns a call as Qwen writes it."""
   name, arguments = base.call_of(call, index)
   if not isinstance(arguments, str):

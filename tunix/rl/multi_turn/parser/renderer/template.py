@@ -88,7 +88,7 @@ class TemplateRenderer(base.TokenRenderer):
 
   def __init__(
     self,
-    tokenizer: Any,
+    tokenizer: base.Tokenizer,
     num_image_tokens: Callable[[int, int], Any],
     template: chat_template.ChatTemplate,
     cached_texts: int = 4096,
@@ -107,7 +107,7 @@ class TemplateRenderer(base.TokenRenderer):
       ValueError: naming what the template lacks.
     """
     self.template = template
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    backend = base.backend_of(tokenizer)
     added = {
       token.content: token
       for token in backend.get_added_tokens_decoder().values()
@@ -201,7 +201,7 @@ class TemplateRenderer(base.TokenRenderer):
   def shows_tools_of(self, parser: parser_base.ToolParser) -> bool:
     """Whether `tools` of `render` ask for the calls that a parser reads, and
     writes alike or with the same closing tag."""
-    if getattr(parser, "compact", False) or not parser.writes:
+    if parser.compact or not parser.writes:
       # It has a prompt of its own.
       return False
     question = self._conversation([_user()])
@@ -366,7 +366,9 @@ class TemplateRenderer(base.TokenRenderer):
       )
     return self._plain_call(call, name, self._guard.cover_all(arguments))
 
-  def _plain_call(self, call: Any, name: str, arguments: Any) -> dict[str, Any]:
+  def _plain_call(
+    self, call: trajectory.ToolCall, name: str, arguments: object
+  ) -> dict[str, Any]:
     plain: dict[str, Any] = {
       "type": "function",
       "function": {"name": self._guard.cover(name), "arguments": arguments},

@@ -112,9 +112,19 @@ class ToolParser(abc.ABC):
 
   Attributes:
     call_end: text that closes every call; "" if calls have no end of their own.
+    compact: whether it has a short tool prompt of its own.
+    coordinates: "relative" to the sides (0 to 999 or 1000), "unit" (0 to 1) or
+      "absolute" (pixels of the screenshot); "" for a grammar without positions.
+    resizing: how the model's processor resizes a screenshot; None where it is
+      not published.
+    by_element: Whether the grammar can name the elements of a tree by id.
   """
 
   call_end = ""
+  compact = False
+  coordinates = ""
+  resizing: Resizing | None = None
+  by_element = False
 
   @property
   def default_tools(self) -> list[dict[str, Any]]:
@@ -218,21 +228,13 @@ class GuiActionParser(ToolParser):
   """A tool parser whose calls are actions on a screenshot.
 
   Attributes:
-    coordinates: "relative" to the sides (0 to 999 or 1000), "unit" (0 to 1) or
-      "absolute" (pixels of the screenshot).
-    resizing: how the model's processor resizes a screenshot; None where it is
-      not published.
     screen: (width, height) of the screenshots, for the prompt of a grammar
       that states it; None while it is unknown.
     observation: "screenshot", "axtree" or "both": what the policy sees.
-    by_element: Whether the grammar can name the elements of a tree by id.
   """
 
-  coordinates: str
-  resizing: Resizing | None = None
   screen: tuple[int, int] | None = None
   observation: str = "screenshot"
-  by_element = False
 
   def seeing(
     self, observation: str, screen: tuple[int, int] | None = None
@@ -315,7 +317,7 @@ class GuiActionParser(ToolParser):
     """
 
 
-def require_text(model_response: Any) -> str:
+def require_text(model_response: object) -> str:
   """Returns the argument if it is a str, else raises ToolParseError."""
   if not isinstance(model_response, str):
     raise ToolParseError(

@@ -166,12 +166,12 @@ class Arguments:
       raise base.GuiActionError(f"action {self.action!r} needs {fields[0]!r}")
     return text
 
-  def number(self, field: str, default: Any = _MISSING) -> Any:
+  def number(self, field: str, default: object = _MISSING) -> Any:
     if default is not _MISSING and not self.has(field):
       return default
     return as_number(self.need(field), field)
 
-  def seconds(self, field: str, default: Any = None) -> Any:
+  def seconds(self, field: str, default: object = None) -> Any:
     """Returns a number >= 0; `default` when absent."""
     value = self.number(field, default)
     if value is not None and value < 0:
@@ -639,7 +639,7 @@ class OneToolParser(TableParser):
     return trajectory.ToolCall(self.tool_name, {"action": name, **arguments})
 
 
-def as_number(value: Any, label: str) -> float:
+def as_number(value: object, label: str) -> float:
   """Returns a finite number; numerals in a str count.
 
   Raises:
@@ -663,7 +663,7 @@ def plain(number: float) -> int | float:
   return int(number) if float(number).is_integer() else float(number)
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
   """Returns text, or the `repr` of another value, cut to 60 characters."""
   if not isinstance(value, str):
     return json_text.short(value, 60)

@@ -106,7 +106,7 @@ _MAX_KEYS = 8
 _MAX_CHARACTERS = 128
 
 
-def normalize_keys(keys: Any) -> tuple[str, ...]:
+def normalize_keys(keys: object) -> tuple[str, ...]:
   """Returns the keys of one chord, in the order given.
 
   Args:

@@ -213,7 +213,7 @@ def _literal(node: ast.expr, name: str, position: int) -> Any:
   return _plain(value, name, position)
 
 
-def _plain(value: Any, name: str, position: int) -> Any:
+def _plain(value: object, name: str, position: int) -> Any:
   """Returns the value as JSON would have it: lists for tuples, str keys."""
   if isinstance(value, (list, tuple)):
     return [_plain(v, name, position) for v in value]

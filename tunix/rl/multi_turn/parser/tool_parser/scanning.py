@@ -217,7 +217,7 @@ class JsonCallsParser(ScanningParser):
     return {self.name_key: call.name, self.arguments_keys[0]: call.arguments}
 
   def calls_of(
-    self, value: Any, position: int
+    self, value: object, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     """Returns the calls that a JSON value holds; None when it is not about
     calls.
@@ -233,7 +233,7 @@ class JsonCallsParser(ScanningParser):
       for v in values
     ]
 
-  def _is_call(self, value: Any) -> bool:
+  def _is_call(self, value: object) -> bool:
     return (
       isinstance(value, dict)
       and self.name_key in value
@@ -308,7 +308,7 @@ def quote(text: str, position: int) -> str:
   return repr(text[position : position + _MAX_QUOTE])
 
 
-def compact_json(value: Any) -> str:
+def compact_json(value: object) -> str:
   return json.dumps(value, ensure_ascii=False)
 
 
@@ -351,7 +351,7 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
 
 
 def call_from_object(
-  value: Any,
+  value: object,
   position: int,
   name_key: str = "name",
   arguments_keys: Sequence[str] = ("arguments", "parameters"),
@@ -382,7 +382,7 @@ def call_from_object(
 
 
 def as_arguments(
-  arguments: Any, name: str, position: int, key: str = "arguments"
+  arguments: object, name: str, position: int, key: str = "arguments"
 ) -> dict[str, Any]:
   """Returns the arguments of a call as a dict; also from JSON in a str, or
   None.

@@ -143,7 +143,7 @@ def save_policy(
   """
   directory = pathlib.Path(path)
   directory.mkdir(parents=True, exist_ok=True)
-  family = getattr(model.config, "family", "")
+  family = base.optional(model.config, "family")
   tokenizer = tokenizer or tokenizer_of(f"{family}_tiny")
   if isinstance(model, qwen_text.QwenText):
     qwen_checkpoint.save(directory, model, tokenizer, dtype, untied)
@@ -185,7 +185,7 @@ def parameter_bytes(
     return None  # A few megabytes.
   directory = resolve(size_or_path)
   config = load_config(directory, **changes)
-  wide = jnp.dtype(getattr(config, "param_dtype", "float32")).itemsize
+  wide = jnp.dtype(base.optional(config, "param_dtype")).itemsize
   shapes = tensor_files.Reader(directory).shapes
   return wide * sum(map(math.prod, shapes.values()))
 

@@ -24,7 +24,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 import tokenizers
@@ -40,6 +40,7 @@ from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 from tunix.rl.multi_turn.policy.layers import rope_scaling
 from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
 
+_Get = Callable[..., Any]
 _LOG = logging.getLogger(__name__)
 
 _VERSION = 1  # Of what is written, part of a directory's name.
@@ -72,7 +73,7 @@ def _split(digits: str) -> list[Any]:
   return [pre_tokenizers.Split(pattern, "isolated")]
 
 
-def _pre_tokenizers(name: Any) -> list[Any]:
+def _pre_tokenizers(name: object) -> list[Any]:
   """Returns the steps before bytes, of `tokenizer.ggml.pre`.
 
   Raises:
@@ -155,7 +156,7 @@ def write_tokenizer(fields: Mapping[str, Any], directory: pathlib.Path) -> None:
 
 
 def _byte_level(
-  pre: Any, vocabulary: Mapping[str, int], merges: Sequence[str]
+  pre: object, vocabulary: Mapping[str, int], merges: Sequence[str]
 ) -> tokenizers.Tokenizer:
   steps = _pre_tokenizers(pre)
   encoder = tokenizers.Tokenizer(
@@ -177,7 +178,7 @@ def _byte_level(
 
 
 def _sentence_piece(
-  get: Any, tokens: Sequence[str], vocabulary: Mapping[str, int]
+  get: _Get, tokens: Sequence[str], vocabulary: Mapping[str, int]
 ) -> tokenizers.Tokenizer:
   unknown = get("unknown_token_id")
   encoder = tokenizers.Tokenizer(
@@ -434,7 +435,7 @@ def _short(value: float) -> float:
 
 
 def _scaling(
-  get: Any, tensors: Mapping[str, Any], head_dim: int, theta: float
+  get: _Get, tensors: Mapping[str, Any], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
   """Returns the section `rope_scaling`; None where positions are plain."""
   if _LLAMA3_FACTORS in tensors:

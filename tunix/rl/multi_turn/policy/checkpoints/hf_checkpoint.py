@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import pathlib
 import re
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from flax import nnx
 import jax
@@ -377,7 +377,8 @@ def save_model(
   # By key, so that stacked layers are written as a list of them is.
   where = checkpoint_names.pieces_of(tensors, traits.experts_apart)
   if untied and model.config.tie_word_embeddings:
-    where[_output_key(model.config)] = where[_embedding_key(where)]
+    embedding = next(k for k in where if k.endswith("embed_tokens.weight"))
+    where[_output_key(model.config)] = where[embedding]
     config = _untied(config)
   shapes = {key: where[key].shape for key in sorted(where)}
   kinds = {k: "float32" if where[k].tensor.fixed else stored for k in shapes}
@@ -517,10 +518,6 @@ def _output_key(config: qwen_text_config.AnyConfig) -> str:
   untied = dataclasses.replace(config, tie_word_embeddings=False)
   keys = [k for t in tensors_of(abstract_model(untied)) for k in t.keys]
   return next(key for key in keys if key.endswith("lm_head.weight"))
-
-
-def _embedding_key(keys: Iterable[str]) -> str:
-  return next(key for key in keys if key.endswith("embed_tokens.weight"))
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _is_tiled(family: str) -> bool:
   return family in ("smolvlm", "idefics3")
 
 
-def _section(raw: Any, file: pathlib.Path, family: str) -> dict[str, Any]:
+def _section(raw: object, file: pathlib.Path, family: str) -> dict[str, Any]:
   if not isinstance(raw, dict):
     raise ValueError(f"{file}: {SECTION} must be an object, got {raw!r}")
   kind = raw.get("image_processor_type")

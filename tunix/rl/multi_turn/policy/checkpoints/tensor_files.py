@@ -210,7 +210,7 @@ def part(path: pathlib.Path) -> pathlib.Path:
   return path.with_name(path.name + ".part")
 
 
-def json_bytes(value: Any) -> bytes:
+def json_bytes(value: object) -> bytes:
   return (json.dumps(value, indent=2) + "\n").encode()
 
 

@@ -17,6 +17,7 @@ from typing import Any, Callable
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy.layers import kernels
@@ -229,7 +230,7 @@ class PatchEmbed(nnx.Module):
     )
     self.mean, self.std = tuple(mean), tuple(std)
 
-  def __call__(self, patches_SPF: jax.Array, dtype: Any) -> jax.Array:
+  def __call__(self, patches_SPF: jax.Array, dtype: DTypeLike) -> jax.Array:
     kernel = self.proj.weight[...]
     x = normalised(patches_SPF, self.mean, self.std, dtype)
     flat = kernel.sum(2).reshape(kernel.shape[0], -1).T
@@ -243,7 +244,7 @@ def normalised(
   patches_SPF: jax.Array,
   mean: tuple[float, ...],
   std: tuple[float, ...],
-  dtype: Any,
+  dtype: DTypeLike,
 ) -> jax.Array:
   """Returns (patches / 255 - mean) / std, [S, P, F], by colour channel."""
   s, p, f = patches_SPF.shape
@@ -379,7 +380,7 @@ def repeat(
   graph = graphs[0]
   stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
 
-  def step(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
+  def step(x: jax.Array, state: object) -> tuple[jax.Array, None]:
     return run(nnx.merge(graph, state), x), None
 
   return jax.lax.scan(step, x, stacked)[0]

@@ -9,11 +9,12 @@ pairs, r = rank of an adapter.
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Mapping
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
 from tunix.rl.multi_turn.policy.layers import kernels
@@ -114,7 +115,7 @@ class Experts(nnx.Module):
     for part in PARTS:
       setattr(self, part + "_lora", ExpertAdapter())
 
-  def adapters(self, dtype: Any) -> LowRank:
+  def adapters(self, dtype: DTypeLike) -> LowRank:
     """Of the parts that have one."""
     pairs = {}
     for part in PARTS:
@@ -124,7 +125,7 @@ class Experts(nnx.Module):
         pairs[part] = adapter.lora_a[...].astype(dtype), b.astype(dtype)
     return pairs
 
-  def matrices(self, dtype: Any) -> tuple[jax.Array, ...]:
+  def matrices(self, dtype: DTypeLike) -> tuple[jax.Array, ...]:
     """Gate and up [E, D, 2 I], down [E, I, D]; of an int8 copy restored."""
     return tuple(
       weight[...].astype(dtype)

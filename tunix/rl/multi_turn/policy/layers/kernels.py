@@ -216,7 +216,10 @@ def causal_attention(
   ids: tuple[jax.Array, ...] = (segments_BT,)
   if until_BT is not None:
     ids = segments_BT, jnp.asarray(until_BT)
+  # 1. Without a GPU or a TPU: loops over blocks on a CPU, else XLA in chunks.
   run: Callable[..., jax.Array] = _causal_local
+  # 2. An interval of its own for each token fits no kernel's causal mask, so
+  #    its chunks always have explicit masks.
   if sight is not None:
     if until_BT is not None and sight.depth_BT is None:
       raise ValueError("in a tree a Sight needs depth_BT")
@@ -226,10 +229,15 @@ def causal_attention(
     run = functools.partial(
       _seen_local, window=sight.window, lookahead=sight.lookahead, flash=flash
     )
+  # 3. On TPU splash skips the blocks of other segments. It knows segments but
+  #    no trees.
   elif until_BT is None and _splash_applies(q_BTNH):
     run = _splash_local
+  # 4. On GPU cuDNN, by segments where it takes them, else under a mask.
   elif _cudnn_applies(q_BTNH, q_BTNH.shape[1]):
     run = functools.partial(_causal_local, flash="cudnn")
+  # 5. On a mesh each device has all tokens of its rows and a part of the heads,
+  #    so that none of the above needs to know of other devices.
   return _over_mesh(run, q_BTNH, k_BTKH, v_BTKH, ids, mesh, "tensor")
 
 
@@ -237,7 +245,7 @@ def _causal_local(
   q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT=None, *, flash=None
 ) -> jax.Array:
   """Attends in chunks of queries, by XLA or an implementation of `jax.nn`."""
-  b, t = segments_BT.shape
+  t = segments_BT.shape[1]
   if not flash and _blocks_apply(t):
     return blocks_lib.attend(
       q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT, causal=True
@@ -391,7 +399,9 @@ def _image_local(
 ):
   """Blocks of queries with their neighbourhoods; see `_causal_local`."""
   s, p, heads, head_dim = q_SPNH.shape
-  if aligned and p > reach:  # Each block is a buffer of its own.
+  # 1. Aligned images cross no block: each block becomes a buffer of its own,
+  #    and a query is scored against one block of keys instead of three.
+  if aligned and p > reach:
     fill = -p % reach
     split = lambda x: jnp.pad(
       x, [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2)
@@ -403,16 +413,20 @@ def _image_local(
       flash=flash,
     )
     return mixed.reshape(s, p + fill, heads, head_dim)[:, :p]
+  # 2. On a CPU loop over the blocks that share an image; `cut` is no rule of
+  #    those loops.
   if not (cut or flash) and _blocks_apply(p):
     ids = segments_SP.astype(jnp.int32)
     return blocks_lib.attend(q_SPNH, k_SPNH, v_SPNH, ids, causal=False)
+  # 3. One image a buffer: its queries share one mask of keys.
   block = min(reach, p)
-  blocks = -(-p // block)
-  fill = blocks * block - p
-  if segments_SP.dtype == jnp.bool_ and blocks == 1 and not (cut or flash):
+  alone = block == p
+  if segments_SP.dtype == jnp.bool_ and alone and not (cut or flash):
     return _attend_where(q_SPNH, k_SPNH, v_SPNH, segments_SP)
+  # 4. cuDNN gets a few images as sequences of one buffer; 5. else each block of
+  #    queries attends to the blocks around it, under masks.
   near = functools.partial(_neighbourhoods, block=block, cut=cut, flash=flash)
-  if flash and blocks == 1 and not cut and _packed_applies(p):
+  if flash and alone and not cut and _packed_applies(p):
     return _packed(
       q_SPNH,
       k_SPNH,
@@ -433,11 +447,14 @@ def _neighbourhoods(
   blocks = -(-p // block)
   fill = blocks * block - p
 
+  # 1. Cut the buffer into whole blocks of queries, one batch row each.
   def pad(x, before, after):
     return jnp.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
 
   q = pad(q_SPNH, 0, fill).reshape(s * blocks, block, heads, head_dim)
   own = pad(segments_SP, 0, fill).reshape(s * blocks, block)
+  # 2. Give each block the keys before it, its own, and those after it: no two
+  #    patches of an image are further apart than a block.
   k, v, segments = k_SPNH, v_SPNH, segments_SP
   if blocks == 1:
     span = block
@@ -455,6 +472,7 @@ def _neighbourhoods(
       return jnp.concatenate(parts, axis=1)
 
     k, v, segments = neighbours(k), neighbours(v), neighbours(segments)
+  # 3. A query sees its own image; with `cut`, no further than a block.
   mask = own[:, :, None] == segments[:, None, :]
   if cut:
     distance = np.arange(span)[None, :] - np.arange(block)[:, None]
@@ -468,7 +486,9 @@ def _neighbourhoods(
     at_once = mask.size * heads <= MAX_SCORES
   if at_once:
     mixed = attend_(q, k, v, mask)
-  else:  # One block at a time, in either direction.
+  else:
+    # 4. Scores or masks of all blocks would not fit: one block at a time, and
+    #    again in the backward pass.
     one = jax.checkpoint(lambda x: attend_(*(a[None] for a in x))[0])
     mixed = jax.lax.map(one, (q, k, v, mask))
   return mixed.reshape(s, blocks * block, heads, head_dim)[:, :p]

@@ -14,11 +14,12 @@ numbers are held in tests. Axis names: see `base`.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Callable
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
 from tunix.rl.multi_turn.policy.layers import kernels
@@ -35,7 +36,7 @@ class PatchEmbed(nnx.Module):
     self.bias = init.full(0.0, vision.hidden_size)
     self.mean, self.std = vision.image_mean, vision.image_std
 
-  def __call__(self, patches_SPF: jax.Array, dtype: Any) -> jax.Array:
+  def __call__(self, patches_SPF: jax.Array, dtype: DTypeLike) -> jax.Array:
     kernel = self.weight[...]
     x = layers.normalised(patches_SPF, self.mean, self.std, dtype)
     y = kernels.dot(x, kernel.reshape(kernel.shape[0], -1).T)
@@ -59,7 +60,7 @@ class Embeddings(nnx.Module):
     self.mesh = mesh
 
   def __call__(
-    self, patches_SPF: jax.Array, positions_SP4: jax.Array, dtype: Any
+    self, patches_SPF: jax.Array, positions_SP4: jax.Array, dtype: DTypeLike
   ) -> jax.Array:
     # A small table: once gathered is cheapest.
     table = sharding.constrain(self.position_embedding.weight[...], self.mesh)

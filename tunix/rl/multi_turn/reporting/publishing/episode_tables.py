@@ -161,7 +161,7 @@ def _place(
 class _Shards:
   """Files of a split, each of some hundred megabytes."""
 
-  def __init__(self, folder: pathlib.Path, split: str, schema: Any):
+  def __init__(self, folder: pathlib.Path, split: str, schema: object):
     self._folder, self._split, self._schema = folder, split, schema
     self._held: list[dict[str, Any]] = []
     self._held_bytes = self._file_bytes = 0

@@ -192,7 +192,7 @@ def evaluation_table(run: run_data.RunDirectory) -> list[str]:
   return [*lines, ""]
 
 
-def inline(value: Any) -> str:
+def inline(value: object) -> str:
   """A text as one line of Markdown that marks nothing up."""
   line = " ".join(str(value).split()).replace("&", "&amp;")
   return _MARKUP.sub(r"\\\g<0>", line.replace("<", "&lt;"))

@@ -56,7 +56,7 @@ class Described:
       hub.check_name(self.base_model, "base_model")
 
 
-def settings(value: Any, name: str = "") -> Any:
+def settings(value: object, name: str = "") -> Any:
   """Plain settings without places and secrets.
 
   Args:

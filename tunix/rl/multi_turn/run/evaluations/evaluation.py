@@ -18,7 +18,9 @@ import logging
 import time
 from typing import Any, Callable, Mapping, Sequence
 
+from flax import nnx
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.core.statistics import success_rates
@@ -81,7 +83,7 @@ class BesideEvaluations:
     """Compiles the second engine's programs, before anything waits for it."""
     self._engine.warm_up()
 
-  def start(self, name: str, step: int, state: Any) -> None:
+  def start(self, name: str, step: int, state: nnx.State) -> None:
     """Begins an evaluation; none may be under way.
 
     Args:
@@ -191,7 +193,7 @@ Done = Callable[[Planned, trajectory_lib.Trajectory], None]
 
 
 def plan(
-  config: Any,
+  config: train_config.TrainConfig,
   tasks: Sequence[gym_base.Task],
   number: Callable[[int], int] = lambda place: place,
 ) -> list[Planned]:
@@ -446,7 +448,7 @@ def evaluate_last(run: run_lib.Run) -> None:
 
 
 def collector_of(
-  run: run_lib.Run, engine: Any, mode: str
+  run: run_lib.Run, engine: object, mode: str
 ) -> groups.GroupCollector:
   """Collects the episodes of a mode with an engine of the run."""
   return episodes.make_collector(

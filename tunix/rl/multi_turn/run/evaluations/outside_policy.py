@@ -61,7 +61,10 @@ class Outside:
     return self
 
   async def reply(
-    self, messages: Sequence[trajectory.Message], turn: int, call: Any
+    self,
+    messages: Sequence[trajectory.Message],
+    turn: int,
+    call: model_calls.GuardedCall,
   ) -> model_calls.Reply:
     """See `model_calls.TextSession`."""
     return await call(self._reply, messages, turn, inline=True)
@@ -119,6 +122,13 @@ class Episodes:
     ConfigError: naming each setting that is wrong.
     """
     config, source = tasks_lib.resolve(config_lib.load_config(list(settings)))
+    if config.agent.history == "summary":
+      raise config_lib.ConfigError(
+        [
+          "agent.history=summary counts the tokens of a context, which the"
+          " program that samples does not report; set agent.history=window"
+        ]
+      )
     self._config, self._source = config, source
     self._images = images_lib.ImageStore()
     self._factory = episodes_lib.EpisodeFactory(config, self._images)
@@ -189,7 +199,7 @@ class Episodes:
     self._playing[name] = outside, playing
     return {"episode": name, **await self._next(name)}
 
-  def _episode(self, name: Any) -> tuple[Outside, asyncio.Task[Any]]:
+  def _episode(self, name: object) -> tuple[Outside, asyncio.Task[Any]]:
     if name not in self._playing:
       raise ValueError(f"no episode {name!r} is being played; start another")
     return self._playing[name]

@@ -13,14 +13,16 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from typing import Any
+from typing import Any, Callable
 
 from flax import nnx
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.clients import chat_model
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.planning import dry_run
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
@@ -97,7 +99,10 @@ class PolicySubject:
   connection: Any = None
 
   def __init__(
-    self, config: EvaluationConfig, images: images_lib.ImageStore, agent: Any
+    self,
+    config: EvaluationConfig,
+    images: images_lib.ImageStore,
+    agent: base_agent.BaseAgent,
   ):
     """Loads the weights and builds the engine; compiles nothing.
 
@@ -144,7 +149,7 @@ class PolicySubject:
     )
     return models.warm_start_source(recorded)
 
-  def _load(self, model: Any, run: pathlib.Path, step: int) -> None:
+  def _load(self, model: base.Policy, run: pathlib.Path, step: int) -> None:
     try:
       with checkpoint_lib.LearnerCheckpoints(
         run / "checkpoints", read_only=True
@@ -171,7 +176,7 @@ class PolicySubject:
       config, self.policy, factory, directory, self.engine, self.memory
     )
 
-  def warm_up(self, progress: Any) -> None:
+  def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
     self.engine.warm_up(progress)
 
   async def check(self) -> list[str]:
@@ -224,7 +229,7 @@ class ServerSubject:
       f" {self.connection.name}\n  directory  {directory}"
     )
 
-  def warm_up(self, progress: Any) -> None:
+  def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
     del progress
 
   async def check(self) -> list[str]:
@@ -253,7 +258,9 @@ class ServerSubject:
 
 
 def make(
-  config: EvaluationConfig, images: images_lib.ImageStore, agent: Any
+  config: EvaluationConfig,
+  images: images_lib.ImageStore,
+  agent: base_agent.BaseAgent,
 ) -> PolicySubject | ServerSubject:
   """Raises:
 

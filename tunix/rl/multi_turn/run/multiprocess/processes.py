@@ -153,7 +153,7 @@ def check(processes: peers_lib.Peers, config: config_lib.TrainConfig) -> None:
     raise config_lib.ConfigError(problems)
 
 
-def _different(one: Any, other: Any, key: str = "") -> list[str]:
+def _different(one: object, other: object, key: str = "") -> list[str]:
   if isinstance(one, dict) and isinstance(other, dict):
     return [
       name

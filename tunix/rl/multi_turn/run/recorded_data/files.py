@@ -240,7 +240,7 @@ def _own_group(data: Mapping[str, Any]) -> str:
   return str(data.get("group_id") or data["trajectory_id"])
 
 
-def _group_of(data: Any, place: Place, split: str) -> str:
+def _group_of(data: object, place: Place, split: str) -> str:
   """The name of an episode's group; "\\0reason" leaves it out."""
   if not isinstance(data, Mapping):
     raise ValueError("an object is needed")

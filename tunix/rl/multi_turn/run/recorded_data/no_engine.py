@@ -7,7 +7,7 @@ reserved and no program of an engine is compiled.
 from __future__ import annotations
 
 import concurrent.futures
-from typing import Any, Callable
+from typing import Callable
 
 
 class NoEngine:
@@ -27,7 +27,7 @@ class NoEngine:
     """Nothing is compiled."""
 
   def update_weights(
-    self, version: int, state: Any
+    self, version: int, state: object
   ) -> concurrent.futures.Future[int]:
     """Records the version; the future has ended."""
     del state

@@ -307,7 +307,7 @@ class EpisodeReader:
     return {"type": "image", "image": ref}
 
 
-def _bytes(source: Any, directory: pathlib.Path | None) -> bytes:
+def _bytes(source: object, directory: pathlib.Path | None) -> bytes:
   """Of a data URL, or of a file beside the data."""
   if not isinstance(source, str):
     raise ValueError(f"an image must be a data URL or a file, got {source!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping, Sequence, TYPE_CHECKING
 import urllib.parse
 
 from tunix.rl.multi_turn import config as config_lib
@@ -28,11 +28,14 @@ from tunix.rl.multi_turn.trajectory_collector.agent_rollout import rollout
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
 from tunix.rl.queue import group_queue
 
+if TYPE_CHECKING:
+  from tunix.rl.multi_turn.run import run
+
 _LOG = logging.getLogger(__name__)
 ConfigError = config_lib.ConfigError
 
 
-def make_reader(run: Any, section: str) -> reader_lib.EpisodeReader:
+def make_reader(run: run.Run, section: str) -> reader_lib.EpisodeReader:
   """The reader of a run's policy; `section` is "buffer" or "offline".
 
   Raises:
@@ -63,7 +66,7 @@ def make_reader(run: Any, section: str) -> reader_lib.EpisodeReader:
     ) from None
 
 
-def mask_tokenizer(run: Any) -> Any:
+def mask_tokenizer(run: run.Run) -> Any:
   """The tokenizer that a loss mask type is made with.
 
   It is transformers', which has the policy's chat template; that of a policy
@@ -76,7 +79,7 @@ def mask_tokenizer(run: Any) -> Any:
   )
 
 
-def make_groups(run: Any) -> files.RecordedGroups:
+def make_groups(run: run.Run) -> files.RecordedGroups:
   """The groups of `offline.path`.
 
   Raises:
@@ -106,7 +109,7 @@ def make_groups(run: Any) -> files.RecordedGroups:
 
 
 def make_offline(
-  run: Any,
+  run: run.Run,
   groups_per_step: int,
   state: Mapping[str, Any] | None,
   consumed: Sequence[int],
@@ -122,6 +125,7 @@ def make_offline(
     ConfigError: the data is not the checkpoint's.
   """
   settings = run.config.offline
+  assert run.recorded is not None
   queue = offline_queue.OfflineQueue(
     run.recorded,
     groups_per_step,
@@ -177,7 +181,7 @@ def make_buffer_loop(
   return loop
 
 
-def rollout_arguments(run: Any) -> argparse.Namespace:
+def rollout_arguments(run: run.Run) -> argparse.Namespace:
   """The run's settings as the arguments of the protocol's trainer.
 
   Generators sample from the run's own server, with `remote_engine_key` as
@@ -216,7 +220,7 @@ def rollout_arguments(run: Any) -> argparse.Namespace:
   return argparse.Namespace(**args)
 
 
-def start_payload(run: Any, skip: Sequence[str]) -> dict[str, Any]:
+def start_payload(run: run.Run, skip: Sequence[str]) -> dict[str, Any]:
   """The body of `/start_rollout` for a run that skips instances."""
   return client.start_payload(
     run.config.buffer.url, rollout_arguments(run), {"0": list(skip)}

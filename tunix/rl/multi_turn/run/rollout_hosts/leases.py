@@ -126,7 +126,7 @@ class LeaseBook:
       self.counts["lent"] += 1
       return lease
 
-  def finish(self, number: int, host: str, value: Any) -> bool:
+  def finish(self, number: int, host: str, value: object) -> bool:
     """Ends a lease with its group; False if it had ended before."""
     with self._lock:
       self._hear(host)

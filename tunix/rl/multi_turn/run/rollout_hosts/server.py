@@ -25,7 +25,7 @@ import json
 import pathlib
 import secrets
 import time
-from typing import Any, Awaitable, Callable, Iterator
+from typing import Any, Awaitable, Callable, Iterator, TYPE_CHECKING
 import zlib
 
 from tunix.rl.multi_turn import config as config_lib
@@ -34,6 +34,9 @@ from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.net import request_bodies
 from tunix.rl.multi_turn.run.rollout_hosts import leases as leases_lib
 from tunix.rl.multi_turn.run.rollout_hosts import messages
+
+if TYPE_CHECKING:
+  from starlette import requests
 
 _WAIT_S = 5.0  # For a lease, before a host asks again.
 _LOOK_S = 0.5  # Whether it is still there, and the run.
@@ -149,8 +152,8 @@ class LeaseRoutes:
 
   # --- routes ----------------------------------------------------------------
 
-  def _guarded(self, handler: Any) -> Any:
-    async def answer(request: Any) -> Any:
+  def _guarded(self, handler: Callable[..., Any]) -> Any:
+    async def answer(request: requests.Request) -> Any:
       header = request.headers.get("authorization", "")
       if not hmac.compare_digest(
         header.encode(), f"Bearer {self.token}".encode()
@@ -173,21 +176,21 @@ class LeaseRoutes:
   def _refused(self, status: int, text: str) -> Any:
     return self._responses.JSONResponse({"detail": text}, status)
 
-  def _json(self, data: Any) -> Any:
+  def _json(self, data: object) -> Any:
     return self._responses.JSONResponse(data)
 
-  async def _body(self, request: Any, most: int) -> dict[str, Any]:
+  async def _body(self, request: requests.Request, most: int) -> dict[str, Any]:
     raw = await request_bodies.read(request, most)
     body = await asyncio.to_thread(json.loads, raw)
     if not isinstance(body, dict) or not isinstance(body["host"], str):
       raise ValueError("an object with the name of the host is needed")
     return body
 
-  async def _run(self, request: Any) -> Any:
+  async def _run(self, request: requests.Request) -> Any:
     del request
     return self._json(self._settings)
 
-  async def _lease(self, request: Any) -> Any:
+  async def _lease(self, request: requests.Request) -> Any:
     body = await self._body(request, _SMALL)
     host = body["host"]
     wait = min(max(0.0, float(body.get("wait_s", _WAIT_S))), _WAIT_S)
@@ -229,7 +232,7 @@ class LeaseRoutes:
     pause_s = self._book.host_count / _CALLS
     return max(least, min(pause_s, self._book.silence_s / 5))
 
-  async def _collected(self, request: Any) -> Any:
+  async def _collected(self, request: requests.Request) -> Any:
     body = await self._body(request, messages.MAX_GROUP)
     faults = [tuple(map(str, fault)) for fault in body["faults"]]
     group = await asyncio.to_thread(
@@ -239,7 +242,7 @@ class LeaseRoutes:
     accepted = self._book.finish(number, body["host"], (group, faults))
     return self._json({"taken": accepted})
 
-  async def _beat(self, request: Any) -> Any:
+  async def _beat(self, request: requests.Request) -> Any:
     body = await self._body(request, _SMALL)
     stats = {str(k): float(v) for k, v in body["stats"].items()}
     numbers = [int(n) for n in body["leases"]]
@@ -256,7 +259,7 @@ class LeaseRoutes:
       }
     )
 
-  async def _send_weights(self, request: Any) -> Any:
+  async def _send_weights(self, request: requests.Request) -> Any:
     file = self._weights
     if file is None or request.path_params["serial"] != self.serial:
       return self._refused(404, f"the newest weights are {self.serial}")

@@ -11,6 +11,7 @@ from typing import Any, Mapping
 from flax import nnx
 import jax
 import numpy as np
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import sharding
 
 
@@ -43,7 +44,9 @@ def tensors_of(
   return tensors
 
 
-def state_like(model: Any, tensors: Mapping[str, np.ndarray]) -> nnx.State:
+def state_like(
+  model: base.Policy, tensors: Mapping[str, np.ndarray]
+) -> nnx.State:
   """The parameters of a module, with other values, placed as its own.
 
   Raises:

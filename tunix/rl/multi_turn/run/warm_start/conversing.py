@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Callable, Iterator, Sequence
 
+from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.clients import scripted_client
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
@@ -99,7 +100,9 @@ class Converser:
     return played
 
 
-def _texts(turns: Iterator[conversations.Turn], agent: Any) -> Iterator[str]:
+def _texts(
+  turns: Iterator[conversations.Turn], agent: tool_agent.ToolAgent
+) -> Iterator[str]:
   """Yields each turn as the policy would write it, in the agent's grammar."""
   for turn in turns:
     text, calls = conversations.text_and_calls(turn)

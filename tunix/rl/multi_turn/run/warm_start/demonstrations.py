@@ -110,7 +110,7 @@ pretraining, at every screenshot size: it has met no other numbers."""
 _POINTING = (Kind.CLICK, Kind.DRAG)
 
 
-async def _value(value: Any) -> Any:
+async def _value(value: object) -> Any:
   return await value if asyncio.iscoroutine(value) else value
 
 
@@ -181,6 +181,10 @@ class Demonstrator:
 
     async def act(prompt: policy_client.TokenPrompt, session: str):
       del prompt, session
+      if getattr(agent, "is_summarizing", False):
+        oracle: Any = self.oracle  # Settings need one that can.
+        summary = await _value(oracle.summarize(gym))
+        return completion_ids(self.renderer, summary)
       try:
         action = await _value(self.oracle.act(gym))
       except LookupError as error:

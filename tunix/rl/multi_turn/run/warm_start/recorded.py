@@ -61,7 +61,7 @@ class Conversations:
 
 def for_run(
   config: config_lib.TrainConfig,
-  task_source: Any,
+  task_source: gym_base.TaskSet,
   tools: Sequence[Mapping[str, Any]] = (),
 ) -> Source | Conversations:
   """The source that `warm_start` describes.
@@ -79,7 +79,9 @@ def for_run(
   return _oracle(config, task_source)
 
 
-def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
+def _oracle(
+  config: config_lib.TrainConfig, task_source: gym_base.TaskSet
+) -> Source:
   steps = config.warm_start.steps
   try:
     oracle = gyms.get(config.gym.name, "operator").load_oracle(
@@ -112,7 +114,7 @@ def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
 
 def _conversations(
   config: config_lib.TrainConfig,
-  task_source: Any,
+  task_source: gym_base.TaskSet,
   tools: Sequence[Mapping[str, Any]],
 ) -> Conversations:
   start = config.warm_start

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence, TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -36,6 +36,9 @@ from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run.warm_start import conversing
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.run.warm_start import recorded
+
+if TYPE_CHECKING:
+  from tunix.rl.multi_turn.run import run
 
 _CHECKPOINTS = "cloning"
 _RESULT = models.WARM_START
@@ -148,7 +151,7 @@ class WarmStart:
     self,
     config: config_lib.TrainConfig,
     mesh: jax.sharding.Mesh | None,
-    task_source: Any,
+    task_source: gym_base.TaskSet,
     tools: Sequence[Mapping[str, Any]] = (),
     processes: peers_lib.Peers = peers_lib.ALONE,
   ):
@@ -206,7 +209,7 @@ class WarmStart:
       ) from None
     return True
 
-  def apply(self, run: Any) -> models.LoadedPolicy:
+  def apply(self, run: run.Run) -> models.LoadedPolicy:
     """The policy that GRPO begins with.
 
     Args:
@@ -227,7 +230,7 @@ class WarmStart:
     return policy
 
   def _clone(
-    self, run: Any, policy: models.LoadedPolicy
+    self, run: run.Run, policy: models.LoadedPolicy
   ) -> models.LoadedPolicy:
     """Behaviour cloning on demonstrations."""
     config = self._config
@@ -269,7 +272,7 @@ class WarmStart:
 
   def _demonstrator(
     self,
-    run: Any,
+    run: run.Run,
     policy: models.LoadedPolicy,
     source: recorded.Source | recorded.Conversations,
   ) -> Any:

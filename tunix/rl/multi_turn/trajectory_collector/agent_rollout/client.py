@@ -379,7 +379,7 @@ def _sifted(items: list[Any], places: list[int]) -> ReadGroup:
   )
 
 
-def _id_of(item: Any, key: str) -> str:
+def _id_of(item: object, key: str) -> str:
   value = item.get(key) if isinstance(item, Mapping) else None
   if isinstance(value, bool) or not isinstance(value, (str, int)):
     return ""
@@ -448,7 +448,7 @@ async def get_rollout_data(
 
 
 def start_rollout(
-  api_base_url: str, args: Any, metadata: Mapping[str, Any] | None
+  api_base_url: str, args: object, metadata: Mapping[str, Any] | None
 ) -> dict[str, Any]:
   """Starts the service's generation.
 

@@ -89,7 +89,7 @@ async def generate_agent_rollout(
 
 
 async def _fill(
-  args: Any,
+  args: object,
   url: str,
   rollout_id: int,
   data_buffer: samples_lib.DataBuffer,
@@ -158,7 +158,7 @@ class _Errors:
 
 
 def _add(
-  args: Any,
+  args: object,
   data_buffer: samples_lib.DataBuffer,
   items: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -175,7 +175,7 @@ def _add(
   )
 
 
-def tokenizer_of(args: Any) -> Any:
+def tokenizer_of(args: object) -> Any:
   """`args.tokenizer`, or that of the directory `args.hf_checkpoint`.
 
   Raises:
@@ -232,7 +232,7 @@ def raw_info(all_meta_info: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def log_raw_info(
-  args: Any, all_meta_info: list[dict[str, Any]], rollout_id: int
+  args: object, all_meta_info: list[dict[str, Any]], rollout_id: int
 ) -> None:
   """Logs the service's statistics of a rollout, to Weights & Biases too.
 

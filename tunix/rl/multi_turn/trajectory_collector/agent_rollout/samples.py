@@ -195,7 +195,7 @@ BufferFilter = Callable[[Any, int, list[list[Sample]], int], list[list[Sample]]]
 
 
 def pop_first(
-  args: Any, rollout_id: int, buffer: list[list[Sample]], num_groups: int
+  args: object, rollout_id: int, buffer: list[list[Sample]], num_groups: int
 ) -> list[list[Sample]]:
   """The default filter: the groups that came first."""
   del args, rollout_id
@@ -211,7 +211,7 @@ class DataBuffer:
     metadata: instance ids trained on, by rollout id; kept in checkpoints.
   """
 
-  def __init__(self, args: Any = None):
+  def __init__(self, args: object = None):
     """Args:
 
       args: `buffer_filter_path` names the filter; FIFO without. Samples that
@@ -285,7 +285,7 @@ class DataBuffer:
       ]
 
 
-def _to_json(sample: Any) -> dict[str, Any]:
+def _to_json(sample: object) -> dict[str, Any]:
   """A sample as JSON values; also one of another class with its attributes."""
   values = {
     field.name: getattr(sample, field.name)
@@ -297,7 +297,7 @@ def _to_json(sample: Any) -> dict[str, Any]:
   return _plain(values)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
   """Returns the value with lists and numbers in the place of arrays."""
   if hasattr(value, "tolist"):
     return value.tolist()

@@ -25,6 +25,7 @@ GYM = spec.GymSpec(
   batch_preset={"learner.patches": 512, "learner.targets": 608},
   oracle=f"{__name__}.gym:oracle_action",
   describe=f"{__name__}.gym:DesktopGym.describe",
+  summarize=f"{__name__}.gym:DesktopGym.summarize",
   set_by_run=spec.SIZE,
   bounds={"time_decay": (0, 1)},
   runs_inline=True,

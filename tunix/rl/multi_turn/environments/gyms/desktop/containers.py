@@ -80,6 +80,7 @@ class Window(Container):
   def __init__(self, x, y, w, h, name, closable=True, modal=False):
     super().__init__(x, y, w, h, name)
     self.modal = modal
+    self.default: widgets.Widget | None = None  # What the Enter key presses.
     if modal:
       self.kind = "dialog"
     self.close_box = None

@@ -440,3 +440,83 @@ class SwitchTab(family.Family):
     if not ep.w["tab"].front:
       return family.click(ep, ep.w["tab"])
     return family.click(ep, ep.w["box"])
+
+
+@family.register
+class RecallNumber(family.Family):
+  """Press the number that page 2 of 14 has shown; another one loses.
+
+  Its demonstrator is forgetful: in half of the instances its summaries tell
+  the page only. A policy cloned from it has seen both kinds.
+  """
+
+  name = "recall-number"
+  max_turns = (18, 18, 20)
+  PAGES = 14
+
+  def sample(self, rng, level):
+    count = (4, 6, 8)[level]
+    name = rng.choice(words.FACT_NAMES)
+    text = rng.choice(
+      (
+        "Remember {}, go to the last page and press it.",
+        "Press the number of {} on the last page.",
+        "Page 2 shows {}. Press it at the end.",
+      )
+    ).format(name)
+    numbers = list(range(1, count + 1))
+    number = rng.choice(numbers)
+    if level:
+      rng.shuffle(numbers)
+    tells = rng.random() < 0.5
+    return family.Spec(
+      text, {"name": name, "number": number, "numbers": numbers, "tells": tells}
+    )
+
+  def build(self, ep, data, rng):
+    win, area = families_basic.form(ep, rng)
+    x, y, w, _ = area
+    label = win.add(widgets.Label(x + 2, y + 2, "Page 1: press Next", w=w - 4))
+    button = submit_button(win, area, "Next")
+    ep.w.update(win=win, area=area, label=label, next=button, page=1)
+
+  def judge(self, ep, event):
+    if event.kind != "press":
+      return None
+    if event.widget is ep.w["next"]:
+      self._turn_page(ep)
+      return None
+    return event.widget.name == str(ep.spec.data["number"])
+
+  def _turn_page(self, ep):
+    win, data = ep.w["win"], ep.spec.data
+    page = ep.w["page"] = ep.w["page"] + 1
+    if page == 2:
+      text = f"{data['name']}: {data['number']}"
+    else:
+      text = f"Page {page}"
+    if page == self.PAGES:
+      text = f"{data['name']}?"
+      win.children.remove(ep.w["next"])
+      win.default = ep.scene.focus = None
+      x, y, _, _ = ep.w["area"]
+      ep.w["numbers"] = {
+        number: win.add(
+          widgets.Button(
+            x + 2 + i % 4 * 26, y + 13 + i // 4 * 18, 22, 16, str(number)
+          )
+        )
+        for i, number in enumerate(data["numbers"])
+      }
+    ep.w["label"].text = text
+
+  def oracle(self, ep):
+    if ep.w["page"] == self.PAGES:
+      return family.click(ep, ep.w["numbers"][ep.spec.data["number"]])
+    return family.click(ep, ep.w["next"])
+
+  def summary(self, ep):
+    data = ep.spec.data
+    if ep.w["page"] > 1 and data["tells"]:
+      return f"Number {data['number']}."
+    return f"Page {ep.w['page']}."

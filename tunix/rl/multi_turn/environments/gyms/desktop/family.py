@@ -104,6 +104,10 @@ class Family:
     """Returns the next right action, None when nothing is left to do."""
     raise NotImplementedError
 
+  def summary(self, ep: Episode) -> str:
+    """Returns a demonstrator's summary of the turns so far."""
+    return f"{ep.turns} turns are done."
+
 
 FAMILIES: dict[str, Family] = {}
 
@@ -171,7 +175,7 @@ def uncover(ep: Episode, widget: widgets.Widget) -> Action:
       return Action(Kind.CLICK, x=x, y=y)
   x, y = widget.center()
   cover = scene.hit(x, y) if _on_screen(scene, x, y) else None
-  if cover is not None and getattr(cover, "movable", False):
+  if cover is not None and cover.movable:
     # Just far enough to free the centre, to the roomier side.
     dx = cover.w if x < scene.w // 2 else -cover.w
     return drag(ep, x, y, x + dx, y)

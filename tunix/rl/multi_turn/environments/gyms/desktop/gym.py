@@ -197,6 +197,12 @@ class DesktopGym:
     """The phrase for the object at a pixel; None without a unique one."""
     return self.scene.describe(x, y)
 
+  def summarize(self) -> str:
+    """Returns what a demonstrator writes as the summary of its turns."""
+    if self.episode is None:
+      raise RuntimeError("no episode is running; call start(task) first")
+    return self.episode.family.summary(self.episode)
+
   # -- the asynchronous protocol ---------------------------------------------
 
   async def start(self, task: base.Task) -> base.Observation:
@@ -206,7 +212,7 @@ class DesktopGym:
     return await self._drawn(self.act_sync, action)
 
   async def _drawn(
-    self, call: Callable[[Any], base.Observation], argument: Any
+    self, call: Callable[[Any], base.Observation], argument: object
   ) -> base.Observation:
     """`call(argument)`, in a thread where drawing would delay the loop."""
     if self.width * self.height <= _INLINE_PIXELS:

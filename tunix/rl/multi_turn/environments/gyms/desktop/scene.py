@@ -268,7 +268,7 @@ class Scene:
     if isinstance(root, containers.Window) and self.items[-1] is not root:
       self.items.remove(root)
       self.items.append(root)
-    usable = widget.focusable and getattr(widget, "enabled", True)
+    usable = widget.focusable and widget.enabled
     self.focus = widget if usable else None
     return widget, ""
 
@@ -290,10 +290,9 @@ class Scene:
     widget, why = self._touch(x, y)
     if why:
       return why
-    items = getattr(widget, "context_items", ())
-    if items:
+    if widget is not None and widget.context_items:
       self.emit("context", widget)
-      self.open_menu(x, y, items, widget)
+      self.open_menu(x, y, widget.context_items, widget)
     return ""
 
   def _do_long_press(self, action):
@@ -405,7 +404,7 @@ class Scene:
       if len(char) == 1 and focus.insert(self, char):
         return ""
     window = self._root(focus) if focus is not None else self.front_window()
-    default = getattr(window, "default", None)
+    default = window.default if isinstance(window, containers.Window) else None
     if combo == "enter" and default is not None:
       default.press(self, *default.center(), 1)
       return ""
@@ -451,10 +450,7 @@ class Scene:
     window = self.front_window()
     roots = [window] if window is not None else self.items
     ring = [
-      w
-      for root in roots
-      for w in root.walk()
-      if w.focusable and getattr(w, "enabled", True)
+      w for root in roots for w in root.walk() if w.focusable and w.enabled
     ]
     if not ring:
       return "nothing here can have the focus"

@@ -25,6 +25,9 @@ class Widget:
 
   kind = "widget"
   focusable = False
+  enabled = True
+  movable = False
+  context_items: tuple[str, ...] = ()
   parent: Any = None
 
   def __init__(self, x: int, y: int, w: int, h: int, name: str = ""):

@@ -140,7 +140,7 @@ def _in_sight(scene: scene_lib.Scene) -> Iterator[tuple[str, Any, Box]]:
 
 
 def _extent(
-  scene: scene_lib.Scene, widget: Any, x: int, y: int
+  scene: scene_lib.Scene, widget: object, x: int, y: int
 ) -> tuple[int, int, int, int]:
   """The widget's part around a position that shows it, in layout units."""
   x1, x2, y1, y2 = x, x + 1, y, y + 1

@@ -13,7 +13,7 @@ their order are those; the sentences of the prompt are ours.
 from __future__ import annotations
 
 import re
-from typing import Any, Sequence
+from typing import Sequence
 
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.tool_parser import base
@@ -90,7 +90,7 @@ class DeepSeekToolParser(scanning.JsonCallsParser):
   def format_calls(self, calls: Sequence[trajectory.ToolCall]) -> str:
     return _ALL_OPEN + "\n".join(map(self._write, calls)) + _ALL_CLOSE
 
-  def _write(self, call: Any) -> str:
+  def _write(self, call: trajectory.ToolCall) -> str:
     if _WORD.fullmatch(call.name) is None:
       raise base.ToolParseError(f"a call cannot be named {call.name!r}")
     body = scanning.compact_json(call.arguments)

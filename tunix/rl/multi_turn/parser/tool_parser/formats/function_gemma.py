@@ -76,7 +76,7 @@ class FunctionGemmaParser(scanning.ScanningParser):
     return f"{_OPEN}call:{call.name}{_written(call.arguments)}{_CLOSE}"
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
   """Returns a value in the notation.
 
   Raises:
@@ -197,7 +197,7 @@ def _ordered(schema: Mapping[str, Any]) -> dict[str, Any]:
   return ordered | {k: v for k, v in schema.items() if k == "type"}
 
 
-def _capitals(value: Any) -> Any:
+def _capitals(value: object) -> Any:
   if isinstance(value, Mapping):
     return {
       k: v.upper() if k == "type" and isinstance(v, str) else _capitals(v)
@@ -206,7 +206,7 @@ def _capitals(value: Any) -> Any:
   return [_capitals(v) for v in value] if isinstance(value, list) else value
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
   """`_written` for schemas, in which what cannot be written is a ValueError."""
   try:
     return _written(json.loads(json.dumps(value)))

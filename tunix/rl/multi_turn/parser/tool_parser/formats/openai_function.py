@@ -37,7 +37,7 @@ To call one, write it as a JSON object; its arguments are JSON in a string:
     }
 
   def calls_of(
-    self, value: Any, position: int
+    self, value: object, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     if not isinstance(value, dict):
       return None

@@ -230,7 +230,7 @@ def _declared_types(tools_schema: base.ToolsSchema) -> Types:
   return types
 
 
-def _kinds(spec: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+def _kinds(spec: object, root: Mapping[str, Any], depth: int) -> Iterator[str]:
   """JSON types that a schema names, also through unions and `$ref`s."""
   if not isinstance(spec, Mapping) or depth > _DEEPEST:
     return

@@ -64,7 +64,7 @@ class GeminiToolParser(scanning.JsonCallsParser):
     return {_WRAPPERS[0]: super().to_object(call)}
 
   def calls_of(
-    self, value: Any, position: int
+    self, value: object, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     for key in _WRAPPERS:
       if isinstance(value, dict) and key in value:

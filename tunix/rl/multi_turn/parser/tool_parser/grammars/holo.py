@@ -19,7 +19,7 @@ is F5. The description of an element is not used. `goto` and `restart` have no
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Sequence
 
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import trajectory
@@ -127,7 +127,7 @@ class Holo15Parser(gui_table.TableParser, scanning.JsonCallsParser):
   arguments_keys = ()
 
   def calls_of(
-    self, value: Any, position: int
+    self, value: object, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     if not isinstance(value, dict) or "action" not in value:
       return None

@@ -12,7 +12,7 @@ and the last point count. Keys held during anything but a click are refused.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Sequence
 
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import trajectory
@@ -151,7 +151,7 @@ class OpenAiComputerParser(gui_table.TableParser, scanning.JsonCallsParser):
   writers = _WRITERS
 
   def calls_of(
-    self, value: Any, position: int
+    self, value: object, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
     if isinstance(value, dict) and value.get("type") == "computer_call":
       actions = value.get("actions")

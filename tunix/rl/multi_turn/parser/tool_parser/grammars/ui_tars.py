@@ -247,7 +247,7 @@ class UiTarsMobileParser(UiTarsAbsoluteParser):
   own_prompt = _FORMAT + _MOBILE_SIGNATURES
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: object) -> str:
   if not isinstance(value, str):
     value = json.dumps(value)
   text = value.replace("\\", "\\\\").replace("'", "\\'")

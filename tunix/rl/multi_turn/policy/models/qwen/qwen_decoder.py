@@ -204,7 +204,7 @@ class Decoder(nnx.Module):
     positions_BT3: Any,
     mix: Callable[..., tuple[jax.Array, Any]],
     recur: Callable[..., tuple[jax.Array, Any]],
-    cache: Any = None,
+    cache: object = None,
     early: tuple[jax.Array, ...] = (),
   ) -> tuple[jax.Array, Any]:
     """Runs all layers.

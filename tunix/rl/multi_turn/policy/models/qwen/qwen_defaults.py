@@ -11,7 +11,11 @@ Does not: import JAX or transformers.
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Mapping, TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
+
 
 _HALF = (0.5, 0.5, 0.5)
 _CLIP = (
@@ -280,7 +284,7 @@ def image_tokens(raw: Mapping[str, Any], family: str) -> dict[str, int]:
   }
 
 
-def image_tokens_to_hf(config: Any) -> dict[str, int]:
+def image_tokens_to_hf(config: qwen_text_config.AnyConfig) -> dict[str, int]:
   """Returns the fields of config.json that `image_tokens` reads."""
   names = _NAMES.get(config.family, IMAGE_TOKENS)
   return {

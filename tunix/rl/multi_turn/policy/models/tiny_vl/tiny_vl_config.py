@@ -6,7 +6,9 @@ import dataclasses
 import functools
 from typing import Any
 
+import tokenizers
 from tunix.rl.multi_turn.core import arguments
+from tunix.rl.multi_turn.parser.renderer import base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +135,9 @@ SIZES: dict[str, dict[str, Any]] = {
 """Named sizes: "tiny" is shipped, "nano" is for tests."""
 
 
-def config_for(tokenizer: Any, size: str = "tiny", **changes) -> TinyVLConfig:
+def config_for(
+  tokenizer: base.Tokenizer, size: str = "tiny", **changes
+) -> TinyVLConfig:
   """Returns the config of a named size for a tokenizer.
 
   Args:
@@ -146,8 +150,8 @@ def config_for(tokenizer: Any, size: str = "tiny", **changes) -> TinyVLConfig:
   """
   if size not in SIZES:
     raise ValueError(f"size must be one of {sorted(SIZES)}, got {size!r}")
-  tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-  find = functools.partial(_token_id, tokenizer)
+  backend = base.backend_of(tokenizer)
+  find = functools.partial(_token_id, backend)
   start = find("0")
   for n in range(1000):
     if find(str(n)) != start + n:
@@ -168,7 +172,7 @@ def config_for(tokenizer: Any, size: str = "tiny", **changes) -> TinyVLConfig:
     )
   ]
   fields = dict(
-    vocab_size=tokenizer.get_vocab_size(),
+    vocab_size=backend.get_vocab_size(),
     number_start=start,
     image_token_id=find("<|image_pad|>"),
     pad_token_id=find("<|endoftext|>"),
@@ -179,7 +183,7 @@ def config_for(tokenizer: Any, size: str = "tiny", **changes) -> TinyVLConfig:
   return TinyVLConfig(**(fields | SIZES[size] | changes))
 
 
-def _token_id(tokenizer: Any, token: str) -> int:
+def _token_id(tokenizer: tokenizers.Tokenizer, token: str) -> int:
   number = tokenizer.token_to_id(token)
   if number is None:
     raise ValueError(f"the tokenizer has no token {token!r}")

@@ -6,7 +6,10 @@ import shlex
 import pytest
 from training_monitor.dashboard import text as text_lib
 from training_monitor.dashboard.views import configuration_page
-from tunix.rl.multi_turn import config as config_lib
+
+config_lib = pytest.importorskip(
+  "tunix.rl.multi_turn.config", reason="needs the framework"
+)
 
 
 def again(config):

@@ -7,12 +7,12 @@ import time
 import observed_run
 import pytest
 import synthetic_run
+from trainer_core import events
+from trainer_core import images as images_lib
+from trainer_core import trajectory as trajectory_lib
 from training_monitor.client import event_codec
 from training_monitor.client import spool as spool_lib
 from training_monitor.client.rows import live_turns
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 NAMES = dict(group_id="train-000001", task_id="t")
 

@@ -8,11 +8,11 @@ import observed_run
 import pytest
 import synthetic_run
 import told_run
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.environments.task_sources import cua_task
+from trainer_core import events
+from trainer_core import images as images_lib
+from trainer_core import trajectory as trajectory_lib
 
+TASKS = "tunix.rl.multi_turn.environments.task_sources.cua_task"
 Status = trajectory_lib.TrajectoryStatus
 COMMON = dict(group_id="g-1", task_id="click-button/0", split="train")
 
@@ -143,6 +143,28 @@ def test_wrong_calls_are_counted_by_kind_and_not_by_words(
   assert row["parse_errors"] == 1
 
 
+def test_a_summary_is_a_turn_without_a_gesture(server, tmp_path, store):
+  emitted = played(store, 1e9, turns=3)
+  steps = emitted[-1].trajectory.steps
+  # As an agent records it: the screen is as before, and nothing was done.
+  steps[1] = dataclasses.replace(
+    steps[1],
+    action=trajectory_lib.Action([]),
+    observation=steps[0].observation,
+    model_response="Price is 7.",
+    info={"summary": True},
+  )
+  tell(server, tmp_path / "s", store, *emitted)
+  (row,) = server.rows("rollout")
+  assert row["num_turns"] == 3 and row["num_total_actions"] == 2
+  assert row["parse_errors"] == row["tool_arg_errors"] == 0
+  kinds = [action["action_type"] for action in server.rows("action")]
+  assert kinds == ["click", "summary", "drag"]
+  page = server.http.get(f"/rollouts/{row['id']}?turn=2").text
+  assert ">summary</b>" in page and "Price is 7." in page
+  assert "The screen did not change." not in page
+
+
 CLICK, DONE = {"kind": "click", "x": 1.0, "y": 2.0}, {"kind": "terminate"}
 ENDS = {
     # Actions of each turn, status, reward of each turn -> the six columns.
@@ -190,6 +212,7 @@ def test_an_episode_has_its_exact_counts_and_claims(server, tmp_path, store):
 
 
 def test_tasks_of_a_list_come_before_its_episodes(server, tmp_path, store):
+  cua_task = pytest.importorskip(TASKS, reason="needs the framework")
   listed = [
       cua_task.CUATask(
           "click-button/0", name="Door", description="Open the door.",
@@ -245,6 +268,7 @@ def test_a_step_says_when_its_update_is_made(server, tmp_path, store):
 
 
 def test_a_list_of_tasks_has_every_one_of_them():
+  cua_task = pytest.importorskip(TASKS, reason="needs the framework")
   names = {f.name for f in dataclasses.fields(cua_task.CUATask)}
   record = cua_task.CUATask("a").to_record()
   assert {"difficulty", "category", "expected_result"} <= names & set(record)

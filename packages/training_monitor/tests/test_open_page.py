@@ -2,10 +2,12 @@
 
 import chromium
 import pytest
-import recorded_run
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.run import monitor as run_monitor
+from trainer_core import events
 
+recorded_run = pytest.importorskip(
+  "recorded_run", reason="needs the framework, whose desktop is played"
+)
+run_monitor = pytest.importorskip("tunix.rl.multi_turn.run.monitor")
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 _SIGN = "(word) => document.getElementById('live').textContent == word"

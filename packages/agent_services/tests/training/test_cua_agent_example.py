@@ -12,7 +12,7 @@ import monitor_server
 import pytest
 import run_services
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[4]
 EXAMPLE = ROOT / "examples" / "cua_agent"
 PARTS = (
     "genv_execution", "genv_http_client", "mini_agent_runner",

@@ -14,14 +14,14 @@ import msgpack
 import numpy as np
 import observed_run
 import pytest
+from trainer_core import events
+from trainer_core import images as images_lib
 from training_monitor.client import event_codec
 from training_monitor.client import frames as frames_lib
 from training_monitor.client import plain_json
 from training_monitor.client import spool as spool_lib
 from training_monitor.client import spool_reader
 from training_monitor.client.rows import run_rows
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import images as images_lib
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,11 @@ import monitor_databases
 import monitor_server
 import nursery
 import observed_run
+from trainer_core import images as images_lib
 from training_monitor.client import event_log
 from training_monitor.client import ingest_client
 from training_monitor.client import spool as spool_lib
 from training_monitor.schema import database as database_lib
-from tunix.rl.multi_turn.core import images as images_lib
 
 TURNS = 3
 SEGMENT = 20_000
@@ -297,9 +297,9 @@ def kill_trainer(folder, kills, seed=0, target=None) -> Outcome:
 _RUN = f"""
 import pathlib, time
 import observed_run, synthetic_run
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import images
-from tunix.rl.multi_turn.core import monitor_settings as settings
+from trainer_core import events
+from trainer_core import images
+from trainer_core import monitor_settings as settings
 from training_monitor.client import event_log
 from training_monitor.client import spool
 def run(given):

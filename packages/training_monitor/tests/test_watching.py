@@ -6,10 +6,10 @@ import time
 import chromium
 import numpy as np
 import pytest
+from trainer_core import events
+from trainer_core import images as images_lib
+from trainer_core import trajectory as trajectory_lib
 from training_monitor.client import event_log
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 TURNS, W, H = 28, 1920, 1080
 NAME = "train-000001.0"

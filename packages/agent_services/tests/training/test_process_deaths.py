@@ -26,7 +26,8 @@ def test_eight_ways_to_die_leave_nothing(tmp_path):
   ways = process_deaths.WAYS
   if trials.share() < 1:
     ways = ("SIGTERM", "leader")
-  env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  helpers = os.pathsep.join(p for p in sys.path if p.endswith("helpers"))
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": helpers}
   env.setdefault("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
   process = subprocess.run(
       [sys.executable, process_deaths.__file__, str(tmp_path / "runs"),

@@ -4,8 +4,8 @@ import datetime
 import json
 
 import pytest
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from trainer_core import events
+from trainer_core import trajectory as trajectory_lib
 
 Status = trajectory_lib.TrajectoryStatus
 

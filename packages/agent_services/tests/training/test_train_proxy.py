@@ -13,6 +13,12 @@ import two_paths
 pytestmark = pytest.mark.timeout(400)
 
 Status = trajectory.TrajectoryStatus
+SUMMARIES = (
+  "agent.history=summary",
+  "agent.summary_at=200",
+  "agent.summary_tokens=9",
+  "agent.on_parse_error=retry",
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +35,8 @@ Status = trajectory.TrajectoryStatus
     ),
     # The history is rewritten: an episode is several sequences.
     pytest.param(("agent.max_images=1",), id="window"),
+    # The policy rewrites it, in turns of their own.
+    pytest.param(SUMMARIES, id="summaries"),
     # Complaints, and completions that are cut.
     pytest.param(
       ("agent.on_parse_error=retry", "sampling.max_new_tokens=6"),
@@ -70,7 +78,7 @@ def test_trajectories_are_those_of_the_path_in_process(overrides):
     # The engine's thread hears of releases in its own time.
     paths.engine.update_weights(3, paths.policy.model).result(60)
     assert not paths.engine.stats()["sessions"]
-  if "agent.max_images=1" in overrides:
+  if "agent.max_images=1" in overrides or overrides is SUMMARIES:
     assert max(sequences) > 1
   if "engine.context_length=220" in overrides:
     assert Status.CONTEXT_LIMIT in statuses

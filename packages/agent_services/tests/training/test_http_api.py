@@ -16,7 +16,7 @@ import rollout_server
 import run_services
 from tunix.rl.multi_turn.environments.gyms import desktop
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[4]
 sys.path.insert(0, str(ROOT / "scripts"))
 import http_reference  # noqa: E402
 

@@ -6,7 +6,10 @@ import shlex
 import chromium
 import monitor_server
 import pytest
-from tunix.rl.multi_turn import config as config_lib
+
+config_lib = pytest.importorskip(
+  "tunix.rl.multi_turn.config", reason="needs the framework"
+)
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 

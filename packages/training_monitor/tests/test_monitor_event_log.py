@@ -17,14 +17,14 @@ import msgpack
 import numpy as np
 import pytest
 import synthetic_run
+from trainer_core import events
+from trainer_core import images as images_lib
+from trainer_core import monitor_settings as settings_lib
+from trainer_core import trajectory as trajectory_lib
 from training_monitor.client import event_codec
 from training_monitor.client import event_log
 from training_monitor.client import event_types
 from training_monitor.client import uploader
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import monitor_settings as settings_lib
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 Config = settings_lib.MonitorConfig
 pytestmark = pytest.mark.timeout(300)
@@ -431,7 +431,7 @@ def test_a_screenshot_that_was_lost_is_brought_again(server, tmp_path):
 def test_a_trainer_that_is_killed_has_told_everything(server, tmp_path):
   program = (
     "import json, os, signal, sys\n"
-    "from tunix.rl.multi_turn.core import events\n"
+    "from trainer_core import events\n"
     "from training_monitor.client import event_log\n"
     "run = event_log.RunSpec(**json.loads(sys.argv[1]))\n"
     "r = event_log.EventLog(run)\n"

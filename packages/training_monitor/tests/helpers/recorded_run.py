@@ -12,19 +12,21 @@ import dataclasses
 import time
 
 import numpy as np
+from trainer_core import events
+from trainer_core import images as images_lib
+from trainer_core import monitor_settings as settings_lib
+from trainer_core import success_rates
+from trainer_core import trajectory as trajectory_lib
 from training_monitor.client import event_log
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.agents import tool_agent
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import monitor_settings as settings_lib
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.batches import examples as example_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
+from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 
@@ -35,7 +37,9 @@ _HABITS = {"enter-text": "skip_focus", "scroll-and-click": "wrong_widget"}
 
 
 def _demonstrator(store, rate):
-  _, processor, tokenizer = checkpoint.create_policy("nano")
+  tokenizer = policy_files.load_tokenizer("tiny_vl")
+  cells = tiny_vl.config_for(tokenizer, "nano").max_cells
+  processor = vision_inputs.TinyVLProcessor(cells)
   return demonstrations.Demonstrator(
     renderer=qwen.QwenRenderer(tokenizer, processor.num_image_tokens),
     make_agent=lambda: tool_agent.ToolAgent(

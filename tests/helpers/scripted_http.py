@@ -1,19 +1,10 @@
-"""Run services on the loopback interface, and ones that misbehave."""
+"""Applications whose answers a test writes, and what a policy's server says."""
 
 import asyncio
 import contextlib
 import json
 
-from agent_services.run_service import app as app_lib
 from tunix.rl.multi_turn.net import http_server
-
-
-@contextlib.contextmanager
-def serving(**options):
-  """(url, app) of a run service of this package."""
-  app = app_lib.App(**options)
-  with http_server.LoopbackServer(app.asgi) as server:
-    yield server.url, app
 
 
 class Scripted:

@@ -1,11 +1,10 @@
 """Episodes of every kind, told to a monitor by its event log."""
 
 import synthetic_run
+from trainer_core import events
+from trainer_core import monitor_settings as settings_lib
+from trainer_core import trajectory as trajectory_lib
 from training_monitor.client import event_log
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import monitor_settings as settings_lib
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.learner.batches import examples as example_lib
 
 Status = trajectory_lib.TrajectoryStatus
 
@@ -99,7 +98,8 @@ def play(tell, store, steps=5):
         step, step, {"loss": 0.5 / step, "grad_norm": 0.1}, (group,),
         {m.trajectory_id: (0.25 * i,) * m.num_turns
          for i, m in enumerate(members) if i},
-        example_lib.left_out((group,), ()),
+        {m.trajectory_id: ("" if m.is_trainable else "invalid",)
+         * m.num_turns for m in members},
     ))  # fmt: skip
     if step == 3:
       measure("step_3", 3)

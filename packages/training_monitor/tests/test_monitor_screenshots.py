@@ -14,16 +14,16 @@ import numpy as np
 from PIL import Image
 import pytest
 import synthetic_run
+from trainer_core import events
+from trainer_core import images as images_lib
+from trainer_core import monitor_settings as settings_lib
 from training_monitor import app as app_lib
 from training_monitor.client import event_log
 from training_monitor.client import ingest_client
 from training_monitor.client import spool as spool_lib
 from training_monitor.client import spool_reader
 from training_monitor.maintenance import pruning
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import monitor_settings as settings_lib
-from tunix.rl.multi_turn.net import http_server
+from training_monitor.net import http_server
 
 DEAD = "http://127.0.0.1:9"  # No server listens there.
 BATCH, IMAGES = "/api/ingest/batch", "/api/v1/screenshots"

@@ -59,7 +59,7 @@ def run(library, scenario, folder, timeout_s=240, **options) -> dict:
   """Runs a scenario; returns its result."""
   program = (
     "import runpy, sys\n"
-    f"sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n"
+    f"sys.path[:0] = {[p for p in sys.path if p.endswith('helpers')]!r}\n"
     f"runpy.run_path({__file__!r}, run_name='__main__')\n"
   )
   result = fresh_interpreter.run(
