@@ -1,6 +1,7 @@
 """The command that evaluates, with servers over real HTTP."""
 
 import json
+import re
 import threading
 
 import chat_server
@@ -55,6 +56,14 @@ def test_a_server_is_evaluated(tmp_path, capsys):
   assert "What is" in page and "pass@4" in page
   lines = (tmp_path / "s" / "trajectories.jsonl").read_text().splitlines()
   assert len(lines) == 24
+
+
+def test_a_dry_run_describes_a_policy_and_makes_nothing(tmp_path, capsys):
+  assert evaluate.main([f"dir={tmp_path}", *ADD, "--dry-run"]) == 0
+  stdout = capsys.readouterr().out
+  assert re.search(r"KV cache of \d+ tokens, [\d.]+ MiB", stdout)
+  assert stdout.endswith("\n\n  6 episodes\n")
+  assert not list(tmp_path.iterdir())
 
 
 def test_an_evaluation_that_a_dying_server_ended_is_resumed(tmp_path, capsys):

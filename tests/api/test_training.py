@@ -115,6 +115,20 @@ def test_a_dry_run_is_refused_before_anything_is_built(monkeypatch):
     mt.train(steps=1, gym="desktop", run={"dry_run": True})
 
 
+def test_a_run_that_is_not_handed_over_closes_its_engine(tmp_path, monkeypatch):
+  built = []
+
+  def refuse(run, place):
+    built.append(run)
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(training, "TrainingRun", refuse)
+  with pytest.raises(KeyboardInterrupt):
+    mt.train(steps=1, gym="desktop", run={"dir": tmp_path}, **SMALL)
+  assert not built[0].engine.healthy
+  cell.take("the process is free again").release()
+
+
 @pytest.mark.slow
 def test_the_trained_policy_is_evaluated_and_plays(run, tmp_path):
   evaluation = mt.evaluate(

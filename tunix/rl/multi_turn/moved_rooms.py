@@ -13,7 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from typing import Any
+from typing import Any, cast
 
 _HERE = __name__.rpartition(".")[0]
 
@@ -93,11 +93,12 @@ class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
   def get_code(self, fullname):
     """Returns the module's code, for `python -m`."""
-    name = own_name(fullname)
-    return importlib.util.find_spec(name).loader.get_code(name)
+    name = cast(str, own_name(fullname))
+    spec: Any = importlib.util.find_spec(name)
+    return spec.loader.get_code(name)
 
   def create_module(self, spec):
-    module = importlib.import_module(own_name(spec.name))
+    module = importlib.import_module(cast(str, own_name(spec.name)))
     self._specs[spec.name] = module.__spec__
     return module
 

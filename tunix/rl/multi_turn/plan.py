@@ -237,7 +237,7 @@ def fixes(
 
   def attempt(settings: list[str]) -> int | None:
     again = _again(arguments, run, settings)
-    return again and planned_run.total(planned_run.memory(again))
+    return planned_run.total(planned_run.memory(again)) if again else None
 
   for settings in knobs(run.config, run.name):
     total = attempt(settings)

@@ -173,7 +173,15 @@ def main(
   try:
     run = prepare(argv) if config is None else build(config, task_source)
     if run.config.run.dry_run:
-      print(dry_run.describe(run) + addresses.unreachable(run.config))
+      shown = dry_run.describe(
+        run.config,
+        run.policy,
+        run.episodes,
+        run.directory,
+        run.engine,
+        run.memory,
+      )
+      print(shown + addresses.unreachable(run.config))
       run.engine.close()
       return 0
     status = run_to_end(run)

@@ -158,7 +158,7 @@ class Builder:
     return self.make(**self._values)
 
 
-def screenshot_options(config: settings.AgentConfig) -> dict[str, int]:
+def screenshot_options(config: settings.AgentConfig) -> dict[str, Any]:
   """Arguments of `ScreenshotTool` for the sizes that the agent wants.
 
   Raises:

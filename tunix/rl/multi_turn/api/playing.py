@@ -225,8 +225,8 @@ def _episode(
   store = images_lib.ImageStore()
   screens = []
   for observation in recording.observations:
-    image = store.put(observation.screenshot)
-    Image.fromarray(observation.screenshot).save(run.image_path(image))
+    image = store.put(observation.pixels)
+    Image.fromarray(observation.pixels).save(run.image_path(image))
     screens.append(image)
   task = recording.task
   verdict = recording.evaluation

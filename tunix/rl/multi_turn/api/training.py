@@ -152,7 +152,7 @@ def train(
       cell.follow(built)
   except BaseException:
     if built is not None:
-      built.close()
+      built.engine.close()
     place.release()
     raise
   background = cell is not None if wait is None else not wait

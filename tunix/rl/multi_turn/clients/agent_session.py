@@ -73,8 +73,9 @@ class Computer:
   def __init__(self, session: AgentSession):
     self._session = session
 
-  async def reset(self) -> Message:
-    """Returns the first observation with the task, as a user message."""
+  async def reset(self) -> Message | None:
+    """Returns the first observation with the task, as a user message; None if
+    the episode ended before it."""
     return await self._session._seen()
 
   async def act(self, text: str) -> Message | None:

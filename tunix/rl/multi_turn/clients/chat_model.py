@@ -124,7 +124,7 @@ class ChatConnection:
     """
     await self._find_model()
     first, image = sampling, None if screen is None else _blank(*screen)
-    notes = []
+    notes: list[str] = []
     while True:
       try:
         await self._try(first, image)

@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.core import json_text
 try:
   import fcntl
 except ImportError:
-  fcntl = None
+  fcntl = None  # type: ignore[assignment]  # On Windows.
 
 _OWNER = re.compile(r"\.(\d{8}-\d{6}-\d+-[0-9a-f]{6})\.owner")
 

@@ -164,7 +164,7 @@ def of_openai(answer: Mapping[str, Any]) -> Answer:
   message = choice.get("message") or {}
   logprobs = choice.get("logprobs") or {}
   if logprobs.get("content") is not None:
-    values = [entry["logprob"] for entry in logprobs["content"]]
+    values: Any = [entry["logprob"] for entry in logprobs["content"]]
   else:
     values = logprobs.get("token_logprobs")
   prompt = choice.get("prompt_token_ids")
@@ -284,7 +284,7 @@ def _spans(entries: Any) -> list[tuple[int, int]]:
     else:
       version, start = entry[0], entry[1]
     if str(version).isdigit():
-      spans.append((int(start), int(version)))
+      spans.append((int(start), int(str(version))))
   return spans
 
 

@@ -567,7 +567,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in problems:
       print(problem)
     return 1 if problems else 0
-  settings = {}
+  settings: dict[str, Any] = {}
   try:
     for field in dataclasses.fields(VllmLaunch):
       value = args[field.name]

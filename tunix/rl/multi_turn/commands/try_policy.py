@@ -112,17 +112,12 @@ def _load(
 ) -> checkpoint.Loaded:
   """The policy with weights: its directory's, or random ones."""
   config = policy.model.config
+  change: dict[str, Any] = {"compute_dtype": config.compute_dtype}
+  if hasattr(config, "param_dtype"):
+    change["param_dtype"] = config.param_dtype
   if policy.directory is not None:
-    change = {"compute_dtype": config.compute_dtype}
-    if hasattr(config, "param_dtype"):
-      change["param_dtype"] = config.param_dtype
     return checkpoint.load_policy(policy.directory, screen=screen, **change)
-  return checkpoint.create_policy(
-    policy.name,
-    screen=screen,
-    compute_dtype=config.compute_dtype,
-    param_dtype=config.param_dtype,
-  )
+  return checkpoint.create_policy(policy.name, screen=screen, **change)
 
 
 def _next_tokens(

@@ -72,7 +72,7 @@ def _conversation(line: str, number: int) -> Conversation:
     except ValueError as error:
       raise ValueError(f"{where}: {error}") from None
   from_user = (m for m in messages if m.get("role") == "user")
-  first_user_message = next(from_user, {})
+  first_user_message: Mapping[str, Any] = next(from_user, {})
   question = row.get("question") or first_user_message.get("content")
   if not isinstance(question, str) or not question:
     raise ValueError(
@@ -111,7 +111,7 @@ def _calls_of(turn: Turn) -> Sequence[Any]:
 
 
 def _call(call: Any) -> trajectory.ToolCall:
-  function = call.get("function") if isinstance(call, Mapping) else None
+  function: Any = call.get("function") if isinstance(call, Mapping) else None
   name = function.get("name") if isinstance(function, Mapping) else None
   if not isinstance(name, str) or not name:
     raise ValueError(

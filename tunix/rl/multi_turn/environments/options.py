@@ -39,7 +39,7 @@ def check_seconds(seconds: Any, prefix: str = "") -> None:
   Raises:
     ValueError: naming the field and its value.
   """
-  if dataclasses.is_dataclass(seconds):
+  if dataclasses.is_dataclass(seconds) and not isinstance(seconds, type):
     seconds, prefix = dataclasses.asdict(seconds), "timeouts."
   for name, value in seconds.items():
     if (

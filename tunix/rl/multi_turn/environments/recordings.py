@@ -84,7 +84,7 @@ class Recording:
       },
       "observations": [
         wire.observation_to_json(
-          shown, picture=wire.screenshot_to_json(shown.screenshot)
+          shown, picture=wire.screenshot_to_json(shown.pixels)
         )
         for shown in self.observations
       ],

@@ -368,7 +368,7 @@ def action_from_json(
     if "kind" not in data:
       return _genv_action(data, width, height)
     own_fields = {**_given(data), "kind": data["kind"]}
-    fields = json_models.validate(_Fields, own_fields, "action")
+    fields: Any = json_models.validate(_Fields, own_fields, "action")
     return gui_action.GuiAction(**fields)
   except ValueError as error:
     text = str(error)  # `GuiAction` raises without the word "action".

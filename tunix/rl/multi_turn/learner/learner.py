@@ -109,7 +109,7 @@ class Learner:
     config: LearnerConfig = LearnerConfig(),
     algorithm: AlgorithmConfig = AlgorithmConfig(),
     *,
-    sampling: policy_client.SamplingParams = policy_client.SamplingParams(),
+    sampling: policy_client.SamplingConfig = policy_client.SamplingParams(),
     gamma: float = 1.0,
     seed: int = 0,
     mesh: Mesh | None = None,

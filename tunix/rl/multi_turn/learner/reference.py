@@ -213,7 +213,7 @@ class Teacher:
     model: base.Policy | None,
     student: base.Policy,
     mesh: Mesh | None,
-    sampling: policy_client.SamplingParams,
+    sampling: policy_client.SamplingConfig,
     config: config_lib.LearnerConfig,
   ) -> Teacher | None:
     """Returns the teacher of a learner; None without distillation.

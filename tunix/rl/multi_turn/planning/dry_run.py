@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Sequence, TYPE_CHECKING
+import pathlib
+from typing import Any, Sequence
 
 from flax import nnx
 import jax
 import numpy as np
 from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.learner import config as algorithm_config
 from tunix.rl.multi_turn.learner.algorithms import presets
 from tunix.rl.multi_turn.parser.renderer import choice
@@ -17,9 +19,6 @@ from tunix.rl.multi_turn.policy.checkpoints import (
   checkpoint as policy_checkpoint,
 )
 
-if TYPE_CHECKING:
-  from tunix.rl.multi_turn.run import run as run_lib
-
 
 def parameter_count(model: nnx.Module) -> int:
   """Parameters of a policy."""
@@ -27,10 +26,18 @@ def parameter_count(model: nnx.Module) -> int:
   return sum(int(np.prod(p.shape)) for p in named.values())
 
 
-def describe(run: run_lib.Run) -> str:
-  """Configuration, shapes, and memory against what is available."""
-  config, policy, episodes = run.config, run.policy, run.episodes
-  engine = run.engine
+def describe(
+  config: train_config.TrainConfig,
+  policy: Any,
+  episodes: Any,
+  directory: pathlib.Path,
+  engine: Any,
+  memory: Any,
+) -> str:
+  """Configuration, shapes, and memory against what is available.
+
+  The arguments are attributes of a run, or of an evaluation and its subject.
+  """
   parameters = parameter_count(policy.model)
   messages = getattr(episodes.make_agent(), "chat_completions", None) or []
   cache = "KV cache in another process"
@@ -73,9 +80,9 @@ def describe(run: run_lib.Run) -> str:
       f" {config.collect.group_size} episodes",
     ),
     ("algorithm", _algorithm(config.algorithm)),
-    ("run directory", str(run.directory)),
+    ("run directory", str(directory)),
   ]
-  memory = aligned(run.memory.table())
+  memory = aligned(memory.table())
   return "\n".join([config.to_yaml(), *aligned(shapes), "", "memory", *memory])
 
 

@@ -155,7 +155,8 @@ class PlannedRun:
     axes = {axis: getattr(sizes, axis) for axis in sharding.AXES}
     abstract = update_memory.abstract_mesh(**axes)
     local = update_memory.process_mesh(abstract, topology.hosts)
-    mesh, engine_mesh = abstract, local
+    mesh: Any = abstract
+    engine_mesh: Any = local
     if devices is not None:
       mesh = sharding.make_mesh(devices=devices, **axes)
       here = devices if topology.hosts == 1 else host_devices
@@ -171,7 +172,7 @@ class PlannedRun:
       for key, value in about.items()
       if key in {f.name for f in dataclasses.fields(base.model.config)}
     }
-    policy = dataclasses.replace(base.model.config, **changes)
+    policy: Any = dataclasses.replace(base.model.config, **changes)
     if policy_base.optional(policy, "remat") == config_checks.AUTO:
       remat = _settled(config, name, topology)
       policy = dataclasses.replace(policy, remat=remat)
@@ -215,8 +216,9 @@ class PlannedRun:
   @functools.cached_property
   def engine_config(self) -> engine_config_lib.EngineConfig:
     """The engine's settings, with its pages' size where it follows."""
-    lockstep = "true" if self.config.lockstep else "false"
-    config = dataclasses.replace(self.config.engine, lockstep=lockstep)
+    config = dataclasses.replace(
+      self.config.engine, lockstep="true" if self.config.lockstep else "false"
+    )
     shapes = device_state.cache_shapes(self.engine_model)
     return page_layout.sized(shapes, config)
 

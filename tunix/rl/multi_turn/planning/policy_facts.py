@@ -23,11 +23,15 @@ from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 from tunix.rl.multi_turn.policy.models.qwen import qwen_config
+from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
 from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
 from tunix.rl.multi_turn.policy.models.tiny_vl import vision_inputs
 
 BUILT_IN = tuple(by_name.BUILT_IN)
+
+
+Model = qwen_text.QwenText | tiny_vl.TinyVL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Found:
   """
 
   name: str
-  model: nnx.Module
+  model: Model
   processor: Any
   directory: pathlib.Path | None
 
@@ -64,13 +68,13 @@ def find(
   """
   published = {key.lower(): key for key in qwen_config.SIZES}
   key = published.get(name.lower().removesuffix("-instruct"))
-  change = {"compute_dtype": dtype, "param_dtype": param_dtype}
+  change: dict[str, Any] = {"compute_dtype": dtype, "param_dtype": param_dtype}
   change = {field: value for field, value in change.items() if value}
   directory = None
   if key is not None:
     name = key
     # Stacked layers are made in a fraction of the time.
-    change = {"compute_dtype": "bfloat16", "scan_layers": True} | change
+    change = {"compute_dtype": "bfloat16", "scan_layers": True, **change}
     config = dataclasses.replace(qwen_config.SIZES[key], **change)
   elif (
     name in checkpoint.SMALL
@@ -83,7 +87,7 @@ def find(
     directory = _directory(name)
     config = checkpoint.load_config(directory, **change)
   if isinstance(config, qwen_text_config.QwenTextConfig):
-    model = hf_checkpoint.abstract_model(config)
+    model: Model = hf_checkpoint.abstract_model(config)
     processor: Any = text_inputs.TextProcessor(name)
   elif isinstance(config, qwen_config.QwenVLConfig):
     model = hf_checkpoint.abstract_model(config)
@@ -105,7 +109,7 @@ def _directory(name: str) -> pathlib.Path:
     ) from None
 
 
-def parameters_by_part(model: nnx.Module) -> dict[str, int]:
+def parameters_by_part(model: Model) -> dict[str, int]:
   """Part -> parameters; "total", and "active" ones a text token goes through.
 
   A tied head is the embedding and counts once.
@@ -142,9 +146,9 @@ def _part(path: tuple[Any, ...]) -> str:
   return "head" if first in ("lm_head", "axis_gate") else "decoder layers"
 
 
-def sizes_of(model: nnx.Module) -> dict[str, Any]:
+def sizes_of(model: Model) -> dict[str, Any]:
   """Family, layers, widths and heads."""
-  config = model.config
+  config: Any = model.config
   sizes = update_memory.Sizes.of(config)
   qwen, vision = hasattr(config, "text"), base.optional(config, "vision")
   facts = {

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
 import pathlib
 import re
 import time
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, cast, Iterator
 
 from flax import nnx
 import jax
@@ -265,7 +266,8 @@ def compile_all(run: planned_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
         else {}
       ),
     }.items():
-      yield name, _compile(lambda v=call: engine.lower(v), run.engine_mesh)
+      lower = functools.partial(engine.lower, call)
+      yield name, _compile(lower, run.engine_mesh)
     yield "weight copy", _compile(lambda: _copy(run), run.mesh)
 
 
@@ -338,11 +340,11 @@ def _compile(
       refused=" ".join(str(error).split())[:400],
       seconds=time.perf_counter() - started,
     )
-  memory = compiled.memory_analysis()
+  memory: Any = compiled.memory_analysis()
   return Compiled(
     memory.argument_size_in_bytes,
     memory.output_size_in_bytes - memory.alias_size_in_bytes,
     memory.temp_size_in_bytes,
-    collectives(compiled.as_text(), mesh.size),
+    collectives(cast(str, compiled.as_text()), mesh.size),
     time.perf_counter() - started,
   )

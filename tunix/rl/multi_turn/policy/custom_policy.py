@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import inspect
 import pathlib
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, cast, Mapping, Sequence
 
 from flax import nnx
 import jax
@@ -77,7 +77,7 @@ class CustomPolicy:
     """
     self.name = name
     try:
-      self._factory: Callable[..., Loaded] = registry.import_path(name)
+      self._factory: Any = registry.import_path(name)
     except (ImportError, ValueError) as error:
       raise ValueError(
         f"{name}: {error}; give package.module:factory of a module that"
@@ -186,7 +186,8 @@ class CustomPolicy:
       )
     self._need(model, "model", _MODEL_METHODS, method=True)
     self._need(model, "model", ("config",))
-    self._need(model.config, "model.config", _CONFIG_FIELDS)
+    config = cast(base.Policy, model).config
+    self._need(config, "model.config", _CONFIG_FIELDS)
     self._need(processor, "processor", _PROCESSOR_SIZES)
     self._need(processor, "processor", _PROCESSOR_METHODS, method=True)
     if not isinstance(tokenizer, tokenizers.Tokenizer):
@@ -203,14 +204,14 @@ class CustomPolicy:
         " shipped one, policy.load_tokenizer('tiny_vl'), or give the"
         " processor a chat_template"
       )
-    if tokenizer.get_vocab_size() > model.config.vocab_size:
+    if tokenizer.get_vocab_size() > config.vocab_size:
       raise ValueError(
-        f"{self.name}: model.config.vocab_size={model.config.vocab_size} is"
+        f"{self.name}: model.config.vocab_size={config.vocab_size} is"
         f" below the tokenizer's {tokenizer.get_vocab_size()} tokens"
       )
     for token in template.PLACEHOLDERS:
       placeholder = tokenizer.token_to_id(token)
-      if placeholder in (None, *model.config.banned_token_ids):
+      if placeholder in (None, *config.banned_token_ids):
         continue
       raise ValueError(
         f"{self.name}: model.config.banned_token_ids lacks {placeholder}, the"

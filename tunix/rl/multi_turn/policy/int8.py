@@ -78,7 +78,7 @@ class Converter:
   def copy(self) -> qwen_text.QwenText:
     """Returns the copy of the policy; shares arrays that are not rounded."""
     copy = nnx.clone(self._model)
-    self._model = None
+    del self._model
     for path, module, name in _matrices(copy):
       weight = getattr(module, name)
       about = weight.get_metadata()

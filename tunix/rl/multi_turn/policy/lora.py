@@ -248,7 +248,7 @@ def add(
 def default_targets(model: qwen_text.QwenText) -> tuple[str, ...]:
   """Returns every matrix of the decoder's layers but experts'."""
   traits = model.config.traits
-  targets = TARGETS
+  targets: tuple[str, ...] = TARGETS
   if traits.fused_mlp:
     split = ("gate_proj", "up_proj")
     targets = (*(t for t in TARGETS if t not in split), *FUSED_TARGETS)
@@ -256,7 +256,7 @@ def default_targets(model: qwen_text.QwenText) -> tuple[str, ...]:
 
 
 def _check_targets(
-  model: nnx.Module,
+  model: qwen_text.QwenText,
   everything: Sequence[Layer],
   allowed: Sequence[Layer],
   targets: Sequence[str],
@@ -301,7 +301,7 @@ def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
   *lead, into, out = metadata["axes"]
   place = getattr(layer.weight.get_value(), "sharding", None)
 
-  def param(value: np.ndarray, ends: tuple[Any, Any]) -> layers.LoRAParam:
+  def param(value: Any, ends: tuple[Any, Any]) -> layers.LoRAParam:
     value = value.reshape(*layer.lead, *value.shape[-2:])
     parameter = layers.LoRAParam(
       jax.ShapeDtypeStruct(value.shape, value.dtype),
@@ -310,9 +310,8 @@ def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
       stacked=layer.stacked,
     )
     if isinstance(place, jax.sharding.NamedSharding):
-      value = sharding.put(
-        value, sharding.parameter_sharding(parameter, place.mesh)
-      )
+      mesh: Any = place.mesh
+      value = sharding.put(value, sharding.parameter_sharding(parameter, mesh))
     parameter.set_value(jnp.asarray(value))
     return parameter
 

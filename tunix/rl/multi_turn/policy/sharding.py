@@ -145,7 +145,7 @@ def local_batch_shards(mesh: Mesh) -> int:
   """
   shards = batch_shards(mesh)
   holders: dict[int, set[int]] = {}
-  places = batch_sharding(mesh).devices_indices_map((shards,))
+  places: Any = batch_sharding(mesh).devices_indices_map((shards,))
   for device, index in places.items():
     holders.setdefault(device.process_index, set()).add(index[0].start or 0)
   local = sorted(holders.get(jax.process_index(), ()))

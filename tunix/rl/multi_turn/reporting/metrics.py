@@ -79,7 +79,7 @@ METRICS: dict[str, Metric] = {
   ),
   # Where the time went.
   **{
-    name: Metric("s", *texts, processes="mean")
+    name: Metric("s", texts[0], "".join(texts[1:]), "mean")
     for name, texts in time_metrics.TIME.items()
   },
   # Episodes.

@@ -278,7 +278,7 @@ def training_curve(run: run_data.RunDirectory) -> str:
 
 
 def _headline_names(run: run_data.RunDirectory) -> list[str]:
-  names = [
+  names: list[str] = [
     n for n in ("initial", "warm_start", "final") if n in run.evaluations
   ]
   return names or list(run.evaluations)[-3:]

@@ -303,7 +303,7 @@ def choose_episodes(
     failed = [e for e in members if not e.success]
     solved = [e for e in members if e.success]
     if failed and solved:
-      story = (failed[0], solved[-1])
+      story: tuple[ShownEpisode, ...] = (failed[0], solved[-1])
       story = story if story[0].time <= story[1].time else story[::-1]
     elif solved:
       story = (solved[-1],)

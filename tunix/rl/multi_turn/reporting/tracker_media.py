@@ -118,7 +118,8 @@ def _last_image(
 ) -> trajectory_lib.ImageRef | None:
   for message in reversed(messages or ()):
     content = message.get("content")
-    for part in reversed(content if isinstance(content, list) else ()):
+    parts: list[Any] = content if isinstance(content, list) else []
+    for part in reversed(parts):
       if not isinstance(part, Mapping) or part.get("type") != "image":
         continue
       if image := _image(part.get("image")):

@@ -218,7 +218,7 @@ class TrajectoryWriter:
 
   def _save(self, ref: trajectory_lib.ImageRef) -> None:
     path = self._images / f"{ref.sha256}.png"
-    if path.exists():
+    if self._store is None or path.exists():
       return
     try:
       pixels = self._store.get(ref)

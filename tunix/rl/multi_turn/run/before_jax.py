@@ -45,7 +45,7 @@ def checked(config: TrainConfig) -> tuple[TrainConfig, Any]:
   """
   if config.processes.coordinator or os.environ.get(ADDRESS):
     return config, None
-  source = None
+  source: Any = None
   if config.run.resume:
     resuming.check_directory(config)
     resuming.check_file(config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import traceback
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, cast, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import prompts
@@ -220,7 +220,7 @@ class EpisodeFactory:
       )
     agent = self.make_agent()
     if not self.acts_on_gym:
-      env = self._make_environment(task, screenshot_tool=self._screenshots)
+      env: Any = self._make_environment(task, screenshot_tool=self._screenshots)
       return agent, env
     config = self._config
     mode = config.agent.on_parse_error
@@ -276,8 +276,8 @@ def make_collector(
     if connection is not None:
       return connection.model(sampling)
     return model_calls.PolicyModel(
-      client,
-      renderer,
+      cast(policy_client.PolicyClient, client),
+      cast(choice.AnyRenderer, renderer),
       sampling,
       max_context_tokens=config.engine.context_length,
       runs_inline=True,

@@ -265,7 +265,8 @@ def _reply(config: TrainConfig, agent: base_agent.BaseAgent) -> str:
   if not isinstance(parser, tool_parser.GuiActionParser):
     return _WORD
   width, height = episodes_lib.screen_size(config)
-  click = gui_action.GuiAction("click", x=width / 2, y=height / 2)
+  kind = gui_action.GuiActionKind.CLICK
+  click = gui_action.GuiAction(kind, x=width / 2, y=height / 2)
   return parser.format_gui_action(click, width, height)
 
 

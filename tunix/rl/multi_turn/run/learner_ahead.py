@@ -85,12 +85,14 @@ class LearnerAhead:
 
   def _work(self, building: _Building) -> None:
     try:
-      *parts, teacher = self._made_of
-      learner = models.make_learner(*parts, teacher=teacher)
+      config, policy, images, mesh, teacher = self._made_of
+      learner = models.make_learner(
+        config, policy, images, mesh, teacher=teacher
+      )
     except BaseException as error:  # pylint: disable=broad-except
       building.set_exception(error)  # Raised by `take`.
       return
-    del parts, teacher
+    del config, policy, images, mesh, teacher
     building.set_result(learner)
     del building
     started = time.perf_counter()

@@ -47,6 +47,12 @@ TrainConfig = config_lib.TrainConfig
 WARM_START = "warm_start"
 """Subdirectory of a run: the policy after cloning."""
 ConfigError = config_lib.ConfigError
+Engine = (
+  engine_lib.RolloutEngine
+  | remote_engine.RemoteEngine
+  | remote_hosts.HostsEngine
+  | no_engine.NoEngine
+)
 
 
 @dataclasses.dataclass
@@ -368,12 +374,7 @@ def make_engine(
   directory: pathlib.Path | None = None,
   processes: peers_lib.Peers = peers_lib.ALONE,
   copies: sharding.HostCopies | None = None,
-) -> (
-  engine_lib.RolloutEngine
-  | remote_engine.RemoteEngine
-  | remote_hosts.HostsEngine
-  | no_engine.NoEngine
-):
+) -> Engine:
   """The rollout engine; not warmed up yet.
 
   Args:
@@ -409,7 +410,7 @@ def make_engine(
     entropies=config.engine.entropies
     or (config.monitor.on and config.monitor.entropies),
   )
-  screens = (
+  screens: tuple[tuple[int, int], ...] = (
     agent_registry.screenshot_size(
       config.agent, config.gym.width, config.gym.height
     ),

@@ -188,10 +188,9 @@ class EmbeddedServer:
 
   def _announced(self, start_s: float) -> str:
     lines: list[str] = []
+    stdout: Any = self._process.stdout
     reading = threading.Thread(
-      target=lambda: lines.append(
-        self._process.stdout.readline().decode("utf-8", "replace")
-      ),
+      target=lambda: lines.append(stdout.readline().decode("utf-8", "replace")),
       daemon=True,
     )
     reading.start()

@@ -17,7 +17,6 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
@@ -42,7 +41,7 @@ class RunProxy:
     self,
     config: config_lib.TrainConfig,
     policy: models.LoadedPolicy,
-    engine: engine_lib.RolloutEngine,
+    engine: models.Engine,
     image_store: images_lib.ImageStore,
     *,
     token: str = "",

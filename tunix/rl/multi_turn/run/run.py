@@ -26,6 +26,7 @@ import jax
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import reporting
 from tunix.rl.multi_turn.clients import proxy as proxy_lib
+from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
@@ -349,9 +350,10 @@ class Run:
     for served in (self.fleet, self._proxy):
       if served is not None:
         served.close(wait)
-    if self.config.rollout.via == "external":
+    engine = self.engine
+    if isinstance(engine, remote_engine.RemoteEngine):
       loop_thread.try_to_close(
-        "the external engine", lambda: wait(self.engine.aclose())
+        "the external engine", lambda: wait(engine.aclose())
       )
     loop.close()
 

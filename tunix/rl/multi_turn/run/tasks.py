@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence, TypeVar
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import registry
@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.net import peers as peers_lib
 
 TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError
+C = TypeVar("C", bound=TrainConfig)
 
 
 def make_tasks(config: TrainConfig) -> Any:
@@ -73,7 +74,7 @@ def make_tasks(config: TrainConfig) -> Any:
 
 def _listed(
   config: TrainConfig, of_gym: bool, families: Sequence[str]
-) -> listed.ListedTasks:
+) -> listed.ListedTasks | listed.WholeList:
   chosen = config.task_source
   if of_gym:
     tasks = source_lib.read(chosen, config.gym.name, config.gym.options)
@@ -84,10 +85,10 @@ def _listed(
     return listed.WholeList(
       [task for of_split in lists for task in of_split], families
     )
-  return listed.ListedTasks(*lists, families=families)
+  return listed.ListedTasks(lists[0], lists[1], families)
 
 
-def resolve(config: TrainConfig) -> tuple[TrainConfig, Any]:
+def resolve(config: C) -> tuple[C, Any]:
   """(the configuration with its task families named, its task source).
 
   An empty task_source.families becomes all families of the source.

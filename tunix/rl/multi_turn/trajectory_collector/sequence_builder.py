@@ -33,7 +33,7 @@ TokenPrompt = policy_client.TokenPrompt
 class Renderer(Protocol):
   """Renders messages to tokens; see `parser/renderer`."""
 
-  stop_token_ids: Sequence[int]
+  stop_token_ids: tuple[int, ...]
   image_token_id: int | None
 
   def render(

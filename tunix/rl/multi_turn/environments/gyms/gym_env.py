@@ -124,13 +124,13 @@ class GymEnv(desktop_env.TaskEnv):
     self.family = family
     self.split = split
     self.render_mode = render_mode
-    self.task: base.Task | None = None
+    self.task: Any = None  # The `base.Task` that is played.
     self._size = width, height
     self._episode = _Episode(self.gym, spec, turns)
-    self._sync = base_env.SyncEnv(self._episode, timeout)
-    self._seen: base.Observation | None = None
+    self._sync: Any = base_env.SyncEnv(self._episode, timeout)
+    self._seen: Any = None  # The newest `base.Observation`.
     self._over = True
-    self.observation_space = desktop_env.observation_space(
+    self.observation_space: Any = desktop_env.observation_space(
       width, height, MAX_INSTRUCTION
     )
     self.action_space = desktop_env.action_space()
@@ -167,7 +167,7 @@ class GymEnv(desktop_env.TaskEnv):
     """uint8[height, width, 3] of the last screenshot; None before a reset."""
     if self.render_mode is None or self._seen is None:
       return None
-    return self._seen.screenshot.copy()
+    return self._seen.pixels.copy()
 
   def close(self):
     """Closes the gym and what it shares with others of its thread."""
@@ -175,7 +175,7 @@ class GymEnv(desktop_env.TaskEnv):
     self._sync.close()
 
   def _show(self, observation: base.Observation) -> None:
-    height, width = observation.screenshot.shape[:2]
+    width, height = observation.size
     if (width, height) != self._size:
       raise ValueError(
         f"the gym shows {width}x{height}, not"
@@ -188,7 +188,7 @@ class GymEnv(desktop_env.TaskEnv):
     characters = self.observation_space["instruction"].character_set
     text = "".join(c if c in characters else "?" for c in self._instruction)
     return {
-      "screenshot": np.array(self._seen.screenshot),
+      "screenshot": np.array(self._seen.pixels),
       "instruction": text[:MAX_INSTRUCTION],
     }
 

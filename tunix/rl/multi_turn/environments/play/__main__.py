@@ -174,8 +174,8 @@ async def _play(args: argparse.Namespace) -> int:
           f" in {len(session.actions)} turns"
         )
     elif args.terminal:
-      await terminal.play(session, task(0), out=sys.stdout)
-      solved += session.evaluation.success
+      verdict = await terminal.play(session, task(0), out=sys.stdout)
+      solved += verdict.success
     else:
       await _serve(args, session, task)
   except terminal.Quit:

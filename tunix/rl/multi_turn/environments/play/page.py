@@ -101,7 +101,7 @@ class Page:
       "task_id": session.task.task_id,
       "instruction": session.task.instruction,
       "text": session.seen.text,
-      "screenshot": wire.screenshot_to_json(session.seen.screenshot),
+      "screenshot": wire.screenshot_to_json(session.seen.pixels),
       "actions": [a.to_json() for a in session.actions],
       "max_turns": session.task.max_turns,
       "recorded": session.recorded,
@@ -119,7 +119,7 @@ class Page:
     await self._session.start(self._next_task(self._number))
 
   async def _act(self, data: object) -> None:
-    height, width = self._session.seen.screenshot.shape[:2]
+    width, height = self._session.seen.size
     await self._session.act(wire.action_from_json(data, width, height))
 
   async def _help(self, data: object) -> None:

@@ -61,8 +61,8 @@ class Session:
     self._seconds = timeout_s
     spec = gyms.get(gym_name, "operator")
     self._oracle = spec.load_oracle() if spec.oracle is not None else None
-    self.task: base.Task | None = None
-    self.seen: base.Observation | None = None
+    self.task: base.Task  # This and the next are of `start`.
+    self.seen: base.Observation
     self.evaluation: base.Evaluation | None = None
     self.actions: list[gui_action.GuiAction] = []
     self.recorded = 0
@@ -86,7 +86,7 @@ class Session:
     Raises:
       RuntimeError: no task is played, or it is over.
     """
-    if self.seen is None or self.evaluation is not None:
+    if not self._observations or self.evaluation is not None:
       raise RuntimeError("no task is being played; start one")
     target = await self._target(action)
     self.seen = await self._call("act", action)
@@ -128,6 +128,7 @@ class Session:
     return self.evaluation
 
   def recording(self) -> recordings.Recording:
+    assert self.evaluation is not None
     return recordings.Recording(
       gym=self._gym_name,
       task=self.task,
@@ -152,7 +153,7 @@ class Session:
     await self._calls.close(seconds=self._seconds)
 
   async def _target(self, action: gui_action.GuiAction) -> str | None:
-    if self._oracle is None or action.x is None:
+    if self._oracle is None or action.x is None or action.y is None:
       return None
     return await _value(
       self._oracle.describe(self._gym, action.x, action.y), self._seconds

@@ -13,6 +13,7 @@ from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.play import session as session_lib
 
 Action = gui_action.GuiAction
+Kind = gui_action.GuiActionKind
 HELP = """\
   click X Y | double X Y | right X Y | move X Y | drag X Y X2 Y2
   scroll X Y DY | type TEXT | key CTRL+A | wait | answer TEXT | done
@@ -48,14 +49,14 @@ def parse(line: str) -> Action:
   word, _, arguments = line.strip().partition(" ")
   word = word.lower()
   if word in ("type", "answer"):
-    return Action(word, text=arguments)
+    return Action(Kind(word), text=arguments)
   if word in ("done", "terminate"):
-    return Action("terminate")
+    return Action(Kind.TERMINATE)
   if word == "wait":
-    return Action("wait")
+    return Action(Kind.WAIT)
   if word == "key":
     keys = tuple(k for k in arguments.strip().lower().split("+") if k)
-    return Action("key", keys=keys)
+    return Action(Kind.KEY, keys=keys)
   counts = {
     "click": 2,
     "double": 2,
@@ -74,13 +75,13 @@ def parse(line: str) -> Action:
     raise ValueError(f"{word} needs {counts[word]} numbers, got {arguments!r}")
   x, y = numbers[:2]
   if word == "move":
-    return Action("move", x=x, y=y)
+    return Action(Kind.MOVE, x=x, y=y)
   if word == "drag":
-    return Action("drag", x=x, y=y, x2=numbers[2], y2=numbers[3])
+    return Action(Kind.DRAG, x=x, y=y, x2=numbers[2], y2=numbers[3])
   if word == "scroll":
-    return Action("scroll", x=x, y=y, dy=numbers[2])
+    return Action(Kind.SCROLL, x=x, y=y, dy=numbers[2])
   return Action(
-    "click",
+    Kind.CLICK,
     x=x,
     y=y,
     button="right" if word == "right" else "left",
@@ -94,8 +95,8 @@ async def play(
   *,
   read: Callable[[str], str] = input,
   out: TextIO,
-) -> None:
-  """Plays one task to its end.
+) -> base.Evaluation:
+  """Plays one task to its end; returns its evaluation.
 
   Raises:
     Quit: the player left; this task is not recorded.
@@ -123,10 +124,11 @@ async def play(
   verdict = session.evaluation
   outcome = "solved" if verdict.success else "not solved"
   print(f"{outcome}, score {verdict.score:g}", file=out)
+  return verdict
 
 
 def _show(session: session_lib.Session, out: TextIO) -> None:
-  pixels = session.seen.screenshot
+  pixels = session.seen.pixels
   if out.isatty():
     print(picture(pixels, shutil.get_terminal_size().columns), file=out)
   height, width = pixels.shape[:2]

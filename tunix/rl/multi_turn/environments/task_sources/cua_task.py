@@ -223,7 +223,8 @@ class CUATask:
       genv_task_data=dict(row),
       gym_id=read.text("gym_id") or gym_id,
       gym_base_url=read.text("gym_base_url") or gym_base_url,
-      seed=read.count("seed", default=_whole(config.get("seed")), at_least=0),
+      seed=read.count("seed", at_least=0, default=_whole(config.get("seed")))
+      or 0,
       params=dict(params),
     )
 

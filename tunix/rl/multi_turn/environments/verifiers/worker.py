@@ -35,7 +35,7 @@ import threading
 import uuid
 
 _HELD_OUT = 5  # One row in five, where no list is for evaluation.
-_REWARD_ERRORS = contextvars.ContextVar("_REWARD_ERRORS")
+_REWARD_ERRORS = contextvars.ContextVar[list]("_REWARD_ERRORS")
 
 
 class _RewardErrors(logging.Handler):
@@ -98,7 +98,7 @@ async def play(vf, env, rows, request):
   """Plays one episode; returns its reward and its record."""
   import openai
 
-  failed = []
+  failed: list[str] = []
   _REWARD_ERRORS.set(failed)
   row = dict(rows.pick(request["split"], request["index"], request["seed"]))
   async with openai.AsyncOpenAI(

@@ -119,7 +119,7 @@ class Algorithm:
       cap=c.tis_cap, low=c.mis_low, veto=c.veto
     )
 
-  def check_sampling(self, sampling: policy_client.SamplingParams) -> None:
+  def check_sampling(self, sampling: policy_client.SamplingConfig) -> None:
     """Raises ValueError unless tokens sampled like this can be learned from."""
     if sampling.temperature <= 0:
       raise ValueError(

@@ -303,13 +303,13 @@ def call_of(call: trajectory.ToolCall, index: int) -> tuple[str, Any]:
   Raises:
     ValueError: one of them is missing.
   """
+  name: Any = None
+  arguments: Any = None
   if isinstance(call, trajectory.ToolCall):
     name, arguments = call.name, call.arguments
   elif isinstance(call, Mapping):
     function = call.get("function") or call
     name, arguments = function.get("name"), function.get("arguments")
-  else:
-    name, arguments = None, None
   if not isinstance(name, str) or arguments is None:
     raise ValueError(
       f"message {index}: a tool call needs a name and arguments, got {call!r}"

@@ -344,9 +344,9 @@ def as_schemas(tools_schema: ToolsSchema) -> list[dict[str, Any]]:
       tools_schema = json_text.parse(tools_schema)
     except ValueError as error:
       raise ValueError(f"tools_schema is not JSON: {error}") from error
-  if isinstance(tools_schema, Mapping):
-    tools_schema = [tools_schema]
-  schemas = [dict(schema) for schema in tools_schema]
+  single = isinstance(tools_schema, Mapping)
+  listed: Any = [tools_schema] if single else tools_schema
+  schemas = [dict(schema) for schema in listed]
   for schema in schemas:
     function = schema.get("function", schema)
     if not isinstance(function, Mapping) or "name" not in function:

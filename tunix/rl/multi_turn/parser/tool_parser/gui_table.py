@@ -322,26 +322,18 @@ class Writing:
 
     None: there is none, or the swipe moves less than a pixel.
     """
-    action = self.action
-    if None in (action.x, action.y, action.x2, action.y2):
+    action: Any = self.action
+    x, y, x2, y2 = action.x, action.y, action.x2, action.y2
+    if None in (x, y, x2, y2):
       return None
     reading = Arguments({}, "", self.size, ABSOLUTE)
-    at = {"x": action.x, "y": action.y}
-    moved = math.dist(
-      (action.x, action.y),
-      (action.x2, action.y2),  # type: ignore[arg-type]
-    )
-    if moved < 1:  # At a screen's edge, as if it were any way.
+    if (
+      math.dist((x, y), (x2, y2)) < 1
+    ):  # At a screen's edge, as if it were any way.
       return None
     for way in DIRECTIONS:
-      swipe = reading.swipe(way, cast(Mapping[str, float], at))
-      if (
-        math.dist(
-          (swipe.x2, swipe.y2),
-          (action.x2, action.y2),  # type: ignore[arg-type]
-        )
-        < _SAME_PX
-      ):
+      swipe: Any = reading.swipe(way, {"x": x, "y": y})
+      if math.dist((swipe.x2, swipe.y2), (x2, y2)) < _SAME_PX:
         return way
     return None
 

@@ -175,8 +175,9 @@ def _split(text: str) -> list[str]:
     return [key for word in words for key in _split(word)]
   if "-" in text.strip("-"):
     head, _, tail = text.partition("-")
-    if key_name(head) in MODIFIERS and tail:
-      return [key_name(head), *_split(tail)]
+    modifier = key_name(head)
+    if modifier is not None and modifier in MODIFIERS and tail:
+      return [modifier, *_split(tail)]
     if (key := key_name(text.replace("-", ""))) is not None:
       return [key]
   raise base.GuiActionError(registry.unknown_name("key", text[:40], NAMED_KEYS))

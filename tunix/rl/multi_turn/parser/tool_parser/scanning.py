@@ -88,8 +88,8 @@ class ScanningParser(base.ToolParser):
     visible = 0  # Where the text outside reasoning begins.
     first_call = -1
     if (think := _THINK.match(text)) is not None:
-      end = _THOUGHT_END.search(text, think.end())
-      if end is None:
+      closed = _THOUGHT_END.search(text, think.end())
+      if closed is None:
         return base.ParseResult(
           thought=text[think.end() :].strip(),
           failures=(
@@ -98,8 +98,8 @@ class ScanningParser(base.ToolParser):
             ),
           ),
         )
-      thoughts.append(text[think.end() : end.start()])
-      position = visible = end.end()
+      thoughts.append(text[think.end() : closed.start()])
+      position = visible = closed.end()
     while (mark := self._mark_pattern.search(text, position)) is not None:
       if mark.group("thought_ends"):
         # The template opened <think> in the prompt: all this was reasoning.
@@ -111,6 +111,7 @@ class ScanningParser(base.ToolParser):
         position = visible = mark.end()
         continue
       start = mark.start()
+      block: Sequence[Any]
       try:
         block, end = self.read_block(text, start)
         calls.extend(block)

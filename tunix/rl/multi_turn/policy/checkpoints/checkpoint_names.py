@@ -148,7 +148,7 @@ def pieces_of(
         pieces[key] = Piece(tensor, layer)
         continue
       home, _, name = key.rpartition(".")
-      halves = ((None, name),)
+      halves: tuple[tuple[int | None, str], ...] = ((None, name),)
       if name == "gate_up_proj":
         halves = ((0, "gate_proj"), (1, "up_proj"))
       for expert in range(tensor.shape[0]):

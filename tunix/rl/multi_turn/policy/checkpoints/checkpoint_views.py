@@ -130,7 +130,7 @@ class JoinedExperts:
         self.shapes[key], self.dtypes[key] = shape, files.dtypes[key]
     for experts, numbers in layers.items():
       for name, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
-        keys = [
+        keys: list[Sequence[str]] = [
           tuple(f"{experts}.{i}.{part}_proj.weight" for part in parts)
           for i in range(max(numbers) + 1)
         ]

@@ -322,9 +322,9 @@ def _package() -> Any:
 
 def _open(file: pathlib.Path) -> Any:
   """Opens the package's reader; refuses other architectures at once."""
-  gguf = _package()
+  base: Any = _package().GGUFReader
 
-  class Reader(gguf.GGUFReader):
+  class Reader(base):
     """Long vocabularies take the package seconds, and come after the name."""
 
     def _push_field(self, field: Any, skip_sum: bool = False) -> int:

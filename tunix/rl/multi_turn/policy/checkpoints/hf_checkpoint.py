@@ -256,7 +256,7 @@ def _with_statistics(
     vision.spatial_merge_size,
     vision.tile_size or side,
   )
-  statistics = {
+  statistics: dict[str, Any] = {
     name: tuple(float(v) for v in images.values[name])
     for name in ("image_mean", "image_std")
   }
@@ -278,7 +278,7 @@ def _read_placed(
   )
   if mesh is None:  # Left uncommitted, as a fresh model's parameters are.
     return jax.device_put(read([(0, n) for n in shape]))
-  place = sharding.parameter_sharding(tensor.variable, mesh)
+  place: Any = sharding.parameter_sharding(tensor.variable, mesh)
   # Copies of a part on several devices are read once.
   users: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
   for device, index in place.addressable_devices_indices_map(shape).items():

@@ -32,7 +32,7 @@ VIDEO = "video_preprocessor_config.json"
 SECTION = "image_processor"
 FILES = (PREPROCESSOR, f"{PROCESSOR}:{SECTION}")
 
-IMAGE_PROCESSORS = (
+IMAGE_PROCESSORS: tuple[str, ...] = (
   "Qwen2VLImageProcessor",
   "Qwen2VLImageProcessorFast",
   "Qwen2VLImageProcessorPil",
@@ -53,7 +53,7 @@ DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
 )
 """Of transformers' Qwen2VLImageProcessor (5.12.1), for fields not in a file."""
 
-GLM_PROCESSORS = (
+GLM_PROCESSORS: tuple[str, ...] = (
   "Glm4vImageProcessor",
   "Glm4vImageProcessorFast",
   "Glm4vImageProcessorPil",
@@ -175,15 +175,15 @@ def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
   if len(sections) == 2:
     _agree(directory, read_from[PREPROCESSOR], read_from[PROCESSOR])
   values: dict[str, Any] = {}
-  raw: dict[str, Any] = {}
+  own: dict[str, Any] = {}
   for name, section in sections.items():
     values |= read_from[name]
-    raw |= section
+    own |= section
   defaults = GLM_DEFAULTS if glm else DEFAULTS
   defaults = GEMMA_DEFAULTS if _is_gemma(family) else defaults
   defaults = TILE_DEFAULTS if _is_tiled(family) else defaults
   return ImageSettings(
-    {**defaults, **values}, " and ".join(sections), types.MappingProxyType(raw)
+    {**defaults, **values}, " and ".join(sections), types.MappingProxyType(own)
   )
 
 
@@ -228,7 +228,7 @@ def _canonical(
   for name, edge in _LIMITS:
     # In transformers min_pixels and max_pixels win over `size`, whose keys had
     # these names before 4.49.
-    spellings = (raw.get(name), size.get(edge), size.get(name))
+    spellings: tuple[Any, ...] = (raw.get(name), size.get(edge), size.get(name))
     spellings = spellings[1:2] if frames > 1 else spellings
     limit = next((v for v in spellings if v is not None), None)
     if limit is not None and limit % frames:

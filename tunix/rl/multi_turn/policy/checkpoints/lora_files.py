@@ -110,8 +110,8 @@ def save(
   )
   safetensors_numpy.save_file(tensors, weights, metadata={"format": "pt"})
   text.write_bytes(tensor_files.json_bytes(config))
-  for part in (weights, text):  # Both are whole before one takes its place.
-    part.replace(part.with_suffix(""))
+  for file in (weights, text):  # Both are whole before one takes its place.
+    file.replace(file.with_suffix(""))
   return directory
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy.layers import kernels
 
@@ -36,7 +37,7 @@ def row_shards(mesh: jax.sharding.Mesh | None) -> int:
 
 def split_rows(mesh: jax.sharding.Mesh, rows: int) -> tuple[str, ...]:
   """Returns as many of the axes `ROWS` as divide this number of rows."""
-  names = ROWS
+  names: tuple[str, ...] = ROWS
   while names and rows % math.prod(mesh.shape[name] for name in names):
     names = names[:-1]
   return names
@@ -68,8 +69,8 @@ def attend_rows(
   k_BTKH: jax.Array,
   v_BTKH: jax.Array,
   cache: tuple[jax.Array, jax.Array],
-  starts_B: jax.Array,
-  lengths_B: jax.Array,
+  starts_B: jax.Array | np.ndarray,
+  lengths_B: jax.Array | np.ndarray,
   mesh: jax.sharding.Mesh | None = None,
   sight: kernels.Sight | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -95,13 +96,14 @@ def attend_rows(
     rows = split_rows(mesh, q_BTNH.shape[0])
     heads = split_heads(mesh, k_BTKH.shape[2])
     new, kept_at = P(rows, None, heads), P(rows, heads)
-    places = (new, new, new, (kept_at, kept_at), P(rows), P(rows))
-    arrays = (q_BTNH, k_BTKH, v_BTKH, cache, starts_B, lengths_B)
-    function = attend_rows
+    places: Any = (new, new, new, (kept_at, kept_at), P(rows), P(rows))
+    arrays: Any = (q_BTNH, k_BTKH, v_BTKH, cache, starts_B, lengths_B)
+    function: Any = attend_rows
     if sight is not None:
       places, arrays = (*places, P(rows)), (*arrays, sight.last_BT)
+      reach = sight.window, sight.lookahead
       function = lambda *args: attend_rows(
-        *args[:-1], sight=kernels.Sight(args[-1], sight.window, sight.lookahead)
+        *(*args[:-1], None, kernels.Sight(args[-1], *reach))
       )
     return _local(function, mesh, places, (new, (kept_at, kept_at)))(*arrays)
   k_BKHC, v_BKCH = cache
@@ -145,8 +147,8 @@ def attend_pages(
   v_BTKH: jax.Array,
   cache: jax.Array,
   table_BM: jax.Array,
-  starts_B: jax.Array,
-  lengths_B: jax.Array,
+  starts_B: jax.Array | np.ndarray,
+  lengths_B: jax.Array | np.ndarray,
   mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """As `attend_rows`, with a cache in pages.

@@ -125,7 +125,7 @@ class Experts(nnx.Module):
         pairs[part] = adapter.lora_a[...].astype(dtype), b.astype(dtype)
     return pairs
 
-  def matrices(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+  def matrices(self, dtype: DTypeLike) -> tuple[jax.Array, ...]:
     """Gate and up [E, D, 2 I], down [E, I, D]; of an int8 copy restored."""
     return tuple(
       weight[...].astype(dtype)
@@ -186,7 +186,7 @@ class SparseMLP(nnx.Module):
     chosen = self._chosen(x_BTD)
     if self.shared_experts is not None:
       return chosen + self.shared_experts(x_BTD)
-    if self.shared_expert is None:
+    if self.shared_expert is None or self.shared_expert_gate is None:
       return chosen
     share = self.shared_expert_gate(x_BTD)
     return chosen + share * self.shared_expert(x_BTD)
@@ -218,7 +218,7 @@ class SparseMLP(nnx.Module):
 
     def local(*args):
       first = jax.lax.axis_index("tensor") * share
-      return jax.lax.psum(_through_experts(*args, first=first), "tensor")
+      return jax.lax.psum(_through_experts(*(*args, first)), "tensor")
 
     batch, split = P(*sharding.TOKENS), P("tensor")
     return jax.shard_map(

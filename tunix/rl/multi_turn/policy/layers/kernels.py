@@ -217,7 +217,7 @@ def causal_attention(
   if until_BT is not None:
     ids = segments_BT, jnp.asarray(until_BT)
   # 1. Without a GPU or a TPU: loops over blocks on a CPU, else XLA in chunks.
-  run = _causal_local
+  run: Callable[..., jax.Array] = _causal_local
   # 2. An interval of its own for each token fits no kernel's causal mask, so
   #    its chunks always have explicit masks.
   if sight is not None:
@@ -286,8 +286,8 @@ def _chunks(k_BTKH, v_BTKH, rows: int, flash: str | None):
   t = k_BTKH.shape[1]
   if flash:
     chunk = max(1, MAX_MASK // (rows * t * 128)) * 128
-    attend_ = functools.partial(_flash, implementation=flash)
-    return k_BTKH, v_BTKH, 1, chunk, attend_
+    flash_ = functools.partial(_flash, implementation=flash)
+    return k_BTKH, v_BTKH, 1, chunk, flash_
   chunk = max(128, -(-t // 1024) * 128)
   attend_ = attend if t <= chunk else jax.checkpoint(attend)
   return k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), 2, chunk, attend_
@@ -477,11 +477,11 @@ def _neighbourhoods(
   if cut:
     distance = np.arange(span)[None, :] - np.arange(block)[:, None]
     mask &= np.abs(distance - (span - block) // 2) <= block
+  attend_: Callable[..., jax.Array] = attend
   if flash:
     attend_ = functools.partial(_flash, implementation=flash)
     at_once = mask.size <= MAX_MASK
   else:
-    attend_ = attend
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     at_once = mask.size * heads <= MAX_SCORES
   if at_once:
@@ -529,7 +529,7 @@ def _over_mesh(
   if mesh is None or q_BTNH.shape[0] % sharding.batch_shards(mesh):
     return run(q_BTNH, k_BTKH, v_BTKH, *ids)
   heads, kv = q_BTNH.shape[2], k_BTKH.shape[2]
-  axes = []  # That heads can be split over; the rest repeat the work.
+  axes: list[str] = []  # That split heads; the rest repeat the work.
   for axis in (tensor, "sequence"):
     split = math.prod(mesh.shape[a] for a in axes)
     if axis and heads % math.lcm(kv, split * mesh.shape[axis]) == 0:
@@ -679,6 +679,7 @@ def _splash_local(
     block_q_dq=block,
     block_kv_dq=block,
   )
+  mask: splash.Mask
   if reach is None:
     mask = splash.CausalMask((t, t))
   else:

@@ -191,9 +191,10 @@ def _over_mesh(
   """run(*arrays, segments, state), each device its rows and heads."""
   if mesh is None or segments_BT.shape[0] % sharding.batch_shards(mesh):
     return run(*arrays, segments_BT, state_BNHV)
-  heads, axes = state_BNHV.shape[1], []
+  axes: list[str] = []
   for axis in ("tensor", "sequence"):
-    if heads % math.prod(mesh.shape[a] for a in (*axes, axis)) == 0:
+    shards = math.prod(mesh.shape[a] for a in (*axes, axis))
+    if state_BNHV.shape[1] % shards == 0:
       axes.append(axis)
   P = jax.sharding.PartitionSpec
   rows = P(sharding.BATCH_AXES)
@@ -343,7 +344,7 @@ class GatedDeltaNet(nnx.Module):
     parts = q, k, heads(v, text.linear_value_head_dim), g, beta
     if t == 1:
       one = [x[:, 0].astype(jnp.float32) for x in parts]
-      out, matrix = step(*one, matrix)
+      out, matrix = step(*(*one, matrix))
       out = out[:, None]
     else:
       out, matrix = _over_mesh(

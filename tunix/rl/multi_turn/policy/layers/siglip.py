@@ -86,11 +86,11 @@ class Attention(vision_blocks.ImageAttention):
     self, x_SPD: jax.Array, segments_SP: jax.Array, reach: kernels.Reach
   ) -> jax.Array:
     s, p, _ = x_SPD.shape
-    heads = [
+    q, k, v = (
       linear(x_SPD).reshape(s, p, self.num_heads, -1)
       for linear in (self.q_proj, self.k_proj, self.v_proj)
-    ]
-    return self.out_proj(self._mixed(heads, segments_SP, reach))
+    )
+    return self.out_proj(self._mixed((q, k, v), segments_SP, reach))
 
 
 def _block(make: vision_blocks.Make) -> vision_blocks.VisionBlock:

@@ -47,7 +47,7 @@ class ImageAttention(nnx.Module):
 
   def _mixed(
     self,
-    queries_keys_values: Sequence[jax.Array],
+    queries_keys_values: tuple[jax.Array, jax.Array, jax.Array],
     segments_SP: jax.Array,
     reach: kernels.Reach,
   ) -> jax.Array:

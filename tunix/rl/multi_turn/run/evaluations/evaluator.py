@@ -135,7 +135,6 @@ class Evaluation:
       before_jax.place_of_evaluation(config)
     config = subjects.decided(config)
     config, self._tasks = run_tasks.resolve(config)
-    assert isinstance(config, EvaluationConfig)
     self.config = config
     if self.resuming:
       self.notes += _check(config, self._before)

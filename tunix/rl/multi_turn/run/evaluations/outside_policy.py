@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import itertools
 import sys
-from typing import Any, Mapping, Sequence
+from typing import Any, cast, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
@@ -186,7 +186,7 @@ class Episodes:
     config = self._config
     collector = groups.GroupCollector(
       self._factory,
-      outside,
+      cast(Any, outside),  # Its sessions are made as a PolicyModel's.
       config.collect,
       max_turns=config.environment.max_turns,
       seed=config.run.seed,

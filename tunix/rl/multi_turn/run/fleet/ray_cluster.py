@@ -109,7 +109,7 @@ class Cluster:
     if claimed:
       claims["resources"] = claimed
     self._claims = claims
-    self._class = ray.remote(collector_actor.CollectorActor)
+    self._class: Any = ray.remote(collector_actor.CollectorActor)
 
   async def play(self, request: Mapping[str, Any]) -> dict[str, Any]:
     """Answers a request; see the module docstring."""

@@ -32,7 +32,6 @@ from typing import Any, Callable, Mapping
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.net import line_process
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import proxy
@@ -330,7 +329,7 @@ class Fleet:
     self,
     config: config_lib.TrainConfig,
     policy: models.LoadedPolicy,
-    engine: engine_lib.RolloutEngine,
+    engine: models.Engine,
     images: images_lib.ImageStore,
     directory: pathlib.Path,
   ):

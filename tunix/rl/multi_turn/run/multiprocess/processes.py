@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 import jax
 from jax._src import distributed
@@ -81,7 +82,7 @@ def join(config: ProcessesConfig) -> peers_lib.Peers:
   finally:
     late.cancel()
   # The only door to the service beside the devices' collectives.
-  client = distributed.global_state.client
+  client: Any = distributed.global_state.client
   return peers_lib.StorePeers(
     client, jax.process_index(), jax.process_count(), config.step_s
   )

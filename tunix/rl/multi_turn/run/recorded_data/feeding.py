@@ -206,7 +206,7 @@ class GroupFeed:
   def _announce(self, group: trajectory_lib.TrajectoryGroup) -> None:
     """Sends the beginning and the end of each of a group's episodes."""
     for member in group:
-      about = dict(
+      about: dict[str, Any] = dict(
         group_id=group.group_id, task_id=group.task_id, split="train"
       )
       self._observers.on_event(

@@ -19,10 +19,10 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.trajectory_collector import episode as engine_lib
 from tunix.rl.multi_turn.trajectory_collector import model_calls
-from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 
 Solve = Callable[[gym_base.Task], Sequence[conversations.Turn]]
 """The turns that solve a task; LookupError: there are none."""
@@ -39,7 +39,7 @@ class Converser:
     max_turns: Turns of an episode whose task sets no limit.
   """
 
-  renderer: sequence_builder.Renderer
+  renderer: choice.AnyRenderer
   make_episode: Callable[[gym_base.Task], tuple[Any, Any]]
   solve: Solve
   max_turns: int

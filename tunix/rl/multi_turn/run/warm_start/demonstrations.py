@@ -32,6 +32,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import episode as engine_lib
 from tunix.rl.multi_turn.trajectory_collector import model_calls
@@ -133,7 +134,7 @@ class Demonstrator:
     screenshots: arguments of `ScreenshotTool`.
   """
 
-  renderer: sequence_builder.Renderer
+  renderer: choice.AnyRenderer
   make_agent: Callable[[], Any]
   make_gym: Callable[[], Any]
   oracle: gyms.Oracle
@@ -142,7 +143,7 @@ class Demonstrator:
     default_factory=dict
   )
   grid: tuple[int, int] | None = None
-  screenshots: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  screenshots: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   timeout_s: float = 60.0
 
   def __post_init__(self):
@@ -181,7 +182,8 @@ class Demonstrator:
     async def act(prompt: policy_client.TokenPrompt, session: str):
       del prompt, session
       if getattr(agent, "is_summarizing", False):
-        summary = await _value(self.oracle.summarize(gym))
+        oracle: Any = self.oracle  # Settings need one that can.
+        summary = await _value(oracle.summarize(gym))
         return completion_ids(self.renderer, summary)
       try:
         action = await _value(self.oracle.act(gym))
@@ -267,9 +269,7 @@ async def play_all(
     await asyncio.gather(*playing, return_exceptions=True)
 
 
-def completion_ids(
-  renderer: sequence_builder.Renderer, text: str
-) -> np.ndarray:
+def completion_ids(renderer: choice.AnyRenderer, text: str) -> np.ndarray:
   """int32[S] of a completion: the text and the end-of-turn token.
 
   A thinking policy's reasoning, which its prompt has opened, is closed first.
@@ -332,7 +332,7 @@ class Grounder:
     reverse_rate: share of items and questions that go from a point to a name.
   """
 
-  renderer: sequence_builder.Renderer
+  renderer: choice.AnyRenderer
   parser: Any
   grid: tuple[int, int] | None = None
   words: Sequence[str] = ()
@@ -398,7 +398,7 @@ class Grounder:
     for word in chosen:
       question = _TYPE_FORMS[int(rng.integers(len(_TYPE_FORMS)))].format(word)
       if rng.random() < 0.5:
-        x, y = rng.integers(nowhere.width), rng.integers(nowhere.height)
+        x, y = (int(rng.integers(n)) for n in (nowhere.width, nowhere.height))
         turns.append((question, self._click(nowhere, x, y, "the text field")))
         question = "Go on."
       answer = self._format(nowhere, GuiAction(Kind.TYPE, text=word))

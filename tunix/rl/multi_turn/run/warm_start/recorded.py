@@ -95,7 +95,7 @@ def _oracle(
         + (", or warm_start.recordings" if screenshots else "")
       ]
     ) from None
-  solved = oracle.families
+  solved = oracle.families or ()
   families = config.task_source.families
   unknown = [f for f in families if solved and f not in solved]
   if unknown:
@@ -177,7 +177,7 @@ def _recorded(config: config_lib.TrainConfig) -> Source:
     )
   size = (config.gym.height, config.gym.width)
   for recording in solved:
-    height, width = recording.observations[0].screenshot.shape[:2]
+    width, height = recording.observations[0].size
     if (height, width) != size:
       raise ConfigError(
         [
@@ -219,7 +219,7 @@ def _sayable(
   Raises:
     ToolParseError: the grammar has no word for another action.
   """
-  height, width = recording.observations[0].screenshot.shape[:2]
+  width, height = recording.observations[0].size
   actions = list(recording.actions)
   shown = list(recording.observations)
   for i, action in enumerate(recording.actions):

@@ -103,7 +103,7 @@ def clone(
     tried += len(pairs)
     if len(played) < (1 - _LEFT_OUT_AT_MOST) * tried:
       raise RuntimeError(_too_few(len(played), tried, too_long, longest))
-    chosen = rng.choice(len(played), config.batch_size)
+    chosen = rng.choice(len(played), config.batch_size).tolist()
     if step < first_step:
       observers.on_event(
         events.Progress("playing demonstrations again", step + 1, first_step)
@@ -243,7 +243,8 @@ class WarmStart:
       self._processes,
     )
     source = self._demonstrations
-    play = self._demonstrator(run, policy)
+    assert source is not None  # `clones` is set.
+    play = self._demonstrator(run, policy, source)
     with self._checkpoints(learner) as save_when_due:
       clone(
         learner,
@@ -269,9 +270,14 @@ class WarmStart:
     if self._processes.first:
       shutil.rmtree(self._directory / _CHECKPOINTS, ignore_errors=True)
 
-  def _demonstrator(self, run: run.Run, policy: models.LoadedPolicy) -> Any:
+  def _demonstrator(
+    self,
+    run: run.Run,
+    policy: models.LoadedPolicy,
+    source: recorded.Source | recorded.Conversations,
+  ) -> Any:
     """(task, seed) -> the awaitable of a demonstration."""
-    config, source = self._config, self._demonstrations
+    config = self._config
     if isinstance(source, recorded.Conversations):
       return conversing.Converser(
         policy.renderer,

@@ -155,9 +155,8 @@ class ScrollArea(Container):
   def hit(self, x, y):
     if not self.contains(x, y):
       return None
-    hits = ()
-    if x < self.x + self.w - self.BAR:
-      hits = (c.hit(x, y + self.offset) for c in reversed(self.children))
+    children = self.children if x < self.x + self.w - self.BAR else []
+    hits = (c.hit(x, y + self.offset) for c in reversed(children))
     return next((widget for widget in hits if widget is not None), self)
 
   def _thumb(self) -> tuple[int, int]:

@@ -218,7 +218,7 @@ class DesktopEnv(TaskEnv):
     self.family = family
     self.split = split
     self.render_mode = render_mode
-    self.task: base.Task | None = None
+    self.task: Any = None  # The `base.Task` that is played.
     self.observation_space = observation_space(width, height)
     self.action_space = action_space()
 

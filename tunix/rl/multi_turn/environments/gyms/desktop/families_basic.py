@@ -13,8 +13,8 @@ from tunix.rl.multi_turn.environments.gyms.desktop import words
 def add_buttons(parent, names, spots, height=16):
   """Buttons with `names` at `spots`, as children of `parent`."""
   return [
-    parent.add(widgets.Button(*at, *widgets.Button.size(name, height), name))
-    for name, at in zip(names, spots)
+    parent.add(widgets.Button(x, y, *widgets.Button.size(name, height), name))
+    for name, (x, y) in zip(names, spots)
   ]
 
 

@@ -391,7 +391,7 @@ class SwitchTab(family.Family):
       text = rng.choice(
         ("Open the {} tab.", "Switch to the {} tab.", "Go to the tab {}.")
       ).format(names[goal])
-      pages = [[] for _ in names]
+      pages: list[list[str]] = [[] for _ in names]
     else:
       per = len(boxes) // count
       pages = [boxes[i * per : (i + 1) * per] for i in range(count)]
@@ -402,7 +402,7 @@ class SwitchTab(family.Family):
 
   def build(self, ep, data, rng):
     win, area = families_basic.form(ep, rng, 118, 70)
-    view = win.add(containers.TabView(*area, data["names"]))
+    view = win.add(containers.TabView(*(*area, data["names"])))
     ep.w.update(view=view, tab=view.tabs[data["goal"]], wrong=[])
     for place, (name, labels) in enumerate(zip(data["names"], data["pages"])):
       page = view.pages[name]

@@ -104,8 +104,8 @@ class DragToTarget(family.Family):
       for at, name in zip(spots, names)
     ]
     ep.w["shapes"] = [
-      win.add(items.Shape(*at, 18, *thing, movable=True))
-      for at, thing in zip(spots[len(boxes) :], things)
+      win.add(items.Shape(x, y, 18, color, shape, movable=True))
+      for (x, y), (color, shape) in zip(spots[len(boxes) :], things)
     ]
 
   def judge(self, ep, event):

@@ -22,7 +22,7 @@ Does not change rewards, ends or seeds.
 from __future__ import annotations
 
 import string
-from typing import Any
+from typing import Any, Sequence
 
 import gymnasium
 import numpy as np
@@ -127,6 +127,7 @@ class FlatDesktop(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
     if not self.action_space.contains(action):
       raise ValueError(f"action {action!r} is not in {self.action_space}")
     columns, rows = self._grid
+    parts: Sequence[int]
     if np.ndim(action) == 0:
       row, column = divmod(int(action), int(columns))
       kind, parts = env_lib.ACTION_KINDS.index("click"), (column, row) * 2

@@ -244,7 +244,7 @@ def oracle_action(
     raise RuntimeError("no episode is running; call start(task) first")
   if episode.outcome is not None:
     return None
-  action = episode.family.oracle(episode)
+  action: Any = episode.family.oracle(episode)
   if (
     not spread
     or action is None

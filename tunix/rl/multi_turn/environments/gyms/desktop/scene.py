@@ -386,7 +386,7 @@ class Scene:
         self.menu = None
         return ""
       if combo in ("up", "down", "enter"):
-        return self._menu_key(combo)
+        return self._menu_key(self.menu, combo)
       return "a menu is open"
     if combo in ("tab", "shift+tab"):
       return self._next_focus(-1 if combo == "shift+tab" else 1)
@@ -424,8 +424,8 @@ class Scene:
         return ""
     return f"nothing uses the key {combo!r} here"
 
-  def _menu_key(self, combo: str) -> str:
-    children = self.menu.children
+  def _menu_key(self, menu: containers.Menu, combo: str) -> str:
+    children = menu.children
     at = next(
       (
         i

@@ -63,7 +63,7 @@ class Clicks:
     """bool[N], whether points lie in the boxes, their edges included."""
     after = points >= self.boxes[:, :2]
     before = points <= self.boxes[:, 2:]
-    return (after & before).all(axis=1)
+    return np.all(after & before, axis=1)
 
   def distances(self, points: np.ndarray) -> np.ndarray:
     """float64[N], to the middles, in shares of the screen's diagonal."""

@@ -66,4 +66,4 @@ def _pixels(miss: Mapping[str, Any]) -> Any:
   source = miss["source"]
   if isinstance(source, str):
     return targets.read_image(source)
-  return targets.drawn(*miss["screen"], miss["kind"], source).screenshot
+  return targets.drawn(*(*miss["screen"], miss["kind"], source)).screenshot

@@ -89,7 +89,7 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> AnyConfig:
     )
   family = name.removesuffix("_tiny")
   traits = qwen_families.VISION_LANGUAGE[family]
-  tower: dict[str, Any] = {
+  tower: Any = {
     "qwen2": {},
     "qwen2_5": {"window_size": 64, "fullatt_block_indexes": (1, 3)},
     "qwen3": {"num_position_embeddings": 256},
@@ -124,6 +124,7 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> AnyConfig:
       "linear_value_head_dim": 32,
       "linear_conv_kernel_dim": 4,
     }
+  ids: dict[str, Any] = {field: find(token) for field, token in tokens.items()}
   return qwen_config.QwenVLConfig(
     family=family,
     vision=qwen_config.VisionConfig(
@@ -137,7 +138,7 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> AnyConfig:
     ),
     text=qwen_config.TextConfig(**sizes, **text),
     tie_word_embeddings=True,
-    **{field: find(token) for field, token in tokens.items()},
+    **ids,
     remat="none",
   )
 
@@ -285,7 +286,8 @@ def _apply(
   config: AnyConfig, changes: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
   """Returns the config with run-time fields changed, and the pixel limits."""
-  fields, limits = qwen_config.RUN_FIELDS, (*_PIXELS, _BUDGET)
+  fields: tuple[str, ...] = qwen_config.RUN_FIELDS
+  limits: tuple[str, ...] = (*_PIXELS, _BUDGET)
   if isinstance(config, qwen_text_config.QwenTextConfig):
     fields, limits = qwen_text_config.RUN_FIELDS, ()
   pixels = {k: changes[k] for k in limits if k in changes}
@@ -369,7 +371,7 @@ def _processor(
   processor = make(**limits)
   if _BUDGET in pixels:
     most = qwen_vl_inputs.pixel_budget(
-      processor.max_pixels, *pixels[_BUDGET], processor.factor
+      *(processor.max_pixels, *pixels[_BUDGET], processor.factor)
     )
     least = processor.min_pixels
     if 4 * least > most:  # Near each other, sides round up past the limit.

@@ -68,9 +68,8 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
     }
   config = QwenVLConfig(
     family=family,
-    **sizes,
+    **(sizes | qwen_defaults.image_tokens(raw, family)),
     tie_word_embeddings=bool(_tied(raw, text, family)),
-    **qwen_defaults.image_tokens(raw, family),
   )
   unknown = sorted(set(changes) - set(RUN_FIELDS))
   if unknown:
@@ -99,7 +98,8 @@ def _sections(
   Raises:
     ValueError: a section is not there as a whole.
   """
-  text, vision = raw.get("text_config"), raw.get("vision_config")
+  text: Any = raw.get("text_config")
+  vision: Any = raw.get("vision_config")
   traits = qwen_families.VISION_LANGUAGE[family]
   if not text and not traits.own_head_dim and "hidden_size" in raw:
     text = raw  # Before transformers 4.52 its fields were at the top.

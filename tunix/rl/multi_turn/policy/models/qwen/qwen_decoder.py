@@ -76,7 +76,7 @@ class Attention(nnx.Module):
     q, gate = q[..., : self.head_dim], q[..., self.head_dim :]
     k = self.k_proj(x_BTD).reshape(b, t, -1, self.head_dim)
     v = self.v_proj(x_BTD).reshape(b, t, -1, self.head_dim)
-    if self.q_norm is not None:
+    if self.q_norm is not None and self.k_norm is not None:
       q, k = self.q_norm(q), self.k_norm(k)
     q = layers.rotate(q, *rotation, self.rotary_pairs)
     k = layers.rotate(k, *rotation, self.rotary_pairs)
@@ -114,7 +114,7 @@ class DecoderLayer(nnx.Module):
     )
     self.post_mlp_layernorm = _norm(config, width, init) if sandwich else None
     if sparse:
-      self.mlp = experts.SparseMLP(
+      self.mlp: Any = experts.SparseMLP(
         text, init, mesh, config.traits.sigmoid_router
       )
     elif config.traits.fused_mlp:
@@ -193,7 +193,7 @@ class Decoder(nnx.Module):
     )
     return cos * scaling.attention_factor, sin * scaling.attention_factor
 
-  def rotations(self, positions_BT3: jax.Array) -> Callable[[Any], Rotation]:
+  def rotations(self, positions_BT3: Any) -> Callable[[Any], Rotation]:
     """Returns the rotary positions of each layer, by its number."""
     rotation = self.rotation(positions_BT3)
     return lambda layer: rotation
@@ -201,7 +201,7 @@ class Decoder(nnx.Module):
   def __call__(
     self,
     x_BTD: jax.Array,
-    positions_BT3: jax.Array,
+    positions_BT3: Any,
     mix: Callable[..., tuple[jax.Array, Any]],
     recur: Callable[..., tuple[jax.Array, Any]],
     cache: object = None,

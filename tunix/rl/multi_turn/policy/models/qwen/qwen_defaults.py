@@ -272,7 +272,7 @@ def image_tokens(raw: Mapping[str, Any], family: str) -> dict[str, int]:
   """`IMAGE_TOKENS` and their ids, by config.json's content."""
   ids = dict(zip(IMAGE_TOKENS, IMAGE_TOKEN_IDS.get(family, _IDS)))
   names = _NAMES.get(family, IMAGE_TOKENS)
-  tokens = {
+  tokens: dict[str, Any] = {
     field: raw.get(name, ids[field]) if name else ids[field]
     for field, name in zip(IMAGE_TOKENS, names)
   }

@@ -9,7 +9,7 @@ Does not: import JAX.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, Mapping
+from typing import Any, Literal, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Family:
     return self.prefixes if prefixes is None else prefixes
 
 
-_IDEFICS3 = dict(
+_IDEFICS3: dict[str, Any] = dict(
   tower="idefics3",
   own_head_dim=True,
   flat_positions=True,
@@ -100,7 +100,9 @@ _IDEFICS3 = dict(
     ("model.language_model.", "model.text_model."),
   ),
 )
-_QWEN3 = dict(tower="qwen3", qk_norm=True, interleaved=True, own_head_dim=True)
+_QWEN3: dict[str, Any] = dict(
+  tower="qwen3", qk_norm=True, interleaved=True, own_head_dim=True
+)
 
 VISION_LANGUAGE: Mapping[str, Family] = {
   "qwen3_vl": Family(

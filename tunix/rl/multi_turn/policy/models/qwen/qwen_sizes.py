@@ -43,7 +43,7 @@ def _size(
     text: Further fields of the decoder that differ.
     **fields: Fields of the configuration that differ.
   """
-  sizes = dict(zip(_DECODER, decoder))
+  sizes: dict[str, Any] = dict(zip(_DECODER, decoder))
   return dataclasses.replace(
     base,
     vision=dataclasses.replace(
@@ -86,7 +86,7 @@ _SMALL_TOWER = {
   "intermediate_size": 4096,
   "deepstack_visual_indexes": (5, 11, 17),
 }
-_MOE = {"family": "qwen3_vl_moe"}
+_MOE: dict[str, Any] = {"family": "qwen3_vl_moe"}
 
 _QWEN2_5 = QwenVLConfig(
   family="qwen2_5_vl",
@@ -121,7 +121,7 @@ _QWEN2 = dataclasses.replace(
 
 
 def _qwen3_5(
-  decoder: tuple[int, int, int, int, int], linear_heads: int, **experts: int
+  decoder: tuple[int, int, int, int, int], linear_heads: int, **experts: Any
 ) -> QwenVLConfig:
   return QwenVLConfig(
     family="qwen3_5_moe" if experts else "qwen3_5",

@@ -45,7 +45,10 @@ class QwenText(nnx.Module):
   """
 
   decoder_class = qwen_decoder.Decoder
-  _see_ahead = 1  # `kernels.Sight.lookahead`: a token sees up to its own place.
+
+  @property
+  def _see_ahead(self) -> int:
+    return 1  # `kernels.Sight.lookahead`: a token sees up to its own place.
 
   @property
   def supports_tree(self) -> bool:
@@ -282,7 +285,7 @@ class QwenText(nnx.Module):
   def _sight(
     self,
     last_BT: jax.Array | None,
-    layer: int | jax.Array,
+    layer: Any,
     depth_BT: jax.Array | None = None,
   ) -> kernels.Sight | None:
     """Returns what a layer's tokens see; None = all earlier ones."""

@@ -102,7 +102,7 @@ class QwenVL(qwen_text.QwenText):
     s, _, parts, d = vision_SVXD.shape
     # Any token of a row may show any vision token of its buffer.
     vision_SVXD = sharding.constrain(
-      vision_SVXD, self.mesh, cached_attention.ROWS
+      jnp.asarray(vision_SVXD), self.mesh, cached_attention.ROWS
     )
     index = jnp.asarray(vision_index_BT)
     flat = jnp.maximum(index, 0).reshape(s, b // s * t)

@@ -38,6 +38,8 @@ class _Tower(nnx.Module):
   """
 
   patch_bias = True
+  blocks: Any  # nnx.List, of `_make_parts`.
+  merger: Any
 
   def __init__(
     self,

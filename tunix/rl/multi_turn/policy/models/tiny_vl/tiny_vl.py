@@ -295,7 +295,7 @@ class TinyVL(nnx.Module):
     x = self._embed(inputs.tokens, inputs.vision_index, vision)
     segments = jnp.asarray(inputs.segment_ids)
     for block in self.blocks:
-      q, k, v = block.project(x, inputs.positions[..., 0])
+      q, k, v = block.project(x, jnp.asarray(inputs.positions)[..., 0])
       mixed = kernels.causal_attention(q, k, v, segments, inputs.seen_until)
       x = block.finish(x, mixed)
     return _rms_norm(x, self.norm)
@@ -308,14 +308,14 @@ class TinyVL(nnx.Module):
   ) -> jax.Array:
     if patches.shape[1] == 0:
       raise ValueError("a patch buffer needs at least one (padding) patch")
-    x = self.stem(patches)
+    x = self.stem(jnp.asarray(patches))
     unit = 1.0 / vision_inputs.POSITION_UNIT
-    f = axis_features(patch_positions.astype(jnp.float32) * unit)
+    f = axis_features(jnp.asarray(patch_positions, jnp.float32) * unit)
     f = f.astype(x.dtype)
     place = _dot(f[..., 0, :], self.axis_y) + _dot(f[..., 1, :], self.axis_x)
     x = x + place * math.sqrt(self.config.width)
     for block in self.vision_blocks:
-      x = block(x, patch_segments)
+      x = block(x, jnp.asarray(patch_segments))
     return x
 
   def init_cache(self, batch: int, length: int) -> Cache:
@@ -339,7 +339,7 @@ class TinyVL(nnx.Module):
     x = self._embed(tokens, vision_index, vision)
     new_cache = []
     for block, entry in zip(self.blocks, cache, strict=True):
-      q, k, v = block.project(x, positions[..., 0])
+      q, k, v = block.project(x, jnp.asarray(positions)[..., 0])
       mixed, entry = cached_attention.attend_rows(
         q, k, v, entry, starts, lengths
       )
@@ -384,7 +384,7 @@ class TinyVL(nnx.Module):
     place = axis_features((n.astype(jnp.float32) + 0.5) / 1000)
     place = jnp.where(is_number[..., None], place, 0.0).astype(dtype)
     x = (x + _dot(place, self.axis_number)) * math.sqrt(c.width)
-    if vision_index_BT is None:
+    if vision_index_BT is None or vision_SVD is None:
       return x
     b, t = tokens_BT.shape
     s = vision_SVD.shape[0]

@@ -157,7 +157,7 @@ def _fill(
       )
   filled = []
   for name, (path, variable) in parameters.items():
-    value = tensors[name].astype(np.float32)
+    value: Any = tensors[name].astype(np.float32)
     if mesh is None:
       value = jnp.asarray(value)
     else:
