@@ -516,7 +516,9 @@ def test_bytecode_is_made_of_what_is_imported_and_kept(tmp_path):
   calls = log.read_text().splitlines()
   installs = [c for c in calls if "pip install" in c]
   assert installs and all("--no-compile" in c for c in installs)
-  started = [c for c in calls if "tunix.rl.multi_turn" in c]
+  started = [
+    c for c in calls if "tunix.rl.multi_turn" in c or "tunix_multi_turn" in c
+  ]
   assert len(started) == 2 and all(c.startswith("[] ") for c in started)
 
 
