@@ -207,7 +207,7 @@ def _item(value: Any, buffer: str | None) -> Item:
   )
 
 
-def text_id(value: Any, key: str) -> str:
+def text_id(value: object, key: str) -> str:
   """An id as text; a whole number is its decimal digits.
 
   Raises:

@@ -108,7 +108,7 @@ def _read(path: pathlib.Path) -> Generator | None:
   return Generator(constant.value, path, hooks, _reads(names.get("READS")))
 
 
-def _reads(value: Any) -> tuple[str, ...]:
+def _reads(value: str | None) -> tuple[str, ...]:
   """The keys that `READS` lists; all where a file declares none."""
   if value is None:
     return rights.GUARDED

@@ -237,15 +237,15 @@ def delivered(
   return items
 
 
-def _items_of(answer: Any) -> Items:
-  right = isinstance(answer, (tuple, list)) and len(answer) == 2
-  if not right or not isinstance(answer[1], list):
+def _items_of(answer: object) -> Items:
+  pair = answer if isinstance(answer, (tuple, list)) else ()
+  if len(pair) != 2 or not isinstance(pair[1], list):
     raise HookError(
       f"a hook returned {str(answer)[:80]!r}; return (instance_id, items)"
     )
-  if not all(isinstance(item, dict) for item in answer[1]):
+  if not all(isinstance(item, dict) for item in pair[1]):
     raise HookError("a hook returned an item that is no dict")
-  return answer[1]
+  return pair[1]
 
 
 # --- meta information ---------------------------------------------------------

@@ -225,7 +225,7 @@ def _sampling_params(value: object) -> tuple[Mapping[str, Any], ...]:
   return tuple(listed)
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: object, name: str) -> str:
   right = isinstance(value, (str, int)) and not isinstance(value, bool)
   if not right or value == "":
     raise ValueError(
@@ -234,7 +234,7 @@ def _text(value: Any, name: str) -> str:
   return str(value)
 
 
-def number(value: Any, name: str) -> float:
+def number(value: object, name: str) -> float:
   """A reward that an item may have.
 
   Raises:

@@ -173,7 +173,7 @@ async def _asked(
   raise ModelError(f"the server aborted a completion {_MOST_PARTS} times")
 
 
-def _sequences(messages: Any, reply: object) -> list[dict[str, Any]]:
+def _sequences(messages: object, reply: object) -> list[dict[str, Any]]:
   """The sampled tokens; [] where the server did not return them."""
   events = [
     {"type": "model_call", "messages": messages},

@@ -25,6 +25,7 @@ import logging
 from typing import Any, Callable, Container, Iterable, Mapping, NamedTuple
 import uuid
 
+from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.net import http
@@ -76,7 +77,7 @@ class BufferLoop(feeding.GroupFeed):
   def __init__(
     self,
     make_client: Callable[[], client.BufferClient],
-    settings: Any,
+    settings: data_sections.BufferConfig,
     *parts: Any,
     batch_size: int,
     group_size: int = 0,

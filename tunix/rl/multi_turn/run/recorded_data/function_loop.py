@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import inspect
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Awaitable, Callable, Iterable, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.net import concurrency
@@ -202,7 +202,7 @@ class _Call:
       return asyncio.run(self._awaited(value))
     return value
 
-  async def _awaited(self, value: Any) -> Any:
+  async def _awaited(self, value: Awaitable[Any]) -> Any:
     self._own = asyncio.get_running_loop()
     self._task = asyncio.current_task()
     if self._canceled:

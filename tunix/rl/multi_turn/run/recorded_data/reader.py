@@ -31,6 +31,8 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.renderer import base as renderer_base
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.trajectory_collector import completion_checks
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
@@ -56,8 +58,8 @@ class EpisodeReader:
 
   def __init__(
     self,
-    renderer: Any,
-    tokenizer: Any,
+    renderer: choice.AnyRenderer,
+    tokenizer: renderer_base.Tokenizer,
     images: images_lib.ImageStore,
     *,
     parser: str,
