@@ -153,7 +153,8 @@ def test_a_measurements_interval_counts_what_counts(recorded):
     assert point["high"] == pytest.approx(interval.high, abs=1e-4)
   tile = recorded.text("/runs/1")
   low, high = percent(interval.low), percent(interval.high)
-  assert f"evaluation, step 16 0.0 % {low} … {high} of {tries} sampled" in tile
+  assert f"evaluation, step 16 0.0 % {low} … {high}, n={tries}" in tile
+  assert "the evaluation is sampled, with its 95 % interval" in tile
 
 
 def test_headlines_are_means_of_the_last_ten_steps(recorded):
