@@ -184,7 +184,7 @@ def encoded(item: object) -> bytes:
     raise ItemError(f"it cannot be written as JSON: {what}") from None
 
 
-def _item(value: Any, buffer: str | None) -> Item:
+def _item(value: dict[str, Any], buffer: str | None) -> Item:
   try:
     record = records.read(value)  # As its reader does.
     if value["extra_info"] is None:

@@ -112,7 +112,9 @@ class Env(json_models.Request):
 class _OfEnv:
   """Validates a mapping as an `Env`, whose JSON schema it has."""
 
-  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+  def __get_pydantic_core_schema__(
+    self, source: Any, handler: pydantic.GetCoreSchemaHandler
+  ) -> Any:
     del source
     return core_schema.no_info_after_validator_function(
       Env.model_dump, handler.generate_schema(Env)

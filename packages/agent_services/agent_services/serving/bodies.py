@@ -371,7 +371,9 @@ class UpTo:
   limit: str
   text: ClassVar[str] = "must be an integer of at least 1"
 
-  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+  def __get_pydantic_core_schema__(
+    self, source: Any, handler: pydantic.GetCoreSchemaHandler
+  ) -> Any:
     del source, handler
 
     def check(value: Any, info: Any) -> int:
@@ -396,7 +398,9 @@ class Neutral:
   def __init__(self, *values: Any):
     object.__setattr__(self, "values", values)
 
-  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+  def __get_pydantic_core_schema__(
+    self, source: Any, handler: pydantic.GetCoreSchemaHandler
+  ) -> Any:
     del source, handler
 
     def check(value: object) -> Any:
@@ -445,7 +449,9 @@ class ByField:
   code: str = "invalid_value"
   implied: Callable[[Mapping[str, Any]], Any] | None = None
 
-  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+  def __get_pydantic_core_schema__(
+    self, source: Any, handler: pydantic.GetCoreSchemaHandler
+  ) -> Any:
     models = {
       name: model
       for model in typing.get_args(source) or (source,)
@@ -496,7 +502,9 @@ class ByShape:
 
   text: str
 
-  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+  def __get_pydantic_core_schema__(
+    self, source: Any, handler: pydantic.GetCoreSchemaHandler
+  ) -> Any:
     return core_schema.tagged_union_schema(
       {
         f"({_shape(one)})": handler.generate_schema(one)
@@ -552,7 +560,9 @@ class TokenIds:
 
   most: int | None = None
 
-  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+  def __get_pydantic_core_schema__(
+    self, source: Any, handler: pydantic.GetCoreSchemaHandler
+  ) -> Any:
     del source, handler
     return core_schema.with_info_plain_validator_function(
       lambda value, info: self._read(str(info.field_name), value, info.context)

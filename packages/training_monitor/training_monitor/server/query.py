@@ -173,7 +173,9 @@ class one_of:  # pylint: disable=invalid-name
   def __init__(self, words: typing.Iterable[str]):
     self._words = list(words)
 
-  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+  def __get_pydantic_core_schema__(
+    self, source: Any, handler: pydantic.GetCoreSchemaHandler
+  ) -> Any:
     del source, handler
     return core_schema.literal_schema(self._words)
 

@@ -31,7 +31,9 @@ class _Prompt:
 
   text = "must be a text or a list of token ids, not empty, or a list of them"
 
-  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+  def __get_pydantic_core_schema__(
+    self, source: Any, handler: pydantic.GetCoreSchemaHandler
+  ) -> Any:
     del source, handler
     return core_schema.with_info_plain_validator_function(
       lambda value, info: _prompt(value, info.context.prompt_tokens)
