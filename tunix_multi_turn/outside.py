@@ -1,4 +1,4 @@
-"""The process that plays our gyms for another program: `run.outside_policy`.
+"""The process that plays our gyms for another program; see `run.evaluations`.
 
 Imported where verifiers is installed, and needs nothing else there; the process
 runs by this package's own interpreter.

@@ -5,7 +5,7 @@
 The first word is a run, a policy's directory, an evaluation that is continued,
 or `grounding`, which measures where a policy clicks; settings and a YAML file
 follow as for `train`. Writes a directory with evaluation.json, episodes.jsonl,
-trajectories.jsonl, images/ and report.html; see `run.evaluator` and
+trajectories.jsonl, images/ and report.html; see `run.evaluations.evaluator` and
 docs/evaluation.md.
 
 Promises: an interrupt (Ctrl-C) or a failure keeps the episodes that have ended,

@@ -1,6 +1,6 @@
 """Sends requests to the server over one connection, each with a deadline.
 
-On the standard library, not on `core.http`: the uploader starts with every run,
+On the standard library, not on `net.http`: the uploader starts with every run,
 and importing httpx would take longer than the rest of its start.
 """
 

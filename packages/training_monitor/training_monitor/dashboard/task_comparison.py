@@ -2,7 +2,8 @@
 
 Promises: sampled and greedy attempts are never added up; a task counts once,
 with its success rate; the difference and its interval are of the pairs
-(`core.comparison`), and tasks that one side lacks are counted and left out.
+(`core.statistics.comparison`), and tasks that one side lacks are counted and left
+out.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def compare(
     mode: Mode of the attempts; None for the first of `MODES` that both have.
 
   Returns:
-    {"mode", "modes", "summary" (of `core.comparison`, second - first),
+    {"mode", "modes", "summary" (of `statistics.comparison`, second - first),
     "rows": [{"task_id", "name", "description", "family", "a", "b" ({"wins",
     "tries", "rate", "id" of an attempt}), "by"}], the largest change first}.
   """

@@ -113,7 +113,7 @@ def policy_saver(
   dtype: str = "float32",
   untied: bool = False,
 ) -> Save:
-  """Writes parameters as `policy.checkpoint` does, for `transformers` to read.
+  """Writes parameters as `checkpoints.checkpoint` does, for `transformers`.
 
   Args:
     model: A model of the architecture; its own parameters are not written. An

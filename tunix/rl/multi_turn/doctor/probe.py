@@ -1,7 +1,7 @@
 """Asks JAX for its devices and makes a run's preflight checks: a process.
 
 Its input is the line {"argv": […]}, its output {"ready": facts} or {"fatal":
-text}, as `core.line_process` has it. Run as a file, in a process of its own:
+text}, as `net.line_process` has it. Run as a file, in a process of its own:
 JAX may hang there.
 """
 

@@ -13,7 +13,8 @@ are saved with it and compared; damage is an error that names the checkpoint. A
 disk that hangs is an error after `CheckpointConfig.deadline_s`; so is a wall
 clock that is set back, as TensorStore may start no thread until it catches up.
 
-Does not: save the model's architecture or tokenizer (see `policy.checkpoint`).
+Does not: save the model's architecture or tokenizer (see
+`policy.checkpoints`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MAX_PIXELS = 32_000_000
 MAX_SIDE = 8192
 """Pixels of the longest side of a screen."""
 MAX_PATH = 16 << 10
-"""Characters of a path: `core.connections` reads no larger head."""
+"""Characters of a path: `net.connections` reads no larger head."""
 MAX_VALUES = 10_000
 """Values in an object without a schema of its own."""
 MAX_SECONDS = 7 * 86_400.0

@@ -1,6 +1,6 @@
 """Bounds what requests to a server may cost: connections, seconds, bytes.
 
-`ConnectionLimits` are a server's limits; `core.connections` keeps those of
+`ConnectionLimits` are a server's limits; `net.connections` keeps those of
 connections and heads, `BodyGuard` those of bodies, in front of any ASGI
 application. An application reads a body with `read`.
 

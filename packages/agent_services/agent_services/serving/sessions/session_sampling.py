@@ -1,6 +1,7 @@
 """Compares a request's sampling with what its session is trained under.
 
-`core.sampling_rule` has the rule; here it meets the requests of the API.
+`trajectory_collector.sampling_rule` has the rule; here it meets the requests of
+the API.
 
 Promises: a field that a request leaves out is the session's; a request that
 draws from another distribution is found, and named by its field.

@@ -39,7 +39,7 @@ class Example:
     trajectory_id: Id of its episode; "" for a demonstration.
     truncated: whether a limit ended its episode, see `was_truncated`.
     streams: name -> float32[T], more numbers of each sampled token; that of
-      `core.turn_groups` is added.
+      `core.statistics.turn_groups` is added.
   """
 
   sequence: trajectory.TokenSequence

@@ -4,7 +4,7 @@
 `QwenRenderer` gives, as for the policies of this project, the latter is taken:
 it is several times faster.
 
-Does not read files: see `policy.policy_files.chat_template`.
+Does not read files: see `policy.checkpoints.policy_files.chat_template`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The other way round of `rollout.agent`: agents, environments, rewards and
 deadlines are those of a run of the same settings, and each turn's messages go
 to the other program, which returns the policy's text. The environment of
 verifiers in `tunix_multi_turn.verifiers_env` is such a program. Lines are those
-of `core.line_process`: the first one has `settings` (as of train), and the
+of `net.line_process`: the first one has `settings` (as of train), and the
 numbers of tasks, `train` and `eval`; the answer lists the tasks. A request has
 one of
 

@@ -2,7 +2,7 @@
 
 The one module that imports ray; `ray_launcher` starts it beside the learner,
 whose process stays without Ray's threads, forks and signal handlers. Lines are
-those of `core.line_process`: the first one has `address` (of the cluster),
+those of `net.line_process`: the first one has `address` (of the cluster),
 `collectors`, `cpus`, `memory` (bytes), `resources`, `placement` and `learner`
 (JSON for the actors); a request is one of
 
