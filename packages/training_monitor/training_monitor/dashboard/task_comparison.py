@@ -2,8 +2,8 @@
 
 Promises: sampled and greedy attempts are never added up; a task counts once,
 with its success rate; the difference and its interval are of the pairs
-(`core.statistics.comparison`), and tasks that one side lacks are counted and left
-out.
+(`core.statistics.comparison`), and tasks that one side lacks are counted and
+left out.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     mt.play([GuiAction("click", x=20, y=30)], "click-button")
 
 Promises: a policy plays as an evaluation does (`run.evaluations.evaluator`), an
-oracle or a script as the command `environments.play`; the same task, by number, for each.
+oracle or a script as the command `environments.play`; the same task, by
+number, for each.
 The notebook's stop button (or Ctrl-C) ends the episode and closes its gym.
 Nothing is left on the disk once the episode is forgotten.
 """

@@ -140,8 +140,8 @@ class StepFinished(Event):
   the groups' valid members, by trajectory id: the weight of every token
   sampled in that turn in the update. `left_out` is of the turns of all members:
   why the update did not put that turn's tokens into its loss ("invalid",
-  "zero_advantage", "too_long" or "truncated", see `learner.batches.examples`), ""
-  where it did.
+  "zero_advantage", "too_long" or "truncated", see `learner.batches.examples`),
+  "" where it did.
   """
 
   step: int
