@@ -1,4 +1,4 @@
-"""Draws the rooms and who imports whom: docs/images/rooms.svg.
+"""Draws the rooms and the imports between them: docs/images/rooms.svg.
 
     python scripts/rooms_picture.py
 

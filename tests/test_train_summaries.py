@@ -50,7 +50,7 @@ def test_a_run_by_name_learns_from_its_summaries(tmp_path, capsys):
     assert metrics["summary_turns"] >= 1
     assert metrics["history_rewrites"] == metrics["summary_turns"]
     assert metrics["sampled_tokens"] > 0
-  # 1. What was played: summaries end sequences, and are told as turns.
+  # 1. What was played: summaries end sequences and are recorded as turns.
   lines = (directory / "trajectories.jsonl").read_text().splitlines()
   played = [json.loads(line) for line in lines]
   assert any("summary" in line for line in lines) and played

@@ -1,4 +1,4 @@
-"""What a hostile client does to a server's connections and bodies."""
+"""Attacks of a hostile client on a server's connections and bodies."""
 
 import contextlib
 import json

@@ -28,7 +28,7 @@ from tunix.rl.multi_turn.parser.renderer import template
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """What a family's tokenizer and template have.
+  """The tokenizer and the template of a family.
 
   Attributes:
     name: key of `chat_templates.TEMPLATES`.
@@ -344,7 +344,7 @@ class Talk:
     ]
 
   def next_messages(self):
-    """What may come behind an answer without calls."""
+    """Texts that may follow an answer without calls."""
     if self.family.alternates or self.random.random() < 0.7:
       return [self.user()]
     if self.family.system == "any" and self.random.random() < 0.2:

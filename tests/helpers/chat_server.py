@@ -21,7 +21,7 @@ class ChatServer:
   """Adds two numbers, wrongly where they are in `wrong`.
 
   Attributes:
-    key: that requests need, "" for none.
+    key: Key that requests need, "" for none.
     sees: whether the model takes images.
     refuses: fields that the model does not take -> the error's text.
     dies_after: answers, after which connections are closed without one.

@@ -28,8 +28,8 @@ class Block:
 
   Attributes:
     page: its file, from the root.
-    line: of its first line of text.
-    language: as the fence has it.
+    line: Number of its first line of text.
+    language: Language that the fence names.
     text: without the fence's indent.
     marker: (kind, reason) of a block that is not run, else None.
   """

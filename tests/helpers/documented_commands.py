@@ -37,7 +37,7 @@ class Command:
 
   Attributes:
     where: file that documents it.
-    text: as written, on one line.
+    text: The command as written, on one line.
   """
 
   where: str

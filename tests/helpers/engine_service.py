@@ -55,7 +55,7 @@ def make_fixture(model, store):
 
 
 def slow_down(engine, seconds):
-  """Every decode call takes at least so long."""
+  """Seconds that every decode call takes at least."""
   decode = engine._programs.decode  # pylint: disable=protected-access
 
   def slow(*args, **options):

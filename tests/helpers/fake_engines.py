@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 class FakeEngine:
-  """What the two have in common."""
+  """Common parts of the two engines."""
 
   def __init__(self, model, context, images, size=SIZE, slots=4):
     self.model_path = str(model)
@@ -289,7 +289,7 @@ class FakeVllm(FakeEngine):
     return await self.sample(prompt, self.sampling(params))
 
   async def cut(self, prompt, params):
-    """What a pause with mode=abort leaves of a completion."""
+    """The rest of a completion after a pause with mode=abort."""
     tokens, logprobs, _ = await self.sample(prompt, self.sampling(params))
     return tokens[:2], logprobs[:2], "abort"
 

@@ -243,7 +243,7 @@ def digest(path: pathlib.Path) -> str:
 
 
 def result_of(run: pathlib.Path) -> dict:
-  """What an undisturbed synchronous run has in common with a disturbed one."""
+  """The figures that a disturbed synchronous run shares with another."""
   lines = (run / "metrics.jsonl").read_text().splitlines()
   summary = json.loads((run / "summary.json").read_text())
   return {
@@ -271,7 +271,7 @@ def without_times(evaluations: dict) -> dict:
 
 
 def acknowledged(folder: pathlib.Path) -> dict:
-  """What must not be lost from here on."""
+  """The groups that must not be lost after this point."""
   run, found = folder / "r", {"checkpoint": 0, "eval": {}, "stored": []}
   steps = [
     int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdigit()
@@ -693,7 +693,7 @@ def main() -> None:
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--most", type=int, help="of all kinds together")
   given = parser.parse_args()
-  # All that a fork needs and that takes time.
+  # Imports that a fork needs and that take time.
   from tunix.rl.multi_turn import train  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.environments.gyms import registry  # pylint: disable=g-import-not-at-top
 

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def run(*arguments, devices=8, seconds=280, flags=""):
-  """What Python prints, given these arguments.
+  """Returns Python's output for these arguments.
 
   The number of devices is a process's own, so it takes another process: a fork
   of an interpreter that has imported JAX and has not yet looked for devices.
@@ -60,7 +60,7 @@ def start(*arguments, devices, flags="", output=None, environment=None):
 
   Args:
     *arguments, devices, flags: as of `run`.
-    output: file of all that it prints; a pipe each by default.
+    output: File that receives its output; a pipe each by default.
     environment: more variables.
   """
   return subprocess.Popen(
@@ -82,10 +82,10 @@ def reports(*arguments, processes, devices, seconds=280):
   """The JSON that each of several processes prints, which JAX joins.
 
   Args:
-    *arguments: of the interpreter; address, number and index of the processes
-      follow them.
+    *arguments: Arguments of the interpreter; address, number and index of the
+      processes follow them.
     processes: their number.
-    devices: of each.
+    devices: Devices of each process.
     seconds: deadline of all.
   """
   address = free_address()

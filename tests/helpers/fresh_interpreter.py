@@ -59,7 +59,7 @@ for line in sys.stdin:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-  """What a program left."""
+  """Result of a program."""
 
   returncode: int
   stdout: str

@@ -23,7 +23,7 @@ class HubServer:
 
   repos: (kind, name) -> {path: content}.
   private: (kind, name) -> as asked for.
-  messages: of the commits.
+  messages: Messages of the commits.
   uploads: contents that came by LFS.
   refuse: status that creation answers, 0 for none.
   silent: set: creation does not answer until `release`.

@@ -38,7 +38,7 @@ class Store:
 
 
 def run_all(count, work, store=None, deadline_s=20.0):
-  """What `work(peers)` returns or raises in each of several threads."""
+  """Returns the results or errors of `work(peers)` in several threads."""
   store = store or Store()
   found = [None] * count
 

@@ -449,7 +449,8 @@ def draw_batch(
     buffers: S, a divisor of B.
     patches: P, twice as many where images are tiles; 0 gives sequences of text
       only, longer than between images.
-    packed: as many sequences a row as fit; else one, from the row's beginning.
+    packed: Whether a row holds as many sequences as fit; else one, from the
+      row's beginning.
     processor: gives positions; see `Reference.processor`.
   """
   wide = 1 + hasattr(processor, "tile_tokens")
@@ -559,7 +560,7 @@ def targets(inputs: base.PolicyInputs) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-  """What a batch gives; zeros where there is padding.
+  """Outputs of a batch; zeros where there is padding.
 
   Attributes:
     logits: float32[B, T, vocabulary].
@@ -580,7 +581,7 @@ class Reference:
 
   Attributes:
     config: the policy's configuration.
-    directory: where its checkpoint lies.
+    directory: Directory of its checkpoint.
     module: the model.
   """
 
@@ -640,8 +641,9 @@ class Reference:
 
     Args:
       batch: packed sequences.
-      weights_BT: of each token's log-prob in the loss; None = no gradients.
-      module: to run in place of `self.module`.
+      weights_BT: Weight of each token's log-prob in the loss; None = no
+        gradients.
+      module: Module to run in place of `self.module`.
     """
     module = self.module if module is None else module
     module.zero_grad()

@@ -1,4 +1,4 @@
-"""What the engine must say, worked out without it.
+"""Expected completions, computed without the engine.
 
 A Qwen3-VL of two layers with weights of order 1, so that every token depends
 on every earlier one and on the pixels; its forward pass without a cache; a

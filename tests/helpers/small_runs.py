@@ -30,7 +30,7 @@ SMALL = (
 
 
 def directory_of(tmp_path: pathlib.Path, overrides) -> list[str]:
-  """Where a run goes; a resumed one has its place."""
+  """Directory of a run; a resumed one keeps its own."""
   if any(o.startswith("resume=") for o in overrides):
     return []
   return [f"run.dir={tmp_path}"]

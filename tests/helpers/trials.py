@@ -32,7 +32,7 @@ def by_default(kept, cases, ids=None) -> list:
   """Cases of a parametrised test: `kept` in the default run, the others slow.
 
   Args:
-    kept: of `cases`; they walk the path of each.
+    kept: Part of `cases`; they walk the path of each.
     cases: arguments, a tuple of them where the test takes several.
     ids: a name of each case; None where it names itself.
   """

@@ -112,7 +112,7 @@ def test_other_rules_keep_the_bound_and_deal_each_task(name):
 
   found = Noted(costs, given).run(steps=80, warm=10)
   assert 0 < found["useful"] <= 1 and found["oldest"] <= 2
-  # A task waits for four times the window of others at most.
+  # A task waits for at most four windows of other tasks.
   assert len(started) == 8 and min(started.values()) >= 9
 
 

@@ -154,7 +154,7 @@ def test_generation_goes_on_while_the_trainer_trains(
     buffer = agent_rollout.DataBuffer(args)
     assert len(_generate(args, 0, buffer)) == 8
     reads = running.stats()["reads"]
-    training.set()  # From here on nobody reads.
+    training.set()  # No reader is left after this point.
     due = time.monotonic() + 30
     while running.stats()["total_written"] < 48:
       assert time.monotonic() < due

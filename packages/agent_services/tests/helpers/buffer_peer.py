@@ -179,7 +179,7 @@ def said(row, reply):
 
 
 def arithmetic(payload, write, stop):
-  """Items of text only that ask nobody: half of each group is right."""
+  """Items of text alone, without a model: half of each group is right."""
   for name, row in tasks_of(payload):
     for n in range(int(payload["num_repeat_per_sample"])):
       if stop.is_set():

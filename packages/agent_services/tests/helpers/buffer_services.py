@@ -47,7 +47,7 @@ class Running:
 
   Attributes:
     service, app, url: of it.
-    clock: of groups' ages and leases.
+    clock: Clock of groups' ages and leases.
   """
 
   def __init__(self, folder, *, token="", limits=None, **options):

@@ -1,4 +1,4 @@
-"""The server in a thread of its own, around an engine that is there."""
+"""Runs the server in its own thread, around a given engine."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class SmallPolicy:
 
 
 class SmallServer(SmallPolicy):
-  """That policy, served by this package's own server."""
+  """The small policy, served by this package's own server."""
 
   def __init__(self, limits=None, store=None, features=(), **options):
     super().__init__(store=store, features=features)

@@ -50,7 +50,7 @@ def same(one, other):
 
 
 class Client:
-  """Sends what it is told to; keeps the books that the store is checked by."""
+  """Sends random requests and records what the store must hold."""
 
   def __init__(self, draw):
     self.draw = draw

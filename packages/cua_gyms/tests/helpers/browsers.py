@@ -6,7 +6,7 @@ import pytest
 
 
 def missing(miniwob=True):
-  """What is, and how to get it; "" for nothing.
+  """The missing browser and how to install it; "" for none missing.
 
   Args:
     miniwob: whether its pages are needed, too.

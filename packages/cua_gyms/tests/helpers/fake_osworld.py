@@ -102,7 +102,7 @@ class FakeOSWorld:
     )
 
   def revert(self, url):
-    """What a provider does: the machine's first state again."""
+    """Restores the machine's first state, as a provider does."""
     assert url == self.url
     self.log.append(("revert", url))
     self.gym.start_sync(self.task)

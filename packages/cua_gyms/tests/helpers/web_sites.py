@@ -100,7 +100,7 @@ class Ears:
         self._udp.close()
 
   def heard(self) -> list[str]:
-    """Who has called: nothing is read, so nothing is lost before."""
+    """The callers' addresses; nothing is read from their connections."""
     ready, _, _ = select.select([self._tcp, self._udp], [], [], 0)
     return [("tcp", "udp")[s is self._udp] for s in ready]
 

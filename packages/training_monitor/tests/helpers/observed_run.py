@@ -39,7 +39,7 @@ def observed(server, folder, store, total_steps=5, **facts):
 
 
 def play(tell, store, steps=5):
-  """What `train` would tell, with failures of every kind among it."""
+  """The events of a `train`, with failures of every kind among them."""
   tell(events.RunStarted("run", {"a": 1}))
   kinds = [*Status]
   kinds.remove(Status.RUNNING)
