@@ -177,7 +177,7 @@ class MessageHistory:
     newest = len(earlier)
     while newest > head and earlier[newest - 1].get("role") != "assistant":
       newest -= 1
-    first, *others = earlier[newest:] or [{"role": "user", "content": ""}]
+    first, *following = earlier[newest:] or [{"role": "user", "content": ""}]
     shown = [p for m in earlier[newest:] for p in _parts(m) if _is_image(p)]
     older = [p for m in earlier[:newest] for p in _parts(m) if _is_image(p)]
     spare = max(images - len(shown), 0)
@@ -189,7 +189,7 @@ class MessageHistory:
     content = [*older, *content, {"type": "text", "text": about}]
     if not any(map(_is_image, content)):
       content = "\n\n".join(part["text"] for part in content)
-    self._seen = [*earlier[:head], {**first, "content": content}, *others]
+    self._seen = [*earlier[:head], {**first, "content": content}, *following]
     self._snapshot = None
     self.rewrites += 1
 

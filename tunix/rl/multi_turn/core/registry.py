@@ -91,8 +91,8 @@ def unknown_name(
   if not names:
     return f"unknown {kind} {name!r}; none is registered"
   hint = did_you_mean(name, names, also)
-  known = f"{hint} Known" if hint else "; known"
-  return f"unknown {kind} {name!r}{known}: {listed(names)}"
+  opening = f"{hint} Known" if hint else "; known"
+  return f"unknown {kind} {name!r}{opening}: {listed(names)}"
 
 
 def listed(names: Sequence[str]) -> str:

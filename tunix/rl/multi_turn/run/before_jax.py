@@ -208,11 +208,22 @@ def policy_problem(config: TrainConfig, source: str, problem: str) -> str:
   return f"policy.name={config.policy.name}: {problem}"
 
 
+def no_adapter(config: TrainConfig) -> str:
+  """Returns the refusal of an adapter on a policy that takes none."""
+  return (
+    f"policy.lora_rank={config.policy.lora_rank}:"
+    f" policy.name={config.policy.name} takes no adapter; train all its weights"
+    " (policy.lora_rank=0), or use a Qwen policy"
+  )
+
+
 def _policy(config: TrainConfig) -> Iterator[str]:
-  """Directories that hold no policy, and fields that the tiny one lacks."""
+  """Directories that hold no policy, and settings that the tiny one lacks."""
   name, start = config.policy.name, config.warm_start
-  known = policy_settings.POLICIES
-  tiny = known.get(name) if name in known else None
+  shipped = policy_settings.POLICIES
+  tiny = shipped.get(name) if name in shipped else None
+  if tiny in tiny_vl_config.SIZES and config.policy.lora_rank:
+    yield no_adapter(config)
   if tiny in tiny_vl_config.SIZES and config.policy.config:
     tokenizer = policy_files.load_tokenizer(name)
     try:

@@ -219,13 +219,7 @@ def add_adapter(config: TrainConfig, model: base.Policy) -> None:
   if not rank:
     return
   if not isinstance(model, qwen_text.QwenText):
-    raise ConfigError(
-      [
-        f"policy.lora_rank={rank}: policy.name={config.policy.name} takes no"
-        " adapter; train all its weights (policy.lora_rank=0), or use a"
-        " Qwen policy"
-      ]
-    )
+    raise ConfigError([before_jax.no_adapter(config)])
   experts = config.policy.lora_experts
   if experts and not model.config.text.num_experts:
     raise ConfigError(
