@@ -75,12 +75,12 @@ FILES = {
     "class Polite(tool_agent.ToolAgent): pass\n"
   ),
   "my_policies.py": (
-    "from tunix.rl.multi_turn.policy import checkpoint\n"
+    "from tunix.rl.multi_turn.policy.checkpoints import checkpoint\n"
     "def make(seed=0, screen=None, **changes):\n"
     "  return checkpoint.create_policy('nano', seed, **changes)\n"
   ),
   "my_policy.py": (
-    "from tunix.rl.multi_turn.policy import checkpoint\n"
+    "from tunix.rl.multi_turn.policy.checkpoints import checkpoint\n"
     "def create(seed=0, screen=None, width=32, **changes):\n"
     "  return checkpoint.create_policy('nano', seed, **changes)\n"
   ),

@@ -15,7 +15,7 @@ from typing import Any, Mapping, Sequence
 
 NAME = "tunix-multi-turn"
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_WORKER = "run.outside_policy"
+_WORKER = "run.evaluations.outside_policy"
 
 
 class Host:
