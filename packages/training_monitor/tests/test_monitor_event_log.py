@@ -431,7 +431,7 @@ def test_a_screenshot_that_was_lost_is_brought_again(server, tmp_path):
 def test_a_trainer_that_is_killed_has_told_everything(server, tmp_path):
   program = (
     "import json, os, signal, sys\n"
-    "from trainer_core import events\n"
+    "from training_monitor.core import events\n"
     "from training_monitor.client import event_log\n"
     "run = event_log.RunSpec(**json.loads(sys.argv[1]))\n"
     "r = event_log.EventLog(run)\n"

@@ -32,6 +32,7 @@ from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 _ROOT = pathlib.Path(__file__).parents[4]
 _HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
+_WEB_SITES = _HELPERS.parents[2] / "cua_gyms" / "tests" / "helpers"
 pytestmark = [
   pytest.mark.slow,  # Their imports take seconds each.
   pytest.mark.timeout(300),
@@ -204,6 +205,7 @@ def test_two_turns_with_a_tool_and_an_image(served, package):
       [python, _HELPERS / "agent_clients.py", package,
        f"{url}/v1", session["api_key"]],
       capture_output=True, text=True, timeout=240,
+      env={**os.environ, "PYTHONPATH": str(_WEB_SITES)},
   )  # fmt: skip
   assert ran.returncode == 0, ran.stderr[-3000:]
   ways = json.loads(ran.stdout.splitlines()[-1])
