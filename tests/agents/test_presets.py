@@ -11,9 +11,9 @@ import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.agents import agent_registry
+from tunix.rl.multi_turn.agents import agent_settings
 from tunix.rl.multi_turn.agents import presets
-from tunix.rl.multi_turn.agents import registry
-from tunix.rl.multi_turn.agents import settings as agent_settings
 from tunix.rl.multi_turn.config import resolution
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images
@@ -50,7 +50,7 @@ def play(renderer, config, family="click-button"):
     desktop.DesktopGym,
     desktop.GYM.load_oracle(),
     store,
-    screenshots=registry.screenshot_options(config.agent),
+    screenshots=agent_registry.screenshot_options(config.agent),
   )
   task = desktop.DesktopTasks().train_task(family, 0)
   return asyncio.run(demonstrator.episode(task, 0))
@@ -111,7 +111,7 @@ def test_a_chosen_agent_and_a_toy_keep_theirs(tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_brings_what_its_authors_published(name):
   config = load(f"agent={name}")
-  spec = registry.get(name)
+  spec = agent_registry.get(name)
   assert spec.reads_calls
   for key, value in spec.preset.items():
     section, field = key.split(".")
@@ -223,7 +223,7 @@ class TestResizing:
       height, width, rule.factor, rule.min_pixels, rule.max_pixels
     )
     config = agent_settings.AgentConfig(parser=name, resize="grammar")
-    assert registry.screenshot_size(config, width, height) == (cols, rows)
+    assert agent_registry.screenshot_size(config, width, height) == (cols, rows)
 
   def test_a_policy_that_resizes_once_more_is_refused(self, tmp_path):
     config = load(
@@ -287,9 +287,9 @@ def test_what_cannot_go_together_is_refused(overrides, parts):
 def test_an_agent_without_the_parameter_refuses_the_setting():
   config = load("agent.show_tools=false")
   assert (
-    registry.Builder(config.agent, system_prompt="P")().chat_completions[0][
-      "content"
-    ]
+    agent_registry.Builder(config.agent, system_prompt="P")().chat_completions[
+      0
+    ]["content"]
     == "P"
   )
 
@@ -297,13 +297,13 @@ def test_an_agent_without_the_parameter_refuses_the_setting():
     def __init__(self, system_prompt=""):
       self.system_prompt = system_prompt
 
-  registry.AGENTS.register("own_agent", Own)
+  agent_registry.AGENTS.register("own_agent", Own)
   try:
     config = load("agent=own_agent", "agent.max_images=2", "agent.summary=true")
     with pytest.raises(ValueError, match="agent.summary=True.*takes no summ"):
-      registry.Builder(config.agent, system_prompt="P")
+      agent_registry.Builder(config.agent, system_prompt="P")
   finally:
-    registry.AGENTS.unregister("own_agent")
+    agent_registry.AGENTS.unregister("own_agent")
 
 
 def test_help_lists_them(capsys):

@@ -23,7 +23,7 @@ from tunix.rl.multi_turn.config import evaluate_config
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import resolution
 from tunix.rl.multi_turn.core import settings as settings_lib
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 import yaml  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ import random
 
 from cua_gyms import genv
 from cua_gyms.genv import execution
-from cua_gyms.genv import tasks as genv_tasks
-from cua_gyms.openenv import gym as openenv
+from cua_gyms.genv import genv_tasks
+from cua_gyms.openenv import openenv_gym as openenv
 import gym_servers
 import pytest
 from starlette import applications

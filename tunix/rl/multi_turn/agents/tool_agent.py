@@ -23,9 +23,9 @@ import functools
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn import prompts
+from tunix.rl.multi_turn.agents import agent_settings
 from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.agents import history
-from tunix.rl.multi_turn.agents import settings
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.parser import tool_parser
@@ -77,7 +77,7 @@ class ToolAgent(base_agent.BaseAgent):
     summary_at: int = 0,
     summary_tokens: int = 64,
     summary_images: int = 1,
-    summary_prompt: str = settings.SUMMARY_PROMPT,
+    summary_prompt: str = agent_settings.SUMMARY_PROMPT,
   ):
     """Args:
 

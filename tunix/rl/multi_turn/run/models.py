@@ -14,7 +14,7 @@ from typing import Any
 from flax import nnx
 import jax
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
@@ -30,7 +30,7 @@ from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import settings as policy_settings
+from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.checkpoints import lora_files
 from tunix.rl.multi_turn.policy.checkpoints import policy_files

@@ -41,7 +41,7 @@ class AgentConfig:
     " which may be overridden. Or package.module:Class, a BaseAgent or an"
     " agent of tunix.rl.agentic; it gets those settings of this section that"
     " its constructor takes.",
-    registry="tunix.rl.multi_turn.agents.registry:AGENTS",
+    registry="tunix.rl.multi_turn.agents.agent_registry:AGENTS",
   )
   parser: str = setting(
     default="computer_use_compact",
@@ -53,7 +53,7 @@ class AgentConfig:
     " calls (the other environments): qwen, qwen_xml, llama_json,"
     " llama_pythonic, mistral, deepseek, gemma, gemini, openai_function."
     " Or package.module:Class. See docs/grammars.md.",
-    registry="tunix.rl.multi_turn.parser.tool_parser.registry:PARSERS",
+    registry="tunix.rl.multi_turn.parser.tool_parser.parser_registry:PARSERS",
   )
   system_prompt: str = setting(
     default="desktop_compact",
