@@ -177,11 +177,13 @@ def test_every_key_may_be_overridden():
     "agent.parser=ui_tars",
     "agent.resize=none",
     "agent.max_pixels=0",
-    "agent.summary=false",
+    "agent.list_dropped_turns=false",
     "sampling.max_new_tokens=64",
   )
   assert (config.agent.max_images, config.agent.image_stride) == (3, 2)
-  assert config.agent.parser == "ui_tars" and not config.agent.summary
+  assert (
+    config.agent.parser == "ui_tars" and not config.agent.list_dropped_turns
+  )
   assert config.agent.system_prompt == "qwen3_vl_computer_use"
   assert config.sampling.max_new_tokens == 64
 
@@ -259,7 +261,8 @@ class TestResizing:
     "overrides, parts",
     [
         (["agent=qwen3_vl_computr_use"], ["mean 'qwen3_vl_computer_use'"]),
-        (["agent.summary=true"], ["agent.summary", "max_images"]),
+        (["agent.list_dropped_turns=true"],
+         ["agent.list_dropped_turns", "max_images"]),
         (["agent=mai_ui", "agent.image_stride=4"],
          ["agent.image_stride=4", "max_images=3"]),
         (["agent.max_pixels=99"], ["agent.max_pixels", "resize=grammar"]),
@@ -299,8 +302,12 @@ def test_an_agent_without_the_parameter_refuses_the_setting():
 
   agent_registry.AGENTS.register("own_agent", Own)
   try:
-    config = load("agent=own_agent", "agent.max_images=2", "agent.summary=true")
-    with pytest.raises(ValueError, match="agent.summary=True.*takes no summ"):
+    config = load(
+      "agent=own_agent", "agent.max_images=2", "agent.list_dropped_turns=true"
+    )
+    with pytest.raises(
+      ValueError, match="agent.list_dropped_turns=True.*takes no list"
+    ):
       agent_registry.Builder(config.agent, system_prompt="P")
   finally:
     agent_registry.AGENTS.unregister("own_agent")

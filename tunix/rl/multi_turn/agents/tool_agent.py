@@ -68,7 +68,7 @@ class ToolAgent(base_agent.BaseAgent):
     max_images: int | None = None,
     image_stride: int = 1,
     image_note: str = "",
-    summary: bool = False,
+    list_dropped_turns: bool = False,
     show_tools: bool = True,
     screen: tuple[int, int] | None = None,
     observation: str = "screenshot",
@@ -92,9 +92,10 @@ class ToolAgent(base_agent.BaseAgent):
         ("end" also records it as a parse error); "retry": an Action without
         calls, and the next user message names the error.
       max_images: screenshots or trees the policy sees at once; None for all.
-      image_stride, image_note, summary: see `history.MessageHistory`; the note
-        is "(an older screenshot)" or "(an older page)". A turn's line in a
-        summary is the last line of its thought, else its call.
+      image_stride, image_note, list_dropped_turns: see
+        `history.MessageHistory`; the note is "(an older screenshot)" or "(an
+        older page)". A turn's line in the list is the last line of its thought,
+        else its call.
       show_tools: False: `system_prompt` is complete and nothing is added.
       screen: (width, height) of the screenshots, which the prompts of some GUI
         grammars state.
@@ -147,8 +148,14 @@ class ToolAgent(base_agent.BaseAgent):
     if not image_note:
       kind = "page" if observation == "axtree" else "screenshot"
       image_note = f"(an older {kind})"
-    self._history_args = (max_images, image_stride, image_note, summary, shrink)
-    self._summary = summary
+    self._history_args = (
+      max_images,
+      image_stride,
+      image_note,
+      list_dropped_turns,
+      shrink,
+    )
+    self._lists_dropped = list_dropped_turns
     self._summary_at = summary_at
     self.summary_tokens = summary_tokens
     self._summary_images = summary_images
@@ -231,7 +238,7 @@ class ToolAgent(base_agent.BaseAgent):
       ToolParseError: `response` is not a str.
     """
     result = self.tool_parser.parse_result(response)
-    line = _line(result, response) if self._summary else ""
+    line = _line(result, response) if self._lists_dropped else ""
     self._history.append({"role": "assistant", "content": response}, line)
     step_info: dict[str, Any] = {}
     errors = list(result.errors)
