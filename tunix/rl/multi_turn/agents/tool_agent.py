@@ -148,13 +148,8 @@ class ToolAgent(base_agent.BaseAgent):
     if not image_note:
       kind = "page" if observation == "axtree" else "screenshot"
       image_note = f"(an older {kind})"
-    self._history_args = (
-      max_images,
-      image_stride,
-      image_note,
-      list_dropped_turns,
-      shrink,
-    )
+    windows = (max_images, image_stride, image_note, list_dropped_turns)
+    self._history_args = (*windows, shrink)
     self._lists_dropped = list_dropped_turns
     self._summary_at = summary_at
     self.summary_tokens = summary_tokens
