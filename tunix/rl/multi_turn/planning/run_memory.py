@@ -206,7 +206,7 @@ def settle_remat(
   Returns:
     The choice; None where the configuration has made one.
   """
-  about = getattr(model, "config", None)  # A policy of a user may have none.
+  about = base.optional(model, "config")  # A policy of a user may have none.
   if base.optional(about, "remat") != config_checks.AUTO:
     return None
   # On a CPU predictions are within a factor of two.
