@@ -205,7 +205,7 @@ class Placement:
 
 def _name(path: tuple[Any, ...]) -> str:
   """ "blocks.0.q" of a tree path; the step into the variable is left out."""
-  steps = [k for k in path if not isinstance(k, jax.tree_util.GetAttrKey)]
+  steps = tuple(k for k in path if not isinstance(k, jax.tree_util.GetAttrKey))
   return jax.tree_util.keystr(steps, simple=True, separator=".")
 
 

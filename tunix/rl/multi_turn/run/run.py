@@ -355,8 +355,8 @@ class Run:
     for served in (self.fleet, self._proxy):
       if served is not None:
         served.close(wait)
-    engine = self.engine
-    if self.config.rollout.via == "external":
+    engine: Any = self.engine
+    if self.config.rollout.via == "external" and self.config.samples:
       loop_thread.try_to_close(
         "the external engine", lambda: wait(engine.aclose())
       )
