@@ -356,7 +356,7 @@ class Run:
       if served is not None:
         served.close(wait)
     engine: Any = self.engine
-    if self.config.rollout.via == "external" and self.config.samples:
+    if self.config.rollout.via == "external":
       loop_thread.try_to_close(
         "the external engine", lambda: wait(engine.aclose())
       )
