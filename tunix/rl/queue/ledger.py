@@ -94,7 +94,7 @@ class Ledger:
     self._running: dict[int, Ticket] = {}
     self._putting: set[int] = set()
     self._expected: set[int] = set()
-    self._unacked: set[int] = set()
+    self._unacked: dict[int, int] = {}  # Index -> lag at the delivery.
     self._next_index = 0
     # Groups that count against admission: those consumed in versions before
     # this one, and those that wait here.
@@ -293,13 +293,13 @@ class Ledger:
       return None
     for entry in entries:
       del self._ready[entry.index]
-      self._unacked.add(entry.index)
       if entry.oldest < self._bound():
         before = _stale_tokens(entry.group)
         entry.group = entry.group.trimmed(self._bound())
         entry.oldest = entry.group.oldest_version
         self.counts["trimmed_tokens"] += _stale_tokens(entry.group) - before
       lag = max(0, self.version - entry.oldest)
+      self._unacked[entry.index] = lag
       self._max_lag = max(self._max_lag, lag)
       self._lag_sum += lag
     self.counts["delivered"] += n
@@ -346,7 +346,7 @@ class Ledger:
     """Makes delivered groups ready again that are not acknowledged."""
     for entry in entries:
       if entry.index in self._unacked:
-        self._unacked.remove(entry.index)
+        self._lag_sum -= self._unacked.pop(entry.index)
         self._ready[entry.index] = entry
         self.counts["delivered"] -= 1
 
@@ -359,7 +359,8 @@ class Ledger:
     acked = set(self._unacked)
     if indices is not None:
       acked.intersection_update(indices)
-    self._unacked -= acked
+    for index in acked:
+      del self._unacked[index]
     self.counts["acked"] += len(acked)
     return sorted(acked)
 
