@@ -79,8 +79,8 @@ def main() -> int:
   parser.add_argument("--slices", nargs="+", choices=SLICES, default=SLICES)
   args = parser.parse_args()
   print(
-    "| slice | policy | settings | GiB a chip | update, s | received, MB a token"
-    " | decode, tokens/s |"
+    "| slice | policy | settings | GiB a chip | update, s"
+    " | received, MB a token | decode, tokens/s |"
   )
   print("|---|---|---|---|---|---|---|")
   for text, size in itertools.product(args.slices, args.sizes):
