@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("sqlalchemy", reason="needs the extra `monitor`")
 import monitor_server  # noqa: E402
+from trainer_core import images  # noqa: E402
 from training_monitor.schema import database  # noqa: E402
 
 OF_BOTH = (
@@ -77,6 +78,11 @@ def server(target, tmp_path):
 def lite(tmp_path):
   with monitor_server.sqlite_server(tmp_path) as running:
     yield running
+
+
+@pytest.fixture
+def store():
+  return images.ImageStore()
 
 
 @pytest.fixture(scope="module")
