@@ -41,6 +41,7 @@ DRAWN = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0, seed=3)
       "gemma3_text",
       "gemma3_text wide",
     ],
+    unlike=["llama tied", "gemma3_text wide"],
   ),
 )
 def parts(request, tmp_path_factory):
