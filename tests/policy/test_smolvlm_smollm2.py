@@ -51,8 +51,8 @@ def policies():
   return loaded
 
 
-def logits_of(model, processor, tokens):
-  """float32[T, vocabulary] of a text."""
+def outputs_of(model, processor, tokens):
+  """(float32[T, D], float32[T, vocabulary]) of a text."""
   length = len(tokens)
   inputs = base.PolicyInputs(
     tokens=tokens[None],
@@ -63,7 +63,8 @@ def logits_of(model, processor, tokens):
     patch_segments=np.zeros((1, 0), np.int32),
     patch_positions=np.zeros((1, 0, processor.position_axes), np.int32),
   )
-  return np.asarray(model.logits(model(inputs))[0])
+  hidden = model(inputs)
+  return np.asarray(hidden[0]), np.asarray(model.logits(hidden)[0])
 
 
 def test_an_absent_package_is_named(monkeypatch, capsys, tmp_path):
@@ -81,14 +82,21 @@ class TestWeights:
   pytestmark = weights
 
   def test_a_text_has_the_text_policys_prompt_and_logits(self, policies):
-    prompts, logits = [], []
+    prompts, states, logits = [], [], []
     for model, processor, renderer in policies.values():
       tokens = renderer.render(MESSAGES).tokens
       prompts.append(tokens.tolist())
-      logits.append(logits_of(model, processor, tokens))
+      hidden, scores = outputs_of(model, processor, tokens)
+      states.append(hidden)
+      logits.append(scores)
     assert prompts[0] == prompts[1]
     words = logits[1].shape[1]
-    np.testing.assert_allclose(logits[0][:, :words], logits[1], atol=TOL)
+    np.testing.assert_array_equal(*states)
+    # More rows of the table are summed in another order.
+    most = np.abs(logits[1]).max()
+    np.testing.assert_allclose(
+      logits[0][:, :words], logits[1], rtol=0, atol=TOL * most
+    )
     # Added tokens are as unlikely as an average word.
     added = np.exp(logits[0] - logits[0].max(-1, keepdims=True))
     share = added[:, words:].sum(-1) / added.sum(-1)
@@ -123,7 +131,7 @@ class TestWeights:
     )
     assert not any(info.values()), info
     tokens = renderer.render(MESSAGES).tokens
-    got = logits_of(model, processor, tokens)
+    _, got = outputs_of(model, processor, tokens)
     with torch.no_grad():
       want = reference(torch.tensor(tokens[None].astype(np.int64))).logits[0]
     # Rounding of the first token's large residuals.

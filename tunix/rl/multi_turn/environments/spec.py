@@ -108,7 +108,7 @@ for _name, _spec in {
     preset={
       **_TEXT_PRESET,
       "environment.reward": "numeric_match",
-      "environment.options.tools": ["sql"],
+      "environment.options": {"tools": ["sql"]},
       "environment.max_turns": 12,
     },
     oracle=f"{_HERE}.database_questions:solve",
