@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from typing import Any
 
 from flax import nnx
 import jax
@@ -91,9 +92,10 @@ def _write(text: pathlib.Path, directory: pathlib.Path) -> None:
     vision_start_token_id=image,
     vision_end_token_id=image,
   )
-  model = hf_checkpoint.abstract_model(config)
+  model: Any = hf_checkpoint.abstract_model(config)
   short = dataclasses.replace(config.text, num_hidden_layers=1, vocab_size=1)
-  fresh = qwen_checkpoint.random_model(dataclasses.replace(config, text=short))
+  small = dataclasses.replace(config, text=short)
+  fresh: Any = qwen_checkpoint.random_model(small)
   nnx.update(model.visual, nnx.state(fresh.visual))
   learned = dict(nnx.to_flat_state(nnx.state(decoder.model, nnx.Param)))
   path = ("embed_tokens", "weight")
