@@ -171,7 +171,7 @@ class PolicyConfig:
 
 @settings.settings
 class MeshConfig:
-  """The layout of devices; the product is the number of devices used."""
+  """The layout of devices; `engine` and the product of the others use them."""
 
   data: int = settings.setting(
     default=1, doc="Batch shards with copies of the weights.", ge=1
@@ -188,8 +188,16 @@ class MeshConfig:
   tensor: int = settings.setting(
     default=1, doc="Shards of heads and hidden units.", ge=1
   )
+  engine: int = settings.setting(
+    default=0,
+    doc="Further devices, which the rollout engine has for itself: it samples"
+    " while the others learn, and weights go from device to device. tensor,"
+    " sequence and fsdp hold there as far as they divide this number; data"
+    " takes the rest. 0 = the engine uses the learner's devices.",
+    ge=0,
+  )
 
   @property
   def devices(self) -> int:
-    """Devices used."""
+    """Devices of the learner."""
     return self.data * self.fsdp * self.sequence * self.tensor
