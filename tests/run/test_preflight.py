@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -15,8 +13,6 @@ from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.planning import compiled_update
 from tunix.rl.multi_turn.planning import run_memory
 from tunix.rl.multi_turn.policy import memory_limits
-from tunix.rl.multi_turn.policy.checkpoints import checkpoint
-from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import preflight
 from tunix.rl.multi_turn.run import run as run_lib
@@ -280,78 +276,6 @@ def test_a_device_apart_from_the_host_has_a_limit_of_its_own():
   assert not dataclasses.replace(apart, device=None).problems(config)
   lines = dict(apart.table())
   assert "in all, a device" in lines and "in all, this machine" in lines
-
-
-PEAK = """
-import resource, sys
-from tunix.rl.multi_turn import train
-run = train.prepare(sys.argv[1:])
-# Like --dry-run; files that are read through a mapping count as the process.
-planned = run.memory.total(True)
-assert train.run_to_end(run, quiet=True) == 0
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-print("figures", planned, peak)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_plan_of_a_text_policy_is_its_peak(tmp_path):
-  """Within a tenth, also where the run clones before it trains."""
-  model, _, _ = checkpoint.create_policy("qwen3_text_tiny")
-  text = dataclasses.replace(
-    model.config.text,
-    vocab_size=49_152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=2,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    head_dim=64,
-    mrope_section=(32, 0, 0),
-  )
-  config = dataclasses.replace(model.config, text=text, remat="auto")
-  checkpoint.save_policy(
-    tmp_path / "policy", qwen_checkpoint.random_model(config)
-  )
-  result = subprocess.run(
-    [
-      sys.executable,
-      "-c",
-      PEAK,
-      f"policy={tmp_path / 'policy'}",
-      f"run.dir={tmp_path}",
-      "name=peak",
-      "environment=tool",
-      "environment.options.tools=[calculator]",
-      "environment.max_turns=2",
-      "agent.show_tools=false",
-      "warm_start.steps=1",
-      "warm_start.demonstrations=4",
-      "warm_start.batch_size=4",
-      "engine.context_length=512",
-      "engine.slots=4",
-      "collect.group_size=2",
-      "collect.min_valid=2",
-      "learner.steps=1",
-      "learner.groups_per_step=1",
-      "learner.rows=2",
-      "learner.row_length=512",
-      "algorithm.entropy_coef=0.01",
-      "learner.skip_zero_advantage=false",
-      "sampling.max_new_tokens=8",
-      "eval.on=false",
-      "checkpoint.every=0",
-      "report.progress=none",
-    ],
-    capture_output=True,
-    text=True,
-    timeout=800,
-    check=False,
-  )
-  assert result.returncode == 0, result.stderr[-2000:]
-  planned, peak = map(int, result.stdout.split("figures")[1].split())
-  assert 0.9 < planned / peak < 1.1, (planned, peak)
 
 
 def test_a_custom_policy_is_not_predicted_and_not_refused(
