@@ -128,6 +128,10 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
 
     if str(path) in settings.PRETRAINED:
       directory = gguf_files.pretrained(str(path))
+    if str(path) == settings.SMOLVLM:
+      from tunix.rl.multi_turn.policy.models.smolvlm import smolvlm_smollm2
+
+      return smolvlm_smollm2.directory_of(directory)
     return gguf_files.directory_of(directory)
   if (DATA / str(path)).is_dir():
     return DATA / str(path)
