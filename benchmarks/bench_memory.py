@@ -26,7 +26,7 @@ import subprocess
 import sys
 from typing import Any, Iterator, Mapping, Sequence
 
-from tunix.rl.multi_turn.core.statistics import success_rates
+import pooled_rate
 
 CONTEXT = 640
 COMMON = (
@@ -45,7 +45,7 @@ COMMON = (
 )
 HISTORIES: Mapping[str, tuple[int, tuple[str, ...]]] = {
   "full": (2 * CONTEXT, ()),
-  "window": (CONTEXT, ("agent.max_images=5", "agent.summary=true")),
+  "window": (CONTEXT, ("agent.max_images=5", "agent.list_dropped_turns=true")),
   "summary": (
     CONTEXT,
     (
@@ -91,15 +91,11 @@ def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
   yield "| history | seeds | after cloning [95 %] | after GRPO [95 %] |"
   yield "|---|---|---|---|"
   for history, runs in results.items():
-    rates = (_rate(runs, "warm_start"), _rate(runs, "final"))
+    rates = [
+      pooled_rate.text((r[n]["successes"], r[n]["episodes"]) for r in runs)
+      for n in ("warm_start", "final")
+    ]
     yield f"| {history} | {len(runs)} | {' | '.join(rates)} |"
-
-
-def _rate(runs: Sequence[Mapping[str, Any]], name: str) -> str:
-  counts = [(run[name]["successes"], run[name]["episodes"]) for run in runs]
-  won, of = (sum(part) for part in zip(*counts))
-  low, high = success_rates.wilson_interval(won, of)
-  return f"{won / of:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ import time
 from typing import Any
 
 from cua_gyms import miniwob
-from cua_gyms.miniwob import tasks as tasks_lib
+from cua_gyms.miniwob import miniwob_tasks
 from tunix.rl.multi_turn.core import gui_action
 
 FAMILIES = (
@@ -272,7 +272,7 @@ class Peer:
     chromium = shutil.which("chromium") or shutil.which("google-chrome") or ""
     environment = os.environ | {
       "PEER_CHROMIUM": chromium,
-      "MINIWOB_URL": tasks_lib.pages_directory().as_uri() + "/",
+      "MINIWOB_URL": miniwob_tasks.pages_directory().as_uri() + "/",
     }
     driver = shutil.which("chromedriver")
     if chromium and driver:

@@ -27,7 +27,7 @@ import sys
 import time
 from typing import Any, Iterator, Sequence
 
-from tunix.rl.multi_turn.core.statistics import success_rates
+import pooled_rate
 from tunix.rl.multi_turn.learner.algorithms import presets
 
 COMMON = (
@@ -191,11 +191,7 @@ def _rate(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     for r in results
     if any(n in r for n in names)
   ]
-  if not counts:
-    return "–"
-  won, of = (sum(part) for part in zip(*counts))
-  low, high = success_rates.wilson_interval(won, of)
-  return f"{won / max(of, 1):.2f} [{low:.2f}, {high:.2f}]"
+  return pooled_rate.text(counts)
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ from cua_gyms import xdesktop
 from cua_gyms.xdesktop import scripted_actions
 import numpy as np
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.tools.sandbox import errors
 from tunix.rl.multi_turn.tools.sandbox import rooms
+from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
 import xcffib
 from xcffib import xproto
 
@@ -209,7 +209,7 @@ async def _tasks(args: argparse.Namespace) -> int:
             action_count += 1
           verdict = await gym.evaluate()
         except (
-          errors.DesktopError,
+          sandbox_errors.DesktopError,
           scripted_actions.Unsolvable,
           TimeoutError,
         ) as error:
@@ -285,7 +285,7 @@ async def _resets(args: argparse.Namespace) -> int:
           await gym.start(task)
           names.add(gym.desktop.room.path.name)
           await gym.act(Action(Kind.CLICK, x=300, y=300))
-        except (errors.DesktopError, TimeoutError) as error:
+        except (sandbox_errors.DesktopError, TimeoutError) as error:
           lost.append(f"{task.task_id}: {type(error).__name__}: {error}")
           continue
         seconds.append(time.perf_counter() - began)

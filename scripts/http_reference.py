@@ -20,7 +20,7 @@ import tempfile
 import textwrap
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
-from agent_services.rollout_buffer import app as buffer_app
+from agent_services.rollout_buffer import buffer_app
 from agent_services.rollout_buffer import requests as buffer_requests
 from agent_services.rollout_buffer import service as buffer_service
 from agent_services.run_service import app as run_app
@@ -29,8 +29,8 @@ from agent_services.serving import app as serving_app
 from agent_services.serving import openapi as serving_openapi
 from agent_services.serving import server as serving_server
 from agent_services.serving.endpoints import counting as serving_counting
-from cua_gyms.gym_server import app as gym_app
 from cua_gyms.gym_server import catalog
+from cua_gyms.gym_server import gym_app
 from cua_gyms.gym_server import openapi as gym_openapi
 from starlette import applications
 from training_monitor import app as monitor_app

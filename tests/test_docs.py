@@ -68,7 +68,7 @@ def test_the_page_of_grammars_names_every_one_and_its_code_runs():
     assert f"| `{preset['agent.parser']}` |" in row
     images = preset["agent.max_images"]
     assert f"| {images} screenshot" in row if images else "| in full |" in row
-    assert ("as a list" in row) == bool(preset.get("agent.summary"))
+    assert ("as a list" in row) == bool(preset.get("agent.list_dropped_turns"))
   try:
     documented_code.run("docs/grammars.md")
   finally:

@@ -28,7 +28,7 @@ from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.config import documentation
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.environments.gyms import registry
+from tunix.rl.multi_turn.environments.gyms import gym_registry
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.planning import chips
@@ -67,7 +67,7 @@ FILES = {
     "  eval_task = train_task\n"
     "GYM = gyms.GymSpec(make=desktop.DesktopGym, tasks=Lamps,"
     " lists_tasks=True)\n"
-    "if 'lamps' not in gyms.registry.GYMS:\n"
+    "if 'lamps' not in gyms.gym_registry.GYMS:\n"
     "  gyms.register('lamps', GYM)\n"
   ),
   "my_agents.py": (
@@ -129,14 +129,14 @@ def _sandbox(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(documented_commands.ROOT / "examples")
   for variable in ("TUNIX_MONITOR_TOKEN", "TUNIX_ROLLOUT_TOKEN"):
     monkeypatch.delenv(variable, raising=False)
-  before, gyms = set(sys.modules), set(registry.GYMS)
+  before, gyms = set(sys.modules), set(gym_registry.GYMS)
   ranks = set(advantages.ESTIMATORS)
   yield
   for name in set(sys.modules) - before:
     if name.startswith("my_"):
       del sys.modules[name]
-  for name in set(registry.GYMS) - gyms:
-    registry.GYMS.unregister(name)
+  for name in set(gym_registry.GYMS) - gyms:
+    gym_registry.GYMS.unregister(name)
   for name in set(advantages.ESTIMATORS) - ranks:
     advantages.ESTIMATORS.unregister(name)
 

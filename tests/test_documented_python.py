@@ -109,7 +109,7 @@ def test_gym_servers(tmp_path, monkeypatch):
       )
     assert "lamps" in gyms.names()
   finally:
-    gyms.registry.GYMS.unregister("lamps")
+    gyms.gym_registry.GYMS.unregister("lamps")
   assert 0 < len(names["tasks"]) < len(names["merged"])
   groups = names["batches"][0]
   assert all(t == group[0] for group in groups for t in group)

@@ -17,7 +17,7 @@ import threading
 import time
 import types
 
-from cua_gyms.miniwob import gym as miniwob_gym
+from cua_gyms.miniwob import miniwob_gym
 import numpy as np
 import pytest
 from safetensors import safe_open

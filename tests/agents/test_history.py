@@ -61,7 +61,7 @@ def make(**kwargs):
 
 class TestSummary:
   def test_older_turns_become_lines_of_the_task_s_message(self):
-    views = play(make(max_images=2, summary=True), 5)
+    views = play(make(max_images=2, list_dropped_turns=True), 5)
     assert [len(messages) for messages in views] == [2, 4, 4, 4, 4]
     assert text_of(views[1][1]) == "Buy milk."
     last = views[4]
@@ -75,12 +75,12 @@ class TestSummary:
     assert text_of(last[3]) == ""
 
   def test_one_screenshot_is_the_task_and_the_list_of_steps(self):
-    views = play(make(max_images=1, summary=True), 3)
+    views = play(make(max_images=1, list_dropped_turns=True), 3)
     assert [len(messages) for messages in views] == [2, 2, 2]
     assert text_of(views[2][1]).endswith("Step 1: Press 0.\nStep 2: Press 1.")
 
   def test_a_stride_rewrites_rarely(self):
-    agent = make(max_images=4, image_stride=3, summary=True)
+    agent = make(max_images=4, image_stride=3, list_dropped_turns=True)
     views = play(agent, 12)
     assert agent.history_rewrites == 3
     for before, after in zip(views, views[1:]):
@@ -88,13 +88,13 @@ class TestSummary:
         assert all(a is b for a, b in zip(before, after))
 
   def test_the_whole_episode_is_kept(self):
-    agent, full = make(max_images=2, summary=True), make()
+    agent, full = make(max_images=2, list_dropped_turns=True), make()
     play(agent, 6)
     play(full, 6)
     assert list(agent.history) == full.chat_completions
 
   def test_a_turn_without_a_thought_is_its_call_and_is_cut(self):
-    agent = make(max_images=1, summary=True)
+    agent = make(max_images=1, list_dropped_turns=True)
     agent.update_from_env({"screenshot": image(0), "instruction": "go"})
     agent.update_from_model(click(None) + "x" * 999)
     agent.update_from_env({"screenshot": image(1)})
@@ -102,7 +102,7 @@ class TestSummary:
     assert line.startswith("Step 1: </tool_call>xxx") and len(line) < 320
 
   def test_errors_of_the_kept_turn_stay(self):
-    agent = make(max_images=1, summary=True)
+    agent = make(max_images=1, list_dropped_turns=True)
     agent.update_from_env({"screenshot": image(0), "instruction": "go"})
     agent.update_from_model(click("a"))
     agent.update_from_env({"screenshot": image(1), "text": "Error: no"})
@@ -112,7 +112,7 @@ class TestSummary:
 
   def test_needs_a_window(self):
     with pytest.raises(ValueError, match="needs max_images"):
-      make(summary=True)
+      make(list_dropped_turns=True)
 
 
 def by_tree(**settings):
@@ -147,7 +147,7 @@ class TestTrees:
     ]
 
   def test_a_summary_keeps_the_task_and_the_steps(self):
-    last = by_tree(max_images=1, summary=True)[2]
+    last = by_tree(max_images=1, list_dropped_turns=True)[2]
     assert [m["role"] for m in last] == ["system", "user"]
     assert last[1]["content"] == (
       "PAGE 2\nError: no\n\nSign in.\n\nPrevious actions:\n"
@@ -175,11 +175,11 @@ MESSAGES = st.lists(
   messages=MESSAGES,
   window=st.integers(1, 4),
   stride=st.integers(1, 4),
-  summary=st.booleans(),
+  lists=st.booleans(),
 )
-def test_the_newest_images_are_seen_in_order(messages, window, stride, summary):
+def test_the_newest_images_are_seen_in_order(messages, window, stride, lists):
   history = history_lib.MessageHistory(
-    window, min(stride, window), summary=summary
+    window, min(stride, window), list_dropped_turns=lists
   )
   history.append({"role": "system", "content": "s"})
   every, lines = [], []
@@ -235,7 +235,7 @@ class TestOlderScreenshots:
     ]
 
   def test_all_but_the_newest_are_half(self):
-    agent, store = self.agent(max_images=5, summary=True)
+    agent, store = self.agent(max_images=5, list_dropped_turns=True)
     for turn, messages in enumerate(self.play(agent, store, 8)):
       older = min(turn, 4)
       assert self.sizes(messages) == [(30, 24)] * older + [(61, 48)]

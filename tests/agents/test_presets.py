@@ -11,9 +11,9 @@ import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.agents import agent_registry
+from tunix.rl.multi_turn.agents import agent_settings
 from tunix.rl.multi_turn.agents import presets
-from tunix.rl.multi_turn.agents import registry
-from tunix.rl.multi_turn.agents import settings as agent_settings
 from tunix.rl.multi_turn.config import resolution
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images
@@ -50,7 +50,7 @@ def play(renderer, config, family="click-button"):
     desktop.DesktopGym,
     desktop.GYM.load_oracle(),
     store,
-    screenshots=registry.screenshot_options(config.agent),
+    screenshots=agent_registry.screenshot_options(config.agent),
   )
   task = desktop.DesktopTasks().train_task(family, 0)
   return asyncio.run(demonstrator.episode(task, 0))
@@ -111,7 +111,7 @@ def test_a_chosen_agent_and_a_toy_keep_theirs(tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_brings_what_its_authors_published(name):
   config = load(f"agent={name}")
-  spec = registry.get(name)
+  spec = agent_registry.get(name)
   assert spec.reads_calls
   for key, value in spec.preset.items():
     section, field = key.split(".")
@@ -177,11 +177,13 @@ def test_every_key_may_be_overridden():
     "agent.parser=ui_tars",
     "agent.resize=none",
     "agent.max_pixels=0",
-    "agent.summary=false",
+    "agent.list_dropped_turns=false",
     "sampling.max_new_tokens=64",
   )
   assert (config.agent.max_images, config.agent.image_stride) == (3, 2)
-  assert config.agent.parser == "ui_tars" and not config.agent.summary
+  assert (
+    config.agent.parser == "ui_tars" and not config.agent.list_dropped_turns
+  )
   assert config.agent.system_prompt == "qwen3_vl_computer_use"
   assert config.sampling.max_new_tokens == 64
 
@@ -223,7 +225,7 @@ class TestResizing:
       height, width, rule.factor, rule.min_pixels, rule.max_pixels
     )
     config = agent_settings.AgentConfig(parser=name, resize="grammar")
-    assert registry.screenshot_size(config, width, height) == (cols, rows)
+    assert agent_registry.screenshot_size(config, width, height) == (cols, rows)
 
   def test_a_policy_that_resizes_once_more_is_refused(self, tmp_path):
     config = load(
@@ -259,7 +261,8 @@ class TestResizing:
     "overrides, parts",
     [
         (["agent=qwen3_vl_computr_use"], ["mean 'qwen3_vl_computer_use'"]),
-        (["agent.summary=true"], ["agent.summary", "max_images"]),
+        (["agent.list_dropped_turns=true"],
+         ["agent.list_dropped_turns", "max_images"]),
         (["agent=mai_ui", "agent.image_stride=4"],
          ["agent.image_stride=4", "max_images=3"]),
         (["agent.max_pixels=99"], ["agent.max_pixels", "resize=grammar"]),
@@ -287,9 +290,9 @@ def test_what_cannot_go_together_is_refused(overrides, parts):
 def test_an_agent_without_the_parameter_refuses_the_setting():
   config = load("agent.show_tools=false")
   assert (
-    registry.Builder(config.agent, system_prompt="P")().chat_completions[0][
-      "content"
-    ]
+    agent_registry.Builder(config.agent, system_prompt="P")().chat_completions[
+      0
+    ]["content"]
     == "P"
   )
 
@@ -297,13 +300,17 @@ def test_an_agent_without_the_parameter_refuses_the_setting():
     def __init__(self, system_prompt=""):
       self.system_prompt = system_prompt
 
-  registry.AGENTS.register("own_agent", Own)
+  agent_registry.AGENTS.register("own_agent", Own)
   try:
-    config = load("agent=own_agent", "agent.max_images=2", "agent.summary=true")
-    with pytest.raises(ValueError, match="agent.summary=True.*takes no summ"):
-      registry.Builder(config.agent, system_prompt="P")
+    config = load(
+      "agent=own_agent", "agent.max_images=2", "agent.list_dropped_turns=true"
+    )
+    with pytest.raises(
+      ValueError, match="agent.list_dropped_turns=True.*takes no list"
+    ):
+      agent_registry.Builder(config.agent, system_prompt="P")
   finally:
-    registry.AGENTS.unregister("own_agent")
+    agent_registry.AGENTS.unregister("own_agent")
 
 
 def test_help_lists_them(capsys):

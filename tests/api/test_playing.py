@@ -177,7 +177,7 @@ def test_the_stop_button_ends_an_oracles_episode_and_its_gym(monkeypatch):
       await super().close()
 
   spec = dataclasses.replace(gyms.get("desktop"), make=Endless)
-  gyms.registry.GYMS.register("endless", spec)
+  gyms.gym_registry.GYMS.register("endless", spec)
   stopper = threading.Thread(
     target=lambda: begun.wait(30) and os.kill(os.getpid(), signal.SIGINT)
   )
@@ -193,7 +193,7 @@ def test_the_stop_button_ends_an_oracles_episode_and_its_gym(monkeypatch):
       mt.play(wait, task, gym="endless")
   finally:
     stopper.join()
-    gyms.registry.GYMS.unregister("endless")
+    gyms.gym_registry.GYMS.unregister("endless")
   assert closed and signal.getsignal(signal.SIGINT) is before
 
 

@@ -23,7 +23,7 @@ from tunix.rl.multi_turn.config import evaluate_config
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import resolution
 from tunix.rl.multi_turn.core import settings as settings_lib
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 import yaml  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -548,8 +548,11 @@ def test_what_does_not_fit_is_refused_with_what_would(argument, message):
         (["agent.max_images=3"], ["max_images=3", "max_images=0"]),
         (["agent.older_scale=0.5"], ["older_scale=0.5", "history=window"]),
         (
-          ["agent.max_images=2", "agent.summary=true"],
-          ["agent.summary=True", "set agent.summary=False"],
+          ["agent.max_images=2", "agent.list_dropped_turns=true"],
+          [
+            "agent.list_dropped_turns=True",
+            "set agent.list_dropped_turns=False",
+          ],
         ),
         (["agent.summary_at=0"], ["summary_at=0", "> 0"]),
         (["agent.summary_at=300.5"], ["summary_at=300.5", "whole number"]),

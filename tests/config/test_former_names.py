@@ -149,3 +149,14 @@ def test_shared_prompts_of_an_earlier_run_are_trees(
     for argv in ([str(file)], [f"learner.share_prompts={written}"]):
       assert config_lib.load_config(argv).learner.tree == tree
   assert "learner.share_prompts is a former name of learner.tree" in caplog.text
+
+
+def test_the_list_of_dropped_turns_of_an_earlier_run(tmp_path, caplog):
+  file = tmp_path / "config.yaml"
+  file.write_text("agent:\n  max_images: 2\n  summary: true\n")
+  argvs = ([str(file)], ["agent.max_images=2", "agent.summary=true"])
+  with caplog.at_level(logging.WARNING):
+    for argv in argvs:
+      assert config_lib.load_config(argv).agent.list_dropped_turns
+  text = "agent.summary is a former name of agent.list_dropped_turns"
+  assert caplog.text.count(text) == 2

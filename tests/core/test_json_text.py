@@ -12,7 +12,7 @@ import zipfile
 from agent_services.rollout_buffer import generating
 from agent_services.serving import bodies
 from cua_gyms import workers
-from cua_gyms.osworld import tasks as osworld
+from cua_gyms.osworld import osworld_tasks as osworld
 import pytest
 from training_monitor.client import spool
 from training_monitor.maintenance import archive
@@ -35,7 +35,7 @@ from tunix.rl.multi_turn.reporting import summary_writer
 from tunix.rl.multi_turn.run.multiprocess import process_layout
 from tunix.rl.multi_turn.run.recorded_data import files as recorded
 from tunix.rl.multi_turn.run.rollout_hosts import player
-from tunix.rl.multi_turn.tools import base as tools_base
+from tunix.rl.multi_turn.tools import tool_base as tools_base
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
   assign_instance_id,
 )
@@ -281,7 +281,8 @@ OWN = {
     "agent_services/rollout_buffer/generator_process.py",
     "agent_services/rollout_buffer/service.py",  # Its own database.
     # Written by this process a moment before.
-    "parser/tool_parser/formats/function_gemma.py", "parser/renderer/base.py",
+    "parser/tool_parser/formats/function_gemma.py",
+    "parser/renderer/base_renderer.py",
     "learner/checkpoint.py",
     "trajectory_collector/loss_mask.py",
     "agent_services/serving/endpoints/messages.py",

@@ -14,8 +14,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MOST_MIB = 150
 CLIENTS = (
-  "environments.gyms.genv.gym",
-  "environments.gyms.openenv.gym",
+  "environments.gyms.genv.genv_gym",
+  "environments.gyms.openenv.openenv_gym",
   "environments.play.__main__",
   "environments.gym_server.__main__",
   "agents.run_service.__main__",

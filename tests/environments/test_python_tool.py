@@ -10,7 +10,7 @@ from tunix.rl.multi_turn import environments
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import python_tool
-from tunix.rl.multi_turn.tools import registry
+from tunix.rl.multi_turn.tools import tool_registry
 from tunix.rl.multi_turn.tools.sandbox import rooms
 
 sandboxed = pytest.mark.skipif(
@@ -20,7 +20,9 @@ sandboxed = pytest.mark.skipif(
 
 def run(*codes, **options):
   """Texts of calls in one episode."""
-  tools = registry.ToolSet([{"python": options}] if options else ["python"])
+  tools = tool_registry.ToolSet(
+    [{"python": options}] if options else ["python"]
+  )
 
   async def play():
     env = environments.ToolEnvironment(
@@ -126,7 +128,7 @@ def test_no_sandbox_is_refused_unless_asked_for_by_name(monkeypatch):
 )
 def test_options(options, says):
   with pytest.raises(ValueError, match=says):
-    registry.ToolSet([{"python": options}])
+    tool_registry.ToolSet([{"python": options}])
 
 
 def test_tool_success_rewards_code_that_runs():
@@ -137,7 +139,7 @@ def test_tool_success_rewards_code_that_runs():
 
 @sandboxed
 def test_episodes_at_once_do_not_mix():
-  tools = registry.ToolSet(["python"])
+  tools = tool_registry.ToolSet(["python"])
   outputs = {}
 
   async def play(i):

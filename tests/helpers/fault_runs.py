@@ -695,10 +695,10 @@ def main() -> None:
   given = parser.parse_args()
   # Imports that a fork needs and that take time.
   from tunix.rl.multi_turn import train  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.environments.gyms import registry  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.environments.gyms import gym_registry  # pylint: disable=g-import-not-at-top
 
   del train
-  registry.get("desktop")
+  gym_registry.get("desktop")
   # Forks need not look for garbage in what was there before them.
   gc.freeze()
   gc.set_threshold(50_000, 20, 100)

@@ -94,9 +94,9 @@ def monitor_batch():
 
 def run_body(policy_port, key=""):
   """A run of two steps, of the drawn desktop with the policy server."""
-  from tunix.rl.multi_turn.environments.gyms import registry  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.environments.gyms import gym_registry  # pylint: disable=g-import-not-at-top
 
-  desktop = registry.get("desktop").make_tasks((), {})
+  desktop = gym_registry.get("desktop").make_tasks((), {})
   task = desktop.train_task("click-button", 0, 0).to_json()
   return {
       "task": "Press the button.", "agent": "compact", "maxSteps": 2,

@@ -3,14 +3,14 @@ that ask the same of each."""
 
 import contextlib
 
-from agent_services.rollout_buffer import app as buffer_app
+from agent_services.rollout_buffer import buffer_app
 from agent_services.rollout_buffer import service as buffer_service
 from agent_services.run_service import app as run_app
 from agent_services.serving import image_proxy
 from agent_services.serving import media
 from agent_services.serving import server as serving_server
-from cua_gyms.gym_server import app as gym_app
 from cua_gyms.gym_server import catalog
+from cua_gyms.gym_server import gym_app
 from training_monitor import app as monitor_app
 from training_monitor.net import http_server as monitor_http
 from training_monitor.schema import database

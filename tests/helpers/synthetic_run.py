@@ -169,7 +169,7 @@ def write(
   """A whole run, told to the observers as `train` would."""
   from tunix.rl.multi_turn import reporting  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.reporting import metrics as metrics_lib  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.reporting import settings as settings_lib  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.reporting import reporting_settings  # pylint: disable=g-import-not-at-top
 
   directory.mkdir(parents=True, exist_ok=True)
   store = images_lib.ImageStore()
@@ -177,7 +177,7 @@ def write(
     [
       reporting.MetricsWriter(directory / "metrics.jsonl"),
       reporting.TrajectoryWriter(
-        directory, store, settings_lib.ReportConfig(episodes=limit)
+        directory, store, reporting_settings.ReportConfig(episodes=limit)
       ),
       reporting.SummaryWriter(directory / "summary.json"),
     ]

@@ -3,13 +3,15 @@
 import jax
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.reporting import settings
+from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import watchdog
 
 
 def found(metrics, **config):
   """(step, rule) of each finding; the cases' log-probs are no sampler's."""
-  rules = watchdog.Rules(settings.WatchdogConfig(gap_limit=0, **config))
+  rules = watchdog.Rules(
+    reporting_settings.WatchdogConfig(gap_limit=0, **config)
+  )
   return [
     (number, finding.rule)
     for number, m in enumerate(metrics, 1)

@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 import transformers
 import trials
 from tunix.rl.multi_turn.policy import by_name
-from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint_names
 from tunix.rl.multi_turn.policy.checkpoints import gguf_files
@@ -491,16 +491,16 @@ def test_a_directory_is_one_checkpoint(policy, tmp_path):
 
 
 def test_a_run_takes_it_by_its_name():
-  assert settings.POLICIES.get("weights.gguf") == "weights.gguf"
+  assert policy_settings.POLICIES.get("weights.gguf") == "weights.gguf"
   for name in ("weights.gguf", "smollm2_135m"):
-    policy = by_name.resolve(settings.POLICIES.get(name))
+    policy = by_name.resolve(policy_settings.POLICIES.get(name))
     assert policy.brings_weights and policy.weights == name
   assert "smollm2_135m" not in by_name.BUILT_IN
 
 
 def test_an_absent_package_is_named(monkeypatch):
   monkeypatch.setitem(
-    settings.PRETRAINED, "smollm2_135m", ("llm_absent", "x.gguf")
+    policy_settings.PRETRAINED, "smollm2_135m", ("llm_absent", "x.gguf")
   )
   with pytest.raises(ValueError, match=r"\[pretrained\]'.*no-deps llm-absent"):
     policy_files.resolve("smollm2_135m")

@@ -19,7 +19,7 @@ from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import custom_policy
-from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl
@@ -108,7 +108,7 @@ def test_a_directory_brings_its_weights(tmp_path):
   ],
 )
 def test_a_factory_is_told_from_a_path(name, is_factory):
-  assert settings.is_factory(name) == is_factory
+  assert policy_settings.is_factory(name) == is_factory
 
 
 # --- factories ---------------------------------------------------------------

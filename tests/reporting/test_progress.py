@@ -13,9 +13,9 @@ import pytest
 import synthetic_run
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.reporting import progress
-from tunix.rl.multi_turn.reporting import settings as settings_lib
+from tunix.rl.multi_turn.reporting import reporting_settings
 
-Config = settings_lib.ReportConfig
+Config = reporting_settings.ReportConfig
 
 
 def step(number, time=0.0, **metrics):

@@ -15,14 +15,14 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import metrics_writer
-from tunix.rl.multi_turn.reporting import settings as settings_lib
+from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.reporting import summary_writer
 from tunix.rl.multi_turn.reporting import trajectory_writer
 from tunix.rl.queue import group_queue
 
 Status = trajectory_lib.TrajectoryStatus
-Config = settings_lib.ReportConfig
+Config = reporting_settings.ReportConfig
 
 
 def step(number, time=0.0, **metrics):

@@ -8,7 +8,7 @@ import pytest
 import queue_groups
 import small_runs
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.reporting import settings
+from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import time_metrics
 from tunix.rl.multi_turn.reporting import trace_writer
 
@@ -20,7 +20,7 @@ def written(path):
 
 
 def writer(tmp_path, mib=1.0, **options):
-  config = settings.ReportConfig(profile=True, profile_mib=mib)
+  config = reporting_settings.ReportConfig(profile=True, profile_mib=mib)
   return trace_writer.TraceWriter(
     tmp_path, config, clock=lambda: 1000.0, **options
   )

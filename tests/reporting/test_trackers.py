@@ -19,7 +19,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.reporting import settings as settings_lib
+from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import tracker_media
 from tunix.rl.multi_turn.reporting import trackers
 
@@ -50,7 +50,7 @@ def told(observers, steps=3, status="completed", first=1):
 def of_run(folder, resume_step=None, **tracking):
   tracking = {"close_timeout_s": 60.0} | tracking
   return trackers.of_run(
-    settings_lib.TrackingConfig(**tracking), folder, resume_step
+    reporting_settings.TrackingConfig(**tracking), folder, resume_step
   )
 
 
@@ -95,7 +95,7 @@ def shown(tmp_path, **tracking):
   """An evaluation of five solved episodes and three that failed, told."""
   store = images_lib.ImageStore()
   (tracker,) = trackers.of_run(
-    settings_lib.TrackingConfig(close_timeout_s=60.0, **tracking),
+    reporting_settings.TrackingConfig(close_timeout_s=60.0, **tracking),
     tmp_path,
     None,
     store,
@@ -561,7 +561,9 @@ def test_a_backend_that_hangs_holds_up_nobody(caplog):
       hang.wait(60)
 
   tracker = trackers.Tracker(
-    "It", lambda: Hanging(()), settings_lib.TrackingConfig(close_timeout_s=0.2)
+    "It",
+    lambda: Hanging(()),
+    reporting_settings.TrackingConfig(close_timeout_s=0.2),
   )
   began = time.monotonic()
   for step in range(12_000):

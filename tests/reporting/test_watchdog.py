@@ -16,7 +16,7 @@ from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import settings as core_settings
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.reporting import settings
+from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import watchdog
 
 RUNS = json.loads(
@@ -27,7 +27,7 @@ STATUS = trajectory.TrajectoryStatus
 
 def found(metrics, **config):
   """(step, rule) of each finding."""
-  rules = watchdog.Rules(settings.WatchdogConfig(**config))
+  rules = watchdog.Rules(reporting_settings.WatchdogConfig(**config))
   return [
     (number, finding.rule)
     for number, m in enumerate(metrics, 1)
@@ -93,7 +93,7 @@ def test_a_rule_speaks_once_until_it_stopped_holding():
 
 
 def test_episodes_that_infrastructure_ends():
-  rules = watchdog.Rules(settings.WatchdogConfig(failed_episodes=3))
+  rules = watchdog.Rules(reporting_settings.WatchdogConfig(failed_episodes=3))
   broken = [STATUS.ENV_ERROR, STATUS.TIMEOUT, STATUS.MODEL_ERROR]
   got = [f for s in broken for f in rules.episode(s)]
   assert [f.rule for f in got] == ["environments"]
@@ -146,7 +146,9 @@ def _events(run):
 
 def test_a_finding_is_a_fault_and_a_stop_raises():
   faults, reports = [], []
-  config = settings.WatchdogConfig(no_gradient_updates=4, stop=("unsolved",))
+  config = reporting_settings.WatchdogConfig(
+    no_gradient_updates=4, stop=("unsolved",)
+  )
   dog = watchdog.Watchdog(config, faults.append)
   dog.on_stop(reports.append)
   for event in _events("unsolved")[:3]:
@@ -167,7 +169,7 @@ def test_a_finding_is_a_fault_and_a_stop_raises():
 def test_rules_not_in_stop_warn_only():
   faults = []
   dog = watchdog.Watchdog(
-    settings.WatchdogConfig(no_gradient_updates=4), faults.append
+    reporting_settings.WatchdogConfig(no_gradient_updates=4), faults.append
   )
   for event in _events("unsolved"):
     dog.on_event(event)
@@ -178,12 +180,13 @@ def test_rules_not_in_stop_warn_only():
 def test_it_may_be_off_and_evaluations_are_not_watched():
   faults = []
   off = watchdog.Watchdog(
-    settings.WatchdogConfig(on=False, no_gradient_updates=1), faults.append
+    reporting_settings.WatchdogConfig(on=False, no_gradient_updates=1),
+    faults.append,
   )
   for event in _events("unsolved"):
     off.on_event(event)
   dog = watchdog.Watchdog(
-    settings.WatchdogConfig(failed_episodes=1), faults.append
+    reporting_settings.WatchdogConfig(failed_episodes=1), faults.append
   )
   ended = trajectory.Trajectory(status=STATUS.ENV_ERROR)
   dog.on_event(events.EpisodeFinished(ended, "eval-g", "t", split="eval"))
@@ -200,7 +203,7 @@ def _ended(status, error="", turns=0):
 def test_first_episodes_that_are_all_invalid_end_a_run_with_their_cause():
   faults = []
   dog = watchdog.Watchdog(
-    settings.WatchdogConfig(invalid_episodes=4), faults.append
+    reporting_settings.WatchdogConfig(invalid_episodes=4), faults.append
   )
   limit = _ended(STATUS.CONTEXT_LIMIT, "ContextLimit: 837 tokens, 512 fit")
   for split, one in (
@@ -233,7 +236,7 @@ def test_first_episodes_end_a_run_once_retries_have_failed_too():
 
   def dog_after(*last):
     dog = watchdog.Watchdog(
-      settings.WatchdogConfig(invalid_episodes=4), [].append
+      reporting_settings.WatchdogConfig(invalid_episodes=4), [].append
     )
     first = [events.EpisodeFinished(broken, "g", "t")] * 9
     for event in (*first, requeued, *last):
@@ -250,7 +253,7 @@ def test_first_episodes_end_a_run_once_retries_have_failed_too():
 def test_first_episodes_without_a_token_to_train_on_end_a_run():
   masked = _ended(STATUS.FAILED, turns=1)
   masked.metrics["untrained_tokens"] = 7
-  rules = watchdog.Rules(settings.WatchdogConfig(invalid_episodes=2))
+  rules = watchdog.Rules(reporting_settings.WatchdogConfig(invalid_episodes=2))
   for split in ("eval", "train", "train"):
     assert not rules.first_episode(masked, split)
   (finding,) = rules.given_up()
@@ -260,7 +263,7 @@ def test_first_episodes_without_a_token_to_train_on_end_a_run():
 
 @pytest.mark.parametrize("status", ["max_turns", "context_limit"])
 def test_one_valid_episode_is_enough(status):
-  rules = watchdog.Rules(settings.WatchdogConfig(invalid_episodes=2))
+  rules = watchdog.Rules(reporting_settings.WatchdogConfig(invalid_episodes=2))
   broken = _ended(STATUS.ENV_ERROR)
   for one in (broken, _ended(STATUS(status), turns=1), *[broken] * 9):
     assert not rules.first_episode(one)
@@ -291,9 +294,9 @@ def test_a_run_in_which_nothing_can_be_played_fails(tmp_path, capsys):
 
 
 def test_the_settings_name_every_rule():
-  fields = core_settings.fields(settings.WatchdogConfig)
+  fields = core_settings.fields(reporting_settings.WatchdogConfig)
   (stop,) = [field for field in fields if field.name == "stop"]
-  assert loader.literal_choices(stop.type) == settings.WATCHDOG_RULES
+  assert loader.literal_choices(stop.type) == reporting_settings.WATCHDOG_RULES
 
 
 @pytest.mark.slow
@@ -360,13 +363,13 @@ def test_a_gap_of_late_turns_alone_is_seen_and_named():
     for n in range(1, 5)
   ]
   assert found(steps) == [(3, "logprob_gap")]
-  rules = watchdog.Rules(settings.WatchdogConfig())
+  rules = watchdog.Rules(reporting_settings.WatchdogConfig())
   (finding,) = [f for step in steps for f in rules.step(step)]
   assert "turns 17-32" in finding.message and "0.05" in finding.message
   images = [
     {**gap(1e-3, n), "sampler_kl_by_images/03-04": 0.05} for n in range(1, 4)
   ]
-  rules = watchdog.Rules(settings.WatchdogConfig())
+  rules = watchdog.Rules(reporting_settings.WatchdogConfig())
   (finding,) = [f for step in images for f in rules.step(step)]
   assert "contexts with 03-04 images" in finding.message
   # One update may have a few tokens of very low probability.
@@ -378,6 +381,6 @@ def test_a_gap_of_all_tokens_says_where_it_is_worst():
   steps = [
     {**gap(0.02, n), "sampler_kl_by_turn/09-16": 0.09} for n in (1, 2, 3)
   ]
-  rules = watchdog.Rules(settings.WatchdogConfig())
+  rules = watchdog.Rules(reporting_settings.WatchdogConfig())
   (finding,) = [f for step in steps for f in rules.step(step)]
   assert "0.09 at turns 09-16" in finding.message

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.net import concurrency
-from tunix.rl.multi_turn.rewards import registry
+from tunix.rl.multi_turn.rewards import reward_registry
 
 TASK = {"question": "What is 3 * (4 + 5)?", "ground_truth": "27"}
 
@@ -142,7 +142,7 @@ class TestFunctions:
     def boasts(task, action):
       return rewards.RewardOutput(1.0, {"reward": 9.0, "weight": None, "a": 1})
 
-    fn = registry.combine_parts({"boasts": (boasts, 0.5)})
+    fn = reward_registry.combine_parts({"boasts": (boasts, 0.5)})
     assert both(fn).metadata == {
       "boasts": {"reward": 1.0, "weight": 0.5, "a": 1}
     }

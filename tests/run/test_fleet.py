@@ -59,7 +59,7 @@ def test_a_collector_imports_no_jax_and_no_ray():
     "import sys; from tunix_multi_turn import collector_actor as a;"
     "import tunix_multi_turn; tunix_multi_turn.light();"
     "from tunix.rl.multi_turn.commands import collect;"
-    "from tunix.rl.multi_turn.environments.gyms.desktop import gym;"
+    "from tunix.rl.multi_turn.environments.gyms.desktop import desktop_gym;"
     "print({'jax', 'flax', 'ray', 'tunix.rl.multi_turn.run.models'}"
     " & set(sys.modules))"
   )

@@ -85,7 +85,7 @@ def test_a_shortened_history_is_what_is_asked():
   episodes = Watched(
     "gym=desktop",
     "agent.max_images=1",
-    "agent.summary=true",
+    "agent.list_dropped_turns=true",
     "environment.max_turns=3",
   )
 

@@ -16,7 +16,7 @@ from tunix.rl.multi_turn import environments
 from tunix.rl.multi_turn import tools
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.tools import registry
+from tunix.rl.multi_turn.tools import tool_registry
 
 pytest.importorskip("mcp")
 HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
@@ -28,7 +28,7 @@ def toolset(**options):
   if "url" not in options:
     options = {"command": COMMAND, "env": ENV, **options}
   options = {"start_s": 60.0, **options}
-  return registry.ToolSet(["calculator", {"mcp": options}])
+  return tool_registry.ToolSet(["calculator", {"mcp": options}])
 
 
 @pytest.fixture(name="of_run", scope="module")
@@ -254,13 +254,13 @@ def test_streamable_http():
 )
 def test_what_is_wrong_is_named_before_the_run(options, says):
   with pytest.raises(ValueError, match=f"(?s){says}"):
-    registry.ToolSet([{"mcp": options}])
+    tool_registry.ToolSet([{"mcp": options}])
 
 
 def test_two_tools_of_one_name(of_run):
   del of_run
   with pytest.raises(ValueError, match="two tools 'add'.*prefix"):
-    registry.ToolSet([
+    tool_registry.ToolSet([
         {"mcp": {"command": COMMAND, "env": ENV, "only": ["add"]}},
         {"other": {
             "tool": "mcp", "command": COMMAND, "env": ENV, "only": ["add"]

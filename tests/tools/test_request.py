@@ -11,7 +11,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import tool_request_env
 from tunix.rl.multi_turn.tools import gsm8k_tool
 from tunix.rl.multi_turn.tools import request as request_lib
-from tunix.rl.multi_turn.trajectory_collector import settings
+from tunix.rl.multi_turn.trajectory_collector import collect_settings
 
 QWEN = tool_fakes.QWEN
 RecordingTool = tool_fakes.RecordingTool
@@ -62,7 +62,7 @@ async def play(generate, *tools, row=None, max_turns=9, **options):
     env,
     generate,
     max_steps=max_turns,
-    deadlines=settings.Deadlines(model=20.0, close=5.0),
+    deadlines=collect_settings.Deadlines(model=20.0, close=5.0),
   )
   try:
     episode = await engine.collect()

@@ -8,10 +8,10 @@ import pytest
 from tunix.rl.multi_turn import tools
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.environments import settings
+from tunix.rl.multi_turn.environments import environment_settings
 from tunix.rl.multi_turn.environments import spec
 from tunix.rl.multi_turn.tools import calculator
-from tunix.rl.multi_turn.tools import registry
+from tunix.rl.multi_turn.tools import tool_registry
 
 ToolCall = trajectory.ToolCall
 ToolOutput = trajectory.ToolOutput
@@ -435,10 +435,12 @@ class TestScreenshotTool:
 )
 def test_wrong_names_of_tools_are_refused_by_their_setting(tools, words):
   with pytest.raises((ImportError, ValueError), match=words):
-    registry.ToolSet(tools)
+    tool_registry.ToolSet(tools)
 
 
 def test_the_option_tools_is_known_where_a_wrong_one_is_refused():
-  config = settings.EnvironmentConfig(name="tool", options={"toolz": 1})
+  config = environment_settings.EnvironmentConfig(
+    name="tool", options={"toolz": 1}
+  )
   with pytest.raises(ValueError, match="did you mean 'tools'"):
     spec.Builder(config, reward="score")

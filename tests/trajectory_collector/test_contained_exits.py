@@ -23,8 +23,8 @@ from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.parser.tool_parser.grammars import computer_use
 from tunix.rl.multi_turn.run import loop_thread
-from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.tools import screenshot
+from tunix.rl.multi_turn.tools import tool_base as tools_base
 
 Status = trajectory_lib.TrajectoryStatus
 

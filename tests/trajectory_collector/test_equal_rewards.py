@@ -18,7 +18,7 @@ from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import gae
 from tunix.rl.multi_turn.learner.batches import examples
 from tunix.rl.multi_turn.reporting import episode_tally
-from tunix.rl.multi_turn.reporting import settings
+from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import watchdog
 from tunix.rl.queue import group_queue
 
@@ -185,7 +185,9 @@ def test_all_that_compare_rewards_agree(rewards, varies):
   ]
   assert task_pages._mixed(tries) == (int(varies), 1)
   metrics = stats.metrics() | {"success_rate": 0.5}
-  judge = watchdog.Rules(settings.WatchdogConfig(no_gradient_updates=1))
+  judge = watchdog.Rules(
+    reporting_settings.WatchdogConfig(no_gradient_updates=1)
+  )
   assert bool(judge.step(metrics)) != varies
 
 

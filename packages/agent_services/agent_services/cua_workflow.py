@@ -37,9 +37,9 @@ from typing import Any, Callable, Mapping, Sequence
 import weakref
 
 from cua_gyms.genv import execution
-from cua_gyms.genv import gym as genv_gym
+from cua_gyms.genv import genv_gym
 import numpy as np
-from tunix.rl.multi_turn.agents import settings as settings_lib
+from tunix.rl.multi_turn.agents import agent_settings
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import token_sequence
 from tunix.rl.multi_turn.core import trajectory
@@ -212,7 +212,9 @@ class CUAAgentWorkflow(_Base):
       )
     if eval_id is not None and baseline_id is not None:
       raise ValueError("eval_id and baseline_id: an episode is of one of them")
-    settings = settings_lib.RunServiceConfig(base_url=gbox_mini_agent_base_url)
+    settings = agent_settings.RunServiceConfig(
+      base_url=gbox_mini_agent_base_url
+    )
     self._service_url = http.address(
       settings.url, "gbox_mini_agent_base_url", client_lib.DEFAULT_BASE_URL
     )

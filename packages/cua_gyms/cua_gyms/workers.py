@@ -343,7 +343,7 @@ def _serve(pipe: object, imports: tuple[str, ...]) -> None:
 
 
 async def _answer_calls(pipe: Any) -> None:
-  from tunix.rl.multi_turn.environments.gyms import registry  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.environments.gyms import gym_registry  # pylint: disable=g-import-not-at-top
 
   loop = asyncio.get_running_loop()
   ended = asyncio.Event()
@@ -362,7 +362,7 @@ async def _answer_calls(pipe: Any) -> None:
     try:
       if name == "make":
         with concurrency.contained("making the gym"):
-          gyms[gym] = registry.from_config(argument, "operator")
+          gyms[gym] = gym_registry.from_config(argument, "operator")
         value = None
       else:
         target = gyms.pop(gym, None) if name == "close" else gyms[gym]

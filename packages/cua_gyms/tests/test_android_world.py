@@ -3,7 +3,7 @@
 import asyncio
 
 from cua_gyms import machines
-from cua_gyms.android_world import gym as android_world
+from cua_gyms.android_world import android_world_gym as android_world
 import fake_android_world
 import pytest
 from tunix.rl.multi_turn.core import gui_action

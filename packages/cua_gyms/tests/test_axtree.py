@@ -20,7 +20,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import gym_env
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.tools import screenshot
 
 pytestmark = [*browsers.needed(), pytest.mark.asyncio(loop_scope="module")]

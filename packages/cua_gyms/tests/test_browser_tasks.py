@@ -3,9 +3,9 @@
 import asyncio
 
 from cua_gyms import browser
+from cua_gyms.browser import browser_tasks
 from cua_gyms.browser import hosts
 from cua_gyms.browser import socks
-from cua_gyms.browser import tasks as tasks_lib
 import pytest
 from tunix.rl.multi_turn.environments import gyms
 
@@ -220,13 +220,13 @@ class TestTasks:
     task = tasks.task("buy", 7)
     assert task.task_id == "browser/buy/7" and task.instruction == "Buy."
     assert task.params == {"url": "http://shop.test/a/7?x=1"}
-    assert task.max_turns == tasks_lib.DEFAULT_MAX_TURNS
+    assert task.max_turns == browser_tasks.DEFAULT_MAX_TURNS
     assert tasks.task("find", 1).max_turns == 3
     for index in range(50):
       train, held_out = (
         draw("buy", index, 3) for draw in (tasks.train_task, tasks.eval_task)
       )
-      assert train.seed < tasks_lib.EVAL_SEEDS_FROM <= held_out.seed
+      assert train.seed < browser_tasks.EVAL_SEEDS_FROM <= held_out.seed
 
   def test_a_file_is_read_and_its_mistakes_are_named(self, tmp_path):
     file = tmp_path / "pages.yaml"
@@ -259,13 +259,13 @@ class TestTasks:
       browser.WebTasks(pages=PAGES).task("buy", -1)
 
   def test_start_urls_of_pages(self):
-    assert tasks_lib.start_urls(PAGES) == (
+    assert browser_tasks.start_urls(PAGES) == (
       "http://shop.test/a/",
       "https://shop.test:8443/f",
       "http://shop.test/read",
     )
     with pytest.raises(ValueError, match="in its host"):
-      tasks_lib.start_urls({"x": "http://s{seed}.test/"})
+      browser_tasks.start_urls({"x": "http://s{seed}.test/"})
 
 
 class TestSettings:
@@ -310,4 +310,4 @@ class TestSettings:
 
   def test_pages_may_be_the_allow_list(self):
     gym = browser.WebGym(evaluator="web_sites:greeted", pages=PAGES)
-    assert gym._start_urls == tasks_lib.start_urls(PAGES)  # pylint: disable=protected-access
+    assert gym._start_urls == browser_tasks.start_urls(PAGES)  # pylint: disable=protected-access

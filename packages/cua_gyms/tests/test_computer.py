@@ -5,7 +5,7 @@ import io
 import json
 import threading
 
-from cua_gyms.computer import gym as computer_lib
+from cua_gyms.computer import computer_gym as computer_lib
 import numpy as np
 from PIL import Image
 import pytest

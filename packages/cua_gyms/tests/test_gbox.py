@@ -2,7 +2,7 @@
 
 import contextlib
 
-from cua_gyms.gbox import gym as gbox
+from cua_gyms.gbox import gbox_gym as gbox
 import fake_gbox
 import numpy as np
 import pytest

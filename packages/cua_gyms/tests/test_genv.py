@@ -7,8 +7,8 @@ import random
 
 from cua_gyms import genv
 from cua_gyms.genv import execution
-from cua_gyms.genv import tasks as genv_tasks
-from cua_gyms.openenv import gym as openenv
+from cua_gyms.genv import genv_tasks
+from cua_gyms.openenv import openenv_gym as openenv
 import gym_servers
 import pytest
 from starlette import applications
@@ -575,7 +575,7 @@ def test_a_server_that_is_not_there_says_how_to_start_one(monkeypatch):
     where = settings["base_url"], settings["gym_id"]
     return genv.GenvClient(*where, retries=QUICK)
 
-  monkeypatch.setattr(genv_tasks.gym_lib, "make_client", quick)
+  monkeypatch.setattr(genv_tasks.genv_gym, "make_client", quick)
   for ask in (genv_tasks.server_tasks, genv_tasks.list_tasks):
     with pytest.raises(genv.GenvError) as refused:
       ask(base_url="http://127.0.0.1:9", gym_id="big")

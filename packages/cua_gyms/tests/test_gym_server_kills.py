@@ -41,7 +41,7 @@ tunix_multi_turn.light()
 from tunix.rl.multi_turn.net import connections
 from cua_gyms.gym_server import __main__ as server
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.environments.gyms.desktop import gym
+from tunix.rl.multi_turn.environments.gyms.desktop import desktop_gym as gym
 import uvicorn
 def run(arguments):
   server.main(arguments)

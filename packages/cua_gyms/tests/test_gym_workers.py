@@ -6,7 +6,7 @@ import signal
 
 from cua_gyms import genv
 from cua_gyms import workers as workers_lib
-from cua_gyms.gym_server import app as app_lib
+from cua_gyms.gym_server import gym_app
 import gym_servers
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ async def test_a_call_that_is_given_up_ends_in_its_process(workers):
 async def test_kill_9_of_a_worker_ends_its_episodes_and_no_other():
   """Behind the server: a typed error, new executions in a new process."""
   workers = workers_lib.GymWorkers(2)
-  app = app_lib.App(
+  app = gym_app.App(
     [gym_servers.desktop()], make_gym=workers.make, close=workers.aclose
   )
   with http_server.LoopbackServer(app.asgi) as server:

@@ -5,7 +5,7 @@ import importlib.util
 import threading
 import time
 
-from cua_gyms.gymnasium import gym as gymnasium_gym
+from cua_gyms.gymnasium import gymnasium_gym
 import gymnasium
 import numpy as np
 import pytest

@@ -10,8 +10,8 @@ import browsers
 from cua_gyms import genv
 from cua_gyms import miniwob
 from cua_gyms import workers as workers_lib
-from cua_gyms.gym_server import app as app_lib
 from cua_gyms.gym_server import catalog
+from cua_gyms.gym_server import gym_app
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import gui_action
@@ -71,7 +71,7 @@ async def test_both_are_served_from_processes_that_may_die():
       ),
   ]  # fmt: skip
   workers = workers_lib.GymWorkers(2, imports=("web_sites",))
-  app = app_lib.App(specs, make_gym=workers.make, close=workers.aclose)
+  app = gym_app.App(specs, make_gym=workers.make, close=workers.aclose)
   try:
     with http_server.LoopbackServer(app.asgi) as server:
       await _play(server.url, workers)

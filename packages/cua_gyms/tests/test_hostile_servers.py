@@ -19,10 +19,10 @@ import zlib
 
 from cua_gyms import genv
 from cua_gyms import machines
-from cua_gyms.android_world import gym as android_world
-from cua_gyms.gbox import gym as gbox
-from cua_gyms.openenv import gym as openenv
-from cua_gyms.osworld import gym as osworld
+from cua_gyms.android_world import android_world_gym as android_world
+from cua_gyms.gbox import gbox_gym as gbox
+from cua_gyms.openenv import openenv_gym as openenv
+from cua_gyms.osworld import osworld_gym as osworld
 import numpy as np
 from PIL import Image
 import pytest

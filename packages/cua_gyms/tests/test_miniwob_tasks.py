@@ -7,15 +7,15 @@ from cua_gyms.chromium import devtools
 from cua_gyms.chromium import keys
 from cua_gyms.miniwob import __main__ as command
 from cua_gyms.miniwob import catalogue
-from cua_gyms.miniwob import tasks as tasks_lib
+from cua_gyms.miniwob import miniwob_tasks
 import pytest
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.parser.tool_parser import keys as parser_keys
 
 try:
-  tasks_lib.pages_directory()
+  miniwob_tasks.pages_directory()
   WITHOUT_PAGES = ""
-except tasks_lib.PagesNotFound as error:
+except miniwob_tasks.PagesNotFound as error:
   WITHOUT_PAGES = str(error)
 needs_pages = pytest.mark.skipif(bool(WITHOUT_PAGES), reason=WITHOUT_PAGES)
 
@@ -46,8 +46,8 @@ class TestTasks:
     for index in range(300):
       train = tasks.train_task("click-test", index, seed=index % 7)
       held_out = tasks.eval_task("click-test", index, seed=index % 7)
-      assert 0 <= train.seed < tasks_lib.EVAL_SEEDS_FROM <= held_out.seed
-      assert held_out.seed < 2 * tasks_lib.EVAL_SEEDS_FROM
+      assert 0 <= train.seed < miniwob_tasks.EVAL_SEEDS_FROM <= held_out.seed
+      assert held_out.seed < 2 * miniwob_tasks.EVAL_SEEDS_FROM
     held_out = {tasks.eval_task("click-test", i).seed for i in range(300)}
     assert len(held_out) == 300
     once, again = (tasks.train_task("click-test", 3) for _ in range(2))
@@ -59,7 +59,7 @@ class TestTasks:
     with pytest.raises(ValueError, match="did you mean 'enter-text'"):
       miniwob.MiniWobTasks(families=["entertext"])
 
-  @pytest.mark.parametrize("seed", [-1, 2 * tasks_lib.EVAL_SEEDS_FROM])
+  @pytest.mark.parametrize("seed", [-1, 2 * miniwob_tasks.EVAL_SEEDS_FROM])
   def test_seeds_have_a_range(self, seed):
     with pytest.raises(ValueError, match="seed must be in"):
       miniwob.MiniWobTasks().task("click-test", seed)
@@ -73,23 +73,27 @@ class TestTasks:
     assert task_set.families() == ("click-test",)
 
   def test_pictures_that_a_page_makes_later_are_known(self):
-    names = {url.rsplit("/", 1)[1] for url in tasks_lib.images("tic-tac-toe")}
+    names = {
+      url.rsplit("/", 1)[1] for url in miniwob_tasks.images("tic-tac-toe")
+    }
     assert names == {"x.png", "o.png"}
-    assert tasks_lib.images("click-test") == ()
+    assert miniwob_tasks.images("click-test") == ()
 
 
 def test_missing_pages_say_what_to_install(monkeypatch, tmp_path):
-  monkeypatch.setenv(tasks_lib.PAGES_VARIABLE, str(tmp_path))
-  with pytest.raises(tasks_lib.PagesNotFound, match="has no click-test.html"):
+  monkeypatch.setenv(miniwob_tasks.PAGES_VARIABLE, str(tmp_path))
+  with pytest.raises(
+    miniwob_tasks.PagesNotFound, match="has no click-test.html"
+  ):
     miniwob.families()
-  monkeypatch.delenv(tasks_lib.PAGES_VARIABLE)
-  monkeypatch.setattr(tasks_lib.importlib.util, "find_spec", lambda _: None)
-  tasks_lib._pages_in.cache_clear()
+  monkeypatch.delenv(miniwob_tasks.PAGES_VARIABLE)
+  monkeypatch.setattr(miniwob_tasks.importlib.util, "find_spec", lambda _: None)
+  miniwob_tasks._pages_in.cache_clear()
   try:
-    with pytest.raises(tasks_lib.PagesNotFound, match="pip install"):
+    with pytest.raises(miniwob_tasks.PagesNotFound, match="pip install"):
       miniwob.families()
   finally:
-    tasks_lib._pages_in.cache_clear()
+    miniwob_tasks._pages_in.cache_clear()
 
 
 def test_a_missing_browser_is_one_line_that_says_what_to_do(monkeypatch):
@@ -125,13 +129,13 @@ class TestGymSettings:
 class TestList:
   def test_every_family_has_a_limit_and_words(self):
     for name in miniwob.families():
-      info = tasks_lib.about(name)
+      info = miniwob_tasks.about(name)
       assert name in catalogue.MAX_TURNS and info.words, name
       assert 2 <= info.max_turns <= 30
       assert info.limit_s in (7, 10, 15, 20, 30)
     assert set(catalogue.MAX_TURNS) == set(miniwob.families())
-    assert tasks_lib.about("email-inbox").limit_s == 30
-    assert tasks_lib.about("click-test").limit_s == 10
+    assert miniwob_tasks.about("email-inbox").limit_s == 30
+    assert miniwob_tasks.about("click-test").limit_s == 10
 
   def test_a_person_can_read_it(self, capsys):
     assert command.main(["list"]) == 0

@@ -5,8 +5,8 @@ import contextlib
 import json
 
 from cua_gyms.openenv import actions as openenv_actions
-from cua_gyms.openenv import gym as openenv
-from cua_gyms.openenv import tasks as openenv_tasks
+from cua_gyms.openenv import openenv_gym as openenv
+from cua_gyms.openenv import openenv_tasks
 import gym_servers
 import httpx
 import hypothesis

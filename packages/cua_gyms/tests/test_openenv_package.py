@@ -11,8 +11,8 @@ import pathlib
 import socket
 import subprocess
 
-from cua_gyms.openenv import gym as openenv
-from cua_gyms.openenv import tasks as openenv_tasks
+from cua_gyms.openenv import openenv_gym as openenv
+from cua_gyms.openenv import openenv_tasks
 import gym_servers
 import pytest
 from tunix.rl.multi_turn.core import gui_action

@@ -6,7 +6,7 @@ import json
 from cua_gyms import machines
 from cua_gyms.osworld import actions as osworld_actions
 from cua_gyms.osworld import evaluation as osworld_evaluation
-from cua_gyms.osworld import gym as osworld
+from cua_gyms.osworld import osworld_gym as osworld
 import fake_osworld
 import hypothesis
 from hypothesis import strategies as st

@@ -15,8 +15,8 @@ from tunix.rl.multi_turn.net import concurrency
 
 xdesktop = pytest.importorskip("cua_gyms.xdesktop")
 from cua_gyms.xdesktop import families  # noqa: E402
-from tunix.rl.multi_turn.tools.sandbox import errors  # noqa: E402
 from tunix.rl.multi_turn.tools.sandbox import rooms  # noqa: E402
+from tunix.rl.multi_turn.tools.sandbox import sandbox_errors  # noqa: E402
 
 real = [
   pytest.mark.xdesktop,
@@ -272,7 +272,7 @@ async def test_a_dead_server_loses_the_episode_and_only_that(gym):
     if b"Xvfb" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()[:9]
   )
   os.kill(server, signal.SIGKILL)
-  with pytest.raises(errors.DesktopLost):
+  with pytest.raises(sandbox_errors.DesktopLost):
     for _ in range(3):
       await gym.act(Action(Kind.MOVE, x=5, y=5))
   with pytest.raises(RuntimeError, match="no episode"):

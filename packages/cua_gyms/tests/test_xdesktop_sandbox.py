@@ -14,10 +14,10 @@ xdesktop = pytest.importorskip("cua_gyms.xdesktop")
 from cua_gyms.xdesktop import desktop as desktops  # noqa: E402
 from cua_gyms.xdesktop import keyboard  # noqa: E402
 from cua_gyms.xdesktop import programs  # noqa: E402
-from tunix.rl.multi_turn.tools.sandbox import errors  # noqa: E402
 from tunix.rl.multi_turn.tools.sandbox import files  # noqa: E402
 from tunix.rl.multi_turn.tools.sandbox import processes  # noqa: E402
 from tunix.rl.multi_turn.tools.sandbox import rooms  # noqa: E402
+from tunix.rl.multi_turn.tools.sandbox import sandbox_errors  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 KINDS = ("namespaces", "processes")
@@ -288,7 +288,9 @@ def test_less_than_namespaces_has_to_be_asked_for(monkeypatch):
   monkeypatch.setattr(rooms, "no_namespaces", lambda: "not allowed")
   assert rooms.resolve_isolation("processes") == "processes"
   for isolation in ("auto", "namespaces"):
-    with pytest.raises(errors.IsolationUnavailable, match="'processes'"):
+    with pytest.raises(
+      sandbox_errors.IsolationUnavailable, match="'processes'"
+    ):
       rooms.resolve_isolation(isolation)
   monkeypatch.setattr(programs, "missing", lambda: ())
   with pytest.raises(config_lib.ConfigError) as caught:
@@ -389,28 +391,32 @@ def test_an_application_without_a_window_is_a_typed_error(directory):
   try:
     desktop.start()
     desktop._launch_s = 0.5
-    with pytest.raises(errors.AppNotShown) as caught:
+    with pytest.raises(sandbox_errors.AppNotShown) as caught:
       desktop.open("editor", "--version")
     assert "Mousepad 0" in str(caught.value)  # What it said instead.
     with pytest.raises(ValueError, match="did you mean 'editor'"):
       desktop.open("editr")
   finally:
     desktop.close()
-  with pytest.raises(errors.DesktopLost):
+  with pytest.raises(sandbox_errors.DesktopLost):
     desktop.open("editor")
 
 
 @marked
 def test_what_does_not_come_up_is_a_typed_error_and_leaves_nothing(directory):
   desktop = desktops.Desktop(800, 600, directory=directory, launch_s=0.001)
-  with pytest.raises(errors.LaunchError, match="did not come up in 0.001 s"):
+  with pytest.raises(
+    sandbox_errors.LaunchError, match="did not come up in 0.001 s"
+  ):
     desktop.start()
   assert not desktop.alive
 
 
 def test_what_is_missing_is_named_with_what_installs_it(monkeypatch):
   monkeypatch.setattr(rooms, "SEARCH", "/nowhere")
-  with pytest.raises(errors.ProgramsNotFound, match="Xvfb.*make desktop"):
+  with pytest.raises(
+    sandbox_errors.ProgramsNotFound, match="Xvfb.*make desktop"
+  ):
     desktops.Desktop(800, 600)
 
 

@@ -9,7 +9,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import registry as core_registry
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms import registry
+from tunix.rl.multi_turn.environments.gyms import gym_registry
 from tunix.rl.multi_turn.environments.gyms import spec as spec_lib
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
@@ -148,7 +148,7 @@ def test_a_gym_is_registered_under_a_name_once(lamps):
     gyms.register("lamp", 3)
   with pytest.raises(ValueError, match="did you mean 'lamps'"):
     gyms.get("lampz")
-  assert "lamps" in registry.GYMS
+  assert "lamps" in gym_registry.GYMS
 
 
 def test_a_plain_class_is_a_gym_with_defaults():

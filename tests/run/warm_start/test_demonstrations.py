@@ -286,7 +286,7 @@ def test_a_summary_carries_a_number_out_of_a_windows_sight(renderer):
     for task in tasks
   ]
   assert {data["tells"] for data in numbers} == {True, False}
-  windows = last_turns(max_images=5, summary=True)
+  windows = last_turns(max_images=5, list_dropped_turns=True)
   summaries = last_turns(summary_at=400)
   for data, window, summary in zip(numbers, windows, summaries):
     # All are played to their end, by one who knows the number.

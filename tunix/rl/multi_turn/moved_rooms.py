@@ -36,7 +36,7 @@ ROOMS = {
       "xdesktop",
     )
   },
-  "agents.runs.settings": "tunix.rl.multi_turn.agents.settings",
+  "agents.runs.settings": "tunix.rl.multi_turn.agents.agent_settings",
   "environments.workers": "cua_gyms.workers",
   "environments.gyms.machines": "cua_gyms.machines",
   **{
@@ -44,7 +44,7 @@ ROOMS = {
       f"tunix.rl.multi_turn.tools.sandbox.{now}"
     )
     for former, now in (
-      ("errors", "errors"),
+      ("errors", "sandbox_errors"),
       ("files", "files"),
       ("processes", "processes"),
       ("sandbox", "rooms"),

@@ -440,6 +440,8 @@ class GroupQueue(_QueueBase):
   def _persist_and_commit(
     self, entry: ledger.QueuedGroup, ticket: Ticket | None
   ) -> None:
+    # 1. Store the group outside the lock: a slow disk holds up no other caller,
+    #    and a group is never delivered before it is durable.
     try:
       self._store.append(entry.index, entry.group)
     except BaseException:
@@ -447,6 +449,8 @@ class GroupQueue(_QueueBase):
         self._ledger.cancel(entry)
         self._condition.notify()
       raise
+    # 2. Make it ready. The learner may have advanced since it was reserved, so
+    #    groups that are too old are taken out in the same hold of the lock.
     with self._condition:
       self._ledger.commit(entry, ticket)
       dropped = self._ledger.purge()

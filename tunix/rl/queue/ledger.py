@@ -150,11 +150,18 @@ class Ledger:
   def start(self, indices: Sequence[int | None]) -> list[Ticket] | None:
     """Returns a ticket for each group, in ascending order; see `_ticket`."""
     self._check_open()
+    # 1. List what stands before the new groups: those that wait here and those
+    #    that run; `_accepted` less the former is what the learner has consumed.
     earlier = [*self._ready, *filter(self._counts, self._running)]
     consumed = self._accepted - len(self._ready)
+    # 2. An unfinished group of an earlier process has its old index. Groups of
+    #    later indices do not count against it: they may wait for it.
     last = indices[-1]
     if last is not None:
       earlier = [i for i in earlier if i < last and i not in indices]
+    # 3. Admit all of them or none: the learner consumes `groups_per_step` a
+    #    version, so a group beyond the limit would be trained on more than
+    #    `max_staleness` versions after its start.
     if consumed + len(earlier) + len(indices) > self._limit():
       return None
     for index in indices:
@@ -212,11 +219,13 @@ class Ledger:
     self, entry: QueuedGroup, ticket: Ticket | None
   ) -> QueuedGroup | None:
     """Makes room for a group that is about to be stored; gives it an index."""
+    # 1. A ticket is spent once: one that is put or released already is refused.
     self._check_open()
     if ticket is not None:
       self._require_running(ticket)
       if ticket.index in self._putting:
         raise ValueError(f"ticket {ticket.index} is being put already")
+    # 2. Groups on their way to the disk take room, too.
     if len(self._ready) + len(self._putting) >= self.capacity:
       # In admission order the consumer may be waiting for this very group
       # while later ones fill the queue: it must get in.
@@ -227,6 +236,8 @@ class Ledger:
       )
       if not awaited:
         return None
+    # 3. The index is the group's place in the order of admission, and its key
+    #    in the store.
     if ticket is not None:
       entry.index = ticket.index
     else:
@@ -252,6 +263,8 @@ class Ledger:
 
   def purge(self) -> list[QueuedGroup]:
     """Takes groups that are too old out of the ready ones."""
+    # 1. A group is too old by its oldest token, or, where old tokens are
+    #    trimmed, by its newest: then none is left to train on.
     bound, trims = self._bound(), self.config.stale_policy == "trim"
     dropped = [
       e
@@ -261,8 +274,10 @@ class Ledger:
     for entry in dropped:
       del self._ready[entry.index]
     self.counts["dropped_stale"] += len(dropped)
-    # Refunded, or the gate would stay shut with too few groups behind it.
+    # 2. Refund their admission, or the gate would stay shut with too few groups
+    #    behind it.
     self._accepted -= len(dropped)
+    # 3. With "error" the first group that is too old fails the queue.
     is_error = self.config.stale_policy == "error"
     if dropped and is_error and self.error is None:
       worst = min(dropped, key=lambda e: e.oldest)
@@ -279,6 +294,7 @@ class Ledger:
     Raises:
       QueueFailed, QueueClosed: they will never be ready.
     """
+    # 1. Choose the groups, or tell why they will never come.
     entries = self._select(n)
     if entries is None:
       if self._putting:  # Accepted and on its way to the disk.
@@ -292,12 +308,17 @@ class Ledger:
         )
       return None
     for entry in entries:
+      # 2. It is no more ready, but stays in the store until it is acknowledged.
       del self._ready[entry.index]
+      # 3. `purge` left it here for its newest token; the older ones leave the
+      #    loss.
       if entry.oldest < self._bound():
         before = _stale_tokens(entry.group)
         entry.group = entry.group.trimmed(self._bound())
         entry.oldest = entry.group.oldest_version
         self.counts["trimmed_tokens"] += _stale_tokens(entry.group) - before
+      # 4. Measure its staleness after trimming, as the learner sees it; its lag
+      #    marks it as lent.
       lag = max(0, self.version - entry.oldest)
       self._unacked[entry.index] = lag
       self._max_lag = max(self._max_lag, lag)

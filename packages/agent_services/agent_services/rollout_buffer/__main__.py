@@ -22,14 +22,14 @@ from typing import Sequence
 
 import pydantic
 from tunix.rl.multi_turn.core import settings as settings_lib
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.net import json_models
 
-from agent_services.rollout_buffer import app as app_lib
+from agent_services.rollout_buffer import buffer_app
+from agent_services.rollout_buffer import buffer_settings
 from agent_services.rollout_buffer import rights
 from agent_services.rollout_buffer import service
-from agent_services.rollout_buffer import settings
 
 TOKEN_VARIABLE = "TUNIX_BUFFER_TOKEN"
 PORT = 8889
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     metavar="DIR",
     help="a file of JSON lines for each read",
   )
-  for field in settings_lib.fields(settings.BufferLimits):
+  for field in settings_lib.fields(buffer_settings.BufferLimits):
     choices = typing.get_args(field.type) or None  # Of a Literal.
     add(
       f"--{field.name.replace('_', '-')}",
@@ -99,14 +99,14 @@ def parser() -> argparse.ArgumentParser:
   return out
 
 
-def _limits(args: argparse.Namespace) -> settings.BufferLimits:
+def _limits(args: argparse.Namespace) -> buffer_settings.BufferLimits:
   """Raises ValueError, naming the option."""
   values = {
     field.name: getattr(args, field.name)
-    for field in settings_lib.fields(settings.BufferLimits)
+    for field in settings_lib.fields(buffer_settings.BufferLimits)
   }
   try:
-    return settings.BufferLimits(**values)
+    return buffer_settings.BufferLimits(**values)
   except pydantic.ValidationError as error:
     name, _, wrong = json_models.problem(error).partition(" ")
     raise ValueError(f"--{name.replace('_', '-')} {wrong}") from None
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (OSError, ValueError, ImportError) as error:
     print(f"error: {json_models.refusal(error)}", file=sys.stderr)
     return 2
-  app = app_lib.App(buffers, token=token)
+  app = buffer_app.App(buffers, token=token)
   print(f"serving rollout buffers of {args.dir} at {url}", flush=True)
   config = http_server.config(
     app.asgi, connection_limits, backlog=_BACKLOG, log_config=None

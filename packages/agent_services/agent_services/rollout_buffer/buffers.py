@@ -30,11 +30,11 @@ import uuid
 
 import orjson
 
+from agent_services.rollout_buffer import buffer_settings
 from agent_services.rollout_buffer import groups
 from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import judging
 from agent_services.rollout_buffer import rules
-from agent_services.rollout_buffer import settings
 from agent_services.rollout_buffer import store
 from agent_services.rollout_buffer import store_work
 from agent_services.rollout_buffer import tally
@@ -107,7 +107,7 @@ class Buffer:
     buffer: int,
     name: str,
     item_store: store.Store,
-    limits: settings.BufferLimits,
+    limits: buffer_settings.BufferLimits,
     clock: Callable[[], float] = time.monotonic,
     on_read: OnRead | None = None,
   ):

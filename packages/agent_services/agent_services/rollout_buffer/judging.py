@@ -17,10 +17,10 @@ import orjson
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.trajectory_collector import records
 
+from agent_services.rollout_buffer import buffer_settings
 from agent_services.rollout_buffer import groups
 from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import rules
-from agent_services.rollout_buffer import settings
 from agent_services.rollout_buffer import store
 from agent_services.rollout_buffer import tally
 
@@ -39,7 +39,10 @@ class Judge:
   """
 
   def __init__(
-    self, name: str, item_store: store.Store, limits: settings.BufferLimits
+    self,
+    name: str,
+    item_store: store.Store,
+    limits: buffer_settings.BufferLimits,
   ):
     """Args:
 

@@ -20,6 +20,7 @@ import uuid
 
 from tunix.rl.multi_turn.core import durable
 
+from agent_services.rollout_buffer import buffer_settings
 from agent_services.rollout_buffer import buffers
 from agent_services.rollout_buffer import generators_run
 from agent_services.rollout_buffer import items
@@ -27,7 +28,6 @@ from agent_services.rollout_buffer import plugins
 from agent_services.rollout_buffer import requests
 from agent_services.rollout_buffer import rights as rights_lib
 from agent_services.rollout_buffer import rules
-from agent_services.rollout_buffer import settings
 from agent_services.rollout_buffer import store
 from agent_services.rollout_buffer import store_work
 
@@ -55,7 +55,7 @@ class Service:
     self,
     folder: pathlib.Path,
     *,
-    limits: settings.BufferLimits = settings.BufferLimits(),
+    limits: buffer_settings.BufferLimits = buffer_settings.BufferLimits(),
     rights: rights_lib.Rights = rights_lib.Rights(),
     generators: Sequence[pathlib.Path] = (),
     token: str = "",

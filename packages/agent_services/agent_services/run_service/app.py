@@ -30,7 +30,7 @@ from typing import Any, Collection, Mapping
 
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import settings as settings_lib
-from tunix.rl.multi_turn.environments.gyms import registry as gym_registry
+from tunix.rl.multi_turn.environments.gyms import gym_registry
 from tunix.rl.multi_turn.net import bounds
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import data_urls

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from typing import Any, Collection, Mapping
 
-from cua_gyms.genv import gym as genv_gym
+from cua_gyms.genv import genv_gym
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
-from tunix.rl.multi_turn.parser.tool_parser import base as base_lib
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
+from tunix.rl.multi_turn.parser.tool_parser import base as base_parser
 from tunix.rl.multi_turn.tools import screenshot
 
 
@@ -26,7 +26,7 @@ def make_environment(
   env: Mapping[str, Any],
   *,
   instruction: str,
-  parser: base_lib.ToolParser,
+  parser: base_parser.ToolParser,
   max_steps: int,
   on_parse_error: str,
   images: images_lib.ImageStore,

@@ -22,9 +22,9 @@ import time
 from typing import Any, Mapping, Sequence
 
 from cua_gyms.genv import execution
-from cua_gyms.genv import gym as genv_gym
+from cua_gyms.genv import genv_gym
 from tunix.rl.multi_turn import rewards
-from tunix.rl.multi_turn.agents import settings as settings_lib
+from tunix.rl.multi_turn.agents import agent_settings
 from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
@@ -203,7 +203,7 @@ class RunConnection(proxy.ProxyConnection):
   def __init__(
     self,
     *args: Any,
-    service: settings_lib.RunServiceConfig,
+    service: agent_settings.RunServiceConfig,
     public_url: str,
     episode_s: float,
     turn_s: float,

@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.parser.renderer import base as renderer_base
+from tunix.rl.multi_turn.parser.renderer import base_renderer as renderer_base
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 
 from agent_services.serving import requests

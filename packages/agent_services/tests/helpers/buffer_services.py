@@ -2,11 +2,11 @@
 
 import json
 
-from agent_services.rollout_buffer import app as app_lib
+from agent_services.rollout_buffer import buffer_app
+from agent_services.rollout_buffer import buffer_settings
 from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import rights
 from agent_services.rollout_buffer import service as service_lib
-from agent_services.rollout_buffer import settings
 import httpx
 from tunix.rl.multi_turn.net import http_server
 
@@ -57,12 +57,12 @@ class Running:
     self.service = service_lib.Service(
       folder,
       url=self.url,
-      limits=limits or settings.BufferLimits(),
+      limits=limits or buffer_settings.BufferLimits(),
       token=token,
       clock=self.clock,
       **{"rights": RIGHTS, **options},
     )
-    self.app = app_lib.App(self.service, token=token)
+    self.app = buffer_app.App(self.service, token=token)
     self.client = httpx.Client(
       base_url=self.url, timeout=30, trust_env=False, verify=False
     )

@@ -162,10 +162,10 @@ def main() -> None:
   parser.add_argument("--ways", default=",".join(WAYS))
   args = parser.parse_args()
   from tunix.rl.multi_turn import train  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.environments.gyms import registry  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.environments.gyms import gym_registry  # pylint: disable=g-import-not-at-top
 
   del train
-  registry.get("miniwob")
+  gym_registry.get("miniwob")
   for way in args.ways.split(","):
     started = time.monotonic()
     folder, port = args.folder / way.replace(" ", "_"), free_port()

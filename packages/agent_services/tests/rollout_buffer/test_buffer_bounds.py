@@ -4,9 +4,9 @@ import asyncio
 import json
 import socket
 
+from agent_services.rollout_buffer import buffer_settings
 from agent_services.rollout_buffer import buffers
 from agent_services.rollout_buffer import items
-from agent_services.rollout_buffer import settings
 import buffer_services
 import pytest
 
@@ -129,7 +129,7 @@ def test_buffers_of_several_names_do_not_know_each_other(buffer):
   "limit, holds", [({"max_items": 3}, 3), ({"max_gib": 1e-5}, 5)]
 )
 def test_a_full_buffer_answers_429_until_it_is_read(tmp_path, limit, holds):
-  limits = settings.BufferLimits(group_size=2, **limit)
+  limits = buffer_settings.BufferLimits(group_size=2, **limit)
   with buffer_services.Running(tmp_path, limits=limits) as full:
     text = "x" * 1900
     for number in range(holds):
@@ -145,7 +145,7 @@ def test_a_full_buffer_answers_429_until_it_is_read(tmp_path, limit, holds):
 
 
 def test_a_read_is_bounded_in_size_and_the_next_goes_on(tmp_path):
-  limits = settings.BufferLimits(group_size=2, read_mib=1)
+  limits = buffer_settings.BufferLimits(group_size=2, read_mib=1)
   with buffer_services.Running(tmp_path, limits=limits) as bounded:
     for name in "abc":
       for i in range(2):
@@ -156,7 +156,7 @@ def test_a_read_is_bounded_in_size_and_the_next_goes_on(tmp_path):
 
 def test_a_preview_is_bounded_in_size(tmp_path):
   with buffer_services.Running(
-    tmp_path, limits=settings.BufferLimits(group_size=4, read_mib=1)
+    tmp_path, limits=buffer_settings.BufferLimits(group_size=4, read_mib=1)
   ) as bounded:
     for one in group("a"):
       bounded.write({**one, "text": "x" * 400_000})
@@ -200,7 +200,7 @@ def test_the_screens_of_a_desktop_are_bounded_together(tmp_path):
     num_epoch=2,
     remote_engine_url="http://127.0.0.1:9",
   )
-  limits = settings.BufferLimits(max_megapixels=2)
+  limits = buffer_settings.BufferLimits(max_megapixels=2)
   with buffer_services.Running(tmp_path / "b", limits=limits) as bounded:
     refused = bounded.post("/start_rollout", {**payload, "num_epoch": 3})
     assert refused.status_code == 422
@@ -222,7 +222,7 @@ def test_reads_are_saved_where_that_is_asked_for(tmp_path):
   with buffer_services.Running(
     tmp_path / "b",
     save_reads=folder,
-    limits=settings.BufferLimits(group_size=2),
+    limits=buffer_settings.BufferLimits(group_size=2),
   ) as saving:
     for name in "ab":
       saving.write(item(f"{name}0", name, 0.0), item(f"{name}1", name, 1.0))
@@ -323,7 +323,7 @@ def same(name):
 def test_contents_of_dropped_groups_leave_the_disk_before_anybody_reads(
   tmp_path,
 ):
-  limits = settings.BufferLimits(
+  limits = buffer_settings.BufferLimits(
     group_size=2, max_items=20, max_gib=1e-5, remembered_uids=30
   )
   with buffer_services.Running(tmp_path, limits=limits) as bounded:
@@ -348,7 +348,7 @@ def test_contents_that_statistics_need_are_kept_within_the_bounds(tmp_path):
   folder = tmp_path / "generators"
   folder.mkdir()
   (folder / "counting_generator.py").write_text(COUNTING)
-  limits = settings.BufferLimits(max_items=24)
+  limits = buffer_settings.BufferLimits(max_items=24)
   options = {"limits": limits, "generators": [folder]}
   with buffer_services.Running(tmp_path / "b", **options) as counting:
     counting.start(task_type="counting", num_repeat_per_sample=2)
@@ -402,7 +402,7 @@ def test_a_step_that_a_buffer_cannot_hold_is_refused_with_both_numbers(
   tmp_path,
 ):
   """Else its trainer would wait without end."""
-  limits = settings.BufferLimits(group_size=2, max_items=24)
+  limits = buffer_settings.BufferLimits(group_size=2, max_items=24)
   with buffer_services.Running(tmp_path / "buffer", limits=limits) as running:
     payload = {
       "task_type": "external",
@@ -422,7 +422,7 @@ def test_a_step_that_a_buffer_cannot_hold_is_refused_with_both_numbers(
 
 
 def test_a_write_under_way_holds_its_room(tmp_path):
-  limits = settings.BufferLimits(group_size=2, max_items=3)
+  limits = buffer_settings.BufferLimits(group_size=2, max_items=3)
   written = [
     items.Item("default", f"u{n}", "i", 0.0, b"{}", 0) for n in range(2)
   ]

@@ -9,12 +9,12 @@ import pathlib
 import textwrap
 import time
 
+from agent_services.rollout_buffer import buffer_settings
 from agent_services.rollout_buffer import client
 from agent_services.rollout_buffer import generating
 from agent_services.rollout_buffer import generators_run
 from agent_services.rollout_buffer import plugins
 from agent_services.rollout_buffer import rights
-from agent_services.rollout_buffer import settings
 import buffer_services
 import chat_server
 import pytest
@@ -345,7 +345,7 @@ def test_generators_are_found_by_file_and_broken_ones_listed(folder):
 
 def test_plug_ins_run_fail_and_are_stopped(folder, tmp_path):
   (folder / "double_generator.py").unlink(missing_ok=True)
-  limits = settings.BufferLimits(stop_grace=0.2)
+  limits = buffer_settings.BufferLimits(stop_grace=0.2)
   with buffer_services.Running(
     tmp_path, generators=[folder], limits=limits
   ) as running:
@@ -675,7 +675,7 @@ def test_words_of_the_model_s_server_stay_in_the_service_s_log(
 
 
 def test_a_writer_waits_for_room_and_repeats_what_was_not_answered(tmp_path):
-  limits = settings.BufferLimits(group_size=2, max_items=2)
+  limits = buffer_settings.BufferLimits(group_size=2, max_items=2)
   item = buffer_services.item
 
   async def use(running):

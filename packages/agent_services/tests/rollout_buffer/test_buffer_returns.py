@@ -10,10 +10,10 @@ import socket
 import threading
 import time
 
-from agent_services.rollout_buffer import app as app_lib
+from agent_services.rollout_buffer import buffer_app
+from agent_services.rollout_buffer import buffer_settings
 from agent_services.rollout_buffer import client
 from agent_services.rollout_buffer import items
-from agent_services.rollout_buffer import settings
 from agent_services.rollout_buffer import store
 from agent_services.rollout_buffer import store_work
 import buffer_services
@@ -302,13 +302,13 @@ def test_an_answer_that_is_broken_off_leaves_the_lease_to_a_later_one(
   buffer.write(*({**one, "text": text} for one in group("a")))
   query = dict(lease_s=60, lease="mine")
   ended = threading.Event()
-  give_back = app_lib._Delivery._give_back  # pylint: disable=protected-access
+  give_back = buffer_app._Delivery._give_back  # pylint: disable=protected-access
 
   def observed(delivery):
     give_back(delivery)
     ended.set()
 
-  monkeypatch.setattr(app_lib._Delivery, "_give_back", observed)
+  monkeypatch.setattr(buffer_app._Delivery, "_give_back", observed)
   again = []
   ask_and_hang_up(
     buffer, query, before=lambda: again.append(buffer.read(**query)["data"])
@@ -469,7 +469,7 @@ def test_the_newest_acknowledgements_may_be_repeated(buffer, monkeypatch):
 
 def test_the_client_repeats_a_read_whose_answer_was_cut_off(tmp_path):
   """The service answers; a relay between cuts the first answer short."""
-  limits = settings.BufferLimits(group_size=4)
+  limits = buffer_settings.BufferLimits(group_size=4)
   with buffer_services.Running(tmp_path, limits=limits) as running:
     running.write(*({**one, "text": "x" * 200_000} for one in group("a")))
     port = int(running.url.rpartition(":")[2])

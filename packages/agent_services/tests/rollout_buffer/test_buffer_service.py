@@ -8,9 +8,9 @@ import time
 import tracemalloc
 
 from agent_services.rollout_buffer import __main__
+from agent_services.rollout_buffer import buffer_settings
 from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import requests
-from agent_services.rollout_buffer import settings
 import buffer_services
 import pytest
 from tunix.rl.multi_turn.net import http_server
@@ -73,7 +73,7 @@ def test_every_documented_reply_is_word_for_word(buffer):
   figures = stats["data"]["data"][0]
   assert figures["current_size"] == figures["total_written"] == 4
   assert figures["total_read"] == 0
-  assert figures["max_size"] == settings.BufferLimits().max_items
+  assert figures["max_size"] == buffer_settings.BufferLimits().max_items
   got = buffer.read()
   assert got["success"] and got["message"] == "Successfully read 4 items"
   meta = got["data"]["meta_info"]

@@ -11,14 +11,14 @@ import urllib.parse
 from agent_services.run_service import __main__ as command
 from agent_services.run_service import app as app_lib
 from agent_services.runs import client as client_lib
-from cua_gyms.genv import client as genv_client
 from cua_gyms.genv import execution
+from cua_gyms.genv import genv_client
 import gym_servers
 import httpx
 import pytest
 import run_services
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 
 DESKTOP = gyms.get("desktop").make_tasks((), {})
 TERMINATE = run_services.call(action="terminate", status="success")

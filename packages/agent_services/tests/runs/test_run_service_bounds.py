@@ -9,7 +9,7 @@ import httpx
 import pytest
 import run_services
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 
 TASK = gyms.get("desktop").make_tasks((), {}).train_task("click-button", 0, 0)
 KEY = "sk-the-key-of-the-model"

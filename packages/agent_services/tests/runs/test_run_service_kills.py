@@ -15,7 +15,7 @@ import httpx
 import nursery
 import pytest
 import run_services
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CLIENTS = 4
@@ -27,7 +27,7 @@ tunix_multi_turn.light()
 from agent_services.run_service import __main__ as service
 from tunix.rl.multi_turn.net import connections
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.environments.gyms.desktop import gym
+from tunix.rl.multi_turn.environments.gyms.desktop import desktop_gym as gym
 import uvicorn
 def run(arguments):
   service.main(arguments)

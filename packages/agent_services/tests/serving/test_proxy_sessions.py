@@ -16,7 +16,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import tool_environment
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
-from tunix.rl.multi_turn.tools import base as tools_base
+from tunix.rl.multi_turn.tools import tool_base as tools_base
 from tunix.rl.multi_turn.trajectory_collector import episode as collector_lib
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import Annotated, Any, Iterator, Mapping
 
-from agent_services.rollout_buffer import app as buffer_app
+from agent_services.rollout_buffer import buffer_app
 from agent_services.rollout_buffer import requests as buffer_requests
 from agent_services.rollout_buffer import service as buffer_service
 from agent_services.run_service import schemas as run_schemas
@@ -25,7 +25,7 @@ import pytest
 from training_monitor import app as monitor_app
 from training_monitor.schema import database
 from training_monitor.server import access
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 
 
 def unbounded(

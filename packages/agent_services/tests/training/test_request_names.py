@@ -25,7 +25,7 @@ import poisoned_names
 import pytest
 import run_services
 from tunix.rl.multi_turn.core import registry
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.parser import tool_parser
 
@@ -554,7 +554,7 @@ DOORS = (
 )
 OPERATORS = {
   ("agent_services/run_service/app.py", "__init__"),  # --gyms
-  ("environments/gym_server/app.py", "_settings"),  # ServedGym.gym
+  ("environments/gym_server/gym_app.py", "_settings"),  # ServedGym.gym
   ("environments/gym_server/catalog.py", "__init__"),
   ("environments/gym_server/catalog.py", "_check_settings"),
   ("agent_services/run_service/environments.py", "make_environment"),

@@ -10,7 +10,7 @@ import buffer_services
 import pytest
 import small_runs
 from tunix.rl.multi_turn import train
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -6,9 +6,9 @@ from tunix.rl.multi_turn.environments.gyms import spec
 GYM = spec.GymSpec(
   doc="any web pages, see docs/web.md",
   also_called=("browsergym", "playwright", "visualwebarena", "web", "webarena"),
-  make=f"{__name__}.gym:WebGym",
+  make=f"{__name__}.browser_gym:WebGym",
   operator_options=("browser", "evaluator", "hosts", "pages", "start_urls"),
-  tasks=f"{__name__}.tasks:WebTasks",
+  tasks=f"{__name__}.browser_tasks:WebTasks",
   preset={"gym.width": 640, "gym.height": 480},
   lists_tasks=True,
   needs="cua_gyms.chromium:needs",
@@ -18,12 +18,12 @@ GYM = spec.GymSpec(
     "max_pages": "concurrency",
     "observation": "observation",
   },
-  close_shared=f"{__name__}.gym:shared_browser.close",
+  close_shared=f"{__name__}.browser_gym:shared_browser.close",
 )
 
 __getattr__ = registry.lazy_attributes(
   __name__,
-  gym="Browser PageState WebGym shared_browser",
+  browser_gym="Browser PageState WebGym shared_browser",
   page="PageUnreachable",
-  tasks="WebTasks",
+  browser_tasks="WebTasks",
 )

@@ -6,18 +6,18 @@ from tunix.rl.multi_turn.environments.gyms import spec
 GYM = spec.GymSpec(
   box="android",
   doc="a gym server, see docs/gym_server.md",
-  make=f"{__name__}.gym:GenvGym",
+  make=f"{__name__}.genv_gym:GenvGym",
   operator_options=("base_url", "client", "token_file"),
-  tasks=f"{__name__}.tasks:server_tasks",
+  tasks=f"{__name__}.genv_tasks:server_tasks",
   set_by_run=spec.SIZE,
   lists_tasks=True,
-  task_list=f"{__name__}.tasks:list_tasks",
+  task_list=f"{__name__}.genv_tasks:list_tasks",
   starts_by_id=True,
 )
 
 __getattr__ = registry.lazy_attributes(
   __name__,
-  client=(
+  genv_client=(
     "GenvCapacityError GenvClient GenvError GenvExecutionLostError"
     " GenvRequestError GenvUnavailableError GenvUnknownTaskError RETRIES"
     " Timeouts"
@@ -26,6 +26,6 @@ __getattr__ = registry.lazy_attributes(
     "GenvExecutionContext evaluate_execution start_genv_execution"
     " terminate_execution"
   ),
-  gym="GenvGym",
-  tasks="GenvTasks",
+  genv_gym="GenvGym",
+  genv_tasks="GenvTasks",
 )

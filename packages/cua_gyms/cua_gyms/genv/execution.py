@@ -15,7 +15,7 @@ from typing import Any, Mapping
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 
-from cua_gyms.genv import client as client_lib
+from cua_gyms.genv import genv_client
 
 _BOX_KEYS = (
   "box_id",
@@ -97,7 +97,7 @@ def identifier_of(task: object) -> str:
 
 async def start_genv_execution(
   task: object,
-  client: client_lib.GenvClient,
+  client: genv_client.GenvClient,
   *,
   options: Mapping[str, Any] | None = None,
   resolve: bool = True,
@@ -153,7 +153,7 @@ async def start_genv_execution(
 
 async def evaluate_execution(
   context: GenvExecutionContext,
-  client: client_lib.GenvClient,
+  client: genv_client.GenvClient,
   result: Mapping[str, Any] | None = None,
   **submission: Any,
 ) -> tuple[float, bool, dict[str, Any]]:
@@ -180,12 +180,12 @@ async def evaluate_execution(
   try:
     reward, success = wire.reward_of(reply)
   except wire.WireError as error:
-    raise client_lib.GenvError(f"{client.base_url}: {error}") from None
+    raise genv_client.GenvError(f"{client.base_url}: {error}") from None
   return reward, success, reply
 
 
 async def terminate_execution(
-  context: GenvExecutionContext, client: client_lib.GenvClient
+  context: GenvExecutionContext, client: genv_client.GenvClient
 ) -> bool:
   """Ends an execution; True when it is over now. Never raises `GenvError`."""
   return await client.terminate(context.execution_id)

@@ -26,9 +26,9 @@ from tunix.rl.multi_turn.net import json_models
 import yaml
 
 from cua_gyms import workers as workers_lib
-from cua_gyms.gym_server import app as app_lib
 from cua_gyms.gym_server import catalog
 from cua_gyms.gym_server import executions
+from cua_gyms.gym_server import gym_app
 from cua_gyms.gym_server import reading
 
 TOKEN_VARIABLE = "TUNIX_GYM_TOKEN"
@@ -190,7 +190,7 @@ def _from_file(
     raise ValueError(f"{where}: {json_models.problem(error)}") from None
 
 
-def make_app(args: argparse.Namespace, token: str = "") -> app_lib.App:
+def make_app(args: argparse.Namespace, token: str = "") -> gym_app.App:
   """Returns the application that the arguments describe.
 
   Raises:
@@ -211,7 +211,7 @@ def make_app(args: argparse.Namespace, token: str = "") -> app_lib.App:
   if args.workers:
     processes = workers_lib.GymWorkers(args.workers, imports=args.imports)
     workers = {"make_gym": processes.make, "close": processes.aclose}
-  return app_lib.App(specs(args), limits=limits, token=token, **workers)
+  return gym_app.App(specs(args), limits=limits, token=token, **workers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

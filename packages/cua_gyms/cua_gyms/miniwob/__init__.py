@@ -28,9 +28,9 @@ def _check(
 
 GYM = spec.GymSpec(
   doc="web pages in headless Chromium",
-  make=f"{__name__}.gym:MiniWobGym",
+  make=f"{__name__}.miniwob_gym:MiniWobGym",
   operator_options=("browser",),
-  tasks=f"{__name__}.tasks:MiniWobTasks",
+  tasks=f"{__name__}.miniwob_tasks:MiniWobTasks",
   preset={
     "task_source.families": ("click-test-2", "click-dialog", "focus-text"),
     "gym.width": PAGE_SIZE[0],
@@ -61,13 +61,13 @@ GYM = spec.GymSpec(
   },
   check=_check,
   bounds={"seconds_per_action": (0, 60)},
-  needs=f"{__name__}.tasks:needs",
-  close_shared=f"{__name__}.gym:shared_browser.close",
+  needs=f"{__name__}.miniwob_tasks:needs",
+  close_shared=f"{__name__}.miniwob_gym:shared_browser.close",
 )
 
 __getattr__ = registry.lazy_attributes(
   __name__,
-  gym="Browser MiniWobGym shared_browser",
+  miniwob_gym="Browser MiniWobGym shared_browser",
   oracle="ORACLE_FAMILIES describe oracle_action",
-  tasks="MiniWobTasks families",
+  miniwob_tasks="MiniWobTasks families",
 )

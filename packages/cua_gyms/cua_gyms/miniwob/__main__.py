@@ -19,10 +19,10 @@ import time
 from typing import Sequence
 
 from cua_gyms.chromium import devtools
-from cua_gyms.miniwob import gym as gym_lib
+from cua_gyms.miniwob import miniwob_gym
+from cua_gyms.miniwob import miniwob_tasks
 from cua_gyms.miniwob import oracle
 from cua_gyms.miniwob import smoke
-from cua_gyms.miniwob import tasks as tasks_lib
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,16 +54,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _chosen(part: str) -> list[str]:
-  names = [name for name in tasks_lib.families() if part in name]
+  names = [name for name in miniwob_tasks.families() if part in name]
   if not names:
-    tasks_lib.page_url(part)  # Says what is nearest.
+    miniwob_tasks.page_url(part)  # Says what is nearest.
   return names
 
 
 def list_tasks(part: str, as_json: bool) -> int:
   """Prints the tasks; returns the exit status."""
   rows = [
-    tasks_lib.about(name, name in oracle.ORACLE_FAMILIES)
+    miniwob_tasks.about(name, name in oracle.ORACLE_FAMILIES)
     for name in _chosen(part)
   ]
   if as_json:
@@ -88,8 +88,8 @@ def list_tasks(part: str, as_json: bool) -> int:
 
 async def _smoke(args: argparse.Namespace) -> int:
   names = _chosen(args.part)
-  tasks = tasks_lib.MiniWobTasks()
-  browser = gym_lib.Browser(max_pages=args.parallel)
+  tasks = miniwob_tasks.MiniWobTasks()
+  browser = miniwob_gym.Browser(max_pages=args.parallel)
   queue = list(reversed(names))
   failed = 0
   began = time.perf_counter()
@@ -135,7 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.parallel < 1 or args.index < 0 or args.seed < 0:
       raise ValueError("--parallel must be >= 1, --index and --seed >= 0")
     return asyncio.run(_smoke(args))
-  except (ValueError, tasks_lib.PagesNotFound, devtools.DevToolsError) as error:
+  except (
+    ValueError,
+    miniwob_tasks.PagesNotFound,
+    devtools.DevToolsError,
+  ) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from typing import Any
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 
-from cua_gyms.miniwob import gym as gym_lib
+from cua_gyms.miniwob import miniwob_gym
 from cua_gyms.miniwob import page as page_lib
 
 _Action = gui_action.GuiAction
@@ -83,7 +83,7 @@ _FILL = {
 ORACLE_FAMILIES = tuple(sorted({**_CLICK, **_FILL}))
 
 
-async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
+async def oracle_action(gym: miniwob_gym.MiniWobGym) -> _Action | None:
   """Returns the next right action in the gym's episode; None when it is over.
 
   Raises:
@@ -122,7 +122,9 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
   return _Action(_Kind.TYPE, text=text)
 
 
-async def describe(gym: gym_lib.MiniWobGym, x: float, y: float) -> str | None:
+async def describe(
+  gym: miniwob_gym.MiniWobGym, x: float, y: float
+) -> str | None:
   """Returns the name of the element at a pixel; None when it has none.
 
   Raises:
@@ -154,7 +156,10 @@ async def describe(gym: gym_lib.MiniWobGym, x: float, y: float) -> str | None:
 
 
 async def _click(
-  gym: gym_lib.MiniWobGym, page: page_lib.WobPage, task: base.Task, element: str
+  gym: miniwob_gym.MiniWobGym,
+  page: page_lib.WobPage,
+  task: base.Task,
+  element: str,
 ) -> _Action:
   """Returns a click on an uncovered point of the element (an expression)."""
   point: list[Any] | None = await page.evaluate(

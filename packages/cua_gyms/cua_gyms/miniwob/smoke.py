@@ -18,7 +18,7 @@ from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 
 from cua_gyms.chromium import devtools
-from cua_gyms.miniwob import gym as gym_lib
+from cua_gyms.miniwob import miniwob_gym
 from cua_gyms.miniwob import oracle as oracle_lib
 
 _Action = gui_action.GuiAction
@@ -72,10 +72,10 @@ def _check(holds: object, what: str) -> None:
 
 
 async def try_family(
-  family: str, task: base.Task, browser: gym_lib.Browser, seed: int = 0
+  family: str, task: base.Task, browser: miniwob_gym.Browser, seed: int = 0
 ) -> Report:
   """Plays one instance, and then lets its time run out."""
-  gym = gym_lib.MiniWobGym(browser=browser, time_limit=True)
+  gym = miniwob_gym.MiniWobGym(browser=browser, time_limit=True)
   try:
     return await _try(gym, family, task, random.Random(f"{seed}/{family}"))
   except (
@@ -90,7 +90,7 @@ async def try_family(
 
 
 async def _try(
-  gym: gym_lib.MiniWobGym, family: str, task: base.Task, rng: random.Random
+  gym: miniwob_gym.MiniWobGym, family: str, task: base.Task, rng: random.Random
 ) -> Report:
   began = time.perf_counter()
   first = await gym.start(task)
@@ -144,7 +144,7 @@ async def _try(
 
 
 async def _any_action(
-  gym: gym_lib.MiniWobGym, rng: random.Random
+  gym: miniwob_gym.MiniWobGym, rng: random.Random
 ) -> gui_action.GuiAction:
   if gym.page is None:
     raise RuntimeError("no episode is running; call start(task) first")

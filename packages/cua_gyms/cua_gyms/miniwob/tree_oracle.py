@@ -17,7 +17,7 @@ from typing import Callable, Iterator, Sequence
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import spec
 
-from cua_gyms.miniwob import gym as gym_lib
+from cua_gyms.miniwob import miniwob_gym
 
 _Action = gui_action.GuiAction
 _Kind = gui_action.GuiActionKind
@@ -296,7 +296,7 @@ def solve(family: str, goal: str, tree: str) -> _Action:
   return _SOLVERS[family](Page.of(goal, tree))
 
 
-def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
+def oracle_action(gym: miniwob_gym.MiniWobGym) -> _Action | None:
   """Returns the next right action in the gym's episode; None when it is over.
 
   Raises:
@@ -314,7 +314,7 @@ def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
   return solve(gym.task.family, gym.goal, gym.tree.text)
 
 
-def _unnamed(gym: gym_lib.MiniWobGym, x: float, y: float) -> None:
+def _unnamed(gym: miniwob_gym.MiniWobGym, x: float, y: float) -> None:
   """Names nothing: an id says what is clicked."""
   del gym, x, y
 

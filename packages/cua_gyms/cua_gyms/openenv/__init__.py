@@ -4,9 +4,9 @@ from tunix.rl.multi_turn.environments.gyms import spec
 
 GYM = spec.GymSpec(
   doc="OpenEnv servers, see docs/outside_gyms.md",
-  make=f"{__name__}.gym:OpenEnvGym",
+  make=f"{__name__}.openenv_gym:OpenEnvGym",
   operator_options=("actions", "base_url", "token_file"),
-  tasks=f"{__name__}.tasks:server_tasks",
+  tasks=f"{__name__}.openenv_tasks:server_tasks",
   set_by_run=spec.SIZE,
   lists_tasks=True,
   size_known_after_start=True,

@@ -8,9 +8,9 @@ from tunix.rl.multi_turn.environments.gyms import spec
 
 GYM = spec.GymSpec(
   doc="a real Linux desktop on Xvfb, see docs/xdesktop.md",
-  make=f"{__name__}.gym:XDesktopGym",
+  make=f"{__name__}.xdesktop_gym:XDesktopGym",
   operator_options=("directory", "isolation", "disk_mb", "max_processes"),
-  tasks=f"{__name__}.tasks:XDesktopTasks",
+  tasks=f"{__name__}.xdesktop_tasks:XDesktopTasks",
   preset={
     "task_source.families": (
       "window-close",
@@ -29,17 +29,17 @@ GYM = spec.GymSpec(
     "collect.deadlines.reset": 120.0,
     "collect.deadlines.step": 60.0,
   },
-  oracle=f"{__name__}.gym:oracle_action",
-  describe=f"{__name__}.gym:describe",
+  oracle=f"{__name__}.xdesktop_gym:oracle_action",
+  describe=f"{__name__}.xdesktop_gym:describe",
   set_by_run=spec.SIZE,
-  check=f"{__name__}.gym:unusable",
+  check=f"{__name__}.xdesktop_gym:unusable",
   bounds={"zoom": (0, 8), "disk_mb": (1, 1024), "max_processes": (16, 1024)},
   needs=f"{__name__}.programs:needs",
 )
 
 __getattr__ = registry.lazy_attributes(
   __name__,
-  gym="XDesktopGym describe oracle_action",
+  xdesktop_gym="XDesktopGym describe oracle_action",
   programs="missing",
-  tasks="XDesktopTasks",
+  xdesktop_tasks="XDesktopTasks",
 )

@@ -16,8 +16,8 @@ import tempfile
 import time
 from typing import Callable, TypeVar
 
-from tunix.rl.multi_turn.tools.sandbox import errors
 from tunix.rl.multi_turn.tools.sandbox import rooms
+from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
 
 from cua_gyms.xdesktop import display as displays
 from cua_gyms.xdesktop import programs
@@ -91,7 +91,9 @@ class Desktop:
         deadline_s=self._launch_s,
       )
       if self._ended:  # Killed before there was anything to kill.
-        raise errors.DesktopLost("the desktop was ended before it came up")
+        raise sandbox_errors.DesktopLost(
+          "the desktop was ended before it came up"
+        )
       self._configure()
       self._start_server(*self._size)
       self._start_manager()
@@ -103,14 +105,14 @@ class Desktop:
   def room(self) -> rooms.Room:
     """The room its programs run in. Raises DesktopLost: none yet."""
     if self._room is None:
-      raise errors.DesktopLost("the desktop has not been started")
+      raise sandbox_errors.DesktopLost("the desktop has not been started")
     return self._room
 
   @property
   def display(self) -> displays.Display:
     """Screen, pointer and keyboard. Raises DesktopLost after the end."""
     if self._display is None:
-      raise errors.DesktopLost("the desktop has been closed")
+      raise sandbox_errors.DesktopLost("the desktop has been closed")
     return self._display
 
   @property
@@ -141,7 +143,7 @@ class Desktop:
       return self._count(app) > before
 
     if not self._within(self._launch_s, shown):
-      raise errors.AppNotShown(
+      raise sandbox_errors.AppNotShown(
         f"{app.title} ({app.command[0]}) showed no window in"
         f" {self._launch_s:g} s; its output:"
         f" {self.room.log(log) or 'nothing'}"
@@ -286,7 +288,7 @@ class Desktop:
   def _await(self, look: Callable[[], T | None], what: str) -> T:
     result = self._within(self._launch_s, look)
     if not result:
-      raise errors.LaunchError(
+      raise sandbox_errors.LaunchError(
         f"{what} did not come up in {self._launch_s:g} s; its output:"
         f" {self.room.log(what + '.log') or 'nothing'}; of its supervisor,"
         f" {self.room.last_words()}"
@@ -301,7 +303,7 @@ class Desktop:
       if result or time.monotonic() >= due:
         return result
       if not self.room.alive:
-        raise errors.DesktopLost(
+        raise sandbox_errors.DesktopLost(
           f"the desktop ended while it came up; {self.room.last_words()}"
         )
       time.sleep(_POLL_S)

@@ -26,7 +26,7 @@ import time
 from typing import Any, Callable, Iterable
 
 import numpy as np
-from tunix.rl.multi_turn.tools.sandbox import errors
+from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
 
 from cua_gyms.xdesktop import keyboard as keyboards
 
@@ -144,7 +144,9 @@ class Display:
       self._prepare()
     except (xcffib.XcffibException, KeyError) as error:
       self.close()
-      raise errors.LaunchError(f"the X server refuses: {error!r}") from None
+      raise sandbox_errors.LaunchError(
+        f"the X server refuses: {error!r}"
+      ) from None
 
   def _prepare(self) -> None:
     c = self._connection
@@ -208,8 +210,8 @@ class Display:
     # Unmapped when the last picture of it is gone.
     self._pixels = self._shm = None
 
-  def _lost(self, error: BaseException) -> errors.DesktopLost:
-    return errors.DesktopLost(f"the X server has gone: {error!r}")
+  def _lost(self, error: BaseException) -> sandbox_errors.DesktopLost:
+    return sandbox_errors.DesktopLost(f"the X server has gone: {error!r}")
 
   # -- pictures --------------------------------------------------------------
 
@@ -221,7 +223,7 @@ class Display:
     """
     shared = self._pixels
     if shared is None:
-      raise errors.DesktopLost("the display is closed")
+      raise sandbox_errors.DesktopLost("the display is closed")
     try:
       picture = self._shm_ext.GetImage(
           self._root, 0, 0, self.width, self.height, 0xFFFFFFFF,

@@ -12,8 +12,8 @@ import shutil
 from typing import Any, Iterator, Mapping
 
 from tunix.rl.multi_turn.core import registry
-from tunix.rl.multi_turn.tools.sandbox import errors
 from tunix.rl.multi_turn.tools.sandbox import rooms
+from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def require() -> None:
   """
   absent = missing()
   if absent:
-    raise errors.ProgramsNotFound(
+    raise sandbox_errors.ProgramsNotFound(
       f"a desktop needs {', '.join(absent)}, not found in {rooms.SEARCH};"
       " install them with: sudo make desktop"
     )

@@ -1,7 +1,7 @@
 """Whether a test that needs a browser, and MiniWoB++'s pages, can be run."""
 
 from cua_gyms.chromium import devtools
-from cua_gyms.miniwob import tasks as tasks_lib
+from cua_gyms.miniwob import miniwob_tasks
 import pytest
 
 
@@ -14,8 +14,8 @@ def missing(miniwob=True):
   try:
     devtools.find_browser()
     if miniwob:
-      tasks_lib.pages_directory()
-  except (devtools.BrowserNotFound, tasks_lib.PagesNotFound) as error:
+      miniwob_tasks.pages_directory()
+  except (devtools.BrowserNotFound, miniwob_tasks.PagesNotFound) as error:
     return str(error)
   return ""
 

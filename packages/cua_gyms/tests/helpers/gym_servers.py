@@ -7,9 +7,9 @@ import threading
 import time
 
 from cua_gyms import genv
-from cua_gyms.gym_server import app as app_lib
 from cua_gyms.gym_server import catalog
 from cua_gyms.gym_server import executions
+from cua_gyms.gym_server import gym_app
 import numpy as np
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
@@ -131,7 +131,7 @@ def serving(
   *specs, token="", connections=request_bodies.ConnectionLimits(), **limits
 ):
   """(url, app) of a server with these gyms."""
-  app = app_lib.App(
+  app = gym_app.App(
     specs or (desktop(),),
     limits=executions.ExecutionLimits(**limits),
     token=token,

@@ -71,8 +71,9 @@ class MessageHistory:
   are more, at least the oldest `image_stride` are dropped, and the seen history
   is a new list. The turns that they belong to
   - keep their texts, and `image_note` stands where a screenshot was; or
-  - with `summary`, are left out: the message of the oldest screenshot that is
-    left gets the task's text and a line for each turn that is gone.
+  - with `list_dropped_turns`, are left out: the message of the oldest
+    screenshot that is left gets the task's text and a line for each turn that
+    is gone.
 
   With `shrink`, those before the newest are seen at another size: each new one
   rewrites the history.
@@ -88,11 +89,13 @@ class MessageHistory:
     max_images: int | None = None,
     image_stride: int = 1,
     image_note: str = "(an older screenshot)",
-    summary: bool = False,
+    list_dropped_turns: bool = False,
     shrink: Shrink | None = None,
   ):
-    if summary and max_images is None:
-      raise ValueError("summary=True needs max_images: all turns are kept else")
+    if list_dropped_turns and max_images is None:
+      raise ValueError(
+        "list_dropped_turns=True needs max_images: all turns are kept else"
+      )
     if max_images is not None and max_images < 1:
       raise ValueError(f"max_images must be >= 1 or None, got {max_images}")
     if image_stride < 1 or image_stride > (max_images or image_stride):
@@ -108,7 +111,7 @@ class MessageHistory:
     self._seen = self._full
     # (index, text of its page or "") of messages, once for each screen.
     self._with_images: list[tuple[int, str]] = []
-    self._summary = summary
+    self._lists_dropped = list_dropped_turns
     self._task = ""  # Text of the first user message.
     self._lines: list[str] = []  # Of turns that are gone.
     self._line_of: dict[int, str] = {}  # id of an assistant message -> line.
@@ -136,12 +139,13 @@ class MessageHistory:
 
     Args:
       message: shared, never copied; treat it as frozen.
-      line: The turn of an assistant's message in one line, for a summary.
+      line: The turn of an assistant's message in one line, for the list of
+        dropped turns.
       page: Part of a user message's text that shows a page, "" for none.
     """
     self._full.append(message)
     role = message.get("role")
-    if self._summary and role == "assistant":
+    if self._lists_dropped and role == "assistant":
       self._line_of[id(message)] = line  # `full` keeps the message alive.
     elif role == "user" and not self._task:
       self._task = _without(_text_of(message), page, "").strip()
@@ -216,12 +220,12 @@ class MessageHistory:
     messages = list(self._seen)
     for index, page in dropped:
       messages[index] = _without_screen(messages[index], page, self._note)
-    if self._summary:
-      messages = self._summarized(messages)
+    if self._lists_dropped:
+      messages = self._with_list(messages)
     self._seen = messages
 
-  def _summarized(self, messages: list[Message]) -> list[Message]:
-    """The history from the oldest image that is left, with the summary."""
+  def _with_list(self, messages: list[Message]) -> list[Message]:
+    """Returns the history from the oldest image on, with the list of turns."""
     first = self._with_images[0][0]
     head = next(
       (i for i, m in enumerate(messages) if m.get("role") != "system"), 0

@@ -48,6 +48,7 @@ def _preset(
   }
 
 
+_LISTED: Mapping[str, Any] = {"list_dropped_turns": True}
 _PLAIN_END: Mapping[str, Any] = {"on_parse_error": "answer"}
 """The model ends an episode by text without a call."""
 
@@ -58,7 +59,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "computer_use",
     prompt="qwen3_vl_computer_use",
     images=5,
-    summary=True,
+    **_LISTED,
     resize="grammar",
     max_pixels=12800 * 32**2,
     new_tokens=1500,
@@ -68,7 +69,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "computer_use_absolute",
     prompt="assistant",
     images=5,
-    summary=True,
+    **_LISTED,
     resize="grammar",
     new_tokens=1500,
   ),
@@ -78,14 +79,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mobile_use",
     prompt="qwen3_vl_mobile_use",
     images=1,
-    summary=True,
+    **_LISTED,
     resize="grammar",
   ),
   "qwen2_5_vl_mobile_use": _preset(
     "mobile_use_absolute",
     prompt="assistant",
     images=1,
-    summary=True,
+    **_LISTED,
     resize="grammar",
   ),
   # README and mm_agents/uitars15_v1.py: five screenshots, all texts.
@@ -101,26 +102,26 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
   "ui_tars_2": _preset("ui_tars_2", images=5, new_tokens=2048),
   # src/surfer_h_cli/surferh.py of hcompai/surfer-h-cli: three screenshots,
   # older steps as texts.
-  "holo1_5": _preset("holo1_5", images=3, summary=True, resize="grammar"),
-  "holo2": _preset("holo2", images=3, summary=True, resize="grammar"),
+  "holo1_5": _preset("holo1_5", images=3, **_LISTED, resize="grammar"),
+  "holo2": _preset("holo2", images=3, **_LISTED, resize="grammar"),
   # src/mai_naivigation_agent.py of Tongyi-MAI/MAI-UI: history_n=3, all texts.
   "mai_ui": _preset("mai_ui", images=3, resize="grammar", new_tokens=2048),
   # mm_agents/opencua_agent.py of xlang-ai/OSWorld: three screenshots, older
   # steps as texts in one message.
   "opencua": _preset(
-    "opencua", images=3, summary=True, resize="grammar", new_tokens=1500
+    "opencua", images=3, **_LISTED, resize="grammar", new_tokens=1500
   ),
   "opencua_relative": _preset(
-    "opencua_relative", images=3, summary=True, new_tokens=1500
+    "opencua_relative", images=3, **_LISTED, new_tokens=1500
   ),
   # examples/gui-agent/glm-45v/agent.md of zai-org/GLM-V: four earlier
   # screenshots at half their sides, older steps as texts.
   "glm_4_5v": _preset(
-    "glm_v", images=5, summary=True, older_scale=0.5, new_tokens=2048
+    "glm_v", images=5, **_LISTED, older_scale=0.5, new_tokens=2048
   ),
   # The same page: the current screenshot and the history as text.
   "glm_4_5v_mobile": _preset(
-    "glm_v_mobile", images=1, summary=True, new_tokens=2048
+    "glm_v_mobile", images=1, **_LISTED, new_tokens=2048
   ),
   # OpenAI keeps every screenshot. Anthropic's and Google's reference
   # implementations keep the newest three.
@@ -128,9 +129,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
   "anthropic_computer": _preset("anthropic_computer", images=3, **_PLAIN_END),
   "gemini_computer": _preset("gemini_computer", images=3, **_PLAIN_END),
   # android_world/agents/m3a.py: one screenshot and a summary of the steps.
-  "android_world": _preset("android_world", images=1, summary=True),
+  "android_world": _preset("android_world", images=1, **_LISTED),
   # agents/ of ServiceNow/BrowserGym: one page and the earlier actions.
-  "browsergym": _preset("browsergym", images=1, summary=True),
+  "browsergym": _preset("browsergym", images=1, **_LISTED),
 }
 
 FAMILIES: Mapping[str, str] = {

@@ -23,9 +23,9 @@ import functools
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn import prompts
+from tunix.rl.multi_turn.agents import agent_settings
 from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.agents import history
-from tunix.rl.multi_turn.agents import settings
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.parser import tool_parser
@@ -68,7 +68,7 @@ class ToolAgent(base_agent.BaseAgent):
     max_images: int | None = None,
     image_stride: int = 1,
     image_note: str = "",
-    summary: bool = False,
+    list_dropped_turns: bool = False,
     show_tools: bool = True,
     screen: tuple[int, int] | None = None,
     observation: str = "screenshot",
@@ -77,7 +77,7 @@ class ToolAgent(base_agent.BaseAgent):
     summary_at: int = 0,
     summary_tokens: int = 64,
     summary_images: int = 1,
-    summary_prompt: str = settings.SUMMARY_PROMPT,
+    summary_prompt: str = agent_settings.SUMMARY_PROMPT,
   ):
     """Args:
 
@@ -92,9 +92,10 @@ class ToolAgent(base_agent.BaseAgent):
         ("end" also records it as a parse error); "retry": an Action without
         calls, and the next user message names the error.
       max_images: screenshots or trees the policy sees at once; None for all.
-      image_stride, image_note, summary: see `history.MessageHistory`; the note
-        is "(an older screenshot)" or "(an older page)". A turn's line in a
-        summary is the last line of its thought, else its call.
+      image_stride, image_note, list_dropped_turns: see
+        `history.MessageHistory`; the note is "(an older screenshot)" or "(an
+        older page)". A turn's line in the list is the last line of its thought,
+        else its call.
       show_tools: False: `system_prompt` is complete and nothing is added.
       screen: (width, height) of the screenshots, which the prompts of some GUI
         grammars state.
@@ -147,8 +148,9 @@ class ToolAgent(base_agent.BaseAgent):
     if not image_note:
       kind = "page" if observation == "axtree" else "screenshot"
       image_note = f"(an older {kind})"
-    self._history_args = (max_images, image_stride, image_note, summary, shrink)
-    self._summary = summary
+    windows = (max_images, image_stride, image_note, list_dropped_turns)
+    self._history_args = (*windows, shrink)
+    self._lists_dropped = list_dropped_turns
     self._summary_at = summary_at
     self.summary_tokens = summary_tokens
     self._summary_images = summary_images
@@ -231,7 +233,7 @@ class ToolAgent(base_agent.BaseAgent):
       ToolParseError: `response` is not a str.
     """
     result = self.tool_parser.parse_result(response)
-    line = _line(result, response) if self._summary else ""
+    line = _line(result, response) if self._lists_dropped else ""
     self._history.append({"role": "assistant", "content": response}, line)
     step_info: dict[str, Any] = {}
     errors = list(result.errors)

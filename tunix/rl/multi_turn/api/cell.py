@@ -18,7 +18,7 @@ from typing import Any, TYPE_CHECKING
 from tunix.rl.multi_turn import train as train_lib
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.reporting import progress
-from tunix.rl.multi_turn.reporting import settings as settings_lib
+from tunix.rl.multi_turn.reporting import reporting_settings
 
 if TYPE_CHECKING:  # It needs JAX.
   from tunix.rl.multi_turn.run.evaluations import evaluator
@@ -100,7 +100,9 @@ class Cell:
     self._total = run.config.learner.steps
     self._present = f"starting {run.config.run.name} in {run.directory}"
     self._handle = display.display(display.HTML(self._html()), display_id=True)
-    lines = settings_lib.ReportConfig(progress="lines", progress_s=_INTERVAL_S)
+    lines = reporting_settings.ReportConfig(
+      progress="lines", progress_s=_INTERVAL_S
+    )
     run.observers.add(
       progress.ProgressBar(self._total, lines, stream=self)  # type: ignore[arg-type]
     )

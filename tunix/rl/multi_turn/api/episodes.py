@@ -19,8 +19,8 @@ from tunix.rl.multi_turn.api import html as html_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import report
+from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import run_data
-from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 _TABLE = 40  # Episodes that a table shows.
 _COLUMNS = (
@@ -96,7 +96,7 @@ class Episode:
 
   def film(self, width: int = 320) -> html_lib.Shown:
     """Its screens in a row, with what was done on each, `width` px wide."""
-    config = settings_lib.ReportConfig(
+    config = reporting_settings.ReportConfig(
       film_turns=max(2, len(self.shown.frames)), image_width=width
     )
     parts = [report.film(self._run, self.shown, config)]

@@ -119,7 +119,7 @@ def describe(
     },
     "files": policy_facts.stored_bytes(policy.directory),
     "screens": [policy_facts.screenshot(processor, *s) for s in screens],
-    "images": getattr(processor, "describe", str)(),
+    "images": (base.optional(processor, "describe") or str)(),
     "sequence": {
       "images": images,
       "text_tokens": text_tokens,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Iterator, Sequence
 
 from tunix.rl.multi_turn import rewards
-from tunix.rl.multi_turn.agents import registry as agents
-from tunix.rl.multi_turn.clients import settings as clients_settings
+from tunix.rl.multi_turn.agents import agent_registry as agents
+from tunix.rl.multi_turn.clients import client_settings as clients_settings
 from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import fleet_checks
 from tunix.rl.multi_turn.config import train_config
@@ -19,12 +19,12 @@ from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.core.statistics import evaluation_figures
 from tunix.rl.multi_turn.environments import spec as environment_spec
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.learner import config as learner_config
 from tunix.rl.multi_turn.learner.algorithms import presets
 from tunix.rl.multi_turn.net import credentials
 from tunix.rl.multi_turn.parser import tool_parser
-from tunix.rl.multi_turn.policy import settings as policy_settings
+from tunix.rl.multi_turn.policy import policy_settings
 
 TrainConfig = train_config.TrainConfig
 SHIPPED = ("tiny_vl", "qwen3_vl_tiny")

@@ -38,8 +38,11 @@ SETTINGS: dict[str, str] = {
   "monitor_base_url": "monitor.url",
 }
 """Former name -> the setting that it means."""
-_SHARED = ("learner", "share_prompts")
-"""learner.share_prompts, before trees of prompts: in files of earlier runs."""
+_RENAMED = {
+  "agent.summary": "agent.list_dropped_turns",
+  "learner.share_prompts": "learner.tree",
+}
+"""Former setting -> the setting of today; in files of earlier runs."""
 TOKEN = loader.TOKEN
 SPLIT = "split_type"
 URL_VARIABLE = "TUNIX_MONITOR_URL"
@@ -58,7 +61,7 @@ def take(
     problems: Receives the reasons of a refused value.
     former: Receives the former names that the layer has.
   """
-  layer = _without_share_prompts(data, former)
+  layer = _with_present_settings(data, former)
   former |= set(layer) & {*SETTINGS, TOKEN, SPLIT}
   if SPLIT in layer:
     split = loader.unwrap(layer.pop(SPLIT))
@@ -87,23 +90,26 @@ def take(
   return layer
 
 
-def _without_share_prompts(
+def _with_present_settings(
   data: Mapping[str, Any], former: set[str]
 ) -> dict[str, Any]:
-  """Returns a layer with learner.tree in the place of its former name."""
+  """Returns a layer with the settings of `_RENAMED` by their present names."""
   layer = dict(data)
-  section, name = _SHARED
-  if isinstance(layer.get(section), Mapping) and name in layer[section]:
-    layer[section] = dict(layer[section])
-    holder, prefix = layer[section], ""
-  elif ".".join(_SHARED) in layer:
-    holder, prefix = layer, section + "."
-  else:
-    return layer
-  value = loader.unwrap(holder.pop(prefix + name))
-  former.add(".".join(_SHARED))
-  shares = str(value).lower() in ("true", "1", "yes", "on")
-  holder.setdefault(prefix + "tree", "auto" if shares else "false")
+  for path, present in _RENAMED.items():
+    section, _, name = path.partition(".")
+    if isinstance(layer.get(section), Mapping) and name in layer[section]:
+      layer[section] = dict(layer[section])
+      holder, prefix = layer[section], ""
+    elif path in layer:
+      holder, prefix = layer, section + "."
+    else:
+      continue
+    value = holder.pop(prefix + name)
+    if present == "learner.tree":
+      shares = str(loader.unwrap(value)).lower() in ("true", "1", "yes", "on")
+      value = "auto" if shares else "false"
+    former.add(path)
+    holder.setdefault(prefix + present.partition(".")[2], value)
   return layer
 
 
@@ -133,9 +139,7 @@ def announce(former: set[str]) -> None:
     if name == SPLIT:
       _LOG.warning("%s is a former name; a run needs none", name)
       continue
-    present = (SETTINGS | {".".join(_SHARED): "learner.tree"}).get(
-      name, f"${_TOKEN_VARIABLE}"
-    )
+    present = (SETTINGS | _RENAMED).get(name, f"${_TOKEN_VARIABLE}")
     _LOG.warning("%s is a former name of %s", name, present)
 
 

@@ -21,8 +21,8 @@ import sys
 import time
 from typing import Any, Callable, Mapping, Sequence, TypeVar
 
+from tunix.rl.multi_turn.agents import agent_registry as agents
 from tunix.rl.multi_turn.agents import presets as agent_presets
-from tunix.rl.multi_turn.agents import registry as agents
 from tunix.rl.multi_turn.config import checks
 from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import documentation
@@ -34,9 +34,9 @@ from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.core import yaml_text
-from tunix.rl.multi_turn.environments import settings as environment_settings
+from tunix.rl.multi_turn.environments import environment_settings
 from tunix.rl.multi_turn.environments import spec as environment_spec
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.learner.algorithms import presets
 from tunix.rl.multi_turn.net import credentials
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from tunix.rl.multi_turn.agents.settings import AgentConfig
-from tunix.rl.multi_turn.agents.settings import RunServiceConfig
-from tunix.rl.multi_turn.clients.settings import ExternalConfig
+from tunix.rl.multi_turn.agents.agent_settings import AgentConfig
+from tunix.rl.multi_turn.agents.agent_settings import RunServiceConfig
+from tunix.rl.multi_turn.clients.client_settings import ExternalConfig
 from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import former_names
 from tunix.rl.multi_turn.config import loader
@@ -25,20 +25,24 @@ from tunix.rl.multi_turn.core.monitor_settings import MonitorConfig
 from tunix.rl.multi_turn.core.policy_client import SamplingConfig
 from tunix.rl.multi_turn.engine.config import EngineConfig
 from tunix.rl.multi_turn.environments import spec as environment_spec
-from tunix.rl.multi_turn.environments.settings import EnvironmentConfig
-from tunix.rl.multi_turn.environments.settings import GymConfig
+from tunix.rl.multi_turn.environments.environment_settings import (
+  EnvironmentConfig,
+)
+from tunix.rl.multi_turn.environments.environment_settings import GymConfig
 from tunix.rl.multi_turn.environments.task_sources.source import (
   TaskSourceConfig,
 )
 from tunix.rl.multi_turn.learner.config import AlgorithmConfig
 from tunix.rl.multi_turn.learner.config import CheckpointConfig
 from tunix.rl.multi_turn.learner.config import LearnerConfig
-from tunix.rl.multi_turn.policy.settings import MeshConfig
-from tunix.rl.multi_turn.policy.settings import PolicyConfig
-from tunix.rl.multi_turn.reporting.settings import ReportConfig
-from tunix.rl.multi_turn.reporting.settings import TrackingConfig
-from tunix.rl.multi_turn.reporting.settings import WatchdogConfig
-from tunix.rl.multi_turn.trajectory_collector.settings import CollectConfig
+from tunix.rl.multi_turn.policy.policy_settings import MeshConfig
+from tunix.rl.multi_turn.policy.policy_settings import PolicyConfig
+from tunix.rl.multi_turn.reporting.reporting_settings import ReportConfig
+from tunix.rl.multi_turn.reporting.reporting_settings import TrackingConfig
+from tunix.rl.multi_turn.reporting.reporting_settings import WatchdogConfig
+from tunix.rl.multi_turn.trajectory_collector.collect_settings import (
+  CollectConfig,
+)
 from tunix.rl.queue.admission import QueueConfig
 
 _section = settings.section

@@ -18,7 +18,7 @@ from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.net import worker_pool
 from tunix.rl.multi_turn.policy import memory_limits
-from tunix.rl.multi_turn.policy import settings as policy_settings
+from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.run import packages
 
 Finding = finding.Finding

@@ -11,11 +11,11 @@ import socket
 from typing import Iterator, Mapping
 
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents import settings as agent_settings
+from tunix.rl.multi_turn.agents import agent_settings
 from tunix.rl.multi_turn.core import monitor_settings as monitor_settings
 from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.environments import spec as environment_spec
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.reporting import trackers
 from tunix.rl.multi_turn.run import addresses

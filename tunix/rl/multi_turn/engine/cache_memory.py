@@ -118,7 +118,7 @@ def of_engine(
   )
   heads = 1
   text = base.optional(model.config, "text")
-  linear = getattr(getattr(model.config, "traits", None), "linear", False)
+  linear = base.optional(base.optional(model.config, "traits"), "linear")
   if (
     mesh is not None
     and text is not None

@@ -78,7 +78,7 @@ def leaves_by_path(params: Params) -> dict[Path, Any]:
   for path, leaf in flat:
     # A tree of nnx variables adds an attribute step that a pure dict lacks.
     parts = [
-      str(getattr(p, "key", getattr(p, "idx", None)))
+      jax.tree_util.keystr((p,), simple=True)
       for p in path
       if not isinstance(p, jax.tree_util.GetAttrKey)
     ]

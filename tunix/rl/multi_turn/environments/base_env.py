@@ -51,14 +51,14 @@ class BaseEnv(abc.ABC):
     """
     args = dict(env_args)
     if cls is BaseEnv:
-      from tunix.rl.multi_turn.environments import registry  # pylint: disable=g-import-not-at-top
+      from tunix.rl.multi_turn.environments import environment_registry  # pylint: disable=g-import-not-at-top
 
       if "type" not in args:
         raise ValueError(
           "an environment config needs 'type', one of"
-          f" {', '.join(registry.env_names())}"
+          f" {', '.join(environment_registry.env_names())}"
         )
-      return registry.get_env(args.pop("type")).from_dict(args)
+      return environment_registry.get_env(args.pop("type")).from_dict(args)
     return cls(**args)
 
 

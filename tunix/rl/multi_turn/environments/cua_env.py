@@ -32,8 +32,8 @@ from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.tool_parser import base
-from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.tools import screenshot
+from tunix.rl.multi_turn.tools import tool_base as tools_base
 
 Kind = gui_action.GuiActionKind
 Status = trajectory.TrajectoryStatus

@@ -28,9 +28,9 @@ import uuid
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.tools import stateful
-from tunix.rl.multi_turn.tools.sandbox import errors
 from tunix.rl.multi_turn.tools.sandbox import files
 from tunix.rl.multi_turn.tools.sandbox import rooms
+from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
 
 PYTHON_SCHEMA: dict[str, Any] = {
   "type": "function",
@@ -114,7 +114,7 @@ class PythonTool(stateful.BaseTool):
     self._python = interpreter
     try:
       self._isolation = rooms.resolve_isolation(self.limits.isolation)
-    except errors.IsolationUnavailable as error:
+    except sandbox_errors.IsolationUnavailable as error:
       raise ValueError(f"{where}: {error}") from None
     self._turnstile = threading.BoundedSemaphore(self.limits.calls_at_once)
     self._instances: dict[str, _Instance] = {}

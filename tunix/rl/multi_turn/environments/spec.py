@@ -24,9 +24,9 @@ from typing import Any, Callable, Iterable, Literal, Mapping, Protocol
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments import base_env
-from tunix.rl.multi_turn.environments import settings
+from tunix.rl.multi_turn.environments import environment_settings
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
-from tunix.rl.multi_turn.tools import registry as tool_registry
+from tunix.rl.multi_turn.tools import tool_registry
 
 _FROM_DICT = base_env.BaseEnv.from_dict.__func__  # type: ignore[attr-defined]
 
@@ -160,7 +160,9 @@ def get(name: str) -> EnvironmentSpec:
 class Builder:
   """Builds the environments of a run's episodes."""
 
-  def __init__(self, config: settings.EnvironmentConfig, *, reward: object):
+  def __init__(
+    self, config: environment_settings.EnvironmentConfig, *, reward: object
+  ):
     """Args:
 
       config: Names the environment and its options. The option `tools` names

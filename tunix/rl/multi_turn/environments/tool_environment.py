@@ -32,10 +32,10 @@ from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.net import concurrency
-from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.tools import manager
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.tools import stateful
+from tunix.rl.multi_turn.tools import tool_base as tools_base
 
 _QUESTION_KEYS = ("question", "instruction", "prompt")
 _FINISH = "finish"

@@ -16,9 +16,9 @@ from typing import Any, Literal, Mapping
 
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
-from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.tools import request as request_lib
 from tunix.rl.multi_turn.tools import stateful
+from tunix.rl.multi_turn.tools import tool_base as tools_base
 
 State = request_lib.RequestState
 FinishReason = request_lib.FinishReason

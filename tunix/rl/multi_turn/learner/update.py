@@ -205,12 +205,8 @@ class Placement:
 
 def _name(path: tuple[Any, ...]) -> str:
   """ "blocks.0.q" of a tree path; the step into the variable is left out."""
-  parts = []
-  for key in path:
-    if isinstance(key, jax.tree_util.GetAttrKey):
-      continue
-    parts.append(str(getattr(key, "key", getattr(key, "idx", key))))
-  return ".".join(parts)
+  steps = tuple(k for k in path if not isinstance(k, jax.tree_util.GetAttrKey))
+  return jax.tree_util.keystr(steps, simple=True, separator=".")
 
 
 @jax.tree_util.register_dataclass
@@ -296,7 +292,8 @@ class UpdatePrograms:
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
       """State of a parameter is found under its name and has its shape."""
-      name = getattr(path[-1], "key", None) if path else None
+      last = path[-1] if path else None
+      name = last.key if isinstance(last, jax.tree_util.DictKey) else None
       if name in shapes and shapes[name].shape == leaf.shape:
         return params[name]
       return one
@@ -572,7 +569,7 @@ class UpdatePrograms:
     def keep(
       path: tuple[Any, ...], new: jax.Array, old: jax.Array
     ) -> jax.Array:
-      keys = {getattr(key, "key", None) for key in path}
+      keys = {k.key for k in path if isinstance(k, jax.tree_util.DictKey)}
       head = bool(keys & {optimizer.HEAD, *critic.NAMES})
       is_step = ok if acting is None or head else ok & (acting > 0)
       return jnp.where(is_step, new, old)

@@ -8,7 +8,7 @@ from typing import Any, Sequence
 from flax import nnx
 import jax
 import numpy as np
-from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.learner import config as algorithm_config
 from tunix.rl.multi_turn.learner.algorithms import presets

@@ -18,8 +18,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.agents import presets as agent_presets
-from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import config as engine_config_lib

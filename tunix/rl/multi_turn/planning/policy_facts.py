@@ -183,7 +183,7 @@ def screenshot(
   processor: base.Processor, width: int, height: int
 ) -> dict[str, Any]:
   """Tokens of a screenshot, and the size that the policy sees it at."""
-  resize = getattr(processor, "image_size", lambda w, h: (w, h))
+  resize = base.optional(processor, "image_size") or (lambda w, h: (w, h))
   try:
     resized = resize(width, height)
     tokens = processor.num_image_tokens(width, height)

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import cache_memory
@@ -203,7 +203,7 @@ def settle_remat(
   Returns:
     The choice; None where the configuration has made one.
   """
-  about = getattr(model, "config", None)  # A policy of a user may have none.
+  about = base.optional(model, "config")  # A policy of a user may have none.
   if base.optional(about, "remat") != config_checks.AUTO:
     return None
   # On a CPU predictions are within a factor of two.

@@ -1,6 +1,6 @@
 """Vision-language and text policies in flax nnx, imported lazily.
 
-Naming one of `__all__` imports JAX; `policy.settings` does not.
+Naming one of `__all__` imports JAX; `policy.policy_settings` does not.
 """
 
 from __future__ import annotations

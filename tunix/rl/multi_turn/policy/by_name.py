@@ -13,15 +13,15 @@ from typing import Any, Protocol
 from flax import nnx
 import jax
 from tunix.rl.multi_turn.policy import custom_policy
-from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 
 BUILT_IN = {
-  name: settings.POLICIES.get(name)
-  for name in settings.POLICIES
-  if name not in settings.PRETRAINED
+  name: policy_settings.POLICIES.get(name)
+  for name in policy_settings.POLICIES
+  if name not in policy_settings.PRETRAINED
 }
 """policy.name of a policy that needs no directory -> its size."""
 
@@ -97,7 +97,7 @@ def resolve(name: str) -> NamedPolicy:
   """
   if name in BUILT_IN:
     return _BuiltIn(name)
-  if settings.is_factory(name):
+  if policy_settings.is_factory(name):
     return custom_policy.CustomPolicy(name)
   return _Directory(name)
 

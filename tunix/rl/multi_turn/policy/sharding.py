@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import numpy as np
-from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy import policy_settings
 
 _Axis = str | tuple[str, ...] | None
 AnyMesh = Mesh | jax.sharding.AbstractMesh
@@ -37,7 +37,7 @@ TOKENS = (BATCH_AXES, "sequence")
 """Axes of activations [rows, tokens, …] between layers."""
 
 
-def mesh_of(config: settings.MeshConfig) -> Mesh | None:
+def mesh_of(config: policy_settings.MeshConfig) -> Mesh | None:
   """Returns the learner's mesh; None for a single device.
 
   Raises:

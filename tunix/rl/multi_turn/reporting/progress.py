@@ -20,7 +20,7 @@ from typing import Any, Mapping, Sequence, TextIO
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core.statistics import success_rates
-from tunix.rl.multi_turn.reporting import settings as settings_lib
+from tunix.rl.multi_turn.reporting import reporting_settings
 
 _BAR_FORMAT = (
   "{desc} {n_fmt}/{total_fmt} {bar} {percentage:3.0f}% [{elapsed}<{remaining}]"
@@ -54,7 +54,7 @@ class ProgressBar:
   def __init__(
     self,
     total: int,
-    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+    config: reporting_settings.ReportConfig = reporting_settings.ReportConfig(),
     *,
     stream: TextIO | None = None,
     start: int = 0,

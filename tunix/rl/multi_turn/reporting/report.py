@@ -22,8 +22,8 @@ from typing import Any, Protocol, Sequence
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import progress
+from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import run_data
-from tunix.rl.multi_turn.reporting import settings as settings_lib
 from tunix.rl.multi_turn.reporting import svg
 from tunix.rl.multi_turn.reporting import time_metrics
 
@@ -49,7 +49,7 @@ _DETAILS = (
 
 def build_report(
   directory: str | pathlib.Path,
-  config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+  config: reporting_settings.ReportConfig = reporting_settings.ReportConfig(),
 ) -> pathlib.Path:
   """Writes report.html into the run directory, and returns its path.
 
@@ -70,7 +70,7 @@ def build_report(
 
 def render(
   run: run_data.RunDirectory,
-  config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+  config: reporting_settings.ReportConfig = reporting_settings.ReportConfig(),
 ) -> str:
   """The page as one string."""
   return page(
@@ -415,7 +415,7 @@ def _digest(run: run_data.RunDirectory) -> str:
 
 
 def _films(
-  run: run_data.RunDirectory, config: settings_lib.ReportConfig
+  run: run_data.RunDirectory, config: reporting_settings.ReportConfig
 ) -> str:
   stories = run_data.choose_episodes(run.episodes, config.film_strips)
   if not stories:
@@ -432,7 +432,7 @@ def _films(
 def film(
   run: Images,
   episode: run_data.ShownEpisode,
-  config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+  config: reporting_settings.ReportConfig = reporting_settings.ReportConfig(),
 ) -> str:
   """An episode's screens in a row, with what was done on each.
 

@@ -19,8 +19,8 @@ from typing import Any, Callable, Mapping
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.reporting import files
+from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import run_counts
-from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 
 class SummaryWriter:
@@ -36,7 +36,7 @@ class SummaryWriter:
   def __init__(
     self,
     path: str | pathlib.Path,
-    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+    config: reporting_settings.ReportConfig = reporting_settings.ReportConfig(),
     *,
     resume_step: int | None = None,
     last_metrics: Mapping[str, Any] | None = None,

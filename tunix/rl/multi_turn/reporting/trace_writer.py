@@ -31,7 +31,7 @@ import time
 from typing import Any, Callable, Mapping
 
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.reporting import settings
+from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import time_metrics
 
 LANES = 16
@@ -91,7 +91,7 @@ class TraceWriter:
   def __init__(
     self,
     directory: str | pathlib.Path,
-    config: settings.ReportConfig,
+    config: reporting_settings.ReportConfig,
     *,
     resume_step: int | None = None,
     clock: Callable[[], float] = time.time,

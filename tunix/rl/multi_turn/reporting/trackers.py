@@ -41,8 +41,8 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.net import credentials
-from tunix.rl.multi_turn.reporting import settings as settings_lib
 from tunix.rl.multi_turn.reporting import tracker_media
+from tunix.rl.multi_turn.reporting.reporting_settings import TrackingConfig
 
 _LOG = logging.getLogger(__name__)
 _IDENTITY = "tracking.json"
@@ -87,7 +87,7 @@ class Tracker:
     self,
     name: str,
     open_: Callable[[], Backend],
-    config: settings_lib.TrackingConfig = settings_lib.TrackingConfig(),
+    config: TrackingConfig = TrackingConfig(),
     images: images_lib.ImageStore | None = None,
   ):
     """Args:
@@ -526,7 +526,7 @@ class _Identity:
 
 
 def of_run(
-  config: settings_lib.TrackingConfig,
+  config: TrackingConfig,
   run_dir: pathlib.Path,
   resume_step: int | None,
   images: images_lib.ImageStore | None = None,

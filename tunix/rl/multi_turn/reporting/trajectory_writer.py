@@ -30,7 +30,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import episode_tally
 from tunix.rl.multi_turn.reporting import files
-from tunix.rl.multi_turn.reporting import settings as settings_lib
+from tunix.rl.multi_turn.reporting import reporting_settings
 
 _LOG = logging.getLogger(__name__)
 _STOP = object()
@@ -82,7 +82,7 @@ class TrajectoryWriter:
     self,
     directory: str | pathlib.Path,
     image_store: images_lib.ImageStore | None,
-    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+    config: reporting_settings.ReportConfig = reporting_settings.ReportConfig(),
     *,
     resume: bool = False,
     trains: bool = True,

@@ -26,7 +26,7 @@ from typing import Callable, Mapping
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.reporting import settings
+from tunix.rl.multi_turn.reporting import reporting_settings
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Rules:
   One call at a time.
   """
 
-  def __init__(self, config: settings.WatchdogConfig):
+  def __init__(self, config: reporting_settings.WatchdogConfig):
     self._c = config
     self._unsolved = self._even = self._not_finite = self._failed = 0
     self._apart = 0
@@ -101,7 +101,7 @@ class Rules:
           ],
         )
       ),
-      frozenset(settings.WATCHDOG_RULES) - {"environments"},
+      frozenset(reporting_settings.WATCHDOG_RULES) - {"environments"},
     )
 
   def episode(self, status: trajectory.TrajectoryStatus) -> list[Finding]:
@@ -367,7 +367,9 @@ class Watchdog:
   receives = (events.StepFinished, events.EpisodeFinished, events.GroupFinished)
 
   def __init__(
-    self, config: settings.WatchdogConfig, emit: Callable[[events.Event], None]
+    self,
+    config: reporting_settings.WatchdogConfig,
+    emit: Callable[[events.Event], None],
   ):
     """Args:
 

@@ -1,16 +1,16 @@
-"""Judges answers by reward functions with names; see `registry`."""
+"""Judges answers by reward functions with names; see `reward_registry`."""
 
-from tunix.rl.multi_turn.rewards.registry import _REGISTRY
-from tunix.rl.multi_turn.rewards.registry import as_reward
-from tunix.rl.multi_turn.rewards.registry import checked
-from tunix.rl.multi_turn.rewards.registry import combine_rewards
-from tunix.rl.multi_turn.rewards.registry import evaluate
-from tunix.rl.multi_turn.rewards.registry import evaluate_async
-from tunix.rl.multi_turn.rewards.registry import get_reward_fn
-from tunix.rl.multi_turn.rewards.registry import register
-from tunix.rl.multi_turn.rewards.registry import reward_names
-from tunix.rl.multi_turn.rewards.registry import RewardOutput
-from tunix.rl.multi_turn.rewards.registry import unregister
+from tunix.rl.multi_turn.rewards.reward_registry import _REGISTRY
+from tunix.rl.multi_turn.rewards.reward_registry import as_reward
+from tunix.rl.multi_turn.rewards.reward_registry import checked
+from tunix.rl.multi_turn.rewards.reward_registry import combine_rewards
+from tunix.rl.multi_turn.rewards.reward_registry import evaluate
+from tunix.rl.multi_turn.rewards.reward_registry import evaluate_async
+from tunix.rl.multi_turn.rewards.reward_registry import get_reward_fn
+from tunix.rl.multi_turn.rewards.reward_registry import register
+from tunix.rl.multi_turn.rewards.reward_registry import reward_names
+from tunix.rl.multi_turn.rewards.reward_registry import RewardOutput
+from tunix.rl.multi_turn.rewards.reward_registry import unregister
 from tunix.rl.multi_turn.rewards.specs import EpisodeOutput
 from tunix.rl.multi_turn.rewards.specs import EpisodeReward
 from tunix.rl.multi_turn.rewards.specs import plan

@@ -12,9 +12,9 @@ import re
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn.core import arithmetic
-from tunix.rl.multi_turn.rewards import registry
+from tunix.rl.multi_turn.rewards import reward_registry
 
-RewardOutput = registry.RewardOutput
+RewardOutput = reward_registry.RewardOutput
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
@@ -39,7 +39,7 @@ def last_number(text: str) -> float | None:
   return float(numbers[-1].replace(",", "").replace("$", ""))
 
 
-@registry.REWARDS.register("exact_match", also=("accuracy", "em"))
+@reward_registry.REWARDS.register("exact_match", also=("accuracy", "em"))
 def exact_match(
   task: Mapping[str, Any], action: str, *, ignore_case: bool = False
 ) -> RewardOutput:
@@ -56,8 +56,8 @@ def _numeric_options(tolerance: float = 0.0) -> None:
     raise ValueError(f"tolerance={tolerance} must be >= 0 and finite")
 
 
-@registry.register("numeric_match")
-@registry.checked(_numeric_options)
+@reward_registry.register("numeric_match")
+@reward_registry.checked(_numeric_options)
 def numeric_match(
   task: Mapping[str, Any], action: str, *, tolerance: float = 1e-6
 ) -> RewardOutput:
@@ -78,7 +78,7 @@ def numeric_match(
   return RewardOutput(score, {"given": answer, "wanted": truth})
 
 
-@registry.register("calculate")
+@reward_registry.register("calculate")
 def calculate(task: Mapping[str, Any], action: str) -> RewardOutput:
   """1 when the answer's last number is the value of the task's question.
 
@@ -105,7 +105,7 @@ def calculate(task: Mapping[str, Any], action: str) -> RewardOutput:
   return RewardOutput(score, {"given": answer, "wanted": best})
 
 
-@registry.register("success")
+@reward_registry.register("success")
 def success(
   task: object, action: object, info: Mapping[str, Any] | None = None
 ) -> RewardOutput:
@@ -115,7 +115,7 @@ def success(
   return RewardOutput(score, {"success": score})
 
 
-@registry.register("score")
+@reward_registry.register("score")
 def score(
   task: object, action: object, info: Mapping[str, Any] | None = None
 ) -> RewardOutput:
@@ -133,7 +133,7 @@ def score(
   return RewardOutput(float(evaluation["score"]))
 
 
-@registry.register("gui_state")
+@reward_registry.register("gui_state")
 def gui_state(
   task: object,
   action: object,
@@ -194,15 +194,15 @@ def _at(value: object, path: str) -> Any:
   return value
 
 
-registry.REWARDS.register(
+reward_registry.REWARDS.register(
   "math", "tunix.rl.multi_turn.rewards.math_answers:MathReward", also=("gsm8k",)
 )
-registry.REWARDS.register(
+reward_registry.REWARDS.register(
   "llm_judge", "tunix.rl.multi_turn.rewards.llm_judge:LLMJudge"
 )
 
 
-@registry.register("zero")
+@reward_registry.register("zero")
 def zero(task: object, action: object) -> RewardOutput:
   """Always 0: for environments that reward by themselves."""
   del task, action

@@ -33,7 +33,7 @@ import tenacity
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.rewards import patterns
-from tunix.rl.multi_turn.rewards import registry
+from tunix.rl.multi_turn.rewards import reward_registry
 
 TEMPLATE = """You judge how well a task was done.
 
@@ -188,7 +188,7 @@ class LLMJudge:
     task: object,
     action: object,
     trajectory: trajectory_lib.Trajectory | None = None,
-  ) -> registry.RewardOutput | None:
+  ) -> reward_registry.RewardOutput | None:
     """The score in [0, 1]; None when it is skipped.
 
     Raises:
@@ -202,10 +202,12 @@ class LLMJudge:
         raise
       if self._on_failure == "skip":
         return None
-      return registry.RewardOutput(0.0, {"judge_failed": str(error)[:500]})
+      return reward_registry.RewardOutput(
+        0.0, {"judge_failed": str(error)[:500]}
+      )
     low, high = self._range
     value = (min(max(scored.score, low), high) - low) / (high - low)
-    return registry.RewardOutput(
+    return reward_registry.RewardOutput(
       value,
       {"score": scored.score, "text": scored.text[:2000], "cached": cached},
     )

@@ -23,7 +23,7 @@ from typing import Any
 import weakref
 
 from tunix.rl.multi_turn.rewards import functions
-from tunix.rl.multi_turn.rewards import registry
+from tunix.rl.multi_turn.rewards import reward_registry
 
 _WORKER = pathlib.Path(__file__).parent / "math_worker.py"
 _START_S = 60.0
@@ -74,7 +74,9 @@ class MathReward:
     for _ in range(workers):
       self._idle.put(Worker(memory_mb << 20))
 
-  def __call__(self, task: object, action: object) -> registry.RewardOutput:
+  def __call__(
+    self, task: object, action: object
+  ) -> reward_registry.RewardOutput:
     """See the class.
 
     Raises:
@@ -89,10 +91,10 @@ class MathReward:
     finally:
       self._idle.put(worker)
     if answer is None:
-      return registry.RewardOutput(0.0, {"timed_out": True})
+      return reward_registry.RewardOutput(0.0, {"timed_out": True})
     if "error" in answer:
       raise ValueError(f"ground truth {truth!r:.80}: {answer['error']}")
-    return registry.RewardOutput(
+    return reward_registry.RewardOutput(
       float(answer["equal"]), {"read_as": answer["read_as"]}
     )
 

@@ -30,13 +30,13 @@ from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import registry as registry_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.net import concurrency
-from tunix.rl.multi_turn.rewards import registry
+from tunix.rl.multi_turn.rewards import reward_registry
 
 _PER = ("episode", "turn")
 
 
 @dataclasses.dataclass(frozen=True)
-class EpisodeOutput(registry.RewardOutput):
+class EpisodeOutput(reward_registry.RewardOutput):
   """A reward of which each turn has its share.
 
   Attributes:
@@ -49,7 +49,9 @@ class EpisodeOutput(registry.RewardOutput):
 
   def __post_init__(self):
     super().__post_init__()
-    turns = tuple(registry.RewardOutput(value).reward for value in self.turns)
+    turns = tuple(
+      reward_registry.RewardOutput(value).reward for value in self.turns
+    )
     object.__setattr__(self, "turns", turns)
 
 
@@ -67,7 +69,7 @@ class Part:
   """
 
   name: str
-  fn: registry.RewardFn
+  fn: reward_registry.RewardFn
   kind: str
   weight: float = 1.0
   per: str = "episode"
@@ -135,13 +137,13 @@ async def _judge(
   task: object,
   answer: object,
   trajectory: trajectory_lib.Trajectory,
-) -> registry.RewardOutput | None:
+) -> reward_registry.RewardOutput | None:
   value = await concurrency.acall(
     part.fn, task, answer, trajectory, what=f"reward {part.name!r}"
   )
   if value is None:
     return None
-  out = registry.as_reward(value, f"reward {part.name!r}")
+  out = reward_registry.as_reward(value, f"reward {part.name!r}")
   turns = len(out.turns) if isinstance(out, EpisodeOutput) else 0
   if turns > len(trajectory.steps):
     raise ValueError(
@@ -153,7 +155,7 @@ async def _judge(
 
 async def _judge_turns(
   part: Part, task: object, steps: Sequence[trajectory_lib.Step]
-) -> registry.RewardOutput | None:
+) -> reward_registry.RewardOutput | None:
   what = f"reward {part.name!r}"
   if concurrency.is_async(part.fn):
     verdicts = [await part.fn(task, step) for step in steps]
@@ -161,7 +163,9 @@ async def _judge_turns(
     verdicts = await concurrency.acall(
       lambda: [part.fn(task, step) for step in steps], what=what
     )
-  outs = [None if v is None else registry.as_reward(v, what) for v in verdicts]
+  outs = [
+    None if v is None else reward_registry.as_reward(v, what) for v in verdicts
+  ]
   counted = [out.reward for out in outs if out is not None]
   if not counted:
     return None
@@ -169,7 +173,7 @@ async def _judge_turns(
   if part.per == "turn":
     return EpisodeOutput(math.fsum(values), {"turns": list(values)}, values)
   mean = math.fsum(counted) / len(counted)
-  return registry.RewardOutput(mean, {"turns": list(values)})
+  return reward_registry.RewardOutput(mean, {"turns": list(values)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +186,7 @@ class RewardPlan:
     episode: Reward for the collector, None without a part that needs it.
   """
 
-  environment: registry.RewardFn | str
+  environment: reward_registry.RewardFn | str
   episode: EpisodeReward | None = None
 
 
@@ -211,7 +215,7 @@ def plan(spec: str | Mapping[str, Any]) -> RewardPlan:
   answers = [part for part in parts if part.kind == "answer"]
   later = [part for part in parts if part.kind != "answer"]
   own = ""
-  environment: registry.RewardFn | str
+  environment: reward_registry.RewardFn | str
   built_in = answers and answers[0].name in ("score", "success")
   if isinstance(spec, str) and answers:
     environment = spec if built_in else answers[0].fn
@@ -219,11 +223,11 @@ def plan(spec: str | Mapping[str, Any]) -> RewardPlan:
     # An environment that takes no reward function has one of its own.
     environment = own = answers[0].name
   elif answers:
-    environment = registry.combine_parts(
+    environment = reward_registry.combine_parts(
       {part.name: (part.fn, part.weight) for part in answers}
     )
   else:
-    environment = registry.get_reward_fn("zero")
+    environment = reward_registry.get_reward_fn("zero")
   return RewardPlan(environment, EpisodeReward(later, own) if later else None)
 
 
@@ -258,14 +262,14 @@ def options_of(fn: Callable[..., Any]) -> arguments.Takes:
   )
 
 
-def bind(name: str, options: Mapping[str, Any]) -> registry.RewardFn:
+def bind(name: str, options: Mapping[str, Any]) -> reward_registry.RewardFn:
   """Returns the reward of that name with its options.
 
   Raises:
     ValueError: an unknown name; an unknown, wrong or missing option.
     ImportError: no such module or attribute.
   """
-  fn = registry.get_reward_fn(name, "operator")
+  fn = reward_registry.get_reward_fn(name, "operator")
   takes = options_of(fn)
   where = f"environment.reward.{name}."
   wrong = [where + text for _, text in takes.wrong(options, f"reward {name!r}")]
@@ -310,7 +314,7 @@ def _part(name: str, value: object) -> Part:
       f"{where}.per: " + registry_lib.unknown_name("value", per, _PER)
     )
   try:
-    kind = kind_of(registry.get_reward_fn(name, "operator"))
+    kind = kind_of(reward_registry.get_reward_fn(name, "operator"))
   except (ValueError, ImportError) as error:
     raise ValueError(f"{where}: {error}") from None
   if per == "turn" and kind != "turn":

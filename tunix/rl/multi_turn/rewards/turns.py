@@ -11,7 +11,7 @@ from typing import Any, Callable, Literal, Mapping
 
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.rewards import patterns
-from tunix.rl.multi_turn.rewards import registry
+from tunix.rl.multi_turn.rewards import reward_registry
 
 
 def _format_options(pattern: str = "", parsed: bool = True) -> None:
@@ -30,8 +30,8 @@ def _at_least(lowest: Mapping[str, int]) -> Callable[..., None]:
   return check
 
 
-@registry.register("format")
-@registry.checked(_format_options)
+@reward_registry.register("format")
+@reward_registry.checked(_format_options)
 def format_(
   task: Any, step: trajectory.Step, *, pattern: str = "", parsed: bool = True
 ) -> float | None:
@@ -63,7 +63,7 @@ def format_(
   return float(bool(patterns.found(pattern, step.model_response, "pattern")))
 
 
-@registry.register("tool_success")
+@reward_registry.register("tool_success")
 def tool_success(task: object, step: trajectory.Step) -> float | None:
   """Share of a turn's tool calls that gave no error; None without a call."""
   del task
@@ -74,8 +74,8 @@ def tool_success(task: object, step: trajectory.Step) -> float | None:
   return 1.0 - min(int(failed), calls) / calls
 
 
-@registry.register("length_penalty")
-@registry.checked(_at_least({"limit": 0, "ramp": 1}))
+@reward_registry.register("length_penalty")
+@reward_registry.checked(_at_least({"limit": 0, "ramp": 1}))
 def length_penalty(
   task: object, step: trajectory.Step, *, limit: int = 1000, ramp: int = 1000
 ) -> float:
@@ -98,8 +98,8 @@ def length_penalty(
   return -min(1.0, max(0, len(step.model_response) - limit) / ramp)
 
 
-@registry.register("repetition_penalty")
-@registry.checked(_at_least({"n": 1}))
+@reward_registry.register("repetition_penalty")
+@reward_registry.checked(_at_least({"n": 1}))
 def repetition_penalty(
   task: object,
   step: trajectory.Step,

@@ -16,7 +16,7 @@ import urllib.parse
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.environments import spec as environment_spec
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.net import credentials
 
 TrainConfig = config_lib.TrainConfig

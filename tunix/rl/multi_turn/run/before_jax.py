@@ -14,10 +14,9 @@ import tempfile
 from typing import Any, Iterator
 
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.policy import settings as policy_settings
+from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl_config
 from tunix.rl.multi_turn.run import episodes
@@ -170,6 +169,8 @@ def _own_agent(config: TrainConfig) -> Iterator[str]:
   name = config.rollout.agent
   if name in ("", episodes.RUN_SERVICE):
     return
+  from tunix.rl.multi_turn.clients import agent_session  # pylint: disable=g-import-not-at-top
+
   try:
     agent_session.load(name)
   except ValueError as error:

@@ -1,8 +1,8 @@
 """Builds the episodes of a run: agents, environments, and their collector.
 
 An episode is (task, agent, environment), each by name; see
-`environments.spec` and `agents.registry`. Does not play any; `first_episode`
-tries one.
+`environments.spec` and `agents.agent_registry`. Does not play any;
+`first_episode` tries one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Callable, cast, Mapping, Sequence
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import rewards
-from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import packages

@@ -9,7 +9,7 @@ from typing import Any, Callable, TYPE_CHECKING
 
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client

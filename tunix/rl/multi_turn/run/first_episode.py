@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.parser import tool_parser

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sqlite3
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 from flax import nnx
 import jax
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents import registry as agent_registry
-from tunix.rl.multi_turn.clients import remote_engine
+from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import device_state
@@ -30,15 +29,13 @@ from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import settings as policy_settings
+from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy import sharding
-from tunix.rl.multi_turn.policy.checkpoints import lora_files
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 from tunix.rl.multi_turn.run import before_jax
-from tunix.rl.multi_turn.run import external_engine
-from tunix.rl.multi_turn.run.recorded_data import no_engine
-from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
+from tunix.rl.multi_turn.run import recorded_data
+from tunix.rl.multi_turn.run import rollout_hosts
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.queue import admission
 from tunix.rl.queue import group_store
@@ -47,12 +44,17 @@ TrainConfig = config_lib.TrainConfig
 WARM_START = "warm_start"
 """Subdirectory of a run: the policy after cloning."""
 ConfigError = config_lib.ConfigError
-Engine = (
-  engine_lib.RolloutEngine
-  | remote_engine.RemoteEngine
-  | remote_hosts.HostsEngine
-  | no_engine.NoEngine
-)
+if TYPE_CHECKING:
+  from tunix.rl.multi_turn.clients import remote_engine
+  from tunix.rl.multi_turn.run.recorded_data import no_engine
+  from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
+
+  Engine = (
+    engine_lib.RolloutEngine
+    | remote_engine.RemoteEngine
+    | remote_hosts.HostsEngine
+    | no_engine.NoEngine
+  )
 
 
 @dataclasses.dataclass
@@ -273,6 +275,8 @@ def save_policy(
         lora.remove(bare)
         named_policy(config).save(fresh / "base", bare)
         base = str((directory / "base").absolute())
+      from tunix.rl.multi_turn.policy.checkpoints import lora_files  # pylint: disable=g-import-not-at-top
+
       lora_files.save(fresh / "adapter", model, base_model_name=base)
       lora.merge(model)
     named_policy(config).save(fresh, model)
@@ -388,10 +392,10 @@ def make_engine(
     processes, copies: See `remote_hosts.HostsEngine`.
   """
   if not config.samples:
-    return no_engine.NoEngine(version)
+    return recorded_data.NoEngine(version)
   if config.rollout.via == "hosts":
     types = device_state.types_to_send(policy.model, config.engine.weights)
-    return remote_hosts.HostsEngine(
+    return rollout_hosts.HostsEngine(
       config,
       image_store,
       directory or config.run_dir,
@@ -401,6 +405,8 @@ def make_engine(
     )
   model = policy.model if model is None else model
   if config.rollout.via == "external":
+    from tunix.rl.multi_turn.run import external_engine  # pylint: disable=g-import-not-at-top
+
     return external_engine.make_engine(
       config, policy, image_store, named_policy(config).tokenizer, model
     )

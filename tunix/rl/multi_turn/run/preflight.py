@@ -26,7 +26,7 @@ from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.planning import run_memory
 from tunix.rl.multi_turn.policy import by_name
-from tunix.rl.multi_turn.policy import settings as policy_settings
+from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.run import before_jax
 from tunix.rl.multi_turn.run import episodes

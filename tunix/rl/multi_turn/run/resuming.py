@@ -47,7 +47,7 @@ _TASKS = (
   "agent.parser",
   "agent.system_prompt",
   "agent.max_images",
-  "agent.summary",
+  "agent.list_dropped_turns",
   "agent.show_tools",
   "agent.resize",
   "agent.min_pixels",

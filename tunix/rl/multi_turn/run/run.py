@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import Any, Coroutine
+from typing import Any, Coroutine, TYPE_CHECKING
 
 from flax import nnx
 import jax
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import reporting
-from tunix.rl.multi_turn.clients import proxy as proxy_lib
-from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
@@ -42,26 +40,29 @@ from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import before_jax
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import episodes
-from tunix.rl.multi_turn.run import external_engine
 from tunix.rl.multi_turn.run import first_episode
+from tunix.rl.multi_turn.run import fleet
 from tunix.rl.multi_turn.run import interrupts
 from tunix.rl.multi_turn.run import learner_ahead
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import observers as observers_lib
 from tunix.rl.multi_turn.run import preflight
-from tunix.rl.multi_turn.run import proxy
+from tunix.rl.multi_turn.run import recorded_data
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run_lock
 from tunix.rl.multi_turn.run import tasks as run_tasks
-from tunix.rl.multi_turn.run.fleet import service as fleet_lib
 from tunix.rl.multi_turn.run.multiprocess import peer_watch
 from tunix.rl.multi_turn.run.multiprocess import process_layout
 from tunix.rl.multi_turn.run.multiprocess import processes as processes_lib
-from tunix.rl.multi_turn.run.recorded_data import files
-from tunix.rl.multi_turn.run.recorded_data import sources
 from tunix.rl.multi_turn.run.warm_start import stage as warm_start_lib
 from tunix.rl.queue import group_store
+
+if TYPE_CHECKING:
+  from tunix.rl.multi_turn.clients import proxy as proxy_lib
+  from tunix.rl.multi_turn.run import proxy
+  from tunix.rl.multi_turn.run.fleet import service as fleet_lib
+  from tunix.rl.multi_turn.run.recorded_data import files
 
 
 class Run:
@@ -183,12 +184,14 @@ class Run:
     )
     self.recorded: files.RecordedGroups | None = None
     if config.rollout.via == "offline":
-      self.recorded = sources.make_groups(self)
+      self.recorded = recorded_data.make_groups(self)
     self.observers = events.Observers()
     watched = config.watchdog
-    rounds = config.rollout.via == "external" and (
-      external_engine.weights_dtype(config) != "float32"
-    )
+    rounds = False
+    if config.rollout.via == "external":
+      from tunix.rl.multi_turn.run import external_engine  # pylint: disable=g-import-not-at-top
+
+      rounds = external_engine.weights_dtype(config) != "float32"
     if rounds or not config.samples_exactly:
       watched = dataclasses.replace(watched, gap_limit=0.0)
     self.watchdog = watchdog_lib.Watchdog(watched, self.observers.on_event)
@@ -281,11 +284,13 @@ class Run:
       queues = self.processes.together("claim", self._claim_directory)
       self.processes.together("store", lambda: self._open_store(queues[0]))
       if self.config.fleet.away:
-        self.fleet = fleet_lib.Fleet(
+        self.fleet = fleet.Fleet(
           self.config, self.policy, self.engine, self.images, self.own_directory
         )
         self.fleet.start()
       elif self.config.rollout.via in ("proxy", "buffer"):
+        from tunix.rl.multi_turn.run import proxy  # pylint: disable=g-import-not-at-top
+
         self._proxy = proxy.RunProxy(
           self.config, self.policy, self.engine, self.images
         )
@@ -362,8 +367,8 @@ class Run:
     for served in (self.fleet, self._proxy):
       if served is not None:
         served.close(wait)
-    engine = self.engine
-    if isinstance(engine, remote_engine.RemoteEngine):
+    engine: Any = self.engine
+    if self.config.rollout.via == "external":
       loop_thread.try_to_close(
         "the external engine", lambda: wait(engine.aclose())
       )

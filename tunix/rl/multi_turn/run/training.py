@@ -27,14 +27,13 @@ from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import loop_thread
+from tunix.rl.multi_turn.run import recorded_data
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.run.evaluations import best_checkpoint
 from tunix.rl.multi_turn.run.evaluations import evaluation
 from tunix.rl.multi_turn.run.multiprocess import process_layout
-from tunix.rl.multi_turn.run.recorded_data import offline_queue
-from tunix.rl.multi_turn.run.recorded_data import sources
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
@@ -154,10 +153,10 @@ class Training:
   ) -> list[trajectory_lib.TrajectoryGroup]:
     """The groups of an update, as the learner takes them."""
     if self._config.rollout.via == "buffer":
-      return sources.prepared(self._learner, groups)
+      return recorded_data.prepared(self._learner, groups)
     if self._config.collects:
       return groups
-    return sources.fill_logprobs(self._learner, groups)
+    return recorded_data.fill_logprobs(self._learner, groups)
 
   def run(self) -> None:
     """Updates until learner.steps or the time budget.
@@ -421,7 +420,7 @@ class Training:
   def _make_queue(self, version: int, extras: dict[str, Any]) -> Any:
     config, observers = self._config, self._run.observers
     if config.rollout.via == "offline":
-      return sources.make_offline(
+      return recorded_data.make_offline(
         self._run,
         self._learner.groups_per_step,
         extras.get("collect"),
@@ -462,10 +461,10 @@ class Training:
     """Returns the loop that fills the queue, restored from `extras`."""
     state = extras.get("collect")
     consumed = extras.get(loop_lib.CONSUMED, ())
-    if isinstance(self._queue, offline_queue.OfflineQueue):
+    if self._config.rollout.via == "offline":
       return self._queue
     if self._config.rollout.via == "buffer":
-      return sources.make_buffer_loop(
+      return recorded_data.make_buffer_loop(
         self._run, self._queue, metrics, state, consumed
       )
     return self._make_collect_loop(metrics, state)

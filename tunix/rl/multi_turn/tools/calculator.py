@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tunix.rl.multi_turn.core import arithmetic
-from tunix.rl.multi_turn.tools import base
+from tunix.rl.multi_turn.tools import tool_base
 
 
-class CalculatorTool(base.BaseTool):
+class CalculatorTool(tool_base.BaseTool):
   """Evaluates an arithmetic expression."""
 
   def __init__(
@@ -38,11 +38,11 @@ class CalculatorTool(base.BaseTool):
       },
     }
 
-  def forward(self, expression: str) -> base.ToolOutput:
+  def forward(self, expression: str) -> tool_base.ToolOutput:
     try:
       value = arithmetic.evaluate(expression)
     except ValueError as error:
-      return base.ToolOutput(self.name, error=str(error))
+      return tool_base.ToolOutput(self.name, error=str(error))
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
       value = int(value)
-    return base.ToolOutput(self.name, str(value))
+    return tool_base.ToolOutput(self.name, str(value))

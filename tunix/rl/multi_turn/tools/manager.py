@@ -17,7 +17,7 @@ from typing import Any, Mapping, Sequence
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.net import concurrency
-from tunix.rl.multi_turn.tools import base
+from tunix.rl.multi_turn.tools import tool_base
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class ToolManager:
 
   def __init__(
     self,
-    tool_map: Mapping[str, type[base.BaseTool] | base.BaseTool] | None = None,
+    tool_map: Mapping[str, type[tool_base.BaseTool] | tool_base.BaseTool]
+    | None = None,
     *,
     timeout: float | None = 30.0,
   ):
@@ -49,11 +50,11 @@ class ToolManager:
     if timeout is not None and not timeout > 0:
       raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
     self.timeout = timeout
-    self.tools: dict[str, base.BaseTool] = {}
+    self.tools: dict[str, tool_base.BaseTool] = {}
     for name, tool in (tool_map or {}).items():
-      if isinstance(tool, type) and issubclass(tool, base.BaseTool):
+      if isinstance(tool, type) and issubclass(tool, tool_base.BaseTool):
         tool = tool(name=name, description=_first_paragraph(tool))
-      if not isinstance(tool, base.BaseTool):
+      if not isinstance(tool, tool_base.BaseTool):
         raise TypeError(
           f"tool {name!r} must be a BaseTool or a subclass of it, got {tool!r}"
         )
@@ -69,17 +70,19 @@ class ToolManager:
 
     The policy is shown the names that it can call, not a ready tool's own.
     """
-    return [base.renamed(tool.json, name) for name, tool in self.tools.items()]
+    return [
+      tool_base.renamed(tool.json, name) for name, tool in self.tools.items()
+    ]
 
-  def run(self, tool_name: str, /, **kwargs: Any) -> base.ToolOutput:
+  def run(self, tool_name: str, /, **kwargs: Any) -> tool_base.ToolOutput:
     """Runs one tool with `kwargs` and waits for it."""
     return concurrency.drive(self.run_async(tool_name, **kwargs))
 
   async def run_async(
     self, tool_name: str, /, **kwargs: Any
-  ) -> base.ToolOutput:
+  ) -> tool_base.ToolOutput:
     """`run` for the event loop."""
-    return await self._output(base.ToolCall(tool_name, kwargs))
+    return await self._output(tool_base.ToolCall(tool_name, kwargs))
 
   def execute_calls(
     self, calls: object, parallel: bool = True
@@ -102,28 +105,28 @@ class ToolManager:
 
   def outputs(
     self, calls: object, parallel: bool = True
-  ) -> dict[str, base.ToolOutput]:
+  ) -> dict[str, tool_base.ToolOutput]:
     """Runs calls as `execute_calls` does; returns whole outputs, not texts."""
     return concurrency.drive(self.outputs_async(calls, parallel))
 
   async def outputs_async(
     self, calls: object, parallel: bool = True
-  ) -> dict[str, base.ToolOutput]:
+  ) -> dict[str, tool_base.ToolOutput]:
     """`outputs` for the event loop."""
-    calls = base.normalize_calls(calls)
+    calls = tool_base.normalize_calls(calls)
     if parallel and len(calls) > 1:
-      results: Sequence[base.ToolOutput] = await asyncio.gather(
+      results: Sequence[tool_base.ToolOutput] = await asyncio.gather(
         *(self._output(call) for call in calls)
       )
     else:
       results = [await self._output(call) for call in calls]
     return {call.call_id: out for call, out in zip(calls, results)}
 
-  def _refusal(self, call: base.ToolCall) -> base.ToolOutput | None:
+  def _refusal(self, call: tool_base.ToolCall) -> tool_base.ToolOutput | None:
     """Returns an error output when the call cannot be made at all."""
     tool = self.tools.get(call.name)
     if tool is None:
-      return base.ToolOutput(
+      return tool_base.ToolOutput(
         call.name,
         error=registry.unknown_name("tool", call.name, self.tools),
         metadata={"error_type": trajectory.TOOL_NAME},
@@ -132,14 +135,14 @@ class ToolManager:
     required = (function.get("parameters") or {}).get("required", ())
     missing = [name for name in required if name not in call.arguments]
     if missing:
-      return base.ToolOutput(
+      return tool_base.ToolOutput(
         call.name,
         error=f"missing argument {', '.join(missing)}",
         metadata={"error_type": trajectory.TOOL_ARGUMENTS},
       )
     return None
 
-  async def _output(self, call: base.ToolCall) -> base.ToolOutput:
+  async def _output(self, call: tool_base.ToolCall) -> tool_base.ToolOutput:
     try:
       with concurrency.contained(f"tool {call.name!r}"):
         refusal = self._refusal(call)
@@ -153,22 +156,24 @@ class ToolManager:
         what=f"tool {call.name!r}",
       )
       with concurrency.contained(f"tool {call.name!r}"):
-        return base.as_output(call.name, value)
+        return tool_base.as_output(call.name, value)
     except Exception as error:  # pylint: disable=broad-except
       return _failure(call, error)
 
 
-def _failure(call: base.ToolCall, error: Exception) -> base.ToolOutput:
+def _failure(
+  call: tool_base.ToolCall, error: Exception
+) -> tool_base.ToolOutput:
   if isinstance(error, concurrency.DeadlineExceeded):
     text = str(error)
   else:
     text = concurrency.describe(error)
   _LOG.debug("tool %s failed: %s", call.name, text)
-  return base.ToolOutput(
+  return tool_base.ToolOutput(
     call.name, error=text, metadata={"error_type": type(error).__name__}
   )
 
 
-def _first_paragraph(tool: type[base.BaseTool]) -> str:
+def _first_paragraph(tool: type[tool_base.BaseTool]) -> str:
   text = (tool.__doc__ or "").strip().split("\n\n")[0]
   return " ".join(text.split())

@@ -28,9 +28,9 @@ from typing import Any, Literal, Mapping, Sequence
 import numpy as np
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http
-from tunix.rl.multi_turn.tools import base
 from tunix.rl.multi_turn.tools import mcp_sessions
 from tunix.rl.multi_turn.tools import stateful
+from tunix.rl.multi_turn.tools import tool_base
 
 _MAX_PIXELS = 64 << 20
 
@@ -211,17 +211,17 @@ class McpTool(stateful.EpisodeTool):
     if not self._of_run and self.session is not None:
       await self.session.aclose()
 
-  async def async_forward(self, **arguments: Any) -> base.ToolOutput:
+  async def async_forward(self, **arguments: Any) -> tool_base.ToolOutput:
     if self.session is None:
       raise RuntimeError(f"tool {self.name!r} belongs to no episode")
     try:
       result = await self.session.call(self._tool, arguments)
     except mcp_sessions.SessionError as error:
-      return base.ToolOutput(self.name, error=str(error))
+      return tool_base.ToolOutput(self.name, error=str(error))
     text, images = await concurrency.acall(_read, result, self._max_chars)
     if result.get("isError"):
-      return base.ToolOutput(self.name, error=text or "the tool failed")
-    return base.ToolOutput(
+      return tool_base.ToolOutput(self.name, error=text or "the tool failed")
+    return tool_base.ToolOutput(
       self.name, text, metadata={"images": images} if images else {}
     )
 

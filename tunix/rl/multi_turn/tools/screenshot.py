@@ -19,7 +19,7 @@ from typing import Any, Callable
 import numpy as np
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.tools import base
+from tunix.rl.multi_turn.tools import tool_base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def shrunk(
   return store.put(np.asarray(picture.resize(size, Image.Resampling.BICUBIC)))
 
 
-class ScreenshotTool(base.BaseTool):
+class ScreenshotTool(tool_base.BaseTool):
   """Takes a screenshot of the computer."""
 
   def __init__(
@@ -162,11 +162,11 @@ class ScreenshotTool(base.BaseTool):
       pixels = np.asarray(image)
     return Screenshot(self.image_store.put(pixels), width, height)
 
-  def forward(self) -> base.ToolOutput:
+  def forward(self) -> tool_base.ToolOutput:
     if self._source is None:
       raise ValueError(f"tool {self.name!r} has no source of pixels")
     shot = self.capture(self._source())
-    return base.ToolOutput(
+    return tool_base.ToolOutput(
       self.name,
       f"screenshot of {shot.width}x{shot.height} pixels",
       metadata={"image": shot.image},

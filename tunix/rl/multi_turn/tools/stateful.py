@@ -21,7 +21,7 @@ import uuid
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.net import concurrency
-from tunix.rl.multi_turn.tools import base as plain
+from tunix.rl.multi_turn.tools import tool_base as plain
 
 
 class _Fields(dict[str, Any]):

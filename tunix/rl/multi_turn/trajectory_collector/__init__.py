@@ -5,6 +5,10 @@ from tunix.rl.multi_turn.net.worker_pool import WorkerPool
 from tunix.rl.multi_turn.trajectory_collector.collect_loop import CollectError
 from tunix.rl.multi_turn.trajectory_collector.collect_loop import CollectLoop
 from tunix.rl.multi_turn.trajectory_collector.collect_loop import TaskSampler
+from tunix.rl.multi_turn.trajectory_collector.collect_settings import (
+  CollectConfig,
+)
+from tunix.rl.multi_turn.trajectory_collector.collect_settings import Deadlines
 from tunix.rl.multi_turn.trajectory_collector.episode import (
   TrajectoryCollectEngine,
 )
@@ -16,8 +20,6 @@ from tunix.rl.multi_turn.trajectory_collector.model_calls import PolicyModel
 from tunix.rl.multi_turn.trajectory_collector.sequence_builder import (
   SequenceBuilder,
 )
-from tunix.rl.multi_turn.trajectory_collector.settings import CollectConfig
-from tunix.rl.multi_turn.trajectory_collector.settings import Deadlines
 
 TrajectoryCollector = TrajectoryCollectEngine
 """The source document's name for the collecting layer."""

@@ -38,8 +38,8 @@ from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.trajectory_collector import adapters
+from tunix.rl.multi_turn.trajectory_collector import collect_settings
 from tunix.rl.multi_turn.trajectory_collector import model_calls
-from tunix.rl.multi_turn.trajectory_collector import settings
 from tunix.rl.multi_turn.trajectory_collector import stage_timer
 from tunix.rl.multi_turn.trajectory_collector import teardown
 
@@ -80,7 +80,7 @@ class TrajectoryCollectEngine:
     gamma: float = 1.0,
     timeout: float = 30.0,
     *,
-    deadlines: settings.Deadlines = settings.Deadlines(),
+    deadlines: collect_settings.Deadlines = collect_settings.Deadlines(),
     seed: int | None = None,
     task: object = None,
     success_reward: float = 0.0,

@@ -32,9 +32,9 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.trajectory_collector import adapters
+from tunix.rl.multi_turn.trajectory_collector import collect_settings
 from tunix.rl.multi_turn.trajectory_collector import episode
 from tunix.rl.multi_turn.trajectory_collector import model_calls
-from tunix.rl.multi_turn.trajectory_collector import settings
 from tunix.rl.multi_turn.trajectory_collector import teardown
 
 Trajectory = trajectory_lib.Trajectory
@@ -81,7 +81,7 @@ class GroupCollector:
     self,
     make_episode: EpisodeFactory,
     model_call: model_calls.PolicyModel | Callable[..., Any],
-    config: settings.CollectConfig = settings.CollectConfig(),
+    config: collect_settings.CollectConfig = collect_settings.CollectConfig(),
     *,
     max_turns: int = 10,
     seed: int = 0,

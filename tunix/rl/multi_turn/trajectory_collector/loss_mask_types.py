@@ -247,10 +247,14 @@ def _with_calls(text: str, message: loss_mask.Message, index: int) -> str:
   return text
 
 
+def _has_template(tokenizer: Any) -> bool:
+  return getattr(tokenizer, "chat_template", None) is not None
+
+
 def _parts_tools(tokenizer: Any) -> bool:
   """Whether the tokenizer's template parts tools from an empty system message
   by an empty line: Qwen's do, those of this package's policies do not."""
-  if getattr(tokenizer, "chat_template", None) is None:
+  if not _has_template(tokenizer):
     return True
   tool = {"name": "a", "description": "", "parameters": {}}
   shown = tokenizer.apply_chat_template(
@@ -263,7 +267,7 @@ def _parts_tools(tokenizer: Any) -> bool:
 
 def _default_system(tokenizer: Any, untemplated: str) -> str:
   """The system message that the tokenizer's template gives a conversation."""
-  if getattr(tokenizer, "chat_template", None) is None:
+  if not _has_template(tokenizer):
     return untemplated
   shown = tokenizer.apply_chat_template(
     [{"role": "user", "content": "-"}], tokenize=False

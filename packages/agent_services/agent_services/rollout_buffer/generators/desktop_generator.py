@@ -35,7 +35,7 @@ from agent_services.runs import conversion
 from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.net import data_urls
 from tunix.rl.multi_turn.net import json_models
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences

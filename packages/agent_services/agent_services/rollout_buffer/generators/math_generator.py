@@ -20,7 +20,7 @@ from agent_services.runs import client as runs_client
 from agent_services.runs import conversion
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.net import http
-from tunix.rl.multi_turn.rewards import registry
+from tunix.rl.multi_turn.rewards import reward_registry
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 
 TASK_TYPE = "math"
@@ -79,7 +79,7 @@ async def _run(data: Mapping[str, Any]) -> None:
     text = choice["message"].get("content") or ""
     score = 0.0
     if text.strip():
-      score = registry.as_reward(
+      score = reward_registry.as_reward(
         await asyncio.to_thread(reward, {"ground_truth": truth}, text)
       ).reward
     exact = _sequences(messages, reply) if is_complete else []

@@ -3,12 +3,12 @@
 `register(name, GymSpec(make=…, tasks=…))` adds one; see `spec` for its fields.
 """
 
-from tunix.rl.multi_turn.environments.gyms.registry import from_config
-from tunix.rl.multi_turn.environments.gyms.registry import get
-from tunix.rl.multi_turn.environments.gyms.registry import make
-from tunix.rl.multi_turn.environments.gyms.registry import names
-from tunix.rl.multi_turn.environments.gyms.registry import register
-from tunix.rl.multi_turn.environments.gyms.registry import unregister
+from tunix.rl.multi_turn.environments.gyms.gym_registry import from_config
+from tunix.rl.multi_turn.environments.gyms.gym_registry import get
+from tunix.rl.multi_turn.environments.gyms.gym_registry import make
+from tunix.rl.multi_turn.environments.gyms.gym_registry import names
+from tunix.rl.multi_turn.environments.gyms.gym_registry import register
+from tunix.rl.multi_turn.environments.gyms.gym_registry import unregister
 from tunix.rl.multi_turn.environments.gyms.spec import GymSpec
 from tunix.rl.multi_turn.environments.gyms.spec import Oracle
 from tunix.rl.multi_turn.environments.gyms.spec import SIZE

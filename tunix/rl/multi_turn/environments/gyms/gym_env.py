@@ -21,7 +21,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms import registry
+from tunix.rl.multi_turn.environments.gyms import gym_registry
 from tunix.rl.multi_turn.environments.gyms import spec as spec_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import env as desktop_env
 from tunix.rl.multi_turn.net import concurrency
@@ -101,7 +101,7 @@ class GymEnv(desktop_env.TaskEnv):
     for name, value in (("turns", turns), ("timeout", timeout)):
       if not value > 0:
         raise ValueError(f"{name}={value!r} must be > 0")
-    spec = registry.get(gym, "operator")
+    spec = gym_registry.get(gym, "operator")
     width = width or spec.preset.get("gym.width")
     height = height or spec.preset.get("gym.height")
     if not width or not height:

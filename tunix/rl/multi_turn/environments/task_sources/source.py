@@ -27,7 +27,7 @@ from typing import Any, Callable, Iterable, Iterator, Literal, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import settings as settings_lib
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 
 Split = Literal["train", "eval"]

@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import tokenizers
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.parser.renderer import base
+from tunix.rl.multi_turn.parser.renderer import base_renderer
 from tunix.rl.multi_turn.parser.renderer import chat_template
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.parser.renderer import template as template_lib
@@ -68,7 +68,9 @@ _PROBES: Mapping[str, tuple[Sequence[Mapping[str, Any]], bool]] = {
 }
 
 
-def difference(one: base.TokenRenderer, other: base.TokenRenderer) -> str:
+def difference(
+  one: base_renderer.TokenRenderer, other: base_renderer.TokenRenderer
+) -> str:
   """Returns the first conversation that two renderers of a tokenizer render
   unequally.
 
@@ -148,7 +150,7 @@ def make_renderer(
   return own
 
 
-def takes_options(renderer: base.TokenRenderer) -> bool:
+def takes_options(renderer: base_renderer.TokenRenderer) -> bool:
   """Whether a template with options renders, and names each of them."""
   if not isinstance(renderer, template_lib.TemplateRenderer):
     return False
@@ -156,7 +158,7 @@ def takes_options(renderer: base.TokenRenderer) -> bool:
   return set(template.options) <= template.variables()
 
 
-def described(renderer: base.TokenRenderer) -> str:
+def described(renderer: base_renderer.TokenRenderer) -> str:
   """Returns the renderer in words, for reports."""
   if not renderer.rewrites:
     return renderer.format_name

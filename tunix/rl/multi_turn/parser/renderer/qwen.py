@@ -25,7 +25,7 @@ from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.parser.renderer import base
+from tunix.rl.multi_turn.parser.renderer import base_renderer
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.parser.tool_parser.formats import qwen as qwen_parser
 
@@ -42,14 +42,14 @@ _TOOLS = qwen_parser.QwenToolParser()
 _PROBE = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
-class QwenRenderer(base.TokenRenderer):
+class QwenRenderer(base_renderer.TokenRenderer):
   """Renderer of one tokenizer; thread-safe. Attributes: the base class's."""
 
   format_name = "ChatML"
 
   def __init__(
     self,
-    tokenizer: base.Tokenizer,
+    tokenizer: base_renderer.Tokenizer,
     num_image_tokens: Callable[[int, int], int],
     cached_texts: int = 4096,
   ):
@@ -143,7 +143,7 @@ class QwenRenderer(base.TokenRenderer):
   ) -> None:
     in_tools = False
     for index, message in enumerate(messages):
-      role = base.check_role(message, index)
+      role = base_renderer.check_role(message, index)
       # Consecutive tool messages share one user turn.
       if in_tools and role != "tool":
         self._close(out)
@@ -177,7 +177,7 @@ class QwenRenderer(base.TokenRenderer):
   ) -> bool:
     """Writes a message's content; False when there was none."""
     wrote = False
-    for part in base.parts_of(message, index):
+    for part in base_renderer.parts_of(message, index):
       if isinstance(part, str):
         out.text(part)
         wrote = wrote or bool(part)
@@ -230,7 +230,7 @@ class _Builder:
 
 def _tool_call_text(call: trajectory.ToolCall, index: int) -> str:
   """Returns a call as Qwen writes it."""
-  name, arguments = base.call_of(call, index)
+  name, arguments = base_renderer.call_of(call, index)
   if not isinstance(arguments, str):
     arguments = json.dumps(arguments, ensure_ascii=False)
   body = f'{{"name": "{name}", "arguments": {arguments}}}'

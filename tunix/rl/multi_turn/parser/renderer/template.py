@@ -28,7 +28,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.parser.renderer import base
+from tunix.rl.multi_turn.parser.renderer import base_renderer
 from tunix.rl.multi_turn.parser.renderer import chat_template
 from tunix.rl.multi_turn.parser.renderer import frames
 from tunix.rl.multi_turn.parser.renderer import guard as guard_lib
@@ -80,7 +80,7 @@ def _assistant(text: str = _SAID, **more: Any) -> dict[str, Any]:
 _RESULT = {"role": "tool", "content": "Zq6resultZq", "tool_call_id": _CALL_ID}
 
 
-class TemplateRenderer(base.TokenRenderer):
+class TemplateRenderer(base_renderer.TokenRenderer):
   """Renderer of one tokenizer and template; thread-safe. It has the base
   class's attributes."""
 
@@ -88,7 +88,7 @@ class TemplateRenderer(base.TokenRenderer):
 
   def __init__(
     self,
-    tokenizer: base.Tokenizer,
+    tokenizer: base_renderer.Tokenizer,
     num_image_tokens: Callable[[int, int], Any],
     template: chat_template.ChatTemplate,
     cached_texts: int = 4096,
@@ -107,7 +107,7 @@ class TemplateRenderer(base.TokenRenderer):
       ValueError: naming what the template lacks.
     """
     self.template = template
-    backend = base.backend_of(tokenizer)
+    backend = base_renderer.backend_of(tokenizer)
     added = {
       token.content: token
       for token in backend.get_added_tokens_decoder().values()
@@ -256,7 +256,7 @@ class TemplateRenderer(base.TokenRenderer):
     renderer.answer_prefix = renderer._closing()
     return renderer
 
-  def writes_alike(self, other: base.TokenRenderer) -> bool:
+  def writes_alike(self, other: base_renderer.TokenRenderer) -> bool:
     system = {"role": "system", "content": "Zq9"}
     thought = _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}")
     called = _assistant("", tool_calls=[_CALL])
@@ -296,7 +296,7 @@ class TemplateRenderer(base.TokenRenderer):
     """
     plain_messages = []
     for index, message in enumerate(messages):
-      role = base.check_role(message, index)
+      role = base_renderer.check_role(message, index)
       takes_system = self._late_system if first else self._system_behind
       if role == "system" and not takes_system and (index or not first):
         raise ValueError(
@@ -327,7 +327,7 @@ class TemplateRenderer(base.TokenRenderer):
     images: list[trajectory.ImageRef],
   ) -> str | list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
-    for part in base.parts_of(message, index):
+    for part in base_renderer.parts_of(message, index):
       if isinstance(part, str):
         text = self._guard.cover(part, message["role"] == "assistant")
         parts.append({"type": "text", "text": text})
@@ -349,7 +349,7 @@ class TemplateRenderer(base.TokenRenderer):
     return parts
 
   def _call(self, call: Any, index: int) -> dict[str, Any]:
-    name, arguments = base.call_of(call, index)
+    name, arguments = base_renderer.call_of(call, index)
     if self._arguments_as_text:
       if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)

@@ -33,7 +33,7 @@ from tokenizers import models
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 from tokenizers import processors
-from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint_names
 from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import tensor_files
@@ -228,7 +228,7 @@ def pretrained(name: str) -> pathlib.Path:
   Raises:
     ValueError: the package is not installed.
   """
-  package, file = settings.PRETRAINED[name]
+  package, file = policy_settings.PRETRAINED[name]
   spec = importlib.util.find_spec(package)
   for folder in (spec and spec.submodule_search_locations) or ():
     path = pathlib.Path(folder) / file

@@ -19,7 +19,7 @@ import tokenizers
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
-from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import config_checks
 from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 from tunix.rl.multi_turn.policy.checkpoints import tiktoken_files
@@ -122,11 +122,13 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   if directory.is_dir():
     _refuse_two(directory)
     return directory
-  if str(path) in settings.PRETRAINED or settings.is_gguf(str(path)):
+  if str(path) in policy_settings.PRETRAINED or policy_settings.is_gguf(
+    str(path)
+  ):
     # It builds on this module.
     from tunix.rl.multi_turn.policy.checkpoints import gguf_files
 
-    if str(path) in settings.PRETRAINED:
+    if str(path) in policy_settings.PRETRAINED:
       directory = gguf_files.pretrained(str(path))
     if str(path) == settings.SMOLVLM:
       from tunix.rl.multi_turn.policy.models.smolvlm import smolvlm_smollm2
@@ -234,7 +236,7 @@ def check(path: str, of_factory: bool = False) -> None:
   Raises:
     FileNotFoundError, ValueError: naming what is missing.
   """
-  if settings.is_gguf(path):
+  if policy_settings.is_gguf(path):
     return
   directory = resolve(path)
   if not (of_factory and model_type(directory) == CUSTOM):

@@ -106,15 +106,18 @@ def attend_rows(
         *(*args[:-1], None, kernels.Sight(args[-1], *reach))
       )
     return _local(function, mesh, places, (new, (kept_at, kept_at)))(*arrays)
+  # 1. Write first, so that a new token sees itself and the new ones before it.
   k_BKHC, v_BKCH = cache
   b, t = q_BTNH.shape[:2]
   length = v_BKCH.shape[2]
   index_BT = starts_B[:, None] + jnp.arange(t)
-  # Tokens that are not real go to an index outside, which drops them.
+  #    Tokens that are not real go to an index outside, which drops them.
   write_BT = jnp.where(jnp.arange(t) < lengths_B[:, None], index_BT, length)
   rows_B1 = jnp.arange(b)[:, None]
   k_BKHC = k_BKHC.at[rows_B1, :, :, write_BT].set(k_BTKH, mode="drop")
   v_BKCH = v_BKCH.at[rows_B1, :, write_BT].set(v_BTKH, mode="drop")
+  # 2. Attend under a mask of places: those behind the own token may hold keys
+  #    of a longer sequence that had the row before.
   place = jnp.arange(length)
   if sight is None:
     mask_BTC = place <= index_BT[..., None]
@@ -185,15 +188,19 @@ def attend_pages(
       (new, new, new, new, P(ROWS), P(ROWS), P(ROWS)),
       (new, new),
     )(q_BTNH, k_BTKH, v_BTKH, cache, table_BM, starts_B, lengths_B)
+  # 1. Find each new token's page in its row's table, and its place there. The
+  #    last column stands in for places behind the table; a token that is not
+  #    real goes to a page outside, which drops it.
   size, total = cache.shape[1], cache.shape[0]
   b, t, _, h = q_BTNH.shape
   index_BT = starts_B[:, None] + jnp.arange(t)
   block_BT = jnp.minimum(index_BT // size, table_BM.shape[1] - 1)
   page_BT = jnp.take_along_axis(table_BM, block_BT, axis=1)
   page_BT = jnp.where(jnp.arange(t) < lengths_B[:, None], page_BT, total)
+  # 2. Write keys and values in one scatter: a head's two are neighbours.
   both = jnp.stack([k_BTKH, v_BTKH], axis=3).reshape(b, t, -1, h)
   cache = cache.at[page_BT, index_BT % size].set(both, mode="drop")
-  # The kernel wants one query at least of each row, and one key.
+  # 3. Attend. The kernel wants one query at least of each row, and one key.
   queries_B = jnp.maximum(lengths_B, 1)
   keys_B = jnp.maximum(starts_B + lengths_B, 1)
   return _ragged(q_BTNH, cache, table_BM, queries_B, keys_B), cache
@@ -203,6 +210,8 @@ def _ragged(q_BTNH, cache, table_BM, queries_B, keys_B) -> jax.Array:
   """Runs the kernel on one device's heads; rows' queries lie end to end."""
   from jax.experimental.pallas.ops.tpu import ragged_paged_attention as rpa  # pylint: disable=g-import-not-at-top
 
+  # 1. Lay the rows' real queries end to end, as the kernel reads them:
+  #    place i belongs to the row whose queries end after i.
   b, t, n, h = q_BTNH.shape
   ends_B = jnp.cumsum(queries_B)
   flat = q_BTNH.reshape(b * t, n, h)
@@ -211,6 +220,7 @@ def _ragged(q_BTNH, cache, table_BM, queries_B, keys_B) -> jax.Array:
     row = jnp.minimum(jnp.searchsorted(ends_B, place, side="right"), b - 1)
     first = (ends_B - queries_B)[row]
     flat = flat[jnp.minimum(row * t + place - first, b * t - 1)]
+  # 2. Choose how many pages and queries a step of the kernel loads.
   blocks = {}
   if jax.default_backend() != "tpu":  # On TPU the kernel has tuned defaults.
     blocks = dict(

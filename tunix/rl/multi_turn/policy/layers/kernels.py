@@ -268,12 +268,14 @@ def _causal_chunks(
   k, v, axis, chunk, attend_ = _chunks(k_BTKH, v_BTKH, b, flash)
 
   def part(start: int, end: int) -> jax.Array:
+    # 1. Own segment; in a tree, tokens whose descendants reach the query.
     if until_BT is None:
       mask = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
     else:
       mask = until_BT[:, None, :end] > np.arange(start, end)[:, None]
+    # 2. Earlier tokens and the own one.
     mask &= np.tri(end - start, end, start, dtype=bool)
-    # A chunk needs the keys up to its own end only.
+    # 3. A chunk needs the keys up to its own end only.
     keys_values = (jax.lax.slice_in_dim(x, 0, end, axis=axis) for x in (k, v))
     return attend_(q_BTNH[:, start:end], *keys_values, mask)
 
@@ -316,18 +318,21 @@ def _seen_local(
   k, v, axis, chunk, attend_ = _chunks(k_BTKH, v_BTKH, b, flash)
 
   def part(start: int, end: int) -> jax.Array:
-    # The keys that any query of the chunk may see; even, for cuDNN. In a tree
-    # the tokens before it lie anywhere.
+    # 1. The keys that any query of the chunk may see; even, for cuDNN. In a
+    #    tree the tokens before it lie anywhere.
     near = window and until_BT is None
     low = max(0, start - window + 1) // 128 * 128 if near else 0
     high = min(t, end + lookahead - 1)
     high = min(t, -(-high // 128) * 128)
+    # 2. Up to the last token that the query sees, of its own segment.
     key, query = np.arange(low, high), np.arange(start, end)[:, None]
     mask = key <= last_BT[:, start:end, None]
     if until_BT is None:
       mask &= segments_BT[:, start:end, None] == segments_BT[:, None, low:high]
     else:
       mask &= until_BT[:, None, low:high] > query
+    # 3. No further back than the window: in places of the row, or in depths of
+    #    the tree, where neighbours in the row may be far apart.
     if window and depth_BT is None:
       mask &= key > query - window
     elif window:
@@ -615,6 +620,8 @@ def _packed(
   kind = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
 
   def by_runs(q, k, v):
+    # Each run's start, -1 behind the last one; a run ends where the next one
+    # starts, the last one with the row.
     first = lambda new_T: jnp.nonzero(new_T, size=most + 1, fill_value=-1)[0]
     starts = jax.vmap(first)(new_BT).astype(jnp.int32).at[:, most].set(-1)
     ends = jnp.roll(starts, -1, axis=1)
@@ -691,6 +698,7 @@ def _splash_local(
     q_seq_shards=1,
     interpret=interpret,
   )
+  # The kernel scales nothing and takes heads before tokens, a row at a time.
   segments_BT = segments_BT.astype(jnp.int32)
   ids = splash.SegmentIds(q=segments_BT, kv=segments_BT)
   scaled = q_BTNH * q_BTNH.shape[-1] ** -0.5

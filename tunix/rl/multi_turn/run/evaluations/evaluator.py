@@ -33,7 +33,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.core.statistics import comparison as comparison_lib
 from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.run import before_jax

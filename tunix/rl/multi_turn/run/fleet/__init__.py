@@ -6,3 +6,7 @@ has gyms and no devices, and imports no JAX. `service` keeps as many as a run
 wants alive; `ray_launcher` starts them on a Ray cluster, by a process of
 `ray_cluster`, the one module that imports ray.
 """
+
+from tunix.rl.multi_turn.core import registry
+
+__getattr__ = registry.lazy_attributes(__name__, service="Fleet")

@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.run import episodes

@@ -3,3 +3,11 @@
 `rollout.via=buffer` (see `buffer_loop`) and `rollout.via=offline` (see
 `offline_queue`).
 """
+
+from tunix.rl.multi_turn.core import registry
+
+__getattr__ = registry.lazy_attributes(
+  __name__,
+  no_engine="NoEngine",
+  sources="fill_logprobs make_buffer_loop make_groups make_offline prepared",
+)

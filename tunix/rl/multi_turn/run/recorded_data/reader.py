@@ -31,7 +31,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.parser import tool_parser
-from tunix.rl.multi_turn.parser.renderer import base as renderer_base
+from tunix.rl.multi_turn.parser.renderer import base_renderer as renderer_base
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.trajectory_collector import completion_checks

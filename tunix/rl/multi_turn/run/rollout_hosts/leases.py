@@ -5,6 +5,18 @@ with the group, or withdrawn. A host that is not heard of for `silence_s` loses
 its leases to others; should it come back, the first group that arrives counts,
 or, in an `exclusive` book, that of the host that has the lease now.
 
+A group is never lost and never counted twice, because:
+
+1. `lend` opens a lease under a new number and puts it at the end of the waiting
+   ones.
+2. `take` gives the oldest waiting lease to the host that asks, and notes when.
+3. Every call of a host proves that it is alive; `beat` also names the leases it
+   works on. A lease that it does not name, though lent long ago, never arrived.
+4. Whoever calls looks for silent hosts, at most twenty times in `silence_s`.
+   Their leases go to the head of the waiting ones: they are the oldest.
+5. `finish` removes the lease under the lock before it sets the result. A second
+   group of the same number finds no open lease and is refused.
+
 Promises: thread-safe; what a call costs does not grow with the hosts; a host's
 silence is noticed within a twentieth of `silence_s`; a lease ends once; numbers
 are not those of an earlier process's leases; a host that dies costs its groups'

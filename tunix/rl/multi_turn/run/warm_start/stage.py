@@ -21,7 +21,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence, TYPE_CHECKING
 import jax
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events

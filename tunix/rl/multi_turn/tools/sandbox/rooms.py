@@ -44,9 +44,9 @@ import time
 from typing import Mapping, Sequence
 import weakref
 
-from tunix.rl.multi_turn.tools.sandbox import errors
 from tunix.rl.multi_turn.tools.sandbox import files
 from tunix.rl.multi_turn.tools.sandbox import processes
+from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
 
 _LOG = logging.getLogger(__name__)
 ISOLATIONS = ("auto", "namespaces", "processes")
@@ -151,7 +151,7 @@ def resolve_isolation(isolation: str) -> str:
   why = no_namespaces()
   if not why:
     return "namespaces"
-  raise errors.IsolationUnavailable(
+  raise sandbox_errors.IsolationUnavailable(
     f"isolation={isolation!r}: namespaces cannot be had here: {why}. Allow"
     " them; or, in a container that holds nothing else, set"
     " isolation='processes', with which the policy reads and writes what this"
@@ -251,11 +251,15 @@ class Room:
     with self._lock:
       process = self._process
       if not self.alive or process is None or process.stdin is None:
-        raise errors.DesktopLost(f"the desktop has ended; {self.last_words()}")
+        raise sandbox_errors.DesktopLost(
+          f"the desktop has ended; {self.last_words()}"
+        )
       try:
         os.write(process.stdin.fileno(), text.encode())
       except OSError as error:
-        raise errors.DesktopLost(f"the desktop has ended: {error}") from None
+        raise sandbox_errors.DesktopLost(
+          f"the desktop has ended: {error}"
+        ) from None
 
   @property
   def alive(self) -> bool:
@@ -364,7 +368,7 @@ class Room:
       files.remove(self.path)
       os.close(self._own)
     if survivors or self.path.exists():
-      raise errors.DesktopError(
+      raise sandbox_errors.DesktopError(
         f"a desktop did not end within {deadline_s:g} s: processes"
         f" {survivors}, directory {self.path}"
       )
@@ -457,7 +461,9 @@ class Room:
         self._init_pid = self._child_pid(read_end, deadline_s)
         self._open_mounts(began, deadline_s)
     except OSError as error:
-      raise errors.LaunchError(f"no program can be started: {error}") from None
+      raise sandbox_errors.LaunchError(
+        f"no program can be started: {error}"
+      ) from None
     finally:
       os.close(read_end)
       if write_end >= 0:
@@ -471,7 +477,7 @@ class Room:
       ready = seconds > 0 and select.select([info_fd], [], [], seconds)[0]
       part = os.read(info_fd, 4096) if ready else b""
       if not part:
-        raise errors.LaunchError(
+        raise sandbox_errors.LaunchError(
           f"bubblewrap did not come up in {deadline_s:g} s; {self.last_words()}"
         )
       message += part
@@ -489,7 +495,9 @@ class Room:
       late = time.monotonic() > began + deadline_s
       if late or not self.alive:
         what = f"did not come up in {deadline_s:g} s" if late else "ended"
-        raise errors.LaunchError(f"bubblewrap {what}; {self.last_words()}")
+        raise sandbox_errors.LaunchError(
+          f"bubblewrap {what}; {self.last_words()}"
+        )
       time.sleep(0.001)
     places = []
     for name in (self.inside_home, self.inside_tmp):

@@ -293,8 +293,13 @@ def _to_json(sample: object) -> dict[str, Any]:
     if hasattr(sample, field.name)
   }
   if "status" in values:
-    values["status"] = getattr(values["status"], "value", values["status"])
+    values["status"] = _status_text(values["status"])
   return _plain(values)
+
+
+def _status_text(status: Any) -> Any:
+  """Returns the value of a status that is an enum; any other unchanged."""
+  return status.value if isinstance(status, enum.Enum) else status
 
 
 def _plain(value: object) -> Any:
@@ -370,7 +375,7 @@ def items_of(group: Sequence[Any]) -> list[dict[str, Any]]:
       continue
     raw = info.pop("raw_reward", None)
     status = getattr(sample, "status", None)
-    if getattr(status, "value", status) == Status.TRUNCATED.value:
+    if _status_text(status) == Status.TRUNCATED.value:
       info["finish_reason"] = records.LENGTH
     items.append(
       {

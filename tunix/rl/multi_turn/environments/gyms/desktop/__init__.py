@@ -8,8 +8,8 @@ from tunix.rl.multi_turn.environments.gyms import spec
 
 GYM = spec.GymSpec(
   doc="drawn by this package, needs nothing",
-  make=f"{__name__}.gym:DesktopGym",
-  tasks=f"{__name__}.gym:DesktopTasks",
+  make=f"{__name__}.desktop_gym:DesktopGym",
+  tasks=f"{__name__}.desktop_gym:DesktopTasks",
   levels=(0, 1, 2),
   preset={
     "task_source.families": (
@@ -23,9 +23,9 @@ GYM = spec.GymSpec(
   },
   # Of the first update of the default run.
   batch_preset={"learner.patches": 512, "learner.targets": 608},
-  oracle=f"{__name__}.gym:oracle_action",
-  describe=f"{__name__}.gym:DesktopGym.describe",
-  summarize=f"{__name__}.gym:DesktopGym.summarize",
+  oracle=f"{__name__}.desktop_gym:oracle_action",
+  describe=f"{__name__}.desktop_gym:DesktopGym.describe",
+  summarize=f"{__name__}.desktop_gym:DesktopGym.summarize",
   set_by_run=spec.SIZE,
   bounds={"time_decay": (0, 1)},
   runs_inline=True,
@@ -33,7 +33,7 @@ GYM = spec.GymSpec(
 
 __getattr__ = registry.lazy_attributes(
   __name__,
-  gym=(
+  desktop_gym=(
     "DesktopGym DesktopTasks EVAL_SEEDS_FROM QUICKSTART_FAMILIES families"
     " oracle_action"
   ),

@@ -24,7 +24,7 @@ import gymnasium
 import numpy as np
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms.desktop import gym as gym_lib
+from tunix.rl.multi_turn.environments.gyms.desktop import desktop_gym
 
 NAMESPACE = "TunixDesktop"
 FLAT_NAMESPACE = "TunixDesktopFlat"
@@ -188,7 +188,7 @@ class TaskEnv(gymnasium.Env):
     super().reset(seed=seed)
     index = (options or {}).get("instance")
     if index is None:
-      index = int(self.np_random.integers(gym_lib.EVAL_SEEDS_FROM))
+      index = int(self.np_random.integers(desktop_gym.EVAL_SEEDS_FROM))
     train = self.split == "train"
     make = self.tasks.train_task if train else self.tasks.eval_task
     return make(self.family, index, 0)
@@ -218,8 +218,8 @@ class DesktopEnv(TaskEnv):
     render_mode: "rgb_array" or None.
     """
     check_choices(split, render_mode)
-    self.gym = gym_lib.DesktopGym(width, height, time_decay)
-    self.tasks = gym_lib.DesktopTasks((family,), difficulty)
+    self.gym = desktop_gym.DesktopGym(width, height, time_decay)
+    self.tasks = desktop_gym.DesktopTasks((family,), difficulty)
     self.family = family
     self.split = split
     self.render_mode = render_mode
@@ -284,7 +284,7 @@ def register_envs() -> None:
     (NAMESPACE, f"{__name__}:DesktopEnv"),
     (FLAT_NAMESPACE, f"{package}.flat:make_flat"),
   ):
-    for name in gym_lib.families():
+    for name in desktop_gym.families():
       env_id = f"{namespace}/{name}-v0"
       if env_id not in gymnasium.registry:
         gymnasium.register(

@@ -23,17 +23,17 @@ def _check(
 
 GYM = spec.GymSpec(
   doc="one click on a named thing, to try a checkpoint",
-  make=f"{__name__}.gym:GroundingGym",
+  make=f"{__name__}.grounding_gym:GroundingGym",
   operator_options=("path",),
-  tasks=f"{__name__}.gym:GroundingTasks",
+  tasks=f"{__name__}.grounding_gym:GroundingTasks",
   preset={
     "gym.width": 1920,
     "gym.height": 1080,
     "eval.episodes_per_task": 0,
     "eval.modes": ("greedy",),
   },
-  oracle=f"{__name__}.gym:oracle_action",
-  describe=f"{__name__}.gym:describe",
+  oracle=f"{__name__}.grounding_gym:oracle_action",
+  describe=f"{__name__}.grounding_gym:describe",
   set_by_run=spec.SIZE,
   check=_check,
   lists_tasks=True,
@@ -43,6 +43,6 @@ GYM = spec.GymSpec(
 
 __getattr__ = registry.lazy_attributes(
   __name__,
-  gym="GroundingGym GroundingTasks oracle_action describe",
+  grounding_gym="GroundingGym GroundingTasks oracle_action describe",
   targets="Target",
 )

@@ -53,8 +53,9 @@ class DeepSeekToolParser(scanning.JsonCallsParser):
 
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
     example = self.format_calls([trajectory.ToolCall("function_name", {})])
+    schemas = base.schema_lines(tools_schema)
     return (
-      f"## Tools\nYou have these tools:\n{base.schema_lines(tools_schema)}"
+      f"## Tools\nYou have these tools:\n{schemas}"
       f"\n\nTo call one, write it in this form:\n{example}"
     )
 

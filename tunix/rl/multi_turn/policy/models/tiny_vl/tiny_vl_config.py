@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 from tunix.rl.multi_turn.core import arguments
-from tunix.rl.multi_turn.parser.renderer import base
+from tunix.rl.multi_turn.parser.renderer import base_renderer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def config_for(
-  tokenizer: base.Tokenizer, size: str = "tiny", **changes
+  tokenizer: base_renderer.Tokenizer, size: str = "tiny", **changes
 ) -> TinyVLConfig:
   """Returns the config of a named size for a tokenizer.
 
@@ -150,7 +150,7 @@ def config_for(
   """
   if size not in SIZES:
     raise ValueError(f"size must be one of {sorted(SIZES)}, got {size!r}")
-  backend = base.backend_of(tokenizer)
+  backend = base_renderer.backend_of(tokenizer)
   find = functools.partial(_token_id, backend)
   start = find("0")
   for n in range(1000):

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Callable, Mapping
 
+from tunix.rl.multi_turn.agents import agent_settings
 from tunix.rl.multi_turn.agents import presets
-from tunix.rl.multi_turn.agents import settings
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.parser import tool_parser
@@ -72,15 +72,15 @@ _PARAMETERS = {
   "show_tools": ("show_tools",),
   "max_images": ("max_images",),
   "image_stride": ("image_stride",),
-  "summary": ("summary",),
+  "list_dropped_turns": ("list_dropped_turns", "summary"),
   "older_scale": ("older_scale",),
   "history": ("summary_at",),
-  **{name: (name,) for name in settings.OF_SUMMARIES[1:]},
+  **{name: (name,) for name in agent_settings.OF_SUMMARIES[1:]},
   "on_parse_error": ("on_parse_error",),
 }
 """Settings of the section `agent` -> parameters that take them."""
 
-_OWN = (*settings.OF_WINDOWS, "show_tools", "history")
+_OWN = (*agent_settings.OF_WINDOWS, "show_tools", "history")
 """Settings that an agent without the parameter cannot have."""
 
 
@@ -89,7 +89,7 @@ class Builder:
 
   def __init__(
     self,
-    config: settings.AgentConfig,
+    config: agent_settings.AgentConfig,
     *,
     system_prompt: str,
     tools: Mapping[str, Any] | None = None,
@@ -120,13 +120,15 @@ class Builder:
       "show_tools": config.show_tools,
       "max_images": config.max_images or None,
       "image_stride": config.image_stride,
-      "summary": config.summary,
+      "list_dropped_turns": config.list_dropped_turns,
       "older_scale": config.older_scale,
       "on_parse_error": config.on_parse_error,
       "history": config.summary_bound(context_length),
-      **{name: getattr(config, name) for name in settings.OF_SUMMARIES[1:]},
+      **{
+        name: getattr(config, name) for name in agent_settings.OF_SUMMARIES[1:]
+      },
     }
-    default = settings.AgentConfig()
+    default = agent_settings.AgentConfig()
     problems = [
       f"agent.options.{text}"
       for _, text in takes.wrong(config.options, f"agent.name={config.name}")
@@ -158,7 +160,7 @@ class Builder:
     return self.make(**self._values)
 
 
-def screenshot_options(config: settings.AgentConfig) -> dict[str, Any]:
+def screenshot_options(config: agent_settings.AgentConfig) -> dict[str, Any]:
   """Arguments of `ScreenshotTool` for the sizes that the agent wants.
 
   Raises:
@@ -184,7 +186,7 @@ def screenshot_options(config: settings.AgentConfig) -> dict[str, Any]:
 
 
 def screenshot_size(
-  config: settings.AgentConfig, width: int, height: int
+  config: agent_settings.AgentConfig, width: int, height: int
 ) -> tuple[int, int]:
   """(width, height) of the screenshots of a screen of width x height.
 

@@ -86,7 +86,7 @@ class PolicyConfig:
     " saved here, or a checkpoint of Qwen2-VL to Qwen3.5, Llama, Gemma 3,"
     " SmolVLM and so on; or a GGUF file. Or package.module:factory, see"
     " docs/policies.md.",
-    registry="tunix.rl.multi_turn.policy.settings:POLICIES",
+    registry="tunix.rl.multi_turn.policy.policy_settings:POLICIES",
   )
   config: dict[str, Any] = settings.setting(
     default={},

@@ -18,7 +18,7 @@ SUMMARY_PROMPT = (
   "Earlier turns are about to be removed. Write down briefly what you need of"
   " them to finish the task."
 )
-OF_WINDOWS = ("max_images", "image_stride", "summary", "older_scale")
+OF_WINDOWS = ("max_images", "image_stride", "list_dropped_turns", "older_scale")
 OF_SUMMARIES = (
   "summary_at",
   "summary_tokens",
@@ -41,7 +41,7 @@ class AgentConfig:
     " which may be overridden. Or package.module:Class, a BaseAgent or an"
     " agent of tunix.rl.agentic; it gets those settings of this section that"
     " its constructor takes.",
-    registry="tunix.rl.multi_turn.agents.registry:AGENTS",
+    registry="tunix.rl.multi_turn.agents.agent_registry:AGENTS",
   )
   parser: str = setting(
     default="computer_use_compact",
@@ -53,7 +53,7 @@ class AgentConfig:
     " calls (the other environments): qwen, qwen_xml, llama_json,"
     " llama_pythonic, mistral, deepseek, gemma, gemini, openai_function."
     " Or package.module:Class. See docs/grammars.md.",
-    registry="tunix.rl.multi_turn.parser.tool_parser.registry:PARSERS",
+    registry="tunix.rl.multi_turn.parser.tool_parser.parser_registry:PARSERS",
   )
   system_prompt: str = setting(
     default="desktop_compact",
@@ -86,10 +86,11 @@ class AgentConfig:
   history: Literal["window", "summary"] = setting(
     default="window",
     doc="What the policy sees of earlier turns. window: all of them, or as"
-    " max_images, summary and older_scale say. summary: once the context has"
-    " passed summary_at, the policy is asked for a summary, a turn without an"
-    " action that is trained on like any other; the history is then the system"
-    " prompt, the task, the summary and the newest summary_images screenshots,"
+    " max_images, list_dropped_turns and older_scale say. summary: once the"
+    " context has passed summary_at, the policy is asked for a summary, a turn"
+    " without an action that is trained on like any other; the history is then"
+    " the system prompt, the task, the summary and the newest summary_images"
+    " screenshots,"
     " and a new training sequence begins.",
   )
   summary_at: float = setting(
@@ -129,7 +130,7 @@ class AgentConfig:
     " larger stride rewrites the prompt less often.",
     ge=1,
   )
-  summary: bool = setting(
+  list_dropped_turns: bool = setting(
     default=False,
     doc="Turns whose screenshot is dropped become a line each in the task's"
     " message. false: their texts stay.",
@@ -154,9 +155,9 @@ class AgentConfig:
 
   def problems(self) -> Iterator[str]:
     yield from self._summary_problems()
-    if self.summary and not self.max_images:
+    if self.list_dropped_turns and not self.max_images:
       yield (
-        "summary=true summarizes turns whose screenshot is dropped, and"
+        "list_dropped_turns=true lists turns whose screenshot is dropped, and"
         " max_images=0 drops none; set max_images"
       )
     if 0 < self.max_images < self.image_stride:

@@ -16,7 +16,7 @@ from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http as http_lib
 
 from cua_gyms import machines as machines_lib
-from cua_gyms.android_world import gym as android_world
+from cua_gyms.android_world import android_world_gym as android_world
 
 _CALL_S = 120.0
 _SUITE_S = 600.0

@@ -34,7 +34,7 @@ from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http
 
 from cua_gyms import machines
-from cua_gyms.genv import gym as genv_gym
+from cua_gyms.genv import genv_gym
 from cua_gyms.openenv import actions as openenv_actions
 
 _LOG = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http as http_lib
 
-from cua_gyms.genv import gym as genv_gym
-from cua_gyms.openenv import gym as openenv
+from cua_gyms.genv import genv_gym
+from cua_gyms.openenv import openenv_gym as openenv
 
 _MOST = 4096  # Tasks that are read of a split.
 _SECONDS = 60.0

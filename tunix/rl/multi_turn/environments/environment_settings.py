@@ -38,7 +38,7 @@ class EnvironmentConfig:
     " 0.1}', or to a weight and the reward's own options, e.g."
     " '{numeric_match: {tolerance: 0.01}, format: {weight: 0.1, per: turn}}';"
     " the parts are logged. docs/rewards.md lists them.",
-    registry="tunix.rl.multi_turn.rewards.registry:REWARDS",
+    registry="tunix.rl.multi_turn.rewards.reward_registry:REWARDS",
   )
   options: dict[str, Any] = setting(
     default={},
@@ -64,7 +64,7 @@ class GymConfig:
     default="desktop",
     doc="A registered gym, or package.module:OBJECT of your own: a GymSpec"
     " or a gym class.",
-    registry="tunix.rl.multi_turn.environments.gyms.registry:GYMS",
+    registry="tunix.rl.multi_turn.environments.gyms.gym_registry:GYMS",
   )
   width: int = setting(
     default=128,

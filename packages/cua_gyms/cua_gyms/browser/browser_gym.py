@@ -32,10 +32,10 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.net import concurrency
 
+from cua_gyms.browser import browser_tasks
 from cua_gyms.browser import hosts as hosts_lib
 from cua_gyms.browser import page as page_lib
 from cua_gyms.browser import socks
-from cua_gyms.browser import tasks as tasks_lib
 from cua_gyms.chromium import actions
 from cua_gyms.chromium import axtree
 from cua_gyms.chromium import devtools
@@ -168,7 +168,7 @@ class WebGym:
         f"start_urls={start_urls!r} and hosts={hosts!r} must be lists"
       )
     if not start_urls and pages is not None:
-      start_urls = tasks_lib.start_urls(pages)
+      start_urls = browser_tasks.start_urls(pages)
     if not start_urls:
       raise ValueError(
         "start_urls is empty: list the addresses that episodes may start at,"

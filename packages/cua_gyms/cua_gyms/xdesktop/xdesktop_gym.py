@@ -27,8 +27,8 @@ from PIL import Image
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.net import concurrency
-from tunix.rl.multi_turn.tools.sandbox import errors
 from tunix.rl.multi_turn.tools.sandbox import rooms
+from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
 
 from cua_gyms.xdesktop import desktop as desktops
 from cua_gyms.xdesktop import families
@@ -65,7 +65,7 @@ def unusable(
     return
   try:
     rooms.resolve_isolation(options.get("isolation", "auto"))
-  except (errors.IsolationUnavailable, ValueError) as error:
+  except (sandbox_errors.IsolationUnavailable, ValueError) as error:
     yield f"gym.options.{error}"
 
 
@@ -179,7 +179,7 @@ class XDesktopGym:
 
     Raises:
       ValueError: unknown family (gives the nearest).
-      DesktopError: see `errors`; nothing of the desktop is left.
+      DesktopError: see `sandbox_errors`; nothing of the desktop is left.
       DeadlineExceeded.
     """
     instance = families.instance(task.family, task.seed)
@@ -329,7 +329,7 @@ class XDesktopGym:
   @property
   def _running(self) -> desktops.Desktop:
     if self.desktop is None:
-      raise errors.DesktopLost("there is no desktop")
+      raise sandbox_errors.DesktopLost("there is no desktop")
     return self.desktop
 
   async def _call(
@@ -393,7 +393,7 @@ class XDesktopGym:
     """`close` after an error, which is the one to be heard of."""
     try:
       await self.close()
-    except errors.DesktopError as error:
+    except sandbox_errors.DesktopError as error:
       _LOG.warning("%s", error)
 
   def _perform(self, action: gui_action.GuiAction, info: dict[str, Any]) -> str:

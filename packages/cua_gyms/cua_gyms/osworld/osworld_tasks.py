@@ -18,7 +18,7 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
 
-from cua_gyms.osworld import gym as osworld
+from cua_gyms.osworld import osworld_gym as osworld
 
 _LOG = logging.getLogger(__name__)
 _ON_UNSUPPORTED = ("refuse", "skip")

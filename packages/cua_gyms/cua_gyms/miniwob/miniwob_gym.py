@@ -28,8 +28,8 @@ from cua_gyms.chromium import axtree
 from cua_gyms.chromium import devtools
 from cua_gyms.chromium import pool
 from cua_gyms.miniwob import catalogue
+from cua_gyms.miniwob import miniwob_tasks
 from cua_gyms.miniwob import page as page_lib
-from cua_gyms.miniwob import tasks as tasks_lib
 
 _Kind = gui_action.GuiActionKind
 # After these the page may still have to hear that something was scrolled.
@@ -169,12 +169,12 @@ class MiniWobGym:
       PagesNotFound, BrowserNotFound: a part is not installed.
       DevToolsError: the browser failed, twice.
     """
-    url = tasks_lib.page_url(task.family)
+    url = miniwob_tasks.page_url(task.family)
     mode = task.params.get("data_mode", "default")
-    if mode not in tasks_lib.DATA_MODES:
+    if mode not in miniwob_tasks.DATA_MODES:
       raise ValueError(
         f"task {task.task_id!r}: data_mode must be one of"
-        f" {', '.join(tasks_lib.DATA_MODES)}; got {mode!r}"
+        f" {', '.join(miniwob_tasks.DATA_MODES)}; got {mode!r}"
       )
     self.task = self._shot = None
     try:
@@ -214,7 +214,7 @@ class MiniWobGym:
         task.seed,
         data_mode=task.params.get("data_mode", "default"),
         time_limit=self._time_limit,
-        images=tasks_lib.images(task.family),
+        images=miniwob_tasks.images(task.family),
         reload=not (self._quick and task.family in catalogue.QUICK_FAMILIES),
         pixels=self._sees_pixels,
       )

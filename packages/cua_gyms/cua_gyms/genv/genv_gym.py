@@ -25,7 +25,7 @@ from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http
 
-from cua_gyms.genv import client as client_lib
+from cua_gyms.genv import genv_client
 
 _LOG = logging.getLogger(__name__)
 TOKEN_VARIABLE = "TUNIX_GYM_TOKEN"
@@ -47,24 +47,24 @@ def read_token(token_file: str = "") -> str:
     ) from None
 
 
-def make_client(settings: Mapping[str, Any]) -> client_lib.GenvClient:
+def make_client(settings: Mapping[str, Any]) -> genv_client.GenvClient:
   """Returns a client of the server that a gym's settings name.
 
   Raises:
     ValueError: a setting that cannot be.
   """
   timeouts = settings.get("timeouts") or {}
-  names = {f.name for f in dataclasses.fields(client_lib.Timeouts)}
+  names = {f.name for f in dataclasses.fields(genv_client.Timeouts)}
   if not isinstance(timeouts, Mapping) or set(timeouts) - names:
     raise ValueError(
       f"timeouts={timeouts!r} must be an object with seconds for"
       f" {', '.join(sorted(names))}"
     )
-  return client_lib.GenvClient(
-    settings.get("base_url") or client_lib.DEFAULT_BASE_URL,
+  return genv_client.GenvClient(
+    settings.get("base_url") or genv_client.DEFAULT_BASE_URL,
     settings.get("gym_id") or "desktop",
     token=read_token(settings.get("token_file") or ""),
-    timeouts=client_lib.Timeouts(**timeouts),
+    timeouts=genv_client.Timeouts(**timeouts),
   )
 
 
@@ -77,7 +77,7 @@ class GenvGym:
 
   def __init__(
     self,
-    base_url: str = client_lib.DEFAULT_BASE_URL,
+    base_url: str = genv_client.DEFAULT_BASE_URL,
     gym_id: str = "desktop",
     *,
     token_file: str = "",
@@ -86,7 +86,7 @@ class GenvGym:
     lease_s: float | None = None,
     gym_options: Mapping[str, Any] | None = None,
     timeouts: Mapping[str, float] | None = None,
-    client: client_lib.GenvClient | None = None,
+    client: genv_client.GenvClient | None = None,
   ):
     """Args:
 
@@ -138,7 +138,7 @@ class GenvGym:
     width, height = observation.size
     expected = self._size[0] or width, self._size[1] or height
     if (width, height) != expected:
-      raise client_lib.GenvError(
+      raise genv_client.GenvError(
         f"the screens of {self._client.base_url} are {width}x{height},"
         f" {expected[0]}x{expected[1]} was expected; set gym.width={width}"
         f" gym.height={height}, or serve the gym at the other size"
@@ -150,7 +150,7 @@ class GenvGym:
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
     try:
       reply = await self._client.step(self._id(), action, self._steps + 1)
-    except client_lib.GenvRequestError as error:
+    except genv_client.GenvRequestError as error:
       if error.status != 422 or self._seen is None:
         raise
       # Nothing was done. It is the policy's own fault, and no failure of the
@@ -167,7 +167,7 @@ class GenvGym:
     try:
       score, success = wire.reward_of(reply)
     except wire.WireError as error:
-      raise client_lib.GenvError(
+      raise genv_client.GenvError(
         f"{self._client.base_url} judged execution {self.execution_id}, but"
         f" {error}"
       ) from None
@@ -196,9 +196,9 @@ class GenvGym:
   async def _screenshot(self) -> Any:
     try:
       return await self._client.screenshot(self._id())
-    except client_lib.GenvError as error:
+    except genv_client.GenvError as error:
       if error.status in (404, 405) and not error.code:
-        raise client_lib.GenvError(
+        raise genv_client.GenvError(
           f"{self._client.base_url} has no step-level API (see"
           " docs/gym_server.md); its executions can only be given to an"
           " agent service that acts by itself",
@@ -220,7 +220,7 @@ class GenvGym:
         "an observation",
       )
     except wire.WireError as error:
-      raise client_lib.GenvError(f"{self._client.base_url}: {error}") from None
+      raise genv_client.GenvError(f"{self._client.base_url}: {error}") from None
 
 
 class AttachedGym(GenvGym):

@@ -19,8 +19,8 @@ from tunix.rl.multi_turn.environments.task_sources import listed
 from tunix.rl.multi_turn.environments.task_sources import source
 from tunix.rl.multi_turn.net import concurrency
 
-from cua_gyms.genv import client as client_lib
-from cua_gyms.genv import gym as gym_lib
+from cua_gyms.genv import genv_client
+from cua_gyms.genv import genv_gym
 
 DEFAULT_GYM_ID = "desktop"
 _ASK_S = 130.0
@@ -69,7 +69,7 @@ class GenvTasks(seeds.SplitTasks):
 def server_tasks(
   families: Sequence[str] | None = None,
   *,
-  base_url: str = client_lib.DEFAULT_BASE_URL,
+  base_url: str = genv_client.DEFAULT_BASE_URL,
   gym_id: str = DEFAULT_GYM_ID,
   token_file: str = "",
   timeouts: Mapping[str, float] | None = None,
@@ -90,7 +90,7 @@ def server_tasks(
   server = _settings(base_url, gym_id, token_file, timeouts)
 
   async def ask() -> dict[str, Any] | None:
-    client = gym_lib.make_client(server)
+    client = genv_gym.make_client(server)
     try:
       for gym in await client.gyms():
         if gym.get("gym_id") == client.gym_id:
@@ -101,7 +101,7 @@ def server_tasks(
 
   try:
     gym_row = concurrency.call(ask, seconds=_ASK_S, what=f"asking {base_url}")
-  except client_lib.GenvUnavailableError as error:
+  except genv_client.GenvUnavailableError as error:
     raise _not_there(server, error) from error
   if (
     gym_row is not None
@@ -117,7 +117,7 @@ def server_tasks(
 
 def list_tasks(
   *,
-  base_url: str = client_lib.DEFAULT_BASE_URL,
+  base_url: str = genv_client.DEFAULT_BASE_URL,
   gym_id: str = DEFAULT_GYM_ID,
   token_file: str = "",
   timeouts: Mapping[str, float] | None = None,
@@ -139,7 +139,7 @@ def list_tasks(
   seconds = timeouts["tasks"]
 
   async def ask() -> list[cua_task.CUATask]:
-    client = gym_lib.make_client(server)
+    client = genv_gym.make_client(server)
     try:
       return await concurrency.with_deadline(
         # Later than that of a single call, whose error has more detail.
@@ -152,13 +152,13 @@ def list_tasks(
 
   try:
     return concurrency.call(ask, seconds=seconds + 10.0, what=what)
-  except client_lib.GenvUnavailableError as error:
+  except genv_client.GenvUnavailableError as error:
     raise _not_there(server, error) from error
 
 
 def _not_there(
-  server: Mapping[str, Any], error: client_lib.GenvError
-) -> client_lib.GenvError:
+  server: Mapping[str, Any], error: genv_client.GenvError
+) -> genv_client.GenvError:
   """Makes the error of a silent server, with the way to start one."""
   parts = urllib.parse.urlsplit(server["base_url"])
   start = shell_hints.command(
@@ -167,7 +167,7 @@ def _not_there(
     "--port",
     str(parts.port or 5010),
   )
-  return client_lib.GenvUnavailableError(
+  return genv_client.GenvUnavailableError(
     f"no gym server answers at {server['base_url']} ({error}); start one in"
     f" another terminal with: {start} , or set gym.options.base_url"
   )
@@ -180,7 +180,7 @@ def _settings(
   timeouts: Mapping[str, float] | None,
 ) -> dict[str, Any]:
   return {
-    "base_url": base_url or client_lib.DEFAULT_BASE_URL,
+    "base_url": base_url or genv_client.DEFAULT_BASE_URL,
     "gym_id": gym_id or DEFAULT_GYM_ID,
     "token_file": token_file,
     "timeouts": timeouts,

@@ -18,8 +18,8 @@ from typing import Any, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import registry
-from tunix.rl.multi_turn.tools import base
 from tunix.rl.multi_turn.tools import stateful
+from tunix.rl.multi_turn.tools import tool_base
 
 _LOG = logging.getLogger(__name__)
 _HERE = "tunix.rl.multi_turn.tools"
@@ -142,7 +142,7 @@ def _make(name: str, make: object, options: Mapping[str, Any]) -> Any:
     ValueError: an option that it does not take, or will not.
   """
   where = f"environment.options.tools.{name}"
-  if isinstance(make, base.BaseTool):
+  if isinstance(make, tool_base.BaseTool):
     return make
   if not callable(make):
     raise ValueError(f"{where} must be a tool's class, got {make!r:.80}")
@@ -151,7 +151,7 @@ def _make(name: str, make: object, options: Mapping[str, Any]) -> Any:
   if wrong:
     raise ValueError("\n".join(wrong))
   settings = dict(options)
-  if isinstance(make, type) and issubclass(make, base.BaseTool):
+  if isinstance(make, type) and issubclass(make, tool_base.BaseTool):
     settings.setdefault("name", name)
   try:
     return make(**settings)
