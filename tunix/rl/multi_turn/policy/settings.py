@@ -191,3 +191,13 @@ class MeshConfig:
   def devices(self) -> int:
     """Devices used."""
     return self.data * self.fsdp * self.sequence * self.tensor
+
+  def misfit(self, count: int, platform: str) -> str:
+    """The refusal of a mesh that is not made of all devices; "" if it is."""
+    if self.devices in (1, count):
+      return ""
+    return (
+      "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
+      f" {self.devices}, but JAX sees {count} {platform} devices; set them to"
+      " multiply to that"
+    )

@@ -45,12 +45,8 @@ def mesh_of(config: settings.MeshConfig) -> Mesh | None:
   """
   if config.devices == 1:
     return None
-  if config.devices != jax.device_count():
-    raise ValueError(
-      "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
-      f" {config.devices}, but JAX sees {jax.device_count()}"
-      f" {jax.default_backend()} devices; set them to multiply to that"
-    )
+  if why := config.misfit(jax.device_count(), jax.default_backend()):
+    raise ValueError(why)
   return make_mesh(
     config.data, config.fsdp, config.tensor, sequence=config.sequence
   )

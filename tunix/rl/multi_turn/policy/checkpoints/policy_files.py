@@ -220,6 +220,17 @@ def family_of(directory: pathlib.Path) -> str:
   return kind
 
 
+def takes_image_budget(name: str) -> bool:
+  """Returns whether a built-in policy or a directory resizes screenshots."""
+  kind = name.removesuffix("_tiny")
+  if name not in settings.POLICIES:
+    try:
+      kind = model_type(resolve(name))
+    except (OSError, ValueError):
+      return True  # Loading it raises the error.
+  return kind in qwen_families.VISION_LANGUAGE
+
+
 def check(path: str, of_factory: bool = False) -> None:
   """Refuses a directory that lacks the files of a policy; leaves GGUF files.
 

@@ -68,8 +68,11 @@ class TinyVLConfig:
       object.__setattr__(self, name, tuple(getattr(self, name)))
     for name in _COUNTS:
       value = getattr(self, name)
-      if min(value if isinstance(value, tuple) else (value,)) < 1:
+      values = value if isinstance(value, tuple) else (value,)
+      if min(values) < 1:
         raise ValueError(f"{name}={value} must be >= 1")
+      if max(values) > _MOST:
+        raise ValueError(f"{name}={value} must be <= {_MOST}")
     for name in ("layers", "vision_layers"):
       if getattr(self, name) > _MOST_LAYERS:
         raise ValueError(
@@ -116,6 +119,7 @@ _COUNTS = (
     "max_cells",
 )  # fmt: skip
 
+_MOST = 300_000
 _MOST_LAYERS = 1000  # Each is an object, and compiled by itself.
 
 SIZES: dict[str, dict[str, Any]] = {
