@@ -25,6 +25,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.policy import factories
 from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_shapes
 from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl_config
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import first_episode
@@ -32,6 +33,7 @@ from tunix.rl.multi_turn.run import packages
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run_lock
 from tunix.rl.multi_turn.run import tasks
+from tunix.rl.multi_turn.run.warm_start import recorded
 from tunix.rl.queue import admission
 
 TrainConfig = config_lib.TrainConfig
@@ -65,6 +67,8 @@ def checked(config: TrainConfig) -> tuple[TrainConfig, Any]:
   if wrong:
     raise ConfigError(wrong)
   factory = episodes.EpisodeFactory(config, images_lib.ImageStore())
+  if config.plays and config.warm_start.steps and not config.run.resume:
+    recorded.for_run(config, source, factory.tool_schemas)
   if config.plays:
     first_episode.try_first_episode(config, factory, source)
   return config, source
@@ -294,10 +298,17 @@ def _policy(config: TrainConfig) -> Iterator[str]:
     yield why
   if policy_settings.is_factory(name):
     yield from _factory(config)
-  elif config.policy.trajectory_pixels and not (
-    policy_settings.is_gguf(name) or policy_files.takes_image_budget(name)
-  ):
-    yield no_image_budget(config)
+  elif not policy_settings.is_gguf(name):
+    if config.policy.trajectory_pixels and not policy_files.takes_image_budget(
+      name
+    ):
+      yield no_image_budget(config)
+    kind = policy_files.kind_of(name)
+    if kind in qwen_shapes.FAMILIES:
+      try:
+        qwen_shapes.check_changes(kind, config.policy.config)
+      except ValueError as error:
+        yield policy_problem(config, "", str(error))
   shipped = policy_settings.POLICIES
   tiny = shipped.get(name) if name in shipped else None
   if tiny in tiny_vl_config.SIZES and config.policy.lora_rank:

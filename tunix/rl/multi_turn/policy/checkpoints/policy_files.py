@@ -220,15 +220,22 @@ def family_of(directory: pathlib.Path) -> str:
   return kind
 
 
+def kind_of(name: str) -> str:
+  """Returns the architecture of a built-in policy or a directory.
+
+  "" for a directory whose loading raises an error.
+  """
+  if name in settings.POLICIES:
+    return name.removesuffix("_tiny")
+  try:
+    return model_type(resolve(name))
+  except (OSError, ValueError):
+    return ""
+
+
 def takes_image_budget(name: str) -> bool:
   """Returns whether a built-in policy or a directory resizes screenshots."""
-  kind = name.removesuffix("_tiny")
-  if name not in settings.POLICIES:
-    try:
-      kind = model_type(resolve(name))
-    except (OSError, ValueError):
-      return True  # Loading it raises the error.
-  return kind in qwen_families.VISION_LANGUAGE
+  return kind_of(name) in ("", *qwen_families.VISION_LANGUAGE)
 
 
 def check(path: str, of_factory: bool = False) -> None:

@@ -71,13 +71,9 @@ class TinyVLConfig:
       values = value if isinstance(value, tuple) else (value,)
       if min(values) < 1:
         raise ValueError(f"{name}={value} must be >= 1")
-      if max(values) > _MOST:
-        raise ValueError(f"{name}={value} must be <= {_MOST}")
-    for name in ("layers", "vision_layers"):
-      if getattr(self, name) > _MOST_LAYERS:
-        raise ValueError(
-          f"{name}={getattr(self, name)} must be <= {_MOST_LAYERS}"
-        )
+      most = _MOST_LAYERS if "layers" in name else _MOST
+      if max(values) > most:
+        raise ValueError(f"{name}={value} must be <= {most}")
     if self.rope_theta <= 1:
       raise ValueError(f"rope_theta={self.rope_theta} must be > 1")
     if self.heads % self.kv_heads:
