@@ -287,7 +287,7 @@ def _cpu_devices() -> int | None:
     r"--xla_force_host_platform_device_count=(\d+)",
     os.environ.get("XLA_FLAGS", ""),
   )
-  return int((os.environ.get("JAX_NUM_CPU_DEVICES") or [*forced, 1][-1]))
+  return int(os.environ.get("JAX_NUM_CPU_DEVICES") or [1, *forced][-1])
 
 
 def _policy(config: TrainConfig) -> Iterator[str]:
