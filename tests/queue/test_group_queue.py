@@ -100,6 +100,19 @@ def test_stale_groups_are_dropped_and_refunded():
   assert q.counters()["max_lag"] == 1
 
 
+async def test_a_released_group_counts_at_its_last_delivery_only():
+  q = GroupQueue(1, QueueConfig(max_staleness=4))
+  q.set_version(1)
+  await q.push(group("a", 0))
+  lease = await q.lease()
+  q.set_version(3)
+  await q.release(lease)
+  assert q.counters()["delivered"] == q.counters()["mean_lag"] == 0
+  await q.lease()
+  counters = q.counters()
+  assert (counters["delivered"], counters["mean_lag"]) == (1, 3)
+
+
 def test_trimming_keeps_what_is_young_enough():
   q = GroupQueue(1, QueueConfig(max_staleness=1, stale_policy="trim"))
   mixed = trajectory_lib.Trajectory(

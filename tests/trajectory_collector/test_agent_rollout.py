@@ -293,6 +293,11 @@ def test_items_may_be_wrapped_and_data_a_plain_list():
   assert found.items == [item] and found.meta_info == {}
 
 
+def test_an_empty_success_is_nothing_ready():
+  for data in ([], {"data": [], "meta_info": {"total_samples": 0}}):
+    assert client.unpack({"success": True, "data": data}) is None
+
+
 def test_num_takes_some_or_all(tasks):
   with buffer_peer.BufferPeer() as peer:
     agent_rollout.start_rollout(peer.url, _args(peer.url, tasks), {})

@@ -55,7 +55,7 @@ ORDERS = admission.ORDERS
 
 
 def _queue_base() -> Any:
-  """google-tunix's base class of queues; `object` where it is not installed."""
+  """Returns google-tunix's class of queues; `object` where it is absent."""
   try:
     data_queue = importlib.import_module(_UPSTREAM)
   except ModuleNotFoundError as error:
@@ -140,7 +140,7 @@ class GroupQueue(_QueueBase):
     return self._ledger.capacity
 
   def qsize(self) -> int:
-    """Groups ready for delivery."""
+    """Counts the groups that are ready for delivery."""
     with self._condition:
       return self._ledger.ready
 
@@ -150,7 +150,7 @@ class GroupQueue(_QueueBase):
       return self._ledger.room
 
   def counters(self) -> dict[str, int | float]:
-    """Counts since construction, and the present state:
+    """Returns counts since construction, and the present state:
 
     started, put, delivered, acked, released (given back unfinished),
     dropped_stale, refunded, forfeited, restored, lost (not restorable),
@@ -238,7 +238,7 @@ class GroupQueue(_QueueBase):
       self._ledger.expect(indices, next_index)
 
   def refresh_start(self, ticket: Ticket) -> Ticket:
-    """The same permission for another attempt, with today's version."""
+    """Returns the ticket for another attempt, with the present version."""
     with self._condition:
       return self._ledger.refresh(ticket)
 
@@ -413,7 +413,7 @@ class GroupQueue(_QueueBase):
   # --- Ends -----------------------------------------------------------------
 
   def close(self) -> None:
-    """No more groups: wakes every waiter. Idempotent."""
+    """Refuses further groups and wakes every waiter. Idempotent."""
     with self._condition:
       self._ledger.closed = True
       self._condition.notify()
@@ -456,7 +456,7 @@ class GroupQueue(_QueueBase):
   def _take(
     self, n: int, dropped: list[ledger.QueuedGroup]
   ) -> list[ledger.QueuedGroup] | None:
-    """An attempt; adds groups found too old to `dropped`."""
+    """Tries to take `n` groups; adds those that are too old to `dropped`."""
     stale = self._ledger.purge()
     if stale:
       dropped.extend(stale)
@@ -468,7 +468,7 @@ class GroupQueue(_QueueBase):
     return result
 
   def _report(self, dropped: list[ledger.QueuedGroup]) -> None:
-    """Outside the lock: frees stored groups and calls `on_drop`."""
+    """Frees stored groups and calls `on_drop`; not under the lock."""
     if not dropped:
       return
     entries = list(dropped)

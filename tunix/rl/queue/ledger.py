@@ -94,7 +94,7 @@ class Ledger:
     self._running: dict[int, Ticket] = {}
     self._putting: set[int] = set()
     self._expected: set[int] = set()
-    self._unacked: set[int] = set()
+    self._unacked: dict[int, int] = {}  # Index -> lag at the delivery.
     self._next_index = 0
     # Groups that count against admission: those consumed in versions before
     # this one, and those that wait here.
@@ -119,7 +119,7 @@ class Ledger:
     return len(self._ready)
 
   def counters(self) -> dict[str, int | float]:
-    """See `GroupQueue.counters`."""
+    """Returns the counts, see `GroupQueue.counters`."""
     delivered = self.counts["delivered"]
     return {
       **{name: self.counts[name] for name in COUNTED},
@@ -132,7 +132,7 @@ class Ledger:
     }
 
   def describe(self) -> str:
-    """The state in one line, for errors."""
+    """Describes the state in one line, for errors."""
     return (
       f"version {self.version}, {len(self._ready)} groups ready,"
       f" {len(self._running)} running, {self._accepted} accepted of"
@@ -166,7 +166,7 @@ class Ledger:
     return self.config.counts(self._running[index], self.version)
 
   def _ticket(self, index: int | None) -> Ticket:
-    """For a new group (None), or for the unfinished one of this index."""
+    """Makes the ticket of a new group (None), or of an unfinished one."""
     if index is None:
       index = self._next_index
     self._next_index = max(self._next_index, index + 1)
@@ -177,14 +177,14 @@ class Ledger:
     return ticket
 
   def expect(self, indices: Iterable[int], next_index: int) -> None:
-    """See `GroupQueue.expect`."""
+    """Notes unfinished groups, see `GroupQueue.expect`."""
     self._expected.update(indices)
     self._next_index = max(
       self._next_index, next_index, max(self._expected, default=-1) + 1
     )
 
   def refresh(self, ticket: Ticket) -> Ticket:
-    """The ticket with today's version."""
+    """Returns the ticket with the present version."""
     self._require_running(ticket)
     fresh = dataclasses.replace(ticket, start_version=self.version)
     self._running[ticket.index] = fresh
@@ -202,7 +202,7 @@ class Ledger:
     self.counts["refunded"] += n
 
   def forfeit(self, n: int) -> None:
-    """Counts `n` groups as consumed that others gave in this one's place."""
+    """Counts `n` groups as consumed that another queue has delivered."""
     self._accepted += n
     self.counts["forfeited"] += n
 
@@ -293,13 +293,13 @@ class Ledger:
       return None
     for entry in entries:
       del self._ready[entry.index]
-      self._unacked.add(entry.index)
       if entry.oldest < self._bound():
         before = _stale_tokens(entry.group)
         entry.group = entry.group.trimmed(self._bound())
         entry.oldest = entry.group.oldest_version
         self.counts["trimmed_tokens"] += _stale_tokens(entry.group) - before
       lag = max(0, self.version - entry.oldest)
+      self._unacked[entry.index] = lag
       self._max_lag = max(self._max_lag, lag)
       self._lag_sum += lag
     self.counts["delivered"] += n
@@ -318,7 +318,7 @@ class Ledger:
     return entries
 
   def check_batch(self, n: int | None) -> int:
-    """Size of a batch, `groups_per_step` by default.
+    """Returns the size of a batch, `groups_per_step` by default.
 
     Raises:
       ValueError: More groups than can ever be ready.
@@ -346,7 +346,7 @@ class Ledger:
     """Makes delivered groups ready again that are not acknowledged."""
     for entry in entries:
       if entry.index in self._unacked:
-        self._unacked.remove(entry.index)
+        self._lag_sum -= self._unacked.pop(entry.index)
         self._ready[entry.index] = entry
         self.counts["delivered"] -= 1
 
@@ -359,14 +359,15 @@ class Ledger:
     acked = set(self._unacked)
     if indices is not None:
       acked.intersection_update(indices)
-    self._unacked -= acked
+    for index in acked:
+      del self._unacked[index]
     self.counts["acked"] += len(acked)
     return sorted(acked)
 
   # --- Checks ---------------------------------------------------------------
 
   def _bound(self) -> int:
-    """The oldest version that may be trained on."""
+    """Returns the oldest version that may be trained on."""
     return self.version - self.config.max_staleness
 
   def _limit(self) -> int:

@@ -7,6 +7,7 @@
 
 A run's groups take the first; where programs elsewhere collect, they take the
 second before it. tests/queue/test_transports.py holds both to the contract.
+`rollout.via` chooses, in `run/training.py`.
 """
 
 from __future__ import annotations

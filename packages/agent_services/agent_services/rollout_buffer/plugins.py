@@ -56,7 +56,7 @@ class Found:
 
 
 def discover(folders: Sequence[pathlib.Path]) -> Found:
-  """The generators of the package, and of folders, later ones first.
+  """Finds the generators of the package and of folders, later ones first.
 
   Raises:
     ValueError: a folder that is none.
@@ -109,7 +109,7 @@ def _read(path: pathlib.Path) -> Generator | None:
 
 
 def _reads(value: str | None) -> tuple[str, ...]:
-  """The keys that `READS` lists; all where a file declares none."""
+  """Returns the keys that `READS` lists; all where a file declares none."""
   if value is None:
     return rights.GUARDED
   try:
@@ -125,7 +125,10 @@ def _reads(value: str | None) -> tuple[str, ...]:
 
 
 def _names(tree: ast.Module) -> Iterator[tuple[str, Any]]:
-  """(name, value) of what a module defines, value None for no expression."""
+  """Yields (name, expression) of all that a module defines.
+
+  The expression of a function and of an import is None.
+  """
   for node in tree.body:
     if isinstance(node, ast.Assign):
       for target in node.targets:
@@ -161,7 +164,7 @@ def load(path: pathlib.Path) -> Any:
 
 
 def hooks_of(generator: Generator) -> rules.Hooks:
-  """The generator's hooks; its file is imported only if it has any.
+  """Returns the generator's hooks; imports its file only if it has any.
 
   Raises:
     ValueError: the file cannot be imported, or a hook is no function.

@@ -133,7 +133,7 @@ class RunEnvironment(base_env.BaseEnv):
     return observation, reward, True, info
 
   async def evaluate(self) -> rewards.RewardOutput:
-    """Reward of the run as it ended."""
+    """Returns the reward of the run, as it ended."""
     end = self.agent.ended
     if end is None:
       # The collector has ended the episode; the run is to stop as well.
@@ -247,7 +247,10 @@ class RunConnection(proxy.ProxyConnection):
 
 
 class RunModel(proxy.ProxyModel):
-  """The model of a collector whose episodes a run service plays."""
+  """Model of a collector whose episodes a run service plays.
+
+  It makes the sessions of these episodes and samples nothing itself.
+  """
 
   connection: RunConnection
 

@@ -92,7 +92,7 @@ class Guide:
     return self.kind == "calls" and not self.free
 
   def reads_calls(self, text: str) -> bool:
-    """Whether a completion of this grammar is read for calls."""
+    """Returns whether `text`, sampled under this grammar, is read for calls."""
     return self.otherwise is None or text.startswith("<")
 
 
@@ -114,7 +114,7 @@ class Thinking:
 
   @classmethod
   def by_effort(cls, field: str, effort: object) -> Thinking | None:
-    """Of OpenAI's field: "none" switches reasoning off."""
+    """Reads OpenAI's field, whose "none" switches reasoning off."""
     if not isinstance(effort, str) or effort not in EFFORTS:
       return None
     return cls(field, on=False if effort == "none" else None, effort=effort)

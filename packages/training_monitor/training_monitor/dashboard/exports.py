@@ -373,7 +373,7 @@ def animation(
 
 
 def _frame_size(image: StoredImage, count: int) -> tuple[int, int]:
-  """Returns a frame's size: small screens are enlarged for the text."""
+  """Returns a frame's size, by which text is legible and files stay small."""
   larger = max(image.width, image.height)
   scale = (
     _LARGEST_FRAME / larger

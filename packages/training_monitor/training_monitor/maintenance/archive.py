@@ -121,10 +121,10 @@ class ArchiveReader:
   """
 
   def __init__(self, path: pathlib.Path):
-    """Opens it.
+    """Opens the archive at `path`.
 
     Raises:
-      MaintenanceError: it is none, or of a later version.
+      MaintenanceError: The file is no archive, or of a later version.
     """
     self._path = path
     try:

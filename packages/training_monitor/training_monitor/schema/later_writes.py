@@ -191,7 +191,7 @@ class _Writes:
   # --- beside the row ---------------------------------------------------------
 
   def _checks(self) -> list[str]:
-    """Returns SQL that refuses a group of another source than it names."""
+    """Returns SQL that refuses a group whose `source_type` has no id."""
     if self._name != "monitor_group":
       return []
     wrong = " OR ".join(

@@ -70,7 +70,7 @@ def drop(connection: sa.Connection) -> None:
 
 
 def _allowed(table: str, old: str, new: str) -> str:
-  """Returns SQL that holds for the transitions of `table`."""
+  """Returns SQL that holds if `table` allows a status `new` after `old`."""
   pairs = []
   for word, following in vocabulary.TRANSITIONS[table].items():
     if following:

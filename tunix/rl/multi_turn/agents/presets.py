@@ -28,7 +28,7 @@ def _preset(
   new_tokens: int = 1024,
   **agent: Any,
 ) -> Mapping[str, Any]:
-  """Settings by dotted key.
+  """Returns an agent's settings, by dotted key.
 
   Args:
     parser: the grammar.

@@ -95,7 +95,7 @@ class Run:
 
   @property
   def config(self) -> dict[str, Any]:
-    """config.yaml, every setting under its section; {} without one."""
+    """Settings of config.yaml, each under its section; {} without the file."""
     path = self.directory / "config.yaml"
     if not path.exists():
       return {}

@@ -33,6 +33,10 @@ from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.rollout_hosts import player
 from tunix.rl.multi_turn.run.rollout_hosts import weights
 
+_PARTS = 8
+_PART_BYTES = 1 << 16
+"""Weights come over so many connections, in parts of this size at least."""
+
 
 class RolloutHost(player.GroupPlayer):
   """One host; call `run` on an event loop of its own."""
@@ -138,14 +142,29 @@ class RolloutHost(player.GroupPlayer):
     if self._loading is None and answer["serial"] > self._serial:
       # Beside the beats: a host that loads for long is not silent.
       self._loading = asyncio.ensure_future(
-        self._load(answer["serial"], answer["version"])
+        self._load(answer["serial"], answer["version"], answer["bytes"])
       )
 
-  async def _load(self, serial: int, version: int) -> None:
-    """Loads weights; newer ones if they have come meanwhile."""
+  async def _load(self, serial: int, version: int, size: int) -> None:
+    """Loads `size` bytes of weights; newer ones if they have come meanwhile.
+
+    In parts at once: on a path that loses packets a connection's rate falls
+    with the loss, not with what the path carries.
+    """
+    step = max(_PART_BYTES, -(-size // _PARTS))
+    parts = [(at, min(size, at + step) - 1) for at in range(0, size, step)]
     try:
-      raw = await self._learner.call(
-        "GET", f"/weights/{serial}", player.TRANSFER_S, limit=1 << 40
+      raw = await asyncio.gather(
+        *[
+          self._learner.call(
+            "GET",
+            f"/weights/{serial}",
+            player.TRANSFER_S,
+            headers={"Range": f"bytes={first}-{last}"},
+            limit=last - first + 1,
+          )
+          for first, last in parts
+        ]
       )
     except http.CallError as error:
       if error.status == 404:
@@ -154,7 +173,7 @@ class RolloutHost(player.GroupPlayer):
 
     def load() -> concurrent.futures.Future[int]:
       with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
-        file.write(raw)
+        file.writelines(raw)
         file.flush()
         with tensor_files.opened(pathlib.Path(file.name)) as tensors:
           values = {k: tensors.get_tensor(k) for k in tensors.keys()}

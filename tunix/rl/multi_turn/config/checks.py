@@ -358,6 +358,18 @@ def _engine(c: TrainConfig) -> Iterator[str]:
       " weights arrive at any time); set queue.max_staleness=0 or"
       " engine.lockstep=auto"
     )
+  elsewhere = {
+    "rollout.via=" + c.rollout.via: c.rollout.via
+    in ("hosts", "external", "buffer", "offline"),
+    "an evaluation": getattr(c, "evaluate", None) is not None,
+    f"processes.count={c.processes.count}": c.processes.count > 1,
+  }
+  for what, true in elsewhere.items():
+    if c.mesh.engine and true:
+      yield (
+        f"mesh.engine={c.mesh.engine} gives devices of one process to its"
+        f" engine, beside a learner's; leave it out with {what}"
+      )
   if c.learner.row_length < context:
     yield (
       f"learner.row_length={c.learner.row_length} is shorter than"

@@ -158,7 +158,7 @@ def help_text(
   page: Page = TRAIN,
   chosen: Mapping[str, Any] | None = None,
 ) -> str:
-  """`--help`: a first screen, or the keys of `topic`.
+  """Writes the text of `--help`: a first screen, or the keys of `topic`.
 
   Args:
     cls: the root class.
@@ -226,7 +226,7 @@ def reference(
   aliases: Mapping[str, str],
   presets: Mapping[str, Mapping[str, Any]],
 ) -> str:
-  """The text of docs/configuration.md: every section as a table.
+  """Writes docs/configuration.md: every section as a table.
 
   Args:
     cls: the root class.
@@ -255,7 +255,7 @@ def _first_sentence(text: str, width: int = 44) -> str:
 
 
 def _code(choice: str) -> str:
-  """`section=name` as code, whatever is said of it behind a comma."""
+  """Writes `section=name` as code, and what follows a comma as text."""
   name, comma, note = choice.partition(",")
   return f"`{name}`{comma}{note}" if "=" in name else choice
 
@@ -267,7 +267,7 @@ def _plain(value: object) -> str:
 
 
 def type_name(field: settings.Setting) -> str:
-  """The field's type, or its choices."""
+  """Names the field's type, or its choices."""
   choices = loader.literal_choices(field.type)
   if choices and typing.get_origin(field.type) is not tuple:
     return "|".join(choices)
@@ -292,7 +292,7 @@ def _type_name(kind: Any) -> str:
 
 
 def default_text(field: settings.Setting) -> str:
-  """The default as it would be written in an override."""
+  """Writes the default as an override would."""
   value = field.default
   if isinstance(value, tuple):
     return "[" + ", ".join(str(v) for v in value) + "]"
@@ -302,7 +302,7 @@ def default_text(field: settings.Setting) -> str:
 
 
 def describe(cls: type, only: str = "") -> str:
-  """Every field with its type, default and meaning, as plain text.
+  """Describes every field in plain text: type, default and meaning.
 
   Args:
     cls: the root class.
@@ -332,7 +332,7 @@ def describe(cls: type, only: str = "") -> str:
 
 
 def describe_markdown(cls: type) -> str:
-  """The same as one Markdown table a section."""
+  """Writes the settings in Markdown, a table for each section."""
   lines = []
   for section, section_cls in loader.sections(cls).items():
     fields = [f for f in settings.fields(section_cls) if not f.nested]

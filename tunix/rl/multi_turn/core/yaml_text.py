@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse(text: str) -> Any:
-  """The value of a YAML text; None for an empty one.
+  """Returns the value of a YAML text; None for an empty one.
 
   Raises:
     YamlError: not YAML, or not plain values.
@@ -67,7 +67,7 @@ def parse(text: str) -> Any:
 
 
 def read(path: pathlib.Path) -> Any:
-  """As `parse`, of a file.
+  """Parses a file, as `parse` does a text.
 
   Raises:
     YamlError: naming the file.
@@ -85,7 +85,7 @@ def read(path: pathlib.Path) -> Any:
 
 
 def _walk(value: object) -> Iterator[tuple[int, Any]]:
-  """(depth, value) of a value and all within, keys included; lazily."""
+  """Yields (depth, value) of a value and of everything in it, keys too."""
   waiting = [(0, value)]
   while waiting:
     depth, one = waiting.pop()

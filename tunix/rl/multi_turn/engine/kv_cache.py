@@ -102,7 +102,7 @@ class CachedSequence:
     limit: int,
     plan: Plan | None = None,
   ) -> int:
-    """Turns into another sequence; keeps and finds its cached prefix.
+    """Begins another sequence; keeps and finds its cached prefix.
 
     Args:
       tokens: int32, `limit` or more; kept, and read again as it grows.
@@ -262,7 +262,7 @@ class CachedSequence:
       self._published = block + 1
 
   def _adopt_part(self, limit: int) -> None:
-    """Lists a copy of the page that has most of the next page's tokens."""
+    """Copies the page that begins with the most tokens of the next page."""
     size = self._pool.page_size
     block, cached_part = divmod(self.cached, size)
     end = min(limit, (block + 1) * size)
@@ -278,7 +278,7 @@ class CachedSequence:
       self.cached = block * size + count
 
   def next_key(self, limit: int) -> bytes | None:
-    """Key of the page to be filled next, if `limit` tokens fill it."""
+    """Returns the key of the next page, if `limit` tokens fill it."""
     size = self._pool.page_size
     block = self.cached // size
     if not self.shares or (block + 1) * size > limit:
@@ -363,7 +363,7 @@ class CachedSequence:
     del self.pages[count:]
 
   def parent_key(self, block: int) -> bytes:
-    """Key of the page before a block."""
+    """Returns the key of the page before a block."""
     return self._key(block - 1) if block else page_pool.ROOT
 
   def _key(self, block: int) -> bytes:

@@ -191,10 +191,10 @@ class VisionCache:
     return self._pools[shard].places(span.image.sha256)
 
   def check(self, spans: Sequence[Placed]) -> None:
-    """Patches the images that are not on the device yet.
+    """Cuts the images that are not on the device yet into patches.
 
     Raises:
-      ValueError: an image cannot be had, or they do not fit.
+      ValueError: An image is missing or too large, or all together do not fit.
     """
     largest = self._buckets.patches[-1]
     for shard, span in spans:

@@ -21,6 +21,7 @@ import json
 import math
 import random
 import re
+import socket
 import ssl
 from typing import Any, Awaitable, Callable, Mapping, TypeVar
 import urllib.parse
@@ -304,6 +305,7 @@ class Http:
     connect_s: float | None = None,
     proxies: bool = False,
     connections: int = 100,
+    silence_s: float | None = None,
   ):
     """Args:
 
@@ -313,12 +315,16 @@ class Http:
     proxies: Whether the service is on the web: a proxy that the environment
       names is used, and certificates of the web are.
     connections: open at a time; further calls wait.
+    silence_s: Seconds after which a connection is given up whose other end
+      acknowledges nothing; None for the system's, which may be hours. Not with
+      `proxies`.
     """
     self._error = error
     self._headers = dict(headers or {})
     self._connect_s = connect_s
     self._proxies = proxies
     self._connections = connections
+    self._silence_s = silence_s
     self._client: httpx.AsyncClient | None = None
 
   async def call(
@@ -460,18 +466,48 @@ class Http:
   def _open(self, url: str) -> httpx.AsyncClient:
     # A pool of one's own: finding a connection in one that hundreds of
     # episodes share takes longer than the call.
+    limits = httpx.Limits(
+      max_connections=self._connections,
+      max_keepalive_connections=max(20, self._connections // 10),
+    )
+    verify = url.startswith("https:") and _certificates(self._proxies)
+    transport = None
+    if self._silence_s is not None:
+      transport = httpx.AsyncHTTPTransport(
+        verify=verify,
+        limits=limits,
+        socket_options=_silence_options(self._silence_s),
+      )
     return httpx.AsyncClient(
       # Deadlines are the calls', but a connection may have its own.
       timeout=httpx.Timeout(None, connect=self._connect_s),
-      limits=httpx.Limits(
-        max_connections=self._connections,
-        max_keepalive_connections=max(20, self._connections // 10),
-      ),
-      verify=url.startswith("https:") and _certificates(self._proxies),
+      limits=limits,
+      verify=verify,
+      transport=transport,
       # Machines are near: a proxy of the environment is for others.
       trust_env=self._proxies,
       follow_redirects=False,
     )
+
+
+def _silence_options(seconds: float) -> list[tuple[int, int, int]]:
+  """Socket options that end a connection to a peer that is out of reach.
+
+  Sent data that is not acknowledged ends it (TCP_USER_TIMEOUT, RFC 5482), and
+  three probes where nothing is sent. A system without one of them goes without.
+  """
+  probe_s = max(1, round(seconds / 4))
+  values = {
+    "TCP_USER_TIMEOUT": round(1000 * seconds),
+    "TCP_KEEPIDLE": probe_s,
+    "TCP_KEEPINTVL": probe_s,
+    "TCP_KEEPCNT": 3,
+  }
+  options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+  for name, value in values.items():
+    if hasattr(socket, name):
+      options.append((socket.IPPROTO_TCP, int(getattr(socket, name)), value))
+  return options
 
 
 async def _keep(answer: HttpAnswer) -> HttpAnswer:

@@ -91,12 +91,13 @@ def load(
   if f"mesh.fsdp={topology.devices}" in chosen and "learner.rows" not in keys:
     chosen.append(f"learner.rows={topology.devices}")
   config = config_lib.load_config([*arguments, *chosen, "--dry-run"])
-  if config.mesh.devices != topology.devices:
+  if config.mesh.devices + config.mesh.engine != topology.devices:
     raise config_lib.ConfigError(
       [
         "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
-        f" {config.mesh.devices}, but {topology.name} has {topology.devices}"
-        " chips; set them to multiply to that"
+        f" {config.mesh.devices}, mesh.engine = {config.mesh.engine}, but"
+        f" {topology.name} has {topology.devices} chips; set them to come to"
+        " that"
       ]
     )
   return config, name or config.policy.name, chosen
@@ -104,7 +105,8 @@ def load(
 
 def has_engine(config: config_lib.TrainConfig) -> bool:
   """Whether the devices of the learner hold an engine, too."""
-  return config.rollout.via not in ("external", "hosts")
+  own = config.rollout.via in ("external", "hosts") or config.mesh.engine
+  return not own
 
 
 @dataclasses.dataclass(frozen=True)

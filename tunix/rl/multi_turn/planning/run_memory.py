@@ -162,7 +162,8 @@ def of_run(
   host, device = memory_limits.host_bytes(), memory_limits.device_bytes()
   shared = jax.default_backend() == "cpu"
   parts = _weights(config, model, mesh or update_memory.abstract_mesh())
-  parts += _engine(config, model, processor, mesh)
+  if shared or not config.mesh.engine:
+    parts += _engine(config, model, processor, mesh)
   if config.learner.steps or config.warm_start.steps:
     parts.append(
       _activations(config, model, processor, mesh, exact=exact, there=device)
@@ -299,7 +300,9 @@ def _weights(
     out.append(
       Part("teacher", size, ("algorithm.teacher",), how="by its files")
     )
-  if config.samples and config.rollout.via not in ("external", "hosts"):
+  beside = config.mesh.engine and jax.default_backend() != "cpu"
+  own = config.rollout.via in ("external", "hosts") or beside
+  if config.samples and not own:
     local = update_memory.process_mesh(mesh, jax.process_count())
     copy = device_state.weight_bytes(model, local, config.engine.weights)
     here = update_memory.parameter_bytes(model, local, itemsize=1)

@@ -169,7 +169,7 @@ class PolicyConfig:
 
 @settings.settings
 class MeshConfig:
-  """The layout of devices; the product is the number of devices used."""
+  """The layout of devices; `engine` and the product of the others use them."""
 
   data: int = settings.setting(
     default=1, doc="Batch shards with copies of the weights.", ge=1
@@ -186,18 +186,28 @@ class MeshConfig:
   tensor: int = settings.setting(
     default=1, doc="Shards of heads and hidden units.", ge=1
   )
+  engine: int = settings.setting(
+    default=0,
+    doc="Further devices, which the rollout engine has for itself: it samples"
+    " while the others learn, and weights go from device to device. tensor,"
+    " sequence and fsdp hold there as far as they divide this number; data"
+    " takes the rest. 0 = the engine uses the learner's devices.",
+    ge=0,
+  )
 
   @property
   def devices(self) -> int:
-    """Devices used."""
+    """Devices of the learner."""
     return self.data * self.fsdp * self.sequence * self.tensor
 
   def misfit(self, count: int, platform: str) -> str:
     """The refusal of a mesh that is not made of all devices; "" if it is."""
-    if self.devices in (1, count):
+    wanted = self.devices + self.engine
+    if wanted in (1, count):
       return ""
+    own = f" + mesh.engine = {self.engine}" if self.engine else ""
     return (
       "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
-      f" {self.devices}, but JAX sees {count} {platform} devices; set them to"
-      " multiply to that"
+      f" {self.devices}{own}, but JAX sees {count} {platform} devices; set them"
+      " to come to that"
     )

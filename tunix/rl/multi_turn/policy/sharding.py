@@ -15,7 +15,7 @@ Axis types are Auto: the compiler places all other arrays.
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from flax import nnx
 import jax
@@ -38,17 +38,21 @@ TOKENS = (BATCH_AXES, "sequence")
 
 
 def mesh_of(config: settings.MeshConfig) -> Mesh | None:
-  """Returns the configured mesh; None for a single device.
+  """Returns the learner's mesh; None for a single device.
 
   Raises:
-    ValueError: it is not made of all devices.
+    ValueError: with the engine's devices it is not made of all devices.
   """
-  if config.devices == 1:
+  if config.devices == 1 and not config.engine:
     return None
   if why := config.misfit(jax.device_count(), jax.default_backend()):
     raise ValueError(why)
   return make_mesh(
-    config.data, config.fsdp, config.tensor, sequence=config.sequence
+    config.data,
+    config.fsdp,
+    config.tensor,
+    jax.devices()[: config.devices],
+    sequence=config.sequence,
   )
 
 
@@ -176,7 +180,117 @@ def put(value: object, where: jax.sharding.Sharding) -> jax.Array:
   )
 
 
-class HostCopies:
+class Copies:
+  """Copies parameters to devices that are laid out as another mesh.
+
+  Attributes:
+    mesh: Mesh of those devices.
+  """
+
+  mesh: Mesh
+
+  def of_state(self, state: nnx.State) -> nnx.State:
+    """Copies `state` with every array on the devices of `mesh`."""
+    return jax.tree.map(
+      lambda v: v.replace(self.of_parameter(v)),
+      state,
+      is_leaf=lambda v: isinstance(v, nnx.Variable),
+    )
+
+  def of_parameter(self, variable: nnx.Variable) -> jax.Array:
+    """Returns a parameter's array, on the devices of `mesh`."""
+    where = parameter_sharding(variable, self.mesh)
+    return self._copy(variable[...], where)
+
+  def of_module(self, module: object) -> Any:
+    """Returns a module like `module`, a policy on another mesh."""
+    graphdef, state = nnx.split(module)
+    copy = nnx.merge(graphdef, self.of_state(state))
+    for _, node in nnx.iter_graph(copy):
+      if isinstance(node, nnx.Module):
+        for name, value in list(vars(node).items()):
+          if isinstance(value, Mesh):
+            setattr(node, name, self.mesh)
+    return copy
+
+  def _copy(self, array: jax.Array, where: NamedSharding) -> jax.Array:
+    raise NotImplementedError
+
+
+def _kept_axes(mesh: Mesh, devices: int) -> dict[str, int]:
+  """Sizes of a mesh of so many devices that splits the model as `mesh` does.
+
+  The axes tensor, sequence and fsdp, in this order, are kept as far as the
+  devices go; data takes the rest.
+  """
+  sizes = {}
+  for name in ("tensor", "sequence", "fsdp"):
+    sizes[name] = math.gcd(mesh.shape[name], devices)
+    devices //= sizes[name]
+  return {"data": devices, **sizes}
+
+
+class EngineCopies(Copies):
+  """Copies from the learner's devices to others of the same process.
+
+  1. Parameters are rounded to the type in which the engine keeps them.
+  2. Where the engine splits the model over fewer devices, one program gathers
+     the parts on the learner's devices.
+  3. Each part goes from the device that has it to those that need it.
+
+  No part passes through host memory if the backend copies between devices.
+  """
+
+  def __init__(
+    self,
+    mesh: Mesh,
+    devices: Sequence[jax.Device],
+    types: Mapping[tuple[str, ...], Any],
+  ):
+    """Args:
+
+    mesh: Mesh of the learner.
+    devices: devices of the engine, none of the learner's.
+    types: Types that parameters are rounded to first, by path.
+    """
+    self._types = types
+    self._gather: dict[PartitionSpec, Callable[[jax.Array], jax.Array]] = {}
+    sizes = _kept_axes(mesh, len(devices))
+    self.mesh = make_mesh(devices=devices, **sizes)
+    split_in = len(devices) // sizes["data"]
+    self._gathered = Mesh(
+      mesh.devices.reshape(
+        mesh.size // split_in, 1, *(sizes[name] for name in AXES[1:])
+      ),
+      ("copy", *AXES),
+      axis_types=(AxisType.Auto,) * (1 + len(AXES)),
+    )
+
+  def of_state(self, state: nnx.State) -> nnx.State:
+    flat = []
+    for path, variable in nnx.to_flat_state(state):
+      if (narrow := self._types.get(tuple(map(str, path)))) is not None:
+        variable = variable.replace(variable[...].astype(narrow))
+      flat.append((path, variable.replace(self.of_parameter(variable))))
+    return nnx.from_flat_state(flat)
+
+  def _copy(self, array: jax.Array, where: NamedSharding) -> jax.Array:
+    needed = where.addressable_devices_indices_map(array.shape)
+    parts = {str(s.index): s.data for s in array.addressable_shards}
+    if any(str(index) not in parts for index in needed.values()):
+      if where.spec not in self._gather:
+        there = NamedSharding(self._gathered, where.spec)
+        self._gather[where.spec] = jax.jit(lambda x: x, out_shardings=there)
+      array = self._gather[where.spec](array)
+      parts = {str(s.index): s.data for s in array.addressable_shards}
+    return jax.make_array_from_single_device_arrays(
+      array.shape,
+      where,
+      [jax.device_put(parts[str(i)], device) for device, i in needed.items()],
+    )
+
+
+class HostCopies(Copies):
   """Copies arrays that lie over all processes to the devices of each.
 
   Every process gets the whole array, split over its own devices as a mesh of
@@ -190,25 +304,17 @@ class HostCopies:
   def __init__(self, mesh: Mesh):
     """Args:
 
-    mesh: Mesh of all devices; its axes tensor, sequence and fsdp, in this
-      order, are kept as far as a process's devices go.
+    mesh: Mesh of all devices.
     """
-    processes = jax.process_count()
-    remaining = mesh.size // processes
-    sizes = {}
-    for name in ("tensor", "sequence", "fsdp"):
-      sizes[name] = math.gcd(mesh.shape[name], remaining)
-      remaining //= sizes[name]
+    sizes = _kept_axes(mesh, mesh.size // jax.process_count())
     here = sorted(jax.local_devices(), key=lambda d: d.id)
-    self.mesh = make_mesh(data=remaining, devices=here, **sizes)
+    self.mesh = make_mesh(devices=here, **sizes)
     by_process: dict[int, list[jax.Device]] = {}
     for device in mesh.devices.flat:
       by_process.setdefault(device.process_index, []).append(device)
     order = [
       make_mesh(
-        data=remaining,
-        devices=sorted(by_process[p], key=lambda d: d.id),
-        **sizes,
+        devices=sorted(by_process[p], key=lambda d: d.id), **sizes
       ).devices
       for p in sorted(by_process)
     ]
@@ -218,30 +324,6 @@ class HostCopies:
       axis_types=(AxisType.Auto,) * (1 + len(AXES)),
     )
     self._copies: dict[Any, Any] = {}
-
-  def of_state(self, state: nnx.State) -> nnx.State:
-    """Copies `state` with every array on this process's devices."""
-    return jax.tree.map(
-      lambda v: v.replace(self.of_parameter(v)),
-      state,
-      is_leaf=lambda v: isinstance(v, nnx.Variable),
-    )
-
-  def of_parameter(self, variable: nnx.Variable) -> jax.Array:
-    """Returns a parameter's array, on this process's devices."""
-    where = parameter_sharding(variable, self.mesh)
-    return self._copy(variable[...], where)
-
-  def of_module(self, module: object) -> Any:
-    """Returns a module like `module`, a policy on the whole mesh."""
-    graphdef, state = nnx.split(module)
-    local = nnx.merge(graphdef, self.of_state(state))
-    for _, node in nnx.iter_graph(local):
-      if isinstance(node, nnx.Module):
-        for name, value in list(vars(node).items()):
-          if isinstance(value, Mesh):
-            setattr(node, name, self.mesh)
-    return local
 
   def _copy(self, array: jax.Array, where: NamedSharding) -> jax.Array:
     if array.is_fully_addressable:

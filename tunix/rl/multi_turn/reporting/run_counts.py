@@ -57,7 +57,7 @@ def _total(*parts: Counts) -> dict[str, dict[str, int]]:
 
 
 class RunCounts:
-  """Receives events from the summary's writer; see the module docstring."""
+  """Counts of a run, from the events that the summary's writer passes on."""
 
   receives = (
     events.EpisodeFinished,
@@ -114,7 +114,7 @@ class RunCounts:
         self._evaluating = ("", _new())
 
   def _of(self, group: str, split: str = "train") -> Counts:
-    """The counts that an event belongs to."""
+    """Returns the counts that an event belongs to."""
     if split == "eval":
       return self._evaluating[1]
     key = _key(group)
@@ -142,7 +142,7 @@ class RunCounts:
     return first
 
   def totals(self) -> dict[str, dict[str, int]]:
-    """episodes by split and status, groups by outcome, faults by kind.
+    """Counts episodes by split and status, groups by outcome, faults by kind.
 
     Work that is under way is in it, and what other processes have told.
     """
@@ -158,12 +158,12 @@ class RunCounts:
   # --- several processes, of which the first writes the summary --------------
 
   def of_training(self) -> dict[str, Any]:
-    """JSON: what this process has counted in training."""
+    """Returns, as JSON, what this process has counted in training."""
     with self._lock:
       return _total(self._settled, *self._open.values())
 
   def of_evaluation(self) -> dict[str, Any]:
-    """JSON: what this process has counted in the present evaluation."""
+    """Returns, as JSON, what it has counted in the present evaluation."""
     with self._lock:
       return _total(self._evaluating[1])
 
@@ -187,7 +187,7 @@ class RunCounts:
   # --- what a kill must not change -------------------------------------------
 
   def training(self) -> dict[str, Any]:
-    """JSON for a checkpoint: the counts of training."""
+    """Returns, as JSON for a checkpoint, the counts of training."""
     with self._lock:
       accepted = {
         group: _json(counts)
@@ -252,16 +252,16 @@ class RunCounts:
       counts["groups"]["requeued"] += group.attempt
 
   def evaluations(self) -> dict[str, Any]:
-    """JSON: the counts of each evaluation that has ended."""
+    """Returns, as JSON, the counts of each evaluation that has ended."""
     with self._lock:
       return {name: _json(c) for name, c in self._evaluations.items()}
 
   def restore_evaluations(self, state: Mapping[str, Any]) -> None:
-    """The counts of evaluations that still hold."""
+    """Takes over the counts of evaluations that still hold."""
     with self._lock:
       self._evaluations = {name: _new(c) for name, c in state.items()}
 
 
 def _key(group_id: str) -> str:
-  """A group's name, whichever attempt it is."""
+  """Returns a group's name, without the number of its attempt."""
   return _ATTEMPT.sub("", group_id)

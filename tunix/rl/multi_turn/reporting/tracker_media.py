@@ -92,7 +92,7 @@ class EvalMedia:
 
 
 def _frames(steps: Sequence[trajectory_lib.Step]) -> tuple[Frame, ...]:
-  """The screens that the policy saw, in order, and the one that it left."""
+  """Returns the screens that the policy saw, and the one that it left."""
   frames = []
   for step in steps:
     image = _last_image(step.chat_completions)
@@ -136,7 +136,7 @@ def _image(value: object) -> trajectory_lib.ImageRef | None:
 
 
 def strip(one: Strip, store: images_lib.ImageStore) -> np.ndarray | None:
-  """uint8[H, W, 3]: the frames side by side, with a ring where it acted.
+  """Draws frames side by side in uint8[H, W, 3], a ring where it acted.
 
   None when the store has none of the screens any more.
   """
@@ -163,7 +163,7 @@ def strip(one: Strip, store: images_lib.ImageStore) -> np.ndarray | None:
 
 
 def markdown(rows: list[tuple[Any, ...]]) -> str:
-  """The table as Markdown."""
+  """Returns the table in Markdown."""
   lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
   cell = lambda v: " ".join(str(v).split()).replace("|", "\\|")
   return "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines)

@@ -80,6 +80,12 @@ def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
   """
   try:
     mesh = sharding.mesh_of(config.mesh)
+    if config.mesh.engine and jax.process_count() > 1:
+      raise ValueError(
+        f"mesh.engine={config.mesh.engine}: a run of {jax.process_count()}"
+        " processes copies weights to each; leave it out, or use rollout hosts"
+        " (rollout.via=hosts)"
+      )
     if mesh is None and jax.process_count() > 1:
       raise ValueError(
         f"mesh={{data: 1, fsdp: 1, …}} is one device, but"

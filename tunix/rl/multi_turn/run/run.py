@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import peers as peers_lib
@@ -160,11 +161,21 @@ class Run:
     self._copies: sharding.HostCopies | None = None
     if self.mesh is not None and self.processes.count > 1:
       self._copies = sharding.HostCopies(self.mesh)
+    self._to_engine: sharding.Copies | None = self._copies
+    if self.mesh is not None and config.mesh.engine:
+      own = jax.devices()[config.mesh.devices :]
+      types = device_state.types_to_send(
+        self.policy.model, config.engine.weights
+      )
+      self._to_engine = sharding.EngineCopies(self.mesh, own, types)
+    model = None
+    if self._to_engine is not None and not self._hosts:
+      model = self._to_engine.of_module(self.policy.model)
     self.engine = models.make_engine(
       config,
       self.policy,
       self.images,
-      None if self._hosts else self.here(self.policy.model),
+      model,
       directory=self.directory,
       processes=self.processes,
       copies=self._copies,
@@ -248,8 +259,8 @@ class Run:
   def publish(self, version: int, state: nnx.State) -> Any:
     """Gives the engine weights, as `engine.update_weights`; see `here`."""
     # Rollout hosts' engine copies a tensor at a time, and not to devices.
-    if self._copies is not None and not self._hosts:
-      state = self._copies.of_state(state)
+    if self._to_engine is not None and not self._hosts:
+      state = self._to_engine.of_state(state)
     return self.engine.update_weights(version, state)
 
   def save_policy(self, name: str, model: base.Policy) -> None:

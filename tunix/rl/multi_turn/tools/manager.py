@@ -84,7 +84,7 @@ class ToolManager:
   def execute_calls(
     self, calls: object, parallel: bool = True
   ) -> dict[str, str]:
-    """{call id: text of the output}, in the order of the calls.
+    """Runs calls; returns {call id: text of the output}, in their order.
 
     Args:
       calls: ToolCalls, or dicts as `base.normalize_calls` reads them.
@@ -103,7 +103,7 @@ class ToolManager:
   def outputs(
     self, calls: object, parallel: bool = True
   ) -> dict[str, base.ToolOutput]:
-    """`execute_calls` with the outputs themselves."""
+    """Runs calls as `execute_calls` does; returns whole outputs, not texts."""
     return concurrency.drive(self.outputs_async(calls, parallel))
 
   async def outputs_async(

@@ -268,7 +268,7 @@ class TrajectoryCollectEngine:
     self._metrics["seconds_agent_init"] = time.perf_counter() - ready
 
   async def _turn(self) -> bool:
-    """One turn; True when the environment has ended the episode."""
+    """Plays a turn; True when the environment has ended the episode."""
     loop = asyncio.get_running_loop()
     self._turn_at = min(self._episode_at, loop.time() + self.deadlines.turn)
     await self._summarize()
@@ -382,7 +382,7 @@ class TrajectoryCollectEngine:
         self._episode_at += clock.stopped_s
 
   async def _final_reward(self, ended_by_env: bool) -> None:
-    """Adds the reward of the episode as a whole to its steps."""
+    """Adds the episode's own reward; evaluates what the engine has ended."""
     fn = self.final_reward_fn
     if fn is None or getattr(fn, "beside_environment", False):
       own = getattr(self.env, "final_reward_fn", None)
@@ -425,7 +425,7 @@ class TrajectoryCollectEngine:
       )
 
   def _outcome(self, status: Status) -> Status:
-    """The final status, by the way the episode ended and the env's hints."""
+    """Decides the final status, by how the episode ended and env's hints."""
     hints = {**self._info, **self._hint}
     rewards = [float(s.reward) for s in self._steps]
     success = hints.get("success")
@@ -544,7 +544,7 @@ class TrajectoryCollectEngine:
   # --- Records --------------------------------------------------------------
 
   def _step_of(self, turn, messages, reply, action) -> Any:
-    """The agent's Step of this turn, or one made for an agent without."""
+    """Returns the agent's Step of this turn, or makes one for it."""
     recorded = getattr(self._agent_trajectory, "steps", None)
     if recorded is not None and len(recorded) == turn + 1:
       step = recorded[turn]
@@ -564,7 +564,7 @@ class TrajectoryCollectEngine:
     return step
 
   def _draft(self) -> Trajectory:
-    """The episode so far, as reward functions see it."""
+    """Returns the episode so far, as reward functions see it."""
     self._refused_reward = self._refused_reward or adapters.mend_rewards(
       self._steps, self._rewards, self._max_reward
     )

@@ -1,1 +1,1 @@
-"""Endpoints of the policy server, one a module."""
+"""APIs of the policy server, one a module; `app.ENDPOINTS` lists them."""

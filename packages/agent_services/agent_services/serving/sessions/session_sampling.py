@@ -19,10 +19,10 @@ from agent_services.serving import requests
 
 
 class SessionSampling(sampling_rule.SamplingRule):
-  """The distribution of a session's trainable tokens.
+  """Distribution from which a session's trainable tokens are drawn.
 
-  A request with another one is answered, refused as an error of the API, or
-  trained on; see `SamplingRule`.
+  A request for another distribution is answered, refused as an error of the
+  API, or trained on; see `SamplingRule`.
   """
 
   def complete(

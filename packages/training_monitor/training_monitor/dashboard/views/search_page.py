@@ -139,7 +139,7 @@ def _labelled(
   words: Sequence[str],
   asks: SearchQuery,
 ) -> tuple[list[Row], Row | None]:
-  """The same for turns of a label, which are few, so that all are read."""
+  """Searches the turns of a label, which are few, so that all are read."""
   query = _base(asks)
   if asks.after is not None:
     query = query.where(tables.turn.c.id < asks.after)

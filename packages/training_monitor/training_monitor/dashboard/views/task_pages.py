@@ -488,7 +488,11 @@ def _tries_query() -> sa.Select:
 
 
 def _mixed(tries: Sequence[Row]) -> tuple[int, int]:
-  """Returns (groups whose rewards differ, groups) among training attempts."""
+  """Counts the groups of a task's training attempts, without groups of one.
+
+  Returns:
+    (groups whose rewards differ, all groups).
+  """
   groups: dict[Any, list[float]] = {}
   for one in tries:
     if (

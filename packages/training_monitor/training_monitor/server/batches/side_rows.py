@@ -58,7 +58,7 @@ class PendingEnvironments:
     self._now = now
 
   def keep(self, id_: int, values: dict[str, Any]) -> None:
-    """Keeps an environment's values; the id is its own from now on."""
+    """Keeps an environment's values and reserves its id."""
     self._sql.reserve("environment", id_)
     self._sql.run(
       sql_lib.upsert(

@@ -531,7 +531,7 @@ def pass_at_k(
 def _gigpo_group(
   group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
-  """See `gigpo`."""
+  """Computes the advantages of one group, see `gigpo`."""
   if len(group.states) != len(group.turns):
     raise ValueError("gigpo needs GroupRewards.states")
   returns, magnitudes = turn_values(group, options.gamma)

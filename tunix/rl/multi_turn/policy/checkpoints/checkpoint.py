@@ -2,8 +2,7 @@
 
 The rest of the project gets a model here, with the host side and the tokenizer
 that belong to it. `model_type` in a directory's config.json names its
-architecture: TinyVL, or a checkpoint of Qwen2.5(-VL) or Qwen3(-VL) as
-published.
+architecture: TinyVL, or a published family of `qwen_families`.
 
 Loading is strict: a missing, extra or misshapen tensor is an error that names
 it. With a mesh each tensor goes straight to its shards.

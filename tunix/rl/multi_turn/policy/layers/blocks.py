@@ -74,11 +74,11 @@ class _Inputs(NamedTuple):
 
 
 class _Rule(NamedTuple):
-  """Rule by which a token sees parts of its segments.
+  """Rule by which a token sees the tokens of its segment.
 
   Attributes:
-    causal: whether a token sees none that come later than its last.
-    window: places up to its own that it sees; 0 = all.
+    causal: Whether a token sees nothing behind `_Inputs.last`.
+    window: Number of places, up to its own, that a token sees; 0 = all.
   """
 
   causal: bool

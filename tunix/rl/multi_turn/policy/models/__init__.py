@@ -1,1 +1,1 @@
-"""Policies, a folder a family: configuration, inputs, layers."""
+"""Policies; all published families share the decoder and table of `qwen`."""

@@ -48,7 +48,7 @@ class GeneratorFailed(RuntimeError):
 
 
 def uids_of(group: trajectory_lib.TrajectoryGroup) -> frozenset[str]:
-  """The uids of a group's items: copies of a member have its uid."""
+  """Returns the uids of a group's items; a copy of a member has its uid."""
   names = [t.trajectory_id for t in group]
   members = set(names)
   copies = {f"{name}#{n}" for name in names for n in range(2, len(names) + 1)}
@@ -121,7 +121,7 @@ class BufferLoop(feeding.GroupFeed):
   # --- state -----------------------------------------------------------------
 
   def state_dict(self) -> dict[str, Any]:
-    """JSON: what is finished, and what was queued."""
+    """Returns, as JSON, the groups that are finished and those in the queue."""
     with self._lock:
       finished, queued = list(self._finished), self._queued.items()
       return {
@@ -194,7 +194,7 @@ class BufferLoop(feeding.GroupFeed):
   async def _tried(
     self, call: Callable[[], Any], final: Container[int] = ()
   ) -> Any:
-    """`call()`'s result, repeated until it succeeds or too many have failed.
+    """Repeats `call()` until it succeeds or too many have failed.
 
     Answers of a status in `final` are not asked for again.
     """
@@ -218,7 +218,7 @@ class BufferLoop(feeding.GroupFeed):
         await asyncio.sleep(pause)
 
   async def _compare(self, service: client.BufferClient) -> None:
-    """See `_check_groups`."""
+    """Compares the service's groups with the run's, see `_check_groups`."""
     stats = await self._tried(service.stats)
     if "group_size" not in stats:  # It is not made yet, or no service of ours.
       return
@@ -319,7 +319,7 @@ class BufferLoop(feeding.GroupFeed):
   async def _ask_stats(
     self, service: client.BufferClient
   ) -> dict[str, Any] | None:
-    """The service's figures, of which drops are reported; None: no answer."""
+    """Asks for the service's figures, reports drops; None: no answer."""
     try:
       stats = await service.stats()
     except (http.CallError, ValueError, TimeoutError) as error:

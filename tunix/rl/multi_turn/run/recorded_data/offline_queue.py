@@ -81,7 +81,7 @@ class OfflineQueue:
   def get_batch(
     self, n: int | None = None, timeout: float | None = None
   ) -> list[trajectory_lib.TrajectoryGroup]:
-    """The next `n` groups.
+    """Takes the next `n` groups.
 
     Raises:
       QueueClosed: the epochs are over, or fewer groups are left in them.
@@ -109,7 +109,7 @@ class OfflineQueue:
     return [self.group(i) for i in indices]
 
   def group(self, index: int) -> trajectory_lib.TrajectoryGroup:
-    """The group of a position in all epochs."""
+    """Returns the group of a position in all epochs."""
     epoch, place = divmod(index, len(self._groups))
     recorded = self._groups[self._order(epoch)[place]]
     if not epoch:
@@ -149,19 +149,19 @@ class OfflineQueue:
       self._unacked = [i for i in self._unacked if i not in acknowledged]
 
   def refund(self, n: int) -> None:
-    """Groups are never short: nothing to admit."""
+    """Does nothing, as groups are never short."""
 
   def forfeit(self, n: int) -> None:
-    """The same."""
+    """Does nothing, as no other queue gives groups to a step."""
 
   def qsize(self) -> int:
-    """Groups left in the epochs; those of one where they do not end."""
+    """Counts the groups left in the epochs; those of one if they do not end."""
     with self._lock:
       total = self._epochs * len(self._groups) - self._next
       return total if self._epochs else len(self._groups)
 
   def counters(self) -> dict[str, int | float]:
-    """As of `GroupQueue.counters`: nothing is admitted, dropped or late."""
+    """Returns counts as `GroupQueue.counters` does; none dropped or late."""
     with self._lock:
       ready = len(self._groups) - self._next % len(self._groups)
       return {
@@ -185,20 +185,20 @@ class OfflineQueue:
   # --- the collecting loop's side --------------------------------------------
 
   async def run(self) -> None:
-    """Nothing is collected."""
+    """Returns at once: nothing is collected."""
     await asyncio.sleep(0)
 
   def stop(self) -> None:
-    """Nothing runs."""
+    """Does nothing, as nothing runs."""
 
   def hold(self) -> None:
-    """Nothing starts."""
+    """Does nothing, as nothing starts."""
 
   def release(self) -> None:
-    """The same."""
+    """Does nothing, as `hold` does nothing."""
 
   def state_dict(self) -> dict[str, Any]:
-    """JSON: the next position, and positions taken but not acknowledged."""
+    """Returns, as JSON, the next position and the unacknowledged ones."""
     with self._lock:
       return {
         "groups": len(self._groups),

@@ -47,6 +47,8 @@ _ANSWER_S = 60.0
 TRANSFER_S = 1800.0
 """For what may be large: groups and weights."""
 _BEAT_S = 0.5
+_SILENCE_S = 10.0
+"""A connection that is cut for so long is given up, and the call made again."""
 _SHORT_S = 0.5  # That one of several is asked for a lease, before the next is.
 
 
@@ -102,7 +104,7 @@ class Learner:
     self._patience_s = patience_s
     self.name = name or f"host-{uuid.uuid4().hex[:8]}"
     self.known: dict[str, str] = {}
-    self._http = http.Http()
+    self._http = http.Http(connect_s=_SILENCE_S, silence_s=_SILENCE_S)
     self._joined = False
 
   @classmethod
@@ -128,9 +130,14 @@ class Learner:
     return cls(read, where, patience_s, name)
 
   async def call(
-    self, method: str, path: str, seconds: float = _ANSWER_S, **request: Any
+    self,
+    method: str,
+    path: str,
+    seconds: float = _ANSWER_S,
+    headers: Mapping[str, str] | None = None,
+    **request: Any,
   ) -> bytes:
-    """The body of the answer; waits for a learner that is not there.
+    """Returns the answer's body; waits for a learner that is not there.
 
     Raises:
       LearnerGone: It did not answer for `patience_s`.
@@ -145,7 +152,10 @@ class Learner:
           method,
           address["url"] + path,
           seconds,
-          headers={"Authorization": f"Bearer {address['token']}"},
+          headers={
+            **(headers or {}),
+            "Authorization": f"Bearer {address['token']}",
+          },
           **request,
         )
         self._joined, self.known = True, address

@@ -4,7 +4,7 @@
     POST /lease                  the next group to collect, waits for one
     POST /leases/{number}        its collected group
     POST /beat                   a host lives; answers what it must know
-    GET  /weights/{serial}       safetensors of the newest weights
+    GET  /weights/{serial}       safetensors of the newest weights, or a range
 
 Where several processes learn, each lends its own groups, all give one version
 of the weights the same serial number, and process 0 alone serves the file.
@@ -252,6 +252,7 @@ class LeaseRoutes:
     return self._json(
       {
         "serial": self.serial if self._weights else 0,
+        "bytes": self._weights.stat().st_size if self._weights else 0,
         "version": self.version,
         "withdrawn": self._book.beat(body["host"], numbers, stats),
         "ended": self.ended,

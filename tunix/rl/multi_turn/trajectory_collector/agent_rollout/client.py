@@ -337,6 +337,8 @@ def unpack(answer: Mapping[str, Any]) -> Read | None:
       f"groups must be a list with a whole number for each of {len(data)}"
       f" items, got {str(groups)[:80]}"
     )
+  if not data:  # Some services call an empty read a success.
+    return None
   items = []
   for item in data:
     # A service may wrap each item once more.

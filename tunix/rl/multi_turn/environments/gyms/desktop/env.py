@@ -131,7 +131,7 @@ def _fractions(x, y, width: int, height: int) -> np.ndarray:
 
 
 def action_space() -> gymnasium.spaces.Dict:
-  """See the module docstring."""
+  """Returns the space of actions, see the module docstring."""
   spaces = gymnasium.spaces
   return spaces.Dict(
     {
@@ -147,7 +147,12 @@ def action_space() -> gymnasium.spaces.Dict:
 def observation_space(
   width: int, height: int, most_text: int = 256
 ) -> gymnasium.spaces.Dict:
-  """See the module docstring; `most_text` characters of instruction."""
+  """Returns the space of observations.
+
+  Args:
+    width, height: Size of the screen, in pixels.
+    most_text: Characters of an instruction, at most.
+  """
   spaces = gymnasium.spaces
   return spaces.Dict(
     {

@@ -89,7 +89,7 @@ class Target:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-  """(width, height) of "1280x720".
+  """Returns (width, height) of a text such as "1280x720".
 
   Raises:
     ValueError: not of that form, or too small to draw.
@@ -107,7 +107,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def drawn(width: int, height: int, kind: str, seed: int) -> Target:
-  """A target of a kind on a desktop; the same arguments give the same one."""
+  """Draws a target of a kind; the same arguments give the same one."""
   rng = random.Random(f"grounding/{kind}/{seed}/{width}x{height}")
   for _ in range(_TRIES):
     scene = scenes.random_scene(width, height, rng.randrange(2**31))
@@ -125,7 +125,7 @@ def drawn(width: int, height: int, kind: str, seed: int) -> Target:
 
 
 def _in_sight(scene: scene_lib.Scene) -> Iterator[tuple[str, Any, Box]]:
-  """(words, widget, box) of each named thing that nothing covers."""
+  """Yields (words, widget, box) of each named thing that nothing covers."""
   k = scene.k
   for words, x, y in scene.referring_expressions():
     widget = scene.hit(x // k, y // k)
@@ -177,7 +177,7 @@ class Row:
   image: pathlib.Path
 
   def read(self) -> Target:
-    """The target with its pixels.
+    """Returns the target with its pixels.
 
     Raises:
       OSError: The image is missing or damaged.
@@ -198,7 +198,7 @@ class Row:
 
 
 def read_image(path: str | pathlib.Path) -> np.ndarray:
-  """uint8[H, W, 3] of a picture.
+  """Returns uint8[H, W, 3] of a picture.
 
   Raises:
     OSError: It is missing or damaged.
@@ -211,7 +211,7 @@ def read_image(path: str | pathlib.Path) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def read_files(path: str) -> tuple[Row, ...]:
-  """Every target of a local copy of ScreenSpot, -v2 or -Pro.
+  """Reads the targets of a local copy of ScreenSpot, -v2 or -Pro.
 
   Raises:
     ValueError: no such files in the folder, or a damaged one, by name.
@@ -318,7 +318,7 @@ def _size(image: pathlib.Path) -> tuple[int, int]:
 
 
 def sizes_within(width: int, height: int) -> tuple[str, ...]:
-  """Returns the `SIZES` within a screen, or the screen's own size alone."""
+  """Returns the `SIZES` of no more pixels than a screen, or its own alone."""
   fitting = tuple(
     text for text in SIZES if np.prod(parse_size(text)) <= width * height
   )

@@ -187,7 +187,7 @@ def _declared(schema: Mapping[str, Any]) -> str:
 
 
 def _ordered(schema: Mapping[str, Any]) -> dict[str, Any]:
-  """Type last, as the page writes it."""
+  """Moves `type` behind the other keys of a schema, as the page writes it."""
   ordered = {k: v for k, v in schema.items() if k != "type"}
   if isinstance(ordered.get("properties"), Mapping):
     ordered["properties"] = {
@@ -207,7 +207,7 @@ def _capitals(value: object) -> Any:
 
 
 def _described(value: object) -> str:
-  """`_written` for schemas, in which what cannot be written is a ValueError."""
+  """Writes a schema; raises a ValueError for what cannot be written."""
   try:
     return _written(json.loads(json.dumps(value)))
   except (base.ToolParseError, TypeError) as error:

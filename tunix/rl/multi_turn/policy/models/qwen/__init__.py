@@ -1,1 +1,1 @@
-"""Qwen2-VL to Qwen3.5, GLM-4.1V and 4.5V; text models of Qwen and Llama."""
+"""The decoder of published models, the table of their families, checkpoints."""

@@ -282,7 +282,7 @@ def _head_dim(text: Mapping[str, Any], family: str) -> int:
 def _rope(
   text: Mapping[str, Any], raw: Mapping[str, Any], family: str
 ) -> dict[str, Any]:
-  """Fields of rotary positions, whichever transformers wrote the file."""
+  """Reads the fields of rotary positions, as any transformers writes them."""
   rope = dict(
     text.get("rope_parameters")
     or text.get("rope_scaling")

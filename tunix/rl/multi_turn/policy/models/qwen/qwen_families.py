@@ -1,7 +1,8 @@
 """Names the families of published models and the parts in which they differ.
 
 A family is a `model_type` of config.json. Decoder, towers, checkpoints and
-configurations read a family's traits here instead of comparing names.
+configurations read a family's traits here instead of comparing names. A new
+family also needs its defaults, in `qwen_defaults`.
 
 Does not: import JAX.
 """
