@@ -202,8 +202,8 @@ class MeshConfig:
 
   def misfit(self, count: int, platform: str) -> str:
     """The refusal of a mesh that is not made of all devices; "" if it is."""
-    wanted = self.devices + self.engine
-    if wanted in (1, count):
+    used = self.devices + self.engine
+    if used in (1, count):
       return ""
     own = f" + mesh.engine = {self.engine}" if self.engine else ""
     return (
