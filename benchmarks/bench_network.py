@@ -55,7 +55,11 @@ def measure(
   with lossy_link.Link(PATHS[name]) as link:
     log = folder / f"{name}-learner.log"
     learner = link.start(0, *arguments, log=log)
-    command = ("-m", "tunix.rl.multi_turn.commands.rollout", str(run))
+    # The host sees the learner's address only, so that weights travel.
+    far = folder / f"{name}-far"
+    far.mkdir()
+    (far / "rollout.json").symlink_to(run.absolute() / "rollout.json")
+    command = ("-m", "tunix.rl.multi_turn.commands.rollout", str(far))
     host = link.start(1, *command, log=folder / f"{name}-host.log")
     try:
       metrics = run / "metrics.jsonl"

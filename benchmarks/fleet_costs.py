@@ -37,7 +37,9 @@ from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.run.fleet import service
+from tunix.rl.multi_turn.run.rollout_hosts import leases
 from tunix.rl.multi_turn.run.rollout_hosts import messages
+from tunix.rl.multi_turn.run.rollout_hosts import server as server_lib
 from tunix.rl.queue import group_store
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -208,6 +210,39 @@ async def _beats(address: dict[str, str]) -> float:
   return total / 2
 
 
+def _weights_cpu_s(gigabytes: float = 1.0) -> float:
+  """Returns CPU seconds in which the learner's process sends 1 GB of weights.
+
+  To a host on the loopback interface, which takes it in eight ranges.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    file = pathlib.Path(folder) / "1.safetensors"
+    size = int(gigabytes * 1e9)
+    with file.open("wb") as out:
+      out.truncate(size)
+    book = leases.LeaseBook(silence_s=30)
+    server = server_lib.RolloutServer(
+      book, images_lib.ImageStore(), {}, host="127.0.0.1", port=0
+    )
+    server.start()
+    server.publish(1, file)
+    step = -(-size // 8)
+    token = f"Authorization: Bearer {server.token}"
+    calls = [
+      ["curl", "-sf", "-o", os.devnull, "-H", token, "-r",
+       f"{at}-{at + step - 1}", f"{server.url}/weights/{server.serial}"]
+      for at in range(0, size, step)
+    ]  # fmt: skip
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    fetching = [subprocess.Popen(call) for call in calls]
+    if any(process.wait(600) for process in fetching):
+      raise RuntimeError(f"a fetch failed: {calls[0]}")
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    server.close()
+  used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+  return used / gigabytes
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--size", type=int, nargs=2, default=(640, 480))
@@ -238,6 +273,7 @@ def main() -> None:
     "beat_cpu_s": few["beat_s"],
     "store_cpu_s": many["store_cpu_s"],
     "store_wall_s": many["store_wall_s"],
+    "weights_gb_cpu_s": _weights_cpu_s(),
     "turn_bytes": (many["group_bytes"] - few["group_bytes"])
     / (size * (args.turns[1] - args.turns[0])),
   }

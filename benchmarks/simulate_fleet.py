@@ -51,6 +51,13 @@ class Fleet:
     servers: Processes that share the requests; each a learner's, or more.
     silence_s: `rollout.silence_s`, a fifth of which is the longest pause
       between two beats.
+    hosts: Rollout hosts (`rollout.via=hosts`) among which the collectors, that
+      is places for a group, are divided; each has an engine with these slots.
+      0 = a fleet.
+    weights_gb: Weights that each host fetches from the learner's first process
+      after an update.
+    link_gb_s: What a process's network carries, GB a second.
+    shared: Each host reads the weights from the run's directory instead.
   """
 
   collectors: int = 10_000
@@ -65,6 +72,10 @@ class Fleet:
   learn_s: float = 10.0
   servers: int = 1
   silence_s: float = 30.0
+  hosts: int = 0
+  weights_gb: float = 4.0
+  link_gb_s: float = 3.0
+  shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +92,7 @@ class Costs:
   beat_cpu_s: float
   store_cpu_s: float
   turn_bytes: float
+  weights_gb_cpu_s: float
 
   @classmethod
   def measured(cls, path: pathlib.Path = COSTS) -> Costs:
@@ -128,7 +140,8 @@ class World:
     self._events: list[tuple[float, int, Callable[[], None]]] = []
     self._ids = itertools.count()
     self._server = _Line(self, fleet.servers)
-    self._engine = _Line(self, fleet.slots)
+    self._engine = _Line(self, fleet.slots * max(1, fleet.hosts))
+    self._link = _Line(self, 1)
     self._store = _Line(self, 1)
     self._version = self._started = self._ready = 0
     self._learning = False
@@ -179,6 +192,9 @@ class World:
       seconds = fleet.tokens * fleet.slots / fleet.engine_tokens_s
       self._engine.do(seconds, answered)
 
+    if fleet.hosts:  # Its own engine answers.
+      asked()
+      return
     # A turn's share of its group is paid when that ends.
     self._server.do(max(0.0, costs.turn_cpu_s - costs.turn_group_cpu_s), asked)
 
@@ -194,17 +210,27 @@ class World:
     self._learn()
 
   def _learn(self) -> None:
+    fleet = self._fleet
     if self._learning or self._ready < self._fleet.groups_per_step:
       return
     self._learning = True
     self._ready -= self._fleet.groups_per_step
     self._count["learning"] += self.warm
 
+    def loaded() -> None:
+      self._version += 1
+      self._lend()
+
     def updated() -> None:
       self._learning = False
-      self._version += 1
       self._count["updates"] += self.warm
-      self._lend()
+      if not fleet.hosts:
+        loaded()
+      else:
+        # All hosts fetch at once, and begin groups of the new version then.
+        sent = fleet.weights_gb * (1 if fleet.shared else fleet.hosts)
+        self._server.do(sent * self._costs.weights_gb_cpu_s, lambda: None)
+        self._link.do(sent / fleet.link_gb_s, loaded)
       self._learn()
 
     self.after(self._fleet.learn_s, updated)
@@ -215,7 +241,8 @@ class World:
     A collector's next beat waits for the answer to its last one.
     """
     fleet = self._fleet
-    pause = max(0.5, min(fleet.collectors / 400, fleet.silence_s / 5))
+    players = fleet.hosts or fleet.collectors
+    pause = max(0.5, min(players / 400, fleet.silence_s / 5))
     sent_at = self.now
 
     def answered() -> None:
@@ -223,7 +250,7 @@ class World:
         self._beats.append(self.now - sent_at)
       self.after(pause, self._beat)
 
-    self._server.do(fleet.collectors / BEATS * self._costs.beat_cpu_s, answered)
+    self._server.do(players / BEATS * self._costs.beat_cpu_s, answered)
 
   def _account(self) -> None:
     if self.warm:
@@ -254,6 +281,7 @@ class World:
       "server": self._server.share(seconds),
       "engine": self._engine.share(seconds),
       "store": self._store.share(seconds),
+      "link": self._link.share(seconds),
       "learner": min(1.0, self._count["learning"] * fleet.learn_s / seconds),
       "collectors": self._held / (fleet.collectors * seconds),
     }
@@ -304,11 +332,32 @@ TABLE = (
 )
 
 
+_HOSTS = dict(staleness=2, learn_s=30.0, groups_per_step=512, slots=64)
+HOSTS_TABLE = tuple(
+  (name, _HOSTS | changes)
+  for name, changes in (
+    ("16 hosts", dict(hosts=16, collectors=128)),
+    ("64", dict(hosts=64, collectors=512)),
+    ("256", dict(hosts=256, collectors=2048)),
+    ("256, staleness 8", dict(hosts=256, collectors=2048, staleness=8)),
+    ("256, shared directory",
+     dict(hosts=256, collectors=2048, shared=True)),
+    ("and 8 learner processes",
+     dict(hosts=256, collectors=2048, shared=True, servers=8)),
+    ("and updates of 7.5 s",
+     dict(hosts=256, collectors=2048, shared=True, servers=8, learn_s=7.5)),
+  )
+)  # fmt: skip
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--costs", type=pathlib.Path, default=COSTS)
   parser.add_argument("--seconds", type=float, default=3000.0)
   parser.add_argument("--warm-up", type=float, default=6000.0)
+  parser.add_argument(
+    "--rollout-hosts", action="store_true", help="the table of docs/pods.md"
+  )
   for field in dataclasses.fields(Fleet):
     parser.add_argument(
       f"--{field.name.replace('_', '-')}", type=type(field.default)
@@ -320,7 +369,9 @@ def main() -> None:
     for f in dataclasses.fields(Fleet)
     if getattr(args, f.name) is not None
   }
-  rows = TABLE if not overrides else (("", overrides),)
+  rows = HOSTS_TABLE if args.rollout_hosts else TABLE
+  if overrides:
+    rows = (("", overrides),)
   for name, changes in rows:
     report = World(Fleet(**changes), costs).run(args.seconds, args.warm_up)
     busy = " | ".join(f"{v:.0%}" for v in report["busy"].values())

@@ -42,8 +42,8 @@ ROWS = 64
 def meshes(devices: int):
   """Yields the settings of meshes of so many devices, plain ones first."""
   for tensor, sequence, data in itertools.product((1, 4), (1, 2, 4), (1, 4)):
-    fsdp, rest = divmod(devices, tensor * sequence * data)
-    if fsdp and not rest and fsdp > 1:
+    fsdp, remainder = divmod(devices, tensor * sequence * data)
+    if fsdp and not remainder and fsdp > 1:
       sizes = {
         "fsdp": fsdp, "data": data, "sequence": sequence, "tensor": tensor
       }  # fmt: skip
@@ -79,17 +79,17 @@ def main() -> int:
   parser.add_argument("--slices", nargs="+", choices=SLICES, default=SLICES)
   args = parser.parse_args()
   print(
-    "| slice | policy | settings | GiB a chip | update, s | received, MB a token"
-    " | decode, tokens/s |"
+    "| slice | policy | settings | GiB a chip | update, s"
+    " | received, MB a token | decode, tokens/s |"
   )
   print("|---|---|---|---|---|---|---|")
   for text, size in itertools.product(args.slices, args.sizes):
     topology = chips.Topology.of(text)
-    found = best(size, topology)
-    if found is None:
+    chosen = best(size, topology)
+    if chosen is None:
       print(f"| {SLICES[text]} | {size} | nothing fits | | | | |", flush=True)
       continue
-    rate, plan, settings = found
+    rate, plan, settings = chosen
     tokens = ROWS * LENGTH
     rates = plan.rates()
     seconds = rates["accumulate"]["seconds"]

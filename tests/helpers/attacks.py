@@ -77,71 +77,70 @@ def held(server, count, sent):
     yield lines
 
 
-def half_heads_are_displaced(server):
-  begun = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "
-  with held(server, 3 * MOST, begun) as lines:
-    assert [server.health() for _ in range(5)] == [200] * 5
-    assert [status(line) for line in lines[:MOST]] == [408] * MOST
-    lines[-1].sendall(b"y\r\n\r\n")  # Slow, and honest.
-    assert status(lines[-1]) == 200
+class Withstands:
+  """Tests of a server under attack, which the fixture `server` starts."""
 
+  def test_half_heads_are_displaced(self, server):
+    begun = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "
+    with held(server, 3 * MOST, begun) as lines:
+      assert [server.health() for _ in range(5)] == [200] * 5
+      assert [status(line) for line in lines[:MOST]] == [408] * MOST
+      lines[-1].sendall(b"y\r\n\r\n")  # Slow, and honest.
+      assert status(lines[-1]) == 200
 
-def bodies_that_do_not_come_hold_no_place(server):
-  head = server.head("Content-Length: 100000")
-  with held(server, 2 * MOST, head + b" ") as lines:
-    assert [server.health() for _ in range(5)] == [200] * 5
-    late, refused = lines[-1], server.connect(head)
-    found, said = answer(refused)
-    refused.close()
-    assert found == 429 and "connections" in json.dumps(said)
-    assert status(late) == 429
-    assert server.post(10)[0] == 429
-  deadline = time.monotonic() + 20
-  while server.post(10)[0] == 429:  # Until it has seen that they have gone.
-    assert time.monotonic() < deadline
+  def test_bodies_that_do_not_come_hold_no_place(self, server):
+    head = server.head("Content-Length: 100000")
+    with held(server, 2 * MOST, head + b" ") as lines:
+      assert [server.health() for _ in range(5)] == [200] * 5
+      late, refused = lines[-1], server.connect(head)
+      found, said = answer(refused)
+      refused.close()
+      assert found == 429 and "connections" in json.dumps(said)
+      assert status(late) == 429
+      assert server.post(10)[0] == 429
+    deadline = time.monotonic() + 20
+    while server.post(10)[0] == 429:  # Until it has seen that they have gone.
+      assert time.monotonic() < deadline
 
+  def test_large_bodies_are_refused_unread(self, server):
+    with server.connect(
+      server.head(f"Content-Length: {server.most + 1}")
+    ) as line:
+      found, said = answer(line)  # Nothing of the body is sent.
+      assert found == 413 and f"{server.most:,}" in json.dumps(said)
+    with server.connect(server.head(f"Content-Length: {10**30}")) as line:
+      assert status(line) in (400, 413)
 
-def large_bodies_are_refused_unread(server):
-  with server.connect(
-    server.head(f"Content-Length: {server.most + 1}")
-  ) as line:
-    found, said = answer(line)  # Nothing of the body is sent.
-    assert found == 413 and f"{server.most:,}" in json.dumps(said)
-  with server.connect(server.head(f"Content-Length: {10**30}")) as line:
-    assert status(line) in (400, 413)
+  def test_chunks_are_counted(self, server):
+    """A body of unknown length, and one whose chunks are dust."""
+    part = b"10000\r\n" + b" " * 65536 + b"\r\n"
+    with server.connect(server.head("Transfer-Encoding: chunked")) as line:
+      with contextlib.suppress(ConnectionError):
+        for _ in range((LIMITS.body_memory << 4) + 40):
+          line.sendall(part)
+      assert status(line) in (413, 429, 0)
+    with server.connect(server.head("Transfer-Encoding: chunked")) as line:
+      with contextlib.suppress(ConnectionError):
+        for _ in range(200):
+          line.sendall(b"1\r\n \r\n" * 4096)
+      assert status(line) == 0
+    assert server.health() == 200
 
-
-def chunks_are_counted(server, memory):
-  """A body of unknown length, and one whose chunks are dust."""
-  part = b"10000\r\n" + b" " * 65536 + b"\r\n"
-  with server.connect(server.head("Transfer-Encoding: chunked")) as line:
-    with contextlib.suppress(ConnectionError):
-      for _ in range(memory // 65536 + 40):
-        line.sendall(part)
-    assert status(line) in (413, 429, 0)
-  with server.connect(server.head("Transfer-Encoding: chunked")) as line:
-    with contextlib.suppress(ConnectionError):
-      for _ in range(200):
-        line.sendall(b"1\r\n \r\n" * 4096)
-    assert status(line) == 0
-  assert server.health() == 200
-
-
-def bodies_wait_for_memory(server):
-  """Two bodies that do not fit together are read one after the other."""
-  size = 700_000
-  with server.connect(server.head(f"Content-Length: {size}")) as first:
-    first.sendall(b" " * (size - 1))
-    with server.connect(server.head(f"Content-Length: {size}")) as second:
-      second.sendall(b" " * 100)
-      time.sleep(0.1)
-      assert server.health() == 200
-      first.sendall(b" ")
-      assert status(first) not in (0, 408, 429)
-      second.sendall(b" " * (size - 100))
-      assert status(second) not in (0, 408, 429)
-  with server.connect(server.head(f"Content-Length: {2 << 20}")) as line:
-    assert status(line) == 413  # It would never fit.
+  def test_bodies_wait_for_memory(self, server):
+    """Two bodies that do not fit together are read one after the other."""
+    size = 700_000
+    with server.connect(server.head(f"Content-Length: {size}")) as first:
+      first.sendall(b" " * (size - 1))
+      with server.connect(server.head(f"Content-Length: {size}")) as second:
+        second.sendall(b" " * 100)
+        time.sleep(0.1)
+        assert server.health() == 200
+        first.sendall(b" ")
+        assert status(first) not in (0, 408, 429)
+        second.sendall(b" " * (size - 100))
+        assert status(second) not in (0, 408, 429)
+    with server.connect(server.head(f"Content-Length: {2 << 20}")) as line:
+      assert status(line) == 413  # It would never fit.
 
 
 def strangers_hold_nothing(server):

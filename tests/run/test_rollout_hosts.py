@@ -76,8 +76,12 @@ def test_a_run_with_two_rollout_hosts_equals_one_that_rolls_out_itself(
   assert small_runs.run_train(tmp_path, "name=own", *ARGUMENTS) == 0
   run = tmp_path / "r"
   with concurrent.futures.ThreadPoolExecutor(3) as pool:
-    # One starts before the run, and one dies in the midst of it.
-    first, second = Host(run, pool), Host(run, pool)
+    # One starts before the run, and one dies in the midst of it. The other sees
+    # the learner's address only, not its weights.
+    far = tmp_path / "far"
+    far.mkdir()
+    (far / "rollout.json").symlink_to(run / "rollout.json")
+    first, second = Host(run, pool), Host(far, pool)
 
     def kill():
       file = run / "metrics.jsonl"

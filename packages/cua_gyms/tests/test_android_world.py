@@ -177,13 +177,3 @@ async def test_the_suite_is_a_task_set(phone):
   fake.instances["click-button"] = 1
   with pytest.raises(ValueError, match="combinations to 2"):
     await ask({})
-
-
-def test_settings_that_cannot_be_are_refused():
-  for settings, words in (
-    ({"machines": "localhost"}, "machines"),
-    ({"call_s": 0}, "call_s"),
-    ({"machine": "x"}, "'machine'"),
-  ):
-    with pytest.raises(ValueError, match=words):
-      gyms.get("android_world").make_gym(settings)

@@ -120,23 +120,6 @@ async def test_a_path_names_what_makes_it():
     await gym.start(TASK)
 
 
-@pytest.mark.parametrize(
-  "settings, words",
-  [
-    ({}, "needs option 'computer'"),
-    ({"computer": "nowhere"}, "nowhere"),
-    ({"computer": "json:nothing"}, "nothing"),
-    ({"computer": 5}, "computer=5"),
-    ({"computer": Desk, "timeout_s": 0}, "timeout_s"),
-    ({"computer": Desk, "time": 1}, "'time'"),
-    ({"computer": AsyncDesk(), "options": {"a": 1}}, "options"),
-  ],
-)
-def test_settings_that_cannot_be_are_refused(settings, words):
-  with pytest.raises(ValueError, match=words):
-    gyms.make("computer", **settings)
-
-
 async def test_what_nobody_can_judge_is_refused():
   with pytest.raises(TypeError, match="no evaluator"):
     await computer_lib.ComputerGym(AsyncDesk()).start(TASK)

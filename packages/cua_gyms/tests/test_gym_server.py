@@ -58,31 +58,6 @@ def create(http, task="click-button-train-0", **body):
 # --- tasks --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", catalog.SHAPES)
-def test_a_list_in_each_shape_leads_to_its_tasks(http, shape):
-  tasks = http.get("/tasks", params={"shape": shape}).json()["tasks"]
-  assert len(tasks) == 2 * (16 + 4)
-  bare = http.get("/tasks", params={"shape": shape, "bare": "true"}).json()
-  assert bare == tasks
-  for i, row in enumerate(tasks[:3]):
-    named = {
-      "summary": lambda r: (r["task_id"], r["name"]),
-      "meta": lambda r: (
-        r["meta"]["id"],
-        r["meta"]["number"],
-        r["meta"]["name"],
-      ),
-      "flat": lambda r: (r["task_number"], r["task_name"], r["seed_id"]),
-    }[shape](row)
-    for identifier in named:
-      full = http.get(
-        f"/tasks/{identifier}", params={"shape": "summary"}
-      ).json()
-      assert full["name"] == f"click-button-train-{i}", identifier
-      assert full["instruction"] and full["evaluation"]["validators"]
-      assert full["env_config"]["seed"] >= 0
-
-
 def test_tasks_are_found_by_id_name_number_and_numeric_prefix(http):
   for identifier in ("002", "2", "002-whatever", "click-button-train-1"):
     assert http.get(f"/tasks/{identifier}").json()["number"] == "002"

@@ -13,18 +13,8 @@ def _server():
     yield attacks.Server(url, PATH, 4 << 20)
 
 
-def test_half_heads_are_displaced(server):
-  attacks.half_heads_are_displaced(server)
-
-
-def test_bodies_that_do_not_come_hold_no_place(server):
-  attacks.bodies_that_do_not_come_hold_no_place(server)
-
-
-def test_bodies_are_bounded(server):
-  attacks.large_bodies_are_refused_unread(server)
-  attacks.chunks_are_counted(server, 1 << 20)
-  attacks.bodies_wait_for_memory(server)
+class TestAttacks(attacks.Withstands):
+  """On the fixture's server."""
 
 
 def test_who_sends_too_much_hears_so_at_the_end(server):

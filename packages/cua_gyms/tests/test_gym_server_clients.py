@@ -108,7 +108,9 @@ SHAPES = (None, *catalog.SHAPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_carries_every_name_in_each_shape(http, shape):
   loader = Loader(http, shape)
-  assert len(loader.rows) == 12
+  params = {"bare": "true", "shape": shape or catalog.SHAPES[0]}
+  bare = http.get("/tasks", params=params).json()
+  assert bare == [*loader.rows.values()] and len(bare) == 12
   for row in loader.rows.values():
     assert NAMES <= set(row)
     assert (LONG <= set(row)) is (shape == "flat")
@@ -158,7 +160,8 @@ def test_each_name_of_a_row_leads_the_server_to_that_task(http, shape):
   for identifier, row in loader.rows.items():
     for name in (
         identifier, row["id"], row["name"], row["seed_id"], row["number"],
-        row["meta"]["id"], row["meta"]["displayName"],
+        row["meta"]["id"], row["meta"]["displayName"], row["meta"]["name"],
+        row["task_name"],
         # As a person writes the name.
         row["name"].replace("-", " ").capitalize(), row["name"].upper(),
     ):  # fmt: skip

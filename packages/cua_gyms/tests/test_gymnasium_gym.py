@@ -331,25 +331,6 @@ def test_environments_without_frames_are_refused(make, message):
   run(body())
 
 
-@pytest.mark.parametrize(
-  "config,message",
-  (
-    ({"adapter": {"type": "keys", "keys": {"a": 1}}}, "'env'"),
-    ({"env": "x"}, "'adapter'"),
-    ({"env": "x", "adapter": {"type": "mouse"}}, "keys, desktop"),
-    ({"env": "x", "adapter": KEYS, "tineout": 3}, "tineout"),
-    ({"env": "x", "adapter": KEYS, "timeout": 0}, "timeout"),
-    ({"env": "x", "adapter": KEYS, "success_end": "won"}, "success_end"),
-    ({"env": "x", "adapter": KEYS, "score": "sum"}, "score"),
-    ({"env": "x", "adapter": KEYS, "size": [0, 5]}, "size"),
-    ({"env": "x", "adapter": {"type": "keys", "keys": {}}}, "at least one"),
-  ),
-)
-def test_wrong_settings_are_named(config, message):
-  with pytest.raises(ValueError, match=message):
-    gyms.make("gymnasium", **config)
-
-
 @pytest.mark.peer("gymnasium")
 def test_our_desktop_through_gymnasium():
   envs = []

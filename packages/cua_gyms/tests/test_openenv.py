@@ -467,24 +467,6 @@ async def test_a_session_that_is_closed_and_nobody_there_are_said():
     await openenv.OpenEnvGym(url).start(base.Task("t", "f"))
 
 
-@pytest.mark.parametrize(
-  "settings, words",
-  [
-    ({"base_url": "localhost:8000"}, "base_url"),
-    ({"actions": "clicks"}, "actions"),
-    ({"actions": "no.module:f"}, "no.module"),
-    ({"fields": {"picture": "x"}}, "picture"),
-    ({"score": "best"}, "score"),
-    ({"timeouts": {"step": 0}}, "timeouts.step"),
-    ({"timeouts": {"stp": 1}}, "stp"),
-    ({"bas_url": "x"}, "bas_url"),
-  ],
-)
-def test_settings_that_cannot_be_are_refused_by_name(settings, words):
-  with pytest.raises(ValueError, match=words):
-    gyms.get("openenv").make_gym(settings)
-
-
 async def test_a_screen_of_another_size_is_refused_with_the_setting(server):
   url, _ = server
   far = gym(url, width=200, height=100)

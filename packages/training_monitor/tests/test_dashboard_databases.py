@@ -3,14 +3,7 @@
 from urllib import parse
 
 import monitor_server
-import pytest
 from training_monitor.dashboard import rollout_list
-
-
-@pytest.fixture
-def server(target, tmp_path):
-  with monitor_server.MonitorServer(target, tmp_path / "files") as running:
-    yield running
 
 
 def test_every_page_is_answered(server):

@@ -32,6 +32,7 @@ from training_monitor.net import http_server
 
 Config = settings_lib.MonitorConfig
 SMALL = Config(spool_mb=20_000 / (1 << 20))
+client_of = monitor_server.client_of
 DEAD = "http://127.0.0.1:9"  # No server listens there.
 
 
@@ -39,12 +40,6 @@ DEAD = "http://127.0.0.1:9"  # No server listens there.
 def server(tmp_path):
   with monitor_server.sqlite_server(tmp_path / "server") as running:
     yield running
-
-
-def client_of(url, folder, **options):
-  return ingest_client.IngestClient(
-    url, timeout_seconds=10, spool_dir=folder, **options
-  )
 
 
 def tell(client, episodes=3, start=0):

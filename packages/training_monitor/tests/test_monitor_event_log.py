@@ -36,6 +36,9 @@ def _server(tmp_path):
     yield server
 
 
+wait_for = monitor_server.wait_for
+
+
 def run(url, folder):
   return event_log.RunSpec(
     url=url,
@@ -49,13 +52,6 @@ def run(url, folder):
 def alive(pid):
   stat = pathlib.Path(f"/proc/{pid}/stat")
   return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_for(what, seconds=60):
-  deadline = time.monotonic() + seconds
-  while not what():
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
 
 
 def start(log):

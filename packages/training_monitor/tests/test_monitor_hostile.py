@@ -33,6 +33,7 @@ base, episode, joined = (
   monitor_server.episode,
   monitor_server.joined,
 )
+client_of, wait_for = monitor_server.client_of, monitor_server.wait_for
 
 
 @pytest.fixture(scope="module")
@@ -398,12 +399,6 @@ def test_one_projects_names_mean_nothing_in_another(tmp_path):
 # --- the client and its spool -------------------------------------------------
 
 
-def client_of(url, folder, **options):
-  return ingest_client.IngestClient(
-    url, timeout_seconds=10, spool_dir=folder, **options
-  )
-
-
 def test_a_record_that_the_disk_has_garbled_holds_up_nothing(
   lite, tmp_path, caplog
 ):
@@ -422,13 +417,6 @@ def test_a_record_that_the_disk_has_garbled_holds_up_nothing(
   assert "1 records of" in caplog.text and "damaged" in caplog.text
   tasks = {r["task_id"] for r in lite.rows("task")}
   assert {"first", "last"} <= tasks and "garbled" not in tasks
-
-
-def wait_for(holds):
-  deadline = time.monotonic() + 30
-  while not holds():
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
 
 
 def test_a_spool_that_is_destroyed_does_not_raise_at_the_end(tmp_path, caplog):

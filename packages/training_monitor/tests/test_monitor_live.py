@@ -2,24 +2,18 @@
 
 import errno
 import json
-import time
 
+import monitor_server
 import observed_run
 import pytest
 import synthetic_run
 from trainer_core import events
-from trainer_core import images as images_lib
 from trainer_core import trajectory as trajectory_lib
 from training_monitor.client import event_codec
 from training_monitor.client import spool as spool_lib
 from training_monitor.client.rows import live_turns
 
 NAMES = dict(group_id="train-000001", task_id="t")
-
-
-@pytest.fixture
-def store():
-  return images_lib.ImageStore()
 
 
 def rollouts(lite):
@@ -36,24 +30,21 @@ def begun(lite, tmp_path, store, **options):
   return log, episode
 
 
-def until(holds):
-  deadline = time.monotonic() + 60
-  while not holds():
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
-
-
 def test_what_runs_is_seen_running(lite, tmp_path, store):
   log, _ = begun(lite, tmp_path, store)
   log.on_event(events.TurnFinished("train-000001.0", 0, {"model": 0.1}))
   # No later event and no request makes the row appear.
   name = "train-000001.0"
-  until(lambda: rollouts(lite).get(name, {}).get("current_turn") == 1)
+  monitor_server.wait_for(
+    lambda: rollouts(lite).get(name, {}).get("current_turn") == 1
+  )
   assert rollouts(lite)[name]["status"] == "running"
   (environment,) = lite.rows("environment")
   assert environment["status"] == "running"
   log.on_event(events.TurnFinished("train-000001.0", 1, {"model": 0.1}))
-  until(lambda: rollouts(lite)["train-000001.0"]["current_turn"] == 2)
+  monitor_server.wait_for(
+    lambda: rollouts(lite)["train-000001.0"]["current_turn"] == 2
+  )
   assert log.close()
 
 
@@ -103,7 +94,7 @@ def test_what_happened_counts_once_however_often_the_disk_fails(
   log.on_event(events.EpisodeStarted("train-000001.0", **NAMES))
   log.on_event(events.TurnFinished("train-000001.0", 0, {"model": 0.1}))
   log.on_event(events.Fault("step", "E", "once", "train-000001.0"))
-  until(lambda: len(failures) == 2)
+  monitor_server.wait_for(lambda: len(failures) == 2)
   log.on_event(events.EpisodeFinished(episode, **NAMES))
   assert log.close()
   row = rollouts(lite)["train-000001.0"]
@@ -150,7 +141,7 @@ def test_a_long_turn_is_shown_while_its_episode_runs(lite, tmp_path, store):
     for n, step in enumerate(episode.steps)
   ]
   log.on_event(as_recorded(finished[0]))
-  until(lambda: len(lite.rows("obs")) == 2)
+  monitor_server.wait_for(lambda: len(lite.rows("obs")) == 2)
   (turn,) = lite.rows("turn")
   step = episode.steps[0]
   metrics = json.loads(turn["metrics_json"])
@@ -164,7 +155,7 @@ def test_a_long_turn_is_shown_while_its_episode_runs(lite, tmp_path, store):
   stored = lambda: {
     s["sha256"] for s in lite.rows("monitor_screenshot", order="sha256")
   }
-  until(lambda: stored() == {first.sha256, after.sha256})
+  monitor_server.wait_for(lambda: stored() == {first.sha256, after.sha256})
   rollout = lite.rows("rollout")[0]
   assert rollout["status"] == "running"
   page = lite.http.get(f"/rollouts/{rollout['id']}").text

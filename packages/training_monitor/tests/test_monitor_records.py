@@ -9,7 +9,6 @@ import pytest
 import synthetic_run
 import told_run
 from trainer_core import events
-from trainer_core import images as images_lib
 from trainer_core import trajectory as trajectory_lib
 
 TASKS = "tunix.rl.multi_turn.environments.task_sources.cua_task"
@@ -21,11 +20,6 @@ COMMON = dict(group_id="g-1", task_id="click-button/0", split="train")
 def server(tmp_path):
   with monitor_server.sqlite_server(tmp_path / "server") as running:
     yield running
-
-
-@pytest.fixture
-def store():
-  return images_lib.ImageStore()
 
 
 def tell(server, folder, store, *emitted, **options):

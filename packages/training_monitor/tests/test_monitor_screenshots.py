@@ -36,8 +36,16 @@ def server(tmp_path):
 
 
 def client_of(url, folder):
-  return ingest_client.IngestClient(
-    url, timeout_seconds=10, spool_dir=folder, target="the monitor"
+  return monitor_server.client_of(url, folder, target="the monitor")
+
+
+def log_of(url, folder, store, **settings):
+  return event_log.EventLog(
+    event_log.RunSpec(
+      url=url, spool_dir=str(folder), name="a", training_id="T"
+    ),
+    settings_lib.MonitorConfig(**{"close_timeout_s": 60.0} | settings),
+    images=store,
   )
 
 
@@ -212,17 +220,8 @@ def test_a_picture_that_had_no_room_is_brought_again(server, tmp_path):
   refs = [store.put(image) for image in pixels]
   front = Front(server, refused="/")
   with http_server.LoopbackServer(front) as url:
-    log = event_log.EventLog(
-      event_log.RunSpec(
-        url=url.url,
-        spool_dir=str(tmp_path / "spool"),
-        name="a",
-        training_id="T",
-      ),
-      settings_lib.MonitorConfig(
-        spool_mb=60_000 / (1 << 20), close_timeout_s=60.0
-      ),
-      images=store,
+    log = log_of(
+      url.url, tmp_path / "spool", store, spool_mb=60_000 / (1 << 20)
     )
 
     def tell(number):
@@ -248,13 +247,7 @@ def test_pictures_that_wait_become_smaller(tmp_path):
   """Pixels as the policy saw them are encoded while no server answers."""
   store = images_lib.ImageStore()
   refs = [store.put(np.full((400, 400, 3), n, np.uint8)) for n in range(20)]
-  log = event_log.EventLog(
-    event_log.RunSpec(
-      url=DEAD, spool_dir=str(tmp_path), name="a", training_id="T"
-    ),
-    settings_lib.MonitorConfig(close_timeout_s=0.1),
-    images=store,
-  )
+  log = log_of(DEAD, tmp_path, store, close_timeout_s=0.1)
   episode = synthetic_run.showing(*refs)
   log.on_event(events.EpisodeFinished(episode, "g", "t"))
   assert log._writer.flush(20)
@@ -276,16 +269,7 @@ def test_pixels_that_the_disk_has_lost_are_brought_again(server, tmp_path):
   ref = store.put(rng.integers(0, 256, (80, 80, 3), np.uint8))
   front = Front(server, refused="/")
   with http_server.LoopbackServer(front) as url:
-    log = event_log.EventLog(
-      event_log.RunSpec(
-        url=url.url,
-        spool_dir=str(tmp_path / "spool"),
-        name="a",
-        training_id="T",
-      ),
-      settings_lib.MonitorConfig(close_timeout_s=60.0),
-      images=store,
-    )
+    log = log_of(url.url, tmp_path / "spool", store)
     os.kill(log.pid, signal.SIGSTOP)
     log.on_event(events.RunStarted("run", {}))
     log.on_event(

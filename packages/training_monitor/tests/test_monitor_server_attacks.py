@@ -16,18 +16,8 @@ def _server(tmp_path_factory):
     yield attacks.Server(server.url, PATH, 16 << 20)
 
 
-def test_half_heads_are_displaced(server):
-  attacks.half_heads_are_displaced(server)
-
-
-def test_bodies_that_do_not_come_hold_no_place(server):
-  attacks.bodies_that_do_not_come_hold_no_place(server)
-
-
-def test_bodies_are_bounded(server):
-  attacks.large_bodies_are_refused_unread(server)
-  attacks.chunks_are_counted(server, 1 << 20)
-  attacks.bodies_wait_for_memory(server)
+class TestAttacks(attacks.Withstands):
+  """On the fixture's server."""
 
 
 def test_strangers_hold_nothing(tmp_path):

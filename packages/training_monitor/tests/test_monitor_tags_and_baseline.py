@@ -7,12 +7,6 @@ from training_monitor.server import access
 base = monitor_server.base
 
 
-@pytest.fixture
-def server(target, tmp_path):
-  with monitor_server.MonitorServer(target, tmp_path / "files") as running:
-    yield running
-
-
 def run(server, name, **training):
   """The id of a run."""
   return server.post(

@@ -5,7 +5,6 @@ import itertools
 import random
 import re
 
-import monitor_server
 import pytest
 from starlette import datastructures
 from training_monitor.dashboard import few_turns
@@ -15,12 +14,6 @@ from training_monitor.schema import tables
 import trials
 
 FAULTS = tables.FAULTS
-
-
-@pytest.fixture
-def server(target, tmp_path):
-  with monitor_server.MonitorServer(target, tmp_path / "files") as running:
-    yield running
 
 
 def fill(server, runs=("a", "b"), episodes=12):

@@ -162,6 +162,25 @@ class BufferPeer:
 # --- generators ----------------------------------------------------------
 
 
+def write_tasks(folder, rows):
+  """Returns a file `tasks.jsonl` in a folder, a row a line."""
+  path = folder / "tasks.jsonl"
+  path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+  return path
+
+
+def write_sums(folder, count):
+  """Returns a file of instances of the mathematics generators."""
+  prompt = lambda i: [{"role": "user", "content": f"{i} + 1 ="}]
+  return write_tasks(
+    folder,
+    [
+      {"instance_id": f"math_{i}", "prompt": prompt(i), "label": str(i + 1)}
+      for i in range(count)
+    ],
+  )
+
+
 def tasks_of(payload):
   """(instance id, row) of the input file, those to skip left out, in passes."""
   skip = set(payload.get("skip_instance_ids") or ())

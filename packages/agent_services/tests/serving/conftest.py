@@ -13,3 +13,17 @@ def _running():
     yield running
     stats = running.engine.stats()
     assert stats["compiles_after_warm_up"] == stats["compiles_on_demand"] == 0
+
+
+@pytest.fixture(name="saying")
+def _saying(running, monkeypatch):
+  """Makes the policy say a text."""
+
+  def say(text):
+    monkeypatch.setattr(
+      running.app._service.policy.renderer,
+      "decode",
+      lambda ids: text if len(ids) else "",
+    )
+
+  return say

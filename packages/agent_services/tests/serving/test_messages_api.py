@@ -43,20 +43,6 @@ def events_of(answer):
   return events
 
 
-@pytest.fixture(name="saying")
-def _saying(running, monkeypatch):
-  """Makes the policy say a text."""
-
-  def say(text):
-    monkeypatch.setattr(
-      running.app._service.policy.renderer,
-      "decode",
-      lambda ids: text if len(ids) else "",
-    )
-
-  return say
-
-
 def test_a_message_is_the_chat_completion_of_its_blocks(running):
   answer = messages(
       running,

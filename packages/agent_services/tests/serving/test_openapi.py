@@ -1,60 +1,29 @@
 """The server keeps to its OpenAPI document, and no body makes it fail."""
 
-import itertools
-import os
-
 from agent_services.serving import app
 from agent_services.serving import openapi
+import documented_answers
 import httpx
-import hypothesis
 import pytest
 import rollout_server
 
-schemathesis = pytest.importorskip("schemathesis")
-from schemathesis.specs.openapi import checks  # pylint: disable=g-import-not-at-top # noqa: E402
-
 pytestmark = pytest.mark.timeout(300)
-# Of each operation; a search of an hour is one of some thousands.
-EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "12"))
-CHECKS = [
-  schemathesis.checks.not_a_server_error,
-  checks.status_code_conformance,
-  checks.content_type_conformance,
-  checks.response_schema_conformance,
-]
 
 
 def test_every_operation_answers_as_its_document_describes(running):
   """No 5xx, and no status, type or shape beyond the document."""
-  schema = schemathesis.openapi.from_url(running.url + "/openapi.json")
   session = rollout_server.start(running)["session_id"]
-  tried, numbers = {}, itertools.count()
-  for result in schema.get_all_operations():
-    operation = result.ok()
 
-    @hypothesis.settings(
-      max_examples=EXAMPLES,
-      deadline=None,
-      derandomize=True,
-      database=None,
-      suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(case=operation.as_strategy())
-    def try_it(case):
-      # Most made-up names exist nowhere; real ones reach further.
-      if next(numbers) % 4:
-        if "session" in case.path_parameters:
-          case.path_parameters["session"] = session
-        if isinstance(case.body, dict):
-          if "model" in case.body:
-            case.body["model"] = rollout_server.MODEL
-          if "session_id" in case.body:
-            case.body |= {"session_id": session, "drop": False}
-      reply = case.call(base_url=running.url, timeout=60)
-      case.validate_response(reply, checks=CHECKS)
-      tried.setdefault(case.operation.label, set()).add(reply.status_code)
+  def make_real(case):
+    if "session" in case.path_parameters:
+      case.path_parameters["session"] = session
+    if isinstance(case.body, dict):
+      if "model" in case.body:
+        case.body["model"] = rollout_server.MODEL
+      if "session_id" in case.body:
+        case.body |= {"session_id": session, "drop": False}
 
-    try_it()
+  tried = documented_answers.statuses(running.url, make_real, every=4)
   documented = {
     f"{method.upper()} {path}"
     for path, methods in openapi.document(app.ENDPOINTS)["paths"].items()

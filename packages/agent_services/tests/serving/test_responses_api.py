@@ -34,20 +34,6 @@ def respond(client, items, **options):
   return client.responses.create(input=items, extra_body=extra, **options)
 
 
-@pytest.fixture(name="saying")
-def _saying(running, monkeypatch):
-  """Makes the policy say a text."""
-
-  def say(text):
-    monkeypatch.setattr(
-      running.app._service.policy.renderer,
-      "decode",
-      lambda ids: text if len(ids) else "",
-    )
-
-  return say
-
-
 def test_a_response_is_the_chat_completion_of_its_items(running):
   client = running.client()
   items = [

@@ -19,18 +19,8 @@ def _server(running):
     yield attacks.Server(door.url, PATH, 64 << 20)
 
 
-def test_half_heads_are_displaced(server):
-  attacks.half_heads_are_displaced(server)
-
-
-def test_bodies_that_do_not_come_hold_no_place(server):
-  attacks.bodies_that_do_not_come_hold_no_place(server)
-
-
-def test_bodies_are_bounded(server):
-  attacks.large_bodies_are_refused_unread(server)
-  attacks.chunks_are_counted(server, 1 << 20)
-  attacks.bodies_wait_for_memory(server)
+class TestAttacks(attacks.Withstands):
+  """On the fixture's server."""
 
 
 def test_strangers_hold_nothing(server, running, monkeypatch):

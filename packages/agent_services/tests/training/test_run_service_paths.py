@@ -12,7 +12,6 @@ import httpx
 import pytest
 import run_services
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
@@ -100,8 +99,8 @@ def test_after_an_update_a_service_is_answered_by_the_new_weights():
 
 
 @pytest.mark.slow
-def test_the_documented_sequence_holds_from_execution_to_termination():
-  """Screenshots as addresses, an image proxy, a gym server that judges."""
+def test_screenshots_as_addresses_are_fetched_once_each():
+  """By an image proxy, of an episode that a gym server judges."""
   log, front = [], {}
 
   async def policy_front(scope, receive, send):
@@ -115,12 +114,8 @@ def test_the_documented_sequence_holds_from_execution_to_termination():
       two_paths.assert_equal(own, other)
     return got.trajectories[0]
 
-  gyms = gym_servers.serving()
   with (
-    gyms as (_, gym_app),
-    http_server.LoopbackServer(
-      run_services.Logged(gym_app.asgi, "gym", log)
-    ) as gym_server,
+    gym_servers.serving() as (gym, gym_app),
     http_server.LoopbackServer(
       run_services.Logged(run_services.app_lib.App().asgi, "service", log)
     ) as service,
@@ -128,7 +123,7 @@ def test_the_documented_sequence_holds_from_execution_to_termination():
     ByService(
       service.url,
       "gym=genv",
-      f"gym.options={{base_url: '{gym_server.url}', gym_id: desktop}}",
+      f"gym.options={{base_url: '{gym}', gym_id: desktop}}",
       "task_source.source=gym",
       "run_service.images=url",
       f"rollout.public_url={images.url}",
@@ -141,34 +136,12 @@ def test_the_documented_sequence_holds_from_execution_to_termination():
         allowed_hosts=(host,), private_hosts=(host,), allow_http=True
       ),
     )
-    front["app"] = run_services.Logged(passing_on.asgi, "policy", log)
+    front["app"] = passing_on.asgi
     episode = paths.run(both(paths))
     assert gym_app.store.open == 0
-  order = []
-  for who, method, path in log:
-    what = path.rpartition("/")[2]
-    if who == "gym" and method == "POST":
-      order.append("create" if "/tasks/" in path else what)
-    elif (who, method, what) == ("service", "POST", "runs"):
-      order.append("run")
-    elif (who, what) == ("policy", "completions"):
-      order.append("model")
-    elif (who, what) == ("service", "events"):
-      if order[-1] != "events":
-        order.append("events")
   turns = len(episode.steps)
-  acts = [o for o in order if o != "events"]
-  assert acts == [
-    "create",
-    "run",
-    *(["model", "step"] * turns),
-    "evaluate",
-    "terminate",
-  ]
-  # The events are read before the verdict is asked for.
-  assert "events" in order[: order.index("evaluate")]
-  # And each screenshot was fetched by its address, once.
-  fetched = [p for w, _, p in log if w == "service" and "/images/" in p]
+  # Each screenshot was fetched by its address, once.
+  fetched = [path for _, _, path in log if "/images/" in path]
   assert len(fetched) == len(set(fetched)) == turns
 
 
@@ -268,35 +241,13 @@ def test_a_service_that_fails_ends_the_episode_in_time(tokens):
 def test_a_service_that_drops_tokens_is_refused_or_counted():
   """With tokens=events, nothing is made up that is not counted."""
   outcomes = {}
-  with run_services.serving() as (url, app):
-    real = app.asgi
 
-    async def losing(scope, receive, send):
-      if not scope["path"].endswith("/events"):
-        return await real(scope, receive, send)
-      parts = []
+  def lose(event):
+    if event["type"] == "model_output":
+      del event["modelOutput"]["choices"][0]["token_ids"]
 
-      async def keep(message):
-        parts.append(message)
-
-      await real(scope, receive, keep)
-      data = json.loads(b"".join(m.get("body", b"") for m in parts[1:]))
-      for event in data["events"]:
-        if event["type"] == "model_output":
-          del event["modelOutput"]["choices"][0]["token_ids"]
-      body = json.dumps(data).encode()
-      kind = [(b"content-type", b"application/json")]
-      await send(
-        {"type": "http.response.start", "status": 200, "headers": kind}
-      )
-      await send({"type": "http.response.body", "body": body})
-
-    async def lossy(scope, receive, send):
-      if scope["type"] == "http":
-        await losing(scope, receive, send)
-        return
-      await real(scope, receive, send)
-
+  with run_services.serving() as (_, app):
+    lossy = run_services.Rewriting(app.asgi, event=lose)
     with http_server.LoopbackServer(lossy) as front:
       for mode in ("refuse", "fallback"):
         with ByService(
@@ -315,58 +266,15 @@ def test_a_service_that_drops_tokens_is_refused_or_counted():
   assert sequence.num_sampled and not sequence.logprobs.any()
 
 
-class Sampler:
-  """In front of a run service: it samples by its own parameters.
+def sample_colder(run):
+  """The service's own parameter, in place of the run's."""
+  run["model"]["sampling"] |= {"temperature": 0.5}
 
-  Attributes:
-    app: the service's.
-    sampling: replaces that of each run's body.
-    silent: Whether events leave out the parameters of requests.
-  """
 
-  def __init__(self, app, silent=False, **sampling):
-    self.app, self.silent, self.sampling = app, silent, sampling
-
-  async def __call__(self, scope, receive, send):
-    if scope["type"] != "http":
-      await self.app(scope, receive, send)
-    elif scope["path"].endswith("/events") and self.silent:
-      parts = []
-
-      async def keep(message):
-        parts.append(message)
-
-      await self.app(scope, receive, keep)
-      events = json.loads(b"".join(m.get("body", b"") for m in parts))["events"]
-      for event in events:
-        if event["type"] == "model_call":
-          call = event["modelSpecificInput"]
-          event["modelSpecificInput"] = {"messages": call["messages"]}
-      await send(
-        {
-          "type": "http.response.start",
-          "status": 200,
-          "headers": [(b"content-type", b"application/json")],
-        }
-      )
-      body = json.dumps({"events": events}).encode()
-      await send({"type": "http.response.body", "body": body})
-    elif (scope["method"], scope["path"]) == ("POST", "/runs"):
-      parts = []
-      while not parts or parts[-1].get("more_body"):
-        parts.append(await receive())
-      body = json.loads(b"".join(m.get("body", b"") for m in parts))
-      body["model"]["sampling"] |= self.sampling
-      content = json.dumps(body).encode()
-      headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
-      headers.append((b"content-length", str(len(content)).encode()))
-
-      async def changed():
-        return {"type": "http.request", "body": content, "more_body": False}
-
-      await self.app({**scope, "headers": headers}, changed, send)
-    else:
-      await self.app(scope, receive, send)
+def name_no_parameters(event):
+  if event["type"] == "model_call":
+    call = event["modelSpecificInput"]
+    event["modelSpecificInput"] = {"messages": call["messages"]}
 
 
 @pytest.mark.parametrize(
@@ -395,7 +303,9 @@ def test_a_service_s_own_sampling_is_not_trained_on_unseen(
 ):
   """Its turns are masked and counted, refused, or trained on."""
   with run_services.serving() as (_, app):
-    front = Sampler(app.asgi, silent, temperature=0.5)
+    front = run_services.Rewriting(
+      app.asgi, sample_colder, name_no_parameters if silent else None
+    )
     with http_server.LoopbackServer(front) as server:
       with ByService(server.url, *overrides) as paths:
         (group,) = paths.run(paths.collect("train", True, 1))
@@ -413,30 +323,6 @@ def test_a_service_s_own_sampling_is_not_trained_on_unseen(
   assert episode.is_trainable  # Its reward counts in its group.
   for sequence in episode.sequences:
     assert not sequence.logprobs.any() and (sequence.versions == -1).all()
-
-
-@pytest.mark.slow
-def test_a_run_trains_on_a_service_s_episodes(tmp_path, monkeypatch):
-  """The old trainer's names, and the service's address from outside."""
-  with run_services.serving() as (url, _):
-    monkeypatch.setenv("GBOX_MINI_AGENT_BASE_URL", url)
-    status = train.main([
-        *two_paths.SMALL, f"run.dir={tmp_path}", "name=p", "steps=2",
-        "rollout.via=proxy", "rollout.agent=run_service",
-        "gbox_mini_agent_agent=tool", "run_service.poll_s=0.05",
-        "eval.episodes_per_task=2", "eval.modes=[sampled]",
-        "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
-    ])  # fmt: skip
-  assert status == 0
-  lines = (tmp_path / "p" / "metrics.jsonl").read_text().splitlines()
-  metrics = [json.loads(line) for line in lines]
-  assert [m["step"] for m in metrics] == [1, 2]
-  for step in metrics:
-    assert step["logprob_gap_max"] < 1e-3
-    assert step["fallback_turns"] == 0
-    assert step["episode_tokens_mean"] > 5
-  summary = json.loads((tmp_path / "p" / "summary.json").read_text())
-  assert summary["status"] == "completed" and not summary.get("faults")
 
 
 # --- settings ----------------------------------------------------------------
@@ -481,8 +367,8 @@ def test_an_environment_that_no_service_plays_is_refused():
     config_lib.load_config(["rollout.agent=run_service"])
 
 
-def test_the_service_gets_what_it_is_configured_with():
-  """And a service of another make only the fields of the protocol."""
+def test_the_service_gets_what_it_is_configured_with(monkeypatch):
+  """A service of another make gets only the fields of the protocol."""
   requests = []
 
   def answer(method, path, body):
@@ -492,9 +378,10 @@ def test_the_service_gets_what_it_is_configured_with():
 
   with run_services.scripted(answer) as (url, _):
     other = ("rollout_backend=gbox_mini_agent", "run_service.key=field")
+    monkeypatch.setenv("GBOX_MINI_AGENT_BASE_URL", url)
     for change in ((), other):
       with ByService(
-        url,
+        "",
         "run_service.agent=qwen3-vl",
         "run_service.model=mine",
         "run_service.env={boxType: linux}",

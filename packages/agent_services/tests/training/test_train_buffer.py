@@ -37,16 +37,7 @@ def _no_gym(monkeypatch):
 
 @pytest.fixture(name="tasks")
 def _tasks(tmp_path):
-  path = tmp_path / "tasks.jsonl"
-  rows = [
-    {
-      "instance_id": f"math_{i}",
-      "prompt": [{"role": "user", "content": f"{i}+1"}],
-    }
-    for i in range(40)
-  ]
-  path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-  return path
+  return buffer_peer.write_sums(tmp_path, 40)
 
 
 def _train(tmp_path, peer, tasks, *overrides):

@@ -1,6 +1,5 @@
 """The command with the rollout protocol's flags: each reaches the learner."""
 
-import json
 import time
 
 import buffer_peer
@@ -25,16 +24,7 @@ REWARDS = (1.0, 0.25, 0.5, 0.0)
 
 @pytest.fixture(name="tasks")
 def _tasks(tmp_path):
-  path = tmp_path / "tasks.jsonl"
-  rows = [
-    {
-      "instance_id": f"math_{i}",
-      "prompt": [{"role": "user", "content": f"{i}+1"}],
-    }
-    for i in range(12)
-  ]
-  path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-  return path
+  return buffer_peer.write_sums(tmp_path, 12)
 
 
 @pytest.fixture(name="batches")
@@ -237,26 +227,6 @@ class Shouted(loss_mask.MultiTurnLossMaskGenerator):
     return super().get_loss_mask(messages)
 
 
-@pytest.mark.slow
-def test_a_registered_loss_mask_type_makes_the_tokens(tasks, tmp_path, batches):
-  loss_mask.LOSS_MASK_TYPES.register("shouted", Shouted, replace=True)
-  try:
-    with buffer_peer.BufferPeer({"math": text}) as peer:
-      assert _train(
-          tmp_path, peer, tasks, "--num-rollout", "1", "--loss-mask-type",
-          "shouted",
-      ) == 0  # fmt: skip
-  finally:
-    loss_mask.LOSS_MASK_TYPES.unregister("shouted")
-  for _, _, _, group in batches[0]:
-    for member in group:
-      (sequence,) = member.sequences
-      assert sequence.tokens[0] == 7
-      assert sequence.loss_mask.tolist() == [False] + [True] * (
-        len(sequence.tokens) - 1
-      )
-
-
 # --- functions by path --------------------------------------------------------
 
 
@@ -269,20 +239,31 @@ def newest(args, rollout_id, buffer, num_groups):
 
 
 @pytest.mark.slow
-def test_a_filter_by_its_path_chooses_what_is_trained(tasks, tmp_path, batches):
+def test_a_filter_and_a_loss_mask_type_by_their_names(tasks, tmp_path, batches):
   def at_once(payload, write, stop):
     items = []
     text(payload, items.append, stop)
     for item in items:
       write(item)
 
-  with buffer_peer.BufferPeer({"math": at_once}) as peer:
-    assert _train(
-        tmp_path, peer, tasks, "--num-rollout", "1", "--buffer-filter-path",
-        f"{MODULE}.newest",
-    ) == 0  # fmt: skip
+  loss_mask.LOSS_MASK_TYPES.register("shouted", Shouted, replace=True)
+  try:
+    with buffer_peer.BufferPeer({"math": at_once}) as peer:
+      assert _train(
+          tmp_path, peer, tasks, "--num-rollout", "1", "--loss-mask-type",
+          "shouted", "--buffer-filter-path", f"{MODULE}.newest",
+      ) == 0  # fmt: skip
+  finally:
+    loss_mask.LOSS_MASK_TYPES.unregister("shouted")
   # Of the twelve groups, newest first, the last two: the oldest ones.
   assert [name for name, *_ in batches[0]] == ["math_10", "math_11"]
+  for _, _, _, group in batches[0]:
+    for member in group:
+      (sequence,) = member.sequences
+      assert sequence.tokens[0] == 7
+      assert sequence.loss_mask.tolist() == [False] + [True] * (
+        len(sequence.tokens) - 1
+      )
 
 
 CALLS = []

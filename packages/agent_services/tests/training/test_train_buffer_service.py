@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 
+import buffer_peer
 import pytest
 import small_runs
 from tunix.rl.multi_turn import train
@@ -30,21 +32,11 @@ COMMON = (
 @contextlib.contextmanager
 def _service(directory, port=0):
   process = subprocess.Popen(
-    [
-      sys.executable,
-      "-m",
-      "agent_services.rollout_buffer",
-      "--dir",
-      str(directory),
-      "--port",
-      str(port),
-      "--input-roots",
-      str(directory.parent),
-    ],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.DEVNULL,
-    text=True,
-  )
+    [sys.executable, "-m", "agent_services.rollout_buffer",
+     "--dir", str(directory), "--port", str(port),
+     "--input-roots", str(directory.parent)],
+    stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+  )  # fmt: skip
   try:
     line = process.stdout.readline()
     assert " at http://" in line, line
@@ -64,8 +56,14 @@ def _episodes(directory):
   return [json.loads(line) for line in text.splitlines()]
 
 
-def _write(path, rows):
-  path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+def _write_desktop(tmp_path, family):
+  buffer_peer.write_tasks(
+    tmp_path,
+    [
+      {"instance_id": f"gui_{i}", "family": family, "index": i}
+      for i in range(40)
+    ],
+  )
 
 
 def _three_rounds(tmp_path, *overrides):
@@ -87,17 +85,7 @@ def _three_rounds(tmp_path, *overrides):
 
 
 def test_mathematics(tmp_path):
-  _write(
-    tmp_path / "tasks.jsonl",
-    [
-      {
-        "instance_id": f"math_{i}",
-        "prompt": [{"role": "user", "content": f"{i} + 1 ="}],
-        "label": str(i + 1),
-      }
-      for i in range(60)
-    ],
-  )
+  buffer_peer.write_sums(tmp_path, 60)
   episodes, _ = _three_rounds(
     tmp_path,
     "environment.name=gsm8k",
@@ -110,13 +98,7 @@ def test_mathematics(tmp_path):
 
 
 def test_the_desktop_with_screenshots_token_by_token(tmp_path):
-  _write(
-    tmp_path / "tasks.jsonl",
-    [
-      {"instance_id": f"gui_{i}", "family": "click-color", "index": i}
-      for i in range(40)
-    ],
-  )
+  _write_desktop(tmp_path, "click-color")
   episodes, _ = _three_rounds(
     tmp_path,
     "buffer.task_type=desktop",
@@ -134,13 +116,7 @@ def test_the_desktop_with_screenshots_token_by_token(tmp_path):
 
 def test_every_update_learns_from_its_own_weights_episodes(tmp_path):
   """The protocol's flags and the shipped policy, and no stale token."""
-  _write(
-    tmp_path / "tasks.jsonl",
-    [
-      {"instance_id": f"gui_{i}", "family": "open-icon", "index": i}
-      for i in range(40)
-    ],
-  )
+  _write_desktop(tmp_path, "open-icon")
   with _service(tmp_path / "buffer") as (url, _):
     assert small_runs.run_train(
         tmp_path, "name=b", "seed=1",
@@ -177,19 +153,7 @@ def test_every_update_learns_from_its_own_weights_episodes(tmp_path):
 
 
 def test_a_killed_service_goes_on_where_it_was(tmp_path):
-  _write(
-    tmp_path / "tasks.jsonl",
-    [
-      {
-        "instance_id": f"math_{i}",
-        "prompt": [{"role": "user", "content": f"{i} + 1 ="}],
-        "label": str(i + 1),
-      }
-      for i in range(60)
-    ],
-  )
-  import threading
-
+  buffer_peer.write_sums(tmp_path, 60)
   with _service(tmp_path / "buffer") as (url, process):
     port = int(url.rpartition(":")[2])
     again = contextlib.ExitStack()

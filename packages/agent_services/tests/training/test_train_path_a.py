@@ -95,6 +95,7 @@ def test_the_documented_command_trains(tmp_path):
   assert [s["step"] for s in steps] == [1, 2]
   for step in steps:
     assert step["grad_norm"] > 0 and step["logprob_gap_max"] < 1e-3
+    assert step["fallback_turns"] == 0 and step["episode_tokens_mean"] > 5
   # The shipped policy can do it: its own prompt is the one that is written.
   assert sum(s["success_rate"] for s in steps) > 0
   assert not small_runs.summary_of(tmp_path / "a").get("faults")

@@ -168,6 +168,12 @@ def new_database(url) -> str:
   return url(name)
 
 
+def drop_database(url, database_url: str) -> None:
+  """Deletes a database, whoever is connected to it."""
+  name = sa.make_url(database_url).database
+  _admin(url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
 def empty_database(url) -> str:
   name = f"empty_{next(_COUNT)}"
   _admin(url, f"CREATE DATABASE {name}")

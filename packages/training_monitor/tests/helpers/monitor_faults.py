@@ -332,14 +332,7 @@ def full(folder, rounds=2) -> dict:
         sha, image = monitor_server.screenshot(round_, (300, 200))
         reply = server.http.put(f"/api/v1/screenshots/{sha}", content=image)
         refused += reply.status_code == 503
-        for n in range(12):
-          name = f"r{round_}-{n}"
-          client.sender.put(
-            monitor_server.episode(
-              name, status="completed", status_message="x" * 20_000
-            )
-          )
-          names.append(name)
+        names += _put_long(client, round_, 12)
         time.sleep(1.0)
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         assert client.drain(60), client.sender.health()
@@ -351,15 +344,33 @@ def full(folder, rounds=2) -> dict:
   wrong = check(folder / "server" / "m.db", names)
   if partial:
     wrong.append(f"{partial} left behind")
-  for key in ("dead_letters", "dropped_disk", "dropped_memory", "failed"):
-    if counters.get(key):
-      wrong.append(f"{key}: {counters[key]}")
+  wrong += _losses(counters)
   return {
     "wrong": wrong,
     "refused": refused,
     "failed_commits": failed,
     "spool_failures": counters.get("spool_failures", 0),
   }
+
+
+def _put_long(client, round_, count):
+  """Sends episodes of 20 kB; returns their names."""
+  import monitor_server  # pylint: disable=g-import-not-at-top
+
+  names = [f"r{round_}-{n}" for n in range(count)]
+  for name in names:
+    client.sender.put(
+      monitor_server.episode(
+        name, status="completed", status_message="x" * 20_000
+      )
+    )
+  return names
+
+
+def _losses(counters):
+  """Names each counter of a client that has lost something."""
+  kinds = ("dead_letters", "dropped_disk", "dropped_memory", "failed")
+  return [f"{kind}: {counters[kind]}" for kind in kinds if counters.get(kind)]
 
 
 def full_for_real(folder, rounds=2) -> dict:
@@ -381,23 +392,14 @@ def full_for_real(folder, rounds=2) -> dict:
               pass
           except OSError:
             pass
-        for n in range(4):
-          name = f"r{round_}-{n}"
-          client.sender.put(
-            monitor_server.episode(
-              name, status="completed", status_message="x" * 20_000
-            )
-          )
-          names.append(name)
+        names += _put_long(client, round_, 4)
         time.sleep(1.0)
         stuck += not client.flush(0.1)
         (folder / "filler").unlink()
         assert client.drain(60), client.sender.health()
       counters = dict(client.sender.counters)
   wrong = check(folder / "server" / "m.db", names)
-  for key in ("dead_letters", "dropped_disk", "dropped_memory", "failed"):
-    if counters.get(key):
-      wrong.append(f"{key}: {counters[key]}")
+  wrong += _losses(counters)
   return {"wrong": wrong, "rounds": rounds, "stuck": stuck}
 
 

@@ -1,5 +1,6 @@
 """Both databases, servers on them, and a browser, for tests that ask."""
 
+import contextlib
 import pathlib
 import types
 
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("sqlalchemy", reason="needs the extra `monitor`")
 import monitor_server  # noqa: E402
+from trainer_core import images  # noqa: E402
 from training_monitor.schema import database  # noqa: E402
 
 OF_BOTH = (
@@ -34,21 +36,29 @@ def postgres():
 @pytest.fixture(params=["sqlite", "postgresql"])
 def target(request, tmp_path):
   """Path or URL of a fresh database with the schema in it."""
-  return _fresh(request, tmp_path)
+  with _fresh(request, tmp_path) as where:
+    yield where
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def shared_target(request, tmp_path_factory):
   """As `target`, one for a module: its tests undo what they do."""
-  return _fresh(request, tmp_path_factory.mktemp("shared"))
+  with _fresh(request, tmp_path_factory.mktemp("shared")) as where:
+    yield where
 
 
+@contextlib.contextmanager
 def _fresh(request, folder):
   if request.param == "sqlite":
     path = str(folder / "monitor.db")
     monitor_databases.new_sqlite(path)
-    return path
-  return monitor_databases.new_database(request.getfixturevalue("postgres"))
+    yield path
+    return
+  server = request.getfixturevalue("postgres")
+  url = monitor_databases.new_database(server)
+  yield url
+  # Hundreds of databases would take minutes to delete at the end.
+  monitor_databases.drop_database(server, url)
 
 
 @pytest.fixture
@@ -68,6 +78,11 @@ def server(target, tmp_path):
 def lite(tmp_path):
   with monitor_server.sqlite_server(tmp_path) as running:
     yield running
+
+
+@pytest.fixture
+def store():
+  return images.ImageStore()
 
 
 @pytest.fixture(scope="module")

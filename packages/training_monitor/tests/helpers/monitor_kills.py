@@ -388,15 +388,11 @@ def kill_run(folder, kills, seed=0, target=None) -> Outcome:
 
 def _deliver(url, spools, seconds=120.0) -> None:
   """The next run there, which ends once it has delivered what was left."""
-  log = event_log.EventLog(
-    event_log.RunSpec(
-      url=url,
-      spool_dir=str(spools),
-      name="last",
-      session=1 << 20,
-      **observed_run.FACTS,
-    )
-  )
+  spec = event_log.RunSpec(
+    url=url, spool_dir=str(spools), name="last", session=1 << 20,
+    **observed_run.FACTS,
+  )  # fmt: skip
+  log = event_log.EventLog(spec)
   deadline = time.monotonic() + seconds
   while [path.name for path in spools.glob("*.spool")] != ["last.spool"]:
     if time.monotonic() > deadline:
@@ -406,15 +402,7 @@ def _deliver(url, spools, seconds=120.0) -> None:
     if not log.drain(10):
       break
     log.close()
-    log = event_log.EventLog(
-      event_log.RunSpec(
-        url=url,
-        spool_dir=str(spools),
-        name="last",
-        session=1 << 20,
-        **observed_run.FACTS,
-      )
-    )
+    log = event_log.EventLog(spec)
   log.close()
 
 

@@ -3,12 +3,14 @@
 import contextlib
 import io
 import pathlib
+import time
 
 import httpx
 import monitor_databases
 import numpy as np
 from PIL import Image
 from training_monitor import app as app_lib
+from training_monitor.client import ingest_client
 from training_monitor.core import images as images_lib
 from training_monitor.net import http_server
 from training_monitor.net import request_bodies
@@ -156,3 +158,17 @@ def sqlite_server(folder, **options):
     monitor_databases.new_sqlite(path)
   with MonitorServer(path, path.with_name("files"), **options) as server:
     yield server
+
+
+def client_of(url, folder, **options):
+  return ingest_client.IngestClient(
+    url, timeout_seconds=10, spool_dir=folder, **options
+  )
+
+
+def wait_for(holds, seconds=60):
+  """Waits until `holds()` is true; fails after `seconds`."""
+  deadline = time.monotonic() + seconds
+  while not holds():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)

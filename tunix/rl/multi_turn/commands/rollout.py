@@ -21,6 +21,7 @@ import sys
 import tempfile
 from typing import Any, Mapping, Sequence
 
+import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
@@ -146,37 +147,25 @@ class RolloutHost(player.GroupPlayer):
       )
 
   async def _load(self, serial: int, version: int, size: int) -> None:
-    """Loads `size` bytes of weights; newer ones if they have come meanwhile.
-
-    In parts at once: on a path that loses packets a connection's rate falls
-    with the loss, not with what the path carries.
-    """
-    step = max(_PART_BYTES, -(-size // _PARTS))
-    parts = [(at, min(size, at + step) - 1) for at in range(0, size, step)]
-    try:
-      raw = await asyncio.gather(
-        *[
-          self._learner.call(
-            "GET",
-            f"/weights/{serial}",
-            player.TRANSFER_S,
-            headers={"Range": f"bytes={first}-{last}"},
-            limit=last - first + 1,
-          )
-          for first, last in parts
-        ]
-      )
-    except http.CallError as error:
-      if error.status == 404:
-        return  # The next beat names newer ones.
-      raise
+    """Loads `size` bytes of weights; newer ones if they have come meanwhile."""
+    shared = pathlib.Path(self._directory, "weights", f"{serial}.safetensors")
+    tensors = await asyncio.to_thread(_shared_tensors, shared, size)
+    parts: list[bytes] = []
+    if tensors is None:
+      try:
+        parts = await self._fetched(serial, size)
+      except http.CallError as error:
+        if error.status == 404:
+          return  # The next beat names newer ones.
+        raise
 
     def load() -> concurrent.futures.Future[int]:
-      with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
-        file.writelines(raw)
-        file.flush()
-        with tensor_files.opened(pathlib.Path(file.name)) as tensors:
-          values = {k: tensors.get_tensor(k) for k in tensors.keys()}
+      values = tensors
+      if values is None:
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+          file.writelines(parts)
+          file.flush()
+          values = _tensors(pathlib.Path(file.name))
       state = weights.state_like(self._policy.model, values)
       return self._engine.update_weights(version, state)
 
@@ -190,6 +179,26 @@ class RolloutHost(player.GroupPlayer):
     self._serial = serial
     self._newer.set()
     self._newer = asyncio.Event()
+
+  async def _fetched(self, serial: int, size: int) -> list[bytes]:
+    """Fetches a file of weights in parts at once.
+
+    On a path that loses packets a connection's rate falls with the loss, not
+    with what the path carries.
+    """
+    step = max(_PART_BYTES, -(-size // _PARTS))
+    ranges = [(at, min(size, at + step) - 1) for at in range(0, size, step)]
+    calls = [
+      self._learner.call(
+        "GET",
+        f"/weights/{serial}",
+        player.TRANSFER_S,
+        headers={"Range": f"bytes={first}-{last}"},
+        limit=last - first + 1,
+      )
+      for first, last in ranges
+    ]
+    return await asyncio.gather(*calls)
 
   async def _play(
     self, order: Mapping[str, Any], faults: player.Faults
@@ -205,6 +214,24 @@ class RolloutHost(player.GroupPlayer):
       mode=order["mode"],
     )
     return await player.collect_order(collector, order)
+
+
+def _tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
+  with tensor_files.opened(path) as file:
+    return {key: file.get_tensor(key) for key in file.keys()}
+
+
+def _shared_tensors(
+  path: pathlib.Path, size: int
+) -> dict[str, np.ndarray] | None:
+  """Reads weights that the learner wrote, if this host sees its directory.
+
+  None if it does not, or the file has been replaced: they come by HTTP then.
+  """
+  try:
+    return _tensors(path) if path.stat().st_size == size else None
+  except (OSError, ValueError):
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
