@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from tunix.rl.multi_turn import clients
-from tunix.rl.multi_turn import engine
 from tunix.rl.multi_turn.core import policy_client
 
 PROMPT = policy_client.TokenPrompt(np.array([4, 5, 6]))
@@ -76,10 +75,3 @@ async def test_replay_returns_the_recording_once():
   for session in ("a", "b"):
     with pytest.raises(LookupError, match=repr(session)):
       await client.generate(PROMPT, sampling, session=session)
-
-
-def test_engine_package_offers_the_engine():
-  assert engine.RolloutEngine.__name__ == "RolloutEngine"
-  assert issubclass(engine.EngineError, RuntimeError)
-  with pytest.raises(AttributeError, match="Nothing"):
-    engine.Nothing  # noqa: B018

@@ -434,7 +434,7 @@ def test_a_remat_left_to_the_run_is_the_fastest_that_fits(monkeypatch):
     assert planned_run.total(planned_run.memory(planned)) <= most
     return planned.model.config.remat
 
-  arguments = ["policy=Qwen3-VL-2B"]
+  arguments = ["policy.name=qwen3_vl_tiny"]
   runs = {
     remat: run_of(*arguments, f"policy.config.remat={remat}")
     for remat in config_checks.REMATS

@@ -14,11 +14,6 @@ GOOD = dict(
 )
 
 
-def test_the_good_one_can_be_built():
-  sequence = token_sequence.TokenSequence(**GOOD, entropies=[0.0, 0.1, 0.2])
-  assert sequence.num_sampled == 2 and len(sequence) == 3
-
-
 @pytest.mark.parametrize(
   "change, problem",
   [

@@ -415,8 +415,3 @@ def test_wrong_arguments_end_with_status_2(words, wrong, capsys):
   assert doctor.main(words) == 2
   shown = capsys.readouterr()
   assert wrong in shown.err and not shown.out
-
-
-def test_help_names_the_exit_status(capsys):
-  assert doctor.main(["--help"]) == 0
-  assert "Exit status: 0" in capsys.readouterr().out

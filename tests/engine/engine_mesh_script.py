@@ -35,7 +35,7 @@ def prompt(processor, store, seed, text):
   return policy_client.TokenPrompt(tokens, (span,))
 
 
-def sample(mesh, weights):
+def sample(mesh, weights, warm):
   model, processor, _ = checkpoint.create_policy(
     "qwen3_vl_tiny", mesh=mesh, screen=SIZE
   )
@@ -55,7 +55,8 @@ def sample(mesh, weights):
     image_sizes=(SIZE,),
     banned_token_ids=model.config.banned_token_ids,
   ) as engine:
-    engine.warm_up()
+    if warm:
+      engine.warm_up()
 
     async def all_of_them():
       return await asyncio.gather(
@@ -72,7 +73,7 @@ def sample(mesh, weights):
     )
     engine.update_weights(1, nnx.state(model)).result(60)
     second = asyncio.run(all_of_them())
-    assert engine.stats()["compiles_after_warm_up"] == 0
+    assert not warm or engine.stats()["compiles_after_warm_up"] == 0
   completions = [*first, *second]
   return {
     "tokens": [c.tokens.tolist() for c in completions],
@@ -87,7 +88,7 @@ def main():
   for case in CASES:
     name, weights = case.split("-")
     mesh = MESHES[name] and sharding.make_mesh(**MESHES[name])
-    report[case] = sample(mesh, weights)
+    report[case] = sample(mesh, weights, warm=case == CASES[-1])
   print(json.dumps(report))
 
 

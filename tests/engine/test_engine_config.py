@@ -59,11 +59,6 @@ def test_all_contradictions_are_reported_at_once():
   assert "decode_rows=[2, 2]" in str(caught.value)
 
 
-def test_settings_are_given_by_name():
-  with pytest.raises(ValueError, match="positional"):
-    EngineConfig(96)  # type: ignore[misc]
-
-
 def test_a_run_decides_what_is_left_to_it():
   config = EngineConfig()
   assert not config.is_lockstep and config.shares_prefixes

@@ -173,37 +173,6 @@ def test_a_later_session_finds_what_a_released_one_left(make, model, store):
   assert engine.stats()["prefilled_tokens"] - before < 2 * PAGE
 
 
-def test_sharing_can_be_left(make, model, store):
-  tokens, spans = prompt(store, np.random.default_rng(2))
-  requests = [
-    (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(3)
-  ]
-  for lockstep in ("false", "true"):
-    engine = make(share_prefixes="false", lockstep=lockstep)
-    for name, *_ in requests:
-      engine.open_session(name)
-    for completion in micro.generate(engine, *requests):
-      micro.check_greedy(model, store, tokens, spans, completion)
-    stats = engine.stats()
-    assert stats["shared_tokens"] == 0
-    assert stats["prefilled_tokens"] == 3 * (len(tokens) - 1)
-
-
-def test_other_pixels_are_not_shared(make, model, store):
-  rng = np.random.default_rng(3)
-  tokens, spans = prompt(store, rng, before=0)
-  _, other_spans = prompt(store, rng, before=0)
-  engine = make()
-  requests = [
-    ("a", micro.prompt_of(tokens, spans), GREEDY),
-    ("b", micro.prompt_of(tokens, other_spans), GREEDY),
-  ]
-  a, b = micro.generate(engine, *requests)
-  micro.check_greedy(model, store, tokens, spans, a)
-  micro.check_greedy(model, store, tokens, other_spans, b)
-  assert engine.stats()["shared_tokens"] == 0
-
-
 @pytest.mark.parametrize("lockstep", ("false", "true"))
 def test_a_full_cache_preempts_and_loses_nothing(make, lockstep):
   """Four long completions in a cache that holds little more than one."""
@@ -434,31 +403,6 @@ def test_lockstep_shares_pages_and_is_equal_to_the_bit(make, store):
   asyncio.run(other.release("x"))
   play_group(other, store, 3)
   assert want == play_group(other, store, 4)
-
-
-@pytest.mark.parametrize("on_update", ("keep_kv", "recompute"))
-async def test_new_sessions_see_nothing_of_older_weights(
-  make, model, store, on_update
-):
-  engine = make(on_update=on_update)
-  tokens, spans = prompt(store, np.random.default_rng(5))
-  old = await engine.generate(
-    micro.prompt_of(tokens, spans), GREEDY, session="old"
-  )
-  micro.check_greedy(model, store, tokens, spans, old)
-  other = micro.MicroPolicy(nnx.Rngs(9))
-  engine.update_weights(1, other)
-  for name in ("new", "newer"):
-    got = await engine.generate(
-      micro.prompt_of(tokens, spans), GREEDY, session=name
-    )
-    micro.check_greedy(other, store, tokens, spans, got)
-  assert engine.stats()["shared_tokens"] == len(tokens) - 1
-  longer = np.append(tokens, [5, 6, 7]).astype(np.int32)
-  got = await engine.generate(
-    micro.prompt_of(longer, spans), GREEDY, session="old"
-  )
-  micro.check_greedy(other, store, longer, spans, got)
 
 
 async def test_an_update_in_the_middle_of_preemptions(make, model, store):

@@ -214,26 +214,6 @@ async def test_an_update_precedes_requests_submitted_after_it(make, model):
     assert got.versions.tolist() == [version] * 2
 
 
-async def test_vision_follows_the_weights(make, model, store):
-  engine = make()
-  rng = np.random.default_rng(0)
-  tokens, spans = micro.with_image(
-    np.array([3], np.int32), (), micro.picture(store, rng)
-  )
-  prompt = micro.prompt_of(micro.with_text(tokens, rng, 2), spans)
-  greedy = Sampling(max_new_tokens=3, temperature=0.0)
-  await engine.generate(prompt, greedy, session="a")
-  params = scaled(model, 1.0)
-  params["vision"][...] = params["vision"][...] * -1.0
-  engine.update_weights(1, params)
-  got = await engine.generate(prompt, greedy, session="b")
-  full = np.append(prompt.tokens, got.tokens)
-  rows = micro.reference_logprobs(with_params(params), store, full, spans)
-  np.testing.assert_allclose(
-    got.logprobs, rows[len(prompt) - 1 : -1].max(-1), atol=1e-4
-  )
-
-
 async def test_stale_prefix_and_vision_caches_between_sessions(
   make, model, store
 ):

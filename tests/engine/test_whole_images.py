@@ -100,8 +100,12 @@ def checker(parts):
   return check
 
 
-@pytest.mark.parametrize("page", trials.by_default([6], [3, 6, 16]))
-@pytest.mark.parametrize("share", ["true", "false"])
+@pytest.mark.parametrize(
+  "page, share",
+  trials.by_default(
+    [(6, "true")], [(6, "true"), (6, "false"), (3, "true"), (16, "true")]
+  ),
+)
 def test_chunks_and_pages_end_anywhere(parts, page, share):
   check = checker(parts)
   with serving(parts, page_size=page, share_prefixes=share) as engine:
@@ -147,10 +151,9 @@ def test_prefixes_that_end_within_an_image_are_shared(parts):
   assert max(reused) >= WHOLE  # Images were shared, not computed again.
 
 
-@pytest.mark.parametrize("copies", ["auto", "true"])
-def test_a_session_goes_on_turn_after_turn(parts, copies):
+def test_a_session_goes_on_turn_after_turn(parts):
   check = checker(parts)
-  with serving(parts, share_prefixes=copies, page_size=5) as engine:
+  with serving(parts, page_size=5) as engine:
     writer, reused = Writer(parts, 5).words(3), []
     for _ in range(4):
       writer.image().words(2)

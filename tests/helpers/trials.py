@@ -28,18 +28,21 @@ def some(cases) -> list:
   return [cases[i] for i in sorted(chosen)]
 
 
-def by_default(kept, cases, ids=None) -> list:
+def by_default(kept, cases, ids=None, unlike=None) -> list:
   """Cases of a parametrised test: `kept` in the default run, the others slow.
 
   Args:
     kept: Part of `cases`; they walk the path of each.
     cases: arguments, a tuple of them where the test takes several.
     ids: a name of each case; None where it names itself.
+    unlike: The slow cases that `.ci/run` tries, where the others resemble them
+      or `kept`; `make test-all` tries all. None = all cases.
   """
   cases, kept = list(cases), list(kept)
   absent = [case for case in kept if case not in cases]
   if absent:
     raise ValueError(f"by_default() keeps {absent}, which are no cases")
+  tried = cases if unlike is None or share() >= 1 else [*kept, *unlike]
   return [
     pytest.param(
       *(case if isinstance(case, tuple) else (case,)),
@@ -47,4 +50,5 @@ def by_default(kept, cases, ids=None) -> list:
       id=None if ids is None else ids[place],
     )
     for place, case in enumerate(cases)
+    if case in tried
   ]

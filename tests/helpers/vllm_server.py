@@ -266,10 +266,10 @@ def gaps(score, model, prompt, completion):
 class Scores:
   """Log-probs that our policy gives a completion, by one whole pass."""
 
-  def __init__(self, policy):
+  def __init__(self, policy, length=128):
     self.policy = policy
     self._recompute = rollout_references.Recompute(
-      policy.model, policy.processor, policy.images, length=128, images=12
+      policy.model, policy.processor, policy.images, length, images=12
     )
 
   def logits(self, answers):

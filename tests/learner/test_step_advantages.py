@@ -6,6 +6,7 @@ import itertools
 import hypothesis
 from hypothesis import strategies as st
 import numpy as np
+import peer_threads
 import pytest
 from tunix.rl import algo_core
 from tunix.rl.multi_turn.core import images
@@ -140,6 +141,24 @@ def test_without_token_counts_it_says_what_is_missing():
       _estimate(name, [group])
   with pytest.raises(ValueError, match="GroupRewards.states"):
     _estimate("gigpo", [group])
+
+
+def test_processes_together_get_the_advantages_of_one():
+  groups = _step(groups=5)
+  estimator = advantages.ESTIMATORS.get("reinforce_pp")
+  options = advantages.AdvantageOptions()
+  alone = advantages.of_step(estimator, groups, options)
+  own = [groups[:1], groups[1:4], groups[4:]]
+
+  def work(peers):
+    shared = advantages.over_processes(estimator, peers)
+    return advantages.of_step(shared, own[peers.index], options)
+
+  together = peer_threads.run_all(3, work)
+  assert [len(results) for results in together] == [1, 3, 1]
+  for got, want in zip(itertools.chain(*together), alone, strict=True):
+    for own_turns, turns in zip(got, want, strict=True):
+      np.testing.assert_array_equal(own_turns, turns)
 
 
 def test_an_estimator_must_return_what_there_is():

@@ -7,16 +7,12 @@ the learner scores them as they were sampled.
 """
 
 import json
-import random
 
 import numpy as np
 from PIL import Image
 import pytest
-import rollout_micro_policy as micro
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
@@ -32,6 +28,7 @@ transformers = pytest.importorskip("transformers")
 
 import chat_families  # noqa: E402
 import qwen_reference  # noqa: E402
+import screen_turns  # noqa: E402
 
 pil = pytest.importorskip(
   "transformers.models.gemma3.image_processing_pil_gemma3"
@@ -128,29 +125,9 @@ def policy(directory):
   return model, processor, renderer
 
 
-def plain(messages):
-  """Messages and pictures as transformers takes them."""
-  texts, pictures = [], []
-  for message in messages:
-    parts = message["content"]
-    if isinstance(parts, str):
-      parts = [{"type": "text", "text": parts}]
-    pictures += [p["image"] for p in parts if p["type"] == "image"]
-    texts.append(
-      {
-        **message,
-        "content": [
-          {"type": "image"} if part["type"] == "image" else part
-          for part in parts
-        ],
-      }
-    )
-  return texts, pictures
-
-
 def asked_of(processor, store, messages):
   """Inputs of transformers' model, and their tokens."""
-  texts, pictures = plain(messages)
+  texts, pictures = screen_turns.plain(messages)
   text = processor.apply_chat_template(
     texts, tokenize=False, add_generation_prompt=True
   )
@@ -162,27 +139,6 @@ def asked_of(processor, store, messages):
     return_tensors="pt",
   )
   return inputs, inputs["input_ids"][0].tolist()
-
-
-class Talk(chat_families.Talk):
-  """Conversations whose pictures exist."""
-
-  def __init__(self, store, seed):
-    super().__init__(FAMILY, random.Random(seed))
-    self.store, self.rng = store, np.random.default_rng(seed)
-
-  def content(self, images=True):
-    parts = super().content(images)
-    if isinstance(parts, str):
-      return parts
-    with_picture = lambda p: {**p, "image": self.see()} if "image" in p else p
-    return [with_picture(part) for part in parts]
-
-  def see(self):
-    height, width = self.rng.integers(20, 90, 2)
-    return self.store.put(
-      self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-    )
 
 
 def normalised(processor, patched):
@@ -202,7 +158,7 @@ def test_prompts_and_pixels_are_those_of_its_processor(
   assert renderer.format_name != "ChatML"
   store, images = images_lib.ImageStore(), 0
   for seed in range(25):
-    messages = Talk(store, seed).history()
+    messages = screen_turns.Talk(FAMILY, store, seed).history()
     inputs, ids = asked_of(reference_processor, store, messages)
     got = renderer.render(messages)
     assert got.tokens.tolist() == ids, messages
@@ -221,122 +177,40 @@ def test_prompts_and_pixels_are_those_of_its_processor(
 
 
 @pytest.fixture(scope="module")
-def turns(reference_processor, policy):
+def turns(policy):
   """Three turns of two sessions, with screenshots: what was sampled and how."""
-  model, processor, renderer = policy
-  store = images_lib.ImageStore()
-  engine = micro.engine_of(
-      model, processor, store, slots=2, context_length=CONTEXT,
-      decode_rows=(2,), prefill_rows=(2,), prefill_buckets=(20,),
-      window_buckets=(CONTEXT,), image_buckets=(2,),
-      patch_buckets=(64,), decode_steps_per_call=4, page_size=12,
-      banned_token_ids=model.config.banned_token_ids,
-  )  # fmt: skip
-  greedy = policy_client.SamplingParams(
-    max_new_tokens=6,
-    temperature=0.0,
-    stop_token_ids=tuple(renderer.stop_token_ids),
+  return screen_turns.play(
+    policy,
+    lambda store, seed: screen_turns.Talk(FAMILY, store, seed),
+    3,
+    CONTEXT,
+    prefill_buckets=(20,),
+    patch_buckets=(64,),
   )
-  played = []
-  try:
-    for seed in range(2):
-      talk = Talk(store, 50 + seed)
-      look = lambda text, talk=talk: {
-        "role": "user",
-        "content": [
-          {"type": "text", "text": text},
-          {"type": "image", "image": talk.see()},
-          {"type": "text", "text": "Go on."},
-        ],
-      }
-      prompt = renderer.render([talk.system(), look("Click OK.")])
-      for turn in range(3):
-        (got,) = micro.generate(engine, (f"s{seed}", prompt, greedy))
-        played.append((turn, prompt, got))
-        ended = got.tokens[-1] in renderer.stop_token_ids
-        bridge = renderer.bridge([look(f"{turn}.")], last_sampled_is_eot=ended)
-        shift = len(prompt) + len(got.tokens)
-        prompt = policy_client.TokenPrompt(
-          np.concatenate([prompt.tokens, got.tokens, bridge.tokens]).astype(
-            np.int32
-          ),
-          (*prompt.images, *(s.shifted(shift) for s in bridge.images)),
-        )
-  finally:
-    engine.close()
-  return store, played
 
 
 def test_completions_are_those_of_transformers_generate(
   directory, policy, turns
 ):
-  model, processor, renderer = policy
-  module = directory[1].float()
+  model, processor, _ = policy
   store, played = turns
-  before = 0
-  for turn, prompt, got in played:
-    ids = torch.tensor(prompt.tokens).long()[None]
-    pixels = np.stack(
-      [
-        normalised(processor, processor.patchify(store.get(s.image)))
-        for s in prompt.images
-      ]
-    )
-    with torch.no_grad():
-      output = module.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        token_type_ids=(ids == model.config.image_token_id).long(),
-        pixel_values=torch.tensor(pixels),
-        max_new_tokens=len(got.tokens),
-        do_sample=False,
-        eos_token_id=list(renderer.stop_token_ids),
-        suppress_tokens=list(model.config.banned_token_ids),
-        return_dict_in_generate=True,
-        output_logits=True,
-      )
-    want = output.sequences[0, len(prompt.tokens) :].tolist()
-    assert got.tokens.tolist() == want
-    logits = torch.stack([step[0] for step in output.logits]).double()
-    logits[:, list(model.config.banned_token_ids)] = -torch.inf
-    scores = torch.log_softmax(logits, -1).gather(
-      -1, torch.tensor(want)[:, None]
-    )[:, 0]
-    np.testing.assert_allclose(got.logprobs, scores, atol=1e-4)
-    if turn:  # It goes on from what the one before has cached.
-      assert got.metrics["reused_tokens"] >= before
-    before = len(prompt.tokens)
+  pixels_of = lambda images: np.stack(
+    [
+      normalised(processor, processor.patchify(store.get(s.image)))
+      for s in images
+    ]
+  )
+  screen_turns.check_generate(
+    directory[1],
+    policy,
+    played,
+    pixels_of,
+    token_type_ids=lambda ids: (ids == model.config.image_token_id).long(),
+  )
 
 
 def test_the_learner_scores_packed_rows_as_they_were_sampled(policy, turns):
-  model, processor, _ = policy
-  store, played = turns
-  sequences = []
-  for _, prompt, got in played:
-    n, m = len(prompt.tokens), len(got.tokens)
-    sequences.append(
-      trajectory.TokenSequence(
-        np.append(prompt.tokens, got.tokens),
-        np.arange(n + m) >= n,
-        np.append(np.zeros(n, np.float32), got.logprobs),
-        np.append(np.full(n, -1, np.int32), got.versions),
-        np.zeros(n + m, np.int32),
-        prompt.images,
-      )
-    )
-  learner = learner_lib.Learner(
-    model,
-    processor,
-    store,
-    learner_lib.LearnerConfig(rows=2, row_length=400),
-    learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
-  )
-  scored = learner.sequence_logprobs(sequences)
-  for sequence, (_, prompt, got), row in zip(sequences, played, scored):
-    assert len(row) == len(sequence.tokens)
-    np.testing.assert_allclose(
-      row[len(prompt.tokens) :], got.logprobs, atol=1e-4
-    )
+  screen_turns.check_scores(policy, *turns, row_length=400)
 
 
 # --- files -------------------------------------------------------------------
@@ -431,13 +305,9 @@ def test_a_saved_policy_is_a_whole_checkpoint(directory, policy, tmp_path):
 def test_images_that_are_made_otherwise_are_refused(
   directory, change, message, tmp_path
 ):
-  for file in directory[0].iterdir():
-    (tmp_path / file.name).write_bytes(file.read_bytes())
-  file = tmp_path / image_settings.PREPROCESSOR
-  raw = json.loads(file.read_text())
-  file.write_text(json.dumps({**raw, **change}))
-  with pytest.raises(ValueError, match=message):
-    checkpoint.load_config(tmp_path)
+  screen_turns.check_image_settings_refused(
+    directory[0], change, message, tmp_path
+  )
 
 
 def test_the_size_of_images_is_not_a_runs_to_choose(directory):

@@ -24,6 +24,7 @@ from tests.policy import test_hf_checkpoint as checkpoints
 from tests.policy import test_lora as adapters
 
 FAMILIES = adapters.FAMILIES
+STACKED = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 pytestmark = pytest.mark.timeout(300)
 
 matrices = hnp.arrays(
@@ -83,9 +84,14 @@ def logits(model, seed=0):
   return _logits(model, rng.integers(0, 60, (2, 12)))
 
 
-@pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize(
-  "family", trials.by_default(checkpoints.DIFFERENT, FAMILIES)
+  "family, scan",
+  trials.by_default(
+    [*((f, False) for f in checkpoints.DIFFERENT), ("qwen3_vl_moe", True)],
+    # The scan of stacked layers is that of all families.
+    [*((f, False) for f in FAMILIES), *((f, True) for f in STACKED)],
+    unlike=[*((f, False) for f in checkpoints.UNLIKE), ("qwen3_vl", True)],
+  ),
 )
 def test_the_copy_computes_with_the_rounded_weights(family, scan):
   model = adapters.policy(family, scan_layers=scan)

@@ -2,6 +2,7 @@
 
 import forced_devices
 import pytest
+import trials
 
 # Each family on all axes at once; those whose code looks at the mesh itself
 # without some of them, too.
@@ -21,7 +22,12 @@ MESHES = {
 }
 
 
-@pytest.fixture(scope="module", params=MESHES)
+@pytest.fixture(
+  scope="module",
+  params=trials.by_default(
+    [], MESHES, unlike=("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3")
+  ),
+)
 def report(request):
   return forced_devices.report(
     "-m",

@@ -8,16 +8,12 @@ were sampled.
 import dataclasses
 import importlib
 import json
-import random
 
 import numpy as np
 from PIL import Image
 import pytest
-import rollout_micro_policy as micro
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
@@ -32,6 +28,7 @@ transformers = pytest.importorskip("transformers")
 
 import chat_families  # noqa: E402
 import qwen_reference  # noqa: E402
+import screen_turns  # noqa: E402
 
 TILE, EDGE, PATCH, MERGE = 18, 36, 4, 2  # Two pixels of a tile are not part.
 CONTEXT = 512
@@ -107,48 +104,15 @@ def policies(directories):
   return by_family
 
 
-class Talk(chat_families.Talk):
-  """Conversations whose pictures exist."""
-
-  def __init__(self, family, store, seed):
-    kind = chat_families.FAMILIES[family]
-    super().__init__(kind, random.Random(seed))
-    self.store, self.rng = store, np.random.default_rng(seed)
-
-  def content(self, images=True):
-    parts = super().content(images)
-    if isinstance(parts, str):
-      return parts
-    with_picture = lambda p: {**p, "image": self.see()} if "image" in p else p
-    return [with_picture(part) for part in parts]
-
-  def see(self):
-    # Small ones, wide ones, and squares.
-    height, width = self.rng.integers(4, 90, 2)
-    if self.rng.random() < 0.3:
-      height = width
-    return self.store.put(
-      self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-    )
+def talk_of(family, store, seed):
+  """Small pictures, wide ones, and squares."""
+  kind = chat_families.FAMILIES[family]
+  return screen_turns.Talk(kind, store, seed, sides=(4, 90), squares=0.3)
 
 
 def asked_of(family, directory, store, messages):
   """(pixels [tiles, 3, H, W] or None, ids) of transformers' processor."""
-  texts, pictures = [], []
-  for message in messages:
-    parts = message["content"]
-    if isinstance(parts, str):
-      parts = [{"type": "text", "text": parts}]
-    pictures += [p["image"] for p in parts if p["type"] == "image"]
-    texts.append(
-      {
-        **message,
-        "content": [
-          {"type": "image"} if part["type"] == "image" else part
-          for part in parts
-        ],
-      }
-    )
+  texts, pictures = screen_turns.plain(messages)
   tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
   text = tokenizer.apply_chat_template(
     texts, tokenize=False, add_generation_prompt=True
@@ -207,7 +171,7 @@ def test_prompts_and_pixels_are_those_of_its_processor(
   side = TILE // PATCH * PATCH
   store, layouts, several = images_lib.ImageStore(), set(), 0
   for seed in range(25):
-    messages = Talk(family, store, seed).history()
+    messages = talk_of(family, store, seed).history()
     pixels, ids = asked_of(family, directories[family][0], store, messages)
     got = renderer.render(messages)
     assert got.tokens.tolist() == ids, messages
@@ -306,125 +270,38 @@ def test_edges_are_bounded_as_its_processor_bounds_them(family):
 @pytest.fixture(scope="module")
 def turns(policies):
   """Two turns of two sessions, with screenshots: what was sampled and how."""
-  model, processor, renderer = policies["idefics3"]
-  store = images_lib.ImageStore()
-  patches = 5 * (TILE // PATCH) ** 2
-  engine = micro.engine_of(
-      model, processor, store, slots=2, context_length=CONTEXT,
-      decode_rows=(2,), prefill_rows=(2,), prefill_buckets=(40,),
-      window_buckets=(CONTEXT,), image_buckets=(2,),
-      patch_buckets=(patches,), decode_steps_per_call=4, page_size=12,
-      banned_token_ids=model.config.banned_token_ids,
-  )  # fmt: skip
-  greedy = policy_client.SamplingParams(
-    max_new_tokens=6,
-    temperature=0.0,
-    stop_token_ids=tuple(renderer.stop_token_ids),
+  return screen_turns.play(
+    policies["idefics3"],
+    lambda store, seed: talk_of("idefics3", store, seed),
+    2,
+    CONTEXT,
+    prefill_buckets=(40,),
+    patch_buckets=(5 * (TILE // PATCH) ** 2,),
   )
-  played = []
-  try:
-    for seed in range(2):
-      talk = Talk("idefics3", store, 50 + seed)
-      look = lambda text, talk=talk: {
-        "role": "user",
-        "content": [
-          {"type": "text", "text": text},
-          {"type": "image", "image": talk.see()},
-          {"type": "text", "text": "Go on."},
-        ],
-      }
-      prompt = renderer.render([talk.system(), look("Click OK.")])
-      for turn in range(2):
-        (got,) = micro.generate(engine, (f"s{seed}", prompt, greedy))
-        played.append((turn, prompt, got))
-        ended = got.tokens[-1] in renderer.stop_token_ids
-        bridge = renderer.bridge([look(f"{turn}.")], last_sampled_is_eot=ended)
-        shift = len(prompt) + len(got.tokens)
-        prompt = policy_client.TokenPrompt(
-          np.concatenate([prompt.tokens, got.tokens, bridge.tokens]).astype(
-            np.int32
-          ),
-          (*prompt.images, *(s.shifted(shift) for s in bridge.images)),
-        )
-  finally:
-    engine.close()
-  return store, played
 
 
 def test_completions_are_those_of_transformers_generate(
   directories, policies, turns
 ):
-  model, processor, renderer = policies["idefics3"]
-  module = directories["idefics3"][1].float()
+  _, processor, _ = policies["idefics3"]
   store, played = turns
-  before = 0
-  for turn, prompt, got in played:
-    ids = torch.tensor(prompt.tokens).long()[None]
-    pixels = np.concatenate(
-      [
-        normalised(processor, processor.patchify(store.get(s.image)))
-        for s in prompt.images
-      ]
-    )
-    with torch.no_grad():
-      output = module.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        pixel_values=torch.tensor(pixels)[None],
-        max_new_tokens=len(got.tokens),
-        do_sample=False,
-        eos_token_id=list(renderer.stop_token_ids),
-        pad_token_id=0,
-        suppress_tokens=list(model.config.banned_token_ids),
-        return_dict_in_generate=True,
-        output_logits=True,
-      )
-    want = output.sequences[0, len(prompt.tokens) :].tolist()
-    assert got.tokens.tolist() == want
-    logits = torch.stack([step[0] for step in output.logits]).double()
-    logits[:, list(model.config.banned_token_ids)] = -torch.inf
-    scores = torch.log_softmax(logits, -1).gather(
-      -1, torch.tensor(want)[:, None]
-    )[:, 0]
-    np.testing.assert_allclose(got.logprobs, scores, atol=1e-4)
-    if turn:  # It goes on from what the one before has cached.
-      assert got.metrics["reused_tokens"] >= before
-    before = len(prompt.tokens)
+  pixels_of = lambda images: np.concatenate(
+    [
+      normalised(processor, processor.patchify(store.get(s.image)))
+      for s in images
+    ]
+  )[None]
+  screen_turns.check_generate(
+    directories["idefics3"][1],
+    policies["idefics3"],
+    played,
+    pixels_of,
+    pad_token_id=0,
+  )
 
 
 def test_the_learner_scores_packed_rows_as_they_were_sampled(policies, turns):
-  model, processor, _ = policies["idefics3"]
-  store, played = turns
-  sequences = []
-  for _, prompt, got in played:
-    n, m = len(prompt.tokens), len(got.tokens)
-    sequences.append(
-      trajectory.TokenSequence(
-        np.append(prompt.tokens, got.tokens),
-        np.arange(n + m) >= n,
-        np.append(np.zeros(n, np.float32), got.logprobs),
-        np.append(np.full(n, -1, np.int32), got.versions),
-        np.zeros(n + m, np.int32),
-        prompt.images,
-      )
-    )
-    assert (
-      trajectory.TokenSequence.from_json(sequences[-1].to_json())
-      == sequences[-1]
-    )
-  learner = learner_lib.Learner(
-    model,
-    processor,
-    store,
-    learner_lib.LearnerConfig(rows=2, row_length=700),
-    learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
-  )
-  scored = learner.sequence_logprobs(sequences)
-  for sequence, (_, prompt, got), row in zip(sequences, played, scored):
-    assert len(row) == len(sequence.tokens)
-    np.testing.assert_allclose(
-      row[len(prompt.tokens) :], got.logprobs, atol=1e-4
-    )
+  screen_turns.check_scores(policies["idefics3"], *turns, row_length=700)
 
 
 # --- files -------------------------------------------------------------------
@@ -510,13 +387,9 @@ def test_the_small_policy_has_smolvlms_tokens(tmp_path):
 def test_images_that_are_made_otherwise_are_refused(
   directories, change, message, tmp_path
 ):
-  for file in directories["smolvlm"][0].iterdir():
-    (tmp_path / file.name).write_bytes(file.read_bytes())
-  file = tmp_path / image_settings.PREPROCESSOR
-  raw = json.loads(file.read_text())
-  file.write_text(json.dumps({**raw, **change}))
-  with pytest.raises(ValueError, match=message):
-    checkpoint.load_config(tmp_path)
+  screen_turns.check_image_settings_refused(
+    directories["smolvlm"][0], change, message, tmp_path
+  )
 
 
 RAW = qwen_config.to_hf(qwen_config.SIZES["SmolVLM2-2.2B"])

@@ -17,6 +17,7 @@ import trials
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_queue
+from tunix.rl.queue import group_store
 
 GroupQueue = group_queue.GroupQueue
 QueueConfig = group_queue.QueueConfig
@@ -192,6 +193,28 @@ def test_put_waits_while_full():
   assert q.get(timeout=5).group_id == "c"
   thread.join(5)
   assert not thread.is_alive()
+
+
+def test_a_group_that_is_being_stored_takes_its_place():
+  writing, may_end = threading.Event(), threading.Event()
+
+  class SlowStore(group_store.MemoryGroupStore):
+    def append(self, index, group):
+      writing.set()
+      assert may_end.wait(10)
+      super().append(index, group)
+
+  q = GroupQueue(1, store=SlowStore())
+  thread = threading.Thread(target=q.put, args=(group("a"),))
+  thread.start()
+  assert writing.wait(5)
+  try:
+    with pytest.raises(std_queue.Full):
+      q.put(group("b"), timeout=0.01)
+  finally:
+    may_end.set()
+    thread.join(5)
+  assert names([q.get(timeout=5)]) == ["a"]
 
 
 # --- Ends -------------------------------------------------------------------

@@ -22,14 +22,6 @@ def collect(agent, env, model=fakes.say_x, *args, **kwargs):
   return asyncio.run(engine.collect())
 
 
-def test_source_names_and_defaults():
-  assert tc.TrajectoryCollector is tc.TrajectoryCollectEngine
-  engine = tc.TrajectoryCollectEngine(
-    fakes.ListAgent(), fakes.ScriptEnv(), fakes.say_x
-  )
-  assert (engine.max_steps, engine.gamma, engine.timeout) == (10, 1.0, 30.0)
-
-
 def test_what_cannot_be_written_is_recorded_as_text():
   shot = trajectory_lib.ImageRef("0" * 64, 4, 3)
   loop = {}

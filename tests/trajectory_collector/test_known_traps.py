@@ -1,12 +1,12 @@
 """Failures seen in other multi-turn stacks, each with a test that catches it.
 
-The ones that concern tool parsers, models and learners stand with those.
+The others stand with what they concern: the engine, groups, the queue, faults,
+tool parsers, models and learners.
 """
 
 import asyncio
 import dataclasses
 import json
-import queue as std_queue
 import threading
 
 import collector_fakes as fakes
@@ -82,92 +82,6 @@ def test_a_blocking_model_does_not_block_other_episodes():
   assert [t.status for t in group] == [Status.SUCCEEDED] * 8
 
 
-def test_members_of_a_group_are_sampled_with_different_seeds():
-  """Without any seed in the settings, all members were identical."""
-  policy, client = model()
-  collector = tc.GroupCollector(
-    pair, policy, tc.CollectConfig(group_size=6, min_valid=2)
-  )
-  asyncio.run(collector.collect("t"))
-  seeds = [sampling.seed for _, sampling in client.requests]
-  assert None not in seeds
-  assert len(set(seeds)) == len(seeds) == 12
-
-
-def test_the_end_of_turn_token_is_part_of_the_next_context():
-  """EOS dropped: the second context equalled the training prefix in 0 %."""
-  policy, client = model()
-  result = asyncio.run(tc.TrajectoryCollectEngine(*pair("t"), policy).collect())
-  (sequence,) = result.sequences
-  second = len(client.prompts[1])
-  assert np.array_equal(sequence.tokens[:second], client.prompts[1])
-  first = len(client.prompts[0])
-  assert client.prompts[1][first + 2] == fakes.EOT
-  assert sequence.loss_mask[first : first + 3].all()
-
-
-def test_a_slow_consumer_gets_every_ready_group():
-  """A clearing flag outranked ready groups: 1 of 10 was delivered."""
-  policy, _ = model()
-  queue = group_queue.GroupQueue(10)
-  collector = tc.GroupCollector(
-    pair, policy, tc.CollectConfig(group_size=2, min_valid=2)
-  )
-  loop = threaded_loop.ThreadedLoop(
-    collector, tc.TaskSampler(range(10), epochs=1), queue
-  )
-  loop.start()
-  assert loop.join(30)  # It has ended before anything is consumed.
-  got = 0
-  while True:
-    try:
-      queue.get(timeout=5)
-    except group_queue.QueueClosed:
-      break
-    got += 1
-  assert got == 10
-
-
-def test_an_over_long_response_is_kept_and_trainable():
-  """The whole turn was lost and its mask 0."""
-  policy, _ = model(lambda turn, sampling: [80] * 500)
-  result = asyncio.run(tc.TrajectoryCollectEngine(*pair("t"), policy).collect())
-  assert result.num_sampled == 2 * policy.sampling.max_new_tokens
-  assert result.is_trainable
-
-
-def test_one_exception_in_a_step_does_not_end_training():
-  count = iter(range(1000))
-
-  def sometimes(task):
-    agent, env = pair(task)
-    if next(count) % 5 == 0:
-      env.faults = {"step": "raise"}
-    return agent, env
-
-  policy, client = model()
-  queue = group_queue.GroupQueue(2)
-  collector = tc.GroupCollector(
-    sometimes, policy, tc.CollectConfig(group_size=4, min_valid=2)
-  )
-  loop = threaded_loop.ThreadedLoop(collector, tc.TaskSampler(range(4)), queue)
-  loop.start()
-  for step in range(4):
-    for group in queue.get_batch(timeout=30):
-      assert len(group) == 4 and len(group.valid) >= 3
-    client.version = step + 1
-    queue.set_version(step + 1)
-  loop.stop()
-  assert loop.join(20)
-  assert loop.counts["episodes_env_error"] >= 4
-
-
-def test_prompt_and_budget_over_the_context_length_is_an_outcome():
-  policy, _ = model(limit=30)
-  result = asyncio.run(tc.TrajectoryCollectEngine(*pair("t"), policy).collect())
-  assert result.status is Status.CONTEXT_LIMIT
-
-
 def test_finish_and_a_registry_reward():
   """`finish` crashed; a RewardOutput broke the computation of returns."""
   env = ToolEnvironment(
@@ -189,51 +103,6 @@ def test_finish_and_a_registry_reward():
   assert result.error is None
   assert result.status is Status.SUCCEEDED
   assert (result.reward, result.steps[0].mc_return) == (1.0, 1.0)
-
-
-def test_a_model_call_that_hangs_has_a_deadline():
-  async def hang(messages):
-    await asyncio.sleep(3600)
-
-  agent, env = pair("t")
-  result = asyncio.run(
-    tc.TrajectoryCollectEngine(
-      agent, env, hang, deadlines=tc.Deadlines(model=0.05)
-    ).collect()
-  )
-  assert result.status is Status.TIMEOUT
-  assert env.closed == 1
-
-
-def test_reward_functions_see_every_turn():
-  """They saw the first assistant turn only."""
-  texts = []
-  replies = iter(["one", "two"])
-  agent, env = pair("t")
-  asyncio.run(
-    tc.TrajectoryCollectEngine(
-      agent,
-      env,
-      lambda messages: next(replies),
-      lambda trajectory: len(
-        texts.extend(s.model_response for s in trajectory.steps) or ""
-      ),
-    ).collect()
-  )
-  assert texts == ["one", "two"]
-
-
-def test_the_queue_is_bounded():
-  queue = group_queue.GroupQueue(2)
-  policy, _ = model()
-  collector = tc.GroupCollector(
-    pair, policy, tc.CollectConfig(group_size=2, min_valid=2)
-  )
-  group = asyncio.run(collector.collect("t"))
-  queue.put(group)
-  queue.put(group)
-  with pytest.raises(std_queue.Full):
-    queue.put(group, timeout=0.01)
 
 
 def test_messages_are_shared_between_the_steps_of_an_episode():
@@ -263,30 +132,6 @@ def test_messages_are_shared_between_the_steps_of_an_episode():
     len(str(step["chat_completions"])) for step in result.to_json()["steps"]
   ]
   assert max(sizes[1:]) < 3 * min(sizes[1:])
-
-
-def test_a_group_without_enough_members_is_not_statistics():
-  """Broken environments entered the group statistics as reward 0."""
-  count = iter(range(100))
-
-  def mostly_broken(task):
-    agent, env = pair(task)
-    if next(count) % 4:
-      env.faults = {"reset": "raise"}
-    return agent, env
-
-  policy, _ = model()
-  queue = group_queue.GroupQueue(1)
-  collector = tc.GroupCollector(
-    mostly_broken,
-    policy,
-    tc.CollectConfig(group_size=4, min_valid=2, max_requeues=1),
-  )
-  loop = threaded_loop.ThreadedLoop(collector, iter(["a"]), queue, backoff=0)
-  asyncio.run(loop.run())
-  with pytest.raises(group_queue.QueueClosed):
-    queue.get()
-  assert loop.counts["given_up"] == 1
 
 
 def test_completions_without_a_version_or_log_prob_are_refused():

@@ -16,7 +16,9 @@ import time
 
 from cua_gyms.gym_server import __main__ as command
 from cua_gyms.gym_server import catalog
+from cua_gyms.gym_server import errors
 from cua_gyms.gym_server import executions
+from cua_gyms.gym_server import store as store_lib
 import gym_servers
 import httpx
 import hypothesis
@@ -577,6 +579,36 @@ async def test_parallel_creates_under_one_key_all_return_one_execution(naughty):
   assert len({r.json()["execution_id"] for r in replies}) == 1
   assert sum(not r.json()["replayed"] for r in replies) == 1
   assert Naughty.starts == 1 and app.store.open == 1
+
+
+async def test_a_key_outlives_an_earlier_create_that_failed():
+  limits = executions.ExecutionLimits(remembered=1)
+  store = store_lib.ExecutionStore(limits)
+
+  class Still:
+    def start(self, task):
+      return base.Observation(screenshot=np.zeros((4, 4, 3), np.uint8))
+
+    def close(self):
+      pass
+
+  def fails():
+    raise OSError("no display")
+
+  def create(make_gym, key=""):
+    task = base.Task("t", "t")
+    return store.create("gym", task, {}, make_gym, key=key)
+
+  with pytest.raises(errors.ApiError, match="no display"):
+    await create(fails, "k")
+  first, _ = await create(Still, "k")
+  other, _ = await create(Still)
+  await store.terminate(other)
+  while store.open > 1:
+    await asyncio.sleep(0.01)
+  # Only the newest ended execution is remembered: not the one that failed.
+  assert await create(Still, "k") == (first, True)
+  await store.close()
 
 
 def test_a_server_that_ends_closes_what_it_holds():

@@ -13,7 +13,6 @@ from tunix.rl.multi_turn.environments.gyms.desktop import family as family_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import items
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
-from tunix.rl.multi_turn.environments.gyms.desktop import words
 
 FAMILIES = desktop.families()
 SIZES = ((128, 96), (160, 112), (224, 160), (640, 480), (290, 500))
@@ -28,11 +27,6 @@ def play(gym, task, policy, turns=None):
       break
     observation = gym.act_sync(policy(gym))
   return observation
-
-
-def test_there_are_enough_families():
-  assert len(FAMILIES) >= 14
-  assert set(desktop.QUICKSTART_FAMILIES) <= set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -296,16 +290,6 @@ def test_text_stands_out_from_its_background():
       assert contrast(text, ground) >= 4.0, (theme.name, text, ground)
     for ground in (theme.wall_top, theme.wall_bottom):
       assert contrast(theme.icon_text, ground) >= 3.0, (theme.name, ground)
-
-
-def test_vocabulary():
-  typing = words.TYPING_WORDS
-  assert 55 <= len(typing) == len(set(typing))
-  assert all(w.isalpha() and w.islower() and 3 <= len(w) <= 6 for w in typing)
-  assert len(words.BUTTON_LABELS) == 16 and len(words.COLORS) == 6
-  vocabulary = words.all_words()
-  assert set(typing) <= set(vocabulary)
-  assert len(vocabulary) == len(set(vocabulary))
 
 
 def test_unknown_family_names_the_known_ones():

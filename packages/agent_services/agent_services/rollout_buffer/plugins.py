@@ -125,7 +125,7 @@ def _reads(value: str | None) -> tuple[str, ...]:
 
 
 def _names(tree: ast.Module) -> Iterator[tuple[str, Any]]:
-  """Yields (name, expression) of all that a module defines.
+  """Yields (name, expression) of each definition in a module.
 
   The expression of a function and of an import is None.
   """

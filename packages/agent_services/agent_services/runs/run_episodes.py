@@ -249,7 +249,7 @@ class RunConnection(proxy.ProxyConnection):
 class RunModel(proxy.ProxyModel):
   """Model of a collector whose episodes a run service plays.
 
-  It makes the sessions of these episodes and samples nothing itself.
+  The run service samples; the model makes the sessions of the episodes.
   """
 
   connection: RunConnection

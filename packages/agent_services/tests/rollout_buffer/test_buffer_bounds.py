@@ -4,6 +4,8 @@ import asyncio
 import json
 import socket
 
+from agent_services.rollout_buffer import buffers
+from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import settings
 import buffer_services
 import pytest
@@ -417,3 +419,17 @@ def test_a_step_that_a_buffer_cannot_hold_is_refused_with_both_numbers(
       assert "batch_size=25 exceeds --max-items=24" in answer.json()["detail"]
     fits = {**payload, "num_repeat_per_sample": 4}
     assert running.post("/start_rollout", fits).status_code == 200
+
+
+def test_a_write_under_way_holds_its_room(tmp_path):
+  limits = settings.BufferLimits(group_size=2, max_items=3)
+  written = [
+    items.Item("default", f"u{n}", "i", 0.0, b"{}", 0) for n in range(2)
+  ]
+  with buffer_services.Running(tmp_path, limits=limits) as running:
+    buffer = running.service.buffer("default")
+    with buffer.reserving(written):
+      with pytest.raises(buffers.BufferFull), buffer.reserving(written):
+        pass
+    with buffer.reserving(written):
+      pass

@@ -507,3 +507,12 @@ def test_the_client_repeats_a_read_whose_answer_was_cut_off(tmp_path):
     got = asyncio.run(read())
     assert [one["uid"] for one in got] == [one["uid"] for one in group("a")]
     assert not cuts and running.stats()["items"] == 0
+
+
+def test_items_that_are_given_back_wait_again(buffer):
+  buffer.write(*group("a"))
+  lent = buffer.service.buffer("default")
+  lease = lent.read(lease_s=60).lease
+  assert buffer.stats()["waiting_items"] == 0
+  assert lent.release(lease) == 4
+  assert buffer.stats()["waiting_items"] == 4

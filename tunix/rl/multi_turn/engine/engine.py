@@ -248,7 +248,6 @@ class RolloutEngine:
     self._closed = False
     self._fatal: BaseException | None = None
     self._failures = 0
-    self._idle_since: float | None = None
 
   @property
   def context_length(self) -> int:
@@ -440,10 +439,7 @@ class RolloutEngine:
   def stats(self) -> dict[str, float]:
     """Returns a snapshot of counters and gauges; seconds are wall seconds."""
     scheduler = self._scheduler
-    with self._wake:
-      counters = scheduler.counters.to_dict()
-      if self._idle_since is not None:
-        counters["seconds_idle"] += time.perf_counter() - self._idle_since
+    counters = scheduler.counters.to_dict()
     pools = scheduler.pools
     pages = sum(pool.capacity for pool in pools)
     places = max(1, counters["decode_places"])
@@ -523,18 +519,17 @@ class RolloutEngine:
 
   def _run(self) -> None:
     reason: BaseException = EngineError("the engine was closed")
+    counters = self._scheduler.counters
     try:
       while True:
         with self._wake:
-          idle = self._idle_since = time.perf_counter()
+          counters.enter("idle")
           while not (self._inbox or self._closed):
             wait = self._rounds.wait_time()
             if wait is not None and wait <= 0:
               break
             self._wake.wait(wait)
-          began = time.perf_counter()
-          self._scheduler.counters.seconds_idle += began - idle
-          self._idle_since = None
+          counters.enter("host")
           if self._closed:
             return
           commands = list(self._inbox)
@@ -542,8 +537,6 @@ class RolloutEngine:
         for command in commands:
           self._execute(command)
         self._deliver()
-        spent = time.perf_counter() - began
-        self._scheduler.counters.seconds_host += spent
         wait = self._rounds.wait_time()
         if wait is not None and wait <= 0:
           self._step()
@@ -555,6 +548,7 @@ class RolloutEngine:
       reason.__cause__ = error
       self._fatal = error
     finally:
+      counters.enter(None)
       self._fail_all(reason)
 
   def _execute(self, command: _Command) -> None:
@@ -586,10 +580,6 @@ class RolloutEngine:
 
   def _step(self) -> None:
     scheduler = self._scheduler
-    counters = scheduler.counters
-    started = time.perf_counter()
-    device = counters.seconds_decode + counters.seconds_prefill
-    device += counters.seconds_vision
     try:
       if self._lockstep:
         self._rounds.start_lockstep_batch()
@@ -602,11 +592,6 @@ class RolloutEngine:
         raise
       scheduler.recover(error)
     self._deliver()
-    now_device = counters.seconds_decode + counters.seconds_prefill
-    now_device += counters.seconds_vision
-    counters.seconds_host += (
-      time.perf_counter() - started - (now_device - device)
-    )
 
   def _deliver(self) -> None:
     finished = self._scheduler.take_done()

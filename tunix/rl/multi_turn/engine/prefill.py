@@ -13,7 +13,6 @@ Axis names: see `scheduler`.
 
 from __future__ import annotations
 
-import time
 from typing import Callable, Iterator, NamedTuple, Sequence
 
 import jax
@@ -229,8 +228,10 @@ class Prefill:
 
   def run(self) -> None:
     """Prefills until all requests are ready, or as much as a round may."""
-    started = time.perf_counter()
-    vision = self._counters.seconds_vision
+    with self._counters.spending("prefill"):
+      self._run()
+
+  def _run(self) -> None:
     calls = 0
     while True:
       # 1. Group what is missing by the shape of its program. Requests that
@@ -248,9 +249,6 @@ class Prefill:
       size, window = max(groups, key=urgency.__getitem__)
       calls += self._chunks(groups[size, window], size, window)
     jax.block_until_ready(self._programs.state.cache)
-    self._counters.seconds_prefill += (
-      time.perf_counter() - started - (self._counters.seconds_vision - vision)
-    )
 
   def _wanting(
     self,

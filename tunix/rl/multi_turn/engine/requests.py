@@ -18,11 +18,13 @@ from __future__ import annotations
 import asyncio
 import bisect
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
+import threading
 import time
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
@@ -499,7 +501,11 @@ class SlotTable:
 
 @dataclasses.dataclass
 class Counters:
-  """Counts the engine's work; all only grow. Seconds are wall seconds."""
+  """Counts the engine's work; all only grow. Seconds are wall seconds.
+
+  Each second of the engine's thread is booked on one part, the part in progress
+  up to the moment of a reading.
+  """
 
   requests: int = 0
   completed: int = 0
@@ -531,8 +537,42 @@ class Counters:
   seconds_host: float = 0.0
   seconds_idle: float = 0.0
 
+  def __post_init__(self) -> None:
+    self._lock = threading.Lock()
+    self._part: str | None = None
+    self._since = 0.0
+
+  def enter(self, part: str | None) -> str | None:
+    """Books the time from now on on `part`; returns the part before it.
+
+    Args:
+      part: Name behind `seconds_`; None books on none.
+    """
+    with self._lock:
+      self._book()
+      before, self._part = self._part, part
+      return before
+
+  @contextlib.contextmanager
+  def spending(self, part: str) -> Iterator[None]:
+    """Books the time of a block on `part`, an inner block's on its own."""
+    before = self.enter(part)
+    try:
+      yield
+    finally:
+      self.enter(before)
+
+  def _book(self) -> None:
+    now = time.perf_counter()
+    if self._part is not None:
+      name = f"seconds_{self._part}"
+      setattr(self, name, getattr(self, name) + now - self._since)
+    self._since = now
+
   def to_dict(self) -> dict[str, Any]:
-    return dataclasses.asdict(self)
+    with self._lock:
+      self._book()
+      return dataclasses.asdict(self)
 
 
 # --- arrival and outcome -----------------------------------------------------

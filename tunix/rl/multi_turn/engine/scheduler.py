@@ -419,35 +419,34 @@ class Scheduler:
     penalized: bool,
   ) -> None:
     """Samples up to K tokens for each of the requests in `active`."""
-    started = time.perf_counter()
-    steps, allowed, sampled = self._buckets.steps, None, None
-    slots_A = np.array([r.slot for r in active], np.int32)
-    pages_of_rows = [self.slots.sequence(request).pages for request in active]
-    if masks is not None:
-      steps = 1
-      words = self._programs.mask_words
-      allowed = np.full((call.size, words), 0xFFFFFFFF, np.uint32)
-      allowed[call.rows] = [masks[request] for request in active]
-    if penalized:
-      sampled = np.full((call.size, window), -1, np.int32)
-      for place, request in zip(call.rows, active, strict=True):
-        span = slice(len(request.prompt), request.length)
-        tokens = self.slots.tokens[request.slot, span]
-        sampled[place, : len(tokens)] = tokens
-    rows = programs_lib.pick(self.slots.rows, slots_A, call.rows, call.size)
-    if self.pools[0].keeps_state:
-      for place in call.rows:
-        room = self.pools[0].room(int(rows[place]["start"]))
-        rows[place]["remaining"] = min(int(rows[place]["remaining"]), room)
-    decoded = self._programs.decode(
-      self.pools[0].table(pages_of_rows, call.rows, call.size, window),
-      rows,
-      steps,
-      details=details,
-      allowed=allowed,
-      sampled=sampled,
-    )
-    self.counters.seconds_decode += time.perf_counter() - started
+    with self.counters.spending("decode"):
+      steps, allowed, sampled = self._buckets.steps, None, None
+      slots_A = np.array([r.slot for r in active], np.int32)
+      pages_of_rows = [self.slots.sequence(request).pages for request in active]
+      if masks is not None:
+        steps = 1
+        words = self._programs.mask_words
+        allowed = np.full((call.size, words), 0xFFFFFFFF, np.uint32)
+        allowed[call.rows] = [masks[request] for request in active]
+      if penalized:
+        sampled = np.full((call.size, window), -1, np.int32)
+        for place, request in zip(call.rows, active, strict=True):
+          span = slice(len(request.prompt), request.length)
+          tokens = self.slots.tokens[request.slot, span]
+          sampled[place, : len(tokens)] = tokens
+      rows = programs_lib.pick(self.slots.rows, slots_A, call.rows, call.size)
+      if self.pools[0].keeps_state:
+        for place in call.rows:
+          room = self.pools[0].room(int(rows[place]["start"]))
+          rows[place]["remaining"] = min(int(rows[place]["remaining"]), room)
+      decoded = self._programs.decode(
+        self.pools[0].table(pages_of_rows, call.rows, call.size, window),
+        rows,
+        steps,
+        details=details,
+        allowed=allowed,
+        sampled=sampled,
+      )
     self.counters.decode_calls += 1
     self.counters.decode_steps += decoded.steps
     self.counters.decode_places += decoded.steps * call.size

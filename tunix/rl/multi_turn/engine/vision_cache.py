@@ -18,7 +18,6 @@ Axis names: see `programs`.
 from __future__ import annotations
 
 import collections
-import time
 from typing import Callable, Iterable, Sequence
 
 import jax
@@ -221,31 +220,32 @@ class VisionCache:
     """Encodes those images whose vision tokens are not in their shard."""
     if not spans:
       return
-    started = time.perf_counter()
-    distinct = len({(shard, s.image.sha256) for shard, s in spans})
-    new: list[Placed] = []
-    groups: dict[int, list[Placed]] = {}
-    try:
-      for shard, pool in enumerate(self._pools):
-        own = [span for s, span in spans if s == shard]
-        if own:
-          new += [(shard, span) for span in pool.reserve(own)]
-      self._counters.vision_cache_hits += distinct - len(new)
-      for shard, span in new:
-        count = len(self._patches.get(span).patches)
-        size = buckets_lib.smallest(self._buckets.patches, count)
-        groups.setdefault(size, []).append((shard, span))
-      for size, group in groups.items():
-        for call in buckets_lib.deal(
-          [shard for shard, _ in group], self._buckets.images, len(self._pools)
-        ):
-          self._encode([group[item] for item in call.items], call, size)
-      jax.block_until_ready(self._programs.state.pool)
-    except BaseException:
-      for shard, span in new:
-        self._pools[shard].forget(span.image.sha256)
-      raise
-    self._counters.seconds_vision += time.perf_counter() - started
+    with self._counters.spending("vision"):
+      distinct = len({(shard, s.image.sha256) for shard, s in spans})
+      new: list[Placed] = []
+      groups: dict[int, list[Placed]] = {}
+      try:
+        for shard, pool in enumerate(self._pools):
+          own = [span for s, span in spans if s == shard]
+          if own:
+            new += [(shard, span) for span in pool.reserve(own)]
+        self._counters.vision_cache_hits += distinct - len(new)
+        for shard, span in new:
+          count = len(self._patches.get(span).patches)
+          size = buckets_lib.smallest(self._buckets.patches, count)
+          groups.setdefault(size, []).append((shard, span))
+        for size, group in groups.items():
+          for call in buckets_lib.deal(
+            [shard for shard, _ in group],
+            self._buckets.images,
+            len(self._pools),
+          ):
+            self._encode([group[item] for item in call.items], call, size)
+        jax.block_until_ready(self._programs.state.pool)
+      except BaseException:
+        for shard, span in new:
+          self._pools[shard].forget(span.image.sha256)
+        raise
 
   def _encode(
     self, spans: Sequence[Placed], call: buckets_lib.Call, size: int

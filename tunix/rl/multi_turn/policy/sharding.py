@@ -41,7 +41,7 @@ def mesh_of(config: settings.MeshConfig) -> Mesh | None:
   """Returns the learner's mesh; None for a single device.
 
   Raises:
-    ValueError: with the engine's devices it is not made of all devices.
+    ValueError: Learner and engine together do not have all devices.
   """
   if config.devices == 1 and not config.engine:
     return None
@@ -181,10 +181,10 @@ def put(value: object, where: jax.sharding.Sharding) -> jax.Array:
 
 
 class Copies:
-  """Copies parameters to devices that are laid out as another mesh.
+  """Copies parameters to the devices of another mesh.
 
   Attributes:
-    mesh: Mesh of those devices.
+    mesh: Mesh that receives the copies.
   """
 
   mesh: Mesh
@@ -218,7 +218,7 @@ class Copies:
 
 
 def _kept_axes(mesh: Mesh, devices: int) -> dict[str, int]:
-  """Sizes of a mesh of so many devices that splits the model as `mesh` does.
+  """Returns sizes of a mesh of `devices` that splits the model like `mesh`.
 
   The axes tensor, sequence and fsdp, in this order, are kept as far as the
   devices go; data takes the rest.
