@@ -201,3 +201,15 @@ class MeshConfig:
   def devices(self) -> int:
     """Devices of the learner."""
     return self.data * self.fsdp * self.sequence * self.tensor
+
+  def misfit(self, count: int, platform: str) -> str:
+    """The refusal of a mesh that is not made of all devices; "" if it is."""
+    used = self.devices + self.engine
+    if used in (1, count):
+      return ""
+    own = f" + mesh.engine = {self.engine}" if self.engine else ""
+    return (
+      "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
+      f" {self.devices}{own}, but JAX sees {count} {platform} devices; set them"
+      " to come to that"
+    )

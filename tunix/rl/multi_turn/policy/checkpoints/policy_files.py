@@ -226,6 +226,24 @@ def family_of(directory: pathlib.Path) -> str:
   return kind
 
 
+def kind_of(name: str) -> str:
+  """Returns the architecture of a built-in policy or a directory.
+
+  "" for a directory whose loading raises an error.
+  """
+  if name in settings.POLICIES:
+    return name.removesuffix("_tiny")
+  try:
+    return model_type(resolve(name))
+  except (OSError, ValueError):
+    return ""
+
+
+def takes_image_budget(name: str) -> bool:
+  """Returns whether a built-in policy or a directory resizes screenshots."""
+  return kind_of(name) in ("", *qwen_families.VISION_LANGUAGE)
+
+
 def check(path: str, of_factory: bool = False) -> None:
   """Refuses a directory that lacks the files of a policy; leaves GGUF files.
 
