@@ -125,6 +125,51 @@ finally:
   assert "learner.steps=-1" in process.stderr and "deskto'" in process.stderr
 
 
+@pytest.mark.parametrize(
+  "command, arguments, words",
+  [
+    ("train", ["mesh.tensor=3"], "but JAX sees 2 cpu devices"),
+    ("train", ["policy.trajectory_pixels=9"], "resizes no screenshot"),
+    ("train", ["policy=own:few", "policy.config.sed=1"], "argument 'sed'"),
+    ("train", ["policy=own:few", "policy.dtype=bfloat16"], "no compute_dtype"),
+    (
+      "train",
+      ["policy=qwen3_vl_tiny", "policy.config.layers=2"],
+      "'layers' cannot be changed",
+    ),
+    (
+      "train",
+      ["warm_start.recordings=own.py", "warm_start.steps=1"],
+      "warm_start.recordings=own.py",
+    ),
+    ("train", ["engine.slots=100000"], "<= 65536"),
+    ("evaluate", ["http://127.0.0.1:9/v1", "gym=desktop"], "start the server"),
+  ],
+  ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_needs_neither_devices_nor_weights_is_refused_without_jax(
+  command, arguments, words, tmp_path
+):
+  (tmp_path / "own.py").write_text("def few(seed=0, width=1):\n  pass\n")
+  process = child(
+    f"""
+import os, runpy
+sys.path.insert(0, "")
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.argv[1:] = {arguments!r}
+try:
+  runpy.run_module("tunix.rl.multi_turn.{command}", run_name="__main__",
+                   alter_sys=True)
+finally:
+  assert "jax" not in sys.modules
+""",
+    cwd=tmp_path,
+  )
+  assert process.returncode == 2, process.stderr[-3000:]
+  assert words in process.stderr
+
+
 def test_the_package_is_imported_at_once_and_without_a_word(tmp_path):
   ended = child(
     """

@@ -311,3 +311,11 @@ async def test_what_is_shared_is_closed():
   assert gyms.get("desktop").load_close_shared() is None
   # Without a browser on this loop there is nothing to close.
   await gyms.get("miniwob").load_close_shared()()
+
+
+def test_a_check_whose_package_is_absent_is_a_problem_and_no_traceback():
+  spec = gyms.GymSpec(
+    doc="x", make=LampGym, tasks=LampTasks, check="no_such_package:check"
+  )
+  (problem,) = spec.problems({}, 64, 64, ("f",))
+  assert "no_such_package" in problem

@@ -122,7 +122,7 @@ class ChatConnection:
     Raises:
       ServerRefusal: naming the setting.
     """
-    await self._find_model()
+    await self.find_model()
     first, image = sampling, None if screen is None else _blank(*screen)
     notes: list[str] = []
     while True:
@@ -148,7 +148,12 @@ class ChatConnection:
           " environment without screenshots"
         ) from None
 
-  async def _find_model(self) -> None:
+  async def find_model(self) -> None:
+    """Asks the server for its models.
+
+    Raises:
+      ServerRefusal: naming the setting.
+    """
     try:
       answer = await self._http.ask(
         "GET", f"{self.url}/models", _CHECK_S, limit=_LIMIT

@@ -434,7 +434,7 @@ def field_problem(
   for name, bound in field.item_bounds.items():
     for item in value:
       if not settings.holds(name, item, bound):
-        return f"{path}: {item!r} must be {settings.sign(name)} {bound:g}"
+        return f"{path}: {item!r} must be {settings.sign(name)} {bound:.12g}"
   return None
 
 

@@ -566,7 +566,9 @@ class _Reader:
         agent,
       )
     _import_modules(settings, problems)
-    merged = {**_presets(settings), **settings}
+    merged = _presets(settings)
+    for path, value in settings.items():
+      merged[path] = loader.merge(merged.get(path), value)
     config = loader.build(cls, merged, [])
     if _can_clone(config):
       gym = gyms.get(config.gym.name, "operator")

@@ -143,7 +143,7 @@ def _bad_items(value: object) -> Iterator[str]:
     for item in getattr(value, field.name):
       for name, bound in field.item_bounds.items():
         if not holds(name, item, bound):
-          yield f"{field.name}: {item!r} must be {sign(name)} {bound:g}"
+          yield f"{field.name}: {item!r} must be {sign(name)} {bound:.12g}"
 
 
 def holds(name: str, item: object, bound: float) -> bool:
@@ -206,7 +206,7 @@ class Setting:
   def range(self) -> str:
     """The bounds as text, e.g. ">= 1, <= 8"."""
     bounds = self.bounds or self.item_bounds
-    return ", ".join(f"{_SIGNS[n]} {value:g}" for n, value in bounds.items())
+    return ", ".join(f"{_SIGNS[n]} {value:.12g}" for n, value in bounds.items())
 
 
 def is_settings(cls: object) -> bool:

@@ -20,6 +20,7 @@ FEATURES: tuple[Feature, ...] = get_args(Feature)
 """Requests that need programs of their own: log-probs of more than the sampled
 tokens, and grammars."""
 
+_MOST_TOKENS = 10**11
 _opt = settings.setting
 
 
@@ -33,6 +34,7 @@ class EngineConfig:
     " all caches, are split over data, fsdp and sequence, and rounded up to a"
     " multiple of that; heads are split over tensor.",
     ge=1,
+    le=65_536,
   )
   context_length: int = _opt(
     default=512,
@@ -40,6 +42,7 @@ class EngineConfig:
     " episode that needs more ends with status context_limit.",
     unit="tokens",
     ge=2,
+    le=10**7,
   )
   cache_tokens: int = _opt(
     default=0,
@@ -49,6 +52,7 @@ class EngineConfig:
     " context_length.",
     unit="tokens",
     ge=0,
+    le=_MOST_TOKENS,
   )
   page_size: int = _opt(
     default=0,
@@ -56,6 +60,7 @@ class EngineConfig:
     " the smallest of prefill_buckets.",
     unit="tokens",
     ge=0,
+    le=10**6,
   )
   share_prefixes: Literal["auto", "true", "false"] = _opt(
     default="auto",
@@ -120,6 +125,7 @@ class EngineConfig:
     " are unknown, as many as fill the context.",
     unit="patches",
     ge=1,
+    le=10**7,
   )
   prefill_calls_per_round: int = _opt(
     default=16,
@@ -134,6 +140,7 @@ class EngineConfig:
     " kept is not encoded again. 0 = half of slots times context_length.",
     unit="tokens",
     ge=0,
+    le=_MOST_TOKENS,
   )
   patch_cache_mib: int = _opt(
     default=256, doc="Image patches that the host keeps.", unit="MiB", ge=0

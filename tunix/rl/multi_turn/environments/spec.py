@@ -101,6 +101,18 @@ for _name, _spec in {
     preset={**_TEXT_PRESET, "environment.reward": "numeric_match"},
     oracle=f"{_HERE}.arithmetic:solve",
   ),
+  "database": EnvironmentSpec(
+    f"{_HERE}.tool_environment:ToolEnvironment",
+    "tool",
+    tasks=f"{_HERE}.database_questions:DatabaseTasks",
+    preset={
+      **_TEXT_PRESET,
+      "environment.reward": "numeric_match",
+      "environment.options": {"tools": ["sql"]},
+      "environment.max_turns": 12,
+    },
+    oracle=f"{_HERE}.database_questions:solve",
+  ),
   "tool_request": EnvironmentSpec(
     f"{_HERE}.tool_request_env:ToolRequestEnvironment",
     "tool",

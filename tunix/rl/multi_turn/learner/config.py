@@ -404,12 +404,14 @@ class LearnerConfig:
     default=4,
     doc="Rows of one compiled batch; gradients accumulate over batches.",
     ge=1,
+    le=65_536,
   )
   row_length: int = settings.setting(
     default=512,
     doc="Tokens of a packed row; sequences are never cut.",
     unit="tokens",
     ge=16,
+    le=10**7,
   )
   patches: int = settings.setting(
     default=0,

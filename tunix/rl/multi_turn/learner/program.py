@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from tunix.rl.multi_turn.policy import compiling
+from tunix.rl.multi_turn.policy import host_memory
 
 
 class Program:
@@ -45,6 +46,7 @@ class Program:
         if compiled is None:
           compiled = self.lower(*args).compile(compiling.update_options())
           self._compiled[key] = compiled
+          host_memory.release()  # Gigabytes that the compiler has used.
     return compiled
 
   def lower(self, *args: Any) -> jax.stages.Lowered:

@@ -27,6 +27,7 @@ from tunix.rl.multi_turn.learner.batches import batching
 from tunix.rl.multi_turn.learner.batches import minibatches
 from tunix.rl.multi_turn.learner.batches import packing
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import compiling
 
 
 def least_shape(
@@ -91,7 +92,7 @@ def activations(
     mesh=mesh,
     image_patches=image_patches,
   )
-  compiled = lowered.accumulate.compile()
+  compiled = lowered.accumulate.compile(compiling.update_options())
   memory = compiled.memory_analysis()
   if memory is None:
     return None

@@ -6,8 +6,8 @@ are counted at their smallest. Activations are the learner's compiled size where
 `COMPILE_WITHIN` of the memory there is; else predicted by
 `update_memory`, within a factor of two, in milliseconds.
 
-Does not: count the engine's temporary buffers, gyms and browsers, or other
-programs' memory.
+Does not: count the engine's temporary buffers, gyms and browsers, what a
+compiler takes for a moment, or other programs' memory.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
 
 COMPILE_WITHIN = 16
+_PROGRAMS = 400 << 20
+"""What a CPU's compiled programs, and their products of matrices while they
+run, take beside arrays: measured at 50 million parameters."""
 human = memory_limits.human
 
 
@@ -169,24 +172,17 @@ def of_run(
       _activations(config, model, processor, mesh, exact=exact, there=device)
     )
   parts.append(
-    Part(
-      "image cache",
-      images_lib.CAPACITY_BYTES,
-      on_host=True,
-      how="at most",
-      bound=True,
-    )
+    Part("this process", memory_limits.process_bytes(), on_host=True)
   )
-  parts.append(
-    Part(
-      "image patches",
-      (config.engine.patch_cache_mib << 20) + batching.PATCH_CACHE_BYTES,
-      ("engine.patch_cache_mib",),
-      on_host=True,
-      how="at most",
-      bound=True,
-    )
-  )
+  if processor.patches_per_token:
+    cached = (config.engine.patch_cache_mib << 20) + batching.PATCH_CACHE_BYTES
+    for name, size, settings in (
+      ("image cache", images_lib.CAPACITY_BYTES, ()),
+      ("image patches", cached, ("engine.patch_cache_mib",)),
+    ):
+      parts.append(
+        Part(name, size, settings, on_host=True, how="at most", bound=True)
+      )
   return Memory(tuple(parts), device, host, shared)
 
 

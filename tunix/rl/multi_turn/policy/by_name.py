@@ -16,7 +16,6 @@ from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
-from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 
 BUILT_IN = {
   name: policy_settings.POLICIES.get(name)
@@ -111,6 +110,10 @@ class _Files:
     self.name = name
     self.tokenizer = name
 
+  @property
+  def takes_image_budget(self) -> bool:
+    return policy_files.takes_image_budget(self.name)
+
   def load(self, source, mesh=None, screen=None, **changes):
     return checkpoint.load_policy(source, mesh, screen, **changes)
 
@@ -127,10 +130,6 @@ class _BuiltIn(_Files):
     self.tokenizer = checkpoint.tokenizer_of(name)
     self.weights = name
 
-  @property
-  def takes_image_budget(self) -> bool:
-    return self.name in qwen_checkpoint.SMALL
-
   def create(self, seed=0, mesh=None, screen=None, **changes):
     return checkpoint.create_policy(
       BUILT_IN[self.name], seed, self.tokenizer, mesh, screen, **changes
@@ -146,14 +145,6 @@ class _Directory(_Files):
   def __init__(self, name: str):
     super().__init__(name)
     self.weights = name
-
-  @property
-  def takes_image_budget(self) -> bool:
-    try:
-      kind = policy_files.model_type(policy_files.resolve(self.name))
-    except (OSError, ValueError):
-      return True  # Loading it raises the error.
-    return kind in qwen_checkpoint.FAMILIES
 
   def create(self, seed=0, mesh=None, screen=None, **changes):
     return checkpoint.create_like(self.name, seed, mesh, screen, **changes)

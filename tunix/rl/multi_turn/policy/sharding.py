@@ -45,13 +45,8 @@ def mesh_of(config: policy_settings.MeshConfig) -> Mesh | None:
   """
   if config.devices == 1 and not config.engine:
     return None
-  if config.devices + config.engine != jax.device_count():
-    own = f" + mesh.engine = {config.engine}" if config.engine else ""
-    raise ValueError(
-      "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
-      f" {config.devices}{own}, but JAX sees {jax.device_count()}"
-      f" {jax.default_backend()} devices; set them to come to that"
-    )
+  if why := config.misfit(jax.device_count(), jax.default_backend()):
+    raise ValueError(why)
   return make_mesh(
     config.data,
     config.fsdp,

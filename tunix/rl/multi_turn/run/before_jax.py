@@ -8,16 +8,24 @@ Does not: check what devices or weights tell, see `preflight`; import JAX.
 
 from __future__ import annotations
 
+import asyncio
+from importlib import metadata
+import importlib.util
 import os
 import pathlib
+import re
 import tempfile
 from typing import Any, Iterator
 
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.clients import agent_session
+from tunix.rl.multi_turn.clients import chat_model
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.policy import factories
 from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.policy.models.qwen import qwen_shapes
 from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl_config
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import first_episode
@@ -25,6 +33,7 @@ from tunix.rl.multi_turn.run import packages
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run_lock
 from tunix.rl.multi_turn.run import tasks
+from tunix.rl.multi_turn.run.warm_start import recorded
 from tunix.rl.queue import admission
 
 TrainConfig = config_lib.TrainConfig
@@ -58,6 +67,8 @@ def checked(config: TrainConfig) -> tuple[TrainConfig, Any]:
   if wrong:
     raise ConfigError(wrong)
   factory = episodes.EpisodeFactory(config, images_lib.ImageStore())
+  if config.plays and config.warm_start.steps and not config.run.resume:
+    recorded.for_run(config, source, factory.tool_schemas)
   if config.plays:
     first_episode.try_first_episode(config, factory, source)
   return config, source
@@ -69,10 +80,15 @@ def checked_evaluation(
   """Returns the configuration of an evaluation.
 
   Raises:
-    ConfigError: its policy cannot be loaded.
+    ConfigError: its policy cannot be loaded, or its server does not answer.
   """
   chosen = config.evaluate
-  if not (chosen.server or chosen.run) and (wrong := [*_policy(config)]):
+  wrong: list[str] = []
+  if chosen.server and not config.run.dry_run:
+    wrong = asyncio.run(_server(config))
+  elif not (chosen.server or chosen.run):
+    wrong = [*_policy(config)]
+  if wrong:
     raise ConfigError(wrong)
   return config
 
@@ -106,6 +122,37 @@ def taken(config: TrainConfig) -> str:
     f"run.name={config.run.name}: {config.run_dir} holds a run already;"
     f" choose another name, or continue it with resume={config.run_dir}"
   )
+
+
+# --- a server's model ---------------------------------------------------------
+
+
+def chat_connection(
+  config: config_lib.EvaluationConfig, images: images_lib.ImageStore
+) -> chat_model.ChatConnection:
+  """Returns the connection to the server that is evaluated."""
+  chosen = config.evaluate
+  return chat_model.ChatConnection(
+    chosen.server,
+    chosen.model,
+    images,
+    api_key=os.environ.get(chosen.api_key_env, ""),
+    key_name=f"${chosen.api_key_env}",
+    timeout_s=config.collect.deadlines.model,
+    tries=chosen.tries,
+    connections=config.collect.concurrency,
+  )
+
+
+async def _server(config: config_lib.EvaluationConfig) -> list[str]:
+  connection = chat_connection(config, images_lib.ImageStore())
+  try:
+    await connection.find_model()
+  except chat_model.ServerRefusal as error:
+    return [str(error)]
+  finally:
+    await connection.aclose()
+  return []
 
 
 # --- places -------------------------------------------------------------------
@@ -218,9 +265,52 @@ def no_adapter(config: TrainConfig) -> str:
   )
 
 
+def no_image_budget(config: TrainConfig) -> str:
+  """Returns the refusal of pixels for a policy that resizes no screenshot."""
+  return (
+    f"policy.trajectory_pixels={config.policy.trajectory_pixels}:"
+    f" policy.name={config.policy.name} resizes no screenshot; leave it at 0,"
+    " or use a Qwen-VL policy"
+  )
+
+
+def _cpu_devices() -> int | None:
+  """Devices that JAX will see on CPUs; None where only JAX can tell."""
+  platform = os.environ.get("JAX_PLATFORMS", "")
+  if platform and platform != "cpu":
+    return None
+  accelerators = ("jax_plugins", "libtpu")
+  if not platform and (
+    any(map(importlib.util.find_spec, accelerators))
+    or metadata.entry_points(group="jax_plugins")
+  ):
+    return None
+  forced = re.findall(
+    r"--xla_force_host_platform_device_count=(\d+)",
+    os.environ.get("XLA_FLAGS", ""),
+  )
+  return int(os.environ.get("JAX_NUM_CPU_DEVICES") or [1, *forced][-1])
+
+
 def _policy(config: TrainConfig) -> Iterator[str]:
-  """Directories that hold no policy, and settings that the tiny one lacks."""
+  """Directories that hold no policy, and settings that a policy lacks."""
   name, start = config.policy.name, config.warm_start
+  devices = _cpu_devices()
+  if devices and (why := config.mesh.misfit(devices, "cpu")):
+    yield why
+  if policy_settings.is_factory(name):
+    yield from _factory(config)
+  elif not policy_settings.is_gguf(name):
+    if config.policy.trajectory_pixels and not policy_files.takes_image_budget(
+      name
+    ):
+      yield no_image_budget(config)
+    kind = policy_files.kind_of(name)
+    if kind in qwen_shapes.FAMILIES:
+      try:
+        qwen_shapes.check_changes(kind, config.policy.config)
+      except ValueError as error:
+        yield policy_problem(config, "", str(error))
   shipped = policy_settings.POLICIES
   tiny = shipped.get(name) if name in shipped else None
   if tiny in tiny_vl_config.SIZES and config.policy.lora_rank:
@@ -239,3 +329,18 @@ def _policy(config: TrainConfig) -> Iterator[str]:
       policy_files.check(source, of_factory=source != name)
     except (OSError, ValueError) as error:
       yield policy_problem(config, source, str(error))
+
+
+def _factory(config: TrainConfig) -> Iterator[str]:
+  """Arguments that a user's factory lacks or does not take."""
+  try:
+    factory = factories.Factory(config.policy.name)
+  except ValueError as error:
+    yield f"policy.name: {error}"
+    return
+  if config.policy.trajectory_pixels and not factory.takes_image_budget:
+    yield no_image_budget(config)
+  try:
+    factory.checked(config.policy.changes(1))
+  except ValueError as error:
+    yield policy_problem(config, "", str(error))

@@ -320,13 +320,7 @@ def named_policy(config: TrainConfig) -> by_name.NamedPolicy:
 def _policy_changes(config: TrainConfig) -> dict[str, Any]:
   policy = config.policy
   if policy.trajectory_pixels and not named_policy(config).takes_image_budget:
-    raise ConfigError(
-      [
-        f"policy.trajectory_pixels={policy.trajectory_pixels}:"
-        f" policy.name={policy.name} resizes no screenshot; leave it at 0, or"
-        " use a Qwen-VL policy"
-      ]
-    )
+    raise ConfigError([before_jax.no_image_budget(config)])
   # A screenshot comes before the first turn and after each but the last.
   return policy.changes(config.agent.max_images or config.environment.max_turns)
 

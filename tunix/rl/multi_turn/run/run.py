@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.planning import dry_run
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import before_jax
@@ -426,6 +427,7 @@ class Run:
       )
 
     self.engine.warm_up(progress)
+    host_memory.release()
     if asks_first:
       self._ahead = learner_ahead.LearnerAhead.where_it_helps(self)
     if self._hosts:
@@ -463,3 +465,4 @@ class Run:
         f" {seconds:g} s (external.load_timeout_s)"
       )
     arriving.result()
+    host_memory.release()  # The learner that cloned is gone.

@@ -27,6 +27,7 @@ _FIELD = "environment.options.tools"
 TOOLS: registry.Registry[type] = registry.Registry("tool")
 TOOLS.register("calculator", f"{_HERE}.calculator:CalculatorTool")
 TOOLS.register("submit_answer", f"{_HERE}.gsm8k_tool:Gsm8kTool")
+TOOLS.register("sql", f"{_HERE}.sql_tool:SqlTool")
 TOOLS.register("mcp", f"{_HERE}.mcp_tools:McpTools")
 # Above this floor: the sandbox is the desktop's.
 TOOLS.register(

@@ -249,7 +249,10 @@ class GymSpec:
       return  # Building the gym reports what to install.
     yield from (f"gym.options.{text}" for text in mistakes.values())
     if not mistakes:
-      yield from self.misfits(own, width, height)
+      try:
+        yield from self.misfits(own, width, height)
+      except ImportError as error:  # It says what to install.
+        yield f"gym.name={self.name}: {error}"
 
   def misfits(
     self, options: Mapping[str, Any], width: int, height: int

@@ -252,9 +252,22 @@ def directory_of(file: pathlib.Path) -> pathlib.Path:
   if not file.is_file():
     raise FileNotFoundError(f"there is no file {file}")
   file = file.resolve()
+  return made_once(file, file.stem, lambda folder: _write(file, folder))
+
+
+def made_once(
+  file: pathlib.Path, stem: str, write: Callable[[pathlib.Path], None]
+) -> pathlib.Path:
+  """Returns a directory in the user's cache, written on the first call.
+
+  Args:
+    file: File that it is made of; another size or time is another directory.
+    stem: Beginning of the directory's name.
+    write: Writes it; given an empty directory.
+  """
   facts = file.stat()
   key = f"{_VERSION} {file} {facts.st_size} {facts.st_mtime_ns}"
-  name = f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+  name = f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
   root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
   target = pathlib.Path(root) / "tunix-multi-turn" / "gguf" / name
   if target.is_dir():
@@ -262,7 +275,7 @@ def directory_of(file: pathlib.Path) -> pathlib.Path:
   target.parent.mkdir(parents=True, exist_ok=True)
   partial = pathlib.Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
   try:
-    _write(file, partial)
+    write(partial)
     _LOG.info("%s is unpacked to %s", file, target)
     partial.rename(target)
   except OSError:

@@ -130,6 +130,10 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
 
     if str(path) in policy_settings.PRETRAINED:
       directory = gguf_files.pretrained(str(path))
+    if str(path) == settings.SMOLVLM:
+      from tunix.rl.multi_turn.policy.models.smolvlm import smolvlm_smollm2
+
+      return smolvlm_smollm2.directory_of(directory)
     return gguf_files.directory_of(directory)
   if (DATA / str(path)).is_dir():
     return DATA / str(path)
@@ -220,6 +224,24 @@ def family_of(directory: pathlib.Path) -> str:
       f" {', '.join(families)}"
     )
   return kind
+
+
+def kind_of(name: str) -> str:
+  """Returns the architecture of a built-in policy or a directory.
+
+  "" for a directory whose loading raises an error.
+  """
+  if name in settings.POLICIES:
+    return name.removesuffix("_tiny")
+  try:
+    return model_type(resolve(name))
+  except (OSError, ValueError):
+    return ""
+
+
+def takes_image_budget(name: str) -> bool:
+  """Returns whether a built-in policy or a directory resizes screenshots."""
+  return kind_of(name) in ("", *qwen_families.VISION_LANGUAGE)
 
 
 def check(path: str, of_factory: bool = False) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import pathlib
 from typing import Any, Callable
 
@@ -24,6 +23,7 @@ from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.planning import dry_run
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
+from tunix.rl.multi_turn.run import before_jax
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import preflight
@@ -200,18 +200,8 @@ class ServerSubject:
   engine: Any = None
 
   def __init__(self, config: EvaluationConfig, images: images_lib.ImageStore):
-    chosen = config.evaluate
     self._config = config
-    self.connection = chat_model.ChatConnection(
-      chosen.server,
-      chosen.model,
-      images,
-      api_key=os.environ.get(chosen.api_key_env, ""),
-      key_name=f"${chosen.api_key_env}",
-      timeout_s=config.collect.deadlines.model,
-      tries=chosen.tries,
-      connections=config.collect.concurrency,
-    )
+    self.connection = before_jax.chat_connection(config, images)
 
   def facts(self) -> dict[str, Any]:
     return {

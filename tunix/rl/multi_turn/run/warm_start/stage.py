@@ -144,7 +144,8 @@ class WarmStart:
   Attributes:
     clones: whether demonstrations are yet to be cloned; the run then evaluates
       what it begins with, too.
-    policy: Policy that the run begins with; `apply` returns GRPO's first one.
+    policy: Policy that the run begins with, until `apply` returns GRPO's first
+      one: a second copy of the weights is not kept.
   """
 
   def __init__(
@@ -220,6 +221,7 @@ class WarmStart:
         a checkpoint.
     """
     policy = self.policy
+    del self.policy
     if self._load_later:
       policy = models.make_policy(self._config, self._mesh, self._load_later)
     if not self._steps:

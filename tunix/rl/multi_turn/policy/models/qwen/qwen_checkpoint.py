@@ -25,6 +25,7 @@ from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 from tunix.rl.multi_turn.policy.models.gemma3 import gemma3_inputs
 from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 from tunix.rl.multi_turn.policy.models.qwen import qwen_families
+from tunix.rl.multi_turn.policy.models.qwen import qwen_shapes
 from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
 from tunix.rl.multi_turn.policy.models.qwen import qwen_vl_inputs
@@ -292,12 +293,7 @@ def _apply(
     fields, limits = qwen_text_config.RUN_FIELDS, ()
   pixels = {k: changes[k] for k in limits if k in changes}
   chosen = {k: v for k, v in changes.items() if k not in pixels}
-  unknown = sorted(set(chosen) - set(fields))
-  if unknown:
-    raise ValueError(
-      f"{unknown[0]!r} cannot be changed in a {config.family} policy; change"
-      f" one of: {', '.join(fields)}"
-    )
+  qwen_shapes.check_changes(config.family, chosen, fields)
   return dataclasses.replace(config, **chosen), pixels
 
 

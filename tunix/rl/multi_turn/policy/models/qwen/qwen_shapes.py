@@ -9,6 +9,7 @@ Does not: import JAX.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn.policy.checkpoints import config_checks
 from tunix.rl.multi_turn.policy.layers import rope_scaling
@@ -388,3 +389,23 @@ RUN_FIELDS = (
   "max_pixels",
 )
 """Fields that may differ from a checkpoint's file: those of running it."""
+
+
+def check_changes(
+  family: str, changes: Mapping[str, Any], fields: Sequence[str] = RUN_FIELDS
+) -> None:
+  """Raises ValueError for a change that a policy of the family does not take.
+
+  Args:
+    family: Name in the message.
+    changes: Fields of the configuration that are to differ.
+    fields: The ones that may.
+  """
+  unknown = sorted(set(changes) - set(fields))
+  if unknown:
+    raise ValueError(
+      f"{unknown[0]!r} cannot be changed in a {family} policy; change one of:"
+      f" {', '.join(fields)}"
+    )
+  if "remat" in changes:
+    config_checks.check_remat(changes["remat"])

@@ -68,13 +68,12 @@ class TinyVLConfig:
       object.__setattr__(self, name, tuple(getattr(self, name)))
     for name in _COUNTS:
       value = getattr(self, name)
-      if min(value if isinstance(value, tuple) else (value,)) < 1:
+      values = value if isinstance(value, tuple) else (value,)
+      if min(values) < 1:
         raise ValueError(f"{name}={value} must be >= 1")
-    for name in ("layers", "vision_layers"):
-      if getattr(self, name) > _MOST_LAYERS:
-        raise ValueError(
-          f"{name}={getattr(self, name)} must be <= {_MOST_LAYERS}"
-        )
+      most = _MOST_LAYERS if "layers" in name else _MOST
+      if max(values) > most:
+        raise ValueError(f"{name}={value} must be <= {most}")
     if self.rope_theta <= 1:
       raise ValueError(f"rope_theta={self.rope_theta} must be > 1")
     if self.heads % self.kv_heads:
@@ -116,6 +115,7 @@ _COUNTS = (
     "max_cells",
 )  # fmt: skip
 
+_MOST = 300_000
 _MOST_LAYERS = 1000  # Each is an object, and compiled by itself.
 
 SIZES: dict[str, dict[str, Any]] = {
