@@ -13,7 +13,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import by_name
-from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 
@@ -66,8 +66,10 @@ def outputs_of(model, processor, tokens):
 
 
 def test_an_absent_package_is_named(monkeypatch, capsys, tmp_path):
-  monkeypatch.setitem(settings.PRETRAINED, NAME, ("llm_absent", "x.gguf"))
-  policy = by_name.resolve(settings.POLICIES.get(NAME))
+  monkeypatch.setitem(
+    policy_settings.PRETRAINED, NAME, ("llm_absent", "x.gguf")
+  )
+  policy = by_name.resolve(policy_settings.POLICIES.get(NAME))
   assert policy.brings_weights and NAME not in by_name.BUILT_IN
   assert train.main([f"policy={NAME}", f"run.dir={tmp_path}", "--dry-run"]) == 2
   error = capsys.readouterr().err
