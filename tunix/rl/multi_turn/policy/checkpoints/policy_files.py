@@ -130,7 +130,7 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
 
     if str(path) in policy_settings.PRETRAINED:
       directory = gguf_files.pretrained(str(path))
-    if str(path) == settings.SMOLVLM:
+    if str(path) == policy_settings.SMOLVLM:
       from tunix.rl.multi_turn.policy.models.smolvlm import smolvlm_smollm2
 
       return smolvlm_smollm2.directory_of(directory)
@@ -231,7 +231,7 @@ def kind_of(name: str) -> str:
 
   "" for a directory whose loading raises an error.
   """
-  if name in settings.POLICIES:
+  if name in policy_settings.POLICIES:
     return name.removesuffix("_tiny")
   try:
     return model_type(resolve(name))
