@@ -18,7 +18,6 @@ import tempfile
 from typing import Any, Iterator
 
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.clients import chat_model
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import images as images_lib
