@@ -215,6 +215,7 @@ def _own_agent(config: TrainConfig) -> Iterator[str]:
   name = config.rollout.agent
   if name in ("", episodes.RUN_SERVICE):
     return
+  from tunix.rl.multi_turn.clients import agent_session  # pylint: disable=g-import-not-at-top
 
   try:
     agent_session.load(name)
