@@ -174,6 +174,12 @@ def of_run(
   parts.append(
     Part("this process", memory_limits.process_bytes(), on_host=True)
   )
+  if shared:
+    parts.append(
+      Part(
+        "compiled programs", _PROGRAMS, on_host=True, how="at most", bound=True
+      )
+    )
   if processor.patches_per_token:
     cached = (config.engine.patch_cache_mib << 20) + batching.PATCH_CACHE_BYTES
     for name, size, settings in (
