@@ -40,7 +40,7 @@ ROWS = 64
 
 
 def meshes(devices: int):
-  """Yields the settings of meshes of so many devices, plain ones first."""
+  """Yields the settings of each mesh of `devices`, fsdp alone first."""
   for tensor, sequence, data in itertools.product((1, 4), (1, 2, 4), (1, 4)):
     fsdp, remainder = divmod(devices, tensor * sequence * data)
     if fsdp and not remainder and fsdp > 1:

@@ -127,17 +127,17 @@ def test_demonstrations_solve_tasks_in_the_runs_environment():
     renderer, factory, source.solve, config.environment.max_turns
   )
   pairs = [(next(source.tasks), i) for i in range(9)]
-  seen = set()
+  families = set()
   for episode in asyncio.run(
     demonstrations.play_all(converser.episode, pairs, 4)
   ):
     family = episode.task["task_id"].partition("/")[0]
-    seen.add(family)
+    families.add(family)
     assert episode.status is trajectory.TrajectoryStatus.SUCCEEDED
     assert len(episode.steps) == TURNS[family]
     rewards = [step.reward for step in episode.steps]
     assert rewards == [0.0] * (TURNS[family] - 1) + [1.0]
-  assert seen == set(FAMILIES)
+  assert families == set(FAMILIES)
 
 
 # --- the tool -----------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_demonstrations_solve_tasks_in_the_runs_environment():
 def ask(
   *queries, script="CREATE TABLE t (a, b); INSERT INTO t VALUES (1, 'x')"
 ):
-  """What one instance answers; an error's text in its place."""
+  """Returns the answers of one instance, or the texts of its errors."""
 
   async def all_of():
     tool = sql_tool.SqlTool()
@@ -217,3 +217,13 @@ def test_a_query_that_takes_long_is_ended_and_the_next_one_runs():
   ended, count = ask(slow, "SELECT COUNT(*) FROM t", script=script)
   assert ended == "ValueError: interrupted"
   assert count == "100"
+
+
+def test_a_script_opens_no_file(tmp_path):
+  for script in (
+    f"ATTACH '{tmp_path}/a.db' AS a;",
+    f"CREATE TABLE t (a); VACUUM INTO '{tmp_path}/b.db';",
+  ):
+    with pytest.raises(sqlite3.Error):
+      ask("SELECT 1", script=script)
+  assert not list(tmp_path.iterdir())

@@ -93,9 +93,9 @@ class Withstands:
     with held(server, 2 * MOST, head + b" ") as lines:
       assert [server.health() for _ in range(5)] == [200] * 5
       late, refused = lines[-1], server.connect(head)
-      found, said = answer(refused)
+      code, body = answer(refused)
       refused.close()
-      assert found == 429 and "connections" in json.dumps(said)
+      assert code == 429 and "connections" in json.dumps(body)
       assert status(late) == 429
       assert server.post(10)[0] == 429
     deadline = time.monotonic() + 20
@@ -106,8 +106,8 @@ class Withstands:
     with server.connect(
       server.head(f"Content-Length: {server.most + 1}")
     ) as line:
-      found, said = answer(line)  # Nothing of the body is sent.
-      assert found == 413 and f"{server.most:,}" in json.dumps(said)
+      code, body = answer(line)  # Nothing of the body is sent.
+      assert code == 413 and f"{server.most:,}" in json.dumps(body)
     with server.connect(server.head(f"Content-Length: {10**30}")) as line:
       assert status(line) in (400, 413)
 

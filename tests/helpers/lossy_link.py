@@ -102,7 +102,7 @@ class Link:
       )
 
   def cut(self, seconds: float) -> None:
-    """Lets no packet pass for so long."""
+    """Drops every packet for this time."""
     self._cut_until = time.monotonic() + seconds
 
   def _relay(self) -> None:
@@ -137,8 +137,8 @@ class Link:
 
 
 def _ip(*arguments: str) -> None:
-  done = subprocess.run(
+  ended = subprocess.run(
     ["ip", *arguments], capture_output=True, text=True, timeout=20
   )
-  if done.returncode:
-    raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+  if ended.returncode:
+    raise OSError(f"ip {' '.join(arguments)}: {ended.stderr.strip()}")

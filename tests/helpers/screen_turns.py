@@ -24,7 +24,7 @@ class Talk(chat_families.Talk):
   """Conversations whose pictures exist."""
 
   def __init__(self, family, store, seed, sides=(20, 90), squares=0.0):
-    """`squares` is the share of pictures that are as high as they are wide."""
+    """`squares` is the share of square pictures."""
     super().__init__(family, random.Random(seed))
     self.store, self.rng = store, np.random.default_rng(seed)
     self._sides, self._squares = sides, squares

@@ -169,7 +169,7 @@ def new_database(url) -> str:
 
 
 def drop_database(url, database_url: str) -> None:
-  """Deletes a database, whoever is connected to it."""
+  """Deletes a database, and ends the connections to it."""
   name = sa.make_url(database_url).database
   _admin(url, f"DROP DATABASE {name} WITH (FORCE)")
 

@@ -358,18 +358,18 @@ def _engine(c: TrainConfig) -> Iterator[str]:
       " weights arrive at any time); set queue.max_staleness=0 or"
       " engine.lockstep=auto"
     )
-  elsewhere = {
-    "rollout.via=" + c.rollout.via: c.rollout.via
-    in ("hosts", "external", "buffer", "offline"),
-    "an evaluation": getattr(c, "evaluate", None) is not None,
-    f"processes.count={c.processes.count}": c.processes.count > 1,
-  }
-  for what, true in elsewhere.items():
-    if c.mesh.engine and true:
-      yield (
-        f"mesh.engine={c.mesh.engine} gives devices of one process to its"
-        f" engine, beside a learner's; leave it out with {what}"
-      )
+  without_engine = []
+  if c.rollout.via in ("hosts", "external", "buffer", "offline"):
+    without_engine.append(f"rollout.via={c.rollout.via}")
+  if getattr(c, "evaluate", None) is not None:
+    without_engine.append("an evaluation")
+  if c.processes.count > 1:
+    without_engine.append(f"processes.count={c.processes.count}")
+  if c.mesh.engine and without_engine:
+    yield (
+      f"mesh.engine={c.mesh.engine} parts one process's devices between learner"
+      f" and engine; leave it out with {' and '.join(without_engine)}"
+    )
   if c.learner.row_length < context:
     yield (
       f"learner.row_length={c.learner.row_length} is shorter than"

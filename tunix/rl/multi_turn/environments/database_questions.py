@@ -111,12 +111,12 @@ class DatabaseTasks(seeds.SplitTasks):
     ).format
     queries = [_TABLES, columns(names.people), columns(names.records)]
     queries += [columns(names.things)] if apart else []
-    asked = (n, m) if family == "database_difference" else (n,)
-    queries += [number(names.people, names.name, who) for who in asked]
+    people_of = (n, m) if family == "database_difference" else (n,)
+    queries += [number(names.people, names.name, who) for who in people_of]
     queries += [number(names.things, names.name, t)] if apart else []
-    queries += [total(people[who]) for who in asked]
+    queries += [total(people[who]) for who in people_of]
     answer = totals[n]
-    if len(asked) == 2:
+    if len(people_of) == 2:
       queries.append(f"SELECT {totals[n]} - {totals[m]}")
       answer -= totals[m]
     script = [

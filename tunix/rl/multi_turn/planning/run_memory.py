@@ -302,8 +302,9 @@ def _weights(
     out.append(
       Part("teacher", size, ("algorithm.teacher",), how="by its files")
     )
-  beside = config.mesh.engine and jax.default_backend() != "cpu"
-  own = config.rollout.via in ("external", "hosts") or beside
+  # On a CPU the engine's devices share the memory of the learner's.
+  apart = config.mesh.engine and jax.default_backend() != "cpu"
+  own = config.rollout.via in ("external", "hosts") or apart
   if config.samples and not own:
     local = update_memory.process_mesh(mesh, jax.process_count())
     copy = device_state.weight_bytes(model, local, config.engine.weights)

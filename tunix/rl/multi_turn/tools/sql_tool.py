@@ -10,6 +10,7 @@ of steps with a bounded text. Instances share nothing.
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from typing import Any, Mapping
 
@@ -30,6 +31,7 @@ SQL_SCHEMA: dict[str, Any] = {
   },
 }
 _ROWS = 20
+_COLUMNS = 32
 _STEPS = 1_000_000  # Of SQLite's machine; some 50 ms.
 _BYTES = 10_000  # Of a value.
 _READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
@@ -50,8 +52,10 @@ class SqlTool(stateful.InstanceTool):
   ) -> str:
     """Makes a database; `script`: its CREATE and INSERT statements."""
     database = sqlite3.connect(":memory:", check_same_thread=False)
-    database.executescript(script)
+    database.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # No other file.
+    await asyncio.to_thread(database.executescript, script)
     database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _BYTES)
+    database.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, _COLUMNS)
     database.set_authorizer(_authorize)
     return await super().create(instance_id, database=database, **kwargs)
 
@@ -70,8 +74,9 @@ class SqlTool(stateful.InstanceTool):
     database = self.state(instance_id)["database"]
     # Called once: it interrupts.
     database.set_progress_handler(lambda: 1, _STEPS)
+    read = lambda: database.execute(query).fetchmany(_ROWS + 1)
     try:
-      rows = database.execute(query).fetchmany(_ROWS + 1)
+      rows = await asyncio.to_thread(read)
     except (sqlite3.Error, sqlite3.Warning) as error:
       raise ValueError(f"{error}"[:200]) from None
     lines = [", ".join(map(str, row)) for row in rows[:_ROWS]]

@@ -12,7 +12,7 @@ A group is never lost and never counted twice, because:
 2. `take` gives the oldest waiting lease to the host that asks, and notes when.
 3. Every call of a host proves that it is alive; `beat` also names the leases it
    works on. A lease that it does not name, though lent long ago, never arrived.
-4. Whoever calls looks for silent hosts, at most twenty times in `silence_s`.
+4. Each call may look for silent hosts, at most twenty times in `silence_s`.
    Their leases go to the head of the waiting ones: they are the oldest.
 5. `finish` removes the lease under the lock before it sets the result. A second
    group of the same number finds no open lease and is refused.
