@@ -281,7 +281,6 @@ OWN = {
     "agent_services/rollout_buffer/generator_process.py",
     "agent_services/rollout_buffer/service.py",  # Its own database.
     # Written by this process a moment before.
-    "parser/tool_parser/formats/function_gemma.py",
     "parser/renderer/base_renderer.py",
     "learner/checkpoint.py",
     "trajectory_collector/loss_mask.py",

@@ -23,7 +23,6 @@ for _name, _path in {
   "deepseek": "formats.deepseek:DeepSeekToolParser",
   "gemma": "formats.gemma:GemmaToolParser",
   "gemini": "grammars.gemini:GeminiToolParser",
-  "function_gemma": "formats.function_gemma:FunctionGemmaParser",
   "openai_function": "formats.openai_function:OpenAiFunctionParser",
   # GUI actions.
   "computer_use": "grammars.computer_use:ComputerUseParser",
@@ -35,9 +34,6 @@ for _name, _path in {
   "ui_tars": "grammars.ui_tars:UiTarsParser",
   "ui_tars_absolute": "grammars.ui_tars:UiTarsAbsoluteParser",
   "ui_tars_mobile": "grammars.ui_tars:UiTarsMobileParser",
-  "ui_tars_2": "grammars.ui_tars_2:UiTars2Parser",
-  "holo1_5": "grammars.holo:Holo15Parser",
-  "holo2": "grammars.holo:Holo2Parser",
   "opencua": "grammars.opencua:OpenCuaParser",
   "opencua_relative": "grammars.opencua:OpenCuaRelativeParser",
   "glm_v": "grammars.glm_v:GlmVParser",
