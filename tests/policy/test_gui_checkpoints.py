@@ -167,9 +167,8 @@ def test_quantized_checkpoints_are_refused(method, kind, tmp_path):
     "quant_method": method,
     "fmt": "e4m3",
     "modules_to_not_convert": ["lm_head", "visual"],
+    "weight_block_size": [128, 128],
   }
-  if method != "fp8":  # With blocks it loads, see test_checkpoint_views.
-    quantized["weight_block_size"] = [128, 128]
   raw = {**raw_of(kind), "quantization_config": quantized}
   with pytest.raises(ValueError, match=f"'{method}', quantized .*bfloat16"):
     checkpoint.load_config(directory_of(tmp_path, raw))
