@@ -29,11 +29,25 @@ ROOMS = {
       "computer",
       "gbox",
       "genv",
+      "grounding",
       "gymnasium",
       "miniwob",
       "openenv",
       "osworld",
       "xdesktop",
+    )
+  },
+  **{
+    f"parser.tool_parser.grammars.{name}": f"cua_gyms.grammars.{name}"
+    for name in (
+      "android_world",
+      "anthropic_computer",
+      "gemini",
+      "glm_v",
+      "mai_ui",
+      "openai_computer",
+      "opencua",
+      "ui_tars",
     )
   },
   "agents.runs.settings": "tunix.rl.multi_turn.agents.agent_settings",
