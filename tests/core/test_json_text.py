@@ -43,8 +43,8 @@ LEVELS = (900, 200_000)
 ROOM = "tunix.rl.multi_turn"
 
 
-def deep(levels):
-  return '{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+def deep(levels, key="a"):
+  return f'{{"{key}": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
 
 
 # --- the function -------------------------------------------------------------
@@ -259,7 +259,7 @@ OWN = {
     "core/json_text.py", "net/peers.py",
     # Written by this package in another process of the same user.
     "doctor/probe.py", "rewards/math_answers.py", "rewards/math_worker.py",
-    "environments/verifiers/worker.py", "tools/sandbox/rooms.py",
+    "environments/verifiers/worker.py", "cua_gyms/sandbox/rooms.py",
     "run/fleet/ray_cluster.py", "run/fleet/collector.py",
     "agent_services/rollout_buffer/generator_process.py",
     "agent_services/rollout_buffer/service.py",  # Its own database.

@@ -53,10 +53,10 @@ ROOMS = {
   "agents.runs.settings": "tunix.rl.multi_turn.agents.agent_settings",
   "environments.workers": "cua_gyms.workers",
   "environments.gyms.machines": "cua_gyms.machines",
+  "environments.python_tool": "cua_gyms.sandbox.python_tool",
+  "tools.sandbox": "cua_gyms.sandbox",
   **{
-    f"environments.gyms.xdesktop.{former}": (
-      f"tunix.rl.multi_turn.tools.sandbox.{now}"
-    )
+    f"environments.gyms.xdesktop.{former}": f"cua_gyms.sandbox.{now}"
     for former, now in (
       ("errors", "sandbox_errors"),
       ("files", "files"),
