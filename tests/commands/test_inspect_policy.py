@@ -7,7 +7,7 @@ import forced_devices
 import jax
 import numpy as np
 from PIL import Image
-from published_sizes import PUBLISHED
+import published_sizes
 import pytest
 import trials
 from tunix.rl.multi_turn.commands import inspect_policy
@@ -44,7 +44,9 @@ def refusal(capsys, *arguments):
 )  # fmt: skip
 def test_parameters_of_published_sizes(name):
   parts = policy_facts.parameters_by_part(policy_facts.find(name).model)
-  assert parts["total"] == pytest.approx(PUBLISHED[name], rel=1e-3)
+  assert parts["total"] == pytest.approx(
+    published_sizes.PUBLISHED[name], rel=1e-3
+  )
   counted = sum(v for k, v in parts.items() if k not in ("total", "active"))
   assert counted == parts["total"]
   if name.endswith("A3B"):
@@ -77,8 +79,10 @@ def test_a_published_name_needs_no_files_and_no_weights(capsys):
   assert memory["optimizer"] == 2 * memory["gradients"]
 
 
-def test_layers_of_linear_attention_keep_no_keys(capsys):
-  figures = report(capsys, "qwen3.5-9b")
+def test_layers_of_linear_attention_keep_no_keys(capsys, tmp_path):
+  config = qwen_config.to_hf(published_sizes.SIZES["Qwen3.5-9B"])
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  figures = report(capsys, str(tmp_path), "--dtype", "bfloat16")
   # 8 of 32 layers x keys and values x 4 heads of 256 in bfloat16.
   assert figures["sequence"]["kv_bytes_per_token"] == 8 * 2 * 4 * 256 * 2
 
