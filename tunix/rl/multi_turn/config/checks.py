@@ -686,8 +686,8 @@ def _experts(c: TrainConfig) -> Iterator[str]:
   share = c.collect.expert_share
   if not share:
     return
-  where, gym = f"collect.expert_share={share}", _gym(c)
-  if gym is None or gym.oracle is None:
+  where, gym, spec = f"collect.expert_share={share}", _gym(c), _environment(c)
+  if not (gym and gym.oracle and spec and spec.gym):
     yield (
       f"{where} needs an oracle, and environment.name={c.environment.name} with"
       f" gym.name={c.gym.name} has none; set it to 0"

@@ -1,8 +1,8 @@
 """Plays a task as its gym's oracle does, in the policy's own words if it can.
 
 In each turn the policy samples first. A reply that does what the oracle would
-do (the same action on the same thing) stays, with its own log-probs; any other is
-replaced by the oracle's action in the policy's grammar, with log-prob 0, for
+do (the same action on the same thing) stays, with its own log-probs; any other
+is replaced by the oracle's action in the policy's grammar, with log-prob 0, for
 which the learner puts its own (`learner.batches.replay.with_experts`). So an
 expert's episode is as near to the policy as it can be.
 
