@@ -26,7 +26,7 @@ def test_the_advantage_is_the_reward_less_the_greedy_ones():
     advantages.remax, [group], advantages.AdvantageOptions()
   )[0]
   assert first.tolist() == [0.25] * 2 and second.tolist() == [-0.5] * 3
-  alone = dataclasses.replace(group, extra=None)
+  alone = dataclasses.replace(group, greedy=None)
   with pytest.raises(ValueError, match="greedy"):
     advantages.of_step(advantages.remax, [alone], advantages.AdvantageOptions())
 

@@ -167,7 +167,7 @@ def test_a_run_learns_from_experts_and_counts_its_own_episodes(tmp_path):
   code = train.main([
     f"run.dir={tmp_path}", "name=r", "warm_start.steps=0",
     "learner.steps=2", "collect.group_size=2", "collect.min_valid=2",
-    "learner.groups_per_step=2", "tasks=[answer-question]", "eval.on=false",
+    "learner.groups_per_step=2", "tasks=[click-color]", "eval.on=false",
     "collect.expert_share=1", "monitor.embedded=false",
   ])  # fmt: skip
   assert code == 0

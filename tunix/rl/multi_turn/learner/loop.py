@@ -366,6 +366,8 @@ class LearnerLoop:
   def _update(
     self, groups: list[trajectory.TrajectoryGroup]
   ) -> learner_lib.Metrics:
+    if not self._experts and self._replay is None:
+      return self.learner.update(groups)
     further: learner_lib.Metrics = {}
     borrowed: frozenset[str] = frozenset()
     if self._experts:
