@@ -12,7 +12,7 @@ After BEPA, arXiv:2601.05787, which aligns recorded episodes with the policy.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable
+from typing import Any, Callable, cast
 
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
@@ -20,6 +20,7 @@ from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 
@@ -86,7 +87,9 @@ class _Corrected:
       right,
       self._expert.grid,
     )
-    tokens = demonstrations.completion_ids(self._expert.model.renderer, text)
+    tokens = demonstrations.completion_ids(
+      cast(choice.AnyRenderer, self._expert.model.renderer), text
+    )
     return policy_client.Completion(
       tokens=tokens,
       logprobs=np.zeros(len(tokens), np.float32),
@@ -109,15 +112,11 @@ class _Corrected:
       return False
     (action,) = actions
     action = action.scaled(*self._env.scale)
-    if Kind.CLICK is action.kind is right.kind and action.x is not None:
-      describe, gym = self._expert.oracle.describe, self._env.gym
-      names = [
-        await demonstrations.value(describe(gym, a.x, a.y))
-        for a in (action, right)
-      ]
-      if names[0] is None or names[0] != names[1]:
-        return False
-      action = dataclasses.replace(action, x=right.x, y=right.y)
+    oracle, env = self._expert.oracle, self._env
+    if Kind.CLICK is action.kind is right.kind:
+      name = await demonstrations.named(oracle, env, action)
+      if name and name == await demonstrations.named(oracle, env, right):
+        action = dataclasses.replace(action, x=right.x, y=right.y)
     return action == right
 
 

@@ -125,6 +125,16 @@ async def right_action(oracle: gyms.Oracle, env: Any) -> GuiAction:
   return action or GuiAction(Kind.TERMINATE)
 
 
+async def named(oracle: gyms.Oracle, env: Any, action: GuiAction) -> str | None:
+  """Returns the oracle's phrase for what an action (in gym pixels) touches.
+
+  None where it points at nothing that has a name.
+  """
+  if action.kind not in _POINTING or action.x is None or action.y is None:
+    return None
+  return await value(oracle.describe(env.gym, action.x, action.y))
+
+
 async def written(
   oracle: gyms.Oracle,
   env: Any,
@@ -141,9 +151,7 @@ async def written(
     action: in pixels of the gym.
     grid: see `Demonstrator`.
   """
-  target = None
-  if action.kind in _POINTING and action.x is not None:
-    target = await value(oracle.describe(env.gym, action.x, action.y))
+  target = await named(oracle, env, action)
   sx, sy = env.scale  # The oracle counts the gym's pixels.
   return parser.format_gui_action(
     action.scaled(1 / sx, 1 / sy), *env.size, target, grid=grid
