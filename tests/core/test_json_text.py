@@ -286,7 +286,6 @@ OWN = {
     "learner/checkpoint.py",
     "trajectory_collector/loss_mask.py",
     "agent_services/serving/endpoints/messages.py",
-    "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.
     "agent_services/serving/bodies.py",
     "training_monitor/server/batches/fields.py",

@@ -540,7 +540,6 @@ COMMANDS = [
     ("commands.inspect_policy", "tiny_vl --screen big", "--screen", "1280x720"),
     ("commands.inspect_policy", "tiny_vl --mesh fsd=2", "--mesh", "fsdp"),
     ("commands.inspect_policy", "tiny_vl --images -1", "--images"),
-    ("commands.inspect_policy", "tiny_vl --lora 4", "LoRA"),
     ("commands.inspect_policy", "mydir", "config.json"),
     ("commands.inspect_policy", "Qwen3-VL-4B --forward", "directory"),
     ("commands.inspect_policy", "tiny_vl --forward --image afile",

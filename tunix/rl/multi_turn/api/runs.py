@@ -278,9 +278,10 @@ class Run:
       self.directory,
       content,
       repo,
-      publishing.Described(license, base_model),
       private=private,
       token=token,
+      license=license,
+      base_model=base_model,
     )
 
   def save_for_hub(
@@ -296,8 +297,9 @@ class Run:
     Raises:
       PublishError: the run has nothing of it, or the folder is in use.
     """
-    described = publishing.Described(license, base_model)
-    return publishing.save(self.directory, content, folder, described)
+    return publishing.save(
+      self.directory, content, folder, license=license, base_model=base_model
+    )
 
   def __repr__(self) -> str:
     total = (self.config.get("learner") or {}).get("steps")

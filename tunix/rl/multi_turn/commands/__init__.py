@@ -1,9 +1,8 @@
-"""Commands around policies: inspect, try, publish.
+"""Commands around policies and runs.
 
     python -m tunix.rl.multi_turn.commands
 
-lists them, with the commands of other rooms. `try_policy` is a part of
-`inspect_policy`.
+lists them, with the commands of other rooms.
 """
 
 _HERE = "tunix.rl.multi_turn"
