@@ -18,7 +18,6 @@ from training_monitor.client import spool
 from training_monitor.maintenance import archive
 from tunix.rl.multi_turn.clients import record_replay
 from tunix.rl.multi_turn.clients import vllm
-from tunix.rl.multi_turn.commands import loss_mask
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import conversations
@@ -190,7 +189,6 @@ READERS = {
   "exported": in_file(
     lambda f: recorded.RecordedGroups(f, None, images.ImageStore()), "f.json"
   ),
-  "loss mask": in_file(loss_mask._records),
   "rollout tasks": in_file(lambda f: generating.rows_of(str(f))),
   "ids": in_file(lambda f: assign_instance_id.rows_of(f.open(), str(f))),
 }

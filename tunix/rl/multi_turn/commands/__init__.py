@@ -37,8 +37,5 @@ COMMANDS = {
   f"{_HERE}.commands.inspect_policy": (
     "Reports a policy's sizes, tokens and memory; runs it once."
   ),
-  f"{_HERE}.commands.loss_mask": (
-    "Turns conversations from elsewhere into tokens and loss masks."
-  ),
 }
 """Module of a user's command -> its purpose."""

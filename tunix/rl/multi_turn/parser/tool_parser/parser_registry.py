@@ -48,9 +48,7 @@ for _name, _path in {
   "android_world": "grammars.android_world:AndroidWorldParser",
   "browsergym": "grammars.browsergym:BrowserGymParser",
 }.items():
-  PARSERS.register(
-    _name, f"{_PACKAGE}.{_path}", also=("hermes",) if _name == "qwen" else ()
-  )
+  PARSERS.register(_name, f"{_PACKAGE}.{_path}")
 
 
 def register_tool_parser(
