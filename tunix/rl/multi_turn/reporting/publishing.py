@@ -6,7 +6,7 @@
 `policy` is the trained policy's files with a model card. `episodes` are the
 kept episodes as Parquet, one a row, screenshots inside, with a data set card:
 `datasets.load_dataset(folder)` reads them, and
-`Trajectory.from_json(json.loads(row["trajectory"]))` gives an episode back.
+`Trajectory.from_json` takes the parsed column `trajectory`.
 
 Promises: nothing in the run directory is changed. Cards and rows hold neither
 the run's settings nor the texts of errors, which may name places and secrets of
