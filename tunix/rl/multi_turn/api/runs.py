@@ -352,19 +352,12 @@ class EvaluationRun(Run):
   @property
   def error(self) -> str | None:
     """Why it failed."""
-    content = self._content
-    compared = content.get("comparison") or {}
-    return content.get("error") or compared.get("error")
+    return self._content.get("error")
 
   @property
   def digest(self) -> dict[str, Any]:
     """The gym's summary of the episodes; {} for a gym that makes none."""
     return self._content.get("digest") or {}
-
-  @property
-  def comparison(self) -> dict[str, Any] | None:
-    """By mode, where it was compared with another (`compare=`)."""
-    return (self._content.get("comparison") or {}).get("modes")
 
   @property
   def outcomes_by_key(

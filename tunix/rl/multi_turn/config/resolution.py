@@ -404,12 +404,7 @@ class _Reader:
         self._show_help(following)
       if place in used:
         continue
-      if argument == "--compare" and evaluates:
-        used.add(place + 1)
-        if not following:
-          self.problems.append("--compare needs the directory of an evaluation")
-        self._override("evaluate.compare", following)
-      elif argument == "--dry-run":
+      if argument == "--dry-run":
         self.overrides.append({"run.dry_run": True})
       elif not evaluates and (flag := _rollout_flag(argument)):
         used |= self._read_flag(flag, place, argv)

@@ -28,7 +28,6 @@ from tunix.rl.multi_turn.reporting import svg
 from tunix.rl.multi_turn.reporting import time_metrics
 
 TEXT = 220  # Characters of a completion that are shown.
-_CHANGED = 200  # Tasks of a comparison that are listed.
 _DETAILS = (
   "entropy",
   "grad_norm",
@@ -81,7 +80,6 @@ def render(
       training_curve(run),
       evaluations(run),
       _attempts(run),
-      _comparison(run),
       _digest(run),
       _seconds(run),
       _films(run, config),
@@ -362,36 +360,6 @@ def _attempts(run: run_data.RunDirectory) -> str:
     return ""
   head = ("evaluation", "figure", "rate", "tasks")
   return _card("Several attempts", _table(head, rows))
-
-
-def _comparison(run: run_data.RunDirectory) -> str:
-  """An evaluation against another one, and the tasks that changed."""
-  compared = run.evaluation.get("comparison")
-  if not isinstance(compared, dict) or not compared.get("modes"):
-    return ""
-  parts = []
-  for mode, one in compared["modes"].items():
-    span = one["interval"] or (-1.0, 1.0)
-    parts.append(
-      f"<h3>{_esc(mode)}</h3><p>{one['rate']:.3f} against"
-      f" {one['their_rate']:.3f}: {one['difference']:+.3f}"
-      f" <small>[{span[0]:+.3f}, {span[1]:+.3f}]</small> over"
-      f" {int(one['tasks'])} tasks, {int(one['better'])} better,"
-      f" {int(one['worse'])} worse, p = {one['p']:.3g}</p>"
-    )
-    rows = [
-      _row(
-        _esc(t["family"]),
-        _esc(t["task_id"]),
-        f"{t['their_rate']:.3f}",
-        f"{t['rate']:.3f}",
-      )
-      for t in one["changed"][:_CHANGED]
-    ]
-    if rows:
-      head = ("family", "changed task", "there", "here")
-      parts.append(_table(head, rows))
-  return _card(f"Compared with {_esc(compared.get('with'))}", *parts)
 
 
 def _digest(run: run_data.RunDirectory) -> str:
