@@ -54,7 +54,7 @@ def build_report(
 
   Args:
     directory: the run directory.
-    config: `film_strips`, `film_turns` and `image_width`.
+    config: `film_strips`.
 
   Raises:
     FileNotFoundError: the directory holds no run.
@@ -392,22 +392,21 @@ def _films(
   for story in stories:
     parts.append("<div class=card>")
     parts.append(f"<h3>{_esc(story[0].family or 'task')}</h3>")
-    parts += [film(run, episode, config) for episode in story]
+    parts += [film(run, episode) for episode in story]
     parts.append("</div>")
   return "\n".join(parts)
 
 
 def film(
-  run: Images,
-  episode: run_data.ShownEpisode,
-  config: reporting_settings.ReportConfig = reporting_settings.ReportConfig(),
+  run: Images, episode: run_data.ShownEpisode, most: int = 12, width: int = 960
 ) -> str:
   """An episode's screens in a row, with what was done on each.
 
   Args:
     run: Source of its screenshots.
     episode: Episode of the run.
-    config: `film_turns` and `image_width`.
+    most: Turns that are drawn.
+    width: Wider screenshots are scaled down to it, px.
   """
   good = "good" if episode.success else "bad"
   title = (
@@ -417,7 +416,6 @@ def film(
     f" {episode.version}, reward {episode.reward:g}</small></p>"
   )
   frames = episode.frames
-  most, width = config.film_turns, config.image_width
   shown = frames if len(frames) <= most else frames[: most - 1]
   figures = [figure(run, frame, width) for frame in shown]
   if len(frames) > most:
