@@ -202,7 +202,12 @@ def forward(
   random = name in by_name.BUILT_IN and name not in by_name.SHIPPED
   image = Image.new("RGB", screen, (127, 127, 127))
   if picture is not None:
-    image = Image.open(picture.expanduser()).convert("RGB")
+    try:
+      image = Image.open(picture.expanduser()).convert("RGB")
+    except OSError as error:
+      raise OSError(
+        f"--image={picture}: {error}; give a picture's file"
+      ) from None
   if random:
     model, processor, tokenizer = named.create(0, None, image.size)
   else:
