@@ -3,7 +3,6 @@
 import html
 
 import chromium
-import monitor_databases
 import monitor_server
 import pytest
 import sqlalchemy as sa
@@ -307,15 +306,6 @@ def test_they_go_with_their_run_and_come_back(server, tmp_path):
   assert server.rows("monitor_annotation") == []
   run_files.import_(server.engine, files, path)
   assert noted() == before
-
-
-def test_an_earlier_schema_gets_the_tables(engine):
-  monitor_databases.make_older(engine, "0009")
-  names = sa.inspect(engine).get_table_names()
-  assert not {"monitor_annotation", "monitor_turn_words"} & set(names)
-  database.upgrade(engine)
-  names = sa.inspect(engine).get_table_names()
-  assert {"monitor_annotation", "monitor_turn_words"} <= set(names)
 
 
 @pytest.mark.slow

@@ -302,10 +302,8 @@ class MonitorApp:
   def _curve_points(
     self, project: int, request: Request, selection: query_lib.CurvesQuery
   ) -> dict[str, Any]:
-    training, minus = _id(request), selection.minus
+    training = _id(request)
     self._queries.one(project, "training", training)
-    if minus is not None:
-      self._queries.one(project, "training", minus)
     names = [name for name in selection.names.split(",") if name]
     chart = curves_lib.chart(
       self._curves.of(training),
@@ -313,9 +311,8 @@ class MonitorApp:
       selection.first,
       selection.last,
       selection.points,
-      None if minus is None else self._curves.of(minus),
     )
-    return {**chart, "evals": self._pages.eval_points(training, minus)}
+    return {**chart, "evals": self._pages.eval_points(training)}
 
   async def _events(
     self, request: Request, who: access_lib.Principal

@@ -243,16 +243,14 @@ class _RunReader:
   def annotations(self) -> list[Row]:
     """Returns labels and notes, each with the name of its rollout."""
     n, r, t = tables.annotation, tables.rollout, tables.turn
-    return [
-      dict(row)
-      for row in self._connection.execute(
-        sa.select(r.c.rollout_id, t.c.turn, n.c.label, n.c.note)
-        .join(r, r.c.id == n.c.rollout_id)
-        .outerjoin(t, t.c.id == n.c.turn_id)
-        .where(r.c.id.in_(runs_lib.ids("rollout", self._run.id)))
-        .order_by(n.c.id)
-      ).mappings()
-    ]
+    query = (
+      sa.select(r.c.rollout_id, t.c.turn, n.c.label, n.c.note)
+      .join(r, r.c.id == n.c.rollout_id)
+      .outerjoin(t, t.c.id == n.c.turn_id)
+      .where(r.c.id.in_(runs_lib.ids("rollout", self._run.id)))
+      .order_by(n.c.id)
+    )
+    return list(stream(self._connection, query))
 
 
 def stream(connection: sa.Connection, query: sa.Select) -> Iterator[Row]:
