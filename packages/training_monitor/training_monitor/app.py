@@ -236,17 +236,10 @@ class MonitorApp:
       started = time.perf_counter()
       try:
         who = access_lib.Principal(0, frozenset())
-        if not operation.scope:
-          self._access.check_site(request.headers)
+        if operation.scope:
+          who = await self._access.checked(request.headers, operation.scope)
         else:
-          # Reads the database only once in a while; it may be away.
-          check = self._access.check
-          if self._access.remembers(request.headers):
-            who = check(request.headers, operation.scope)
-          else:
-            who = await concurrency.run_in_threadpool(
-              check, request.headers, operation.scope
-            )
+          self._access.check_site(request.headers)
         response = await handler(request, who)
       except errors.ApiError as error:
         response = _error(error)

@@ -178,8 +178,7 @@ def _prune(args: argparse.Namespace, files_of: FilesOf) -> int:
   print(
     f"{would} {len(outcome.runs)} runs,"
     f" {'' if args.dry_run else f'{outcome.rows} rows, '}"
-    f"{outcome.screenshots} screenshots and {outcome.thumbnails} thumbnails"
-    f" ({outcome.bytes / 1e6:.1f} MB)"
+    f"{outcome.screenshots} screenshots ({outcome.bytes / 1e6:.1f} MB)"
   )
   return 0
 

@@ -62,7 +62,6 @@ class PruneResult:
     pinned: Runs that stay because they are baselines.
     rows: Number of deleted rows.
     screenshots: Number of deleted screenshots.
-    thumbnails: Number of deleted thumbnails without a screenshot.
     bytes: Size of the deleted files.
   """
 
@@ -71,7 +70,6 @@ class PruneResult:
   pinned: list[runs_lib.StoredRun] = dataclasses.field(default_factory=list)
   rows: int = 0
   screenshots: int = 0
-  thumbnails: int = 0
   bytes: int = 0
 
 
@@ -145,14 +143,8 @@ def prune(
     with runs_lib.writing(engine) as connection:  # Also those of raw SQL.
       runs_lib.forget_names(connection)
   _prune_screenshots(
-    engine,
-    files / "screenshots",
-    outcome,
-    deleted if dry_run else [],
-    dry_run,
-    grace_s,
+    engine, files, outcome, deleted if dry_run else [], dry_run, grace_s
   )
-  _prune_thumbnails(engine, files, outcome, dry_run)
   if not dry_run and (outcome.rows or outcome.screenshots):
     _vacuum(engine)
   return outcome
@@ -189,15 +181,16 @@ def _shown(
 
 def _prune_screenshots(
   engine: sa.Engine,
-  directory: pathlib.Path,
+  files: pathlib.Path,
   outcome: PruneResult,
   without: list[int],
   dry_run: bool,
   grace_s: float,
 ) -> None:
-  folder = screenshots.ScreenshotFiles(directory)
+  folder = screenshots.ScreenshotFiles(files / "screenshots")
+  small = thumbnails.Thumbnails(files / thumbnails.FOLDER)
   s = tables.screenshot
-  _empty_trash(engine, directory, dry_run)
+  _empty_trash(engine, files / "screenshots", dry_run)
   before = database.now() - datetime.timedelta(seconds=grace_s)
   with runs_lib.reading(engine) as connection:
     rows = {
@@ -248,6 +241,8 @@ def _prune_screenshots(
       raise
     for trash in moved:
       trash.unlink(missing_ok=True)
+    for sha in part:
+      small.path(sha).unlink(missing_ok=True)
 
 
 def _empty_trash(
@@ -278,45 +273,6 @@ def _empty_trash(
         path.unlink()
     except FileNotFoundError:
       continue  # Another prune was faster.
-
-
-def stray_thumbnails(
-  engine: sa.Engine, files: pathlib.Path
-) -> list[pathlib.Path]:
-  """Returns thumbnails without a screenshot, and partial files."""
-  s = tables.screenshot
-  old = time.time() - _GRACE_S
-  # Files first: one that comes meanwhile is of a screenshot that is here.
-  paths = list((files / thumbnails.FOLDER).glob("??/*"))
-  with runs_lib.reading(engine) as connection:
-    stored = set(connection.scalars(sa.select(s.c.sha256)))
-  stray = []
-  for path in paths:
-    if path.suffix != ".part":
-      is_stray = path.name.removesuffix(".webp") not in stored
-    else:
-      try:
-        is_stray = path.stat().st_mtime < old
-      except FileNotFoundError:
-        is_stray = False
-    if is_stray:
-      stray.append(path)
-  return stray
-
-
-def _prune_thumbnails(
-  engine: sa.Engine, files: pathlib.Path, outcome: PruneResult, dry_run: bool
-) -> None:
-  """Deletes stray thumbnails; a dry run only counts them."""
-  for path in stray_thumbnails(engine, files):
-    try:
-      size = path.stat().st_size
-      if not dry_run:
-        path.unlink()
-    except FileNotFoundError:
-      continue  # Another prune was faster.
-    outcome.thumbnails += 1
-    outcome.bytes += size
 
 
 # --- space --------------------------------------------------------------------

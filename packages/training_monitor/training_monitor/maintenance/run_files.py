@@ -403,8 +403,9 @@ class _Importer:
   def _known(self, kind: str, listed: list[items.Item]) -> bool:
     """Returns whether something here is one of the items."""
     known = self._sql.among(
-      "SELECT 1 FROM monitor_client_id WHERE project_id = ? AND kind = ? AND"
-      " client_id {among}",
+      # The name of a deleted row means nothing.
+      f'SELECT 1 FROM monitor_client_id c JOIN "{kind}" t ON t.id = c.entity_id'
+      " WHERE c.project_id = ? AND c.kind = ? AND c.client_id {among}",
       (self._project, kind),
       [item.client_id for item in listed],
     )
