@@ -196,7 +196,7 @@ def test_groups_belong_to_a_project_and_go_with_their_run(
 
   def shown():
     made_anew = ("id", "created_at", "updated_at")
-    return [
+    rows = [
       {
         k: v
         for k, v in row.items()
@@ -205,6 +205,7 @@ def test_groups_belong_to_a_project_and_go_with_their_run(
       for name in ("rollout", "group")
       for row in view(server, name)
     ]
+    return sorted(rows, key=str)
 
   before = shown()
   runs_lib.delete(server.engine, 1)

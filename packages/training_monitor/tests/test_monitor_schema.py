@@ -619,7 +619,9 @@ def test_a_newer_schema_and_somebody_elses_tables_are_refused(tmp_path):
   engine = database.connect(tmp_path / "newer.db")
   database.upgrade(engine)
   sql(engine, "UPDATE alembic_version SET version_num = '9999'")
-  with pytest.raises(database.DatabaseError, match="9999.*newer version"):
+  with pytest.raises(
+    database.DatabaseError, match="9999.*the version that wrote it"
+  ):
     database.upgrade(engine)
   engine.dispose()
   engine = database.connect(tmp_path / "other.db")

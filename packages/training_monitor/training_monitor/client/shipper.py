@@ -184,6 +184,8 @@ class Shipper:
         self._rounds.notify_all()
       self._on_round(*self._settled)
       if not worked:
+        if self.spool.images_left:
+          self.spool.shrink(self._work.is_set)
         self._work.wait(_IDLE_S)
         self._work.clear()
       elif worked < _PLENTY:
@@ -204,7 +206,10 @@ class Shipper:
       f"the monitor does not answer, training continues: {error}",
     )
     # Many trainers must not retry at the same moment.
-    self._pause(backoff(error, failures) * random.uniform(0.5, 1))
+    until = time.monotonic() + backoff(error, failures) * random.uniform(0.5, 1)
+    # Screenshots become smaller meanwhile, so that more of them have room.
+    self.spool.shrink(lambda: self._hurried or time.monotonic() > until)
+    self._pause(until - time.monotonic())
 
   @property
   def _hurried(self) -> bool:

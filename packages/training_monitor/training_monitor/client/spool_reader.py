@@ -326,6 +326,25 @@ class SpoolReader:
     for sha, suffix in itertools.product(shas, (spool_lib.RGB, spool_lib.PNG)):
       spool_lib.image_path(self.path, sha, suffix).unlink(missing_ok=True)
 
+  def shrink(self, until: Callable[[], bool]) -> None:
+    """Encodes screenshots that wait, which makes them smaller."""
+    folder = self.path / spool_lib.IMAGES
+    for path in folder.glob(f"*{spool_lib.RGB}"):
+      if until():
+        return
+      try:
+        file = self._encoded(path.stem)
+        if file is None:
+          self._on_images_lost([path.stem])
+          continue
+        durable.write_bytes(
+          path.with_suffix(spool_lib.PNG), file, durably=False
+        )
+        path.unlink()
+      except OSError as error:
+        self._trouble(error)
+        return
+
   # --- the end ----------------------------------------------------------------
 
   def _trouble(self, error: OSError) -> None:

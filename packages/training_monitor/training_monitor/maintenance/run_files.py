@@ -386,11 +386,11 @@ class _Importer:
   def _apply(self, batch: items.IngestBatch) -> None:
     for kind, listed in batch.items.items():
       self.result.rows += len(listed)
-      known = kind not in _SHARED and self._known(kind, listed)
-      if known and kind == "training":
+      present = kind not in _SHARED and self._known(kind, listed)
+      if present and kind == "training":
         self.result.rows, self.finished = 0, True
         return
-      if known:
+      if present:
         raise ValueError(
           f"another run here has the same {kind}s: prune that first, or import"
           " into another project or database"
@@ -402,7 +402,7 @@ class _Importer:
 
   def _known(self, kind: str, listed: list[items.Item]) -> bool:
     """Returns whether something here is one of the items."""
-    known = self._sql.among(
+    rows = self._sql.among(
       # The name of a deleted row means nothing.
       f'SELECT 1 FROM monitor_client_id c JOIN "{kind}" t ON t.id = c.entity_id'
       " WHERE c.project_id = ? AND c.kind = ? AND c.client_id {among}",
@@ -410,9 +410,9 @@ class _Importer:
       [item.client_id for item in listed],
     )
     if kind == "rollout":
-      known += self._sql.among(
+      rows += self._sql.among(
         "SELECT 1 FROM rollout WHERE rollout_id {among}",
         (),
         [item.values["rollout_id"] for item in listed],
       )
-    return bool(known)
+    return bool(rows)

@@ -113,14 +113,16 @@ RUN_OF_TURN: sa.ColumnElement[int] = sa.func.coalesce(
 def texts(row: sa.Row) -> dict[str, str]:
   """Returns the texts of a turn of `turns` that are searched, by kind."""
   metrics = _object(row.metrics_json)
-  found = {n: str(metrics.get(n) or "") for n in ("thought", "model_response")}
+  by_kind = {
+    n: str(metrics.get(n) or "") for n in ("thought", "model_response")
+  }
   lines = (row.typed or "").split("\n")  # JSON of an action has no such break.
   typed = [_object(line).get("text") for line in lines]
-  found["typed"] = "\n".join(one for one in typed if isinstance(one, str))
-  found["recorded"] = row.raw or ""
+  by_kind["typed"] = "\n".join(one for one in typed if isinstance(one, str))
+  by_kind["recorded"] = row.raw or ""
   if row.turn <= 1:
-    found["task"] = row.description
-  return found
+    by_kind["task"] = row.description
+  return by_kind
 
 
 def _object(text: str | None) -> Mapping[str, Any]:
