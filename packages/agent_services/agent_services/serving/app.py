@@ -332,8 +332,9 @@ class OpenAIApp(applications.Application):
 
   def _ignored(self, request: requests.SamplingRequest) -> dict[str, str]:
     """Returns the header that names fields which change nothing."""
-    ignored = self._service.policy.ignored(request)
-    return {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
+    if not request.ignored:
+      return {}
+    return {"x-ignored-fields": ", ".join(request.ignored)}
 
   # --- about the server -------------------------------------------------------
 

@@ -21,7 +21,6 @@ from agent_services.serving import answers
 from agent_services.serving import errors
 from agent_services.serving import grammars as grammars_lib
 from agent_services.serving import requests
-from agent_services.serving import thinking
 from agent_services.serving.sessions import interactions
 from agent_services.serving.sessions import session_store
 
@@ -77,29 +76,6 @@ class ServedPolicy:
   _shown: tuple[Any, bool] = dataclasses.field(
     default=(None, False), init=False, repr=False
   )
-  _renderings: thinking.Renderings | None = dataclasses.field(
-    default=None, init=False, repr=False
-  )
-
-  def rendering(self, request: requests.SamplingRequest) -> thinking.Rendering:
-    """Returns the rendering of a request's messages to tokens.
-
-    Raises:
-      ApiError: naming a field that this policy cannot follow.
-    """
-    if self._renderings is None or (
-      self._renderings.renderer is not self.renderer
-    ):
-      self._renderings = thinking.Renderings(self.renderer)
-    return self._renderings.of(request)
-
-  def ignored(self, request: requests.SamplingRequest) -> tuple[str, ...]:
-    """Returns the paths of the request's fields that change nothing for this
-    policy."""
-    acting: frozenset[str] = frozenset()
-    if request.text is request.tokens is None and not request.prompts:
-      acting = self.rendering(request).acting
-    return tuple(path for path in request.ignored if path not in acting)
 
   @property
   def template_tools(self) -> bool:
@@ -142,8 +118,7 @@ def render(
     if session is not None:
       return session.prompt_text(request.text)
     return policy_client.TokenPrompt(renderer.encode(request.text))
-  rendering = policy.rendering(request)
-  renderer = rendering.renderer
+  _check_template(request, policy)
   if request.instructions:
     messages = [{"role": "system", "content": request.instructions}, *messages]
   tools = list(request.tools)
@@ -158,8 +133,8 @@ def render(
   if session is not None:
     shown = bool(tools)
     if request.continues:
-      return session.prompt_continuing(messages, tools, shown, rendering)
-    return session.prompt(messages, tools, shown, rendering)
+      return session.prompt_continuing(messages, tools, shown)
+    return session.prompt(messages, tools, shown)
   try:
     if request.continues:
       return continued(renderer, messages, tools)
@@ -185,6 +160,21 @@ def continued(
   return policy_client.TokenPrompt(
     np.concatenate([prompt.tokens, text]), prompt.images
   )
+
+
+def _check_template(
+  request: requests.SamplingRequest, policy: ServedPolicy
+) -> None:
+  """Refuses variables of the chat template that change the policy's prompt."""
+  for name in policy.renderer.changed_by(request.template_options):
+    field = f"chat_template_kwargs.{name}"
+    raise errors.invalid(
+      field,
+      f"{field}={request.template_options[name]!r} is not how this server"
+      " renders; leave it out, or start the server with"
+      " --default-chat-template-kwargs",
+      "unsupported_parameter",
+    )
 
 
 def check_room(

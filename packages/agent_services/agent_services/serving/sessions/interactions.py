@@ -74,8 +74,6 @@ class PendingPrompt:
   # Text of the client's that the answer begins with, not sampled here; and the
   # node of the messages before it, where it is not at the end of `_path`.
   _prefix: str = ""
-  # Of the messages; its prompts may end otherwise than another request's.
-  _renderer: Any = dataclasses.field(default=None, repr=False)
   _node_before: Any = dataclasses.field(default=None, repr=False)
 
   @property
@@ -189,17 +187,17 @@ class Node:
 
 
 def read_all(
-  messages: Sequence[Message], tools: Sequence[Any] | None, apart: str = ""
+  messages: Sequence[Message], tools: Sequence[Any] | None
 ) -> tuple[list[tuple[Message, Key]], tuple[Key, ...]]:
   """Returns snapshots of the messages with their keys, and the path of keys.
 
-  The path begins with a key of the tools and of `apart`, the rendering's, as
-  histories with other tools or another rendering do not continue one another.
+  The path begins with a key of the tools, as histories with other tools do not
+  continue one another.
   """
   if not messages:
     raise ValueError("messages must not be empty")
   snapshots = [read(m, f"messages[{i}]") for i, m in enumerate(messages)]
-  shown = json.dumps(list(tools or ()), sort_keys=True) + apart
+  shown = json.dumps(list(tools or ()), sort_keys=True)
   return snapshots, ((("tools", shown), None), *(key for _, key in snapshots))
 
 

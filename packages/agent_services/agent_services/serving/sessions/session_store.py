@@ -30,7 +30,6 @@ import numpy as np
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.trajectory_collector import completion_checks
 
-from agent_services.serving import thinking
 from agent_services.serving.sessions import interactions
 from agent_services.serving.sessions import session_sampling
 
@@ -76,7 +75,6 @@ class ServedSession:
     self.ended = False
     self.busy = 0  # Requests being answered.
     self._renderer = renderer
-    self._rendering = thinking.Rendering(renderer)
     self._max_interactions = max_interactions
     self._clock = clock
     self._root = interactions.Node(None)
@@ -136,30 +134,26 @@ class ServedSession:
     messages: Sequence[Message],
     tools: Sequence[Any] | None = None,
     show_tools: bool = False,
-    rendering: thinking.Rendering | None = None,
   ) -> PendingPrompt:
     """Renders a request.
 
     It extends the deepest interaction with the same `tools` whose messages and
     answer `messages` begin with; of equally deep ones, the one whose answer was
     sent exactly as it stands in `messages`, then the newest. Without
-    `show_tools`, the caller has written the tools' text into `messages`. None
-    renders as the store's renderer does.
+    `show_tools`, the caller has written the tools' text into `messages`.
     """
     self._check_open()
-    rendering = rendering or self._rendering
-    renderer = rendering.renderer
     messages = list(messages)
     with _rendering():
-      read, keys = interactions.read_all(messages, tools, rendering.apart)
+      read, keys = interactions.read_all(messages, tools)
       before, depth = self._find(keys)
       if before is None:
         shown = {"tools": list(tools or ())} if show_tools else {}
-        extension = renderer.render(
+        extension = self._renderer.render(
           messages, add_generation_prompt=True, **shown
         )
       else:
-        extension = renderer.bridge(
+        extension = self._renderer.bridge(
           messages[depth:], last_sampled_is_eot=before.closed
         )
     self.touch()
@@ -169,7 +163,6 @@ class ServedSession:
       new_messages=tuple(copy for copy, _ in read[max(depth - 1, 0) :]),
       extension=extension,
       _path=keys if before is None else keys[depth + 1 :],
-      _renderer=renderer,
     )
 
   def prompt_continuing(
@@ -177,7 +170,6 @@ class ServedSession:
     messages: Sequence[Message],
     tools: Sequence[Any] | None = None,
     show_tools: bool = False,
-    rendering: thinking.Rendering | None = None,
   ) -> PendingPrompt:
     """Renders a request whose last message, text, is its answer's beginning.
 
@@ -186,9 +178,8 @@ class ServedSession:
     text is tokenised.
     """
     self._check_open()
-    rendering = rendering or self._rendering
     with _rendering():
-      read, keys = interactions.read_all(messages, tools, rendering.apart)
+      read, keys = interactions.read_all(messages, tools)
     text = keys[-1][0][1]
     before, depth = self._find(keys)
     if (
@@ -196,9 +187,8 @@ class ServedSession:
       or depth < len(messages)
       or before.closed
       or before.whole_text != text
-      or before._renderer is not rendering.renderer
     ):
-      pending = self.prompt(messages[:-1], tools, show_tools, rendering)
+      pending = self.prompt(messages[:-1], tools, show_tools)
       tokens = np.concatenate(
         [pending.extension.tokens, self._renderer.encode(text)]
       )
@@ -211,7 +201,6 @@ class ServedSession:
       new_messages=(read[-1][0],),
       extension=TokenPrompt(np.zeros(0, np.int32)),
       _prefix=text,
-      _renderer=before._renderer,
       _node_before=before._node_before,
     )
 
