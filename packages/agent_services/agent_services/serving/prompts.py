@@ -115,9 +115,10 @@ def render(
     return _token_prompt(request.tokens, request, messages, session, policy)
   if request.text is not None:
     _check_characters(len(request.text), request, policy)
+    tokens_T = renderer.encode(request.text)
     if session is not None:
-      return session.prompt_text(request.text)
-    return policy_client.TokenPrompt(renderer.encode(request.text))
+      return session.prompt_raw(tokens_T)
+    return policy_client.TokenPrompt(tokens_T)
   _check_template(request, policy)
   if request.instructions:
     messages = [{"role": "system", "content": request.instructions}, *messages]
@@ -219,9 +220,10 @@ def _token_prompt(
       f"prompt holds {renderer.image_token_id}, which stands for an image;"
       " send images in the messages of a chat completion",
     )
+  tokens_T = np.asarray(tokens, np.int32)
   if session is not None:
-    return session.prompt_tokens(tokens)
-  return policy_client.TokenPrompt(np.asarray(tokens))
+    return session.prompt_raw(tokens_T)
+  return policy_client.TokenPrompt(tokens_T)
 
 
 def _check_characters(
@@ -371,42 +373,16 @@ def hold_back_stops(
   Raises:
     ApiError: the client samples without constraints.
   """
-  return constrained_decoding.MinTokens(
-    request.min_tokens,
-    stop_token_ids,
-    _vocabulary(policy, f"min_tokens={request.min_tokens}", "min_tokens"),
-  )
-
-
-def forced(
-  tokens: np.ndarray, request: requests.SamplingRequest, policy: ServedPolicy
-) -> constrained_decoding.Forced:
-  """Constrains a completion to int32[T] tokens of a prompt.
-
-  Raises:
-    ApiError: the client samples without constraints, or an id is none of the
-      policy's.
-  """
-  size = _vocabulary(policy, "echo with logprobs", "echo")
-  where = request.prompt_field
-  if int(tokens.max()) >= size:
-    raise errors.invalid(
-      where,
-      f"{where} holds {int(tokens.max())}; the policy's vocabulary is 0 to"
-      f" {size - 1}",
-    )
-  return constrained_decoding.Forced(tokens.tolist(), size)
-
-
-def _vocabulary(policy: ServedPolicy, what: str, field: str) -> int:
   if policy.vocabulary is None:
     raise errors.invalid(
-      field,
-      f"{what} is not supported by the engine of this server; leave {field}"
-      " out",
+      "min_tokens",
+      f"min_tokens={request.min_tokens} is not supported by the engine of this"
+      " server; leave min_tokens out",
       "unsupported_parameter",
     )
-  return policy.vocabulary
+  return constrained_decoding.MinTokens(
+    request.min_tokens, stop_token_ids, policy.vocabulary
+  )
 
 
 def refused_grammar(

@@ -130,8 +130,7 @@ class SamplingRequest:
       completion.
     prompts: Several prompts, texts or tokens, in place of `text` and `tokens`;
       each gets `n` completions.
-    repeat_prompt: Whether the choices' texts, and their log-probs, begin with
-      the prompt's.
+    repeat_prompt: Whether the choices' texts begin with the prompt's.
     continues: Whether the last message is the beginning of the answer.
     index: Place of the prompt among several, for errors.
     template_options: Variables of the chat template that the client takes the

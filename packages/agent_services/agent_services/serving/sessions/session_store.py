@@ -2,9 +2,8 @@
 
 A `ServedSession` is one episode of an agent that runs elsewhere. A request that
 begins with the messages of an earlier one and its answer extends that one. Any
-other request is rendered anew and starts a chain of its own. A request without
-messages, as text or tokens, extends the interaction whose text or tokens it
-begins with.
+other request is rendered anew, or comes as text or tokens, and starts a chain
+of its own.
 
 Promises: a refused call changes nothing; finding the parent reads each message
 once, however many interactions there are (more only where ids do not
@@ -42,7 +41,6 @@ Key = interactions.Key
 Message = interactions.Message
 Node = interactions.Node
 PendingPrompt = interactions.PendingPrompt
-RunningHash = interactions.RunningHash
 TokenPrompt = interactions.TokenPrompt
 
 _DEFAULT_SAMPLING = session_sampling.SessionSampling()
@@ -78,10 +76,6 @@ class ServedSession:
     self._max_interactions = max_interactions
     self._clock = clock
     self._root = interactions.Node(None)
-    self._by_tokens = interactions.Prefixes[Interaction]()
-    self._by_text = interactions.Prefixes[
-      tuple[Interaction, interactions.RunningHash]
-    ]()
     self._reserved = 0
     self._interactions: dict[str, Interaction] = {}
     self._discounted = False
@@ -204,47 +198,16 @@ class ServedSession:
       _node_before=before._node_before,
     )
 
-  def prompt_tokens(self, tokens: Sequence[int]) -> PendingPrompt:
-    """Takes a request that is rendered already.
-
-    It extends the interaction with the most tokens, prompt and completion,
-    that it begins with, and has that one's images.
-    """
+  def prompt_raw(self, tokens: np.ndarray) -> PendingPrompt:
+    """Takes a request that is rendered already, int32[T]; it extends none."""
     self._check_open()
-    tokens_T = np.asarray(tokens, np.int32)
-    before, length = self._by_tokens.longest(tokens_T.tobytes())
-    extension = TokenPrompt(tokens_T[length // tokens_T.itemsize :])
     self.touch()
-    return self._raw_prompt(before, extension)
-
-  def prompt_text(self, text: str) -> PendingPrompt:
-    """Tokenises a request as it stands, without a template.
-
-    It extends the interaction with the longest text, prompt and completion as
-    sampled or as sent, that it begins with: only the rest is tokenised.
-    """
-    self._check_open()
-    data = text.encode()
-    match, length = self._by_text.longest(data)
-    before, prefix = match or (None, RunningHash())
-    new = data[length:].decode()
-    extension = TokenPrompt(self._renderer.encode(new))
-    self.touch()
-    return self._raw_prompt(before, extension, prefix.extended(data[length:]))
-
-  def _raw_prompt(
-    self,
-    before: Interaction | None,
-    extension: TokenPrompt,
-    text: RunningHash | None = None,
-  ) -> PendingPrompt:
     return PendingPrompt(
       session_id=self.id,
-      before=before,
+      before=None,
       new_messages=(),
-      extension=extension,
+      extension=TokenPrompt(tokens),
       _raw=True,
-      _text=text,
     )
 
   def add(
@@ -289,9 +252,6 @@ class ServedSession:
     if not pending._raw:
       node_before = self._request_node(pending)
       node = node_before.child(key, interactions.read(message, "text")[1])
-    all_text = None
-    if pending._text is not None and not closed:  # No text stands for the end.
-      all_text = pending._text.extended(text.encode())
     interaction = Interaction(
       **{**vars(pending), "_node_before": node_before},
       id=secrets.token_urlsafe(18) if id is None else id,
@@ -304,22 +264,9 @@ class ServedSession:
       sampling=sampling or self.sampling.fields,
       untrained=untrained,
       _node=node,
-      _all_tokens=_all_tokens(pending, completion),
-      _all_text=all_text,
     )
     if node is not None:
       node.interaction = interaction
-    if interaction._all_tokens is not None:
-      self._by_tokens.add(interaction._all_tokens, interaction)
-    if pending._text is not None and interaction._all_text is not None:
-      self._by_text.add(
-        interaction._all_text, (interaction, interaction._all_text)
-      )
-      sent = answer.get("content")
-      # As with messages: a stop string was sampled, and not sent.
-      if isinstance(sent, str) and sent and sent != text:
-        cut = pending._text.extended(sent.encode())
-        self._by_text.add(cut, (interaction, cut))
     self._interactions[interaction.id] = interaction
     self.untrained_answers += bool(untrained)
     self.touch()
@@ -562,21 +509,6 @@ class SessionStore:
         session.last_active = now
         ended.append(session.id)
     return ended
-
-
-def _all_tokens(
-  pending: PendingPrompt, completion: Completion
-) -> RunningHash | None:
-  """Returns the hash of prompt and completion; None where there are images."""
-  if pending.before is not None:
-    before = pending.before._all_tokens
-  else:
-    before = RunningHash()
-  if before is None or pending.extension.images:
-    return None
-  return before.extended(
-    pending.extension.tokens.tobytes(), completion.tokens.tobytes()
-  )
 
 
 @contextlib.contextmanager
