@@ -18,8 +18,6 @@ import time
 from typing import Any, Callable, Mapping, Sequence
 import uuid
 
-from tunix.rl.multi_turn.core import durable
-
 from agent_services.rollout_buffer import buffer_settings
 from agent_services.rollout_buffer import buffers
 from agent_services.rollout_buffer import generators_run
@@ -60,7 +58,6 @@ class Service:
     generators: Sequence[pathlib.Path] = (),
     token: str = "",
     url: str = "",
-    save_reads: pathlib.Path | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Args:
@@ -71,7 +68,6 @@ class Service:
       generators: folders of generators besides the package's own.
       token: Bearer token, for its generators.
       url: Address of the service.
-      save_reads: folder for a file of each read; None for none.
       clock: seconds, of groups' ages and leases.
 
     Raises:
@@ -84,7 +80,6 @@ class Service:
     self.url = url
     self._generators = tuple(generators)
     self._token = token
-    self._save_reads = save_reads
     self._clock = clock
     self._lock = threading.RLock()
     self._buffers: dict[str, buffers.Buffer] = {}
@@ -93,8 +88,6 @@ class Service:
     self._problems: dict[str, str] = {}
     # Of rollouts that ended before this service began.
     self._ended: dict[str, dict[str, Any]] = {}
-    if save_reads is not None:
-      save_reads.mkdir(parents=True, exist_ok=True)
     self.store = store.Store(folder / "buffer.db", limits.queue_mib << 20)
     try:
       for name, text in self.store.rows(
@@ -140,21 +133,7 @@ class Service:
 
   def _make(self, name: str) -> buffers.Buffer:
     number = self.store.do(store_work.make_buffer(name))
-    return buffers.Buffer(
-      number,
-      name,
-      self.store,
-      self.limits,
-      self._clock,
-      self._save if self._save_reads is not None else None,
-    )
-
-  def _save(
-    self, buffer: buffers.Buffer, read: int, written: list[bytes]
-  ) -> None:
-    assert self._save_reads is not None
-    path = self._save_reads / f"rollout_data_{buffer.name}_{read:06d}.jsonl"
-    durable.write_bytes(path, b"".join(item + b"\n" for item in written))
+    return buffers.Buffer(number, name, self.store, self.limits, self._clock)
 
   def _restore(self, name: str, record: Mapping[str, Any] | None) -> None:
     buffer = self._make(name)

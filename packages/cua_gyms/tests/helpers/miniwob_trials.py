@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import random
 
-from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.environments.gyms import base
-
 from cua_gyms.chromium import devtools
 from cua_gyms.miniwob import miniwob_gym
 from cua_gyms.miniwob import oracle as oracle_lib
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments.gyms import base
 
 _Action = gui_action.GuiAction
 _Kind = gui_action.GuiActionKind
