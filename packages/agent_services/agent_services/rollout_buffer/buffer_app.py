@@ -30,13 +30,13 @@ import logging
 import time
 from typing import Any, Callable, Mapping
 
+from cua_gyms import applications
 import orjson
 import prometheus_client
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.net import json_models
 from tunix.rl.multi_turn.net import request_bodies
 
-from agent_services import applications
 from agent_services.rollout_buffer import buffers
 from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import requests
@@ -125,11 +125,9 @@ class App(applications.Application):
     self._metrics.count(route, response, seconds)
 
   def _authorize(self, request: Request, route: str) -> None:
-    header = request.headers.get("authorization", "")
-    kind, _, presented = header.partition(" ")
     applications.authorize(
       request.headers,
-      presented.strip() if kind.lower() == "bearer" else "",
+      http_server.bearer_of(request.headers),
       self._token,
       public=route in ("/", "/health"),
     )

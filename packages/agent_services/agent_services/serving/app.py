@@ -33,12 +33,12 @@ import secrets
 import time
 from typing import Any, Callable
 
+from cua_gyms import applications
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.net import request_bodies
 
-from agent_services import applications
 from agent_services.serving import bodies
 from agent_services.serving import errors
 from agent_services.serving import openapi

@@ -217,8 +217,6 @@ def test_the_screens_of_a_desktop_are_bounded_together(tmp_path):
     assert "width=128 and height=96 of 200" in many.json()["detail"]
 
 
-
-
 def test_a_token_is_demanded_on_every_route_but_health(tmp_path):
   with buffer_services.Running(tmp_path, token="secret") as guarded:
     assert guarded.client.get("/health").status_code == 200
@@ -283,6 +281,18 @@ def test_a_slow_reader_does_not_hold_up_512_writers(buffer):
 
 # --- what is dropped ----------------------------------------------------------
 
+
+COUNTING = """
+TASK_TYPE = "counting"
+
+def run_rollout(data):
+  pass
+
+def get_group_data_meta_info(groups):
+  return {"seen": sorted(i["uid"] for items in groups.values() for i in items)}
+"""
+
+
 def rows_of(running, table):
   return running.service.store.rows(f"SELECT COUNT(*) FROM {table}")[0][0]
 
@@ -313,8 +323,6 @@ def test_contents_of_dropped_groups_leave_the_disk_before_anybody_reads(
     assert meta["total_samples"] == 30  # The newest ones.
     assert len(meta["finished_groups"]) == 31
     assert meta["finished_groups"][-2:] == ["g99", "good"]
-
-
 
 
 @pytest.mark.slow
