@@ -146,7 +146,7 @@ class Service:
     rollout = requests.rollout(record["payload"], self.url)
     hooks = rules.Hooks()
     try:
-      generator = self._generator(rollout.task_type)
+      generator = self._generator(rollout.start.task_type)
       hooks = plugins.hooks_of(generator)
       if record["state"] == "running":  # The operator may list less by now.
         self._check(rollout, generator)
@@ -154,12 +154,12 @@ class Service:
       # What is stored is readable all the same.
       self._problems[name] = f"the rollout is not resumed: {error}"
       _LOG.error("buffer %s: %s", name, self._problems[name])
-      buffer.configure(rollout.rules, hooks, rollout.task_type)
+      buffer.configure(rollout.rules, hooks, rollout.start.task_type)
       return
-    buffer.configure(rollout.rules, hooks, rollout.task_type)
+    buffer.configure(rollout.rules, hooks, rollout.start.task_type)
     if record["state"] != "running":
       return
-    buffer.allowed_items = requests.allowed_items(rollout.payload)
+    buffer.allowed_items = rollout.start.allowed_items
     skip = [*rollout.payload["skip_instance_ids"], *self._written(buffer)]
     _LOG.info("buffer %s: its rollout is resumed", name)
     self._run(buffer, generator, {**rollout.payload, "skip_instance_ids": skip})
@@ -206,7 +206,7 @@ class Service:
   ) -> None:
     """Raises ValueError unless the operator allows the rollout."""
     self._rights.check(rollout.payload, generator.reads, self.url)
-    if rollout.task_type == "desktop":
+    if rollout.start.task_type == "desktop":
       requests.check_screens(rollout, self.limits.max_megapixels)
 
   def start(self, name: str, payload: object) -> None:
@@ -219,7 +219,7 @@ class Service:
     arrived = time.monotonic()
     rollout = requests.rollout(payload, self.url)
     requests.check_step(rollout, self.limits.max_items)
-    generator = self._generator(rollout.task_type)
+    generator = self._generator(rollout.start.task_type)
     self._check(rollout, generator)
     hooks = plugins.hooks_of(generator)
     buffer = self.buffer(name)
@@ -230,14 +230,14 @@ class Service:
         return  # Its client did not wait for the answer.
       if run is not None:
         run.stop()
-      if not rollout.keep_items:
+      if not rollout.start.keep_items:
         buffer.reset()
       buffer.judge.errors.clear()
       self._problems.pop(name, None)
       sent = {**rollout.payload, "rollout_id": uuid.uuid4().hex}
       self._keep(buffer, sent, "running")
-      buffer.configure(rollout.rules, hooks, rollout.task_type)
-      buffer.allowed_items = requests.allowed_items(rollout.payload)
+      buffer.configure(rollout.rules, hooks, rollout.start.task_type)
+      buffer.allowed_items = rollout.start.allowed_items
       self._run(buffer, generator, sent)
       self._starts[name] = (time.monotonic(), payload)
 

@@ -70,11 +70,11 @@ def test_a_lease_is_given_back_in_its_old_place(buffer):
 @pytest.mark.parametrize(
   "path, body, fault",
   [
-    ("/get_rollout_data", {"lease_s": 0}, "lease_s=0 must be a number > 0"),
+    ("/get_rollout_data", {"lease_s": 0}, "lease_s must be > 0, got 0"),
     ("/get_rollout_data", {"lease_s": 1e9}, "<= 86400"),
-    ("/get_rollout_data", {"batch_size": "x"}, "batch_size='x' must be a"),
-    ("/get_rollout_data", {"batch_size": -2}, "batch_size=-2 must be a"),
-    ("/buffer/read", {"timeout": 1e6}, "timeout=1000000.0 must be"),
+    ("/get_rollout_data", {"batch_size": "x"}, "batch_size must be a whole"),
+    ("/get_rollout_data", {"batch_size": -2}, "batch_size must be >= -1"),
+    ("/buffer/read", {"timeout": 1e6}, "timeout="),
     ("/buffer/ack", {}, "lease is missing"),
     ("/buffer/known", {"uids": "a"}, "uids must be a list"),
     ("/get_rollout_data", [1], "the body must be an object, got a list"),
