@@ -137,11 +137,16 @@ class Application:
     return refused.response()
 
   async def _not_served(self, request: Request, error: Any) -> Response:
-    return ServiceError(
+    response = ServiceError(
       error.status_code,
-      f"{request.method} {request.url.path} is not served here",
+      self._why_not_served(request),
       self._wrong_method if error.status_code == 405 else "not_found",
     ).response()
+    response.headers.update(error.headers or {})
+    return response
+
+  def _why_not_served(self, request: Request) -> str:
+    return f"{request.method} {request.url.path} is not served here"
 
   # --- for the applications ---------------------------------------------------
 

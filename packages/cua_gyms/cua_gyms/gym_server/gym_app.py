@@ -172,15 +172,13 @@ class App(applications.Application):
       headers, http_server.bearer_of(headers), self._token, public=public
     )
 
-  async def _not_served(self, request: Request, error: Any) -> Response:
-    if request.url.path == openapi.GYMS and request.method == "POST":
-      return applications.ServiceError(
-        405,
+  def _why_not_served(self, request: Request) -> str:
+    if request.url.path == openapi.GYMS:
+      return (
         "no client can create a gym: the server's command names its gyms when"
-        f" it starts, and GET {openapi.GYMS} lists them; leave createGym out",
-        "method_not_allowed",
-      ).response()
-    return await super()._not_served(request, error)
+        f" it starts, and GET {openapi.GYMS} lists them; leave createGym out"
+      )
+    return super()._why_not_served(request)
 
   # --- tasks ------------------------------------------------------------------
 

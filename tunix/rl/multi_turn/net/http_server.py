@@ -188,8 +188,8 @@ def token(file: pathlib.Path | None, host: str, variable: str) -> str:
 
 def bearer_of(headers: Mapping[str, str]) -> str:
   """Returns the secret of an Authorization header; "" without one."""
-  text = headers.get("authorization", "").strip()
-  return text[7:].strip() if text[:7].lower() == "bearer " else text
+  kind, _, secret = headers.get("authorization", "").partition(" ")
+  return secret.strip() if kind.lower() == "bearer" else ""
 
 
 def is_token(presented: str, secret: str) -> bool:
