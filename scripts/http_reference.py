@@ -43,6 +43,7 @@ from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 PACKAGE = pathlib.Path(images.__file__).resolve().parents[1]
 SERVICES = pathlib.Path(run_app.__file__).resolve().parents[1]
+GYMS = pathlib.Path(gym_app.__file__).resolve().parents[1]
 BODIES = PACKAGE / "net" / "request_bodies.py"
 Call = tuple[str, str]  # Method and path.
 Rows = Mapping[Call, Sequence[str]]
@@ -197,7 +198,7 @@ def statuses(folder: str | pathlib.Path, more: Iterable[str] = ()) -> str:
     if file.name != "image_proxy.py"  # A service of its own.
   ]
   if any("applications.ServiceError" in text for text in texts):
-    texts.append((SERVICES / "applications.py").read_text("utf-8"))
+    texts.append((GYMS / "applications.py").read_text("utf-8"))
   for text in texts:
     codes |= set(re.findall(r"(?:Error|Refused)\(\s*([45]\d\d),", text))
   return ", ".join(sorted(codes))
