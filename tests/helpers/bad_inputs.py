@@ -529,7 +529,6 @@ COMMANDS = [
      "api_key_file"),
     ("environments.gyms.miniwob", "lst", "lst", "list"),
     ("environments.gyms.miniwob", "list no-such-task", "no-such-task"),
-    ("environments.gyms.miniwob", "smoke --parallel 0", "--parallel"),
     ("reporting.report", "", "runs/<name>"),
     ("reporting.report", "nowhere", "nowhere"),
     ("reporting.report", "mydir", "mydir", "runs/<name>"),

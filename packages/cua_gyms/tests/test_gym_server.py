@@ -14,9 +14,9 @@ import subprocess
 import sys
 import time
 
+from cua_gyms import applications
 from cua_gyms.gym_server import __main__ as command
 from cua_gyms.gym_server import catalog
-from cua_gyms.gym_server import errors
 from cua_gyms.gym_server import executions
 from cua_gyms.gym_server import store as store_lib
 import gym_servers
@@ -599,7 +599,7 @@ async def test_a_key_outlives_an_earlier_create_that_failed():
     task = base.Task("t", "t")
     return store.create("gym", task, {}, make_gym, key=key)
 
-  with pytest.raises(errors.ApiError, match="no display"):
+  with pytest.raises(applications.ServiceError, match="no display"):
     await create(fails, "k")
   first, _ = await create(Still, "k")
   other, _ = await create(Still)

@@ -154,8 +154,6 @@ class TestList:
   def test_no_such_task(self, capsys):
     assert command.main(["list", "click-tset"]) == 2
     assert "did you mean 'click-test'" in capsys.readouterr().err
-    assert command.main(["smoke", "--parallel", "0"]) == 2
-    assert "--parallel must be" in capsys.readouterr().err
 
 
 class TestKeys:

@@ -72,12 +72,6 @@ def parser() -> argparse.ArgumentParser:
     metavar="DIR",
     help="a folder with generators of your own",
   )
-  add(
-    "--save-reads",
-    type=pathlib.Path,
-    metavar="DIR",
-    help="a file of JSON lines for each read",
-  )
   for field in settings_lib.fields(buffer_settings.BufferLimits):
     choices = typing.get_args(field.type) or None  # Of a Literal.
     add(
@@ -160,7 +154,6 @@ def main(argv: Sequence[str] | None = None) -> int:
       generators=args.generators,
       token=token,
       url=args.public_url or url,
-      save_reads=args.save_reads,
     )
   except (OSError, ValueError, ImportError) as error:
     print(f"error: {json_models.refusal(error)}", file=sys.stderr)

@@ -30,13 +30,13 @@ import logging
 import time
 from typing import Any, Callable, Mapping
 
+from cua_gyms import applications
 import orjson
 import prometheus_client
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.net import json_models
 from tunix.rl.multi_turn.net import request_bodies
 
-from agent_services import applications
 from agent_services.rollout_buffer import buffers
 from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import requests
@@ -125,11 +125,9 @@ class App(applications.Application):
     self._metrics.count(route, response, seconds)
 
   def _authorize(self, request: Request, route: str) -> None:
-    header = request.headers.get("authorization", "")
-    kind, _, presented = header.partition(" ")
     applications.authorize(
       request.headers,
-      presented.strip() if kind.lower() == "bearer" else "",
+      http_server.bearer_of(request.headers),
       self._token,
       public=route in ("/", "/health"),
     )
@@ -243,23 +241,19 @@ class App(applications.Application):
   async def _get_rollout_data(self, request: Request) -> Response:
     data = await self._object(request)
     buffer = self._found(request, data)
-    size = requests.batch_size(data, self._limits.max_items)
-    return await asyncio.to_thread(self._answer, buffer, data, size, True)
+    fields = self._reading(data)
+    return await asyncio.to_thread(self._answer, buffer, fields, True)
 
   def _answer(
-    self,
-    buffer: buffers.Buffer,
-    data: Mapping[str, Any],
-    size: int,
-    of_rollout: bool,
+    self, buffer: buffers.Buffer, fields: requests.Read, of_rollout: bool
   ) -> Response:
     """The answer to a read; blocks."""
-    lease_s, lease = self._lease(data)
-    buffer.allow(requests.allowed_items(data))
+    size = fields.batch_size
+    buffer.allow(fields.allowed_items)
     result = buffer.read(
       size,
-      lease_s=lease_s,
-      lease=lease,
+      lease_s=fields.lease_s,
+      lease=fields.lease or "",
       exact=of_rollout and size > 0,
       clear=of_rollout,
     )
@@ -274,7 +268,7 @@ class App(applications.Application):
       )
     elif of_rollout:
       message = "No data available to read"
-    elif data.get("wait", True):
+    elif fields.wait:
       message = "Timeout waiting, no data available to read"
     else:
       success, message = True, "Successfully read 0 items"
@@ -282,36 +276,24 @@ class App(applications.Application):
       _read_body(success, message, result), media_type="application/json"
     )
 
-  def _lease(self, data: Mapping[str, Any]) -> tuple[float | None, str]:
-    """(Seconds, id) of the lease that a read asks for."""
-    lease = data.get("lease")
-    if data.get("lease_s") is None:
-      if lease is not None:
-        raise ValueError("lease needs lease_s, the seconds until its ack")
-      return None, ""
-    seconds = requests.number(
-      data, "lease_s", above=0, most=self._limits.max_lease
-    )
-    return seconds, "" if lease is None else requests.lease(data)
+  def _reading(self, data: Mapping[str, Any]) -> requests.Read:
+    fields = json_models.validate(requests.Read, data)
+    fields.check(self._limits)
+    return fields
 
   async def _read(self, request: Request) -> Response:
     data = await self._object(request)
     buffer = self._found(request, data)
-    size = requests.batch_size(data, self._limits.max_items)
-    waits = _DEFAULT_WAIT_S
-    if data.get("timeout") is not None:
-      waits = requests.number(data, "timeout", most=self._limits.max_wait)
-    self._lease(data)
-    buffer.allow(requests.allowed_items(data))
-    if not data.get("wait", True):
-      waits = 0.0
-    due = time.monotonic() + waits
+    fields = self._reading(data)
+    buffer.allow(fields.allowed_items)
+    waits = _DEFAULT_WAIT_S if fields.timeout is None else fields.timeout
+    due = time.monotonic() + (waits if fields.wait else 0.0)
     while time.monotonic() < due:
       ready = await asyncio.to_thread(buffer.available)
-      if ready >= max(1, size) or await request.is_disconnected():
+      if ready >= max(1, fields.batch_size) or await request.is_disconnected():
         break
       await asyncio.sleep(min(_POLL_S, max(0.0, due - time.monotonic())))
-    return await asyncio.to_thread(self._answer, buffer, data, size, False)
+    return await asyncio.to_thread(self._answer, buffer, fields, False)
 
   async def _ack(self, request: Request) -> Response:
     return await self._ended(
@@ -325,19 +307,14 @@ class App(applications.Application):
     self, request: Request, end: Callable[..., int], verb: str
   ) -> Response:
     data = await self._object(request)
-    buffer, lease = self._found(request, data), requests.lease(data)
+    buffer = self._found(request, data)
+    lease = json_models.validate(requests.Lease, data).lease
     count = await asyncio.to_thread(end, buffer, lease)
     return _json({"success": True, "message": f"{verb} {count} items"})
 
   async def _known(self, request: Request) -> Response:
     data = await self._object(request)
-    uids = data.get("uids")
-    if not isinstance(uids, list) or len(uids) > requests.MOST_IDS:
-      raise ValueError(
-        f"uids must be a list of up to {requests.MOST_IDS} texts, got"
-        f" {json_models.short(uids)}"
-      )
-    texts = [items.text_id(uid, "uids") for uid in uids]
+    texts = json_models.validate(requests.Known, data).uids
     buffer = await asyncio.to_thread(
       self._service.buffer, self._name(request, data)
     )
@@ -347,7 +324,7 @@ class App(applications.Application):
   async def _peek(self, request: Request) -> Response:
     data = {**request.query_params, **await self._object(request)}
     buffer = self._found(request, data)
-    count = requests.whole_number({"batch_size": 1, **data}, "batch_size")
+    count = json_models.validate(requests.Peek, data).batch_size
     bodies = await asyncio.to_thread(buffer.peek, min(count, 1000))
     return _json(
       {

@@ -42,7 +42,6 @@ from agent_services.rollout_buffer import tally
 _LOG = logging.getLogger(__name__)
 _SENDING_S = 600.0
 """Longest time that the answer to a final read takes to leave."""
-OnRead = Callable[["Buffer", int, list[bytes]], None]
 
 
 class BufferFull(RuntimeError):
@@ -109,7 +108,6 @@ class Buffer:
     item_store: store.Store,
     limits: buffer_settings.BufferLimits,
     clock: Callable[[], float] = time.monotonic,
-    on_read: OnRead | None = None,
   ):
     """Args:
 
@@ -117,15 +115,12 @@ class Buffer:
     item_store: The store.
     limits: Bounds of the service.
     clock: seconds; groups' ages and leases are measured with it.
-    on_read: called with the buffer, the read's number and its items, before
-      a read is committed; an error of it ends the read.
     """
     self.id, self.name = buffer, name
     self.judge = judging.Judge(name, item_store, limits)
     self._store = item_store
     self._limits = limits
     self._clock = clock
-    self._on_read = on_read
     self._lock = threading.Lock()
     # Of reads, acknowledgements and expiries: one at a time.
     self._taking = threading.RLock()
@@ -133,11 +128,7 @@ class Buffer:
     self._leases: dict[str, _Lease] = {}
     self._deliveries = itertools.count(1)
     self._max_bytes = limits.max_gib * (1 << 30)
-    self._tally = tally.Tally(
-      max(limits.max_items, limits.remembered_uids),
-      limits.max_items,
-      self._max_bytes,
-    )
+    self._tally = tally.Tally(max(limits.max_items, limits.remembered_uids))
     self._items = self._bytes = self._reserved = self._reserved_bytes = 0
     self.allowed_items: int | None = None
     self._forgotten = 0  # Newest item that the store does not count any more.
@@ -163,15 +154,13 @@ class Buffer:
 
     with self._taking:
       # By the writing thread, so that no write is missed or taken twice.
-      needed = hooks.get_group_data_meta_info is not None
-      self._store.do(store_work.contents(self.id, needed), load)
+      self._store.do(store_work.contents(self.id), load)
 
   def _load(self, contents: store_work.Contents) -> None:
     now = self._clock()
     self._groups = groups.Groups(self.judge.rules.group_size)
     before, self._leases = self._leases, {}
     self._tally.reset(contents.cleared)
-    self._tally.keep(tally.Kept(dict(contents.sizes), []))
     self._items = self._bytes = 0
     lent: dict[tuple[str, int], groups.Group] = {}
     for record in contents.records:
@@ -230,21 +219,19 @@ class Buffer:
     """
     size = sum(len(item.body) for item in written)
     with self._lock:
-      items_now = self._items + self._tally.kept_items
-      held_bytes = self._bytes + self._tally.kept_bytes
-      count = items_now + self._reserved + len(written)
-      total = held_bytes + self._reserved_bytes + size
+      count = self._items + self._reserved + len(written)
+      total = self._bytes + self._reserved_bytes + size
       if count > self._limits.max_items:
         self.refused += 1
         raise BufferFull(
-          f"buffer {self.name!r} holds {items_now} items, which is as many"
+          f"buffer {self.name!r} holds {self._items} items, which is as many"
           f" as it may (--max-items={self._limits.max_items}); read from it,"
           " or write again later"
         )
       if total > self._max_bytes:
         self.refused += 1
         raise BufferFull(
-          f"buffer {self.name!r} holds {held_bytes} bytes, which is as many"
+          f"buffer {self.name!r} holds {self._bytes} bytes, which is as many"
           f" as it may (--max-gib={self._limits.max_gib:g}); read from it,"
           " or write again later"
         )
@@ -353,20 +340,16 @@ class Buffer:
     with self._lock:
       for group in dropped:
         self._groups.close(group)
-    retained = self._kept_with(dropped)
     unreported = list(self._tally.dropped)
     finished = [*unreported, *(g.instance_id for g in (*lent, *dropped))]
     meta["finished_groups"] = list(dict.fromkeys(finished))
     final = lease_s is None
     data = _data(written, meta, numbers, "" if final else lease)
-    if self._on_read is not None:
-      self._on_read(self, self._reads() + 1, written)
     cleared = counted[-1].seq if clear and counted else 0
     take = store_work.take(
       self.id,
       [(group.number, group.seqs) for group in lent],
       [seq for group in dropped for seq in group.seqs],
-      retained.released,
       lease=(lease, lease_s or 0.0),
       cleared=cleared,
       remembered=self._limits.remembered_uids,
@@ -382,7 +365,6 @@ class Buffer:
       due = self._clock() + (lease_s or _SENDING_S)
       self._leases[lease] = _Lease(lent, lease_s or 0.0, due, delivery)
       self._uncount(dropped)
-      self._tally.keep(retained)
       self._tally.clear(cleared, unreported)
     return Read(
       data, len(written), available, lease=lease, final=final, delivery=delivery
@@ -550,22 +532,12 @@ class Buffer:
       for group in dropped:
         self._groups.close(group)
     seqs = [seq for group in dropped for seq in group.seqs]
-    retained = self._kept_with(dropped)
-    released = retained.released
-    self._store.do(store_work.drop(self.id, seqs, released))
+    self._store.do(store_work.drop(self.id, seqs))
     with self._lock:
       for group in dropped:
         self._groups.take(group)
       self._tally.drop(group.instance_id for group in dropped)
-      self._tally.keep(retained)
       self._uncount(dropped)
-
-  def _kept_with(self, dropped: Sequence[groups.Group]) -> tally.Kept:
-    with self._lock:
-      return self._tally.kept_with(
-        [member for group in dropped for member in group.members],
-        self.judge.needs_contents,
-      )
 
   def _uncount(self, departures: Sequence[groups.Group]) -> None:
     self._items -= sum(len(group.members) for group in departures)
@@ -601,8 +573,6 @@ class Buffer:
           "allowed_items": self.allowed_items,
           "items": self._items,
           "bytes": self._bytes,
-          "kept_items": self._tally.kept_items,
-          "kept_bytes": self._tally.kept_bytes,
           "waiting_items": self._groups.items,
           "waiting_groups": len(self._groups),
           "leased_items": lent,
@@ -621,10 +591,6 @@ class Buffer:
         "waiting_groups": len(self._groups),
         "leases": len(self._leases),
       }
-
-  def _reads(self) -> int:
-    (row,) = self._store.rows("SELECT reads FROM buffers WHERE id = ?", self.id)
-    return row[0]
 
 
 def _used(lease: str) -> LeaseUsed:

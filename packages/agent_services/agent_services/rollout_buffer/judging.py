@@ -61,11 +61,6 @@ class Judge:
     self._store = item_store
     self._limits = limits
 
-  @property
-  def needs_contents(self) -> bool:
-    """Whether statistics need the contents of dropped items."""
-    return self.hooks.get_group_data_meta_info is not None
-
   def judged(self, group: groups.Group, count: int) -> tuple[bool, bool] | None:
     """A hook's judgement, made once for each size of a group."""
     hook = self.hooks.is_valid_group
@@ -131,7 +126,7 @@ class Judge:
             break
           seqs.append(one.seq)
         by_instance: dict[str, list[Any]] = {}
-        # Without those that another read has taken meanwhile.
+        # Without those that were dropped, or that another read has taken.
         for body in self._store.bodies(seqs[::-1], may_lack=True):
           if body is not None:
             item = orjson.loads(body)

@@ -18,8 +18,6 @@ import time
 from typing import Any, Callable, Mapping, Sequence
 import uuid
 
-from tunix.rl.multi_turn.core import durable
-
 from agent_services.rollout_buffer import buffer_settings
 from agent_services.rollout_buffer import buffers
 from agent_services.rollout_buffer import generators_run
@@ -60,7 +58,6 @@ class Service:
     generators: Sequence[pathlib.Path] = (),
     token: str = "",
     url: str = "",
-    save_reads: pathlib.Path | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Args:
@@ -71,7 +68,6 @@ class Service:
       generators: folders of generators besides the package's own.
       token: Bearer token, for its generators.
       url: Address of the service.
-      save_reads: folder for a file of each read; None for none.
       clock: seconds, of groups' ages and leases.
 
     Raises:
@@ -84,7 +80,6 @@ class Service:
     self.url = url
     self._generators = tuple(generators)
     self._token = token
-    self._save_reads = save_reads
     self._clock = clock
     self._lock = threading.RLock()
     self._buffers: dict[str, buffers.Buffer] = {}
@@ -93,8 +88,6 @@ class Service:
     self._problems: dict[str, str] = {}
     # Of rollouts that ended before this service began.
     self._ended: dict[str, dict[str, Any]] = {}
-    if save_reads is not None:
-      save_reads.mkdir(parents=True, exist_ok=True)
     self.store = store.Store(folder / "buffer.db", limits.queue_mib << 20)
     try:
       for name, text in self.store.rows(
@@ -140,21 +133,7 @@ class Service:
 
   def _make(self, name: str) -> buffers.Buffer:
     number = self.store.do(store_work.make_buffer(name))
-    return buffers.Buffer(
-      number,
-      name,
-      self.store,
-      self.limits,
-      self._clock,
-      self._save if self._save_reads is not None else None,
-    )
-
-  def _save(
-    self, buffer: buffers.Buffer, read: int, written: list[bytes]
-  ) -> None:
-    assert self._save_reads is not None
-    path = self._save_reads / f"rollout_data_{buffer.name}_{read:06d}.jsonl"
-    durable.write_bytes(path, b"".join(item + b"\n" for item in written))
+    return buffers.Buffer(number, name, self.store, self.limits, self._clock)
 
   def _restore(self, name: str, record: Mapping[str, Any] | None) -> None:
     buffer = self._make(name)
@@ -167,7 +146,7 @@ class Service:
     rollout = requests.rollout(record["payload"], self.url)
     hooks = rules.Hooks()
     try:
-      generator = self._generator(rollout.task_type)
+      generator = self._generator(rollout.start.task_type)
       hooks = plugins.hooks_of(generator)
       if record["state"] == "running":  # The operator may list less by now.
         self._check(rollout, generator)
@@ -175,12 +154,12 @@ class Service:
       # What is stored is readable all the same.
       self._problems[name] = f"the rollout is not resumed: {error}"
       _LOG.error("buffer %s: %s", name, self._problems[name])
-      buffer.configure(rollout.rules, hooks, rollout.task_type)
+      buffer.configure(rollout.rules, hooks, rollout.start.task_type)
       return
-    buffer.configure(rollout.rules, hooks, rollout.task_type)
+    buffer.configure(rollout.rules, hooks, rollout.start.task_type)
     if record["state"] != "running":
       return
-    buffer.allowed_items = requests.allowed_items(rollout.payload)
+    buffer.allowed_items = rollout.start.allowed_items
     skip = [*rollout.payload["skip_instance_ids"], *self._written(buffer)]
     _LOG.info("buffer %s: its rollout is resumed", name)
     self._run(buffer, generator, {**rollout.payload, "skip_instance_ids": skip})
@@ -227,7 +206,7 @@ class Service:
   ) -> None:
     """Raises ValueError unless the operator allows the rollout."""
     self._rights.check(rollout.payload, generator.reads, self.url)
-    if rollout.task_type == "desktop":
+    if rollout.start.task_type == "desktop":
       requests.check_screens(rollout, self.limits.max_megapixels)
 
   def start(self, name: str, payload: object) -> None:
@@ -240,7 +219,7 @@ class Service:
     arrived = time.monotonic()
     rollout = requests.rollout(payload, self.url)
     requests.check_step(rollout, self.limits.max_items)
-    generator = self._generator(rollout.task_type)
+    generator = self._generator(rollout.start.task_type)
     self._check(rollout, generator)
     hooks = plugins.hooks_of(generator)
     buffer = self.buffer(name)
@@ -251,14 +230,14 @@ class Service:
         return  # Its client did not wait for the answer.
       if run is not None:
         run.stop()
-      if not rollout.keep_items:
+      if not rollout.start.keep_items:
         buffer.reset()
       buffer.judge.errors.clear()
       self._problems.pop(name, None)
       sent = {**rollout.payload, "rollout_id": uuid.uuid4().hex}
       self._keep(buffer, sent, "running")
-      buffer.configure(rollout.rules, hooks, rollout.task_type)
-      buffer.allowed_items = requests.allowed_items(rollout.payload)
+      buffer.configure(rollout.rules, hooks, rollout.start.task_type)
+      buffer.allowed_items = rollout.start.allowed_items
       self._run(buffer, generator, sent)
       self._starts[name] = (time.monotonic(), payload)
 

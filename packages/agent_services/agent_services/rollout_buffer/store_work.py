@@ -19,13 +19,11 @@ class Contents(NamedTuple):
     records: items that are not done, or not yet counted, in their order.
     cleared: the newest item that no read counts any more.
     seconds: Time of each lease.
-    sizes: Bytes of each dropped item that still has its content.
   """
 
   records: Sequence[store.Record] = ()
   cleared: int = 0
   seconds: Mapping[str, float] = {}
-  sizes: Mapping[int, int] = {}
 
 
 def _each(
@@ -48,7 +46,6 @@ def take(
   buffer: int,
   lent: Sequence[tuple[int, Sequence[int]]],
   dropped: Sequence[int],
-  obsolete: Sequence[int],
   *,
   lease: tuple[str, float],
   cleared: int,
@@ -59,7 +56,7 @@ def take(
   Args:
     buffer: its id.
     lent: (number, items) of each group.
-    dropped, obsolete: See `drop`.
+    dropped: See `drop`.
     lease: (id, seconds); 0 seconds where it ends with the read's answer.
     cleared: statistics begin behind this item; 0 leaves them.
     remembered: uids of done items that are kept.
@@ -80,7 +77,7 @@ def take(
         lease[0],
         number,
       )
-    drop(buffer, dropped, obsolete)(db)
+    drop(buffer, dropped)(db)
     db.execute(
       "UPDATE buffers SET read = read + ?, reads = reads + 1 WHERE id = ?",
       (len(seqs), buffer),
@@ -120,18 +117,17 @@ def forget(buffer: int, cleared: int, remembered: int) -> Work:
   return work
 
 
-def drop(buffer: int, seqs: Sequence[int], obsolete: Sequence[int]) -> Work:
+def drop(buffer: int, seqs: Sequence[int]) -> Work:
   """Drops items, which the next read reports.
 
   Args:
     buffer: its id.
-    seqs: the items.
-    obsolete: Dropped items, earlier ones too, with contents of no use.
+    seqs: the items, whose contents go.
   """
 
   def work(db: sqlite3.Connection) -> None:
     _each(db, "UPDATE items SET state = ? WHERE seq = ?", seqs, store.DROPPED)
-    _each(db, "DELETE FROM payloads WHERE seq = ?", obsolete)
+    _each(db, "DELETE FROM payloads WHERE seq = ?", seqs)
     db.execute(
       "UPDATE buffers SET dropped = dropped + ? WHERE id = ?",
       (len(seqs), buffer),
@@ -217,22 +213,10 @@ def reset(buffer: int) -> Work:
   return work
 
 
-def contents(buffer: int, keep_dropped: bool) -> Work:
-  """Returns `Contents` of a buffer.
-
-  Args:
-    buffer: its id.
-    keep_dropped: keeps the contents of dropped items; else they go.
-  """
+def contents(buffer: int) -> Work:
+  """Returns `Contents` of a buffer."""
 
   def work(db: sqlite3.Connection) -> Contents:
-    dropped = "buffer = ? AND state = 2"
-    if not keep_dropped:
-      db.execute(
-        "DELETE FROM payloads WHERE seq IN (SELECT seq FROM items WHERE"
-        f" {dropped})",
-        (buffer,),
-      )
     records = db.execute(
       "SELECT seq, instance_id, reward, size, state, lease, grp FROM items"
       " WHERE buffer = ?1 AND (state < 3 OR seq > (SELECT cleared FROM"
@@ -246,16 +230,8 @@ def contents(buffer: int, keep_dropped: bool) -> Work:
       "SELECT id, seconds FROM leases WHERE buffer = ? AND acknowledged = 0",
       (buffer,),
     ).fetchall()
-    retained = db.execute(
-      f"SELECT seq, size FROM items WHERE {dropped} AND EXISTS (SELECT 1"
-      " FROM payloads WHERE payloads.seq = items.seq)",
-      (buffer,),
-    ).fetchall()
     return Contents(
-      [store.Record(*row) for row in records],
-      cleared,
-      dict(seconds),
-      dict(retained),
+      [store.Record(*row) for row in records], cleared, dict(seconds)
     )
 
   return work

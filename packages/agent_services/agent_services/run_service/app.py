@@ -28,6 +28,7 @@ import math
 import time
 from typing import Any, Collection, Mapping
 
+from cua_gyms import applications
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments.gyms import gym_registry
@@ -39,7 +40,6 @@ from tunix.rl.multi_turn.net import json_answers
 from tunix.rl.multi_turn.net import json_models
 from tunix.rl.multi_turn.net import request_bodies
 
-from agent_services import applications
 from agent_services import content_store
 from agent_services.run_service import environments
 from agent_services.run_service import runs as runs_lib

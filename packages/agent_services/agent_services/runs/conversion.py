@@ -43,8 +43,6 @@ class Turn:
     versions: int32[S], versions of the weights.
     request: the model call's fields, as the service reports them.
     reply_id: the model server's id of the reply, "" for none.
-    untrained: why a proxy in front of the model server excludes the reply from
-      training, "" if it does not.
   """
 
   messages: Sequence[Mapping[str, Any]]
@@ -55,7 +53,6 @@ class Turn:
   versions: np.ndarray | None
   request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   reply_id: str = ""
-  untrained: str = ""
 
   @property
   def is_exact(self) -> bool:
@@ -101,7 +98,7 @@ def untrained_of(
   reasons = {}
   for index, turn in enumerate(turns):
     reason = rule.reason_against(turn.request)
-    reason = reason or turn.untrained or records.get(turn.reply_id, "")
+    reason = reason or records.get(turn.reply_id, "")
     if reason:
       reasons[index] = reason
   return reasons
@@ -352,7 +349,6 @@ def _turn(output: Any, call: Mapping[str, Any]) -> Turn:
     versions,
     request if isinstance(request, Mapping) else call,
     str(output.get("id") or ""),
-    str(choice.get("untrained") or ""),
   )
 
 

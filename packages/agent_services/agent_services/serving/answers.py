@@ -40,16 +40,12 @@ class Choice:
     message: OpenAI's assistant message that the client receives.
     finish_reason: "stop", "length", "tool_calls".
     stop: Stop string that ended it, if one did.
-    echoed: The prompt's tokens after the first, with the log-probs and the
-      alternatives of the policy's own distribution; None unless requested, or
-      for a prompt of one token.
   """
 
   completion: policy_client.Completion
   message: dict[str, Any]
   finish_reason: str
   stop: str | None = None
-  echoed: policy_client.Completion | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,12 +33,12 @@ import secrets
 import time
 from typing import Any, Callable
 
+from cua_gyms import applications
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.net import request_bodies
 
-from agent_services import applications
 from agent_services.serving import bodies
 from agent_services.serving import errors
 from agent_services.serving import openapi
@@ -332,8 +332,9 @@ class OpenAIApp(applications.Application):
 
   def _ignored(self, request: requests.SamplingRequest) -> dict[str, str]:
     """Returns the header that names fields which change nothing."""
-    ignored = self._service.policy.ignored(request)
-    return {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
+    if not request.ignored:
+      return {}
+    return {"x-ignored-fields": ", ".join(request.ignored)}
 
   # --- about the server -------------------------------------------------------
 

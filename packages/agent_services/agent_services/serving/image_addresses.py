@@ -24,7 +24,6 @@ from urllib import parse as urllib_parse
 
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.net import json_models
-from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 from agent_services.serving import errors
 
@@ -85,33 +84,13 @@ _INVISIBLE = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Route:
-  """A route that carries prompts.
-
-  Attributes:
-    fields: Fields of sampling that a request may leave out; none where nothing
-      is sampled.
-    nested: Whether these are in `sampling_params`.
-  """
-
-  fields: tuple[str, ...] = ()
-  nested: bool = False
-
-
-_ROUTES = {
-    "chat/completions": Route(sampling_rule.FIELDS),
-    "chat/completions/batch": Route(sampling_rule.FIELDS),
-    "completions": Route(sampling_rule.FIELDS),
-    "responses": Route(("temperature", "top_p")),
-    "messages": Route(("temperature", "top_p", "top_k")),
-    "generate": Route(sampling_rule.FIELDS, nested=True),
-    **dict.fromkeys((
-        "chat/completions/render", "completions/render", "responses/render",
-        "messages/render", "messages/count_tokens", "embeddings", "pooling",
-        "tokenize",
-    ), Route()),
-}  # fmt: skip
+# Routes that carry prompts.
+_ROUTES = (
+    "chat/completions", "chat/completions/batch", "completions", "responses",
+    "messages", "generate", "chat/completions/render", "completions/render",
+    "responses/render", "messages/render", "messages/count_tokens",
+    "embeddings", "pooling", "tokenize",
+)  # fmt: skip
 # The shortest prefix: completions end as those of chats do.
 _ROUTE = re.compile(rf"(.*?)/({'|'.join(_ROUTES)})/?", re.S)
 _PREFIX = re.compile(r"(/sessions/[^/]+|/[^/]+)?(/v1)?")
@@ -124,12 +103,6 @@ class Place:
   holder: Any
   key: Any
   where: str
-
-
-def route_of(path: str) -> Route | None:
-  """Returns the route of a decoded path, whatever stands before it."""
-  match = _ROUTE.fullmatch(path)
-  return None if match is None else _ROUTES[match[2]]
 
 
 def examine(body: bytes, path: str) -> tuple[Any, list[Place]]:

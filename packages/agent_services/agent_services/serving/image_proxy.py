@@ -19,11 +19,6 @@ conversation show the same pixels, also after its address has expired; a request
 that cannot be rewritten, or has the address of a video or a sound, is refused
 with its place and reason; tools' schemas and calls are not changed.
 
-With a run's sampling (`--sampling`), a request that leaves its fields out is
-sampled so. One of another distribution is refused, or passed on, counted and
-marked: each choice of its answer carries the reason in `untrained`, which a
-run's readers honour, and the header `x-untrained` has it, in streams alone.
-
 Does not retry, cache answers, or look into pictures beyond their first bytes.
 """
 
@@ -41,7 +36,7 @@ import os
 import pathlib
 import re
 import sys
-from typing import Any, AsyncIterator, Sequence
+from typing import AsyncIterator, Sequence
 from urllib import parse
 
 import httpx
@@ -50,12 +45,10 @@ from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http as http_lib
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.net import request_bodies
-from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 from agent_services.serving import errors
 from agent_services.serving import image_addresses
@@ -90,20 +83,13 @@ _JSON = re.compile(r"|application/([\w.-]+\+)?json")
 _TARGET = re.compile(rb"[!-\"$-~]+")  # No `#`: httpx leaves out what follows.
 # What a client or server on the way may resolve to another path.
 _UNSAFE = re.compile(r"//|\\|/\.\.?(/|$)")
-# In names of routes that sample in a form of their own.
-_MAY_SAMPLE = re.compile("batch|chat|complet|generat|infill|invocations", re.I)
 
 Request = starlette_requests.Request
 Response = starlette_responses.Response
 
 
 class ImageProxy:
-  """The proxy's ASGI application, in the attribute `asgi`.
-
-  Attributes:
-    untrained_requests: Number of requests of another distribution than the
-      rule's.
-  """
+  """The proxy's ASGI application, in the attribute `asgi`."""
 
   def __init__(
     self,
@@ -116,7 +102,6 @@ class ImageProxy:
     keep_bytes: int = 512 << 20,
     timeout_s: float = 600.0,
     loader: media.MediaLoader | None = None,
-    rule: sampling_rule.SamplingRule | None = None,
   ):
     """Args:
 
@@ -129,8 +114,6 @@ class ImageProxy:
       timeout_s: Deadline of the upstream between two parts of its answer, in
         seconds.
       loader: Loader in place of one with `limits`.
-      rule: Distribution of the run that trains on the answers; None passes any
-        on.
 
     Raises:
       ValueError: naming the argument.
@@ -144,9 +127,6 @@ class ImageProxy:
       )
     self._token = token
     self._upstream_token = upstream_token
-    self._rule = rule
-    self.untrained_requests = 0
-    self._reasons: set[str] = set()
     self._max_images = max_images
     self._keep_bytes = keep_bytes
     self._loader = loader or media.MediaLoader(images_lib.ImageStore(), limits)
@@ -181,10 +161,9 @@ class ImageProxy:
       url = self._url(request)
       _check_kind(request)
       body = await request_bodies.read(request, _MAX_BODY)
-      untrained = ""
       if body:
-        body, untrained = await self._rewritten(request, body)
-      return await self._passed_on(request, url, body, untrained)
+        body = await self._rewritten(request, body)
+      return await self._passed_on(request, url, body)
     except request_bodies.BodyRefused as refused:
       error = errors.ApiError(
         refused.status,
@@ -241,7 +220,7 @@ class ImageProxy:
     return url.decode("ascii")
 
   async def _passed_on(
-    self, request: Request, url: str, body: bytes, untrained: str
+    self, request: Request, url: str, body: bytes
   ) -> Response:
     own = request.headers.get("connection", "").lower().split(",")
     dropped = _DROPPED.union(name.strip() for name in own)
@@ -273,63 +252,30 @@ class ImageProxy:
         None, f"the request cannot be passed on: {error}", "invalid_request"
       ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-      raise self._upstream_failed("does not answer", error) from None
+      raise errors.ApiError(
+        502,
+        f"{self._upstream} does not answer: {type(error).__name__}: {error}",
+        code="upstream_failed",
+        retry_after_s=1.0,
+      ) from None
     passed = {k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP}
-    if untrained:
-      passed["x-untrained"] = untrained.encode("ascii", "replace").decode()
-      if passed.get("content-type", "").startswith("application/json"):
-        try:
-          content = await answer.aread()
-        except httpx.HTTPError as error:
-          raise self._upstream_failed("broke off", error) from None
-        finally:
-          await answer.aclose()
-        return starlette_responses.Response(
-          _marked(content, untrained), answer.status_code, passed
-        )
     return starlette_responses.StreamingResponse(
       _parts(answer), answer.status_code, passed
     )
 
-  def _upstream_failed(self, what: str, error: Exception) -> errors.ApiError:
-    return errors.ApiError(
-      502,
-      f"{self._upstream} {what}: {type(error).__name__}: {error}",
-      code="upstream_failed",
-      retry_after_s=1.0,
-    )
-
   # --- requests ---------------------------------------------------------------
 
-  async def _rewritten(
-    self, request: Request, body: bytes
-  ) -> tuple[bytes, str]:
-    """Returns (the body of data URLs and the run's sampling, reason against
-    it).
-
-    It is the JSON of the parsed value.
+  async def _rewritten(self, request: Request, body: bytes) -> bytes:
+    """Returns the JSON of the parsed body, with data URLs.
 
     Raises:
-      ApiError: naming the image's place, or the field of another distribution.
+      ApiError: naming the image's place.
       BodyRefused: its images find no memory.
     """
     path, size = request.scope["path"], len(body)
     value, places = await http_lib.read(
       lambda: image_addresses.examine(body, path), len(body), 30.0, "a request"
     )
-    untrained = ""
-    if self._rule is not None:
-      route = image_addresses.route_of(path)
-      name = path.rstrip("/").rpartition("/")[2]
-      if route is None and _MAY_SAMPLE.search(name):
-        raise errors.invalid(
-          None,
-          f"{path[:80]} may sample in a form that cannot be held to the run's"
-          " sampling; use /v1/chat/completions",
-          "unsupported_route",
-        )
-      if route is not None and route.fields and isinstance(value, dict):
-        untrained = self._sample_as_the_run(value, route)
     if len(places) > self._max_images:
       raise errors.invalid(
         places[self._max_images].where,
@@ -370,50 +316,7 @@ class ImageProxy:
           group.create_task(fill(place))
     except* (errors.ApiError, request_bodies.BodyRefused) as failed:
       raise failed.exceptions[0] from None
-    written = await http_lib.read(
-      lambda: _written(value), size, 30.0, "a request"
-    )
-    return written, untrained
-
-  def _sample_as_the_run(
-    self, request: dict[str, Any], route: image_addresses.Route
-  ) -> str:
-    """Fills in what the request leaves out; returns the reason against it.
-
-    Raises:
-      ApiError: it has another distribution, and the rule refuses it, or its
-        `sampling_params` are of another form.
-    """
-    assert self._rule is not None
-    holders: Any = [request]
-    if route.nested:
-      params = request.get("sampling_params")
-      if params is None:
-        params = request["sampling_params"] = {}
-      holders = params if isinstance(params, list) else [params]
-      if not holders or not all(isinstance(one, dict) for one in holders):
-        raise errors.invalid(
-          "sampling_params",
-          "sampling_params must be an object or a list of objects",
-          "invalid_value",
-        )
-    reason = ""
-    try:
-      for holder in holders:
-        reason = reason or self._rule.reason_against(holder)
-    except sampling_rule.OtherSampling as error:
-      field = str(error).partition("=")[0].partition(" ")[0]
-      raise errors.invalid(field, str(error), "unsupported_parameter") from None
-    for holder in holders:
-      for name in route.fields:
-        if holder.get(name) is None:
-          _fill(holder, name, getattr(self._rule, name))
-    if reason:
-      self.untrained_requests += 1
-      if reason not in self._reasons:
-        self._reasons.add(reason)
-        _LOG.warning("answers are marked as untrained: %s", reason)
-    return reason
+    return await http_lib.read(lambda: _written(value), size, 30.0, "a request")
 
   async def _data_url(self, url: str) -> str:
     """Returns the image as a data URL, fetched once for all who ask
@@ -452,27 +355,6 @@ class ImageProxy:
     while self._size > self._keep_bytes:
       self._size -= len(self._kept.popitem(last=False)[1])
     return data_url
-
-
-def _fill(holder: dict[str, Any], name: str, value: float) -> None:
-  """Sets a field, in the values that vLLM and SGLang share."""
-  if name == "top_k":
-    holder[name] = value or -1  # Theirs for no truncation.
-  elif name != "min_p" or value:
-    holder[name] = value
-
-
-def _marked(content: bytes, untrained: str) -> bytes:
-  """Returns the JSON answer with the reason in each choice, or at its top."""
-  try:
-    answer = json_text.parse(content)
-  except ValueError:
-    return content
-  listed = answer.get("choices") if isinstance(answer, dict) else answer
-  for choice in listed if isinstance(listed, list) else [answer]:
-    if isinstance(choice, dict):
-      choice["untrained"] = untrained
-  return json.dumps(answer).encode()
 
 
 def _check_kind(request: Request) -> None:
@@ -565,18 +447,6 @@ def parser() -> argparse.ArgumentParser:
   )
   add("--max-images", type=int, default=64, metavar="N", help="of a request")
   add(
-    "--sampling",
-    metavar="JSON",
-    help="the run's temperature, top_p, top_k and min_p, e.g."
-    " '{\"temperature\": 0.7}'; without, any request is passed on",
-  )
-  add(
-    "--other-sampling",
-    choices=("mask", "refuse", "train"),
-    default="mask",
-    help="for requests of another distribution than --sampling",
-  )
-  add(
     "--timeout", type=float, default=600.0, metavar="S", help="of the upstream"
   )
   http_server.add_options(out)
@@ -594,9 +464,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     connection_limits = http_server.limits_of(args)
     token = http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
-    rule = None
-    if args.sampling:
-      rule = sampling_rule.of_text(args.sampling, args.other_sampling)
     proxy = ImageProxy(
       args.upstream,
       media.MediaLimits(
@@ -608,7 +475,6 @@ def main(argv: Sequence[str] | None = None) -> int:
       upstream_token=os.environ.get(UPSTREAM_VARIABLE, ""),
       max_images=args.max_images,
       timeout_s=args.timeout,
-      rule=rule,
     )
     listening = http_server.listen(args.host, args.port, 1024)
   except (OSError, ValueError, ImportError) as error:

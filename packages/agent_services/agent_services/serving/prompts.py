@@ -21,7 +21,6 @@ from agent_services.serving import answers
 from agent_services.serving import errors
 from agent_services.serving import grammars as grammars_lib
 from agent_services.serving import requests
-from agent_services.serving import thinking
 from agent_services.serving.sessions import interactions
 from agent_services.serving.sessions import session_store
 
@@ -77,29 +76,6 @@ class ServedPolicy:
   _shown: tuple[Any, bool] = dataclasses.field(
     default=(None, False), init=False, repr=False
   )
-  _renderings: thinking.Renderings | None = dataclasses.field(
-    default=None, init=False, repr=False
-  )
-
-  def rendering(self, request: requests.SamplingRequest) -> thinking.Rendering:
-    """Returns the rendering of a request's messages to tokens.
-
-    Raises:
-      ApiError: naming a field that this policy cannot follow.
-    """
-    if self._renderings is None or (
-      self._renderings.renderer is not self.renderer
-    ):
-      self._renderings = thinking.Renderings(self.renderer)
-    return self._renderings.of(request)
-
-  def ignored(self, request: requests.SamplingRequest) -> tuple[str, ...]:
-    """Returns the paths of the request's fields that change nothing for this
-    policy."""
-    acting: frozenset[str] = frozenset()
-    if request.text is request.tokens is None and not request.prompts:
-      acting = self.rendering(request).acting
-    return tuple(path for path in request.ignored if path not in acting)
 
   @property
   def template_tools(self) -> bool:
@@ -139,11 +115,11 @@ def render(
     return _token_prompt(request.tokens, request, messages, session, policy)
   if request.text is not None:
     _check_characters(len(request.text), request, policy)
+    tokens_T = renderer.encode(request.text)
     if session is not None:
-      return session.prompt_text(request.text)
-    return policy_client.TokenPrompt(renderer.encode(request.text))
-  rendering = policy.rendering(request)
-  renderer = rendering.renderer
+      return session.prompt_raw(tokens_T)
+    return policy_client.TokenPrompt(tokens_T)
+  _check_template(request, policy)
   if request.instructions:
     messages = [{"role": "system", "content": request.instructions}, *messages]
   tools = list(request.tools)
@@ -158,8 +134,8 @@ def render(
   if session is not None:
     shown = bool(tools)
     if request.continues:
-      return session.prompt_continuing(messages, tools, shown, rendering)
-    return session.prompt(messages, tools, shown, rendering)
+      return session.prompt_continuing(messages, tools, shown)
+    return session.prompt(messages, tools, shown)
   try:
     if request.continues:
       return continued(renderer, messages, tools)
@@ -185,6 +161,21 @@ def continued(
   return policy_client.TokenPrompt(
     np.concatenate([prompt.tokens, text]), prompt.images
   )
+
+
+def _check_template(
+  request: requests.SamplingRequest, policy: ServedPolicy
+) -> None:
+  """Refuses variables of the chat template that change the policy's prompt."""
+  for name in policy.renderer.changed_by(request.template_options):
+    field = f"chat_template_kwargs.{name}"
+    raise errors.invalid(
+      field,
+      f"{field}={request.template_options[name]!r} is not how this server"
+      " renders; leave it out, or start the server with"
+      " --default-chat-template-kwargs",
+      "unsupported_parameter",
+    )
 
 
 def check_room(
@@ -229,9 +220,10 @@ def _token_prompt(
       f"prompt holds {renderer.image_token_id}, which stands for an image;"
       " send images in the messages of a chat completion",
     )
+  tokens_T = np.asarray(tokens, np.int32)
   if session is not None:
-    return session.prompt_tokens(tokens)
-  return policy_client.TokenPrompt(np.asarray(tokens))
+    return session.prompt_raw(tokens_T)
+  return policy_client.TokenPrompt(tokens_T)
 
 
 def _check_characters(
@@ -381,42 +373,16 @@ def hold_back_stops(
   Raises:
     ApiError: the client samples without constraints.
   """
-  return constrained_decoding.MinTokens(
-    request.min_tokens,
-    stop_token_ids,
-    _vocabulary(policy, f"min_tokens={request.min_tokens}", "min_tokens"),
-  )
-
-
-def forced(
-  tokens: np.ndarray, request: requests.SamplingRequest, policy: ServedPolicy
-) -> constrained_decoding.Forced:
-  """Constrains a completion to int32[T] tokens of a prompt.
-
-  Raises:
-    ApiError: the client samples without constraints, or an id is none of the
-      policy's.
-  """
-  size = _vocabulary(policy, "echo with logprobs", "echo")
-  where = request.prompt_field
-  if int(tokens.max()) >= size:
-    raise errors.invalid(
-      where,
-      f"{where} holds {int(tokens.max())}; the policy's vocabulary is 0 to"
-      f" {size - 1}",
-    )
-  return constrained_decoding.Forced(tokens.tolist(), size)
-
-
-def _vocabulary(policy: ServedPolicy, what: str, field: str) -> int:
   if policy.vocabulary is None:
     raise errors.invalid(
-      field,
-      f"{what} is not supported by the engine of this server; leave {field}"
-      " out",
+      "min_tokens",
+      f"min_tokens={request.min_tokens} is not supported by the engine of this"
+      " server; leave min_tokens out",
       "unsupported_parameter",
     )
-  return policy.vocabulary
+  return constrained_decoding.MinTokens(
+    request.min_tokens, stop_token_ids, policy.vocabulary
+  )
 
 
 def refused_grammar(

@@ -21,7 +21,6 @@ from agent_services.serving import errors
 Message = dict[str, Any]
 Prompt = str | tuple[int, ...]
 MAX_STOPS = 16
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,30 +95,6 @@ class Guide:
     return self.otherwise is None or text.startswith("<")
 
 
-@dataclasses.dataclass(frozen=True)
-class Thinking:
-  """Switch of the policy's reasoning by a request.
-
-  Attributes:
-    field: Field of the request that sets the switch.
-    on: Whether to reason; None leaves the policy's default.
-    effort: Value for templates that read a `reasoning_effort`.
-    needed: Whether to refuse the request where the policy cannot reason.
-  """
-
-  field: str
-  on: bool | None = None
-  effort: str | None = None
-  needed: bool = False
-
-  @classmethod
-  def by_effort(cls, field: str, effort: object) -> Thinking | None:
-    """Reads OpenAI's field, whose "none" switches reasoning off."""
-    if not isinstance(effort, str) or effort not in EFFORTS:
-      return None
-    return cls(field, on=False if effort == "none" else None, effort=effort)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingRequest:
   """A checked request. Its prompt is messages, a text, or tokens.
@@ -155,14 +130,12 @@ class SamplingRequest:
       completion.
     prompts: Several prompts, texts or tokens, in place of `text` and `tokens`;
       each gets `n` completions.
-    repeat_prompt: Whether the choices' texts, and their log-probs, begin with
-      the prompt's.
+    repeat_prompt: Whether the choices' texts begin with the prompt's.
     continues: Whether the last message is the beginning of the answer.
     index: Place of the prompt among several, for errors.
-    template_options: Variables of the policy's chat template for this prompt.
-    thinking: Switch of the policy's reasoning, where its template has one.
-    ignored: Paths of fields that were accepted and change nothing, unless
-      `template_options` or `thinking` come from them.
+    template_options: Variables of the chat template that the client takes the
+      policy to have; another prompt than the policy's own is refused.
+    ignored: Paths of fields that were accepted and change nothing.
   """
 
   model: str
@@ -193,7 +166,6 @@ class SamplingRequest:
   continues: bool = False
   index: int | None = None
   template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  thinking: Thinking | None = None
   ignored: tuple[str, ...] = ()
 
   def __post_init__(self):

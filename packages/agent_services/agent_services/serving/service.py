@@ -379,11 +379,6 @@ class Service:
   ) -> list[answers.Choice]:
     request = part.request
     watches = [prompts.stop_strings(request, self.policy) for _ in part.names]
-    echoed = None
-    if request.repeat_prompt and request.logprobs:
-      with self._client_errors(part):
-        most = self.limits.max_new_tokens
-        echoed = await parts_lib.score(self.policy, part, most)
     completions = await self._generate(part, on_tokens, watches)
     choices = []
     for completion, watch in zip(completions, watches):
@@ -394,8 +389,9 @@ class Service:
       if request.guide is not None and not request.guide.reads_calls(text):
         parser = None
       only_calls = request.guide is not None and request.guide.only_calls
-      choice = answers.make_choice(completion, text, parser, stop, only_calls)
-      choices.append(dataclasses.replace(choice, echoed=echoed))
+      choices.append(
+        answers.make_choice(completion, text, parser, stop, only_calls)
+      )
     return choices
 
   async def _generate(

@@ -70,11 +70,11 @@ def test_a_lease_is_given_back_in_its_old_place(buffer):
 @pytest.mark.parametrize(
   "path, body, fault",
   [
-    ("/get_rollout_data", {"lease_s": 0}, "lease_s=0 must be a number > 0"),
-    ("/get_rollout_data", {"lease_s": 1e9}, "<= 86400"),
-    ("/get_rollout_data", {"batch_size": "x"}, "batch_size='x' must be a"),
-    ("/get_rollout_data", {"batch_size": -2}, "batch_size=-2 must be a"),
-    ("/buffer/read", {"timeout": 1e6}, "timeout=1000000.0 must be"),
+    ("/get_rollout_data", {"lease_s": 0}, "lease_s must be > 0, got 0"),
+    ("/get_rollout_data", {"lease_s": 1e5}, "lease_s=100000 must be <= 86400"),
+    ("/get_rollout_data", {"batch_size": "x"}, "batch_size must be a whole"),
+    ("/get_rollout_data", {"batch_size": -2}, "batch_size must be >= -1"),
+    ("/buffer/read", {"timeout": 1e3}, "timeout=1000 must be <= 600"),
     ("/buffer/ack", {}, "lease is missing"),
     ("/buffer/known", {"uids": "a"}, "uids must be a list"),
     ("/get_rollout_data", [1], "the body must be an object, got a list"),
@@ -217,25 +217,6 @@ def test_the_screens_of_a_desktop_are_bounded_together(tmp_path):
     assert "width=128 and height=96 of 200" in many.json()["detail"]
 
 
-def test_reads_are_saved_where_that_is_asked_for(tmp_path):
-  folder = tmp_path / "reads"
-  with buffer_services.Running(
-    tmp_path / "b",
-    save_reads=folder,
-    limits=buffer_settings.BufferLimits(group_size=2),
-  ) as saving:
-    for name in "ab":
-      saving.write(item(f"{name}0", name, 0.0), item(f"{name}1", name, 1.0))
-      got = saving.read()["data"]["data"]
-    names = sorted(p.name for p in folder.iterdir())
-    assert names == [
-      "rollout_data_default_000001.jsonl",
-      "rollout_data_default_000002.jsonl",
-    ]
-    lines = (folder / names[1]).read_text().splitlines()
-    assert [json.loads(line) for line in lines] == got
-
-
 def test_a_token_is_demanded_on_every_route_but_health(tmp_path):
   with buffer_services.Running(tmp_path, token="secret") as guarded:
     assert guarded.client.get("/health").status_code == 200
@@ -300,6 +281,7 @@ def test_a_slow_reader_does_not_hold_up_512_writers(buffer):
 
 # --- what is dropped ----------------------------------------------------------
 
+
 COUNTING = """
 TASK_TYPE = "counting"
 
@@ -332,7 +314,7 @@ def test_contents_of_dropped_groups_leave_the_disk_before_anybody_reads(
       bounded.service.sweep()
     stats = bounded.stats()
     assert stats["total_dropped"] == 200
-    assert (stats["items"], stats["bytes"], stats["kept_bytes"]) == (0, 0, 0)
+    assert (stats["items"], stats["bytes"]) == (0, 0)
     assert rows_of(bounded, "payloads") == 0
     # Nor do their numbers grow without end.
     assert rows_of(bounded, "items") <= 40
@@ -341,46 +323,6 @@ def test_contents_of_dropped_groups_leave_the_disk_before_anybody_reads(
     assert meta["total_samples"] == 30  # The newest ones.
     assert len(meta["finished_groups"]) == 31
     assert meta["finished_groups"][-2:] == ["g99", "good"]
-
-
-@pytest.mark.slow
-def test_contents_that_statistics_need_are_kept_within_the_bounds(tmp_path):
-  folder = tmp_path / "generators"
-  folder.mkdir()
-  (folder / "counting_generator.py").write_text(COUNTING)
-  limits = buffer_settings.BufferLimits(max_items=24)
-  options = {"limits": limits, "generators": [folder]}
-  with buffer_services.Running(tmp_path / "b", **options) as counting:
-    counting.start(task_type="counting", num_repeat_per_sample=2)
-    for number in range(2):
-      counting.write(*same(f"g{number}"))
-    counting.service.sweep()
-    stats = counting.stats()
-    assert (stats["items"], stats["kept_items"]) == (0, 4)
-    assert stats["kept_bytes"] > 100 and rows_of(counting, "payloads") == 4
-    for number in range(2, 100):
-      counting.write(*same(f"g{number}"))
-      counting.service.sweep()
-    assert counting.stats()["kept_items"] == rows_of(counting, "payloads") == 6
-    # They count: a fourth is theirs, the rest is for others.
-    for number in range(18):
-      counting.write(item(f"x{number}", "x", number % 2))
-    full = counting.post("/buffer/write", item("more"))
-    assert full.status_code == 429 and "holds 24 items" in full.json()["detail"]
-  with buffer_services.Running(tmp_path / "b", **options) as again:
-    assert again.stats()["kept_items"] == 6
-    meta = again.read()["data"]["meta_info"]
-    assert meta["seen"] == sorted(
-      [f"g{n}-{i}" for n in range(97, 100) for i in range(2)]
-      + [f"x{n}" for n in range(18)]
-    )
-    stats = again.stats()
-    assert (stats["kept_items"], stats["kept_bytes"], stats["errors"]) == (
-      0,
-      0,
-      [],
-    )
-    assert rows_of(again, "payloads") == 0
 
 
 @pytest.mark.slow

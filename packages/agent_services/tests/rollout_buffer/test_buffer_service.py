@@ -108,7 +108,7 @@ def test_defaults_of_a_start_are_the_documented_ones():
   assert request.rules.group_size == 8
   for field, value in DEFAULTS.values():
     assert getattr(request.rules, field) == value
-  assert not request.rules.raw and not request.keep_items
+  assert not request.rules.raw and not request.start.keep_items
   assert request.payload["num_process"] == 100
   assert request.payload["num_epoch"] == 1
   assert request.payload["skip_instance_ids"] == []
@@ -161,21 +161,21 @@ def test_numbers_of_a_start_may_be_texts(number):
 @pytest.mark.parametrize(
   "changes, named",
   [
-    ({"task_type": None}, "task_type=None must name a generator"),
-    ({"task_type": 3}, "task_type=3 must name a generator"),
+    ({"task_type": None}, "task_type is missing"),
+    ({"task_type": 3}, "task_type must be a string, got 3"),
     ({"num_repeat_per_sample": None}, "num_repeat_per_sample is missing"),
-    ({"num_repeat_per_sample": "0"}, "num_repeat_per_sample='0' must be a"),
-    ({"num_repeat_per_sample": "x"}, "num_repeat_per_sample='x' must be a"),
-    ({"num_repeat_per_sample": 2.5}, "num_repeat_per_sample=2.5 must be a"),
-    ({"num_process": True}, "num_process=True must be a whole number"),
-    ({"num_epoch": "1e99"}, "num_epoch='1e99' must be a whole number"),
-    ({"max_tokens": "-1"}, "max_tokens='-1' must be a whole number"),
-    ({"sampling_params": [1]}, "sampling_params=[1] must be an object"),
-    ({"skip_instance_ids": "a"}, "skip_instance_ids='a' must be a list"),
-    ({"skip_instance_ids": [[]]}, "skip_instance_ids=[] must be a text"),
-    ({"group_timeout_seconds": 0}, "group_timeout_seconds=0 must be"),
-    ({"group_timeout_seconds": "nan"}, "group_timeout_seconds='nan'"),
-    ({"min_valid_group_size_ratio": 2}, "min_valid_group_size_ratio=2"),
+    ({"num_repeat_per_sample": "0"}, "num_repeat_per_sample must be >= 1"),
+    ({"num_repeat_per_sample": "x"}, "number, got 'x'"),
+    ({"num_repeat_per_sample": 2.5}, "whole number, got 2.5"),
+    ({"num_process": True}, "num_process must be a whole number, got True"),
+    ({"num_epoch": "1e99"}, "num_epoch must be <= 65536"),
+    ({"max_tokens": "-1"}, "max_tokens must be >= 1, got -1"),
+    ({"sampling_params": [1]}, "sampling_params must be an object, got [1]"),
+    ({"skip_instance_ids": "a"}, "skip_instance_ids must be a list"),
+    ({"skip_instance_ids": [[]]}, "skip_instance_ids.0: id=[] must be a text"),
+    ({"group_timeout_seconds": 0}, "group_timeout_seconds must be > 0"),
+    ({"group_timeout_seconds": "nan"}, "group_timeout_seconds must be finite"),
+    ({"min_valid_group_size_ratio": 2}, "min_valid_group_size_ratio must be"),
     ({"min_timeout_group_size_ratio": "x"}, "min_timeout_group_size_ratio"),
     ({"group_rules": "none"}, "group_rules='none' must be one of"),
     ({"remote_engine_url": "here"}, "remote_engine_url='here' must be an"),

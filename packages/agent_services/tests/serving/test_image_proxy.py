@@ -6,7 +6,6 @@ import json
 import os
 import time
 
-from agent_services.runs import conversion
 from agent_services.serving import image_addresses
 from agent_services.serving import image_proxy
 from agent_services.serving import media
@@ -22,7 +21,6 @@ import small_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.net import request_bodies
-from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
 DATA = "data:image/png;base64," + base64.b64encode(media_sites.PNG).decode()
 
@@ -735,102 +733,12 @@ async def test_our_own_server_samples_what_the_address_shows(
   assert ids[0] and ids[0] == ids[1]
 
 
-async def test_a_run_s_sampling_holds_in_front_of_an_engine(make, running):
-  """Left out, it is filled in; another one is marked, and counted."""
-  rule = sampling_rule.SamplingRule(temperature=0.7, top_k=5)
-  front = Front(running.url, make, rule=rule)
-  path = "/v1/chat/completions"
-  body = {
-    "model": small_server.MODEL,
-    "seed": 3,
-    "max_tokens": 6,
-    "messages": [{"role": "user", "content": "go"}],
-    "return_token_ids": True,
-    "logprobs": True,
-  }
-  own = await front.client.post(path, json=body, timeout=60)
-  assert own.status_code == 200, own.text
-  assert "x-untrained" not in own.headers
-  (choice,) = own.json()["choices"]
-  assert "untrained" not in choice
-  direct = httpx.post(
-    running.url + path,
-    json={**body, "temperature": 0.7, "top_k": 5},
-    timeout=60,
-  )
-  (expected,) = direct.json()["choices"]
-  assert choice["token_ids"] == expected["token_ids"]
-  assert choice["logprobs"] == expected["logprobs"]
-  assert not front.proxy.untrained_requests
-  cold = {**body, "temperature": 0.2}
-  answer = await front.client.post(path, json=cold, timeout=60)
-  reason = "temperature=0.2, not the run's 0.7"
-  assert answer.headers["x-untrained"] == reason
-  assert answer.json()["choices"][0]["untrained"] == reason
-  events = [
-    {"type": "model_call", "messages": body["messages"]},
-    {"type": "model_output", "modelOutput": answer.json()},
-  ]
-  turns = conversion.turns_of(events)
-  assert conversion.untrained_of(turns, rule, {}) == {0: reason}
-  streamed = await front.client.post(
-    path, json={**cold, "stream": True}, timeout=60
-  )
-  assert streamed.headers["x-untrained"] == reason
-  assert streamed.text.endswith("data: [DONE]\n\n")
-  assert front.proxy.untrained_requests == 2
-
-
-async def test_a_run_s_sampling_in_each_protocol_or_a_refusal(make):
-  rule = sampling_rule.SamplingRule(temperature=0.7, min_p=0.1, other="refuse")
-  filled = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.1}
-  with echo() as (upstream, bodies):
-    front = Front(upstream, make, rule=rule)
-    for path, body, expected in (
-        ("/v1/completions", {"prompt": "a"}, {"prompt": "a", **filled}),
-        ("/a/b/v1/chat/completions/batch", {"messages": []},
-         {"messages": [], **filled}),
-        ("/v1/chat/completions/", {"messages": []},
-         {"messages": [], **filled}),
-        ("/generate", {"text": "a", "sampling_params": {"top_k": 0}},
-         {"text": "a", "sampling_params": {**filled, "top_k": 0}}),
-        ("/inference/v1/generate", {"token_ids": [1]},
-         {"token_ids": [1], "sampling_params": filled}),
-        ("/v1/responses", {"input": "a"},
-         {"input": "a", "temperature": 0.7, "top_p": 1.0}),
-        ("/v1/embeddings", {"input": "a"}, {"input": "a"}),
-    ):  # fmt: skip
-      assert (await front.client.post(path, json=body)).status_code == 200
-      assert json.loads(bodies.requests[-1][-1]) == expected
-    count = len(bodies.requests)
-    for path, body, param, words in (
-        ("/generate", {"sampling_params": {"top_p": 0.5}}, "top_p",
-         "temperature=0.7"),
-        ("/generate", {"sampling_params": [[{"top_p": 0.5}]]},
-         "sampling_params", "a list of objects"),
-        ("/generate", {"sampling_params": "{}"},
-         "sampling_params", "a list of objects"),
-        ("/v1/chat/completions/batch", {"top_p": 0.5}, "top_p", "0.5"),
-        ("/invocations", {"messages": [], "top_p": 0.5}, None, "/invocations"),
-        ("/api/chat", {"messages": []}, None, "/api/chat"),
-        ("/v1/Chat/Completions", {"top_p": 0.5}, None, "/v1/Chat"),
-    ):  # fmt: skip
-      answer = await front.client.post(path, json=body)
-      assert answer.status_code == 400 and len(bodies.requests) == count
-      error = answer.json()["error"]
-      assert error.get("param") == param and words in error["message"]
-
-
 @pytest.mark.parametrize(
   "argv, words",
   [
     (["--upstream", "moon"], "upstream='moon'"),
     (["--upstream", "http://a:1", "--allow-host", "*.b"], "allowed_hosts"),
     (["--upstream", "http://a:1", "--host", "0.0.0.0"], "needs a token"),
-    (
-      ["--upstream", "http://a:1", "--sampling", '{"heat": 1}'],
-      '--sampling={"heat": 1}',
-    ),
   ],
 )
 def test_the_command_refuses_what_cannot_be(argv, words, capsys, monkeypatch):

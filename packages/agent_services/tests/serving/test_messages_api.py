@@ -216,8 +216,9 @@ def test_one_call_at_a_time_ends_the_completion(running, monkeypatch):
          "tool_choice.name", "name one of the tools"),
         ({"tools": [{"type": "computer_20250124", "name": "computer",
                      "input_schema": {}}]}, "tools[0].type", "custom"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking",
-         "not supported"),
+        ({"messages": [{"role": "user", "content": "x"},
+                       {"role": "assistant", "content": "y"}]},
+         "messages[1]", "continue_final_message"),
         ({"temperatur": 1}, "temperatur", "did you mean temperature"),
     ],
 )  # fmt: skip

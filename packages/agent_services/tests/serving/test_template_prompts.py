@@ -1,6 +1,9 @@
 """The server's prompts against the exported chat template, tools included."""
 
+import dataclasses
+
 from agent_services.serving import answers
+from agent_services.serving import errors
 from agent_services.serving import prompts
 from agent_services.serving import requests
 from agent_services.serving.sessions import session_store
@@ -168,6 +171,33 @@ def test_tools_stand_where_the_checkpoints_template_puts_them(
     system = {"role": "system", "content": "Be brief.\n\n" + shown}
     ids = policy.renderer.render([system, messages[1]]).tokens.tolist()
   assert alone.tokens.tolist() == ids
+
+
+@pytest.mark.parametrize(
+  "family_name, switch, refused",
+  [
+    ("qwen3", {"enable_thinking": False}, "enable_thinking"),
+    ("qwen3", {"enable_thinking": True, "thinking": False}, ""),
+    ("qwen3_vl", {"enable_thinking": False}, ""),  # Has no such switch.
+  ],
+)
+def test_a_request_for_another_rendering_is_refused(
+  family_name, switch, refused
+):
+  policy = served(family_name, "qwen")
+  messages = [{"role": "user", "content": "go"}]
+  plain = requests.SamplingRequest(
+    model="m", sampling=None, messages=tuple(messages)
+  )
+  switched = dataclasses.replace(plain, template_options=switch)
+  if refused:
+    with pytest.raises(errors.ApiError, match="--default-chat-templ") as error:
+      prompts.render(switched, messages, None, policy)
+    assert error.value.param == f"chat_template_kwargs.{refused}"
+    return
+  shown = prompts.render(switched, messages, None, policy).tokens
+  alone = prompts.render(plain, messages, None, policy).tokens
+  assert shown.tolist() == alone.tolist()
 
 
 def test_a_thinking_policy_is_served_in_its_own_format(tmp_path):

@@ -30,7 +30,7 @@ from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import http
 
-from cua_gyms.gym_server import errors
+from cua_gyms import applications
 from cua_gyms.gym_server import schemas
 from cua_gyms.gym_server import validators
 
@@ -220,20 +220,20 @@ class Execution:
         action returns the same observation again. None: the next number.
 
     Raises:
-      ApiError: out of order, after the end, or a failure of the gym.
+      ServiceError: out of order, after the end, or a failure of the gym.
     """
     async with self._turn():
       if number is not None and number != self.steps + 1:
         if number == self.steps and self.steps and action == self._last_action:
           return self.shown
-        raise errors.ApiError(
+        raise applications.ServiceError(
           409,
           f"step {number} is out of order: {self.steps} are done; send step"
           f" {self.steps + 1}",
           code="step_out_of_order",
         )
       if self.shown.done:
-        raise errors.ApiError(
+        raise applications.ServiceError(
           409,
           "the task has ended; evaluate or terminate the execution",
           code="task_ended",
@@ -268,7 +268,7 @@ class Execution:
     try:
       result = validators.judge(self.task, verdict, submission)
     except ValueError as error:
-      raise errors.ApiError(
+      raise applications.ServiceError(
         500, f"task {self.task.task_id}: {error}", code="bad_task"
       ) from error
     return {**result, "details": wire.jsonable(verdict.details)}
@@ -300,18 +300,18 @@ class Execution:
   def check(self) -> None:
     """Raises:
 
-    ApiError: the execution is over, with the reason, or still starting.
+    ServiceError: the execution is over, with the reason, or still starting.
     """
     if self.state is State.RUNNING:
       return
     if self.state is State.CREATING:
-      raise errors.ApiError(
+      raise applications.ServiceError(
         409,
         f"execution {self.id} has not started yet",
         code="not_started",
-        retry_after_s=1.0,
+        retry_s=1.0,
       )
-    raise errors.ApiError(
+    raise applications.ServiceError(
       410,
       f"execution {self.id} is over ({self.state.value}): {self.reason}",
       code=self.code,
@@ -374,7 +374,7 @@ class Execution:
         what,
         exc_info=code == "gym_error" and error or None,
       )
-      raise errors.ApiError(
+      raise applications.ServiceError(
         504 if code == "deadline" else 502,
         f"the gym failed in {what}: {self.reason}",
         code=code,

@@ -26,21 +26,14 @@ Does not run executions (`executions` does).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import hmac
 import json
 import logging
 import math
 import time
-from typing import Any, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Awaitable, Callable, Mapping, Sequence
 
 import prometheus_client
-from starlette import applications
-from starlette import exceptions as starlette_exceptions
-from starlette import requests as starlette_requests
-from starlette import responses as starlette_responses
-from starlette import routing
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
@@ -48,10 +41,9 @@ from tunix.rl.multi_turn.environments.task_sources import cua_task
 from tunix.rl.multi_turn.net import bounds
 from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.net import json_answers
-from tunix.rl.multi_turn.net import request_bodies
 
+from cua_gyms import applications
 from cua_gyms.gym_server import catalog as catalog_lib
-from cua_gyms.gym_server import errors
 from cua_gyms.gym_server import executions as executions_lib
 from cua_gyms.gym_server import openapi
 from cua_gyms.gym_server import openenv
@@ -66,15 +58,18 @@ _PUBLIC = (
   *(op.path for op in openapi.OPERATIONS if op.public),
 )
 
-Request = starlette_requests.Request
-Response = starlette_responses.Response
+_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+"""Upper bounds of the histograms, in seconds."""
+
+Request = applications.Request
+Response = applications.Response
+Handler = applications.Handler
 Json = json_answers.Json
-Handler = Callable[[Request], Awaitable[Response]]
 MakeGym = Callable[[Mapping[str, Any]], Any]
 """{"name": …, and settings} -> a gym, or an awaitable of one."""
 
 
-class App:
+class App(applications.Application):
   """The gym server.
 
   Attributes:
@@ -114,7 +109,7 @@ class App:
       self._catalogs[spec.gym_id] = catalog_lib.Catalog(spec)
     self._token = token
     self._make_gym = make_gym
-    self._close = close
+    self._close_more = close
     self._make_metrics()
     self.store = store_lib.ExecutionStore(limits, on_end=self._on_end)
     handlers: dict[str, Handler] = {
@@ -135,120 +130,62 @@ class App:
     routes = [
       (op.path, handlers[op.name], [op.method]) for op in openapi.OPERATIONS
     ]
-    routes.append(("/openapi.json", self._openapi, ["GET"]))
+    routes.append(("/openapi.json", self._openapi, applications.GET))
     self.openenv = openenv.OpenEnv(
       openenv.Host(
-        self._catalog, self._entry, self._begin, self._authorize, self.store
+        self._catalog, self._entry, self._begin, self._check_token, self.store
       )
     )
-    self.asgi = applications.Starlette(
-      routes=[
-        *(
-          routing.Route(path, self._guarded(path, run), methods=methods)
-          for path, run, methods in routes + self.openenv.http_routes()
-        ),
-        self.openenv.socket_route(),
-      ],
-      exception_handlers={starlette_exceptions.HTTPException: self._not_served},
-      lifespan=self._lifespan,
+    self._sweep_s = min(5.0, max(0.05, limits.lease / 10))
+    self._serve(
+      routes + self.openenv.http_routes(), self.openenv.socket_route()
     )
 
   # --- around every request ---------------------------------------------------
 
-  @contextlib.asynccontextmanager
-  async def _lifespan(self, app: object) -> AsyncIterator[None]:
-    del app
-    reaping = asyncio.create_task(self._reap())
+  async def _close(self) -> None:
+    await self.store.close()
+    if self._close_more is not None:
+      await self._close_more()
+
+  async def _sweep(self) -> None:
     try:
-      yield
-    finally:
-      reaping.cancel()
-      await asyncio.gather(reaping, return_exceptions=True)
-      await self.store.close()
-      if self._close is not None:
-        await self._close()
+      for execution in self.store.reap():
+        _LOG.info("execution %s: %s", execution.id, execution.reason)
+    except Exception:  # pylint: disable=broad-except
+      _LOG.exception("reaping failed")
 
-  async def _reap(self) -> None:
-    while True:
-      await asyncio.sleep(min(5.0, max(0.05, self.store.limits.lease / 10)))
-      try:
-        for execution in self.store.reap():
-          _LOG.info("execution %s: %s", execution.id, execution.reason)
-      except Exception:  # pylint: disable=broad-except
-        _LOG.exception("reaping failed")
+  def _done(
+    self, route: str, request: Request, response: Response, seconds: float
+  ) -> None:
+    del request
+    self._metrics.count(route, response, seconds)
 
-  def _guarded(self, route: str, handler: Handler) -> Handler:
-    """Returns a handler that authorizes, counts and shapes failures."""
+  def _authorize(self, request: Request, route: str) -> None:
+    self._check_token(request.headers, route in _PUBLIC)
 
-    async def run(request: Request) -> Response:
-      self._authorize(request.headers, public=route in _PUBLIC)
-      return await handler(request)
-
-    def failed(error: Exception) -> Response:
-      if isinstance(error, request_bodies.BodyRefused):
-        error = errors.ApiError(
-          error.status,
-          error.message,
-          code=error.code,
-          retry_after_s=error.retry_after_s,
-        )
-      elif isinstance(error, starlette_requests.ClientDisconnect):
-        error = errors.ApiError(499, "the client went away", code="gone")
-      elif not isinstance(error, errors.ApiError):
-        _LOG.error("%s failed", route, exc_info=error)
-        error = errors.ApiError(
-          500,
-          f"the server failed: {type(error).__name__}: {error}",
-          code="internal_error",
-        )
-      return _error(error)
-
-    def done(request: Request, response: Response, seconds: float) -> None:
-      self._requests.labels(request.method, route, response.status_code).inc()
-      self._seconds.labels(route).observe(seconds)
-
-    return http_server.guarded(run, failed, done)
-
-  def _authorize(
+  def _check_token(
     self, headers: Mapping[str, str], public: bool = False
   ) -> None:
-    # Also of the pages that this machine shows to the policy.
-    if problem := http_server.cross_site(headers, bool(self._token)):
-      raise errors.ApiError(403, problem, code="cross_site")
-    if not self._token or public:
-      return
-    kind, _, presented = headers.get("authorization", "").partition(" ")
-    if kind.lower() != "bearer" or not hmac.compare_digest(
-      presented.strip().encode("latin-1", "replace"), self._token.encode()
-    ):
-      raise errors.ApiError(
-        401,
-        "give the server's token as Authorization: Bearer …",
-        code="unauthorized",
-      )
-
-  async def _not_served(self, request: Request, error: Any) -> Response:
-    if error.status_code == 405:
-      detail = f"{request.method} is not served at {request.url.path}"
-      if request.url.path == openapi.GYMS and request.method == "POST":
-        detail = (
-          "no client can create a gym: the server's command names its gyms"
-          f" when it starts, and GET {openapi.GYMS} lists them; leave"
-          " createGym out"
-        )
-    else:
-      detail = f"nothing is served at {request.url.path}"
-    code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    return Json(
-      {"detail": detail, "code": code}, error.status_code, headers=error.headers
+    # Without one, also of the pages that this machine shows to the policy.
+    applications.authorize(
+      headers, http_server.bearer_of(headers), self._token, public=public
     )
+
+  def _why_not_served(self, request: Request) -> str:
+    if request.url.path == openapi.GYMS:
+      return (
+        "no client can create a gym: the server's command names its gyms when"
+        f" it starts, and GET {openapi.GYMS} lists them; leave createGym out"
+      )
+    return super()._why_not_served(request)
 
   # --- tasks ------------------------------------------------------------------
 
   def _catalog(self, gym_id: str) -> catalog_lib.Catalog:
     catalog = self._catalogs.get(gym_id)
     if catalog is None:
-      raise errors.ApiError(
+      raise applications.ServiceError(
         404,
         f"no gym is called {gym_id!r}; there is {', '.join(self._catalogs)}",
         code="unknown_gym",
@@ -261,9 +198,11 @@ class App:
     try:
       return catalog.find(identifier)
     except cua_task.UnknownTaskError as error:
-      raise errors.ApiError(404, str(error), code="unknown_task") from None
+      raise applications.ServiceError(
+        404, str(error), code="unknown_task"
+      ) from None
     except ValueError as error:
-      raise errors.invalid(f"task {identifier!r}: {error}") from None
+      raise applications.invalid(f"task {identifier!r}: {error}") from None
 
   async def _gyms(self, request: Request) -> Response:
     del request
@@ -351,7 +290,7 @@ class App:
         request=(entry.task.task_id, request),
         pixels=math.prod(_screen(gyms.get(catalog.spec.gym), settings)),
       )
-    except errors.ApiError as error:
+    except applications.ServiceError as error:
       if error.code == "no_capacity":
         self._refused.inc()
       raise
@@ -370,17 +309,17 @@ class App:
     refused = sorted(set(chosen) - set(spec.client_settings))
     if refused:
       allowed = ", ".join(spec.client_settings) or "none"
-      raise errors.invalid(
+      raise applications.invalid(
         f"options.gym.{refused[0]} is not a client's to set; the server"
         f" allows {allowed}"
       )
     gym = gyms.get(spec.gym, "operator")
     if problems := list(gym.out_of_bounds(chosen, "options.gym.")):
-      raise errors.invalid(problems[0])
+      raise applications.invalid(problems[0])
     options = {**gym.options_of(task.family), **spec.settings, **chosen}
     width, height = _screen(gym, options)
     if problem := bounds.screen_problem(width, height, "options.gym."):
-      raise errors.invalid(problem)
+      raise applications.invalid(problem)
     return {"name": spec.gym, **options}
 
   def _found(self, request: Request) -> executions_lib.Execution:
@@ -409,7 +348,7 @@ class App:
     try:
       action = wire.action_from_json(body.action, width, height)
     except wire.WireError as error:
-      raise errors.invalid(str(error)) from None
+      raise applications.invalid(str(error)) from None
     began = time.monotonic()
     await execution.step(action, body.step)
     self._steps.observe(time.monotonic() - began)
@@ -461,19 +400,11 @@ class App:
   # --- about the server -------------------------------------------------------
 
   def _make_metrics(self) -> None:
-    self._metrics = prometheus_client.CollectorRegistry()
-    counter = functools.partial(
-      prometheus_client.Counter, registry=self._metrics
-    )
-    buckets = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+    self._metrics = applications.Metrics("gym", _BUCKETS)
+    registry = self._metrics.registry
+    counter = functools.partial(prometheus_client.Counter, registry=registry)
     histogram = functools.partial(
-      prometheus_client.Histogram, registry=self._metrics, buckets=buckets
-    )
-    self._requests = counter(
-      "gym_requests", "Answered requests.", ("method", "route", "status")
-    )
-    self._seconds = histogram(
-      "gym_request_seconds", "Time from request to answer.", ("route",)
+      prometheus_client.Histogram, registry=registry, buckets=_BUCKETS
     )
     self._created = counter("gym_executions_created", "Gyms started.")
     self._refused = counter("gym_creates_refused", "Creates without room.")
@@ -493,10 +424,9 @@ class App:
       "gym_executions_capacity": self.store.limits.capacity,
       "gym_openenv_sessions": self.openenv.sessions,
     }
-    text = prometheus_client.generate_latest(self._metrics).decode()
-    for name, value in gauges.items():
-      text += f"# TYPE {name} gauge\n{name} {value}\n"
-    return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+    return self._metrics.page(
+      f"# TYPE {name} gauge\n{name} {value}\n" for name, value in gauges.items()
+    )
 
   async def _health(self, request: Request) -> Response:
     del request
@@ -532,7 +462,3 @@ async def _observation(
   """Returns the newest observation, with its screenshot or without."""
   picture = await execution.picture() if screenshot else None
   return wire.observation_to_json(execution.shown, picture=picture)
-
-
-def _error(error: errors.ApiError) -> Response:
-  return Json(error.body(), error.status, headers=error.headers())

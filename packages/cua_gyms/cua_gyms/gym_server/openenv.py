@@ -39,8 +39,8 @@ from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.net import json_answers
 from tunix.rl.multi_turn.net import json_models
 
+from cua_gyms import applications
 from cua_gyms.gym_server import catalog as catalog_lib
-from cua_gyms.gym_server import errors
 from cua_gyms.gym_server import executions as executions_lib
 from cua_gyms.gym_server import reading
 from cua_gyms.gym_server import schemas
@@ -82,7 +82,7 @@ class Host:
     entry: (catalogue, identifier) -> the task of that name.
     begin: (catalogue, task, create options, key) -> (execution, whether the
       key named an existing one).
-    authorize: raises an ApiError for headers without the server's token.
+    authorize: raises a ServiceError for headers without the server's token.
     store: the executions.
   """
 
@@ -132,7 +132,7 @@ class OpenEnv:
     catalog = self._host.catalog(request.path_params["gym_id"])
     name = request.path_params.get("env_name", catalog.spec.gym_id)
     if name.lower() != catalog.spec.gym_id.lower():
-      raise errors.ApiError(
+      raise applications.ServiceError(
         404,
         f"{request.url.path}: the environment here is called"
         f" {catalog.spec.gym_id!r}, not {name!r}",
@@ -180,7 +180,7 @@ class OpenEnv:
 
   async def _step_once(self, request: Request) -> Any:
     self._catalog(request)
-    raise errors.ApiError(
+    raise applications.ServiceError(
       409,
       f"{request.url.path}: an HTTP request has an environment of its own,"
       " which was never reset; step in a session, at /ws",
@@ -232,7 +232,7 @@ class OpenEnv:
     try:
       self._host.authorize(socket.headers)
       catalog = self._host.catalog(socket.path_params["gym_id"])
-    except errors.ApiError as error:
+    except applications.ServiceError as error:
       await socket.send_denial_response(
         Json(error.body(), error.status, headers=error.headers())
       )
@@ -265,11 +265,11 @@ class OpenEnv:
   async def _refuse(
     self, socket: starlette_websockets.WebSocket, limit: int
   ) -> None:
-    error = errors.ApiError(
+    error = applications.ServiceError(
       429,
       f"all {limit} sessions are taken; close one, or try again later",
       code="no_capacity",
-      retry_after_s=self._host.store.limits.retry_after,
+      retry_s=self._host.store.limits.retry_after,
     )
     with contextlib.suppress(*_GONE):
       await socket.send_text(_dumps(_error(error, self._host.store)))
@@ -296,12 +296,12 @@ class _Connection:
       text = await inbox.get()
       try:
         answer = await self._answer_to(text)
-      except errors.ApiError as error:
+      except applications.ServiceError as error:
         answer = _error(error, self._host.store)
       except Exception as error:  # pylint: disable=broad-except
         _LOG.error("an OpenEnv message failed", exc_info=error)
         answer = _error(
-          errors.ApiError(
+          applications.ServiceError(
             500,
             f"the server failed: {type(error).__name__}: {error}",
             code="internal_error",
@@ -323,7 +323,7 @@ class _Connection:
       return {"type": "state", "data": self.state()}
     if message.type == "close":
       return None
-    raise errors.ApiError(
+    raise applications.ServiceError(
       422,
       f"message.type={json_models.short(message.type)} must be one of reset,"
       " step, state, close",
@@ -359,7 +359,7 @@ class _Connection:
     if family is None:
       family = families[seed % len(families)]
     elif family not in families:
-      raise errors.invalid(
+      raise applications.invalid(
         f"reset.family={json_models.short(family)} must be one of"
         f" {', '.join(families)}"
       )
@@ -371,7 +371,7 @@ class _Connection:
     """Carries out the action that the data's fields describe."""
     execution = self._running()
     if self._result is not None:
-      raise errors.ApiError(
+      raise applications.ServiceError(
         409, "the episode is over; reset begins another", code="task_ended"
       )
     execution.check()
@@ -381,7 +381,7 @@ class _Connection:
         {k: v for k, v in data.items() if k != "metadata"}, width, height
       )
     except wire.WireError as error:
-      raise errors.invalid(str(error)) from None
+      raise applications.invalid(str(error)) from None
     if action.kind is Kind.TERMINATE and _truncated(data):
       # The trainer stops, not the policy: the gym does not see the action.
       return await self._over()
@@ -441,7 +441,7 @@ class _Connection:
 
   def _running(self) -> executions_lib.Execution:
     if self._execution is None:
-      raise errors.ApiError(
+      raise applications.ServiceError(
         409, "no episode is running; reset begins one", code="not_started"
       )
     return self._execution
@@ -451,7 +451,7 @@ class _Connection:
     key, self._key, self._execution = self._key, "", None
     if not key:
       return
-    with contextlib.suppress(errors.ApiError):  # Failed or forgotten.
+    with contextlib.suppress(applications.ServiceError):  # Failed or forgotten.
       gym_id = self._catalog.spec.gym_id
       store = self._host.store
       await store.terminate(store.get(gym_id, f"key:{key}"))
@@ -472,15 +472,15 @@ async def _read(
 
 
 def _error(
-  error: errors.ApiError, store: store_lib.ExecutionStore
+  error: applications.ServiceError, store: store_lib.ExecutionStore
 ) -> dict[str, Any]:
   data: dict[str, Any] = {
     "message": error.detail,
     "code": _CODES.get(error.code, "EXECUTION_ERROR"),
     "cause": error.code,
   }
-  if error.retry_after_s is not None:
-    data["retry_after_s"] = error.retry_after_s
+  if error.retry_s is not None:
+    data["retry_after_s"] = error.retry_s
   if error.code == "no_capacity":
     data["active_sessions"] = store.open
     data["max_sessions"] = store.limits.capacity
@@ -510,9 +510,9 @@ def _of_split(
 
 def _at(entries: list[catalog_lib.Entry], index: int) -> catalog_lib.Entry:
   if not entries:
-    raise errors.invalid("the server lists no tasks of that split")
+    raise applications.invalid("the server lists no tasks of that split")
   if not 0 <= index < len(entries):
-    raise errors.invalid(
+    raise applications.invalid(
       f"index must be in [0, {len(entries) - 1}], got"
       f" {json_models.short(index)}"
     )

@@ -1,4 +1,4 @@
-"""Reads requests into models; a refusal is an `ApiError` with its field.
+"""Reads requests into models; a refusal names the field.
 
 Promises: a body is bounded in size; one that is not JSON is a 400, one
 that violates its model a 422.
@@ -12,7 +12,7 @@ from starlette import requests as starlette_requests
 from tunix.rl.multi_turn.net import json_models
 from tunix.rl.multi_turn.net import request_bodies
 
-from cua_gyms.gym_server import errors
+from cua_gyms import applications
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ async def read_object(request: starlette_requests.Request) -> dict[str, Any]:
   """Returns the body's object; an empty body is {}.
 
   Raises:
-    ApiError: no JSON, or no object.
+    ServiceError: no JSON, or no object.
     BodyRefused: too long, too slow, or no memory for it.
   """
   body = await request_bodies.read(request, MAX_BODY)
@@ -35,18 +35,18 @@ def object_of(text: str | bytes, what: str) -> dict[str, Any]:
   """Returns the object that JSON holds; null is {}.
 
   Raises:
-    ApiError: no JSON, or no object.
+    ServiceError: no JSON, or no object.
   """
   try:
     data = json_models.parse(text)
   except ValueError as error:
-    raise errors.ApiError(
+    raise applications.ServiceError(
       400, f"{what} is not JSON: {error}", code="invalid_json"
     ) from None
   if data is None:
     return {}
   if not isinstance(data, dict):
-    raise errors.invalid(
+    raise applications.invalid(
       f"{what} must be an object, got a {type(data).__name__}"
     )
   return data
@@ -56,12 +56,12 @@ def validated(model: type[T], data: Mapping[str, Any], what: str = "") -> T:
   """`data` as the model; `what` names it where its fields do not.
 
   Raises:
-    ApiError: 422, with the first wrong field.
+    ServiceError: 422, with the first wrong field.
   """
   try:
     return json_models.validate(model, data, what)
   except ValueError as error:
-    raise errors.invalid(str(error)) from None
+    raise applications.invalid(str(error)) from None
 
 
 async def read(request: starlette_requests.Request, model: type[T]) -> T:

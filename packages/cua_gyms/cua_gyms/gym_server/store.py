@@ -18,7 +18,7 @@ from typing import Any, Callable, Mapping
 
 from tunix.rl.multi_turn.environments.gyms import base
 
-from cua_gyms.gym_server import errors
+from cua_gyms import applications
 from cua_gyms.gym_server import executions
 
 Execution = executions.Execution
@@ -69,7 +69,7 @@ class ExecutionStore:
   def get(self, gym_id: str, execution_id: str) -> Execution:
     """Raises:
 
-    ApiError: no execution has that id, or it ended too long ago.
+    ServiceError: no execution has that id, or it ended too long ago.
     """
     kind, _, key = execution_id.partition(":")
     if kind == "key" and (keyed := self._keys.get((gym_id, key))):
@@ -77,7 +77,7 @@ class ExecutionStore:
       return keyed.execution
     execution = self._all.get(execution_id) or self._ended.get(execution_id)
     if execution is None or execution.gym_id != gym_id:
-      raise errors.ApiError(
+      raise applications.ServiceError(
         404,
         f"gym {gym_id!r} has no execution {execution_id!r}",
         code="unknown_execution",
@@ -110,13 +110,13 @@ class ExecutionStore:
       (the execution, whether it existed before).
 
     Raises:
-      ApiError: no room (429), another request under the key (409), the gym
+      ServiceError: no room (429), another request under the key (409), the gym
         failed (502, 504), or the execution of that key has ended (410).
     """
     earlier = self._keys.get((gym_id, key)) if key else None
     if earlier is not None:
       if earlier.request != request:
-        raise errors.ApiError(
+        raise applications.ServiceError(
           409,
           f"idempotency key {key!r} was used for another request; choose a"
           " new one for each execution",
@@ -127,16 +127,16 @@ class ExecutionStore:
       earlier.execution.touch()
       return earlier.execution, True
     if self._closed:
-      raise errors.ApiError(
-        503, "the server is stopping", code="ending", retry_after_s=10.0
+      raise applications.ServiceError(
+        503, "the server is stopping", code="ending", retry_s=10.0
       )
     if self.open >= self.limits.capacity:
-      raise errors.ApiError(
+      raise applications.ServiceError(
         429,
         f"all {self.limits.capacity} executions are taken; terminate one, or"
         " try again later",
         code="no_capacity",
-        retry_after_s=self.limits.retry_after,
+        retry_s=self.limits.retry_after,
       )
     self._check_pixels(pixels)
     execution = Execution(
@@ -174,19 +174,19 @@ class ExecutionStore:
     """Refuses a screen that is too large beside those of the executions."""
     most = self.limits.max_megapixels
     if pixels > most * 1_000_000:
-      raise errors.invalid(
+      raise applications.invalid(
         f"options.gym.width and options.gym.height are {pixels} pixels, and"
         f" all executions have max_megapixels={most}"
       )
     reserved = sum(e.pixels for e in self._all.values())
     if reserved + pixels > most * 1_000_000:
-      raise errors.ApiError(
+      raise applications.ServiceError(
         429,
         f"the screens of running executions have {reserved} pixels, and"
         f" {pixels} more exceed max_megapixels={most}; terminate one, or try"
         " again later",
         code="no_capacity",
-        retry_after_s=self.limits.retry_after,
+        retry_s=self.limits.retry_after,
       )
 
   def _started(self, task: asyncio.Task[None]) -> None:

@@ -188,7 +188,8 @@ def token(file: pathlib.Path | None, host: str, variable: str) -> str:
 
 def bearer_of(headers: Mapping[str, str]) -> str:
   """Returns the secret of an Authorization header; "" without one."""
-  return headers.get("authorization", "").removeprefix("Bearer ").strip()
+  kind, _, secret = headers.get("authorization", "").partition(" ")
+  return secret.strip() if kind.lower() == "bearer" else ""
 
 
 def is_token(presented: str, secret: str) -> bool:

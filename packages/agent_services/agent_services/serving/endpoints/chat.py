@@ -269,9 +269,6 @@ def read(
       parse_tools, fields.parallel_tool_calls, guide
     ),
     continues=fields.continue_final_message,
-    thinking=requests.Thinking.by_effort(
-      "reasoning_effort", fields.reasoning_effort
-    ),
   )
 
 

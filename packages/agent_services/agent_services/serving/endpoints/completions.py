@@ -3,15 +3,14 @@
 A prompt is a text or a list of token ids, and is sampled from as it stands:
 without a template, and special tokens spelled in a text stay text. A list of
 prompts is answered as a request for each: choice `i * n + j` is the prompt i's
-completion j. With `echo`, a choice's text, tokens and log-probs begin with its
-prompt's.
+completion j. With `echo`, a choice's text begins with its prompt's.
 
 Promises: streamed text adds up to that of the whole answer.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Iterator, Mapping
 
 import pydantic
 from pydantic_core import core_schema
@@ -76,6 +75,13 @@ def read(
   fields.check_n()
   if fields.best_of not in (None, fields.n):
     raise bodies.unsupported("best_of", fields.best_of)
+  if fields.echo and fields.logprobs is not None:
+    raise errors.invalid(
+      "echo",
+      "echo and logprobs exclude each other: a prompt has no log-probs here;"
+      " leave one out",
+      "unsupported_parameter",
+    )
   if (count := len(fields.prompt)) * fields.n > limits.n:
     raise errors.invalid(
       "prompt",
@@ -131,21 +137,14 @@ def _one_prompt(where: str, value: object, most: int | None) -> requests.Prompt:
 
 
 def _logprobs(
-  choice: answers.Choice, prompt: Sequence[int], decoder: answers.TokenDecoder
+  choice: answers.Choice, decoder: answers.TokenDecoder
 ) -> dict[str, Any]:
-  """Returns the log-probs of a choice; `prompt` are the tokens that it begins
-  with, [] without `echo`."""
-  tokens = [*prompt, *choice.completion.tokens.tolist()]
-  logprobs: list[float | None] = choice.completion.logprobs.tolist()
-  if prompt:
-    # The first token has no log-prob: no token comes before it.
-    echoed = choice.echoed
-    before = [] if echoed is None else echoed.logprobs.tolist()
-    logprobs = [None, *before, *logprobs]
+  """Returns the log-probs of a choice."""
+  tokens = choice.completion.tokens.tolist()
   return {
     "tokens": [decoder.token(t) for t in tokens],
-    "token_logprobs": logprobs,
-    "top_logprobs": _alternatives(choice, prompt, decoder),
+    "token_logprobs": choice.completion.logprobs.tolist(),
+    "top_logprobs": _alternatives(choice.completion, decoder),
     "text_offset": answers.text_offsets(tokens, decoder),
   }
 
@@ -161,13 +160,11 @@ def _echoes(
 
 
 def _alternatives(
-  choice: answers.Choice, prompt: Sequence[int], decoder: answers.TokenDecoder
-) -> list[dict[str, float] | None] | None:
+  completion: policy_client.Completion, decoder: answers.TokenDecoder
+) -> list[dict[str, float]] | None:
   """Log-probs by token text, the sampled token included; non-text by bytes."""
-  completion = choice.completion
   if completion.top_tokens is None:
     return None
-  echoed = choice.echoed
 
   def name(token: int) -> str:
     text = decoder.token(token)
@@ -175,17 +172,14 @@ def _alternatives(
       return text
     return "bytes:" + "".join(f"\\x{b:02x}" for b in decoder.bytes(token))
 
-  by_text: list[dict[str, float] | None] = []
-  pieces = [(completion.tokens.tolist(), completion)]
-  if prompt:
-    by_text.append(None)
-  if echoed is not None:
-    pieces.insert(0, ([*prompt[1:]], echoed))
-  for tokens, piece in pieces:
-    tops = answers.alternatives(piece)
-    for token, logprob, top in zip(tokens, piece.logprobs.tolist(), tops):
-      by_text.append({name(t): p for t, p in [*top, (token, logprob)]})
-  return by_text
+  return [
+    {name(t): p for t, p in [*top, (token, logprob)]}
+    for token, logprob, top in zip(
+      completion.tokens.tolist(),
+      completion.logprobs.tolist(),
+      answers.alternatives(completion),
+    )
+  ]
 
 
 def _ending(
@@ -196,14 +190,9 @@ def _ending(
 ) -> dict[str, Any]:
   """Fields of a choice beside its index and text."""
   choice = answer.choices[index]
-  prompt = []
-  if request.repeat_prompt:
-    prompt = answer.prompt_tokens_of(index).tolist()
   ending = {
     "finish_reason": choice.finish_reason,
-    "logprobs": (
-      _logprobs(choice, prompt, decoder) if request.logprobs else None
-    ),
+    "logprobs": _logprobs(choice, decoder) if request.logprobs else None,
     **answers.extras(request, answer, index),
   }
   if request.return_token_ids:

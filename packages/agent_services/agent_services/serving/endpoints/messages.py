@@ -7,10 +7,8 @@ at https://docs.anthropic.com/en/api/messages.
 Promises: a session's turn by this endpoint continues as one by chat completions
 does; streamed text adds up to that of the whole answer.
 
-A last message of the assistant begins the answer, which holds the rest.
-
 Does not serve documents, citations, blocks of thinking (a policy's reasoning is
-text), or Anthropic's own server tools.
+text), an answer that the client begins, or Anthropic's own server tools.
 """
 
 from __future__ import annotations
@@ -237,17 +235,6 @@ class ToolChoice(bodies.Body):
     return "required" if self.type == "any" else self.type
 
 
-class Thinking(bodies.Body):
-  """Whether the policy reasons. Nothing bounds its reasoning but max_tokens."""
-
-  type: Annotated[
-    Literal["enabled", "adaptive", "disabled"],
-    bodies.Must("must be enabled, adaptive or disabled"),
-  ]
-  budget_tokens: Annotated[Any, bodies.Ignored()] = None
-  display: Annotated[Any, bodies.Ignored()] = None
-
-
 class OutputFormat(bodies.Body):
   """The JSON schema of the answer."""
 
@@ -281,7 +268,7 @@ class MessagesBody(requests.SamplingBody):
   ] = []
   tools: Annotated[list[Tool], bodies.Items("must be a list of tools")] = []
   tool_choice: ToolChoice = ToolChoice(type="auto")
-  thinking: Thinking | None = None
+  thinking: Annotated[Any, bodies.Ignored()] = None
   cache_control: Annotated[Any, bodies.Ignored()] = None
   inference_geo: Annotated[Any, bodies.Ignored()] = None
   output_config: OutputConfig = OutputConfig()
@@ -317,9 +304,14 @@ def read(
     tools, choice.called, many, shape
   )
   messages = [m for one in fields.messages for m in one.messages()]
-  continues = isinstance(fields.messages[-1], AssistantMessage)
-  if continues:
-    messages[-1] = _beginning(fields, messages[-1], parse_tools, guide)
+  if isinstance(fields.messages[-1], AssistantMessage):
+    where = f"messages[{len(fields.messages) - 1}]"
+    raise errors.invalid(
+      where,
+      f"{where} is the assistant's, and its beginning of an answer is not"
+      " continued here; end with the user's message, or use chat completions"
+      " with continue_final_message=true",
+    )
   if fields.system:
     system = fields.system
     if not isinstance(system, str):
@@ -334,13 +326,6 @@ def read(
     tools=requests.shown_tools(tools),
     parse_tools=parse_tools,
     one_call=requests.ends_after_call(parse_tools, many, guide),
-    continues=continues,
-    thinking=_thinking(fields.thinking)
-    or requests.Thinking.by_effort("output_config.effort", output.effort),
-    ignored=(
-      *bodies.ignored(fields),
-      *(["thinking"] if fields.thinking is not None else ()),
-    ),
   )
 
 
@@ -355,42 +340,6 @@ def _no_threads() -> errors.ApiError:
     param="thread",
     details={"error_code": code, "unsupported": ["thread"]},
   )
-
-
-def _thinking(field: Thinking | None) -> requests.Thinking | None:
-  if field is None:
-    return None
-  on = field.type != "disabled"
-  return requests.Thinking("thinking", on=on, needed=field.type == "enabled")
-
-
-def _beginning(
-  fields: MessagesBody,
-  last: requests.Message,
-  parse_tools: bool,
-  guide: requests.Guide | None,
-) -> requests.Message:
-  """Returns the last message, an assistant's, which the answer continues."""
-  where = f"messages[{len(fields.messages) - 1}]"
-  text = requests.text_of(last)
-  wrong = ""
-  if len(fields.messages) < 2:
-    wrong = "needs a message before it; the answer continues it"
-  elif last.get("tool_calls"):
-    wrong = "holds a call; send its result, an answer continues text only"
-  elif parse_tools or guide is not None:
-    other = "tools" if parse_tools or guide is None else guide.field
-    wrong = (
-      f"begins the answer, and {other} are about whole answers; set"
-      " tool_choice to none, or end with the user's message"
-    )
-  elif fields.thinking is not None and fields.thinking.type != "disabled":
-    wrong = "begins the answer behind its reasoning; leave thinking out"
-  elif not text or text != text.rstrip():
-    wrong = "must be text that does not end with blanks: the answer goes on"
-  if wrong:
-    raise errors.invalid(where, f"{where} {wrong}")
-  return {**last, "content": text}
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -252,9 +252,6 @@ def read(
     fields.parallel_tool_calls,
     None if shape is None else shape.guide("text.format"),
   )
-  effort = fields.reasoning
-  if isinstance(effort, dict):
-    effort = effort.get("effort")
   messages = _messages(fields.input)
   limits.check_images(requests.count_images(messages), "input")
   return fields.request(
@@ -286,7 +283,6 @@ def read(
       "truncation": fields.truncation,
       "user": fields.user,
     },
-    thinking=requests.Thinking.by_effort("reasoning", effort),
   )
 
 

@@ -18,9 +18,7 @@ T = tokens of a sequence, S = tokens sampled in an interaction.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import typing
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -30,7 +28,6 @@ from tunix.rl.multi_turn.core import trajectory
 
 from agent_services import tensor_rows
 
-T = typing.TypeVar("T")
 Message = trajectory.Message
 TokenPrompt = policy_client.TokenPrompt
 Completion = policy_client.Completion
@@ -67,15 +64,10 @@ class PendingPrompt:
   new_messages: tuple[Message, ...]
   extension: TokenPrompt
   _path: tuple[Key, ...] = dataclasses.field(default=(), repr=False)
-  # Of a request without messages: its text up to the sampled one, None where
-  # it came as tokens.
-  _raw: bool = False
-  _text: RunningHash | None = dataclasses.field(default=None, repr=False)
+  _raw: bool = False  # Of a request without messages.
   # Text of the client's that the answer begins with, not sampled here; and the
   # node of the messages before it, where it is not at the end of `_path`.
   _prefix: str = ""
-  # Of the messages; its prompts may end otherwise than another request's.
-  _renderer: Any = dataclasses.field(default=None, repr=False)
   _node_before: Any = dataclasses.field(default=None, repr=False)
 
   @property
@@ -123,9 +115,6 @@ class Interaction(PendingPrompt):
   untrained: str = ""  # Why its tokens are not trainable; "" when they are.
   reward: float | None = None  # When the session returned this object.
   _node: Any = dataclasses.field(repr=False)  # None without messages.
-  # Up to its end. None with images: equal tokens may stand for other pixels.
-  _all_tokens: RunningHash | None = dataclasses.field(repr=False)
-  _all_text: RunningHash | None = dataclasses.field(repr=False)
 
   @property
   def whole_text(self) -> str:
@@ -189,17 +178,17 @@ class Node:
 
 
 def read_all(
-  messages: Sequence[Message], tools: Sequence[Any] | None, apart: str = ""
+  messages: Sequence[Message], tools: Sequence[Any] | None
 ) -> tuple[list[tuple[Message, Key]], tuple[Key, ...]]:
   """Returns snapshots of the messages with their keys, and the path of keys.
 
-  The path begins with a key of the tools and of `apart`, the rendering's, as
-  histories with other tools or another rendering do not continue one another.
+  The path begins with a key of the tools, as histories with other tools do not
+  continue one another.
   """
   if not messages:
     raise ValueError("messages must not be empty")
   snapshots = [read(m, f"messages[{i}]") for i, m in enumerate(messages)]
-  shown = json.dumps(list(tools or ()), sort_keys=True) + apart
+  shown = json.dumps(list(tools or ()), sort_keys=True)
   return snapshots, ((("tools", shown), None), *(key for _, key in snapshots))
 
 
@@ -245,61 +234,6 @@ def _call_key(name: str, arguments: str) -> tuple[str, str, str]:
     return name, "json", json.dumps(json_text.parse(arguments), sort_keys=True)
   except ValueError:  # Not JSON; equal only as text.
     return name, "text", arguments
-
-
-# --- histories of text and tokens ---------------------------------------------
-
-
-class RunningHash:
-  """The hash of a sequence that grows; extending a copy leaves it alone."""
-
-  __slots__ = ("_hash", "length")
-
-  def __init__(self):
-    self._hash = hashlib.blake2b(digest_size=16)
-    self.length = 0
-
-  def extended(self, *parts: bytes | memoryview) -> RunningHash:
-    """Returns the hash of this sequence followed by `parts`."""
-    longer = RunningHash()
-    longer._hash = self._hash.copy()
-    longer.length = self.length
-    for part in parts:
-      longer._hash.update(part)
-      longer.length += len(part)
-    return longer
-
-  def digest(self) -> bytes:
-    return self._hash.digest()
-
-
-class Prefixes(typing.Generic[T]):
-  """Map from sequences to values; of equal sequences, the newest value stays.
-
-  A sequence is stored as its length and hash, so that memory does not grow with
-  its length.
-  """
-
-  def __init__(self):
-    self._by_length: dict[int, dict[bytes, T]] = {}
-
-  def add(self, sequence: RunningHash, value: T) -> None:
-    by_hash = self._by_length.setdefault(sequence.length, {})
-    by_hash[sequence.digest()] = value
-
-  def longest(self, data: bytes) -> tuple[T | None, int]:
-    """Returns the value of the longest sequence that `data` begins with, and
-    its length in bytes; (None, 0) without one."""
-    view, at = memoryview(data), RunningHash()
-    best: tuple[T | None, int] = None, 0
-    for length in sorted(self._by_length):
-      if length > len(data):
-        break
-      at = at.extended(view[at.length : length])
-      value = self._by_length[length].get(at.digest())
-      if value is not None:
-        best = value, length
-    return best
 
 
 # --- exports ------------------------------------------------------------------

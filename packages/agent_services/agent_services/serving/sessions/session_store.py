@@ -2,9 +2,8 @@
 
 A `ServedSession` is one episode of an agent that runs elsewhere. A request that
 begins with the messages of an earlier one and its answer extends that one. Any
-other request is rendered anew and starts a chain of its own. A request without
-messages, as text or tokens, extends the interaction whose text or tokens it
-begins with.
+other request is rendered anew, or comes as text or tokens, and starts a chain
+of its own.
 
 Promises: a refused call changes nothing; finding the parent reads each message
 once, however many interactions there are (more only where ids do not
@@ -30,7 +29,6 @@ import numpy as np
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.trajectory_collector import completion_checks
 
-from agent_services.serving import thinking
 from agent_services.serving.sessions import interactions
 from agent_services.serving.sessions import session_sampling
 
@@ -43,7 +41,6 @@ Key = interactions.Key
 Message = interactions.Message
 Node = interactions.Node
 PendingPrompt = interactions.PendingPrompt
-RunningHash = interactions.RunningHash
 TokenPrompt = interactions.TokenPrompt
 
 _DEFAULT_SAMPLING = session_sampling.SessionSampling()
@@ -76,14 +73,9 @@ class ServedSession:
     self.ended = False
     self.busy = 0  # Requests being answered.
     self._renderer = renderer
-    self._rendering = thinking.Rendering(renderer)
     self._max_interactions = max_interactions
     self._clock = clock
     self._root = interactions.Node(None)
-    self._by_tokens = interactions.Prefixes[Interaction]()
-    self._by_text = interactions.Prefixes[
-      tuple[Interaction, interactions.RunningHash]
-    ]()
     self._reserved = 0
     self._interactions: dict[str, Interaction] = {}
     self._discounted = False
@@ -136,30 +128,26 @@ class ServedSession:
     messages: Sequence[Message],
     tools: Sequence[Any] | None = None,
     show_tools: bool = False,
-    rendering: thinking.Rendering | None = None,
   ) -> PendingPrompt:
     """Renders a request.
 
     It extends the deepest interaction with the same `tools` whose messages and
     answer `messages` begin with; of equally deep ones, the one whose answer was
     sent exactly as it stands in `messages`, then the newest. Without
-    `show_tools`, the caller has written the tools' text into `messages`. None
-    renders as the store's renderer does.
+    `show_tools`, the caller has written the tools' text into `messages`.
     """
     self._check_open()
-    rendering = rendering or self._rendering
-    renderer = rendering.renderer
     messages = list(messages)
     with _rendering():
-      read, keys = interactions.read_all(messages, tools, rendering.apart)
+      read, keys = interactions.read_all(messages, tools)
       before, depth = self._find(keys)
       if before is None:
         shown = {"tools": list(tools or ())} if show_tools else {}
-        extension = renderer.render(
+        extension = self._renderer.render(
           messages, add_generation_prompt=True, **shown
         )
       else:
-        extension = renderer.bridge(
+        extension = self._renderer.bridge(
           messages[depth:], last_sampled_is_eot=before.closed
         )
     self.touch()
@@ -169,7 +157,6 @@ class ServedSession:
       new_messages=tuple(copy for copy, _ in read[max(depth - 1, 0) :]),
       extension=extension,
       _path=keys if before is None else keys[depth + 1 :],
-      _renderer=renderer,
     )
 
   def prompt_continuing(
@@ -177,7 +164,6 @@ class ServedSession:
     messages: Sequence[Message],
     tools: Sequence[Any] | None = None,
     show_tools: bool = False,
-    rendering: thinking.Rendering | None = None,
   ) -> PendingPrompt:
     """Renders a request whose last message, text, is its answer's beginning.
 
@@ -186,9 +172,8 @@ class ServedSession:
     text is tokenised.
     """
     self._check_open()
-    rendering = rendering or self._rendering
     with _rendering():
-      read, keys = interactions.read_all(messages, tools, rendering.apart)
+      read, keys = interactions.read_all(messages, tools)
     text = keys[-1][0][1]
     before, depth = self._find(keys)
     if (
@@ -196,9 +181,8 @@ class ServedSession:
       or depth < len(messages)
       or before.closed
       or before.whole_text != text
-      or before._renderer is not rendering.renderer
     ):
-      pending = self.prompt(messages[:-1], tools, show_tools, rendering)
+      pending = self.prompt(messages[:-1], tools, show_tools)
       tokens = np.concatenate(
         [pending.extension.tokens, self._renderer.encode(text)]
       )
@@ -211,51 +195,19 @@ class ServedSession:
       new_messages=(read[-1][0],),
       extension=TokenPrompt(np.zeros(0, np.int32)),
       _prefix=text,
-      _renderer=before._renderer,
       _node_before=before._node_before,
     )
 
-  def prompt_tokens(self, tokens: Sequence[int]) -> PendingPrompt:
-    """Takes a request that is rendered already.
-
-    It extends the interaction with the most tokens, prompt and completion,
-    that it begins with, and has that one's images.
-    """
+  def prompt_raw(self, tokens: np.ndarray) -> PendingPrompt:
+    """Takes a request that is rendered already, int32[T]; it extends none."""
     self._check_open()
-    tokens_T = np.asarray(tokens, np.int32)
-    before, length = self._by_tokens.longest(tokens_T.tobytes())
-    extension = TokenPrompt(tokens_T[length // tokens_T.itemsize :])
     self.touch()
-    return self._raw_prompt(before, extension)
-
-  def prompt_text(self, text: str) -> PendingPrompt:
-    """Tokenises a request as it stands, without a template.
-
-    It extends the interaction with the longest text, prompt and completion as
-    sampled or as sent, that it begins with: only the rest is tokenised.
-    """
-    self._check_open()
-    data = text.encode()
-    match, length = self._by_text.longest(data)
-    before, prefix = match or (None, RunningHash())
-    new = data[length:].decode()
-    extension = TokenPrompt(self._renderer.encode(new))
-    self.touch()
-    return self._raw_prompt(before, extension, prefix.extended(data[length:]))
-
-  def _raw_prompt(
-    self,
-    before: Interaction | None,
-    extension: TokenPrompt,
-    text: RunningHash | None = None,
-  ) -> PendingPrompt:
     return PendingPrompt(
       session_id=self.id,
-      before=before,
+      before=None,
       new_messages=(),
-      extension=extension,
+      extension=TokenPrompt(tokens),
       _raw=True,
-      _text=text,
     )
 
   def add(
@@ -300,9 +252,6 @@ class ServedSession:
     if not pending._raw:
       node_before = self._request_node(pending)
       node = node_before.child(key, interactions.read(message, "text")[1])
-    all_text = None
-    if pending._text is not None and not closed:  # No text stands for the end.
-      all_text = pending._text.extended(text.encode())
     interaction = Interaction(
       **{**vars(pending), "_node_before": node_before},
       id=secrets.token_urlsafe(18) if id is None else id,
@@ -315,22 +264,9 @@ class ServedSession:
       sampling=sampling or self.sampling.fields,
       untrained=untrained,
       _node=node,
-      _all_tokens=_all_tokens(pending, completion),
-      _all_text=all_text,
     )
     if node is not None:
       node.interaction = interaction
-    if interaction._all_tokens is not None:
-      self._by_tokens.add(interaction._all_tokens, interaction)
-    if pending._text is not None and interaction._all_text is not None:
-      self._by_text.add(
-        interaction._all_text, (interaction, interaction._all_text)
-      )
-      sent = answer.get("content")
-      # As with messages: a stop string was sampled, and not sent.
-      if isinstance(sent, str) and sent and sent != text:
-        cut = pending._text.extended(sent.encode())
-        self._by_text.add(cut, (interaction, cut))
     self._interactions[interaction.id] = interaction
     self.untrained_answers += bool(untrained)
     self.touch()
@@ -573,21 +509,6 @@ class SessionStore:
         session.last_active = now
         ended.append(session.id)
     return ended
-
-
-def _all_tokens(
-  pending: PendingPrompt, completion: Completion
-) -> RunningHash | None:
-  """Returns the hash of prompt and completion; None where there are images."""
-  if pending.before is not None:
-    before = pending.before._all_tokens
-  else:
-    before = RunningHash()
-  if before is None or pending.extension.images:
-    return None
-  return before.extended(
-    pending.extension.tokens.tobytes(), completion.tokens.tobytes()
-  )
 
 
 @contextlib.contextmanager

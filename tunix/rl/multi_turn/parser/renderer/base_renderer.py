@@ -155,20 +155,6 @@ class TokenRenderer:
     del options
     return []
 
-  def with_options(self, options: Mapping[str, Any]) -> Self:
-    """Returns the renderer of the same chat template with other variables.
-
-    Raises:
-      ValueError: A conversation cannot be continued with them.
-    """
-    del options
-    return self
-
-  def writes_alike(self, other: TokenRenderer) -> bool:
-    """Whether two renderers of one chat template write the messages of a
-    conversation alike, so that at most the end of a prompt differs."""
-    return self is other
-
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Text of a completion: a final end of turn is left out, everything else
     is shown, tool-call markup and stray special tokens included."""

@@ -8,7 +8,6 @@ Does not tokenise, guard text against special tokens, or read files.
 
 from __future__ import annotations
 
-import copy
 import datetime
 import json
 from typing import Any, Iterator, Mapping, Sequence
@@ -97,13 +96,6 @@ class ChatTemplate:
       self._template = self._environment.from_string(source)
     except jinja2.TemplateError as error:
       raise TemplateError(f"the chat template is no Jinja: {error}") from None
-
-  def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
-    """Returns the same template with other variables, the given ones first."""
-    template = copy.copy(self)
-    template.options = {**self.options, **options}
-    template._variables = {**self._variables, **options}  # pylint: disable=protected-access
-    return template
 
   def text(
     self,

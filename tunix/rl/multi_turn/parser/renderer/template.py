@@ -19,7 +19,6 @@ Promises:
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from typing import Any, Callable, Iterator, Mapping, Sequence
@@ -242,35 +241,6 @@ class TemplateRenderer(base_renderer.TokenRenderer):
       for name, value in options.items()
       if self.template.text(messages, options={name: value}) != own
     ]
-
-  def with_options(self, options: Mapping[str, Any]) -> TemplateRenderer:
-    renderer = copy.copy(self)
-    renderer.template = self.template.with_options(options)
-    renderer._find_end()
-    if renderer.stop_token_ids != self.stop_token_ids:
-      raise ValueError(
-        "the chat template ends a turn with other tokens:"
-        f" {renderer.stop_token_ids}, not {self.stop_token_ids}"
-      )
-    renderer.rewrites = tuple(renderer._rewritten())
-    renderer.answer_prefix = renderer._closing()
-    return renderer
-
-  def writes_alike(self, other: base_renderer.TokenRenderer) -> bool:
-    system = {"role": "system", "content": "Zq9"}
-    thought = _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}")
-    called = _assistant("", tool_calls=[_CALL])
-    return isinstance(other, TemplateRenderer) and all(
-      self._try(*probe, add_generation_prompt=False, **options)
-      == other._try(*probe, add_generation_prompt=False, **options)
-      for probe in (
-        [_user()],
-        [system, _user(), thought, _user()],
-        [_user(), thought],
-        [_user(), called, _RESULT],
-      )
-      for options in ({}, {"tools": [_TOOL]})
-    )
 
   def _text(
     self,

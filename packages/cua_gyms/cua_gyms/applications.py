@@ -1,4 +1,4 @@
-"""Common part of this package's HTTP applications.
+"""Common part of the HTTP applications of this package and agent_services.
 
 `Application` makes an ASGI application of routes. `ServiceError` is a refused
 request, which becomes the answer `{"detail", "code"}`. `Metrics` counts and
@@ -29,7 +29,6 @@ from tunix.rl.multi_turn.net import json_models
 from tunix.rl.multi_turn.net import request_bodies
 
 _LOG = logging.getLogger(__name__)
-_SWEEP_S = 5.0
 
 Request = requests.Request
 Response = responses.Response
@@ -59,12 +58,24 @@ class ServiceError(Exception):
     self.retry_s = retry_s
 
   def response(self) -> Response:
+    return json_answers.Json(self.body(), self.status, self.headers())
+
+  def body(self) -> dict[str, str]:
+    return {"detail": self.detail, "code": self.code}
+
+  def headers(self) -> dict[str, str]:
     headers = {}
     if self.retry_s is not None:
+      # The header holds whole seconds; 0 would make clients spin.
       headers["retry-after"] = str(max(1, round(self.retry_s)))
-    return json_answers.Json(
-      {"detail": self.detail, "code": self.code}, self.status, headers
-    )
+    if self.status in (408, 413) or self.code == "no_memory":
+      headers["connection"] = "close"  # The rest of the body stays unread.
+    return headers
+
+
+def invalid(detail: str) -> ServiceError:
+  """Returns a 422: the request violates the protocol."""
+  return ServiceError(422, detail, "invalid_request")
 
 
 class Application:
@@ -72,12 +83,17 @@ class Application:
 
   _wrong_method = "method_not_allowed"
   """Code of the answer to a method that the path does not have."""
+  _sweep_s = 5.0
+  """Seconds between two sweeps."""
 
-  def _serve(self, routes: Iterable[Route]) -> None:
+  def _serve(self, routes: Iterable[Route], *more: routing.BaseRoute) -> None:
     self.asgi = applications.Starlette(
       routes=[
-        routing.Route(path, self._guarded(path, handler), methods=methods)
-        for path, handler, methods in routes
+        *(
+          routing.Route(path, self._guarded(path, handler), methods=methods)
+          for path, handler, methods in routes
+        ),
+        *more,
       ],
       exception_handlers={404: self._not_served, 405: self._not_served},
       lifespan=self._lifespan,
@@ -96,7 +112,7 @@ class Application:
 
   async def _keep_sweeping(self) -> None:
     while True:
-      await asyncio.sleep(_SWEEP_S)
+      await asyncio.sleep(self._sweep_s)
       await self._sweep()
 
   def _guarded(self, route: str, handler: Handler) -> Handler:
@@ -121,11 +137,16 @@ class Application:
     return refused.response()
 
   async def _not_served(self, request: Request, error: Any) -> Response:
-    return ServiceError(
+    response = ServiceError(
       error.status_code,
-      f"{request.method} {request.url.path} is not served here",
+      self._why_not_served(request),
       self._wrong_method if error.status_code == 405 else "not_found",
     ).response()
+    response.headers.update(error.headers or {})
+    return response
+
+  def _why_not_served(self, request: Request) -> str:
+    return f"{request.method} {request.url.path} is not served here"
 
   # --- for the applications ---------------------------------------------------
 
