@@ -213,7 +213,8 @@ def test_a_run_is_walked_through_live_and_after(tmp_path):
       ) as client:
         fetched = collections.Counter()
         for link in sorted(walker.links):
-          kinds = kinds_of(link.removeprefix(walker.url))
+          path = link.removeprefix(walker.url)
+          kinds = kinds_of(re.sub(r"[0-9a-f]{32,}", "0", path))  # A picture's.
           if all(fetched[kind] >= LINKS for kind in kinds):
             continue
           fetched.update(kinds)
