@@ -7,7 +7,6 @@ import re
 import struct
 import subprocess
 import sys
-import zipfile
 
 from agent_services.rollout_buffer import generating
 from agent_services.serving import bodies
@@ -15,7 +14,8 @@ from cua_gyms import workers
 from cua_gyms.osworld import osworld_tasks as osworld
 import pytest
 from training_monitor.client import spool
-from training_monitor.maintenance import archive
+from training_monitor.maintenance import run_files
+from training_monitor.schema import database as monitor_database
 from tunix.rl.multi_turn.clients import record_replay
 from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.core import images
@@ -131,10 +131,11 @@ def of_tensors(folder, text):
     pass
 
 
-def of_archive(folder, text):
-  with zipfile.ZipFile(folder / "a.zip", "w") as file:
-    file.writestr("manifest.json", text)
-  archive.ArchiveReader(folder / "a.zip")
+def of_run_file(folder, text):
+  (folder / "run.jsonl").write_text(text)
+  engine = monitor_database.connect(folder / "m.db")
+  monitor_database.upgrade(engine)
+  run_files.import_(engine, folder, folder / "run.jsonl")
 
 
 def of_summary(file):
@@ -159,7 +160,7 @@ READERS = {
   "rollout.json": in_folder(player.addresses, player.ADDRESS),
   "summary.json": in_file(of_summary, "summary.json"),
   "spool": in_folder(spool.Header.read, spool.HEADER),
-  "archive": of_archive,
+  "run file": of_run_file,
   "tasks": in_file(
     lambda f: source.read(source.TaskSourceConfig(source="jsonl", path=str(f)))
   ),
@@ -276,7 +277,7 @@ OWN = {
 def test_json_is_parsed_by_the_one_reader():
   room = pathlib.Path(json_text.__file__).parents[1]
   packages = [
-    pathlib.Path(module.__file__).parents[1] for module in (archive, bodies)
+    pathlib.Path(module.__file__).parents[1] for module in (run_files, bodies)
   ]
   parsers = set()
   gyms = pathlib.Path(workers.__file__).parent

@@ -122,6 +122,19 @@ def test_what_does_not_fit_together_is_said_in_one_line(tmp_path):
 
 
 @all_of_them
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (4, 2)])
+def test_a_run_resumes_with_another_number_of_processes(
+  before, after, one, tmp_path
+):
+  pod = Pod(tmp_path, before, *ARGUMENTS, f"run.dir={tmp_path}", "steps=1")
+  assert pod.wait() == [0] * before, pod.said()
+  run = tmp_path / "r"
+  again = Pod(tmp_path / "again", after, f"resume={run}", "steps=3")
+  assert again.wait() == [0] * after, again.said()
+  check_equal(run, one)
+
+
+@all_of_them
 def test_an_adapter_over_processes_is_that_of_one(tmp_path):
   arguments = [a for a in ARGUMENTS if a != small_runs.ONE_LAYER] + [
     "policy=qwen3_vl_tiny",

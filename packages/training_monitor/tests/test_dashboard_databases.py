@@ -81,23 +81,3 @@ def test_an_evaluation_has_its_neighbours_however_many_there_are(server):
       assert link is None or f'href="{link}"' in answer.text, (path, link)
   assert "step 6" in server.http.get(f"{base}/eval/{ids[1]}").text
   assert server.http.get(f"{base}/eval/{ids[-1] + 9}").status_code == 404
-
-
-def test_a_run_of_an_earlier_version_has_a_chart_of_step_times(lite):
-  def posted(**metrics):
-    steps = [
-      {
-        "client_id": f"S{n}",
-        "step": n,
-        "metrics_json": {name: value * n for name, value in metrics.items()},
-      }
-      for n in (1, 2, 3)
-    ]
-    lite.post(monitor_server.base() | {"steps": steps})
-    return lite.http.get("/runs/1").text
-
-  earlier = posted(seconds_wait=7.0, seconds_learn=2.0)
-  names = "seconds_wait,seconds_learn,seconds_publish"
-  assert f'data-key="seconds" data-names="{names}"' in earlier
-  page = posted(**{"time/wait": 7.0, "seconds_wait": 7.0})
-  assert 'data-key="seconds" data-names="time/wait,time/learn,' in page

@@ -3,12 +3,10 @@
 import html
 
 import chromium
-import monitor_databases
 import monitor_server
 import pytest
 import sqlalchemy as sa
-from training_monitor.maintenance import exporting
-from training_monitor.maintenance import importing
+from training_monitor.maintenance import run_files
 from training_monitor.maintenance import runs as runs_lib
 from training_monitor.schema import database
 from training_monitor.server import access
@@ -298,40 +296,16 @@ def test_they_go_with_their_run_and_come_back(server, tmp_path):
   fill(server)
   annotate(server, "r1", turn=2, label="stuck", note="N\u2028 <b>")
   annotate(server, "r2", label="whole")
-  path, files = tmp_path / "a.zip", tmp_path / "files"
-  exporting.export(server.engine, files, path, quiet=True)
-  before = [
+  path, files = tmp_path / "run.jsonl", tmp_path / "files"
+  run_files.export(server.engine, files, path, "run")
+  noted = lambda: [
     short(server.get(f"/api/v1/rollouts/r{n}")["annotations"]) for n in (1, 2)
   ]
-  after = lambda: [
-    short(server.get(f"/api/v1/rollouts/r{n}")["annotations"]) for n in (1, 2)
-  ]
-  runs_lib.delete(server.engine, 1, episodes_only=True)
-  assert [r["label"] for r in server.rows("monitor_annotation")] == ["whole"]
+  before = noted()
   runs_lib.delete(server.engine, 1)
   assert server.rows("monitor_annotation") == []
-  importing.import_(server.engine, files, path, quiet=True)
-  assert after() == before
-  # A later state of the run comes: what was noted here meanwhile stays.
-  server.post({"training": {"client_id": "T", "status": "running"}})
-  exporting.export(server.engine, files, path, quiet=True)
-  annotate(server, "r1", turn=1, label="here")
-  with database.writing(server.engine) as connection:
-    connection.exec_driver_sql(
-      "UPDATE training SET updated_at = '2001-01-01 00:00:00'"
-    )
-  outcome = importing.import_(server.engine, files, path, quiet=True)
-  assert outcome.replaced == ["run"], outcome
-  assert after() == [[*before[0], (1, "here", None)], before[1]]
-
-
-def test_an_earlier_schema_gets_the_tables(engine):
-  monitor_databases.make_older(engine, "0009")
-  names = sa.inspect(engine).get_table_names()
-  assert not {"monitor_annotation", "monitor_turn_words"} & set(names)
-  database.upgrade(engine)
-  names = sa.inspect(engine).get_table_names()
-  assert {"monitor_annotation", "monitor_turn_words"} <= set(names)
+  run_files.import_(server.engine, files, path)
+  assert noted() == before
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import monitor_server
 import numpy as np
 import pytest
 from scipy import stats
-from training_monitor.schema import database
 
 pytestmark = pytest.mark.timeout(400)
 FAMILIES = ("click", "drag", "type")
@@ -165,23 +164,6 @@ def test_headlines_are_means_of_the_last_ten_steps(recorded):
   listed = re.search(r"</svg> <b>([\d.]+)</b>", row).group(1)
   assert float(run) == float(listed) == pytest.approx(mean, rel=0.006)
   assert abs(mean - recorded.rewards_N[-1]) > 0.05
-
-
-def test_an_older_database_gets_figures_of_one_mode(recorded):
-  """As new rollouts do; the pooled ones of a database from before go."""
-  columns = "successful_tasks, success_rate, avg_turns"
-  before = recorded.server.rows("eval", columns)
-  with recorded.server.engine.begin() as connection:
-    connection.exec_driver_sql("UPDATE eval SET success_rate = 0.123")
-    connection.exec_driver_sql(
-      "UPDATE alembic_version SET version_num = '0005'"
-    )
-  database.upgrade(recorded.server.engine)
-  after = recorded.server.rows("eval", columns)
-  for old, new, place in zip(before, after, ("E5", "E15", "E16")):
-    wins, tries = recorded.counted(place, mode="sampled")
-    assert old == pytest.approx(new)
-    assert new["success_rate"] == pytest.approx(wins / tries)
 
 
 def test_who_flipped_is_who_flipped(recorded):

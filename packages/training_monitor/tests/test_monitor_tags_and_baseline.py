@@ -1,7 +1,6 @@
 """Tags of runs and the pinned baseline: through ingest, the API and forms."""
 
 import monitor_server
-import pytest
 from training_monitor.server import access
 
 base = monitor_server.base
@@ -113,7 +112,6 @@ def test_another_project_has_its_own(tmp_path):
     )
     curves = f"/api/v1/trainings/{own_run}/curves?names=loss"
     assert server.http.get(curves).status_code == 200
-    assert server.http.get(f"{curves}&minus={id_}").status_code == 404
     assert server.http.get(f"/runs/{own_run}?against={id_}").status_code == 404
 
 
@@ -182,7 +180,7 @@ def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
       assert reply.status_code == (403 if token else 401)
 
 
-def test_curves_less_those_of_another_run(server):
+def test_another_run_is_drawn_beside_this_one(server):
   ids = []
   for name, steps, offset in (("a", 6, 1.0), ("b", 4, 0.25)):
     body = base(client_id=name, run_name=name)
@@ -208,17 +206,6 @@ def test_curves_less_those_of_another_run(server):
     del body["baselines"]
     ids.append(server.post(monitor_server.joined(body, *parts))["training_id"])
   first, second = ids
-  curves = server.get(
-    f"/api/v1/trainings/{first}/curves",
-    minus=second,
-    names="kl,own,time,engine_idle",
-  )
-  assert curves["step"] == [1, 2, 3, 4, 5, 6]
-  assert curves["series"]["kl"] == [0.75, None, 0.75, 0.75, None, None]
-  assert curves["series"]["engine_idle"][0] == pytest.approx(-0.375)
-  assert curves["series"]["time"] == [100.0 * n for n in range(1, 7)]
-  assert "own" not in curves["series"]
-  assert [(e["step"], e["rate"]) for e in curves["evals"]] == [(4, 0.5)]
   page = server.http.get(f"/runs/{first}?against={second}").text
   assert '"baseline": true' in page.replace("&#34;", '"')
   assert server.http.get(f"/runs/{first}?against={first}").status_code == 400

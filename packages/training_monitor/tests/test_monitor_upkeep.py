@@ -14,7 +14,6 @@ from training_monitor import serve
 from training_monitor.client import spool as spool_lib
 from training_monitor.maintenance import doctor
 from training_monitor.maintenance import pruning
-from training_monitor.maintenance import runs as runs_lib
 from training_monitor.schema import database
 from training_monitor.schema import tables
 
@@ -68,7 +67,7 @@ def put_screenshot(server, seed, age_s=7200):
 def prune(server, **options):
   criteria = {
     k: options.pop(k)
-    for k in ("project", "names", "older_than_s", "keep_best", "episodes_only")
+    for k in ("project", "names", "older_than_s")
     if k in options
   }
   return pruning.prune(
@@ -97,7 +96,6 @@ def test_a_pruned_run_leaves_nothing_and_the_others_whole(server):
   ):
     rows = server.rows(table, order=order)
     assert rows and not any("elder" in str(row) for row in rows), table
-  assert not told(look(server), doctor.WARNING)
 
 
 def test_a_server_that_runs_learns_of_it(server):
@@ -117,10 +115,9 @@ def test_which_runs_go(server):
     [r.name for r in runs]
     for runs in pruning.choose(server.engine, pruning.Criteria(**c))
   ]
-  assert chosen(keep_best=2) == [["a", "c"], ["live"], []]
   assert chosen(older_than_s=0.0) == [["a", "b", "c", "d"], ["live"], []]
   assert chosen(older_than_s=3600.0) == [[], [], []]
-  assert chosen(keep_best=1, names=("a", "b")) == [["a"], [], []]
+  assert chosen(names=("a", "live")) == [["a"], ["live"], []]
   tomorrow = pruning.datetime.datetime.now(
     pruning.datetime.timezone.utc
   ).replace(tzinfo=None) + pruning.datetime.timedelta(days=1)
@@ -149,9 +146,6 @@ def test_a_pinned_baseline_stays_and_tags_go_with_their_runs(server):
   assert [
     r["tag"] for r in server.rows("monitor_training_tag", order="tag")
   ] == ["a", "lr sweep"]
-  assert "baselines: a (default)" in " ".join(
-    f.text for f in look(server) if f.subject == "runs"
-  )
   server.http.delete(f"/api/v1/trainings/{ids['a']}/pin")
   prune(server, names=("a",))
   for table, order in (
@@ -176,10 +170,6 @@ def test_thumbnails_go_with_their_screenshots(lite):
     shas.append(sha)
   folder = lite.app._files / "thumbnails"
   thumbnails = {sha: folder / sha[:2] / f"{sha}.webp" for sha in shas}
-  part = folder / shas[0][:2] / f"{shas[0]}.1.1.part"
-  fresh = folder / shas[0][:2] / f"{shas[0]}.2.2.part"
-  part.write_bytes(b"x"), fresh.write_bytes(b"x")
-  os.utime(part, (time.time() - 7200,) * 2)
   add_run(lite, "run", shas=shas[:1])
   with database.writing(lite.engine) as connection:
     connection.execute(
@@ -188,25 +178,8 @@ def test_thumbnails_go_with_their_screenshots(lite):
       )
     )
   assert all(path.exists() for path in thumbnails.values())
-  assert told(look(lite), doctor.WARNING) == {"thumbnails"}  # The old part.
-  assert prune(lite, dry_run=True).thumbnails == 1
-  outcome = prune(lite)
-  assert (outcome.screenshots, outcome.thumbnails) == (1, 2)
+  assert prune(lite).screenshots == 1
   assert [thumbnails[sha].exists() for sha in shas] == [True, False]
-  assert not part.exists() and fresh.exists()
-  assert "thumbnails" in told(look(lite), doctor.OK)
-  stray = folder / "ab" / ("ab" * 32 + ".webp")
-  stray.parent.mkdir(exist_ok=True)
-  stray.write_bytes(b"x")
-  assert told(look(lite), doctor.WARNING) == {"thumbnails"}
-
-
-def test_only_the_episodes_can_go(server):
-  add_run(server, "run", 0.5)
-  prune(server, names=("run",), episodes_only=True)
-  assert names(server) == ["run"] and len(server.rows("rollout")) == 2
-  assert not any(server.rows(table) for table in LEAVES)
-  assert server.rows("eval")[0]["success_rate"] == 0.5
 
 
 def test_screenshots_go_with_the_last_run_that_shows_them(server):
@@ -316,9 +289,7 @@ def test_space_is_given_back(lite, tmp_path):
     "key",
   )[0]["pages"]
   before = size()
-  prune(lite, names=("r0", "r1"), vacuum=False)
-  assert size() == before
-  prune(lite, names=("r2",))
+  prune(lite, names=("r0", "r1", "r2"))
   assert size() < before / 3
 
 
@@ -373,11 +344,9 @@ def test_a_healthy_monitor_is_told_so(server, tmp_path):
   add_run(server, "run", shas=(sha,))
   (tmp_path / "spool").mkdir()
   findings = look(server, tmp_path / "spool", deep=True)
-  errors = {"integrity"} if "psycopg" in server.engine.driver else set()
-  # The tests' PostgreSQL runs without fsync, and the doctor sees that.
-  assert told(findings, doctor.ERROR) == errors
-  assert told(findings, doctor.OK) >= {
-      "disk", "schema", "rows", "runs", "clock", "screenshots", "spool",
+  assert told(findings, doctor.ERROR) == set()
+  assert told(findings, doctor.OK) == {
+      "disk", "schema", "integrity", "screenshots", "spool",
   }  # fmt: skip
 
 
@@ -397,20 +366,16 @@ def test_what_is_wrong_with_screenshots_is_found(lite):
   ]) == 2  # fmt: skip
 
 
-def test_loose_ends_silent_runs_and_a_wrong_clock_are_found(lite):
-  add_run(lite, "run", status="running")
-  with database.writing(lite.engine) as connection:
-    for statement in (
-      "UPDATE training SET last_heartbeat = '2020-01-01 00:00:00'",
-      "UPDATE status_history SET changed_at = '2100-01-01 00:00:00'",
-      "INSERT INTO monitor_client_id VALUES (1, 'turn', 'ghost', 999)",
-    ):
-      connection.exec_driver_sql(statement)
-  assert told(look(lite), doctor.WARNING) == {"rows", "runs", "clock"}
-  runs_lib.delete(lite.engine, 1)
-  with runs_lib.writing(lite.engine) as connection:
-    assert runs_lib.forget_names(connection)
-  assert told(look(lite), doctor.WARNING) == set()
+def test_rows_without_their_parents_are_found(lite):
+  add_run(lite, "run")
+  with lite.engine.connect() as connection:
+    driver = connection.connection.driver_connection
+    driver.executescript(
+      "PRAGMA foreign_keys=OFF; DELETE FROM environment WHERE id = 1; UPDATE"
+      " turn SET rollout_id = 99 WHERE id = 1; PRAGMA foreign_keys=ON"
+    )
+  (finding,) = [f for f in look(lite) if f.level == doctor.ERROR]
+  assert "1 rows refer to missing rows, the first in turn" in finding.text
 
 
 def test_a_damaged_file_is_an_error_and_nothing_else_is_asked(lite, tmp_path):
@@ -482,8 +447,7 @@ def test_the_doctors_command_exits_with_what_it_found(lite, tmp_path):
   lines = result.stdout.splitlines()
   subjects = [json.loads(line)["subject"] for line in lines]
   assert list(dict.fromkeys(subjects)) == [
-      "disk", "schema", "integrity", "rows", "runs", "clock", "screenshots",
-      "thumbnails",
+      "disk", "schema", "integrity", "screenshots",
   ]  # fmt: skip
   assert serve.main(["doctor", "--database", str(tmp_path / "no.db")]) == 1
   assert not pathlib.Path(tmp_path / "no.db").exists()

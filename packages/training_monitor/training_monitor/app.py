@@ -236,17 +236,10 @@ class MonitorApp:
       started = time.perf_counter()
       try:
         who = access_lib.Principal(0, frozenset())
-        if not operation.scope:
-          self._access.check_site(request.headers)
+        if operation.scope:
+          who = await self._access.checked(request.headers, operation.scope)
         else:
-          # Reads the database only once in a while; it may be away.
-          check = self._access.check
-          if self._access.remembers(request.headers):
-            who = check(request.headers, operation.scope)
-          else:
-            who = await concurrency.run_in_threadpool(
-              check, request.headers, operation.scope
-            )
+          self._access.check_site(request.headers)
         response = await handler(request, who)
       except errors.ApiError as error:
         response = _error(error)
@@ -302,10 +295,8 @@ class MonitorApp:
   def _curve_points(
     self, project: int, request: Request, selection: query_lib.CurvesQuery
   ) -> dict[str, Any]:
-    training, minus = _id(request), selection.minus
+    training = _id(request)
     self._queries.one(project, "training", training)
-    if minus is not None:
-      self._queries.one(project, "training", minus)
     names = [name for name in selection.names.split(",") if name]
     chart = curves_lib.chart(
       self._curves.of(training),
@@ -313,9 +304,8 @@ class MonitorApp:
       selection.first,
       selection.last,
       selection.points,
-      None if minus is None else self._curves.of(minus),
     )
-    return {**chart, "evals": self._pages.eval_points(training, minus)}
+    return {**chart, "evals": self._pages.eval_points(training)}
 
   async def _events(
     self, request: Request, who: access_lib.Principal

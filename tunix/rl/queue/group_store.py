@@ -15,7 +15,7 @@ import logging
 import pathlib
 import sqlite3
 import threading
-from typing import Iterable, Protocol
+from typing import Iterable, Protocol, Sequence
 
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
@@ -300,3 +300,57 @@ def _images_of(group: TrajectoryGroup) -> list[trajectory.ImageRef]:
     for sequence in member.sequences
     for span in sequence.images
   ]
+
+
+_MOVE = """
+INSERT INTO {table} SELECT {columns} FROM (
+  SELECT (idx * {of} + {at}) AS number, * FROM old.{table}
+) WHERE number % {count} = {index}
+"""
+
+
+def redeal(
+  sources: Sequence[pathlib.Path],
+  targets: Sequence[pathlib.Path],
+  timeout: float = 30.0,
+) -> None:
+  """Copies the groups of n stores into m new ones.
+
+  Group `index` of store i of n has the number `index * n + i` in the run, and
+  goes, also if it is done, to store `number % m` as group `number // m`.
+
+  Args:
+    sources: files of stores; absent ones are empty.
+    targets: files, replaced.
+    timeout: seconds to wait for another connection's lock.
+
+  Raises:
+    sqlite3.Error, OSError: a file cannot be read or written.
+  """
+  for index, target in enumerate(targets):
+    for suffix in ("", "-wal", "-shm"):
+      target.with_name(target.name + suffix).unlink(missing_ok=True)
+    SqliteGroupStore(target).close()
+    db = sqlite3.connect(target, timeout=timeout, isolation_level=None)
+    try:
+      db.execute("PRAGMA synchronous=FULL")
+      for at, source in enumerate(sources):
+        if not source.exists():
+          continue
+        db.execute("ATTACH ? AS old", (str(source),))
+        db.execute("BEGIN IMMEDIATE")
+        place = dict(of=len(sources), at=at, count=len(targets), index=index)
+        there = f"number / {len(targets)}"
+        for table, columns in (
+          ("groups", f"{there}, group_id, done, payload"),
+          ("uses", f"{there}, sha256"),
+        ):
+          db.execute(_MOVE.format(table=table, columns=columns, **place))
+        db.execute(
+          "INSERT OR IGNORE INTO images SELECT * FROM old.images WHERE"
+          " sha256 IN (SELECT sha256 FROM uses)"
+        )
+        db.execute("COMMIT")
+        db.execute("DETACH old")
+    finally:
+      db.close()

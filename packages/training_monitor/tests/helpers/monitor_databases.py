@@ -13,9 +13,6 @@ import time
 
 import sqlalchemy as sa
 from training_monitor.schema import database
-from training_monitor.schema import later_views
-from training_monitor.schema import tables
-from training_monitor.schema import triggers
 
 _COUNT = itertools.count()
 
@@ -178,91 +175,6 @@ def empty_database(url) -> str:
   name = f"empty_{next(_COUNT)}"
   _admin(url, f"CREATE DATABASE {name}")
   return url(name)
-
-
-_FAULTY = (
-  "coalesce(parse_errors, 0.0) + coalesce(tool_name_errors, 0.0)"
-  " + coalesce(tool_arg_errors, 0.0) + coalesce(runtime_errors, 0.0) > 0.0"
-)
-_SOURCES = ("step", "eval", "baseline")
-
-
-def make_older(engine: sa.Engine, revision: str) -> None:
-  """Gives a present database the tables and indices of an earlier schema.
-
-  Args:
-    engine: Database of the present schema, without rows.
-    revision: Name of the earlier schema, "0001" to "0010".
-  """
-  with database.writing(engine) as connection:
-    run = connection.exec_driver_sql
-    for name, statements in _older(connection):
-      if revision < name:
-        for statement in statements:
-          run(statement)
-    run(f"UPDATE alembic_version SET version_num = '{revision}'")
-
-
-def _older(connection):
-  """Yields schemas, the last one first, with what takes each one back."""
-  postgres = connection.dialect.name == "postgresql"
-  # The triggers write into the index of words.
-  triggers.drop(connection)
-  later_views.drop(connection)
-  connection.execute(
-    sa.delete(tables.meta).where(
-      tables.meta.c.key.in_(["triggers", "text_index"])
-    )
-  )
-  yield "0011", ["DROP INDEX idx_rollout_solved"]
-  yield (
-    "0010",
-    [
-      "DROP TABLE IF EXISTS monitor_turn_words",
-      "DROP TABLE monitor_annotation",
-    ],
-  )
-  yield "0009", ["DROP TABLE monitor_group"]
-  yield (
-    "0008",
-    [
-      "DROP CAST IF EXISTS (boolean AS bigint)",
-      "DROP FUNCTION IF EXISTS monitor_fn_flag(boolean)",
-    ]
-    if postgres
-    else [],
-  )
-  drop = [
-    f"DROP INDEX idx_rollout_{source}_{kind}"
-    for source in _SOURCES
-    for kind in ("listed", "faulty")
-  ]
-  shorter = ", ".join(c for c in tables.LISTED[:10])
-  make = [
-    f"CREATE INDEX idx_rollout_{source}_{kind} ON rollout ({source}_id,"
-    f" {shorter}) WHERE {source}_id IS NOT NULL{more}"
-    for source in _SOURCES
-    for kind, more in (("listed", ""), ("faulty", f" AND {_FAULTY}"))
-  ]
-  ended = [f"DROP INDEX idx_rollout_{source}_ended" for source in _SOURCES]
-  yield "0007", drop + make + ended
-  yield "0005", drop[1::2]
-  yield (
-    "0004",
-    drop[::2]
-    + ["CREATE INDEX idx_rollout_step_id_reward ON rollout (step_id, reward)"],
-  )
-  yield (
-    "0003",
-    [
-      "DROP TABLE monitor_pinned_baseline",
-      "DROP TABLE monitor_training_tag",
-      "DROP INDEX idx_monitor_training_project",
-      "CREATE INDEX idx_monitor_training_project ON monitor_training_project"
-      " (project_id, training_id)",
-    ],
-  )
-  yield "0002", ["DROP INDEX idx_rollout_step_id_reward"]
 
 
 def _admin(url, statement: str) -> None:

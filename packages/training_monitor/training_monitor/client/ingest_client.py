@@ -19,7 +19,6 @@ import functools
 import logging
 import os
 import pathlib
-import threading
 from typing import Any, Mapping
 import uuid
 
@@ -46,7 +45,6 @@ _PARENTS = {
 }
 _LEAVES = frozenset({"action", "observation", "validation"})
 """Kinds that nothing refers to."""
-_MOST_IDS = 50_000
 _MOST_LOCAL = 200_000
 
 
@@ -81,13 +79,9 @@ class IngestClient:
       OSError: the spool cannot be opened.
     """
     self.base_url = base_url.rstrip("/")
-    self._ids: collections.OrderedDict[tuple[str, str], int] = (
-      collections.OrderedDict()
-    )
     self._local: collections.OrderedDict[tuple[str, Any], Reference] = (
       collections.OrderedDict()
     )
-    self._answered = threading.Condition()
     self.sender = sender_lib.Sender(
       base_url,
       token,
@@ -95,7 +89,7 @@ class IngestClient:
       dataclasses.replace(config, timeout_s=float(timeout_seconds)),
       name=name or uuid.uuid4().hex,
       target=target,
-      on_reply=self._learn,
+      on_reply=_log_ignored,
     )
     atexit.register(self.close)
 
@@ -233,21 +227,6 @@ class IngestClient:
 
   # --- the other end --------------------------------------------------------
 
-  def remote_id(
-    self, kind: str, client_id: str, timeout_s: float = 0.0
-  ) -> int | None:
-    """Returns the server's id of an item; None while it has not answered.
-
-    Args:
-      kind: "training", "task", …, "validation".
-      client_id: Client id that `post_…` returned.
-      timeout_s: how long to wait for it.
-    """
-    key = (kind, client_id)
-    with self._answered:
-      self._answered.wait_for(lambda: key in self._ids, timeout_s)
-      return self._ids.get(key)
-
   def flush(self, timeout_s: float = 10.0) -> bool:
     """Waits until every item is durable; False when time ran out."""
     return self.sender.flush(timeout_s)
@@ -267,21 +246,12 @@ class IngestClient:
   def __exit__(self, *exc_info: Any) -> None:
     self.close()
 
-  def _learn(self, reply: Mapping[str, Any]) -> None:
-    with self._answered:
-      training = self.sender.shipper.training
-      if isinstance(training, str) and "training_id" in reply:
-        self._ids["training", training] = reply["training_id"]
-      for kind, plural in _PLURALS.items():
-        for pair in reply.get(plural, ()):
-          self._ids[kind, pair["client_id"]] = pair["id"]
-      while len(self._ids) > _MOST_IDS:
-        self._ids.popitem(last=False)
-      self._answered.notify_all()
-    for ignored in reply.get("ignored", ()):
-      lost = ignored.get("kept") == "nothing"
-      level = logging.WARNING if lost else logging.INFO
-      _LOG.log(level, "the monitor ignored a change: %s", ignored)
+
+def _log_ignored(reply: Mapping[str, Any]) -> None:
+  for ignored in reply.get("ignored", ()):
+    lost = ignored.get("kept") == "nothing"
+    level = logging.WARNING if lost else logging.INFO
+    _LOG.log(level, "the monitor ignored a change: %s", ignored)
 
 
 def default_spool_dir() -> pathlib.Path:

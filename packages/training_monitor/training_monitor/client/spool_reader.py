@@ -18,17 +18,17 @@ For one thread.
 from __future__ import annotations
 
 import collections
+import io
 import itertools
 import os
 import pathlib
-import struct
 import time
 from typing import Callable, Collection, NamedTuple, Sequence
-import zlib
 
 import msgpack
 import numpy as np
 import orjson
+from PIL import Image
 
 from training_monitor.client import event_codec
 from training_monitor.client import frames as frames_lib
@@ -363,35 +363,7 @@ class SpoolReader:
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
-  """Returns the PNG of uint8[H, W, 3] pixels.
-
-  Lossless, so the hash of the pixels holds. zlib lets other threads run while
-  it works; filtering is numpy's.
-
-  Raises:
-    ValueError: they are of another shape or type.
-  """
-  if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
-    raise ValueError(
-      f"need uint8[H, W, 3], got {pixels.dtype}{list(pixels.shape)}"
-    )
-  height, width, _ = pixels.shape
-  rows = np.empty((height, 1 + 3 * width), np.uint8)
-  rows[:, 0] = 2  # Filter "up": each row as its difference to the one above.
-  flat = pixels.reshape(height, 3 * width)
-  rows[:1, 1:] = flat[:1]
-  np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
-  header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-  return b"".join(
-    (
-      b"\x89PNG\r\n\x1a\n",
-      _chunk(b"IHDR", header),
-      _chunk(b"IDAT", zlib.compress(rows.data, 3)),
-      _chunk(b"IEND", b""),
-    )
-  )
-
-
-def _chunk(name: bytes, data: bytes) -> bytes:
-  check = zlib.crc32(data, zlib.crc32(name))
-  return struct.pack(">I", len(data)) + name + data + struct.pack(">I", check)
+  """Returns the PNG of uint8[H, W, 3] pixels: the hash of the pixels holds."""
+  file = io.BytesIO()
+  Image.fromarray(pixels).save(file, "PNG", compress_level=1)
+  return file.getvalue()

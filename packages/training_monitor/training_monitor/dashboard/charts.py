@@ -47,8 +47,7 @@ _SECTIONS: dict[str, tuple[dict[str, Any], ...]] = {
          "names": ("episodes_busy",)},
         {"key": "seconds", "title": "Step time",
          "names": ("time/wait", "time/learn", "time/publish", "time/save",
-                   "time/evaluate", "time/report", "time/other"),
-         "earlier": ("seconds_wait", "seconds_learn", "seconds_publish")},
+                   "time/evaluate", "time/report", "time/other")},
         {"key": "engine_time", "title": "Engine's time",
          "names": ("time/engine_idle", "time/engine_prefill",
                    "time/engine_decode", "time/engine_vision",
@@ -70,13 +69,6 @@ def measured(has: Callable[[str], bool]) -> list[dict[str, Any]]:
   """Returns the charts that have a reading, with the names to show.
 
   Args:
-    has: Returns whether a run has readings of a metric. Of a run without any of
-      a chart's names, the names that `earlier` versions recorded are shown.
+    has: Returns whether a run has readings of a metric.
   """
-  shown = []
-  for chart in CHARTS:
-    for names in (chart["names"], chart.get("earlier", ())):
-      if any(map(has, names)):
-        shown.append({**chart, "names": names})
-        break
-  return shown
+  return [chart for chart in CHARTS if any(map(has, chart["names"]))]

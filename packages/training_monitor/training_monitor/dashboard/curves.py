@@ -215,7 +215,6 @@ def chart(
   first: int | None = None,
   last: int | None = None,
   points: int = 1200,
-  minus: Columns | None = None,
 ) -> dict[str, Any]:
   """Returns columns as JSON for charts.
 
@@ -225,9 +224,6 @@ def chart(
       prefix.
     first, last: steps, inclusive.
     points: most of a series; more become means of equal runs of steps.
-    minus: columns of another run: a series that both have becomes the
-      difference, at the steps that both have made ("time" is never a
-      difference).
 
   Returns:
     {step, series: {metric: values}, steps: number in the window, bucket:
@@ -245,10 +241,6 @@ def chart(
   series = {}
   for name in dict.fromkeys(chosen):
     column = _reading(columns, name)
-    if minus is not None and name != "time":
-      if DERIVED.get(name, (name,))[0] not in minus.values:
-        continue
-      column = column - _at(minus, name, columns.steps_N)
     series[name] = _readable(_means(column[low:high], bucket))
   steps = columns.steps_N[low:high]
   ends = np.arange(bucket - 1, count + bucket - 1, bucket)

@@ -21,10 +21,8 @@ WON: sa.ColumnElement[bool] = sa.and_(
   _R.c.task_success == 1,
   _R.c.num_turns > 0,
 )
-"""`tables.SOLVED` for a query that reads the index of a source's rollouts."""
+"""Of a rollout: whether it succeeded."""
 _FEW = 0.5
-_MANY = 2000
-"""More rollouts than these are better looked for among all than one by one."""
 _TURNS = (
   sa.func.count(),
   sa.func.sum(_R.c.num_turns),
@@ -53,36 +51,16 @@ def in_runs(
   return sa.or_(
     sa.false(),
     *(
-      sa.and_(_R.c.num_turns <= most, _TASK.in_(in_text(tasks)))
+      sa.and_(
+        _R.c.num_turns <= most,
+        _TASK.in_(
+          # One text: a statement takes a limited number of values.
+          sa.bindparam(None, tasks, expanding=True, literal_execute=True)
+        ),
+      )
       for most, tasks in _at_most(rows).items()
     ),
   )
-
-
-def of_all_runs(connection: sa.Connection) -> list[int] | None:
-  """Returns ids of the rollouts of few turns among all runs.
-
-  None where they are many.
-  """
-  at_most = _at_most(
-    connection.execute(
-      sa.select(_R.c.task_id, *_TURNS)
-      .where(tables.SOLVED)
-      .group_by(_R.c.task_id)
-    )
-  )
-  rollouts: list[int] = []
-  for most, tasks in at_most.items():
-    rollouts += connection.scalars(
-      sa.select(_R.c.id)
-      .where(
-        tables.SOLVED, _R.c.task_id.in_(in_text(tasks)), _R.c.num_turns <= most
-      )
-      .limit(_MANY + 1 - len(rollouts))
-    )
-    if len(rollouts) > _MANY:
-      return None
-  return rollouts
 
 
 def _at_most(rows: Iterable[Sequence[Any]]) -> dict[int, list[int]]:
@@ -101,8 +79,3 @@ def _at_most(rows: Iterable[Sequence[Any]]) -> dict[int, list[int]]:
     if count > 1 and least <= most:
       by_limit.setdefault(most, []).append(task)
   return by_limit
-
-
-def in_text(ids: Sequence[int]) -> sa.BindParameter:
-  """Binds ids as one text: a statement takes a limited number of values."""
-  return sa.bindparam(None, ids, expanding=True, literal_execute=True)

@@ -155,7 +155,6 @@ class Selection:
     sort: Order, one of `SORTS`.
     up: the least first.
     after: (value of the order, id) of the last one seen; None from the start.
-    ids: only these, which are few; None for all.
   """
 
   conditions: tuple[sa.ColumnElement[bool], ...]
@@ -164,7 +163,6 @@ class Selection:
   sort: str
   up: bool
   after: tuple[float, int] | None
-  ids: tuple[int, ...] | None = None
 
   @property
   def key(self) -> sa.ColumnElement[Any]:
@@ -341,8 +339,6 @@ def _pick(
   count: int,
 ) -> list[tuple[float, int]]:
   """Returns the places of `pick` in one order."""
-  if chosen.ids is not None:
-    return _of_ids(connection, project, training, chosen, count)
   owner = tables.training_project
   runs = sa.select(owner.c.training_id).where(owner.c.project_id == project)
   if training is None and chosen.sort == "newest" and chosen.step is None:
@@ -375,35 +371,6 @@ def _pick(
   sign = 1 if chosen.up else -1
   places.sort(key=lambda one: (sign * one[0], -one[1]))
   return places[:count]
-
-
-def _of_ids(
-  connection: sa.Connection,
-  project: int,
-  training: int | None,
-  chosen: Selection,
-  count: int,
-) -> list[tuple[float, int]]:
-  """Returns the places among a few rollouts that are known by id."""
-  own = []
-  for source in chosen.sources:
-    s = tables.metadata.tables[source]
-    ids = sa.select(s.c.id).where(_owned(s, project, training))
-    if chosen.step is not None:
-      ids = ids.where(s.c.step == chosen.step)
-    own.append((_R.c[f"{source}_id"] + 0).in_(ids))
-  rows = connection.execute(
-    sa.select(chosen.key, _R.c.id)
-    .where(
-      _R.c.id.in_(few_turns.in_text(chosen.ids or ())),
-      sa.or_(*own),
-      *chosen.conditions,
-      *chosen.beyond(),
-    )
-    .order_by(*chosen.order())
-    .limit(count)
-  )
-  return [(float(value), id_) for value, id_ in rows]
 
 
 def _walked(own: sa.Select, source: sa.Table, chosen: Selection) -> sa.Subquery:
@@ -518,10 +485,6 @@ def _few_turns(
   chosen: Selection,
 ) -> Selection:
   """Narrows a selection to rollouts of few turns for their task."""
-  if training is None and _has_all_runs(connection, project):
-    ids = few_turns.of_all_runs(connection)
-    if ids is not None:
-      return dataclasses.replace(chosen, ids=tuple(ids))
   own = {
     source: sa.select(tables.metadata.tables[source].c.id).where(
       _owned(tables.metadata.tables[source], project, training)
@@ -529,18 +492,6 @@ def _few_turns(
     for source in vocabulary.SOURCE_TYPES
   }
   return chosen.narrowed(few_turns.in_runs(connection, own))
-
-
-def _has_all_runs(connection: sa.Connection, project: int) -> bool:
-  owner = tables.training_project
-  return (
-    connection.execute(
-      sa.select(owner.c.training_id)
-      .where(owner.c.project_id != project)
-      .limit(1)
-    ).scalar()
-    is None
-  )
 
 
 def _owned(

@@ -135,14 +135,7 @@ class Site:
     async def run(request: Request) -> Response:
       started = time.perf_counter()
       try:
-        # Reads the database only once in a while; it may be away.
-        check = self._access.check
-        if self._access.remembers(request.headers):
-          who = check(request.headers, "read")
-        else:
-          who = await concurrency.run_in_threadpool(
-            check, request.headers, "read"
-          )
+        who = await self._access.checked(request.headers, "read")
         response = await concurrency.run_in_threadpool(
           self._made, make, who, request
         )

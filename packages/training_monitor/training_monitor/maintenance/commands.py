@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
 import sys
-from typing import Callable
+from typing import Callable, Iterator
 
 import sqlalchemy as sa
 
 from training_monitor.maintenance import doctor
-from training_monitor.maintenance import exporting
-from training_monitor.maintenance import importing
 from training_monitor.maintenance import pruning
+from training_monitor.maintenance import run_files
 from training_monitor.maintenance import runs as runs_lib
 from training_monitor.schema import database
 
@@ -27,13 +27,14 @@ def add(commands: argparse._SubParsersAction) -> list[argparse.ArgumentParser]:
   Returns:
     Their parsers, for what all commands of the monitor have.
   """
-  export = commands.add_parser("export", help="put runs into a file")
-  export.add_argument("file", type=pathlib.Path, help="to be made, a .zip")
+  export = commands.add_parser("export", help="write a run into a file")
+  export.add_argument("file", type=pathlib.Path, help="to be made, a .jsonl")
+  export.add_argument("--run", required=True, help="name or id")
   export.add_argument("--no-screenshots", action="store_true")
   export.add_argument(
     "--force", action="store_true", help="replace a file that is there"
   )
-  bring = commands.add_parser("import", help="take runs from such a file")
+  bring = commands.add_parser("import", help="take a run from such a file")
   bring.add_argument("file", type=pathlib.Path)
   prune = commands.add_parser(
     "prune",
@@ -49,24 +50,7 @@ def add(commands: argparse._SubParsersAction) -> list[argparse.ArgumentParser]:
     help="not heard of for so long (m, h, d, w)",
   )
   prune.add_argument(
-    "--keep-best",
-    type=_count,
-    metavar="N",
-    help="all but the N with the best last success rate",
-  )
-  prune.add_argument(
-    "--episodes-only",
-    action="store_true",
-    help="keep the runs and their curves, delete turns, actions and"
-    " observations",
-  )
-  prune.add_argument(
     "--dry-run", action="store_true", help="only list what would be deleted"
-  )
-  prune.add_argument(
-    "--no-vacuum",
-    action="store_true",
-    help="keep the space for later rows, which is faster",
   )
   look = commands.add_parser(
     "doctor",
@@ -85,14 +69,11 @@ def add(commands: argparse._SubParsersAction) -> list[argparse.ArgumentParser]:
     "--deep", action="store_true", help="read every screenshot, too"
   )
   look.add_argument("--json", action="store_true", help="an object a line")
-  for one in (export, prune):
-    one.add_argument(
-      "--run", action="append", default=[], help="name or id; may be repeated"
-    )
+  prune.add_argument(
+    "--run", action="append", default=[], help="name or id; may be repeated"
+  )
   for one in (export, bring, prune):
     one.add_argument("--project", default="")
-  for one in (export, bring):
-    one.add_argument("--quiet", action="store_true", help="no progress bar")
   parsers = [export, bring, prune, look]
   for one, call in zip(parsers, (_export, _import, _prune, _doctor)):
     one.set_defaults(call=call)
@@ -111,14 +92,9 @@ def _age(text: str) -> float:
     raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _count(text: str) -> int:
-  if not text.isdigit():
-    raise argparse.ArgumentTypeError(f"{text!r}: give 0 or more")
-  return int(text)
-
-
-def _opened(target: str, *, make: bool = False) -> sa.Engine:
-  """Returns the engine of an upgraded database; `make` makes a missing one."""
+@contextlib.contextmanager
+def _opened(target: str, *, make: bool = False) -> Iterator[sa.Engine]:
+  """Opens an upgraded database; `make` makes a missing one."""
   url = database.url_of(target)
   if url.get_backend_name() == "sqlite" and not make:
     if not database.file_of(url).exists():
@@ -127,8 +103,11 @@ def _opened(target: str, *, make: bool = False) -> sa.Engine:
         " the runs, or what the server was started with"
       )
   engine = database.connect(target)
-  database.upgrade(engine)
-  return engine
+  try:
+    database.upgrade(engine)
+    yield engine
+  finally:
+    engine.dispose()
 
 
 def _export(args: argparse.Namespace, files_of: FilesOf) -> int:
@@ -137,29 +116,24 @@ def _export(args: argparse.Namespace, files_of: FilesOf) -> int:
       f"{args.file} is there already; give another name, or --force"
     )
   files = files_of(args.database, args.files)
-  engine = _opened(args.database)
-  try:
-    manifest = exporting.export(
+  with _opened(args.database) as engine:
+    written = run_files.export(
       engine,
       files,
       args.file,
+      args.run,
       project=args.project,
-      names=tuple(args.run),
       with_screenshots=not args.no_screenshots,
-      quiet=args.quiet,
     )
-  finally:
-    engine.dispose()
-  rows = sum(run["rows"] for run in manifest["runs"])
   print(
-    f"{args.file}: {len(manifest['runs'])} runs, {rows} rows,"
-    f" {len(manifest['screenshots'])} screenshots,"
+    f"{args.file}: run {written.run}, {written.rows} rows,"
+    f" {written.screenshots} screenshots,"
     f" {args.file.stat().st_size / 1e6:.1f} MB"
   )
-  if manifest["missing"]:
+  if written.missing:
     print(
-      f"{len(manifest['missing'])} screenshots are shown and not here; the"
-      " manifest names them",
+      f"{len(written.missing)} screenshots are shown and not here, the first"
+      f" {written.missing[0]}",
       file=sys.stderr,
     )
   return 0
@@ -169,47 +143,31 @@ def _import(args: argparse.Namespace, files_of: FilesOf) -> int:
   files = files_of(args.database, args.files)
   if not args.file.exists():
     raise MaintenanceError(f"{args.file}: there is no such file")
-  engine = _opened(args.database, make=True)
-  try:
-    outcome = importing.import_(
-      engine, files, args.file, project=args.project, quiet=args.quiet
+  with _opened(args.database, make=True) as engine:
+    brought = run_files.import_(engine, files, args.file, project=args.project)
+  if brought.rows:
+    print(
+      f"run {brought.run} imported: {brought.rows} rows,"
+      f" {brought.screenshots} screenshots"
     )
-  finally:
-    engine.dispose()
-  print(
-    f"{len(outcome.imported)} runs imported, {len(outcome.replaced)} replaced"
-    f" by a later state, {len(outcome.present)} here already; {outcome.rows}"
-    f" rows, of which {outcome.renumbered} under new ids;"
-    f" {outcome.screenshots} screenshots"
-  )
+  else:
+    print(f"run {brought.run} is here already")
   return 0
 
 
 def _prune(args: argparse.Namespace, files_of: FilesOf) -> int:
-  criteria = pruning.Criteria(
-    args.project,
-    tuple(args.run),
-    args.older_than,
-    args.keep_best,
-    args.episodes_only,
-  )
-  if not criteria.chooses and (args.project or args.episodes_only):
+  criteria = pruning.Criteria(args.project, tuple(args.run), args.older_than)
+  if not criteria.chooses and args.project:
     raise MaintenanceError(
-      "prune: which runs? give --run, --older-than or --keep-best"
+      "prune: which runs? give --run or --older-than"
       " (--older-than 0m is every run that is not under way)"
     )
   files = files_of(args.database, args.files)
-  engine = _opened(args.database)
-  try:
-    outcome = pruning.prune(
-      engine, files, criteria, dry_run=args.dry_run, vacuum=not args.no_vacuum
-    )
-  finally:
-    engine.dispose()
+  with _opened(args.database) as engine:
+    outcome = pruning.prune(engine, files, criteria, dry_run=args.dry_run)
   would = "would delete" if args.dry_run else "deleted"
-  what = "the episodes of" if args.episodes_only else "run"
   for run in outcome.runs:
-    print(f"{would} {what} {run.name} ({run.project}, {run.status})")
+    print(f"{would} run {run.name} ({run.project}, {run.status})")
   for run in outcome.active:
     print(f"left run {run.name}, which is {run.status}")
   for run in outcome.pinned:
@@ -220,8 +178,7 @@ def _prune(args: argparse.Namespace, files_of: FilesOf) -> int:
   print(
     f"{would} {len(outcome.runs)} runs,"
     f" {'' if args.dry_run else f'{outcome.rows} rows, '}"
-    f"{outcome.screenshots} screenshots and {outcome.thumbnails} thumbnails"
-    f" ({outcome.bytes / 1e6:.1f} MB)"
+    f"{outcome.screenshots} screenshots ({outcome.bytes / 1e6:.1f} MB)"
   )
   return 0
 

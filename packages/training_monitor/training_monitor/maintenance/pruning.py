@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import os
 import pathlib
 import re
 import time
@@ -17,7 +16,7 @@ from typing import Iterable
 
 import sqlalchemy as sa
 
-from training_monitor.maintenance import exporting
+from training_monitor.maintenance import run_files
 from training_monitor.maintenance import runs as runs_lib
 from training_monitor.schema import database
 from training_monitor.schema import tables
@@ -41,23 +40,16 @@ class Criteria:
     project: Project of the runs; "" for any.
     names: Names or ids of the runs; none for any.
     older_than_s: not heard of for this long, seconds; None for any.
-    keep_best: all but this many of the others, the best ones by their last
-      success rate (else their last mean reward); None for all.
-    episodes_only: delete the runs' episodes and keep their curves.
   """
 
   project: str = ""
   names: tuple[str, ...] = ()
   older_than_s: float | None = None
-  keep_best: int | None = None
-  episodes_only: bool = False
 
   @property
   def chooses(self) -> bool:
     """Whether it names any runs at all."""
-    return bool(self.names) or not (
-      self.older_than_s is None and self.keep_best is None
-    )
+    return bool(self.names) or self.older_than_s is not None
 
 
 @dataclasses.dataclass
@@ -67,11 +59,9 @@ class PruneResult:
   Attributes:
     runs: Runs that were chosen.
     active: Runs that stay because they are under way.
-    pinned: Runs that stay because they are baselines, even with
-      `episodes_only`.
+    pinned: Runs that stay because they are baselines.
     rows: Number of deleted rows.
     screenshots: Number of deleted screenshots.
-    thumbnails: Number of deleted thumbnails without a screenshot.
     bytes: Size of the deleted files.
   """
 
@@ -80,7 +70,6 @@ class PruneResult:
   pinned: list[runs_lib.StoredRun] = dataclasses.field(default_factory=list)
   rows: int = 0
   screenshots: int = 0
-  thumbnails: int = 0
   bytes: int = 0
 
 
@@ -109,14 +98,6 @@ def choose(
   now = now or database.now()
   with runs_lib.reading(engine) as connection:
     candidates = runs_lib.find(connection, criteria.project, criteria.names)
-  if criteria.keep_best is not None:
-    unknown = float("-inf")
-    best = sorted(
-      candidates,
-      key=lambda r: (unknown if r.score is None else r.score, r.id),
-      reverse=True,
-    )[: criteria.keep_best]
-    candidates = [run for run in candidates if run not in best]
   age = lambda run: (now - run.last_sign).total_seconds()
   if criteria.older_than_s is not None:
     candidates = [run for run in candidates if age(run) > criteria.older_than_s]
@@ -135,7 +116,6 @@ def prune(
   criteria: Criteria,
   *,
   dry_run: bool = False,
-  vacuum: bool = True,
   grace_s: float = _GRACE_S,
 ) -> PruneResult:
   """Takes runs and screenshots away.
@@ -146,12 +126,12 @@ def prune(
     criteria: Choice of runs; criteria without a choice leave all of them.
     dry_run: only count. Screenshots are counted as they would be
       without these runs.
-    vacuum: give the space back to the disk, too.
     grace_s: screenshots younger than this stay, as what shows them may be on
       its way.
 
   Raises:
-    MaintenanceError: there is no such project or run, or no room to vacuum.
+    MaintenanceError: there is no such project or run, or the space cannot be
+      given back.
   """
   outcome = PruneResult()
   if criteria.chooses:
@@ -159,21 +139,13 @@ def prune(
   deleted = [run.id for run in outcome.runs]
   if not dry_run:
     for run in outcome.runs:
-      outcome.rows += runs_lib.delete(
-        engine, run.id, episodes_only=criteria.episodes_only
-      )
+      outcome.rows += runs_lib.delete(engine, run.id)
     with runs_lib.writing(engine) as connection:  # Also those of raw SQL.
       runs_lib.forget_names(connection)
   _prune_screenshots(
-    engine,
-    files / "screenshots",
-    outcome,
-    deleted if dry_run else [],
-    dry_run,
-    grace_s,
+    engine, files, outcome, deleted if dry_run else [], dry_run, grace_s
   )
-  _prune_thumbnails(engine, files, outcome, dry_run)
-  if vacuum and not dry_run and (outcome.rows or outcome.screenshots):
+  if not dry_run and (outcome.rows or outcome.screenshots):
     _vacuum(engine)
   return outcome
 
@@ -196,28 +168,29 @@ def _shown(
     query = query.where(o.c.id.not_in(runs_lib.ids("obs", run)))
   shown: set[str] = set()
   last = after
-  for row in exporting.stream(connection, query.order_by(o.c.id)):
+  for row in run_files.stream(connection, query.order_by(o.c.id)):
     last = row["id"]
-    shown |= exporting.references(row) & shas
+    shown |= run_files.shown_by(row) & shas
   values = sa.select(raw.c.field, raw.c.value).where(
-    raw.c.field.in_(exporting.RAW_FIELDS)
+    raw.c.field.in_(run_files.RAW_FIELDS)
   )
-  for value in exporting.stream(connection, values):
-    shown |= exporting.references(value) & shas
+  for value in run_files.stream(connection, values):
+    shown |= run_files.shown_by(value) & shas
   return shown, last
 
 
 def _prune_screenshots(
   engine: sa.Engine,
-  directory: pathlib.Path,
+  files: pathlib.Path,
   outcome: PruneResult,
   without: list[int],
   dry_run: bool,
   grace_s: float,
 ) -> None:
-  folder = screenshots.ScreenshotFiles(directory)
+  folder = screenshots.ScreenshotFiles(files / "screenshots")
+  small = thumbnails.Thumbnails(files / thumbnails.FOLDER)
   s = tables.screenshot
-  _empty_trash(engine, directory, dry_run)
+  _empty_trash(engine, files / "screenshots", dry_run)
   before = database.now() - datetime.timedelta(seconds=grace_s)
   with runs_lib.reading(engine) as connection:
     rows = {
@@ -268,6 +241,8 @@ def _prune_screenshots(
       raise
     for trash in moved:
       trash.unlink(missing_ok=True)
+    for sha in part:
+      small.path(sha).unlink(missing_ok=True)
 
 
 def _empty_trash(
@@ -300,60 +275,11 @@ def _empty_trash(
       continue  # Another prune was faster.
 
 
-def stray_thumbnails(
-  engine: sa.Engine, files: pathlib.Path
-) -> list[pathlib.Path]:
-  """Returns thumbnails without a screenshot, and partial files."""
-  s = tables.screenshot
-  old = time.time() - _GRACE_S
-  # Files first: one that comes meanwhile is of a screenshot that is here.
-  paths = list((files / thumbnails.FOLDER).glob("??/*"))
-  with runs_lib.reading(engine) as connection:
-    stored = set(connection.scalars(sa.select(s.c.sha256)))
-  stray = []
-  for path in paths:
-    if path.suffix != ".part":
-      is_stray = path.name.removesuffix(".webp") not in stored
-    else:
-      try:
-        is_stray = path.stat().st_mtime < old
-      except FileNotFoundError:
-        is_stray = False
-    if is_stray:
-      stray.append(path)
-  return stray
-
-
-def _prune_thumbnails(
-  engine: sa.Engine, files: pathlib.Path, outcome: PruneResult, dry_run: bool
-) -> None:
-  """Deletes stray thumbnails; a dry run only counts them."""
-  for path in stray_thumbnails(engine, files):
-    try:
-      size = path.stat().st_size
-      if not dry_run:
-        path.unlink()
-    except FileNotFoundError:
-      continue  # Another prune was faster.
-    outcome.thumbnails += 1
-    outcome.bytes += size
-
-
 # --- space --------------------------------------------------------------------
 
 
 def _vacuum(engine: sa.Engine) -> None:
   if engine.dialect.name == "sqlite":
-    file = database.file_of(engine.url)
-    size = file.stat().st_size
-    status = os.statvfs(file.parent)
-    free = status.f_bavail * status.f_frsize
-    if free < size:
-      raise MaintenanceError(
-        f"pruned, but giving the space back needs up to {size >> 20} MiB free"
-        f" beside the database and there are {free >> 20}; the space is"
-        " reused anyway, or make room and prune again"
-      )
     with runs_lib.writing(engine) as writing:
       text_index.rebuild(writing)  # It never leaves anything out by itself.
   # Not SQLAlchemy's transactions: neither database vacuums inside of one.

@@ -20,8 +20,6 @@ from training_monitor.schema import triggers
 from training_monitor.schema import vocabulary
 from training_monitor.server.batches import items
 
-OWN = tuple(k.name for k in items.KINDS if k.name not in ("task", "validator"))
-"""Kinds that belong to a run, parents before children."""
 EPISODE_PARTS = ("validation", "obs", "action", "turn", "environment")
 """Tables of an episode, children before parents."""
 ACTIVE = frozenset({"pending", "initializing", "running"})
@@ -42,8 +40,6 @@ class StoredRun:
     project: name of its project.
     status: Status of the training.
     last_sign: Time of its last message, UTC.
-    score: success rate of its last evaluation, else the mean reward of its
-      last step; None without either.
     pinned: it is its project's baseline.
   """
 
@@ -52,7 +48,6 @@ class StoredRun:
   project: str
   status: str
   last_sign: datetime.datetime
-  score: float | None
   pinned: bool = False
 
 
@@ -102,7 +97,6 @@ def find(
       row.project,
       row.status,
       row.last_sign,
-      _score(connection, row.id),
       bool(row.pinned),
     )
     for row in connection.execute(query)
@@ -125,22 +119,6 @@ def find(
   return [run for run in runs if run in chosen]
 
 
-def _score(connection: sa.Connection, training: int) -> float | None:
-  e, s = tables.eval_, tables.step
-  for query in (
-    sa.select(e.c.success_rate)
-    .where(e.c.training_id == training, e.c.success_rate.is_not(None))
-    .order_by(e.c.step.desc()),
-    sa.select(s.c.reward_mean)
-    .where(s.c.training_id == training, s.c.reward_mean.is_not(None))
-    .order_by(s.c.step.desc()),
-  ):
-    value = connection.execute(query.limit(1)).scalar()
-    if value is not None:
-      return value
-  return None
-
-
 def ids(kind: str, training: int) -> sa.Select:
   """Returns a SELECT of the ids of a run's entities of a kind."""
   t = tables.metadata.tables[kind]
@@ -161,55 +139,31 @@ def ids(kind: str, training: int) -> sa.Select:
   return sa.select(t.c.id).where(t.c[f"{parent}_id"].in_(ids(parent, training)))
 
 
-def delete(
-  engine: sa.Engine, training: int, *, episodes_only: bool = False
-) -> int:
-  """Takes a run away, some of its episodes at a time.
+def delete(engine: sa.Engine, training: int) -> int:
+  """Deletes a run, some of its episodes at a time; returns the rows deleted.
 
   A server that runs beside it gets its turn in between. An interrupted deletion
   leaves whole rows, which the next one deletes.
-
-  Args:
-    engine: Engine of the database.
-    training: its id.
-    episodes_only: leave everything but what the episodes consist of.
-
-  Returns:
-    Rows deleted.
   """
-  r = tables.rollout
-  rollouts = sa.select(r.c.id).where(r.c.id.in_(ids("rollout", training)))
-  with reading(engine) as connection:
-    rollout_ids = list(connection.scalars(rollouts.order_by(r.c.id)))
   count = 0
-  for start in range(0, len(rollout_ids), _CHUNK):
+  while True:
     with writing(engine) as connection:
-      part = rollout_ids[start : start + _CHUNK]
-      count += delete_parts(connection, part)
-      if not episodes_only:
-        count += _delete(connection, "rollout", part)
-  if not episodes_only:
-    with writing(engine) as connection:
-      count += delete_whole(connection, training)
-  return count
+      part = list(connection.scalars(ids("rollout", training).limit(_CHUNK)))
+      if not part:
+        return count + _delete_empty(connection, training)
+      count += _delete_parts(connection, part)
+      count += _delete(connection, "rollout", part)
 
 
-def delete_whole(connection: sa.Connection, training: int) -> int:
-  """Takes a run away in the transaction that is open; returns rows deleted."""
-  rollout_ids = list(connection.scalars(ids("rollout", training)))
+def _delete_empty(connection: sa.Connection, training: int) -> int:
+  """Deletes a run without rollouts; returns the number of rows."""
   count = 0
-  for start in range(0, len(rollout_ids), _CHUNK):
-    part = rollout_ids[start : start + _CHUNK]
-    count += delete_parts(connection, part)
-    count += _delete(connection, "rollout", part)
   for kind in ("monitor_group", *reversed(vocabulary.SOURCE_TYPES)):
     count += _delete(
       connection, kind, list(connection.scalars(ids(kind, training)))
     )
-  connection.execute(
-    sa.delete(tables.change).where(tables.change.c.training_id == training)
-  )
   for table in (
+    tables.change,
     tables.training_tag,
     tables.pinned_baseline,
     tables.training_project,
@@ -218,7 +172,7 @@ def delete_whole(connection: sa.Connection, training: int) -> int:
   return count + _delete(connection, "training", [training])
 
 
-def delete_parts(connection: sa.Connection, rollouts: Sequence[int]) -> int:
+def _delete_parts(connection: sa.Connection, rollouts: Sequence[int]) -> int:
   """Deletes the parts of the given rollouts; returns the number of rows."""
   count = 0
   turn = tables.turn

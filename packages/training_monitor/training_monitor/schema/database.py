@@ -3,8 +3,7 @@
 Promises: on SQLite, WAL with full synchronisation, so that a commit
 survives a power loss; a transaction that writes takes its lock at once
 (BEGIN IMMEDIATE), so that it waits its turn instead of failing in the middle;
-foreign keys hold. On both, a database is brought to the present schema before
-it is used, and one of a newer schema is refused.
+foreign keys hold. On both, a database of another schema is refused.
 
 Times are UTC.
 """
@@ -216,10 +215,12 @@ def hold_writers(connection: sa.Connection) -> None:
 
 
 def upgrade(engine: sa.Engine) -> None:
-  """Brings the database to the present schema; several may do so at once.
+  """Makes the tables, and brings triggers and views up to date.
+
+  Several may do so at once.
 
   Raises:
-    DatabaseError: it has a newer schema, or tables of another program.
+    DatabaseError: it has another schema, or tables of another program.
   """
   with _upgrading, engine.connect() as connection:
     connection = connection.execution_options(monitor_writes=True)
@@ -228,24 +229,21 @@ def upgrade(engine: sa.Engine) -> None:
         connection.exec_driver_sql(
           f"SELECT pg_advisory_xact_lock({_POSTGRES_LOCK})"
         )
-      revision = _check_revision(engine, connection)
-      if revision != migrations.REVISIONS[0]:
-        if revision is not None:  # Views would hold the columns that they show.
-          _drop_views(connection)
-          _forget_triggers(connection)
-        migrations.upgrade(connection)
+      if _is_empty(engine, connection):
+        migrations.create(connection)
       text_index.install(connection)
       _install_triggers(connection)
 
 
-def _check_revision(engine: sa.Engine, connection: sa.Connection) -> str | None:
-  """Returns the schema that the database has; None for an empty database."""
+def _is_empty(engine: sa.Engine, connection: sa.Connection) -> bool:
+  """Returns whether the monitor's tables are to be made; refuses others."""
   where = engine.url.render_as_string(hide_password=True)
   revision = migrations.revision_of(connection)
-  if revision is not None and revision not in migrations.REVISIONS:
+  if revision not in (None, migrations.REVISION):
     raise DatabaseError(
-      f"{where} has schema {revision}, which this version does not know; use"
-      " the newer version that wrote it, or another database"
+      f"{where} has schema {revision}, and this version knows"
+      f" {migrations.REVISION}; use the version that wrote it, or another"
+      " database"
     )
   if revision is None:
     present = set(sa.inspect(connection).get_table_names())
@@ -255,12 +253,12 @@ def _check_revision(engine: sa.Engine, connection: sa.Connection) -> str | None:
         f"{where} has a table {clash[0]!r} that the monitor did not make;"
         " give it a database of its own"
       )
-  return revision
+  return revision is None
 
 
 def _install_triggers(connection: sa.Connection) -> None:
   """Installs what is made of code alone: triggers and views."""
-  if triggers_are_current(connection):
+  if _triggers_are_current(connection):
     return
   statements = _made_of_code(connection.dialect.name)
   triggers.drop(connection)
@@ -269,9 +267,10 @@ def _install_triggers(connection: sa.Connection) -> None:
     if connection.dialect.name == "postgresql":
       statement = statement.replace("%", "%%")  # Its driver's placeholders.
     connection.exec_driver_sql(statement)
-  _forget_triggers(connection)
+  meta = tables.meta
+  connection.execute(sa.delete(meta).where(meta.c.key == _TRIGGERS))
   connection.execute(
-    sa.insert(tables.meta).values(key=_TRIGGERS, value=_digest(statements))
+    sa.insert(meta).values(key=_TRIGGERS, value=_digest(statements))
   )
 
 
@@ -286,12 +285,7 @@ def _drop_views(connection: sa.Connection) -> None:
   later_views.drop(connection)
 
 
-def _forget_triggers(connection: sa.Connection) -> None:
-  meta = tables.meta
-  connection.execute(sa.delete(meta).where(meta.c.key == _TRIGGERS))
-
-
-def triggers_are_current(connection: sa.Connection) -> bool:
+def _triggers_are_current(connection: sa.Connection) -> bool:
   """Returns whether the installed triggers and views are this version's."""
   meta = tables.meta
   digest = connection.execute(

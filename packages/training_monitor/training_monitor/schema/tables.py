@@ -453,14 +453,6 @@ ENDED: sa.ColumnElement[bool] = rollout.c.status_message.in_(
   [sa.literal_column(f"'{word}'") for word in UNSOLVED]
 )
 """Of a rollout: whether it ended so. The condition of an index."""
-# Not the bare status: SQLite would take its own index, of nearly all rollouts.
-SOLVED: sa.ColumnElement[bool] = sa.and_(
-  sa.func.coalesce(rollout.c.status, sa.literal_column("''"))
-  == sa.literal_column("'completed'"),
-  rollout.c.task_success == sa.literal_column("1"),
-  rollout.c.num_turns > sa.literal_column("0"),
-)
-"""Of a rollout: whether it succeeded. The condition of an index."""
 
 
 def index_name(table: str, columns: tuple[str, ...]) -> str:
@@ -494,16 +486,6 @@ LIST_INDICES = [
   )
 ]
 """Made in this order: of equally good indices SQLite takes the last one."""
-# How many turns successes at each task take, of all runs.
-LIST_INDICES.append(
-  sa.Index(
-    "idx_rollout_solved",
-    rollout.c.task_id,
-    rollout.c.num_turns,
-    sqlite_where=SOLVED,
-    postgresql_where=SOLVED,
-  )
-)
 
 # --- the monitor's own ------------------------------------------------------
 

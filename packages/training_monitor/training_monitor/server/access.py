@@ -23,6 +23,7 @@ from typing import Mapping
 from urllib import parse
 
 import sqlalchemy as sa
+from starlette import concurrency
 
 from training_monitor.net import http_server
 from training_monitor.schema import database
@@ -185,6 +186,13 @@ class Access:
       )
     return principal
 
+  async def checked(self, headers: Mapping[str, str], scope: str) -> Principal:
+    """Returns `check`, in a thread where it asks the database."""
+    # Reads the database only once in a while; it may be away.
+    if self._remembers(headers):
+      return self.check(headers, scope)
+    return await concurrency.run_in_threadpool(self.check, headers, scope)
+
   def check_site(self, headers: Mapping[str, str]) -> None:
     """Refuses another site's request for what everyone may read.
 
@@ -195,7 +203,7 @@ class Access:
     if not self.asks_for_tokens:
       _check_host(headers)
 
-  def remembers(self, headers: Mapping[str, str]) -> bool:
+  def _remembers(self, headers: Mapping[str, str]) -> bool:
     """Returns whether `check` answers without asking the database."""
     credentials = headers.get("authorization", "") or _cookie(headers)
     token = credentials.partition(" ")[2].strip()

@@ -61,7 +61,7 @@ class Annotations:
         [errors.fault("label", None, "give a label, a note or both")]
       )
     await writer_lib.durable(
-      self._writer.run(lambda t: _add(t, project, rollout, annotation))
+      self._writer.run(lambda t: add(t, project, rollout, annotation))
     )
 
   async def remove(self, project: int, rollout: int, id_: int) -> None:
@@ -156,12 +156,17 @@ def _require(t: apply.Transaction, project: int, rollout: int) -> int:
   return training
 
 
-def _add(
+def add(
   t: apply.Transaction,
   project: int,
   rollout: int,
   annotation: query_lib.Annotation,
 ) -> None:
+  """Adds a label, a note or both, in the transaction that is open.
+
+  Raises:
+    ApiError: 400, too many; 404, the project has no such rollout or turn.
+  """
   training = _require(t, project, rollout)
   turn = None
   if annotation.turn is not None:

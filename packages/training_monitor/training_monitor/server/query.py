@@ -314,7 +314,6 @@ class CurvesQuery(Query):
 
   Attributes:
     names: separated by commas; one that ends in / is a prefix.
-    minus: a training whose values are subtracted.
   """
 
   names: _Text = ""
@@ -323,7 +322,6 @@ class CurvesQuery(Query):
   points: Annotated[
     int, pydantic.Field(ge=2, le=10_000), pydantic.BeforeValidator(_whole)
   ] = 1200
-  minus: Id | None = None
 
 
 class EventsQuery(Query):

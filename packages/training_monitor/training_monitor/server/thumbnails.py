@@ -26,6 +26,10 @@ class Thumbnails:
     # Two at a time: a page of them must not take all of a machine.
     self._turn = threading.BoundedSemaphore(2)
 
+  def path(self, sha: str) -> pathlib.Path:
+    """Returns the file of a thumbnail, made or not."""
+    return self._folder / sha[:2] / f"{sha}.webp"
+
   def of(self, sha: str, source: pathlib.Path) -> pathlib.Path:
     """Returns the file of a thumbnail, WebP. Blocks while it is made.
 
@@ -36,7 +40,7 @@ class Thumbnails:
     Raises:
       OSError: it cannot be read or written.
     """
-    path = self._folder / sha[:2] / f"{sha}.webp"
+    path = self.path(sha)
     if path.exists():
       return path
     with self._turn:

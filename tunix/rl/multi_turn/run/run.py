@@ -281,8 +281,8 @@ class Run:
 
   def __enter__(self) -> Run:
     try:
-      self.processes.together("claim", self._claim_directory)
-      self.processes.together("store", self._open_store)
+      queues = self.processes.together("claim", self._claim_directory)
+      self.processes.together("store", lambda: self._open_store(queues[0]))
       if self.config.fleet.away:
         self.fleet = fleet.Fleet(
           self.config, self.policy, self.engine, self.images, self.own_directory
@@ -308,21 +308,23 @@ class Run:
       watch.start()
     return self
 
-  def _claim_directory(self) -> None:
-    """Takes the directory and writes the settings to it."""
+  def _claim_directory(self) -> str:
+    """Takes the directory; returns the name of the queues' files in it."""
     config = self.config
     self._take_lock()
     if not self.processes.first:
-      return
+      return ""
     if not self.resuming and (problem := before_jax.taken(config)):
       raise config_lib.ConfigError([problem])
+    count = self.processes.count
     try:
-      process_layout.claim(self.directory, self.processes.count, self.resuming)
+      process_layout.check(self.directory, count, config)
       resuming.delete_leftovers(self.directory)
       durable.write_text(
         self.directory / resuming.CONFIG,
         config_lib.seal(resuming.recorded(config).to_yaml()),
       )
+      return process_layout.adopt(self.directory, count).queue
     except OSError as error:
       raise disk_full.unwritable(self.directory, error) from None
 
@@ -334,13 +336,13 @@ class Run:
       except OSError as error:
         raise disk_full.unwritable(self.directory, error) from None
 
-  def _open_store(self) -> None:
+  def _open_store(self, queue: str) -> None:
     if self.config.rollout.via == "offline":
       return  # Its episodes are on the disk already.
     try:
       self.own_directory.mkdir(parents=True, exist_ok=True)
       self.store = models.make_store(
-        self.config, self.images, self.own_directory / process_layout.QUEUE
+        self.config, self.images, self.own_directory / queue
       )
     except OSError as error:
       raise disk_full.unwritable(self.own_directory, error) from None

@@ -92,7 +92,7 @@ class Training:
     if run.resuming and self._checkpoints.steps():
       step = resuming.checkpoint_step(config)
       extras = process_layout.own_extras(
-        self._checkpoints.restore(self._learner, step), run.processes
+        self._checkpoints.restore(self._learner, step), run.processes, config
       )
       if self._checkpoints.delete_newer(step) and run.store is not None:
         # Of weights that the run has not got yet.

@@ -83,7 +83,6 @@ async function load() {
   const query = new URLSearchParams({ names: [...names].join(","), points: POINTS });
   if (first !== null) query.set("first", Math.floor(first));
   if (last !== null) query.set("last", Math.ceil(last));
-  if (box().dataset.minus) query.set("minus", box().dataset.minus);
   const runs = JSON.parse(box().dataset.runs);
   const found = await Promise.all(
     runs.map(async (run, place) => {
@@ -237,7 +236,7 @@ function draw(figure) {
   const grid = { stroke: colour("--line"), width: 1 };
   const ink = colour("--faint");
   const share = figure.dataset.unit === "share";
-  const whole = share && !box().dataset.minus;
+  const whole = share;
   const isLog = log.has(key);
   figure.querySelector("[data-log]").setAttribute("aria-pressed", String(isLog));
   const values = table(series, axis, smooth);

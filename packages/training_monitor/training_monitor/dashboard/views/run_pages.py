@@ -76,13 +76,11 @@ class RunQuery(CurvesPageQuery):
   Attributes:
     more: metrics with a chart of their own.
     against: a run whose curves are drawn, too.
-    difference: whether they are subtracted instead.
     flat: whether curves that never change have charts, too.
   """
 
   more: tuple[str, ...] = ()
   against: query_lib.Id | None = None
-  difference: query_lib.Flag = False
   flat: query_lib.Flag = False
 
 
@@ -317,8 +315,7 @@ class RunPages:
     against = self._against(request.project, training, asks.against)
     other_columns = None if against is None else self._curves.of(against["id"])
     named = [{"id": training, "name": run["run_name"]}]
-    difference = against is not None and asks.difference
-    if against is not None and not difference:
+    if against is not None:
       named.append(
         {"id": against["id"], "name": against["run_name"], "baseline": True}
       )
@@ -326,7 +323,7 @@ class RunPages:
         "run": run, "tab": "overview",
         "tiles": _tiles(columns, evals, other_columns), "against": against,
         "advice": advice.lines(columns, evals),
-        "difference": difference, "named": named,
+        "named": named,
         "charts": shown, "others": uncharted, "more": more,
         "latest": overview.latest(self._engine, training),
         "groups": overview.newest_groups(self._engine, training),
@@ -342,7 +339,7 @@ class RunPages:
   def _against(
     self, project: int, training: int, other: int | None
   ) -> Row | None:
-    """Returns the run whose curves are drawn too, or subtracted.
+    """Returns the run whose curves are drawn, too.
 
     Raises:
       ApiError: 404, there is none; 400, it is this run.
@@ -380,21 +377,8 @@ class RunPages:
       {"run": run, "tab": "steps", "rows": rows[:_PAGE], "more": more},
     )
 
-  def eval_points(self, training: int, minus: int | None = None) -> list[Row]:
-    """Returns the success of each evaluation, for the chart.
-
-    Args:
-      training: Run of the points.
-      minus: another run: differences to its evaluations of the same steps.
-    """
-    if minus is not None:
-      other_rates = {e["step"]: e["rate"] for e in self.eval_points(minus)}
-      return [
-        {k: e[k] for k in ("step", "name", "kind", "id", "n")}
-        | {"rate": e["rate"] - other_rates[e["step"]]}
-        for e in self.eval_points(training)
-        if e["step"] in other_rates
-      ]
+  def eval_points(self, training: int) -> list[Row]:
+    """Returns the success of each evaluation of a run, for the chart."""
     points = []
     with database.reading(self._engine) as connection:
       for one in measurements.checkpoints(connection, training):

@@ -280,34 +280,22 @@ class _Faults:
   ) -> None:
     """Records a value that is not stored as sent, once a kind and field.
 
-    Of very many fields, `_REST` counts those that have no entry; one whose
-    value is lost comes before one whose value is a raw value.
+    Of very many fields, `_REST` counts those that have no entry.
     """
     key = (kind, path.rpartition(".")[2])
     if key in self.ignored:
       self.ignored[key]["times"] = self.ignored[key].get("times", 1) + 1
       return
     if len(self.ignored) >= _MAX_FAULTS:
-      last = stored == "nothing" and next(
-        (
-          k
-          for k, one in self.ignored.items()
-          if k != _REST and one["kept"] != "nothing"
-        ),
-        None,
-      )
-      if not last:
-        self._count(stored, 1)
-        return
-      one = self.ignored.pop(last)
-      self._count(one["kept"], one.get("times", 1))
+      self._count(stored)
+      return
     self.ignored[key] = {
       "kind": kind,
       **errors.fault(path, value, message()),
       "kept": stored,
     }
 
-  def _count(self, stored: str, times: int) -> None:
+  def _count(self, stored: str) -> None:
     entry = self.ignored.setdefault(
       _REST,
       {
@@ -317,7 +305,7 @@ class _Faults:
         "times": 0,
       },
     )
-    entry["times"] += times
+    entry["times"] += 1
     if stored == "nothing":
       entry["kept"] = stored
 
