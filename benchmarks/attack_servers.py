@@ -248,50 +248,17 @@ ATTACKS: dict[str, tuple[int, Attack]] = {
 # --- the servers --------------------------------------------------------------
 
 
-def _command(name: str, folder: pathlib.Path, upstream: str) -> list[str]:
-  base = [sys.executable, "-m"]
-  if name == "gym":
-    return [
-      *base,
-      "tunix_multi_turn",
-      "environments.gym_server",
-      "desktop",
-      "--port",
-      "0",
-    ]
-  if name == "policy":
-    return [
-        *base, "agent_services.serving", "tiny_vl", "--port", "0",
-        "--max-model-len", "256", "--slots", "2", "--screen", "128x96",
-    ]  # fmt: skip
-  if name == "runs":
-    return [*base, "tunix_multi_turn", "agents.run_service", "--port", "0"]
-  if name == "buffer":
-    return [
-      *base,
-      "tunix_multi_turn",
-      "trajectory_collector.buffer_service",
-      "--port",
-      "0",
-      "--dir",
-      str(folder / "buffer"),
-    ]
-  if name == "proxy":
-    return [
-      *base,
-      "tunix_multi_turn",
-      "serving.image_proxy",
-      "--port",
-      "0",
-      "--upstream",
-      upstream,
-    ]
-  return [
-      *base, "tunix_multi_turn", "monitor", "serve", "--port", "0",
-      "--database", str(folder / "m.db"),
-  ]  # fmt: skip
-
-
+COMMANDS = {
+  "gym": "tunix_multi_turn environments.gym_server desktop",
+  "policy": "agent_services.serving tiny_vl --max-model-len 256 --slots 2"
+  " --screen 128x96",
+  "monitor": "tunix_multi_turn monitor serve --database {folder}/m.db",
+  "runs": "tunix_multi_turn agents.run_service",
+  "buffer": "tunix_multi_turn trajectory_collector.buffer_service"
+  " --dir {folder}/buffer",
+  "proxy": "tunix_multi_turn serving.image_proxy --upstream {upstream}",
+}
+"""Server -> module and arguments, in words."""
 SERVERS = {
   # Where a body is sent, and how large it may be.
   "gym": ("/api/v1/desktop/tasks/001", 4 << 20, "TUNIX_GYM_TOKEN"),
@@ -334,8 +301,12 @@ def running(
   environment = dict(os.environ)
   if token:
     environment |= {SERVERS[name][2]: token, UPSTREAM_VARIABLE: token}
+  words = [
+    word.format(folder=folder, upstream=upstream)
+    for word in COMMANDS[name].split()
+  ]
   process = subprocess.Popen(
-    [*_command(name, folder, upstream), *options],
+    [sys.executable, "-m", *words, "--port", "0", *options],
     stdout=subprocess.PIPE,
     stderr=(folder / f"{name}.log").open("a"),
     text=True,

@@ -1,21 +1,17 @@
-"""Measures the Training Monitor's cost to a run, and its server's throughput.
+"""Measures the throughput of the Training Monitor's server.
 
-Enqueue: what `on_event` takes of the thread that emits, while the way to the
-monitor is at work behind it; targets p50 <= 100 us, p99 <= 1 ms. Once with a
-server, once without one.
-
-Server: a process of its own on SQLite with full synchronisation takes batches
-of episodes of 31 rows and 45 kB (--turns 7) from several connections. Every
-answer means a durable commit. Figures are episodes a second of wall time and of
-the server's CPU time; target 800 a CPU second. The bound is what SQLite alone
-takes for the same rows, from a program that has them ready and does nothing
-else: the server's statements again, a commit a batch, without the index of
-words. With --postgres the same on a PostgreSQL of its own (Debian: apt-get
+The server, a process of its own on SQLite with full synchronisation, takes
+batches of episodes of 31 rows and 45 kB (--turns 7) from several connections.
+Every answer means a durable commit. Figures are episodes a second of wall time
+and of the server's CPU time; target 800 a CPU second. The bound is what SQLite
+alone takes for the same rows, from a program that has them ready and does
+nothing else: the server's statements again, a commit a batch, without the index
+of words. With --postgres the same on a PostgreSQL of its own (Debian: apt-get
 install postgresql) with its defaults, durable too; the last line compares the
 two, same work, same run.
 
     python benchmarks/bench_monitor.py [--episodes 4000] [--per-batch 8]
-        [--turns 7] [--postgres] [--server-only]
+        [--turns 7] [--postgres]
 """
 
 from __future__ import annotations
@@ -33,9 +29,7 @@ import tempfile
 import threading
 import time
 
-import numpy as np
 import orjson
-from training_monitor.client import event_log
 from training_monitor.schema import database as database_lib
 from training_monitor.server import access
 from training_monitor.server import sql as sql_lib
@@ -43,10 +37,6 @@ from training_monitor.server import writer
 from training_monitor.server.batches import apply
 from training_monitor.server.batches import items
 from training_monitor.server.batches import references
-from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import monitor_settings as settings_lib
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 for folder in ("packages/training_monitor/tests/helpers", "tests/helpers"):
@@ -54,7 +44,6 @@ for folder in ("packages/training_monitor/tests/helpers", "tests/helpers"):
 import monitor_databases  # noqa: E402
 
 TURNS = 7
-DEAD = "http://127.0.0.1:9"
 TARGET = 800  # Episodes a second of the server's CPU time.
 
 
@@ -82,103 +71,6 @@ class Server:
     self._process.stdin.close()
     self._process.wait(60)
     self._process.stdout.close()
-
-
-# --- enqueue ----------------------------------------------------------------
-
-
-def episode(number: int) -> trajectory_lib.Trajectory:
-  """An episode of seven turns, about 45 kB as JSON."""
-  rng = np.random.default_rng(number)
-  steps, messages = [], [{"role": "system", "content": "x" * 2000}]
-  for turn in range(TURNS):
-    image = trajectory_lib.ImageRef(f"{number:032x}{turn:032x}", 1280, 720)
-    text = "I click the button that says so. " * 20
-    messages = [
-      *messages,
-      {"role": "user", "content": [{"type": "image", "image": image}]},
-      {"role": "assistant", "content": text},
-    ]
-    steps.append(
-      trajectory_lib.Step(
-        chat_completions=messages,
-        thought=text,
-        model_response=text,
-        observation={"screenshot": image, "text": "y" * 500},
-        reward=float(turn == TURNS - 1),
-        done=turn == TURNS - 1,
-        info={"gui_actions": [{"kind": "click", "x": 4.0, "y": 5.0}]},
-      )
-    )
-  count = TURNS * 150
-  mask = np.tile(np.arange(150) >= 50, TURNS)
-  sequence = trajectory_lib.TokenSequence(
-    tokens=rng.integers(0, 150_000, count),
-    loss_mask=mask,
-    logprobs=np.where(mask, -rng.random(count), 0.0),
-    versions=np.where(mask, 3, -1),
-    turn_ids=np.repeat(np.arange(TURNS), 150),
-  )
-  return trajectory_lib.Trajectory(
-    task={"task_id": "t", "instruction": "Do it", "family": "f"},
-    steps=steps,
-    reward=1.0,
-    status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
-    sequences=[sequence],
-    trajectory_id=f"train-{number:06d}.0",
-  )
-
-
-def enqueue(url: str, folder: pathlib.Path, seconds: float, rate: float):
-  """Microseconds of each `on_event`, at `rate` episodes a second."""
-  episodes = [episode(n) for n in range(int(seconds * rate))]
-  observer = event_log.EventLog(
-    event_log.RunSpec(
-      url=url,
-      spool_dir=str(folder),
-      name="bench",
-      training_id="T",
-      training={
-        "model_name": "m",
-        "group_size": 8,
-        "groups_per_batch": 8,
-        "total_steps": 100,
-      },
-    ),
-    settings_lib.MonitorConfig(close_timeout_s=5.0),
-    images=images_lib.ImageStore(),
-  )
-  durations = []
-
-  def tell(event):
-    began = time.perf_counter_ns()
-    observer.on_event(event)
-    durations.append((time.perf_counter_ns() - began) / 1000)
-
-  tell(events.RunStarted("run", {}))
-  began = time.perf_counter()
-  for number, one in enumerate(episodes):
-    common = dict(group_id=f"train-{number:06d}", task_id="t")
-    tell(events.EpisodeStarted(trajectory_id=one.trajectory_id, **common))
-    for turn in range(TURNS):
-      tell(events.TurnFinished(one.trajectory_id, turn, {"model": 0.1}))
-    tell(events.EpisodeFinished(one, **common))
-    # A trainer computes in between; here it is this thread that spins.
-    until = began + (number + 1) / rate
-    while time.perf_counter() < until:
-      sum(range(100))
-  observer.close()
-  return np.array(durations), observer.dropped
-
-
-def show_enqueue(name: str, durations: np.ndarray, dropped: int) -> bool:
-  p50, p99, worst = (float(np.percentile(durations, q)) for q in (50, 99, 100))
-  print(
-    f"enqueue, {name}: p50 {p50:.1f} us, p99 {p99:.1f} us, worst"
-    f" {worst:.0f} us of {len(durations)} events, {dropped} dropped",
-    flush=True,
-  )
-  return p50 <= 100 and p99 <= 1000
 
 
 # --- server -----------------------------------------------------------------
@@ -339,15 +231,10 @@ def main() -> int:
   parser.add_argument("--per-batch", type=int, default=8)
   parser.add_argument("--turns", type=int, default=TURNS)
   parser.add_argument("--connections", type=int, default=4)
-  parser.add_argument("--seconds", type=float, default=10.0)
-  parser.add_argument("--rate", type=float, default=20.0)
   parser.add_argument("--postgres", action="store_true")
-  parser.add_argument("--server-only", action="store_true")
   parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   args = parser.parse_args()
   good, report = True, []
-  if not args.server_only:
-    good = measure_enqueue(args)
   with contextlib.ExitStack() as stack:
     databases = {"SQLite": lambda: ""}
     if args.postgres:
@@ -380,22 +267,6 @@ def main() -> int:
   if args.json:
     args.json.write_text(json.dumps(report, indent=2) + "\n")
   return 0 if good else 1
-
-
-def measure_enqueue(args: argparse.Namespace) -> bool:
-  good = True
-  with tempfile.TemporaryDirectory() as name:
-    folder = pathlib.Path(name)
-    server = Server(folder)
-    for what, url in (("server alive", server.url), ("server dead", DEAD)):
-      durations, dropped = enqueue(
-        url, folder / "spool", args.seconds, args.rate
-      )
-      good &= show_enqueue(
-        f"{args.rate:g} episodes/s, {what}", durations, dropped
-      )
-    server.close()
-  return good
 
 
 def measure_server(

@@ -1,8 +1,7 @@
-"""Speed and soundness of the `xdesktop` gym.
+"""Speed of the `xdesktop` gym, and what its episodes leave behind.
 
   python benchmarks/bench_xdesktop.py
   python benchmarks/bench_xdesktop.py --only latency --displays 1,8
-  python benchmarks/bench_xdesktop.py --only tasks --instances 3
   python benchmarks/bench_xdesktop.py --only resets --resets 500
 
 latency: p50 and p99 of a screenshot, of input alone, and of a step (an action,
@@ -10,9 +9,6 @@ the wait until the desktop is at rest, a screenshot), on several desktops in
 parallel. The peer of the screenshot is the core protocol's GetImage, which
 sends the pixels through the socket, on the same display, alternating with it;
 of input, one `xdotool` process an action, where xdotool is installed.
-
-tasks: for each family, how often its oracle solves it, how often doing nothing
-does, turns and seconds.
 
 resets: starts that many episodes one after the other and counts processes,
 files, sockets, shared memory and descriptors before and after.
@@ -36,7 +32,6 @@ from typing import Any, Callable
 from cua_gyms import xdesktop
 from cua_gyms.sandbox import rooms
 from cua_gyms.sandbox import sandbox_errors
-from cua_gyms.xdesktop import scripted_actions
 import numpy as np
 from tunix.rl.multi_turn.core import gui_action
 import xcffib
@@ -183,57 +178,6 @@ async def _latency(args: argparse.Namespace) -> None:
         await gym.close()
 
 
-# --- tasks --------------------------------------------------------------------
-
-
-async def _tasks(args: argparse.Namespace) -> int:
-  """Prints the table; returns how many episodes did not go as they should."""
-  wrong = 0
-  gym = _gym(args)
-  print(f"{'family':24} {'oracle':>7} {'no-op':>7} {'turns':>7} {'seconds':>8}")
-  try:
-    for family in args.families or TASKS.families():
-      solved = idle = 0
-      turns, seconds = [], []
-      for index in range(args.instances):
-        task = TASKS.eval_task(family, index)
-        began = time.perf_counter()
-        try:
-          await gym.start(task)
-          for _ in range(args.idle_turns):
-            await gym.act(Action(Kind.WAIT, duration=0.0))
-          idle += (await gym.evaluate()).success
-          action_count = 0
-          while (action := await xdesktop.oracle_action(gym)) is not None:
-            await gym.act(action)
-            action_count += 1
-          verdict = await gym.evaluate()
-        except (
-          sandbox_errors.DesktopError,
-          scripted_actions.Unsolvable,
-          TimeoutError,
-        ) as error:
-          print(f"  {task.task_id}: {type(error).__name__}: {error}")
-          wrong += 1
-          continue
-        if not verdict.success:
-          print(f"  {task.task_id}: {verdict.details['reason']}")
-        solved += verdict.success and action_count <= task.max_turns
-        turns.append(action_count)
-        seconds.append(time.perf_counter() - began)
-      n = args.instances
-      wrong += (n - solved) + idle
-      print(
-        f"{family:24} {f'{solved}/{n}':>7} {f'{idle}/{n}':>7}"
-        f" {max(turns, default=0):7d}"
-        f" {statistics.median(seconds or [0]):8.2f}",
-        flush=True,
-      )
-  finally:
-    await gym.close()
-  return wrong
-
-
 # --- resets -------------------------------------------------------------------
 
 
@@ -323,12 +267,10 @@ def main() -> int:
     description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   add = parser.add_argument
-  add("--only", choices=("latency", "tasks", "resets"))
+  add("--only", choices=("latency", "resets"))
   add("--displays", default="1,8", help="numbers of desktops in parallel")
   add("--seconds", type=float, default=10.0, help="of each number of them")
-  add("--instances", type=int, default=1, help="of each family")
   add("--families", default="", help="A,B: those of the table (all)")
-  add("--idle-turns", type=int, default=2)
   add("--resets", type=int, default=20)
   add("--at-most-s", type=float, default=3600.0, help="of the resets")
   add("--parallel", type=int, default=2, help="desktops of the soak")
@@ -343,8 +285,6 @@ def main() -> int:
   wrong = 0
   if args.only in (None, "latency"):
     asyncio.run(_latency(args))
-  if args.only in (None, "tasks"):
-    wrong += asyncio.run(_tasks(args))
   if args.only in (None, "resets"):
     wrong += asyncio.run(_resets(args))
   return int(wrong > 0)

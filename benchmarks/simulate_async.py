@@ -15,8 +15,6 @@ those of handing over weights. Rules are those of the run: `queue.*`,
 * `useful`: tokens trained on a second, over those that full slots sample;
 * `staleness`: of the trained tokens, a histogram; `oldest`: the largest.
 
-`--other` also simulates rules that a run does not have (`async_rules.py`).
-
 `--real` plays the same episodes through the real `GroupCollector`,
 `CollectLoop`, `GroupQueue` and `LearnerLoop`, with environments that sleep and
 an update of fixed length (`async_loop.py`). It measures what the machine added
@@ -95,10 +93,6 @@ class Rules:
   groups_per_step: int = 8
   group_size: int = 8
   part_size: int = 0
-
-  @property
-  def simulation(self) -> type[Simulation]:
-    return Simulation
 
   @property
   def parts(self) -> int:
@@ -346,7 +340,8 @@ class Simulation:
     count = self._per_step
     if self._learning or len(self._ready) < count:
       return
-    self._order()
+    # In the order of admission.
+    self._ready.sort(key=lambda unit: unit[0].group.ticket.index)
     units, self._ready = self._ready[:count], self._ready[count:]
     self._consumed += count
     bound = self._version - self._rules.queue.max_staleness
@@ -358,10 +353,6 @@ class Simulation:
         self._account.lengths.append(episode.seconds)
     self._learning = True
     self._later(self._costs.learn_s + self._costs.sync_s, "learned", None)
-
-  def _order(self) -> None:
-    """Puts what is ready into the order of delivery, that of admission."""
-    self._ready.sort(key=lambda unit: unit[0].group.ticket.index)
 
   def _learned(self) -> None:
     for _, _, episode in self._decoding:
@@ -427,7 +418,7 @@ def simulate(
   costs: Costs, rules: Rules, steps: int = 200, warm: int = 30, seed: int = 0
 ) -> dict[str, Any]:
   """The schedule of `steps` updates; see the module docstring."""
-  return rules.simulation(costs, rules, seed).run(steps, warm)
+  return Simulation(costs, rules, seed).run(steps, warm)
 
 
 def named_rules(max_staleness: int) -> dict[str, Rules]:
@@ -469,14 +460,11 @@ def main() -> None:
   parser.add_argument("--warm", type=int, default=30)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--seeds", type=int, default=1, help="mean of so many")
-  parser.add_argument("--other", action="store_true")
   parser.add_argument("--real", action="store_true")
   parser.add_argument(
     "--unit", type=float, default=0.4, help="real seconds a second, --real"
   )
   args = parser.parse_args()
-  if args.real and args.other:
-    parser.error("--real plays the rules of a run; leave --other out")
   names = ("task_share", "tasks", "env_share", "empty_speed", "sync_s",
            "turns", "slots", "concurrency")  # fmt: skip
   settings = {name: getattr(args, name) for name in names}
@@ -485,12 +473,7 @@ def main() -> None:
       episode_s=args.episode, sigma=sigma, learn_s=args.learn, **settings
     )
     for staleness in args.staleness:
-      table = named_rules(staleness)
-      if args.other:
-        import async_rules  # pylint: disable=g-import-not-at-top
-
-        table |= async_rules.named_rules(staleness)
-      for name, rules in table.items():
+      for name, rules in named_rules(staleness).items():
         if args.rules and name not in args.rules:
           continue
         row = {"sigma": sigma, "max_staleness": staleness, "rules": name}

@@ -160,7 +160,7 @@ TABLE = (
         ),
     ),
     Benchmark(
-        "server", "bench_server.py", ("--seconds", "0"),
+        "server", "bench_server.py", (),
         (
             _overhead("4 KB", 1.5),
             _overhead("5 screenshots, all seen", 6.0),
@@ -193,7 +193,7 @@ TABLE = (
         ),
     ),
     Benchmark(
-        "monitor", "bench_monitor.py", ("--server-only",),
+        "monitor", "bench_monitor.py", (),
         (
             Figure("monitor, an episode of 7 turns a request", "/CPU s",
                    lambda r: _by(r, per_batch=1)["episodes_per_cpu_s"], 800.0),

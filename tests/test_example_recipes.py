@@ -119,7 +119,8 @@ def small(name, **needs):
   [
     small("miniwob", marks=browsers.needed()),
     small("qwen3_vl_lora_cpu"),
-    small("ui_tars_lora_cpu"),
+    # The same of another family.
+    small("ui_tars_lora_cpu", marks=trials.in_full("qwen3_vl_lora_cpu")),
     small("proxy_agent"),
   ],
 )
@@ -183,11 +184,8 @@ def test_a_rollout_buffer_is_trained_from(tmp_path):
     )
 
 
-# run/test_pod_runs.py has two processes of the built-in settings.
 @pytest.mark.slow
-@pytest.mark.skipif(
-  trials.share() < 1, reason="a minute: make test-all runs it"
-)
+@trials.in_full("run/test_pod_runs.py")
 def test_two_processes_train_one_run(tmp_path):
   import portpicker  # pylint: disable=g-import-not-at-top
 

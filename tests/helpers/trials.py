@@ -28,7 +28,7 @@ def some(cases) -> list:
   return [cases[i] for i in sorted(chosen)]
 
 
-def by_default(kept, cases, ids=None, unlike=None) -> list:
+def by_default(kept, cases, ids=None, unlike=()) -> list:
   """Cases of a parametrised test: `kept` in the default run, the others slow.
 
   Args:
@@ -36,13 +36,13 @@ def by_default(kept, cases, ids=None, unlike=None) -> list:
     cases: arguments, a tuple of them where the test takes several.
     ids: a name of each case; None where it names itself.
     unlike: The slow cases that `.ci/run` tries, where the others resemble them
-      or `kept`; `make test-all` tries all. None = all cases.
+      or `kept`; `make test-all` tries all.
   """
   cases, kept = list(cases), list(kept)
   absent = [case for case in kept if case not in cases]
   if absent:
     raise ValueError(f"by_default() keeps {absent}, which are no cases")
-  tried = cases if unlike is None or share() >= 1 else [*kept, *unlike]
+  tried = cases if share() >= 1 else [*kept, *unlike]
   return [
     pytest.param(
       *(case if isinstance(case, tuple) else (case,)),
@@ -52,3 +52,12 @@ def by_default(kept, cases, ids=None, unlike=None) -> list:
     for place, case in enumerate(cases)
     if case in tried
   ]
+
+
+def in_full(reason: str):
+  """Marks what only `make test-all` tries.
+
+  Args:
+    reason: What `.ci/run` tries in its place.
+  """
+  return pytest.mark.skipif(share() < 1, reason=f"make test-all; here {reason}")

@@ -163,6 +163,9 @@ class Server:
       "PATH": f"{self.bin}:{os.environ['PATH']}",
       "HF_HUB_OFFLINE": "1",
       "VLLM_NO_USAGE_STATS": "1",
+      # Threads that wait for one another on processors that others use.
+      "OMP_NUM_THREADS": "1",
+      "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     with self.log.open("w") as log:
       self._process = subprocess.Popen(

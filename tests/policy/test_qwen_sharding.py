@@ -25,7 +25,7 @@ MESHES = {
 @pytest.fixture(
   scope="module",
   params=trials.by_default(
-    [], MESHES, unlike=("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3")
+    [], MESHES, unlike=("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
   ),
 )
 def report(request):

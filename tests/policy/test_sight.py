@@ -106,6 +106,19 @@ def test_values_and_gradients_are_those_of_the_definition(
     np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
+def test_an_image_may_end_with_the_first_token_of_a_block(monkeypatch):
+  monkeypatch.setattr(blocks, "_most", lambda causal: 48)
+  segments = np.ones((B, 401), np.int32)
+  images = np.zeros_like(segments)
+  images[:, 49 - IMAGE : 49] = 1
+  with compiling.compile_for("cpu"):
+    got = kernels.causal_attention(
+      *qkv(401), segments, sight=sight(segments, images, 0)
+    )
+  want = dense(*qkv(401), definition(segments, images, 0))
+  np.testing.assert_allclose(got, want, atol=3e-6)
+
+
 @pytest.mark.parametrize("t, platform", WAYS)
 @pytest.mark.parametrize(
   "window",

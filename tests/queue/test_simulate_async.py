@@ -13,7 +13,6 @@ import trials
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 import async_loop  # noqa: E402  pylint: disable=g-import-not-at-top
-import async_rules  # noqa: E402
 import simulate_async as sim  # noqa: E402
 
 EVEN = sim.Costs(sigma=0.0, env_share=0.0)
@@ -95,40 +94,3 @@ def test_tasks_come_again_and_share_their_part_of_the_variance():
   assert statistics.pvariance(of_task) == pytest.approx(0.6)
   assert statistics.pvariance(of_all) == pytest.approx(1, abs=0.05)
   assert statistics.mean(of_all) == pytest.approx(-0.5, abs=0.05)
-
-
-@pytest.mark.parametrize("name", list(async_rules.named_rules(1)))
-def test_other_rules_keep_the_bound_and_deal_each_task(name):
-  given = async_rules.named_rules(2)[name]
-  given = dataclasses.replace(given, groups_per_step=2, window=8)
-  costs = sim.Costs(slots=16, concurrency=16, turns=2, task_share=0.7, tasks=8)
-  started = collections.Counter()
-
-  class Noted(async_rules.OtherSimulation):
-    def _next_draw(self):
-      draw = super()._next_draw()
-      started[draw.task] += 1
-      return draw
-
-  found = Noted(costs, given).run(steps=80, warm=10)
-  assert 0 < found["useful"] <= 1 and found["oldest"] <= 2
-  # A task waits for at most four windows of other tasks.
-  assert len(started) == 8 and min(started.values()) >= 9
-
-
-def test_lengths_are_estimated_by_task():
-  costs = sim.Costs(sigma=1.0, task_share=0.5, tasks=8)
-  lengths = async_rules.Lengths()
-  draws = list(itertools.islice(sim.draw_groups(costs, rules(1), 0), 400))
-  for draw in draws:
-    for seconds in draw.seconds:
-      lengths.add(draw.task, seconds, lengths.typical(draw.task))
-  for draw in draws[-8:]:
-    typical = lengths.typical(draw.task)
-    assert typical == pytest.approx(math.log(draw.typical_s), abs=0.45)
-    # The normal distribution's, of a deviation of sqrt(0.5).
-    median = math.exp(typical)
-    assert lengths.chance(typical, 0, median) == pytest.approx(0.5, abs=0.08)
-    assert lengths.chance(typical, median, median) == pytest.approx(
-      0.673, abs=0.12
-    )

@@ -506,6 +506,7 @@ def test_images_that_do_not_fit_do_not_take_the_words_with_them(tmp_path):
     assert client.sender.counts()["entry"] == 1
     assert client.sender.counters["dropped_images"] == 1
     assert not client.sender.counters["dropped_disk"]
+    client.close(0.1)
 
 
 def test_what_is_refused_still_counts_as_taken_space(lite, tmp_path):
@@ -533,6 +534,7 @@ def test_numbering_ones_own_items_takes_bounded_memory(tmp_path, monkeypatch):
       client.record("action", n, {"tool_name": "x"})
     assert len(client._local) <= 100
     assert ("training", 0) in client._local
+    client.close(0.1)
 
 
 def test_reading_a_body_raises_nothing_but_its_faults():

@@ -13,6 +13,7 @@ import urllib.request
 import buffer_peer
 import pytest
 import small_runs
+import trials
 from tunix.rl.multi_turn import train
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
@@ -84,6 +85,7 @@ def _three_rounds(tmp_path, *overrides):
   return episodes, stats
 
 
+@trials.in_full("the desktop's three rounds, and rollout_buffer's mathematics")
 def test_mathematics(tmp_path):
   buffer_peer.write_sums(tmp_path, 60)
   episodes, _ = _three_rounds(
