@@ -23,6 +23,7 @@ import copy
 import functools
 import logging
 import pathlib
+import signal
 import sys
 import time
 from typing import Any, Callable, Iterable, Mapping
@@ -49,6 +50,7 @@ TRANSFER_S = 1800.0
 _BEAT_S = 0.5
 _SILENCE_S = 10.0
 """A connection that is cut for so long is given up, and the call made again."""
+_LEAVE_S = 5.0
 _SHORT_S = 0.5  # That one of several is asked for a lease, before the next is.
 
 
@@ -327,7 +329,36 @@ class GroupPlayer:
     self.collected = 0
     """Groups that a learner took."""
 
+  async def until_terminated(self) -> str:
+    """Plays until the run ends, or SIGTERM comes; returns which."""
+    work = asyncio.ensure_future(self.run())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
+    try:
+      await work
+      return "the run has ended"
+    except asyncio.CancelledError:
+      if not work.cancelled():
+        raise
+      return "told to end"
+
+  async def _leave(self) -> None:
+    """Gives groups back at once, if the learners answer; closes connections."""
+    calls = (
+      asyncio.wait_for(
+        learner.ask("/beat", leases=[], stats={}, leaving=True), _LEAVE_S
+      )
+      for learner in self._learners
+    )
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+      if isinstance(answer, Exception):
+        _LOG.info("a learner was not told of the end: %r", answer)
+    await asyncio.gather(*(learner.aclose() for learner in self._learners))
+
   # --- of a subclass ---------------------------------------------------------
+
+  async def run(self) -> None:
+    """Plays until the run ends."""
+    raise NotImplementedError
 
   _config: config_lib.TrainConfig
   _images: images_lib.ImageStore
