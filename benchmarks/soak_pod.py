@@ -49,6 +49,7 @@ SETTINGS = (
   *pods.ARGUMENTS, "warm_start.steps=0", "eval.every=0", "checkpoint.every=5",
   "eval.episodes_per_task=1", "collect.concurrency=4", "engine.slots=4",
   "monitor.embedded=true",
+  "watchdog.on=false",  # It warns once in each start.
 )  # fmt: skip
 MODES = {
   "hosts": (
@@ -73,7 +74,8 @@ class Soak:
     self.failed: list[str] = []
     self.learners: list[fault_runs.Process] = []
     self.hosts: list[fault_runs.Process] = []
-    self.memory: dict[int, list[tuple[float, int]]] = {}
+    self.trains = False  # The learners of this start have made an update.
+    self.memory: dict[int, list[int]] = {}
 
   # --- processes --------------------------------------------------------------
 
@@ -92,7 +94,7 @@ class Soak:
     devices = 4 if self.mode == "mesh" else 2
     address = forced_devices.free_address()
     first = not (self.run / "config.yaml").exists()
-    session = time.time()
+    session, self.trains = time.time(), False
     settings = [*SETTINGS, *MODES[self.mode], f"steps={self.steps}"]
     settings.append(f"run.dir={self.folder}")
     for i in range(count):
@@ -124,9 +126,10 @@ class Soak:
       for process in (*self.learners, *self.hosts):
         if process.poll():
           return False
-        with open(f"/proc/{process.pid}/statm", encoding="ascii") as file:
-          pages = int(file.read().split()[1])
-        self.memory.setdefault(process.pid, []).append((time.time(), pages))
+        if self.trains:
+          with open(f"/proc/{process.pid}/statm", encoding="ascii") as file:
+            pages = int(file.read().split()[1])
+          self.memory.setdefault(process.pid, []).append(pages)
       time.sleep(1.0)
     return True
 
@@ -194,6 +197,7 @@ class Soak:
     while self.watch(0.5) and time.monotonic() - since < START_S:
       new = [e for e in self.entries() if e["clock"] > since and "step" in e]
       if new:
+        self.trains = True
         break
     else:
       new = []
@@ -282,6 +286,7 @@ class Soak:
           break
         if not 0 < self.step() < self.steps - 5:
           continue  # It compiles, or ends soon.
+        self.trains = True
         # Each once, in a random order, then again.
         pile = pile or self.rng.sample(events, len(events))
         pile.pop()()
@@ -314,14 +319,7 @@ class Soak:
       ).fetchall()
     self.check("monitor: each update once", rows == [(n, 1) for n in upwards])
     self.check_groups()
-    for pid, points in self.memory.items():
-      third = len(points) // 3
-      if third < 30:
-        continue  # It did not live long.
-      early = max(pages for _, pages in points[third // 2 : third])
-      late = max(pages for _, pages in points[-third:])
-      self.table["long-lived processes"] += 1
-      self.check("memory stays", late < 1.15 * early + 2000, (pid, early, late))
+    self.check_memory()
     left = [
       str(p.relative_to(self.run))
       for p in self.run.rglob("*")
@@ -338,6 +336,19 @@ class Soak:
       except OSError:
         pass
     self.check("no process stays", not alive, alive)
+
+  def check_memory(self) -> None:
+    """No process that made updates for a minute grows from then on."""
+    for pid, pages in self.memory.items():
+      third = len(pages) // 3
+      if third < 20:
+        continue
+      early, late = max(pages[:third]), max(pages[-third:])
+      more = 100 * (late - early) / early
+      self.table["longest watch of memory, s"] = max(
+        self.table["longest watch of memory, s"], len(pages)
+      )
+      self.check("memory stays", more < 5, (pid, early, late))
 
   def check_groups(self) -> None:
     """Each admitted group was trained on once, or dropped with a reason."""
@@ -382,7 +393,12 @@ def undisturbed(soak: Soak) -> None:
   argv = [*SETTINGS, f"steps={soak.steps}", f"run.dir={folder}"]
   if not (folder / "r" / "policy" / "SHA256SUMS").exists():
     process = soak.fork("one", 4, argv)
-    status = process.wait(3600)
+    soak.learners, soak.memory = [process], {}
+    soak.trains = process.wait_for("training", 1)
+    while soak.watch(60.0):
+      pass
+    status = process.wait()
+    soak.check_memory()
     soak.check("the undisturbed run ends", not status, process.said()[-2000:])
   try:
     pods.check_equal(soak.run, folder / "r")

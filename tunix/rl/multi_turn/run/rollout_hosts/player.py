@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import contextlib
 import copy
 import functools
 import logging
@@ -343,15 +344,11 @@ class GroupPlayer:
 
   async def _leave(self) -> None:
     """Gives groups back at once, if the learners answer; closes connections."""
-    calls = (
-      asyncio.wait_for(
-        learner.ask("/beat", leases=[], stats={}, leaving=True), _LEAVE_S
-      )
-      for learner in self._learners
-    )
-    for answer in await asyncio.gather(*calls, return_exceptions=True):
-      if isinstance(answer, Exception):
-        _LOG.info("a learner was not told of the end: %r", answer)
+    leaving: dict[str, Any] = dict(leases=[], stats={}, leaving=True)
+    calls = [learner.ask("/beat", **leaving) for learner in self._learners]
+    told = asyncio.gather(*calls, return_exceptions=True)
+    with contextlib.suppress(TimeoutError):
+      await asyncio.wait_for(told, _LEAVE_S)
     await asyncio.gather(*(learner.aclose() for learner in self._learners))
 
   # --- of a subclass ---------------------------------------------------------

@@ -140,8 +140,8 @@ class HostsEngine:
 
   def _keep(self, count: int) -> None:
     """Deletes older weights, also those that a killed learner left."""
-    files = sorted((self._directory / "weights").glob("*"))
-    for old in files[: len(files) - count]:
+    files = (self._directory / "weights").glob("*")
+    for old in sorted(files, reverse=True)[count:]:
       old.unlink(missing_ok=True)
 
   @property
