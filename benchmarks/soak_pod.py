@@ -15,7 +15,10 @@ each group is trained on once, and each admitted one trained on or dropped for a
 reason; updates and versions rise by one in metrics.jsonl, summary.json and the
 monitor's database; a preemption loses no update and a death none that was
 saved; nothing prints a traceback; memory, processes and files of the exchange
-do not pile up; without staleness the curve is that of an undisturbed run.
+do not pile up; without staleness the curve is that of an undisturbed run of one
+process. The order of sums depends on the number of processes: once in thousands
+of tokens that samples another one, and the curves part from there on, which
+this check reports as a failure.
 
   python benchmarks/soak_pod.py --folder soak                 # an hour
   python benchmarks/soak_pod.py --updates 20 --every 15
@@ -60,6 +63,7 @@ MODES = {
 }  # fmt: skip
 HEARTBEAT_S, START_S = 10, 240.0
 IN_STEP = 4  # Groups.
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Soak:
@@ -338,17 +342,20 @@ class Soak:
     self.check("no process stays", not alive, alive)
 
   def check_memory(self) -> None:
-    """No process that made updates for a minute grows from then on."""
+    """No process that made updates for a minute grows without a bound.
+
+    Its caches of patched images, 256 MiB each for learner and engine, fill in
+    the first thousand updates.
+    """
     for pid, pages in self.memory.items():
       third = len(pages) // 3
       if third < 20:
         continue
-      early, late = max(pages[:third]), max(pages[-third:])
-      more = 100 * (late - early) / early
-      self.table["longest watch of memory, s"] = max(
-        self.table["longest watch of memory, s"], len(pages)
+      grown = (max(pages[-third:]) - max(pages[:third])) * PAGE >> 20
+      self.table["memory grown at most, MiB"] = max(
+        self.table["memory grown at most, MiB"], grown
       )
-      self.check("memory stays", more < 5, (pid, early, late))
+      self.check("memory is bounded", grown < 512, (pid, grown))
 
   def check_groups(self) -> None:
     """Each admitted group was trained on once, or dropped with a reason."""
