@@ -34,11 +34,11 @@ import time
 from typing import Any, Callable
 
 from cua_gyms import xdesktop
+from cua_gyms.sandbox import rooms
+from cua_gyms.sandbox import sandbox_errors
 from cua_gyms.xdesktop import scripted_actions
 import numpy as np
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.tools.sandbox import rooms
-from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
 import xcffib
 from xcffib import xproto
 

@@ -183,24 +183,8 @@ def _tensors() -> Target:
       reader.read(key, tuple(slice(0, 2) for _ in shape))
 
   arrays = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.int8)}
-  float8 = json.dumps(
-    {"a": {"dtype": "F8_E4M3", "shape": [2, 2], "data_offsets": [0, 4]}}
-  ).encode()
-  seeds = [
-    safetensors_numpy.save(arrays),
-    len(float8).to_bytes(8, "little") + float8 + b"\0" * 4,
-  ]
+  seeds = [safetensors_numpy.save(arrays)]
   return Target(_in_file("model.safetensors", read), (ValueError,), seeds)
-
-
-def _ranks() -> Target:
-  from tunix.rl.multi_turn.policy.checkpoints import tiktoken_files  # pylint: disable=g-import-not-at-top
-
-  return Target(
-    _in_file("tiktoken.model", tiktoken_files.read),
-    (ValueError, FileNotFoundError),
-    [b"YQ== 0\nYg== 1\nYWI= 2\n"],
-  )
 
 
 def _recording() -> Target:
@@ -226,7 +210,7 @@ def _recording() -> Target:
 TARGETS: dict[str, Callable[[], Target]] = {
     "picture": _picture, "image": _image, "proxy": _proxy, "item": _item,
     "batch": _batch, "chat": _chat, "events": _events, "tensors": _tensors,
-    "ranks": _ranks, "recording": _recording,
+    "recording": _recording,
 }  # fmt: skip
 
 

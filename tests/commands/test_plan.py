@@ -10,6 +10,7 @@ from flax import nnx
 import forced_devices
 import jax
 import numpy as np
+import published_sizes
 import pytest
 from tunix.rl.multi_turn import plan
 from tunix.rl.multi_turn.engine import cache_memory
@@ -21,7 +22,6 @@ from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import config_checks
 from tunix.rl.multi_turn.policy.layers import cached_attention
-from tunix.rl.multi_turn.policy.models.qwen import qwen_sizes
 
 TINY = ("policy.name=qwen3_vl_tiny", "topology=v5e:2x4", "--analytic")
 
@@ -153,7 +153,7 @@ def test_operations_of_linear_attention_are_xlas():
 
 
 def test_sizes_of_a_layer_with_a_shared_expert():
-  sizes = update_memory.Sizes.of(qwen_sizes.SIZES["Qwen3.5-35B-A3B"])
+  sizes = update_memory.Sizes.of(published_sizes.SIZES["Qwen3.5-35B-A3B"])
   assert (sizes.mlp, sizes.mlp_copies) == ((8 + 1) * 512, 8)
   assert (sizes.layers, sizes.full_layers) == (40, 10)
   assert sizes.linear_state == 32 * 128 * 128

@@ -29,7 +29,6 @@ from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.tool_parser import scanning
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.checkpoints import tensor_files
-from tunix.rl.multi_turn.policy.checkpoints import tiktoken_files
 from tunix.rl.multi_turn.reporting import files as report_files
 from tunix.rl.multi_turn.reporting import summary_writer
 from tunix.rl.multi_turn.run.multiprocess import process_layout
@@ -125,24 +124,12 @@ def in_file(read, name="f.jsonl"):
   return run
 
 
-def of_tokens(folder):
-  (folder / tiktoken_files.RANKS).write_text("YQ== 0\n")
-  tiktoken_files.read(folder)
-
-
 def of_tensors(folder, text):
   header = text.encode()
   file = folder / "model.safetensors"
   file.write_bytes(struct.pack("<Q", len(header)) + header)
   with tensor_files.opened(file):
     pass
-
-
-def of_header(folder, text):
-  header = text.encode()
-  file = folder / "model.safetensors"
-  file.write_bytes(struct.pack("<Q", len(header)) + header)
-  tensor_files._header(file, 0)
 
 
 def of_archive(folder, text):
@@ -164,10 +151,8 @@ READERS = {
     lambda d: policy_files._json_of(d / "tokenizer_config.json"),
     "tokenizer_config.json",
   ),
-  "tiktoken": in_folder(of_tokens, "tokenizer_config.json"),
   "index.json": in_file(tensor_files.read_json, "m.index.json"),
   "safetensors": of_tensors,
-  "safetensors header": of_header,
   "vllm": in_folder(lambda d: vllm.config_of(str(d)), "config.json"),
   "layout": in_folder(
     process_layout.read, f"{process_layout.PARTS}/{process_layout._FILE}"
@@ -198,7 +183,6 @@ PLACES = {
   "spool": spool.HEADER,
   "conversations": "line 1",
   "layout": "",
-  "safetensors header": "",
   "rollout.json": "",
 }
 
@@ -207,9 +191,8 @@ PLACES = {
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_that_nests_too_deeply_is_refused(tmp_path, name, levels):
   """As a ValueError (never a RecursionError) that names the file."""
-  key = {"tiktoken": "added_tokens_decoder"}.get(name, "a")
   with pytest.raises(Exception) as failure:
-    READERS[name](tmp_path, deep(levels, key))
+    READERS[name](tmp_path, deep(levels))
   error = failure.value
   is_told = isinstance(error, ValueError) or "Error" in type(error).__name__
   assert is_told and not isinstance(error, (RecursionError, AssertionError))
@@ -276,12 +259,11 @@ OWN = {
     "core/json_text.py", "net/peers.py",
     # Written by this package in another process of the same user.
     "doctor/probe.py", "rewards/math_answers.py", "rewards/math_worker.py",
-    "environments/verifiers/worker.py", "tools/sandbox/rooms.py",
+    "environments/verifiers/worker.py", "cua_gyms/sandbox/rooms.py",
     "run/fleet/ray_cluster.py", "run/fleet/collector.py",
     "agent_services/rollout_buffer/generator_process.py",
     "agent_services/rollout_buffer/service.py",  # Its own database.
     # Written by this process a moment before.
-    "parser/tool_parser/formats/function_gemma.py",
     "parser/renderer/base_renderer.py",
     "learner/checkpoint.py",
     "trajectory_collector/loss_mask.py",

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 
+from cua_gyms.sandbox import rooms
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.doctor import __main__ as doctor
@@ -18,7 +19,6 @@ from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.doctor import machine
 from tunix.rl.multi_turn.doctor import outside
 from tunix.rl.multi_turn.run import addresses
-from tunix.rl.multi_turn.tools.sandbox import rooms
 
 Finding = finding.Finding
 FACTS = {

@@ -7,6 +7,7 @@ sampled is held to full forward passes of the same weights.
 import contextlib
 
 import numpy as np
+import published_sizes
 import pytest
 import rollout_micro_policy as micro
 import rollout_references as references
@@ -202,9 +203,8 @@ def test_calls_too_short_for_an_image_are_refused(parts):
 @pytest.mark.parametrize("platform, want", [("cpu", (32, 288)), ("", None)])
 def test_default_calls_hold_an_image_and_the_text_around_it(platform, want):
   from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
-  from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
-  processor = qwen_checkpoint.processor_of(qwen_config.SIZES["Gemma-3-4B"])
+  processor = qwen_checkpoint.processor_of(published_sizes.SIZES["Gemma-3-4B"])
   chosen = buckets.choose(
     processor,
     engine_config.EngineConfig(context_length=4096),

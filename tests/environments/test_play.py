@@ -1,8 +1,7 @@
-"""Playing: a page, a terminal, an oracle, a script; and what is recorded."""
+"""Playing: a page, an oracle, a script; and what is recorded."""
 
 import asyncio
 import dataclasses
-import io
 import json
 import os
 import re
@@ -21,7 +20,6 @@ from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.play import __main__ as command
 from tunix.rl.multi_turn.environments.play import page as page_lib
 from tunix.rl.multi_turn.environments.play import session as session_lib
-from tunix.rl.multi_turn.environments.play import terminal
 from tunix.rl.multi_turn.net import http_server
 
 Action = gui_action.GuiAction
@@ -177,66 +175,6 @@ def test_a_task_of_a_gym_server_is_played(tmp_path, capsys):
 def test_what_cannot_be_played_is_refused(arguments, words, capsys):
   status, _, error = play(capsys, *arguments)
   assert status == 2 and words in error
-
-
-# --- the terminal -------------------------------------------------------------
-
-
-async def test_a_person_plays_in_the_terminal(tmp_path):
-  gym = desktop.DesktopGym()
-  gym.start_sync(task())
-  click = desktop.oracle_action(gym)
-  word = re.search('"(.*)"', gym.episode.spec.instruction)[1]
-  lines = iter(
-    ["dance", "click 1", "help", f"click {click.x} {click.y}", f"type {word}"]
-  )
-  out = io.StringIO()
-  playing = session(tmp_path / "d.jsonl")
-  await terminal.play(playing, task(), read=lambda prompt: next(lines), out=out)
-  assert "solved, score 1" in out.getvalue()
-  assert "'dance' is not an action" in out.getvalue()
-  assert "click needs 2 numbers" in out.getvalue()
-  assert "'kind': 'click'" in out.getvalue()
-  (recording,) = recordings.read(tmp_path / "d.jsonl")
-  assert [a.kind.value for a in recording.actions] == ["click", "type"]
-
-
-async def test_who_leaves_records_nothing(tmp_path):
-  playing = session(tmp_path / "d.jsonl")
-  for line in ("quit", None):
-
-    def read(prompt, line=line):
-      if line is None:
-        raise EOFError
-      return line
-
-    with pytest.raises(terminal.Quit):
-      await terminal.play(playing, task(), read=read, out=io.StringIO())
-  assert not (tmp_path / "d.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-  "line, action",
-  [
-    ("double 3 4", Action("click", x=3, y=4, count=2)),
-    ("right 3 4", Action("click", x=3, y=4, button="right")),
-    ("drag 1 2 3 4", Action("drag", x=1, y=2, x2=3, y2=4)),
-    ("scroll 1 2 -30", Action("scroll", x=1, y=2, dy=-30)),
-    ("key Ctrl+A", Action("key", keys=("ctrl", "a"))),
-    ("type Hello  you", Action("type", text="Hello  you")),
-    ("answer 42", Action("answer", text="42")),
-    ("done", Action("terminate")),
-  ],
-)
-def test_actions_in_words(line, action):
-  assert terminal.parse(line) == action
-
-
-def test_the_picture_has_two_pixels_a_character():
-  pixels = np.zeros((4, 6, 3), np.uint8)
-  pixels[0, 0] = (1, 2, 3)
-  text = terminal.picture(pixels, 80)
-  assert text.count("▀") == 12 and "38;2;1;2;3" in text
 
 
 # --- the page -----------------------------------------------------------------

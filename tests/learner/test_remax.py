@@ -15,7 +15,7 @@ STATUS = trajectory.TrajectoryStatus
 def with_greedy(case, rewards, greedy, name="g"):
   group = case.group(rewards, name)
   greedy_episode = case.group([greedy], name).trajectories[0]
-  return dataclasses.replace(group, greedy=greedy_episode)
+  return dataclasses.replace(group, extra=greedy_episode)
 
 
 def test_the_advantage_is_the_reward_less_the_greedy_ones():
@@ -53,16 +53,16 @@ def test_the_greedy_episode_is_a_baseline_and_no_sample(case):
 def test_a_group_keeps_its_baseline_in_json_and_in_the_store(case, tmp_path):
   group = with_greedy(case, [1.0, 0.0], 0.5)
   again = trajectory.TrajectoryGroup.from_json(group.to_json())
-  assert again.greedy == group.greedy and len(again) == 2
+  assert again.extra == group.extra and len(again) == 2
   assert "greedy" not in case.group([1.0]).to_json()
   store = group_store.SqliteGroupStore(tmp_path / "q.db", images=case.store)
   store.append(0, group)
   ((_, loaded),) = store.load()
-  assert loaded.greedy.reward == 0.5
+  assert loaded.extra.reward == 0.5
   store.close()
   with pytest.raises(ValueError, match="unfinished"):
     dataclasses.replace(
-      group, greedy=dataclasses.replace(group.greedy, status=STATUS.RUNNING)
+      group, extra=dataclasses.replace(group.extra, status=STATUS.RUNNING)
     )
 
 

@@ -66,7 +66,7 @@ def test_advantages_are_finite(name, rewards, gamma, std_eps):
     "g",
     "t",
     [member(str(i), r) for i, r in enumerate(rewards)],
-    greedy=member("greedy", rewards[0]),
+    extra=member("greedy", rewards[0]),
   )
   options = advantages.AdvantageOptions(std_eps=std_eps, gamma=gamma)
   with np.errstate(over="raise", invalid="raise", divide="raise"):

@@ -811,7 +811,7 @@ def test_each_preset_updates_the_policy_and_compiles_once(case, name):
     )
     if name == "remax":
       greedy = case.episode([("text", case.text(3))], 0.5)
-      groups = [dataclasses.replace(g, greedy=greedy) for g in groups]
+      groups = [dataclasses.replace(g, extra=greedy) for g in groups]
     if name == "gdpo":
       for member in (m for group in groups for m in group):
         part = {"reward": member.reward, "weight": 1.0}

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner.batches import replay
 from tunix.rl.queue import group_store
 
@@ -109,3 +110,36 @@ def test_what_cannot_be_corrected_is_refused(settings, message):
   config_lib.load_config(
     ["name=x", "learner.success_replay=2", "algorithm.importance=tis"]
   )
+
+
+def test_tokens_that_an_oracle_wrote_get_the_learners_log_probs(case):
+  learner = case.learner(learning_rate=1e-2)
+  (won,) = group(case, [1.0], "a").trajectories
+  mixed = [
+    dataclasses.replace(
+      s, logprobs=np.where(s.loss_mask & (np.arange(len(s)) % 2 == 0), -0.5, 0)
+    )
+    for s in won.sequences
+  ]
+  expert = dataclasses.replace(
+    won, sequences=mixed, trajectory_id=f"b.{trajectory.EXPERT}"
+  )
+  plain = group(case, [0.0], "c")
+  failed = dataclasses.replace(group(case, [0.0, 0.0], "b"), extra=expert)
+  before = learner.sequence_logprobs(expert.sequences)
+  joined, names = replay.with_experts(
+    [plain, failed], learner.sequence_logprobs
+  )
+  assert joined[0] is plain and names == {expert.trajectory_id}
+  assert joined[1].extra is None and len(joined[1]) == 3
+  for own, scored, want in zip(
+    mixed, joined[1].trajectories[-1].sequences, before
+  ):
+    kept = own.loss_mask & (own.logprobs != 0)
+    assert kept.any() and (own.loss_mask & ~kept).any()
+    assert np.array_equal(scored.logprobs[kept], own.logprobs[kept])
+    assert np.allclose(scored.logprobs[~kept], want[~kept])
+  metrics = learner.update(joined, borrowed=names)
+  assert metrics["success_rate"] == 0 and metrics["episodes"] == 3
+  after = learner.sequence_logprobs(expert.sequences)
+  assert sum(map(np.sum, after)) > sum(map(np.sum, before))

@@ -10,6 +10,7 @@ import json
 
 import numpy as np
 from PIL import Image
+import published_sizes
 import pytest
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
@@ -331,7 +332,7 @@ def test_images_that_follow_each_other_immediately_are_refused(policy):
     processor.positions(tokens, spans)
 
 
-RAW = qwen_config.to_hf(qwen_config.SIZES["Gemma-3-4B"])
+RAW = qwen_config.to_hf(published_sizes.SIZES["Gemma-3-4B"])
 
 
 @pytest.mark.parametrize(
@@ -398,7 +399,7 @@ PUBLISHED = {
 
 
 def test_the_published_files_are_the_published_sizes():
-  assert qwen_config.from_hf(PUBLISHED) == qwen_config.SIZES["Gemma-3-27B"]
+  assert qwen_config.from_hf(PUBLISHED) == published_sizes.SIZES["Gemma-3-27B"]
   # Of transformers 4.5x, which wrote the pattern and both bases.
   text = PUBLISHED["text_config"] | {
     "sliding_window_pattern": 6,
@@ -406,4 +407,4 @@ def test_the_published_files_are_the_published_sizes():
     "rope_local_base_freq": 1e4,
   }
   old = PUBLISHED | {"text_config": text}
-  assert qwen_config.from_hf(old) == qwen_config.SIZES["Gemma-3-27B"]
+  assert qwen_config.from_hf(old) == published_sizes.SIZES["Gemma-3-27B"]

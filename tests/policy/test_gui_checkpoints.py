@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 
+import published_sizes
 import pytest
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import config_checks
@@ -100,7 +101,7 @@ def raw_of(kind):
     "idefics3": "Idefics3-8B",
   }
   if kind in sizes:
-    return qwen_config.to_hf(qwen_config.SIZES[sizes[kind]])
+    return qwen_config.to_hf(published_sizes.SIZES[sizes[kind]])
   if kind == "opencua":  # Its classes come with the checkpoint.
     return {
       "model_type": kind,
@@ -151,7 +152,7 @@ def _few_layers(config):
 def test_a_flat_file_is_the_published_size(tmp_path):
   directory = directory_of(tmp_path, FLAT)
   config = checkpoint.load_config(directory)
-  want = qwen_config.SIZES["Qwen2.5-VL-7B"]
+  want = published_sizes.SIZES["Qwen2.5-VL-7B"]
   assert config == want
   (directory / "preprocessor_config.json").write_text(json.dumps(FLAT_IMAGES))
   processor = qwen_checkpoint.processor_of(
@@ -167,9 +168,8 @@ def test_quantized_checkpoints_are_refused(method, kind, tmp_path):
     "quant_method": method,
     "fmt": "e4m3",
     "modules_to_not_convert": ["lm_head", "visual"],
+    "weight_block_size": [128, 128],
   }
-  if method != "fp8":  # With blocks it loads, see test_checkpoint_views.
-    quantized["weight_block_size"] = [128, 128]
   raw = {**raw_of(kind), "quantization_config": quantized}
   with pytest.raises(ValueError, match=f"'{method}', quantized .*bfloat16"):
     checkpoint.load_config(directory_of(tmp_path, raw))

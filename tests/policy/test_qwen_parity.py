@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from published_sizes import PUBLISHED  # noqa: E402
+import published_sizes  # noqa: E402
 import qwen_reference  # noqa: E402
 import trials as cases  # noqa: E402
 from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint  # noqa: E402
@@ -23,6 +23,7 @@ from tunix.rl.multi_turn.policy.models.qwen import qwen_config  # noqa: E402
 from tests.policy import test_hf_checkpoint as checkpoints  # noqa: E402
 
 pytestmark = pytest.mark.peer("transformers")
+PARAMETERS = published_sizes.PUBLISHED
 TOL = 1e-5
 # Rounding in float32 reaches 1.1e-5 in the gradients of GLM's vision tower.
 GRADIENT_TOL = {"glm4v": 2e-5}
@@ -447,8 +448,8 @@ def test_decoding_with_a_cache_equals_the_whole_forward(
 def _sizes():
   """The smallest of each family; the others, a sample of them, are slow."""
   by_family = {}
-  for name in sorted(PUBLISHED, key=PUBLISHED.get):
-    by_family.setdefault(qwen_config.SIZES[name].family, []).append(name)
+  for name in sorted(PARAMETERS, key=PARAMETERS.get):
+    by_family.setdefault(published_sizes.SIZES[name].family, []).append(name)
   larger = [name for _, *names in by_family.values() for name in names]
   return [
     *(names[0] for names in by_family.values()),
@@ -457,12 +458,12 @@ def _sizes():
 
 
 def test_all_published_sizes_are_counted():
-  assert set(PUBLISHED) == set(qwen_config.SIZES)
+  assert set(PARAMETERS) == set(published_sizes.SIZES)
 
 
 @pytest.mark.parametrize("name", _sizes())
 def test_a_published_size_has_the_references_parameters(name):
-  config = qwen_config.SIZES[name]
+  config = published_sizes.SIZES[name]
   with torch.device("meta"):
     module = qwen_reference.build(config)
   # A router's correction, which is not trained, is in the files as well.
@@ -495,19 +496,19 @@ def test_a_published_size_has_the_references_parameters(name):
     if key.endswith("correction_bias")
   )
   assert count == corrections + sum(w.numel() for w in module.parameters())
-  assert count == PUBLISHED[name]
+  assert count == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", qwen_config.SIZES)
+@pytest.mark.parametrize("name", published_sizes.SIZES)
 def test_a_configuration_survives_its_file(name):
-  config = qwen_config.SIZES[name]
+  config = published_sizes.SIZES[name]
   raw = json.loads(json.dumps(qwen_config.to_hf(config)))
   assert qwen_config.from_hf(raw) == config
 
 
 def edited(name, changes):
   """The `config.json` of a size with other values; None = without."""
-  raw = qwen_config.to_hf(qwen_config.SIZES[name])
+  raw = qwen_config.to_hf(published_sizes.SIZES[name])
   for path, value in changes.items():
     *sections, key = path.split(".")
     section = raw
@@ -592,7 +593,7 @@ def test_a_missing_section_is_named(name, section):
 
 
 def test_files_of_older_transformers_are_read_alike():
-  config = qwen_config.SIZES[QWEN2]
+  config = published_sizes.SIZES[QWEN2]
   raw = qwen_config.to_hf(config)
   text = raw.pop(TEXT)
   rope = text.pop("rope_parameters")
@@ -607,7 +608,7 @@ def test_files_of_older_transformers_are_read_alike():
   }
   assert qwen_config.from_hf(old) == config
 
-  config = qwen_config.SIZES[QWEN3]
+  config = published_sizes.SIZES[QWEN3]
   raw = qwen_config.to_hf(config)
   rope = raw[TEXT].pop("rope_parameters")
   raw[TEXT]["rope_theta"] = rope.pop("rope_theta")
@@ -616,7 +617,7 @@ def test_files_of_older_transformers_are_read_alike():
 
 
 def test_only_what_a_run_decides_can_be_changed():
-  raw = qwen_config.to_hf(qwen_config.SIZES[QWEN3])
+  raw = qwen_config.to_hf(published_sizes.SIZES[QWEN3])
   config = qwen_config.from_hf(raw, compute_dtype="bfloat16", remat="dots")
   assert (config.compute_dtype, config.remat) == ("bfloat16", "dots")
   with pytest.raises(ValueError, match="'text' .* cannot be changed.*remat"):

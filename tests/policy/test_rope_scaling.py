@@ -5,6 +5,7 @@ import json
 
 import jax.numpy as jnp
 import numpy as np
+import published_sizes
 import pytest
 import trials
 from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
@@ -86,7 +87,7 @@ def raw_of(family, scaling):
       "idefics3": "SmolVLM2-256M",
     }
     config = dataclasses.replace(
-      qwen_config.SIZES[sizes[family]], family=family
+      published_sizes.SIZES[sizes[family]], family=family
     )
     raw = qwen_config.to_hf(config)
   else:

@@ -11,6 +11,7 @@ import json
 
 import numpy as np
 from PIL import Image
+import published_sizes
 import pytest
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
@@ -392,7 +393,7 @@ def test_images_that_are_made_otherwise_are_refused(
   )
 
 
-RAW = qwen_config.to_hf(qwen_config.SIZES["SmolVLM2-2.2B"])
+RAW = qwen_config.to_hf(published_sizes.SIZES["SmolVLM2-2.2B"])
 
 
 @pytest.mark.parametrize(
@@ -442,7 +443,7 @@ def test_the_published_file_is_the_published_size():
       },
       "torch_dtype": "bfloat16", "vocab_size": 49280,
   }  # fmt: skip
-  assert qwen_config.from_hf(raw) == qwen_config.SIZES["SmolVLM2-256M"]
+  assert qwen_config.from_hf(raw) == published_sizes.SIZES["SmolVLM2-256M"]
 
 
 def test_spans_that_are_not_their_images_are_refused(policies):

@@ -5,6 +5,7 @@ import pathlib
 import sys
 
 import collector_fakes as fakes
+from cua_gyms.sandbox import python_tool
 import documented_code
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn import tools
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.environments import python_tool
 from tunix.rl.multi_turn.environments import tool_request_env
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.batches import examples

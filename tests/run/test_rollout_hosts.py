@@ -197,7 +197,7 @@ def test_a_lent_group_has_its_samples_and_its_greedy_episode(tmp_path):
   )
   group, _ = seen_group(images)
   greedy = dataclasses.replace(group.trajectories[0], trajectory_id="greedy")
-  group = dataclasses.replace(group, greedy=greedy)
+  group = dataclasses.replace(group, extra=greedy)
 
   async def lend():
     task = gym_base.Task(task_id="t", instruction="do", family="click-color")

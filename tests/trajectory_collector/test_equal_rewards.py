@@ -53,7 +53,7 @@ def collected(*groups):
     # The whole reward as the one part of it, as gdpo needs.
     part = {"reward": episode.reward, "weight": 1.0}
     episode.steps[-1].info["reward_metadata"] = {"score": part}
-  return [dataclasses.replace(g, greedy=g.trajectories[0]) for g in groups]
+  return [dataclasses.replace(g, extra=g.trajectories[0]) for g in groups]
 
 
 def test_rounding_reaches_the_learner():

@@ -60,10 +60,10 @@ def test_a_greedy_episode_is_beside_the_group_and_not_in_it():
   assert [tokens_of(g) for g in (one, two)] == [tokens_of(g) for g in plain]
   for group in (one, two):
     assert len(group) == len(group.valid) == 3
-    assert group.greedy.trajectory_id == f"{group.group_id}.greedy"
+    assert group.extra.trajectory_id == f"{group.group_id}.greedy"
   assert (
-    one.greedy.sequences[0].tokens.tolist()
-    == two.greedy.sequences[0].tokens.tolist()
+    one.extra.sequences[0].tokens.tolist()
+    == two.extra.sequences[0].tokens.tolist()
   )
   assert client.greedy
 
@@ -88,7 +88,7 @@ def test_a_group_whose_greedy_episode_broke_is_tried_again():
   asyncio.run(loop.run())
   assert loop.counts["requeued"] == loop.counts["accepted"] == 1
   group = queue.get(timeout=0)
-  assert group.attempt == 1 and group.greedy.status.is_policy_outcome
+  assert group.attempt == 1 and group.extra.status.is_policy_outcome
 
 
 def test_the_greedy_episode_is_announced_with_its_group(monkeypatch):

@@ -118,7 +118,7 @@ def groups(draw):
     start_version=draw(st.integers(0, 5)),
     attempt=draw(st.integers(0, 2)),
     peer_rewards=tuple(draw(st.lists(st.floats(-1, 1), max_size=2))),
-    greedy=draw(st.none() | episodes("train-000003.greedy")),
+    extra=draw(st.none() | episodes("train-000003.greedy")),
   )
 
 

@@ -59,7 +59,7 @@ def test_every_folder_with_a_gym_is_an_entry_point():
     if point.value.startswith("cua_gyms.")
   }
   assert points == {name: f"cua_gyms.{name}:GYM" for name in declared}
-  assert len(declared) == 10 and declared < set(gyms.names())
+  assert len(declared) == 11 and declared < set(gyms.names())
   for name in declared:
     assert gyms.get(name).name == name
 
@@ -120,7 +120,7 @@ def test_without_the_package_settings_of_a_run_say_what_to_install():
 def test_without_the_package_names_and_commands_say_what_to_install():
   names = python(
     f"{ABSENT}\nfrom tunix.rl.multi_turn.environments import gyms\n"
-    "assert gyms.names() == ('desktop', 'grounding'), gyms.names()\n"
+    "assert gyms.names() == ('desktop',), gyms.names()\n"
     "gyms.get('desktop')\n"
     f"import {ROOM}.gym_server"
   )

@@ -14,9 +14,9 @@ from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.net import concurrency
 
 xdesktop = pytest.importorskip("cua_gyms.xdesktop")
+from cua_gyms.sandbox import rooms  # noqa: E402
+from cua_gyms.sandbox import sandbox_errors  # noqa: E402
 from cua_gyms.xdesktop import families  # noqa: E402
-from tunix.rl.multi_turn.tools.sandbox import rooms  # noqa: E402
-from tunix.rl.multi_turn.tools.sandbox import sandbox_errors  # noqa: E402
 
 real = [
   pytest.mark.xdesktop,

@@ -11,13 +11,13 @@ import pytest
 from tunix.rl.multi_turn import config as config_lib
 
 xdesktop = pytest.importorskip("cua_gyms.xdesktop")
+from cua_gyms.sandbox import files  # noqa: E402
+from cua_gyms.sandbox import processes  # noqa: E402
+from cua_gyms.sandbox import rooms  # noqa: E402
+from cua_gyms.sandbox import sandbox_errors  # noqa: E402
 from cua_gyms.xdesktop import desktop as desktops  # noqa: E402
 from cua_gyms.xdesktop import keyboard  # noqa: E402
 from cua_gyms.xdesktop import programs  # noqa: E402
-from tunix.rl.multi_turn.tools.sandbox import files  # noqa: E402
-from tunix.rl.multi_turn.tools.sandbox import processes  # noqa: E402
-from tunix.rl.multi_turn.tools.sandbox import rooms  # noqa: E402
-from tunix.rl.multi_turn.tools.sandbox import sandbox_errors  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 KINDS = ("namespaces", "processes")

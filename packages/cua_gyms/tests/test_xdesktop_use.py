@@ -9,7 +9,7 @@ from tunix.rl.multi_turn.environments import recordings
 from tunix.rl.multi_turn.environments.play import __main__ as command
 
 xdesktop = pytest.importorskip("cua_gyms.xdesktop")
-from tunix.rl.multi_turn.tools.sandbox import rooms  # noqa: E402
+from cua_gyms.sandbox import rooms  # noqa: E402
 
 pytestmark = [
   pytest.mark.xdesktop,

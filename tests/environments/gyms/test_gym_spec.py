@@ -104,7 +104,7 @@ def test_a_name_costs_its_declaration_and_nothing_else():
         assert spec.name == name and spec.doc, name
       new = {m for m in set(sys.modules) - before
              if m.startswith(("cua_gyms", "tunix"))}
-      inside = {"desktop", "grounding"}
+      inside = {"desktop"}
       expected = {f"{gyms.__name__}.{n}" for n in inside} | {"cua_gyms"}
       expected |= {f"cua_gyms.{n}" for n in set(gyms.names()) - inside}
       assert new == expected, new ^ expected

@@ -9,7 +9,7 @@ from tunix.rl.multi_turn.parser import tool_parser
 
 FORMATS = (
     "qwen", "qwen_xml", "llama_json", "llama_pythonic", "mistral", "deepseek",
-    "gemma", "gemini", "openai_function", "function_gemma",
+    "gemma", "gemini", "openai_function",
 )  # fmt: skip
 WEATHER = ("get_weather", {"city": "Paris"})
 ADD = ("add", {"a": 1, "b": 2.5})
@@ -57,14 +57,6 @@ EXAMPLES = [
     ("gemma", "```tool_code\nget_weather(city=\"Paris\")\n```", [WEATHER]),
     ("gemma", "Let me see.\n```tool_code\nprint(get_weather(city='Paris'))\n"
      "add(a=1, b=2.5)\n```\n", [WEATHER, ADD]),
-    # The calls of its documentation, and of several at a time.
-    ("function_gemma", "<start_function_call>call:get_current_weather{location:"
-     "<escape>Tokyo, JP<escape>}<end_function_call><start_function_response>",
-     [("get_current_weather", {"location": "Tokyo, JP"})]),
-    ("function_gemma",
-     "<start_function_call>call:get_weather{city:<escape>Paris<escape>}"
-     "<end_function_call><start_function_call>call:add{a:1,b:2.5}"
-     "<end_function_call>", [WEATHER, ADD]),
     ("gemini", '{"functionCall": {"name": "get_weather", "args": {"city":'
      ' "Paris"}}}', [WEATHER]),
     ("openai_function",
@@ -185,59 +177,3 @@ def test_writing_and_reading_are_inverse(name, calls):
   assert not result.failures
   assert simple(result.calls) == simple(calls)
   assert result.thought == "I call."
-
-
-def test_function_gemmas_declaration_is_that_of_its_documentation():
-  schema = {
-    "name": "get_current_weather",
-    "description": "Gets the current weather in a given location.",
-    "parameters": {
-      "type": "object",
-      "properties": {
-        "location": {
-          "type": "string",
-          "description": (
-            'The city and state, e.g. "San Francisco, CA" or "Tokyo, JP"'
-          ),
-        },
-        "unit": {
-          "type": "string",
-          "description": "The unit to return the temperature in.",
-          "enum": ["celsius", "fahrenheit"],
-        },
-      },
-      "required": ["location"],
-    },
-  }
-  parser = tool_parser.make_tool_parser("function_gemma")
-  shown = parser.get_tool_prompt([{"type": "function", "function": schema}])
-  assert shown == (
-    "You are a model that can do function calling with the following"
-    " functions\n<start_function_declaration>declaration:get_current_weather"
-    "{description:<escape>Gets the current weather in a given location."
-    "<escape>,parameters:{properties:{location:{description:<escape>The city"
-    ' and state, e.g. "San Francisco, CA" or "Tokyo, JP"<escape>,type:'
-    "<escape>STRING<escape>},unit:{description:<escape>The unit to return the"
-    " temperature in.<escape>,enum:[<escape>celsius<escape>,<escape>"
-    "fahrenheit<escape>],type:<escape>STRING<escape>}},required:[<escape>location"
-    "<escape>],type:<escape>OBJECT<escape>}}<end_function_declaration>"
-  )
-
-
-@pytest.mark.parametrize(
-  "text, error",
-  [
-    ("<start_function_call>get{}<end_function_call>", "expected call:NAME"),
-    ("<start_function_call>call:f{a}<end_function_call>", "expected key:value"),
-    ("<start_function_call>call:f{a:b}<end_function_call>", "expected a value"),
-    ("<start_function_call>call:f{a:01}", "expected a value"),
-    ("<start_function_call>call:f{a:<escape>x}", "never closed"),
-    ("<start_function_call>call:f{a:" + "[" * 99, "nested more than 32"),
-    ("<start_function_call>call:f{a:1,}<end_function_call>", "expected , or }"),
-    ("<start_function_call>call:f{a:1} x", "expected <end_function_call>"),
-  ],
-)
-def test_function_gemmas_malformed_calls_are_reported(text, error):
-  result = tool_parser.make_tool_parser("function_gemma").parse_result(text)
-  assert not result.calls and error in result.errors[0]
-  assert 0 <= result.failures[0].position <= len(text)

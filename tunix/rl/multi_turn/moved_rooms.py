@@ -29,6 +29,7 @@ ROOMS = {
       "computer",
       "gbox",
       "genv",
+      "grounding",
       "gymnasium",
       "miniwob",
       "openenv",
@@ -36,13 +37,26 @@ ROOMS = {
       "xdesktop",
     )
   },
+  **{
+    f"parser.tool_parser.grammars.{name}": f"cua_gyms.grammars.{name}"
+    for name in (
+      "android_world",
+      "anthropic_computer",
+      "gemini",
+      "glm_v",
+      "mai_ui",
+      "openai_computer",
+      "opencua",
+      "ui_tars",
+    )
+  },
   "agents.runs.settings": "tunix.rl.multi_turn.agents.agent_settings",
   "environments.workers": "cua_gyms.workers",
   "environments.gyms.machines": "cua_gyms.machines",
+  "environments.python_tool": "cua_gyms.sandbox.python_tool",
+  "tools.sandbox": "cua_gyms.sandbox",
   **{
-    f"environments.gyms.xdesktop.{former}": (
-      f"tunix.rl.multi_turn.tools.sandbox.{now}"
-    )
+    f"environments.gyms.xdesktop.{former}": f"cua_gyms.sandbox.{now}"
     for former, now in (
       ("errors", "sandbox_errors"),
       ("files", "files"),

@@ -296,7 +296,7 @@ def _images_of(group: TrajectoryGroup) -> list[trajectory.ImageRef]:
   """Images of its training sequences, with repetitions."""
   return [
     span.image
-    for member in group
+    for member in group.played
     for sequence in member.sequences
     for span in sequence.images
   ]

@@ -16,9 +16,8 @@ import tempfile
 import time
 from typing import Callable, TypeVar
 
-from tunix.rl.multi_turn.tools.sandbox import rooms
-from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
-
+from cua_gyms.sandbox import rooms
+from cua_gyms.sandbox import sandbox_errors
 from cua_gyms.xdesktop import display as displays
 from cua_gyms.xdesktop import programs
 

@@ -26,8 +26,8 @@ import time
 from typing import Any, Callable, Iterable
 
 import numpy as np
-from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
 
+from cua_gyms.sandbox import sandbox_errors
 from cua_gyms.xdesktop import keyboard as keyboards
 
 try:

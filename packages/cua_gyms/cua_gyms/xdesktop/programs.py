@@ -12,8 +12,9 @@ import shutil
 from typing import Any, Iterator, Mapping
 
 from tunix.rl.multi_turn.core import registry
-from tunix.rl.multi_turn.tools.sandbox import rooms
-from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
+
+from cua_gyms.sandbox import rooms
+from cua_gyms.sandbox import sandbox_errors
 
 
 @dataclasses.dataclass(frozen=True)

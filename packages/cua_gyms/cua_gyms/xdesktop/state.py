@@ -8,8 +8,8 @@ import pathlib
 import stat
 
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.tools.sandbox import files as files_lib
 
+from cua_gyms.sandbox import files as files_lib
 from cua_gyms.xdesktop import desktop as desktops
 from cua_gyms.xdesktop import display as displays
 from cua_gyms.xdesktop import programs

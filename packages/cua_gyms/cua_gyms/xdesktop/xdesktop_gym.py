@@ -27,9 +27,9 @@ from PIL import Image
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.net import concurrency
-from tunix.rl.multi_turn.tools.sandbox import rooms
-from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
 
+from cua_gyms.sandbox import rooms
+from cua_gyms.sandbox import sandbox_errors
 from cua_gyms.xdesktop import desktop as desktops
 from cua_gyms.xdesktop import families
 from cua_gyms.xdesktop import families_editor  # noqa: F401

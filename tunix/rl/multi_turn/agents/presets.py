@@ -97,13 +97,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
   "ui_tars_1_5_mobile": _preset(
     "ui_tars_mobile", prompt="ui_tars", images=5, resize="grammar"
   ),
-  # libs/python/agent/agent/loops/uitars2.py of trycua/cua has its prompt. A
-  # history is not published: that of UI-TARS 1.5.
-  "ui_tars_2": _preset("ui_tars_2", images=5, new_tokens=2048),
-  # src/surfer_h_cli/surferh.py of hcompai/surfer-h-cli: three screenshots,
-  # older steps as texts.
-  "holo1_5": _preset("holo1_5", images=3, **_LISTED, resize="grammar"),
-  "holo2": _preset("holo2", images=3, **_LISTED, resize="grammar"),
   # src/mai_naivigation_agent.py of Tongyi-MAI/MAI-UI: history_n=3, all texts.
   "mai_ui": _preset("mai_ui", images=3, resize="grammar", new_tokens=2048),
   # mm_agents/opencua_agent.py of xlang-ai/OSWorld: three screenshots, older
@@ -153,10 +146,7 @@ _ON_PHONES: Mapping[str, str] = {
 
 _FINE_TUNES: Mapping[str, str] = {
   "ui-tars-1.5": "ui_tars_1_5",
-  "ui-tars-2": "ui_tars_2",
   "ui-tars": "ui_tars_1",
-  "holo1.5": "holo1_5",
-  "holo2": "holo2",
   "mai-ui": "mai_ui",
   "opencua": "opencua",
 }

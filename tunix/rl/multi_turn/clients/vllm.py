@@ -1,4 +1,4 @@
-"""Builds and checks the command that starts vLLM as the rollout engine.
+"""Builds the command that starts vLLM as the rollout engine.
 
     python -m tunix.rl.multi_turn.clients.vllm --model DIR
 
@@ -6,7 +6,7 @@ prints the command for computer use: contexts that hold an episode's
 screenshots, as many images as an episode has, images from listed hosts only,
 log-probs of the distribution that was sampled from, the endpoint that takes
 tokens with images. Settings come from the command line or from TUNIX_VLLM_…
-variables; `--check` lists the problems of another command.
+variables.
 
 Promises: a shell reads the printed command as the same argument list, JSON
 included; an impossible setting is refused by name, as is a policy that vLLM
@@ -353,116 +353,7 @@ class VllmLaunch:
     )
 
 
-def check_command(
-  command: str | Sequence[str], environment: Mapping[str, str] | None = None
-) -> list[str]:
-  """Lists the problems of a command that starts vLLM for computer use.
-
-  Args:
-    command: A shell's line, or its arguments.
-    environment: Environment of the process, beside the variables that the line
-      sets.
-
-  Returns:
-    One sentence a problem, each with the fix; [] for none.
-  """
-  try:
-    words = shlex.split(command) if isinstance(command, str) else list(command)
-  except ValueError as error:
-    return [f"the shell cannot read it: {error}; close the quotes"]
-  own: dict[str, str] = {}
-  while words and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", words[0], re.S):
-    name, _, value = words.pop(0).partition("=")
-    own[name] = value
-  environment = {**(environment or {}), **own}
-  options = _options(words)
-  problems = []
-  if "--max-model-len" not in options:
-    problems.append(
-      "--max-model-len is missing: contexts are as short as memory makes"
-      " them; write --max-model-len 262144"
-    )
-  elif not _is_count(options["--max-model-len"]):
-    problems.append(
-      f"--max-model-len {' '.join(options['--max-model-len'])} is no number"
-      " of tokens; write --max-model-len 262144"
-    )
-  problems += _wrong_limit(options.get("--limit-mm-per-prompt"))
-  hosts = options.get("--allowed-media-domains")
-  if not hosts:
-    problems.append(
-      "--allowed-media-domains is missing: images are fetched from any host;"
-      f" list hosts, or write --allowed-media-domains {NO_HOST}"
-    )
-  for host in hosts or ():
-    if why := _wrong_host(host):
-      problems.append(f"--allowed-media-domains: {why}")
-  mode = options.get("--logprobs-mode")
-  if mode != ["processed_logprobs"]:
-    problem = "is missing" if mode is None else " ".join(["is", *mode])
-    problems.append(
-      f"--logprobs-mode {problem}: log-probs are not those of the"
-      " distribution sampled from; write --logprobs-mode processed_logprobs"
-    )
-  if "--enable-scale-out" not in options:
-    problems.append(
-      "--enable-scale-out is missing: requests with images are refused; add it"
-    )
-  if options.get("--dtype", ["auto"]) == ["auto"]:
-    problems.append(
-      "--dtype auto rounds float32 weights to bfloat16; write the type of the"
-      " policy's files, such as --dtype float32"
-    )
-  if options.get("--generation-config") != ["vllm"]:
-    problems.append(
-      "--generation-config is not vllm: penalties of generation_config.json"
-      " apply to requests without them; write --generation-config vllm"
-    )
-  if hosts and environment.get("VLLM_MEDIA_URL_ALLOW_REDIRECTS") != "0":
-    problems.append(
-      "VLLM_MEDIA_URL_ALLOW_REDIRECTS is not 0: a listed host can redirect"
-      " to any other; set it to 0"
-    )
-  return problems
-
-
 # --- pieces -------------------------------------------------------------------
-
-
-def _options(words: Sequence[str]) -> dict[str, list[str]]:
-  """--option -> its values; `--option=value` too, underscores as dashes."""
-  options: dict[str, list[str]] = {}
-  at: list[str] = []
-  for word in words:
-    if word.startswith("--"):
-      name, equals, value = word.partition("=")
-      at = options.setdefault(name.replace("_", "-"), [])
-      if equals:
-        at.append(value)
-    else:
-      at.append(word)
-  return options
-
-
-def _is_count(values: Sequence[str]) -> bool:
-  return len(values) == 1 and values[0].isdigit() and int(values[0]) > 0
-
-
-def _wrong_limit(values: Sequence[str] | None) -> list[str]:
-  fix = "write --limit-mm-per-prompt '{\"image\":64}', quoted for the shell"
-  if values is None:
-    return [
-      "--limit-mm-per-prompt is missing: how many images a prompt may have"
-      f" depends on vLLM's version; {fix}"
-    ]
-  text = " ".join(values)
-  try:
-    limit = json_text.parse(text)["image"]
-  except (ValueError, KeyError, TypeError):
-    limit = None
-  if type(limit) is not int or limit < 1:
-    return [f"--limit-mm-per-prompt {text} limits no images; {fix}"]
-  return []
 
 
 def _wrong_host(host: str) -> str:
@@ -557,16 +448,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       metavar=_METAVARS.get(kind, "TEXT"),
       help=_HELP[field.name] + _default(field),
     )
-  parser.add_argument(
-    "--check", metavar="COMMAND", help="list the problems of this command"
-  )
   args = vars(parser.parse_args(argv))
-  checked = args.pop("check")
-  if checked is not None:
-    problems = check_command(checked, os.environ)
-    for problem in problems:
-      print(problem)
-    return 1 if problems else 0
   settings: dict[str, Any] = {}
   try:
     for field in dataclasses.fields(VllmLaunch):

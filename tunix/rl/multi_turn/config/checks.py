@@ -49,6 +49,7 @@ def contradictions(config: TrainConfig) -> list[str]:
     *_queue(config),
     *_parts(config),
     *_replay(config),
+    *_experts(config),
     *_warm_start(config),
     *_evaluation(config),
     *fleet_checks.problems(config),
@@ -678,6 +679,35 @@ def _replay(c: TrainConfig) -> Iterator[str]:
       f"learner.success_replay={age} gives groups an episode to be compared"
       f" with, and algorithm.advantage={c.algorithm.advantage} compares none;"
       " set it to 0"
+    )
+
+
+def _experts(c: TrainConfig) -> Iterator[str]:
+  share = c.collect.expert_share
+  if not share:
+    return
+  where, gym, spec = f"collect.expert_share={share}", _gym(c), _environment(c)
+  if not (gym and gym.oracle and spec and spec.gym):
+    yield (
+      f"{where} needs an oracle, and environment.name={c.environment.name} with"
+      f" gym.name={c.gym.name} has none; set it to 0"
+    )
+  if c.rollout.via not in ("in_process", "hosts"):
+    yield (
+      f"{where} corrects what the engine of a run samples, and"
+      f" rollout.via={c.rollout.via} has none here; set one to 0 or in_process"
+    )
+  if c.fleet.away:
+    yield f"{where}: collectors of a fleet have no oracle; set it to 0"
+  if c.collect.part_size:
+    yield (
+      f"{where} looks at whole groups, and"
+      f" collect.part_size={c.collect.part_size} splits them; set one to 0"
+    )
+  if c.algorithm.advantage in (*learner_config.COMPARED_WITH_NOTHING, "remax"):
+    yield (
+      f"{where} gives groups an episode to be compared with, and"
+      f" algorithm.advantage={c.algorithm.advantage} compares none; set it to 0"
     )
 
 

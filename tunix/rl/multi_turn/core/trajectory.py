@@ -365,6 +365,10 @@ class Trajectory:
     )
 
 
+EXPERT = "expert"
+"""The end of the name of an expert's episode."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrajectoryGroup:
   """Episodes of one task, compared with each other by GRPO.
@@ -381,8 +385,9 @@ class TrajectoryGroup:
     attempt: 0 for the first try of this task, +1 for each re-queue.
     peer_rewards: rewards of valid members that earlier parts of this group
       held: compared with, and trained on there.
-    greedy: the episode played greedily beside the members, for algorithms
-      whose baseline it is; no member, and never trained on. None without one.
+    extra: an episode that was played beside the members and is none: the
+      greedy one, for algorithms whose baseline it is, or an `expert`'s success
+      where all members failed. None without one.
   """
 
   group_id: str
@@ -391,7 +396,7 @@ class TrajectoryGroup:
   start_version: int = 0
   attempt: int = 0
   peer_rewards: tuple[float, ...] = ()
-  greedy: Trajectory | None = None
+  extra: Trajectory | None = None
 
   def __post_init__(self):
     object.__setattr__(self, "trajectories", tuple(self.trajectories))
@@ -402,8 +407,7 @@ class TrajectoryGroup:
     )
     if not self.trajectories:
       raise ValueError(f"group {self.group_id!r} has no trajectory")
-    extra = () if self.greedy is None else (self.greedy,)
-    for trajectory in (*self.trajectories, *extra):
+    for trajectory in self.played:
       if trajectory.status is TrajectoryStatus.RUNNING:
         raise ValueError(
           f"group {self.group_id!r} holds an unfinished trajectory"
@@ -431,6 +435,21 @@ class TrajectoryGroup:
 
   def __iter__(self) -> Iterator[Trajectory]:
     return iter(self.trajectories)
+
+  @property
+  def played(self) -> tuple[Trajectory, ...]:
+    """The members and `extra`."""
+    extra = () if self.extra is None else (self.extra,)
+    return (*self.trajectories, *extra)
+
+  @property
+  def expert(self) -> Trajectory | None:
+    """The expert's success beside members that failed, if there is one."""
+    if self.extra is None or not self.extra.trajectory_id.endswith(
+      f".{EXPERT}"
+    ):
+      return None
+    return self.extra
 
   @property
   def valid(self) -> tuple[Trajectory, ...]:
@@ -481,8 +500,8 @@ class TrajectoryGroup:
     return dataclasses.replace(self, trajectories=members)
 
   def to_json(self) -> dict[str, Any]:
-    """JSON values; `greedy` only where there is one."""
-    extra = {} if self.greedy is None else {"greedy": self.greedy.to_json()}
+    """JSON values; `extra` only where there is one."""
+    extra = {} if self.extra is None else {"extra": self.extra.to_json()}
     return {
       "group_id": self.group_id,
       "task_id": self.task_id,
@@ -504,9 +523,7 @@ class TrajectoryGroup:
       start_version=int(data["start_version"]),
       attempt=int(data["attempt"]),
       peer_rewards=tuple(data.get("peer_rewards", ())),
-      greedy=Trajectory.from_json(data["greedy"])
-      if data.get("greedy")
-      else None,
+      extra=Trajectory.from_json(data["extra"]) if data.get("extra") else None,
     )
 
 

@@ -165,6 +165,7 @@ class LearnerLoop:
     processes: peers_lib.Peers = peers_lib.ALONE,
     share_timeout_s: float | None = None,
     replay: replay_lib.SuccessReplay | None = None,
+    experts: bool = False,
     prepare: Callable[
       [list[trajectory.TrajectoryGroup]], list[trajectory.TrajectoryGroup]
     ] = lambda groups: groups,
@@ -199,6 +200,7 @@ class LearnerLoop:
       of it came, the next step does not wait, and after n such waits 2^n at
       most.
     replay: lends successes to groups that failed; None lends none.
+    experts: whether groups may come with an expert's episode.
     prepare: called with the groups of each update; learned from are those
       that it returns.
     """
@@ -223,6 +225,7 @@ class LearnerLoop:
     self._skips = 0  # Steps to come that do not wait for it.
     self._share_timeout_s = share_timeout_s if gated is not None else None
     self._replay = replay
+    self._experts = experts
     self._prepare = prepare
     self._publish_every = publish_every
     self._publish_ahead = publish_ahead
@@ -363,11 +366,19 @@ class LearnerLoop:
   def _update(
     self, groups: list[trajectory.TrajectoryGroup]
   ) -> learner_lib.Metrics:
-    if self._replay is None:
+    if not self._experts and self._replay is None:
       return self.learner.update(groups)
-    lent, borrowed = self._replay.lend(groups, self.learner.version)
-    metrics = self.learner.update(lent, borrowed=borrowed)
-    return metrics | {"borrowed_episodes": float(len(borrowed))}
+    further: learner_lib.Metrics = {}
+    borrowed: frozenset[str] = frozenset()
+    if self._experts:
+      score = self.learner.sequence_logprobs
+      groups, borrowed = replay_lib.with_experts(groups, score)
+      further["expert_episodes"] = float(len(borrowed))
+    if self._replay is not None:
+      groups, lent = self._replay.lend(groups, self.learner.version)
+      further["borrowed_episodes"] = float(len(lent))
+      borrowed |= lent
+    return self.learner.update(groups, borrowed=borrowed) | further
 
   def run(self, steps: int, stop: threading.Event | None = None) -> int:
     """Steps until the learner has made `steps` updates in all.
@@ -588,6 +599,8 @@ class LearnerLoop:
 
   def _lends_to(self, group: trajectory.TrajectoryGroup) -> bool:
     """Returns whether a success would make the group vary."""
+    if group.expert is not None:
+      return True
     return self._replay is not None and self._replay.lends_to(
       group, self.learner.version
     )

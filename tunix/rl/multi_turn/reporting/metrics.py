@@ -119,6 +119,13 @@ METRICS: dict[str, Metric] = {
     "Often above 0: that host's gyms are slow or stuck; see its log.",
     processes="sum",
   ),
+  "expert_episodes": Metric(
+    "episodes",
+    "Successes of the gym's oracle beside groups that failed, with"
+    " collect.expert_share.",
+    "Falls as tasks are solved; else they are beyond the policy.",
+    processes="sum",
+  ),
   "borrowed_episodes": Metric(
     "episodes",
     "Successes lent to groups, with learner.success_replay.",

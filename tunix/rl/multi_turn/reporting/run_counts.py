@@ -242,8 +242,7 @@ class RunCounts:
     self, counts: Counts, group: trajectory_lib.TrajectoryGroup
   ) -> None:
     """Adds a stored group, or what of it was not counted before."""
-    extra = () if group.greedy is None else (group.greedy,)
-    for member in (*group, *extra):
+    for member in group.played:
       if self._first(group.group_id, member.trajectory_id):
         counts["episodes"][f"train/{member.status.value}"] += 1
     if self._first(group.group_id, "accepted"):

@@ -23,6 +23,7 @@ from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.parser.renderer import choice
+from tunix.rl.multi_turn.run import experts
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import packages
 from tunix.rl.multi_turn.tools import manager
@@ -289,6 +290,9 @@ def make_collector(
     greedy = training and _needs_greedy(config)
   if greedy:
     greedy_call = model_of(dataclasses.replace(sampling, temperature=0.0))
+  expert_call = None
+  if training and remote is None:
+    expert_call = experts.model_for(config, lambda: model_of(sampling))
   collect = config.collect
   if not training:
     collect = dataclasses.replace(
@@ -309,6 +313,7 @@ def make_collector(
     observers=observers,
     final_reward_fn=episodes.episode_reward,
     greedy_call=greedy_call,
+    expert_call=expert_call,
   )
 
 

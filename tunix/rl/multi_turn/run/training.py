@@ -133,6 +133,7 @@ class Training:
       processes=run.processes,
       share_timeout_s=config.processes.share_s or None,
       replay=self._make_replay(),
+      experts=bool(config.collect.expert_share),
       prepare=self._prepared,
     )
 

@@ -9,13 +9,17 @@ tools, its `tools` (name -> tool), such as those of an MCP server.
 A stateful tool becomes a plain one through `StatefulToolAdapter`, with the
 keyword arguments that the task's row gives it under `tools_kwargs` (or
 `extra_info.tools_kwargs`).
+
+Installed packages add tools by the entry points `tunix.rl.multi_turn.tools`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from typing import Any, Iterator, Mapping, Sequence
 
+from tunix.rl.multi_turn import moved_rooms
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.tools import stateful
@@ -24,15 +28,22 @@ from tunix.rl.multi_turn.tools import tool_base
 _LOG = logging.getLogger(__name__)
 _HERE = "tunix.rl.multi_turn.tools"
 _FIELD = "environment.options.tools"
-TOOLS: registry.Registry[type] = registry.Registry("tool")
+
+
+def _absent(name: str) -> str:
+  """Tells which package of this repository has the tool; "" for none."""
+  if name != "python" or importlib.util.find_spec("cua_gyms") is not None:
+    return ""
+  return moved_rooms.where("tool 'python'", "cua_gyms")
+
+
+TOOLS: registry.Registry[type] = registry.Registry(
+  "tool", group="tunix.rl.multi_turn.tools", absent=_absent
+)
 TOOLS.register("calculator", f"{_HERE}.calculator:CalculatorTool")
 TOOLS.register("submit_answer", f"{_HERE}.gsm8k_tool:Gsm8kTool")
 TOOLS.register("sql", f"{_HERE}.sql_tool:SqlTool")
 TOOLS.register("mcp", f"{_HERE}.mcp_tools:McpTools")
-# Above this floor: the sandbox is the desktop's.
-TOOLS.register(
-  "python", "tunix.rl.multi_turn.environments.python_tool:PythonTool"
-)
 
 ToolNames = Sequence[str | Mapping[str, Any]] | Mapping[str, Any]
 

@@ -501,9 +501,9 @@ class CollectLoop:
     # A later part has the members of earlier ones to be compared with.
     least = 1 if group.peer_rewards else self._collector.config.min_valid
     valid = len(group.valid)
-    if group.greedy is not None and not group.greedy.status.is_policy_outcome:
-      error = group.greedy.error
-      ended = group.greedy.status.value
+    if group.extra is not None and not group.extra.status.is_policy_outcome:
+      error = group.extra.error
+      ended = group.extra.status.value
       text = f"its greedy episode, the baseline, ended as {ended}"
       return f"{text}: {error}" if error else text
     if valid >= least:

@@ -99,6 +99,14 @@ class CollectConfig:
     unit="episodes",
     ge=0,
   )
+  expert_share: float = settings.setting(
+    default=0.0,
+    doc="Share of the groups without a success to which the gym's oracle adds"
+    " one: it plays the task once, in the policy's own words where these do"
+    " what it would do. 0 = none. For gyms with an oracle.",
+    ge=0,
+    le=1,
+  )
   concurrency: int = settings.setting(
     default=96,
     doc="Episodes in flight. More than the engine's slots keeps it busy while"

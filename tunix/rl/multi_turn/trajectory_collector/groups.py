@@ -1,7 +1,8 @@
 """Collects groups: n episodes of one task, each with its own random numbers.
 
 With `greedy_call` one more episode of the task is played beside a group's
-members, greedily, for algorithms whose baseline it is.
+members, greedily, for algorithms whose baseline it is; with `expert_call` an
+expert's, beside members of which none succeeded.
 
 Promises: a group always completes, whatever its environments do; episodes in
 flight are bounded; every seed is a hash of (run seed, split, group index,
@@ -19,6 +20,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import random
 from typing import (
   Any,
   AsyncGenerator,
@@ -67,8 +69,8 @@ def task_id_of(task: object) -> str:
   return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-GREEDY = "greedy"
-"""The name, in place of a number, of the episode beside a group's members."""
+GREEDY, EXPERT = "greedy", trajectory_lib.EXPERT
+"""Names, in place of numbers, of episodes beside a group's members."""
 
 
 class GroupCollector:
@@ -91,6 +93,7 @@ class GroupCollector:
     observers: events.Observer | None = None,
     runner: concurrency.CallRunner | None = None,
     greedy_call: model_calls.PolicyModel | Callable[..., Any] | None = None,
+    expert_call: Any = None,
   ):
     """Args:
 
@@ -102,8 +105,10 @@ class GroupCollector:
     seed: the run's.
     split: "train" or "eval", for events and seeds.
     greedy_call: Variant of `model_call` that samples the likeliest tokens; it
-      plays `TrajectoryGroup.greedy`, which counts against
+      plays `TrajectoryGroup.extra`, which counts against
       `config.concurrency` and is no member. None plays none.
+    expert_call: as `model_call`; plays `TrajectoryGroup.extra` in
+      `config.expert_share` of the groups without a success. None plays none.
     """
     if max_turns < 1:
       raise ValueError(f"max_turns must be >= 1, got {max_turns}")
@@ -115,6 +120,7 @@ class GroupCollector:
     self._make_episode = make_episode
     self._model_call = model_call
     self._greedy_call = greedy_call
+    self._expert_call = expert_call
     self._final_reward_fn = final_reward_fn
     self.observers = observers
     self._runner = runner or concurrency.EPISODE_RUNNER
@@ -170,14 +176,18 @@ class GroupCollector:
     except BaseException:
       await _cancel(members)
       raise
-    greedy = trajectories.pop() if self._greedy_call is not None else None
+    extra = trajectories.pop() if self._greedy_call is not None else None
+    if extra is None:
+      extra = await self._expert(
+        trajectories, task, task_id, group_id, index, attempt
+      )
     return TrajectoryGroup(
       group_id=group_id,
       task_id=task_id,
       trajectories=tuple(trajectories),
       start_version=start_version,
       attempt=attempt,
-      greedy=greedy,
+      extra=extra,
     )
 
   async def collect_parts(
@@ -247,6 +257,32 @@ class GroupCollector:
       ],
     )
 
+  async def _expert(
+    self,
+    trajectories: Iterable[Trajectory],
+    task: object,
+    task_id: str,
+    group_id: str,
+    index: int,
+    attempt: int,
+  ) -> Trajectory | None:
+    """The success of an expert beside members that all failed, or None.
+
+    Whether such a group has one is drawn from the group's own seed.
+    """
+    if self._expert_call is None:
+      return None
+    if any(t.status is Status.SUCCEEDED for t in trajectories):
+      return None
+    seed = (self._seed, self._split, index, task_id, attempt, EXPERT)
+    draw = random.Random(model_calls.derive_seed(*seed)).random()
+    if draw >= self.config.expert_share:
+      return None
+    played = await self._episode(
+      task, task_id, group_id, index, attempt, EXPERT
+    )
+    return played if played.status is Status.SUCCEEDED else None
+
   def group_id(self, index: int, attempt: int) -> str:
     """Name of a group, with which the names of its episodes begin."""
     suffix = f"-r{attempt}" if attempt else ""
@@ -262,7 +298,6 @@ class GroupCollector:
     deadlines = self.config.deadlines
     async with self._slot():
       name = f"{group_id}.{sample}"
-      greedy = sample == GREEDY
       env = None
       try:
         with concurrency.contained("the episode's factory"):
@@ -273,7 +308,8 @@ class GroupCollector:
         collecting = episode.TrajectoryCollectEngine(
           agent,
           env,
-          (self._greedy_call if greedy else None) or self._model_call,
+          {GREEDY: self._greedy_call, EXPERT: self._expert_call}.get(sample)
+          or self._model_call,
           self._final_reward_fn,
           max_steps=getattr(task, "max_turns", None) or self._max_turns,
           gamma=self.config.gamma,

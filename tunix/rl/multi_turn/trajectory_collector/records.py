@@ -282,8 +282,8 @@ def write_group(
     }
     if group.peer_rewards:
       about["peer_rewards"] = list(group.peer_rewards)
-    if index == 0 and group.greedy is not None:
-      about["greedy"] = group.greedy.to_json()
+    if index == 0 and group.extra is not None:
+      about["extra"] = group.extra.to_json()
     item = write(
       member,
       instance_id or group.group_id,
@@ -452,7 +452,7 @@ def group_of(
       )
     members.append(episode)
   first: Mapping[str, Any] = pairs[0][0] if own and pairs[0][0] else {}
-  greedy = first.get("greedy")
+  extra = first.get("extra")
   return trajectory_lib.TrajectoryGroup(
     group_id=first.get("group_id", records[0].instance_id),
     task_id=records[0].task_id,
@@ -460,9 +460,7 @@ def group_of(
     start_version=int(first.get("start_version", start_version)),
     attempt=int(first.get("attempt", 0)),
     peer_rewards=tuple(first.get("peer_rewards", ())),
-    greedy=None
-    if greedy is None
-    else trajectory_lib.Trajectory.from_json(greedy),
+    extra=None if extra is None else trajectory_lib.Trajectory.from_json(extra),
   )
 
 

@@ -43,10 +43,9 @@ def _also() -> dict[str, str]:
 GYMS: registry.Registry[Any] = registry.Registry(
   "gym", group="tunix.rl.multi_turn.gyms", absent=_absent, also=_also
 )
-for _name in ("desktop", "grounding"):
-  GYMS.register(
-    _name, f"tunix.rl.multi_turn.environments.gyms.{_name}:GYM", replace=True
-  )
+GYMS.register(
+  "desktop", "tunix.rl.multi_turn.environments.gyms.desktop:GYM", replace=True
+)
 
 
 def register(

@@ -6,8 +6,8 @@
     python -m tunix.rl.multi_turn.train warm_start.recordings=demos.jsonl \\
         warm_start.steps=50 tasks=[enter-text]
 
-A person plays on a page that is served on the loopback interface, or in the
-terminal. An episode is recorded when it is over.
+A person plays on a page that is served on the loopback interface. An episode
+is recorded when it is over.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import options
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.play import session as session_lib
-from tunix.rl.multi_turn.environments.play import terminal
 from tunix.rl.multi_turn.net import http_server
 
 
@@ -39,7 +38,6 @@ def parser() -> argparse.ArgumentParser:
   add("gym", help="a registered gym; genv is a gym server")
   add("task", help="a family of its tasks; of genv, also a task's id or name")
   add("--by", default="person", choices=("person", "oracle", "script"))
-  add("--terminal", action="store_true", help="play here instead of on a page")
   add(
     "--script",
     type=pathlib.Path,
@@ -160,26 +158,19 @@ async def _play(args: argparse.Namespace) -> int:
     only_solved=args.only_solved,
     timeout_s=args.timeout,
   )
-  solved = 0
   try:
     if args.by != "person":
       for number in range(args.episodes):
         verdict = await session.play(
           task(number), iter(script) if script is not None else None
         )
-        solved += verdict.success
         print(
           f"{session.task.task_id}: {session.task.instruction}"
           f" -> {'solved' if verdict.success else 'not solved'}"
           f" in {len(session.actions)} turns"
         )
-    elif args.terminal:
-      verdict = await terminal.play(session, task(0), out=sys.stdout)
-      solved += verdict.success
     else:
       await _serve(args, session, task)
-  except terminal.Quit:
-    print("left; nothing is recorded of this task")
   finally:
     await session.close()
   if args.out is not None:

@@ -1,6 +1,6 @@
 """Plays and records the tasks of a gym, one at a time.
 
-Does not read input; `page` and `terminal` do.
+Does not read input; `page` does.
 """
 
 from __future__ import annotations

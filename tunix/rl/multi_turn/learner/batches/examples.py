@@ -256,7 +256,7 @@ def group_rewards(
       **(_parts_of(members) if with_parts else {}),
       group_id=group.group_id,
       task_id=group.task_id,
-      greedy=None if group.greedy is None else float(group.greedy.reward),
+      greedy=None if group.extra is None else float(group.extra.reward),
     )
   except ValueError as error:
     raise ValueError(f"group {group.group_id!r}: {error}") from error

@@ -1,4 +1,4 @@
-"""Lends recent successes to groups that failed entirely.
+"""Lends successes to groups that failed entirely: recent ones, or an expert's.
 
 A group without a success has no gradient, while an earlier episode of the same
 task may have succeeded: the group borrows the newest one that is young enough,
@@ -18,14 +18,16 @@ Does not: lend to a group with a success, or across tasks.
 from __future__ import annotations
 
 import dataclasses
-from typing import Iterable, Protocol, Sequence
+from typing import Callable, Iterable, Protocol, Sequence
 
+import numpy as np
 from tunix.rl.multi_turn.core import trajectory
 
 MOST = 1024
 """Episodes kept."""
 
 TrajectoryGroup = trajectory.TrajectoryGroup
+Score = Callable[[Sequence[trajectory.TokenSequence]], list[np.ndarray]]
 _SUCCEEDED = trajectory.TrajectoryStatus.SUCCEEDED
 
 
@@ -39,6 +41,48 @@ class Store(Protocol):
   def load(self) -> list[tuple[int, TrajectoryGroup]]: ...
 
   def known(self) -> set[int]: ...
+
+
+def with_experts(
+  groups: Sequence[TrajectoryGroup], score: Score
+) -> tuple[list[TrajectoryGroup], frozenset[str]]:
+  """Makes the expert of each group one of its members.
+
+  A token that the expert's oracle wrote has log-prob 0: no policy sampled it.
+  It gets that of the present weights, to which its ratio is 1.
+
+  Args:
+    groups: Groups of an update.
+    score: float32[T] log-probs of each sequence by the present weights. Called
+      once, also without a sequence: processes that learn together score
+      together.
+
+  Returns:
+    Groups, and the trajectory ids of the experts' episodes.
+  """
+  experts = [g.expert for g in groups if g.expert is not None]
+  scores = iter(score([s for e in experts for s in e.sequences]))
+  out = []
+  for group in groups:
+    expert = group.expert
+    if expert is not None:
+      expert = dataclasses.replace(
+        expert, sequences=[_scored(s, next(scores)) for s in expert.sequences]
+      )
+      group = dataclasses.replace(
+        group, trajectories=(*group.trajectories, expert), extra=None
+      )
+    out.append(group)
+  return out, frozenset(e.trajectory_id for e in experts)
+
+
+def _scored(
+  sequence: trajectory.TokenSequence, logprobs: np.ndarray
+) -> trajectory.TokenSequence:
+  is_unsampled = sequence.loss_mask & (sequence.logprobs == 0)
+  return dataclasses.replace(
+    sequence, logprobs=np.where(is_unsampled, logprobs, sequence.logprobs)
+  )
 
 
 class SuccessReplay:

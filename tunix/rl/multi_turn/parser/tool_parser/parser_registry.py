@@ -1,15 +1,36 @@
-"""Registers tool parsers by name."""
+"""Registers tool parsers by name.
+
+Installed packages add theirs by the entry points
+`tunix.rl.multi_turn.tool_parsers`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Callable
 
+from tunix.rl.multi_turn import moved_rooms
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.parser.tool_parser import base
 
 _PACKAGE = "tunix.rl.multi_turn.parser.tool_parser"
+_OF_GYMS = frozenset({
+    "android_world", "anthropic_computer", "gemini", "gemini_computer",
+    "glm_v", "glm_v_mobile", "mai_ui", "openai_computer", "opencua",
+    "opencua_relative", "ui_tars", "ui_tars_absolute", "ui_tars_mobile",
+})  # fmt: skip
+"""Grammars of the package cua_gyms."""
+
+
+def _absent(name: str) -> str:
+  """Tells which package of this repository has the parser; "" for none."""
+  if name not in _OF_GYMS or importlib.util.find_spec("cua_gyms") is not None:
+    return ""
+  return moved_rooms.where(f"tool parser {name!r}", "cua_gyms")
+
+
 PARSERS: registry.Registry[type[base.ToolParser]] = registry.Registry(
-  "tool parser"
+  "tool parser", group="tunix.rl.multi_turn.tool_parsers", absent=_absent
 )
 _PARSER_REGISTRY = registry.RegistryView(PARSERS)
 """The registry by its name in the source document, as a dict."""
@@ -22,8 +43,6 @@ for _name, _path in {
   "mistral": "formats.mistral:MistralToolParser",
   "deepseek": "formats.deepseek:DeepSeekToolParser",
   "gemma": "formats.gemma:GemmaToolParser",
-  "gemini": "grammars.gemini:GeminiToolParser",
-  "function_gemma": "formats.function_gemma:FunctionGemmaParser",
   "openai_function": "formats.openai_function:OpenAiFunctionParser",
   # GUI actions.
   "computer_use": "grammars.computer_use:ComputerUseParser",
@@ -31,21 +50,6 @@ for _name, _path in {
   "computer_use_compact": "grammars.computer_use:ComputerUseCompactParser",
   "mobile_use": "grammars.mobile_use:MobileUseParser",
   "mobile_use_absolute": "grammars.mobile_use:MobileUseAbsoluteParser",
-  "mai_ui": "grammars.mai_ui:MaiUiParser",
-  "ui_tars": "grammars.ui_tars:UiTarsParser",
-  "ui_tars_absolute": "grammars.ui_tars:UiTarsAbsoluteParser",
-  "ui_tars_mobile": "grammars.ui_tars:UiTarsMobileParser",
-  "ui_tars_2": "grammars.ui_tars_2:UiTars2Parser",
-  "holo1_5": "grammars.holo:Holo15Parser",
-  "holo2": "grammars.holo:Holo2Parser",
-  "opencua": "grammars.opencua:OpenCuaParser",
-  "opencua_relative": "grammars.opencua:OpenCuaRelativeParser",
-  "glm_v": "grammars.glm_v:GlmVParser",
-  "glm_v_mobile": "grammars.glm_v:GlmVMobileParser",
-  "openai_computer": "grammars.openai_computer:OpenAiComputerParser",
-  "anthropic_computer": "grammars.anthropic_computer:AnthropicComputerParser",
-  "gemini_computer": "grammars.gemini:GeminiComputerParser",
-  "android_world": "grammars.android_world:AndroidWorldParser",
   "browsergym": "grammars.browsergym:BrowserGymParser",
 }.items():
   PARSERS.register(

@@ -1,30 +1,21 @@
 """Presents a checkpoint's tensors as the policies hold them.
 
-`views_of` wraps a directory's reader where the files hold weights otherwise:
+`views_of` wraps a directory's reader where the files hold a mixture's experts
+one by one (`experts.7.up_proj.weight`), as transformers saves some families:
+one tensor [experts, out, in], gate and up side by side.
 
-- FP8 with a scale for each block of a matrix, as Qwen publishes it: a weight is
-  its float8_e4m3fn value times its block's `weight_scale_inv`, a float32
-  product.
-- A mixture's experts one by one (`experts.7.up_proj.weight`), as transformers
-  saves some families: one tensor [experts, out, in], gate and up side by side.
+Promises: a slice reads its own part of the files and nothing more.
 
-Promises: a slice reads its own part of the files and nothing more; numbers are
-those of the definition, to the bit.
-
-Does not: write either; what is saved has plain tensors.
+Does not: write experts one by one.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Mapping, Protocol, Sequence
+from typing import Any, Protocol, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.policy.checkpoints import config_checks
-from tunix.rl.multi_turn.policy.checkpoints import tensor_files
 
-FLOAT8 = tensor_files.FLOAT8
-_SCALE = "_scale_inv"
 _EXPERT = re.compile(
   r"(?P<experts>.*\.experts)\.(?P<number>\d+)"
   r"\.(?P<part>gate|up|down)_proj\.weight"
@@ -43,66 +34,15 @@ class Tensors(Protocol):
     ...
 
 
-def views_of(files: Tensors, raw: Mapping[str, Any]) -> Tensors:
-  """Returns the tensors of a directory whose config.json is `raw`.
+def views_of(files: Tensors) -> Tensors:
+  """Returns the tensors of a directory.
 
   Raises:
-    ValueError: experts that are not all there, or scales that do not fit.
+    ValueError: experts that are not all there.
   """
-  block = config_checks.float8_block(raw)
-  if block:
-    files = Dequantized(files, block)
   if any(_EXPERT.fullmatch(key) for key in files.shapes):
     files = JoinedExperts(files)
   return files
-
-
-class Dequantized:
-  """Tensors of which FP8 ones are multiplied by their blocks' scales."""
-
-  def __init__(self, files: Tensors, block: tuple[int, int]):
-    """Args:
-
-      files: Reader with a tensor `<key>_scale_inv` [rows / block, cols / block]
-        for each of 8 bits, rounded up; leading axes are alike.
-      block: rows and columns that share a scale.
-
-    Raises:
-      ValueError: a scale is missing or of another shape.
-    """
-    self.directory = files.directory
-    self._files, self._block = files, block
-    self.shapes, self.dtypes = dict(files.shapes), dict(files.dtypes)
-    self._scaled = {k for k, kind in files.dtypes.items() if kind == FLOAT8}
-    for key in self._scaled:
-      *lead, rows, columns = files.shapes[key]
-      want = (*lead, -(-rows // block[0]), -(-columns // block[1]))
-      scale_shape = self.shapes.pop(key + _SCALE, None)
-      self.dtypes.pop(key + _SCALE, None)
-      self.dtypes[key] = tensor_files.DTYPES["float32"]
-      if scale_shape != want:
-        raise ValueError(
-          f"{self.directory}: tensor {key} is {FLOAT8} and needs"
-          f" {key}{_SCALE} of shape {list(want)}, got"
-          f" {scale_shape and list(scale_shape)}; copy or download the"
-          " checkpoint again"
-        )
-
-  def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a slice; float32 of a tensor of 8 bits."""
-    value = self._files.read(key, index)
-    if key not in self._scaled:
-      return value
-    spans = [s.indices(n)[:2] for s, n in zip(index, self.shapes[key])]
-    blocks, parts = [slice(*span) for span in spans[:-2]], []
-    for (start, stop), size in zip(spans[-2:], self._block):
-      blocks.append(slice(start // size, -(-stop // size)))
-      parts.append((size, start % size, stop - start))
-    scale = self._files.read(key + _SCALE, tuple(blocks)).astype(np.float32)
-    for axis, (size, first, count) in zip((-2, -1), parts):
-      scale = np.repeat(scale, size, axis)
-      scale = np.take(scale, np.arange(first, first + count), axis)
-    return value.astype(np.float32) * scale
 
 
 class JoinedExperts:

@@ -53,30 +53,16 @@ def refuse(bad: bool, problem: str) -> None:
     raise ValueError(f"config.json: {problem}")
 
 
-def float8_block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-  """(rows, columns) of a block with a scale, of FP8 weights that can be read.
-
-  None where weights are not FP8, or scaled otherwise.
-  """
-  section = raw.get("quantization_config")
-  if not isinstance(section, Mapping) or section.get("quant_method") != "fp8":
-    return None
-  block = section.get("weight_block_size")
-  if section.get("fmt", "e4m3") != "e4m3" or not block or len(block) != 2:
-    return None
-  return int(block[0]), int(block[1])
-
-
 def refuse_quantized(raw: Mapping[str, Any]) -> None:
-  """Refuses quantized weights (AWQ, GPTQ, ...), but for `float8_block`'s."""
+  """Refuses quantized weights (FP8, AWQ, GPTQ, ...)."""
   section = raw.get("quantization_config")
-  if section and float8_block(raw) is None:
+  if section:
     method = section
     if isinstance(section, Mapping):
       method = section.get("quant_method")
     raise ValueError(
       f"config.json: quantization_config.quant_method={method!r}, quantized"
-      " weights are neither trained nor unpacked here but for fp8 in e4m3"
-      " with weight_block_size; give the bfloat16 checkpoint that they were"
-      " made from (for the name without -FP8, -AWQ or -GPTQ-Int4)"
+      " weights are neither trained nor unpacked here; give the bfloat16"
+      " checkpoint that they were made from (for the name without -FP8, -AWQ or"
+      " -GPTQ-Int4)"
     )

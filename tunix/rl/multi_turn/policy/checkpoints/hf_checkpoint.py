@@ -106,8 +106,7 @@ def _resolve_keys(
       if files.dtypes[name] not in tensor_files.READABLE:
         problems.append(
           f"tensor {name} has dtype {files.dtypes[name]}, only"
-          f" {', '.join(tensor_files.READABLE)} can be read, and of quantized"
-          " checkpoints fp8 with blocks"
+          f" {', '.join(tensor_files.READABLE)} can be read"
         )
   extra = sorted(files.shapes.keys() - set(names.values()))
   if config.tie_word_embeddings:  # Some exporters write the matrix twice.
@@ -194,8 +193,7 @@ def check(directory: str | pathlib.Path, model: qwen_text.QwenText) -> None:
 
 
 def _files(directory: pathlib.Path) -> checkpoint_views.Tensors:
-  raw = tensor_files.read_json(directory / "config.json")
-  return checkpoint_views.views_of(tensor_files.Reader(directory), raw)
+  return checkpoint_views.views_of(tensor_files.Reader(directory))
 
 
 def model_class(config: qwen_text_config.AnyConfig) -> type:
@@ -503,7 +501,6 @@ def _config_json(
     config = tensor_files.read_json(file)
   config = {**config, "dtype": stored}
   config.pop("torch_dtype", None)
-  config.pop("quantization_config", None)  # Of what was read.
   for part in ("text_config", "vision_config"):
     if part in config:  # Files of transformers 4 hold it there as well.
       config[part] = {

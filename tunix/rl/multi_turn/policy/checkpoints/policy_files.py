@@ -22,7 +22,6 @@ from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
 from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy.checkpoints import config_checks
 from tunix.rl.multi_turn.policy.checkpoints import tensor_files
-from tunix.rl.multi_turn.policy.checkpoints import tiktoken_files
 from tunix.rl.multi_turn.policy.models.qwen import qwen_families
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ TOKENIZER_FILES = (
   "special_tokens_map.json",
 )
 
+_RANKS = "tiktoken.model"
+"""A tokenizer that is not read here; OpenCUA is published with it."""
 
 GENERATION_FILE = "generation_config.json"
 TINY, CUSTOM = "tunix_tiny_vl", "tunix_custom"
@@ -266,13 +267,12 @@ def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
   """Returns the tokenizer of a policy directory or shipped name.
 
   Raises:
-    FileNotFoundError: no such directory, or no tokenizer.json in it, nor
-      tiktoken.model.
+    FileNotFoundError: no such directory, or no tokenizer.json in it.
     ValueError: the file is damaged.
   """
   directory = resolve(path)
-  if _by_ranks(directory):
-    return tiktoken_files.read(directory)
+  if (directory / _RANKS).is_file():
+    _need_conversion(directory)
   file = file_of(directory, "tokenizer.json")
   try:
     return tokenizers.Tokenizer.from_file(str(file))
@@ -283,11 +283,14 @@ def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
     ) from None
 
 
-def _by_ranks(directory: pathlib.Path) -> bool:
-  """Returns whether a directory's tokenizer is tiktoken's alone."""
-  return (directory / tiktoken_files.RANKS).is_file() and not (
-    directory / "tokenizer.json"
-  ).is_file()
+def _need_conversion(directory: pathlib.Path) -> None:
+  """Raises FileNotFoundError where tiktoken's ranks are the only tokenizer."""
+  if not (directory / "tokenizer.json").is_file():
+    raise FileNotFoundError(
+      f"{directory} has {_RANKS} and no tokenizer.json; convert it once, with"
+      " transformers.convert_slow_tokenizer.TikTokenConverter and the pattern"
+      " and special tokens of the checkpoint's own tokenizer class"
+    )
 
 
 def chat_template(
@@ -354,14 +357,11 @@ def copy_tokenizer(source: str | pathlib.Path, directory: pathlib.Path) -> None:
   """Copies the tokenizer's files of a policy directory or shipped name.
 
   Only tokenizer.json has to be there: published checkpoints differ in where
-  they keep the chat template. One of tiktoken is converted to it.
+  they keep the chat template.
   """
   source = resolve(source)
   if source.resolve() != directory.resolve():
-    if _by_ranks(source):
-      load_tokenizer(source).save(str(directory / "tokenizer.json"))
-    else:
-      file_of(source, "tokenizer.json")
+    file_of(source, "tokenizer.json")
     for name in TOKENIZER_FILES:
       if (source / name).is_file():
         shutil.copyfile(source / name, directory / name)

@@ -13,7 +13,6 @@ reads; writing holds the tensor that is being written.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import pathlib
@@ -33,9 +32,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Types that can be written -> their names in a safetensors file."""
-
-FLOAT8 = "F8_E4M3"
-"""Of 8 bits, which can be read but means nothing without a scale."""
 
 READABLE = ("F64", *DTYPES.values())
 """Types that can be read."""
@@ -93,27 +89,8 @@ class Reader:
     The file is mapped for as long as this takes: its pages count as memory of
     this process while it is open.
     """
-    path = self._home[key]
-    if self.dtypes[key] == FLOAT8:  # safetensors has no numpy type for it.
-      begin, header = _header(path, path.stat().st_mtime_ns)
-      begin += header[key]["data_offsets"][0]
-      kind = ml_dtypes.float8_e4m3fn
-      mapped = np.memmap(path, kind, "r", begin, self.shapes[key])
-      return np.array(mapped[index])
-    with opened(path) as file:
+    with opened(self._home[key]) as file:
       return file.get_slice(key)[index]
-
-
-@functools.lru_cache(maxsize=8)
-def _header(path: pathlib.Path, changed: int) -> tuple[int, dict[str, Any]]:
-  """Returns the offset of a file's data and its header.
-
-  `changed`, the time of its last change, is part of the cache's key.
-  """
-  del changed
-  with open(path, "rb") as file:
-    (size,) = struct.unpack("<Q", file.read(8))
-    return 8 + size, json_text.parse(file.read(size))
 
 
 @contextlib.contextmanager

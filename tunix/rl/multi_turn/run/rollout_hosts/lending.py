@@ -127,8 +127,7 @@ class RemoteCollector(groups.GroupCollector):
     for stage, kind, message, name in faults:
       self.emit(events.Fault(stage, kind, message, trajectory_id=name or None))
     about = dict(group_id=group.group_id, task_id=group.task_id, split=split)
-    extra = () if group.greedy is None else (group.greedy,)
-    for member in (*group, *extra):
+    for member in group.played:
       self.emit(
         events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
       )

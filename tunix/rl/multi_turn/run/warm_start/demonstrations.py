@@ -110,8 +110,52 @@ pretraining, at every screenshot size: it has met no other numbers."""
 _POINTING = (Kind.CLICK, Kind.DRAG)
 
 
-async def _value(value: object) -> Any:
-  return await value if asyncio.iscoroutine(value) else value
+async def value(result: object) -> Any:
+  """Returns an oracle's answer, which may be a coroutine."""
+  return await result if asyncio.iscoroutine(result) else result
+
+
+async def right_action(oracle: gyms.Oracle, env: Any) -> GuiAction:
+  """Returns the oracle's next action in pixels of the gym.
+
+  Raises:
+    LookupError: The oracle cannot solve the task.
+  """
+  action = await value(oracle.act(env.gym))
+  return action or GuiAction(Kind.TERMINATE)
+
+
+async def named(oracle: gyms.Oracle, env: Any, action: GuiAction) -> str | None:
+  """Returns the oracle's phrase for what an action (in gym pixels) touches.
+
+  None where it points at nothing that has a name.
+  """
+  if action.kind not in _POINTING or action.x is None or action.y is None:
+    return None
+  return await value(oracle.describe(env.gym, action.x, action.y))
+
+
+async def written(
+  oracle: gyms.Oracle,
+  env: Any,
+  parser: Any,
+  action: GuiAction,
+  grid: tuple[int, int] | None,
+) -> str:
+  """Returns an action in the parser's grammar, after the name of its target.
+
+  Args:
+    oracle: names the target.
+    env: a `CUAEnv`.
+    parser: a GUI-action parser.
+    action: in pixels of the gym.
+    grid: see `Demonstrator`.
+  """
+  target = await named(oracle, env, action)
+  sx, sy = env.scale  # The oracle counts the gym's pixels.
+  return parser.format_gui_action(
+    action.scaled(1 / sx, 1 / sy), *env.size, target, grid=grid
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,24 +227,16 @@ class Demonstrator:
       del prompt, session
       if getattr(agent, "is_summarizing", False):
         oracle: Any = self.oracle  # Settings need one that can.
-        summary = await _value(oracle.summarize(gym))
+        summary = await value(oracle.summarize(gym))
         return completion_ids(self.renderer, summary)
       try:
-        action = await _value(self.oracle.act(gym))
+        action = await right_action(self.oracle, env)
       except LookupError as error:
         unsolvable.append(error)
         raise
-      if action is None:
-        action = GuiAction(Kind.TERMINATE)
       if habit_fn is not None:
         action = habit_fn(gym, action, rng)
-      target = None
-      if action.kind in _POINTING and action.x is not None:
-        target = await _value(self.oracle.describe(gym, action.x, action.y))
-      sx, sy = env.scale  # The oracle counts the gym's pixels.
-      text = parser.format_gui_action(
-        action.scaled(1 / sx, 1 / sy), *env.size, target, grid=self.grid
-      )
+      text = await written(self.oracle, env, parser, action, self.grid)
       return completion_ids(self.renderer, text)
 
     model = model_calls.PolicyModel(

@@ -1,1 +1,1 @@
-"""GUI-action grammars, one a model family or benchmark."""
+"""GUI-action grammars of Qwen's models, and BrowserGym's for trees of pages."""

@@ -16,7 +16,7 @@ from tunix.rl.multi_turn.environments.gyms import spec
 def _check(
   options: Mapping[str, Any], width: int, height: int
 ) -> Iterator[str]:
-  from tunix.rl.multi_turn.environments.gyms.grounding import targets  # pylint: disable=g-import-not-at-top
+  from cua_gyms.grounding import targets  # pylint: disable=g-import-not-at-top
 
   yield from targets.screen_problems(options, width, height)
 

@@ -110,7 +110,7 @@ def digest(
   data["lines"] = list(_lines(data))
   missed = [one for one in pointed if not one["success"]]
   if missed:
-    from tunix.rl.multi_turn.environments.gyms.grounding import picture  # pylint: disable=g-import-not-at-top
+    from cua_gyms.grounding import picture  # pylint: disable=g-import-not-at-top
 
     picture.draw_misses([one["details"] for one in missed]).save(
       folder / PICTURE

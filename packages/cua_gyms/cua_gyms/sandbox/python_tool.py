@@ -2,7 +2,7 @@
 
 Each call is a Python process of its own; files in its working directory stay
 until the episode ends. The sandbox is that of the desktop gym
-(`tools.sandbox`): with `isolation: namespaces` (bubblewrap) the code
+(`rooms`): with `isolation: namespaces` (bubblewrap) the code
 has no network, sees nothing of the machine but programs, and writes a bounded
 amount of memory only. `isolation: processes` separates nothing but the process,
 and is for containers that hold nothing else; it is never chosen by itself.
@@ -28,9 +28,10 @@ import uuid
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.tools import stateful
-from tunix.rl.multi_turn.tools.sandbox import files
-from tunix.rl.multi_turn.tools.sandbox import rooms
-from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
+
+from cua_gyms.sandbox import files
+from cua_gyms.sandbox import rooms
+from cua_gyms.sandbox import sandbox_errors
 
 PYTHON_SCHEMA: dict[str, Any] = {
   "type": "function",

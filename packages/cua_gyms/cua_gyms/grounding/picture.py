@@ -10,7 +10,8 @@ from typing import Any, Mapping, Sequence
 
 from PIL import Image
 from PIL import ImageDraw
-from tunix.rl.multi_turn.environments.gyms.grounding import targets
+
+from cua_gyms.grounding import targets
 
 _COLUMNS, _MOST = 4, 24
 _WIDTH, _HEIGHT, _TEXT = 320, 240, 18

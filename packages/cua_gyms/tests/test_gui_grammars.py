@@ -72,49 +72,6 @@ EXAMPLES = [
      tagged({"action": "drag", "start_coordinate": [0, 0],
              "end_coordinate": [999, 999]}),
      [Action(Kind.DRAG, x=0, y=0, x2=999, y2=999)]),
-    # A test of UI-TARS-desktop's action parser; its reasoning is in English.
-    ("ui_tars_2",
-     "<thinkt>I scroll up, at <point>500 500</point>.</thinkt>\n"
-     "<seed:tool_call>\n<function=scroll>\n<parameter=direction>up</parameter>"
-     "\n<parameter=point><point>500 500</point></parameter>\n</function>\n"
-     "<function=type>\n<parameter=content>hello</parameter>\n"
-     "<parameter=point><point>200 126</point></parameter>\n</function>\n"
-     "<function=wait>\n</function>\n</seed:tool_call>",
-     [Action(Kind.SCROLL, x=500, y=500, dy=-gui_table.NOTCH_PX),
-      Action(Kind.TYPE, text="hello"), Action(Kind.WAIT)]),
-    ("ui_tars_2",
-     "<gui_think> There. </gui_think>\n<seed:tool_call><function=click>"
-     "<parameter=point><point>100 200</point></parameter></function>"
-     "<function=hotkey><parameter=key>ctrl c</parameter></function>"
-     "<function=drag><parameter=start_point><point>0 0</point></parameter>"
-     "<parameter=end_point><point>10 20</point></parameter></function>"
-     "</seed:tool_call>",
-     [CLICK, Action(Kind.KEY, keys=("ctrl", "c")),
-      Action(Kind.DRAG, x=0, y=0, x2=10, y2=20)]),
-    ("ui_tars_2",
-     "<seed:tool_call><function=wait><parameter=time>3</parameter></function>"
-     "<function=take_screenshot></function><function=finished><parameter="
-     "content>\n42\n</parameter></function></seed:tool_call>",
-     [Action(Kind.WAIT, duration=3), Action(Kind.SCREENSHOT),
-      Action(Kind.ANSWER, text="42")]),
-    # The output that a guide to Holo1's navigation shows.
-    ("holo1_5",
-     '{"note": "", "thought": "I need to select the check-out date as August'
-     ' 6th, 2025, and then proceed to search.", "action": {"action":'
-     ' "click_element", "element": "August 6th, 2025 on the calendar", "x":'
-     ' 657, "y": 318}}', [Action(Kind.CLICK, x=657, y=318)]),
-    ("holo1_5",
-     '{"thought": "I search.", "action": {"action": "write_element_abs",'
-     ' "content": "soup", "element": "the search bar", "x": 100, "y": 200}}',
-     [CLICK, Action(Kind.TYPE, text="soup"),
-      Action(Kind.KEY, keys=("enter",))]),
-    ("holo1_5", '{"action": "scroll", "direction": "down"}',
-     [Action(Kind.SCROLL, dy=gui_table.NOTCH_PX)]),
-    ("holo2",
-     '```json\n{"note": "4.7 stars", "thought": "Done.", "action": {"action":'
-     ' "answer", "content": "4.7"}}\n```', [Action(Kind.ANSWER, text="4.7")]),
-    ("holo2", '{"action": {"action": "click_element", "element": "a", "x":'
-     ' 1000, "y": 0}}', [Action(Kind.CLICK, x=999, y=0)]),
     # The model card's expected result.
     ("opencua", "```python\npyautogui.click(x=100, y=200)\n```", [CLICK]),
     ("opencua", fenced("pyautogui.click(100, 200)"), [CLICK]),
@@ -565,34 +522,3 @@ def test_a_grid_snaps_every_grammar_s_points():
       for x in range(0, 50, 7)
     }
     assert len(texts) == 1, name
-
-
-def test_holos_thoughts_and_notes_are_its_thought():
-  result = parser_of("holo1_5").parse_result(
-    '{"note": "a", "thought": "b", "action": {"action": "go_back"}}'
-  )
-  assert result.thought == "a\nb" and result.calls[0].name == "go_back"
-
-
-@pytest.mark.parametrize(
-  "text, words",
-  [
-    ("<seed:tool_call></seed:tool_call>", "must hold a <function="),
-    ("<seed:tool_call><function=click>", "expected </function>"),
-    ("<seed:tool_call><function=click><parameter=point>1 2", "never closed"),
-    ("<seed:tool_call><function=wait></function> x", "or another <function="),
-  ],
-)
-def test_ui_tars_2s_malformed_calls_are_reported(text, words):
-  result = parser_of("ui_tars_2").parse_result(text)
-  assert not result.calls and words in result.errors[0]
-
-
-@pytest.mark.parametrize("name, text", [
-    ("ui_tars_2", "<seed:tool_call><function=press><parameter=key>a</parameter>"
-     "</function></seed:tool_call>"),
-    ("holo1_5", '{"action": "goto", "url": "https://a.b"}'),
-])  # fmt: skip
-def test_what_no_gui_action_can_do_is_refused_with_a_hint(name, text):
-  with pytest.raises(tool_parser.GuiActionError, match="not available here"):
-    read(name, text)

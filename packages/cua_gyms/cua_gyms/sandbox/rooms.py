@@ -44,9 +44,9 @@ import time
 from typing import Mapping, Sequence
 import weakref
 
-from tunix.rl.multi_turn.tools.sandbox import files
-from tunix.rl.multi_turn.tools.sandbox import processes
-from tunix.rl.multi_turn.tools.sandbox import sandbox_errors
+from cua_gyms.sandbox import files
+from cua_gyms.sandbox import processes
+from cua_gyms.sandbox import sandbox_errors
 
 _LOG = logging.getLogger(__name__)
 ISOLATIONS = ("auto", "namespaces", "processes")

@@ -8,15 +8,15 @@ import random
 import re
 
 import chat_server
+from cua_gyms import grounding
+from cua_gyms.grounding import accuracy
+from cua_gyms.grounding import targets
 import numpy as np
 from PIL import Image
 import pytest
 from tunix.rl.multi_turn import evaluate
 from tunix.rl.multi_turn.environments import gyms
-from tunix.rl.multi_turn.environments.gyms import grounding
 from tunix.rl.multi_turn.environments.gyms.desktop import scenes
-from tunix.rl.multi_turn.environments.gyms.grounding import accuracy
-from tunix.rl.multi_turn.environments.gyms.grounding import targets
 from tunix.rl.multi_turn.run.evaluations import evaluator
 from tunix.rl.multi_turn.tools import screenshot
 

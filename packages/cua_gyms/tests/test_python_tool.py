@@ -5,13 +5,13 @@ import pathlib
 import threading
 import time
 
+from cua_gyms.sandbox import python_tool
+from cua_gyms.sandbox import rooms
 import pytest
 from tunix.rl.multi_turn import environments
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.environments import python_tool
 from tunix.rl.multi_turn.tools import tool_registry
-from tunix.rl.multi_turn.tools.sandbox import rooms
 
 sandboxed = pytest.mark.skipif(
   bool(rooms.no_namespaces()), reason="no namespaces here"

@@ -14,7 +14,8 @@ from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
-from tunix.rl.multi_turn.environments.gyms.grounding import targets
+
+from cua_gyms.grounding import targets
 
 _Kind = gui_action.GuiActionKind
 _INSTRUCTION = "Click on {}."

@@ -23,8 +23,9 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.tool_parser import base
 from tunix.rl.multi_turn.parser.tool_parser import gui_table
 from tunix.rl.multi_turn.parser.tool_parser import scanning
-from tunix.rl.multi_turn.parser.tool_parser.grammars import android_world
-from tunix.rl.multi_turn.parser.tool_parser.grammars import ui_tars
+
+from cua_gyms.grammars import android_world
+from cua_gyms.grammars import ui_tars
 
 GuiAction = gui_action.GuiAction
 Kind = gui_action.GuiActionKind

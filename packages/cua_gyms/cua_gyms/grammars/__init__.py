@@ -1,0 +1,1 @@
+"""GUI grammars of published models and benchmarks, found by entry points."""
