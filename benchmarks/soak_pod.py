@@ -86,8 +86,8 @@ class Soak:
   def fork(self, name: str, devices: int, argv, main=None, **about):
     def before():
       flag = "--xla_force_host_platform_device_count="
-      rest = re.sub(rf"{flag}\d+", "", os.environ.get("XLA_FLAGS", ""))
-      os.environ["XLA_FLAGS"] = f"{rest} {flag}{devices}"
+      flags = re.sub(rf"{flag}\d+", "", os.environ.get("XLA_FLAGS", ""))
+      os.environ["XLA_FLAGS"] = f"{flags} {flag}{devices}"
 
     return fault_runs.Process(self.folder / name, argv, before, main, **about)
 
@@ -140,11 +140,11 @@ class Soak:
   # --- what happened ----------------------------------------------------------
 
   def entries(self) -> list[dict]:
-    """What all learners noted, in the order of time."""
-    found = []
+    """Returns the lines of all ledgers, in the order of time."""
+    values = []
     for ledger in self.folder.glob("learner*/ledger.jsonl"):
-      found += fault_runs.entries_of(ledger)
-    return sorted(found, key=lambda entry: entry["clock"])
+      values += fault_runs.entries_of(ledger)
+    return sorted(values, key=lambda entry: entry["clock"])
 
   def step(self) -> int:
     return max((e["step"] for e in self.entries() if "step" in e), default=0)
@@ -309,8 +309,8 @@ class Soak:
     metrics = pods.metrics_of(self.run)
     upwards = list(range(1, self.steps + 1))
     for name in ("step", "version"):
-      found = [m[name] for m in metrics]
-      self.check(f"metrics: {name} rises by one", found == upwards, found)
+      values = [m[name] for m in metrics]
+      self.check(f"metrics: {name} rises by one", values == upwards, values)
     summary = json.loads((self.run / "summary.json").read_text())
     self.check(
       "summary",
@@ -324,14 +324,14 @@ class Soak:
     self.check("monitor: each update once", rows == [(n, 1) for n in upwards])
     self.check_groups()
     self.check_memory()
-    left = [
+    files = [
       str(p.relative_to(self.run))
       for p in self.run.rglob("*")
       if p.name in ("rollout.json", "notes")
       or p.suffix == ".new"
       or p.parent.name == "weights"
     ]
-    self.check("no file of the exchange stays", not left, left)
+    self.check("no file of the exchange stays", not files, files)
     alive = []
     for process in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
       try:
@@ -386,11 +386,18 @@ class Soak:
     self.check("groups", len(trained) == IN_STEP * self.steps, len(trained))
     # 3. The newest may still wait, as far as the bound on staleness admits.
     newest = max(numbers) - (8 * IN_STEP if self.mode == "hosts" else 0)
-    gone = set(map(index, dropped))
-    lost = [n for n in range(newest + 1) if n not in numbers and n not in gone]
+    dropped_numbers = set(map(index, dropped))
+    lost = [
+      n
+      for n in range(newest + 1)
+      if n not in numbers and n not in dropped_numbers
+    ]
     self.check("none lost", not lost, lost)
     self.table |= collections.Counter(
-      {"groups trained on": len(trained), "groups dropped": len(gone)}
+      {
+        "groups trained on": len(trained),
+        "groups dropped": len(dropped_numbers),
+      }
     )
 
 
