@@ -125,7 +125,7 @@ logging.disable()  # It is all trouble, and meant.
 from training_monitor import serve
 from tunix.rl.multi_turn.core import monitor_settings as settings
 def run(given):
-  os.nice(settings.MonitorConfig().server_niceness)
+  os.nice(settings.SERVER_NICENESS)
   if given[3] == "True":
     os.sched_setaffinity(0, {1})
   serve.main(["serve", "--database", given[0], "--files", given[1], "--port",
@@ -134,7 +134,7 @@ def run(given):
 COUNTER = """
 import os, sys, time
 from tunix.rl.multi_turn.core import monitor_settings as settings
-os.nice(settings.MonitorConfig().server_niceness)
+os.nice(settings.SERVER_NICENESS)
 while True:
   end = time.thread_time() + 0.01
   while time.thread_time() < end:

@@ -3,17 +3,15 @@
     python scripts/http_reference.py > docs/http_api.md
 
 Promises: the routes are those of the applications themselves, built here;
-parameters, bodies and answers are those of their OpenAPI documents where they
-have one, and statuses those that their code names. A service without a document
-is described below; a route that is not described, or is no longer served, is an
-error.
+parameters and bodies are those of their OpenAPI documents where they have one.
+A service without a document is described below; a route that is not described,
+or is no longer served, is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import re
 import tempfile
@@ -41,9 +39,6 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
-PACKAGE = pathlib.Path(images.__file__).resolve().parents[1]
-SERVICES = pathlib.Path(run_app.__file__).resolve().parents[1]
-BODIES = PACKAGE / "net" / "request_bodies.py"
 Call = tuple[str, str]  # Method and path.
 Rows = Mapping[Call, Sequence[str]]
 
@@ -79,7 +74,7 @@ OPENENV_CALLS = {
   ("WS", "/ws"): "A session: `reset`, `step`, `state`, `close`.",
 }
 RUN_CALLS: Rows = {
-    ("POST", "/runs"): ("Starts a run.", "body: CreateBody", "`runId`"),
+    ("POST", "/runs"): ("Starts a run.", "body: {fields}", "`runId`"),
     ("GET", "/runs/{run}"): (
         "The state of a run.", "", "`runId`, `status`, `reason`",
     ),
@@ -188,69 +183,7 @@ def agree(name: str, served_here: set[Call], described: Iterable[Call]) -> None:
     )
 
 
-def statuses(folder: str | pathlib.Path, more: Iterable[str] = ()) -> str:
-  """Statuses of refusals: of a service's modules and of bodies, and `more`."""
-  codes = set(more)
-  texts = [
-    file.read_text("utf-8")
-    for file in (*(PACKAGE / folder).rglob("*.py"), BODIES)
-    if file.name != "image_proxy.py"  # A service of its own.
-  ]
-  if any("applications.ServiceError" in text for text in texts):
-    texts.append((SERVICES / "applications.py").read_text("utf-8"))
-  for text in texts:
-    codes |= set(re.findall(r"(?:Error|Refused)\(\s*([45]\d\d),", text))
-  return ", ".join(sorted(codes))
-
-
-# --- schemas as text ----------------------------------------------------------
-
-
-def type_of(schema: Mapping[str, Any]) -> str:
-  """A JSON schema in words."""
-  if "$ref" in schema:
-    return name_of(schema["$ref"])
-  if "const" in schema:
-    return literal(schema["const"])
-  if "enum" in schema:
-    return " or ".join(literal(v) for v in schema["enum"] if v is not None)
-  for key in ("anyOf", "oneOf"):
-    if key in schema:
-      parts = [type_of(one) for one in schema[key]]
-      parts = [part for part in parts if part != "null"]
-      return " or ".join(dict.fromkeys(parts))
-  kind = schema.get("type", "any value")
-  if kind == "array":
-    return f"list of {type_of(schema.get('items', {}))}"
-  if isinstance(kind, list):
-    return " or ".join(one for one in kind if one != "null")
-  return str(kind)
-
-
-def literal(value: Any) -> str:
-  return (
-    f"`{value}`"
-    if value and isinstance(value, str)
-    else (f"`{json.dumps(value)}`")
-  )
-
-
-def name_of(ref: str) -> str:
-  """The name of a component; of two modules' equal names, the module too."""
-  return ".".join(ref.rpartition("/")[2].split("__")[-2:])
-
-
-def object_lines(schemas: Mapping[str, Any]) -> Iterator[str]:
-  """A list entry for each object: its fields, required ones in bold."""
-  for key in sorted(schemas, key=name_of):
-    required = schemas[key].get("required", ())
-    fields = []
-    for field, schema in schemas[key].get("properties", {}).items():
-      mark = f"**`{field}`**" if field in required else f"`{field}`"
-      fields.append(f"{mark} {type_of(schema)}")
-    if fields:
-      text = f"- {name_of(key)}: " + ", ".join(fields)
-      yield wrapped(text, "  ")
+# --- documents as text --------------------------------------------------------
 
 
 def wrapped(text: str, indent: str = "") -> str:
@@ -263,48 +196,21 @@ def wrapped(text: str, indent: str = "") -> str:
   )
 
 
-def takes(operation: Mapping[str, Any]) -> str:
-  """Parameters and body of an OpenAPI operation."""
-  parts = []
-  for one in operation.get("parameters", ()):
-    if one["in"] == "query":
-      parts.append(f"`?{one['name']}`")
-    elif one["in"] == "header":
-      parts.append(f"header `{one['name']}`")
+def takes(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+  """Parameters and fields of the body of an OpenAPI operation."""
+  marks = {"query": "`?{}`", "header": "header `{}`"}
+  parts = [
+    marks[one["in"]].format(one["name"])
+    for one in operation.get("parameters", ())
+    if one["in"] in marks
+  ]
   body = operation.get("requestBody", {}).get("content", {})
-  kinds: list[str] = []
   for media, content in body.items():
-    if media == "application/json":
-      schema = content["schema"]
-      fields = ", ".join(f"`{f}`" for f in schema.get("properties", ()))
-      parts.append(f"body: {fields or type_of(schema)}")
-    else:
-      kinds.append(f"`{media}`")
-  if kinds:
-    parts.append(f"body: {' or '.join(kinds)}")
+    schema = content["schema"]
+    schema = schemas.get(schema.get("$ref", "").rpartition("/")[2], schema)
+    fields = ", ".join(f"`{name}`" for name in schema.get("properties", ()))
+    parts.append(f"body: {fields or f'`{media}`'}")
   return ", ".join(parts)
-
-
-def answers(operation: Mapping[str, Any]) -> str:
-  """The 200 of an OpenAPI operation."""
-  parts = []
-  for media, content in operation["responses"]["200"]["content"].items():
-    schema = content.get("schema", {})
-    if media != "application/json":
-      parts.append(f"`{media}`")
-    elif schema.get("required") == ["items", "next"]:
-      parts.append(f"page of {type_of(schema['properties']['items']['items'])}")
-    elif schema.get("properties"):
-      parts.append(", ".join(f"`{name}`" for name in schema["properties"]))
-    elif schema:
-      parts.append(type_of(schema))
-    else:
-      parts.append("object")
-  return " or ".join(parts)
-
-
-def failures(operation: Mapping[str, Any]) -> str:
-  return ", ".join(sorted(s for s in operation["responses"] if s != "200"))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -388,33 +294,25 @@ def policy_server() -> Section:
       (
         call(method, path),
         operation["summary"],
-        takes(operation),
-        SERVING_ANSWERS.get(short) or answers(operation),
+        takes(operation, document["components"]["schemas"]),
+        SERVING_ANSWERS.get(short, ""),
       )
     )
-  text = f"""\
+  text = """\
 `tunix-mt serve NAME`, port 8000; [the guide](serving.md). With `--token-file`
 or `$TUNIX_ROLLOUT_TOKEN` every call but `/health` needs the token, or the key
 of its session, as `Authorization: Bearer …` or `x-api-key`; without one the
 server answers at loopback names only. The four calls that sample also exist
-without `/v1`; `/sessions/{{session}}/…` is also `/{{session}}/…`, with a
+without `/v1`; `/sessions/{session}/…` is also `/{session}/…`, with a
 session's key or id; with the key as the token, `/rl/set_reward` and
 `/rl/end_session` need no session in the path. The read calls exist below a
 session too.
 
-A refusal is `{{"type": "error", "error": {{"message", "type", "param",
-"code"}}}}`, with `retry-after` where the same request may succeed later.
-Statuses:
-{statuses(SERVICES / "serving")}. `GET /openapi.json` is this section for
-programs."""
-  return Section("Policy server", text, (
-      *table(("call", "purpose", "takes", "answers"), rows),
-      "", "Objects; fields in bold are required:", "",
-      *object_lines({
-          k: v for k, v in document["components"]["schemas"].items()
-          if k != "Error"
-      }),
-  ))  # fmt: skip
+A refusal is `{"type": "error", "error": {"message", "type", "param",
+"code"}}`, with `retry-after` where the same request may succeed later.
+`GET /openapi.json` has the type of every field."""
+  heads = ("call", "purpose", "takes", "answers")
+  return Section("Policy server", text, tuple(table(heads, rows)))
 
 
 def gym_server() -> Section:
@@ -428,27 +326,20 @@ def gym_server() -> Section:
     (
       call(*one),
       GYM_CALLS[operation["operationId"]],
-      takes(operation),
-      answers(operation),
-      failures(operation),
+      takes(operation, document["components"]["schemas"]),
     )
     for one, operation in described.items()
   ]
-  named = {s for one in described.values() for s in one["responses"]} - {"200"}
-  refusals = statuses(pathlib.Path(catalog.__file__).parent, named)
-  text = f"""\
+  text = """\
 `tunix-gym-server desktop`, or `tunix-mt gym desktop`, port 5010; [the
 guide](gym_server.md). With `--token-file` or `$TUNIX_GYM_TOKEN` every call but
 `/health` needs `Authorization: Bearer …`; without one the server answers at
 loopback names only. A request with `Origin`, of a web page, is refused.
 
-A refusal is `{{"detail", "code"}}`; 429 has `Retry-After`. Statuses:
-{refusals}. `GET /openapi.json` is this
-section for programs."""
+A refusal is `{"detail", "code"}`; 429 has `Retry-After`. `GET /openapi.json`
+has the type of every field and answer."""
   return Section("Gym server", text, (
-      *table(("call", "purpose", "takes", "answers", "refusals"), rows),
-      "", "Objects; fields in bold are required:", "",
-      *object_lines(document["components"]["schemas"]),
+      *table(("call", "purpose", "takes"), rows),
       "", "The same gyms by OpenEnv's protocol,"
       " [explained](outside_gyms.md):", "",
       *table(("call", "purpose"), (
@@ -461,20 +352,19 @@ def run_service() -> Section:
   app = run_app.App()
   agree("run service", served(app.asgi), RUN_CALLS)
   schema = run_schemas.CreateBody.model_json_schema()
-  text = f"""\
+  text = """\
 `tunix-run-service`, port 3000; [the guide](run_service.md). With `--token-file`
 or `$TUNIX_RUN_SERVICE_TOKEN` every call needs `Authorization: Bearer …`, save
 `/health` and the signed addresses of screenshots; without one the service
 answers at loopback names only. A request with `Origin` is refused.
 
-A refusal is `{{"detail", "code"}}`; 429 has `Retry-After`. Statuses:
-{statuses(SERVICES / "run_service")}."""
-  return Section("Run service", text, (
-      *table(("call", "purpose", "takes", "answers"), (
-          (call(*one), *cells) for one, cells in RUN_CALLS.items()
-      )),
-      "", "Objects; fields in bold are required:", "",
-      *object_lines({"CreateBody": schema, **schema.get("$defs", {})}),
+A refusal is `{"detail", "code"}`; 429 has `Retry-After`."""
+  fields = ", ".join(f"`{name}`" for name in schema["properties"])
+  return Section("Run service", text, tuple(
+      table(("call", "purpose", "takes", "answers"), (
+          (call(*one), *(cell.format(fields=fields) for cell in cells))
+          for one, cells in RUN_CALLS.items()
+      ))
   ))  # fmt: skip
 
 
@@ -494,17 +384,17 @@ def rollout_buffer(folder: pathlib.Path) -> Section:
   defaults = ", ".join(
     f"`{name}` ({value})" for name, value in buffer_requests.DEFAULTS.items()
   )
-  text = f"""\
+  text = """\
 `tunix-rollout-buffer`, or `tunix-mt buffer`, port 8889; [the
 guide](rollout_buffer.md). With `--token-file` or `$TUNIX_BUFFER_TOKEN` every
 call but `/` and `/health` needs `Authorization: Bearer …`; without one the
 service answers at loopback names only. A request with `Origin` is refused.
-Calls of a rollout or a buffer exist below `/b/{{buffer}}` too; else `buffer` in
+Calls of a rollout or a buffer exist below `/b/{buffer}` too; else `buffer` in
 the body or the query names the buffer.
 
-A refusal is `{{"detail", "code"}}`; 429 and 503 have `Retry-After`. Statuses:
-{statuses(SERVICES / "rollout_buffer")}. An item that cannot be read
-is a 500 with the code `invalid_item`, as clients of the protocol expect."""
+A refusal is `{"detail", "code"}`; 429 and 503 have `Retry-After`. An item that
+cannot be read is a 500 with the code `invalid_item`, as clients of the protocol
+expect."""
   return Section("Rollout buffer", text, tuple(
       table(("call", "purpose", "takes", "answers"), (
           (call(*one), *(cell.format(defaults=defaults) for cell in cells))
@@ -534,42 +424,22 @@ def monitor(folder: pathlib.Path) -> Section:
       call(*one),
       operation["summary"],
       operation.get("security", [{"token": ["–"]}])[0]["token"][0],
-      takes(operation),
-      answers(operation),
+      takes(operation, document["components"]["schemas"]),
     )
     for one, operation in described.items()
   ]
-  refused = failures(next(iter(described.values())))
-  text = f"""\
+  text = """\
 `tunix-monitor serve`, or `tunix-mt monitor serve`, port 8765; [the
 guide](monitor.md). With tokens a call needs `Authorization: Bearer …` of one
 with the scope in the table; a monitor without tokens answers on its own machine
 only. `/api/v1` is for programs; `/api/…` without a version is the form that
 pages of other monitors read.
 
-A refusal is `{{"detail", "errors"}}`, where `errors` names each wrong field.
-Statuses: {refused}. A page is `items` and `next`, which is the `after` of the
-following one. `GET /api/v1/openapi.json` is this section for programs."""
-  return Section("Training Monitor", text, (
-      *table(("call", "purpose", "scope", "takes", "answers"), rows),
-      "", "Objects:", "",
-      *object_lines({
-          k: v for k, v in document["components"]["schemas"].items()
-          if k not in ("Error", "Batch")
-      }),
-      "", "Items of a batch; `client_id` is the sender's own name of one:", "",
-      *object_lines(_items(document["components"]["schemas"]["Batch"])),
-  ))  # fmt: skip
-
-
-def _items(batch: Mapping[str, Any]) -> dict[str, Any]:
-  """The kinds of items of a batch, by their key."""
-  items = {}
-  for key, schema in batch["properties"].items():
-    item = schema.get("items", schema)
-    if item.get("properties") and key != "delivery":
-      items[key] = item
-  return items
+A refusal is `{"detail", "errors"}`, where `errors` names each wrong field. A
+page is `items` and `next`, which is the `after` of the following one. `GET
+/api/v1/openapi.json` has the type of every field and answer."""
+  heads = ("call", "purpose", "scope", "takes")
+  return Section("Training Monitor", text, tuple(table(heads, rows)))
 
 
 def page() -> str:

@@ -194,10 +194,10 @@ print(time.process_time() - before, *dir(mt))
 def test_publishing_episodes_names_its_extra(tmp_path):
   process = child(
     """
-from tunix.rl.multi_turn.reporting.publishing import episode_tables, hub
+from tunix.rl.multi_turn.reporting import publishing
 try:
-  episode_tables.write(None, None, None)
-except hub.PublishError as error:
+  publishing._write_episodes(None, None, {})
+except publishing.PublishError as error:
   print(error)
 """,
     cwd=tmp_path,

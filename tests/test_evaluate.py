@@ -137,24 +137,6 @@ def test_an_interrupt_keeps_what_has_ended(tmp_path, capsys):
   assert len(evaluation_journal.load(tmp_path / "i")) == 6
 
 
-def test_two_evaluations_are_compared_by_task(tmp_path, capsys):
-  with chat_server.serving() as (url, server):
-    assert run(tmp_path, url, "name=good") == 0
-    server.wrong = lambda a, b, seed: a % 2
-    good = str(tmp_path / "good")
-    assert run(tmp_path, url, "name=bad", "--compare", good) == 0
-    stdout = capsys.readouterr().out
-  outcomes = evaluation_journal.load(tmp_path / "bad")
-  lost = sorted(one.task_id for one in outcomes.values() if not one.success)
-  compared = json.loads((tmp_path / "bad" / evaluator.COMPARISON).read_text())
-  figures = compared["modes"]["sampled"]
-  assert figures["worse"] == len(lost) > 0 and figures["better"] == 0
-  assert sorted(one["task_id"] for one in figures["changed"]) == lost
-  assert "1.000 -> 0.000" in stdout and lost[0] in stdout
-  page = (tmp_path / "bad" / "report.html").read_text()
-  assert lost[0] in page
-
-
 def test_screenshots_reach_the_model(tmp_path):
   with chat_server.serving() as (url, server):
     assert evaluate.main([
@@ -172,7 +154,6 @@ REFUSED = {
   "absent": ("http://127.0.0.1:9/v1", (), "cannot be reached"),
   "other model": (None, ("model=addr",), "did you mean 'adder'?"),
   "no address": ("127.0.0.1", (), "must be an address such as"),
-  "nothing to compare": (None, ("compare=/none",), "evaluate.compare=/none"),
   "unknown key": (None, ("atempts=2",), "did you mean 'attempts'"),
 }
 

@@ -27,6 +27,7 @@ import pathlib
 import time
 from typing import Any, Mapping, Sequence
 
+import grounding_conversations
 import numpy as np
 import tqdm
 import train_tokenizer
@@ -163,7 +164,7 @@ class DataMaker:
     self._renderer = renderer
     self._store = image_store
     self._tasks = desktop.DesktopTasks()
-    self._grounder = demonstrations.Grounder(
+    self._grounder = grounding_conversations.Grounder(
       renderer,
       self._agent().tool_parser,
       grid=recipe.grid,

@@ -12,7 +12,6 @@ import threading
 import chat_server
 import pytest
 import tunix.rl.multi_turn as mt
-from tunix.rl.multi_turn import evaluate as evaluate_lib
 from tunix.rl.multi_turn.api import cell
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments import gyms
@@ -64,27 +63,6 @@ def test_an_evaluation_that_failed_is_continued(tmp_path):
     evaluation = mt.load(tmp_path / "d").resume()
   assert evaluation.status == "completed" and len(evaluation.outcomes) == 6
   assert evaluation.success_rate == 1.0
-
-
-@pytest.mark.parametrize("quiet", [False, True], ids=["script", "notebook"])
-def test_a_comparison_that_fails_is_an_error(
-  tmp_path, capsys, monkeypatch, quiet
-):
-  shown = evaluate_lib.run_to_end
-  monkeypatch.setattr(
-    evaluate_lib, "run_to_end", lambda e, **_: shown(e, quiet=quiet)
-  )
-  with chat_server.serving() as (url, _):
-    other = evaluate(tmp_path, url, name="o", **{"eval.episodes_per_task": 1})
-    text = (other.directory / "episodes.jsonl").read_text()
-    (other.directory / "episodes.jsonl").write_text(
-      text.replace('"add', '"other')
-    )
-    with pytest.raises(RuntimeError, match=r"c failed: .*continue it with"):
-      evaluate(tmp_path, url, name="c", compare=str(other.directory))
-  assert f"error: {other.directory}: " in capsys.readouterr().err
-  evaluation = mt.load(tmp_path / "c")
-  assert evaluation.success_rate == 1.0 and evaluation.error
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ import forced_devices
 import jax
 import numpy as np
 from PIL import Image
-from published_sizes import PUBLISHED
+import published_sizes
 import pytest
 import trials
 from tunix.rl.multi_turn.commands import inspect_policy
-from tunix.rl.multi_turn.commands import try_policy
 from tunix.rl.multi_turn.planning import policy_facts
 from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import by_name
@@ -44,7 +43,9 @@ def refusal(capsys, *arguments):
 )  # fmt: skip
 def test_parameters_of_published_sizes(name):
   parts = policy_facts.parameters_by_part(policy_facts.find(name).model)
-  assert parts["total"] == pytest.approx(PUBLISHED[name], rel=1e-3)
+  assert parts["total"] == pytest.approx(
+    published_sizes.PUBLISHED[name], rel=1e-3
+  )
   counted = sum(v for k, v in parts.items() if k not in ("total", "active"))
   assert counted == parts["total"]
   if name.endswith("A3B"):
@@ -68,32 +69,24 @@ def test_a_published_name_needs_no_files_and_no_weights(capsys):
   # 36 layers x keys and values x 8 heads of 128 in bfloat16.
   assert figures["sequence"]["kv_bytes_per_token"] == 36 * 2 * 8 * 128 * 2
   total = figures["parameters"]["total"]
-  assert figures["checkpoint_bytes"] == {
-    "float32": 4 * total,
-    "bfloat16": 2 * total,
-  }
   memory = figures["memory"]["bytes"]
   assert 4 * total / 16 < memory["parameters"] < 4.1 * total / 16
   assert memory["optimizer"] == 2 * memory["gradients"]
 
 
-def test_layers_of_linear_attention_keep_no_keys(capsys):
-  figures = report(capsys, "qwen3.5-9b")
+def test_layers_of_linear_attention_keep_no_keys(capsys, tmp_path):
+  config = qwen_config.to_hf(published_sizes.SIZES["Qwen3.5-9B"])
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  figures = report(capsys, str(tmp_path), "--dtype", "bfloat16")
   # 8 of 32 layers x keys and values x 4 heads of 256 in bfloat16.
   assert figures["sequence"]["kv_bytes_per_token"] == 8 * 2 * 4 * 256 * 2
 
 
 def test_the_command_prints_tables(capsys):
-  arguments = ["Qwen2.5-VL-3B", "--screen", "1920x1080", "--lora", "8"]
+  arguments = ["Qwen2.5-VL-3B", "--screen", "1920x1080"]
   assert inspect_policy.main(arguments) == 0
   shown = capsys.readouterr().out
-  for piece in (
-    "qwen2_5_vl",
-    "decoder layers",
-    "1920x1080",
-    "KV cache",
-    "LoRA of rank 8",
-  ):
+  for piece in ("qwen2_5_vl", "decoder layers", "1920x1080", "KV cache"):
     assert piece in shown
 
 
@@ -101,11 +94,7 @@ def test_the_command_prints_tables(capsys):
 
 
 @pytest.mark.parametrize(
-  "name",
-  trials.by_default(
-    ["tiny_vl", "qwen3_5_tiny"],
-    [name for name in policy_facts.BUILT_IN if name != "smolvlm_tiny"],
-  ),
+  "name", trials.by_default(["tiny_vl", "qwen3_5_tiny"], policy_facts.BUILT_IN)
 )
 def test_a_built_in_runs_on_a_generated_picture(name, capsys):
   figures = report(capsys, name, "--screen", "96x64", "--forward")["forward"]
@@ -117,11 +106,6 @@ def test_a_built_in_runs_on_a_generated_picture(name, capsys):
   assert bool(figures["image_tokens"]) == ("_text_" not in name)
   assert inspect_policy.main([name, "--screen", "96x64"]) == 0
   assert "forward" not in capsys.readouterr().out
-
-
-def test_pictures_in_tiles_are_refused(capsys):
-  assert inspect_policy.main(["smolvlm_tiny", "--forward"]) == 2
-  assert "tiles with text between" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -138,34 +122,15 @@ def test_a_saved_directory_is_read_and_run_on_a_picture(tmp_path, capsys):
   ]
   figures = report(capsys, *arguments)
   assert figures["files"] == {"BF16": 2 * figures["parameters"]["total"]}
-  assert figures["forward"]["size"] == "64x48"
   assert not figures["forward"]["random_weights"]
   assert inspect_policy.main(arguments) == 0
   shown = capsys.readouterr().out
-  assert "files hold BF16" in shown and "next 5" in shown
+  assert "BF16" in shown and "next token" in shown
   bad = refusal(capsys, *arguments[:3], f"--image={tmp_path / 'none.png'}")
   assert "none.png" in bad
 
 
-def test_forward_says_that_random_weights_mean_nothing(capsys):
-  arguments = ["qwen2_5_vl_tiny", "--screen=64x64", "--forward"]
-  assert inspect_policy.main(arguments) == 0
-  assert "mean nothing" in capsys.readouterr().out
-
-
-def test_forward_refuses_what_does_not_fit(capsys, tmp_path, monkeypatch):
-  """Before anything is loaded: the directory holds no weights."""
-  config = qwen_config.to_hf(qwen_config.SIZES["Qwen3-VL-8B"])
-  (tmp_path / "config.json").write_text(json.dumps(config))
-  monkeypatch.setattr(try_policy, "free_bytes", lambda: 16 << 30)
-  text = refusal(capsys, str(tmp_path), "--forward")
-  assert "this host has 16.00 GiB free" in text and "needs about 3" in text
-
-
-def test_forward_of_a_published_size_asks_for_its_directory(
-  capsys, monkeypatch
-):
-  monkeypatch.setattr(try_policy, "free_bytes", lambda: 1 << 50)
+def test_forward_of_a_published_size_asks_for_its_directory(capsys):
   assert "directory" in refusal(capsys, "Qwen3-VL-2B", "--forward")
 
 
@@ -181,8 +146,6 @@ def test_forward_of_a_published_size_asks_for_its_directory(
     (["tiny_vl", "--screen", "720p"], "1280x720"),
     (["tiny_vl", "--screen", "1280x720"], "smaller"),
     (["tiny_vl", "--images", "-1"], "number >= 0"),
-    (["tiny_vl", "--lora", "4"], "leave the rank at 0"),
-    (["tiny_vl", "--param-dtype", "bfloat16"], "param_dtype"),
     ([], "policy"),
   ),
   ids=lambda x: " ".join(x) if isinstance(x, list) else None,
@@ -255,34 +218,6 @@ def test_a_plan_grows_with_what_it_is_for(published):
   assert total(row_length=16384) > total(row_length=8192)
 
 
-def test_remat_and_adapters_save_what_they_are_for(published):
-  work = update_memory.Work(row_length=8192, patches=3520, targets=1024)
-  mesh = update_memory.abstract_mesh(fsdp=4)
-  plans = {
-    remat: update_memory.plan(published, mesh, work, remat=remat)
-    for remat in update_memory.REMAT
-  }
-  residuals = [plans[r].layer_residuals for r in ("block", "dots", "none")]
-  assert residuals == sorted(residuals) and residuals[0] < residuals[2]
-  full = plans["block"]
-  lora = update_memory.plan(published, mesh, work, remat="block", lora_rank=16)
-  assert lora.gradients < full.gradients / 30
-  assert lora.optimizer < full.optimizer / 30
-  assert full.parameters < lora.parameters < 1.05 * full.parameters
-  half = update_memory.plan(published, mesh, work, param_dtype="bfloat16")
-  # float32 masters, gradients and moments; the new gradient is bfloat16.
-  assert half.parameters == full.parameters
-  assert half.gradients == full.gradients
-  assert half.optimizer == full.optimizer == 2 * half.parameters
-  assert half.new_gradients * 2 == full.new_gradients
-  assert half.cast == full.cast == half.new_gradients
-  frozen = update_memory.plan(
-    published, mesh, work, param_dtype="bfloat16", lora_rank=16
-  )
-  assert frozen.parameters < 0.55 * lora.parameters
-  assert frozen.optimizer == lora.optimizer
-
-
 def test_the_parts_of_a_plan_are_its_total(published):
   plan = update_memory.plan(
     published,
@@ -293,17 +228,10 @@ def test_the_parts_of_a_plan_are_its_total(published):
   assert all(v >= 0 for v in parts.values())
   assert plan.accumulate + plan.optimizer == plan.total
   assert plan.total <= sum(parts.values()) + plan.heap_gaps
-  with pytest.raises(ValueError, match="remat must be one of"):
-    update_memory.plan(
-      published,
-      update_memory.abstract_mesh(),
-      update_memory.Work(row_length=1),
-      remat="some",
-    )
 
 
 def test_kv_cache_bytes_are_those_of_the_cache():
-  policy = policy_facts.find("qwen3_vl_tiny", dtype="bfloat16")
+  policy = policy_facts.find("qwen3_vl_tiny")
   cache = jax.eval_shape(lambda: policy.model.init_cache(1, 64))
   real = sum(
     int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(cache)
@@ -313,16 +241,14 @@ def test_kv_cache_bytes_are_those_of_the_cache():
 
 
 def test_a_text_policy_has_sequences_without_screenshots(capsys):
-  facts = report(capsys, "qwen3_text_tiny", "--text-tokens=300", "--lora=4")
+  facts = report(capsys, "qwen3_text_tiny")
   assert facts["sizes"]["family"] == "qwen3"
   assert not any("vision" in name for name in facts["sizes"])
   parts = facts["parameters"]
   assert parts["vision tower"] == parts["mergers"] == 0
   assert parts["total"] == parts["embedding"] + parts["decoder layers"]
   assert facts["screens"] == []
-  assert facts["sequence"]["tokens"] == 300 and not facts["sequence"]["images"]
+  assert facts["sequence"]["tokens"] == 2000 and not facts["sequence"]["images"]
   assert facts["memory"]["bytes"]["vision_residuals"] == 0
-  assert inspect_policy.main(["qwen3_text_tiny"]) == 0
-  assert "2,000 tokens: 2000 of text" in capsys.readouterr().out
   bad = refusal(capsys, "qwen3_text_tiny", "--forward", "--image=shot.png")
   assert "reads text only" in bad

@@ -101,12 +101,6 @@ def test_an_evaluation_takes_no_names_of_rollouts(key):
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["learning_rate=1e-3", "learner.learning_rate=1e-4"],
-     "are both learner.learning_rate; give one"),
-    (["consumer_batch_size=4", "groups_per_batch=8"],
-     "are both learner.groups_per_step"),
-    (["--rollout-batch-size", "4", "consumer_batch_size=8"],
-     "--rollout-batch-size=4 and consumer_batch_size=8 are both"),
     (["split_type=eval"], "task_source.eval_names"),
     (["eval_tasks=[a]", "gym_id=x", "task_source.eval_number_range=1-2"],
      "both say what is held out"),
@@ -116,11 +110,7 @@ def test_contradictions_are_refused(argv, words):
     config_lib.load_config(argv)
 
 
-def test_equal_values_and_other_gyms_are_no_contradiction():
-  config = config_lib.load_config(
-    ["learning_rate=1e-3", "learner.learning_rate=0.001"]
-  )
-  assert config.learner.learning_rate == 1e-3
+def test_a_former_name_leaves_another_gym_as_it_is():
   config = config_lib.load_config(
     ["gym=gbox", "tasks=[a]", "gym_base_url=http://g:1"]
   )
@@ -134,29 +124,3 @@ def test_the_monitor_may_come_from_the_environment_alone(monkeypatch):
   assert config.monitor.url == "http://m:3"
   assert not config_lib.load_config(["monitor.embedded=true"]).monitor.url
   assert not config_lib.load_config(["monitor.url="]).monitor.url
-
-
-@pytest.mark.parametrize(
-  "written, tree",
-  [("true", "auto"), ("false", "false"), ("True", "auto"), ("0", "false")],
-)
-def test_shared_prompts_of_an_earlier_run_are_trees(
-  written, tree, tmp_path, caplog
-):
-  file = tmp_path / "config.yaml"
-  file.write_text(f"learner:\n  share_prompts: {written}\n  rows: 4\n")
-  with caplog.at_level(logging.WARNING):
-    for argv in ([str(file)], [f"learner.share_prompts={written}"]):
-      assert config_lib.load_config(argv).learner.tree == tree
-  assert "learner.share_prompts is a former name of learner.tree" in caplog.text
-
-
-def test_the_list_of_dropped_turns_of_an_earlier_run(tmp_path, caplog):
-  file = tmp_path / "config.yaml"
-  file.write_text("agent:\n  max_images: 2\n  summary: true\n")
-  argvs = ([str(file)], ["agent.max_images=2", "agent.summary=true"])
-  with caplog.at_level(logging.WARNING):
-    for argv in argvs:
-      assert config_lib.load_config(argv).agent.list_dropped_turns
-  text = "agent.summary is a former name of agent.list_dropped_turns"
-  assert caplog.text.count(text) == 2

@@ -18,7 +18,6 @@ from training_monitor.client import spool
 from training_monitor.maintenance import archive
 from tunix.rl.multi_turn.clients import record_replay
 from tunix.rl.multi_turn.clients import vllm
-from tunix.rl.multi_turn.commands import loss_mask
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import conversations
@@ -175,7 +174,6 @@ READERS = {
   "exported": in_file(
     lambda f: recorded.RecordedGroups(f, None, images.ImageStore()), "f.json"
   ),
-  "loss mask": in_file(loss_mask._records),
   "rollout tasks": in_file(lambda f: generating.rows_of(str(f))),
   "ids": in_file(lambda f: assign_instance_id.rows_of(f.open(), str(f))),
 }
@@ -268,7 +266,6 @@ OWN = {
     "learner/checkpoint.py",
     "trajectory_collector/loss_mask.py",
     "agent_services/serving/endpoints/messages.py",
-    "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.
     "agent_services/serving/bodies.py",
     "training_monitor/server/batches/fields.py",

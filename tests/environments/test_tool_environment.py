@@ -84,7 +84,7 @@ class TestBaseEnv:
       assert env.n == 4
       assert run(env, "go") == (("start", {}), [("go", 1.0, True, {})])
     finally:
-      environments.environment_registry.unregister_env("mine")
+      environments.spec.ENVIRONMENTS.unregister("mine")
 
 
 class TestSyncEnv:

@@ -3,7 +3,6 @@
 Routes and bodies are those that huggingface_hub 1.33 sends.
 """
 
-import asyncio
 import base64
 import contextlib
 import hashlib
@@ -26,25 +25,18 @@ class HubServer:
   messages: Messages of the commits.
   uploads: contents that came by LFS.
   refuse: status that creation answers, 0 for none.
-  silent: set: creation does not answer until `release`.
-  silent_uploads: how many contents to come are not answered until `release`.
-  asked_for_xet: requests of Xet's client.
   """
 
   def __init__(self):
     self.repos, self.private = {}, {}
     self.messages, self.uploads = [], {}
     self.refuse = 0
-    self.silent = threading.Event()
-    self.silent_uploads, self.asked_for_xet = 0, 0
-    self.release = threading.Event()
     route = routing.Route
     self._app = applications.Starlette(routes=[
         route("/api/repos/create", self._create, methods=["POST"]),
         route("/api/validate-yaml", self._validate, methods=["POST"]),
         route("/api/{kind}s/{owner}/{name}", self._info),
         route("/api/{kind}s/{owner}/{name}/tree/main", self._tree),
-        route("/api/{kind}s/{owner}/{name}/xet-{what:path}", self._xet),
         route("/api/{kind}s/{owner}/{name}/preupload/main", self._preupload,
               methods=["POST"]),
         route("/api/{kind}s/{owner}/{name}/commit/main", self._commit,
@@ -68,14 +60,10 @@ class HubServer:
     try:
       yield self
     finally:
-      self.release.set()
       server.should_exit = True
       thread.join(30)
 
   async def _create(self, request):
-    if self.silent.is_set():
-      while not self.release.is_set():
-        await asyncio.sleep(0.05)
     if request.headers.get("authorization") != f"Bearer {TOKEN}":
       return responses.JSONResponse({"error": "Invalid credentials"}, 401)
     if self.refuse:
@@ -142,16 +130,7 @@ class HubServer:
       objects.append(item)
     return responses.JSONResponse({"transfer": "basic", "objects": objects})
 
-  async def _xet(self, request):
-    self.asked_for_xet += 1
-    return responses.JSONResponse({"error": "no Xet here"}, 404)
-
   async def _put(self, request):
-    if self.silent_uploads:
-      self.silent_uploads -= 1
-      while not self.release.is_set():
-        await asyncio.sleep(0.05)
-      return responses.Response(status_code=503)
     body, oid = await request.body(), request.path_params["oid"]
     assert hashlib.sha256(body).hexdigest() == oid
     self.uploads[oid] = body

@@ -25,8 +25,6 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import hf_checkpoint
 from tunix.rl.multi_turn.reporting import publishing
-from tunix.rl.multi_turn.reporting.publishing import hub
-import yaml
 
 CONFIG = """
 run: {name: demo, dir: /home/somebody/runs, resume: '', seed: 3}
@@ -54,8 +52,8 @@ def server(monkeypatch, tmp_path):
   monkeypatch.setenv("HF_HOME", str(tmp_path))
   with hub_server.HubServer().serving() as result:
     monkeypatch.setattr(constants, "ENDPOINT", result.url)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     yield result
-    assert not result.asked_for_xet
 
 
 def command(*arguments, **env):
@@ -85,7 +83,8 @@ def test_episodes_are_a_data_set(run, tmp_path):
   for row in rows:
     episode = by_id[row["episode_id"]]
     again = trajectory_lib.Trajectory.from_json(json.loads(row["trajectory"]))
-    assert again.to_json() == episode.trajectory.to_json()
+    kept = episode.trajectory.to_json() | {"error": None}
+    assert again.to_json() == kept
     assert row["success"] == episode.success
     assert row["reward"] == episode.reward
     assert row["instruction"] == episode.shown.instruction
@@ -119,17 +118,6 @@ def test_screenshots_that_were_not_kept_are_told(run, tmp_path):
       assert all(turn["image"] == -1 for turn in row["turns"])
 
 
-def test_large_runs_become_several_files(run, tmp_path, monkeypatch):
-  from tunix.rl.multi_turn.reporting.publishing import episode_tables
-
-  monkeypatch.setattr(episode_tables, "_GROUP_BYTES", 2000)
-  monkeypatch.setattr(episode_tables, "_FILE_BYTES", 8000)
-  folder = run.save_for_hub(tmp_path / "data", "episodes")
-  assert len(list((folder / "data").glob("train-*.parquet"))) > 2
-  data = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
-  assert sum(map(len, data.values())) == len(run.episodes)
-
-
 def test_a_policy_is_a_model_repository(run, tmp_path):
   transformers = pytest.importorskip("transformers")
   folder = run.save_for_hub(
@@ -147,8 +135,6 @@ def test_a_policy_is_a_model_repository(run, tmp_path):
   (result,) = data.eval_results
   final = list(run.evaluations.values())[-1]
   assert result.metric_value == pytest.approx(final["success_rate"], abs=1e-4)
-  settings = (folder / "training_config.yaml").read_text(encoding="utf-8")
-  assert "seed: 3" in settings and "desktop" in settings
   for hidden in ("somebody", "secretword"):
     assert not any(
       hidden.encode() in path.read_bytes() for path in folder.iterdir()
@@ -177,18 +163,6 @@ def test_a_folder_in_use_stays(run, tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize(
-  "options, problem",
-  [
-    ({"license": "Apache 2"}, "apache-2.0"),
-    ({"base_model": "a/b/c"}, "owner/name"),
-  ],
-)
-def test_wrong_words_for_a_card(run, tmp_path, options, problem):
-  with pytest.raises(publishing.PublishError, match=problem):
-    run.save_for_hub(tmp_path / "out", **options)
-
-
 # --- the Hub ------------------------------------------------------------------
 
 
@@ -198,6 +172,7 @@ def test_the_command_pushes_both(run, server, tmp_path):
     "HF_ENDPOINT": server.url,
     "HF_TOKEN": hub_server.TOKEN,
     "HF_HOME": str(tmp_path),
+    "HF_HUB_DISABLE_XET": "1",
   }
   process = command(
     run.directory, "policy", "--to", "me/agent", "--private", **env
@@ -207,7 +182,7 @@ def test_the_command_pushes_both(run, server, tmp_path):
   repository = server.repos["model", "me/agent"]
   weights = (run.policy / "model.safetensors").read_bytes()
   assert repository["model.safetensors"] == weights
-  assert {"README.md", "training_config.yaml", "config.json"} <= set(repository)
+  assert {"README.md", "config.json"} <= set(repository)
   assert server.private["model", "me/agent"] in (True, "private")
   uploads = len(server.uploads)
   process = command(
@@ -218,7 +193,7 @@ def test_the_command_pushes_both(run, server, tmp_path):
   process = command(run.directory, "episodes", "--to", "me/played", **env)
   assert process.returncode == 0, process.stderr
   repository = server.repos["dataset", "me/played"]
-  table = parquet.read_table(io.BytesIO(repository["data/train-00000.parquet"]))
+  table = parquet.read_table(io.BytesIO(repository["data/train.parquet"]))
   trained = [e.trajectory for e in run.episodes.where(split="train")]
   assert sorted(table["episode_id"].to_pylist()) == sorted(
     episode.trajectory_id for episode in trained
@@ -236,22 +211,13 @@ def test_a_push_from_python(run, server, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "status, problem",
-  [
-    (403, "may not be written with this token .not yours"),
-    (500, "refused: not yours"),
-  ],
+  "status, problem", [(403, "not yours.*may write there"), (500, "not yours")]
 )
 def test_a_refusal_is_told(run, server, status, problem):
   server.refuse = status
   with pytest.raises(publishing.PublishError, match=problem):
     run.push_to_hub("me/agent", token=hub_server.TOKEN)
   assert not list(run.directory.glob(".publish-*"))
-
-
-def test_a_wrong_token_is_told(run, server):
-  with pytest.raises(publishing.PublishError, match="does not know the token"):
-    run.push_to_hub("me/agent", token="hf_wrong")
 
 
 def test_without_a_token_nothing_is_asked(run, server, monkeypatch):
@@ -261,47 +227,6 @@ def test_without_a_token_nothing_is_asked(run, server, monkeypatch):
   assert not server.repos
 
 
-def test_a_silent_hub_has_a_deadline(server, tmp_path):
-  server.silent.set()
-  target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
-  with pytest.raises(publishing.PublishError, match="does not answer"):
-    hub.push(tmp_path, target, "m", stall_s=0.3)
-
-
-def test_contents_go_by_lfs_though_xet_is_installed(run, server):
-  """No deadline ends Xet's client, and it commits in parts."""
-  from huggingface_hub.utils import _runtime
-
-  assert _runtime.is_xet_available()
-  run.push_to_hub("me/agent", token=hub_server.TOKEN)
-  weights = (run.policy / "model.safetensors").read_bytes()
-  assert weights in server.uploads.values() and len(server.messages) == 1
-  assert _runtime.is_xet_available()  # For downloads of the same process.
-
-
-def test_an_upload_into_silence_is_ended_and_tried_again(run, server, tmp_path):
-  folder = run.save_for_hub(tmp_path / "model")
-  server.silent_uploads = 1
-  target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
-  hub.push(folder, target, "m", stall_s=0.5)
-  assert server.silent_uploads == 0 and not server.release.is_set()
-  repository = server.repos["model", "me/agent"]
-  weights = (folder / "model.safetensors").read_bytes()
-  assert repository["model.safetensors"] == weights
-
-
-@pytest.mark.slow  # The client waits 23 seconds between its tries.
-def test_a_hub_that_falls_silent_in_an_upload_ends_the_push(
-  run, server, tmp_path
-):
-  folder = run.save_for_hub(tmp_path / "model")
-  server.silent_uploads = 1000
-  target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
-  with pytest.raises(publishing.PublishError, match="me/agent at .*try again"):
-    hub.push(folder, target, "m", stall_s=0.3)
-  assert not server.repos["model", "me/agent"]
-
-
 def test_wrong_arguments_of_the_command(run, tmp_path):
   env = {
     "HF_ENDPOINT": "http://127.0.0.1:9",
@@ -309,13 +234,8 @@ def test_wrong_arguments_of_the_command(run, tmp_path):
     "HF_HOME": str(tmp_path),
   }
   for arguments, message in [
-    ((run.directory, "policy", "--to", "a/b/c"), "repo is 'a/b/c'"),
-    ((run.directory, "policy", "--to", "me/a"), "does not answer"),
+    ((run.directory, "policy", "--to", "me/a"), "did not take me/a"),
     ((tmp_path, "policy", "--out", tmp_path / "o"), "not a run directory"),
-    (
-      (run.directory, "policy", "--out", tmp_path / "o", "--private"),
-      "--private",
-    ),
   ]:
     process = command(*arguments, **env)
     assert process.returncode == 2 and message in process.stderr, process.stderr
@@ -337,17 +257,11 @@ def test_its_names_are_importable_without_jax():
 # --- what must not get out ----------------------------------------------------
 
 PRIVATE = """
-run: {name: 'demo | <b>x</b>', dir: /home/somebody/runs}
-gym: {name: desktop, options: {root: '/srv/somebody/gym dir', at: '10.0.0.7:99',
-      command: 'play --root /srv/somebody/pages --n 3'}}
+run: {name: demo, dir: /home/somebody/runs}
+gym: {name: desktop, options: {root: /srv/somebody/gym, at: '10.0.0.7:99'}}
 policy: {name: /home/somebody/models/our-agent}
 environment: {options: {api_key: secretword}}
-rollout: {host: somebody-box}
 monitor: {url: 'http://somebody-box.corp:8000', database: '~somebody/m.db'}
-run_service: {env: {LICENCE: secretword}}
-processes: {coordinator: 'somebody-box:1234'}
-task_source: {eval_number_range: '0:20'}
-eval: {split: held_out}
 """
 
 
@@ -367,29 +281,13 @@ def private_run(run, tmp_path):
   return copy
 
 
-def test_settings_name_no_place_and_no_secret(private_run, tmp_path):
-  folder = publishing.save(private_run, "policy", tmp_path / "model")
-  for name in ("README.md", "training_config.yaml"):
-    text = (folder / name).read_text(encoding="utf-8")
-    for hidden in ("somebody", "secretword", "10.0.0.7", "corp"):
-      assert hidden not in text, (name, hidden)
-  data = yaml.safe_load((folder / "training_config.yaml").read_text("utf-8"))
-  assert data["policy"]["name"] == "…/our-agent"
-  assert data["gym"]["options"]["command"] == "play --root …/pages --n 3"
-  assert data["task_source"]["eval_number_range"] == "0:20"
-  assert data["eval"]["split"] == "held_out"
-
-
-def test_errors_of_episodes_name_no_place_and_no_secret(private_run, tmp_path):
-  folder = publishing.save(private_run, "episodes", tmp_path / "data")
-  errors = []
-  for path in (folder / "data").iterdir():
-    for row in parquet.read_table(path).to_pylist():
-      error = json.loads(row["trajectory"])["error"]
-      assert row["error"] == error
-      errors.append(error)
-  assert "FileNotFoundError: '…/page.html' at http://…" in errors
-  assert not any("secretword" in (e or "") for e in errors)
+@pytest.mark.parametrize("content", publishing.CONTENTS)
+def test_no_place_and_no_secret_gets_out(private_run, tmp_path, content):
+  folder = publishing.save(private_run, content, tmp_path / "out")
+  for path in folder.rglob("*"):
+    body = path.read_bytes() if path.is_file() else b""
+    for hidden in (b"somebody", b"secretword", b"10.0.0.7", b"corp"):
+      assert hidden not in body, (path, hidden)
 
 
 def test_a_policy_s_links_are_refused(private_run, tmp_path):
@@ -408,44 +306,11 @@ def test_screenshots_that_are_links_are_not_read(private_run, tmp_path):
   folder = publishing.save(private_run, "episodes", tmp_path / "data")
   for path in (folder / "data").iterdir():
     assert b"secretword" not in path.read_bytes()
-    for row in parquet.read_table(path).to_pylist():
-      assert linked.name not in {image["path"] for image in row["images"]}
 
 
-def test_an_edited_folder_does_not_change_the_run(run, tmp_path):
-  folder = run.save_for_hub(tmp_path / "model")
-  before = (run.policy / "config.json").read_bytes()
-  with (folder / "config.json").open("r+b") as file:  # In place.
-    file.write(b"mine")
-  assert (run.policy / "config.json").read_bytes() == before
-
-
-def test_names_are_no_markup(private_run, tmp_path):
-  summary = json.loads((private_run / "summary.json").read_text())
-  summary["run_name"] = "demo | <b>x</b>\n# y"
-  (private_run / "summary.json").write_text(json.dumps(summary))
-  for content in publishing.CONTENTS:
-    folder = publishing.save(private_run, content, tmp_path / content)
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    body = card.split("\n---\n", 1)[1]
-    assert "demo \\| &lt;b>x&lt;/b> # y\n" in body
-    assert "<b>" not in body and "\n# y" not in body
-
-
-@pytest.mark.parametrize(
-  "name, text, problem",
-  [
-    ("summary.json", '{"status": "running", "step": 3}', "is running, or was"),
-    ("config.yaml", "a: [", "config.yaml is not valid YAML"),
-    ("policy/config.json", "{", "config.json is damaged"),
-    ("policy/config.json", "[]", "config.json is damaged"),
-  ],
-)
-def test_damaged_and_unfinished_runs(
-  private_run, tmp_path, name, text, problem
-):
-  (private_run / name).write_text(text)
-  with pytest.raises(publishing.PublishError, match=problem):
+def test_an_unfinished_run_is_refused(private_run, tmp_path):
+  (private_run / "summary.json").write_text('{"status": "running", "step": 3}')
+  with pytest.raises(publishing.PublishError, match="is running, or was"):
     publishing.save(private_run, "policy", tmp_path / "out")
 
 
@@ -476,11 +341,10 @@ def test_nothing_private_goes_to_a_public_repository(run, server):
   assert not server.repos["model", "me/agent"]
 
 
-def test_a_password_of_the_hub_s_address_is_not_shown(monkeypatch, tmp_path):
+def test_a_password_of_the_hub_s_address_is_not_shown(run, monkeypatch):
   monkeypatch.setattr(constants, "ENDPOINT", "http://me:secretword@127.0.0.1:9")
-  target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
-  with pytest.raises(publishing.PublishError, match="does not answer") as error:
-    hub.push(tmp_path, target, "m", stall_s=1)
+  with pytest.raises(publishing.PublishError, match="did not take") as error:
+    run.push_to_hub("me/agent", token=hub_server.TOKEN)
   assert "secretword" not in str(error.value)
 
 

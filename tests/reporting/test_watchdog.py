@@ -12,9 +12,7 @@ import pathlib
 import breaking_gym
 import pytest
 import small_runs
-from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.core import settings as core_settings
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import watchdog
@@ -291,12 +289,6 @@ def test_a_run_in_which_nothing_can_be_played_fails(tmp_path, capsys):
   assert not (tmp_path / "w" / "traceback.txt").exists()
   summary = small_runs.summary_of(tmp_path / "w")
   assert summary["status"] == "failed" and "no screen" in summary["error"]
-
-
-def test_the_settings_name_every_rule():
-  fields = core_settings.fields(reporting_settings.WatchdogConfig)
-  (stop,) = [field for field in fields if field.name == "stop"]
-  assert loader.literal_choices(stop.type) == reporting_settings.WATCHDOG_RULES
 
 
 @pytest.mark.slow

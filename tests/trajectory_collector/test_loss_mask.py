@@ -15,7 +15,6 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 import transformers
-from tunix.rl.multi_turn.commands import loss_mask as command
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
 
@@ -548,54 +547,3 @@ def test_what_is_no_conversation_is_refused(kinds, messages, kind, names):
 def test_tools_without_a_place_are_refused(kinds):
   with pytest.raises(ValueError, match="tools: 1 given.*system message"):
     loss_mask.masked_tokens(kinds["distill_qwen"][1], [USER], TOOLS)
-
-
-# --- the command --------------------------------------------------------------
-
-
-def test_the_command_writes_tokens_and_masks(tmp_path, capsys):
-  file, out = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
-  record = {
-    "instance_id": "a",
-    "messages": [USER, {"role": "assistant", "content": "the lamp"}],
-  }
-  file.write_text(
-    json.dumps(record) + "\n\n" + json.dumps([USER]), encoding="utf-8"
-  )
-  status = command.main(
-    [str(file), "--tokenizer", CHECKPOINT, "--show", "--out", str(out)]
-  )
-  shown = capsys.readouterr().out
-  assert status == 0 and f"'the lamp{END}'" in shown
-  assert "line 3: " in shown and "0 trained, response length 0" in shown
-  first, second = map(json.loads, out.read_text().splitlines())
-  masked = loss_mask.make("qwen", tokenizer()).get_loss_mask(record["messages"])
-  assert first == {
-    **record,
-    "tokens": masked[0],
-    "loss_mask": masked[1],
-    "response_length": loss_mask.response_length(masked[1]),
-  }
-  assert second["response_length"] == 0
-
-
-@pytest.mark.parametrize(
-  "text, arguments, names",
-  [
-    ("[]\n", ["--loss-mask-type", "qwen2"], ("qwen2", "distill_qwen")),
-    ("{", [], ("line 1", "no JSON")),
-    ('{"a": 1}', [], ("line 1", "messages")),
-    ('\n[{"role": "x"}]', [], ("line 2", "message 0", "'x'")),
-    (None, [], ("chats.jsonl",)),
-  ],
-)
-def test_the_command_ends_with_one_line(
-  tmp_path, capsys, text, arguments, names
-):
-  file = tmp_path / "chats.jsonl"
-  if text is not None:
-    file.write_text(text)
-  assert command.main([str(file), "--tokenizer", CHECKPOINT, *arguments]) == 2
-  error = capsys.readouterr().err
-  assert error.startswith("error: ") and error.count("\n") == 1
-  assert all(name in error for name in names)

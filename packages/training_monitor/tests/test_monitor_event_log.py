@@ -214,7 +214,7 @@ def test_the_process_is_small_and_stands_back(server, tmp_path):
   assert "sqlite" not in mapped and "jaxlib" not in mapped
   assert os.getsid(log.pid) == os.getsid(0)
   assert os.getpgid(log.pid) == log.pid  # Ctrl-C is not for it.
-  assert os.getpriority(os.PRIO_PROCESS, log.pid) == Config().uploader_niceness
+  assert os.getpriority(os.PRIO_PROCESS, log.pid) == event_log.NICENESS
   start(log)
   play(log, 1)
   assert log.drain(20) and names(server) == {"g-1.0"}

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 
+import grounding_conversations
 import numpy as np
 import pretrain
 import pytest
@@ -165,7 +166,7 @@ def test_a_broken_demonstration_is_an_error(renderer):
 
 
 def grounder(renderer, **changes):
-  return demonstrations.Grounder(
+  return grounding_conversations.Grounder(
     renderer, PARSER, grid=demonstrations.POINT_GRID, **changes
   )
 

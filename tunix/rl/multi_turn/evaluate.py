@@ -33,7 +33,6 @@ if __name__ == "__main__":  # Before the seconds that JAX takes.
 import jax
 from tunix.rl.multi_turn.commands import command_module
 from tunix.rl.multi_turn.core import shell_hints
-from tunix.rl.multi_turn.core.statistics import comparison
 from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.net import credentials
 from tunix.rl.multi_turn.policy import compile_cache
@@ -161,18 +160,11 @@ def _show(written: dict[str, Any]) -> None:
       )
   for line in written.get("digest", {}).get("lines", ()):
     print(line)
-  compared = written.get("comparison") or {}
-  if "modes" in compared:
-    print(f"compared with {compared['with']}:")
-    print(comparison.format_table(compared["modes"]))
 
 
 def _failures(written: dict[str, Any]) -> Iterator[str]:
   """Why an evaluation that was played to its end is of no use."""
-  compared = written.get("comparison") or {}
-  if "error" in compared:
-    yield f"{compared['with']}: {compared['error']}"
-  elif written["results"]["success_rate"] is None:
+  if written["results"]["success_rate"] is None:
     yield (
       "no episode was valid: gym or server broke each of them; see the errors"
       " in episodes.jsonl"

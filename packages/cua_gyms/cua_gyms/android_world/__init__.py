@@ -5,7 +5,6 @@ from tunix.rl.multi_turn.environments.gyms import spec
 GYM = spec.GymSpec(
   box="android",
   doc="phones of AndroidWorld, see docs/outside_gyms.md",
-  also_called=("android", "androidworld"),
   make=f"{__name__}.android_world_gym:AndroidWorldGym",
   operator_options=("machines",),
   tasks=f"{__name__}.android_world_tasks:server_tasks",

@@ -5,7 +5,6 @@ from tunix.rl.multi_turn.environments.gyms import spec
 
 GYM = spec.GymSpec(
   doc="any web pages, see docs/web.md",
-  also_called=("browsergym", "playwright", "visualwebarena", "web", "webarena"),
   make=f"{__name__}.browser_gym:WebGym",
   operator_options=("browser", "evaluator", "hosts", "pages", "start_urls"),
   tasks=f"{__name__}.browser_tasks:WebTasks",

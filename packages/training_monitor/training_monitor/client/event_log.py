@@ -45,6 +45,8 @@ _MAX_KNOWN_IMAGES = 100_000
 _GRACE_S = 10.0
 _REPORT_S = 5.0
 _MAX_BACKOFF_S = 60.0
+NICENESS = 10
+"""CPU priority of the uploader process."""
 COMMAND = "uploader"
 """Argument of `python -m training_monitor` that starts the uploader."""
 
@@ -139,7 +141,7 @@ class EventLog:
       target=self._supervise, name="monitor-uploader", daemon=True
     )
     self._supervisor.start()
-    if not self._started.wait(config.start_timeout_s) or self._refusal:
+    if not self._started.wait(settings_lib.START_S) or self._refusal:
       self._end(0.0)
       spool_lib.remove(self._spool.path)
       self._spool.close()
@@ -292,9 +294,7 @@ class EventLog:
     ) as process:
       if hasattr(os, "setpriority"):
         try:
-          os.setpriority(
-            os.PRIO_PROCESS, process.pid, self._config.uploader_niceness
-          )
+          os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
         except OSError:
           pass
       assert process.stdin is not None and process.stdout is not None

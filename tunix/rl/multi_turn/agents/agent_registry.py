@@ -50,7 +50,7 @@ class AgentSpec:
 AGENTS: registry.Registry[AgentSpec | Callable[..., Any]] = registry.Registry(
   "agent"
 )
-AGENTS.register("tool", AgentSpec(_TOOL_AGENT), also=("react",))
+AGENTS.register("tool", AgentSpec(_TOOL_AGENT))
 for _name, _preset in presets.PRESETS.items():
   AGENTS.register(_name, AgentSpec(_TOOL_AGENT, _preset))
 

@@ -19,7 +19,6 @@ from tunix.rl.multi_turn.api import html as html_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import report
-from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import run_data
 
 _TABLE = 40  # Episodes that a table shows.
@@ -96,11 +95,9 @@ class Episode:
 
   def film(self, width: int = 320) -> html_lib.Shown:
     """Its screens in a row, with what was done on each, `width` px wide."""
-    config = reporting_settings.ReportConfig(
-      film_turns=max(2, len(self.shown.frames)), image_width=width
-    )
-    parts = [report.film(self._run, self.shown, config)]
-    height = drawings.strip_height(self.shown.frames)
+    frames = self.shown.frames
+    parts = [report.film(self._run, self.shown, len(frames), width)]
+    height = drawings.strip_height(frames)
     return html_lib.Shown(
       html_lib.framed(repr(self), parts, height), repr(self)
     )

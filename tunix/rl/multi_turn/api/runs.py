@@ -278,9 +278,10 @@ class Run:
       self.directory,
       content,
       repo,
-      publishing.Described(license, base_model),
       private=private,
       token=token,
+      license=license,
+      base_model=base_model,
     )
 
   def save_for_hub(
@@ -296,8 +297,9 @@ class Run:
     Raises:
       PublishError: the run has nothing of it, or the folder is in use.
     """
-    described = publishing.Described(license, base_model)
-    return publishing.save(self.directory, content, folder, described)
+    return publishing.save(
+      self.directory, content, folder, license=license, base_model=base_model
+    )
 
   def __repr__(self) -> str:
     total = (self.config.get("learner") or {}).get("steps")
@@ -350,19 +352,12 @@ class EvaluationRun(Run):
   @property
   def error(self) -> str | None:
     """Why it failed."""
-    content = self._content
-    compared = content.get("comparison") or {}
-    return content.get("error") or compared.get("error")
+    return self._content.get("error")
 
   @property
   def digest(self) -> dict[str, Any]:
     """The gym's summary of the episodes; {} for a gym that makes none."""
     return self._content.get("digest") or {}
-
-  @property
-  def comparison(self) -> dict[str, Any] | None:
-    """By mode, where it was compared with another (`compare=`)."""
-    return (self._content.get("comparison") or {}).get("modes")
 
   @property
   def outcomes_by_key(

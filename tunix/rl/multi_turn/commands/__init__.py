@@ -1,9 +1,8 @@
-"""Commands around policies: inspect, try, publish.
+"""Commands around policies and runs.
 
     python -m tunix.rl.multi_turn.commands
 
-lists them, with the commands of other rooms. `try_policy` is a part of
-`inspect_policy`.
+lists them, with the commands of other rooms.
 """
 
 _HERE = "tunix.rl.multi_turn"
@@ -37,9 +36,6 @@ COMMANDS = {
   ),
   f"{_HERE}.commands.inspect_policy": (
     "Reports a policy's sizes, tokens and memory; runs it once."
-  ),
-  f"{_HERE}.commands.loss_mask": (
-    "Turns conversations from elsewhere into tokens and loss masks."
   ),
 }
 """Module of a user's command -> its purpose."""

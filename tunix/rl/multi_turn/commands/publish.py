@@ -65,23 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
   parsed = _parser().parse_args(argv)
   try:
-    described = publishing.Described(parsed.license, parsed.base_model)
+    about = {"license": parsed.license, "base_model": parsed.base_model}
     if parsed.out is not None:
-      if parsed.private or parsed.message:
-        raise publishing.PublishError(
-          "--private and --message are for --to; a folder has neither"
-        )
       place: object = publishing.save(
-        parsed.run, parsed.content, parsed.out, described
+        parsed.run, parsed.content, parsed.out, **about
       )
     else:
       place = publishing.push(
         parsed.run,
         parsed.content,
         parsed.to,
-        described,
         private=True if parsed.private else None,
         message=parsed.message,
+        **about,
       )
   except (publishing.PublishError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)

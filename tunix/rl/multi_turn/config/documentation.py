@@ -76,7 +76,6 @@ beside it measures where clicks land.
   --help             this text; --help all: every key; --help SECTION: one
                      section's keys, e.g. --help evaluate
   --dry-run          build everything, print configuration, shapes and memory
-  --compare DIR      compare with another evaluation, task by task
 
 Later wins: defaults, presets of the chosen names, the run's settings, the file,
 overrides. Values are YAML (tasks='[a,b]' or tasks=a,b).
@@ -92,7 +91,6 @@ Examples:
   python -m tunix.rl.multi_turn.evaluate policy=DIR gym=miniwob tasks=click-link
   python -m tunix.rl.multi_turn.evaluate server=http://127.0.0.1:8000/v1 \\
       model=NAME gym=desktop agent=qwen3_vl_computer_use
-  python -m tunix.rl.multi_turn.evaluate evaluations/<name> --compare OTHER
 
 Exit status: 0 complete, 1 failed, 2 refused, 130 interrupted (and resumable).
 Every key with its meaning: --help all, or docs/configuration.md.""",
@@ -112,7 +110,6 @@ Every key with its meaning: --help all, or docs/configuration.md.""",
     "collect.concurrency",
     "name",
     "resume",
-    "compare",
   ),
 )
 

@@ -61,11 +61,6 @@ class EvaluateConfig:
     default=True,
     doc="A resumed evaluation plays episodes again that a gym or server broke.",
   )
-  compare: str = _setting(
-    default="",
-    doc="Directory of another evaluation of the same tasks, to be compared"
-    " with.",
-  )
 
   def problems(self) -> Iterator[str]:
     if self.server:
@@ -94,7 +89,6 @@ ALIASES: Mapping[str, str] = {
   "checkpoint": "evaluate.checkpoint",
   "server": "evaluate.server",
   "model": "evaluate.model",
-  "compare": "evaluate.compare",
   "attempts": "eval.attempts",
   "modes": "eval.modes",
   "split": "eval.split",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Mapping
 
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import monitor_settings as monitor_settings
@@ -38,11 +38,6 @@ SETTINGS: dict[str, str] = {
   "monitor_base_url": "monitor.url",
 }
 """Former name -> the setting that it means."""
-_RENAMED = {
-  "agent.summary": "agent.list_dropped_turns",
-  "learner.share_prompts": "learner.tree",
-}
-"""Former setting -> the setting of today; in files of earlier runs."""
 TOKEN = loader.TOKEN
 SPLIT = "split_type"
 URL_VARIABLE = "TUNIX_MONITOR_URL"
@@ -61,7 +56,7 @@ def take(
     problems: Receives the reasons of a refused value.
     former: Receives the former names that the layer has.
   """
-  layer = _with_present_settings(data, former)
+  layer = dict(data)
   former |= set(layer) & {*SETTINGS, TOKEN, SPLIT}
   if SPLIT in layer:
     split = loader.unwrap(layer.pop(SPLIT))
@@ -87,29 +82,6 @@ def take(
       )
     elif token:
       os.environ[_TOKEN_VARIABLE] = token
-  return layer
-
-
-def _with_present_settings(
-  data: Mapping[str, Any], former: set[str]
-) -> dict[str, Any]:
-  """Returns a layer with the settings of `_RENAMED` by their present names."""
-  layer = dict(data)
-  for path, present in _RENAMED.items():
-    section, _, name = path.partition(".")
-    if isinstance(layer.get(section), Mapping) and name in layer[section]:
-      layer[section] = dict(layer[section])
-      holder, prefix = layer[section], ""
-    elif path in layer:
-      holder, prefix = layer, section + "."
-    else:
-      continue
-    value = holder.pop(prefix + name)
-    if present == "learner.tree":
-      shares = str(loader.unwrap(value)).lower() in ("true", "1", "yes", "on")
-      value = "auto" if shares else "false"
-    former.add(path)
-    holder.setdefault(prefix + present.partition(".")[2], value)
   return layer
 
 
@@ -139,40 +111,8 @@ def announce(former: set[str]) -> None:
     if name == SPLIT:
       _LOG.warning("%s is a former name; a run needs none", name)
       continue
-    present = (SETTINGS | _RENAMED).get(name, f"${_TOKEN_VARIABLE}")
+    present = SETTINGS.get(name, f"${_TOKEN_VARIABLE}")
     _LOG.warning("%s is a former name of %s", name, present)
-
-
-def conflicts(
-  written: Sequence[tuple[str, loader.Raw]], aliases: Mapping[str, str]
-) -> Iterator[str]:
-  """Settings that a command line gives by two names, with different values.
-
-  Args:
-    written: Keys, or options with their dashes, and their values.
-    aliases: Short key -> dotted key.
-  """
-  first: dict[str, tuple[str, Any]] = {}
-  for name, value in written:
-    key = name
-    if name.startswith("--"):  # An option of the rollout protocol's trainer.
-      key = name[2:].replace("-", "_")
-    path = aliases.get(key, key)
-    before, other = first.setdefault(path, (name, value.value))
-    equal = _number(other) == _number(value.value)
-    if before != name and not equal and {before, name} & set(SETTINGS):
-      yield (
-        f"{before}={other} and {name}={value.value} are both {path}; give one"
-        " of them"
-      )
-
-
-def _number(value: Any) -> Any:
-  """Returns a number however it was written, and any other value unchanged."""
-  try:
-    return float(value)
-  except (TypeError, ValueError):
-    return value
 
 
 def is_token(argument: str) -> bool:

@@ -97,121 +97,11 @@ def sections(cls: type, prefix: str = "") -> Mapping[str, type]:
   return by_key
 
 
-_ELSEWHERE = {
-  "accumulation_steps": ("learner.minibatches", "learner.rows"),
-  "adv_estimator": ("algorithm.advantage",),
-  "advantage_estimator": ("algorithm.advantage",),
-  "async_level": ("queue.max_staleness",),
-  "batch_size": (
-    "learner.groups_per_step",
-    "learner.rows",
-    "warm_start.batch_size",
-  ),
-  "beta": ("algorithm.kl_coef",),
-  "checkpoint_dir": ("run.dir",),
-  "clip_eps": ("algorithm.clip_low", "algorithm.clip_high"),
-  "clip_range": ("algorithm.clip_low", "algorithm.clip_high"),
-  "clip_ratio": ("algorithm.clip_low", "algorithm.clip_high"),
-  "clip_ratio_high": ("algorithm.clip_high",),
-  "clip_ratio_low": ("algorithm.clip_low",),
-  "data": ("task_source.path", "tasks"),
-  "dataset": ("task_source.path", "tasks"),
-  "entropy_coeff": ("algorithm.entropy_coef",),
-  "env": ("gym", "environment"),
-  "env_name": ("gym", "environment"),
-  "epochs": ("learner.epochs",),
-  "epsilon": ("algorithm.clip_low",),
-  "epsilon_high": ("algorithm.clip_high",),
-  "eval_steps": ("eval.every",),
-  "experiment_name": ("name",),
-  "gpu_memory_utilization": ("engine.cache_tokens", "engine.slots"),
-  "gpus": ("mesh.data", "mesh.fsdp"),
-  "gradient_accumulation_steps": ("learner.minibatches", "learner.rows"),
-  "init_kl_coef": ("algorithm.kl_coef",),
-  "kl": ("algorithm.kl_coef",),
-  "kl_beta": ("algorithm.kl_coef",),
-  "kl_loss_coef": ("algorithm.kl_coef",),
-  "learning_rate": ("learner.learning_rate",),
-  "logger": ("tracking.wandb", "tracking.tensorboard", "tracking.mlflow"),
-  "logging_steps": ("report.progress_s",),
-  "lora": ("policy.lora_rank",),
-  "lora_r": ("policy.lora_rank",),
-  "loss_agg_mode": ("algorithm.loss_aggregation",),
-  "loss_type": ("algorithm.loss_aggregation", "algorithm.objective"),
-  "lr": ("learner.learning_rate",),
-  "lr_scheduler_type": ("learner.schedule",),
-  "max_async_level": ("queue.max_staleness",),
-  "max_completion_length": ("sampling.max_new_tokens",),
-  "max_grad_norm": ("learner.grad_clip",),
-  "max_model_len": ("engine.context_length",),
-  "max_off_policy_steps": ("queue.max_staleness",),
-  "max_response_length": ("sampling.max_new_tokens",),
-  "max_seq_len": ("engine.context_length", "learner.row_length"),
-  "max_steps": ("steps", "environment.max_turns"),
-  "max_tokens": ("sampling.max_new_tokens",),
-  "mini_batch_size": ("learner.minibatches",),
-  "model": ("policy",),
-  "model.path": ("policy",),
-  "model_name": ("policy",),
-  "model_name_or_path": ("policy",),
-  "model_path": ("policy",),
-  "n": ("collect.group_size",),
-  "n_gpus_per_node": ("mesh.data", "mesh.fsdp"),
-  "n_samples": ("collect.group_size",),
-  "n_samples_per_prompt": ("collect.group_size",),
-  "num_epochs": ("learner.epochs", "steps"),
-  "num_generations": ("collect.group_size",),
-  "num_gpus": ("mesh.data", "mesh.fsdp"),
-  "num_steps": ("steps",),
-  "num_train_epochs": ("learner.epochs", "steps"),
-  "optim": ("learner.optimizer",),
-  "output_dir": ("run.dir",),
-  "per_device_train_batch_size": ("learner.rows",),
-  "ppo_epochs": ("learner.epochs",),
-  "ppo_mini_batch_size": ("learner.minibatches",),
-  "prompts": ("task_source.path", "tasks"),
-  "report_to": ("tracking.wandb", "tracking.tensorboard", "tracking.mlflow"),
-  "reward_fn": ("reward",),
-  "reward_funcs": ("reward",),
-  "rollouts_per_example": ("collect.group_size",),
-  "save_freq": ("checkpoint.every",),
-  "save_interval": ("checkpoint.every",),
-  "save_steps": ("checkpoint.every",),
-  "screen": ("gym.width", "gym.height"),
-  "system_prompt": ("agent.system_prompt",),
-  "tensor_parallel_size": ("mesh.tensor",),
-  "test_freq": ("eval.every",),
-  "total_epochs": ("steps",),
-  "total_training_steps": ("steps",),
-  "tp": ("mesh.tensor",),
-  "train_batch_size": ("learner.groups_per_step", "learner.rows"),
-  "train_steps": ("steps",),
-  "use_wandb": ("tracking.wandb",),
-  "vllm": ("rollout.via", "external.url"),
-  "wandb": ("tracking.wandb",),
-  "warmup_ratio": ("learner.warmup_steps",),
-}
-"""Names of other trainers and engines -> the settings to look at instead."""
-
-_PLACES = frozenset({
-    "", "algorithm", "collect", "engine", "learner", "policy", "rollout",
-    "sampling",
-})  # fmt: skip
-"""Sections in which such a name means what it means there, as in a section of
-another trainer's."""
-
-
 def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
   """As `registry.did_you_mean` for a dotted key, which a right name in a wrong
   place may be."""
   all_sections, keys = sections(cls), leaves(cls)
   section, _, leaf = path.rpartition(".")
-  is_elsewhere = section in _PLACES or section not in all_sections
-  last_two = ".".join(path.split(".")[-2:])
-  if last_two in _ELSEWHERE:
-    return _meant(_ELSEWHERE[last_two])
-  if leaf in _ELSEWHERE and is_elsewhere:
-    return _meant(_ELSEWHERE[leaf])
   by_leaf: dict[str, list[str]] = {}
   for key in keys:
     by_leaf.setdefault(key.rpartition(".")[2], []).append(key)
@@ -542,7 +432,7 @@ def _wanted(field: settings.Setting, error: pydantic.ValidationError) -> str:
   choices = literal_choices(field.type)
   if choices and kinds & {"literal_error"}:
     wrong = str(details[0]["input"])
-    hint = registry.did_you_mean(wrong, choices, field.also)
+    hint = registry.did_you_mean(wrong, choices)
     return f"one of {', '.join(choices)}{hint}"
   if kinds & {"finite_number"}:
     return "a finite number"

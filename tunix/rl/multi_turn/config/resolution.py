@@ -397,7 +397,6 @@ class _Reader:
   def arguments(self, argv: Sequence[str]) -> None:
     """Reads a command line's overrides and files."""
     evaluates = self._command is _EVALUATE
-    written: list[tuple[str, loader.Raw]] = []
     used: set[int] = set()  # Places of values of options before them.
     for place, argument in enumerate(argv):
       following = next(iter(argv[place + 1 : place + 2]), "")
@@ -405,18 +404,10 @@ class _Reader:
         self._show_help(following)
       if place in used:
         continue
-      if argument == "--compare" and evaluates:
-        used.add(place + 1)
-        if not following:
-          self.problems.append("--compare needs the directory of an evaluation")
-        self._override("evaluate.compare", following)
-      elif argument == "--dry-run":
+      if argument == "--dry-run":
         self.overrides.append({"run.dry_run": True})
       elif not evaluates and (flag := _rollout_flag(argument)):
-        places, value = self._read_flag(flag, place, argv)
-        used |= places
-        if value is not None:
-          written.append((argument.partition("=")[0], value))
+        used |= self._read_flag(flag, place, argv)
       elif argument.startswith("-"):
         if self._refuse_option(argument, argv[place + 1 :]):
           used.add(place + 1)
@@ -430,9 +421,7 @@ class _Reader:
         except ConfigError as error:
           self.problems += error.problems
           continue
-        written.append((key, value))
         self.overrides.append(self.layer({key: value}, ""))
-    self.problems += former_names.conflicts(written, self._command.aliases)
 
   def _override(self, key: str, text: str) -> None:
     self.overrides.append({key: loader.Raw(text, text)})
@@ -474,14 +463,11 @@ class _Reader:
       )
     return True
 
-  def _read_flag(
-    self, flag: str, place: int, argv: Sequence[str]
-  ) -> tuple[set[int], loader.Raw | None]:
+  def _read_flag(self, flag: str, place: int, argv: Sequence[str]) -> set[int]:
     """Adds the setting that `argv[place]` means to the overrides.
 
     Returns:
-      Places of arguments that are its value, and the value; None where it is
-      missing or cannot be read.
+      Places of arguments that are its value.
     """
     path = data_sections.ROLLOUT_FLAGS[flag]
     _, equals, text = argv[place].partition("=")
@@ -491,17 +477,17 @@ class _Reader:
     elif not equals:
       if place + 1 >= len(argv) or argv[place + 1].startswith("--"):
         self.problems.append(f"{argv[place]} needs a value, for {path}")
-        return used, None
+        return used
       text, used = argv[place + 1], {place + 1}
     try:
       _, value = loader.parse_override(f"{flag}={text}")
     except ConfigError as error:
       self.problems += error.problems
-      return used, None
+      return used
     self.overrides.append(
       loader.flatten({flag: value}, TrainConfig, ALIASES, "", self.problems)
     )
-    return used, value
+    return used
 
   def _refuse_option(self, argument: str, following: Sequence[str]) -> bool:
     """Refuses an option with dashes; whether the next argument is its value."""

@@ -161,7 +161,6 @@ class RolloutConfig:
     "in_process", "proxy", "external", "hosts", "buffer", "offline"
   ] = setting(
     default="in_process",
-    also=dict.fromkeys(("openai", "sglang", "vllm"), "external"),
     doc="in_process: as tokens. proxy: through an OpenAI-compatible server"
     " that the run opens on the loopback interface, as messages with"
     " screenshots; training uses the server's record. Needs the extras"

@@ -15,6 +15,10 @@ from . import settings
 
 _setting = settings.setting
 TOKEN_VARIABLE = "TUNIX_MONITOR_TOKEN"
+START_S = 60.0
+"""Deadline for the uploader process, and for the embedded server, to start."""
+SERVER_NICENESS = 19
+"""CPU priority of the embedded server: it takes only idle CPU."""
 
 
 @settings.settings
@@ -60,13 +64,6 @@ class MonitorConfig:
     unit="s",
     ge=0,
   )
-  start_timeout_s: float = _setting(
-    default=60.0,
-    doc="Deadline for the uploader process, and for the embedded server, to"
-    " start.",
-    unit="s",
-    gt=0,
-  )
   heartbeat_s: float = _setting(
     default=15.0,
     doc="Without anything to send, the run reports that it is alive this"
@@ -88,18 +85,6 @@ class MonitorConfig:
     " second as a rule; more are dropped and counted.",
     unit="events",
     ge=1,
-  )
-  uploader_niceness: int = _setting(
-    default=10,
-    doc="CPU priority of the uploader process; 19 is the lowest.",
-    ge=0,
-    le=19,
-  )
-  server_niceness: int = _setting(
-    default=19,
-    doc="CPU priority of the embedded server; 19 is the lowest.",
-    ge=0,
-    le=19,
   )
 
   @property

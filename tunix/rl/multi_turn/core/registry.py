@@ -17,7 +17,6 @@ import collections.abc
 import difflib
 import importlib
 import traceback
-import types
 from typing import (
   Any,
   Callable,
@@ -26,7 +25,6 @@ from typing import (
   Iterable,
   Iterator,
   Literal,
-  Mapping,
   Sequence,
   TypeVar,
 )
@@ -34,7 +32,6 @@ from typing import (
 T = TypeVar("T")
 _OURS = ("tunix.rl.multi_turn", "tunix.rl.queue")
 _MOST_LISTED = 40
-_NONE: Mapping[str, str] = types.MappingProxyType({})
 
 Source = Literal["operator", "request"]
 """Who chose a name. "operator": the command line, a file that it names, or the
@@ -46,20 +43,10 @@ _CUTOFF = 0.6
 """Least similarity of a hint; of three letters, the first is equal too."""
 
 
-def nearest(
-  word: object, names: Iterable[str], also: Mapping[str, str] = _NONE
-) -> str:
-  """Returns the name closest to `word` by meaning or spelling, or "".
-
-  Args:
-    word: The unknown name.
-    names: The names here.
-    also: Name in other projects -> the name here.
-  """
+def nearest(word: object, names: Iterable[str]) -> str:
+  """Returns the name whose spelling is closest to `word`, or ""."""
   lower = {name.lower(): name for name in names}
   text = str(word).lower()
-  if text in also:
-    return also[text]
   like = [n for n in lower if len(text) != 3 or n[:1] == text[:1]]
   match = difflib.get_close_matches(text, like, n=1, cutoff=_CUTOFF)
   if match:
@@ -69,17 +56,13 @@ def nearest(
   return lower[min(longer, key=len)] if longer else ""
 
 
-def did_you_mean(
-  word: object, names: Iterable[str], also: Mapping[str, str] = _NONE
-) -> str:
+def did_you_mean(word: object, names: Iterable[str]) -> str:
   """Returns `; did you mean 'x'?` with the `nearest` name, or ""."""
-  near = nearest(word, names, also)
+  near = nearest(word, names)
   return f"; did you mean {near!r}?" if near else ""
 
 
-def unknown_name(
-  kind: str, name: object, names: Iterable[str], also: Mapping[str, str] = _NONE
-) -> str:
+def unknown_name(kind: str, name: object, names: Iterable[str]) -> str:
   """Returns the message for a name that is not among `names`."""
   names = sorted(names)
   if str(name).endswith(".py"):
@@ -90,7 +73,7 @@ def unknown_name(
     )
   if not names:
     return f"unknown {kind} {name!r}; none is registered"
-  hint = did_you_mean(name, names, also)
+  hint = did_you_mean(name, names)
   opening = f"{hint} Known" if hint else "; known"
   return f"unknown {kind} {name!r}{opening}: {listed(names)}"
 
@@ -218,7 +201,6 @@ class Registry(Generic[T]):
     paths: bool = True,
     group: str = "",
     absent: Callable[[str], str] | None = None,
-    also: Callable[[], Mapping[str, str]] | None = None,
   ):
     """Makes an empty registry.
 
@@ -230,24 +212,15 @@ class Registry(Generic[T]):
         names are listed.
       absent: Returns which package has an unknown name, for the message; ""
         for none.
-      also: Returns name in other projects -> name here, for the hints, beside
-        those given to `register`.
     """
     self.kind = kind
     self._paths = paths
     self._group = group
     self._absent = absent
-    self._also_of = also
-    self._also: dict[str, str] = {}
     self._entries: dict[str, T | str] = {}
 
   def register(
-    self,
-    name: str,
-    value: T | str | None = None,
-    *,
-    replace: bool = False,
-    also: Sequence[str] = (),
+    self, name: str, value: T | str | None = None, *, replace: bool = False
   ) -> Callable[[T], T]:
     """Adds `value` under `name`; without a value, returns a decorator.
 
@@ -256,7 +229,6 @@ class Registry(Generic[T]):
       value: the object, or a dotted path "package.module:Name" imported on
         first use.
       replace: allow taking over an existing name.
-      also: Names in other projects, which a hint leads from.
 
     Raises:
       ValueError: the name is taken by another definition, or empty.
@@ -274,7 +246,6 @@ class Registry(Generic[T]):
           " unregister it, or pass replace=True"
         )
       self._entries[name] = entry
-      self._also |= dict.fromkeys(also, name)
       return entry
 
     if value is not None:
@@ -308,10 +279,7 @@ class Registry(Generic[T]):
       )
     if not isinstance(name, str) or name not in self:
       package = self._absent(str(name)) if self._absent else ""
-      also = {**self._also, **(self._also_of() if self._also_of else _NONE)}
-      raise ValueError(
-        package or unknown_name(self.kind, name, self._entries, also)
-      )
+      raise ValueError(package or unknown_name(self.kind, name, self._entries))
     value = self._entries[name]
     if self._paths and isinstance(value, str):
       value = self._entries[name] = import_path(value)

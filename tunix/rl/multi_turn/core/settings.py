@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 import typing
 from typing import Any, Callable, cast, Iterator, Mapping, TypeVar
 
@@ -43,7 +42,6 @@ def setting(
   doc: str,
   unit: str = "",
   registry: str = "",
-  also: Mapping[str, str] = types.MappingProxyType({}),
   ge: float | None = None,
   gt: float | None = None,
   le: float | None = None,
@@ -58,14 +56,9 @@ def setting(
     registry: "package.module:REGISTRY" of the names that a text field, or each
       item of a list of texts, may hold; see `core.registry.Registry`. A
       "module:attribute" path is valid as well.
-    also: Value in other projects -> the choice here, for hints.
     ge, gt, le, lt: bounds of a number, or of each number of a tuple.
   """
-  about: dict[str, Any] = {
-    "unit": unit,
-    "registry": registry,
-    "also": dict(also),
-  }
+  about: dict[str, Any] = {"unit": unit, "registry": registry}
   if type(default) is int and le is None and lt is None:
     le = LARGEST
   limits = {"ge": ge, "gt": gt, "le": le, "lt": lt}
@@ -172,7 +165,7 @@ class Setting:
   Attributes:
     name: Name of the field.
     type: its resolved annotation.
-    doc, unit, registry, also: as declared.
+    doc, unit, registry: as declared.
     bounds: Bounds of a number, by "ge", "gt", "le", "lt".
     item_bounds: Bounds of a tuple's items.
   """
@@ -182,7 +175,6 @@ class Setting:
   doc: str
   unit: str
   registry: str
-  also: Mapping[str, str]
   bounds: Mapping[str, float]
   item_bounds: Mapping[str, float]
   _info: Any
@@ -234,7 +226,6 @@ def fields(cls: object) -> tuple[Setting, ...]:
         doc=info.description or "",
         unit=about.get("unit", ""),
         registry=about.get("registry", ""),
-        also=about.get("also", {}),
         bounds=bounds,
         item_bounds=about.get("items", {}),
         _info=info,

@@ -51,14 +51,15 @@ class BaseEnv(abc.ABC):
     """
     args = dict(env_args)
     if cls is BaseEnv:
-      from tunix.rl.multi_turn.environments import environment_registry  # pylint: disable=g-import-not-at-top
+      from tunix.rl.multi_turn.environments import spec  # pylint: disable=g-import-not-at-top
 
       if "type" not in args:
         raise ValueError(
           "an environment config needs 'type', one of"
-          f" {', '.join(environment_registry.env_names())}"
+          f" {', '.join(spec.ENVIRONMENTS.names())}"
         )
-      return environment_registry.get_env(args.pop("type")).from_dict(args)
+      make: Any = spec.get(args.pop("type"), "request").factory
+      return make.from_dict(args)
     return cls(**args)
 
 

@@ -144,14 +144,22 @@ for _name, _spec in {
   ENVIRONMENTS.register(_name, _spec)
 
 
-def get(name: str) -> EnvironmentSpec:
+register_env: Callable[..., Any] = ENVIRONMENTS.register
+"""Adds an environment by name: a spec, or a class."""
+
+
+def get(name: str, source: registry.Source = "operator") -> EnvironmentSpec:
   """The spec of a registered name, or of the object at an operator's path.
+
+  Args:
+    name: Registered, or of an operator "module:attribute".
+    source: Who chose the name.
 
   Raises:
     ValueError: unknown; the message names the nearest one.
     ImportError: no such module or attribute.
   """
-  entry = ENVIRONMENTS.get(name, "operator")
+  entry = ENVIRONMENTS.get(name, source)
   if isinstance(entry, EnvironmentSpec):
     return entry
   return EnvironmentSpec(entry, getattr(entry, "action_grammar", "any"))

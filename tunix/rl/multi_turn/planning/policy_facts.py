@@ -51,16 +51,11 @@ class Found:
   directory: pathlib.Path | None
 
 
-def find(
-  name: str, dtype: str | None = None, param_dtype: str | None = None
-) -> Found:
+def find(name: str) -> Found:
   """The policy of a published name, a built-in or a directory.
 
-  Args:
-    name: upper and lower case of published names are alike.
-    dtype: Type of activations; None = the config's, bfloat16 for a published
-      size.
-    param_dtype: Type of weights; None = the config's.
+  Upper and lower case of published names are alike; activations of a published
+  size are bfloat16.
 
   Raises:
     FileNotFoundError, ValueError: nothing of that name, or a directory that
@@ -68,24 +63,21 @@ def find(
   """
   published = {key.lower(): key for key in qwen_config.SIZES}
   key = published.get(name.lower().removesuffix("-instruct"))
-  change: dict[str, Any] = {"compute_dtype": dtype, "param_dtype": param_dtype}
-  change = {field: value for field, value in change.items() if value}
   directory = None
   if key is not None:
     name = key
     # Stacked layers are made in a fraction of the time.
-    change = {"compute_dtype": "bfloat16", "scan_layers": True, **change}
-    config = dataclasses.replace(qwen_config.SIZES[key], **change)
+    config = dataclasses.replace(
+      qwen_config.SIZES[key], compute_dtype="bfloat16", scan_layers=True
+    )
   elif (
     name in checkpoint.SMALL
     and not (policy_files.DATA / name / "config.json").is_file()
   ):
-    config = qwen_checkpoint.small_config(
-      name, checkpoint.tokenizer_of(name), **change
-    )
+    config = qwen_checkpoint.small_config(name, checkpoint.tokenizer_of(name))
   else:
     directory = _directory(name)
-    config = checkpoint.load_config(directory, **change)
+    config = checkpoint.load_config(directory)
   if isinstance(config, qwen_text_config.QwenTextConfig):
     model: Model = hf_checkpoint.abstract_model(config)
     processor: Any = text_inputs.TextProcessor(name)
@@ -208,12 +200,3 @@ def stored_bytes(directory: pathlib.Path | None) -> dict[str, int]:
         size = width.get(part.get_dtype(), 1) * math.prod(part.get_shape())
         size_of[part.get_dtype()] = size_of.get(part.get_dtype(), 0) + size
   return size_of
-
-
-def human(size: float) -> str:
-  """Bytes as people read them."""
-  for unit in ("B", "KiB", "MiB"):
-    if abs(size) < 1024:
-      return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-    size /= 1024
-  return f"{size:,.2f} GiB"

@@ -256,7 +256,7 @@ def _weights(
   kind = layers.LoRAParam if adapted else nnx.Param
   parameters = update_memory.parameter_bytes(model, mesh)
   left_out = _left_out(config, model)
-  weights = update_memory.weight_bytes(model, mesh, 0, 4, left_out)
+  weights = update_memory.weight_bytes(model, mesh, 4, left_out)
   trained, masters = weights.own, weights.masters
   shapes = {
     name: jax.ShapeDtypeStruct(value.shape, optimizer.master_dtype(value.dtype))

@@ -27,17 +27,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.checkpoints import config_checks
 from tunix.rl.multi_turn.policy.layers import decoder_layers as layers
 from tunix.rl.multi_turn.policy.models.qwen import qwen_config
-from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 from tunix.rl.multi_turn.policy.models.qwen import qwen_text_config
 from tunix.rl.multi_turn.policy.models.tiny_vl import tiny_vl_config
 
-REMAT = config_checks.REMATS
 AnyMesh = sharding.AnyMesh
 ROOM = 0.85
 """Share of a device's memory that a plan may fill which decides a setting."""
@@ -329,7 +325,6 @@ class WeightBytes:
 def weight_bytes(
   model: nnx.Module,
   mesh: AnyMesh,
-  param_itemsize: int,
   compute_itemsize: int,
   left_out: Collection[str] = (),
 ) -> WeightBytes:
@@ -338,8 +333,6 @@ def weight_bytes(
   Args:
     model: Model with weights, or with shapes only.
     mesh: real or abstract.
-    param_itemsize: Bytes of the model's numbers; 0 = of their present type. An
-      adapter's are float32 in any case.
     compute_itemsize: bytes of a number of the activations.
     left_out: names of submodules that are not trained.
   """
@@ -351,8 +344,6 @@ def weight_bytes(
     item = jnp.dtype(variable.dtype).itemsize
     adapter = isinstance(variable, layers.LoRAParam)
     fixed = isinstance(variable, layers.FixedParam)
-    if param_itemsize and not (adapter or fixed):
-      item = param_itemsize
     if path[0] in left_out or fixed or (adapted and not adapter):
       frozen += count * item
       cast += count * compute_itemsize * (compute_itemsize < item)
@@ -365,15 +356,7 @@ def weight_bytes(
 
 
 def plan(
-  model: Any,
-  mesh: AnyMesh,
-  work: Work,
-  *,
-  remat: str | None = None,
-  param_dtype: str | None = None,
-  compute_dtype: str | None = None,
-  lora_rank: int = 0,
-  left_out: Collection[str] = (),
+  model: Any, mesh: AnyMesh, work: Work, left_out: Collection[str] = ()
 ) -> MemoryPlan:
   """Plans the memory of a step of `model` on each device of `mesh`.
 
@@ -382,27 +365,14 @@ def plan(
       matrices are trained.
     mesh: real or abstract, with the axes of `sharding.AXES`.
     work: Work of one batch shard.
-    remat: one of `REMAT`; None = the config's, of which auto is block.
-    param_dtype: Type of the model's parameters; None = their present one.
-    compute_dtype: Type of activations; None = the config's.
-    lora_rank: plans for an adapter of this rank, see `with_adapter`; 0 = as
-      the model is.
     left_out: names of submodules that are not trained, see `weight_bytes`.
-
-  Raises:
-    ValueError: an unknown remat policy, or an adapter that cannot be.
   """
   config = model.config
-  remat = remat or base.optional(config, "remat") or "none"
+  remat = base.optional(config, "remat") or "none"
   remat = "block" if remat == config_checks.AUTO else remat
-  if remat not in REMAT:
-    raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {remat!r}")
-  if lora_rank:
-    model = with_adapter(model, lora_rank)
   sizes = Sizes.of(config)
-  wide = jnp.dtype(compute_dtype or config.compute_dtype).itemsize
-  item = jnp.dtype(param_dtype).itemsize if param_dtype else 0
-  weights = weight_bytes(model, mesh, item, wide, left_out)
+  wide = jnp.dtype(config.compute_dtype).itemsize
+  weights = weight_bytes(model, mesh, wide, left_out)
   return MemoryPlan(
     parameters=weights.masters + weights.frozen,
     gradients=weights.masters,
@@ -414,26 +384,6 @@ def plan(
     logits=_logits(sizes, work, mesh, wide),
     batch=_batch(sizes, work),
   )
-
-
-def with_adapter(model: qwen_text.QwenText, rank: int) -> qwen_text.QwenText:
-  """Returns the shapes of a Qwen policy with a LoRA adapter on its decoder.
-
-  Raises:
-    ValueError: another policy, or a rank below 1.
-  """
-  if not isinstance(model, qwen_text.QwenText):
-    raise ValueError(
-      f"LoRA is for Qwen policies, got {type(model).__name__}; leave the"
-      " rank at 0"
-    )
-
-  def build() -> qwen_text.QwenText:
-    fresh = type(model)(model.config, random_keys.Keys())
-    lora.add(fresh, rank=rank)
-    return fresh
-
-  return nnx.eval_shape(build)
 
 
 def _decoder(

@@ -96,12 +96,6 @@ class PolicyConfig:
   )
   dtype: Literal["float32", "bfloat16"] = settings.setting(
     default="float32",
-    also={
-      "bf16": "bfloat16",
-      "float16": "bfloat16",
-      "fp16": "bfloat16",
-      "fp32": "float32",
-    },
     doc="Type of activations and matrix products. What is trained and the"
     " optimizer's state are float32 in any case; policy.config.param_dtype is"
     " the type of the weights that act.",

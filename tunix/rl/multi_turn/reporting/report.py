@@ -28,7 +28,6 @@ from tunix.rl.multi_turn.reporting import svg
 from tunix.rl.multi_turn.reporting import time_metrics
 
 TEXT = 220  # Characters of a completion that are shown.
-_CHANGED = 200  # Tasks of a comparison that are listed.
 _DETAILS = (
   "entropy",
   "grad_norm",
@@ -55,7 +54,7 @@ def build_report(
 
   Args:
     directory: the run directory.
-    config: `film_strips`, `film_turns` and `image_width`.
+    config: `film_strips`.
 
   Raises:
     FileNotFoundError: the directory holds no run.
@@ -81,7 +80,6 @@ def render(
       training_curve(run),
       evaluations(run),
       _attempts(run),
-      _comparison(run),
       _digest(run),
       _seconds(run),
       _films(run, config),
@@ -364,36 +362,6 @@ def _attempts(run: run_data.RunDirectory) -> str:
   return _card("Several attempts", _table(head, rows))
 
 
-def _comparison(run: run_data.RunDirectory) -> str:
-  """An evaluation against another one, and the tasks that changed."""
-  compared = run.evaluation.get("comparison")
-  if not isinstance(compared, dict) or not compared.get("modes"):
-    return ""
-  parts = []
-  for mode, one in compared["modes"].items():
-    span = one["interval"] or (-1.0, 1.0)
-    parts.append(
-      f"<h3>{_esc(mode)}</h3><p>{one['rate']:.3f} against"
-      f" {one['their_rate']:.3f}: {one['difference']:+.3f}"
-      f" <small>[{span[0]:+.3f}, {span[1]:+.3f}]</small> over"
-      f" {int(one['tasks'])} tasks, {int(one['better'])} better,"
-      f" {int(one['worse'])} worse, p = {one['p']:.3g}</p>"
-    )
-    rows = [
-      _row(
-        _esc(t["family"]),
-        _esc(t["task_id"]),
-        f"{t['their_rate']:.3f}",
-        f"{t['rate']:.3f}",
-      )
-      for t in one["changed"][:_CHANGED]
-    ]
-    if rows:
-      head = ("family", "changed task", "there", "here")
-      parts.append(_table(head, rows))
-  return _card(f"Compared with {_esc(compared.get('with'))}", *parts)
-
-
 def _digest(run: run_data.RunDirectory) -> str:
   """The gym's summary of an evaluation's episodes, with its pictures."""
   digest = run.evaluation.get("digest")
@@ -424,22 +392,21 @@ def _films(
   for story in stories:
     parts.append("<div class=card>")
     parts.append(f"<h3>{_esc(story[0].family or 'task')}</h3>")
-    parts += [film(run, episode, config) for episode in story]
+    parts += [film(run, episode) for episode in story]
     parts.append("</div>")
   return "\n".join(parts)
 
 
 def film(
-  run: Images,
-  episode: run_data.ShownEpisode,
-  config: reporting_settings.ReportConfig = reporting_settings.ReportConfig(),
+  run: Images, episode: run_data.ShownEpisode, most: int = 12, width: int = 960
 ) -> str:
   """An episode's screens in a row, with what was done on each.
 
   Args:
     run: Source of its screenshots.
     episode: Episode of the run.
-    config: `film_turns` and `image_width`.
+    most: Turns that are drawn.
+    width: Wider screenshots are scaled down to it, px.
   """
   good = "good" if episode.success else "bad"
   title = (
@@ -449,7 +416,6 @@ def film(
     f" {episode.version}, reward {episode.reward:g}</small></p>"
   )
   frames = episode.frames
-  most, width = config.film_turns, config.image_width
   shown = frames if len(frames) <= most else frames[: most - 1]
   figures = [figure(run, frame, width) for frame in shown]
   if len(frames) > most:

@@ -42,9 +42,6 @@ class TrackingConfig:
     unit="s",
     ge=0,
   )
-  request_timeout_s: int = _setting(
-    default=10, doc="Deadline of a request to MLflow.", unit="s", ge=1
-  )
   max_pending: int = _setting(
     default=10_000,
     doc="Calls that wait for a slow tracker; more are dropped and counted.",
@@ -95,15 +92,6 @@ class ReportConfig:
   film_strips: int = _setting(
     default=6, doc="Episodes drawn in report.html.", ge=0
   )
-  film_turns: int = _setting(
-    default=12, doc="Turns drawn of each of them.", ge=2
-  )
-  image_width: int = _setting(
-    default=960,
-    doc="Wider screenshots are scaled down in report.html.",
-    unit="px",
-    ge=16,
-  )
   progress: Literal["auto", "bar", "lines", "none"] = _setting(
     default="auto",
     doc="bar, plain lines, or none. auto: a bar on a terminal, else lines.",
@@ -124,18 +112,18 @@ class ReportConfig:
     unit="MiB",
     ge=0.01,
   )
-  summary_s: float = _setting(
-    default=5.0,
-    doc="Smallest time between two writes of summary.json while training.",
-    unit="s",
-    ge=0,
-  )
 
 
-WATCHDOG_RULES = (
-    "unsolved", "no_variance", "nan", "gradient", "kl", "entropy",
-    "logprob_gap", "environments",
-)  # fmt: skip
+WatchdogRule = Literal[
+  "unsolved",
+  "no_variance",
+  "nan",
+  "gradient",
+  "kl",
+  "entropy",
+  "logprob_gap",
+  "environments",
+]
 
 
 @settings.settings
@@ -143,19 +131,7 @@ class WatchdogConfig:
   """Warnings about training that cannot succeed, and when to stop it."""
 
   on: bool = _setting(default=True, doc="Watch the run.")
-  stop: tuple[
-    Literal[
-      "unsolved",
-      "no_variance",
-      "nan",
-      "gradient",
-      "kl",
-      "entropy",
-      "logprob_gap",
-      "environments",
-    ],
-    ...,
-  ] = _setting(
+  stop: tuple[WatchdogRule, ...] = _setting(
     default=(),
     doc="Rules that end the run, with a checkpoint and their diagnosis;"
     " others warn.",

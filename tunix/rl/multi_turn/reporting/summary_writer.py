@@ -19,8 +19,10 @@ from typing import Any, Callable, Mapping
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.reporting import files
-from tunix.rl.multi_turn.reporting import reporting_settings
 from tunix.rl.multi_turn.reporting import run_counts
+
+_INTERVAL_S = 5.0
+"""Smallest time between two writes while training."""
 
 
 class SummaryWriter:
@@ -36,7 +38,6 @@ class SummaryWriter:
   def __init__(
     self,
     path: str | pathlib.Path,
-    config: reporting_settings.ReportConfig = reporting_settings.ReportConfig(),
     *,
     resume_step: int | None = None,
     last_metrics: Mapping[str, Any] | None = None,
@@ -46,7 +47,6 @@ class SummaryWriter:
     """Args:
 
     path: the file.
-    config: `summary_s`.
     resume_step: continue an existing file at this step: its counts, and
       the evaluations of weights that the run still goes through; later
       steps and the end will come again. None = begin a new file.
@@ -58,7 +58,6 @@ class SummaryWriter:
       of other parts); when it fails they are left out.
     """
     self._path = pathlib.Path(path)
-    self._interval = config.summary_s
     self._extra = extra
     self._lock = threading.Lock()
     self._written = 0.0
@@ -101,7 +100,7 @@ class SummaryWriter:
           version=event.version,
           last_metrics=dict(event.metrics),
         )
-        write = time.monotonic() - self._written >= self._interval
+        write = time.monotonic() - self._written >= _INTERVAL_S
       elif isinstance(event, events.EvalFinished):
         data["eval"] = {**data["eval"], event.name: dict(event.results)}
         write = durably = True

@@ -404,19 +404,16 @@ def _not_stopped() -> None:
 class MLflow:
   """A run of an MLflow tracking server, or of a database file."""
 
-  def __init__(
-    self, uri: str, experiment: str, identity: _Identity, request_s: int
-  ):
+  def __init__(self, uri: str, experiment: str, identity: _Identity):
     """Args:
 
     uri: Tracking server: http(s)://host:port or sqlite:///file.
     experiment: its name; made if it is new.
     identity: keeps the run's id.
-    request_s: deadline of a request.
     """
     for name, value in (
       ("MLFLOW_DISABLE_TELEMETRY", "true"),
-      ("MLFLOW_HTTP_REQUEST_TIMEOUT", str(request_s)),
+      ("MLFLOW_HTTP_REQUEST_TIMEOUT", "10"),
       ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2"),
     ):
       os.environ.setdefault(name, value)
@@ -561,9 +558,7 @@ def of_run(
     (
       bool(config.mlflow),
       "MLflow",
-      lambda: MLflow(
-        config.mlflow, config.project, identity, config.request_timeout_s
-      ),
+      lambda: MLflow(config.mlflow, config.project, identity),
     ),
   ]
   return [

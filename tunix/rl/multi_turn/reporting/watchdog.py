@@ -22,7 +22,7 @@ import logging
 import math
 import statistics
 import threading
-from typing import Callable, Mapping
+from typing import Callable, get_args, Mapping
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory
@@ -50,7 +50,7 @@ class Finding:
   """A diagnosis of a rule.
 
   Attributes:
-    rule: One of `settings.WATCHDOG_RULES`, or `INVALID`.
+    rule: One of `settings.WatchdogRule`, or `INVALID`.
     message: The diagnosis.
   """
 
@@ -101,7 +101,7 @@ class Rules:
           ],
         )
       ),
-      frozenset(reporting_settings.WATCHDOG_RULES) - {"environments"},
+      frozenset(get_args(reporting_settings.WatchdogRule)) - {"environments"},
     )
 
   def episode(self, status: trajectory.TrajectoryStatus) -> list[Finding]:

@@ -39,7 +39,7 @@ def last_number(text: str) -> float | None:
   return float(numbers[-1].replace(",", "").replace("$", ""))
 
 
-@reward_registry.REWARDS.register("exact_match", also=("accuracy", "em"))
+@reward_registry.REWARDS.register("exact_match")
 def exact_match(
   task: Mapping[str, Any], action: str, *, ignore_case: bool = False
 ) -> RewardOutput:
@@ -195,7 +195,7 @@ def _at(value: object, path: str) -> Any:
 
 
 reward_registry.REWARDS.register(
-  "math", "tunix.rl.multi_turn.rewards.math_answers:MathReward", also=("gsm8k",)
+  "math", "tunix.rl.multi_turn.rewards.math_answers:MathReward"
 )
 reward_registry.REWARDS.register(
   "llm_judge", "tunix.rl.multi_turn.rewards.llm_judge:LLMJudge"

@@ -72,12 +72,7 @@ class RunMonitor:
     if monitor.embedded:
       database = _database(config)
       tokenizers = {} if tokenizer is None else {config.policy.name: tokenizer}
-      self.server = EmbeddedServer(
-        database,
-        tokenizers,
-        niceness=monitor.server_niceness,
-        start_s=monitor.start_timeout_s,
-      )
+      self.server = EmbeddedServer(database, tokenizers)
       url, token = self.server.url, ""
       target = f"embedded:{database}"
     self.url = url
@@ -137,17 +132,12 @@ class EmbeddedServer:
     self,
     database: pathlib.Path,
     tokenizers: Mapping[str, pathlib.Path] | None = None,
-    *,
-    niceness: int = 19,
-    start_s: float = 60.0,
   ):
     """Starts it.
 
     Args:
       database: its SQLite file, made with its folder when missing.
       tokenizers: policy.name -> the tokenizer.json of its tokens.
-      niceness: its CPU priority; by default it takes only idle CPU.
-      start_s: deadline of its start.
 
     Raises:
       ConfigError: The package is missing, or the server does not start.
@@ -177,16 +167,18 @@ class EmbeddedServer:
       )  # fmt: skip
     if hasattr(os, "setpriority"):
       try:  # Training comes first.
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
+        os.setpriority(
+          os.PRIO_PROCESS, self._process.pid, settings_lib.SERVER_NICENESS
+        )
       except OSError:
         pass
-    self.url = self._announced(start_s)
+    self.url = self._announced()
 
   @property
   def pid(self) -> int:
     return self._process.pid
 
-  def _announced(self, start_s: float) -> str:
+  def _announced(self) -> str:
     lines: list[str] = []
     stdout: Any = self._process.stdout
     reading = threading.Thread(
@@ -194,7 +186,7 @@ class EmbeddedServer:
       daemon=True,
     )
     reading.start()
-    reading.join(start_s)
+    reading.join(settings_lib.START_S)
     line = lines[0].strip() if lines else ""
     if "http://" not in line:
       self.close()

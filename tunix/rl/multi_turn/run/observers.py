@@ -71,7 +71,6 @@ def attach(
     trajectories,
     reporting.SummaryWriter(
       directory / "summary.json",
-      report,
       resume_step=resume_step,
       last_metrics=metrics.last,
       counts=counts,

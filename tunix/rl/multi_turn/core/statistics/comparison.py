@@ -113,26 +113,3 @@ def _rates(
     k: (sum(wins) / len(wins), families[k])
     for k, wins in sorted(successes.items())
   }
-
-
-def format_table(comparison: Mapping[str, Any], shown: int = 20) -> str:
-  """A comparison as plain text."""
-  lines = []
-  for mode, one in comparison.items():
-    interval = one["interval"]
-    span = f" [{interval[0]:+.3f}, {interval[1]:+.3f}]" if interval else ""
-    lines.append(
-      f"{mode}: {one['rate']:.3f} against {one['their_rate']:.3f}, difference"
-      f" {one['difference']:+.3f}{span} over {one['tasks']} tasks;"
-      f" {one['better']} better, {one['worse']} worse, {one['equal']} equal,"
-      f" p = {one['p']:.3g}"
-      + (f"; {one['unpaired']} unpaired" if one["unpaired"] else "")
-    )
-    for task in one["changed"][:shown]:
-      lines.append(
-        f"  {task['their_rate']:.3f} -> {task['rate']:.3f}"
-        f"  {task['family']}  {task['task_id']}"
-      )
-    if len(one["changed"]) > shown:
-      lines.append(f"  and {len(one['changed']) - shown} more")
-  return "\n".join(lines)

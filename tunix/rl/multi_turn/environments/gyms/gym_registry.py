@@ -10,7 +10,6 @@ Promises: naming a gym imports its declaration and nothing else of it.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from typing import Any, Callable, Mapping
 
@@ -31,17 +30,8 @@ def _absent(name: str) -> str:
   return moved_rooms.where(f"gym {name!r}", package)
 
 
-def _also() -> dict[str, str]:
-  """Returns what other projects call the gyms -> their names here."""
-  called: dict[str, str] = {}
-  for name in names():
-    with contextlib.suppress(ImportError, TypeError):  # Its use reports it.
-      called |= dict.fromkeys(get(name).also_called, name)
-  return called
-
-
 GYMS: registry.Registry[Any] = registry.Registry(
-  "gym", group="tunix.rl.multi_turn.gyms", absent=_absent, also=_also
+  "gym", group="tunix.rl.multi_turn.gyms", absent=_absent
 )
 GYMS.register(
   "desktop", "tunix.rl.multi_turn.environments.gyms.desktop:GYM", replace=True

@@ -109,7 +109,6 @@ class GymSpec:
     levels: difficulties that its tasks come in, easiest first:
       `train_task(…, difficulty=level)`; () where there is one only.
     name: the registered one; the registry fills it in.
-    also_called: Names in other projects, which a hint leads from.
     preset: configuration keys and their defaults where this gym is chosen;
       files and overrides win over them.
     cloning_preset: more of them, where the run starts from the embedded
@@ -160,7 +159,6 @@ class GymSpec:
   tasks: Callable[..., base.TaskSet] | str | None = None
   levels: tuple[int, ...] = ()
   name: str = ""
-  also_called: tuple[str, ...] = ()
   preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   cloning_preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   batch_preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)

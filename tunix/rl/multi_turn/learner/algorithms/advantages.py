@@ -572,6 +572,4 @@ ESTIMATORS.register("gigpo", gigpo)
 _OF_STEPS = "tunix.rl.multi_turn.learner.algorithms.step_advantages"
 for _name in ("reinforce_pp", "reinforce_pp_baseline", "gpg", "gdpo"):
   ESTIMATORS.register(_name, f"{_OF_STEPS}:{_name}")
-ESTIMATORS.register(
-  "gae", "tunix.rl.multi_turn.learner.algorithms.gae:gae", also=("ppo",)
-)
+ESTIMATORS.register("gae", "tunix.rl.multi_turn.learner.algorithms.gae:gae")

@@ -52,9 +52,7 @@ for _name, _path in {
   "mobile_use_absolute": "grammars.mobile_use:MobileUseAbsoluteParser",
   "browsergym": "grammars.browsergym:BrowserGymParser",
 }.items():
-  PARSERS.register(
-    _name, f"{_PACKAGE}.{_path}", also=("hermes",) if _name == "qwen" else ()
-  )
+  PARSERS.register(_name, f"{_PACKAGE}.{_path}")
 
 
 def register_tool_parser(

@@ -2,8 +2,7 @@
 
 The directory holds config.yaml, evaluation.json (what was evaluated, results),
 episodes.jsonl (an outcome a line), trajectories.jsonl and images/ (a sample of
-the episodes, see `report.episodes`), summary.json and report.html;
-comparison.json where another evaluation was given.
+the episodes, see `report.episodes`), summary.json and report.html.
 
 Promises: an episode is identified by mode, place and id of its task and
 attempt, has its own random numbers, and is counted once, however often the
@@ -30,7 +29,6 @@ from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.core.statistics import comparison as comparison_lib
 from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
@@ -52,7 +50,7 @@ from tunix.rl.multi_turn.run.evaluations import subjects
 EvaluationConfig = config_lib.EvaluationConfig
 ConfigError = config_lib.ConfigError
 NAME = "evaluation"
-FILE, COMPARISON = "evaluation.json", "comparison.json"
+FILE = "evaluation.json"
 
 _MAY_CHANGE = (
     "run.", "engine.slots", "engine.lockstep", "collect.concurrency",
@@ -138,8 +136,6 @@ class Evaluation:
     self.config = config
     if self.resuming:
       self.notes += _check(config, self._before)
-    if config.evaluate.compare:
-      self._theirs = _outcomes(config.evaluate.compare)
     self.images = images_lib.ImageStore(self.directory / "image_cache")
     self.episodes = episodes.EpisodeFactory(config, self.images)
     first_episode.try_first_episode(config, self.episodes, self._tasks)
@@ -387,8 +383,6 @@ class Evaluation:
       "played": len(outcomes),
       "results": self._results(outcomes),
     }
-    if outcomes and self.config.evaluate.compare:
-      data["comparison"] = self._compared(outcomes)
     if outcomes and status != "running":
       data |= self._digest(outcomes)
     files.write_json(self.directory / FILE, data)
@@ -423,37 +417,6 @@ class Evaluation:
         )
     results["spread"] = results[results["headline"]]["spread"]
     return results
-
-  def _compared(
-    self, outcomes: list[evaluation_journal.Outcome]
-  ) -> dict[str, Any]:
-    other = self.config.evaluate.compare
-    try:
-      by_mode = comparison_lib.compare(
-        map(dataclasses.asdict, outcomes), self._theirs
-      )
-    except ValueError as failure:
-      return {"with": other, "error": str(failure)}
-    written = {"with": other, "modes": by_mode}
-    files.write_json(self.directory / COMPARISON, written)
-    return written
-
-
-def _outcomes(directory: str) -> list[dict[str, Any]]:
-  """Outcomes of another evaluation.
-
-  Raises:
-    ConfigError: there are none.
-  """
-  outcomes = evaluation_journal.load(pathlib.Path(directory).expanduser())
-  if not outcomes:
-    raise ConfigError(
-      [
-        f"evaluate.compare={directory}: no evaluation with episodes is there"
-        f" ({evaluation_journal.NAME}); give the directory of one"
-      ]
-    )
-  return [dataclasses.asdict(one) for one in outcomes.values()]
 
 
 def _recorded(directory: pathlib.Path) -> dict[str, Any]:
