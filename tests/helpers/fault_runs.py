@@ -87,11 +87,12 @@ class Ledger:
   The file is outside the run directory, and ahead of it when a kill comes.
   """
 
-  def __init__(self, path: pathlib.Path):
+  def __init__(self, path: pathlib.Path, about: dict):
     self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    self._about = about
 
   def write(self, **entry) -> None:
-    entry["clock"] = time.monotonic()
+    entry |= {"clock": time.monotonic(), **self._about}
     os.write(self._file, json.dumps(entry).encode() + b"\n")
 
   def on_event(self, event) -> None:
@@ -140,8 +141,18 @@ def _attach(ledger: Ledger) -> None:
 class Process:
   """A fork of this interpreter that runs the training command."""
 
-  def __init__(self, folder: pathlib.Path, argv, before=None):
-    """`before` is called in the fork."""
+  def __init__(
+    self, folder: pathlib.Path, argv, before=None, main=None, **about
+  ):
+    """Forks.
+
+    Args:
+      folder: Folder of what it prints and of its ledger.
+      argv: Arguments of the command.
+      before: Called in the fork.
+      main: Command in place of `train`.
+      **about: More fields of each line of the ledger.
+    """
     self.folder = folder
     folder.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.glob("*.err")))
@@ -156,7 +167,7 @@ class Process:
         for path, handle in ((self.out, 1), (self.err, 2)):
           flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
           os.dup2(os.open(path, flags, 0o644), handle)
-        code = _train(argv, self.ledger, before)
+        code = _train(argv, Ledger(self.ledger, about), before, main)
       finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -213,7 +224,7 @@ class Process:
       assert not self.errors(), self.said()
 
 
-def _train(argv, ledger: pathlib.Path, before) -> int:
+def _train(argv, ledger: Ledger, before, main) -> int:
   from tunix.rl.multi_turn import train  # pylint: disable=g-import-not-at-top
 
   for number in (signal.SIGINT, signal.SIGTERM):
@@ -221,8 +232,8 @@ def _train(argv, ledger: pathlib.Path, before) -> int:
   faulthandler.register(signal.SIGUSR2, all_threads=True)
   if before is not None:
     before()
-  _attach(Ledger(ledger))
-  return train.main(list(argv))
+  _attach(ledger)
+  return (main or train.main)(list(argv))
 
 
 def entries_of(path: pathlib.Path, begun: int = 0) -> list[dict]:

@@ -9,6 +9,7 @@ import contextlib
 import buffer_services
 import pytest
 import queue_groups
+from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
@@ -115,6 +116,24 @@ async def test_a_released_group_comes_again_before_later_ones(kind):
     assert await leased(kind, transport) == ["a"]
     assert await leased(kind, transport) == ["b"]
     assert await leased(kind, transport) is None
+
+
+async def test_a_lease_that_has_ended_does_not_end_the_next_one(kind):
+  async with kind.opened() as transport:
+    await kind.push(transport, "a")
+    former = await kind.lease(transport)
+    await transport.release(former)
+    assert await leased(kind, transport) == ["a"]
+    for late in (transport.release(former), transport.acknowledge(former.id)):
+      with contextlib.suppress(http.CallError):  # A service refuses it.
+        await late
+      assert await leased(kind, transport) is None
+    kind.holder_died()
+    if not kind.survives:
+      return
+  async with kind.opened() as transport:  # It was not acknowledged.
+    kind.holder_died()
+    assert await leased(kind, transport) == ["a"]
 
 
 async def test_an_acknowledged_group_never_comes_again(kind):

@@ -36,7 +36,7 @@ ARGUMENTS = (
 
 
 class Host:
-  """A rollout host in a thread; `kill` ends it as a death would."""
+  """A rollout host in a thread; `terminate` ends it as SIGTERM does."""
 
   def __init__(self, directory, pool):
     self.host = rollout.RolloutHost(directory, {}, patience_s=120)
@@ -53,7 +53,7 @@ class Host:
 
     asyncio.run(work())
 
-  def kill(self):
+  def terminate(self):
     assert self._begun.wait(20)
     self._loop.call_soon_threadsafe(self._task.cancel)
 
@@ -76,28 +76,30 @@ def test_a_run_with_two_rollout_hosts_equals_one_that_rolls_out_itself(
   assert small_runs.run_train(tmp_path, "name=own", *ARGUMENTS) == 0
   run = tmp_path / "r"
   with concurrent.futures.ThreadPoolExecutor(3) as pool:
-    # One starts before the run, and one dies in the midst of it. The other sees
-    # the learner's address only, not its weights.
+    # One starts before the run, and leaves in the midst of it: its groups are
+    # lent again at once. The other sees the learner's address only, not its
+    # weights.
     far = tmp_path / "far"
     far.mkdir()
     (far / "rollout.json").symlink_to(run / "rollout.json")
     first, second = Host(run, pool), Host(far, pool)
 
-    def kill():
+    def leave():
       file = run / "metrics.jsonl"
       due = time.monotonic() + 300
       while not (file.exists() and file.read_text()):
         if time.monotonic() > due or first.ended.done():
           return
         time.sleep(0.02)
-      first.kill()
+      first.terminate()
 
-    killer = threading.Thread(target=kill)
-    killer.start()
+    leaver = threading.Thread(target=leave)
+    leaver.start()
     status = small_runs.run_train(
-      tmp_path, "name=r", "rollout.via=hosts", "rollout.silence_s=3", *ARGUMENTS
-    )
-    killer.join()
+      tmp_path, "name=r", "rollout.via=hosts", "rollout.silence_s=900",
+      *ARGUMENTS,
+    )  # fmt: skip
+    leaver.join()
     second.ended.result(60)
     assert (
       first.ended.exception(60) is None

@@ -223,6 +223,9 @@ def hosts_config(tmp_path, *arguments):
 def test_learners_publish_one_file_under_one_number(tmp_path):
   values = np.arange(6, dtype=np.float32)
   engines = {}
+  weights = tmp_path / "weights"
+  weights.mkdir()
+  (weights / "1795000000000000.safetensors").touch()  # Of a killed learner.
 
   def work(peers):
     engine = remote.HostsEngine(
@@ -240,6 +243,7 @@ def test_learners_publish_one_file_under_one_number(tmp_path):
   try:
     first, second = peer_threads.run_all(2, work)
     assert first == second and first == sorted(set(first))
+    assert {int(p.stem) for p in weights.iterdir()} == set(first[1:])
     data = json.loads((tmp_path / "rollout.json").read_text())
     assert (tmp_path / "rollout.json").stat().st_mode & 0o777 == 0o600
     assert len({a["url"] for a in data["learners"]}) == 2
@@ -265,6 +269,7 @@ def test_learners_publish_one_file_under_one_number(tmp_path):
     for engine in engines.values():
       engine.close()
   assert not (tmp_path / "rollout.json").exists()
+  assert not list(weights.iterdir())
 
 
 def test_hosts_of_processes_that_part_wait_for_the_run_to_resume(tmp_path):

@@ -104,6 +104,7 @@ class GroupQueue(_QueueBase):
     """Receives the indices of groups that never come again: acknowledged, or
     dropped at delivery."""
     self._condition = async_condition.AsyncCondition()
+    self._lent: dict[int, list[int]] = {}  # Index -> id of its latest lease.
     self._ledger.restore(
       [
         ledger.QueuedGroup.of(group, index)
@@ -359,7 +360,10 @@ class GroupQueue(_QueueBase):
       return None
     finally:
       self._report(dropped)
-    return transport.Lease([e.index for e in entries], _groups(entries))
+    indices = [e.index for e in entries]
+    with self._condition:
+      self._lent.update(dict.fromkeys(indices, indices))
+    return transport.Lease(indices, _groups(entries))
 
   def unacked(self) -> list[int]:
     """Indices of delivered groups without acknowledgement, ascending."""
@@ -377,22 +381,31 @@ class GroupQueue(_QueueBase):
     """
     with self._condition:
       acked = self._ledger.ack(indices)
+      for index in acked:
+        self._lent.pop(index, None)
     if acked:
       self._store.remove(acked)
       self.on_settled(acked)
 
-  async def acknowledge(self, lease_id: Sequence[int]) -> None:
+  async def acknowledge(self, lease_id: list[int]) -> None:
     """`ack` of a lease, without blocking the event loop."""
-    await asyncio.to_thread(self.ack, lease_id)
+    await asyncio.to_thread(self.ack, self._still_lent(lease_id))
 
   async def release(self, lease: transport.Lease[TrajectoryGroup]) -> None:
     """Makes the groups of a lease ready again."""
     with self._condition:
+      groups = dict(zip(lease.id, lease.groups))
       self._ledger.put_back(
-        ledger.QueuedGroup.of(group, index)
-        for index, group in zip(lease.id, lease.groups)
+        ledger.QueuedGroup.of(groups[index], index)
+        for index in self._still_lent(lease.id)
+        if self._lent.pop(index)
       )
       self._condition.notify()
+
+  def _still_lent(self, lease_id: list[int]) -> list[int]:
+    """Indices of a lease that are in no later one; the id is compared as an
+    object, as the later one may have equal indices."""
+    return [index for index in lease_id if self._lent.get(index) is lease_id]
 
   def refund(self, n: int) -> None:
     """Admits `n` more groups in place of delivered ones that went into no

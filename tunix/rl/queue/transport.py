@@ -42,6 +42,7 @@ class GroupTransport(Protocol[Pushed, Leased]):
   4. A released group is leased again, before those that were pushed after it.
      So is one whose consumer died, once the transport knows of that: a queue
      when its store is opened again, a service when the lease's time is over.
+  5. The end of a lease that has ended changes no later lease of its groups.
   """
 
   async def push(self, group: Pushed, /) -> Any:

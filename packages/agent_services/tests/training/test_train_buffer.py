@@ -158,11 +158,14 @@ class LeasingPeer(buffer_peer.BufferPeer):
   def __init__(self, *args, **kwargs):
     self.leases = {}
     self.acked = []
-    self.repeats = 0
+    self.repeats = self.unavailable = 0
     super().__init__(*args, **kwargs)
 
   def answer(self, path, body, authorization=""):
     if path == "/buffer/ack":
+      if self.unavailable:
+        self.unavailable -= 1
+        return 503, {"detail": "restarts"}
       if body["lease"] not in self.leases:
         return 404, {"detail": "unknown"}
       self.acked.append(self.leases.pop(body["lease"]))
@@ -188,7 +191,7 @@ def test_leases_end_with_the_checkpoint_and_repeats_are_recognised(
   lines = tasks.read_text().splitlines()[:8]
   tasks.write_text("\n".join(lines) + "\n")
   with LeasingPeer({"math": exact}) as peer:
-    peer.repeats = 3
+    peer.repeats = peer.unavailable = 3
     assert _train(
         tmp_path, peer, tasks, "steps=4", "buffer.num_epoch=1",
         "checkpoint.every=2",

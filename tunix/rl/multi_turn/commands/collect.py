@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import sys
 from typing import Sequence
 
@@ -66,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       player.overrides_of(args.overrides, "gym.options={...}"),
       args.episodes,
     )
-    terminated = asyncio.run(_until_terminated(collector))
-    return collector, "told to end" if terminated else "the run has ended"
+    return collector, asyncio.run(collector.until_terminated())
 
   return player.exit_status(play)
 
@@ -87,20 +85,6 @@ def _learner(directory: str, patience_s: float) -> player.Learner:
   address = {"url": url.rstrip("/"), "token": token}
   address["policy"] = address["url"].removesuffix("/fleet")
   return player.Learner(lambda: address, f"${_URL}={url}", patience_s)
-
-
-async def _until_terminated(collector: collector_lib.Collector) -> bool:
-  """Collects until the run ends, or SIGTERM comes; whether that came."""
-  loop = asyncio.get_running_loop()
-  work = asyncio.ensure_future(collector.run())
-  loop.add_signal_handler(signal.SIGTERM, work.cancel)
-  try:
-    await work
-    return False
-  except asyncio.CancelledError:
-    if not work.cancelled():
-      raise
-    return True
 
 
 if __name__ == "__main__":

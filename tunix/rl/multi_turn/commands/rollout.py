@@ -9,6 +9,7 @@ sees here; `mesh.*` split the policy over them.
 
 Promises: ends with 0 when the run does, with one line and 2 where it cannot
 roll out for it, and with 1 when no learner was there for `--patience` seconds.
+SIGTERM gives its groups back at once.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class RolloutHost(player.GroupPlayer):
           await self._abandon()
           await asyncio.to_thread(self._engine.close)
     finally:
-      await asyncio.gather(*(l.aclose() for l in self._learners))
+      await self._leave()
 
   async def _served(self) -> bool:
     """Serves the present learners; False once they are others.
@@ -249,8 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   def play() -> tuple[player.GroupPlayer, str]:
     overrides = player.overrides_of(args.overrides, "mesh.fsdp=4")
     host = RolloutHost(args.directory, overrides, args.patience)
-    asyncio.run(host.run())
-    return host, "the run has ended"
+    return host, asyncio.run(host.until_terminated())
 
   return player.exit_status(play)
 

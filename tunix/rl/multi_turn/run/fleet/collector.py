@@ -29,12 +29,10 @@ from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.net import concurrency
-from tunix.rl.multi_turn.net import http
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run.rollout_hosts import player
 
 _LOG = logging.getLogger(__name__)
-_LEAVE_S = 5.0
 _CLOSE_S = 30.0
 SECTION = "collector"
 """Of the run's settings: what only collectors take."""
@@ -80,7 +78,6 @@ class Collector(player.GroupPlayer):
           continue
     finally:
       await self._leave()
-      await self._learner.aclose()
 
   async def _until_it_moves(self) -> None:
     settings = json_text.parse(await self._learner.call("GET", "/run"))
@@ -161,20 +158,6 @@ class Collector(player.GroupPlayer):
     except Exception as error:  # pylint: disable=broad-except
       # A gym's; the learner is yet to be told.
       _LOG.warning("a collector did not close all of its parts: %r", error)
-
-  async def _leave(self) -> None:
-    """Gives groups back at once, if the learner answers."""
-    try:
-      await asyncio.wait_for(
-        self._learner.ask("/beat", leases=[], stats={}, leaving=True), _LEAVE_S
-      )
-    except (
-      TimeoutError,
-      http.CallError,
-      player.RunEnded,
-      player.LearnerGone,
-    ) as error:
-      _LOG.info("the learner was not told of the end: %r", error)
 
 
 def collect(address: str, name: str, patience_s: float) -> str:

@@ -8,9 +8,9 @@ on and a checkpoint holds that, or when it was dropped; a group that the service
 gives again is recognised by its members' uids, and never trained on twice, by a
 resumed run either; such a run asks the service to skip the instances it has
 finished. A failed call is repeated after a pause, `buffer.retries` times in a
-row; the consumer never waits for a loop that has ended: one whose generator
-failed fails, and one whose generator is over reads what is left and closes the
-queue.
+row, and an acknowledgement until the run ends; the consumer never waits for a
+loop that has ended: one whose generator failed fails, and one whose generator
+is over reads what is left and closes the queue.
 
 Does not: decide which groups are valid (the service does), but drops those that
 cannot be trained on (`feeding`). What the service itself drops is reported,
@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import time
 from typing import Any, Callable, Container, Iterable, Mapping, NamedTuple
 import uuid
 
@@ -187,9 +188,10 @@ class BufferLoop(feeding.GroupFeed):
 
   def finish(self) -> None:
     """Waits for acknowledgements after the last checkpoint, with a deadline."""
-    with self._lock:
-      acks = list(self._acks)
-    concurrent.futures.wait(acks, _END_S)
+    due = time.monotonic() + _END_S
+    while self._acks and (left_s := due - time.monotonic()) > 0:
+      concurrent.futures.wait(self._acks.copy(), left_s)
+      self._acknowledge()
 
   async def _tried(
     self, call: Callable[[], Any], final: Container[int] = ()
@@ -414,9 +416,12 @@ class BufferLoop(feeding.GroupFeed):
     service = self._make_client()
     try:
       await service.acknowledge(lease)
-    except http.CallError as error:
-      # Its groups come again, and are recognised.
+    except (http.CallError, TimeoutError) as error:
       _LOG.warning("the rollout buffer keeps lease %s: %s", lease, error)
+      if getattr(error, "status", 0) not in _REFUSED:
+        await asyncio.sleep(self._settings.poll_s)
+        with self._lock:
+          self._leases[lease] = set()  # The next acknowledgement includes it.
     finally:
       await service.aclose()
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import contextlib
 import copy
 import functools
 import logging
 import pathlib
+import signal
 import sys
 import time
 from typing import Any, Callable, Iterable, Mapping
@@ -49,6 +51,7 @@ TRANSFER_S = 1800.0
 _BEAT_S = 0.5
 _SILENCE_S = 10.0
 """A connection that is cut for so long is given up, and the call made again."""
+_LEAVE_S = 5.0
 _SHORT_S = 0.5  # That one of several is asked for a lease, before the next is.
 
 
@@ -327,7 +330,32 @@ class GroupPlayer:
     self.collected = 0
     """Groups that a learner took."""
 
+  async def until_terminated(self) -> str:
+    """Plays until the run ends, or SIGTERM comes; returns which."""
+    work = asyncio.ensure_future(self.run())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
+    try:
+      await work
+      return "the run has ended"
+    except asyncio.CancelledError:
+      if not work.cancelled():
+        raise
+      return "told to end"
+
+  async def _leave(self) -> None:
+    """Gives groups back at once, if the learners answer; closes connections."""
+    leaving: dict[str, Any] = dict(leases=[], stats={}, leaving=True)
+    calls = [learner.ask("/beat", **leaving) for learner in self._learners]
+    told = asyncio.gather(*calls, return_exceptions=True)
+    with contextlib.suppress(TimeoutError):
+      await asyncio.wait_for(told, _LEAVE_S)
+    await asyncio.gather(*(learner.aclose() for learner in self._learners))
+
   # --- of a subclass ---------------------------------------------------------
+
+  async def run(self) -> None:
+    """Plays until the run ends."""
+    raise NotImplementedError
 
   _config: config_lib.TrainConfig
   _images: images_lib.ImageStore

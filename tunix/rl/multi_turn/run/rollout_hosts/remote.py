@@ -91,7 +91,6 @@ class HostsEngine:
       )
     self._url = config.rollout.public_url or self._server.url
     self._started = False
-    self._kept: list[pathlib.Path] = []
 
   @property
   def serial(self) -> int:
@@ -136,11 +135,14 @@ class HostsEngine:
     # Two may have one version: random weights, and those of the warm start.
     path = folder / f"{self._server.serial + 1}.safetensors"
     tensor_files.save(path, tensors)
-    self._kept.append(path)
-    for old in self._kept[:-2]:  # One may be on its way to a host.
-      old.unlink(missing_ok=True)
-    self._kept = self._kept[-2:]
+    self._keep(2)  # One may be on its way to a host.
     return path
+
+  def _keep(self, count: int) -> None:
+    """Deletes older weights, also those that a killed learner left."""
+    files = (self._directory / "weights").glob("*")
+    for old in sorted(files, reverse=True)[count:]:
+      old.unlink(missing_ok=True)
 
   @property
   def engines(self) -> int:
@@ -159,5 +161,5 @@ class HostsEngine:
     if self._started and not goes_on:
       (self._directory / ADDRESS).unlink(missing_ok=True)
     self._server.close(tell=not goes_on)
-    for path in self._kept:
-      path.unlink(missing_ok=True)
+    if self._processes.first:
+      self._keep(0)
