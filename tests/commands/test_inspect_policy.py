@@ -240,7 +240,7 @@ def test_kv_cache_bytes_are_those_of_the_cache():
   assert real == 64 * sequence["kv_bytes_per_token"]
 
 
-def test_a_text_policy_has_sequences_without_screenshots(capsys):
+def test_a_text_policy_has_sequences_without_screenshots(capsys, tmp_path):
   facts = report(capsys, "qwen3_text_tiny")
   assert facts["sizes"]["family"] == "qwen3"
   assert not any("vision" in name for name in facts["sizes"])
@@ -250,5 +250,7 @@ def test_a_text_policy_has_sequences_without_screenshots(capsys):
   assert facts["screens"] == []
   assert facts["sequence"]["tokens"] == 2000 and not facts["sequence"]["images"]
   assert facts["memory"]["bytes"]["vision_residuals"] == 0
-  bad = refusal(capsys, "qwen3_text_tiny", "--forward", "--image=shot.png")
+  shot = tmp_path / "shot.png"
+  Image.new("RGB", (8, 8)).save(shot)
+  bad = refusal(capsys, "qwen3_text_tiny", "--forward", f"--image={shot}")
   assert "reads text only" in bad

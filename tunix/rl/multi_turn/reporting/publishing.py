@@ -348,8 +348,10 @@ def _rows(directory: str, split: str) -> Iterator[dict[str, Any]]:
   for line, shown in _lines(run, split):
     pixels: dict[str, bytes] = {}
     for frame in shown.frames:
-      path = None if frame.image is None else run.image_path(frame.image)
-      if path is not None and path.is_file() and not path.is_symlink():
+      if frame.image is None:
+        continue
+      path = run.image_path(frame.image)
+      if path.is_file() and not path.is_symlink():
         pixels[frame.image.sha256] = path.read_bytes()
     places = list(pixels)
     record = {k: v for k, v in line.items() if k not in run_data.BESIDE}
