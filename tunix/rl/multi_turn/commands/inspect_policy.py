@@ -243,13 +243,15 @@ def forward(
     sampled = asyncio.run(engine.generate(tokens, sampling, session="inspect"))
   finally:
     engine.close()
+  ids, logprobs = sampled.top_tokens, sampled.top_logprobs
+  assert ids is not None and logprobs is not None  # They were asked for.
   return {
     "tokens": len(tokens),
     "image_tokens": sum(span.num_tokens for span in tokens.images),
     "random_weights": random,
     "top": [
       {"token": renderer.decode([int(i)]), "probability": float(np.exp(chance))}
-      for i, chance in zip(sampled.top_tokens[0], sampled.top_logprobs[0])
+      for i, chance in zip(ids[0], logprobs[0])
     ],
   }
 
