@@ -77,9 +77,9 @@ def test_a_published_name_needs_no_files_and_no_weights(capsys):
 def test_layers_of_linear_attention_keep_no_keys(capsys, tmp_path):
   config = qwen_config.to_hf(published_sizes.SIZES["Qwen3.5-9B"])
   (tmp_path / "config.json").write_text(json.dumps(config))
-  figures = report(capsys, str(tmp_path), "--dtype", "bfloat16")
-  # 8 of 32 layers x keys and values x 4 heads of 256 in bfloat16.
-  assert figures["sequence"]["kv_bytes_per_token"] == 8 * 2 * 4 * 256 * 2
+  figures = report(capsys, str(tmp_path))
+  # 8 of 32 layers x keys and values x 4 heads of 256 in float32.
+  assert figures["sequence"]["kv_bytes_per_token"] == 8 * 2 * 4 * 256 * 4
 
 
 def test_the_command_prints_tables(capsys):
