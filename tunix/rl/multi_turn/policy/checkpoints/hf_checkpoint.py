@@ -106,7 +106,8 @@ def _resolve_keys(
       if files.dtypes[name] not in tensor_files.READABLE:
         problems.append(
           f"tensor {name} has dtype {files.dtypes[name]}, only"
-          f" {', '.join(tensor_files.READABLE)} can be read"
+          f" {', '.join(tensor_files.READABLE)} can be read; dequantize a"
+          " quantized checkpoint first"
         )
   extra = sorted(files.shapes.keys() - set(names.values()))
   if config.tie_word_embeddings:  # Some exporters write the matrix twice.
