@@ -163,7 +163,7 @@ async def test_an_aborted_completion_continues(policy, server):
   """As at a weight update: what was sampled stays, the rest follows."""
   prompts = [policy.prompt(1), policy.prompt(), policy.prompt(2, 3)]
   # Long enough that a busy machine sees all three of them run.
-  sampling = policy.sampling(max_new_tokens=200, stop_token_ids=())
+  sampling = policy.sampling(max_new_tokens=800, stop_token_ids=())
   async with client_of(policy, server, timeout_s=400) as client:
     tasks = asyncio.ensure_future(
       vllm_server.answers_of(client, prompts, sampling)
@@ -174,8 +174,8 @@ async def test_an_aborted_completion_continues(policy, server):
       (await http.post("/resume")).raise_for_status()
     answers = await tasks
     assert client.counts["resumed"] >= 1
-  assert {len(completion.tokens) for _, _, completion in answers} == {200}
-  gap = vllm_server.Scores(policy, length=320).check(answers)
+  assert {len(completion.tokens) for _, _, completion in answers} == {800}
+  gap = vllm_server.Scores(policy, length=920).check(answers)
   assert gap < GAP, gap
 
 
