@@ -101,13 +101,50 @@ def beside(
 ) -> list[Row | None]:
   """Returns the measurement before one, that one, and the one after.
 
-  In the order of `checkpoints`; all are None where the run has no such one.
+  In the order of `checkpoints`, however many the run has. Each is its `kind`,
+  `id` and `name`; all are None where the run has no such measurement.
   """
-  every: list[Row | None] = [None, *checkpoints(connection, training), None]
-  for place, one in enumerate(every):
-    if one is not None and one["key"] == f"{kind}-{id_}":
-      return every[place - 1 : place + 2]
-  return [None, None, None]
+  b, e = tables.baseline, tables.eval_
+  both = sa.union_all(
+    sa.select(
+      sa.literal("baseline").label("kind"),
+      b.c.id,
+      sa.literal(0).label("late"),
+      b.c.id.label("place"),
+      b.c.status_message.label("name"),
+    ).where(b.c.training_id == training),
+    sa.select(
+      sa.literal("eval"), e.c.id, sa.literal(1), e.c.step, sa.null()
+    ).where(e.c.training_id == training),
+  ).subquery()
+  own = connection.execute(
+    sa.select(both).where(both.c.kind == kind, both.c.id == id_)
+  ).one_or_none()
+  if own is None:
+    return [None, None, None]
+  here = sa.tuple_(sa.literal(own.late), sa.literal(own.place))
+  at = sa.tuple_(both.c.late, both.c.place)
+  neighbours = [
+    connection.execute(
+      sa.select(both).where(condition).order_by(*order).limit(1)
+    ).one_or_none()
+    for condition, order in (
+      (at < here, (both.c.late.desc(), both.c.place.desc())),
+      (at > here, (both.c.late, both.c.place)),
+    )
+  ]
+  return [
+    None
+    if one is None
+    else {
+      "kind": one.kind,
+      "id": one.id,
+      "name": f"step {one.place}"
+      if one.kind == "eval"
+      else one.name or one.kind,
+    }
+    for one in (neighbours[0], own, neighbours[1])
+  ]
 
 
 def last_screenshots(

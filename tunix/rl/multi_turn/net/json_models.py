@@ -155,10 +155,10 @@ _PROBLEMS = {
   "list_type": "must be a list",
   "tuple_type": "must be a list",
   "finite_number": "must be finite",
-  "greater_than": "must be > {gt:g}",
-  "greater_than_equal": "must be >= {ge:g}",
-  "less_than": "must be < {lt:g}",
-  "less_than_equal": "must be <= {le:g}",
+  "greater_than": "must be > {gt}",
+  "greater_than_equal": "must be >= {ge}",
+  "less_than": "must be < {lt}",
+  "less_than_equal": "must be <= {le}",
   "string_unicode": "must not hold half a surrogate pair",
   "string_too_long": "must have up to {max_length} characters",
   "string_too_short": "must have at least {min_length} characters",
@@ -200,6 +200,14 @@ def problem(
   if kind == "value_error":
     return f"{where}: {context['error']}" if path else str(context["error"])
   text = _PROBLEMS.get(kind)
-  text = first["msg"] if text is None else text.format(**context)
+  if text is None:
+    text = first["msg"]
+  else:
+    text = text.format_map(
+      {
+        key: f"{bound:g}" if isinstance(bound, float) else bound
+        for key, bound in context.items()
+      }
+    )
   got = "" if kind == "missing" else f", got {short(value)}"
   return f"{where} {text}{got}"
