@@ -136,7 +136,7 @@ def test_a_command_that_is_not_installed_is_named(capsys, monkeypatch):
     ("tasks=[clik-button]", "'click-button'"),
     ("run.dir=/proc/x", "cannot be written"),
     ("rollout.agent=no:play", "rollout.agent=no:play"),
-    ("gym=webarena", "'browser'"),
+    ("gym=webarena", "known: android_world, browser,"),
   ],
 )
 def test_a_wrong_setting_is_refused_without_jax(argument, words, tmp_path):
