@@ -401,24 +401,6 @@ async def test_turns_of_another_sampling_are_masked_and_counted():
     assert not sent.rejected
 
 
-async def test_a_turn_that_a_proxy_excludes_is_masked():
-  """A proxy in front of the model excludes the second turn."""
-  real = policy()
-
-  def second_is_excluded(method, path, body):
-    status, answer = real(method, path, body)
-    messages = json.loads(body)["messages"] if body else ()
-    if any(m["role"] == "assistant" for m in messages):
-      answer["choices"][0]["untrained"] = "temperature=0.2, not the run's 1"
-    return status, answer
-
-  with World(second_is_excluded) as world:
-    workflow = world.workflow()
-    batch = await workflow.arun_episode(Engine(world.model), world.row)
-  assert batch["loss_mask"].tolist() == [[0, 0, 0, 0, 1, 1, *[0] * 6]]
-  assert workflow.untrained_tokens == 2 and workflow.accepted == 1
-
-
 async def test_runs_in_flight_are_bounded_across_workflows():
   """AReaL's controller makes a workflow for each row."""
   with World() as world:

@@ -280,22 +280,34 @@ class _Faults:
   ) -> None:
     """Records a value that is not stored as sent, once a kind and field.
 
-    Of very many fields, `_REST` counts those that have no entry.
+    Of very many fields, `_REST` counts those that have no entry; one whose
+    value is lost comes before one whose value is a raw value.
     """
     key = (kind, path.rpartition(".")[2])
     if key in self.ignored:
       self.ignored[key]["times"] = self.ignored[key].get("times", 1) + 1
       return
     if len(self.ignored) >= _MAX_FAULTS:
-      self._count(stored)
-      return
+      last = stored == "nothing" and next(
+        (
+          k
+          for k, one in self.ignored.items()
+          if k != _REST and one["kept"] != "nothing"
+        ),
+        None,
+      )
+      if not last:
+        self._count(stored, 1)
+        return
+      one = self.ignored.pop(last)
+      self._count(one["kept"], one.get("times", 1))
     self.ignored[key] = {
       "kind": kind,
       **errors.fault(path, value, message()),
       "kept": stored,
     }
 
-  def _count(self, stored: str) -> None:
+  def _count(self, stored: str, times: int) -> None:
     entry = self.ignored.setdefault(
       _REST,
       {
@@ -305,7 +317,7 @@ class _Faults:
         "times": 0,
       },
     )
-    entry["times"] += 1
+    entry["times"] += times
     if stored == "nothing":
       entry["kept"] = stored
 
