@@ -174,7 +174,9 @@ async def test_an_aborted_completion_continues(policy, server):
       (await http.post("/resume")).raise_for_status()
     answers = await tasks
     assert client.counts["resumed"] >= 1
-  assert {len(completion.tokens) for _, _, completion in answers} == {800}
+  for _, _, completion in answers:  # vLLM itself ends at the end of a turn.
+    ended = completion.finish_reason is policy_client.FinishReason.STOP
+    assert ended or len(completion.tokens) == 800
   gap = vllm_server.Scores(policy, length=920).check(answers)
   assert gap < GAP, gap
 
