@@ -440,7 +440,10 @@ def test_a_lease_s_id_is_one_buffer_s_also_of_reads_at_once(buffer):
   "body, fault",
   [
     ({"lease": "x"}, "lease needs lease_s"),
-    ({"lease": "", "lease_s": 9}, "lease must have at least 1 characters, got ''"),
+    (
+      {"lease": "", "lease_s": 9},
+      "lease must have at least 1 characters, got ''",
+    ),
     ({"lease": "x" * 65, "lease_s": 9}, "lease must have up to 64 characters"),
     ({"lease": 7, "lease_s": 9}, "lease must be a string, got 7"),
   ],
