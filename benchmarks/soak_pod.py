@@ -1,7 +1,7 @@
 """Kills, preempts and joins processes of a pod's run; nothing may be lost.
 
 Two runs, each of four processes with a CPU device each. Every `--every` seconds
-something happens to one of them, each of these in random order:
+one of these events happens to one of them, in random order:
 
 * `hosts`: two processes learn and two roll out, staleness 1. A host is killed
   and another joins; one leaves by SIGTERM; a third joins for a while; a learner
@@ -182,7 +182,7 @@ class Soak:
       self.check("words", False, f"{process.folder}: {error}")
 
   def end_of_hosts(self) -> None:
-    """Waits for all: a run that is told to end, or is through, ends them."""
+    """Waits until every host has ended, as it does when its run ends."""
     for host in self.hosts:
       status = host.wait(60)
       self.check("hosts end with it", status == 0, host.said()[-2000:])
@@ -223,8 +223,8 @@ class Soak:
     victim.kill()
     self.end_of_learners(HEARTBEAT_S + 60)
     seconds = time.monotonic() - since
-    others = [p for p in self.learners if p is not victim]
-    for other in others:
+    survivors = [p for p in self.learners if p is not victim]
+    for other in survivors:
       self.check(
         "others end after a death and say why",
         other.status and ("task died" in other.said() or other.errors()),

@@ -298,7 +298,7 @@ def test_documented_builds_and_runs_are_those_of_the_image():
 
 
 def _texts(word):
-  """What follows an instruction, of each that the Dockerfile has."""
+  """Returns the arguments of each such instruction of the Dockerfile."""
   text = (DOCKER / "Dockerfile").read_text().replace("\\\n", " ")
   return re.findall(rf"^{word} +(.*)$", text, re.MULTILINE)
 

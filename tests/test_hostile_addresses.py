@@ -135,12 +135,7 @@ def test_a_number_beyond_its_bound_is_refused_by_its_name(
     quoted = parse.quote(value, safe="")
     answer = client.get(url + path.format(run=run, value=quoted))
   assert 400 <= answer.status_code < 500
-  # The buffer names the bound that was passed, or the kind of number.
-  named = [str(high)]
-  if name == "buffer":
-    named += ["must be >= 1, got -1", "must be a whole number, got"]
-  assert field in answer.text, answer.text
-  assert any(words in answer.text for words in named), answer.text
+  assert field in answer.text and str(high) in answer.text, answer.text
 
 
 def test_an_id_of_a_path_beyond_64_bits_is_refused_with_its_bound(services):

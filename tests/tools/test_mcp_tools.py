@@ -54,7 +54,7 @@ async def outputs(env, *calls):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_second_version_of_the_package(tmp_path):
-  """What talks to a server, with that version as client and server."""
+  """Tests that talk to a server pass with that version on both sides."""
   root = pathlib.Path(__file__).parents[2]
   sites = [*root.glob(".venv-agent-clients/lib/python3*/site-packages")]
   if not sites:

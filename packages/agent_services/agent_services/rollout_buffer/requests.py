@@ -156,7 +156,13 @@ class Read(OfBuffer):
 
 
 class Peek(OfBuffer):
-  batch_size: Annotated[int, pydantic.Field(ge=1, le=_MOST), _FromText] = 1
+  batch_size: Annotated[
+    int,
+    pydantic.Field(ge=1, le=_MOST),
+    pydantic.BeforeValidator(
+      lambda value: bounds.whole(str(_number(value)), "batch_size", 1, _MOST)
+    ),
+  ] = 1
 
 
 class Lease(OfBuffer):

@@ -8,7 +8,7 @@
     {"sha256": "…"}                      of the lines before
 
 Values are those of the columns: times in UTC, JSON as text. A client's own ids
-name the rows and their parents, so that the client can go on with the run
+name the rows and their parents, so that the client can continue the run
 elsewhere.
 
 Promises: a file is one moment of the database, and appears when it is whole. A

@@ -107,7 +107,7 @@ class GroupCollector:
     greedy_call: Variant of `model_call` that samples the likeliest tokens; it
       plays `TrajectoryGroup.extra`, which counts against
       `config.concurrency` and is no member. None plays none.
-    expert_call: as `model_call`; plays `TrajectoryGroup.extra` in
+    expert_call: Model that plays `TrajectoryGroup.extra` in
       `config.expert_share` of the groups without a success. None plays none.
     """
     if max_turns < 1:

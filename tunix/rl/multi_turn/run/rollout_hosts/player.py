@@ -346,9 +346,9 @@ class GroupPlayer:
     """Gives groups back at once, if the learners answer; closes connections."""
     leaving: dict[str, Any] = dict(leases=[], stats={}, leaving=True)
     calls = [learner.ask("/beat", **leaving) for learner in self._learners]
-    told = asyncio.gather(*calls, return_exceptions=True)
+    beats = asyncio.gather(*calls, return_exceptions=True)
     with contextlib.suppress(TimeoutError):
-      await asyncio.wait_for(told, _LEAVE_S)
+      await asyncio.wait_for(beats, _LEAVE_S)
     await asyncio.gather(*(learner.aclose() for learner in self._learners))
 
   # --- of a subclass ---------------------------------------------------------

@@ -139,7 +139,7 @@ async def written(
     oracle: names the target.
     env: a `CUAEnv`.
     parser: a GUI-action parser.
-    action: in pixels of the gym.
+    action: Action in pixels of the gym.
     grid: see `Demonstrator`.
   """
   target = await named(oracle, env, action)
