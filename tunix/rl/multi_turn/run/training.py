@@ -35,6 +35,7 @@ from tunix.rl.multi_turn.run.evaluations import best_checkpoint
 from tunix.rl.multi_turn.run.evaluations import evaluation
 from tunix.rl.multi_turn.run.multiprocess import process_layout
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
+from tunix.rl.multi_turn.trajectory_collector import feed_loop
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
 
@@ -110,7 +111,7 @@ class Training:
     if config.eval.beside and config.eval.every:
       self._beside = evaluation.BesideEvaluations(run)
       self._checkpoints.pinned |= set(self._unevaluated())
-    self._queue = self._make_queue(self._learner.version, extras)
+    self._queue = self._make_queue(self._learner.version)
     metrics = step_metrics.StepMetrics(
       run.observers, self._queue, run.engine, run.processes
     )
@@ -256,8 +257,7 @@ class Training:
     self._queue.close()
     try:
       self._save_last()
-      if self._config.rollout.via == "buffer":
-        self._collecting.finish()
+      self._collecting.finish()
     finally:
       if self._replayed is not None:
         self._replayed.close()
@@ -418,22 +418,19 @@ class Training:
 
   # --- parts -----------------------------------------------------------------
 
-  def _make_queue(self, version: int, extras: dict[str, Any]) -> Any:
+  def _make_queue(self, version: int) -> group_queue.GroupQueue:
     config, observers = self._config, self._run.observers
+    groups_per_step = self._learner.groups_per_step * config.collect.parts
+    settings = config.queue
     if config.rollout.via == "offline":
-      return recorded_data.make_offline(
-        self._run,
-        self._learner.groups_per_step,
-        extras.get("collect"),
-        extras.get(loop_lib.CONSUMED, ()),
-      )
+      settings = recorded_data.queue_config(groups_per_step)
 
     def dropped(group: trajectory_lib.TrajectoryGroup, reason: str) -> None:
       observers.on_event(events.GroupFinished(group, "dropped", reason))
 
     return group_queue.GroupQueue(
-      self._learner.groups_per_step * config.collect.parts,
-      config.queue,
+      groups_per_step,
+      settings,
       # One order for all collectors, where a step has all groups anyway.
       order="admission"
       if config.lockstep
@@ -458,23 +455,17 @@ class Training:
 
   def _make_collecting(
     self, metrics: step_metrics.StepMetrics, extras: dict[str, Any]
-  ) -> Any:
+  ) -> feed_loop.FeedLoop:
     """Returns the loop that fills the queue, restored from `extras`."""
+    run, config = self._run, self._config
     state = extras.get("collect")
     consumed = extras.get(loop_lib.CONSUMED, ())
-    if self._config.rollout.via == "offline":
-      return self._queue
-    if self._config.rollout.via == "buffer":
+    if config.rollout.via == "offline":
+      return recorded_data.make_offline(run, self._queue, state, consumed)
+    if config.rollout.via == "buffer":
       return recorded_data.make_buffer_loop(
-        self._run, self._queue, metrics, state, consumed
+        run, self._queue, metrics, state, consumed
       )
-    return self._make_collect_loop(metrics, state)
-
-  def _make_collect_loop(
-    self, metrics: step_metrics.StepMetrics, state: dict[str, Any] | None
-  ) -> collect_loop.CollectLoop:
-    """The loop that fills the queue, from `state` where a run is resumed."""
-    run, config = self._run, self._config
     sampler = run_tasks.make_sampler(config, run.task_source)
     if hasattr(sampler, "on_event"):
       run.observers.add(sampler)

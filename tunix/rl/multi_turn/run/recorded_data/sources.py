@@ -19,7 +19,7 @@ from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import feeding
 from tunix.rl.multi_turn.run.recorded_data import files
 from tunix.rl.multi_turn.run.recorded_data import function_loop
-from tunix.rl.multi_turn.run.recorded_data import offline_queue
+from tunix.rl.multi_turn.run.recorded_data import offline_feed
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.trajectory_collector import completion_checks
 from tunix.rl.multi_turn.trajectory_collector import sampling_rule
@@ -110,15 +110,15 @@ def make_groups(run: run.Run) -> files.RecordedGroups:
 
 def make_offline(
   run: run.Run,
-  groups_per_step: int,
+  queue: group_queue.GroupQueue,
   state: Mapping[str, Any] | None,
   consumed: Sequence[int],
-) -> offline_queue.OfflineQueue:
-  """The queue of a run with `rollout.via=offline`.
+) -> offline_feed.OfflineFeed:
+  """The loop of a run with `rollout.via=offline`.
 
   Args:
     run: Run that trains on the data.
-    groups_per_step: Groups of an update.
+    queue: Queue with `offline_feed.queue_config`.
     state, consumed: of the checkpoint that it resumes from, if any.
 
   Raises:
@@ -126,19 +126,19 @@ def make_offline(
   """
   settings = run.config.offline
   assert run.recorded is not None
-  queue = offline_queue.OfflineQueue(
+  feed = offline_feed.OfflineFeed(
     run.recorded,
-    groups_per_step,
+    queue,
     seed=run.config.run.seed,
     epochs=settings.epochs,
     shuffle=settings.shuffle,
   )
   if state:
     try:
-      queue.load_state_dict(state, consumed)
+      feed.load_state_dict(state, consumed)
     except ValueError as error:
       raise ConfigError([f"offline.path={settings.path}: {error}"]) from None
-  return queue
+  return feed
 
 
 def make_buffer_loop(
