@@ -25,7 +25,6 @@ from tunix.rl.multi_turn.learner.batches import replay as replay_lib
 from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
-from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import recorded_data
 from tunix.rl.multi_turn.run import resuming
@@ -238,13 +237,9 @@ class Training:
     Raises:
       RunStopped: a watchdog did.
     """
-    run = self._run
-    try:
-      run.processes.together("watch", run.watchdog.check)
-    except peers_lib.PeerError as error:
-      if error.kind == watchdog_lib.RunStopped.__name__:
-        raise watchdog_lib.RunStopped(str(error)) from None
-      raise
+    self._run.processes.together(
+      "watch", self._run.watchdog.check, [watchdog_lib.RunStopped]
+    )
 
   def _is_unfinished(self) -> bool:
     return self._learner.counters.updates < self._config.learner.steps
@@ -472,14 +467,7 @@ class Training:
     if run.processes.count > 1:
       sampler = run_tasks.DealtTasks(sampler, run.processes)
     collecting = collect_loop.CollectLoop(
-      episodes.make_collector(
-        config,
-        run.episodes,
-        run.engine,
-        run.policy.renderer,
-        observers=metrics,
-        connection=run.connection,
-      ),
+      evaluation.collector_of(run, run.engine, "train", observers=metrics),
       sampler,
       self._queue,
       task_from_json=gym_base.Task.from_json,

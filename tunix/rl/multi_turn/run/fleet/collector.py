@@ -27,7 +27,6 @@ from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run.rollout_hosts import player
@@ -149,12 +148,9 @@ class Collector(player.GroupPlayer):
       await concurrency.with_deadline(
         self._connection.aclose(), _CLOSE_S, "closing connections"
       )
-      if self._episodes.acts_on_gym:
-        shared = gyms.get(self._config.gym.name, "operator").load_close_shared()
-        if shared is not None:
-          await concurrency.with_deadline(
-            shared(), _CLOSE_S, "closing what gyms share"
-          )
+      await concurrency.with_deadline(
+        self._episodes.close_shared(), _CLOSE_S, "closing what gyms share"
+      )
     except Exception as error:  # pylint: disable=broad-except
       # A gym's; the learner is yet to be told.
       _LOG.warning("a collector did not close all of its parts: %r", error)
