@@ -9,7 +9,6 @@ from typing import Any, Callable, TYPE_CHECKING
 
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client
@@ -19,6 +18,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import reference
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.run import episodes
 
 if TYPE_CHECKING:
   from tunix.rl.multi_turn.run import models
@@ -200,9 +200,7 @@ def first_prompts(
   sees = config.sees_screenshots
   if not sees or not policy.processor.patches_per_token:
     return [prompt(0)]
-  width, height = agent_registry.screenshot_size(
-    config.agent, config.gym.width, config.gym.height
-  )
+  width, height = episodes.screen_size(config)
   # Of one colour: a server caches what it computes of it.
   screen = image_store.put(np.full((height, width, 3), 127, np.uint8))
   empty, first = prompt(0), prompt(1)

@@ -14,7 +14,6 @@ from typing import Any, TYPE_CHECKING
 from flax import nnx
 import jax
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import device_state
@@ -34,6 +33,7 @@ from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 from tunix.rl.multi_turn.run import before_jax
+from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import recorded_data
 from tunix.rl.multi_turn.run import rollout_hosts
 from tunix.rl.multi_turn.tools import screenshot
@@ -114,9 +114,7 @@ def make_policy(
   """
   changes = _policy_changes(config)
   name, named = config.policy.name, named_policy(config)
-  screen = agent_registry.screenshot_size(
-    config.agent, config.gym.width, config.gym.height
-  )
+  screen = episodes.screen_size(config)
   try:
     if source:
       loaded = named.load(source, mesh, screen, **changes)
@@ -410,22 +408,17 @@ def make_engine(
     entropies=config.engine.entropies
     or (config.monitor.on and config.monitor.entropies),
   )
-  screens: tuple[tuple[int, int], ...] = (
-    agent_registry.screenshot_size(
-      config.agent, config.gym.width, config.gym.height
-    ),
-  )
+  screens = [episodes.screen_size(config)]
   if config.agent.older_scale < 1:
     older = screenshot.shrunk_size(*screens[0], config.agent.older_scale)
-    screens = (*screens, older)
-  sees_gym = config.sees_screenshots
+    screens.append(older)
   try:
     return engine_lib.RolloutEngine(
       model,
       policy.processor,
       image_store,
       settings,
-      image_sizes=screens if sees_gym else (),
+      image_sizes=screens if config.sees_screenshots else (),
       banned_token_ids=policy.model.config.banned_token_ids,
       seed=config.run.seed,
       version=version,
@@ -470,9 +463,7 @@ def make_teacher(
   name = config.algorithm.teacher
   if not name:
     return None
-  screen = agent_registry.screenshot_size(
-    config.agent, config.gym.width, config.gym.height
-  )
+  screen = episodes.screen_size(config)
   try:
     named = by_name.resolve(name)
     if not named.weights:
@@ -559,9 +550,7 @@ def _make_learner(
   mesh: jax.sharding.Mesh | None,
   settings: learner_config.LearnerConfig,
   algorithm: learner_config.AlgorithmConfig,
-  reference: Any = None,
-  processes: peers_lib.Peers = peers_lib.ALONE,
-  teacher: Any = None,
+  **more: Any,
 ) -> learner_lib.Learner:
   try:
     return learner_lib.Learner(
@@ -574,9 +563,7 @@ def _make_learner(
       gamma=config.collect.gamma,
       seed=config.run.seed,
       mesh=mesh,
-      reference=reference,
-      processes=processes,
-      teacher=teacher,
+      **more,
     )
   except ValueError as error:
     raise ConfigError([f"learner: {error}"]) from None
