@@ -19,6 +19,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import reference
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.run import episodes
+from tunix.rl.multi_turn.run import refusals
 
 if TYPE_CHECKING:
   from tunix.rl.multi_turn.run import models
@@ -33,10 +34,8 @@ def weights_dtype(config: config_lib.TrainConfig) -> str:
   Raises:
     ConfigError: The policy's config.json is damaged.
   """
-  try:
+  with refusals.refused("policy.name", ValueError):
     stored = vllm.stored_dtype(vllm.config_of(config.policy.name) or {})
-  except ValueError as error:
-    raise config_lib.ConfigError([f"policy.name: {error}"]) from None
   return config.external.dtype or stored or "float32"
 
 
@@ -92,7 +91,8 @@ def make_engine(
     client.model = adapter or client.model
     return client
 
-  try:
+  bad = ImportError, OSError, ValueError
+  with refusals.refused("rollout.via=external", *bad):
     if adapter:
       save = disk_weights.adapter_saver(policy.model, served)
     else:
@@ -133,8 +133,6 @@ def make_engine(
         else ""
       ),
     )
-  except (ImportError, OSError, ValueError) as error:
-    raise config_lib.ConfigError([f"rollout.via=external: {error}"]) from None
 
 
 def _make_probe(

@@ -35,6 +35,7 @@ from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 from tunix.rl.multi_turn.run import before_jax
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import recorded_data
+from tunix.rl.multi_turn.run import refusals
 from tunix.rl.multi_turn.run import rollout_hosts
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.queue import admission
@@ -80,7 +81,7 @@ def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
   Raises:
     ConfigError: it is not made of all devices.
   """
-  try:
+  with refusals.refused("", ValueError):
     mesh = sharding.mesh_of(config.mesh)
     if config.mesh.engine and jax.process_count() > 1:
       raise ValueError(
@@ -95,8 +96,6 @@ def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
         f" mesh.fsdp={jax.device_count()}, or sizes that multiply to that"
       )
     return mesh
-  except ValueError as error:
-    raise ConfigError([str(error)]) from None
 
 
 def make_policy(
@@ -156,7 +155,9 @@ def make_renderer(
     ConfigError: there is none for it.
   """
   policy, named = config.policy, named_policy(config)
-  try:
+  where = f"policy.renderer={policy.renderer}"
+  fix = f" (policy.name={policy.name})"
+  with refusals.refused(where, OSError, ValueError, fix=fix):
     if named.tokenizer:
       template = policy_files.chat_template(
         named.tokenizer, policy.template_options
@@ -166,13 +167,6 @@ def make_renderer(
     renderer = choice.make_renderer(
       tokenizer, base.layout_of(processor), template, policy.renderer
     )
-  except (OSError, ValueError) as error:
-    raise ConfigError(
-      [
-        f"policy.renderer={policy.renderer}: {error}"
-        f" (policy.name={policy.name})"
-      ]
-    ) from None
   if policy.template_options and not choice.takes_options(renderer):
     names = ", ".join(policy.template_options)
     raise ConfigError(
@@ -309,10 +303,8 @@ def named_policy(config: TrainConfig) -> by_name.NamedPolicy:
   Raises:
     ConfigError: it names a factory that is not there.
   """
-  try:
+  with refusals.refused("policy.name", ValueError):
     return by_name.resolve(config.policy.name)
-  except ValueError as error:
-    raise ConfigError([f"policy.name: {error}"]) from error
 
 
 def _policy_changes(config: TrainConfig) -> dict[str, Any]:
@@ -348,17 +340,14 @@ def check_weights(
   Raises:
     ConfigError: no policy directory, or one of another architecture.
   """
-  try:
+  fix = (
+    "; policy.name and policy.config must describe the weights, or start from"
+    " random ones with warm_start.source=none"
+  )
+  where, bad = f"warm start from {source}", (OSError, ValueError, TypeError)
+  with refusals.refused(where, *bad, fix=fix):
     changes = _policy_changes(config)
     named_policy(config).check(source, policy.model, **changes)
-  except (OSError, ValueError, TypeError) as error:
-    raise ConfigError(
-      [
-        f"warm start from {source}: {error}; policy.name and policy.config must"
-        " describe the weights, or start from random ones with"
-        " warm_start.source=none"
-      ]
-    ) from None
 
 
 def make_engine(
@@ -412,7 +401,7 @@ def make_engine(
   if config.agent.older_scale < 1:
     older = screenshot.shrunk_size(*screens[0], config.agent.older_scale)
     screens.append(older)
-  try:
+  with refusals.refused("engine", ValueError):
     return engine_lib.RolloutEngine(
       model,
       policy.processor,
@@ -423,8 +412,6 @@ def make_engine(
       seed=config.run.seed,
       version=version,
     )
-  except ValueError as error:
-    raise ConfigError([f"engine: {error}"]) from None
 
 
 def make_learner(
@@ -464,15 +451,14 @@ def make_teacher(
   if not name:
     return None
   screen = episodes.screen_size(config)
-  try:
+  bad = OSError, ValueError, TypeError
+  with refusals.refused(f"algorithm.teacher={name}", *bad):
     named = by_name.resolve(name)
     if not named.weights:
       raise ValueError("it brings no weights; name a directory, or tiny_vl")
     loaded = named.load(
       named.weights, mesh, screen, compute_dtype=config.policy.dtype
     )
-  except (OSError, ValueError, TypeError) as error:
-    raise ConfigError([f"algorithm.teacher={name}: {error}"]) from None
   model, processor, tokenizer = loaded
   for what, other, own in (
     ("tokenizer", tokenizer.to_str(), policy.tokenizer.to_str()),
@@ -552,7 +538,7 @@ def _make_learner(
   algorithm: learner_config.AlgorithmConfig,
   **more: Any,
 ) -> learner_lib.Learner:
-  try:
+  with refusals.refused("learner", ValueError):
     return learner_lib.Learner(
       policy.model,
       policy.processor,
@@ -565,8 +551,6 @@ def _make_learner(
       mesh=mesh,
       **more,
     )
-  except ValueError as error:
-    raise ConfigError([f"learner: {error}"]) from None
 
 
 def make_store(

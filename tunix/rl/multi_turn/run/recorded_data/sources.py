@@ -15,6 +15,7 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner.batches import packing
+from tunix.rl.multi_turn.run import refusals
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import feeding
 from tunix.rl.multi_turn.run.recorded_data import files
@@ -43,13 +44,16 @@ def make_reader(run: run.Run, section: str) -> reader_lib.EpisodeReader:
   """
   settings = getattr(run.config, section)
   about = run.policy.model.config
-  try:
+  mask_type = settings.loss_mask_type
+  with refusals.refused(
+    f"{section}.loss_mask_type={mask_type}", ValueError, ImportError
+  ):
     return reader_lib.EpisodeReader(
       run.policy.renderer,
-      mask_tokenizer(run) if settings.loss_mask_type else None,
+      mask_tokenizer(run) if mask_type else None,
       run.images,
       parser=run.config.agent.parser,
-      loss_mask_type=settings.loss_mask_type,
+      loss_mask_type=mask_type,
       missing_logprobs=settings.missing_logprobs,
       setting=section,
       vocabulary=completion_checks.Vocabulary(
@@ -60,10 +64,6 @@ def make_reader(run: run.Run, section: str) -> reader_lib.EpisodeReader:
         other=run.config.rollout.other_sampling,
       ),
     )
-  except (ValueError, ImportError) as error:
-    raise ConfigError(
-      [f"{section}.loss_mask_type={settings.loss_mask_type}: {error}"]
-    ) from None
 
 
 def mask_tokenizer(run: run.Run) -> Any:
@@ -134,10 +134,8 @@ def make_offline(
     shuffle=settings.shuffle,
   )
   if state:
-    try:
+    with refusals.refused(f"offline.path={settings.path}", ValueError):
       feed.load_state_dict(state, consumed)
-    except ValueError as error:
-      raise ConfigError([f"offline.path={settings.path}: {error}"]) from None
   return feed
 
 
