@@ -18,10 +18,11 @@ from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.recorded_data import files
-from tunix.rl.multi_turn.run.recorded_data import offline_queue
+from tunix.rl.multi_turn.run.recorded_data import offline_feed
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.run.recorded_data import sources
 from tunix.rl.multi_turn.trajectory_collector import records
+from tunix.rl.queue import group_queue
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -141,14 +142,14 @@ def test_epochs_end_the_run_and_each_group_is_seen_once_in_each(
 ):
   groups = []
   with pytest.MonkeyPatch.context() as patch:
-    group = offline_queue.OfflineQueue.group
+    group = offline_feed.OfflineFeed.group
 
     def spied(self, index):
       recorded = group(self, index)
       groups.append(recorded.group_id)
       return recorded
 
-    patch.setattr(offline_queue.OfflineQueue, "group", spied)
+    patch.setattr(offline_feed.OfflineFeed, "group", spied)
     assert _train(
         tmp_path, "e", recorded, "offline.epochs=2", "steps=1000",
         "learner.groups_per_step=2",
@@ -407,14 +408,17 @@ class Names:
 
 
 def test_as_many_groups_of_another_file_are_refused_on_resuming():
-  state = offline_queue.OfflineQueue(Names("a"), 1).state_dict()
-  offline_queue.OfflineQueue(Names("a"), 1).load_state_dict(state)
+  def feed(digest):
+    return offline_feed.OfflineFeed(Names(digest), group_queue.GroupQueue(1))
+
+  state = feed("a").state_dict()
+  feed("a").load_state_dict(state)
   with pytest.raises(ValueError, match="other names or sizes"):
-    offline_queue.OfflineQueue(Names("b"), 1).load_state_dict(state)
+    feed("b").load_state_dict(state)
   with pytest.raises(ValueError, match="rollout.via"):
-    offline_queue.OfflineQueue(Names("a"), 1).load_state_dict({"tasks": {}})
+    feed("a").load_state_dict({"tasks": {}})
   del state["digest"]  # Of an older checkpoint.
-  offline_queue.OfflineQueue(Names("b"), 1).load_state_dict(state)
+  feed("b").load_state_dict(state)
 
 
 def test_the_digest_is_of_names_sizes_and_order(items, run, tmp_path):

@@ -1,5 +1,6 @@
 """From the queue to published weights."""
 
+import asyncio
 import concurrent.futures
 import dataclasses
 import threading
@@ -11,7 +12,7 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.learner import checkpoint
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.multi_turn.learner.batches import replay
-from tunix.rl.multi_turn.run.recorded_data import offline_queue
+from tunix.rl.multi_turn.run.recorded_data import offline_feed
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
@@ -260,14 +261,18 @@ def test_what_a_closed_queue_holds_is_trained_on(case, tmp_path):
 @pytest.mark.parametrize("epochs, sizes", [(1, [2, 1]), (2, [2, 2, 2])])
 def test_the_last_recorded_groups_make_a_smaller_step(case, epochs, sizes):
   recorded = [case.group([1.0, 0.0], f"g{i}") for i in range(3)]
-  queue = offline_queue.OfflineQueue(recorded, 2, epochs=epochs)
+  queue = group_queue.GroupQueue(2, offline_feed.queue_config(2))
+  feed = offline_feed.OfflineFeed(recorded, queue, epochs=epochs)
   groups = _Groups()
   loop = _loop(
     case, queue, lambda *_: None, observers=events.Observers([groups])
   )
-  assert loop.run(10) == len(sizes)
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    feeding = pool.submit(asyncio.run, feed.run())
+    assert loop.run(10) == len(sizes)
+    feeding.result(timeout=60)
   assert [len(step) for step in groups.learned] == sizes
-  assert f"are over after {epochs} epochs" in queue.over
+  assert f"are over after {epochs} epochs" in feed.over
 
 
 def test_a_stopped_run_keeps_the_rest_for_later(case):

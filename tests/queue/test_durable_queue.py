@@ -84,7 +84,7 @@ def test_durable_put_from_a_loop(tmp_path):
   )
 
   async def main():
-    tickets = [await q.acquire_start_async() for _ in range(6)]
+    tickets = await q.acquire_parts_async([None] * 6)
     await asyncio.gather(*(q.push(group(t.index), t) for t in tickets))
 
   asyncio.run(main())

@@ -242,7 +242,7 @@ def _waiters(q):
   async def main():
     await asyncio.gather(
       note_async("aget", batch()),
-      note_async("astart", q.acquire_start_async()),
+      note_async("astart", q.acquire_parts_async([None])),
       note_async("aput", q.push(group("more"))),
     )
 
@@ -377,7 +377,7 @@ def test_stress(order, max_staleness):
   async def async_producer():
     while True:
       try:
-        ticket = await q.acquire_start_async()
+        (ticket,) = await q.acquire_parts_async([None])
         item = made(ticket)
         await asyncio.sleep(rng.random() * 0.002)
         await q.push(item, ticket)

@@ -204,16 +204,11 @@ class GroupQueue(_QueueBase):
       self._late(std_queue.Full, timeout),
     )[0]
 
-  async def acquire_start_async(
-    self, timeout: float | None = None, *, index: int | None = None
-  ) -> Ticket:
-    """`acquire_start` without blocking the event loop."""
-    return (await self.acquire_parts_async([index], timeout))[0]
-
   async def acquire_parts_async(
     self, indices: Sequence[int | None], timeout: float | None = None
   ) -> list[Ticket]:
-    """`acquire_start_async` for the parts of a group, all of them at once.
+    """`acquire_start` of a group's parts, all at once, without blocking the
+    event loop.
 
     Args:
       indices: ascending, of the unfinished parts of a resumed run; None each

@@ -210,7 +210,7 @@ def _by_session(
   except loop_thread.Interrupted:
     raise RuntimeError(_STOPPED) from None
   finally:
-    loop_thread.close_shared(loop, closed)
+    loop_thread.try_to_close("the gym", lambda: loop.finish(closed()))
     loop.close()
   return _episode(recording, chosen.split)
 

@@ -25,17 +25,10 @@ import concurrent.futures
 import contextlib
 import functools
 import queue as std_queue
+import sys
 import threading
 import time
-from typing import (
-  Any,
-  Callable,
-  cast,
-  Iterable,
-  Iterator,
-  Protocol,
-  runtime_checkable,
-)
+from typing import Any, Callable, cast, Iterator, Protocol
 
 from flax import nnx
 from tunix.rl.multi_turn.core import events
@@ -46,6 +39,7 @@ from tunix.rl.multi_turn.learner.batches import replay as replay_lib
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.queue import admission
+from tunix.rl.queue import group_queue
 
 Publish = Callable[[int, nnx.State], Any]
 """(version, parameters) -> None, or a future that ends when they have arrived.
@@ -113,27 +107,30 @@ class DataQueue(Protocol):
   def qsize(self) -> int: ...
 
 
-@runtime_checkable
-class GatedQueue(Protocol):
-  """The part of a `GroupQueue` that the loop uses beyond a `DataQueue`."""
+class _Ungated:
+  """A queue that knows no versions and no leases, as if it were a `GroupQueue`.
 
-  max_staleness: int
+  Of that class it has what the loop of a single process calls.
+  """
+
+  max_staleness = sys.maxsize
+
+  def __init__(self, queue: DataQueue):
+    self._get, self.qsize = queue.get, queue.qsize
+    self._taken: list[trajectory.TrajectoryGroup] = []
+    self.ack = self.refund = self.set_version = lambda *_: None
+
+  def unacked(self) -> list[int]:
+    return []
 
   def get_batch(
-    self, n: int | None = None, timeout: float | None = None
-  ) -> list[trajectory.TrajectoryGroup]: ...
-
-  def set_version(self, version: int) -> None: ...
-
-  def unacked(self) -> list[int]: ...
-
-  def ack(self, indices: Iterable[int] | None = None) -> None: ...
-
-  def refund(self, n: int) -> None: ...
-
-  def forfeit(self, n: int) -> None: ...
-
-  def qsize(self) -> int: ...
+    self, n: int, timeout: float | None
+  ) -> list[trajectory.TrajectoryGroup]:
+    """As of `GroupQueue`; groups that are too few stay for the next call."""
+    while len(self._taken) < n:
+      self._taken.append(self._get(block=True, timeout=timeout))
+    groups, self._taken = self._taken[:n], self._taken[n:]
+    return groups
 
 
 class StarvedError(TimeoutError):
@@ -151,7 +148,7 @@ class LearnerLoop:
   def __init__(
     self,
     learner: learner_lib.Learner,
-    queue: DataQueue | GatedQueue,
+    queue: DataQueue,
     publish: Publish,
     *,
     observers: events.Observer | None = None,
@@ -174,7 +171,7 @@ class LearnerLoop:
 
     learner: the learner; its settings give `groups_per_step` and
       `publish_every`.
-    queue: Queue of groups. A `GatedQueue` also receives versions and
+    queue: Queue of groups. A `GroupQueue` also receives versions and
       acknowledgements; of any other queue only `get` is used.
     publish: e.g. the rollout engine's `update_weights`.
     observers: receive StepFinished and WeightsPublished.
@@ -205,17 +202,18 @@ class LearnerLoop:
       that it returns.
     """
     publish_every = learner.config.publish_every
-    gated = queue if isinstance(queue, GatedQueue) else None
-    if gated is not None and publish_every - 1 > gated.max_staleness:
+    gated = isinstance(queue, group_queue.GroupQueue)
+    taken_from = queue if gated else _Ungated(queue)
+    self._queue = cast(group_queue.GroupQueue, taken_from)
+    if publish_every - 1 > self._queue.max_staleness:
       raise ValueError(
         f"publish_every={publish_every} lets tokens lag by"
         f" {publish_every - 1} versions, but"
-        f" max_staleness={gated.max_staleness}; every group would be dropped"
+        f" max_staleness={self._queue.max_staleness}; every group would be"
+        " dropped"
       )
     self.learner = learner
     self.seconds = StepSeconds()
-    self._queue = queue
-    self._gated = gated
     self._publish = publish
     self._processes = processes
     self._per_step = learner.groups_per_step * parts
@@ -223,7 +221,7 @@ class LearnerLoop:
     self._dealt = 0
     self._missed = 0  # Waits for a share of which nothing came, in a row.
     self._skips = 0  # Steps to come that do not wait for it.
-    self._share_timeout_s = share_timeout_s if gated is not None else None
+    self._share_timeout_s = share_timeout_s if gated else None
     self._replay = replay
     self._experts = experts
     self._prepare = prepare
@@ -236,7 +234,6 @@ class LearnerLoop:
     self._updated = updated
     self._wait_timeout_s = wait_timeout_s
     self._publish_timeout_s = publish_timeout_s
-    self._pending: list[trajectory.TrajectoryGroup] = []
     self._kept: list[trajectory.TrajectoryGroup] = []  # Of the step to come.
     self._replaced = 0
     self._closed: admission.QueueClosed | None = None
@@ -333,8 +330,7 @@ class LearnerLoop:
     published = time.perf_counter()
     if step % self._publish_every == 0:
       self._publish_now(stop)
-    if self._gated is not None:
-      self._gated.set_version(self.learner.version)
+    self._queue.set_version(self.learner.version)
     metrics |= {
       "seconds_wait": waited,
       "seconds_publish": time.perf_counter() - published,
@@ -431,14 +427,13 @@ class LearnerLoop:
       return
     with self.seconds("save"):
       self._checkpoints.wait()
-    if self._gated is not None:
-      self._gated.ack(self._consumed)
+    self._queue.ack(self._consumed)
     self._consumed.clear()
     self._unacknowledged = False
 
   def _delivered(self) -> set[int]:
     """Indices of delivered groups that the queue wants acknowledged."""
-    return set() if self._gated is None else set(self._gated.unacked())
+    return set(self._queue.unacked())
 
   def _take_together(self, stop: threading.Event | None) -> bool:
     """Fills `_kept` in every process; False when some process is stopped.
@@ -498,26 +493,23 @@ class LearnerLoop:
         self._wanted += more
         if more:
           self._restart_deadline()
-        assert self._gated is not None
-        self._gated.refund(more)
+        self._queue.refund(more)
 
   def _take_ready(self) -> None:
     """Takes ready groups without waiting, up to this process's share."""
-    assert self._gated is not None
     missing = self._wanted - len(self._kept)
-    while missing > 0 and self._gated.qsize():
+    while missing > 0 and self._queue.qsize():
       try:
-        self._kept += self._gated.get_batch(1, timeout=0.0)
+        self._kept += self._queue.get_batch(1, timeout=0.0)
       except (std_queue.Empty, admission.QueueClosed):
         return  # An earlier group is awaited, or the queue ended just now.
       missing -= 1
 
   def _give_up(self, missing: int) -> None:
     """Leaves the rest of the step's groups to other processes."""
-    assert self._gated is not None
     self._wanted -= missing
     self._dealt += missing
-    self._gated.forfeit(missing)
+    self._queue.forfeit(missing)
     if self._kept:
       self._missed = self._skips = 0
     elif not self._skips:
@@ -533,16 +525,19 @@ class LearnerLoop:
     due = None if seconds is None else time.monotonic() + seconds
     while missing := self._wanted - len(self._kept):
       count = min(missing, self._per_step)
+      if self._closed is not None:
+        # What is left comes one by one; some may be on its way to the store.
+        count, due = 1, None
       try:
         groups = self._take_exactly(count, stop, due)
       except admission.QueueClosed as closed:
         if stop is not None and stop.is_set():
           return _STOPPED
-        self._closed = closed
-        groups = self._take_rest(count, stop)
-        if groups == []:
+        if self._closed is not None:
           self._wanted = len(self._kept)
           break
+        self._closed = closed
+        continue
       if groups is None:
         stopped = stop is not None and stop.is_set()
         return _STOPPED if stopped else _LATE
@@ -552,8 +547,8 @@ class LearnerLoop:
       replaced = {id(g) for g in flat}
       self._kept += [g for g in groups if id(g) not in replaced]
       self._replaced += len(flat)
-      if flat and self._gated is not None:
-        self._gated.refund(len(flat))
+      if flat:
+        self._queue.refund(len(flat))
       for group in flat:
         self._observers.on_event(
           events.GroupFinished(
@@ -565,25 +560,6 @@ class LearnerLoop:
     if stop is not None and stop.is_set():
       return _STOPPED
     return _READY if self._kept else _CLOSED
-
-  def _take_rest(
-    self, most: int, stop: threading.Event | None
-  ) -> list[trajectory.TrajectoryGroup] | None:
-    """Takes up to `most` groups of the closed queue; None when stopped.
-
-    Waits for a group that is still being written to the queue's store.
-    """
-    while len(self._pending) < most and self._gated is not None:
-      try:
-        self._pending += self._gated.get_batch(1, timeout=_POLL_S)
-      except admission.QueueClosed:
-        break
-      except std_queue.Empty:
-        if stop is not None and stop.is_set():
-          return None
-        self._check_deadline(most)
-    groups, self._pending = self._pending, []
-    return groups
 
   def _restart_deadline(self) -> None:
     if self._wait_timeout_s is not None:
@@ -611,15 +587,8 @@ class LearnerLoop:
     """Exactly `count` groups; None when stopped, or at the time `due`."""
     while True:
       try:
-        if self._gated is not None:
-          remaining = _POLL_S if due is None else due - time.monotonic()
-          return self._gated.get_batch(count, min(_POLL_S, max(0.0, remaining)))
-        queue = cast(DataQueue, self._queue)
-        self._pending.append(queue.get(block=True, timeout=_POLL_S))
-        if len(self._pending) == count:
-          groups, self._pending = self._pending, []
-          return groups
-        continue
+        remaining = _POLL_S if due is None else due - time.monotonic()
+        return self._queue.get_batch(count, min(_POLL_S, max(0.0, remaining)))
       except std_queue.Empty:
         pass
       if stop is not None and stop.is_set():

@@ -96,11 +96,20 @@ class Peers:
     del what
     return [value]
 
-  def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
+  def together(
+    self,
+    what: str,
+    work: Callable[[], Any],
+    same: Sequence[type[Exception]] = (),
+  ) -> list[Any]:
     """Does `work` in every process; what it returned (JSON) in each.
 
+    Args:
+      what, work: The step, and what each process does in it.
+      same: Errors that are the same in every process.
+
     Raises:
-      Exception: The failure of this process's work.
+      Exception: The failure of this process's work, or one of `same`.
       PeerError: another process's work failed.
     """
     if self.count == 1:
@@ -118,7 +127,9 @@ class Peers:
     for process, (_, *failed) in enumerate(outcomes):
       if failed:
         kind, text = failed
-        self._shared = PeerError(f"process {process}: {kind}: {text}", kind)
+        text = f"process {process}: {kind}: {text}"
+        own = [cls for cls in same if cls.__name__ == kind]
+        self._shared = own[0](text) if own else PeerError(text, kind)
         raise self._shared
     return [one[0] for one in outcomes]
 

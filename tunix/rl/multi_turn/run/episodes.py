@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import traceback
-from typing import Any, Callable, cast, Mapping, Sequence
+from typing import Any, cast, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import prompts
@@ -24,7 +24,6 @@ from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.run import experts
-from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import packages
 from tunix.rl.multi_turn.tools import manager
 from tunix.rl.multi_turn.tools import screenshot
@@ -174,21 +173,12 @@ class EpisodeFactory:
     """Whether its environments act on the gym of the section `gym`."""
     return self._make_environment.spec.gym and not self._by_service
 
-  def close_shared(self, wait: Callable[[Any], Any]) -> None:
-    """Closes what the episodes' gyms share, such as a browser; logs failures.
-
-    Args:
-      wait: Runs a coroutine on the episodes' loop, under a deadline.
-    """
-    name = self._config.gym.name
-    shared = None
+  async def close_shared(self) -> None:
+    """Closes what the episodes' gyms share, such as a browser."""
     if self.acts_on_gym:
-      shared = gyms.get(name, "operator").load_close_shared()
-    if shared is not None:
-      close = shared
-      loop_thread.try_to_close(
-        f"what gym.name={name} shares", lambda: wait(close())
-      )
+      spec = gyms.get(self._config.gym.name, "operator")
+      if (close := spec.load_close_shared()) is not None:
+        await close()
 
   @property
   def tool_schemas(self) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from typing import Any, Callable, TYPE_CHECKING
 
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client
@@ -19,6 +18,8 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import reference
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.run import episodes
+from tunix.rl.multi_turn.run import refusals
 
 if TYPE_CHECKING:
   from tunix.rl.multi_turn.run import models
@@ -33,10 +34,8 @@ def weights_dtype(config: config_lib.TrainConfig) -> str:
   Raises:
     ConfigError: The policy's config.json is damaged.
   """
-  try:
+  with refusals.refused("policy.name", ValueError):
     stored = vllm.stored_dtype(vllm.config_of(config.policy.name) or {})
-  except ValueError as error:
-    raise config_lib.ConfigError([f"policy.name: {error}"]) from None
   return config.external.dtype or stored or "float32"
 
 
@@ -92,7 +91,8 @@ def make_engine(
     client.model = adapter or client.model
     return client
 
-  try:
+  bad = ImportError, OSError, ValueError
+  with refusals.refused("rollout.via=external", *bad):
     if adapter:
       save = disk_weights.adapter_saver(policy.model, served)
     else:
@@ -133,8 +133,6 @@ def make_engine(
         else ""
       ),
     )
-  except (ImportError, OSError, ValueError) as error:
-    raise config_lib.ConfigError([f"rollout.via=external: {error}"]) from None
 
 
 def _make_probe(
@@ -200,9 +198,7 @@ def first_prompts(
   sees = config.sees_screenshots
   if not sees or not policy.processor.patches_per_token:
     return [prompt(0)]
-  width, height = agent_registry.screenshot_size(
-    config.agent, config.gym.width, config.gym.height
-  )
+  width, height = episodes.screen_size(config)
   # Of one colour: a server caches what it computes of it.
   screen = image_store.put(np.full((height, width, 3), 127, np.uint8))
   empty, first = prompt(0), prompt(1)

@@ -233,12 +233,7 @@ def _play(
     try:
       return await engine.collect()
     finally:
-      close_shared = None
-      if episodes.acts_on_gym:
-        spec = gyms.get(config.gym.name, "operator")
-        close_shared = spec.load_close_shared()
-      if close_shared is not None:
-        await close_shared()
+      await episodes.close_shared()
 
   trajectory = concurrency.drive(collect())
   error, stage = engine.failure, engine.failed_stage

@@ -13,7 +13,7 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from typing import Any, Awaitable, Callable, Coroutine
+from typing import Any, Callable, Coroutine
 
 from tunix.rl.multi_turn.core import containment
 from tunix.rl.multi_turn.net import concurrency
@@ -128,6 +128,10 @@ class LoopThread:
           future.cancel()
           raise Interrupted() from None
 
+  def finish(self, work: Coroutine[Any, Any, Any]) -> Any:
+    """Runs `work`, which closes something, within `STOP_TIMEOUT_S`."""
+    return self.submit(work).result(STOP_TIMEOUT_S)
+
   def close(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
     """Cancels the loop's tasks and ends the thread; idempotent."""
     if self._loop.is_closed():
@@ -151,20 +155,3 @@ class LoopThread:
     self._thread.join(timeout_s)
     if not self._thread.is_alive():
       self._loop.close()
-
-
-def close_shared(
-  loop: LoopThread, close: Callable[[], Awaitable[None]] | None
-) -> None:
-  """Closes the gyms' shared resources on `loop`; see `GymSpec.close_shared`."""
-  if close is None:
-    return
-
-  async def run():
-    await close()
-
-  try:
-    loop.submit(run()).result(STOP_TIMEOUT_S)
-  except Exception as error:  # pylint: disable=broad-except
-    # The loop, the engine and the files have yet to be closed.
-    _LOG.warning("the gyms' shared resources did not close: %r", error)

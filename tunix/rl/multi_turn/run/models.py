@@ -14,7 +14,6 @@ from typing import Any, TYPE_CHECKING
 from flax import nnx
 import jax
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents import agent_registry
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import device_state
@@ -34,7 +33,9 @@ from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.policy.models.qwen import qwen_text
 from tunix.rl.multi_turn.run import before_jax
+from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import recorded_data
+from tunix.rl.multi_turn.run import refusals
 from tunix.rl.multi_turn.run import rollout_hosts
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.queue import admission
@@ -80,7 +81,7 @@ def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
   Raises:
     ConfigError: it is not made of all devices.
   """
-  try:
+  with refusals.refused("", ValueError):
     mesh = sharding.mesh_of(config.mesh)
     if config.mesh.engine and jax.process_count() > 1:
       raise ValueError(
@@ -95,8 +96,6 @@ def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
         f" mesh.fsdp={jax.device_count()}, or sizes that multiply to that"
       )
     return mesh
-  except ValueError as error:
-    raise ConfigError([str(error)]) from None
 
 
 def make_policy(
@@ -114,9 +113,7 @@ def make_policy(
   """
   changes = _policy_changes(config)
   name, named = config.policy.name, named_policy(config)
-  screen = agent_registry.screenshot_size(
-    config.agent, config.gym.width, config.gym.height
-  )
+  screen = episodes.screen_size(config)
   try:
     if source:
       loaded = named.load(source, mesh, screen, **changes)
@@ -158,7 +155,9 @@ def make_renderer(
     ConfigError: there is none for it.
   """
   policy, named = config.policy, named_policy(config)
-  try:
+  where = f"policy.renderer={policy.renderer}"
+  fix = f" (policy.name={policy.name})"
+  with refusals.refused(where, OSError, ValueError, fix=fix):
     if named.tokenizer:
       template = policy_files.chat_template(
         named.tokenizer, policy.template_options
@@ -168,13 +167,6 @@ def make_renderer(
     renderer = choice.make_renderer(
       tokenizer, base.layout_of(processor), template, policy.renderer
     )
-  except (OSError, ValueError) as error:
-    raise ConfigError(
-      [
-        f"policy.renderer={policy.renderer}: {error}"
-        f" (policy.name={policy.name})"
-      ]
-    ) from None
   if policy.template_options and not choice.takes_options(renderer):
     names = ", ".join(policy.template_options)
     raise ConfigError(
@@ -311,10 +303,8 @@ def named_policy(config: TrainConfig) -> by_name.NamedPolicy:
   Raises:
     ConfigError: it names a factory that is not there.
   """
-  try:
+  with refusals.refused("policy.name", ValueError):
     return by_name.resolve(config.policy.name)
-  except ValueError as error:
-    raise ConfigError([f"policy.name: {error}"]) from error
 
 
 def _policy_changes(config: TrainConfig) -> dict[str, Any]:
@@ -350,17 +340,14 @@ def check_weights(
   Raises:
     ConfigError: no policy directory, or one of another architecture.
   """
-  try:
+  fix = (
+    "; policy.name and policy.config must describe the weights, or start from"
+    " random ones with warm_start.source=none"
+  )
+  where, bad = f"warm start from {source}", (OSError, ValueError, TypeError)
+  with refusals.refused(where, *bad, fix=fix):
     changes = _policy_changes(config)
     named_policy(config).check(source, policy.model, **changes)
-  except (OSError, ValueError, TypeError) as error:
-    raise ConfigError(
-      [
-        f"warm start from {source}: {error}; policy.name and policy.config must"
-        " describe the weights, or start from random ones with"
-        " warm_start.source=none"
-      ]
-    ) from None
 
 
 def make_engine(
@@ -410,28 +397,21 @@ def make_engine(
     entropies=config.engine.entropies
     or (config.monitor.on and config.monitor.entropies),
   )
-  screens: tuple[tuple[int, int], ...] = (
-    agent_registry.screenshot_size(
-      config.agent, config.gym.width, config.gym.height
-    ),
-  )
+  screens = [episodes.screen_size(config)]
   if config.agent.older_scale < 1:
     older = screenshot.shrunk_size(*screens[0], config.agent.older_scale)
-    screens = (*screens, older)
-  sees_gym = config.sees_screenshots
-  try:
+    screens.append(older)
+  with refusals.refused("engine", ValueError):
     return engine_lib.RolloutEngine(
       model,
       policy.processor,
       image_store,
       settings,
-      image_sizes=screens if sees_gym else (),
+      image_sizes=screens if config.sees_screenshots else (),
       banned_token_ids=policy.model.config.banned_token_ids,
       seed=config.run.seed,
       version=version,
     )
-  except ValueError as error:
-    raise ConfigError([f"engine: {error}"]) from None
 
 
 def make_learner(
@@ -470,18 +450,15 @@ def make_teacher(
   name = config.algorithm.teacher
   if not name:
     return None
-  screen = agent_registry.screenshot_size(
-    config.agent, config.gym.width, config.gym.height
-  )
-  try:
+  screen = episodes.screen_size(config)
+  bad = OSError, ValueError, TypeError
+  with refusals.refused(f"algorithm.teacher={name}", *bad):
     named = by_name.resolve(name)
     if not named.weights:
       raise ValueError("it brings no weights; name a directory, or tiny_vl")
     loaded = named.load(
       named.weights, mesh, screen, compute_dtype=config.policy.dtype
     )
-  except (OSError, ValueError, TypeError) as error:
-    raise ConfigError([f"algorithm.teacher={name}: {error}"]) from None
   model, processor, tokenizer = loaded
   for what, other, own in (
     ("tokenizer", tokenizer.to_str(), policy.tokenizer.to_str()),
@@ -559,11 +536,9 @@ def _make_learner(
   mesh: jax.sharding.Mesh | None,
   settings: learner_config.LearnerConfig,
   algorithm: learner_config.AlgorithmConfig,
-  reference: Any = None,
-  processes: peers_lib.Peers = peers_lib.ALONE,
-  teacher: Any = None,
+  **more: Any,
 ) -> learner_lib.Learner:
-  try:
+  with refusals.refused("learner", ValueError):
     return learner_lib.Learner(
       policy.model,
       policy.processor,
@@ -574,12 +549,8 @@ def _make_learner(
       gamma=config.collect.gamma,
       seed=config.run.seed,
       mesh=mesh,
-      reference=reference,
-      processes=processes,
-      teacher=teacher,
+      **more,
     )
-  except ValueError as error:
-    raise ConfigError([f"learner: {error}"]) from None
 
 
 def make_store(

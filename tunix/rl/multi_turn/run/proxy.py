@@ -21,6 +21,7 @@ from tunix.rl.multi_turn.net import http_server
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import packages
+from tunix.rl.multi_turn.run import refusals
 from tunix.rl.multi_turn.run.rollout_hosts import server as server_lib
 from tunix.rl.multi_turn.trajectory_collector import sampling_rule
 
@@ -62,10 +63,8 @@ class RunProxy:
     play = None
     by_service = config.rollout.agent == episodes.RUN_SERVICE
     if config.rollout.agent and not by_service:
-      try:
+      with refusals.refused("rollout.agent", ValueError):
         play = agent_session.load(config.rollout.agent)
-      except ValueError as error:
-        raise config_lib.ConfigError([f"rollout.agent: {error}"]) from None
     token = token or secrets.token_urlsafe(32)
     if config.rollout.via == "buffer" and http_server.is_loopback(
       config.rollout.host

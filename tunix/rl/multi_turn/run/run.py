@@ -361,18 +361,17 @@ class Run:
       self._ahead.close(loop_thread.STOP_TIMEOUT_S)
 
   def _close_loop(self, loop: loop_thread.LoopThread) -> None:
-    def wait(work: Coroutine[Any, Any, Any]) -> Any:
-      return loop.submit(work).result(loop_thread.STOP_TIMEOUT_S)
-
     if self.config.plays:
-      self.episodes.close_shared(wait)
+      loop_thread.try_to_close(
+        "what the gyms share", lambda: loop.finish(self.episodes.close_shared())
+      )
     for served in (self.fleet, self._proxy):
       if served is not None:
-        served.close(wait)
+        served.close(loop.finish)
     engine: Any = self.engine
     if self.config.rollout.via == "external":
       loop_thread.try_to_close(
-        "the external engine", lambda: wait(engine.aclose())
+        "the external engine", lambda: loop.finish(engine.aclose())
       )
     loop.close()
 

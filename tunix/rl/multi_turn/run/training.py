@@ -25,7 +25,6 @@ from tunix.rl.multi_turn.learner.batches import replay as replay_lib
 from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
-from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import recorded_data
 from tunix.rl.multi_turn.run import resuming
@@ -35,6 +34,7 @@ from tunix.rl.multi_turn.run.evaluations import best_checkpoint
 from tunix.rl.multi_turn.run.evaluations import evaluation
 from tunix.rl.multi_turn.run.multiprocess import process_layout
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
+from tunix.rl.multi_turn.trajectory_collector import feed_loop
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
 
@@ -110,7 +110,7 @@ class Training:
     if config.eval.beside and config.eval.every:
       self._beside = evaluation.BesideEvaluations(run)
       self._checkpoints.pinned |= set(self._unevaluated())
-    self._queue = self._make_queue(self._learner.version, extras)
+    self._queue = self._make_queue(self._learner.version)
     metrics = step_metrics.StepMetrics(
       run.observers, self._queue, run.engine, run.processes
     )
@@ -237,13 +237,9 @@ class Training:
     Raises:
       RunStopped: a watchdog did.
     """
-    run = self._run
-    try:
-      run.processes.together("watch", run.watchdog.check)
-    except peers_lib.PeerError as error:
-      if error.kind == watchdog_lib.RunStopped.__name__:
-        raise watchdog_lib.RunStopped(str(error)) from None
-      raise
+    self._run.processes.together(
+      "watch", self._run.watchdog.check, [watchdog_lib.RunStopped]
+    )
 
   def _is_unfinished(self) -> bool:
     return self._learner.counters.updates < self._config.learner.steps
@@ -256,8 +252,7 @@ class Training:
     self._queue.close()
     try:
       self._save_last()
-      if self._config.rollout.via == "buffer":
-        self._collecting.finish()
+      self._collecting.finish()
     finally:
       if self._replayed is not None:
         self._replayed.close()
@@ -418,22 +413,19 @@ class Training:
 
   # --- parts -----------------------------------------------------------------
 
-  def _make_queue(self, version: int, extras: dict[str, Any]) -> Any:
+  def _make_queue(self, version: int) -> group_queue.GroupQueue:
     config, observers = self._config, self._run.observers
+    groups_per_step = self._learner.groups_per_step * config.collect.parts
+    settings = config.queue
     if config.rollout.via == "offline":
-      return recorded_data.make_offline(
-        self._run,
-        self._learner.groups_per_step,
-        extras.get("collect"),
-        extras.get(loop_lib.CONSUMED, ()),
-      )
+      settings = recorded_data.queue_config(groups_per_step)
 
     def dropped(group: trajectory_lib.TrajectoryGroup, reason: str) -> None:
       observers.on_event(events.GroupFinished(group, "dropped", reason))
 
     return group_queue.GroupQueue(
-      self._learner.groups_per_step * config.collect.parts,
-      config.queue,
+      groups_per_step,
+      settings,
       # One order for all collectors, where a step has all groups anyway.
       order="admission"
       if config.lockstep
@@ -458,37 +450,24 @@ class Training:
 
   def _make_collecting(
     self, metrics: step_metrics.StepMetrics, extras: dict[str, Any]
-  ) -> Any:
+  ) -> feed_loop.FeedLoop:
     """Returns the loop that fills the queue, restored from `extras`."""
+    run, config = self._run, self._config
     state = extras.get("collect")
     consumed = extras.get(loop_lib.CONSUMED, ())
-    if self._config.rollout.via == "offline":
-      return self._queue
-    if self._config.rollout.via == "buffer":
+    if config.rollout.via == "offline":
+      return recorded_data.make_offline(run, self._queue, state, consumed)
+    if config.rollout.via == "buffer":
       return recorded_data.make_buffer_loop(
-        self._run, self._queue, metrics, state, consumed
+        run, self._queue, metrics, state, consumed
       )
-    return self._make_collect_loop(metrics, state)
-
-  def _make_collect_loop(
-    self, metrics: step_metrics.StepMetrics, state: dict[str, Any] | None
-  ) -> collect_loop.CollectLoop:
-    """The loop that fills the queue, from `state` where a run is resumed."""
-    run, config = self._run, self._config
     sampler = run_tasks.make_sampler(config, run.task_source)
     if hasattr(sampler, "on_event"):
       run.observers.add(sampler)
     if run.processes.count > 1:
       sampler = run_tasks.DealtTasks(sampler, run.processes)
     collecting = collect_loop.CollectLoop(
-      episodes.make_collector(
-        config,
-        run.episodes,
-        run.engine,
-        run.policy.renderer,
-        observers=metrics,
-        connection=run.connection,
-      ),
+      evaluation.collector_of(run, run.engine, "train", observers=metrics),
       sampler,
       self._queue,
       task_from_json=gym_base.Task.from_json,

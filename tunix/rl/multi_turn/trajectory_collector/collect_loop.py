@@ -3,9 +3,7 @@
 Promises: a group starts only when the queue admits it, and a group that comes
 in parts (`CollectConfig.part_size`) with a ticket for each; one with too few
 valid members is tried again under the same admission, a bounded number of
-times, and then given up; the consumer never waits for a loop that has ended:
-a crash reaches it through `queue.fail`, the end of the tasks through
-`queue.close`; `stop` is clean; the state that a resumed run needs is JSON.
+times, and then given up; and those of `feed_loop`.
 
 Does not: know how a group is trained on.
 """
@@ -17,13 +15,11 @@ import collections
 import contextlib
 import functools
 import random
-import threading
 from typing import (
   Any,
   AsyncGenerator,
   Callable,
   cast,
-  Iterable,
   Iterator,
   Mapping,
   Protocol,
@@ -33,6 +29,7 @@ from typing import (
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.net import concurrency
+from tunix.rl.multi_turn.trajectory_collector import feed_loop
 from tunix.rl.multi_turn.trajectory_collector import groups
 from tunix.rl.queue import group_queue
 
@@ -129,8 +126,12 @@ class TaskSampler:
     self._order = None
 
 
-class CollectLoop:
-  """Feeds a `GroupQueue`; see the module docstring. `await run()`."""
+class CollectLoop(feed_loop.FeedLoop):
+  """See the module docstring. `await run()`.
+
+  Attributes:
+    counts: groups accepted, requeued, given_up; episodes by status.
+  """
 
   def __init__(
     self,
@@ -166,9 +167,9 @@ class CollectLoop:
       raise ValueError(
         f"max_failed_groups must be >= 1, got {max_failed_groups}"
       )
+    super().__init__(queue)
     self._collector = collector
     self._tasks = tasks
-    self._queue = queue
     self._max_requeues = collector.config.max_requeues
     self._parts = collector.config.parts
     self._backoff = backoff
@@ -180,22 +181,7 @@ class CollectLoop:
     # Indices in the queue of the parts to collect; () for a whole group.
     self._resumed: list[tuple[tuple[int, ...], Any]] = []
     self._next_index = 0
-    self._lock = threading.Lock()
     self._failed_in_row = 0
-    self._last_failure = ""
-    self._loop: asyncio.AbstractEventLoop | None = None
-    self._feeder: asyncio.Task[None] | None = None
-    self._running: dict[asyncio.Task[None], int] = {}
-    self._changed = asyncio.Event()
-    self._held = False
-    self._released = asyncio.Event()
-    self._crash: BaseException | None = None
-    self._stopping = False
-    self._cancelling = False
-    self.over = ""
-    """Why no more groups will be started; "" while there may be."""
-    self.counts: collections.Counter[str] = collections.Counter()
-    """groups accepted, requeued, given_up; episodes by status."""
 
   # --- State ----------------------------------------------------------------
 
@@ -239,10 +225,9 @@ class CollectLoop:
         task = pending.popleft() if pending else next(self._tasks)
       except StopIteration:
         break
-      for index in self._indices(self._next_index):
-        if index not in accepted:
-          resumed.append((index, task))
-      self._next_index += self._parts
+      first, self._next_index = self._next_index, self._next_index + self._parts
+      parts = range(first, self._next_index)
+      resumed += [(index, task) for index in parts if index not in accepted]
     self._queue.expect(
       (index for index, _ in resumed), next_index=self._next_index
     )
@@ -255,10 +240,6 @@ class CollectLoop:
       groups_left[number] = ((*before, index), task)
     self._resumed = [*groups_left.values(), *(((), task) for task in pending)]
 
-  def _indices(self, first: int) -> range:
-    """Of a group's parts in the queue."""
-    return range(first, first + self._parts)
-
   def _sampler(self) -> Sampler:
     if not hasattr(self._tasks, "state_dict"):
       raise TypeError(
@@ -268,90 +249,6 @@ class CollectLoop:
     return cast(Sampler, self._tasks)
 
   # --- Running --------------------------------------------------------------
-
-  async def run(self) -> None:
-    """Collects until the tasks end, `stop` is called or the queue closes.
-
-    Raises:
-      Exception: the loop's crash; the queue's consumer gets it too.
-    """
-    self._loop = asyncio.get_running_loop()
-    feeder = self._feeder = asyncio.ensure_future(self._feed())
-    feeder.add_done_callback(self._ended_one)
-    if self._stopping:
-      feeder.cancel()
-    try:
-      await self._watch(feeder)
-    except BaseException as e:
-      await self._cancel_all(feeder)
-      if isinstance(e, (group_queue.QueueClosed, asyncio.CancelledError)):
-        self._queue.close()
-        if isinstance(e, asyncio.CancelledError):
-          raise
-      else:
-        self._queue.fail(e)
-        raise
-    else:
-      self._queue.close()
-
-  def stop(self) -> None:
-    """Starts no more groups. Thread-safe, returns at once.
-
-    Groups under way are cancelled, and stay in `state_dict` as unfinished.
-    """
-    self._stopping = True
-    self._cancelling = True
-    loop = self._loop
-    if loop is None:
-      return
-    try:
-      loop.call_soon_threadsafe(self._stop_now)
-    except RuntimeError:  # The loop has ended already.
-      pass
-
-  def hold(self) -> None:
-    """Starts no group until `release`; started ones finish. Thread-safe."""
-    self._held = True
-
-  def release(self) -> None:
-    """Ends `hold`. Thread-safe, idempotent."""
-    self._held = False
-    if self._loop is None:
-      return
-    try:
-      self._loop.call_soon_threadsafe(self._released.set)
-    except RuntimeError:  # The loop has ended already.
-      pass
-
-  def _stop_now(self) -> None:
-    if self._feeder is not None:
-      self._feeder.cancel()
-    if self._cancelling:
-      for task in self._running:
-        task.cancel()
-
-  async def _watch(self, feeder: asyncio.Task[None]) -> None:
-    """Waits for the feeder and every group; the first failure goes through."""
-    while self._running or not feeder.done():
-      await self._changed.wait()
-      self._changed.clear()
-      if self._crash is not None:
-        raise self._crash
-    if feeder.cancelled() and not self._stopping:
-      raise asyncio.CancelledError("the collect loop's feeder was cancelled")
-
-  def _ended_one(self, task: asyncio.Task[None]) -> None:
-    self._running.pop(task, None)
-    if not task.cancelled() and task.exception() is not None:
-      self._crash = self._crash or task.exception()
-    self._changed.set()
-
-  async def _cancel_all(self, feeder: asyncio.Task[None]) -> None:
-    tasks = [*self._running, feeder]
-    for task in tasks:
-      task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    self._running.clear()
 
   async def _feed(self) -> None:
     resumed = collections.deque(self._resumed)
@@ -373,7 +270,7 @@ class CollectLoop:
             self.over = f"the task source ended after {drawn} groups"
             return
           self._pending.append(task)
-      tickets = await self._admit(indices)
+      tickets = await self._admit(indices or [None] * self._parts)
       with self._lock:
         if not indices:
           self._pending.pop(0)  # This task: they are admitted in their order.
@@ -382,26 +279,11 @@ class CollectLoop:
           self._next_index = max(self._next_index, ticket.index + 1)
       self._announce(tickets)
       running = asyncio.ensure_future(self._group(task, tickets))
-      self._running[running] = tickets[0].index
+      self._running.add(running)
       running.add_done_callback(
         functools.partial(self._give_back, tickets=tickets)
       )
       running.add_done_callback(self._ended_one)
-
-  async def _admit(self, indices: tuple[int, ...]) -> list[group_queue.Ticket]:
-    """Tickets of a group's parts, as of the end of a hold."""
-    places: Sequence[int | None] = indices or [None] * self._parts
-    tickets = await self._queue.acquire_parts_async(places)
-    try:
-      while self._held:
-        while self._held:
-          self._released.clear()
-          await self._released.wait()
-        tickets = [self._queue.refresh_start(t) for t in tickets]
-    except BaseException:
-      self._release(tickets)
-      raise
-    return tickets
 
   def _announce(self, tickets: Sequence[group_queue.Ticket]) -> None:
     if not self._queue.bounds_running:
@@ -415,14 +297,6 @@ class CollectLoop:
     """Releases the tickets of a group cancelled before its first step."""
     if ended.cancelled():
       self._release(tickets)
-
-  def _release(self, tickets: Iterable[group_queue.Ticket]) -> None:
-    """Releases tickets of which some may have been put or released."""
-    for ticket in tickets:
-      try:
-        self._queue.release_start(ticket)
-      except ValueError:
-        pass  # Put, or its put was under way and has been completed.
 
   async def _group(
     self, task: object, tickets: list[group_queue.Ticket]

@@ -73,6 +73,18 @@ GREEDY, EXPERT = "greedy", trajectory_lib.EXPERT
 """Names, in place of numbers, of episodes beside a group's members."""
 
 
+def announce(
+  group: TrajectoryGroup, split: str, emit: Callable[[events.Event], object]
+) -> None:
+  """Emits the beginning and the end of each episode that ended elsewhere."""
+  about: dict[str, Any] = dict(
+    group_id=group.group_id, task_id=group.task_id, split=split
+  )
+  for member in group.played:
+    emit(events.EpisodeStarted(trajectory_id=member.trajectory_id, **about))
+    emit(events.EpisodeFinished(trajectory=member, **about))
+
+
 class GroupCollector:
   """Collects groups with one policy; see the module docstring.
 

@@ -25,7 +25,6 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.core.statistics import success_rates
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
-from tunix.rl.multi_turn.net import peers as peers_lib
 from tunix.rl.multi_turn.reporting import watchdog
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import loop_thread
@@ -33,7 +32,6 @@ from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
-from tunix.rl.multi_turn.run.evaluations import evaluation
 from tunix.rl.multi_turn.trajectory_collector import groups
 
 _REPORT_EVERY = 20  # Episodes between two progress events.
@@ -62,9 +60,7 @@ class BesideEvaluations:
     slots = config.eval.slots or config.engine.slots
     self._run = run
     self._concurrency = episodes.evaluated_beside(config)
-    self._planned = evaluation.plan(
-      config, run_tasks.eval_tasks(config, run.task_source)
-    )
+    self._planned = plan(config, run_tasks.eval_tasks(config, run.task_source))
     self._engine = models.make_engine(
       dataclasses.replace(
         config, engine=dataclasses.replace(config.engine, slots=slots)
@@ -97,23 +93,18 @@ class BesideEvaluations:
     self._engine.update_weights(step, state).result(
       run.config.external.load_timeout_s
     )
-    outcomes = evaluation.Outcomes()
+    outcomes = Outcomes()
 
-    def make_collector(mode: str) -> Any:
-      return episodes.make_collector(
-        run.config,
-        run.episodes,
-        self._engine,
-        run.policy.renderer,
-        observers=run.observers,
-        mode=mode,
-        concurrency=self._concurrency,
-      )
-
-    async def play() -> dict[str, Any]:
-      await evaluation.play(
+    async def play_all() -> dict[str, Any]:
+      await play(
         self._planned,
-        make_collector,
+        lambda mode: collector_of(
+          run,
+          self._engine,
+          mode,
+          connection=None,
+          concurrency=self._concurrency,
+        ),
         lambda mode: run.observers.on_event(
           events.EvalStarted(name, mode, len(self._planned), step)
         ),
@@ -121,7 +112,7 @@ class BesideEvaluations:
       )
       return outcomes.to_json()
 
-    self._now = _UnderWay(name, run.loop.submit(play()))
+    self._now = _UnderWay(name, run.loop.submit(play_all()))
 
   def finished(self) -> tuple[str, dict[str, Any]] | None:
     """(name, results) of an evaluation that has ended since the last call.
@@ -133,9 +124,7 @@ class BesideEvaluations:
     if now is None or not now.playing.done():
       return None
     self._now = None
-    results = evaluation.merged(
-      [now.playing.result()], self._run.config.eval.modes
-    )
+    results = merged([now.playing.result()], self._run.config.eval.modes)
     results |= {"beside": True, "seconds_waited": now.waited}
     self._run.observers.on_event(events.EvalFinished(now.name, results))
     return now.name, results
@@ -351,14 +340,8 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
     )
     return outcomes.to_json()
 
-  try:
-    of_all = processes.together(f"evaluate {name}", play_all)
-  except peers_lib.PeerError as error:
-    if error.kind == loop_thread.Interrupted.__name__:
-      raise loop_thread.Interrupted(str(error)) from None
-    if error.kind == watchdog.RunStopped.__name__:
-      raise watchdog.RunStopped(str(error)) from None
-    raise
+  ends = [loop_thread.Interrupted, watchdog.RunStopped]
+  of_all = processes.together(f"evaluate {name}", play_all, ends)
   counted = processes.gather("counts", run.counts.of_evaluation())
   if processes.first:
     run.counts.add_evaluation_of_others(counted[1:])
@@ -386,15 +369,7 @@ def try_outside_agent(run: run_lib.Run) -> None:
     return
   family = config.task_source.families[0]
   task = run.task_source.train_task(family, 0, config.run.seed)
-  collector = episodes.make_collector(
-    config,
-    run.episodes,
-    run.engine,
-    run.policy.renderer,
-    observers=None,
-    mode="sampled",
-    connection=run.connection,
-  )
+  collector = collector_of(run, run.engine, "sampled", observers=None)
   group = run.wait(
     collector.collect(dataclasses.replace(task, max_turns=1), index=0)
   )
@@ -448,15 +423,23 @@ def evaluate_last(run: run_lib.Run) -> None:
 
 
 def collector_of(
-  run: run_lib.Run, engine: object, mode: str
+  run: run_lib.Run, engine: object, mode: str, **options: Any
 ) -> groups.GroupCollector:
-  """Collects the episodes of a mode with an engine of the run."""
+  """Collects the episodes of a mode with an engine of the run.
+
+  Args:
+    run, engine, mode: See `episodes.make_collector`.
+    **options: More of its arguments, in place of the run's.
+  """
+  of_run: dict[str, Any] = {
+    "observers": run.observers,
+    "connection": run.connection,
+  }
   return episodes.make_collector(
     run.config,
     run.episodes,
     engine,
     run.policy.renderer,
-    observers=run.observers,
     mode=mode,
-    connection=run.connection,
+    **{**of_run, **options},
   )

@@ -228,14 +228,15 @@ class Evaluation:
     loop_thread.close_parts(*self._writers, self._journal, self._lock)
 
   def _close_on(self, loop: loop_thread.LoopThread) -> None:
-    def wait(work: Coroutine[Any, Any, Any]) -> Any:
-      return loop.submit(work).result(loop_thread.STOP_TIMEOUT_S)
-
-    self.episodes.close_shared(wait)
+    loop_thread.try_to_close(
+      "what the gyms share", lambda: loop.finish(self.episodes.close_shared())
+    )
     if self._proxy is not None:
       opened = self._proxy
-      loop_thread.try_to_close("the proxy", lambda: opened.close(wait))
-    loop_thread.try_to_close("the subject", lambda: wait(self.subject.aclose()))
+      loop_thread.try_to_close("the proxy", lambda: opened.close(loop.finish))
+    loop_thread.try_to_close(
+      "the subject", lambda: loop.finish(self.subject.aclose())
+    )
 
   def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
     if self._loop is None:

@@ -27,6 +27,7 @@ from tunix.rl.multi_turn.run import before_jax
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import preflight
+from tunix.rl.multi_turn.run import refusals
 from tunix.rl.multi_turn.run.evaluations import best_checkpoint
 
 EvaluationConfig = config_lib.EvaluationConfig
@@ -150,15 +151,14 @@ class PolicySubject:
     return models.warm_start_source(recorded)
 
   def _load(self, model: base.Policy, run: pathlib.Path, step: int) -> None:
-    try:
-      with checkpoint_lib.LearnerCheckpoints(
+    where = f"evaluate.checkpoint={step} of {run}"
+    with (
+      refusals.refused(where, OSError, ValueError),
+      checkpoint_lib.LearnerCheckpoints(
         run / "checkpoints", read_only=True
-      ) as checkpoints:
-        state = checkpoints.restore_parameters(model, step)
-    except (OSError, ValueError) as error:
-      raise ConfigError(
-        [f"evaluate.checkpoint={step} of {run}: {error}"]
-      ) from None
+      ) as checkpoints,
+    ):
+      state = checkpoints.restore_parameters(model, step)
     nnx.update(model, state)
 
   def facts(self) -> dict[str, Any]:
@@ -229,13 +229,11 @@ class ServerSubject:
     """
     config = self._config
     sees = config.sees_screenshots
-    try:
+    with refusals.refused("", chat_model.ServerRefusal):
       return await self.connection.check(
         episodes.sampling_of(config, config.eval.modes[0]),
         episodes.screen_size(config) if sees else None,
       )
-    except chat_model.ServerRefusal as error:
-      raise ConfigError([str(error)]) from None
 
   def tokens_of(self, trajectory_id: str) -> int:
     return self.connection.sampled_tokens(trajectory_id)

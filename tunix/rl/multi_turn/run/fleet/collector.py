@@ -27,9 +27,9 @@ from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.environments.gyms import gym_registry as gyms
 from tunix.rl.multi_turn.net import concurrency
 from tunix.rl.multi_turn.run import episodes
+from tunix.rl.multi_turn.run import refusals
 from tunix.rl.multi_turn.run.rollout_hosts import player
 
 _LOG = logging.getLogger(__name__)
@@ -108,8 +108,8 @@ class Collector(player.GroupPlayer):
     self._config = config = player.config_of(settings, self._overrides, folder)
     self._images = images_lib.ImageStore(folder / "images")
     self._episodes = episodes.EpisodeFactory(config, self._images)
-    try:
-      agent = config.rollout.agent
+    agent, bad = config.rollout.agent, (ImportError, ValueError, KeyError)
+    with refusals.refused("a collector cannot begin", *bad):
       self._connection = agent_session.AgentConnection(
         address["policy"],
         own["model"],
@@ -119,10 +119,6 @@ class Collector(player.GroupPlayer):
         timeout_s=config.collect.deadlines.model,
         other_sampling=config.rollout.other_sampling,
       )
-    except (ImportError, ValueError, KeyError) as error:
-      raise config_lib.ConfigError(
-        [f"a collector cannot begin: {error}"]
-      ) from None
 
   async def _heard(self, answer: Mapping[str, Any]) -> None:
     del answer
@@ -149,12 +145,9 @@ class Collector(player.GroupPlayer):
       await concurrency.with_deadline(
         self._connection.aclose(), _CLOSE_S, "closing connections"
       )
-      if self._episodes.acts_on_gym:
-        shared = gyms.get(self._config.gym.name, "operator").load_close_shared()
-        if shared is not None:
-          await concurrency.with_deadline(
-            shared(), _CLOSE_S, "closing what gyms share"
-          )
+      await concurrency.with_deadline(
+        self._episodes.close_shared(), _CLOSE_S, "closing what gyms share"
+      )
     except Exception as error:  # pylint: disable=broad-except
       # A gym's; the learner is yet to be told.
       _LOG.warning("a collector did not close all of its parts: %r", error)

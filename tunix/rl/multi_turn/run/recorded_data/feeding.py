@@ -16,16 +16,16 @@ import asyncio
 import collections
 import dataclasses
 import logging
-import threading
 from typing import Any, Iterable
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
+from tunix.rl.multi_turn.trajectory_collector import feed_loop
+from tunix.rl.multi_turn.trajectory_collector import groups
 from tunix.rl.queue import group_queue
 
 _LOG = logging.getLogger(__name__)
-_HELD_S = 0.05
 MOST_BAD = 32
 """Groups in a row that cannot be trained on, after which the run ends."""
 
@@ -42,8 +42,12 @@ def named(
   return dataclasses.replace(group, group_id=f"{instance_id}@{index}")
 
 
-class GroupFeed:
-  """See the module docstring; `await run()` on the run's event loop."""
+class GroupFeed(feed_loop.FeedLoop):
+  """See the module docstring; `await run()` on the run's event loop.
+
+  Attributes:
+    counts: groups accepted, dropped, refused.
+  """
 
   source = ""
   """Name of the other program, for reports."""
@@ -63,28 +67,16 @@ class GroupFeed:
     min_valid: Members of a group that can be trained on, at least.
     observers: Receive the episodes.
     """
+    super().__init__(queue)
     self._reader = reader
-    self._queue = queue
     self._min_valid = min_valid
     self._observers = observers
     self._waiting: collections.deque[Any] = collections.deque()
     self._queued: dict[int, Any] = {}  # Results of `_note`, by index.
-    self._lock = threading.Lock()
-    self._loop: asyncio.AbstractEventLoop | None = None
-    self._task: asyncio.Task[Any] | None = None
-    self._stopping = self._held = False
     self._refused_in_a_row = self._dropped_in_a_row = self._useless_in_a_row = 0
-    self.over = ""
-    """Why no more groups will come; "" while there may be."""
-    self.counts: collections.Counter[str] = collections.Counter()
-    """groups accepted, dropped, refused."""
     queue.on_settled = self._settle
 
   # --- of a subclass ----------------------------------------------------------
-
-  async def _feed(self) -> None:
-    """Queues groups until `_stopping`, or until no more will come."""
-    raise NotImplementedError
 
   async def _fill(self) -> None:
     """Makes the next group wait, under the ticket that it gets."""
@@ -119,50 +111,10 @@ class GroupFeed:
 
   # --- running ----------------------------------------------------------------
 
-  async def run(self) -> None:
-    """Queues groups until `stop`, or until the queue closes.
-
-    Raises:
-      Exception: the loop's failure; the queue's consumer gets it too.
-    """
-    self._loop = asyncio.get_running_loop()
-    self._task = asyncio.current_task()
-    try:
-      await self._feed()
-    except (asyncio.CancelledError, group_queue.QueueClosed):
-      if not self._stopping and not self._queue.closed:
-        raise
-    except BaseException as error:
-      self._queue.fail(error)
-      raise
-    self._queue.close()
-
-  def stop(self) -> None:
-    """Queues no more groups. Thread-safe, returns at once."""
-    self._stopping = True
-    if self._loop is not None and self._task is not None:
-      try:
-        self._loop.call_soon_threadsafe(self._task.cancel)
-      except RuntimeError:  # The loop has ended already.
-        pass
-
-  def hold(self) -> None:
-    """Admits no group until `release`. Thread-safe."""
-    self._held = True
-
-  def release(self) -> None:
-    """Ends `hold`. Thread-safe, idempotent."""
-    self._held = False
-
-  def finish(self) -> None:
-    """Waits for what follows the last checkpoint, with a deadline."""
-
   async def _put(self) -> None:
     """Queues the first group that waits, or drops it."""
-    while self._held:
-      await asyncio.sleep(_HELD_S)
-    ticket = await self._queue.acquire_start_async()
-    entry = None
+    tickets = await self._admit([None])
+    (ticket,), entry = tickets, None
     try:
       if not self._waiting:
         await self._fill()
@@ -178,7 +130,7 @@ class GroupFeed:
         self._refuse(self._name(entry), str(error))
         return
       self._refused_in_a_row = 0
-      self._announce(group)
+      groups.announce(group, "train", self._observers.on_event)
       if reason := self._refusal(group):
         self.counts["dropped"] += 1
         self._observers.on_event(events.GroupFinished(group, "dropped", reason))
@@ -194,27 +146,10 @@ class GroupFeed:
       self.counts["accepted"] += 1
       self._observers.on_event(events.GroupFinished(group, "accepted"))
     finally:
-      try:
-        self._queue.release_start(ticket)
-      except ValueError:
-        pass  # It was put.
-      else:
+      if self._release(tickets):  # It was not put.
         with self._lock:
           if self._queued.pop(ticket.index, None) is not None:
             self._waiting.appendleft(entry)
-
-  def _announce(self, group: trajectory_lib.TrajectoryGroup) -> None:
-    """Sends the beginning and the end of each of a group's episodes."""
-    for member in group:
-      about: dict[str, Any] = dict(
-        group_id=group.group_id, task_id=group.task_id, split="train"
-      )
-      self._observers.on_event(
-        events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
-      )
-      self._observers.on_event(
-        events.EpisodeFinished(trajectory=member, **about)
-      )
 
   def _settle(self, indices: Iterable[int]) -> None:
     """Settles groups, by index, that were trained on durably or dropped."""

@@ -15,11 +15,12 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner.batches import packing
+from tunix.rl.multi_turn.run import refusals
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import feeding
 from tunix.rl.multi_turn.run.recorded_data import files
 from tunix.rl.multi_turn.run.recorded_data import function_loop
-from tunix.rl.multi_turn.run.recorded_data import offline_queue
+from tunix.rl.multi_turn.run.recorded_data import offline_feed
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.trajectory_collector import completion_checks
 from tunix.rl.multi_turn.trajectory_collector import sampling_rule
@@ -43,13 +44,16 @@ def make_reader(run: run.Run, section: str) -> reader_lib.EpisodeReader:
   """
   settings = getattr(run.config, section)
   about = run.policy.model.config
-  try:
+  mask_type = settings.loss_mask_type
+  with refusals.refused(
+    f"{section}.loss_mask_type={mask_type}", ValueError, ImportError
+  ):
     return reader_lib.EpisodeReader(
       run.policy.renderer,
-      mask_tokenizer(run) if settings.loss_mask_type else None,
+      mask_tokenizer(run) if mask_type else None,
       run.images,
       parser=run.config.agent.parser,
-      loss_mask_type=settings.loss_mask_type,
+      loss_mask_type=mask_type,
       missing_logprobs=settings.missing_logprobs,
       setting=section,
       vocabulary=completion_checks.Vocabulary(
@@ -60,10 +64,6 @@ def make_reader(run: run.Run, section: str) -> reader_lib.EpisodeReader:
         other=run.config.rollout.other_sampling,
       ),
     )
-  except (ValueError, ImportError) as error:
-    raise ConfigError(
-      [f"{section}.loss_mask_type={settings.loss_mask_type}: {error}"]
-    ) from None
 
 
 def mask_tokenizer(run: run.Run) -> Any:
@@ -110,15 +110,15 @@ def make_groups(run: run.Run) -> files.RecordedGroups:
 
 def make_offline(
   run: run.Run,
-  groups_per_step: int,
+  queue: group_queue.GroupQueue,
   state: Mapping[str, Any] | None,
   consumed: Sequence[int],
-) -> offline_queue.OfflineQueue:
-  """The queue of a run with `rollout.via=offline`.
+) -> offline_feed.OfflineFeed:
+  """The loop of a run with `rollout.via=offline`.
 
   Args:
     run: Run that trains on the data.
-    groups_per_step: Groups of an update.
+    queue: Queue with `offline_feed.queue_config`.
     state, consumed: of the checkpoint that it resumes from, if any.
 
   Raises:
@@ -126,19 +126,17 @@ def make_offline(
   """
   settings = run.config.offline
   assert run.recorded is not None
-  queue = offline_queue.OfflineQueue(
+  feed = offline_feed.OfflineFeed(
     run.recorded,
-    groups_per_step,
+    queue,
     seed=run.config.run.seed,
     epochs=settings.epochs,
     shuffle=settings.shuffle,
   )
   if state:
-    try:
-      queue.load_state_dict(state, consumed)
-    except ValueError as error:
-      raise ConfigError([f"offline.path={settings.path}: {error}"]) from None
-  return queue
+    with refusals.refused(f"offline.path={settings.path}", ValueError):
+      feed.load_state_dict(state, consumed)
+  return feed
 
 
 def make_buffer_loop(

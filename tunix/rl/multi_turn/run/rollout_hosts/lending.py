@@ -126,10 +126,5 @@ class RemoteCollector(groups.GroupCollector):
     split = "train" if self._mode == "train" else "eval"
     for stage, kind, message, name in faults:
       self.emit(events.Fault(stage, kind, message, trajectory_id=name or None))
-    about = dict(group_id=group.group_id, task_id=group.task_id, split=split)
-    for member in group.played:
-      self.emit(
-        events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
-      )
-      self.emit(events.EpisodeFinished(trajectory=member, **about))
+    groups.announce(group, split, self.emit)
     return group

@@ -25,6 +25,7 @@ from tunix.rl.multi_turn.environments import recordings as recordings_lib
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.run import refusals
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.run.warm_start import conversing
 
@@ -125,10 +126,8 @@ def _conversations(
   start = config.warm_start
   if start.recordings:
     where = f"warm_start.recordings={start.recordings}"
-    try:
+    with refusals.refused(where, OSError, ValueError):
       chats = conversations.read(start.recordings)
-    except (OSError, ValueError) as error:
-      raise ConfigError([f"{where}: {error}"]) from None
     turns = {c.task.task_id: c.turns for c in chats}
     return Conversations(
       lambda task: turns[task.task_id],
@@ -168,10 +167,8 @@ def _conversations(
 def _recorded(config: config_lib.TrainConfig) -> Source:
   path = config.warm_start.recordings
   where = f"warm_start.recordings={path}"
-  try:
+  with refusals.refused(where, OSError, ValueError):
     episodes = recordings_lib.read(path)
-  except (OSError, ValueError) as error:
-    raise ConfigError([f"{where}: {error}"]) from None
   solved = [r for r in episodes if r.success and r.actions]
   if not solved:
     raise ConfigError(
