@@ -25,11 +25,9 @@ import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy.checkpoints import (
   checkpoint as policy_checkpoint,
 )
-from tunix.rl.multi_turn.policy.checkpoints import lora_files
 from tunix.rl.multi_turn.policy.checkpoints import policy_files
 from tunix.rl.multi_turn.reporting import time_metrics
 from tunix.rl.multi_turn.run import loop_thread
@@ -99,38 +97,6 @@ def test_resume_goes_on_where_it_stopped(from_nothing, capsys):
   # The name is taken now.
   assert small_runs.run_train(directory.parent, *FROM_NOTHING) == 2
   assert "resume=" in capsys.readouterr().err
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.slow
-def test_a_qwen_policy_trains_an_adapter_saves_it_and_goes_on(tmp_path):
-  status = small_runs.run_train(
-      tmp_path, "name=q", "policy=qwen3_vl_tiny", "policy.lora_rank=4",
-      "warm_start.source=none", "warm_start.steps=1",
-      "warm_start.batch_size=4", "steps=2",
-      # Nothing succeeds yet, so it is the entropy that is learned from.
-      "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
-      "eval.on=false",
-  )  # fmt: skip
-  assert status == 0
-  directory = tmp_path / "q"
-  for metrics in small_runs.metrics_of(directory):
-    assert metrics["logprob_gap_max"] < 1e-4
-    assert metrics["optimizer_steps"] == metrics["step"]
-  base, _, _ = policy_checkpoint.load_policy(directory / "warm_start")
-  merged, _, _ = policy_checkpoint.load_policy(directory / "policy")
-  old = policy_checkpoint.named_parameters(base)
-  new = policy_checkpoint.named_parameters(merged)
-  changed = {n for n in old if not np.array_equal(old[n], new[n])}
-  assert changed
-  assert {n.split(".")[-2] for n in changed} <= set(lora.TARGETS)
-  lora_files.load(directory / "policy" / "adapter", base)
-  lora.merge(base)
-  again = policy_checkpoint.named_parameters(base)
-  for name, value in new.items():
-    np.testing.assert_allclose(again[name], value, atol=1e-6, err_msg=name)
-  assert train.main([f"resume={directory}", "steps=3"]) == 0
-  assert [m["step"] for m in small_runs.metrics_of(directory)] == [1, 2, 3]
 
 
 @pytest.mark.timeout(600)

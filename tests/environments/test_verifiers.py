@@ -184,23 +184,38 @@ def test_rows_are_drawn_once_a_pass_and_held_out_ones_never(server):
   assert time.monotonic() - started < 60  # At once, in one process.
 
 
+FAULTS = {
+  "raises": "no such answer",
+  "nan": "returned the reward nan",
+  "waits": "not over after 2 s; raise environment.options.episode_s",
+  "dies": "ended with status 3.*the last words",
+}
+
+
 @installed
 @slow
-@pytest.mark.parametrize(
-  "kind, words",
-  [
-    ("raises", "no such answer"),
-    ("nan", "returned the reward nan"),
-    ("dies", "ended with status 3.*the last words"),
-    ("waits", "not over after 2 s; raise environment.options.episode_s"),
-    ("group", "rewards of a whole group"),
-  ],
-)
-def test_what_fails_is_an_error_and_no_reward_of_0(server, kind, words):
-  env = make(kind=kind, seconds=60.0, episode_s=2.0 if kind == "waits" else 60)
+def test_what_fails_is_an_error_and_no_reward_of_0(server, monkeypatch):
+  """One process outlives each of its episodes' errors but the last."""
+  monkeypatch.setattr(line_process, "CANCEL_S", 60.0)
+  workers = set()
+  for fault, words in FAULTS.items():
+    env = make(
+      kind=",".join(FAULTS),
+      seconds=60.0,
+      episode_s=2.0 if fault == "waits" else 60,
+    )
+    with pytest.raises(environment.VerifiersError, match=words):
+      asyncio.run(episode(env, server))
+    workers.add(env._worker)
+  assert len(workers) == 1
+
+
+@installed
+@slow
+def test_rewards_of_a_whole_group_are_refused(server):
+  words = "rewards of a whole group"
   with pytest.raises(environment.VerifiersError, match=words):
-    asyncio.run(episode(env, server))
-  environment.close_workers()
+    asyncio.run(episode(make(kind="group"), server))
 
 
 @installed
@@ -231,7 +246,8 @@ def one_update(folder, *settings):
   status = train.main([
       "environment=verifiers", f"environment.options.path={MODULES}",
       f"run.dir={folder}", "name=a", "steps=1", "collect.group_size=4",
-      "learner.groups_per_step=1", "engine.slots=8", "collect.concurrency=8",
+      "learner.groups_per_step=1", "engine.slots=4", "collect.concurrency=8",
+      "learner.rows=2",
       "report.progress=none", "sampling.max_new_tokens=16",
       "eval.episodes_per_task=1", "eval.modes=[sampled]", *settings,
   ])  # fmt: skip
