@@ -249,7 +249,7 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
   def attention(length: int) -> Callable[[], Any]:
     """The cache's reads of all layers, nothing else of them."""
     cache = jax.tree.map(
-      lambda x: x + jnp.asarray(0.01, x.dtype), model.init_cache(rows, length)
+      lambda x: (x + 0.01).astype(args.dtype), model.init_cache(rows, length)
     )
     mask = jnp.arange(length) <= starts[:, None, None]
     shape = (rows, 1, text.num_attention_heads, text.head_dim)

@@ -144,16 +144,14 @@ def dot_rounded(x: jax.Array, levels: jax.Array) -> jax.Array:
 
 def dot_wide(x: jax.Array, table: jax.Array) -> jax.Array:
   """Returns [..., I] times the transpose of [O, I], kept in float32."""
-  rows = x
-  if x.ndim == 2 and x.dtype == jnp.bfloat16 and compiling.backend() == "cpu":
-    rows = _rows(x)
+  rows = _rows(x)
   out = jax.lax.dot_general(
     rows,
     table.astype(x.dtype),
     (((x.ndim - 1,), (1,)), ((), ())),
     preferred_element_type=jnp.float32,
   )
-  return out[: len(x)] if rows is not x else out
+  return out if rows is x else out[:1]
 
 
 @jax.custom_vjp
@@ -163,9 +161,12 @@ def _wide_dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _rows(x: jax.Array) -> jax.Array:
-  """Returns two rows for one of bfloat16 or int8: XLA:CPU has no fast product
-  of such a vector and a matrix, and takes six times as long."""
-  return jnp.pad(x, ((0, len(x) == 1), (0, 0)))
+  """Returns two rows for one of bfloat16 on a CPU, where XLA has no fast product
+  of such a vector and a matrix: it takes six times as long."""
+  alone = x.shape[:-1] == (1,) and x.dtype == jnp.bfloat16
+  if not alone or compiling.backend() != "cpu":
+    return x
+  return jnp.pad(x, ((0, 1), (0, 0)))
 
 
 def _wide_dot_forward(x, kernel):
