@@ -161,8 +161,8 @@ def _wide_dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _rows(x: jax.Array) -> jax.Array:
-  """Returns two rows for one of bfloat16 on a CPU, where XLA has no fast product
-  of such a vector and a matrix: it takes six times as long."""
+  """Returns two rows for one of bfloat16 on a CPU, where XLA has no fast
+  product of such a vector and a matrix: it takes six times as long."""
   alone = x.shape[:-1] == (1,) and x.dtype == jnp.bfloat16
   if not alone or compiling.backend() != "cpu":
     return x
