@@ -99,7 +99,7 @@ def machine(dtype: str) -> dict[str, float]:
 def bound(args, model, rates) -> dict[str, float]:
   """Milliseconds that a step of the whole batch takes at least."""
   text = model.config.text
-  decoder = jax.tree.leaves(nnx.state(model.language_model, nnx.Param))
+  decoder = jax.tree.leaves(nnx.state(model.decoder, nnx.Param))
   weights = sum(x.size for x in decoder)
   table = text.vocab_size * text.hidden_size
   # A tied table is the head; another embedding is looked up, not multiplied.
@@ -201,7 +201,7 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
   ones = jnp.ones((rows,), jnp.int32)
   banned = (
     jnp.zeros((text.vocab_size,), bool)
-    .at[jnp.array(config.banned_token_ids)]
+    .at[jnp.array(config.banned_token_ids, int)]
     .set(True)
   )
   keys = jnp.arange(2 * rows, dtype=jnp.uint32).reshape(rows, 2)
@@ -249,7 +249,7 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
   def attention(length: int) -> Callable[[], Any]:
     """The cache's reads of all layers, nothing else of them."""
     cache = jax.tree.map(
-      lambda x: x + jnp.asarray(0.01, x.dtype), model.init_cache(rows, length)
+      lambda x: (x + 0.01).astype(args.dtype), model.init_cache(rows, length)
     )
     mask = jnp.arange(length) <= starts[:, None, None]
     shape = (rows, 1, text.num_attention_heads, text.head_dim)

@@ -37,7 +37,7 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,7 @@ def parse_args() -> argparse.Namespace:
   torch_options = parser.add_argument_group("--beside torch")
   torch_options.add_argument("--beside", choices=("torch",))
   torch_options.add_argument("--size", choices=policies.SIZES)
+  torch_options.add_argument("--lora", type=int, default=0, help="rank")
   torch_options.add_argument("--images", type=int, default=4, help="a row")
   torch_options.add_argument("--rounds", type=int, default=5)
   torch_options.add_argument("--remat", default="", help="none, dots or block")
@@ -97,10 +98,11 @@ def parse_args() -> argparse.Namespace:
   args = parser.parse_args()
   if args.beside and not args.size:
     parser.error("--beside torch needs --size")
-  if args.beside and (args.rows < 1 or args.rows % learner_workload.GROUP):
+  group = min(args.rows, learner_workload.GROUP)
+  if args.beside and (group < 2 or args.rows % group):
     parser.error(
       f"--rows {args.rows}: episodes are rows in groups of"
-      f" {learner_workload.GROUP}; give a multiple of it"
+      f" {learner_workload.GROUP}; give a multiple of it, or 2"
     )
   if args.row_length is None:
     args.row_length = 784 if args.beside else 512
@@ -227,16 +229,14 @@ def matmul_peak(dtype: str) -> float:
 
 
 class Side:
-  """A process that makes an update whenever it is asked to.
+  """A process that prints what it is about, then works for each line it reads
+  and prints what that took."""
 
-  JAX would take the GPU's memory from torch, so beside torch it runs on a CPU.
-  """
-
-  def __init__(self, name: str):
+  def __init__(self, name: str, argv: Sequence[Any], env: dict[str, str]):
     self.name = name
     self._process = subprocess.Popen(
-      [sys.executable, *sys.argv, "--side", name],
-      env=os.environ | ({"JAX_PLATFORMS": "cpu"} if name == "torch" else {}),
+      argv,
+      env=os.environ | env,
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
@@ -244,7 +244,7 @@ class Side:
     assert self._process.stdin and self._process.stdout
     self._in, self._out = self._process.stdin, self._process.stdout
     self.about = self._read()
-    self.rounds: list[dict[str, float]] = []
+    self.rounds: list[dict[str, Any]] = []
 
   def _read(self) -> dict[str, Any]:
     line = self._out.readline()
@@ -252,10 +252,11 @@ class Side:
       raise SystemExit(f"the side {self.name} ended: see its output above")
     return json.loads(line)
 
-  def round(self) -> None:
-    self._in.write("\n")
+  def round(self, line: object = "") -> dict[str, Any]:
+    self._in.write(f"{line}\n")
     self._in.flush()
     self.rounds.append(self._read())
+    return self.rounds[-1]
 
   def median(self, key: str) -> float:
     return statistics.median(round_[key] for round_ in self.rounds)
@@ -266,7 +267,13 @@ class Side:
 
 
 def beside_torch(args: argparse.Namespace) -> None:
-  sides = [Side(name) for name in SIDES if args.only in (None, name)]
+  # JAX would take the GPU's memory from torch: beside it, it runs on a CPU.
+  envs = {"torch": {"JAX_PLATFORMS": "cpu"}}
+  sides = [
+    Side(name, [sys.executable, *sys.argv, "--side", name], envs.get(name, {}))
+    for name in SIDES
+    if args.only in (None, name)
+  ]
   report: dict[str, Any] = {"cores": os.cpu_count(), "size": args.size}
   if len(sides) == 2:
     scores = [np.array(side.about["scores"]) for side in sides]
@@ -274,6 +281,8 @@ def beside_torch(args: argparse.Namespace) -> None:
     if args.dtype == "float32" and gap > TOLERANCE:
       raise SystemExit(f"log-probs differ by {gap:.1e}: no comparison")
     report["logprob_gap"] = gap
+    norms = [side.about["grad_norm"] for side in sides]
+    report["grad_norm_gap"] = abs(norms[0] / norms[1] - 1)
   for _ in range(args.rounds):
     for side in sides:
       side.round()

@@ -35,8 +35,9 @@ class Trainer:
     """Loads the module.
 
     Args:
-      directory: A checkpoint of the policy.
-      vision: Its `VisionConfig`.
+      directory: A checkpoint of the policy; a PEFT adapter may lie in the
+        folder `adapter` beside it.
+      vision: Its `VisionConfig`; None of a text policy.
       rate: Learning rate.
       dtype: Type of activations.
       remat: "none", or layers are recomputed in the backward pass.
@@ -52,17 +53,26 @@ class Trainer:
     self._autocast = lambda: torch.autocast(
       self._device, torch.bfloat16, enabled=dtype == "bfloat16"
     )
-    self._module = (
-      transformers.AutoModelForImageTextToText.from_pretrained(
+    loader = transformers.AutoModelForImageTextToText
+    if vision is None:
+      loader = transformers.AutoModelForCausalLM
+    self._module: Any = (
+      loader.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="sdpa"
       )
       .train()
       .to(self._device)
     )
     if remat != "none":
-      self._module.gradient_checkpointing_enable()
+      self._module.gradient_checkpointing_enable({"use_reentrant": False})
+    adapter = directory.parent / "adapter"
+    if adapter.is_dir():
+      import peft  # pylint: disable=g-import-not-at-top
+
+      peft.PeftModel.from_pretrained(self._module, adapter, is_trainable=True)
+    self._trained = [p for p in self._module.parameters() if p.requires_grad]
     self._optimizer = torch.optim.AdamW(
-      self._module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0
+      self._trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0
     )
     self.version = f"torch {torch.__version__}, transformers" + (
       f" {transformers.__version__}"
@@ -79,8 +89,8 @@ class Trainer:
       return 0
     return self._torch.cuda.max_memory_allocated()
 
-  def update(self, batch: batching.Batch) -> float:
-    """One optimizer step; the loss."""
+  def update(self, batch: batching.Batch) -> dict[str, float]:
+    """One optimizer step; its gradient's norm."""
     torch = self._torch
     self._optimizer.zero_grad(set_to_none=True)
     logprobs = self._scores(batch)
@@ -89,9 +99,9 @@ class Trainer:
     ratio = torch.exp(logprobs - logprobs.detach())
     loss = -(ratio * pick(batch.advantages) * pick(batch.weights)).sum()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
     self._optimizer.step()
-    return float(loss.detach())
+    return {"grad_norm": float(norm)}
 
   def _scores(self, batch: batching.Batch) -> Any:
     with self._torch.device(self._device), self._autocast():
@@ -100,9 +110,32 @@ class Trainer:
   def _scores_here(self, batch: batching.Batch) -> Any:
     torch, inputs = self._torch, batch.inputs
     ids = torch.tensor(np.asarray(inputs.tokens)).long()
+    places = torch.tensor(np.asarray(inputs.positions)).long()
+    further: dict[str, Any] = {"position_ids": places[..., 0]}
+    banned: list[int] = []
+    if self._vision is not None:
+      further = self._images(inputs) | {"position_ids": places.permute(2, 0, 1)}
+      banned = [
+        self._module.config.image_token_id,
+        self._module.config.video_token_id,
+      ]
+    hidden = self._module.model(
+      input_ids=ids, use_cache=False, **further
+    ).last_hidden_state
+    real = np.asarray(batch.mask)[0]
+    at = torch.tensor(np.asarray(batch.index)[0][real]).long()
+    targets = torch.tensor(np.asarray(batch.targets)[0][real]).long()
+    logits = self._module.lm_head(hidden.reshape(-1, hidden.shape[-1])[at])
+    logits = logits.float()
+    if banned:
+      logits = logits.index_fill(1, torch.tensor(banned), -1e30)
+    scores = torch.log_softmax(logits, dim=-1)
+    return scores.gather(1, targets[:, None])[:, 0]
+
+  def _images(self, inputs: Any) -> dict[str, Any]:
+    """Returns the arguments that screenshots are, in the order of the rows."""
+    torch = self._torch
     index = np.asarray(inputs.vision_index)
-    places = np.asarray(inputs.positions).transpose(2, 0, 1)
-    # Images in the order in which rows show them.
     segments = np.asarray(inputs.patch_segments)[0]
     per_token = self._vision.spatial_merge_size**2
     starts = [
@@ -118,23 +151,11 @@ class Trainer:
       frames.append(torch.tensor(patches))
     pixels = torch.cat(frames).float() / 127.5 - 1.0
     pixels = pixels.reshape(len(pixels), 3, 1, -1).expand(-1, -1, 2, -1)
-    hidden = self._module.model(
-      input_ids=ids,
-      position_ids=torch.tensor(places).long(),
-      pixel_values=pixels.reshape(len(pixels), -1),
-      image_grid_thw=torch.tensor(np.array(grids)).long(),
-      mm_token_type_ids=torch.tensor(index >= 0).int(),
-      use_cache=False,
-    ).last_hidden_state
-    real = np.asarray(batch.mask)[0]
-    at = torch.tensor(np.asarray(batch.index)[0][real]).long()
-    targets = torch.tensor(np.asarray(batch.targets)[0][real]).long()
-    logits = self._module.lm_head(hidden.reshape(-1, hidden.shape[-1])[at])
-    banned = [self._module.config.image_token_id]
-    banned.append(self._module.config.video_token_id)
-    logits = logits.float().index_fill(1, torch.tensor(banned), -1e30)
-    scores = torch.log_softmax(logits, dim=-1)
-    return scores.gather(1, targets[:, None])[:, 0]
+    return {
+      "pixel_values": pixels.reshape(len(pixels), -1),
+      "image_grid_thw": torch.tensor(np.array(grids)).long(),
+      "mm_token_type_ids": torch.tensor(index >= 0).int(),
+    }
 
 
 def _first_tokens(

@@ -5,12 +5,14 @@ then makes one update for each line it reads, and prints what it took. Peak
 memory is thereby a side's own; and sides take turns on the same processor.
 
 Episodes are rows of `row_length` tokens with `images` screenshots each, in
-groups of four with alternating rewards.
+groups of at most four with alternating rewards. A text policy's have none,
+and a single turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -28,7 +30,9 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner.batches import examples as example_lib
 from tunix.rl.multi_turn.planning import planned_run
+from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.policy.checkpoints import lora_files
 
 GROUP = 4
 SAMPLED = 24  # Tokens a turn.
@@ -42,6 +46,8 @@ class Workload:
     if args.remat:
       changes["remat"] = args.remat
     self.model, processor = policies.make_policy(args.size, **changes)
+    if args.lora:
+      lora.add(self.model, args.lora)
     self.store = image_lib.ImageStore()
     self.learner = learner_lib.Learner(
       self.model,
@@ -55,6 +61,22 @@ class Workload:
       ),
     )
     self.groups = _groups(args, self.model.config, processor, self.store)
+    self._record_scores()
+
+  def _record_scores(self) -> None:
+    """Gives sampled tokens the log-probs that the first weights give them, so
+    that the first update's ratios are 1."""
+    batch = self.batch()
+    scores, mask = self.scores(batch), np.asarray(batch.mask)
+    tokens, at = np.asarray(batch.inputs.tokens), np.asarray(batch.index)[mask]
+    rows, places = np.divmod(at, tokens.shape[1])
+    for group in self.groups:
+      for member in group.trajectories:
+        for i, sequence in enumerate(member.sequences):
+          (row,) = np.flatnonzero((tokens == sequence.tokens[:-1]).all(axis=1))
+          logprobs = np.zeros(len(sequence.tokens), np.float32)
+          logprobs[places[rows == row] + 1] = scores[mask][rows == row]
+          member.sequences[i] = dataclasses.replace(sequence, logprobs=logprobs)
 
   def scores(self, batch: Any) -> np.ndarray:
     """Returns the log-probs of a batch's targets, padding included."""
@@ -88,11 +110,14 @@ class Workload:
       s for g in self.groups for m in g.trajectories for s in m.sequences
     ]
     examples = example_lib.from_sequences(sequences)
+    # As the learner's: a reward less the mean, over the standard deviation.
+    rewards = np.arange(len(self.groups[0].trajectories)) % 2
+    scale = 0.5 / rewards.std(ddof=1)
     examples = [
       dataclasses.replace(
         example,
         advantages=np.where(
-          example.sequence.loss_mask, (-1.0) ** (i + 1), 0.0
+          example.sequence.loss_mask, scale * (-1.0) ** (i + 1), 0.0
         ).astype(np.float32),
       )
       for i, example in enumerate(examples)
@@ -108,27 +133,32 @@ class Workload:
 def _groups(args, config, processor, store) -> list[Any]:
   rng = np.random.default_rng(0)
   width, height = args.width, args.height
-  count = processor.num_image_tokens(width, height)
+  text = args.size == policies.TEXT
+  count = 0 if text else processor.num_image_tokens(width, height)
+  turns_ = 1 if text else args.images
+  sampled = args.row_length // 2 if text else SAMPLED
+  size = min(GROUP, args.rows)
   # The last sampled token predicts nothing and takes no place in a row.
-  words = args.row_length + 1 - args.images * (count + SAMPLED)
-  if words < args.images:
+  words = args.row_length + 1 - turns_ * (count + sampled)
+  if words < turns_:
     raise SystemExit(
-      f"--row-length {args.row_length} holds no {args.images} turns of"
-      f" {count + SAMPLED} tokens; raise it or lower --images"
+      f"--row-length {args.row_length} holds no {turns_} turns of"
+      f" {count + sampled} tokens; raise it or lower --images"
     )
-  lengths = np.full(args.images, words // args.images)
-  lengths[: words % args.images] += 1
+  lengths = np.full(turns_, words // turns_)
+  lengths[: words % turns_] += 1
 
   def member(number: int) -> Any:
     tokens, mask, turns, spans, at = [], [], [], [], 0
     for turn, length in enumerate(lengths):
-      pixels = rng.integers(0, 256, (height // 8, width // 8, 3), np.uint8)
-      image = store.put(pixels.repeat(8, axis=0).repeat(8, axis=1))
-      spans.append(trajectory.ImageSpan(image, at, count))
+      if count:
+        pixels = rng.integers(0, 256, (height // 8, width // 8, 3), np.uint8)
+        image = store.put(pixels.repeat(8, axis=0).repeat(8, axis=1))
+        spans.append(trajectory.ImageSpan(image, at, count))
       new = np.concatenate(
         [
-          np.full(count, config.image_token_id),
-          rng.integers(300, 1300, length + SAMPLED),
+          np.full(count, config.image_token_id if count else 0),
+          rng.integers(300, 1300, length + sampled),
         ]
       )
       tokens.append(new)
@@ -153,9 +183,9 @@ def _groups(args, config, processor, store) -> list[Any]:
 
   return [
     trajectory.TrajectoryGroup(
-      f"g{i}", "t", tuple(member(j) for j in range(GROUP))
+      f"g{i}", "t", tuple(member(j) for j in range(size))
     )
-    for i in range(-(-args.rows // GROUP))
+    for i in range(-(-args.rows // size))
   ]
 
 
@@ -202,9 +232,12 @@ _INPUTS = ("tokens", "vision_index", "positions", "patch_segments", "patches",
 def save(load: Workload, folder: pathlib.Path) -> None:
   """Writes what the side torch needs: weights, the packed batch, its FLOPs."""
   batch = load.batch()
-  checkpoint.save_policy(
-    folder / "policy", load.model, dtype=load.model.config.compute_dtype
-  )
+  with contextlib.ExitStack() as stack:
+    if lora.has_adapter(load.model):
+      lora_files.save(folder / "adapter", load.model)
+      stack.enter_context(lora.disabled(load.model))
+    dtype = load.model.config.compute_dtype
+    checkpoint.save_policy(folder / "policy", load.model, dtype=dtype)
   np.savez(
     folder / "batch.npz",
     flops=load.flops(batch),
@@ -226,7 +259,7 @@ def _torch(args: argparse.Namespace, folder: pathlib.Path) -> tuple[Any, ...]:
   config = policies.config_of(args.size)
   trainer = learner_torch.Trainer(
     folder / "policy",
-    config.vision,
+    getattr(config, "vision", None),
     1e-5,
     args.dtype,
     args.remat or config.remat,
@@ -259,14 +292,13 @@ def serve(args: argparse.Namespace) -> None:
   run, scores, about, device_peak, flops, learner = _start(args)
   before = _memory()
   started = time.perf_counter()
-  run()
-  first = time.perf_counter() - started
-  print(
-    json.dumps(
-      about | {"scores": np.float64(scores).tolist(), "first_update_s": first}
-    ),
-    flush=True,
-  )
+  readings = run()
+  about |= {
+    "first_update_s": time.perf_counter() - started,
+    "grad_norm": readings["grad_norm"],
+    "scores": np.float64(scores).tolist(),
+  }
+  print(json.dumps(about), flush=True)
   for _ in sys.stdin:
     wall, cpu = time.perf_counter(), time.process_time()
     run()

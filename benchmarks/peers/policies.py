@@ -1,7 +1,8 @@
 """Policies with random weights that benchmarks measure, by size.
 
 `tiny` and `small` are Qwen3-VL of 2.3 and 48.6 million parameters, for CPUs.
-`2b` has the published shape of Qwen3-VL-2B.
+`2b` has the published shape of Qwen3-VL-2B. `smollm2_135m` is no vision
+policy, and has real weights.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.models.qwen import qwen_checkpoint
 from tunix.rl.multi_turn.policy.models.qwen import qwen_config
 
-SIZES = ("tiny", "small", "2b")
+TEXT = "smollm2_135m"
+SIZES = ("tiny", "small", "2b", TEXT)
 
 
-def config_of(size: str, **changes: Any) -> qwen_config.QwenVLConfig:
+def config_of(size: str, **changes: Any) -> Any:
   """Returns the configuration of a size.
 
   Args:
     size: One of `SIZES`, or a small family such as "qwen2_5_vl_tiny".
     **changes: Fields of `QwenVLConfig` that differ.
   """
+  if size == TEXT:
+    return checkpoint.load_config(size, **changes)
   if size == "2b":
     return dataclasses.replace(qwen_config.SIZES["Qwen3-VL-2B"], **changes)
   family = "qwen3_vl_tiny" if size in SIZES else size
@@ -51,12 +56,14 @@ def config_of(size: str, **changes: Any) -> qwen_config.QwenVLConfig:
 
 
 def make_policy(size: str, **changes: Any) -> tuple[Any, Any]:
-  """Returns a model with random weights and its processor.
+  """Returns a model and its processor.
 
   Args:
     size: One of `SIZES`.
     **changes: Fields of `QwenVLConfig` that differ.
   """
+  if size == TEXT:
+    return checkpoint.load_policy(size, **changes)[:2]
   config = config_of(size, **changes)
   processor = qwen_checkpoint.processor_of(config)
   return qwen_checkpoint.random_model(config), processor

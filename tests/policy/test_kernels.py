@@ -411,9 +411,10 @@ def test_hopper_gets_segments_by_their_places(segments, branches, monkeypatch):
   assert calls == [kernels.IMAGE_SEGMENTS, kernels.ROW_SEGMENTS]
 
 
-def test_bfloat16_products_are_summed_in_float32():
+@pytest.mark.parametrize("lead", ((3, 5), (1, 1)), ids=("rows", "one row"))
+def test_bfloat16_products_are_summed_in_float32(lead):
   rng = np.random.default_rng(7)
-  x = jnp.asarray(random(rng, 3, 5, 512), jnp.bfloat16)
+  x = jnp.asarray(random(rng, *lead, 512), jnp.bfloat16)
   w = random(rng, 512, 16)
   want = np.asarray(x, np.float32) @ np.asarray(
     jnp.asarray(w, jnp.bfloat16), np.float32
@@ -434,3 +435,34 @@ def test_bfloat16_products_are_summed_in_float32():
   np.testing.assert_allclose(
     dw[:, 0], np.float32(x).sum((0, 1)), rtol=0.02, atol=0.05
   )
+
+
+@pytest.mark.parametrize("rows", (1, 2))
+def test_a_product_with_a_table_is_kept_in_float32(rows):
+  rng = np.random.default_rng(8)
+  x = jnp.asarray(random(rng, rows, 64), jnp.bfloat16)
+  table = jnp.asarray(random(rng, 33, 64), jnp.bfloat16)
+  got = kernels.dot_wide(x, table)
+  assert got.dtype == jnp.float32 and got.shape == (rows, 33)
+  want = np.asarray(x, np.float32) @ np.asarray(table, np.float32).T
+  np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("rows", (1, 5, kernels.MOST_SPLIT + 1))
+def test_a_product_with_int8_keeps_16_bits_of_a_row(rows, dtype):
+  rng = np.random.default_rng(rows)
+  # Rows of very different sizes, one of zeros, and a number far above others.
+  x = random(rng, 1, rows, 96) * 10.0 ** (np.arange(rows)[:, None] % 9)
+  x[0, -1, :2] = 0.0, 1e4
+  x[0, rows // 2] *= rows == 1
+  x = jnp.asarray(x, dtype)
+  levels = rng.integers(-127, 128, (96, 40)).astype(np.int8)
+  got = kernels.dot_rounded(x, jnp.asarray(levels))
+  assert got.dtype == x.dtype
+  wide = np.asarray(x, np.float64)[0]
+  want = wide @ levels
+  bound = np.abs(wide).max(-1, keepdims=True) * np.abs(levels).sum(0) / 2**16
+  rounding = 2.0**-8 if dtype == "bfloat16" else 2.0**-20
+  bound = bound + np.abs(wide) @ np.abs(levels) * rounding
+  assert (np.abs(np.float64(got[0]) - want) <= bound).all()

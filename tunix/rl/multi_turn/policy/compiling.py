@@ -17,6 +17,7 @@ import jax.numpy as jnp
 _UPDATE_OPTIONS = (
   ("xla_cpu_experimental_ynn_fusion_type", ""),
   ("xla_cpu_prefer_vector_width", 512),
+  ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),
 )
 
 _WAITING_OPTIONS = {
@@ -61,7 +62,9 @@ def update_options() -> dict[str, Any]:
   On a CPU XLA gives products of many shapes to the YNN library, with what
   follows them. Gradients of a decoder and a vision tower take a fifth less time
   and memory on Eigen's, and a twentieth less with vectors of 512 bits where a
-  processor has them (`benchmarks/bench_learner.py --beside torch`).
+  processor has them (`benchmarks/bench_learner.py --beside torch`). Its default
+  order of operations computes all layers again before the backward pass needs
+  them, and keeps them: `remat` would save nothing.
   """
   return _taken(_UPDATE_OPTIONS if backend() == "cpu" else ())
 

@@ -57,7 +57,13 @@ def _local(function: Any, mesh: jax.sharding.Mesh, places: Any, out: Any):
 def init_rows(
   batch: int, length: int, kv_heads: int, head_dim: int, dtype
 ) -> tuple[jax.Array, jax.Array]:
-  """Keys [B, K, H, C] and values [B, K, C, H] of one layer."""
+  """Keys [B, K, H, C] and values [B, K, C, H] of one layer.
+
+  On a CPU bfloat16 ones are uint16 of the same bits: XLA writes a few bfloat16
+  numbers by way of float32, all of the array there and back.
+  """
+  if compiling.backend() == "cpu" and jnp.dtype(dtype) == jnp.bfloat16:
+    dtype = jnp.uint16
   return (
     jnp.zeros((batch, kv_heads, head_dim, length), dtype),
     jnp.zeros((batch, kv_heads, length, head_dim), dtype),
@@ -114,8 +120,14 @@ def attend_rows(
   #    Tokens that are not real go to an index outside, which drops them.
   write_BT = jnp.where(jnp.arange(t) < lengths_B[:, None], index_BT, length)
   rows_B1 = jnp.arange(b)[:, None]
+  as_bits = k_BKHC.dtype == jnp.uint16
+  if as_bits:
+    k_BTKH, v_BTKH = (_bits(x, jnp.uint16) for x in (k_BTKH, v_BTKH))
   k_BKHC = k_BKHC.at[rows_B1, :, :, write_BT].set(k_BTKH, mode="drop")
   v_BKCH = v_BKCH.at[rows_B1, :, write_BT].set(v_BTKH, mode="drop")
+  cache = k_BKHC, v_BKCH
+  if as_bits:
+    k_BKHC, v_BKCH = (_bits(x, jnp.bfloat16) for x in cache)
   # 2. Attend under a mask of places: those behind the own token may hold keys
   #    of a longer sequence that had the row before.
   place = jnp.arange(length)
@@ -125,8 +137,10 @@ def attend_rows(
     mask_BTC = place <= (starts_B[:, None] + sight.last_BT)[..., None]
     if sight.window:
       mask_BTC &= place > index_BT[..., None] - sight.window
-  mixed = kernels.attend_cached(q_BTNH, k_BKHC, v_BKCH, mask_BTC)
-  return mixed, (k_BKHC, v_BKCH)
+  return kernels.attend_cached(q_BTNH, k_BKHC, v_BKCH, mask_BTC), cache
+
+
+_bits = jax.lax.bitcast_convert_type
 
 
 def pages_apply(head_dim: int, kv_heads: int, dtype: jnp.dtype) -> bool:

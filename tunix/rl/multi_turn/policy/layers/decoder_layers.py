@@ -106,11 +106,12 @@ class Linear(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     weight = self.weight[...]
-    if self.weight_scale is not None:
+    if self.weight_scale is None:
+      y = kernels.dot(x, weight)
+    else:
       # Else the compiler restores all layers' weights ahead of a loop.
       weight, x = jax.lax.optimization_barrier((weight, x))
-    y = kernels.dot(x, weight)
-    if self.weight_scale is not None:
+      y = kernels.dot_rounded(x, weight)
       y = (y * self.weight_scale[...][0]).astype(x.dtype)
     if self.lora_a is not None:
       low = kernels.dot(x, self.lora_a[...])
