@@ -223,7 +223,6 @@ def test_nothing_of_a_project_is_at_any_door_for_another(guarded):
       "/rollouts",
       f"/api/v1/rollouts?label={MARK}",
       "/api/v1/rollouts?step_id=1",
-      "/runs/1/evals/diff?a=1&b=1",
       f"/?q={MARK}",
       "/api/v1/rollouts?task_id=1",
     ):
