@@ -38,7 +38,7 @@ FORMS = {
   "/rollouts/{id:int}/annotations",
 }
 """Asked with GET they lead to the run or rollout, if there is one or not."""
-SENDING = ("POST", "PUT", "DELETE")
+SENDING = ("POST", "PUT")
 
 
 # --- who may have what --------------------------------------------------------
