@@ -78,8 +78,7 @@ docs: $(STAMP)-dev ## write the pages that are made from the code
 	@$(PY) -m tunix.rl.multi_turn.reporting.metrics > docs/metrics.md
 	@$(PY) -m tunix.rl.multi_turn.reporting.metrics --json \
 	  > packages/training_monitor/training_monitor/dashboard/metrics.json
-	@JAX_PLATFORMS=cpu $(PY) scripts/http_reference.py > docs/http_api.md.part
-	@mv docs/http_api.md.part docs/http_api.md
+	@JAX_PLATFORMS=cpu $(PY) scripts/http_reference.py
 	@$(PY) scripts/rooms_picture.py
 
 SITE ?= build/site

@@ -1,22 +1,19 @@
-"""Writes docs/http_api.md: every route of the HTTP services.
+"""Writes the tables of docs/http_api.md: every route of the HTTP services.
 
-    python scripts/http_reference.py > docs/http_api.md
+    python scripts/http_reference.py
 
-Promises: the routes are those of the applications themselves, built here;
-parameters and bodies are those of their OpenAPI documents where they have one.
-A service without a document is described below; a route that is not described,
-or is no longer served, is an error.
+Promises: the page lists the routes of the applications themselves, built here;
+a route that it lacks, or that is no longer served, is an error. Tables of
+services with an OpenAPI document are made of it; the rest of the page is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pathlib
 import re
 import tempfile
-import textwrap
-from typing import Any, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Iterable, Iterator, Mapping, NamedTuple
 
 from agent_services.rollout_buffer import buffer_app
 from agent_services.rollout_buffer import requests as buffer_requests
@@ -39,8 +36,8 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "http_api.md"
 Call = tuple[str, str]  # Method and path.
-Rows = Mapping[Call, Sequence[str]]
 
 GYM_CALLS = {
   "health": "The server answers; its gyms and counts.",
@@ -57,110 +54,22 @@ GYM_CALLS = {
   "evaluate": "The verdict; the execution stays open.",
   "terminate": "Ends an execution; a second call changes nothing.",
 }
-OPENENV = "/openenv/{gym_id}"
-OPENENV_CALLS = {
-  ("GET", "/health"): "Whether the gym is served.",
-  ("GET", "/metadata"): "The environment's name and description.",
-  ("GET", "/schema"): "JSON schemas of actions, observations and state.",
-  ("GET", "/state"): "The state before a reset.",
-  ("GET", "/list_environments"): "The one environment here.",
-  ("POST", "/reset"): "The first observation of an execution that ends here.",
-  ("POST", "/step"): "409: steps belong to a session, at `/ws`.",
-  ("GET", "/{env_name}/splits"): "Splits of the tasks.",
-  ("POST", "/{env_name}/tasks"): "Tasks of a split.",
-  ("POST", "/{env_name}/num_tasks"): "How many a split has.",
-  ("POST", "/{env_name}/task"): "One task, by its index.",
-  ("POST", "/{env_name}/task_range"): "Tasks of a range of indices.",
-  ("WS", "/ws"): "A session: `reset`, `step`, `state`, `close`.",
-}
-RUN_CALLS: Rows = {
-    ("POST", "/runs"): ("Starts a run.", "body: {fields}", "`runId`"),
-    ("GET", "/runs/{run}"): (
-        "The state of a run.", "", "`runId`, `status`, `reason`",
-    ),
-    ("GET", "/runs/{run}/events"): (
-        "Its events in order.",
-        "`?from` inclusive, `?to` exclusive: ISO 8601 or milliseconds",
-        "`events`",
-    ),
-    ("GET", "/runs/{run}/trajectory"): (
-        "What was done, by steps.", "", "`trajectory`",
-    ),
-    ("GET", "/runs/{run}/tokens"): (
-        "Token ids and log-probs of every model call.", "", "`tokens`",
-    ),
-    ("GET", "/runs/{run}/steps"): ("The steps, from 0.", "", "`steps`"),
-    ("GET", "/runs/{run}/steps/{index}"): ("One step.", "", "`step`"),
-    ("POST", "/runs/{run}/cancel"): (
-        "Ends a run.", "", "`runId`, `status`, `reason`",
-    ),
-    ("GET", "/images/{name}"): (
-        "A screenshot.", "the signature of its address", "a picture",
-    ),
-    ("GET", "/health"): (
-        "The service answers.", "", "`status`, `playing`",
-    ),
-}  # fmt: skip
-_READ = "`success`, `message`, `data`: `data`, `meta_info`, `lease`, `groups`"
-BUFFER_CALLS: Rows = {
-    ("POST", "/start_rollout"): (
-        "Starts a generator; the buffer begins empty.",
-        "`task_type`, `num_repeat_per_sample`; optional: {defaults}; other"
-        " keys are the generator's",
-        "`message`",
-    ),
-    ("POST", "/stop_rollout"): ("Ends it.", "", "`message`"),
-    ("POST", "/buffer/write"): (
-        "Stores an item, or a list of them; 200 means on the disk.",
-        "`uid`, `instance_id`, `reward`, `messages`, `extra_info`; header"
-        " `Prefer: return=minimal`",
-        "`success`, `message`, `data`, `new`",
-    ),
-    ("POST", "/get_rollout_data"): (
-        "Reads whole groups, `batch_size` items or more; none while fewer are"
-        " ready.",
-        "`batch_size` (all), `lease_s`, `lease` (an id for it)", _READ,
-    ),
-    ("POST", "/buffer/read"): (
-        "The same; waits, and takes fewer.",
-        "`batch_size`, `lease_s`, `lease`, `timeout` (10 s), `wait`", _READ,
-    ),
-    ("POST", "/buffer/ack"): (
-        "A lease's items were taken over.", "`lease`", "`success`, `message`",
-    ),
-    ("POST", "/buffer/release"): (
-        "A lease's items are to be read again.", "`lease`",
-        "`success`, `message`",
-    ),
-    ("POST", "/buffer/known"): (
-        "Which of these were written.", "`uids`", "`known`",
-    ),
-    ("GET", "/buffer/peek"): (
-        "Items that wait; nothing is taken.", "`?batch_size` (1)",
-        "`success`, `message`, `data`",
-    ),
-    ("GET", "/buffer/stats"): (
-        "Counts, settings, the generator's state.", "",
-        "`success`, `message`, `data`",
-    ),
-    ("GET", "/buffers"): ("Names of the buffers.", "", "`buffers`"),
-    ("GET", "/"): ("The service answers.", "", "`message`"),
-    ("GET", "/health"): ("The same.", "", "`status`, `waiting`"),
-    ("GET", "/metrics"): ("In Prometheus' text format.", "", "text"),
-}  # fmt: skip
-SAMPLED = "an answer as {} has it, or its stream"
-SERVING_ANSWERS = {
-  "chat/completions": SAMPLED.format("OpenAI"),
-  "completions": SAMPLED.format("OpenAI"),
-  "responses": SAMPLED.format("OpenAI"),
-  "messages": SAMPLED.format("Anthropic"),
-  "rl/start_session": "`session_id`, `api_key`, `base_url`, `sampling`,"
-  " `other_sampling`",
-  "rl/set_reward": "`message`",
-  "rl/end_session": "`message`",
-  "export_trajectories": "`interactions`, by id",
-  "grant_capacity": "`capacity`",
-}
+
+
+class Service(NamedTuple):
+  """A service, which has the section `title` of the page.
+
+  Attributes:
+    title: Title of the section.
+    calls: Routes that the section lists.
+    rows: Rows of the section's first table; none where it is kept.
+    names: Fields that the section names.
+  """
+
+  title: str
+  calls: set[Call]
+  rows: Iterable[Iterable[str]] = ()
+  names: Iterable[str] = ()
 
 
 def served(asgi: applications.Starlette) -> set[Call]:
@@ -179,21 +88,34 @@ def agree(name: str, served_here: set[Call], described: Iterable[Call]) -> None:
   if served_here != described:
     raise ValueError(
       f"{name}: describe {sorted(served_here - described)}, take out"
-      f" {sorted(described - served_here)} in scripts/http_reference.py"
+      f" {sorted(described - served_here)} in docs/http_api.md"
     )
 
 
-# --- documents as text --------------------------------------------------------
+def rows_of(
+  document: Mapping[str, Any],
+  purposes: Mapping[str, str] | None = None,
+  scopes: bool = False,
+) -> Iterator[list[str]]:
+  """The head, and a row for each operation of an OpenAPI document.
 
-
-def wrapped(text: str, indent: str = "") -> str:
-  return textwrap.fill(
-    text,
-    80,
-    subsequent_indent=indent,
-    break_long_words=False,
-    break_on_hyphens=False,
-  )
+  Args:
+    document: the document.
+    purposes: Purpose by `operationId`; None takes the summaries.
+    scopes: adds a column with the scope of the token.
+  """
+  yield ["call", "purpose", *["scope"] * scopes, "takes"]
+  schemas = document["components"]["schemas"]
+  for path, methods in document["paths"].items():
+    for method, operation in methods.items():
+      if purposes is None:
+        purpose = operation["summary"]
+      else:
+        purpose = purposes[operation["operationId"]]
+      tokens = operation.get("security", [{"token": ["–"]}])
+      scope = [one["token"][0] for one in tokens[:1] if scopes]
+      call = f"`{method.upper()} {path}`"
+      yield [call, purpose, *scope, takes(operation, schemas)]
 
 
 def takes(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
@@ -213,38 +135,10 @@ def takes(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
   return ", ".join(parts)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-  yield "| " + " | ".join(heads) + " |"
-  yield "|" + "---|" * len(heads)
-  for row in rows:
-    yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
-
-
-def call(method: str, path: str) -> str:
-  return f"`{method} {path}`"
-
-
-def of_document(
-  document: Mapping[str, Any],
-) -> Iterator[tuple[Call, Mapping[str, Any]]]:
-  for path, methods in document["paths"].items():
-    for method, operation in methods.items():
-      yield (method.upper(), path), operation
-
-
 # --- the services -------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Section:
-  """A service's part of the page."""
-
-  title: str
-  text: str
-  lines: tuple[str, ...]
-
-
-def policy_server() -> Section:
+def policy_server() -> Service:
   """The OpenAI-compatible server, around a policy that samples nothing."""
   policy = checkpoint.create_policy("nano", 0, screen=(32, 32))
   model, processor, _ = policy
@@ -259,212 +153,103 @@ def policy_server() -> Section:
   )
   app = serving_server.make_app("nano", engine, policy, store)
   engine.close()
-  document = serving_openapi.document(serving_app.ENDPOINTS)
-  described = dict(of_document(document))
   endpoints = (*serving_app.ENDPOINTS, *serving_counting.ENDPOINTS)
   names = "|".join(api.path for api in endpoints)
-
-  def canonical(path: str) -> str:
-    """The address of which this one is another form."""
-    path = re.sub(r"^/\{session\}/", "/sessions/{session}/", path)
-    path = re.sub(rf"^/({names})$", r"/v1/\1", path)
-    path = re.sub(
-      rf"^/sessions/\{{session\}}/({names})$",
-      r"/sessions/{session}/v1/\1",
-      path,
-    )
-    path = re.sub(
-      r"^/sessions/\{session\}/(?:v1/)?((?:models|responses/).*)$",
-      r"/v1/\1",
-      path,
-    )
-    return re.sub(
-      r"^/rl/(set_reward|end_session)$", r"/sessions/{session}/rl/\1", path
-    )
-
-  agree(
-    "serving",
-    {(method, canonical(path)) for method, path in served(app.asgi)},
-    described,
+  session = r"^/sessions/\{session\}"
+  # Other forms of an address, which the section mentions in words.
+  forms = (
+    (r"^/\{session\}/", "/sessions/{session}/"),
+    (rf"^/({names})$", r"/v1/\1"),
+    (rf"{session}/({names})$", r"/sessions/{session}/v1/\1"),
+    (rf"{session}/(?:v1/)?((?:models|responses/).*)$", r"/v1/\1"),
+    (r"^/rl/(set_reward|end_session)$", r"/sessions/{session}/rl/\1"),
   )
-  rows = []
-  for (method, path), operation in described.items():
-    short = re.sub(r"^(/sessions/\{session\})?/(v1/)?", "", path)
-    rows.append(
-      (
-        call(method, path),
-        operation["summary"],
-        takes(operation, document["components"]["schemas"]),
-        SERVING_ANSWERS.get(short, ""),
-      )
-    )
-  text = """\
-`tunix-mt serve NAME`, port 8000; [the guide](serving.md). With `--token-file`
-or `$TUNIX_ROLLOUT_TOKEN` every call but `/health` needs the token, or the key
-of its session, as `Authorization: Bearer …` or `x-api-key`; without one the
-server answers at loopback names only. The four calls that sample also exist
-without `/v1`; `/sessions/{session}/…` is also `/{session}/…`, with a
-session's key or id; with the key as the token, `/rl/set_reward` and
-`/rl/end_session` need no session in the path. The read calls exist below a
-session too.
-
-A refusal is `{"type": "error", "error": {"message", "type", "param",
-"code"}}`, with `retry-after` where the same request may succeed later.
-`GET /openapi.json` has the type of every field."""
-  heads = ("call", "purpose", "takes", "answers")
-  return Section("Policy server", text, tuple(table(heads, rows)))
+  calls = set()
+  for method, path in served(app.asgi):
+    for pattern, form in forms:
+      path = re.sub(pattern, form, path)
+    calls.add((method, path))
+  document = serving_openapi.document(serving_app.ENDPOINTS)
+  return Service("Policy server", calls, rows_of(document))
 
 
-def gym_server() -> Section:
+def gym_server() -> Service:
   app = gym_app.App((catalog.ServedGym(gym_id="desktop", gym="desktop"),))
   document = gym_openapi.document(("desktop",), True)
-  described = dict(of_document(document))
-  openenv = {(m, OPENENV + path): t for (m, path), t in OPENENV_CALLS.items()}
-  document_call = ("GET", "/openapi.json")
-  agree("gym server", served(app.asgi), {*described, *openenv, document_call})
-  rows = [
-    (
-      call(*one),
-      GYM_CALLS[operation["operationId"]],
-      takes(operation, document["components"]["schemas"]),
-    )
-    for one, operation in described.items()
-  ]
-  text = """\
-`tunix-gym-server desktop`, or `tunix-mt gym desktop`, port 5010; [the
-guide](gym_server.md). With `--token-file` or `$TUNIX_GYM_TOKEN` every call but
-`/health` needs `Authorization: Bearer …`; without one the server answers at
-loopback names only. A request with `Origin`, of a web page, is refused.
-
-A refusal is `{"detail", "code"}`; 429 has `Retry-After`. `GET /openapi.json`
-has the type of every field and answer."""
-  return Section("Gym server", text, (
-      *table(("call", "purpose", "takes"), rows),
-      "", "The same gyms by OpenEnv's protocol,"
-      " [explained](outside_gyms.md):", "",
-      *table(("call", "purpose"), (
-          (call(*one), purpose) for one, purpose in openenv.items()
-      )),
-  ))  # fmt: skip
+  calls = served(app.asgi) - {("GET", "/openapi.json")}
+  return Service("Gym server", calls, rows_of(document, GYM_CALLS))
 
 
-def run_service() -> Section:
-  app = run_app.App()
-  agree("run service", served(app.asgi), RUN_CALLS)
-  schema = run_schemas.CreateBody.model_json_schema()
-  text = """\
-`tunix-run-service`, port 3000; [the guide](run_service.md). With `--token-file`
-or `$TUNIX_RUN_SERVICE_TOKEN` every call needs `Authorization: Bearer …`, save
-`/health` and the signed addresses of screenshots; without one the service
-answers at loopback names only. A request with `Origin` is refused.
-
-A refusal is `{"detail", "code"}`; 429 has `Retry-After`."""
-  fields = ", ".join(f"`{name}`" for name in schema["properties"])
-  return Section("Run service", text, tuple(
-      table(("call", "purpose", "takes", "answers"), (
-          (call(*one), *(cell.format(fields=fields) for cell in cells))
-          for one, cells in RUN_CALLS.items()
-      ))
-  ))  # fmt: skip
+def run_service() -> Service:
+  fields = run_schemas.CreateBody.model_json_schema()["properties"]
+  return Service("Run service", served(run_app.App().asgi), names=fields)
 
 
-def rollout_buffer(folder: pathlib.Path) -> Section:
-  service = buffer_service.Service(folder)
-  with contextlib.closing(service):
-    app = buffer_app.App(service)
-    routes = served(app.asgi)
-    prefix = "/b/{buffer}"
-    own = {one for one in routes if not one[1].startswith(prefix)}
-    agree("rollout buffer", own, BUFFER_CALLS)
-    agree(
-      "rollout buffer",
-      {(m, p.removeprefix(prefix)) for m, p in routes - own},
-      {one for one in own if "rollout" in one[1] or "/buffer/" in one[1]},
-    )
-  defaults = ", ".join(
-    f"`{name}` ({value})" for name, value in buffer_requests.DEFAULTS.items()
+def rollout_buffer(folder: pathlib.Path) -> Service:
+  prefix = "/b/{buffer}"
+  with contextlib.closing(buffer_service.Service(folder)) as service:
+    routes = served(buffer_app.App(service).asgi)
+  own = {one for one in routes if not one[1].startswith(prefix)}
+  agree(
+    "rollout buffer",
+    {(m, p.removeprefix(prefix)) for m, p in routes - own},
+    {one for one in own if "rollout" in one[1] or "/buffer/" in one[1]},
   )
-  text = """\
-`tunix-rollout-buffer`, or `tunix-mt buffer`, port 8889; [the
-guide](rollout_buffer.md). With `--token-file` or `$TUNIX_BUFFER_TOKEN` every
-call but `/` and `/health` needs `Authorization: Bearer …`; without one the
-service answers at loopback names only. A request with `Origin` is refused.
-Calls of a rollout or a buffer exist below `/b/{buffer}` too; else `buffer` in
-the body or the query names the buffer.
-
-A refusal is `{"detail", "code"}`; 429 and 503 have `Retry-After`. An item that
-cannot be read is a 500 with the code `invalid_item`, as clients of the protocol
-expect."""
-  return Section("Rollout buffer", text, tuple(
-      table(("call", "purpose", "takes", "answers"), (
-          (call(*one), *(cell.format(defaults=defaults) for cell in cells))
-          for one, cells in BUFFER_CALLS.items()
-      ))
-  ))  # fmt: skip
+  return Service("Rollout buffer", own, names=buffer_requests.DEFAULTS)
 
 
-def monitor(folder: pathlib.Path) -> Section:
+def monitor(folder: pathlib.Path) -> Service:
   engine = database.connect(str(folder / "monitor.db"))
   database.upgrade(engine)
   app = monitor_app.MonitorApp(
     engine, folder / "files", access.Access(engine, "", open_to_all=True)
   )
-  document = app.document
-  described = dict(of_document(document))
-  programs = {
+  calls = {
     (method, path)
     for method, path in served(app.asgi)
     if path.startswith("/api/") or path == "/health"
   }
-  agree("monitor", programs, described)
   app.writer.close()
   engine.dispose()
-  rows = [
-    (
-      call(*one),
-      operation["summary"],
-      operation.get("security", [{"token": ["–"]}])[0]["token"][0],
-      takes(operation, document["components"]["schemas"]),
-    )
-    for one, operation in described.items()
-  ]
-  text = """\
-`tunix-monitor serve`, or `tunix-mt monitor serve`, port 8765; [the
-guide](monitor.md). With tokens a call needs `Authorization: Bearer …` of one
-with the scope in the table; a monitor without tokens answers on its own machine
-only. `/api/v1` is for programs; `/api/…` without a version is the form that
-pages of other monitors read.
-
-A refusal is `{"detail", "errors"}`, where `errors` names each wrong field. A
-page is `items` and `next`, which is the `after` of the following one. `GET
-/api/v1/openapi.json` has the type of every field and answer."""
-  heads = ("call", "purpose", "scope", "takes")
-  return Section("Training Monitor", text, tuple(table(heads, rows)))
+  rows = rows_of(app.document, scopes=True)
+  return Service("Training Monitor", calls, rows)
 
 
 def page() -> str:
-  """The page's text."""
+  """The page with new tables.
+
+  Raises:
+    ValueError: it lists other calls than those served, or lacks a field.
+  """
+  head, *sections = re.split("(?m)^(?=## )", PAGE.read_text(encoding="utf-8"))
+  by_title = {text[3 : text.index("\n")]: text for text in sections}
   with tempfile.TemporaryDirectory() as directory:
     folder = pathlib.Path(directory)
-    sections = (
+    services = (
       policy_server(),
       gym_server(),
       run_service(),
       rollout_buffer(folder / "buffer"),
       monitor(folder),
     )
-  parts = [
-    """\
-# HTTP APIs
-
-Every call of the five services, from their own route tables. `make docs` writes
-this page; a test compares it."""
-  ]
-  for one in sections:
-    text = "\n\n".join(wrapped(part) for part in one.text.split("\n\n"))
-    parts += [f"## {one.title}", text, "\n".join(one.lines)]
-  return "\n\n".join(parts) + "\n"
+  for service in services:
+    text = by_title[service.title]
+    lines = [
+      "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n"
+      for row in service.rows
+    ]
+    if lines:
+      lines.insert(1, "|" + "---|" * lines[0].count(" | ") + "---|\n")
+      before, _, after = re.split(r"(?m)((?:^\|.*\n)+)", text, maxsplit=1)
+      text = before + "".join(lines) + after
+    agree(
+      service.title, service.calls, re.findall(r"(?m)^\| `(\w+) (\S+)`", text)
+    )
+    if lacks := [name for name in service.names if f"`{name}`" not in text]:
+      raise ValueError(f"{service.title}: describe {lacks} in docs/http_api.md")
+    by_title[service.title] = text
+  return head + "".join(by_title.values())
 
 
 if __name__ == "__main__":
-  print(page(), end="")
+  PAGE.write_text(page(), encoding="utf-8")

@@ -20,6 +20,25 @@ from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 
 from tests.engine import engine_mesh_script
 
+
+class Forced:
+  """A `Grammar` of one text, token by token; then any token may come."""
+
+  def __init__(self, tokens, vocabulary):
+    self._tokens = iter(tokens)
+    self._vocabulary = vocabulary
+    self.advance(-1)
+
+  def allowed(self):
+    return self._mask
+
+  def advance(self, token):
+    del token
+    tokens_V = np.zeros(self._vocabulary, bool)
+    tokens_V[next(self._tokens, slice(None))] = True
+    self._mask = constrained_decoding.pack(tokens_V)
+
+
 SIZE = engine_mesh_script.SIZE
 MESHES = {
   "one": None,
@@ -102,7 +121,7 @@ def play(mesh, seconds=400, **settings):
       for p, c in zip(texts, first)
     ]
     forced = [
-      constrained_decoding.Forced([3, 4], engine.vocabulary) if i % 2 else None
+      Forced([3, 4], engine.vocabulary) if i % 2 else None
       for i in range(SESSIONS)
     ]
     second = asyncio.run(asyncio.wait_for(turn(texts, forced), seconds))

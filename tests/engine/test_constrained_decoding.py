@@ -26,13 +26,3 @@ def test_min_tokens_allows_all_but_stops_and_then_all(vocabulary, least, stops):
     banned = set(stops) if token < least else set()
     assert allowed(grammar, vocabulary) == everything - banned
     grammar.advance(token)
-
-
-@given(data=st.data(), vocabulary=st.integers(1, 100))
-def test_forced_allows_one_token_after_another(data, vocabulary):
-  ids = data.draw(st.lists(st.integers(0, vocabulary - 1), max_size=6))
-  grammar = constrained_decoding.Forced(ids, vocabulary)
-  for token in ids:
-    assert allowed(grammar, vocabulary) == {token}
-    grammar.advance(token)
-  assert allowed(grammar, vocabulary) == set(range(vocabulary))

@@ -229,8 +229,3 @@ def test_a_bad_line_is_named(text, problem, tmp_path, capsys):
   error = capsys.readouterr().err
   assert "Traceback" not in error
   assert re.search(problem, error)
-
-
-def test_a_task_without_an_id_is_refused_with_its_line():
-  with pytest.raises(ValueError, match="line 2: no instance_id"):
-    assign_instance_id.check_ids(['{"instance_id": "a"}', "{}"], "f")

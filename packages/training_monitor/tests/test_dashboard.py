@@ -55,7 +55,7 @@ def pages(server):
   return [
       "/", "/rollouts", run, f"{run}/rollouts", f"{run}/steps",
       f"{run}/steps/2", f"{run}/evals",
-      f"{run}/evals/diff", f"{run}/eval/{evaluation['id']}",
+      f"{run}/eval/{evaluation['id']}",
       f"{run}/baseline/{baseline['id']}", f"{run}/tasks",
       f"{run}/tasks/{rollouts[0]['task_id']}", f"{run}/health",
       f"{run}/config", f"/rollouts/{rollouts[-1]['id']}",
@@ -493,27 +493,28 @@ def test_evaluations_and_who_flipped(recorded, tab):
       ]
       wins = sum(r["task_success"] for r in completed)
       assert text == f"{wins}/{len(completed)}"
-  tab.go(f"/runs/{training}/evals/diff")
-  first = {}
-  for r in rollouts:
-    if r["source_type"] == "baseline":
-      first[r["task_id"], r["temperature"]] = r["task_success"]
-  flips = [
-    r
-    for r in rollouts
-    if r["source_type"] == "eval"
-    and r["task_success"] != first[r["task_id"], r["temperature"]]
-  ]
-  assert flips, "the recorded run should have some"
-  links = tab.page.locator("#flips td:nth-last-child(2) a")
-  hrefs = {links.nth(n).get_attribute("href") for n in range(links.count())}
-  assert hrefs == {f"/rollouts/{r['id']}" for r in flips}
-  links = tab.page.locator("#flips td:last-child a")
-  flipped_ids = {
-    links.nth(n).get_attribute("href").partition("?other=")[2]
-    for n in range(links.count())
-  }
-  assert flipped_ids == {str(r["id"]) for r in flips}
+  (baseline,), (evaluation,) = server.rows("baseline"), server.rows("eval")
+  keys = f"a=baseline-{baseline['id']}&b=eval-{evaluation['id']}"
+  flipped = 0
+  for greedy, mode in ((False, "sampled"), (True, "greedy")):
+    tab.go(f"/compare/tasks?{keys}&mode={mode}")
+    before, after = (
+      {
+        r["task_id"]: r
+        for r in rollouts
+        if r["source_type"] == kind and (r["temperature"] == 0) == greedy
+      }
+      for kind in ("baseline", "eval")
+    )
+    links = tab.page.locator("#by-task td:last-child a")
+    hrefs = {links.nth(n).get_attribute("href") for n in range(links.count())}
+    assert hrefs == {
+      f"/rollouts/{before[task]['id']}/beside?other={r['id']}"
+      for task, r in after.items()
+      if r["task_success"] != before[task]["task_success"]
+    }
+    flipped += len(hrefs)
+  assert flipped, "the recorded run should have some"
 
 
 def test_a_rollout_as_a_file(recorded):

@@ -33,7 +33,7 @@ def test_every_page_is_answered(server):
       f"{run}/steps",
       f"{run}/steps?after=9", f"{run}/steps/1", f"{run}/steps/1?by=learned",
       f"{run}/steps/1?sort=advantage&outcome=success", f"{run}/evals",
-      f"{run}/evals?mode=sampled", f"{run}/evals/diff",
+      f"{run}/evals?mode=sampled",
       f"{run}/eval/{evaluation['id']}", f"{run}/baseline/{baseline['id']}",
       f"{run}/tasks", f"{run}/tasks?q=open", f"{run}/tasks/{task['id']}",
       f"{run}/health", f"{run}/config", f"{run}/log",

@@ -177,7 +177,7 @@ def test_hostile_text_is_text_on_every_page(context, tmp_path):
         f"{run}/rollouts?q={XSS[1]}", run, f"{run}?more=" + XSS[1],
         f"{run}/steps",
         f"{run}/steps/1", f"{run}/steps/1?sort=reward", f"{run}/evals",
-        f"{run}/evals/diff", f"{run}/eval/{evaluation['id']}",
+        f"{run}/eval/{evaluation['id']}",
         f"{run}/baseline/{baseline['id']}", f"{run}/tasks",
         f"{run}/tasks?q=" + XSS[0],
         f"{run}/tasks/{rollouts[0]['task_id']}", f"{run}/health",

@@ -1,6 +1,5 @@
 """Every figure of a page, worked out again from what was sent."""
 
-import collections
 import datetime
 import html
 import re
@@ -164,48 +163,6 @@ def test_headlines_are_means_of_the_last_ten_steps(recorded):
   listed = re.search(r"</svg> <b>([\d.]+)</b>", row).group(1)
   assert float(run) == float(listed) == pytest.approx(mean, rel=0.006)
   assert abs(mean - recorded.rewards_N[-1]) > 0.05
-
-
-def test_who_flipped_is_who_flipped(recorded):
-  (five, fifteen) = (e["id"] for e in recorded.server.rows("eval")[:2])
-  page = recorded.text(f"/runs/1/evals/diff?a=eval-{five}&b=eval-{fifteen}")
-  sides = []
-  for place in ("E5", "E15"):
-    by_task = {}
-    for task, greedy, broke, won in recorded.tries[place]:
-      if not broke:
-        by_task.setdefault((task, greedy), []).append(won)
-    sides.append(by_task)
-  pairs = [
-    pair
-    for key, first in sides[0].items()
-    for pair in zip(first, sides[1].get(key, ()))
-  ]
-  gained = sum(b and not a for a, b in pairs)
-  lost = sum(a and not b for a, b in pairs)
-  assert gained > 3 and lost
-  both, neither = (sum(a == b == v for a, b in pairs) for v in (True, False))
-  for words in (
-    f"{gained} gained {lost} lost {both} solved by both {neither} by neither",
-    f"{len(pairs)} pairs of attempts",
-    f"Lost ({lost})",
-    f"Gained ({gained})",
-    f"{recorded.counted('E5')[1] - len(pairs)} and"
-    f" {recorded.counted('E15')[1] - len(pairs)} attempts without a partner",
-  ):
-    assert words in page, words
-  chance = float(re.search(r"by chance: p = ([\d.e-]+)", page).group(1))
-  # Attempts at one task, of either mode, are no independent trials.
-  change = collections.Counter()
-  for (task, _), first in sides[0].items():
-    for pair in zip(first, sides[1].get((task, _), ())):
-      change[task] += int(pair[1]) - int(pair[0])
-  better = sum(by > 0 for by in change.values())
-  worse = sum(by < 0 for by in change.values())
-  assert f"{better} tasks better, {worse} worse" in page
-  assert better + worse < gained + lost
-  expected = stats.binomtest(better, better + worse, 0.5).pvalue
-  assert chance == pytest.approx(expected, rel=0.06)
 
 
 def test_a_steps_figures_are_of_the_members_that_count(recorded):

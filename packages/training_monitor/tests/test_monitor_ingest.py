@@ -554,12 +554,7 @@ def test_bodies_that_are_none(lite):
   huge = b'{"x": "\\ud800", "training": {"seed": 1' + b"0" * 400 + b"}}"
   assert send(huge).status_code == 400
   deep = b"[" * 1000 + b"]" * 1000
-  for path in (
-    "/api/ingest/batch",
-    "/api/v1/trainings/1/tags",
-    "/api/v1/screenshots/missing",
-    "/api/v1/rollouts/r/annotations",
-  ):
+  for path in ("/api/ingest/batch", "/api/v1/screenshots/missing"):
     for body in (
       deep,
       b'{"turn": "\\ud800", "\\ud800": 1, "label": 18446744073709551616}',

@@ -136,7 +136,13 @@ def test_a_pinned_baseline_stays_and_tags_go_with_their_runs(server):
   for name in ("a", "b"):
     add_run(server, name, 0.5, tags=["lr sweep", name])
   ids = {t["run_name"]: t["id"] for t in server.rows("training")}
-  assert server.http.put(f"/api/v1/trainings/{ids['a']}/pin").status_code == 200
+  pin = lambda pinned: server.http.post(
+    f"/runs/{ids['a']}/pin",
+    data={"pinned": pinned},
+    headers={"origin": server.url},
+    follow_redirects=False,
+  )
+  assert pin("1").status_code == 303
   outcome = prune(server, names=("a", "b"))
   assert [[r.name for r in rs] for rs in (outcome.runs, outcome.pinned)] == [
     ["b"],
@@ -146,7 +152,7 @@ def test_a_pinned_baseline_stays_and_tags_go_with_their_runs(server):
   assert [
     r["tag"] for r in server.rows("monitor_training_tag", order="tag")
   ] == ["a", "lr sweep"]
-  server.http.delete(f"/api/v1/trainings/{ids['a']}/pin")
+  pin("0")
   prune(server, names=("a",))
   for table, order in (
     ("training", "id"),

@@ -346,7 +346,8 @@ QUESTIONS = {
         "/compare?run=1&run=2", [], "learner.learning_rate"
     ),
     "what changed between two checkpoints?": (
-        "/runs/1/evals/diff", ["text=side by side >> nth=0"],
+        "/runs/1/evals",
+        ["#evals >> text=changed >> nth=0", "text=side by side >> nth=0"],
         "They first differ in turn 2",
     ),
     "the same task between checkpoints?": (

@@ -116,7 +116,7 @@ def test_only_changed_tasks_are_shown_unless_all_are_asked_for(server):
   assert server.http.get(pair[0]).status_code == 200
   assert (
     "/compare/tasks?a=baseline-1&amp;b=eval-1"
-    in server.http.get("/runs/1/evals/diff").text
+    in server.http.get("/runs/1/evals").text
   )
 
 

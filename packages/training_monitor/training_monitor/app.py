@@ -2,7 +2,6 @@
 
     POST /api/ingest/batch                a batch of the ingest protocol
     PUT  /api/v1/screenshots/{sha256}     a screenshot, once
-    POST /api/v1/trainings/{id}/tags, …   tags and the pinned baseline
     GET  /api/v1/…                        rows of every table
     GET  /api/v1/events                   server-sent events
     GET  /api/…                           routes of other monitors' pages
@@ -117,14 +116,12 @@ class MonitorApp:
       thumbnails_lib.Thumbnails(self._files / thumbnails_lib.FOLDER),
       self._files / "videos",
     )
-    self._tags_and_baseline = tags_and_baseline.TagsAndBaseline(self.writer)
-    self._annotations = annotations_lib.Annotations(self.writer, self._queries)
     site = site_lib.Site(
       access,
       self._pages,
       self._timings,
-      self._tags_and_baseline,
-      self._annotations,
+      tags_and_baseline.TagsAndBaseline(self.writer),
+      annotations_lib.Annotations(self.writer),
     )
     table = self._table()
     self.document = openapi.document(
@@ -177,8 +174,6 @@ class MonitorApp:
 
     self._ingest.add_routes(add)
     self._images.add_routes(add)
-    self._tags_and_baseline.add_routes(add)
-    self._annotations.add_routes(add, get)
     get(
       f"{v1}/trainings/{{id:int}}/curves",
       "training_curves",

@@ -13,13 +13,12 @@ once; those that need the policy, once it is loaded. Defaults follow the policy.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import pathlib
 import re
 import socket
 import sys
-from typing import Any, Callable, NoReturn, Sequence, TypeVar
+from typing import Any, Callable, cast, Sequence, TypeVar
 
 import pydantic
 import tqdm
@@ -196,38 +195,6 @@ def _images_limit(text: str) -> int:
   return limit
 
 
-class _Refused(ValueError):
-  """Wrong arguments, with one message each."""
-
-  def __init__(self, problems: Sequence[str]):
-    self.problems = tuple(problems)
-    super().__init__("\n".join(problems))
-
-
-class _Collected:
-  """Collects refusals of arguments; `end` raises all of them at once."""
-
-  def __init__(self):
-    self._problems: list[str] = []
-
-  def of(self, make: Callable[[], T]) -> Callable[[], T]:
-    """Calls `make`; returns the getter of its result, which raises all
-    refusals where `make` refuses."""
-    try:
-      result = make()
-    except (OSError, ValueError, ImportError) as error:
-      self._problems.append(str(error))
-      return self._refuse
-    return lambda: result
-
-  def _refuse(self) -> NoReturn:
-    raise _Refused(self._problems)
-
-  def end(self) -> None:
-    if self._problems:
-      self._refuse()
-
-
 @dataclasses.dataclass(frozen=True)
 class _Arguments:
   """The arguments, checked; `listening` is bound."""
@@ -235,7 +202,7 @@ class _Arguments:
   token: str
   screens: tuple[tuple[int, int], ...]
   settings: engine_config.EngineConfig
-  limits: requests.RequestLimits
+  images: int
   media_limits: media.MediaLimits
   connections: connections.ConnectionLimits
   listening: socket.socket
@@ -245,47 +212,37 @@ def _checked(args: argparse.Namespace) -> _Arguments:
   """Checks every argument that can be checked without the policy.
 
   Raises:
-    _Refused: An argument is wrong; the message names every such argument.
+    ValueError: Arguments are wrong; the message has a line for each.
   """
-  all_of = _Collected()
-  token = all_of.of(
-    lambda: http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
+  problems: list[str] = []
+
+  def of(make: Callable[[], T]) -> T:
+    try:
+      return make()
+    except (OSError, ValueError, ImportError) as error:
+      problems.append(str(error))
+      return cast(T, None)  # No caller sees it.
+
+  of(lambda: _template_options(args.default_chat_template_kwargs))
+  of(lambda: _check_numbers(args))
+  of(lambda: _sampling(args))
+  of(lambda: tool_parser.make_tool_parser(args.tool_parser, "operator"))
+  of(lambda: policy_files.resolve(args.policy))
+  of(lambda: args.image_dir and _make_folder(args.image_dir))
+  checked = _Arguments(
+    of(lambda: http_server.token(args.token_file, args.host, TOKEN_VARIABLE)),
+    of(lambda: _screens(args.screen)),
+    of(lambda: _engine_settings(args)),
+    of(lambda: _images_limit(args.limit_mm_per_prompt)),
+    of(lambda: _media_limits(_words(args.allowed_media_domains))),
+    of(lambda: http_server.limits_of(args)),
+    of(lambda: http_server.listen(args.host, args.port, _BACKLOG)),
   )
-  screens = all_of.of(lambda: _screens(args.screen))
-  all_of.of(lambda: _template_options(args.default_chat_template_kwargs))
-  settings = all_of.of(lambda: _engine_settings(args))
-  connection_limits = all_of.of(lambda: http_server.limits_of(args))
-  all_of.of(lambda: _check_numbers(args))
-  images_limit = all_of.of(lambda: _images_limit(args.limit_mm_per_prompt))
-  media_limits = all_of.of(
-    lambda: _media_limits(_words(args.allowed_media_domains))
-  )
-  all_of.of(lambda: _sampling(args))
-  all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser, "operator"))
-  all_of.of(lambda: policy_files.resolve(args.policy))
-  if args.image_dir is not None:
-    all_of.of(lambda: _make_folder(args.image_dir))
-  listening = all_of.of(
-    lambda: http_server.listen(args.host, args.port, _BACKLOG)
-  )
-  try:
-    all_of.end()
-  except _Refused:
-    with contextlib.suppress(_Refused):
-      listening().close()
-    raise
-  limits = requests.RequestLimits(
-    max_new_tokens=args.max_tokens, images=images_limit()
-  )
-  return _Arguments(
-    token(),
-    screens(),
-    settings(),
-    limits,
-    media_limits(),
-    connection_limits(),
-    listening(),
-  )
+  if problems:
+    if checked.listening:
+      checked.listening.close()
+    raise ValueError("\n".join(problems))
+  return checked
 
 
 def _sampling(args: argparse.Namespace) -> session_sampling.SessionSampling:
@@ -354,8 +311,8 @@ def _make(
   """Returns the engine and the application.
 
   Raises:
-    _Refused: The policy does not take an argument; the message names each.
-    ValueError, OSError: The policy cannot be loaded.
+    ValueError, OSError: The policy cannot be loaded, or does not take an
+      argument, which the message names.
   """
   largest = max(checked.screens, key=lambda s: s[0] * s[1], default=None)
   policy = checkpoint.load_policy(
@@ -364,12 +321,9 @@ def _make(
   renderer = _renderer(args, policy)
   context = args.max_model_len
   screens = checked.screens or _usual_screens(policy[1], context)
-  all_of = _Collected()
   if checked.screens and policy[1].patches_per_token:
-    all_of.of(lambda: _check_screens(args.screen, screens, policy[1], context))
-  all_of.end()
-  all_of.of(lambda: _check_memory(args, policy, checked.settings, screens))
-  all_of.end()
+    _check_screens(args.screen, screens, policy[1], context)
+  _check_memory(args, policy, checked.settings, screens)
   store = images.ImageStore(args.image_dir, args.image_memory << 20)
   engine = engine_lib.RolloutEngine(
     policy[0],
@@ -386,7 +340,9 @@ def _make(
     policy,
     store,
     parser=args.tool_parser,
-    limits=checked.limits,
+    limits=requests.RequestLimits(
+      max_new_tokens=args.max_tokens, images=checked.images
+    ),
     media_limits=checked.media_limits,
     max_sessions=args.max_sessions,
     session_timeout_s=args.session_timeout,

@@ -176,12 +176,6 @@ class Display:
       setup.min_keycode, mapping.keysyms_per_keycode, list(mapping.keysyms)
     )
     self._per_code = mapping.keysyms_per_keycode
-    # The clipboard is asked for by a window.
-    self._window = c.generate_id()
-    c.core.CreateWindow(
-        0, self._window, self._root, 0, 0, 1, 1, 0,
-        xproto.WindowClass.InputOnly, self._screen.root_visual, 0, [],
-    )  # fmt: skip
     c.flush()
 
   def _share(self) -> None:
@@ -521,35 +515,6 @@ class Display:
       states=frozenset(s.removeprefix(prefix) for s in states),
       active=active,
     )
-
-  def clipboard(self, wait_s: float = 2.0) -> str:
-    """Returns the text in the clipboard, "" when there is none."""
-    try:
-      return self._selection("CLIPBOARD", wait_s)
-    except xcffib.XcffibException as error:
-      raise self._lost(error) from None
-
-  def _selection(self, name: str, wait_s: float) -> str:
-    core = self._connection.core
-    selection = self._atom(name)
-    if not core.GetSelectionOwner(selection).reply().owner:
-      return ""
-    target = self._atom("TUNIX_SELECTION")
-    core.ConvertSelection(
-      self._window, selection, self._atom("UTF8_STRING"), target, 0
-    )
-    self._connection.flush()
-    due = time.monotonic() + wait_s
-    fd = self._connection.get_file_descriptor()
-    while (seconds := due - time.monotonic()) > 0:
-      for event in self._read_events():
-        if isinstance(event, xproto.SelectionNotifyEvent):
-          if not event.property:
-            return ""
-          data = bytes(self._property(self._window, "TUNIX_SELECTION"))
-          return data.decode("utf-8", errors="replace")
-      select.select([fd], [], [], min(seconds, 0.05))
-    return ""  # Its owner has hung, or wants to give it in parts.
 
   def _property(self, window: int, name: str) -> Any:
     reply = self._connection.core.GetProperty(

@@ -52,29 +52,6 @@ def _append(rng: random.Random) -> Instance:
   )
 
 
-@families.family("editor-delete-line", 12)
-def _delete_line(rng: random.Random) -> Instance:
-  name, rows = _open_file(rng, 5)
-  target = rng.randrange(1, 5)
-
-  def script(hand: Hand):
-    yield hand.key("ctrl+home")
-    for _ in range(target):
-      yield hand.key("down")
-    yield hand.key("shift+ctrl+delete")
-    yield hand.key(_SAVE)
-
-  remaining = rows[:target] + rows[target + 1 :]
-  return Instance(
-    f'Delete the line "{rows[target]}" from {name}, which is open in the text'
-    " editor, and save the file.",
-    lambda state: families.expect_tree(state, {name: _text(remaining)}),
-    script,
-    {name: _text(rows)},
-    (("editor", name),),
-  )
-
-
 @families.family("editor-replace-word", 24)
 def _replace(rng: random.Random) -> Instance:
   name, rows = _open_file(rng, 4)
@@ -102,29 +79,6 @@ def _replace(rng: random.Random) -> Instance:
   )
 
 
-@families.family("editor-new-file", 24)
-def _new_file(rng: random.Random) -> Instance:
-  name, rows = _open_file(rng, 3)
-
-  def script(hand: Hand):
-    yield hand.click(200, 200)
-    yield hand.type("\n".join(rows))
-    yield from hand.switch(hand.key(_SAVE))
-    yield hand.key("ctrl+a")
-    yield hand.type(f"~/{name}")
-    yield from hand.insist(hand.key("enter"))
-
-  listed = ", ".join(f'"{line}"' for line in rows)
-  return Instance(
-    f"Write three lines in the text editor, {listed}, and save them as"
-    f" {name} in the home folder.",
-    lambda state: families.expect_tree(state, {name: _text(rows)}),
-    script,
-    {},
-    (("editor",),),
-  )
-
-
 @families.family("editor-save-as", 24)
 def _save_as(rng: random.Random) -> Instance:
   name, rows = _open_file(rng, 3)
@@ -145,35 +99,6 @@ def _save_as(rng: random.Random) -> Instance:
     ),
     script,
     files,
-    (("editor", name),),
-  )
-
-
-@families.family("editor-copy-line", 8)
-def _copy_line(rng: random.Random) -> Instance:
-  name, rows = _open_file(rng, 4)
-  row = rng.randrange(4)
-
-  def script(hand: Hand):
-    yield hand.key("ctrl+home")
-    for _ in range(row):
-      yield hand.key("down")
-    yield hand.key("shift+end")
-    yield hand.key("ctrl+c")
-
-  line = rows[row]
-
-  def check(state) -> str:
-    if state.clipboard().strip("\n") != line:
-      return "the clipboard does not hold the line"
-    return families.expect_tree(state, {name: _text(rows)})
-
-  return Instance(
-    f'Copy the line "{line}" of {name}, which is open in the text editor,'
-    " to the clipboard. Do not change the file.",
-    check,
-    script,
-    {name: _text(rows)},
     (("editor", name),),
   )
 

@@ -54,90 +54,28 @@ def _rename(rng: random.Random) -> Instance:
   )
 
 
-@families.family("files-new-folder", 8)
-def _new_folder(rng: random.Random) -> Instance:
-  files, _ = _home(rng, 1, 2)
-  name = "Project " + rng.choice("ABCDEFGH")
-
-  def script(hand: Hand):
-    yield hand.click(*_EMPTY)
-    yield from hand.switch(hand.key("ctrl+shift+n"))
-    yield hand.key("ctrl+a")
-    yield hand.type(name)
-    yield from hand.switch(hand.key("enter"))
-
-  return Instance(
-    f'Make a new folder "{name}" in the home folder.',
-    lambda state: families.expect_tree(state, {**files, name: None}),
-    script,
-    files,
-    _OPENS,
-  )
-
-
-@families.family("files-delete", 8)
-def _delete(rng: random.Random) -> Instance:
-  files, shown = _home(rng, 2, 5)
-  target = rng.choice(shown[2:])
-
-  def script(hand: Hand):
-    yield hand.click(*_point(shown.index(target)))
-    yield from hand.switch(hand.key("delete"))
-    yield from hand.switch(hand.key("enter"))
-
-  expected = {n: text for n, text in files.items() if n != target}
-  return Instance(
-    f"Move the file {target} to the trash.",
-    lambda state: families.expect_tree(state, expected),
-    script,
-    files,
-    _OPENS,
-  )
-
-
-def _paste(
-  rng: random.Random, take: str, request: str, keeps: bool
-) -> Instance:
-  """Returns the task to put a file into a folder.
-
-  Args:
-    rng: Random generator of the instance.
-    take: Key that cuts or copies the file.
-    request: Instruction with {name} and {folder}.
-    keeps: Whether the file also stays in its old place.
-  """
+@families.family("files-move", 12)
+def _move(rng: random.Random) -> Instance:
   files, shown = _home(rng, 2, 3)
   name, folder = rng.choice(shown[2:]), rng.choice(shown[:2])
 
   def script(hand: Hand):
     yield hand.click(*_point(shown.index(name)))
-    yield hand.key(take)
+    yield hand.key("ctrl+x")
     yield from hand.change(hand.click(*_point(shown.index(folder)), count=2))
     yield hand.click(*_EMPTY)
     yield from hand.change(hand.key("ctrl+v"))
     yield hand.wait(0.5)
 
-  expected = {n: text for n, text in files.items() if keeps or n != name}
+  expected = {n: text for n, text in files.items() if n != name}
   expected[f"{folder}/{name}"] = files[name]
   return Instance(
-    request.format(name=name, folder=folder),
+    f"Move the file {name} into the folder {folder}.",
     lambda state: families.expect_tree(state, expected),
     script,
     files,
     _OPENS,
   )
-
-
-@families.family("files-move", 12)
-def _move(rng: random.Random) -> Instance:
-  request = "Move the file {name} into the folder {folder}."
-  return _paste(rng, "ctrl+x", request, keeps=False)
-
-
-@families.family("files-copy", 12)
-def _copy(rng: random.Random) -> Instance:
-  request = "Copy the file {name} into the folder {folder}. Keep the original."
-  return _paste(rng, "ctrl+c", request, keeps=True)
 
 
 @families.family("files-show-hidden", 4)

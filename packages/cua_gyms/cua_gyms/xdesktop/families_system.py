@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 from cua_gyms.xdesktop import families
-from cua_gyms.xdesktop import programs
 from cua_gyms.xdesktop import scripted_actions as hand_lib
 
 Hand = hand_lib.Hand
@@ -19,8 +18,6 @@ _BUTTON_Y = 12
 # Its keys, row by row, from the corner of its window.
 _KEYS = ("789/", "456*", "123-", "0.±+")
 _KEY_FIRST, _KEY_STEP, _EQUALS = (35, 223), (65, 40), (295, 322)
-# Where the desktop is bare.
-_BARE = (20, 560)
 
 
 def _note(rng: random.Random) -> dict[str, str]:
@@ -99,58 +96,6 @@ def _minimize(rng: random.Random) -> Instance:
   )
 
 
-@families.family("window-move", 6)
-def _move(rng: random.Random) -> Instance:
-  files = _note(rng)
-  (name,) = files
-  side = rng.choice(("left", "right"))
-
-  def script(hand: Hand):
-    window_x, window_y = hand.corner()
-    goal = 0 if side == "left" else 400
-    x, y = 280 + goal - window_x, 300 + _BUTTON_Y - window_y
-    yield hand.drag(280, _BUTTON_Y, x, y)
-
-  def check(state) -> str:
-    windows = state.windows("editor")
-    if not windows:
-      return "the text editor was closed"
-    window = windows[0]
-    if window.y < 150:
-      return "the text editor is not lower than it was"
-    if side == "left":
-      return "" if window.x < 40 else "the text editor is not at the left"
-    return "" if window.x > 200 else "the text editor is not at the right"
-
-  return Instance(
-    f"Drag the window of the text editor to the lower {side} of the screen.",
-    check,
-    script,
-    files,
-    (("editor", name),),
-  )
-
-
-@families.family("desktop-menu", 14)
-def _menu(rng: random.Random) -> Instance:
-  name = rng.choice(sorted(programs.APPS))
-  row = list(programs.APPS).index(name)
-
-  def script(hand: Hand):
-    x, y = _BARE
-    yield from hand.change(hand.click_desktop(x, y, button="right"))
-    for _ in range(row + 1):
-      yield hand.key("down")
-    yield from hand.switch(hand.key("enter"))
-
-  title = programs.APPS[name].title
-  return Instance(
-    f'Open "{title}" from the menu that a right click on the desktop shows.',
-    lambda state: "" if state.windows(name) else f"{title} has not been opened",
-    script,
-  )
-
-
 # -- terminal ------------------------------------------------------------------
 
 
@@ -173,25 +118,6 @@ def _make_folders(rng: random.Random) -> Instance:
     lambda state: families.expect_tree(state, {p: None for p in paths}),
     _in_terminal("mkdir -p " + " ".join(paths)),
     {},
-    (("terminal",),),
-  )
-
-
-@families.family("terminal-permissions", 6)
-def _permissions(rng: random.Random) -> Instance:
-  name = f"{rng.choice(families.WORDS)}.sh"
-  files = {name: "#!/bin/sh\necho hello\n"}
-
-  def check(state) -> str:
-    if not state.mode(name) & 0o100:
-      return f"{name} cannot be run"
-    return families.expect_tree(state, files)
-
-  return Instance(
-    f"In the terminal, make {name} in the home folder executable.",
-    check,
-    _in_terminal(f"chmod +x {name}"),
-    files,
     (("terminal",),),
   )
 
@@ -228,28 +154,6 @@ def _press(hand: Hand, keys: str):
     x, y = _KEY_FIRST
     yield hand.click(x + _KEY_STEP[0] * column, y + _KEY_STEP[1] * row)
   yield hand.click(*_EQUALS)
-
-
-@families.family("calculator-copy", 16)
-def _calculate(rng: random.Random) -> Instance:
-  a, b = rng.randrange(12, 99), rng.randrange(12, 99)
-
-  def script(hand: Hand):
-    yield from _press(hand, f"{a}*{b}")
-    yield hand.key("ctrl+c")
-
-  return Instance(
-    f"Compute {a} times {b} with the calculator and copy the result to the"
-    " clipboard.",
-    lambda state: (
-      ""
-      if state.clipboard().strip() == str(a * b)
-      else "the clipboard does not hold the result"
-    ),
-    script,
-    {},
-    (("calculator",),),
-  )
 
 
 @families.family("calculator-to-file", 40)

@@ -85,27 +85,16 @@ class Hand:
     """Converts pixels of the screen to pixels of the screenshot."""
     return x // self._zoom, y // self._zoom
 
-  def click(
-    self, dx: float, dy: float, *, button: str = "left", count: int = 1
-  ) -> Action:
+  def click(self, dx: float, dy: float, *, count: int = 1) -> Action:
     """Clicks a point of the focused window, relative to its corner."""
     window_x, window_y = self.corner()
     x, y = self.at(window_x + dx, window_y + dy)
-    return Action(Kind.CLICK, x=x, y=y, button=button, count=count)
+    return Action(Kind.CLICK, x=x, y=y, count=count)
 
-  def drag(self, dx: float, dy: float, dx2: float, dy2: float) -> Action:
-    """Drags between two points of that window."""
-    window_x, window_y = self.corner()
-    x, y = self.at(window_x + dx, window_y + dy)
-    x2, y2 = self.at(window_x + dx2, window_y + dy2)
-    return Action(Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
-
-  def click_desktop(
-    self, x: float, y: float, *, button: str = "left", count: int = 1
-  ) -> Action:
+  def click_desktop(self, x: float, y: float) -> Action:
     """Clicks a point of the screen."""
     x, y = self.at(x, y)
-    return Action(Kind.CLICK, x=x, y=y, button=button, count=count)
+    return Action(Kind.CLICK, x=x, y=y)
 
   def wait(self, seconds: float = _WAIT_S) -> Action:
     return Action(Kind.WAIT, duration=seconds)

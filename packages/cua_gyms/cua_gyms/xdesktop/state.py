@@ -1,11 +1,10 @@
-"""Reads the state that judges a task: files, settings, windows, clipboard."""
+"""Reads the state that judges a task: files, settings, windows."""
 
 from __future__ import annotations
 
 import configparser
 import os
 import pathlib
-import stat
 
 from tunix.rl.multi_turn.core import gui_action
 
@@ -70,11 +69,6 @@ class State:
           entries[key] = self.text(key)
     return entries
 
-  def mode(self, name: str) -> int:
-    """Permission bits of a file, 0 when there is none."""
-    path = files_lib.real_path(self._desktop.room.home, name)
-    return stat.S_IMODE(path.lstat().st_mode) if path else 0
-
   def setting(self, name: str, section: str, key: str) -> str | None:
     """Returns a value of an INI file of the home; None when there is none."""
     parser = configparser.ConfigParser(
@@ -99,6 +93,3 @@ class State:
     window_class = programs.app(app).window_class
     windows = self._desktop.display.windows()
     return [w for w in windows if w.window_class == window_class]
-
-  def clipboard(self) -> str:
-    return self._desktop.display.clipboard()

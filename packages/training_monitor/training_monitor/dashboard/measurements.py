@@ -7,21 +7,18 @@ others. The terminal and the report name the same figures.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Mapping, Sequence
+from typing import Annotated, Any, Sequence
 
 import sqlalchemy as sa
 
-from training_monitor.core.statistics import comparison
 from training_monitor.core.statistics import success_rates
 from training_monitor.dashboard import page_request
 from training_monitor.schema import database
 from training_monitor.schema import tables
-from training_monitor.server import errors
 from training_monitor.server import query as query_lib
 
 _COLUMNS_SHOWN = 8
 _MOST_CHECKPOINTS = 500
-_MOST_ROLLOUTS = 20_000
 
 Row = dict[str, Any]
 MODES = ("sampled", "greedy")
@@ -32,13 +29,6 @@ class EvalsQuery(query_lib.PageQuery):
 
   mode: Annotated[str, query_lib.one_of(MODES)] | None = None
   page: query_lib.Id = 0
-
-
-class EvalDiffQuery(query_lib.PageQuery):
-  """Keys of the two measurements that are compared, `<kind>-<id>`."""
-
-  a: str | None = None
-  b: str | None = None
 
 
 def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
@@ -256,64 +246,6 @@ class MeasurementPages(page_request.RunTab):
       by_mode.setdefault(MODES[mode], {})[name] = int(wins), tries
     return by_mode
 
-  def eval_diff(self, request: page_request.PageRequest) -> page_request.Page:
-    """Compares two measurements attempt by attempt."""
-    training = request.id()
-    run = self._head(request.project, training)
-    with database.reading(self._engine) as connection:
-      every = checkpoints(connection, training)
-      by_key = {one["key"]: one for one in every}
-      if len(every) < 2:
-        raise errors.ApiError(
-          404, "this run has fewer than two evaluations or baselines yet"
-        )
-      asks = request.read(EvalDiffQuery)
-      keys = {"a": asks.a or every[-2]["key"], "b": asks.b or every[-1]["key"]}
-      wrong = [
-        errors.fault(side, key, f"give one of {', '.join(by_key)}")
-        for side, key in keys.items()
-        if key not in by_key
-      ]
-      if wrong:
-        raise errors.wrong(wrong)
-      attempts = {
-        side: self._attempts(connection, by_key[key])
-        for side, key in keys.items()
-      }
-    pairs = paired(attempts["a"], attempts["b"])
-    gained = [p for p in pairs if p["b"]["won"] and not p["a"]["won"]]
-    lost = [p for p in pairs if p["a"]["won"] and not p["b"]["won"]]
-    return page_request.Page("eval_diff.html", {
-        "run": run, "tab": "evals", "every": every, "a": by_key[keys["a"]],
-        "b": by_key[keys["b"]], "pairs": len(pairs), "gained": gained,
-        "lost": lost, **_by_task(pairs),
-        "both": sum(p["a"]["won"] and p["b"]["won"] for p in pairs),
-        "neither": sum(
-            not p["a"]["won"] and not p["b"]["won"] for p in pairs
-        ),
-        "alone": {
-            side: len(attempts[side]) - len(pairs) for side in ("a", "b")
-        },
-    })  # fmt: skip
-
-  def _attempts(self, connection: sa.Connection, one: Row) -> list[Row]:
-    r, t = tables.rollout, tables.task
-    rows = connection.execute(
-        sa.select(
-            r.c.id, r.c.task_id, t.c.task_id.label("name"), t.c.description,
-            t.c.app_name, r.c.temperature, r.c.reward, r.c.num_turns,
-            r.c.task_success, r.c.status_message,
-        )
-        .join(t, t.c.id == r.c.task_id)
-        .where(*_completed(one))
-        .order_by(r.c.id)
-        .limit(_MOST_ROLLOUTS)
-    )  # fmt: skip
-    return [
-      {**row._mapping, "won": bool(row.task_success)}  # pylint: disable=protected-access
-      for row in rows
-    ]
-
 
 def _completed(one: Row) -> tuple[sa.ColumnElement[bool], ...]:
   """Returns the conditions on a measurement's completed rollouts."""
@@ -330,37 +262,3 @@ def _neighbours(shown: Sequence[Row]) -> dict[str, str]:
   return {
     later["key"]: earlier["key"] for earlier, later in zip(shown, shown[1:])
   }
-
-
-def paired(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
-  """Returns pairs of attempts at the same task and mode, in order."""
-  waiting: dict[Any, list[Row]] = {}
-  for one in first:
-    waiting.setdefault(_attempt_key(one), []).append(one)
-  for rows in waiting.values():
-    rows.reverse()
-  pairs = []
-  for other in second:
-    if partners := waiting.get(_attempt_key(other)):
-      pairs.append({"a": partners.pop(), "b": other})
-  return pairs
-
-
-def _by_task(pairs: Sequence[Row]) -> Row:
-  """Counts tasks with more wins and with fewer, and tests the split.
-
-  Attempts at one task, sampled or greedy, are not independent: a task counts
-  once. `chance` is None where no task changed.
-  """
-  change: dict[int, int] = {}
-  for pair in pairs:
-    task, by = pair["a"]["task_id"], pair["b"]["won"] - pair["a"]["won"]
-    change[task] = change.get(task, 0) + by
-  better = sum(by > 0 for by in change.values())
-  worse = sum(by < 0 for by in change.values())
-  chance = comparison.sign_test(better, worse) if better + worse else None
-  return {"better": better, "worse": worse, "chance": chance}
-
-
-def _attempt_key(one: Mapping[str, Any]) -> tuple[int, bool]:
-  return one["task_id"], one["temperature"] == 0

@@ -35,7 +35,6 @@ PATHS: tuple[tuple[str, str], ...] = (
   ("/runs/{id:int}/steps", "steps"),
   ("/runs/{id:int}/steps/{step:int}", "step"),
   ("/runs/{id:int}/evals", "evals"),
-  ("/runs/{id:int}/evals/diff", "eval_diff"),
   ("/runs/{id:int}/tasks", "tasks"),
   ("/runs/{id:int}/tasks/{task:int}", "task"),
   ("/runs/{id:int}/health", "health"),
@@ -79,7 +78,6 @@ class Pages:
     steps = step_page.StepPages(*sources)
     rollouts = rollout_page.RolloutPages(*sources, files=files, texts=texts)
     lists = rollout_list.RolloutLists(*sources)
-    measured = measurements.MeasurementPages(*sources)
     tasks = task_pages.TaskPages(*sources)
     health = health_page.HealthPages(*sources, timings=timings, writer=writer)
     self.eval_points = runs.eval_points
@@ -90,7 +88,7 @@ class Pages:
     self.step, self.measurement = steps.step, steps.measurement
     self.rollouts, self.run_rollouts = lists.of_all, lists.of_run
     self.rollout, self.export = rollouts.rollout, rollouts.export
-    self.evals, self.eval_diff = measured.evals, measured.eval_diff
+    self.evals = measurements.MeasurementPages(*sources).evals
     self.tasks, self.task = tasks.tasks, tasks.task
     self.health = health.health
     self.beside = attempts_page.AttemptPages(*sources).beside

@@ -1,44 +1,28 @@
-"""Changes the labels and notes of rollouts and of their turns.
+"""Changes the labels and notes of rollouts and of their turns, for forms.
 
-    GET, POST /api/v1/rollouts/{name}/annotations
-    DELETE    /api/v1/rollouts/{name}/annotations/{id}
-    GET       /api/v1/labels
-
-Promises: as for tags, a project changes its own rollouts only, and an answer
-means that the change is on the disk; a repeated label is stored once.
+Promises: as for tags, a project changes its own rollouts only, and a change
+that returns is on the disk; a repeated label is stored once.
 """
 
 from __future__ import annotations
 
-from typing import Callable
-
 import pydantic
-from starlette import requests as starlette_requests
-from starlette import responses
 
-from training_monitor.server import access as access_lib
 from training_monitor.server import errors
-from training_monitor.server import http_io
-from training_monitor.server import queries as queries_lib
 from training_monitor.server import query as query_lib
 from training_monitor.server import writer as writer_lib
 from training_monitor.server.batches import apply
 from training_monitor.server.batches import references
 
-_MAX_BODY = 64 << 10
 _MOST = 500
 """Labels and notes of a rollout."""
 
-Request = starlette_requests.Request
-Response = responses.Response
-
 
 class Annotations:
-  """Changes labels and notes; has the API's handlers, too."""
+  """Changes labels and notes."""
 
-  def __init__(self, writer: writer_lib.Writer, queries: queries_lib.Queries):
+  def __init__(self, writer: writer_lib.Writer):
     self._writer = writer
-    self._queries = queries
 
   async def add(self, project: int, rollout: int, body: object) -> None:
     """Adds a label, a note or both.
@@ -72,71 +56,6 @@ class Annotations:
     """
     await writer_lib.durable(
       self._writer.run(lambda t: _remove(t, project, rollout, id_))
-    )
-
-  def add_routes(
-    self, add: Callable[..., None], get: Callable[..., None]
-  ) -> None:
-    """Adds them; see `app.MonitorApp`."""
-    path = "/api/v1/rollouts/{name}/annotations"
-    get(
-      path,
-      "annotations",
-      "Labels and notes of a rollout and its turns.",
-      lambda p, r: self._queries.annotations(p, http_io.name_of(r)),
-    )
-    get(
-      "/api/v1/labels",
-      "labels",
-      "Labels, with how many rollouts have them.",
-      lambda p, r: self._queries.labels(p),
-    )
-    add(
-      "POST",
-      path,
-      "annotate",
-      "Adds a label or a note.",
-      self._post,
-      scope="ingest",
-      body="annotation",
-    )
-    add(
-      "DELETE",
-      f"{path}/{{id:int}}",
-      "remove_annotation",
-      "Takes a label or a note away.",
-      self._delete,
-      scope="ingest",
-    )
-
-  async def _post(
-    self, request: Request, who: access_lib.Principal
-  ) -> Response:
-    body = await http_io.read_body(request, _MAX_BODY)
-    fields = http_io.parse_plain(body, '{"turn": 3, "label": "…", "note": "…"}')
-    rollout = await self._rollout(request, who)
-    await self.add(who.project, rollout, fields)
-    return await self._answer(request, who)
-
-  async def _delete(
-    self, request: Request, who: access_lib.Principal
-  ) -> Response:
-    rollout = await self._rollout(request, who)
-    await self.remove(who.project, rollout, http_io.id_of(request))
-    return await self._answer(request, who)
-
-  async def _rollout(self, request: Request, who: access_lib.Principal) -> int:
-    return await http_io.in_thread(
-      self._queries.rollout_id, who.project, http_io.name_of(request)
-    )
-
-  async def _answer(
-    self, request: Request, who: access_lib.Principal
-  ) -> Response:
-    return http_io.json_answer(
-      await http_io.in_thread(
-        self._queries.annotations, who.project, http_io.name_of(request)
-      )
     )
 
 

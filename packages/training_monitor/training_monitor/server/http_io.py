@@ -99,22 +99,6 @@ def parse(body: bytes) -> Any:
     raise errors.ApiError(400, f"the body: {error}; send it as text") from None
 
 
-def parse_plain(body: bytes, remedy: str) -> Any:
-  """Returns the value of a body of JSON; half a surrogate pair becomes U+FFFD.
-
-  Args:
-    body: Bytes of the request.
-    remedy: What a body should be, for the refusal.
-
-  Raises:
-    ApiError: 400, it is no JSON, or nested too deeply.
-  """
-  try:
-    return fields.plain(json_text.parse(body))
-  except (ValueError, OverflowError):  # A whole number that no float holds.
-    raise errors.ApiError(400, f"the body is not JSON; give {remedy}") from None
-
-
 def json_answer(data: object) -> Response:
   """Returns a 200 with JSON."""
   return Response(orjson.dumps(data), media_type="application/json")

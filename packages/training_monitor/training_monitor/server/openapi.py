@@ -28,8 +28,8 @@ class Operation:
     summary: one sentence.
     scope: Scope of the token, "" for none.
     query: model of the URL's query; None takes no parameters.
-    answer: a table, "page:<table>", "object", "tags", "image" or "events".
-    body: "batch", "image", "images", "hashes", "tags" or "".
+    answer: a table, "page:<table>", "object", "image" or "events".
+    body: "batch", "image", "images", "hashes" or "".
   """
 
   method: str
@@ -155,13 +155,7 @@ def _answer(kind: str) -> dict[str, Any]:
   else:
     page, _, table = kind.rpartition(":")
     schema: Any = {"type": "object"}
-    if table == "tags":
-      schema = {
-        "type": "object",
-        "required": ["tags"],
-        "properties": {"tags": _tags()},
-      }
-    elif table != "object":
+    if table != "object":
       schema = {"$ref": f"#/components/schemas/{table}"}
     if page:
       schema = {
@@ -198,17 +192,9 @@ def _body(kind: str) -> dict[str, Any]:
         }
       },
     }
-  elif kind == "annotation":
-    schema = query_lib.Annotation.model_json_schema()
-  elif kind == "tags":
-    schema = query_lib.TagChange.model_json_schema()
   else:
     schema = {"$ref": "#/components/schemas/Batch"}
   return {"application/json": {"schema": schema}}
-
-
-def _tags() -> dict[str, Any]:
-  return dict(query_lib.TagChange.model_json_schema()["properties"]["add"])
 
 
 def _schemas() -> dict[str, Any]:
@@ -294,7 +280,8 @@ def _batch() -> dict[str, Any]:
       **_BY_BODY,
     }
     if kind.name == "training":
-      item["properties"]["tags"] = {**_tags(), "type": ["array", "null"]}
+      tags = query_lib.TagChange.model_json_schema()["properties"]["add"]
+      item["properties"]["tags"] = {**tags, "type": ["array", "null"]}
       properties["training"] = item
     else:
       properties[kind.plural] = {

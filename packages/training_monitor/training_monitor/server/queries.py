@@ -146,37 +146,6 @@ class Queries:
       )
       return {"items": [_json(row) for row in rows]}
 
-  def labels(self, project: int) -> Row:
-    """Returns the project's labels, with how many rollouts have each."""
-    n, r = tables.annotation, tables.rollout
-    with database.reading(self._engine) as connection:
-      rows = connection.execute(
-        sa.select(
-          n.c.label,
-          sa.func.count(sa.distinct(n.c.rollout_id)).label("rollouts"),
-        )
-        .join(r, r.c.id == n.c.rollout_id)
-        .where(n.c.label.is_not(None), self._is_mine(project))
-        .group_by(n.c.label)
-        .order_by(n.c.label)
-      )
-      return {"items": [_json(row) for row in rows]}
-
-  def annotations(self, project: int, name: str) -> Row:
-    """Returns labels and notes of a rollout and its turns, in order of time."""
-    with database.reading(self._engine) as connection:
-      id_ = self._rollout_id(connection, project, name)
-      return {"items": annotations_of(connection, id_)}
-
-  def rollout_id(self, project: int, name: str) -> int:
-    """Returns the id of a rollout, by it or by the rollout's own name.
-
-    Raises:
-      ApiError: 404.
-    """
-    with database.reading(self._engine) as connection:
-      return self._rollout_id(connection, project, name)
-
   # --- one of them -----------------------------------------------------------
 
   def one(self, project: int, kind: str, id_: int) -> Row:

@@ -259,8 +259,6 @@ def _message(
   if kind in ("greater_than_equal", "less_than_equal"):
     schema = model.model_json_schema()["properties"][name]
     return f"give {schema['minimum']} to {schema['maximum']}"
-  if kind in ("extra_forbidden", "model_type"):
-    return f"give an object with {' and '.join(model.model_fields)}"
   return detail["msg"][0].lower() + detail["msg"][1:]
 
 
@@ -361,12 +359,6 @@ class Annotation(pydantic.BaseModel):
 
   model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-  turn: Annotated[
-    int | None,
-    pydantic.BeforeValidator(_turn),
-    pydantic.WithJsonSchema(
-      {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_ID}
-    ),
-  ] = None
+  turn: Annotated[int | None, pydantic.BeforeValidator(_turn)] = None
   label: Label | None = None
   note: Note | None = None

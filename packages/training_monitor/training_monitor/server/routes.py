@@ -31,12 +31,6 @@ def add_routes(q: queries_lib.Queries, get: Callable[..., None]) -> None:
     query=query_lib.TrainingsQuery,
     answer="page:training",
   )
-  get(
-    f"{v1}/tags",
-    "tags",
-    "Tags of trainings, with how many have them.",
-    lambda p, r: q.tags(p),
-  )
   for kind, plural in (
     ("step", "steps"),
     ("eval", "evals"),

@@ -153,6 +153,11 @@ class TrainConfig:
     """Whether the run needs a rollout engine."""
     return self.rollout.via != "offline" or self.evaluates
 
+  @property
+  def has_engine(self) -> bool:
+    """Whether the run's own processes hold that engine."""
+    return self.samples and self.rollout.via not in ("external", "hosts")
+
   def to_dict(self) -> dict[str, Any]:
     return loader.to_dict(self)
 

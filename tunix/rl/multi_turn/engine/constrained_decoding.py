@@ -83,27 +83,6 @@ class MinTokens:
     self._left -= 1
 
 
-class Forced:
-  """A `Grammar` of one text, token by token: its raw log-probs are those that
-  the policy gives to tokens it did not choose."""
-
-  def __init__(self, tokens: Sequence[int], vocabulary: int):
-    """`tokens` are below `vocabulary`, the number of the policy's ids."""
-    self._tokens = iter(tokens)
-    self._vocabulary = vocabulary
-    self.advance(-1)
-
-  def allowed(self) -> np.ndarray:
-    return self._mask
-
-  def advance(self, token: int) -> None:
-    """After the last token, any may come."""
-    del token
-    tokens_V = np.zeros(self._vocabulary, bool)
-    tokens_V[next(self._tokens, slice(None))] = True
-    self._mask = pack(tokens_V)
-
-
 def _call(function: Callable[..., Any], *args: Any) -> Any:
   """Returns the function's result; native panics become `RuntimeError`.
 

@@ -105,8 +105,7 @@ def load(
 
 def has_engine(config: config_lib.TrainConfig) -> bool:
   """Whether the devices of the learner hold an engine, too."""
-  own = config.rollout.via in ("external", "hosts") or config.mesh.engine
-  return not own
+  return config.has_engine and not config.mesh.engine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -304,8 +304,7 @@ def _weights(
     )
   # On a CPU the engine's devices share the memory of the learner's.
   apart = config.mesh.engine and jax.default_backend() != "cpu"
-  own = config.rollout.via in ("external", "hosts") or apart
-  if config.samples and not own:
+  if config.has_engine and not apart:
     local = update_memory.process_mesh(mesh, jax.process_count())
     copy = device_state.weight_bytes(model, local, config.engine.weights)
     here = update_memory.parameter_bytes(model, local, itemsize=1)
@@ -345,7 +344,7 @@ def _engine(
   processor: base.Processor,
   mesh: jax.sharding.Mesh | None,
 ) -> list[Part]:
-  if not config.samples or config.rollout.via in ("external", "hosts"):
+  if not config.has_engine:
     return []
   has_screen = config.sees_screenshots
 

@@ -53,30 +53,6 @@ def rows_of(lines: Iterable[str], where: str) -> Iterator[tuple[int, Any]]:
     yield number, row
 
 
-def check_ids(lines: Iterable[str], where: str) -> list[dict[str, Any]]:
-  """Rows of a file that is to be rolled out.
-
-  Raises:
-    ValueError: a line without an id, or two with the same one.
-  """
-  first_lines: dict[str, int] = {}
-  rows = []
-  for number, row in rows_of(lines, where):
-    if row.get(ID) is None:
-      raise ValueError(
-        f"{where}, line {number}: no instance_id; run assign_instance_id"
-      )
-    name = str(row[ID])
-    if name in first_lines:
-      raise ValueError(
-        f"{where}, line {number}: instance_id={name} is that of line"
-        f" {first_lines[name]} too"
-      )
-    first_lines[name] = number
-    rows.append(row)
-  return rows
-
-
 def assign(
   lines: Iterable[str], task_type: str, where: str = "the input"
 ) -> list[dict[str, Any]]:
