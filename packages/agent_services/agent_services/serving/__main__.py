@@ -228,7 +228,8 @@ def _checked(args: argparse.Namespace) -> _Arguments:
   of(lambda: _sampling(args))
   of(lambda: tool_parser.make_tool_parser(args.tool_parser, "operator"))
   of(lambda: policy_files.resolve(args.policy))
-  of(lambda: args.image_dir and _make_folder(args.image_dir))
+  if args.image_dir:
+    of(lambda: _make_folder(args.image_dir))
   checked = _Arguments(
     of(lambda: http_server.token(args.token_file, args.host, TOKEN_VARIABLE)),
     of(lambda: _screens(args.screen)),
