@@ -184,23 +184,37 @@ def test_rows_are_drawn_once_a_pass_and_held_out_ones_never(server):
   assert time.monotonic() - started < 60  # At once, in one process.
 
 
+FAULTS = {
+  "raises": "no such answer",
+  "nan": "returned the reward nan",
+  "waits": "not over after 2 s; raise environment.options.episode_s",
+  "dies": "ended with status 3.*the last words",
+}
+
+
 @installed
 @slow
-@pytest.mark.parametrize(
-  "kind, words",
-  [
-    ("raises", "no such answer"),
-    ("nan", "returned the reward nan"),
-    ("dies", "ended with status 3.*the last words"),
-    ("waits", "not over after 2 s; raise environment.options.episode_s"),
-    ("group", "rewards of a whole group"),
-  ],
-)
-def test_what_fails_is_an_error_and_no_reward_of_0(server, kind, words):
-  env = make(kind=kind, seconds=60.0, episode_s=2.0 if kind == "waits" else 60)
+def test_what_fails_is_an_error_and_no_reward_of_0(server):
+  """One process outlives each of its episodes' errors but the last."""
+  workers = set()
+  for fault, words in FAULTS.items():
+    env = make(
+      kind=",".join(FAULTS),
+      seconds=60.0,
+      episode_s=2.0 if fault == "waits" else 60,
+    )
+    with pytest.raises(environment.VerifiersError, match=words):
+      asyncio.run(episode(env, server))
+    workers.add(env._worker)
+  assert len(workers) == 1
+
+
+@installed
+@slow
+def test_rewards_of_a_whole_group_are_refused(server):
+  words = "rewards of a whole group"
   with pytest.raises(environment.VerifiersError, match=words):
-    asyncio.run(episode(env, server))
-  environment.close_workers()
+    asyncio.run(episode(make(kind="group"), server))
 
 
 @installed

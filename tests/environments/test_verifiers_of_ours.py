@@ -67,11 +67,11 @@ def _server():
 
 
 def play(url, rows, settings, *, python=PYTHON, player=PLAYER, **more):
+  """Starts the package, which takes seconds, once for all of `runs`."""
   request = {
       "url": f"{url}/v1", "model": "nano", "rows": rows,
-      "args": {"settings": settings, "train": 3, "eval": 2,
-               "python": sys.executable},
-      "sampling": {"max_tokens": 16, "temperature": 1.0, "seed": 3}, **more,
+      "args": arguments(settings), **more,
+      "sampling": {"max_tokens": 16, "temperature": 1.0, "seed": 3},
   }  # fmt: skip
   process = subprocess.run(
     [str(python), str(player), json.dumps(request)],
@@ -81,9 +81,14 @@ def play(url, rows, settings, *, python=PYTHON, player=PLAYER, **more):
     text=True,
     timeout=300,
   )
-  if process.returncode:
-    return process.stderr
+  assert not process.returncode, process.stderr
   return json.loads(process.stdout.splitlines()[-1])
+
+
+def arguments(settings):
+  return {
+    "settings": settings, "train": 3, "eval": 2, "python": sys.executable
+  }  # fmt: skip
 
 
 def images_of(messages):
@@ -96,26 +101,56 @@ def images_of(messages):
   ]
 
 
-@with_0_1
-def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(server):
+DESKTOP = {
+  "gym": "desktop",
+  "tasks": ["click-button"],
+  "agent.on_parse_error": "retry",
+  "environment.max_turns": 3,
+}
+GSM8K = arguments({"environment": "gsm8k"})
+REFUSED = [
+  ({"settings": {"gym": "desktopp"}}, "'desktopp'"),
+  ({"train": 0}, "train=0 must be a number"),
+  ({"python": "/no/python"}, "python=/no/python: no such file"),
+  ({"start_s": -1}, "start_s=-1 must be"),
+  ({"turn_s": 0}, "turn_s=0 must be"),
+]
+
+
+@pytest.fixture(scope="module", name="played")
+def _played(server):
+  """Episodes by the name of their run, refusals, and a session's tokens."""
+  late = {"gym": "desktop", "collect.deadlines.model": 0.001}
   with httpx.Client(base_url=server, timeout=60) as client:
     started = client.post("/rl/start_session", json={"task_id": "t"}).json()
-    settings = {
-      "gym": "desktop",
-      "tasks": ["click-button"],
-      "agent.on_parse_error": "retry",
-      "environment.max_turns": 3,
+    runs = {
+      "desktop": {
+        "url": started["base_url"],
+        "key": started["api_key"],
+        "rows": [("train", 1)],
+      },
+      "text": {"rows": [("train", 0), ("eval", 1)], "args": GSM8K},
+      "killed": {"args": GSM8K, "kill": True},
+      "late": {"args": arguments(late)},
     }
-    (result,) = play(
-      started["base_url"].removesuffix("/v1"),
-      [("train", 1)],
-      settings,
-      key=started["api_key"],
+    result = play(
+      server,
+      [("train", 0)],
+      DESKTOP,
+      runs=list(runs.values()),
+      refused=[{"python": sys.executable, **wrong} for wrong, _ in REFUSED],
     )
-    exported = client.post(
+    result["played"] = dict(zip(runs, result["played"], strict=True))
+    result["exported"] = client.post(
       "/export_trajectories",
       json={"session_id": started["session_id"], "style": "concat"},
     ).json()["interactions"]
+  return result
+
+
+@with_0_1
+def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(played):
+  (result,) = played["played"]["desktop"]
   assert result["error"] is None, result
   assert result["stop"] == "has_final_env_response"
   turns = result["turns"]
@@ -134,7 +169,7 @@ def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(server):
   assert result["reward"] == result["metrics"]["reward"]
   assert result["metrics"]["parse_errors"] <= len(turns)
   # The history was only extended, so the session is one token sequence.
-  (sequence,) = exported.values()
+  (sequence,) = played["exported"].values()
   mask = sequence["tensor_dict"]["loss_mask"][0]
   runs = sum(b and not a for a, b in zip([0, *mask], mask))
   assert runs == len(turns) and len(sequence["images"]) == len(turns)
@@ -165,55 +200,35 @@ def test_vf_eval_finds_it_by_its_name(server, tmp_path):
 
 
 @with_0_1
-def test_text_tasks_and_a_process_that_died_are_played(server):
-  result = play(server, [("train", 0), ("eval", 1)], {"environment": "gsm8k"})
-  for one in result:
+def test_text_tasks_and_a_process_that_died_are_played(played):
+  for one in played["played"]["text"]:
     assert one["error"] is None and one["metrics"]["num_turns"] == 1
-  (after,) = play(server, [("train", 0)], {"environment": "gsm8k"}, kill=True)
+  (after,) = played["played"]["killed"]
   assert after["error"] is None  # It was started again.
 
 
 @with_0_1
-def test_an_environment_that_fails_is_an_error_and_no_reward(server):
-  settings = {"gym": "desktop", "collect.deadlines.model": 0.001}
-  (result,) = play(server, [("train", 0)], settings)
+def test_an_environment_that_fails_is_an_error_and_no_reward(played):
+  (result,) = played["played"]["late"]
   assert "status=timeout" in result["error"] or (
     "status=model_error" in result["error"]
   )
 
 
 @with_0_1
-def test_a_wrong_argument_is_named(server):
-  """Importing the package takes seconds, so one process tries them all."""
-  cases = [
-    ({"settings": {"gym": "desktopp"}}, "'desktopp'"),
-    ({"train": 0}, "train=0 must be a number"),
-    ({"python": "/no/python"}, "python=/no/python: no such file"),
-    ({"start_s": -1}, "start_s=-1 must be"),
-    ({"turn_s": 0}, "turn_s=0 must be"),
-  ]
-  arguments = [{"python": sys.executable, **wrong} for wrong, _ in cases]
-  messages = play(server, [], {}, refused=arguments)
-  assert isinstance(messages, list), messages
-  for message, (_, words) in zip(messages, cases, strict=True):
+def test_a_wrong_argument_is_named(played):
+  for message, (_, words) in zip(played["refused"], REFUSED, strict=True):
     assert words in message, (words, message)
 
 
 @with_0_4
 def test_a_policy_plays_the_desktop_as_a_taskset(server):
   """To its end, and up to a limit of verifiers'."""
-  settings = {
-    "gym": "desktop",
-    "tasks": ["click-button"],
-    "agent.on_parse_error": "retry",
-    "environment.max_turns": 3,
-  }
   results = play(
-      server, [1], settings, python=PYTHON4, player=PLAYER4,
+      server, [1], DESKTOP, python=PYTHON4, player=PLAYER4,
       runs=[{}, {"agent": {"max_turns": 1}},
             {"settings": {"collect.deadlines.model": 0.001}}],
   )  # fmt: skip
-  assert isinstance(results, list), results
   result, cut, failed = results
   assert result["ok"] and not result["errors"], result
   turns = [m for m in result["messages"] if m["role"] == "assistant"]

@@ -26,31 +26,29 @@ def refusals(arguments):
   return lines
 
 
-async def main(asked):
-  if "refused" in asked:
-    print(json.dumps(refusals(asked["refused"])))
-    return
-  env = vf.load_environment("tunix-multi-turn", **asked["args"])
+async def play(request):
+  """Plays the rows of one environment; a list of what came of each."""
+  env = vf.load_environment("tunix-multi-turn", **request["args"])
   client = vf.OpenAIChatCompletionsClient(
     openai.AsyncOpenAI(
-      base_url=asked["url"], api_key=asked.get("key", "none"), max_retries=0
+      base_url=request["url"], api_key=request.get("key", "none"), max_retries=0
     )
   )
-  found = []
-  if asked.get("kill"):
+  result = []
+  if request.get("kill"):
     process = env._host.worker()._process
     process.kill()
     process.wait(10)
-  for split, index in asked["rows"]:
+  for split, index in request["rows"]:
     rows = env.get_dataset() if split == "train" else env.get_eval_dataset()
     out = await env.run_rollout(
       dict(rows[index]),
       client,
-      asked["model"],
-      asked["sampling"],
+      request["model"],
+      request["sampling"],
       state_columns=["trajectory"],
     )
-    found.append(
+    result.append(
       {
         "reward": out["reward"],
         "metrics": out.get("metrics"),
@@ -66,7 +64,14 @@ async def main(asked):
       }
     )
   env._host.end()
-  print(json.dumps(found))
+  return result
+
+
+async def main(request):
+  """One start of the package for all of `runs`: what each does otherwise."""
+  played = [await play({**request, **run}) for run in request["runs"]]
+  refused = refusals(request["refused"])
+  print(json.dumps({"played": played, "refused": refused}))
 
 
 def plain(messages):

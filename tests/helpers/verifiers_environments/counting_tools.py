@@ -52,7 +52,7 @@ class Talk(vf.MultiTurnEnv):
 
 
 def load_environment(kind="single", seconds=0.0):
-  """`kind`: of environment, or of fault."""
+  """`kind`: of environment, or of fault; of several, one an episode."""
   print("an environment may print")
   common = dict(dataset=_rows(10), system_prompt=SYSTEM)
   rubric = vf.Rubric(funcs=[length], weights=[1.0])
@@ -72,19 +72,22 @@ def load_environment(kind="single", seconds=0.0):
 
     return vf.SingleTurnEnv(rubric=vf.Rubric(funcs=[best]), **common)
 
+  faults = iter(kind.split(","))
+
   async def faulty(completion, **kwargs):
     del completion, kwargs
-    if kind == "raises":
+    fault = next(faults)
+    if fault == "raises":
       raise ValueError("no such answer")
-    if kind == "dies":
+    if fault == "dies":
       os.write(2, b"the last words\n")
       os._exit(3)
-    if kind == "blocks":
+    if fault == "blocks":
       time.sleep(seconds)
-    if kind == "waits":
+    if fault == "waits":
       await asyncio.sleep(seconds)
-    return float("nan") if kind == "nan" else 1.0
+    return float("nan")
 
-  if kind in ("raises", "dies", "blocks", "waits", "nan"):
+  if kind != "single":
     rubric = vf.Rubric(funcs=[faulty])
   return vf.SingleTurnEnv(rubric=rubric, **common)
