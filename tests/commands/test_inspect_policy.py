@@ -123,8 +123,7 @@ def test_a_saved_directory_is_read_and_run_on_a_picture(tmp_path, capsys):
   figures = report(capsys, *arguments)
   assert figures["files"] == {"BF16": 2 * figures["parameters"]["total"]}
   assert not figures["forward"]["random_weights"]
-  assert inspect_policy.main(arguments) == 0
-  shown = capsys.readouterr().out
+  shown = inspect_policy.text_of(figures)
   assert "BF16" in shown and "next token" in shown
   bad = refusal(capsys, *arguments[:3], f"--image={tmp_path / 'none.png'}")
   assert "none.png" in bad

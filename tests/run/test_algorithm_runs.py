@@ -7,12 +7,11 @@ import small_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NEW = (
-  small_runs.NANO,
+  small_runs.ONE_LAYER,
   "warm_start.source=none",
-  "eval.modes=[sampled]",
+  "eval.on=false",
   "seed=1",
   "name=r",
-  "eval.episodes_per_task=1",
 )
 
 
@@ -27,12 +26,11 @@ def test_ppo_resumes_with_its_value_head(tmp_path):
     "learner.minibatches=2",
     "algorithm.value_warmup=1",
   )
-  once = train(tmp_path / "whole", *settings, "steps=2", "checkpoint.every=1")
-  train(tmp_path / "parts", *settings, "steps=1", "checkpoint.every=1")
-  resumed = tmp_path / "parts" / "r"
+  once = train(tmp_path, *settings, "steps=2", "checkpoint.every=1")
+  resumed = tmp_path / "r"
   assert (
     small_runs.run_train(
-      tmp_path, f"resume={resumed}", "steps=2", "eval.episodes_per_task=1"
+      tmp_path, f"resume={resumed}", "checkpoint.resume_from=1"
     )
     == 0
   )

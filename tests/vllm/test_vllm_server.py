@@ -283,18 +283,18 @@ def test_a_run_asks_before_it_begins(policy, server, images, context, words):
 
 
 _KERNELS = """
-import json, torch
-from vllm import _custom_ops as ops
-from vllm.platforms import current_platform
-current_platform.import_kernels()
+import importlib.util, json, pathlib, torch
+folder = pathlib.Path(importlib.util.find_spec("vllm").origin).parent
+torch.ops.load_library(str(folder / "_C_AVX2.abi3.so"))
 one = torch.tensor([5], dtype=torch.int32)
 rows = torch.tensor([0, 5], dtype=torch.int32)
 values = []
 for width in range(8, 520, 8):
   isa = "vec16" if width % 32 and width % 16 == 0 else "vec"
   try:
-    ops.cpu_attn_get_scheduler_metadata(
-        1, 2, 1, width, one, torch.float32, rows, True, -1, isa, True)
+    torch.ops._C.get_scheduler_metadata(
+        1, 2, 1, width, one, torch.float32, rows, True, -1, isa, True, None,
+        "auto")
   except RuntimeError:
     continue
   values.append(width)
