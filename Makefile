@@ -6,6 +6,8 @@ SHELL := /bin/sh
 ARGS ?=
 TESTS ?=
 V ?= 0
+# Of pytest, whose tests wait for files and for one another half of their time.
+WORKERS ?= 3
 
 ifneq ($(strip $(VIRTUAL_ENV)),)
   VENV := $(VIRTUAL_ENV)
@@ -49,7 +51,7 @@ train: $(STAMP)$(BROWSER) $(XDESKTOP) ## train on the built-in desktop; ARGS are
 # Workers and the many processes that tests start read each other's bytecode.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)-dev ## run the framework's tests; TESTS=packages/cua_gyms, ARGS='-k name'
-	@exec $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) \
+	@exec $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS) \
 	  $(or $(TESTS),$(DEFAULT_TESTS))
 
 DEFAULT_TESTS = tests

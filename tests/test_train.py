@@ -9,7 +9,6 @@ import io
 import json
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -189,6 +188,7 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
     "collect.deadlines.evaluate=0.3",
     "collect.deadlines.close=0.3",
     "environment.max_turns=2",
+    "eval.modes=[sampled]",
   )
   assert status == 0
   import faulty_gym  # pylint: disable=g-import-not-at-top
@@ -378,16 +378,6 @@ def test_wrong_input_is_one_clear_error(arguments, words, tmp_path, capsys):
   for word in words:
     assert word in stderr, stderr
   assert "Traceback" not in stderr
-  assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_dry_run_shows_shapes_and_makes_nothing(tmp_path, capsys):
-  assert small_runs.run_train(tmp_path, "--dry-run", "name=d") == 0
-  stdout = capsys.readouterr().out
-  assert re.search(r"parameters", stdout)
-  assert re.search(r"KV cache of \d+ tokens, [\d.]+ MiB", stdout)
-  assert "group_size: 4" in stdout
   assert not list(tmp_path.iterdir())
 
 

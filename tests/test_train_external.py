@@ -27,6 +27,7 @@ SMALL = (
   "collect.group_size=4",
   "collect.min_valid=2",
   "learner.groups_per_step=2",
+  "learner.rows=2",
   "collect.concurrency=8",
   "eval.episodes_per_task=2",
   "eval.modes=[sampled]",

@@ -245,7 +245,8 @@ def one_update(folder, *settings):
   status = train.main([
       "environment=verifiers", f"environment.options.path={MODULES}",
       f"run.dir={folder}", "name=a", "steps=1", "collect.group_size=4",
-      "learner.groups_per_step=1", "engine.slots=8", "collect.concurrency=8",
+      "learner.groups_per_step=1", "engine.slots=4", "collect.concurrency=8",
+      "learner.rows=2",
       "report.progress=none", "sampling.max_new_tokens=16",
       "eval.episodes_per_task=1", "eval.modes=[sampled]", *settings,
   ])  # fmt: skip

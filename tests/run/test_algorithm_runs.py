@@ -35,6 +35,7 @@ def test_ppo_resumes_with_its_value_head(tmp_path):
     == 0
   )
   parts = small_runs.metrics_of(resumed)
+  assert parts[1]["time"] > once[1]["time"]  # It was trained again.
   for name in ("value_loss", "value_mean", "loss", "reward_mean"):
     assert parts[1][name] == once[1][name], name
   weights = resumed / "policy" / "model.safetensors"
