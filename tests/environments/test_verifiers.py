@@ -194,8 +194,9 @@ FAULTS = {
 
 @installed
 @slow
-def test_what_fails_is_an_error_and_no_reward_of_0(server):
+def test_what_fails_is_an_error_and_no_reward_of_0(server, monkeypatch):
   """One process outlives each of its episodes' errors but the last."""
+  monkeypatch.setattr(line_process, "CANCEL_S", 60.0)
   workers = set()
   for fault, words in FAULTS.items():
     env = make(
