@@ -27,6 +27,7 @@ PUBLISHED = {
   "gpg": dict(advantage="gpg", objective="policy_gradient"),
   "cispo": dict(objective="cispo", clip_low=1.0),
   "gigpo": dict(advantage="gigpo", gigpo_step_weight=1.0),
+  "hgpo": dict(advantage="hgpo"),
   "reinforce_pp": dict(advantage="reinforce_pp"),
   "ppo": dict(advantage="gae", objective="grpo", clip_high=0.2),
   "remax": dict(advantage="remax", objective="policy_gradient"),

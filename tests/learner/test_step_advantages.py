@@ -281,6 +281,44 @@ def test_gigpo_by_the_papers_sums(gamma, weight):
     assert got[i][k] == pytest.approx(episode + weight * step, rel=1e-9)
 
 
+@pytest.mark.parametrize("history, alpha", [(0, 1.0), (1, 0.0), (2, 1.5)])
+def test_hgpo_by_its_sums(history, alpha):
+  rng = np.random.default_rng(11)
+  group = _rewards(rng, 8, states=True)
+  gamma, weight = 0.9, 0.7
+  options = {"gamma": gamma, "step_weight": weight}
+  (got,) = _estimate(
+    "hgpo", [group], history=history, history_alpha=alpha, **options
+  )
+  (gigpo,) = _estimate("gigpo", [group], **options)
+  turns = [(i, k) for i, m in enumerate(group.states) for k in range(len(m))]
+  returns = {
+    (i, k): sum(gamma**n * r for n, r in enumerate(group.turns[i][k:]))
+    for i, k in turns
+  }
+  r = group.total_N
+  depths_met = set()
+  for i, k in turns:
+    parts, weights = [], []
+    for depth in range(history + 1):
+      own = group.states[i][max(0, k - depth) : k + 1]
+      pool = np.array([
+          returns[a, b] for a, b in turns
+          if group.states[a][max(0, b - depth) : b + 1] == own
+      ])  # fmt: skip
+      if len(pool) > 1:
+        depths_met.add(depth)
+        scaled = (returns[i, k] - pool.mean()) / (pool.std(ddof=1) + 1e-6)
+        parts.append((depth + 1) ** alpha * scaled)
+        weights.append((depth + 1) ** alpha)
+    step = sum(parts) / sum(weights) if weights else 0.0
+    episode = (r[i] - r.mean()) / (r.std(ddof=1) + 1e-6)
+    assert got[i][k] == pytest.approx(episode + weight * step, rel=1e-9)
+    if not history:
+      assert got[i][k] == gigpo[i][k]
+  assert depths_met == set(range(history + 1))
+
+
 def _with_parts(rng, members, name):
   """A group whose rewards are 1 x success + 0.1 x format - 0.5 x length."""
   weights = {"success": 1.0, "format": 0.1, "length": -0.5}

@@ -165,6 +165,22 @@ def test_a_broken_demonstration_is_an_error(renderer):
     play(make(renderer, oracle=oracle), tasks, at_once=2)
 
 
+def test_a_demonstration_that_broke_is_played_again(renderer):
+  right = desktop.GYM.load_oracle()
+  faults = [OSError("busy"), OSError("busy still")]
+
+  def act(gym):
+    if faults:
+      raise faults.pop()
+    return right.act(gym)
+
+  oracle = dataclasses.replace(right, act=act)
+  tasks = [TASKS.train_task("click-button", i) for i in range(2)]
+  episodes = play(make(renderer, oracle=oracle), tasks)
+  assert [e.task["task_id"] for e in episodes] == [t.task_id for t in tasks]
+  assert all(e.reward == 1.0 for e in episodes) and not faults
+
+
 def grounder(renderer, **changes):
   return grounding_conversations.Grounder(
     renderer, PARSER, grid=demonstrations.POINT_GRID, **changes

@@ -18,6 +18,7 @@ from tunix.rl.multi_turn.environments.play import __main__ as command
 from tunix.rl.multi_turn.environments.play import session as session_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.run.warm_start import recorded
 
@@ -152,6 +153,24 @@ def test_recordings_need_steps_and_make_an_oracle_unnecessary(file):
     config_lib.load_config(
       ["gym=gymnasium", "tasks=[FrozenLake-v1]", "warm_start.steps=2"]
     )
+
+
+def test_the_oracle_demonstrates_the_families_that_are_named():
+  loaded, source = run_tasks.resolve(config_lib.load_config([
+      "tasks=[enter-text]", "warm_start.steps=2",
+      "warm_start.families=[click-button, open-icon]",
+  ]))  # fmt: skip
+  demonstrated = itertools.islice(recorded.for_run(loaded, source).tasks, 4)
+  assert [t.family for t in demonstrated] == ["click-button", "open-icon"] * 2
+  trained = itertools.islice(run_tasks.make_sampler(loaded, source), 2)
+  assert {t.family for t in trained} == {"enter-text"}
+  with pytest.raises(config_lib.ConfigError, match="click-buton.*click-button"):
+    run_tasks.resolve(config_lib.load_config([
+        "tasks=[enter-text]", "warm_start.steps=2",
+        "warm_start.families=[click-buton]",
+    ]))  # fmt: skip
+  with pytest.raises(config_lib.ConfigError, match="set warm_start.steps"):
+    config_lib.load_config(["warm_start.families=[click-button]"])
 
 
 def test_failures_are_not_cloned(tmp_path):

@@ -216,7 +216,7 @@ def changed(config: TrainConfig) -> dict[str, Any]:
 
 def _can_clone(config: TrainConfig) -> bool:
   """Whether the gym's oracle can demonstrate every task of the run."""
-  families = config.task_source.families
+  families = config.warm_start.families or config.task_source.families
   if config.warm_start.source != "embedded" or not families:
     return False
   try:

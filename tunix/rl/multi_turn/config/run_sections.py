@@ -351,6 +351,11 @@ class WarmStartConfig:
     " a conversation a line, `messages` in OpenAI's form with the fields of"
     " the task.",
   )
+  families: tuple[str, ...] = setting(
+    default=(),
+    doc="Families that the oracle demonstrates, e.g. half of those that GRPO"
+    " trains on. [] = task_source.families.",
+  )
   batch_size: int = setting(
     default=64, doc="Demonstrated episodes an update.", ge=1
   )
@@ -373,6 +378,11 @@ class WarmStartConfig:
       yield (
         f"recordings={self.recordings} are not read with steps=0; set"
         " warm_start.steps"
+      )
+    if self.families and (self.recordings or not self.steps):
+      yield (
+        f"families={list(self.families)} are an oracle's; set"
+        " warm_start.steps, and no warm_start.recordings"
       )
 
 

@@ -47,6 +47,7 @@ class AlgorithmConfig:
     " mean of the others. opo: r - the mean weighed by tokens. turn_returns:"
     " each turn's discounted return, normalised over the turns of the group."
     " gigpo: grpo, and each turn's return among turns from the same state."
+    " hgpo: the same, among turns with equal histories of several lengths."
     " pass_at_k: gain in the best of k. reinforce_pp: each turn's return,"
     " normalised over the update. reinforce_pp_baseline: r - mean, normalised"
     " over the update. gpg: r - mean, scaled for groups without a gradient."
@@ -175,19 +176,35 @@ class AlgorithmConfig:
     ge=0,
   )
   gigpo_step_weight: float = settings.setting(
-    default=1.0, doc="Weight of gigpo's advantages among equal states.", ge=0
+    default=1.0,
+    doc="Weight of gigpo's and hgpo's advantages among equal states.",
+    ge=0,
+  )
+  hgpo_history: int = settings.setting(
+    default=2,
+    doc="hgpo compares turns whose last 1, 2, ... states are equal, up to this"
+    " many before the turn's own.",
+    ge=0,
+    le=64,
+  )
+  hgpo_alpha: float = settings.setting(
+    default=1.0,
+    doc="hgpo weighs the comparison of k + 1 equal states by (k + 1) to this"
+    " power. 0 = all equally.",
+    ge=0,
+    le=16,
   )
   gigpo_mask: tuple[float, ...] = settings.setting(
     default=(),
-    doc="Parts of the screen that gigpo leaves out when it compares states,"
+    doc="Parts of the screen that gigpo and hgpo leave out of states,"
     " e.g. a clock: left, top, right, bottom as shares of the screen, four"
     " numbers a part.",
   )
   gigpo_cells: int = settings.setting(
     default=0,
-    doc="gigpo compares screenshots by the brightness of this many cells"
-    " along each side. 0 = by every pixel. Coarse cells take different states"
-    " for one.",
+    doc="gigpo and hgpo compare screenshots by the brightness of this many"
+    " cells along each side. 0 = by every pixel. Coarse cells take different"
+    " states for one.",
     ge=0,
     le=256,
   )
@@ -351,7 +368,7 @@ class AlgorithmConfig:
         " part, shares of the screen with left < right and top < bottom, e.g."
         " [0.9,0,1,0.05]"
       )
-    if (mask or self.gigpo_cells) and self.advantage != "gigpo":
+    if (mask or self.gigpo_cells) and self.advantage not in ("gigpo", "hgpo"):
       yield (
         f"gigpo_mask={list(mask)}, gigpo_cells={self.gigpo_cells} compare"
         f" states, and advantage={self.advantage} does not; set"

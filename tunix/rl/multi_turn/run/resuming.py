@@ -76,6 +76,7 @@ _FIXED = (
   "warm_start.source",
   "warm_start.path",
   "warm_start.steps",
+  "warm_start.families",
   "warm_start.recordings",
   "engine.weights",
   # Its presets lie below the values that the run recorded.

@@ -38,9 +38,10 @@ def make_tasks(config: TrainConfig) -> Any:
   environment = environment_spec.get(config.environment.name)
   families = config.task_source.families
   if families:  # Else all.
-    families = tuple(dict.fromkeys((*families, *config.eval.families)))
-    if config.eval.families:
-      where += " or eval.families"
+    for section in ("eval", "warm_start"):
+      if further := getattr(config, section).families:
+        families = tuple(dict.fromkeys((*families, *further)))
+        where += f" or {section}.families"
   if config.task_source.levels and not environment.gym:
     raise ConfigError(
       [

@@ -136,7 +136,9 @@ class AdvantageOptions:
   Attributes:
     std_eps: added to the standard deviation.
     gamma: discounts a turn.
-    step_weight: Weight of GiGPO's advantages among equal states.
+    step_weight: Weight of GiGPO's and HGPO's advantages among equal states.
+    history: States before a turn's own that HGPO compares, at most.
+    history_alpha: HGPO weighs k + 1 equal states by (k + 1)^history_alpha.
     pass_k: k of pass_at_k.
     filter_reward: least reward that filtered learns from.
   """
@@ -144,6 +146,8 @@ class AdvantageOptions:
   std_eps: float = _DEFAULTS.std_eps
   gamma: float = 1.0
   step_weight: float = _DEFAULTS.gigpo_step_weight
+  history: int = _DEFAULTS.hgpo_history
+  history_alpha: float = _DEFAULTS.hgpo_alpha
   pass_k: int = _DEFAULTS.pass_k
   filter_reward: float = _DEFAULTS.filter_reward
 
@@ -528,35 +532,61 @@ def pass_at_k(
   return _spread(group, advantage_N)
 
 
-def _gigpo_group(
-  group: GroupRewards, options: AdvantageOptions
+def _by_history(
+  group: GroupRewards, options: AdvantageOptions, history: int, alpha: float
 ) -> tuple[np.ndarray, ...]:
-  """Computes the advantages of one group, see `gigpo`."""
+  """Adds to `grpo` what turns get among those of equal states.
+
+  For each depth k up to `history`, turns are compared whose last k + 1 states
+  are equal (fewer where the episode began since). A turn's part is the mean of
+  its normalised returns over the depths at which it has company, weighed by
+  (k + 1)^alpha.
+  """
   if len(group.states) != len(group.turns):
-    raise ValueError("gigpo needs GroupRewards.states")
+    raise ValueError("gigpo and hgpo need GroupRewards.states")
   returns, magnitudes = turn_values(group, options.gamma)
-  pools: dict[str, list[tuple[int, int]]] = {}
-  for i, member in enumerate(group.states):
-    for k, state in enumerate(member):
-      if state:
-        pools.setdefault(state, []).append((i, k))
-  step = [np.zeros_like(g) for g in returns]
-  for places in pools.values():
-    values = np.array([returns[i][k] for i, k in places])
-    summed = [magnitudes[i][k] for i, k in places]
-    if reward_equality.all_equal(values, summed):
-      continue
-    scaled = _centred(values) / (_std(values, options) or math.inf)
-    for (i, k), value in zip(places, scaled):
-      step[i][k] = value
-  episode = grpo(group, options)
-  return tuple(e + options.step_weight * s for e, s in zip(episode, step))
+  sums = [np.zeros_like(g) for g in returns]
+  weights = [np.zeros_like(g) for g in returns]
+  for depth in range(history + 1):
+    pools: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    for i, member in enumerate(group.states):
+      for k, state in enumerate(member):
+        if state:
+          pools.setdefault(member[max(0, k - depth) : k + 1], []).append((i, k))
+    weight = (depth + 1) ** alpha
+    for places in pools.values():
+      if len(places) == 1:
+        continue
+      values = np.array([returns[i][k] for i, k in places])
+      summed = [magnitudes[i][k] for i, k in places]
+      scaled = np.zeros_like(values)
+      if not reward_equality.all_equal(values, summed):
+        scaled = _centred(values) / (_std(values, options) or math.inf)
+      for (i, k), value in zip(places, scaled):
+        sums[i][k] += weight * value
+        weights[i][k] += weight
+  return tuple(
+    e + options.step_weight * s / np.where(w, w, 1)
+    for e, s, w in zip(grpo(group, options), sums, weights)
+  )
 
 
 def _gigpo(
   groups: Sequence[GroupRewards], options: AdvantageOptions
 ) -> list[tuple[np.ndarray, ...]]:
-  return [_of_group(_gigpo_group, group, options) for group in groups]
+  return [
+    _of_group(lambda g, o: _by_history(g, o, 0, 0.0), group, options)
+    for group in groups
+  ]
+
+
+def _hgpo(
+  groups: Sequence[GroupRewards], options: AdvantageOptions
+) -> list[tuple[np.ndarray, ...]]:
+  def one(group: GroupRewards, o: AdvantageOptions) -> tuple[np.ndarray, ...]:
+    return _by_history(group, o, o.history, o.history_alpha)
+
+  return [_of_group(one, group, options) for group in groups]
 
 
 gigpo = StepEstimator(_gigpo, needs_states=True)
@@ -567,7 +597,17 @@ same state (observations with equal digests; a state met once has A^S = 0).
 Feng et al. 2025, "Group-in-Group Policy Optimization", section 4, with F_norm =
 std (arXiv:2505.10978)."""
 
+hgpo = StepEstimator(_hgpo, needs_states=True)
+"""`gigpo` whose A^S is a weighted mean over groups of turns with equal
+histories of growing length; see `_by_history`.
+
+After He et al. 2026, "Hierarchy-of-Groups Policy Optimization"
+(arXiv:2602.22817). Differs where that says nothing of a turn: one without
+company at a depth leaves the depth out, and the episode's advantage is added as
+in GiGPO."""
+
 ESTIMATORS.register("gigpo", gigpo)
+ESTIMATORS.register("hgpo", hgpo)
 
 _OF_STEPS = "tunix.rl.multi_turn.learner.algorithms.step_advantages"
 for _name in ("reinforce_pp", "reinforce_pp_baseline", "gpg", "gdpo"):

@@ -99,6 +99,8 @@ class Algorithm:
       std_eps=c.std_eps,
       gamma=gamma,
       step_weight=c.gigpo_step_weight,
+      history=c.hgpo_history,
+      history_alpha=c.hgpo_alpha,
       pass_k=c.pass_k,
       filter_reward=c.filter_reward,
     )

@@ -164,6 +164,14 @@ _preset(
   further={"collect.gamma": 0.95},
 )
 _preset(
+  "hgpo",
+  "HGPO, arXiv:2602.22817",
+  advantage="hgpo",
+  kl_coef=0.01,
+  kl_estimator="k3",
+  further={"collect.gamma": 0.95},
+)
+_preset(
   "rloo",
   "Back to Basics, arXiv:2402.14740",
   advantage="rloo",

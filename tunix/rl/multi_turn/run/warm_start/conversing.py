@@ -21,6 +21,7 @@ from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.run.warm_start import demonstrations
+from tunix.rl.multi_turn.trajectory_collector import collect_settings
 from tunix.rl.multi_turn.trajectory_collector import episode as engine_lib
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 
@@ -37,13 +38,14 @@ class Converser:
     make_episode: task -> a fresh (agent, environment).
     solve: see `Solve`.
     max_turns: Turns of an episode whose task sets no limit.
+    deadlines: of an episode and its calls.
   """
 
   renderer: choice.AnyRenderer
   make_episode: Callable[[gym_base.Task], tuple[Any, Any]]
   solve: Solve
   max_turns: int
-  timeout_s: float = 60.0
+  deadlines: collect_settings.Deadlines = collect_settings.Deadlines()
 
   async def episode(
     self, task: gym_base.Task, seed: int
@@ -85,7 +87,8 @@ class Converser:
       env,
       model,
       max_steps=task.max_turns or self.max_turns,
-      timeout=self.timeout_s,
+      timeout=self.deadlines.episode,
+      deadlines=self.deadlines,
     )
     played = await engine.collect()
     if unsaid:

@@ -28,6 +28,7 @@ from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.tools import screenshot
+from tunix.rl.multi_turn.trajectory_collector import collect_settings
 from tunix.rl.multi_turn.trajectory_collector import episode as engine_lib
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 
@@ -87,6 +88,9 @@ HABITS: dict[str, Habit] = {
   "wrong_widget": wrong_widget,
   "skip_focus": skip_focus,
 }
+
+
+_TRIES = 3
 
 
 class UnsolvableError(LookupError):
@@ -167,6 +171,7 @@ class Demonstrator:
       is played with it).
     grid: (columns, rows) that clicks are snapped to.
     screenshots: arguments of `ScreenshotTool`.
+    deadlines: of an episode and its calls.
   """
 
   renderer: choice.AnyRenderer
@@ -179,7 +184,7 @@ class Demonstrator:
   )
   grid: tuple[int, int] | None = None
   screenshots: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  timeout_s: float = 60.0
+  deadlines: collect_settings.Deadlines = collect_settings.Deadlines()
 
   def __post_init__(self):
     for family, (name, rate) in self.habits.items():
@@ -237,7 +242,12 @@ class Demonstrator:
       runs_inline=True,
     )
     engine = engine_lib.TrajectoryCollectEngine(
-      agent, env, model, max_steps=env.max_steps, timeout=self.timeout_s
+      agent,
+      env,
+      model,
+      max_steps=env.max_steps,
+      timeout=self.deadlines.episode,
+      deadlines=self.deadlines,
     )
     played = await engine.collect()
     if unsolvable:
@@ -263,13 +273,15 @@ async def play_all(
 ) -> list[trajectory.Trajectory]:
   """Demonstrations of the tasks, in order, unsolvable ones left out.
 
+  One that something else than its demonstrator broke is played again.
+
   Args:
     play_one: (task, seed) -> its demonstration, or UnsolvableError.
     tasks: Tasks to play.
     at_once: episodes in flight; more than one is for environments that wait.
 
   Raises:
-    RuntimeError: an episode failed for another reason than its demonstrator.
+    RuntimeError: an episode broke `_TRIES` times.
   """
   slots = asyncio.Semaphore(at_once)
 
@@ -277,15 +289,17 @@ async def play_all(
     task: gym_base.Task, seed: int
   ) -> trajectory.Trajectory | None:
     async with slots:
-      try:
-        played = await play_one(task, seed)
-      except UnsolvableError:
-        return None
-    if not played.status.is_policy_outcome:
-      raise RuntimeError(
-        f"the demonstration of {task.task_id} broke: {played.error}"
-      )
-    return played
+      for _ in range(_TRIES):
+        try:
+          played = await play_one(task, seed)
+        except UnsolvableError:
+          return None
+        if played.status.is_policy_outcome:
+          return played
+    raise RuntimeError(
+      f"the demonstration of {task.task_id} broke {_TRIES} times: "
+      f"{played.error}"
+    )
 
   playing = [asyncio.ensure_future(play(*pair)) for pair in tasks]
   try:

@@ -96,20 +96,25 @@ def _oracle(
       ]
     ) from None
   solved = oracle.families or ()
-  families = config.task_source.families
+  where, families = _families(config)
   unknown = [f for f in families if solved and f not in solved]
   if unknown:
     raise ConfigError(
       [
         f"warm_start.steps={steps}: no oracle can demonstrate"
-        f" task_source.families={unknown}, only {', '.join(solved)}; leave"
-        " those out or set warm_start.steps=0"
+        f" {where}={unknown}, only {', '.join(solved)}; name families that it"
+        " can in warm_start.families, or set warm_start.steps=0"
       ]
     )
-  tasks = run_tasks.TrainTasks(
-    task_source, config.task_source.families, config.run.seed + 1
-  )
+  tasks = run_tasks.TrainTasks(task_source, families, config.run.seed + 1)
   return Source(oracle, tasks)
+
+
+def _families(config: config_lib.TrainConfig) -> tuple[str, tuple[str, ...]]:
+  """Returns the setting that names the demonstrated families, and these."""
+  if config.warm_start.families:
+    return "warm_start.families", config.warm_start.families
+  return "task_source.families", config.task_source.families
 
 
 def _conversations(
@@ -144,7 +149,7 @@ def _conversations(
   def solve(task: gym_base.Task) -> Sequence[conversations.Turn]:
     return oracle(environment_spec.fields_of(task), tools)
 
-  families = config.task_source.families
+  _, families = _families(config)
   try:
     for family in families:
       solve(task_source.train_task(family, 0, config.run.seed + 1))

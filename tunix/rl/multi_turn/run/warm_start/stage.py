@@ -286,6 +286,7 @@ class WarmStart:
         run.episodes,
         source.solve,
         config.environment.max_turns,
+        config.collect.deadlines,
       ).episode
     return demonstrations.Demonstrator(
       policy.renderer,
@@ -296,6 +297,7 @@ class WarmStart:
       run.images,
       grid=demonstrations.POINT_GRID,
       screenshots=agent_registry.screenshot_options(config.agent),
+      deadlines=config.collect.deadlines,
     ).episode
 
   @contextlib.contextmanager
