@@ -14,7 +14,6 @@ from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import aggregation
-from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import objectives
 from tunix.rl.multi_turn.learner.algorithms import parts
@@ -67,13 +66,6 @@ def test_equal_rewards_and_single_members_get_zero(name):
       assert not np.any(values)
 
 
-def test_rloo_is_dr_grpo_scaled():
-  rewards = [0.1, 0.9, 0.4]
-  a = np.concatenate(advantages.rloo(_group(rewards), OPTIONS))
-  b = np.concatenate(advantages.dr_grpo(_group(rewards), OPTIONS))
-  np.testing.assert_allclose(a, b * 3 / 2, rtol=1e-12)
-
-
 def test_turn_returns_discount_by_turn():
   np.testing.assert_allclose(
     advantages.discounted_returns(np.array([1.0, 0.0, 2.0]), 0.5),
@@ -105,26 +97,6 @@ def test_turn_rewards_cover_turns_without_a_step_and_the_final_reward():
 
 
 # --- aggregation ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-  "name, want",
-  [
-    ("token_mean", [1 / 10] * 4),
-    ("sequence_mean", [1 / 4, 1 / 12, 1 / 8, 1 / 16]),
-    ("episode_mean", [1 / 8, 1 / 8, 1 / 12, 1 / 12]),
-    ("constant", [1 / (2 * 32)] * 4),
-  ],
-)
-def test_aggregation_weights(name, want):
-  # Episode 0 has sequences of 1 and 3 tokens, episode 1 of 2 and 4.
-  step = aggregation.StepTokens(
-    np.array([1, 3, 2, 4]), np.array([0, 0, 1, 1]), 32
-  )
-  weights = aggregation.AGGREGATORS.get(name)(step)
-  np.testing.assert_allclose(weights, want, rtol=1e-12)
-  if name != "constant":
-    assert np.sum(weights * step.tokens_N) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("name", aggregation.AGGREGATORS.names())
@@ -198,19 +170,7 @@ def test_kl_gradients_are_what_the_docstring_says():
   )
 
 
-# --- importance and objectives ----------------------------------------------
-
-
-def test_importance():
-  proximal = jnp.log(jnp.array([0.5, 0.9, 0.1]))
-  sampled = jnp.log(jnp.array([0.5, 0.1, 0.4]))
-  options = importance.ImportanceOptions(cap=2.0)
-  anchor, weight = importance.none(proximal, sampled, options)
-  np.testing.assert_array_equal(anchor, sampled)
-  np.testing.assert_array_equal(weight, 1)
-  anchor, weight = importance.truncated(proximal, sampled, options)
-  np.testing.assert_array_equal(anchor, proximal)
-  np.testing.assert_allclose(weight, [1.0, 2.0, 0.25], rtol=1e-6)
+# --- objectives -------------------------------------------------------------
 
 
 def _tokens(ratio, advantage, weight=1.0):
