@@ -299,7 +299,7 @@ def test_a_run_that_solves_nothing_is_stopped_with_its_diagnosis(
     small_runs.run_train(
       tmp_path,
       "name=w",
-      small_runs.ONE_LAYER,
+      small_runs.NANO,
       "warm_start.source=none",
       "steps=8",
       "environment.max_turns=2",
@@ -328,7 +328,7 @@ def test_a_run_whose_engine_breaks_is_stopped_while_it_waits(tmp_path, capsys):
     small_runs.run_train(
       tmp_path,
       "name=w",
-      small_runs.ONE_LAYER,
+      small_runs.NANO,
       "warm_start.source=none",
       "steps=4",
       "environment.max_turns=2",

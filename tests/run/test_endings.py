@@ -15,7 +15,7 @@ def test_equal_rewards_and_a_spent_budget_are_said(tmp_path, capsys):
     "reward=zero",
     "steps=500",
     "time_budget_s=0.5",
-    "eval.on=false",
+    "eval.episodes_per_task=1",
   )
   assert status == 0
   summary = small_runs.summary_of(tmp_path / "x")
@@ -35,7 +35,8 @@ def test_a_run_whose_episodes_were_all_invalid_says_so(tmp_path):
   breaking_gym.mend()
   status = small_runs.run_train(
       tmp_path, small_runs.ONE_LAYER, *ENDS, "gym=breaking_gym:GYM",
-      "tasks=[t]", "steps=2", "collect.max_requeues=0", "eval.on=false",
+      "tasks=[t]", "steps=2", "collect.max_requeues=0", "eval.every=0",
+      "eval.episodes_per_task=1",
   )  # fmt: skip
   assert status == 0
   summary = small_runs.summary_of(tmp_path / "x")

@@ -23,13 +23,7 @@ LEARNS = (
 )  # fmt: skip
 if trials.share() < 1:  # Enough to join and leave by, not to learn from.
   LEARNS += (
-    small_runs.ONE_LAYER,
-    "warm_start.source=none",
-    "warm_start.steps=0",
-    "algorithm.entropy_coef=0.1",
-    "learner.skip_zero_advantage=false",
-    "learner.adam_eps=1e-3",
-    "steps=12",
+    "steps=8",
     "collect.group_size=4",
     "learner.groups_per_step=2",
     "eval.episodes_per_task=2",
