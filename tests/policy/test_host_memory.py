@@ -1,4 +1,4 @@
-"""The allocator keeps what XLA frees; in a subprocess: it cannot be undone."""
+"""The allocator keeps what XLA frees, or returns it; in subprocesses."""
 
 import os
 import subprocess
@@ -33,11 +33,41 @@ else:
   print("no glibc")
 """
 
+# What stays between two buffers keeps the heap from shrinking.
+LARGE = """
+import pathlib
+import numpy as np
+from tunix.rl.multi_turn.policy import host_memory
+
+def resident():
+  pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+  return int(pages) * 4096
+
+def grown(between):
+  before = resident()
+  for size in (1 << 24, 1 << 25):  # 128 and 256 MiB: neither fits the other.
+    buffer = np.ones(size, np.float64)
+    between.append(bytes(1 << 10))
+    del buffer
+  return resident() - before
+
+if host_memory.tune():
+  kept = []
+  host_memory.settle(host_memory.KEPT)
+  assert grown(kept) > 1 << 27
+  host_memory.settle(host_memory.KEPT + 1)
+  assert grown(kept) < 1 << 24
+  print("kept")
+else:
+  print("no glibc")
+"""
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
-def test_freed_memory_is_used_again_without_page_faults():
+@pytest.mark.parametrize("script", [SCRIPT, LARGE], ids=["small", "large"])
+def test_freed_memory_is_used_again_or_returned(script):
   process = subprocess.run(
-    [sys.executable, "-c", SCRIPT],
+    [sys.executable, "-c", script],
     capture_output=True,
     text=True,
     timeout=120,
