@@ -160,6 +160,12 @@ def test_links_of_the_site_lead_to_pages_and_anchors(site):
   assert len(texts) > len(PAGES) and not dead
 
 
+@pytest.fixture(scope="module")
+def page():
+  with chromium.browser() as browser:
+    yield browser.new_page()
+
+
 _OVERFLOWING = """() => {
   const room = document.documentElement.clientWidth;
   const wide = [...document.querySelectorAll(".table-wrapper")]
@@ -183,18 +189,16 @@ _NEXT_FRAME = """() => new Promise((done) =>
 @pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.timeout(900)
-def test_no_page_overflows_its_window(site):
+def test_no_page_overflows_its_window(site, page):
   """Neither a desktop's nor a telephone's."""
   stacked = {1440: 0, 390: 0}
-  with chromium.browser() as browser:
-    page = browser.new_page()
-    for path in sorted(site.rglob("*.html")):
-      page.goto(path.as_uri())
-      for width in stacked:
-        page.set_viewport_size({"width": width, "height": 900})
-        page.evaluate(_NEXT_FRAME)  # Tables are fitted by then.
-        assert not page.evaluate(_OVERFLOWING), (path.name, width)
-        stacked[width] += page.locator("table.stacked").count()
+  for path in sorted(site.rglob("*.html")):
+    page.goto(path.as_uri())
+    for width in stacked:
+      page.set_viewport_size({"width": width, "height": 900})
+      page.evaluate(_NEXT_FRAME)  # Tables are fitted by then.
+      assert not page.evaluate(_OVERFLOWING), (path.name, width)
+      stacked[width] += page.locator("table.stacked").count()
   # Rows become blocks on a telephone only.
   assert stacked[1440] <= 20 < stacked[390]
 
@@ -210,13 +214,14 @@ def test_no_page_overflows_its_window(site):
     ("staleness", "Concepts", 3),
   ],
 )
-def test_a_query_finds_the_page_that_answers_it(site, query, named, among):
-  with chromium.browser() as browser:
-    page = browser.new_page()
-    page.goto((site / "docs" / "index.html").as_uri())
-    page.fill(".sidebar-search", query)
-    page.press(".sidebar-search", "Enter")
-    result = page.locator("ul.search li a")
-    count = "document.querySelectorAll('ul.search li a').length"
-    chromium.wait_for(page, f"{count} > 4")
-    assert named in result.all_inner_texts()[:among]
+def test_a_query_finds_the_page_that_answers_it(
+  site, page, query, named, among
+):
+  page.set_viewport_size({"width": 1440, "height": 900})
+  page.goto((site / "docs" / "index.html").as_uri())
+  page.fill(".sidebar-search", query)
+  page.press(".sidebar-search", "Enter")
+  result = page.locator("ul.search li a")
+  count = "document.querySelectorAll('ul.search li a').length"
+  chromium.wait_for(page, f"{count} > 4")
+  assert named in result.all_inner_texts()[:among]

@@ -54,7 +54,7 @@ def test_the_routes_are_those_of_six_services():
 def test_a_moment_of_it_finds_nothing(tmp_path):
   command = [
       sys.executable, str(ROOT / "benchmarks" / "fuzz_services.py"),
-      "--minutes", "0.3", "--services", "gym", "--folder", str(tmp_path),
+      "--minutes", "0.2", "--services", "gym", "--folder", str(tmp_path),
   ]  # fmt: skip
   result = subprocess.run(command, capture_output=True, text=True, timeout=280)
   assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -33,7 +32,6 @@ from tunix.rl.multi_turn.reporting import time_metrics
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.warm_start import stage
-from tunix.rl.queue import group_store
 
 # Each run compiles its own programs, on two cores perhaps shared with others.
 pytestmark = pytest.mark.timeout(400)
@@ -121,22 +119,16 @@ def test_a_directory_starts_from_its_weights_and_rolls_out_in_int8(tmp_path):
 
 @pytest.mark.slow
 def test_equal_seeds_give_equal_runs(tmp_path):
-  """C9: rewards to the bit, losses within 1e-6; another seed differs."""
-  for name, seed, *more in (
-    ("a", 5, "steps=2"),
-    ("b", 5, "steps=2"),
-    ("c", 6, "steps=1", "eval.on=false"),
-  ):
-    status = small_runs.run_train(
-      tmp_path,
-      f"name={name}",
-      f"seed={seed}",
-      "tasks=[enter-text, open-icon]",
-      "learner.groups_per_step=4",
-      "eval.episodes_per_task=1",
-      *more,
-    )
-    assert status == 0
+  """C9: rewards to the bit, losses within 1e-6; another seed differs.
+
+  Evaluations are compared in test_train_evaluations.py.
+  """
+  for name, seed, steps in (("a", 5, 2), ("b", 5, 2), ("c", 6, 1)):
+    assert small_runs.run_train(
+        tmp_path, f"name={name}", f"seed={seed}", f"steps={steps}",
+        "tasks=[enter-text, open-icon]", "learner.groups_per_step=4",
+        "eval.on=false",
+    ) == 0  # fmt: skip
   a, b, c = (small_runs.metrics_of(tmp_path / name) for name in "abc")
   assert len(a) == len(b) == 2
   for one, other in zip(a, b):
@@ -196,6 +188,7 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
     "collect.deadlines.evaluate=0.3",
     "collect.deadlines.close=0.3",
     "environment.max_turns=2",
+    "eval.modes=[sampled]",
   )
   assert status == 0
   import faulty_gym  # pylint: disable=g-import-not-at-top
@@ -245,41 +238,6 @@ def wait_for_steps(process, directory: pathlib.Path, steps: int) -> None:
   pytest.fail(f"no {steps} steps: {process.communicate()[0]}")
 
 
-@pytest.mark.timeout(700)
-@pytest.mark.slow
-def test_a_killed_run_goes_on_and_trains_on_no_group_twice(tmp_path):
-  """C8: SIGKILL, then resume, with groups kept on disk."""
-  database = tmp_path / "groups.db"
-  process = start(
-    tmp_path,
-    "name=k",
-    "steps=100000",
-    "checkpoint.every=1",
-    f"queue.path={database}",
-    "queue.max_staleness=1",
-  )
-  wait_for_steps(process, tmp_path / "k", 4)
-  process.kill()
-  process.communicate(timeout=60)
-  before = len(small_runs.metrics_of(tmp_path / "k"))
-  goal = before + 3
-  process = start(tmp_path, f"resume={tmp_path / 'k'}", f"steps={goal}")
-  output, _ = process.communicate(timeout=300)
-  assert process.returncode == 0, output
-  lines = small_runs.metrics_of(tmp_path / "k")
-  assert [m["step"] for m in lines] == list(range(1, goal + 1))
-  assert [m["version"] for m in lines] == list(range(1, goal + 1))
-  assert small_runs.summary_of(tmp_path / "k")["status"] == "completed"
-  store = group_store.SqliteGroupStore(str(database))
-  indices = sorted(store.known())
-  remaining = store.load()
-  store.close()
-  # What the last step learned from is done, too.
-  assert len(remaining) <= len(indices) - 2 * goal
-  # Every admission index once, without a hole among those learned from.
-  assert indices[: 2 * goal] == list(range(2 * goal))
-
-
 @pytest.mark.slow
 def test_asynchronous_is_the_same_code(tmp_path):
   """Groups in parts, stale tokens trimmed; every second accounted for."""
@@ -314,9 +272,10 @@ def test_asynchronous_is_the_same_code(tmp_path):
 @pytest.mark.slow
 def test_a_policy_of_the_users_trains_and_is_loaded_by_its_name(tmp_path):
   policy = ["policy=their_policy:create", "policy.config.layers=1"]
-  assert small_runs.run_train(tmp_path, *policy, "name=a", "steps=2") == 0
+  more = ("name=a", "steps=1", "eval.on=false")
+  assert small_runs.run_train(tmp_path, *policy, *more) == 0
   saved = tmp_path / "a" / "policy"
-  assert small_runs.metrics_of(tmp_path / "a")[-1]["step"] == 2
+  assert small_runs.metrics_of(tmp_path / "a")[-1]["step"] == 1
   again = [*policy, "warm_start.source=path", f"warm_start.path={saved}"]
   with small_runs.make_run(tmp_path / "b", *again, "name=b") as run:
     run.apply_warm_start()
@@ -419,16 +378,6 @@ def test_wrong_input_is_one_clear_error(arguments, words, tmp_path, capsys):
   for word in words:
     assert word in stderr, stderr
   assert "Traceback" not in stderr
-  assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_dry_run_shows_shapes_and_makes_nothing(tmp_path, capsys):
-  assert small_runs.run_train(tmp_path, "--dry-run", "name=d") == 0
-  stdout = capsys.readouterr().out
-  assert re.search(r"parameters", stdout)
-  assert re.search(r"KV cache of \d+ tokens, [\d.]+ MiB", stdout)
-  assert "group_size: 4" in stdout
   assert not list(tmp_path.iterdir())
 
 

@@ -171,25 +171,6 @@ def test_a_prompt_that_is_too_long_is_a_context_limit(paths, monkeypatch):
     assert episode.num_sampled  # What came before is learned from.
 
 
-@pytest.mark.slow
-def test_a_run_trains_on_what_the_example_does(tmp_path):
-  status = train.main([
-      *two_paths.SMALL, f"run.dir={tmp_path}", "name=a", "rollout.via=proxy",
-      "rollout.agent=openai_agent:play", "steps=2",
-      "eval.episodes_per_task=2", "eval.modes=[sampled]",
-      # Nothing is seeded here: also groups of equal rewards are learned from.
-      "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
-  ])  # fmt: skip
-  assert status == 0
-  lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
-  metrics = [json.loads(line) for line in lines]
-  assert [m["step"] for m in metrics] == [1, 2]
-  assert all(m["logprob_gap_max"] < 1e-3 for m in metrics)
-  assert all(m["grad_norm"] > 0 for m in metrics)
-  summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-  assert not summary.get("faults")
-
-
 @pytest.mark.parametrize(
   "agent, words",
   [

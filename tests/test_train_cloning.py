@@ -17,6 +17,7 @@ CLONED = (
   "warm_start.batch_size=4",
   "warm_start.demonstrations=12",
   "steps=0",
+  "eval.on=false",
   "checkpoint.every=3",
 )
 

@@ -12,11 +12,7 @@ import small_runs
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.trajectory_collector import groups
 
-COMMON = (
-  small_runs.ONE_LAYER,
-  "warm_start.source=none",
-  "eval.episodes_per_task=1",
-)
+COMMON = (small_runs.ONE_LAYER, "warm_start.source=none", "eval.on=false")
 
 
 def stored(directory: pathlib.Path) -> dict[int, tuple[str, int]]:
@@ -86,4 +82,6 @@ def test_a_killed_run_of_default_settings_loses_no_group(tmp_path, monkeypatch):
   assert set(after) == set(range(len(after)))
   assert all(after[i][0] == name for i, (name, _) in before.items())
   assert all(after[i][1] for i in range(2 * steps))
-  assert small_runs.metrics_of(directory)[-1]["step"] == steps
+  lines = small_runs.metrics_of(directory)
+  for name in ("step", "version"):
+    assert [m[name] for m in lines] == list(range(1, steps + 1))

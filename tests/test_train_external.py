@@ -27,6 +27,7 @@ SMALL = (
   "collect.group_size=4",
   "collect.min_valid=2",
   "learner.groups_per_step=2",
+  "learner.rows=2",
   "collect.concurrency=8",
   "eval.episodes_per_task=2",
   "eval.modes=[sampled]",
@@ -51,7 +52,7 @@ def serving(protocol, context=512):
 # clients/test_external_engines.py hands weights over by each protocol.
 @pytest.mark.parametrize(
   "protocol, steps",
-  [("vllm", 3), ("sglang", 2)] if trials.share() == 1 else [("vllm", 3)],
+  [("vllm", 2), ("sglang", 2)] if trials.share() == 1 else [("vllm", 2)],
 )
 @pytest.mark.slow
 def test_each_update_is_sampled_with_by_the_other_process(
@@ -141,6 +142,7 @@ def test_a_server_that_loads_nothing_ends_the_run(tmp_path, capsys):
         f"run.dir={tmp_path}",
         "name=e",
         "steps=3",
+        "eval.on=false",
         f"external.url={server.url}/v1",
       ]
     )
@@ -183,6 +185,7 @@ def test_completions_that_cannot_be_are_model_errors_and_the_run_goes_on(
         f"run.dir={tmp_path}",
         "name=e",
         "steps=3",
+        "eval.on=false",
         f"external.url={server.url}/v1",
       ]
     )

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(400)
 COMMON = (
   small_runs.ONE_LAYER,
   "warm_start.source=none",
-  "eval.episodes_per_task=1",
+  "eval.on=false",
   "checkpoint.every=1",
   "algorithm.importance=none",
 )

@@ -197,10 +197,14 @@ class Process:
 
   def wait_for(self, stage: str, number: int = 1) -> bool:
     """Whether it came to a stage for the n-th time, before its end."""
+    size = 0
     while not self.poll():
-      entries = entries_of(self.ledger, self.begun)
-      if sum(e.get("stage") == stage for e in entries) >= number:
-        return True
+      before = size
+      size = self.ledger.stat().st_size if self.ledger.exists() else 0
+      if size > before:
+        entries = entries_of(self.ledger, self.begun)
+        if sum(e.get("stage") == stage for e in entries) >= number:
+          return True
       time.sleep(0.002)
     return False
 

@@ -303,7 +303,7 @@ def test_a_run_that_solves_nothing_is_stopped_with_its_diagnosis(
       "warm_start.source=none",
       "steps=8",
       "environment.max_turns=2",
-      "eval.episodes_per_task=1",
+      "eval.on=false",
       "watchdog.no_gradient_updates=3",
       "watchdog.stop=[unsolved]",
     )
@@ -334,7 +334,7 @@ def test_a_run_whose_engine_breaks_is_stopped_while_it_waits(tmp_path, capsys):
       "environment.max_turns=2",
       "algorithm.entropy_coef=0.1",
       "learner.skip_zero_advantage=false",
-      "eval.episodes_per_task=1",
+      "eval.on=false",
       "learner.learning_rate=1e25",
       "learner.grad_clip=0",
       "watchdog.failed_episodes=8",

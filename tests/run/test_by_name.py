@@ -35,9 +35,8 @@ TEXT = (
   "learner.groups_per_step=2",
   "learner.rows=2",
   "sampling.max_new_tokens=4",
-  "eval.episodes_per_task=1",
   *one_shape(384),
-  "eval.modes=[sampled]",
+  "eval.on=false",
   "report.progress=none",
   "steps=2",
   # Random weights hardly ever answer right; entropy is always learned from.
@@ -57,8 +56,16 @@ def trained(tmp_path, *overrides):
 
 @pytest.mark.slow
 def test_gsm8k_with_a_text_policy(tmp_path):
-  metrics, trajectories = trained(tmp_path, "environment=gsm8k", *TEXT)
+  metrics, trajectories = trained(
+    tmp_path,
+    "environment=gsm8k",
+    *TEXT,
+    "eval.on=true",
+    "eval.episodes_per_task=1",
+    "eval.modes=[sampled]",
+  )
   assert [m["step"] for m in metrics] == [1, 2]
+  assert {t["split"] for t in trajectories} == {"train", "eval"}
   assert all(m["logprob_gap_max"] < 1e-4 for m in metrics)
   assert all(m["optimizer_steps"] == m["step"] for m in metrics)
   text = json.dumps(trajectories[0])
@@ -187,7 +194,7 @@ def test_tasks_that_end_within_a_step_are_all_trained_on(tmp_path, caplog):
     small_runs.ONE_LAYER,
     "warm_start.source=none",
     "collect.group_size=2",
-    "eval.modes=[sampled]",
+    "eval.on=false",
     "environment.max_turns=1",
     "algorithm.entropy_coef=0.1",
     "learner.skip_zero_advantage=false",

@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 import pytest
+import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import prompts
-from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.core import gui_action
@@ -164,13 +164,11 @@ def test_an_oracle_that_fails_leaves_the_group_as_it_was(renderer):
 
 
 def test_a_run_learns_from_experts_and_counts_its_own_episodes(tmp_path):
-  code = train.main([
-    f"run.dir={tmp_path}", "name=r", "warm_start.steps=0",
-    "learner.steps=2", "collect.group_size=2", "collect.min_valid=2",
-    "learner.groups_per_step=2", "tasks=[click-color]", "eval.on=false",
-    "collect.expert_share=1", "monitor.embedded=false",
-  ])  # fmt: skip
-  assert code == 0
+  assert small_runs.run_train(
+    tmp_path, "name=r", "warm_start.steps=0", "steps=2",
+    "collect.group_size=2", "tasks=[click-color]", "eval.on=false",
+    "collect.expert_share=1",
+  ) == 0  # fmt: skip
   read = lambda name: [
     json.loads(line)
     for line in (tmp_path / "r" / name).read_text().splitlines()

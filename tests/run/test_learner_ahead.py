@@ -20,6 +20,7 @@ def run_of(tmp_path, *argv):
   return train.prepare(
     [
       *small_runs.SMALL,
+      small_runs.ONE_LAYER,
       "warm_start.source=none",
       "name=r",
       f"run.dir={tmp_path}",

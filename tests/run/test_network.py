@@ -35,7 +35,7 @@ async def main(url, silence_s):
   assert await client.call("GET", url + "/", 20.0) == b"ok"
   began = time.monotonic()
   try:
-    await client.call("GET", url + "/silent", 25.0)
+    await client.call("GET", url + "/silent", 12.0)
     how = "answered"
   except http.CallError as error:
     how = "late" if error.late else "cut"
@@ -63,7 +63,7 @@ def test_a_cut_connection_is_given_up_long_before_the_deadline(
     client = link.start(1, *arguments, log=tmp_path / "client")
     try:
       _wait_for(lambda: "asked" in log.read_text(), client)
-      link.cut(12.0)
+      link.cut(9.0)
       assert client.wait(60) == 0, (tmp_path / "client").read_text()
     finally:
       server.kill()

@@ -45,7 +45,6 @@ def test_an_mcp_servers_tools_train(tmp_path):
     "reward={numeric_match: 1, tool_success: {weight: 0.5, per: turn},"
     " length_penalty: {weight: 0.1, limit: 2, ramp: 40}}",
     "algorithm.advantage=turn_returns",
-    "eval.on=false",
     *test_by_name.one_shape(1024),
   )
   assert [m["step"] for m in metrics] == [1, 2]

@@ -29,7 +29,7 @@ small_runs = pytest.importorskip(
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN = (
   *small_runs.SMALL,
-  small_runs.NANO,
+  small_runs.ONE_LAYER,
   "warm_start.source=none",
   "steps=100000",
   "eval.every=3",
@@ -38,7 +38,7 @@ RUN = (
 )
 PAGES = 1
 """Pages of a kind to visit while the run goes on, and again after it."""
-LINKS = 25
+LINKS = 8
 """Links of a kind to fetch after the run."""
 # Links in a picture have no text as their href.
 ADDRESSES = """found => found.map(e => new URL(

@@ -11,7 +11,7 @@ from trainer_core import images as images_lib
 from trainer_core import trajectory as trajectory_lib
 from training_monitor.client import event_log
 
-TURNS, W, H = 28, 1920, 1080
+TURNS, W, H = 12, 1920, 1080
 NAME = "train-000001.0"
 _SEEN = """(n) => document.querySelectorAll('#filmstrip a').length >= n
     && document.getElementById('turn').dataset.number == n"""
@@ -71,7 +71,7 @@ def test_a_desktop_episode_is_watched_turn_by_turn(lite, tmp_path, context):
   )
   late = []
   for n in range(TURNS):
-    time.sleep(0.6)  # A turn takes as long at least.
+    time.sleep(0.3)  # A turn takes as long at least.
     began = time.perf_counter()
     log.on_event(
       events.TurnFinished(NAME, n, {"model": 0.5, "env": 0.1}, turn(refs, n))
@@ -82,7 +82,7 @@ def test_a_desktop_episode_is_watched_turn_by_turn(lite, tmp_path, context):
   # 0.3 s where nothing else runs.
   assert statistics.median(late) < 2.0
   page = tab.page
-  assert "thought 28" in page.locator("#turn").inner_text()
+  assert f"thought {TURNS}" in page.locator("#turn").inner_text()
   # Read afterwards: at real size, by a link that others can be sent.
   page.click("text=real size")
   page.wait_for_selector("#turn.real")
@@ -91,7 +91,8 @@ def test_a_desktop_episode_is_watched_turn_by_turn(lite, tmp_path, context):
   box = image.bounding_box()
   assert (round(box["width"]), round(box["height"])) == (W, H)
   dot = page.locator(".screen .overlay .act .dot").bounding_box()
-  assert dot["x"] + dot["width"] / 2 - box["x"] == pytest.approx(927, abs=1)
+  x = 900 + TURNS - 1
+  assert dot["x"] + dot["width"] / 2 - box["x"] == pytest.approx(x, abs=1)
   assert dot["y"] + dot["height"] / 2 - box["y"] == pytest.approx(500, abs=1)
   width = page.evaluate("document.documentElement.scrollWidth - innerWidth")
   assert width <= 0

@@ -104,7 +104,8 @@ def test_a_run_does_what_the_diagram_shows(tmp_path, log, monkeypatch):
         "task_source.source=gym", "tasks=[]", f"monitor.url={monitor.url}",
         "environment.max_turns=3", f"steps={STEPS}", "collect.concurrency=1",
         f"collect.group_size={MEMBERS}", f"learner.groups_per_step={GROUPS}",
-        "collect.min_valid=2", "engine.slots=4", "eval.episodes_per_task=1",
+        "collect.min_valid=2", "engine.slots=4", "learner.rows=2",
+        "eval.episodes_per_task=1",
         "eval.modes=[sampled]", "report.progress=none",
         "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
     ])  # fmt: skip

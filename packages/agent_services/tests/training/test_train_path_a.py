@@ -15,8 +15,8 @@ pytestmark = pytest.mark.timeout(400)
 FAMILIES = ("click-button", "close-dialog", "open-icon")
 SMALL = (
     "collect.group_size=4", "collect.min_valid=2",
-    "learner.groups_per_step=2", "learner.rows=4", "learner.patches=0",
-    "learner.targets=0", "engine.slots=8", "collect.concurrency=8",
+    "learner.groups_per_step=2", "learner.rows=2", "learner.patches=0",
+    "learner.targets=0", "engine.slots=4", "collect.concurrency=8",
     "run_service.poll_s=0.05", "report.progress=none",
 )  # fmt: skip
 """Sizes; everything else is as documented."""
