@@ -5,7 +5,7 @@ of bfloat16's, and a device keeps room for more KV cache. The matrices of the
 decoder (attention, MLP, experts) are rounded to 255 levels, symmetric about 0,
 with a float32 scale for each output channel; embeddings, head, norms, router,
 gates of linear attention and vision tower stay unchanged. Activations are not
-rounded, except to 16 bits where a CPU decodes (`kernels.dot_rounded`).
+rounded, but to 1e-7 where a CPU decodes (`kernels.dot_rounded`).
 
 The copy is another policy than the one trained, though a near one: the recorded
 log-probs are its own, and `algorithm.importance=tis` corrects for the
