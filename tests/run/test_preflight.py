@@ -156,7 +156,7 @@ def test_the_dry_run_prints_every_part_against_what_there_is(tmp_path, capsys):
   assert not list(tmp_path.iterdir())
   shown = capsys.readouterr().out
   table = shown.partition("\nmemory\n")[2]
-  assert re.search(r"KV cache of \d+ tokens, [\d.]+ MiB", shown)
+  assert re.search(r"KV cache of \d+ tokens, [\d.]+ \wiB", shown)
   assert "group_size: 4" in shown
   for name in (
     "parameters",
