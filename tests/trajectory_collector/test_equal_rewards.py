@@ -85,7 +85,9 @@ def test_equal_episodes_have_no_advantage(name, std_eps):
     assert np.array(two)[0] == pytest.approx(2 * 0.5e-9)
 
 
-@pytest.mark.parametrize("name", ["reinforce_pp", "turn_returns", "gigpo"])
+@pytest.mark.parametrize(
+  "name", ["reinforce_pp", "turn_returns", "gigpo", "hgpo"]
+)
 def test_equal_turns_have_no_advantage(name):
   """Each episode is one turn, whose reward was added up in the environment."""
   rewards = [(sum(turns),) for turns in EVEN]
@@ -97,19 +99,20 @@ def test_equal_turns_have_no_advantage(name):
     advantages.AdvantageOptions(std_eps=0.0),
   )
   assert not any(np.any(v) for v in stats.advantages.values())
-  # Of the first turn, all returns are equal; gigpo compares them.
+  # Of the first turn, all returns are equal; gigpo and hgpo compare them.
   (group,) = collected(EVEN)
-  _, stats = examples.from_groups(
-    [group],
-    advantages.ESTIMATORS.get("gigpo"),
-    advantages.AdvantageOptions(std_eps=0.0),
-  )
-  assert not any(v[0] for v in stats.advantages.values())
-  assert any(v[1] for v in stats.advantages.values())
+  for by_state in ("gigpo", "hgpo"):
+    _, stats = examples.from_groups(
+      [group],
+      advantages.ESTIMATORS.get(by_state),
+      advantages.AdvantageOptions(std_eps=0.0),
+    )
+    assert not any(v[0] for v in stats.advantages.values())
+    assert any(v[1] for v in stats.advantages.values())
 
 
 def test_every_estimator_is_tried_here():
-  tried = {*OF_EPISODES, "reinforce_pp", "turn_returns", "gigpo"}
+  tried = {*OF_EPISODES, "reinforce_pp", "turn_returns", "gigpo", "hgpo"}
   no_comparison = {"none", "reward", "filtered"}
   # Documentation tests of the same process register estimators of their own.
   ours = {

@@ -48,9 +48,9 @@ def nearest(word: object, names: Iterable[str]) -> str:
   lower = {name.lower(): name for name in names}
   text = str(word).lower()
   like = [n for n in lower if len(text) != 3 or n[:1] == text[:1]]
-  match = difflib.get_close_matches(text, like, n=1, cutoff=_CUTOFF)
-  if match:
-    return lower[match[0]]
+  if matches := difflib.get_close_matches(text, like, cutoff=_CUTOFF):
+    # Letters that changed places are the likelier slip.
+    return lower[max(matches, key=lambda n: sorted(n) == sorted(text))]
   # A name may be a part of a longer one: `calc`, `qwen2_5_vl`.
   longer = [name for name in lower if len(text) > 2 and text in name]
   return lower[min(longer, key=len)] if longer else ""
