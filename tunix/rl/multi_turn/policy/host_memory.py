@@ -15,7 +15,7 @@ What a compiler or a stage has freed lies between buffers that live on, where
 later ones do not fit; `release` gives it back to the system. A large policy's
 buffers are gigabytes: one that does not fit doubles what the process takes, so
 `settle` lets the system have them back after each step, as glibc does by
-itself. At 135 million parameters the faults are a fiftieth of a step.
+itself. At 135 million parameters the faults then take 7 % of the CPU time.
 """
 
 from __future__ import annotations
