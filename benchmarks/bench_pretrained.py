@@ -93,16 +93,16 @@ def start(name: str, about: dict[str, Any], args) -> bench_learner.Side:
   return bench_learner.Side(name, argv, env)
 
 
-def differences(ours, theirs, leads) -> dict[str, Any]:
-  """Where the greedy tokens of a side differ from ours, and by how much the
-  other one's token led where llama.cpp tells."""
+def differences(tokens, peer_tokens, leads) -> dict[str, Any]:
+  """Returns the first differing greedy token of each row, and by how much the
+  peer's token led where llama.cpp tells."""
   rows = []
-  for row, (a, b) in enumerate(zip(ours, theirs)):
+  for row, (a, b) in enumerate(zip(tokens, peer_tokens)):
     at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
     if at is not None:
       lead = leads[row][at - 1] if leads and at else None
       rows.append({"row": row, "token": at, "lead": lead})
-  return {"rows": len(ours), "differ": rows}
+  return {"rows": len(tokens), "differ": rows}
 
 
 def decode(args: argparse.Namespace) -> dict[str, Any]:
@@ -172,9 +172,9 @@ def decode_row(args, sides: list[Any], dtype: str, batch: int):
     if side.name == "ours":
       continue
     # Rounds of all sides follow one another: each is held to its own turn.
-    mine = [one["ours"]["step_s"] for one in rounds]
+    own_steps = [one["ours"]["step_s"] for one in rounds]
     row[side.name] |= {
-      "ratio": statistics.median(t / m for t, m in zip(steps, mine)),
+      "ratio": statistics.median(t / m for t, m in zip(steps, own_steps)),
       "target": TARGETS.get(side.name, {}).get(batch),
     }
   return row

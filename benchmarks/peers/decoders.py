@@ -133,10 +133,10 @@ def llama(about: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
 
     def call(entries):
       batch.n_tokens = len(entries)
-      for i, (token, position, row, wanted) in enumerate(entries):
+      for i, (token, position, row, has_logits) in enumerate(entries):
         batch.token[i], batch.pos[i] = int(token), position
         batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
-        batch.logits[i] = wanted
+        batch.logits[i] = has_logits
       if lib.llama_decode(here, batch):
         raise SystemExit("llama_decode refuses the batch")
 

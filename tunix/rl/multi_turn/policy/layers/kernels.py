@@ -132,11 +132,11 @@ def dot_rounded(x: jax.Array, levels: jax.Array) -> jax.Array:
     return dot(x, levels)
   flat = flat.astype(jnp.float32)
   unit = jnp.max(jnp.abs(flat), axis=-1, keepdims=True) / 127
-  rest = flat / jnp.where(unit > 0, unit, 1.0)
+  remainder = flat / jnp.where(unit > 0, unit, 1.0)
   parts = []
   for _ in range(3):
-    parts.append(jnp.round(rest))
-    rest = (rest - parts[-1]) * 254
+    parts.append(jnp.round(remainder))
+    remainder = (remainder - parts[-1]) * 254
   split = jnp.concatenate(parts).astype(jnp.int8)
   out = jnp.dot(split, levels, preferred_element_type=jnp.int32)
   high, middle, low = jnp.split(out.astype(jnp.float32), 3)

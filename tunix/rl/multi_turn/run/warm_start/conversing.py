@@ -38,7 +38,7 @@ class Converser:
     make_episode: task -> a fresh (agent, environment).
     solve: see `Solve`.
     max_turns: Turns of an episode whose task sets no limit.
-    deadlines: of an episode and its calls.
+    deadlines: Deadlines of an episode and of its calls.
   """
 
   renderer: choice.AnyRenderer

@@ -91,6 +91,7 @@ HABITS: dict[str, Habit] = {
 
 
 _TRIES = 3
+"""Times that a demonstration is played while its environment breaks it."""
 
 
 class UnsolvableError(LookupError):
@@ -171,7 +172,7 @@ class Demonstrator:
       is played with it).
     grid: (columns, rows) that clicks are snapped to.
     screenshots: arguments of `ScreenshotTool`.
-    deadlines: of an episode and its calls.
+    deadlines: Deadlines of an episode and of its calls.
   """
 
   renderer: choice.AnyRenderer
@@ -273,7 +274,7 @@ async def play_all(
 ) -> list[trajectory.Trajectory]:
   """Demonstrations of the tasks, in order, unsolvable ones left out.
 
-  One that something else than its demonstrator broke is played again.
+  A demonstration that its environment broke is played again.
 
   Args:
     play_one: (task, seed) -> its demonstration, or UnsolvableError.
