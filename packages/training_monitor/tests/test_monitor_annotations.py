@@ -33,7 +33,7 @@ def fill(server, count=3):
 
 
 def annotate(server, name, status=303, **data):
-  """What a page sends; the rollout's notes, or the page of the refusal."""
+  """Posts a form as a page does; returns the notes, or the refusal's page."""
   ids = {r["rollout_id"]: r["id"] for r in server.rows("rollout")}
   reply = server.http.post(
     f"/rollouts/{ids.get(name, 99)}/annotations",

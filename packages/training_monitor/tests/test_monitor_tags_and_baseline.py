@@ -23,7 +23,7 @@ def tags(server, id_, status=303, add=(), remove=""):
 
 
 def form(server, path, **data):
-  """What this server's page sends."""
+  """Posts a form as this server's page does."""
   own = {"origin": server.url}
   return server.http.post(path, data=data, headers=own, follow_redirects=False)
 
