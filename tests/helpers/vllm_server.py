@@ -6,6 +6,7 @@ and heads 64 wide, as our exporter writes it.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -14,7 +15,9 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
+import urllib.request
 
 from flax import nnx
 import httpx
@@ -217,13 +220,60 @@ class VllmServer(Server):
   name = "vLLM"
   bin = BIN
 
+  def engine_pid(self) -> int:
+    """Of the process that runs the model."""
+    group = ["pgrep", "-f", "-g", str(self._process.pid), "EngineCore"]
+    return int(subprocess.check_output(group))
+
 
 def metric(server, name) -> float:
   """Sum of a metric of the server over its labels."""
-  text = httpx.get(f"{server.url}/metrics", timeout=30).text
+  # httpx.get would read certificates first, a second on a busy machine.
+  with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+    text = answer.read().decode()
   values = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.M)
   assert values, name
   return sum(map(float, values))
+
+
+SLOW = """
+import os, pathlib, signal, sys, time
+
+core = int(sys.argv[1])
+
+def ticks():
+  stat = pathlib.Path(f"/proc/{core}/stat").read_text().rpartition(")")[2]
+  return sum(map(int, stat.split()[11:13]))
+
+while True:
+  os.kill(core, signal.SIGSTOP)
+  time.sleep(0.1)
+  end = ticks() + 1
+  os.kill(core, signal.SIGCONT)
+  while ticks() < end:
+    time.sleep(0.001)
+"""
+
+
+@contextlib.contextmanager
+def slow_engine(server):
+  """Stops the engine's process for 100 ms after each 10 ms of CPU time.
+
+  Else it samples 800 tokens before the process that answers HTTP requests
+  reports the first of them, and nothing can be cut short. A process of its own
+  does it: a thread would wait while this process collects garbage.
+  """
+  core = server.engine_pid()
+  throttle = subprocess.Popen(
+    [sys.executable, "-S", "-c", SLOW, str(core)], preexec_fn=_end_with_parent
+  )
+  try:
+    yield
+    assert throttle.poll() is None
+  finally:
+    throttle.kill()
+    throttle.wait()
+    os.kill(core, signal.SIGCONT)
 
 
 def other(policy, seed):

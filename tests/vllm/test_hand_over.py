@@ -214,8 +214,9 @@ def test_requests_in_flight_are_cut_and_continued(
     engine = engine_of(policy, server, weights)
     publication = weights.publish(1, models[1])
     assert await asyncio.to_thread(weights.saved.wait, 300)
-    waiting = asyncio.ensure_future(asked(engine, prompts, sampling))
-    assert await asyncio.wrap_future(publication) == 1
+    with vllm_server.slow_engine(server):
+      waiting = asyncio.ensure_future(asked(engine, prompts, sampling))
+      assert await asyncio.wrap_future(publication) == 1
     return await waiting, engine.stats()
 
   weights = Holding(

@@ -148,30 +148,34 @@ async def test_a_turn_finds_the_last_one_in_the_cache(policy, server, scores):
 async def test_a_cancelled_request_ends_at_the_server(policy, server):
   async with client_of(policy, server) as client:
     sampling = policy.sampling(max_new_tokens=1500, stop_token_ids=())
-    task = asyncio.ensure_future(
-      client.generate(policy.prompt(1), sampling, session="s")
-    )
     running = "vllm:num_requests_running"
-    await wait_for(lambda: metric(server, running) == 1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-      await task
-    await wait_for(lambda: metric(server, running) == 0)
+    with vllm_server.slow_engine(server):
+      task = asyncio.ensure_future(
+        client.generate(policy.prompt(1), sampling, session="s")
+      )
+      await wait_for(lambda: metric(server, running) == 1)
+      task.cancel()
+      with pytest.raises(asyncio.CancelledError):
+        await task
+      sampled = metric(server, "vllm:generation_tokens_total")
+      await wait_for(lambda: metric(server, running) == 0)
+    more = metric(server, "vllm:generation_tokens_total") - sampled
+    assert more < 500
 
 
 async def test_an_aborted_completion_continues(policy, server):
   """As at a weight update: what was sampled stays, the rest follows."""
   prompts = [policy.prompt(1), policy.prompt(), policy.prompt(2, 3)]
-  # Long enough that a busy machine sees all three of them run.
   sampling = policy.sampling(max_new_tokens=800, stop_token_ids=())
   async with client_of(policy, server, timeout_s=400) as client:
-    tasks = asyncio.ensure_future(
-      vllm_server.answers_of(client, prompts, sampling)
-    )
-    await wait_for(lambda: metric(server, "vllm:num_requests_running") == 3)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
-      (await http.post("/pause?mode=abort")).raise_for_status()
-      (await http.post("/resume")).raise_for_status()
+    with vllm_server.slow_engine(server):
+      tasks = asyncio.ensure_future(
+        vllm_server.answers_of(client, prompts, sampling)
+      )
+      await wait_for(lambda: metric(server, "vllm:num_requests_running") == 3)
+      async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        (await http.post("/pause?mode=abort")).raise_for_status()
+        (await http.post("/resume")).raise_for_status()
     answers = await tasks
     assert client.counts["resumed"] >= 1
   for _, _, completion in answers:  # vLLM itself ends at the end of a turn.
