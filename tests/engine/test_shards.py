@@ -16,6 +16,7 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import page_pool
 from tunix.rl.multi_turn.engine import requests
+from tunix.rl.multi_turn.planning import policy_facts
 from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.models.qwen import qwen_vl
@@ -200,3 +201,26 @@ def test_a_processs_mesh_is_its_part_of_the_whole_one():
   part = update_memory.process_mesh(full, 4)
   assert dict(part.shape) == {"data": 1, "fsdp": 2, "sequence": 1, "tensor": 2}
   assert update_memory.process_mesh(full, 1) is full
+
+
+@pytest.mark.parametrize(
+  ("settings", "parameters", "rows"),
+  [
+    ({}, 2_000_000, 6),  # All slots of the eight that there could be.
+    ({}, 135_000_000, 2),
+    ({"prefill_rows": (4,)}, 135_000_000, 4),
+  ],
+)
+def test_a_large_policy_prefills_few_rows_on_a_cpu(settings, parameters, rows):
+  _, processor, _ = checkpoint.create_policy("qwen3_vl_tiny", screen=(32, 32))
+  config = engine_config.EngineConfig(slots=6, context_length=64, **settings)
+  chosen = buckets.choose(
+    processor, config, ((32, 32),), platform="cpu", parameters=parameters
+  )
+  assert chosen.prefill_rows == (rows,)
+
+
+def test_parameters_are_counted():
+  model, _, _ = checkpoint.create_policy("qwen3_vl_tiny", screen=(32, 32))
+  parts = policy_facts.parameters_by_part(model)
+  assert device_state.count_parameters(model) == parts["total"]

@@ -103,11 +103,10 @@ def play(*command, seconds=300, **variables):
 class Weights:
   """In front of a policy's server: AReaL's calls around a hand-over.
 
-  `load(path)` gets the directory of new weights. Without it they are noted:
-  the text actor is another model than the server's.
+  `load(path)` gets the directory of new weights.
   """
 
-  def __init__(self, app, load=None):
+  def __init__(self, app, load):
     self.app, self.load = app, load
     self.paths = []
 
@@ -124,8 +123,7 @@ class Weights:
     if scope["path"] == "/areal_update_weights":
       path = json.loads(body)["model_path"]
       self.paths.append((path, sorted(os.listdir(path))))
-      if self.load is not None:
-        await asyncio.to_thread(self.load, path)
+      await asyncio.to_thread(self.load, path)
     await send(
       {
         "type": "http.response.start",
@@ -328,17 +326,8 @@ def train(world, tmp_path, *, model, processor, actor=()):
   return output, rows
 
 
-def test_the_example_trains_with_areals_trainer(world, tmp_path):
-  """A text actor; the run is at the monitor."""
-  play(f"{HELPERS}/areal_model.py", str(TOKENIZER), str(tmp_path))
-  output, rows = train(
-    world, tmp_path, model=tmp_path / "model", processor=tmp_path / "processor"
-  )
-  assert "4 tasks to train on, 2 held out" in output
-  files = [path for path in tmp_path.rglob("*") if path.is_file()]
-  assert any(path.name == "config.yaml" for path in files)
-  for path in files:
-    assert TOKEN.encode() not in path.read_bytes(), path
+def check_monitored(rows):
+  """The monitor has the run, its two steps and every episode."""
   (training,) = rows["training"]
   assert training["status"] == "completed", training
   assert len(rows["task"]) == 6
@@ -359,15 +348,10 @@ def test_the_example_trains_with_areals_trainer(world, tmp_path):
   for one in rows["eval"]:
     assert places.count(("eval", None, one["id"])) == 2
   assert len(places) == 2 + 2 * 4 + 2 * 2
-  versions = [pathlib.Path(path).name for path, _ in world.weights.paths]
-  assert versions == ["weight_update_v1", "weight_update_v2"]
-  assert all(
-    "model.safetensors" in str(names) for _, names in world.weights.paths
-  )
 
 
-def test_a_vision_actor_trains_the_policy_that_plays(tmp_path):
-  """Its FSDP engine computes with our rows' pixels, and we load what it wrote.
+def test_the_example_trains_the_policy_that_plays(tmp_path):
+  """AReaL's FSDP engine computes with our rows' pixels; we load its weights.
 
   Its log-probs of sampled tokens are those of the server, before the first
   update and after each hand-over.
@@ -389,7 +373,7 @@ def test_a_vision_actor_trains_the_policy_that_plays(tmp_path):
     processor = tmp_path / "processor"
     processor.mkdir()
     shutil.copy(model / "preprocessor_config.json", processor)
-    _, rows = train(
+    output, rows = train(
         world, tmp_path, model=model, processor=processor,
         # Sampled tokens become likelier, though no episode succeeds.
         actor={
@@ -404,7 +388,15 @@ def test_a_vision_actor_trains_the_policy_that_plays(tmp_path):
             },
         },
     )  # fmt: skip
-  assert [step["status"] for step in rows["step"]] == ["completed"] * 2
+  assert "4 tasks to train on, 2 held out" in output
+  files = [path for path in tmp_path.rglob("*") if path.is_file()]
+  assert any(path.name == "config.yaml" for path in files)
+  for path in files:
+    assert TOKEN.encode() not in path.read_bytes(), path
+  check_monitored(rows)
+  handed_over = {pathlib.Path(p).name: str(n) for p, n in world.weights.paths}
+  assert list(handed_over) == ["weight_update_v1", "weight_update_v2"]
+  assert all("model.safetensors" in names for names in handed_over.values())
   for step in rows["step"]:
     statistics = json.loads(step["metrics_json"])
     assert statistics["ppo_actor/update/n_valid_tokens"] >= 8

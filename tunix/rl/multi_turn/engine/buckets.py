@@ -16,6 +16,7 @@ from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import programs
 from tunix.rl.multi_turn.policy import base
 
+_LARGE = 32_000_000  # Parameters with which few rows fill a CPU's cores.
 _COPIES = 16  # Pages of a copy call.
 _PLAIN_TEXT = 32  # Tokens of text that come with a screenshot.
 _MOST_DEFAULT = 256  # Tokens a row of a prefill call, unless images need more.
@@ -150,6 +151,7 @@ def choose(
   image_sizes: Sequence[tuple[int, int]],
   shards: int = 1,
   platform: str = "",
+  parameters: int = 0,
 ) -> Buckets:
   """Chooses an engine's shapes, by its config and else by the device.
 
@@ -160,6 +162,7 @@ def choose(
     shards: Parts of rows and images, whose numbers are rounded up to a multiple
       of it.
     platform: Platform of the device; "" = JAX's default.
+    parameters: Number of the policy's parameters.
 
   Raises:
     ValueError: a bucket of patches is not a whole number of vision tokens, or
@@ -182,7 +185,8 @@ def choose(
       )
   on_cpu = (platform or jax.default_backend()) == "cpu"
   decode_rows = config.decode_rows or (16 if on_cpu else slots,)
-  prefill_rows = config.prefill_rows or (8 if on_cpu else slots,)
+  few = 8 if parameters < _LARGE else 2
+  prefill_rows = config.prefill_rows or (few if on_cpu else slots,)
   image = base.optional(processor, "whole_image_tokens")
   if image and max(config.prefill_buckets, default=image) < image:
     raise ValueError(

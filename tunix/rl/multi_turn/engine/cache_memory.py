@@ -96,7 +96,14 @@ def of_engine(
   """
   config = page_layout.sized(device_state.cache_shapes(model), config)
   shards = cached_attention.row_shards(mesh)
-  chosen = buckets_lib.choose(processor, config, image_sizes, shards, platform)
+  chosen = buckets_lib.choose(
+    processor,
+    config,
+    image_sizes,
+    shards,
+    platform,
+    device_state.count_parameters(model),
+  )
   cache_sizes = sizes(processor, config, chosen, shards)
   graphdef, state = nnx.split(cast(nnx.Module, model))
   paged = isinstance(model, device_state.PagedPolicy) and model.reads_pages

@@ -89,8 +89,9 @@ class EngineConfig:
   )
   prefill_rows: tuple[int, ...] = _opt(
     default=(),
-    doc="Requests of one prefill call, ascending. [] = 8 on a CPU, whose"
-    " caches then hold the activations, else slots.",
+    doc="Requests of one prefill call, ascending. [] = slots, but on a CPU 8,"
+    " and 2 if the policy has 32 million parameters or more: one request's"
+    " tokens then fill its cores, and padded rows cost as much.",
     unit="requests",
     ge=1,
   )
@@ -184,7 +185,7 @@ class EngineConfig:
     doc="Weights to sample with. same: the policy's, a Qwen policy's matrices"
     " in the type they are computed in. int8: a copy with its"
     " matrices rounded to a byte a number, half of bfloat16; correct for the"
-    " difference with algorithm.importance=tis. Qwen-VL only.",
+    " difference with algorithm.importance=tis. Not for tiny_vl.",
   )
   features: tuple[Feature, ...] = _opt(
     default=(),

@@ -251,6 +251,12 @@ def cache_shapes(model: base.Policy) -> Callable[[int, int], Any]:
   )
 
 
+def count_parameters(model: base.Policy) -> int:
+  """Returns the number of a policy's parameters."""
+  state = nnx.state(model, nnx.Param)
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
+
+
 class DeviceState:
   """The buffers that an engine's programs read and donate.
 

@@ -214,7 +214,13 @@ class RolloutEngine:
     self._processor = processor
     config = page_layout.sized(device_state.cache_shapes(model), config)
     shards = device_state.shards_of(model)
-    self._buckets = buckets_lib.choose(processor, config, image_sizes, shards)
+    self._buckets = buckets_lib.choose(
+      processor,
+      config,
+      image_sizes,
+      shards,
+      parameters=device_state.count_parameters(model),
+    )
     self._lockstep = config.is_lockstep
     sizes = cache_memory.sizes(processor, config, self._buckets, shards)
     self._state = device_state.DeviceState(

@@ -1,4 +1,4 @@
-"""Makes int8 copies of Qwen-VL policies, for rollout.
+"""Makes int8 copies of policies of published families, for rollout.
 
 Decoding reads all weights for each token; at a byte a number it reads a half
 of bfloat16's, and a device keeps room for more KV cache. The matrices of the
