@@ -247,7 +247,7 @@ def one_update(folder, *settings):
       "environment=verifiers", f"environment.options.path={MODULES}",
       f"run.dir={folder}", "name=a", "steps=1", "collect.group_size=4",
       "learner.groups_per_step=1", "engine.slots=4", "collect.concurrency=8",
-      "learner.rows=2",
+      "learner.rows=2", "learner.skip_zero_advantage=false",
       "report.progress=none", "sampling.max_new_tokens=16",
       "eval.episodes_per_task=1", "eval.modes=[sampled]", *settings,
   ])  # fmt: skip
