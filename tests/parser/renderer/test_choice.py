@@ -74,7 +74,8 @@ def test_a_template_of_its_own_is_rendered_by_itself(name, difference):
 def test_a_tokenizer_without_qwens_tokens_has_its_template_only():
   family = FAMILIES["llama3"]
   bare = chat_families.tokenizer(FAMILIES["mistral"]).backend_tokenizer
-  with pytest.raises(ValueError, match="no token '<|im_start|>'"):
+  lacking = r"no token '<\|im_start\|>' for ChatML; put the chat_template.jinja"
+  with pytest.raises(ValueError, match=lacking):
     choice.make_renderer(bare, chat_families.image_tokens, None)
   assert isinstance(made(family.name), template.TemplateRenderer)
 

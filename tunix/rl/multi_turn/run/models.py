@@ -157,6 +157,9 @@ def make_renderer(
   policy, named = config.policy, named_policy(config)
   where = f"policy.renderer={policy.renderer}"
   fix = f" (policy.name={policy.name})"
+  if named.tokenizer and policy.name.endswith(".gguf"):
+    unpacked = policy_files.resolve(named.tokenizer)
+    fix = f" (policy.name={policy.name}, unpacked in {unpacked})"
   with refusals.refused(where, OSError, ValueError, fix=fix):
     if named.tokenizer:
       template = policy_files.chat_template(

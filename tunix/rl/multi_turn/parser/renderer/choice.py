@@ -132,6 +132,13 @@ def make_renderer(
       "the policy has no chat template; put its chat_template.jinja beside"
       " its tokenizer.json, or choose auto"
     )
+  lacking = [t for t in qwen.CHAT_TOKENS if tokenizer.token_to_id(t) is None]
+  if template is None and lacking:
+    raise ValueError(
+      "the policy has no chat template, and its tokenizer no token"
+      f" {lacking[0]!r} for ChatML; put the chat_template.jinja of its"
+      " instruction-tuned model beside its tokenizer.json"
+    )
   if kind == "qwen" or template is None:
     return qwen.QwenRenderer(tokenizer, num_image_tokens)
   try:
@@ -141,9 +148,7 @@ def make_renderer(
       f"{error}; choose qwen to have ChatML in its place, which is not what"
       " the checkpoint was trained on"
     ) from None
-  if kind == "auto" and all(
-    tokenizer.token_to_id(token) is not None for token in qwen.CHAT_TOKENS
-  ):
+  if kind == "auto" and not lacking:
     fast = qwen.QwenRenderer(tokenizer, num_image_tokens)
     if not difference(fast, own):
       return fast
