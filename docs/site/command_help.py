@@ -43,7 +43,10 @@ class CommandHelp(docutils.SphinxDirective):
 
 
 def help_of(module: str, *words: str) -> str:
-  """What `python -m module words --help` prints; "" if it failed."""
+  """What `python -m module words --help` prints; "" if it failed.
+
+  The launcher prints the same without running google-tunix's code first.
+  """
   environment = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
@@ -51,7 +54,10 @@ def help_of(module: str, *words: str) -> str:
     "NO_COLOR": "1",
   }
   done = subprocess.run(
-    [sys.executable, "-m", module, *words, "--help"],
+    [
+      *(sys.executable, "-m", "tunix_multi_turn"),
+      *(module.removeprefix("tunix.rl.multi_turn."), *words, "--help"),
+    ],
     capture_output=True,
     check=False,
     cwd=_ROOT,

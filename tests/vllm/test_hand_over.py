@@ -200,7 +200,6 @@ def test_requests_in_flight_are_cut_and_continued(
   policy, server, score, tmp_path
 ):
   """Text and images; each token has the version of its weights."""
-  models = {0: policy.model, 1: vllm_server.other(policy, 1)}
   prompts = [
     policy.prompt(),
     policy.prompt(1),
@@ -208,37 +207,44 @@ def test_requests_in_flight_are_cut_and_continued(
     policy.prompt(4, text="and this"),
   ]
   sampling = policy.sampling(max_new_tokens=400, stop_token_ids=())
+  models = {0: policy.model}
 
-  async def run(weights):
-    weights.version = 0
+  async def run(weights, version):
     engine = engine_of(policy, server, weights)
-    publication = weights.publish(1, models[1])
+    weights.saved.clear()
+    publication = weights.publish(version, models[version])
     assert await asyncio.to_thread(weights.saved.wait, 300)
     with vllm_server.slow_engine(server):
       waiting = asyncio.ensure_future(asked(engine, prompts, sampling))
-      assert await asyncio.wrap_future(publication) == 1
+      assert await asyncio.wrap_future(publication) == version
     return await waiting, engine.stats()
 
   weights = Holding(
     server, tmp_path, whole(policy), [disk_weights.VllmEngine(server.url)]
   )
+  weights.version = 0
   with contextlib.closing(weights):
-    completions, stats = asyncio.run(run(weights))
-  assert stats["resumed"] >= 2
+    # On a busy machine a request may not have begun, or be done.
+    for version in range(1, 6):
+      models[version] = vllm_server.other(policy, version)
+      completions, stats = asyncio.run(run(weights, version))
+      cut = 0
+      for prompt, completion in zip(prompts, completions):
+        versions = completion.versions
+        assert set(versions.tolist()) <= {version - 1, version}
+        assert (np.diff(versions) >= 0).all()
+        for part in set(versions.tolist()):
+          tokens = versions == part
+          assert (
+            vllm_server.gap(score, models[part], prompt, completion, tokens)
+            < vllm_server.LONG_GAP
+          )
+        cut += len(set(versions.tolist())) == 2
+      print(f"version {version}: {cut} cut, {stats}")
+      if cut >= 2:
+        break
+  assert cut >= 2 and stats["resumed"] >= 2
   assert httpx.get(f"{server.url}/health", timeout=10).is_success
-  cut = 0
-  for prompt, completion in zip(prompts, completions):
-    versions = completion.versions
-    assert sorted(set(versions.tolist())) in ([0], [0, 1], [1])
-    assert (np.diff(versions) >= 0).all()
-    for version in set(versions.tolist()):
-      tokens = versions == version
-      assert (
-        vllm_server.gap(score, models[version], prompt, completion, tokens)
-        < GAP
-      )
-    cut += len(set(versions.tolist())) == 2
-  assert cut >= 2
 
 
 class Skipping(disk_weights.VllmEngine):

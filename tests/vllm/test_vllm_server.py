@@ -168,21 +168,29 @@ async def test_an_aborted_completion_continues(policy, server):
   prompts = [policy.prompt(1), policy.prompt(), policy.prompt(2, 3)]
   sampling = policy.sampling(max_new_tokens=800, stop_token_ids=())
   async with client_of(policy, server, timeout_s=400) as client:
-    with vllm_server.slow_engine(server):
-      tasks = asyncio.ensure_future(
-        vllm_server.answers_of(client, prompts, sampling)
-      )
-      await wait_for(lambda: metric(server, "vllm:num_requests_running") == 3)
-      async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
-        (await http.post("/pause?mode=abort")).raise_for_status()
-        (await http.post("/resume")).raise_for_status()
-    answers = await tasks
-    assert client.counts["resumed"] >= 1
+    # On a busy machine all may be done before they are aborted.
+    for _ in range(5):
+      with vllm_server.slow_engine(server):
+        tasks = asyncio.ensure_future(
+          vllm_server.answers_of(client, prompts, sampling)
+        )
+        await wait_for(
+          lambda tasks=tasks: (
+            tasks.done() or metric(server, "vllm:num_requests_running") == 3
+          )
+        )
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+          (await http.post("/pause?mode=abort")).raise_for_status()
+          (await http.post("/resume")).raise_for_status()
+      answers = await tasks
+      if client.counts["resumed"]:
+        break
+    assert client.counts["resumed"]
   for _, _, completion in answers:  # vLLM itself ends at the end of a turn.
     ended = completion.finish_reason is policy_client.FinishReason.STOP
     assert ended or len(completion.tokens) == 800
   gap = vllm_server.Scores(policy, length=920).check(answers)
-  assert gap < GAP, gap
+  assert gap < vllm_server.LONG_GAP, gap
 
 
 async def wait_for(condition, timeout_s=300):
