@@ -43,7 +43,7 @@ class CommandHelp(docutils.SphinxDirective):
 
 
 def help_of(module: str, *words: str) -> str:
-  """What `python -m module words --help` prints; "" if it failed.
+  """Returns what `python -m module words --help` prints; "" if it failed.
 
   The launcher prints the same without running google-tunix's code first.
   """

@@ -40,8 +40,6 @@ NAME = "cua"
 CONTEXT = 2048
 GAP = 2e-5
 """Of log-probs in float32, of two implementations in another order."""
-LONG_GAP = 2 * GAP
-"""The largest of a hundred times as many tokens, cut anywhere."""
 SIZE = (64, 48)
 """Of screenshots: 12 tokens each."""
 

@@ -166,7 +166,7 @@ async def test_a_cancelled_request_ends_at_the_server(policy, server):
 async def test_an_aborted_completion_continues(policy, server):
   """As at a weight update: what was sampled stays, the rest follows."""
   prompts = [policy.prompt(1), policy.prompt(), policy.prompt(2, 3)]
-  sampling = policy.sampling(max_new_tokens=800, stop_token_ids=())
+  sampling = policy.sampling(max_new_tokens=300, stop_token_ids=())
   async with client_of(policy, server, timeout_s=400) as client:
     # On a busy machine all may be done before they are aborted.
     for _ in range(5):
@@ -188,9 +188,9 @@ async def test_an_aborted_completion_continues(policy, server):
     assert client.counts["resumed"]
   for _, _, completion in answers:  # vLLM itself ends at the end of a turn.
     ended = completion.finish_reason is policy_client.FinishReason.STOP
-    assert ended or len(completion.tokens) == 800
-  gap = vllm_server.Scores(policy, length=920).check(answers)
-  assert gap < vllm_server.LONG_GAP, gap
+    assert ended or len(completion.tokens) == 300
+  gap = vllm_server.Scores(policy, length=420).check(answers)
+  assert gap < GAP, gap
 
 
 async def wait_for(condition, timeout_s=300):
