@@ -38,6 +38,14 @@ os.environ.setdefault(
 # Also what compiles fast: it is compiled by every run and engine of the tests.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+# Processes that tests start do not run google-tunix's code first.
+_LIGHT_START = str(_HERE / "tests" / "helpers" / "light_start")
+_PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+if _LIGHT_START not in _PATHS:
+  os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [_LIGHT_START, *_PATHS])
+  )
+
 SLOW_S = 600
 """Limit of a slow test that names none, its fixtures included."""
 
