@@ -51,7 +51,13 @@ SLOW_S = 600
 
 
 def _extend_tunix() -> None:
-  """Makes this clone and its packages importable uninstalled."""
+  """Makes this clone and its packages importable uninstalled.
+
+  google-tunix's own code waits until a test asks for it, here as in workers.
+  """
+  import tunix_multi_turn  # pylint: disable=g-import-not-at-top
+
+  tunix_multi_turn.light()
   import tunix.rl  # pylint: disable=g-import-not-at-top
 
   ours = str(_HERE / "tunix" / "rl")
@@ -64,7 +70,29 @@ def _extend_tunix() -> None:
 _extend_tunix()
 
 
-def pytest_configure() -> None:
+def _begin_apart(config) -> None:
+  """Lets each worker collect another part of the tests first.
+
+  All import every test. In a fresh clone the first to import one rewrites its
+  assertions and keeps the bytecode, which takes longer than importing it.
+  """
+  worker = getattr(config, "workerinput", None)
+  folders = [pathlib.Path(arg) for arg in config.args]
+  below = all(f.is_dir() and _HERE in f.resolve().parents for f in folders)
+  if worker is None or not below:
+    return
+  parts = [
+    str(part)
+    for folder in folders
+    for part in sorted(folder.iterdir())
+    if part.match("test_*.py") or part.is_dir() and part.name[0] not in "._"
+  ]
+  number = int(worker["workerid"].removeprefix("gw"))
+  first = number * len(parts) // worker["workercount"]
+  config.args[:] = parts[first:] + parts[:first]
+
+
+def pytest_configure(config) -> None:
   """Properties have no deadline: examples take longer on a busy machine.
 
   Of the profile that is loaded already, as Hypothesis loads one in CI, the rest
@@ -76,6 +104,7 @@ def pytest_configure() -> None:
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
   )
   hypothesis.settings.load_profile("any_machine")
+  _begin_apart(config)
 
 
 def _scale_examples(test) -> None:
@@ -116,6 +145,7 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(items) -> None:
   """Gives slow tests time, and puts their files first, the slowest foremost.
 
+  Workers collect in orders of their own, and must agree on one.
   Begun last, one of them would run alone. How slow a file is, its limits tell.
   Properties get fewer examples.
   """
@@ -130,4 +160,4 @@ def pytest_collection_modifyitems(items) -> None:
     if item.get_closest_marker("slow"):
       limit = item.get_closest_marker("timeout").args[0]
       limits[item.path] = max(limit, limits.get(item.path, 0))
-  items.sort(key=lambda item: -limits.get(item.path, 0))
+  items.sort(key=lambda item: (-limits.get(item.path, 0), item.path))

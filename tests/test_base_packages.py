@@ -13,6 +13,7 @@ import tomllib
 from packaging import requirements
 from packaging import utils
 import pytest
+import trials
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -125,26 +126,31 @@ finally:
   assert "learner.steps=-1" in process.stderr and "deskto'" in process.stderr
 
 
+ALONE = [
+  ("train", ["mesh.tensor=3"], "but JAX sees 2 cpu devices"),
+  ("train", ["policy.trajectory_pixels=9"], "resizes no screenshot"),
+  ("train", ["policy=own:few", "policy.config.sed=1"], "argument 'sed'"),
+  ("train", ["policy=own:few", "policy.dtype=bfloat16"], "no compute_dtype"),
+  (
+    "train",
+    ["policy=qwen3_vl_tiny", "policy.config.layers=2"],
+    "'layers' cannot be changed",
+  ),
+  (
+    "train",
+    ["warm_start.recordings=own.py", "warm_start.steps=1"],
+    "warm_start.recordings=own.py",
+  ),
+  ("train", ["engine.slots=100000"], "<= 65536"),
+  ("evaluate", ["http://127.0.0.1:9/v1", "gym=desktop"], "start the server"),
+]
+"""Command, its arguments, and words of its refusal."""
+
+
 @pytest.mark.parametrize(
   "command, arguments, words",
-  [
-    ("train", ["mesh.tensor=3"], "but JAX sees 2 cpu devices"),
-    ("train", ["policy.trajectory_pixels=9"], "resizes no screenshot"),
-    ("train", ["policy=own:few", "policy.config.sed=1"], "argument 'sed'"),
-    ("train", ["policy=own:few", "policy.dtype=bfloat16"], "no compute_dtype"),
-    (
-      "train",
-      ["policy=qwen3_vl_tiny", "policy.config.layers=2"],
-      "'layers' cannot be changed",
-    ),
-    (
-      "train",
-      ["warm_start.recordings=own.py", "warm_start.steps=1"],
-      "warm_start.recordings=own.py",
-    ),
-    ("train", ["engine.slots=100000"], "<= 65536"),
-    ("evaluate", ["http://127.0.0.1:9/v1", "gym=desktop"], "start the server"),
-  ],
+  # A process each; the rest walk the path of the first two.
+  trials.by_default([*ALONE[:2], ALONE[-1]], ALONE, unlike=ALONE),
   ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_needs_neither_devices_nor_weights_is_refused_without_jax(

@@ -174,6 +174,7 @@ def test_the_rollout_buffers_generator_plays(tmp_path):
   assert stats["generator"]["log"][-1] == "2 episodes written, 0 failed"
 
 
+@pytest.mark.slow
 def test_serving(tmp_path, capsys):
   """The openai client, a session, a prompt of tokens, weights for a vLLM."""
   with rollout_server.Running() as server:

@@ -82,6 +82,7 @@ def run_agent(*argv):
     pytest.param("miniwob", 3, marks=[*browsers.needed(), pytest.mark.slow]),
   ],
 )
+@pytest.mark.slow
 def test_an_agent_with_nothing_but_openai_plays_and_is_kept(
   served, tmp_path, gym, episodes
 ):

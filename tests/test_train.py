@@ -396,6 +396,7 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path):
   assert small_runs.summary_of(tmp_path / "i")["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_stop_just_after_an_evaluation_is_an_interrupt(tmp_path):
   """Its last update is evaluated, and yet it is not complete."""
   run = small_runs.make_run(

@@ -47,6 +47,7 @@ def _complete(tmp_path_factory):
 
 
 @pytest.mark.parametrize("after", (2, 3) if trials.share() == 1 else (2,))
+@pytest.mark.slow
 def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, complete, after):
   """As if it had not, whether the last update was just saved or not."""
   run = small_runs.make_run(tmp_path, *CLONED, "name=parts")

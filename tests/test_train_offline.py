@@ -260,6 +260,7 @@ def _learner(run, **algorithm):
   return models.make_learner(config, run.policy, run.images, run.mesh)
 
 
+@pytest.mark.slow
 def test_cloning_with_weight_one_is_behaviour_cloning(run):
   group = run.recorded[0]
   group = dataclasses.replace(

@@ -222,6 +222,7 @@ def test_reading_a_run_imports_no_jax(run):
   assert process.stdout.strip() == "False", process.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_name_is_refused_without_jax():
   program = """
     import sys

@@ -23,6 +23,8 @@ from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.policy.checkpoints import config_checks
 from tunix.rl.multi_turn.policy.layers import cached_attention
 
+# One layer is traced, not each.
+SCANNED = "policy.config.scan_layers=true"
 TINY = ("policy.name=qwen3_vl_tiny", "topology=v5e:2x4", "--analytic")
 
 _LOOP = """
@@ -43,6 +45,7 @@ print(json.dumps({k: [v.runs, v.received] for k, v in found.items()}))
 """
 
 
+@pytest.mark.slow
 def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
   figures = forced_devices.report("-c", _LOOP, devices=8)
   part = 8 * 16 * 4
@@ -355,6 +358,7 @@ def spare():
     "topology=v5e:4x4",
     "policy=Qwen3-VL-2B",
     "agent=tool",
+    SCANNED,
     "--analytic",
     "--json",
   ]
@@ -364,7 +368,7 @@ def spare():
 
 
 def test_a_gpu_machine_is_planned_with_the_rows_of_the_familys_agent(capsys):
-  plan.main(["topology=h100:8", "policy=Qwen2.5-VL-7B"])
+  plan.main(["topology=h100:8", "policy=Qwen2.5-VL-7B", SCANNED])
   shown = capsys.readouterr()
   assert "memory of a device, predicted" in shown.out and not shown.err
   assert chips.CHIPS["h100"].gpu and "fsdp=8" in shown.out

@@ -132,11 +132,17 @@ def test_a_command_that_is_not_installed_is_named(capsys, monkeypatch):
   "argument, words",
   [
     ("policy=Qwen/Qwen3-VL-4B-Instruct", "hf download"),
-    ("policy=./nowhere", "no such directory"),
     ("tasks=[clik-button]", "'click-button'"),
-    ("run.dir=/proc/x", "cannot be written"),
-    ("rollout.agent=no:play", "rollout.agent=no:play"),
-    ("gym=webarena", "known: android_world, browser,"),
+    # A process each; the same path.
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in (
+        ("policy=./nowhere", "no such directory"),
+        ("run.dir=/proc/x", "cannot be written"),
+        ("rollout.agent=no:play", "rollout.agent=no:play"),
+        ("gym=webarena", "known: android_world, browser,"),
+      )
+    ),
   ],
 )
 def test_a_wrong_setting_is_refused_without_jax(argument, words, tmp_path):

@@ -29,6 +29,8 @@ from tunix.rl.multi_turn.core import trajectory
 pytestmark = pytest.mark.timeout(300)
 Sampling = policy_client.SamplingParams
 CONTEXT, TURNS, GROUP, PAGE = 192, 5, 5, 8
+SWAPPED = 48
+"""Tokens of a completion in which the weights change."""
 GREEDY = Sampling(max_new_tokens=6, temperature=0.0)
 
 
@@ -259,6 +261,7 @@ async def test_200_prompts_of_the_micro_policy_equal_its_forward_pass(greedy):
   assert undecided <= count / 50
 
 
+@pytest.mark.slow
 async def test_a_cache_that_is_too_small_for_what_runs_changes_no_answer(
   recompute, qwen, store
 ):
@@ -395,7 +398,7 @@ async def test_a_swap_in_mid_completion_equals_a_replay_by_hand(
   rng = np.random.default_rng(0)
   with make_engine(qwen, store) as engine:
     warm_up(engine)
-    first = await swapped(engine, later, prompts, 100)
+    first = await swapped(engine, later, prompts, SWAPPED)
     follow_ups = []
     for i, ((tokens, spans), got) in enumerate(zip(prompts, first)):
       tokens = world.with_text(np.append(tokens, got.tokens), rng, 2)
@@ -410,12 +413,12 @@ async def test_a_swap_in_mid_completion_equals_a_replay_by_hand(
     prompts, first, follow_ups
   ):
     old = int((got.versions == 0).sum())
-    assert got.versions.tolist() == [0] * old + [1] * (100 - old)
-    mixed += 0 < old < 100
+    assert got.versions.tolist() == [0] * old + [1] * (SWAPPED - old)
+    mixed += 0 < old < SWAPPED
     replay = references.Replay(model, processor, store, CONTEXT)
     replay.show(tokens, spans)
     by_hand = []
-    for i in range(100):
+    for i in range(SWAPPED):
       if i == old:
         replay.model = later
       by_hand.append(replay.sample(banned))
@@ -439,7 +442,7 @@ async def test_a_swap_that_recomputes_goes_on_as_the_new_weights_would(
   banned = recompute.model.config.banned_token_ids
   with make_engine(qwen, store, on_update="recompute") as engine:
     warm_up(engine)
-    completions = await swapped(engine, later, prompts, 100)
+    completions = await swapped(engine, later, prompts, SWAPPED)
   renewed = references.Recompute(
     later, processor, store, CONTEXT, images=2 * TURNS
   )
@@ -455,10 +458,10 @@ async def test_a_swap_that_recomputes_goes_on_as_the_new_weights_would(
     strict=True,
   ):
     old = int((got.versions == 0).sum())
-    assert 0 < old < 100
-    assert got.versions.tolist() == [0] * old + [1] * (100 - old)
+    assert 0 < old < SWAPPED
+    assert got.versions.tolist() == [0] * old + [1] * (SWAPPED - old)
     start = len(tokens) - 1
-    for logits, part in ((before, slice(0, old)), (after, slice(old, 100))):
+    for logits, part in ((before, slice(0, old)), (after, slice(old, SWAPPED))):
       references.check_completion(
         logits[start:-1][part],
         got.tokens[part],

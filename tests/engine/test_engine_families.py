@@ -27,8 +27,9 @@ DRAWN = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0, seed=3)
 @pytest.fixture(
   scope="module",
   params=trials.by_default(
-    # Gemma's images are those of test_whole_images.py.
-    ["glm4v_moe groups", "smolvlm"],
+    # Gemma's images are those of test_whole_images.py, SmolVLM's completions
+    # those of test_smolvlm_policy.py.
+    ["glm4v_moe groups"],
     [
       "glm4v_moe groups",
       "glm4v",
@@ -42,7 +43,7 @@ DRAWN = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0, seed=3)
       "gemma3_text",
       "gemma3_text wide",
     ],
-    unlike=["gemma3", "llama tied", "gemma3_text wide"],
+    unlike=["gemma3", "smolvlm", "llama tied", "gemma3_text wide"],
   ),
 )
 def parts(request, tmp_path_factory):

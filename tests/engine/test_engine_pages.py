@@ -8,6 +8,7 @@ from flax import nnx
 import numpy as np
 import pytest
 import rollout_micro_policy as micro
+import trials
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import requests as requests_lib
@@ -254,7 +255,9 @@ class TellingPolicy(micro.MicroPolicy):
     )
 
 
-@pytest.fixture(name="copies", params=(True, False))
+@pytest.fixture(
+  name="copies", params=trials.by_default([True], [True, False], unlike=[False])
+)
 def _copies(request, monkeypatch):
   """Whether a page's beginning can be copied: not every policy's can."""
   monkeypatch.setattr(device_state.DeviceState, "copies_pages", request.param)
@@ -379,6 +382,7 @@ def play_group(engine, store, delay_seed):
   return asyncio.run(asyncio.wait_for(run(), 250))
 
 
+@pytest.mark.slow
 def test_lockstep_shares_pages_and_is_equal_to_the_bit(make, store):
   """Also when an engine has done other things before."""
   # Fewer pages than the sessions want, so that idle ones lose theirs.

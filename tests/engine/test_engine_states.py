@@ -158,6 +158,7 @@ def test_a_cache_too_small_costs_time_alone(parts, make, recompute):
     check(parts, recompute, tokens, spans, got)
 
 
+@pytest.mark.slow
 def test_what_is_sampled_is_what_is_learned_from(parts, make):
   """Packed rows, whose sequences know nothing of each other."""
   model, processor, store = parts

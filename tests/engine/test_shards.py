@@ -137,6 +137,7 @@ def _wide():
   return qwen_vl.QwenVL(config, nnx.Rngs(0)), processor
 
 
+@pytest.mark.slow
 def test_matrices_are_kept_in_the_type_they_are_computed_in(wide):
   model, processor = wide
   state = device_state.DeviceState(

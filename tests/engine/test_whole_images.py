@@ -126,6 +126,7 @@ def test_chunks_and_pages_end_anywhere(parts, page, share):
         check(prompt, got)
 
 
+@pytest.mark.slow
 def test_prefixes_that_end_within_an_image_are_shared(parts):
   check = checker(parts)
   reused = set()
@@ -166,6 +167,7 @@ def test_a_session_goes_on_turn_after_turn(parts):
     assert reused == sorted(set(reused))
 
 
+@pytest.mark.slow
 def test_pages_that_run_short_are_filled_again(parts):
   """Requests are preempted, and prefilled once more from within an image."""
   check = checker(parts)

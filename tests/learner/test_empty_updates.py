@@ -90,7 +90,9 @@ def empty_batches(case, learner, veto):
   "optimizer, algorithm",
   [
     ("adamw", dict(importance="mis", mis_low=0.5)),
-    ("muon", dict(veto=0.5, importance="tis")),
+    pytest.param(
+      "muon", dict(veto=0.5, importance="tis"), marks=pytest.mark.slow
+    ),
   ],
 )
 def test_nothing_moves_without_weight(case, optimizer, algorithm):
@@ -149,6 +151,7 @@ def test_a_kl_term_is_weight(case):
     assert metrics["empty_updates"] == 0
 
 
+@pytest.mark.slow
 def test_an_entropy_term_is_weight(case):
   learner = case.learner(entropy_coef=0.1, **MOVING)
   before = state_of(learner)
@@ -156,12 +159,14 @@ def test_an_entropy_term_is_weight(case):
   assert differences(before, learner)
 
 
+@pytest.mark.slow
 def test_a_value_loss_is_weight(case):
   learner = case.learner(advantage="gae", value_learning_rate=1e-2, **MOVING)
   metrics = learner.update(equal(case))
   assert metrics["optimizer_steps"] == 1 and metrics["empty_updates"] == 0
 
 
+@pytest.mark.slow
 def test_clipped_tokens_have_weight(case):
   """Every ratio is beyond its clip: the step is made, as PPO's authors do."""
   learner = case.learner(

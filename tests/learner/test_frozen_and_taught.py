@@ -49,7 +49,7 @@ def test_a_frozen_tower_stays_and_the_rest_learns_as_it_would(case):
   assert sum(x.size for x in moments) < sum(x.size for x in everything)
 
 
-@pytest.mark.parametrize("rank", trials.by_default([2], [0, 2]))
+@pytest.mark.parametrize("rank", trials.by_default([], [0, 2], unlike=[2]))
 def test_a_routers_correction_stays_whatever_trains(rank):
   """The correction has no gradient; weight decay must not move it either."""
   config, processor = qwen_sharding_script.small("glm4v_moe")
@@ -83,6 +83,7 @@ def test_a_policy_without_a_tower_has_none_to_freeze(case):
 # --- the reference ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reference_on_the_host_is_the_same_reference(case):
   groups = case.groups()
   reference, _ = learner_cases.policy(7)

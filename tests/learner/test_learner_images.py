@@ -5,6 +5,7 @@ import types
 
 import numpy as np
 import pytest
+import trials
 from tunix.rl.multi_turn.learner.batches import batching
 from tunix.rl.multi_turn.learner.batches import examples
 from tunix.rl.multi_turn.learner.batches import minibatches
@@ -25,7 +26,14 @@ def patches_of(processor, size):
   return processor.num_image_tokens(*size) * processor.patches_per_token
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl_tiny", "qwen2_5_vl_tiny"])
+@pytest.fixture(
+  scope="module",
+  params=trials.by_default(
+    ["qwen3_vl_tiny"],
+    ["qwen3_vl_tiny", "qwen2_5_vl_tiny"],
+    unlike=["qwen2_5_vl_tiny"],
+  ),
+)
 def policy(request):
   """A small model as a run with a gym of `SCREEN` has it."""
   config = qwen_checkpoint.small_config(request.param)

@@ -86,6 +86,7 @@ def trained(pair):
   return learners, before, readings
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_float32_up_to_its_rounding(pair):
   examples = learner_cases.examples_of(pair.groups[0])
   half, full = (

@@ -304,6 +304,7 @@ def test_an_update_trains_policy_and_head_and_reports_the_critic(case):
   assert learner.compiles["value"] == 1
 
 
+@pytest.mark.slow
 def test_the_head_is_in_checkpoints_and_not_in_the_policy(case, tmp_path):
   learner = case.learner(**PPO)
   learner.update(groups_of(case))
@@ -324,6 +325,7 @@ def test_the_head_is_in_checkpoints_and_not_in_the_policy(case, tmp_path):
       saved.restore(case.learner())  # Without a head.
 
 
+@pytest.mark.slow
 def test_the_head_learns_alone_while_it_warms_up(case):
   learner = case.learner(**PPO, value_warmup=1, weight_decay=0.1)
   before = {k: np.asarray(v) for k, v in learner.arrays()["params"].items()}

@@ -47,6 +47,7 @@ def sequence(length=24):
   )
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_before_it_is_rounded(policy, tmp_path):
   """As in the files that an engine reads."""
   model = adapted(policy)

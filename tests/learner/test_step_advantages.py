@@ -753,6 +753,7 @@ def test_the_coefficient_follows_the_target():
   assert kl.adapted_coef(0.1, 1.0, 1.0) == 0.1
 
 
+@pytest.mark.slow
 def test_an_adapted_coefficient_is_used_and_kept(case):
   other, _ = learner_cases.policy(1)
   settings = dict(

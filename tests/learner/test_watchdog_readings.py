@@ -35,6 +35,7 @@ def test_gradients_that_are_not_finite_are_seen(case):
   assert not found(readings, nan_updates=0)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_explodes_is_seen(case):
   """The same learner gets rewards a thousand times larger."""
   learner = case.learner(advantage="dr_grpo", learning_rate=1e-6)

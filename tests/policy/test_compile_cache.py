@@ -48,6 +48,7 @@ def test_a_second_process_compiles_nothing_again(tmp_path):
   assert again[:2] == (where, value) and again[2] > 0
 
 
+@pytest.mark.slow
 def test_off_keeps_nothing(tmp_path):
   for _ in range(2):
     where, _, hits, _ = run("off", XDG_CACHE_HOME=str(tmp_path))

@@ -64,7 +64,11 @@ else:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
-@pytest.mark.parametrize("script", [SCRIPT, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(
+  "script",
+  [SCRIPT, pytest.param(LARGE, marks=pytest.mark.slow)],
+  ids=["small", "large"],
+)
 def test_freed_memory_is_used_again_or_returned(script):
   process = subprocess.run(
     [sys.executable, "-c", script],

@@ -1,11 +1,13 @@
 """Attention and products against their definitions."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trials
 from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy.layers import kernels
 
@@ -267,7 +269,12 @@ def test_splash_is_what_a_tpu_program_holds():
   assert "tpu_custom_call" not in plain.mlir_module()
 
 
-@pytest.mark.parametrize("places", (2 * 256 * 128, 1 << 27))
+@pytest.mark.parametrize(
+  "places",
+  trials.by_default(
+    [2 * 256 * 128], [2 * 256 * 128, 1 << 27], unlike=[1 << 27]
+  ),
+)
 def test_chunks_for_a_flash_kernel_equal_the_reference(places, monkeypatch):
   """Runs the code around cuDNN's kernel with XLA's implementation of it."""
   monkeypatch.setattr(kernels, "MAX_MASK", places)
@@ -354,8 +361,14 @@ def as_documented(q, k, v, *, q_seqlen, q_offsets, scale, mask_type, **_):
   return jnp.einsum("bntc,bcnh->btnh", weights, v)
 
 
-@pytest.mark.parametrize("segments", (1, 4, 16, 17, 40))
-@pytest.mark.parametrize("branches", (False, True))
+@pytest.mark.parametrize(
+  "segments, branches",
+  trials.by_default(
+    [(4, False), (16, True), (17, False)],
+    itertools.product((1, 4, 16, 17, 40), (False, True)),
+    unlike=[(1, False), (40, True)],
+  ),
+)
 def test_hopper_gets_segments_by_their_places(segments, branches, monkeypatch):
   """Equal to XLA's values and gradients, with padding, also beyond the bound
   and in a tree, where a mask takes over."""

@@ -27,7 +27,7 @@ PARAMETERS = published_sizes.PUBLISHED
 TOL = 1e-5
 # Rounding in float32 reaches 1.1e-5 in the gradients of GLM's vision tower.
 GRADIENT_TOL = {"glm4v": 2e-5}
-CASES = 50
+CASES = cases.count(50)
 
 # What rounding depends on, each once: experts, states, windows, norms, towers.
 UNLIKE = (
@@ -304,7 +304,7 @@ BFLOAT16_BOUNDS = {
 @pytest.mark.parametrize(
   "name",
   cases.by_default(
-    ["qwen3_5"], BFLOAT16_BOUNDS, unlike=(*checkpoints.DIFFERENT, *UNLIKE)
+    [], BFLOAT16_BOUNDS, unlike=(*checkpoints.DIFFERENT, *UNLIKE)
   ),
 )
 def test_bfloat16_is_as_exact_as_the_references(name, reference, trials):
@@ -397,7 +397,9 @@ def test_layers_of_two_kinds_are_not_stacked(name, reference):
 @pytest.mark.parametrize(
   "name, patches, scan_layers",
   cases.by_default(
-    [(name, 800, False) for name in checkpoints.DIFFERENT],
+    # The engine's tests decode with the others: test_engine_states.py with
+    # Qwen3.5, test_engine_families.py with experts.
+    [("qwen2_5_vl", 800, False)],
     # OpenCUA's decoder is Qwen2.5-VL's. The scan of stacked layers is that
     # of all families; those with layers of two kinds have none.
     [
@@ -409,7 +411,10 @@ def test_layers_of_two_kinds_are_not_stacked(name, reference):
       ("qwen3_vl_moe", 800, True),
     ],
     unlike=[
-      *((name, 800, False) for name in checkpoints.UNLIKE),
+      *(
+        (name, 800, False)
+        for name in (*checkpoints.DIFFERENT, *checkpoints.UNLIKE)
+      ),
       ("qwen3_vl", 0, False),
       ("qwen3_vl_moe", 800, True),
     ],
@@ -453,13 +458,19 @@ def test_decoding_with_a_cache_equals_the_whole_forward(
 
 
 def _sizes():
-  """The smallest of each family; the others, a sample of them, are slow."""
+  """The smallest of three families; the others, a sample of them, are slow."""
   by_family = {}
   for name in sorted(PARAMETERS, key=PARAMETERS.get):
     by_family.setdefault(published_sizes.SIZES[name].family, []).append(name)
   larger = [name for _, *names in by_family.values() for name in names]
   return [
-    *(names[0] for names in by_family.values()),
+    *(
+      pytest.param(
+        names[0],
+        marks=() if family in checkpoints.DIFFERENT else pytest.mark.slow,
+      )
+      for family, names in by_family.items()
+    ),
     *(pytest.param(n, marks=pytest.mark.slow) for n in cases.some(larger)),
   ]
 

@@ -144,7 +144,9 @@ def test_scaling_survives_its_file(family, name):
 @pytest.mark.parametrize(
   "name", trials.by_default(["qwen3_vl"], ["qwen3_vl", "qwen2_5_vl", "qwen3"])
 )
-@pytest.mark.parametrize("kind", ["yarn", "linear"])
+@pytest.mark.parametrize(
+  "kind", trials.by_default(["yarn"], ["yarn", "linear"], unlike=["linear"])
+)
 def test_logits_are_transformers(name, kind, tmp_path):
   scaling = {
     # A context that the test's sequences are longer than.

@@ -82,7 +82,7 @@ WINDOWS = [0, IMAGE, 20, 150]
 
 
 @pytest.mark.parametrize("t, platform", WAYS)
-@pytest.mark.parametrize("window", trials.by_default([0, 20], WINDOWS))
+@pytest.mark.parametrize("window", trials.by_default([20], WINDOWS, unlike=[0]))
 def test_values_and_gradients_are_those_of_the_definition(
   t, platform, window, monkeypatch
 ):
@@ -160,7 +160,7 @@ def test_in_a_tree_windows_count_along_the_sequence(
     np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("window", trials.by_default([20], [0, 20], unlike=[0]))
 def test_chunks_for_a_flash_kernel_are_those_of_the_definition(
   window, monkeypatch
 ):
@@ -216,7 +216,9 @@ def parts_an_image(images, end):
   return end < len(images) and images[end] and images[end] == images[end - 1]
 
 
-@pytest.mark.parametrize("window", WINDOWS[:3])
+@pytest.mark.parametrize(
+  "window", trials.by_default([20], WINDOWS[:3], unlike=WINDOWS[:2])
+)
 def test_a_cache_is_seen_as_the_definition_has_it(window):
   """In chunks that end between images, then word by word."""
   t = 120

@@ -72,6 +72,7 @@ def metadata(card, kind=huggingface_hub.ModelCard):
 # --- folders ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_episodes_are_a_data_set(run, tmp_path):
   folder = run.save_for_hub(tmp_path / "data", "episodes", license="cc-by-4.0")
   data = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))

@@ -163,6 +163,7 @@ def test_an_oracle_that_fails_leaves_the_group_as_it_was(renderer):
   assert group.extra is None and len(group.valid) == 2
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_experts_and_counts_its_own_episodes(tmp_path):
   assert small_runs.run_train(
     tmp_path, "name=r", "warm_start.steps=0", "steps=2",

@@ -106,6 +106,7 @@ def test_a_resumed_run_goes_on_in_the_same_training(server, tmp_path):
   assert len(server.rows("step")) == 1
 
 
+@pytest.mark.slow
 def test_a_training_run_is_told_whole(server, tmp_path, monkeypatch):
   """The command as a user runs it; the database equals the event log."""
   log = told_run.Log()

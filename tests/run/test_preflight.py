@@ -7,6 +7,7 @@ import re
 import jax
 import pytest
 import small_runs
+import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.engine import engine as engine_lib
@@ -52,29 +53,35 @@ REFUSED = (
   "agent.system_prompt=no_such_prompt",
   "agent.options.colour=red",
   "engine.cache_tokens=10000000000",
-  "learner.rows=60000 learner.row_length=1000000",
   "engine.context_length=64",
-  "engine.context_length=64 rollout.via=proxy",
-  "engine.context_length=64 rollout.via=proxy rollout.agent=run_service",
-  "engine.context_length=64 rollout.via=external"
-  " external.url=http://127.0.0.1:9",
   "agent.history=summary agent.summary_at=160",
-  "agent.history=summary agent.summary_at=430",
-  "engine.page_size=1000000 engine.slots=60000",
   "run.dir=/proc/nowhere",
   "queue.path=/proc/nowhere/q.db",
-  "policy.config.width=250000 policy.config.mlp=250000",
   "policy.config.layers=-1",
-  "gym.width=4096",
   "rollout.agent=no_such:agent rollout.via=proxy",
   "algorithm.advantage=tests:nothing",
   "policy=./nowhere",
   "tasks=[no-such-task]",
   "gym.options.difficulty=9",
 )
+# By the same checks, and a policy is made for each.
+REFUSED_ALIKE = (
+  "learner.rows=60000 learner.row_length=1000000",
+  "engine.context_length=64 rollout.via=proxy",
+  "engine.context_length=64 rollout.via=proxy rollout.agent=run_service",
+  "engine.context_length=64 rollout.via=external"
+  " external.url=http://127.0.0.1:9",
+  "agent.history=summary agent.summary_at=430",
+  "engine.page_size=1000000 engine.slots=60000",
+  "policy.config.width=250000 policy.config.mlp=250000",
+  "gym.width=4096",
+)
 
 
-@pytest.mark.parametrize("overrides", REFUSED)
+@pytest.mark.parametrize(
+  "overrides",
+  trials.by_default(REFUSED, REFUSED + REFUSED_ALIKE, unlike=REFUSED_ALIKE),
+)
 def test_what_a_dry_run_refuses_a_run_refuses_in_the_same_words(
   overrides, nothing_compiled, capsys, tmp_path
 ):

@@ -66,6 +66,7 @@ def test_a_choice_of_the_user_stays(tmp_path):
   assert policy.model.config.remat == "dots"
 
 
+@pytest.mark.slow
 def test_a_policy_is_told_in_all_its_parts(tmp_path):
   """Its programs are those of a policy that was made with the setting."""
 

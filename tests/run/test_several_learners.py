@@ -312,9 +312,8 @@ def test_each_process_has_an_address_of_its_own(tmp_path):
   assert "rollout.silence_s=5.0 (process 0: 4.0)" in str(error)
 
 
-@pytest.mark.parametrize(
-  "weights", ["same", pytest.param("int8", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["same", "int8"])
 def test_an_engine_s_weights_are_those_that_it_would_have_rounded_itself(
   weights, tmp_path
 ):
