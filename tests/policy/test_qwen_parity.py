@@ -73,7 +73,25 @@ def enough(batches):
   """Whether they have `CASES` sequences, of each number of images."""
   sequences = [case for batch in batches for case in batch.cases]
   counts = {len(case.images) for case in sequences}
-  return len(sequences) >= CASES and counts == set(range(7))
+  return (
+    len(batches) > 1
+    and len(sequences) >= CASES
+    and counts == set(range(7))
+    and rows_share_an_image(batches)
+  )
+
+
+def rows_share_an_image(batches):
+  shown = [
+    [(image, case.row) for case in batch.cases for image in case.images]
+    for batch in batches
+  ]
+  return any(
+    one == two and row != other
+    for images in shown
+    for one, row in images
+    for two, other in images
+  )
 
 
 @pytest.fixture(scope="module")
@@ -156,16 +174,7 @@ def test_the_cases_are_of_all_kinds(name, trials):
     assert (inputs.patch_segments == 0).any()
     # Attention among patches goes block by block.
     assert inputs.patches.shape[1] > 3 * qwen_reference.MAX_PATCHES
-  shown = [
-    [(image, case.row) for case in batch.cases for image in case.images]
-    for batch in batches
-  ]
-  assert any(
-    one == two and row != other
-    for images in shown
-    for one, row in images
-    for two, other in images
-  )
+  assert rows_share_an_image(batches)
 
 
 def _some_windows_end_in_images(name, batches):
