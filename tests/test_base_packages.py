@@ -109,6 +109,7 @@ sys.exit(status)
   assert list(tmp_path.rglob("events.out.tfevents*"))
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_is_refused_before_jax_has_started(tmp_path):
   process = child(
     """

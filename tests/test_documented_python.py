@@ -89,6 +89,7 @@ def test_nothing_indented_is_python():
       )
 
 
+@pytest.mark.slow
 def test_gym_servers(tmp_path, monkeypatch):
   (tmp_path / "tasks.jsonl").write_text(
     "".join(

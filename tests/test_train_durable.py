@@ -24,6 +24,7 @@ def stored(directory: pathlib.Path) -> dict[int, tuple[str, int]]:
   return {index: (name, trained) for index, name, trained in rows}
 
 
+@pytest.mark.slow
 def test_the_queue_is_durable_by_default(tmp_path):
   assert small_runs.run_train(tmp_path, *COMMON, "name=a", "steps=2") == 0
   directory = tmp_path / "a"

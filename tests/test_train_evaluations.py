@@ -180,6 +180,7 @@ def test_the_last_update_is_evaluated_once(blocking):
   assert played and len(set(played)) == len(played)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_as_the_run_did(blocking, tmp_path):
   for name, checkpoint in (("step_1", "best"), ("step_3", "newest")):
     assert evaluate.main([

@@ -8,6 +8,7 @@ from tunix.rl.multi_turn.environments.gyms import desktop
 EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
+@pytest.mark.slow
 def test_a_gym_that_leaves_costs_episodes_only(tmp_path, monkeypatch):
   calls, start = itertools.count(), desktop.DesktopGym.start
 

@@ -332,6 +332,7 @@ def test_engines_of_other_hosts_take_nothing_here(capsys):
   assert "KV cache" not in shown
 
 
+@pytest.mark.slow
 def test_the_advice_makes_it_fit(capsys, monkeypatch):
   """Each setting that is said to suffice does, and says so itself."""
   arguments = [*TINY, "--json"]

@@ -389,6 +389,7 @@ def _prompts(qwen, store):
   return [opening(world, g, m) for g, m in ((0, 0), (0, 1), (0, 2), (1, 4))]
 
 
+@pytest.mark.slow
 async def test_a_swap_in_mid_completion_equals_a_replay_by_hand(
   qwen, later, store, prompts
 ):

@@ -137,6 +137,7 @@ def test_one_empty_minibatch_of_an_epoch_is_left_out(case):
   assert metrics["optimizer_steps"] == 2 and metrics["empty_updates"] == 1
 
 
+@pytest.mark.slow
 def test_a_kl_term_is_weight(case):
   """Vetoed tokens leave the policy's term, and stay in the others."""
   learner = case.learner(

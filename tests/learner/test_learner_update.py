@@ -305,6 +305,7 @@ def test_automatic_shape_is_kept(case):
   assert learner.shape == shape
 
 
+@pytest.mark.slow
 def test_an_easy_first_batch_does_not_keep_full_rows_out(case):
   learner = case.learner(patches=0, targets=0)
   learner.update([case.group([1.0, 0.0], turns=1)])

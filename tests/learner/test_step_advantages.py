@@ -726,6 +726,7 @@ def test_kl_in_the_reward_by_hand(case, estimator):
   assert readings["kl"] == pytest.approx(total / count, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_kl_in_the_reward_changes_the_update_and_not_its_statistics(case):
   other, _ = learner_cases.policy(1)
   group = case.group([1.0, 1.0, 1.0])

@@ -269,6 +269,7 @@ def test_a_cache_is_seen_as_the_definition_has_it(window):
     cached_B += count
 
 
+@pytest.mark.slow
 def test_two_sequences_that_meet_in_images_do_not_see_each_other():
   is_image = jnp.asarray([[False, True, True, True, True, True, False, True]])
   segments = jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 0]])

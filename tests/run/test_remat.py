@@ -39,6 +39,7 @@ def made(tmp_path, remat):
     ),
   ],
 )
+@pytest.mark.slow
 def test_the_fastest_that_leaves_room_is_chosen(name, tmp_path, monkeypatch):
   # The process grows while this test makes its policies.
   monkeypatch.setattr(memory_limits, "process_bytes", lambda: 0)
