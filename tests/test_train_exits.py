@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import small_runs
 from tunix.rl.multi_turn.environments.gyms import desktop
 
