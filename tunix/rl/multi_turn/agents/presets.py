@@ -1,8 +1,8 @@
 """Declares the agents of published models: grammar, prompt, sizes, history.
 
 Each is `ToolAgent` with settings that are defaults where its name is chosen
-(`agent=NAME`); any of them may be overridden. Sources of the grammars are in
-their modules under `parser/tool_parser`; those of the histories are here.
+(`agent=NAME`); any of them may be overridden. Their modules name the sources
+of the grammars; those of the histories are here.
 `of_checkpoint` names the agent of a published checkpoint.
 
 Does not: import a parser, or build an agent.
