@@ -135,6 +135,7 @@ def test_demonstrations_solve_tasks_in_the_runs_environment():
     families.add(family)
     assert episode.status is trajectory.TrajectoryStatus.SUCCEEDED
     assert len(episode.steps) == TURNS[family]
+    assert not any(step.info.get("tool_errors") for step in episode.steps)
     rewards = [step.reward for step in episode.steps]
     assert rewards == [0.0] * (TURNS[family] - 1) + [1.0]
   assert families == set(FAMILIES)
@@ -181,6 +182,15 @@ def test_rows_are_lines_and_long_answers_are_cut():
   )
   assert (tables, row, none) == ("t", "1, x", "no rows")
   assert cut == "x\n" * 20 + "(more rows)"
+
+
+def test_columns_of_a_table_are_listed():
+  query = "SELECT name FROM pragma_table_info('t')"
+  assert ask(query, query, query.replace("'t'", "'u'")) == [
+    "a\nb",
+    "a\nb",
+    "no rows",
+  ]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,9 @@ class SqlTool(stateful.InstanceTool):
     await asyncio.to_thread(database.executescript, script)
     database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _BYTES)
     database.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, _COLUMNS)
+    # SQLite 3.40 declares this table at its first use, by an action that the
+    # authorizer takes for an UPDATE of the schema.
+    database.execute("SELECT * FROM pragma_table_info('')").close()
     database.set_authorizer(_authorize)
     return await super().create(instance_id, database=database, **kwargs)
 
