@@ -3,15 +3,15 @@
     python benchmarks/bench_memory.py --seeds 5
     python benchmarks/bench_memory.py --histories window summary --seeds 1
 
-`recall-number` of the desktop gym shows a number in turn 2 and needs it in turn
+`recall-color` of the desktop gym shows a color in turn 2 and needs it in turn
 14; a context of 640 tokens holds about six turns. Each history trains the
 shipped `tiny_vl` with equal sizes: `full` keeps all turns in a context of twice
 the size, `window` the newest five screenshots and a line for each older turn,
 `summary` what the policy wrote itself. Demonstrations are cloned first; in half
-of them the demonstrator's summaries leave the number out. The table has, over
+of them the demonstrator's summaries leave the color out. The table has, over
 the seeds, the success on held-out tasks after cloning (summaries as they were
 demonstrated) and after GRPO (summaries trained by their episodes' rewards),
-with 95 % intervals. One of four numbers is right by chance.
+with 95 % intervals. One of four colors is right by chance.
 
 A run that has ended is not made again, and one that was cut off resumes.
 Settings of train may follow `--`, for all runs; give another `--out` then.
@@ -30,7 +30,7 @@ import pooled_rate
 
 CONTEXT = 640
 COMMON = (
-  "tasks=[recall-number]",
+  "tasks=[recall-color]",
   "warm_start.steps=70",
   "warm_start.batch_size=8",
   "warm_start.learning_rate=2e-3",

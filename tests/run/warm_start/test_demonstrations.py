@@ -277,9 +277,9 @@ def test_pretraining_leaves_a_policy_a_log_and_its_recipe(tmp_path):
   assert model.config.width == 32
 
 
-def test_a_summary_carries_a_number_out_of_a_windows_sight(renderer):
-  """In turn 14 the window is blind; a summary that tells the number is not."""
-  tasks = [TASKS.train_task("recall-number", i) for i in range(8)]
+def test_a_summary_carries_a_color_out_of_a_windows_sight(renderer):
+  """In turn 14 the window is blind; a summary that tells the color is not."""
+  tasks = [TASKS.train_task("recall-color", i) for i in range(8)]
 
   def last_turns(**history):
     def make_agent():
@@ -296,21 +296,21 @@ def test_a_summary_carries_a_number_out_of_a_windows_sight(renderer):
     *seen, _ = episode.steps[-1].chat_completions
     return json.dumps(trajectory.encode(seen))
 
-  numbers = [
+  colors = [
     desktop_family.spec_of(
-      desktop_family.get("recall-number"), task.seed, 0
+      desktop_family.get("recall-color"), task.seed, 0
     ).data
     for task in tasks
   ]
-  assert {data["tells"] for data in numbers} == {True, False}
+  assert {data["tells"] for data in colors} == {True, False}
   windows = last_turns(max_images=5, list_dropped_turns=True)
   summaries = last_turns(summary_at=400)
-  for data, window, summary in zip(numbers, windows, summaries):
-    # All are played to their end, by one who knows the number.
+  for data, window, summary in zip(colors, windows, summaries):
+    # All are played to their end, by one who knows the color.
     assert window.reward == summary.reward == 1.0
     shown = window.steps[0].observation["screenshot"].sha256
     assert shown not in texts(window) and shown not in texts(summary)
-    note = f"Number {data['number']}."
+    note = f"Color {data['color']}."
     assert note not in texts(window)
     assert (note in texts(summary)) == data["tells"]
     assert max(len(s) for s in summary.sequences) <= 640

@@ -6,6 +6,7 @@ from tunix.rl.multi_turn.environments.gyms.desktop import containers
 from tunix.rl.multi_turn.environments.gyms.desktop import families_basic
 from tunix.rl.multi_turn.environments.gyms.desktop import family
 from tunix.rl.multi_turn.environments.gyms.desktop import font
+from tunix.rl.multi_turn.environments.gyms.desktop import items
 from tunix.rl.multi_turn.environments.gyms.desktop import layout
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 from tunix.rl.multi_turn.environments.gyms.desktop import words
@@ -363,34 +364,32 @@ class SwitchTab(family.Family):
 
 
 @family.register
-class RecallNumber(family.Family):
-  """Press the number that page 2 of 14 has shown; another one loses.
+class RecallColor(family.Family):
+  """Press the colour that page 2 of 14 has shown; another one loses.
 
   Its demonstrator is forgetful: in half of the instances its summaries tell
   the page only. A policy cloned from it has seen both kinds.
   """
 
-  name = "recall-number"
+  name = "recall-color"
   max_turns = (18, 18, 20)
   PAGES = 14
 
   def sample(self, rng, level):
-    count = (4, 6, 8)[level]
-    name = rng.choice(words.FACT_NAMES)
+    colors = list(words.COLORS)[: (4, 5, 6)[level]]
+    name, color = rng.choice(words.FACT_NAMES), rng.choice(colors)
+    if level:
+      rng.shuffle(colors)
     text = rng.choice(
       (
-        "Remember {}, go to the last page and press it.",
-        "Press the number of {} on the last page.",
-        "Page 2 shows {}. Press it at the end.",
+        "Remember the color of {}, go to the last page and click it.",
+        "Click the color of {} on the last page.",
+        "Page 2 shows {}. Click its color at the end.",
       )
     ).format(name)
-    numbers = list(range(1, count + 1))
-    number = rng.choice(numbers)
-    if level:
-      rng.shuffle(numbers)
     tells = rng.random() < 0.5
     return family.Spec(
-      text, {"name": name, "number": number, "numbers": numbers, "tells": tells}
+      text, {"name": name, "color": color, "colors": colors, "tells": tells}
     )
 
   def build(self, ep, data, rng):
@@ -406,37 +405,36 @@ class RecallNumber(family.Family):
     if event.widget is ep.w["next"]:
       self._turn_page(ep)
       return None
-    return event.widget.name == str(ep.spec.data["number"])
+    if ep.w["page"] != self.PAGES:
+      return None
+    return event.widget is ep.w["colors"][ep.spec.data["color"]]
 
   def _turn_page(self, ep):
     win, data = ep.w["win"], ep.spec.data
+    x, y, _, _ = ep.w["area"]
     page = ep.w["page"] = ep.w["page"] + 1
+    ep.w["label"].text = data["name"] if page == 2 else f"Page {page}"
     if page == 2:
-      text = f"{data['name']}: {data['number']}"
-    else:
-      text = f"Page {page}"
-    if page == self.PAGES:
-      text = f"{data['name']}?"
+      ep.w["shown"] = win.add(items.Shape(x + 2, y + 13, 26, data["color"]))
+    elif page == 3:
+      win.children.remove(ep.w["shown"])
+    elif page == self.PAGES:
       win.children.remove(ep.w["next"])
       win.default = ep.scene.focus = None
-      x, y, _, _ = ep.w["area"]
-      ep.w["numbers"] = {
-        number: win.add(
-          widgets.Button(
-            x + 2 + i % 4 * 26, y + 13 + i // 4 * 18, 22, 16, str(number)
-          )
+      ep.w["colors"] = {
+        color: win.add(
+          items.Shape(x + 2 + i % 3 * 28, y + 13 + i // 3 * 26, 24, color)
         )
-        for i, number in enumerate(data["numbers"])
+        for i, color in enumerate(data["colors"])
       }
-    ep.w["label"].text = text
 
   def oracle(self, ep):
     if ep.w["page"] == self.PAGES:
-      return family.click(ep, ep.w["numbers"][ep.spec.data["number"]])
+      return family.click(ep, ep.w["colors"][ep.spec.data["color"]])
     return family.click(ep, ep.w["next"])
 
   def summary(self, ep):
     data = ep.spec.data
     if ep.w["page"] > 1 and data["tells"]:
-      return f"Number {data['number']}."
+      return f"Color {data['color']}."
     return f"Page {ep.w['page']}."
