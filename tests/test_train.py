@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+from importlib import metadata
 import io
 import json
 import os
@@ -35,6 +36,31 @@ from tunix.rl.multi_turn.run.warm_start import stage
 
 # Each run compiles its own programs, on two cores perhaps shared with others.
 pytestmark = pytest.mark.timeout(400)
+
+
+def test_python_m_starts_beside_google_tunix(tmp_path):
+  """As a user's shell does; other tests skip google-tunix's own import."""
+  try:
+    metadata.distribution("google-tunix")
+  except metadata.PackageNotFoundError:
+    pytest.skip("google-tunix is not installed")
+  paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+  paths = [path for path in paths if not path.endswith("light_start")]
+  process = subprocess.run(
+      [sys.executable, "-X", "importtime", "-m", "tunix.rl.multi_turn.train",
+       *small_runs.directory_of(tmp_path, ()), *small_runs.SMALL,
+       small_runs.NANO, "warm_start.source=none", "name=d", "--dry-run"],
+      capture_output=True, text=True, timeout=300, check=False,
+      env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+  )  # fmt: skip
+  assert process.returncode == 0, process.stderr[-2000:]
+  assert "group_size: 4" in process.stdout
+  assert "in all, this machine" in process.stdout
+  imported = {
+    line.split("|")[-1].strip() for line in process.stderr.split("\n")
+  }
+  assert {"tunix.rl.grpo.grpo_learner", "tunix.rl.multi_turn"} <= imported
+  assert not list(tmp_path.iterdir())
 
 
 FROM_NOTHING = (

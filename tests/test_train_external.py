@@ -169,10 +169,13 @@ def test_completions_that_cannot_be_are_model_errors_and_the_run_goes_on(
       if sampling.max_new_tokens <= 2 or sampling.temperature != 1:
         return tokens, logprobs, reason
       counts["all"] += 1
-      fault = {5: "banned", 12: "id", 19: "low", 26: "high"}.get(
+      fault = {5: "banned", 9: "none", 12: "id", 19: "low", 26: "high"}.get(
         counts["all"] % 30
       )
-      if fault:
+      if fault == "none":
+        counts[fault] += 1
+        logprobs = None
+      elif fault:
         counts[fault] += 1
         tokens[0] = {"banned": banned, "id": 10**6}.get(fault, tokens[0])
         logprobs[0] = {"low": -200.0, "high": 3.0}.get(fault, logprobs[0])
@@ -190,7 +193,8 @@ def test_completions_that_cannot_be_are_model_errors_and_the_run_goes_on(
       ]
     )
     assert status == 0
-  assert min(counts[name] for name in ("banned", "id", "low", "high")) >= 1
+  faults = ("banned", "id", "low", "high", "none")
+  assert min(counts[name] for name in faults) >= 1
   directory = tmp_path / "e"
   summary = json.loads((directory / "summary.json").read_text())
   assert summary["status"] == "completed"
@@ -198,6 +202,9 @@ def test_completions_that_cannot_be_are_model_errors_and_the_run_goes_on(
   metrics = [json.loads(line) for line in lines]
   assert len(metrics) == 3
   assert max(m["logprob_gap_max"] for m in metrics) < 1e-3
+  assert not any(m["fallback_turns"] for m in metrics)
+  episodes = (directory / "trajectories.jsonl").read_text()
+  assert f"{server.url}: the answer has no logprobs" in episodes
 
 
 @pytest.mark.slow

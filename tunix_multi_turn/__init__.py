@@ -129,10 +129,11 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """`tunix-mt`: runs a command by its short name.
+  """`tunix-mt`, `python -m tunix_multi_turn`: runs a command.
 
   Args:
-    argv: None: the program's.
+    argv: A name of `COMMANDS`, or a module of `tunix.rl.multi_turn`, and
+      arguments; None for the program's.
 
   Returns:
     2 where no command was started; a command ends the program itself.
@@ -142,18 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   if name in ("-h", "--help"):
     print(usage())
     return 0
-  if name not in COMMANDS:
-    if not name:
-      print(f"error: no command\n{usage()}", file=sys.stderr)
-      return 2
-    light()
-    from tunix.rl.multi_turn.core import registry  # pylint: disable=g-import-not-at-top
-
-    hint = registry.did_you_mean(name, COMMANDS)
-    hint = hint or f"; take {', '.join(COMMANDS)}"
-    print(f"error: tunix-mt has no command {name!r}{hint}", file=sys.stderr)
+  if not name:
+    print(f"error: no command\n{usage()}", file=sys.stderr)
     return 2
-  module = COMMANDS[name][0]
+  module = COMMANDS[name][0] if name in COMMANDS else name
   light()
   problem = (
     f"this installation has no {_ROOM}.{module}; install a newer"
@@ -161,9 +154,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   try:
     spec = importlib.util.find_spec(f"{_ROOM}.{module}")
-  except ModuleNotFoundError as error:
+    if spec and spec.submodule_search_locations:
+      spec = importlib.util.find_spec(f"{_ROOM}.{module}.__main__")
+  except ImportError as error:
     spec, problem = None, str(error)
   if spec is None:
+    if name not in COMMANDS:
+      from tunix.rl.multi_turn.core import registry  # pylint: disable=g-import-not-at-top
+
+      hint = registry.did_you_mean(name, COMMANDS)
+      hint = hint or f"; take {', '.join(COMMANDS)}"
+      problem = f"tunix-mt has no command {name!r}{hint}"
     print(f"error: {problem}", file=sys.stderr)
     return 2
   sys.argv[1:] = argv[1:]

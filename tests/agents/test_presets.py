@@ -69,6 +69,7 @@ def _checkpoint(folder, family, width=2048):
   [
     ("Qwen2.5-VL-7B-Instruct", "qwen2_5_vl", "qwen2_5_vl_computer_use"),
     ("Qwen3-VL-2B-Instruct", "qwen3_vl", "qwen3_vl_computer_use"),
+    ("Holo2-4B", "qwen3_vl", "qwen3_vl_computer_use"),
     ("UI-TARS-1.5-7B", "qwen2_5_vl", "ui_tars_1_5"),
     ("MAI-UI-2B", "qwen3_vl", "mai_ui"),
     ("GLM-4.5V", "glm4v_moe", "glm_4_5v"),
@@ -85,6 +86,10 @@ def test_a_checkpoint_brings_the_agent_of_its_family(
   assert config == expected
   assert config.engine.context_length == 16384
   assert f"agent.name={agent}" in caplog.text
+  assert f"agent.parser={config.agent.parser} and" in caplog.text
+  by_path = agent in ("ui_tars_1_5", "mai_ui")
+  names = "its path names" if by_path else "config.json names"
+  assert names in caplog.text
   again = config_lib.from_yaml(config.to_yaml())
   assert again == config
 

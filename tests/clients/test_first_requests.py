@@ -1,6 +1,10 @@
-"""Before a run begins, the server answers one request of each kind."""
+"""Before a run begins, the server answers one request of each kind.
+
+What it answered with then, each later answer must have, too.
+"""
 
 import contextlib
+import itertools
 import math
 
 import fake_engines
@@ -9,11 +13,17 @@ import small_server
 from starlette import applications
 from starlette import responses
 from starlette import routing
+from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import vllm
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.net import http_server
+from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
+from tunix.rl.multi_turn.run import episodes
+from tunix.rl.multi_turn.run import tasks as run_tasks
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,6 +32,7 @@ class NoWeights:
   """Hands nothing over."""
 
   version = -1
+  loading = failure = None
 
   def wake(self):
     pass
@@ -153,6 +164,71 @@ def test_a_server_without_log_probs_is_refused(small):
   with http_server.LoopbackServer(app) as server:
     with pytest.raises(ValueError, match="the answer has no logprobs"):
       engine_of(small, server.url).warm_up()
+
+
+async def test_an_episode_whose_log_probs_are_lost_later_is_not_trained_on():
+  """They would be recorded as 0, as of tokens that were certain."""
+  config = config_lib.load_config(
+    [
+      "tasks=[click-button]",
+      "collect.group_size=4",
+      "collect.min_valid=2",
+      "collect.concurrency=1",
+      "environment.max_turns=1",
+    ]
+  )
+  _, processor, tokenizer = checkpoint.create_policy(
+    "nano", screen=episodes.screen_size(config)
+  )
+  renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+  tokens = [*map(int, renderer.encode("wait")), renderer.end_of_turn_id]
+  count = itertools.count()
+
+  async def complete(request):
+    del request
+    choice = {"finish_reason": "stop", "token_ids": tokens}
+    if next(count) < 3:
+      choice["logprobs"] = {"content": [{"logprob": -1.0}] * len(tokens)}
+    return responses.JSONResponse({"choices": [choice]})
+
+  path = "/inference/v1/generate"
+  app = applications.Starlette(
+    routes=[routing.Route(path, complete, methods=["POST"])]
+  )
+  images = images_lib.ImageStore()
+  with http_server.LoopbackServer(app) as server:
+    engine = remote_engine.RemoteEngine(
+      lambda: openai_client.OpenAIClient(
+        f"{server.url}/v1",
+        "cua",
+        images,
+        protocol="vllm",
+        tokenize=renderer.encode,
+      ),
+      NoWeights(),
+      context_length=config.engine.context_length,
+      prompts=list,
+      sampling=config.sampling,
+    )
+    collector = episodes.make_collector(
+      config,
+      episodes.EpisodeFactory(config, images),
+      engine,
+      renderer,
+      observers=None,
+    )
+    source = run_tasks.make_tasks(config)
+    tasks = run_tasks.TrainTasks(source, config.task_source.families, 0)
+    group = await collector.collect(next(tasks))
+    await engine.aclose()
+  *trained, lost = group
+  assert group.valid == tuple(trained) and len(trained) == 3
+  for episode in trained:
+    (sequence,) = episode.sequences
+    assert set(sequence.logprobs[sequence.loss_mask].tolist()) == {-1.0}
+  assert lost.status is trajectory.TrajectoryStatus.MODEL_ERROR
+  assert f"{server.url}: the answer has no logprobs" in lost.error
+  assert "use a server that returns" in lost.error
 
 
 def test_a_server_that_dies_of_narrow_heads_is_explained(small, saved):

@@ -1,5 +1,6 @@
 """Episodes play again from what was recorded of them."""
 
+import collected
 import numpy as np
 import pytest
 from tunix.rl.multi_turn import config as config_lib
@@ -11,7 +12,6 @@ from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy.checkpoints import checkpoint
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
-from tunix.rl.multi_turn.trajectory_collector import groups
 
 WORDS = ("left_click 30 20", "type_text hello", "wait", "hm")
 
@@ -37,7 +37,7 @@ async def collect(client, renderer, images):
     renderer,
     observers=None,
   )
-  return await groups.collect_groups(collector, [next(tasks) for _ in range(4)])
+  return await collected.groups(collector, [next(tasks) for _ in range(4)])
 
 
 async def test_groups_of_episodes_are_equal_without_the_policy(tmp_path):

@@ -95,13 +95,14 @@ def test_help_before_the_imports_is_what_main_prints(name, helps, capsys):
   assert capsys.readouterr().out.split() == helps[name]["shown"].split()
 
 
-def test_a_command_gets_its_own_arguments(monkeypatch):
+@pytest.mark.parametrize("name", ["serve", "serving"])
+def test_a_command_gets_its_own_arguments(name, monkeypatch):
   started = []
   monkeypatch.setattr(tunix_multi_turn, "light", lambda: None)
   monkeypatch.setattr(
     tunix_multi_turn, "run", lambda m: started.append((m, sys.argv[1:]))
   )
-  monkeypatch.setattr(sys, "argv", ["tunix-mt", "serve", "tiny_vl", "--port=0"])
+  monkeypatch.setattr(sys, "argv", ["tunix-mt", name, "tiny_vl", "--port=0"])
   assert tunix_multi_turn.main() == 0
   assert started == [("serving", ["tiny_vl", "--port=0"])]
 
@@ -111,6 +112,8 @@ def test_an_unknown_command_is_refused_with_the_nearest(capsys):
   assert "did you mean 'train'?" in capsys.readouterr().err
   assert tunix_multi_turn.main(["quux"]) == 2
   assert "take train, plan" in capsys.readouterr().err
+  assert tunix_multi_turn.main(["core"]) == 2  # A package that runs nothing.
+  assert "no command 'core'" in capsys.readouterr().err
   assert tunix_multi_turn.main([]) == 2
   assert "usage: tunix-mt" in capsys.readouterr().err
   assert tunix_multi_turn.main(["--help"]) == 0

@@ -122,7 +122,8 @@ class FakeEngine:
   async def sample(self, prompt, sampling):
     """(tokens, log-probs, finish reason).
 
-    What runs while the server pauses is cut off after two tokens.
+    What runs while the server pauses is cut off after two tokens. A test that
+    puts None in the place of log-probs gets answers without them.
     """
     await self.gate.wait()
     self.served += 1
@@ -359,7 +360,8 @@ class FakeVllm(FakeEngine):
             "weight_versions": [
               {"version": version, "start": 0, "end": len(tokens)}
             ],
-            "logprobs": {
+            "logprobs": logprobs
+            and {
               "content": [
                 {"token_id": t, "logprob": lp, "top_logprobs": []}
                 for t, lp in zip(tokens, logprobs)

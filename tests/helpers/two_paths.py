@@ -2,6 +2,7 @@
 
 import asyncio
 
+import collected
 import numpy as np
 import shared_programs
 import small_runs
@@ -11,7 +12,6 @@ from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import proxy
 from tunix.rl.multi_turn.run import tasks as run_tasks
-from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 
 # Equal sizes are compiled once, with those of other small runs.
 SMALL = (*small_runs.SMALL, "tasks=[click-button, enter-text]")
@@ -68,7 +68,7 @@ class Both:
     collector = self.collector(mode, connection)
 
     async def run():
-      return await groups_lib.collect_groups(
+      return await collected.groups(
         collector, [next(tasks) for _ in range(number)]
       )
 

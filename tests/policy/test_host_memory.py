@@ -36,8 +36,14 @@ else:
 # What stays between two buffers keeps the heap from shrinking.
 LARGE = """
 import pathlib
+from flax import nnx
 import numpy as np
 from tunix.rl.multi_turn.policy import host_memory
+
+def of_bytes(count):
+  model = nnx.Module()
+  model.weight = nnx.Param(np.broadcast_to(np.zeros((), np.uint8), count))
+  return model
 
 def resident():
   pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
@@ -53,9 +59,9 @@ def grown(between):
 
 if host_memory.tune():
   kept = []
-  host_memory.settle(host_memory.KEPT)
+  host_memory.settle(of_bytes(host_memory.KEPT))
   assert grown(kept) > 1 << 27
-  host_memory.settle(host_memory.KEPT + 1)
+  host_memory.settle(of_bytes(host_memory.KEPT + 1))
   assert grown(kept) < 1 << 24
   print("kept")
 else:

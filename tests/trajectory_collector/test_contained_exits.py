@@ -8,6 +8,7 @@ is Ctrl-C.
 import asyncio
 import threading
 
+import collected
 import collector_fakes as fakes
 import numpy as np
 import pytest
@@ -327,7 +328,7 @@ def test_an_exit_of_the_factory_is_a_failed_episode(kind, loop):
     factory, fakes.say_x, tc.CollectConfig(group_size=2, min_valid=1)
   )
   groups = loop.wait(
-    tc.collect_groups(collector, ["bad", "good"]), threading.Event()
+    collected.groups(collector, ["bad", "good"]), threading.Event()
   )
   bad, good = ([m.status for m in group] for group in groups)
   assert bad == [Status.ENV_ERROR] * 2

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 
+import collected
 import collector_fakes as fakes
 import pytest
 from tunix.rl.multi_turn import trajectory_collector as tc
@@ -554,7 +555,7 @@ def test_faults_in_a_fifth_of_all_episodes(runner):
   )
 
   async def main():
-    result = await tc.collect_groups(collector, [f"t{i}" for i in range(40)])
+    result = await collected.groups(collector, [f"t{i}" for i in range(40)])
     released.set()
     while runner.stuck or len(asyncio.all_tasks()) > 2:
       await asyncio.sleep(0.01)

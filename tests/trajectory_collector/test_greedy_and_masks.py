@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 
+import collected
 import loop_cases as cases
 import numpy as np
 from tunix.rl.multi_turn import trajectory_collector as tc
@@ -48,11 +49,9 @@ def greedy_collector(client, pair=cases.good_pair, **config):
 
 def test_a_greedy_episode_is_beside_the_group_and_not_in_it():
   client = GreedyAware()
-  one, two = asyncio.run(
-    tc.collect_groups(greedy_collector(client), ["a", "b"])
-  )
+  one, two = asyncio.run(collected.groups(greedy_collector(client), ["a", "b"]))
   plain = asyncio.run(
-    tc.collect_groups(
+    collected.groups(
       cases.make_collector(cases.SeededClient(), group_size=3), ["a", "b"]
     )
   )
@@ -137,7 +136,7 @@ def masked(client):
 
 
 def test_each_sampled_token_keeps_what_could_be_sampled():
-  (group,) = asyncio.run(tc.collect_groups(masked(MaskedClient()), ["a"]))
+  (group,) = asyncio.run(collected.groups(masked(MaskedClient()), ["a"]))
   for member in group:
     (sequence,) = member.sequences
     sampled = sequence.tokens[sequence.loss_mask]
@@ -148,6 +147,6 @@ def test_each_sampled_token_keeps_what_could_be_sampled():
 
 def test_a_sampler_without_a_mask_is_an_error_that_names_the_option():
   client = cases.SeededClient()
-  (group,) = asyncio.run(tc.collect_groups(masked(client), ["a"]))
+  (group,) = asyncio.run(collected.groups(masked(client), ["a"]))
   assert {m.status for m in group} == {Status.MODEL_ERROR}
   assert "--return-sampling-mask" in group.trajectories[0].error

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 
+import collected
 import collector_fakes as fakes
 import loop_cases as cases
 import numpy as np
@@ -28,7 +29,7 @@ def test_members_differ_and_a_run_repeats():
   async def main(**kwargs):
     client = cases.SeededClient(jitter=0.01)
     collector = cases.make_collector(client, seed=kwargs["seed"])
-    return await tc.collect_groups(collector, ["a", "b", "a"])
+    return await collected.groups(collector, ["a", "b", "a"])
 
   first, again, other = (asyncio.run(main(seed=seed)) for seed in (1, 1, 2))
   assert [tokens_of(g) for g in first] == [tokens_of(g) for g in again]
@@ -85,7 +86,7 @@ def test_group_ids_tasks_and_events():
   recorder = fakes.Recorder()
   task = gym_base.Task("click/3", "click", max_turns=1)
   collector = cases.make_collector(observers=recorder, split="eval")
-  (group,) = asyncio.run(tc.collect_groups(collector, [task], group_size=2))
+  (group,) = asyncio.run(collected.groups(collector, [task], group_size=2))
   assert group.task_id == "click/3"
   assert [t.status for t in group] == [Status.MAX_TURNS] * 2
   assert len({t.trajectory_id for t in group}) == 2
@@ -134,7 +135,7 @@ def test_an_episode_that_cannot_begin_is_data_and_closes_its_env(kind, fault):
     gym_base.Task("bad", "f", max_turns=-1),
     gym_base.Task("good", "f", max_turns=2),
   ]
-  bad, good = asyncio.run(tc.collect_groups(collector, tasks))
+  bad, good = asyncio.run(collected.groups(collector, tasks))
   assert {t.status for t in bad} == {Status.ENV_ERROR}
   assert all("max_steps must be >= 1, got -1" in t.error for t in bad)
   assert len(good.valid) == 4
@@ -146,42 +147,8 @@ def test_an_episode_that_cannot_begin_is_data_and_closes_its_env(kind, fault):
 def test_episodes_in_flight_are_bounded():
   client = cases.SeededClient(jitter=0.005)
   collector = cases.make_collector(client, concurrency=3)
-  asyncio.run(tc.collect_groups(collector, range(6)))
+  asyncio.run(collected.groups(collector, range(6)))
   assert client.peak == 3
-
-
-def test_evaluation_keeps_the_tasks_order():
-  async def main():
-    client = cases.SeededClient(jitter=0.01)
-    collector = cases.make_collector(client, group_size=1, min_valid=1)
-    tasks = ({"task_id": i} for i in range(12))
-    order = []
-    async for group in tc.iterate_groups(collector, tasks, max_groups=2):
-      order.append(group.task_id)
-    assert client.peak == 2
-    return order
-
-  assert asyncio.run(main()) == [str(i) for i in range(12)]
-
-
-def test_leaving_an_evaluation_early_closes_its_environments():
-  envs = []
-
-  def pair(task):
-    envs.append(fakes.ScriptEnv((0.0, 1.0)))
-    return fakes.ListAgent(), envs[-1]
-
-  async def main():
-    collector = cases.make_collector(cases.SeededClient(jitter=0.05), pair)
-    iterator = tc.iterate_groups(collector, range(50), max_groups=3)
-    async for _ in iterator:
-      break
-    await iterator.aclose()
-    assert len(asyncio.all_tasks()) == 1
-
-  asyncio.run(main())
-  assert 4 <= len(envs) < 50
-  assert all(env.closed == 1 for env in envs if env.log)
 
 
 def test_cancelling_a_group_closes_its_episodes():
@@ -216,7 +183,7 @@ def test_async_factories_and_factories_that_fail():
 
   collector = cases.make_collector(pair=pair)
   good, bad, odd = asyncio.run(
-    tc.collect_groups(collector, ["good", "bad", "odd"])
+    collected.groups(collector, ["good", "bad", "odd"])
   )
   assert len(good.valid) == 4
   assert {t.error for t in bad} == {"EnvCreateError: OSError: no display"}

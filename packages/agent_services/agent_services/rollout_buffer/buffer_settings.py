@@ -1,6 +1,6 @@
 """Declares the bounds of the rollout buffer service.
 
-Does not declare what a rollout asks for: `requests.RolloutRequest` does.
+Does not declare what a rollout asks for: `requests.Start` does.
 """
 
 from __future__ import annotations

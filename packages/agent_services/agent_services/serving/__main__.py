@@ -319,6 +319,7 @@ def _make(
   policy = checkpoint.load_policy(
     args.policy, screen=largest, compute_dtype=args.dtype
   )
+  host_memory.settle(policy[0])
   renderer = _renderer(args, policy)
   context = args.max_model_len
   screens = checked.screens or _usual_screens(policy[1], context)

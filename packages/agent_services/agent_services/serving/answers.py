@@ -340,7 +340,10 @@ class TextStream:
 
 
 class StopStrings:
-  """Watches one completion for stop strings; a `guidance.StopWhen`."""
+  """Watches one completion for stop strings.
+
+  A `constrained_decoding.StopWhen`.
+  """
 
   def __init__(
     self,

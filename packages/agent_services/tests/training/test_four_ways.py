@@ -8,12 +8,12 @@ own OpenAI-compatible server.
 import asyncio
 import dataclasses
 
+import collected
 import gym_servers
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
-from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 import two_paths
 
 FAMILIES = ("click-button", "enter-text")
@@ -68,7 +68,7 @@ def _played(both, overrides, mode, through_proxy=False):
   tasks = _tasks(both.config)
 
   async def run():
-    return await groups_lib.collect_groups(collector, tasks)
+    return await collected.groups(collector, tasks)
 
   return both.run(run())
 

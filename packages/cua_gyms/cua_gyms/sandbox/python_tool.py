@@ -7,8 +7,9 @@ has no network, sees nothing of the machine but programs, and writes a bounded
 amount of memory only. `isolation: processes` separates nothing but the process,
 and is for containers that hold nothing else; it is never chosen by itself.
 
-Promises: a call ends within `seconds`; code that takes longer is killed with
-all it started, and the directory is empty then. Instances share nothing.
+Promises: a call ends within `seconds`, and with it all programs that its code
+has started, so that they take nothing from the next one. Code that takes longer
+is killed, and the directory is empty then. Instances share nothing.
 
 Does not: install packages; the code has the standard library of the system's
 Python.
@@ -146,8 +147,7 @@ class PythonTool(stateful.BaseTool):
     code = parameters.get("code")
     if not isinstance(code, str):
       raise ValueError("python takes its code as a str")
-    text = await concurrency.acall(self._run, instance, code)
-    return text, 0.0, {}
+    return await concurrency.acall(self._run, instance, code), 0.0, {}
 
   async def release(self, instance_id: str, **kwargs: Any) -> None:
     del kwargs
@@ -167,11 +167,13 @@ class PythonTool(stateful.BaseTool):
       limit = self.limits.output_chars
       if len(text) > limit:
         text = f"{text[:limit]}\n(cut off)"
-      if status is None or status == _KILLED:
-        instance.drop()  # With every process that the code has started.
+      # What it started would count among the processes of the next call.
+      if status in (None, _KILLED) or not room.end_programs():
+        instance.drop()
         raise CodeError(
           f"{text}\nkilled: it took longer than {self.limits.seconds:g} s, or"
-          " too much memory; the working directory is empty now".strip()
+          " too much memory, or started programs without end; the working"
+          " directory is empty now".strip()
         )
       if status != 0:
         raise CodeError(text.strip() or f"it ended with status {status}")

@@ -148,8 +148,7 @@ def resolve_isolation(isolation: str) -> str:
     )
   if isolation == "processes":
     return isolation
-  why = no_namespaces()
-  if not why:
+  if not (why := no_namespaces()):
     return "namespaces"
   raise sandbox_errors.IsolationUnavailable(
     f"isolation={isolation!r}: namespaces cannot be had here: {why}. Allow"
@@ -212,6 +211,7 @@ class Room:
     try:
       self._furnish()
       self._start(limits, deadline_s)
+      self._own_pids = frozenset(self.pids())
       self._make_places()
     except BaseException:
       self.close()
@@ -222,8 +222,7 @@ class Room:
 
   @property
   def inside_home(self) -> str:
-    named = self.isolation == "namespaces"
-    return "/home/user" if named else str(self.home)
+    return "/home/user" if self.isolation == "namespaces" else str(self.home)
 
   @property
   def inside_tmp(self) -> str:
@@ -231,8 +230,7 @@ class Room:
 
   @property
   def inside_etc(self) -> str:
-    named = self.isolation == "namespaces"
-    return "/etc/xdesktop" if named else str(self.etc)
+    return "/etc/xdesktop" if self.isolation == "namespaces" else str(self.etc)
 
   def run(self, command: Sequence[str], *, log: str, display: str = "") -> None:
     """Starts a program in the room; its output goes to the file tmp/`log`.
@@ -284,6 +282,9 @@ class Room:
     if self.isolation == "namespaces":
       return processes.members(self._init_pid)
     return processes.marked(self._mark)
+
+  def _living(self) -> list[int]:
+    return [pid for pid in self.pids() if not processes.is_zombie(pid)]
 
   def activity(self, without: str = "Xvfb") -> tuple[int, bool]:
     """Returns the work of the programs: (nanoseconds on a CPU or waiting for
@@ -340,6 +341,21 @@ class Room:
     for pid in processes.marked(self._mark):
       processes.kill(pid)
 
+  def end_programs(self, deadline_s: float = 2.0) -> bool:
+    """Kills every program that was started by `run`, and waits for its end.
+
+    Returns:
+      Whether they ended within the deadline: they may start others meanwhile.
+    """
+    due = time.monotonic() + deadline_s
+    while started := set(self._living()) - self._own_pids:
+      if time.monotonic() > due:
+        return False
+      for pid in started:
+        processes.kill(pid)
+      time.sleep(0.001)
+    return True
+
   def close(self, deadline_s: float = 10.0) -> None:
     """Ends every program and removes the directory. Idempotent.
 
@@ -354,11 +370,9 @@ class Room:
     survivors: list[int] = []
     try:
       self._end(due)
-      survivors = [pid for pid in self.pids() if not processes.is_zombie(pid)]
-      while survivors and time.monotonic() < due:
+      while (survivors := self._living()) and time.monotonic() < due:
         self.kill()
         time.sleep(0.005)
-        survivors = [pid for pid in self.pids() if not processes.is_zombie(pid)]
     finally:
       _ROOMS.discard(self)
       for fd in self._mounts:

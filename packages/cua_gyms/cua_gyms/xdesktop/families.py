@@ -46,7 +46,7 @@ class Instance:
   def oracle(
     self, look: Callable[[], np.ndarray], zoom: int
   ) -> Iterator[gui_action.GuiAction]:
-    """Runs `script` on the screenshots of `look`; see `hand.Hand`."""
+    """Runs `script` on the screenshots of `look` (`scripted_actions.Hand`)."""
     return self.script(hand_lib.Hand(look, zoom))
 
 

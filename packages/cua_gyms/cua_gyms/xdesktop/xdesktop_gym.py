@@ -8,8 +8,8 @@ the time or a place.
 
 Positions outside the screenshot are clamped to its edge (`info["clamped"]`),
 and an action that does nothing reports why in `info["ignored"]`. Failures of
-the desktop are `errors.DesktopError`s: the episode is lost, the next `start`
-gets a fresh one. A call that misses its deadline ends the desktop.
+the desktop are `sandbox_errors.DesktopError`s: the episode is lost, the next
+`start` gets a fresh one. A call that misses its deadline ends the desktop.
 
 Does not enforce `max_turns` (the collector does).
 """

@@ -1,8 +1,8 @@
 """Declares the agents of published models: grammar, prompt, sizes, history.
 
 Each is `ToolAgent` with settings that are defaults where its name is chosen
-(`agent=NAME`); any of them may be overridden. Sources of the grammars are in
-their modules under `parser/tool_parser`; those of the histories are here.
+(`agent=NAME`); any of them may be overridden. A grammar's module names its
+source; those of the histories are here.
 `of_checkpoint` names the agent of a published checkpoint.
 
 Does not: import a parser, or build an agent.
@@ -185,3 +185,14 @@ def of_checkpoint(directory: str, phone: bool = False) -> str:
   places = f"{path.absolute()} {path.resolve()}".lower().replace("_", "-")
   agent = next((a for part, a in _FINE_TUNES.items() if part in places), agent)
   return _ON_PHONES.get(agent, agent) if phone else agent
+
+
+def reason(agent: str) -> str:
+  """Returns what `of_checkpoint` goes by, and the grammar that it means."""
+  grammar = f"agent.parser={PRESETS[agent]['agent.parser']} and its context"
+  if agent.removesuffix("_mobile") in _FINE_TUNES.values():
+    return f"{grammar} are those of the model that its path names"
+  return (
+    f"{grammar} are those of the family that config.json names, and not of a"
+    " fine-tune with a grammar of its own"
+  )

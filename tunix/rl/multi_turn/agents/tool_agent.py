@@ -107,7 +107,7 @@ class ToolAgent(base_agent.BaseAgent):
       summary_at: Tokens of context after whose passing the policy is asked for
         a summary, in place of earlier turns; 0 for never.
       summary_tokens, summary_images, summary_prompt: see
-        `settings.AgentConfig`.
+        `agent_settings.AgentConfig`.
 
     Raises:
       ValueError: naming the argument.

@@ -73,6 +73,7 @@ class OpenAIClient:
     before_request: Awaited before each request for a completion; may set
       `version`.
     protocol: the server's.
+    url: the server's, without /v1.
   """
 
   def __init__(
@@ -163,7 +164,7 @@ class OpenAIClient:
       retries=retries,
       counts=self.counts,
     )
-    self._root = self._http.root
+    self.url = self._http.root
     self._sessions: dict[str, asyncio.Future[str]] = {}
 
   # --- PolicyClient ----------------------------------------------------------
@@ -217,8 +218,7 @@ class OpenAIClient:
       )
     except TimeoutError as error:
       raise TimeoutError(
-        f"no completion from {self._root} within timeout_s="
-        f"{self._timeout_s:g} s"
+        f"no completion from {self.url} within timeout_s={self._timeout_s:g} s"
       ) from error
 
   async def release(self, session: str) -> None:
@@ -243,7 +243,7 @@ class OpenAIClient:
       async with asyncio.timeout(min(self._timeout_s, 30.0)):
         answer = await self._http.request("get", "/v1/models", None)
     except TimeoutError as error:
-      raise TimeoutError(f"{self._root} does not answer") from error
+      raise TimeoutError(f"{self.url} does not answer") from error
     served = {
       entry.get("id"): entry
       for entry in (answer or {}).get("data", ())
@@ -254,7 +254,7 @@ class OpenAIClient:
       served[self.model] = next(iter(served.values()))
     if self.model not in served:
       raise ValueError(
-        f"model={self.model!r} is not served by {self._root}; it serves"
+        f"model={self.model!r} is not served by {self.url}; it serves"
         f" {', '.join(map(repr, served)) or 'none'}"
       )
     length = served[self.model].get("max_model_len")
@@ -469,7 +469,7 @@ class OpenAIClient:
       completion_checks.check_outside(tokens_S, logprobs_S, self._vocabulary)
     except completion_checks.SamplingContractError as error:
       self.counts["refused"] += 1
-      raise RemoteError(f"{self._root} answered: {error}") from error
+      raise RemoteError(f"{self.url} answered: {error}") from error
     tokens_S = tokens_S.astype(np.int32)
     starts = [(0, version), *answer.versions]
     versions = np.empty(len(tokens_S), np.int32)
@@ -495,7 +495,7 @@ class OpenAIClient:
     except (OverflowError, TypeError, ValueError):
       pass
     raise RemoteError(
-      f"{self._root} answered with {what} that are no list of numbers:"
+      f"{self.url} answered with {what} that are no list of numbers:"
       f" {str(values)[:200]}"
     )
 
@@ -511,7 +511,7 @@ class OpenAIClient:
         ),
       }[cause]
       raise RemoteError(
-        f"{self._root} returned {contents}; use a server that has"
+        f"{self.url} returned {contents}; use a server that has"
         " return_token_ids, or give tokenize= to train on a re-tokenised"
         " reply"
       )
@@ -521,7 +521,7 @@ class OpenAIClient:
     ):
       tokens.append(self._end_of_turn)
     if not tokens:
-      raise RemoteError(f"{self._root} returned neither token ids nor a text")
+      raise RemoteError(f"{self.url} returned neither token ids nor a text")
     return tokens
 
   def _compare(
@@ -538,7 +538,7 @@ class OpenAIClient:
       return
     self.counts["prompt_mismatch"] += 1
     raise PromptMismatchError(
-      f"{self._root} has read a prompt of {length} tokens, not the"
+      f"{self.url} has read a prompt of {length} tokens, not the"
       f" {len(prompt)} it was sent with {len(prompt.images)} images: its"
       " image processor or tokenizer differs from the policy's; serve the"
       " policy's own directory, and screenshots of sizes that both take as"

@@ -5,11 +5,12 @@
 Promises: before a run compiles or plays anything, the server has answered one
 request of each kind that the run will send: with the model, the context and as
 many images as the run needs, with token ids and the log-probs of the
-distribution that was sampled from. A refusal names the flag. While weights are
-loaded no request is sent, so that each token's recorded version is that of its
-weights, and the deadlines of requests stand still, which the deadlines of the
-hand-over bound; after a load that failed none is answered any more, as the
-engine may hold half of the weights.
+distribution that was sampled from. A refusal names the flag. A later answer
+without them is an error, never a completion. While weights are loaded no
+request is sent, so that each token's recorded version is that of its weights,
+and the deadlines of requests stand still, which the deadlines of the hand-over
+bound; after a load that failed none is answered any more, as the engine may
+hold half of the weights.
 
 Does not start the server (`vllm` prints the command).
 """
@@ -123,6 +124,8 @@ class RemoteEngine:
         for clock in clocks:
           clock.start()
     self._check_weights()
+    if problem := _not_own(completion):
+      raise openai_client.RemoteError(f"{self._client.url}: {problem}")
     self._check_versions(completion)
     self._counts["completed"] += 1
     self._counts["decode_tokens"] += len(completion.tokens)
@@ -268,12 +271,8 @@ class RemoteEngine:
       )
       raise ValueError(f"{first}: {error}; {fix}") from error
     for answer in answers:
-      if answer.fallback:
-        raise ValueError(
-          f"{first}: the answer has {answer.fallback.replace('_', ' ')}, and"
-          " a run trains on those of the sampler; use a server that returns"
-          " token ids and log-probs (vLLM 0.32, SGLang)"
-        )
+      if problem := _not_own(answer):
+        raise ValueError(f"{first}: {problem}")
     least = float(answers[1].logprobs.min(initial=0.0))
     # Tokens that tie with the likeliest are left beside it.
     certain = all(
@@ -301,3 +300,12 @@ class RemoteEngine:
     """Ends handing over, a hand-over in progress soon. Idempotent."""
     self._closed = True
     self._weights.close(min(timeout_s, concurrency.STOP_S))
+
+
+def _not_own(completion: policy_client.Completion) -> str:
+  """Returns why a run cannot train on a completion; "" if it can."""
+  return completion.fallback and (
+    f"the answer has {completion.fallback.replace('_', ' ')}, and a run trains"
+    " on the token ids and log-probs of the sampler; use a server that returns"
+    " them with every completion (vLLM 0.32, SGLang)"
+  )

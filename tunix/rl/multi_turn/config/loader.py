@@ -4,8 +4,8 @@ Turns YAML and `key=value` overrides into classes made with `core.settings`,
 and refuses bad ones: the error for an unknown key or choice names the nearest
 valid one, the error for a wrong type or range names the values allowed.
 
-Promises: reading never stops at the first problem; `Problems` collects all of
-them, and the readable values are returned beside them.
+Promises: reading never stops at the first problem; a list receives all of
+them, and the readable values are returned.
 
 Does not: know any particular section, or build anything from them.
 """

@@ -547,9 +547,10 @@ class _Reader:
     former_names.announce(self._former)
     if agent := checkpoint_agent(settings):
       _LOG.warning(
-        "the checkpoint brings agent.name=%s, its grammar and context; set"
-        " agent.name for another, agent.name=tool for the plain one",
+        "the checkpoint brings agent.name=%s: %s; set agent.name for another,"
+        " agent.name=tool for the plain one",
         agent,
+        agent_presets.reason(agent),
       )
     _import_modules(settings, problems)
     merged = _presets(settings)

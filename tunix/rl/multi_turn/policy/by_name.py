@@ -88,8 +88,8 @@ def resolve(name: str) -> NamedPolicy:
   """Returns the policy of a name; imports a factory, reads no weights.
 
   Args:
-    name: A name of `BUILT_IN` or `settings.PRETRAINED`, a directory, a GGUF
-      file, or "package.module:factory".
+    name: A name of `BUILT_IN` or `policy_settings.PRETRAINED`, a directory, a
+      GGUF file, or "package.module:factory".
 
   Raises:
     ValueError: no such factory.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
@@ -30,18 +31,23 @@ _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
 
 
+def _of_libc(name: str) -> Any:
+  """Returns a function of the C library; None where it is not glibc."""
+  if not sys.platform.startswith("linux"):
+    return None
+  try:
+    return getattr(ctypes.CDLL("libc.so.6"), name)
+  except (OSError, AttributeError):
+    return None
+
+
 def tune() -> bool:
   """Tunes this process's allocator; call it before JAX starts its threads.
 
   Returns:
     Whether the C library took the settings; False where it is not glibc.
   """
-  if not sys.platform.startswith("linux"):
-    return False
-  try:
-    mallopt = ctypes.CDLL("libc.so.6").mallopt
-  except (OSError, AttributeError):
-    return False
+  mallopt = _of_libc("mallopt")
   settings = (
     (_M_MMAP_MAX, 0),  # A step's buffer is above any mmap threshold.
     (_M_TRIM_THRESHOLD, -1),  # Never.
@@ -49,20 +55,21 @@ def tune() -> bool:
     # Other arenas than the main one cannot hold large blocks.
     (_M_ARENA_MAX, 1),
   )
-  return all(mallopt(name, value) == 1 for name, value in settings)
+  return mallopt is not None and all(mallopt(*pair) == 1 for pair in settings)
 
 
 KEPT = 1 << 28
 """Bytes of parameters up to which a policy's freed buffers are kept."""
 
 
-def settle(parameter_bytes: int) -> None:
-  """Ends what `tune` began if the policy has more than `KEPT` bytes."""
-  if parameter_bytes <= KEPT or not sys.platform.startswith("linux"):
-    return
-  try:
-    mallopt = ctypes.CDLL("libc.so.6").mallopt
-  except (OSError, AttributeError):
+def settle(model: Any) -> None:
+  """Ends what `tune` began if the nnx module has more than `KEPT` bytes."""
+  from flax import nnx  # pylint: disable=g-import-not-at-top
+  import jax  # pylint: disable=g-import-not-at-top
+
+  parameter_bytes = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+  mallopt = _of_libc("mallopt")
+  if parameter_bytes <= KEPT or mallopt is None:
     return
   # glibc's own values: mallopt.3, "M_MMAP_MAX" and the largest threshold.
   for name, value in (
@@ -79,9 +86,6 @@ def release() -> None:
 
   Nothing happens where the C library is not glibc.
   """
-  if not sys.platform.startswith("linux"):
-    return
-  try:
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-  except (OSError, AttributeError):
-    pass
+  trim = _of_libc("malloc_trim")
+  if trim is not None:
+    trim(0)

@@ -50,7 +50,7 @@ class Finding:
   """A diagnosis of a rule.
 
   Attributes:
-    rule: One of `settings.WatchdogRule`, or `INVALID`.
+    rule: One of `reporting_settings.WatchdogRule`, or `INVALID`.
     message: The diagnosis.
   """
 

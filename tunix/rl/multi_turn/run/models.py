@@ -27,6 +27,7 @@ from tunix.rl.multi_turn.planning import run_memory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import custom_policy
+from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import policy_settings
 from tunix.rl.multi_turn.policy import sharding
@@ -141,6 +142,7 @@ def make_policy(
     )
   _check_screenshots(config, processor, screen)
   add_adapter(config, model)
+  host_memory.settle(model)
   run_memory.settle_remat(config, model, processor, mesh)
   renderer = make_renderer(config, processor, tokenizer)
   return LoadedPolicy(model, processor, tokenizer, renderer)

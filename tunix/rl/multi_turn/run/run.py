@@ -156,8 +156,6 @@ class Run:
       self.processes,
     )
     self.policy = self.warm_start.policy
-    weights = jax.tree.leaves(nnx.state(self.policy.model))
-    host_memory.settle(sum(x.nbytes for x in weights))
     self.teacher = models.make_teacher(config, self.policy, self.mesh)
     self.memory = preflight.with_policy(
       config, self.policy, self.episodes.make_agent(), self.mesh

@@ -90,7 +90,7 @@ class ToolManager:
     """Runs calls; returns {call id: text of the output}, in their order.
 
     Args:
-      calls: ToolCalls, or dicts as `base.normalize_calls` reads them.
+      calls: ToolCalls, or dicts as `tool_base.normalize_calls` reads them.
       parallel: run them at once rather than one after the other.
     """
     outputs = self.outputs(calls, parallel)

@@ -2,8 +2,8 @@
 
 The second family of tools. A stateful tool does part of an environment's work:
 it keeps state for each request (the answer so far, a session) and rewards it.
-The first family (`base.BaseTool`) is a plain function; `StatefulToolAdapter`
-makes a plain tool of a stateful one.
+The first family (`tool_base.BaseTool`) is a plain function;
+`StatefulToolAdapter` makes a plain tool of a stateful one.
 
 Promises: instances never share state; `release` may be called twice.
 """

@@ -1,8 +1,8 @@
 """Defines tools: a name, a description, a schema and one call.
 
 A tool implements `forward` (sync) or `async_forward` (async), or both; a
-caller may use either. `StatefulTool` (see `stateful.py`) is the other family,
-with an instance a request.
+caller may use either. `stateful.BaseTool` is the other family, with an instance
+a request.
 """
 
 from __future__ import annotations

@@ -12,9 +12,7 @@ from tunix.rl.multi_turn.trajectory_collector.collect_settings import Deadlines
 from tunix.rl.multi_turn.trajectory_collector.episode import (
   TrajectoryCollectEngine,
 )
-from tunix.rl.multi_turn.trajectory_collector.groups import collect_groups
 from tunix.rl.multi_turn.trajectory_collector.groups import GroupCollector
-from tunix.rl.multi_turn.trajectory_collector.groups import iterate_groups
 from tunix.rl.multi_turn.trajectory_collector.model_calls import derive_seed
 from tunix.rl.multi_turn.trajectory_collector.model_calls import PolicyModel
 from tunix.rl.multi_turn.trajectory_collector.sequence_builder import (

@@ -223,7 +223,7 @@ def _merges(
 
 
 def pretrained(name: str) -> pathlib.Path:
-  """Returns the file of a name of `settings.PRETRAINED`, in its package.
+  """Returns the file of a name of `policy_settings.PRETRAINED`, in its package.
 
   Raises:
     ValueError: the package is not installed.

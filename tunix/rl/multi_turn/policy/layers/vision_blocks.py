@@ -145,7 +145,8 @@ def tensor_axis(config: qwen_shapes.QwenVLConfig) -> str | None:
 def runner(
   config: qwen_shapes.QwenVLConfig, mesh: jax.sharding.Mesh | None, *inputs: Any
 ) -> Callable[[Any, jax.Array], jax.Array]:
-  """Returns run(block, x [S, P, D]) -> [S, P, D] for `layers.repeat`.
+  """Returns run(block, x [S, P, D]) -> [S, P, D] for
+  `decoder_layers.repeat`.
 
   The backward pass computes a block again as `config.remat` says; on a mesh
   the output lies as tokens do.

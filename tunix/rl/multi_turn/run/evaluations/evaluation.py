@@ -49,8 +49,10 @@ class _UnderWay:
 
 
 class BesideEvaluations:
-  """The evaluations of a run between its updates; see the module docstring.
+  """Plays the evaluations of a run while it goes on training.
 
+  A second engine holds a copy of the weights that are evaluated. One evaluation
+  is played at a time: `start` begins it, `finished` hands over its results.
   Belongs to the thread of the learner.
   """
 

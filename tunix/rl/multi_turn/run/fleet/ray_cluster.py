@@ -1,10 +1,10 @@
 """Process that starts collectors as actors of a Ray cluster.
 
-The one module that imports ray; `ray_launcher` starts it beside the learner,
-whose process stays without Ray's threads, forks and signal handlers. Lines are
-those of `net.line_process`: the first one has `address` (of the cluster),
-`collectors`, `cpus`, `memory` (bytes), `resources`, `placement` and `learner`
-(JSON for the actors); a request is one of
+The one module that imports ray; `service.RayLauncher` starts it beside the
+learner, whose process stays without Ray's threads, forks and signal handlers.
+Lines are those of `net.line_process`: the first one has `address` (of the
+cluster), `collectors`, `cpus`, `memory` (bytes), `resources`, `placement` and
+`learner` (JSON for the actors); a request is one of
 
 - `start` name: starts the collector of that name
 - `look`: `{ended: {name: reason}}`, each once, and `{waiting: [name]}` of the

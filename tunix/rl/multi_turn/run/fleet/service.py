@@ -87,10 +87,16 @@ class _Place:
 
 
 class Supervisor:
-  """See the module docstring.
+  """Keeps `fleet.collectors` collectors running, in a thread.
+
+  A collector that ends is started again under another name, after pauses that
+  double; its groups are lent to others. One that ends more than
+  `fleet.restarts` times in a row without a group is given up. Once all are
+  given up, or have waited `fleet.place_s` for a node, the run fails with
+  `FleetFailed`, unless a collector that others started is there.
 
   Attributes:
-    starts: how many collectors were started.
+    starts: Collectors started so far, restarts included.
   """
 
   def __init__(

@@ -160,6 +160,6 @@ class HostsEngine:
     goes_on = self._processes.parted
     if self._started and not goes_on:
       (self._directory / ADDRESS).unlink(missing_ok=True)
-    self._server.close(tell=not goes_on)
+    self._server.close(notify=not goes_on)
     if self._processes.first:
       self._keep(0)

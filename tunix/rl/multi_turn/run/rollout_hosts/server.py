@@ -294,8 +294,12 @@ class RolloutServer(LeaseRoutes):
   def start(self) -> None:
     self._server.start()
 
-  def close(self, tell: bool = True) -> None:
-    """Ends, after it has told hosts that the run has, if it is to."""
-    if tell:
+  def close(self, notify: bool = True) -> None:
+    """Shuts the server down.
+
+    Args:
+      notify: Whether to tell the hosts first that the run has ended.
+    """
+    if notify:
       self.end()
     self._server.close()

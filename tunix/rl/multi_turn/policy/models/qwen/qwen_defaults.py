@@ -297,5 +297,5 @@ def image_tokens_to_hf(config: qwen_text_config.AnyConfig) -> dict[str, int]:
 def filled(
   fields: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """`given` and the defaults of fields that are not in it."""
+  """Returns `fields`, completed from `defaults`."""
   return {**defaults, **fields}

@@ -7,8 +7,7 @@ pixels stay uint8 and a patch is one frame. The reference repeats a still for
 its temporal kernel of 2; a model here adds the kernel's two halves up instead,
 and normalises on the device.
 
-Does not: take video, decode files, or normalise. numpy and Pillow only. Gives
-the names of `qwen_vl_sizes` too.
+Does not: take video, decode files, or normalise. numpy and Pillow only.
 
 Axis names: P = patches of an image, F = bytes of a patch, T = tokens of a
 sequence.
