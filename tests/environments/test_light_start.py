@@ -117,4 +117,4 @@ def _group(pid):
 
 def test_a_command_without_a_module_says_how():
   process = python("-m", "tunix_multi_turn")
-  assert process.returncode == 2 and "environments.gym_server" in process.stderr
+  assert process.returncode == 2 and "\n  gym  " in process.stderr
