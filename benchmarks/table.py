@@ -153,6 +153,23 @@ TABLE = (
         ),
     ),
     Benchmark(
+        "long_horizon", "bench_long_horizon.py", ("--window", "3"),
+        (
+            Figure("28 turns, 3 screenshots, tokens computed without the tree"
+                   " over with it", "×",
+                   lambda r: r["false"]["computed_tokens"]
+                   / r["auto"]["computed_tokens"], 3.0, margin=0.05),
+            Figure("28 turns, 3 screenshots, learner's time without the tree"
+                   " over with it", "×",
+                   lambda r: r["false"]["learner_s"] / r["auto"]["learner_s"]),
+            Figure("28 turns, 3 screenshots", "episodes/h",
+                   lambda r: r["auto"]["episodes_per_hour"]),
+            Figure("28 turns, 3 screenshots, prefilled over unique tokens", "×",
+                   lambda r: r["auto"]["prefill_per_unique_token"],
+                   1.05, True, 0.02),
+        ),
+    ),
+    Benchmark(
         "decode", "bench_decode_bound.py", (),
         (
             Figure("decode, share of its bound", "",
