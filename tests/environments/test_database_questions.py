@@ -108,8 +108,8 @@ def test_only_its_own_tasks_are_demonstrated():
     database_questions.solve({"question": "?"}, [sql_tool.SQL_SCHEMA])
 
 
-def test_demonstrations_solve_tasks_in_the_runs_environment():
-  """Every family, in as many turns as it says, rewarded at the end alone."""
+def _converser(solve=None):
+  """Returns a demonstrator of all families, and its source of tasks."""
   config = config_lib.load_config(
     [
       "environment=database",
@@ -124,8 +124,14 @@ def test_demonstrations_solve_tasks_in_the_runs_environment():
     checkpoint.load_tokenizer("tiny_vl"), lambda *_: 0
   )
   converser = conversing.Converser(
-    renderer, factory, source.solve, config.environment.max_turns
+    renderer, factory, solve or source.solve, config.environment.max_turns
   )
+  return converser, source
+
+
+def test_demonstrations_solve_tasks_in_the_runs_environment():
+  """Every family, in as many turns as it says, rewarded at the end alone."""
+  converser, source = _converser()
   pairs = [(next(source.tasks), i) for i in range(9)]
   families = set()
   for episode in asyncio.run(
@@ -138,7 +144,23 @@ def test_demonstrations_solve_tasks_in_the_runs_environment():
     assert not any(step.info.get("tool_errors") for step in episode.steps)
     rewards = [step.reward for step in episode.steps]
     assert rewards == [0.0] * (TURNS[family] - 1) + [1.0]
-  assert families == set(FAMILIES)
+  assert families == set(FAMILIES) and not converser.warned
+
+
+def test_an_error_of_a_tool_in_demonstrations_is_told_once(caplog):
+  def solve(task):
+    *_, answer = source.solve(task)
+    arguments = {"query": "SELECT missing"}
+    call = {"function": {"name": "sql", "arguments": arguments}}
+    return [{"role": "assistant", "tool_calls": [call]}, answer]
+
+  converser, source = _converser(solve)
+  for _ in range(2):
+    asyncio.run(converser.episode(next(source.tasks), 0))
+  (record,) = caplog.records
+  assert "answered with an error" in record.getMessage()
+  assert converser.warned[0] in record.getMessage()
+  assert len(converser.warned) == 2
 
 
 # --- the tool -----------------------------------------------------------------

@@ -11,6 +11,7 @@ Does not train anything; no JAX.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any, Callable, Iterator, Sequence
 
 from tunix.rl.multi_turn.agents import tool_agent
@@ -24,6 +25,8 @@ from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.trajectory_collector import collect_settings
 from tunix.rl.multi_turn.trajectory_collector import episode as engine_lib
 from tunix.rl.multi_turn.trajectory_collector import model_calls
+
+_LOG = logging.getLogger(__name__)
 
 Solve = Callable[[gym_base.Task], Sequence[conversations.Turn]]
 """The turns that solve a task; LookupError: there are none."""
@@ -39,6 +42,7 @@ class Converser:
     solve: see `Solve`.
     max_turns: Turns of an episode whose task sets no limit.
     deadlines: Deadlines of an episode and of its calls.
+    warned: Ids of tasks whose demonstrations had errors of tools.
   """
 
   renderer: choice.AnyRenderer
@@ -46,6 +50,7 @@ class Converser:
   solve: Solve
   max_turns: int
   deadlines: collect_settings.Deadlines = collect_settings.Deadlines()
+  warned: list[str] = dataclasses.field(default_factory=list)
 
   async def episode(
     self, task: gym_base.Task, seed: int
@@ -100,6 +105,14 @@ class Converser:
       raise demonstrations.UnsolvableError(
         f"task {task.task_id} was not solved: {played.status.value}"
       )
+    if any(step.info.get("tool_errors") for step in played.steps):
+      if not self.warned:
+        _LOG.warning(
+          "a tool answered with an error in the demonstration of task %s,"
+          " which is cloned as it is; look at its calls",
+          task.task_id,
+        )
+      self.warned.append(task.task_id)
     return played
 
 
