@@ -1,4 +1,4 @@
-"""An update of 16 episodes of 28 turns and 28 screenshots, by `learner.tree`.
+"""Times updates of 16 episodes of 28 turns, by `learner.tree`.
 
     python benchmarks/bench_long_horizon.py
     python benchmarks/bench_long_horizon.py --window 3      # newest screenshots
@@ -27,7 +27,7 @@ GROUPS, MEMBERS, TURNS = 2, 8, 28
 
 
 class EndlessGym(desktop.DesktopGym):
-  """Another screen after each action; rewards are a hash of the actions."""
+  """Shows another screen after each action; rewards hash the actions."""
 
   def start_sync(self, task):
     self._screen, self._hash = task.seed, 0
@@ -70,11 +70,13 @@ def measure(tree: str, updates: int, window: int, folder: str) -> list[dict]:
     "eval.on=false", "checkpoint.every=0", "report.progress=none",
     f"steps={updates + 1}", f"run.dir={folder}", f"name={tree}",
   ]  # fmt: skip
+  here = str(pathlib.Path(__file__).parent)
+  paths = filter(None, [here, os.environ.get("PYTHONPATH")])
   subprocess.run(
     [sys.executable, "-m", "tunix.rl.multi_turn.train", *settings],
     check=True,
     stdout=sys.stderr,
-    env={**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent)},
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
   )
   lines = pathlib.Path(folder, tree, "metrics.jsonl").read_text().splitlines()
   return [json.loads(line) for line in lines[1:]]

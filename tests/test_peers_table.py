@@ -40,14 +40,14 @@ def test_of_nobody():
 
 @pytest.fixture(scope="module", name="results")
 def _results(tmp_path_factory):
-  """Of a run with the suite's own hooks, whose tests run in a worker."""
+  """Of a run with the suite's own hooks, in two workers."""
   folder = tmp_path_factory.mktemp("run")
   for name in ("tests/conftest.py", "tests/helpers/suite.py", "pyproject.toml"):
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text((ROOT / name).read_text())
   (folder / "tests" / "test_peers.py").write_text(TESTS)
   result = subprocess.run(
-    [sys.executable, "-m", "pytest", "-q", "-n", "1", "--junitxml=run.xml"],
+    [sys.executable, "-m", "pytest", "-q", "-n", "2", "--junitxml=run.xml"],
     cwd=folder,
     capture_output=True,
     text=True,

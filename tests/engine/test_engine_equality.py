@@ -29,7 +29,7 @@ from tunix.rl.multi_turn.core import trajectory
 pytestmark = pytest.mark.timeout(300)
 Sampling = policy_client.SamplingParams
 CONTEXT, TURNS, GROUP, PAGE = 192, 5, 5, 8
-SWAPPED = 48
+SWAPPED = 100
 """Tokens of a completion in which the weights change."""
 GREEDY = Sampling(max_new_tokens=6, temperature=0.0)
 

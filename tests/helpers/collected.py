@@ -1,10 +1,10 @@
-"""Collects one group a task, without a queue."""
+"""Collects one group per task, without a queue."""
 
 import asyncio
 
 
 async def groups(collector, tasks, **options):
-  """The tasks' groups, in their order; all are begun at once."""
+  """Returns the tasks' groups in order; collects all of them at once."""
   return await asyncio.gather(
     *(
       collector.collect(task, index=index, **options)

@@ -167,13 +167,13 @@ class PythonTool(stateful.BaseTool):
       limit = self.limits.output_chars
       if len(text) > limit:
         text = f"{text[:limit]}\n(cut off)"
-      # What it started would count among the processes of the next call.
+      # Programs that the code left running count against the next call.
       if status in (None, _KILLED) or not room.end_programs():
         instance.drop()
         raise CodeError(
-          f"{text}\nkilled: it took longer than {self.limits.seconds:g} s, or"
-          " too much memory, or started programs without end; the working"
-          " directory is empty now".strip()
+          f"{text}\nkilled: it took longer than {self.limits.seconds:g} s or"
+          " too much memory, or kept starting programs; the working directory"
+          " is empty now".strip()
         )
       if status != 0:
         raise CodeError(text.strip() or f"it ended with status {status}")

@@ -345,7 +345,8 @@ class Room:
     """Kills every program that was started by `run`, and waits for its end.
 
     Returns:
-      Whether they ended within the deadline: they may start others meanwhile.
+      Whether all have ended by the deadline; False if they keep starting
+      others.
     """
     due = time.monotonic() + deadline_s
     while started := set(self._living()) - self._own_pids:

@@ -93,7 +93,7 @@ class Supervisor:
   double; its groups are lent to others. One that ends more than
   `fleet.restarts` times in a row without a group is given up. Once all are
   given up, or have waited `fleet.place_s` for a node, the run fails with
-  `FleetFailed`, unless a collector that others started is there.
+  `FleetFailed`, unless a collector that was started by hand is connected.
 
   Attributes:
     starts: Collectors started so far, restarts included.

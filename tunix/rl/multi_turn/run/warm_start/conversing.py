@@ -42,7 +42,7 @@ class Converser:
     solve: see `Solve`.
     max_turns: Turns of an episode whose task sets no limit.
     deadlines: Deadlines of an episode and of its calls.
-    warned: Ids of tasks whose demonstrations had errors of tools.
+    warned: Ids of tasks in whose demonstrations a tool reported an error.
   """
 
   renderer: choice.AnyRenderer
@@ -50,7 +50,7 @@ class Converser:
   solve: Solve
   max_turns: int
   deadlines: collect_settings.Deadlines = collect_settings.Deadlines()
-  warned: list[str] = dataclasses.field(default_factory=list)
+  warned: list[str] = dataclasses.field(default_factory=list, init=False)
 
   async def episode(
     self, task: gym_base.Task, seed: int

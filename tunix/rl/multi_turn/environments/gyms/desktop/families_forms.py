@@ -365,7 +365,7 @@ class SwitchTab(family.Family):
 
 @family.register
 class RecallColor(family.Family):
-  """Press the colour that page 2 of 14 has shown; another one loses.
+  """Click the color that page 2 of 14 showed; another color loses.
 
   Its demonstrator is forgetful: in half of the instances its summaries tell
   the page only. A policy cloned from it has seen both kinds.
