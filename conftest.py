@@ -55,6 +55,8 @@ def _extend_tunix() -> None:
 
   google-tunix's own code waits until a test asks for it, here as in workers.
   """
+  packages = [p.parent for p in _HERE.glob("packages/*/pyproject.toml")]
+  sys.path += map(str, [_HERE, *packages])
   import tunix_multi_turn  # pylint: disable=g-import-not-at-top
 
   tunix_multi_turn.light()
@@ -63,8 +65,6 @@ def _extend_tunix() -> None:
   ours = str(_HERE / "tunix" / "rl")
   if ours not in tunix.rl.__path__:
     tunix.rl.__path__.append(ours)
-  packages = [p.parent for p in _HERE.glob("packages/*/pyproject.toml")]
-  sys.path += map(str, [_HERE, *packages])
 
 
 _extend_tunix()
