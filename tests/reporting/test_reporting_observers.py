@@ -138,6 +138,8 @@ def test_engine_metrics_are_differences_of_counters():
     "completed": 30,
     "decode_tokens": 300,
     "decode_places": 400,
+    "drafted_tokens": 60,
+    "accepted_tokens": 45,
     "seconds_idle": 1.5,
     "prompt_tokens": 110,
     "prefilled_tokens": 25,
@@ -148,6 +150,7 @@ def test_engine_metrics_are_differences_of_counters():
   assert metrics["rollout_calls_per_second"] == 15
   assert metrics["prefix_reuse"] == 0.75
   assert metrics["batch_occupancy"] == 0.5
+  assert metrics["draft_acceptance"] == 0.75
   assert metrics["engine_busy"] == 0.75
   assert metrics["engine_compiles"] == 2
   of_two = metrics_lib.engine_metrics(before, after, 2.0, engines=2)

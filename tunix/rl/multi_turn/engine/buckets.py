@@ -91,7 +91,8 @@ class Buckets:
     images: images of an encode call.
     patches: patches of an image; larger images are refused. () for a text
       policy.
-    steps: tokens a decode call samples at most (K).
+    steps: tokens a decode call without drafts samples at most (K).
+    drafts: tokens that a step of a decode call drafts for each row; 0: none.
     page_size: tokens of a page of the KV cache.
     copies: pages of a copy call; () where none is made.
     fixed_rows: use only the largest rows and images. Windows and chunks follow
@@ -109,6 +110,7 @@ class Buckets:
   page_size: int
   fixed_rows: bool = False
   copies: tuple[int, ...] = ()
+  drafts: int = 0
 
   def __post_init__(self):
     fixed = ("decode_rows", "prefill_rows", "images")
@@ -117,6 +119,19 @@ class Buckets:
       if self.fixed_rows and name in fixed:
         value = value[-1:]
       object.__setattr__(self, name, value)
+
+  @property
+  def drafted(self) -> int:
+    """Tokens that a decode call with drafts samples at most; 0 without."""
+    if not self.drafts:
+      return 0
+    # As if half of them were right.
+    return -(-2 * self.steps // (1 + self.drafts)) * (1 + self.drafts)
+
+  @property
+  def most(self) -> int:
+    """Tokens that a decode call samples at most."""
+    return max(self.steps, self.drafted)
 
   def variants(self, features: Sequence[str] = ()) -> list[programs.Variant]:
     """Lists all programs, the ones that every run needs first.
@@ -132,7 +147,13 @@ class Buckets:
         for kind in decodes:
           masked = kind[config_lib.FEATURES.index("grammar")]
           steps = 1 if masked else self.steps
-          shapes.append(programs.Variant("decode", rows, steps, window, *kind))
+          shapes.append(
+            programs.Variant("decode", rows, steps, window, 0, *kind)
+          )
+        if self.drafts:
+          shapes.append(
+            programs.Variant("decode", rows, self.drafted, window, self.drafts)
+          )
       for rows in reversed(self.prefill_rows):
         for tokens in reversed(self.tokens):
           if tokens <= window:
@@ -222,4 +243,5 @@ def choose(
     page_size=page_size,
     fixed_rows=config.is_lockstep,
     copies=(min(split(_COPIES), slots),) if config.shares_prefixes else (),
+    drafts=config.draft_tokens if config.uses_drafts else 0,
   )

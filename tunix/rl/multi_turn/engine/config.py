@@ -187,6 +187,23 @@ class EngineConfig:
     " matrices rounded to a byte a number, half of bfloat16; correct for the"
     " difference with algorithm.importance=tis. Not for tiny_vl.",
   )
+  drafts: Literal["false", "auto", "true"] = _opt(
+    default="false",
+    doc="Decode several tokens at a time where they were guessed right, from"
+    " what followed the same words before, in the sequence or in completions"
+    " that ended lately. What is sampled does not change. auto: each kind of"
+    " call is timed with drafts and without, and goes the faster way; in"
+    " lockstep, and for a policy with recurrent layers, without. In lockstep"
+    " true guesses from the sequence alone.",
+  )
+  draft_tokens: int = _opt(
+    default=3,
+    doc="Tokens that a step drafts for each request. On an accelerator, which"
+    " waits for the weights, more cost nothing.",
+    unit="tokens",
+    ge=1,
+    le=32,
+  )
   features: tuple[Feature, ...] = _opt(
     default=(),
     doc="Programs that warm-up compiles beside the usual ones. details:"
@@ -226,6 +243,11 @@ class EngineConfig:
   def is_lockstep(self) -> bool:
     """Whether the engine runs in lockstep; "auto" is off until `resolved`."""
     return self.lockstep == "true"
+
+  @property
+  def uses_drafts(self) -> bool:
+    auto = self.drafts == "auto" and not self.is_lockstep
+    return auto or self.drafts == "true"
 
   @property
   def shares_prefixes(self) -> bool:

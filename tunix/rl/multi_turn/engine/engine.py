@@ -233,6 +233,14 @@ class RolloutEngine:
     )
     if not self._state.copies_pages:
       self._buckets = dataclasses.replace(self._buckets, copies=())
+    layout = self._state.layout
+    if layout is not None and layout.keeps_state:
+      if config.drafts == "true":
+        raise ValueError(
+          "engine.drafts=true: a policy with recurrent layers cannot take back"
+          " a wrong draft; use engine.drafts=auto or false"
+        )
+      self._buckets = dataclasses.replace(self._buckets, drafts=0)
     self._programs = programs_lib.Programs(
       self._state, banned_token_ids=banned_token_ids, entropies=config.entropies
     )
@@ -394,7 +402,7 @@ class RolloutEngine:
         future.result()
         if progress is not None:
           v = futures[future]
-          what = f"{v.kind} {v.rows}x{v.tokens}"
+          what = f"{v.kind} {v.rows}x{v.tokens}" + " drafts" * bool(v.drafts)
           for feature, on in zip(config_lib.FEATURES, v.features):
             what += f" {feature}" * on
           if v.window:

@@ -36,6 +36,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.engine import device_state
+from tunix.rl.multi_turn.engine import drafts as drafts_lib
 from tunix.rl.multi_turn.engine import sampler
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import compiling
@@ -83,6 +84,16 @@ def prefill_row(tokens: int) -> np.dtype:
   )
 
 
+def _put_at(all_RK, new, live_R, step, count_R, width: int):
+  """Writes a step's results, [R * D, …], behind those of each row so far."""
+  if width == 1:  # A row that runs has a token of each step.
+    return all_RK.at[:, step].set(
+      jnp.where(live_R, new, 0) if new.ndim == 1 else new
+    )
+  new_RD = new.reshape(-1, width, *new.shape[1:])
+  return drafts_lib.write(all_RK, new_RD, live_R, count_R)
+
+
 def words(rows_R: np.ndarray) -> np.ndarray:
   """Returns int32[R, W], the memory of contiguous rows.
 
@@ -121,8 +132,9 @@ class Variant:
   Attributes:
     kind: "encode", "prefill", "decode" or "copy".
     rows: images of an encode call, pages of a copy, sequences of the others.
-    tokens: patches an image, tokens a row, or steps; a page's of a copy.
+    tokens: patches an image, or tokens a row; a page's of a copy.
     window: positions of a row's cache that are read; 0 for encode and copy.
+    drafts: tokens that a step of a decode call drafts for each row.
     details: a decode call that returns `sampler.Details`.
     masked: a decode call whose rows have masks of tokens.
     penalized: a decode call that lowers the logits of sampled tokens.
@@ -132,6 +144,7 @@ class Variant:
   rows: int
   tokens: int
   window: int = 0
+  drafts: int = 0
   details: bool = False
   masked: bool = False
   penalized: bool = False
@@ -150,6 +163,7 @@ class Decoded(NamedTuple):
     logprobs: float32[R, K].
     counts: int32[R], tokens that each row sampled.
     steps: steps that ran.
+    row_steps: steps in which a row sampled, summed over the rows.
     entropies: float32[R, K], see `sampler.entropy`; None unless the programs
       make them.
     details: float32[R, K], int32[R, K, 20] and float32[R, K, 20], see
@@ -160,6 +174,7 @@ class Decoded(NamedTuple):
   logprobs: np.ndarray
   counts: np.ndarray
   steps: int
+  row_steps: int
   entropies: np.ndarray | None
   details: sampler.Details | None
 
@@ -264,29 +279,35 @@ class Programs:
     self,
     pages_RN: np.ndarray,
     rows_R: np.ndarray,
-    steps: int,
+    most: int,
     *,
     details: bool = False,
     allowed: np.ndarray | None = None,
     sampled: np.ndarray | None = None,
+    drafts: int = 0,
+    texts: np.ndarray | None = None,
   ) -> Decoded:
-    """Samples up to `steps` tokens a row.
+    """Samples up to `most` tokens a row.
 
     Args:
       pages_RN: int32; room for start + K tokens of every row that runs.
       rows_R: Rows of the type DECODE_ROW.
-      steps: K.
+      most: K.
       details: return `Decoded.details`.
       allowed: uint32[R, `mask_words`], a bit for each token that may be
         sampled; None allows every token that is not banned.
       sampled: int32[R, window], the tokens that each row has sampled in
         earlier calls, then -1; None where no row has a penalty.
+      drafts: Tokens to draft at each step; K is a multiple of 1 + drafts. Not
+        with `details`, `allowed` or `sampled`.
+      texts: int32[R, RECENT + window + K], see `drafts.Drafter.texts`; with
+        drafts.
     """
     state = self.state
     window = pages_RN.shape[1] * state.page_size
     features = details, allowed is not None, sampled is not None
-    variant = Variant("decode", len(rows_R), steps, window, *features)
-    optional = {"allowed": allowed, "sampled": sampled}
+    variant = Variant("decode", len(rows_R), most, window, drafts, *features)
+    optional = {"allowed": allowed, "sampled": sampled, "texts": texts}
     state.cache, *out = self._program(variant)(
       state.params,
       state.cache,
@@ -296,8 +317,8 @@ class Programs:
       words(rows_R),
       {k: array for k, array in optional.items() if array is not None},
     )
-    tokens, logprobs, counts, ran, entropies, more = jax.device_get(out)
-    return Decoded(tokens, logprobs, counts, int(ran), entropies, more)
+    tokens, logprobs, counts, ran, sampled_in, *more = jax.device_get(out)
+    return Decoded(tokens, logprobs, counts, int(ran), int(sampled_in), *more)
 
   @property
   def mask_words(self) -> int:
@@ -415,7 +436,7 @@ class Programs:
     )
 
   def _build_decode(self, variant: Variant) -> jax.stages.Lowered:
-    state, steps = self.state, variant.tokens
+    state, most, width = self.state, variant.tokens, 1 + variant.drafts
 
     def decode(params, cache, pool, banned, pages, words_RW, optional):
       model = state.merge(params)
@@ -423,38 +444,74 @@ class Programs:
       if variant.masked:
         banned = banned | self._masked(optional["allowed"])
       extend, part = self._extend(model, cache, pages, rows["start"])
-      draw = self._sampler(rows, banned, variant.details)
+      draw = self._sampler(rows, banned, variant)
+      # The place of the last token in the text that drafts come from.
+      place_R = drafts_lib.RECENT + rows["start"]
 
       def body(carry):
-        step, part, token, vision, position, count, live, out, times = carry
-        hidden, part = extend(
-          token[:, None],
-          position[:, None],
-          rows["start"] + count,
-          live.astype(jnp.int32),
+        (
+          step,
+          n,
           part,
-          vision[:, None],
+          token,
+          vision,
+          position,
+          count,
+          live,
+          out,
+          times,
+          text,
+        ) = carry
+        # 1. Feed each row's last token, and drafts of those behind it.
+        left = jnp.where(live, rows["remaining"] - count, 0)
+        behind = jnp.zeros((variant.rows, 0), jnp.int32)
+        fed = token[:, None], position[:, None], vision[:, None]
+        if variant.drafts:
+          behind = drafts_lib.propose(text, place_R + count, variant.drafts)
+          fed = drafts_lib.feed(*fed, behind, rows["next_position"] + count)
+        tokens, positions, visions = fed
+        hidden, part = extend(
+          tokens,
+          positions,
+          rows["start"] + count,
+          jnp.minimum(left, width),
+          part,
+          visions,
           pool,
         )
-        drawn, logprob, *more = draw(model.logits(hidden[:, 0]), count, times)
+        # 2. Draw a token behind each of them; drafted ones must be right.
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        drawn, logprob, *more = draw(model.logits(flat), count, times)
         times = self._counted(times, drawn[:, None], live[:, None])
-        # Beyond a resting row's count, nothing is read.
-        new = jnp.where(live, drawn, 0), jnp.where(live, logprob, 0.0), *more
+        drawn_RD = drawn.reshape(-1, width)
+        new = drafts_lib.accepted(drawn_RD, behind, rows["stops"], left)
+        # 3. Beyond a row's count, nothing is read.
         out = jax.tree.map(
-          lambda all_RK, new_R: all_RK.at[:, step].set(new_R), out, new
+          lambda all_RK, x: _put_at(all_RK, x, live, step, count, width),
+          out,
+          (drawn, logprob, *more),
         )
-        token = jnp.where(live, drawn, token)
-        position = jnp.where(
-          live[:, None], (rows["next_position"] + count)[:, None], position
+        if variant.drafts:
+          text = drafts_lib.write(text, drawn_RD, live, place_R + count + 1)
+        last = jnp.take_along_axis(
+          drawn_RD, jnp.maximum(new - 1, 0)[:, None], axis=1
         )
+        token = jnp.where(live, last[:, 0], token)
         vision = jnp.where(live, -1, vision)
-        count = count + live
-        live &= (count < rows["remaining"]) & ~jnp.any(
-          rows["stops"] == drawn[:, None], axis=-1
+        count, n = count + new, n + live.sum()
+        position = jnp.where(
+          live[:, None], (rows["next_position"] + count - 1)[:, None], position
         )
-        return step + 1, part, token, vision, position, count, live, out, times
+        live &= (count < rows["remaining"]) & ~jnp.any(
+          rows["stops"] == last, axis=-1
+        )
+        return (
+          step + 1, n, part, token, vision, position, count, live, out, times,
+          text,
+        )  # fmt: skip
 
       carry = (
+        jnp.int32(0),
         jnp.int32(0),
         part,
         rows["token"],
@@ -464,13 +521,14 @@ class Programs:
         rows["remaining"] > 0,
         self._outputs(variant),
         self._times(variant, optional),
+        optional.get("texts"),
       )
-      step, part, _, _, _, count, _, out, _ = lax.while_loop(
-        lambda c: (c[0] < steps) & jnp.any(c[6]), body, carry
+      step, n, part, _, _, _, count, _, out, *_ = lax.while_loop(
+        lambda c: (c[0] < most // width) & jnp.any(c[7]), body, carry
       )
-      cache = self._put(cache, part, pages, rows["start"], count, steps)
+      cache = self._put(cache, part, pages, rows["start"], count, most)
       tokens, logprobs, entropies, details = out
-      return cache, tokens, logprobs, count, step, entropies, details
+      return cache, tokens, logprobs, count, step, n, entropies, details
 
     optional = {}
     if variant.masked:
@@ -481,7 +539,10 @@ class Programs:
       optional["sampled"] = state.rows_shape(
         jnp.int32, variant.rows, variant.window
       )
-    places = (state.cache_place, *(state.place,) * 6)
+    if variant.drafts:
+      columns = drafts_lib.RECENT + variant.window + most
+      optional["texts"] = state.rows_shape(jnp.int32, variant.rows, columns)
+    places = (state.cache_place, *(state.place,) * 7)
     return state.jit(decode, places, donate_argnums=1).lower(
       state.params,
       state.cache_shape,
@@ -523,28 +584,38 @@ class Programs:
       real_RT.astype(jnp.float32)
     )
 
-  def _sampler(self, rows: dict[str, jax.Array], banned, details: bool):
-    """(logits, draws of this call so far, `_times`) -> each row's next draw."""
+  def _sampler(self, rows: dict[str, jax.Array], banned, variant: Variant):
+    """(logits, draws of this call so far, `_times`) -> next draws.
+
+    Logits are [R * D, V]: behind the last token of each row and its drafts.
+    """
     truncated = jnp.any(
       (rows["remaining"] > 0)
       & (rows["temperature"] > 0)
       & ((rows["top_k"] > 0) | (rows["top_p"] < 1.0) | (rows["min_p"] > 0.0))
     )
     penalties = rows["frequency_penalty"], rows["presence_penalty"]
-    return lambda logits, count, times: sampler.sample(
-      logits,
-      banned,
-      rows["key"],
-      rows["index"] + count,
-      rows["temperature"],
-      rows["top_k"],
-      rows["top_p"],
-      rows["min_p"],
-      truncated,
-      None if times is None else sampler.penalty(times, *penalties),
-      details=details,
-      entropies=self.entropies,
-    )
+    width = 1 + variant.drafts
+    wide = lambda name: jnp.repeat(rows[name], width, axis=0)
+
+    def draw(logits, count, times):
+      index = (rows["index"] + count)[:, None] + jnp.arange(width)
+      return sampler.sample(
+        logits,
+        banned,
+        wide("key"),
+        index.reshape(-1),
+        wide("temperature"),
+        wide("top_k"),
+        wide("top_p"),
+        wide("min_p"),
+        truncated,
+        None if times is None else sampler.penalty(times, *penalties),
+        details=variant.details,
+        entropies=self.entropies,
+      )
+
+    return draw
 
   def _outputs(self, variant: Variant):
     """Zeros for the results of each step, [R, K, …], as `sampler.sample`'s."""

@@ -35,6 +35,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import constrained_decoding
+from tunix.rl.multi_turn.engine import drafts as drafts_lib
 from tunix.rl.multi_turn.engine import page_pool
 from tunix.rl.multi_turn.engine import prefill as prefill_lib
 from tunix.rl.multi_turn.engine import programs as programs_lib
@@ -82,6 +83,9 @@ class Scheduler:
     self._vision = vision_cache.VisionCache(
       programs, patches, self.counters, buckets
     )
+    self._drafter = drafts_lib.Drafter(
+      always=config.drafts == "true", remembers=not config.is_lockstep
+    )
     self._rng = np.random.default_rng(seed)
     state = programs.state
     self._shards = state.shards
@@ -96,7 +100,7 @@ class Scheduler:
     ]
     self.slots = requests_lib.SlotTable(
       -(-config.slots // state.shards) * state.shards,
-      config.context_length + buckets.steps,
+      config.context_length + buckets.most,
       self.pools,
       config.shares_prefixes,
       programs.entropies,
@@ -274,7 +278,7 @@ class Scheduler:
     budget = self._config.context_length - n
     if preempted:
       budget = int(preempted.row["remaining"])
-    budget = min(budget, request.sampling.max_new_tokens, self._buckets.steps)
+    budget = min(budget, request.sampling.max_new_tokens, self._buckets.most)
     if not self._make_room(request, n - 1 + budget):
       if before or self._shards == 1:
         sequence.rest()
@@ -406,8 +410,8 @@ class Scheduler:
     """Returns the tokens that the request's cache has after the next call."""
     slots, slot = self.slots, request.slot
     # A grammar must see a token before it can allow the next.
-    steps = 1 if request.grammar is not None else self._buckets.steps
-    return int(slots.start[slot] + min(slots.remaining[slot], steps))
+    most = 1 if request.grammar is not None else self._buckets.most
+    return int(slots.start[slot] + min(slots.remaining[slot], most))
 
   def _decode_call(
     self,
@@ -420,11 +424,11 @@ class Scheduler:
   ) -> None:
     """Samples up to K tokens for each of the requests in `active`."""
     with self.counters.spending("decode"):
-      steps, allowed, sampled = self._buckets.steps, None, None
+      most, allowed, sampled = self._buckets.steps, None, None
       slots_A = np.array([r.slot for r in active], np.int32)
       pages_of_rows = [self.slots.sequence(request).pages for request in active]
       if masks is not None:
-        steps = 1
+        most = 1
         words = self._programs.mask_words
         allowed = np.full((call.size, words), 0xFFFFFFFF, np.uint32)
         allowed[call.rows] = [masks[request] for request in active]
@@ -439,17 +443,36 @@ class Scheduler:
         for place in call.rows:
           room = self.pools[0].room(int(rows[place]["start"]))
           rows[place]["remaining"] = min(int(rows[place]["remaining"]), room)
+      drafts, texts, kind = 0, None, (call.size, len(active), window)
+      can_draft = not (details or penalized or masks is not None)
+      if self._buckets.drafts and can_draft:
+        if self._drafter.pays(*kind):
+          drafts, most = self._buckets.drafts, self._buckets.drafted
+          sequences = [self.slots.tokens[r.slot, : r.length] for r in active]
+          texts = self._drafter.texts(
+            sequences, call.rows, call.size, window + most
+          )
+      started, compiled = time.perf_counter(), self._programs.compile_count
       decoded = self._programs.decode(
         self.pools[0].table(pages_of_rows, call.rows, call.size, window),
         rows,
-        steps,
+        most,
         details=details,
         allowed=allowed,
         sampled=sampled,
+        drafts=drafts,
+        texts=texts,
       )
+      count = int(decoded.counts[call.rows].sum())
+      if can_draft and self._programs.compile_count == compiled:
+        seconds = time.perf_counter() - started
+        self._drafter.note(bool(drafts), count, seconds, *kind)
     self.counters.decode_calls += 1
     self.counters.decode_steps += decoded.steps
-    self.counters.decode_places += decoded.steps * call.size
+    self.counters.decode_places += decoded.steps * call.size * (1 + drafts)
+    if drafts:
+      self.counters.drafted_tokens += decoded.row_steps * drafts
+      self.counters.accepted_tokens += count - decoded.row_steps
     if decoded.details is not None:
       for i, request in zip(call.rows, active, strict=True):
         request.details.append(
@@ -459,7 +482,7 @@ class Scheduler:
           )
         )
     program = page_pool.program_name(
-      "decode", steps, window, details, masks is not None, penalized
+      "decode", most, window, drafts, details, masks is not None, penalized
     )
     self._harvest(active, slots_A, call.rows, decoded, program)
 
@@ -616,6 +639,7 @@ class Scheduler:
     request.outcome = outcome
     if isinstance(outcome, policy_client.Completion):
       self._remember(request)
+      self._drafter.remember(outcome.tokens)
     self.slots.finish(request)
     if deliver:
       ok = isinstance(outcome, policy_client.Completion)

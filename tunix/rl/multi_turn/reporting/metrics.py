@@ -295,6 +295,11 @@ METRICS: dict[str, Metric] = {
     "Share of computed decode places that were real tokens.",
     "Low: raise collect.concurrency or lower engine.slots.",
   ),
+  "draft_acceptance": Metric(
+    "",
+    "Share of drafted tokens that were right, with engine.drafts.",
+    "Low: text that does not repeat; lower engine.draft_tokens.",
+  ),
   "engine_busy": Metric("", "Share of wall time the engine was not idle."),
   "lockstep_timeouts": Metric(
     "",
@@ -604,6 +609,8 @@ def engine_metrics(
     out["prefill_per_unique_token"] = computed / grown("unique_prompt_tokens")
   if grown("decode_places") > 0:
     out["batch_occupancy"] = grown("decode_tokens") / grown("decode_places")
+  if grown("drafted_tokens") > 0:
+    out["draft_acceptance"] = grown("accepted_tokens") / grown("drafted_tokens")
   return out
 
 
