@@ -2,14 +2,14 @@
 
     make train ARGS='examples/configs/smollm2.yaml name=s'
     python benchmarks/bench_drafts.py runs/s
-    python benchmarks/bench_drafts.py runs/s --rows 1 --rounds 5
+    python benchmarks/bench_drafts.py runs/s --text 'Tell me a story.'
 
 The run's policy samples again what followed each prompt of its last episodes,
-`--rows` requests at a time, by engines with `drafts=false`, `true` and `auto`
-in turns. A row of the table is a number of requests: tokens a second of decoding
-(medians of the rounds), their ratio to the engine without drafts, and the share
-of drafts that were right. Sampled tokens are compared, too: they are the same but
-for ties that rounding decides.
+or answers `--text`, where little repeats. Engines with `drafts=false`, `true`
+and `auto` take turns, `--rows` requests at a time. A row of the table is a
+number of requests: tokens a second of decoding (medians of the rounds), their
+ratio to the engine without drafts, the share of drafts that were right, and how
+many completions are equal: all, but for ties that rounding decides.
 
 Does not play environments: only the engine is timed.
 """
@@ -81,6 +81,9 @@ def measure(args: argparse.Namespace, rows: int) -> Iterator[str]:
   """Yields the table's cells for a number of requests at a time."""
   model, processor, tokenizer = load_policy(args.run / "policy")
   texts = prompts(args.run, args.prompts)
+  if args.text:
+    turn = f"<|im_start|>user\n{args.text}<|im_end|>\n<|im_start|>assistant\n"
+    texts = [np.array(tokenizer.encode(turn).ids, np.int32)] * args.prompts
   stops = tuple(
     i for i in [tokenizer.token_to_id("<|im_end|>")] if i is not None
   )
@@ -126,6 +129,7 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("run", type=pathlib.Path, help="directory of a run")
+  parser.add_argument("--text", default="", help="a user's words")
   parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--prompts", type=int, default=64)

@@ -59,7 +59,10 @@ GYM = gyms.GymSpec(
 
 
 def measure(tree: str, updates: int, window: int, folder: str) -> list[dict]:
-  """Returns the metrics of a run's updates after its first."""
+  """Returns the metrics of a run's updates after its first.
+
+  Each has the run's peak memory as well, `peak_gb`.
+  """
   settings = [
     "gym=bench_long_horizon:GYM", "tasks=[click-button]", "warm_start.steps=0",
     f"environment.max_turns={TURNS}", "agent.on_parse_error=retry",
@@ -72,14 +75,18 @@ def measure(tree: str, updates: int, window: int, folder: str) -> list[dict]:
   ]  # fmt: skip
   here = str(pathlib.Path(__file__).parent)
   paths = filter(None, [here, os.environ.get("PYTHONPATH")])
-  subprocess.run(
+  process = subprocess.Popen(
     [sys.executable, "-m", "tunix.rl.multi_turn.train", *settings],
-    check=True,
     stdout=sys.stderr,
     env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
   )
+  _, status, used = os.wait4(process.pid, 0)
+  process.returncode = os.waitstatus_to_exitcode(status)
+  if process.returncode:
+    raise subprocess.CalledProcessError(process.returncode, process.args)
+  peak = {"peak_gb": used.ru_maxrss * 1024 / 1e9}
   lines = pathlib.Path(folder, tree, "metrics.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines[1:]]
+  return [{**json.loads(line), **peak} for line in lines[1:]]
 
 
 def main() -> None:
@@ -107,6 +114,7 @@ def main() -> None:
       "tokens": of("tokens"),
       "computed_tokens": of("tokens") - of("shared_tokens"),
       "prefill_per_unique_token": of("prefill_per_unique_token"),
+      "peak_gb": of("peak_gb"),
     }
     print(f"learner.tree={tree}: {report[tree]}")
   if args.json:

@@ -3,7 +3,7 @@
     python benchmarks/bench_memory.py --seeds 5
     python benchmarks/bench_memory.py --histories window summary --seeds 1
 
-`recall-color` of the desktop gym shows a color in turn 2 and needs it in turn
+`recall-place` of the desktop gym shows a color in turn 2 and needs it in turn
 14; a context of 640 tokens holds about six turns. Each history trains the
 shipped `tiny_vl` with equal sizes: `full` keeps all turns in a context of twice
 the size, `window` the newest five screenshots and a line for each older turn,
@@ -30,7 +30,7 @@ import pooled_rate
 
 CONTEXT = 640
 COMMON = (
-  "tasks=[recall-color]",
+  "tasks=[recall-place]",
   "warm_start.steps=70",
   "warm_start.batch_size=8",
   "warm_start.learning_rate=2e-3",

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(500)
 SUMMARIES = (
   small_runs.ONE_LAYER,
   "warm_start.source=none",
-  "tasks=[recall-color]",
+  "tasks=[recall-place]",
   "agent.history=summary",
   "agent.summary_at=420",
   "agent.summary_tokens=12",

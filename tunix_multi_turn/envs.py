@@ -30,7 +30,7 @@ FAMILIES = (
     "click-button", "click-color", "close-dialog", "enter-text",
     "click-checkboxes", "open-icon", "choose-radio", "choose-option",
     "set-slider", "login-form", "switch-tab",
-    "recall-color", "scroll-and-click", "drag-to-target", "right-click-menu",
+    "recall-place", "scroll-and-click", "drag-to-target", "right-click-menu",
     "press-key", "answer-question",
 )  # fmt: skip
 """The desktop's task families; a test compares them with the gym's own."""

@@ -174,7 +174,7 @@ GOLDEN = "0e7f49df5a8d627ebe45ffc091044df46c42909eb599737063678ea51aac759b"
 GOLDEN_RECALL = (
   "24578c83c7adb7195e87a6749c530ece1e7af7a2830d4127bf43c192fd6fa4ba"
 )
-RECALL = ("recall-color",)
+RECALL = ("recall-place",)
 
 
 def session_hash(names):
@@ -202,19 +202,21 @@ def test_pixels_are_the_same_on_every_machine():
   assert session_hash(RECALL) == GOLDEN_RECALL
 
 
-def test_the_color_to_recall_is_seen_once_and_needed_twelve_turns_later():
-  def frames_with(color):
-    episode = family_lib.Episode(family_lib.get("recall-color"), 3, 0, 128, 96)
-    episode.spec = family_lib.Spec(
-      episode.spec.instruction, {**episode.spec.data, "color": color}
-    )
+def test_the_place_to_recall_is_seen_once_and_needed_twelve_turns_later():
+  def frames_with(place):
+    episode = family_lib.Episode(family_lib.get("recall-place"), 3, 0, 128, 96)
+    data = {**episode.spec.data, "place": place}
+    episode.spec = family_lib.Spec(episode.spec.instruction, data)
+    episode.scene.items.clear()
+    episode.family.build(episode, data, random.Random(0))
     frames = []
     while episode.outcome is None:
       frames.append(episode.scene.screenshot().tobytes())
       episode.act(episode.family.oracle(episode))
+    assert episode.outcome
     return frames
 
-  one, other = frames_with("red"), frames_with("blue")
+  one, other = frames_with(0), frames_with(5)
   assert len(one) == len(other) == 14
   assert [a != b for a, b in zip(one, other)] == [False, True] + [False] * 12
 

@@ -277,9 +277,9 @@ def test_pretraining_leaves_a_policy_a_log_and_its_recipe(tmp_path):
   assert model.config.width == 32
 
 
-def test_a_summary_carries_a_color_out_of_a_windows_sight(renderer):
-  """In turn 14 the window is blind; a summary that tells the color is not."""
-  tasks = [TASKS.train_task("recall-color", i) for i in range(8)]
+def test_a_summary_carries_a_place_out_of_a_windows_sight(renderer):
+  """In turn 14 the window is blind; a summary that tells the place is not."""
+  tasks = [TASKS.train_task("recall-place", i) for i in range(8)]
 
   def last_turns(**history):
     def make_agent():
@@ -296,23 +296,24 @@ def test_a_summary_carries_a_color_out_of_a_windows_sight(renderer):
     *seen, _ = episode.steps[-1].chat_completions
     return json.dumps(trajectory.encode(seen))
 
-  colors = [
+  specs = [
     desktop_family.spec_of(
-      desktop_family.get("recall-color"), task.seed, 0
+      desktop_family.get("recall-place"), task.seed, 0
     ).data
     for task in tasks
   ]
-  assert {data["tells"] for data in colors} == {True, False}
+  assert {data["tells"] for data in specs} == {True, False}
   windows = last_turns(max_images=5, list_dropped_turns=True)
   summaries = last_turns(summary_at=400)
-  for data, window, summary in zip(colors, windows, summaries):
-    # All are played to their end, by one who knows the color.
+  for data, window, summary in zip(specs, windows, summaries):
+    # All are played to their end, by one who knows the place.
     assert window.reward == summary.reward == 1.0
     shown = window.steps[0].observation["screenshot"].sha256
     assert shown not in texts(window) and shown not in texts(summary)
-    note = f"Color {data['color']}."
-    assert note not in texts(window)
-    assert (note in texts(summary)) == data["tells"]
+    # The last click is written as the summary has it.
+    point = re.search(r"\[\d+, \d+\]", summary.steps[-1].model_response)[0]
+    assert point not in texts(window)
+    assert (point in texts(summary)) == data["tells"]
     assert max(len(s) for s in summary.sequences) <= 640
     written = [s for s in summary.steps if s.info.get("summary")]
     assert 2 <= len(written) == len(summary.sequences) - 1

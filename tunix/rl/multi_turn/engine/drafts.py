@@ -17,6 +17,8 @@ D = tokens of a row that a step computes, one and its drafts.
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from typing import Sequence
 
 import jax
@@ -27,8 +29,8 @@ RECENT = 512
 """Tokens of ended completions in a row's text, before its own sequence."""
 
 _LONGEST = 4  # Tokens of the longest match; a match has two or more.
-_TRIALS = 3  # Calls of a kind before its speed counts, and their median's.
-_RETRY = 200  # Calls until the slower way is timed again.
+_TRIALS = 3  # Calls whose median is the speed of a way.
+_FIRST, _MOST = 16, 512  # Calls until the slower way is timed again, doubling.
 
 
 def propose(text_RC: jax.Array, last_R: jax.Array, count: int) -> jax.Array:
@@ -112,6 +114,37 @@ def accepted(
   return jnp.minimum(1 + right_RD.sum(axis=1), most_R)
 
 
+@dataclasses.dataclass
+class _Trial:
+  """Times calls of a kind without drafts and with them.
+
+  Attributes:
+    rates: Tokens a second of the latest calls, without drafts and with.
+    left: Calls until the slower way is timed again.
+    period: The same, the next time.
+  """
+
+  rates: tuple[list[float], list[float]] = dataclasses.field(
+    default_factory=lambda: ([], [])
+  )
+  left: int = _FIRST
+  period: int = _FIRST
+
+  def next(self) -> bool:
+    """Returns whether the next call should use drafts."""
+    plain, drafted = map(len, self.rates)
+    if min(plain, drafted) < _TRIALS:
+      return drafted <= plain
+    faster = statistics.median(self.rates[1]) > statistics.median(self.rates[0])
+    self.left -= 1
+    if self.left > 0:
+      return faster
+    self.period = min(2 * self.period, _MOST)
+    self.left = self.period
+    self.rates[not faster].clear()
+    return not faster
+
+
 class Drafter:
   """Keeps the texts that drafts come from, and times whether they pay.
 
@@ -128,8 +161,7 @@ class Drafter:
     self._always = always
     self._remembers = remembers
     self._recent = np.full(RECENT, -1, np.int32)
-    self._rates: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
-    self._calls: dict[tuple[int, ...], int] = {}
+    self._trials: dict[tuple[int, ...], _Trial] = {}
 
   def remember(self, tokens: np.ndarray) -> None:
     """Takes note of the tokens of a completion that has ended."""
@@ -156,19 +188,12 @@ class Drafter:
 
   def pays(self, *kind: int) -> bool:
     """Returns whether the next call of a kind should use drafts."""
-    if self._always:
-      return True
-    plain, drafted = self._rates.setdefault(kind, ([], []))
-    if min(len(plain), len(drafted)) < _TRIALS:
-      return len(drafted) <= len(plain)
-    calls = self._calls[kind] = self._calls.get(kind, 0) + 1
-    faster = bool(np.median(drafted) > np.median(plain))
-    return faster != (calls % _RETRY == 0)
+    return self._always or self._trials.setdefault(kind, _Trial()).next()
 
   def note(
     self, drafted: bool, tokens: int, seconds: float, *kind: int
   ) -> None:
     """Takes note of a call's speed."""
-    rates = self._rates.setdefault(kind, ([], []))[drafted]
+    rates = self._trials.setdefault(kind, _Trial()).rates[drafted]
     rates.append(tokens / max(seconds, 1e-9))
     del rates[:-_TRIALS]

@@ -443,7 +443,7 @@ class Scheduler:
         for place in call.rows:
           room = self.pools[0].room(int(rows[place]["start"]))
           rows[place]["remaining"] = min(int(rows[place]["remaining"]), room)
-      drafts, texts, kind = 0, None, (call.size, len(active), window)
+      drafts, texts, kind = 0, None, (call.size, window)
       can_draft = not (details or penalized or masks is not None)
       if self._buckets.drafts and can_draft:
         if self._drafter.pays(*kind):

@@ -364,32 +364,30 @@ class SwitchTab(family.Family):
 
 
 @family.register
-class RecallColor(family.Family):
-  """Click the color that page 2 of 14 showed; another color loses.
+class RecallPlace(family.Family):
+  """Click the place that page 2 of 14 showed; another place loses.
 
-  Its demonstrator is forgetful: in half of the instances its summaries tell
-  the page only. A policy cloned from it has seen both kinds.
+  Its demonstrator is forgetful: in a quarter of the instances its summaries
+  tell the page only. A policy cloned from it has seen both kinds.
   """
 
-  name = "recall-color"
+  name = "recall-place"
   max_turns = (18, 18, 20)
   PAGES = 14
 
   def sample(self, rng, level):
-    colors = list(words.COLORS)[: (4, 5, 6)[level]]
-    name, color = rng.choice(words.FACT_NAMES), rng.choice(colors)
-    if level:
-      rng.shuffle(colors)
+    places = ([0, 2, 3, 5], [0, 1, 2, 3, 5], list(range(6)))[level]
+    place, color = rng.choice(places), rng.choice(list(words.COLORS))
     text = rng.choice(
       (
-        "Remember the color of {}, go to the last page and click it.",
-        "Click the color of {} on the last page.",
-        "Page 2 shows {}. Click its color at the end.",
+        "Remember where the {} square is and click it on the last page.",
+        "Click the place of the {} square on the last page.",
+        "Page 2 shows a {} square. Click its place at the end.",
       )
-    ).format(name)
-    tells = rng.random() < 0.5
+    ).format(color)
+    tells = rng.random() < 0.75
     return family.Spec(
-      text, {"name": name, "color": color, "colors": colors, "tells": tells}
+      text, {"place": place, "places": places, "color": color, "tells": tells}
     )
 
   def build(self, ep, data, rng):
@@ -397,7 +395,13 @@ class RecallColor(family.Family):
     x, y, w, _ = area
     label = win.add(widgets.Label(x + 2, y + 2, "Page 1: press Next", w=w - 4))
     button = submit_button(win, area, "Next")
-    ep.w.update(win=win, area=area, label=label, next=button, page=1)
+    squares = [
+      items.Shape(x + 2 + i % 3 * 28, y + 13 + i // 3 * 26, 24, data["color"])
+      for i in data["places"]
+    ]
+    target = squares[data["places"].index(data["place"])]
+    ep.w.update(win=win, label=label, next=button, page=1)
+    ep.w.update(squares=squares, target=target)
 
   def judge(self, ep, event):
     if event.kind != "press":
@@ -407,34 +411,37 @@ class RecallColor(family.Family):
       return None
     if ep.w["page"] != self.PAGES:
       return None
-    return event.widget is ep.w["colors"][ep.spec.data["color"]]
+    return event.widget is ep.w["target"]
 
   def _turn_page(self, ep):
-    win, data = ep.w["win"], ep.spec.data
-    x, y, _, _ = ep.w["area"]
+    win, target = ep.w["win"], ep.w["target"]
     page = ep.w["page"] = ep.w["page"] + 1
-    ep.w["label"].text = data["name"] if page == 2 else f"Page {page}"
+    ep.w["label"].text = f"Page {page}"
     if page == 2:
-      ep.w["shown"] = win.add(items.Shape(x + 2, y + 13, 26, data["color"]))
+      win.add(target)
     elif page == 3:
-      win.children.remove(ep.w["shown"])
+      win.children.remove(target)
     elif page == self.PAGES:
       win.children.remove(ep.w["next"])
       win.default = ep.scene.focus = None
-      ep.w["colors"] = {
-        color: win.add(
-          items.Shape(x + 2 + i % 3 * 28, y + 13 + i // 3 * 26, 24, color)
-        )
-        for i, color in enumerate(data["colors"])
-      }
+      for square in ep.w["squares"]:
+        win.add(square)
 
   def oracle(self, ep):
     if ep.w["page"] == self.PAGES:
-      return family.click(ep, ep.w["colors"][ep.spec.data["color"]])
+      return family.click(ep, ep.w["target"])
     return family.click(ep, ep.w["next"])
 
   def summary(self, ep):
-    data = ep.spec.data
-    if ep.w["page"] > 1 and data["tells"]:
-      return f"Color {data['color']}."
-    return f"Page {ep.w['page']}."
+    if ep.w["page"] == 1 or not ep.spec.data["tells"]:
+      return f"Page {ep.w['page']}."
+    # As the shipped policy was taught to name points: bins of its grid, in
+    # thousandths of the screenshot's sides.
+    scene, target = ep.scene, ep.w["target"]
+    point = (
+      round((at * bins // side + 0.5) / bins * 1000)
+      for at, side, bins in zip(
+        target.center(), (scene.w, scene.h), (32, 24), strict=True
+      )
+    )
+    return f"[{', '.join(map(str, point))}]"
