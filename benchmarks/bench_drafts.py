@@ -52,8 +52,9 @@ async def sample(
   engine: engine_lib.RolloutEngine,
   texts: list[np.ndarray],
   rows: int,
-  tokens: int,
+  most: int,
   stops: tuple[int, ...],
+  first_seed: int,
 ) -> tuple[float, list[list[int]]]:
   """Returns tokens a second of decoding, and each prompt's completion."""
   places, out = asyncio.Semaphore(rows), [[0]] * len(texts)
@@ -61,12 +62,12 @@ async def sample(
   async def one(i: int) -> None:
     async with places:
       sampling = policy_client.SamplingParams(
-        max_new_tokens=tokens, seed=i, stop_token_ids=stops
+        max_new_tokens=most, seed=first_seed + i, stop_token_ids=stops
       )
       prompt = policy_client.TokenPrompt(texts[i], ())
-      done = await engine.generate(prompt, sampling, session=f"{i}")
+      completion = await engine.generate(prompt, sampling, session=f"{i}")
       await engine.release(f"{i}")
-      out[i] = done.tokens.tolist()
+      out[i] = completion.tokens.tolist()
 
   before = engine.stats()
   await asyncio.gather(*map(one, range(len(texts))))
@@ -103,10 +104,11 @@ def measure(args: argparse.Namespace, rows: int) -> Iterator[str]:
     engines[mode] = engine
   rates: dict[str, list[float]] = {mode: [] for mode in MODES}
   texts_of: dict[str, Any] = {}
-  for _ in range(args.rounds):
+  for number in range(args.rounds):
+    seed = number * args.prompts
     for mode, engine in engines.items():
       rate, texts_of[mode] = asyncio.run(
-        sample(engine, texts, rows, args.tokens, stops)
+        sample(engine, texts, rows, args.tokens, stops, seed)
       )
       rates[mode].append(rate)
   plain = statistics.median(rates["false"])

@@ -23,7 +23,7 @@ Texts = st.lists(st.integers(0, 3), min_size=6, max_size=40)
 
 
 def draft_of(text, count):
-  """What followed the longest, then latest, earlier match of the end."""
+  """Returns what followed the longest, then latest, earlier match."""
   last, best = len(text) - 1, (1, None)
   for place in range(4, last):
     length = 0
@@ -125,6 +125,57 @@ def test_what_is_sampled_is_the_same(engines, sampling):
   assert stats["decode_steps"] < engines[0].stats()["decode_steps"]
 
 
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"decode_steps_per_call": 1, "draft_tokens": 5, "entropies": True},
+    # Room for a sequence and a half: rows lose their pages and begin again.
+    {"decode_steps_per_call": 2, "draft_tokens": 9, "cache_tokens": 96},
+  ],
+)
+def test_screenshots_small_calls_and_preemptions(model, options):
+  def play(mode):
+    store, requests = micro.new_store(), []
+    for i in range(6):
+      rng = np.random.default_rng(i)
+      tokens, spans = micro.with_text(np.zeros(0, np.int32), rng, 3), ()
+      image = micro.picture(store, rng, (16, 8))
+      tokens, spans = micro.with_image(tokens, spans, image)
+      if i % 2:  # Else the prompt ends in the screenshot.
+        tokens = np.append(tokens, [5, 6, 5, 6]).astype(np.int32)
+      sampling = Sampling(max_new_tokens=30, seed=i, temperature=0.3)
+      requests.append((f"s{i}", micro.prompt_of(tokens, spans), sampling))
+    with micro.make_engine(
+      model, store, drafts=mode, window_buckets=(micro.CONTEXT,), **options
+    ) as engine:
+      engine.warm_up()
+      completions = micro.generate(engine, *requests)
+      stats = engine.stats()
+    assert stats["compiles_after_warm_up"] == 0
+    return completions, stats
+
+  plain, drafted = play("false"), play("true")
+  for one, other in zip(plain[0], drafted[0], strict=True):
+    assert one.tokens.tolist() == other.tokens.tolist()
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+    if options.get("entropies"):
+      np.testing.assert_allclose(one.entropies, other.entropies, atol=2e-5)
+  stats = drafted[1]
+  assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+  assert ("cache_tokens" in options) <= (stats["preemptions"] > 0)
+  assert 0 < stats["batch_occupancy"] <= 1
+
+
+def test_details_and_penalties_go_without_drafts(model):
+  options = {"features": ("details", "grammar", "penalties")}
+  with make(model, "true", **options) as engine:
+    engine.warm_up()
+    sample(engine, 3, tokens=12, raw_logprobs=True)
+    sample(engine, 3, tokens=12, frequency_penalty=0.5)
+    assert engine.stats()["drafted_tokens"] == 0
+    assert engine.stats()["compiles_after_warm_up"] == 0
+
+
 def test_nothing_compiles_after_warm_up(model):
   with make(model, "auto") as engine:
     engine.warm_up()
@@ -208,15 +259,20 @@ def test_auto_takes_the_faster_way_and_tries_the_other_again():
     ways = []
     for _ in range(500):
       ways.append(drafter.pays(*kind))
-      drafter.note(ways[-1], rate if ways[-1] else 10, 1.0, *kind)
+      drafter.note(ways[-1], rate if ways[-1] else 10, *kind)
     return ways
 
   ways = play(30)
   assert sum(ways[:6]) == 3 and sum(ways) >= 480
   assert not any(play(5)[-100:])
-  play(30)  # Slow periods grow: it may take a while to see.
+  play(30)  # The slower way is timed after up to 512 calls.
   assert all(play(30)[-100:])
-  assert drafter.pays(1, 128) in (True, False)  # Another kind starts anew.
+  # Another kind starts anew: both ways are timed.
+  other = []
+  for _ in range(6):
+    other.append(drafter.pays(1, 128))
+    drafter.note(other[-1], 10, 1, 128)
+  assert sum(other) == 3
   assert drafts.Drafter(always=True, remembers=True).pays(*kind)
 
 

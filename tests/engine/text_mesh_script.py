@@ -1,7 +1,8 @@
 """Samples from and scores a text policy on a mesh of four devices.
 
-Prints the log-probs as sampled there, as the learner scores them there and on
-one device, and the norms of both learners' gradients, as JSON.
+The engine drafts. Prints the tokens that it drafted, the log-probs as sampled
+there, as the learner scores them there and on one device, and the norms of both
+learners' gradients, as JSON.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ def main():
   store = images_lib.ImageStore()
   policies = {"mesh": named.create(0, mesh), "one": named.create(0)}
   model, processor, encoder = policies["mesh"]
-  prompt = np.array(encoder.encode("Add 3 and 4.").ids, np.int32)
+  prompt = np.array(encoder.encode("Add 3 and 4. Add 3 and 4.").ids, np.int32)
   with engine_lib.RolloutEngine(
     model,
     processor,
@@ -35,6 +36,7 @@ def main():
       decode_rows=(2,),
       prefill_rows=(2,),
       prefill_buckets=(32,),
+      drafts="true",
     ),
     banned_token_ids=model.config.banned_token_ids,
   ) as engine:
@@ -45,6 +47,7 @@ def main():
         session="s",
       )
     )
+    drafted = engine.stats()["drafted_tokens"]
   n, m = len(prompt), len(got.tokens)
   sequence = trajectory.TokenSequence(
     np.append(prompt, got.tokens),
@@ -54,7 +57,7 @@ def main():
     np.zeros(n + m, np.int32),
     (),
   )
-  report = {"sampled": [float(x) for x in got.logprobs]}
+  report = {"drafted": drafted, "sampled": [float(x) for x in got.logprobs]}
   for name, (model, processor, _) in policies.items():
     learner = learner_lib.Learner(
       model,

@@ -149,7 +149,7 @@ def test_engine_metrics_are_differences_of_counters():
   assert metrics["rollout_tokens_per_second"] == 100
   assert metrics["rollout_calls_per_second"] == 15
   assert metrics["prefix_reuse"] == 0.75
-  assert metrics["batch_occupancy"] == 0.5
+  assert metrics["batch_occupancy"] == (200 - 45) / 400
   assert metrics["draft_acceptance"] == 0.75
   assert metrics["engine_busy"] == 0.75
   assert metrics["engine_compiles"] == 2

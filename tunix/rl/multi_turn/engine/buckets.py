@@ -93,6 +93,7 @@ class Buckets:
       policy.
     steps: tokens a decode call without drafts samples at most (K).
     drafts: tokens that a step of a decode call drafts for each row; 0: none.
+    always_drafts: Calls that can have drafts always do.
     page_size: tokens of a page of the KV cache.
     copies: pages of a copy call; () where none is made.
     fixed_rows: use only the largest rows and images. Windows and chunks follow
@@ -111,6 +112,7 @@ class Buckets:
   fixed_rows: bool = False
   copies: tuple[int, ...] = ()
   drafts: int = 0
+  always_drafts: bool = False
 
   def __post_init__(self):
     fixed = ("decode_rows", "prefill_rows", "images")
@@ -125,8 +127,9 @@ class Buckets:
     """Tokens that a decode call with drafts samples at most; 0 without."""
     if not self.drafts:
       return 0
-    # As if half of them were right.
-    return -(-2 * self.steps // (1 + self.drafts)) * (1 + self.drafts)
+    # As if half of the drafts were right; at least half of the steps.
+    width = 1 + self.drafts
+    return max(-(-2 * self.steps // width), -(-self.steps // 2)) * width
 
   @property
   def most(self) -> int:
@@ -144,7 +147,7 @@ class Buckets:
     decodes = [tuple(map(bool, kind)) for kind in itertools.product(*kinds)]
     for window in reversed(self.windows):
       for rows in reversed(self.decode_rows):
-        for kind in decodes:
+        for kind in decodes[self.always_drafts and self.drafts > 0 :]:
           masked = kind[config_lib.FEATURES.index("grammar")]
           steps = 1 if masked else self.steps
           shapes.append(
@@ -244,4 +247,5 @@ def choose(
     fixed_rows=config.is_lockstep,
     copies=(min(split(_COPIES), slots),) if config.shares_prefixes else (),
     drafts=config.draft_tokens if config.uses_drafts else 0,
+    always_drafts=config.drafts == "true",
   )

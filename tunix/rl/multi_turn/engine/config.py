@@ -72,8 +72,9 @@ class EngineConfig:
   )
   decode_steps_per_call: int = _opt(
     default=8,
-    doc="Tokens that a decode call samples for each request; requests join"
-    " and new weights take over between calls.",
+    doc="Tokens that a decode call samples for each request, up to about"
+    " twice as many with drafts; requests join and new weights take over"
+    " between calls.",
     unit="tokens",
     ge=1,
     le=1024,
@@ -191,15 +192,15 @@ class EngineConfig:
     default="false",
     doc="Decode several tokens at a time where they were guessed right, from"
     " what followed the same words before, in the sequence or in completions"
-    " that ended lately. What is sampled does not change. auto: each kind of"
-    " call is timed with drafts and without, and goes the faster way; in"
-    " lockstep, and for a policy with recurrent layers, without. In lockstep"
-    " true guesses from the sequence alone.",
+    " that ended lately. Samples stay the same, up to rounding. auto: each"
+    " kind of call is timed with drafts and without, and goes the faster way;"
+    " in lockstep, and for a policy with recurrent layers, without. true, in"
+    " lockstep: the sequence alone is guessed from.",
   )
   draft_tokens: int = _opt(
     default=3,
-    doc="Tokens that a step drafts for each request. On an accelerator, which"
-    " waits for the weights, more cost nothing.",
+    doc="Tokens that a step drafts for each request. Work and memory of"
+    " sampling grow with them; the reading of the weights does not.",
     unit="tokens",
     ge=1,
     le=32,

@@ -1,8 +1,8 @@
 """Drafts the next tokens of a completion from text that looks alike.
 
 Speculative decoding without a draft model: a decode step computes a row's last
-token and a few drafted ones at once, and keeps as many of the tokens that it
-then samples as were drafted right. Drafts are what followed the latest and
+token and a few drafted ones at once, samples a token behind each, and keeps the
+ones that follow right drafts. Drafts are what followed the latest and
 longest match of the row's last tokens, in the row's own sequence or in
 completions that ended lately (siblings of its group among them). After prompt
 lookup decoding (github.com/apoorvumang/prompt-lookup-decoding).
@@ -58,6 +58,17 @@ def propose(text_RC: jax.Array, last_R: jax.Array, count: int) -> jax.Array:
   period_R1 = jnp.maximum(last_R - best_R, 1)[:, None]
   at_RD = best_R[:, None] + 1 + jnp.arange(count) % period_R1
   return jnp.where(found_R1, jnp.take_along_axis(text_RC, at_RD, axis=1), -1)
+
+
+def count(drafts_RD: jax.Array, most_R: jax.Array) -> jax.Array:
+  """Returns the number of drafts that could have been accepted, int32.
+
+  Args:
+    drafts_RD: int32[R, D - 1], as of `propose`.
+    most_R: int32, tokens that the row may still have.
+  """
+  place_D = 1 + jnp.arange(drafts_RD.shape[1])
+  return jnp.sum((drafts_RD >= 0) & (place_D < most_R[:, None]))
 
 
 def feed(token, position, vision, drafts_RD, next_R):
@@ -119,30 +130,36 @@ class _Trial:
   """Times calls of a kind without drafts and with them.
 
   Attributes:
-    rates: Tokens a second of the latest calls, without drafts and with.
-    left: Calls until the slower way is timed again.
-    period: The same, the next time.
+    rates: Speeds of the latest calls, without drafts and with.
+    countdown: Calls until the slower way is timed again.
+    period: Calls between two such times.
+    faster: Whether calls with drafts were faster when last compared.
   """
 
   rates: tuple[list[float], list[float]] = dataclasses.field(
     default_factory=lambda: ([], [])
   )
-  left: int = _FIRST
+  countdown: int = _FIRST
   period: int = _FIRST
+  faster: bool = False
 
   def next(self) -> bool:
     """Returns whether the next call should use drafts."""
     plain, drafted = map(len, self.rates)
     if min(plain, drafted) < _TRIALS:
       return drafted <= plain
-    faster = statistics.median(self.rates[1]) > statistics.median(self.rates[0])
-    self.left -= 1
-    if self.left > 0:
-      return faster
-    self.period = min(2 * self.period, _MOST)
-    self.left = self.period
-    self.rates[not faster].clear()
-    return not faster
+    before = self.faster
+    self.faster = statistics.median(self.rates[1]) > statistics.median(
+      self.rates[0]
+    )
+    if self.faster != before:
+      self.countdown = self.period = _FIRST
+    self.countdown -= 1
+    if self.countdown > 0:
+      return self.faster
+    self.countdown = self.period = min(2 * self.period, _MOST)
+    self.rates[not self.faster].clear()
+    return not self.faster
 
 
 class Drafter:
@@ -190,10 +207,8 @@ class Drafter:
     """Returns whether the next call of a kind should use drafts."""
     return self._always or self._trials.setdefault(kind, _Trial()).next()
 
-  def note(
-    self, drafted: bool, tokens: int, seconds: float, *kind: int
-  ) -> None:
-    """Takes note of a call's speed."""
+  def note(self, drafted: bool, rate: float, *kind: int) -> None:
+    """Takes note of a call's speed: tokens a row and second."""
     rates = self._trials.setdefault(kind, _Trial()).rates[drafted]
-    rates.append(tokens / max(seconds, 1e-9))
+    rates.append(rate)
     del rates[:-_TRIALS]

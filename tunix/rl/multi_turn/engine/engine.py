@@ -464,7 +464,10 @@ class RolloutEngine:
     )
     return {
       **counters,
-      "batch_occupancy": counters["decode_tokens"] / places,
+      "batch_occupancy": (
+        counters["decode_tokens"] - counters["accepted_tokens"]
+      )
+      / places,
       "waiting": len(scheduler.slots.waiting),
       "active": sum(r is not None for r in scheduler.slots.requests),
       "sessions": len(scheduler.slots.sessions),

@@ -18,7 +18,7 @@ side by side before a call's first step and written back after its last.
 Does not decide what runs when, or know sessions; not thread-safe, except for
 `compile`.
 
-Axis names: R = rows of a call, T = tokens of a row, K = steps of a decode
+Axis names: R = rows of a call, T = tokens of a row, K = tokens of a decode
 call, N = pages of a row, S = images of a call, P = patches of an image,
 F = bytes of a patch, V = vision tokens of an image, W = 32-bit words of a row.
 """
@@ -164,6 +164,7 @@ class Decoded(NamedTuple):
     counts: int32[R], tokens that each row sampled.
     steps: steps that ran.
     row_steps: steps in which a row sampled, summed over the rows.
+    drafted: Tokens that were drafted, within the rows' limits.
     entropies: float32[R, K], see `sampler.entropy`; None unless the programs
       make them.
     details: float32[R, K], int32[R, K, 20] and float32[R, K, 20], see
@@ -175,6 +176,7 @@ class Decoded(NamedTuple):
   counts: np.ndarray
   steps: int
   row_steps: int
+  drafted: int
   entropies: np.ndarray | None
   details: sampler.Details | None
 
@@ -317,8 +319,9 @@ class Programs:
       words(rows_R),
       {k: array for k, array in optional.items() if array is not None},
     )
-    tokens, logprobs, counts, ran, sampled_in, *more = jax.device_get(out)
-    return Decoded(tokens, logprobs, counts, int(ran), int(sampled_in), *more)
+    tokens, logprobs, counts, steps, rows, drafted, *more = jax.device_get(out)
+    ran = int(steps), int(rows), int(drafted)
+    return Decoded(tokens, logprobs, counts, *ran, *more)
 
   @property
   def mask_words(self) -> int:
@@ -451,7 +454,8 @@ class Programs:
       def body(carry):
         (
           step,
-          n,
+          ran,
+          drafted,
           part,
           token,
           vision,
@@ -463,7 +467,7 @@ class Programs:
           text,
         ) = carry
         # 1. Feed each row's last token, and drafts of those behind it.
-        left = jnp.where(live, rows["remaining"] - count, 0)
+        budget = jnp.where(live, rows["remaining"] - count, 0)
         behind = jnp.zeros((variant.rows, 0), jnp.int32)
         fed = token[:, None], position[:, None], vision[:, None]
         if variant.drafts:
@@ -474,7 +478,7 @@ class Programs:
           tokens,
           positions,
           rows["start"] + count,
-          jnp.minimum(left, width),
+          jnp.minimum(budget, width),
           part,
           visions,
           pool,
@@ -484,7 +488,7 @@ class Programs:
         drawn, logprob, *more = draw(model.logits(flat), count, times)
         times = self._counted(times, drawn[:, None], live[:, None])
         drawn_RD = drawn.reshape(-1, width)
-        new = drafts_lib.accepted(drawn_RD, behind, rows["stops"], left)
+        new = drafts_lib.accepted(drawn_RD, behind, rows["stops"], budget)
         # 3. Beyond a row's count, nothing is read.
         out = jax.tree.map(
           lambda all_RK, x: _put_at(all_RK, x, live, step, count, width),
@@ -498,7 +502,8 @@ class Programs:
         )
         token = jnp.where(live, last[:, 0], token)
         vision = jnp.where(live, -1, vision)
-        count, n = count + new, n + live.sum()
+        count, ran = count + new, ran + live.sum()
+        drafted += drafts_lib.count(behind, budget)
         position = jnp.where(
           live[:, None], (rows["next_position"] + count - 1)[:, None], position
         )
@@ -506,11 +511,12 @@ class Programs:
           rows["stops"] == last, axis=-1
         )
         return (
-          step + 1, n, part, token, vision, position, count, live, out, times,
-          text,
+          step + 1, ran, drafted, part, token, vision, position, count, live,
+          out, times, text,
         )  # fmt: skip
 
       carry = (
+        jnp.int32(0),
         jnp.int32(0),
         jnp.int32(0),
         part,
@@ -523,12 +529,13 @@ class Programs:
         self._times(variant, optional),
         optional.get("texts"),
       )
-      step, n, part, _, _, _, count, _, out, *_ = lax.while_loop(
-        lambda c: (c[0] < most // width) & jnp.any(c[7]), body, carry
+      step, ran, drafted, part, _, _, _, count, _, out, *_ = lax.while_loop(
+        lambda c: (c[0] < most // width) & jnp.any(c[8]), body, carry
       )
       cache = self._put(cache, part, pages, rows["start"], count, most)
       tokens, logprobs, entropies, details = out
-      return cache, tokens, logprobs, count, step, n, entropies, details
+      ran_in = step, ran, drafted
+      return cache, tokens, logprobs, count, *ran_in, entropies, details
 
     optional = {}
     if variant.masked:
@@ -542,7 +549,7 @@ class Programs:
     if variant.drafts:
       columns = drafts_lib.RECENT + variant.window + most
       optional["texts"] = state.rows_shape(jnp.int32, variant.rows, columns)
-    places = (state.cache_place, *(state.place,) * 7)
+    places = (state.cache_place, *(state.place,) * 8)
     return state.jit(decode, places, donate_argnums=1).lower(
       state.params,
       state.cache_shape,

@@ -523,7 +523,7 @@ class Counters:
   decode_steps: int = 0
   decode_calls: int = 0
   decode_places: int = 0  # Rows x steps computed.
-  drafted_tokens: int = 0
+  drafted_tokens: int = 0  # Guessed, whether or not they were right.
   accepted_tokens: int = 0  # Drafts that were right, each a step saved.
   surplus_tokens: int = 0  # Sampled beyond the end of a stop string.
   images_encoded: int = 0

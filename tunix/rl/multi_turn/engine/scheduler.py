@@ -18,7 +18,7 @@ of the above holds in each shard, and pages are shared within one.
 Synchronous and single-threaded; threads, futures and deadlines are the
 engine's business.
 
-Axis names: A = active slots, R = rows, T = tokens of a row, K = steps of a
+Axis names: A = active slots, R = rows, T = tokens of a row, K = tokens of a
 decode call.
 """
 
@@ -278,7 +278,7 @@ class Scheduler:
     budget = self._config.context_length - n
     if preempted:
       budget = int(preempted.row["remaining"])
-    budget = min(budget, request.sampling.max_new_tokens, self._buckets.most)
+    budget = min(budget, request.sampling.max_new_tokens, self._most(request))
     if not self._make_room(request, n - 1 + budget):
       if before or self._shards == 1:
         sequence.rest()
@@ -409,9 +409,15 @@ class Scheduler:
   def _decode_end(self, request: requests_lib.Request) -> int:
     """Returns the tokens that the request's cache has after the next call."""
     slots, slot = self.slots, request.slot
-    # A grammar must see a token before it can allow the next.
-    most = 1 if request.grammar is not None else self._buckets.most
+    most = self._most(request)
     return int(slots.start[slot] + min(slots.remaining[slot], most))
+
+  def _most(self, request: requests_lib.Request) -> int:
+    """Returns the tokens that a decode call samples for a request at most."""
+    if request.grammar is not None:
+      return 1  # A grammar must see a token before it can allow the next.
+    plain = request.detailed or request.penalized
+    return self._buckets.steps if plain else self._buckets.most
 
   def _decode_call(
     self,
@@ -466,13 +472,14 @@ class Scheduler:
       count = int(decoded.counts[call.rows].sum())
       if can_draft and self._programs.compile_count == compiled:
         seconds = time.perf_counter() - started
-        self._drafter.note(bool(drafts), count, seconds, *kind)
+        # A call of a fixed shape takes as long for a few rows as for all.
+        rate = count / len(active) / max(seconds, 1e-9)
+        self._drafter.note(bool(drafts), rate, *kind)
     self.counters.decode_calls += 1
     self.counters.decode_steps += decoded.steps
-    self.counters.decode_places += decoded.steps * call.size * (1 + drafts)
-    if drafts:
-      self.counters.drafted_tokens += decoded.row_steps * drafts
-      self.counters.accepted_tokens += count - decoded.row_steps
+    self.counters.decode_places += decoded.steps * call.size
+    self.counters.drafted_tokens += decoded.drafted
+    self.counters.accepted_tokens += count - decoded.row_steps
     if decoded.details is not None:
       for i, request in zip(call.rows, active, strict=True):
         request.details.append(

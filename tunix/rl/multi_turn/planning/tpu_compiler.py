@@ -255,8 +255,19 @@ def compile_all(run: planned_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
     variant = engine_programs.Variant
     window = chosen.windows[-1]
     engine = _engine(run)
+    layout = engine.state.layout
+    drafts = chosen.drafts * (layout is None or not layout.keeps_state)
     for name, call in {
       "decode": variant("decode", chosen.decode_rows[-1], chosen.steps, window),
+      **(
+        {
+          "decode with drafts": variant(
+            "decode", chosen.decode_rows[-1], chosen.drafted, window, drafts
+          )
+        }
+        if drafts
+        else {}
+      ),
       "prefill": variant(
         "prefill", chosen.prefill_rows[-1], chosen.tokens[-1], window
       ),

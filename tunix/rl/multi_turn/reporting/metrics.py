@@ -608,7 +608,8 @@ def engine_metrics(
   if grown("unique_prompt_tokens") > 0:
     out["prefill_per_unique_token"] = computed / grown("unique_prompt_tokens")
   if grown("decode_places") > 0:
-    out["batch_occupancy"] = grown("decode_tokens") / grown("decode_places")
+    steps = grown("decode_tokens") - grown("accepted_tokens")
+    out["batch_occupancy"] = steps / grown("decode_places")
   if grown("drafted_tokens") > 0:
     out["draft_acceptance"] = grown("accepted_tokens") / grown("drafted_tokens")
   return out
