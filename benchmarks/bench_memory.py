@@ -99,7 +99,7 @@ def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
   for history, runs in results.items():
     rates = [
       pooled_rate.text((r[n]["successes"], r[n]["episodes"]) for r in runs)
-      for n in ("initial", "final")
+      for n in ("warm_start", "final")
     ]
     yield f"| {history} | {len(runs)} | {' | '.join(rates)} |"
 
