@@ -47,7 +47,7 @@ CLONING = (
   "warm_start.learning_rate=1e-3",
   "steps=0",
 )
-ROUNDS = {"full": (500,), "window": (200,), "summary": (500, 500)}
+ROUNDS = {"full": (500,), "window": (70,), "summary": (500, 500)}
 """Updates of each round of cloning, with a cosine schedule each."""
 HISTORIES: Mapping[str, tuple[int, tuple[str, ...]]] = {
   "full": (2 * CONTEXT, ()),
