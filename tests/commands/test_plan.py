@@ -466,7 +466,7 @@ def test_a_small_run_is_compiled(capsys):
   arguments = [a for a in TINY if a != "--analytic"]
   status = plan.main([
       *arguments, "--json", "mesh.fsdp=4", "mesh.tensor=2", "learner.rows=4",
-      "policy.config.scan_layers=true", "engine.slots=8",
+      "policy.config.scan_layers=true", "engine.slots=8", "engine.drafts=true",
   ])  # fmt: skip
   data = json.loads(capsys.readouterr().out)
   assert status == 0 and data["how"] == "compiled"
@@ -474,6 +474,7 @@ def test_a_small_run_is_compiled(capsys):
     "accumulate",
     "apply",
     "decode",
+    "decode with drafts",
     "prefill",
     "encode",
     "weight copy",
