@@ -47,13 +47,13 @@ def test_drafts_are_what_followed_the_latest_longest_match(text, count, pad):
 
 @given(
   drawn=st.lists(st.integers(0, 4), min_size=1, max_size=5),
-  others=st.lists(st.integers(0, 4), min_size=5, max_size=5),
+  guesses=st.lists(st.integers(0, 4), min_size=5, max_size=5),
   most=st.integers(0, 6),
 )
 def test_a_draw_counts_until_a_draft_was_wrong_or_a_row_ends(
-  drawn, others, most
+  drawn, guesses, most
 ):
-  guessed = others[: len(drawn) - 1]
+  guessed = guesses[: len(drawn) - 1]
   want = 0
   for i, token in enumerate(drawn[:most]):
     if i and guessed[i - 1] != drawn[i - 1]:

@@ -145,9 +145,11 @@ class Buckets:
     shapes = []
     kinds = [range(1 + (name in features)) for name in config_lib.FEATURES]
     decodes = [tuple(map(bool, kind)) for kind in itertools.product(*kinds)]
+    if self.drafts and self.always_drafts:
+      decodes = decodes[1:]  # Calls without a feature have drafts.
     for window in reversed(self.windows):
       for rows in reversed(self.decode_rows):
-        for kind in decodes[self.always_drafts and self.drafts > 0 :]:
+        for kind in decodes:
           masked = kind[config_lib.FEATURES.index("grammar")]
           steps = 1 if masked else self.steps
           shapes.append(

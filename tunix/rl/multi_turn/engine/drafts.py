@@ -1,11 +1,11 @@
 """Drafts the next tokens of a completion from text that looks alike.
 
 Speculative decoding without a draft model: a decode step computes a row's last
-token and a few drafted ones at once, samples a token behind each, and keeps the
-ones that follow right drafts. Drafts are what followed the latest and
-longest match of the row's last tokens, in the row's own sequence or in
-completions that ended lately (siblings of its group among them). After prompt
-lookup decoding (github.com/apoorvumang/prompt-lookup-decoding).
+token and a few drafted ones at once, samples a token after each, and keeps the
+tokens that follow right drafts. The drafts are the tokens that followed the
+longest match of the row's last tokens, in its own sequence or in completions
+that ended lately (siblings of its group among them). After prompt lookup
+decoding (github.com/apoorvumang/prompt-lookup-decoding).
 
 Exact: a token is drawn from its own logits with its own random bits, number i
 of the completion, whatever was drafted; a draft saves a step or nothing. Equal
@@ -42,7 +42,7 @@ def propose(text_RC: jax.Array, last_R: jax.Array, count: int) -> jax.Array:
     last_R: int32, the place of each row's last token.
     count: Drafts of a row.
   """
-  # 1. Where do the last tokens stand in the text: two of them, three, four?
+  # 1. Find the last tokens in the text: two, three or four of them in a row.
   place_C = jnp.arange(text_RC.shape[1])
   matches_RC = (place_C < last_R[:, None]) & (place_C >= _LONGEST)
   length_RC = jnp.zeros(text_RC.shape, jnp.int32)
@@ -50,11 +50,11 @@ def propose(text_RC: jax.Array, last_R: jax.Array, count: int) -> jax.Array:
     token_R1 = jnp.take_along_axis(text_RC, last_R[:, None] - back, axis=1)
     matches_RC &= jnp.roll(text_RC, back, axis=1) == token_R1
     length_RC += matches_RC
-  # 2. Take the longest match, and the latest of these.
+  # 2. Take the longest match; of equally long ones the latest.
   score_RC = length_RC * text_RC.shape[1] + place_C
   best_R = jnp.argmax(jnp.where(length_RC > 1, score_RC, -1), axis=1)
   found_R1 = jnp.any(length_RC > 1, axis=1, keepdims=True)
-  # 3. Draft what stood behind it; text that repeats itself goes round.
+  # 3. Draft the tokens after the match; they repeat if they reach the end.
   period_R1 = jnp.maximum(last_R - best_R, 1)[:, None]
   at_RD = best_R[:, None] + 1 + jnp.arange(count) % period_R1
   return jnp.where(found_R1, jnp.take_along_axis(text_RC, at_RD, axis=1), -1)

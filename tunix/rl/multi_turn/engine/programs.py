@@ -466,7 +466,7 @@ class Programs:
           times,
           text,
         ) = carry
-        # 1. Feed each row's last token, and drafts of those behind it.
+        # 1. Feed each row's last token, and drafts of the next tokens.
         budget = jnp.where(live, rows["remaining"] - count, 0)
         behind = jnp.zeros((variant.rows, 0), jnp.int32)
         fed = token[:, None], position[:, None], vision[:, None]
@@ -483,7 +483,7 @@ class Programs:
           visions,
           pool,
         )
-        # 2. Draw a token behind each of them; drafted ones must be right.
+        # 2. Draw a token after each of them; count draws after right drafts.
         flat = hidden.reshape(-1, hidden.shape[-1])
         drawn, logprob, *more = draw(model.logits(flat), count, times)
         times = self._counted(times, drawn[:, None], live[:, None])

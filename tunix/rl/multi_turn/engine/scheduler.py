@@ -84,7 +84,8 @@ class Scheduler:
       programs, patches, self.counters, buckets
     )
     self._drafter = drafts_lib.Drafter(
-      always=config.drafts == "true", remembers=not config.is_lockstep
+      always=buckets.always_drafts,
+      remembers=bool(buckets.drafts) and not config.is_lockstep,
     )
     self._rng = np.random.default_rng(seed)
     state = programs.state
@@ -450,14 +451,15 @@ class Scheduler:
           room = self.pools[0].room(int(rows[place]["start"]))
           rows[place]["remaining"] = min(int(rows[place]["remaining"]), room)
       drafts, texts, kind = 0, None, (call.size, window)
-      can_draft = not (details or penalized or masks is not None)
-      if self._buckets.drafts and can_draft:
-        if self._drafter.pays(*kind):
-          drafts, most = self._buckets.drafts, self._buckets.drafted
-          sequences = [self.slots.tokens[r.slot, : r.length] for r in active]
-          texts = self._drafter.texts(
-            sequences, call.rows, call.size, window + most
-          )
+      can_draft = self._buckets.drafts and not (
+        details or penalized or masks is not None
+      )
+      if can_draft and self._drafter.pays(*kind):
+        drafts, most = self._buckets.drafts, self._buckets.drafted
+        sequences = [self.slots.tokens[r.slot, : r.length] for r in active]
+        texts = self._drafter.texts(
+          sequences, call.rows, call.size, window + most
+        )
       started, compiled = time.perf_counter(), self._programs.compile_count
       decoded = self._programs.decode(
         self.pools[0].table(pages_of_rows, call.rows, call.size, window),
